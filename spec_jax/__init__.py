@@ -1,0 +1,28 @@
+"""Speculative decoding in JAX: lossless by proof, for TPU, GPU and CPU.
+
+    import spec_jax
+
+    target = spec_jax.load_model("zoo/target")
+    draft = spec_jax.load_model("zoo/draft")
+    config = spec_jax.SpeculativeConfig(num_speculative_tokens=4)
+    decoder = spec_jax.SpeculativeDecoder(target, draft, config)
+    print(decoder.generate("def binary_search(", max_new_tokens=64).text)
+"""
+
+from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.decoder import Generation, SpeculativeDecoder
+from spec_jax.loading import LoadedModel, load_model
+from spec_jax.stats import Stats
+from spec_jax.version import __version__
+
+
+__all__ = [
+    "Generation",
+    "LoadedModel",
+    "SamplerConfig",
+    "SpeculativeConfig",
+    "SpeculativeDecoder",
+    "Stats",
+    "__version__",
+    "load_model",
+]

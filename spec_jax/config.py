@@ -1,0 +1,305 @@
+"""Configuration: frozen, validated where it enters, readable from a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import tomllib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from spec_jax.errors import ConfigError
+
+METHODS = ("standalone", "ngram", "eagle", "mtp")
+STRATEGIES = (
+    "greedy", "residual", "block", "match", "typical-acceptance", "logit-comparison", "synthetic",
+)
+
+
+def _check(ok: bool, name: str, value: Any, expected: str) -> None:
+    if not ok:
+        raise ConfigError(f"{name} is {value!r}; expected {expected}")
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerConfig:
+    """How one model's logits become a token.
+
+    Applied in this order: logit bias, repetition penalty (over prompt and output), presence
+    and frequency penalties (over the output), temperature, top-k, top-p, min-p. Where
+    transformers has the processor, the result is transformers'.
+
+    Attributes:
+      temperature: 0 means argmax.
+      top_k: keep the k largest; 0 keeps all.
+      top_p: keep the smallest set whose mass reaches p; 1 keeps all.
+      min_p: drop tokens less likely than ``min_p`` times the likeliest; 0 keeps all.
+      repetition_penalty: divides positive logits and multiplies negative ones of tokens in
+        the prompt or the output; 1 is off.
+      presence_penalty: subtracted once from tokens in the output.
+      frequency_penalty: subtracted once for each time a token is in the output.
+      logit_bias: added to the logits of these token ids; -inf forbids one.
+      seed: of the first row; row i of a batch decodes with ``seed + i``.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+
+    def __post_init__(self):
+        bias = self.logit_bias
+        pairs = sorted(bias.items() if isinstance(bias, Mapping) else bias)
+        for entry in pairs:
+            token, value = entry
+            is_id = isinstance(token, int) and token >= 0
+            is_value = _is_number(value) and value != float("inf")
+            _check(is_id and is_value, "logit_bias", entry, "token id >= 0 and a number or -inf")
+        object.__setattr__(self, "logit_bias", tuple((t, float(v)) for t, v in pairs))
+        for name in (
+            "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+            "frequency_penalty",
+        ):
+            value = getattr(self, name)
+            finite = _is_number(value) and abs(value) < float("inf")
+            _check(finite, name, value, "a finite number")
+        _check(self.temperature >= 0, "temperature", self.temperature, "0 or more")
+        is_int = isinstance(self.top_k, int) and not isinstance(self.top_k, bool)
+        _check(is_int and self.top_k >= 0, "top_k", self.top_k, "an integer of 0 or more")
+        _check(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
+        _check(0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1]")
+        _check(
+            self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0"
+        )
+        _check(
+            isinstance(self.seed, int) and 0 <= self.seed < 2**32,
+            "seed", self.seed, "an integer in [0, 2**32)",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculativeConfig:
+    """What drafts, how many tokens a round, and which rule accepts them.
+
+    Attributes:
+      speculative_method: "standalone" (a smaller model of the same vocabulary), "ngram"
+        (copies what followed the same tokens before), "eagle" or "mtp" (heads).
+      num_speculative_tokens: K, tokens drafted a round.
+      rejection_sampling_strategy: the acceptance rule. None: "greedy" at temperature 0;
+        above it "residual" for a sampled draft, "match" for a deterministic one.
+      synthetic_acceptance_rate: for benchmarks: accept by coin, not by token, so that the
+        mean of acceptance over the K positions is this rate.
+      synthetic_acceptance_rates: the same by unconditional rate of each position,
+        non-increasing.
+      synthetic_conditional_rates: the same by conditional rate of each position; does not
+        change with K.
+      synthetic_mean_length: the same by mean tokens a round, the target's included, in
+        [1, K+1].
+      typical_epsilon, typical_delta: Medusa's threshold is min(epsilon, delta * exp(-H)).
+      ngram_max, ngram_min: suffix lengths that are looked up, the longest first.
+      config_file, section_name: where ``from_file`` read this from; for the record.
+    """
+
+    speculative_method: str = "standalone"
+    num_speculative_tokens: int = 2
+    rejection_sampling_strategy: str | None = None
+    synthetic_acceptance_rate: float | None = None
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
+    synthetic_conditional_rates: tuple[float, ...] | None = None
+    synthetic_mean_length: float | None = None
+    typical_epsilon: float = 0.09
+    typical_delta: float = 0.3
+    ngram_max: int = 3
+    ngram_min: int = 1
+    config_file: str | None = None
+    section_name: str | None = None
+
+    def __post_init__(self):
+        K, strategy = self.num_speculative_tokens, self.rejection_sampling_strategy
+        _check(
+            self.speculative_method in METHODS, "speculative_method", self.speculative_method,
+            f"one of {', '.join(METHODS)}",
+        )
+        is_int = isinstance(K, int) and not isinstance(K, bool)
+        _check(is_int and K >= 1, "num_speculative_tokens", K, "an integer of 1 or more")
+        _check(
+            strategy is None or strategy in STRATEGIES, "rejection_sampling_strategy", strategy,
+            f"None or one of {', '.join(STRATEGIES)}",
+        )
+        _check(self.typical_epsilon > 0, "typical_epsilon", self.typical_epsilon, "above 0")
+        _check(self.typical_delta > 0, "typical_delta", self.typical_delta, "above 0")
+        _check(
+            1 <= self.ngram_min <= self.ngram_max, "ngram_min, ngram_max",
+            (self.ngram_min, self.ngram_max), "1 <= ngram_min <= ngram_max",
+        )
+        for name in ("synthetic_acceptance_rates", "synthetic_conditional_rates"):
+            rates = getattr(self, name)
+            if rates is None:
+                continue
+            object.__setattr__(self, name, tuple(rates))
+            ok = len(rates) >= K and all(_is_number(r) and 0 <= r <= 1 for r in rates)
+            _check(ok, name, rates, f"at least {K} rates in [0, 1]")
+        rates = self.synthetic_acceptance_rates
+        if rates is not None:
+            ok = all(a >= b for a, b in zip(rates, rates[1:]))
+            _check(ok, "synthetic_acceptance_rates", rates, "a non-increasing sequence")
+        rate, length = self.synthetic_acceptance_rate, self.synthetic_mean_length
+        if rate is not None:
+            ok = _is_number(rate) and 0 <= rate <= 1
+            _check(ok, "synthetic_acceptance_rate", rate, "a rate in [0, 1]")
+        if length is not None:
+            ok = _is_number(length) and 1 <= length <= K + 1
+            _check(ok, "synthetic_mean_length", length, f"a length in [1, {K + 1}]")
+        given = [n for n in _SYNTHETIC if getattr(self, n) is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} are given; name one of them")
+        if given and strategy not in (None, "synthetic"):
+            raise ConfigError(
+                f"{given[0]} is given, so rejection_sampling_strategy must be None or "
+                f"'synthetic', not {strategy!r}"
+            )
+        if strategy == "synthetic" and not given:
+            raise ConfigError(f"strategy 'synthetic' needs one of {', '.join(_SYNTHETIC)}")
+
+    @property
+    def is_synthetic(self) -> bool:
+        return any(getattr(self, name) is not None for name in _SYNTHETIC)
+
+    def is_standalone(self) -> bool:
+        return self.speculative_method == "standalone"
+
+    def is_eagle(self) -> bool:
+        return self.speculative_method == "eagle"
+
+    def is_mtp(self) -> bool:
+        return self.speculative_method == "mtp"
+
+    def is_ngram(self) -> bool:
+        return self.speculative_method == "ngram"
+
+    def uses_greedy_rejection(self) -> bool:
+        return self.rejection_sampling_strategy == "greedy"
+
+    def uses_typical_acceptance(self) -> bool:
+        return self.rejection_sampling_strategy == "typical-acceptance"
+
+    def uses_logit_comparison(self) -> bool:
+        return self.rejection_sampling_strategy == "logit-comparison"
+
+    def resolve(self, temperature: float, *, is_sampled: bool) -> SpeculativeConfig:
+        """Fills in the strategy.
+
+        Args:
+          temperature: the highest of the target's temperatures in the batch.
+          is_sampled: the drafter draws from a distribution.
+
+        Raises:
+          ConfigError: the strategy cannot serve this temperature or this drafter.
+        """
+        strategy = self.rejection_sampling_strategy
+        if strategy is None and self.is_synthetic:
+            strategy = "synthetic"
+        elif strategy is None and temperature == 0:
+            strategy = "greedy"
+        elif strategy is None:
+            strategy = "residual" if is_sampled else "match"
+        if strategy == "greedy" and temperature > 0:
+            raise ConfigError(
+                f"strategy 'greedy' emits argmax tokens, yet the temperature is {temperature}; "
+                "use 'residual', 'block' or 'match', or temperature 0"
+            )
+        if strategy == "logit-comparison" and not is_sampled:
+            raise ConfigError(
+                "strategy 'logit-comparison' compares the draft's logits, and a drafter that "
+                f"copies tokens ({self.speculative_method}) has none; use 'match'"
+            )
+        return dataclasses.replace(self, rejection_sampling_strategy=strategy)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SpeculativeConfig:
+        """Builds a config from plain values; strings that spell a number are taken as one.
+
+        Raises:
+          ConfigError: an unknown key (the known ones are listed) or a wrong value.
+        """
+        return build(cls, values)
+
+    @classmethod
+    def from_file(
+        cls, config_file: str | pathlib.Path, section_name: str = "speculative"
+    ) -> SpeculativeConfig:
+        """Reads one section of a .yaml, .toml or .json file.
+
+        Raises:
+          ConfigError: an unreadable file, a missing section, an unknown key, a wrong value.
+        """
+        path = pathlib.Path(config_file)
+        parsers = {
+            ".yaml": yaml.safe_load, ".yml": yaml.safe_load, ".toml": tomllib.loads,
+            ".json": json.loads,
+        }
+        if path.suffix not in parsers:
+            raise ConfigError(f"config_file {path} has no known suffix: {', '.join(parsers)}")
+        try:
+            sections = parsers[path.suffix](path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise ConfigError(f"config_file {path} cannot be read: {error}") from error
+        section = sections.get(section_name) if isinstance(sections, Mapping) else None
+        if not isinstance(section, Mapping):
+            have = ", ".join(map(str, sections)) if isinstance(sections, Mapping) else "none"
+            raise ConfigError(f"{path} has no section {section_name!r}; its sections: {have}")
+        return cls.from_dict(
+            {**section, "config_file": str(path), "section_name": section_name}
+        )
+
+
+_SYNTHETIC = (
+    "synthetic_acceptance_rate", "synthetic_acceptance_rates", "synthetic_conditional_rates",
+    "synthetic_mean_length",
+)
+
+
+def build(cls, values: Mapping[str, Any]):
+    """Builds a frozen config class from plain values, coercing where it is harmless.
+
+    A number spelled as a string, a whole float for an int and a list for a tuple are
+    taken; anything else is left to the class's own checks.
+
+    Raises:
+      ConfigError: an unknown key, with the known ones listed.
+    """
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    unknown = sorted(set(values) - set(fields))
+    if unknown:
+        raise ConfigError(
+            f"unknown key {', '.join(map(repr, unknown))} in {cls.__name__}; "
+            f"known keys: {', '.join(fields)}"
+        )
+
+    def coerce(name: str, value: Any) -> Any:
+        kind = str(fields[name].type)
+        if isinstance(value, str) and ("int" in kind or "float" in kind):
+            try:
+                value = float(value)
+            except ValueError:
+                return value
+        if isinstance(value, float) and kind.startswith("int") and value.is_integer():
+            return int(value)
+        if isinstance(value, int) and kind.startswith("float") and not isinstance(value, bool):
+            return float(value)
+        is_list = isinstance(value, Sequence) and not isinstance(value, (str, tuple))
+        return tuple(value) if is_list and "tuple" in kind else value
+
+    return cls(**{name: coerce(name, value) for name, value in values.items()})

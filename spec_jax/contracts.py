@@ -1,0 +1,197 @@
+"""What the parts of speculative decoding hand to each other. Types only.
+
+A *drafter* makes a ``Proposal``; the *target* scores it; a *rule* turns both into a
+``Verdict``. They meet nowhere else. A chain is a tree without branches: tree fields
+have a default that means "chain".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import flax.struct
+import jax
+
+
+class Cache(Protocol):
+    """What the decoder needs of a model's state, attention or state-space.
+
+    Law: after ``commit(n)`` the state equals that of a fresh prefill of the same tokens,
+    whatever else the window held.
+    """
+
+    length: jax.Array  # i32[B], tokens fed
+
+    def commit(self, n: jax.Array) -> Cache:
+        """Folds the first ``n`` (i32[B]) tokens of the window in, forgets the others."""
+
+    def insert_row(self, row: Any, other: Cache) -> Cache:
+        """Replaces row ``row`` by the only row of ``other``."""
+
+    def snapshot(self) -> Any: ...
+
+    def restore_from_snapshot(self, snapshot: Any) -> Cache: ...
+
+
+class ForwardOutput(NamedTuple):
+    """Result of a forward pass.
+
+    Attributes:
+      hidden: dtype[B,T,D], what ``unembed`` takes.
+      cache: the cache with the window written, ``length`` unmoved.
+      features: dtype[B,T,E], tapped states for heads that draft from them, or None.
+    """
+
+    hidden: jax.Array
+    cache: Any
+    features: jax.Array | None = None
+
+
+class Model(NamedTuple):
+    """A language model as pure functions; target and standalone draft alike.
+
+    Attributes:
+      vocab_size: V.
+      max_length: the most tokens a row may hold, prompt and output together.
+      init_cache: ``(params, batch, slots) -> Cache``, of the weights' dtype.
+      forward: ``(params, tokens i32[B,T], cache, *, window_offset) -> ForwardOutput``.
+      unembed: ``(params, hidden dtype[...,D]) -> f32[...,V]``.
+    """
+
+    vocab_size: int
+    max_length: int
+    init_cache: Callable[..., Cache]
+    forward: Callable[..., ForwardOutput]
+    unembed: Callable[[Any, jax.Array], jax.Array]
+
+
+@flax.struct.dataclass
+class Proposal:
+    """What a drafter proposes in one round.
+
+    Node 0 is the root, the pending token; node ``i`` is ``tokens[:, i - 1]``.
+    """
+
+    tokens: jax.Array  # i32[B,K]
+    n_draft: jax.Array  # i32[B], how many of them count, 0..K
+    # The distribution each token was really drawn from, by parent node (a chain: row i-1
+    # for token i). None: the proposal is deterministic, a point mass.
+    probs: jax.Array | None = None  # f32[B,K,V]
+    logits: jax.Array | None = None  # f32[B,K,V], raw, for the rules that compare logits
+    is_sound: jax.Array | None = None  # bool[B], False where the draft's logits were not finite
+
+
+@flax.struct.dataclass
+class TargetScores:
+    """The target's view of every node: row i is the law of the token after node i."""
+
+    logits: jax.Array  # f32[B,K+1,V], raw
+    processed: jax.Array  # f32[B,K+1,V], after all sampling parameters, dropped tokens -inf
+
+    @property
+    def probs(self) -> jax.Array:
+        """f32[B,K+1,V], the distribution that plain decoding would sample from."""
+        return jax.nn.softmax(self.processed, axis=-1)
+
+
+@flax.struct.dataclass
+class Noise:
+    """The randomness a rule consumes; uniform in [0, 1) and standard Gumbel, float32."""
+
+    uniforms: jax.Array  # f32[B,K]
+    gumbel: jax.Array  # f32[B,1,V], or f32[B,K+1,V] for a rule of noise by position
+
+
+@flax.struct.dataclass
+class Verdict:
+    """A rule's judgement of one round.
+
+    ``accept_probs[i]`` is the probability of the rule's i-th coin (the drawn uniform lies
+    below it) and ``replacement`` the law of the token after the last accepted draft: so
+    the probability of every outcome is known, and a certificate can sum over them.
+    """
+
+    n_accept: jax.Array  # i32[B], 0..K
+    tokens: jax.Array  # i32[B,K+1], accepted drafts, then one token of the target's, then 0
+    accept_probs: jax.Array  # f32[B,K]
+    replacement: jax.Array  # f32[B,V]
+
+
+class Context(NamedTuple):
+    """What a drafter may look at when it proposes; nothing of it is the drafter's own.
+
+    Attributes:
+      tokens: i32[B,M], prompt and output so far, left-aligned; ``tokens[b, length[b]]``
+        is the pending token.
+      length: i32[B], tokens fed to the target.
+      sampler: the draft's sampling parameters, by row.
+      counts: the token counts that penalties read.
+      request: u32[B], the target's seed of each row.
+      is_coupled: the rule wants drafts drawn with its own noise.
+      has_probs: the rule reads ``Proposal.probs``.
+      has_logits: the rule reads ``Proposal.logits``.
+    """
+
+    tokens: jax.Array
+    length: jax.Array
+    sampler: Any
+    counts: Any
+    request: jax.Array
+    is_coupled: bool
+    has_probs: bool
+    has_logits: bool
+
+
+class Drafter(NamedTuple):
+    """A way to propose tokens, as pure functions over its own params and state.
+
+    Attributes:
+      name: for reports.
+      vocab_size: V, or None for a drafter that copies tokens.
+      max_length: the most tokens a row may hold, or None.
+      is_sampled: it draws from a distribution (``Proposal.probs``); else a point mass.
+      init: ``(params, batch, slots) -> state``.
+      prefill: ``(params, state, tokens i32[B,T], lengths i32[B], features) -> state``.
+      propose: ``(params, state, context, num_draft) -> (Proposal, state)``.
+      commit: ``(params, state, tokens i32[B,K+1], n i32[B], features) -> state``: the
+        first ``n`` of [pending | accepted drafts] are now behind the new pending token.
+      insert_row: ``(state, row, other) -> state``, ``other`` of one row.
+    """
+
+    name: str
+    vocab_size: int | None
+    max_length: int | None
+    is_sampled: bool
+    init: Callable[..., Any]
+    prefill: Callable[..., Any]
+    propose: Callable[..., tuple[Proposal, Any]]
+    commit: Callable[..., Any]
+    insert_row: Callable[..., Any]
+
+
+class Rule(NamedTuple):
+    """An acceptance rule: a pure function of scores, proposal and noise.
+
+    Attributes:
+      name: the name in configs, flags and reports.
+      verify: ``(TargetScores, Proposal, Noise) -> Verdict``.
+      is_lossless: the emitted tokens have exactly the target's law.
+      expected_acceptance: ``(p f32[V], q f32[V] | None, token) -> f32``: the chance that a
+        draft from ``q`` (or the given token) is accepted at a position that is reached;
+        None where there is no closed form.
+      needs_probs: it reads ``Proposal.probs``; a sampled draft must come with them.
+      needs_logits: it reads ``Proposal.logits``.
+      is_coupled: its noise is one Gumbel vector a position, the same as plain decoding's,
+        and a sampled draft should be drawn with it.
+      is_greedy: it emits argmax tokens, so it is for temperature 0.
+    """
+
+    name: str
+    verify: Callable[[TargetScores, Proposal, Noise], Verdict]
+    is_lossless: bool
+    expected_acceptance: Callable[..., jax.Array] | None = None
+    needs_probs: bool = False
+    needs_logits: bool = False
+    is_coupled: bool = False
+    is_greedy: bool = False

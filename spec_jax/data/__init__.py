@@ -1,0 +1,1 @@
+"""Corpora as documents, and documents as token windows."""

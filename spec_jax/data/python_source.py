@@ -1,0 +1,200 @@
+"""The Python source of the running interpreter's standard library, as documents.
+
+Every machine with Python has this corpus; which files it holds depends on the
+interpreter's version (and on whether its ``test`` package is installed), so a run
+records both. Modules in ``HELD_OUT`` are never trained on, nor are their tests.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import pathlib
+import random
+import sysconfig
+from typing import NamedTuple
+
+from spec_jax.errors import ConfigError
+
+# Plain, readable modules that Python 3.11 to 3.14 all have as one file.
+HELD_OUT = (
+    "bisect", "calendar", "colorsys", "configparser", "csv", "difflib", "fileinput",
+    "fractions", "graphlib", "heapq", "netrc", "queue", "sched", "shlex", "statistics",
+    "textwrap",
+)  # fmt: skip
+SPLITS = ("train", "held_out")
+
+# Installed packages, generated tables, and deliberately broken files of the test suite.
+_SKIPPED_DIRECTORIES = frozenset({
+    "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data", "lib2to3",
+    "lib-dynload", "bad_coding", "badsyntax", "encoded_modules",
+})  # fmt: skip
+_SKIPPED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "bad_", "badsyntax")
+_MAX_LINE = 300  # characters; longer lines are tables, not code
+_MAX_DIGIT_SHARE = 0.2  # of the non-blank characters
+
+
+class Prompt(NamedTuple):
+    """A held-out function up to the end of its docstring, and the body that follows."""
+
+    name: str  # module.qualified_name
+    text: str  # preceding code of the module, signature, docstring; no newline at the end
+    reference: str  # the body as the library has it, beginning with a newline
+
+
+def stdlib_path() -> pathlib.Path:
+    """The directory of the running interpreter's standard library."""
+    return pathlib.Path(sysconfig.get_path("stdlib"))
+
+
+def documents(split: str, *, tests_share: float = 1.0) -> list[tuple[str, str]]:
+    """Reads one split of the corpus as ``(name, text)`` pairs.
+
+    Deterministic for one installation: sorted by name (the path below the library,
+    with ``/``), exact duplicates dropped. "held_out" is the modules of ``HELD_OUT``
+    without their tests; "train" is everything else, without the tests of ``HELD_OUT``.
+
+    Args:
+      split: "train" or "held_out".
+      tests_share: the part of the standard library's own test files that "train" holds,
+        in [0, 1]; which ones is decided by their names alone.
+
+    Raises:
+      ConfigError: an unknown split, a share outside [0, 1], or a held-out module that
+        this interpreter does not have.
+    """
+    if split not in SPLITS:
+        raise ConfigError(f"split is {split!r}; expected one of {', '.join(SPLITS)}")
+    if not 0.0 <= tests_share <= 1.0:
+        raise ConfigError(f"tests_share is {tests_share!r}; expected a number in [0, 1]")
+    root = stdlib_path()
+    if split == "held_out":
+        return [(f"{m}.py", _read_held_out(root, m)) for m in HELD_OUT]
+    found, seen = [], set()
+    for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
+        relative = path.relative_to(root)
+        if _is_skipped(relative) or is_held_out(relative):
+            continue
+        if _is_test(relative) and _unit_hash(relative.as_posix()) >= tests_share:
+            continue
+        text = _read(path)
+        digest = hashlib.sha256(text.encode()).digest() if text else None
+        if text is None or digest in seen or not _is_prose_like(text):
+            continue
+        seen.add(digest)
+        found.append((relative.as_posix(), text))
+    return found
+
+
+def is_held_out(relative: pathlib.PurePath) -> bool:
+    """Whether a path below the library is a held-out module, or belongs to its tests."""
+    stems = [pathlib.PurePath(part).stem for part in relative.parts]
+    if len(stems) == 1:
+        return stems[0] in HELD_OUT
+    names = [s.removeprefix("test_") for s in stems if s.startswith("test_")]
+    return any(n == m or n.startswith(m + "_") for n in names for m in HELD_OUT)
+
+
+def held_out_prompts(
+    n: int, seed: int, *, max_chars: int = 700, min_body_lines: int = 3
+) -> list[Prompt]:
+    """Draws ``n`` different function-level prompts from the held-out modules.
+
+    A prompt is the module's code before the function (whole statements only), the
+    function's signature and its docstring; a model continues with the body. The draw
+    is a pure function of the arguments and the installed library.
+
+    Args:
+      n: the number of prompts.
+      seed: chooses and orders the functions.
+      max_chars: the longest prompt, in characters; context is cut to it, functions whose
+        signature and docstring alone are longer are left out.
+      min_body_lines: functions with a shorter body are left out.
+
+    Raises:
+      ConfigError: fewer than ``n`` functions qualify.
+    """
+    found = []
+    for name, text in documents("held_out"):
+        found += _functions(name.removesuffix(".py"), text, max_chars, min_body_lines)
+    if not 0 <= n <= len(found):
+        raise ConfigError(
+            f"{n} prompts asked for; the held-out modules have {len(found)} functions that qualify"
+        )
+    return random.Random(seed).sample(found, n)
+
+
+def _functions(module: str, text: str, max_chars: int, min_body_lines: int) -> list[Prompt]:
+    lines = text.splitlines()
+    tree = ast.parse(text)
+    # (node, qualified name) of every statement of the module and of its classes.
+    statements = []
+    for node in tree.body:
+        statements.append((node, getattr(node, "name", "")))
+        if isinstance(node, ast.ClassDef):
+            statements += [(m, f"{node.name}.{getattr(m, 'name', '')}") for m in node.body]
+    starts = sorted({_first_line(node) for node, _ in statements})
+    prompts = []
+    for node, name in statements:
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if ast.get_docstring(node) is None or len(node.body) < 2:
+            continue
+        end = node.body[0].end_lineno
+        if node.end_lineno - end < min_body_lines:
+            continue
+        first = _first_line(node)
+        for start in [s for s in starts if s <= first]:
+            prompt = "\n".join(lines[start:end]).rstrip()
+            if len(prompt) <= max_chars:
+                body = "\n".join(["", *lines[end : node.end_lineno]])
+                prompts.append(Prompt(f"{module}.{name}", prompt, body))
+                break
+    return prompts
+
+
+def _first_line(node: ast.stmt) -> int:
+    """The zero-based line on which a statement begins, its decorators included."""
+    decorators = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(d.lineno for d in decorators)]) - 1
+
+
+def _read_held_out(root: pathlib.Path, module: str) -> str:
+    text = _read(root / f"{module}.py")
+    if text is None:
+        raise ConfigError(
+            f"the standard library at {root} has no readable {module}.py; expected an "
+            "interpreter installed with its source"
+        )
+    return text
+
+
+def _read(path: pathlib.Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8").strip() + "\n"
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _is_skipped(relative: pathlib.PurePath) -> bool:
+    directories, name = relative.parts[:-1], relative.name
+    return (
+        any(d in _SKIPPED_DIRECTORIES or d.startswith("config-") for d in directories)
+        or name.startswith(_SKIPPED_PREFIXES)
+    )
+
+
+def _is_test(relative: pathlib.PurePath) -> bool:
+    return any(part in ("test", "tests", "idle_test") for part in relative.parts[:-1])
+
+
+def _is_prose_like(text: str) -> bool:
+    """Whether a file reads as code: not a table of numbers, no literal of a whole screen."""
+    solid = [c for c in text if not c.isspace()]
+    if len(solid) < 64 or max(map(len, text.splitlines())) > _MAX_LINE:
+        return False
+    return sum(c.isdigit() for c in solid) / len(solid) <= _MAX_DIGIT_SHARE
+
+
+def _unit_hash(name: str) -> float:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") / 2**32

@@ -1,0 +1,128 @@
+"""Text as tokens, tokens as training windows: a tokenizer, packing, batches by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from spec_jax.errors import ConfigError
+
+END_OF_TEXT = "<|endoftext|>"
+
+# One digit a token; a word with the one character before it (space, dot, bracket,
+# underscore); newlines together with the indentation that follows; runs of spaces.
+_PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|\n+ *| ?[^\s\p{L}\p{N}]+| +|\s"
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
+    """Trains a byte-level BPE whose vocabulary has exactly ``vocab_size`` entries.
+
+    Any text encodes and decodes to itself. Id 0 is ``END_OF_TEXT``.
+
+    Raises:
+      ConfigError: the vocabulary cannot hold the 256 bytes and the special token, or the
+        texts are too few to fill it.
+    """
+    if vocab_size < 257:
+        raise ConfigError(f"vocab_size is {vocab_size}; expected at least 257 (bytes and {END_OF_TEXT})")
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(tokenizers.Regex(_PIECES), behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise ConfigError(
+            f"the texts give a vocabulary of {tokenizer.get_vocab_size()}; expected {vocab_size}: "
+            "use more text or a smaller vocab_size"
+        )
+    return tokenizer
+
+
+def pack(tokenizer: tokenizers.Tokenizer, documents: Iterable[tuple[str, str]]) -> np.ndarray:
+    """Concatenates documents to one i32[T], with ``END_OF_TEXT`` before each and at the end."""
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    if end is None:
+        raise ConfigError(f"the tokenizer has no {END_OF_TEXT} token")
+    parts = [[end]]
+    for encoding in tokenizer.encode_batch([text for _, text in documents]):
+        parts += [encoding.ids, [end]]
+    return np.concatenate([np.asarray(part, np.int32) for part in parts])
+
+
+def batch_at(tokens: np.ndarray, step: int, *, seed: int, batch: int, length: int) -> np.ndarray:
+    """The training batch of a step: a pure function of its arguments, so resuming is exact.
+
+    Within an epoch every window is drawn once, in an order and from a cut of the text
+    that depend on (seed, epoch) alone.
+
+    Args:
+      tokens: i32[T], the packed text.
+      step: the step's number, from 0.
+      seed: names the order.
+      batch: windows a step.
+      length: predicted tokens a window.
+
+    Returns:
+      i32[batch, length + 1]; a window's first token is input only, its last is target only.
+
+    Raises:
+      ConfigError: the text is shorter than two windows.
+    """
+    count = (len(tokens) - 1) // length - 1
+    if count < 1:
+        raise ConfigError(
+            f"the text has {len(tokens)} tokens; expected at least {2 * length + 1} for windows of {length}"
+        )
+    rows = []
+    order, cut, known_epoch = None, 0, -1
+    for index in range(step * batch, (step + 1) * batch):
+        epoch, position = divmod(index, count)
+        if epoch != known_epoch:
+            rng = np.random.default_rng((seed, epoch))
+            order, cut, known_epoch = rng.permutation(count), int(rng.integers(length)), epoch
+        start = cut + int(order[position]) * length
+        rows.append(tokens[start : start + length + 1])
+    return np.stack(rows).astype(np.int32)
+
+
+def windows(tokens: np.ndarray, length: int) -> np.ndarray:
+    """Cuts a text into consecutive windows i32[B, length + 1] (inputs and targets); the rest
+    that fills no window is dropped."""
+    count = (len(tokens) - 1) // length
+    if count < 1:
+        raise ConfigError(f"the text has {len(tokens)} tokens; expected at least {length + 1}")
+    return np.stack([tokens[i * length : (i + 1) * length + 1] for i in range(count)])
+
+
+def looping_share(tokens, *, max_period: int = 32, repeats: int = 3) -> float:
+    """The share of tokens that lie in a loop.
+
+    A token is in a loop when it lies in a stretch that is some n-gram, n at most
+    ``max_period``, written at least ``repeats`` times in a row.
+
+    Args:
+      tokens: i32[T], one sequence.
+
+    Returns:
+      A number in [0, 1]; 0 for an empty sequence.
+    """
+    tokens = np.asarray(tokens)
+    is_looping = np.zeros(len(tokens), bool)
+    for period in range(1, min(max_period, len(tokens) // repeats) + 1):
+        is_equal = np.concatenate([[False], tokens[period:] == tokens[:-period], [False]])
+        edges = np.flatnonzero(is_equal[1:] != is_equal[:-1])
+        for begin, end in edges.reshape(-1, 2):  # tokens[begin:end] equals what is a period later
+            if end - begin >= (repeats - 1) * period:
+                is_looping[begin : end + period] = True
+    return float(is_looping.mean()) if len(tokens) else 0.0

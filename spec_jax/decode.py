@@ -1,0 +1,369 @@
+"""The loop: draft, verify, accept, commit.
+
+Invariants.
+  1. The target's cache holds ``length`` tokens, all of them fed; ``tokens[b, length[b]]``
+     is the one pending token, emitted and not fed.
+  2. A round commits ``n_accept + 1`` tokens, 1..K+1, for every active row, fewer where a
+     stop token or the limit cuts them. A finished row changes nothing.
+  3. Every output token has one ``kind``: emitted = first + accepted + corrected + bonus.
+  4. For a lossless rule the joint law of the emitted tokens is the target's, whatever the
+     drafter, K and the batch; with the match rule the tokens equal plain decoding's.
+
+Plain decoding is this loop with K = 0.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from spec_jax import rng
+from spec_jax.contracts import Context, Drafter, Model, Noise, Proposal, Rule, TargetScores, Verdict
+from spec_jax.sampling import Counts, Sampler, is_sampling, process, sample
+
+
+class Kind(enum.IntEnum):
+    """Where an output token came from."""
+
+    NONE = 0  # prompt, or not written
+    FIRST = 1  # sampled by prefill
+    ACCEPTED = 2  # drafted, and kept
+    CORRECTED = 3  # the target's, in place of a rejected draft
+    BONUS = 4  # the target's, after drafts of which none was rejected
+
+
+class Finish(enum.IntEnum):
+    """Why a row stopped."""
+
+    RUNNING = 0
+    STOP_TOKEN = 1
+    LENGTH = 2
+    STOP_STRING = 3
+    CANCELLED = 4
+    NAN_TARGET = 5  # the target's logits were not finite
+    NAN_DRAFT = 6  # the draft's logits were not finite
+    INVALID_DRAFT = 7  # the drafter proposed an id outside of the vocabulary
+
+
+class System(NamedTuple):
+    """What is fixed for a compiled program: target, drafter, rule and K."""
+
+    target: Model
+    drafter: Drafter
+    rule: Rule
+    num_draft: int
+    has_expected: bool = False  # record the rule's closed-form acceptance as well
+
+
+@flax.struct.dataclass
+class DecodeState:
+    """Everything that a round reads and writes."""
+
+    tokens: jax.Array  # i32[B,M], prompt and output, left-aligned
+    kind: jax.Array  # i8[B,M], a Kind for each token
+    offered: jax.Array  # i8[B,M], drafts offered by the round that begins here, else -1
+    prompt_length: jax.Array  # i32[B]
+    limit: jax.Array  # i32[B], most tokens a row may hold, prompt and output
+    finish: jax.Array  # i32[B], a Finish
+    stop_tokens: jax.Array  # i32[B,X], -1 where a row has fewer
+    target: Any  # the target's cache
+    draft: Any  # the drafter's state
+    sampler: Sampler
+    draft_sampler: Sampler
+    counts: Counts
+    expected: jax.Array | None = None  # f32[B,M], the rule's acceptance where a draft was judged
+
+    @property
+    def length(self) -> jax.Array:
+        """i32[B], tokens fed to the target."""
+        return self.target.length
+
+    @property
+    def is_active(self) -> jax.Array:
+        return self.finish == Finish.RUNNING
+
+
+class Chunk(NamedTuple):
+    """What a caller reads between two calls while the state itself is donated back.
+
+    Attributes:
+      tokens: i32[B,M], as in the state.
+      total: i32[B], tokens of prompt and output so far.
+      finish: i32[B], a Finish for each row.
+      rounds: i32[], rounds that this call ran.
+    """
+
+    tokens: jax.Array
+    total: jax.Array
+    finish: jax.Array
+    rounds: jax.Array
+
+
+def judge(
+    rule: Rule,
+    logits: jax.Array,
+    sampler: Sampler,
+    counts: Counts,
+    proposal: Proposal,
+    noise: Noise,
+) -> tuple[TargetScores, Verdict]:
+    """Scores every node and lets the rule decide. The certificate calls this very function.
+
+    Args:
+      rule: of acceptance.
+      logits: f32[B,K+1,V], the target's, raw.
+      sampler: the target's, by row.
+      counts: of prompt and output, the pending token included.
+      proposal: what was drafted.
+      noise: what the rule consumes.
+    """
+    processed = process(logits, sampler, counts, proposal.tokens, is_argmax=rule.is_greedy)
+    scores = TargetScores(logits=logits, processed=processed)
+    return scores, rule.verify(scores, proposal, noise)
+
+
+def round_noise(rule: Rule, sampler: Sampler, start: jax.Array, num_draft: int, vocab_size: int):
+    """The noise of the round that begins behind ``start`` i32[B] fed tokens.
+
+    A coupled rule gets plain decoding's own noise at each position; every other rule fresh
+    noise of this round, because it conditions on draws past the first rejection.
+    """
+    seed, B = sampler.seed, start.shape[0]
+    if rule.is_coupled:
+        at = lambda i: rng.gumbel(rng.keys(seed, rng.Stream.TARGET, start + 1 + i), vocab_size)
+        make = lambda: jax.vmap(at, out_axes=1)(jnp.arange(num_draft + 1))
+        shape = (B, num_draft + 1, vocab_size)
+    else:
+        make = lambda: rng.gumbel(rng.keys(seed, rng.Stream.REPLACE, start), vocab_size)[:, None]
+        shape = (B, 1, vocab_size)
+    gumbel = jax.lax.cond(is_sampling(sampler), make, lambda: jnp.zeros(shape, jnp.float32))
+    coin = lambda i: rng.uniform(rng.keys(seed, rng.Stream.ACCEPT, start, i + 1), 1)[:, 0]
+    return Noise(jax.vmap(coin, out_axes=1)(jnp.arange(num_draft)), gumbel)
+
+
+def decode_round(params, state: DecodeState, system: System) -> DecodeState:
+    """One round: draft, verify, accept, commit.
+
+    Args:
+      params: ``{"target": ..., "draft": ...}``.
+      state: of every row; rows may be at different lengths.
+      system: target, drafter, rule and K.
+    """
+    target, drafter, rule, K, has_expected = system
+    with jax.named_scope("draft"):
+        context = Context(
+            state.tokens, state.length, state.draft_sampler, state.counts, state.sampler.seed,
+            is_coupled=rule.is_coupled, has_probs=rule.needs_probs or has_expected,
+            has_logits=rule.needs_logits,
+        )
+        proposal, draft = drafter.propose(params["draft"], state.draft, context, K)
+        proposal, draft_fault = _checked(proposal, target.vocab_size)
+    with jax.named_scope("verify"):
+        pending = jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)
+        window = jnp.concatenate([pending, proposal.tokens], axis=1)
+        output = target.forward(params["target"], window, state.target)
+        logits = target.unembed(params["target"], output.hidden)
+    with jax.named_scope("accept"):
+        total = state.length + 1
+        noise = round_noise(rule, state.sampler, state.length, K, target.vocab_size)
+        scores, verdict = judge(rule, logits, state.sampler, state.counts, proposal, noise)
+        is_node = jnp.arange(K + 1) <= proposal.n_draft[:, None]
+        is_bad = (~jnp.isfinite(logits.max(axis=-1)) & is_node).any(axis=1)
+        fault = jnp.where(is_bad, Finish.NAN_TARGET, draft_fault)
+        n_emit, finish = _cut(state, verdict.tokens, total, verdict.n_accept + 1, fault)
+    with jax.named_scope("commit"):
+        index = jnp.arange(K + 1)
+        own = jnp.where(verdict.n_accept < proposal.n_draft, Kind.CORRECTED, Kind.BONUS)
+        kind = jnp.where(index < verdict.n_accept[:, None], Kind.ACCEPTED, own[:, None])
+        offered = jnp.where(index == 0, proposal.n_draft[:, None], -1)
+        record = {"tokens": verdict.tokens, "kind": kind, "offered": offered}
+        if has_expected:
+            record["expected"] = _expected(rule, scores, proposal, verdict)
+        state = _append(state, record, total, n_emit)
+        return state.replace(
+            finish=finish,
+            target=output.cache.commit(n_emit),
+            draft=drafter.commit(params["draft"], draft, verdict.tokens, n_emit, output.features),
+        )
+
+
+def _checked(proposal: Proposal, vocab_size: int) -> tuple[Proposal, jax.Array]:
+    """Makes a faulty proposal harmless to feed, and names the fault of each row."""
+    offered = jnp.arange(proposal.tokens.shape[1]) < proposal.n_draft[:, None]
+    is_valid = (proposal.tokens >= 0) & (proposal.tokens < vocab_size)
+    fault = jnp.where((offered & ~is_valid).any(axis=1), Finish.INVALID_DRAFT, Finish.RUNNING)
+    if proposal.is_sound is not None:
+        fault = jnp.where(proposal.is_sound, fault, Finish.NAN_DRAFT)
+    return proposal.replace(tokens=jnp.where(is_valid, proposal.tokens, 0)), fault
+
+
+def _cut(state: DecodeState, tokens, total, n, fault) -> tuple[jax.Array, jax.Array]:
+    """How many of n tokens behind ``total`` each row keeps, and whether it stops and why.
+
+    A fault stops the row before this round's tokens; a stop token is kept, what follows it
+    is not; the limit cuts what exceeds it.
+    """
+    index = jnp.arange(tokens.shape[1])
+    is_stop = (tokens[:, :, None] == state.stop_tokens[:, None]).any(axis=2)
+    until_stop = jnp.where(is_stop, index + 1, tokens.shape[1] + 1).min(axis=1)
+    room = state.limit - total
+    kept = jnp.minimum(jnp.minimum(n, until_stop), room)
+    kept = jnp.where(state.is_active & (fault == Finish.RUNNING), kept, 0)
+    finish = jnp.where(kept == room, Finish.LENGTH, Finish.RUNNING)
+    finish = jnp.where(kept == until_stop, Finish.STOP_TOKEN, finish)
+    finish = jnp.where(fault == Finish.RUNNING, finish, fault)
+    return kept, jnp.where(state.is_active, finish, state.finish).astype(jnp.int32)
+
+
+def _append(state: DecodeState, record: dict[str, jax.Array], total, n) -> DecodeState:
+    """Writes the first n (i32[B]) of each record's columns behind ``total`` (i32[B]) tokens."""
+    index = jnp.arange(record["tokens"].shape[1])
+    is_new = index < n[:, None]
+    rows, M = jnp.arange(n.shape[0])[:, None], state.tokens.shape[1]
+    columns = jnp.where(is_new, total[:, None] + index, M)  # M is out of range: dropped
+    put = lambda old, new: old.at[rows, columns].set(new.astype(old.dtype), mode="drop")
+    changed = {name: put(getattr(state, name), new) for name, new in record.items()}
+    return state.replace(counts=state.counts.add(record["tokens"], is_new), **changed)
+
+
+def _expected(rule: Rule, scores: TargetScores, proposal: Proposal, verdict: Verdict):
+    """f32[B,K+1], the rule's closed-form acceptance at the positions it judged, else NaN."""
+    B, K = proposal.tokens.shape
+    per_node = jax.vmap(jax.vmap(rule.expected_acceptance))
+    if proposal.probs is None:
+        per_node = jax.vmap(jax.vmap(lambda p, t: rule.expected_acceptance(p, None, t)))
+        value = per_node(scores.probs[:, :-1], proposal.tokens)
+    else:
+        value = per_node(scores.probs[:, :-1], proposal.probs, proposal.tokens)
+    judged = jnp.minimum(verdict.n_accept + 1, proposal.n_draft)[:, None]
+    value = jnp.where(jnp.arange(K) < judged, value, jnp.nan)
+    return jnp.concatenate([value, jnp.full((B, 1), jnp.nan)], axis=1)
+
+
+@functools.partial(jax.jit, static_argnames=("system", "slots"))
+def prefill(
+    params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    limit: jax.Array,
+    stop_tokens: jax.Array,
+    sampler: Sampler,
+    draft_sampler: Sampler,
+    *,
+    system: System,
+    slots: int,
+) -> DecodeState:
+    """Feeds the prompts, right-padded to one width, and samples each row's first token.
+
+    The caller keeps ``1 <= lengths <= T <= slots`` and ``limit + K + 1 <= slots``.
+
+    Args:
+      params: ``{"target": ..., "draft": ...}``.
+      tokens: i32[B,T], padded with any valid id.
+      lengths: i32[B], true lengths.
+      limit: i32[B], most tokens of prompt and output, above ``lengths``.
+      stop_tokens: i32[B,X], -1 for none.
+      sampler: the target's.
+      draft_sampler: the draft's.
+      system: target, drafter, rule and K.
+      slots: S and M.
+    """
+    target, drafter, rule, _, has_expected = system
+    B, T = tokens.shape
+    is_prompt = jnp.arange(T) < lengths[:, None]
+    with jax.named_scope("prefill"):
+        cache = target.init_cache(params["target"], B, slots)
+        output = target.forward(params["target"], tokens, cache)
+        last = jnp.take_along_axis(output.hidden, (lengths - 1)[:, None, None], axis=1)
+        logits = target.unembed(params["target"], last)
+        draft = drafter.init(params["draft"], B, slots)
+        draft = drafter.prefill(params["draft"], draft, tokens, lengths, output.features)
+    V = target.vocab_size
+    seen = jnp.zeros((B, V), bool).at[
+        jnp.arange(B)[:, None], jnp.where(is_prompt, tokens, V)
+    ].set(True, mode="drop")
+    empty = jnp.zeros((B, slots), jnp.int32)
+    state = DecodeState(
+        tokens=empty.at[:, :T].set(jnp.where(is_prompt, tokens, 0)),
+        kind=empty.astype(jnp.int8),
+        offered=jnp.full((B, slots), -1, jnp.int8),
+        prompt_length=lengths,
+        limit=limit,
+        finish=jnp.zeros((B,), jnp.int32),
+        stop_tokens=stop_tokens,
+        target=output.cache.commit(lengths),
+        draft=draft,
+        sampler=sampler,
+        draft_sampler=draft_sampler,
+        counts=Counts(prompt=seen, output=jnp.zeros((B, V), jnp.int32)),
+        expected=jnp.full((B, slots), jnp.nan) if has_expected else None,
+    )
+    processed = process(logits, sampler, state.counts, is_argmax=rule.is_greedy)[:, 0]
+    gumbel = jax.lax.cond(
+        is_sampling(sampler),
+        lambda: rng.gumbel(rng.keys(sampler.seed, rng.Stream.TARGET, lengths), V),
+        lambda: jnp.zeros((B, V), jnp.float32),
+    )
+    first = sample(processed, gumbel)[:, None]
+    is_bad = ~jnp.isfinite(logits.max(axis=(1, 2)))
+    fault = jnp.where(is_bad, Finish.NAN_TARGET, Finish.RUNNING)
+    n_emit, finish = _cut(state, first, lengths, 1, fault)
+    record = {"tokens": first, "kind": jnp.full((B, 1), Kind.FIRST)}
+    return _append(state, record, lengths, n_emit).replace(finish=finish)
+
+
+@functools.partial(jax.jit, static_argnames=("system",), donate_argnames=("state",))
+def generate(
+    params, state: DecodeState, stop: jax.Array, max_rounds: jax.Array, *, system: System
+) -> tuple[DecodeState, Chunk]:
+    """Runs rounds until every row has finished, or ``max_rounds`` of them. Donates the state.
+
+    Args:
+      params: ``{"target": ..., "draft": ...}``.
+      state: from ``prefill`` or from the last call.
+      stop: i32[B], a Finish for rows to end before the first round, RUNNING for the others.
+      max_rounds: i32[], stop after so many rounds; streaming calls again with the state.
+      system: target, drafter, rule and K.
+    """
+    state = state.replace(finish=jnp.where(state.is_active, stop, state.finish))
+
+    def has_work(carry):
+        rounds, state = carry
+        return (rounds < max_rounds) & state.is_active.any()
+
+    def one_round(carry):
+        rounds, state = carry
+        return rounds + 1, decode_round(params, state, system)
+
+    rounds, state = jax.lax.while_loop(has_work, one_round, (jnp.int32(0), state))
+    total = state.prompt_length + (state.kind != Kind.NONE).sum(axis=1)
+    return state, Chunk(jnp.copy(state.tokens), total, jnp.copy(state.finish), rounds)
+
+
+@functools.partial(jax.jit, static_argnames=("system",), donate_argnames=("state",))
+def admit(state: DecodeState, row: jax.Array, other: DecodeState, *, system: System) -> DecodeState:
+    """Puts a freshly prefilled request in the place of row ``row``. Donates the state.
+
+    Args:
+      state: of the batch.
+      row: i32[], the slot of a finished row.
+      other: ``prefill`` of one row with the same slots.
+      system: target, drafter, rule and K.
+    """
+    own = {
+        "target": state.target.insert_row(row, other.target),
+        "draft": system.drafter.insert_row(state.draft, row, other.draft),
+        "sampler": state.sampler.insert_row(row, other.sampler),
+        "draft_sampler": state.draft_sampler.insert_row(row, other.draft_sampler),
+    }
+    put = lambda full, one: full.at[row].set(one[0])
+    rest = [name for name in state.__dataclass_fields__ if name not in own]
+    changed = {
+        name: jax.tree.map(put, getattr(state, name), getattr(other, name)) for name in rest
+    }
+    return state.replace(**own, **changed)

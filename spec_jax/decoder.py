@@ -1,0 +1,425 @@
+"""Text in, text out: ``SpeculativeDecoder``."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax import decode, stats
+from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.contracts import Drafter, Rule
+from spec_jax.decode import Finish
+from spec_jax.draft.ngram import NO_DRAFT, ngram
+from spec_jax.draft.small_lm import small_lm
+from spec_jax.errors import ConfigError, InvalidDraftError, PromptError
+from spec_jax.loading import LoadedModel
+from spec_jax.sampling import make_sampler
+from spec_jax.verify import MATCH, make_rule
+
+Prompt = str | Sequence[int]
+Samplers = SamplerConfig | Sequence[SamplerConfig]
+
+_SLOT_BUCKET = 128
+_ROUNDS_PER_SYNC = 8
+_NO_LIMIT = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What one prompt produced.
+
+    Attributes:
+      text: the output without the prompt, or None where there is no tokenizer.
+      tokens: the output's ids, a stop token included.
+      finish_reason: "stop_token", "stop_string", "length", or what went wrong:
+        "nan_target", "nan_draft", "invalid_draft".
+      stats: counts of this row; times are the batch's, in ``SpeculativeDecoder.stats``.
+    """
+
+    text: str | None
+    tokens: tuple[int, ...]
+    finish_reason: str
+    stats: stats.Stats
+
+
+class SpeculativeDecoder:
+    """Decodes a target, with a draft that makes it faster and leaves its law as it is.
+
+    Args:
+      target: from ``load_model``.
+      draft: a smaller model of the same vocabulary for the method "standalone", else None.
+      config: what drafts and which rule judges. None, or a target alone: plain decoding.
+      target_sampler: how the target's tokens are drawn; greedy by default.
+      draft_sampler: how drafts are drawn; by default as the target's tokens.
+      drafter: a ``Drafter`` of your own in place of the config's method; ``draft`` then
+        holds its parameters, if it has any.
+      rule: a ``Rule`` of your own in place of the config's strategy.
+      has_expected: record the rule's closed-form acceptance beside the measured one.
+
+    Raises:
+      ConfigError: the parts do not fit each other.
+    """
+
+    def __init__(
+        self,
+        target: LoadedModel,
+        draft: LoadedModel | None = None,
+        config: SpeculativeConfig | None = None,
+        *,
+        target_sampler: Samplers = SamplerConfig(),
+        draft_sampler: Samplers | None = None,
+        drafter: Drafter | None = None,
+        rule: Rule | None = None,
+        has_expected: bool = False,
+    ):
+        if config is None and (draft is not None or drafter is not None):
+            config = SpeculativeConfig()
+        self.target, self.draft = target, draft
+        self.target_sampler, self.draft_sampler = target_sampler, draft_sampler
+        self._config, self._rule, self._has_expected = config, rule, has_expected
+        self._drafter = drafter or self._make_drafter()
+        self._check_parts()
+        self.reset_stats()
+        self.resolved_config(target_sampler)  # a strategy that cannot be is refused here
+
+    def _make_drafter(self) -> Drafter:
+        config, draft = self._config, self.draft
+        if config is None:
+            return NO_DRAFT
+        if config.is_ngram():
+            return ngram(config.ngram_max, config.ngram_min)
+        if not config.is_standalone():
+            raise ConfigError(
+                f"speculative_method {config.speculative_method!r} has no drafter in this "
+                "version; use 'standalone' or 'ngram', or pass a drafter"
+            )
+        if draft is None:
+            raise ConfigError("speculative_method 'standalone' needs a draft model")
+        return small_lm(draft.model)
+
+    def _check_parts(self) -> None:
+        ours, theirs = self.target.model.vocab_size, self._drafter.vocab_size
+        if theirs is not None and theirs != ours:
+            raise ConfigError(
+                f"the vocabularies differ: target {self.target.name} has {ours} tokens, "
+                f"draft {self._drafter.name} has {theirs}"
+            )
+        a, b = self.target.tokenizer, self.draft.tokenizer if self.draft else None
+        if a is not None and b is not None and not a.has_same_vocab(b):
+            raise ConfigError(
+                f"the vocabularies differ: {self.target.name} and {self.draft.name} give the "
+                "same ids to different tokens"
+            )
+
+    @property
+    def config(self) -> SpeculativeConfig | None:
+        """The config with every default filled in; None for plain decoding."""
+        return self.resolved_config(self.target_sampler)
+
+    @property
+    def num_draft(self) -> int:
+        return 0 if self._config is None else self._config.num_speculative_tokens
+
+    @property
+    def stats(self) -> stats.Stats:
+        """Counts and times of every call since ``reset_stats``."""
+        return self._stats
+
+    def reset_stats(self) -> None:
+        self._stats = stats.Stats()
+
+    def resolved_config(self, samplers: Samplers) -> SpeculativeConfig | None:
+        """The config as it is used with these samplers of the target.
+
+        Raises:
+          ConfigError: the strategy cannot serve their temperature.
+        """
+        if self._config is None:
+            return None
+        return self._config.resolve(
+            _highest_temperature(samplers), is_sampled=self._drafter.is_sampled
+        )
+
+    def system(self, samplers: Samplers | None = None) -> decode.System:
+        """What is compiled for these samplers: target, drafter, rule and K."""
+        samplers = self.target_sampler if samplers is None else samplers
+        config = self.resolved_config(samplers)
+        if self._rule is not None:
+            rule = self._rule
+        elif config is not None:
+            rule = make_rule(_rule_part(config))
+        elif _highest_temperature(samplers) > 0:
+            rule = MATCH
+        else:
+            rule = make_rule(SpeculativeConfig(rejection_sampling_strategy="greedy"))
+        has_expected = self._has_expected and rule.expected_acceptance is not None
+        return decode.System(
+            self.target.model, self._drafter, rule, self.num_draft, has_expected
+        )
+
+    @property
+    def params(self) -> dict:
+        return {
+            "target": self.target.params,
+            "draft": None if self.draft is None else self.draft.params,
+        }
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Ids of a prompt, checked.
+
+        Raises:
+          PromptError: an empty prompt, text without a tokenizer, or an id outside of the
+            vocabulary.
+        """
+        if isinstance(prompt, str):
+            if self.target.tokenizer is None:
+                raise PromptError(f"{self.target.name} has no tokenizer: give the prompt as ids")
+            ids = self.target.tokenizer.encode(prompt)
+        else:
+            ids = list(map(int, prompt))
+        if not ids:
+            raise PromptError("the prompt is empty; decoding needs at least one token")
+        bad = [i for i in ids if not 0 <= i < self.target.model.vocab_size]
+        if bad:
+            raise PromptError(
+                f"the prompt holds id {bad[0]}; {self.target.name} has ids 0 to "
+                f"{self.target.model.vocab_size - 1}"
+            )
+        return ids
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        max_new_tokens: int = 128,
+        *,
+        stop: str | Sequence[str] = (),
+        stop_tokens: Sequence[int] | None = None,
+        sampler: Samplers | None = None,
+        draft_sampler: Samplers | None = None,
+        seeds: Sequence[int] | None = None,
+        on_text: Callable[[int, str], None] | None = None,
+        rounds_per_sync: int | None = None,
+    ) -> Generation | list[Generation]:
+        """Decodes one prompt, or a batch of them at once.
+
+        The tokens of a row depend on its prompt, its sampler and its seed alone, never on
+        the other rows.
+
+        Args:
+          prompts: a text or its ids; or a list of these.
+          max_new_tokens: most output tokens of a row.
+          stop: strings at which a row ends; the text is cut before them.
+          stop_tokens: ids at which a row ends; by default the target's own.
+          sampler: in place of the decoder's, one for all rows or one a row.
+          draft_sampler: likewise.
+          seeds: of each row; by default the sampler's seed, plus the row's index where one
+            sampler serves all rows.
+          on_text: called with ``(row, piece)`` as text becomes final.
+          rounds_per_sync: rounds between two looks at the tokens; by default 8 where text
+            must be looked at, else the whole generation is one call.
+
+        Returns:
+          A ``Generation``, or a list of them in the order of the prompts.
+
+        Raises:
+          PromptError: a prompt is empty, too long with its output, or has unknown ids.
+          InvalidDraftError: the drafter proposed an id outside of the vocabulary; the
+            error carries every row's result.
+        """
+        is_single = isinstance(prompts, str) or (
+            len(prompts) > 0 and isinstance(prompts[0], (int, np.integer))
+        )
+        ids = [self.encode(p) for p in ([prompts] if is_single else prompts)]
+        if not ids:
+            raise PromptError("no prompt is given")
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        if "" in stops:
+            raise ConfigError("a stop string is empty")
+        if (stops or on_text) and self.target.tokenizer is None:
+            raise ConfigError(f"{self.target.name} has no tokenizer, so it has no text to look at")
+        samplers = self.target_sampler if sampler is None else sampler
+        drafts = self.draft_sampler if draft_sampler is None else draft_sampler
+        system = self.system(samplers)
+        if rounds_per_sync is None:
+            rounds_per_sync = _ROUNDS_PER_SYNC if stops or on_text else _NO_LIMIT
+
+        begin = time.perf_counter()
+        state = self.start(
+            ids, max_new_tokens, system,
+            make_sampler(samplers, len(ids), system.target.vocab_size, seeds),
+            make_sampler(drafts or samplers, len(ids), system.target.vocab_size),
+            stop_tokens=self.target.stop_tokens if stop_tokens is None else stop_tokens,
+        )
+        jax.block_until_ready(state.finish)
+        prefilled = time.perf_counter()
+        watch = _Watch(self.target.tokenizer, ids, stops, on_text)
+        ending = np.zeros(len(ids), np.int32)
+        while True:
+            state, chunk = decode.generate(
+                self.params, state, jnp.asarray(ending), jnp.int32(rounds_per_sync), system=system
+            )
+            finish = np.asarray(chunk.finish)
+            if stops or on_text:
+                ending = watch.look(np.asarray(chunk.tokens), np.asarray(chunk.total), finish)
+            if ((finish != Finish.RUNNING) | (ending != Finish.RUNNING)).all():
+                break
+        done = time.perf_counter()
+        rows = self._collect(state, watch, system.num_draft)
+        self._stats += functools.reduce(
+            lambda a, b: a + b,
+            (row.stats for row in rows),
+            stats.Stats(prefill_s=prefilled - begin, decode_s=done - prefilled),
+        )
+        bad = [i for i, row in enumerate(rows) if row.finish_reason == "invalid_draft"]
+        if bad:
+            raise InvalidDraftError(
+                f"drafter {self._drafter.name!r} proposed ids outside of the vocabulary "
+                f"0..{system.target.vocab_size - 1} in rows {bad}; those rows stopped there, "
+                "and every row's tokens are in this error's `generations`",
+                rows,
+            )
+        return rows[0] if is_single else rows
+
+    def start(self, ids, max_new_tokens, system, sampler, draft_sampler, *, stop_tokens=()):
+        """Prefills a batch of checked prompts: the first ``DecodeState``.
+
+        The width of the prompts and the slots are rounded up, so that few shapes compile.
+
+        Raises:
+          PromptError: a prompt and its output exceed what the target or the draft can hold.
+        """
+        if max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens is {max_new_tokens}; expected 1 or more")
+        lengths = np.asarray([len(i) for i in ids], np.int32)
+        longest = int(lengths.max())
+        for model in (system.target, system.drafter):
+            if model.max_length is not None and longest + max_new_tokens > model.max_length:
+                kind = "target" if model is system.target else "draft"
+                raise PromptError(
+                    f"a prompt of {longest} tokens and {max_new_tokens} new ones make "
+                    f"{longest + max_new_tokens}; the {kind} holds {model.max_length}"
+                )
+        width = max(16, 1 << (longest - 1).bit_length())
+        slots = max(longest + max_new_tokens + system.num_draft + 1, width)
+        slots = -(-slots // _SLOT_BUCKET) * _SLOT_BUCKET
+        tokens = np.zeros((len(ids), width), np.int32)
+        for row, prompt in enumerate(ids):
+            tokens[row, : len(prompt)] = prompt
+        stop_ids = np.tile(np.asarray([*stop_tokens, -1], np.int32), (len(ids), 1))
+        return decode.prefill(
+            self.params, jnp.asarray(tokens), jnp.asarray(lengths),
+            jnp.asarray(lengths + max_new_tokens), jnp.asarray(stop_ids), sampler, draft_sampler,
+            system=system, slots=slots,
+        )
+
+    def _collect(self, state: decode.DecodeState, watch: _Watch, num_draft: int):
+        tokens, kind, offered = map(np.asarray, (state.tokens, state.kind, state.offered))
+        prompt_length, finish = np.asarray(state.prompt_length), np.asarray(state.finish)
+        expected = None if state.expected is None else np.asarray(state.expected)
+        rows = []
+        for row, begin in enumerate(prompt_length):
+            n, text, is_cut = watch.result(row, int((kind[row] > 0).sum()), tokens[row])
+            kept = slice(begin, begin + n)
+            rows.append(
+                Generation(
+                    text=text,
+                    tokens=tuple(tokens[row, kept].tolist()),
+                    finish_reason=Finish(
+                        Finish.STOP_STRING if is_cut else finish[row]
+                    ).name.lower(),
+                    stats=stats.row_stats(
+                        kind[row, kept], offered[row, kept], num_draft,
+                        None if expected is None else expected[row, kept],
+                    ),
+                )
+            )
+        return rows
+
+
+class _Watch:
+    """Follows the text of every row: finds stop strings and hands out final pieces."""
+
+    def __init__(self, tokenizer, prompts, stops, on_text):
+        self._tokenizer, self._prompts, self._stops = tokenizer, prompts, stops
+        self._on_text = on_text
+        self._sent = [""] * len(prompts)
+        self._cut: dict[int, tuple[int, str]] = {}  # row -> tokens kept, text
+
+    def look(self, tokens, total, finish) -> np.ndarray:
+        """i32[B], STOP_STRING for rows that are to end now, else RUNNING."""
+        ending = np.full(len(self._prompts), Finish.RUNNING, np.int32)
+        for row, prompt in enumerate(self._prompts):
+            ids = tokens[row, len(prompt) : total[row]].tolist()
+            if row not in self._cut and self._stops:
+                self._find_stop(row, ids)
+            if row in self._cut:
+                ending[row] = Finish.STOP_STRING
+            is_final = row in self._cut or finish[row] != Finish.RUNNING
+            self._send(row, ids, is_final)
+        return ending
+
+    def _text(self, row: int, ids: list[int]) -> str:
+        return self._tokenizer.decode_after(self._prompts[row], ids)
+
+    def _first_stop(self, text: str) -> int | None:
+        found = [at for at in map(text.find, self._stops) if at >= 0]
+        return min(found) if found else None
+
+    def _find_stop(self, row: int, ids: list[int]) -> None:
+        at = self._first_stop(self._text(row, ids))
+        if at is None:
+            return
+        low, high = 1, len(ids)  # the fewest tokens whose text holds a stop string
+        while low < high:
+            middle = (low + high) // 2
+            has_stop = self._first_stop(self._text(row, ids[:middle])) is not None
+            low, high = (low, middle) if has_stop else (middle + 1, high)
+        text = self._text(row, ids[:low])
+        at = self._first_stop(text)
+        self._cut[row] = (low, text[: len(text) if at is None else at])
+
+    def _send(self, row: int, ids: list[int], is_final: bool) -> None:
+        if self._on_text is None:
+            return
+        text = self._cut[row][1] if row in self._cut else self._text(row, ids)
+        if not is_final:
+            # A character whose bytes are not all there decodes to U+FFFD, and the start of
+            # a stop string may yet be cut: both wait.
+            text = text.rstrip("\ufffd")
+            held = max((len(s) for s in self._stops), default=1) - 1
+            text = text[: len(text) - held]
+        if len(text) > len(self._sent[row]):
+            self._on_text(row, text[len(self._sent[row]) :])
+            self._sent[row] = text
+
+    def result(self, row: int, n: int, tokens) -> tuple[int, str | None, bool]:
+        """Tokens kept, text, and whether a stop string cut them."""
+        if row in self._cut:
+            return (*self._cut[row], True)
+        if self._tokenizer is None:
+            return n, None, False
+        begin = len(self._prompts[row])
+        return n, self._text(row, tokens[begin : begin + n].tolist()), False
+
+
+def _highest_temperature(samplers: Samplers) -> float:
+    one = isinstance(samplers, SamplerConfig)
+    return samplers.temperature if one else max(s.temperature for s in samplers)
+
+
+def _rule_part(config: SpeculativeConfig) -> SpeculativeConfig:
+    """The fields a rule depends on, so that configs equal in them share compiled programs."""
+    return dataclasses.replace(
+        SpeculativeConfig(),
+        **{
+            f.name: getattr(config, f.name)
+            for f in dataclasses.fields(config)
+            if f.name.startswith(("num_", "rejection_", "synthetic_", "typical_"))
+        },
+    )

@@ -1,0 +1,43 @@
+"""Every error that spec_jax raises on bad input.
+
+Each is also the builtin that fits it (``ValueError`` or ``RuntimeError``), so a
+caller may catch either.
+"""
+
+from __future__ import annotations
+
+
+class SpecJaxError(Exception):
+    """The root: any error that spec_jax raises on purpose."""
+
+
+class ConfigError(SpecJaxError, ValueError):
+    """A configuration names an unknown key, a wrong value or a combination that cannot be."""
+
+
+class ShapeError(SpecJaxError, ValueError):
+    """An array has a shape that its axis letters do not allow."""
+
+
+class WeightsError(SpecJaxError, ValueError):
+    """A checkpoint cannot be read, or a tensor is missing, unexpected or misshapen."""
+
+
+class PromptError(SpecJaxError, ValueError):
+    """A prompt is empty, too long, or holds ids that the vocabulary does not have."""
+
+
+class SnapshotError(SpecJaxError, ValueError):
+    """A snapshot does not fit the cache it is to be restored into."""
+
+
+class InvalidDraftError(SpecJaxError, RuntimeError):
+    """A drafter proposed ids outside of the target's vocabulary.
+
+    ``generations`` holds what every row of the batch produced: rows of valid drafts are
+    complete, the faulty ones stop where the bad id was proposed.
+    """
+
+    def __init__(self, message: str, generations=()):
+        super().__init__(message)
+        self.generations = list(generations)

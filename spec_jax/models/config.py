@@ -1,0 +1,217 @@
+"""The shape of a decoder-only transformer, as Hugging Face's config.json states it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from spec_jax.errors import ConfigError, WeightsError
+
+MODEL_TYPES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding; fields and meaning as in Hugging Face's ``rope_parameters``."""
+
+    rope_type: str = "default"
+    rope_theta: float = 10000.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int | None = None
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self):
+        if self.rope_type not in ROPE_TYPES:
+            raise ConfigError(
+                f"rope_type {self.rope_type!r} is not supported; known: {', '.join(ROPE_TYPES)}"
+            )
+        if self.rope_type == "llama3" and self.original_max_position_embeddings is None:
+            raise ConfigError("rope_type 'llama3' needs original_max_position_embeddings")
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> RopeConfig:
+        """Reads either spelling: ``rope_parameters``, or ``rope_theta`` with ``rope_scaling``."""
+        raw = dict(hf.get("rope_scaling") or {})
+        raw.update(hf.get("rope_parameters") or {})
+        raw.setdefault("rope_theta", hf.get("rope_theta") or cls.rope_theta)
+        raw["rope_type"] = raw.pop("rope_type", None) or raw.pop("type", None) or "default"
+        raw.pop("type", None)
+        if raw.get("partial_rotary_factor") == 1.0:
+            del raw["partial_rotary_factor"]
+        if raw["rope_type"] == "yarn":
+            # A config without the original length means the model's own maximum.
+            raw.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
+        known = {f.name for f in dataclasses.fields(cls)}
+        unknown = sorted(set(raw) - known)
+        if unknown:
+            raise ConfigError(
+                f"rope parameters {', '.join(unknown)} are not supported for rope_type "
+                f"{raw['rope_type']!r}"
+            )
+        return cls(**{k: v for k, v in raw.items() if v is not None})
+
+    def to_hf(self) -> dict[str, Any]:
+        """The fields that matter for this ``rope_type``, in the ``rope_parameters`` spelling."""
+        names = {
+            "default": (),
+            "linear": ("factor",),
+            "llama3": (
+                "factor", "low_freq_factor", "high_freq_factor",
+                "original_max_position_embeddings",
+            ),
+            "yarn": (
+                "factor", "original_max_position_embeddings", "attention_factor",
+                "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
+            ),
+        }[self.rope_type]
+        fields = ("rope_type", "rope_theta", *names)
+        return {n: getattr(self, n) for n in fields if getattr(self, n) is not None}
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A Llama, Qwen2 or Qwen3 decoder. Field names are Hugging Face's.
+
+    ``scan_layers`` is ours: False unrolls the layers with separate weights (faster on a
+    CPU), True scans over stacked weights (compiles in seconds for an accelerator).
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    model_type: str = "llama"
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 2048
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    rope: RopeConfig = RopeConfig()
+    bos_token_id: int | None = None
+    eos_token_id: tuple[int, ...] = ()
+    scan_layers: bool = False
+
+    def __post_init__(self):
+        set_ = lambda name, value: object.__setattr__(self, name, value)
+        if self.model_type not in MODEL_TYPES:
+            raise ConfigError(
+                f"model_type {self.model_type!r} is not supported; known: {', '.join(MODEL_TYPES)}"
+            )
+        for name in (
+            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+            "num_attention_heads", "max_position_embeddings",
+        ):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected a positive integer")
+        if self.num_key_value_heads is None:
+            set_("num_key_value_heads", self.num_attention_heads)
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}"
+            )
+        if self.head_dim is None:
+            if self.hidden_size % self.num_attention_heads:
+                raise ConfigError(
+                    f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads "
+                    f"{self.num_attention_heads}, and head_dim is not given"
+                )
+            set_("head_dim", self.hidden_size // self.num_attention_heads)
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim {self.head_dim} is odd; rotary embedding needs it even")
+        if self.model_type == "qwen2":
+            set_("attention_bias", True)
+        eos = self.eos_token_id
+        set_("eos_token_id", () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos))
+
+    @property
+    def has_qk_norm(self) -> bool:
+        return self.model_type == "qwen3"
+
+    @property
+    def has_output_bias(self) -> bool:
+        """Llama's ``attention_bias`` covers o_proj; Qwen2's biases are on q, k and v alone."""
+        return self.attention_bias and self.model_type != "qwen2"
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
+        """Builds the config from a parsed config.json.
+
+        Raises:
+          ConfigError: a model type, activation or attention variant that is not supported.
+        """
+        if hf.get("model_type") not in MODEL_TYPES:
+            raise ConfigError(
+                f"model_type {hf.get('model_type')!r} is not supported; "
+                f"known: {', '.join(MODEL_TYPES)}"
+            )
+        if hf.get("hidden_act", "silu") != "silu":
+            raise ConfigError(f"hidden_act {hf['hidden_act']!r} is not supported; expected 'silu'")
+        is_sliding = hf.get("use_sliding_window") and (
+            "layer_types" not in hf or "sliding_attention" in hf["layer_types"]
+        )
+        if is_sliding:
+            raise ConfigError("use_sliding_window is not supported; expected full attention")
+        direct = [f.name for f in dataclasses.fields(cls) if f.name not in ("rope", "scan_layers")]
+        try:
+            return cls(
+                rope=RopeConfig.from_hf(hf),
+                **{n: hf[n] for n in direct if hf.get(n) is not None},
+            )
+        except TypeError as error:
+            raise ConfigError(f"config.json is incomplete: {error}") from error
+
+    def to_hf(self) -> dict[str, Any]:
+        """The config.json that transformers loads as the same model."""
+        hf = dataclasses.asdict(self)
+        del hf["scan_layers"], hf["rope"]
+        if self.model_type != "llama":
+            del hf["mlp_bias"]
+        if self.model_type == "qwen2":
+            del hf["attention_bias"]
+        eos = self.eos_token_id
+        hf["eos_token_id"] = None if not eos else eos[0] if len(eos) == 1 else list(eos)
+        hf["rope_parameters"] = self.rope.to_hf()
+        hf["hidden_act"] = "silu"
+        hf["architectures"] = [MODEL_TYPES[self.model_type]]
+        return hf
+
+
+def read_config(directory: str | pathlib.Path) -> ModelConfig:
+    """Reads ``config.json`` of a Hugging Face directory; stop tokens of
+    ``generation_config.json`` take precedence, as they do in generation there.
+
+    Raises:
+      WeightsError: the directory has no readable config.json.
+    """
+    directory = pathlib.Path(directory)
+    try:
+        hf = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise WeightsError(
+            f"{directory} is no Hugging Face model directory: config.json: {error}"
+        ) from error
+    generation = directory / "generation_config.json"
+    if generation.exists():
+        eos = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
+        if eos is not None:
+            hf["eos_token_id"] = eos
+    return ModelConfig.from_hf(hf)

@@ -1,0 +1,174 @@
+"""Hugging Face model directories, in and out.
+
+Strict: a tensor that is missing, unexpected or misshapen is an error that names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from spec_jax.errors import WeightsError
+from spec_jax.models.config import ModelConfig, read_config
+from spec_jax.models.params import Params, assemble, walk
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_DERIVED = ".rotary_emb.inv_freq"  # a buffer that old Llama checkpoints carry along
+
+
+class _Shards:
+    """The tensors of one directory by name, each read when asked for."""
+
+    def __init__(self, directory: pathlib.Path, stack: contextlib.ExitStack):
+        self._where: dict[str, pathlib.Path] = {}
+        self._files = {}
+        for file in self._list(directory):
+            try:
+                self._files[file] = stack.enter_context(safe_open(file, framework="numpy"))
+            except (OSError, SafetensorError) as error:
+                raise WeightsError(f"{file} cannot be read as safetensors: {error}") from error
+            self._where.update(dict.fromkeys(self._files[file].keys(), file))
+
+    @staticmethod
+    def _list(directory: pathlib.Path) -> list[pathlib.Path]:
+        if (directory / INDEX).exists():
+            try:
+                names = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            except (json.JSONDecodeError, KeyError) as error:
+                raise WeightsError(f"{directory / INDEX} is no shard index: {error!r}") from error
+            return [directory / name for name in sorted(set(names.values()))]
+        if (directory / SINGLE).exists():
+            return [directory / SINGLE]
+        raise WeightsError(f"{directory} has neither {SINGLE} nor {INDEX}")
+
+    def names(self) -> set[str]:
+        return {name for name in self._where if not name.endswith(_DERIVED)}
+
+    def read(self, name: str) -> np.ndarray:
+        return self._files[self._where[name]].get_tensor(name)
+
+
+def load_pretrained(
+    directory: str | pathlib.Path,
+    dtype=jnp.float32,
+    *,
+    scan_layers: bool = False,
+) -> tuple[Params, ModelConfig]:
+    """Loads a Llama, Qwen2 or Qwen3 directory, one safetensors file or many shards.
+
+    Args:
+      directory: holds config.json and the weights.
+      dtype: of the parameters returned.
+      scan_layers: stack the layers (see ``ModelConfig``).
+
+    Returns:
+      The parameters and their config.
+
+    Raises:
+      WeightsError: an unreadable or truncated file; a tensor that is missing, unexpected,
+        or of another shape than config.json says. The tensor is named.
+      ConfigError: an architecture that is not supported.
+    """
+    directory = pathlib.Path(directory)
+    config = dataclasses.replace(read_config(directory), scan_layers=scan_layers)
+    with contextlib.ExitStack() as stack:
+        shards = _Shards(directory, stack)
+        unread = shards.names()
+
+        def leaf(spec, layer):
+            name = spec.hf_name.format(i=layer)
+            if name not in unread:
+                raise WeightsError(f"{directory}: tensor {name} is missing")
+            array = shards.read(name)
+            expected = spec.shape[::-1] if spec.is_linear else spec.shape
+            if array.shape != expected:
+                raise WeightsError(
+                    f"{directory}: tensor {name} has shape {list(array.shape)}; "
+                    f"config.json asks for {list(expected)}"
+                )
+            unread.discard(name)
+            return jnp.asarray(array.T if spec.is_linear else array, dtype)
+
+        params = assemble(config, leaf)
+        if config.tie_word_embeddings and "lm_head.weight" in unread:
+            # Some tied checkpoints store the head again; it must then be the embedding.
+            head, embed = shards.read("lm_head.weight"), shards.read("model.embed_tokens.weight")
+            if not np.array_equal(head, embed):
+                raise WeightsError(
+                    f"{directory}: config.json says tie_word_embeddings, yet lm_head.weight "
+                    "differs from model.embed_tokens.weight"
+                )
+            unread.discard("lm_head.weight")
+        if unread:
+            raise WeightsError(f"{directory}: unexpected tensors {', '.join(sorted(unread)[:8])}")
+    return params, config
+
+
+def save_pretrained(
+    directory: str | pathlib.Path,
+    params: Params,
+    config: ModelConfig,
+    tokenizer=None,
+    dtype="float32",
+    max_shard_bytes: int = 5 << 30,
+) -> None:
+    """Writes a directory that transformers and ``load_pretrained`` load as the same model.
+
+    Files appear under their final names only when they are whole.
+
+    Args:
+      directory: made if absent.
+      params: the weights.
+      config: their config.
+      tokenizer: a ``Tokenizer`` to save beside them, or None.
+      dtype: to store, "float32" or "bfloat16".
+      max_shard_bytes: larger models are split into shards with an index.
+    """
+    directory = pathlib.Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    np_dtype = np.dtype(jnp.dtype(dtype))
+    shards: list[dict[str, np.ndarray]] = [{}]
+    sizes = [0]
+    for spec, layer, array in walk(config, params):
+        array = np.asarray(array).astype(np_dtype)
+        array = np.ascontiguousarray(array.T) if spec.is_linear else array
+        if sizes[-1] and sizes[-1] + array.nbytes > max_shard_bytes:
+            shards.append({})
+            sizes.append(0)
+        shards[-1][spec.hf_name.format(i=layer)] = array
+        sizes[-1] += array.nbytes
+
+    names = [SINGLE]
+    if len(shards) > 1:
+        names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    for name, shard in zip(names, shards):
+        save_file(shard, directory / f"{name}.partial", metadata={"format": "pt"})
+        os.replace(directory / f"{name}.partial", directory / name)
+    # A directory that is written over must not keep the other layout's entry point.
+    (directory / (INDEX if len(shards) == 1 else SINGLE)).unlink(missing_ok=True)
+    if len(shards) > 1:
+        where = {tensor: name for name, shard in zip(names, shards) for tensor in shard}
+        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": where}
+        _write_json(directory / INDEX, index)
+
+    hf = {**config.to_hf(), "dtype": np_dtype.name}
+    _write_json(directory / "config.json", hf)
+    generation = {n: hf[n] for n in ("bos_token_id", "eos_token_id") if hf[n] is not None}
+    _write_json(directory / "generation_config.json", generation)
+    if tokenizer is not None:
+        tokenizer.save(directory)
+
+
+def _write_json(path: pathlib.Path, value) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    os.replace(partial, path)

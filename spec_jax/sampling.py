@@ -1,0 +1,232 @@
+"""Logits to a distribution to a token, with the parameters of each row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax.config import SamplerConfig
+from spec_jax.errors import ConfigError
+
+GREEDY_BELOW = 1e-5  # a temperature under this is argmax; it is never divided by
+_NARROW = 128  # top-k and top-p look at so many logits before they sort all of them
+
+
+@flax.struct.dataclass
+class Sampler:
+    """``SamplerConfig`` as arrays, so that the rows of one batch may differ."""
+
+    temperature: jax.Array  # f32[B]
+    top_k: jax.Array  # i32[B], 0 is off
+    top_p: jax.Array  # f32[B]
+    min_p: jax.Array  # f32[B]
+    repetition_penalty: jax.Array  # f32[B]
+    presence_penalty: jax.Array  # f32[B]
+    frequency_penalty: jax.Array  # f32[B]
+    seed: jax.Array  # u32[B]
+    logit_bias: jax.Array | None = None  # f32[B,V], None where no row has one
+
+    def insert_row(self, row, other: Sampler) -> Sampler:
+        """Replaces row ``row`` by the only row of ``other``.
+
+        Raises:
+          ConfigError: only one of the two has a logit bias.
+        """
+        if (self.logit_bias is None) != (other.logit_bias is None):
+            raise ConfigError("a row with a logit bias needs a batch that was made with one")
+        return jax.tree.map(lambda full, one: full.at[row].set(one[0]), self, other)
+
+
+@flax.struct.dataclass
+class Counts:
+    """Which tokens a row has seen; what the penalties read."""
+
+    prompt: jax.Array  # bool[B,V], in the prompt
+    output: jax.Array  # i32[B,V], times in the output, the pending token included
+
+    def add(self, tokens: jax.Array, is_new: jax.Array) -> Counts:
+        """Counts the tokens i32[B,T] where ``is_new`` bool[B,T]."""
+        rows = jnp.arange(tokens.shape[0])[:, None]
+        return self.replace(output=self.output.at[rows, tokens].add(is_new.astype(jnp.int32)))
+
+
+def make_sampler(
+    configs: SamplerConfig | Sequence[SamplerConfig],
+    batch: int,
+    vocab_size: int,
+    seeds: Sequence[int] | None = None,
+) -> Sampler:
+    """Lays configs out as arrays.
+
+    Args:
+      configs: one for all rows (row i is then seeded ``seed + i``), or one a row.
+      batch: B.
+      vocab_size: V.
+      seeds: of every row, in place of the configs' own.
+
+    Raises:
+      ConfigError: another number of configs or seeds than rows, or a biased id outside of
+        the vocabulary.
+    """
+    if isinstance(configs, SamplerConfig):
+        own_seeds = [(configs.seed + i) % 2**32 for i in range(batch)]
+        configs = [configs] * batch
+    else:
+        own_seeds = [c.seed for c in configs]
+    seeds = own_seeds if seeds is None else list(seeds)
+    for name, values in (("sampler configs", configs), ("seeds", seeds)):
+        if len(values) != batch:
+            raise ConfigError(f"{len(values)} {name} for {batch} rows; expected one each")
+    bias = None
+    if any(c.logit_bias for c in configs):
+        bias = np.zeros((batch, vocab_size), np.float32)
+        for row, config in enumerate(configs):
+            for token, value in config.logit_bias:
+                if token >= vocab_size:
+                    raise ConfigError(f"logit_bias names token {token}; the vocabulary is {vocab_size}")
+                bias[row, token] = value
+    column = lambda name, dtype: jnp.asarray([getattr(c, name) for c in configs], dtype)
+    return Sampler(
+        temperature=column("temperature", jnp.float32),
+        top_k=column("top_k", jnp.int32),
+        top_p=column("top_p", jnp.float32),
+        min_p=column("min_p", jnp.float32),
+        repetition_penalty=column("repetition_penalty", jnp.float32),
+        presence_penalty=column("presence_penalty", jnp.float32),
+        frequency_penalty=column("frequency_penalty", jnp.float32),
+        seed=jnp.asarray(np.asarray(seeds, np.uint32)),
+        logit_bias=None if bias is None else jnp.asarray(bias),
+    )
+
+
+def process(
+    logits: jax.Array,
+    sampler: Sampler,
+    counts: Counts,
+    drafted: jax.Array | None = None,
+    *,
+    is_argmax: bool = False,
+) -> jax.Array:
+    """Applies a row's sampling parameters to the logits of T nodes of a chain.
+
+    Node i sees the row's counts and the first i drafted tokens. Source: the logits
+    processors of transformers; ties at a threshold are all kept.
+
+    Args:
+      logits: f32[B,T,V].
+      sampler: parameters by row.
+      counts: of prompt and output, the pending token included.
+      drafted: i32[B,T-1], the tokens of nodes 1..T-1.
+      is_argmax: only the argmax is wanted, so what cannot change it is left out.
+
+    Returns:
+      f32[B,T,V] unnormalised log-probabilities, -inf where a token is dropped. At
+      temperature 0 all but the argmax are.
+    """
+    x = logits.astype(jnp.float32)
+    if sampler.logit_bias is not None:
+        x = x + sampler.logit_bias[:, None]
+    has_penalty = (
+        (sampler.repetition_penalty != 1)
+        | (sampler.presence_penalty != 0)
+        | (sampler.frequency_penalty != 0)
+    )
+    with jax.named_scope("penalties"):
+        x = jax.lax.cond(
+            has_penalty.any(), lambda: _penalise(x, sampler, counts, drafted), lambda: x
+        )
+    if is_argmax:
+        return x
+    is_greedy = sampler.temperature < GREEDY_BELOW
+    x = x / jnp.where(is_greedy, 1.0, sampler.temperature)[:, None, None]
+    has_filter = (sampler.top_k > 0) | (sampler.top_p < 1) | (sampler.min_p > 0)
+    with jax.named_scope("filters"):
+        x = jax.lax.cond(
+            has_filter.any(),
+            lambda: jnp.where(x >= _threshold(x, sampler)[:, :, None], x, -jnp.inf),
+            lambda: x,
+        )
+
+    def point_mass():
+        is_best = jnp.arange(x.shape[-1]) == jnp.argmax(x, axis=-1, keepdims=True)
+        # A NaN row must stay one: it stops its row, with a reason.
+        point = jnp.where(is_best, jnp.where(jnp.isnan(x), x, 0.0), -jnp.inf)
+        return jnp.where(is_greedy[:, None, None], point, x)
+
+    return jax.lax.cond(is_greedy.any(), point_mass, lambda: x)
+
+
+def _penalise(x_BTV, sampler, counts, drafted):
+    """Penalties from the row's counts, then again for the few tokens that drafts change."""
+
+    def penalty(x, output, is_seen):
+        r, presence, frequency = (
+            p.reshape(-1, *[1] * (x.ndim - 1))
+            for p in (
+                sampler.repetition_penalty, sampler.presence_penalty, sampler.frequency_penalty,
+            )
+        )
+        x = jnp.where(is_seen, jnp.where(x > 0, x / r, x * r), x)
+        return x - presence * (output > 0) - frequency * output
+
+    output, is_seen = counts.output[:, None], (counts.prompt | (counts.output > 0))[:, None]
+    penalised = penalty(x_BTV, output, is_seen)
+    if drafted is None or drafted.shape[1] == 0:
+        return penalised
+    B, T, V = x_BTV.shape
+    is_ancestor = jnp.arange(T - 1) < jnp.arange(T)[:, None]  # [T,K], node i comes after draft j
+    is_same = drafted[:, :, None] == drafted[:, None, :]
+    repeats = jnp.einsum("tk,bkj->btj", is_ancestor.astype(jnp.int32), is_same.astype(jnp.int32))
+    token = jnp.broadcast_to(drafted[:, None], (B, T, T - 1))
+    output = jnp.take_along_axis(counts.output[:, None], token, axis=2) + repeats
+    new = penalty(jnp.take_along_axis(x_BTV, token, axis=2), output, True)
+    index = jnp.where(is_ancestor, token, V)  # V is out of range: dropped
+    rows, nodes = jnp.arange(B)[:, None, None], jnp.arange(T)[:, None]
+    return penalised.at[rows, nodes, index].set(new, mode="drop")
+
+
+def _threshold(x_BTV, sampler):
+    """f32[B,T], the smallest logit that top-k, then top-p, then min-p keep."""
+    V = x_BTV.shape[-1]
+    top_k = jnp.where(sampler.top_k == 0, V, jnp.minimum(sampler.top_k, V))[:, None, None]
+    top_p, min_p = sampler.top_p[:, None, None], sampler.min_p[:, None]
+    best = x_BTV.max(axis=-1, keepdims=True)
+
+    def among(width):
+        """The threshold from the ``width`` largest logits, and whether they suffice."""
+        top, _ = jax.lax.top_k(x_BTV, width)
+        at_k = jnp.minimum(top_k - 1, width - 1)
+        kth = jnp.take_along_axis(top, jnp.broadcast_to(at_k, (*top.shape[:2], 1)), axis=2)
+        kth = jnp.where(top_k < V, kth, -jnp.inf)
+        mass = jnp.where(x_BTV >= kth, jnp.exp(x_BTV - best), 0.0).sum(axis=-1, keepdims=True)
+        prob = jnp.where(top >= kth, jnp.exp(top - best) / mass, 0.0)
+        above = jnp.cumsum(prob, axis=-1) - prob
+        is_kept = (top >= kth) & (above < top_p)
+        nucleus = jnp.where(is_kept, top, jnp.inf).min(axis=-1, keepdims=True)
+        threshold = jnp.maximum(kth, jnp.where(top_p < 1, nucleus, -jnp.inf))
+        has_k = (top_k <= width) | (top_k == V)
+        has_p = (top_p >= 1) | (top_k <= width) | (prob.sum(axis=-1, keepdims=True) >= top_p)
+        return threshold, (has_k & has_p).all()
+
+    narrow, is_enough = among(min(V, _NARROW))
+    if V > _NARROW:
+        narrow = jax.lax.cond(is_enough, lambda: narrow, lambda: among(V)[0])
+    floor = jnp.where(min_p > 0, best[..., 0] + jnp.log(min_p), -jnp.inf)
+    return jnp.maximum(narrow[..., 0], floor)
+
+
+def is_sampling(sampler: Sampler) -> jax.Array:
+    """Whether any row draws at random; else noise need not be made."""
+    return (sampler.temperature >= GREEDY_BELOW).any()
+
+
+def sample(processed: jax.Array, gumbel: jax.Array) -> jax.Array:
+    """Draws i32[...] from ``softmax(processed)`` f32[...,V] with standard Gumbel noise.
+
+    Source: the Gumbel-max trick; with a point mass the noise does not matter.
+    """
+    return jnp.argmax(processed + gumbel, axis=-1).astype(jnp.int32)

@@ -1,0 +1,48 @@
+"""The axis letters, and the one check that uses them.
+
+This is the only legend; every docstring and trailing comment refers to it.
+
+    B  rows of a batch              H  head dimension
+    T  tokens in this call          F  feed-forward width
+    S  cache slots                  V  vocabulary
+    L  layers                       U  draft vocabulary
+    D  model width                  E  tapped feature width
+    N  query heads                  K  drafted tokens a round
+    G  key-value heads              Q  tree nodes
+                                    M  output slots
+
+Words. ``n_accept``: drafts accepted in a round, 0..K. ``pending``: the one token a
+row has emitted but not yet fed to the target. ``length``: tokens fed. ``pos``:
+absolute position. ``tau``: tokens emitted a target pass, bonus included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from spec_jax.errors import ShapeError
+
+
+def check_shapes(sizes: Mapping[str, int] | None = None, **named) -> dict[str, int]:
+    """Checks arrays against axis letters and returns the size of every letter.
+
+    Args:
+      sizes: sizes already known, by letter.
+      **named: ``name=(array, "B T")``; a number in the string is a literal size.
+
+    Raises:
+      ShapeError: an array has another rank, or two arrays disagree on a letter.
+    """
+    known = dict(sizes or {})
+    for name, (array, axes) in named.items():
+        letters = axes.split()
+        shape = tuple(array.shape)
+        if len(letters) != len(shape):
+            raise ShapeError(f"{name} has shape {shape}; expected [{axes}]")
+        for letter, size in zip(letters, shape):
+            expected = int(letter) if letter.isdigit() else known.setdefault(letter, size)
+            if expected != size:
+                raise ShapeError(
+                    f"{name} has shape {shape}, so {letter}={size}; expected {letter}={expected}"
+                )
+    return known

@@ -1,0 +1,1 @@
+"""Training: losses, and the state and step of a language model."""

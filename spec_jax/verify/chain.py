@@ -1,0 +1,218 @@
+"""Acceptance rules for a chain of drafts, each written for one row.
+
+Notation, as in the papers: ``p[i]`` is the target's law of the token after node i and
+``q[i]`` the law that draft ``i+1`` was drawn from; node 0 is the pending token. A rule
+returns how many drafts it accepts, one token of the target's after them, the probability
+of each of its coins, and the law of that last token. Uniforms lie in [0, 1) and the
+comparison is strict, so what has probability zero is never accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax.contracts import Noise, Proposal, TargetScores, Verdict
+from spec_jax.sampling import sample
+
+LOGIT_MARGIN = 1e-5
+
+
+def _at(rows_KV, tokens_K):
+    return jnp.take_along_axis(rows_KV, tokens_K[:, None], axis=1)[:, 0]
+
+
+def _leading(is_accepted_K):
+    """How many accepted before the first failure."""
+    return jnp.cumprod(is_accepted_K.astype(jnp.int32)).sum()
+
+
+def _verdict(n_accept, proposal: Proposal, token, accept_probs, replacement) -> Verdict:
+    index = jnp.arange(proposal.tokens.shape[0] + 1)
+    drafts = jnp.append(proposal.tokens, 0)
+    tokens = jnp.where(index < n_accept, drafts, jnp.where(index == n_accept, token, 0))
+    return Verdict(n_accept, tokens, accept_probs, replacement)
+
+
+def _counts(proposal: Proposal):
+    return jnp.arange(proposal.tokens.shape[0]) < proposal.n_draft
+
+
+def _draft_law(proposal: Proposal, vocab_size: int):
+    """q[K,V]; a deterministic draft is a point mass."""
+    if proposal.probs is None:
+        return jax.nn.one_hot(proposal.tokens, vocab_size, dtype=jnp.float32)
+    return proposal.probs
+
+
+def _replace(weights_V, fallback_V, gumbel_V):
+    """Normalises what is left of the target's mass and draws from it.
+
+    Nothing is left where p equals q and only rounding rejected: then p itself is right.
+    """
+    mass = weights_V.sum()
+    law = jnp.where(mass > 0, weights_V / jnp.where(mass > 0, mass, 1.0), fallback_V)
+    return law, sample(jnp.log(law), gumbel_V)
+
+
+def residual(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
+    """Accepts d with probability min(1, p(d)/q(d)); else draws from norm(max(p - q, 0)).
+
+    Lossless; accepts with probability sum(min(p, q)).
+    Source: Leviathan et al., arXiv 2211.17192, Algorithm 1; Chen et al., arXiv 2302.01318.
+    """
+    p, is_draft = target.probs, _counts(proposal)
+    q = _draft_law(proposal, p.shape[-1])
+    p_d, q_d = _at(p[:-1], proposal.tokens), _at(q, proposal.tokens)
+    n_accept = _leading((noise.uniforms * q_d < p_d) & is_draft)
+    # Past the row's own last draft there is nothing to subtract: the bonus token.
+    q_next = jnp.where(n_accept < proposal.n_draft, q[jnp.minimum(n_accept, len(q) - 1)], 0.0)
+    law, token = _replace(jnp.maximum(p[n_accept] - q_next, 0.0), p[n_accept], noise.gumbel[0])
+    coins = jnp.where(is_draft & (p_d > 0), jnp.minimum(1.0, p_d / jnp.maximum(q_d, p_d)), 0.0)
+    return _verdict(n_accept, proposal, token, coins, law)
+
+
+def block(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
+    """Judges the block as a whole: keeps the longest prefix whose coin succeeds.
+
+    Lossless, and no lossless rule for one chain accepts more tokens on average.
+    Source: Sun et al., arXiv 2403.10444, Algorithm 2.
+    """
+    p, n_draft = target.probs, proposal.n_draft
+    q = _draft_law(proposal, p.shape[-1])
+    K = proposal.tokens.shape[0]
+    p_d, q_d = _at(p[:-1], proposal.tokens), _at(q, proposal.tokens)
+    ratio = jnp.where(p_d > 0, p_d / jnp.where(q_d > 0, q_d, 1.0), 0.0)
+    reach = [jnp.float32(1.0)]
+    for i in range(K):
+        reach.append(jnp.minimum(reach[-1] * ratio[i], 1.0))
+    reach = jnp.stack(reach)  # P_0 .. P_K of the paper
+    left = jnp.maximum(reach[:-1, None] * p[:-1] - q, 0.0)  # row i: what q[i] leaves of P_i p[i]
+    mass = jnp.append(left.sum(axis=-1), 0.0)[1:]
+    size = jnp.arange(1, K + 1)
+    room = mass + 1.0 - reach[1:]
+    coins = jnp.where(room > 0, mass / jnp.where(room > 0, room, 1.0), 0.0)
+    coins = jnp.where(size < n_draft, coins, jnp.where(size == n_draft, reach[1:], 0.0))
+    n_accept = jnp.where(noise.uniforms < coins, size, 0).max()
+    weights = jnp.where(n_accept < n_draft, left[jnp.minimum(n_accept, K - 1)], p[n_accept])
+    law, token = _replace(weights, p[n_accept], noise.gumbel[0])
+    return _verdict(n_accept, proposal, token, coins, law)
+
+
+def _match(scores, proposal: Proposal) -> Verdict:
+    wanted = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    is_accepted = (proposal.tokens == wanted[:-1]) & _counts(proposal)
+    n_accept = _leading(is_accepted)
+    law = jax.nn.one_hot(wanted[n_accept], scores.shape[-1], dtype=jnp.float32)
+    return _verdict(n_accept, proposal, wanted[n_accept], is_accepted.astype(jnp.float32), law)
+
+
+def greedy(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
+    """Accepts the target's argmax and nothing else. Lossless at temperature 0."""
+    del noise
+    return _match(target.processed, proposal)
+
+
+def match(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
+    """Samples the target's own token at every position and accepts drafts equal to it.
+
+    Lossless for any draft, and more: with noise keyed by position the tokens are those of
+    plain decoding, whatever is drafted. A draft drawn with the same noise is accepted with
+    probability sum_x 1 / sum_y max(p(y)/p(x), q(y)/q(x)).
+    Source: the coupling is Gumbel-max sampling shared between two laws; Daliri et al.,
+    arXiv 2408.07978.
+    """
+    return _match(target.processed + noise.gumbel, proposal)
+
+
+def typical_acceptance(epsilon: float, delta: float) -> Callable[..., Verdict]:
+    """Accepts d iff p(d) > min(epsilon, delta * exp(-H(p))). Lossy: it favours likely tokens.
+
+    Source: Medusa, arXiv 2401.10774, section 2.3.1.
+    """
+
+    def verify(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
+        p = target.probs
+        is_accepted = (_at(p[:-1], proposal.tokens) > _typical_threshold(p[:-1], epsilon, delta))
+        return _own_token(is_accepted & _counts(proposal), p, proposal, noise)
+
+    return verify
+
+
+def _typical_threshold(p, epsilon, delta):
+    entropy = -(p * jnp.log(p + 1e-5)).sum(axis=-1)  # nats
+    return jnp.minimum(epsilon, delta * jnp.exp(-entropy))
+
+
+def _own_token(is_accepted, p, proposal, noise) -> Verdict:
+    """For the lossy rules: the token after the accepted ones is drawn from p itself."""
+    n_accept = _leading(is_accepted)
+    law, token = _replace(p[n_accept], p[n_accept], noise.gumbel[0])
+    return _verdict(n_accept, proposal, token, is_accepted.astype(jnp.float32), law)
+
+
+def logit_comparison(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
+    """Rejects d iff the draft's raw logit exceeds the target's by more than 1e-5. Lossy:
+    raw logits of two models share no scale.
+
+    Source: the strategy of this name in Modular's MAX.
+    """
+    ours, theirs = target.logits[:-1], proposal.logits
+    is_rejected = _at(theirs, proposal.tokens) > _at(ours, proposal.tokens) + LOGIT_MARGIN
+    return _own_token(~is_rejected & _counts(proposal), target.probs, proposal, noise)
+
+
+def synthetic(conditional_rates: tuple[float, ...]) -> Callable[..., Verdict]:
+    """Accepts draft i with ``conditional_rates[i]``, whatever it is. Lossy: for benchmarks."""
+
+    def verify(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
+        K = proposal.tokens.shape[0]
+        coins = jnp.where(_counts(proposal), jnp.asarray(conditional_rates[:K], jnp.float32), 0.0)
+        verdict = _own_token(noise.uniforms < coins, target.probs, proposal, noise)
+        return verdict.replace(accept_probs=coins)
+
+    return verify
+
+
+def expected_residual(p, q, token):
+    """sum(min(p, q)); p(token) where the draft is deterministic."""
+    return p[token] if q is None else jnp.minimum(p, q).sum()
+
+
+def expected_greedy(p, q, token):
+    """1 where the token is the argmax, else 0."""
+    del q
+    return (jnp.argmax(p) == token).astype(jnp.float32)
+
+
+def expected_match(p, q, token):
+    """Chance that a coupled draft equals the target's sample; p(token) if deterministic.
+
+    sum_x 1 / sum_y max(p(y)/p(x), q(y)/q(x)): sorted by p/q, the y at or above x take the
+    first term and those below the second, so two cumulative sums give the inner sum.
+    """
+    if q is None:
+        return p[token]
+    is_both = (p > 0) & (q > 0)
+    ratio = jnp.where(q > 0, p / jnp.where(q > 0, q, 1.0), jnp.inf)
+    order = jnp.argsort(ratio)
+    p_s, q_s = p[order], q[order]
+    below_q = jnp.cumsum(q_s) - q_s
+    from_p = p_s.sum() - (jnp.cumsum(p_s) - p_s)
+    safe = lambda x: jnp.where(is_both[order], x, 1.0)
+    inner = from_p / safe(p_s) + below_q / safe(q_s)
+    return jnp.where(is_both[order], 1.0 / inner, 0.0).sum()
+
+
+def expected_typical(epsilon: float, delta: float):
+    """Draft mass on the tokens above the threshold."""
+
+    def expected(p, q, token):
+        is_typical = p > _typical_threshold(p, epsilon, delta)
+        if q is None:
+            return is_typical[token].astype(jnp.float32)
+        return jnp.where(is_typical, q, 0.0).sum()
+
+    return expected

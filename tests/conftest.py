@@ -1,0 +1,37 @@
+"""Shared fixtures, and one compilation cache for every worker and run."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import tempfile
+
+import jax
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+DATA = ROOT.parent / "shared" / "data"
+
+# Compiled programs are kept between workers and runs. Each jax version keeps its own.
+_CACHE = pathlib.Path(
+    os.environ.get("SPEC_JAX_TEST_CACHE", tempfile.gettempdir())
+) / f"spec_jax_test_cache_{jax.__version__}"
+jax.config.update("jax_compilation_cache_dir", str(_CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+jax.config.update("jax_platforms", "cpu")
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> pathlib.Path:
+    """Real inputs that do not ship with the project."""
+    if not DATA.is_dir():
+        pytest.skip(f"real inputs are not at {DATA.name} beside the project")
+    return DATA
+
+
+@pytest.fixture(scope="session")
+def stories(data_dir):
+    """A real trained Llama of 260K parameters."""
+    import spec_jax
+
+    return spec_jax.load_model(data_dir / "models" / "stories260K")
