@@ -24,8 +24,17 @@ def _check(ok: bool, name: str, value: Any, expected: str) -> None:
         raise ConfigError(f"{name} is {value!r}; expected {expected}")
 
 
+def _is_int(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _is_number(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+    """A number that is not NaN."""
+    return (_is_int(value) or isinstance(value, float)) and value == value
+
+
+def _is_finite(value) -> bool:
+    return _is_number(value) and abs(value) < float("inf")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,31 +69,23 @@ class SamplerConfig:
     seed: int = 0
 
     def __post_init__(self):
-        bias = self.logit_bias
-        pairs = sorted(bias.items() if isinstance(bias, Mapping) else bias)
-        for entry in pairs:
-            token, value = entry
-            is_id = isinstance(token, int) and token >= 0
-            is_value = _is_number(value) and value != float("inf")
-            _check(is_id and is_value, "logit_bias", entry, "token id >= 0 and a number or -inf")
-        object.__setattr__(self, "logit_bias", tuple((t, float(v)) for t, v in pairs))
+        object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
         for name in (
             "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty",
             "frequency_penalty",
         ):
             value = getattr(self, name)
-            finite = _is_number(value) and abs(value) < float("inf")
-            _check(finite, name, value, "a finite number")
+            _check(_is_finite(value), name, value, "a finite number")
         _check(self.temperature >= 0, "temperature", self.temperature, "0 or more")
-        is_int = isinstance(self.top_k, int) and not isinstance(self.top_k, bool)
-        _check(is_int and self.top_k >= 0, "top_k", self.top_k, "an integer of 0 or more")
+        is_count = _is_int(self.top_k) and self.top_k >= 0
+        _check(is_count, "top_k", self.top_k, "an integer of 0 or more")
         _check(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
         _check(0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1]")
         _check(
             self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0"
         )
         _check(
-            isinstance(self.seed, int) and 0 <= self.seed < 2**32,
+            _is_int(self.seed) and 0 <= self.seed < 2**32,
             "seed", self.seed, "an integer in [0, 2**32)",
         )
 
@@ -132,22 +133,23 @@ class SpeculativeConfig:
             self.speculative_method in METHODS, "speculative_method", self.speculative_method,
             f"one of {', '.join(METHODS)}",
         )
-        is_int = isinstance(K, int) and not isinstance(K, bool)
-        _check(is_int and K >= 1, "num_speculative_tokens", K, "an integer of 1 or more")
+        _check(_is_int(K) and K >= 1, "num_speculative_tokens", K, "an integer of 1 or more")
         _check(
             strategy is None or strategy in STRATEGIES, "rejection_sampling_strategy", strategy,
             f"None or one of {', '.join(STRATEGIES)}",
         )
-        _check(self.typical_epsilon > 0, "typical_epsilon", self.typical_epsilon, "above 0")
-        _check(self.typical_delta > 0, "typical_delta", self.typical_delta, "above 0")
-        _check(
-            1 <= self.ngram_min <= self.ngram_max, "ngram_min, ngram_max",
-            (self.ngram_min, self.ngram_max), "1 <= ngram_min <= ngram_max",
-        )
+        for name in ("typical_epsilon", "typical_delta"):
+            value = getattr(self, name)
+            _check(_is_finite(value) and value > 0, name, value, "a number above 0")
+        sizes = (self.ngram_min, self.ngram_max)
+        is_range = all(map(_is_int, sizes)) and 1 <= sizes[0] <= sizes[1]
+        _check(is_range, "(ngram_min, ngram_max)", sizes, "integers, 1 <= ngram_min <= ngram_max")
         for name in ("synthetic_acceptance_rates", "synthetic_conditional_rates"):
             rates = getattr(self, name)
             if rates is None:
                 continue
+            is_sequence = isinstance(rates, Sequence) and not isinstance(rates, str)
+            _check(is_sequence, name, rates, "a sequence of rates, one a position")
             object.__setattr__(self, name, tuple(rates))
             ok = len(rates) >= K and all(_is_number(r) and 0 <= r <= 1 for r in rates)
             _check(ok, name, rates, f"at least {K} rates in [0, 1]")
@@ -263,6 +265,22 @@ class SpeculativeConfig:
         return cls.from_dict(
             {**section, "config_file": str(path), "section_name": section_name}
         )
+
+
+def _bias_pairs(bias: Any) -> tuple[tuple[int, float], ...]:
+    """Sorted (token id, bias) pairs of a mapping or of pairs; JSON's string ids are taken."""
+    expected = "pairs of a token id of 0 or more and a number or -inf"
+    try:
+        pairs = [
+            (int(t) if isinstance(t, str) else t, v)
+            for t, v in (bias.items() if isinstance(bias, Mapping) else bias)
+        ]
+    except (TypeError, ValueError):
+        raise ConfigError(f"logit_bias is {bias!r}; expected {expected}") from None
+    for token, value in pairs:
+        is_pair = _is_int(token) and token >= 0 and _is_number(value) and value < float("inf")
+        _check(is_pair, "logit_bias", (token, value), expected)
+    return tuple(sorted((token, float(value)) for token, value in pairs))
 
 
 _SYNTHETIC = (

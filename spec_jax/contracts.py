@@ -131,6 +131,8 @@ class Context(NamedTuple):
       is_coupled: the rule wants drafts drawn with its own noise.
       has_probs: the rule reads ``Proposal.probs``.
       has_logits: the rule reads ``Proposal.logits``.
+      gumbel: f32[B,K,V], noise to draw with in place of the drafter's own, or None. The
+        certificate forces every draft through it.
     """
 
     tokens: jax.Array
@@ -141,6 +143,7 @@ class Context(NamedTuple):
     is_coupled: bool
     has_probs: bool
     has_logits: bool
+    gumbel: jax.Array | None = None
 
 
 class Drafter(NamedTuple):

@@ -245,7 +245,6 @@ def _expected(rule: Rule, scores: TargetScores, proposal: Proposal, verdict: Ver
     return jnp.concatenate([value, jnp.full((B, 1), jnp.nan)], axis=1)
 
 
-@functools.partial(jax.jit, static_argnames=("system", "slots"))
 def prefill(
     params,
     tokens: jax.Array,
@@ -274,6 +273,20 @@ def prefill(
       slots: S and M.
     """
     target, drafter, rule, _, has_expected = system
+    return _prefill(
+        params, tokens, lengths, limit, stop_tokens, sampler, draft_sampler, target=target,
+        drafter=drafter, is_argmax=rule.is_greedy, has_expected=has_expected, slots=slots,
+    )
+
+
+@functools.partial(
+    jax.jit, static_argnames=("target", "drafter", "is_argmax", "has_expected", "slots")
+)
+def _prefill(
+    params, tokens, lengths, limit, stop_tokens, sampler, draft_sampler, *, target, drafter,
+    is_argmax, has_expected, slots,
+) -> DecodeState:
+    """Names just what the program depends on, so that every K and most rules share it."""
     B, T = tokens.shape
     is_prompt = jnp.arange(T) < lengths[:, None]
     with jax.named_scope("prefill"):
@@ -303,7 +316,7 @@ def prefill(
         counts=Counts(prompt=seen, output=jnp.zeros((B, V), jnp.int32)),
         expected=jnp.full((B, slots), jnp.nan) if has_expected else None,
     )
-    processed = process(logits, sampler, state.counts, is_argmax=rule.is_greedy)[:, 0]
+    processed = process(logits, sampler, state.counts, is_argmax=is_argmax)[:, 0]
     gumbel = jax.lax.cond(
         is_sampling(sampler),
         lambda: rng.gumbel(rng.keys(sampler.seed, rng.Stream.TARGET, lengths), V),

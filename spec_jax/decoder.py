@@ -205,6 +205,7 @@ class SpeculativeDecoder:
         seeds: Sequence[int] | None = None,
         on_text: Callable[[int, str], None] | None = None,
         rounds_per_sync: int | None = None,
+        pad_to: int = 0,
     ) -> Generation | list[Generation]:
         """Decodes one prompt, or a batch of them at once.
 
@@ -223,6 +224,8 @@ class SpeculativeDecoder:
           on_text: called with ``(row, piece)`` as text becomes final.
           rounds_per_sync: rounds between two looks at the tokens; by default 8 where text
             must be looked at, else the whole generation is one call.
+          pad_to: make room for prompts of so many tokens even where these are shorter, so
+            that calls with different prompts share one compiled program.
 
         Returns:
           A ``Generation``, or a list of them in the order of the prompts.
@@ -255,6 +258,7 @@ class SpeculativeDecoder:
             make_sampler(samplers, len(ids), system.target.vocab_size, seeds),
             make_sampler(drafts or samplers, len(ids), system.target.vocab_size),
             stop_tokens=self.target.stop_tokens if stop_tokens is None else stop_tokens,
+            pad_to=pad_to,
         )
         jax.block_until_ready(state.finish)
         prefilled = time.perf_counter()
@@ -286,7 +290,9 @@ class SpeculativeDecoder:
             )
         return rows[0] if is_single else rows
 
-    def start(self, ids, max_new_tokens, system, sampler, draft_sampler, *, stop_tokens=()):
+    def start(
+        self, ids, max_new_tokens, system, sampler, draft_sampler, *, stop_tokens=(), pad_to=0
+    ):
         """Prefills a batch of checked prompts: the first ``DecodeState``.
 
         The width of the prompts and the slots are rounded up, so that few shapes compile.
@@ -305,6 +311,7 @@ class SpeculativeDecoder:
                     f"a prompt of {longest} tokens and {max_new_tokens} new ones make "
                     f"{longest + max_new_tokens}; the {kind} holds {model.max_length}"
                 )
+        longest = max(longest, pad_to)
         width = max(16, 1 << (longest - 1).bit_length())
         slots = max(longest + max_new_tokens + system.num_draft + 1, width)
         slots = -(-slots // _SLOT_BUCKET) * _SLOT_BUCKET
@@ -315,7 +322,8 @@ class SpeculativeDecoder:
         return decode.prefill(
             self.params, jnp.asarray(tokens), jnp.asarray(lengths),
             jnp.asarray(lengths + max_new_tokens), jnp.asarray(stop_ids), sampler, draft_sampler,
-            system=system, slots=slots,
+            system=system._replace(num_draft=0),  # K plays no part: one program serves all
+            slots=slots,
         )
 
     def _collect(self, state: decode.DecodeState, watch: _Watch, num_draft: int):

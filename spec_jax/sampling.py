@@ -69,8 +69,8 @@ def make_sampler(
       seeds: of every row, in place of the configs' own.
 
     Raises:
-      ConfigError: another number of configs or seeds than rows, or a biased id outside of
-        the vocabulary.
+      ConfigError: another number of configs or seeds than rows, a seed out of range, or a
+        biased id outside of the vocabulary.
     """
     if isinstance(configs, SamplerConfig):
         own_seeds = [(configs.seed + i) % 2**32 for i in range(batch)]
@@ -81,13 +81,17 @@ def make_sampler(
     for name, values in (("sampler configs", configs), ("seeds", seeds)):
         if len(values) != batch:
             raise ConfigError(f"{len(values)} {name} for {batch} rows; expected one each")
+    if any(not 0 <= s < 2**32 for s in seeds):
+        raise ConfigError(f"seeds are {seeds}; expected integers in [0, 2**32)")
     bias = None
     if any(c.logit_bias for c in configs):
         bias = np.zeros((batch, vocab_size), np.float32)
         for row, config in enumerate(configs):
             for token, value in config.logit_bias:
                 if token >= vocab_size:
-                    raise ConfigError(f"logit_bias names token {token}; the vocabulary is {vocab_size}")
+                    raise ConfigError(
+                        f"logit_bias names token {token}; the vocabulary is {vocab_size}"
+                    )
                 bias[row, token] = value
     column = lambda name, dtype: jnp.asarray([getattr(c, name) for c in configs], dtype)
     return Sampler(
@@ -147,13 +151,13 @@ def process(
     with jax.named_scope("filters"):
         x = jax.lax.cond(
             has_filter.any(),
-            lambda: jnp.where(x >= _threshold(x, sampler)[:, :, None], x, -jnp.inf),
+            # Written so that NaN stays NaN: it stops its row, with a reason.
+            lambda: jnp.where(x < _threshold(x, sampler)[:, :, None], -jnp.inf, x),
             lambda: x,
         )
 
     def point_mass():
         is_best = jnp.arange(x.shape[-1]) == jnp.argmax(x, axis=-1, keepdims=True)
-        # A NaN row must stay one: it stops its row, with a reason.
         point = jnp.where(is_best, jnp.where(jnp.isnan(x), x, 0.0), -jnp.inf)
         return jnp.where(is_greedy[:, None, None], point, x)
 

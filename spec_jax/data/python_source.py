@@ -178,10 +178,9 @@ def _read(path: pathlib.Path) -> str | None:
 
 def _is_skipped(relative: pathlib.PurePath) -> bool:
     directories, name = relative.parts[:-1], relative.name
-    return (
-        any(d in _SKIPPED_DIRECTORIES or d.startswith("config-") for d in directories)
-        or name.startswith(_SKIPPED_PREFIXES)
-    )
+    return any(
+        d in _SKIPPED_DIRECTORIES or d.startswith("config-") for d in directories
+    ) or name.startswith(_SKIPPED_PREFIXES)
 
 
 def _is_test(relative: pathlib.PurePath) -> bool:

@@ -27,12 +27,16 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokeniz
         texts are too few to fill it.
     """
     if vocab_size < 257:
-        raise ConfigError(f"vocab_size is {vocab_size}; expected at least 257 (bytes and {END_OF_TEXT})")
+        raise ConfigError(
+            f"vocab_size is {vocab_size}; expected at least 257 (bytes and {END_OF_TEXT})"
+        )
     tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(tokenizers.Regex(_PIECES), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(_PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -82,7 +86,8 @@ def batch_at(tokens: np.ndarray, step: int, *, seed: int, batch: int, length: in
     count = (len(tokens) - 1) // length - 1
     if count < 1:
         raise ConfigError(
-            f"the text has {len(tokens)} tokens; expected at least {2 * length + 1} for windows of {length}"
+            f"the text has {len(tokens)} tokens; expected at least {2 * length + 1} for "
+            f"windows of {length}"
         )
     rows = []
     order, cut, known_epoch = None, 0, -1

@@ -25,6 +25,8 @@ def draw(logits: jax.Array, context: Context, counts, node) -> tuple[jax.Array, 
       i32[B] tokens and f32[B,V], the unnormalised log-probabilities they were drawn from.
     """
     processed = process(logits[:, None], context.sampler, counts)[:, 0]
+    if context.gumbel is not None:
+        return sample(processed, context.gumbel[:, node - 1]), processed
 
     def noise():
         if context.is_coupled:

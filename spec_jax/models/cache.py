@@ -9,6 +9,7 @@ always masked.
 from __future__ import annotations
 
 import pathlib
+from collections import Counter
 from typing import NamedTuple
 
 import flax.struct
@@ -133,9 +134,14 @@ class KVCache:
         Raises:
           SnapshotError: the snapshot is of a cache of another shape or dtype.
         """
-        describe = lambda n, x: f"{n} layers of {x.dtype.name}{list(x.shape)}"
-        ours = describe(self.keys.shape[0], self.keys[0])
-        theirs = describe(len(snapshot.keys), snapshot.keys[0]) if snapshot.keys else "0 layers"
+
+        def describe(arrays):
+            kinds = Counter(f"{x.dtype.name}{list(x.shape)}" for x in arrays)
+            return ", ".join(f"{n} x {kind}" for kind, n in kinds.items())
+
+        layer = jax.ShapeDtypeStruct(self.keys.shape[1:], self.keys.dtype)
+        ours = describe([layer] * 2 * self.keys.shape[0] + [self.length])
+        theirs = describe(jax.tree.leaves(snapshot))
         if ours != theirs:
             raise SnapshotError(f"the snapshot holds {theirs}; this cache has {ours}")
         return KVCache(

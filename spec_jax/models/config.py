@@ -40,8 +40,11 @@ class RopeConfig:
             raise ConfigError(
                 f"rope_type {self.rope_type!r} is not supported; known: {', '.join(ROPE_TYPES)}"
             )
-        if self.rope_type == "llama3" and self.original_max_position_embeddings is None:
-            raise ConfigError("rope_type 'llama3' needs original_max_position_embeddings")
+        needs_length = self.rope_type in ("llama3", "yarn")
+        if needs_length and self.original_max_position_embeddings is None:
+            raise ConfigError(
+                f"rope_type {self.rope_type!r} needs original_max_position_embeddings"
+            )
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> RopeConfig:
@@ -55,7 +58,8 @@ class RopeConfig:
             del raw["partial_rotary_factor"]
         if raw["rope_type"] == "yarn":
             # A config without the original length means the model's own maximum.
-            raw.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
+            own = hf.get("max_position_embeddings")
+            raw.setdefault("original_max_position_embeddings", own)
         known = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(raw) - known)
         if unknown:
@@ -63,6 +67,8 @@ class RopeConfig:
                 f"rope parameters {', '.join(unknown)} are not supported for rope_type "
                 f"{raw['rope_type']!r}"
             )
+        if raw["rope_type"] in ROPE_TYPES[1:] and raw.get("factor") is None:
+            raise ConfigError(f"rope_type {raw['rope_type']!r} needs a factor")
         return cls(**{k: v for k, v in raw.items() if v is not None})
 
     def to_hf(self) -> dict[str, Any]:
@@ -117,10 +123,13 @@ class ModelConfig:
             )
         for name in (
             "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-            "num_attention_heads", "max_position_embeddings",
+            "num_attention_heads", "max_position_embeddings", "num_key_value_heads", "head_dim",
         ):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected a positive integer")
+            value = getattr(self, name)
+            if value is None and name in ("num_key_value_heads", "head_dim"):
+                continue
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} is {value!r}; expected a positive integer")
         if self.num_key_value_heads is None:
             set_("num_key_value_heads", self.num_attention_heads)
         if self.num_attention_heads % self.num_key_value_heads:
@@ -200,18 +209,25 @@ def read_config(directory: str | pathlib.Path) -> ModelConfig:
     ``generation_config.json`` take precedence, as they do in generation there.
 
     Raises:
-      WeightsError: the directory has no readable config.json.
+      WeightsError: no readable config.json, or an unreadable generation_config.json.
     """
     directory = pathlib.Path(directory)
-    try:
-        hf = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise WeightsError(
-            f"{directory} is no Hugging Face model directory: config.json: {error}"
-        ) from error
+    hf = _read_json(directory / "config.json")
     generation = directory / "generation_config.json"
     if generation.exists():
-        eos = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
+        eos = _read_json(generation).get("eos_token_id")
         if eos is not None:
             hf["eos_token_id"] = eos
     return ModelConfig.from_hf(hf)
+
+
+def _read_json(file: pathlib.Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise WeightsError(
+            f"{file.parent} is no Hugging Face model directory: {file.name}: {error}"
+        ) from error
+    if not isinstance(value, dict):
+        raise WeightsError(f"{file} holds a {type(value).__name__}; expected an object")
+    return value

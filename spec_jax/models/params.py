@@ -128,7 +128,7 @@ def walk(config: ModelConfig, params: Params) -> Iterator[tuple[ParamSpec, int |
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype=jnp.float32) -> Params:
-    """Random parameters. The key is consumed.
+    """Random parameters, the same for stacked and separate layers. The key is consumed.
 
     Args:
       config: the model's shape.
@@ -138,11 +138,15 @@ def init_params(config: ModelConfig, key: jax.Array, dtype=jnp.float32) -> Param
     Returns:
       The nested dict that ``transformer.forward`` takes.
     """
-    counter = iter(range(1 << 30))
+    table = layer_table(config)
+    outer, inner = ([s.hf_name for s in t.values()] for t in (outer_table(config), table))
 
     def leaf(spec: ParamSpec, layer):
-        del layer
-        this = jax.random.fold_in(key, next(counter))
+        if layer is None:
+            number = outer.index(spec.hf_name)
+        else:
+            number = len(outer) + layer * len(inner) + inner.index(spec.hf_name)
+        this = jax.random.fold_in(key, number)
         if spec.init in ("ones", "zeros"):
             return jnp.full(spec.shape, float(spec.init == "ones"), dtype)
         std = 0.02

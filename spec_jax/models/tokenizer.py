@@ -23,7 +23,7 @@ class Tokenizer:
         """Loads the tokenizer of a Hugging Face directory.
 
         Raises:
-          WeightsError: no readable tokenizer.json there.
+          WeightsError: no readable tokenizer.json there, or an unreadable companion.
         """
         directory = pathlib.Path(directory)
         file = directory / "tokenizer.json"
@@ -33,8 +33,13 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises a bare Exception
             raise WeightsError(f"{file} cannot be read as a tokenizer: {error}") from error
-        config = directory / "tokenizer_config.json"
-        return cls(backend, json.loads(config.read_text("utf-8")) if config.exists() else None)
+        file = directory / "tokenizer_config.json"
+        if not file.exists():
+            return cls(backend)
+        try:
+            return cls(backend, json.loads(file.read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise WeightsError(f"{file} cannot be read: {error}") from error
 
     def save(self, directory: str | pathlib.Path) -> None:
         """Writes tokenizer.json and tokenizer_config.json."""

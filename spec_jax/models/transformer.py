@@ -190,7 +190,7 @@ def logits(params: Params, tokens: jax.Array, *, config: ModelConfig) -> jax.Arr
     return unembed(params, forward(params, tokens, config=config).hidden)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def model(config: ModelConfig) -> Model:
     """The ``Model`` of this shape: what the decoder and the drafters call.
 

@@ -42,10 +42,11 @@ class _Shards:
     def _list(directory: pathlib.Path) -> list[pathlib.Path]:
         if (directory / INDEX).exists():
             try:
-                names = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
-            except (json.JSONDecodeError, KeyError) as error:
+                index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
+                names = sorted(set(index["weight_map"].values()))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise WeightsError(f"{directory / INDEX} is no shard index: {error!r}") from error
-            return [directory / name for name in sorted(set(names.values()))]
+            return [directory / name for name in names]
         if (directory / SINGLE).exists():
             return [directory / SINGLE]
         raise WeightsError(f"{directory} has neither {SINGLE} nor {INDEX}")
@@ -140,7 +141,8 @@ def save_pretrained(
     sizes = [0]
     for spec, layer, array in walk(config, params):
         array = np.asarray(array).astype(np_dtype)
-        array = np.ascontiguousarray(array.T) if spec.is_linear else array
+        # safetensors writes memory as it lies.
+        array = np.ascontiguousarray(array.T if spec.is_linear else array)
         if sizes[-1] and sizes[-1] + array.nbytes > max_shard_bytes:
             shards.append({})
             sizes.append(0)

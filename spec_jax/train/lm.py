@@ -116,14 +116,15 @@ def init_state(
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
 
-def lm_loss(params, batch, *, config: ModelConfig):
+def lm_loss(params, batch, teacher=None, *, config: ModelConfig):
     """Mean cross-entropy in nats a token of windows i32[B,T+1], and no further figures."""
+    del teacher
     logits = transformer.logits(params, batch[:, :-1], config=config)
     return losses.cross_entropy(logits, batch[:, 1:]).mean(), {}
 
 
 def distill_loss(
-    params, batch, *, config: ModelConfig, teacher, teacher_config: ModelConfig, ce_weight: float
+    params, batch, teacher, *, config: ModelConfig, teacher_config: ModelConfig, ce_weight: float
 ):
     """Mean forward KL to the teacher, plus ``ce_weight`` times the cross-entropy of the text.
 
@@ -145,19 +146,22 @@ def distill_loss(
     return kl + ce_weight * ce, figures
 
 
-def train_step(state: TrainState, batch: jax.Array, *, loss, optimizer):
+def train_step(state: TrainState, batch: jax.Array, teacher=None, *, loss, optimizer):
     """One update. Pure; jit it with the state donated.
 
     Args:
       state: consumed.
       batch: i32[B,T+1].
-      loss: ``(params, batch) -> (scalar, figures)``.
+      teacher: parameters that the loss reads and that stay as they are, or None.
+      loss: ``(params, batch, teacher) -> (scalar, figures)``.
       optimizer: of ``make_optimizer``.
 
     Returns:
       The next state, and ``loss``, ``grad_norm`` and the loss's own figures.
     """
-    (value, figures), grads = jax.value_and_grad(loss, has_aux=True)(state.params, batch)
+    (value, figures), grads = jax.value_and_grad(loss, has_aux=True)(state.params, batch, teacher)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    metrics = {"loss": value, "grad_norm": optax.global_norm(grads), **figures}
-    return TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state), metrics
+    metrics = {"loss": value, "grad_norm": optax.tree.norm(grads), **figures}
+    return TrainState(
+        state.step + 1, optax.apply_updates(state.params, updates), opt_state
+    ), metrics

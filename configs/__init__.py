@@ -1,0 +1,1 @@
+"""Configs of the experiments: each docstring gives command, cost and expected result."""

@@ -1,0 +1,72 @@
+"""Ratios that speculation lives by, each within one run.
+
+    python -m experiments.benchmark
+    python -m experiments.benchmark --parts=zoo --config.zoo.ks=2,4
+    python -m experiments.benchmark --transformers_python=PATH
+
+Cost: about six minutes on two quiet CPU cores, two of them compilation. Expected on jax 0.12:
+every bar met. On jax 0.10 a pass of five tokens costs about twice a pass of one, so the bars
+of the large shape are reported, not met.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import train_zoo_draft, train_zoo_target
+
+
+def get_config() -> ConfigDict:
+    """Lengths are in tokens; ``repeats`` are interleaved."""
+    config = ConfigDict()
+    config.llama110m = ConfigDict({
+        "target": {  # 109,529,856 parameters, the head tied to the embedding
+            "vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048,
+            "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 12,
+            "max_position_embeddings": 1024, "tie_word_embeddings": True,
+        },
+        "draft": {  # 9,774,336 parameters
+            "vocab_size": 32000, "hidden_size": 256, "intermediate_size": 688,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+            "max_position_embeddings": 1024, "tie_word_embeddings": True,
+        },
+        "slots": 1024,
+        "prompt_tokens": 64,
+        "new_tokens": 96,
+        "plain_tokens": 24,  # of each plain loop that is tried
+        "k": 4,
+        "conditional_rate": 0.8,  # of every position
+        "repeats": 5,
+        "seed": 0,
+    })  # fmt: skip
+    config.zoo = ConfigDict({
+        "target": "zoo/target",
+        "draft": "zoo/draft",
+        # Random weights of these shapes stand in for a zoo model that is not there.
+        "target_shape": _shape(train_zoo_target.get_config()),
+        "draft_shape": _shape(train_zoo_draft.get_config()),
+        "num_prompts": 8,  # held-out functions; a multiple of every batch
+        "max_prompt_tokens": 256,  # longer ones lose their beginning
+        "new_tokens": 128,
+        "plain_tokens": 64,
+        "ks": (1, 2, 3, 4, 5, 6, 7, 8),
+        "batches": (1, 4),
+        "repeats": 5,
+        "seed": 0,
+    })
+    config.transformers = ConfigDict({
+        "k": 4,  # where the zoo part has not chosen its best K
+        "repeats": 3,
+    })
+    # What each median is held against.
+    config.bars = ConfigDict({
+        "verify": 1.35,  # of the large shape; at most
+        "round": 1.10,  # at most
+        "predicted": 0.9,  # measured over predicted; at least
+        "speedup": 1.5,  # of the zoo pair; at least
+        "draft": 0.15,  # draft pass over target pass, of the zoo pair; at most
+        "transformers": 3.0,  # at least
+    })
+    return config
+
+
+def _shape(train) -> dict:
+    return {"vocab_size": train.vocab_size, **train.model.to_dict()}

@@ -1,0 +1,52 @@
+"""The zoo pair on held-out functions: plain, n-gram and standalone decoding compared.
+
+    python -m experiments.decode
+
+Cost: under three minutes on two CPU cores, most of it compilation, which a second run finds
+in the user's cache. Expected: greedy rows identical to plain decoding's, standalone fastest.
+
+Any value may be given on the command line, in the type it has here:
+
+    --config.target=PATH --config.draft=PATH      other models; --config.draft= for none
+    --config.ks=3  --config.ks=2,4,8              tuples, with commas
+    --config.methods=standalone --config.temperatures=0.7
+    --config.sampler.top_p=0.9 --config.num_prompts=16
+"""
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+
+def get_config() -> ConfigDict:
+    """Lengths are in tokens."""
+    config = ConfigDict()
+    config.target = "zoo/target"  # a zoo name or a Hugging Face directory
+    config.draft = "zoo/draft"  # likewise; empty: no draft, "standalone" is left out
+    config.dtype = "float32"  # of the weights in memory
+    config.scan_layers = False  # True compiles faster on accelerators, runs slower on a CPU
+    config.prompts = ""  # a file, see experiments/prompts.py; empty: held-out functions
+    config.num_prompts = 8
+    config.max_prompt_tokens = placeholder(int)  # longer ones lose their beginning
+    config.max_new_tokens = 64
+    config.batch = 1  # prompts decoded together
+    config.methods = ("plain", "ngram", "standalone")
+    config.ks = (2, 4, 6)  # drafted tokens a round
+    config.temperatures = (0.0, 1.0)
+    config.standalone_rules = ("residual",)  # above temperature 0; at 0 it is "greedy"
+    config.ngram_rules = ("match",)
+    config.ngram_max = 3  # longest suffix that is looked up
+    config.ngram_min = 1
+    config.sampler = ConfigDict({
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    })  # fmt: skip
+    config.draft_temperature = placeholder(float)  # above temperature 0; by default the target's
+    config.seed = 0  # of the prompts' choice and of sampling
+    config.repeats = 1  # timed runs of each prompt; their median counts
+    config.has_stream = True  # show one prompt live first
+    config.has_expected = True  # the rules' expected acceptance, from an untimed pass
+    return config

@@ -1,0 +1,56 @@
+"""The zoo's target: 5.4M parameters, trained on the standard library's source.
+
+python -m experiments.train_lm --config=configs/train_zoo_target.py --workdir=runs/zoo_target
+"""
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+
+def get_config() -> ConfigDict:
+    """Sizes are in tokens and steps, rates are peak rates; see spec_jax/train/lm.py."""
+    config = ConfigDict()
+    config.seed = 0
+    config.teacher = placeholder(str)  # distil from this zoo name or Hugging Face directory
+    config.ce_weight = 0.0  # beside the KL, when there is a teacher
+    config.own_share = 0.0  # of windows that the teacher wrote itself
+    config.own_batches = 64
+    config.own_batch = 32
+    config.own_prompt = 48  # tokens of the training text that it continues
+    config.vocab_size = 2048
+    config.tests_share = 0.25  # of the standard library's own tests
+    config.model = ConfigDict({
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 544,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+    })  # fmt: skip
+    config.steps = 1400
+    config.batch = 12
+    config.length = 256
+    config.long_share = 0.12  # the last part of the run, on longer windows
+    config.long_batch = 3
+    config.long_length = 1024
+    config.decay_share = 0.4
+    config.optimizer = ConfigDict(
+        {
+            "name": "muon",
+            "lr": 3e-3,
+            "matrix_lr": 0.02,
+            "warmup": 60,
+            "weight_decay": 0.0,
+            "clip": 1.0,
+        }
+    )
+    config.eval_batch = 8
+    config.eval_length = 512
+    config.eval_windows = 16  # at intervals; the final figure is over all of them
+    config.eval_every = 200
+    config.log_every = 10
+    config.checkpoint_every_s = 180
+    return config

@@ -1,0 +1,1 @@
+"""Experiments: absl mains that assemble spec_jax; one module a command."""

@@ -1,0 +1,171 @@
+"""A round beside its parts, the fastest plain loop, and the speed-up that the parts predict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments.bench_loops import ROUNDS, GenerateTimer, PlainTimer, rest_timer, start
+from experiments.costs import pass_timer
+from experiments.timing import Line, Timer, interleave, spread
+from spec_jax.decode import System
+from spec_jax.decoder import SpeculativeDecoder
+from spec_jax.loading import LoadedModel
+from spec_jax.stats import Stats, predicted_speedup
+
+PLAIN = {  # what we tried for the fastest plain loop: dtype, and tokens fed for each that counts
+    "float32": ("float32", 1),
+    "float32 padded to two rows": ("float32", 2),
+    "bfloat16": ("bfloat16", 1),
+    "bfloat16 padded to two rows": ("bfloat16", 2),
+}
+
+
+class Pair(NamedTuple):
+    """Target, draft, and the cache slots that everything timed of them has."""
+
+    target: LoadedModel
+    draft: LoadedModel
+    slots: int
+
+    @property
+    def params(self) -> dict:
+        return {"target": self.target.params, "draft": self.draft.params}
+
+    def system(self, config=None) -> System:
+        """For this SpeculativeConfig, greedy; None: plain decoding, K = 0."""
+        draft = None if config is None else self.draft
+        return SpeculativeDecoder(self.target, draft, config).system()
+
+
+def choose_plain(
+    pair: Pair, prompts: Sequence[Sequence[int]], num_tokens: int, repeats: int,
+    say: Callable[[str], None],
+) -> tuple[dict[str, np.ndarray], str, str]:
+    """Times every plain loop on one batch of prompts.
+
+    Returns:
+      Milliseconds a token by variant, the fastest of all, and the fastest in float32.
+    """  # fmt: skip
+    state = start(pair.system(), pair.params, prompts, pair.slots, num_tokens)
+    timers = {}
+    for name, (dtype, padding) in PLAIN.items():
+        timers[name] = PlainTimer(
+            pair.target.model, pair.target.params, [state], dtype=dtype, padding=padding
+        )
+        say(f"compiled the plain loop, {name}")
+    times = interleave(timers, repeats, say)
+    median = lambda name: float(np.median(times[name]))
+    same_dtype = [name for name, (dtype, _) in PLAIN.items() if dtype == "float32"]
+    return times, min(times, key=median), min(same_dtype, key=median)
+
+
+def plain_timer(pair: Pair, states, variant: str) -> PlainTimer:
+    """The plain loop of one of ``PLAIN``."""
+    dtype, padding = PLAIN[variant]
+    return PlainTimer(
+        pair.target.model, pair.target.params, states, dtype=dtype, padding=padding
+    )
+
+
+def round_timers(
+    pair: Pair, system: System, prompt: Sequence[int], say: Callable[[str], None]
+) -> dict[str, Timer]:
+    """Timers of a round and of its parts, each a jitted loop of 64, one row.
+
+    The first draft pass feeds two tokens and scores one, the other K - 1 feed one.
+    """
+    K, slots = system.num_draft, pair.slots
+    target, draft = (pair.target.model, pair.target.params), (pair.draft.model, pair.draft.params)
+    make = {
+        "target": lambda: pass_timer(*target, 1, slots, 1),
+        "verify": lambda: pass_timer(*target, K + 1, slots, 1),
+        "draft": lambda: pass_timer(*draft, 1, slots, 1),
+        "draft first": lambda: pass_timer(*draft, 2, slots, 1, scored=1),
+        "rest": lambda: rest_timer(system, slots),
+        "round": lambda: GenerateTimer(
+            system, pair.params,
+            [start(system, pair.params, [prompt], slots, slots - len(prompt) - K - 1)],
+            max_rounds=ROUNDS, unit="round",
+        ),
+    }  # fmt: skip
+    timers = {}
+    for name, maker in make.items():
+        timers[name] = maker()
+        say(f"compiled {name}")
+    return timers
+
+
+def parts_ms(times: Mapping[str, np.ndarray], num_draft: int) -> np.ndarray:
+    """Sum of a round's parts, by repeat."""
+    return _drafting_ms(times, num_draft) + times["verify"] + times["rest"]
+
+
+def _drafting_ms(times, num_draft):
+    return times["draft first"] + (num_draft - 1) * times["draft"]
+
+
+def predict(
+    times: Mapping[str, np.ndarray], plain_ms: np.ndarray, stats: Stats, num_draft: int
+) -> np.ndarray:
+    """The speed-up that measured acceptance and the parts' costs predict, by repeat."""
+    draft = _drafting_ms(times, num_draft) / num_draft / plain_ms
+    verify = (times["verify"] + times["rest"]) / plain_ms
+    rates = stats.acceptance_by_position
+    return np.asarray([predicted_speedup(rates, d, v) for d, v in zip(draft, verify)])
+
+
+def round_lines(
+    part: str, times: Mapping[str, np.ndarray], stats: Stats, num_draft: int, bars,
+    plain_variant: str,
+) -> list[Line]:
+    """The lines that both pairs of models have.
+
+    Args:
+      part: of the benchmark.
+      times: ``round_timers``' and those of whole generations: "plain" (the fastest loop),
+        "plain K=0" and "speculative", in ms a token.
+      stats: of the speculative generation.
+      num_draft: K.
+      bars: ``verify``, ``round`` and ``predicted``; None: no bar.
+      plain_variant: name of the fastest plain loop.
+    """  # fmt: skip
+    K = num_draft
+    line = lambda what, values, *args, **options: Line(part, what, spread(values), *args, **options)
+    measured = times["plain"] / times["speculative"]
+    predicted = predict(times, times["plain"], stats, K)
+    rates = ", ".join(f"{r:.2f}" for r in stats.acceptance_by_position)
+    parts = parts_ms(times, K)
+    return [
+        line(
+            f"verify pass of {K + 1} tokens / pass of one", times["verify"] / times["target"],
+            bar=bars.verify,
+        ),
+        line(
+            f"round, K={K} / sum of its parts", times["round"] / parts, bar=bars.round,
+            note="draft passes really run, verify, rest of the round; each its own loop",
+        ),
+        line(
+            f"speed-up, K={K}", measured,
+            note=f"over {plain_variant}; tau {stats.tau:.2f}, accepted {rates}",
+        ),
+        line(f"predicted speed-up, K={K}", predicted, note="from acceptance and the parts"),
+        line("measured / predicted", measured / predicted, bar=bars.predicted, is_upper=False),
+        line(
+            "decode.generate at K=0 / fastest plain loop", times["plain K=0"] / times["plain"],
+            note="what one program for everything costs where nothing is drafted",
+        ),
+        line("pass of one token", times["target"], "ms"),
+        line(f"pass of {K + 1} tokens", times["verify"], "ms"),
+        line("draft pass of one token", times["draft"], "ms"),
+        line("draft pass of two tokens", times["draft first"], "ms"),
+        line(f"rest of a round, K={K}", times["rest"], "ms", note="noise, rule, cut, commit"),
+        line(f"round, K={K}", times["round"], "ms"),
+    ]  # fmt: skip
+
+
+def plain_lines(part: str, times: Mapping[str, np.ndarray]) -> list[Line]:
+    """Every plain loop that was tried."""
+    return [Line(part, f"plain loop, {name}", spread(ms), "ms") for name, ms in times.items()]

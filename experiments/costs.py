@@ -1,0 +1,148 @@
+"""What one pass of a model costs, and the speed-up that costs and acceptance predict."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax import stats
+from spec_jax.contracts import Model
+
+ITERATIONS = 64  # passes in one timed call, so that a dispatch does not count
+REPEATS = 5
+
+
+@functools.partial(
+    jax.jit, static_argnames=("model", "iterations", "scored"), donate_argnames=("tokens", "cache")
+)
+def _run_passes(params, tokens, cache, *, model: Model, iterations: int, scored: int):
+    def one_pass(_, carry):
+        tokens, cache = carry
+        output = model.forward(params, tokens, cache)
+        logits = model.unembed(params, output.hidden[:, -scored:])
+        # The next pass eats this one's output, so no pass can be left out or overlapped.
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return tokens.at[:, -scored:].set(best), output.cache
+
+    return jax.lax.fori_loop(0, iterations, one_pass, (tokens, cache))
+
+
+def pass_timer(
+    model: Model, params, width: int, slots: int, batch: int, iterations: int = ITERATIONS,
+    scored: int | None = None,
+) -> Callable[[], float]:
+    """Compiles a loop of passes and returns a function that times it, in ms a pass.
+
+    A pass is forward, unembedding and argmax of ``width`` tokens a row on a half-full cache,
+    which the loop carries and the call donates, as decoding does.
+
+    Args:
+      model: target or draft.
+      params: its weights.
+      width: T, tokens a row; K + 1 for a verify pass.
+      slots: S, of the cache.
+      batch: B.
+      iterations: passes in one call.
+      scored: how many of the last tokens are unembedded, by default all: a drafter that
+        feeds two scores one.
+    """
+    scored = width if scored is None else scored
+    cache = model.init_cache(params, batch, slots)
+    cache = cache.commit(jnp.full((batch,), (slots - width) // 2, jnp.int32))
+    carry = (jnp.zeros((batch, width), jnp.int32), cache)
+
+    def time_ms() -> float:
+        nonlocal carry
+        begin = time.perf_counter()
+        carry = _run_passes(
+            params, *carry, model=model, iterations=iterations, scored=scored
+        )
+        jax.block_until_ready(carry)
+        return (time.perf_counter() - begin) * 1e3 / iterations
+
+    time_ms()
+    return time_ms
+
+
+def interleaved_medians(
+    timers: Mapping[Any, Callable[[], float]], repeats: int = REPEATS
+) -> dict[Any, float]:
+    """Calls every timer once a turn, so that drift meets all alike; the median of each."""
+    turns = [{name: timer() for name, timer in timers.items()} for _ in range(repeats)]
+    return {name: statistics.median(turn[name] for turn in turns) for name in timers}
+
+
+def pass_cost(
+    model: Model, params, width: int, slots: int, batch: int, repeats: int = REPEATS
+) -> float:
+    """Milliseconds of one pass; to compare passes, interleave their timers instead."""
+    timer = pass_timer(model, params, width, slots, batch)
+    return interleaved_medians({"": timer}, repeats)[""]
+
+
+class Costs(NamedTuple):
+    """Costs of passes measured together, ready for a report.
+
+    Attributes:
+      plain_ms: a target pass of one token a row.
+      draft_ms: a draft pass of one token a row; None without a draft.
+      verify_ms: a target pass by its width, the plain one included.
+      slots: of the caches.
+      batch: rows.
+    """
+
+    plain_ms: float
+    draft_ms: float | None
+    verify_ms: dict[int, float]
+    slots: int
+    batch: int
+
+    @classmethod
+    def measure(cls, timers: Mapping[tuple[str, int], Callable[[], float]], **where) -> Costs:
+        """Times passes named ("target", width) and ("draft", 1); ``where``: slots and batch."""
+        found = interleaved_medians(timers)
+        verify_ms = {width: ms for (role, width), ms in sorted(found.items()) if role == "target"}
+        return cls(verify_ms[1], found.get(("draft", 1)), verify_ms, **where)
+
+    def draft_cost(self, method: str) -> float:
+        """Of one drafted token, in plain passes; copying tokens is counted as free."""
+        is_model = method == "standalone" and self.draft_ms is not None
+        return self.draft_ms / self.plain_ms if is_model else 0.0
+
+    def verify_cost(self, k: int) -> float:
+        """Of a verify pass of k + 1 tokens, in plain passes; between measured widths, linear."""
+        widths = sorted(self.verify_ms)
+        return float(
+            np.interp(k + 1, widths, [self.verify_ms[w] for w in widths]) / self.plain_ms
+        )
+
+
+def predict(costs: Costs, result: dict, k: int | None = None) -> float:
+    """The speed-up that a result's acceptance predicts, for its own K or a smaller one.
+
+    A rate is that of being offered and accepted: a drafter that copies tokens does not
+    always have any.
+
+    Args:
+      costs: of the passes.
+      result: with ``rounds``, ``drafted_at`` and ``acceptance_by_position``.
+      k: drafted tokens a round; by default the result's.
+    """
+    k = result["k"] if k is None else k
+    if k == 0:
+        return 1.0
+    before = [result["rounds"], *result["drafted_at"]]
+    rates = [
+        rate * offered / earlier if earlier else float("nan")
+        for rate, offered, earlier in zip(result["acceptance_by_position"], before[1:], before)
+    ]
+    return stats.predicted_speedup(
+        rates[:k], costs.draft_cost(result["method"]), costs.verify_cost(k)
+    )

@@ -1,0 +1,232 @@
+"""Decodes with and without speculation and compares: the same text, how fast, and why.
+
+    python -m experiments.decode
+    python -m experiments.decode --config.target=PATH --config.draft=PATH --config.ks=2,4,8
+
+Shows one prompt live, then times every method, K and temperature beside plain decoding. Each
+run leaves a folder (--workdir): config.json, environment.json, report.json (written from the
+first measured row on), report.md, speedup.png and acceptance.png. Compiled programs are kept
+under $XDG_CACHE_HOME or ~/.cache, in spec_jax, so a second run starts fast.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import shlex
+import sys
+import time
+
+from absl import flags
+from ml_collections import ConfigDict
+
+from configs import decode_default
+from experiments import cli, costs, plots, report
+from experiments.grid import Bench, Cell, make_cells
+from experiments.prompts import Prompt, fit, load_prompts
+from spec_jax.config import STRATEGIES, SamplerConfig, build
+from spec_jax.errors import ConfigError
+from spec_jax.loading import LoadedModel, load_model
+
+_METHODS = ("plain", "ngram", "standalone")
+_RULES = tuple(s for s in STRATEGIES if s not in ("greedy", "synthetic"))
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def resolve(config: ConfigDict) -> ConfigDict:
+    """Checks a config; returns it with every value in its final form.
+
+    Raises:
+      ConfigError: an unknown or missing key, or a value that cannot be.
+    """
+    cli.check_keys(config, decode_default.get_config())
+    config = config.copy_and_resolve_references()
+
+    def check(ok: bool, name: str, expected: str) -> None:
+        if not ok:
+            raise ConfigError(f"{name} is {config[name]!r}; expected {expected}")
+
+    is_number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool)
+    is_finite = lambda x: is_number(x) and 0 <= x < float("inf")
+    known = {"methods": _METHODS, "standalone_rules": _RULES, "ngram_rules": _RULES}
+    for name, names in known.items():
+        config[name] = tuple(x.strip() for entry in config[name] for x in str(entry).split(","))
+        check(set(config[name]) <= set(names), name, f"names among {', '.join(names)}")
+    for name in (*known, "ks", "temperatures"):
+        check(len(config[name]) > 0, name, "one or more")
+    check(all(type(k) is int and k >= 1 for k in config.ks), "ks", "integers of 1 or more")
+    check(all(map(is_finite, config.temperatures)), "temperatures", "numbers of 0 or more")
+    config.temperatures = tuple(map(float, config.temperatures))
+    for name in ("num_prompts", "batch", "repeats"):
+        check(config[name] >= 1, name, "1 or more")
+    is_whole = config.num_prompts % config.batch == 0
+    check(is_whole, "num_prompts", f"a multiple of batch {config.batch}")
+    check(config.max_new_tokens >= 2, "max_new_tokens", "2 or more (prefill makes the first)")
+    check((config.max_prompt_tokens or 1) >= 1, "max_prompt_tokens", "1 or more, or none")
+    check(config.dtype in _DTYPES, "dtype", f"one of {', '.join(_DTYPES)}")
+    check(config.target != "", "target", "a zoo name or a directory: --config.target=PATH")
+    if config.draft.lower() == "none":
+        config.draft = ""
+    return config
+
+
+def start_report(config, target: LoadedModel, draft: LoadedModel | None, prompts, bench, num_cut):
+    """The part of a report that is known before anything is measured."""
+    of = f"rows of {config.prompts}" if config.prompts else "held-out library functions"
+    lengths = [len(ids) for ids in bench.prompts]
+    models, notes = {"target": report.model_facts(target, config.dtype)}, []
+    if draft is not None:
+        models["draft"] = report.model_facts(draft, config.dtype)
+    elif "standalone" in config.methods:
+        notes.append("no draft is given (--config.draft=PATH), so standalone is left out")
+    if num_cut:
+        notes.append(
+            f"{num_cut} of {len(lengths)} prompts were too long: their last {bench.longest} tokens "
+            "are used"
+        )
+    return {
+        "command": shlex.join(["python", "-m", "experiments.decode", *sys.argv[1:]]),
+        "config": config.to_dict(),
+        "environment": report.environment(),
+        "models": models,
+        "prompts": {
+            "description": f"{len(lengths)} {of}, {min(lengths)} to {max(lengths)} tokens, "
+            f"{config.max_new_tokens} new tokens each, batch {config.batch}",
+            "names": [prompt.name for prompt in prompts],
+            "lengths": lengths,
+            "num_cut": num_cut,
+        },
+        "notes": notes,
+        "costs": None,
+        "results": [],
+        "is_complete": False,
+    }
+
+
+def show_live(bench: Bench, cell: Cell, prompt: Prompt) -> None:
+    """Prints a prompt, dimmed on a terminal, and its continuation as it is decoded."""
+    is_terminal = sys.stdout.isatty()
+    print(f"\n── {prompt.name}, live by {cell.label} ".ljust(80, "─"))
+    print(f"\033[2m{prompt.text}\033[0m" if is_terminal else prompt.text, end="", flush=True)
+    send = lambda row, piece: print(piece, end="", flush=True) if row == 0 else None
+    stats = bench.run(cell, 0, on_text=send, rounds_per_sync=1).rows[0].stats
+    print(
+        f"\n{'─' * 79}\n{stats.emitted} tokens, {stats.first} by prefill and the rest in "
+        f"{stats.rounds} target passes; {stats.accepted} of {stats.drafted} drafts accepted\n"
+    )
+
+
+def compile_all(bench: Bench, cells: list[Cell], with_expected: list[Cell]) -> dict:
+    """Compiles every program of the run; returns the timers of the passes."""
+    timers = {}
+    slots = cost_slots(bench, cells)
+
+    def add_timer(role: str, model: LoadedModel, width: int) -> None:
+        timers[role, width] = costs.pass_timer(
+            model.model, model.params, width, slots, bench.batch
+        )
+
+    tasks = {cell.label: lambda c=cell: bench.compile(c) for cell in cells}
+    for cell in with_expected:
+        tasks[f"{cell.label}, expected"] = lambda c=cell: bench.compile(c, has_expected=True)
+    passes = [("target", bench.target, width) for width in sorted({c.k + 1 for c in cells})]
+    if bench.draft is not None:
+        passes.append(("draft", bench.draft, 1))
+    for one in passes:
+        tasks[f"{one[0]} pass of width {one[2]}"] = lambda one=one: add_timer(*one)
+    cli.run_all(tasks, "compiling")
+    return timers
+
+
+def cost_slots(bench: Bench, cells: list[Cell]) -> int:
+    """Cache slots of the timed passes: as many as decoding has."""
+    most = bench.longest + bench.max_new_tokens + max(cell.k for cell in cells) + 1
+    return -(-most // 128) * 128
+
+
+def measure(rep: dict, bench: Bench, cells: list[Cell], config, folder: pathlib.Path):
+    """Fills ``rep["results"]`` and saves the report after each row; returns the costs."""
+    sampled = [c for c in sorted(cells, key=lambda c: c.k) if c.k and c.temperature > 0]
+    most_positions = {cell._replace(k=0): cell for cell in sampled}  # the largest K of each
+    with_expected = list(most_positions.values()) if config.has_expected else []
+    timers = compile_all(bench, cells, with_expected)
+    with cli.Progress(len(cells) + 1, "measuring") as bar:
+        bar.now("passes")
+        found = costs.Costs.measure(timers, slots=cost_slots(bench, cells), batch=bench.batch)
+        rep["costs"] = found._asdict()
+        bar.step("passes")
+        for cell in cells:
+            bar.now(cell.label)
+            row = bench.measure(cell, config.repeats)
+            row["predicted_speedup"] = costs.predict(found, row)
+            row["expected_acceptance_by_position"] = (
+                bench.expected(cell) if cell in with_expected else None
+            )
+            rep["results"].append(row)
+            bench.refresh_plain(rep["results"], cell.temperature)
+            report.write_json(folder / "report.json", rep)
+            bar.step(f"{cell.label}: {row['speedup']:.2f}x")
+    return found
+
+
+def decode(config: ConfigDict, workdir: str | None = None) -> dict:
+    """Runs the experiment; returns its report.
+
+    Raises:
+      SpecJaxError: a config, a model or a prompt that cannot be used.
+    """
+    begin = time.monotonic()
+    config = resolve(config)
+    methods = [m for m in config.methods if m != "standalone" or config.draft]
+    target = load_model(config.target, config.dtype, scan_layers=config.scan_layers)
+    draft = None
+    if "standalone" in methods:
+        draft = load_model(config.draft, config.dtype, scan_layers=config.scan_layers)
+    prompts = load_prompts(config.prompts, config.num_prompts, config.seed)
+    models = [model for model in (target, draft) if model is not None]
+    ids, num_cut = fit(prompts, models, config.max_new_tokens, config.max_prompt_tokens)
+    sampler = build(SamplerConfig, {**config.sampler.to_dict(), "seed": config.seed})
+    bench = Bench(
+        target, draft, ids, sampler, config.max_new_tokens, config.batch,
+        config.draft_temperature, {"ngram_max": config.ngram_max, "ngram_min": config.ngram_min},
+    )
+    rules = {"standalone": config.standalone_rules, "ngram": config.ngram_rules}
+    cells = make_cells(methods, config.ks, config.temperatures, rules)
+    for cell in cells:
+        bench.decoder(cell)  # what cannot be is refused here, before anything is compiled
+
+    folder = cli.open_workdir("decode", workdir)
+    rep = start_report(config, target, draft, prompts, bench, num_cut)
+    report.write_json(folder / "config.json", rep["config"])
+    report.write_json(folder / "environment.json", rep["environment"])
+    report.print_head(rep, folder)
+    if config.has_stream:
+        first = [c for c in cells if c.temperature == cells[0].temperature]
+        same = [c for c in first if c.method == first[-1].method]
+        show_live(bench, same[len(same) // 2], prompts[0])
+
+    found = measure(rep, bench, cells, config, folder)
+    rep["notes"] = report.notes(rep)
+    rep["conclusions"] = report.conclusions(rep["results"])
+    plots.plot_speedup(folder / "speedup.png", rep["results"], found)
+    plots.plot_acceptance(folder / "acceptance.png", rep["results"])
+    rep |= {"is_complete": True, "elapsed_s": round(time.monotonic() - begin, 1)}
+    report.write_json(folder / "report.json", rep)
+    report.write_markdown(folder, rep, ["speedup.png", "acceptance.png"])
+    report.print_results(rep, folder)
+    return rep
+
+
+_CONFIG = cli.define_config(decode_default.get_config)
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "The run's folder, a new one; by default runs/decode/TIME."
+)
+flags.declare_key_flag("config")
+
+
+def main() -> None:
+    cli.enable_compilation_cache()
+    decode(_CONFIG.value, _WORKDIR.value)
+
+
+if __name__ == "__main__":
+    cli.run(main, "decode_default.py")

@@ -1,0 +1,105 @@
+"""The plots of a run, as PNG files."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import matplotlib
+import numpy as np
+
+from experiments.costs import Costs, predict
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402, the back end comes first
+
+_COLORS = {"standalone": "#0072B2", "ngram": "#D55E00"}  # Okabe and Ito's palette
+_MARKERS = "osD^vP"
+_STYLE = {
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
+    "axes.titlesize": 11, "legend.frameon": False, "legend.fontsize": 9, "font.size": 10,
+    "figure.dpi": 130,
+}  # fmt: skip
+
+
+class _Series(NamedTuple):
+    """Results of one method and rule at one temperature, in the order of K."""
+
+    label: str
+    color: str
+    marker: str
+    results: list[dict]
+
+
+def _series(results: Sequence[dict], temperature: float) -> list[_Series]:
+    found: dict[tuple[str, str], list[dict]] = {}
+    for r in sorted(results, key=lambda r: r["k"]):
+        if r["temperature"] == temperature and r["method"] != "plain":
+            found.setdefault((r["method"], r["rule"]), []).append(r)
+    rules = list(dict.fromkeys(rule for _, rule in found))
+    return [
+        _Series(f"{m}, {rule}", _COLORS[m], _MARKERS[rules.index(rule) % len(_MARKERS)], rows)
+        for (m, rule), rows in sorted(found.items(), reverse=True)
+    ]
+
+
+def _draw(path: pathlib.Path, results: Sequence[dict], draw, x_label: str, y_label: str) -> None:
+    """Saves one panel a temperature; ``draw(axis, series)`` fills it."""
+    temperatures = list(dict.fromkeys(r["temperature"] for r in results))
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(
+            1, len(temperatures), figsize=(1.2 + 4.3 * len(temperatures), 3.9), sharey=True,
+            squeeze=False, layout="constrained",
+        )
+        for axis, temperature in zip(axes[0], temperatures):
+            kind = "greedy" if temperature == 0 else "sampled"
+            axis.set_title(f"{kind}, temperature {temperature:g}")
+            axis.set_xlabel(x_label)
+            draw(axis, _series(results, temperature))
+            axis.xaxis.get_major_locator().set_params(integer=True)
+            axis.legend()
+        axes[0, 0].set_ylabel(y_label)
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def plot_speedup(path: pathlib.Path, results: Sequence[dict], costs: Costs) -> None:
+    """Speed-up against K: measured points, and the curve that acceptance and costs predict."""
+
+    def draw(axis, series):
+        axis.axhline(1, color="0.45", linewidth=1, linestyle=":", label="plain decoding")
+        for s in series:
+            ks, last = [r["k"] for r in s.results], s.results[-1]
+            axis.plot(ks, [r["speedup"] for r in s.results], s.marker, color=s.color, label=s.label)
+            ks = range(1, last["k"] + 1)
+            axis.plot(ks, [predict(costs, last, k) for k in ks], "--", color=s.color, linewidth=1.3)
+        axis.plot([], [], "--", color="0.45", linewidth=1.3, label="predicted")
+        axis.set_ylim(bottom=0)
+
+    _draw(path, results, draw, "K, tokens drafted a round", "speed-up over plain decoding")
+
+
+def plot_acceptance(path: pathlib.Path, results: Sequence[dict]) -> None:
+    """Acceptance by position at the largest K, with one standard error, beside the expected."""
+
+    def draw(axis, series):
+        has_expected = False
+        for s in series:
+            last = s.results[-1]
+            position = np.arange(1, last["k"] + 1)
+            rate = np.asarray(last["acceptance_by_position"], float)
+            error = np.sqrt(rate * (1 - rate) / np.maximum(last["judged_at"], 1))
+            label = f"{s.label}, K={last['k']}"
+            axis.errorbar(
+                position, rate, error, color=s.color, marker=s.marker, capsize=3, label=label
+            )
+            expected = last.get("expected_acceptance_by_position")
+            if expected:
+                has_expected = True
+                axis.plot(position, np.asarray(expected, float), "--", color=s.color, linewidth=1.3)
+        if has_expected:
+            axis.plot([], [], "--", color="0.45", label="expected of the rule")
+        axis.set_ylim(0, 1.03)
+
+    _draw(path, results, draw, "position in the draft", "accepted, of the drafts judged")

@@ -1,0 +1,110 @@
+"""Prompts for the experiments: held-out functions, or the rows of a file."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pathlib
+import zlib
+from typing import NamedTuple
+
+from spec_jax.data import python_source
+from spec_jax.decoder import SpeculativeDecoder
+from spec_jax.errors import ConfigError
+from spec_jax.loading import LoadedModel
+
+
+class Prompt(NamedTuple):
+    """A name for reports, and the text to continue."""
+
+    name: str
+    text: str
+
+
+def load_prompts(path: str, n: int, seed: int) -> list[Prompt]:
+    """Draws ``n`` prompts.
+
+    Args:
+      path: "" for functions of held-out modules of the standard library, drawn by ``seed``;
+        else a file of which every so many-th row is taken, so that all its parts are seen:
+        .jsonl or .jsonl.gz with ``turns`` (the first one counts, as in Spec-Bench),
+        ``prompt`` (as in HumanEval) or ``text``; any other file is one prompt a line.
+      n: how many.
+      seed: of the held-out functions.
+
+    Raises:
+      ConfigError: no such file, fewer than n prompts, or a row that is none.
+    """
+    if not path:
+        found = python_source.held_out_prompts(n, seed)
+        return [Prompt(prompt.name, prompt.text) for prompt in found]
+    rows = _read_rows(pathlib.Path(path))
+    if len(rows) < n:
+        raise ConfigError(f"{path} holds {len(rows)} prompts; num_prompts asks for {n}")
+    return [rows[i * len(rows) // n] for i in range(n)]
+
+
+def _read_rows(path: pathlib.Path) -> list[Prompt]:
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            lines = file.read().splitlines()
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise ConfigError(f"the prompts file {path} cannot be read: {error}") from error
+    is_json = ".jsonl" in path.suffixes
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if is_json:
+        return [_from_json(path, number, line) for number, line in numbered]
+    return [Prompt(f"line {number}", line) for number, line in numbered]
+
+
+def _from_json(path: pathlib.Path, number: int, line: str) -> Prompt:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{path}, line {number} is no JSON: {error}") from error
+    row = row if isinstance(row, dict) else {"text": row}
+    turns = row.get("turns") or [None]
+    text = next((row[key] for key in ("prompt", "text") if key in row), turns[0])
+    if not isinstance(text, str) or not text:
+        raise ConfigError(
+            f"{path}, line {number} has no text in `turns`, `prompt` or `text`; its keys: "
+            f"{', '.join(row)}"
+        )
+    name = row.get("task_id", row.get("question_id", f"line {number}"))
+    category = f" ({row['category']})" if "category" in row else ""
+    return Prompt(f"{name}{category}", text)
+
+
+def fit(
+    prompts: list[Prompt], models: list[LoadedModel], max_new_tokens: int, longest: int | None
+) -> tuple[list[list[int]], int]:
+    """Ids of the prompts, and how many had to lose their beginning.
+
+    A token that the tokenizer puts first (BOS) stays.
+
+    Args:
+      prompts: texts.
+      models: target first; the one that holds fewest tokens counts.
+      max_new_tokens: room to leave.
+      longest: most tokens of a prompt, or None.
+
+    Raises:
+      ConfigError: no room for a prompt at all.
+    """
+    target, smallest = models[0], min(models, key=lambda m: m.model.max_length)
+    room = smallest.model.max_length - max_new_tokens
+    if room < 1:
+        raise ConfigError(
+            f"max_new_tokens is {max_new_tokens}, which leaves no room for a prompt: "
+            f"{smallest.name} holds {smallest.model.max_length} tokens"
+        )
+    room = min(room, longest or room)
+    encode, begin = SpeculativeDecoder(target).encode, target.config.bos_token_id
+    whole = [encode(prompt.text) for prompt in prompts]
+    ids = []
+    for prompt in whole:
+        head = prompt[:1] if prompt[0] == begin and room > 1 else []
+        is_long = len(prompt) > room
+        ids.append(head + prompt[len(prompt) - room + len(head) :] if is_long else prompt)
+    return ids, sum(len(prompt) > room for prompt in whole)

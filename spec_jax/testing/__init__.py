@@ -1,0 +1,44 @@
+"""Public tools to test rules, drafters and decoders: mocks, oracles and the certificate.
+
+The certificate answers one question: do the emitted tokens have exactly the target's law?
+``certify_rule`` enumerates: it forces every draft, every coin and every last token through
+the functions that the decoder itself calls, multiplies the probabilities, and compares the
+joint law with brute-force plain decoding. ``certify_decoder`` samples: it runs the jitted
+decoder many times and applies a chi-square test. Both compare with ``plain_law``, which
+shares no code with the decoder.
+"""
+
+from spec_jax.testing.certificate import (
+    STANDARD_SETTINGS,
+    CertificateError,
+    certify_decoder,
+    certify_rule,
+    standard_rows,
+)
+from spec_jax.testing.mocks import (
+    ToyCache,
+    mock_model,
+    ragged,
+    scripted_drafter,
+    toy_model,
+    toy_params,
+)
+from spec_jax.testing.oracles import Row, chi_square, plain_law, reference_distribution
+
+__all__ = [
+    "STANDARD_SETTINGS",
+    "CertificateError",
+    "Row",
+    "ToyCache",
+    "certify_decoder",
+    "certify_rule",
+    "chi_square",
+    "mock_model",
+    "plain_law",
+    "ragged",
+    "reference_distribution",
+    "scripted_drafter",
+    "standard_rows",
+    "toy_model",
+    "toy_params",
+]

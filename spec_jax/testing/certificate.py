@@ -1,0 +1,328 @@
+"""Proof, by enumeration and by sampling, that emitted tokens have the target's law."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax import decode
+from spec_jax.config import SamplerConfig
+from spec_jax.contracts import Context, Drafter, Model, Noise, Rule
+from spec_jax.draft.small_lm import small_lm
+from spec_jax.errors import SpecJaxError
+from spec_jax.sampling import Counts, make_sampler
+from spec_jax.testing.mocks import toy_model, toy_params
+from spec_jax.testing.oracles import (
+    Row,
+    chi_square,
+    plain_law,
+    reference_distribution,
+    toy_logits,
+)
+
+
+class CertificateError(SpecJaxError, AssertionError):
+    """The emitted tokens do not have the target's law."""
+
+
+STANDARD_SETTINGS = {
+    "temperature 0.7": SamplerConfig(temperature=0.7),
+    "temperature 1.3": SamplerConfig(temperature=1.3),
+    "top-k": SamplerConfig(temperature=1.0, top_k=2),
+    "top-p": SamplerConfig(temperature=1.0, top_p=0.7),
+    "min-p": SamplerConfig(temperature=1.0, min_p=0.3),
+    "penalties": SamplerConfig(
+        temperature=1.0, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.4
+    ),
+    "all together": SamplerConfig(
+        temperature=0.8, top_k=3, top_p=0.9, min_p=0.05, repetition_penalty=1.3,
+        presence_penalty=0.2, frequency_penalty=0.3, logit_bias=((1, 0.5),),
+    ),
+}
+
+
+def standard_rows(draft: SamplerConfig | None = None) -> list[Row]:
+    """Every standard setting as one row of a mixed batch, with prompts of different lengths.
+
+    Args:
+      draft: the draft's sampler; by default each row's own setting.
+    """
+    prompts = ((0, 1), (2,), (1, 1, 2))
+    rows = enumerate(STANDARD_SETTINGS.values())
+    return [Row(prompts[i % 3], setting, draft or setting) for i, setting in rows]
+
+
+def certify_rule(
+    rule: Rule,
+    *,
+    vocab_size: int = 3,
+    num_draft: int = 2,
+    num_tokens: int = 4,
+    rows: Sequence[Row] | None = None,
+    drafter: Drafter | None = None,
+    draft_law: Callable[[Row, Sequence[int], Sequence[int]], np.ndarray] | None = None,
+    seed: int = 0,
+    tolerance: float = 1e-6,
+) -> float:
+    """Proves by enumeration that the rule, and the drafter under it, are lossless.
+
+    Every draft is forced through the drafter's noise and weighted by an independent
+    computation of its law; every coin is forced to either side of the probability that the
+    rule states, every last token through its Gumbel noise; the outcome is what the
+    drafter's and the rule's own functions return.
+
+    Args:
+      rule: not coupled (certify those by equality with plain decoding).
+      vocab_size: V of the toy target, whose law depends on two tokens of context.
+      num_draft: K.
+      num_tokens: length of the joint law.
+      rows: settings, all judged in one batch; by default ``standard_rows()``.
+      drafter: draws with ``Context.gumbel`` where given; by default ``small_lm`` over a toy
+        draft.
+      draft_law: ``(row, output, drafted) -> f64[V]``, the law its next token should have; by
+        default the toy draft's under the row's draft sampler. None of a deterministic
+        drafter is asked.
+      seed: of the toy parameters.
+      tolerance: on the largest difference of a joint probability.
+
+    Returns:
+      The largest difference found.
+
+    Raises:
+      CertificateError: the laws differ, or the rule does not do what it states.
+    """
+    if rule.is_coupled or rule.is_greedy:
+        raise CertificateError(f"{rule.name} emits plain decoding's tokens: certify by equality")
+    rows = standard_rows() if rows is None else list(rows)
+    target_params = toy_params(vocab_size, seed)
+    draft_params = toy_params(vocab_size, seed + 1)
+    drafter = drafter or small_lm(toy_model(vocab_size))
+    if draft_law is None:
+
+        def draft_law(row, output, drafted):
+            history = [*output, *drafted]
+            logits = toy_logits(draft_params, (*row.prompt, *history))
+            return reference_distribution(logits, row.draft, row.prompt, history)
+
+    system = decode.System(toy_model(vocab_size), drafter, rule, num_draft)
+    params = {"target": target_params, "draft": draft_params}
+    pending = 0
+    laws = [np.zeros((vocab_size,) * num_tokens) for _ in rows]
+    frontier = {(i, (pending,)): 1.0 for i in range(len(rows))}
+    # Each round emits at least one token: taken by length, every prefix is visited once.
+    for size in range(1, num_tokens + 1):
+        now = {k: v for k, v in frontier.items() if len(k[1]) == size}
+        for row, emitted, weight in _outcomes(system, params, rows, now, draft_law, num_tokens):
+            if len(emitted) > num_tokens:
+                laws[row][emitted[1 : num_tokens + 1]] += weight
+            else:
+                frontier[row, emitted] = frontier.get((row, emitted), 0.0) + weight
+    worst = 0.0
+    for i, row in enumerate(rows):
+        error = np.abs(laws[i] - plain_law(target_params, row, pending, num_tokens)).max()
+        worst = max(worst, float(error))
+        if not error <= tolerance:
+            raise CertificateError(
+                f"rule {rule.name!r}, drafter {drafter.name!r}: with {row} a joint probability "
+                f"of {num_tokens} tokens differs from plain decoding's by {error:.2e}"
+            )
+    return worst
+
+
+def _outcomes(system, params, rows, frontier, draft_law, num_tokens):
+    """Yields (row, output after the round, probability) of every outcome of one round."""
+    V, K = system.target.vocab_size, system.num_draft
+    items, forced = [], []
+    for (row, output), prob in frontier.items():
+        drafts = itertools.product(range(V), repeat=K) if system.drafter.is_sampled else [(0,) * K]
+        for draft in drafts:
+            weight = prob
+            if system.drafter.is_sampled:
+                for i in range(K):
+                    weight *= draft_law(rows[row], output, draft[:i])[draft[i]]
+            if weight > 0:
+                items.append((row, output, weight))
+                forced.append(draft)
+    if not items:
+        return
+    width = max(len(r.prompt) for r in rows) + num_tokens + K + 2
+    batch = _batch(rows, items, width, V)
+    push = 1e4 * np.eye(V, dtype=np.float32)[np.asarray(forced)]
+    logits, proposal = _in_chunks(
+        functools.partial(_propose, system, params), 512, batch, push
+    )
+    sampled = proposal.tokens
+    if system.drafter.is_sampled and (sampled != np.asarray(forced)).any():
+        raise CertificateError(
+            f"drafter {system.drafter.name!r} does not draw with Context.gumbel from a law that "
+            "covers the tokens it should be able to draw"
+        )
+    size = len(items)
+    judge = functools.partial(_judge, system.rule)
+    noise = Noise(np.zeros((size, K), np.float32), np.zeros((size, 1, V), np.float32))
+    verdict = _in_chunks(judge, 4096, logits, batch, proposal, noise)
+    coins = np.asarray(verdict.accept_probs, np.float64)
+
+    index, uniforms, weights = [], [], []
+    for heads in itertools.product((True, False), repeat=K):
+        weight = np.where(heads, coins, 1.0 - coins).prod(axis=1)
+        # Just inside and just outside of the stated probability.
+        u = np.where(heads, coins * (1 - 1e-6) - 1e-7, coins * (1 + 1e-6) + 1e-7)
+        keep = np.flatnonzero(weight)
+        index.append(keep)
+        uniforms.append(np.clip(u, 0.0, 1 - 2**-24)[keep])
+        weights.append(weight[keep])
+    index, uniforms, weights = map(np.concatenate, (index, uniforms, weights))
+    index, uniforms = np.repeat(index, V), np.repeat(uniforms, V, axis=0)
+    token = np.tile(np.arange(V), len(weights))
+    gumbel = 1e4 * np.eye(V, dtype=np.float32)[token][:, None]
+    pick = lambda tree: jax.tree.map(lambda x: x[index], tree)
+    noise = Noise(uniforms.astype(np.float32), gumbel)
+    verdict = _in_chunks(judge, 4096, logits[index], pick(batch), pick(proposal), noise)
+    law = np.asarray(verdict.replacement, np.float64)[np.arange(len(index)), token]
+    n, tokens = verdict.n_accept, verdict.tokens
+    possible = np.flatnonzero(law > 0)
+    if (tokens[possible, n[possible]] != token[possible]).any():
+        raise CertificateError(f"rule {system.rule.name!r} does not draw from its replacement law")
+    weights = np.repeat(weights, V) * law
+    for i in possible:
+        row, output, prob = items[index[i]]
+        emitted = (*output, *map(int, tokens[i, : n[i] + 1]))
+        yield row, emitted, prob * weights[i]
+
+
+def _batch(rows, items, width, V):
+    """Context of every item, as the decoder would hold it."""
+    size = len(items)
+    tokens = np.zeros((size, width), np.int32)
+    length = np.zeros(size, np.int32)
+    seen, output_counts = np.zeros((size, V), bool), np.zeros((size, V), np.int32)
+    for i, (row, output, _) in enumerate(items):
+        history = (*rows[row].prompt, *output)
+        tokens[i, : len(history)] = history
+        length[i] = len(history) - 1
+        seen[i, list(rows[row].prompt)] = True
+        np.add.at(output_counts[i], list(output), 1)
+    of = [item[0] for item in items]
+    sampler = make_sampler([rows[r].target for r in of], size, V)
+    draft_sampler = make_sampler([rows[r].draft for r in of], size, V)
+    counts = Counts(seen, output_counts)
+    return jax.tree.map(np.asarray, (tokens, length, sampler, draft_sampler, counts))
+
+
+def _in_chunks(function, chunk, *trees):
+    """Calls ``function`` on NumPy arrays a chunk of rows at a time: one compiled shape."""
+    size = len(jax.tree.leaves(trees)[0])
+    results = []
+    for begin in range(0, size, chunk):
+        index = np.minimum(np.arange(begin, begin + chunk), size - 1)
+        result = function(*jax.tree.map(lambda x: x[index], trees))
+        results.append(jax.tree.map(np.asarray, result))
+    return jax.tree.map(lambda *x: np.concatenate(x)[:size], *results)
+
+
+@functools.partial(jax.jit, static_argnames="system")
+def _propose(system: decode.System, params, batch, gumbel):
+    """Prefills both models afresh, drafts with forced noise, scores the window."""
+    tokens, length, sampler, draft_sampler, counts = batch
+    target, drafter, rule, K, _ = system
+    size, width = tokens.shape
+    state = drafter.init(params["draft"], size, width + K + 1)
+    state = drafter.prefill(params["draft"], state, tokens, length, None)
+    context = Context(
+        tokens, length, draft_sampler, counts, sampler.seed, is_coupled=False, has_probs=True,
+        has_logits=rule.needs_logits, gumbel=gumbel,
+    )
+    proposal, _ = drafter.propose(params["draft"], state, context, K)
+    cache = target.init_cache(params["target"], size, width + K + 1)
+    cache = target.forward(params["target"], tokens, cache).cache.commit(length)
+    pending = jnp.take_along_axis(tokens, length[:, None], axis=1)
+    window = jnp.concatenate([pending, proposal.tokens], axis=1)
+    output = target.forward(params["target"], window, cache)
+    return target.unembed(params["target"], output.hidden), proposal
+
+
+@functools.partial(jax.jit, static_argnames="rule")
+def _judge(rule: Rule, logits, batch, proposal, noise):
+    _, _, sampler, _, counts = batch
+    return decode.judge(rule, logits, sampler, counts, proposal, noise)[1]
+
+
+def certify_decoder(
+    rule: Rule,
+    drafter: Drafter | None = None,
+    *,
+    vocab_size: int = 4,
+    num_draft: int = 2,
+    num_tokens: int = 4,
+    row: Row = Row((0, 1), SamplerConfig(temperature=1.0), SamplerConfig(temperature=1.0)),
+    trials: int = 200_000,
+    batch: int = 20_000,
+    alpha: float = 1e-6,
+    params: dict | None = None,
+    target: Model | None = None,
+    seed: int = 0,
+) -> float:
+    """Tests the jitted decoder's tokens against the target's law with a chi-square test.
+
+    The tested tokens are the ``num_tokens`` behind the first, whose own law is summed over.
+
+    Args:
+      rule: any lossless rule.
+      drafter: by default ``small_lm`` over a toy draft.
+      vocab_size: V.
+      num_draft: K.
+      num_tokens: of the joint law; the table has V**num_tokens outcomes.
+      row: prompt and samplers of all trials.
+      trials: sequences decoded; each has a seed of its own.
+      batch: rows decoded at once.
+      alpha: smallest p-value that passes.
+      params: ``{"target": ..., "draft": ...}`` of toy models; random by default.
+      target: a mutated toy target, to see the test fail.
+      seed: of the parameters and the trials.
+
+    Returns:
+      The p-value.
+
+    Raises:
+      CertificateError: the p-value is below ``alpha``.
+    """
+    V = vocab_size
+    if params is None:
+        params = {"target": toy_params(V, seed), "draft": toy_params(V, seed + 1)}
+    model = target or toy_model(V)
+    system = decode.System(model, drafter or small_lm(toy_model(V)), rule, num_draft)
+    counts = np.zeros((V,) * num_tokens, np.int64)
+    length = len(row.prompt)
+    slots = length + num_tokens + num_draft + 4
+    tokens = jnp.tile(jnp.asarray(row.prompt, jnp.int32), (batch, 1))
+    full = lambda value: jnp.full((batch,), value, jnp.int32)
+    for begin in range(0, trials, batch):
+        seeds = [seed * trials + begin + i for i in range(batch)]
+        state = decode.prefill(
+            params, tokens, full(length), full(length + 1 + num_tokens),
+            jnp.full((batch, 1), -1, jnp.int32), make_sampler(row.target, batch, V, seeds),
+            make_sampler(row.draft, batch, V, seeds), system=system, slots=slots,
+        )
+        state, _ = decode.generate(params, state, full(0), jnp.int32(2**30), system=system)
+        out = np.asarray(state.tokens)[:, length + 1 : length + 1 + num_tokens]
+        np.add.at(counts, tuple(out.T), 1)
+    first = reference_distribution(
+        toy_logits(params["target"], row.prompt), row.target, row.prompt, ()
+    )
+    law = sum(
+        first[t] * plain_law(params["target"], row, int(t), num_tokens)
+        for t in np.flatnonzero(first > 1e-12)
+    )
+    p_value = chi_square(counts, law)
+    if p_value < alpha:
+        raise CertificateError(
+            f"rule {rule.name!r}, drafter {system.drafter.name!r}: the decoded tokens do not have "
+            f"the target's law (chi-square p-value {p_value:.1e} over {trials} trials)"
+        )
+    return p_value

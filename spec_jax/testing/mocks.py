@@ -1,0 +1,97 @@
+"""Small models and drafters whose behaviour is known."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax.contracts import Context, Drafter, ForwardOutput, Model, Proposal
+from spec_jax.draft.ngram import NO_DRAFT
+from spec_jax.loading import LoadedModel
+
+
+@flax.struct.dataclass
+class ToyCache:
+    """Keeps the tokens it was fed; the toy model has no other way to know its context."""
+
+    tokens: jax.Array  # i32[B,S]
+    length: jax.Array  # i32[B]
+
+    def commit(self, n):
+        return self.replace(length=self.length + n)
+
+    def insert_row(self, row, other):
+        put = lambda full, one: full.at[row].set(one[0])
+        return jax.tree.map(put, self, other)
+
+    def snapshot(self):
+        return jax.tree.map(jnp.copy, self)
+
+    def restore_from_snapshot(self, snapshot):
+        return snapshot
+
+
+@functools.lru_cache(maxsize=None)
+def toy_model(vocab_size: int, max_length: int = 1 << 20) -> Model:
+    """A model of second order whose parameters are a table ``{"logits": f32[C,V]}``.
+
+    After the tokens a, b it looks up row ``(a * V + b) mod C``; C = V * V tells all contexts
+    apart, C = 1 none. It reads a and b from its cache.
+    """
+
+    def init_cache(params, batch, slots):
+        del params
+        return ToyCache(jnp.zeros((batch, slots), jnp.int32), jnp.zeros((batch,), jnp.int32))
+
+    def forward(params, tokens, cache, *, window_offset=0):
+        B, T = tokens.shape
+        rows = jnp.arange(B)[:, None]
+        slots = (cache.length + window_offset)[:, None] + jnp.arange(T)
+        held = cache.tokens.at[rows, slots].set(tokens)
+        before = jnp.where(slots > 0, held[rows, jnp.maximum(slots - 1, 0)], 0)
+        table = params["logits"]
+        hidden = table[(before * vocab_size + held[rows, slots]) % table.shape[0]]
+        return ForwardOutput(hidden, cache.replace(tokens=held))
+
+    return Model(vocab_size, max_length, init_cache, forward, lambda params, hidden: hidden)
+
+
+def toy_params(vocab_size: int, seed: int, contexts: int | None = None, scale=1.0) -> dict:
+    """Random parameters of a ``toy_model``: normal logits with standard deviation ``scale``."""
+    contexts = vocab_size**2 if contexts is None else contexts
+    rng = np.random.default_rng(seed)
+    logits = scale * rng.standard_normal((contexts, vocab_size))
+    return {"logits": jnp.asarray(logits, jnp.float32)}
+
+
+def mock_model(vocab_size: int = 4, seed: int = 0, **kwargs) -> LoadedModel:
+    """A toy model ready for ``SpeculativeDecoder``; keywords go to ``toy_params``."""
+    params = toy_params(vocab_size, seed, **kwargs)
+    return LoadedModel(f"mock-{seed}", toy_model(vocab_size), params)
+
+
+def scripted_drafter(propose: Callable[[jax.Array, jax.Array, int], jax.Array]) -> Drafter:
+    """A deterministic drafter from ``(tokens i32[B,M], length i32[B], K) -> i32[B,K]``."""
+
+    def make(params, state, context: Context, num_draft: int):
+        del params
+        tokens = propose(context.tokens, context.length, num_draft)
+        return Proposal(tokens, jnp.full(context.length.shape, num_draft, jnp.int32)), state
+
+    return NO_DRAFT._replace(name="scripted", propose=make)
+
+
+def ragged(drafter: Drafter, n_draft: Callable[[jax.Array], jax.Array]) -> Drafter:
+    """The drafter, offering at most ``n_draft(length i32[B]) -> i32[B]`` tokens a row."""
+
+    def propose(params, state, context: Context, num_draft: int):
+        proposal, state = drafter.propose(params, state, context, num_draft)
+        n = jnp.clip(n_draft(context.length), 0, proposal.n_draft)
+        return proposal.replace(n_draft=n), state
+
+    return drafter._replace(name=f"ragged {drafter.name}", propose=propose)

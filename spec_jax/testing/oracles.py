@@ -1,0 +1,105 @@
+"""What plain decoding should do, computed without the code that does it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy.stats import chi2
+
+from spec_jax.config import SamplerConfig
+
+
+def reference_distribution(
+    logits: np.ndarray, config: SamplerConfig, prompt: Sequence[int], output: Sequence[int]
+) -> np.ndarray:
+    """What ``spec_jax.sampling`` should compute, in float64 NumPy and one token at a time.
+
+    Args:
+      logits: f32[V], raw.
+      config: the sampling parameters.
+      prompt: ids of the prompt.
+      output: ids emitted or drafted so far, the pending token included.
+
+    Returns:
+      f64[V], a distribution.
+    """
+    x = np.array(logits, np.float64)
+    for token, bias in config.logit_bias:
+        x[token] += bias
+    for token in set(prompt) | set(output):
+        r = config.repetition_penalty
+        x[token] = x[token] / r if x[token] > 0 else x[token] * r
+    for token in set(output):
+        x[token] -= config.presence_penalty + config.frequency_penalty * output.count(token)
+    if config.temperature == 0:
+        return np.eye(len(x))[int(np.argmax(x))]
+    x = x / config.temperature
+    if config.top_k:
+        x[x < np.sort(x)[::-1][min(config.top_k, len(x)) - 1]] = -np.inf
+    p = np.exp(x - x.max())
+    p /= p.sum()
+    if config.top_p < 1:
+        order = np.argsort(-p, kind="stable")
+        mass = 0.0
+        for rank, token in enumerate(order):
+            if mass >= config.top_p:
+                p[order[rank:]] = 0.0
+                break
+            mass += p[token]
+        p /= p.sum()
+    p[p < config.min_p * p.max()] = 0.0
+    return p / p.sum()
+
+
+class Row(NamedTuple):
+    """One row of a certificate: what was said before, and how both sides sample."""
+
+    prompt: tuple[int, ...]
+    target: SamplerConfig
+    draft: SamplerConfig
+
+
+def toy_logits(params, tokens: Sequence[int]) -> np.ndarray:
+    table = np.asarray(params["logits"])
+    a, b = (0, *tokens)[-2:]
+    return table[(a * table.shape[1] + b) % table.shape[0]]
+
+
+def plain_law(params, row: Row, pending: int, num_tokens: int) -> np.ndarray:
+    """The joint law f64[V, ..., V] of the tokens that plain decoding emits behind ``pending``."""
+    V = params["logits"].shape[1]
+    law = np.zeros((V,) * num_tokens)
+
+    def visit(output: tuple[int, ...], prob: float) -> None:
+        if len(output) == num_tokens + 1:
+            law[output[1:]] = prob
+            return
+        logits = toy_logits(params, (*row.prompt, *output))
+        p = reference_distribution(logits, row.target, row.prompt, output)
+        for token in np.flatnonzero(p):
+            visit((*output, int(token)), prob * p[token])
+
+    visit((pending,), 1.0)
+    return law
+
+
+def chi_square(observed: np.ndarray, law: np.ndarray) -> float:
+    """The p-value of counts under a law, outcomes pooled to expected counts of at least 5.
+
+    An outcome of probability zero that was observed gives 0.
+    """
+    observed, law = np.ravel(observed), np.ravel(law)
+    if observed[law <= 0].any():
+        return 0.0
+    order = np.argsort(-law, kind="stable")
+    expected = law[order] * observed.sum()
+    observed = observed[order]
+    n_alone = int((expected >= 5).sum())
+    pooled = lambda x: np.append(x[:n_alone], x[n_alone:].sum())
+    e, o = pooled(expected), pooled(observed)
+    if e[-1] < 5:  # the remainder joins the rarest outcome that stands alone
+        e = np.append(e[:-2], e[-2:].sum())
+        o = np.append(o[:-2], o[-2:].sum())
+    return float(chi2.sf(((o - e) ** 2 / e).sum(), len(e) - 1))

@@ -1,0 +1,129 @@
+"""Records what transformers on torch computes, for machines that have neither.
+
+    pip install -e '.[parity]' && python tests/parity/record.py [directory of the stories260K model]
+
+Writes tests/data/reference.json: for tiny models of each family their config.json, tensor
+shapes, tokens and logits (the weights follow from the tensors' names, see
+``tiny_models.random_tensor``); logits through each sampling processor; and, with the
+directory given, a greedy text of a real model (otherwise the recorded one is kept).
+"""
+
+import json
+import pathlib
+import sys
+import tempfile
+
+import numpy as np
+import torch
+import transformers
+
+TESTS = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(TESTS))
+from tiny_models import random_tensor  # noqa: E402
+
+transformers.utils.logging.disable_progress_bar()
+FILE = TESTS / "data" / "reference.json"
+SIZE = dict(
+    vocab_size=13, hidden_size=16, intermediate_size=10, num_attention_heads=4,
+    max_position_embeddings=64,
+)
+LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+MODELS = {
+    "llama": ("Llama", dict(num_hidden_layers=2, num_key_value_heads=2, tie_word_embeddings=True)),
+    "llama, biases, llama3": ("Llama", dict(
+        num_hidden_layers=1, attention_bias=True, mlp_bias=True, head_dim=8,
+        rope_parameters=dict(rope_type="llama3", rope_theta=100.0, factor=8.0, **LLAMA3),
+    )),
+    "qwen2": ("Qwen2", dict(num_hidden_layers=2, num_key_value_heads=1)),
+    "qwen2, linear": ("Qwen2", dict(
+        num_hidden_layers=1, num_key_value_heads=2, tie_word_embeddings=True,
+        rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=3.0),
+    )),
+    "qwen3": ("Qwen3", dict(num_hidden_layers=2, num_key_value_heads=2, head_dim=6)),
+    "qwen3, yarn": ("Qwen3", dict(
+        num_hidden_layers=1, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True,
+        rope_parameters=dict(
+            rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=16
+        ),
+    )),
+}
+PROCESSORS = [
+    dict(temperature=0.6),
+    dict(temperature=1.0, top_k=7),
+    dict(temperature=1.0, top_p=0.8),
+    dict(temperature=1.0, min_p=0.1),
+    dict(temperature=1.0, repetition_penalty=1.4),
+    dict(temperature=1.3, top_k=18, top_p=0.9, min_p=0.05, repetition_penalty=1.2),
+]
+PROMPT, NUM_NEW = "Once upon a time", 200
+
+
+def record_model(name, family, values):
+    config = getattr(transformers, f"{family}Config")(**SIZE, **values)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    shapes = {name: list(weight.shape) for name, weight in model.named_parameters()}
+    tokens = np.random.RandomState(0).randint(0, SIZE["vocab_size"], (1, 24))
+    with torch.no_grad():
+        for tensor, weight in model.named_parameters():
+            weight.copy_(torch.from_numpy(random_tensor(tensor, tuple(weight.shape), 0)))
+        logits = model(torch.from_numpy(tokens)).logits[0, -4:].numpy()
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        saved = json.loads((pathlib.Path(directory) / "config.json").read_text())
+    return {
+        "name": name, "config": saved, "shapes": shapes, "tokens": tokens[0].tolist(),
+        "last_logits": logits.round(6).astype(float).round(6).tolist(),
+    }
+
+
+def record_processors():
+    draw = np.random.RandomState(3)
+    logits = (1.5 * draw.standard_normal(24)).round(3).astype(np.float32)
+    seen = draw.randint(0, 24, 8)
+    classes = {
+        "repetition_penalty": transformers.RepetitionPenaltyLogitsProcessor,
+        "temperature": transformers.TemperatureLogitsWarper,
+        "top_k": transformers.TopKLogitsWarper,
+        "top_p": transformers.TopPLogitsWarper,
+        "min_p": transformers.MinPLogitsWarper,
+    }
+    results = []
+    for config in PROCESSORS:
+        scores = torch.from_numpy(logits.copy())[None]
+        for parameter, make in classes.items():
+            if parameter in config:
+                scores = make(config[parameter])(torch.from_numpy(seen)[None], scores)
+        kept = [None if x == -np.inf else round(x, 6) for x in scores[0].tolist()]
+        results.append({"config": config, "processed": kept})
+    return {"logits": logits.astype(float).round(3).tolist(), "seen": seen.tolist(),
+            "results": results}
+
+
+def record_greedy(directory):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
+    prompt = tokenizer(PROMPT, return_tensors="pt")
+    tokens = model.generate(
+        **{n: prompt[n] for n in ("input_ids", "attention_mask")}, max_new_tokens=NUM_NEW,
+        do_sample=False, eos_token_id=None, pad_token_id=0,
+    )[0].tolist()
+    n = prompt["input_ids"].shape[1]
+    return {"prompt": PROMPT, "prompt_ids": tokens[:n], "new_ids": tokens[n:]}
+
+
+def main(directory=None):
+    recorded = json.loads(FILE.read_text()) if FILE.exists() else {}
+    greedy = record_greedy(directory) if directory else recorded.get("stories260K")
+    value = {
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "models": [record_model(name, *args) for name, args in MODELS.items()],
+        "processors": record_processors(),
+        "stories260K": greedy,
+    }
+    FILE.parent.mkdir(exist_ok=True)
+    FILE.write_text(json.dumps(value, separators=(",", ":")) + "\n")
+    print(f"{FILE.relative_to(TESTS.parent)}: {FILE.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,214 @@
+"""Agreement with transformers on torch: logits, checkpoints, greedy text, processors."""
+
+import dataclasses
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import FAMILIES, LLAMA, random_tensor, random_weights
+
+from spec_jax.config import SamplerConfig
+from spec_jax.models import transformer
+from spec_jax.models.tokenizer import Tokenizer
+from spec_jax.models.weights import load_pretrained, save_pretrained
+from spec_jax.sampling import Counts, make_sampler, process
+
+torch = pytest.importorskip("torch", reason="parity needs torch (extra 'parity')")
+transformers = pytest.importorskip(
+    "transformers", reason="parity needs transformers (extra 'parity')"
+)
+transformers.utils.logging.disable_progress_bar()
+
+ROPES = {
+    "default": {},
+    "linear": dict(factor=2.5),
+    "llama3": dict(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+    ),
+    "yarn": dict(factor=4.0, original_max_position_embeddings=32),
+    "yarn, all": dict(
+        factor=4.0, original_max_position_embeddings=32, beta_fast=16.0, beta_slow=2.0,
+        mscale=0.7, mscale_all_dim=1.2, truncate=False,
+    ),
+}
+whole = jax.jit(transformer.logits, static_argnames="config")
+
+
+def random_config(family: str, rope: str):
+    """A transformers config; every choice that is left open is drawn."""
+    draw = random.Random(f"{family} {rope}")
+    heads = draw.choice([2, 4, 6])
+    values = dict(
+        vocab_size=draw.choice([29, 64]),
+        hidden_size=draw.choice([4, 8]) * heads,
+        intermediate_size=draw.choice([20, 36]),
+        num_hidden_layers=draw.choice([1, 2, 3]),
+        num_attention_heads=heads,
+        num_key_value_heads=draw.choice([n for n in (1, 2, 3, 4, 6) if heads % n == 0]),
+        max_position_embeddings=128,
+        rms_norm_eps=draw.choice([1e-5, 1e-3]),
+        tie_word_embeddings=draw.random() < 0.5,
+        rope_parameters=dict(
+            rope_type=rope.split(",")[0], rope_theta=draw.choice([500.0, 10000.0]), **ROPES[rope]
+        ),
+    )
+    if family != "Qwen2" and draw.random() < 0.6 or family == "Qwen3":
+        values["head_dim"] = draw.choice([4, 6, 8])
+    if family != "Qwen2":
+        values["attention_bias"] = draw.random() < 0.5
+    if family == "Llama":
+        values["mlp_bias"] = draw.random() < 0.5
+    return getattr(transformers, f"{family}Config")(**values)
+
+
+def torch_logits(model, tokens):
+    with torch.no_grad():
+        return model(torch.from_numpy(np.array(tokens)).long()).logits.numpy()
+
+
+def random_tokens(vocab_size):
+    return np.random.RandomState(1).randint(0, vocab_size, (2, 48))
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+def test_logits_agree_for_random_configurations(tmp_path, family, rope):
+    config = random_config(family, rope)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(torch.from_numpy(random_tensor(name, tuple(weight.shape), 0)))
+    model.save_pretrained(tmp_path)
+    params, own = load_pretrained(tmp_path)
+    tokens = random_tokens(config.vocab_size)
+    expected = torch_logits(model, tokens)
+    assert np.abs(expected).max() > 0.5  # an error would show
+    np.testing.assert_allclose(whole(params, tokens, config=own), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("shard_bytes", [5 << 30, 3000], ids=["one file", "shards"])
+@pytest.mark.parametrize("config", FAMILIES, ids=lambda c: c.model_type)
+def test_what_we_save_transformers_loads_with_the_same_logits(tmp_path, config, shard_bytes):
+    params = random_weights(config)
+    save_pretrained(tmp_path, params, config, max_shard_bytes=shard_bytes)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
+    problems = {name: found for name, found in info.items() if found}
+    assert not problems
+    assert model.dtype == torch.float32
+    tokens = random_tokens(config.vocab_size)
+    ours = whole(params, tokens, config=config)
+    np.testing.assert_allclose(ours, torch_logits(model.eval(), tokens), atol=1e-4)
+
+
+def test_transformers_loads_our_bfloat16_and_reads_our_stop_tokens(tmp_path):
+    config = dataclasses.replace(LLAMA, eos_token_id=(2, 7), bos_token_id=1)
+    save_pretrained(tmp_path, random_weights(LLAMA), config, dtype="bfloat16")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.dtype == torch.bfloat16
+    assert model.generation_config.eos_token_id == [2, 7]
+    assert model.generation_config.bos_token_id == 1
+    loaded, _ = load_pretrained(tmp_path)
+    theirs = model.model.layers[1].mlp.down_proj.weight.detach().float().numpy()
+    np.testing.assert_array_equal(loaded["layers"]["1"]["down"].T, theirs)
+
+
+def greedy(params, config, prompt, steps):
+    """Plain greedy decoding with the cache, one token a pass."""
+    model = transformer.model(config)
+
+    @jax.jit
+    def feed(tokens, cache):
+        output = model.forward(params, tokens, cache)
+        best = jnp.argmax(model.unembed(params, output.hidden[:, -1]), axis=-1)
+        return best, output.cache.commit(jnp.full((1,), tokens.shape[1]))
+
+    tokens = list(prompt)
+    cache, new = model.init_cache(params, 1, len(prompt) + steps), prompt
+    for _ in range(steps):
+        best, cache = feed(jnp.asarray([new]), cache)
+        new = [int(best[0])]
+        tokens += new
+    return tokens
+
+
+def test_greedy_text_of_a_real_model_agrees_token_for_token(data_dir):
+    directory = data_dir / "models" / "stories260K"
+    if not directory.is_dir():
+        pytest.skip("the stories260K model is not among the real inputs")
+    prompt = Tokenizer.from_directory(directory).encode("Once upon a time")
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
+    theirs = model.generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=200, do_sample=False, eos_token_id=None, pad_token_id=0,
+    )[0].tolist()
+    params, config = load_pretrained(directory)
+    assert len(theirs) == len(prompt) + 200
+    assert greedy(params, config, prompt, 200) == theirs
+
+
+def test_transformers_reads_our_tokenizer_alike(data_dir, tmp_path):
+    tokenizer = Tokenizer.from_directory(data_dir / "models" / "stories260K")
+    save_pretrained(tmp_path, random_weights(LLAMA), LLAMA, tokenizer=tokenizer)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = "Once upon a time, there was a café.\n  Lily said: \"Hi!\""
+    ids = tokenizer.encode(text)
+    assert theirs(text)["input_ids"] == ids and len(ids) > 10
+    assert theirs.decode(ids, skip_special_tokens=True) == tokenizer.decode(ids)
+
+
+PROCESSORS = {
+    "temperature": SamplerConfig(temperature=0.6),
+    "top-k": SamplerConfig(temperature=1.0, top_k=7),
+    "top-p": SamplerConfig(temperature=1.0, top_p=0.8),
+    "min-p": SamplerConfig(temperature=1.0, min_p=0.1),
+    "repetition": SamplerConfig(temperature=1.0, repetition_penalty=1.4),
+    "reward": SamplerConfig(temperature=1.0, repetition_penalty=0.8),
+    "bias": SamplerConfig(temperature=1.0, logit_bias={3: 2.0, 4: -float("inf")}),
+    "truncation": SamplerConfig(temperature=0.7, top_k=30, top_p=0.9, min_p=0.02),
+    "all": SamplerConfig(
+        temperature=1.3, top_k=40, top_p=0.95, min_p=0.05, repetition_penalty=1.2,
+        logit_bias={1: 1.0},
+    ),
+}
+
+
+def their_scores(config, history, scores):
+    """The processors in the documented order, each from transformers."""
+    chain = []
+    if config.logit_bias:
+        bias = {(token,): value for token, value in config.logit_bias}
+        chain.append(transformers.SequenceBiasLogitsProcessor(bias))
+    if config.repetition_penalty != 1:
+        chain.append(transformers.RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
+    chain.append(transformers.TemperatureLogitsWarper(float(config.temperature)))
+    if config.top_k:
+        chain.append(transformers.TopKLogitsWarper(config.top_k))
+    if config.top_p < 1:
+        chain.append(transformers.TopPLogitsWarper(config.top_p))
+    if config.min_p:
+        chain.append(transformers.MinPLogitsWarper(config.min_p))
+    for processor in chain:
+        scores = processor(history, scores)
+    return scores.numpy()
+
+
+@pytest.mark.parametrize("vocab", [50, 400], ids=["narrow", "wide"])
+def test_processors_agree(vocab):
+    draw = np.random.RandomState(2)
+    B = len(PROCESSORS)
+    logits = (1.5 * draw.standard_normal((B, vocab))).astype(np.float32)
+    history = draw.randint(0, vocab, (B, 12))
+    seen = lambda ids: np.stack([np.bincount(row, minlength=vocab) for row in ids])
+    counts = Counts(jnp.asarray(seen(history[:, :6]) > 0), jnp.asarray(seen(history[:, 6:])))
+    sampler = make_sampler(list(PROCESSORS.values()), B, vocab)
+    ours = np.asarray(jax.jit(process)(logits[:, None], sampler, counts))[:, 0]
+    for row, (name, config) in enumerate(PROCESSORS.items()):
+        theirs = their_scores(
+            config, torch.from_numpy(history[row : row + 1]),
+            torch.from_numpy(logits[row : row + 1].copy()),
+        )[0]
+        np.testing.assert_allclose(ours[row], theirs, rtol=1e-5, atol=1e-5, err_msg=name)

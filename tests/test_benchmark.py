@@ -1,0 +1,168 @@
+"""The benchmark runs end to end on tiny shapes, and what it reports follows from its times."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import benchmark as default
+from experiments import bench_loops, bench_round, benchmark, timing
+from experiments.bench_synthetic import random_model
+from spec_jax.config import SpeculativeConfig
+from spec_jax.errors import ConfigError
+from spec_jax.models.weights import save_pretrained
+from spec_jax.stats import Stats
+
+TINY = {
+    "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+DRAFT = {**TINY, "num_hidden_layers": 1}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return bench_round.Pair(random_model("t", TINY, 0), random_model("d", DRAFT, 1), 128)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    config = default.get_config()
+    config.llama110m.update({
+        "slots": 128, "prompt_tokens": 5, "new_tokens": 12, "plain_tokens": 4, "k": 2,
+        "repeats": 2,
+    })
+    config.llama110m.target.update(TINY)
+    config.llama110m.draft.update(DRAFT)
+    config.zoo.update({
+        "num_prompts": 2, "max_prompt_tokens": 9, "new_tokens": 8, "plain_tokens": 4,
+        "ks": (2,), "batches": (2,), "repeats": 2,
+    })
+    config.transformers.repeats = 1
+    folder = tmp_path_factory.mktemp("pair")
+    for name, shape, seed in (("target", TINY, 0), ("draft", DRAFT, 1)):
+        model = random_model(name, shape, seed)
+        save_pretrained(folder / name, model.params, model.config)
+        config.zoo[name] = str(folder / name)
+    return config
+
+
+def test_leaves_a_record_with_every_bar(config, tmp_path, capsys):
+    record = benchmark.run(config, tmp_path, ("llama110m", "zoo"))
+    assert json.loads((tmp_path / "benchmark.json").read_text())["is_complete"]
+    barred = {(line["part"], line["bar"]) for line in record["lines"] if line["bar"] is not None}
+    bars = config.bars
+    for bar in (bars.verify, bars.round, bars.predicted):
+        assert ("llama110m", bar) in barred
+    for bar in (bars.round, bars.predicted, bars.speedup, bars.draft):
+        assert ("zoo", bar) in barred
+    for line in record["lines"]:
+        low, high = line["quartiles"]
+        assert 0 < low <= line["value"] <= high
+    assert record["parts"]["zoo"]["identical_rows"] == {2: 2}
+    text = (tmp_path / "benchmark.md").read_text()
+    assert all(line["what"] in text for line in record["lines"])
+    assert "measured / predicted" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="holds another run"):
+        benchmark.run(config, tmp_path, ("zoo",))
+
+
+def test_says_why_transformers_is_left_out(config, tmp_path, capsys):
+    record = benchmark.run(config, tmp_path, ("transformers",), str(tmp_path / "no_python"))
+    assert not record["lines"]
+    assert "left out" in record["notes"][0] and "no_python" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")),
+    reason="torch and transformers are not installed",
+)
+def test_compares_with_assisted_generation(config, tmp_path):
+    record = benchmark.run(config, tmp_path, ("transformers",), sys.executable)
+    found = record["parts"]["transformers"]
+    assert found["identical_rows"] == found["rows"] == 2
+    assert found["k"] == config.transformers.k
+    assert {line["bar"] for line in record["lines"]} == {config.bars.transformers, None}
+
+
+@pytest.mark.parametrize(
+    "section, values, message",
+    [
+        ("zoo", {"batches": (3,)}, "divisors of num_prompts"),
+        ("zoo", {"ks": (0,)}, "zoo.ks"),
+        ("llama110m", {"repeats": 0}, "llama110m.repeats is 0"),
+        ("llama110m", {"slots": 16}, "need"),
+    ],
+)
+def test_refuses_values_that_cannot_be(config, tmp_path, section, values, message):
+    wrong = config.copy_and_resolve_references()
+    wrong[section].update(values)
+    with pytest.raises(ConfigError, match=message):
+        benchmark.run(wrong, tmp_path)
+    with pytest.raises(ConfigError, match="parts"):
+        benchmark.run(config, tmp_path, ("speed",))
+
+
+@pytest.mark.parametrize("variant", ["float32", "float32 padded to two rows"])
+def test_plain_loops_decode_what_the_decoder_decodes(pair, variant):
+    prompts = [[3, 4, 5], [7, 1, 2, 9, 8, 8]]
+    stop = bench_loops.GenerateTimer(
+        pair.system(), pair.params, [bench_loops.start(pair.system(), pair.params, prompts, 128, 9)]
+    ).tokens[1][4]
+    states = [bench_loops.start(pair.system(), pair.params, prompts, 128, 9, [stop])]
+    ours = bench_loops.GenerateTimer(pair.system(), pair.params, states)
+    plain = bench_round.plain_timer(pair, states, variant)
+    assert plain.tokens == ours.tokens
+    assert plain.tokens[1][-1] == stop
+    plain()  # its states are copied, so it can run again
+    assert plain.tokens == ours.tokens
+
+
+def test_a_round_is_timed_over_the_rounds_it_ran(pair):
+    system = pair.system(SpeculativeConfig(num_speculative_tokens=2))
+    state = bench_loops.start(system, pair.params, [[3, 4, 5]], 128, 100)
+    timer = bench_loops.GenerateTimer(
+        system, pair.params, [state], max_rounds=5, unit="round"
+    )
+    assert timer.stats.rounds == 5
+    free = bench_loops.rest_timer(system, slots=256)
+    assert free.stats.rounds == bench_loops.ROUNDS
+    assert free.stats.drafted == 2 * bench_loops.ROUNDS
+
+
+def test_prediction_is_the_parts_over_plain_decoding():
+    times = {
+        "draft first": np.asarray([2.0]), "draft": np.asarray([1.0]),
+        "verify": np.asarray([10.0]), "rest": np.asarray([3.0]),
+    }  # fmt: skip
+    assert bench_round.parts_ms(times, 3)[0] == 2 + 2 * 1 + 10 + 3
+    stats = Stats(judged_at=(4, 2, 1), accepted_at=(2, 1, 1))
+    tokens = 1 + 0.5 + 0.25 + 0.25
+    found = bench_round.predict(times, np.asarray([8.0]), stats, 3)
+    np.testing.assert_allclose(found, [tokens * 8 / 17])
+
+
+def test_turns_are_interleaved_and_change_direction():
+    calls = []
+    timers = {name: lambda name=name: calls.append(name) or len(calls) for name in "abc"}
+    times = timing.interleave(timers, 2)
+    assert "".join(calls) == "abccba"
+    np.testing.assert_array_equal(times["a"], [1, 6])
+
+
+def test_a_line_knows_whether_its_bar_is_met():
+    value = timing.spread([1.0, 2.0, 3.0])
+    assert value == (2.0, 1.5, 2.5)
+    met = lambda bar, **options: timing.Line("p", "w", value, "x", bar, **options).is_met
+    assert met(2.0) and not met(1.9)
+    assert met(2.0, is_upper=False) and not met(2.1, is_upper=False)
+    assert met(None) is None
+    assert timing.Line("p", "w", timing.spread([float("nan")]), "x", 1.0).is_met is False

@@ -1,0 +1,219 @@
+"""Sampler and speculative configuration: what is taken, what is refused and how."""
+
+import dataclasses
+import json
+
+import pytest
+
+from spec_jax.config import METHODS, STRATEGIES, SamplerConfig, SpeculativeConfig, build
+from spec_jax.errors import ConfigError, SpecJaxError
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("temperature", -0.1), ("temperature", float("nan")), ("temperature", float("inf")),
+        ("temperature", "0.5"), ("temperature", None), ("temperature", True),
+        ("top_k", -1), ("top_k", 1.5), ("top_k", True),
+        ("top_p", 0.0), ("top_p", 1.01), ("min_p", -0.1), ("min_p", 1.1),
+        ("repetition_penalty", 0.0), ("presence_penalty", float("inf")),
+        ("frequency_penalty", float("nan")),
+        ("seed", -1), ("seed", 2**32), ("seed", 1.0),
+        ("logit_bias", ((-1, 1.0),)), ("logit_bias", ((0, float("inf")),)),
+        ("logit_bias", ((0, float("nan")),)), ("logit_bias", (("a", 1.0),)),
+    ],
+)
+def test_a_wrong_sampler_value_is_an_error_that_names_it(name, wrong):
+    with pytest.raises(ConfigError, match=name):
+        SamplerConfig(**{name: wrong})
+
+
+def test_the_edges_of_every_sampler_range_are_allowed():
+    SamplerConfig(temperature=0, top_k=0, top_p=1, min_p=0, seed=0)
+    SamplerConfig(temperature=1e-6, top_k=10**6, top_p=1e-6, min_p=1.0, seed=2**32 - 1)
+    SamplerConfig(repetition_penalty=0.5, presence_penalty=-2.0, frequency_penalty=-2.0)
+
+
+def test_logit_bias_may_be_a_mapping_or_pairs_and_is_hashable():
+    bias = {7: 1, 2: float("-inf")}
+    config = SamplerConfig(logit_bias=bias)
+    assert config.logit_bias == ((2, float("-inf")), (7, 1.0))
+    assert config == SamplerConfig(logit_bias=[(7, 1.0), (2, float("-inf"))])
+    assert hash(config) == hash(dataclasses.replace(config))
+
+
+def test_configs_are_frozen():
+    for config, name in ((SamplerConfig(), "seed"), (SpeculativeConfig(), "ngram_max")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(config, name, 3)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        (dict(num_speculative_tokens=0), "num_speculative_tokens is 0; expected an integer of 1"),
+        (dict(num_speculative_tokens=-3), "num_speculative_tokens"),
+        (dict(num_speculative_tokens=True), "num_speculative_tokens"),
+        (dict(num_speculative_tokens=2.5), "num_speculative_tokens"),
+        (dict(speculative_method="medusa"), "'medusa'; expected one of standalone"),
+        (dict(rejection_sampling_strategy="best"), "'best'; expected None or one of greedy"),
+        (dict(typical_epsilon=0.0), "typical_epsilon"),
+        (dict(typical_delta=-1.0), "typical_delta"),
+        (dict(ngram_min=0), "ngram_min"),
+        (dict(ngram_min=4, ngram_max=3), "ngram_max"),
+        (dict(synthetic_acceptance_rate=1.1), "synthetic_acceptance_rate"),
+        (dict(synthetic_acceptance_rates=(0.5,)), "at least 2 rates"),
+        (dict(synthetic_acceptance_rates=(0.5, 0.6)), "non-increasing"),
+        (dict(synthetic_conditional_rates=(0.5, -0.1)), "synthetic_conditional_rates"),
+        (dict(synthetic_mean_length=3.5), r"synthetic_mean_length is 3.5; .* \[1, 3\]"),
+        (dict(synthetic_mean_length=0.9), "synthetic_mean_length"),
+        (dict(rejection_sampling_strategy="synthetic"), "needs one of synthetic_acceptance_rate"),
+        (
+            dict(synthetic_acceptance_rate=0.5, synthetic_mean_length=2.0),
+            "synthetic_acceptance_rate and synthetic_mean_length are given",
+        ),
+        (
+            dict(synthetic_acceptance_rate=0.5, rejection_sampling_strategy="match"),
+            "synthetic_acceptance_rate is given",
+        ),
+    ],
+    ids=lambda x: "" if isinstance(x, dict) else x[:30],
+)
+def test_a_wrong_speculative_value_is_an_error_that_names_it(values, named):
+    with pytest.raises(ConfigError, match=named):
+        SpeculativeConfig(**values)
+
+
+def test_conditional_rates_may_rise_and_exceed_k():
+    config = SpeculativeConfig(synthetic_conditional_rates=[0.2, 0.9, 0.4])
+    assert config.synthetic_conditional_rates == (0.2, 0.9, 0.4)
+    assert config.is_synthetic and not SpeculativeConfig().is_synthetic
+
+
+def test_exactly_one_method_predicate_holds():
+    for method in METHODS:
+        config = SpeculativeConfig(speculative_method=method)
+        answers = {name: getattr(config, f"is_{name}")() for name in METHODS}
+        assert answers == {name: name == method for name in METHODS}
+
+
+def test_rule_predicates_follow_the_strategy():
+    ask = {
+        "greedy": "uses_greedy_rejection", "typical-acceptance": "uses_typical_acceptance",
+        "logit-comparison": "uses_logit_comparison",
+    }
+    for strategy in (None, *STRATEGIES):
+        rates = dict(synthetic_mean_length=2.0) if strategy == "synthetic" else {}
+        config = SpeculativeConfig(rejection_sampling_strategy=strategy, **rates)
+        answers = {name: getattr(config, method)() for name, method in ask.items()}
+        assert answers == {name: name == strategy for name in ask}
+
+
+@pytest.mark.parametrize(
+    ("values", "temperature", "is_sampled", "expected"),
+    [
+        ({}, 0.0, True, "greedy"),
+        ({}, 0.0, False, "greedy"),
+        ({}, 0.8, True, "residual"),
+        ({}, 0.8, False, "match"),
+        ({"synthetic_mean_length": 2.0}, 0.0, True, "synthetic"),
+        ({"synthetic_mean_length": 2.0}, 0.8, False, "synthetic"),
+        ({"rejection_sampling_strategy": "block"}, 0.0, True, "block"),
+        ({"rejection_sampling_strategy": "match"}, 0.8, True, "match"),
+        ({"rejection_sampling_strategy": "logit-comparison"}, 0.8, True, "logit-comparison"),
+    ],
+)
+def test_resolve_fills_the_strategy_and_nothing_else(values, temperature, is_sampled, expected):
+    config = SpeculativeConfig(num_speculative_tokens=4, **values)
+    resolved = config.resolve(temperature, is_sampled=is_sampled)
+    assert resolved.rejection_sampling_strategy == expected
+    assert resolved == dataclasses.replace(config, rejection_sampling_strategy=expected)
+    assert resolved.resolve(temperature, is_sampled=is_sampled) == resolved
+
+
+def test_resolve_refuses_a_strategy_that_cannot_serve():
+    greedy = SpeculativeConfig(rejection_sampling_strategy="greedy")
+    with pytest.raises(ConfigError, match=r"'greedy' .* temperature is 0\.7"):
+        greedy.resolve(0.7, is_sampled=True)
+    compare = SpeculativeConfig("ngram", rejection_sampling_strategy="logit-comparison")
+    with pytest.raises(ConfigError, match="ngram"):
+        compare.resolve(0.7, is_sampled=False)
+
+
+def test_an_unknown_key_is_named_beside_the_known_ones():
+    with pytest.raises(ConfigError) as error:
+        SpeculativeConfig.from_dict({"num_draft": 3, "k": 1})
+    assert "'k', 'num_draft' in SpeculativeConfig" in str(error.value)
+    assert all(f.name in str(error.value) for f in dataclasses.fields(SpeculativeConfig))
+
+
+def test_harmless_spellings_of_a_number_are_taken():
+    config = SpeculativeConfig.from_dict({
+        "num_speculative_tokens": "3", "typical_epsilon": "1e-2", "typical_delta": 1,
+        "ngram_max": 4.0, "synthetic_acceptance_rates": [0.5, 0.5, 0.25],
+    })
+    assert config == SpeculativeConfig(
+        num_speculative_tokens=3, typical_epsilon=0.01, typical_delta=1.0, ngram_max=4,
+        synthetic_acceptance_rates=(0.5, 0.5, 0.25),
+    )
+    assert type(config.num_speculative_tokens) is type(config.ngram_max) is int
+    assert type(config.typical_delta) is float
+    sampler = build(SamplerConfig, {"temperature": "0.5", "top_k": 7.0, "logit_bias": [[3, -1]]})
+    assert sampler == SamplerConfig(temperature=0.5, top_k=7, logit_bias=((3, -1.0),))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"num_speculative_tokens": "2.5"}, {"num_speculative_tokens": "three"},
+        {"num_speculative_tokens": "0"}, {"num_speculative_tokens": True},
+        {"speculative_method": 3},
+    ],
+    ids=str,
+)
+def test_spellings_that_are_no_number_are_refused(values):
+    with pytest.raises(ConfigError, match=next(iter(values))):
+        SpeculativeConfig.from_dict(values)
+
+
+SECTION = {
+    "speculative_method": "ngram", "num_speculative_tokens": 5, "ngram_max": 4,
+    "rejection_sampling_strategy": "match",
+}
+AS_TOML = "[{}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in SECTION.items())
+AS_YAML = "{}:\n" + "".join(f"  {k}: {v}\n" for k, v in SECTION.items())
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text"),
+    [(".toml", AS_TOML), (".yaml", AS_YAML), (".yml", AS_YAML), (".json", None)],
+)
+def test_a_section_of_a_file_is_read_in_every_format(tmp_path, suffix, text):
+    file = tmp_path / f"config{suffix}"
+    for name in ("speculative", "other"):
+        file.write_text(json.dumps({name: SECTION}) if text is None else text.format(name))
+        config = SpeculativeConfig.from_file(file, name)
+        assert config == SpeculativeConfig(**SECTION, config_file=str(file), section_name=name)
+    with pytest.raises(ConfigError, match="no section 'speculative'; its sections: other"):
+        SpeculativeConfig.from_file(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.toml", "[speculative"), ("a.json", "{"), ("a.yaml", "a: [1"), ("a.yaml", ""),
+        ("a.json", "[1]"), ("a.json", '{"speculative": 3}'), ("a.ini", "[speculative]"),
+        ("a.toml", None), ("a.json", '{"speculative": {"num_drafts": 3}}'),
+        ("a.yaml", "speculative: {num_speculative_tokens: 0}"),
+    ],
+)
+def test_a_file_that_cannot_serve_is_an_error(tmp_path, name, text):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    named = r"num_drafts|num_speculative_tokens|a\.(toml|json|yaml|ini)"
+    with pytest.raises(ConfigError, match=named):
+        SpeculativeConfig.from_file(tmp_path / name)
+
+
+def test_every_config_error_is_also_a_value_error():
+    assert issubclass(ConfigError, ValueError) and issubclass(ConfigError, SpecJaxError)

@@ -1,0 +1,85 @@
+"""Draws are named by what they are for, and by nothing else."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from spec_jax import rng
+from spec_jax.rng import Stream
+
+SEEDS = jnp.asarray([3, 0, 2**32 - 1, 7], jnp.uint32)
+
+
+def data(*args):
+    return np.asarray(jax.random.key_data(rng.keys(*args)))
+
+
+def test_a_draw_does_not_depend_on_slot_batch_size_or_company():
+    position = jnp.asarray([4, 9, 1, 0])
+    draw = jax.jit(lambda s, p: (
+        rng.gumbel(rng.keys(s, Stream.TARGET, p), 6), rng.uniform(rng.keys(s, Stream.ACCEPT, p), 6)
+    ))
+    whole = draw(SEEDS, position)
+    for rows in ([3, 1, 2, 0], [2], [1, 1, 0, 1, 2]):
+        part = draw(SEEDS[jnp.array(rows)], position[jnp.array(rows)])
+        for a, b in zip(part, whole):
+            np.testing.assert_array_equal(a, b[np.array(rows)])
+
+
+def test_jit_and_traced_indices_change_nothing():
+    expected = data(SEEDS, Stream.DRAFT, jnp.arange(4), 2)
+    traced = jax.jit(lambda s, i, n: jax.random.key_data(rng.keys(s, Stream.DRAFT, i, n)))
+    np.testing.assert_array_equal(traced(SEEDS, jnp.arange(4), jnp.int32(2)), expected)
+
+
+def test_every_name_has_a_key_of_its_own():
+    """Seeds, streams, positions, (start, node) pairs and their order."""
+    names = {}
+    for stream, start in itertools.product(Stream, (0, 1, 2, 300)):
+        names[stream, start] = data(SEEDS, stream, start)
+        for node in (0, 1, 2, 300):
+            names[stream, start, node] = data(SEEDS, stream, start, node)
+    keys = np.concatenate(list(names.values()))
+    assert len(np.unique(keys, axis=0)) == len(names) * len(SEEDS)
+
+
+def test_streams_are_fixed_numbers():
+    assert {s.name: int(s) for s in Stream} == {
+        "TARGET": 0, "DRAFT": 1, "ACCEPT": 2, "REPLACE": 3,
+    }
+
+
+def test_draws_are_the_same_on_every_version():
+    """Recorded values: a change here changes what every seed has ever produced."""
+    row = rng.keys(jnp.asarray([1234], jnp.uint32), Stream.TARGET, jnp.asarray([17]))
+    assert jax.random.key_data(row).tolist() == [[321861502, 4214456566]]
+    np.testing.assert_allclose(rng.gumbel(row, 3), [[2.0332448, 1.1789982, 0.40923283]], rtol=1e-5)
+    np.testing.assert_allclose(rng.uniform(row, 3), [[0.87729667, 0.7352191, 0.5147059]], rtol=1e-6)
+
+
+def test_the_default_generator_does_not_matter():
+    expected = rng.uniform(rng.keys(SEEDS, Stream.ACCEPT, 5), 4)
+    with jax.default_prng_impl("rbg"):
+        np.testing.assert_array_equal(rng.uniform(rng.keys(SEEDS, Stream.ACCEPT, 5), 4), expected)
+
+
+@pytest.mark.parametrize(
+    ("draw", "law"), [(rng.uniform, stats.uniform), (rng.gumbel, stats.gumbel_r)]
+)
+def test_draws_follow_their_law_within_and_across_keys(draw, law):
+    keys = rng.keys(jnp.full(400, 5, jnp.uint32), Stream.ACCEPT, jnp.arange(400))
+    x = np.asarray(draw(keys, 50))
+    assert x.dtype == np.float32 and x.shape == (400, 50) and np.isfinite(x).all()
+    for sample in (x.ravel(), x[:, 0]):
+        assert stats.kstest(sample, law.cdf).pvalue > 1e-4
+    neighbours = law.cdf(x[:-1].ravel()), law.cdf(x[1:].ravel())
+    assert abs(np.corrcoef(*neighbours)[0, 1]) < 4.5 / np.sqrt(x[1:].size)
+
+
+def test_uniforms_stay_below_one():
+    x = np.asarray(rng.uniform(rng.keys(SEEDS, Stream.ACCEPT, 0), 50_000))
+    assert x.min() >= 0 and x.max() < 1

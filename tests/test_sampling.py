@@ -1,0 +1,290 @@
+"""Sampling parameters against a brute-force oracle, and draws against their law."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from sampling_oracle import processed as oracle
+from scipy import stats
+
+from spec_jax.config import SamplerConfig
+from spec_jax.errors import ConfigError
+from spec_jax.sampling import Counts, is_sampling, make_sampler, process, sample
+
+INF = float("inf")
+V, T = 40, 4
+run = jax.jit(process, static_argnames="is_argmax")
+
+EACH = {
+    "plain": SamplerConfig(temperature=1.0),
+    "greedy": SamplerConfig(),
+    "temperature": SamplerConfig(temperature=0.4),
+    "top-k": SamplerConfig(temperature=1.0, top_k=5),
+    "top-k above V": SamplerConfig(temperature=1.0, top_k=100),
+    "top-p": SamplerConfig(temperature=1.0, top_p=0.8),
+    "top-k, top-p": SamplerConfig(temperature=1.0, top_k=6, top_p=0.7),
+    "min-p": SamplerConfig(temperature=1.0, min_p=0.2),
+    "repetition": SamplerConfig(temperature=1.0, repetition_penalty=1.7),
+    "reward": SamplerConfig(temperature=1.0, repetition_penalty=0.6),
+    "presence": SamplerConfig(temperature=1.0, presence_penalty=1.1),
+    "frequency": SamplerConfig(temperature=1.0, frequency_penalty=0.7),
+    "bias": SamplerConfig(temperature=1.0, logit_bias={0: 2.5, 5: -INF, 39: -3.0}),
+    "greedy, penalties": SamplerConfig(frequency_penalty=2.0, repetition_penalty=2.0),
+    "all": SamplerConfig(
+        temperature=0.8, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.3,
+        presence_penalty=0.4, frequency_penalty=0.3, logit_bias={1: 1.0, 2: -INF},
+    ),
+}
+
+
+def scene(rows, vocab=V, nodes=T, seed=0, scale=2.0):
+    """Logits, prompts, outputs and drafts in which tokens repeat, some of them often."""
+    draw = np.random.RandomState(seed)
+    logits = (scale * draw.standard_normal((rows, nodes, vocab))).astype(np.float32)
+    prompts = [draw.randint(0, vocab, draw.randint(1, 9)) for _ in range(rows)]
+    outputs = [draw.randint(0, vocab // 2, draw.randint(1, 12)) for _ in range(rows)]
+    drafted = draw.randint(0, 3, (rows, nodes - 1))  # few ids: repeats among the drafts
+    return logits, prompts, outputs, drafted
+
+
+def counts_of(prompts, outputs, vocab):
+    prompt = np.stack([np.bincount(p, minlength=vocab) > 0 for p in prompts])
+    output = np.stack([np.bincount(o, minlength=vocab) for o in outputs])
+    return Counts(jnp.asarray(prompt), jnp.asarray(output, jnp.int32))
+
+
+def compare(configs, logits, prompts, outputs, drafted, min_margin=1e-5):
+    """Runs both; every kept set must be equal and every kept value close."""
+    B, _, vocab = logits.shape
+    expected, margin = oracle(logits, configs, prompts, outputs, drafted)
+    assert margin > min_margin, "the example decides nothing clearly; choose another seed"
+    sampler = make_sampler(configs, B, vocab)
+    counts = counts_of(prompts, outputs, vocab)
+    x = np.asarray(run(jnp.asarray(logits), sampler, counts, jnp.asarray(drafted)))
+    np.testing.assert_array_equal(np.isneginf(x), np.isneginf(expected))
+    np.testing.assert_allclose(x, expected, rtol=2e-5, atol=2e-5)
+    return x
+
+
+def test_every_parameter_and_all_together_in_one_batch_of_mixed_rows():
+    compare(list(EACH.values()), *scene(len(EACH)))
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    """Filters and penalties that any row wants run for all; the others must not notice."""
+    configs = list(EACH.values())
+    B = len(configs)
+    logits, prompts, outputs, drafted = scene(B)
+    counts, drafted = counts_of(prompts, outputs, V), jnp.asarray(drafted)
+    mixed = run(logits, make_sampler(configs, B, V), counts, drafted)
+    quiet = SamplerConfig(temperature=1.0, logit_bias={0: 0.0})
+    for row, config in enumerate(configs):
+        company = [quiet] * B
+        company[row] = config
+        alone = run(logits, make_sampler(company, B, V), counts, drafted)
+        np.testing.assert_array_equal(alone[row], mixed[row])
+
+
+@pytest.mark.parametrize("node", range(T))
+def test_penalties_at_each_node_equal_a_recount_of_the_drafts_before_it(node):
+    """The same node, scored alone with its ancestors already counted as output."""
+    config = SamplerConfig(
+        temperature=1.0, repetition_penalty=1.5, presence_penalty=0.3, frequency_penalty=0.4
+    )
+    logits, prompts, outputs, drafted = scene(3, seed=4)
+    sampler = make_sampler(config, 3, V)
+    tree = run(logits, sampler, counts_of(prompts, outputs, V), jnp.asarray(drafted))
+    seen = [np.concatenate([o, d[:node]]) for o, d in zip(outputs, drafted)]
+    recount = counts_of(prompts, seen, V)
+    alone = run(logits[:, node : node + 1], sampler, recount, jnp.zeros((3, 0), jnp.int32))
+    np.testing.assert_allclose(tree[:, node], alone[:, 0], rtol=1e-6)
+    if node:
+        stale = run(
+            logits[:, node : node + 1], sampler, counts_of(prompts, outputs, V),
+            jnp.zeros((3, 0), jnp.int32),
+        )
+        assert np.abs(np.asarray(stale[:, 0] - tree[:, node])).max() > 0.1
+
+
+WIDE = 300  # more than the filters look at before they sort everything
+WIDE_CASES = {
+    # name: (top_k, top_p, scale of the logits), and the least and most tokens kept
+    "top-p, flat": ((0, 0.95, 0.3), 129, 299),
+    "top-p, peaked": ((0, 0.9, 4.0), 1, 127),
+    "top-k above the narrow width": ((200, 1.0, 2.0), 200, 200),
+    "top-k at the narrow width": ((128, 1.0, 2.0), 128, 128),
+    "top-k one more": ((129, 1.0, 2.0), 129, 129),
+    "both wide": ((250, 0.97, 0.3), 129, 249),
+    "narrow top-k, wide top-p": ((100, 0.99, 0.3), 90, 99),
+    "wide top-k, narrow top-p": ((200, 0.5, 2.0), 1, 127),
+}
+
+
+@pytest.mark.parametrize("names", [
+    ["top-p, peaked", "top-k at the narrow width", "narrow top-k, wide top-p"],  # narrow suffices
+    ["top-p, flat", "top-p, peaked", "top-k at the narrow width"],
+    ["narrow top-k, wide top-p", "top-k one more", "top-p, peaked"],
+    ["top-k above the narrow width", "both wide", "wide top-k, narrow top-p"],
+], ids=["none is wide", "one by top-p", "one by top-k", "all"])
+def test_large_vocabularies_take_the_narrow_and_the_wide_path(names):
+    logits, *history = scene(3, vocab=WIDE, nodes=2, seed=7, scale=1.0)
+    configs = []
+    for row, name in enumerate(names):
+        top_k, top_p, scale = WIDE_CASES[name][0]
+        logits[row] *= scale
+        configs.append(SamplerConfig(temperature=1.0, top_k=top_k, top_p=top_p))
+    kept = (compare(configs, logits, *history, min_margin=1e-6) > -INF).sum(axis=-1)
+    for row, name in enumerate(names):
+        assert (WIDE_CASES[name][1] <= kept[row]).all() and (kept[row] <= WIDE_CASES[name][2]).all()
+
+
+@pytest.mark.parametrize("vocab", [V, WIDE])
+@pytest.mark.parametrize(
+    "filters", [dict(top_k=3), dict(top_p=0.5), dict(min_p=1.0), dict(top_k=2, top_p=0.3)], ids=str
+)
+def test_ties_at_the_threshold_are_all_kept(vocab, filters):
+    logits = np.zeros((1, 1, vocab), np.float32)
+    logits[0, 0, ::7] = 5.0  # all of the best tie
+    counts = Counts(jnp.zeros((1, vocab), bool), jnp.zeros((1, vocab), jnp.int32))
+    sampler = make_sampler(SamplerConfig(temperature=1.0, **filters), 1, vocab)
+    x = np.asarray(run(logits, sampler, counts, None))[0, 0]
+    np.testing.assert_array_equal(np.flatnonzero(x > -INF), np.arange(0, vocab, 7))
+
+
+NUMBERS = dict(allow_nan=False, width=32)
+CONFIGS = st.builds(
+    SamplerConfig,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 1.9]),
+    top_k=st.sampled_from([0, 1, 3, 9, 20]),
+    top_p=st.sampled_from([0.05, 0.6, 0.95, 1.0]),
+    min_p=st.sampled_from([0.0, 0.02, 0.3]),
+    repetition_penalty=st.sampled_from([0.7, 1.0, 1.4]),
+    presence_penalty=st.sampled_from([-0.5, 0.0, 1.0]),
+    frequency_penalty=st.sampled_from([-0.25, 0.0, 0.5]),
+    logit_bias=st.dictionaries(
+        st.integers(0, 8), st.one_of(st.just(-INF), st.floats(-4, 4, **NUMBERS)), max_size=3
+    ).map(lambda bias: {9: 0.0, **bias}),  # never none, so that one program serves all
+)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(configs=st.tuples(CONFIGS, CONFIGS, CONFIGS), seed=st.integers(0, 10_000))
+def test_any_mix_of_parameters_equals_the_oracle(configs, seed):
+    example = scene(3, vocab=10, nodes=3, seed=seed)
+    assume(oracle(example[0], configs, *example[1:])[1] > 1e-4)
+    compare(list(configs), *example)
+
+
+def test_a_forbidden_token_never_returns_even_when_it_is_the_best():
+    logits = np.tile(np.float32([3, 9, 1, 2]), (4, 1, 1))
+    forbid = dict(logit_bias={1: -INF})
+    configs = [
+        SamplerConfig(**forbid), SamplerConfig(temperature=1.0, **forbid),
+        SamplerConfig(temperature=1.0, top_k=1, **forbid),
+        SamplerConfig(
+            temperature=1.0, top_p=0.5, min_p=0.1, repetition_penalty=2.0, **forbid,
+            frequency_penalty=-1.0,
+        ),
+    ]
+    counts = Counts(jnp.ones((4, 4), bool), jnp.full((4, 4), 2))
+    x = np.asarray(run(logits, make_sampler(configs, 4, 4), counts, None))[:, 0]
+    assert not np.isnan(x).any() and (x[:, 1] == -INF).all()
+    np.testing.assert_array_equal(x.argmax(axis=1), 0)
+    np.testing.assert_array_equal((x > -INF).sum(axis=1), [1, 3, 1, 1])
+
+
+def test_greedy_without_filters_has_the_same_argmax():
+    """What the greedy rule leaves out cannot change its token."""
+    configs = [SamplerConfig(), EACH["greedy, penalties"], SamplerConfig(logit_bias={3: 9.0})]
+    logits, prompts, outputs, drafted = scene(3, seed=2)
+    args = (logits, make_sampler(configs, 3, V), counts_of(prompts, outputs, V), drafted)
+    np.testing.assert_array_equal(
+        run(*args, is_argmax=True).argmax(axis=-1), run(*args).argmax(axis=-1)
+    )
+
+
+@pytest.mark.parametrize("name", ["plain", "greedy", "top-k", "top-p", "min-p", "all"])
+def test_a_nan_stays_and_spoils_no_other_row(name):
+    configs = [EACH[name], EACH["all"], EACH["greedy"]]
+    logits, prompts, outputs, drafted = scene(3)
+    args = (make_sampler(configs, 3, V), counts_of(prompts, outputs, V), jnp.asarray(drafted))
+    clean = np.asarray(run(logits, *args))
+    logits[0, 1, 7] = np.nan
+    x = np.asarray(run(logits, *args))
+    assert np.isnan(x[0, 1]).any()
+    np.testing.assert_array_equal(x[1:], clean[1:])
+    np.testing.assert_array_equal(x[0, [0, 2, 3]], clean[0, [0, 2, 3]])
+
+
+def test_counts_add_only_what_is_new_and_count_repeats():
+    counts = Counts(jnp.zeros((2, 5), bool), jnp.asarray([[1, 0, 0, 0, 0], [0] * 5]))
+    new = counts.add(
+        jnp.asarray([[2, 2, 0], [4, 3, 3]]), jnp.asarray([[True, True, True], [True, True, False]])
+    )
+    np.testing.assert_array_equal(new.output, [[2, 0, 2, 0, 0], [0, 0, 0, 1, 1]])
+    assert not new.prompt.any()
+
+
+def test_draws_follow_the_processed_law_and_never_take_a_dropped_token():
+    law = jnp.log(jnp.asarray([0.5, 0.25, 0.0, 0.2, 0.05])) + 3.0  # unnormalised
+    gumbel = jax.random.gumbel(jax.random.key(0), (40_000, 5))
+    tokens = sample(jnp.broadcast_to(law, gumbel.shape), gumbel)
+    assert tokens.dtype == jnp.int32
+    seen = np.bincount(np.asarray(tokens), minlength=5)
+    assert seen[2] == 0
+    expected = 40_000 * np.asarray([0.5, 0.25, 0.2, 0.05])
+    assert stats.chisquare(np.delete(seen, 2), expected).pvalue > 1e-4
+
+
+def test_noise_does_not_move_a_point_mass():
+    logits, prompts, outputs, drafted = scene(3)
+    x = run(logits, make_sampler(SamplerConfig(), 3, V), counts_of(prompts, outputs, V), drafted)
+    gumbel = 50 * jax.random.gumbel(jax.random.key(1), x.shape)
+    expected, _ = oracle(logits, [SamplerConfig()] * 3, prompts, outputs, drafted)
+    np.testing.assert_array_equal(sample(x, gumbel), expected.argmax(axis=-1))
+
+
+def test_a_batch_samples_when_any_row_does():
+    hot, cold = SamplerConfig(temperature=0.5), SamplerConfig()
+    assert not is_sampling(make_sampler(cold, 2, V))
+    assert is_sampling(make_sampler([cold, hot], 2, V))
+
+
+def test_rows_of_one_config_get_seeds_that_follow_and_wrap():
+    sampler = make_sampler(SamplerConfig(seed=2**32 - 2), 3, V)
+    assert sampler.seed.dtype == jnp.uint32
+    assert sampler.seed.tolist() == [2**32 - 2, 2**32 - 1, 0]
+    own = [SamplerConfig(seed=s) for s in (5, 5, 1)]
+    assert make_sampler(own, 3, V).seed.tolist() == [5, 5, 1]
+    assert make_sampler(own, 3, V, seeds=[7, 8, 9]).seed.tolist() == [7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (([SamplerConfig()] * 2, 3, V), "2 sampler configs for 3 rows"),
+        ((SamplerConfig(), 3, V, [1, 2]), "2 seeds for 3 rows"),
+        ((SamplerConfig(), 2, V, [1, -2]), "seeds are"),
+        ((SamplerConfig(), 2, V, [1, 2**32]), "seeds are"),
+        ((SamplerConfig(logit_bias={40: 1.0}), 3, V), "token 40; the vocabulary is 40"),
+    ],
+)
+def test_a_sampler_that_does_not_fit_its_batch_is_an_error(args, named):
+    with pytest.raises(ConfigError, match=named):
+        make_sampler(*args)
+
+
+def test_insert_row_replaces_one_row_of_every_parameter():
+    many, one = list(EACH.values())[:5], EACH["all"]
+    many[0] = EACH["bias"]
+    full = make_sampler(many, 5, V, seeds=range(5)).insert_row(3, make_sampler(one, 1, V, [9]))
+    expected = make_sampler([*many[:3], one, many[4]], 5, V, seeds=[0, 1, 2, 9, 4])
+    jax.tree.map(np.testing.assert_array_equal, full, expected)
+
+
+def test_a_biased_row_needs_a_batch_that_was_made_with_a_bias():
+    plain, biased = make_sampler(EACH["plain"], 2, V), make_sampler(EACH["bias"], 1, V)
+    with pytest.raises(ConfigError, match="logit bias"):
+        plain.insert_row(0, biased)

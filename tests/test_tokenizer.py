@@ -1,0 +1,77 @@
+"""Text to ids and back."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from spec_jax.errors import WeightsError
+from spec_jax.models.tokenizer import Tokenizer
+
+TEXT = "def f(x):\n    return 'größe', x  # 數\n"
+
+
+def byte_level(vocab_size=270, add_start=False):
+    """A byte-level BPE with two special tokens; optionally it puts the first before a text."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator([TEXT * 9], trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet,
+        show_progress=False,
+    ))
+    if add_start:
+        backend.post_processor = processors.TemplateProcessing(
+            "<s> $A", special_tokens=[("<s>", 0)]
+        )
+    return backend
+
+
+def test_any_text_comes_back_from_its_ids():
+    tokenizer = Tokenizer(byte_level())
+    ids = tokenizer.encode(TEXT)
+    assert len(ids) < len(TEXT.encode()) and max(ids) < tokenizer.vocab_size == 270
+    assert tokenizer.decode(ids) == TEXT
+    assert tokenizer.decode(np.asarray(ids, np.int32)) == TEXT
+    assert tokenizer.encode("") == [] and tokenizer.decode([]) == ""
+
+
+def test_special_tokens_are_added_as_the_tokenizer_says_and_left_out_of_text():
+    tokenizer = Tokenizer(byte_level(add_start=True))
+    assert tokenizer.encode("f")[0] == tokenizer.token_id("<s>") == 0
+    assert tokenizer.decode([*tokenizer.encode("f"), tokenizer.token_id("</s>")]) == "f"
+    assert tokenizer.token_id("<none>") is None
+
+
+def test_what_is_saved_loads_as_the_same_tokenizer(tmp_path):
+    tokenizer = Tokenizer(byte_level(add_start=True), {"model_max_length": 64})
+    tokenizer.save(tmp_path / "new" / "folder")
+    loaded = Tokenizer.from_directory(tmp_path / "new" / "folder")
+    assert loaded.encode(TEXT) == tokenizer.encode(TEXT)
+    assert loaded.has_same_vocab(tokenizer)
+    assert loaded.config["model_max_length"] == 64
+    (tmp_path / "new" / "folder" / "tokenizer_config.json").unlink()
+    assert Tokenizer.from_directory(tmp_path / "new" / "folder").config == {}
+
+
+def test_another_vocabulary_is_told_apart():
+    small, large = Tokenizer(byte_level(265)), Tokenizer(byte_level(270))
+    assert not small.has_same_vocab(large)
+    assert small.has_same_vocab(Tokenizer(byte_level(265, add_start=True)))
+
+
+def test_an_absent_or_damaged_file_is_named(tmp_path):
+    with pytest.raises(WeightsError, match=r"no tokenizer\.json"):
+        Tokenizer.from_directory(tmp_path)
+    Tokenizer(byte_level()).save(tmp_path)
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        content = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(content[: len(content) // 2])
+        with pytest.raises(WeightsError, match=name):
+            Tokenizer.from_directory(tmp_path)
+        (tmp_path / name).write_text(content)
+    assert json.loads(content)["model"]["type"] == "BPE"
+    assert Tokenizer.from_directory(tmp_path).vocab_size == 270

@@ -1,0 +1,47 @@
+"""Tiny models of each family for the tests, their weights drawn by NumPy."""
+
+import functools
+import zlib
+
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax.models.config import ModelConfig, RopeConfig
+from spec_jax.models.params import assemble
+
+TINY = dict(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
+LLAMA = ModelConfig(**TINY, num_attention_heads=4, num_key_value_heads=2)
+QWEN2 = ModelConfig(
+    **TINY, num_attention_heads=2, num_key_value_heads=1, head_dim=6, model_type="qwen2",
+    tie_word_embeddings=True,
+)
+QWEN3 = ModelConfig(
+    **TINY, num_attention_heads=2, head_dim=4, model_type="qwen3",
+    rope=RopeConfig("yarn", factor=4.0, original_max_position_embeddings=8),
+)
+FAMILIES = (LLAMA, QWEN2, QWEN3)
+
+
+def random_tensor(name: str, shape, seed: int) -> np.ndarray:
+    """Values by the tensor's external name, from a stream that NumPy has frozen.
+
+    Large enough for logits that a wrong mask or position would move.
+    """
+    draw = np.random.RandomState((zlib.crc32(name.encode()) + seed) % 2**32).standard_normal(shape)
+    return (1 + 0.1 * draw if "norm" in name else 0.2 * draw).astype(np.float32)
+
+
+@functools.cache
+def random_weights(config: ModelConfig, seed: int = 0, dtype: str = "float32"):
+    """Every weight of the model, ``random_tensor`` of its name in a checkpoint."""
+
+    def leaf(spec, layer):
+        shape = spec.shape[::-1] if spec.is_linear else spec.shape
+        array = random_tensor(spec.hf_name.format(i=layer), shape, seed)
+        return jnp.asarray(array.T if spec.is_linear else array, dtype)
+
+    return assemble(config, leaf)
+
+
+def random_tokens(*shape, seed: int = 0):
+    return jnp.asarray(np.random.RandomState(seed).randint(0, 31, shape), jnp.int32)
