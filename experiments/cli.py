@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import datetime
 import difflib
 import os
@@ -18,23 +19,25 @@ from tqdm import tqdm
 
 from spec_jax.errors import ConfigError, SpecJaxError
 
+flags.disclaim_key_flags()  # what is defined here counts as the main module's, for --help
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
-def define_config(get_config: Callable[[], ConfigDict]) -> flags.FlagHolder:
-    """Defines ``--config``, a file each value of which is a flag too; see ``run``."""
-    text = "Config file; each of its values is a typed flag, --config.KEY=VALUE. Keys: "
-    keys = ", ".join(_names(get_config()))
-    return config_flags.DEFINE_config_file("config", None, f"{text}{keys}.")
-
-
-def run(main: Callable[[], int | None], default_config: str) -> None:
-    """Parses the flags, calls ``main`` and exits; bad input ends in one line and exit code 2.
+def define_config(default: str, get_config: Callable[[], ConfigDict]) -> flags.FlagHolder:
+    """Defines ``--config``, a file of which each value is a flag too.
 
     Args:
-      main: the experiment.
-      default_config: a file of ``configs/`` for when ``--config`` names none.
+      default: a file of ``configs/``.
+      get_config: what that file defines; names the keys for --help.
     """
+    text = "Config file; each of its values is a typed flag, --config.KEY=VALUE. Keys: "
+    keys, path = ", ".join(_names(get_config())), str(ROOT / "configs" / default)
+    with _errors_in_one_line():  # the overrides of the command line are looked up here
+        return config_flags.DEFINE_config_file("config", path, f"{text}{keys}.")
+
+
+def run(main: Callable[[], int | None]) -> None:
+    """Parses the flags, calls ``main`` and exits; bad input ends in one line and exit code 2."""
 
     def guarded(argv) -> int:
         try:
@@ -49,8 +52,7 @@ def run(main: Callable[[], int | None], default_config: str) -> None:
             print("interrupted", file=sys.stderr)
             return 130
 
-    default = str(ROOT / "configs" / default_config)
-    app.run(guarded, flags_parser=lambda argv: _parse_flags(argv, default))
+    app.run(guarded, flags_parser=_parse_flags)
 
 
 def _fail(error) -> int:
@@ -58,17 +60,22 @@ def _fail(error) -> int:
     return 2
 
 
-def _parse_flags(argv: list[str], default: str) -> list[str]:
-    is_file = lambda word: word.lstrip("-").startswith("config=") or word in ("--config", "-config")
-    if not any(map(is_file, argv)):
-        argv = [argv[0], f"--config={default}", *argv[1:]]  # first: it defines the others
-    try:
+def _parse_flags(argv: list[str]) -> list[str]:
+    with _errors_in_one_line():
         arguments = flags.FLAGS(argv)
-        flags.FLAGS["config"].value.keys()  # a file that cannot be loaded raises only here
+        if "config" in flags.FLAGS:
+            flags.FLAGS["config"].value.keys()  # a file that cannot be loaded raises only here
         return arguments
+
+
+@contextlib.contextmanager
+def _errors_in_one_line():
+    try:
+        yield
     except (AttributeError, KeyError) as error:  # how ml_collections reports an unknown key
-        key = re.split(r"[^\w.]+", str(error).strip("\\'\""))[0]
-        sys.exit(_fail(f"the config has no key {key!r}; --help lists its keys"))
+        key, close = re.search(r"\w+", str(error)), re.search(r'Did you mean "(\w+)', str(error))
+        hint = f" (did you mean {close[1]}?)" if close else ""
+        sys.exit(_fail(f"the config has no key {key[0]!r}{hint}; --help lists its keys"))
     except (flags.Error, OSError, SyntaxError, TypeError, ValueError) as error:
         text = re.sub(r"invalid literal for int.*", "expected an integer", str(error))
         sys.exit(_fail(re.sub(r"could not convert string.*", "expected a number", text)))

@@ -216,17 +216,14 @@ def decode(config: ConfigDict, workdir: str | None = None) -> dict:
     return rep
 
 
-_CONFIG = cli.define_config(decode_default.get_config)
-_WORKDIR = flags.DEFINE_string(
-    "workdir", None, "The run's folder, a new one; by default runs/decode/TIME."
-)
-flags.declare_key_flag("config")
-
-
-def main() -> None:
-    cli.enable_compilation_cache()
-    decode(_CONFIG.value, _WORKDIR.value)
-
-
 if __name__ == "__main__":
-    cli.run(main, "decode_default.py")
+    _CONFIG = cli.define_config("decode_default.py", decode_default.get_config)
+    _WORKDIR = flags.DEFINE_string(
+        "workdir", None, "The run's folder, a new one; by default runs/decode/TIME."
+    )
+
+    def main() -> None:
+        cli.enable_compilation_cache()
+        decode(_CONFIG.value, _WORKDIR.value)
+
+    cli.run(main)

@@ -240,7 +240,7 @@ class SpeculativeDecoder:
         )
         ids = [self.encode(p) for p in ([prompts] if is_single else prompts)]
         if not ids:
-            raise PromptError("no prompt is given")
+            raise PromptError("the batch is empty; decoding needs at least one prompt")
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if "" in stops:
             raise ConfigError("a stop string is empty")

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.contracts import ForwardOutput, Model
+from spec_jax.models.attention import attend, causal_attention
 from spec_jax.models.cache import KVCache
 from spec_jax.models.config import ModelConfig, RopeConfig
 from spec_jax.models.params import Params, init_params
@@ -84,21 +85,8 @@ def _linear(x, layer, name):
     return y + layer[f"{name}_bias"] if f"{name}_bias" in layer else y
 
 
-def _attend(q_BTNH, k_BGSH, v_BGSH, mask_BTS):
-    """Grouped-query attention, softmax in float32. Returns [B,T,N*H]."""
-    B, T, N, H = q_BTNH.shape
-    G, S = k_BGSH.shape[1:3]
-    q = q_BTNH.reshape(B, T, G, N // G, H).transpose(0, 2, 3, 1, 4).reshape(B, G, -1, H)
-    scores = jnp.einsum("bgmh,bgsh->bgms", q, k_BGSH, preferred_element_type=jnp.float32)
-    scores = scores.reshape(B, G, N // G, T, S) / math.sqrt(H)
-    scores = jnp.where(mask_BTS[:, None, None], scores, -1e30)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v_BGSH.dtype).reshape(B, G, -1, S)
-    out = jnp.einsum("bgms,bgsh->bgmh", weights, v_BGSH)
-    return out.reshape(B, G, N // G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N * H)
-
-
 def _layer(layer, x_BTD, cache, index, start, mask, cos, sin, config: ModelConfig):
-    """One decoder layer. With a cache it writes its window there and attends over all slots."""
+    """One decoder layer. With a cache it writes its window there and attends over its slots."""
     B, T, _ = x_BTD.shape
     heads = lambda x, n: x.reshape(B, T, n, config.head_dim)
     h = _rms_norm(x_BTD, layer["attention_norm"], config.rms_norm_eps)
@@ -110,11 +98,13 @@ def _layer(layer, x_BTD, cache, index, start, mask, cos, sin, config: ModelConfi
         k = _rms_norm(k, layer["k_norm"], config.rms_norm_eps)
     q = _rotate(q, cos, sin)
     k, v = _rotate(k, cos, sin).transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    if cache is not None:
-        cache = cache.write(index, k, v, start)
-        k, v = cache.keys[index], cache.values[index]
     with jax.named_scope("attention"):
-        x_BTD = x_BTD + _linear(_attend(q, k, v, mask), layer, "o")
+        if cache is None:
+            h = causal_attention(q, k, v)
+        else:
+            cache = cache.write(index, k, v, start)
+            h = attend(q, cache.keys[index], cache.values[index], mask)
+        x_BTD = x_BTD + _linear(h, layer, "o")
     with jax.named_scope("mlp"):
         h = _rms_norm(x_BTD, layer["mlp_norm"], config.rms_norm_eps)
         h = jax.nn.silu(_linear(h, layer, "gate")) * _linear(h, layer, "up")
@@ -144,7 +134,7 @@ def forward(
       config: the model's shape.
       window_offset: slots of the window that earlier calls since the last commit filled.
       positions: i32[B,T], rotary positions; by default the slots.
-      mask: bool[B,T,S], slots that each query sees; by default all up to its own.
+      mask: bool[B,T,S], slots of the cache that each query sees; by default all up to its own.
 
     Returns:
       ``hidden`` dtype[B,T,D] after the final norm, and the cache with the window written.
@@ -154,9 +144,8 @@ def forward(
     slots_BT = start[:, None] + jnp.arange(T, dtype=jnp.int32)
     if positions is None:
         positions = slots_BT
-    if mask is None:
-        S = T if cache is None else cache.slots
-        mask = jnp.arange(S, dtype=jnp.int32) <= slots_BT[:, :, None]
+    if mask is None and cache is not None:
+        mask = jnp.arange(cache.slots, dtype=jnp.int32) <= slots_BT[:, :, None]
     freq, factor = rope_frequencies(config.rope, config.head_dim)
     angle = positions[:, :, None].astype(jnp.float32) * freq
     cos, sin = jnp.cos(angle) * factor, jnp.sin(angle) * factor

@@ -1,0 +1,293 @@
+"""The decode experiment: a whole run on tiny models, its report, and its refusals."""
+
+import gzip
+import json
+import math
+import os
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ROOT
+from tiny_models import random_weights
+
+from configs import decode_default, decode_specbench
+from experiments import costs, report
+from experiments.decode import decode, resolve
+from experiments.grid import Cell, make_cells, top_gap
+from experiments.prompts import Prompt, fit, load_prompts
+from spec_jax import load_model, stats
+from spec_jax.data import python_source, tokens
+from spec_jax.errors import ConfigError, SpecJaxError
+from spec_jax.models import transformer, weights
+from spec_jax.models.config import ModelConfig
+from spec_jax.models.tokenizer import Tokenizer
+
+KEYS = {
+    "method", "k", "temperature", "rule", "tau", "acceptance_by_position", "tokens_per_s",
+    "speedup", "predicted_speedup", "identical_to_plain", "rounds", "emitted", "first",
+    "accepted", "corrected", "bonus", "drafted", "looping_share",
+    "expected_acceptance_by_position",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Directories of a target and a draft that share a tokenizer of 300 entries."""
+    folder = tmp_path_factory.mktemp("pair")
+    text = [text for _, text in python_source.documents("held_out")[:3]]
+    tokenizer = Tokenizer(tokens.train_tokenizer(text, 300))
+    for name, layers in (("target", 2), ("draft", 1)):
+        config = ModelConfig(
+            vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=layers,
+            num_attention_heads=2, max_position_embeddings=128, bos_token_id=0,
+        )
+        weights.save_pretrained(folder / name, random_weights(config), config, tokenizer)
+    return folder
+
+
+def small(pair, **changes):
+    config = decode_default.get_config()
+    config.update({
+        "target": str(pair / "target"), "draft": str(pair / "draft"), "num_prompts": 2,
+        "max_new_tokens": 8, "ks": (3,), "has_stream": False, **changes,
+    })  # fmt: skip
+    return config
+
+
+@pytest.fixture(scope="module")
+def run(pair, tmp_path_factory):
+    """Folder and report of one run of every method."""
+    folder = tmp_path_factory.mktemp("run")
+    config = small(pair, has_stream=True, standalone_rules=("residual", "match"))
+    return folder, decode(config, folder)
+
+
+def test_a_run_leaves_its_folder(run):
+    folder, _ = run
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "acceptance.png", "config.json", "environment.json", "report.json", "report.md",
+        "speedup.png",
+    ]  # fmt: skip
+    assert (folder / "speedup.png").read_bytes()[1:4] == b"PNG"
+    environment = json.loads((folder / "environment.json").read_text())
+    assert {"python", "jax", "jaxlib", "numpy", "devices", "cpu_model", "cores"} <= set(environment)
+    assert json.loads((folder / "config.json").read_text())["ks"] == [3]
+    text = (folder / "report.md").read_text()
+    assert "| standalone | 3 | 1 | residual |" in text and "speedup.png" in text
+
+
+def test_the_report_holds_every_cell_and_only_valid_json(run):
+    refuse = lambda name: pytest.fail(f"{name} in report.json")
+    report_json = json.loads((run[0] / "report.json").read_text(), parse_constant=refuse)
+    assert report_json["is_complete"]
+    cells = [(r["method"], r["k"], r["temperature"], r["rule"]) for r in report_json["results"]]
+    assert cells == [
+        ("plain", 0, 0, "greedy"), ("ngram", 3, 0, "greedy"), ("standalone", 3, 0, "greedy"),
+        ("plain", 0, 1, "match"), ("ngram", 3, 1, "match"), ("standalone", 3, 1, "residual"),
+        ("standalone", 3, 1, "match"),
+    ]  # fmt: skip
+    for r in report_json["results"]:
+        assert set(r) >= KEYS
+        assert r["emitted"] == r["first"] + r["accepted"] + r["corrected"] + r["bonus"] == 16
+        assert len(r["acceptance_by_position"]) == r["k"]
+        assert r["identical_to_plain"] is (None if r["rule"] == "residual" else True)
+        assert r["speedup"] > 0 and r["predicted_speedup"] > 0 and r["tokens_per_s"] > 0
+        if r["method"] == "plain":
+            assert r["speedup"] == r["predicted_speedup"] == r["tau"] == 1
+        has_expected = r["temperature"] > 0 and r["k"] > 0
+        assert (r["expected_acceptance_by_position"] is not None) is has_expected
+
+
+def test_the_report_is_saved_after_every_row(pair, tmp_path, monkeypatch):
+    whole, saved = report.write_json, []
+
+    def write(path, value):
+        whole(path, value)
+        if path.name == "report.json":
+            saved.append(len(json.loads(path.read_text())["results"]))
+
+    monkeypatch.setattr(report, "write_json", write)
+    config = small(pair, draft="none", temperatures=(0,), batch=2)
+    result = decode(config, tmp_path)
+    assert saved == [1, 2, 2]
+    assert "standalone is left out" in result["notes"][0]
+
+
+def test_the_screen_shows_text_table_and_conclusion(pair, tmp_path, capsys):
+    config = small(pair, has_stream=True, temperatures=(0,), methods=("ngram",), has_expected=False)
+    decode(config, tmp_path)
+    out = capsys.readouterr().out
+    name = load_prompts("", 2, 0)[0].name
+    for part in (name, "live by ngram K=3", "tok/s", "speed-up", "T=0, ", "report.md"):
+        assert part in out
+    lines = out.splitlines()
+    table = lines[next(i for i, line in enumerate(lines) if line.startswith("method")) :][:4]
+    column = table[0].index("identical")
+    assert [row[column:] for row in table[2:]] == ["yes", "yes"]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"ks": (0,)}, r"ks is \(0,\); expected integers of 1 or more"),
+        ({"ks": ("x",)}, "expected integers"),
+        ({"ks": ()}, "expected one or more"),
+        ({"temperatures": (-0.5,)}, "numbers of 0 or more"),
+        ({"temperatures": ("hot",)}, "numbers of 0 or more"),
+        ({"methods": ("eagle",)}, "plain, ngram, standalone"),
+        ({"standalone_rules": ("greedy",)}, "residual, block, match"),
+        ({"num_prompts": 3, "batch": 2}, "a multiple of batch 2"),
+        ({"num_prompts": 0}, "1 or more"),
+        ({"max_new_tokens": 1}, "2 or more"),
+        ({"max_new_tokens": 128}, "leaves no room for a prompt: .*target holds 128 tokens"),
+        ({"dtype": "int8"}, "float32, bfloat16"),
+        ({"target": ""}, "--config.target=PATH"),
+        ({"target": "no/such"}, "neither a directory nor a zoo name"),
+        ({"prompts": "no/such.jsonl"}, "cannot be read"),
+        ({"sampler": {"top_p": 2.0}}, "top_p is 2.0"),
+        ({"ngram_min": 5}, "ngram_min <= ngram_max"),
+    ],
+)
+def test_bad_values_are_refused_before_anything_is_made(pair, tmp_path, changes, message):
+    with pytest.raises(SpecJaxError, match=message):
+        decode(small(pair, **changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_with_a_report_is_refused(run, pair):
+    with pytest.raises(ConfigError, match="another --workdir"):
+        decode(small(pair), run[0])
+
+
+def test_a_config_file_with_other_keys_is_refused(pair):
+    config = small(pair)
+    with config.unlocked():
+        config.num_prompt = 1
+    with pytest.raises(ConfigError, match=r"'num_prompt' \(did you mean num_prompts\?\)"):
+        resolve(config)
+    with config.unlocked():
+        del config["num_prompt"], config["seed"]
+    with pytest.raises(ConfigError, match="lacks seed"):
+        resolve(config)
+
+
+def test_every_config_resolves(pair):
+    for module in (decode_default, decode_specbench):
+        config = module.get_config()
+        config.target = str(pair / "target")
+        config.methods = ("plain,ngram",)  # as --config.methods=plain,ngram arrives
+        assert resolve(config).methods == ("plain", "ngram")
+
+
+def command(*args):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(
+        [sys.executable, "-m", "experiments.decode", *map(str, args)], cwd=ROOT, env=environment,
+        capture_output=True, text=True, timeout=300,
+    )
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--config.num_prompt=3"], "no key 'num_prompt' (did you mean num_prompts?)"),
+        (["--config.num_prompts=many"], "--config.num_prompts=many: expected an integer"),
+        (["--config.target=no/such"], "no/such is neither a directory nor a zoo name"),
+        (["--config=no/such.py"], "No such file or directory: 'no/such.py'"),
+        (["words"], "unexpected argument 'words'"),
+    ],
+)
+def test_the_command_answers_bad_input_in_one_line(args, message):
+    done = command(*args)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_command_takes_typed_overrides(pair, tmp_path):
+    done = command(
+        f"--config.target={pair / 'target'}", f"--config.draft={pair / 'draft'}",
+        "--config.ks=1,2", "--config.temperatures=0.5", "--config.methods=standalone",
+        "--config.sampler.top_k=5", "--config.draft_temperature=0.7", "--config.num_prompts=1",
+        "--config.max_new_tokens=4", "--config.has_expected=false",
+        "--config.max_prompt_tokens=16", f"--workdir={tmp_path / 'run'}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert [(r["method"], r["k"]) for r in result["results"]] == [
+        ("plain", 0), ("standalone", 1), ("standalone", 2),
+    ]  # fmt: skip
+    assert result["config"]["sampler"]["top_k"] == 5 and result["prompts"]["lengths"] == [16]
+    assert "Traceback" not in done.stderr and "measuring 4/4" in done.stderr
+
+
+def test_prompts_come_from_files_of_each_kind(tmp_path):
+    bench = [{"question_id": i, "category": "c", "turns": [f"q{i}", "more"]} for i in range(4)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in bench))
+    with gzip.open(tmp_path / "b.jsonl.gz", "wt") as file:
+        file.write(json.dumps({"task_id": "T/0", "prompt": "def f():\n"}) + "\n\n")
+    (tmp_path / "c.txt").write_text("one\n\ntwo\n")
+    assert load_prompts(str(tmp_path / "a.jsonl"), 2, 0) == [("0 (c)", "q0"), ("2 (c)", "q2")]
+    assert load_prompts(str(tmp_path / "b.jsonl.gz"), 1, 0) == [("T/0", "def f():\n")]
+    assert load_prompts(str(tmp_path / "c.txt"), 2, 0) == [("line 1", "one"), ("line 3", "two")]
+    with pytest.raises(ConfigError, match="holds 2 prompts; num_prompts asks for 3"):
+        load_prompts(str(tmp_path / "c.txt"), 3, 0)
+    for text, message in (("{", "line 1 is no JSON"), ('{"a": 1}', "its keys: a"), ("[]", "no text")):
+        (tmp_path / "bad.jsonl").write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            load_prompts(str(tmp_path / "bad.jsonl"), 1, 0)
+    (tmp_path / "bad.gz").write_bytes(b"no gzip")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_prompts(str(tmp_path / "bad.gz"), 1, 0)
+
+
+def test_long_prompts_lose_their_beginning_but_not_bos(pair):
+    target, draft = load_model(pair / "target"), load_model(pair / "draft")
+    text = "<|endoftext|>" + "x = 1\n" * 200
+    whole = target.tokenizer.encode(text)
+    assert whole[0] == target.config.bos_token_id
+    (ids, short), num_cut = fit([Prompt("", text), Prompt("", "x")], [target, draft], 28, None)
+    assert num_cut == 1 and len(ids) == 100 and ids == whole[:1] + whole[-99:]
+    assert short == target.tokenizer.encode("x")
+    assert len(fit([Prompt("", text)], [target], 28, 10)[0][0]) == 10
+
+
+def test_cells_are_named_once_and_plain_comes_first():
+    rules = {"ngram": ["match"], "standalone": ["residual", "residual"]}
+    cells = make_cells(["ngram", "plain", "standalone"], [2, 4], [0.0, 1.0], rules)
+    assert cells[0] == Cell("plain", 0, 0.0) and cells[5] == Cell("plain", 0, 1.0)
+    assert len(cells) == len(set(cells)) == 10
+    assert {c.rule for c in cells if c.temperature == 0 and c.k} == {"greedy"}
+
+
+def test_a_prediction_counts_what_is_offered_and_what_passes_cost():
+    found = costs.Costs(2.0, 0.5, {1: 2.0, 5: 3.0}, slots=128, batch=1)
+    assert found.verify_cost(2) == 1.25 and found.draft_cost("ngram") == 0
+    full = {
+        "method": "standalone", "k": 4, "rounds": 10, "drafted_at": [10] * 4,
+        "acceptance_by_position": [0.9, 0.8, 0.7, math.nan],
+    }  # fmt: skip
+    rates = full["acceptance_by_position"]
+    assert costs.predict(found, full) == stats.predicted_speedup(rates, 0.25, 1.5)
+    assert costs.predict(found, full, 2) == stats.predicted_speedup(rates[:2], 0.25, 1.25)
+    half = {**full, "method": "ngram", "drafted_at": [5, 5, 5, 5]}
+    assert costs.predict(found, half) == stats.predicted_speedup([0.45, *rates[1:]], 0.0, 1.5)
+
+
+def test_a_pass_is_timed_without_moving_the_cache(pair):
+    model = load_model(pair / "draft")
+    assert costs.pass_cost(model.model, model.params, 3, 128, 2, repeats=2) > 0
+    order = []
+    timer = lambda name, ms: lambda: order.append(name) or ms
+    assert costs.interleaved_medians({"a": timer("a", 1), "b": timer("b", 2)}, 3) == {"a": 1, "b": 2}
+    assert order == ["a", "b"] * 3
+
+
+def test_the_gap_is_that_of_the_two_best_logits(pair):
+    target, ids = load_model(pair / "target"), [5, 7, 11]
+    logits = transformer.logits(target.params, jnp.asarray([ids]), config=target.config)[0, -1]
+    first, second = np.sort(np.asarray(logits))[::-1][:2]
+    np.testing.assert_allclose(top_gap(target, ids), first - second, rtol=1e-3)

@@ -1,0 +1,83 @@
+"""The models that ship: their sizes, layers and vocabulary, and that the card tells the truth."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import train_zoo_draft, train_zoo_target
+from experiments import train_lm
+from spec_jax import zoo
+from spec_jax.data import python_source, tokens
+from spec_jax.loading import load_model
+from spec_jax.models import transformer
+from spec_jax.train import losses
+
+CARD = zoo.path("zoo/target").parent / "MODEL_CARD.md"
+LARGEST_BYTES = 12_000_000
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {name: load_model(name) for name in zoo.NAMES}
+
+
+def test_both_models_fit_twelve_megabytes():
+    files = [file for name in zoo.NAMES for file in zoo.path(name).iterdir()]
+    assert {file.name for file in files} == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json",
+    }  # fmt: skip
+    assert sum(file.stat().st_size for file in files) <= LARGEST_BYTES
+
+
+def test_unknown_names_have_no_directory():
+    assert zoo.path("zoo/other") is None
+
+
+def test_the_target_has_layers_to_tap_and_the_draft_is_small(models):
+    target, draft = models["zoo/target"].config, models["zoo/draft"].config
+    assert target.num_hidden_layers >= 8 and draft.num_hidden_layers <= 2
+    assert models["zoo/draft"].num_params < 0.1 * models["zoo/target"].num_params
+    assert target.max_position_embeddings >= 1024 == draft.max_position_embeddings
+
+
+def test_weights_are_stored_in_bfloat16_and_shapes_are_the_configs():
+    for name, module in (("zoo/target", train_zoo_target), ("zoo/draft", train_zoo_draft)):
+        stored = json.loads((zoo.path(name) / "config.json").read_text())
+        assert stored["dtype"] == "bfloat16"
+        config = module.get_config()
+        assert {key: stored[key] for key in config.model} == dict(config.model)
+        train_lm.validate(config)
+
+
+def test_draft_and_target_share_one_vocabulary(models):
+    target, draft = models.values()
+    assert target.tokenizer.has_same_vocab(draft.tokenizer)
+    assert target.tokenizer.vocab_size == target.config.vocab_size == 2048
+    assert target.stop_tokens == draft.stop_tokens == (0,)
+    assert target.tokenizer.token_id(tokens.END_OF_TEXT) == 0
+
+
+def test_held_out_text_is_predicted_and_the_draft_agrees(models):
+    """A coarse bound: the modules differ a little between versions of Python."""
+    target, draft = models.values()
+    text = tokens.pack(target.tokenizer.backend, python_source.documents("held_out"))
+    windows = jnp.asarray(tokens.windows(text, 256)[::80])
+    p, q = (transformer.logits(m.params, windows[:, :-1], config=m.config) for m in (target, draft))
+    loss_p, loss_q = (float(losses.cross_entropy(x, windows[:, 1:]).mean()) for x in (p, q))
+    assert loss_p < loss_q < np.log(2048) - 3
+    assert float(losses.expected_acceptance(p, q).mean()) > 0.5
+    assert float(losses.expected_acceptance(p, q, temperature=0.0).mean()) > 0.5
+
+
+def test_the_card_names_what_was_held_out_and_how_to_reproduce_it():
+    card = CARD.read_text(encoding="utf-8")
+    for module in python_source.HELD_OUT:
+        assert f"`{module}`" in card
+    for word in ("Licence", "bits a byte", "looping", "CPU-minutes", "experiments.train_lm"):
+        assert word in card
+    for name in zoo.NAMES:
+        params = load_model(name).num_params
+        assert f"{params:,}" in card
