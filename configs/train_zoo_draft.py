@@ -22,7 +22,7 @@ def get_config() -> ConfigDict:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     })  # fmt: skip
-    config.own_share = 0.5
+    config.own_share = 0.33
     config.steps = 900
     config.long_share = 0.1
     config.eval_every = 150

@@ -14,7 +14,7 @@ def get_config() -> ConfigDict:
     config.teacher = placeholder(str)  # distil from this zoo name or Hugging Face directory
     config.ce_weight = 0.0  # beside the KL, when there is a teacher
     config.own_share = 0.0  # of windows that the teacher wrote itself
-    config.own_batches = 64
+    config.own_batches = 24
     config.own_batch = 32
     config.own_prompt = 48  # tokens of the training text that it continues
     config.vocab_size = 2048

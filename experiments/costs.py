@@ -16,7 +16,7 @@ from spec_jax import stats
 from spec_jax.contracts import Model
 
 ITERATIONS = 64  # passes in one timed call, so that a dispatch does not count
-REPEATS = 5
+REPEATS = 7
 
 
 @functools.partial(

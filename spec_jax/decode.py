@@ -24,7 +24,9 @@ import jax.numpy as jnp
 
 from spec_jax import rng
 from spec_jax.contracts import Context, Drafter, Model, Noise, Proposal, Rule, TargetScores, Verdict
+from spec_jax.errors import ConfigError
 from spec_jax.sampling import Counts, Sampler, is_sampling, process, sample
+from spec_jax.shapes import check_shapes
 
 
 class Kind(enum.IntEnum):
@@ -66,7 +68,7 @@ class DecodeState:
 
     tokens: jax.Array  # i32[B,M], prompt and output, left-aligned
     kind: jax.Array  # i8[B,M], a Kind for each token
-    offered: jax.Array  # i8[B,M], drafts offered by the round that begins here, else -1
+    offered: jax.Array  # i16[B,M], drafts offered by the round that begins here, else -1
     prompt_length: jax.Array  # i32[B]
     limit: jax.Array  # i32[B], most tokens a row may hold, prompt and output
     finish: jax.Array  # i32[B], a Finish
@@ -162,7 +164,7 @@ def decode_round(params, state: DecodeState, system: System) -> DecodeState:
             has_logits=rule.needs_logits,
         )
         proposal, draft = drafter.propose(params["draft"], state.draft, context, K)
-        proposal, draft_fault = _checked(proposal, target.vocab_size)
+        proposal, draft_fault = _checked(proposal, system, state.length.shape[0])
     with jax.named_scope("verify"):
         pending = jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)
         window = jnp.concatenate([pending, proposal.tokens], axis=1)
@@ -192,10 +194,29 @@ def decode_round(params, state: DecodeState, system: System) -> DecodeState:
         )
 
 
-def _checked(proposal: Proposal, vocab_size: int) -> tuple[Proposal, jax.Array]:
-    """Makes a faulty proposal harmless to feed, and names the fault of each row."""
-    offered = jnp.arange(proposal.tokens.shape[1]) < proposal.n_draft[:, None]
-    is_valid = (proposal.tokens >= 0) & (proposal.tokens < vocab_size)
+def _checked(proposal: Proposal, system: System, batch: int) -> tuple[Proposal, jax.Array]:
+    """Makes a faulty proposal harmless to feed, and names the fault of each row.
+
+    Raises:
+      ShapeError: at tracing, an array of another shape than the contract's.
+      ConfigError: at tracing, the rule needs what the drafter does not give.
+    """
+    drafter, rule, V = system.drafter, system.rule, system.target.vocab_size
+    sizes = {"B": batch, "K": system.num_draft, "V": V}
+    check_shapes(sizes, tokens=(proposal.tokens, "B K"), n_draft=(proposal.n_draft, "B"))
+    for name in ("probs", "logits"):
+        array = getattr(proposal, name)
+        if array is not None:
+            check_shapes(sizes, **{name: (array, "B K V")})
+    is_unknown = rule.needs_probs and drafter.is_sampled and proposal.probs is None
+    if is_unknown or (rule.needs_logits and proposal.logits is None):
+        what = "probs" if is_unknown else "logits"
+        raise ConfigError(
+            f"rule {rule.name!r} judges drafts by their {what}, which drafter {drafter.name!r} "
+            f"did not put into its Proposal"
+        )
+    offered = jnp.arange(system.num_draft) < proposal.n_draft[:, None]
+    is_valid = (proposal.tokens >= 0) & (proposal.tokens < V)
     fault = jnp.where((offered & ~is_valid).any(axis=1), Finish.INVALID_DRAFT, Finish.RUNNING)
     if proposal.is_sound is not None:
         fault = jnp.where(proposal.is_sound, fault, Finish.NAN_DRAFT)
@@ -304,7 +325,7 @@ def _prefill(
     state = DecodeState(
         tokens=empty.at[:, :T].set(jnp.where(is_prompt, tokens, 0)),
         kind=empty.astype(jnp.int8),
-        offered=jnp.full((B, slots), -1, jnp.int8),
+        offered=jnp.full((B, slots), -1, jnp.int16),
         prompt_length=lengths,
         limit=limit,
         finish=jnp.zeros((B,), jnp.int32),

@@ -219,8 +219,8 @@ class SpeculativeDecoder:
           stop_tokens: ids at which a row ends; by default the target's own.
           sampler: in place of the decoder's, one for all rows or one a row.
           draft_sampler: likewise.
-          seeds: of each row; by default the sampler's seed, plus the row's index where one
-            sampler serves all rows.
+          seeds: of each row, for target and draft; by default the samplers' own, plus the
+            row's index where one sampler serves all rows.
           on_text: called with ``(row, piece)`` as text becomes final.
           rounds_per_sync: rounds between two looks at the tokens; by default 8 where text
             must be looked at, else the whole generation is one call.
@@ -256,7 +256,7 @@ class SpeculativeDecoder:
         state = self.start(
             ids, max_new_tokens, system,
             make_sampler(samplers, len(ids), system.target.vocab_size, seeds),
-            make_sampler(drafts or samplers, len(ids), system.target.vocab_size),
+            make_sampler(drafts or samplers, len(ids), system.target.vocab_size, seeds),
             stop_tokens=self.target.stop_tokens if stop_tokens is None else stop_tokens,
             pad_to=pad_to,
         )

@@ -123,7 +123,7 @@ def row_stats(
 
     Args:
       kind: i8[M'], the ``Kind`` of each output token that is kept, in order.
-      offered: i8[M'], drafts offered by the round that begins at this token, else -1.
+      offered: i16[M'], drafts offered by the round that begins at this token, else -1.
       num_draft: K.
       expected: f32[M'], the rule's closed-form acceptance where a draft was judged, or NaN.
     """

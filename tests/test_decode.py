@@ -14,7 +14,7 @@ from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.decode import Finish, Kind
 from spec_jax.decoder import SpeculativeDecoder
 from spec_jax.draft.small_lm import small_lm
-from spec_jax.errors import InvalidDraftError
+from spec_jax.errors import ConfigError, InvalidDraftError, ShapeError
 from spec_jax.loading import LoadedModel
 from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig
@@ -126,6 +126,10 @@ def test_a_row_does_not_depend_on_the_others(target, draft, strategy):
             [PROMPTS[i]] * 3, NEW, sampler=[MIXED[i]] * 3
         )
         assert tokens_of(alone) == [together[i]] * 3
+    one = SamplerConfig(temperature=1.0)
+    there = d.generate(PROMPTS, NEW, sampler=one, seeds=[5, 6, 7])
+    back = d.generate(PROMPTS[::-1], NEW, sampler=one, seeds=[7, 6, 5])
+    assert tokens_of(there) == tokens_of(back)[::-1]
 
 
 def test_a_draft_equal_to_the_target_is_always_accepted(target):
@@ -272,6 +276,18 @@ def test_a_draft_of_ids_outside_the_vocabulary_is_an_error_that_keeps_every_row(
     assert stopped.finish_reason == "invalid_draft"
     assert stopped.tokens == plain[0].tokens[: len(stopped.tokens)]
     assert complete.tokens == plain[1].tokens
+
+
+def test_a_proposal_that_breaks_the_contract_is_refused():
+    target, prompt = _toy(0), [0, 1]
+    config = SpeculativeConfig(num_speculative_tokens=2, rejection_sampling_strategy="residual")
+    wide = testing.scripted_drafter(lambda tokens, length, K: jnp.zeros((1, 5), jnp.int32))
+    with pytest.raises(ShapeError, match="K=5; expected K=2"):
+        SpeculativeDecoder(target, config=config, drafter=wide).generate(prompt, 4)
+    silent = testing.scripted_drafter(lambda tokens, length, K: jnp.zeros((1, K), jnp.int32))
+    silent = silent._replace(is_sampled=True)
+    with pytest.raises(ConfigError, match="did not put into its Proposal"):
+        SpeculativeDecoder(target, config=config, drafter=silent).generate(prompt, 4)
 
 
 def test_every_kind_is_recorded_where_it_happened():
