@@ -1,6 +1,10 @@
 """The zoo's target: 5.4M parameters, trained on the standard library's source.
 
 python -m experiments.train_lm --config=configs/train_zoo_target.py --workdir=runs/zoo_target
+
+Cost: 66 CPU-minutes on two cores, about 35 minutes where nothing else runs. Expected on the
+held-out modules: 3.10 nats a token, 1.48 bits a byte. On Linux, GLIBC_TUNABLES=
+glibc.malloc.hugetlb=1 in the environment saves a tenth of it in page faults.
 """
 
 from ml_collections import ConfigDict

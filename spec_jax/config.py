@@ -13,6 +13,8 @@ import yaml
 
 from spec_jax.errors import ConfigError
 
+GREEDY_BELOW = 1e-5  # a temperature under this is argmax; it is never divided by
+_FLOAT32 = 3.4e38
 METHODS = ("standalone", "ngram", "eagle", "mtp")
 STRATEGIES = (
     "greedy", "residual", "block", "match", "typical-acceptance", "logit-comparison", "synthetic",
@@ -34,7 +36,8 @@ def _is_number(value) -> bool:
 
 
 def _is_finite(value) -> bool:
-    return _is_number(value) and abs(value) < float("inf")
+    """A number that float32 can hold."""
+    return _is_number(value) and abs(value) <= _FLOAT32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +49,7 @@ class SamplerConfig:
     transformers has the processor, the result is transformers'.
 
     Attributes:
-      temperature: 0 means argmax.
+      temperature: 0 means argmax, and so does anything below 1e-5.
       top_k: keep the k largest; 0 keeps all.
       top_p: keep the smallest set whose mass reaches p; 1 keeps all.
       min_p: drop tokens less likely than ``min_p`` times the likeliest; 0 keeps all.
@@ -55,7 +58,8 @@ class SamplerConfig:
       presence_penalty: subtracted once from tokens in the output.
       frequency_penalty: subtracted once for each time a token is in the output.
       logit_bias: added to the logits of these token ids; -inf forbids one.
-      seed: of the first row; row i of a batch decodes with ``seed + i``.
+      seed: one config for a whole batch seeds row i with ``seed + i``; in a list of configs
+        each row has its own.
     """
 
     temperature: float = 0.0
@@ -77,9 +81,9 @@ class SamplerConfig:
             value = getattr(self, name)
             _check(_is_finite(value), name, value, "a finite number")
         _check(self.temperature >= 0, "temperature", self.temperature, "0 or more")
-        is_count = _is_int(self.top_k) and self.top_k >= 0
+        is_count = _is_int(self.top_k) and 0 <= self.top_k < 2**31
         _check(is_count, "top_k", self.top_k, "an integer of 0 or more")
-        _check(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
+        _check(1e-30 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
         _check(0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1]")
         _check(
             self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0"
@@ -213,11 +217,11 @@ class SpeculativeConfig:
         strategy = self.rejection_sampling_strategy
         if strategy is None and self.is_synthetic:
             strategy = "synthetic"
-        elif strategy is None and temperature == 0:
+        elif strategy is None and temperature < GREEDY_BELOW:
             strategy = "greedy"
         elif strategy is None:
             strategy = "residual" if is_sampled else "match"
-        if strategy == "greedy" and temperature > 0:
+        if strategy == "greedy" and temperature >= GREEDY_BELOW:
             raise ConfigError(
                 f"strategy 'greedy' emits argmax tokens, yet the temperature is {temperature}; "
                 "use 'residual', 'block' or 'match', or temperature 0"
@@ -278,7 +282,7 @@ def _bias_pairs(bias: Any) -> tuple[tuple[int, float], ...]:
     except (TypeError, ValueError):
         raise ConfigError(f"logit_bias is {bias!r}; expected {expected}") from None
     for token, value in pairs:
-        is_pair = _is_int(token) and token >= 0 and _is_number(value) and value < float("inf")
+        is_pair = _is_int(token) and token >= 0 and _is_number(value) and value <= _FLOAT32
         _check(is_pair, "logit_bias", (token, value), expected)
     return tuple(sorted((token, float(value)) for token, value in pairs))
 

@@ -1,8 +1,8 @@
 """What the parts of speculative decoding hand to each other. Types only.
 
 A *drafter* makes a ``Proposal``; the *target* scores it; a *rule* turns both into a
-``Verdict``. They meet nowhere else. A chain is a tree without branches: tree fields
-have a default that means "chain".
+``Verdict``. They meet nowhere else. Nodes are numbered as a tree's are, parents first: a
+chain is a tree without branches.
 """
 
 from __future__ import annotations
@@ -157,8 +157,10 @@ class Drafter(NamedTuple):
       init: ``(params, batch, slots) -> state``.
       prefill: ``(params, state, tokens i32[B,T], lengths i32[B], features) -> state``.
       propose: ``(params, state, context, num_draft) -> (Proposal, state)``.
-      commit: ``(params, state, tokens i32[B,K+1], n i32[B], features) -> state``: the
-        first ``n`` of [pending | accepted drafts] are now behind the new pending token.
+      commit: ``(params, state, tokens i32[B,K+1], n i32[B], features) -> state``: the target
+        has been fed the pending token and the accepted drafts, ``n`` tokens in all.
+        ``tokens`` are [accepted drafts | the new pending token], ``n`` of them count, and
+        ``features[:, i]`` belongs to the token *before* ``tokens[:, i]``.
       insert_row: ``(state, row, other) -> state``, ``other`` of one row.
     """
 
@@ -188,6 +190,7 @@ class Rule(NamedTuple):
       is_coupled: its noise is one Gumbel vector a position, the same as plain decoding's,
         and a sampled draft should be drawn with it.
       is_greedy: it emits argmax tokens, so it is for temperature 0.
+      is_joint: it looks at nodes past the first rejection.
     """
 
     name: str
@@ -198,3 +201,4 @@ class Rule(NamedTuple):
     needs_logits: bool = False
     is_coupled: bool = False
     is_greedy: bool = False
+    is_joint: bool = False

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from spec_jax import rng
 from spec_jax.contracts import Context, Drafter, Model, Noise, Proposal, Rule, TargetScores, Verdict
-from spec_jax.errors import ConfigError
+from spec_jax.errors import ConfigError, ShapeError
 from spec_jax.sampling import Counts, Sampler, is_sampling, process, sample
 from spec_jax.shapes import check_shapes
 
@@ -47,9 +47,9 @@ class Finish(enum.IntEnum):
     LENGTH = 2
     STOP_STRING = 3
     CANCELLED = 4
-    NAN_TARGET = 5  # the target's logits were not finite
-    NAN_DRAFT = 6  # the draft's logits were not finite
-    INVALID_DRAFT = 7  # the drafter proposed an id outside of the vocabulary
+    NAN_TARGET = 5  # the target's logits were not finite, or every token was forbidden
+    NAN_DRAFT = 6  # the same of the draft
+    INVALID_DRAFT = 7  # the drafter proposed an id outside of the vocabulary, or not 0..K of them
 
 
 class System(NamedTuple):
@@ -174,8 +174,9 @@ def decode_round(params, state: DecodeState, system: System) -> DecodeState:
         total = state.length + 1
         noise = round_noise(rule, state.sampler, state.length, K, target.vocab_size)
         scores, verdict = judge(rule, logits, state.sampler, state.counts, proposal, noise)
-        is_node = jnp.arange(K + 1) <= proposal.n_draft[:, None]
-        is_bad = (~jnp.isfinite(logits.max(axis=-1)) & is_node).any(axis=1)
+        last = proposal.n_draft if rule.is_joint else verdict.n_accept
+        is_read = jnp.arange(K + 1) <= last[:, None]
+        is_bad = (~jnp.isfinite(scores.processed.max(axis=-1)) & is_read).any(axis=1)
         fault = jnp.where(is_bad, Finish.NAN_TARGET, draft_fault)
         n_emit, finish = _cut(state, verdict.tokens, total, verdict.n_accept + 1, fault)
     with jax.named_scope("commit"):
@@ -217,10 +218,13 @@ def _checked(proposal: Proposal, system: System, batch: int) -> tuple[Proposal, 
         )
     offered = jnp.arange(system.num_draft) < proposal.n_draft[:, None]
     is_valid = (proposal.tokens >= 0) & (proposal.tokens < V)
-    fault = jnp.where((offered & ~is_valid).any(axis=1), Finish.INVALID_DRAFT, Finish.RUNNING)
+    n_draft = jnp.clip(proposal.n_draft, 0, system.num_draft)
+    is_invalid = (offered & ~is_valid).any(axis=1) | (proposal.n_draft != n_draft)
+    fault = jnp.where(is_invalid, Finish.INVALID_DRAFT, Finish.RUNNING)
     if proposal.is_sound is not None:
         fault = jnp.where(proposal.is_sound, fault, Finish.NAN_DRAFT)
-    return proposal.replace(tokens=jnp.where(is_valid, proposal.tokens, 0)), fault
+    tokens = jnp.where(is_valid, proposal.tokens, 0)
+    return proposal.replace(tokens=tokens, n_draft=n_draft), fault
 
 
 def _cut(state: DecodeState, tokens, total, n, fault) -> tuple[jax.Array, jax.Array]:
@@ -344,7 +348,7 @@ def _prefill(
         lambda: jnp.zeros((B, V), jnp.float32),
     )
     first = sample(processed, gumbel)[:, None]
-    is_bad = ~jnp.isfinite(logits.max(axis=(1, 2)))
+    is_bad = ~jnp.isfinite(processed.max(axis=-1))
     fault = jnp.where(is_bad, Finish.NAN_TARGET, Finish.RUNNING)
     n_emit, finish = _cut(state, first, lengths, 1, fault)
     record = {"tokens": first, "kind": jnp.full((B, 1), Kind.FIRST)}
@@ -379,16 +383,30 @@ def generate(
     return state, Chunk(jnp.copy(state.tokens), total, jnp.copy(state.finish), rounds)
 
 
-@functools.partial(jax.jit, static_argnames=("system",), donate_argnames=("state",))
-def admit(state: DecodeState, row: jax.Array, other: DecodeState, *, system: System) -> DecodeState:
+def admit(
+    state: DecodeState, row: int | jax.Array, other: DecodeState, *, system: System
+) -> DecodeState:
     """Puts a freshly prefilled request in the place of row ``row``. Donates the state.
 
     Args:
       state: of the batch.
       row: i32[], the slot of a finished row.
-      other: ``prefill`` of one row with the same slots.
+      other: ``prefill`` of one row with the same slots and as many stop tokens.
       system: target, drafter, rule and K.
+
+    Raises:
+      ShapeError: ``other`` is not one row of the same sizes, or there is no such row.
     """
+    sizes = check_shapes(tokens=(state.tokens, "B M"), stop_tokens=(state.stop_tokens, "B X"))
+    one = {"M": sizes["M"], "X": sizes["X"]}
+    check_shapes(one, tokens=(other.tokens, "1 M"), stop_tokens=(other.stop_tokens, "1 X"))
+    if not 0 <= int(row) < sizes["B"]:
+        raise ShapeError(f"row is {int(row)}; the batch has rows 0 to {sizes['B'] - 1}")
+    return _admit(state, jnp.int32(row), other, system=system)
+
+
+@functools.partial(jax.jit, static_argnames=("system",), donate_argnames=("state",))
+def _admit(state, row, other, *, system):
     own = {
         "target": state.target.insert_row(row, other.target),
         "draft": system.drafter.insert_row(state.draft, row, other.draft),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import time
 from collections.abc import Callable, Sequence
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import decode, stats
-from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.config import GREEDY_BELOW, SamplerConfig, SpeculativeConfig
 from spec_jax.contracts import Drafter, Rule
 from spec_jax.decode import Finish
 from spec_jax.draft.ngram import NO_DRAFT, ngram
@@ -154,10 +155,14 @@ class SpeculativeDecoder:
             rule = self._rule
         elif config is not None:
             rule = make_rule(_rule_part(config))
-        elif _highest_temperature(samplers) > 0:
+        elif _highest_temperature(samplers) >= GREEDY_BELOW:
             rule = MATCH
         else:
             rule = make_rule(SpeculativeConfig(rejection_sampling_strategy="greedy"))
+        if rule.is_greedy and _highest_temperature(samplers) >= GREEDY_BELOW:
+            raise ConfigError(f"rule {rule.name!r} emits argmax tokens: it needs temperature 0")
+        if rule.needs_probs and self.num_draft == 0:
+            raise ConfigError(f"rule {rule.name!r} judges drafts; plain decoding has none")
         has_expected = self._has_expected and rule.expected_acceptance is not None
         return decode.System(
             self.target.model, self._drafter, rule, self.num_draft, has_expected
@@ -182,7 +187,10 @@ class SpeculativeDecoder:
                 raise PromptError(f"{self.target.name} has no tokenizer: give the prompt as ids")
             ids = self.target.tokenizer.encode(prompt)
         else:
-            ids = list(map(int, prompt))
+            try:
+                ids = list(map(operator.index, np.asarray(prompt).tolist()))
+            except TypeError:
+                raise PromptError(f"the prompt {prompt!r} is neither text nor integer ids") from None
         if not ids:
             raise PromptError("the prompt is empty; decoding needs at least one token")
         bad = [i for i in ids if not 0 <= i < self.target.model.vocab_size]
@@ -236,7 +244,7 @@ class SpeculativeDecoder:
             error carries every row's result.
         """
         is_single = isinstance(prompts, str) or (
-            len(prompts) > 0 and isinstance(prompts[0], (int, np.integer))
+            len(prompts) > 0 and not isinstance(prompts[0], str) and np.ndim(prompts[0]) == 0
         )
         ids = [self.encode(p) for p in ([prompts] if is_single else prompts)]
         if not ids:
@@ -249,6 +257,8 @@ class SpeculativeDecoder:
         samplers = self.target_sampler if sampler is None else sampler
         drafts = self.draft_sampler if draft_sampler is None else draft_sampler
         system = self.system(samplers)
+        if rounds_per_sync is not None and rounds_per_sync < 1:
+            raise ConfigError(f"rounds_per_sync is {rounds_per_sync}; expected 1 or more")
         if rounds_per_sync is None:
             rounds_per_sync = _ROUNDS_PER_SYNC if stops or on_text else _NO_LIMIT
 
@@ -300,8 +310,8 @@ class SpeculativeDecoder:
         Raises:
           PromptError: a prompt and its output exceed what the target or the draft can hold.
         """
-        if max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens is {max_new_tokens}; expected 1 or more")
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens is {max_new_tokens!r}; expected an integer >= 1")
         lengths = np.asarray([len(i) for i in ids], np.int32)
         longest = int(lengths.max())
         for model in (system.target, system.drafter):
@@ -401,7 +411,7 @@ class _Watch:
             # a stop string may yet be cut: both wait.
             text = text.rstrip("\ufffd")
             held = max((len(s) for s in self._stops), default=1) - 1
-            text = text[: len(text) - held]
+            text = text[: max(len(text) - held, 0)]
         if len(text) > len(self._sent[row]):
             self._on_text(row, text[len(self._sent[row]) :])
             self._sent[row] = text
@@ -418,6 +428,8 @@ class _Watch:
 
 def _highest_temperature(samplers: Samplers) -> float:
     one = isinstance(samplers, SamplerConfig)
+    if not one and not samplers:
+        raise ConfigError("the list of sampler configs is empty; expected one for each row")
     return samplers.temperature if one else max(s.temperature for s in samplers)
 
 

@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax.config import SamplerConfig
+from spec_jax.config import GREEDY_BELOW, SamplerConfig
 from spec_jax.errors import ConfigError
 
-GREEDY_BELOW = 1e-5  # a temperature under this is argmax; it is never divided by
 _NARROW = 128  # top-k and top-p look at so many logits before they sort all of them
 
 
@@ -158,7 +157,7 @@ def process(
 
     def point_mass():
         is_best = jnp.arange(x.shape[-1]) == jnp.argmax(x, axis=-1, keepdims=True)
-        point = jnp.where(is_best, jnp.where(jnp.isnan(x), x, 0.0), -jnp.inf)
+        point = jnp.where(is_best, jnp.where(jnp.isfinite(x), 0.0, x), -jnp.inf)
         return jnp.where(is_greedy[:, None, None], point, x)
 
     return jax.lax.cond(is_greedy.any(), point_mass, lambda: x)

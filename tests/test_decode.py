@@ -260,6 +260,27 @@ def test_nan_at_the_first_token_stops_the_row_before_it():
     assert (rows[0].tokens, rows[0].finish_reason) == ((), "nan_target")
 
 
+def test_a_row_in_which_every_token_is_forbidden_stops_with_a_reason():
+    bans = SamplerConfig(temperature=1.0, logit_bias=tuple((i, -np.inf) for i in range(TOY)))
+    rows = SpeculativeDecoder(_toy(0)).generate([[1], [2]], 4, sampler=[bans, SamplerConfig()])
+    assert (rows[0].tokens, rows[0].finish_reason) == ((), "nan_target")
+    assert len(rows[1].tokens) == 4
+
+
+@pytest.mark.parametrize("n_draft", [-1, 3])
+def test_a_draft_count_out_of_range_is_an_error(n_draft):
+    honest = testing.scripted_drafter(lambda t, length, K: jnp.ones((t.shape[0], K), jnp.int32))
+
+    def propose(params, state, context, num_draft):
+        proposal, state = honest.propose(params, state, context, num_draft)
+        return proposal.replace(n_draft=jnp.full_like(proposal.n_draft, n_draft)), state
+
+    config = SpeculativeConfig(num_speculative_tokens=2)
+    d = SpeculativeDecoder(_toy(0), config=config, drafter=honest._replace(propose=propose))
+    with pytest.raises(InvalidDraftError):
+        d.generate([1, 2], 5)
+
+
 @pytest.mark.parametrize("bad", [-1, TOY, 2**30])
 def test_a_draft_of_ids_outside_the_vocabulary_is_an_error_that_keeps_every_row(bad):
     def propose(tokens, length, K):

@@ -69,6 +69,11 @@ def test_pieces_of_text_join_to_the_text(speculative):
     for row, generation in enumerate(rows):
         assert "".join(pieces[row]) == generation.text
         assert len(pieces[row]) > 2
+    early, sent = rows[0].text[:12], []
+    row = speculative.generate(
+        PROMPTS[0], 40, stop=early, rounds_per_sync=1, on_text=lambda _, piece: sent.append(piece)
+    )
+    assert row.text == "".join(sent) == ""
 
 
 def test_statistics_add_up_over_calls(speculative):
@@ -121,10 +126,14 @@ def test_bad_prompts_are_refused_before_any_work(speculative, prompt, message):
 
 
 def test_no_prompt_and_no_room_are_refused(speculative):
-    with pytest.raises(ConfigError, match="max_new_tokens is 0"):
+    with pytest.raises(ConfigError, match="max_new_tokens is 0; expected"):
         speculative.generate("A", 0)
     with pytest.raises(ConfigError, match="stop string is empty"):
         speculative.generate("A", 5, stop="")
+    with pytest.raises(ConfigError, match="rounds_per_sync is 0"):
+        speculative.generate("A", 5, rounds_per_sync=0)
+    with pytest.raises(PromptError, match="integer ids"):
+        speculative.generate([0.5, 1.5], 5)
     with pytest.raises(ConfigError, match="2 seeds for 1 rows"):
         speculative.generate("A", 5, seeds=[1, 2])
 

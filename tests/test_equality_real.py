@@ -19,7 +19,7 @@ from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, rng
 from spec_jax.data.python_source import held_out_prompts
 from spec_jax.models import transformer
 
-NEW, GAP = 32, 1e-4
+NEW, GAP, PAD = 32, 1e-4, 120  # PAD: one width for all prompts
 SAMPLERS = {"greedy": SamplerConfig(), "match": SamplerConfig(temperature=1.0)}
 # model, drafter, K, rows a batch, batches: 200 cases over both strategies
 SHAPES = [
@@ -35,7 +35,7 @@ assert sum(rows * batches for *_, rows, batches in SHAPES) * len(SAMPLERS) == 20
 
 @pytest.fixture(scope="module")
 def zoo():
-    prompts = [p for p in held_out_prompts(40, seed=1)]
+    prompts = [prompt.text for prompt in held_out_prompts(40, seed=1, max_chars=250)]
     return spec_jax.load_model("zoo/target"), spec_jax.load_model("zoo/draft"), prompts
 
 
@@ -65,7 +65,7 @@ def _plain(target, prompts):
         decoder = SpeculativeDecoder(target, target_sampler=sampler)
         for i in range(0, len(prompts), 4):
             batch = (prompts[i : i + 4] + prompts)[:4]
-            rows = decoder.generate(batch, NEW, seeds=list(map(_seed, batch)))
+            rows = decoder.generate(batch, NEW, seeds=list(map(_seed, batch)), pad_to=PAD)
             out.update({(strategy, p): r.tokens for p, r in zip(batch, rows)})
     return out
 
@@ -108,7 +108,7 @@ def test_speculative_tokens_equal_plain_ones(shape, strategy, request):
     choose = random.Random(f"{shape} {strategy}")
     for _ in range(batches):
         batch = choose.sample(prompts, rows)
-        out = decoder.generate(batch, NEW, seeds=list(map(_seed, batch)))
+        out = decoder.generate(batch, NEW, seeds=list(map(_seed, batch)), pad_to=PAD)
         for prompt, row in zip(batch, out):
             expected = plain[strategy, prompt]
             if row.tokens == expected:

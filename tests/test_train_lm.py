@@ -127,7 +127,7 @@ def test_distillation_approaches_the_teacher(tmp_path):
         ({"steps": 0}, "steps is 0"),
         ({"length": 65}, "max_position_embeddings 64"),
         ({"decay_share": 1.5}, "decay_share is 1.5"),
-        ({"stepz": 3}, "unknown config key stepz"),
+        ({"stepz": 3}, "no key .stepz."),
     ],
 )
 def test_bad_values_are_clear_errors(tmp_path, changes, message):

@@ -66,7 +66,7 @@ def small_lm(model: Model) -> Drafter:
             token, law = draw(logits, context, counts, node)
             values = {"tokens": token, "probs": jax.nn.softmax(law, axis=-1), "logits": logits}
             out = {name: out[name].at[:, node - 1].set(values[name]) for name in out}
-            is_sound = jnp.isfinite(logits.max(axis=-1))
+            is_sound = jnp.isfinite(law.max(axis=-1))
             counts = counts.add(token[:, None], jnp.ones((B, 1), bool))
             return token[:, None], output.cache, counts, out, is_sound
 

@@ -162,13 +162,22 @@ def _outcomes(system, params, rows, frontier, draft_law, num_tokens):
             f"drafter {system.drafter.name!r} does not draw with Context.gumbel from a law that "
             "covers the tokens it should be able to draw"
         )
+    free = np.random.default_rng(0)
+    if proposal.probs is not None:
+        # Ordinary noise: the law that it reports must be the law that it draws from.
+        gumbel = free.gumbel(size=push.shape).astype(np.float32)
+        _, drawn = _in_chunks(functools.partial(_propose, system, params), 512, batch, gumbel)
+        if not _is_argmax(drawn.tokens, drawn.probs, gumbel):
+            raise CertificateError(
+                f"drafter {system.drafter.name!r} draws from another law than Proposal.probs"
+            )
     size = len(items)
     judge = functools.partial(_judge, system.rule)
     noise = Noise(np.zeros((size, K), np.float32), np.zeros((size, 1, V), np.float32))
     verdict = _in_chunks(judge, 4096, logits, batch, proposal, noise)
     coins = np.asarray(verdict.accept_probs, np.float64)
 
-    index, uniforms, weights = [], [], []
+    index, uniforms, ends, weights = [], [], [], []
     for heads in itertools.product((True, False), repeat=K):
         weight = np.where(heads, coins, 1.0 - coins).prod(axis=1)
         # Just inside and just outside of the stated probability.
@@ -176,14 +185,31 @@ def _outcomes(system, params, rows, frontier, draft_law, num_tokens):
         keep = np.flatnonzero(weight)
         index.append(keep)
         uniforms.append(np.clip(u, 0.0, 1 - 2**-24)[keep])
+        ends.append(np.tile(np.where(heads, 0.0, 1 - 2**-24), (len(keep), 1)))
         weights.append(weight[keep])
-    index, uniforms, weights = map(np.concatenate, (index, uniforms, weights))
-    index, uniforms = np.repeat(index, V), np.repeat(uniforms, V, axis=0)
+    index, uniforms, ends, weights = map(np.concatenate, (index, uniforms, ends, weights))
+    index, uniforms, ends = (np.repeat(x, V, axis=0) for x in (index, uniforms, ends))
     token = np.tile(np.arange(V), len(weights))
     gumbel = 1e4 * np.eye(V, dtype=np.float32)[token][:, None]
     pick = lambda tree: jax.tree.map(lambda x: x[index], tree)
     noise = Noise(uniforms.astype(np.float32), gumbel)
     verdict = _in_chunks(judge, 4096, logits[index], pick(batch), pick(proposal), noise)
+    # The coin must flip at the stated probability and nowhere else, and ordinary noise must
+    # draw from the stated replacement.
+    gumbel = free.gumbel(size=gumbel.shape).astype(np.float32)
+    noise = Noise(ends.astype(np.float32), gumbel)
+    far = _in_chunks(judge, 4096, logits[index], pick(batch), pick(proposal), noise)
+    likely = np.repeat(weights, V) > 1e-6
+    is_same = (far.n_accept == verdict.n_accept) & (
+        np.abs(far.accept_probs - coins[index]).max(axis=1) < 1e-6
+    )
+    if not is_same[likely].all():
+        raise CertificateError(
+            f"rule {system.rule.name!r} does not flip its coins at accept_probs"
+        )
+    own = far.tokens[np.arange(len(index)), far.n_accept]
+    if not _is_argmax(own, far.replacement, gumbel[:, 0]):
+        raise CertificateError(f"rule {system.rule.name!r} does not draw from its replacement law")
     law = np.asarray(verdict.replacement, np.float64)[np.arange(len(index)), token]
     n, tokens = verdict.n_accept, verdict.tokens
     possible = np.flatnonzero(law > 0)
@@ -194,6 +220,14 @@ def _outcomes(system, params, rows, frontier, draft_law, num_tokens):
         row, output, prob = items[index[i]]
         emitted = (*output, *map(int, tokens[i, : n[i] + 1]))
         yield row, emitted, prob * weights[i]
+
+
+def _is_argmax(tokens, probs, gumbel) -> bool:
+    """Whether the tokens are the Gumbel-max draws from ``probs``, near ties aside."""
+    with np.errstate(divide="ignore"):
+        scores = np.log(np.asarray(probs, np.float64)) + gumbel
+    drawn = np.take_along_axis(scores, np.asarray(tokens)[..., None], axis=-1)[..., 0]
+    return bool((drawn >= scores.max(axis=-1) - 1e-3).all())
 
 
 def _batch(rows, items, width, V):
@@ -320,7 +354,7 @@ def certify_decoder(
         for t in np.flatnonzero(first > 1e-12)
     )
     p_value = chi_square(counts, law)
-    if p_value < alpha:
+    if not p_value >= alpha:
         raise CertificateError(
             f"rule {rule.name!r}, drafter {system.drafter.name!r}: the decoded tokens do not have "
             f"the target's law (chi-square p-value {p_value:.1e} over {trials} trials)"

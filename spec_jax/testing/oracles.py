@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.stats import chi2
 
-from spec_jax.config import SamplerConfig
+from spec_jax.config import GREEDY_BELOW, SamplerConfig
 
 
 def reference_distribution(
@@ -33,7 +33,7 @@ def reference_distribution(
         x[token] = x[token] / r if x[token] > 0 else x[token] * r
     for token in set(output):
         x[token] -= config.presence_penalty + config.frequency_penalty * output.count(token)
-    if config.temperature == 0:
+    if config.temperature < GREEDY_BELOW:
         return np.eye(len(x))[int(np.argmax(x))]
     x = x / config.temperature
     if config.top_k:
@@ -97,9 +97,13 @@ def chi_square(observed: np.ndarray, law: np.ndarray) -> float:
     expected = law[order] * observed.sum()
     observed = observed[order]
     n_alone = int((expected >= 5).sum())
+    if n_alone == 0:
+        raise ValueError(f"{observed.sum()} observations are too few to test any outcome")
     pooled = lambda x: np.append(x[:n_alone], x[n_alone:].sum())
     e, o = pooled(expected), pooled(observed)
     if e[-1] < 5:  # the remainder joins the rarest outcome that stands alone
         e = np.append(e[:-2], e[-2:].sum())
         o = np.append(o[:-2], o[-2:].sum())
+    if len(e) < 2:
+        raise ValueError("fewer than two outcomes have an expected count of 5: nothing is tested")
     return float(chi2.sf(((o - e) ** 2 / e).sum(), len(e) - 1))

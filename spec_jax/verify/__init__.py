@@ -65,7 +65,7 @@ _RESIDUAL = Rule(
     "residual", batched(chain.residual), is_lossless=True,
     expected_acceptance=chain.expected_residual, needs_probs=True,
 )
-_BLOCK = Rule("block", batched(chain.block), is_lossless=True, needs_probs=True)
+_BLOCK = Rule("block", batched(chain.block), is_lossless=True, needs_probs=True, is_joint=True)
 _LOGIT_COMPARISON = Rule(
     "logit-comparison", batched(chain.logit_comparison), is_lossless=False, needs_logits=True
 )
