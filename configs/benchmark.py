@@ -45,7 +45,7 @@ def get_config() -> ConfigDict:
         "draft_shape": _shape(train_zoo_draft.get_config()),
         "num_prompts": 8,  # held-out functions; a multiple of every batch
         "max_prompt_tokens": 256,  # longer ones lose their beginning
-        "new_tokens": 128,
+        "new_tokens": 96,
         "plain_tokens": 64,
         "ks": (1, 2, 3, 4, 5, 6, 7, 8),
         "batches": (1, 4),

@@ -21,11 +21,17 @@ from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context, ForwardOutput, Model, Proposal
 from spec_jax.decode import DecodeState, System
 from spec_jax.draft.ngram import NO_DRAFT
-from spec_jax.sampling import make_sampler
+from spec_jax.sampling import argmax, make_sampler
 from spec_jax.stats import Stats, row_stats
 
 ROUNDS = 64  # in one call, so that its start does not count
 _NO_LIMIT = 2**31 - 1
+
+
+def cast(tree, dtype):
+    """The same tree with its floating-point arrays in another dtype."""
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
 
 
 def start(
@@ -118,7 +124,7 @@ def _plain(params, tokens, cache, total, limit, stop_tokens, *, model: Model, pa
         tokens, cache, last, total, is_done = carry
         output = model.forward(params, jnp.repeat(last[:, None], padding, axis=1), cache)
         logits = model.unembed(params, output.hidden)
-        last = jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32)
+        last = argmax(logits[:, 0])
         tokens = tokens.at[rows, jnp.where(is_done, M, total)].set(last, mode="drop")
         n = (~is_done).astype(jnp.int32)
         total = total + n
@@ -142,11 +148,8 @@ class PlainTimer:
     def __init__(
         self, model: Model, params, states: Sequence[DecodeState], *, dtype="float32", padding=1
     ):
-        cast = lambda tree: jax.tree.map(
-            lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
-        )
-        self._model, self._params, self._padding = model, cast(params), padding
-        self._states = [(s.tokens, cast(s.target), s) for s in states]
+        self._model, self._params, self._padding = model, cast(params, dtype), padding
+        self._states = [(s.tokens, cast(s.target, dtype), s) for s in states]
         self()
 
     def __call__(self) -> float:

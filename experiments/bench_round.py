@@ -40,15 +40,11 @@ class Pair(NamedTuple):
         return SpeculativeDecoder(self.target, draft, config).system()
 
 
-def choose_plain(
+def try_plain(
     pair: Pair, prompts: Sequence[Sequence[int]], num_tokens: int, repeats: int,
     say: Callable[[str], None],
-) -> tuple[dict[str, np.ndarray], str, str]:
-    """Times every plain loop on one batch of prompts.
-
-    Returns:
-      Milliseconds a token by variant, the fastest of all, and the fastest in float32.
-    """  # fmt: skip
+) -> dict[str, np.ndarray]:
+    """Milliseconds a token of every plain loop, on one batch of prompts."""
     state = start(pair.system(), pair.params, prompts, pair.slots, num_tokens)
     timers = {}
     for name, (dtype, padding) in PLAIN.items():
@@ -56,10 +52,13 @@ def choose_plain(
             pair.target.model, pair.target.params, [state], dtype=dtype, padding=padding
         )
         say(f"compiled the plain loop, {name}")
-    times = interleave(timers, repeats, say)
-    median = lambda name: float(np.median(times[name]))
-    same_dtype = [name for name, (dtype, _) in PLAIN.items() if dtype == "float32"]
-    return times, min(times, key=median), min(same_dtype, key=median)
+    return interleave(timers, repeats, say)
+
+
+def fastest(times: Mapping[str, np.ndarray], dtype: str | None = None) -> str:
+    """The plain loop of the smallest median, of one dtype or of all."""
+    names = [name for name in times if dtype in (None, PLAIN[name][0])]
+    return min(names, key=lambda name: float(np.median(times[name])))
 
 
 def plain_timer(pair: Pair, states, variant: str) -> PlainTimer:

@@ -8,7 +8,7 @@ import numpy as np
 from experiments import cli
 from experiments.bench_loops import GenerateTimer, start
 from experiments.bench_round import (
-    Pair, choose_plain, plain_lines, plain_timer, round_lines, round_timers,
+    Pair, fastest, plain_lines, plain_timer, round_lines, round_timers, try_plain,
 )  # fmt: skip
 from experiments.timing import Line, interleave
 from spec_jax.config import SpeculativeConfig
@@ -22,6 +22,7 @@ def random_model(name: str, shape, seed: int) -> LoadedModel:
     """A model of this shape (fields of ModelConfig) with random float32 weights."""
     config = ModelConfig(**shape)
     params = jax.jit(init_params, static_argnums=0)(config, jax.random.key(seed))
+    params = transformer.with_own_head(params)  # as load_model does on a CPU
     return LoadedModel(name, transformer.model(config), params, None, config, config.eos_token_id)
 
 
@@ -48,9 +49,8 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
     )
     system, plain_system = pair.system(speculative), pair.system()
     with cli.Progress(config.repeats * 2 + 13, part) as bar:
-        tried, variant, _ = choose_plain(
-            pair, [prompt], config.plain_tokens, config.repeats, bar.step
-        )
+        tried = try_plain(pair, [prompt], config.plain_tokens, config.repeats, bar.step)
+        variant = fastest(tried)
         states = [start(system, pair.params, [prompt], config.slots, config.new_tokens)]
         plain_states = [start(plain_system, pair.params, [prompt], config.slots, config.new_tokens)]
         timers = {"plain": plain_timer(pair, plain_states, variant)}

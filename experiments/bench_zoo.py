@@ -7,9 +7,9 @@ import math
 import numpy as np
 
 from experiments import cli
-from experiments.bench_loops import GenerateTimer, start
+from experiments.bench_loops import GenerateTimer, cast, start
 from experiments.bench_round import (
-    PLAIN, Pair, choose_plain, plain_lines, plain_timer, round_lines, round_timers,
+    Pair, fastest, plain_lines, plain_timer, round_lines, round_timers, try_plain,
 )  # fmt: skip
 from experiments.bench_synthetic import random_model
 from experiments.prompts import load_prompts
@@ -70,48 +70,73 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
             start(system, pair.params, g, pair.slots, config.new_tokens, stops) for g in groups
         ]
 
-    num_batches = len(config.batches)
-    total = 4 + config.repeats * (3 + num_batches) + len(config.ks) + 8
+    total = 14 + config.repeats * (3 + len(config.batches)) + len(config.ks)
     with cli.Progress(total, part) as bar:
-        tried, variant, same_dtype = choose_plain(
-            pair, prompts[:1], config.plain_tokens, config.repeats, bar.step
-        )
+        tried = try_plain(pair, prompts[:1], config.plain_tokens, config.repeats, bar.step)
+        variants = {"plain": fastest(tried)}
+        variants |= {f"plain {d}": fastest(tried, d) for d in ("float32", "bfloat16")}
         plain_states, own_states = states(plain_system, 1), states(systems[config.ks[0]], 1)
-        plain = {name: plain_timer(pair, plain_states, name) for name in {variant, same_dtype}}
-        zero = GenerateTimer(plain_system, pair.params, plain_states)
+        by_variant = {v: plain_timer(pair, plain_states, v) for v in {*variants.values()}}
         bar.step("compiled plain")
+        zero = GenerateTimer(plain_system, pair.params, plain_states)
+        bar.step("compiled plain K=0")
         by_k = {}
         for k, system in systems.items():
             by_k[k] = GenerateTimer(system, pair.params, own_states)
             bar.step(f"compiled K={k}")
-        times = interleave(plain | by_k, config.repeats, bar.step)
-        best = max(by_k, key=lambda k: np.median(times[variant] / times[k]))
-        timers = {"plain": plain[variant], "plain K=0": zero, "speculative": by_k[best]}
+        times = interleave(
+            {"plain": by_variant[variants["plain"]]} | by_k, config.repeats, bar.step
+        )
+        best = max(by_k, key=lambda k: np.median(times["plain"] / times[k]))
+
+        half = lambda tree: cast(tree, "bfloat16")
+        half_states = [s.replace(target=half(s.target), draft=half(s.draft)) for s in own_states]
+        timers = by_variant | {"plain K=0": zero, "speculative": by_k[best]}
+        timers["speculative bfloat16"] = GenerateTimer(
+            systems[best], half(pair.params), half_states
+        )
+        bar.step(f"compiled K={best} in bfloat16")
         middle = sorted(prompts, key=len)[len(prompts) // 2]
         timers |= round_timers(pair, systems[best], middle, bar.step)
         parts = interleave(timers, config.repeats, bar.step)
+        parts |= {name: parts[variant] for name, variant in variants.items()}
         batched = {}
         for batch in config.batches:
             timers = {
-                "plain": plain_timer(pair, states(plain_system, batch), variant),
+                "plain": plain_timer(pair, states(plain_system, batch), variants["plain"]),
                 "speculative": GenerateTimer(systems[best], pair.params, states(systems[best], batch)),
             }  # fmt: skip
             batched[batch] = interleave(timers, config.repeats, bar.step)
 
-    want = plain[same_dtype].tokens
+    want = by_variant[variants["plain float32"]].tokens
     line = lambda what, values, *args, **options: Line(part, what, spread(values), *args, **options)
     note = lambda k: (
         f"tau {by_k[k].stats.tau:.2f}, accepted {by_k[k].stats.acceptance_rate:.0%}, "
         f"{_num_equal(by_k[k].tokens, want)} of {len(want)} rows identical to plain"
     )
+    ratios = {
+        "float32": parts["plain"] / parts["speculative"],
+        "bfloat16": parts["plain"] / parts["speculative bfloat16"],
+    }
+    dtype = max(ratios, key=lambda d: np.median(ratios[d]))
     lines = [
         line(
-            f"standalone at its best K={best} / fastest plain loop", times[variant] / times[best],
-            bar=bars.speedup, is_upper=False, note=f"over {variant}; {note(best)}",
+            f"standalone at its best K={best} / fastest plain loop", ratios[dtype],
+            bar=bars.speedup, is_upper=False,
+            note=f"{dtype} over {variants['plain']}; {note(best)}",
+        ),
+        line(
+            "the same, both in float32", parts["plain float32"] / parts["speculative"],
+            note=f"over {variants['plain float32']}",
+        ),
+        line(
+            "the same, both in bfloat16",
+            parts["plain bfloat16"] / parts["speculative bfloat16"],
+            note=f"over {variants['plain bfloat16']}",
         ),
         line("draft pass / target pass", parts["draft"] / parts["target"], bar=bars.draft),
-        *round_lines(part, parts, by_k[best].stats, best, bars, variant),
-        *(line(f"speed-up, K={k}", times[variant] / times[k], note=note(k)) for k in by_k),
+        *round_lines(part, parts, by_k[best].stats, best, bars, variants["plain"]),
+        *(line(f"speed-up, K={k}", times["plain"] / times[k], note=note(k)) for k in by_k),
         *(
             line(f"speed-up, batch {b}, K={best}", t["plain"] / t["speculative"])
             for b, t in batched.items()
@@ -121,15 +146,14 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
         ),
         *plain_lines(part, tried),
     ]  # fmt: skip
-    if PLAIN[variant][0] != "float32":
-        lines.insert(1, line(f"the same over {same_dtype}", times[same_dtype] / times[best]))
+    all_times = times | {f"parts {n}": v for n, v in parts.items()} | tried
     record = {
         "target": {"name": pair.target.name, "parameters": pair.target.num_params},
         "draft": {"name": pair.draft.name, "parameters": pair.draft.num_params},
         "best_k": best, "slots": pair.slots, "prompt_tokens": [len(p) for p in prompts],
         "stats": {k: timer.stats.to_dict() for k, timer in by_k.items()},
         "identical_rows": {k: _num_equal(t.tokens, want) for k, t in by_k.items()},
-        "times_ms": {str(n): v.tolist() for n, v in (times | parts | tried).items()},
+        "times_ms": {str(n): v.tolist() for n, v in all_times.items()},
     }  # fmt: skip
     if any(math.isnan(r) for r in by_k[best].stats.acceptance_by_position):
         record["warning"] = "some positions were never judged: their acceptance counts as 0"

@@ -58,7 +58,8 @@ def _draw(path: pathlib.Path, results: Sequence[dict], draw, x_label: str, y_lab
             axis.set_xlabel(x_label)
             draw(axis, _series(results, temperature))
             axis.xaxis.get_major_locator().set_params(integer=True)
-            axis.legend()
+            if axis.get_legend_handles_labels()[0]:
+                axis.legend()
         axes[0, 0].set_ylabel(y_label)
         figure.savefig(path)
         plt.close(figure)

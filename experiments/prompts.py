@@ -28,7 +28,8 @@ def load_prompts(path: str, n: int, seed: int) -> list[Prompt]:
       path: "" for functions of held-out modules of the standard library, drawn by ``seed``;
         else a file of which every so many-th row is taken, so that all its parts are seen:
         .jsonl or .jsonl.gz with ``turns`` (the first one counts, as in Spec-Bench),
-        ``prompt`` (as in HumanEval) or ``text``; any other file is one prompt a line.
+        ``prompt`` (as in HumanEval) or ``text``; any other file is one prompt a line. Line
+        ends at the end of a prompt are left out: tokenizers join them with what follows.
       n: how many.
       seed: of the held-out functions.
 
@@ -66,14 +67,14 @@ def _from_json(path: pathlib.Path, number: int, line: str) -> Prompt:
     row = row if isinstance(row, dict) else {"text": row}
     turns = row.get("turns") or [None]
     text = next((row[key] for key in ("prompt", "text") if key in row), turns[0])
-    if not isinstance(text, str) or not text:
+    if not isinstance(text, str) or not text.strip():
         raise ConfigError(
             f"{path}, line {number} has no text in `turns`, `prompt` or `text`; its keys: "
             f"{', '.join(row)}"
         )
     name = row.get("task_id", row.get("question_id", f"line {number}"))
     category = f" ({row['category']})" if "category" in row else ""
-    return Prompt(f"{name}{category}", text)
+    return Prompt(f"{name}{category}", text.rstrip("\n"))
 
 
 def fit(

@@ -68,7 +68,8 @@ def _plain(value):
 
 def _row(result: dict) -> list[str]:
     is_plain = result["method"] == "plain"
-    number = lambda value, form: "–" if value is None or value != value else format(value, form)
+    is_known = lambda value: value is not None and value == value  # NaN is not equal to itself
+    number = lambda value, form, unit="": f"{value:{form}}{unit}" if is_known(value) else "–"
     rates = (number(rate, ".2f").replace("0.", ".", 1) for rate in result["acceptance_by_position"])
     identical = {True: "yes", False: "no", None: "–"}[result["identical_to_plain"]]
     if identical == "no":
@@ -83,8 +84,8 @@ def _row(result: dict) -> list[str]:
         number(result["tokens_per_s"], ".0f"),
         number(result["tau"], ".2f"),
         " ".join(rates) or "–",
-        number(result["speedup"], ".2f") + "x",
-        "–" if is_plain else number(result["predicted_speedup"], ".2f") + "x",
+        number(result["speedup"], ".2f", "x"),
+        "–" if is_plain else number(result["predicted_speedup"], ".2f", "x"),
         identical,
     ]
 
@@ -173,6 +174,9 @@ def notes(report: dict) -> list[str]:
     for r in results:
         faults = {k: n for k, n in r["finish_reasons"].items() if k.startswith(("nan", "invalid"))}
         where = f"{r['method']} K={r['k']} T={r['temperature']:g}"
+        ended = r["finish_reasons"].get("stop_token", 0)
+        if ended and r["method"] == "plain":
+            lines.append(f"{ended} of {r['rows']} rows end at a stop token, T={r['temperature']:g}")
         if faults:
             lines.append(f"{where}: rows stopped early: {faults}")
         if r.get("smallest_gap_at_difference") is not None:
@@ -243,6 +247,6 @@ def print_results(report: dict, folder: pathlib.Path) -> None:
     print(text_table(report["results"]) + "\n")
     for name, meaning in legend(report):
         print(f"  {name:11}{meaning}")
-    print("".join(f"\nnote: {note}" for note in report["notes"]))
-    print("\n" + "\n".join(report["conclusions"]))
+    for lines in ([f"note: {note}" for note in report["notes"]], report["conclusions"]):
+        print("\n" + "\n".join(lines) if lines else "")
     print(f"\n{folder / 'report.md'}: the whole report, after {report['elapsed_s']:.0f} s")

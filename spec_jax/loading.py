@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
+import jax
 import jax.numpy as jnp
 
 from spec_jax import zoo
@@ -56,6 +57,8 @@ def load_model(
             f"the zoo has {', '.join(zoo.NAMES)}"
         )
     params, config = weights.load_pretrained(directory, jnp.dtype(dtype), scan_layers=scan_layers)
+    if jax.default_backend() == "cpu":
+        params = transformer.with_own_head(params)
     has_tokenizer = (directory / "tokenizer.json").exists()
     return LoadedModel(
         name=str(name_or_path),

@@ -1,5 +1,6 @@
 """The attention cache: roll-back, snapshots, rows put in."""
 
+import dataclasses
 import functools
 
 import jax
@@ -31,11 +32,17 @@ def prefill(tokens, lengths):
     return feed(jnp.asarray(padded), cache).cache.commit(jnp.asarray(lengths))
 
 
+def stacked(cache, name):
+    """Its keys or values as one array [L,B,G,S,H]."""
+    B = cache.length.shape[0]
+    return np.stack([x.reshape(B, -1, *x.shape[-2:]) for x in getattr(cache, name)])
+
+
 def contents(cache):
     """Keys and values of the committed slots alone, and the lengths."""
     is_held = np.arange(cache.slots) < np.asarray(cache.length)[:, None]
     hide = lambda x: np.where(is_held[:, None, :, None], x, 0)
-    return hide(cache.keys), hide(cache.values), np.asarray(cache.length)
+    return hide(stacked(cache, "keys")), hide(stacked(cache, "values")), np.asarray(cache.length)
 
 
 def assert_same_state(cache, other):
@@ -97,13 +104,18 @@ def test_one_index_for_all_rows_is_seen():
         assert_same_state(cache, fresh)
 
 
-def test_write_fills_the_slots_behind_each_row_and_no_other():
+SCANNED = dataclasses.replace(LLAMA, scan_layers=True)
+
+
+@pytest.mark.parametrize("config", [LLAMA, SCANNED], ids=["apart", "stacked"])
+def test_write_fills_the_slots_behind_each_row_and_no_other(config):
     draw = np.random.RandomState(0).standard_normal
-    cache = KVCache.create(LLAMA, 3, 8)
+    cache = KVCache.create(config, 3, 8)
+    assert cache.is_stacked == config.scan_layers
     keys, values = (draw((3, 2, 3, 4)).astype(np.float32) for _ in range(2))
     start = np.array([0, 4, 5])  # the last row ends at the last slot
-    cache = jax.jit(KVCache.write)(cache, 1, keys, values, start)
-    for held, new in ((cache.keys, keys), (cache.values, values)):
+    cache = jax.jit(KVCache.write, static_argnums=1)(cache, 1, keys, values, start)
+    for held, new in ((stacked(cache, "keys"), keys), (stacked(cache, "values"), values)):
         expected = np.zeros((2, 3, 2, 8, 4), np.float32)
         for b in range(3):
             expected[1, b, :, start[b] : start[b] + 3] = new[b]
@@ -111,32 +123,31 @@ def test_write_fills_the_slots_behind_each_row_and_no_other():
     np.testing.assert_array_equal(cache.length, [0, 0, 0])
 
 
-def test_insert_row_replaces_that_row_alone():
-    cache = prefill(random_tokens(3, 5, seed=1), LENGTHS)
-    other = prefill(random_tokens(3, 5, seed=4), np.array([1, 4, 3]))
-    one = KVCache(other.keys[:, 1:2], other.values[:, 1:2], other.length[1:2])
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_insert_row_replaces_that_row_alone(scan_layers):
+    cache = small_cache(batch=3, scan_layers=scan_layers)
+    one = small_cache(batch=1, scan_layers=scan_layers).replace(length=jnp.asarray([4]))
     insert = jax.jit(KVCache.insert_row)
     for row in range(3):
         mixed = insert(cache, row, one)
         for name in ("keys", "values"):
-            expected = np.array(getattr(cache, name))
-            expected[:, row] = getattr(other, name)[:, 1]
-            np.testing.assert_array_equal(getattr(mixed, name), expected)
-        expected = LENGTHS.copy()
+            expected = stacked(cache, name)
+            expected[:, row] = stacked(one, name)[:, 0]
+            np.testing.assert_array_equal(stacked(mixed, name), expected)
+        expected = np.array(cache.length)
         expected[row] = 4
         np.testing.assert_array_equal(mixed.length, expected)
 
 
-def small_cache(dtype="float32", batch=2, layers=2, slots=6):
+def small_cache(dtype="float32", batch=2, layers=2, slots=6, scan_layers=False):
     """A cache with something in every slot."""
-    config = ModelConfig(**{**TINY, "num_hidden_layers": layers}, num_attention_heads=4)
-    cache = KVCache.create(config, batch, slots, jnp.dtype(dtype))
-    draw = np.random.RandomState(5).standard_normal
-    return cache.replace(
-        keys=jnp.asarray(draw(cache.keys.shape), dtype),
-        values=jnp.asarray(draw(cache.values.shape), dtype),
-        length=jnp.arange(1, batch + 1, dtype=jnp.int32),
+    config = ModelConfig(
+        **{**TINY, "num_hidden_layers": layers}, num_attention_heads=4, scan_layers=scan_layers
     )
+    cache = KVCache.create(config, batch, slots, jnp.dtype(dtype))
+    draw = np.random.RandomState(5 + batch).standard_normal
+    cache = jax.tree.map(lambda x: jnp.asarray(draw(x.shape), x.dtype), cache)
+    return cache.replace(length=jnp.arange(1, batch + 1, dtype=jnp.int32))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -144,15 +155,15 @@ def overwrite(cache):
     return jax.tree.map(lambda x: x * 0 - 1, cache)
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_a_snapshot_outlives_the_donated_cache_and_what_was_restored_from_it(layers):
-    cache = small_cache(layers=layers)
+@pytest.mark.parametrize("layers, scan_layers", [(1, False), (2, False), (2, True)])
+def test_a_snapshot_outlives_the_donated_cache_and_what_was_restored_from_it(layers, scan_layers):
+    cache = small_cache(layers=layers, scan_layers=scan_layers)
     expected = jax.tree.map(np.array, cache)
     snapshot = cache.snapshot()
     for _ in range(2):
         gone, cache = cache, overwrite(cache)
-        assert gone.keys.is_deleted() and gone.length.is_deleted()
-        assert (cache.keys == -1).all()
+        assert all(x.is_deleted() for x in jax.tree.leaves(gone))
+        assert (stacked(cache, "keys") == -1).all()
         cache = cache.restore_from_snapshot(snapshot)
         jax.tree.map(np.testing.assert_array_equal, cache, expected)
 

@@ -122,7 +122,7 @@ def test_mutation_draft_drawn_sharper_than_reported_is_caught():
         reported, state = honest.propose(params, state, context, num_draft)
         return reported.replace(tokens=drawn.tokens), state
 
-    with pytest.raises(CertificateError, match="another law than Proposal.probs"):
+    with pytest.raises(CertificateError, match="another law|should be able to draw"):
         certify_rule(rule("residual"), drafter=honest._replace(propose=propose))
 
 

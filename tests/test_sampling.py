@@ -11,7 +11,7 @@ from scipy import stats
 
 from spec_jax.config import SamplerConfig
 from spec_jax.errors import ConfigError
-from spec_jax.sampling import Counts, is_sampling, make_sampler, process, sample
+from spec_jax.sampling import Counts, argmax, is_sampling, make_sampler, process, sample
 
 INF = float("inf")
 V, T = 40, 4
@@ -288,3 +288,14 @@ def test_a_biased_row_needs_a_batch_that_was_made_with_a_bias():
     plain, biased = make_sampler(EACH["plain"], 2, V), make_sampler(EACH["bias"], 1, V)
     with pytest.raises(ConfigError, match="logit bias"):
         plain.insert_row(0, biased)
+
+
+def test_argmax_is_the_first_of_the_largest():
+    nan, inf = float("nan"), float("inf")
+    rows = [
+        [1, 3, 3, 2], [-inf, -inf, -inf, -inf], [inf, 1, inf, 0], [0, nan, 5, nan],
+        [nan, nan, nan, nan], [-0.0, 0.0, -1, -2],
+    ]  # fmt: skip
+    x = jnp.asarray(rows, jnp.float32)
+    np.testing.assert_array_equal(argmax(x), jnp.argmax(x, axis=-1))
+    assert argmax(x).dtype == jnp.int32

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
 
-def attend(
-    q_BTNH: jax.Array, k_BGSH: jax.Array, v_BGSH: jax.Array, mask_BTS: jax.Array
-) -> jax.Array:
+def attend(q_BTNH: jax.Array, k: jax.Array, v: jax.Array, mask_BTS: jax.Array) -> jax.Array:
     """Attention of T queries over S slots, softmax in float32.
 
     Args:
       q_BTNH: dtype[B,T,N,H].
-      k_BGSH: dtype[B,G,S,H].
-      v_BGSH: dtype[B,G,S,H], finite in masked slots too.
+      k: dtype[B,G,S,H] or dtype[B*G,S,H].
+      v: as ``k``, finite in masked slots too.
       mask_BTS: bool[B|1,T,S], True where a query sees a slot.
 
     Returns:
       dtype[B,T,N*H].
     """
     B, T, N, H = q_BTNH.shape
-    G, S = k_BGSH.shape[1:3]
-    q = q_BTNH.reshape(B, T, G, N // G, H).transpose(0, 2, 3, 1, 4).reshape(B, G, -1, H)
-    scores = jnp.einsum("bgmh,bgsh->bgms", q, k_BGSH, preferred_element_type=jnp.float32)
+    *lead, S, _ = k.shape
+    G = math.prod(lead) // B
+    q = q_BTNH.reshape(B, T, G, N // G, H).transpose(0, 2, 3, 1, 4).reshape(*lead, -1, H)
+    scores = jnp.einsum("...mh,...sh->...ms", q, k, preferred_element_type=jnp.float32)
     scores = scores.reshape(B, G, N // G, T, S) * H**-0.5
     scores = jnp.where(mask_BTS[:, None, None], scores, -1e30)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v_BGSH.dtype).reshape(B, G, -1, S)
-    out = jnp.einsum("bgms,bgsh->bgmh", weights, v_BGSH)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(*lead, -1, S)
+    out = jnp.einsum("...ms,...sh->...mh", weights, v)
     return out.reshape(B, G, N // G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N * H)
 
 

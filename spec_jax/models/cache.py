@@ -63,25 +63,45 @@ class KVCacheSnapshot(NamedTuple):
 
 @flax.struct.dataclass
 class KVCache:
-    """Keys and values of every layer, slots next to the head dimension."""
+    """Keys and values of every layer, slots next to the head dimension.
 
-    keys: jax.Array  # dtype[L,B,G,S,H]
-    values: jax.Array  # dtype[L,B,G,S,H]
+    Stacked, ``dtype[L,B,G,S,H]``, where the layers are scanned; else apart, a tuple of one
+    ``dtype[B*G,S,H]`` a layer. Apart, a layer has the very shape that attention's products
+    take: a slice of a stack and a change of rank are each a copy of the layer on a CPU.
+    """
+
+    keys: jax.Array | tuple[jax.Array, ...]
+    values: jax.Array | tuple[jax.Array, ...]
     length: jax.Array  # i32[B], tokens fed
 
     @classmethod
     def create(cls, config, batch: int, slots: int, dtype=jnp.float32) -> KVCache:
         """An empty cache for ``batch`` rows of ``slots`` tokens of this ModelConfig."""
-        shape = (
-            config.num_hidden_layers, batch, config.num_key_value_heads, slots, config.head_dim,
-        )
-        return cls(
-            jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((batch,), jnp.int32)
-        )
+        L, G, H = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+
+        def zeros():
+            if config.scan_layers and L > 1:  # the slice of a stack of one is a change of rank
+                return jnp.zeros((L, batch, G, slots, H), dtype)
+            return tuple(jnp.zeros((batch * G, slots, H), dtype) for _ in range(L))
+
+        return cls(zeros(), zeros(), jnp.zeros((batch,), jnp.int32))
+
+    @property
+    def is_stacked(self) -> bool:
+        return not isinstance(self.keys, tuple)
 
     @property
     def slots(self) -> int:
-        return self.keys.shape[3]
+        return self.layer(0)[0].shape[-2]
+
+    def layer(self, index) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of one layer, dtype[B,G,S,H] or dtype[B*G,S,H].
+
+        Args:
+          index: may be traced where there is a stack, or one layer.
+        """
+        index = index if self.is_stacked or len(self.keys) > 1 else 0
+        return self.keys[index], self.values[index]
 
     def write(self, layer, keys: jax.Array, values: jax.Array, start: jax.Array) -> KVCache:
         """Writes T new slots a row, in place where the cache is donated.
@@ -90,22 +110,31 @@ class KVCache:
         onto valid entries.
 
         Args:
-          layer: the layer's index; may be traced.
+          layer: the layer's index, as in ``layer``.
           keys: dtype[B,G,T,H].
           values: dtype[B,G,T,H].
           start: i32[B], the first slot of each row.
         """
+        G = keys.shape[1]
+        put = jax.lax.dynamic_update_slice
 
-        def put(cache, new):
-            # One dynamic_update_slice a row stays in place on every back end; a vmapped
-            # one becomes a scatter, which a TPU runs as a serial loop.
+        # One dynamic_update_slice a row stays in place on every back end; a vmapped one
+        # becomes a scatter, which a TPU runs as a serial loop.
+        def into_stack(cache, new):
             for b in range(new.shape[0]):
-                cache = jax.lax.dynamic_update_slice(
-                    cache, new[None, b : b + 1].astype(cache.dtype), (layer, b, 0, start[b], 0)
-                )
+                at = (layer, b, 0, start[b], 0)
+                cache = put(cache, new[None, b : b + 1].astype(cache.dtype), at)
             return cache
 
-        return self.replace(keys=put(self.keys, keys), values=put(self.values, values))
+        def into_one(caches, new):
+            index = layer if len(caches) > 1 else 0
+            cache = caches[index]
+            for b in range(new.shape[0]):
+                cache = put(cache, new[b].astype(cache.dtype), (b * G, start[b], 0))
+            return (*caches[:index], cache, *caches[index + 1 :])
+
+        into = into_stack if self.is_stacked else into_one
+        return self.replace(keys=into(self.keys, keys), values=into(self.values, values))
 
     def commit(self, n: jax.Array) -> KVCache:
         """Keeps the first ``n`` (i32[B]) slots of the window; the others are forgotten."""
@@ -113,18 +142,29 @@ class KVCache:
 
     def insert_row(self, row, other: KVCache) -> KVCache:
         """Replaces row ``row`` by the only row of ``other`` (same slots)."""
-        put = lambda full, one: jax.lax.dynamic_update_index_in_dim(full, one[:, 0], row, 1)
+        update = jax.lax.dynamic_update_slice_in_dim
+
+        def put(full, one):
+            if self.is_stacked:
+                return update(full, one, row, axis=1)
+            return tuple(update(f, o, row * len(o), axis=0) for f, o in zip(full, one))
+
         return KVCache(
             put(self.keys, other.keys),
             put(self.values, other.values),
             self.length.at[row].set(other.length[0]),
         )
 
+    def _by_layer(self, arrays) -> tuple[jax.Array, ...]:
+        """One ``dtype[B,G,S,H]`` a layer."""
+        B = self.length.shape[0]
+        return tuple(x.reshape(B, -1, *x.shape[-2:]) for x in arrays)
+
     def snapshot(self) -> KVCacheSnapshot:
         """A copy that outlives the cache; ``restore_from_snapshot`` is its inverse."""
         return KVCacheSnapshot(
-            tuple(jnp.copy(k) for k in self.keys),
-            tuple(jnp.copy(v) for v in self.values),
+            tuple(map(jnp.copy, self._by_layer(self.keys))),
+            tuple(map(jnp.copy, self._by_layer(self.values))),
             jnp.copy(self.length),
         )
 
@@ -139,11 +179,17 @@ class KVCache:
             kinds = Counter(f"{x.dtype.name}{list(x.shape)}" for x in arrays)
             return ", ".join(f"{n} x {kind}" for kind, n in kinds.items())
 
-        layer = jax.ShapeDtypeStruct(self.keys.shape[1:], self.keys.dtype)
-        ours = describe([layer] * 2 * self.keys.shape[0] + [self.length])
+        layers = jax.eval_shape(lambda: self._by_layer((*self.keys, *self.values)))
+        ours = describe([*layers, self.length])
         theirs = describe(jax.tree.leaves(snapshot))
         if ours != theirs:
             raise SnapshotError(f"the snapshot holds {theirs}; this cache has {ours}")
+
+        def lay_out(arrays):
+            if self.is_stacked:
+                return jnp.stack(arrays)
+            return tuple(jnp.copy(x).reshape(-1, *x.shape[-2:]) for x in arrays)
+
         return KVCache(
-            jnp.stack(snapshot.keys), jnp.stack(snapshot.values), jnp.copy(snapshot.seq_len)
+            lay_out(snapshot.keys), lay_out(snapshot.values), jnp.copy(snapshot.seq_len)
         )

@@ -103,7 +103,7 @@ def _layer(layer, x_BTD, cache, index, start, mask, cos, sin, config: ModelConfi
             h = causal_attention(q, k, v)
         else:
             cache = cache.write(index, k, v, start)
-            h = attend(q, cache.keys[index], cache.values[index], mask)
+            h = attend(q, *cache.layer(index), mask)
         x_BTD = x_BTD + _linear(h, layer, "o")
     with jax.named_scope("mlp"):
         h = _rms_norm(x_BTD, layer["mlp_norm"], config.rms_norm_eps)
@@ -172,6 +172,15 @@ def unembed(params: Params, hidden: jax.Array) -> jax.Array:
         if "head" in params:
             return (hidden @ params["head"]).astype(jnp.float32)
         return jnp.einsum("...d,vd->...v", hidden, params["embed"]).astype(jnp.float32)
+
+
+def with_own_head(params: Params) -> Params:
+    """The same weights with a tied head as an array of its own, ``[in, out]``.
+
+    For decoding on a CPU, where a product with the transposed embedding takes twice the
+    time. Nothing else changes; not for training, which would untie them.
+    """
+    return params if "head" in params else {**params, "head": jnp.array(params["embed"].T)}
 
 
 def logits(params: Params, tokens: jax.Array, *, config: ModelConfig) -> jax.Array:

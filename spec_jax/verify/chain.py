@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.contracts import Noise, Proposal, TargetScores, Verdict
-from spec_jax.sampling import sample
+from spec_jax.sampling import argmax, sample
 
 LOGIT_MARGIN = 1e-5
 
@@ -102,7 +102,7 @@ def block(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
 
 
 def _match(scores, proposal: Proposal) -> Verdict:
-    wanted = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    wanted = argmax(scores)
     is_accepted = (proposal.tokens == wanted[:-1]) & _counts(proposal)
     n_accept = _leading(is_accepted)
     law = jax.nn.one_hot(wanted[n_accept], scores.shape[-1], dtype=jnp.float32)

@@ -1,0 +1,74 @@
+"""The parts of the experiments that need no model: prompts, cells, predictions, tables."""
+
+import gzip
+import json
+import math
+
+import pytest
+
+from experiments import costs, report
+from experiments.grid import Cell, make_cells
+from experiments.prompts import load_prompts
+from spec_jax import stats
+from spec_jax.errors import ConfigError
+
+
+def test_prompts_come_from_files_of_each_kind(tmp_path):
+    bench = [{"question_id": i, "category": "c", "turns": [f"q{i}", "more"]} for i in range(4)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in bench))
+    with gzip.open(tmp_path / "b.jsonl.gz", "wt") as file:
+        file.write(json.dumps({"task_id": "T/0", "prompt": "def f():\n"}) + "\n\n")
+    (tmp_path / "c.txt").write_text("one\n\ntwo\n")
+    assert load_prompts(str(tmp_path / "a.jsonl"), 2, 0) == [("0 (c)", "q0"), ("2 (c)", "q2")]
+    assert load_prompts(str(tmp_path / "b.jsonl.gz"), 1, 0) == [("T/0", "def f():")]
+    assert load_prompts(str(tmp_path / "c.txt"), 2, 0) == [("line 1", "one"), ("line 3", "two")]
+    with pytest.raises(ConfigError, match="holds 2 prompts; num_prompts asks for 3"):
+        load_prompts(str(tmp_path / "c.txt"), 3, 0)
+    bad = {"{": "line 1 is no JSON", '{"a": 1}': "its keys: a", "[]": "no text"}
+    for text, message in bad.items():
+        (tmp_path / "bad.jsonl").write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            load_prompts(str(tmp_path / "bad.jsonl"), 1, 0)
+    (tmp_path / "bad.gz").write_bytes(b"no gzip")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_prompts(str(tmp_path / "bad.gz"), 1, 0)
+
+
+def test_cells_are_named_once_and_plain_comes_first():
+    rules = {"ngram": ["match"], "standalone": ["residual", "residual"]}
+    cells = make_cells(["ngram", "plain", "standalone"], [2, 4], [0.0, 1.0], rules)
+    assert cells[0] == Cell("plain", 0, 0.0) and cells[5] == Cell("plain", 0, 1.0)
+    assert len(cells) == len(set(cells)) == 10
+    assert {c.rule for c in cells if c.temperature == 0 and c.k} == {"greedy"}
+
+
+def test_a_prediction_counts_what_is_offered_and_what_passes_cost():
+    found = costs.Costs(2.0, 0.5, {1: 2.0, 5: 3.0}, slots=128, batch=1)
+    assert found.verify_cost(2) == 1.25 and found.draft_cost("ngram") == 0
+    full = {
+        "method": "standalone", "k": 4, "rounds": 10, "drafted_at": [10] * 4,
+        "acceptance_by_position": [0.9, 0.8, 0.7, math.nan],
+    }  # fmt: skip
+    rates = full["acceptance_by_position"]
+    assert costs.predict(found, full) == stats.predicted_speedup(rates, 0.25, 1.5)
+    assert costs.predict(found, full, 2) == stats.predicted_speedup(rates[:2], 0.25, 1.25)
+    half = {**full, "method": "ngram", "drafted_at": [5, 5, 5, 5]}
+    assert costs.predict(found, half) == stats.predicted_speedup([0.45, *rates[1:]], 0.0, 1.5)
+
+
+def test_a_table_is_aligned_and_shows_what_is_missing():
+    row = {
+        "method": "plain", "k": 0, "temperature": 0.0, "rule": "greedy", "tokens_per_s": 400.0,
+        "tau": 1.0, "acceptance_by_position": [], "speedup": 1.0, "predicted_speedup": 1.0,
+        "identical_to_plain": True, "is_lossless": True,
+    }  # fmt: skip
+    changed = {"method": "ngram", "k": 2, "acceptance_by_position": [0.5, math.nan]}
+    other = {**row, **changed, "speedup": math.nan, "identical_to_plain": False}
+    lossy = {**other, "rule": "typical-acceptance", "is_lossless": False, "speedup": 0.5}
+    other |= {"identical_rows": 3, "rows": 4}
+    lossy |= {"identical_to_plain": None, "temperature": 1.0}
+    lines = report.text_table([row, other, lossy]).splitlines()
+    column = lines[0].index("identical")
+    assert [line[column:] for line in lines[2:]] == ["yes", "no (3/4 rows)", "", "– (lossy)"]
+    assert ".50 –" in lines[3] and "nan" not in "".join(lines)
+    assert report.conclusions([row, other, lossy]) == []
