@@ -57,7 +57,7 @@ def start(
     sampler = make_sampler(SamplerConfig(), len(prompts), system.target.vocab_size)
     state = decode.prefill(
         params, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(lengths + max_new_tokens),
-        jnp.asarray(stops), sampler, sampler, system=system._replace(num_draft=0), slots=slots,
+        jnp.asarray(stops), sampler, sampler, system=system, slots=slots,
     )
     return jax.block_until_ready(state)
 

@@ -8,7 +8,13 @@ import numpy as np
 from experiments import cli
 from experiments.bench_loops import GenerateTimer, start
 from experiments.bench_round import (
-    Pair, fastest, plain_lines, plain_timer, round_lines, round_timers, try_plain,
+    Pair,
+    fastest,
+    plain_lines,
+    plain_timer,
+    round_lines,
+    round_timers,
+    try_plain,
 )  # fmt: skip
 from experiments.timing import Line, interleave
 from spec_jax.config import SpeculativeConfig

@@ -9,7 +9,13 @@ import numpy as np
 from experiments import cli
 from experiments.bench_loops import GenerateTimer, cast, start
 from experiments.bench_round import (
-    Pair, fastest, plain_lines, plain_timer, round_lines, round_timers, try_plain,
+    Pair,
+    fastest,
+    plain_lines,
+    plain_timer,
+    round_lines,
+    round_timers,
+    try_plain,
 )  # fmt: skip
 from experiments.bench_synthetic import random_model
 from experiments.prompts import load_prompts
@@ -104,8 +110,10 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
         for batch in config.batches:
             timers = {
                 "plain": plain_timer(pair, states(plain_system, batch), variants["plain"]),
-                "speculative": GenerateTimer(systems[best], pair.params, states(systems[best], batch)),
-            }  # fmt: skip
+                "speculative": GenerateTimer(
+                    systems[best], pair.params, states(systems[best], batch)
+                ),
+            }
             batched[batch] = interleave(timers, config.repeats, bar.step)
 
     want = by_variant[variants["plain float32"]].tokens

@@ -15,7 +15,6 @@ from spec_jax.loading import LoadedModel, load_model
 from spec_jax.stats import Stats
 from spec_jax.version import __version__
 
-
 __all__ = [
     "Generation",
     "LoadedModel",

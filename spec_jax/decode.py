@@ -23,7 +23,17 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax import rng
-from spec_jax.contracts import Context, Drafter, Model, Noise, Proposal, Rule, TargetScores, Verdict
+from spec_jax.contracts import (
+    Context,
+    Drafter,
+    ForwardOutput,
+    Model,
+    Noise,
+    Proposal,
+    Rule,
+    TargetScores,
+    Verdict,
+)
 from spec_jax.errors import ConfigError, ShapeError
 from spec_jax.sampling import Counts, Sampler, is_sampling, process, sample
 from spec_jax.shapes import check_shapes
@@ -148,6 +158,45 @@ def round_noise(rule: Rule, sampler: Sampler, start: jax.Array, num_draft: int, 
     return Noise(jax.vmap(coin, out_axes=1)(jnp.arange(num_draft)), gumbel)
 
 
+class Scored(NamedTuple):
+    """A proposal and the target's view of it.
+
+    Attributes:
+      proposal: made harmless to feed.
+      fault: i32[B], a Finish for each row whose proposal was not, else RUNNING.
+      draft: the drafter's state.
+      output: the target's, over [pending | drafts].
+      logits: f32[B,K+1,V], the target's, raw.
+    """
+
+    proposal: Proposal
+    fault: jax.Array
+    draft: Any
+    output: ForwardOutput
+    logits: jax.Array
+
+
+def draft_and_score(params, cache, draft, context: Context, system: System) -> Scored:
+    """The first half of a round. The certificate calls this very function.
+
+    Args:
+      params: ``{"target": ..., "draft": ...}``.
+      cache: the target's, of ``context.length`` tokens.
+      draft: the drafter's state.
+      context: what the drafter may look at.
+      system: target, drafter, rule and K.
+    """
+    with jax.named_scope("draft"):
+        proposal, draft = system.drafter.propose(params["draft"], draft, context, system.num_draft)
+        proposal, fault = _checked(proposal, system, context.length.shape[0])
+    with jax.named_scope("verify"):
+        pending = jnp.take_along_axis(context.tokens, context.length[:, None], axis=1)
+        window = jnp.concatenate([pending, proposal.tokens], axis=1)
+        output = system.target.forward(params["target"], window, cache)
+        logits = system.target.unembed(params["target"], output.hidden)
+    return Scored(proposal, fault, draft, output, logits)
+
+
 def decode_round(params, state: DecodeState, system: System) -> DecodeState:
     """One round: draft, verify, accept, commit.
 
@@ -156,23 +205,18 @@ def decode_round(params, state: DecodeState, system: System) -> DecodeState:
       state: of every row; rows may be at different lengths.
       system: target, drafter, rule and K.
     """
-    target, drafter, rule, K, has_expected = system
-    with jax.named_scope("draft"):
-        context = Context(
-            state.tokens, state.length, state.draft_sampler, state.counts, state.sampler.seed,
-            is_coupled=rule.is_coupled, has_probs=rule.needs_probs or has_expected,
-            has_logits=rule.needs_logits,
-        )
-        proposal, draft = drafter.propose(params["draft"], state.draft, context, K)
-        proposal, draft_fault = _checked(proposal, system, state.length.shape[0])
-    with jax.named_scope("verify"):
-        pending = jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)
-        window = jnp.concatenate([pending, proposal.tokens], axis=1)
-        output = target.forward(params["target"], window, state.target)
-        logits = target.unembed(params["target"], output.hidden)
+    _, drafter, rule, K, has_expected = system
+    context = Context(
+        state.tokens, state.length, state.draft_sampler, state.counts, state.sampler.seed,
+        is_coupled=rule.is_coupled, has_probs=rule.needs_probs or has_expected,
+        has_logits=rule.needs_logits,
+    )
+    proposal, draft_fault, draft, output, logits = draft_and_score(
+        params, state.target, state.draft, context, system
+    )
     with jax.named_scope("accept"):
         total = state.length + 1
-        noise = round_noise(rule, state.sampler, state.length, K, target.vocab_size)
+        noise = round_noise(rule, state.sampler, state.length, K, system.target.vocab_size)
         scores, verdict = judge(rule, logits, state.sampler, state.counts, proposal, noise)
         last = proposal.n_draft if rule.is_joint else verdict.n_accept
         is_read = jnp.arange(K + 1) <= last[:, None]
@@ -260,11 +304,7 @@ def _expected(rule: Rule, scores: TargetScores, proposal: Proposal, verdict: Ver
     """f32[B,K+1], the rule's closed-form acceptance at the positions it judged, else NaN."""
     B, K = proposal.tokens.shape
     per_node = jax.vmap(jax.vmap(rule.expected_acceptance))
-    if proposal.probs is None:
-        per_node = jax.vmap(jax.vmap(lambda p, t: rule.expected_acceptance(p, None, t)))
-        value = per_node(scores.probs[:, :-1], proposal.tokens)
-    else:
-        value = per_node(scores.probs[:, :-1], proposal.probs, proposal.tokens)
+    value = per_node(scores.probs[:, :-1], proposal.probs, proposal.tokens)
     judged = jnp.minimum(verdict.n_accept + 1, proposal.n_draft)[:, None]
     value = jnp.where(jnp.arange(K) < judged, value, jnp.nan)
     return jnp.concatenate([value, jnp.full((B, 1), jnp.nan)], axis=1)
@@ -296,6 +336,9 @@ def prefill(
       draft_sampler: the draft's.
       system: target, drafter, rule and K.
       slots: S and M.
+
+    Raises:
+      ShapeError: an array of another number of rows, or prompts wider than the cache.
     """
     target, drafter, rule, _, has_expected = system
     return _prefill(
@@ -313,6 +356,12 @@ def _prefill(
 ) -> DecodeState:
     """Names just what the program depends on, so that every K and most rules share it."""
     B, T = tokens.shape
+    check_shapes(
+        {"B": B}, lengths=(lengths, "B"), limit=(limit, "B"), stop_tokens=(stop_tokens, "B X"),
+        seed=(sampler.seed, "B"), draft_seed=(draft_sampler.seed, "B"),
+    )
+    if T > slots:
+        raise ShapeError(f"tokens has shape {tokens.shape}, so T={T}; slots are {slots}")
     is_prompt = jnp.arange(T) < lengths[:, None]
     with jax.named_scope("prefill"):
         cache = target.init_cache(params["target"], B, slots)

@@ -190,7 +190,8 @@ class SpeculativeDecoder:
             try:
                 ids = list(map(operator.index, np.asarray(prompt).tolist()))
             except TypeError:
-                raise PromptError(f"the prompt {prompt!r} is neither text nor integer ids") from None
+                message = f"the prompt {prompt!r} is neither text nor integer ids"
+                raise PromptError(message) from None
         if not ids:
             raise PromptError("the prompt is empty; decoding needs at least one token")
         bad = [i for i in ids if not 0 <= i < self.target.model.vocab_size]
@@ -332,8 +333,7 @@ class SpeculativeDecoder:
         return decode.prefill(
             self.params, jnp.asarray(tokens), jnp.asarray(lengths),
             jnp.asarray(lengths + max_new_tokens), jnp.asarray(stop_ids), sampler, draft_sampler,
-            system=system._replace(num_draft=0),  # K plays no part: one program serves all
-            slots=slots,
+            system=system, slots=slots,
         )
 
     def _collect(self, state: decode.DecodeState, watch: _Watch, num_draft: int):

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import sys
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 

@@ -98,7 +98,8 @@ def test_mutation_wrong_q_is_caught_by_enumeration():
         return proposal.replace(probs=q)
 
     with pytest.raises(CertificateError, match="another law|differs"):
-        certify_rule(rule("residual"), drafter=_with_proposal(small_lm(testing.toy_model(3)), temper))
+        drafter = _with_proposal(small_lm(testing.toy_model(3)), temper)
+        certify_rule(rule("residual"), drafter=drafter)
 
 
 def test_mutation_argmax_draft_with_softmax_q_is_caught_by_enumeration():
@@ -181,7 +182,9 @@ def test_mutation_inclusive_boundary_is_caught_by_a_uniform_of_zero():
     scores = TargetScores(
         logits=jnp.zeros((1, 2, 3)), processed=jnp.log(jnp.asarray([[[0.0, 0.5, 0.5]] * 2]))
     )
-    proposal = Proposal(jnp.zeros((1, 1), jnp.int32), jnp.ones((1,), jnp.int32), jnp.ones((1, 1, 3)) / 3)
+    proposal = Proposal(
+        jnp.zeros((1, 1), jnp.int32), jnp.ones((1,), jnp.int32), jnp.ones((1, 1, 3)) / 3
+    )
     noise = Noise(jnp.zeros((1, 1)), jnp.zeros((1, 1, 3)))
 
     def inclusive(target, proposal, noise):

@@ -26,7 +26,10 @@ def by_hand(history, K, longest, shortest):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=WIDTH - 2), st.sampled_from([(3, 1), (2, 2)]))
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=WIDTH - 2),
+    st.sampled_from([(3, 1), (2, 2)]),
+)
 def test_lookup_is_the_search_by_hand(history, sizes):
     tokens = np.full(WIDTH, 9, np.int32)
     tokens[: len(history)] = history

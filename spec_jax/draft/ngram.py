@@ -46,7 +46,7 @@ def lookup(
     return jnp.where(jnp.arange(num_draft) < n_draft, copied, 0), n_draft.astype(jnp.int32)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def ngram(ngram_max: int = 3, ngram_min: int = 1) -> Drafter:
     """A drafter without a model. Its proposals are deterministic, its state is empty."""
 

@@ -39,7 +39,7 @@ def draw(logits: jax.Array, context: Context, counts, node) -> tuple[jax.Array, 
     return sample(processed, gumbel), processed
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def small_lm(model: Model) -> Drafter:
     """Drafts by decoding ``model``, K passes a round.
 

@@ -54,5 +54,6 @@ def causal_attention(
     for begin in range(0, T, block):
         end = min(begin + block, T)
         mask = jnp.arange(end) <= jnp.arange(begin, end)[:, None]
-        outs.append(attend(q_BTNH[:, begin:end], k_BGTH[:, :, :end], v_BGTH[:, :, :end], mask[None]))
+        k, v = k_BGTH[:, :, :end], v_BGTH[:, :, :end]
+        outs.append(attend(q_BTNH[:, begin:end], k, v, mask[None]))
     return jnp.concatenate(outs, axis=1)

@@ -266,19 +266,16 @@ def _propose(system: decode.System, params, batch, gumbel):
     tokens, length, sampler, draft_sampler, counts = batch
     target, drafter, rule, K, _ = system
     size, width = tokens.shape
+    cache = target.init_cache(params["target"], size, width + K + 1)
+    fed = target.forward(params["target"], tokens, cache)
     state = drafter.init(params["draft"], size, width + K + 1)
-    state = drafter.prefill(params["draft"], state, tokens, length, None)
+    state = drafter.prefill(params["draft"], state, tokens, length, fed.features)
     context = Context(
         tokens, length, draft_sampler, counts, sampler.seed, is_coupled=False, has_probs=True,
         has_logits=rule.needs_logits, gumbel=gumbel,
     )
-    proposal, _ = drafter.propose(params["draft"], state, context, K)
-    cache = target.init_cache(params["target"], size, width + K + 1)
-    cache = target.forward(params["target"], tokens, cache).cache.commit(length)
-    pending = jnp.take_along_axis(tokens, length[:, None], axis=1)
-    window = jnp.concatenate([pending, proposal.tokens], axis=1)
-    output = target.forward(params["target"], window, cache)
-    return target.unembed(params["target"], output.hidden), proposal
+    scored = decode.draft_and_score(params, fed.cache.commit(length), state, context, system)
+    return scored.logits, scored.proposal
 
 
 @functools.partial(jax.jit, static_argnames="rule")

@@ -36,7 +36,7 @@ class ToyCache:
         return snapshot
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def toy_model(vocab_size: int, max_length: int = 1 << 20) -> Model:
     """A model of second order whose parameters are a table ``{"logits": f32[C,V]}``.
 

@@ -26,7 +26,7 @@ def batched(verify_row: Callable[..., Verdict]) -> Callable[..., Verdict]:
     return verify
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def make_rule(config: SpeculativeConfig) -> Rule:
     """The rule that a resolved config names. Equal configs give the same object.
 
