@@ -15,11 +15,13 @@ from spec_jax.decoder import SpeculativeDecoder
 from spec_jax.loading import LoadedModel
 from spec_jax.stats import Stats, predicted_speedup
 
-PLAIN = {  # what we tried for the fastest plain loop: dtype, and tokens fed for each that counts
-    "float32": ("float32", 1),
-    "float32 padded to two rows": ("float32", 2),
-    "bfloat16": ("bfloat16", 1),
-    "bfloat16 padded to two rows": ("bfloat16", 2),
+PLAIN = {  # what we tried for the fastest plain loop: dtype, tokens fed for each that counts,
+    # and whether matrices are cut into panels
+    "float32": ("float32", 1, False),
+    "float32 in panels": ("float32", 1, True),
+    "float32 padded to two rows": ("float32", 2, True),
+    "bfloat16": ("bfloat16", 1, False),
+    "bfloat16 padded to two rows": ("bfloat16", 2, False),
 }
 
 
@@ -47,10 +49,8 @@ def try_plain(
     """Milliseconds a token of every plain loop, on one batch of prompts."""
     state = start(pair.system(), pair.params, prompts, pair.slots, num_tokens)
     timers = {}
-    for name, (dtype, padding) in PLAIN.items():
-        timers[name] = PlainTimer(
-            pair.target.model, pair.target.params, [state], dtype=dtype, padding=padding
-        )
+    for name in PLAIN:
+        timers[name] = plain_timer(pair, [state], name)
         say(f"compiled the plain loop, {name}")
     return interleave(timers, repeats, say)
 
@@ -63,10 +63,11 @@ def fastest(times: Mapping[str, np.ndarray], dtype: str | None = None) -> str:
 
 def plain_timer(pair: Pair, states, variant: str) -> PlainTimer:
     """The plain loop of one of ``PLAIN``."""
-    dtype, padding = PLAIN[variant]
+    dtype, padding, has_panels = PLAIN[variant]
     return PlainTimer(
-        pair.target.model, pair.target.params, states, dtype=dtype, padding=padding
-    )
+        pair.target.model, pair.target.params, states, dtype=dtype, padding=padding,
+        has_panels=has_panels,
+    )  # fmt: skip
 
 
 def round_timers(

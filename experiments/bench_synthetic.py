@@ -28,7 +28,7 @@ def random_model(name: str, shape, seed: int) -> LoadedModel:
     """A model of this shape (fields of ModelConfig) with random float32 weights."""
     config = ModelConfig(**shape)
     params = jax.jit(init_params, static_argnums=0)(config, jax.random.key(seed))
-    params = transformer.with_own_head(params)  # as load_model does on a CPU
+    params = transformer.for_cpu(params)  # as load_model does on a CPU
     return LoadedModel(name, transformer.model(config), params, None, config, config.eos_token_id)
 
 
@@ -54,7 +54,7 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
         num_speculative_tokens=K, synthetic_conditional_rates=(config.conditional_rate,) * K
     )
     system, plain_system = pair.system(speculative), pair.system()
-    with cli.Progress(config.repeats * 2 + 13, part) as bar:
+    with cli.Progress(config.repeats * 2 + 14, part) as bar:
         tried = try_plain(pair, [prompt], config.plain_tokens, config.repeats, bar.step)
         variant = fastest(tried)
         states = [start(system, pair.params, [prompt], config.slots, config.new_tokens)]

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from experiments import cli
-from experiments.bench_loops import GenerateTimer, cast, start
+from experiments.bench_loops import GenerateTimer, cast, start, whole
 from experiments.bench_round import (
     Pair,
     fastest,
@@ -76,7 +76,7 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
             start(system, pair.params, g, pair.slots, config.new_tokens, stops) for g in groups
         ]
 
-    total = 14 + config.repeats * (3 + len(config.batches)) + len(config.ks)
+    total = 15 + config.repeats * (3 + len(config.batches)) + len(config.ks)
     with cli.Progress(total, part) as bar:
         tried = try_plain(pair, prompts[:1], config.plain_tokens, config.repeats, bar.step)
         variants = {"plain": fastest(tried)}
@@ -99,7 +99,7 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
         half_states = [s.replace(target=half(s.target), draft=half(s.draft)) for s in own_states]
         timers = by_variant | {"plain K=0": zero, "speculative": by_k[best]}
         timers["speculative bfloat16"] = GenerateTimer(
-            systems[best], half(pair.params), half_states
+            systems[best], half(whole(pair.params)), half_states
         )
         bar.step(f"compiled K={best} in bfloat16")
         middle = sorted(prompts, key=len)[len(prompts) // 2]

@@ -58,7 +58,7 @@ def load_model(
         )
     params, config = weights.load_pretrained(directory, jnp.dtype(dtype), scan_layers=scan_layers)
     if jax.default_backend() == "cpu":
-        params = transformer.with_own_head(params)
+        params = transformer.for_cpu(params)
     has_tokenizer = (directory / "tokenizer.json").exists()
     return LoadedModel(
         name=str(name_or_path),

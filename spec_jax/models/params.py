@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.models.config import ModelConfig
+from spec_jax.models.panels import join
 
 Params = dict[str, Any]
 
@@ -118,13 +119,18 @@ def assemble(config: ModelConfig, leaf) -> Params:
 
 
 def walk(config: ModelConfig, params: Params) -> Iterator[tuple[ParamSpec, int | None, Any]]:
-    """Yields ``(spec, layer, array)`` for every weight, a stacked one layer by layer."""
+    """Yields ``(spec, layer, array)`` for every weight, a stacked one layer by layer.
+
+    Arrays have their spec's shape, whatever layout the parameters are in.
+    """
+    whole = lambda spec, array: join(array) if spec.is_linear else array
     for name, spec in outer_table(config).items():
-        yield spec, None, params[name]
+        yield spec, None, whole(spec, params[name])
     for i in range(config.num_hidden_layers):
         for name, spec in layer_table(config).items():
             layers = params["layers"]
-            yield spec, i, layers[name][i] if config.scan_layers else layers[str(i)][name]
+            array = layers[name][i] if config.scan_layers else layers[str(i)][name]
+            yield spec, i, whole(spec, array)
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype=jnp.float32) -> Params:

@@ -12,6 +12,7 @@ from spec_jax.contracts import ForwardOutput, Model
 from spec_jax.models.attention import attend, causal_attention
 from spec_jax.models.cache import KVCache
 from spec_jax.models.config import ModelConfig, RopeConfig
+from spec_jax.models.panels import cut, matmul
 from spec_jax.models.params import Params, init_params
 
 __all__ = ["forward", "init_params", "logits", "model", "rope_frequencies", "unembed"]
@@ -81,7 +82,7 @@ def _rotate(x_BTNH, cos_BTH, sin_BTH):
 
 
 def _linear(x, layer, name):
-    y = x @ layer[name]
+    y = matmul(x, layer[name])
     return y + layer[f"{name}_bias"] if f"{name}_bias" in layer else y
 
 
@@ -170,17 +171,22 @@ def unembed(params: Params, hidden: jax.Array) -> jax.Array:
     """Logits f32[..., V] of final hidden states dtype[..., D]."""
     with jax.named_scope("unembed"):
         if "head" in params:
-            return (hidden @ params["head"]).astype(jnp.float32)
+            return matmul(hidden, params["head"]).astype(jnp.float32)
         return jnp.einsum("...d,vd->...v", hidden, params["embed"]).astype(jnp.float32)
 
 
-def with_own_head(params: Params) -> Params:
-    """The same weights with a tied head as an array of its own, ``[in, out]``.
+def for_cpu(params: Params) -> Params:
+    """The same weights, laid out for decoding on a CPU; nothing else changes.
 
-    For decoding on a CPU, where a product with the transposed embedding takes twice the
-    time. Nothing else changes; not for training, which would untie them.
+    A tied head becomes an array of its own, ``[in, out]``: a product with the transposed
+    embedding takes twice the time. Separate layers are cut into panels. Not for training,
+    which would untie the head.
     """
-    return params if "head" in params else {**params, "head": jnp.array(params["embed"].T)}
+    head = params["head"] if "head" in params else params["embed"].T
+    layers = params["layers"]
+    if "q" not in layers:  # not stacked
+        layers = jax.tree.map(lambda w: cut(w) if w.ndim == 2 else w, layers)
+    return {**params, "layers": layers, "head": cut(jnp.array(head))}
 
 
 def logits(params: Params, tokens: jax.Array, *, config: ModelConfig) -> jax.Array:
