@@ -4,9 +4,8 @@
     python -m experiments.benchmark --parts=zoo --config.zoo.ks=2,4
     python -m experiments.benchmark --transformers_python=PATH
 
-Cost: about six minutes on two quiet CPU cores, two of them compilation. Expected on jax 0.12:
-every bar met. On jax 0.10 a pass of five tokens costs about twice a pass of one, so the bars
-of the large shape are reported, not met.
+Cost: about seven minutes on two quiet CPU cores, two of them compilation. What to expect, by
+processor and jax: "Measured" in WORKSPACE.md.
 """
 
 from ml_collections import ConfigDict

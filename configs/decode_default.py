@@ -30,7 +30,7 @@ def get_config() -> ConfigDict:
     config.max_new_tokens = 64
     config.batch = 1  # prompts decoded together
     config.methods = ("plain", "ngram", "standalone")
-    config.ks = (2, 4, 6)  # drafted tokens a round
+    config.ks = (1, 2, 4)  # drafted tokens a round
     config.temperatures = (0.0, 1.0)
     config.standalone_rules = ("residual",)  # above temperature 0; at 0 it is "greedy"
     config.ngram_rules = ("match",)
