@@ -155,13 +155,17 @@ class Drafter(NamedTuple):
       max_length: the most tokens a row may hold, or None.
       is_sampled: it draws from a distribution (``Proposal.probs``); else a point mass.
       init: ``(params, batch, slots) -> state``.
-      prefill: ``(params, state, tokens i32[B,T], lengths i32[B], features) -> state``.
+      prefill: ``(params, state, tokens i32[B,T], lengths i32[B], pending i32[B], features) ->
+        state``; ``pending`` is each row's first token, not yet fed, and ``features[:, t]``
+        belongs to ``tokens[:, t]``.
       propose: ``(params, state, context, num_draft) -> (Proposal, state)``.
       commit: ``(params, state, tokens i32[B,K+1], n i32[B], features) -> state``: the target
         has been fed the pending token and the accepted drafts, ``n`` tokens in all.
         ``tokens`` are [accepted drafts | the new pending token], ``n`` of them count, and
         ``features[:, i]`` belongs to the token *before* ``tokens[:, i]``.
       insert_row: ``(state, row, other) -> state``, ``other`` of one row.
+      taps: the target's states that it reads as features (see ``transformer.forward``), in
+        this order; empty for a drafter that reads none.
     """
 
     name: str
@@ -173,6 +177,7 @@ class Drafter(NamedTuple):
     propose: Callable[..., tuple[Proposal, Any]]
     commit: Callable[..., Any]
     insert_row: Callable[..., Any]
+    taps: tuple[int, ...] = ()
 
 
 class Rule(NamedTuple):

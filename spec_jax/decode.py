@@ -368,12 +368,21 @@ def _prefill(
         output = target.forward(params["target"], tokens, cache)
         last = jnp.take_along_axis(output.hidden, (lengths - 1)[:, None, None], axis=1)
         logits = target.unembed(params["target"], last)
-        draft = drafter.init(params["draft"], B, slots)
-        draft = drafter.prefill(params["draft"], draft, tokens, lengths, output.features)
     V = target.vocab_size
     seen = jnp.zeros((B, V), bool).at[
         jnp.arange(B)[:, None], jnp.where(is_prompt, tokens, V)
     ].set(True, mode="drop")
+    counts = Counts(prompt=seen, output=jnp.zeros((B, V), jnp.int32))
+    processed = process(logits, sampler, counts, is_argmax=is_argmax)[:, 0]
+    gumbel = jax.lax.cond(
+        is_sampling(sampler),
+        lambda: rng.gumbel(rng.keys(sampler.seed, rng.Stream.TARGET, lengths), V),
+        lambda: jnp.zeros((B, V), jnp.float32),
+    )
+    first = sample(processed, gumbel)
+    with jax.named_scope("prefill_draft"):
+        draft = drafter.init(params["draft"], B, slots)
+        draft = drafter.prefill(params["draft"], draft, tokens, lengths, first, output.features)
     empty = jnp.zeros((B, slots), jnp.int32)
     state = DecodeState(
         tokens=empty.at[:, :T].set(jnp.where(is_prompt, tokens, 0)),
@@ -387,16 +396,10 @@ def _prefill(
         draft=draft,
         sampler=sampler,
         draft_sampler=draft_sampler,
-        counts=Counts(prompt=seen, output=jnp.zeros((B, V), jnp.int32)),
+        counts=counts,
         expected=jnp.full((B, slots), jnp.nan) if has_expected else None,
     )
-    processed = process(logits, sampler, state.counts, is_argmax=is_argmax)[:, 0]
-    gumbel = jax.lax.cond(
-        is_sampling(sampler),
-        lambda: rng.gumbel(rng.keys(sampler.seed, rng.Stream.TARGET, lengths), V),
-        lambda: jnp.zeros((B, V), jnp.float32),
-    )
-    first = sample(processed, gumbel)[:, None]
+    first = first[:, None]
     is_bad = ~jnp.isfinite(processed.max(axis=-1))
     fault = jnp.where(is_bad, Finish.NAN_TARGET, Finish.RUNNING)
     n_emit, finish = _cut(state, first, lengths, 1, fault)

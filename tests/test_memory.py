@@ -20,7 +20,7 @@ from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.contracts import ForwardOutput
 from spec_jax.draft.ngram import NO_DRAFT
 from spec_jax.draft.small_lm import small_lm
-from spec_jax.models import transformer
+from spec_jax.models import layers, transformer
 from spec_jax.models.config import ModelConfig
 from spec_jax.sampling import make_sampler
 from spec_jax.verify import make_rule
@@ -182,17 +182,12 @@ class _OneLayer:
 
 def _forward_through_scan(params, tokens, cache, *, window_offset=0, config):
     """A target that hands its cache to the layers' scan as xs and takes it back as ys."""
-    start = cache.length + window_offset
-    slots = start[:, None] + jnp.arange(tokens.shape[1])
-    mask = jnp.arange(SLOTS) <= slots[:, :, None]
-    angle = slots[:, :, None] * transformer.rope_frequencies(config.rope, config.head_dim)[0]
+    window = layers.Window.behind(config, cache, *tokens.shape, window_offset)
 
     def body(x, scanned):
         layer, keys, values = scanned
         one = _OneLayer(keys[None], values[None])
-        x, one = transformer._layer(
-            layer, x, one, 0, start, mask, jnp.cos(angle), jnp.sin(angle), config
-        )
+        x, one = transformer._layer(layer, x, one, 0, window, config)
         return x, (one.keys[0], one.values[0])
 
     x = jnp.take(params["embed"], tokens, axis=0)

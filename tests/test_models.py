@@ -13,6 +13,7 @@ from spec_jax.models import transformer
 from spec_jax.models.cache import KVCache
 from spec_jax.models.config import ModelConfig, RopeConfig
 from spec_jax.models.params import init_params, num_params
+from spec_jax.models.rope import rope_frequencies
 
 forward = jax.jit(transformer.forward, static_argnames="config")
 unembed = jax.jit(transformer.unembed)
@@ -210,7 +211,7 @@ LONG = dict(factor=8.0, original_max_position_embeddings=4096)
     ids=lambda r: r.rope_type,
 )
 def test_rotary_frequencies_equal_the_published_formulas(rope):
-    freq, factor = transformer.rope_frequencies(rope, 32)
+    freq, factor = rope_frequencies(rope, 32)
     expected, expected_factor = numpy_frequencies(rope, 32)
     np.testing.assert_allclose(freq, expected, rtol=3e-6)
     assert float(factor) == pytest.approx(expected_factor, rel=1e-6)
@@ -262,3 +263,31 @@ def test_an_impossible_model_shape_is_an_error_that_names_the_field(wrong, named
 def test_scaled_rotary_embedding_needs_its_original_length(rope_type):
     with pytest.raises(ConfigError, match="original_max_position_embeddings"):
         RopeConfig(rope_type, factor=2.0)
+
+
+@pytest.mark.parametrize("has_cache", [False, True])
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_taps_are_the_states_that_a_shorter_model_ends_in(scan_layers, has_cache):
+    config = dataclasses.replace(LLAMA, num_hidden_layers=3, scan_layers=scan_layers)
+    params, tokens = random_weights(config), random_tokens(2, 6)
+    make = lambda: KVCache.create(config, 2, 8) if has_cache else None
+    taps = (2, 0, 4, 3, 1)
+    out = transformer.model(config, taps).forward(params, tokens, make())
+    assert out.features.shape == (2, 6, 5 * config.hidden_size)
+    found = dict(zip(taps, jnp.split(out.features, 5, axis=-1)))
+    plain = transformer.model(config).forward(params, tokens, make())
+    assert plain.features is None
+    np.testing.assert_array_equal(out.hidden, plain.hidden)
+    np.testing.assert_array_equal(found[4], out.hidden)
+    np.testing.assert_array_equal(found[0], params["embed"][tokens])
+    separate = dataclasses.replace(config, scan_layers=False)
+    weights = random_weights(separate)
+    for num_layers in (1, 2, 3):
+        short = dataclasses.replace(separate, num_hidden_layers=num_layers)
+        ends = transformer.forward(weights, tokens, config=short, taps=(num_layers,)).features
+        np.testing.assert_allclose(found[num_layers], ends, rtol=0, atol=1e-5)
+
+
+def test_a_tap_that_the_model_does_not_have_is_an_error_that_names_it():
+    with pytest.raises(ConfigError, match=r"taps \[-1, 4\].*0 to 3"):
+        transformer.model(LLAMA, (0, -1, 3, 4))

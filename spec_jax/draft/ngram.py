@@ -62,7 +62,7 @@ def ngram(ngram_max: int = 3, ngram_min: int = 1) -> Drafter:
         max_length=None,
         is_sampled=False,
         init=lambda params, batch, slots: (),
-        prefill=lambda params, state, tokens, lengths, features: state,
+        prefill=lambda params, state, tokens, lengths, pending, features: state,
         propose=propose,
         commit=lambda params, state, tokens, n, features: state,
         insert_row=lambda state, row, other: state,

@@ -48,8 +48,8 @@ def small_lm(model: Model) -> Drafter:
     never fed) is filled at no extra pass, and the tokens fed are the same for every row.
     """
 
-    def prefill(params, cache, tokens, lengths, features):
-        del features
+    def prefill(params, cache, tokens, lengths, pending, features):
+        del pending, features
         return model.forward(params, tokens, cache).cache.commit(lengths - 1)
 
     def propose(params, cache, context: Context, num_draft: int):

@@ -269,7 +269,8 @@ def _propose(system: decode.System, params, batch, gumbel):
     cache = target.init_cache(params["target"], size, width + K + 1)
     fed = target.forward(params["target"], tokens, cache)
     state = drafter.init(params["draft"], size, width + K + 1)
-    state = drafter.prefill(params["draft"], state, tokens, length, fed.features)
+    pending = jnp.take_along_axis(tokens, length[:, None], axis=1)[:, 0]
+    state = drafter.prefill(params["draft"], state, tokens, length, pending, fed.features)
     context = Context(
         tokens, length, draft_sampler, counts, sampler.seed, is_coupled=False, has_probs=True,
         has_logits=rule.needs_logits, gumbel=gumbel,

@@ -86,6 +86,11 @@ def test_logits_agree_for_random_configurations(tmp_path, family, rope):
     expected = torch_logits(model, tokens)
     assert np.abs(expected).max() > 0.5  # an error would show
     np.testing.assert_allclose(whole(params, tokens, config=own), expected, atol=1e-4)
+    taps = (*range(own.num_hidden_layers), own.num_hidden_layers + 1)  # its last state is normed
+    features = transformer.model(own, taps).forward(params, jnp.asarray(tokens)).features
+    with torch.no_grad():
+        states = model(torch.from_numpy(tokens).long(), output_hidden_states=True).hidden_states
+    np.testing.assert_allclose(features, torch.cat(states, dim=-1).numpy(), atol=2e-4)
 
 
 @pytest.mark.parametrize("shard_bytes", [5 << 30, 3000], ids=["one file", "shards"])

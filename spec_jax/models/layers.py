@@ -1,0 +1,115 @@
+"""The parts of a decoder layer, for targets and for heads that draft from their features."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax.models.attention import attend, causal_attention
+from spec_jax.models.config import ModelConfig
+from spec_jax.models.panels import matmul
+from spec_jax.models.rope import rope_frequencies, rotate
+
+
+class Window(NamedTuple):
+    """Where the tokens of one call stand.
+
+    Attributes:
+      start: i32[B], the first slot of each row.
+      mask: bool[B,T,S], slots of the cache that each token sees; None without a cache.
+      cos: f32[B,T,H/2], of the rotary embedding.
+      sin: f32[B,T,H/2].
+    """
+
+    start: jax.Array
+    mask: jax.Array | None
+    cos: jax.Array
+    sin: jax.Array
+
+    @classmethod
+    def behind(
+        cls, config: ModelConfig, cache: Any, batch: int, num_tokens: int,
+        window_offset: int | jax.Array = 0, positions: jax.Array | None = None,
+        mask: jax.Array | None = None,
+    ) -> Window:
+        """The next tokens of every row, ``window_offset`` slots behind what the cache holds.
+
+        Args:
+          config: whose rotary embedding applies.
+          cache: None where the tokens are the whole sequence.
+          batch: B.
+          num_tokens: T.
+          window_offset: slots of the window that earlier calls since the last commit filled.
+          positions: i32[B,T], rotary positions; by default the slots.
+          mask: bool[B,T,S]; by default each token sees all slots up to its own.
+        """  # fmt: skip
+        start = jnp.zeros((batch,), jnp.int32) if cache is None else cache.length + window_offset
+        slots_BT = start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
+        if positions is None:
+            positions = slots_BT
+        if mask is None and cache is not None:
+            mask = jnp.arange(cache.slots, dtype=jnp.int32) <= slots_BT[:, :, None]
+        freq, factor = rope_frequencies(config.rope, config.head_dim)
+        angle = positions[:, :, None].astype(jnp.float32) * freq
+        return cls(start, mask, jnp.cos(angle) * factor, jnp.sin(angle) * factor)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Divides by the root of the mean square over the last axis, in float32, and scales.
+
+    Source: arXiv 1910.07467, equation 4.
+    """
+    x32 = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * scale).astype(x.dtype) * weight
+
+
+def linear(x: jax.Array, layer: dict, name: str) -> jax.Array:
+    """The linear map of this name, with its bias if it has one."""
+    y = matmul(x, layer[name])
+    return y + layer[f"{name}_bias"] if f"{name}_bias" in layer else y
+
+
+def attention(layer: dict, x_BTC: jax.Array, cache, index, window: Window, config: ModelConfig):
+    """Self-attention of normalised inputs, residual left out.
+
+    With a cache it writes its window there and attends over its slots.
+
+    Args:
+      layer: its weights.
+      x_BTC: dtype[B,T,C], C being what q, k and v take.
+      cache: or None.
+      index: the layer's, in the cache.
+      window: where the tokens stand.
+      config: the model's shape.
+
+    Returns:
+      dtype[B,T,D] and the cache with the window written.
+    """
+    B, T, _ = x_BTC.shape
+    heads = lambda name, n: linear(x_BTC, layer, name).reshape(B, T, n, config.head_dim)
+    q = heads("q", config.num_attention_heads)
+    k, v = heads("k", config.num_key_value_heads), heads("v", config.num_key_value_heads)
+    if config.has_qk_norm:
+        q = rms_norm(q, layer["q_norm"], config.rms_norm_eps)
+        k = rms_norm(k, layer["k_norm"], config.rms_norm_eps)
+    q = rotate(q, window.cos, window.sin)
+    k = rotate(k, window.cos, window.sin).transpose(0, 2, 1, 3)
+    v = v.transpose(0, 2, 1, 3)
+    with jax.named_scope("attention"):
+        if cache is None:
+            out = causal_attention(q, k, v)
+        else:
+            cache = cache.write(index, k, v, window.start)
+            out = attend(q, *cache.layer(index), window.mask)
+        return linear(out, layer, "o"), cache
+
+
+def mlp(layer: dict, x_BTD: jax.Array, config: ModelConfig) -> jax.Array:
+    """The gated feed-forward part, norm and residual included."""
+    with jax.named_scope("mlp"):
+        h = rms_norm(x_BTD, layer["mlp_norm"], config.rms_norm_eps)
+        h = jax.nn.silu(linear(h, layer, "gate")) * linear(h, layer, "up")
+        return x_BTD + linear(h, layer, "down")
