@@ -21,7 +21,6 @@ from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context, ForwardOutput, Model, Proposal
 from spec_jax.decode import DecodeState, System
 from spec_jax.draft.ngram import NO_DRAFT
-from spec_jax.models import panels
 from spec_jax.sampling import argmax, make_sampler
 from spec_jax.stats import Stats, row_stats
 
@@ -33,11 +32,6 @@ def cast(tree, dtype):
     """The same tree with its floating-point arrays in another dtype."""
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
     return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
-
-
-def whole(params):
-    """The same weights of separate layers with every matrix ``[in, out]``, not in panels."""
-    return jax.tree.map(lambda w: panels.join(w) if w.ndim == 3 else w, params)
 
 
 def start(
@@ -145,17 +139,15 @@ def _plain(params, tokens, cache, total, limit, stop_tokens, *, model: Model, pa
 
 
 class PlainTimer:
-    """The fastest plain loop we can write, by dtype, padding and layout; ms a token.
+    """The fastest plain loop we can write, by dtype and padding; ms a token.
 
     Attributes:
       tokens: as ``GenerateTimer.tokens``.
     """
 
     def __init__(
-        self, model: Model, params, states: Sequence[DecodeState], *, dtype="float32", padding=1,
-        has_panels=True,
-    ):  # fmt: skip
-        params = params if has_panels else whole(params)
+        self, model: Model, params, states: Sequence[DecodeState], *, dtype="float32", padding=1
+    ):
         self._model, self._params, self._padding = model, cast(params, dtype), padding
         self._states = [(s.tokens, cast(s.target, dtype), s) for s in states]
         self()

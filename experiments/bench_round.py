@@ -32,9 +32,12 @@ class Pair(NamedTuple):
     draft: LoadedModel
     slots: int
 
-    @property
-    def params(self) -> dict:
-        return {"target": self.target.params, "draft": self.draft.params}
+    def params(self, num_rows: int | None = 1) -> dict:
+        """Of both, for passes of so many tokens; None for any number."""
+        return {
+            "target": self.target.decoding_params(num_rows),
+            "draft": self.draft.decoding_params(num_rows),
+        }
 
     def system(self, config=None) -> System:
         """For this SpeculativeConfig, greedy; None: plain decoding, K = 0."""
@@ -47,7 +50,7 @@ def try_plain(
     say: Callable[[str], None],
 ) -> dict[str, np.ndarray]:
     """Milliseconds a token of every plain loop, on one batch of prompts."""
-    state = start(pair.system(), pair.params, prompts, pair.slots, num_tokens)
+    state = start(pair.system(), pair.params(None), prompts, pair.slots, num_tokens)
     timers = {}
     for name in PLAIN:
         timers[name] = plain_timer(pair, [state], name)
@@ -64,10 +67,8 @@ def fastest(times: Mapping[str, np.ndarray], dtype: str | None = None) -> str:
 def plain_timer(pair: Pair, states, variant: str) -> PlainTimer:
     """The plain loop of one of ``PLAIN``."""
     dtype, padding, has_panels = PLAIN[variant]
-    return PlainTimer(
-        pair.target.model, pair.target.params, states, dtype=dtype, padding=padding,
-        has_panels=has_panels,
-    )  # fmt: skip
+    params = pair.params(1 if has_panels else None)["target"]
+    return PlainTimer(pair.target.model, params, states, dtype=dtype, padding=padding)
 
 
 def round_timers(
@@ -78,7 +79,8 @@ def round_timers(
     The first draft pass feeds two tokens and scores one, the other K - 1 feed one.
     """
     K, slots = system.num_draft, pair.slots
-    target, draft = (pair.target.model, pair.target.params), (pair.draft.model, pair.draft.params)
+    params = pair.params(K + 1)
+    target, draft = (pair.target.model, params["target"]), (pair.draft.model, params["draft"])
     make = {
         "target": lambda: pass_timer(*target, 1, slots, 1),
         "verify": lambda: pass_timer(*target, K + 1, slots, 1),
@@ -86,8 +88,8 @@ def round_timers(
         "draft first": lambda: pass_timer(*draft, 2, slots, 1, scored=1),
         "rest": lambda: rest_timer(system, slots),
         "round": lambda: GenerateTimer(
-            system, pair.params,
-            [start(system, pair.params, [prompt], slots, slots - len(prompt) - K - 1)],
+            system, params,
+            [start(system, pair.params(None), [prompt], slots, slots - len(prompt) - K - 1)],
             max_rounds=ROUNDS, unit="round",
         ),
     }  # fmt: skip

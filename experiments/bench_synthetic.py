@@ -28,7 +28,6 @@ def random_model(name: str, shape, seed: int) -> LoadedModel:
     """A model of this shape (fields of ModelConfig) with random float32 weights."""
     config = ModelConfig(**shape)
     params = jax.jit(init_params, static_argnums=0)(config, jax.random.key(seed))
-    params = transformer.for_cpu(params)  # as load_model does on a CPU
     return LoadedModel(name, transformer.model(config), params, None, config, config.eos_token_id)
 
 
@@ -57,13 +56,15 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
     with cli.Progress(config.repeats * 2 + 14, part) as bar:
         tried = try_plain(pair, [prompt], config.plain_tokens, config.repeats, bar.step)
         variant = fastest(tried)
-        states = [start(system, pair.params, [prompt], config.slots, config.new_tokens)]
-        plain_states = [start(plain_system, pair.params, [prompt], config.slots, config.new_tokens)]
+        states, plain_states = (
+            [start(s, pair.params(None), [prompt], config.slots, config.new_tokens)]
+            for s in (system, plain_system)
+        )
         timers = {"plain": plain_timer(pair, plain_states, variant)}
         bar.step("compiled plain")
-        timers["plain K=0"] = GenerateTimer(plain_system, pair.params, plain_states)
+        timers["plain K=0"] = GenerateTimer(plain_system, pair.params(1), plain_states)
         bar.step("compiled plain K=0")
-        timers["speculative"] = GenerateTimer(system, pair.params, states)
+        timers["speculative"] = GenerateTimer(system, pair.params(K + 1), states)
         bar.step("compiled speculative")
         timers |= round_timers(pair, system, prompt, bar.step)
         times = interleave(timers, config.repeats, bar.step)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from experiments import cli
-from experiments.bench_loops import GenerateTimer, cast, start, whole
+from experiments.bench_loops import GenerateTimer, cast, start
 from experiments.bench_round import (
     Pair,
     fastest,
@@ -72,9 +72,8 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
 
     def states(system, batch):
         groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
-        return [
-            start(system, pair.params, g, pair.slots, config.new_tokens, stops) for g in groups
-        ]
+        params = pair.params(None)
+        return [start(system, params, g, pair.slots, config.new_tokens, stops) for g in groups]
 
     total = 15 + config.repeats * (3 + len(config.batches)) + len(config.ks)
     with cli.Progress(total, part) as bar:
@@ -84,11 +83,11 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
         plain_states, own_states = states(plain_system, 1), states(systems[config.ks[0]], 1)
         by_variant = {v: plain_timer(pair, plain_states, v) for v in {*variants.values()}}
         bar.step("compiled plain")
-        zero = GenerateTimer(plain_system, pair.params, plain_states)
+        zero = GenerateTimer(plain_system, pair.params(1), plain_states)
         bar.step("compiled plain K=0")
         by_k = {}
         for k, system in systems.items():
-            by_k[k] = GenerateTimer(system, pair.params, own_states)
+            by_k[k] = GenerateTimer(system, pair.params(k + 1), own_states)
             bar.step(f"compiled K={k}")
         times = interleave(
             {"plain": by_variant[variants["plain"]]} | by_k, config.repeats, bar.step
@@ -99,7 +98,7 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
         half_states = [s.replace(target=half(s.target), draft=half(s.draft)) for s in own_states]
         timers = by_variant | {"plain K=0": zero, "speculative": by_k[best]}
         timers["speculative bfloat16"] = GenerateTimer(
-            systems[best], half(whole(pair.params)), half_states
+            systems[best], half(pair.params(None)), half_states
         )
         bar.step(f"compiled K={best} in bfloat16")
         middle = sorted(prompts, key=len)[len(prompts) // 2]
@@ -108,19 +107,21 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
         parts |= {name: parts[variant] for name, variant in variants.items()}
         batched = {}
         for batch in config.batches:
-            timers = {
+            pairs = {
                 "plain": plain_timer(pair, states(plain_system, batch), variants["plain"]),
                 "speculative": GenerateTimer(
-                    systems[best], pair.params, states(systems[best], batch)
+                    systems[best], pair.params(batch * (best + 1)), states(systems[best], batch)
                 ),
             }
-            batched[batch] = interleave(timers, config.repeats, bar.step)
+            batched[batch] = interleave(pairs, config.repeats, bar.step)
 
-    want = by_variant[variants["plain float32"]].tokens
+    # Tokens are compared within a dtype: rounding to bfloat16 moves near ties.
+    want, half_want = (by_variant[variants[f"plain {d}"]].tokens for d in ("float32", "bfloat16"))
+    half_tokens = timers["speculative bfloat16"].tokens
     line = lambda what, values, *args, **options: Line(part, what, spread(values), *args, **options)
     note = lambda k: (
         f"tau {by_k[k].stats.tau:.2f}, accepted {by_k[k].stats.acceptance_rate:.0%}, "
-        f"{_num_equal(by_k[k].tokens, want)} of {len(want)} rows identical to plain"
+        f"{_num_equal(by_k[k].tokens, want)} of {len(want)} rows identical to plain float32"
     )
     ratios = {
         "float32": parts["plain"] / parts["speculative"],
@@ -140,7 +141,8 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
         line(
             "the same, both in bfloat16",
             parts["plain bfloat16"] / parts["speculative bfloat16"],
-            note=f"over {variants['plain bfloat16']}",
+            note=f"over {variants['plain bfloat16']}; {_num_equal(half_tokens, half_want)} of "
+            f"{len(want)} rows identical",
         ),
         line("draft pass / target pass", parts["draft"] / parts["target"], bar=bars.draft),
         *round_lines(part, parts, by_k[best].stats, best, bars, variants["plain"]),

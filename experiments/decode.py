@@ -25,11 +25,10 @@ from experiments.grid import Bench, Cell, make_cells
 from experiments.prompts import Prompt, fit, load_prompts
 from spec_jax.config import STRATEGIES, SamplerConfig, build
 from spec_jax.errors import ConfigError
-from spec_jax.loading import LoadedModel, load_model
+from spec_jax.loading import DTYPES, LoadedModel, load_model
 
 _METHODS = ("plain", "ngram", "standalone")
 _RULES = tuple(s for s in STRATEGIES if s not in ("greedy", "synthetic"))
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def resolve(config: ConfigDict) -> ConfigDict:
@@ -62,7 +61,7 @@ def resolve(config: ConfigDict) -> ConfigDict:
     check(is_whole, "num_prompts", f"a multiple of batch {config.batch}")
     check(config.max_new_tokens >= 2, "max_new_tokens", "2 or more (prefill makes the first)")
     check((config.max_prompt_tokens or 1) >= 1, "max_prompt_tokens", "1 or more, or none")
-    check(config.dtype in _DTYPES, "dtype", f"one of {', '.join(_DTYPES)}")
+    check(config.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
     check(config.target != "", "target", "a zoo name or a directory: --config.target=PATH")
     if config.draft.lower() == "none":
         config.draft = ""
@@ -122,7 +121,7 @@ def compile_all(bench: Bench, cells: list[Cell], with_expected: list[Cell]) -> d
 
     def add_timer(role: str, model: LoadedModel, width: int) -> None:
         timers[role, width] = costs.pass_timer(
-            model.model, model.params, width, slots, bench.batch
+            model.model, model.decoding_params(width * bench.batch), width, slots, bench.batch
         )
 
     tasks = {cell.label: lambda c=cell: bench.compile(c) for cell in cells}

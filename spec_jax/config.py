@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import numbers
 import pathlib
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -27,12 +28,12 @@ def _check(ok: bool, name: str, value: Any, expected: str) -> None:
 
 
 def _is_int(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _is_number(value) -> bool:
     """A number that is not NaN."""
-    return (_is_int(value) or isinstance(value, float)) and value == value
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and value == value
 
 
 def _is_finite(value) -> bool:

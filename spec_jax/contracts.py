@@ -56,7 +56,8 @@ class Model(NamedTuple):
       max_length: the most tokens a row may hold, prompt and output together.
       init_cache: ``(params, batch, slots) -> Cache``, of the weights' dtype.
       forward: ``(params, tokens i32[B,T], cache, *, window_offset) -> ForwardOutput``.
-      unembed: ``(params, hidden dtype[...,D]) -> f32[...,V]``.
+      unembed: ``(params, hidden dtype[...,D]) -> f32[...,V]``, -inf for ids that only pad.
+      num_tokens: ids below it are tokens, the others pad the embedding; None: all are tokens.
     """
 
     vocab_size: int
@@ -64,6 +65,12 @@ class Model(NamedTuple):
     init_cache: Callable[..., Cache]
     forward: Callable[..., ForwardOutput]
     unembed: Callable[[Any, jax.Array], jax.Array]
+    num_tokens: int | None = None
+
+    @property
+    def last_id(self) -> int:
+        """The largest id that is a token."""
+        return (self.vocab_size if self.num_tokens is None else self.num_tokens) - 1
 
 
 @flax.struct.dataclass

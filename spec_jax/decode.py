@@ -261,7 +261,7 @@ def _checked(proposal: Proposal, system: System, batch: int) -> tuple[Proposal, 
             f"did not put into its Proposal"
         )
     offered = jnp.arange(system.num_draft) < proposal.n_draft[:, None]
-    is_valid = (proposal.tokens >= 0) & (proposal.tokens < V)
+    is_valid = (proposal.tokens >= 0) & (proposal.tokens <= system.target.last_id)
     n_draft = jnp.clip(proposal.n_draft, 0, system.num_draft)
     is_invalid = (offered & ~is_valid).any(axis=1) | (proposal.n_draft != n_draft)
     fault = jnp.where(is_invalid, Finish.INVALID_DRAFT, Finish.RUNNING)

@@ -31,6 +31,16 @@ _ROUNDS_PER_SYNC = 8
 _NO_LIMIT = 2**31 - 1
 
 
+def _integer(name: str, value, least: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or not least <= number <= _NO_LIMIT:
+        raise ConfigError(f"{name} is {value!r}; expected an integer of {least} or more")
+    return number
+
+
 @dataclasses.dataclass(frozen=True)
 class Generation:
     """What one prompt produced.
@@ -55,7 +65,8 @@ class SpeculativeDecoder:
     Args:
       target: from ``load_model``.
       draft: a smaller model of the same vocabulary for the method "standalone", else None.
-      config: what drafts and which rule judges. None, or a target alone: plain decoding.
+      config: what drafts and which rule judges; by default ``SpeculativeConfig()`` where there
+        is a draft, and plain decoding for a target alone.
       target_sampler: how the target's tokens are drawn; greedy by default.
       draft_sampler: how drafts are drawn; by default as the target's tokens.
       drafter: a ``Drafter`` of your own in place of the config's method; ``draft`` then
@@ -79,6 +90,15 @@ class SpeculativeDecoder:
         rule: Rule | None = None,
         has_expected: bool = False,
     ):
+        if isinstance(draft, SpeculativeConfig):
+            raise ConfigError("draft is a SpeculativeConfig; name it: config=...")
+        for name, value, kind in (
+            ("target", target, LoadedModel), ("draft", draft, LoadedModel),
+            ("config", config, SpeculativeConfig),
+        ):  # fmt: skip
+            if not isinstance(value, kind) and (value is not None or name == "target"):
+                hint = "; load_model makes one" if kind is LoadedModel else ""
+                raise ConfigError(f"{name} is {value!r}; expected a {kind.__name__}{hint}")
         if config is None and (draft is not None or drafter is not None):
             config = SpeculativeConfig()
         self.target, self.draft = target, draft
@@ -87,7 +107,7 @@ class SpeculativeDecoder:
         self._drafter = drafter or self._make_drafter()
         self._check_parts()
         self.reset_stats()
-        self.resolved_config(target_sampler)  # a strategy that cannot be is refused here
+        self.system()  # a strategy or a rule that cannot be is refused here
 
     def _make_drafter(self) -> Drafter:
         config, draft = self._config, self.draft
@@ -120,7 +140,10 @@ class SpeculativeDecoder:
 
     @property
     def config(self) -> SpeculativeConfig | None:
-        """The config with every default filled in; None for plain decoding."""
+        """The config with every default filled in; None for plain decoding.
+
+        A rule of your own judges in place of its strategy.
+        """
         return self.resolved_config(self.target_sampler)
 
     @property
@@ -168,11 +191,17 @@ class SpeculativeDecoder:
             self.target.model, self._drafter, rule, self.num_draft, has_expected
         )
 
-    @property
-    def params(self) -> dict:
+    def params(self, batch: int | None = None) -> dict:
+        """What ``decode.prefill`` and ``decode.generate`` take as ``params``.
+
+        Args:
+          batch: rows that are decoded together, for the layout that suits them; None: any.
+        """
+        target = None if batch is None else batch * (self.num_draft + 1)
+        draft = None if batch is None else batch * 2  # a draft's first pass feeds two tokens
         return {
-            "target": self.target.params,
-            "draft": None if self.draft is None else self.draft.params,
+            "target": self.target.decoding_params(target),
+            "draft": None if self.draft is None else self.draft.decoding_params(draft),
         }
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -189,16 +218,16 @@ class SpeculativeDecoder:
         else:
             try:
                 ids = list(map(operator.index, np.asarray(prompt).tolist()))
-            except TypeError:
+            except (TypeError, ValueError):
                 message = f"the prompt {prompt!r} is neither text nor integer ids"
                 raise PromptError(message) from None
         if not ids:
             raise PromptError("the prompt is empty; decoding needs at least one token")
-        bad = [i for i in ids if not 0 <= i < self.target.model.vocab_size]
+        last = self.target.model.last_id
+        bad = [i for i in ids if not 0 <= i <= last]
         if bad:
             raise PromptError(
-                f"the prompt holds id {bad[0]}; {self.target.name} has ids 0 to "
-                f"{self.target.model.vocab_size - 1}"
+                f"the prompt holds id {bad[0]}; {self.target.name} has ids 0 to {last}"
             )
         return ids
 
@@ -244,6 +273,8 @@ class SpeculativeDecoder:
           InvalidDraftError: the drafter proposed an id outside of the vocabulary; the
             error carries every row's result.
         """
+        if not isinstance(prompts, (str, Sequence, np.ndarray, jax.Array)):
+            raise PromptError(f"the prompt {prompts!r} is neither text, ids, nor a list of these")
         is_single = isinstance(prompts, str) or (
             len(prompts) > 0 and not isinstance(prompts[0], str) and np.ndim(prompts[0]) == 0
         )
@@ -258,10 +289,9 @@ class SpeculativeDecoder:
         samplers = self.target_sampler if sampler is None else sampler
         drafts = self.draft_sampler if draft_sampler is None else draft_sampler
         system = self.system(samplers)
-        if rounds_per_sync is not None and rounds_per_sync < 1:
-            raise ConfigError(f"rounds_per_sync is {rounds_per_sync}; expected 1 or more")
         if rounds_per_sync is None:
             rounds_per_sync = _ROUNDS_PER_SYNC if stops or on_text else _NO_LIMIT
+        rounds_per_sync = _integer("rounds_per_sync", rounds_per_sync, 1)
 
         begin = time.perf_counter()
         state = self.start(
@@ -273,11 +303,12 @@ class SpeculativeDecoder:
         )
         jax.block_until_ready(state.finish)
         prefilled = time.perf_counter()
+        params = self.params(len(ids))
         watch = _Watch(self.target.tokenizer, ids, stops, on_text)
         ending = np.zeros(len(ids), np.int32)
         while True:
             state, chunk = decode.generate(
-                self.params, state, jnp.asarray(ending), jnp.int32(rounds_per_sync), system=system
+                params, state, jnp.asarray(ending), jnp.int32(rounds_per_sync), system=system
             )
             finish = np.asarray(chunk.finish)
             if stops or on_text:
@@ -295,7 +326,7 @@ class SpeculativeDecoder:
         if bad:
             raise InvalidDraftError(
                 f"drafter {self._drafter.name!r} proposed ids outside of the vocabulary "
-                f"0..{system.target.vocab_size - 1} in rows {bad}; those rows stopped there, "
+                f"0..{system.target.last_id} in rows {bad}; those rows stopped there, "
                 "and every row's tokens are in this error's `generations`",
                 rows,
             )
@@ -311,8 +342,10 @@ class SpeculativeDecoder:
         Raises:
           PromptError: a prompt and its output exceed what the target or the draft can hold.
         """
-        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens is {max_new_tokens!r}; expected an integer >= 1")
+        max_new_tokens = _integer("max_new_tokens", max_new_tokens, 1)
+        if not isinstance(stop_tokens, (Sequence, np.ndarray)) or isinstance(stop_tokens, str):
+            raise ConfigError(f"stop_tokens is {stop_tokens!r}; expected a list of ids")
+        stop_tokens = [_integer("a stop token", token, 0) for token in stop_tokens]
         lengths = np.asarray([len(i) for i in ids], np.int32)
         longest = int(lengths.max())
         for model in (system.target, system.drafter):
@@ -331,7 +364,7 @@ class SpeculativeDecoder:
             tokens[row, : len(prompt)] = prompt
         stop_ids = np.tile(np.asarray([*stop_tokens, -1], np.int32), (len(ids), 1))
         return decode.prefill(
-            self.params, jnp.asarray(tokens), jnp.asarray(lengths),
+            self.params(), jnp.asarray(tokens), jnp.asarray(lengths),
             jnp.asarray(lengths + max_new_tokens), jnp.asarray(stop_ids), sampler, draft_sampler,
             system=system, slots=slots,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 
 import jax
@@ -10,11 +11,13 @@ import jax.numpy as jnp
 
 from spec_jax import zoo
 from spec_jax.contracts import Model
-from spec_jax.errors import WeightsError
-from spec_jax.models import transformer, weights
+from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.models import panels, transformer, weights
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.params import Params, num_params
 from spec_jax.models.tokenizer import Tokenizer
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +34,28 @@ class LoadedModel:
     tokenizer: Tokenizer | None = None
     config: ModelConfig | None = None
     stop_tokens: tuple[int, ...] = ()
+
+    def decoding_params(self, num_rows: int | None = None) -> Params:
+        """The weights as passes of ``num_rows`` tokens, of all rows together, want them.
+
+        They are ``params`` itself but on a CPU, where another layout is faster; each is made
+        once and kept.
+
+        Args:
+          num_rows: None for any number, as in prefill.
+        """
+        if self.config is None or jax.default_backend() != "cpu":
+            return self.params
+        has_few = num_rows is not None and num_rows <= panels.MAX_ROWS
+        return self._in_panels if has_few else self._with_own_head
+
+    @functools.cached_property
+    def _with_own_head(self) -> Params:
+        return transformer.with_own_head(self.params)
+
+    @functools.cached_property
+    def _in_panels(self) -> Params:
+        return transformer.in_panels(self._with_own_head)
 
     @property
     def num_params(self) -> int | None:
@@ -49,6 +74,7 @@ def load_model(
 
     Raises:
       WeightsError: no such model, or its files are not sound.
+      ConfigError: a dtype that weights cannot have.
     """
     directory = zoo.path(str(name_or_path)) or pathlib.Path(name_or_path)
     if not directory.is_dir():
@@ -56,15 +82,18 @@ def load_model(
             f"{name_or_path} is neither a directory nor a zoo name; "
             f"the zoo has {', '.join(zoo.NAMES)}"
         )
-    params, config = weights.load_pretrained(directory, jnp.dtype(dtype), scan_layers=scan_layers)
-    if jax.default_backend() == "cpu":
-        params = transformer.for_cpu(params)
+    dtype = jnp.dtype(dtype)
+    if dtype.name not in DTYPES:
+        raise ConfigError(f"dtype is {dtype.name!r}; expected one of {', '.join(DTYPES)}")
+    params, config = weights.load_pretrained(directory, dtype, scan_layers=scan_layers)
     has_tokenizer = (directory / "tokenizer.json").exists()
+    tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None
+    num_tokens = tokenizer and min(tokenizer.num_ids, config.vocab_size)
     return LoadedModel(
         name=str(name_or_path),
-        model=transformer.model(config),
+        model=transformer.model(config, num_tokens=num_tokens),
         params=params,
-        tokenizer=Tokenizer.from_directory(directory) if has_tokenizer else None,
+        tokenizer=tokenizer,
         config=config,
         stop_tokens=config.eos_token_id,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import flax.struct
@@ -76,7 +77,10 @@ def make_sampler(
         configs = [configs] * batch
     else:
         own_seeds = [c.seed for c in configs]
-    seeds = own_seeds if seeds is None else list(seeds)
+    try:
+        seeds = own_seeds if seeds is None else list(map(operator.index, seeds))
+    except TypeError:
+        raise ConfigError(f"seeds are {seeds!r}; expected one integer for each row") from None
     for name, values in (("sampler configs", configs), ("seeds", seeds)):
         if len(values) != batch:
             raise ConfigError(f"{len(values)} {name} for {batch} rows; expected one each")

@@ -111,11 +111,12 @@ def test_refuses_values_that_cannot_be(config, tmp_path, section, values, messag
 @pytest.mark.parametrize("variant", ["float32", "float32 padded to two rows"])
 def test_plain_loops_decode_what_the_decoder_decodes(pair, variant):
     prompts = [[3, 4, 5], [7, 1, 2, 9, 8, 8]]
-    stop = bench_loops.GenerateTimer(
-        pair.system(), pair.params, [bench_loops.start(pair.system(), pair.params, prompts, 128, 9)]
-    ).tokens[1][4]
-    states = [bench_loops.start(pair.system(), pair.params, prompts, 128, 9, [stop])]
-    ours = bench_loops.GenerateTimer(pair.system(), pair.params, states)
+    begin = lambda *stops: [
+        bench_loops.start(pair.system(), pair.params(None), prompts, 128, 9, stops)
+    ]
+    stop = bench_loops.GenerateTimer(pair.system(), pair.params(), begin()).tokens[1][4]
+    states = begin(stop)
+    ours = bench_loops.GenerateTimer(pair.system(), pair.params(), states)
     plain = bench_round.plain_timer(pair, states, variant)
     assert plain.tokens == ours.tokens
     assert plain.tokens[1][-1] == stop
@@ -125,9 +126,9 @@ def test_plain_loops_decode_what_the_decoder_decodes(pair, variant):
 
 def test_a_round_is_timed_over_the_rounds_it_ran(pair):
     system = pair.system(SpeculativeConfig(num_speculative_tokens=2))
-    state = bench_loops.start(system, pair.params, [[3, 4, 5]], 128, 100)
+    state = bench_loops.start(system, pair.params(), [[3, 4, 5]], 128, 100)
     timer = bench_loops.GenerateTimer(
-        system, pair.params, [state], max_rounds=5, unit="round"
+        system, pair.params(), [state], max_rounds=5, unit="round"
     )
     assert timer.stats.rounds == 5
     free = bench_loops.rest_timer(system, slots=256)

@@ -38,12 +38,6 @@ def test_enumerated_law_is_the_targets_for_every_setting_in_one_batch(strategy, 
 
 
 @pytest.mark.parametrize("strategy", ["residual", "block"])
-def test_enumerated_law_is_the_targets_with_rows_that_draft_less(strategy):
-    drafter = testing.ragged(small_lm(testing.toy_model(3)), lambda length: length % 3)
-    certify_rule(rule(strategy), drafter=drafter)
-
-
-@pytest.mark.parametrize("strategy", ["residual", "block"])
 @pytest.mark.parametrize(
     "name, vocab_size, num_draft", [("all together", 5, 2), ("penalties", 4, 3)]
 )
@@ -172,9 +166,19 @@ def test_mutation_bonus_drawn_from_a_residual_is_caught_by_enumeration():
         return verdict.replace(n_accept=jnp.minimum(verdict.n_accept, proposal.n_draft))
 
     mutant = rule("residual")._replace(verify=batched(verify))
-    drafter = testing.ragged(small_lm(testing.toy_model(3)), lambda length: 1 + length % 2)
-    with pytest.raises(CertificateError):
-        certify_rule(mutant, drafter=drafter)
+    with pytest.raises(CertificateError, match="replacement law"):
+        certify_rule(mutant)
+
+
+def test_mutation_drafts_that_were_not_offered_are_accepted_is_caught():
+    """What does not count is not rejected, so it is taken for accepted."""
+
+    def verify(target, proposal, noise):
+        spare = proposal.replace(n_draft=jnp.int32(proposal.tokens.shape[0]))
+        return chain.residual(target, spare, noise)
+
+    with pytest.raises(CertificateError, match="ragged"):
+        certify_rule(rule("residual")._replace(verify=batched(verify)))
 
 
 def test_mutation_inclusive_boundary_is_caught_by_a_uniform_of_zero():

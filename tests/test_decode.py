@@ -164,7 +164,7 @@ def test_a_round_commits_what_it_emits_and_finished_rows_change_nothing(target, 
         PROMPTS, NEW, system, decode_sampler(MIXED), decode_sampler(MIXED), stop_tokens=()
     )
     state = state.replace(limit=state.prompt_length + jnp.asarray([NEW, 4, 9]))
-    step = jax.jit(lambda state: decode.decode_round(d.params, state, system))
+    step = jax.jit(lambda state: decode.decode_round(d.params(), state, system))
     for _ in range(NEW):
         before, state = state, step(state)
         emitted = np.asarray((state.kind > 0).sum(1) - (before.kind > 0).sum(1))
@@ -221,11 +221,11 @@ def test_an_admitted_row_decodes_as_if_it_were_alone(target, draft, strategy):
     state = d.start(PROMPTS, NEW, system, make(MIXED), make(MIXED))
     free = jnp.zeros(3, jnp.int32)
     state, _ = decode.generate(
-        d.params, state, free.at[1].set(Finish.CANCELLED), jnp.int32(2), system=system
+        d.params(), state, free.at[1].set(Finish.CANCELLED), jnp.int32(2), system=system
     )
     new = d.start([PROMPTS[2]], NEW, system, make(MIXED[2:]), make(MIXED[2:]))
     state = decode.admit(state, jnp.int32(1), new, system=system)
-    state, chunk = decode.generate(d.params, state, free, jnp.int32(99), system=system)
+    state, chunk = decode.generate(d.params(), state, free, jnp.int32(99), system=system)
     expected = tokens_of(d.generate(PROMPTS, NEW))
     begin = [3, 1, 1]
     for row, like in ((0, 0), (1, 2), (2, 2)):
@@ -328,7 +328,7 @@ def test_every_kind_is_recorded_where_it_happened():
     )
     state = d.start([[0, 1]], 6, d.system(), *[make_sampler(SamplerConfig(), 1, TOY)] * 2)
     state, _ = decode.generate(
-        d.params, state, jnp.zeros(1, jnp.int32), jnp.int32(9), system=d.system()
+        d.params(), state, jnp.zeros(1, jnp.int32), jnp.int32(9), system=d.system()
     )
     k = Kind
     assert np.asarray(state.tokens)[0, 2:8].tolist() == list(plain)
@@ -336,3 +336,21 @@ def test_every_kind_is_recorded_where_it_happened():
         k.FIRST, k.ACCEPTED, k.ACCEPTED, k.BONUS, k.ACCEPTED, k.CORRECTED,
     ]
     assert np.asarray(state.offered)[0, 2:8].tolist() == [-1, 2, -1, -1, 2, -1]
+
+
+def test_rounds_without_drafts_leave_a_draft_nothing_to_catch_up(target):
+    """K = 0 for three rounds, then K = 3: a draft equal to the target is accepted whole."""
+    d = SpeculativeDecoder(target, target, SpeculativeConfig(num_speculative_tokens=3))
+    system, none = d.system(), jnp.zeros(2, jnp.int32)
+    plain = SpeculativeDecoder(target).generate(PROMPTS[:2], 16)
+    sampler = make_sampler(SamplerConfig(), 2, V)
+    state = d.start(PROMPTS[:2], 16, system, sampler, sampler)
+    state, chunk = decode.generate(
+        d.params(), state, none, jnp.int32(3), system=system._replace(num_draft=0)
+    )
+    assert chunk.rounds == 3
+    state, chunk = decode.generate(d.params(), state, none, jnp.int32(99), system=system)
+    assert chunk.rounds == 3  # 12 tokens are left: three rounds of K + 1
+    for row, prompt in enumerate(PROMPTS[:2]):
+        found = np.asarray(state.tokens)[row, len(prompt) : int(chunk.total[row])]
+        assert tuple(found) == plain[row].tokens

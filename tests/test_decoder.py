@@ -7,16 +7,20 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import LLAMA, random_weights
 
 from spec_jax import testing
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.decode import Kind
 from spec_jax.decoder import SpeculativeDecoder
-from spec_jax.errors import ConfigError, PromptError, WeightsError
-from spec_jax.loading import load_model
+from spec_jax.errors import ConfigError, InvalidDraftError, PromptError, WeightsError
+from spec_jax.loading import LoadedModel, load_model
+from spec_jax.models import transformer
 from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.stats import Stats, predicted_speedup, row_stats
+from spec_jax.verify import make_rule
 
+GREEDY = make_rule(SpeculativeConfig(rejection_sampling_strategy="greedy"))
 PROMPTS = ["Once upon a time", "Tom and Lily went to the park.", "A dog"]
 
 
@@ -167,6 +171,83 @@ def test_parts_that_do_not_fit_are_refused(stories):
     greedy = SpeculativeConfig("ngram", rejection_sampling_strategy="greedy")
     with pytest.raises(ConfigError, match="argmax"):
         SpeculativeDecoder(stories, config=greedy, target_sampler=SamplerConfig(0.5))
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "message"),
+    [
+        ((SpeculativeConfig("ngram"),), {}, "draft is a SpeculativeConfig"),
+        ((), {"config": {"num_speculative_tokens": 2}}, "config is .*SpeculativeConfig"),
+        (("zoo/draft",), {}, "draft is 'zoo/draft'.*load_model"),
+        ((), {"target_sampler": SamplerConfig(temperature=1.0), "rule": GREEDY}, "temperature 0"),
+    ],
+    ids=lambda x: "",
+)
+def test_slips_in_the_constructor_are_named(stories, args, options, message):
+    with pytest.raises(ConfigError, match=message):
+        SpeculativeDecoder(stories, *args, **options)
+
+
+def test_a_target_that_is_not_loaded_is_named():
+    with pytest.raises(ConfigError, match="target is 'zoo/target'.*load_model"):
+        SpeculativeDecoder("zoo/target")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stop_tokens": 2}, "stop_tokens is 2; expected a list"),
+        ({"stop_tokens": [2.7]}, "a stop token is 2.7"),
+        ({"stop_tokens": [2**40]}, "a stop token is"),
+        ({"seeds": 3}, "seeds are 3"),
+        ({"seeds": [1.5]}, "seeds are"),
+        ({"rounds_per_sync": 1.5}, "rounds_per_sync is 1.5"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"max_new_tokens": True}, "max_new_tokens is True"),
+    ],
+    ids=str,
+)
+def test_slips_in_a_call_are_named(stories, options, message):
+    with pytest.raises(ConfigError, match=message):
+        SpeculativeDecoder(stories).generate("A dog", **options)
+
+
+def test_numbers_of_numpy_are_numbers(stories):
+    sampler = SamplerConfig(temperature=np.float32(0.5), seed=np.int64(3), top_k=np.int32(4))
+    few = SpeculativeDecoder(stories, target_sampler=sampler).generate("A dog", np.int64(3))
+    assert len(few.tokens) == 3
+
+
+def test_a_dtype_that_weights_cannot_have_is_refused():
+    with pytest.raises(ConfigError, match="int8"):
+        load_model("zoo/draft", "int8")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_ids_that_pad_the_embedding_are_never_emitted(temperature):
+    """The padding's own logits are the largest; drafting them is an error that names the range."""
+    config, used = dataclasses.replace(LLAMA, max_position_embeddings=256), 20
+    weights = random_weights(config)
+    head = weights["head"].at[:, used:].mul(50.0)
+    padded = LoadedModel(
+        "padded", transformer.model(config, num_tokens=used), {**weights, "head": head},
+        config=config,
+    )
+    sampler = SamplerConfig(temperature=temperature)
+    draft = dataclasses.replace(padded, name="same")
+    plain = SpeculativeDecoder(padded, target_sampler=sampler).generate([1, 2], 30)
+    fast = SpeculativeDecoder(
+        padded, draft, SpeculativeConfig(rejection_sampling_strategy="match"),
+        target_sampler=sampler,
+    ).generate([1, 2], 30)
+    assert max(plain.tokens) < used and fast.tokens == plain.tokens
+    with pytest.raises(PromptError, match="ids 0 to 19"):
+        SpeculativeDecoder(padded).encode([1, used])
+    drafter = testing.scripted_drafter(
+        lambda tokens, length, K: jnp.full((len(length), K), used, jnp.int32)
+    )
+    with pytest.raises(InvalidDraftError, match=r"0\.\.19"):
+        SpeculativeDecoder(padded, drafter=drafter).generate([1, 2], 30)
 
 
 def test_an_unknown_model_is_an_error_that_names_the_zoo():

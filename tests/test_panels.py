@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tiny_models import LLAMA, random_weights
 
+from spec_jax.loading import LoadedModel
 from spec_jax.models import panels, transformer
 from spec_jax.models.weights import load_pretrained, save_pretrained
 
@@ -41,12 +42,24 @@ def test_the_layout_for_a_cpu_changes_no_logits_and_is_not_saved(tmp_path, is_ti
     sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 31}
     config = dataclasses.replace(LLAMA, head_dim=8, tie_word_embeddings=is_tied, **sizes)
     params = random_weights(config)
-    ours = transformer.for_cpu(params)
+    loaded = LoadedModel("tiny", transformer.model(config), params, config=config)
+    ours = loaded.decoding_params(1)
     assert any(w.ndim == 3 for w in jax.tree.leaves(ours["layers"]))
+    jax.tree.map(np.testing.assert_array_equal, transformer.in_panels(ours), ours)
     tokens = jnp.asarray([[3, 1, 4, 1, 5, 9, 2, 6]])
     want = transformer.logits(params, tokens, config=config)
-    found = transformer.logits(ours, tokens, config=config)
-    np.testing.assert_allclose(found, want, rtol=0, atol=1e-4)
+    for layout in (ours, loaded.decoding_params(), loaded.decoding_params(17)):
+        found = transformer.logits(layout, tokens, config=config)
+        np.testing.assert_allclose(found, want, rtol=0, atol=1e-4)
+    assert loaded.decoding_params(16) is ours and loaded.decoding_params(17) is not ours
+    assert ("head" in loaded.params) is not is_tied  # what may be trained is not touched
     save_pretrained(tmp_path, ours, config)
-    loaded, _ = load_pretrained(tmp_path, jnp.float32)
-    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    saved, _ = load_pretrained(tmp_path, jnp.float32)
+    jax.tree.map(np.testing.assert_array_equal, saved, params)
+
+
+def test_the_copies_of_the_rows_never_outgrow_the_matrix():
+    w = panels.cut(jnp.ones((256, 1024)))
+    for num_rows in (5, panels.MAX_ROWS, panels.MAX_ROWS + 1, 100):
+        compiled = jax.jit(panels.matmul).lower(jnp.ones((num_rows, 256)), w).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes <= 1.2 * w.nbytes

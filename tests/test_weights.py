@@ -251,3 +251,16 @@ def test_stop_tokens_may_be_a_list_and_those_of_generation_take_precedence(llama
     assert read_config(llama).eos_token_id == (4, 9)
     (llama / "generation_config.json").unlink()
     assert read_config(llama).eos_token_id == (3,)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_tensor_that_is_not_finite_is_an_error_that_names_it(llama, value):
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def spoil(tensors):
+        tensors[name] = tensors[name].copy()
+        tensors[name][0, 0] = value
+
+    edit_tensors(llama, spoil)
+    with pytest.raises(WeightsError, match=f"{name} holds NaN"):
+        load_pretrained(llama)

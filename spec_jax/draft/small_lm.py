@@ -76,6 +76,10 @@ def small_lm(model: Model) -> Drafter:
         if context.has_logits:
             out["logits"] = jnp.zeros((B, num_draft, V), jnp.float32)
 
+        n_draft = jnp.full((B,), num_draft, jnp.int32)
+        if num_draft == 0:  # what plain rounds commit is fed all the same: no backlog arises
+            return Proposal(n_draft=n_draft, **out), model.forward(params, fed, cache).cache
+
         def body(node, carry):
             *inputs, is_sound = carry
             *outputs, is_sound_now = step(node, *inputs)
@@ -83,7 +87,6 @@ def small_lm(model: Model) -> Drafter:
 
         carry = step(jnp.int32(1), fed, cache, context.counts, out)
         _, cache, _, out, is_sound = jax.lax.fori_loop(2, num_draft + 1, body, carry)
-        n_draft = jnp.full((B,), num_draft, jnp.int32)
         return Proposal(n_draft=n_draft, is_sound=is_sound, **out), cache
 
     return Drafter(

@@ -2,8 +2,8 @@
 
 Law: ``forward`` writes slots at and past ``length`` and never moves ``length``; only
 ``commit`` moves it. So what a rejected draft wrote is forgotten by not committing it,
-and rolling back costs nothing. Slots past ``length`` hold garbage that is finite and
-always masked.
+and rolling back costs nothing. Slots past ``length`` hold garbage that is always masked, and
+finite, since weights are (a masked NaN would still reach what attends over it).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A CPU multiplies a few rows by ``[in, out]`` in tiles a few columns wide, so it walks down the
 matrix at a stride of a whole row. Cut into panels ``[P, in, out / P]`` as narrow as a tile, the
 same product reads memory in order: up to twice as fast for 2 to 16 rows, which is what a verify
-pass feeds.
+pass feeds. The price is a copy of the rows for each panel, rows / width of the matrix's own size.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ import jax
 import jax.numpy as jnp
 
 _LARGE = 1 << 18  # elements; a larger matrix is read from memory, a smaller one from a cache
-_MAX_ROWS = 64  # from here on, putting the matrix together again costs less than it gains
+MAX_ROWS = 16  # with more, the copies of the rows outgrow the matrix: leave it whole
 
 
 def cut(w: jax.Array) -> jax.Array:
-    """dtype[in,out] as panels dtype[P,in,out/P]; as it is where panels gain nothing.
+    """dtype[in,out], or its panels, as panels dtype[P,in,out/P]; whole where they gain nothing.
 
     Nothing is gained in bfloat16, nor by large matrices before jax 0.12.
     """
+    if w.ndim == 3:
+        return w
     is_large = w.size >= _LARGE
     width = next((n for n in ((16,) if is_large else (32, 16)) if w.shape[1] % n == 0), None)
     has_gain = w.dtype == jnp.float32 and (not is_large or jax.__version_info__ >= (0, 12))
@@ -40,13 +42,14 @@ def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
 
     Args:
       x: dtype[...,in].
-      w: dtype[in,out], or its panels dtype[P,in,out/P].
+      w: dtype[in,out], or its panels dtype[P,in,out/P]; with more than ``MAX_ROWS`` rows
+        they are put together first, so give such passes the whole matrix.
 
     Returns:
       dtype[...,out].
     """
     num_rows = math.prod(x.shape[:-1])
-    if w.ndim == 2 or num_rows >= _MAX_ROWS:
+    if w.ndim == 2 or num_rows > MAX_ROWS:
         return x @ join(w)
     rows = x.reshape(num_rows, -1)
     if num_rows == 1 and w.size >= _LARGE:

@@ -54,6 +54,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def num_ids(self) -> int:
+        """The largest id and one; more than ``vocab_size`` where ids are left out."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+
     def token_id(self, token: str) -> int | None:
         return self.backend.token_to_id(token)
 

@@ -15,7 +15,7 @@ from spec_jax.models.layers import Window, attention, mlp, rms_norm
 from spec_jax.models.panels import cut, matmul
 from spec_jax.models.params import Params, init_params
 
-__all__ = ["forward", "for_cpu", "init_params", "logits", "model", "unembed"]
+__all__ = ["forward", "in_panels", "init_params", "logits", "model", "unembed", "with_own_head"]
 
 
 def _layer(layer, x_BTD, cache, index, window: Window, config: ModelConfig):
@@ -90,18 +90,25 @@ def unembed(params: Params, hidden: jax.Array) -> jax.Array:
         return jnp.einsum("...d,vd->...v", hidden, params["embed"]).astype(jnp.float32)
 
 
-def for_cpu(params: Params) -> Params:
-    """The same weights, laid out for decoding on a CPU; nothing else changes.
+def with_own_head(params: Params) -> Params:
+    """The same weights with a tied head as an array of its own, ``[in, out]``.
 
-    A tied head becomes an array of its own, ``[in, out]``: a product with the transposed
-    embedding takes twice the time. Separate layers are cut into panels. Not for training,
-    which would untie the head.
+    For decoding on a CPU, where a product with the transposed embedding takes twice the
+    time. Not for training, which would untie it.
     """
-    head = params["head"] if "head" in params else params["embed"].T
+    return params if "head" in params else {**params, "head": jnp.array(params["embed"].T)}
+
+
+def in_panels(params: Params) -> Params:
+    """The same weights with every matrix of separate layers, and the head, in panels.
+
+    For decoding few tokens a pass on a CPU, see ``models/panels.py``.
+    """
     layers = params["layers"]
     if "q" not in layers:  # not stacked
-        layers = jax.tree.map(lambda w: cut(w) if w.ndim == 2 else w, layers)
-    return {**params, "layers": layers, "head": cut(jnp.array(head))}
+        layers = jax.tree.map(lambda w: cut(w) if w.ndim > 1 else w, layers)
+    own = {"head": cut(params["head"])} if "head" in params else {}
+    return {**params, "layers": layers, **own}
 
 
 def logits(params: Params, tokens: jax.Array, *, config: ModelConfig) -> jax.Array:
@@ -110,7 +117,9 @@ def logits(params: Params, tokens: jax.Array, *, config: ModelConfig) -> jax.Arr
 
 
 @functools.cache
-def model(config: ModelConfig, taps: tuple[int, ...] = ()) -> Model:
+def model(
+    config: ModelConfig, taps: tuple[int, ...] = (), num_tokens: int | None = None
+) -> Model:
     """The ``Model`` of this shape: what the decoder and the drafters call.
 
     The same arguments give the same object, so compiled programs are shared.
@@ -118,9 +127,10 @@ def model(config: ModelConfig, taps: tuple[int, ...] = ()) -> Model:
     Args:
       config: the shape.
       taps: states that every pass returns as features, see ``forward``.
+      num_tokens: where the embedding is padded, how many of its ids are tokens.
 
     Raises:
-      ConfigError: a tap that the model does not have.
+      ConfigError: a tap that the model does not have, or more tokens than ids.
     """
     wrong = [i for i in taps if not 0 <= i <= config.num_hidden_layers + 1]
     if wrong:
@@ -128,6 +138,14 @@ def model(config: ModelConfig, taps: tuple[int, ...] = ()) -> Model:
             f"taps {wrong} do not exist: a model of {config.num_hidden_layers} layers has 0 to "
             f"{config.num_hidden_layers + 1}"
         )
+    if num_tokens is not None and not 0 < num_tokens <= config.vocab_size:
+        raise ConfigError(f"num_tokens is {num_tokens}; the model has {config.vocab_size} ids")
+    is_padded = num_tokens not in (None, config.vocab_size)
+
+    def unembed_tokens(params, hidden):
+        logits = unembed(params, hidden)
+        return jnp.where(jnp.arange(config.vocab_size) < num_tokens, logits, -jnp.inf)
+
     return Model(
         vocab_size=config.vocab_size,
         max_length=config.max_position_embeddings,
@@ -135,5 +153,6 @@ def model(config: ModelConfig, taps: tuple[int, ...] = ()) -> Model:
             config, batch, slots, params["embed"].dtype
         ),
         forward=functools.partial(forward, config=config, taps=taps),
-        unembed=unembed,
+        unembed=unembed_tokens if is_padded else unembed,
+        num_tokens=num_tokens if is_padded else None,
     )

@@ -76,7 +76,7 @@ def load_pretrained(
 
     Raises:
       WeightsError: an unreadable or truncated file; a tensor that is missing, unexpected,
-        or of another shape than config.json says. The tensor is named.
+        of another shape than config.json says, or not finite. The tensor is named.
       ConfigError: an architecture that is not supported.
     """
     directory = pathlib.Path(directory)
@@ -96,6 +96,8 @@ def load_pretrained(
                     f"{directory}: tensor {name} has shape {list(array.shape)}; "
                     f"config.json asks for {list(expected)}"
                 )
+            if not np.isfinite(array).all():
+                raise WeightsError(f"{directory}: tensor {name} holds NaN or infinite values")
             unread.discard(name)
             return jnp.asarray(array.T if spec.is_linear else array, dtype)
 

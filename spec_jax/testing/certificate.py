@@ -16,7 +16,7 @@ from spec_jax.contracts import Context, Drafter, Model, Noise, Rule
 from spec_jax.draft.small_lm import small_lm
 from spec_jax.errors import SpecJaxError
 from spec_jax.sampling import Counts, make_sampler
-from spec_jax.testing.mocks import toy_model, toy_params
+from spec_jax.testing.mocks import ragged, toy_model, toy_params
 from spec_jax.testing.oracles import (
     Row,
     chi_square,
@@ -69,12 +69,14 @@ def certify_rule(
     seed: int = 0,
     tolerance: float = 1e-6,
 ) -> float:
-    """Proves by enumeration that the rule, and the drafter under it, are lossless.
+    """Proves by enumeration that the rule, with what the drafter reports, is lossless.
 
     Every draft is forced through the drafter's noise and weighted by an independent
     computation of its law; every coin is forced to either side of the probability that the
     rule states, every last token through its Gumbel noise; the outcome is what the
-    drafter's and the rule's own functions return.
+    drafter's and the rule's own functions return. Because the noise is forced, a drafter or a
+    rule that draws from noise that something else has used is not seen here:
+    ``certify_decoder`` sees it.
 
     Args:
       rule: not coupled (certify those by equality with plain decoding).
@@ -83,7 +85,7 @@ def certify_rule(
       num_tokens: length of the joint law.
       rows: settings, all judged in one batch; by default ``standard_rows()``.
       drafter: draws with ``Context.gumbel`` where given; by default ``small_lm`` over a toy
-        draft.
+        draft, once with all of K drafts offered and once with 0 to K of them.
       draft_law: ``(row, output, drafted) -> f64[V]``, the law its next token should have; by
         default the toy draft's under the row's draft sampler. None of a deterministic
         drafter is asked.
@@ -98,10 +100,17 @@ def certify_rule(
     """
     if rule.is_coupled or rule.is_greedy:
         raise CertificateError(f"{rule.name} emits plain decoding's tokens: certify by equality")
+    if drafter is None:
+        again = functools.partial(
+            certify_rule, rule, vocab_size=vocab_size, num_draft=num_draft, num_tokens=num_tokens,
+            rows=rows, draft_law=draft_law, seed=seed, tolerance=tolerance,
+        )
+        whole = small_lm(toy_model(vocab_size))
+        cut = ragged(whole, lambda length: length % (num_draft + 1))
+        return max(again(drafter=whole), again(drafter=cut))
     rows = standard_rows() if rows is None else list(rows)
     target_params = toy_params(vocab_size, seed)
     draft_params = toy_params(vocab_size, seed + 1)
-    drafter = drafter or small_lm(toy_model(vocab_size))
     if draft_law is None:
 
         def draft_law(row, output, drafted):
@@ -156,8 +165,9 @@ def _outcomes(system, params, rows, frontier, draft_law, num_tokens):
     logits, proposal = _in_chunks(
         functools.partial(_propose, system, params), 512, batch, push
     )
-    sampled = proposal.tokens
-    if system.drafter.is_sampled and (sampled != np.asarray(forced)).any():
+    is_other = proposal.tokens != np.asarray(forced)
+    is_other &= np.arange(K) < proposal.n_draft[:, None]
+    if system.drafter.is_sampled and is_other.any():
         raise CertificateError(
             f"drafter {system.drafter.name!r} does not draw with Context.gumbel from a law that "
             "covers the tokens it should be able to draw"

@@ -87,11 +87,19 @@ def scripted_drafter(propose: Callable[[jax.Array, jax.Array, int], jax.Array]) 
 
 
 def ragged(drafter: Drafter, n_draft: Callable[[jax.Array], jax.Array]) -> Drafter:
-    """The drafter, offering at most ``n_draft(length i32[B]) -> i32[B]`` tokens a row."""
+    """The drafter, offering at most ``n_draft(length i32[B]) -> i32[B]`` tokens a row.
+
+    What it does not offer is blank, as it may be: token 0, of a law without mass.
+    """
 
     def propose(params, state, context: Context, num_draft: int):
         proposal, state = drafter.propose(params, state, context, num_draft)
         n = jnp.clip(n_draft(context.length), 0, proposal.n_draft)
-        return proposal.replace(n_draft=n), state
+        is_offered = jnp.arange(num_draft) < n[:, None]
+        blank = lambda x: None if x is None else jnp.where(is_offered[:, :, None], x, 0.0)
+        return proposal.replace(
+            n_draft=n, tokens=jnp.where(is_offered, proposal.tokens, 0),
+            probs=blank(proposal.probs), logits=blank(proposal.logits),
+        ), state
 
     return drafter._replace(name=f"ragged {drafter.name}", propose=propose)
