@@ -1,0 +1,264 @@
+"""EAGLE heads: one decoder layer that drafts from the target's own states.
+
+Pair t joins the target's state at token t with the embedding of token t + 1; from it the head
+predicts token t + 2. After every verification the pairs of the accepted tokens are fed again
+with the target's true states, over the provisional entries that drafting wrote from the
+head's own.
+
+Source: EAGLE, arXiv 2401.15077; EAGLE-3, arXiv 2503.01840.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from spec_jax.contracts import Context, Drafter, Model
+from spec_jax.draft.chain import draft_chain
+from spec_jax.errors import ConfigError
+from spec_jax.models.cache import KVCache
+from spec_jax.models.config import ModelConfig
+from spec_jax.models.layers import Window, attention, linear, mlp, rms_norm
+from spec_jax.models.panels import matmul
+from spec_jax.models.params import ParamSpec, layer_table
+
+_STD = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class EagleConfig:
+    """The shape of a head and the meaning of its tensors.
+
+    Attributes:
+      version: 1 (features and embedding joined by one linear map, no norms, the target's
+        head) or 3 (several states joined, normalised inputs, a head of its own).
+      layer: the head's one layer; its ``vocab_size`` is U, the draft vocabulary.
+      target_hidden_size: D of the target.
+      target_vocab_size: V.
+      taps: the target's states that it reads, see ``transformer.forward``; for version 1
+        the state after the final norm.
+      fc_bias: the joining linear map has a bias.
+      fc_norm: each tapped state has a norm of its own before they are joined.
+      norm_before_fc: one norm over all tapped states before they are joined.
+      norm_before_residual: the residual stream starts from the normalised state.
+      norm_output: what is recycled is normalised, as what is scored always is.
+    """
+
+    version: int
+    layer: ModelConfig
+    target_hidden_size: int
+    target_vocab_size: int
+    taps: tuple[int, ...]
+    fc_bias: bool = False
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+    def __post_init__(self):
+        def check(ok, message):
+            if not ok:
+                raise ConfigError(message)
+
+        check(self.version in (1, 3), f"version is {self.version!r}; expected 1 or 3")
+        layers = self.layer.num_hidden_layers
+        check(layers == 1, f"the head has {layers} layers; expected 1")
+        check(not self.layer.scan_layers, "scan_layers is set; a head has one layer")
+        is_old = self.version == 1
+        options = (self.fc_norm, self.norm_before_fc, self.norm_before_residual, self.norm_output)
+        check(not (is_old and any(options)), "norms are options of version 3")
+        check(len(self.taps) > 0, "taps are empty; a head reads one state or more")
+        check(not is_old or len(self.taps) == 1, f"version 1 reads one state, not {self.taps}")
+        U, V = self.layer.vocab_size, self.target_vocab_size
+        check(U <= V, f"the draft vocabulary {U} is larger than the target's {V}")
+        D, width = self.layer.hidden_size, self.target_hidden_size
+        check(not is_old or U == V, f"version 1 scores by the target's head: {V} ids, not {U}")
+        check(D == width, f"the head's width is {D}; the embedding that it shares has {width}")
+
+
+def head_table(config: EagleConfig) -> dict[str, ParamSpec]:
+    """The weights of a head, by our name; ``d2t`` (i32[U]) is beside them where U < V."""
+    D, Dt, E = config.layer.hidden_size, config.target_hidden_size, len(config.taps)
+    norm = lambda size: ParamSpec((size,), ("embed",), "", init="ones")
+    is_old = config.version == 1
+    size_in = D + Dt if is_old else E * Dt
+    table = {"fc": ParamSpec((size_in, D), ("features", "embed"), "fc.weight", is_linear=True)}
+    if config.fc_bias:
+        table["fc_bias"] = ParamSpec((D,), ("embed",), "fc.bias", init="zeros")
+    if config.fc_norm:
+        table |= {f"fc_norm_{i}": norm(Dt) for i in range(E)}
+    if config.norm_before_fc:
+        table["input_norm"] = norm(E * Dt)
+    layer = layer_table(config.layer)
+    del layer["attention_norm"]
+    if not is_old:
+        for name in ("q", "k", "v"):
+            layer[name] = layer[name]._replace(shape=(2 * D, layer[name].shape[1]))
+        table |= {name: norm(D) for name in ("embed_norm", "hidden_norm", "norm")}
+        U = config.layer.vocab_size
+        table["head"] = ParamSpec((D, U), ("embed", "vocab"), "lm_head.weight", is_linear=True)
+    return table | layer
+
+
+def init_head(config: EagleConfig, key: jax.Array, dtype=jnp.float32) -> dict[str, jax.Array]:
+    """Random weights of a head; a reduced vocabulary holds the target's first ids.
+
+    Args:
+      config: its shape.
+      key: one PRNG key, consumed.
+      dtype: of the weights.
+    """
+    params: dict[str, Any] = {}
+    for i, (name, spec) in enumerate(head_table(config).items()):
+        if spec.init in ("ones", "zeros"):
+            params[name] = jnp.full(spec.shape, float(spec.init == "ones"), dtype)
+        else:
+            draw = jax.random.normal(jax.random.fold_in(key, i), spec.shape)
+            params[name] = (_STD * draw).astype(dtype)
+    if config.layer.vocab_size < config.target_vocab_size:
+        params["d2t"] = jnp.zeros((config.layer.vocab_size,), jnp.int32)
+    return params
+
+
+def join_features(head: dict, features: jax.Array, config: EagleConfig) -> jax.Array:
+    """The target's tapped states dtype[B,T,E] as the state dtype[B,T,D] that a pair takes."""
+    if config.version == 1:
+        return features  # joined with the embedding instead
+    eps = config.layer.rms_norm_eps
+    if config.fc_norm:
+        states = jnp.split(features, len(config.taps), axis=-1)
+        states = [rms_norm(x, head[f"fc_norm_{i}"], eps) for i, x in enumerate(states)]
+        features = jnp.concatenate(states, axis=-1)
+    if config.norm_before_fc:
+        features = rms_norm(features, head["input_norm"], eps)
+    return linear(features, head, "fc")
+
+
+def forward(
+    head: dict, embed: jax.Array, state: jax.Array, tokens: jax.Array, cache: KVCache | None,
+    *, config: EagleConfig, window_offset: int | jax.Array = 0,
+) -> tuple[jax.Array, KVCache | None]:
+    """Feeds pairs of states and the tokens after them, as ``transformer.forward`` feeds tokens.
+
+    Args:
+      head: the weights of ``head_table``.
+      embed: dtype[V,D], the target's embedding.
+      state: dtype[B,T,D], of ``join_features``, or a state that this function returned.
+      tokens: i32[B,T], each the token after its state's.
+      cache: of one layer, or None.
+      config: the head's shape.
+      window_offset: slots of the window that earlier calls since the last commit filled.
+
+    Returns:
+      dtype[B,T,D], the residual stream, and the cache with the window written.
+    """  # fmt: skip
+    layer, eps = config.layer, config.layer.rms_norm_eps
+    e = jnp.take(embed, tokens, axis=0)
+    window = Window.behind(layer, cache, *tokens.shape, window_offset)
+    if config.version == 1:
+        x = linear(jnp.concatenate([e, state], axis=-1), head, "fc")
+        h, cache = attention(head, x, cache, 0, window, layer)
+        return mlp(head, x + h, layer), cache
+    normed = rms_norm(state, head["hidden_norm"], eps)
+    both = jnp.concatenate([rms_norm(e, head["embed_norm"], eps), normed], axis=-1)
+    h, cache = attention(head, both, cache, 0, window, layer)
+    x = normed if config.norm_before_residual else state
+    return mlp(head, x + h, layer), cache
+
+
+def recycle(head: dict, x: jax.Array, config: EagleConfig) -> jax.Array:
+    """What takes the target's state's place in the next pair: dtype[...,D] to dtype[...,D]."""
+    return rms_norm(x, head["norm"], config.layer.rms_norm_eps) if config.norm_output else x
+
+
+def unembed(params: dict, x: jax.Array, config: EagleConfig, target: Model) -> jax.Array:
+    """Logits f32[...,V] of residual streams dtype[...,D], -inf outside of the draft vocabulary."""
+    head = params["head"]
+    if config.version == 1:
+        return target.unembed(params["target"], x)
+    normed = rms_norm(x, head["norm"], config.layer.rms_norm_eps)
+    logits = matmul(normed, head["head"]).astype(jnp.float32)
+    if "d2t" not in head:
+        return logits
+    ids = jnp.arange(logits.shape[-1]) + head["d2t"]  # offsets, not ids
+    empty = jnp.full((*logits.shape[:-1], config.target_vocab_size), -jnp.inf)
+    return empty.at[..., ids].set(logits)
+
+
+@flax.struct.dataclass
+class EagleState:
+    """A head's cache, of as many pairs as the target has tokens, and its last stream."""
+
+    cache: KVCache
+    last: jax.Array  # dtype[B,D], of the pair whose token is pending: the first draft's
+
+
+@functools.cache
+def eagle(config: EagleConfig, target: Model) -> Drafter:
+    """Drafts a chain with a head, one pass a token, the first of which verification has run.
+
+    Its parameters are ``{"head": the head's, "target": the target's}``: embedding, and in
+    version 1 the head, are the target's own.
+
+    Args:
+      config: the head's shape.
+      target: the model it drafts for, with this config's taps.
+    """
+
+    def feed(params, state, tokens, cache, window_offset=0):
+        with jax.named_scope("draft_pass"):
+            return forward(
+                params["head"], params["target"]["embed"], state, tokens, cache, config=config,
+                window_offset=window_offset,
+            )
+
+    def init(params, batch, slots):
+        dtype = params["head"]["fc"].dtype
+        cache = KVCache.create(config.layer, batch, slots, dtype)
+        return EagleState(cache, jnp.zeros((batch, config.layer.hidden_size), dtype))
+
+    def refresh(params, state, tokens, n, features):
+        """Feeds true pairs and keeps the first n (i32[B]) of them."""
+        g = join_features(params["head"], features, config)
+        x, cache = feed(params, g, tokens, state.cache)
+        at = jnp.maximum(n - 1, 0)[:, None, None]
+        last = jnp.take_along_axis(x, at, axis=1)[:, 0]
+        last = jnp.where((n > 0)[:, None], last, state.last)
+        return EagleState(cache.commit(n), last)
+
+    def prefill(params, state, tokens, lengths, pending, features):
+        after = jnp.roll(tokens, -1, axis=1)
+        after = after.at[jnp.arange(len(lengths)), lengths - 1].set(pending)
+        return refresh(params, state, after, lengths, features)
+
+    def propose(params, state, context: Context, num_draft: int):
+        def advance(carry, token, node):
+            x, cache = carry
+            g = recycle(params["head"], x, config)[:, None]
+            x, cache = feed(params, g, token[:, None], cache, node - 2)
+            return unembed(params, x[:, 0], config, target), (x[:, 0], cache)
+
+        logits = unembed(params, state.last, config, target)
+        carry = (state.last, state.cache)
+        proposal, (_, cache) = draft_chain(logits, carry, advance, context, num_draft)
+        return proposal, state.replace(cache=cache)
+
+    return Drafter(
+        name=f"eagle-{config.version}",
+        vocab_size=config.target_vocab_size,
+        max_length=config.layer.max_position_embeddings,
+        is_sampled=True,
+        init=init,
+        prefill=prefill,
+        propose=propose,
+        commit=refresh,
+        insert_row=lambda state, row, other: EagleState(
+            state.cache.insert_row(row, other.cache), state.last.at[row].set(other.last[0])
+        ),
+        taps=config.taps,
+    )

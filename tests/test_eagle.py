@@ -1,0 +1,280 @@
+"""EAGLE heads against an independent NumPy computation, and in the loop against plain decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import LLAMA, random_tensor, random_weights
+
+from spec_jax import decode
+from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.contracts import Context
+from spec_jax.draft.eagle import EagleConfig, eagle, head_table, init_head
+from spec_jax.errors import ConfigError
+from spec_jax.models import transformer
+from spec_jax.sampling import make_sampler
+from spec_jax.verify import make_rule
+
+V, U, D, SLOTS = 31, 20, 16, 64
+TARGET = dataclasses.replace(LLAMA, max_position_embeddings=256)
+LAYER = dataclasses.replace(TARGET, num_hidden_layers=1)
+SMALL = dataclasses.replace(LAYER, vocab_size=U)
+TAPS = (0, 1, 2)
+CONFIGS = {
+    "eagle-1": EagleConfig(1, LAYER, D, V, (3,), fc_bias=True),
+    "eagle-3": EagleConfig(3, SMALL, D, V, TAPS),
+    "eagle-3 whole vocabulary": EagleConfig(3, LAYER, D, V, TAPS),
+    "fc_norm": EagleConfig(3, SMALL, D, V, TAPS, fc_norm=True),
+    "norm_before_fc": EagleConfig(3, SMALL, D, V, TAPS, norm_before_fc=True),
+    "norm_before_residual": EagleConfig(3, SMALL, D, V, TAPS, norm_before_residual=True),
+    "norm_output": EagleConfig(3, SMALL, D, V, TAPS, norm_output=True),
+}
+D2T = np.sort(np.random.RandomState(0).permutation(V)[:U]) - np.arange(U)  # offsets
+
+
+def head_of(config):
+    head = {
+        name: jnp.asarray(random_tensor(f"{name} norm" if "norm" in name else name, spec.shape, 0))
+        for name, spec in head_table(config).items()
+    }
+    if config.layer.vocab_size < V:
+        head["d2t"] = jnp.asarray(D2T, jnp.int32)
+    return head
+
+
+def system_of(config, strategy="greedy", num_draft=3):
+    target = transformer.model(TARGET, config.taps)
+    rule = make_rule(SpeculativeConfig(rejection_sampling_strategy=strategy))
+    params = {"target": random_weights(TARGET)}
+    params["draft"] = {"head": head_of(config), "target": params["target"]}
+    return decode.System(target, eagle(config, target), rule, num_draft), params
+
+
+# ------------------------------------------------------------------------ NumPy reference
+
+
+def np_norm(x, w):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + LAYER.rms_norm_eps) * w
+
+
+def np_rope(x, position):
+    half = LAYER.head_dim // 2
+    angle = position * LAYER.rope.rope_theta ** (-np.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate(
+        [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1
+    )
+
+
+class NumpyHead:
+    """A head fed one pair at a time; keys and values in a list."""
+
+    def __init__(self, config, head, embed):
+        self.c, self.w = config, {k: np.asarray(v, np.float64) for k, v in head.items()}
+        self.embed, self.keys, self.values = np.asarray(embed, np.float64), [], []
+
+    def join(self, feature):
+        if self.c.version == 1:
+            return feature
+        if self.c.fc_norm:
+            parts = feature.reshape(len(TAPS), D)
+            parts = [np_norm(x, self.w[f"fc_norm_{i}"]) for i, x in enumerate(parts)]
+            feature = np.concatenate(parts)
+        if self.c.norm_before_fc:
+            feature = np_norm(feature, self.w["input_norm"])
+        return feature @ self.w["fc"]
+
+    def feed(self, state, token):
+        w, e, position = self.w, self.embed[token], len(self.keys)
+        if self.c.version == 1:
+            x = start = np.concatenate([e, state]) @ w["fc"] + w["fc_bias"]
+        else:
+            normed = np_norm(state, w["hidden_norm"])
+            x = np.concatenate([np_norm(e, w["embed_norm"]), normed])
+            start = normed if self.c.norm_before_residual else state
+        N, G, H = LAYER.num_attention_heads, LAYER.num_key_value_heads, LAYER.head_dim
+        q = np_rope((x @ w["q"]).reshape(N, H), position)
+        self.keys.append(np_rope((x @ w["k"]).reshape(G, H), position))
+        self.values.append((x @ w["v"]).reshape(G, H))
+        out = []
+        for n in range(N):
+            g = n // (N // G)
+            scores = np.array([k[g] @ q[n] for k in self.keys]) / np.sqrt(H)
+            weights = np.exp(scores - scores.max())
+            out.append(sum(p * v[g] for p, v in zip(weights / weights.sum(), self.values)))
+        x = start + np.concatenate(out) @ w["o"]
+        h = np_norm(x, w["mlp_norm"])
+        gate = h @ w["gate"]
+        return x + (gate / (1 + np.exp(-gate)) * (h @ w["up"])) @ w["down"]
+
+    def logits(self, x, target_head):
+        if self.c.version == 1:
+            return x @ target_head
+        own = np_norm(x, self.w["norm"]) @ self.w["head"]
+        full = np.full(V, -np.inf)
+        ids = D2T + np.arange(U) if self.c.layer.vocab_size < V else np.arange(V)
+        full[ids] = own
+        return full
+
+    def recycle(self, x):
+        return np_norm(x, self.w["norm"]) if self.c.norm_output else x
+
+
+def np_draft(config, params, prompt, pending, num_draft):
+    """Greedy drafts and their logits after a prompt, every pair fed afresh."""
+    target = transformer.model(TARGET, config.taps)
+    features = target.forward(params["target"], jnp.asarray([prompt])).features[0]
+    head = NumpyHead(config, params["draft"]["head"], params["target"]["embed"])
+    target_head = np.asarray(params["target"]["head"], np.float64)
+    for feature, token in zip(np.asarray(features, np.float64), [*prompt[1:], pending]):
+        x = head.feed(head.join(feature), token)
+    drafts, rows = [], []
+    for i in range(num_draft):
+        rows.append(head.logits(x, target_head))
+        drafts.append(int(rows[-1].argmax()))
+        if i + 1 < num_draft:
+            x = head.feed(head.recycle(x), drafts[-1])
+    return drafts, np.stack(rows)
+
+
+HOT = SamplerConfig(temperature=3.0)  # coupled noise then often gives both the same token
+
+
+def propose(system, params, state):
+    """The greedy drafts of every row."""
+    greedy = make_sampler(SamplerConfig(), len(state.finish), V)
+    context = Context(
+        state.tokens, state.length, greedy, state.counts, state.sampler.seed,
+        is_coupled=False, has_probs=True, has_logits=True,
+    )
+    return system.drafter.propose(params["draft"], state.draft, context, system.num_draft)[0]
+
+
+def prefill(system, params, prompts, new, sampler=None, seeds=None):
+    sampler = make_sampler(sampler or SamplerConfig(), len(prompts), V, seeds)
+    lengths = jnp.asarray([len(p) for p in prompts])
+    tokens = jnp.asarray([[*p, *[0] * (16 - len(p))] for p in prompts])
+    return decode.prefill(
+        params, tokens, lengths, lengths + new, jnp.full((len(prompts), 1), -1), sampler, sampler,
+        system=system, slots=SLOTS,
+    )
+
+
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7], [2, 7]]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_two_recycled_steps_are_the_published_architecture(name):
+    config = CONFIGS[name]
+    system, params = system_of(config)
+    state = prefill(system, params, PROMPTS, 8)
+    proposal = propose(system, params, state)
+    for row, prompt in enumerate(PROMPTS):
+        pending = int(state.tokens[row, len(prompt)])
+        drafts, logits = np_draft(config, params, prompt, pending, 3)
+        assert proposal.tokens[row].tolist() == drafts
+        np.testing.assert_allclose(proposal.logits[row], logits, rtol=0, atol=1e-5)
+
+
+def run(system, params, state, rounds):
+    none = jnp.zeros(len(state.finish), jnp.int32)
+    return decode.generate(params, state, none, jnp.int32(rounds), system=system)
+
+
+def after_ten_rounds(system, params):
+    """Proposals after ten rounds, and after a prefill of the same tokens."""
+    state, chunk = run(system, params, prefill(system, params, PROMPTS[:2], 45, HOT), 10)
+    assert chunk.rounds == 10
+    kept = [int(n) - 1 for n in chunk.total]
+    whole = [np.asarray(chunk.tokens)[row, : n + 1].tolist() for row, n in enumerate(kept)]
+    kind = np.asarray(state.kind)
+    assert (kind == decode.Kind.CORRECTED).any()
+    assert (kind == decode.Kind.ACCEPTED).any()
+    found = propose(system, params, state)
+    return found, [np_draft(system_config(system), params, w[:-1], w[-1], 3)[0] for w in whole]
+
+
+def system_config(system):
+    return next(c for c in CONFIGS.values() if eagle(c, system.target) is system.drafter)
+
+
+@pytest.mark.parametrize("name", ["eagle-1", "eagle-3", "norm_output"])
+def test_drafts_after_ten_rounds_are_those_after_a_fresh_prefill(name):
+    found, expected = after_ten_rounds(*system_of(CONFIGS[name], "match"))
+    assert found.tokens.tolist() == expected
+
+
+def test_mutation_provisional_entries_that_are_kept_are_found():
+    """The refresh advances the length and the last state, but what drafting wrote stays."""
+    system, params = system_of(CONFIGS["eagle-3"], "match")
+
+    def commit(params, state, tokens, n, features):
+        true = system.drafter.commit(params, state, tokens, n, features)
+        return true.replace(cache=state.cache.commit(n))
+
+    mutant = system._replace(drafter=system.drafter._replace(commit=commit))
+    state, _ = run(mutant, params, prefill(mutant, params, PROMPTS[:2], 45, HOT), 10)
+    fresh, _ = run(system, params, prefill(system, params, PROMPTS[:2], 45, HOT), 10)
+    a, b = propose(mutant, params, state), propose(system, params, fresh)
+    assert not np.allclose(np.exp(a.logits), np.exp(b.logits), atol=1e-3)
+
+
+@pytest.mark.parametrize("strategy", ["greedy", "match"])
+@pytest.mark.parametrize("name", ["eagle-1", "eagle-3", "fc_norm"])
+def test_emits_exactly_the_plain_tokens(name, strategy):
+    sampler = SamplerConfig(temperature=0.0 if strategy == "greedy" else 1.0)
+    system, params = system_of(CONFIGS[name], strategy)
+    fast, chunk = run(system, params, prefill(system, params, PROMPTS, 30, sampler), 99)
+    plain = system._replace(num_draft=0)
+    slow, steps = run(plain, params, prefill(plain, params, PROMPTS, 30, sampler), 99)
+    np.testing.assert_array_equal(fast.tokens, slow.tokens)
+    assert chunk.rounds <= steps.rounds
+
+
+def test_a_round_without_drafts_keeps_the_head_in_step():
+    system, params = system_of(CONFIGS["eagle-3"])
+    plain = system._replace(num_draft=0)
+    state, chunk = run(plain, params, prefill(plain, params, PROMPTS, 30), 6)
+    whole = [np.asarray(chunk.tokens)[i, : int(n)].tolist() for i, n in enumerate(chunk.total)]
+    expected = [np_draft(CONFIGS["eagle-3"], params, w[:-1], w[-1], 3)[0] for w in whole]
+    assert propose(system, params, state).tokens.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "version is 2"),
+        ({"taps": ()}, "taps are empty"),
+        ({"target_hidden_size": 24}, "width is 16; .* has 24"),
+        ({"target_vocab_size": 12}, "draft vocabulary 20 is larger than the target's 12"),
+        ({"layer": TARGET}, "2 layers; expected 1"),
+        ({"version": 1}, "reads one state"),
+        ({"version": 1, "taps": (3,)}, "31 ids, not 20"),
+        ({"version": 1, "taps": (3,), "norm_output": True}, "options of version 3"),
+    ],
+    ids=str,
+)
+def test_a_head_that_cannot_be_is_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(CONFIGS["eagle-3"], **change)
+
+
+def test_random_heads_have_the_declared_shapes():
+    for config in CONFIGS.values():
+        head = init_head(config, jax.random.key(0))
+        assert {k for k in head if k != "d2t"} == set(head_table(config))
+        assert ("d2t" in head) is (config.layer.vocab_size < V)
+
+
+def test_mutation_offsets_taken_for_ids_are_found():
+    config = CONFIGS["eagle-3"]
+    system, params = system_of(config)
+    state = prefill(system, params, PROMPTS, 8)
+    right = propose(system, params, state).tokens
+    params["draft"]["head"] = {**params["draft"]["head"], "d2t": jnp.asarray(D2T) * 0}
+    wrong = propose(system, params, state).tokens
+    assert right.tolist() != wrong.tolist()
