@@ -15,7 +15,7 @@ from experiments.bench_round import (
     round_lines,
     round_timers,
     try_plain,
-)  # fmt: skip
+)
 from experiments.timing import Line, interleave
 from spec_jax.config import SpeculativeConfig
 from spec_jax.loading import LoadedModel

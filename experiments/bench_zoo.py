@@ -16,7 +16,7 @@ from experiments.bench_round import (
     round_lines,
     round_timers,
     try_plain,
-)  # fmt: skip
+)
 from experiments.bench_synthetic import random_model
 from experiments.prompts import load_prompts
 from experiments.timing import Line, interleave, spread

@@ -185,27 +185,21 @@ def run(system, params, state, rounds):
     return decode.generate(params, state, none, jnp.int32(rounds), system=system)
 
 
-def after_ten_rounds(system, params):
-    """Proposals after ten rounds, and after a prefill of the same tokens."""
-    state, chunk = run(system, params, prefill(system, params, PROMPTS[:2], 45, HOT), 10)
-    assert chunk.rounds == 10
-    kept = [int(n) - 1 for n in chunk.total]
-    whole = [np.asarray(chunk.tokens)[row, : n + 1].tolist() for row, n in enumerate(kept)]
-    kind = np.asarray(state.kind)
-    assert (kind == decode.Kind.CORRECTED).any()
-    assert (kind == decode.Kind.ACCEPTED).any()
-    found = propose(system, params, state)
-    return found, [np_draft(system_config(system), params, w[:-1], w[-1], 3)[0] for w in whole]
-
-
-def system_config(system):
-    return next(c for c in CONFIGS.values() if eagle(c, system.target) is system.drafter)
+def fresh_drafts(name, params, chunk):
+    """What NumPy drafts behind every row's tokens so far."""
+    rows = [np.asarray(chunk.tokens)[i, : int(n)].tolist() for i, n in enumerate(chunk.total)]
+    return [np_draft(CONFIGS[name], params, row[:-1], row[-1], 3)[0] for row in rows]
 
 
 @pytest.mark.parametrize("name", ["eagle-1", "eagle-3", "norm_output"])
 def test_drafts_after_ten_rounds_are_those_after_a_fresh_prefill(name):
-    found, expected = after_ten_rounds(*system_of(CONFIGS[name], "match"))
-    assert found.tokens.tolist() == expected
+    system, params = system_of(CONFIGS[name], "match")
+    state, chunk = run(system, params, prefill(system, params, PROMPTS[:2], 45, HOT), 10)
+    assert chunk.rounds == 10
+    kind = np.asarray(state.kind)
+    assert (kind == decode.Kind.CORRECTED).any()
+    assert (kind == decode.Kind.ACCEPTED).any()
+    assert propose(system, params, state).tokens.tolist() == fresh_drafts(name, params, chunk)
 
 
 def test_mutation_provisional_entries_that_are_kept_are_found():
@@ -239,9 +233,7 @@ def test_a_round_without_drafts_keeps_the_head_in_step():
     system, params = system_of(CONFIGS["eagle-3"])
     plain = system._replace(num_draft=0)
     state, chunk = run(plain, params, prefill(plain, params, PROMPTS, 30), 6)
-    whole = [np.asarray(chunk.tokens)[i, : int(n)].tolist() for i, n in enumerate(chunk.total)]
-    expected = [np_draft(CONFIGS["eagle-3"], params, w[:-1], w[-1], 3)[0] for w in whole]
-    assert propose(system, params, state).tokens.tolist() == expected
+    assert propose(system, params, state).tokens.tolist() == fresh_drafts("eagle-3", params, chunk)
 
 
 @pytest.mark.parametrize(
@@ -275,6 +267,7 @@ def test_mutation_offsets_taken_for_ids_are_found():
     system, params = system_of(config)
     state = prefill(system, params, PROMPTS, 8)
     right = propose(system, params, state).tokens
-    params["draft"]["head"] = {**params["draft"]["head"], "d2t": jnp.asarray(D2T) * 0}
+    as_ids = jnp.asarray(D2T - np.arange(U), jnp.int32)  # position i then scores id D2T[i]
+    params["draft"]["head"] = {**params["draft"]["head"], "d2t": as_ids}
     wrong = propose(system, params, state).tokens
     assert right.tolist() != wrong.tolist()

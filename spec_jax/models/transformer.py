@@ -74,10 +74,11 @@ def forward(
         (x, cache, tapped), _ = jax.lax.scan(body, carry, (params["layers"], jnp.arange(L)))
     else:
         for i in range(L):
-            tapped |= {i: x} if i in tapped else {}
+            if i in tapped:
+                tapped[i] = x
             x, cache = step(params["layers"][str(i)], x, cache, i)
     hidden = rms_norm(x, params["final_norm"], config.rms_norm_eps)
-    tapped |= {i: state for i, state in ((L, x), (L + 1, hidden)) if i in tapped}
+    tapped |= {L: x, L + 1: hidden}
     features = jnp.concatenate([tapped[i] for i in taps], axis=-1) if taps else None
     return ForwardOutput(hidden, cache, features)
 
