@@ -141,11 +141,8 @@ def test_siblings_under_a_mask_equal_separate_chains():
     slots = 8
     cache = KVCache.create(QWEN3, 1, slots)
     cache = forward(params, tokens[:, :4], cache, config=QWEN3).cache.commit(jnp.array([4]))
-    mask = np.tile(np.arange(slots) < 4, (2, 1))
-    mask[[0, 1], [4, 5]] = True
     siblings = forward(
-        params, tokens[:, 4:6], cache, config=QWEN3,
-        positions=jnp.array([[4, 4]]), mask=jnp.asarray(mask)[None],
+        params, tokens[:, 4:6], cache, config=QWEN3, window_mask=jnp.eye(2, dtype=bool)[None]
     ).hidden
     for i in range(2):
         alone = forward(params, tokens[:, 4 + i : 5 + i], cache, config=QWEN3).hidden

@@ -1,9 +1,7 @@
 """EAGLE heads: one decoder layer that drafts from the target's own states.
 
 Pair t joins the target's state at token t with the embedding of token t + 1; from it the head
-predicts token t + 2. After every verification the pairs of the accepted tokens are fed again
-with the target's true states, over the provisional entries that drafting wrote from the
-head's own.
+predicts token t + 2. How a head drafts is in ``draft/head.py``.
 
 Source: EAGLE, arXiv 2401.15077; EAGLE-3, arXiv 2503.01840.
 """
@@ -14,12 +12,11 @@ import dataclasses
 import functools
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
-from spec_jax.contracts import Context, Drafter, Model
-from spec_jax.draft.chain import draft_chain
+from spec_jax.contracts import Drafter, Model
+from spec_jax.draft.head import Head, head_drafter
 from spec_jax.errors import ConfigError
 from spec_jax.models.cache import KVCache
 from spec_jax.models.config import ModelConfig
@@ -142,6 +139,7 @@ def join_features(head: dict, features: jax.Array, config: EagleConfig) -> jax.A
 def forward(
     head: dict, embed: jax.Array, state: jax.Array, tokens: jax.Array, cache: KVCache | None,
     *, config: EagleConfig, window_offset: int | jax.Array = 0,
+    window_mask: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache | None]:
     """Feeds pairs of states and the tokens after them, as ``transformer.forward`` feeds tokens.
 
@@ -153,13 +151,16 @@ def forward(
       cache: of one layer, or None.
       config: the head's shape.
       window_offset: slots of the window that earlier calls since the last commit filled.
+      window_mask: bool[B|1,T,W], what of the window each pair sees, see ``Window.behind``.
 
     Returns:
       dtype[B,T,D], the residual stream, and the cache with the window written.
     """  # fmt: skip
     layer, eps = config.layer, config.layer.rms_norm_eps
     e = jnp.take(embed, tokens, axis=0)
-    window = Window.behind(layer, cache, *tokens.shape, window_offset)
+    window = Window.behind(
+        layer, cache, *tokens.shape, window_offset, window_mask=window_mask
+    )
     if config.version == 1:
         x = linear(jnp.concatenate([e, state], axis=-1), head, "fc")
         h, cache = attention(head, x, cache, 0, window, layer)
@@ -190,17 +191,9 @@ def unembed(params: dict, x: jax.Array, config: EagleConfig, target: Model) -> j
     return empty.at[..., ids].set(logits)
 
 
-@flax.struct.dataclass
-class EagleState:
-    """A head's cache, of as many pairs as the target has tokens, and its last stream."""
-
-    cache: KVCache
-    last: jax.Array  # dtype[B,D], of the pair whose token is pending: the first draft's
-
-
 @functools.cache
 def eagle(config: EagleConfig, target: Model) -> Drafter:
-    """Drafts a chain with a head, one pass a token, the first of which verification has run.
+    """Drafts with a head.
 
     Its parameters are ``{"head": the head's, "target": the target's}``: embedding, and in
     version 1 the head, are the target's own.
@@ -210,55 +203,24 @@ def eagle(config: EagleConfig, target: Model) -> Drafter:
       target: the model it drafts for, with this config's taps.
     """
 
-    def feed(params, state, tokens, cache, window_offset=0):
-        with jax.named_scope("draft_pass"):
-            return forward(
-                params["head"], params["target"]["embed"], state, tokens, cache, config=config,
-                window_offset=window_offset,
-            )
+    def init_cache(params, batch, slots):
+        return KVCache.create(config.layer, batch, slots, params["head"]["fc"].dtype)
 
-    def init(params, batch, slots):
-        dtype = params["head"]["fc"].dtype
-        cache = KVCache.create(config.layer, batch, slots, dtype)
-        return EagleState(cache, jnp.zeros((batch, config.layer.hidden_size), dtype))
+    def feed(params, state, tokens, cache, window_offset, window_mask):
+        return forward(
+            params["head"], params["target"]["embed"], state, tokens, cache, config=config,
+            window_offset=window_offset, window_mask=window_mask,
+        )
 
-    def refresh(params, state, tokens, n, features):
-        """Feeds true pairs and keeps the first n (i32[B]) of them."""
-        g = join_features(params["head"], features, config)
-        x, cache = feed(params, g, tokens, state.cache)
-        at = jnp.maximum(n - 1, 0)[:, None, None]
-        last = jnp.take_along_axis(x, at, axis=1)[:, 0]
-        last = jnp.where((n > 0)[:, None], last, state.last)
-        return EagleState(cache.commit(n), last)
-
-    def prefill(params, state, tokens, lengths, pending, features):
-        after = jnp.roll(tokens, -1, axis=1)
-        after = after.at[jnp.arange(len(lengths)), lengths - 1].set(pending)
-        return refresh(params, state, after, lengths, features)
-
-    def propose(params, state, context: Context, num_draft: int):
-        def advance(carry, token, node):
-            x, cache = carry
-            g = recycle(params["head"], x, config)[:, None]
-            x, cache = feed(params, g, token[:, None], cache, node - 2)
-            return unembed(params, x[:, 0], config, target), (x[:, 0], cache)
-
-        logits = unembed(params, state.last, config, target)
-        carry = (state.last, state.cache)
-        proposal, (_, cache) = draft_chain(logits, carry, advance, context, num_draft)
-        return proposal, state.replace(cache=cache)
-
-    return Drafter(
+    return head_drafter(Head(
         name=f"eagle-{config.version}",
         vocab_size=config.target_vocab_size,
         max_length=config.layer.max_position_embeddings,
-        is_sampled=True,
-        init=init,
-        prefill=prefill,
-        propose=propose,
-        commit=refresh,
-        insert_row=lambda state, row, other: EagleState(
-            state.cache.insert_row(row, other.cache), state.last.at[row].set(other.last[0])
-        ),
         taps=config.taps,
-    )
+        width=config.layer.hidden_size,
+        init_cache=init_cache,
+        join=lambda params, features: join_features(params["head"], features, config),
+        feed=feed,
+        recycle=lambda params, x: recycle(params["head"], x, config),
+        unembed=lambda params, x: unembed(params, x, config, target),
+    ))  # fmt: skip

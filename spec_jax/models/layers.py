@@ -32,7 +32,7 @@ class Window(NamedTuple):
     def behind(
         cls, config: ModelConfig, cache: Any, batch: int, num_tokens: int,
         window_offset: int | jax.Array = 0, positions: jax.Array | None = None,
-        mask: jax.Array | None = None,
+        window_mask: jax.Array | None = None,
     ) -> Window:
         """The next tokens of every row, ``window_offset`` slots behind what the cache holds.
 
@@ -42,18 +42,37 @@ class Window(NamedTuple):
           batch: B.
           num_tokens: T.
           window_offset: slots of the window that earlier calls since the last commit filled.
-          positions: i32[B,T], rotary positions; by default the slots.
-          mask: bool[B,T,S]; by default each token sees all slots up to its own.
+          positions: i32[B,T], rotary positions; by default the slots, in a tree of tokens the
+            number of tokens seen before.
+          window_mask: bool[B|1,T,W], which of the window's first W slots each token sees, its
+            own among them, beside all that is committed; by default all up to its own.
         """  # fmt: skip
-        start = jnp.zeros((batch,), jnp.int32) if cache is None else cache.length + window_offset
+        length = jnp.zeros((batch,), jnp.int32) if cache is None else cache.length
+        start = length + window_offset
         slots_BT = start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
+        mask = None
+        if window_mask is not None:
+            if positions is None:
+                positions = length[:, None] + window_mask.sum(axis=2, dtype=jnp.int32) - 1
+            mask = _tree_mask(window_mask, length, cache.slots)
+        elif cache is not None:
+            mask = jnp.arange(cache.slots, dtype=jnp.int32) <= slots_BT[:, :, None]
         if positions is None:
             positions = slots_BT
-        if mask is None and cache is not None:
-            mask = jnp.arange(cache.slots, dtype=jnp.int32) <= slots_BT[:, :, None]
         freq, factor = rope_frequencies(config.rope, config.head_dim)
         angle = positions[:, :, None].astype(jnp.float32) * freq
         return cls(start, mask, jnp.cos(angle) * factor, jnp.sin(angle) * factor)
+
+
+def _tree_mask(window_mask, length, slots):
+    """bool[B,T,S]: the committed slots, and behind them what ``window_mask`` says."""
+    B, (_, T, W) = length.shape[0], window_mask.shape
+    window_mask = jnp.broadcast_to(window_mask, (B, T, W))
+    is_committed = jnp.arange(slots, dtype=jnp.int32) < length[:, None, None]
+    mask = jnp.broadcast_to(is_committed, (B, T, slots))
+    for b in range(B):  # as in the cache: a vmapped update is a scatter
+        mask = jax.lax.dynamic_update_slice(mask, window_mask[b : b + 1], (b, 0, length[b]))
+    return mask
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

@@ -33,7 +33,7 @@ def forward(
     config: ModelConfig,
     window_offset: int | jax.Array = 0,
     positions: jax.Array | None = None,
-    mask: jax.Array | None = None,
+    window_mask: jax.Array | None = None,
     taps: tuple[int, ...] = (),
 ) -> ForwardOutput:
     """Feeds T tokens a row behind what the cache holds.
@@ -48,8 +48,10 @@ def forward(
       cache: what was fed before, or None.
       config: the model's shape.
       window_offset: slots of the window that earlier calls since the last commit filled.
-      positions: i32[B,T], rotary positions; by default the slots.
-      mask: bool[B,T,S], slots of the cache that each query sees; by default all up to its own.
+      positions: i32[B,T], rotary positions; by default the slots, in a tree of tokens the
+        number of tokens seen before.
+      window_mask: bool[B|1,T,W], which of the window's first W slots each token sees, its own
+        among them, beside all that is committed; by default all up to its own.
       taps: states to return beside the result: 0..L-1, the residual stream before that
         layer; L, after the last layer; L+1, after the final norm too.
 
@@ -58,7 +60,7 @@ def forward(
       ``features`` dtype[B,T,E] the tapped states, in the order of ``taps``, side by side.
     """
     L = config.num_hidden_layers
-    window = Window.behind(config, cache, *tokens.shape, window_offset, positions, mask)
+    window = Window.behind(config, cache, *tokens.shape, window_offset, positions, window_mask)
     x = jnp.take(params["embed"], tokens, axis=0)
     tapped = {i: x for i in taps}  # each replaced by its own state when it is reached
     step = functools.partial(_layer, window=window, config=config)
