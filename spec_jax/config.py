@@ -18,7 +18,8 @@ GREEDY_BELOW = 1e-5  # a temperature under this is argmax; it is never divided b
 _FLOAT32 = 3.4e38
 METHODS = ("standalone", "ngram", "eagle", "mtp")
 STRATEGIES = (
-    "greedy", "residual", "block", "match", "typical-acceptance", "logit-comparison", "synthetic",
+    "greedy", "residual", "block", "traversal", "match", "typical-acceptance",
+    "logit-comparison", "synthetic",
 )
 
 

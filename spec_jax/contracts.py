@@ -12,6 +12,9 @@ from typing import Any, NamedTuple, Protocol
 
 import flax.struct
 import jax
+import jax.numpy as jnp
+
+from spec_jax import tree as trees
 
 
 class Cache(Protocol):
@@ -23,8 +26,14 @@ class Cache(Protocol):
 
     length: jax.Array  # i32[B], tokens fed
 
-    def commit(self, n: jax.Array) -> Cache:
-        """Folds the first ``n`` (i32[B]) tokens of the window in, forgets the others."""
+    def commit(self, n: jax.Array, path: jax.Array | None = None) -> Cache:
+        """Folds ``n`` (i32[B]) tokens of the window in and forgets the others.
+
+        Args:
+          n: how many.
+          path: i32[B,P], where in the window they stand, in ascending order, of which the first
+            n count; None: at its front.
+        """
 
     def insert_row(self, row: Any, other: Cache) -> Cache:
         """Replaces row ``row`` by the only row of ``other``."""
@@ -55,7 +64,8 @@ class Model(NamedTuple):
       vocab_size: V.
       max_length: the most tokens a row may hold, prompt and output together.
       init_cache: ``(params, batch, slots) -> Cache``, of the weights' dtype.
-      forward: ``(params, tokens i32[B,T], cache, *, window_offset) -> ForwardOutput``.
+      forward: ``(params, tokens i32[B,T], cache, *, window_offset) -> ForwardOutput``; for trees
+        of drafts also ``window_mask`` (bool[B,T,W]: what of the window each token sees).
       unembed: ``(params, hidden dtype[...,D]) -> f32[...,V]``, -inf for ids that only pad.
       num_tokens: ids below it are tokens, the others pad the embedding; None: all are tokens.
     """
@@ -77,16 +87,50 @@ class Model(NamedTuple):
 class Proposal:
     """What a drafter proposes in one round.
 
-    Node 0 is the root, the pending token; node ``i`` is ``tokens[:, i - 1]``.
+    Node 0 is the root, the pending token; node ``i`` is ``tokens[:, i - 1]``. The properties
+    hold for a batch and for one of its rows.
     """
 
     tokens: jax.Array  # i32[B,K]
     n_draft: jax.Array  # i32[B], how many of them count, 0..K
-    # The distribution each token was really drawn from, by parent node (a chain: row i-1
-    # for token i). None: the proposal is deterministic, a point mass.
+    # The distribution that the children of a node were really drawn from, by parent node (a
+    # chain: row i-1 for token i), siblings without replacement in the order of their indices.
+    # A child drawn when the law had no mass left is the drafter's choice, free of chance.
+    # None: so is every token.
     probs: jax.Array | None = None  # f32[B,K,V]
     logits: jax.Array | None = None  # f32[B,K,V], raw, for the rules that compare logits
     is_sound: jax.Array | None = None  # bool[B], False where the draft's logits were not finite
+    parents: jax.Array | None = None  # i32[B,K], the parent of each token's node; None: a chain
+    tree_depth: int = flax.struct.field(pytree_node=False, default=0)  # no node is deeper
+
+    @property
+    def depth(self) -> int:
+        """The most drafts that can be accepted."""
+        return self.tokens.shape[-1] if self.parents is None else self.tree_depth
+
+    @property
+    def paths(self) -> jax.Array | None:
+        """bool[B,Q,Q], the nodes on the way from the root to each node; None for a chain."""
+        return None if self.parents is None else trees.paths(self.parents, self.tree_depth)
+
+    @property
+    def is_offered(self) -> jax.Array:
+        """bool[B,K], which tokens count."""
+        return jnp.arange(self.tokens.shape[-1]) < self.n_draft[..., None]
+
+    @property
+    def levels(self) -> jax.Array:
+        """i32[B], the depth of the deepest node that counts."""
+        if self.parents is None:
+            return self.n_draft
+        depths = self.paths.sum(axis=-1, dtype=jnp.int32)[..., 1:] - 1
+        return jnp.where(self.is_offered, depths, 0).max(axis=-1)
+
+    def has_children(self, node: jax.Array) -> jax.Array:
+        """bool[B], whether a draft behind ``node`` (i32[B]) counts."""
+        if self.parents is None:
+            return node < self.n_draft
+        return (self.is_offered & (self.parents == node[..., None])).any(axis=-1)
 
 
 @flax.struct.dataclass
@@ -107,7 +151,7 @@ class Noise:
     """The randomness a rule consumes; uniform in [0, 1) and standard Gumbel, float32."""
 
     uniforms: jax.Array  # f32[B,K]
-    gumbel: jax.Array  # f32[B,1,V], or f32[B,K+1,V] for a rule of noise by position
+    gumbel: jax.Array  # f32[B,1,V], or f32[B,P,V] by depth for a rule of noise by position
 
 
 @flax.struct.dataclass
@@ -119,10 +163,18 @@ class Verdict:
     the probability of every outcome is known, and a certificate can sum over them.
     """
 
-    n_accept: jax.Array  # i32[B], 0..K
-    tokens: jax.Array  # i32[B,K+1], accepted drafts, then one token of the target's, then 0
-    accept_probs: jax.Array  # f32[B,K]
+    n_accept: jax.Array  # i32[B], 0..P-1, P being the proposal's depth + 1
+    tokens: jax.Array  # i32[B,P], accepted drafts, then one token of the target's, then 0
+    accept_probs: jax.Array  # f32[B,K], of a draft whose parent and turn are reached
     replacement: jax.Array  # f32[B,V]
+    path: jax.Array | None = None  # i32[B,P], root and accepted nodes, then 0; None for a chain
+
+    @property
+    def last(self) -> jax.Array:
+        """i32[B], the last accepted node, or the root."""
+        if self.path is None:
+            return self.n_accept
+        return jnp.take_along_axis(self.path, self.n_accept[..., None], axis=-1)[..., 0]
 
 
 class Context(NamedTuple):
@@ -138,8 +190,8 @@ class Context(NamedTuple):
       is_coupled: the rule wants drafts drawn with its own noise.
       has_probs: the rule reads ``Proposal.probs``.
       has_logits: the rule reads ``Proposal.logits``.
-      gumbel: f32[B,K,V], noise to draw with in place of the drafter's own, or None. The
-        certificate forces every draft through it.
+      gumbel: f32[B,K,V], by parent node, noise to draw with in place of the drafter's own, or
+        None. The certificate forces every draft through it.
     """
 
     tokens: jax.Array
@@ -166,13 +218,16 @@ class Drafter(NamedTuple):
         state``; ``pending`` is each row's first token, not yet fed, and ``features[:, t]``
         belongs to ``tokens[:, t]``.
       propose: ``(params, state, context, num_draft) -> (Proposal, state)``.
-      commit: ``(params, state, tokens i32[B,K+1], n i32[B], features) -> state``: the target
+      commit: ``(params, state, tokens i32[B,P], n i32[B], features, path) -> state``: the target
         has been fed the pending token and the accepted drafts, ``n`` tokens in all.
         ``tokens`` are [accepted drafts | the new pending token], ``n`` of them count, and
-        ``features[:, i]`` belongs to the token *before* ``tokens[:, i]``.
+        ``features[:, i]`` belongs to the token *before* ``tokens[:, i]``; ``path`` is the
+        verdict's.
       insert_row: ``(state, row, other) -> state``, ``other`` of one row.
       taps: the target's states that it reads as features (see ``transformer.forward``), in
         this order; empty for a drafter that reads none.
+      tree: the ``Tree`` or ``DynamicTree`` that it drafts, or None: a chain.
+      window: slots behind the committed ones that it writes, where these are more than K + 1.
     """
 
     name: str
@@ -185,6 +240,8 @@ class Drafter(NamedTuple):
     commit: Callable[..., Any]
     insert_row: Callable[..., Any]
     taps: tuple[int, ...] = ()
+    tree: Any = None
+    window: int = 0
 
 
 class Rule(NamedTuple):
@@ -203,6 +260,7 @@ class Rule(NamedTuple):
         and a sampled draft should be drawn with it.
       is_greedy: it emits argmax tokens, so it is for temperature 0.
       is_joint: it looks at nodes past the first rejection.
+      has_trees: it judges trees of drafts as well as chains.
     """
 
     name: str
@@ -214,3 +272,4 @@ class Rule(NamedTuple):
     is_coupled: bool = False
     is_greedy: bool = False
     is_joint: bool = False
+    has_trees: bool = False

@@ -3,8 +3,9 @@
 Invariants.
   1. The target's cache holds ``length`` tokens, all of them fed; ``tokens[b, length[b]]``
      is the one pending token, emitted and not fed.
-  2. A round commits ``n_accept + 1`` tokens, 1..K+1, for every active row, fewer where a
-     stop token or the limit cuts them. A finished row changes nothing.
+  2. A round commits ``n_accept + 1`` tokens, 1..K+1 (of a tree of drafts, one path from the
+     root), for every active row, fewer where a stop token or the limit cuts them. A finished
+     row changes nothing.
   3. Every output token has one ``kind``: emitted = first + accepted + corrected + bonus.
   4. For a lossless rule the joint law of the emitted tokens is the target's, whatever the
      drafter, K and the batch; with the match rule the tokens equal plain decoding's.
@@ -14,20 +15,16 @@ Plain decoding is this loop with K = 0.
 
 from __future__ import annotations
 
-import enum
 import functools
 from typing import Any, NamedTuple
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
 from spec_jax import rng
 from spec_jax.contracts import (
     Context,
-    Drafter,
     ForwardOutput,
-    Model,
     Noise,
     Proposal,
     Rule,
@@ -37,83 +34,7 @@ from spec_jax.contracts import (
 from spec_jax.errors import ConfigError, ShapeError
 from spec_jax.sampling import Counts, Sampler, is_sampling, process, sample
 from spec_jax.shapes import check_shapes
-
-
-class Kind(enum.IntEnum):
-    """Where an output token came from."""
-
-    NONE = 0  # prompt, or not written
-    FIRST = 1  # sampled by prefill
-    ACCEPTED = 2  # drafted, and kept
-    CORRECTED = 3  # the target's, in place of a rejected draft
-    BONUS = 4  # the target's, after drafts of which none was rejected
-
-
-class Finish(enum.IntEnum):
-    """Why a row stopped."""
-
-    RUNNING = 0
-    STOP_TOKEN = 1
-    LENGTH = 2
-    STOP_STRING = 3
-    CANCELLED = 4
-    NAN_TARGET = 5  # the target's logits were not finite, or every token was forbidden
-    NAN_DRAFT = 6  # the same of the draft
-    INVALID_DRAFT = 7  # the drafter proposed an id outside of the vocabulary, or not 0..K of them
-
-
-class System(NamedTuple):
-    """What is fixed for a compiled program: target, drafter, rule and K."""
-
-    target: Model
-    drafter: Drafter
-    rule: Rule
-    num_draft: int
-    has_expected: bool = False  # record the rule's closed-form acceptance as well
-
-
-@flax.struct.dataclass
-class DecodeState:
-    """Everything that a round reads and writes."""
-
-    tokens: jax.Array  # i32[B,M], prompt and output, left-aligned
-    kind: jax.Array  # i8[B,M], a Kind for each token
-    offered: jax.Array  # i16[B,M], drafts offered by the round that begins here, else -1
-    prompt_length: jax.Array  # i32[B]
-    limit: jax.Array  # i32[B], most tokens a row may hold, prompt and output
-    finish: jax.Array  # i32[B], a Finish
-    stop_tokens: jax.Array  # i32[B,X], -1 where a row has fewer
-    target: Any  # the target's cache
-    draft: Any  # the drafter's state
-    sampler: Sampler
-    draft_sampler: Sampler
-    counts: Counts
-    expected: jax.Array | None = None  # f32[B,M], the rule's acceptance where a draft was judged
-
-    @property
-    def length(self) -> jax.Array:
-        """i32[B], tokens fed to the target."""
-        return self.target.length
-
-    @property
-    def is_active(self) -> jax.Array:
-        return self.finish == Finish.RUNNING
-
-
-class Chunk(NamedTuple):
-    """What a caller reads between two calls while the state itself is donated back.
-
-    Attributes:
-      tokens: i32[B,M], as in the state.
-      total: i32[B], tokens of prompt and output so far.
-      finish: i32[B], a Finish for each row.
-      rounds: i32[], rounds that this call ran.
-    """
-
-    tokens: jax.Array
-    total: jax.Array
-    finish: jax.Array
-    rounds: jax.Array
+from spec_jax.state import Chunk, DecodeState, Finish, Kind, System
 
 
 def judge(
@@ -134,22 +55,38 @@ def judge(
       proposal: what was drafted.
       noise: what the rule consumes.
     """
-    processed = process(logits, sampler, counts, proposal.tokens, is_argmax=rule.is_greedy)
+    paths = proposal.paths
+    processed = process(
+        logits, sampler, counts, proposal.tokens, None if paths is None else paths[:, :, 1:],
+        is_argmax=rule.is_greedy,
+    )
     scores = TargetScores(logits=logits, processed=processed)
     return scores, rule.verify(scores, proposal, noise)
 
 
-def round_noise(rule: Rule, sampler: Sampler, start: jax.Array, num_draft: int, vocab_size: int):
+def round_noise(
+    rule: Rule, sampler: Sampler, start: jax.Array, num_draft: int, vocab_size: int,
+    depth: int | None = None,
+) -> Noise:
     """The noise of the round that begins behind ``start`` i32[B] fed tokens.
 
     A coupled rule gets plain decoding's own noise at each position; every other rule fresh
     noise of this round, because it conditions on draws past the first rejection.
+
+    Args:
+      rule: of acceptance.
+      sampler: the target's.
+      start: i32[B].
+      num_draft: K.
+      vocab_size: V.
+      depth: of the tree that the drafts are; None: they are a chain.
     """
     seed, B = sampler.seed, start.shape[0]
+    depth = num_draft if depth is None else depth
     if rule.is_coupled:
         at = lambda i: rng.gumbel(rng.keys(seed, rng.Stream.TARGET, start + 1 + i), vocab_size)
-        make = lambda: jax.vmap(at, out_axes=1)(jnp.arange(num_draft + 1))
-        shape = (B, num_draft + 1, vocab_size)
+        make = lambda: jax.vmap(at, out_axes=1)(jnp.arange(depth + 1))
+        shape = (B, depth + 1, vocab_size)
     else:
         make = lambda: rng.gumbel(rng.keys(seed, rng.Stream.REPLACE, start), vocab_size)[:, None]
         shape = (B, 1, vocab_size)
@@ -192,7 +129,9 @@ def draft_and_score(params, cache, draft, context: Context, system: System) -> S
     with jax.named_scope("verify"):
         pending = jnp.take_along_axis(context.tokens, context.length[:, None], axis=1)
         window = jnp.concatenate([pending, proposal.tokens], axis=1)
-        output = system.target.forward(params["target"], window, cache)
+        paths = proposal.paths
+        seen = {} if paths is None else {"window_mask": paths}
+        output = system.target.forward(params["target"], window, cache, **seen)
         logits = system.target.unembed(params["target"], output.hidden)
     return Scored(proposal, fault, draft, output, logits)
 
@@ -216,27 +155,42 @@ def decode_round(params, state: DecodeState, system: System) -> DecodeState:
     )
     with jax.named_scope("accept"):
         total = state.length + 1
-        noise = round_noise(rule, state.sampler, state.length, K, system.target.vocab_size)
+        noise = round_noise(
+            rule, state.sampler, state.length, K, system.target.vocab_size, proposal.depth
+        )
         scores, verdict = judge(rule, logits, state.sampler, state.counts, proposal, noise)
-        last = proposal.n_draft if rule.is_joint else verdict.n_accept
-        is_read = jnp.arange(K + 1) <= last[:, None]
-        is_bad = (~jnp.isfinite(scores.processed.max(axis=-1)) & is_read).any(axis=1)
-        fault = jnp.where(is_bad, Finish.NAN_TARGET, draft_fault)
+        fault = jnp.where(_is_bad(rule, scores, proposal, verdict), Finish.NAN_TARGET, draft_fault)
         n_emit, finish = _cut(state, verdict.tokens, total, verdict.n_accept + 1, fault)
     with jax.named_scope("commit"):
-        index = jnp.arange(K + 1)
-        own = jnp.where(verdict.n_accept < proposal.n_draft, Kind.CORRECTED, Kind.BONUS)
+        index, path = jnp.arange(verdict.tokens.shape[1]), verdict.path
+        own = jnp.where(proposal.has_children(verdict.last), Kind.CORRECTED, Kind.BONUS)
         kind = jnp.where(index < verdict.n_accept[:, None], Kind.ACCEPTED, own[:, None])
-        offered = jnp.where(index == 0, proposal.n_draft[:, None], -1)
+        offered = jnp.where(index == 0, proposal.levels[:, None], -1)
         record = {"tokens": verdict.tokens, "kind": kind, "offered": offered}
         if has_expected:
             record["expected"] = _expected(rule, scores, proposal, verdict)
         state = _append(state, record, total, n_emit)
+        features = output.features
+        if features is not None and path is not None:
+            features = jnp.take_along_axis(features, path[:, :, None], axis=1)
         return state.replace(
             finish=finish,
-            target=output.cache.commit(n_emit),
-            draft=drafter.commit(params["draft"], draft, verdict.tokens, n_emit, output.features),
+            target=output.cache.commit(n_emit, *(() if path is None else (path,))),
+            draft=drafter.commit(params["draft"], draft, verdict.tokens, n_emit, features, path),
         )
+
+
+def _is_bad(rule: Rule, scores: TargetScores, proposal: Proposal, verdict: Verdict) -> jax.Array:
+    """bool[B], the target's logits were not finite at a node that the rule has read."""
+    index = jnp.arange(scores.processed.shape[1])
+    if rule.is_joint:
+        is_read = index <= proposal.n_draft[:, None]
+    elif verdict.path is None:
+        is_read = index <= verdict.n_accept[:, None]
+    else:
+        is_read = jnp.take_along_axis(proposal.paths, verdict.last[:, None, None], axis=1)[:, 0]
+    is_finite = jnp.isfinite(scores.processed.max(axis=-1))
+    return (~is_finite & is_read).any(axis=1)
 
 
 def _checked(proposal: Proposal, system: System, batch: int) -> tuple[Proposal, jax.Array]:
@@ -248,6 +202,12 @@ def _checked(proposal: Proposal, system: System, batch: int) -> tuple[Proposal, 
     """
     drafter, rule, V = system.drafter, system.rule, system.target.vocab_size
     sizes = {"B": batch, "K": system.num_draft, "V": V}
+    if proposal.parents is not None:
+        check_shapes(sizes, parents=(proposal.parents, "B K"))
+        if not rule.has_trees:
+            raise ConfigError(
+                f"rule {rule.name!r} judges chains; drafter {drafter.name!r} proposes trees"
+            )
     check_shapes(sizes, tokens=(proposal.tokens, "B K"), n_draft=(proposal.n_draft, "B"))
     for name in ("probs", "logits"):
         array = getattr(proposal, name)
@@ -260,8 +220,13 @@ def _checked(proposal: Proposal, system: System, batch: int) -> tuple[Proposal, 
             f"rule {rule.name!r} judges drafts by their {what}, which drafter {drafter.name!r} "
             f"did not put into its Proposal"
         )
-    offered = jnp.arange(system.num_draft) < proposal.n_draft[:, None]
+    offered = proposal.is_offered
     is_valid = (proposal.tokens >= 0) & (proposal.tokens <= system.target.last_id)
+    if proposal.parents is not None:
+        is_before = (proposal.parents >= 0) & (proposal.parents <= jnp.arange(system.num_draft))
+        parents = jnp.where(is_before, proposal.parents, 0)
+        proposal = proposal.replace(parents=parents)
+        is_valid &= is_before & proposal.paths[:, 1:, 0]
     n_draft = jnp.clip(proposal.n_draft, 0, system.num_draft)
     is_invalid = (offered & ~is_valid).any(axis=1) | (proposal.n_draft != n_draft)
     fault = jnp.where(is_invalid, Finish.INVALID_DRAFT, Finish.RUNNING)
@@ -324,7 +289,7 @@ def prefill(
 ) -> DecodeState:
     """Feeds the prompts, right-padded to one width, and samples each row's first token.
 
-    The caller keeps ``1 <= lengths <= T <= slots`` and ``limit + K + 1 <= slots``.
+    The caller keeps ``1 <= lengths <= T <= slots`` and ``limit + system.slack <= slots``.
 
     Args:
       params: ``{"target": ..., "draft": ...}``.

@@ -316,7 +316,7 @@ class SpeculativeDecoder:
             if ((finish != Finish.RUNNING) | (ending != Finish.RUNNING)).all():
                 break
         done = time.perf_counter()
-        rows = self._collect(state, watch, system.num_draft)
+        rows = self._collect(state, watch, system.depth)
         self._stats += functools.reduce(
             lambda a, b: a + b,
             (row.stats for row in rows),
@@ -357,7 +357,7 @@ class SpeculativeDecoder:
                 )
         longest = max(longest, pad_to)
         width = max(16, 1 << (longest - 1).bit_length())
-        slots = max(longest + max_new_tokens + system.num_draft + 1, width)
+        slots = max(longest + max_new_tokens + system.slack, width)
         slots = -(-slots // _SLOT_BUCKET) * _SLOT_BUCKET
         tokens = np.zeros((len(ids), width), np.int32)
         for row, prompt in enumerate(ids):
@@ -369,7 +369,7 @@ class SpeculativeDecoder:
             system=system, slots=slots,
         )
 
-    def _collect(self, state: decode.DecodeState, watch: _Watch, num_draft: int):
+    def _collect(self, state: decode.DecodeState, watch: _Watch, depth: int):
         tokens, kind, offered = map(np.asarray, (state.tokens, state.kind, state.offered))
         prompt_length, finish = np.asarray(state.prompt_length), np.asarray(state.finish)
         expected = None if state.expected is None else np.asarray(state.expected)
@@ -385,7 +385,7 @@ class SpeculativeDecoder:
                         Finish.STOP_STRING if is_cut else finish[row]
                     ).name.lower(),
                     stats=stats.row_stats(
-                        kind[row, kept], offered[row, kept], num_draft,
+                        kind[row, kept], offered[row, kept], depth,
                         None if expected is None else expected[row, kept],
                     ),
                 )

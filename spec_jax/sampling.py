@@ -115,19 +115,22 @@ def process(
     sampler: Sampler,
     counts: Counts,
     drafted: jax.Array | None = None,
+    is_before: jax.Array | None = None,
     *,
     is_argmax: bool = False,
 ) -> jax.Array:
-    """Applies a row's sampling parameters to the logits of T nodes of a chain.
+    """Applies a row's sampling parameters to the logits of T nodes.
 
-    Node i sees the row's counts and the first i drafted tokens. Source: the logits
-    processors of transformers; ties at a threshold are all kept.
+    A node sees the row's counts and the drafted tokens on its way from the root. Source: the
+    logits processors of transformers; ties at a threshold are all kept.
 
     Args:
       logits: f32[B,T,V].
       sampler: parameters by row.
       counts: of prompt and output, the pending token included.
-      drafted: i32[B,T-1], the tokens of nodes 1..T-1.
+      drafted: i32[B,K], drafted tokens.
+      is_before: bool[B|1,T,K], which of them each node sees; None for a chain of T = K + 1
+        nodes, of which node i sees the first i.
       is_argmax: only the argmax is wanted, so what cannot change it is left out.
 
     Returns:
@@ -144,7 +147,7 @@ def process(
     )
     with jax.named_scope("penalties"):
         x = jax.lax.cond(
-            has_penalty.any(), lambda: _penalise(x, sampler, counts, drafted), lambda: x
+            has_penalty.any(), lambda: _penalise(x, sampler, counts, drafted, is_before), lambda: x
         )
     if is_argmax:
         return x
@@ -167,7 +170,7 @@ def process(
     return jax.lax.cond(is_greedy.any(), point_mass, lambda: x)
 
 
-def _penalise(x_BTV, sampler, counts, drafted):
+def _penalise(x_BTV, sampler, counts, drafted, is_before):
     """Penalties from the row's counts, then again for the few tokens that drafts change."""
 
     def penalty(x, output, is_seen):
@@ -184,14 +187,16 @@ def _penalise(x_BTV, sampler, counts, drafted):
     penalised = penalty(x_BTV, output, is_seen)
     if drafted is None or drafted.shape[1] == 0:
         return penalised
-    B, T, V = x_BTV.shape
-    is_ancestor = jnp.arange(T - 1) < jnp.arange(T)[:, None]  # [T,K], node i comes after draft j
+    (B, T, V), K = x_BTV.shape, drafted.shape[1]
+    if is_before is None:
+        is_before = jnp.arange(K) < jnp.arange(T)[:, None]
+    is_before = jnp.broadcast_to(is_before, (B, T, K))
     is_same = drafted[:, :, None] == drafted[:, None, :]
-    repeats = jnp.einsum("tk,bkj->btj", is_ancestor.astype(jnp.int32), is_same.astype(jnp.int32))
-    token = jnp.broadcast_to(drafted[:, None], (B, T, T - 1))
+    repeats = jnp.einsum("btk,bkj->btj", is_before.astype(jnp.int32), is_same.astype(jnp.int32))
+    token = jnp.broadcast_to(drafted[:, None], (B, T, K))
     output = jnp.take_along_axis(counts.output[:, None], token, axis=2) + repeats
     new = penalty(jnp.take_along_axis(x_BTV, token, axis=2), output, True)
-    index = jnp.where(is_ancestor, token, V)  # V is out of range: dropped
+    index = jnp.where(is_before, token, V)  # V is out of range: dropped
     rows, nodes = jnp.arange(B)[:, None, None], jnp.arange(T)[:, None]
     return penalised.at[rows, nodes, index].set(new, mode="drop")
 

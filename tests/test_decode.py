@@ -143,9 +143,11 @@ def test_a_draft_equal_to_the_target_is_always_accepted(target):
 
 def test_mutation_draft_rollback_left_out_lowers_acceptance(target):
     honest = small_lm(target.model)
-    forgetful = honest._replace(
-        commit=lambda params, cache, tokens, n, features: cache.commit(jnp.full_like(n, 4))
-    )
+
+    def keep_all(params, state, tokens, n, features, path):
+        return honest.commit(params, state, tokens, jnp.full_like(n, 4), features, path)
+
+    forgetful = honest._replace(commit=keep_all)
     noisy = testing.ragged(honest, lambda length: 1 + length % 3)
     stale = testing.ragged(forgetful, lambda length: 1 + length % 3)
     rates = []

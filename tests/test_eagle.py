@@ -206,8 +206,8 @@ def test_mutation_provisional_entries_that_are_kept_are_found():
     """The refresh advances the length and the last state, but what drafting wrote stays."""
     system, params = system_of(CONFIGS["eagle-3"], "match")
 
-    def commit(params, state, tokens, n, features):
-        true = system.drafter.commit(params, state, tokens, n, features)
+    def commit(params, state, tokens, n, features, path):
+        true = system.drafter.commit(params, state, tokens, n, features, path)
         return true.replace(cache=state.cache.commit(n))
 
     mutant = system._replace(drafter=system.drafter._replace(commit=commit))

@@ -236,7 +236,7 @@ def test_synthetic_acceptance_has_the_stated_rates(case):
 def test_rules_declare_what_they_are():
     lossless = {s: make(s).is_lossless for s in STRATEGIES}
     assert lossless == {
-        "greedy": True, "residual": True, "block": True, "match": True,
+        "greedy": True, "residual": True, "block": True, "traversal": True, "match": True,
         "typical-acceptance": False, "logit-comparison": False, "synthetic": False,
     }
     assert make("residual") is make("residual")

@@ -23,6 +23,7 @@ from spec_jax.models.config import ModelConfig
 from spec_jax.models.layers import Window, attention, linear, mlp, rms_norm
 from spec_jax.models.panels import matmul
 from spec_jax.models.params import ParamSpec, layer_table
+from spec_jax.tree import DynamicTree, Tree
 
 _STD = 0.02
 
@@ -192,7 +193,9 @@ def unembed(params: dict, x: jax.Array, config: EagleConfig, target: Model) -> j
 
 
 @functools.cache
-def eagle(config: EagleConfig, target: Model) -> Drafter:
+def eagle(
+    config: EagleConfig, target: Model, tree: Tree | DynamicTree | None = None
+) -> Drafter:
     """Drafts with a head.
 
     Its parameters are ``{"head": the head's, "target": the target's}``: embedding, and in
@@ -201,7 +204,16 @@ def eagle(config: EagleConfig, target: Model) -> Drafter:
     Args:
       config: the head's shape.
       target: the model it drafts for, with this config's taps.
+      tree: what it drafts; None: a chain.
+
+    Raises:
+      ConfigError: a node of the tree has more children than the draft vocabulary has tokens.
     """
+    if tree is not None and tree.most_children > config.layer.vocab_size:
+        raise ConfigError(
+            f"the tree has {tree.most_children} children of a node; the draft vocabulary has "
+            f"{config.layer.vocab_size} tokens"
+        )
 
     def init_cache(params, batch, slots):
         return KVCache.create(config.layer, batch, slots, params["head"]["fc"].dtype)
@@ -223,4 +235,4 @@ def eagle(config: EagleConfig, target: Model) -> Drafter:
         feed=feed,
         recycle=lambda params, x: recycle(params["head"], x, config),
         unembed=lambda params, x: unembed(params, x, config, target),
-    ))  # fmt: skip
+    ), tree)  # fmt: skip

@@ -20,6 +20,8 @@ import jax.numpy as jnp
 
 from spec_jax.contracts import Context, Drafter
 from spec_jax.draft.chain import draft_chain
+from spec_jax.draft.tree import draft_tree
+from spec_jax.tree import DynamicTree, Tree
 
 
 class Head(NamedTuple):
@@ -60,8 +62,13 @@ class HeadState:
     last: jax.Array  # dtype[B,D], of the pair whose token is pending: the first draft's
 
 
-def head_drafter(head: Head) -> Drafter:
-    """Drafts a chain with a head, one pass a token, the first of which verification has run."""
+def head_drafter(head: Head, tree: Tree | DynamicTree | None = None) -> Drafter:
+    """Drafts with a head, one pass a level, the first of which the last round's refresh has run.
+
+    Args:
+      head: what drafts.
+      tree: what is drafted; None: a chain.
+    """
 
     def feed(params, state, tokens, cache, window_offset=0, window_mask=None):
         with jax.named_scope("draft_pass"):
@@ -73,8 +80,9 @@ def head_drafter(head: Head) -> Drafter:
         dtype = jax.tree.leaves(cache)[0].dtype  # of the head's weights
         return HeadState(cache, jnp.zeros((batch, head.width), dtype))
 
-    def refresh(params, state, tokens, n, features):
+    def refresh(params, state, tokens, n, features, path=None):
         """Feeds true pairs and keeps the first n (i32[B]) of them."""
+        del path  # the features are the path's, and whatever drafting wrote goes
         g = head.join(params, features).astype(state.last.dtype)
         x, cache = feed(params, g, tokens, state.cache)
         at = jnp.maximum(n - 1, 0)[:, None, None]
@@ -94,16 +102,29 @@ def head_drafter(head: Head) -> Drafter:
             x, cache = feed(params, g, token[:, None], cache, node - 2)
             return head.unembed(params, x[:, 0]), (x[:, 0], cache)
 
+        def advance_tree(carry, tokens, parent, seen):
+            x, cache = carry
+            g = head.recycle(params, jnp.take_along_axis(x, parent[:, :, None], axis=1))
+            W, X = seen.shape[1:]
+            x, cache = feed(params, g, tokens, cache, X - W, seen)
+            return head.unembed(params, x), (x, cache)
+
         logits = head.unembed(params, state.last)
-        carry = (state.last, state.cache)
-        proposal, (_, cache) = draft_chain(logits, carry, advance, context, num_draft)
+        if tree is None or num_draft == 0:
+            carry = (state.last, state.cache)
+            proposal, (_, cache) = draft_chain(logits, carry, advance, context, num_draft)
+        else:
+            carry = (state.last[:, None], state.cache)
+            proposal, (_, cache), _ = draft_tree(
+                logits, carry, advance_tree, context, num_draft, tree
+            )
         return proposal, state.replace(cache=cache)
 
     return Drafter(
         name=head.name,
         vocab_size=head.vocab_size,
         max_length=head.max_length,
-        is_sampled=True,
+        is_sampled=not isinstance(tree, DynamicTree),
         init=init,
         prefill=prefill,
         propose=propose,
@@ -112,4 +133,6 @@ def head_drafter(head: Head) -> Drafter:
             state.cache.insert_row(row, other.cache), state.last.at[row].set(other.last[0])
         ),
         taps=head.taps,
+        tree=tree,
+        window=0 if tree is None else tree.num_fed,
     )

@@ -64,7 +64,7 @@ def ngram(ngram_max: int = 3, ngram_min: int = 1) -> Drafter:
         init=lambda params, batch, slots: (),
         prefill=lambda params, state, tokens, lengths, pending, features: state,
         propose=propose,
-        commit=lambda params, state, tokens, n, features: state,
+        commit=lambda params, state, tokens, n, features, path: state,
         insert_row=lambda state, row, other: state,
     )
 

@@ -3,51 +3,108 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
 from spec_jax.contracts import Context, Drafter, Model
 from spec_jax.draft.chain import draft_chain
+from spec_jax.draft.tree import draft_tree
+from spec_jax.tree import DynamicTree, Tree
+
+_FIRST = 2  # tokens that the first pass of a round feeds
+
+
+@flax.struct.dataclass
+class SmallLMState:
+    """The draft's cache, and which of the tree's drafts stand where in its window."""
+
+    cache: Any
+    fed_at: jax.Array | None = None  # i32[B,K], see ``draft_tree``; None: a chain
 
 
 @functools.cache
-def small_lm(model: Model) -> Drafter:
-    """Drafts by decoding ``model``, K passes a round.
+def small_lm(model: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
+    """Drafts by decoding ``model``: a chain in K passes a round, or a tree in one a level.
 
     Its cache stays one token behind the target's: the first pass of a round feeds the last
     two tokens, so the slot that a fully accepted round leaves empty (its last draft was
     never fed) is filled at no extra pass, and the tokens fed are the same for every row.
+
+    Args:
+      model: the draft.
+      tree: what it drafts; None: a chain.
     """
 
-    def prefill(params, cache, tokens, lengths, pending, features):
-        del pending, features
-        return model.forward(params, tokens, cache).cache.commit(lengths - 1)
+    def init(params, batch, slots):
+        cache = model.init_cache(params, batch, slots)
+        return SmallLMState(cache, tree and jnp.zeros((batch, tree.num_nodes), jnp.int32))
 
-    def propose(params, cache, context: Context, num_draft: int):
+    def prefill(params, state, tokens, lengths, pending, features):
+        del pending, features
+        cache = model.forward(params, tokens, state.cache).cache
+        return state.replace(cache=cache.commit(lengths - 1))
+
+    def propose(params, state, context: Context, num_draft: int):
         rows = jnp.arange(context.length.shape[0])
         fed = jnp.stack([context.tokens[rows, context.length + i] for i in (-1, 0)], axis=1)
 
-        def feed(tokens, cache, window_offset):
+        def feed(tokens, cache, window_offset, **kwargs):
             with jax.named_scope("draft_pass"):
-                output = model.forward(params, tokens, cache, window_offset=window_offset)
-                return model.unembed(params, output.hidden[:, -1]), output.cache
+                output = model.forward(
+                    params, tokens, cache, window_offset=window_offset, **kwargs
+                )
+                return output.hidden, output.cache
 
         def advance(cache, token, node):
-            return feed(token[:, None], cache, node)
+            hidden, cache = feed(token[:, None], cache, node)
+            return model.unembed(params, hidden[:, 0]), cache
+
+        def advance_tree(cache, tokens, parent, seen):
+            del parent
+            B, W, X = seen.shape
+            mask = jnp.concatenate([jnp.ones((B, W, _FIRST), bool), seen], axis=2)
+            hidden, cache = feed(tokens, cache, _FIRST + X - W, window_mask=mask)
+            return model.unembed(params, hidden), cache
 
         # What rounds without drafts commit is fed all the same, so no backlog arises.
-        logits, cache = feed(fed, cache, 0)
-        return draft_chain(logits, cache, advance, context, num_draft)
+        hidden, cache = feed(fed, state.cache, 0)
+        logits = model.unembed(params, hidden[:, -1])
+        if tree is None or num_draft == 0:
+            proposal, cache = draft_chain(logits, cache, advance, context, num_draft)
+            return proposal, state.replace(cache=cache)
+        proposal, cache, fed_at = draft_tree(
+            logits, cache, advance_tree, context, num_draft, tree
+        )
+        return proposal, SmallLMState(cache, fed_at)
+
+    def commit(params, state, tokens, n, features, path):
+        del params, tokens, features
+        if path is None:
+            return state.replace(cache=state.cache.commit(n))
+        # The window begins with the last two tokens; the accepted draft before the last node
+        # of the path is the last one that is needed, and has been fed.
+        drafts = jnp.take_along_axis(state.fed_at, jnp.maximum(path[:, 1:-1] - 1, 0), axis=1)
+        two = jnp.broadcast_to(jnp.arange(_FIRST), (len(n), _FIRST))
+        at = jnp.concatenate([two, drafts + _FIRST], axis=1)
+        return state.replace(cache=state.cache.commit(n, at))
+
+    def insert_row(state, row, other):
+        fed_at = state.fed_at if tree is None else state.fed_at.at[row].set(other.fed_at[0])
+        return SmallLMState(state.cache.insert_row(row, other.cache), fed_at)
 
     return Drafter(
         name="standalone",
         vocab_size=model.vocab_size,
         max_length=model.max_length,
-        is_sampled=True,
-        init=model.init_cache,
+        is_sampled=not isinstance(tree, DynamicTree),
+        init=init,
         prefill=prefill,
         propose=propose,
-        commit=lambda params, cache, tokens, n, features: cache.commit(n),
-        insert_row=lambda cache, row, other: cache.insert_row(row, other),
+        commit=commit,
+        insert_row=insert_row,
+        tree=tree,
+        window=0 if tree is None else _FIRST + tree.num_fed,
     )

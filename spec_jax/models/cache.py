@@ -136,9 +136,38 @@ class KVCache:
         into = into_stack if self.is_stacked else into_one
         return self.replace(keys=into(self.keys, keys), values=into(self.values, values))
 
-    def commit(self, n: jax.Array) -> KVCache:
-        """Keeps the first ``n`` (i32[B]) slots of the window; the others are forgotten."""
-        return self.replace(length=self.length + n)
+    def commit(self, n: jax.Array, path: jax.Array | None = None) -> KVCache:
+        """Keeps ``n`` (i32[B]) slots of the window and forgets the others.
+
+        Args:
+          n: how many.
+          path: i32[B,P], which slots of the window, of which the first n count; they are moved
+            to its front. None: they stand there.
+        """
+        moved = self if path is None else self._gather(path)
+        return moved.replace(length=self.length + n)
+
+    def _gather(self, path) -> KVCache:
+        """Copies slots ``path`` (i32[B,P]) of the window to its front."""
+        B = len(path)
+        slots = self.length[:, None] + path
+        axis = 1 if self.is_stacked else 0
+        take = lambda x, at: jnp.take(x, at, axis=-2)
+
+        def move(cache):
+            n = cache.shape[axis] // B  # entries of that axis a row
+            # Taken out before it is written: a shifted copy in place may read what it wrote.
+            new = jax.vmap(take, (axis, 0), axis)(cache, jnp.repeat(slots, n, axis=0))
+            for b in range(B):
+                one = jax.lax.slice_in_dim(new, b * n, (b + 1) * n, axis=axis)
+                at = [0] * cache.ndim
+                at[axis], at[-2] = b * n, self.length[b]
+                cache = jax.lax.dynamic_update_slice(cache, one, at)
+            return cache
+
+        return self.replace(
+            keys=jax.tree.map(move, self.keys), values=jax.tree.map(move, self.values)
+        )
 
     def insert_row(self, row, other: KVCache) -> KVCache:
         """Replaces row ``row`` by the only row of ``other`` (same slots)."""

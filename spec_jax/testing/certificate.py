@@ -25,6 +25,8 @@ from spec_jax.testing.oracles import (
     toy_logits,
 )
 
+_FREE = -1  # a token that the enumeration does not force
+
 
 class CertificateError(SpecJaxError, AssertionError):
     """The emitted tokens do not have the target's law."""
@@ -66,6 +68,7 @@ def certify_rule(
     rows: Sequence[Row] | None = None,
     drafter: Drafter | None = None,
     draft_law: Callable[[Row, Sequence[int], Sequence[int]], np.ndarray] | None = None,
+    params: dict | None = None,
     seed: int = 0,
     tolerance: float = 1e-6,
 ) -> float:
@@ -81,14 +84,16 @@ def certify_rule(
     Args:
       rule: not coupled (certify those by equality with plain decoding).
       vocab_size: V of the toy target, whose law depends on two tokens of context.
-      num_draft: K.
+      num_draft: K; that of the drafter's tree, where it has one.
       num_tokens: length of the joint law.
       rows: settings, all judged in one batch; by default ``standard_rows()``.
       drafter: draws with ``Context.gumbel`` where given; by default ``small_lm`` over a toy
-        draft, once with all of K drafts offered and once with 0 to K of them.
+        draft, once with all of K drafts offered and once with 0 to K of them. Of a dynamic tree
+        nothing is forced.
       draft_law: ``(row, output, drafted) -> f64[V]``, the law its next token should have; by
         default the toy draft's under the row's draft sampler. None of a deterministic
         drafter is asked.
+      params: ``{"target": ..., "draft": ...}``, the first of a toy model; random by default.
       seed: of the toy parameters.
       tolerance: on the largest difference of a joint probability.
 
@@ -103,23 +108,24 @@ def certify_rule(
     if drafter is None:
         again = functools.partial(
             certify_rule, rule, vocab_size=vocab_size, num_draft=num_draft, num_tokens=num_tokens,
-            rows=rows, draft_law=draft_law, seed=seed, tolerance=tolerance,
+            rows=rows, draft_law=draft_law, params=params, seed=seed, tolerance=tolerance,
         )
         whole = small_lm(toy_model(vocab_size))
         cut = ragged(whole, lambda length: length % (num_draft + 1))
         return max(again(drafter=whole), again(drafter=cut))
     rows = standard_rows() if rows is None else list(rows)
-    target_params = toy_params(vocab_size, seed)
-    draft_params = toy_params(vocab_size, seed + 1)
+    if params is None:
+        params = {"target": toy_params(vocab_size, seed), "draft": toy_params(vocab_size, seed + 1)}
     if draft_law is None:
 
         def draft_law(row, output, drafted):
             history = [*output, *drafted]
-            logits = toy_logits(draft_params, (*row.prompt, *history))
+            logits = toy_logits(params["draft"], (*row.prompt, *history))
             return reference_distribution(logits, row.draft, row.prompt, history)
 
+    if drafter.tree is not None:
+        num_draft = drafter.tree.num_nodes
     system = decode.System(toy_model(vocab_size), drafter, rule, num_draft)
-    params = {"target": target_params, "draft": draft_params}
     pending = 0
     laws = [np.zeros((vocab_size,) * num_tokens) for _ in rows]
     frontier = {(i, (pending,)): 1.0 for i in range(len(rows))}
@@ -133,7 +139,7 @@ def certify_rule(
                 frontier[row, emitted] = frontier.get((row, emitted), 0.0) + weight
     worst = 0.0
     for i, row in enumerate(rows):
-        error = np.abs(laws[i] - plain_law(target_params, row, pending, num_tokens)).max()
+        error = np.abs(laws[i] - plain_law(params["target"], row, pending, num_tokens)).max()
         worst = max(worst, float(error))
         if not error <= tolerance:
             raise CertificateError(
@@ -147,27 +153,30 @@ def _outcomes(system, params, rows, frontier, draft_law, num_tokens):
     """Yields (row, output after the round, probability) of every outcome of one round."""
     V, K = system.target.vocab_size, system.num_draft
     items, forced = [], []
+    is_sampled = system.drafter.is_sampled
+    tree = system.drafter.tree
+    parents = range(K) if tree is None or not is_sampled else tree.parents
     for (row, output), prob in frontier.items():
-        drafts = itertools.product(range(V), repeat=K) if system.drafter.is_sampled else [(0,) * K]
-        for draft in drafts:
-            weight = prob
-            if system.drafter.is_sampled:
-                for i in range(K):
-                    weight *= draft_law(rows[row], output, draft[:i])[draft[i]]
-            if weight > 0:
-                items.append((row, output, weight))
-                forced.append(draft)
+        law = functools.partial(draft_law, rows[row], output)
+        drafts = _possible_drafts(parents, law) if is_sampled else [((_FREE,) * K, 1.0)]
+        for draft, weight in drafts:
+            items.append((row, output, prob * weight))
+            forced.append(draft)
     if not items:
         return
     width = max(len(r.prompt) for r in rows) + num_tokens + K + 2
     batch = _batch(rows, items, width, V)
-    push = 1e4 * np.eye(V, dtype=np.float32)[np.asarray(forced)]
+    forced = np.asarray(forced)
+    push = np.zeros((len(items), K, V), np.float32)
+    for i, parent in enumerate(parents):
+        at = np.flatnonzero(forced[:, i] != _FREE)
+        push[at, parent, forced[at, i]] = 1e4 * (K - i)  # the first sibling is pushed hardest
     logits, proposal = _in_chunks(
         functools.partial(_propose, system, params), 512, batch, push
     )
-    is_other = proposal.tokens != np.asarray(forced)
+    is_other = (proposal.tokens != forced) & (forced != _FREE)
     is_other &= np.arange(K) < proposal.n_draft[:, None]
-    if system.drafter.is_sampled and is_other.any():
+    if is_other.any():
         raise CertificateError(
             f"drafter {system.drafter.name!r} does not draw with Context.gumbel from a law that "
             "covers the tokens it should be able to draw"
@@ -177,7 +186,7 @@ def _outcomes(system, params, rows, frontier, draft_law, num_tokens):
         # Ordinary noise: the law that it reports must be the law that it draws from.
         gumbel = free.gumbel(size=push.shape).astype(np.float32)
         _, drawn = _in_chunks(functools.partial(_propose, system, params), 512, batch, gumbel)
-        if not _is_argmax(drawn.tokens, drawn.probs, gumbel):
+        if not _draws_from_its_law(drawn, gumbel, parents):
             raise CertificateError(
                 f"drafter {system.drafter.name!r} draws from another law than Proposal.probs"
             )
@@ -232,6 +241,47 @@ def _outcomes(system, params, rows, frontier, draft_law, num_tokens):
         yield row, emitted, prob * weights[i]
 
 
+def _possible_drafts(parents, law):
+    """Yields (tokens, probability) of every draft along ``parents``, siblings all different.
+
+    Where siblings have used up their law a token is ``_FREE``: the drafter's own choice.
+    """
+    K = len(parents)
+
+    def visit(tokens, weight):
+        i = len(tokens)
+        if i == K:
+            yield tokens, weight
+            return
+        way, node = [], parents[i]
+        while node:
+            way.insert(0, tokens[node - 1])
+            node = parents[node - 1]
+        q = np.array(law(way))
+        q[[tokens[j] for j in range(i) if parents[j] == parents[i] and tokens[j] != _FREE]] = 0.0
+        if q.sum() <= 1e-12:
+            if i + 1 in parents:
+                raise ValueError(f"node {i + 1} has children, and no law to draw it from")
+            yield from visit((*tokens, _FREE), weight)
+            return
+        for token in np.flatnonzero(q):
+            yield from visit((*tokens, int(token)), weight * q[token] / q.sum())
+
+    yield from visit((), 1.0)
+
+
+def _draws_from_its_law(drawn, gumbel, parents) -> bool:
+    """Whether each token is the Gumbel-max draw of its parent's law, earlier siblings out."""
+    probs = np.array(drawn.probs)
+    for i, parent in enumerate(parents):
+        q, token = probs[:, parent], drawn.tokens[:, i]
+        at = np.flatnonzero(q.max(axis=1) > 0)
+        if not _is_argmax(token[at], q[at], gumbel[at, parent]):
+            return False
+        np.put_along_axis(q, token[:, None], 0.0, axis=1)
+    return True
+
+
 def _is_argmax(tokens, probs, gumbel) -> bool:
     """Whether the tokens are the Gumbel-max draws from ``probs``, near ties aside."""
     with np.errstate(divide="ignore"):
@@ -274,11 +324,12 @@ def _in_chunks(function, chunk, *trees):
 def _propose(system: decode.System, params, batch, gumbel):
     """Prefills both models afresh, drafts with forced noise, scores the window."""
     tokens, length, sampler, draft_sampler, counts = batch
-    target, drafter, rule, K, _ = system
+    target, drafter, rule, *_ = system
     size, width = tokens.shape
-    cache = target.init_cache(params["target"], size, width + K + 1)
+    slots = width + system.slack
+    cache = target.init_cache(params["target"], size, slots)
     fed = target.forward(params["target"], tokens, cache)
-    state = drafter.init(params["draft"], size, width + K + 1)
+    state = drafter.init(params["draft"], size, slots)
     pending = jnp.take_along_axis(tokens, length[:, None], axis=1)[:, 0]
     state = drafter.prefill(params["draft"], state, tokens, length, pending, fed.features)
     context = Context(
@@ -318,7 +369,7 @@ def certify_decoder(
       rule: any lossless rule.
       drafter: by default ``small_lm`` over a toy draft.
       vocab_size: V.
-      num_draft: K.
+      num_draft: K; that of the drafter's tree, where it has one.
       num_tokens: of the joint law; the table has V**num_tokens outcomes.
       row: prompt and samplers of all trials.
       trials: sequences decoded; each has a seed of its own.
@@ -338,10 +389,13 @@ def certify_decoder(
     if params is None:
         params = {"target": toy_params(V, seed), "draft": toy_params(V, seed + 1)}
     model = target or toy_model(V)
-    system = decode.System(model, drafter or small_lm(toy_model(V)), rule, num_draft)
+    drafter = drafter or small_lm(toy_model(V))
+    if drafter.tree is not None:
+        num_draft = drafter.tree.num_nodes
+    system = decode.System(model, drafter, rule, num_draft)
     counts = np.zeros((V,) * num_tokens, np.int64)
     length = len(row.prompt)
-    slots = length + num_tokens + num_draft + 4
+    slots = length + num_tokens + system.slack + 3
     tokens = jnp.tile(jnp.asarray(row.prompt, jnp.int32), (batch, 1))
     full = lambda value: jnp.full((batch,), value, jnp.int32)
     for begin in range(0, trials, batch):

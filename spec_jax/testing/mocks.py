@@ -22,8 +22,13 @@ class ToyCache:
     tokens: jax.Array  # i32[B,S]
     length: jax.Array  # i32[B]
 
-    def commit(self, n):
-        return self.replace(length=self.length + n)
+    def commit(self, n, path=None):
+        tokens = self.tokens
+        if path is not None:
+            rows, front = jnp.arange(len(n))[:, None], jnp.arange(path.shape[1])
+            slots = self.length[:, None]
+            tokens = tokens.at[rows, slots + front].set(tokens[rows, slots + path])
+        return self.replace(tokens=tokens, length=self.length + n)
 
     def insert_row(self, row, other):
         put = lambda full, one: full.at[row].set(one[0])
@@ -41,22 +46,27 @@ def toy_model(vocab_size: int, max_length: int = 1 << 20) -> Model:
     """A model of second order whose parameters are a table ``{"logits": f32[C,V]}``.
 
     After the tokens a, b it looks up row ``(a * V + b) mod C``; C = V * V tells all contexts
-    apart, C = 1 none. It reads a and b from its cache.
+    apart, C = 1 none. It reads a and b from its cache. Its features are its logits.
     """
 
     def init_cache(params, batch, slots):
         del params
         return ToyCache(jnp.zeros((batch, slots), jnp.int32), jnp.zeros((batch,), jnp.int32))
 
-    def forward(params, tokens, cache, *, window_offset=0):
+    def forward(params, tokens, cache, *, window_offset=0, window_mask=None):
         B, T = tokens.shape
         rows = jnp.arange(B)[:, None]
         slots = (cache.length + window_offset)[:, None] + jnp.arange(T)
         held = cache.tokens.at[rows, slots].set(tokens)
-        before = jnp.where(slots > 0, held[rows, jnp.maximum(slots - 1, 0)], 0)
+        before = slots - 1
+        if window_mask is not None:  # the last slot of the window that is seen before its own
+            index = jnp.arange(window_mask.shape[2])
+            is_before = window_mask & (index < (window_offset + jnp.arange(T))[:, None])
+            before = cache.length[:, None] + jnp.where(is_before, index, -1).max(axis=2)
+        before = jnp.where(before >= 0, held[rows, jnp.maximum(before, 0)], 0)
         table = params["logits"]
         hidden = table[(before * vocab_size + held[rows, slots]) % table.shape[0]]
-        return ForwardOutput(hidden, cache.replace(tokens=held))
+        return ForwardOutput(hidden, cache.replace(tokens=held), features=hidden)
 
     return Model(vocab_size, max_length, init_cache, forward, lambda params, hidden: hidden)
 

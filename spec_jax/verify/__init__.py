@@ -1,6 +1,6 @@
 """The rule library: arrays in, a ``Verdict`` out.
 
-Rules are written for one row (``chain``) and mapped over the batch here.
+Rules are written for one row (``chain``, ``tree``) and mapped over the batch here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax
 from spec_jax.config import SpeculativeConfig
 from spec_jax.contracts import Rule, Verdict
 from spec_jax.errors import ConfigError
-from spec_jax.verify import chain
+from spec_jax.verify import chain, tree
 
 
 def batched(verify_row: Callable[..., Verdict]) -> Callable[..., Verdict]:
@@ -22,6 +22,18 @@ def batched(verify_row: Callable[..., Verdict]) -> Callable[..., Verdict]:
     @functools.wraps(verify_row)
     def verify(target, proposal, noise):
         return jax.vmap(verify_row)(target, proposal, noise)
+
+    return verify
+
+
+def by_shape(on_chain: Callable[..., Verdict], on_tree: Callable[..., Verdict]):
+    """One rule of a chain and of a tree, each for one row, over the batch."""
+    chains, branched = batched(on_chain), batched(on_tree)
+
+    @functools.wraps(on_chain)
+    def verify(target, proposal, noise):
+        is_chain = proposal.parents is None
+        return (chains if is_chain else branched)(target, proposal, noise)
 
     return verify
 
@@ -41,6 +53,8 @@ def make_rule(config: SpeculativeConfig) -> Rule:
             return _RESIDUAL
         case "block":
             return _BLOCK
+        case "traversal":
+            return _TRAVERSAL
         case "match":
             return MATCH
         case "logit-comparison":
@@ -58,20 +72,24 @@ def make_rule(config: SpeculativeConfig) -> Rule:
 
 
 _GREEDY = Rule(
-    "greedy", batched(chain.greedy), is_lossless=True,
-    expected_acceptance=chain.expected_greedy, is_greedy=True,
+    "greedy", by_shape(chain.greedy, tree.greedy), is_lossless=True,
+    expected_acceptance=chain.expected_greedy, is_greedy=True, has_trees=True,
 )
 _RESIDUAL = Rule(
-    "residual", batched(chain.residual), is_lossless=True,
-    expected_acceptance=chain.expected_residual, needs_probs=True,
+    "residual", by_shape(chain.residual, tree.residual), is_lossless=True,
+    expected_acceptance=chain.expected_residual, needs_probs=True, has_trees=True,
 )
 _BLOCK = Rule("block", batched(chain.block), is_lossless=True, needs_probs=True, is_joint=True)
+_TRAVERSAL = Rule(
+    "traversal", by_shape(chain.block, tree.traversal), is_lossless=True, needs_probs=True,
+    is_joint=True, has_trees=True,
+)
 _LOGIT_COMPARISON = Rule(
     "logit-comparison", batched(chain.logit_comparison), is_lossless=False, needs_logits=True
 )
 MATCH = Rule(
-    "match", batched(chain.match), is_lossless=True,
-    expected_acceptance=chain.expected_match, is_coupled=True,
+    "match", by_shape(chain.match, tree.match), is_lossless=True,
+    expected_acceptance=chain.expected_match, is_coupled=True, has_trees=True,
 )
 
 

@@ -47,7 +47,7 @@ def _draft_law(proposal: Proposal, vocab_size: int):
     return proposal.probs
 
 
-def _replace(weights_V, fallback_V, gumbel_V):
+def replace(weights_V, fallback_V, gumbel_V):
     """Normalises what is left of the target's mass and draws from it.
 
     Nothing is left where p equals q and only rounding rejected: then p itself is right.
@@ -69,7 +69,7 @@ def residual(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
     n_accept = _leading((noise.uniforms * q_d < p_d) & is_draft)
     # Past the row's own last draft there is nothing to subtract: the bonus token.
     q_next = jnp.where(n_accept < proposal.n_draft, q[jnp.minimum(n_accept, len(q) - 1)], 0.0)
-    law, token = _replace(jnp.maximum(p[n_accept] - q_next, 0.0), p[n_accept], noise.gumbel[0])
+    law, token = replace(jnp.maximum(p[n_accept] - q_next, 0.0), p[n_accept], noise.gumbel[0])
     coins = jnp.where(is_draft & (p_d > 0), jnp.minimum(1.0, p_d / jnp.maximum(q_d, p_d)), 0.0)
     return _verdict(n_accept, proposal, token, coins, law)
 
@@ -97,7 +97,7 @@ def block(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
     coins = jnp.where(size < n_draft, coins, jnp.where(size == n_draft, reach[1:], 0.0))
     n_accept = jnp.where(noise.uniforms < coins, size, 0).max()
     weights = jnp.where(n_accept < n_draft, left[jnp.minimum(n_accept, K - 1)], p[n_accept])
-    law, token = _replace(weights, p[n_accept], noise.gumbel[0])
+    law, token = replace(weights, p[n_accept], noise.gumbel[0])
     return _verdict(n_accept, proposal, token, coins, law)
 
 
@@ -149,7 +149,7 @@ def _typical_threshold(p, epsilon, delta):
 def _own_token(is_accepted, p, proposal, noise) -> Verdict:
     """For the lossy rules: the token after the accepted ones is drawn from p itself."""
     n_accept = _leading(is_accepted)
-    law, token = _replace(p[n_accept], p[n_accept], noise.gumbel[0])
+    law, token = replace(p[n_accept], p[n_accept], noise.gumbel[0])
     return _verdict(n_accept, proposal, token, is_accepted.astype(jnp.float32), law)
 
 

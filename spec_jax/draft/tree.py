@@ -1,0 +1,189 @@
+"""Drafting a tree level by level, from any model that turns nodes into the logits behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax import rng
+from spec_jax.contracts import Context, Proposal
+from spec_jax.errors import ConfigError
+from spec_jax.sampling import is_sampling, process
+from spec_jax.tree import DynamicTree, Tree
+
+# ``(carry, tokens i32[B,W], parent i32[B|1,W], seen bool[B|1,W,X]) -> (logits f32[B,W,V],
+# carry)``: feeds W nodes behind the X - W that were fed since the last round; node w stands
+# behind node ``parent[w]`` of the pass before and sees the fed nodes ``seen[w]``, itself
+# included.
+Advance = Callable[..., tuple[jax.Array, Any]]
+
+
+class _Grown:
+    """The drafts that have been fed so far, and what the last of them see."""
+
+    def __init__(self, logits, carry, advance: Advance, context: Context):
+        self.logits, self.carry = logits[:, None], carry  # behind the root
+        self.fed = jnp.zeros((len(logits), 0), jnp.int32)
+        self.seen = np.zeros((1, 1, 0), bool)
+        self._advance, self._context = advance, context
+
+    def feed(self, tokens, parent) -> None:
+        """Feeds one level; ``parent`` i32[B|1,W] is of the level fed before."""
+        W = tokens.shape[1]
+        take = np.take_along_axis if isinstance(parent, np.ndarray) else jnp.take_along_axis
+        before = take(self.seen, parent[:, :, None], axis=1)
+        own = np.broadcast_to(np.eye(W, dtype=bool), (len(before), W, W))
+        join = np.concatenate if isinstance(before, np.ndarray) else jnp.concatenate
+        self.seen = join([before, own], axis=2)
+        self.fed = jnp.concatenate([self.fed, tokens], axis=1)
+        self.logits, self.carry = self._advance(self.carry, tokens, parent, self.seen)
+
+    def process(self, *, is_argmax: bool = False) -> jax.Array:
+        """The logits f32[B,W,V] behind the last level under the draft's sampler."""
+        c = self._context
+        return process(self.logits, c.sampler, c.counts, self.fed, self.seen, is_argmax=is_argmax)
+
+
+def draft_tree(
+    logits: jax.Array, carry: Any, advance: Advance, context: Context, num_draft: int,
+    tree: Tree | DynamicTree,
+) -> tuple[Proposal, Any, jax.Array]:
+    """Drafts one tree a row.
+
+    The children of a static tree are drawn without replacement; where the law has less mass
+    than children, as at temperature 0, the likeliest of the others follow. Those of a dynamic
+    tree are the likeliest, temperature and filters left out.
+
+    Args:
+      logits: f32[B,V], behind the root.
+      carry: what ``advance`` takes and returns.
+      advance: feeds one level, see ``Advance``.
+      context: whose sampler and noise apply.
+      num_draft: K, the tree's.
+      tree: its shape.
+
+    Returns:
+      The proposal, the carry, and i32[B,K]: the how-manieth of the fed drafts each one was, or
+      0 where it was not fed.
+
+    Raises:
+      ConfigError: another number of drafts than the tree has.
+    """
+    if num_draft != tree.num_nodes:
+        raise ConfigError(f"K is {num_draft}; the tree has {tree.num_nodes} nodes")
+    if tree.most_children > logits.shape[1]:
+        raise ConfigError(
+            f"the tree has {tree.most_children} children of a node; the vocabulary has "
+            f"{logits.shape[1]} tokens"
+        )
+    grown = _Grown(logits, carry, advance, context)
+    draft = _draft_static if isinstance(tree, Tree) else _draft_dynamic
+    return draft(grown, context, tree)
+
+
+def _draft_static(grown: _Grown, context: Context, tree: Tree):
+    B, _, V = grown.logits.shape
+    K = tree.num_nodes
+    tokens = jnp.zeros((B, K), jnp.int32)
+    probs = jnp.zeros((B, K, V), jnp.float32) if context.has_probs else None
+    is_sound = jnp.ones((B,), bool)
+    fed_at = np.zeros(K, np.int32)
+    level = np.zeros(1, int)
+    for depth in range(1, tree.depth + 1):
+        children = [tree.children(int(node)) for node in level]
+        drawn, law = _draw_children(grown, context, level, depth, max(map(len, children)))
+        is_sound &= jnp.isfinite(law.max(axis=-1)).all(axis=1)
+        if probs is not None:
+            probs = probs.at[:, np.asarray(level)].set(jax.nn.softmax(law, axis=-1))
+        at = [(w, rank, i) for w, own in enumerate(children) for rank, i in enumerate(own)]
+        of, rank, nodes = map(np.asarray, zip(*at))
+        tokens = tokens.at[:, nodes - 1].set(drawn[:, of, rank])
+        is_inner = np.isin(nodes, tree.parents)
+        level = nodes[is_inner]
+        if depth < tree.depth:
+            fed_at[level - 1] = grown.fed.shape[1] + np.arange(len(level))
+            grown.feed(tokens[:, level - 1], of[is_inner][None])
+    proposal = Proposal(
+        tokens, jnp.full((B,), K, jnp.int32), probs=probs, is_sound=is_sound,
+        parents=jnp.broadcast_to(jnp.asarray(tree.parents, jnp.int32), (B, K)),
+        tree_depth=tree.depth,
+    )
+    return proposal, grown.carry, jnp.broadcast_to(jnp.asarray(fed_at), (B, K))
+
+
+def _draw_children(grown: _Grown, context: Context, nodes, depth: int, count: int):
+    """``count`` children of each of W nodes, i32[B,W,count], and their laws f32[B,W,V]."""
+    law = grown.process()
+    noisy = law + _noise(context, nodes, depth, law.shape)
+    value, first = jax.lax.top_k(noisy, count)
+    is_drawn = value > -jnp.inf
+
+    def fill():
+        ranked = jnp.where(law > -jnp.inf, -jnp.inf, grown.process(is_argmax=True))
+        _, other = jax.lax.top_k(ranked, count)
+        behind = jnp.arange(count) - is_drawn.sum(axis=-1, keepdims=True)
+        return jnp.where(
+            is_drawn, first, jnp.take_along_axis(other, jnp.maximum(behind, 0), axis=-1)
+        )
+
+    return jax.lax.cond(is_drawn.all(), lambda: first, fill), law
+
+
+def _noise(context: Context, nodes, depth: int, shape) -> jax.Array:
+    """Gumbel noise f32[B,W,V] for the children of ``nodes``, which are drafts ``depth`` deep."""
+    V, nodes = shape[-1], jnp.asarray(nodes)
+    if context.gumbel is not None:
+        return context.gumbel[:, nodes]
+
+    def make():
+        if context.is_coupled:
+            keys = rng.keys(context.request, rng.Stream.TARGET, context.length + depth)
+            return jnp.broadcast_to(rng.gumbel(keys, V)[:, None], shape)
+        seed, start = context.sampler.seed, context.length
+        one = lambda node: rng.gumbel(rng.keys(seed, rng.Stream.DRAFT, start, node + 1), V)
+        return jax.vmap(one, out_axes=1)(nodes)
+
+    return jax.lax.cond(
+        is_sampling(context.sampler), make, lambda: jnp.zeros(shape, jnp.float32)
+    )
+
+
+def _draft_dynamic(grown: _Grown, context: Context, tree: DynamicTree):
+    k, B = tree.top_k, len(grown.fed)
+    score = jnp.zeros((B, 1))
+    seen = {"token": [], "score": [], "parent": [], "fed_at": []}  # of all nodes, level by level
+    frontier = jnp.full((B, 1), -1)  # where the nodes that are expanded stand among them
+    num_seen, is_sound = 0, jnp.ones((B,), bool)
+    for depth in range(1, tree.depth + 1):
+        logp = jax.nn.log_softmax(grown.process(is_argmax=True), axis=-1)
+        is_sound &= jnp.isfinite(logp.max(axis=-1)).all(axis=1)
+        value, token = jax.lax.top_k(logp, k)  # [B,W,k]
+        value = (value + score[:, :, None]).reshape(B, -1)
+        token, parent = token.reshape(B, -1), jnp.repeat(frontier, k, axis=1)
+        fed_at = jnp.zeros_like(token)
+        if depth < tree.depth:
+            score, best = jax.lax.top_k(value, k)
+            fed_at = fed_at.at[jnp.arange(B)[:, None], best].set(grown.fed.shape[1] + jnp.arange(k))
+            frontier = num_seen + best
+            grown.feed(jnp.take_along_axis(token, best, axis=1), best // k)
+        for name, new in zip(seen, (token, value, parent, fed_at)):
+            seen[name].append(new)
+        num_seen += token.shape[1]
+    seen = {name: jnp.concatenate(parts, axis=1) for name, parts in seen.items()}
+    # No child scores above its parent, and of equals the first is taken: so a node comes with
+    # its parent. Ascending, parents stand before their children.
+    K = tree.num_nodes
+    chosen = jnp.sort(jax.lax.top_k(seen["score"], K)[1], axis=1)
+    take = lambda name: jnp.take_along_axis(seen[name], chosen, axis=1)
+    rows = jnp.arange(B)[:, None]
+    node = jnp.zeros((B, num_seen + 1), jnp.int32).at[rows, chosen].set(jnp.arange(1, K + 1))
+    parents = node[rows, jnp.where(take("parent") < 0, num_seen, take("parent"))]
+    n_draft = jnp.full((B,), K, jnp.int32)
+    proposal = Proposal(
+        take("token"), n_draft, is_sound=is_sound, parents=parents, tree_depth=tree.depth
+    )
+    return proposal, grown.carry, take("fed_at")

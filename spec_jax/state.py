@@ -1,0 +1,100 @@
+"""What the loop carries, and what it is compiled for. Types only; the loop is in ``decode``."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+
+from spec_jax.contracts import Drafter, Model, Rule
+from spec_jax.sampling import Counts, Sampler
+
+
+class Kind(enum.IntEnum):
+    """Where an output token came from."""
+
+    NONE = 0  # prompt, or not written
+    FIRST = 1  # sampled by prefill
+    ACCEPTED = 2  # drafted, and kept
+    CORRECTED = 3  # the target's, in place of a rejected draft
+    BONUS = 4  # the target's, after drafts of which none was rejected
+
+
+class Finish(enum.IntEnum):
+    """Why a row stopped."""
+
+    RUNNING = 0
+    STOP_TOKEN = 1
+    LENGTH = 2
+    STOP_STRING = 3
+    CANCELLED = 4
+    NAN_TARGET = 5  # the target's logits were not finite, or every token was forbidden
+    NAN_DRAFT = 6  # the same of the draft
+    INVALID_DRAFT = 7  # an id outside of the vocabulary, not 0..K of them, or no tree
+
+
+class System(NamedTuple):
+    """What is fixed for a compiled program: target, drafter, rule and K."""
+
+    target: Model
+    drafter: Drafter
+    rule: Rule
+    num_draft: int
+    has_expected: bool = False  # record the rule's closed-form acceptance as well
+
+    @property
+    def depth(self) -> int:
+        """The most drafts that a round accepts: K, or the depth of a tree."""
+        tree = self.drafter.tree
+        return self.num_draft if tree is None or self.num_draft == 0 else tree.depth
+
+    @property
+    def slack(self) -> int:
+        """Slots that a round may write behind the committed ones."""
+        return max(self.num_draft + 1, self.drafter.window)
+
+
+@flax.struct.dataclass
+class DecodeState:
+    """Everything that a round reads and writes."""
+
+    tokens: jax.Array  # i32[B,M], prompt and output, left-aligned
+    kind: jax.Array  # i8[B,M], a Kind for each token
+    offered: jax.Array  # i16[B,M], levels of drafts that the round beginning here offers, or -1
+    prompt_length: jax.Array  # i32[B]
+    limit: jax.Array  # i32[B], most tokens a row may hold, prompt and output
+    finish: jax.Array  # i32[B], a Finish
+    stop_tokens: jax.Array  # i32[B,X], -1 where a row has fewer
+    target: Any  # the target's cache
+    draft: Any  # the drafter's state
+    sampler: Sampler
+    draft_sampler: Sampler
+    counts: Counts
+    expected: jax.Array | None = None  # f32[B,M], the rule's acceptance where a draft was judged
+
+    @property
+    def length(self) -> jax.Array:
+        """i32[B], tokens fed to the target."""
+        return self.target.length
+
+    @property
+    def is_active(self) -> jax.Array:
+        return self.finish == Finish.RUNNING
+
+
+class Chunk(NamedTuple):
+    """What a caller reads between two calls while the state itself is donated back.
+
+    Attributes:
+      tokens: i32[B,M], as in the state.
+      total: i32[B], tokens of prompt and output so far.
+      finish: i32[B], a Finish for each row.
+      rounds: i32[], rounds that this call ran.
+    """
+
+    tokens: jax.Array
+    total: jax.Array
+    finish: jax.Array
+    rounds: jax.Array
