@@ -11,17 +11,19 @@
 
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.decoder import Generation, SpeculativeDecoder
-from spec_jax.loading import LoadedModel, load_model
+from spec_jax.loading import LoadedHead, LoadedModel, load_head, load_model
 from spec_jax.stats import Stats
 from spec_jax.version import __version__
 
 __all__ = [
     "Generation",
+    "LoadedHead",
     "LoadedModel",
     "SamplerConfig",
     "SpeculativeConfig",
     "SpeculativeDecoder",
     "Stats",
     "__version__",
+    "load_head",
     "load_model",
 ]

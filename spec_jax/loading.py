@@ -1,4 +1,4 @@
-"""A model by name or path, ready to decode."""
+"""A model, or a head that drafts for one, by name or path, ready to decode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import jax.numpy as jnp
 
 from spec_jax import zoo
 from spec_jax.contracts import Model
+from spec_jax.draft.eagle import EagleConfig
 from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.formats.eagle import read_head
 from spec_jax.models import panels, transformer, weights
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.params import Params, num_params
@@ -62,6 +64,23 @@ class LoadedModel:
         return None if self.config is None else num_params(self.config)
 
 
+@dataclasses.dataclass(frozen=True)
+class LoadedHead:
+    """A head and its weights.
+
+    Attributes:
+      name: where it was loaded from.
+      config: its shape and meaning, its ``taps`` among them.
+      params: what ``draft.eagle`` takes as ``params["head"]``.
+      notes: sentences on how an ambiguous checkpoint was read.
+    """
+
+    name: str
+    config: EagleConfig
+    params: Params
+    notes: tuple[str, ...] = ()
+
+
 def load_model(
     name_or_path: str | pathlib.Path, dtype="float32", *, scan_layers: bool = False
 ) -> LoadedModel:
@@ -82,9 +101,7 @@ def load_model(
             f"{name_or_path} is neither a directory nor a zoo name; "
             f"the zoo has {', '.join(zoo.NAMES)}"
         )
-    dtype = jnp.dtype(dtype)
-    if dtype.name not in DTYPES:
-        raise ConfigError(f"dtype is {dtype.name!r}; expected one of {', '.join(DTYPES)}")
+    dtype = _check_dtype(dtype)
     params, config = weights.load_pretrained(directory, dtype, scan_layers=scan_layers)
     has_tokenizer = (directory / "tokenizer.json").exists()
     tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None
@@ -97,3 +114,39 @@ def load_model(
         config=config,
         stop_tokens=config.eos_token_id,
     )
+
+
+def load_head(
+    path: str | pathlib.Path, target: LoadedModel, dtype=None, **overrides
+) -> LoadedHead:
+    """Loads an EAGLE head in the layout of EAGLE, SpecForge or vllm-project/speculators.
+
+    Args:
+      path: a directory with the head's config.json and weights.
+      target: the model that it drafts for.
+      dtype: of the weights in memory; by default the target's.
+      **overrides: what the checkpoint leaves open or says wrongly, such as
+        ``taps=(2, 16, 29)`` or ``norm_output=True``; see ``EagleConfig``. What was decided
+        without them is in the result's ``notes``.
+
+    Raises:
+      WeightsError: no such directory, or its files are not sound.
+      ConfigError: the head is for another target or of an unknown kind; a target without a
+        config; a dtype that weights cannot have.
+    """
+    if target.config is None:
+        raise ConfigError(
+            f"target {target.name} has no config, and so nothing to check a head against; "
+            "load_model gives one"
+        )
+    embed = target.params["embed"]
+    dtype = _check_dtype(embed.dtype if dtype is None else dtype)
+    head = read_head(path, target.config, dtype, target_embed=embed, **overrides)
+    return LoadedHead(str(path), head.config, head.params, head.notes)
+
+
+def _check_dtype(dtype) -> jnp.dtype:
+    dtype = jnp.dtype(dtype)
+    if dtype.name not in DTYPES:
+        raise ConfigError(f"dtype is {dtype.name!r}; expected one of {', '.join(DTYPES)}")
+    return dtype

@@ -23,6 +23,7 @@ V, U, D, SLOTS = 31, 20, 16, 64
 TARGET = dataclasses.replace(LLAMA, max_position_embeddings=256)
 LAYER = dataclasses.replace(TARGET, num_hidden_layers=1)
 SMALL = dataclasses.replace(LAYER, vocab_size=U)
+NARROW = dataclasses.replace(SMALL, hidden_size=12)
 TAPS = (0, 1, 2)
 CONFIGS = {
     "eagle-1": EagleConfig(1, LAYER, D, V, (3,), fc_bias=True),
@@ -32,6 +33,8 @@ CONFIGS = {
     "norm_before_fc": EagleConfig(3, SMALL, D, V, TAPS, norm_before_fc=True),
     "norm_before_residual": EagleConfig(3, SMALL, D, V, TAPS, norm_before_residual=True),
     "norm_output": EagleConfig(3, SMALL, D, V, TAPS, norm_output=True),
+    "own_embed": EagleConfig(3, SMALL, D, V, TAPS, own_embed=True),
+    "narrow": EagleConfig(3, NARROW, D, V, TAPS, own_embed=True),
 }
 D2T = np.sort(np.random.RandomState(0).permutation(V)[:U]) - np.arange(U)  # offsets
 
@@ -76,6 +79,8 @@ class NumpyHead:
     def __init__(self, config, head, embed):
         self.c, self.w = config, {k: np.asarray(v, np.float64) for k, v in head.items()}
         self.embed, self.keys, self.values = np.asarray(embed, np.float64), [], []
+        if config.own_embed:
+            self.embed = self.w["embed"]
 
     def join(self, feature):
         if self.c.version == 1:
@@ -241,7 +246,12 @@ def test_a_round_without_drafts_keeps_the_head_in_step():
     [
         ({"version": 2}, "version is 2"),
         ({"taps": ()}, "taps are empty"),
-        ({"target_hidden_size": 24}, "width is 16; .* has 24"),
+        ({"target_hidden_size": 24}, "width is 16; the embedding .* has 24"),
+        (
+            {"version": 1, "taps": (3,), "layer": LAYER, "target_hidden_size": 24,
+             "own_embed": True},
+            "width is 16; the target's head .* has 24",
+        ),
         ({"target_vocab_size": 12}, "draft vocabulary 20 is larger than the target's 12"),
         ({"layer": TARGET}, "2 layers; expected 1"),
         ({"version": 1}, "reads one state"),

@@ -45,6 +45,8 @@ class EagleConfig:
       norm_before_fc: one norm over all tapped states before they are joined.
       norm_before_residual: the residual stream starts from the normalised state.
       norm_output: what is recycled is normalised, as what is scored always is.
+      own_embed: the head has an embedding of its own, which it needs where its width is not
+        the target's; others share the target's.
     """
 
     version: int
@@ -57,6 +59,7 @@ class EagleConfig:
     norm_before_fc: bool = False
     norm_before_residual: bool = False
     norm_output: bool = False
+    own_embed: bool = False
 
     def __post_init__(self):
         def check(ok, message):
@@ -76,7 +79,9 @@ class EagleConfig:
         check(U <= V, f"the draft vocabulary {U} is larger than the target's {V}")
         D, width = self.layer.hidden_size, self.target_hidden_size
         check(not is_old or U == V, f"version 1 scores by the target's head: {V} ids, not {U}")
-        check(D == width, f"the head's width is {D}; the embedding that it shares has {width}")
+        has_width = D == width or (self.own_embed and not is_old)
+        shared = "target's head that scores it" if is_old else "embedding that it shares"
+        check(has_width, f"the head's width is {D}; the {shared} has {width}")
 
 
 def head_table(config: EagleConfig) -> dict[str, ParamSpec]:
@@ -86,6 +91,9 @@ def head_table(config: EagleConfig) -> dict[str, ParamSpec]:
     is_old = config.version == 1
     size_in = D + Dt if is_old else E * Dt
     table = {"fc": ParamSpec((size_in, D), ("features", "embed"), "fc.weight", is_linear=True)}
+    if config.own_embed:
+        size = (config.target_vocab_size, D)
+        table["embed"] = ParamSpec(size, ("vocab", "embed"), "embed_tokens.weight")
     if config.fc_bias:
         table["fc_bias"] = ParamSpec((D,), ("embed",), "fc.bias", init="zeros")
     if config.fc_norm:
@@ -146,7 +154,7 @@ def forward(
 
     Args:
       head: the weights of ``head_table``.
-      embed: dtype[V,D], the target's embedding.
+      embed: dtype[V,D], the target's embedding or the head's own.
       state: dtype[B,T,D], of ``join_features``, or a state that this function returned.
       tokens: i32[B,T], each the token after its state's.
       cache: of one layer, or None.
@@ -198,8 +206,8 @@ def eagle(
 ) -> Drafter:
     """Drafts with a head.
 
-    Its parameters are ``{"head": the head's, "target": the target's}``: embedding, and in
-    version 1 the head, are the target's own.
+    Its parameters are ``{"head": the head's, "target": the target's}``: the embedding (but see
+    ``own_embed``), and in version 1 the head, are the target's own.
 
     Args:
       config: the head's shape.
@@ -219,8 +227,9 @@ def eagle(
         return KVCache.create(config.layer, batch, slots, params["head"]["fc"].dtype)
 
     def feed(params, state, tokens, cache, window_offset, window_mask):
+        embed = params["head" if config.own_embed else "target"]["embed"]
         return forward(
-            params["head"], params["target"]["embed"], state, tokens, cache, config=config,
+            params["head"], embed, state, tokens, cache, config=config,
             window_offset=window_offset, window_mask=window_mask,
         )
 
