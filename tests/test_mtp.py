@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import LLAMA, QWEN3, random_tensor, random_weights
+from tiny_models import DEEPSEEK, LLAMA, QWEN3, random_tensor, random_weights
 
 from spec_jax import decode
 from spec_jax.config import SamplerConfig, SpeculativeConfig
@@ -37,6 +37,7 @@ CONFIGS = {
         taps=(TARGET.num_hidden_layers,),
     ),
 }  # fmt: skip
+KINDS = {"qwen3": QWEN3, "deepseek": DEEPSEEK}
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7], [2]]
 HOT = SamplerConfig(temperature=3.0)  # coupled noise then often gives both the same token
 
@@ -267,11 +268,10 @@ def test_a_row_that_is_admitted_drafts_as_it_did_alone():
     np.testing.assert_allclose(proposal.logits[1], expected.logits[0], rtol=0, atol=1e-5)
 
 
-def test_modules_of_another_kind_of_layer_draft_too():
-    config = MtpConfig.of_target(TARGET, layer=dataclasses.replace(
-        QWEN3, num_hidden_layers=1, max_position_embeddings=256
-    ))  # fmt: skip
-    system, params = system_of(config)
+@pytest.mark.parametrize("name", KINDS)
+def test_modules_of_other_kinds_of_layer_draft_as_after_a_fresh_prefill(name):
+    layer = dataclasses.replace(KINDS[name], num_hidden_layers=1, max_position_embeddings=256)
+    system, params = system_of(of_target(layer=layer, protocol="sequential", num_modules=K))
     state, _ = run(system, params, prefill(system, params, 20), 3)
     fresh = state.replace(draft=fresh_draft(system, params, state))
     np.testing.assert_allclose(
@@ -354,6 +354,25 @@ def test_more_drafts_than_modules_are_refused_where_they_are_asked_for():
 def test_modules_that_cannot_be_are_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         of_target(**change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_lora_rank": 0}, "kv_lora_rank is 0"),
+        ({"q_lora_rank": -1}, "q_lora_rank is -1"),
+        ({"qk_rope_head_dim": 3}, "qk_rope_head_dim 3 is odd"),
+        ({"n_group": 4}, "n_routed_experts 6 cannot be split into n_group 4"),
+        ({"topk_group": 5}, "of which topk_group 5 are kept"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5; the 2 groups kept have 4"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size is None"),
+        ({"n_routed_experts": None}, "intermediate_size is None"),
+    ],
+    ids=str,
+)
+def test_deepseek_layers_that_cannot_be_are_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(DEEPSEEK, **change)
 
 
 def test_random_modules_have_the_declared_shapes():

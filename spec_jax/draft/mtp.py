@@ -20,8 +20,10 @@ from spec_jax.contracts import Drafter, Model
 from spec_jax.draft.head import Head, head_drafter
 from spec_jax.draft.sequential import Modules, check_num_draft, sequential_drafter
 from spec_jax.errors import ConfigError
+from spec_jax.models import deepseek
 from spec_jax.models.cache import KVCache
 from spec_jax.models.config import ModelConfig
+from spec_jax.models.deepseek import DeepseekConfig
 from spec_jax.models.layers import Window, attention, linear, mlp, rms_norm
 from spec_jax.models.panels import matmul
 from spec_jax.models.params import ParamSpec, layer_table
@@ -29,6 +31,19 @@ from spec_jax.models.params import ParamSpec, layer_table
 PROTOCOLS = ("recycled", "sequential")
 ORDERS = ("embedding-first", "hidden-first")
 _STD = 0.02
+
+
+def _decoder_layer(module, x_BTD, cache, index, window, layer: ModelConfig):
+    h = rms_norm(x_BTD, module["attention_norm"], layer.rms_norm_eps)
+    h, cache = attention(module, h, cache, index, window, layer)
+    return mlp(module, x_BTD + h, layer), cache
+
+
+# Weights and forward pass of each kind of layer.
+_KINDS = {
+    ModelConfig: (layer_table, _decoder_layer),
+    DeepseekConfig: (deepseek.layer_table, deepseek.decoder_layer),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +66,7 @@ class MtpConfig:
       has_own_head: each module has an output head; else they share the target's.
     """
 
-    layer: ModelConfig
+    layer: ModelConfig | DeepseekConfig
     target_hidden_size: int
     target_vocab_size: int
     taps: tuple[int, ...]
@@ -131,7 +146,8 @@ def mtp_table(config: MtpConfig) -> dict[str, ParamSpec]:
         table["head"] = ParamSpec(
             (D, V), ("embed", "vocab"), prefix + "shared_head.head.weight", is_linear=True
         )
-    return table | layer_table(config.layer)
+    layer_weights, _ = _KINDS[type(config.layer)]
+    return table | layer_weights(config.layer)
 
 
 def init_mtp(config: MtpConfig, key: jax.Array, dtype=jnp.float32) -> dict[str, Any]:
@@ -165,12 +181,6 @@ def _module(params: dict, index: int, config: MtpConfig) -> dict[str, jax.Array]
     return {name: 1 + w if name.endswith("norm") else w for name, w in module.items()}
 
 
-def _decoder_layer(module, x_BTD, cache, index, window, layer):
-    h = rms_norm(x_BTD, module["attention_norm"], layer.rms_norm_eps)
-    h, cache = attention(module, h, cache, index, window, layer)
-    return mlp(module, x_BTD + h, layer), cache
-
-
 def forward(
     params: dict, state: jax.Array, tokens: jax.Array, cache: KVCache, *, config: MtpConfig,
     index: int = 0, window_offset: int | jax.Array = 0, window_mask: jax.Array | None = None,
@@ -199,7 +209,8 @@ def forward(
     window = Window.behind(layer, cache, *tokens.shape, window_offset, window_mask=window_mask)
     if index > 0:
         window = window._replace(mask=window.mask & (jnp.arange(cache.slots) >= index))
-    return _decoder_layer(module, x, cache, index, window, layer)
+    _, run_layer = _KINDS[type(layer)]
+    return run_layer(module, x, cache, index, window, layer)
 
 
 def recycle(params: dict, x: jax.Array, *, config: MtpConfig, index: int = 0) -> jax.Array:

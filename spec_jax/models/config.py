@@ -156,6 +156,10 @@ class ModelConfig:
         return self.model_type == "qwen3"
 
     @property
+    def rotary_dim(self) -> int:
+        return self.head_dim
+
+    @property
     def key_dim(self) -> int:
         return self.head_dim
 
