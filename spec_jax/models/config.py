@@ -224,16 +224,21 @@ def read_config(directory: str | pathlib.Path) -> ModelConfig:
       WeightsError: no readable config.json, or an unreadable generation_config.json.
     """
     directory = pathlib.Path(directory)
-    hf = _read_json(directory / "config.json")
+    hf = read_json(directory / "config.json")
     generation = directory / "generation_config.json"
     if generation.exists():
-        eos = _read_json(generation).get("eos_token_id")
+        eos = read_json(generation).get("eos_token_id")
         if eos is not None:
             hf["eos_token_id"] = eos
     return ModelConfig.from_hf(hf)
 
 
-def _read_json(file: pathlib.Path) -> dict[str, Any]:
+def read_json(file: pathlib.Path) -> dict[str, Any]:
+    """The object that a JSON file of a Hugging Face directory holds.
+
+    Raises:
+      WeightsError: no such file, or it holds something else.
+    """
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

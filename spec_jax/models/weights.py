@@ -25,8 +25,16 @@ INDEX = "model.safetensors.index.json"
 _DERIVED = ".rotary_emb.inv_freq"  # a buffer that old Llama checkpoints carry along
 
 
-class _Shards:
-    """The tensors of one directory by name, each read when asked for."""
+class Shards:
+    """The tensors of one directory's safetensors by name, each read when asked for.
+
+    Args:
+      directory: holds one file, or shards with their index.
+      stack: closes the files.
+
+    Raises:
+      WeightsError: no such file, or one that cannot be read.
+    """
 
     def __init__(self, directory: pathlib.Path, stack: contextlib.ExitStack):
         self._where: dict[str, pathlib.Path] = {}
@@ -52,10 +60,61 @@ class _Shards:
         raise WeightsError(f"{directory} has neither {SINGLE} nor {INDEX}")
 
     def names(self) -> set[str]:
-        return {name for name in self._where if not name.endswith(_DERIVED)}
+        return set(self._where)
 
     def read(self, name: str) -> np.ndarray:
         return self._files[self._where[name]].get_tensor(name)
+
+
+class StrictReader:
+    """Takes the tensors of a checkpoint one by one and knows which are left.
+
+    Args:
+      directory: for messages.
+      source: ``Shards``, or another with ``names() -> set[str]`` and
+        ``read(name) -> np.ndarray``.
+    """
+
+    def __init__(self, directory: pathlib.Path, source):
+        self._directory, self._source = directory, source
+        self.left = {name for name in source.names() if not name.endswith(_DERIVED)}
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor as it is stored.
+
+        Raises:
+          WeightsError: it is missing.
+        """
+        if name not in self.left:
+            raise WeightsError(f"{self._directory}: tensor {name} is missing")
+        return self._source.read(name)
+
+    def take(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """The tensor as it is stored, which is then no longer left.
+
+        Raises:
+          WeightsError: it is missing, of another shape, or not finite.
+        """
+        array = self.read(name)
+        if array.shape != shape:
+            raise WeightsError(
+                f"{self._directory}: tensor {name} has shape {list(array.shape)}; "
+                f"config.json asks for {list(shape)}"
+            )
+        if not np.isfinite(array).all():
+            raise WeightsError(f"{self._directory}: tensor {name} holds NaN or infinite values")
+        self.left.discard(name)
+        return array
+
+    def finish(self) -> None:
+        """Checks that nothing is left.
+
+        Raises:
+          WeightsError: tensors that nobody took.
+        """
+        if self.left:
+            names = ", ".join(sorted(self.left)[:8])
+            raise WeightsError(f"{self._directory}: unexpected tensors {names}")
 
 
 def load_pretrained(
@@ -82,37 +141,25 @@ def load_pretrained(
     directory = pathlib.Path(directory)
     config = dataclasses.replace(read_config(directory), scan_layers=scan_layers)
     with contextlib.ExitStack() as stack:
-        shards = _Shards(directory, stack)
-        unread = shards.names()
+        shards = Shards(directory, stack)
+        tensors = StrictReader(directory, shards)
 
         def leaf(spec, layer):
-            name = spec.hf_name.format(i=layer)
-            if name not in unread:
-                raise WeightsError(f"{directory}: tensor {name} is missing")
-            array = shards.read(name)
-            expected = spec.shape[::-1] if spec.is_linear else spec.shape
-            if array.shape != expected:
-                raise WeightsError(
-                    f"{directory}: tensor {name} has shape {list(array.shape)}; "
-                    f"config.json asks for {list(expected)}"
-                )
-            if not np.isfinite(array).all():
-                raise WeightsError(f"{directory}: tensor {name} holds NaN or infinite values")
-            unread.discard(name)
+            shape = spec.shape[::-1] if spec.is_linear else spec.shape
+            array = tensors.take(spec.hf_name.format(i=layer), shape)
             return jnp.asarray(array.T if spec.is_linear else array, dtype)
 
         params = assemble(config, leaf)
-        if config.tie_word_embeddings and "lm_head.weight" in unread:
+        if config.tie_word_embeddings and "lm_head.weight" in tensors.left:
             # Some tied checkpoints store the head again; it must then be the embedding.
-            head, embed = shards.read("lm_head.weight"), shards.read("model.embed_tokens.weight")
-            if not np.array_equal(head, embed):
+            shape = (config.vocab_size, config.hidden_size)
+            head = tensors.take("lm_head.weight", shape)
+            if not np.array_equal(head, shards.read("model.embed_tokens.weight")):
                 raise WeightsError(
                     f"{directory}: config.json says tie_word_embeddings, yet lm_head.weight "
                     "differs from model.embed_tokens.weight"
                 )
-            unread.discard("lm_head.weight")
-        if unread:
-            raise WeightsError(f"{directory}: unexpected tensors {', '.join(sorted(unread)[:8])}")
+        tensors.finish()
     return params, config
 
 
