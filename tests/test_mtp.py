@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import DEEPSEEK, LLAMA, QWEN3, random_tensor, random_weights
+from tiny_models import DEEPSEEK, LLAMA, QWEN3, QWEN3_NEXT, random_tensor, random_weights
 
 from spec_jax import decode
 from spec_jax.config import SamplerConfig, SpeculativeConfig
@@ -37,7 +37,7 @@ CONFIGS = {
         taps=(TARGET.num_hidden_layers,),
     ),
 }  # fmt: skip
-KINDS = {"qwen3": QWEN3, "deepseek": DEEPSEEK}
+KINDS = {"qwen3": QWEN3, "deepseek": DEEPSEEK, "qwen3-next": QWEN3_NEXT}
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7], [2]]
 HOT = SamplerConfig(temperature=3.0)  # coupled noise then often gives both the same token
 
@@ -373,6 +373,22 @@ def test_modules_that_cannot_be_are_refused(change, message):
 def test_deepseek_layers_that_cannot_be_are_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(DEEPSEEK, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": 0}, "head_dim is 0"),
+        ({"num_key_value_heads": 3}, "4 is not a multiple of num_key_value_heads 3"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5 of 4"),
+        ({"partial_rotary_factor": 0.4}, "turns 3 of 8 dimensions"),
+        ({"partial_rotary_factor": 1.5}, "turns 12 of 8 dimensions"),
+    ],
+    ids=str,
+)
+def test_qwen3_next_layers_that_cannot_be_are_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(QWEN3_NEXT, **change)
 
 
 def test_random_modules_have_the_declared_shapes():

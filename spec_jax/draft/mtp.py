@@ -20,13 +20,14 @@ from spec_jax.contracts import Drafter, Model
 from spec_jax.draft.head import Head, head_drafter
 from spec_jax.draft.sequential import Modules, check_num_draft, sequential_drafter
 from spec_jax.errors import ConfigError
-from spec_jax.models import deepseek
+from spec_jax.models import deepseek, qwen3_next
 from spec_jax.models.cache import KVCache
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.deepseek import DeepseekConfig
 from spec_jax.models.layers import Window, attention, linear, mlp, rms_norm
 from spec_jax.models.panels import matmul
 from spec_jax.models.params import ParamSpec, layer_table
+from spec_jax.models.qwen3_next import Qwen3NextConfig
 
 PROTOCOLS = ("recycled", "sequential")
 ORDERS = ("embedding-first", "hidden-first")
@@ -39,10 +40,12 @@ def _decoder_layer(module, x_BTD, cache, index, window, layer: ModelConfig):
     return mlp(module, x_BTD + h, layer), cache
 
 
+LayerConfig = ModelConfig | DeepseekConfig | Qwen3NextConfig
 # Weights and forward pass of each kind of layer.
 _KINDS = {
     ModelConfig: (layer_table, _decoder_layer),
     DeepseekConfig: (deepseek.layer_table, deepseek.decoder_layer),
+    Qwen3NextConfig: (qwen3_next.layer_table, qwen3_next.decoder_layer),
 }
 
 
@@ -66,7 +69,7 @@ class MtpConfig:
       has_own_head: each module has an output head; else they share the target's.
     """
 
-    layer: ModelConfig | DeepseekConfig
+    layer: LayerConfig
     target_hidden_size: int
     target_vocab_size: int
     taps: tuple[int, ...]
@@ -107,15 +110,16 @@ class MtpConfig:
         check(U == V, f"the modules' vocabulary has {U} ids; the target's has {V}")
 
     @classmethod
-    def of_target(cls, target: ModelConfig, **changes: Any) -> MtpConfig:
+    def of_target(cls, target: LayerConfig, **changes: Any) -> MtpConfig:
         """Modules of a target's own kind of layer, which read its state after the final norm.
 
         Args:
           target: the target's config.
           **changes: fields that are to differ.
         """
+        unrolled = {"scan_layers": False} if target.scan_layers else {}
         return cls(**{
-            "layer": dataclasses.replace(target, num_hidden_layers=1, scan_layers=False),
+            "layer": dataclasses.replace(target, num_hidden_layers=1, **unrolled),
             "target_hidden_size": target.hidden_size,
             "target_vocab_size": target.vocab_size,
             "taps": (target.num_hidden_layers + 1,),

@@ -52,6 +52,21 @@ def mix_experts(layer: dict, x_BTD: jax.Array, weights_BTX: jax.Array) -> jax.Ar
         return jnp.einsum("btxf,xfd->btd", h, layer["experts_down"])
 
 
+def route(logits: jax.Array, *, num_chosen: int, is_normalised: bool) -> jax.Array:
+    """Experts chosen and weighed by softmax.
+
+    Args:
+      logits: f32[B,T,X].
+      num_chosen: experts a token.
+      is_normalised: the chosen weights sum to one.
+
+    Returns:
+      f32[B,T,X], zero for the experts that are not chosen.
+    """
+    weights = jnp.where(_is_top(logits, num_chosen), jax.nn.softmax(logits, axis=-1), 0.0)
+    return weights / weights.sum(axis=-1, keepdims=True) if is_normalised else weights
+
+
 def route_in_groups(
     logits: jax.Array, bias: jax.Array, *, num_chosen: int, num_groups: int, groups_chosen: int,
     is_normalised: bool, factor: float,
