@@ -13,7 +13,7 @@ PACKAGE = pathlib.Path(__file__).resolve().parents[1] / "spec_jax"
 LEVELS = {
     "shapes": 0, "rng": 0, "errors": 0, "contracts": 0, "version": 0,
     "config": 1, "models": 2, "sampling": 3, "verify": 3, "draft": 3,
-    "decode": 4, "stats": 4, "data": 4, "train": 4,
+    "decode": 4, "stats": 4, "data": 4, "train": 4, "formats": 4,
     "zoo": 5, "loading": 5, "testing": 5, "decoder": 5, "__init__": 6,
 }  # fmt: skip
 FORBIDDEN = {

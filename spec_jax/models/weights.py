@@ -23,6 +23,10 @@ from spec_jax.models.params import Params, assemble, walk
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _DERIVED = ".rotary_emb.inv_freq"  # a buffer that old Llama checkpoints carry along
+_FLOAT8 = {
+    "F8_E4M3": jnp.dtype(jnp.float8_e4m3fn),
+    "F8_E5M2": jnp.dtype(jnp.float8_e5m2),
+}
 
 
 class Shards:
@@ -63,7 +67,21 @@ class Shards:
         return set(self._where)
 
     def read(self, name: str) -> np.ndarray:
-        return self._files[self._where[name]].get_tensor(name)
+        file = self._where[name]
+        if self._files[file].get_slice(name).get_dtype() in _FLOAT8:
+            return _read_float8(file, name)
+        return self._files[file].get_tensor(name)
+
+
+def _read_float8(file: pathlib.Path, name: str) -> np.ndarray:
+    """A tensor of 8-bit floats, which safetensors writes from NumPy and does not read into it."""
+    with open(file, "rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        entry = json.loads(stream.read(size))[name]
+        begin, end = entry["data_offsets"]
+        stream.seek(8 + size + begin)
+        content = stream.read(end - begin)
+    return np.frombuffer(content, _FLOAT8[entry["dtype"]]).reshape(entry["shape"])
 
 
 class StrictReader:
