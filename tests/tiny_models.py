@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.models.config import ModelConfig, RopeConfig
+from spec_jax.models.deepseek import DeepseekConfig
 from spec_jax.models.params import assemble
+from spec_jax.models.qwen3_next import Qwen3NextConfig
 
 TINY = dict(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
 LLAMA = ModelConfig(**TINY, num_attention_heads=4, num_key_value_heads=2)
@@ -19,6 +21,16 @@ QWEN3 = ModelConfig(
     **TINY, num_attention_heads=2, head_dim=4, model_type="qwen3",
     rope=RopeConfig("yarn", factor=4.0, original_max_position_embeddings=8),
 )
+DEEPSEEK = DeepseekConfig(
+    vocab_size=31, hidden_size=16, num_attention_heads=2, q_lora_rank=8, kv_lora_rank=6,
+    qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=5, n_routed_experts=6,
+    moe_intermediate_size=6, num_experts_per_tok=2, n_shared_experts=1, n_group=3, topk_group=2,
+)  # fmt: skip
+QWEN3_NEXT = Qwen3NextConfig(
+    vocab_size=31, hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6,
+    shared_expert_intermediate_size=10, partial_rotary_factor=0.5,
+)  # fmt: skip
 FAMILIES = (LLAMA, QWEN2, QWEN3)
 
 

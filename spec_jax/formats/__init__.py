@@ -1,5 +1,6 @@
 """Checkpoints that other projects write, as our own parameters."""
 
 from spec_jax.formats.eagle import ImportedHead, read_head
+from spec_jax.formats.mtp import ImportedMtp, read_mtp
 
-__all__ = ["ImportedHead", "read_head"]
+__all__ = ["ImportedHead", "ImportedMtp", "read_head", "read_mtp"]

@@ -8,32 +8,37 @@ import jax
 import jax.numpy as jnp
 
 
-def attend(q_BTNH: jax.Array, k: jax.Array, v: jax.Array, mask_BTS: jax.Array) -> jax.Array:
+def attend(
+    q_BTNH: jax.Array, k: jax.Array, v: jax.Array, mask_BTS: jax.Array, *,
+    scale: float | None = None,
+) -> jax.Array:
     """Attention of T queries over S slots, softmax in float32.
 
     Args:
       q_BTNH: dtype[B,T,N,H].
       k: dtype[B,G,S,H] or dtype[B*G,S,H].
-      v: as ``k``, finite in masked slots too.
+      v: as ``k``, of any width; finite in masked slots too.
       mask_BTS: bool[B|1,T,S], True where a query sees a slot.
+      scale: on the scores; by default 1/sqrt(H).
 
     Returns:
-      dtype[B,T,N*H].
-    """
+      dtype[B,T,N*H], H being the values' width.
+    """  # fmt: skip
     B, T, N, H = q_BTNH.shape
     *lead, S, _ = k.shape
     G = math.prod(lead) // B
     q = q_BTNH.reshape(B, T, G, N // G, H).transpose(0, 2, 3, 1, 4).reshape(*lead, -1, H)
     scores = jnp.einsum("...mh,...sh->...ms", q, k, preferred_element_type=jnp.float32)
-    scores = scores.reshape(B, G, N // G, T, S) * H**-0.5
+    scores = scores.reshape(B, G, N // G, T, S) * (H**-0.5 if scale is None else scale)
     scores = jnp.where(mask_BTS[:, None, None], scores, -1e30)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(*lead, -1, S)
     out = jnp.einsum("...ms,...sh->...mh", weights, v)
-    return out.reshape(B, G, N // G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N * H)
+    return out.reshape(B, G, N // G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, -1)
 
 
 def causal_attention(
-    q_BTNH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, *, block: int = 64
+    q_BTNH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, *, block: int = 64,
+    scale: float | None = None,
 ) -> jax.Array:
     """Attention in which every token sees itself and what is before it.
 
@@ -43,17 +48,18 @@ def causal_attention(
     Args:
       q_BTNH: dtype[B,T,N,H].
       k_BGTH: dtype[B,G,T,H].
-      v_BGTH: dtype[B,G,T,H].
+      v_BGTH: dtype[B,G,T,H], of any width.
       block: queries a block; the last block may be shorter.
+      scale: on the scores; by default 1/sqrt(H).
 
     Returns:
-      dtype[B,T,N*H].
-    """
+      dtype[B,T,N*H], H being the values' width.
+    """  # fmt: skip
     T = q_BTNH.shape[1]
     outs = []
     for begin in range(0, T, block):
         end = min(begin + block, T)
         mask = jnp.arange(end) <= jnp.arange(begin, end)[:, None]
         k, v = k_BGTH[:, :, :end], v_BGTH[:, :, :end]
-        outs.append(attend(q_BTNH[:, begin:end], k, v, mask[None]))
+        outs.append(attend(q_BTNH[:, begin:end], k, v, mask[None], scale=scale))
     return jnp.concatenate(outs, axis=1)

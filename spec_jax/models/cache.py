@@ -63,7 +63,7 @@ class KVCacheSnapshot(NamedTuple):
 
 @flax.struct.dataclass
 class KVCache:
-    """Keys and values of every layer, slots next to the head dimension.
+    """Keys and values of every layer, slots next to the head dimension, each of its own width.
 
     Stacked, ``dtype[L,B,G,S,H]``, where the layers are scanned; else apart, a tuple of one
     ``dtype[B*G,S,H]`` a layer. Apart, a layer has the very shape that attention's products
@@ -76,15 +76,16 @@ class KVCache:
 
     @classmethod
     def create(cls, config, batch: int, slots: int, dtype=jnp.float32) -> KVCache:
-        """An empty cache for ``batch`` rows of ``slots`` tokens of this ModelConfig."""
-        L, G, H = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+        """An empty cache for ``batch`` rows of ``slots`` tokens of this model's config."""
+        L, G = config.num_hidden_layers, config.num_key_value_heads
 
-        def zeros():
+        def zeros(H):
             if config.scan_layers and L > 1:  # the slice of a stack of one is a change of rank
                 return jnp.zeros((L, batch, G, slots, H), dtype)
             return tuple(jnp.zeros((batch * G, slots, H), dtype) for _ in range(L))
 
-        return cls(zeros(), zeros(), jnp.zeros((batch,), jnp.int32))
+        keys, values = zeros(config.key_dim), zeros(config.value_dim)
+        return cls(keys, values, jnp.zeros((batch,), jnp.int32))
 
     @property
     def is_stacked(self) -> bool:

@@ -156,6 +156,18 @@ class ModelConfig:
         return self.model_type == "qwen3"
 
     @property
+    def rotary_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def key_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
+
+    @property
     def has_output_bias(self) -> bool:
         """Llama's ``attention_bias`` covers o_proj; Qwen2's biases are on q, k and v alone."""
         return self.attention_bias and self.model_type != "qwen2"

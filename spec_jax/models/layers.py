@@ -19,7 +19,7 @@ class Window(NamedTuple):
     Attributes:
       start: i32[B], the first slot of each row.
       mask: bool[B,T,S], slots of the cache that each token sees; None without a cache.
-      cos: f32[B,T,H/2], of the rotary embedding.
+      cos: f32[B,T,H/2], of the rotary embedding, H being the dimensions that it turns.
       sin: f32[B,T,H/2].
     """
 
@@ -59,7 +59,7 @@ class Window(NamedTuple):
             mask = jnp.arange(cache.slots, dtype=jnp.int32) <= slots_BT[:, :, None]
         if positions is None:
             positions = slots_BT
-        freq, factor = rope_frequencies(config.rope, config.head_dim)
+        freq, factor = rope_frequencies(config.rope, config.rotary_dim)
         angle = positions[:, :, None].astype(jnp.float32) * freq
         return cls(start, mask, jnp.cos(angle) * factor, jnp.sin(angle) * factor)
 

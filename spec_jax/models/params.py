@@ -24,7 +24,8 @@ class ParamSpec(NamedTuple):
     Attributes:
       shape: its size, a layer's axis left out.
       axes: the logical name of each dimension.
-      hf_name: the tensor's name in a Hugging Face checkpoint; ``{i}`` is the layer.
+      hf_name: the tensor's name in a Hugging Face checkpoint; ``{i}`` is the layer and ``{e}``
+        an expert, of which there is a tensor each there, stacked along the first axis here.
       is_linear: a linear map, stored ``[in, out]`` here and ``[out, in]`` there.
       init: "normal" (standard deviation 0.02), "residual" (scaled by depth), "ones", "zeros".
     """

@@ -23,6 +23,10 @@ from spec_jax.models.params import Params, assemble, walk
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _DERIVED = ".rotary_emb.inv_freq"  # a buffer that old Llama checkpoints carry along
+_FLOAT8 = {
+    "F8_E4M3": jnp.dtype(jnp.float8_e4m3fn),
+    "F8_E5M2": jnp.dtype(jnp.float8_e5m2),
+}
 
 
 class Shards:
@@ -63,7 +67,72 @@ class Shards:
         return set(self._where)
 
     def read(self, name: str) -> np.ndarray:
-        return self._files[self._where[name]].get_tensor(name)
+        file = self._where[name]
+        if self._files[file].get_slice(name).get_dtype() in _FLOAT8:
+            return _read_float8(file, name)
+        return self._files[file].get_tensor(name)
+
+
+def _read_float8(file: pathlib.Path, name: str) -> np.ndarray:
+    """A tensor of 8-bit floats, which safetensors writes from NumPy and does not read into it."""
+    with open(file, "rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        entry = json.loads(stream.read(size))[name]
+        begin, end = entry["data_offsets"]
+        stream.seek(8 + size + begin)
+        content = stream.read(end - begin)
+    return np.frombuffer(content, _FLOAT8[entry["dtype"]]).reshape(entry["shape"])
+
+
+class StrictReader:
+    """Takes the tensors of a checkpoint one by one and knows which are left.
+
+    Args:
+      directory: for messages.
+      source: ``Shards``, or another with ``names() -> set[str]`` and
+        ``read(name) -> np.ndarray``.
+    """
+
+    def __init__(self, directory: pathlib.Path, source):
+        self._directory, self._source = directory, source
+        self.left = {name for name in source.names() if not name.endswith(_DERIVED)}
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor as it is stored.
+
+        Raises:
+          WeightsError: it is missing.
+        """
+        if name not in self.left:
+            raise WeightsError(f"{self._directory}: tensor {name} is missing")
+        return self._source.read(name)
+
+    def take(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """The tensor as it is stored, which is then no longer left.
+
+        Raises:
+          WeightsError: it is missing, of another shape, or not finite.
+        """
+        array = self.read(name)
+        if array.shape != shape:
+            raise WeightsError(
+                f"{self._directory}: tensor {name} has shape {list(array.shape)}; "
+                f"config.json asks for {list(shape)}"
+            )
+        if not np.isfinite(array).all():
+            raise WeightsError(f"{self._directory}: tensor {name} holds NaN or infinite values")
+        self.left.discard(name)
+        return array
+
+    def finish(self) -> None:
+        """Checks that nothing is left.
+
+        Raises:
+          WeightsError: tensors that nobody took.
+        """
+        if self.left:
+            names = ", ".join(sorted(self.left)[:8])
+            raise WeightsError(f"{self._directory}: unexpected tensors {names}")
 
 
 class StrictReader:

@@ -1,0 +1,269 @@
+"""DeepSeek-V3's decoder layer: latent attention, and a dense part or a mixture of experts.
+
+Keys and values are written to the cache in full, N heads of each, not as latents: a draft's
+few passes then cost what any other layer's do, at N * (key + value width) numbers a slot.
+
+Source: DeepSeek-V3, arXiv 2412.19437, sections 2.1.1 and 2.1.2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax.errors import ConfigError
+from spec_jax.models.attention import attend, causal_attention
+from spec_jax.models.config import RopeConfig
+from spec_jax.models.layers import Window, linear, rms_norm
+from spec_jax.models.moe import experts_table, gated, gated_table, mix_experts, route_in_groups
+from spec_jax.models.params import ParamSpec
+from spec_jax.models.rope import rotate
+
+_LATENT_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps says
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepseekConfig:
+    """Layers of the DeepSeek-V3 family, all alike. Field names are Hugging Face's.
+
+    ``n_routed_experts`` is None for dense layers; ``q_lora_rank`` is None where queries have
+    no latent.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_attention_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    num_hidden_layers: int = 1
+    q_lora_rank: int | None = None
+    intermediate_size: int | None = None
+    n_routed_experts: int | None = None
+    moe_intermediate_size: int | None = None
+    num_experts_per_tok: int | None = None
+    n_shared_experts: int | None = None
+    n_group: int | None = 1
+    topk_group: int | None = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    attention_bias: bool = False
+    rope_interleave: bool = True
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 4096
+    rope: RopeConfig = RopeConfig()
+
+    def __post_init__(self):
+        def check_size(name):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} is {value!r}; expected a positive integer")
+
+        for name in (
+            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+            "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+            "max_position_embeddings", *(["q_lora_rank"] if self.q_lora_rank is not None else []),
+        ):  # fmt: skip
+            check_size(name)
+        if self.qk_rope_head_dim % 2:
+            raise ConfigError(
+                f"qk_rope_head_dim {self.qk_rope_head_dim} is odd; rotary embedding needs it even"
+            )
+        for name in ("n_group", "topk_group"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, 1)
+        if not self.is_sparse:
+            check_size("intermediate_size")
+            return
+        for name in ("n_routed_experts", "moe_intermediate_size", "num_experts_per_tok"):
+            check_size(name)
+        X, groups, kept = self.n_routed_experts, self.n_group, self.topk_group
+        if X % groups or kept > groups:
+            raise ConfigError(
+                f"n_routed_experts {X} cannot be split into n_group {groups} of which topk_group "
+                f"{kept} are kept"
+            )
+        if self.num_experts_per_tok > X // groups * kept:
+            raise ConfigError(
+                f"num_experts_per_tok is {self.num_experts_per_tok}; the {kept} groups kept have "
+                f"{X // groups * kept} experts"
+            )
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.n_routed_experts is not None
+
+    @property
+    def scan_layers(self) -> bool:
+        return False
+
+    @property
+    def num_key_value_heads(self) -> int:
+        return self.num_attention_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.qk_rope_head_dim
+
+    @property
+    def key_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.v_head_dim
+
+    @property
+    def attention_scale(self) -> float:
+        """1/sqrt(H), under yarn times the square of what it says longer contexts need."""
+        scale, rope = self.key_dim**-0.5, self.rope
+        if rope.rope_type == "default" or not rope.mscale_all_dim or rope.factor <= 1:
+            return scale
+        return scale * (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> DeepseekConfig:
+        """The sparse layers of a parsed config.json, those past ``first_k_dense_replace``.
+
+        Raises:
+          ConfigError: an activation or a router that is not supported, or a field is missing.
+        """
+        for name, expected in (
+            ("hidden_act", "silu"), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"),
+            ("moe_layer_freq", 1),
+        ):  # fmt: skip
+            if hf.get(name, expected) != expected:
+                raise ConfigError(f"{name} {hf[name]!r} is not supported; expected {expected!r}")
+        fields = [f.name for f in dataclasses.fields(cls) if f.name != "rope"]
+        try:
+            return cls(
+                rope=RopeConfig.from_hf(hf), **{n: hf[n] for n in fields if hf.get(n) is not None}
+            )
+        except TypeError as error:
+            raise ConfigError(f"config.json is incomplete: {error}") from error
+
+
+def layer_table(config: DeepseekConfig) -> dict[str, ParamSpec]:
+    """The weights of one layer, by our name."""
+    D, N, prefix = config.hidden_size, config.num_attention_heads, "model.layers.{i}."
+    table: dict[str, ParamSpec] = {}
+
+    def norm(name, size, axis, hf):
+        table[name] = ParamSpec((size,), (axis,), f"{prefix}{hf}.weight", init="ones")
+
+    def project(name, d_in, d_out, axes, hf, has_bias=False):
+        hf = f"{prefix}self_attn.{hf}"
+        table[name] = ParamSpec((d_in, d_out), axes, f"{hf}.weight", is_linear=True)
+        if has_bias:
+            table[f"{name}_bias"] = ParamSpec((d_out,), axes[1:], f"{hf}.bias", init="zeros")
+
+    norm("attention_norm", D, "embed", "input_layernorm")
+    rank, bias = config.q_lora_rank, config.attention_bias
+    if rank is None:
+        project("q", D, N * config.key_dim, ("embed", "heads"), "q_proj")
+    else:
+        project("q_a", D, rank, ("embed", "latent"), "q_a_proj", bias)
+        norm("q_a_norm", rank, "latent", "self_attn.q_a_layernorm")
+        project("q_b", rank, N * config.key_dim, ("latent", "heads"), "q_b_proj")
+    rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
+    project("kv_a", D, rank + rope, ("embed", "latent"), "kv_a_proj_with_mqa", bias)
+    norm("kv_a_norm", rank, "latent", "self_attn.kv_a_layernorm")
+    width = config.qk_nope_head_dim + config.v_head_dim
+    project("kv_b", rank, N * width, ("latent", "heads"), "kv_b_proj")
+    project("o", N * config.v_head_dim, D, ("heads", "embed"), "o_proj", bias)
+    norm("mlp_norm", D, "embed", "post_attention_layernorm")
+    return table | _mlp_table(config, f"{prefix}mlp")
+
+
+def _mlp_table(config: DeepseekConfig, hf: str) -> dict[str, ParamSpec]:
+    D, X, F = config.hidden_size, config.n_routed_experts, config.moe_intermediate_size
+    if not config.is_sparse:
+        return gated_table("", "mlp", hf, D, config.intermediate_size)
+    table = {
+        "router": ParamSpec((D, X), ("embed", "experts"), f"{hf}.gate.weight", is_linear=True),
+        "router_bias": ParamSpec(
+            (X,), ("experts",), f"{hf}.gate.e_score_correction_bias", init="zeros"
+        ),
+    } | experts_table(f"{hf}.experts", X, D, F)
+    if config.n_shared_experts:
+        width = F * config.n_shared_experts
+        table |= gated_table("shared_", "mlp", f"{hf}.shared_experts", D, width)
+    return table
+
+
+def _turn(x_BTNH: jax.Array, window: Window, config: DeepseekConfig) -> jax.Array:
+    """Rotary embedding, of neighbouring dimensions where they are interleaved."""
+    if config.rope_interleave:
+        x_BTNH = jnp.concatenate([x_BTNH[..., 0::2], x_BTNH[..., 1::2]], axis=-1)
+    return rotate(x_BTNH, window.cos, window.sin)
+
+
+def attention(layer: dict, x_BTD: jax.Array, cache, index, window: Window, config: DeepseekConfig):
+    """Latent attention of normalised inputs, residual left out.
+
+    Args:
+      layer: its weights.
+      x_BTD: dtype[B,T,D].
+      cache: or None.
+      index: the layer's, in the cache.
+      window: where the tokens stand.
+      config: the layer's shape.
+
+    Returns:
+      dtype[B,T,D] and the cache with the window written.
+    """
+    B, T, _ = x_BTD.shape
+    N, nope, rank = config.num_attention_heads, config.qk_nope_head_dim, config.kv_lora_rank
+    if config.q_lora_rank is None:
+        q = linear(x_BTD, layer, "q")
+    else:
+        q = rms_norm(linear(x_BTD, layer, "q_a"), layer["q_a_norm"], _LATENT_EPS)
+        q = linear(q, layer, "q_b")
+    q = q.reshape(B, T, N, config.key_dim)
+    q = jnp.concatenate([q[..., :nope], _turn(q[..., nope:], window, config)], axis=-1)
+    latent = linear(x_BTD, layer, "kv_a")
+    turned = _turn(latent[:, :, None, rank:], window, config)  # one key for all heads
+    latent = rms_norm(latent[..., :rank], layer["kv_a_norm"], _LATENT_EPS)
+    kv = linear(latent, layer, "kv_b").reshape(B, T, N, nope + config.v_head_dim)
+    turned = jnp.broadcast_to(turned, (B, T, N, config.qk_rope_head_dim))
+    k = jnp.concatenate([kv[..., :nope], turned], axis=-1).transpose(0, 2, 1, 3)
+    v = kv[..., nope:].transpose(0, 2, 1, 3)
+    with jax.named_scope("attention"):
+        if cache is None:
+            out = causal_attention(q, k, v, scale=config.attention_scale)
+        else:
+            cache = cache.write(index, k, v, window.start)
+            out = attend(q, *cache.layer(index), window.mask, scale=config.attention_scale)
+        return linear(out, layer, "o"), cache
+
+
+def mlp(layer: dict, x_BTD: jax.Array, config: DeepseekConfig) -> jax.Array:
+    """The feed-forward part, dense or of experts, norm and residual included."""
+    with jax.named_scope("mlp"):
+        h = rms_norm(x_BTD, layer["mlp_norm"], config.rms_norm_eps)
+        if not config.is_sparse:
+            return x_BTD + gated(layer, h)
+        logits = h.astype(jnp.float32) @ layer["router"].astype(jnp.float32)
+        weights = route_in_groups(
+            logits, layer["router_bias"].astype(jnp.float32),
+            num_chosen=config.num_experts_per_tok, num_groups=config.n_group,
+            groups_chosen=config.topk_group, is_normalised=config.norm_topk_prob,
+            factor=config.routed_scaling_factor,
+        )  # fmt: skip
+        x = x_BTD + mix_experts(layer, h, weights)
+        return x + gated(layer, h, "shared_") if config.n_shared_experts else x
+
+
+def decoder_layer(
+    layer: dict, x_BTD: jax.Array, cache, index, window: Window, config: DeepseekConfig
+):
+    """One layer: dtype[B,T,D] and the cache with the window written."""
+    h = rms_norm(x_BTD, layer["attention_norm"], config.rms_norm_eps)
+    h, cache = attention(layer, h, cache, index, window, config)
+    return mlp(layer, x_BTD + h, config), cache

@@ -1,0 +1,105 @@
+"""Mixtures of experts: feed-forward parts of which each token uses a few.
+
+Beside the letters of ``shapes.py``, X counts the routed experts.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax.models.layers import linear
+from spec_jax.models.params import ParamSpec
+
+
+def gated_table(prefix: str, name: str, hf: str, D: int, F: int) -> dict[str, ParamSpec]:
+    """The three maps of a gated feed-forward part, ours called ``{prefix}gate`` and so on."""
+    return {
+        f"{prefix}{ours}": ParamSpec(
+            (D, F) if ours != "down" else (F, D),
+            ("embed", name) if ours != "down" else (name, "embed"),
+            f"{hf}.{ours}_proj.weight",
+            is_linear=True,
+        )
+        for ours in ("gate", "up", "down")
+    }
+
+
+def experts_table(hf: str, num_experts: int, D: int, F: int) -> dict[str, ParamSpec]:
+    """The stacked maps of the routed experts, ``experts_gate`` dtype[X,D,F] and so on."""
+    return {
+        name: spec._replace(shape=(num_experts, *spec.shape), axes=("experts", *spec.axes))
+        for name, spec in gated_table("experts_", "mlp", f"{hf}.{{e}}", D, F).items()
+    }
+
+
+def gated(layer: dict, x_BTD: jax.Array, prefix: str = "") -> jax.Array:
+    """A gated feed-forward part of normalised inputs, residual left out."""
+    h = jax.nn.silu(linear(x_BTD, layer, f"{prefix}gate")) * linear(x_BTD, layer, f"{prefix}up")
+    return linear(h, layer, f"{prefix}down")
+
+
+def mix_experts(layer: dict, x_BTD: jax.Array, weights_BTX: jax.Array) -> jax.Array:
+    """The weighted sum of all experts' outputs, dtype[B,T,D].
+
+    Every expert runs for every token, those of weight zero too: exact and free of gathers, at
+    X / (experts a token) times the arithmetic, and all experts' weights are read in each pass.
+    """
+    with jax.named_scope("experts"):
+        gate = jnp.einsum("btd,xdf->btxf", x_BTD, layer["experts_gate"])
+        up = jnp.einsum("btd,xdf->btxf", x_BTD, layer["experts_up"])
+        h = jax.nn.silu(gate) * up * weights_BTX[..., None].astype(x_BTD.dtype)
+        return jnp.einsum("btxf,xfd->btd", h, layer["experts_down"])
+
+
+def route(logits: jax.Array, *, num_chosen: int, is_normalised: bool) -> jax.Array:
+    """Experts chosen and weighed by softmax.
+
+    Args:
+      logits: f32[B,T,X].
+      num_chosen: experts a token.
+      is_normalised: the chosen weights sum to one.
+
+    Returns:
+      f32[B,T,X], zero for the experts that are not chosen.
+    """
+    weights = jnp.where(_is_top(logits, num_chosen), jax.nn.softmax(logits, axis=-1), 0.0)
+    return weights / weights.sum(axis=-1, keepdims=True) if is_normalised else weights
+
+
+def route_in_groups(
+    logits: jax.Array, bias: jax.Array, *, num_chosen: int, num_groups: int, groups_chosen: int,
+    is_normalised: bool, factor: float,
+) -> jax.Array:
+    """Experts chosen by biased sigmoid scores among a token's best groups, weighed without bias.
+
+    A group is worth the sum of its two best scores.
+
+    Source: DeepSeek-V3, arXiv 2412.19437, sections 2.1.2 and 3.2.2.
+
+    Args:
+      logits: f32[B,T,X].
+      bias: f32[X], moves the choice alone.
+      num_chosen: experts a token.
+      num_groups: how many groups of neighbours the experts are in.
+      groups_chosen: groups a token.
+      is_normalised: the chosen weights sum to one before the factor.
+      factor: on the weights.
+
+    Returns:
+      f32[B,T,X], zero for the experts that are not chosen.
+    """  # fmt: skip
+    scores = jax.nn.sigmoid(logits)
+    choice = (scores + bias).reshape(*logits.shape[:-1], num_groups, -1)
+    best = jax.lax.top_k(choice, min(2, choice.shape[-1]))[0].sum(axis=-1)
+    choice = jnp.where(_is_top(best, groups_chosen)[..., None], choice, -jnp.inf)
+    weights = jnp.where(_is_top(choice.reshape(logits.shape), num_chosen), scores, 0.0)
+    if is_normalised:
+        weights /= weights.sum(axis=-1, keepdims=True) + 1e-20
+    return weights * factor
+
+
+def _is_top(x: jax.Array, k: int) -> jax.Array:
+    """bool like x: the k largest of the last axis."""
+    chosen = jax.lax.top_k(x, k)[1]
+    return (chosen[..., None] == jnp.arange(x.shape[-1])).any(axis=-2)

@@ -1,0 +1,194 @@
+"""Qwen3-Next's full-attention layer: gated attention and a mixture of experts.
+
+Its norms are given as factors: a checkpoint's are one less.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax.errors import ConfigError
+from spec_jax.models.attention import attend, causal_attention
+from spec_jax.models.config import RopeConfig
+from spec_jax.models.layers import Window, linear, rms_norm
+from spec_jax.models.moe import experts_table, gated, gated_table, mix_experts, route
+from spec_jax.models.params import ParamSpec
+from spec_jax.models.rope import rotate
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen3NextConfig:
+    """Full-attention layers of Qwen3-Next, all alike. Field names are Hugging Face's."""
+
+    vocab_size: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int
+    num_hidden_layers: int = 1
+    norm_topk_prob: bool = True
+    partial_rotary_factor: float = 0.25
+    attention_bias: bool = False
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 32768
+    rope: RopeConfig = RopeConfig()
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type == "int" and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{field.name} is {value!r}; expected a positive integer")
+        N, G, X = self.num_attention_heads, self.num_key_value_heads, self.num_experts
+        if N % G:
+            raise ConfigError(
+                f"num_attention_heads {N} is not a multiple of num_key_value_heads {G}"
+            )
+        if self.num_experts_per_tok > X:
+            raise ConfigError(f"num_experts_per_tok is {self.num_experts_per_tok} of {X} experts")
+        if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
+            raise ConfigError(
+                f"partial_rotary_factor {self.partial_rotary_factor} turns {self.rotary_dim} of "
+                f"{self.head_dim} dimensions; expected an even number"
+            )
+
+    @property
+    def scan_layers(self) -> bool:
+        return False
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def key_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> Qwen3NextConfig:
+        """The full-attention layers of a parsed config.json.
+
+        Raises:
+          ConfigError: an activation or a mixture that is not supported, or a field is missing.
+        """
+        for name, expected in (
+            ("hidden_act", "silu"), ("decoder_sparse_step", 1), ("mlp_only_layers", []),
+        ):  # fmt: skip
+            if (hf.get(name) or expected) != expected:
+                raise ConfigError(f"{name} {hf[name]!r} is not supported; expected {expected!r}")
+        rope = dict(hf.get("rope_parameters") or {})
+        values = {"partial_rotary_factor": rope.pop("partial_rotary_factor", None), **hf}
+        fields = [f.name for f in dataclasses.fields(cls) if f.name != "rope"]
+        try:
+            return cls(
+                rope=RopeConfig.from_hf({**hf, "rope_parameters": rope}),
+                **{n: values[n] for n in fields if values.get(n) is not None},
+            )
+        except TypeError as error:
+            raise ConfigError(f"config.json is incomplete: {error}") from error
+
+
+def layer_table(config: Qwen3NextConfig) -> dict[str, ParamSpec]:
+    """The weights of one layer, by our name; ``q`` gives each head's query and then its gate."""
+    D, H, X = config.hidden_size, config.head_dim, config.num_experts
+    NH, GH = config.num_attention_heads * H, config.num_key_value_heads * H
+    prefix, hf = "model.layers.{i}.", "model.layers.{i}.mlp"
+    table: dict[str, ParamSpec] = {}
+
+    def norm(name, size, axis, hf):
+        table[name] = ParamSpec((size,), (axis,), f"{prefix}{hf}.weight", init="ones")
+
+    def project(name, d_in, d_out, axes):
+        hf = f"{prefix}self_attn.{name}_proj"
+        table[name] = ParamSpec((d_in, d_out), axes, f"{hf}.weight", is_linear=True)
+        if config.attention_bias:
+            table[f"{name}_bias"] = ParamSpec((d_out,), axes[1:], f"{hf}.bias", init="zeros")
+
+    norm("attention_norm", D, "embed", "input_layernorm")
+    project("q", D, 2 * NH, ("embed", "heads"))
+    project("k", D, GH, ("embed", "kv_heads"))
+    project("v", D, GH, ("embed", "kv_heads"))
+    project("o", NH, D, ("heads", "embed"))
+    norm("q_norm", H, "head_dim", "self_attn.q_norm")
+    norm("k_norm", H, "head_dim", "self_attn.k_norm")
+    norm("mlp_norm", D, "embed", "post_attention_layernorm")
+    return table | {
+        "router": ParamSpec((D, X), ("embed", "experts"), f"{hf}.gate.weight", is_linear=True),
+        "shared_scale": ParamSpec(
+            (D, 1), ("embed", "one"), f"{hf}.shared_expert_gate.weight", is_linear=True
+        ),
+        **experts_table(f"{hf}.experts", X, D, config.moe_intermediate_size),
+        **gated_table(
+            "shared_", "mlp", f"{hf}.shared_expert", D, config.shared_expert_intermediate_size
+        ),
+    }
+
+
+def attention(layer: dict, x_BTD: jax.Array, cache, index, window: Window, config: Qwen3NextConfig):
+    """Gated attention of normalised inputs, residual left out.
+
+    Args:
+      layer: its weights.
+      x_BTD: dtype[B,T,D].
+      cache: or None.
+      index: the layer's, in the cache.
+      window: where the tokens stand.
+      config: the layer's shape.
+
+    Returns:
+      dtype[B,T,D] and the cache with the window written.
+    """
+    B, T, _ = x_BTD.shape
+    H, turned = config.head_dim, config.rotary_dim
+    heads = lambda name: linear(x_BTD, layer, name).reshape(B, T, -1, H)
+
+    def place(x, norm):
+        x = rms_norm(x, norm, config.rms_norm_eps)
+        rotated = rotate(x[..., :turned], window.cos, window.sin)
+        return jnp.concatenate([rotated, x[..., turned:]], axis=-1)
+
+    both = heads("q").reshape(B, T, -1, 2, H)
+    q = place(both[..., 0, :], layer["q_norm"])
+    k = place(heads("k"), layer["k_norm"]).transpose(0, 2, 1, 3)
+    v = heads("v").transpose(0, 2, 1, 3)
+    with jax.named_scope("attention"):
+        if cache is None:
+            out = causal_attention(q, k, v)
+        else:
+            cache = cache.write(index, k, v, window.start)
+            out = attend(q, *cache.layer(index), window.mask)
+        out *= jax.nn.sigmoid(both[..., 1, :]).reshape(B, T, -1)
+        return linear(out, layer, "o"), cache
+
+
+def mlp(layer: dict, x_BTD: jax.Array, config: Qwen3NextConfig) -> jax.Array:
+    """The experts and the gated shared one, norm and residual included."""
+    with jax.named_scope("mlp"):
+        h = rms_norm(x_BTD, layer["mlp_norm"], config.rms_norm_eps)
+        weights = route(
+            linear(h, layer, "router").astype(jnp.float32),
+            num_chosen=config.num_experts_per_tok, is_normalised=config.norm_topk_prob,
+        )  # fmt: skip
+        shared = jax.nn.sigmoid(linear(h, layer, "shared_scale")) * gated(layer, h, "shared_")
+        return x_BTD + mix_experts(layer, h, weights) + shared
+
+
+def decoder_layer(
+    layer: dict, x_BTD: jax.Array, cache, index, window: Window, config: Qwen3NextConfig
+):
+    """One layer: dtype[B,T,D] and the cache with the window written."""
+    h = rms_norm(x_BTD, layer["attention_norm"], config.rms_norm_eps)
+    h, cache = attention(layer, h, cache, index, window, config)
+    return mlp(layer, x_BTD + h, config), cache
