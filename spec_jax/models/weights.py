@@ -135,57 +135,6 @@ class StrictReader:
             raise WeightsError(f"{self._directory}: unexpected tensors {names}")
 
 
-class StrictReader:
-    """Takes the tensors of a checkpoint one by one and knows which are left.
-
-    Args:
-      directory: for messages.
-      source: ``Shards``, or another with ``names() -> set[str]`` and
-        ``read(name) -> np.ndarray``.
-    """
-
-    def __init__(self, directory: pathlib.Path, source):
-        self._directory, self._source = directory, source
-        self.left = {name for name in source.names() if not name.endswith(_DERIVED)}
-
-    def read(self, name: str) -> np.ndarray:
-        """The tensor as it is stored.
-
-        Raises:
-          WeightsError: it is missing.
-        """
-        if name not in self.left:
-            raise WeightsError(f"{self._directory}: tensor {name} is missing")
-        return self._source.read(name)
-
-    def take(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """The tensor as it is stored, which is then no longer left.
-
-        Raises:
-          WeightsError: it is missing, of another shape, or not finite.
-        """
-        array = self.read(name)
-        if array.shape != shape:
-            raise WeightsError(
-                f"{self._directory}: tensor {name} has shape {list(array.shape)}; "
-                f"config.json asks for {list(shape)}"
-            )
-        if not np.isfinite(array).all():
-            raise WeightsError(f"{self._directory}: tensor {name} holds NaN or infinite values")
-        self.left.discard(name)
-        return array
-
-    def finish(self) -> None:
-        """Checks that nothing is left.
-
-        Raises:
-          WeightsError: tensors that nobody took.
-        """
-        if self.left:
-            names = ", ".join(sorted(self.left)[:8])
-            raise WeightsError(f"{self._directory}: unexpected tensors {names}")
-
-
 def load_pretrained(
     directory: str | pathlib.Path,
     dtype=jnp.float32,
