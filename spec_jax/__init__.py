@@ -11,7 +11,7 @@
 
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.decoder import Generation, SpeculativeDecoder
-from spec_jax.loading import LoadedHead, LoadedModel, load_head, load_model
+from spec_jax.loading import LoadedHead, LoadedModel, load_head, load_model, load_mtp
 from spec_jax.stats import Stats
 from spec_jax.version import __version__
 
@@ -26,4 +26,5 @@ __all__ = [
     "__version__",
     "load_head",
     "load_model",
+    "load_mtp",
 ]

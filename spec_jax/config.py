@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from spec_jax.errors import ConfigError
+from spec_jax.tree import DynamicTree, Tree
 
 GREEDY_BELOW = 1e-5  # a temperature under this is argmax; it is never divided by
 _FLOAT32 = 3.4e38
@@ -115,6 +116,11 @@ class SpeculativeConfig:
       synthetic_mean_length: the same by mean tokens a round, the target's included, in
         [1, K+1].
       typical_epsilon, typical_delta: Medusa's threshold is min(epsilon, delta * exp(-H)).
+      tree: draft a tree in place of a chain: how many children the nodes of each depth have,
+        as ``(3, 2, 1)``, or every node by its ranks, as ``((0,), (1,), (0, 0))``. K is then the
+        number of its nodes.
+      tree_depth: draft EAGLE-2's dynamic tree of K nodes and so many levels.
+      tree_top_k: nodes that a level of it expands, and children of each.
       ngram_max, ngram_min: suffix lengths that are looked up, the longest first.
       config_file, section_name: where ``from_file`` read this from; for the record.
     """
@@ -128,12 +134,16 @@ class SpeculativeConfig:
     synthetic_mean_length: float | None = None
     typical_epsilon: float = 0.09
     typical_delta: float = 0.3
+    tree: tuple | None = None
+    tree_depth: int | None = None
+    tree_top_k: int = 10
     ngram_max: int = 3
     ngram_min: int = 1
     config_file: str | None = None
     section_name: str | None = None
 
     def __post_init__(self):
+        self._set_tree_size()
         K, strategy = self.num_speculative_tokens, self.rejection_sampling_strategy
         _check(
             self.speculative_method in METHODS, "speculative_method", self.speculative_method,
@@ -180,6 +190,48 @@ class SpeculativeConfig:
             )
         if strategy == "synthetic" and not given:
             raise ConfigError(f"strategy 'synthetic' needs one of {', '.join(_SYNTHETIC)}")
+
+    def _set_tree_size(self) -> None:
+        """Takes K from a static tree; checks the shape of either kind."""
+        is_list = isinstance(self.tree, Sequence) and not isinstance(self.tree, str)
+        _check(self.tree is None or is_list, "tree", self.tree, "None or a sequence")
+        if is_list:
+            freeze = lambda x: tuple(map(freeze, x)) if isinstance(x, Sequence) else x
+            object.__setattr__(self, "tree", freeze(self.tree))
+            kinds = {isinstance(x, tuple) for x in self.tree}
+            flat = [i for x in self.tree for i in (x if isinstance(x, tuple) else (x,))]
+            ok = len(kinds) == 1 and all(_is_int(i) and i >= 0 for i in flat)
+            _check(ok, "tree", self.tree, "children by depth, or nodes by their ranks")
+        for name in ("tree_depth", "tree_top_k"):
+            value = getattr(self, name)
+            ok = (value is None and name == "tree_depth") or (_is_int(value) and value >= 1)
+            _check(ok, name, value, "an integer of 1 or more")
+        if self.tree is not None and self.tree_depth is not None:
+            raise ConfigError("tree and tree_depth are given; name one of them")
+        shape = self.tree_shape
+        if shape is None:
+            return
+        if self.speculative_method not in ("standalone", "eagle"):
+            raise ConfigError(
+                f"speculative_method {self.speculative_method!r} drafts chains; trees are for "
+                "'standalone' and 'eagle'"
+            )
+        K, default = self.num_speculative_tokens, type(self).num_speculative_tokens
+        if K not in (default, shape.num_nodes):
+            raise ConfigError(
+                f"num_speculative_tokens is {K}; the tree has {shape.num_nodes} nodes: leave it out"
+            )
+        object.__setattr__(self, "num_speculative_tokens", shape.num_nodes)
+
+    @property
+    def tree_shape(self) -> Tree | DynamicTree | None:
+        """What is drafted; None for a chain."""
+        if self.tree_depth is not None:
+            return DynamicTree(self.num_speculative_tokens, self.tree_depth, self.tree_top_k)
+        if self.tree is None:
+            return None
+        is_listed = isinstance(self.tree[0], tuple)
+        return (Tree.from_paths if is_listed else Tree.branching)(self.tree)
 
     @property
     def is_synthetic(self) -> bool:

@@ -14,14 +14,16 @@ import numpy as np
 
 from spec_jax import decode, stats
 from spec_jax.config import GREEDY_BELOW, SamplerConfig, SpeculativeConfig
-from spec_jax.contracts import Drafter, Rule
+from spec_jax.contracts import Drafter, Model, Rule
 from spec_jax.decode import Finish
 from spec_jax.draft.ngram import NO_DRAFT, ngram
 from spec_jax.draft.small_lm import small_lm
 from spec_jax.errors import ConfigError, InvalidDraftError, PromptError
-from spec_jax.loading import LoadedModel
+from spec_jax.loading import LoadedHead, LoadedModel
+from spec_jax.models import transformer
 from spec_jax.sampling import make_sampler
 from spec_jax.verify import MATCH, make_rule
+from spec_jax.watch import Watch
 
 Prompt = str | Sequence[int]
 Samplers = SamplerConfig | Sequence[SamplerConfig]
@@ -64,7 +66,8 @@ class SpeculativeDecoder:
 
     Args:
       target: from ``load_model``.
-      draft: a smaller model of the same vocabulary for the method "standalone", else None.
+      draft: a smaller model of the same vocabulary for the method "standalone", a head from
+        ``load_head`` or ``load_mtp`` for "eagle" and "mtp", else None.
       config: what drafts and which rule judges; by default ``SpeculativeConfig()`` where there
         is a draft, and plain decoding for a target alone.
       target_sampler: how the target's tokens are drawn; greedy by default.
@@ -81,7 +84,7 @@ class SpeculativeDecoder:
     def __init__(
         self,
         target: LoadedModel,
-        draft: LoadedModel | None = None,
+        draft: LoadedModel | LoadedHead | None = None,
         config: SpeculativeConfig | None = None,
         *,
         target_sampler: Samplers = SamplerConfig(),
@@ -93,17 +96,21 @@ class SpeculativeDecoder:
         if isinstance(draft, SpeculativeConfig):
             raise ConfigError("draft is a SpeculativeConfig; name it: config=...")
         for name, value, kind in (
-            ("target", target, LoadedModel), ("draft", draft, LoadedModel),
+            ("target", target, LoadedModel), ("draft", draft, LoadedModel | LoadedHead),
             ("config", config, SpeculativeConfig),
         ):  # fmt: skip
             if not isinstance(value, kind) and (value is not None or name == "target"):
-                hint = "; load_model makes one" if kind is LoadedModel else ""
-                raise ConfigError(f"{name} is {value!r}; expected a {kind.__name__}{hint}")
-        if config is None and (draft is not None or drafter is not None):
+                hint = "" if kind is SpeculativeConfig else "; load_model makes one"
+                kind = getattr(kind, "__name__", "LoadedModel or LoadedHead")
+                raise ConfigError(f"{name} is {value!r}; expected a {kind}{hint}")
+        if config is None and isinstance(draft, LoadedHead):
+            config = SpeculativeConfig(draft.method)
+        elif config is None and (draft is not None or drafter is not None):
             config = SpeculativeConfig()
         self.target, self.draft = target, draft
         self.target_sampler, self.draft_sampler = target_sampler, draft_sampler
         self._config, self._rule, self._has_expected = config, rule, has_expected
+        self._model = self._tapped_model()
         self._drafter = drafter or self._make_drafter()
         self._check_parts()
         self.reset_stats()
@@ -115,14 +122,36 @@ class SpeculativeDecoder:
             return NO_DRAFT
         if config.is_ngram():
             return ngram(config.ngram_max, config.ngram_min)
-        if not config.is_standalone():
-            raise ConfigError(
-                f"speculative_method {config.speculative_method!r} has no drafter in this "
-                "version; use 'standalone' or 'ngram', or pass a drafter"
-            )
+        method, is_head = config.speculative_method, isinstance(draft, LoadedHead)
         if draft is None:
-            raise ConfigError("speculative_method 'standalone' needs a draft model")
-        return small_lm(draft.model)
+            needed = "a draft model" if config.is_standalone() else "a head; load_head gives one"
+            raise ConfigError(f"speculative_method {method!r} needs {needed}")
+        theirs = draft.method if is_head else "standalone"
+        if method != theirs:
+            raise ConfigError(
+                f"speculative_method is {method!r}; the draft {draft.name} is for {theirs!r}"
+            )
+        if not is_head:
+            return small_lm(draft.model, config.tree_shape)
+        if config.is_mtp():
+            draft.config.check_num_draft(config.num_speculative_tokens)
+        return draft.drafter(self._model, config.tree_shape)
+
+    def _tapped_model(self) -> Model:
+        """The target, with the states that a head reads."""
+        target, draft = self.target, self.draft
+        if not isinstance(draft, LoadedHead):
+            return target.model
+        if target.config is None:
+            raise ConfigError(f"target {target.name} has no config; a head needs one to tap it")
+        sizes = (target.config.hidden_size, target.config.vocab_size)
+        theirs = (draft.config.target_hidden_size, draft.config.target_vocab_size)
+        if sizes != theirs:
+            raise ConfigError(
+                f"head {draft.name} is for a target of width {theirs[0]} and {theirs[1]} ids; "
+                f"{target.name} has {sizes[0]} and {sizes[1]}"
+            )
+        return transformer.model(target.config, draft.config.taps, target.model.num_tokens)
 
     def _check_parts(self) -> None:
         ours, theirs = self.target.model.vocab_size, self._drafter.vocab_size
@@ -131,7 +160,7 @@ class SpeculativeDecoder:
                 f"the vocabularies differ: target {self.target.name} has {ours} tokens, "
                 f"draft {self._drafter.name} has {theirs}"
             )
-        a, b = self.target.tokenizer, self.draft.tokenizer if self.draft else None
+        a, b = self.target.tokenizer, getattr(self.draft, "tokenizer", None)
         if a is not None and b is not None and not a.has_same_vocab(b):
             raise ConfigError(
                 f"the vocabularies differ: {self.target.name} and {self.draft.name} give the "
@@ -186,9 +215,10 @@ class SpeculativeDecoder:
             raise ConfigError(f"rule {rule.name!r} emits argmax tokens: it needs temperature 0")
         if rule.needs_probs and self.num_draft == 0:
             raise ConfigError(f"rule {rule.name!r} judges drafts; plain decoding has none")
-        has_expected = self._has_expected and rule.expected_acceptance is not None
+        has_form = rule.expected_acceptance is not None and self._drafter.tree is None
+        has_expected = self._has_expected and has_form
         return decode.System(
-            self.target.model, self._drafter, rule, self.num_draft, has_expected
+            self._model, self._drafter, rule, self.num_draft, has_expected
         )
 
     def params(self, batch: int | None = None) -> dict:
@@ -199,10 +229,12 @@ class SpeculativeDecoder:
         """
         target = None if batch is None else batch * (self.num_draft + 1)
         draft = None if batch is None else batch * 2  # a draft's first pass feeds two tokens
-        return {
-            "target": self.target.decoding_params(target),
-            "draft": None if self.draft is None else self.draft.decoding_params(draft),
-        }
+        params = {"target": self.target.decoding_params(target), "draft": None}
+        if isinstance(self.draft, LoadedHead):
+            params["draft"] = {"head": self.draft.params, "target": params["target"]}
+        elif self.draft is not None:
+            params["draft"] = self.draft.decoding_params(draft)
+        return params
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Ids of a prompt, checked.
@@ -304,7 +336,7 @@ class SpeculativeDecoder:
         )
         jax.block_until_ready(state.finish)
         prefilled = time.perf_counter()
-        watch = _Watch(self.target.tokenizer, ids, stops, on_text)
+        watch = Watch(self.target.tokenizer, ids, stops, on_text)
         ending = np.zeros(len(ids), np.int32)
         while True:
             state, chunk = decode.generate(
@@ -369,7 +401,7 @@ class SpeculativeDecoder:
             system=system, slots=slots,
         )
 
-    def _collect(self, state: decode.DecodeState, watch: _Watch, depth: int):
+    def _collect(self, state: decode.DecodeState, watch: Watch, depth: int):
         tokens, kind, offered = map(np.asarray, (state.tokens, state.kind, state.offered))
         prompt_length, finish = np.asarray(state.prompt_length), np.asarray(state.finish)
         expected = None if state.expected is None else np.asarray(state.expected)
@@ -391,72 +423,6 @@ class SpeculativeDecoder:
                 )
             )
         return rows
-
-
-class _Watch:
-    """Follows the text of every row: finds stop strings and hands out final pieces."""
-
-    def __init__(self, tokenizer, prompts, stops, on_text):
-        self._tokenizer, self._prompts, self._stops = tokenizer, prompts, stops
-        self._on_text = on_text
-        self._sent = [""] * len(prompts)
-        self._cut: dict[int, tuple[int, str]] = {}  # row -> tokens kept, text
-
-    def look(self, tokens, total, finish) -> np.ndarray:
-        """i32[B], STOP_STRING for rows that are to end now, else RUNNING."""
-        ending = np.full(len(self._prompts), Finish.RUNNING, np.int32)
-        for row, prompt in enumerate(self._prompts):
-            ids = tokens[row, len(prompt) : total[row]].tolist()
-            if row not in self._cut and self._stops:
-                self._find_stop(row, ids)
-            if row in self._cut:
-                ending[row] = Finish.STOP_STRING
-            is_final = row in self._cut or finish[row] != Finish.RUNNING
-            self._send(row, ids, is_final)
-        return ending
-
-    def _text(self, row: int, ids: list[int]) -> str:
-        return self._tokenizer.decode_after(self._prompts[row], ids)
-
-    def _first_stop(self, text: str) -> int | None:
-        found = [at for at in map(text.find, self._stops) if at >= 0]
-        return min(found) if found else None
-
-    def _find_stop(self, row: int, ids: list[int]) -> None:
-        at = self._first_stop(self._text(row, ids))
-        if at is None:
-            return
-        low, high = 1, len(ids)  # the fewest tokens whose text holds a stop string
-        while low < high:
-            middle = (low + high) // 2
-            has_stop = self._first_stop(self._text(row, ids[:middle])) is not None
-            low, high = (low, middle) if has_stop else (middle + 1, high)
-        text = self._text(row, ids[:low])
-        at = self._first_stop(text)
-        self._cut[row] = (low, text[: len(text) if at is None else at])
-
-    def _send(self, row: int, ids: list[int], is_final: bool) -> None:
-        if self._on_text is None:
-            return
-        text = self._cut[row][1] if row in self._cut else self._text(row, ids)
-        if not is_final:
-            # A character whose bytes are not all there decodes to U+FFFD, and the start of
-            # a stop string may yet be cut: both wait.
-            text = text.rstrip("\ufffd")
-            held = max((len(s) for s in self._stops), default=1) - 1
-            text = text[: max(len(text) - held, 0)]
-        if len(text) > len(self._sent[row]):
-            self._on_text(row, text[len(self._sent[row]) :])
-            self._sent[row] = text
-
-    def result(self, row: int, n: int, tokens) -> tuple[int, str | None, bool]:
-        """Tokens kept, text, and whether a stop string cut them."""
-        if row in self._cut:
-            return (*self._cut[row], True)
-        if self._tokenizer is None:
-            return n, None, False
-        begin = len(self._prompts[row])
-        return n, self._text(row, tokens[begin : begin + n].tolist()), False
 
 
 def _highest_temperature(samplers: Samplers) -> float:

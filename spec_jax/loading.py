@@ -10,14 +10,16 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax import zoo
-from spec_jax.contracts import Model
-from spec_jax.draft.eagle import EagleConfig
+from spec_jax.contracts import Drafter, Model
+from spec_jax.draft.eagle import EagleConfig, eagle
+from spec_jax.draft.mtp import MtpConfig, mtp
 from spec_jax.errors import ConfigError, WeightsError
-from spec_jax.formats.eagle import read_head
+from spec_jax.formats import read_head, read_mtp
 from spec_jax.models import panels, transformer, weights
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.params import Params, num_params
 from spec_jax.models.tokenizer import Tokenizer
+from spec_jax.tree import DynamicTree, Tree
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -66,19 +68,30 @@ class LoadedModel:
 
 @dataclasses.dataclass(frozen=True)
 class LoadedHead:
-    """A head and its weights.
+    """A head or MTP modules, and their weights.
 
     Attributes:
       name: where it was loaded from.
       config: its shape and meaning, its ``taps`` among them.
-      params: what ``draft.eagle`` takes as ``params["head"]``.
+      params: what ``draft.eagle`` or ``draft.mtp`` takes as ``params["head"]``.
       notes: sentences on how an ambiguous checkpoint was read.
     """
 
     name: str
-    config: EagleConfig
+    config: EagleConfig | MtpConfig
     params: Params
     notes: tuple[str, ...] = ()
+
+    @property
+    def method(self) -> str:
+        """The ``speculative_method`` that drafts with it."""
+        return "eagle" if isinstance(self.config, EagleConfig) else "mtp"
+
+    def drafter(self, target: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
+        """The ``Drafter`` for a target with this head's taps; modules draft chains."""
+        if isinstance(self.config, EagleConfig):
+            return eagle(self.config, target, tree)
+        return mtp(self.config, target)
 
 
 def load_model(
@@ -134,15 +147,41 @@ def load_head(
       ConfigError: the head is for another target or of an unknown kind; a target without a
         config; a dtype that weights cannot have.
     """
+    _check_has_config(target)
+    embed = target.params["embed"]
+    dtype = _check_dtype(embed.dtype if dtype is None else dtype)
+    head = read_head(path, target.config, dtype, target_embed=embed, **overrides)
+    return LoadedHead(str(path), head.config, head.params, head.notes)
+
+
+def load_mtp(
+    path: str | pathlib.Path, target: LoadedModel, dtype=None, **overrides
+) -> LoadedHead:
+    """Loads the MTP modules of a DeepSeek-V3, Qwen3-Next or MiMo directory.
+
+    Args:
+      path: the model's directory.
+      target: the model that they draft for.
+      dtype: of the weights in memory; by default the target's.
+      **overrides: what the checkpoint leaves open, such as ``protocol="sequential"``; see
+        ``MtpConfig``. What was decided without them is in the result's ``notes``.
+
+    Raises:
+      WeightsError: no such directory, or its files are not sound.
+      ConfigError: the modules are for another target; a target without a config.
+    """
+    _check_has_config(target)
+    dtype = _check_dtype(target.params["embed"].dtype if dtype is None else dtype)
+    modules = read_mtp(path, target.config, dtype, **overrides)
+    return LoadedHead(str(path), modules.config, modules.params, modules.notes)
+
+
+def _check_has_config(target: LoadedModel) -> None:
     if target.config is None:
         raise ConfigError(
             f"target {target.name} has no config, and so nothing to check a head against; "
             "load_model gives one"
         )
-    embed = target.params["embed"]
-    dtype = _check_dtype(embed.dtype if dtype is None else dtype)
-    head = read_head(path, target.config, dtype, target_embed=embed, **overrides)
-    return LoadedHead(str(path), head.config, head.params, head.notes)
 
 
 def _check_dtype(dtype) -> jnp.dtype:

@@ -166,7 +166,7 @@ def test_parts_that_do_not_fit_are_refused(stories):
         SpeculativeDecoder(stories, config=ngram)
     with pytest.raises(ConfigError, match="needs a draft"):
         SpeculativeDecoder(stories, config=SpeculativeConfig())
-    with pytest.raises(ConfigError, match="'eagle' has no drafter"):
+    with pytest.raises(ConfigError, match="'eagle' needs a head"):
         SpeculativeDecoder(stories, config=SpeculativeConfig("eagle"))
     greedy = SpeculativeConfig("ngram", rejection_sampling_strategy="greedy")
     with pytest.raises(ConfigError, match="argmax"):
