@@ -21,6 +21,14 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 jax.config.update("jax_platforms", "cpu")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _release_programs():
+    """Frees a module's compiled programs: each holds dozens of memory maps, and a process has
+    a limited number of them (65,530 on Linux), beyond which compiling ends in a crash."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def data_dir() -> pathlib.Path:
     """Real inputs that do not ship with the project."""

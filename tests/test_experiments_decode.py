@@ -135,7 +135,7 @@ def test_the_screen_shows_text_table_and_conclusion(pair, tmp_path, capsys):
         ({"temperatures": (-0.5,)}, "numbers of 0 or more"),
         ({"temperatures": ("hot",)}, "numbers of 0 or more"),
         ({"methods": ("eagle",)}, "plain, ngram, standalone"),
-        ({"standalone_rules": ("greedy",)}, "residual, block, match"),
+        ({"standalone_rules": ("greedy",)}, "residual, block, traversal, match"),
         ({"num_prompts": 3, "batch": 2}, "a multiple of batch 2"),
         ({"num_prompts": 0}, "1 or more"),
         ({"max_new_tokens": 1}, "2 or more"),

@@ -384,6 +384,8 @@ def test_a_proposal_that_is_no_tree_stops_its_row():
         return proposal.replace(parents=proposal.parents.at[0, 2].set(5)), state
 
     broken = system._replace(drafter=system.drafter._replace(propose=propose))
-    state, _ = decoded(broken, params, PROMPTS, SamplerConfig(), 8)
+    state = start(broken, params, PROMPTS, SamplerConfig(), 8)
+    none = jnp.zeros(len(PROMPTS), jnp.int32)
+    state, _ = decode.generate(params, state, none, jnp.int32(10**6), system=broken)
     wanted = [decode.Finish.INVALID_DRAFT, decode.Finish.LENGTH, decode.Finish.LENGTH]
     assert state.finish.tolist() == wanted
