@@ -211,10 +211,10 @@ class SpeculativeConfig:
         shape = self.tree_shape
         if shape is None:
             return
-        if self.speculative_method not in ("standalone", "eagle"):
+        if self.is_ngram():
             raise ConfigError(
-                f"speculative_method {self.speculative_method!r} drafts chains; trees are for "
-                "'standalone' and 'eagle'"
+                "speculative_method 'ngram' drafts chains; trees are for 'standalone', 'eagle' and "
+                "'mtp'"
             )
         K, default = self.num_speculative_tokens, type(self).num_speculative_tokens
         if K not in (default, shape.num_nodes):

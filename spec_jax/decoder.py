@@ -215,6 +215,10 @@ class SpeculativeDecoder:
             raise ConfigError(f"rule {rule.name!r} emits argmax tokens: it needs temperature 0")
         if rule.needs_probs and self.num_draft == 0:
             raise ConfigError(f"rule {rule.name!r} judges drafts; plain decoding has none")
+        if self._drafter.tree is not None and not rule.has_trees:
+            raise ConfigError(
+                f"rule {rule.name!r} judges chains; use 'residual', 'traversal' or 'match' for trees"
+            )
         has_form = rule.expected_acceptance is not None and self._drafter.tree is None
         has_expected = self._has_expected and has_form
         return decode.System(

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from spec_jax import zoo
 from spec_jax.contracts import Drafter, Model
-from spec_jax.draft.eagle import EagleConfig, eagle
-from spec_jax.draft.mtp import MtpConfig, mtp
+from spec_jax.draft.eagle import EagleConfig, eagle, init_head
+from spec_jax.draft.mtp import MtpConfig, init_mtp, mtp
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.formats import read_head, read_mtp
 from spec_jax.models import panels, transformer, weights
@@ -88,10 +88,9 @@ class LoadedHead:
         return "eagle" if isinstance(self.config, EagleConfig) else "mtp"
 
     def drafter(self, target: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
-        """The ``Drafter`` for a target with this head's taps; modules draft chains."""
-        if isinstance(self.config, EagleConfig):
-            return eagle(self.config, target, tree)
-        return mtp(self.config, target)
+        """The ``Drafter`` for a target with this head's taps."""
+        make = eagle if isinstance(self.config, EagleConfig) else mtp
+        return make(self.config, target, tree)
 
 
 def load_model(
@@ -174,6 +173,18 @@ def load_mtp(
     dtype = _check_dtype(target.params["embed"].dtype if dtype is None else dtype)
     modules = read_mtp(path, target.config, dtype, **overrides)
     return LoadedHead(str(path), modules.config, modules.params, modules.notes)
+
+
+def random_head(config: EagleConfig | MtpConfig, key: jax.Array, dtype="float32") -> LoadedHead:
+    """A head, or MTP modules, with random weights: slow and exact like any other.
+
+    Args:
+      config: the shape, such as ``EagleConfig.of_target(target.config)``.
+      key: one PRNG key, consumed.
+      dtype: of the weights.
+    """
+    init = init_head if isinstance(config, EagleConfig) else init_mtp
+    return LoadedHead("random", config, init(config, key, _check_dtype(dtype)))
 
 
 def _check_has_config(target: LoadedModel) -> None:

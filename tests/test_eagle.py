@@ -17,6 +17,17 @@ from spec_jax.draft.eagle import EagleConfig, eagle, head_table, init_head
 from spec_jax.errors import ConfigError
 from spec_jax.models import transformer
 from spec_jax.sampling import make_sampler
+from spec_jax.testing import (
+    CertificateError,
+    Row,
+    certify_decoder,
+    certify_rule,
+    reference_distribution,
+    toy_model,
+    toy_params,
+)
+from spec_jax.testing.oracles import toy_logits
+from spec_jax.tree import Tree
 from spec_jax.verify import make_rule
 
 V, U, D, SLOTS = 31, 20, 16, 64
@@ -65,7 +76,7 @@ def np_norm(x, w):
 
 
 def np_rope(x, position):
-    half = LAYER.head_dim // 2
+    half = x.shape[-1] // 2
     angle = position * LAYER.rope.rope_theta ** (-np.arange(half) / half)
     a, b = x[..., :half], x[..., half:]
     return np.concatenate(
@@ -86,7 +97,7 @@ class NumpyHead:
         if self.c.version == 1:
             return feature
         if self.c.fc_norm:
-            parts = feature.reshape(len(TAPS), D)
+            parts = feature.reshape(len(self.c.taps), -1)
             parts = [np_norm(x, self.w[f"fc_norm_{i}"]) for i, x in enumerate(parts)]
             feature = np.concatenate(parts)
         if self.c.norm_before_fc:
@@ -101,7 +112,8 @@ class NumpyHead:
             normed = np_norm(state, w["hidden_norm"])
             x = np.concatenate([np_norm(e, w["embed_norm"]), normed])
             start = normed if self.c.norm_before_residual else state
-        N, G, H = LAYER.num_attention_heads, LAYER.num_key_value_heads, LAYER.head_dim
+        layer = self.c.layer
+        N, G, H = layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim
         q = np_rope((x @ w["q"]).reshape(N, H), position)
         self.keys.append(np_rope((x @ w["k"]).reshape(G, H), position))
         self.values.append((x @ w["v"]).reshape(G, H))
@@ -120,9 +132,9 @@ class NumpyHead:
         if self.c.version == 1:
             return x @ target_head
         own = np_norm(x, self.w["norm"]) @ self.w["head"]
-        full = np.full(V, -np.inf)
-        ids = D2T + np.arange(U) if self.c.layer.vocab_size < V else np.arange(V)
-        full[ids] = own
+        full = np.full(self.c.target_vocab_size, -np.inf)
+        ids = np.arange(len(own)) + self.w.get("d2t", np.zeros(len(own)))
+        full[ids.astype(int)] = own
         return full
 
     def recycle(self, x):
@@ -145,6 +157,78 @@ def np_draft(config, params, prompt, pending, num_draft):
             x = head.feed(head.recycle(x), drafts[-1])
     return drafts, np.stack(rows)
 
+
+# ------------------------------------------------------------- the law, by enumeration
+
+# A head of three ids, 0, 1 and 3, for toy targets of four, whose features are their logits.
+TOY = EagleConfig(
+    3, dataclasses.replace(SMALL, vocab_size=3, hidden_size=8, num_attention_heads=2,
+                           num_key_value_heads=1, head_dim=4),
+    4, 4, (0,), own_embed=True,
+)  # fmt: skip
+TOY_IDS = (0, 1, 3)
+TOY_ROWS = [
+    Row((0, 3), SamplerConfig(temperature=0.7), SamplerConfig(temperature=1.0)),
+    Row((2,), SamplerConfig(temperature=1.0, top_k=3), SamplerConfig(temperature=1.5)),
+    Row(
+        (1, 1, 2), SamplerConfig(temperature=1.0, repetition_penalty=1.4, frequency_penalty=0.4),
+        SamplerConfig(temperature=1.0, presence_penalty=0.5),
+    ),
+]  # fmt: skip
+
+
+def toy_head():
+    """Parameters of target and head, and the law of the head's drafts by ``NumpyHead``."""
+    target = toy_params(4, 0)
+    head = {**head_of(TOY), "d2t": jnp.asarray(np.subtract(TOY_IDS, range(3)), jnp.int32)}
+    params = {"target": target, "draft": {"head": head, "target": target}}
+
+    def draft_law(row, output, drafted):
+        tokens = [*row.prompt, *output]
+        reference = NumpyHead(TOY, head, head["embed"])
+        for t in range(1, len(tokens)):
+            x = reference.feed(reference.join(toy_logits(target, tokens[:t])), tokens[t])
+        for token in drafted:
+            x = reference.feed(reference.recycle(x), token)
+        history = [*output, *drafted]
+        return reference_distribution(reference.logits(x, None), row.draft, row.prompt, history)
+
+    return params, draft_law
+
+
+def certify_head(strategy, shape=None, params=None):
+    own, draft_law = toy_head()
+    return certify_rule(
+        make_rule(SpeculativeConfig(rejection_sampling_strategy=strategy)), vocab_size=4,
+        num_tokens=3, rows=TOY_ROWS, drafter=eagle(TOY, toy_model(4), shape),
+        draft_law=draft_law, params=params or own, batch=32,
+    )
+
+
+@pytest.mark.parametrize("shape", [None, Tree((0, 0, 1))], ids=["chain", "tree"])
+@pytest.mark.parametrize("strategy", ["residual", "traversal"])
+def test_enumerated_law_under_a_reduced_vocabulary_is_the_targets(strategy, shape):
+    assert certify_head(strategy, shape) <= 1e-6
+
+
+def test_mutation_offsets_taken_for_ids_are_caught_by_enumeration():
+    params, _ = toy_head()
+    as_ids = jnp.asarray(np.subtract(params["draft"]["head"]["d2t"], range(3)))
+    params["draft"]["head"]["d2t"] = as_ids  # position i then scores id d2t[i]
+    with pytest.raises(CertificateError):
+        certify_head("residual", params=params)
+
+
+def test_decoded_law_under_a_reduced_vocabulary_passes_chi_square():
+    params, _ = toy_head()
+    certify_decoder(
+        make_rule(SpeculativeConfig(rejection_sampling_strategy="residual")),
+        eagle(TOY, toy_model(4)), params=params, row=TOY_ROWS[2], trials=6_000, batch=60,
+        num_tokens=3, alpha=1e-7,
+    )
+
+
+# --------------------------------------------------------------------------- the drafter
 
 HOT = SamplerConfig(temperature=3.0)  # coupled noise then often gives both the same token
 

@@ -83,6 +83,36 @@ class EagleConfig:
         shared = "target's head that scores it" if is_old else "embedding that it shares"
         check(has_width, f"the head's width is {D}; the {shared} has {width}")
 
+    @classmethod
+    def of_target(
+        cls, target: ModelConfig, version: int = 3, draft_vocab_size: int | None = None,
+        **changes: Any,
+    ) -> EagleConfig:
+        """A head of a target's own kind of layer and width.
+
+        Version 1 reads the state after the final norm; version 3 the published three, behind
+        the second layer, in the middle and before the last three layers, or of a target of
+        fewer than seven layers after a sixth, a half and five sixths of them.
+
+        Args:
+          target: the target's config.
+          version: 1 or 3.
+          draft_vocab_size: U; by default the target's V.
+          **changes: fields that are to differ.
+        """
+        L, V = target.num_hidden_layers, target.vocab_size
+        usual = (2, L // 2, L - 3) if L >= 7 else sorted({round(L * i / 6) for i in (1, 3, 5)})
+        size = {"num_hidden_layers": 1, "vocab_size": draft_vocab_size or V}
+        unrolled = {"scan_layers": False} if target.scan_layers else {}
+        return cls(**{
+            "version": version,
+            "layer": dataclasses.replace(target, **size, **unrolled),
+            "target_hidden_size": target.hidden_size,
+            "target_vocab_size": V,
+            "taps": (L + 1,) if version == 1 else tuple(usual),
+            **changes,
+        })  # fmt: skip
+
 
 def head_table(config: EagleConfig) -> dict[str, ParamSpec]:
     """The weights of a head, by our name; ``d2t`` (i32[U]) is beside them where U < V."""
@@ -200,6 +230,33 @@ def unembed(params: dict, x: jax.Array, config: EagleConfig, target: Model) -> j
     return empty.at[..., ids].set(logits)
 
 
+def eagle_head(config: EagleConfig, target: Model) -> Head:
+    """The functions of a head for a target with its taps; parameters as ``eagle`` takes them."""
+
+    def init_cache(params, batch, slots):
+        return KVCache.create(config.layer, batch, slots, params["head"]["fc"].dtype)
+
+    def feed(params, state, tokens, cache, window_offset, window_mask):
+        embed = params["head" if config.own_embed else "target"]["embed"]
+        return forward(
+            params["head"], embed, state, tokens, cache, config=config,
+            window_offset=window_offset, window_mask=window_mask,
+        )
+
+    return Head(
+        name=f"eagle-{config.version}",
+        vocab_size=config.target_vocab_size,
+        max_length=config.layer.max_position_embeddings,
+        taps=config.taps,
+        width=config.layer.hidden_size,
+        init_cache=init_cache,
+        join=lambda params, features: join_features(params["head"], features, config),
+        feed=feed,
+        recycle=lambda params, x: recycle(params["head"], x, config),
+        unembed=lambda params, x: unembed(params, x, config, target),
+    )
+
+
 @functools.cache
 def eagle(
     config: EagleConfig, target: Model, tree: Tree | DynamicTree | None = None
@@ -222,26 +279,4 @@ def eagle(
             f"the tree has {tree.most_children} children of a node; the draft vocabulary has "
             f"{config.layer.vocab_size} tokens"
         )
-
-    def init_cache(params, batch, slots):
-        return KVCache.create(config.layer, batch, slots, params["head"]["fc"].dtype)
-
-    def feed(params, state, tokens, cache, window_offset, window_mask):
-        embed = params["head" if config.own_embed else "target"]["embed"]
-        return forward(
-            params["head"], embed, state, tokens, cache, config=config,
-            window_offset=window_offset, window_mask=window_mask,
-        )
-
-    return head_drafter(Head(
-        name=f"eagle-{config.version}",
-        vocab_size=config.target_vocab_size,
-        max_length=config.layer.max_position_embeddings,
-        taps=config.taps,
-        width=config.layer.hidden_size,
-        init_cache=init_cache,
-        join=lambda params, features: join_features(params["head"], features, config),
-        feed=feed,
-        recycle=lambda params, x: recycle(params["head"], x, config),
-        unembed=lambda params, x: unembed(params, x, config, target),
-    ), tree)  # fmt: skip
+    return head_drafter(eagle_head(config, target), tree)

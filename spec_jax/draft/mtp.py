@@ -28,6 +28,7 @@ from spec_jax.models.layers import Window, attention, linear, mlp, rms_norm
 from spec_jax.models.panels import matmul
 from spec_jax.models.params import ParamSpec, layer_table
 from spec_jax.models.qwen3_next import Qwen3NextConfig
+from spec_jax.tree import DynamicTree, Tree
 
 PROTOCOLS = ("recycled", "sequential")
 ORDERS = ("embedding-first", "hidden-first")
@@ -237,7 +238,9 @@ def unembed(
 
 
 @functools.cache
-def mtp(config: MtpConfig, target: Model) -> Drafter:
+def mtp(
+    config: MtpConfig, target: Model, tree: Tree | DynamicTree | None = None
+) -> Drafter:
     """Drafts with MTP modules, by the protocol of their config.
 
     Their parameters are ``{"head": the modules', "target": the target's}``: embedding and head
@@ -246,6 +249,10 @@ def mtp(config: MtpConfig, target: Model) -> Drafter:
     Args:
       config: the modules' shape and protocol.
       target: the model they draft for, with this config's taps.
+      tree: what they draft; None: a chain.
+
+    Raises:
+      ConfigError: a tree from modules that draft one step each.
     """
     shape = dataclasses.replace(config.layer, num_hidden_layers=config.num_modules)
     score = functools.partial(unembed, config=config, target=target)
@@ -260,6 +267,11 @@ def mtp(config: MtpConfig, target: Model) -> Drafter:
         ),
     )
     if config.protocol == "sequential":
+        if tree is not None:
+            raise ConfigError(
+                "sequential modules draft chains; leave the tree out, or read the modules with "
+                "protocol='recycled'"
+            )
         return sequential_drafter(Modules(
             **common,
             num_modules=config.num_modules,
@@ -277,4 +289,4 @@ def mtp(config: MtpConfig, target: Model) -> Drafter:
         ),
         recycle=functools.partial(recycle, config=config),
         unembed=score,
-    ))  # fmt: skip
+    ), tree)  # fmt: skip

@@ -69,6 +69,7 @@ def certify_rule(
     drafter: Drafter | None = None,
     draft_law: Callable[[Row, Sequence[int], Sequence[int]], np.ndarray] | None = None,
     params: dict | None = None,
+    batch: int = 512,
     seed: int = 0,
     tolerance: float = 1e-6,
 ) -> float:
@@ -94,6 +95,8 @@ def certify_rule(
         default the toy draft's under the row's draft sampler. None of a deterministic
         drafter is asked.
       params: ``{"target": ..., "draft": ...}``, the first of a toy model; random by default.
+      batch: rows drafted at once; fewer where the drafter has a ``KVCache``, whose writes are
+        compiled row by row.
       seed: of the toy parameters.
       tolerance: on the largest difference of a joint probability.
 
@@ -108,7 +111,8 @@ def certify_rule(
     if drafter is None:
         again = functools.partial(
             certify_rule, rule, vocab_size=vocab_size, num_draft=num_draft, num_tokens=num_tokens,
-            rows=rows, draft_law=draft_law, params=params, seed=seed, tolerance=tolerance,
+            rows=rows, draft_law=draft_law, params=params, batch=batch, seed=seed,
+            tolerance=tolerance,
         )
         whole = small_lm(toy_model(vocab_size))
         cut = ragged(whole, lambda length: length % (num_draft + 1))
@@ -132,7 +136,8 @@ def certify_rule(
     # Each round emits at least one token: taken by length, every prefix is visited once.
     for size in range(1, num_tokens + 1):
         now = {k: v for k, v in frontier.items() if len(k[1]) == size}
-        for row, emitted, weight in _outcomes(system, params, rows, now, draft_law, num_tokens):
+        found = _outcomes(system, params, rows, now, draft_law, num_tokens, batch)
+        for row, emitted, weight in found:
             if len(emitted) > num_tokens:
                 laws[row][emitted[1 : num_tokens + 1]] += weight
             else:
@@ -149,7 +154,7 @@ def certify_rule(
     return worst
 
 
-def _outcomes(system, params, rows, frontier, draft_law, num_tokens):
+def _outcomes(system, params, rows, frontier, draft_law, num_tokens, rows_at_once):
     """Yields (row, output after the round, probability) of every outcome of one round."""
     V, K = system.target.vocab_size, system.num_draft
     items, forced = [], []
@@ -171,9 +176,8 @@ def _outcomes(system, params, rows, frontier, draft_law, num_tokens):
     for i, parent in enumerate(parents):
         at = np.flatnonzero(forced[:, i] != _FREE)
         push[at, parent, forced[at, i]] = 1e4 * (K - i)  # the first sibling is pushed hardest
-    logits, proposal = _in_chunks(
-        functools.partial(_propose, system, params), 512, batch, push
-    )
+    propose = functools.partial(_propose, system, params)
+    logits, proposal = _in_chunks(propose, rows_at_once, batch, push)
     is_other = (proposal.tokens != forced) & (forced != _FREE)
     is_other &= np.arange(K) < proposal.n_draft[:, None]
     if is_other.any():
@@ -185,7 +189,7 @@ def _outcomes(system, params, rows, frontier, draft_law, num_tokens):
     if proposal.probs is not None:
         # Ordinary noise: the law that it reports must be the law that it draws from.
         gumbel = free.gumbel(size=push.shape).astype(np.float32)
-        _, drawn = _in_chunks(functools.partial(_propose, system, params), 512, batch, gumbel)
+        _, drawn = _in_chunks(propose, rows_at_once, batch, gumbel)
         if not _draws_from_its_law(drawn, gumbel, parents):
             raise CertificateError(
                 f"drafter {system.drafter.name!r} draws from another law than Proposal.probs"
