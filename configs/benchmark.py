@@ -36,6 +36,18 @@ def get_config() -> ConfigDict:
         "repeats": 5,
         "seed": 0,
     })  # fmt: skip
+    config.heads = ConfigDict({
+        "target": config.llama110m.target.to_dict(),
+        "draft_vocab_size": 8000,
+        "k": 5,  # of the chain
+        "tree_nodes": (15, 29, 44, 59),  # sizes of the dynamic tree, the root left out
+        "tree_depth": 6,
+        "tree_top_k": 10,
+        "slots": 1024,
+        "prompt_tokens": 64,
+        "repeats": 5,
+        "seed": 0,
+    })
     config.zoo = ConfigDict({
         "target": "zoo/target",
         "draft": "zoo/draft",
@@ -59,6 +71,8 @@ def get_config() -> ConfigDict:
     config.bars = ConfigDict({
         "verify": 1.35,  # of the large shape; at most
         "round": 1.10,  # at most
+        "head_round": 1.10,  # of a head's chain; at most
+        "tree_round": 1.15,  # of a dynamic tree; at most
         "predicted": 0.9,  # measured over predicted; at least
         "speedup": 1.5,  # of the zoo pair; at least
         "draft": 0.15,  # draft pass over target pass, of the zoo pair; at most

@@ -103,7 +103,7 @@ class GenerateTimer:
                 kept = slice(int(first), int(end))
                 self.tokens.append(tokens[row, kept].tolist())
                 rows.append(
-                    row_stats(kind[row, kept], offered[row, kept], self._system.num_draft)
+                    row_stats(kind[row, kept], offered[row, kept], self._system.depth)
                 )
         self.stats = functools.reduce(operator.add, rows, Stats())
         count = num_rounds if self._is_round else self.stats.emitted - self.stats.first
@@ -177,18 +177,18 @@ class _Length:
 
     length: jax.Array  # i32[B]
 
-    def commit(self, n):
+    def commit(self, n, path=None):
         return self.replace(length=self.length + n)
 
 
 @functools.cache
 def _free_system(system: System) -> System:
-    """The same rule and K around a target and a drafter that compute nothing.
+    """The same rule, K and tree around a target and a drafter that compute nothing.
 
     The target's logits are given, and nudged by the tokens, so that no round's work can be
     shared with the next one's.
     """
-    V = system.target.vocab_size
+    V, tree = system.target.vocab_size, system.drafter.tree
     target = Model(
         vocab_size=V,
         max_length=system.target.max_length,
@@ -202,9 +202,18 @@ def _free_system(system: System) -> System:
     def propose(params, state, context: Context, num_draft: int):
         tokens = (context.length[:, None] + jnp.arange(num_draft, dtype=jnp.int32)) % V
         n_draft = jnp.full(context.length.shape, num_draft, jnp.int32)
-        return Proposal(tokens, n_draft, is_sound=n_draft > 0), state
+        branches = {}
+        if tree is not None:
+            index = jnp.arange(num_draft, dtype=jnp.int32)
+            # A chain of that depth, and children of the root; like those of a dynamic tree,
+            # not known to the compiler.
+            is_chain = (index < tree.depth) & (context.length[:, None] >= 0)
+            parents = jnp.where(is_chain, index, 0)
+            branches = {"parents": parents, "tree_depth": tree.depth}
+        return Proposal(tokens, n_draft, is_sound=n_draft > 0, **branches), state
 
-    return system._replace(target=target, drafter=NO_DRAFT._replace(name="free", propose=propose))
+    free = NO_DRAFT._replace(name="free", propose=propose, tree=tree)
+    return system._replace(target=target, drafter=free)
 
 
 def rest_timer(system: System, slots: int, batch: int = 1) -> GenerateTimer:

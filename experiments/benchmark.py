@@ -3,8 +3,9 @@
     python -m experiments.benchmark
     python -m experiments.benchmark --parts=llama110m,zoo --workdir=runs/benchmark/mine
 
-Parts: "llama110m" (a 110M Llama shape with random weights and synthetic acceptance), "zoo"
-(the trained pair, acceptance as it is) and "transformers" (the same pair under assisted
+Parts: "llama110m" (a 110M Llama shape with random weights and synthetic acceptance), "heads"
+(an EAGLE-3 head on that shape: chain and dynamic trees; tree.png), "zoo" (the trained pair,
+acceptance as it is) and "transformers" (the same pair under assisted
 generation, where an interpreter has torch and transformers). The run's folder gets
 benchmark.json and benchmark.md after every part.
 """
@@ -22,11 +23,19 @@ import jax
 from absl import flags
 
 from configs import benchmark as default
-from experiments import bench_synthetic, bench_transformers, bench_zoo, cli, report
+from experiments import (
+    bench_heads,
+    bench_synthetic,
+    bench_transformers,
+    bench_zoo,
+    cli,
+    plots,
+    report,
+)
 from experiments.timing import Line, markdown_table, text_table
 from spec_jax.errors import ConfigError
 
-PARTS = ("llama110m", "zoo", "transformers")
+PARTS = ("llama110m", "heads", "zoo", "transformers")
 
 
 def run(config, workdir: str | pathlib.Path, parts=PARTS, transformers_python: str = "") -> dict:
@@ -64,6 +73,9 @@ def run(config, workdir: str | pathlib.Path, parts=PARTS, transformers_python: s
 
     if "llama110m" in parts:
         keep("llama110m", *bench_synthetic.measure("llama110m", config.llama110m, config.bars))
+    if "heads" in parts:
+        keep("heads", *bench_heads.measure("heads", config.heads, config.bars))
+        plots.plot_tree_sizes(workdir / "tree.png", record["parts"]["heads"])
     if "zoo" in parts:
         bars = types.SimpleNamespace(**{**config.bars.to_dict(), "verify": None})
         keep("zoo", *bench_zoo.measure("zoo", config.zoo, bars))
@@ -100,6 +112,7 @@ def validate(config, parts) -> None:
     for section, names in {
         "llama110m": "slots prompt_tokens new_tokens plain_tokens k repeats",
         "zoo": "num_prompts max_prompt_tokens new_tokens plain_tokens repeats",
+        "heads": "slots prompt_tokens draft_vocab_size k tree_depth tree_top_k repeats",
         "transformers": "k repeats",
     }.items():
         for name in names.split():
@@ -115,6 +128,8 @@ def validate(config, parts) -> None:
             raise ConfigError(
                 f"zoo.batches holds {batch}; expected divisors of num_prompts {zoo.num_prompts}"
             )
+    if not config.heads.tree_nodes:
+        raise ConfigError("heads.tree_nodes is empty; expected one size or more")
     need = large.prompt_tokens + max(large.new_tokens, large.plain_tokens) + large.k + 1
     if need > large.slots:
         raise ConfigError(f"llama110m.slots is {large.slots}; prompt and output need {need}")

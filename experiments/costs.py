@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.timing import loop_timer
 from spec_jax import stats
 from spec_jax.contracts import Model
 from spec_jax.sampling import argmax
@@ -23,10 +23,10 @@ REPEATS = 7
 @functools.partial(
     jax.jit, static_argnames=("model", "iterations", "scored"), donate_argnames=("tokens", "cache")
 )
-def _run_passes(params, tokens, cache, *, model: Model, iterations: int, scored: int):
+def _run_passes(params, tokens, cache, seen, *, model: Model, iterations: int, scored: int):
     def one_pass(_, carry):
         tokens, cache = carry
-        output = model.forward(params, tokens, cache)
+        output = model.forward(params, tokens, cache, window_mask=seen)
         logits = model.unembed(params, output.hidden[:, -scored:])
         # The next pass eats this one's output, so no pass can be left out or overlapped.
         best = argmax(logits)
@@ -37,7 +37,7 @@ def _run_passes(params, tokens, cache, *, model: Model, iterations: int, scored:
 
 def pass_timer(
     model: Model, params, width: int, slots: int, batch: int, iterations: int = ITERATIONS,
-    scored: int | None = None,
+    scored: int | None = None, seen: jax.Array | None = None,
 ) -> Callable[[], float]:
     """Compiles a loop of passes and returns a function that times it, in ms a pass.
 
@@ -53,23 +53,15 @@ def pass_timer(
       iterations: passes in one call.
       scored: how many of the last tokens are unembedded, by default all: a drafter that
         feeds two scores one.
+      seen: bool[1,T,T], what each token of a tree sees of the others; None: a chain.
     """
     scored = width if scored is None else scored
     cache = model.init_cache(params, batch, slots)
     cache = cache.commit(jnp.full((batch,), (slots - width) // 2, jnp.int32))
     carry = (jnp.zeros((batch, width), jnp.int32), cache)
 
-    def time_ms() -> float:
-        nonlocal carry
-        begin = time.perf_counter()
-        carry = _run_passes(
-            params, *carry, model=model, iterations=iterations, scored=scored
-        )
-        jax.block_until_ready(carry)
-        return (time.perf_counter() - begin) * 1e3 / iterations
-
-    time_ms()
-    return time_ms
+    run = functools.partial(_run_passes, model=model, iterations=iterations, scored=scored)
+    return loop_timer(lambda carry: run(params, *carry, seen), carry, iterations)
 
 
 def interleaved_medians(

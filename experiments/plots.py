@@ -104,3 +104,29 @@ def plot_acceptance(path: pathlib.Path, results: Sequence[dict]) -> None:
         axis.set_ylim(0, 1.03)
 
     _draw(path, results, draw, "position in the draft", "accepted, of the drafts judged")
+
+
+def plot_tree_sizes(path: pathlib.Path, record: dict) -> None:
+    """Time of a round and of its verify pass against the size of the tree.
+
+    Args:
+      path: of the PNG file.
+      record: of ``bench_heads.measure``.
+    """
+    sizes = record["tree_sizes"]
+    with plt.rc_context(_STYLE):
+        figure, axis = plt.subplots(figsize=(5.5, 3.9), layout="constrained")
+        axis.plot(sizes, record["round_ms"], "o-", color="#0072B2", label="round")
+        axis.plot(sizes, record["verify_ms"], "s-", color="#D55E00", label="its verify pass")
+        for name, style in (("plain", ":"), ("chain_round", "--")):
+            label = {"plain": "plain pass of one token", "chain_round": "round of the chain"}[name]
+            value = record[f"{name}_ms"]
+            axis.axhline(value, color="0.45", linewidth=1, linestyle=style, label=label)
+        axis.set_title("EAGLE-3 dynamic tree")
+        axis.set_xlabel("nodes, the root among them")
+        axis.set_ylabel("milliseconds")
+        axis.set_ylim(bottom=0)
+        axis.set_xticks(sizes)
+        axis.legend()
+        figure.savefig(path)
+        plt.close(figure)

@@ -217,7 +217,7 @@ class SpeculativeDecoder:
             raise ConfigError(f"rule {rule.name!r} judges drafts; plain decoding has none")
         if self._drafter.tree is not None and not rule.has_trees:
             raise ConfigError(
-                f"rule {rule.name!r} judges chains; use 'residual', 'traversal' or 'match' for trees"
+                f"rule {rule.name!r} judges chains; trees need 'residual', 'traversal' or 'match'"
             )
         has_form = rule.expected_acceptance is not None and self._drafter.tree is None
         has_expected = self._has_expected and has_form
@@ -235,7 +235,10 @@ class SpeculativeDecoder:
         draft = None if batch is None else batch * 2  # a draft's first pass feeds two tokens
         params = {"target": self.target.decoding_params(target), "draft": None}
         if isinstance(self.draft, LoadedHead):
-            params["draft"] = {"head": self.draft.params, "target": params["target"]}
+            tree, K = self._drafter.tree, self.num_draft
+            most = 1 + (K if tree is None else max(tree.depth, tree.widest))
+            head = self.draft.decoding_params(None if batch is None else batch * most)
+            params["draft"] = {"head": head, "target": params["target"]}
         elif self.draft is not None:
             params["draft"] = self.draft.decoding_params(draft)
         return params

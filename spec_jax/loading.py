@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from spec_jax import zoo
 from spec_jax.contracts import Drafter, Model
-from spec_jax.draft.eagle import EagleConfig, eagle, init_head
-from spec_jax.draft.mtp import MtpConfig, init_mtp, mtp
+from spec_jax.draft.eagle import EagleConfig, eagle, head_table, init_head
+from spec_jax.draft.mtp import MtpConfig, init_mtp, mtp, mtp_table
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.formats import read_head, read_mtp
 from spec_jax.models import panels, transformer, weights
@@ -86,6 +86,24 @@ class LoadedHead:
     def method(self) -> str:
         """The ``speculative_method`` that drafts with it."""
         return "eagle" if isinstance(self.config, EagleConfig) else "mtp"
+
+    def decoding_params(self, num_rows: int | None = None) -> Params:
+        """The weights as passes of ``num_rows`` pairs want them, see ``LoadedModel``."""
+        has_few = num_rows is not None and num_rows <= panels.MAX_ROWS
+        is_plain = isinstance(self.config.layer, ModelConfig)
+        is_cut = has_few and is_plain and jax.default_backend() == "cpu"
+        return self._in_panels if is_cut else self.params
+
+    @functools.cached_property
+    def _in_panels(self) -> Params:
+        def cut(table, weights):
+            is_linear = lambda name: name in table and table[name].is_linear
+            return {n: panels.cut(w) if is_linear(n) else w for n, w in weights.items()}
+
+        if isinstance(self.config, EagleConfig):
+            return cut(head_table(self.config), self.params)
+        table = mtp_table(self.config)
+        return {index: cut(table, module) for index, module in self.params.items()}
 
     def drafter(self, target: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
         """The ``Drafter`` for a target with this head's taps."""

@@ -100,6 +100,13 @@ class Tree:
         """Drafts that have children, so that drafting feeds them."""
         return sum(bool(self.children(node)) for node in range(1, self.num_nodes))
 
+    @property
+    def widest(self) -> int:
+        """The most drafts that are fed in one pass, those of one level."""
+        inner = set(self.parents) - {0}
+        fed = [depth for node, depth in enumerate(self.depths) if node in inner]
+        return max(map(fed.count, fed), default=0)
+
 
 @dataclasses.dataclass(frozen=True)
 class DynamicTree:
@@ -140,6 +147,11 @@ class DynamicTree:
     def num_fed(self) -> int:
         """Drafts that drafting feeds."""
         return (self.depth - 1) * self.top_k
+
+    @property
+    def widest(self) -> int:
+        """The most drafts that are fed in one pass, those of one level."""
+        return self.top_k if self.depth > 1 else 0
 
 
 def paths(parents: jax.Array, depth: int) -> jax.Array:

@@ -43,6 +43,11 @@ def config(tmp_path_factory):
         "num_prompts": 2, "max_prompt_tokens": 9, "new_tokens": 8, "plain_tokens": 4,
         "ks": (2,), "batches": (2,), "repeats": 2,
     })
+    config.heads.update({
+        "draft_vocab_size": 20, "k": 2, "tree_nodes": (3, 5), "tree_depth": 2, "tree_top_k": 3,
+        "slots": 128, "prompt_tokens": 5, "repeats": 2,
+    })
+    config.heads.target.update(TINY)
     config.transformers.repeats = 1
     folder = tmp_path_factory.mktemp("pair")
     for name, shape, seed in (("target", TINY, 0), ("draft", DRAFT, 1)):
@@ -53,12 +58,15 @@ def config(tmp_path_factory):
 
 
 def test_leaves_a_record_with_every_bar(config, tmp_path, capsys):
-    record = benchmark.run(config, tmp_path, ("llama110m", "zoo"))
+    record = benchmark.run(config, tmp_path, ("llama110m", "heads", "zoo"))
     assert json.loads((tmp_path / "benchmark.json").read_text())["is_complete"]
     barred = {(line["part"], line["bar"]) for line in record["lines"] if line["bar"] is not None}
     bars = config.bars
     for bar in (bars.verify, bars.round, bars.predicted):
         assert ("llama110m", bar) in barred
+    for bar in (bars.head_round, bars.tree_round):
+        assert ("heads", bar) in barred
+    assert (tmp_path / "tree.png").stat().st_size > 5000
     for bar in (bars.round, bars.predicted, bars.speedup, bars.draft):
         assert ("zoo", bar) in barred
     for line in record["lines"]:
