@@ -143,13 +143,14 @@ class SpeculativeConfig:
     section_name: str | None = None
 
     def __post_init__(self):
+        K = self.num_speculative_tokens
+        _check(_is_int(K) and K >= 1, "num_speculative_tokens", K, "an integer of 1 or more")
         self._set_tree_size()
         K, strategy = self.num_speculative_tokens, self.rejection_sampling_strategy
         _check(
             self.speculative_method in METHODS, "speculative_method", self.speculative_method,
             f"one of {', '.join(METHODS)}",
         )
-        _check(_is_int(K) and K >= 1, "num_speculative_tokens", K, "an integer of 1 or more")
         _check(
             strategy is None or strategy in STRATEGIES, "rejection_sampling_strategy", strategy,
             f"None or one of {', '.join(STRATEGIES)}",
@@ -196,7 +197,10 @@ class SpeculativeConfig:
         is_list = isinstance(self.tree, Sequence) and not isinstance(self.tree, str)
         _check(self.tree is None or is_list, "tree", self.tree, "None or a sequence")
         if is_list:
-            freeze = lambda x: tuple(map(freeze, x)) if isinstance(x, Sequence) else x
+            is_text = lambda x: isinstance(x, str)
+            freeze = lambda x: (
+                tuple(map(freeze, x)) if isinstance(x, Sequence) and not is_text(x) else x
+            )
             object.__setattr__(self, "tree", freeze(self.tree))
             kinds = {isinstance(x, tuple) for x in self.tree}
             flat = [i for x in self.tree for i in (x if isinstance(x, tuple) else (x,))]
@@ -283,7 +287,7 @@ class SpeculativeConfig:
         if strategy == "logit-comparison" and not is_sampled:
             raise ConfigError(
                 "strategy 'logit-comparison' compares the draft's logits, and a drafter that "
-                f"copies tokens ({self.speculative_method}) has none; use 'match'"
+                f"takes the likeliest or copies ({self.speculative_method}) has none; use 'match'"
             )
         return dataclasses.replace(self, rejection_sampling_strategy=strategy)
 

@@ -204,6 +204,8 @@ def _checked(proposal: Proposal, system: System, batch: int) -> tuple[Proposal, 
     sizes = {"B": batch, "K": system.num_draft, "V": V}
     if proposal.parents is not None:
         check_shapes(sizes, parents=(proposal.parents, "B K"))
+        if system.has_expected:
+            raise ConfigError("has_expected is set; expected acceptance is known of chains alone")
         if not rule.has_trees:
             raise ConfigError(
                 f"rule {rule.name!r} judges chains; drafter {drafter.name!r} proposes trees"

@@ -121,6 +121,10 @@ class SpeculativeDecoder:
         if config is None:
             return NO_DRAFT
         if config.is_ngram():
+            if draft is not None:
+                raise ConfigError(
+                    f"speculative_method 'ngram' copies tokens; leave the draft {draft.name} out"
+                )
             return ngram(config.ngram_max, config.ngram_min)
         method, is_head = config.speculative_method, isinstance(draft, LoadedHead)
         if draft is None:
@@ -151,6 +155,7 @@ class SpeculativeDecoder:
                 f"head {draft.name} is for a target of width {theirs[0]} and {theirs[1]} ids; "
                 f"{target.name} has {sizes[0]} and {sizes[1]}"
             )
+        draft.check_params()
         return transformer.model(target.config, draft.config.taps, target.model.num_tokens)
 
     def _check_parts(self) -> None:
@@ -365,7 +370,7 @@ class SpeculativeDecoder:
         if bad:
             raise InvalidDraftError(
                 f"drafter {self._drafter.name!r} proposed ids outside of the vocabulary "
-                f"0..{system.target.last_id} in rows {bad}; those rows stopped there, "
+                f"0..{system.target.last_id}, or no tree, in rows {bad}; those rows stopped there, "
                 "and every row's tokens are in this error's `generations`",
                 rows,
             )

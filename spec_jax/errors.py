@@ -32,10 +32,10 @@ class SnapshotError(SpecJaxError, ValueError):
 
 
 class InvalidDraftError(SpecJaxError, RuntimeError):
-    """A drafter proposed ids outside of the target's vocabulary.
+    """A drafter proposed ids outside of the target's vocabulary, or parents that make no tree.
 
     ``generations`` holds what every row of the batch produced: rows of valid drafts are
-    complete, the faulty ones stop where the bad id was proposed.
+    complete, the faulty ones stop where the bad draft was proposed.
     """
 
     def __init__(self, message: str, generations=()):

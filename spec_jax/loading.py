@@ -82,6 +82,26 @@ class LoadedHead:
     params: Params
     notes: tuple[str, ...] = ()
 
+    def check_params(self) -> None:
+        """Checks that the weights are those of the config.
+
+        Raises:
+          WeightsError: a weight that is missing or of another shape; it is named.
+        """
+        is_eagle = isinstance(self.config, EagleConfig)
+        table = head_table(self.config) if is_eagle else mtp_table(self.config)
+        parts = [""] if is_eagle else [str(i) for i in range(self.config.num_modules)]
+        for part in parts:
+            weights = self.params.get(part, {}) if part else self.params
+            for name, spec in table.items():
+                shape = weights[name].shape if name in weights else None
+                if shape != spec.shape:
+                    has = "is missing" if shape is None else f"has shape {list(shape)}"
+                    raise WeightsError(
+                        f"head {self.name}: {part and part + '.'}{name} {has}; its config asks "
+                        f"for {list(spec.shape)}"
+                    )
+
     @property
     def method(self) -> str:
         """The ``speculative_method`` that drafts with it."""
@@ -117,7 +137,7 @@ def load_model(
     """Loads a zoo model ("zoo/target", "zoo/draft") or a Hugging Face directory.
 
     Args:
-      name_or_path: a zoo name, or a directory of a Llama, Qwen2 or Qwen3 model.
+      name_or_path: a zoo name, or a directory of a Llama, Qwen2, Qwen3 or MiMo model.
       dtype: of the weights in memory; the cache follows.
       scan_layers: stack the layers: compiles faster for an accelerator, runs slower on a CPU.
 
@@ -176,6 +196,9 @@ def load_mtp(
 ) -> LoadedHead:
     """Loads the MTP modules of a DeepSeek-V3, Qwen3-Next or MiMo directory.
 
+    Of these families ``load_model`` loads MiMo; the layers of the other two are known as modules
+    alone, for targets of your own.
+
     Args:
       path: the model's directory.
       target: the model that they draft for.
@@ -206,6 +229,8 @@ def random_head(config: EagleConfig | MtpConfig, key: jax.Array, dtype="float32"
 
 
 def _check_has_config(target: LoadedModel) -> None:
+    if not isinstance(target, LoadedModel):
+        raise ConfigError(f"target is {target!r}; expected a LoadedModel, which load_model makes")
     if target.config is None:
         raise ConfigError(
             f"target {target.name} has no config, and so nothing to check a head against; "
@@ -214,7 +239,10 @@ def _check_has_config(target: LoadedModel) -> None:
 
 
 def _check_dtype(dtype) -> jnp.dtype:
-    dtype = jnp.dtype(dtype)
-    if dtype.name not in DTYPES:
-        raise ConfigError(f"dtype is {dtype.name!r}; expected one of {', '.join(DTYPES)}")
-    return dtype
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = dtype
+    if name not in DTYPES:
+        raise ConfigError(f"dtype is {name!r}; expected one of {', '.join(DTYPES)}")
+    return jnp.dtype(name)

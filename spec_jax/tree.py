@@ -59,12 +59,17 @@ class Tree:
         behind the first of them.
 
         Raises:
-          ConfigError: a path whose parent or whose more likely sibling is not listed.
+          ConfigError: a path whose parent or whose more likely sibling is not listed, or that
+            is listed twice.
         """
-        ordered = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
+        ordered = sorted(map(tuple, paths), key=lambda path: (len(path), path))
+        for path in ordered:
+            if not path or ordered.count(path) > 1:
+                what = "twice" if path else "as a node, which is the root"
+                raise ConfigError(f"the tree lists {list(path)} {what}")
         index = {(): 0} | {path: i for i, path in enumerate(ordered, start=1)}
         for path in ordered:
-            needed = [path[:-1]] + ([(*path[:-1], path[-1] - 1)] if path and path[-1] else [])
+            needed = [path[:-1]] + ([(*path[:-1], path[-1] - 1)] if path[-1] else [])
             for other in needed:
                 if other not in index:
                     raise ConfigError(f"the tree lists {list(path)} and not {list(other)}")
@@ -152,6 +157,15 @@ class DynamicTree:
     def widest(self) -> int:
         """The most drafts that are fed in one pass, those of one level."""
         return self.top_k if self.depth > 1 else 0
+
+
+def check_children(tree: Tree | DynamicTree | None, num_tokens: int, whose: str) -> None:
+    """Raises a ConfigError where a node has more children than ``whose`` vocabulary has tokens."""
+    if tree is not None and tree.most_children > num_tokens:
+        raise ConfigError(
+            f"the tree has {tree.most_children} children of a node; {whose} vocabulary has "
+            f"{num_tokens} tokens"
+        )
 
 
 def paths(parents: jax.Array, depth: int) -> jax.Array:

@@ -12,7 +12,7 @@ from tiny_models import LLAMA, random_weights
 from spec_jax import SpeculativeDecoder
 from spec_jax.config import SpeculativeConfig
 from spec_jax.draft.mtp import MtpConfig, init_mtp
-from spec_jax.errors import ConfigError
+from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.models import transformer
 from spec_jax.tree import DynamicTree, Tree
@@ -65,6 +65,16 @@ def test_a_standalone_draft_drafts_trees(target, plain):
     assert decoder.stats.tau > 2.5
 
 
+def test_recycled_modules_draft_trees_and_sequential_ones_do_not(target, plain):
+    config = SpeculativeConfig("mtp", tree=(2, 2))
+    decoder = SpeculativeDecoder(target, modules(), config)
+    assert [g.tokens for g in decoder.generate(PROMPTS, 20)] == plain
+    with pytest.raises(ConfigError, match="sequential modules draft chains"):
+        SpeculativeDecoder(
+            target, modules(protocol="sequential", num_modules=6), config
+        )
+
+
 def test_the_config_says_which_tree():
     assert SpeculativeConfig(tree=[2, 1]).tree_shape == Tree((0, 0, 1, 2))
     assert SpeculativeConfig(tree=[2, 1]).num_speculative_tokens == 4
@@ -82,7 +92,10 @@ def test_the_config_says_which_tree():
         ({"tree": "22"}, "tree is '22'"),
         ({"tree": ()}, "children by depth"),
         ({"tree_depth": 0}, "tree_depth is 0"),
-        ({"speculative_method": "mtp", "tree": (2,)}, "'mtp' drafts chains"),
+        ({"speculative_method": "ngram", "tree": (2,)}, "'ngram' drafts chains"),
+        ({"tree": [[0], ["a"]]}, "children by depth, or nodes by their ranks"),
+        ({"tree": ["3", "2"]}, "children by depth, or nodes by their ranks"),
+        ({"num_speculative_tokens": "5", "tree_depth": 2}, "num_speculative_tokens is '5'"),
         ({"num_speculative_tokens": 99, "tree_depth": 2, "tree_top_k": 2}, "have 2 to 6"),
     ],
     ids=str,
@@ -103,6 +116,18 @@ def test_parts_that_do_not_fit_are_refused(target):
     with refuse("num_draft is 3, but sequential drafting .* there are 2"):
         config = SpeculativeConfig("mtp", num_speculative_tokens=3)
         SpeculativeDecoder(target, modules(protocol="sequential", num_modules=2), config)
+    with refuse("rule 'block' judges chains; trees need 'residual', 'traversal' or 'match'"):
+        config = SpeculativeConfig(tree=(2,), rejection_sampling_strategy="block")
+        SpeculativeDecoder(target, target, config)
+    with refuse("'ngram' copies tokens; leave the draft tiny out"):
+        SpeculativeDecoder(target, target, SpeculativeConfig("ngram"))
+    with refuse("31 children .*; the draft's vocabulary has 30"):
+        few = dataclasses.replace(target, model=transformer.model(TARGET_CONFIG, num_tokens=30))
+        SpeculativeDecoder(few, few, SpeculativeConfig(tree=(31,)))
+    head = eagle_head()
+    with pytest.raises(WeightsError, match=r"head eagle-3: fc has shape \[16, 16\]; .*\[48, 16\]"):
+        fc = head.params["fc"][:16]
+        SpeculativeDecoder(target, dataclasses.replace(head, params={**head.params, "fc": fc}))
     wide = dataclasses.replace(CONFIGS["eagle-1"], target_vocab_size=31)
     other = dataclasses.replace(TARGET_CONFIG, hidden_size=32, head_dim=8)
     model = LoadedModel("wide", transformer.model(other), random_weights(other), config=other)

@@ -329,6 +329,7 @@ def test_a_round_without_drafts_keeps_the_head_in_step():
     ("change", "message"),
     [
         ({"version": 2}, "version is 2"),
+        ({"fc_norm": True, "norm_before_fc": True}, "both on; expected one of them"),
         ({"taps": ()}, "taps are empty"),
         ({"target_hidden_size": 24}, "width is 16; the embedding .* has 24"),
         (

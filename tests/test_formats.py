@@ -231,9 +231,14 @@ def test_sparse_offsets_pass_where_the_mask_confirms_them():
         ("eagle-3", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
         ("eagle-3", {"eagle_config": 3}, "eagle_config is 3"),
         ("eagle-3", {"fc_norm": "yes"}, "fc_norm is 'yes'"),
-        ("eagle-3", {"eagle_aux_hidden_state_layer_ids": [2, 4, 10]}, "do not exist.*8 layers"),
+        ("eagle-3", {"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, r"9\]; the target has 8"),
         ("eagle-3", {"eagle_aux_hidden_state_layer_ids": [2, -1]}, "expected a list of layers"),
         ("eagle-3", {"layer_types": ["sliding_attention"]}, "sliding_attention"),
+        ("eagle-3", {"layer_types": 3}, "layer_types is 3"),
+        ("eagle-3", {"rope_scaling": "linear"}, "rope_scaling is 'linear'; expected an object"),
+        ("eagle-3", {"rope_theta": "x"}, "rope_theta is 'x'; expected a number"),
+        ("eagle-3", {"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; expected a number"),
+        ("eagle-3", {"target_hidden_size": "16"}, "width '16'; this one has 16"),
         ("eagle-3", {"hidden_act": "gelu"}, "gelu"),
         ("eagle-3", {"intermediate_size": None}, "intermediate_size"),
         ("eagle-1", {"hidden_size": 20, "target_hidden_size": D}, "width is 20; .* has 16"),
@@ -271,6 +276,8 @@ def notes_of(directory, **overrides):
         ("eagle-3", [2, 4, 5], (2, 4, 5), r"states before those layers: taps are \(2, 4, 5\)"),
         ("eagle-3", [3, 6, 8], (3, 6, 8), "states before those layers"),
         ("eagle-3", [1, 3, 7], (2, 4, 8), r"outputs of those layers: taps are \(2, 4, 8\)"),
+        ("eagle-3", [1, 4, 8], (1, 4, 8), "states before those layers"),  # layer 8 is none
+        ("specforge", [3, 4, 6], (3, 4, 6), r"Pass taps=\(4, 5, 7\) where"),
         ("speculators", None, (2, 4, 5), "usual"),
         ("speculators", [1, 3, 4], (1, 3, 4), r"Pass taps=\(2, 4, 5\) where"),
     ],
@@ -280,6 +287,11 @@ def test_numbering_of_tapped_layers_is_resolved_and_said(tmp_path, name, ids, ta
     config, notes = notes_of(directory)
     assert config.taps == taps
     assert re.search(message, notes)
+
+
+def test_biases_that_only_the_config_tells_of_are_off_and_said(tmp_path):
+    config, notes = notes_of(write_head(tmp_path, attention_bias=True))
+    assert not config.layer.attention_bias and "there is no q_proj.bias" in notes
 
 
 def test_default_taps_need_a_target_deep_enough(tmp_path):
@@ -390,6 +402,17 @@ def test_an_embedding_that_differs_from_the_targets_is_the_heads_own(tmp_path):
     np.testing.assert_array_equal(head.params["embed"], other)
     shared = spec_jax.load_head(directory, MODEL, own_embed=False)
     assert "embed" not in shared.params and "shares the target's" in " ".join(shared.notes)
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "message"),
+    [(None, None, "target is None; expected a LoadedModel"), (MODEL, "foo", "dtype is 'foo'"),
+     (MODEL, 3, "dtype is 3")],
+    ids=str,
+)  # fmt: skip
+def test_arguments_of_another_kind_are_refused(tmp_path, target, dtype, message):
+    with pytest.raises(ConfigError, match=message):
+        spec_jax.load_head(tmp_path, target, dtype)
 
 
 def test_a_target_without_a_config_is_refused(tmp_path):

@@ -9,14 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
-from tiny_models import LLAMA, random_tensor
+from safetensors.numpy import load_file, save_file
+from tiny_models import LLAMA, QWEN2, random_tensor, random_weights
 
+import spec_jax
 from spec_jax.draft.mtp import mtp, mtp_table
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.formats.mtp import read_mtp
 from spec_jax.models import transformer
 from spec_jax.models.deepseek import DeepseekConfig
+from spec_jax.models.weights import save_pretrained
 
 V, D, L, X = 31, 16, 2, 4
 TARGET = dataclasses.replace(LLAMA, max_position_embeddings=64)
@@ -281,9 +283,36 @@ def test_a_config_that_does_not_fit_is_refused(tmp_path):
     refused("width is 16; the target's is 24", target=wide)
     few = dataclasses.replace(TARGET, vocab_size=30)
     refused("has 31 ids; the target's has 30", target=few)
+    refused("weight_block_size is 3", quantization_config={"weight_block_size": 3})
+    refused(r"model_type \"\['a'\]\" are not supported", model_type=["a"])
+    for override, message in (
+        ({"taps": 3}, "taps are 3; expected a tuple"), ({"taps": [3]}, r"taps are \[3\]"),
+        ({"taps": ("3",)}, "expected a tuple of the one state"), ({"num_modules": True}, "is True"),
+        ({"recycles_normed": "no"}, "recycles_normed is 'no'; expected True or False"),
+    ):  # fmt: skip
+        write(tmp_path, "deepseek_v3", tensors)
+        with pytest.raises(ConfigError, match=message):
+            read_mtp(tmp_path, TARGET, **override)
     (tmp_path / "config.json").unlink()
     with pytest.raises(WeightsError, match=r"config\.json"):
         read_mtp(tmp_path, TARGET)
+
+
+def test_a_mimo_directory_is_target_and_draft(tmp_path):
+    config = dataclasses.replace(QWEN2, num_attention_heads=4, num_key_value_heads=2, head_dim=4,
+                                 tie_word_embeddings=False, max_position_embeddings=64)  # fmt: skip
+    save_pretrained(tmp_path, random_weights(config), config)
+    whole = load_file(tmp_path / "model.safetensors")
+    whole |= {k: v for k, v in tensors_of("mimo", [0]).items() if "mtp_layers" in k}
+    write(tmp_path, "mimo", whole, tie_word_embeddings=False)
+    target = spec_jax.load_model(tmp_path)
+    assert target.config.model_type == "qwen2" and target.config.attention_bias
+    modules = spec_jax.load_mtp(tmp_path, target)
+    prompts = [[3, 1, 4], [5]]
+    plain = [g.tokens for g in spec_jax.SpeculativeDecoder(target).generate(prompts, 12)]
+    for config in (None, spec_jax.SpeculativeConfig("mtp", tree=(2, 2))):
+        decoder = spec_jax.SpeculativeDecoder(target, modules, config)
+        assert [g.tokens for g in decoder.generate(prompts, 12)] == plain
 
 
 def test_the_target_may_be_of_the_modules_own_family(tmp_path):

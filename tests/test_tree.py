@@ -24,6 +24,7 @@ from spec_jax.testing import (
     Row,
     certify_decoder,
     certify_rule,
+    ragged,
     toy_model,
     toy_params,
 )
@@ -58,6 +59,8 @@ def test_a_tree_is_described_by_branching_paths_or_parents():
         (lambda: Tree.branching((2, 0)), r"branches \(2, 0\)"),
         (lambda: Tree.from_paths([[0], [1, 0]]), r"lists \[1, 0\] and not \[1\]"),
         (lambda: Tree.from_paths([[0], [2]]), r"lists \[2\] and not \[1\]"),
+        (lambda: Tree.from_paths([[0], [0]]), r"lists \[0\] twice"),
+        (lambda: Tree.from_paths([[]]), r"lists \[\] as a node"),
         (lambda: DynamicTree(60, 2, 3), "60 nodes; 2 levels of 3 have 2 to 12"),
         (lambda: DynamicTree(4, 2, 0), "top_k of the tree is 0"),
     ],
@@ -140,6 +143,12 @@ TINY = Tree((0, 0, 1))
 def test_enumerated_law_of_a_sampled_tree_is_the_targets(strategy):
     drafter = small_lm(toy_model(3), TINY)
     assert certify_rule(rule(strategy), drafter=drafter, rows=THREE, num_tokens=3) <= 1e-6
+
+
+@pytest.mark.parametrize("strategy", ["residual", "traversal"])
+def test_enumerated_law_of_a_tree_that_is_cut_is_the_targets(strategy):
+    cut = ragged(small_lm(toy_model(3), TINY), lambda length: length % 4)
+    assert certify_rule(rule(strategy), drafter=cut, rows=THREE, num_tokens=3) <= 1e-6
 
 
 def test_enumerated_law_holds_where_siblings_use_up_their_law():
@@ -360,13 +369,13 @@ def test_statistics_of_a_tree_count_its_levels():
     [
         ("block", BUSH, 6, "rule 'block' judges chains; drafter 'standalone' proposes trees"),
         ("greedy", BUSH, 5, "K is 5; the tree has 6 nodes"),
-        ("greedy", DynamicTree(40, 2, 40), 40, "40 children of a node; the vocabulary has 31"),
+        ("greedy", DynamicTree(40, 2, 40), 40, "40 children .*; the draft's vocabulary has 31"),
     ],
     ids=str,
 )
 def test_a_tree_that_does_not_fit_is_refused(strategy, shape, K, message):
-    system, params = lm_system(strategy, shape)
     with pytest.raises(ConfigError, match=message):
+        system, params = lm_system(strategy, shape)
         decoded(system._replace(num_draft=K), params, PROMPTS, SamplerConfig(), 4)
 
 
@@ -374,6 +383,9 @@ def test_a_heads_tree_wider_than_its_vocabulary_is_refused():
     config = CONFIGS["eagle-3"]
     with pytest.raises(ConfigError, match="25 children of a node; the draft vocabulary has 20"):
         eagle(config, transformer.model(LLAMA, config.taps), DynamicTree(25, 1, 25))
+    whole, padded = CONFIGS["eagle-1"], transformer.model(LLAMA, (3,), num_tokens=27)
+    with pytest.raises(ConfigError, match="28 children of a node; the draft vocabulary has 27"):
+        eagle(whole, padded, DynamicTree(28, 1, 28))
 
 
 def test_a_proposal_that_is_no_tree_stops_its_row():

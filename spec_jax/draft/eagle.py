@@ -23,7 +23,7 @@ from spec_jax.models.config import ModelConfig
 from spec_jax.models.layers import Window, attention, linear, mlp, rms_norm
 from spec_jax.models.panels import matmul
 from spec_jax.models.params import ParamSpec, layer_table
-from spec_jax.tree import DynamicTree, Tree
+from spec_jax.tree import DynamicTree, Tree, check_children
 
 _STD = 0.02
 
@@ -73,6 +73,10 @@ class EagleConfig:
         is_old = self.version == 1
         options = (self.fc_norm, self.norm_before_fc, self.norm_before_residual, self.norm_output)
         check(not (is_old and any(options)), "norms are options of version 3")
+        check(
+            not (self.fc_norm and self.norm_before_fc),
+            "fc_norm and norm_before_fc are both on; expected one of them, as no head has both",
+        )
         check(len(self.taps) > 0, "taps are empty; a head reads one state or more")
         check(not is_old or len(self.taps) == 1, f"version 1 reads one state, not {self.taps}")
         U, V = self.layer.vocab_size, self.target_vocab_size
@@ -102,7 +106,8 @@ class EagleConfig:
         """
         L, V = target.num_hidden_layers, target.vocab_size
         usual = (2, L // 2, L - 3) if L >= 7 else sorted({round(L * i / 6) for i in (1, 3, 5)})
-        size = {"num_hidden_layers": 1, "vocab_size": draft_vocab_size or V}
+        U = V if draft_vocab_size is None else draft_vocab_size
+        size = {"num_hidden_layers": 1, "vocab_size": U}
         unrolled = {"scan_layers": False} if target.scan_layers else {}
         return cls(**{
             "version": version,
@@ -274,9 +279,5 @@ def eagle(
     Raises:
       ConfigError: a node of the tree has more children than the draft vocabulary has tokens.
     """
-    if tree is not None and tree.most_children > config.layer.vocab_size:
-        raise ConfigError(
-            f"the tree has {tree.most_children} children of a node; the draft vocabulary has "
-            f"{config.layer.vocab_size} tokens"
-        )
+    check_children(tree, min(config.layer.vocab_size, target.last_id + 1), "the draft")
     return head_drafter(eagle_head(config, target), tree)

@@ -28,7 +28,7 @@ from spec_jax.models.layers import Window, attention, linear, mlp, rms_norm
 from spec_jax.models.panels import matmul
 from spec_jax.models.params import ParamSpec, layer_table
 from spec_jax.models.qwen3_next import Qwen3NextConfig
-from spec_jax.tree import DynamicTree, Tree
+from spec_jax.tree import DynamicTree, Tree, check_children
 
 PROTOCOLS = ("recycled", "sequential")
 ORDERS = ("embedding-first", "hidden-first")
@@ -94,7 +94,7 @@ class MtpConfig:
         check_among("protocol", PROTOCOLS)
         check_among("order", ORDERS)
         count = self.num_modules
-        is_count = isinstance(count, int) and count > 0
+        is_count = type(count) is int and count > 0
         check(is_count, f"num_modules is {count!r}; expected a positive integer")
         check(
             count == 1 or self.protocol == "sequential",
@@ -104,7 +104,13 @@ class MtpConfig:
         layers = self.layer.num_hidden_layers
         check(layers == 1, f"a module has {layers} layers; expected 1")
         check(not self.layer.scan_layers, "scan_layers is set; a module has one layer")
-        check(len(self.taps) == 1, f"taps are {self.taps}; a module reads one state")
+        is_tap = isinstance(self.taps, tuple) and len(self.taps) == 1 and type(self.taps[0]) is int
+        check(is_tap, f"taps are {self.taps!r}; expected a tuple of the one state that is read")
+        for name in (
+            "recycles_normed", "has_zero_centred_norms", "has_own_embed", "has_own_head"
+        ):  # fmt: skip
+            value = getattr(self, name)
+            check(isinstance(value, bool), f"{name} is {value!r}; expected True or False")
         D, width = self.layer.hidden_size, self.target_hidden_size
         check(D == width, f"the modules' width is {D}; the target's is {width}")
         U, V = self.layer.vocab_size, self.target_vocab_size
@@ -252,8 +258,10 @@ def mtp(
       tree: what they draft; None: a chain.
 
     Raises:
-      ConfigError: a tree from modules that draft one step each.
+      ConfigError: a tree from modules that draft one step each, or one in which a node has
+        more children than the target has tokens.
     """
+    check_children(tree, target.last_id + 1, "the target's")
     shape = dataclasses.replace(config.layer, num_hidden_layers=config.num_modules)
     score = functools.partial(unembed, config=config, target=target)
     common = dict(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from spec_jax.contracts import Context, Drafter, Model
 from spec_jax.draft.chain import draft_chain
 from spec_jax.draft.tree import draft_tree
-from spec_jax.tree import DynamicTree, Tree
+from spec_jax.tree import DynamicTree, Tree, check_children
 
 _FIRST = 2  # tokens that the first pass of a round feeds
 
@@ -36,7 +36,11 @@ def small_lm(model: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
     Args:
       model: the draft.
       tree: what it drafts; None: a chain.
+
+    Raises:
+      ConfigError: a node of the tree has more children than the draft has tokens.
     """
+    check_children(tree, model.last_id + 1, "the draft's")
 
     def init(params, batch, slots):
         cache = model.init_cache(params, batch, slots)

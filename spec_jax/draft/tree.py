@@ -67,19 +67,14 @@ def draft_tree(
       tree: its shape.
 
     Returns:
-      The proposal, the carry, and i32[B,K]: the how-manieth of the fed drafts each one was, or
-      0 where it was not fed.
+      The proposal, the carry, and i32[B,K]: the index of each draft among those that were fed,
+      0 where it was not.
 
     Raises:
       ConfigError: another number of drafts than the tree has.
     """
     if num_draft != tree.num_nodes:
         raise ConfigError(f"K is {num_draft}; the tree has {tree.num_nodes} nodes")
-    if tree.most_children > logits.shape[1]:
-        raise ConfigError(
-            f"the tree has {tree.most_children} children of a node; the vocabulary has "
-            f"{logits.shape[1]} tokens"
-        )
     grown = _Grown(logits, carry, advance, context)
     draft = _draft_static if isinstance(tree, Tree) else _draft_dynamic
     return draft(grown, context, tree)

@@ -42,7 +42,9 @@ def find_layout(hf: Mapping[str, Any], names: set[str]) -> str:
     is_new = any(n.startswith("midlayer.") or n.endswith(".hidden_norm.weight") for n in names)
     if not is_new:
         return EAGLE_1
-    is_specforge = "LlamaForCausalLMEagle3" in (hf.get("architectures") or ())
+    architectures = hf.get("architectures")
+    architectures = architectures if isinstance(architectures, list) else ()
+    is_specforge = "LlamaForCausalLMEagle3" in architectures
     return SPECFORGE if is_specforge or "eagle_config" in hf else EAGLE_3
 
 
@@ -85,7 +87,7 @@ def head_config(
       ConfigError: the head is for another target, or is not supported.
       WeightsError: ``fc.weight`` takes other states than config.json names.
     """
-    layer = _layer(hf, layout, target, notes)
+    layer = _layer(hf, layout, names, target, notes)
     flags = _flags(hf, layout, names, notes, overrides)
     is_narrow = layer.hidden_size != target.hidden_size
     flags.setdefault("own_embed", is_narrow and layout != EAGLE_1)
@@ -108,15 +110,22 @@ def _said(hf: Mapping[str, Any], name: str) -> Any:
 # ---------------------------------------------------------------------------- the one layer
 
 
-def _layer(hf, layout, target, notes) -> ModelConfig:
+def _layer(hf, layout, names, target, notes) -> ModelConfig:
     inner = dict(hf.get("transformer_layer_config") or {}) if layout == SPECULATORS else dict(hf)
     _check_target(hf, inner, target)
-    if "sliding_attention" in (inner.get("layer_types") or ()):
-        raise ConfigError("layer_types has 'sliding_attention'; expected full attention")
+    kinds = inner.get("layer_types") or ()
+    if not isinstance(kinds, (list, tuple)) or "sliding_attention" in kinds:
+        raise ConfigError(f"layer_types is {kinds!r}; expected a list of full attention alone")
     if layout != EAGLE_1:
         inner["vocab_size"] = _said(hf, "draft_vocab_size") or inner.get("vocab_size")
     if layout != SPECULATORS:
         inner["model_type"] = _layer_type(inner, notes)
+        if inner.get("attention_bias") and not any(n.endswith("q_proj.bias") for n in names):
+            inner["attention_bias"] = False
+            notes.append(
+                "config.json says attention_bias, yet there is no q_proj.bias: it is off, as in "
+                "the projects that train such heads."
+            )
     rope = (inner, inner.get("rope_parameters") or {}, inner.get("rope_scaling") or {})
     if not any(said.get("rope_theta") for said in rope):
         notes.append("config.json names no rope_theta; 10000 is assumed, whatever the target's is.")
@@ -138,7 +147,9 @@ def _check_target(hf, inner, target) -> None:
         ("vocabulary", vocab, target.vocab_size), ("width", width, target.hidden_size)
     ):  # fmt: skip
         if ours != theirs:
-            raise ConfigError(f"the head is for a target of {what} {ours}; this one has {theirs}")
+            raise ConfigError(
+                f"the head is for a target of {what} {ours!r}; this one has {theirs}"
+            )
 
 
 # --------------------------------------------------------------------------------- flags
@@ -213,7 +224,7 @@ def _taps(hf, layout, fc_in, target, overrides, notes) -> tuple[int, ...]:
     elif _said(hf, "use_aux_hidden_state") is False:
         raise ConfigError("use_aux_hidden_state is false; only heads of tapped states are known")
     else:
-        taps = _named_taps(_said(hf, _AUX), layout, notes) or _default_taps(L, notes)
+        taps = _named_taps(_said(hf, _AUX), layout, L, notes) or _default_taps(L, notes)
     wrong = [i for i in taps if not _is_id(i) or i > L + 1]
     if wrong:
         raise ConfigError(
@@ -233,14 +244,23 @@ def _is_id(value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _named_taps(ids, layout, notes) -> tuple[int, ...]:
-    """States before a layer, as we count them, from the ids of config.json; () for none."""
+def _named_taps(ids, layout, num_layers, notes) -> tuple[int, ...]:
+    """States before a layer, as we count them, from the ids of config.json; () for none.
+
+    The project's trainers count outputs of layers or states before them. An id of 1 first is
+    the former's usual choice; an id of ``num_layers`` has no layer and proves the latter.
+    """
     if not ids:
         return ()
     if not isinstance(ids, list) or not all(map(_is_id, ids)):
         raise ConfigError(f"{_AUX} is {ids!r}; expected a list of layers from 0")
-    is_after = layout != SPECULATORS and ids[0] == 1
-    taps = tuple(i + 1 for i in ids) if is_after else tuple(ids)
+    if max(ids) > num_layers:
+        raise ConfigError(
+            f"{_AUX} is {ids}; the target has {num_layers} layers. Pass taps=... to say otherwise"
+        )
+    after = tuple(i + 1 for i in ids)
+    is_after = layout != SPECULATORS and ids[0] == 1 and max(ids) < num_layers
+    taps = after if is_after else tuple(ids)
     if is_after:
         notes.append(
             f"{_AUX} {ids} begins with 1 and so is read as the outputs of those layers: taps are "
@@ -248,9 +268,8 @@ def _named_taps(ids, layout, notes) -> tuple[int, ...]:
         )
     else:
         notes.append(f"{_AUX} {ids} is read as the states before those layers: taps are {taps}.")
-    if layout == SPECULATORS and ids[0] == 1:
-        after = tuple(i + 1 for i in ids)
-        notes.append(f"Pass taps={after} where a converted head still names outputs of layers.")
+        if max(ids) < num_layers and (ids[0] == 1 or layout == SPECFORGE):
+            notes.append(f"Pass taps={after} where the ids mean the outputs of those layers.")
     return taps
 
 

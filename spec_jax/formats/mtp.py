@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.draft.mtp import LayerConfig, MtpConfig, mtp_table
-from spec_jax.errors import WeightsError
+from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.formats.mtp_layout import Layout, find_layout, modules_config
 from spec_jax.models.config import read_json
 from spec_jax.models.weights import Shards, StrictReader
@@ -137,7 +137,11 @@ def _resolve_end(
 def _block_of(hf: Mapping[str, Any]) -> tuple[int, int]:
     """The block of an 8-bit matrix that shares one scale."""
     quantised = hf.get("quantization_config") or {}
-    return tuple(quantised.get("weight_block_size") or _BLOCK)
+    block = quantised.get("weight_block_size") if isinstance(quantised, Mapping) else None
+    block = block or _BLOCK
+    if len(block if isinstance(block, (list, tuple)) else ()) != 2:
+        raise ConfigError(f"weight_block_size is {block!r}; expected rows and columns")
+    return tuple(block)
 
 
 class _Modules:

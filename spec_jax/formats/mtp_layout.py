@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from spec_jax.draft.mtp import LayerConfig, MtpConfig
 from spec_jax.errors import ConfigError, WeightsError
-from spec_jax.models.config import MODEL_TYPES, ModelConfig
+from spec_jax.models.config import ALIASES, MODEL_TYPES, ModelConfig
 from spec_jax.models.deepseek import DeepseekConfig
 from spec_jax.models.params import ParamSpec
 from spec_jax.models.qwen3_next import Qwen3NextConfig
@@ -98,16 +98,15 @@ def layer_config(hf: Mapping[str, Any]) -> LayerConfig:
       ConfigError: modules of such a model are not supported.
     """
     kind = hf.get("model_type")
+    kind = kind if isinstance(kind, str) else repr(kind)
     if kind == "deepseek_v3":
         layer = DeepseekConfig.from_hf(hf)
     elif kind == "qwen3_next":
         layer = Qwen3NextConfig.from_hf(hf)
-    elif kind == "mimo":  # Qwen2's layers under a name of their own
-        layer = ModelConfig.from_hf({**hf, "model_type": "qwen2"})
-    elif kind in MODEL_TYPES:
+    elif kind in MODEL_TYPES or kind in ALIASES:
         layer = ModelConfig.from_hf(hf)
     else:
-        known = ("deepseek_v3", "qwen3_next", "mimo", *MODEL_TYPES)
+        known = ("deepseek_v3", "qwen3_next", *MODEL_TYPES, *ALIASES)
         raise ConfigError(
             f"MTP modules with layers of model_type {kind!r} are not supported; known: "
             f"{', '.join(known)}"

@@ -15,7 +15,13 @@ MODEL_TYPES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+ALIASES = {"mimo": "qwen2"}  # the same layers under a name of their own
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def _check_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{name} is {value!r}; expected a number")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +46,10 @@ class RopeConfig:
             raise ConfigError(
                 f"rope_type {self.rope_type!r} is not supported; known: {', '.join(ROPE_TYPES)}"
             )
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if "float" in field.type and value is not None:
+                _check_number(field.name, value)
         needs_length = self.rope_type in ("llama3", "yarn")
         if needs_length and self.original_max_position_embeddings is None:
             raise ConfigError(
@@ -49,8 +59,12 @@ class RopeConfig:
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> RopeConfig:
         """Reads either spelling: ``rope_parameters``, or ``rope_theta`` with ``rope_scaling``."""
-        raw = dict(hf.get("rope_scaling") or {})
-        raw.update(hf.get("rope_parameters") or {})
+        raw = {}
+        for name in ("rope_scaling", "rope_parameters"):
+            said = hf.get(name) or {}
+            if not isinstance(said, Mapping):
+                raise ConfigError(f"{name} is {said!r}; expected an object")
+            raw.update(said)
         raw.setdefault("rope_theta", hf.get("rope_theta") or cls.rope_theta)
         raw["rope_type"] = raw.pop("rope_type", None) or raw.pop("type", None) or "default"
         raw.pop("type", None)
@@ -130,6 +144,7 @@ class ModelConfig:
                 continue
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} is {value!r}; expected a positive integer")
+        _check_number("rms_norm_eps", self.rms_norm_eps)
         if self.num_key_value_heads is None:
             set_("num_key_value_heads", self.num_attention_heads)
         if self.num_attention_heads % self.num_key_value_heads:
@@ -179,11 +194,12 @@ class ModelConfig:
         Raises:
           ConfigError: a model type, activation or attention variant that is not supported.
         """
-        if hf.get("model_type") not in MODEL_TYPES:
-            raise ConfigError(
-                f"model_type {hf.get('model_type')!r} is not supported; "
-                f"known: {', '.join(MODEL_TYPES)}"
-            )
+        kind = hf.get("model_type")
+        kind = ALIASES.get(kind, kind) if isinstance(kind, str) else kind
+        if kind not in list(MODEL_TYPES):
+            known = ", ".join([*MODEL_TYPES, *ALIASES])
+            raise ConfigError(f"model_type {kind!r} is not supported; known: {known}")
+        hf = {**hf, "model_type": kind}
         if hf.get("hidden_act", "silu") != "silu":
             raise ConfigError(f"hidden_act {hf['hidden_act']!r} is not supported; expected 'silu'")
         is_sliding = hf.get("use_sliding_window") and (

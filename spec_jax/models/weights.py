@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -143,6 +144,8 @@ def load_pretrained(
 ) -> tuple[Params, ModelConfig]:
     """Loads a Llama, Qwen2 or Qwen3 directory, one safetensors file or many shards.
 
+    MTP modules in the directory, and so layers behind the last, are left unread.
+
     Args:
       directory: holds config.json and the weights.
       dtype: of the parameters returned.
@@ -177,8 +180,16 @@ def load_pretrained(
                     f"{directory}: config.json says tie_word_embeddings, yet lm_head.weight "
                     "differs from model.embed_tokens.weight"
                 )
+        tensors.left -= {name for name in tensors.left if _is_of_module(name, config)}
         tensors.finish()
     return params, config
+
+
+def _is_of_module(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor is of an MTP module, which ``load_mtp`` reads from the same directory."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    is_behind = layer is not None and int(layer[1]) >= config.num_hidden_layers
+    return name.startswith(("mtp.", "model.mtp_layers.")) or is_behind
 
 
 def save_pretrained(

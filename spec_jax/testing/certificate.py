@@ -279,7 +279,7 @@ def _draws_from_its_law(drawn, gumbel, parents) -> bool:
     probs = np.array(drawn.probs)
     for i, parent in enumerate(parents):
         q, token = probs[:, parent], drawn.tokens[:, i]
-        at = np.flatnonzero(q.max(axis=1) > 0)
+        at = np.flatnonzero((q.max(axis=1) > 0) & (i < drawn.n_draft))
         if not _is_argmax(token[at], q[at], gumbel[at, parent]):
             return False
         np.put_along_axis(q, token[:, None], 0.0, axis=1)
