@@ -10,6 +10,7 @@ Any value may be given on the command line, in the type it has here:
     --config.target=PATH --config.draft=PATH      other models; --config.draft= for none
     --config.ks=3  --config.ks=2,4,8              tuples, with commas
     --config.methods=standalone --config.temperatures=0.7
+    --config.head=PATH --config.trees=3x2x1,59:6:10    an EAGLE head; trees, dynamic ones too
     --config.sampler.top_p=0.9 --config.num_prompts=16
 """
 
@@ -22,6 +23,8 @@ def get_config() -> ConfigDict:
     config = ConfigDict()
     config.target = "zoo/target"  # a zoo name or a Hugging Face directory
     config.draft = "zoo/draft"  # likewise; empty: no draft, "standalone" is left out
+    config.head = ""  # for "eagle": a head's directory; "random-eagle-1", "random-eagle-3"
+    config.mtp = ""  # for "mtp": a directory with modules; "random"
     config.dtype = "float32"  # of the weights in memory
     config.scan_layers = False  # True compiles faster on accelerators, runs slower on a CPU
     config.prompts = ""  # a file, see experiments/prompts.py; empty: held-out functions
@@ -29,10 +32,13 @@ def get_config() -> ConfigDict:
     config.max_prompt_tokens = placeholder(int)  # longer ones lose their beginning
     config.max_new_tokens = 64
     config.batch = 1  # prompts decoded together
-    config.methods = ("plain", "ngram", "standalone")
+    config.methods = ("plain", "ngram", "standalone", "eagle", "mtp")  # those that are given
     config.ks = (1, 2, 4)  # drafted tokens a round
+    config.trees = ""  # beside the chains, with commas: 3x2x1, children by depth, or 59:6:10,
+    # nodes, levels and children of EAGLE-2's dynamic tree
     config.temperatures = (0.0, 1.0)
     config.standalone_rules = ("residual",)  # above temperature 0; at 0 it is "greedy"
+    config.head_rules = ("residual",)  # of "eagle" and "mtp"
     config.ngram_rules = ("match",)
     config.ngram_max = 3  # longest suffix that is looked up
     config.ngram_min = 1

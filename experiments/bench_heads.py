@@ -13,53 +13,15 @@ import numpy as np
 from experiments import cli
 from experiments.bench_loops import ROUNDS, GenerateTimer, rest_timer, start
 from experiments.bench_synthetic import random_model
-from experiments.costs import ITERATIONS, pass_timer
+from experiments.costs import ITERATIONS, head_timer, pass_timer
 from experiments.timing import Line, Timer, interleave, loop_timer, spread
 from spec_jax.config import SpeculativeConfig
 from spec_jax.decode import System
 from spec_jax.decoder import SpeculativeDecoder
-from spec_jax.draft.eagle import EagleConfig, eagle_head
+from spec_jax.draft.eagle import EagleConfig
 from spec_jax.draft.head import Head
 from spec_jax.loading import LoadedHead, LoadedModel, random_head
-from spec_jax.sampling import argmax
 from spec_jax.tree import paths
-
-
-@functools.partial(
-    jax.jit, static_argnames=("head", "children", "iterations"), donate_argnames="carry"
-)
-def _run_head(params, carry, seen, *, head: Head, children: int, iterations: int):
-    def one_pass(_, carry):
-        x, tokens, score, cache = carry
-        x, cache = head.feed(params, head.recycle(params, x), tokens, cache, 0, seen)
-        logits = head.unembed(params, x)
-        if seen is None:
-            return x.astype(carry[0].dtype), argmax(logits), score, cache
-        logp = jax.nn.log_softmax(logits, axis=-1) + score[:, :, :1]
-        score, best = jax.lax.top_k(logp, children)
-        return x.astype(carry[0].dtype), best[:, :, 0], score, cache
-
-    return jax.lax.fori_loop(0, iterations, one_pass, carry)
-
-
-def level_timer(head: Head, params, width: int, slots: int, children: int) -> Timer:
-    """Times one pass of a head over ``width`` drafts, scores included; ms a pass.
-
-    Args:
-      head: its functions.
-      params: ``{"head": ..., "target": ...}``.
-      width: drafts a pass; one is a chain's.
-      slots: of the cache, half full.
-      children: how many best children each draft of a tree gets.
-    """
-    cache = head.init_cache(params, 1, slots)
-    dtype = jax.tree.leaves(cache)[0].dtype
-    cache = cache.commit(jnp.full((1,), slots // 2, jnp.int32))
-    x, tokens = jnp.ones((1, width, head.width), dtype), jnp.zeros((1, width), jnp.int32)
-    seen = None if width == 1 else jnp.eye(width, dtype=bool)[None]
-    carry = (x, tokens, jnp.zeros((1, width, children)), cache)
-    run = functools.partial(_run_head, head=head, children=children, iterations=ITERATIONS)
-    return loop_timer(lambda carry: run(params, carry, seen), carry, ITERATIONS)
 
 
 @functools.partial(jax.jit, static_argnames=("system", "iterations"), donate_argnames="state")
@@ -121,7 +83,7 @@ def case_timers(
         "verify": lambda: pass_timer(
             system.target, params["target"], K + 1, slots, 1, seen=seen
         ),
-        "level": lambda: level_timer(head, params["draft"], width, slots, children),
+        "level": lambda: head_timer(head, params["draft"], slots, 1, width, children),
         "refresh": lambda: refresh_timer(system, params["draft"], system.depth + 1, slots),
         "rest": lambda: rest_timer(system, slots),
     }
@@ -160,7 +122,7 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
         )
         cases[nodes] = make_case(f"tree of {nodes + 1}", target, loaded, tree)
     largest = sizes[-1]
-    head = eagle_head(shape, cases["chain"].decoder.system().target)
+    head = loaded.head(cases["chain"].decoder.system().target)
     prompt = np.random.default_rng(config.seed).integers(
         target.model.vocab_size, size=config.prompt_tokens
     ).tolist()

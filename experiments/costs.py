@@ -14,6 +14,7 @@ import numpy as np
 from experiments.timing import loop_timer
 from spec_jax import stats
 from spec_jax.contracts import Model
+from spec_jax.draft.head import Head
 from spec_jax.sampling import argmax
 
 ITERATIONS = 64  # passes in one timed call, so that a dispatch does not count
@@ -64,6 +65,46 @@ def pass_timer(
     return loop_timer(lambda carry: run(params, *carry, seen), carry, iterations)
 
 
+@functools.partial(
+    jax.jit, static_argnames=("head", "children", "iterations"), donate_argnames="carry"
+)
+def _run_head(params, carry, seen, *, head: Head, children: int, iterations: int):
+    def one_pass(_, carry):
+        x, tokens, score, cache = carry
+        x, cache = head.feed(params, head.recycle(params, x), tokens, cache, 0, seen)
+        logits = head.unembed(params, x)
+        if seen is None:
+            return x.astype(carry[0].dtype), argmax(logits), score, cache
+        logp = jax.nn.log_softmax(logits, axis=-1) + score[:, :, :1]
+        score, best = jax.lax.top_k(logp, children)
+        return x.astype(carry[0].dtype), best[:, :, 0], score, cache
+
+    return jax.lax.fori_loop(0, iterations, one_pass, carry)
+
+
+def head_timer(
+    head: Head, params, slots: int, batch: int = 1, width: int = 1, children: int = 1,
+) -> Callable[[], float]:
+    """Compiles a loop of a head's passes, scores included, and times it, in ms a pass.
+
+    Args:
+      head: its functions.
+      params: ``{"head": ..., "target": ...}``.
+      slots: of the cache, half full.
+      batch: B.
+      width: drafts a row and pass; one is a chain's.
+      children: how many best children each draft of a tree gets.
+    """
+    cache = head.init_cache(params, batch, slots)
+    dtype = jax.tree.leaves(cache)[0].dtype
+    cache = cache.commit(jnp.full((batch,), slots // 2, jnp.int32))
+    x, tokens = jnp.ones((batch, width, head.width), dtype), jnp.zeros((batch, width), jnp.int32)
+    seen = None if width == 1 else jnp.eye(width, dtype=bool)[None]
+    carry = (x, tokens, jnp.zeros((batch, width, children)), cache)
+    run = functools.partial(_run_head, head=head, children=children, iterations=ITERATIONS)
+    return loop_timer(lambda carry: run(params, carry, seen), carry, ITERATIONS)
+
+
 def interleaved_medians(
     timers: Mapping[Any, Callable[[], float]], repeats: int = REPEATS
 ) -> dict[Any, float]:
@@ -85,29 +126,34 @@ class Costs(NamedTuple):
 
     Attributes:
       plain_ms: a target pass of one token a row.
-      draft_ms: a draft pass of one token a row; None without a draft.
+      draft_ms: a draft pass of one token a row, by method; of a head one of its own passes.
       verify_ms: a target pass by its width, the plain one included.
       slots: of the caches.
       batch: rows.
     """
 
     plain_ms: float
-    draft_ms: float | None
+    draft_ms: dict[str, float]
     verify_ms: dict[int, float]
     slots: int
     batch: int
 
     @classmethod
     def measure(cls, timers: Mapping[tuple[str, int], Callable[[], float]], **where) -> Costs:
-        """Times passes named ("target", width) and ("draft", 1); ``where``: slots and batch."""
+        """Times passes named ("target", width) and (method, 1); ``where``: slots and batch."""
         found = interleaved_medians(timers)
         verify_ms = {width: ms for (role, width), ms in sorted(found.items()) if role == "target"}
-        return cls(verify_ms[1], found.get(("draft", 1)), verify_ms, **where)
+        draft_ms = {role: ms for (role, _), ms in found.items() if role != "target"}
+        return cls(verify_ms[1], draft_ms, verify_ms, **where)
 
     def draft_cost(self, method: str) -> float:
-        """Of one drafted token, in plain passes; copying tokens is counted as free."""
-        is_model = method == "standalone" and self.draft_ms is not None
-        return self.draft_ms / self.plain_ms if is_model else 0.0
+        """Of one drafted token, in plain passes; NaN where it was not measured.
+
+        Copying tokens is counted as free, a head's refresh as the pass of one draft.
+        """
+        if method == "ngram":
+            return 0.0
+        return self.draft_ms.get(method, float("nan")) / self.plain_ms
 
     def verify_cost(self, k: int) -> float:
         """Of a verify pass of k + 1 tokens, in plain passes; between measured widths, linear."""
@@ -127,7 +173,12 @@ def predict(costs: Costs, result: dict, k: int | None = None) -> float:
       costs: of the passes.
       result: with ``rounds``, ``drafted_at`` and ``acceptance_by_position``.
       k: drafted tokens a round; by default the result's.
+
+    Returns:
+      The speed-up; NaN for a tree, of which no passes were measured.
     """
+    if result.get("tree"):
+        return float("nan")
     k = result["k"] if k is None else k
     if k == 0:
         return 1.0

@@ -2,6 +2,7 @@
 
     python -m experiments.decode
     python -m experiments.decode --config.target=PATH --config.draft=PATH --config.ks=2,4,8
+    python -m experiments.decode --config.head=PATH --config.trees=3x2x1,59:6:10
 
 Shows one prompt live, then times every method, K and temperature beside plain decoding. Each
 run leaves a folder (--workdir): config.json, environment.json, report.json (written from the
@@ -16,6 +17,7 @@ import shlex
 import sys
 import time
 
+import jax
 from absl import flags
 from ml_collections import ConfigDict
 
@@ -24,11 +26,30 @@ from experiments import cli, costs, plots, report
 from experiments.grid import Bench, Cell, make_cells
 from experiments.prompts import Prompt, fit, load_prompts
 from spec_jax.config import STRATEGIES, SamplerConfig, build
+from spec_jax.draft.eagle import EagleConfig
+from spec_jax.draft.mtp import MtpConfig
 from spec_jax.errors import ConfigError
-from spec_jax.loading import DTYPES, LoadedModel, load_model
+from spec_jax.loading import (
+    DTYPES,
+    LoadedHead,
+    LoadedModel,
+    load_head,
+    load_model,
+    load_mtp,
+    random_head,
+)
 
-_METHODS = ("plain", "ngram", "standalone")
+_METHODS = ("plain", "ngram", "standalone", "eagle", "mtp")
+_SOURCES = {"standalone": "draft", "eagle": "head", "mtp": "mtp"}  # the config's key of each
 _RULES = tuple(s for s in STRATEGIES if s not in ("greedy", "synthetic"))
+# Heads with random weights, by method and name: as exact as trained ones, and of no use.
+RANDOM_HEADS = {
+    "eagle": {
+        "random-eagle-1": lambda target: EagleConfig.of_target(target, 1),
+        "random-eagle-3": lambda target: EagleConfig.of_target(target, 3, target.vocab_size // 2),
+    },
+    "mtp": {"random": MtpConfig.of_target},
+}
 
 
 def resolve(config: ConfigDict) -> ConfigDict:
@@ -46,9 +67,13 @@ def resolve(config: ConfigDict) -> ConfigDict:
 
     is_number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool)
     is_finite = lambda x: is_number(x) and 0 <= x < float("inf")
-    known = {"methods": _METHODS, "standalone_rules": _RULES, "ngram_rules": _RULES}
-    for name, names in known.items():
+    known = {
+        "methods": _METHODS, "standalone_rules": _RULES, "ngram_rules": _RULES,
+        "head_rules": _RULES,
+    }  # fmt: skip
+    for name in known:
         config[name] = tuple(x.strip() for entry in config[name] for x in str(entry).split(","))
+    for name, names in known.items():
         check(set(config[name]) <= set(names), name, f"names among {', '.join(names)}")
     for name in (*known, "ks", "temperatures"):
         check(len(config[name]) > 0, name, "one or more")
@@ -63,19 +88,44 @@ def resolve(config: ConfigDict) -> ConfigDict:
     check((config.max_prompt_tokens or 1) >= 1, "max_prompt_tokens", "1 or more, or none")
     check(config.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
     check(config.target != "", "target", "a zoo name or a directory: --config.target=PATH")
-    if config.draft.lower() == "none":
-        config.draft = ""
+    for name in _SOURCES.values():
+        if config[name].lower() == "none":
+            config[name] = ""
     return config
 
 
-def start_report(config, target: LoadedModel, draft: LoadedModel | None, prompts, bench, num_cut):
+def load_drafts(config, target: LoadedModel) -> dict[str, LoadedModel | LoadedHead]:
+    """What drafts, by method: those of ``config.methods`` that are given.
+
+    Raises:
+      SpecJaxError: one that cannot be used.
+    """
+    drafts = {}
+    for method, key in _SOURCES.items():
+        name = config[key]
+        if method not in config.methods or not name:
+            continue
+        if method == "standalone":
+            drafts[method] = load_model(name, config.dtype, scan_layers=config.scan_layers)
+        elif name in RANDOM_HEADS[method]:
+            shape = RANDOM_HEADS[method][name](target.config)
+            drafts[method] = random_head(shape, jax.random.key(config.seed), config.dtype)
+        else:
+            load = load_head if method == "eagle" else load_mtp
+            drafts[method] = load(name, target, config.dtype)
+    return drafts
+
+
+def start_report(config, target: LoadedModel, prompts, bench: Bench, num_cut: int):
     """The part of a report that is known before anything is measured."""
     of = f"rows of {config.prompts}" if config.prompts else "held-out library functions"
     lengths = [len(ids) for ids in bench.prompts]
     models, notes = {"target": report.model_facts(target, config.dtype)}, []
-    if draft is not None:
-        models["draft"] = report.model_facts(draft, config.dtype)
-    elif "standalone" in config.methods:
+    for method, draft in bench.drafts.items():
+        facts = report.model_facts if method == "standalone" else report.head_facts
+        models[_SOURCES[method]] = facts(draft, config.dtype)
+        notes += [f"{method}: {note}" for note in getattr(draft, "notes", ())]
+    if "standalone" in config.methods and "standalone" not in bench.drafts:
         notes.append("no draft is given (--config.draft=PATH), so standalone is left out")
     if num_cut:
         notes.append(
@@ -127,11 +177,22 @@ def compile_all(bench: Bench, cells: list[Cell], with_expected: list[Cell]) -> d
     tasks = {cell.label: lambda c=cell: bench.compile(c) for cell in cells}
     for cell in with_expected:
         tasks[f"{cell.label}, expected"] = lambda c=cell: bench.compile(c, has_expected=True)
-    passes = [("target", bench.target, width) for width in sorted({c.k + 1 for c in cells})]
-    if bench.draft is not None:
-        passes.append(("draft", bench.draft, 1))
+    chains = [cell for cell in cells if not cell.tree]
+    passes = [("target", bench.target, width) for width in sorted({c.k + 1 for c in chains})]
+    if "standalone" in bench.drafts:
+        passes.append(("standalone", bench.drafts["standalone"], 1))
     for one in passes:
         tasks[f"{one[0]} pass of width {one[2]}"] = lambda one=one: add_timer(*one)
+    for cell in {cell.method: cell for cell in chains if cell.method in ("eagle", "mtp")}.values():
+        decoder = bench.decoder(cell)
+        head = decoder.draft.head(decoder.system().target)
+        if head is not None:
+            make = lambda head=head, decoder=decoder: costs.head_timer(
+                head, decoder.params(bench.batch)["draft"], slots, bench.batch
+            )
+            tasks[f"{cell.method} pass"] = lambda method=cell.method, make=make: (
+                timers.__setitem__((method, 1), make())
+            )
     cli.run_all(tasks, "compiling")
     return timers
 
@@ -145,6 +206,7 @@ def cost_slots(bench: Bench, cells: list[Cell]) -> int:
 def measure(rep: dict, bench: Bench, cells: list[Cell], config, folder: pathlib.Path):
     """Fills ``rep["results"]`` and saves the report after each row; returns the costs."""
     sampled = [c for c in sorted(cells, key=lambda c: c.k) if c.k and c.temperature > 0]
+    sampled = [cell for cell in sampled if not cell.tree]
     most_positions = {cell._replace(k=0): cell for cell in sampled}  # the largest K of each
     with_expected = list(most_positions.values()) if config.has_expected else []
     timers = compile_all(bench, cells, with_expected)
@@ -175,26 +237,26 @@ def decode(config: ConfigDict, workdir: str | None = None) -> dict:
     """
     begin = time.monotonic()
     config = resolve(config)
-    methods = [m for m in config.methods if m != "standalone" or config.draft]
     target = load_model(config.target, config.dtype, scan_layers=config.scan_layers)
-    draft = None
-    if "standalone" in methods:
-        draft = load_model(config.draft, config.dtype, scan_layers=config.scan_layers)
+    drafts = load_drafts(config, target)
+    methods = [m for m in config.methods if m not in _SOURCES or m in drafts]
     prompts = load_prompts(config.prompts, config.num_prompts, config.seed)
-    models = [model for model in (target, draft) if model is not None]
+    models = [target, *(draft for draft in drafts.values() if isinstance(draft, LoadedModel))]
     ids, num_cut = fit(prompts, models, config.max_new_tokens, config.max_prompt_tokens)
     sampler = build(SamplerConfig, {**config.sampler.to_dict(), "seed": config.seed})
     bench = Bench(
-        target, draft, ids, sampler, config.max_new_tokens, config.batch,
+        target, drafts, ids, sampler, config.max_new_tokens, config.batch,
         config.draft_temperature, {"ngram_max": config.ngram_max, "ngram_min": config.ngram_min},
     )
     rules = {"standalone": config.standalone_rules, "ngram": config.ngram_rules}
-    cells = make_cells(methods, config.ks, config.temperatures, rules)
+    rules |= dict.fromkeys(("eagle", "mtp"), config.head_rules)
+    trees = [tree.strip() for tree in config.trees.split(",") if tree.strip()]
+    cells = make_cells(methods, config.ks, config.temperatures, rules, trees)
     for cell in cells:
         bench.decoder(cell)  # what cannot be is refused here, before anything is compiled
 
     folder = cli.open_workdir("decode", workdir)
-    rep = start_report(config, target, draft, prompts, bench, num_cut)
+    rep = start_report(config, target, prompts, bench, num_cut)
     report.write_json(folder / "config.json", rep["config"])
     report.write_json(folder / "environment.json", rep["environment"])
     report.print_head(rep, folder)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,23 +16,58 @@ import numpy as np
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.data.tokens import looping_share
 from spec_jax.decoder import Generation, SpeculativeDecoder
-from spec_jax.loading import LoadedModel
+from spec_jax.errors import ConfigError
+from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.stats import Stats
 
 
 class Cell(NamedTuple):
-    """One row of the table; K is 0 for plain decoding, rule None for the default one."""
+    """One row of the table.
+
+    Attributes:
+      method: what drafts, or "plain".
+      k: K; 0 for plain decoding.
+      temperature: of target and draft.
+      rule: None for the default one.
+      tree: of K nodes, as ``tree_options`` reads it; None for a chain.
+    """
 
     method: str
     k: int
     temperature: float
     rule: str | None = None
+    tree: str | None = None
 
     @property
     def label(self) -> str:
         k = f" K={self.k}" if self.k else ""
+        k = f" tree {self.tree}" if self.tree else k
         rule = f" {self.rule}" if self.rule else ""
         return f"{self.method}{k} T={self.temperature:g}{rule}"
+
+
+def tree_options(text: str) -> dict:
+    """What a tree's text says, for ``SpeculativeConfig``.
+
+    Args:
+      text: "3x2x1", how many children the nodes of each depth have, or "59:6:10", EAGLE-2's
+        dynamic tree of so many nodes, levels, and nodes that a level expands.
+
+    Raises:
+      ConfigError: it is neither, or no such tree can be.
+    """
+    try:
+        if ":" in text:
+            names = ("num_speculative_tokens", "tree_depth", "tree_top_k")
+            options = dict(zip(names, map(int, text.split(":")), strict=True))
+        else:
+            options = {"tree": tuple(map(int, text.split("x")))}
+    except ValueError:
+        raise ConfigError(
+            f"the tree is {text!r}; expected children by depth, as 3x2x1, or nodes, levels and "
+            "children of a dynamic tree, as 59:6:10"
+        ) from None
+    return options | {"num_speculative_tokens": SpeculativeConfig(**options).tree_shape.num_nodes}
 
 
 def make_cells(
@@ -40,6 +75,7 @@ def make_cells(
     ks: Sequence[int],
     temperatures: Sequence[float],
     rules: dict[str, Sequence[str]],
+    trees: Sequence[str] = (),
 ) -> list[Cell]:
     """All cells, plain decoding first at each temperature.
 
@@ -48,14 +84,21 @@ def make_cells(
       ks: K of every other method.
       temperatures: 0 is decoded by the rule "greedy".
       rules: of each method above temperature 0.
+      trees: beside the chains of every method but "ngram", see ``tree_options``.
     """
     cells = []
+    nodes = {tree: tree_options(tree)["num_speculative_tokens"] for tree in trees}
     for temperature in temperatures:
         cells.append(Cell("plain", 0, temperature))
         for method in methods:
             if method != "plain":
                 named = rules[method] if temperature > 0 else ["greedy"]
-                cells += [Cell(method, k, temperature, rule) for rule in named for k in ks]
+                shapes = [(k, None) for k in ks]
+                if method != "ngram":
+                    shapes += [(nodes[tree], tree) for tree in trees]
+                cells += [
+                    Cell(method, k, temperature, rule, tree) for rule in named for k, tree in shapes
+                ]
     return list(dict.fromkeys(cells))
 
 
@@ -78,7 +121,7 @@ class Bench:
 
     Attributes:
       target: the model whose text this is.
-      draft: for the method "standalone".
+      drafts: a model for "standalone", heads for "eagle" and "mtp".
       prompts: ids.
       sampler: of every row but for temperature and seed; prompt i is seeded ``seed + i``.
       max_new_tokens: of every row.
@@ -88,7 +131,7 @@ class Bench:
     """
 
     target: LoadedModel
-    draft: LoadedModel | None
+    drafts: Mapping[str, LoadedModel | LoadedHead]
     prompts: list[list[int]]
     sampler: SamplerConfig
     max_new_tokens: int
@@ -117,11 +160,15 @@ class Bench:
         """
         config = None
         if cell.method != "plain":
-            options = self.ngram if cell.method == "ngram" else {}
-            config = SpeculativeConfig(cell.method, cell.k, cell.rule, **options)
+            options = {"num_speculative_tokens": cell.k}
+            options = tree_options(cell.tree) if cell.tree else options
+            options |= self.ngram if cell.method == "ngram" else {}
+            config = SpeculativeConfig(
+                cell.method, rejection_sampling_strategy=cell.rule, **options
+            )
         sampler = dataclasses.replace(self.sampler, temperature=cell.temperature)
         return SpeculativeDecoder(
-            self.target, self.draft if cell.method == "standalone" else None, config,
+            self.target, self.drafts.get(cell.method), config,
             target_sampler=sampler, has_expected=has_expected,
         )
 

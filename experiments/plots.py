@@ -14,7 +14,9 @@ from experiments.costs import Costs, predict
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402, the back end comes first
 
-_COLORS = {"standalone": "#0072B2", "ngram": "#D55E00"}  # Okabe and Ito's palette
+_COLORS = {  # Okabe and Ito's palette
+    "standalone": "#0072B2", "ngram": "#D55E00", "eagle": "#009E73", "mtp": "#CC79A7",
+}  # fmt: skip
 _MARKERS = "osD^vP"
 _STYLE = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
@@ -24,23 +26,31 @@ _STYLE = {
 
 
 class _Series(NamedTuple):
-    """Results of one method and rule at one temperature, in the order of K."""
+    """Results of one method and rule at one temperature, chains or trees, in the order of K."""
 
     label: str
     color: str
     marker: str
     results: list[dict]
+    is_tree: bool
+
+    @property
+    def face(self) -> str:
+        return "none" if self.is_tree else self.color
 
 
 def _series(results: Sequence[dict], temperature: float) -> list[_Series]:
-    found: dict[tuple[str, str], list[dict]] = {}
+    found: dict[tuple[str, str, bool], list[dict]] = {}
     for r in sorted(results, key=lambda r: r["k"]):
         if r["temperature"] == temperature and r["method"] != "plain":
-            found.setdefault((r["method"], r["rule"]), []).append(r)
-    rules = list(dict.fromkeys(rule for _, rule in found))
+            found.setdefault((r["method"], r["rule"], bool(r.get("tree"))), []).append(r)
+    rules = list(dict.fromkeys(rule for _, rule, _ in found))
     return [
-        _Series(f"{m}, {rule}", _COLORS[m], _MARKERS[rules.index(rule) % len(_MARKERS)], rows)
-        for (m, rule), rows in sorted(found.items(), reverse=True)
+        _Series(
+            f"{method}{' trees' if is_tree else ''}, {rule}", _COLORS[method],
+            _MARKERS[rules.index(rule) % len(_MARKERS)], rows, is_tree,
+        )
+        for (method, rule, is_tree), rows in sorted(found.items(), reverse=True)
     ]
 
 
@@ -72,7 +82,12 @@ def plot_speedup(path: pathlib.Path, results: Sequence[dict], costs: Costs) -> N
         axis.axhline(1, color="0.45", linewidth=1, linestyle=":", label="plain decoding")
         for s in series:
             ks, last = [r["k"] for r in s.results], s.results[-1]
-            axis.plot(ks, [r["speedup"] for r in s.results], s.marker, color=s.color, label=s.label)
+            axis.plot(
+                ks, [r["speedup"] for r in s.results], s.marker, color=s.color, label=s.label,
+                markerfacecolor=s.face,
+            )
+            if s.is_tree:
+                continue  # no prediction
             ks = range(1, last["k"] + 1)
             axis.plot(ks, [predict(costs, last, k) for k in ks], "--", color=s.color, linewidth=1.3)
         axis.plot([], [], "--", color="0.45", linewidth=1.3, label="predicted")
@@ -82,18 +97,21 @@ def plot_speedup(path: pathlib.Path, results: Sequence[dict], costs: Costs) -> N
 
 
 def plot_acceptance(path: pathlib.Path, results: Sequence[dict]) -> None:
-    """Acceptance by position at the largest K, with one standard error, beside the expected."""
+    """Acceptance by position (of a tree, by level) at the largest K, with one standard error,
+    beside the expected.
+    """
 
     def draw(axis, series):
         has_expected = False
         for s in series:
             last = s.results[-1]
-            position = np.arange(1, last["k"] + 1)
             rate = np.asarray(last["acceptance_by_position"], float)
+            position = np.arange(1, len(rate) + 1)
             error = np.sqrt(rate * (1 - rate) / np.maximum(last["judged_at"], 1))
             label = f"{s.label}, K={last['k']}"
             axis.errorbar(
-                position, rate, error, color=s.color, marker=s.marker, capsize=3, label=label
+                position, rate, error, color=s.color, marker=s.marker, capsize=3, label=label,
+                markerfacecolor=s.face,
             )
             expected = last.get("expected_acceptance_by_position")
             if expected:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 import spec_jax
-from spec_jax.loading import LoadedModel
+from spec_jax.loading import LoadedHead, LoadedModel
 
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "safetensors")
 _COLUMNS = (  # title, is_number
@@ -77,7 +77,7 @@ def _row(result: dict) -> list[str]:
     elif not result["is_lossless"]:
         identical = "– (lossy)"
     return [
-        result["method"],
+        f"{result['method']} {result['tree']}" if result.get("tree") else result["method"],
         "–" if is_plain else str(result["k"]),
         f"{result['temperature']:g}",
         "–" if is_plain else result["rule"],
@@ -112,24 +112,31 @@ def markdown_table(results: Sequence[dict]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [*rows, *map(_row, results)])
 
 
+def _shape(result: dict) -> str:
+    return f"tree {result['tree']}" if result.get("tree") else f"K={result['k']}"
+
+
 def legend(report: dict) -> list[tuple[str, str]]:
     """What each column means, as ``(column, meaning)``."""
     costs = report.get("costs")
+    trees = "of a tree: children by depth, as 3x2x1, or nodes:levels:children of a dynamic one"
     predicted = "from acceptance and the cost of passes alone"
     if costs:
         ratio = lambda ms: f"{ms / costs['plain_ms']:.2f}"
         wide = [(int(w), ms) for w, ms in costs["verify_ms"].items() if int(w) > 1]
-        draft = costs["draft_ms"]
         predicted += f"; a plain pass takes {costs['plain_ms']:.2f} ms"
-        predicted += f", one of the draft {ratio(draft)} of that" if draft else ""
+        for method, ms in costs["draft_ms"].items():
+            predicted += f", one of {method}'s draft {ratio(ms)} of that"
         if wide:
             tokens = ", ".join(str(w) for w, _ in wide)
             predicted += f", one of {tokens} tokens {', '.join(ratio(ms) for _, ms in wide)}"
     return [
         ("K, T", "tokens drafted a round; temperature"),
+        *([("method", trees)] if any(r.get("tree") for r in report["results"]) else []),
         ("tok/s", "tokens a second of decoding, prefill left out"),
         ("tau", "tokens emitted a target pass, the target's own included"),
-        ("accepted", "share of the drafts judged at position 1, 2, 3 … that were kept"),
+        ("accepted", "share of the drafts judged at position 1, 2, 3 … that were kept; of a tree, "
+         "of the levels judged"),
         ("speed-up", "against plain decoding timed in turn with this row"),
         ("predicted", predicted),
         ("identical", "every token is plain decoding's; – where the rule draws others, same law"),
@@ -149,7 +156,7 @@ def conclusions(results: Sequence[dict]) -> list[str]:
             continue
         best = max(found, key=lambda r: r["speedup"])
         same = {True: "identical output", False: "output NOT identical", None: "same distribution"}
-        name = f"{best['method']} K={best['k']} ({best['rule']})"
+        name = f"{best['method']} {_shape(best)} ({best['rule']})"
         speed = f"{best['speedup']:.2f}x plain, {same[best['identical_to_plain']]}"
         prefix = "best" if best["speedup"] >= 1 else "nothing beats plain decoding; closest"
         lines.append(f"T={temperature:g}, {prefix}: {name}, {speed}")
@@ -173,7 +180,7 @@ def notes(report: dict) -> list[str]:
         lines.append(f"up to {share:.0%} of plain decoding's tokens lie in loops, easy to draft")
     for r in results:
         faults = {k: n for k, n in r["finish_reasons"].items() if k.startswith(("nan", "invalid"))}
-        where = f"{r['method']} K={r['k']} T={r['temperature']:g}"
+        where = f"{r['method']} {_shape(r)} T={r['temperature']:g}"
         ended = r["finish_reasons"].get("stop_token", 0)
         if ended and r["method"] == "plain":
             lines.append(f"{ended} of {r['rows']} rows end at a stop token, T={r['temperature']:g}")
@@ -212,6 +219,16 @@ def model_facts(model: LoadedModel, dtype: str) -> dict[str, Any]:
         "name": model.name, "parameters": model.num_params, "layers": config.num_hidden_layers,
         "width": config.hidden_size, "vocabulary": config.vocab_size,
         "max_length": model.model.max_length, "dtype": dtype,
+    }  # fmt: skip
+
+
+def head_facts(head: LoadedHead, dtype: str) -> dict[str, Any]:
+    """A head for ``report["models"]``."""
+    layer = head.config.layer
+    return {
+        "name": head.name, "parameters": head.num_params,
+        "layers": getattr(head.config, "num_modules", 1), "width": layer.hidden_size,
+        "vocabulary": layer.vocab_size, "taps": list(head.config.taps), "dtype": dtype,
     }  # fmt: skip
 
 

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 from spec_jax import zoo
 from spec_jax.contracts import Drafter, Model
-from spec_jax.draft.eagle import EagleConfig, eagle, head_table, init_head
-from spec_jax.draft.mtp import MtpConfig, init_mtp, mtp, mtp_table
+from spec_jax.draft.eagle import EagleConfig, eagle, eagle_head, head_table, init_head
+from spec_jax.draft.head import Head
+from spec_jax.draft.mtp import MtpConfig, init_mtp, mtp, mtp_head, mtp_table
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.formats import read_head, read_mtp
 from spec_jax.models import panels, transformer, weights
@@ -125,6 +126,17 @@ class LoadedHead:
         table = mtp_table(self.config)
         return {index: cut(table, module) for index, module in self.params.items()}
 
+    @property
+    def num_params(self) -> int:
+        """Of its own; what it shares with the target is left out."""
+        return sum(w.size for w in jax.tree.leaves(self.params))
+
+    def head(self, target: Model) -> Head | None:
+        """Its functions for a target with its taps; None of modules that draft one step each."""
+        if isinstance(self.config, EagleConfig):
+            return eagle_head(self.config, target)
+        return mtp_head(self.config, target) if self.config.protocol == "recycled" else None
+
     def drafter(self, target: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
         """The ``Drafter`` for a target with this head's taps."""
         make = eagle if isinstance(self.config, EagleConfig) else mtp
@@ -225,7 +237,8 @@ def random_head(config: EagleConfig | MtpConfig, key: jax.Array, dtype="float32"
       dtype: of the weights.
     """
     init = init_head if isinstance(config, EagleConfig) else init_mtp
-    return LoadedHead("random", config, init(config, key, _check_dtype(dtype)))
+    kind = f"EAGLE-{config.version} head" if init is init_head else "MTP module"
+    return LoadedHead(f"random {kind}", config, init(config, key, _check_dtype(dtype)))
 
 
 def _check_has_config(target: LoadedModel) -> None:

@@ -243,6 +243,34 @@ def unembed(
     return jnp.where(jnp.arange(logits.shape[-1]) <= target.last_id, logits, -jnp.inf)
 
 
+def _common(config: MtpConfig) -> dict[str, Any]:
+    """What a drafter by either protocol says of itself."""
+    shape = dataclasses.replace(config.layer, num_hidden_layers=config.num_modules)
+    return dict(
+        name=f"mtp-{config.protocol}",
+        vocab_size=config.target_vocab_size,
+        max_length=config.layer.max_position_embeddings,
+        taps=config.taps,
+        width=config.layer.hidden_size,
+        init_cache=lambda params, batch, slots: KVCache.create(
+            shape, batch, slots, params["head"]["0"]["fc"].dtype
+        ),
+    )
+
+
+def mtp_head(config: MtpConfig, target: Model) -> Head:
+    """The functions of one module that drafts every step; parameters as ``mtp`` takes them."""
+    return Head(
+        **_common(config),
+        join=lambda params, features: features,
+        feed=lambda params, state, tokens, cache, offset, mask: forward(
+            params, state, tokens, cache, config=config, window_offset=offset, window_mask=mask
+        ),
+        recycle=functools.partial(recycle, config=config),
+        unembed=functools.partial(unembed, config=config, target=target),
+    )
+
+
 @functools.cache
 def mtp(
     config: MtpConfig, target: Model, tree: Tree | DynamicTree | None = None
@@ -262,39 +290,21 @@ def mtp(
         more children than the target has tokens.
     """
     check_children(tree, target.last_id + 1, "the target's")
-    shape = dataclasses.replace(config.layer, num_hidden_layers=config.num_modules)
-    score = functools.partial(unembed, config=config, target=target)
-    common = dict(
-        name=f"mtp-{config.protocol}",
-        vocab_size=config.target_vocab_size,
-        max_length=config.layer.max_position_embeddings,
-        taps=config.taps,
-        width=config.layer.hidden_size,
-        init_cache=lambda params, batch, slots: KVCache.create(
-            shape, batch, slots, params["head"]["0"]["fc"].dtype
+    if config.protocol == "recycled":
+        return head_drafter(mtp_head(config, target), tree)
+    if tree is not None:
+        raise ConfigError(
+            "sequential modules draft chains; leave the tree out, or read the modules with "
+            "protocol='recycled'"
+        )
+    return sequential_drafter(Modules(
+        **_common(config),
+        num_modules=config.num_modules,
+        feed=lambda params, index, state, tokens, cache: forward(
+            params, state, tokens, cache, config=config, index=index
         ),
-    )
-    if config.protocol == "sequential":
-        if tree is not None:
-            raise ConfigError(
-                "sequential modules draft chains; leave the tree out, or read the modules with "
-                "protocol='recycled'"
-            )
-        return sequential_drafter(Modules(
-            **common,
-            num_modules=config.num_modules,
-            feed=lambda params, index, state, tokens, cache: forward(
-                params, state, tokens, cache, config=config, index=index
-            ),
-            recycle=lambda params, index, x: recycle(params, x, config=config, index=index),
-            unembed=lambda params, index, x: score(params, x, index=index),
-        ))  # fmt: skip
-    return head_drafter(Head(
-        **common,
-        join=lambda params, features: features,
-        feed=lambda params, state, tokens, cache, offset, mask: forward(
-            params, state, tokens, cache, config=config, window_offset=offset, window_mask=mask
+        recycle=lambda params, index, x: recycle(params, x, config=config, index=index),
+        unembed=lambda params, index, x: unembed(
+            params, x, config=config, target=target, index=index
         ),
-        recycle=functools.partial(recycle, config=config),
-        unembed=score,
-    ), tree)  # fmt: skip
+    ))  # fmt: skip
