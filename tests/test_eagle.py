@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -141,10 +142,16 @@ class NumpyHead:
         return np_norm(x, self.w["norm"]) if self.c.norm_output else x
 
 
+@functools.partial(jax.jit, static_argnames="target")
+def features_of(target, params, tokens):
+    return target.forward(params, tokens).features[0]
+
+
 def np_draft(config, params, prompt, pending, num_draft):
     """Greedy drafts and their logits after a prompt, every pair fed afresh."""
     target = transformer.model(TARGET, config.taps)
-    features = target.forward(params["target"], jnp.asarray([prompt])).features[0]
+    padded = jnp.asarray([[*prompt, *[0] * (SLOTS - len(prompt))]])  # one compiled shape
+    features = features_of(target, params["target"], padded)
     head = NumpyHead(config, params["draft"]["head"], params["target"]["embed"])
     target_head = np.asarray(params["target"]["head"], np.float64)
     for feature, token in zip(np.asarray(features, np.float64), [*prompt[1:], pending]):
@@ -233,6 +240,7 @@ def test_decoded_law_under_a_reduced_vocabulary_passes_chi_square():
 HOT = SamplerConfig(temperature=3.0)  # coupled noise then often gives both the same token
 
 
+@functools.partial(jax.jit, static_argnames="system")
 def propose(system, params, state):
     """The greedy drafts of every row."""
     greedy = make_sampler(SamplerConfig(), len(state.finish), V)
