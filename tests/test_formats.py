@@ -408,7 +408,7 @@ def test_an_embedding_that_differs_from_the_targets_is_the_heads_own(tmp_path):
     ("target", "dtype", "message"),
     [(None, None, "target is None; expected a LoadedModel"), (MODEL, "foo", "dtype is 'foo'"),
      (MODEL, 3, "dtype is 3")],
-    ids=str,
+    ids=["target", "name", "number"],
 )  # fmt: skip
 def test_arguments_of_another_kind_are_refused(tmp_path, target, dtype, message):
     with pytest.raises(ConfigError, match=message):

@@ -18,11 +18,13 @@ import pytest
 from spec_jax import decode
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.contracts import ForwardOutput
+from spec_jax.draft.eagle import EagleConfig, eagle, init_head
 from spec_jax.draft.ngram import NO_DRAFT
 from spec_jax.draft.small_lm import small_lm
 from spec_jax.models import layers, transformer
 from spec_jax.models.config import ModelConfig
 from spec_jax.sampling import make_sampler
+from spec_jax.tree import DynamicTree, Tree
 from spec_jax.verify import make_rule
 
 SLOTS, VOCAB = 512, 48
@@ -46,7 +48,10 @@ def config(num_layers: int, scan_layers: bool = False) -> ModelConfig:
 TARGET_LAYERS = 4  # a layer is then an eighth of the cache, keys and values
 
 
-def lower(num_draft, batch=1, draft_layers=1, scan_layers=False, strategy="greedy", model=None):
+def lower(
+    num_draft, batch=1, draft_layers=1, scan_layers=False, strategy="greedy", model=None,
+    tree=None, has_head=False,
+):
     """Arguments of ``decode.generate`` by shape alone, and the bytes of both caches."""
     target, draft = config(TARGET_LAYERS, scan_layers), config(draft_layers, scan_layers)
     rule = make_rule(
@@ -54,12 +59,17 @@ def lower(num_draft, batch=1, draft_layers=1, scan_layers=False, strategy="greed
             num_speculative_tokens=max(num_draft, 1), rejection_sampling_strategy=strategy
         )
     )
-    drafter = small_lm(transformer.model(draft)) if num_draft else NO_DRAFT
-    system = decode.System(model or transformer.model(target), drafter, rule, num_draft)
-    weights = lambda c: jax.eval_shape(
-        functools.partial(transformer.init_params, c), jax.random.key(0)
-    )
+    drafter = small_lm(transformer.model(draft), tree) if num_draft else NO_DRAFT
+    key = jax.random.key(0)
+    weights = lambda c: jax.eval_shape(functools.partial(transformer.init_params, c), key)
     params = {"target": weights(target), "draft": weights(draft) if num_draft else None}
+    if has_head:
+        head = EagleConfig.of_target(target, draft_vocab_size=VOCAB // 2)
+        model = transformer.model(target, head.taps)
+        drafter = eagle(head, model, tree)
+        own = jax.eval_shape(functools.partial(init_head, head), key)
+        params["draft"] = {"head": own, "target": params["target"]}
+    system = decode.System(model or transformer.model(target), drafter, rule, num_draft)
     sampler = make_sampler(SamplerConfig(), batch, VOCAB)
     i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     state = jax.eval_shape(
@@ -158,6 +168,23 @@ def test_unrolled_layers_are_read_where_they_lie(num_draft, batch):
     """Not even one layer's keys are moved: the products read the cache itself."""
     text, _, _ = compiled(num_draft, batch, 2 if num_draft else 1, False)
     assert moves_in_loops(text, elements(1, batch)) == []
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(
+    "tree, has_head",
+    [
+        (None, True), (Tree.branching((2, 2)), True), (DynamicTree(12, 3, 4), True),
+        (DynamicTree(12, 3, 4), False),
+    ],
+    ids=["head-chain", "head-static", "head-dynamic", "standalone-dynamic"],
+)  # fmt: skip
+def test_heads_and_trees_move_no_cache(tree, has_head, batch):
+    """The accepted path is gathered slot by slot, and the window's mask is no copy of a cache."""
+    num_draft = 4 if tree is None else tree.num_nodes
+    program, cache_bytes = compile_generate(num_draft, batch, tree=tree, has_head=has_head)
+    assert moves_in_loops(program.as_text(), elements(1, batch)) == []
+    assert program.memory_analysis().alias_size_in_bytes >= cache_bytes
 
 
 @flax.struct.dataclass
