@@ -240,6 +240,9 @@ def decode(config: ConfigDict, workdir: str | None = None) -> dict:
     target = load_model(config.target, config.dtype, scan_layers=config.scan_layers)
     drafts = load_drafts(config, target)
     methods = [m for m in config.methods if m not in _SOURCES or m in drafts]
+    if not methods:
+        keys = ", ".join(f"--config.{_SOURCES[m]}=PATH" for m in config.methods)
+        raise ConfigError(f"methods are {config.methods}, and nothing drafts for them: {keys}")
     prompts = load_prompts(config.prompts, config.num_prompts, config.seed)
     models = [target, *(draft for draft in drafts.values() if isinstance(draft, LoadedModel))]
     ids, num_cut = fit(prompts, models, config.max_new_tokens, config.max_prompt_tokens)

@@ -98,6 +98,28 @@ def test_the_report_holds_every_cell_and_only_valid_json(run):
         assert (r["expected_acceptance_by_position"] is not None) is has_expected
 
 
+def test_heads_modules_and_trees_have_rows_of_their_own(pair, tmp_path, capsys):
+    config = small(
+        pair, draft="", head="random-eagle-3", mtp="random", trees="2x1, 5:2:3", ks=(2,),
+        temperatures=(0,), methods=("eagle", "mtp"),
+    )  # fmt: skip
+    result = decode(config, tmp_path)
+    cells = [(r["method"], r["k"], r["tree"]) for r in result["results"]]
+    assert cells == [("plain", 0, None)] + [
+        (method, k, tree)
+        for method in ("eagle", "mtp")
+        for k, tree in ((2, None), (4, "2x1"), (5, "5:2:3"))
+    ]
+    for r in result["results"]:
+        assert r["identical_to_plain"] and len(r["drafted_at"]) == (2 if r["k"] else 0)
+        is_tree = r["tree"] is not None
+        assert (r["predicted_speedup"] == r["predicted_speedup"]) is not is_tree  # NaN
+    assert set(result["costs"]["draft_ms"]) == {"eagle", "mtp"}
+    assert result["models"]["head"]["vocabulary"] == 150
+    out = capsys.readouterr().out
+    assert "eagle 2x1" in out and "random MTP module" in out
+
+
 def test_the_report_is_saved_after_every_row(pair, tmp_path, monkeypatch):
     whole, saved = report.write_json, []
 
@@ -134,7 +156,12 @@ def test_the_screen_shows_text_table_and_conclusion(pair, tmp_path, capsys):
         ({"ks": ()}, "expected one or more"),
         ({"temperatures": (-0.5,)}, "numbers of 0 or more"),
         ({"temperatures": ("hot",)}, "numbers of 0 or more"),
-        ({"methods": ("eagle",)}, "plain, ngram, standalone"),
+        ({"methods": ("medusa",)}, "plain, ngram, standalone, eagle, mtp"),
+        ({"methods": ("eagle",)}, "nothing drafts for them: --config.head=PATH"),
+        ({"head": "no/such"}, "no/such is no .* directory"),
+        ({"trees": "3y"}, "the tree is '3y'; expected children by depth"),
+        ({"trees": "9:2"}, "the tree is '9:2'"),
+        ({"trees": "2", "standalone_rules": ("block",)}, "'block' judges chains"),
         ({"standalone_rules": ("greedy",)}, "residual, block, traversal, match"),
         ({"num_prompts": 3, "batch": 2}, "a multiple of batch 2"),
         ({"num_prompts": 0}, "1 or more"),

@@ -43,8 +43,9 @@ def test_cells_are_named_once_and_plain_comes_first():
 
 
 def test_a_prediction_counts_what_is_offered_and_what_passes_cost():
-    found = costs.Costs(2.0, 0.5, {1: 2.0, 5: 3.0}, slots=128, batch=1)
+    found = costs.Costs(2.0, {"standalone": 0.5}, {1: 2.0, 5: 3.0}, slots=128, batch=1)
     assert found.verify_cost(2) == 1.25 and found.draft_cost("ngram") == 0
+    assert math.isnan(found.draft_cost("mtp"))
     full = {
         "method": "standalone", "k": 4, "rounds": 10, "drafted_at": [10] * 4,
         "acceptance_by_position": [0.9, 0.8, 0.7, math.nan],
@@ -54,6 +55,17 @@ def test_a_prediction_counts_what_is_offered_and_what_passes_cost():
     assert costs.predict(found, full, 2) == stats.predicted_speedup(rates[:2], 0.25, 1.25)
     half = {**full, "method": "ngram", "drafted_at": [5, 5, 5, 5]}
     assert costs.predict(found, half) == stats.predicted_speedup([0.45, *rates[1:]], 0.0, 1.5)
+
+
+def test_cells_of_trees_stand_beside_the_chains():
+    rules = {"ngram": ["match"], "standalone": ["residual"]}
+    cells = make_cells(["ngram", "standalone"], [2], [1.0], rules, ["3x1", "12:3:4"])
+    assert cells[1:] == [
+        Cell("ngram", 2, 1.0, "match"), Cell("standalone", 2, 1.0, "residual"),
+        Cell("standalone", 6, 1.0, "residual", "3x1"),
+        Cell("standalone", 12, 1.0, "residual", "12:3:4"),
+    ]  # fmt: skip
+    assert cells[-1].label == "standalone tree 12:3:4 T=1 residual"
 
 
 def test_a_table_is_aligned_and_shows_what_is_missing():
