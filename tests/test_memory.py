@@ -214,7 +214,7 @@ def _forward_through_scan(params, tokens, cache, *, window_offset=0, config):
     def body(x, scanned):
         layer, keys, values = scanned
         one = _OneLayer(keys[None], values[None])
-        x, one = transformer._layer(layer, x, one, 0, window, config)
+        x, one = transformer.decoder_layer(layer, x, one, 0, window, config)
         return x, (one.keys[0], one.values[0])
 
     x = jnp.take(params["embed"], tokens, axis=0)

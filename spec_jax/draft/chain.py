@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
@@ -40,6 +41,45 @@ def draw(logits: jax.Array, context: Context, counts, node) -> tuple[jax.Array, 
     return sample(processed, gumbel), processed
 
 
+@flax.struct.dataclass
+class Drafted:
+    """A chain as it grows.
+
+    Attributes:
+      out: the fields of the ``Proposal`` that are asked for, K columns.
+      counts: prompt, output and the drafts so far.
+      is_sound: bool[B], every law so far was finite.
+    """
+
+    out: dict[str, jax.Array]
+    counts: Any
+    is_sound: jax.Array
+
+    @classmethod
+    def none(cls, context: Context, num_draft: int, vocab_size: int) -> Drafted:
+        B = context.length.shape[0]
+        out = {"tokens": jnp.zeros((B, num_draft), jnp.int32)}
+        if context.has_probs:
+            out["probs"] = jnp.zeros((B, num_draft, vocab_size), jnp.float32)
+        if context.has_logits:
+            out["logits"] = jnp.zeros((B, num_draft, vocab_size), jnp.float32)
+        return cls(out, context.counts, jnp.ones((B,), bool))
+
+    def add(self, logits: jax.Array, context: Context, node) -> tuple[jax.Array, Drafted]:
+        """Draws the token i32[B] of ``node`` (1..K) from f32[B,V] and keeps what is asked for."""
+        token, law = draw(logits, context, self.counts, node)
+        values = {"tokens": token, "probs": jax.nn.softmax(law, axis=-1), "logits": logits}
+        out = {name: array.at[:, node - 1].set(values[name]) for name, array in self.out.items()}
+        counts = self.counts.add(token[:, None], jnp.ones((len(token), 1), bool))
+        is_sound = self.is_sound & jnp.isfinite(law.max(axis=-1))
+        return token, Drafted(out, counts, is_sound)
+
+    def proposal(self) -> Proposal:
+        B, K = self.out["tokens"].shape
+        n_draft = jnp.full((B,), K, jnp.int32)
+        return Proposal(n_draft=n_draft, is_sound=self.is_sound, **self.out)
+
+
 def draft_chain(
     logits: jax.Array,
     carry: Any,
@@ -57,29 +97,15 @@ def draft_chain(
       context: whose sampler and noise apply.
       num_draft: K, which may be 0.
     """
-    B, V = logits.shape
-    n_draft = jnp.full((B,), num_draft, jnp.int32)
-    out = {"tokens": jnp.zeros((B, num_draft), jnp.int32)}
-    if context.has_probs:
-        out["probs"] = jnp.zeros((B, num_draft, V), jnp.float32)
-    if context.has_logits:
-        out["logits"] = jnp.zeros((B, num_draft, V), jnp.float32)
+    drafted = Drafted.none(context, num_draft, logits.shape[1])
     if num_draft == 0:
-        return Proposal(n_draft=n_draft, **out), carry
-
-    def put(node, logits, counts, out):
-        token, law = draw(logits, context, counts, node)
-        values = {"tokens": token, "probs": jax.nn.softmax(law, axis=-1), "logits": logits}
-        out = {name: out[name].at[:, node - 1].set(values[name]) for name in out}
-        counts = counts.add(token[:, None], jnp.ones((B, 1), bool))
-        return token, counts, out, jnp.isfinite(law.max(axis=-1))
+        return drafted.proposal(), carry
 
     def body(node, state):
-        carry, token, counts, out, is_sound = state
+        carry, token, drafted = state
         logits, carry = advance(carry, token, node)
-        token, counts, out, is_sound_now = put(node, logits, counts, out)
-        return carry, token, counts, out, is_sound & is_sound_now
+        return carry, *drafted.add(logits, context, node)
 
-    state = (carry, *put(jnp.int32(1), logits, context.counts, out))
-    carry, _, _, out, is_sound = jax.lax.fori_loop(2, num_draft + 1, body, state)
-    return Proposal(n_draft=n_draft, is_sound=is_sound, **out), carry
+    state = (carry, *drafted.add(logits, context, jnp.int32(1)))
+    carry, _, drafted = jax.lax.fori_loop(2, num_draft + 1, body, state)
+    return drafted.proposal(), carry

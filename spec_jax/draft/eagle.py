@@ -22,10 +22,8 @@ from spec_jax.models.cache import KVCache
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.layers import Window, attention, linear, mlp, rms_norm
 from spec_jax.models.panels import matmul
-from spec_jax.models.params import ParamSpec, layer_table
+from spec_jax.models.params import ParamSpec, init_table, layer_table
 from spec_jax.tree import DynamicTree, Tree, check_children
-
-_STD = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,13 +152,7 @@ def init_head(config: EagleConfig, key: jax.Array, dtype=jnp.float32) -> dict[st
       key: one PRNG key, consumed.
       dtype: of the weights.
     """
-    params: dict[str, Any] = {}
-    for i, (name, spec) in enumerate(head_table(config).items()):
-        if spec.init in ("ones", "zeros"):
-            params[name] = jnp.full(spec.shape, float(spec.init == "ones"), dtype)
-        else:
-            draw = jax.random.normal(jax.random.fold_in(key, i), spec.shape)
-            params[name] = (_STD * draw).astype(dtype)
+    params = init_table(head_table(config), key, dtype)
     if config.layer.vocab_size < config.target_vocab_size:
         params["d2t"] = jnp.zeros((config.layer.vocab_size,), jnp.int32)
     return params

@@ -20,31 +20,24 @@ from spec_jax.contracts import Drafter, Model
 from spec_jax.draft.head import Head, head_drafter
 from spec_jax.draft.sequential import Modules, check_num_draft, sequential_drafter
 from spec_jax.errors import ConfigError
-from spec_jax.models import deepseek, qwen3_next
+from spec_jax.models import deepseek, qwen3_next, transformer
 from spec_jax.models.cache import KVCache
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.deepseek import DeepseekConfig
-from spec_jax.models.layers import Window, attention, linear, mlp, rms_norm
+from spec_jax.models.layers import Window, linear, rms_norm
 from spec_jax.models.panels import matmul
-from spec_jax.models.params import ParamSpec, layer_table
+from spec_jax.models.params import ParamSpec, init_table, layer_table
 from spec_jax.models.qwen3_next import Qwen3NextConfig
 from spec_jax.tree import DynamicTree, Tree, check_children
 
 PROTOCOLS = ("recycled", "sequential")
 ORDERS = ("embedding-first", "hidden-first")
-_STD = 0.02
-
-
-def _decoder_layer(module, x_BTD, cache, index, window, layer: ModelConfig):
-    h = rms_norm(x_BTD, module["attention_norm"], layer.rms_norm_eps)
-    h, cache = attention(module, h, cache, index, window, layer)
-    return mlp(module, x_BTD + h, layer), cache
 
 
 LayerConfig = ModelConfig | DeepseekConfig | Qwen3NextConfig
 # Weights and forward pass of each kind of layer.
 _KINDS = {
-    ModelConfig: (layer_table, _decoder_layer),
+    ModelConfig: (layer_table, transformer.decoder_layer),
     DeepseekConfig: (deepseek.layer_table, deepseek.decoder_layer),
     Qwen3NextConfig: (qwen3_next.layer_table, qwen3_next.decoder_layer),
 }
@@ -170,18 +163,9 @@ def init_mtp(config: MtpConfig, key: jax.Array, dtype=jnp.float32) -> dict[str, 
       dtype: of the weights.
     """
 
-    def leaf(spec: ParamSpec, key):
-        if spec.init in ("ones", "zeros"):
-            is_one = spec.init == "ones" and not config.has_zero_centred_norms
-            return jnp.full(spec.shape, float(is_one), dtype)
-        return (_STD * jax.random.normal(key, spec.shape)).astype(dtype)
-
-    table = mtp_table(config)
-    keys = jax.random.split(key, (config.num_modules, len(table)))
-    return {
-        str(i): {name: leaf(spec, k) for (name, spec), k in zip(table.items(), keys[i])}
-        for i in range(config.num_modules)
-    }
+    table, one = mtp_table(config), 0.0 if config.has_zero_centred_norms else 1.0
+    keys = jax.random.split(key, config.num_modules)
+    return {str(i): init_table(table, k, dtype, one) for i, k in enumerate(keys)}
 
 
 def _module(params: dict, index: int, config: MtpConfig) -> dict[str, jax.Array]:

@@ -30,8 +30,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from spec_jax.contracts import Context, Drafter, Proposal
-from spec_jax.draft.chain import draw
+from spec_jax.contracts import Context, Drafter
+from spec_jax.draft.chain import Drafted
 from spec_jax.errors import ConfigError
 
 
@@ -124,29 +124,17 @@ def sequential_drafter(modules: Modules) -> Drafter:
 
     def propose(params, state, context: Context, num_draft: int):
         check_num_draft(num_draft, num_modules)
-        B, V = context.length.shape[0], modules.vocab_size
-        out = {"tokens": jnp.zeros((B, num_draft), jnp.int32)}
-        if context.has_probs:
-            out["probs"] = jnp.zeros((B, num_draft, V), jnp.float32)
-        if context.has_logits:
-            out["logits"] = jnp.zeros((B, num_draft, V), jnp.float32)
-        cache, counts, is_sound = state.cache, context.counts, jnp.ones((B,), bool)
+        drafted, cache = Drafted.none(context, num_draft, modules.vocab_size), state.cache
         own = state.last[:, :0]  # of the module at hand, in slots n and on
         x = state.last[:, 0]
         for index in range(num_draft):
             if index > 0:
                 read = jnp.concatenate([state.last[:, index - 1 : index], own], axis=1)
                 read = modules.recycle(params, index - 1, read)
-                own, cache = feed(params, index, read, out["tokens"][:, :index], cache)
+                own, cache = feed(params, index, read, drafted.out["tokens"][:, :index], cache)
                 x = own[:, -1]
-            logits = modules.unembed(params, index, x)
-            token, law = draw(logits, context, counts, index + 1)
-            values = {"tokens": token, "probs": jax.nn.softmax(law, axis=-1), "logits": logits}
-            out = {name: out[name].at[:, index].set(values[name]) for name in out}
-            counts = counts.add(token[:, None], jnp.ones((B, 1), bool))
-            is_sound &= jnp.isfinite(law.max(axis=-1))
-        n_draft = jnp.full((B,), num_draft, jnp.int32)
-        return Proposal(n_draft=n_draft, is_sound=is_sound, **out), state.replace(cache=cache)
+            _, drafted = drafted.add(modules.unembed(params, index, x), context, index + 1)
+        return drafted.proposal(), state.replace(cache=cache)
 
     return Drafter(
         name=modules.name,

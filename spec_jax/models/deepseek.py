@@ -17,9 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.errors import ConfigError
-from spec_jax.models.attention import attend, causal_attention
 from spec_jax.models.config import RopeConfig
-from spec_jax.models.layers import Window, linear, rms_norm
+from spec_jax.models.layers import Window, attend_window, linear, rms_norm
 from spec_jax.models.moe import experts_table, gated, gated_table, mix_experts, route_in_groups
 from spec_jax.models.params import ParamSpec
 from spec_jax.models.rope import rotate
@@ -235,11 +234,9 @@ def attention(layer: dict, x_BTD: jax.Array, cache, index, window: Window, confi
     k = jnp.concatenate([kv[..., :nope], turned], axis=-1).transpose(0, 2, 1, 3)
     v = kv[..., nope:].transpose(0, 2, 1, 3)
     with jax.named_scope("attention"):
-        if cache is None:
-            out = causal_attention(q, k, v, scale=config.attention_scale)
-        else:
-            cache = cache.write(index, k, v, window.start)
-            out = attend(q, *cache.layer(index), window.mask, scale=config.attention_scale)
+        out, cache = attend_window(
+            q, k, v, cache, index, window, scale=config.attention_scale
+        )
         return linear(out, layer, "o"), cache
 
 

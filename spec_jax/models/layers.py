@@ -118,12 +118,32 @@ def attention(layer: dict, x_BTC: jax.Array, cache, index, window: Window, confi
     k = rotate(k, window.cos, window.sin).transpose(0, 2, 1, 3)
     v = v.transpose(0, 2, 1, 3)
     with jax.named_scope("attention"):
-        if cache is None:
-            out = causal_attention(q, k, v)
-        else:
-            cache = cache.write(index, k, v, window.start)
-            out = attend(q, *cache.layer(index), window.mask)
+        out, cache = attend_window(q, k, v, cache, index, window)
         return linear(out, layer, "o"), cache
+
+
+def attend_window(
+    q_BTNH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, cache, index, window: Window,
+    scale: float | None = None,
+):
+    """Attention of the window, written to the cache first; of whole sequences without one.
+
+    Args:
+      q_BTNH: dtype[B,T,N,H].
+      k_BGTH: dtype[B,G,T,H].
+      v_BGTH: dtype[B,G,T,H], of any width.
+      cache: or None.
+      index: the layer's, in the cache.
+      window: where the tokens stand.
+      scale: on the scores; by default 1/sqrt(H).
+
+    Returns:
+      dtype[B,T,N*H], H being the values' width, and the cache with the window written.
+    """  # fmt: skip
+    if cache is None:
+        return causal_attention(q_BTNH, k_BGTH, v_BGTH, scale=scale), None
+    cache = cache.write(index, k_BGTH, v_BGTH, window.start)
+    return attend(q_BTNH, *cache.layer(index), window.mask, scale=scale), cache
 
 
 def mlp(layer: dict, x_BTD: jax.Array, config: ModelConfig) -> jax.Array:

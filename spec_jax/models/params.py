@@ -6,7 +6,7 @@ restore target of a checkpoint and (through the logical axes) the sharding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.panels import join
 
+_STD = 0.02  # of random weights
 Params = dict[str, Any]
 
 
@@ -134,6 +135,26 @@ def walk(config: ModelConfig, params: Params) -> Iterator[tuple[ParamSpec, int |
             yield spec, i, whole(spec, array)
 
 
+def init_table(
+    table: Mapping[str, ParamSpec], key: jax.Array, dtype=jnp.float32, one: float = 1.0
+) -> dict[str, jax.Array]:
+    """Random weights of one table, beside a target's: all from one normal law.
+
+    Args:
+      table: the weights.
+      key: one PRNG key, consumed.
+      dtype: of the weights.
+      one: what norms that leave their input as it is hold.
+    """
+
+    def leaf(spec: ParamSpec, index: int):
+        if spec.init in ("ones", "zeros"):
+            return jnp.full(spec.shape, one if spec.init == "ones" else 0.0, dtype)
+        return (_STD * jax.random.normal(jax.random.fold_in(key, index), spec.shape)).astype(dtype)
+
+    return {name: leaf(spec, i) for i, (name, spec) in enumerate(table.items())}
+
+
 def init_params(config: ModelConfig, key: jax.Array, dtype=jnp.float32) -> Params:
     """Random parameters, the same for stacked and separate layers. The key is consumed.
 
@@ -156,7 +177,7 @@ def init_params(config: ModelConfig, key: jax.Array, dtype=jnp.float32) -> Param
         this = jax.random.fold_in(key, number)
         if spec.init in ("ones", "zeros"):
             return jnp.full(spec.shape, float(spec.init == "ones"), dtype)
-        std = 0.02
+        std = _STD
         if spec.init == "residual":
             std /= (2 * config.num_hidden_layers) ** 0.5
         return (std * jax.random.normal(this, spec.shape)).astype(dtype)

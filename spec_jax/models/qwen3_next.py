@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.errors import ConfigError
-from spec_jax.models.attention import attend, causal_attention
 from spec_jax.models.config import RopeConfig
-from spec_jax.models.layers import Window, linear, rms_norm
+from spec_jax.models.layers import Window, attend_window, linear, rms_norm
 from spec_jax.models.moe import experts_table, gated, gated_table, mix_experts, route
 from spec_jax.models.params import ParamSpec
 from spec_jax.models.rope import rotate
@@ -164,11 +163,7 @@ def attention(layer: dict, x_BTD: jax.Array, cache, index, window: Window, confi
     k = place(heads("k"), layer["k_norm"]).transpose(0, 2, 1, 3)
     v = heads("v").transpose(0, 2, 1, 3)
     with jax.named_scope("attention"):
-        if cache is None:
-            out = causal_attention(q, k, v)
-        else:
-            cache = cache.write(index, k, v, window.start)
-            out = attend(q, *cache.layer(index), window.mask)
+        out, cache = attend_window(q, k, v, cache, index, window)
         out *= jax.nn.sigmoid(both[..., 1, :]).reshape(B, T, -1)
         return linear(out, layer, "o"), cache
 

@@ -15,11 +15,28 @@ from spec_jax.models.layers import Window, attention, mlp, rms_norm
 from spec_jax.models.panels import cut, matmul
 from spec_jax.models.params import Params, init_params
 
-__all__ = ["forward", "in_panels", "init_params", "logits", "model", "unembed", "with_own_head"]
+__all__ = [
+    "decoder_layer", "forward", "in_panels", "init_params", "logits", "model", "unembed",
+    "with_own_head",
+]  # fmt: skip
 
 
-def _layer(layer, x_BTD, cache, index, window: Window, config: ModelConfig):
-    """One decoder layer."""
+def decoder_layer(
+    layer: dict, x_BTD: jax.Array, cache, index, window: Window, config: ModelConfig
+):
+    """One decoder layer: attention and the feed-forward part, each behind its norm.
+
+    Args:
+      layer: its weights.
+      x_BTD: dtype[B,T,D], the residual stream.
+      cache: or None.
+      index: the layer's, in the cache.
+      window: where the tokens stand.
+      config: the model's shape.
+
+    Returns:
+      dtype[B,T,D] and the cache with the window written.
+    """
     h = rms_norm(x_BTD, layer["attention_norm"], config.rms_norm_eps)
     h, cache = attention(layer, h, cache, index, window, config)
     return mlp(layer, x_BTD + h, config), cache
@@ -63,7 +80,7 @@ def forward(
     window = Window.behind(config, cache, *tokens.shape, window_offset, positions, window_mask)
     x = jnp.take(params["embed"], tokens, axis=0)
     tapped = {i: x for i in taps}  # each replaced by its own state when it is reached
-    step = functools.partial(_layer, window=window, config=config)
+    step = functools.partial(decoder_layer, window=window, config=config)
     if config.scan_layers:
 
         def body(carry, scanned):
