@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +23,7 @@ from spec_jax.models.params import Params, assemble, walk
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _DERIVED = ".rotary_emb.inv_freq"  # a buffer that old Llama checkpoints carry along
+_MODULES = ("mtp.", "model.mtp_layers.")  # what ``load_mtp`` reads from the same directory
 _FLOAT8 = {
     "F8_E4M3": jnp.dtype(jnp.float8_e4m3fn),
     "F8_E5M2": jnp.dtype(jnp.float8_e5m2),
@@ -144,7 +144,7 @@ def load_pretrained(
 ) -> tuple[Params, ModelConfig]:
     """Loads a Llama, Qwen2 or Qwen3 directory, one safetensors file or many shards.
 
-    MTP modules in the directory, and so layers behind the last, are left unread.
+    MTP modules in the directory are left unread.
 
     Args:
       directory: holds config.json and the weights.
@@ -180,16 +180,9 @@ def load_pretrained(
                     f"{directory}: config.json says tie_word_embeddings, yet lm_head.weight "
                     "differs from model.embed_tokens.weight"
                 )
-        tensors.left -= {name for name in tensors.left if _is_of_module(name, config)}
+        tensors.left -= {name for name in tensors.left if name.startswith(_MODULES)}
         tensors.finish()
     return params, config
-
-
-def _is_of_module(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor is of an MTP module, which ``load_mtp`` reads from the same directory."""
-    layer = re.match(r"model\.layers\.(\d+)\.", name)
-    is_behind = layer is not None and int(layer[1]) >= config.num_hidden_layers
-    return name.startswith(("mtp.", "model.mtp_layers.")) or is_behind
 
 
 def save_pretrained(
