@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import cli
-from experiments.bench_loops import ROUNDS, GenerateTimer, rest_timer, start
+from experiments.bench_loops import GenerateTimer, rest_timer, start
 from experiments.bench_synthetic import random_model
 from experiments.costs import ITERATIONS, head_timer, pass_timer
 from experiments.timing import Line, Timer, interleave, loop_timer, spread
@@ -22,6 +22,8 @@ from spec_jax.draft.eagle import EagleConfig
 from spec_jax.draft.head import Head
 from spec_jax.loading import LoadedHead, LoadedModel, random_head
 from spec_jax.tree import paths
+
+_ROUNDS = 16  # in one call: a pass over a tree takes tenths of a second on a CPU
 
 
 @functools.partial(jax.jit, static_argnames=("system", "iterations"), donate_argnames="state")
@@ -66,7 +68,7 @@ def make_case(name: str, target: LoadedModel, head: LoadedHead, config) -> Case:
 def case_timers(
     case: Case, head: Head, prompt, slots: int, say: Callable[[str], None], *, has_parts=True
 ) -> dict[str, Timer]:
-    """Timers of a round and of its parts, each a jitted loop of 64, one row."""
+    """Timers of a round and of its parts, each a jitted loop, one row."""
     system, params = case.decoder.system(), case.decoder.params(1)
     tree, K = system.drafter.tree, system.num_draft
     most = slots - len(prompt) - system.slack
@@ -78,10 +80,10 @@ def case_timers(
     width, children = (1, 1) if tree is None else (tree.widest, tree.top_k)
     make = {
         "round": lambda: GenerateTimer(
-            system, params, [state], max_rounds=ROUNDS, unit="round"
+            system, params, [state], max_rounds=_ROUNDS, unit="round"
         ),
         "verify": lambda: pass_timer(
-            system.target, params["target"], K + 1, slots, 1, seen=seen
+            system.target, params["target"], K + 1, slots, 1, _ROUNDS, seen=seen
         ),
         "level": lambda: head_timer(head, params["draft"], slots, 1, width, children),
         "refresh": lambda: refresh_timer(system, params["draft"], system.depth + 1, slots),
