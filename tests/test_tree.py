@@ -375,6 +375,18 @@ def test_a_heads_tree_holds_its_chain():
         assert [int(proposal.tokens[row, i - 1]) for i in first] == drafts
 
 
+def test_a_dynamic_tree_compiles_once():
+    """Its shape changes from round to round and from prompt to prompt, the program does not."""
+    system, params = lm_system("greedy", DynamicTree(6, 3, 3), doubt=0.3)
+    before = decode.generate._cache_size()
+    shapes = set()
+    for prompts in (PROMPTS, [[5], [1, 2, 3, 4], [9, 9]]):
+        state, _ = decoded(system, params, prompts, SamplerConfig(), 12)
+        again = start(system, params, prompts, SamplerConfig(), 12)
+        shapes |= set(map(tuple, np.asarray(proposal_of(system, params, again).parents)))
+    assert decode.generate._cache_size() == before + 1 and len(shapes) > 1
+
+
 def test_statistics_of_a_tree_count_its_levels():
     system, params = lm_system("greedy", BUSH)
     _, counted = decoded(system, params, PROMPTS, SamplerConfig(), 30)
