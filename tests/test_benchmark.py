@@ -44,7 +44,7 @@ def config(tmp_path_factory):
         "ks": (2,), "batches": (2,), "repeats": 2,
     })
     config.heads.update({
-        "draft_vocab_size": 20, "k": 2, "tree_nodes": (3, 5), "tree_depth": 2, "tree_top_k": 3,
+        "draft_vocab_size": 20, "k": 2, "tree_nodes": (5,), "tree_depth": 2, "tree_top_k": 3,
         "slots": 128, "prompt_tokens": 5, "repeats": 2,
     })
     config.heads.target.update(TINY)

@@ -49,6 +49,7 @@ CONFIGS = {
     "narrow": EagleConfig(3, NARROW, D, V, TAPS, own_embed=True),
 }
 D2T = np.sort(np.random.RandomState(0).permutation(V)[:U]) - np.arange(U)  # offsets
+TOY_IDS = np.asarray([0, 1, 3])
 
 
 def head_of(config):
@@ -56,8 +57,9 @@ def head_of(config):
         name: jnp.asarray(random_tensor(f"{name} norm" if "norm" in name else name, spec.shape, 0))
         for name, spec in head_table(config).items()
     }
-    if config.layer.vocab_size < V:
-        head["d2t"] = jnp.asarray(D2T, jnp.int32)
+    if config.layer.vocab_size < config.target_vocab_size:
+        ids = TOY_IDS if config.target_vocab_size == 4 else D2T + np.arange(U)
+        head["d2t"] = jnp.asarray(ids - np.arange(len(ids)), jnp.int32)
     return head
 
 
@@ -167,13 +169,12 @@ def np_draft(config, params, prompt, pending, num_draft):
 
 # ------------------------------------------------------------- the law, by enumeration
 
-# A head of three ids, 0, 1 and 3, for toy targets of four, whose features are their logits.
-TOY = EagleConfig(
-    3, dataclasses.replace(SMALL, vocab_size=3, hidden_size=8, num_attention_heads=2,
-                           num_key_value_heads=1, head_dim=4),
-    4, 4, (0,), own_embed=True,
-)  # fmt: skip
-TOY_IDS = (0, 1, 3)
+# Heads for toy targets of four ids, whose features are their logits. Version 3 drafts three.
+TOY_LAYER = dataclasses.replace(
+    LAYER, vocab_size=4, hidden_size=4, num_attention_heads=2, num_key_value_heads=1, head_dim=4
+)
+TOY = EagleConfig(3, dataclasses.replace(TOY_LAYER, vocab_size=3), 4, 4, (0,))
+TOY_1 = EagleConfig(1, TOY_LAYER, 4, 4, (0,), fc_bias=True)
 TOY_ROWS = [
     Row((0, 3), SamplerConfig(temperature=0.7), SamplerConfig(temperature=1.0)),
     Row((2,), SamplerConfig(temperature=1.0, top_k=3), SamplerConfig(temperature=1.5)),
@@ -184,30 +185,31 @@ TOY_ROWS = [
 ]  # fmt: skip
 
 
-def toy_head():
+def toy_head(config=TOY):
     """Parameters of target and head, and the law of the head's drafts by ``NumpyHead``."""
-    target = toy_params(4, 0)
-    head = {**head_of(TOY), "d2t": jnp.asarray(np.subtract(TOY_IDS, range(3)), jnp.int32)}
+    target = {**toy_params(4, 0), "embed": jnp.asarray(random_tensor("embed", (4, 4), 0))}
+    head = head_of(config)
     params = {"target": target, "draft": {"head": head, "target": target}}
 
     def draft_law(row, output, drafted):
         tokens = [*row.prompt, *output]
-        reference = NumpyHead(TOY, head, head["embed"])
+        reference = NumpyHead(config, head, target["embed"])
         for t in range(1, len(tokens)):
             x = reference.feed(reference.join(toy_logits(target, tokens[:t])), tokens[t])
         for token in drafted:
             x = reference.feed(reference.recycle(x), token)
         history = [*output, *drafted]
-        return reference_distribution(reference.logits(x, None), row.draft, row.prompt, history)
+        logits = reference.logits(x, np.eye(4))
+        return reference_distribution(logits, row.draft, row.prompt, history)
 
     return params, draft_law
 
 
-def certify_head(strategy, shape=None, params=None):
-    own, draft_law = toy_head()
+def certify_head(strategy, shape=None, params=None, config=TOY):
+    own, draft_law = toy_head(config)
     return certify_rule(
         make_rule(SpeculativeConfig(rejection_sampling_strategy=strategy)), vocab_size=4,
-        num_tokens=3, rows=TOY_ROWS, drafter=eagle(TOY, toy_model(4), shape),
+        num_tokens=3, rows=TOY_ROWS, drafter=eagle(config, toy_model(4), shape),
         draft_law=draft_law, params=params or own, batch=32,
     )
 
@@ -216,6 +218,10 @@ def certify_head(strategy, shape=None, params=None):
 @pytest.mark.parametrize("strategy", ["residual", "traversal"])
 def test_enumerated_law_under_a_reduced_vocabulary_is_the_targets(strategy, shape):
     assert certify_head(strategy, shape) <= 1e-6
+
+
+def test_enumerated_law_under_version_1_is_the_targets():
+    assert certify_head("block", config=TOY_1) <= 1e-6
 
 
 def test_mutation_offsets_taken_for_ids_are_caught_by_enumeration():
@@ -230,7 +236,7 @@ def test_decoded_law_under_a_reduced_vocabulary_passes_chi_square():
     params, _ = toy_head()
     certify_decoder(
         make_rule(SpeculativeConfig(rejection_sampling_strategy="residual")),
-        eagle(TOY, toy_model(4)), params=params, row=TOY_ROWS[2], trials=6_000, batch=60,
+        eagle(TOY, toy_model(4)), params=params, row=TOY_ROWS[2], trials=4_800, batch=24,
         num_tokens=3, alpha=1e-7,
     )
 
@@ -315,7 +321,7 @@ def test_mutation_provisional_entries_that_are_kept_are_found():
 
 
 @pytest.mark.parametrize("strategy", ["greedy", "match"])
-@pytest.mark.parametrize("name", ["eagle-1", "eagle-3", "fc_norm"])
+@pytest.mark.parametrize("name", ["eagle-1", "eagle-3"])
 def test_emits_exactly_the_plain_tokens(name, strategy):
     sampler = SamplerConfig(temperature=0.0 if strategy == "greedy" else 1.0)
     system, params = system_of(CONFIGS[name], strategy)

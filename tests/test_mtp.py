@@ -19,6 +19,7 @@ from spec_jax.draft.mtp import MtpConfig, init_mtp, mtp, mtp_table
 from spec_jax.errors import ConfigError
 from spec_jax.models import transformer
 from spec_jax.sampling import make_sampler
+from spec_jax.testing import certify_decoder, toy_model, toy_params
 from spec_jax.verify import make_rule
 
 V, D, SLOTS, K = 31, 16, 64, 3
@@ -60,6 +61,20 @@ def system_of(config, strategy="greedy", num_draft=K):
     params = {"target": random_weights(TARGET)}
     params["draft"] = {"head": modules_of(config), "target": params["target"]}
     return decode.System(target, mtp(config, target), rule, num_draft), params
+
+
+@pytest.mark.parametrize("protocol", ["recycled", "sequential"])
+def test_decoded_law_under_modules_passes_chi_square(protocol):
+    """A toy target of four ids, whose features are its logits."""
+    layer = dataclasses.replace(TARGET, vocab_size=4, hidden_size=4, head_dim=4)
+    modules = 2 if protocol == "sequential" else 1
+    config = MtpConfig.of_target(layer, protocol=protocol, num_modules=modules)
+    target = {**toy_params(4, 0), "embed": jnp.asarray(random_tensor("embed", (4, 4), 0))}
+    certify_decoder(
+        make_rule(SpeculativeConfig(rejection_sampling_strategy="residual")),
+        mtp(config, toy_model(4)), trials=4_800, batch=24, num_tokens=3, alpha=1e-7,
+        params={"target": target, "draft": {"head": modules_of(config), "target": target}},
+    )
 
 
 # ------------------------------------------------------------------------ NumPy reference
