@@ -6,9 +6,12 @@ import os
 import pathlib
 import tempfile
 
-# Most of a run is compilation, and code that runs for seconds needs no optimising. XLA_FLAGS
-# that are given count, empty ones too: CI runs a core of the tests with what users have.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# Most of a run is compilation: code that runs for seconds needs no optimising, and pytest's
+# workers keep the cores busy without XLA's own. XLA_FLAGS that are given count, empty ones too:
+# CI runs a core of the tests with what users have.
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+)
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
