@@ -23,7 +23,7 @@ from spec_jax.draft.head import Head
 from spec_jax.loading import LoadedHead, LoadedModel, random_head
 from spec_jax.tree import paths
 
-_ROUNDS = 16  # in one call: a pass over a tree takes tenths of a second on a CPU
+ROUNDS = 16  # in one call: a pass over a tree takes tenths of a second on a CPU
 
 
 @functools.partial(jax.jit, static_argnames=("system", "iterations"), donate_argnames="state")
@@ -80,10 +80,10 @@ def case_timers(
     width, children = (1, 1) if tree is None else (tree.widest, tree.top_k)
     make = {
         "round": lambda: GenerateTimer(
-            system, params, [state], max_rounds=_ROUNDS, unit="round"
+            system, params, [state], max_rounds=ROUNDS, unit="round"
         ),
         "verify": lambda: pass_timer(
-            system.target, params["target"], K + 1, slots, 1, _ROUNDS, seen=seen
+            system.target, params["target"], K + 1, slots, 1, ROUNDS, seen=seen
         ),
         "level": lambda: head_timer(head, params["draft"], slots, 1, width, children),
         "refresh": lambda: refresh_timer(system, params["draft"], system.depth + 1, slots),
@@ -170,7 +170,8 @@ def _lines(part, plain_ms, times, cases, config, bars) -> list[Line]:
         lines += [
             line(
                 f"{label} / sum of its parts", own["round"] / parts_ms(own, case.counts), bar=bar,
-                note=f"verify, refresh, {passes} head passes, rest; each its own loop",
+                note=f"verify, refresh, {passes} head passes, rest; each its own loop. Left out: "
+                "the first draft's scores, growing the tree, moving the path",
             ),
             line(f"{label} / plain pass", own["round"] / plain_ms),
             line(f"{label}, one head pass", own["level"], "ms"),

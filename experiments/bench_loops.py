@@ -106,6 +106,8 @@ class GenerateTimer:
                     row_stats(kind[row, kept], offered[row, kept], self._system.depth)
                 )
         self.stats = functools.reduce(operator.add, rows, Stats())
+        if self._is_round and num_rounds == 0:
+            raise ValueError("no round was run: the states have no room for one")
         count = num_rounds if self._is_round else self.stats.emitted - self.stats.first
         return seconds * 1e3 / max(count, 1)
 

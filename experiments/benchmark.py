@@ -34,6 +34,7 @@ from experiments import (
 )
 from experiments.timing import Line, markdown_table, text_table
 from spec_jax.errors import ConfigError
+from spec_jax.tree import DynamicTree
 
 PARTS = ("llama110m", "heads", "zoo", "transformers")
 
@@ -128,8 +129,19 @@ def validate(config, parts) -> None:
             raise ConfigError(
                 f"zoo.batches holds {batch}; expected divisors of num_prompts {zoo.num_prompts}"
             )
-    if not config.heads.tree_nodes:
-        raise ConfigError("heads.tree_nodes is empty; expected one size or more")
+    heads = config.heads
+    if not heads.tree_nodes or heads.tree_depth < 2:
+        raise ConfigError("heads needs tree_nodes of one size or more, and tree_depth of 2 or more")
+    if heads.draft_vocab_size > heads.target.vocab_size:
+        raise ConfigError(
+            f"heads.draft_vocab_size is {heads.draft_vocab_size}; the target has "
+            f"{heads.target.vocab_size} ids"
+        )
+    trees = [DynamicTree(n, heads.tree_depth, heads.tree_top_k) for n in heads.tree_nodes]
+    rounds = bench_heads.ROUNDS * (max(heads.k, heads.tree_depth) + 1)
+    need = heads.prompt_tokens + rounds + max(max(t.num_nodes, t.num_fed) for t in trees) + 1
+    if need > heads.slots:
+        raise ConfigError(f"heads.slots is {heads.slots}; prompt and rounds need {need}")
     need = large.prompt_tokens + max(large.new_tokens, large.plain_tokens) + large.k + 1
     if need > large.slots:
         raise ConfigError(f"llama110m.slots is {large.slots}; prompt and output need {need}")

@@ -125,6 +125,8 @@ def start_report(config, target: LoadedModel, prompts, bench: Bench, num_cut: in
         facts = report.model_facts if method == "standalone" else report.head_facts
         models[_SOURCES[method]] = facts(draft, config.dtype)
         notes += [f"{method}: {note}" for note in getattr(draft, "notes", ())]
+    if config.trees and not bench.drafts:
+        notes.append("trees are for standalone, eagle and mtp; none of them is given")
     if "standalone" in config.methods and "standalone" not in bench.drafts:
         notes.append("no draft is given (--config.draft=PATH), so standalone is left out")
     if num_cut:
@@ -198,8 +200,9 @@ def compile_all(bench: Bench, cells: list[Cell], with_expected: list[Cell]) -> d
 
 
 def cost_slots(bench: Bench, cells: list[Cell]) -> int:
-    """Cache slots of the timed passes: as many as decoding has."""
-    most = bench.longest + bench.max_new_tokens + max(cell.k for cell in cells) + 1
+    """Cache slots of the timed passes: as many as decoding chains has."""
+    widest = max(cell.k for cell in cells if not cell.tree)
+    most = bench.longest + bench.max_new_tokens + widest + 1
     return -(-most // 128) * 128
 
 
@@ -244,7 +247,7 @@ def decode(config: ConfigDict, workdir: str | None = None) -> dict:
         keys = ", ".join(f"--config.{_SOURCES[m]}=PATH" for m in config.methods)
         raise ConfigError(f"methods are {config.methods}, and nothing drafts for them: {keys}")
     prompts = load_prompts(config.prompts, config.num_prompts, config.seed)
-    models = [target, *(draft for draft in drafts.values() if isinstance(draft, LoadedModel))]
+    models = [target, *drafts.values()]
     ids, num_cut = fit(prompts, models, config.max_new_tokens, config.max_prompt_tokens)
     sampler = build(SamplerConfig, {**config.sampler.to_dict(), "seed": config.seed})
     bench = Bench(

@@ -6,12 +6,13 @@ import gzip
 import json
 import pathlib
 import zlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from spec_jax.data import python_source
 from spec_jax.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError
-from spec_jax.loading import LoadedModel
+from spec_jax.loading import LoadedHead, LoadedModel
 
 
 class Prompt(NamedTuple):
@@ -78,7 +79,8 @@ def _from_json(path: pathlib.Path, number: int, line: str) -> Prompt:
 
 
 def fit(
-    prompts: list[Prompt], models: list[LoadedModel], max_new_tokens: int, longest: int | None
+    prompts: list[Prompt], models: Sequence[LoadedModel | LoadedHead], max_new_tokens: int,
+    longest: int | None,
 ) -> tuple[list[list[int]], int]:
     """Ids of the prompts, and how many had to lose their beginning.
 
@@ -86,19 +88,19 @@ def fit(
 
     Args:
       prompts: texts.
-      models: target first; the one that holds fewest tokens counts.
+      models: target first, then what drafts; the one that holds fewest tokens counts.
       max_new_tokens: room to leave.
       longest: most tokens of a prompt, or None.
 
     Raises:
       ConfigError: no room for a prompt at all.
     """
-    target, smallest = models[0], min(models, key=lambda m: m.model.max_length)
-    room = smallest.model.max_length - max_new_tokens
+    target, smallest = models[0], min(models, key=lambda m: m.max_length)
+    room = smallest.max_length - max_new_tokens
     if room < 1:
         raise ConfigError(
             f"max_new_tokens is {max_new_tokens}, which leaves no room for a prompt: "
-            f"{smallest.name} holds {smallest.model.max_length} tokens"
+            f"{smallest.name} holds {smallest.max_length} tokens"
         )
     room = min(room, longest or room)
     encode, begin = SpeculativeDecoder(target).encode, target.config.bos_token_id

@@ -120,7 +120,7 @@ def legend(report: dict) -> list[tuple[str, str]]:
     """What each column means, as ``(column, meaning)``."""
     costs = report.get("costs")
     trees = "of a tree: children by depth, as 3x2x1, or nodes:levels:children of a dynamic one"
-    predicted = "from acceptance and the cost of passes alone"
+    predicted = "from acceptance and the cost of passes alone, of chains"
     if costs:
         ratio = lambda ms: f"{ms / costs['plain_ms']:.2f}"
         wide = [(int(w), ms) for w, ms in costs["verify_ms"].items() if int(w) > 1]

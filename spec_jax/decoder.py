@@ -370,8 +370,8 @@ class SpeculativeDecoder:
         if bad:
             raise InvalidDraftError(
                 f"drafter {self._drafter.name!r} proposed ids outside of the vocabulary "
-                f"0..{system.target.last_id}, or no tree, in rows {bad}; those rows stopped there, "
-                "and every row's tokens are in this error's `generations`",
+                f"0..{system.target.last_id}, or parents that make no tree, in rows {bad}; "
+                "those rows stopped there; all rows' tokens are in this error's `generations`",
                 rows,
             )
         return rows[0] if is_single else rows

@@ -40,6 +40,11 @@ class LoadedModel:
     config: ModelConfig | None = None
     stop_tokens: tuple[int, ...] = ()
 
+    @property
+    def max_length(self) -> int:
+        """The most tokens a row may hold."""
+        return self.model.max_length
+
     def decoding_params(self, num_rows: int | None = None) -> Params:
         """The weights as passes of ``num_rows`` tokens, of all rows together, want them.
 
@@ -93,20 +98,28 @@ class LoadedHead:
         table = head_table(self.config) if is_eagle else mtp_table(self.config)
         parts = [""] if is_eagle else [str(i) for i in range(self.config.num_modules)]
         for part in parts:
-            weights = self.params.get(part, {}) if part else self.params
-            for name, spec in table.items():
-                shape = weights[name].shape if name in weights else None
-                if shape != spec.shape:
+            own = self.params.get(part, {}) if part else self.params
+            shapes = {name: spec.shape for name, spec in table.items()}
+            if is_eagle and self.config.layer.vocab_size < self.config.target_vocab_size:
+                shapes["d2t"] = (self.config.layer.vocab_size,)
+            for name, expected in shapes.items():
+                shape = own[name].shape if name in own else None
+                if shape != expected:
                     has = "is missing" if shape is None else f"has shape {list(shape)}"
                     raise WeightsError(
                         f"head {self.name}: {part and part + '.'}{name} {has}; its config asks "
-                        f"for {list(spec.shape)}"
+                        f"for {list(expected)}"
                     )
 
     @property
     def method(self) -> str:
         """The ``speculative_method`` that drafts with it."""
         return "eagle" if isinstance(self.config, EagleConfig) else "mtp"
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens a row may hold."""
+        return self.config.layer.max_position_embeddings
 
     def decoding_params(self, num_rows: int | None = None) -> Params:
         """The weights as passes of ``num_rows`` pairs want them, see ``LoadedModel``."""
@@ -117,9 +130,9 @@ class LoadedHead:
 
     @functools.cached_property
     def _in_panels(self) -> Params:
-        def cut(table, weights):
+        def cut(table, own):
             is_linear = lambda name: name in table and table[name].is_linear
-            return {n: panels.cut(w) if is_linear(n) else w for n, w in weights.items()}
+            return {n: panels.cut(w) if is_linear(n) else w for n, w in own.items()}
 
         if isinstance(self.config, EagleConfig):
             return cut(head_table(self.config), self.params)
@@ -220,7 +233,8 @@ def load_mtp(
 
     Raises:
       WeightsError: no such directory, or its files are not sound.
-      ConfigError: the modules are for another target; a target without a config.
+      ConfigError: the modules are for another target; a target without a config; a dtype that
+        weights cannot have.
     """
     _check_has_config(target)
     dtype = _check_dtype(target.params["embed"].dtype if dtype is None else dtype)
@@ -229,12 +243,15 @@ def load_mtp(
 
 
 def random_head(config: EagleConfig | MtpConfig, key: jax.Array, dtype="float32") -> LoadedHead:
-    """A head, or MTP modules, with random weights: slow and exact like any other.
+    """A head, or MTP modules, with random weights: as exact as any other, and of no use.
 
     Args:
       config: the shape, such as ``EagleConfig.of_target(target.config)``.
       key: one PRNG key, consumed.
       dtype: of the weights.
+
+    Raises:
+      ConfigError: a dtype that weights cannot have.
     """
     init = init_head if isinstance(config, EagleConfig) else init_mtp
     kind = f"EAGLE-{config.version} head" if init is init_head else "MTP module"

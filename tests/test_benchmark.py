@@ -105,6 +105,10 @@ def test_compares_with_assisted_generation(config, tmp_path):
         ("zoo", {"ks": (0,)}, "zoo.ks"),
         ("llama110m", {"repeats": 0}, "llama110m.repeats is 0"),
         ("llama110m", {"slots": 16}, "need"),
+        ("heads", {"slots": 16}, "heads.slots is 16; prompt and rounds need"),
+        ("heads", {"tree_nodes": (90,)}, "90 nodes; 2 levels of 3 have"),
+        ("heads", {"tree_depth": 1}, "tree_depth of 2 or more"),
+        ("heads", {"draft_vocab_size": 40}, "draft_vocab_size is 40; the target has 31"),
     ],
 )
 def test_refuses_values_that_cannot_be(config, tmp_path, section, values, message):

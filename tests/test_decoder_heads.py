@@ -128,6 +128,9 @@ def test_parts_that_do_not_fit_are_refused(target):
     with pytest.raises(WeightsError, match=r"head eagle-3: fc has shape \[16, 16\]; .*\[48, 16\]"):
         fc = head.params["fc"][:16]
         SpeculativeDecoder(target, dataclasses.replace(head, params={**head.params, "fc": fc}))
+    with pytest.raises(WeightsError, match="head eagle-3: d2t is missing"):
+        without = {name: w for name, w in head.params.items() if name != "d2t"}
+        SpeculativeDecoder(target, dataclasses.replace(head, params=without))
     wide = dataclasses.replace(CONFIGS["eagle-1"], target_vocab_size=31)
     other = dataclasses.replace(TARGET_CONFIG, hidden_size=32, head_dim=8)
     model = LoadedModel("wide", transformer.model(other), random_weights(other), config=other)

@@ -14,7 +14,7 @@ from tiny_models import LLAMA, random_tensor, random_weights
 from spec_jax import decode
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.contracts import Context
-from spec_jax.draft.eagle import EagleConfig, eagle, head_table, init_head
+from spec_jax.draft.eagle import EagleConfig, eagle, eagle_head, head_table, init_head
 from spec_jax.errors import ConfigError
 from spec_jax.models import transformer
 from spec_jax.sampling import make_sampler
@@ -362,6 +362,14 @@ def test_a_round_without_drafts_keeps_the_head_in_step():
 def test_a_head_that_cannot_be_is_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(CONFIGS["eagle-3"], **change)
+
+
+def test_ids_that_pad_the_targets_embedding_are_not_drafted():
+    config = CONFIGS["eagle-3 whole vocabulary"]
+    padded = transformer.model(TARGET, config.taps, num_tokens=27)
+    params = {"head": head_of(config), "target": random_weights(TARGET)}
+    logits = eagle_head(config, padded).unembed(params, jnp.ones((1, D)))
+    assert np.isneginf(logits[0, 27:]).all() and np.isfinite(logits[0, :27]).all()
 
 
 def test_random_heads_have_the_declared_shapes():

@@ -94,7 +94,8 @@ class EagleConfig:
 
         Version 1 reads the state after the final norm; version 3 the published three, behind
         the second layer, in the middle and before the last three layers, or of a target of
-        fewer than seven layers after a sixth, a half and five sixths of them.
+        fewer than seven layers after a sixth, a half and five sixths of them, rounded, equal ones
+        once.
 
         Args:
           target: the target's config.
@@ -220,11 +221,13 @@ def unembed(params: dict, x: jax.Array, config: EagleConfig, target: Model) -> j
         return target.unembed(params["target"], x)
     normed = rms_norm(x, head["norm"], config.layer.rms_norm_eps)
     logits = matmul(normed, head["head"]).astype(jnp.float32)
-    if "d2t" not in head:
+    if "d2t" in head:
+        ids = jnp.arange(logits.shape[-1]) + head["d2t"]  # offsets, not ids
+        empty = jnp.full((*logits.shape[:-1], config.target_vocab_size), -jnp.inf)
+        logits = empty.at[..., ids].set(logits)
+    if target.num_tokens is None:
         return logits
-    ids = jnp.arange(logits.shape[-1]) + head["d2t"]  # offsets, not ids
-    empty = jnp.full((*logits.shape[:-1], config.target_vocab_size), -jnp.inf)
-    return empty.at[..., ids].set(logits)
+    return jnp.where(jnp.arange(logits.shape[-1]) <= target.last_id, logits, -jnp.inf)
 
 
 def eagle_head(config: EagleConfig, target: Model) -> Head:

@@ -139,7 +139,8 @@ def _block_of(hf: Mapping[str, Any]) -> tuple[int, int]:
     quantised = hf.get("quantization_config") or {}
     block = quantised.get("weight_block_size") if isinstance(quantised, Mapping) else None
     block = block or _BLOCK
-    if len(block if isinstance(block, (list, tuple)) else ()) != 2:
+    is_pair = isinstance(block, (list, tuple)) and len(block) == 2
+    if not is_pair or not all(type(size) is int and size > 0 for size in block):
         raise ConfigError(f"weight_block_size is {block!r}; expected rows and columns")
     return tuple(block)
 
