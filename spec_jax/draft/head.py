@@ -56,10 +56,22 @@ class Head(NamedTuple):
 
 @flax.struct.dataclass
 class HeadState:
-    """A head's cache, of as many pairs as the target has tokens, and its last state."""
+    """A cache of as many pairs as the target has tokens, and the last states."""
 
     cache: Any
-    last: jax.Array  # dtype[B,D], of the pair whose token is pending: the first draft's
+    last: jax.Array  # dtype[B,D], of the pair whose token is pending; dtype[B,M,D], by module
+
+    def insert_row(self, row, other: HeadState) -> HeadState:
+        """Replaces row ``row`` by the only row of ``other``."""
+        return HeadState(
+            self.cache.insert_row(row, other.cache), self.last.at[row].set(other.last[0])
+        )
+
+
+def tokens_after(tokens: jax.Array, lengths: jax.Array, pending: jax.Array) -> jax.Array:
+    """The token i32[B,T] after each of a prompt's, ``pending`` (i32[B]) after its last."""
+    after = jnp.roll(tokens, -1, axis=1)
+    return after.at[jnp.arange(len(lengths)), lengths - 1].set(pending)
 
 
 def head_drafter(head: Head, tree: Tree | DynamicTree | None = None) -> Drafter:
@@ -91,8 +103,7 @@ def head_drafter(head: Head, tree: Tree | DynamicTree | None = None) -> Drafter:
         return HeadState(cache.commit(n), last)
 
     def prefill(params, state, tokens, lengths, pending, features):
-        after = jnp.roll(tokens, -1, axis=1)
-        after = after.at[jnp.arange(len(lengths)), lengths - 1].set(pending)
+        after = tokens_after(tokens, lengths, pending)
         return refresh(params, state, after, lengths, features)
 
     def propose(params, state, context: Context, num_draft: int):
@@ -129,9 +140,7 @@ def head_drafter(head: Head, tree: Tree | DynamicTree | None = None) -> Drafter:
         prefill=prefill,
         propose=propose,
         commit=refresh,
-        insert_row=lambda state, row, other: HeadState(
-            state.cache.insert_row(row, other.cache), state.last.at[row].set(other.last[0])
-        ),
+        insert_row=HeadState.insert_row,
         taps=head.taps,
         tree=tree,
         window=0 if tree is None else tree.num_fed,

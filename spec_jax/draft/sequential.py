@@ -26,12 +26,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
 from spec_jax.contracts import Context, Drafter
 from spec_jax.draft.chain import Drafted
+from spec_jax.draft.head import HeadState, tokens_after
 from spec_jax.errors import ConfigError
 
 
@@ -64,14 +64,6 @@ class Modules(NamedTuple):
     unembed: Callable[..., jax.Array]
 
 
-@flax.struct.dataclass
-class ModulesState:
-    """The modules' cache, of as many slots as the target has tokens, and their last states."""
-
-    cache: Any  # a layer a module
-    last: jax.Array  # dtype[B,max(Dp-1,1),D]: the last of Dp modules is read by a draft alone
-
-
 def check_num_draft(num_draft: int, num_modules: int) -> None:
     """Raises a ConfigError where there are fewer modules than drafts."""
     if num_draft > num_modules:
@@ -101,7 +93,8 @@ def sequential_drafter(modules: Modules) -> Drafter:
     def init(params, batch, slots):
         cache = modules.init_cache(params, batch, slots)
         dtype = jax.tree.leaves(cache)[0].dtype  # of the modules' weights
-        return ModulesState(cache, jnp.zeros((batch, num_kept, modules.width), dtype))
+        # The state of the last module is read by a draft alone, unless it is the only one.
+        return HeadState(cache, jnp.zeros((batch, num_kept, modules.width), dtype))
 
     def refresh(params, state, tokens, n, features, path=None):
         """Feeds true tokens to every module and keeps the first n (i32[B]) slots."""
@@ -115,11 +108,10 @@ def sequential_drafter(modules: Modules) -> Drafter:
             kept.append(jnp.take_along_axis(x, at, axis=1))
         last = jnp.concatenate(kept[:num_kept], axis=1)
         last = jnp.where((n > 0)[:, None, None], last, state.last)
-        return ModulesState(cache.commit(n), last)
+        return HeadState(cache.commit(n), last)
 
     def prefill(params, state, tokens, lengths, pending, features):
-        after = jnp.roll(tokens, -1, axis=1)
-        after = after.at[jnp.arange(len(lengths)), lengths - 1].set(pending)
+        after = tokens_after(tokens, lengths, pending)
         return refresh(params, state, after, lengths, features)
 
     def propose(params, state, context: Context, num_draft: int):
@@ -145,8 +137,6 @@ def sequential_drafter(modules: Modules) -> Drafter:
         prefill=prefill,
         propose=propose,
         commit=refresh,
-        insert_row=lambda state, row, other: ModulesState(
-            state.cache.insert_row(row, other.cache), state.last.at[row].set(other.last[0])
-        ),
+        insert_row=HeadState.insert_row,
         taps=modules.taps,
     )
