@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import cli
-from experiments.bench_loops import GenerateTimer, rest_timer, start
+from experiments.bench_loops import GenerateTimer, rest_timer, some_parents, start
 from experiments.bench_synthetic import random_model
 from experiments.costs import ITERATIONS, head_timer, pass_timer
 from experiments.timing import Line, Timer, interleave, loop_timer, spread
@@ -73,10 +73,7 @@ def case_timers(
     tree, K = system.drafter.tree, system.num_draft
     most = slots - len(prompt) - system.slack
     state = start(system, case.decoder.params(), [prompt], slots, most)
-    seen = None
-    if tree is not None:  # a chain of the tree's depth, and children of the root
-        index = jnp.arange(K)
-        seen = paths(jnp.where(index < tree.depth, index, 0)[None], tree.depth)
+    seen = None if tree is None else paths(some_parents(tree, K)[None], tree.depth)
     width, children = (1, 1) if tree is None else (tree.widest, tree.top_k)
     make = {
         "round": lambda: GenerateTimer(

@@ -183,6 +183,12 @@ class _Length:
         return self.replace(length=self.length + n)
 
 
+def some_parents(tree, num_draft: int) -> jax.Array:
+    """Parents i32[K] of a tree of that depth: one chain, all others children of the root."""
+    index = jnp.arange(num_draft, dtype=jnp.int32)
+    return jnp.where(index < tree.depth, index, 0)
+
+
 @functools.cache
 def _free_system(system: System) -> System:
     """The same rule, K and tree around a target and a drafter that compute nothing.
@@ -206,11 +212,8 @@ def _free_system(system: System) -> System:
         n_draft = jnp.full(context.length.shape, num_draft, jnp.int32)
         branches = {}
         if tree is not None:
-            index = jnp.arange(num_draft, dtype=jnp.int32)
-            # A chain of that depth, and children of the root; like those of a dynamic tree,
-            # not known to the compiler.
-            is_chain = (index < tree.depth) & (context.length[:, None] >= 0)
-            parents = jnp.where(is_chain, index, 0)
+            is_true = context.length[:, None] >= 0  # which the compiler cannot know
+            parents = jnp.where(is_true, some_parents(tree, num_draft), 0)
             branches = {"parents": parents, "tree_depth": tree.depth}
         return Proposal(tokens, n_draft, is_sound=n_draft > 0, **branches), state
 

@@ -27,6 +27,7 @@ from experiments.grid import Bench, Cell, make_cells
 from experiments.prompts import Prompt, fit, load_prompts
 from spec_jax.config import STRATEGIES, SamplerConfig, build
 from spec_jax.draft.eagle import EagleConfig
+from spec_jax.draft.head import Head
 from spec_jax.draft.mtp import MtpConfig
 from spec_jax.errors import ConfigError
 from spec_jax.loading import (
@@ -168,13 +169,14 @@ def show_live(bench: Bench, cell: Cell, prompt: Prompt) -> None:
 
 def compile_all(bench: Bench, cells: list[Cell], with_expected: list[Cell]) -> dict:
     """Compiles every program of the run; returns the timers of the passes."""
-    timers = {}
-    slots = cost_slots(bench, cells)
+    timers, slots, batch = {}, cost_slots(bench, cells), bench.batch
 
-    def add_timer(role: str, model: LoadedModel, width: int) -> None:
-        timers[role, width] = costs.pass_timer(
-            model.model, model.decoding_params(width * bench.batch), width, slots, bench.batch
-        )
+    def add_pass(role: str, model: LoadedModel, width: int) -> None:
+        params = model.decoding_params(width * batch)
+        timers[role, width] = costs.pass_timer(model.model, params, width, slots, batch)
+
+    def add_head(method: str, head: Head, params) -> None:
+        timers[method, 1] = costs.head_timer(head, params, slots, batch)
 
     tasks = {cell.label: lambda c=cell: bench.compile(c) for cell in cells}
     for cell in with_expected:
@@ -184,17 +186,13 @@ def compile_all(bench: Bench, cells: list[Cell], with_expected: list[Cell]) -> d
     if "standalone" in bench.drafts:
         passes.append(("standalone", bench.drafts["standalone"], 1))
     for one in passes:
-        tasks[f"{one[0]} pass of width {one[2]}"] = lambda one=one: add_timer(*one)
+        tasks[f"{one[0]} pass of width {one[2]}"] = lambda one=one: add_pass(*one)
     for cell in {cell.method: cell for cell in chains if cell.method in ("eagle", "mtp")}.values():
         decoder = bench.decoder(cell)
         head = decoder.draft.head(decoder.system().target)
         if head is not None:
-            make = lambda head=head, decoder=decoder: costs.head_timer(
-                head, decoder.params(bench.batch)["draft"], slots, bench.batch
-            )
-            tasks[f"{cell.method} pass"] = lambda method=cell.method, make=make: (
-                timers.__setitem__((method, 1), make())
-            )
+            one = (cell.method, head, decoder.params(batch)["draft"])
+            tasks[f"{cell.method} pass"] = lambda one=one: add_head(*one)
     cli.run_all(tasks, "compiling")
     return timers
 
@@ -208,8 +206,8 @@ def cost_slots(bench: Bench, cells: list[Cell]) -> int:
 
 def measure(rep: dict, bench: Bench, cells: list[Cell], config, folder: pathlib.Path):
     """Fills ``rep["results"]`` and saves the report after each row; returns the costs."""
-    sampled = [c for c in sorted(cells, key=lambda c: c.k) if c.k and c.temperature > 0]
-    sampled = [cell for cell in sampled if not cell.tree]
+    chains = [cell for cell in sorted(cells, key=lambda c: c.k) if cell.k and not cell.tree]
+    sampled = [cell for cell in chains if cell.temperature > 0]
     most_positions = {cell._replace(k=0): cell for cell in sampled}  # the largest K of each
     with_expected = list(most_positions.values()) if config.has_expected else []
     timers = compile_all(bench, cells, with_expected)
