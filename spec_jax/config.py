@@ -29,6 +29,10 @@ def _check(ok: bool, name: str, value: Any, expected: str) -> None:
         raise ConfigError(f"{name} is {value!r}; expected {expected}")
 
 
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
 def _is_int(value) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
@@ -165,8 +169,7 @@ class SpeculativeConfig:
             rates = getattr(self, name)
             if rates is None:
                 continue
-            is_sequence = isinstance(rates, Sequence) and not isinstance(rates, str)
-            _check(is_sequence, name, rates, "a sequence of rates, one a position")
+            _check(_is_list(rates), name, rates, "a sequence of rates, one a position")
             object.__setattr__(self, name, tuple(rates))
             ok = len(rates) >= K and all(_is_number(r) and 0 <= r <= 1 for r in rates)
             _check(ok, name, rates, f"at least {K} rates in [0, 1]")
@@ -194,13 +197,10 @@ class SpeculativeConfig:
 
     def _set_tree_size(self) -> None:
         """Takes K from a static tree; checks the shape of either kind."""
-        is_list = isinstance(self.tree, Sequence) and not isinstance(self.tree, str)
-        _check(self.tree is None or is_list, "tree", self.tree, "None or a sequence")
-        if is_list:
-            is_text = lambda x: isinstance(x, str)
-            freeze = lambda x: (
-                tuple(map(freeze, x)) if isinstance(x, Sequence) and not is_text(x) else x
-            )
+        is_given = self.tree is not None
+        _check(not is_given or _is_list(self.tree), "tree", self.tree, "None or a sequence")
+        if is_given:
+            freeze = lambda x: tuple(map(freeze, x)) if _is_list(x) else x
             object.__setattr__(self, "tree", freeze(self.tree))
             kinds = {isinstance(x, tuple) for x in self.tree}
             flat = [i for x in self.tree for i in (x if isinstance(x, tuple) else (x,))]
@@ -379,7 +379,6 @@ def build(cls, values: Mapping[str, Any]):
             return int(value)
         if isinstance(value, int) and kind.startswith("float") and not isinstance(value, bool):
             return float(value)
-        is_list = isinstance(value, Sequence) and not isinstance(value, (str, tuple))
-        return tuple(value) if is_list and "tuple" in kind else value
+        return tuple(value) if _is_list(value) and "tuple" in kind else value
 
     return cls(**{name: coerce(name, value) for name, value in values.items()})

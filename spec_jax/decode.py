@@ -175,7 +175,7 @@ def decode_round(params, state: DecodeState, system: System) -> DecodeState:
             features = jnp.take_along_axis(features, path[:, :, None], axis=1)
         return state.replace(
             finish=finish,
-            target=output.cache.commit(n_emit, *(() if path is None else (path,))),
+            target=output.cache.commit(n_emit, path),
             draft=drafter.commit(params["draft"], draft, verdict.tokens, n_emit, features, path),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from spec_jax.decode import Finish
+from spec_jax.state import Finish
 
 
 class Watch:
