@@ -30,8 +30,7 @@ def get_config() -> ConfigDict:
     config.batch = 4
     config.long_share = 0.1
     config.long_batch = 1
-    config.decay_share = 0.8
-    config.optimizer.update({"matrix_lr": 0.015, "warmup": 100})
+    config.optimizer.update({"matrix_lr": 0.015, "warmup": 100, "decay_share": 0.8})
     config.eval_every = 500
     config.log_every = 50
     return config

@@ -12,11 +12,12 @@ from ml_collections.config_dict import placeholder
 
 
 def get_config() -> ConfigDict:
-    """Sizes are in tokens and steps, rates are peak rates; see spec_jax/train/lm.py."""
+    """Sizes are in tokens and steps, rates are peak rates; see spec_jax/train."""
     config = ConfigDict()
     config.seed = 0
     config.teacher = placeholder(str)  # distil from this zoo name or Hugging Face directory
-    config.ce_weight = 0.0  # beside the KL, when there is a teacher
+    config.divergence = "forward-kl"  # from a teacher, see spec_jax/train/losses.py
+    config.ce_weight = 0.0  # of the text itself, beside it
     config.own_share = 0.0  # of windows that the teacher wrote itself
     config.own_batches = 24
     config.own_batch = 32
@@ -40,17 +41,10 @@ def get_config() -> ConfigDict:
     config.long_share = 0.12  # the last part of the run, on longer windows
     config.long_batch = 3
     config.long_length = 1024
-    config.decay_share = 0.4
-    config.optimizer = ConfigDict(
-        {
-            "name": "muon",
-            "lr": 3e-3,
-            "matrix_lr": 0.02,
-            "warmup": 60,
-            "weight_decay": 0.0,
-            "clip": 1.0,
-        }
-    )
+    config.optimizer = ConfigDict({
+        "name": "muon", "lr": 3e-3, "matrix_lr": 0.02, "warmup": 60, "decay_share": 0.4,
+        "weight_decay": 0.0, "clip": 1.0,
+    })  # fmt: skip
     config.eval_batch = 8
     config.eval_length = 512
     config.eval_windows = 16  # at intervals; the final figure is over all of them

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import matplotlib
@@ -146,5 +146,35 @@ def plot_tree_sizes(path: pathlib.Path, record: dict) -> None:
         axis.set_ylim(bottom=0)
         axis.set_xticks(sizes)
         axis.legend()
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def plot_training(path: pathlib.Path, lines: Sequence[Mapping[str, float]]) -> None:
+    """Loss by step, and what evaluations measured: tau, and acceptance by position.
+
+    Args:
+      path: of the PNG file.
+      lines: of a run's metrics.jsonl.
+    """
+    curve = lambda name: [(line["step"], line[name]) for line in lines if name in line]
+    panels = [("loss", ["loss", "held_out_loss"]), ("tokens a target pass", ["tau"])]
+    positions = [f"accept_{i}" for i in range(1, 9)]
+    measured = [line for line in lines if "tau" in line]
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained")
+        for axis, (label, names) in zip(axes, panels):
+            for name in names:
+                if points := curve(name):
+                    axis.plot(*zip(*points), label=name.replace("_", " "))
+            axis.set_xlabel("step")
+            axis.set_ylabel(label)
+            axis.legend()
+        for name in positions:
+            if points := [(line["step"], line[name]) for line in measured if name in line]:
+                axes[2].plot(*zip(*points), label=f"position {name[-1]}")
+        axes[2].set_xlabel("step")
+        axes[2].set_ylabel("accepted, of the drafts judged")
+        axes[2].legend()
         figure.savefig(path)
         plt.close(figure)

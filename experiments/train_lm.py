@@ -14,11 +14,8 @@ import functools
 import json
 import math
 import pathlib
-import resource
-import time
 
 import jax
-import orbax.checkpoint as ocp
 from absl import flags, logging
 from ml_collections import ConfigDict
 
@@ -27,10 +24,15 @@ from experiments import cli, lm_data
 from spec_jax.data import tokens
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel, load_model
-from spec_jax.models import weights
+from spec_jax.models import transformer, weights
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.params import num_params
 from spec_jax.train import lm
+from spec_jax.train.checkpoint import Checkpoints, write_json
+from spec_jax.train.log import Log
+from spec_jax.train.loop import train_loop
+from spec_jax.train.optimizer import decay_begin, make_optimizer
+from spec_jax.train.step import TrainState, train_step
 
 
 def validate(config: ConfigDict) -> None:
@@ -42,9 +44,10 @@ def validate(config: ConfigDict) -> None:
     for name in positive.split():
         if config[name] < 1:
             raise ConfigError(f"{name} is {config[name]}; expected a positive integer")
-    for name in ("long_share", "decay_share", "tests_share", "own_share"):
-        if not 0.0 <= config[name] <= 1.0:
-            raise ConfigError(f"{name} is {config[name]}; expected a number in [0, 1]")
+    shares = {n: config[n] for n in ("long_share", "tests_share", "own_share")}
+    for name, value in {**shares, "decay_share": config.optimizer.decay_share}.items():
+        if not 0.0 <= value <= 1.0:
+            raise ConfigError(f"{name} is {value}; expected a number in [0, 1]")
     longest = max(config.length, config.long_length, config.eval_length)
     if longest > config.model.max_position_embeddings:
         raise ConfigError(
@@ -69,12 +72,12 @@ def load_teacher(config: ConfigDict) -> LoadedModel | None:
 
 
 def make_loss(config: ConfigDict, model_config: ModelConfig, teacher: LoadedModel | None):
-    """``(params, batch, teacher's params) -> (loss, figures)``."""
+    """The objective, ``(params, batch, teacher's params) -> (loss, figures)``."""
     if teacher is None:
         return functools.partial(lm.lm_loss, config=model_config)
     return functools.partial(
         lm.distill_loss, config=model_config, teacher_config=teacher.config,
-        ce_weight=config.ce_weight,
+        ce_weight=config.ce_weight, divergence=config.divergence,
     )  # fmt: skip
 
 
@@ -103,7 +106,7 @@ def check_resume(saved: dict, config: dict, step: int) -> None:
         )
     if saved["steps"] != config["steps"]:
         begin = min(
-            min(lm.decay_begin(c["steps"], c["decay_share"]) for c in (saved, config)),
+            min(decay_begin(c["steps"], c["optimizer"]["decay_share"]) for c in (saved, config)),
             min(c["steps"] - round(c["steps"] * c["long_share"]) for c in (saved, config)),
         )
         if step > begin:
@@ -113,33 +116,12 @@ def check_resume(saved: dict, config: dict, step: int) -> None:
             )
 
 
-class Log:
-    """Appends figures to a JSONL file and prints them.
-
-    ``cpu_s`` counts the CPU seconds of this process and of the ones it resumes.
-    """
-
-    def __init__(self, path: pathlib.Path, first_step: int):
-        self._path, self._before_s = path, 0.0
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        if first_step and lines:
-            self._before_s = max(json.loads(line)["cpu_s"] for line in lines)
-
-    def write(self, step: int, **figures) -> None:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        cpu_s = self._before_s + used.ru_utime + used.ru_stime
-        figures = {"step": step, **figures, "cpu_s": round(cpu_s, 1)}
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(figures) + "\n")
-        show = lambda v: f"{v:.4g}" if isinstance(v, float) else str(v)
-        print(" ".join(f"{k}={show(v)}" for k, v in figures.items()), flush=True)
-
-
-def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float]:
-    """Runs or resumes the experiment; returns the final held-out figures.
+def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] | None:
+    """Runs or resumes the experiment; returns the final held-out figures, None after SIGTERM.
 
     Raises:
       ConfigError: a value that cannot be, or a work directory of another experiment.
+      TrainingError: a loss that is not finite, or a checkpoint that cannot be kept or read.
     """
     validate(config)
     workdir = pathlib.Path(workdir).absolute()
@@ -150,60 +132,55 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float]:
     model_config = ModelConfig(
         vocab_size=tokenizer.vocab_size, bos_token_id=end, eos_token_id=(end,), **config.model
     )
-    optimizer = lm.make_optimizer(
-        **config.optimizer, steps=config.steps, decay_share=config.decay_share
-    )
+    optimizer = make_optimizer(**config.optimizer, steps=config.steps)
     loss = make_loss(config, model_config, teacher)
     own = lm_data.continuations(config, teacher, text, workdir / "continuations.npy")
-    state = lm.init_state(model_config, optimizer, jax.random.key(config.seed))
     step_fn = jax.jit(
-        functools.partial(lm.train_step, loss=loss, optimizer=optimizer), donate_argnums=0
+        functools.partial(train_step, objective=loss, optimizer=optimizer), donate_argnums=0
     )
     teacher_params = None if teacher is None else teacher.params
     eval_fn = jax.jit(loss)
-    held_out_loss = lambda batch: eval_fn(state.params, batch, teacher_params)
-    bits_per_nat_token = len(held_out) / held_out_bytes / math.log(2)
+    held_out_figures = lambda state, count=None: evaluate(
+        lambda batch: eval_fn(state.params, batch, teacher_params), held_out, config, count
+    )
 
     resolved = json.loads(config.to_json())
-    options = ocp.CheckpointManagerOptions(max_to_keep=2)
-    with ocp.CheckpointManager(workdir / "checkpoints", options=options) as manager:
-        first = manager.latest_step() or 0
-        if first:
-            check_resume(json.loads((workdir / "config.json").read_text()), resolved, first)
-            state = manager.restore(first, args=ocp.args.StandardRestore(state))
-        (workdir / "config.json").write_text(json.dumps(resolved, indent=2) + "\n")
-        log = Log(workdir / "metrics.jsonl", first)
-        print(
-            f"{num_params(model_config) / 1e6:.2f}M parameters, {len(text) / 1e6:.2f}M training "
-            f"tokens, {len(held_out)} held-out tokens, from step {first} of {config.steps}",
-            flush=True,
-        )
-        saved_s = began_s = time.monotonic()
-        seen = 0
-        for step in range(first, config.steps):
-            batch = lm_data.batch_for(config, text, own, step)
-            state, metrics = step_fn(state, batch, teacher_params)
-            done = step + 1
-            seen += batch.shape[0] * (batch.shape[1] - 1)
-            if done % config.log_every == 0 or done == config.steps:
-                metrics = {k: float(v) for k, v in metrics.items()}
-                wall_s = time.monotonic() - began_s
-                eta_min = wall_s / (done - first) * (config.steps - done) / 60
-                log.write(done, **metrics, tok_s=round(seen / wall_s), eta_min=round(eta_min, 1))
-                if not math.isfinite(metrics["loss"]):
-                    raise ConfigError(
-                        f"the loss is {metrics['loss']} at step {done}; lower the rates"
-                    )
-            if done % config.eval_every == 0:
-                figures = evaluate(held_out_loss, held_out, config, config.eval_windows)
-                log.write(done, **{f"held_out_{k}": v for k, v in figures.items()})
-            if time.monotonic() - saved_s > config.checkpoint_every_s or done == config.steps:
-                manager.save(done, args=ocp.args.StandardSave(state))
-                manager.wait_until_finished()
-                saved_s = time.monotonic()
-    final = evaluate(held_out_loss, held_out, config)
-    final["bits_per_byte"] = final.get("ce", final["loss"]) * bits_per_nat_token
-    log.write(config.steps, **{f"final_{k}": v for k, v in final.items()})
+    with Checkpoints(workdir / "checkpoints") as checkpoints:
+        if checkpoints.last_step is not None:
+            saved = json.loads((workdir / "config.json").read_text())
+            check_resume(saved, resolved, checkpoints.last_step)
+        params = transformer.init_params(model_config, jax.random.key(config.seed))
+        state = checkpoints.restore(TrainState.create(params, optimizer))
+        first = int(state.step)
+        write_json(workdir / "config.json", resolved)
+        with Log(workdir, first, config.steps) as log:
+            log.say(
+                f"{num_params(model_config) / 1e6:.2f}M parameters, {len(text) / 1e6:.2f}M "
+                f"training tokens, {len(held_out)} held-out tokens, from step {first} of "
+                f"{config.steps}"
+            )
+            state, is_done = train_loop(
+                state,
+                step_fn=lambda state, batch: step_fn(state, batch, teacher_params),
+                batch_at=lambda step: lm_data.batch_for(config, text, own, step),
+                num_steps=config.steps,
+                checkpoints=checkpoints,
+                log=log,
+                tokens_per_step=lambda batch: batch.shape[0] * (batch.shape[1] - 1),
+                log_every=config.log_every,
+                evaluate=lambda state: {
+                    f"held_out_{name}": value
+                    for name, value in held_out_figures(state, config.eval_windows).items()
+                },
+                eval_every=config.eval_every,
+                checkpoint_every_s=config.checkpoint_every_s,
+            )
+            if not is_done:
+                return None
+            final = held_out_figures(state)
+            bits_per_nat_token = len(held_out) / held_out_bytes / math.log(2)
+            final["bits_per_byte"] = final.get("ce", final["loss"]) * bits_per_nat_token
+            log.write(config.steps, **{f"final_{k}": v for k, v in final.items()})
     weights.save_pretrained(
         workdir / "export", state.params, model_config, tokenizer, dtype="bfloat16"
     )

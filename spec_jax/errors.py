@@ -31,6 +31,13 @@ class SnapshotError(SpecJaxError, ValueError):
     """A snapshot does not fit the cache it is to be restored into."""
 
 
+class TrainingError(SpecJaxError, RuntimeError):
+    """Training cannot go on: a loss that is not finite, a checkpoint that cannot be kept or read.
+
+    What was saved before is whole.
+    """
+
+
 class InvalidDraftError(SpecJaxError, RuntimeError):
     """A drafter proposed ids outside of the target's vocabulary, or parents that make no tree.
 

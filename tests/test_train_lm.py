@@ -14,7 +14,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.models import transformer, weights
 from spec_jax.models.attention import causal_attention
 from spec_jax.models.tokenizer import Tokenizer
-from spec_jax.train import lm, losses
+from spec_jax.train import losses, optimizer
 
 
 @pytest.fixture(autouse=True)
@@ -80,10 +80,10 @@ def test_loss_falls_and_the_export_is_the_trained_model(tmp_path):
     assert np.isfinite(got).all()
 
 
-@pytest.mark.parametrize("optimizer", lm.OPTIMIZERS)
-def test_resuming_is_bit_exact(tmp_path, monkeypatch, optimizer):
+@pytest.mark.parametrize("name", optimizer.OPTIMIZERS)
+def test_resuming_is_bit_exact(tmp_path, monkeypatch, name):
     config = tiny(steps=6, checkpoint_every_s=0, eval_every=100)
-    config.optimizer.name = optimizer
+    config.optimizer.name = name
     train_lm.train(config, tmp_path / "whole")
     with monkeypatch.context() as patch:
         stopped = stop_after(patch, 3)
@@ -126,7 +126,7 @@ def test_distillation_approaches_the_teacher(tmp_path):
     [
         ({"steps": 0}, "steps is 0"),
         ({"length": 65}, "max_position_embeddings 64"),
-        ({"decay_share": 1.5}, "decay_share is 1.5"),
+        ({"tests_share": 1.5}, "tests_share is 1.5"),
         ({"stepz": 3}, "no key .stepz."),
     ],
 )
@@ -143,10 +143,10 @@ def test_an_unknown_optimizer_is_a_clear_error(tmp_path):
 
 
 def test_schedule_rises_stays_and_falls_to_zero():
-    schedule = lm.warmup_stable_decay(2.0, steps=100, warmup=10, decay_share=0.4)
+    schedule = optimizer.warmup_stable_decay(2.0, steps=100, warmup=10, decay_share=0.4)
     values = [float(schedule(s)) for s in (0, 5, 10, 60, 80, 100)]
     np.testing.assert_allclose(values, [0, 1, 2, 2, 1, 0], atol=1e-6)
-    longer = lm.warmup_stable_decay(2.0, steps=200, warmup=10, decay_share=0.4)
+    longer = optimizer.warmup_stable_decay(2.0, steps=200, warmup=10, decay_share=0.4)
     assert all(float(schedule(s)) == float(longer(s)) for s in range(61))
 
 

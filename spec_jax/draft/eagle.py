@@ -214,20 +214,35 @@ def recycle(head: dict, x: jax.Array, config: EagleConfig) -> jax.Array:
     return rms_norm(x, head["norm"], config.layer.rms_norm_eps) if config.norm_output else x
 
 
-def unembed(params: dict, x: jax.Array, config: EagleConfig, target: Model) -> jax.Array:
-    """Logits f32[...,V] of residual streams dtype[...,D], -inf outside of the draft vocabulary."""
+def draft_ids(head: dict) -> jax.Array | None:
+    """The target's ids i32[U] that a reduced vocabulary holds; None where it is not reduced."""
+    return jnp.arange(len(head["d2t"])) + head["d2t"] if "d2t" in head else None  # offsets
+
+
+def score(params: dict, x: jax.Array, config: EagleConfig, target: Model) -> jax.Array:
+    """Logits f32[...,U] over the draft vocabulary of residual streams dtype[...,D].
+
+    Ids that only pad the target's embedding get -inf.
+    """
     head = params["head"]
     if config.version == 1:
         return target.unembed(params["target"], x)
     normed = rms_norm(x, head["norm"], config.layer.rms_norm_eps)
     logits = matmul(normed, head["head"]).astype(jnp.float32)
-    if "d2t" in head:
-        ids = jnp.arange(logits.shape[-1]) + head["d2t"]  # offsets, not ids
-        empty = jnp.full((*logits.shape[:-1], config.target_vocab_size), -jnp.inf)
-        logits = empty.at[..., ids].set(logits)
     if target.num_tokens is None:
         return logits
-    return jnp.where(jnp.arange(logits.shape[-1]) <= target.last_id, logits, -jnp.inf)
+    ids = draft_ids(head)
+    ids = jnp.arange(logits.shape[-1]) if ids is None else ids
+    return jnp.where(ids <= target.last_id, logits, -jnp.inf)
+
+
+def unembed(params: dict, x: jax.Array, config: EagleConfig, target: Model) -> jax.Array:
+    """Logits f32[...,V] of residual streams dtype[...,D], -inf outside of the draft vocabulary."""
+    logits, ids = score(params, x, config, target), draft_ids(params["head"])
+    if ids is None:
+        return logits
+    empty = jnp.full((*logits.shape[:-1], config.target_vocab_size), -jnp.inf)
+    return empty.at[..., ids].set(logits)
 
 
 def eagle_head(config: EagleConfig, target: Model) -> Head:

@@ -177,16 +177,16 @@ def _module(params: dict, index: int, config: MtpConfig) -> dict[str, jax.Array]
 
 
 def forward(
-    params: dict, state: jax.Array, tokens: jax.Array, cache: KVCache, *, config: MtpConfig,
+    params: dict, state: jax.Array, tokens: jax.Array, cache: KVCache | None, *, config: MtpConfig,
     index: int = 0, window_offset: int | jax.Array = 0, window_mask: jax.Array | None = None,
-) -> tuple[jax.Array, KVCache]:
+) -> tuple[jax.Array, KVCache | None]:
     """Feeds states and the tokens after them to one module.
 
     Args:
       params: ``{"head": the modules', "target": the target's}``.
       state: dtype[B,T,D], of the target or of ``recycle``.
       tokens: i32[B,T], each the token that joins its state.
-      cache: with a layer a module.
+      cache: with a layer a module; None: row t of every module is the pair t, all of them.
       config: the modules' shape.
       index: which module, from 0; it sees no slot before this one, see ``draft/sequential.py``.
       window_offset: slots of the window that earlier calls since the last commit filled.
@@ -202,7 +202,7 @@ def forward(
     both = [e, h] if config.order == "embedding-first" else [h, e]
     x = linear(jnp.concatenate(both, axis=-1), module, "fc")
     window = Window.behind(layer, cache, *tokens.shape, window_offset, window_mask=window_mask)
-    if index > 0:
+    if index > 0 and cache is not None:
         window = window._replace(mask=window.mask & (jnp.arange(cache.slots) >= index))
     _, run_layer = _KINDS[type(layer)]
     return run_layer(module, x, cache, index, window, layer)

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from spec_jax.errors import SnapshotError
+from spec_jax.models.attention import attend
 
 
 class KVCacheSnapshot(NamedTuple):
@@ -136,6 +137,14 @@ class KVCache:
 
         into = into_stack if self.is_stacked else into_one
         return self.replace(keys=into(self.keys, keys), values=into(self.values, values))
+
+    def attend(self, q_BTNH, k_BGTH, v_BGTH, index, window, scale=None):
+        """Writes the window's keys and values, and attends over all slots that it sees.
+
+        Args and returns as ``layers.attend_window``.
+        """
+        cache = self.write(index, k_BGTH, v_BGTH, window.start)
+        return attend(q_BTNH, *cache.layer(index), window.mask, scale=scale), cache
 
     def commit(self, n: jax.Array, path: jax.Array | None = None) -> KVCache:
         """Keeps ``n`` (i32[B]) slots of the window and forgets the others.

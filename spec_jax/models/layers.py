@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from spec_jax.models.attention import attend, causal_attention
+from spec_jax.models.attention import causal_attention
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.panels import matmul
 from spec_jax.models.rope import rope_frequencies, rotate
@@ -126,7 +126,7 @@ def attend_window(
     q_BTNH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, cache, index, window: Window,
     scale: float | None = None,
 ):
-    """Attention of the window, written to the cache first; of whole sequences without one.
+    """Attention of the window over the cache, itself included; of whole sequences without one.
 
     Args:
       q_BTNH: dtype[B,T,N,H].
@@ -142,8 +142,7 @@ def attend_window(
     """  # fmt: skip
     if cache is None:
         return causal_attention(q_BTNH, k_BGTH, v_BGTH, scale=scale), None
-    cache = cache.write(index, k_BGTH, v_BGTH, window.start)
-    return attend(q_BTNH, *cache.layer(index), window.mask, scale=scale), cache
+    return cache.attend(q_BTNH, k_BGTH, v_BGTH, index, window, scale)
 
 
 def mlp(layer: dict, x_BTD: jax.Array, config: ModelConfig) -> jax.Array:

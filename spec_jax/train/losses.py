@@ -9,6 +9,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from spec_jax.errors import ConfigError
+
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """Negative log-likelihood of the labels.
@@ -39,7 +41,8 @@ def forward_kl(target_logits: jax.Array, draft_logits: jax.Array) -> jax.Array:
     """
     log_p = jax.nn.log_softmax(target_logits.astype(jnp.float32), axis=-1)
     log_q = jax.nn.log_softmax(draft_logits.astype(jnp.float32), axis=-1)
-    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+    p = jnp.exp(log_p)
+    return jnp.sum(jnp.where(p > 0, p * (log_p - log_q), 0.0), axis=-1)
 
 
 def expected_acceptance(
@@ -64,3 +67,81 @@ def expected_acceptance(
     p = jax.nn.softmax(target_logits.astype(jnp.float32) / temperature, axis=-1)
     q = jax.nn.softmax(draft_logits.astype(jnp.float32) / temperature, axis=-1)
     return jnp.sum(jnp.minimum(p, q), axis=-1)
+
+
+def reverse_kl(target_logits: jax.Array, draft_logits: jax.Array) -> jax.Array:
+    """KL(draft || target): the draft avoids what the target would not say.
+
+    Args:
+      target_logits: dtype[..., V].
+      draft_logits: dtype[..., V].
+
+    Returns:
+      f32[...], nats.
+    """
+    return forward_kl(draft_logits, target_logits)
+
+
+def total_variation(target_logits: jax.Array, draft_logits: jax.Array) -> jax.Array:
+    """Half the L1 distance of the two laws: the chance that residual sampling rejects.
+
+    Args:
+      target_logits: dtype[..., V].
+      draft_logits: dtype[..., V].
+
+    Returns:
+      f32[...], in [0, 1].
+    """
+    return 1.0 - expected_acceptance(target_logits, draft_logits)
+
+
+def negative_log_acceptance(target_logits: jax.Array, draft_logits: jax.Array) -> jax.Array:
+    """Minus the log of the sum of min(p, q): the acceptance itself, as a likelihood.
+
+    Its gradient is the total variation's over the acceptance, so that tokens which are
+    hardly ever accepted pull no less than the others.
+
+    Args:
+      target_logits: dtype[..., V].
+      draft_logits: dtype[..., V].
+
+    Returns:
+      f32[...], nats.
+    """
+    return -jnp.log(expected_acceptance(target_logits, draft_logits) + 1e-9)
+
+
+def soft_cross_entropy(target_logits: jax.Array, draft_logits: jax.Array) -> jax.Array:
+    """Cross-entropy of the draft under the target's law: forward KL and the target's entropy.
+
+    Args:
+      target_logits: dtype[..., V].
+      draft_logits: dtype[..., V].
+
+    Returns:
+      f32[...], nats.
+    """
+    p = jax.nn.softmax(target_logits.astype(jnp.float32), axis=-1)
+    draft_logits = draft_logits.astype(jnp.float32)
+    expected = jnp.sum(jnp.where(p > 0, p * draft_logits, 0.0), axis=-1)
+    return jax.nn.logsumexp(draft_logits, axis=-1) - expected
+
+
+DIVERGENCES = {
+    "cross-entropy": soft_cross_entropy,
+    "forward-kl": forward_kl,
+    "reverse-kl": reverse_kl,
+    "total-variation": total_variation,
+    "acceptance": negative_log_acceptance,
+}
+
+
+def make_divergence(name: str):
+    """The loss of a draft's logits beside its target's, ``(target, draft) -> f32[...]``.
+
+    Raises:
+      ConfigError: an unknown name.
+    """
+    if name not in DIVERGENCES:
+        raise ConfigError(f"divergence is {name!r}; expected one of {', '.join(DIVERGENCES)}")
+    return DIVERGENCES[name]

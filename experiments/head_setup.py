@@ -1,0 +1,117 @@
+"""From a config to a head: its shape, its fresh weights, its objective, its export."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from spec_jax.data.batches import Text, count_tokens, draft_vocabulary
+from spec_jax.draft.eagle import EagleConfig, init_head
+from spec_jax.draft.mtp import MtpConfig, init_mtp
+from spec_jax.errors import ConfigError
+from spec_jax.formats import write_head, write_mtp
+from spec_jax.loading import LoadedHead, LoadedModel
+from spec_jax.train.eagle1 import eagle1_loss
+from spec_jax.train.eagle3 import eagle3_loss
+from spec_jax.train.mtp import mtp_loss
+
+OBJECTIVES = ("eagle1", "eagle3", "mtp")
+
+
+class HeadSpec(NamedTuple):
+    """A head to train.
+
+    Attributes:
+      name: the objective's.
+      config: its shape.
+      init: ``(key) -> params``, all of them trained.
+      constants: what is the head's and not trained: ``d2t``, or nothing.
+      objective: ``(params, batch, target's params) -> (loss, figures)``.
+      num_params: that are trained.
+    """
+
+    name: str
+    config: EagleConfig | MtpConfig
+    init: Callable[[jax.Array], Any]
+    constants: dict[str, jax.Array]
+    objective: Callable[..., tuple[jax.Array, dict]]
+    num_params: int
+
+    def loaded(self, params) -> LoadedHead:
+        """The head as the decoder takes it."""
+        return LoadedHead(self.name, self.config, {**params, **self.constants})
+
+    def export(self, folder: pathlib.Path, params, target: LoadedModel, config: ConfigDict):
+        """Writes the head in the layout that the config names."""
+        params = {**params, **self.constants}
+        if isinstance(self.config, MtpConfig):
+            write_mtp(folder, self.config, params, target.config, dtype=config.export_dtype)
+        else:
+            write_head(
+                folder, self.config, params, layout=config.export_layout,
+                target_config=target.config, dtype=config.export_dtype,
+            )  # fmt: skip
+
+
+def make_head(config: ConfigDict, target: LoadedModel, texts: Sequence[Text]) -> HeadSpec:
+    """Reads a config.
+
+    Args:
+      config: of ``configs/train_head_*.py``.
+      target: what the head drafts for.
+      texts: their most frequent tokens make a reduced draft vocabulary.
+
+    Raises:
+      ConfigError: a head that cannot be, or texts of another vocabulary.
+    """
+    loss, options, model = config.loss, config.head, target.model
+    counts = sum(count_tokens(text, target.config.vocab_size) for text in texts)
+    size = options.draft_vocab_size or target.config.vocab_size
+    taps = {"taps": tuple(options.taps)} if options.taps else {}
+    if size != target.config.vocab_size and config.objective != "eagle3":
+        raise ConfigError(
+            f"head.draft_vocab_size is {size}; {config.objective} drafts all of the target's "
+            f"{target.config.vocab_size} ids: set it to 0"
+        )
+    constants = {}
+    if config.objective == "mtp":
+        changes = {"num_modules": options.num_modules, "protocol": options.protocol}
+        shape = MtpConfig.of_target(target.config, **changes, **taps)
+        init = functools.partial(init_mtp, shape)
+        objective = functools.partial(
+            mtp_loss, config=shape, model=model, num_steps=loss.num_steps, decay=loss.decay,
+            labels=loss.labels, is_remat=loss.is_remat,
+        )  # fmt: skip
+    else:
+        version = int(config.objective[-1])
+        shape = EagleConfig.of_target(target.config, version, size, **taps)
+        if version == 1:
+            objective = functools.partial(
+                eagle1_loss, config=shape, model=model, feature_weight=loss.feature_weight,
+                token_weight=loss.token_weight, noise=loss.noise,
+            )  # fmt: skip
+        else:
+            if size < target.config.vocab_size:
+                constants = {"d2t": jnp.asarray(draft_vocabulary(counts, size))}
+            objective = functools.partial(
+                eagle3_loss, config=shape, model=model, num_steps=loss.num_steps,
+                decay=loss.decay, divergence=loss.divergence, is_remat=loss.is_remat,
+            )  # fmt: skip
+
+        def init(key):
+            params = init_head(shape, key)
+            return {name: w for name, w in params.items() if name != "d2t"}
+
+    def with_constants(params, batch, frozen):
+        return objective({**params, **constants}, batch, frozen)
+
+    sizes = jax.eval_shape(init, jax.random.key(0))
+    num_params = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(sizes))
+    return HeadSpec(config.objective, shape, init, constants, with_constants, num_params)

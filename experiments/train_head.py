@@ -1,0 +1,205 @@
+"""Trains a draft head for a target, and measures it by real speculative decoding.
+
+    python -m experiments.train_head --workdir=runs/eagle3
+    python -m experiments.train_head --config=configs/train_head_eagle1.py --workdir=runs/eagle1
+    python -m experiments.train_head --config.target=PATH --config.data.text=PREFIX --workdir=DIR
+
+A work directory that holds a checkpoint is resumed, bit for bit; SIGTERM saves and ends. A run
+leaves config.json, metrics.jsonl, tensorboard/, checkpoints/ (the newest, and the best by tau),
+training.png and export/, a head that spec_jax and other engines load.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags, logging
+from ml_collections import ConfigDict
+
+from configs import train_head_eagle3
+from experiments import cli, head_data, head_eval, head_setup, plots
+from experiments.prompts import fit, load_prompts
+from spec_jax.data.batches import window_batches
+from spec_jax.errors import ConfigError
+from spec_jax.loading import LoadedModel, load_model
+from spec_jax.train.checkpoint import Checkpoints, write_json
+from spec_jax.train.log import Log, read_metrics
+from spec_jax.train.loop import train_loop
+from spec_jax.train.objective import Batch, chain_rates, target_view
+from spec_jax.train.optimizer import make_optimizer
+from spec_jax.train.step import TrainState, cast, train_step
+
+
+def validate(config: ConfigDict) -> None:
+    """Raises ConfigError on an unknown key or a value that cannot be trained with."""
+    cli.check_keys(config, train_head_eagle3.get_config())
+
+    def check(ok: bool, name: str, value: Any, expected: str) -> None:
+        if not ok:
+            raise ConfigError(f"{name} is {value!r}; expected {expected}")
+
+    for name in ("steps", "batch", "log_every"):
+        check(config[name] >= 1, name, config[name], "a positive integer")
+    for name in ("num_draft", "num_prompts", "max_new_tokens", "batch", "windows"):
+        check(config.eval[name] >= 1, f"eval.{name}", config.eval[name], "a positive integer")
+    check(config.eval.every >= 0, "eval.every", config.eval.every, "0 (the end alone) or more")
+    check(config.length >= 3, "length", config.length, "at least 3, a pair and what follows it")
+    steps = config.loss.num_steps
+    check(1 <= steps <= config.length - 2, "loss.num_steps", steps, f"1 to {config.length - 2}")
+    known = head_setup.OBJECTIVES
+    check(config.objective in known, "objective", config.objective, f"one of {', '.join(known)}")
+    check(config.dtype in ("float32", "bfloat16"), "dtype", config.dtype, "float32 or bfloat16")
+
+
+def check_resume(saved: dict, config: dict) -> None:
+    """Refuses to go on with another experiment in a folder."""
+    free = ("log_every", "checkpoint_every_s", "export_layout", "export_dtype", "eval")
+    changed = [k for k in config if k not in free and saved.get(k) != config[k]]
+    if changed:
+        raise ConfigError(
+            f"the work directory holds a run with other values of {', '.join(changed)} "
+            f"({saved.get(changed[0])!r}, not {config[changed[0]]!r}); expected the same config "
+            "or an empty directory"
+        )
+
+
+class Experiment:
+    """What a config means: target, data, head, and the functions that the loop calls."""
+
+    def __init__(self, config: ConfigDict):
+        self.config = config
+        self.target: LoadedModel = load_model(config.target, config.dtype)
+        self.texts, self.held_out = head_data.load(config, self.target)
+        shares = [config.data.text_share, config.data.responses_share][: len(self.texts)]
+        self._batches = window_batches(
+            self.texts, shares, seed=config.seed, batch=config.batch, length=config.length
+        )
+        self.spec = head_setup.make_head(config, self.target, self.texts)
+        self.optimizer = make_optimizer(**config.optimizer, steps=config.steps)
+        self.frozen = self.target.params
+        self._key = jax.random.key(config.seed)
+        self._view = jax.jit(functools.partial(
+            target_view, config=self.target.config, taps=self.spec.config.taps
+        ))  # fmt: skip
+        step = functools.partial(
+            train_step, objective=self.spec.objective, optimizer=self.optimizer,
+            dtype=None if config.dtype == "float32" else config.dtype,
+        )  # fmt: skip
+        self._step = jax.jit(step, donate_argnums=0)
+        self._objective = jax.jit(self.spec.objective)
+        prompts = load_prompts(config.eval.prompts, config.eval.num_prompts, seed=0)
+        models = [self.target, self.spec.loaded({})]
+        self._prompts, _ = fit(prompts, models, config.eval.max_new_tokens, None)
+
+    def init_state(self) -> TrainState:
+        """Fresh parameters, the same for the same seed."""
+        params = self.spec.init(jax.random.fold_in(self._key, 1 << 30))
+        return TrainState.create(params, self.optimizer)
+
+    def batch_at(self, step: int) -> Batch:
+        """The batch of a step, a function of the seed and the step."""
+        found = self._batches[step]
+        return self._with_view(found["tokens"], found["mask"], step)
+
+    def _with_view(self, tokens, mask, step: int) -> Batch:
+        key = jax.random.fold_in(self._key, step)
+        return Batch(tokens, mask, key, self._view(self.frozen, tokens))
+
+    def describe_batch(self, step: int) -> str:
+        """Which windows a step's batch holds."""
+        found = [f"{self.texts[t].name}, {i}" for t, i in self._batches[step]["window"].tolist()]
+        return f"windows of {self.config.length} tokens: {'; '.join(found)}"
+
+    def step(self, state: TrainState, batch: Batch):
+        return self._step(state, batch, self.frozen)
+
+    def evaluate(self, state: TrainState) -> dict:
+        """Teacher-forced figures on held-out windows, and tau by real decoding."""
+        options = self.config.eval
+        params = cast(state.params, self.config.dtype)
+        sums: dict[str, Any] = {}
+        count = min(options.windows, len(self.held_out.tokens) // self.config.length)
+        size = min(self.config.batch, count)
+        for begin in range(0, count - size + 1, size):
+            rows = [self.held_out.window(i, self.config.length) for i in range(begin, begin + size)]
+            tokens, mask = (np.stack([row[name] for row in rows]) for name in ("tokens", "mask"))
+            batch = self._with_view(tokens, mask, 0)
+            loss, figures = self._objective(params, batch, self.frozen)
+            found = jax.device_get({"loss": loss, **figures})
+            sums = jax.tree.map(np.add, sums, found) if sums else found
+        n = max(count // size, 1)
+        figures = chain_rates(jax.tree.map(lambda x: x / n, sums))
+        stats = head_eval.decode_stats(
+            self.target, self.spec.loaded(params), self._prompts, num_draft=options.num_draft,
+            max_new_tokens=options.max_new_tokens, batch=options.batch,
+        )  # fmt: skip
+        held_out = {f"held_out_{name}": value for name, value in figures.items()}
+        return held_out | head_eval.acceptance_figures(stats)
+
+
+def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] | None:
+    """Runs or resumes the experiment; returns the best figures, None where SIGTERM ended it.
+
+    Raises:
+      ConfigError: a value that cannot be, or a work directory of another experiment.
+      TrainingError: a loss that is not finite, or a checkpoint that cannot be kept or read.
+    """
+    validate(config)
+    workdir = pathlib.Path(workdir).absolute()
+    resolved = json.loads(config.to_json())
+    with Checkpoints(workdir / "checkpoints") as checkpoints:
+        if checkpoints.last_step is not None:
+            check_resume(json.loads((workdir / "config.json").read_text()), resolved)
+        experiment = Experiment(config)
+        state = checkpoints.restore(experiment.init_state())
+        first = int(state.step)
+        write_json(workdir / "config.json", resolved)
+        tokens = sum(len(text.tokens) for text in experiment.texts)
+        with Log(workdir, first, config.steps) as log:
+            log.say(
+                f"{experiment.spec.num_params / 1e6:.2f}M parameters, {tokens / 1e6:.2f}M "
+                f"training tokens, from step {first} of {config.steps}"
+            )
+            state, is_done = train_loop(
+                state,
+                step_fn=experiment.step,
+                batch_at=experiment.batch_at,
+                num_steps=config.steps,
+                checkpoints=checkpoints,
+                log=log,
+                tokens_per_step=lambda batch: batch.tokens.size,
+                log_every=config.log_every,
+                summarise=chain_rates,
+                evaluate=experiment.evaluate,
+                eval_every=config.eval.every,
+                best_by="tau",
+                checkpoint_every_s=config.checkpoint_every_s,
+                describe_batch=experiment.describe_batch,
+            )
+        if not is_done:
+            return None
+        step, tau = checkpoints.best
+        best = checkpoints.restore_best(state)
+    plots.plot_training(workdir / "training.png", read_metrics(workdir / "metrics.jsonl"))
+    experiment.spec.export(workdir / "export", best.params, experiment.target, config)
+    print(f"tau {tau:.2f} at step {step}; exported to {workdir / 'export'}")
+    return {"tau": tau, "step": step}
+
+
+def main() -> None:
+    if not workdir.value:
+        raise ConfigError("--workdir is not given; expected the folder to train or resume in")
+    logging.set_verbosity(logging.WARNING)  # orbax tells every step of a save
+    cli.enable_compilation_cache()
+    train(config.value, workdir.value)
+
+
+if __name__ == "__main__":
+    config = cli.define_config("train_head_eagle3.py", train_head_eagle3.get_config)
+    workdir = flags.DEFINE_string("workdir", None, "Checkpoints, metrics and the exported head.")
+    cli.run(main)

@@ -1,0 +1,178 @@
+"""Checkpoints of a run: written beside the training, resumed exactly, and never in pieces."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from spec_jax.errors import TrainingError
+
+
+class Checkpoints:
+    """The newest states of a run, and the best one by a figure.
+
+    ``folder/latest`` holds the last ``keep`` states, ``folder/best`` the one whose figure is
+    highest. Files appear under a step's name only when they are whole.
+
+    Args:
+      folder: made if absent.
+      keep: how many of the newest stay.
+    """
+
+    def __init__(self, folder: str | pathlib.Path, keep: int = 2):
+        self.folder = pathlib.Path(folder).absolute()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep)
+        self._latest = ocp.CheckpointManager(self.folder / "latest", options=options)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=1, best_fn=lambda figures: figures["figure"], best_mode="max"
+        )
+        self._best = ocp.CheckpointManager(self.folder / "best", options=options)
+
+    @property
+    def last_step(self) -> int | None:
+        """The newest step that is saved, or None."""
+        return self._latest.latest_step()
+
+    def save(self, step: int, state: Any) -> None:
+        """Begins to write a state; the training may go on, the state be donated.
+
+        Raises:
+          TrainingError: this or an earlier state could not be written.
+        """
+        self._guarded(step, lambda: self._latest.save(step, args=ocp.args.StandardSave(state)))
+
+    def save_best(self, step: int, state: Any, figure: float) -> bool:
+        """Keeps a state whose figure is higher than every earlier one's; says whether it is.
+
+        Raises:
+          TrainingError: this or an earlier state could not be written.
+        """
+        best = self.best
+        if best is not None and (figure <= best[1] or step <= best[0]):
+            return False
+        save = lambda: self._best.save(
+            step, args=ocp.args.StandardSave(state), metrics={"figure": float(figure)}
+        )
+        self._guarded(step, save)
+        return True
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """Step and figure of the best state, or None."""
+        step = self._best.best_step()
+        return None if step is None else (step, self._best.metrics(step)["figure"])
+
+    def check(self) -> None:
+        """Raises a TrainingError where a state could not be written behind the training."""
+        self._guarded(None, lambda: None)
+
+    def wait(self) -> None:
+        """Returns when everything is written.
+
+        Raises:
+          TrainingError: it could not be.
+        """
+        self._guarded(None, lambda: (self._latest.wait_until_finished(),
+                                     self._best.wait_until_finished()))
+
+    def restore(self, state: Any, say=print) -> Any:
+        """The newest sound state, or ``state`` as it is where nothing was saved.
+
+        A checkpoint that cannot be read is moved aside, to ``refused-STEP``, and named.
+
+        Args:
+          state: of the same run, for shapes and dtypes.
+          say: gets a sentence for each refused checkpoint.
+
+        Raises:
+          TrainingError: there are checkpoints, and none of them is sound.
+        """
+        refused = []
+        for step in sorted(self._latest.all_steps(), reverse=True):
+            path = self.folder / "latest" / str(step)
+            try:
+                found = self._latest.restore(step, args=ocp.args.StandardRestore(state))
+                _check_same(found, state)
+                return found
+            except Exception as error:  # orbax and tensorstore raise of many kinds
+                why = " ".join(str(error).split())[:300]
+                refused.append(f"{path} is refused: {why}")
+                aside = path.with_name(f"refused-{step}")
+                path.rename(aside)
+                say(f"{refused[-1]}; it is now {aside.name}")
+                self._latest.reload()
+        if refused:
+            raise TrainingError(
+                f"no checkpoint in {self.folder / 'latest'} can be read ({refused[0]}); restore "
+                "one, or start again in an empty directory"
+            )
+        return state
+
+    def restore_best(self, state: Any) -> Any:
+        """The best state; ``state`` gives shapes and dtypes.
+
+        Raises:
+          TrainingError: there is none, or it cannot be read.
+        """
+        if self.best is None:
+            raise TrainingError(f"{self.folder / 'best'} holds no checkpoint")
+        step = self.best[0]
+        try:
+            return self._best.restore(step, args=ocp.args.StandardRestore(state))
+        except Exception as error:
+            raise TrainingError(f"{self.folder}/best/{step} cannot be read: {error}") from error
+
+    def _guarded(self, step: int | None, do) -> None:
+        try:
+            for manager in (self._latest, self._best):
+                manager.check_for_errors()
+            do()
+        except Exception as error:
+            what = "a checkpoint" if step is None else f"the checkpoint of step {step}"
+            why = " ".join(str(error).split())[:300]
+            raise TrainingError(
+                f"{what} could not be written to {self.folder}: {why}. The last whole one is "
+                f"step {self._latest.latest_step()}; make room and run the same command again"
+            ) from error
+
+    def close(self) -> None:
+        for manager in (self._latest, self._best):
+            manager.close()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        try:
+            self.close()
+        except Exception:
+            if error is None:
+                raise
+
+
+def _check_same(found, state) -> None:
+    """Raises a ValueError where a restored pytree is of other shapes or holds no numbers."""
+
+    def leaf(path, a, b):
+        name = jax.tree_util.keystr(path)
+        if a.shape != b.shape or a.dtype != b.dtype:
+            raise ValueError(
+                f"{name} is {a.dtype}{list(a.shape)}; this run has {b.dtype}{list(b.shape)}"
+            )
+        if np.issubdtype(a.dtype, np.floating) and not bool(np.isfinite(a).all()):
+            raise ValueError(f"{name} is not finite")
+
+    jax.tree_util.tree_map_with_path(leaf, found, state)
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+    """Writes a JSON file that is there whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    partial.replace(path)

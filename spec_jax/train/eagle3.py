@@ -1,0 +1,76 @@
+"""EAGLE-3's objective: training-time test, K drafts from every pair, judged by the target's law."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax.contracts import Model
+from spec_jax.draft import eagle
+from spec_jax.draft.eagle import EagleConfig, eagle_head
+from spec_jax.train.losses import make_divergence
+from spec_jax.train.objective import Batch, chain_figures, weighted_mean
+from spec_jax.train.unroll import shifted, unroll
+
+
+def eagle3_loss(
+    head: dict, batch: Batch, target: dict, *, config: EagleConfig, model: Model,
+    num_steps: int = 7, decay: float = 0.8, divergence: str = "cross-entropy",
+    is_remat: bool = False,
+) -> tuple[jax.Array, dict]:
+    """The decayed sum over K steps of the divergence from the target's law.
+
+    The target's law is restricted to the draft vocabulary, and a row whose likeliest token the
+    head cannot draft does not count (though it is in the mean's denominator).
+
+    Source: EAGLE-3, arXiv 2503.01840, section 3; decay and restriction as in its code, which
+    masks by the feature's token where this masks by the predicted one.
+
+    Args:
+      head: trained, its ``d2t`` excepted.
+      batch: windows with the target's view.
+      target: its weights, not trained.
+      config: the head's shape, of version 3.
+      model: the target.
+      num_steps: K; 1 is without training-time test.
+      decay: step j counts ``decay ** j``.
+      divergence: see ``losses.DIVERGENCES``.
+      is_remat: see ``unroll``.
+
+    Returns:
+      The loss, and f32[K] ``loss_by_step`` in nats, ``reached`` and ``hits``.
+    """  # fmt: skip
+    B, W = batch.tokens.shape
+    T = W - 2
+    params = {"head": head, "target": target}
+    states = unroll(
+        eagle_head(config, model), params, batch.view.features, batch.tokens, num_steps,
+        is_remat=is_remat,
+    )  # fmt: skip
+    p = model.unembed(target, batch.view.hidden[:, 1:])
+    is_known, ids = jnp.ones((B, W - 1), bool), eagle.draft_ids(head)
+    if ids is not None:
+        is_drafted = jnp.zeros((model.vocab_size,), bool).at[ids].set(True)
+        is_known, p = is_drafted[jnp.argmax(p, axis=-1)], p[..., ids]
+    measure = make_divergence(divergence)
+    score = functools.partial(_score, params, config=config, model=model)
+    score = jax.checkpoint(score) if is_remat else score
+    losses, drafts, weights = [], [], []
+    for step, x in enumerate(states):
+        q = score(x)
+        counts = shifted(batch.mask, 2 + step, T)
+        weight = counts & shifted(is_known, step, T)
+        loss = measure(shifted(p, step, T), q)
+        losses.append(weighted_mean(loss, weight, counts.sum()))
+        draft = jnp.argmax(q, axis=-1)
+        drafts.append(draft if ids is None else ids[draft])
+        weights.append(counts)
+    losses = jnp.stack(losses)
+    figures = {"loss_by_step": losses} | chain_figures(drafts, batch, weights)
+    return jnp.sum(losses * decay ** jnp.arange(num_steps)), figures
+
+
+def _score(params, x, *, config, model):
+    return eagle.score(params, x, config, model)

@@ -1,0 +1,98 @@
+"""Figures of a run: JSONL to keep, TensorBoard to watch, a line or a bar to see."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import resource
+from collections.abc import Mapping
+
+import numpy as np
+from tqdm import tqdm
+
+
+def flatten(figures: Mapping[str, object]) -> dict[str, float]:
+    """Numbers by name; those of an array by position, from 1, as ``name_1``."""
+    flat: dict[str, float] = {}
+    for name, value in figures.items():
+        if np.ndim(value) == 0:
+            flat[name] = value if isinstance(value, (int, float)) else float(value)
+        else:
+            flat |= {f"{name}_{i}": float(x) for i, x in enumerate(np.asarray(value), 1)}
+    return flat
+
+
+class Log:
+    """Writes figures by step to metrics.jsonl, to tensorboard/ and to the screen.
+
+    A run that is resumed behind some lines of its own drops these and writes them again.
+    ``cpu_s`` counts the CPU seconds of this process and of the ones it resumes.
+    """
+
+    def __init__(self, folder: pathlib.Path, first_step: int, num_steps: int):
+        from tensorboardX import SummaryWriter  # imports protobuf: only where a run is
+
+        self._path, self._before_s = folder / "metrics.jsonl", 0.0
+        lines = read_metrics(self._path) if first_step else []
+        if lines:
+            self._before_s = max(line["cpu_s"] for line in lines)
+        kept = [line for line in lines if line["step"] <= first_step]
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        self._path.write_text(text, encoding="utf-8")
+        purge = {"purge_step": first_step} if first_step else {}
+        self._board = SummaryWriter(str(folder / "tensorboard"), **purge)
+        self._bar = tqdm(
+            total=num_steps, initial=first_step, disable=None, dynamic_ncols=True, unit="step"
+        )
+        self._shown: dict[str, float] = {}
+
+    def write(self, step: int, **figures) -> None:
+        """Keeps figures of a step, and shows them where there is no terminal for a bar."""
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        cpu_s = self._before_s + used.ru_utime + used.ru_stime
+        figures = {"step": step, **flatten(figures), "cpu_s": round(cpu_s, 1)}
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(figures) + "\n")
+        for name, value in figures.items():
+            if name != "step":
+                self._board.add_scalar(name, value, step)
+        if self._bar.disable:
+            print(" ".join(f"{k}={_short(v)}" for k, v in figures.items()), flush=True)
+        self._shown |= {k: v for k, v in figures.items() if k in ("loss", "tok_s", "tau")}
+
+    def advance(self, step: int) -> None:
+        """Moves the bar."""
+        self._bar.n = step
+        self._bar.set_postfix({k: _short(v) for k, v in self._shown.items()}, refresh=False)
+        self._bar.update(0)
+
+    def say(self, text: str) -> None:
+        """A line for the reader, without breaking the bar."""
+        self._bar.write(text)
+
+    def close(self) -> None:
+        self._bar.close()
+        self._board.close()
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def read_metrics(path: pathlib.Path) -> list[dict]:
+    """The whole lines of a metrics.jsonl; a last one that was cut off is left out."""
+    if not path.exists():
+        return []
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+    return lines
+
+
+def _short(value) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,141 @@
+"""The loop around a training step: logs, evaluation, checkpoints, and orderly ends."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from spec_jax.errors import TrainingError
+from spec_jax.train.checkpoint import Checkpoints
+from spec_jax.train.log import Log
+from spec_jax.train.step import TrainState
+
+
+class Preemption:
+    """Turns SIGTERM into a flag, so that a run can save and end; off the main thread it is idle."""
+
+    def __init__(self):
+        self.is_asked = False
+
+    def __enter__(self) -> Preemption:
+        self._old = None
+        if threading.current_thread() is threading.main_thread():
+            self._old = signal.signal(signal.SIGTERM, self._ask)
+        return self
+
+    def _ask(self, *_):
+        self.is_asked = True
+
+    def __exit__(self, *_) -> None:
+        if self._old is not None:
+            signal.signal(signal.SIGTERM, self._old)
+
+
+def train_loop(
+    state: TrainState,
+    *,
+    step_fn: Callable[[TrainState, Any], tuple[TrainState, dict]],
+    batch_at: Callable[[int], Any],
+    num_steps: int,
+    checkpoints: Checkpoints,
+    log: Log,
+    tokens_per_step: Callable[[Any], int],
+    log_every: int = 10,
+    summarise: Callable[[Mapping], Mapping] = lambda figures: figures,
+    evaluate: Callable[[TrainState], Mapping[str, float]] | None = None,
+    eval_every: int = 0,
+    best_by: str | None = None,
+    checkpoint_every_s: float = 300.0,
+    describe_batch: Callable[[int], str] = lambda step: "",
+) -> tuple[TrainState, bool]:
+    """Trains from ``state.step`` to ``num_steps``, or until SIGTERM asks it to save and end.
+
+    Nothing is saved before the losses up to it were seen to be finite.
+
+    Args:
+      state: fresh or restored; consumed.
+      step_fn: one jitted step, the state donated.
+      batch_at: the batch of a step, a pure function of its number.
+      num_steps: in all.
+      checkpoints: where to save.
+      log: where to write.
+      tokens_per_step: how many tokens a batch trains on.
+      log_every: steps between two lines, each of the means since the last.
+      summarise: turns the means of the step's figures into what is written.
+      evaluate: ``state -> figures``, or None.
+      eval_every: steps between two evaluations; 0: none but the last.
+      best_by: the figure of ``evaluate`` by which the best state is kept, or None.
+      checkpoint_every_s: seconds between two checkpoints.
+      describe_batch: which data a step's batch is made of, for errors.
+
+    Returns:
+      The last state, and whether all steps were done.
+
+    Raises:
+      TrainingError: a loss that is not finite, or a checkpoint that could not be written.
+    """
+    pending: list[tuple[int, dict]] = []
+    seen, began_s, saved_s = 0, time.monotonic(), time.monotonic()
+    first = step = int(state.step)
+
+    def flush(is_logged: bool):
+        nonlocal seen, began_s
+        if not pending:
+            return
+        figures = jax.device_get([metrics for _, metrics in pending])
+        for (done, _), values in zip(pending, figures):
+            if not math.isfinite(values["loss"]):
+                where = describe_batch(done - 1)
+                raise TrainingError(
+                    f"the loss is {values['loss']} at step {done}{where and f' ({where})'}; the "
+                    f"last good checkpoint is of step {checkpoints.last_step}: lower the rates, "
+                    "or leave that data out"
+                )
+        window.extend(figures)
+        pending.clear()
+        if is_logged and window:
+            means = jax.tree.map(lambda *x: np.mean(x, axis=0), *window)
+            rate = seen / (time.monotonic() - began_s)
+            log.write(done, **summarise(means), tok_s=round(rate))
+            window.clear()
+            seen, began_s = 0, time.monotonic()
+
+    window: list[dict] = []
+    with Preemption() as preemption:
+        for step in range(first, num_steps):
+            batch = batch_at(step)
+            seen += tokens_per_step(batch)
+            state, metrics = step_fn(state, batch)
+            done = step + 1
+            pending.append((done, metrics))
+            is_last, is_asked = done == num_steps, preemption.is_asked
+            if done % log_every == 0 or is_last or is_asked:
+                flush(is_logged=True)
+                log.advance(done)
+            checkpoints.check()
+            if evaluate and (is_last or (eval_every and done % eval_every == 0)):
+                flush(is_logged=False)
+                paused_s = time.monotonic()
+                figures = evaluate(state)
+                log.write(done, **figures)
+                if best_by is not None:
+                    checkpoints.save_best(done, state, figures[best_by])
+                began_s += time.monotonic() - paused_s
+            if is_last or is_asked or time.monotonic() - saved_s > checkpoint_every_s:
+                flush(is_logged=False)
+                if checkpoints.last_step != done:
+                    checkpoints.save(done, state)
+                saved_s = time.monotonic()
+            if is_asked and not is_last:
+                checkpoints.wait()
+                log.say(f"SIGTERM: saved at step {done}; the same command goes on from there")
+                return state, False
+    checkpoints.wait()
+    return state, True

@@ -1,0 +1,93 @@
+"""What every objective shares: a batch, the target's view of it, and figures by position.
+
+An objective is ``(params, batch, target) -> (loss f32[], figures)``, pure: ``params`` are
+trained, ``target`` is what they lean on and what stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax.models import transformer
+from spec_jax.models.config import ModelConfig
+from spec_jax.train.unroll import shifted
+
+
+@flax.struct.dataclass
+class View:
+    """What the target saw, as an objective reads it; no gradient goes through it."""
+
+    features: jax.Array | None  # dtype[B,W,E], its tapped states
+    hidden: jax.Array  # dtype[B,W,D], after the final norm: row t is the law of token t + 1
+
+
+@flax.struct.dataclass
+class Batch:
+    """Windows of text, and which of their tokens count."""
+
+    tokens: jax.Array  # i32[B,W]
+    mask: jax.Array  # bool[B,W], the token is one to be predicted
+    key: jax.Array  # of this step
+    view: View | None = None
+
+
+def target_view(
+    target: dict, tokens: jax.Array, *, config: ModelConfig, taps: tuple[int, ...]
+) -> View:
+    """Runs the target over windows i32[B,W], whole and without a cache.
+
+    Args:
+      target: its weights.
+      tokens: i32[B,W].
+      config: its shape.
+      taps: the states to keep, see ``transformer.forward``.
+    """
+    out = transformer.forward(target, tokens, config=config, taps=taps)
+    return jax.lax.stop_gradient(View(out.features, out.hidden))
+
+
+def weighted_mean(values: jax.Array, weights: jax.Array, count: jax.Array | None = None):
+    """Sum of ``values * weights`` over ``count``, by default the sum of the weights; 0 of none."""
+    weights = weights.astype(jnp.float32)
+    count = weights.sum() if count is None else count
+    return jnp.where(weights > 0, values * weights, 0.0).sum() / jnp.maximum(count, 1)
+
+
+def chain_figures(drafts: list[jax.Array], batch: Batch, weights: list[jax.Array]) -> dict:
+    """Teacher-forced counts by position: how often the text's own token was drafted.
+
+    A position is reached where every draft before it was the text's token: so on text that the
+    target writes greedily, ``hits / reached`` is the conditional acceptance of greedy decoding.
+
+    Args:
+      drafts: by step, i32[B,T], the likeliest token in place of token t + 2 + j.
+      batch: the windows.
+      weights: by step, bool[B,T], which rows count.
+
+    Returns:
+      ``reached`` and ``hits``, f32[K], counts over the batch.
+    """
+    T = drafts[0].shape[1]
+    is_reached = jnp.ones(drafts[0].shape, bool)
+    reached, hits = [], []
+    for step, (draft, weight) in enumerate(zip(drafts, weights)):
+        is_reached &= weight
+        reached.append(is_reached.sum())
+        is_reached &= draft == shifted(batch.tokens, 2 + step, T)
+        hits.append(is_reached.sum())
+    count = lambda x: jnp.stack(x).astype(jnp.float32)
+    return {"reached": count(reached), "hits": count(hits)}
+
+
+def chain_rates(figures: Mapping) -> dict:
+    """Figures with the counts of ``chain_figures`` as rates: ``accept`` f32[K], conditional."""
+    rest = {name: value for name, value in figures.items() if name not in ("reached", "hits")}
+    if "hits" in figures:
+        hits, reached = np.asarray(figures["hits"]), np.asarray(figures["reached"])
+        rest["accept"] = hits / np.maximum(reached, 1)
+    return rest

@@ -1,0 +1,97 @@
+"""Schedules and optimizers."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import optax
+
+from spec_jax.errors import ConfigError
+
+OPTIMIZERS = ("muon", "adamw")
+_NOT_INNER = ("embed", "head")  # matrices that Muon leaves to AdamW
+
+
+def warmup_stable_decay(peak: float, steps: int, warmup: int, decay_share: float) -> optax.Schedule:
+    """Linear warm-up to ``peak``, constant, then linear to zero over the last ``decay_share``.
+
+    Until the decay begins the schedule does not depend on ``steps``, so a run may be
+    shortened or lengthened up to there.
+    """
+    begin = decay_begin(steps, decay_share)
+    return optax.join_schedules(
+        [
+            optax.linear_schedule(0.0, peak, warmup),
+            optax.constant_schedule(peak),
+            optax.linear_schedule(peak, 0.0, steps - begin),
+        ],
+        [warmup, max(begin, warmup)],
+    )
+
+
+def decay_begin(steps: int, decay_share: float) -> int:
+    """The step at which the decay begins."""
+    return steps - max(1, round(steps * decay_share))
+
+
+def make_optimizer(
+    name: str,
+    *,
+    steps: int,
+    warmup: int,
+    decay_share: float,
+    lr: float,
+    matrix_lr: float,
+    weight_decay: float,
+    clip: float,
+    accumulate: int = 1,
+) -> optax.GradientTransformation:
+    """AdamW, or Muon for the inner matrices with AdamW for the rest.
+
+    Inner are all matrices but the embedding and the output head.
+
+    Source: Muon, Jordan et al. 2024 (optax.contrib.muon): momentum whose matrices are
+    orthogonalised before the update.
+
+    Args:
+      name: "adamw" or "muon".
+      steps: updates of the whole run.
+      warmup: updates of warm-up.
+      decay_share: the part of the run in which the rate falls to zero.
+      lr: AdamW's peak rate.
+      matrix_lr: Muon's peak rate.
+      weight_decay: decoupled, on matrices (the embedding included).
+      clip: the largest norm of the whole gradient.
+      accumulate: batches whose mean gradient makes one update.
+
+    Raises:
+      ConfigError: an unknown name.
+    """
+    if name not in OPTIMIZERS:
+        raise ConfigError(f"optimizer is {name!r}; expected one of {', '.join(OPTIMIZERS)}")
+    schedule = functools.partial(
+        warmup_stable_decay, steps=steps, warmup=warmup, decay_share=decay_share
+    )
+    is_matrix = functools.partial(jax.tree.map, lambda x: x.ndim == 2)
+    if name == "adamw":
+        update = optax.adamw(schedule(lr), b2=0.95, weight_decay=weight_decay, mask=is_matrix)
+    else:
+        update = optax.contrib.muon(
+            schedule(matrix_lr),
+            adam_learning_rate=schedule(lr),
+            adam_b2=0.95,
+            weight_decay=weight_decay,
+            weight_decay_mask=is_matrix,
+            muon_weight_dimension_numbers=_inner_matrices,
+        )
+    update = optax.chain(optax.clip_by_global_norm(clip), update)
+    return optax.MultiSteps(update, accumulate) if accumulate > 1 else update
+
+
+def _inner_matrices(params):
+    def leaf(path, x):
+        is_inner = x.ndim == 2 and path[-1].key not in _NOT_INNER
+        return optax.contrib.MuonDimensionNumbers() if is_inner else None
+
+    return jax.tree_util.tree_map_with_path(leaf, params)

@@ -1,0 +1,117 @@
+"""Twenty optimizer steps of every objective of heads, against an independent torch training."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+torch = pytest.importorskip("torch", reason="parity needs torch (extra 'parity')")
+pytest.importorskip("transformers", reason="parity needs transformers (extra 'parity')")
+import torch_training as oracle  # noqa: E402
+from test_torch_training import (  # noqa: E402
+    OPTIONS,
+    TAPS,
+    B,
+    V,
+    W,
+    drawn,
+    eagle_head,
+    save_target,
+)
+
+from spec_jax.draft.eagle import EagleConfig  # noqa: E402
+from spec_jax.draft.mtp import MtpConfig, mtp_table  # noqa: E402
+from spec_jax.loading import load_model  # noqa: E402
+from spec_jax.train.eagle1 import eagle1_loss  # noqa: E402
+from spec_jax.train.eagle3 import eagle3_loss  # noqa: E402
+from spec_jax.train.mtp import mtp_loss  # noqa: E402
+from spec_jax.train.objective import Batch, target_view  # noqa: E402
+from spec_jax.train.step import TrainState, train_step  # noqa: E402
+
+STEPS = 20
+RATES = [1e-2 * min(1, (i + 1) / 5) for i in range(STEPS)]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["own head", "tied"])
+def target(request, tmp_path_factory):
+    path = save_target(tmp_path_factory.mktemp("target"), tie_word_embeddings=request.param)
+    return path, load_model(path)
+
+
+def batches():
+    draw = np.random.RandomState(7)
+    return [
+        (draw.randint(0, V, (B, W)), draw.random_sample((B, W)) < 0.8) for _ in range(STEPS)
+    ]
+
+
+def ours(target, head, config, objective):
+    """Losses before each step, and the trained weights."""
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(0.5),
+        optax.adamw(lambda i: jnp.asarray(RATES)[i], b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0),
+    )
+    constants = {name: jnp.asarray(head[name]) for name in head if name == "d2t"}
+    params = {name: jax.tree.map(jnp.asarray, w) for name, w in head.items() if name != "d2t"}
+    view = jax.jit(functools.partial(target_view, config=target.config, taps=config.taps))
+    with_constants = lambda head, *args: objective({**head, **constants}, *args)
+    step = jax.jit(functools.partial(train_step, objective=with_constants, optimizer=optimizer))
+    state, losses = TrainState.create(params, optimizer), []
+    for tokens, mask in batches():
+        tokens = jnp.asarray(tokens, jnp.int32)
+        batch = Batch(tokens, jnp.asarray(mask), jax.random.key(0), view(target.params, tokens))
+        state, metrics = step(state, batch, target.params)
+        losses.append(float(metrics["loss"]))
+    return losses, state.params
+
+
+def check(found, expected):
+    losses, params = found
+    np.testing.assert_allclose(losses, expected[0], atol=1e-4, rtol=0)
+    assert np.ptp(losses) > 1e-2
+    for path, weight in jax.tree_util.tree_leaves_with_path(params):
+        theirs = functools.reduce(lambda tree, key: tree[key.key], path, expected[1])
+        np.testing.assert_allclose(weight, theirs, atol=2e-3, err_msg=str(path))
+
+
+def test_eagle1_follows_torch(target):
+    path, model = target
+    head, layer = eagle_head(path, version=1, fc_bias=True)
+    config = EagleConfig.of_target(model.config, 1, fc_bias=True)
+    objective = functools.partial(eagle1_loss, config=config, model=model.model)
+    expected = oracle.eagle1_losses(path, head, layer, batches(), lrs=RATES)
+    check(ours(model, head, config, objective), expected)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("draft_vocab_size", [None, 9], ids=["all ids", "nine ids"])
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_eagle3_follows_torch(target, name, draft_vocab_size, num_steps):
+    path, model = target
+    options = dict(taps=TAPS, **OPTIONS[name])
+    if (name == "plain") != (num_steps == 4) and draft_vocab_size is None:
+        pytest.skip("of the options, each is seen with the other values")
+    head, layer = eagle_head(path, draft_vocab_size, **options)
+    config = EagleConfig.of_target(model.config, 3, draft_vocab_size, **options)
+    objective = functools.partial(
+        eagle3_loss, config=config, model=model.model, num_steps=num_steps, is_remat=num_steps == 4
+    )
+    expected = oracle.eagle3_losses(
+        path, head, layer, batches(), lrs=RATES, num_steps=num_steps, **options
+    )
+    check(ours(model, head, config, objective), expected)
+
+
+@pytest.mark.parametrize("protocol", ["recycled", "sequential"])
+def test_mtp_follows_torch(target, protocol):
+    path, model = target
+    count = 1 if protocol == "recycled" else 3
+    config = MtpConfig.of_target(model.config, num_modules=count, protocol=protocol)
+    head = {str(i): drawn(mtp_table(config), i) for i in range(count)}
+    objective = functools.partial(mtp_loss, config=config, model=model.model, num_steps=3)
+    follow = {"recycled": oracle.mtp_recycled_losses, "sequential": oracle.mtp_sequential_losses}
+    expected = follow[protocol](path, head, config.layer, batches(), lrs=RATES)
+    check(ours(model, head, config, objective), expected)
