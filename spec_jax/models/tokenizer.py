@@ -10,9 +10,15 @@ import tokenizers
 
 from spec_jax.errors import WeightsError
 
+TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_FOLDER = "additional_chat_templates"
+
 
 class Tokenizer:
-    """A ``tokenizer.json`` and its companion ``tokenizer_config.json``."""
+    """A ``tokenizer.json``, its companion ``tokenizer_config.json`` and its chat templates.
+
+    The templates are ``config["chat_template"]``, wherever they were stored.
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict | None = None):
         self.backend = backend
@@ -21,6 +27,8 @@ class Tokenizer:
     @classmethod
     def from_directory(cls, directory: str | pathlib.Path) -> Tokenizer:
         """Loads the tokenizer of a Hugging Face directory.
+
+        Chat templates in files of their own replace those of tokenizer_config.json.
 
         Raises:
           WeightsError: no readable tokenizer.json there, or an unreadable companion.
@@ -33,22 +41,74 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises a bare Exception
             raise WeightsError(f"{file} cannot be read as a tokenizer: {error}") from error
+        config, templates = {}, {}
         file = directory / "tokenizer_config.json"
-        if not file.exists():
-            return cls(backend)
         try:
-            return cls(backend, json.loads(file.read_text(encoding="utf-8")))
+            if file.exists():
+                config = json.loads(file.read_text(encoding="utf-8"))
+            for name, file in _template_files(directory).items():
+                templates[name] = file.read_text(encoding="utf-8")
         except ValueError as error:
             raise WeightsError(f"{file} cannot be read: {error}") from error
+        return cls(backend, {**config, "chat_template": templates} if templates else config)
 
     def save(self, directory: str | pathlib.Path) -> None:
-        """Writes tokenizer.json and tokenizer_config.json."""
+        """Writes tokenizer.json, tokenizer_config.json and a file for each chat template.
+
+        Raises:
+          WeightsError: a chat template that is no text, or whose name is no file's name.
+        """
         directory = pathlib.Path(directory)
+        templates = self.chat_templates
+        for name in templates:
+            if not name or pathlib.PurePath(name).name != name:
+                raise WeightsError(f"a chat template is named {name!r}; expected a file's name")
         directory.mkdir(parents=True, exist_ok=True)
         self.backend.save(str(directory / "tokenizer.json"), pretty=False)
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **self.config}
+        config.pop("chat_template", None)
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
+        for file in _template_files(directory).values():  # of what is written over
+            file.unlink()
+        for name, template in templates.items():
+            file = directory / TEMPLATE_FILE
+            if name != "default":
+                file = directory / TEMPLATE_FOLDER / f"{name}.jinja"
+                file.parent.mkdir(exist_ok=True)
+            file.write_text(template, encoding="utf-8")
+
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """The chat templates by name; one that is stored without a name is ``default``.
+
+        Raises:
+          WeightsError: ``config["chat_template"]`` is neither a text nor named texts.
+        """
+        found = self.config.get("chat_template") or {}
+        if isinstance(found, str):
+            found = {"default": found}
+        elif isinstance(found, list) and all(isinstance(entry, dict) for entry in found):
+            found = {entry.get("name"): entry.get("template") for entry in found}
+        is_named = isinstance(found, dict) and all(
+            isinstance(name, str) and isinstance(text, str) for name, text in found.items()
+        )
+        if not is_named:
+            raise WeightsError(
+                f"chat_template of the tokenizer's config is {found!r:.80}; expected a text, or a "
+                "list of objects with a name and a template"
+            )
+        return dict(found)
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """The text of every named special token: ``bos_token``, ``eos_token`` and the like."""
+        named = {name: token for name, token in self.config.items() if name.endswith("_token")}
+        for group in ("model_specific_special_tokens", "extra_special_tokens"):
+            if isinstance(self.config.get(group), dict):
+                named |= self.config[group]
+        texts = {n: t.get("content") if isinstance(t, dict) else t for n, t in named.items()}
+        return {name: text for name, text in texts.items() if isinstance(text, str)}
 
     @property
     def vocab_size(self) -> int:
@@ -82,3 +142,10 @@ class Tokenizer:
 
     def has_same_vocab(self, other: Tokenizer) -> bool:
         return self.backend.get_vocab() == other.backend.get_vocab()
+
+
+def _template_files(directory: pathlib.Path) -> dict[str, pathlib.Path]:
+    files = {file.stem: file for file in sorted((directory / TEMPLATE_FOLDER).glob("*.jinja"))}
+    if (directory / TEMPLATE_FILE).exists():
+        files["default"] = directory / TEMPLATE_FILE
+    return files
