@@ -1,0 +1,293 @@
+"""Conversations and texts as token documents, with what the assistant writes marked."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import tokenizers
+
+from spec_jax.data.chat import ChatTemplate
+from spec_jax.data.records import Conversation, Text, read_records
+from spec_jax.data.tokens import END_OF_TEXT
+from spec_jax.errors import ConfigError
+from spec_jax.models.tokenizer import Tokenizer
+
+SPLITS = ("train", "held_out")
+
+
+class Document(NamedTuple):
+    """Tokens, and which of them a model is to learn to predict."""
+
+    ids: np.ndarray  # i32[T]
+    mask: np.ndarray  # bool[T]
+    source: str  # file and line
+
+
+class Encoder:
+    """Conversations and texts to documents, by one tokenizer and its chat template.
+
+    A text is a separator and its tokens, all marked. A conversation begins with a separator
+    too, unmarked, unless its template begins with the tokenizer's ``bos_token``. Special tokens
+    come from the template alone; the tokenizer adds none.
+
+    Args:
+      tokenizer: of the target.
+      template: None: the tokenizer's own.
+      separator: the token before each document; None: ``END_OF_TEXT`` where the tokenizer has
+        it, else its ``eos_token``.
+
+    Raises:
+      ConfigError: the tokenizer has no such token.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None = None,
+        *,
+        separator: str | None = None,
+    ):
+        self.tokenizer = tokenizer
+        if template is not None:
+            self.template = template
+        self.backend = _uncut(tokenizer.backend)
+        if separator is None:
+            separator = END_OF_TEXT
+            if tokenizer.token_id(separator) is None:
+                separator = tokenizer.special_tokens.get("eos_token", END_OF_TEXT)
+        self.separator_id = tokenizer.token_id(separator)
+        if self.separator_id is None:
+            raise ConfigError(
+                f"the tokenizer has no token {separator!r} to separate documents; expected "
+                "separator to be one of its tokens"
+            )
+        added = self.backend.get_added_tokens_decoder().values()
+        self._turn_ends = tuple(token.content for token in added if token.content.strip())
+
+    @functools.cached_property
+    def template(self) -> ChatTemplate:
+        """How conversations become text."""
+        return ChatTemplate.from_tokenizer(self.tokenizer)
+
+    def text(self, record: Text) -> list[Document]:
+        """A text's document, every token marked; none if it is empty.
+
+        Raises:
+          ConfigError: it is no Unicode text.
+        """
+        if not record.text:
+            return []
+        return [self._document(record.text, [(0, len(record.text))], record.source, is_text=True)]
+
+    def conversation(self, record: Conversation) -> list[Document]:
+        """A conversation's documents, with every turn of the assistant marked.
+
+        Marked is what the model must predict: the content and the token that ends the turn.
+        Where the template has ``{% generation %}`` blocks, they are marked. Else a turn is what
+        its rendering adds to the rendering of what comes before it with a generation prompt,
+        less white space after a last added token. Where a template writes earlier turns in
+        another way once more follow (reasoning left out, say), the conversation becomes
+        several documents, each up to a turn that is seen as the model wrote it: every turn is
+        marked once, behind the prompt that it answered.
+
+        Messages after the last turn are left out. A turn that opens the conversation answers
+        nothing; without generation blocks it is not marked.
+
+        Args:
+          record: as ``read_records`` yields it.
+
+        Returns:
+          One document, or several as above; none where the assistant has no turn.
+
+        Raises:
+          ConfigError: the template refuses the conversation, writes an answer that does not
+            begin with its prompt, or has blocks that mark nothing; or it is no Unicode text.
+        """
+        roles = [message["role"] for message in record.messages]
+        if "assistant" not in roles:
+            return []
+        messages = record.messages[: len(roles) - roles[::-1].index("assistant")]
+        try:
+            if self.template.has_generation(has_tools=record.tools is not None):
+                text, spans = self.template.render_spans(messages, tools=record.tools)
+                if not any(end > begin for begin, end in spans):
+                    raise ConfigError("the chat template's generation blocks hold no answer")
+                parts = [(text, spans)]
+            else:
+                parts = self._answers(messages, record.tools)
+        except ConfigError as error:
+            raise ConfigError(f"{record.source}: {error}") from error
+        return [self._document(text, spans, record.source) for text, spans in parts]
+
+    def _answers(self, messages, tools) -> list[tuple[str, list[tuple[int, int]]]]:
+        """Texts and the spans of their answers: one text, unless earlier turns are rewritten."""
+        parts = []
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant" or i == 0:
+                continue
+            prompt = self.template.render(messages[:i], tools=tools, add_generation_prompt=True)
+            text = self.template.render(messages[: i + 1], tools=tools)
+            if not text.startswith(prompt):
+                at = len(os.path.commonprefix([prompt, text]))
+                raise ConfigError(
+                    f"the chat template writes turn {i + 1} otherwise than its prompt begins it: "
+                    f"{text[at:]!r:.60} where the prompt has {prompt[at:]!r:.60}; expected a "
+                    "template with generation blocks, or variables under which the two agree"
+                )
+            whole = text.rstrip()
+            end = len(whole) if whole.endswith(self._turn_ends) else len(text)
+            spans = [(len(prompt), max(end, len(prompt)))]
+            if parts and text.startswith(parts[-1][0]):
+                spans = parts.pop()[1] + spans
+            parts.append((text, spans))
+        return parts
+
+    def _document(self, text: str, spans, source: str, is_text: bool = False) -> Document:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"{source}: character {error.start + 1} is half of a surrogate pair; expected "
+                "Unicode text: mend the record or leave it out"
+            ) from error
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        ids, mask = np.asarray(encoding.ids, np.int32), token_mask(encoding.offsets, spans)
+        start = self.tokenizer.special_tokens.get("bos_token")
+        if is_text or not (start and text.startswith(start)):
+            ids, mask = np.append(np.int32(self.separator_id), ids), np.append(is_text, mask)
+        return Document(ids, mask, source)
+
+
+def token_mask(offsets, spans: Iterable[tuple[int, int]]) -> np.ndarray:
+    """Which tokens hold a character of one of the spans.
+
+    Args:
+      offsets: (begin, end) in characters of each token, as ``tokenizers`` gives them.
+      spans: (begin, end) in characters.
+
+    Returns:
+      bool[T].
+    """
+    begin, end = np.asarray(offsets, np.int64).reshape(-1, 2).T
+    # Some tokenizers trim white space off offsets, and leave nothing of a token of spaces.
+    reached = np.append(0, np.maximum.accumulate(end))[:-1]
+    begin = np.where(begin == end, np.minimum(begin, reached), begin)
+    end = np.maximum(end, begin + 1)
+    mask = np.zeros(len(begin), bool)
+    for first, last in spans:
+        if first < last:
+            mask |= (begin < last) & (end > first)
+    return mask
+
+
+def is_held_out(record: Conversation | Text, share: float) -> bool:
+    """Whether a record belongs to the held-out split: a function of its content alone.
+
+    The order and the number of records, their files, the tokenizer and the cut do not matter, so
+    equal records are always in the same split; those of a smaller share are among those of
+    a larger one.
+
+    Args:
+      record: a conversation (its messages count) or a text.
+      share: the part of the records that is held out, in [0, 1].
+    """
+    is_text = isinstance(record, Text)
+    content = record.text if is_text else json.dumps(record.messages, sort_keys=True)
+    digest = hashlib.sha256(content.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64 < share
+
+
+def read_documents(
+    paths: Iterable[str | os.PathLike],
+    encoder: Encoder,
+    *,
+    split: str = "train",
+    held_out_share: float = 0.0,
+    max_length: int | None = None,
+    is_strict: bool = True,
+    counts: collections.Counter | None = None,
+) -> Iterator[Document]:
+    """The documents of one split, in the files' order, one at a time.
+
+    Args:
+      paths: files and folders, see ``read_records``.
+      encoder: how records become documents.
+      split: "train" or "held_out".
+      held_out_share: the part of the records that is held out, see ``is_held_out``.
+      max_length: documents are cut after so many tokens; None: never.
+      is_strict: whether a record that cannot be encoded (most often a conversation that the
+        template refuses) is an error; else it is skipped and counted.
+      counts: filled while the documents are read: records ("conversations", "texts",
+        "other_split"), what was skipped ("no_answer": no turn of the assistant, or none
+        before the cut; "empty", "refused"), "cut" documents, conversations that became several
+        documents ("several"), and "documents".
+
+    Raises:
+      ConfigError: a bad argument, a record that cannot be read, no usable document.
+    """
+    if split not in SPLITS:
+        raise ConfigError(f"split is {split!r}; expected one of {', '.join(SPLITS)}")
+    if not 0.0 <= held_out_share < 1.0:
+        raise ConfigError(f"held_out_share is {held_out_share!r}; expected a number in [0, 1)")
+    if max_length is not None and max_length < 2:
+        raise ConfigError(f"max_length is {max_length}; expected at least 2, or None")
+    counts = collections.Counter() if counts is None else counts
+    is_wanted = lambda r: is_held_out(r, held_out_share) == (split == "held_out")
+    return _documents(list(paths), encoder, split, is_wanted, max_length, is_strict, counts)
+
+
+def _documents(paths, encoder, split, is_wanted, max_length, is_strict, counts):
+    refusal = ""
+    for record in (record for path in paths for record in read_records(path)):
+        if not is_wanted(record):
+            counts["other_split"] += 1
+            continue
+        is_text = isinstance(record, Text)
+        useless = "empty" if is_text else "no_answer"
+        counts["texts" if is_text else "conversations"] += 1
+        if not is_text:
+            _ = encoder.template  # its absence is no fault of the conversation
+        try:
+            found = encoder.text(record) if is_text else encoder.conversation(record)
+        except ConfigError as error:
+            if is_strict:
+                raise
+            counts["refused"] += 1
+            refusal = refusal or f" (the first refusal: {error})"
+            continue
+        counts[useless] += not found
+        counts["several"] += len(found) > 1
+        for document in found:
+            if max_length is not None and len(document.ids) > max_length:
+                counts["cut"] += 1
+                ids, mask, source = document
+                document = Document(ids[:max_length], mask[:max_length], source)
+            if document.mask[1:].any():  # the first token is input only
+                counts["documents"] += 1
+                yield document
+            else:
+                counts[useless] += 1
+    if not counts["documents"]:
+        seen = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
+        raise ConfigError(
+            f"{', '.join(map(str, paths)) or 'no file'} gave no document for {split} "
+            f"({seen or 'no record'}){refusal}; expected at least one conversation with an "
+            "answer, or one text, in the split"
+        )
+
+
+def _uncut(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The tokenizer without the truncation and padding that its file may ask for."""
+    if backend.truncation is None and backend.padding is None:
+        return backend
+    copy = tokenizers.Tokenizer.from_str(backend.to_str())
+    copy.no_truncation()
+    copy.no_padding()
+    return copy

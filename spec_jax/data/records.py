@@ -1,0 +1,159 @@
+"""Conversations and texts, one by one, from the files that people keep them in."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from spec_jax.errors import ConfigError
+
+ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
+    "assistant": "assistant", "system": "system", "tool": "tool", "observation": "tool",
+}  # fmt: skip
+_JSON = (".json", ".jsonl")
+
+
+class Conversation(NamedTuple):
+    """Messages as chat templates take them: each a dict with a role and a content."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict] | None
+    source: str  # file and line
+
+
+class Text(NamedTuple):
+    """A text that is no conversation."""
+
+    text: str
+    source: str  # file, and line where the file holds several
+
+
+def read_records(path: str | os.PathLike) -> Iterator[Conversation | Text]:
+    """Reads the conversations and texts of one file, or of a folder's files in order of name.
+
+    A .json or .jsonl file holds one object a line, or is one list of objects. Each has
+    ``messages`` (role, content; content a string or parts of text), or ``conversations``
+    (ShareGPT: from, value; ``system`` and ``tools`` beside them count), or ``text``. Any other
+    file is one text. Lines are read one at a time; a list is held in memory.
+
+    Raises:
+      ConfigError: no such file, a file that is not UTF-8, or a malformed line or object; it
+        is named.
+    """
+    path = pathlib.Path(path)
+    if path.is_dir():
+        files = (f for f in path.rglob("*") if f.is_file() and not f.name.startswith("."))
+        for file in sorted(files, key=lambda f: f.relative_to(path).as_posix()):
+            yield from read_records(file)
+        return
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}; expected conversations or text")
+    if path.suffix.lower() not in _JSON:
+        yield Text(_decode(path.read_bytes(), str(path)), str(path))
+    elif _is_list(path):
+        for number, value in enumerate(_parse(_decode(path.read_bytes(), str(path)), str(path))):
+            yield parse_record(value, f"{path}: object {number + 1}")
+    else:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                source = f"{path}:{number}"
+                text = _decode(line, source)
+                if text.strip():
+                    yield parse_record(_parse(text, source), source)
+
+
+def parse_record(value: Any, source: str) -> Conversation | Text:
+    """One object of a file as a conversation or a text.
+
+    Args:
+      value: as JSON has it.
+      source: the file and the line, for errors.
+
+    Raises:
+      ConfigError: an object of another form.
+    """
+    if not isinstance(value, dict):
+        raise _malformed(source, f"{value!r:.60} is no object")
+    turns = value.get("messages")
+    if turns is None:
+        turns = value.get("conversations")
+    if turns is None and isinstance(value.get("text"), str):
+        return Text(value["text"], source)
+    if not isinstance(turns, list):
+        raise _malformed(source, f"an object with the keys {', '.join(map(repr, value)) or 'none'}")
+    messages = [_message(turn, source) for turn in turns]
+    system = value.get("system")
+    if isinstance(system, str) and system and [m["role"] for m in messages[:1]] != ["system"]:
+        messages.insert(0, {"role": "system", "content": system})
+    return Conversation(messages, _tools(value.get("tools"), source), source)
+
+
+def _tools(value: Any, source: str) -> list[dict] | None:
+    tools = _parse(value, source) if isinstance(value, str) and value else value
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise _malformed(source, f"tools are {tools!r:.60}; expected a list of objects")
+    return tools
+
+
+def _message(turn: Any, source: str) -> dict[str, Any]:
+    if not isinstance(turn, dict):
+        raise _malformed(source, f"a turn is {turn!r:.60}; expected an object")
+    if "from" in turn:
+        role = ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
+        if role is None or not isinstance(turn.get("value"), str):
+            raise _malformed(
+                source,
+                f"a turn is from {turn['from']!r} with the value {turn.get('value')!r:.60}; "
+                f"expected a text from one of {', '.join(ROLES)}",
+            )
+        return {"role": role, "content": turn["value"]}
+    if not isinstance(turn.get("role"), str):
+        raise _malformed(source, f"a message has the role {turn.get('role')!r}; expected a text")
+    content = turn.get("content")
+    if isinstance(content, list):
+        parts = [p.get("text") if isinstance(p, dict) else None for p in content]
+        if not all(isinstance(part, str) for part in parts):
+            raise _malformed(source, f"a message holds {content!r:.60}; expected text only")
+        content = "".join(parts)
+    has_more = any(turn.get(key) for key in ("tool_calls", "reasoning_content", "reasoning"))
+    if not isinstance(content, str) and not (content is None and has_more):
+        raise _malformed(source, f"a message has the content {content!r:.60}; expected a text")
+    return {**turn, "content": content}
+
+
+def _malformed(source: str, problem: str) -> ConfigError:
+    return ConfigError(
+        f"{source}: {problem}. Expected one object a line, or a list of objects, each with "
+        "messages, conversations or text: mend it or leave it out"
+    )
+
+
+def _parse(text: str, source: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _malformed(source, f"not JSON ({error})") from error
+
+
+def _decode(data: bytes, source: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{source}: byte {error.start + 1} is not UTF-8; expected text: convert it or leave "
+            "it out"
+        ) from error
+
+
+def _is_list(path: pathlib.Path) -> bool:
+    with path.open("rb") as file:
+        for line in file:
+            if line.strip(b"\xef\xbb\xbf \t\r\n"):
+                return line.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    return False
