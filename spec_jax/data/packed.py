@@ -1,0 +1,179 @@
+"""Documents on disk, end to end: two arrays to map into memory, and a description of them."""
+
+from __future__ import annotations
+
+import array
+import collections
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spec_jax.data.conversations import Document
+from spec_jax.errors import ConfigError
+from spec_jax.models.tokenizer import Tokenizer
+
+VERSION = 1
+
+
+class Packed(NamedTuple):
+    """A packed corpus; document ``i`` is ``tokens[starts[i] : starts[i + 1]]``."""
+
+    tokens: np.ndarray  # i32[T], mapped from the file
+    mask: np.ndarray  # bool[T], mapped from the file
+    starts: np.ndarray  # i64[number of documents + 1]
+    info: dict[str, Any]  # the description without the starts
+
+
+def write_packed(
+    directory: str | os.PathLike,
+    name: str,
+    documents: Iterable[Document],
+    tokenizer: Tokenizer,
+    *,
+    sources: Iterable[str | os.PathLike] = (),
+    counts: Mapping[str, int] | None = None,
+    about: Mapping[str, Any] | None = None,
+) -> Packed:
+    """Writes documents to NAME.tokens.npy, NAME.mask.npy and NAME.json, and opens them.
+
+    Documents are written as they come; in memory is one of them, and where each starts. The
+    files get their names when they are whole, the description last: without it there is no
+    corpus.
+
+    Args:
+      directory: made if absent.
+      name: of the corpus, such as the split's.
+      documents: see ``read_documents``.
+      tokenizer: theirs; its vocabulary's fingerprint is kept.
+      sources: the files that they come from, to be named in the description.
+      counts: the same as given to ``read_documents``; read when the documents have ended.
+      about: more to keep in the description, as JSON has it: the tokenizer's name, the split.
+
+    Raises:
+      ConfigError: no document, or ids that the tokenizer does not have.
+    """
+    directory = pathlib.Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    tokens_file, mask_file, info_file = paths = _paths(directory, name)
+    partial = [path.with_name(path.name + ".partial") for path in paths]
+    starts, trained, num_ids = array.array("q", [0]), 0, tokenizer.num_ids
+    try:
+        with _Growing(partial[0], np.int32) as tokens, _Growing(partial[1], np.bool_) as mask:
+            for ids, is_trained, source in documents:
+                if len(ids) != len(is_trained) or not len(ids):
+                    raise ConfigError(
+                        f"{source}: {len(ids)} ids with a mask of {len(is_trained)}; expected one "
+                        "mask value an id, and at least one id"
+                    )
+                if not 0 <= np.min(ids) <= np.max(ids) < num_ids:
+                    raise ConfigError(
+                        f"{source}: ids from {np.min(ids)} to {np.max(ids)}; expected them below "
+                        f"{num_ids}, the size of the tokenizer's vocabulary"
+                    )
+                tokens.append(ids)
+                mask.append(is_trained)
+                starts.append(starts[-1] + len(ids))
+                trained += int(np.sum(is_trained))
+        if len(starts) == 1:
+            raise ConfigError(f"there is no document for {name}; expected at least one")
+        counted = collections.Counter(counts or {})
+        info = {
+            **(about or {}),
+            "version": VERSION,
+            "tokenizer": fingerprint(tokenizer),
+            "sources": [str(source) for source in sources],
+            "counts": {
+                **counted, "documents": len(starts) - 1, "tokens": starts[-1], "trained": trained,
+            },
+            "starts": starts.tolist(),
+        }  # fmt: skip
+        partial[2].write_text(json.dumps(info) + "\n", encoding="utf-8")
+        info_file.unlink(missing_ok=True)
+        for source, target in zip(partial, paths):
+            os.replace(source, target)
+    finally:
+        for path in partial:
+            path.unlink(missing_ok=True)
+    return load_packed(directory, name, tokenizer)
+
+
+def load_packed(
+    directory: str | os.PathLike, name: str, tokenizer: Tokenizer | None = None
+) -> Packed:
+    """Opens what ``write_packed`` wrote; the arrays stay on disk.
+
+    Args:
+      directory: where it is.
+      name: of the corpus.
+      tokenizer: that of the model to be trained; checked if given.
+
+    Raises:
+      ConfigError: no whole corpus of that name, or one of another vocabulary.
+    """
+    tokens_file, mask_file, info_file = _paths(pathlib.Path(directory), name)
+    remedy = "expected what write_packed writes: pack the corpus again"
+    try:
+        info = json.loads(info_file.read_text(encoding="utf-8"))
+        starts = np.asarray(info.pop("starts"), np.int64)
+        tokens, mask = (np.load(path, mmap_mode="r") for path in (tokens_file, mask_file))
+        found, version = info["tokenizer"], info["version"]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{info_file} is no packed corpus ({error}); {remedy}") from error
+    if version != VERSION:
+        raise ConfigError(f"{info_file} has version {version!r}, not {VERSION}; {remedy}")
+    shapes = {tokens.shape, mask.shape, (int(starts[-1]),)}
+    if len(shapes) > 1 or (tokens.dtype, mask.dtype) != (np.int32, np.bool_):
+        raise ConfigError(
+            f"{info_file} tells of {starts[-1]} tokens, the arrays beside it are "
+            f"{tokens.dtype}{list(tokens.shape)} and {mask.dtype}{list(mask.shape)}; {remedy}"
+        )
+    if tokenizer is not None and found != fingerprint(tokenizer):
+        raise ConfigError(
+            f"{info_file} was packed with another vocabulary ({found}) than the tokenizer's "
+            f"({fingerprint(tokenizer)}); expected the target's tokenizer: pack the corpus again"
+        )
+    return Packed(tokens, mask, starts, info)
+
+
+def fingerprint(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The size and the SHA-256 of a tokenizer's vocabulary, names and ids."""
+    vocab = sorted(tokenizer.backend.get_vocab(with_added_tokens=True).items())
+    digest = hashlib.sha256(json.dumps(vocab).encode()).hexdigest()
+    return {"num_ids": tokenizer.num_ids, "vocab_sha256": digest}
+
+
+class _Growing:
+    """A one-dimensional .npy file whose length is known only at its end."""
+
+    def __init__(self, path: pathlib.Path, dtype):
+        self.dtype, self.length, self.file = np.dtype(dtype), 0, path.open("wb")
+        self._write_header()
+
+    def _write_header(self) -> None:
+        # NumPy pads a header so that a longer length still fits into it.
+        descr = np.lib.format.dtype_to_descr(self.dtype)
+        header = {"descr": descr, "fortran_order": False, "shape": (self.length,)}
+        np.lib.format.write_array_header_1_0(self.file, header)
+
+    def append(self, values) -> None:
+        self.file.write(np.ascontiguousarray(values, self.dtype).tobytes())
+        self.length += len(values)
+
+    def __enter__(self) -> _Growing:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.file.seek(0)
+        self._write_header()
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+
+
+def _paths(directory: pathlib.Path, name: str) -> list[pathlib.Path]:
+    return [directory / f"{name}.{end}" for end in ("tokens.npy", "mask.npy", "json")]
