@@ -1,0 +1,232 @@
+"""Chat templates and marks of the assistant's tokens agree with transformers'."""
+
+import datetime
+import json
+
+import pytest
+from chat_templates import GENERATION, REASONING, TEMPLATES, TOOLS, byte_level, metaspace, talk
+
+from spec_jax.data.chat import ChatTemplate
+from spec_jax.data.conversations import Encoder
+from spec_jax.data.records import Conversation
+from spec_jax.errors import ConfigError
+from spec_jax.models.tokenizer import Tokenizer
+
+transformers = pytest.importorskip(
+    "transformers", reason="parity needs transformers (extra 'parity')"
+)
+
+CALL = {"function": {"name": "add", "arguments": {"a": "<2> & 'é'", "n": None}}}
+SCHEMA = {"type": "function", "function": {"name": "add", "description": "a < b, \"é\""}}
+SYSTEM = {"role": "system", "content": "Be <brief> & kind.\n"}
+TALKS = {
+    "one turn": talk("What is two?", "That is four."),
+    "turns": talk(" What is 2? ", "two, \n\n is it", "a café 数 🙂?", " A café 🙂 \n", "x", ""),
+    "system": [SYSTEM, *talk("two?", "four")],
+    "open": talk("two?", "four", "and three?"),
+    "twice": [*talk("a", "b"), *talk("c", first="assistant")],
+    "reasoning": [
+        {"role": "user", "content": "two?"},
+        {"role": "assistant", "content": "four", "reasoning": "it is", "name": None},
+        {"role": "user", "content": "sure?"},
+        {"role": "assistant", "content": "yes", "thinking": "hm", "reasoning_content": None},
+    ],
+    "tools": [
+        {"role": "user", "content": "two and two?"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "four"},
+    ],
+}  # fmt: skip
+
+
+def both(tokenizer, folder):
+    """Our tokenizer as saved and read again, and transformers' of the same files."""
+    tokenizer.save(folder)
+    return Tokenizer.from_directory(folder), transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def outcome(render):
+    """What is rendered, or None where the template refuses."""
+    try:
+        return render()
+    except Exception as error:  # theirs are of many types
+        assert not isinstance(error, AttributeError), error
+        return None
+
+
+@pytest.mark.parametrize("tools", [None, [SCHEMA]], ids=["plain", "with tools"])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_renderings_agree(tmp_path, template, tools):
+    ours, theirs = both(byte_level(TEMPLATES[template]), tmp_path)
+    renderer = ChatTemplate.from_tokenizer(ours)
+    n_rendered = 0
+    for name, messages in TALKS.items():
+        for prompt in (False, True):
+            found = outcome(
+                lambda: renderer.render(messages, tools=tools, add_generation_prompt=prompt)
+            )
+            expected = outcome(lambda: theirs.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=prompt, tokenize=False
+            ))
+            assert found == expected, (name, prompt)
+            n_rendered += found is not None
+    assert n_rendered >= 8
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages | tojson }}{{ messages | tojson(indent=2) }}",
+        "{{ {'b': 1, 'a': '<é>'} | tojson(sort_keys=true, separators=(',', ':')) }}",
+        "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m }}{% endfor %}",
+        "  {%- if true %}  \n\n  a\n  {% endif %}  b  \n{# c #}\n d\n\n",
+        "{{ tools is none }}{{ documents is none }}{{ no_such }}{{ pad_token }}{{ image_token }}",
+        "{{ bos_token ~ eos_token }}{{ dict(a=1) }}{{ dict.fromkeys('ab') }}",
+        "{% set n = namespace(i=0, self=2) %}{% for m in messages %}{% set n.i = n.i + 1 %}"
+        "{% endfor %}{{ n.i }}{{ n.self }}",
+        "{{ messages[0].content.split(' ')[-1][::-1] }}{{ extra }}{{ messages[-1]['role'][:3] }}",
+        "{{ strftime_now('%Y') | length }}",
+        "{{ raise_exception('no') }}",
+        "{{ messages.append(messages[0]) }}",
+        "{{ messages[0].content.__class__ }}",
+        "{% set n = namespace() %}{% set n._x = 1 %}",
+        "{{ missing.attribute }}",
+        "{{ messages[0].content + 1 }}",
+        "{% generation %}{{ messages[0].content }}",
+    ],
+)  # fmt: skip
+def test_the_language_of_templates_agrees(tmp_path, source):
+    tokenizer = byte_level(source, pad_token=None, image_token="<img>", model_max_length=99)
+    ours, theirs = both(tokenizer, tmp_path)
+    for messages in (TALKS["system"], TALKS["tools"]):
+        found = outcome(
+            lambda: ChatTemplate.from_tokenizer(ours, variables={"extra": "E"}).render(messages)
+        )
+        expected = outcome(lambda: theirs.apply_chat_template(messages, tokenize=False, extra="E"))
+        assert found == expected
+
+
+def test_the_time_agrees(tmp_path):
+    ours, theirs = both(byte_level("{{ strftime_now('%d %b %Y') }}"), tmp_path)
+    before = datetime.date.today()
+    found = ChatTemplate.from_tokenizer(ours).render(TALKS["open"])
+    expected = theirs.apply_chat_template(TALKS["open"], tokenize=False)
+    assert found == expected or before != datetime.date.today()
+
+
+# Where several tokens hold the last character of a block, theirs marks the first only, ours all
+# of them; a SentencePiece-like tokenizer has two tokens for a newline behind a special token.
+SHORT_BLOCKS = GENERATION.replace(
+    "<|im_end|>\n{% endgeneration %}", "<|im_end|>{% endgeneration %}{{ '\\n' }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("make", "template"),
+    [(byte_level, GENERATION), (byte_level, SHORT_BLOCKS), (metaspace, SHORT_BLOCKS)],
+    ids=["bytes", "bytes, short", "metaspace, short"],
+)
+@pytest.mark.parametrize("talk_name", ["one turn", "turns", "twice", "system"])
+def test_marks_of_generation_blocks_agree(tmp_path, make, template, talk_name):
+    ours, theirs = both(make(template), tmp_path)
+    messages = TALKS[talk_name]
+    expected = theirs.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
+    (document,) = Encoder(ours).conversation(Conversation(messages, None, "here"))
+    assert document.ids[1:].tolist() == expected["input_ids"]
+    assert document.mask[1:].tolist() == [bool(x) for x in expected["assistant_masks"]]
+    assert 0 < document.mask.sum() < len(document.mask) and not document.mask[0]
+
+
+# Each family's template with blocks around what our marks should be without any.
+ANSWERED = {
+    "ChatML": [("{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' "
+        "+ '\\n' }}",
+        "{{- '<|im_start|>' + message.role + '\\n' }}{% if message.role == 'assistant' %}"
+        "{% generation %}{{- message.content + '<|im_end|>' }}{% endgeneration %}{% else %}"
+        "{{- message.content + '<|im_end|>' }}{% endif %}{{- '\\n' }}")],
+    "Llama 3": [("{{- head + message['content'] | trim + '<|eot_id|>' }}",
+        "{{- head }}{% if message.role == 'assistant' %}"
+        "{% generation %}{{- message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}"
+        "{% else %}{{- message['content'] | trim + '<|eot_id|>' }}{% endif %}")],
+    "Mistral": [("{{- ' ' + turn.content + eos_token }}",
+        "{% generation %}{{- ' ' + turn.content + eos_token }}{% endgeneration %}")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("template", ANSWERED)
+@pytest.mark.parametrize("talk_name", ["one turn", "turns", "system"])
+def test_marks_found_by_prompts_agree_with_blocks(tmp_path, template, talk_name):
+    source = TEMPLATES[template]
+    ours, _ = both(byte_level(source), tmp_path / "plain")
+    for old, new in ANSWERED[template]:
+        assert old in source
+        source = source.replace(old, new)
+    _, theirs = both(byte_level(source), tmp_path / "blocks")
+    messages = TALKS[talk_name]
+    expected = theirs.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
+    (document,) = Encoder(ours).conversation(Conversation(messages, None, "here"))
+    n = len(expected["input_ids"])
+    assert document.ids[-n:].tolist() == expected["input_ids"]
+    assert document.mask[-n:].tolist() == [bool(x) for x in expected["assistant_masks"]]
+    assert len(document.ids) - n == (template == "ChatML")  # the separator
+
+
+def test_a_document_a_turn_is_what_generation_would_see(tmp_path):
+    ours, theirs = both(byte_level(REASONING), tmp_path)
+    messages = TALKS["reasoning"]
+    documents = Encoder(ours).conversation(Conversation(messages, None, "here"))
+    assert len(documents) == 2
+    for turn, document in zip((1, 3), documents):
+        prompt = theirs.apply_chat_template(
+            messages[:turn], add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        assert document.ids[1 : len(prompt) + 1].tolist() == prompt
+        assert not document.mask[: len(prompt) + 1].any() and document.mask[len(prompt) + 1]
+
+
+@pytest.mark.parametrize("stored", [
+    "{{ messages[0].content }}{{ bos_token }}",
+    [{"name": "default", "template": "D{{ eos_token }}"}, {"name": "tool_use", "template": TOOLS}],
+    {"default": "D", "rag": "R"},
+])  # fmt: skip
+def test_stored_templates_are_read_alike(tmp_path, stored):
+    tokenizer = byte_level()
+    tokenizer.save(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+
+    def agree():
+        ours = Tokenizer.from_directory(tmp_path)
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        expected = theirs.chat_template
+        expected = {"default": expected} if isinstance(expected, str) else expected
+        assert ours.chat_templates == expected
+        for tools in (None, [SCHEMA]):
+            ours_text = ChatTemplate.from_tokenizer(ours).render(TALKS["system"], tools=tools)
+            assert ours_text == theirs.apply_chat_template(
+                TALKS["system"], tools=tools, tokenize=False
+            )
+        return theirs
+
+    config = {**tokenizer.config, "tokenizer_class": "PreTrainedTokenizerFast"}
+    file.write_text(json.dumps({**config, "chat_template": stored}))
+    theirs = agree()
+    theirs.save_pretrained(tmp_path)  # what transformers writes, we read
+    agree()
+    Tokenizer.from_directory(tmp_path).save(tmp_path)  # and what we write, transformers reads
+    agree()
+    file.write_text(json.dumps({**config, "chat_template": "of the config"}))
+    (tmp_path / "chat_template.jinja").write_text("of the\r\nfile\n")
+    agree()
+
+
+def test_both_refuse_an_empty_conversation(tmp_path):
+    ours, theirs = both(byte_level(GENERATION), tmp_path)
+    with pytest.raises(ConfigError, match="no message"):
+        ChatTemplate.from_tokenizer(ours).render([])
+    with pytest.raises(ValueError, match="empty conversation"):
+        theirs.apply_chat_template([], tokenize=False)
