@@ -134,7 +134,7 @@ class Experiment:
             sums = jax.tree.map(np.add, sums, found) if sums else found
         n = max(count // size, 1)
         figures = chain_rates(jax.tree.map(lambda x: x / n, sums))
-        stats = head_eval.decode_stats(
+        _, stats = head_eval.decode(
             self.target, self.spec.loaded(params), self._prompts, num_draft=options.num_draft,
             max_new_tokens=options.max_new_tokens, batch=options.batch,
         )  # fmt: skip
