@@ -10,7 +10,7 @@ processor and jax: "Measured" in WORKSPACE.md.
 
 from ml_collections import ConfigDict
 
-from configs import train_zoo_draft, train_zoo_target
+from configs import train_head_eagle3, train_zoo_draft, train_zoo_target
 
 
 def get_config() -> ConfigDict:
@@ -63,6 +63,16 @@ def get_config() -> ConfigDict:
         "repeats": 5,
         "seed": 0,
     })
+    config.training = ConfigDict({
+        "target": _shape(train_zoo_target.get_config()),
+        "draft_vocab_size": 1536,
+        "num_steps": 5,
+        "batch": 8,
+        "length": 256,
+        "optimizer": train_head_eagle3.get_config().optimizer.to_dict(),
+        "repeats": 5,
+        "seed": 0,
+    })
     config.transformers = ConfigDict({
         "k": 4,  # where the zoo part has not chosen its best K
         "repeats": 3,
@@ -76,6 +86,7 @@ def get_config() -> ConfigDict:
         "predicted": 0.9,  # measured over predicted; at least
         "speedup": 1.5,  # of the zoo pair; at least
         "draft": 0.15,  # draft pass over target pass, of the zoo pair; at most
+        "training": 0.5,  # of the largest products' own rate; at least
         "transformers": 3.0,  # at least
     })
     return config

@@ -15,8 +15,9 @@ def get_config() -> ConfigDict:
     config.dtype = "float32"  # to compute in; what is trained stays float32
     config.objective = "eagle3"  # eagle1, eagle3 or mtp
     config.head = ConfigDict({
-        "draft_vocab_size": 0,  # U, the most frequent tokens of the data; 0: all
+        "draft_vocab_size": 1536,  # U, the most frequent tokens of the data; 0: all
         "taps": (),  # of the target, see spec_jax.models.transformer.forward; (): as published
+        "is_warm_start": True,  # begin with the target's last layer and output head
         "num_modules": 1,  # of mtp
         "protocol": "recycled",  # of mtp
     })  # fmt: skip
@@ -31,9 +32,11 @@ def get_config() -> ConfigDict:
         "is_remat": False,
     })  # fmt: skip
     config.data = ConfigDict({
-        "text": "stdlib",  # the library's source, or a prefix of packed files
+        "text": "stdlib",  # the library's source; else files of conversations or texts, by comma
         "text_share": 0.5,
         "tests_share": 0.25,  # of the standard library's own tests
+        "held_out_share": 0.02,  # of files' documents; the library has held-out modules
+        "max_length": 2048,  # tokens of a file's document; 0: all
         "responses": placeholder(str),  # JSONL that experiments.regenerate wrote
         "responses_share": 0.5,
     })  # fmt: skip

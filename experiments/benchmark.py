@@ -5,8 +5,8 @@
 
 Parts: "llama110m" (a 110M Llama shape with random weights and synthetic acceptance), "heads"
 (an EAGLE-3 head on that shape: chain and dynamic trees; tree.png), "zoo" (the trained pair,
-acceptance as it is) and "transformers" (the same pair under assisted
-generation, where an interpreter has torch and transformers). The run's folder gets
+acceptance as it is), "training" (steps at the zoo's size) and "transformers" (the zoo's pair
+under assisted generation, where an interpreter has torch and transformers). The run's folder gets
 benchmark.json and benchmark.md after every part.
 """
 
@@ -26,6 +26,7 @@ from configs import benchmark as default
 from experiments import (
     bench_heads,
     bench_synthetic,
+    bench_training,
     bench_transformers,
     bench_zoo,
     cli,
@@ -36,7 +37,7 @@ from experiments.timing import Line, markdown_table, text_table
 from spec_jax.errors import ConfigError
 from spec_jax.tree import DynamicTree
 
-PARTS = ("llama110m", "heads", "zoo", "transformers")
+PARTS = ("llama110m", "heads", "zoo", "training", "transformers")
 
 
 def run(config, workdir: str | pathlib.Path, parts=PARTS, transformers_python: str = "") -> dict:
@@ -80,6 +81,8 @@ def run(config, workdir: str | pathlib.Path, parts=PARTS, transformers_python: s
     if "zoo" in parts:
         bars = types.SimpleNamespace(**{**config.bars.to_dict(), "verify": None})
         keep("zoo", *bench_zoo.measure("zoo", config.zoo, bars))
+    if "training" in parts:
+        keep("training", *bench_training.measure("training", config.training, config.bars))
     if "transformers" in parts:
         python = transformers_python or sys.executable
         reason = bench_transformers.why_not(python)
@@ -114,6 +117,7 @@ def validate(config, parts) -> None:
         "llama110m": "slots prompt_tokens new_tokens plain_tokens k repeats",
         "zoo": "num_prompts max_prompt_tokens new_tokens plain_tokens repeats",
         "heads": "slots prompt_tokens draft_vocab_size k tree_depth tree_top_k repeats",
+        "training": "draft_vocab_size num_steps batch length repeats",
         "transformers": "k repeats",
     }.items():
         for name in names.split():

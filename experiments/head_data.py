@@ -8,40 +8,86 @@ import pathlib
 import numpy as np
 from ml_collections import ConfigDict
 
-from spec_jax.data import python_source, tokens
+from spec_jax.data import packed, python_source, tokens
 from spec_jax.data.batches import Text
+from spec_jax.data.conversations import SPLITS, Encoder, read_documents
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel
 
+STDLIB = "stdlib"
 
-def load(config: ConfigDict, target: LoadedModel) -> tuple[list[Text], Text]:
+
+def load(
+    config: ConfigDict, target: LoadedModel, folder: pathlib.Path
+) -> tuple[list[Text], Text]:
     """The training texts (the target's responses second, where there are any), and a held-out one.
 
+    Args:
+      config: of ``configs/train_head_*.py``; its ``data`` says what.
+      target: whose tokenizer and chat template apply.
+      folder: where documents are packed that were not yet.
+
     Raises:
-      ConfigError: a file that cannot be read, or a target without a tokenizer.
+      ConfigError: a file that cannot be read, another vocabulary, or a target without a
+        tokenizer.
     """
     data = config.data
-    if data.text == "stdlib":
-        if target.tokenizer is None:
-            raise ConfigError(f"{target.name} has no tokenizer; expected tokenizer.json")
-        backend = target.tokenizer.backend
-        train = python_source.documents("train", tests_share=data.tests_share)
-        texts = [Text("the library's source", tokens.pack(backend, train))]
-        held_out = Text(
-            "held-out modules", tokens.pack(backend, python_source.documents("held_out"))
+    if target.tokenizer is None:
+        raise ConfigError(f"{target.name} has no tokenizer; expected tokenizer.json beside it")
+    if data.text == STDLIB:
+        pack = lambda split, **options: tokens.pack(
+            target.tokenizer.backend, python_source.documents(split, **options)
         )
+        train = Text("the library's source", pack("train", tests_share=data.tests_share))
+        held_out = Text("its held-out modules", pack("held_out"))
     else:
-        raise ConfigError(f"data.text is {data.text!r}; expected 'stdlib'")
+        train, held_out = (_packed(data, split, target, folder) for split in SPLITS)
+    texts = [train]
     if data.responses:
         texts.append(responses(pathlib.Path(data.responses)))
     return texts, held_out
 
 
+def _packed(data: ConfigDict, split: str, target: LoadedModel, folder: pathlib.Path) -> Text:
+    """One split of the documents that ``data.text`` names, packed once."""
+    paths = [path.strip() for path in data.text.split(",")]
+    about = {"paths": paths, "held_out_share": data.held_out_share, "cut": data.max_length}
+    try:
+        found = packed.load_packed(folder, split, target.tokenizer)
+    except ConfigError:
+        found = None
+    if found is None or {name: found.info.get(name) for name in about} != about:
+        documents = read_documents(
+            paths, Encoder(target.tokenizer), split=split, held_out_share=data.held_out_share,
+            max_length=data.max_length or None,
+        )  # fmt: skip
+        print(f"packing {', '.join(paths)} for {split}", flush=True)
+        found = packed.write_packed(
+            folder, split, documents, target.tokenizer, sources=paths, about=about
+        )
+    return Text(f"{data.text} ({split})", found.tokens, found.mask)
+
+
 def responses(path: pathlib.Path) -> Text:
-    """The rows that ``experiments.regenerate`` wrote, packed; what the target wrote counts."""
-    ids, mask = [], []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        ids += [row["prompt"], row["tokens"]]
-        mask += [np.zeros(len(row["prompt"]), bool), np.ones(len(row["tokens"]), bool)]
+    """The rows that ``experiments.regenerate`` wrote, packed; what the target wrote counts.
+
+    Raises:
+      ConfigError: no such file, or a row without ``prompt_ids`` and ``response_ids``.
+    """
+    ids, mask, number = [], [], 0
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            number += 1
+            row = json.loads(line)
+            ids += [row["prompt_ids"], row["response_ids"]]
+            mask += [np.zeros(len(ids[-2]), bool), np.ones(len(ids[-1]), bool)]
+    except OSError as error:
+        raise ConfigError(f"the responses {path} cannot be read: {error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path}, line {number} is no response ({error!r}); expected what "
+            "experiments.regenerate writes"
+        ) from error
+    if not ids:
+        raise ConfigError(f"{path} holds no response; run experiments.regenerate")
     return Text(str(path), np.concatenate(ids).astype(np.int32), np.concatenate(mask))

@@ -13,7 +13,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from spec_jax.data.batches import Text, count_tokens, draft_vocabulary
-from spec_jax.draft.eagle import EagleConfig, init_head
+from spec_jax.draft.eagle import EagleConfig, draft_ids, init_head
 from spec_jax.draft.mtp import MtpConfig, init_mtp
 from spec_jax.errors import ConfigError
 from spec_jax.formats import write_head, write_mtp
@@ -21,6 +21,7 @@ from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.train.eagle1 import eagle1_loss
 from spec_jax.train.eagle3 import eagle3_loss
 from spec_jax.train.mtp import mtp_loss
+from spec_jax.train.warm_start import from_target
 
 OBJECTIVES = ("eagle1", "eagle3", "mtp")
 
@@ -80,11 +81,21 @@ def make_head(config: ConfigDict, target: LoadedModel, texts: Sequence[Text]) ->
             f"head.draft_vocab_size is {size}; {config.objective} drafts all of the target's "
             f"{target.config.vocab_size} ids: set it to 0"
         )
-    constants = {}
+    constants: dict[str, jax.Array] = {}
+
+    def begin(params):
+        if not options.is_warm_start:
+            return params
+        return from_target(params, target.params, target.config, draft_ids(constants))
+
     if config.objective == "mtp":
         changes = {"num_modules": options.num_modules, "protocol": options.protocol}
         shape = MtpConfig.of_target(target.config, **changes, **taps)
-        init = functools.partial(init_mtp, shape)
+
+        def init(key):
+            modules = init_mtp(shape, key)
+            return {index: begin(module) for index, module in modules.items()}
+
         objective = functools.partial(
             mtp_loss, config=shape, model=model, num_steps=loss.num_steps, decay=loss.decay,
             labels=loss.labels, is_remat=loss.is_remat,
@@ -107,7 +118,7 @@ def make_head(config: ConfigDict, target: LoadedModel, texts: Sequence[Text]) ->
 
         def init(key):
             params = init_head(shape, key)
-            return {name: w for name, w in params.items() if name != "d2t"}
+            return begin({name: w for name, w in params.items() if name != "d2t"})
 
     def with_constants(params, batch, frozen):
         return objective({**params, **constants}, batch, frozen)

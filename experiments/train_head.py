@@ -71,10 +71,10 @@ def check_resume(saved: dict, config: dict) -> None:
 class Experiment:
     """What a config means: target, data, head, and the functions that the loop calls."""
 
-    def __init__(self, config: ConfigDict):
+    def __init__(self, config: ConfigDict, workdir: pathlib.Path):
         self.config = config
         self.target: LoadedModel = load_model(config.target, config.dtype)
-        self.texts, self.held_out = head_data.load(config, self.target)
+        self.texts, self.held_out = head_data.load(config, self.target, workdir / "data")
         shares = [config.data.text_share, config.data.responses_share][: len(self.texts)]
         self._batches = window_batches(
             self.texts, shares, seed=config.seed, batch=config.batch, length=config.length
@@ -155,7 +155,7 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
     with Checkpoints(workdir / "checkpoints") as checkpoints:
         if checkpoints.last_step is not None:
             check_resume(json.loads((workdir / "config.json").read_text()), resolved)
-        experiment = Experiment(config)
+        experiment = Experiment(config, workdir)
         state = checkpoints.restore(experiment.init_state())
         first = int(state.step)
         write_json(workdir / "config.json", resolved)

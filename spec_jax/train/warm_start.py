@@ -1,0 +1,46 @@
+"""Fresh heads that begin with what the target knows."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax.models.config import ModelConfig
+
+
+def from_target(
+    head: dict, target: dict, config: ModelConfig, ids: jax.Array | None = None
+) -> dict:
+    """A head's fresh weights with the target's last layer, final norm and output head in them.
+
+    A weight is copied where the shapes agree; of a map that takes embedding and state side by
+    side (EAGLE-3's q, k, v), the state's half. The rest stays as it is.
+
+    Args:
+      head: of ``init_head``, or one module of ``init_mtp``.
+      target: its weights, layers apart or stacked.
+      config: its shape.
+      ids: i32[U], a reduced vocabulary's; None: all.
+
+    Returns:
+      A dict of the same shapes.
+    """
+    L, D = config.num_hidden_layers, config.hidden_size
+    if config.scan_layers:
+        last = {name: w[L - 1] for name, w in target["layers"].items()}
+    else:
+        last = target["layers"][str(L - 1)]
+    output = target["head"] if "head" in target else target["embed"].T
+    known = {**last, "norm": target["final_norm"], "head": output if ids is None else output[:, ids]}
+
+    def leaf(name, w):
+        w0 = known.get(name)
+        if w0 is None:
+            return w
+        if w0.shape == w.shape:
+            return jnp.array(w0, w.dtype)
+        if w.ndim == 2 and w.shape == (2 * D, *w0.shape[1:]):
+            return jnp.concatenate([w[:D], w0.astype(w.dtype)])
+        return w
+
+    return {name: leaf(name, w) for name, w in head.items()}
