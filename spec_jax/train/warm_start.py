@@ -31,7 +31,8 @@ def from_target(
     else:
         last = target["layers"][str(L - 1)]
     output = target["head"] if "head" in target else target["embed"].T
-    known = {**last, "norm": target["final_norm"], "head": output if ids is None else output[:, ids]}
+    output = output if ids is None else output[:, ids]
+    known = {**last, "norm": target["final_norm"], "head": output}
 
     def leaf(name, w):
         w0 = known.get(name)
