@@ -34,7 +34,7 @@ from spec_jax.contracts import (
 from spec_jax.errors import ConfigError, ShapeError
 from spec_jax.sampling import Counts, Sampler, is_sampling, process, sample
 from spec_jax.shapes import check_shapes
-from spec_jax.state import Chunk, DecodeState, Finish, Kind, System
+from spec_jax.state import Chunk, DecodeState, Finish, Kind, Record, System
 
 
 def judge(
@@ -376,7 +376,8 @@ def _prefill(
 
 @functools.partial(jax.jit, static_argnames=("system",), donate_argnames=("state",))
 def generate(
-    params, state: DecodeState, stop: jax.Array, max_rounds: jax.Array, *, system: System
+    params, state: DecodeState, stop: jax.Array, max_rounds: jax.Array,
+    min_active: jax.Array | int = 1, *, system: System,
 ) -> tuple[DecodeState, Chunk]:
     """Runs rounds until every row has finished, or ``max_rounds`` of them. Donates the state.
 
@@ -385,21 +386,32 @@ def generate(
       state: from ``prefill`` or from the last call.
       stop: i32[B], a Finish for rows to end before the first round, RUNNING for the others.
       max_rounds: i32[], stop after so many rounds; streaming calls again with the state.
+      min_active: i32[], 1 or more: stop as soon as fewer rows are active, so that finished
+        rows can be replaced (see ``admit``).
       system: target, drafter, rule and K.
-    """
+    """  # fmt: skip
     state = state.replace(finish=jnp.where(state.is_active, stop, state.finish))
+    num_active = lambda state: state.is_active.sum(dtype=jnp.int32)
 
     def has_work(carry):
-        rounds, state = carry
-        return (rounds < max_rounds) & state.is_active.any()
+        rounds, _, state = carry
+        return (rounds < max_rounds) & (num_active(state) >= min_active)
 
     def one_round(carry):
-        rounds, state = carry
-        return rounds + 1, decode_round(params, state, system)
+        rounds, row_rounds, state = carry
+        return rounds + 1, row_rounds + num_active(state), decode_round(params, state, system)
 
-    rounds, state = jax.lax.while_loop(has_work, one_round, (jnp.int32(0), state))
+    carry = (jnp.int32(0), jnp.int32(0), state)
+    rounds, row_rounds, state = jax.lax.while_loop(has_work, one_round, carry)
     total = state.prompt_length + (state.kind != Kind.NONE).sum(axis=1)
-    return state, Chunk(jnp.copy(state.tokens), total, jnp.copy(state.finish), rounds)
+    tokens, finish = jnp.copy(state.tokens), jnp.copy(state.finish)
+    return state, Chunk(tokens, total, finish, rounds, row_rounds)
+
+
+@jax.jit
+def read_row(state: DecodeState, row: jax.Array) -> Record:
+    """What row ``row`` (i32[]) has produced, apart from the state, which may then be donated."""
+    return jax.tree.map(lambda x: x[row], Record.of(state))
 
 
 def admit(

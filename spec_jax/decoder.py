@@ -33,7 +33,12 @@ _ROUNDS_PER_SYNC = 8
 _NO_LIMIT = 2**31 - 1
 
 
-def _integer(name: str, value, least: int) -> int:
+def check_integer(name: str, value, least: int) -> int:
+    """The value as an int.
+
+    Raises:
+      ConfigError: it is none, or less than ``least``.
+    """
     try:
         number = operator.index(value)
     except TypeError:
@@ -41,6 +46,11 @@ def _integer(name: str, value, least: int) -> int:
     if number is None or isinstance(value, bool) or not least <= number <= _NO_LIMIT:
         raise ConfigError(f"{name} is {value!r}; expected an integer of {least} or more")
     return number
+
+
+def _width(longest: int) -> int:
+    """T of a batch whose longest prompt has so many tokens."""
+    return max(16, 1 << (longest - 1).bit_length())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,7 +345,7 @@ class SpeculativeDecoder:
         system = self.system(samplers)
         if rounds_per_sync is None:
             rounds_per_sync = _ROUNDS_PER_SYNC if stops or on_text else _NO_LIMIT
-        rounds_per_sync = _integer("rounds_per_sync", rounds_per_sync, 1)
+        rounds_per_sync = check_integer("rounds_per_sync", rounds_per_sync, 1)
 
         params = self.params(len(ids))  # laid out here the first time: no part of the times
         begin = time.perf_counter()
@@ -360,7 +370,11 @@ class SpeculativeDecoder:
             if ((finish != Finish.RUNNING) | (ending != Finish.RUNNING)).all():
                 break
         done = time.perf_counter()
-        rows = self._collect(state, watch, system.depth)
+        record = jax.tree.map(np.asarray, decode.Record.of(state))
+        rows = [
+            collect(jax.tree.map(lambda x: x[row], record), watch, row, system.depth)
+            for row in range(len(ids))
+        ]
         self._stats += functools.reduce(
             lambda a, b: a + b,
             (row.stats for row in rows),
@@ -377,33 +391,28 @@ class SpeculativeDecoder:
         return rows[0] if is_single else rows
 
     def start(
-        self, ids, max_new_tokens, system, sampler, draft_sampler, *, stop_tokens=(), pad_to=0
-    ):
+        self, ids, max_new_tokens, system, sampler, draft_sampler, *, stop_tokens=(), pad_to=0,
+        slots=None,
+    ):  # fmt: skip
         """Prefills a batch of checked prompts: the first ``DecodeState``.
 
         The width of the prompts and the slots are rounded up, so that few shapes compile.
+        With ``slots``, from ``slots_for`` of the longest prompt to come, rows that are started
+        one by one fit into one batch.
 
         Raises:
           PromptError: a prompt and its output exceed what the target or the draft can hold.
         """
-        max_new_tokens = _integer("max_new_tokens", max_new_tokens, 1)
+        max_new_tokens = check_integer("max_new_tokens", max_new_tokens, 1)
         if not isinstance(stop_tokens, (Sequence, np.ndarray)) or isinstance(stop_tokens, str):
             raise ConfigError(f"stop_tokens is {stop_tokens!r}; expected a list of ids")
-        stop_tokens = [_integer("a stop token", token, 0) for token in stop_tokens]
+        stop_tokens = [check_integer("a stop token", token, 0) for token in stop_tokens]
         lengths = np.asarray([len(i) for i in ids], np.int32)
         longest = int(lengths.max())
-        for model in (system.target, system.drafter):
-            if model.max_length is not None and longest + max_new_tokens > model.max_length:
-                kind = "target" if model is system.target else "draft"
-                raise PromptError(
-                    f"a prompt of {longest} tokens and {max_new_tokens} new ones make "
-                    f"{longest + max_new_tokens}; the {kind} holds {model.max_length}"
-                )
+        self.check_room(longest, max_new_tokens, system)
         longest = max(longest, pad_to)
-        width = max(16, 1 << (longest - 1).bit_length())
-        slots = max(longest + max_new_tokens + system.slack, width)
-        slots = -(-slots // _SLOT_BUCKET) * _SLOT_BUCKET
-        tokens = np.zeros((len(ids), width), np.int32)
+        slots = self.slots_for(longest, max_new_tokens, system) if slots is None else slots
+        tokens = np.zeros((len(ids), _width(longest)), np.int32)
         for row, prompt in enumerate(ids):
             tokens[row, : len(prompt)] = prompt
         stop_ids = np.tile(np.asarray([*stop_tokens, -1], np.int32), (len(ids), 1))
@@ -413,28 +422,45 @@ class SpeculativeDecoder:
             system=system, slots=slots,
         )
 
-    def _collect(self, state: decode.DecodeState, watch: Watch, depth: int):
-        tokens, kind, offered = map(np.asarray, (state.tokens, state.kind, state.offered))
-        prompt_length, finish = np.asarray(state.prompt_length), np.asarray(state.finish)
-        expected = None if state.expected is None else np.asarray(state.expected)
-        rows = []
-        for row, begin in enumerate(prompt_length):
-            n, text, is_cut = watch.result(row, int((kind[row] > 0).sum()), tokens[row])
-            kept = slice(begin, begin + n)
-            rows.append(
-                Generation(
-                    text=text,
-                    tokens=tuple(tokens[row, kept].tolist()),
-                    finish_reason=Finish(
-                        Finish.STOP_STRING if is_cut else finish[row]
-                    ).name.lower(),
-                    stats=stats.row_stats(
-                        kind[row, kept], offered[row, kept], depth,
-                        None if expected is None else expected[row, kept],
-                    ),
+    def check_room(self, longest: int, max_new_tokens: int, system: decode.System) -> None:
+        """Checks that target and draft can hold a prompt of ``longest`` tokens and its output.
+
+        Raises:
+          PromptError: one of them cannot.
+        """
+        for model in (system.target, system.drafter):
+            if model.max_length is not None and longest + max_new_tokens > model.max_length:
+                kind = "target" if model is system.target else "draft"
+                raise PromptError(
+                    f"a prompt of {longest} tokens and {max_new_tokens} new ones make "
+                    f"{longest + max_new_tokens}; the {kind} holds {model.max_length}"
                 )
-            )
-        return rows
+
+    def slots_for(self, longest: int, max_new_tokens: int, system: decode.System) -> int:
+        """S and M of a batch whose longest prompt has so many tokens."""
+        slots = max(longest + max_new_tokens + system.slack, _width(longest))
+        return -(-slots // _SLOT_BUCKET) * _SLOT_BUCKET
+
+
+def collect(record: decode.Record, watch: Watch, row: int, depth: int) -> Generation:
+    """Makes one row's record, on the host, into what a caller sees.
+
+    Args:
+      record: of the row alone.
+      watch: what has followed the row's text.
+      row: its number there.
+      depth: the most drafts that a round accepts.
+    """
+    begin, tokens, kind = int(record.prompt_length), record.tokens, record.kind
+    n, text, is_cut = watch.result(row, int((kind > 0).sum()), tokens)
+    kept = slice(begin, begin + n)
+    expected = None if record.expected is None else record.expected[kept]
+    return Generation(
+        text=text,
+        tokens=tuple(tokens[kept].tolist()),
+        finish_reason=Finish(Finish.STOP_STRING if is_cut else record.finish).name.lower(),
+        stats=stats.row_stats(kind[kept], record.offered[kept], depth, expected),
+    )
 
 
 def _highest_temperature(samplers: Samplers) -> float:

@@ -92,9 +92,30 @@ class Chunk(NamedTuple):
       total: i32[B], tokens of prompt and output so far.
       finish: i32[B], a Finish for each row.
       rounds: i32[], rounds that this call ran.
+      row_rounds: i32[], those of each row in which it was active, summed over the rows.
     """
 
     tokens: jax.Array
     total: jax.Array
     finish: jax.Array
     rounds: jax.Array
+    row_rounds: jax.Array
+
+
+class Record(NamedTuple):
+    """What is kept of an output, of all rows or without the row's dimension of one.
+
+    Attributes:
+      tokens, kind, offered, prompt_length, finish, expected: as in the state.
+    """
+
+    tokens: jax.Array
+    kind: jax.Array
+    offered: jax.Array
+    prompt_length: jax.Array
+    finish: jax.Array
+    expected: jax.Array | None
+
+    @classmethod
+    def of(cls, state: DecodeState) -> Record:
+        return cls(*(getattr(state, name) for name in cls._fields))

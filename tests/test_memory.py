@@ -187,6 +187,13 @@ def test_heads_and_trees_move_no_cache(tree, has_head, batch):
     assert program.memory_analysis().alias_size_in_bytes >= cache_bytes
 
 
+def test_a_chunk_that_may_end_early_moves_no_cache():
+    (*arguments, rounds), system, cache_bytes = lower(4, batch=2)
+    program = decode.generate.lower(*arguments, rounds, rounds, system=system).compile()
+    assert moves_in_loops(program.as_text(), elements(1, 2)) == []
+    assert program.memory_analysis().alias_size_in_bytes >= cache_bytes
+
+
 @flax.struct.dataclass
 class _OneLayer:
     """The cache of one layer, as a scan would hand it out."""
