@@ -12,10 +12,12 @@
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.decoder import Generation, SpeculativeDecoder
 from spec_jax.loading import LoadedHead, LoadedModel, load_head, load_model, load_mtp
+from spec_jax.queue import DecodeQueue
 from spec_jax.stats import Stats
 from spec_jax.version import __version__
 
 __all__ = [
+    "DecodeQueue",
     "Generation",
     "LoadedHead",
     "LoadedModel",

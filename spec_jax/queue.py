@@ -1,0 +1,193 @@
+"""Many prompts through few rows: a row that has finished is refilled from a queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax import decode
+from spec_jax.config import SamplerConfig
+from spec_jax.decode import Finish
+from spec_jax.decoder import (
+    Generation,
+    Prompt,
+    Samplers,
+    SpeculativeDecoder,
+    check_integer,
+    collect,
+)
+from spec_jax.errors import PromptError
+from spec_jax.sampling import Sampler, make_sampler
+from spec_jax.watch import Watch
+
+_Request = tuple[int, list[int]]  # index, ids
+
+
+class Usage(NamedTuple):
+    """Row-rounds: a round of B rows is B of them, and one of an active row is a useful one."""
+
+    row_rounds: int = 0
+    useful: int = 0
+
+    @property
+    def share(self) -> float:
+        """Useful row-rounds over all; NaN before the first round."""
+        return self.useful / self.row_rounds if self.row_rounds else float("nan")
+
+    def plus(self, row_rounds: int, useful: int) -> Usage:
+        return Usage(self.row_rounds + row_rounds, self.useful + useful)
+
+
+class DecodeQueue:
+    """Decodes prompts as they come: an iterator of ``(index, Generation)``, as rows finish.
+
+    Rounds are run until any row finishes; that row takes the next prompt. What a prompt gives
+    depends on its index alone, never on the batch or the order: with indices 0, 1, 2, ... and
+    one sampler the results are those of ``decoder.generate`` with all of the prompts. Rows that
+    end by a fault are yielded with its name as their ``finish_reason``.
+
+    An error of ``prompts``, or a prompt that cannot be decoded, is raised once the rows that
+    are running have finished and are yielded.
+
+    Args:
+      decoder: target, draft and rule.
+      prompts: pairs of an index and a prompt, as ``enumerate`` makes them; pulled as rows
+        become free, at most two batches ahead of what is yielded.
+      batch: B, rows decoded together; fewer where there are fewer prompts.
+      max_prompt_tokens: of the longest prompt to come; fixes the slots.
+      max_new_tokens: most output tokens of a row.
+      stop_tokens: ids at which a row ends; by default the target's own.
+      sampler: in place of the decoder's: one, or several that the prompts take in turn.
+        Prompt i is seeded with its sampler's seed plus i.
+      draft_sampler: likewise.
+
+    Raises:
+      ConfigError: a number that cannot be, or samplers that the rule cannot serve.
+      PromptError: the longest prompt and its output exceed what target or draft can hold;
+        from the iterator, a prompt is longer or no prompt; its index is named.
+    """
+
+    def __init__(
+        self,
+        decoder: SpeculativeDecoder,
+        prompts: Iterable[tuple[int, Prompt]],
+        *,
+        batch: int,
+        max_prompt_tokens: int,
+        max_new_tokens: int = 128,
+        stop_tokens: Sequence[int] | None = None,
+        sampler: Samplers | None = None,
+        draft_sampler: Samplers | None = None,
+    ):
+        samplers = decoder.target_sampler if sampler is None else sampler
+        drafts = decoder.draft_sampler if draft_sampler is None else draft_sampler
+        self._decoder, self._prompts = decoder, iter(prompts)
+        self._system = decoder.system(samplers)
+        self._batch = check_integer("batch", batch, 1)
+        self._longest = check_integer("max_prompt_tokens", max_prompt_tokens, 1)
+        self._max_new = check_integer("max_new_tokens", max_new_tokens, 1)
+        decoder.check_room(self._longest, self._max_new, self._system)
+        vocab_size = self._system.target.vocab_size
+        self._sampler = _in_turn(samplers, vocab_size)
+        self._draft_sampler = _in_turn(drafts or samplers, vocab_size)
+        self._stop_tokens = decoder.target.stop_tokens if stop_tokens is None else stop_tokens
+        self._is_empty, self._error = False, None
+        self._usage, self._tail = Usage(), Usage()
+        self._results = self._run()
+
+    @property
+    def usage(self) -> Usage:
+        """Row-rounds until the queue was found empty."""
+        return self._usage
+
+    @property
+    def tail(self) -> Usage:
+        """Row-rounds since then, in which finished rows idle."""
+        return self._tail
+
+    def __iter__(self) -> Iterator[tuple[int, Generation]]:
+        return self
+
+    def __next__(self) -> tuple[int, Generation]:
+        return next(self._results)
+
+    def _run(self) -> Iterator[tuple[int, Generation]]:
+        rows = dict(enumerate(self._pull(self._batch)))
+        B, finished = len(rows), []
+        if rows:
+            state, params = self._start(list(rows.values())), self._decoder.params(B)
+        go_on, no_limit = jnp.full(B, Finish.RUNNING, jnp.int32), jnp.int32(2**31 - 1)
+        while rows:
+            state, chunk = decode.generate(
+                params, state, go_on, no_limit, jnp.int32(len(rows)), system=self._system
+            )
+            yield from map(self._collect, finished)  # the host's work, while the device decodes
+            self._count(B * int(chunk.rounds), int(chunk.row_rounds))
+            finish = np.asarray(chunk.finish)
+            free = [row for row in rows if finish[row] != Finish.RUNNING]
+            finished = [(rows.pop(row), decode.read_row(state, jnp.int32(row))) for row in free]
+            for row, request in zip(free, self._pull(len(free))):
+                rows[row] = request
+                state = decode.admit(state, row, self._start([request]), system=self._system)
+        yield from map(self._collect, finished)
+        if self._error is not None:
+            raise self._error
+
+    def _pull(self, most: int) -> list[_Request]:
+        found = []
+        while len(found) < most and not self._is_empty:
+            try:
+                found.append(self._checked(*next(self._prompts)))
+            except StopIteration:
+                self._is_empty = True
+            except Exception as error:  # of the caller's iterator too: raised when rows are done
+                self._is_empty, self._error = True, error
+        return found
+
+    def _checked(self, index: int, prompt: Prompt) -> _Request:
+        try:
+            ids = self._decoder.encode(prompt)
+        except PromptError as error:
+            raise PromptError(f"prompt {index}: {error}") from error
+        if len(ids) > self._longest:
+            raise PromptError(
+                f"prompt {index} has {len(ids)} tokens; max_prompt_tokens is {self._longest}"
+            )
+        return index, ids
+
+    def _start(self, requests: list[_Request]) -> decode.DecodeState:
+        decoder, indices = self._decoder, [index for index, _ in requests]
+        return decoder.start(
+            [ids for _, ids in requests], self._max_new, self._system,
+            self._sampler(indices), self._draft_sampler(indices), stop_tokens=self._stop_tokens,
+            slots=decoder.slots_for(self._longest, self._max_new, self._system),
+        )  # fmt: skip
+
+    def _count(self, row_rounds: int, useful: int) -> None:
+        if self._is_empty:
+            self._tail = self._tail.plus(row_rounds, useful)
+        else:
+            self._usage = self._usage.plus(row_rounds, useful)
+
+    def _collect(self, finished: tuple[_Request, decode.Record]) -> tuple[int, Generation]:
+        (index, ids), record = finished
+        watch = Watch(self._decoder.target.tokenizer, [ids], (), None)
+        return index, collect(jax.device_get(record), watch, 0, self._system.depth)
+
+
+def _in_turn(samplers: Samplers, vocab_size: int) -> Callable[[Sequence[int]], Sampler]:
+    """Indices of prompts to their samplers' rows."""
+    configs = [samplers] if isinstance(samplers, SamplerConfig) else list(samplers)
+    table = jax.tree.map(np.asarray, make_sampler(configs, len(configs), vocab_size))
+
+    def rows_of(indices: Sequence[int]) -> Sampler:
+        turns = [index % len(configs) for index in indices]
+        seeds = [(configs[turn].seed + index) % 2**32 for turn, index in zip(turns, indices)]
+        rows = jax.tree.map(lambda column: jnp.asarray(column[turns]), table)
+        return rows.replace(seed=jnp.asarray(np.asarray(seeds, np.uint32)))
+
+    return rows_of
