@@ -109,6 +109,17 @@ def check_keys(config: ConfigDict, default: ConfigDict) -> None:
         raise ConfigError(f"the config lacks {', '.join(missing)}")
 
 
+def check_same(saved: Mapping, config: Mapping, free: Sequence[str] = ()) -> None:
+    """Raises ConfigError unless a run's saved config is this one, but for the ``free`` keys."""
+    changed = [k for k in config if k not in free and saved.get(k) != config[k]]
+    if changed:
+        raise ConfigError(
+            f"the work directory holds a run with other values of {', '.join(changed)} "
+            f"({saved.get(changed[0])!r}, not {config[changed[0]]!r}); expected the same config "
+            "or an empty directory"
+        )
+
+
 def enable_compilation_cache() -> None:
     """Keeps compiled programs in the user's cache directory, one folder for each jax version.
 

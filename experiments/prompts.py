@@ -40,13 +40,18 @@ def load_prompts(path: str, n: int, seed: int) -> list[Prompt]:
     if not path:
         found = python_source.held_out_prompts(n, seed)
         return [Prompt(prompt.name, prompt.text) for prompt in found]
-    rows = _read_rows(pathlib.Path(path))
+    rows = read_rows(pathlib.Path(path))
     if len(rows) < n:
         raise ConfigError(f"{path} holds {len(rows)} prompts; num_prompts asks for {n}")
     return [rows[i * len(rows) // n] for i in range(n)]
 
 
-def _read_rows(path: pathlib.Path) -> list[Prompt]:
+def read_rows(path: pathlib.Path) -> list[Prompt]:
+    """Every prompt of a file, see ``load_prompts``.
+
+    Raises:
+      ConfigError: no such file, or a row that is no prompt.
+    """
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rt", encoding="utf-8") as file:

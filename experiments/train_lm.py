@@ -97,13 +97,7 @@ def evaluate(loss, text, config: ConfigDict, n_windows: int | None = None) -> di
 def check_resume(saved: dict, config: dict, step: int) -> None:
     """Refuses to resume another experiment; ``steps`` may change until the decay begins."""
     free = ("steps", "log_every", "eval_every", "eval_windows", "checkpoint_every_s")
-    changed = [k for k in config if k not in free and saved.get(k) != config[k]]
-    if changed:
-        raise ConfigError(
-            f"the work directory holds a run with other values of {', '.join(changed)} "
-            f"({saved.get(changed[0])!r}, not {config[changed[0]]!r}); expected the same config "
-            "or an empty directory"
-        )
+    cli.check_same(saved, config, free)
     if saved["steps"] != config["steps"]:
         begin = min(
             min(decay_begin(c["steps"], c["optimizer"]["decay_share"]) for c in (saved, config)),

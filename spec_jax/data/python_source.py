@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import itertools
 import pathlib
 import random
 import sysconfig
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from spec_jax.errors import ConfigError
@@ -122,6 +124,26 @@ def held_out_prompts(
             f"{n} prompts asked for; the held-out modules have {len(found)} functions that qualify"
         )
     return random.Random(seed).sample(found, n)
+
+
+def train_pieces(seed: int, *, max_chars: int, tests_share: float = 1.0) -> Iterator[str]:
+    """Draws pieces of the split "train", without end.
+
+    Each begins at a line, and every character is as likely to lie in that first line. Piece i
+    is a pure function of the arguments, of i and of the installed library.
+
+    Args:
+      seed: chooses the pieces.
+      max_chars: the longest piece; the end of its document cuts it too.
+      tests_share: as in ``documents``.
+    """
+    texts = [text for _, text in documents("train", tests_share=tests_share)]
+    ends = list(itertools.accumulate(map(len, texts)))
+    for index in itertools.count():
+        draw = random.Random(f"{seed} {index}")
+        (text,) = draw.choices(texts, cum_weights=ends)
+        begin = text.rfind("\n", 0, draw.randrange(len(text))) + 1
+        yield text[begin : begin + max_chars]
 
 
 def _functions(module: str, text: str, max_chars: int, min_body_lines: int) -> list[Prompt]:
