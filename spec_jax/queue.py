@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -61,8 +62,8 @@ class DecodeQueue:
       max_prompt_tokens: of the longest prompt to come; fixes the slots.
       max_new_tokens: most output tokens of a row.
       stop_tokens: ids at which a row ends; by default the target's own.
-      sampler: in place of the decoder's: one, or several that the prompts take in turn.
-        Prompt i is seeded with its sampler's seed plus i.
+      sampler: in place of the decoder's: one, or several that take turns; ``sampler_of``
+        says which one a prompt has, seed included.
       draft_sampler: likewise.
 
     Raises:
@@ -179,14 +180,21 @@ class DecodeQueue:
         return index, collect(jax.device_get(record), watch, 0, self._system.depth)
 
 
+def sampler_of(samplers: Samplers, index: int) -> SamplerConfig:
+    """The sampler of a queue's prompt: several take turns, and seeds count up."""
+    configs = [samplers] if isinstance(samplers, SamplerConfig) else samplers
+    config = configs[index % len(configs)]
+    return dataclasses.replace(config, seed=(config.seed + index) % 2**32)
+
+
 def _in_turn(samplers: Samplers, vocab_size: int) -> Callable[[Sequence[int]], Sampler]:
-    """Indices of prompts to their samplers' rows."""
-    configs = [samplers] if isinstance(samplers, SamplerConfig) else list(samplers)
+    """Indices of prompts to their samplers' rows; all have a logit bias if any has."""
+    configs = [samplers] if isinstance(samplers, SamplerConfig) else samplers
     table = jax.tree.map(np.asarray, make_sampler(configs, len(configs), vocab_size))
 
     def rows_of(indices: Sequence[int]) -> Sampler:
         turns = [index % len(configs) for index in indices]
-        seeds = [(configs[turn].seed + index) % 2**32 for turn, index in zip(turns, indices)]
+        seeds = [sampler_of(configs, index).seed for index in indices]
         rows = jax.tree.map(lambda column: jnp.asarray(column[turns]), table)
         return rows.replace(seed=jnp.asarray(np.asarray(seeds, np.uint32)))
 

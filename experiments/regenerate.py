@@ -1,0 +1,243 @@
+"""Lets a target answer prompts: its own text, to train what drafts for it.
+
+    python -m experiments.regenerate --workdir=runs/text
+    python -m experiments.regenerate --workdir=runs/text --config.prompts=FILE.jsonl
+
+Rows that finish are refilled from the queue of prompts. A run leaves config.json,
+responses.jsonl (a line a prompt: index, prompt_ids, response_ids, text, finish_reason,
+temperature, seed; in the order in which they finished) and report.json. A work directory that
+holds responses is gone on with: what is answered is skipped, and since a response depends on
+the config and its index alone, the lines are those of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import pathlib
+import random
+import time
+from collections.abc import Iterable, Iterator
+
+from absl import flags
+from ml_collections import ConfigDict
+
+from configs import regenerate_zoo
+from experiments import cli, report
+from experiments.prompts import read_rows
+from experiments.responses import Responses
+from spec_jax.config import SamplerConfig, SpeculativeConfig, build
+from spec_jax.data import python_source
+from spec_jax.decoder import Generation, SpeculativeDecoder
+from spec_jax.errors import ConfigError
+from spec_jax.loading import DTYPES, load_model
+from spec_jax.queue import DecodeQueue, sampler_of
+from spec_jax.stats import Stats
+
+_FREE = ("num_prompts", "batch", "log_every_s")  # what changes no response
+_CHARS_A_TOKEN = 16  # more than tokens of code have on average
+Pairs = Iterable[tuple[int, list[int]]]  # indices, each once, and prompts' ids
+
+
+def resolve(config: ConfigDict) -> ConfigDict:
+    """Checks a config; returns it with every value in its final form.
+
+    Raises:
+      ConfigError: an unknown or missing key, or a value that cannot be.
+    """
+    cli.check_keys(config, regenerate_zoo.get_config())
+    config = config.copy_and_resolve_references()
+
+    def check(ok: bool, name: str, expected: str) -> None:
+        if not ok:
+            raise ConfigError(f"{name} is {config[name]!r}; expected {expected}")
+
+    for name in ("k", "batch", "max_prompt_tokens", "max_new_tokens", "min_prompt_tokens"):
+        check(config[name] >= 1, name, "1 or more")
+    is_range = config.min_prompt_tokens <= config.max_prompt_tokens
+    check(is_range, "min_prompt_tokens", f"at most max_prompt_tokens {config.max_prompt_tokens}")
+    least = 0 if config.prompts else 1
+    check(config.num_prompts >= least, "num_prompts", "1 or more; of a file, 0 means all")
+    check(not config.rule or config.draft, "rule", "none without a draft")
+    check(0 <= config.tests_share <= 1, "tests_share", "a number in [0, 1]")
+    check(len(config.temperatures) > 0, "temperatures", "one or more")
+    check(config.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
+    return config
+
+
+def load_decoder(config) -> SpeculativeDecoder:
+    """Target, draft and rule of a config.
+
+    Raises:
+      ConfigError: the rule changes the target's law, or the parts do not fit.
+      PromptError: target or draft cannot hold the longest prompt and its response.
+      WeightsError: no such model.
+    """
+    values = {**config.sampler, "seed": config.seed}
+    samplers = [build(SamplerConfig, {**values, "temperature": t}) for t in config.temperatures]
+    load = functools.partial(load_model, dtype=config.dtype, scan_layers=config.scan_layers)
+    target, draft, speculative = load(config.target), None, None
+    if config.draft:
+        method = "ngram" if config.draft == "ngram" else "standalone"
+        draft = None if method == "ngram" else load(config.draft)
+        speculative = SpeculativeConfig(
+            method, config.k, rejection_sampling_strategy=config.rule or None
+        )
+    decoder = SpeculativeDecoder(target, draft, speculative, target_sampler=samplers)
+    system = decoder.system()
+    if not system.rule.is_lossless:
+        raise ConfigError(f"rule {system.rule.name!r} changes the target's law; use a lossless one")
+    decoder.check_room(config.max_prompt_tokens, config.max_new_tokens, system)
+    return decoder
+
+
+def prompts_of(config, decoder: SpeculativeDecoder) -> tuple[int, Pairs]:
+    """How many prompts there are, and the prompts; other sources of prompts belong here.
+
+    An index always names the same prompt, however many are asked for.
+    """
+    if config.prompts:
+        rows = read_rows(pathlib.Path(config.prompts))
+        count = min(len(rows), config.num_prompts or len(rows))
+        pairs = ((index, decoder.encode(row.text)) for index, row in enumerate(rows))
+    else:
+        count, pairs = config.num_prompts, _pieces(config, decoder)
+    return count, itertools.islice(pairs, count)
+
+
+def _pieces(config, decoder: SpeculativeDecoder) -> Iterator[tuple[int, list[int]]]:
+    texts = python_source.train_pieces(
+        config.seed, max_chars=_CHARS_A_TOKEN * config.max_prompt_tokens,
+        tests_share=config.tests_share,
+    )  # fmt: skip
+    for index, text in enumerate(texts):
+        draw = random.Random(f"{config.seed} {index} length")
+        length = draw.randint(config.min_prompt_tokens, config.max_prompt_tokens)
+        yield index, decoder.encode(text)[:length]
+
+
+class Progress:
+    """Counts a session and says how far it is, now and then."""
+
+    def __init__(self, total: int, num_before: int, every_s: float):
+        self._total, self._num_before, self._every_s = total, num_before, every_s
+        self._begin = time.monotonic()
+        self._said = (self._begin, 0, 0)  # when, responses and tokens until then
+        self.num_left_out = self.num_responses = 0
+        self.stats = Stats()
+
+    def add(self, row: Generation, queue: DecodeQueue) -> None:
+        """Counts a response; rates are those since the last line."""
+        self.num_responses += 1
+        self.stats += row.stats
+        now, (then, responses, tokens) = time.monotonic(), self._said
+        if now - then < self._every_s:
+            return
+        self._said = (now, self.num_responses, self.stats.emitted)
+        done = self._num_before + self.num_left_out + self.num_responses
+        eta_s = (now - then) / (self.num_responses - responses) * (self._total - done)
+        print(
+            f"{done}/{self._total} prompts, {(self.stats.emitted - tokens) / (now - then):.0f} "
+            f"tok/s, row-rounds useful {queue.usage.share:.3f}, ETA {eta_s / 60:.1f} min",
+            flush=True,
+        )
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._begin
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.stats.emitted / self.elapsed_s
+
+    def facts(self, queue: DecodeQueue) -> dict:
+        """Of this session alone, compilation included in its time."""
+        return {
+            "responses": self.num_responses,
+            "tokens": self.stats.emitted,
+            "elapsed_s": round(self.elapsed_s, 1),
+            "tokens_per_s": round(self.tokens_per_s, 1),
+            "useful_share": queue.usage.share,
+            "useful_share_with_tail": queue.usage.plus(*queue.tail).share,
+            "tau": self.stats.tau,
+            "acceptance_rate": self.stats.acceptance_rate,
+        }
+
+
+def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
+    """Runs or goes on with the experiment; returns its report.
+
+    Raises:
+      SpecJaxError: a config, a model or a prompt that cannot be used, or a work directory of
+        another experiment.
+    """
+    config = resolve(config)
+    decoder = load_decoder(config)
+    total, prompts = prompts_of(config, decoder)
+    folder = pathlib.Path(workdir)
+    folder.mkdir(parents=True, exist_ok=True)
+    resolved = json.loads(config.to_json())
+    with Responses(folder / "responses.jsonl") as responses:
+        if len(responses):
+            cli.check_same(json.loads((folder / "config.json").read_text()), resolved, _FREE)
+        report.write_json(folder / "config.json", resolved)
+        print(f"{len(responses)} prompts are answered; {total} in all", flush=True)
+        progress = Progress(total, len(responses), config.log_every_s)
+        waiting: dict[int, list[int]] = {}
+
+        def queued() -> Iterator[tuple[int, list[int]]]:
+            for index, ids in responses.unanswered(prompts):
+                if len(ids) > config.max_prompt_tokens:
+                    progress.num_left_out += 1
+                    continue
+                waiting[index] = ids
+                yield index, ids
+
+        queue = DecodeQueue(
+            decoder, queued(), batch=config.batch, max_prompt_tokens=config.max_prompt_tokens,
+            max_new_tokens=config.max_new_tokens,
+        )  # fmt: skip
+        for index, row in queue:
+            sampler = sampler_of(decoder.target_sampler, index)
+            responses.append({
+                "index": index, "prompt_ids": waiting.pop(index),
+                "response_ids": list(row.tokens), "text": row.text,
+                "finish_reason": row.finish_reason, "temperature": sampler.temperature,
+                "seed": sampler.seed,
+            })  # fmt: skip
+            progress.add(row, queue)
+        result = {
+            "config": resolved,
+            "environment": report.environment(),
+            "prompts": total,
+            "left_out": progress.num_left_out,
+            "responses": len(responses),
+            "tokens": responses.num_tokens,
+            "finish_reasons": dict(responses.finish_reasons),
+            "session": progress.facts(queue),
+        }
+    report.write_json(folder / "report.json", result)
+    return result
+
+
+def main() -> None:
+    if not workdir.value:
+        raise ConfigError("--workdir is not given; expected the folder to begin or to go on in")
+    cli.enable_compilation_cache()
+    result = regenerate(config.value, workdir.value)
+    reasons = ", ".join(f"{n} by {name}" for name, n in result["finish_reasons"].items())
+    session = result["session"]
+    print(
+        f"{result['responses']} responses of {result['tokens']} tokens ({reasons}); "
+        f"{result['left_out']} prompts too long\nthis session: {session['responses']} responses, "
+        f"{session['tokens_per_s']:.0f} tok/s, row-rounds useful {session['useful_share']:.3f} "
+        f"({session['useful_share_with_tail']:.3f} with the tail)\n"
+        f"{pathlib.Path(workdir.value) / 'responses.jsonl'}"
+    )
+
+
+if __name__ == "__main__":
+    config = cli.define_config("regenerate_zoo.py", regenerate_zoo.get_config)
+    workdir = flags.DEFINE_string("workdir", None, "Config, responses and report.")
+    cli.run(main)

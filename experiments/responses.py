@@ -1,0 +1,95 @@
+"""A JSONL file of responses, a line a prompt, that a later run goes on with."""
+
+from __future__ import annotations
+
+import collections
+import json
+import pathlib
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+
+from spec_jax.errors import ConfigError
+
+_KEYS = ("index", "prompt_ids", "response_ids", "finish_reason")  # what is read of a line
+
+
+class Responses:
+    """What has been answered so far; reading cuts away a last line that is not whole.
+
+    Args:
+      path: of the file; made with the first line.
+
+    Raises:
+      ConfigError: a whole line that is no response, or a second one of the same index.
+    """
+
+    def __init__(self, path: pathlib.Path):
+        self._path, self._file = path, None
+        self._prompts: dict[int, int] = {}  # index -> checksum of the prompt's ids
+        self.finish_reasons: collections.Counter[str] = collections.Counter()
+        self.num_tokens = 0
+        if path.exists():
+            self._read()
+
+    def _read(self) -> None:
+        with open(self._path, "r+b") as file:
+            end = 0
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    self._count(json.loads(line))
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ConfigError(
+                        f"{self._path}, line {number} is no response: {error!r}; expected a JSON "
+                        f"object with {', '.join(_KEYS)}, each index once"
+                    ) from error
+                end += len(line)
+            file.truncate(end)
+
+    def _count(self, row: Mapping) -> None:
+        index, prompt, response, reason = (row[key] for key in _KEYS)
+        if index in self._prompts:
+            raise ValueError(f"index {index} again")
+        self._prompts[index] = _checksum(prompt)
+        self.finish_reasons[reason] += 1
+        self.num_tokens += len(response)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def unanswered(self, prompts: Iterable[tuple[int, list[int]]]) -> Iterator:
+        """Those of the pairs (index, ids) that have no line yet.
+
+        Raises:
+          ConfigError: a line answers another prompt of the same index.
+        """
+        for index, ids in prompts:
+            if index not in self._prompts:
+                yield index, ids
+            elif self._prompts[index] != _checksum(ids):
+                raise ConfigError(
+                    f"{self._path} answers another prompt {index} than this run has; expected the "
+                    "prompts and the tokenizer that it was begun with, or an empty directory"
+                )
+
+    def append(self, row: Mapping) -> None:
+        """Writes one line, through to the system, so that a killed run loses none."""
+        self._count(row)
+        if self._file is None:
+            self._file = open(self._path, "a", encoding="utf-8")
+        self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> Responses:
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _checksum(ids: list[int]) -> int:
+    return zlib.crc32(np.asarray(ids, "<i4").tobytes())
