@@ -177,11 +177,12 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
     total, prompts = prompts_of(config, decoder)
     folder = pathlib.Path(workdir)
     folder.mkdir(parents=True, exist_ok=True)
-    resolved = json.loads(config.to_json())
+    resolved, saved = json.loads(config.to_json()), folder / "config.json"
     with Responses(folder / "responses.jsonl") as responses:
         if len(responses):
-            cli.check_same(json.loads((folder / "config.json").read_text()), resolved, _FREE)
-        report.write_json(folder / "config.json", resolved)
+            known = json.loads(saved.read_text()) if saved.exists() else {}
+            cli.check_same(known, resolved, _FREE)
+        report.write_json(saved, resolved)
         print(f"{len(responses)} prompts are answered; {total} in all", flush=True)
         progress = Progress(total, len(responses), config.log_every_s)
         waiting: dict[int, list[int]] = {}
