@@ -29,7 +29,7 @@ def get_config() -> ConfigDict:
     config.max_prompt_tokens = 64  # a file's longer prompts are left out
     config.tests_share = 0.25  # of the standard library's own tests
     config.max_new_tokens = 192
-    config.temperatures = (1.0, 0.5)  # prompts take turns
+    config.temperatures = (0.0, 1.0)  # prompts take turns
     config.sampler = ConfigDict({
         "top_k": 0,
         "top_p": 1.0,
@@ -39,6 +39,6 @@ def get_config() -> ConfigDict:
         "frequency_penalty": 0.0,
     })  # fmt: skip
     config.seed = 0  # of the pieces, and of sampling: prompt i has seed + i
-    config.batch = 16  # rows decoded together; may change between runs
+    config.batch = 32  # rows decoded together; may change between runs
     config.log_every_s = 10
     return config

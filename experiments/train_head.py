@@ -35,6 +35,9 @@ from spec_jax.train.optimizer import make_optimizer
 from spec_jax.train.step import TrainState, cast, train_step
 
 
+_FREE = ("log_every", "checkpoint_every_s", "export_layout", "export_dtype", "eval")
+
+
 def validate(config: ConfigDict) -> None:
     """Raises ConfigError on an unknown key or a value that cannot be trained with."""
     cli.check_keys(config, train_head_eagle3.get_config())
@@ -54,18 +57,6 @@ def validate(config: ConfigDict) -> None:
     known = head_setup.OBJECTIVES
     check(config.objective in known, "objective", config.objective, f"one of {', '.join(known)}")
     check(config.dtype in ("float32", "bfloat16"), "dtype", config.dtype, "float32 or bfloat16")
-
-
-def check_resume(saved: dict, config: dict) -> None:
-    """Refuses to go on with another experiment in a folder."""
-    free = ("log_every", "checkpoint_every_s", "export_layout", "export_dtype", "eval")
-    changed = [k for k in config if k not in free and saved.get(k) != config[k]]
-    if changed:
-        raise ConfigError(
-            f"the work directory holds a run with other values of {', '.join(changed)} "
-            f"({saved.get(changed[0])!r}, not {config[changed[0]]!r}); expected the same config "
-            "or an empty directory"
-        )
 
 
 class Experiment:
@@ -154,7 +145,8 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
     resolved = json.loads(config.to_json())
     with Checkpoints(workdir / "checkpoints") as checkpoints:
         if checkpoints.last_step is not None:
-            check_resume(json.loads((workdir / "config.json").read_text()), resolved)
+            saved = json.loads((workdir / "config.json").read_text())
+            cli.check_same(saved, resolved, _FREE)
         experiment = Experiment(config, workdir)
         state = checkpoints.restore(experiment.init_state())
         first = int(state.step)

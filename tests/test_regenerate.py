@@ -49,7 +49,7 @@ def small(pair, **changes):
     config.update({
         "target": str(pair / "target"), "draft": str(pair / "draft"), "num_prompts": COUNT,
         "min_prompt_tokens": 2, "max_prompt_tokens": 12, "max_new_tokens": NEW, "batch": 3,
-        "log_every_s": 0, **changes,
+        "log_every_s": 0, "temperatures": (1.0, 0.5), **changes,
     })  # fmt: skip
     return config
 

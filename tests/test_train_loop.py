@@ -1,4 +1,4 @@
-"""The training loop: killed, asked to stop, fed with NaN, its checkpoints damaged, its disk full."""
+"""The training loop: killed, asked to stop, fed with NaN, its files damaged, its disk full."""
 
 import json
 import os
@@ -20,6 +20,8 @@ from spec_jax.errors import TrainingError
 from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.log import flatten, read_metrics
 
+# orbax leaves the threads of a read that failed to the garbage collector
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 PROGRAM = pathlib.Path(tiny_training.__file__)
 
 
