@@ -1,6 +1,8 @@
-"""The zoo's EAGLE-3 head, trained with training-time test on the target's own text.
+r"""The zoo's EAGLE-3 head, trained with training-time test on the target's own text.
 
-    python -m experiments.train_head --config=configs/train_head_eagle3.py --workdir=runs/eagle3
+    python -m experiments.regenerate --config=configs/regenerate_zoo.py --workdir=runs/zoo_text
+    python -m experiments.train_head --config=configs/train_head_eagle3.py --workdir=runs/eagle3 \
+        --config.data.responses=runs/zoo_text/responses.jsonl
 """
 
 from ml_collections import ConfigDict
@@ -40,7 +42,7 @@ def get_config() -> ConfigDict:
         "responses": placeholder(str),  # JSONL that experiments.regenerate wrote
         "responses_share": 0.5,
     })  # fmt: skip
-    config.steps = 1500
+    config.steps = 1000
     config.batch = 8
     config.length = 258  # tokens of a window; two fewer are trained on
     config.optimizer = ConfigDict({

@@ -34,7 +34,6 @@ from spec_jax.train.objective import Batch, chain_rates, target_view
 from spec_jax.train.optimizer import make_optimizer
 from spec_jax.train.step import TrainState, cast, train_step
 
-
 _FREE = ("log_every", "checkpoint_every_s", "export_layout", "export_dtype", "eval")
 
 
