@@ -178,3 +178,28 @@ def plot_training(path: pathlib.Path, lines: Sequence[Mapping[str, float]]) -> N
         axes[2].legend()
         figure.savefig(path)
         plt.close(figure)
+
+
+def plot_intervals(path: pathlib.Path, rows: Sequence[Mapping]) -> None:
+    """Conditional acceptance by position, a line a draft, with intervals.
+
+    Args:
+      path: of the PNG file.
+      rows: with ``draft``, ``tau`` and ``accept``, of ``experiments.evaluate``.
+    """
+    with plt.rc_context(_STYLE):
+        figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
+        for number, row in enumerate(rows):
+            at = np.arange(1, len(row["accept"]) + 1) + 0.06 * (number - (len(rows) - 1) / 2)
+            value, low, high = np.asarray(row["accept"]).T
+            axis.errorbar(
+                at, value, [value - low, high - value], marker=_MARKERS[number % len(_MARKERS)],
+                capsize=3, label=f"{row['draft']}, tau {row['tau'][0]:.2f}",
+            )  # fmt: skip
+        axis.set_xticks(range(1, len(rows[0]["accept"]) + 1))
+        axis.set_xlabel("position in the draft")
+        axis.set_ylabel("accepted, of the drafts judged")
+        axis.set_ylim(0, 1.03)
+        axis.legend()
+        figure.savefig(path)
+        plt.close(figure)
