@@ -10,7 +10,7 @@ processor and jax: "Measured" in WORKSPACE.md.
 
 from ml_collections import ConfigDict
 
-from configs import train_head_eagle3, train_zoo_draft, train_zoo_target
+from configs import train_head_default, train_zoo_draft, train_zoo_target
 
 
 def get_config() -> ConfigDict:
@@ -69,7 +69,7 @@ def get_config() -> ConfigDict:
         "num_steps": 5,
         "batch": 8,
         "length": 256,
-        "optimizer": train_head_eagle3.get_config().optimizer.to_dict(),
+        "optimizer": train_head_default.get_config().optimizer.to_dict(),
         "repeats": 5,
         "seed": 0,
     })

@@ -23,7 +23,7 @@ def load(
     """The training texts (the target's responses second, where there are any), and a held-out one.
 
     Args:
-      config: of ``configs/train_head_*.py``; its ``data`` says what.
+      config: of ``configs/train_head_default.py``; its ``data`` says what.
       target: whose tokenizer and chat template apply.
       folder: where documents are packed that were not yet.
 

@@ -53,7 +53,10 @@ class HeadSpec(NamedTuple):
         """Writes the head in the layout that the config names."""
         params = {**params, **self.constants}
         if isinstance(self.config, MtpConfig):
-            write_mtp(folder, self.config, params, target.config, dtype=config.export_dtype)
+            write_mtp(
+                folder, self.config, params, target_config=target.config,
+                dtype=config.export_dtype,
+            )  # fmt: skip
         else:
             write_head(
                 folder, self.config, params, layout=config.export_layout,
@@ -65,7 +68,7 @@ def make_head(config: ConfigDict, target: LoadedModel, texts: Sequence[Text]) ->
     """Reads a config.
 
     Args:
-      config: of ``configs/train_head_*.py``.
+      config: of ``configs/train_head_default.py``.
       target: what the head drafts for.
       texts: their most frequent tokens make a reduced draft vocabulary.
 

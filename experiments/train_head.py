@@ -1,7 +1,7 @@
 """Trains a draft head for a target, and measures it by real speculative decoding.
 
     python -m experiments.train_head --workdir=runs/eagle3
-    python -m experiments.train_head --config=configs/train_head_eagle1.py --workdir=runs/eagle1
+    python -m experiments.train_head --config=configs/train_zoo_eagle1.py --workdir=runs/eagle1
     python -m experiments.train_head --config.target=PATH --config.data.text=PREFIX --workdir=DIR
 
 A work directory that holds a checkpoint is resumed, bit for bit; SIGTERM saves and ends. A run
@@ -21,7 +21,7 @@ import numpy as np
 from absl import flags, logging
 from ml_collections import ConfigDict
 
-from configs import train_head_eagle3
+from configs import train_head_default
 from experiments import cli, head_data, head_eval, head_setup, plots
 from experiments.prompts import fit, load_prompts
 from spec_jax.data.batches import window_batches
@@ -33,13 +33,14 @@ from spec_jax.train.loop import train_loop
 from spec_jax.train.objective import Batch, chain_rates, target_view
 from spec_jax.train.optimizer import make_optimizer
 from spec_jax.train.step import TrainState, cast, train_step
+from spec_jax.train.view_cache import ViewCache
 
 _FREE = ("log_every", "checkpoint_every_s", "export_layout", "export_dtype", "eval")
 
 
 def validate(config: ConfigDict) -> None:
     """Raises ConfigError on an unknown key or a value that cannot be trained with."""
-    cli.check_keys(config, train_head_eagle3.get_config())
+    cli.check_keys(config, train_head_default.get_config())
 
     def check(ok: bool, name: str, value: Any, expected: str) -> None:
         if not ok:
@@ -73,9 +74,12 @@ class Experiment:
         self.optimizer = make_optimizer(**config.optimizer, steps=config.steps)
         self.frozen = self.target.params
         self._key = jax.random.key(config.seed)
-        self._view = jax.jit(functools.partial(
-            target_view, config=self.target.config, taps=self.spec.config.taps
-        ))  # fmt: skip
+        taps = self.spec.config.taps
+        self._view = jax.jit(functools.partial(target_view, config=self.target.config, taps=taps))
+        self._views = None
+        if config.data.view_cache:
+            most = int(config.data.view_cache_gb * 1e9)
+            self._views = ViewCache(config.data.view_cache, most, self.frozen, taps)
         step = functools.partial(
             train_step, objective=self.spec.objective, optimizer=self.optimizer,
             dtype=None if config.dtype == "float32" else config.dtype,
@@ -98,7 +102,9 @@ class Experiment:
 
     def _with_view(self, tokens, mask, step: int) -> Batch:
         key = jax.random.fold_in(self._key, step)
-        return Batch(tokens, mask, key, self._view(self.frozen, tokens))
+        compute = functools.partial(self._view, self.frozen)
+        view = compute(tokens) if self._views is None else self._views.view(tokens, compute)
+        return Batch(tokens, mask, key, view)
 
     def describe_batch(self, step: int) -> str:
         """Which windows a step's batch holds."""
@@ -191,6 +197,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    config = cli.define_config("train_head_eagle3.py", train_head_eagle3.get_config)
+    config = cli.define_config("train_head_default.py", train_head_default.get_config)
     workdir = flags.DEFINE_string("workdir", None, "Checkpoints, metrics and the exported head.")
     cli.run(main)

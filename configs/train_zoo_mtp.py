@@ -1,17 +1,17 @@
 r"""The zoo's MTP module, one for every draft, unrolled three times.
 
-    python -m experiments.train_head --config=configs/train_head_mtp.py --workdir=runs/mtp \
+    python -m experiments.train_head --config=configs/train_zoo_mtp.py --workdir=runs/mtp \
         --config.data.responses=runs/zoo_text/responses.jsonl
 """
 
 from ml_collections import ConfigDict
 
-from configs import train_head_eagle3
+from configs import train_zoo_eagle3
 
 
 def get_config() -> ConfigDict:
-    """EAGLE-3's config with another objective."""
-    config = train_head_eagle3.get_config()
+    """EAGLE-3's with another objective."""
+    config = train_zoo_eagle3.get_config()
     config.objective = "mtp"
     config.head.draft_vocab_size = 0
     config.loss.num_steps = 3

@@ -1,17 +1,17 @@
 r"""The zoo's EAGLE-1 head: the target's next feature by smooth-L1, its law by cross-entropy.
 
-    python -m experiments.train_head --config=configs/train_head_eagle1.py --workdir=runs/eagle1 \
+    python -m experiments.train_head --config=configs/train_zoo_eagle1.py --workdir=runs/eagle1 \
         --config.data.responses=runs/zoo_text/responses.jsonl
 """
 
 from ml_collections import ConfigDict
 
-from configs import train_head_eagle3
+from configs import train_zoo_eagle3
 
 
 def get_config() -> ConfigDict:
-    """EAGLE-3's config with another objective; its loss has the published weights."""
-    config = train_head_eagle3.get_config()
+    """EAGLE-3's with another objective; its loss has the published weights."""
+    config = train_zoo_eagle3.get_config()
     config.objective = "eagle1"
     config.head.draft_vocab_size = 0
     config.loss.noise = 0.05

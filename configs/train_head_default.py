@@ -1,8 +1,16 @@
-r"""The zoo's EAGLE-3 head, trained with training-time test on the target's own text.
+"""A small EAGLE-3 head for the zoo's target, in minutes on two cores.
 
-    python -m experiments.regenerate --config=configs/regenerate_zoo.py --workdir=runs/zoo_text
-    python -m experiments.train_head --config=configs/train_head_eagle3.py --workdir=runs/eagle3 \
-        --config.data.responses=runs/zoo_text/responses.jsonl
+    python -m experiments.train_head --workdir=runs/my_head
+
+Trains on the standard library's source alone. Cost: about four minutes on two CPU cores, one of
+them compilation.
+
+Any value may be given on the command line, in the type it has here:
+
+    --config.target=PATH --config.data.text=chats.jsonl    another target, conversations or texts
+    --config.objective=eagle1                              or mtp
+    --config.data.responses=FILE                           of experiments.regenerate
+    --config.steps=2000 --config.optimizer.name=adamw --config.optimizer.lr=1e-4
 """
 
 from ml_collections import ConfigDict
@@ -17,21 +25,21 @@ def get_config() -> ConfigDict:
     config.dtype = "float32"  # to compute in; what is trained stays float32
     config.objective = "eagle3"  # eagle1, eagle3 or mtp
     config.head = ConfigDict({
-        "draft_vocab_size": 1536,  # U, the most frequent tokens of the data; 0: all
+        "draft_vocab_size": 0,  # U, the data's most frequent tokens, of eagle3; 0: all
         "taps": (),  # of the target, see spec_jax.models.transformer.forward; (): as published
         "is_warm_start": True,  # begin with the target's last layer and output head
         "num_modules": 1,  # of mtp
-        "protocol": "recycled",  # of mtp
+        "protocol": "recycled",  # of mtp: one module for every draft; or sequential, one a draft
     })  # fmt: skip
     config.loss = ConfigDict({
-        "num_steps": 5,
-        "decay": 0.8,
+        "num_steps": 3,  # K, of training-time test
+        "decay": 0.8,  # step j counts decay ** j
         "divergence": "cross-entropy",  # of eagle3, see spec_jax/train/losses.py
-        "labels": "target",  # of mtp
-        "noise": 0.0,  # of eagle1
+        "labels": "target",  # of mtp: the target's law, or the text
+        "noise": 0.0,  # on eagle1's features
         "feature_weight": 1.0,  # of eagle1
         "token_weight": 0.1,  # of eagle1
-        "is_remat": False,
+        "is_remat": False,  # keep less for the backward pass, and compute it again
     })  # fmt: skip
     config.data = ConfigDict({
         "text": "stdlib",  # the library's source; else files of conversations or texts, by comma
@@ -41,16 +49,18 @@ def get_config() -> ConfigDict:
         "max_length": 2048,  # tokens of a file's document; 0: all
         "responses": placeholder(str),  # JSONL that experiments.regenerate wrote
         "responses_share": 0.5,
+        "view_cache": placeholder(str),  # a folder for the target's states, shared by a sweep
+        "view_cache_gb": 10.0,  # its most
     })  # fmt: skip
-    config.steps = 1000
-    config.batch = 8
+    config.steps = 150
+    config.batch = 4
     config.length = 258  # tokens of a window; two fewer are trained on
     config.optimizer = ConfigDict({
-        "name": "muon", "lr": 3e-3, "matrix_lr": 0.02, "warmup": 50, "decay_share": 0.6,
+        "name": "muon", "lr": 3e-3, "matrix_lr": 0.02, "warmup": 20, "decay_share": 0.6,
         "weight_decay": 0.0, "clip": 0.5, "accumulate": 1,
     })  # fmt: skip
     config.eval = ConfigDict({
-        "every": 250,
+        "every": 50,  # steps; 0: at the end alone
         "num_draft": 5,
         "prompts": "",  # "": held-out functions; else a file, see experiments/prompts.py
         "num_prompts": 16,
@@ -60,6 +70,6 @@ def get_config() -> ConfigDict:
     })  # fmt: skip
     config.log_every = 10
     config.checkpoint_every_s = 120.0
-    config.export_layout = "SpecForge"
+    config.export_layout = "SpecForge"  # of eagle3: or EAGLE-3, speculators; of eagle1 EAGLE-1
     config.export_dtype = "bfloat16"
     return config

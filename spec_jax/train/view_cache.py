@@ -1,0 +1,78 @@
+"""What the target saw, kept on disk for sweeps that train several heads on the same batches."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pathlib
+
+import jax
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from spec_jax.errors import ConfigError
+from spec_jax.train.objective import View
+
+
+class ViewCache:
+    """Views by what they are of, in a folder that never exceeds a size.
+
+    A full cache keeps what it has: a sweep's next run begins where the first did, so the oldest
+    views are those it needs first. What is read back is bit-equal to what was computed. A file
+    that cannot be read is computed anew.
+
+    Args:
+      folder: made if absent; several runs may share it, one after the other.
+      max_bytes: of all files together.
+      target: the target's weights, which name the views together with ``taps``.
+      taps: the states that are kept.
+
+    Raises:
+      ConfigError: a size below zero.
+    """
+
+    def __init__(
+        self, folder: str | pathlib.Path, max_bytes: int, target: dict, taps: tuple[int, ...]
+    ):
+        if max_bytes < 0:
+            raise ConfigError(f"max_bytes is {max_bytes}; expected 0 or more")
+        self.folder, self._max_bytes = pathlib.Path(folder), max_bytes
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._bytes = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
+        self._identity = _fingerprint(target, taps)
+
+    def view(self, tokens, compute) -> View:
+        """The view of windows i32[B,W], read or computed, and kept where there is room.
+
+        Args:
+          tokens: the windows.
+          compute: ``tokens -> View``.
+        """
+        tokens = np.asarray(tokens, np.int32)
+        name = hashlib.sha256(self._identity + repr(tokens.shape).encode() + tokens.tobytes())
+        path = self.folder / f"{name.hexdigest()}.safetensors"
+        try:
+            return View(**load_file(path))
+        except (OSError, SafetensorError, TypeError):
+            pass
+        view = compute(tokens)
+        arrays = jax.device_get({"features": view.features, "hidden": view.hidden})
+        arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+        size = sum(x.nbytes for x in arrays.values()) + 4096  # and the file's header
+        if self._bytes + size <= self._max_bytes:
+            partial = path.with_suffix(".partial")
+            save_file(arrays, partial)
+            os.replace(partial, path)
+            self._bytes += path.stat().st_size
+        return view
+
+
+def _fingerprint(target: dict, taps: tuple[int, ...]) -> bytes:
+    """Of the taps, and of every weight: its type, shape and a few of its values."""
+    digest = hashlib.sha256(repr(taps).encode())
+    for path, w in jax.tree_util.tree_leaves_with_path(target):
+        some = np.asarray(w[tuple(0 for _ in w.shape[:-1])])
+        digest.update(f"{jax.tree_util.keystr(path)} {w.dtype} {w.shape}".encode())
+        digest.update(some.tobytes())
+    return digest.digest()

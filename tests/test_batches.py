@@ -1,0 +1,98 @@
+"""Training windows by step, the draft vocabulary, and data that cannot be used."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from spec_jax.data.batches import Text, count_tokens, draft_vocabulary, window_batches
+from spec_jax.errors import ConfigError
+
+A = Text("a", np.arange(1000, dtype=np.int32))
+B = Text("b", np.arange(5000, 5300, dtype=np.int32), np.arange(300) % 2 == 0)
+SIZE = dict(batch=4, length=10)
+
+
+def drawn(ds, steps):
+    return [tuple(window) for step in steps for window in ds[step]["window"].tolist()]
+
+
+def test_a_batch_is_a_function_of_seed_and_step():
+    one, two = (window_batches([A, B], [3, 1], seed=1, **SIZE) for _ in range(2))
+    other = window_batches([A, B], [3, 1], seed=2, **SIZE)
+    for step in (40, 0, 7):  # in any order, by any object
+        np.testing.assert_array_equal(one[step]["tokens"], two[step]["tokens"])
+    assert drawn(one, range(9)) != drawn(other, range(9))
+
+
+def test_an_epoch_draws_every_window_once_and_the_next_in_another_order():
+    ds = window_batches([A], [1], seed=0, **SIZE)
+    first, second = drawn(ds, range(25)), drawn(ds, range(25, 50))
+    assert sorted(first) == sorted(second) == [(0, i) for i in range(100)]
+    assert first != second
+
+
+def test_windows_hold_their_text_and_mask_in_the_asked_shares():
+    ds = window_batches([A, B], [3, 1], seed=0, **SIZE)
+    of_b = 0
+    for step in range(30):
+        batch = ds[step]
+        for tokens, mask, (text, index) in zip(*(batch[n] for n in ("tokens", "mask", "window"))):
+            part = slice(index * 10, index * 10 + 10)
+            np.testing.assert_array_equal(tokens, (A, B)[text].tokens[part])
+            np.testing.assert_array_equal(mask, B.mask[part] if text else np.ones(10, bool))
+            of_b += text
+    assert of_b == 30
+
+
+def test_memory_does_not_grow_with_the_corpus(tmp_path):
+    """Peak memory of drawing batches from a mapped file of 4 MB and of 1 GB (sparse on disk)."""
+    code = (
+        "import resource, sys, numpy as np\n"
+        "from spec_jax.data.batches import Text, window_batches\n"
+        "n = int(sys.argv[2])\n"
+        "tokens = np.lib.format.open_memmap(sys.argv[1], mode='w+', dtype=np.int32, shape=(n,))\n"
+        "ds = window_batches([Text('file', tokens)], [1], seed=0, batch=8, length=256)\n"
+        "for step in range(50): ds[step]\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+    )
+    peak_kb = [
+        int(subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / f"{n}.npy"), str(n)], check=True,
+            capture_output=True, text=True, cwd=".",
+        ).stdout)
+        for n in (1 << 20, 1 << 28)
+    ]  # fmt: skip
+    assert peak_kb[1] < peak_kb[0] + 30_000
+
+
+@pytest.mark.parametrize(
+    ("texts", "shares", "message"),
+    [
+        ([], [], "0 texts have 0 shares"),
+        ([A], [-1], "share of a is -1"),
+        ([A], [0], "every share is 0"),
+        ([Text("short", A.tokens[:9])], [1], "short has 9 tokens; expected at least 10"),
+        ([Text("c", A.tokens, np.zeros(1000, bool))], [1], "no token of c is to be predicted"),
+    ],
+)
+def test_texts_that_cannot_be_drawn_from_are_refused(texts, shares, message):
+    with pytest.raises(ConfigError, match=message):
+        window_batches(texts, shares, seed=0, **SIZE)
+
+
+def test_counts_are_of_what_is_predicted():
+    text = Text("t", np.asarray([3, 3, 1, 0, 3]), np.asarray([1, 0, 1, 1, 1], bool))
+    np.testing.assert_array_equal(count_tokens(text, 5, chunk=2), [1, 1, 0, 2, 0])
+    with pytest.raises(ConfigError, match="t holds id 3; the target has ids 0 to 2"):
+        count_tokens(text, 3)
+
+
+def test_the_draft_vocabulary_is_the_most_frequent_as_offsets():
+    d2t = draft_vocabulary(np.asarray([5, 0, 9, 1, 5, 2]), 3)
+    np.testing.assert_array_equal(np.arange(3) + d2t, [0, 2, 4])
+    np.testing.assert_array_equal(draft_vocabulary(np.ones(4), 4), np.zeros(4))
+    for size in (0, 7):
+        with pytest.raises(ConfigError, match=f"draft vocabulary is {size}; expected 1 to 6"):
+            draft_vocabulary(np.zeros(6), size)

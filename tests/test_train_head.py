@@ -1,0 +1,197 @@
+"""The experiment that trains heads: from files to an exported head, resumed, refused."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from tiny_models import random_weights
+
+from configs import (
+    train_head_default,
+    train_published_eagle1,
+    train_published_eagle3,
+    train_published_mtp,
+    train_zoo_eagle1,
+    train_zoo_eagle3,
+    train_zoo_mtp,
+)
+from experiments import train_head
+from spec_jax.data import python_source, tokens
+from spec_jax.decoder import SpeculativeDecoder
+from spec_jax.errors import ConfigError
+from spec_jax.loading import load_draft, load_model
+from spec_jax.models import weights
+from spec_jax.models.config import ModelConfig
+from spec_jax.models.tokenizer import Tokenizer
+from spec_jax.train.log import read_metrics
+
+CONFIGS = (
+    train_head_default, train_zoo_eagle1, train_zoo_eagle3, train_zoo_mtp,
+    train_published_eagle1, train_published_eagle3, train_published_mtp,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A target, a JSONL of texts, one of responses, and a file of prompts."""
+    folder = tmp_path_factory.mktemp("files")
+    documents = python_source.documents("held_out")[:6]
+    tokenizer = Tokenizer(tokens.train_tokenizer([text for _, text in documents], 300))
+    config = ModelConfig(
+        vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
+        num_attention_heads=2, max_position_embeddings=128,
+    )  # fmt: skip
+    weights.save_pretrained(folder / "target", random_weights(config), config, tokenizer)
+    pieces = [text[i : i + 400] for _, text in documents for i in range(0, 4000, 400)]
+    write = lambda name, rows: (folder / name).write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
+    write("texts.jsonl", [{"text": piece} for piece in pieces])
+    write("prompts.jsonl", [{"prompt": piece[:20]} for piece in pieces])
+    target = load_model(folder / "target")
+    prompts = [target.tokenizer.encode(piece)[:6] for piece in pieces[:12]]
+    rows = SpeculativeDecoder(target).generate(prompts, 40)
+    write("responses.jsonl", [
+        {"prompt_ids": prompt, "response_ids": row.tokens} for prompt, row in zip(prompts, rows)
+    ])  # fmt: skip
+    return folder
+
+
+def small(files, **changes):
+    config = train_head_default.get_config()
+    config.target = str(files / "target")
+    config.data.text = str(files / "texts.jsonl")
+    config.data.held_out_share = 0.2
+    config.data.responses = str(files / "responses.jsonl")
+    config.head.draft_vocab_size = 200
+    config.loss.num_steps = 2
+    config.steps, config.batch, config.length, config.log_every = 4, 2, 18, 1
+    config.optimizer.update({"name": "adamw", "lr": 1e-2, "warmup": 1})
+    config.eval.update({
+        "every": 2, "num_draft": 2, "prompts": str(files / "prompts.jsonl"), "num_prompts": 3,
+        "max_new_tokens": 12, "batch": 3, "windows": 4,
+    })  # fmt: skip
+    config.export_dtype = "float32"
+    for name, value in changes.items():
+        node, last = config, name
+        if "." in name:
+            part, last = name.split(".")
+            node = config[part]
+        node[last] = value
+    return config
+
+
+@pytest.fixture(scope="module")
+def run(files, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    return folder, train_head.train(small(files), folder)
+
+
+def test_a_run_leaves_a_head_that_drafts_as_it_did_when_measured(files, run):
+    folder, best = run
+    lines = read_metrics(folder / "metrics.jsonl")
+    evaluated = [line for line in lines if "tau" in line]
+    assert [line["step"] for line in evaluated] == [2, 4]
+    assert best["tau"] == max(line["tau"] for line in evaluated)
+    names = {"held_out_loss", "held_out_accept_1", "accept_2", "tau", "cpu_s"}
+    assert names <= set(evaluated[0])
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    assert (folder / "training.png").stat().st_size > 10_000
+    target = load_model(files / "target")
+    head = load_draft(folder / "export", target)
+    assert head.config.layer.vocab_size == 200 and head.config.taps == (0, 2) or head.config.taps
+    config = small(files)
+    experiment = train_head.Experiment(config, folder)
+    params = {name: w for name, w in head.params.items() if name != "d2t"}
+    figures = experiment.evaluate(experiment.init_state().replace(params=params))
+    assert figures["tau"] == pytest.approx(best["tau"])
+
+
+def test_a_stopped_run_goes_on_to_the_same_head(files, run, tmp_path, monkeypatch):
+    class Stopped(Exception):
+        pass
+
+    whole = train_head.Experiment.batch_at
+
+    def batch_at(self, step):
+        if step == 3:
+            raise Stopped
+        return whole(self, step)
+
+    config = small(files, checkpoint_every_s=0.0)
+    config.data.view_cache = str(tmp_path / "views")  # which changes no number either
+    with monkeypatch.context() as patch:
+        patch.setattr(train_head.Experiment, "batch_at", batch_at)
+        with pytest.raises(Stopped):
+            train_head.train(config, tmp_path / "run")
+    best = train_head.train(config, tmp_path / "run")
+    assert best == run[1] and len(list((tmp_path / "views").iterdir())) >= 4
+    target = load_model(files / "target")
+    heads = [load_draft(folder / "export", target) for folder in (tmp_path / "run", run[0])]
+    jax.tree.map(np.testing.assert_array_equal, *(head.params for head in heads))
+
+
+@pytest.mark.parametrize("objective", ["eagle1", "mtp"])
+def test_every_objective_trains_and_exports(files, tmp_path, objective):
+    config = small(files, objective=objective, steps=2)
+    config.head.draft_vocab_size = 0
+    config.export_layout = "EAGLE-1"
+    config.data.responses = None
+    assert train_head.train(config, tmp_path)["tau"] >= 1
+    head = load_draft(tmp_path / "export", load_model(files / "target"))
+    assert head.method == ("mtp" if objective == "mtp" else "eagle")
+
+
+def test_bfloat16_keeps_float32_weights(files, tmp_path):
+    config = small(files, dtype="bfloat16", steps=2)
+    experiment = train_head.Experiment(config, tmp_path)
+    state, metrics = experiment.step(experiment.init_state(), experiment.batch_at(0))
+    assert {w.dtype.name for w in jax.tree.leaves(state.params)} == {"float32"}
+    assert np.isfinite(float(metrics["loss"]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "steps is 0"),
+        ({"objective": "eagle2"}, "objective is 'eagle2'; expected one of eagle1, eagle3, mtp"),
+        ({"loss.num_steps": 17}, "loss.num_steps is 17; expected 1 to 16"),
+        ({"length": 2}, "length is 2; expected at least 3"),
+        ({"objective": "mtp"}, "head.draft_vocab_size is 200; mtp drafts all"),
+        ({"head.draft_vocab_size": 301}, "draft vocabulary 301 is larger"),
+        ({"loss.divergence": "l2"}, "divergence is 'l2'"),
+        ({"data.responses": "nowhere.jsonl"}, "responses nowhere.jsonl cannot be read"),
+        ({"data.text": "nowhere.jsonl"}, "nowhere.jsonl"),
+        ({"dtype": "float16"}, "dtype is 'float16'"),
+    ],
+)
+def test_bad_values_are_clear_errors(files, tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        train_head.train(small(files, **changes), tmp_path)
+
+
+def test_a_corpus_with_no_usable_document_is_refused(files, tmp_path):
+    path = tmp_path / "empty.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}) + "\n")
+    with pytest.raises(ConfigError, match="gave no document for train"):
+        train_head.train(small(files, **{"data.text": str(path)}), tmp_path / "run")
+
+
+def test_responses_of_another_vocabulary_are_refused(files, tmp_path):
+    path = tmp_path / "other.jsonl"
+    path.write_text(json.dumps({"prompt_ids": [1], "response_ids": [300] * 40}) + "\n")
+    with pytest.raises(ConfigError, match="holds id 300; the target has ids 0 to 299"):
+        train_head.train(small(files, **{"data.responses": str(path)}), tmp_path / "run")
+
+
+def test_another_experiment_in_the_folder_is_refused(files, run):
+    with pytest.raises(ConfigError, match="other values of seed"):
+        train_head.train(small(files, seed=1), run[0])
+
+
+@pytest.mark.parametrize("module", CONFIGS, ids=lambda m: m.__name__.split(".")[-1])
+def test_configs_are_valid_and_documented(module):
+    train_head.validate(module.get_config())
+    assert "experiments.train_head" in module.__doc__
