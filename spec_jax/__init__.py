@@ -11,7 +11,14 @@
 
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.decoder import Generation, SpeculativeDecoder
-from spec_jax.loading import LoadedHead, LoadedModel, load_head, load_model, load_mtp
+from spec_jax.loading import (
+    LoadedHead,
+    LoadedModel,
+    load_draft,
+    load_head,
+    load_model,
+    load_mtp,
+)
 from spec_jax.queue import DecodeQueue
 from spec_jax.stats import Stats
 from spec_jax.version import __version__
@@ -26,6 +33,7 @@ __all__ = [
     "SpeculativeDecoder",
     "Stats",
     "__version__",
+    "load_draft",
     "load_head",
     "load_model",
     "load_mtp",

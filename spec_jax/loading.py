@@ -15,7 +15,7 @@ from spec_jax.draft.eagle import EagleConfig, eagle, eagle_head, head_table, ini
 from spec_jax.draft.head import Head
 from spec_jax.draft.mtp import MtpConfig, init_mtp, mtp, mtp_head, mtp_table
 from spec_jax.errors import ConfigError, WeightsError
-from spec_jax.formats import read_head, read_mtp
+from spec_jax.formats import draft_kind, read_head, read_mtp
 from spec_jax.models import panels, transformer, weights
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.params import Params, num_params
@@ -170,12 +170,7 @@ def load_model(
       WeightsError: no such model, or its files are not sound.
       ConfigError: a dtype that weights cannot have.
     """
-    directory = zoo.path(str(name_or_path)) or pathlib.Path(name_or_path)
-    if not directory.is_dir():
-        raise WeightsError(
-            f"{name_or_path} is neither a directory nor a zoo name; "
-            f"the zoo has {', '.join(zoo.NAMES)}"
-        )
+    directory = _directory(name_or_path)
     dtype = _check_dtype(dtype)
     params, config = weights.load_pretrained(directory, dtype, scan_layers=scan_layers)
     has_tokenizer = (directory / "tokenizer.json").exists()
@@ -191,13 +186,39 @@ def load_model(
     )
 
 
+def load_draft(
+    name_or_path: str | pathlib.Path, target: LoadedModel, dtype=None
+) -> LoadedModel | LoadedHead:
+    """Loads whatever drafts for a target: a model, an EAGLE head, or MTP modules on their own.
+
+    They are told apart by their tensors. A directory that holds a whole model and its modules
+    is read as the model; ``load_mtp`` reads the modules.
+
+    Args:
+      name_or_path: a zoo name or a directory.
+      target: the model that it drafts for.
+      dtype: of the weights in memory; by default the target's.
+
+    Raises:
+      WeightsError: no such directory, or its files are not sound.
+      ConfigError: it is for another target or of an unknown kind; a target without a config; a
+        dtype that weights cannot have.
+    """
+    _check_has_config(target)
+    kind = draft_kind(_directory(name_or_path))
+    dtype = target.params["embed"].dtype if dtype is None else dtype
+    if kind == "standalone":
+        return load_model(name_or_path, dtype)
+    return (load_head if kind == "eagle" else load_mtp)(name_or_path, target, dtype)
+
+
 def load_head(
     path: str | pathlib.Path, target: LoadedModel, dtype=None, **overrides
 ) -> LoadedHead:
     """Loads an EAGLE head in the layout of EAGLE, SpecForge or vllm-project/speculators.
 
     Args:
-      path: a directory with the head's config.json and weights.
+      path: a zoo name, or a directory with the head's config.json and weights.
       target: the model that it drafts for.
       dtype: of the weights in memory; by default the target's.
       **overrides: what the checkpoint leaves open or says wrongly, such as
@@ -212,7 +233,7 @@ def load_head(
     _check_has_config(target)
     embed = target.params["embed"]
     dtype = _check_dtype(embed.dtype if dtype is None else dtype)
-    head = read_head(path, target.config, dtype, target_embed=embed, **overrides)
+    head = read_head(_directory(path), target.config, dtype, target_embed=embed, **overrides)
     return LoadedHead(str(path), head.config, head.params, head.notes)
 
 
@@ -225,7 +246,7 @@ def load_mtp(
     alone, for targets of your own.
 
     Args:
-      path: the model's directory.
+      path: a zoo name, or the directory of the model or of its modules alone.
       target: the model that they draft for.
       dtype: of the weights in memory; by default the target's.
       **overrides: what the checkpoint leaves open, such as ``protocol="sequential"``; see
@@ -238,7 +259,7 @@ def load_mtp(
     """
     _check_has_config(target)
     dtype = _check_dtype(target.params["embed"].dtype if dtype is None else dtype)
-    modules = read_mtp(path, target.config, dtype, **overrides)
+    modules = read_mtp(_directory(path), target.config, dtype, **overrides)
     return LoadedHead(str(path), modules.config, modules.params, modules.notes)
 
 
@@ -256,6 +277,21 @@ def random_head(config: EagleConfig | MtpConfig, key: jax.Array, dtype="float32"
     init = init_head if isinstance(config, EagleConfig) else init_mtp
     kind = f"EAGLE-{config.version} head" if init is init_head else "MTP module"
     return LoadedHead(f"random {kind}", config, init(config, key, _check_dtype(dtype)))
+
+
+def _directory(name_or_path: str | pathlib.Path) -> pathlib.Path:
+    """Of a zoo name, or the path itself.
+
+    Raises:
+      WeightsError: it is neither a directory nor a zoo name.
+    """
+    directory = zoo.path(str(name_or_path)) or pathlib.Path(name_or_path)
+    if not directory.is_dir():
+        raise WeightsError(
+            f"{name_or_path} is neither a directory nor a zoo name; "
+            f"the zoo has {', '.join(zoo.NAMES)}"
+        )
+    return directory
 
 
 def _check_has_config(target: LoadedModel) -> None:

@@ -52,7 +52,7 @@ def test_a_full_cache_keeps_the_oldest(tmp_path):
     params = random_weights(LLAMA)
     compute = Counted(params)
     views = [random_tokens(2, 9, seed=seed) for seed in range(5)]
-    size = 2 * 9 * (16 * len(TAPS) + 16) * 4 + 4096
+    size = 2 * 9 * (16 * len(TAPS) + 16) * 4 + 512
     for tokens in views:
         cache(tmp_path, params, 2 * size).view(tokens, compute)
     files = list(tmp_path.iterdir())

@@ -1,6 +1,7 @@
 """Checkpoints that other projects write, as our own parameters."""
 
 from spec_jax.formats.eagle import ImportedHead, read_head
+from spec_jax.formats.files import draft_kind
 from spec_jax.formats.mtp import ImportedMtp, read_mtp
 
-__all__ = ["ImportedHead", "ImportedMtp", "read_head", "read_mtp"]
+__all__ = ["ImportedHead", "ImportedMtp", "draft_kind", "read_head", "read_mtp"]

@@ -59,7 +59,7 @@ class ViewCache:
         view = compute(tokens)
         arrays = jax.device_get({"features": view.features, "hidden": view.hidden})
         arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
-        size = sum(x.nbytes for x in arrays.values()) + 4096  # and the file's header
+        size = sum(x.nbytes for x in arrays.values()) + 512  # and the header
         if self._bytes + size <= self._max_bytes:
             partial = path.with_suffix(".partial")
             save_file(arrays, partial)

@@ -1,7 +1,7 @@
 """The small trained models that ship with the package; see MODEL_CARD.md.
 
-Both are Hugging Face directories: a code model and a much smaller draft of the same
-vocabulary, distilled from it.
+A code model, a much smaller draft of the same vocabulary, distilled from it (both Hugging Face
+directories), and heads that were trained for it: EAGLE-1, EAGLE-3 and an MTP module.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import pathlib
 
 _HERE = pathlib.Path(__file__).parent
-ZOO = {"zoo/target": _HERE / "target", "zoo/draft": _HERE / "draft"}
-NAMES = tuple(ZOO)
+NAMES = ("zoo/target", "zoo/draft", "zoo/eagle1", "zoo/eagle3", "zoo/mtp")
+ZOO = {name: _HERE / name.removeprefix("zoo/") for name in NAMES}
 
 
 def path(name: str) -> pathlib.Path | None:
