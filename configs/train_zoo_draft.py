@@ -6,7 +6,8 @@ Cost: 20 CPU-minutes on two cores, 4 of them for the text that the teacher write
 the held-out modules: KL 0.99 nats a token, acceptance 0.53 at temperature 1.
 
 ``--config.teacher=PATH`` distils another model, a Hugging Face directory; the draft shares
-its tokenizer.
+its tokenizer. ``--config.divergence=acceptance`` trains the acceptance itself; see
+spec_jax/train/losses.py for the others.
 """
 
 from ml_collections import ConfigDict
@@ -32,5 +33,6 @@ def get_config() -> ConfigDict:
     config.long_batch = 1
     config.optimizer.update({"matrix_lr": 0.015, "warmup": 100, "decay_share": 0.8})
     config.eval_every = 500
+    config.eval_prompts = 16
     config.log_every = 50
     return config

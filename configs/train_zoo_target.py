@@ -49,6 +49,9 @@ def get_config() -> ConfigDict:
     config.eval_length = 512
     config.eval_windows = 16  # at intervals; the final figure is over all of them
     config.eval_every = 200
+    config.eval_prompts = 0  # held-out functions that a distilled draft drafts for its teacher
+    config.eval_new_tokens = 64
+    config.eval_num_draft = 5
     config.log_every = 10
     config.checkpoint_every_s = 180
     return config

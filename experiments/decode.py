@@ -89,32 +89,48 @@ def resolve(config: ConfigDict) -> ConfigDict:
     check((config.max_prompt_tokens or 1) >= 1, "max_prompt_tokens", "1 or more, or none")
     check(config.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
     check(config.target != "", "target", "a zoo name or a directory: --config.target=PATH")
+    usual = decode_default.get_config()
+    is_other = config.target != usual.target  # the zoo's drafts are for the zoo's target
     for name in _SOURCES.values():
-        if config[name].lower() == "none":
+        if config[name].lower() == "none" or (is_other and config[name] == usual[name]):
             config[name] = ""
     return config
 
 
 def load_drafts(config, target: LoadedModel) -> dict[str, LoadedModel | LoadedHead]:
-    """What drafts, by method: those of ``config.methods`` that are given.
+    """What drafts, by label: those of ``config.methods`` that are given.
+
+    The label is the method, of several heads with their version: "eagle-1", "eagle-3".
 
     Raises:
       SpecJaxError: one that cannot be used.
     """
     drafts = {}
     for method, key in _SOURCES.items():
-        name = config[key]
-        if method not in config.methods or not name:
+        names = [name.strip() for name in config[key].split(",") if name.strip()]
+        if method not in config.methods or not names:
             continue
         if method == "standalone":
-            drafts[method] = load_model(name, config.dtype, scan_layers=config.scan_layers)
-        elif name in RANDOM_HEADS[method]:
-            shape = RANDOM_HEADS[method][name](target.config)
-            drafts[method] = random_head(shape, jax.random.key(config.seed), config.dtype)
-        else:
-            load = load_head if method == "eagle" else load_mtp
-            drafts[method] = load(name, target, config.dtype)
+            if len(names) > 1:
+                raise ConfigError(f"draft is {config[key]!r}; expected one model")
+            drafts[method] = load_model(names[0], config.dtype, scan_layers=config.scan_layers)
+            continue
+        loaded = [_load_head(method, name, config, target) for name in names]
+        for head in loaded:
+            label = method
+            if len(loaded) > 1:
+                version = head.config.version if method == "eagle" else 1 + len(drafts)
+                label = f"{method}-{version}"
+                label += "" if label not in drafts else f"-{len(drafts)}"
+            drafts[label] = head
     return drafts
+
+
+def _load_head(method: str, name: str, config, target: LoadedModel) -> LoadedHead:
+    if name in RANDOM_HEADS[method]:
+        shape = RANDOM_HEADS[method][name](target.config)
+        return random_head(shape, jax.random.key(config.seed), config.dtype)
+    return (load_head if method == "eagle" else load_mtp)(name, target, config.dtype)
 
 
 def start_report(config, target: LoadedModel, prompts, bench: Bench, num_cut: int):
@@ -124,7 +140,7 @@ def start_report(config, target: LoadedModel, prompts, bench: Bench, num_cut: in
     models, notes = {"target": report.model_facts(target, config.dtype)}, []
     for method, draft in bench.drafts.items():
         facts = report.model_facts if method == "standalone" else report.head_facts
-        models[_SOURCES[method]] = facts(draft, config.dtype)
+        models[_SOURCES.get(method, method)] = facts(draft, config.dtype)
         notes += [f"{method}: {note}" for note in getattr(draft, "notes", ())]
     if config.trees and not bench.drafts:
         notes.append("trees are for standalone, eagle and mtp; none of them is given")
@@ -187,8 +203,10 @@ def compile_all(bench: Bench, cells: list[Cell], with_expected: list[Cell]) -> d
         passes.append(("standalone", bench.drafts["standalone"], 1))
     for one in passes:
         tasks[f"{one[0]} pass of width {one[2]}"] = lambda one=one: add_pass(*one)
-    for cell in {cell.method: cell for cell in chains if cell.method in ("eagle", "mtp")}.values():
+    for cell in {cell.method: cell for cell in chains}.values():
         decoder = bench.decoder(cell)
+        if not isinstance(decoder.draft, LoadedHead):
+            continue
         head = decoder.draft.head(decoder.system().target)
         if head is not None:
             one = (cell.method, head, decoder.params(batch)["draft"])
@@ -240,7 +258,8 @@ def decode(config: ConfigDict, workdir: str | None = None) -> dict:
     config = resolve(config)
     target = load_model(config.target, config.dtype, scan_layers=config.scan_layers)
     drafts = load_drafts(config, target)
-    methods = [m for m in config.methods if m not in _SOURCES or m in drafts]
+    labels = {m: [label for label in drafts if label.split("-")[0] == m] for m in _SOURCES}
+    methods = [label for m in config.methods for label in labels.get(m, [m])]
     if not methods:
         keys = ", ".join(f"--config.{_SOURCES[m]}=PATH" for m in config.methods)
         raise ConfigError(f"methods are {config.methods}, and nothing drafts for them: {keys}")
@@ -253,7 +272,7 @@ def decode(config: ConfigDict, workdir: str | None = None) -> dict:
         config.draft_temperature, {"ngram_max": config.ngram_max, "ngram_min": config.ngram_min},
     )
     rules = {"standalone": config.standalone_rules, "ngram": config.ngram_rules}
-    rules |= dict.fromkeys(("eagle", "mtp"), config.head_rules)
+    rules |= {label: config.head_rules for m in ("eagle", "mtp") for label in labels[m]}
     trees = [tree.strip() for tree in config.trees.split(",") if tree.strip()]
     cells = make_cells(methods, config.ks, config.temperatures, rules, trees)
     for cell in cells:

@@ -25,7 +25,7 @@ class Cell(NamedTuple):
     """One row of the table.
 
     Attributes:
-      method: what drafts, or "plain".
+      method: what drafts, or "plain"; of several heads a name for each.
       k: K; 0 for plain decoding.
       temperature: of target and draft.
       rule: None for the default one.
@@ -121,7 +121,7 @@ class Bench:
 
     Attributes:
       target: the model whose text this is.
-      drafts: a model for "standalone", heads for "eagle" and "mtp".
+      drafts: by method: a model for "standalone", heads under any name.
       prompts: ids.
       sampler: of every row but for temperature and seed; prompt i is seeded ``seed + i``.
       max_new_tokens: of every row.
@@ -163,9 +163,9 @@ class Bench:
             options = {"num_speculative_tokens": cell.k}
             options = tree_options(cell.tree) if cell.tree else options
             options |= self.ngram if cell.method == "ngram" else {}
-            config = SpeculativeConfig(
-                cell.method, rejection_sampling_strategy=cell.rule, **options
-            )
+            draft = self.drafts.get(cell.method)
+            method = draft.method if isinstance(draft, LoadedHead) else cell.method
+            config = SpeculativeConfig(method, rejection_sampling_strategy=cell.rule, **options)
         sampler = dataclasses.replace(self.sampler, temperature=cell.temperature)
         return SpeculativeDecoder(
             self.target, self.drafts.get(cell.method), config,

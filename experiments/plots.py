@@ -16,6 +16,7 @@ import matplotlib.pyplot as plt  # noqa: E402, the back end comes first
 
 _COLORS = {  # Okabe and Ito's palette
     "standalone": "#0072B2", "ngram": "#D55E00", "eagle": "#009E73", "mtp": "#CC79A7",
+    "eagle-1": "#E69F00", "eagle-3": "#009E73",
 }  # fmt: skip
 _MARKERS = "osD^vP"
 _STYLE = {
@@ -47,7 +48,7 @@ def _series(results: Sequence[dict], temperature: float) -> list[_Series]:
     rules = list(dict.fromkeys(rule for _, rule, _ in found))
     return [
         _Series(
-            f"{method}{' trees' if is_tree else ''}, {rule}", _COLORS[method],
+            f"{method}{' trees' if is_tree else ''}, {rule}", _COLORS.get(method, "0.4"),
             _MARKERS[rules.index(rule) % len(_MARKERS)], rows, is_tree,
         )
         for (method, rule, is_tree), rows in sorted(found.items(), reverse=True)

@@ -20,7 +20,8 @@ from absl import flags, logging
 from ml_collections import ConfigDict
 
 from configs import train_zoo_target
-from experiments import cli, lm_data
+from experiments import cli, head_eval, lm_data
+from experiments.prompts import fit, load_prompts
 from spec_jax.data import tokens
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel, load_model
@@ -96,7 +97,10 @@ def evaluate(loss, text, config: ConfigDict, n_windows: int | None = None) -> di
 
 def check_resume(saved: dict, config: dict, step: int) -> None:
     """Refuses to resume another experiment; ``steps`` may change until the decay begins."""
-    free = ("steps", "log_every", "eval_every", "eval_windows", "checkpoint_every_s")
+    free = (
+        "steps", "log_every", "eval_every", "eval_windows", "eval_prompts", "eval_new_tokens",
+        "eval_num_draft", "checkpoint_every_s",
+    )  # fmt: skip
     cli.check_same(saved, config, free)
     if saved["steps"] != config["steps"]:
         begin = min(
@@ -138,6 +142,20 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
         lambda batch: eval_fn(state.params, batch, teacher_params), held_out, config, count
     )
 
+    def drafted(state) -> dict:
+        """Tau and acceptance of the draft so far, by real decoding of held-out prompts."""
+        if teacher is None or not config.eval_prompts:
+            return {}
+        model = transformer.model(model_config, num_tokens=tokenizer.num_ids)
+        draft = LoadedModel("draft", model, state.params, tokenizer, model_config)
+        prompts = load_prompts("", config.eval_prompts, seed=0)
+        ids, _ = fit(prompts, [teacher, draft], config.eval_new_tokens, None)
+        _, stats = head_eval.decode(
+            teacher, draft, ids, num_draft=config.eval_num_draft, batch=len(ids),
+            max_new_tokens=config.eval_new_tokens,
+        )  # fmt: skip
+        return head_eval.acceptance_figures(stats)
+
     resolved = json.loads(config.to_json())
     with Checkpoints(workdir / "checkpoints") as checkpoints:
         if checkpoints.last_step is not None:
@@ -165,7 +183,7 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
                 evaluate=lambda state: {
                     f"held_out_{name}": value
                     for name, value in held_out_figures(state, config.eval_windows).items()
-                },
+                } | drafted(state),
                 eval_every=config.eval_every,
                 checkpoint_every_s=config.checkpoint_every_s,
             )

@@ -30,7 +30,8 @@ def tiny(module=train_zoo_target, **changes):
     config.update({
         "vocab_size": 300, "steps": 12, "batch": 4, "length": 32, "long_batch": 2,
         "long_length": 64, "long_share": 0.25, "eval_length": 64, "eval_windows": 4,
-        "log_every": 1, "eval_every": 4, "checkpoint_every_s": 10_000,
+        "log_every": 1, "eval_every": 4, "checkpoint_every_s": 10_000, "eval_prompts": 2,
+        "eval_new_tokens": 8,
     })  # fmt: skip
     config.model.update({
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
@@ -114,7 +115,9 @@ def test_distillation_approaches_the_teacher(tmp_path):
     config = tiny(train_zoo_draft, teacher=str(tmp_path / "teacher" / "export"), steps=20)
     config.update(own_batches=2, own_batch=4, own_prompt=8)
     final = train_lm.train(config, tmp_path / "draft")
-    first = metrics(tmp_path / "draft")[0]
+    lines = metrics(tmp_path / "draft")
+    first, measured = lines[0], [line["tau"] for line in lines if "tau" in line]
+    assert len(measured) == 5 and min(measured) >= 1  # by real decoding
     assert final["kl"] < first["kl"] and final["acceptance"] > first["acceptance"]
     assert 0 <= final["top1_agreement"] <= 1 and final["loss"] == pytest.approx(final["kl"])
     same = [(tmp_path / n / "export" / "tokenizer.json").read_text() for n in ("teacher", "draft")]

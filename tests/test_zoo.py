@@ -9,27 +9,34 @@ import pytest
 from configs import train_zoo_draft, train_zoo_target
 from experiments import train_lm
 from spec_jax import zoo
+from spec_jax.config import SpeculativeConfig
 from spec_jax.data import python_source, tokens
-from spec_jax.loading import load_model
+from spec_jax.decoder import SpeculativeDecoder
+from spec_jax.loading import load_draft, load_model
 from spec_jax.models import transformer
 from spec_jax.train import losses
 
 CARD = zoo.path("zoo/target").parent / "MODEL_CARD.md"
-LARGEST_BYTES = 12_000_000
+PAIR, HEADS = zoo.NAMES[:2], zoo.NAMES[2:]
 
 
 @pytest.fixture(scope="module")
 def models():
-    return {name: load_model(name) for name in zoo.NAMES}
+    return {name: load_model(name) for name in PAIR}
 
 
-def test_both_models_fit_twelve_megabytes():
-    files = [file for name in zoo.NAMES for file in zoo.path(name).iterdir()]
-    assert {file.name for file in files} == {
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
-        "tokenizer_config.json",
-    }  # fmt: skip
-    assert sum(file.stat().st_size for file in files) <= LARGEST_BYTES
+@pytest.mark.parametrize(
+    ("names", "files", "most_bytes"),
+    [
+        (PAIR, {"generation_config.json", "tokenizer.json", "tokenizer_config.json"}, 12_000_000),
+        (HEADS, set(), 6_000_000),
+    ],
+    ids=["pair", "heads"],
+)
+def test_what_ships_is_small(names, files, most_bytes):
+    found = [file for name in names for file in zoo.path(name).iterdir()]
+    assert {file.name for file in found} == {"config.json", "model.safetensors"} | files
+    assert sum(file.stat().st_size for file in found) <= most_bytes
 
 
 def test_unknown_names_have_no_directory():
@@ -78,6 +85,21 @@ def test_the_card_names_what_was_held_out_and_how_to_reproduce_it():
         assert f"`{module}`" in card
     for word in ("Licence", "bits a byte", "looping", "CPU-minutes", "experiments.train_lm"):
         assert word in card
+    target = load_model("zoo/target")
     for name in zoo.NAMES:
-        params = load_model(name).num_params
-        assert f"{params:,}" in card
+        assert f"{load_draft(name, target).num_params:,}" in card
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_draft_what_the_target_says(models, name):
+    """Coarse bounds, from real decoding of held-out functions; greedy tokens are the target's."""
+    target = models["zoo/target"]
+    head = load_draft(name, target)
+    assert head.notes is not None and f"{head.num_params:,}" in CARD.read_text(encoding="utf-8")
+    prompts = [target.tokenizer.encode(p.text) for p in python_source.held_out_prompts(8, seed=1)]
+    config = SpeculativeConfig(head.method, 5)
+    decoder = SpeculativeDecoder(target, head, config)
+    rows = decoder.generate(prompts, 32, stop_tokens=())
+    assert decoder.stats.tau > 1.6
+    plain = SpeculativeDecoder(target).generate(prompts, 32, stop_tokens=())
+    assert [row.tokens for row in rows] == [row.tokens for row in plain]
