@@ -11,9 +11,16 @@ import jax.numpy as jnp
 
 from spec_jax import zoo
 from spec_jax.contracts import Drafter, Model
-from spec_jax.draft.eagle import EagleConfig, eagle, eagle_head, head_table, init_head
+from spec_jax.draft.eagle import (
+    EagleConfig,
+    check_head,
+    eagle,
+    eagle_head,
+    head_table,
+    init_head,
+)
 from spec_jax.draft.head import Head
-from spec_jax.draft.mtp import MtpConfig, init_mtp, mtp, mtp_head, mtp_table
+from spec_jax.draft.mtp import MtpConfig, check_mtp, init_mtp, mtp, mtp_head, mtp_table
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.formats import draft_kind, read_head, read_mtp
 from spec_jax.models import panels, transformer, weights
@@ -94,22 +101,8 @@ class LoadedHead:
         Raises:
           WeightsError: a weight that is missing or of another shape; it is named.
         """
-        is_eagle = isinstance(self.config, EagleConfig)
-        table = head_table(self.config) if is_eagle else mtp_table(self.config)
-        parts = [""] if is_eagle else [str(i) for i in range(self.config.num_modules)]
-        for part in parts:
-            own = self.params.get(part, {}) if part else self.params
-            shapes = {name: spec.shape for name, spec in table.items()}
-            if is_eagle and self.config.layer.vocab_size < self.config.target_vocab_size:
-                shapes["d2t"] = (self.config.layer.vocab_size,)
-            for name, expected in shapes.items():
-                shape = own[name].shape if name in own else None
-                if shape != expected:
-                    has = "is missing" if shape is None else f"has shape {list(shape)}"
-                    raise WeightsError(
-                        f"head {self.name}: {part and part + '.'}{name} {has}; its config asks "
-                        f"for {list(expected)}"
-                    )
+        check = check_head if isinstance(self.config, EagleConfig) else check_mtp
+        check(self.config, self.params, f"head {self.name}: ")
 
     @property
     def method(self) -> str:

@@ -22,7 +22,7 @@ from spec_jax.models.cache import KVCache
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.layers import Window, attention, linear, mlp, rms_norm
 from spec_jax.models.panels import matmul
-from spec_jax.models.params import ParamSpec, init_table, layer_table
+from spec_jax.models.params import ParamSpec, check_weights, init_table, layer_table
 from spec_jax.tree import DynamicTree, Tree, check_children
 
 
@@ -106,7 +106,7 @@ class EagleConfig:
         L, V = target.num_hidden_layers, target.vocab_size
         usual = (2, L // 2, L - 3) if L >= 7 else sorted({round(L * i / 6) for i in (1, 3, 5)})
         U = V if draft_vocab_size is None else draft_vocab_size
-        size = {"num_hidden_layers": 1, "vocab_size": U}
+        size = {"num_hidden_layers": 1, "vocab_size": U, "tie_word_embeddings": False}
         unrolled = {"scan_layers": False} if target.scan_layers else {}
         return cls(**{
             "version": version,
@@ -143,6 +143,22 @@ def head_table(config: EagleConfig) -> dict[str, ParamSpec]:
         U = config.layer.vocab_size
         table["head"] = ParamSpec((D, U), ("embed", "vocab"), "lm_head.weight", is_linear=True)
     return table | layer
+
+
+def check_head(config: EagleConfig, params: dict, owner: str = "") -> None:
+    """Checks that the weights are those of the config.
+
+    Args:
+      config: the head's shape.
+      params: its weights.
+      owner: what the message begins with.
+
+    Raises:
+      WeightsError: a weight that is missing or of another shape; it is named.
+    """
+    shapes = {name: spec.shape for name, spec in head_table(config).items()}
+    U = config.layer.vocab_size
+    check_weights(params, shapes | ({"d2t": (U,)} if U < config.target_vocab_size else {}), owner)
 
 
 def init_head(config: EagleConfig, key: jax.Array, dtype=jnp.float32) -> dict[str, jax.Array]:

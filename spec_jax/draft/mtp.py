@@ -26,7 +26,7 @@ from spec_jax.models.config import ModelConfig
 from spec_jax.models.deepseek import DeepseekConfig
 from spec_jax.models.layers import Window, linear, rms_norm
 from spec_jax.models.panels import matmul
-from spec_jax.models.params import ParamSpec, init_table, layer_table
+from spec_jax.models.params import ParamSpec, check_weights, init_table, layer_table
 from spec_jax.models.qwen3_next import Qwen3NextConfig
 from spec_jax.tree import DynamicTree, Tree, check_children
 
@@ -152,6 +152,22 @@ def mtp_table(config: MtpConfig) -> dict[str, ParamSpec]:
         )
     layer_weights, _ = _KINDS[type(config.layer)]
     return table | layer_weights(config.layer)
+
+
+def check_mtp(config: MtpConfig, params: dict, owner: str = "") -> None:
+    """Checks that the weights are those of the config.
+
+    Args:
+      config: the modules' shape.
+      params: their weights.
+      owner: what the message begins with.
+
+    Raises:
+      WeightsError: a weight that is missing or of another shape; it is named.
+    """
+    shapes = {name: spec.shape for name, spec in mtp_table(config).items()}
+    for i in range(config.num_modules):
+        check_weights(params.get(str(i), {}), shapes, f"{owner}{i}.")
 
 
 def init_mtp(config: MtpConfig, key: jax.Array, dtype=jnp.float32) -> dict[str, Any]:

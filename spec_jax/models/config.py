@@ -102,6 +102,16 @@ class RopeConfig:
         fields = ("rope_type", "rope_theta", *names)
         return {n: getattr(self, n) for n in fields if getattr(self, n) is not None}
 
+    def spellings(self) -> dict[str, Any]:
+        """The keys of both spellings, for a config.json that loaders of either kind read."""
+        both = self.to_hf()
+        scaling = {n: v for n, v in both.items() if n != "rope_theta"} | {"type": self.rope_type}
+        return {
+            "rope_parameters": both,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": None if self.rope_type == "default" else scaling,
+        }
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from spec_jax.errors import WeightsError
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.panels import join
 
@@ -86,6 +87,24 @@ def outer_table(config: ModelConfig) -> dict[str, ParamSpec]:
     if not config.tie_word_embeddings:
         _linear(table, "head", D, V, ("embed", "vocab"), "lm_head")
     return table
+
+
+def check_weights(params: Mapping[str, Any], shapes: Mapping[str, tuple], owner: str) -> None:
+    """Checks that weights are there and have their shapes.
+
+    Args:
+      params: the weights by name.
+      shapes: what is expected, by name.
+      owner: what they are weights of, for the message.
+
+    Raises:
+      WeightsError: a weight that is missing or of another shape; it is named.
+    """
+    for name, expected in shapes.items():
+        shape = params[name].shape if name in params else None
+        if shape != expected:
+            has = "is missing" if shape is None else f"has shape {list(shape)}"
+            raise WeightsError(f"{owner}{name} {has}; its config asks for {list(expected)}")
 
 
 def num_params(config: ModelConfig) -> int:

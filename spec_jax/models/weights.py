@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import pathlib
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +19,7 @@ from safetensors.numpy import save_file
 
 from spec_jax.errors import WeightsError
 from spec_jax.models.config import ModelConfig, read_config
-from spec_jax.models.params import Params, assemble, walk
+from spec_jax.models.params import Params, ParamSpec, assemble, walk
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -206,42 +207,63 @@ def save_pretrained(
       max_shard_bytes: larger models are split into shards with an index.
     """
     directory = pathlib.Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    np_dtype = np.dtype(jnp.dtype(dtype))
+    dtype = jnp.dtype(dtype)
     shards: list[dict[str, np.ndarray]] = [{}]
     sizes = [0]
     for spec, layer, array in walk(config, params):
-        array = np.asarray(array).astype(np_dtype)
-        # safetensors writes memory as it lies.
-        array = np.ascontiguousarray(array.T if spec.is_linear else array)
+        array = as_stored(array, spec, dtype)
         if sizes[-1] and sizes[-1] + array.nbytes > max_shard_bytes:
             shards.append({})
             sizes.append(0)
         shards[-1][spec.hf_name.format(i=layer)] = array
         sizes[-1] += array.nbytes
 
+    save_tensors(directory, shards)
+    hf = {**config.to_hf(), "dtype": dtype.name}
+    write_json(directory / "config.json", hf)
+    generation = {n: hf[n] for n in ("bos_token_id", "eos_token_id") if hf[n] is not None}
+    write_json(directory / "generation_config.json", generation)
+    if tokenizer is not None:
+        tokenizer.save(directory)
+
+
+def as_stored(array, spec: ParamSpec, dtype) -> np.ndarray:
+    """A weight as files hold it: linear maps ``[out, in]``.
+
+    Args:
+      array: as its declaration says, or one expert's part of it.
+      spec: the declaration.
+      dtype: of the result.
+    """
+    array = np.asarray(array).astype(jnp.dtype(dtype))
+    # safetensors writes memory as it lies.
+    return np.ascontiguousarray(array.T if spec.is_linear else array)
+
+
+def save_tensors(directory: pathlib.Path, shards: Sequence[Mapping[str, np.ndarray]]) -> None:
+    """Writes one file of tensors, or several and their index, each whole or not at all.
+
+    Args:
+      directory: made if absent.
+      shards: tensors by name, a file each.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
     names = [SINGLE]
     if len(shards) > 1:
         names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     for name, shard in zip(names, shards):
-        save_file(shard, directory / f"{name}.partial", metadata={"format": "pt"})
+        save_file(dict(shard), directory / f"{name}.partial", metadata={"format": "pt"})
         os.replace(directory / f"{name}.partial", directory / name)
     # A directory that is written over must not keep the other layout's entry point.
     (directory / (INDEX if len(shards) == 1 else SINGLE)).unlink(missing_ok=True)
     if len(shards) > 1:
         where = {tensor: name for name, shard in zip(names, shards) for tensor in shard}
-        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": where}
-        _write_json(directory / INDEX, index)
-
-    hf = {**config.to_hf(), "dtype": np_dtype.name}
-    _write_json(directory / "config.json", hf)
-    generation = {n: hf[n] for n in ("bos_token_id", "eos_token_id") if hf[n] is not None}
-    _write_json(directory / "generation_config.json", generation)
-    if tokenizer is not None:
-        tokenizer.save(directory)
+        size = sum(array.nbytes for shard in shards for array in shard.values())
+        write_json(directory / INDEX, {"metadata": {"total_size": size}, "weight_map": where})
 
 
-def _write_json(path: pathlib.Path, value) -> None:
+def write_json(path: pathlib.Path, value) -> None:
+    """Writes a JSON file, whole or not at all."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     os.replace(partial, path)
