@@ -24,7 +24,7 @@ from spec_jax.models.config import ModelConfig, read_json
 from spec_jax.models.params import ParamSpec
 from spec_jax.models.weights import StrictReader
 
-_EMBED = "embed_tokens.weight"
+EMBED = "embed_tokens.weight"
 _NORMS = {
     "embed_norm": "{layer}input_layernorm.weight",
     "hidden_norm": "{layer}hidden_norm.weight",
@@ -83,7 +83,7 @@ def read_head(
         layout = find_layout(hf, tensors.left)
         fc_in = _num_inputs(directory, tensors)
         config = head_config(hf, layout, tensors.left, fc_in, target_config, overrides, notes)
-        if _EMBED in tensors.left and not config.own_embed:
+        if EMBED in tensors.left and not config.own_embed:
             is_told = "own_embed" in overrides
             config = _share_embed(tensors, config, None if is_told else target_embed, notes)
         is_midlayer = any(name.startswith("midlayer.") for name in tensors.left)
@@ -127,14 +127,14 @@ def _share_embed(tensors, config: EagleConfig, target_embed, notes) -> EagleConf
     """Drops the head's embedding where it is the target's; says in the config where it is not."""
     shape = (config.target_vocab_size, config.layer.hidden_size)
     if target_embed is None:
-        tensors.take(_EMBED, shape)
-        notes.append(f"{_EMBED} is left out, uncompared: the head shares the target's embedding.")
+        tensors.take(EMBED, shape)
+        notes.append(f"{EMBED} is left out, uncompared: the head shares the target's embedding.")
         return config
-    if _is_close(tensors.read(_EMBED), target_embed):
-        tensors.take(_EMBED, shape)
-        notes.append(f"{_EMBED} is left out: it is a copy of the target's embedding.")
+    if _is_close(tensors.read(EMBED), target_embed):
+        tensors.take(EMBED, shape)
+        notes.append(f"{EMBED} is left out: it is a copy of the target's embedding.")
         return config
-    notes.append(f"{_EMBED} differs from the target's embedding; the head keeps its own.")
+    notes.append(f"{EMBED} differs from the target's embedding; the head keeps its own.")
     return dataclasses.replace(config, own_embed=True)
 
 

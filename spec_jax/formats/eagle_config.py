@@ -1,7 +1,8 @@
 """What a head's config.json means, in the terms of ``EagleConfig``.
 
 The same key means different things in different projects, and some are left out. Every such
-choice is made here and said in ``notes``.
+choice is made here and said in ``notes``. Two keys are our own, for what no project has one:
+``own_embed``, and ``taps``, the states before the layers of these numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ FLAGS = (
     "fc_bias", "fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "own_embed",
 )  # fmt: skip
 _NORM_TENSORS = {"fc_norm": "fc_norm.0.weight", "norm_before_fc": "input_norm.weight"}
-_AUX = "eagle_aux_hidden_state_layer_ids"
+AUX = "eagle_aux_hidden_state_layer_ids"
 
 
 def find_layout(hf: Mapping[str, Any], names: set[str]) -> str:
@@ -163,6 +164,8 @@ def _flags(hf, layout, names, notes, overrides) -> dict[str, bool]:
             notes.append(f"{name} is {overrides[name]}: the caller says so.")
         elif name == "fc_bias":
             flags[name] = _flag(hf, "bias", layout == EAGLE_1)
+        elif name == "own_embed" and _said(hf, name) is not None:
+            flags[name] = _flag(hf, name, False)
         elif name in _NORM_TENSORS and layout != EAGLE_1:
             flags[name] = _flag_or_tensor(hf, name, names, notes)
         elif name in ("norm_before_residual", "norm_output") and layout != EAGLE_1:
@@ -223,8 +226,14 @@ def _taps(hf, layout, fc_in, target, overrides, notes) -> tuple[int, ...]:
         taps = (L + 1,)
     elif _said(hf, "use_aux_hidden_state") is False:
         raise ConfigError("use_aux_hidden_state is false; only heads of tapped states are known")
+    elif _said(hf, "taps") is not None:
+        taps = _said(hf, "taps")
+        if not isinstance(taps, list):
+            raise ConfigError(f"taps is {taps!r} in config.json; expected a list of layers")
+        taps = tuple(taps)
+        notes.append(f"taps are {taps}: config.json says so.")
     else:
-        taps = _named_taps(_said(hf, _AUX), layout, L, notes) or _default_taps(L, notes)
+        taps = _named_taps(_said(hf, AUX), layout, L, notes) or _default_taps(L, notes)
     wrong = [i for i in taps if not _is_id(i) or i > L + 1]
     if wrong:
         raise ConfigError(
@@ -253,21 +262,21 @@ def _named_taps(ids, layout, num_layers, notes) -> tuple[int, ...]:
     if not ids:
         return ()
     if not isinstance(ids, list) or not all(map(_is_id, ids)):
-        raise ConfigError(f"{_AUX} is {ids!r}; expected a list of layers from 0")
+        raise ConfigError(f"{AUX} is {ids!r}; expected a list of layers from 0")
     if max(ids) > num_layers:
         raise ConfigError(
-            f"{_AUX} is {ids}; the target has {num_layers} layers. Pass taps=... to say otherwise"
+            f"{AUX} is {ids}; the target has {num_layers} layers. Pass taps=... to say otherwise"
         )
     after = tuple(i + 1 for i in ids)
     is_after = layout != SPECULATORS and ids[0] == 1 and max(ids) < num_layers
     taps = after if is_after else tuple(ids)
     if is_after:
         notes.append(
-            f"{_AUX} {ids} begins with 1 and so is read as the outputs of those layers: taps are "
+            f"{AUX} {ids} begins with 1 and so is read as the outputs of those layers: taps are "
             f"{taps}. Pass taps={tuple(ids)} where the ids mean the states before those layers."
         )
     else:
-        notes.append(f"{_AUX} {ids} is read as the states before those layers: taps are {taps}.")
+        notes.append(f"{AUX} {ids} is read as the states before those layers: taps are {taps}.")
         if max(ids) < num_layers and (ids[0] == 1 or layout == SPECFORGE):
             notes.append(f"Pass taps={after} where the ids mean the outputs of those layers.")
     return taps
@@ -278,8 +287,8 @@ def _default_taps(num_layers: int, notes) -> tuple[int, ...]:
     taps = low, middle, high = 2, num_layers // 2, num_layers - 3
     if not low < middle < high:
         raise ConfigError(
-            f"config.json does not say {_AUX}, and a target of {num_layers} layers is too shallow "
+            f"config.json does not say {AUX}, and a target of {num_layers} layers is too shallow "
             f"for the usual taps {taps}, which need 7 or more; pass taps=..."
         )
-    notes.append(f"config.json does not say {_AUX}; taps are the usual {taps}.")
+    notes.append(f"config.json does not say {AUX}; taps are the usual {taps}.")
     return taps
