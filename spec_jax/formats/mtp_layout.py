@@ -16,6 +16,9 @@ from spec_jax.models.params import ParamSpec
 from spec_jax.models.qwen3_next import Qwen3NextConfig
 
 _LAYER_ID = re.compile(r"model\.layers\.(\d+)\.")
+LAYOUTS = ("DeepSeek", "Qwen3-Next", "MiMo")
+SAID = "mtp_config"  # of config.json: what no project has a key for, and SAID_FIELDS are there
+SAID_FIELDS = ("protocol", "taps", "recycles_normed")
 _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
@@ -53,38 +56,57 @@ class Layout(NamedTuple):
         return index if index >= 0 else None
 
 
+def make_layout(name: str, num_layers: int) -> Layout:
+    """The layout of a name.
+
+    Args:
+      name: "DeepSeek", "Qwen3-Next" or "MiMo".
+      num_layers: of the target, where DeepSeek's numbers of modules begin.
+
+    Raises:
+      ConfigError: another name.
+    """
+    if name == "Qwen3-Next":
+        own = {"embed_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden"}
+        own |= {name: name for name in ("fc", "norm")}
+        return Layout(
+            name, "mtp.layers.{i}.", 0, {k: f"mtp.{v}.weight" for k, v in own.items()},
+            "embedding-first", "as Qwen3-Next's modules are run", is_zero_centred=True,
+        )  # fmt: skip
+    if name == "MiMo":
+        prefix = "model.mtp_layers.{i}."
+        own = {
+            "embed_norm": "token_layernorm", "hidden_norm": "hidden_layernorm",
+            "fc": "input_proj", "norm": "final_layernorm",
+        }  # fmt: skip
+        return Layout(
+            name, prefix, 0, {k: f"{prefix}{v}.weight" for k, v in own.items()},
+            "hidden-first", "as MiMo's own code joins them",
+        )  # fmt: skip
+    if name == "DeepSeek":
+        return Layout(
+            name, "model.layers.{i}.", num_layers, {}, "embedding-first",
+            "as the released eh_proj expects; the paper prints the hidden state first",
+        )  # fmt: skip
+    raise ConfigError(f"layout is {name!r}; known: {', '.join(LAYOUTS)}")
+
+
 def find_layout(directory: pathlib.Path, hf: Mapping[str, Any], names: set[str]) -> Layout:
     """The layout of the modules among these tensors.
 
     Raises:
       WeightsError: none of them belongs to an MTP module.
     """
-    if any(name.startswith("mtp.") for name in names):
-        own = {"embed_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden"}
-        own |= {name: name for name in ("fc", "norm")}
-        return Layout(
-            "Qwen3-Next", "mtp.layers.{i}.", 0, {k: f"mtp.{v}.weight" for k, v in own.items()},
-            "embedding-first", "as Qwen3-Next's modules are run", is_zero_centred=True,
-        )  # fmt: skip
-    prefix = "model.mtp_layers.{i}."
-    if any(name.startswith("model.mtp_layers.") for name in names):
-        own = {
-            "embed_norm": "token_layernorm", "hidden_norm": "hidden_layernorm",
-            "fc": "input_proj", "norm": "final_layernorm",
-        }  # fmt: skip
-        return Layout(
-            "MiMo", prefix, 0, {k: f"{prefix}{v}.weight" for k, v in own.items()},
-            "hidden-first", "as MiMo's own code joins them",
-        )  # fmt: skip
     count = hf.get("num_hidden_layers")
+    if any(name.startswith("mtp.") for name in names):
+        return make_layout("Qwen3-Next", count)
+    if any(name.startswith("model.mtp_layers.") for name in names):
+        return make_layout("MiMo", count)
     if not isinstance(count, int):
         raise ConfigError(f"num_hidden_layers is {count!r}; expected how many the target has")
     ids = (int(match[1]) for match in map(_LAYER_ID.match, names) if match)
     if any(i >= count for i in ids):
-        return Layout(
-            "DeepSeek", "model.layers.{i}.", count, {}, "embedding-first",
-            "as the released eh_proj expects; the paper prints the hidden state first",
-        )  # fmt: skip
+        return make_layout("DeepSeek", count)
     raise WeightsError(
         f"{directory} has no MTP module: no tensor begins with mtp., model.mtp_layers. or "
         f"model.layers.{count}. (config.json has {count} layers)"
@@ -152,9 +174,22 @@ def modules_config(
                             "does not say, so compare the acceptance at the second draft"),
         "has_zero_centred_norms": (layout.is_zero_centred, f"as {layout.name}'s norms are"),
     }  # fmt: skip
+    choices |= _said(hf)
     for name, (value, why) in choices.items():
         is_told = name in overrides
         value = overrides[name] if is_told else value
         notes.append(f"{name} = {value!r}: {'as the caller says' if is_told else why}.")
     values = {name: value for name, (value, _) in choices.items()}
     return MtpConfig.of_target(target, layer=layer_config(hf), **{**values, **overrides})
+
+
+def _said(hf: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    said = hf.get(SAID) or {}
+    if not isinstance(said, Mapping):
+        raise ConfigError(f"{SAID} is {said!r} in config.json; expected an object")
+    as_tuple = lambda value: tuple(value) if isinstance(value, list) else value
+    return {
+        name: (as_tuple(said[name]), "config.json says so")
+        for name in SAID_FIELDS
+        if said.get(name) is not None
+    }

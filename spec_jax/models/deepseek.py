@@ -147,6 +147,15 @@ class DeepseekConfig:
         except TypeError as error:
             raise ConfigError(f"config.json is incomplete: {error}") from error
 
+    def to_hf(self) -> dict[str, Any]:
+        """The keys of config.json that ``from_hf`` and transformers read."""
+        hf = {n: x for n, x in dataclasses.asdict(self).items() if x is not None and n != "rope"}
+        router = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+        return hf | (router if self.is_sparse else {}) | {
+            "rope_parameters": self.rope.to_hf(), "model_type": "deepseek_v3",
+            "hidden_act": "silu", "architectures": ["DeepseekV3ForCausalLM"],
+        }  # fmt: skip
+
 
 def layer_table(config: DeepseekConfig) -> dict[str, ParamSpec]:
     """The weights of one layer, by our name."""

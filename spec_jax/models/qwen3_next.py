@@ -98,6 +98,16 @@ class Qwen3NextConfig:
         except TypeError as error:
             raise ConfigError(f"config.json is incomplete: {error}") from error
 
+    def to_hf(self) -> dict[str, Any]:
+        """The keys of config.json that ``from_hf`` and transformers read."""
+        hf = {name: value for name, value in dataclasses.asdict(self).items() if name != "rope"}
+        part = {"partial_rotary_factor": self.partial_rotary_factor}
+        return hf | {
+            "rope_parameters": self.rope.to_hf() | part, "model_type": "qwen3_next",
+            "hidden_act": "silu", "architectures": ["Qwen3NextForCausalLM"],
+            "decoder_sparse_step": 1, "mlp_only_layers": [],
+        }  # fmt: skip
+
 
 def layer_table(config: Qwen3NextConfig) -> dict[str, ParamSpec]:
     """The weights of one layer, by our name; ``q`` gives each head's query and then its gate."""
