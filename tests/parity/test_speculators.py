@@ -1,0 +1,178 @@
+"""Agreement with the ``speculators`` package: a head that we export is there the same head."""
+
+import dataclasses
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import LLAMA, QWEN3, random_tensor, random_tokens, random_weights
+
+from spec_jax import SpeculativeConfig, SpeculativeDecoder, load_head, load_model
+from spec_jax.config import SamplerConfig
+from spec_jax.contracts import Context
+from spec_jax.draft.eagle import EagleConfig, forward, head_table, join_features, recycle, unembed
+from spec_jax.formats import write_head
+from spec_jax.loading import LoadedHead
+from spec_jax.models import transformer
+from spec_jax.models.config import RopeConfig
+from spec_jax.models.weights import save_pretrained
+from spec_jax.sampling import make_sampler
+
+torch = pytest.importorskip("torch", reason="parity needs torch (extra 'parity')")
+pytest.importorskip("speculators", reason="see tests/parity/speculators.txt")
+
+# What the package and those that it imports warn of is not ours to mend.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+STEPS = 3  # one from the target's states, two recycled
+V, U, D, T = 31, 20, 16, 9
+TARGET = dataclasses.replace(LLAMA, num_hidden_layers=8, max_position_embeddings=64)
+IDS = np.sort(np.random.RandomState(0).permutation(V)[:U])
+LLAMA_3 = RopeConfig("llama3", 5e5, factor=8.0, original_max_position_embeddings=32)
+HEADS = {
+    "plain": {},
+    "whole vocabulary": dict(draft_vocab_size=V),
+    "normalised residual": dict(norm_before_residual=True),
+    "norm over all states": dict(norm_before_fc=True, norm_output=True),
+    "norm of each state": dict(fc_norm=True, norm_before_residual=True, norm_output=True),
+    "two states": dict(taps=(3, 8)),
+    "an embedding of its own": dict(own_embed=True),
+    "biases": dict(layer=dict(attention_bias=True, mlp_bias=True)),
+    "scaled rope": dict(layer=dict(rope=LLAMA_3)),
+    "qwen3": dict(layer=dict(model_type="qwen3", rope=QWEN3.rope, num_key_value_heads=1)),
+}
+
+
+def make_head(name):
+    changes = {"draft_vocab_size": U, **HEADS[name]}
+    layer = changes.pop("layer", {})
+    config = EagleConfig.of_target(TARGET, **changes)
+    size = dict(num_attention_heads=2, num_key_value_heads=2, head_dim=6, rms_norm_eps=1e-5)
+    config = dataclasses.replace(config, layer=dataclasses.replace(config.layer, **size | layer))
+    table = head_table(config)
+    params = {n: jnp.asarray(random_tensor(n, spec.shape, 1)) for n, spec in table.items()}
+    if config.layer.vocab_size < V:
+        params["d2t"] = jnp.asarray(IDS - np.arange(U), jnp.int32)
+    return LoadedHead(name, config, params)
+
+
+@pytest.fixture(scope="module")
+def target_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("target")
+    save_pretrained(path, random_weights(TARGET), TARGET)
+    return path
+
+
+def export(head, directory, target_path):
+    write_head(
+        directory, head.config, head.params, layout="speculators", target_config=TARGET,
+        target_embed=random_weights(TARGET)["embed"], verifier=os.fspath(target_path),
+    )  # fmt: skip
+
+
+def load_theirs(directory):
+    """By the package's own loader; only its attention, made for a GPU, is chosen."""
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+
+    config = Eagle3SpeculatorConfig.from_pretrained(directory)
+    config.transformer_layer_config._attn_implementation = "eager"
+    model = Eagle3DraftModel.from_pretrained(directory, config=config)
+    assert model.dtype == torch.float32
+    return model.eval()
+
+
+def their_logits(model, features, tokens):
+    """Logits f32[STEPS,T,U] of every row and step, the tokens of later steps given."""
+    found = []
+    handle = model.lm_head.register_forward_hook(lambda m, x, y: found.append(y[0].numpy()))
+    with torch.no_grad():
+        model(
+            torch.from_numpy(features)[None], torch.from_numpy(tokens)[None],
+            document_ids=torch.zeros(1, T, dtype=torch.long),
+            position_ids=torch.arange(T)[None], ttt_steps=STEPS,
+        )  # fmt: skip
+    handle.remove()
+    return np.stack(found)
+
+
+def our_logits(head, row, features, tokens):
+    """Logits f32[STEPS,V] behind the pairs up to ``row``, its state recycled with later tokens."""
+    config, model = head.config, transformer.model(TARGET)
+    both = {"head": head.params, "target": random_weights(TARGET)}
+    embed = both["head" if config.own_embed else "target"]["embed"]
+
+    @jax.jit
+    def step(states, at):
+        x, _ = forward(head.params, embed, states, tokens[None], None, config=config)
+        following = states.at[:, at + 1].set(recycle(head.params, x[:, at], config))
+        return following, unembed(both, x[0, at], config, model)
+
+    states = join_features(head.params, features[None], config)
+    logits = []
+    for at in range(row, row + STEPS):  # what stands behind a row does not move it
+        states, found = step(states, at)
+        logits.append(found)
+    return np.stack(logits)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_an_exported_head_has_the_same_logits_there(tmp_path, target_path, name):
+    head = make_head(name)
+    export(head, tmp_path, target_path)
+    model = load_theirs(tmp_path)
+    tokens = np.array(random_tokens(T), np.int64)
+    target = transformer.model(TARGET, head.config.taps)
+    output = target.forward(random_weights(TARGET), jnp.asarray(tokens[None]))
+    features = np.array(output.features[0])
+    theirs = their_logits(model, features, tokens)
+    ids = IDS if head.config.layer.vocab_size < V else np.arange(V)
+    if len(ids) < V:
+        np.testing.assert_array_equal(model.d2t.numpy() + np.arange(U), ids)
+        np.testing.assert_array_equal(np.flatnonzero(model.t2d.numpy()), ids)
+    assert np.abs(theirs).max() > 0.5  # an error would show
+    for row in (0, T - STEPS):
+        ours = our_logits(head, row, features, tokens)
+        np.testing.assert_allclose(ours[:, ids], theirs[:, row], rtol=0, atol=1e-4)
+        assert np.isneginf(np.delete(ours, ids, axis=1)).all()
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_what_they_save_again_is_the_same_head_here(tmp_path, target_path, name):
+    head, target = make_head(name), load_model(target_path)
+    export(head, tmp_path / "ours", target_path)
+    load_theirs(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
+    for path in (tmp_path / "ours", tmp_path / "theirs"):
+        imported = load_head(path, target)
+        assert imported.config == head.config
+        jax.tree.map(np.testing.assert_array_equal, imported.params, head.params)
+
+
+PROMPTS = [[3, 1, 4], [1, 5, 9, 2]]
+
+
+def drafts_of(decoder):
+    """What is drafted first behind each prompt."""
+    system, sampler = decoder.system(), make_sampler(SamplerConfig(), len(PROMPTS), V)
+    state = decoder.start(PROMPTS, 8, system, sampler, sampler)
+    context = Context(
+        state.tokens, state.length, sampler, state.counts, sampler.seed,
+        is_coupled=False, has_probs=False, has_logits=False,
+    )  # fmt: skip
+    params = decoder.params()["draft"]
+    return system.drafter.propose(params, state.draft, context, system.num_draft)[0].tokens
+
+
+def test_a_head_that_was_there_drafts_the_same_tokens_here(tmp_path, target_path):
+    head, target = make_head("norm over all states"), load_model(target_path)
+    export(head, tmp_path / "ours", target_path)
+    load_theirs(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
+    runs = []
+    for each in (head, load_head(tmp_path / "theirs", target)):
+        decoder = SpeculativeDecoder(target, each, SpeculativeConfig("eagle", STEPS))
+        tokens = [g.tokens for g in decoder.generate(PROMPTS, 40)]
+        counted = dataclasses.replace(decoder.stats, prefill_s=0.0, decode_s=0.0)
+        runs.append((tokens, counted, drafts_of(decoder)))
+    assert runs[0][:2] == runs[1][:2]
+    np.testing.assert_array_equal(runs[0][2], runs[1][2])
