@@ -27,7 +27,8 @@ from experiments.prompts import fit, load_prompts
 from spec_jax.data.batches import window_batches
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel, load_model
-from spec_jax.train.checkpoint import Checkpoints, write_json
+from spec_jax.models import weights
+from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.log import Log, read_metrics
 from spec_jax.train.loop import train_loop
 from spec_jax.train.objective import Batch, chain_rates, target_view
@@ -155,7 +156,7 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
         experiment = Experiment(config, workdir)
         state = checkpoints.restore(experiment.init_state())
         first = int(state.step)
-        write_json(workdir / "config.json", resolved)
+        weights.write_json(workdir / "config.json", resolved)
         tokens = sum(len(text.tokens) for text in experiment.texts)
         with Log(workdir, first, config.steps) as log:
             log.say(

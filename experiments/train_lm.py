@@ -29,7 +29,7 @@ from spec_jax.models import transformer, weights
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.params import num_params
 from spec_jax.train import lm
-from spec_jax.train.checkpoint import Checkpoints, write_json
+from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.log import Log
 from spec_jax.train.loop import train_loop
 from spec_jax.train.optimizer import decay_begin, make_optimizer
@@ -164,7 +164,7 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
         params = transformer.init_params(model_config, jax.random.key(config.seed))
         state = checkpoints.restore(TrainState.create(params, optimizer))
         first = int(state.step)
-        write_json(workdir / "config.json", resolved)
+        weights.write_json(workdir / "config.json", resolved)
         with Log(workdir, first, config.steps) as log:
             log.say(
                 f"{num_params(model_config) / 1e6:.2f}M parameters, {len(text) / 1e6:.2f}M "

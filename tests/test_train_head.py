@@ -43,7 +43,8 @@ def files(tmp_path_factory):
         num_attention_heads=2, max_position_embeddings=128,
     )  # fmt: skip
     weights.save_pretrained(folder / "target", random_weights(config), config, tokenizer)
-    pieces = [text[i : i + 400] for _, text in documents for i in range(0, 4000, 400)]
+    pieces = [text[i : i + 400] for _, text in documents for i in range(0, 2000, 400)]
+    assert all(len(piece) == 400 for piece in pieces)
     write = lambda name, rows: (folder / name).write_text(
         "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
     )

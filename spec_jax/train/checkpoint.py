@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 from typing import Any
 
@@ -169,10 +168,3 @@ def _check_same(found, state) -> None:
             raise ValueError(f"{name} is not finite")
 
     jax.tree_util.tree_map_with_path(leaf, found, state)
-
-
-def write_json(path: pathlib.Path, value: Any) -> None:
-    """Writes a JSON file that is there whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    partial.replace(path)
