@@ -16,5 +16,5 @@ def get_config() -> ConfigDict:
     config.head.draft_vocab_size = 0
     config.loss.num_steps = 3
     config.loss.decay = 0.6
-    config.steps = 600
+    config.steps = 900
     return config
