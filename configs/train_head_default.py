@@ -70,6 +70,6 @@ def get_config() -> ConfigDict:
     })  # fmt: skip
     config.log_every = 10
     config.checkpoint_every_s = 120.0
-    config.export_layout = "SpecForge"  # of eagle3: or EAGLE-3, speculators; of eagle1 EAGLE-1
+    config.export_layout = ""  # of eagle3: SpecForge (the default), EAGLE-3 or speculators
     config.export_dtype = "bfloat16"
     return config

@@ -29,5 +29,4 @@ def get_config() -> ConfigDict:
     })  # fmt: skip
     config.eval.update({"every": 5000, "num_prompts": 64, "max_new_tokens": 256})
     config.checkpoint_every_s = 900.0
-    config.export_layout = "EAGLE-1"
     return config

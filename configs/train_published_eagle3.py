@@ -29,5 +29,4 @@ def get_config() -> ConfigDict:
     config.data.responses_share = 1.0
     config.batch = 1
     config.optimizer.update({"lr": 5e-5, "warmup": 12_000, "accumulate": 2})
-    config.export_layout = "SpecForge"
     return config

@@ -16,5 +16,4 @@ def get_config() -> ConfigDict:
     config.head.draft_vocab_size = 0
     config.loss.noise = 0.05
     config.steps = 1500
-    config.export_layout = "EAGLE-1"
     return config

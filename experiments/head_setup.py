@@ -23,7 +23,13 @@ from spec_jax.train.eagle3 import eagle3_loss
 from spec_jax.train.mtp import mtp_loss
 from spec_jax.train.warm_start import from_target
 
-OBJECTIVES = ("eagle1", "eagle3", "mtp")
+# The layouts that each objective's head can be exported to, the first by default.
+LAYOUTS = {
+    "eagle1": ("EAGLE-1",),
+    "eagle3": ("SpecForge", "EAGLE-3", "speculators"),
+    "mtp": (),  # what the module's own layer implies
+}
+OBJECTIVES = tuple(LAYOUTS)
 
 
 class HeadSpec(NamedTuple):
@@ -52,16 +58,15 @@ class HeadSpec(NamedTuple):
     def export(self, folder: pathlib.Path, params, target: LoadedModel, config: ConfigDict):
         """Writes the head in the layout that the config names."""
         params = {**params, **self.constants}
+        options = dict(target_config=target.config, dtype=config.export_dtype)
         if isinstance(self.config, MtpConfig):
-            write_mtp(
-                folder, self.config, params, target_config=target.config,
-                dtype=config.export_dtype,
-            )  # fmt: skip
-        else:
-            write_head(
-                folder, self.config, params, layout=config.export_layout,
-                target_config=target.config, dtype=config.export_dtype,
-            )  # fmt: skip
+            write_mtp(folder, self.config, params, **options)
+            return
+        layout = config.export_layout or LAYOUTS[self.name][0]
+        options |= dict(layout=layout, num_speculative_tokens=config.eval.num_draft)
+        if layout == "speculators":
+            options |= dict(target_embed=target.params["embed"], verifier=target.name)
+        write_head(folder, self.config, params, **options)
 
 
 def make_head(config: ConfigDict, target: LoadedModel, texts: Sequence[Text]) -> HeadSpec:

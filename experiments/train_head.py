@@ -57,6 +57,9 @@ def validate(config: ConfigDict) -> None:
     check(1 <= steps <= config.length - 2, "loss.num_steps", steps, f"1 to {config.length - 2}")
     known = head_setup.OBJECTIVES
     check(config.objective in known, "objective", config.objective, f"one of {', '.join(known)}")
+    layouts = head_setup.LAYOUTS[config.objective]
+    is_known = config.export_layout in ("", *layouts)
+    check(is_known, "export_layout", config.export_layout, f"one of {', '.join(layouts)}, or ''")
     check(config.dtype in ("float32", "bfloat16"), "dtype", config.dtype, "float32 or bfloat16")
 
 

@@ -138,7 +138,6 @@ def test_a_stopped_run_goes_on_to_the_same_head(files, run, tmp_path, monkeypatc
 def test_every_objective_trains_and_exports(files, tmp_path, objective):
     config = small(files, objective=objective, steps=2)
     config.head.draft_vocab_size = 0
-    config.export_layout = "EAGLE-1"
     config.data.responses = None
     assert train_head.train(config, tmp_path)["tau"] >= 1
     head = load_draft(tmp_path / "export", load_model(files / "target"))
@@ -166,6 +165,7 @@ def test_bfloat16_keeps_float32_weights(files, tmp_path):
         ({"data.responses": "nowhere.jsonl"}, "responses nowhere.jsonl cannot be read"),
         ({"data.text": "nowhere.jsonl"}, "nowhere.jsonl"),
         ({"dtype": "float16"}, "dtype is 'float16'"),
+        ({"export_layout": "EAGLE-1"}, "export_layout is 'EAGLE-1'; expected one of SpecForge"),
     ],
 )
 def test_bad_values_are_clear_errors(files, tmp_path, changes, message):
