@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 from typing import Any
 
@@ -53,7 +54,7 @@ class Checkpoints:
           TrainingError: this or an earlier state could not be written.
         """
         best = self.best
-        if best is not None and (figure <= best[1] or step <= best[0]):
+        if math.isnan(figure) or (best is not None and (figure <= best[1] or step <= best[0])):
             return False
         save = lambda: self._best.save(
             step, args=ocp.args.StandardSave(state), metrics={"figure": float(figure)}

@@ -38,7 +38,9 @@ class Log:
             self._before_s = max(line["cpu_s"] for line in lines)
         kept = [line for line in lines if line["step"] <= first_step]
         text = "".join(json.dumps(line) + "\n" for line in kept)
-        self._path.write_text(text, encoding="utf-8")
+        partial = self._path.with_name(self._path.name + ".partial")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(self._path)
         purge = {"purge_step": first_step} if first_step else {}
         self._board = SummaryWriter(str(folder / "tensorboard"), **purge)
         self._bar = tqdm(
