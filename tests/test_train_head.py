@@ -175,7 +175,7 @@ def test_bad_values_are_clear_errors(files, tmp_path, changes, message):
 
 def test_a_corpus_with_no_usable_document_is_refused(files, tmp_path):
     path = tmp_path / "empty.jsonl"
-    path.write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}) + "\n")
+    path.write_text(json.dumps({"text": ""}) + "\n")
     with pytest.raises(ConfigError, match="gave no document for train"):
         train_head.train(small(files, **{"data.text": str(path)}), tmp_path / "run")
 

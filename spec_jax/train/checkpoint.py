@@ -33,6 +33,8 @@ class Checkpoints:
             max_to_keep=1, best_fn=lambda figures: figures["figure"], best_mode="max"
         )
         self._best = ocp.CheckpointManager(self.folder / "best", options=options)
+        step = self._best.best_step()
+        self._known = None if step is None else (step, self._best.metrics(step)["figure"])
 
     @property
     def last_step(self) -> int | None:
@@ -53,20 +55,20 @@ class Checkpoints:
         Raises:
           TrainingError: this or an earlier state could not be written.
         """
-        best = self.best
+        best = self._known
         if math.isnan(figure) or (best is not None and (figure <= best[1] or step <= best[0])):
             return False
         save = lambda: self._best.save(
             step, args=ocp.args.StandardSave(state), metrics={"figure": float(figure)}
         )
         self._guarded(step, save)
+        self._known = (step, float(figure))
         return True
 
     @property
     def best(self) -> tuple[int, float] | None:
         """Step and figure of the best state, or None."""
-        step = self._best.best_step()
-        return None if step is None else (step, self._best.metrics(step)["figure"])
+        return self._known
 
     def check(self) -> None:
         """Raises a TrainingError where a state could not be written behind the training."""
