@@ -55,7 +55,7 @@ def get_config() -> ConfigDict:
     config.steps = 150
     config.batch = 4
     config.length = 258  # tokens of a window; two fewer are trained on
-    config.optimizer = ConfigDict({
+    config.optimizer = ConfigDict({  # warmup counts updates, of accumulate steps each
         "name": "muon", "lr": 3e-3, "matrix_lr": 0.02, "warmup": 20, "decay_share": 0.6,
         "weight_decay": 0.0, "clip": 0.5, "accumulate": 1,
     })  # fmt: skip

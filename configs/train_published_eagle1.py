@@ -4,8 +4,9 @@ r"""EAGLE-1 at its published hyper-parameters, for a real target.
         --config.target=PATH --config.data.text=sharegpt.jsonl --workdir=runs/eagle1
 
 Source: EAGLE, arXiv 2401.15077, and its training code: AdamW at 3e-5 with a warm-up of 2,000
-steps of 800,000, gradients clipped at 0.5, four windows of 2,048 a step, features with noise of
-width 0.2, fixed texts of ShareGPT. Never run to its end here.
+steps of 800,000, four windows of 2,048 a step, features with noise of width 0.2, fixed texts of
+ShareGPT. There gradients are clipped at 0.5 value by value, here by their norm. Never run to its
+end here.
 """
 
 from ml_collections import ConfigDict
@@ -23,7 +24,7 @@ def get_config() -> ConfigDict:
     config.data.text_share = 1.0
     config.steps = 800_000
     config.batch = 4
-    config.length = 2050
+    config.length = 2048  # of which two tokens fewer are trained on
     config.optimizer.update({
         "name": "adamw", "lr": 3e-5, "warmup": 2000, "decay_share": 0.01, "clip": 0.5,
     })  # fmt: skip

@@ -7,9 +7,9 @@ r"""EAGLE-3 at its published hyper-parameters, for a real target.
         --config.data.responses=runs/text/responses.jsonl --workdir=runs/eagle3
 
 Source: EAGLE-3, arXiv 2503.01840, and its training code: seven unrolled steps decayed by 0.8, a
-draft vocabulary of 32,000, AdamW at 5e-5 with a warm-up of 12,000 steps of 800,000, gradients
-clipped at 0.5, one window of 2,048 times two accumulated, responses written by the target.
-Never run to its end here.
+draft vocabulary of 32,000, AdamW at 5e-5 with a warm-up of 12,000 updates of 800,000 batches,
+gradients clipped to a norm of 0.5, one window of 2,048 times two accumulated, responses written
+by the target. Never run to its end here.
 """
 
 from ml_collections import ConfigDict

@@ -5,7 +5,7 @@ r"""The zoo's EAGLE-3 head, trained with training-time test, half on the target'
         --config.data.responses=runs/zoo_text/responses.jsonl
 
 What the paper leaves out, one at a time: --config.loss.num_steps=1 (no training-time test) and
---config.head.taps=9 (the last state alone, no fused features).
+--config.head.taps=8, (the state behind the last layer alone, no fused features).
 """
 
 from ml_collections import ConfigDict

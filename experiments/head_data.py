@@ -15,6 +15,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel
 
 STDLIB = "stdlib"
+_WHOLE = ("length", "stop_token", "stop_string")  # how a sound response ends
 
 
 def load(
@@ -44,7 +45,7 @@ def load(
         train, held_out = (_packed(data, split, target, folder) for split in SPLITS)
     texts = [train]
     if data.responses:
-        texts.append(responses(pathlib.Path(data.responses)))
+        texts.append(responses(pathlib.Path(data.responses), Encoder(target.tokenizer)))
     return texts, held_out
 
 
@@ -68,8 +69,10 @@ def _packed(data: ConfigDict, split: str, target: LoadedModel, folder: pathlib.P
     return Text(f"{data.text} ({split})", found.tokens, found.mask)
 
 
-def responses(path: pathlib.Path) -> Text:
+def responses(path: pathlib.Path, encoder: Encoder) -> Text:
     """The rows that ``experiments.regenerate`` wrote, packed; what the target wrote counts.
+
+    Rows that a fault ended are left out; a separator stands between rows that bring none.
 
     Raises:
       ConfigError: no such file, or a row without ``prompt_ids`` and ``response_ids``.
@@ -79,11 +82,16 @@ def responses(path: pathlib.Path) -> Text:
         for line in path.read_text(encoding="utf-8").splitlines():
             number += 1
             row = json.loads(line)
-            ids += [row["prompt_ids"], row["response_ids"]]
-            mask += [np.zeros(len(ids[-2]), bool), np.ones(len(ids[-1]), bool)]
+            if row.get("finish_reason", "length") not in _WHOLE:
+                continue
+            prompt, response = row["prompt_ids"], row["response_ids"]
+            if prompt[0] != encoder.separator_id:
+                prompt = [encoder.separator_id, *prompt]
+            ids += [prompt, response]
+            mask += [np.zeros(len(prompt), bool), np.ones(len(response), bool)]
     except OSError as error:
         raise ConfigError(f"the responses {path} cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ConfigError(
             f"{path}, line {number} is no response ({error!r}); expected what "
             "experiments.regenerate writes"

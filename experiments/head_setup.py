@@ -17,6 +17,7 @@ from spec_jax.draft.eagle import EagleConfig, draft_ids, init_head
 from spec_jax.draft.mtp import MtpConfig, init_mtp
 from spec_jax.errors import ConfigError
 from spec_jax.formats import write_head, write_mtp
+from spec_jax.formats.eagle_export_config import head_json
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.train.eagle1 import eagle1_loss
 from spec_jax.train.eagle3 import eagle3_loss
@@ -40,7 +41,8 @@ class HeadSpec(NamedTuple):
       config: its shape.
       init: ``(key) -> params``, all of them trained.
       constants: what is the head's and not trained: ``d2t``, or nothing.
-      objective: ``(params, batch, target's params) -> (loss, figures)``.
+      objective: ``(params, batch, target's params) -> (loss, figures)``, to train by.
+      measure: the same without noise, to evaluate by.
       num_params: that are trained.
     """
 
@@ -49,11 +51,32 @@ class HeadSpec(NamedTuple):
     init: Callable[[jax.Array], Any]
     constants: dict[str, jax.Array]
     objective: Callable[..., tuple[jax.Array, dict]]
+    measure: Callable[..., tuple[jax.Array, dict]]
     num_params: int
 
     def loaded(self, params) -> LoadedHead:
         """The head as the decoder takes it."""
         return LoadedHead(self.name, self.config, {**params, **self.constants})
+
+    def layout(self, target: LoadedModel, config: ConfigDict) -> str | None:
+        """The layout to export to: the config's, else the first that has words for the head."""
+        names = (config.export_layout,) if config.export_layout else LAYOUTS[self.name]
+        for name in names:
+            try:
+                head_json(
+                    self.config, name, target.config, verifier=target.name,
+                    num_speculative_tokens=config.eval.num_draft,
+                )  # fmt: skip
+                return name
+            except ConfigError as error:
+                refusal = error
+        if names:
+            raise refusal
+        return None
+
+    def check_export(self, target: LoadedModel, config: ConfigDict) -> None:
+        """Raises ConfigError where the trained head could not be written."""
+        self.layout(target, config)
 
     def export(self, folder: pathlib.Path, params, target: LoadedModel, config: ConfigDict):
         """Writes the head in the layout that the config names."""
@@ -62,32 +85,40 @@ class HeadSpec(NamedTuple):
         if isinstance(self.config, MtpConfig):
             write_mtp(folder, self.config, params, **options)
             return
-        layout = config.export_layout or LAYOUTS[self.name][0]
+        layout = self.layout(target, config)
         options |= dict(layout=layout, num_speculative_tokens=config.eval.num_draft)
         if layout == "speculators":
             options |= dict(target_embed=target.params["embed"], verifier=target.name)
         write_head(folder, self.config, params, **options)
 
 
-def make_head(config: ConfigDict, target: LoadedModel, texts: Sequence[Text]) -> HeadSpec:
+def make_head(
+    config: ConfigDict, target: LoadedModel, texts: Sequence[Text], used: Sequence[Text]
+) -> HeadSpec:
     """Reads a config.
 
     Args:
       config: of ``configs/train_head_default.py``.
       target: what the head drafts for.
-      texts: their most frequent tokens make a reduced draft vocabulary.
+      texts: all that are given; their ids must be the target's.
+      used: those that are trained on; their most frequent tokens make a reduced vocabulary.
 
     Raises:
       ConfigError: a head that cannot be, or texts of another vocabulary.
     """
     loss, options, model = config.loss, config.head, target.model
-    counts = sum(count_tokens(text, target.config.vocab_size) for text in texts)
+    found = [count_tokens(text, target.config.vocab_size) for text in texts]
+    counts = sum(x for x, text in zip(found, texts) if any(text is one for one in used))
     size = options.draft_vocab_size or target.config.vocab_size
     taps = {"taps": tuple(options.taps)} if options.taps else {}
     if size != target.config.vocab_size and config.objective != "eagle3":
         raise ConfigError(
             f"head.draft_vocab_size is {size}; {config.objective} drafts all of the target's "
             f"{target.config.vocab_size} ids: set it to 0"
+        )
+    if config.objective == "eagle1" and taps:
+        raise ConfigError(
+            f"head.taps are {tuple(options.taps)}; eagle1 reads the state after the final norm"
         )
     constants: dict[str, jax.Array] = {}
 
@@ -128,9 +159,16 @@ def make_head(config: ConfigDict, target: LoadedModel, texts: Sequence[Text]) ->
             params = init_head(shape, key)
             return begin({name: w for name, w in params.items() if name != "d2t"})
 
-    def with_constants(params, batch, frozen):
-        return objective({**params, **constants}, batch, frozen)
+    def with_constants(run):
+        return lambda params, batch, frozen: run({**params, **constants}, batch, frozen)
 
+    is_noisy = "noise" in objective.keywords
+    measure = functools.partial(objective, noise=0.0) if is_noisy else objective
     sizes = jax.eval_shape(init, jax.random.key(0))
     num_params = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(sizes))
-    return HeadSpec(config.objective, shape, init, constants, with_constants, num_params)
+    spec = HeadSpec(
+        config.objective, shape, init, constants, with_constants(objective),
+        with_constants(measure), num_params,
+    )  # fmt: skip
+    spec.check_export(target, config)
+    return spec

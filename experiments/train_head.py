@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
+import zlib
 from typing import Any
 
 import jax
@@ -25,7 +26,8 @@ from configs import train_head_default
 from experiments import cli, head_data, head_eval, head_setup, plots
 from experiments.prompts import fit, load_prompts
 from spec_jax.data.batches import window_batches
-from spec_jax.errors import ConfigError
+from spec_jax.draft.mtp import MtpConfig
+from spec_jax.errors import ConfigError, TrainingError
 from spec_jax.loading import LoadedModel, load_model
 from spec_jax.models import weights
 from spec_jax.train.checkpoint import Checkpoints
@@ -37,6 +39,7 @@ from spec_jax.train.step import TrainState, cast, train_step
 from spec_jax.train.view_cache import ViewCache
 
 _FREE = ("log_every", "checkpoint_every_s", "export_layout", "export_dtype", "eval")
+_FREE_DATA = ("view_cache", "view_cache_gb")
 
 
 def validate(config: ConfigDict) -> None:
@@ -49,6 +52,8 @@ def validate(config: ConfigDict) -> None:
 
     for name in ("steps", "batch", "log_every"):
         check(config[name] >= 1, name, config[name], "a positive integer")
+    accumulate = config.optimizer.accumulate
+    check(accumulate >= 1, "optimizer.accumulate", accumulate, "a positive integer")
     for name in ("num_draft", "num_prompts", "max_new_tokens", "batch", "windows"):
         check(config.eval[name] >= 1, f"eval.{name}", config.eval[name], "a positive integer")
     check(config.eval.every >= 0, "eval.every", config.eval.every, "0 (the end alone) or more")
@@ -69,13 +74,25 @@ class Experiment:
     def __init__(self, config: ConfigDict, workdir: pathlib.Path):
         self.config = config
         self.target: LoadedModel = load_model(config.target, config.dtype)
+        if config.length > self.target.max_length:
+            raise ConfigError(
+                f"length is {config.length}; the target holds {self.target.max_length} tokens"
+            )
         self.texts, self.held_out = head_data.load(config, self.target, workdir / "data")
+        self._eval_windows = len(self.held_out.tokens) // config.length
+        if self._eval_windows == 0:
+            raise ConfigError(
+                f"{self.held_out.name} has {len(self.held_out.tokens)} tokens; expected at least "
+                f"{config.length}, a window: hold out more, or shorten the windows"
+            )
         shares = [config.data.text_share, config.data.responses_share][: len(self.texts)]
         self._batches = window_batches(
             self.texts, shares, seed=config.seed, batch=config.batch, length=config.length
         )
-        self.spec = head_setup.make_head(config, self.target, self.texts)
-        self.optimizer = make_optimizer(**config.optimizer, steps=config.steps)
+        used = [text for text, share in zip(self.texts, shares) if share > 0]
+        self.spec = head_setup.make_head(config, self.target, self.texts, used)
+        updates = max(config.steps // config.optimizer.accumulate, 1)
+        self.optimizer = make_optimizer(**config.optimizer, steps=updates)
         self.frozen = self.target.params
         self._key = jax.random.key(config.seed)
         taps = self.spec.config.taps
@@ -89,10 +106,18 @@ class Experiment:
             dtype=None if config.dtype == "float32" else config.dtype,
         )  # fmt: skip
         self._step = jax.jit(step, donate_argnums=0)
-        self._objective = jax.jit(self.spec.objective)
+        self._objective = jax.jit(self.spec.measure)
         prompts = load_prompts(config.eval.prompts, config.eval.num_prompts, seed=0)
-        models = [self.target, self.spec.loaded({})]
-        self._prompts, _ = fit(prompts, models, config.eval.max_new_tokens, None)
+        head = self.spec.loaded({})
+        self._prompts, _ = fit(prompts, [self.target, head], config.eval.max_new_tokens, None)
+        if isinstance(head.config, MtpConfig):
+            head.config.check_num_draft(config.eval.num_draft)
+
+    def fingerprint(self) -> dict:
+        """Of what a run trains on, beside its config: a resumed run must see the same."""
+        crc = lambda x: 0 if x is None else zlib.crc32(np.ascontiguousarray(x))
+        of = lambda text: [text.name, len(text.tokens), crc(text.tokens), crc(text.mask)]
+        return {"data": [of(text) for text in self.texts]}
 
     def init_state(self) -> TrainState:
         """Fresh parameters, the same for the same seed."""
@@ -123,7 +148,7 @@ class Experiment:
         options = self.config.eval
         params = cast(state.params, self.config.dtype)
         sums: dict[str, Any] = {}
-        count = min(options.windows, len(self.held_out.tokens) // self.config.length)
+        count = min(options.windows, self._eval_windows)
         size = min(self.config.batch, count)
         for begin in range(0, count - size + 1, size):
             rows = [self.held_out.window(i, self.config.length) for i in range(begin, begin + size)]
@@ -152,14 +177,20 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
     validate(config)
     workdir = pathlib.Path(workdir).absolute()
     resolved = json.loads(config.to_json())
+    for name in _FREE_DATA:
+        del resolved["data"][name]
     with Checkpoints(workdir / "checkpoints") as checkpoints:
-        if checkpoints.last_step is not None:
-            saved = json.loads((workdir / "config.json").read_text())
-            cli.check_same(saved, resolved, _FREE)
+        path = workdir / "config.json"
+        saved = json.loads(path.read_text()) if checkpoints.last_step is not None else None
+        if saved is not None:
+            cli.check_same(saved, resolved | {"data_seen": saved.get("data_seen")}, _FREE)
         experiment = Experiment(config, workdir)
+        resolved["data_seen"] = experiment.fingerprint()
+        if saved is not None:
+            cli.check_same(saved, resolved, _FREE)
         state = checkpoints.restore(experiment.init_state())
         first = int(state.step)
-        weights.write_json(workdir / "config.json", resolved)
+        weights.write_json(path, resolved)
         tokens = sum(len(text.tokens) for text in experiment.texts)
         with Log(workdir, first, config.steps) as log:
             log.say(
@@ -185,7 +216,11 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
         if not is_done:
             return None
         step, tau = checkpoints.best
-        best = checkpoints.restore_best(state)
+        try:
+            best = checkpoints.restore_best(state)
+        except TrainingError as error:
+            print(f"{error}; the last state is exported in its place")
+            best, step, tau = state, int(state.step), float("nan")
     plots.plot_training(workdir / "training.png", read_metrics(workdir / "metrics.jsonl"))
     experiment.spec.export(workdir / "export", best.params, experiment.target, config)
     print(f"tau {tau:.2f} at step {step}; exported to {workdir / 'export'}")

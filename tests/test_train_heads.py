@@ -144,19 +144,20 @@ def test_divergences_are_least_where_the_laws_agree(name):
     measure = losses.make_divergence(name)
     p = jnp.asarray(np.random.default_rng(1).normal(size=(7,)), jnp.float32)
     at, gradient = jax.value_and_grad(lambda q: measure(p, q))(p)
-    np.testing.assert_allclose(gradient - gradient.mean(), 0, atol=1.0 if "acc" in name else 2e-6)
+    if name not in ("total-variation", "acceptance"):  # these have an edge there
+        np.testing.assert_allclose(gradient, 0, atol=2e-6)
     for seed in range(5):
         other = p + 0.3 * jax.random.normal(jax.random.key(seed), p.shape)
         assert float(measure(p, other)) > float(at)
 
 
-@pytest.mark.parametrize("name", ["cross-entropy", "forward-kl"])
+@pytest.mark.parametrize("name", losses.DIVERGENCES)
 def test_ids_that_pad_the_target_cost_nothing(name):
     p = jnp.asarray([1.0, 2.0, -jnp.inf])
     value, gradient = jax.value_and_grad(lambda q: losses.make_divergence(name)(p, q))(p)
-    expected = losses.make_divergence(name)(p[:2], p[:2])
+    expected, known = jax.value_and_grad(lambda q: losses.make_divergence(name)(p[:2], q))(p[:2])
     np.testing.assert_allclose(value, expected, atol=1e-6)
-    np.testing.assert_allclose(gradient, 0, atol=1e-6)
+    np.testing.assert_allclose(gradient, [*known, 0], atol=1e-6)
 
 
 def test_smooth_l1_is_quadratic_then_linear():

@@ -24,7 +24,7 @@ class Counted:
 
 
 def cache(folder, params, max_bytes=1 << 20, taps=TAPS):
-    return ViewCache(folder, max_bytes, params, taps)
+    return ViewCache(folder, max_bytes, params, LLAMA, taps)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pathlib
 from typing import Any
@@ -28,13 +29,23 @@ class Checkpoints:
         self.folder = pathlib.Path(folder).absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
         options = ocp.CheckpointManagerOptions(max_to_keep=keep)
-        self._latest = ocp.CheckpointManager(self.folder / "latest", options=options)
+        self._latest_path = self.folder / "latest"
+        self._latest = ocp.CheckpointManager(self._latest_path, options=options)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=1, best_fn=lambda figures: figures["figure"], best_mode="max"
         )
         self._best = ocp.CheckpointManager(self.folder / "best", options=options)
-        step = self._best.best_step()
-        self._known = None if step is None else (step, self._best.metrics(step)["figure"])
+        self._known = self._read_best()
+
+    def _read_best(self) -> tuple[int, float] | None:
+        try:
+            step = self._best.best_step()
+            return None if step is None else (step, float(self._best.metrics(step)["figure"]))
+        except Exception as error:  # orbax raises of many kinds
+            raise TrainingError(
+                f"{self.folder / 'best'} cannot be read ({_brief(error)}); move it away, and the "
+                "next evaluation makes a new one"
+            ) from error
 
     @property
     def last_step(self) -> int | None:
@@ -44,10 +55,18 @@ class Checkpoints:
     def save(self, step: int, state: Any) -> None:
         """Begins to write a state; the training may go on, the state be donated.
 
+        The best state is whole before a newer one is: a run that is resumed behind an
+        evaluation does not repeat it.
+
         Raises:
           TrainingError: this or an earlier state could not be written.
         """
-        self._guarded(step, lambda: self._latest.save(step, args=ocp.args.StandardSave(state)))
+
+        def save():
+            self._best.wait_until_finished()
+            self._latest.save(step, args=ocp.args.StandardSave(state))
+
+        self._guarded(step, save)
 
     def save_best(self, step: int, state: Any, figure: float) -> bool:
         """Keeps a state whose figure is higher than every earlier one's; says whether it is.
@@ -95,24 +114,24 @@ class Checkpoints:
         Raises:
           TrainingError: there are checkpoints, and none of them is sound.
         """
-        refused = []
+        refused = [f"{path} was refused" for path in self._latest_path.glob("refused-*")]
         for step in sorted(self._latest.all_steps(), reverse=True):
-            path = self.folder / "latest" / str(step)
+            path = self._latest_path / str(step)
             try:
                 found = self._latest.restore(step, args=ocp.args.StandardRestore(state))
                 _check_same(found, state)
                 return found
             except Exception as error:  # orbax and tensorstore raise of many kinds
-                why = " ".join(str(error).split())[:300]
-                refused.append(f"{path} is refused: {why}")
-                aside = path.with_name(f"refused-{step}")
+                refused.append(f"{path} is refused: {_brief(error)}")
+                names = (f"refused-{step}{'-' * bool(i)}{i or ''}" for i in itertools.count())
+                aside = next(p for p in map(path.with_name, names) if not p.exists())
                 path.rename(aside)
                 say(f"{refused[-1]}; it is now {aside.name}")
                 self._latest.reload()
         if refused:
             raise TrainingError(
-                f"no checkpoint in {self.folder / 'latest'} can be read ({refused[0]}); restore "
-                "one, or start again in an empty directory"
+                f"no checkpoint in {self._latest_path} can be read ({refused[-1]}); restore one, "
+                "or start again in an empty directory"
             )
         return state
 
@@ -126,9 +145,13 @@ class Checkpoints:
             raise TrainingError(f"{self.folder / 'best'} holds no checkpoint")
         step = self.best[0]
         try:
-            return self._best.restore(step, args=ocp.args.StandardRestore(state))
+            found = self._best.restore(step, args=ocp.args.StandardRestore(state))
+            _check_same(found, state)
+            return found
         except Exception as error:
-            raise TrainingError(f"{self.folder}/best/{step} cannot be read: {error}") from error
+            raise TrainingError(
+                f"{self.folder}/best/{step} cannot be read: {_brief(error)}"
+            ) from error
 
     def _guarded(self, step: int | None, do) -> None:
         try:
@@ -137,10 +160,10 @@ class Checkpoints:
             do()
         except Exception as error:
             what = "a checkpoint" if step is None else f"the checkpoint of step {step}"
-            why = " ".join(str(error).split())[:300]
+            whole = [int(p.name) for p in self._latest_path.glob("*") if p.name.isdigit()]
             raise TrainingError(
-                f"{what} could not be written to {self.folder}: {why}. The last whole one is "
-                f"step {self._latest.latest_step()}; make room and run the same command again"
+                f"{what} could not be written to {self.folder}: {_brief(error)}. The last whole "
+                f"one is step {max(whole, default=None)}; make room and run the same command again"
             ) from error
 
     def close(self) -> None:
@@ -156,6 +179,10 @@ class Checkpoints:
         except Exception:
             if error is None:
                 raise
+
+
+def _brief(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 def _check_same(found, state) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 import numpy as np
 from tqdm import tqdm
 
+from spec_jax.errors import TrainingError
+
 
 def flatten(figures: Mapping[str, object]) -> dict[str, float]:
     """Numbers by name; those of an array by position, from 1, as ``name_1``."""
@@ -25,7 +27,8 @@ def flatten(figures: Mapping[str, object]) -> dict[str, float]:
 class Log:
     """Writes figures by step to metrics.jsonl, to tensorboard/ and to the screen.
 
-    A run that is resumed behind some lines of its own drops these and writes them again.
+    A run that is resumed behind some lines of its own drops these and writes them again; the
+    first mean behind a resumption is of fewer steps.
     ``cpu_s`` counts the CPU seconds of this process and of the ones it resumes.
     """
 
@@ -41,7 +44,7 @@ class Log:
         partial = self._path.with_name(self._path.name + ".partial")
         partial.write_text(text, encoding="utf-8")
         partial.replace(self._path)
-        purge = {"purge_step": first_step} if first_step else {}
+        purge = {"purge_step": first_step + 1} if first_step else {}
         self._board = SummaryWriter(str(folder / "tensorboard"), **purge)
         self._bar = tqdm(
             total=num_steps, initial=first_step, disable=None, dynamic_ncols=True, unit="step"
@@ -53,8 +56,14 @@ class Log:
         used = resource.getrusage(resource.RUSAGE_SELF)
         cpu_s = self._before_s + used.ru_utime + used.ru_stime
         figures = {"step": step, **flatten(figures), "cpu_s": round(cpu_s, 1)}
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(figures) + "\n")
+        try:
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(figures) + "\n")
+        except OSError as error:
+            raise TrainingError(
+                f"{self._path} could not be written: {error}; make room and run the same command "
+                "again"
+            ) from error
         for name, value in figures.items():
             if name != "step":
                 self._board.add_scalar(name, value, step)

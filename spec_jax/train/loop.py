@@ -57,7 +57,7 @@ def train_loop(
 ) -> tuple[TrainState, bool]:
     """Trains from ``state.step`` to ``num_steps``, or until SIGTERM asks it to save and end.
 
-    Nothing is saved before the losses up to it were seen to be finite.
+    Nothing is saved before the losses and gradients up to it were seen to be finite.
 
     Args:
       state: fresh or restored; consumed.
@@ -79,7 +79,8 @@ def train_loop(
       The last state, and whether all steps were done.
 
     Raises:
-      TrainingError: a loss that is not finite, or a checkpoint that could not be written.
+      TrainingError: a loss or gradient that is not finite, or a checkpoint that could not be
+        written.
     """
     pending: list[tuple[int, dict]] = []
     seen, began_s, saved_s = 0, time.monotonic(), time.monotonic()
@@ -91,10 +92,12 @@ def train_loop(
             return
         figures = jax.device_get([metrics for _, metrics in pending])
         for (done, _), values in zip(pending, figures):
-            if not math.isfinite(values["loss"]):
+            bad = [n for n in ("loss", "grad_norm") if not math.isfinite(values[n])]
+            if bad:
                 where = describe_batch(done - 1)
+                what = {"loss": "loss", "grad_norm": "norm of the gradient"}[bad[0]]
                 raise TrainingError(
-                    f"the loss is {values['loss']} at step {done}{where and f' ({where})'}; the "
+                    f"the {what} is {values[bad[0]]} at step {done}{where and f' ({where})'}; the "
                     f"last good checkpoint is of step {checkpoints.last_step}: lower the rates, "
                     "or leave that data out"
                 )

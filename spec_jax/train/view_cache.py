@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from spec_jax.errors import ConfigError
+from spec_jax.models.config import ModelConfig
 from spec_jax.train.objective import View
 
 
@@ -25,7 +26,8 @@ class ViewCache:
     Args:
       folder: made if absent; several runs may share it, one after the other.
       max_bytes: of all files together.
-      target: the target's weights, which name the views together with ``taps``.
+      target: the target's weights, which name the views together with what follows.
+      config: its shape.
       taps: the states that are kept.
 
     Raises:
@@ -33,14 +35,15 @@ class ViewCache:
     """
 
     def __init__(
-        self, folder: str | pathlib.Path, max_bytes: int, target: dict, taps: tuple[int, ...]
-    ):
+        self, folder: str | pathlib.Path, max_bytes: int, target: dict, config: ModelConfig,
+        taps: tuple[int, ...],
+    ):  # fmt: skip
         if max_bytes < 0:
             raise ConfigError(f"max_bytes is {max_bytes}; expected 0 or more")
         self.folder, self._max_bytes = pathlib.Path(folder), max_bytes
         self.folder.mkdir(parents=True, exist_ok=True)
         self._bytes = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
-        self._identity = _fingerprint(target, taps)
+        self._identity = _fingerprint(target, config, taps)
 
     def view(self, tokens, compute) -> View:
         """The view of windows i32[B,W], read or computed, and kept where there is room.
@@ -62,15 +65,19 @@ class ViewCache:
         size = sum(x.nbytes for x in arrays.values()) + 512  # and the header
         if self._bytes + size <= self._max_bytes:
             partial = path.with_suffix(".partial")
-            save_file(arrays, partial)
-            os.replace(partial, path)
-            self._bytes += path.stat().st_size
+            try:
+                save_file(arrays, partial)
+                os.replace(partial, path)
+                self._bytes += path.stat().st_size
+            except (OSError, SafetensorError):  # a full disk is a full cache
+                self._max_bytes = 0
+                partial.unlink(missing_ok=True)
         return view
 
 
-def _fingerprint(target: dict, taps: tuple[int, ...]) -> bytes:
-    """Of the taps, and of every weight: its type, shape and a few of its values."""
-    digest = hashlib.sha256(repr(taps).encode())
+def _fingerprint(target: dict, config: ModelConfig, taps: tuple[int, ...]) -> bytes:
+    """Of config and taps, and of every weight: its type, shape and a few of its values."""
+    digest = hashlib.sha256(repr((config, taps)).encode())
     for path, w in jax.tree_util.tree_leaves_with_path(target):
         some = np.asarray(w[tuple(0 for _ in w.shape[:-1])])
         digest.update(f"{jax.tree_util.keystr(path)} {w.dtype} {w.shape}".encode())
