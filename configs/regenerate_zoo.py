@@ -6,7 +6,7 @@ Cost: about ten minutes on two CPU cores, at some 600 tokens a second. Expected:
 with 2,000 lines, one in forty ended by a stop token; every row-round useful until the last prompt
 is taken.
 
-    --config.prompts=FILE.jsonl      prompts of a file, see experiments/prompts.py
+    --config.prompts=FILE.jsonl      prompts, see experiments/prompts.py, or conversations
     --config.target=PATH --config.temperatures=0.0,1.0
     --config.draft=PATH --config.k=4   a draft for speed; also "ngram", or empty for none
 """
@@ -24,6 +24,7 @@ def get_config() -> ConfigDict:
     config.dtype = "float32"  # of the weights in memory
     config.scan_layers = False  # True compiles faster on accelerators, runs slower on a CPU
     config.prompts = ""  # a file; empty: pieces of the standard library's training split
+    config.held_out_share = 0.02  # of conversations, left out: those that train_head holds out
     config.num_prompts = 2000  # 0: all of a file; may change between runs
     config.min_prompt_tokens = 8  # of the pieces
     config.max_prompt_tokens = 64  # a file's longer prompts are left out

@@ -1,6 +1,7 @@
 r"""EAGLE-3 at its published hyper-parameters, for a real target.
 
     python -m experiments.regenerate --config.target=PATH --config.prompts=chats.jsonl \
+        --config.num_prompts=0 --config.max_prompt_tokens=1024 --config.max_new_tokens=1024 \
         --workdir=runs/text
     python -m experiments.train_head --config=configs/train_published_eagle3.py \
         --config.target=PATH --config.data.text=chats.jsonl \

@@ -3,6 +3,7 @@
     python -m experiments.regenerate --workdir=runs/text
     python -m experiments.regenerate --workdir=runs/text --config.prompts=FILE.jsonl
 
+Of a file of conversations every answer is written anew, behind the turns before it as they are.
 Rows that finish are refilled from the queue of prompts. A run leaves config.json,
 responses.jsonl (a line a prompt: index, prompt_ids, response_ids, text, finish_reason,
 temperature, seed; in the order in which they finished) and report.json. A work directory that
@@ -29,6 +30,8 @@ from experiments.prompts import read_rows
 from experiments.responses import Responses
 from spec_jax.config import SamplerConfig, SpeculativeConfig, build
 from spec_jax.data import python_source
+from spec_jax.data.conversations import Encoder, is_held_out, num_prompts
+from spec_jax.data.records import Conversation, holds_conversations, read_records
 from spec_jax.decoder import Generation, SpeculativeDecoder
 from spec_jax.errors import ConfigError
 from spec_jax.loading import DTYPES, load_model
@@ -62,6 +65,7 @@ def resolve(config: ConfigDict) -> ConfigDict:
     check(not config.rule or config.draft, "rule", "none without a draft")
     check(0 <= config.tests_share <= 1, "tests_share", "a number in [0, 1]")
     check(len(config.temperatures) > 0, "temperatures", "one or more")
+    check(0 <= config.held_out_share < 1, "held_out_share", "a number in [0, 1)")
     check(config.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
     return config
 
@@ -97,13 +101,26 @@ def prompts_of(config, decoder: SpeculativeDecoder) -> tuple[int, Pairs]:
 
     An index always names the same prompt, however many are asked for.
     """
-    if config.prompts:
+    if config.prompts and holds_conversations(config.prompts):
+        records = functools.partial(_conversations, config)
+        count = sum(map(num_prompts, records()))
+        count = min(count, config.num_prompts or count)
+        encoder = Encoder(decoder.target.tokenizer)
+        pairs = enumerate(ids for record in records() for ids in encoder.prompts(record))
+    elif config.prompts:
         rows = read_rows(pathlib.Path(config.prompts))
         count = min(len(rows), config.num_prompts or len(rows))
         pairs = ((index, decoder.encode(row.text)) for index, row in enumerate(rows))
     else:
         count, pairs = config.num_prompts, _pieces(config, decoder)
     return count, itertools.islice(pairs, count)
+
+
+def _conversations(config) -> Iterator[Conversation]:
+    """The conversations of a file but for those that training holds out."""
+    for record in read_records(config.prompts):
+        if isinstance(record, Conversation) and not is_held_out(record, config.held_out_share):
+            yield record
 
 
 def _pieces(config, decoder: SpeculativeDecoder) -> Iterator[tuple[int, list[int]]]:

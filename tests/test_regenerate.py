@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 
 import pytest
 from tiny_models import random_weights
@@ -12,6 +13,8 @@ from experiments.regenerate import regenerate
 from experiments.responses import Responses
 from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, load_model
 from spec_jax.data import python_source, tokens
+from spec_jax.data.conversations import is_held_out
+from spec_jax.data.records import read_records
 from spec_jax.errors import ConfigError, SpecJaxError
 from spec_jax.models import weights
 from spec_jax.models.config import ModelConfig
@@ -189,3 +192,43 @@ def test_a_piece_depends_on_its_index_alone_and_begins_at_a_line(pair, held_out)
     assert max(map(len, texts)) == 80 and len(set(texts)) > 30
     other = list(itertools.islice(python_source.train_pieces(1, max_chars=80), 40))
     assert other != texts
+
+
+def test_every_answer_of_a_conversation_is_written_anew(pair, tmp_path):
+    """By the chat template, the conversations apart that training holds out."""
+    target = tmp_path / "target"
+    shutil.copytree(pair / "target", target)
+    template = (
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    (target / "chat_template.jinja").write_text(template, encoding="utf-8")
+    say = lambda *turns: {
+        "messages": [
+            {"role": ("user", "assistant")[i % 2], "content": text}
+            for i, text in enumerate(turns)
+        ]
+    }
+    chats = [say("x", "y", "z", "w"), say("u"), *(say(f"{i}", "v") for i in range(40))]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in chats), encoding="utf-8")
+    config = small(
+        pair, target=str(target), draft="", prompts=str(path), num_prompts=0,
+        held_out_share=0.3, max_prompt_tokens=24, max_new_tokens=2, temperatures=(0.0,),
+    )  # fmt: skip
+    regenerate(config, tmp_path / "run")
+    rows = map(json.loads, lines(tmp_path / "run"))
+    tokenizer = Tokenizer.from_directory(target)
+    found = [tokenizer.decode(row["prompt_ids"]) for row in sorted(rows, key=lambda r: r["index"])]
+    kept = [r for r in read_records(path) if not is_held_out(r, 0.3)]
+    assert 20 < len(kept) < 40
+    expected = []
+    for record in kept:
+        text = ""
+        for message in record.messages:
+            if message["role"] == "assistant":
+                expected.append(text + "a:")
+            text += f"{message['role'][0]}:{message['content']};"
+        if message["role"] == "user":
+            expected.append(text + "a:")
+    assert found == expected

@@ -86,6 +86,25 @@ class Encoder:
             return []
         return [self._document(record.text, [(0, len(record.text))], record.source, is_text=True)]
 
+    def prompts(self, record: Conversation) -> list[list[int]]:
+        """Ids of what each turn of the assistant answers, up to where its answer begins.
+
+        Of a conversation that ends with another turn, of that one too. See ``num_prompts``.
+
+        Raises:
+          ConfigError: the template refuses the conversation.
+        """
+        found = []
+        for end in _answered(record.messages):
+            try:
+                text = self.template.render(
+                    record.messages[:end], tools=record.tools, add_generation_prompt=True
+                )
+            except ConfigError as error:
+                raise ConfigError(f"{record.source}: {error}") from error
+            found.append(self.backend.encode(text, add_special_tokens=False).ids)
+        return found
+
     def conversation(self, record: Conversation) -> list[Document]:
         """A conversation's documents, with every turn of the assistant marked.
 
@@ -163,6 +182,18 @@ class Encoder:
         if is_text or not (start and text.startswith(start)):
             ids, mask = np.append(np.int32(self.separator_id), ids), np.append(is_text, mask)
         return Document(ids, mask, source)
+
+
+def num_prompts(record: Conversation) -> int:
+    """How many prompts a conversation has, see ``Encoder.prompts``."""
+    return len(_answered(record.messages))
+
+
+def _answered(messages) -> list[int]:
+    """How many messages stand before each answer, given or still to be given."""
+    roles = [message["role"] for message in messages]
+    given = [i for i, role in enumerate(roles) if role == "assistant" and i > 0]
+    return given + ([len(roles)] if roles and roles[-1] != "assistant" else [])
 
 
 def token_mask(offsets, spans: Iterable[tuple[int, int]]) -> np.ndarray:

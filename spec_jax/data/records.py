@@ -66,6 +66,14 @@ def read_records(path: str | os.PathLike) -> Iterator[Conversation | Text]:
                     yield parse_record(_parse(text, source), source)
 
 
+def holds_conversations(path: str | os.PathLike) -> bool:
+    """Whether a file's first object is a conversation; False for what ``read_records`` refuses."""
+    try:
+        return isinstance(next(read_records(path), None), Conversation)
+    except ConfigError:
+        return False
+
+
 def parse_record(value: Any, source: str) -> Conversation | Text:
     """One object of a file as a conversation or a text.
 
