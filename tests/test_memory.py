@@ -22,12 +22,13 @@ from spec_jax.draft.eagle import EagleConfig, eagle, init_head
 from spec_jax.draft.ngram import NO_DRAFT
 from spec_jax.draft.small_lm import small_lm
 from spec_jax.models import layers, transformer
+from spec_jax.models.attention import NUM_PREFIXES
 from spec_jax.models.config import ModelConfig
 from spec_jax.sampling import make_sampler
 from spec_jax.tree import DynamicTree, Tree
 from spec_jax.verify import make_rule
 
-SLOTS, VOCAB = 512, 48
+SLOTS, VOCAB = 512, 48  # slots enough for a choice among prefixes
 # What moves an array without computing anything; a bitcast moves nothing.
 _MOVES = ("copy", "copy-start", "slice", "dynamic-slice", "transpose", "concatenate", "gather")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?[\w.\-]+ = \(?(\w+)\[([\d,]*)\]\S* ([\w\-]+)\(")
@@ -165,9 +166,13 @@ class TestGenerate:
 
 @pytest.mark.parametrize("num_draft, batch", [(0, 1), (4, 1), (4, 2)])
 def test_unrolled_layers_are_read_where_they_lie(num_draft, batch):
-    """Not even one layer's keys are moved: the products read the cache itself."""
+    """No whole layer's keys are moved: the products read the cache itself, or a prefix of it.
+
+    One query a row reads the cache itself.
+    """
     text, _, _ = compiled(num_draft, batch, 2 if num_draft else 1, False)
-    assert moves_in_loops(text, elements(1, batch)) == []
+    parts = 1 if num_draft else NUM_PREFIXES
+    assert moves_in_loops(text, elements(1, batch) // parts) == []
 
 
 @pytest.mark.parametrize("batch", [1, 2])

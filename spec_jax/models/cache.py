@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from spec_jax.errors import SnapshotError
-from spec_jax.models.attention import attend
+from spec_jax.models.attention import attend_prefix
 
 
 class KVCacheSnapshot(NamedTuple):
@@ -144,7 +144,7 @@ class KVCache:
         Args and returns as ``layers.attend_window``.
         """
         cache = self.write(index, k_BGTH, v_BGTH, window.start)
-        return attend(q_BTNH, *cache.layer(index), window.mask, scale=scale), cache
+        return attend_prefix(q_BTNH, *cache.layer(index), window.mask, scale=scale), cache
 
     def commit(self, n: jax.Array, path: jax.Array | None = None) -> KVCache:
         """Keeps ``n`` (i32[B]) slots of the window and forgets the others.
