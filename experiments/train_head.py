@@ -100,7 +100,9 @@ class Experiment:
         self._views = None
         if config.data.view_cache:
             most = int(config.data.view_cache_gb * 1e9)
-            self._views = ViewCache(config.data.view_cache, most, self.frozen, taps)
+            self._views = ViewCache(
+                config.data.view_cache, most, self.frozen, self.target.config, taps
+            )
         step = functools.partial(
             train_step, objective=self.spec.objective, optimizer=self.optimizer,
             dtype=None if config.dtype == "float32" else config.dtype,

@@ -107,6 +107,9 @@ def test_a_truncated_checkpoint_is_refused_by_name(tmp_path, undisturbed, which)
     said = []
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         state = checkpoints.restore(fresh(), said.append)
+    if which and not said:  # a file that holds no number: all is there
+        assert same(jax.device_get(state), undisturbed[1])
+        return
     assert int(state.step) == int(older.name)
     assert len(said) == 1 and f"{newest} is refused" in said[0]
     assert newest.with_name(f"refused-{newest.name}").is_dir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 import resource
@@ -83,7 +84,8 @@ class Log:
 
     def close(self) -> None:
         self._bar.close()
-        self._board.close()
+        with contextlib.suppress(OSError):  # a full disk, which metrics.jsonl has told of
+            self._board.close()
 
     def __enter__(self) -> Log:
         return self
