@@ -24,8 +24,8 @@ def get_config() -> ConfigDict:
     config.target = "zoo/target"  # a zoo name or a Hugging Face directory
     config.draft = "zoo/draft"  # likewise; empty: no draft, "standalone" is left out
     # For "eagle": zoo names or directories of heads; "random-eagle-1", "random-eagle-3".
-    config.head = "zoo/eagle1,zoo/eagle3"
-    config.mtp = "zoo/mtp"  # for "mtp": likewise; "random"
+    config.head = "zoo/eagle1"
+    config.mtp = ""  # for "mtp": likewise; "random"
     config.dtype = "float32"  # of the weights in memory
     config.scan_layers = False  # True compiles faster on accelerators, runs slower on a CPU
     config.prompts = ""  # a file, see experiments/prompts.py; empty: held-out functions

@@ -1,7 +1,7 @@
 """What the zoo's drafts are worth on held-out text, with intervals.
 
     python -m experiments.evaluate
-    python -m experiments.evaluate --config.drafts=zoo/eagle3,runs/mine/export
+    python -m experiments.evaluate --config.drafts=zoo/eagle1,runs/mine/export
     python -m experiments.evaluate --config.num_prompts=600 --config.max_new_tokens=128
 
 Cost: about two minutes on two CPU cores; the last command decodes some 30,000 rounds a draft.
@@ -14,7 +14,7 @@ def get_config() -> ConfigDict:
     """Lengths are in tokens."""
     config = ConfigDict()
     config.target = "zoo/target"  # a zoo name or a Hugging Face directory
-    config.drafts = ("zoo/draft", "zoo/eagle1", "zoo/eagle3", "zoo/mtp")  # names or directories
+    config.drafts = ("zoo/draft", "zoo/eagle1")  # names or directories
     config.dtype = "float32"  # of the weights in memory
     config.prompts = ""  # a file, see experiments/prompts.py; empty: pieces of held-out modules
     config.num_prompts = 64

@@ -100,6 +100,6 @@ def test_heads_draft_what_the_target_says(models, name):
     config = SpeculativeConfig(head.method, 5)
     decoder = SpeculativeDecoder(target, head, config)
     rows = decoder.generate(prompts, 32, stop_tokens=())
-    assert decoder.stats.tau > 1.6
+    assert decoder.stats.tau > 2.5
     plain = SpeculativeDecoder(target).generate(prompts, 32, stop_tokens=())
     assert [row.tokens for row in rows] == [row.tokens for row in plain]
