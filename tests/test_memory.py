@@ -23,6 +23,7 @@ from spec_jax.draft.ngram import NO_DRAFT
 from spec_jax.draft.small_lm import small_lm
 from spec_jax.models import layers, transformer
 from spec_jax.models.attention import NUM_PREFIXES
+from spec_jax.models.cache import KVCache
 from spec_jax.models.config import ModelConfig
 from spec_jax.sampling import make_sampler
 from spec_jax.tree import DynamicTree, Tree
@@ -205,6 +206,7 @@ class _OneLayer:
 
     keys: jax.Array  # dtype[1,B,G,S,H]
     values: jax.Array  # dtype[1,B,G,S,H]
+    attend = KVCache.attend
 
     def layer(self, index):
         return self.keys[index], self.values[index]
