@@ -59,7 +59,11 @@ class HeadSpec(NamedTuple):
         return LoadedHead(self.name, self.config, {**params, **self.constants})
 
     def layout(self, target: LoadedModel, config: ConfigDict) -> str | None:
-        """The layout to export to: the config's, else the first that has words for the head."""
+        """The layout to export to: the config's, else the first that has words for the head.
+
+        Raises:
+          ConfigError: none has.
+        """
         names = (config.export_layout,) if config.export_layout else LAYOUTS[self.name]
         for name in names:
             try:
@@ -73,10 +77,6 @@ class HeadSpec(NamedTuple):
         if names:
             raise refusal
         return None
-
-    def check_export(self, target: LoadedModel, config: ConfigDict) -> None:
-        """Raises ConfigError where the trained head could not be written."""
-        self.layout(target, config)
 
     def export(self, folder: pathlib.Path, params, target: LoadedModel, config: ConfigDict):
         """Writes the head in the layout that the config names."""
@@ -170,5 +170,5 @@ def make_head(
         config.objective, shape, init, constants, with_constants(objective),
         with_constants(measure), num_params,
     )  # fmt: skip
-    spec.check_export(target, config)
+    spec.layout(target, config)  # what could not be exported is refused before it is trained
     return spec

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -55,7 +53,7 @@ def eagle3_loss(
         is_drafted = jnp.zeros((model.vocab_size,), bool).at[ids].set(True)
         is_known, p = is_drafted[jnp.argmax(p, axis=-1)], p[..., ids]
     measure = make_divergence(divergence)
-    score = functools.partial(_score, params, config=config, model=model)
+    score = lambda x: eagle.score(params, x, config, model)
     score = jax.checkpoint(score) if is_remat else score
     losses, drafts, weights = [], [], []
     for step, x in enumerate(states):
@@ -70,7 +68,3 @@ def eagle3_loss(
     losses = jnp.stack(losses)
     figures = {"loss_by_step": losses} | chain_figures(drafts, batch, weights)
     return jnp.sum(losses * decay ** jnp.arange(num_steps)), figures
-
-
-def _score(params, x, *, config, model):
-    return eagle.score(params, x, config, model)
