@@ -15,5 +15,4 @@ def get_config() -> ConfigDict:
     config.objective = "eagle1"
     config.head.draft_vocab_size = 0
     config.loss.noise = 0.05
-    config.steps = 1500
     return config

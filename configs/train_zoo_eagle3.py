@@ -16,10 +16,10 @@ from configs import train_head_default
 def get_config() -> ConfigDict:
     """The default with more steps and a draft vocabulary."""
     config = train_head_default.get_config()
-    config.head.draft_vocab_size = 1536
+    config.head.draft_vocab_size = 1792  # 0.4 % of the tokens are others; 1536 would leave 2.6 % out
     config.head.taps = (2, 5, 8)  # of eight layers the published rule leaves the last three out
-    config.loss.num_steps = 5
-    config.steps = 1000
+    config.loss.num_steps = 3
+    config.steps = 1500
     config.batch = 8
     config.optimizer.warmup = 50
     config.eval.every = 250

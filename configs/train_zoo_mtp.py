@@ -14,7 +14,6 @@ def get_config() -> ConfigDict:
     config = train_zoo_eagle3.get_config()
     config.objective = "mtp"
     config.head.draft_vocab_size = 0
-    config.loss.num_steps = 3
     config.loss.decay = 0.6
     config.steps = 900
     return config

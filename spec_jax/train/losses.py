@@ -12,6 +12,11 @@ import jax.numpy as jnp
 from spec_jax.errors import ConfigError
 
 
+def _float32(logits: jax.Array) -> jax.Array:
+    """The logits in float32; their gradient is an array, not computed anew by all who read it."""
+    return jax.lax.optimization_barrier(logits.astype(jnp.float32))
+
+
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """Negative log-likelihood of the labels.
 
@@ -22,7 +27,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     Returns:
       f32[...], nats.
     """
-    logits = logits.astype(jnp.float32)
+    logits = _float32(logits)
     chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - chosen
 
@@ -40,7 +45,7 @@ def forward_kl(target_logits: jax.Array, draft_logits: jax.Array) -> jax.Array:
       f32[...], nats.
     """
     log_p = jax.nn.log_softmax(target_logits.astype(jnp.float32), axis=-1)
-    log_q = jax.nn.log_softmax(draft_logits.astype(jnp.float32), axis=-1)
+    log_q = jax.nn.log_softmax(_float32(draft_logits), axis=-1)
     p = jnp.exp(log_p)
     gap = jnp.where(p > 0, log_p - log_q, 0.0)  # before the product, for its gradient's sake
     return jnp.sum(p * gap, axis=-1)
@@ -66,7 +71,7 @@ def expected_acceptance(
     if temperature == 0.0:
         return (jnp.argmax(target_logits, -1) == jnp.argmax(draft_logits, -1)).astype(jnp.float32)
     p = jax.nn.softmax(target_logits.astype(jnp.float32) / temperature, axis=-1)
-    q = jax.nn.softmax(draft_logits.astype(jnp.float32) / temperature, axis=-1)
+    q = jax.nn.softmax(_float32(draft_logits) / temperature, axis=-1)
     return jnp.sum(jnp.minimum(p, q), axis=-1)
 
 
@@ -131,7 +136,7 @@ def soft_cross_entropy(target_logits: jax.Array, draft_logits: jax.Array) -> jax
       f32[...], nats.
     """
     p = jax.nn.softmax(target_logits.astype(jnp.float32), axis=-1)
-    draft_logits = draft_logits.astype(jnp.float32)
+    draft_logits = _float32(draft_logits)
     expected = jnp.sum(p * jnp.where(p > 0, draft_logits, 0.0), axis=-1)
     return jax.nn.logsumexp(draft_logits, axis=-1) - expected
 
