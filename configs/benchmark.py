@@ -10,7 +10,7 @@ processor and jax: "Measured" in WORKSPACE.md.
 
 from ml_collections import ConfigDict
 
-from configs import train_head_default, train_zoo_draft, train_zoo_target
+from configs import train_zoo_draft, train_zoo_eagle3, train_zoo_target
 
 
 def get_config() -> ConfigDict:
@@ -63,13 +63,15 @@ def get_config() -> ConfigDict:
         "repeats": 5,
         "seed": 0,
     })
-    config.training = ConfigDict({
-        "target": _shape(train_zoo_target.get_config()),
-        "draft_vocab_size": 1536,
-        "num_steps": 5,
-        "batch": 8,
-        "length": 256,
-        "optimizer": train_head_default.get_config().optimizer.to_dict(),
+    language, head = train_zoo_target.get_config(), train_zoo_eagle3.get_config()
+    config.training = ConfigDict({  # as the zoo's own models are trained
+        "target": _shape(language),
+        "lm_batch": language.batch,
+        "draft_vocab_size": head.head.draft_vocab_size,
+        "num_steps": head.loss.num_steps,
+        "batch": head.batch,
+        "length": language.length,
+        "optimizer": head.optimizer.to_dict(),
         "repeats": 5,
         "seed": 0,
     })

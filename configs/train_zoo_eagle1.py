@@ -15,4 +15,8 @@ def get_config() -> ConfigDict:
     config.objective = "eagle1"
     config.head.draft_vocab_size = 0
     config.loss.noise = 0.05
+    config.steps = 1500
+    config.batch = 8
+    config.optimizer.matrix_lr = 0.02
+    config.eval.every = 250
     return config

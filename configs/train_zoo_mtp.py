@@ -15,5 +15,5 @@ def get_config() -> ConfigDict:
     config.objective = "mtp"
     config.head.draft_vocab_size = 0
     config.loss.decay = 0.6
-    config.steps = 900
+    config.steps = 1500
     return config

@@ -56,8 +56,8 @@ def lm_case(target: LoadedModel, config) -> Case:
     """A language model's step: 6 FLOPs a parameter and token, and attention forward and back."""
     optimizer, shape = _optimizer(config), target.config
     objective = functools.partial(lm.lm_loss, config=shape)
-    tokens = config.batch * config.length
-    batch = _tokens(config, shape.vocab_size, config.length + 1)
+    tokens = config.lm_batch * config.length
+    batch = _tokens(config.seed, (config.lm_batch, config.length + 1), shape.vocab_size)
     step = jax.jit(
         functools.partial(train_step, objective=objective, optimizer=optimizer), donate_argnums=0
     )
@@ -83,7 +83,7 @@ def eagle3_case(target: LoadedModel, config) -> Case:
     )
     params = init_head(shape, jax.random.key(0))
     constants = {"d2t": params.pop("d2t")} if "d2t" in params else {}
-    tokens = _tokens(config, target.config.vocab_size, T + 2)
+    tokens = _tokens(config.seed, (config.batch, T + 2), target.config.vocab_size)
     mask = jnp.ones(tokens.shape, bool)
     view = functools.partial(target_view, config=target.config, taps=shape.taps)
 
@@ -110,9 +110,8 @@ def eagle3_case(target: LoadedModel, config) -> Case:
     return Case(f"EAGLE-3, {K} steps", run, TrainState.create(params, optimizer), flops, count)
 
 
-def _tokens(config, vocab_size: int, width: int) -> jax.Array:
-    draw = np.random.default_rng(config.seed)
-    return jnp.asarray(draw.integers(vocab_size, size=(config.batch, width)), jnp.int32)
+def _tokens(seed: int, shape: tuple[int, int], vocab_size: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).integers(vocab_size, size=shape), jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnames="repeats", donate_argnames="carry")
@@ -141,8 +140,8 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
 
     Args:
       part: its name in the table.
-      config: ``target`` shape, ``draft_vocab_size``, ``num_steps``, ``batch``, ``length``,
-        ``optimizer``, ``repeats``, ``seed``.
+      config: ``target`` shape, ``draft_vocab_size``, ``num_steps`` and ``batch`` of the head,
+        ``lm_batch``, ``length``, ``optimizer``, ``repeats``, ``seed``.
       bars: ``training``.
     """
     target = random_model("target", config.target, config.seed)

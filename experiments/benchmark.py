@@ -117,7 +117,7 @@ def validate(config, parts) -> None:
         "llama110m": "slots prompt_tokens new_tokens plain_tokens k repeats",
         "zoo": "num_prompts max_prompt_tokens new_tokens plain_tokens repeats",
         "heads": "slots prompt_tokens draft_vocab_size k tree_depth tree_top_k repeats",
-        "training": "draft_vocab_size num_steps batch length repeats",
+        "training": "lm_batch draft_vocab_size num_steps batch length repeats",
         "transformers": "k repeats",
     }.items():
         for name in names.split():

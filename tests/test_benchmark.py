@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import sys
 
+import jax
 import numpy as np
 import pytest
 
 from configs import benchmark as default
-from experiments import bench_loops, bench_round, benchmark, timing
+from experiments import bench_loops, bench_round, bench_training, benchmark, timing
 from experiments.bench_synthetic import random_model
 from spec_jax.config import SpeculativeConfig
 from spec_jax.errors import ConfigError
@@ -48,6 +50,11 @@ def config(tmp_path_factory):
         "slots": 128, "prompt_tokens": 5, "repeats": 2,
     })
     config.heads.target.update(TINY)
+    config.training.update({
+        "lm_batch": 2, "draft_vocab_size": 24, "num_steps": 2, "batch": 2, "length": 16,
+        "repeats": 2,
+    })
+    config.training.target.update(TINY)
     config.transformers.repeats = 1
     folder = tmp_path_factory.mktemp("pair")
     for name, shape, seed in (("target", TINY, 0), ("draft", DRAFT, 1)):
@@ -58,7 +65,7 @@ def config(tmp_path_factory):
 
 
 def test_leaves_a_record_with_every_bar(config, tmp_path, capsys):
-    record = benchmark.run(config, tmp_path, ("llama110m", "heads", "zoo"))
+    record = benchmark.run(config, tmp_path, ("llama110m", "heads", "zoo", "training"))
     assert json.loads((tmp_path / "benchmark.json").read_text())["is_complete"]
     barred = {(line["part"], line["bar"]) for line in record["lines"] if line["bar"] is not None}
     bars = config.bars
@@ -69,6 +76,7 @@ def test_leaves_a_record_with_every_bar(config, tmp_path, capsys):
     assert (tmp_path / "tree.png").stat().st_size > 5000
     for bar in (bars.round, bars.predicted, bars.speedup, bars.draft):
         assert ("zoo", bar) in barred
+    assert ("training", bars.training) in barred
     for line in record["lines"]:
         low, high = line["quartiles"]
         assert 0 < low <= line["value"] <= high
@@ -78,6 +86,31 @@ def test_leaves_a_record_with_every_bar(config, tmp_path, capsys):
     assert "measured / predicted" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="holds another run"):
         benchmark.run(config, tmp_path, ("zoo",))
+
+
+def products_flops(jaxpr) -> int:
+    """Of every product of a traced program, loops and calls inside it included once."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            inner = math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
+            total += 2 * inner * math.prod(eqn.outvars[0].aval.shape)
+        total += sum(products_flops(inner) for inner in jax.core.jaxprs_in_params(eqn.params))
+    return total
+
+
+@pytest.mark.parametrize("make", [bench_training.lm_case, bench_training.eagle3_case])
+def test_model_flops_are_those_of_the_products_in_a_step(make):
+    """Of a width at which what is counted roughly does not matter; Adam has no products."""
+    options = default.get_config().training
+    options.target.update(num_hidden_layers=2)
+    options.optimizer.name = "adamw"
+    options.update(batch=1, lm_batch=1, length=64)
+    target = random_model("t", options.target, 0)
+    case = make(target, options)
+    traced = jax.make_jaxpr(case.run)(case.state).jaxpr
+    assert products_flops(traced) == pytest.approx(case.flops, rel=0.05)
 
 
 def test_says_why_transformers_is_left_out(config, tmp_path, capsys):
