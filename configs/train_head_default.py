@@ -27,6 +27,7 @@ def get_config() -> ConfigDict:
     config.head = ConfigDict({
         "draft_vocab_size": 0,  # U, the data's most frequent tokens, of eagle3; 0: all
         "taps": (),  # of the target, see spec_jax.models.transformer.forward; (): as published
+        "norm_before_residual": False,  # of eagle3: the residual stream begins normalised
         "is_warm_start": True,  # begin with the target's last layer and output head
         "num_modules": 1,  # of mtp
         "protocol": "recycled",  # of mtp: one module for every draft; or sequential, one a draft

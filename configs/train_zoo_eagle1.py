@@ -13,10 +13,8 @@ def get_config() -> ConfigDict:
     """EAGLE-3's with another objective; its loss has the published weights."""
     config = train_zoo_eagle3.get_config()
     config.objective = "eagle1"
-    config.head.draft_vocab_size = 0
+    config.head.update({"draft_vocab_size": 0, "taps": (), "norm_before_residual": False})
     config.loss.noise = 0.05
     config.steps = 1500
-    config.batch = 8
     config.optimizer.matrix_lr = 0.02
-    config.eval.every = 250
     return config

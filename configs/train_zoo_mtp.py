@@ -13,7 +13,7 @@ def get_config() -> ConfigDict:
     """EAGLE-3's with another objective."""
     config = train_zoo_eagle3.get_config()
     config.objective = "mtp"
-    config.head.draft_vocab_size = 0
+    config.head.update({"draft_vocab_size": 0, "taps": (), "norm_before_residual": False})
     config.loss.decay = 0.6
-    config.steps = 1500
+    config.steps = 600
     return config

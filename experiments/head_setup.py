@@ -120,6 +120,11 @@ def make_head(
         raise ConfigError(
             f"head.taps are {tuple(options.taps)}; eagle1 reads the state after the final norm"
         )
+    norms = {"norm_before_residual": True} if options.norm_before_residual else {}
+    if norms and config.objective != "eagle3":
+        raise ConfigError(
+            f"head.norm_before_residual is set; it is an option of eagle3, not {config.objective}"
+        )
     constants: dict[str, jax.Array] = {}
 
     def begin(params):
@@ -141,7 +146,7 @@ def make_head(
         )  # fmt: skip
     else:
         version = int(config.objective[-1])
-        shape = EagleConfig.of_target(target.config, version, size, **taps)
+        shape = EagleConfig.of_target(target.config, version, size, **taps, **norms)
         if version == 1:
             objective = functools.partial(
                 eagle1_loss, config=shape, model=model, feature_weight=loss.feature_weight,

@@ -28,6 +28,14 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 jax.config.update("jax_platforms", "cpu")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A file's tests run in one worker: what they share is made, and compiled, once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _release_programs():
     """Frees a module's compiled programs: each holds dozens of memory maps, and a process has

@@ -96,7 +96,9 @@ def products_flops(jaxpr) -> int:
             (contracted, _), _ = eqn.params["dimension_numbers"]
             inner = math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
             total += 2 * inner * math.prod(eqn.outvars[0].aval.shape)
-        total += sum(products_flops(inner) for inner in jax.core.jaxprs_in_params(eqn.params))
+        for value in jax.tree.leaves(list(eqn.params.values())):
+            inner = getattr(value, "jaxpr", value)
+            total += products_flops(inner) if hasattr(inner, "eqns") else 0
     return total
 
 

@@ -16,8 +16,9 @@ from configs import (
     train_zoo_eagle3,
     train_zoo_mtp,
 )
-from experiments import train_head
+from experiments import head_setup, train_head
 from spec_jax.data import python_source, tokens
+from spec_jax.data.batches import Text
 from spec_jax.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError
 from spec_jax.loading import load_draft, load_model
@@ -196,3 +197,19 @@ def test_another_experiment_in_the_folder_is_refused(files, run):
 def test_configs_are_valid_and_documented(module):
     train_head.validate(module.get_config())
     assert "experiments.train_head" in module.__doc__
+
+
+@pytest.mark.parametrize("module", CONFIGS, ids=lambda m: m.__name__.split(".")[-1])
+def test_configs_make_the_head_that_they_name(files, module):
+    """For a target at hand, of fewer layers and ids than theirs."""
+    config = module.get_config()
+    target = load_model(files / "target")
+    config.head.draft_vocab_size = min(config.head.draft_vocab_size, 200)
+    config.head.taps = tuple(min(tap, 3 - i) for i, tap in enumerate(config.head.taps))
+    text = Text("text", np.arange(300, dtype=np.int32))
+    spec = head_setup.make_head(config, target, [text], [text])
+    assert spec.name == config.objective and spec.layout(target, config) != ""
+    if config.objective != "eagle3":
+        config.head.norm_before_residual = True
+        with pytest.raises(ConfigError, match="option of eagle3"):
+            head_setup.make_head(config, target, [text], [text])
