@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 import tokenizers
 
 from spec_jax.errors import WeightsError
+from spec_jax.models.detokenize import ByteRuns, Unsettled, unsettled_part
 
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
@@ -136,9 +138,40 @@ class Tokenizer:
         A SentencePiece-like decoder strips the space before the first token it is given, so
         the last tokens of the prompt are decoded along.
         """
-        context = list(prompt[-8:])
+        begin = max(len(prompt) - 8, 0)
+        if self._unsettled is Unsettled.BYTE_RUN:  # a run that is cut may not be UTF-8
+            begin = self._byte_runs.start(prompt, begin)
+        context = list(prompt[begin:])
         before, whole = self.decode(context), self.decode([*context, *ids])
         return whole[len(before) :] if whole.startswith(before) else self.decode(ids)
+
+    def settled_after(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
+        """The part of ``decode_after`` that no further token can change.
+
+        Law: a prefix of ``decode_after(prompt, [*ids, *more])`` for all ``more``.
+        """
+        if self._unsettled is Unsettled.ALL:
+            return ""
+        if self._unsettled is Unsettled.BYTE_RUN:
+            ids = ids[: self._byte_runs.start(ids, len(ids))]
+        text = self.decode_after(prompt, ids)
+        is_bytes = self._unsettled is Unsettled.CHARACTER
+        return text.removesuffix("\ufffd") if is_bytes else text
+
+    def whole_after(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
+        """``decode_after`` without an unfinished character at its end."""
+        text = self.decode_after(prompt, ids)
+        if not text.endswith("\ufffd"):
+            return text
+        return self.settled_after(prompt, ids) or text.rstrip("\ufffd")
+
+    @functools.cached_property
+    def _unsettled(self) -> Unsettled:
+        return unsettled_part(self.backend)
+
+    @functools.cached_property
+    def _byte_runs(self) -> ByteRuns:
+        return ByteRuns(self.backend)
 
     def has_same_vocab(self, other: Tokenizer) -> bool:
         return self.backend.get_vocab() == other.backend.get_vocab()

@@ -1,0 +1,76 @@
+"""How much of a decoded text's end can still change as tokens follow.
+
+A text that is streamed must grow at its end alone. Tokenizers' decoders mostly do so, but for
+bytes: a character's may come in several tokens. A byte-level decoder shows an unfinished
+character as one U+FFFD. A byte-fallback decoder decodes a run of byte tokens as a whole, and
+one invalid byte makes U+FFFD of every byte in it, whole characters included.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+
+import tokenizers
+
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
+# Each token's text depends on the token and on whether it is the first alone.
+_LOCAL = {"Replace", "Strip", "Metaspace", "WordPiece", "BPEDecoder"}
+_JOINING = {"Fuse", "ByteLevel"}  # one text comes out: only trimming its ends is local then
+
+
+class Unsettled(enum.Enum):
+    """What of a text is not final before the next token is known."""
+
+    NOTHING = enum.auto()
+    CHARACTER = enum.auto()  # the last, where it is U+FFFD
+    BYTE_RUN = enum.auto()  # what the byte tokens at the end stand for
+    ALL = enum.auto()  # the decoder may rewrite anything, as far as is known
+
+
+def unsettled_part(backend: tokenizers.Tokenizer) -> Unsettled:
+    """What a tokenizer's decoder may yet change."""
+    if backend.decoder is None:
+        return Unsettled.NOTHING
+    try:
+        steps = _steps(json.loads(backend.decoder.__getstate__()))
+    except Exception:  # a decoder written in Python has no state; the library's error is bare
+        return Unsettled.ALL
+    found, is_joined = Unsettled.NOTHING, False
+    for step in steps:
+        if is_joined and step not in ("Fuse", "Strip"):
+            return Unsettled.ALL
+        if step == "ByteLevel" and found is Unsettled.NOTHING:
+            found = Unsettled.CHARACTER
+        elif step == "ByteFallback":
+            found = Unsettled.BYTE_RUN
+        elif step not in _LOCAL | {"Fuse"}:
+            return Unsettled.ALL
+        is_joined |= step in _JOINING
+    return found
+
+
+def _steps(decoder: dict) -> list[str]:
+    if decoder["type"] != "Sequence":
+        return [decoder["type"]]
+    return [step for inner in decoder["decoders"] for step in _steps(inner)]
+
+
+class ByteRuns:
+    """Finds the byte tokens at the end of a list of ids; skipped tokens do not end a run."""
+
+    def __init__(self, backend: tokenizers.Tokenizer):
+        self._token_of = backend.id_to_token
+        added = backend.get_added_tokens_decoder()
+        self._skipped = {index for index, token in added.items() if token.special}
+
+    def start(self, ids: list[int], end: int) -> int:
+        """Where the run that ends before ``ids[end]`` begins; ``end`` if there is none."""
+        while end > 0 and self._is_inside(ids[end - 1]):
+            end -= 1
+        return end
+
+    def _is_inside(self, index: int) -> bool:
+        token = self._token_of(index)
+        return token is None or index in self._skipped or bool(_BYTE_TOKEN.fullmatch(token))
