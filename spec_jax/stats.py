@@ -12,6 +12,8 @@ Conventions.
              rows counts B a pass.
   drafted    drafts offered in those rounds, by position; a row may offer fewer than K.
   judged     drafts whose predecessors were all accepted; later ones are never looked at.
+  n1_fallbacks  rows that were decoded one token a pass though drafts were asked for, because
+             the target could not undo a rejected token; ``force_n1`` asks for none.
   tau        tokens emitted a round, the target's own included: 1 + accepted drafts.
 
 Conditional acceptance of position i is accepted_i / judged_i; unconditional is
@@ -43,6 +45,7 @@ class Stats:
     accepted_at: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()  # rounds by accepted drafts, 0..K
     expected_at: tuple[float, ...] = ()  # sums of the rule's closed form over judged positions
+    n1_fallbacks: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
 
@@ -68,6 +71,16 @@ class Stats:
     @property
     def drafted(self) -> int:
         return sum(self.drafted_at)
+
+    @property
+    def rejected(self) -> int:
+        """Drafts that were judged and not accepted."""
+        return sum(self.judged_at) - self.accepted
+
+    @property
+    def elapsed_s(self) -> float:
+        """Prefill and decoding together."""
+        return self.prefill_s + self.decode_s
 
     @property
     def tau(self) -> float:
@@ -101,7 +114,7 @@ class Stats:
     def to_dict(self) -> dict:
         """Counts and derived rates as plain values for a JSON report."""
         derived = (
-            "drafted", "tau", "acceptance_rate", "acceptance_by_position",
+            "drafted", "rejected", "elapsed_s", "tau", "acceptance_rate", "acceptance_by_position",
             "unconditional_acceptance_by_position", "expected_by_position", "tokens_per_s",
         )
         listed = lambda v: list(v) if isinstance(v, tuple) else v
