@@ -176,7 +176,7 @@ def show_live(bench: Bench, cell: Cell, prompt: Prompt) -> None:
     print(f"\n── {prompt.name}, live by {cell.label} ".ljust(80, "─"))
     print(f"\033[2m{prompt.text}\033[0m" if is_terminal else prompt.text, end="", flush=True)
     send = lambda row, piece: print(piece, end="", flush=True) if row == 0 else None
-    stats = bench.run(cell, 0, on_text=send, rounds_per_sync=1).rows[0].stats
+    stats = bench.run(cell, 0, on_token=send).rows[0].stats
     print(
         f"\n{'─' * 79}\n{stats.emitted} tokens, {stats.first} by prefill and the rest in "
         f"{stats.rounds} target passes; {stats.accepted} of {stats.drafted} drafts accepted\n"

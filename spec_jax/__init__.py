@@ -9,8 +9,10 @@
     print(decoder.generate("def binary_search(", max_new_tokens=64).text)
 """
 
-from spec_jax.config import SamplerConfig, SpeculativeConfig
-from spec_jax.decoder import Generation, SpeculativeDecoder
+from spec_jax.cancel import CancellationToken
+from spec_jax.config import AsyncSpecConfig, SamplerConfig, SpeculativeConfig
+from spec_jax.decoder import SpeculativeDecoder
+from spec_jax.errors import Cancelled, ModelNotLoaded
 from spec_jax.loading import (
     LoadedHead,
     LoadedModel,
@@ -20,18 +22,25 @@ from spec_jax.loading import (
     load_mtp,
 )
 from spec_jax.queue import DecodeQueue
+from spec_jax.run import Generation
 from spec_jax.stats import Stats
+from spec_jax.stream import Stream
 from spec_jax.version import __version__
 
 __all__ = [
+    "AsyncSpecConfig",
+    "CancellationToken",
+    "Cancelled",
     "DecodeQueue",
     "Generation",
     "LoadedHead",
     "LoadedModel",
+    "ModelNotLoaded",
     "SamplerConfig",
     "SpeculativeConfig",
     "SpeculativeDecoder",
     "Stats",
+    "Stream",
     "__version__",
     "load_draft",
     "load_head",

@@ -15,6 +15,7 @@ import yaml
 from spec_jax.errors import ConfigError
 from spec_jax.tree import DynamicTree, Tree
 
+_MOST = 2**31 - 1
 GREEDY_BELOW = 1e-5  # a temperature under this is argmax; it is never divided by
 _FLOAT32 = 3.4e38
 METHODS = ("standalone", "ngram", "eagle", "mtp")
@@ -27,6 +28,17 @@ STRATEGIES = (
 def _check(ok: bool, name: str, value: Any, expected: str) -> None:
     if not ok:
         raise ConfigError(f"{name} is {value!r}; expected {expected}")
+
+
+def check_integer(name: str, value, least: int) -> int:
+    """The value as an int.
+
+    Raises:
+      ConfigError: it is none, or less than ``least``.
+    """
+    is_fit = _is_int(value) and least <= value <= _MOST
+    _check(is_fit, name, value, f"an integer of {least} or more")
+    return int(value)
 
 
 def _is_list(value: Any) -> bool:
@@ -382,3 +394,47 @@ def build(cls, values: Mapping[str, Any]):
         return tuple(value) if _is_list(value) and "tuple" in kind else value
 
     return cls(**{name: coerce(name, value) for name, value in values.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class AsyncSpecConfig:
+    """The other published shape of a decoder's config: the samplers and the limit stand in it.
+
+    The draft model or head says what drafts, and the rule is ``SpeculativeConfig``'s default.
+
+    Attributes:
+      spec_k: K, tokens drafted a round.
+      draft_sampler: how drafts are drawn; None: as the target's tokens.
+      target_sampler: how the target's tokens are drawn.
+      force_n1: draft nothing: the target decodes one token a pass.
+      max_tokens: most tokens of a row, prompt and output together, where a call names no limit
+        of its own; None: there is none, and the call's default holds.
+    """
+
+    spec_k: int = 4
+    draft_sampler: SamplerConfig | None = None
+    target_sampler: SamplerConfig = SamplerConfig()
+    force_n1: bool = False
+    max_tokens: int | None = None
+
+    def __post_init__(self):
+        check_integer("spec_k", self.spec_k, 1)
+        if self.max_tokens is not None:
+            check_integer("max_tokens", self.max_tokens, 2)
+        _check(isinstance(self.force_n1, bool), "force_n1", self.force_n1, "True or False")
+        for name in ("draft_sampler", "target_sampler"):
+            value = getattr(self, name)
+            if isinstance(value, Mapping):
+                value = build(SamplerConfig, value)
+                object.__setattr__(self, name, value)
+            is_fit = isinstance(value, SamplerConfig) or (value is None and name[0] == "d")
+            _check(is_fit, name, value, "a SamplerConfig")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> AsyncSpecConfig:
+        """Builds a config from plain values; a sampler may be a mapping too.
+
+        Raises:
+          ConfigError: an unknown key (the known ones are listed) or a wrong value.
+        """
+        return build(cls, values)

@@ -3,49 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import operator
-import time
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import decode, stats
-from spec_jax.config import GREEDY_BELOW, SamplerConfig, SpeculativeConfig
+from spec_jax import decode, request, stats
+from spec_jax.cancel import CancellationToken
+from spec_jax.config import (
+    GREEDY_BELOW,
+    AsyncSpecConfig,
+    SamplerConfig,
+    SpeculativeConfig,
+    check_integer,
+)
 from spec_jax.contracts import Drafter, Model, Rule
-from spec_jax.decode import Finish
 from spec_jax.draft.ngram import NO_DRAFT, ngram
 from spec_jax.draft.small_lm import small_lm
-from spec_jax.errors import ConfigError, InvalidDraftError, PromptError
-from spec_jax.loading import LoadedHead, LoadedModel
+from spec_jax.errors import ConfigError, PromptError
+from spec_jax.loading import LoadedHead, LoadedModel, check_loaded
 from spec_jax.models import transformer
+from spec_jax.request import Prompt
+from spec_jax.run import Call, Generation, Run
 from spec_jax.sampling import make_sampler
+from spec_jax.stream import Stream
 from spec_jax.verify import MATCH, make_rule
 from spec_jax.watch import Watch
 
-Prompt = str | Sequence[int]
 Samplers = SamplerConfig | Sequence[SamplerConfig]
 
 _SLOT_BUCKET = 128
-_ROUNDS_PER_SYNC = 8
-_NO_LIMIT = 2**31 - 1
-
-
-def check_integer(name: str, value, least: int) -> int:
-    """The value as an int.
-
-    Raises:
-      ConfigError: it is none, or less than ``least``.
-    """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool) or not least <= number <= _NO_LIMIT:
-        raise ConfigError(f"{name} is {value!r}; expected an integer of {least} or more")
-    return number
+# Rounds between two stops: to look for stop strings, and where nobody looks, in case that the
+# decoder's cancellation token is asked for while a call runs.
+_ROUNDS_TO_STOPS, _ROUNDS_UNWATCHED = 8, 32
 
 
 def _width(longest: int) -> int:
@@ -53,41 +45,30 @@ def _width(longest: int) -> int:
     return max(16, 1 << (longest - 1).bit_length())
 
 
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """What one prompt produced.
-
-    Attributes:
-      text: the output without the prompt, or None where there is no tokenizer.
-      tokens: the output's ids, a stop token included.
-      finish_reason: "stop_token", "stop_string", "length", or what went wrong:
-        "nan_target", "nan_draft", "invalid_draft".
-      stats: counts of this row; times are the batch's, in ``SpeculativeDecoder.stats``.
-    """
-
-    text: str | None
-    tokens: tuple[int, ...]
-    finish_reason: str
-    stats: stats.Stats
-
-
 class SpeculativeDecoder:
     """Decodes a target, with a draft that makes it faster and leaves its law as it is.
+
+    Several calls at once are safe, from threads and from tasks: each has a state of its own, and
+    what it gives is what it would give alone. Calls in threads run side by side; asynchronous
+    ones take turns, a round each, in one thread that belongs to the decoder.
 
     Args:
       target: from ``load_model``.
       draft: a smaller model of the same vocabulary for the method "standalone", a head from
         ``load_head`` or ``load_mtp`` for "eagle" and "mtp", else None.
       config: what drafts and which rule judges; by default ``SpeculativeConfig()`` where there
-        is a draft, and plain decoding for a target alone.
+        is a draft, and plain decoding for a target alone. Samplers and limit of an
+        ``AsyncSpecConfig`` are the decoder's.
       target_sampler: how the target's tokens are drawn; greedy by default.
       draft_sampler: how drafts are drawn; by default as the target's tokens.
       drafter: a ``Drafter`` of your own in place of the config's method; ``draft`` then
         holds its parameters, if it has any.
       rule: a ``Rule`` of your own in place of the config's strategy.
       has_expected: record the rule's closed-form acceptance beside the measured one.
+      force_n1: check draft and config, and then draft nothing (see ``new_n1``).
 
     Raises:
+      ModelNotLoaded: target or draft is a path, a config, or has no weights.
       ConfigError: the parts do not fit each other.
     """
 
@@ -95,36 +76,58 @@ class SpeculativeDecoder:
         self,
         target: LoadedModel,
         draft: LoadedModel | LoadedHead | None = None,
-        config: SpeculativeConfig | None = None,
+        config: SpeculativeConfig | AsyncSpecConfig | None = None,
         *,
-        target_sampler: Samplers = SamplerConfig(),
+        target_sampler: Samplers | None = None,
         draft_sampler: Samplers | None = None,
         drafter: Drafter | None = None,
         rule: Rule | None = None,
         has_expected: bool = False,
+        force_n1: bool = False,
     ):
-        if isinstance(draft, SpeculativeConfig):
-            raise ConfigError("draft is a SpeculativeConfig; name it: config=...")
-        for name, value, kind in (
-            ("target", target, LoadedModel), ("draft", draft, LoadedModel | LoadedHead),
-            ("config", config, SpeculativeConfig),
-        ):  # fmt: skip
-            if not isinstance(value, kind) and (value is not None or name == "target"):
-                hint = "" if kind is SpeculativeConfig else "; load_model makes one"
-                kind = getattr(kind, "__name__", "LoadedModel or LoadedHead")
-                raise ConfigError(f"{name} is {value!r}; expected a {kind}{hint}")
+        if isinstance(draft, SpeculativeConfig | AsyncSpecConfig):
+            raise ConfigError(f"draft is a {type(draft).__name__}; name it: config=...")
+        check_loaded("target", target, LoadedModel)
+        if draft is not None:
+            check_loaded("draft", draft, LoadedModel | LoadedHead)
+        self._max_tokens = None
+        if isinstance(config, AsyncSpecConfig):
+            if target_sampler is not None or draft_sampler is not None:
+                raise ConfigError("samplers stand in the AsyncSpecConfig; give them once, there")
+            target_sampler, draft_sampler = config.target_sampler, config.draft_sampler
+            force_n1, self._max_tokens = force_n1 or config.force_n1, config.max_tokens
+            method = draft.method if isinstance(draft, LoadedHead) else "standalone"
+            has_drafts = not force_n1 or draft is not None or drafter is not None
+            config = SpeculativeConfig(method, config.spec_k) if has_drafts else None
+        if not isinstance(config, SpeculativeConfig | None):
+            raise ConfigError(f"config is {config!r}; expected a SpeculativeConfig")
         if config is None and isinstance(draft, LoadedHead):
             config = SpeculativeConfig(draft.method)
         elif config is None and (draft is not None or drafter is not None):
             config = SpeculativeConfig()
         self.target, self.draft = target, draft
-        self.target_sampler, self.draft_sampler = target_sampler, draft_sampler
+        self.target_sampler = SamplerConfig() if target_sampler is None else target_sampler
+        self.draft_sampler = draft_sampler
         self._config, self._rule, self._has_expected = config, rule, has_expected
         self._model = self._tapped_model()
         self._drafter = drafter or self._make_drafter()
         self._check_parts()
-        self.reset_stats()
         self.system()  # a strategy or a rule that cannot be is refused here
+        if force_n1:
+            self._model, self._drafter = target.model, NO_DRAFT
+            self._config = self._rule = None
+        self._lock, self._token, self._is_token_held = threading.Lock(), CancellationToken(), False
+        self._worker = ThreadPoolExecutor(1, "spec_jax")  # starts with the first asynchronous call
+        self.reset_stats()
+
+    @classmethod
+    def new_n1(cls, target: LoadedModel, draft=None, config=None, **options) -> SpeculativeDecoder:
+        """A decoder of the same law that feeds the target one token a pass and drafts nothing.
+
+        The oracle for a decoder with the same arguments. A draft and a config are checked, and
+        left aside; so are a drafter and a rule of your own.
+        """
+        return cls(target, draft, config, force_n1=True, **options)
 
     def _make_drafter(self) -> Drafter:
         config, draft = self._config, self.draft
@@ -196,11 +199,27 @@ class SpeculativeDecoder:
 
     @property
     def stats(self) -> stats.Stats:
-        """Counts and times of every call since ``reset_stats``."""
+        """Counts and times of every call since ``reset_stats``, cancelled ones included.
+
+        A call is counted when it ends.
+        """
         return self._stats
 
     def reset_stats(self) -> None:
         self._stats = stats.Stats()
+
+    def _count(self, of_call: stats.Stats) -> None:
+        with self._lock:
+            self._stats += of_call
+
+    @property
+    def cancellation_token(self) -> CancellationToken:
+        """Cancels every call of this decoder; ``reset`` it before the next.
+
+        Once it has been asked for, every call stops after each round to look at it.
+        """
+        self._is_token_held = True
+        return self._token
 
     def resolved_config(self, samplers: Samplers) -> SpeculativeConfig | None:
         """The config as it is used with these samplers of the target.
@@ -247,15 +266,16 @@ class SpeculativeDecoder:
           batch: rows that are decoded together, for the layout that suits them; None: any.
         """
         target = None if batch is None else batch * (self.num_draft + 1)
-        draft = None if batch is None else batch * 2  # a draft's first pass feeds two tokens
         params = {"target": self.target.decoding_params(target), "draft": None}
+        if self.num_draft == 0:
+            return params
         if isinstance(self.draft, LoadedHead):
             tree, K = self._drafter.tree, self.num_draft
             most = 1 + (K if tree is None else max(tree.depth, tree.widest))
             head = self.draft.decoding_params(None if batch is None else batch * most)
             params["draft"] = {"head": head, "target": params["target"]}
-        elif self.draft is not None:
-            params["draft"] = self.draft.decoding_params(draft)
+        elif self.draft is not None:  # its first pass of a round feeds two tokens a row
+            params["draft"] = self.draft.decoding_params(None if batch is None else batch * 2)
         return params
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -265,57 +285,48 @@ class SpeculativeDecoder:
           PromptError: an empty prompt, text without a tokenizer, or an id outside of the
             vocabulary.
         """
-        if isinstance(prompt, str):
-            if self.target.tokenizer is None:
-                raise PromptError(f"{self.target.name} has no tokenizer: give the prompt as ids")
-            ids = self.target.tokenizer.encode(prompt)
-        else:
-            try:
-                ids = list(map(operator.index, np.asarray(prompt).tolist()))
-            except (TypeError, ValueError):
-                message = f"the prompt {prompt!r} is neither text nor integer ids"
-                raise PromptError(message) from None
-        if not ids:
-            raise PromptError("the prompt is empty; decoding needs at least one token")
-        last = self.target.model.last_id
-        bad = [i for i in ids if not 0 <= i <= last]
-        if bad:
-            raise PromptError(
-                f"the prompt holds id {bad[0]}; {self.target.name} has ids 0 to {last}"
-            )
-        return ids
+        return request.encode(self.target, prompt)
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        max_new_tokens: int = 128,
+        max_new_tokens: int | None = None,
         *,
+        max_tokens: int | None = None,
         stop: str | Sequence[str] = (),
         stop_tokens: Sequence[int] | None = None,
         sampler: Samplers | None = None,
         draft_sampler: Samplers | None = None,
         seeds: Sequence[int] | None = None,
-        on_text: Callable[[int, str], None] | None = None,
+        on_token: Callable[..., None] | None = None,
+        cancellation_token: CancellationToken | Sequence[CancellationToken] | None = None,
         rounds_per_sync: int | None = None,
         pad_to: int = 0,
     ) -> Generation | list[Generation]:
         """Decodes one prompt, or a batch of them at once.
 
         The tokens of a row depend on its prompt, its sampler and its seed alone, never on
-        the other rows.
+        the other rows; rows finish, stream and are cancelled each for itself.
 
         Args:
           prompts: a text or its ids; or a list of these.
-          max_new_tokens: most output tokens of a row.
+          max_new_tokens: most output tokens of a row, 128 by default.
+          max_tokens: most tokens of a row, prompt and output together; in place of
+            max_new_tokens.
           stop: strings at which a row ends; the text is cut before them.
           stop_tokens: ids at which a row ends; by default the target's own.
           sampler: in place of the decoder's, one for all rows or one a row.
           draft_sampler: likewise.
           seeds: of each row, for target and draft; by default the samplers' own, plus the
             row's index where one sampler serves all rows.
-          on_text: called with ``(row, piece)`` as text becomes final.
-          rounds_per_sync: rounds between two looks at the tokens; by default 8 where text
-            must be looked at, else the whole generation is one call.
+          on_token: called with text as it becomes final, after prefill and after each round:
+            ``on_token(piece)``, for a batch ``on_token(row, piece)``. A piece never ends within
+            a character; together a row's pieces are its text. An error that it raises ends the
+            call and reaches the caller.
+          cancellation_token: ends the call, or a row each, beside the decoder's own token.
+            What there is is returned, with the finish_reason "cancelled".
+          rounds_per_sync: rounds between two looks at tokens and cancellation; by default 1
+            where either is of interest, 8 for stop strings, else 32.
           pad_to: make room for prompts of so many tokens even where these are shorter, so
             that calls with different prompts share one compiled program.
 
@@ -324,103 +335,130 @@ class SpeculativeDecoder:
 
         Raises:
           PromptError: a prompt is empty, too long with its output, or has unknown ids.
+          Cancelled: every row was cancelled before its first token. (Where a row was and others
+            were not, it returns without tokens.)
           InvalidDraftError: the drafter proposed an id outside of the vocabulary; the
             error carries every row's result.
         """
-        if not isinstance(prompts, (str, Sequence, np.ndarray, jax.Array)):
-            raise PromptError(f"the prompt {prompts!r} is neither text, ids, nor a list of these")
-        is_single = isinstance(prompts, str) or (
-            len(prompts) > 0 and not isinstance(prompts[0], str) and np.ndim(prompts[0]) == 0
-        )
-        ids = [self.encode(p) for p in ([prompts] if is_single else prompts)]
-        if not ids:
-            raise PromptError("the batch is empty; decoding needs at least one prompt")
+        stream = self._stream(
+            prompts, max_new_tokens, max_tokens=max_tokens, stop=stop, stop_tokens=stop_tokens,
+            sampler=sampler, draft_sampler=draft_sampler, seeds=seeds,
+            has_pieces=on_token is not None, cancellation_token=cancellation_token,
+            rounds_per_sync=rounds_per_sync, pad_to=pad_to,
+        )  # fmt: skip
+        return stream.drain(on_token)
+
+    def stream(self, prompts, max_new_tokens: int | None = None, **options) -> Stream:
+        """The text of ``generate`` as it comes: an iterator, and an asynchronous one.
+
+        Args:
+          prompts, max_new_tokens: as of ``generate``.
+          **options: likewise, but for on_token.
+
+        Raises:
+          PromptError, ConfigError: at once, as ``generate``; its other errors come with the piece.
+        """
+        return self._stream(prompts, max_new_tokens, has_pieces=True, **options)
+
+    async def generate_async(
+        self, prompts, max_new_tokens: int | None = None, *, on_token=None, **options
+    ) -> Generation | list[Generation]:
+        """``generate`` without blocking the event loop.
+
+        ``on_token`` is called in the event loop, and awaited if it is a coroutine function. A task
+        that is cancelled, or whose event loop is closed, ends the call at its next round.
+
+        Args:
+          prompts, max_new_tokens: as of ``generate``.
+          on_token: likewise.
+          **options: likewise.
+
+        Raises:
+          As ``generate``.
+        """
+        options = {"rounds_per_sync": 1, **options}
+        stream = self._stream(prompts, max_new_tokens, has_pieces=on_token is not None, **options)
+        return await stream.drain_async(on_token)
+
+    def _stream(
+        self, prompts, max_new_tokens, *, has_pieces, max_tokens=None, stop=(), stop_tokens=None,
+        sampler=None, draft_sampler=None, seeds=None, cancellation_token=None,
+        rounds_per_sync=None, pad_to=0,
+    ) -> Stream:  # fmt: skip
+        """Checks everything that a call was given; nothing is decoded yet."""
+        ids, is_single = request.encode_all(self.target, prompts)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if "" in stops:
             raise ConfigError("a stop string is empty")
-        if (stops or on_text) and self.target.tokenizer is None:
+        if (stops or has_pieces) and self.target.tokenizer is None:
             raise ConfigError(f"{self.target.name} has no tokenizer, so it has no text to look at")
         samplers = self.target_sampler if sampler is None else sampler
         drafts = self.draft_sampler if draft_sampler is None else draft_sampler
-        system = self.system(samplers)
-        if rounds_per_sync is None:
-            rounds_per_sync = _ROUNDS_PER_SYNC if stops or on_text else _NO_LIMIT
-        rounds_per_sync = check_integer("rounds_per_sync", rounds_per_sync, 1)
+        system, B = self.system(samplers), len(ids)
+        if rounds_per_sync is not None:
+            check_integer("rounds_per_sync", rounds_per_sync, 1)
+        has_token = cancellation_token is not None
 
-        params = self.params(len(ids))  # laid out here the first time: no part of the times
-        begin = time.perf_counter()
-        state = self.start(
-            ids, max_new_tokens, system,
-            make_sampler(samplers, len(ids), system.target.vocab_size, seeds),
-            make_sampler(drafts or samplers, len(ids), system.target.vocab_size, seeds),
-            stop_tokens=self.target.stop_tokens if stop_tokens is None else stop_tokens,
-            pad_to=pad_to,
-        )
-        jax.block_until_ready(state.finish)
-        prefilled = time.perf_counter()
-        watch = Watch(self.target.tokenizer, ids, stops, on_text)
-        ending = np.zeros(len(ids), np.int32)
-        while True:
-            state, chunk = decode.generate(
-                params, state, jnp.asarray(ending), jnp.int32(rounds_per_sync), system=system
-            )
-            finish = np.asarray(chunk.finish)
-            if stops or on_text:
-                ending = watch.look(np.asarray(chunk.tokens), np.asarray(chunk.total), finish)
-            if ((finish != Finish.RUNNING) | (ending != Finish.RUNNING)).all():
-                break
-        done = time.perf_counter()
-        record = jax.tree.map(np.asarray, decode.Record.of(state))
-        rows = [
-            collect(jax.tree.map(lambda x: x[row], record), watch, row, system.depth)
-            for row in range(len(ids))
-        ]
-        self._stats += functools.reduce(
-            lambda a, b: a + b,
-            (row.stats for row in rows),
-            stats.Stats(prefill_s=prefilled - begin, decode_s=done - prefilled),
-        )
-        bad = [i for i, row in enumerate(rows) if row.finish_reason == "invalid_draft"]
-        if bad:
-            raise InvalidDraftError(
-                f"drafter {self._drafter.name!r} proposed ids outside of the vocabulary "
-                f"0..{system.target.last_id}, or parents that make no tree, in rows {bad}; "
-                "those rows stopped there; all rows' tokens are in this error's `generations`",
-                rows,
-            )
-        return rows[0] if is_single else rows
+        def num_rounds() -> int:
+            if rounds_per_sync is not None:
+                return rounds_per_sync
+            is_watched = has_pieces or has_token or self._is_token_held
+            return 1 if is_watched else _ROUNDS_TO_STOPS if stops else _ROUNDS_UNWATCHED
 
-    def start(
+        call = Call(
+            system=system,
+            start=self.prepare(
+                ids, request.new_tokens(ids, max_new_tokens, max_tokens, self._max_tokens), system,
+                make_sampler(samplers, B, system.target.vocab_size, seeds),
+                make_sampler(drafts or samplers, B, system.target.vocab_size, seeds),
+                stop_tokens=self.target.stop_tokens if stop_tokens is None else stop_tokens,
+                pad_to=pad_to,
+            ),
+            params=lambda: self.params(B),
+            watch=Watch(self.target.tokenizer, ids, stops, has_pieces=has_pieces),
+            is_cancelled=request.cancellations(self._token, cancellation_token, B),
+            num_rounds=num_rounds,
+            count=self._count,
+        )  # fmt: skip
+        return Stream(Run(call), self._worker, is_single=is_single)
+
+    def start(self, ids, max_new_tokens, system, sampler, draft_sampler, **options):
+        """Prefills a batch of checked prompts: the first ``DecodeState``; see ``prepare``."""
+        return self.prepare(ids, max_new_tokens, system, sampler, draft_sampler, **options)()
+
+    def prepare(
         self, ids, max_new_tokens, system, sampler, draft_sampler, *, stop_tokens=(), pad_to=0,
         slots=None,
-    ):  # fmt: skip
-        """Prefills a batch of checked prompts: the first ``DecodeState``.
+    ) -> Callable[[], decode.DecodeState]:  # fmt: skip
+        """Checks what prefill is given; the function that is returned runs it.
 
         The width of the prompts and the slots are rounded up, so that few shapes compile.
         With ``slots``, from ``slots_for`` of the longest prompt to come, rows that are started
-        one by one fit into one batch.
+        one by one fit into one batch. ``max_new_tokens`` is one for all rows, or one a row.
 
         Raises:
           PromptError: a prompt and its output exceed what the target or the draft can hold.
         """
-        max_new_tokens = check_integer("max_new_tokens", max_new_tokens, 1)
+        lengths = np.asarray([len(i) for i in ids], np.int32)
+        most = max_new_tokens if isinstance(max_new_tokens, list) else [max_new_tokens] * len(ids)
+        most = np.asarray([check_integer("max_new_tokens", n, 1) for n in most])
         if not isinstance(stop_tokens, (Sequence, np.ndarray)) or isinstance(stop_tokens, str):
             raise ConfigError(f"stop_tokens is {stop_tokens!r}; expected a list of ids")
         stop_tokens = [check_integer("a stop token", token, 0) for token in stop_tokens]
-        lengths = np.asarray([len(i) for i in ids], np.int32)
-        longest = int(lengths.max())
-        self.check_room(longest, max_new_tokens, system)
-        longest = max(longest, pad_to)
-        slots = self.slots_for(longest, max_new_tokens, system) if slots is None else slots
-        tokens = np.zeros((len(ids), _width(longest)), np.int32)
+        longest = int((lengths + most).argmax())  # with its output
+        self.check_room(int(lengths[longest]), int(most[longest]), system)
+        if slots is None:
+            wide = np.maximum(lengths, pad_to)
+            slots = max(self.slots_for(int(n), int(m), system) for n, m in zip(wide, most))
+        tokens = np.zeros((len(ids), _width(max(int(lengths.max()), pad_to))), np.int32)
         for row, prompt in enumerate(ids):
             tokens[row, : len(prompt)] = prompt
         stop_ids = np.tile(np.asarray([*stop_tokens, -1], np.int32), (len(ids), 1))
-        return decode.prefill(
-            self.params(), jnp.asarray(tokens), jnp.asarray(lengths),
-            jnp.asarray(lengths + max_new_tokens), jnp.asarray(stop_ids), sampler, draft_sampler,
-            system=system, slots=slots,
-        )
+        limits = (lengths + most).astype(np.int32)
+        return lambda: decode.prefill(
+            self.params(), jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(limits),
+            jnp.asarray(stop_ids), sampler, draft_sampler, system=system, slots=slots,
+        )  # fmt: skip
 
     def check_room(self, longest: int, max_new_tokens: int, system: decode.System) -> None:
         """Checks that target and draft can hold a prompt of ``longest`` tokens and its output.
@@ -440,27 +478,6 @@ class SpeculativeDecoder:
         """S and M of a batch whose longest prompt has so many tokens."""
         slots = max(longest + max_new_tokens + system.slack, _width(longest))
         return -(-slots // _SLOT_BUCKET) * _SLOT_BUCKET
-
-
-def collect(record: decode.Record, watch: Watch, row: int, depth: int) -> Generation:
-    """Makes one row's record, on the host, into what a caller sees.
-
-    Args:
-      record: of the row alone.
-      watch: what has followed the row's text.
-      row: its number there.
-      depth: the most drafts that a round accepts.
-    """
-    begin, tokens, kind = int(record.prompt_length), record.tokens, record.kind
-    n, text, is_cut = watch.result(row, int((kind > 0).sum()), tokens)
-    kept = slice(begin, begin + n)
-    expected = None if record.expected is None else record.expected[kept]
-    return Generation(
-        text=text,
-        tokens=tuple(tokens[kept].tolist()),
-        finish_reason=Finish(Finish.STOP_STRING if is_cut else record.finish).name.lower(),
-        stats=stats.row_stats(kind[kept], record.offered[kept], depth, expected),
-    )
 
 
 def _highest_temperature(samplers: Samplers) -> float:

@@ -15,6 +15,10 @@ class ConfigError(SpecJaxError, ValueError):
     """A configuration names an unknown key, a wrong value or a combination that cannot be."""
 
 
+class ModelNotLoaded(ConfigError):
+    """A path, a config or a model without weights stands where a loaded model is needed."""
+
+
 class ShapeError(SpecJaxError, ValueError):
     """An array has a shape that its axis letters do not allow."""
 
@@ -35,6 +39,13 @@ class TrainingError(SpecJaxError, RuntimeError):
     """Training cannot go on: a loss that is not finite, a checkpoint that cannot be kept or read.
 
     What was saved before is whole.
+    """
+
+
+class Cancelled(SpecJaxError, RuntimeError):
+    """A generation was cancelled before its first token.
+
+    One that is cancelled later is no error: it returns what there is, and says so.
     """
 
 

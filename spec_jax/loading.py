@@ -21,7 +21,7 @@ from spec_jax.draft.eagle import (
 )
 from spec_jax.draft.head import Head
 from spec_jax.draft.mtp import MtpConfig, check_mtp, init_mtp, mtp, mtp_head, mtp_table
-from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.errors import ConfigError, ModelNotLoaded, WeightsError
 from spec_jax.formats import draft_kind, read_head, read_mtp
 from spec_jax.models import panels, transformer, weights
 from spec_jax.models.config import ModelConfig
@@ -147,6 +147,21 @@ class LoadedHead:
         """The ``Drafter`` for a target with this head's taps."""
         make = eagle if isinstance(self.config, EagleConfig) else mtp
         return make(self.config, target, tree)
+
+
+def check_loaded(role: str, model, kind: type) -> None:
+    """Checks that what is to be a target or a draft is loaded.
+
+    Raises:
+      ModelNotLoaded: it is of another kind (a path, a config), or has no weights.
+    """
+    if not isinstance(model, kind):
+        expected = getattr(kind, "__name__", "LoadedModel or LoadedHead")
+        raise ModelNotLoaded(
+            f"{role} is {model!r:.200}; expected a {expected}: load_model makes one of a path"
+        )
+    if model.params is None:
+        raise ModelNotLoaded(f"{role} {model.name} has no weights: its params are None")
 
 
 def load_model(

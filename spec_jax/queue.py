@@ -11,17 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import decode
-from spec_jax.config import SamplerConfig
+from spec_jax.config import SamplerConfig, check_integer
 from spec_jax.decode import Finish
-from spec_jax.decoder import (
-    Generation,
-    Prompt,
-    Samplers,
-    SpeculativeDecoder,
-    check_integer,
-    collect,
-)
+from spec_jax.decoder import Samplers, SpeculativeDecoder
 from spec_jax.errors import PromptError
+from spec_jax.request import Prompt
+from spec_jax.run import Generation, collect
 from spec_jax.sampling import Sampler, make_sampler
 from spec_jax.watch import Watch
 
@@ -176,7 +171,7 @@ class DecodeQueue:
 
     def _collect(self, finished: tuple[_Request, decode.Record]) -> tuple[int, Generation]:
         (index, ids), record = finished
-        watch = Watch(self._decoder.target.tokenizer, [ids], (), None)
+        watch = Watch(self._decoder.target.tokenizer, [ids])
         return index, collect(jax.device_get(record), watch, 0, self._system.depth)
 
 

@@ -1,73 +1,125 @@
-"""Text as it becomes final: stop strings, and pieces to a callback."""
+"""Text as it becomes final: stop strings, and pieces to hand out."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 
+from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.state import Finish
 
 
-class Watch:
-    """Follows the text of every row: finds stop strings and hands out final pieces."""
+class _Cut(NamedTuple):
+    """Where a row ends before its last token."""
 
-    def __init__(self, tokenizer, prompts, stops, on_text):
+    num_tokens: int
+    text: str | None
+    finish: Finish
+
+
+class Watch:
+    """Follows the text of every row: finds stop strings and hands out what is settled.
+
+    What a row keeps never depends on how often it is looked at.
+
+    Args:
+      tokenizer: None where there is no text to follow.
+      prompts: ids of every row.
+      stops: strings at which a row ends.
+      has_pieces: collect the text's pieces.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        prompts: Sequence[Sequence[int]],
+        stops: Sequence[str] = (),
+        *,
+        has_pieces: bool = False,
+    ):
         self._tokenizer, self._prompts, self._stops = tokenizer, prompts, stops
-        self._on_text = on_text
-        self._sent = [""] * len(prompts)
-        self._cut: dict[int, tuple[int, str]] = {}  # row -> tokens kept, text
+        self.has_pieces, self._pieces = has_pieces, []
+        self._sent = [0] * len(prompts)  # characters
+        self._cut: dict[int, _Cut] = {}
+        self._ended: set[int] = set()
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether anyone wants to know before the rows have ended."""
+        return self.has_pieces or bool(self._stops)
 
     def look(self, tokens, total, finish) -> np.ndarray:
-        """i32[B], STOP_STRING for rows that are to end now, else RUNNING."""
+        """i32[B], STOP_STRING for rows that are to end now, else RUNNING.
+
+        Args:
+          tokens: i32[B,M], prompt and output.
+          total: i32[B], how many of them there are.
+          finish: i32[B], a Finish for each row.
+        """
         ending = np.full(len(self._prompts), Finish.RUNNING, np.int32)
         for row, prompt in enumerate(self._prompts):
+            if row in self._ended:
+                continue
             ids = tokens[row, len(prompt) : total[row]].tolist()
+            end = Finish(int(finish[row]))
             if row not in self._cut and self._stops:
-                self._find_stop(row, ids)
+                self._find_stop(row, ids, end)
             if row in self._cut:
-                ending[row] = Finish.STOP_STRING
-            is_final = row in self._cut or finish[row] != Finish.RUNNING
-            self._send(row, ids, is_final)
+                ending[row] = end = self._cut[row].finish
+            if self.has_pieces:
+                self._send(row, ids, end)
+            if end != Finish.RUNNING:
+                self._ended.add(row)
         return ending
 
-    def _text(self, row: int, ids: list[int]) -> str:
-        return self._tokenizer.decode_after(self._prompts[row], ids)
+    def drop(self, row: int) -> None:
+        """Ends a row that was cancelled before its first token."""
+        self._cut[row] = _Cut(0, None if self._tokenizer is None else "", Finish.CANCELLED)
+
+    def take(self) -> list[tuple[int, str]]:
+        """The pieces that were found since the last call: row, text."""
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def _text(self, row: int, ids: list[int], end: Finish) -> str:
+        """The row's text, as far as nothing can change it."""
+        tokenizer, prompt = self._tokenizer, self._prompts[row]
+        if end == Finish.RUNNING:
+            return tokenizer.settled_after(prompt, ids)
+        if end == Finish.CANCELLED:
+            return tokenizer.whole_after(prompt, ids)
+        return tokenizer.decode_after(prompt, ids)
 
     def _first_stop(self, text: str) -> int | None:
         found = [at for at in map(text.find, self._stops) if at >= 0]
         return min(found) if found else None
 
-    def _find_stop(self, row: int, ids: list[int]) -> None:
-        at = self._first_stop(self._text(row, ids))
-        if at is None:
+    def _find_stop(self, row: int, ids: list[int], end: Finish) -> None:
+        text_of = lambda n: self._text(row, ids[:n], end if n == len(ids) else Finish.RUNNING)
+        if self._first_stop(text_of(len(ids))) is None:
             return
-        low, high = 1, len(ids)  # the fewest tokens whose text holds a stop string
+        low, high = 1, len(ids)  # the fewest tokens whose settled text holds a stop string
         while low < high:
             middle = (low + high) // 2
-            has_stop = self._first_stop(self._text(row, ids[:middle])) is not None
+            has_stop = self._first_stop(text_of(middle)) is not None
             low, high = (low, middle) if has_stop else (middle + 1, high)
-        text = self._text(row, ids[:low])
-        at = self._first_stop(text)
-        self._cut[row] = (low, text[: len(text) if at is None else at])
+        text = text_of(low)
+        self._cut[row] = _Cut(low, text[: self._first_stop(text)], Finish.STOP_STRING)
 
-    def _send(self, row: int, ids: list[int], is_final: bool) -> None:
-        if self._on_text is None:
-            return
-        text = self._cut[row][1] if row in self._cut else self._text(row, ids)
-        if not is_final:
-            # A character whose bytes are not all there decodes to U+FFFD, and the start of
-            # a stop string may yet be cut: both wait.
-            text = text.rstrip("\ufffd")
+    def _send(self, row: int, ids: list[int], end: Finish) -> None:
+        text = self._cut[row].text if row in self._cut else self._text(row, ids, end)
+        if end == Finish.RUNNING:  # the start of a stop string may yet be cut
             held = max((len(s) for s in self._stops), default=1) - 1
             text = text[: max(len(text) - held, 0)]
-        if len(text) > len(self._sent[row]):
-            self._on_text(row, text[len(self._sent[row]) :])
-            self._sent[row] = text
+        if len(text) > self._sent[row]:
+            self._pieces.append((row, text[self._sent[row] :]))
+            self._sent[row] = len(text)
 
-    def result(self, row: int, n: int, tokens) -> tuple[int, str | None, bool]:
-        """Tokens kept, text, and whether a stop string cut them."""
+    def result(self, row: int, ids: list[int], end: Finish) -> tuple[int, str | None, Finish]:
+        """How many of a row's tokens are kept, their text, and why the row ended."""
         if row in self._cut:
-            return (*self._cut[row], True)
-        if self._tokenizer is None:
-            return n, None, False
-        begin = len(self._prompts[row])
-        return n, self._text(row, tokens[begin : begin + n].tolist()), False
+            return self._cut[row]
+        text = None if self._tokenizer is None else self._text(row, ids, end)
+        return len(ids), text, end

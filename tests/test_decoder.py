@@ -67,16 +67,14 @@ def test_stop_strings_cut_text_and_counts(speculative, plain_rows, stop):
 def test_pieces_of_text_join_to_the_text(speculative):
     pieces: dict[int, list[str]] = {}
     rows = speculative.generate(
-        PROMPTS, 40, stop="park", rounds_per_sync=1,
-        on_text=lambda row, piece: pieces.setdefault(row, []).append(piece),
+        PROMPTS, 40, stop="park",
+        on_token=lambda row, piece: pieces.setdefault(row, []).append(piece),
     )
     for row, generation in enumerate(rows):
         assert "".join(pieces[row]) == generation.text
         assert len(pieces[row]) > 2
     early, sent = rows[0].text[:12], []
-    row = speculative.generate(
-        PROMPTS[0], 40, stop=early, rounds_per_sync=1, on_text=lambda _, piece: sent.append(piece)
-    )
+    row = speculative.generate(PROMPTS[0], 40, stop=early, on_token=sent.append)
     assert row.text == "".join(sent) == ""
 
 

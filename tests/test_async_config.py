@@ -1,0 +1,141 @@
+"""The second published shape of a decoder: its config, N=1, its limit, and models not loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+import pytest
+from tiny_models import LLAMA
+
+from spec_jax import (
+    AsyncSpecConfig,
+    ModelNotLoaded,
+    SamplerConfig,
+    SpeculativeConfig,
+    SpeculativeDecoder,
+    Stats,
+)
+from spec_jax.errors import ConfigError, PromptError
+from spec_jax.testing import mock_model
+
+WARM, COOL = SamplerConfig(1.0, seed=5), SamplerConfig(0.2, seed=5)
+PROMPT, NEW = [1, 2, 3], 40
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return mock_model(12, 0), mock_model(12, 1)
+
+
+def tokens(decoder, **options):
+    return decoder.generate(PROMPT, NEW, **options).tokens
+
+
+def test_both_shapes_of_config_make_the_same_decoder(pair):
+    ours = SpeculativeDecoder(
+        *pair, SpeculativeConfig(num_speculative_tokens=3), target_sampler=WARM, draft_sampler=COOL
+    )
+    theirs = SpeculativeDecoder(*pair, AsyncSpecConfig(3, COOL, WARM))
+    assert theirs.config == ours.config and theirs.num_draft == 3
+    assert tokens(theirs) == tokens(ours) and theirs.stats.drafted == ours.stats.drafted > 0
+
+
+def test_the_draft_sampler_is_the_drafts_and_not_the_targets(pair):
+    decoders = [SpeculativeDecoder(*pair, AsyncSpecConfig(3, s, WARM)) for s in (None, COOL)]
+    for decoder in decoders:
+        decoder.generate([PROMPT] * 8, NEW)
+    warm, cool = (decoder.stats for decoder in decoders)
+    assert warm.accepted_at != cool.accepted_at
+    assert decoders[0].config.rejection_sampling_strategy == "residual"
+
+
+@pytest.mark.parametrize("sampler", [SamplerConfig(), WARM], ids=["greedy", "sampled"])
+def test_n1_is_plain_decoding_and_drafts_nothing(pair, sampler):
+    plain = SpeculativeDecoder(pair[0], target_sampler=sampler)
+    options = dict(target_sampler=sampler)
+    decoders = [
+        SpeculativeDecoder.new_n1(*pair, SpeculativeConfig(), **options),
+        SpeculativeDecoder.new_n1(pair[0], **options),
+        SpeculativeDecoder(*pair, AsyncSpecConfig(4, None, sampler, force_n1=True)),
+        SpeculativeDecoder.new_n1(*pair, AsyncSpecConfig(4, None, sampler)),
+        SpeculativeDecoder(pair[0], None, AsyncSpecConfig(4, None, sampler, force_n1=True)),
+    ]
+    for decoder in decoders:
+        assert tokens(decoder) == tokens(plain) and decoder.num_draft == 0
+        s = decoder.stats
+        assert s.drafted == s.rejected == s.n1_fallbacks == 0 and s.rounds == NEW - 1
+        assert s.elapsed_s == s.prefill_s + s.decode_s > 0
+
+
+def test_n1_still_checks_what_it_leaves_aside(pair):
+    with pytest.raises(ConfigError, match="vocabularies differ"):
+        SpeculativeDecoder.new_n1(pair[0], mock_model(13))
+    greedy = SpeculativeConfig(rejection_sampling_strategy="greedy")
+    with pytest.raises(ConfigError, match="argmax"):
+        SpeculativeDecoder.new_n1(*pair, greedy, target_sampler=WARM)
+    with pytest.raises(ConfigError, match="needs a draft"):
+        SpeculativeDecoder(pair[0], None, AsyncSpecConfig())
+
+
+def test_rejections_and_fallbacks_add_up():
+    one = Stats(1, 1, judged_at=(3, 1), accepted_at=(0, 0), n1_fallbacks=2)
+    assert one.rejected == 4 and (one + one).n1_fallbacks == 4
+    assert {"rejected", "elapsed_s", "n1_fallbacks"} <= set(one.to_dict())
+
+
+def test_max_tokens_counts_prompt_and_output_of_each_row(pair):
+    decoder = SpeculativeDecoder(*pair, AsyncSpecConfig(3, max_tokens=20))
+    prompts = [[1], [1, 2, 3, 4], list(range(12))]
+    assert [len(row.tokens) for row in decoder.generate(prompts)] == [19, 16, 8]
+    assert [len(row.tokens) for row in decoder.generate(prompts, max_tokens=13)] == [12, 9, 1]
+    assert [len(row.tokens) for row in decoder.generate(prompts, 5)] == [5, 5, 5]
+    with pytest.raises(PromptError, match="12 tokens leaves no room.*max_tokens is 12"):
+        decoder.generate(prompts, max_tokens=12)
+    with pytest.raises(ConfigError, match="name one of them"):
+        decoder.generate(prompts, 5, max_tokens=20)
+    with pytest.raises(ConfigError, match="max_tokens is 0"):
+        decoder.generate(prompts, max_tokens=0)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"spec_k": 0}, "spec_k is 0; expected an integer of 1"),
+        ({"spec_k": 2.5}, "spec_k is 2.5"),
+        ({"max_tokens": 1}, "max_tokens is 1; expected an integer of 2"),
+        ({"force_n1": 1}, "force_n1 is 1"),
+        ({"target_sampler": None}, "target_sampler is None; expected a SamplerConfig"),
+        ({"draft_sampler": 0.5}, "draft_sampler is 0.5"),
+        ({"draft_sampler": {"temperatur": 1}}, "unknown key 'temperatur' in SamplerConfig"),
+        ({"k": 3}, "unknown key 'k' in AsyncSpecConfig; known keys: spec_k"),
+    ],
+    ids=str,
+)
+def test_slips_in_the_config_are_named(values, message):
+    with pytest.raises(ConfigError, match=message):
+        AsyncSpecConfig.from_dict(values)
+
+
+def test_the_config_comes_from_plain_values(pair):
+    values = {"spec_k": "3", "target_sampler": {"temperature": 1, "seed": 5}, "max_tokens": 43.0}
+    config = AsyncSpecConfig.from_dict(values)
+    assert config == AsyncSpecConfig(3, None, WARM, False, 43)
+    with pytest.raises(ConfigError, match="samplers stand in the AsyncSpecConfig"):
+        SpeculativeDecoder(*pair, config, draft_sampler=COOL)
+    with pytest.raises(ConfigError, match="draft is a AsyncSpecConfig; name it"):
+        SpeculativeDecoder(pair[0], config)
+
+
+def test_models_that_are_not_loaded_are_named(pair):
+    bare = dataclasses.replace(pair[0], params=None)
+    for model, message in [
+        ("zoo/target", "'zoo/target'.*load_model"), (pathlib.Path("x"), "load_model"),
+        (LLAMA, "ModelConfig"), (pair[0].model, "Model"), (bare, "mock-0 has no weights"),
+    ]:  # fmt: skip
+        with pytest.raises(ModelNotLoaded, match=f"target (is )?.*{message}"):
+            SpeculativeDecoder(model)
+        with pytest.raises(ModelNotLoaded, match=f"draft (is )?.*{message}"):
+            SpeculativeDecoder(pair[0], model)
+    with pytest.raises(ModelNotLoaded, match="target is None"):
+        SpeculativeDecoder(None)
