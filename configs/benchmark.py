@@ -48,6 +48,16 @@ def get_config() -> ConfigDict:
         "repeats": 5,
         "seed": 0,
     })
+    config.streaming = ConfigDict({
+        "target": config.llama110m.target.to_dict(),
+        "draft": config.llama110m.draft.to_dict(),
+        "prompt_tokens": 64,
+        "new_tokens": 192,
+        "k": 4,
+        "conditional_rate": 0.8,
+        "repeats": 5,
+        "seed": 0,
+    })
     config.zoo = ConfigDict({
         "target": "zoo/target",
         "draft": "zoo/draft",
@@ -85,6 +95,7 @@ def get_config() -> ConfigDict:
         "round": 1.10,  # at most
         "head_round": 1.10,  # of a head's chain; at most
         "tree_round": 1.15,  # of a dynamic tree; at most
+        "streaming": 1.10,  # over one uninterrupted loop; at most
         "predicted": 0.9,  # measured over predicted; at least
         "speedup": 1.5,  # of the zoo pair; at least
         "draft": 0.15,  # draft pass over target pass, of the zoo pair; at most

@@ -4,9 +4,10 @@
     python -m experiments.benchmark --parts=llama110m,zoo --workdir=runs/benchmark/mine
 
 Parts: "llama110m" (a 110M Llama shape with random weights and synthetic acceptance), "heads"
-(an EAGLE-3 head on that shape: chain and dynamic trees; tree.png), "zoo" (the trained pair,
-acceptance as it is), "training" (steps at the zoo's size) and "transformers" (the zoo's pair
-under assisted generation, where an interpreter has torch and transformers). The run's folder gets
+(an EAGLE-3 head on that shape: chain and dynamic trees; tree.png), "streaming" (text after every
+round of that shape), "zoo" (the trained pair, acceptance as it is), "training" (steps at the zoo's
+size) and "transformers" (the zoo's pair under assisted generation, where an interpreter has torch
+and transformers). The run's folder gets
 benchmark.json and benchmark.md after every part.
 """
 
@@ -25,6 +26,7 @@ from absl import flags
 from configs import benchmark as default
 from experiments import (
     bench_heads,
+    bench_streaming,
     bench_synthetic,
     bench_training,
     bench_transformers,
@@ -37,7 +39,7 @@ from experiments.timing import Line, markdown_table, text_table
 from spec_jax.errors import ConfigError
 from spec_jax.tree import DynamicTree
 
-PARTS = ("llama110m", "heads", "zoo", "training", "transformers")
+PARTS = ("llama110m", "heads", "streaming", "zoo", "training", "transformers")
 
 
 def run(config, workdir: str | pathlib.Path, parts=PARTS, transformers_python: str = "") -> dict:
@@ -78,6 +80,8 @@ def run(config, workdir: str | pathlib.Path, parts=PARTS, transformers_python: s
     if "heads" in parts:
         keep("heads", *bench_heads.measure("heads", config.heads, config.bars))
         plots.plot_tree_sizes(workdir / "tree.png", record["parts"]["heads"])
+    if "streaming" in parts:
+        keep("streaming", *bench_streaming.measure("streaming", config.streaming, config.bars))
     if "zoo" in parts:
         bars = types.SimpleNamespace(**{**config.bars.to_dict(), "verify": None})
         keep("zoo", *bench_zoo.measure("zoo", config.zoo, bars))
@@ -116,6 +120,7 @@ def validate(config, parts) -> None:
     for section, names in {
         "llama110m": "slots prompt_tokens new_tokens plain_tokens k repeats",
         "zoo": "num_prompts max_prompt_tokens new_tokens plain_tokens repeats",
+        "streaming": "prompt_tokens new_tokens k repeats",
         "heads": "slots prompt_tokens draft_vocab_size k tree_depth tree_top_k repeats",
         "training": "lm_batch draft_vocab_size num_steps batch length repeats",
         "transformers": "k repeats",

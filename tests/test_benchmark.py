@@ -55,6 +55,9 @@ def config(tmp_path_factory):
         "repeats": 2,
     })
     config.training.target.update(TINY)
+    config.streaming.update({"prompt_tokens": 5, "new_tokens": 12, "k": 2, "repeats": 2})
+    config.streaming.target.update(TINY)
+    config.streaming.draft.update(DRAFT)
     config.transformers.repeats = 1
     folder = tmp_path_factory.mktemp("pair")
     for name, shape, seed in (("target", TINY, 0), ("draft", DRAFT, 1)):
@@ -113,6 +116,16 @@ def test_model_flops_are_those_of_the_products_in_a_step(make):
     case = make(target, options)
     traced = jax.make_jaxpr(case.run)(case.state).jaxpr
     assert products_flops(traced) == pytest.approx(case.flops, rel=0.05)
+
+
+def test_streaming_is_held_against_the_uninterrupted_loop(config, tmp_path):
+    record = benchmark.run(config, tmp_path, ("streaming",))
+    assert [line["bar"] for line in record["lines"]] == [config.bars.streaming] * 2 + [None]
+    stats = record["parts"]["streaming"]["stats"]
+    assert stats["emitted"] == 12 and stats["rounds"] > 1
+    times = record["parts"]["streaming"]["times_ms"]
+    ratios = np.divide(times["stream"], times["whole"])
+    assert record["lines"][0]["value"] == pytest.approx(np.median(ratios))
 
 
 def test_says_why_transformers_is_left_out(config, tmp_path, capsys):
