@@ -57,6 +57,11 @@ class ForwardOutput(NamedTuple):
     features: jax.Array | None = None
 
 
+def _as_it_is(cache: Any, width: int) -> Any:
+    del width
+    return cache
+
+
 class Model(NamedTuple):
     """A language model as pure functions; target and standalone draft alike.
 
@@ -68,6 +73,10 @@ class Model(NamedTuple):
         of drafts also ``window_mask`` (bool[B,T,W]: what of the window each token sees).
       unembed: ``(params, hidden dtype[...,D]) -> f32[...,V]``, -inf for ids that only pad.
       num_tokens: ids below it are tokens, the others pad the embedding; None: all are tokens.
+      open_window: ``(cache, width) -> Cache`` with room for a window of ``width`` tokens that
+        several passes fill; ``commit`` closes it. A window that one pass fills needs none.
+      can_rewind: ``commit`` may keep a part of the window. Where it may not, a target can be
+        fed accepted tokens alone (N = 1), and nothing can be drafted with it.
     """
 
     vocab_size: int
@@ -76,6 +85,8 @@ class Model(NamedTuple):
     forward: Callable[..., ForwardOutput]
     unembed: Callable[[Any, jax.Array], jax.Array]
     num_tokens: int | None = None
+    open_window: Callable[[Any, int], Any] = _as_it_is
+    can_rewind: bool = True
 
     @property
     def last_id(self) -> int:

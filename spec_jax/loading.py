@@ -25,6 +25,7 @@ from spec_jax.errors import ConfigError, ModelNotLoaded, WeightsError
 from spec_jax.formats import draft_kind, read_head, read_mtp
 from spec_jax.models import panels, transformer, weights
 from spec_jax.models.config import ModelConfig
+from spec_jax.models.families import AnyConfig
 from spec_jax.models.params import Params, num_params
 from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.tree import DynamicTree, Tree
@@ -44,7 +45,7 @@ class LoadedModel:
     model: Model
     params: Params
     tokenizer: Tokenizer | None = None
-    config: ModelConfig | None = None
+    config: AnyConfig | None = None
     stop_tokens: tuple[int, ...] = ()
 
     @property
@@ -170,7 +171,8 @@ def load_model(
     """Loads a zoo model ("zoo/target", "zoo/draft") or a Hugging Face directory.
 
     Args:
-      name_or_path: a zoo name, or a directory of a Llama, Qwen2, Qwen3 or MiMo model.
+      name_or_path: a zoo name, or a directory of a Llama, Qwen2, Qwen3, MiMo, Mamba-2 or Bamba
+        model.
       dtype: of the weights in memory; the cache follows.
       scan_layers: stack the layers: compiles faster for an accelerator, runs slower on a CPU.
 

@@ -9,7 +9,9 @@ This is the only legend; every docstring and trailing comment refers to it.
     D  model width                  E  tapped feature width
     N  query heads                  K  drafted tokens a round
     G  key-value heads              Q  tree nodes
-                                    M  output slots
+    W  tokens of a window           M  output slots
+    Z  state size of a head         C  channels of a convolution
+                                    R  reach of a convolution
 
 Words. ``n_accept``: drafts accepted in a round, 0..K. ``pending``: the one token a
 row has emitted but not yet fed to the target. ``length``: tokens fed. ``pos``:

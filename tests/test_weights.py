@@ -11,7 +11,8 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import FAMILIES, LLAMA, QWEN2, QWEN3, random_weights
 
 from spec_jax.errors import ConfigError, WeightsError
-from spec_jax.models.config import RopeConfig, read_config
+from spec_jax.models.config import RopeConfig
+from spec_jax.models.families import read_config
 from spec_jax.models.weights import load_pretrained, save_pretrained
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

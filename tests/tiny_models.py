@@ -6,8 +6,10 @@ import zlib
 import jax.numpy as jnp
 import numpy as np
 
+from spec_jax.models.bamba import BambaConfig
 from spec_jax.models.config import ModelConfig, RopeConfig
 from spec_jax.models.deepseek import DeepseekConfig
+from spec_jax.models.mamba2 import Mamba2Config
 from spec_jax.models.params import assemble
 from spec_jax.models.qwen3_next import Qwen3NextConfig
 
@@ -31,7 +33,17 @@ QWEN3_NEXT = Qwen3NextConfig(
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6,
     shared_expert_intermediate_size=10, partial_rotary_factor=0.5,
 )  # fmt: skip
+MAMBA2 = Mamba2Config(
+    vocab_size=31, hidden_size=16, num_hidden_layers=2, num_heads=4, head_dim=8, state_size=6,
+    n_groups=2, conv_kernel=4,
+)  # fmt: skip
+BAMBA = BambaConfig(
+    **{**TINY, "num_hidden_layers": 3}, num_attention_heads=4, num_key_value_heads=2,
+    attn_layer_indices=(1,), mamba_n_heads=4, mamba_d_state=6, mamba_d_conv=3,
+    max_position_embeddings=2048,
+)  # fmt: skip
 FAMILIES = (LLAMA, QWEN2, QWEN3)
+STATE_FAMILIES = (MAMBA2, BAMBA)
 
 
 def random_tensor(name: str, shape, seed: int) -> np.ndarray:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from spec_jax.contracts import Context, Drafter, Model
 from spec_jax.draft.chain import draft_chain
 from spec_jax.draft.tree import draft_tree
+from spec_jax.errors import ConfigError
 from spec_jax.tree import DynamicTree, Tree, check_children
 
 _FIRST = 2  # tokens that the first pass of a round feeds
@@ -38,8 +39,11 @@ def small_lm(model: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
       tree: what it drafts; None: a chain.
 
     Raises:
-      ConfigError: a node of the tree has more children than the draft has tokens.
+      ConfigError: a node of the tree has more children than the draft has tokens, or the model
+        cannot forget what was rejected.
     """
+    if not model.can_rewind:
+        raise ConfigError("the draft's model cannot rewind, so nothing can be drafted with it")
     check_children(tree, model.last_id + 1, "the draft's")
 
     def init(params, batch, slots):
@@ -74,7 +78,8 @@ def small_lm(model: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
             return model.unembed(params, hidden), cache
 
         # What rounds without drafts commit is fed all the same, so no backlog arises.
-        hidden, cache = feed(fed, state.cache, 0)
+        width = max(_FIRST, num_draft + 1) if tree is None else _FIRST + tree.num_fed
+        hidden, cache = feed(fed, model.open_window(state.cache, width), 0)
         logits = model.unembed(params, hidden[:, -1])
         if tree is None or num_draft == 0:
             proposal, cache = draft_chain(logits, cache, advance, context, num_draft)

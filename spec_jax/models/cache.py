@@ -8,58 +8,14 @@ finite, since weights are (a masked NaN would still reach what attends over it).
 
 from __future__ import annotations
 
-import pathlib
-from collections import Counter
-from typing import NamedTuple
-
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
 
-from spec_jax.errors import SnapshotError
 from spec_jax.models.attention import attend_prefix
+from spec_jax.models.snapshot import KVCacheSnapshot, check_fits
 
-
-class KVCacheSnapshot(NamedTuple):
-    """A cache as it was, independent of the cache it came from (donation included).
-
-    Attributes:
-      keys: one ``dtype[B,G,S,H]`` a layer.
-      values: one ``dtype[B,G,S,H]`` a layer.
-      seq_len: i32[B], tokens fed.
-    """
-
-    keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
-    seq_len: jax.Array
-
-    def save(self, path: str | pathlib.Path) -> None:
-        """Writes the snapshot as one safetensors file."""
-        arrays = {"seq_len": np.asarray(self.seq_len)}
-        for i, (k, v) in enumerate(zip(self.keys, self.values)):
-            arrays[f"keys.{i}"], arrays[f"values.{i}"] = np.asarray(k), np.asarray(v)
-        save_file(arrays, path, metadata={"format": "spec_jax.KVCacheSnapshot"})
-
-    @classmethod
-    def load(cls, path: str | pathlib.Path) -> KVCacheSnapshot:
-        """Reads what ``save`` wrote.
-
-        Raises:
-          SnapshotError: the file is missing, truncated or not a snapshot.
-        """
-        try:
-            arrays = load_file(path)
-            layers = range((len(arrays) - 1) // 2)
-            return cls(
-                tuple(jnp.asarray(arrays[f"keys.{i}"]) for i in layers),
-                tuple(jnp.asarray(arrays[f"values.{i}"]) for i in layers),
-                jnp.asarray(arrays["seq_len"]),
-            )
-        except (OSError, KeyError, SafetensorError) as error:
-            raise SnapshotError(f"{path} is no cache snapshot: {error!r}") from error
+__all__ = ["KVCache", "KVCacheSnapshot"]
 
 
 @flax.struct.dataclass
@@ -76,9 +32,15 @@ class KVCache:
     length: jax.Array  # i32[B], tokens fed
 
     @classmethod
-    def create(cls, config, batch: int, slots: int, dtype=jnp.float32) -> KVCache:
-        """An empty cache for ``batch`` rows of ``slots`` tokens of this model's config."""
-        L, G = config.num_hidden_layers, config.num_key_value_heads
+    def create(
+        cls, config, batch: int, slots: int, dtype=jnp.float32, num_layers: int | None = None
+    ) -> KVCache:
+        """An empty cache for ``batch`` rows of ``slots`` tokens of this model's config.
+
+        ``num_layers`` says how many of its layers attend, where that is not all.
+        """
+        L = config.num_hidden_layers if num_layers is None else num_layers
+        G = config.num_key_value_heads
 
         def zeros(H):
             if config.scan_layers and L > 1:  # the slice of a stack of one is a change of rank
@@ -211,18 +173,9 @@ class KVCache:
         """The cache as it was at the snapshot.
 
         Raises:
-          SnapshotError: the snapshot is of a cache of another shape or dtype.
+          SnapshotError: the snapshot is of a cache of another kind, shape or dtype.
         """
-
-        def describe(arrays):
-            kinds = Counter(f"{x.dtype.name}{list(x.shape)}" for x in arrays)
-            return ", ".join(f"{n} x {kind}" for kind, n in kinds.items())
-
-        layers = jax.eval_shape(lambda: self._by_layer((*self.keys, *self.values)))
-        ours = describe([*layers, self.length])
-        theirs = describe(jax.tree.leaves(snapshot))
-        if ours != theirs:
-            raise SnapshotError(f"the snapshot holds {theirs}; this cache has {ours}")
+        check_fits(snapshot, jax.eval_shape(self.snapshot))
 
         def lay_out(arrays):
             if self.is_stacked:

@@ -242,23 +242,6 @@ class ModelConfig:
         return hf
 
 
-def read_config(directory: str | pathlib.Path) -> ModelConfig:
-    """Reads ``config.json`` of a Hugging Face directory; stop tokens of
-    ``generation_config.json`` take precedence, as they do in generation there.
-
-    Raises:
-      WeightsError: no readable config.json, or an unreadable generation_config.json.
-    """
-    directory = pathlib.Path(directory)
-    hf = read_json(directory / "config.json")
-    generation = directory / "generation_config.json"
-    if generation.exists():
-        eos = read_json(generation).get("eos_token_id")
-        if eos is not None:
-            hf["eos_token_id"] = eos
-    return ModelConfig.from_hf(hf)
-
-
 def read_json(file: pathlib.Path) -> dict[str, Any]:
     """The object that a JSON file of a Hugging Face directory holds.
 

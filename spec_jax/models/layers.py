@@ -18,15 +18,19 @@ class Window(NamedTuple):
 
     Attributes:
       start: i32[B], the first slot of each row.
-      mask: bool[B,T,S], slots of the cache that each token sees; None without a cache.
+      mask: bool[B,T,S], slots of the cache that each token sees; None without slots.
       cos: f32[B,T,H/2], of the rotary embedding, H being the dimensions that it turns.
       sin: f32[B,T,H/2].
+      offset: tokens of the window before these.
+      is_seen: bool[B|1,T,W], what of the window each token sees; None: all up to its own.
     """
 
     start: jax.Array
     mask: jax.Array | None
     cos: jax.Array
     sin: jax.Array
+    offset: int | jax.Array = 0
+    is_seen: jax.Array | None = None
 
     @classmethod
     def behind(
@@ -51,17 +55,19 @@ class Window(NamedTuple):
         start = length + window_offset
         slots_BT = start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
         mask = None
-        if window_mask is not None:
-            if positions is None:
-                positions = length[:, None] + window_mask.sum(axis=2, dtype=jnp.int32) - 1
-            mask = _tree_mask(window_mask, length, cache.slots)
-        elif cache is not None:
-            mask = jnp.arange(cache.slots, dtype=jnp.int32) <= slots_BT[:, :, None]
+        slots = None if cache is None else cache.slots
+        if window_mask is not None and positions is None:
+            positions = length[:, None] + window_mask.sum(axis=2, dtype=jnp.int32) - 1
+        if window_mask is not None and slots is not None:
+            mask = _tree_mask(window_mask, length, slots)
+        elif slots is not None:
+            mask = jnp.arange(slots, dtype=jnp.int32) <= slots_BT[:, :, None]
         if positions is None:
             positions = slots_BT
         freq, factor = rope_frequencies(config.rope, config.rotary_dim)
         angle = positions[:, :, None].astype(jnp.float32) * freq
-        return cls(start, mask, jnp.cos(angle) * factor, jnp.sin(angle) * factor)
+        cos, sin = jnp.cos(angle) * factor, jnp.sin(angle) * factor
+        return cls(start, mask, cos, sin, window_offset, window_mask)
 
 
 def _tree_mask(window_mask, length, slots):

@@ -160,13 +160,11 @@ def attention(layer: dict, x_BTD: jax.Array, cache, index, window: Window, confi
       dtype[B,T,D] and the cache with the window written.
     """
     B, T, _ = x_BTD.shape
-    H, turned = config.head_dim, config.rotary_dim
+    H = config.head_dim
     heads = lambda name: linear(x_BTD, layer, name).reshape(B, T, -1, H)
 
     def place(x, norm):
-        x = rms_norm(x, norm, config.rms_norm_eps)
-        rotated = rotate(x[..., :turned], window.cos, window.sin)
-        return jnp.concatenate([rotated, x[..., turned:]], axis=-1)
+        return rotate(rms_norm(x, norm, config.rms_norm_eps), window.cos, window.sin)
 
     both = heads("q").reshape(B, T, -1, 2, H)
     q = place(both[..., 0, :], layer["q_norm"])

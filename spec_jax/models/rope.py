@@ -60,8 +60,12 @@ def _yarn(rope: RopeConfig, head_dim: int, freq: jax.Array) -> tuple[jax.Array, 
 
 
 def rotate(x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array) -> jax.Array:
-    """Rotates the pairs (j, j + H/2), the convention of Hugging Face's weights."""
-    x1, x2 = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    """Rotates the pairs (j, j + H/2), the convention of Hugging Face's weights.
+
+    H is twice the angles' number; dimensions of the heads beyond it stay as they are.
+    """
+    turned, rest = jnp.split(x_BTNH, [2 * cos_BTH.shape[-1]], axis=-1)
+    x1, x2 = jnp.split(turned.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos_BTH[:, :, None], sin_BTH[:, :, None]
     rotated = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
-    return rotated.astype(x_BTNH.dtype)
+    return jnp.concatenate([rotated.astype(x_BTNH.dtype), rest], axis=-1)

@@ -1,4 +1,4 @@
-"""A decoder-only transformer as a pure function over a nested dict of weights."""
+"""A decoder-only model as a pure function over a nested dict of weights, whatever its layers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ import jax.numpy as jnp
 
 from spec_jax.contracts import ForwardOutput, Model
 from spec_jax.errors import ConfigError
+from spec_jax.models import bamba, mamba2
+from spec_jax.models.bamba import BambaConfig
 from spec_jax.models.cache import KVCache
 from spec_jax.models.config import ModelConfig
+from spec_jax.models.families import AnyConfig
 from spec_jax.models.layers import Window, attention, mlp, rms_norm
+from spec_jax.models.mamba2 import Mamba2Config
 from spec_jax.models.panels import cut, matmul
 from spec_jax.models.params import Params, init_params
+from spec_jax.models.state_cache import StateCache
 
 __all__ = [
     "decoder_layer", "forward", "in_panels", "init_params", "logits", "model", "unembed",
@@ -42,12 +47,19 @@ def decoder_layer(
     return mlp(layer, x_BTD + h, config), cache
 
 
+_LAYERS = {
+    ModelConfig: decoder_layer,
+    Mamba2Config: mamba2.decoder_layer,
+    BambaConfig: bamba.decoder_layer,
+}
+
+
 def forward(
     params: Params,
     tokens: jax.Array,
-    cache: KVCache | None = None,
+    cache=None,
     *,
-    config: ModelConfig,
+    config: AnyConfig,
     window_offset: int | jax.Array = 0,
     positions: jax.Array | None = None,
     window_mask: jax.Array | None = None,
@@ -80,7 +92,7 @@ def forward(
     window = Window.behind(config, cache, *tokens.shape, window_offset, positions, window_mask)
     x = jnp.take(params["embed"], tokens, axis=0)
     tapped = {i: x for i in taps}  # each replaced by its own state when it is reached
-    step = functools.partial(decoder_layer, window=window, config=config)
+    step = functools.partial(_LAYERS[type(config)], window=window, config=config)
     if config.scan_layers:
 
         def body(carry, scanned):
@@ -97,6 +109,7 @@ def forward(
                 tapped[i] = x
             x, cache = step(params["layers"][str(i)], x, cache, i)
     hidden = rms_norm(x, params["final_norm"], config.rms_norm_eps)
+    hidden = hidden.astype(params["embed"].dtype)  # a residual stream may be in float32
     tapped |= {L: x, L + 1: hidden}
     features = jnp.concatenate([tapped[i] for i in taps], axis=-1) if taps else None
     return ForwardOutput(hidden, cache, features)
@@ -131,14 +144,26 @@ def in_panels(params: Params) -> Params:
     return {**params, "layers": layers, **own}
 
 
-def logits(params: Params, tokens: jax.Array, *, config: ModelConfig) -> jax.Array:
+def logits(params: Params, tokens: jax.Array, *, config: AnyConfig) -> jax.Array:
     """Logits f32[B,T,V] of whole sequences i32[B,T], causal and without a cache."""
     return unembed(params, forward(params, tokens, config=config).hidden)
 
 
+def _open_window(cache, width: int):
+    return cache.open_window(width)
+
+
+def init_cache(config: AnyConfig, batch: int, slots: int, dtype=jnp.float32):
+    """An empty cache for ``batch`` rows of ``slots`` tokens, of the kind that the layers take."""
+    if isinstance(config, Mamba2Config):
+        return StateCache.create(config.mixer, config.num_hidden_layers, batch, dtype)
+    create = bamba.init_cache if isinstance(config, BambaConfig) else KVCache.create
+    return create(config, batch, slots, dtype)
+
+
 @functools.cache
 def model(
-    config: ModelConfig, taps: tuple[int, ...] = (), num_tokens: int | None = None
+    config: AnyConfig, taps: tuple[int, ...] = (), num_tokens: int | None = None
 ) -> Model:
     """The ``Model`` of this shape: what the decoder and the drafters call.
 
@@ -169,10 +194,11 @@ def model(
     return Model(
         vocab_size=config.vocab_size,
         max_length=config.max_position_embeddings,
-        init_cache=lambda params, batch, slots: KVCache.create(
+        init_cache=lambda params, batch, slots: init_cache(
             config, batch, slots, params["embed"].dtype
         ),
         forward=functools.partial(forward, config=config, taps=taps),
         unembed=unembed_tokens if is_padded else unembed,
         num_tokens=num_tokens if is_padded else None,
+        **({} if isinstance(config, ModelConfig) else {"open_window": _open_window}),
     )

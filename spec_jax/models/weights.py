@@ -17,9 +17,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from spec_jax.errors import WeightsError
-from spec_jax.models.config import ModelConfig, read_config
-from spec_jax.models.params import Params, ParamSpec, assemble, walk
+from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.models.config import ModelConfig
+from spec_jax.models.families import AnyConfig, read_config
+from spec_jax.models.params import Params, ParamSpec, assemble, outer_table, walk
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -142,8 +143,8 @@ def load_pretrained(
     dtype=jnp.float32,
     *,
     scan_layers: bool = False,
-) -> tuple[Params, ModelConfig]:
-    """Loads a Llama, Qwen2 or Qwen3 directory, one safetensors file or many shards.
+) -> tuple[Params, AnyConfig]:
+    """Loads a Llama, Qwen2, Qwen3, Mamba-2 or Bamba directory, one safetensors file or many shards.
 
     MTP modules in the directory are left unread.
 
@@ -158,10 +159,14 @@ def load_pretrained(
     Raises:
       WeightsError: an unreadable or truncated file; a tensor that is missing, unexpected,
         of another shape than config.json says, or not finite. The tensor is named.
-      ConfigError: an architecture that is not supported.
+      ConfigError: an architecture that is not supported, or whose layers cannot be stacked.
     """
     directory = pathlib.Path(directory)
-    config = dataclasses.replace(read_config(directory), scan_layers=scan_layers)
+    config = read_config(directory)
+    if isinstance(config, ModelConfig):
+        config = dataclasses.replace(config, scan_layers=scan_layers)
+    elif scan_layers:
+        raise ConfigError(f"scan_layers: state-space layers of {directory} are never stacked")
     with contextlib.ExitStack() as stack:
         shards = Shards(directory, stack)
         tensors = StrictReader(directory, shards)
@@ -176,10 +181,11 @@ def load_pretrained(
             # Some tied checkpoints store the head again; it must then be the embedding.
             shape = (config.vocab_size, config.hidden_size)
             head = tensors.take("lm_head.weight", shape)
-            if not np.array_equal(head, shards.read("model.embed_tokens.weight")):
+            embed = outer_table(config)["embed"].hf_name
+            if not np.array_equal(head, shards.read(embed)):
                 raise WeightsError(
                     f"{directory}: config.json says tie_word_embeddings, yet lm_head.weight "
-                    "differs from model.embed_tokens.weight"
+                    f"differs from {embed}"
                 )
         tensors.left -= {name for name in tensors.left if name.startswith(_MODULES)}
         tensors.finish()
@@ -189,7 +195,7 @@ def load_pretrained(
 def save_pretrained(
     directory: str | pathlib.Path,
     params: Params,
-    config: ModelConfig,
+    config: AnyConfig,
     tokenizer=None,
     dtype="float32",
     max_shard_bytes: int = 5 << 30,

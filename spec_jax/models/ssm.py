@@ -1,0 +1,151 @@
+"""Mamba-2's recurrence in closed form: what a window of tokens says, and the state behind it.
+
+With a_t = dt_t A <= 0 and u_t = dt_t x_t, a head's state and output are
+
+    S_t = exp(a_t) S_{t-1} + u_t B_t^T        y_t = S_t C_t
+
+so that both are sums over the tokens since a known state, weighted by the decays between them. The
+same sums serve any order in which tokens stand behind each other: in a chain a token sees all
+before it, in a tree its ancestors.
+
+Here N are the heads and G groups of heads that share one B and one C; the letters of state-space
+layers are in ``shapes.py``.
+
+Source: arXiv 2405.21060, sections 3 and 6; for trees arXiv 2505.14969.
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from spec_jax.errors import ShapeError
+
+CHUNK = 64  # tokens; the closed form of a longer window would be quadratic in its length
+
+
+@flax.struct.dataclass
+class Inputs:
+    """What tokens of a window put into a layer's state."""
+
+    raw: jax.Array  # dtype[B,W,C], before the convolution
+    u: jax.Array  # f32[B,W,N,H], x behind the convolution, times the time step
+    b: jax.Array  # dtype[B,W,G,Z], behind the convolution
+    log_decay: jax.Array  # f32[B,W,N], a
+
+
+def write(held: jax.Array | None, new: jax.Array, offset: int | jax.Array) -> jax.Array:
+    """Puts T new tokens behind the ``offset`` that a window holds.
+
+    A window that begins anew may be wider than what was held, which then gives way to it.
+
+    Raises:
+      ShapeError: at tracing, the window has no room for them.
+    """
+    width = 0 if held is None else held.shape[1]
+    is_known, T = isinstance(offset, int), new.shape[1]
+    if is_known and offset == 0 and T >= width:
+        return new if held is None else new.astype(held.dtype)
+    if T > width or (is_known and offset + T > width):
+        where = offset if is_known else "a traced offset"
+        raise ShapeError(
+            f"{T} tokens at {where} do not fit a window of {width}: open_window of the model makes "
+            "room for a window that several passes fill"
+        )
+    return jax.lax.dynamic_update_slice_in_dim(held, new.astype(held.dtype), offset, axis=1)
+
+
+def convolve(
+    before_BRC: jax.Array, raw_BWC: jax.Array, weight_CR: jax.Array, num_tokens: int,
+    offset: int | jax.Array, is_seen: jax.Array | None = None,
+) -> jax.Array:
+    """The depthwise causal convolution at T tokens of a window, each behind those that it sees.
+
+    Args:
+      before_BRC: dtype[B,R-1,C], the last inputs before the window.
+      raw_BWC: dtype[B,W,C], the window's.
+      weight_CR: dtype[C,R], the last of R for the token itself.
+      num_tokens: T.
+      offset: of the first of them in the window.
+      is_seen: bool[B|1,T,W], what of the window each token sees, itself included, where that
+        is not all up to itself.
+
+    Returns:
+      dtype[B,T,C].
+    """  # fmt: skip
+    taps = weight_CR.shape[1]
+    inputs = jnp.concatenate([before_BRC, raw_BWC.astype(before_BRC.dtype)], axis=1)
+    if is_seen is None:
+        size = num_tokens + taps - 1
+        near = jax.lax.dynamic_slice_in_dim(inputs, offset, size, axis=1)
+        return sum(near[:, i : i + num_tokens] * weight_CR[:, i] for i in range(taps))
+    # What a token sees ends with itself, and begins with what lies before the window.
+    B, _, W = (len(raw_BWC), *is_seen.shape[1:])
+    at = jnp.where(is_seen, jnp.arange(taps - 1, taps - 1 + W), -1)
+    always = jnp.broadcast_to(jnp.arange(taps - 1), (*at.shape[:2], taps - 1))
+    nearest, _ = jax.lax.top_k(jnp.concatenate([always, at], axis=2), taps)
+    nearest = jnp.broadcast_to(nearest, (B, *nearest.shape[1:]))
+    seen = jax.vmap(lambda row, index: row[index])(inputs, nearest[:, :, ::-1])
+    return jnp.einsum("btrc,cr->btc", seen, weight_CR)
+
+
+def decays(log_decay_BWN: jax.Array, is_seen_BTW: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What is left, behind what each of T tokens sees, of the state before and of each token.
+
+    Returns:
+      f32[B,T,N], of the state before the window, and f32[B,T,W,N], of what each token put in.
+    """
+    seen = jnp.where(is_seen_BTW[..., None], log_decay_BWN[:, None], 0.0)
+    # Summed from behind, so that what decays least is summed first and no two large sums are
+    # subtracted.
+    behind = jnp.pad(seen[:, :, 1:], ((0, 0), (0, 0), (0, 1), (0, 0)))
+    behind = jax.lax.cumsum(behind, axis=2, reverse=True)
+    left = jnp.where(is_seen_BTW[..., None], jnp.exp(behind), 0.0)
+    return jnp.exp(seen.sum(axis=2)), left
+
+
+def read(
+    state_BNHZ: jax.Array, inputs: Inputs, c_BTGZ: jax.Array, is_seen_BTW: jax.Array
+) -> jax.Array:
+    """Outputs f32[B,T,N,H] of T tokens, each behind those that it sees, itself among them."""
+    B, T, G, Z = c_BTGZ.shape
+    N, H = inputs.u.shape[2:]
+    before, left = decays(inputs.log_decay, is_seen_BTW)
+    c, b = c_BTGZ.astype(jnp.float32), inputs.b.astype(jnp.float32)
+    scores = jnp.einsum("btgz,bwgz->btwg", c, b)
+    weights = left * jnp.repeat(scores, N // G, axis=3)
+    new = jnp.einsum("btwn,bwnh->btnh", weights, inputs.u)
+    old = jnp.einsum("btgz,bgmz->btgm", c, state_BNHZ.reshape(B, G, -1, Z))
+    return new + before[..., None] * old.reshape(B, T, N, H)
+
+
+def fold(state_BNHZ: jax.Array, inputs: Inputs, is_kept_BW: jax.Array) -> jax.Array:
+    """The state f32[B,N,H,Z] behind the tokens that are kept; the same state where none is."""
+    B, W, G, Z = inputs.b.shape
+    before, left = decays(inputs.log_decay, is_kept_BW[:, None])
+    u = (left[:, 0, :, :, None] * inputs.u).reshape(B, W, G, -1)
+    new = jnp.einsum("bwgm,bwgz->bgmz", u, inputs.b.astype(jnp.float32))
+    return before[:, 0, :, None, None] * state_BNHZ + new.reshape(state_BNHZ.shape)
+
+
+def read_chain(state_BNHZ: jax.Array, inputs: Inputs, c_BTGZ: jax.Array) -> jax.Array:
+    """``read`` for a window of T tokens in a row, a chunk at a time behind the chunks before it."""
+    B, T = c_BTGZ.shape[:2]
+    width = min(T, CHUNK)
+    count = -(-T // width)
+    see_all = jnp.tri(width, dtype=bool)[None]
+
+    def split(x):
+        x = jnp.pad(x, ((0, 0), (0, count * width - T), *[(0, 0)] * (x.ndim - 2)))
+        return jnp.moveaxis(x.reshape(B, count, width, *x.shape[2:]), 1, 0)
+
+    def one_chunk(state, chunk):
+        inputs, c = chunk
+        out = read(state, inputs, c, see_all)
+        return fold(state, inputs, jnp.ones((1, width), bool)), out
+
+    if count == 1:
+        return read(state_BNHZ, inputs, c_BTGZ, see_all)
+    _, out = jax.lax.scan(one_chunk, state_BNHZ, jax.tree.map(split, (inputs, c_BTGZ)))
+    return jnp.moveaxis(out, 0, 1).reshape(B, count * width, *out.shape[3:])[:, :T]
