@@ -73,6 +73,18 @@ def get_config() -> ConfigDict:
         "repeats": 5,
         "seed": 0,
     })
+    config.states = ConfigDict({
+        "target": {  # 69,760,608 parameters, half the depth of the published 130M
+            "vocab_size": 32000, "hidden_size": 768, "num_hidden_layers": 12, "num_heads": 24,
+            "head_dim": 64, "state_size": 128, "n_groups": 1, "tie_word_embeddings": True,
+        },
+        "k": 4,
+        "conditional_rate": 0.8,  # of every position
+        "slots": 512,
+        "prompt_tokens": 64,
+        "repeats": 7,
+        "seed": 0,
+    })  # fmt: skip
     language, head = train_zoo_target.get_config(), train_zoo_eagle3.get_config()
     config.training = ConfigDict({  # as the zoo's own models are trained
         "target": _shape(language),
@@ -96,6 +108,7 @@ def get_config() -> ConfigDict:
         "head_round": 1.10,  # of a head's chain; at most
         "tree_round": 1.15,  # of a dynamic tree; at most
         "streaming": 1.10,  # over one uninterrupted loop; at most
+        "replay": 1.15,  # a round that replays its window over the verify pass alone; at most
         "predicted": 0.9,  # measured over predicted; at least
         "speedup": 1.5,  # of the zoo pair; at least
         "draft": 0.15,  # draft pass over target pass, of the zoo pair; at most

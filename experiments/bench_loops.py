@@ -18,7 +18,7 @@ import numpy as np
 
 from spec_jax import decode
 from spec_jax.config import SamplerConfig
-from spec_jax.contracts import Context, ForwardOutput, Model, Proposal
+from spec_jax.contracts import Context, Drafter, ForwardOutput, Model, Proposal
 from spec_jax.decode import DecodeState, System
 from spec_jax.draft.ngram import NO_DRAFT
 from spec_jax.sampling import argmax, make_sampler
@@ -190,13 +190,35 @@ def some_parents(tree, num_draft: int) -> jax.Array:
 
 
 @functools.cache
+def free_drafter(vocab_size: int, tree=None) -> Drafter:
+    """A drafter that computes nothing: each position's draft is that position.
+
+    Args:
+      vocab_size: V.
+      tree: the ``Tree`` or ``DynamicTree`` that it drafts, or None: a chain.
+    """
+
+    def propose(params, state, context: Context, num_draft: int):
+        tokens = (context.length[:, None] + jnp.arange(num_draft, dtype=jnp.int32)) % vocab_size
+        n_draft = jnp.full(context.length.shape, num_draft, jnp.int32)
+        branches = {}
+        if tree is not None:
+            is_true = context.length[:, None] >= 0  # which the compiler cannot know
+            parents = jnp.where(is_true, some_parents(tree, num_draft), 0)
+            branches = {"parents": parents, "tree_depth": tree.depth}
+        return Proposal(tokens, n_draft, is_sound=n_draft > 0, **branches), state
+
+    return NO_DRAFT._replace(name="free", propose=propose, tree=tree)
+
+
+@functools.cache
 def _free_system(system: System) -> System:
     """The same rule, K and tree around a target and a drafter that compute nothing.
 
     The target's logits are given, and nudged by the tokens, so that no round's work can be
     shared with the next one's.
     """
-    V, tree = system.target.vocab_size, system.drafter.tree
+    V = system.target.vocab_size
     target = Model(
         vocab_size=V,
         max_length=system.target.max_length,
@@ -206,19 +228,7 @@ def _free_system(system: System) -> System:
         ),
         unembed=lambda params, hidden: params["logits"][:, : hidden.shape[1]] + 1e-9 * hidden,
     )
-
-    def propose(params, state, context: Context, num_draft: int):
-        tokens = (context.length[:, None] + jnp.arange(num_draft, dtype=jnp.int32)) % V
-        n_draft = jnp.full(context.length.shape, num_draft, jnp.int32)
-        branches = {}
-        if tree is not None:
-            is_true = context.length[:, None] >= 0  # which the compiler cannot know
-            parents = jnp.where(is_true, some_parents(tree, num_draft), 0)
-            branches = {"parents": parents, "tree_depth": tree.depth}
-        return Proposal(tokens, n_draft, is_sound=n_draft > 0, **branches), state
-
-    free = NO_DRAFT._replace(name="free", propose=propose, tree=tree)
-    return system._replace(target=target, drafter=free)
+    return system._replace(target=target, drafter=free_drafter(V, system.drafter.tree))
 
 
 def rest_timer(system: System, slots: int, batch: int = 1) -> GenerateTimer:

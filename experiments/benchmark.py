@@ -5,9 +5,9 @@
 
 Parts: "llama110m" (a 110M Llama shape with random weights and synthetic acceptance), "heads"
 (an EAGLE-3 head on that shape: chain and dynamic trees; tree.png), "streaming" (text after every
-round of that shape), "zoo" (the trained pair, acceptance as it is), "training" (steps at the zoo's
-size) and "transformers" (the zoo's pair under assisted generation, where an interpreter has torch
-and transformers). The run's folder gets
+round of that shape), "zoo" (the trained pair, acceptance as it is), "states" (a Mamba-2 shape: what
+replaying the window costs), "training" (steps at the zoo's size) and "transformers" (the zoo's pair
+under assisted generation, where an interpreter has torch and transformers). The run's folder gets
 benchmark.json and benchmark.md after every part.
 """
 
@@ -26,6 +26,8 @@ from absl import flags
 from configs import benchmark as default
 from experiments import (
     bench_heads,
+    bench_loops,
+    bench_states,
     bench_streaming,
     bench_synthetic,
     bench_training,
@@ -39,7 +41,7 @@ from experiments.timing import Line, markdown_table, text_table
 from spec_jax.errors import ConfigError
 from spec_jax.tree import DynamicTree
 
-PARTS = ("llama110m", "heads", "streaming", "zoo", "training", "transformers")
+PARTS = ("llama110m", "heads", "streaming", "zoo", "states", "training", "transformers")
 
 
 def run(config, workdir: str | pathlib.Path, parts=PARTS, transformers_python: str = "") -> dict:
@@ -85,6 +87,8 @@ def run(config, workdir: str | pathlib.Path, parts=PARTS, transformers_python: s
     if "zoo" in parts:
         bars = types.SimpleNamespace(**{**config.bars.to_dict(), "verify": None})
         keep("zoo", *bench_zoo.measure("zoo", config.zoo, bars))
+    if "states" in parts:
+        keep("states", *bench_states.measure("states", config.states, config.bars))
     if "training" in parts:
         keep("training", *bench_training.measure("training", config.training, config.bars))
     if "transformers" in parts:
@@ -122,6 +126,7 @@ def validate(config, parts) -> None:
         "zoo": "num_prompts max_prompt_tokens new_tokens plain_tokens repeats",
         "streaming": "prompt_tokens new_tokens k repeats",
         "heads": "slots prompt_tokens draft_vocab_size k tree_depth tree_top_k repeats",
+        "states": "slots prompt_tokens k repeats",
         "training": "lm_batch draft_vocab_size num_steps batch length repeats",
         "transformers": "k repeats",
     }.items():
@@ -151,6 +156,10 @@ def validate(config, parts) -> None:
     need = heads.prompt_tokens + rounds + max(max(t.num_nodes, t.num_fed) for t in trees) + 1
     if need > heads.slots:
         raise ConfigError(f"heads.slots is {heads.slots}; prompt and rounds need {need}")
+    states = config.states
+    need = states.prompt_tokens + bench_loops.ROUNDS * (states.k + 1) + states.k + 1
+    if need > states.slots:
+        raise ConfigError(f"states.slots is {states.slots}; prompt and rounds need {need}")
     need = large.prompt_tokens + max(large.new_tokens, large.plain_tokens) + large.k + 1
     if need > large.slots:
         raise ConfigError(f"llama110m.slots is {large.slots}; prompt and output need {need}")

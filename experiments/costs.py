@@ -59,6 +59,7 @@ def pass_timer(
     scored = width if scored is None else scored
     cache = model.init_cache(params, batch, slots)
     cache = cache.commit(jnp.full((batch,), (slots - width) // 2, jnp.int32))
+    cache = model.open_window(cache, width)  # nothing is committed, so it is never closed
     carry = (jnp.zeros((batch, width), jnp.int32), cache)
 
     run = functools.partial(_run_passes, model=model, iterations=iterations, scored=scored)

@@ -58,6 +58,11 @@ def config(tmp_path_factory):
     config.streaming.update({"prompt_tokens": 5, "new_tokens": 12, "k": 2, "repeats": 2})
     config.streaming.target.update(TINY)
     config.streaming.draft.update(DRAFT)
+    config.states.update({"k": 2, "slots": 256, "prompt_tokens": 5, "repeats": 2})
+    config.states.target.update({
+        "vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2,
+        "head_dim": 16, "state_size": 4,
+    })
     config.transformers.repeats = 1
     folder = tmp_path_factory.mktemp("pair")
     for name, shape, seed in (("target", TINY, 0), ("draft", DRAFT, 1)):
@@ -128,6 +133,14 @@ def test_streaming_is_held_against_the_uninterrupted_loop(config, tmp_path):
     assert record["lines"][0]["value"] == pytest.approx(np.median(ratios))
 
 
+def test_replay_is_measured_against_the_verify_pass_of_the_same_run(config, tmp_path):
+    record = benchmark.run(config, tmp_path, ("states",))
+    times = {name: np.asarray(ms) for name, ms in record["parts"]["states"]["times_ms"].items()}
+    line = next(line for line in record["lines"] if line["bar"] == config.bars.replay)
+    assert line["value"] == np.median(times["round"] / times["verify"])
+    assert record["parts"]["states"]["stats"]["rounds"] == bench_loops.ROUNDS
+
+
 def test_says_why_transformers_is_left_out(config, tmp_path, capsys):
     record = benchmark.run(config, tmp_path, ("transformers",), str(tmp_path / "no_python"))
     assert not record["lines"]
@@ -153,6 +166,7 @@ def test_compares_with_assisted_generation(config, tmp_path):
         ("zoo", {"ks": (0,)}, "zoo.ks"),
         ("llama110m", {"repeats": 0}, "llama110m.repeats is 0"),
         ("llama110m", {"slots": 16}, "need"),
+        ("states", {"slots": 16}, "states.slots is 16; prompt and rounds need"),
         ("heads", {"slots": 16}, "heads.slots is 16; prompt and rounds need"),
         ("heads", {"tree_nodes": (90,)}, "90 nodes; 2 levels of 3 have"),
         ("heads", {"tree_depth": 1}, "tree_depth of 2 or more"),

@@ -1,4 +1,4 @@
-"""The attention cache: roll-back, snapshots, rows put in."""
+"""Every kind of cache: roll-back, snapshots, rows put in."""
 
 import dataclasses
 import functools
@@ -8,28 +8,43 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from tiny_models import LLAMA, TINY, random_tokens, random_weights
+from tiny_models import BAMBA, LLAMA, MAMBA2, TINY, random_tokens, random_weights
 
-from spec_jax.errors import SnapshotError
+from spec_jax.errors import ShapeError, SnapshotError
 from spec_jax.models import transformer
-from spec_jax.models.cache import KVCache, KVCacheSnapshot
+from spec_jax.models.cache import KVCache
 from spec_jax.models.config import ModelConfig
+from spec_jax.models.replay import replay
+from spec_jax.models.snapshot import HybridSnapshot, KVCacheSnapshot, StateSnapshot
 
 LENGTHS = np.array([5, 2, 1])
 K = 3
 SLOTS = 16
+KINDS = {"attention": LLAMA, "state": MAMBA2, "hybrid": BAMBA}
+STATES = {name: KINDS[name] for name in ("state", "hybrid")}
+of_kind = pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
+of_state_kind = pytest.mark.parametrize("config", STATES.values(), ids=STATES)
 
-forward = jax.jit(transformer.forward, static_argnames="config")
-feed = functools.partial(forward, random_weights(LLAMA), config=LLAMA)
+
+@functools.partial(jax.jit, static_argnames="config")
+def _feed(params, tokens, cache, n, config):
+    output = transformer.forward(params, tokens, cache, config=config)
+    return output.hidden, output.cache.commit(n)
 
 
-def prefill(tokens, lengths):
+def feed(config, tokens, cache, n):
+    """The hidden states of a window, and the cache that has kept n of it."""
+    weights = random_weights(config)
+    return _feed(weights, jnp.asarray(tokens), cache, jnp.asarray(n, jnp.int32), config)
+
+
+def prefill(config, tokens, lengths, n=None):
     """A fresh cache that holds the first ``lengths`` tokens of each row and nothing else."""
     padded = np.zeros((3, 12), np.int32)
-    for row, (new, n) in enumerate(zip(tokens, lengths)):
-        padded[row, :n] = new[:n]
-    cache = KVCache.create(LLAMA, 3, SLOTS)
-    return feed(jnp.asarray(padded), cache).cache.commit(jnp.asarray(lengths))
+    for row, (new, length) in enumerate(zip(tokens, lengths)):
+        padded[row, :length] = new[:length]
+    cache = transformer.init_cache(config, 3, SLOTS)
+    return feed(config, padded, cache, lengths if n is None else n)[1]
 
 
 def stacked(cache, name):
@@ -38,70 +53,177 @@ def stacked(cache, name):
     return np.stack([x.reshape(B, -1, *x.shape[-2:]) for x in getattr(cache, name)])
 
 
-def contents(cache):
-    """Keys and values of the committed slots alone, and the lengths."""
-    is_held = np.arange(cache.slots) < np.asarray(cache.length)[:, None]
+def contents(snapshot):
+    """What is committed, slots of the window left out."""
+    if isinstance(snapshot, HybridSnapshot):
+        return [contents(part) for part in snapshot]
+    if isinstance(snapshot, StateSnapshot):
+        return jax.tree.map(np.asarray, tuple(snapshot))
+    slots = snapshot.keys[0].shape[2]
+    is_held = np.arange(slots) < np.asarray(snapshot.seq_len)[:, None]
     hide = lambda x: np.where(is_held[:, None, :, None], x, 0)
-    return hide(stacked(cache, "keys")), hide(stacked(cache, "values")), np.asarray(cache.length)
+    return jax.tree.map(hide, (snapshot.keys, snapshot.values)), np.asarray(snapshot.seq_len)
 
 
-def assert_same_state(cache, other):
+def what_follows(config, cache):
+    """What a cache says next."""
+    return np.asarray(feed(config, random_tokens(3, K + 1, seed=9), cache, [0] * 3)[0])
+
+
+def assert_same_state(config, cache, other):
     """Equal in what it holds and in what it says next."""
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), contents(cache), contents(other)
-    )
-    window = random_tokens(3, K + 1, seed=9)
-    np.testing.assert_allclose(feed(window, cache).hidden, feed(window, other).hidden, atol=5e-5)
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5),
+        contents(cache.snapshot()), contents(other.snapshot()),
+    )  # fmt: skip
+    np.testing.assert_allclose(what_follows(config, cache), what_follows(config, other), atol=5e-5)
 
 
-def after_a_round(n_accept, n_commit):
+def assert_other_state(config, cache, other):
+    """Another in what it holds, and every row in what it says next."""
+    with pytest.raises(AssertionError):
+        assert_same_state(config, cache, other)
+    difference = np.abs(what_follows(config, cache) - what_follows(config, other))
+    assert (difference.max(axis=(1, 2)) > 1e-2).all()
+
+
+def after_a_round(config, n_accept, n_commit):
     """A state that saw K drafts and committed some, and a fresh prefill of what was accepted."""
     history, window = random_tokens(3, 5, seed=1), random_tokens(3, K + 1, seed=2)
-    cache = feed(window, prefill(history, LENGTHS)).cache.commit(jnp.asarray(n_commit))
+    _, cache = feed(config, window, prefill(config, history, LENGTHS), n_commit)
     kept = [[*history[b, : LENGTHS[b]], *window[b, : n_accept[b] + 1]] for b in range(3)]
-    return cache, prefill(kept, LENGTHS + n_accept + 1)
+    return cache, prefill(config, kept, LENGTHS + n_accept + 1)
 
 
 # Row 0 goes through every accept count; the other rows differ from it and from each other.
 ROUNDS = [np.array([n, (n + 1) % (K + 1), (n + 3) % (K + 1)]) for n in range(K + 1)]
 
 
+@of_kind
 @pytest.mark.parametrize("n_accept", ROUNDS, ids=str)
-def test_state_after_accept_and_roll_back_equals_a_fresh_prefill(n_accept):
-    assert_same_state(*after_a_round(n_accept, n_accept + 1))
+def test_state_after_accept_and_roll_back_equals_a_fresh_prefill(config, n_accept):
+    assert_same_state(config, *after_a_round(config, n_accept, n_accept + 1))
 
 
-def test_a_row_that_commits_nothing_keeps_its_state():
-    cache, _ = after_a_round(np.array([0, 0, 0]), np.array([0, 0, 0]))
-    assert_same_state(cache, prefill(random_tokens(3, 5, seed=1), LENGTHS))
+@of_kind
+def test_a_row_that_commits_nothing_keeps_its_state(config):
+    cache, _ = after_a_round(config, np.zeros(3, int), np.zeros(3, int))
+    expected = contents(prefill(config, random_tokens(3, 5, seed=1), LENGTHS).snapshot())
+    jax.tree.map(np.testing.assert_array_equal, contents(cache.snapshot()), expected)
 
 
+@of_kind
 @pytest.mark.parametrize("wrong", [1, -1], ids=["too much", "too little"])
-def test_committing_another_number_is_seen(wrong):
+def test_committing_another_number_is_seen(config, wrong):
     """The comparison above would catch a roll-back that is left out or goes too far."""
     n_accept = np.array([1, 2, 0])
-    cache, fresh = after_a_round(n_accept, n_accept + 1 + wrong)
-    with pytest.raises(AssertionError):
-        assert_same_state(cache, fresh)
-    window = random_tokens(3, K + 1, seed=9)  # not the length alone: what it says next
-    said = [np.asarray(feed(window, c).hidden) for c in (cache, fresh)]
-    assert (np.abs(said[0] - said[1]).max(axis=(1, 2)) > 1e-2).all()
+    assert_other_state(config, *after_a_round(config, n_accept, n_accept + 1 + wrong))
 
 
-def test_a_rejected_draft_in_the_place_of_the_token_that_replaced_it_is_seen():
+@of_kind
+def test_a_rejected_draft_in_the_place_of_the_token_that_replaced_it_is_seen(config):
     n_accept = np.array([1, 2, 0])
-    cache, fresh = after_a_round(n_accept, n_accept + 2)
-    replaced = feed(jnp.full((3, K + 1), 30), fresh).cache.commit(jnp.ones(3, jnp.int32))
+    cache, fresh = after_a_round(config, n_accept, n_accept + 2)
+    _, replaced = feed(config, np.full((3, K + 1), 30), fresh, [1] * 3)
     np.testing.assert_array_equal(cache.length, replaced.length)
+    assert_other_state(config, cache, replaced)
+
+
+@of_kind
+def test_one_index_for_all_rows_is_seen(config):
+    cache, fresh = after_a_round(config, np.array([1, 2, 0]), np.full(3, 2))
     with pytest.raises(AssertionError):
-        assert_same_state(cache, replaced)
+        assert_same_state(config, cache, fresh)
 
 
-def test_one_index_for_all_rows_is_seen():
+def with_part(cache, name, other):
+    """The cache with one part of every layer's state taken from another."""
+    state, theirs = (getattr(c, "state", c) for c in (cache, other))
+    pairs = zip(state.layers, theirs.layers)
+    state = state.replace(layers=tuple(a.replace(**{name: getattr(b, name)}) for a, b in pairs))
+    return cache.replace(state=state) if hasattr(cache, "state") else state
+
+
+@of_state_kind
+@pytest.mark.parametrize("name", ["ssm", "conv"])
+def test_mutation_a_part_of_the_state_that_keeps_what_was_rejected_is_caught(config, name):
     n_accept = np.array([1, 2, 0])
-    cache, fresh = after_a_round(n_accept, np.full(3, 2))
+    cache, fresh = after_a_round(config, n_accept, n_accept + 1)
+    everything, _ = after_a_round(config, n_accept, np.full(3, K + 1))
     with pytest.raises(AssertionError):
-        assert_same_state(cache, fresh)
+        assert_same_state(config, with_part(cache, name, everything), fresh)
+
+
+@of_state_kind
+@pytest.mark.parametrize("name", ["ssm", "conv"])
+def test_mutation_padding_fed_into_the_state_is_caught(config, name):
+    history = random_tokens(3, 5, seed=1)
+    clean, padded = (prefill(config, history, LENGTHS, n) for n in (LENGTHS, [12] * 3))
+    assert_other_state(config, with_part(clean, name, padded), clean)
+
+
+@of_state_kind
+def test_a_window_that_several_passes_fill_is_one_window(config):
+    """Draft steps: each behind the ones before, at offsets the compiler does not know."""
+    window, n = random_tokens(3, K + 1, seed=2), jnp.array([3, 4, 0])
+    before = prefill(config, random_tokens(3, 5, seed=1), LENGTHS)
+    weights = random_weights(config)
+
+    @jax.jit
+    def in_steps(cache):
+        cache = cache.open_window(K + 1)
+        first = transformer.forward(weights, window[:, :2], cache, config=config)
+
+        def step(i, carry):
+            cache, hidden = carry
+            token = jax.lax.dynamic_slice_in_dim(window, i, 1, axis=1)
+            output = transformer.forward(weights, token, cache, config=config, window_offset=i)
+            return output.cache, hidden.at[:, i].set(output.hidden[:, 0])
+
+        hidden = jnp.zeros((3, K + 1, config.hidden_size)).at[:, :2].set(first.hidden)
+        cache, hidden = jax.lax.fori_loop(2, K + 1, step, (first.cache, hidden))
+        return hidden, cache.commit(n)
+
+    hidden, cache = in_steps(before)
+    expected, whole = feed(config, window, before, n)
+    np.testing.assert_allclose(hidden, expected, atol=2e-5)
+    assert_same_state(config, cache, whole)
+
+
+def test_a_window_without_room_is_refused():
+    weights, cache = random_weights(MAMBA2), transformer.init_cache(MAMBA2, 3, SLOTS)
+    window = jnp.zeros((3, 2), jnp.int32)
+    with pytest.raises(ShapeError, match="2 tokens at 1 do not fit a window of 0: open_window"):
+        transformer.forward(weights, window, cache, config=MAMBA2, window_offset=1)
+
+
+PATHS = [[0, 1, 4, 5], [0, 2, 0, 0], [0, 1, 3, 0]]  # one a row, of which so many count:
+ON_PATH = np.array([4, 2, 3])
+
+
+@of_state_kind
+def test_a_path_through_a_tree_equals_the_same_tokens_in_a_chain(config):
+    """Outputs of every node on it, and the state that committing it leaves."""
+    nodes = random_tokens(3, 6, seed=4)
+    mask = np.eye(6, dtype=bool)
+    for node, parent in enumerate([0, 0, 1, 1, 4], start=1):
+        mask[node] |= mask[parent]
+    before = prefill(config, random_tokens(3, 5, seed=1), LENGTHS)
+    path = jnp.asarray(PATHS)
+
+    @jax.jit
+    def in_tree(cache):
+        output = transformer.forward(
+            random_weights(config), nodes, cache, config=config, window_mask=mask[None]
+        )
+        return output.hidden, output.cache.commit(jnp.asarray(ON_PATH), path)
+
+    hidden, cache = in_tree(before)
+    chain = jnp.take_along_axis(nodes, path, axis=1)
+    expected, alone = feed(config, chain, before, ON_PATH)
+    for b, n in enumerate(ON_PATH):
+        np.testing.assert_allclose(hidden[b, path[b, :n]], expected[b, :n], atol=2e-5)
+    assert_same_state(config, cache, alone)
 
 
 SCANNED = dataclasses.replace(LLAMA, scan_layers=True)
@@ -168,25 +290,76 @@ def test_a_snapshot_outlives_the_donated_cache_and_what_was_restored_from_it(lay
         jax.tree.map(np.testing.assert_array_equal, cache, expected)
 
 
-def test_decoding_goes_on_from_a_restored_cache_as_from_the_original():
-    cache = prefill(random_tokens(3, 5, seed=1), LENGTHS)
+@of_kind
+def test_decoding_goes_on_from_a_restored_cache_as_from_the_original(config):
+    cache = prefill(config, random_tokens(3, 5, seed=1), LENGTHS)
     snapshot = cache.snapshot()
-    moved = feed(random_tokens(3, K + 1, seed=6), cache).cache.commit(jnp.array([4, 1, 2]))
+    _, moved = feed(config, random_tokens(3, K + 1, seed=6), cache, [4, 1, 2])
     with pytest.raises(AssertionError):
-        assert_same_state(moved, cache)
-    assert_same_state(moved.restore_from_snapshot(snapshot), cache)
+        assert_same_state(config, moved, cache)
+    assert_same_state(config, moved.restore_from_snapshot(snapshot), cache)
 
 
+@of_kind
+def test_a_restored_snapshot_and_the_tokens_since_give_a_fresh_prefill(config):
+    """Delta synchronisation, of rows with none, some and all of the tokens, in several passes."""
+    history = random_tokens(3, 9, seed=1)
+    cache = prefill(config, history, LENGTHS)
+    snapshot = cache.snapshot()
+    _, elsewhere = feed(config, random_tokens(3, K + 1, seed=6), cache, [4, 1, 2])
+    n = np.array([4, 0, 3])
+    since = np.stack([history[b, LENGTHS[b] : LENGTHS[b] + 4] for b in range(3)])
+    model = transformer.model(config)
+    restored = elsewhere.restore_from_snapshot(snapshot)
+    caught_up = replay(model, random_weights(config), restored, since, n, chunk=3)
+    assert_same_state(config, caught_up, prefill(config, history, LENGTHS + n))
+
+
+def filled(config, dtype="float32", batch=2):
+    """A cache of any kind with something everywhere."""
+    cache = transformer.init_cache(config, batch, 6, jnp.dtype(dtype))
+    draw = np.random.RandomState(7).standard_normal
+    return jax.tree.map(lambda x: jnp.asarray(draw(x.shape) * 9, x.dtype), cache)
+
+
+@of_kind
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_saved_snapshot_loads_bit_for_bit(tmp_path, dtype):
-    snapshot = small_cache(dtype).snapshot()
+def test_a_saved_snapshot_loads_bit_for_bit(tmp_path, config, dtype):
+    cache = filled(config, dtype)
+    snapshot = cache.snapshot()
     snapshot.save(tmp_path / "state.safetensors")
-    loaded = KVCacheSnapshot.load(tmp_path / "state.safetensors")
-    assert jax.tree.structure(loaded) == jax.tree.structure(snapshot)
-    jax.tree.map(np.testing.assert_array_equal, loaded, snapshot)
-    assert loaded.keys[0].dtype == dtype and loaded.seq_len.dtype == jnp.int32
-    restored = overwrite(small_cache(dtype)).restore_from_snapshot(loaded)
-    jax.tree.map(np.testing.assert_array_equal, restored, small_cache(dtype))
+    loaded = type(snapshot).load(tmp_path / "state.safetensors")
+    same = lambda a, b: np.testing.assert_array_equal(a, b) or a.dtype == b.dtype
+    assert all(jax.tree.leaves(jax.tree.map(same, loaded, snapshot)))
+    restored = overwrite(filled(config, dtype)).restore_from_snapshot(loaded)
+    assert all(jax.tree.leaves(jax.tree.map(same, restored, cache)))
+
+
+@of_kind
+def test_a_snapshot_of_another_kind_is_refused(tmp_path, config):
+    other = filled(MAMBA2 if config is LLAMA else LLAMA).snapshot()
+    cache = filled(config)
+    with pytest.raises(SnapshotError, match=f"{type(other).__name__}; this cache takes a"):
+        cache.restore_from_snapshot(other)
+    other.save(tmp_path / "state.safetensors")
+    kind = type(cache.snapshot())
+    with pytest.raises(SnapshotError, match=f"state.safetensors is no {kind.__name__}: its format"):
+        kind.load(tmp_path / "state.safetensors")
+
+
+@of_state_kind
+def test_a_state_of_another_shape_is_refused(config):
+    with pytest.raises(SnapshotError, match=r"the snapshot holds .*\[3, 4, 8, 6\].*this cache has"):
+        filled(config).restore_from_snapshot(filled(config, batch=3).snapshot())
+
+
+@of_state_kind
+def test_a_row_put_in_replaces_that_row_alone(config):
+    cache, one = filled(config, batch=3), filled(config, batch=1)
+    mixed = jax.jit(type(cache).insert_row)(cache, 1, one)
+    mixed, cache, one = (jax.tree.leaves(c.snapshot()) for c in (mixed, cache, one))
+    for now, before, new in zip(mixed, cache, one):
+        np.testing.assert_array_equal(now, np.stack([before[0], new[0], before[2]]))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from spec_jax.errors import SpecJaxError
 from spec_jax.sampling import Counts, make_sampler
 from spec_jax.testing.mocks import ragged, toy_model, toy_params
 from spec_jax.testing.oracles import (
+    LogitsOf,
     Row,
     chi_square,
     plain_law,
@@ -69,6 +70,8 @@ def certify_rule(
     drafter: Drafter | None = None,
     draft_law: Callable[[Row, Sequence[int], Sequence[int]], np.ndarray] | None = None,
     params: dict | None = None,
+    target: Model | None = None,
+    logits_of: LogitsOf = toy_logits,
     batch: int = 512,
     seed: int = 0,
     tolerance: float = 1e-6,
@@ -94,7 +97,9 @@ def certify_rule(
       draft_law: ``(row, output, drafted) -> f64[V]``, the law its next token should have; by
         default the toy draft's under the row's draft sampler. None of a deterministic
         drafter is asked.
-      params: ``{"target": ..., "draft": ...}``, the first of a toy model; random by default.
+      params: ``{"target": ..., "draft": ...}``; by default random ones of toy models.
+      target: the model that scores the drafts, whose V is then ``vocab_size``; by default a toy.
+      logits_of: what the target says, computed another way.
       batch: rows drafted at once; fewer where the drafter has a ``KVCache``, whose writes are
         compiled row by row.
       seed: of the toy parameters.
@@ -111,8 +116,8 @@ def certify_rule(
     if drafter is None:
         again = functools.partial(
             certify_rule, rule, vocab_size=vocab_size, num_draft=num_draft, num_tokens=num_tokens,
-            rows=rows, draft_law=draft_law, params=params, batch=batch, seed=seed,
-            tolerance=tolerance,
+            rows=rows, draft_law=draft_law, params=params, target=target, logits_of=logits_of,
+            batch=batch, seed=seed, tolerance=tolerance,
         )
         whole = small_lm(toy_model(vocab_size))
         cut = ragged(whole, lambda length: length % (num_draft + 1))
@@ -129,7 +134,7 @@ def certify_rule(
 
     if drafter.tree is not None:
         num_draft = drafter.tree.num_nodes
-    system = decode.System(toy_model(vocab_size), drafter, rule, num_draft)
+    system = decode.System(target or toy_model(vocab_size), drafter, rule, num_draft)
     pending = 0
     laws = [np.zeros((vocab_size,) * num_tokens) for _ in rows]
     frontier = {(i, (pending,)): 1.0 for i in range(len(rows))}
@@ -144,7 +149,8 @@ def certify_rule(
                 frontier[row, emitted] = frontier.get((row, emitted), 0.0) + weight
     worst = 0.0
     for i, row in enumerate(rows):
-        error = np.abs(laws[i] - plain_law(params["target"], row, pending, num_tokens)).max()
+        law = plain_law(params["target"], row, pending, num_tokens, logits_of)
+        error = np.abs(laws[i] - law).max()
         worst = max(worst, float(error))
         if not error <= tolerance:
             raise CertificateError(
@@ -363,6 +369,7 @@ def certify_decoder(
     alpha: float = 1e-6,
     params: dict | None = None,
     target: Model | None = None,
+    logits_of: LogitsOf = toy_logits,
     seed: int = 0,
 ) -> float:
     """Tests the jitted decoder's tokens against the target's law with a chi-square test.
@@ -379,8 +386,9 @@ def certify_decoder(
       trials: sequences decoded; each has a seed of its own.
       batch: rows decoded at once.
       alpha: smallest p-value that passes.
-      params: ``{"target": ..., "draft": ...}`` of toy models; random by default.
-      target: a mutated toy target, to see the test fail.
+      params: ``{"target": ..., "draft": ...}``; by default random ones of toy models.
+      target: by default a toy; a mutated one, to see the test fail, or a model of your own.
+      logits_of: what the target says, computed another way.
       seed: of the parameters and the trials.
 
     Returns:
@@ -413,10 +421,10 @@ def certify_decoder(
         out = np.asarray(state.tokens)[:, length + 1 : length + 1 + num_tokens]
         np.add.at(counts, tuple(out.T), 1)
     first = reference_distribution(
-        toy_logits(params["target"], row.prompt), row.target, row.prompt, ()
+        logits_of(params["target"], row.prompt), row.target, row.prompt, ()
     )
     law = sum(
-        first[t] * plain_law(params["target"], row, int(t), num_tokens)
+        first[t] * plain_law(params["target"], row, int(t), num_tokens, logits_of)
         for t in np.flatnonzero(first > 1e-12)
     )
     p_value = chi_square(counts, law)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.stats import chi2
@@ -53,6 +53,10 @@ def reference_distribution(
     return p / p.sum()
 
 
+# A model computed another way: ``(params, tokens) -> f32[V]``, what it says after these tokens.
+LogitsOf = Callable[[Any, Sequence[int]], np.ndarray]
+
+
 class Row(NamedTuple):
     """One row of a certificate: what was said before, and how both sides sample."""
 
@@ -67,16 +71,18 @@ def toy_logits(params, tokens: Sequence[int]) -> np.ndarray:
     return table[(a * table.shape[1] + b) % table.shape[0]]
 
 
-def plain_law(params, row: Row, pending: int, num_tokens: int) -> np.ndarray:
+def plain_law(
+    params, row: Row, pending: int, num_tokens: int, logits_of: LogitsOf = toy_logits
+) -> np.ndarray:
     """The joint law f64[V, ..., V] of the tokens that plain decoding emits behind ``pending``."""
-    V = params["logits"].shape[1]
+    V = len(logits_of(params, row.prompt))
     law = np.zeros((V,) * num_tokens)
 
     def visit(output: tuple[int, ...], prob: float) -> None:
         if len(output) == num_tokens + 1:
             law[output[1:]] = prob
             return
-        logits = toy_logits(params, (*row.prompt, *output))
+        logits = logits_of(params, (*row.prompt, *output))
         p = reference_distribution(logits, row.target, row.prompt, output)
         for token in np.flatnonzero(p):
             visit((*output, int(token)), prob * p[token])
