@@ -122,7 +122,14 @@ def draft_and_score(params, cache, draft, context: Context, system: System) -> S
       draft: the drafter's state.
       context: what the drafter may look at.
       system: target, drafter, rule and K.
+
+    Raises:
+      ConfigError: at tracing, drafts for a target that cannot rewind.
     """
+    if system.num_draft > 0 and not system.target.can_rewind:
+        raise ConfigError(
+            f"the target cannot forget rejected drafts, and K is {system.num_draft}: it needs K = 0"
+        )
     with jax.named_scope("draft"):
         proposal, draft = system.drafter.propose(params["draft"], draft, context, system.num_draft)
         proposal, fault = _checked(proposal, system, context.length.shape[0])

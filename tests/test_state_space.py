@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from state_space_oracle import run_mamba2
 from tiny_models import BAMBA, LLAMA, MAMBA2, random_tokens, random_weights
 
 from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder
+from spec_jax.draft.eagle import EagleConfig
 from spec_jax.draft.small_lm import small_lm
-from spec_jax.errors import ConfigError
+from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.loading import LoadedModel, load_model
 from spec_jax.models import transformer
 from spec_jax.models.bamba import BambaConfig
@@ -176,14 +178,36 @@ def test_a_model_that_can_neither_rewind_nor_replay_is_no_draft():
         small_lm(model)
 
 
+def test_a_target_that_can_neither_rewind_nor_replay_takes_one_token_a_pass():
+    target = loaded("target", MAMBA2, random_weights(MAMBA2))
+    target = dataclasses.replace(target, model=target.model._replace(can_rewind=False))
+    with pytest.raises(ConfigError, match="cannot forget rejected drafts, and K is 2"):
+        SpeculativeDecoder(target, None, SpeculativeConfig("ngram", 2)).generate(PROMPTS, 2)
+
+
+def test_a_head_like_a_target_without_attention_is_refused():
+    with pytest.raises(ConfigError, match="Mamba2Config has none to copy"):
+        EagleConfig.of_target(MAMBA2)
+
+
 @pytest.mark.parametrize("config", [MAMBA2, BAMBA], ids=["Mamba-2", "hybrid"])
 def test_a_directory_loads_as_a_model_that_speculates(tmp_path, config):
     save_pretrained(tmp_path, random_weights(config), config)
     model = load_model(tmp_path)
     assert model.config == config and model.model is transformer.model(config)
+    jax.tree.map(np.testing.assert_array_equal, model.params, random_weights(config))
     assert model.num_params == sum(x.size for x in jax.tree.leaves(model.params))
     with pytest.raises(ConfigError, match="never stacked"):
         load_model(tmp_path, scan_layers=True)
+    name = "backbone.layers.0.mixer.A_log" if config is MAMBA2 else "model.layers.0.mamba.A_log"
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {name: tensors[name][:3]}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match=rf"{name} has shape \[3\]; config.json asks for \[4\]"):
+        load_model(tmp_path)
+    del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match=f"{name} is missing"):
+        load_model(tmp_path)
 
 
 def test_random_weights_begin_as_published():

@@ -102,7 +102,15 @@ class EagleConfig:
           version: 1 or 3.
           draft_vocab_size: U; by default the target's V.
           **changes: fields that are to differ.
+
+        Raises:
+          ConfigError: the target has layers of another kind than attention.
         """
+        if not isinstance(target, ModelConfig):
+            raise ConfigError(
+                f"a head has attention layers; the target's {type(target).__name__} has none to "
+                "copy: give the head's own as `layer`"
+            )
         L, V = target.num_hidden_layers, target.vocab_size
         usual = (2, L // 2, L - 3) if L >= 7 else sorted({round(L * i / 6) for i in (1, 3, 5)})
         U = V if draft_vocab_size is None else draft_vocab_size

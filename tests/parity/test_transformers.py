@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import FAMILIES, LLAMA, random_tensor, random_weights
+from tiny_models import FAMILIES, LLAMA, STATE_FAMILIES, random_tensor, random_weights
 
 from spec_jax.config import SamplerConfig
 from spec_jax.models import transformer
@@ -63,6 +63,10 @@ def random_config(family: str, rope: str):
     return getattr(transformers, f"{family}Config")(**values)
 
 
+def kind_of(config) -> str:
+    return getattr(config, "model_type", type(config).__name__)
+
+
 def torch_logits(model, tokens):
     with torch.no_grad():
         return model(torch.from_numpy(np.array(tokens)).long()).logits.numpy()
@@ -72,16 +76,21 @@ def random_tokens(vocab_size):
     return np.random.RandomState(1).randint(0, vocab_size, (2, 48))
 
 
-@pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
-def test_logits_agree_for_random_configurations(tmp_path, family, rope):
-    config = random_config(family, rope)
+def drawn(directory, family, config):
+    """A model of a transformers config as loaded from its directory, and theirs."""
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(torch.from_numpy(random_tensor(name, tuple(weight.shape), 0)))
-    model.save_pretrained(tmp_path)
-    params, own = load_pretrained(tmp_path)
+    model.save_pretrained(directory)
+    return *load_pretrained(directory), model
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+def test_logits_agree_for_random_configurations(tmp_path, family, rope):
+    config = random_config(family, rope)
+    params, own, model = drawn(tmp_path, family, config)
     tokens = random_tokens(config.vocab_size)
     expected = torch_logits(model, tokens)
     assert np.abs(expected).max() > 0.5  # an error would show
@@ -93,8 +102,42 @@ def test_logits_agree_for_random_configurations(tmp_path, family, rope):
     np.testing.assert_allclose(features, torch.cat(states, dim=-1).numpy(), atol=2e-4)
 
 
+SIZES = dict(vocab_size=31, hidden_size=16)
+MAMBA2 = dict(num_hidden_layers=2, num_heads=4, head_dim=8, state_size=6, n_groups=2)
+BAMBA = dict(
+    intermediate_size=24, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    attn_layer_indices=[1], mamba_n_heads=4, mamba_d_state=6,
+)
+STATE_SPACE = {
+    "usual": ("Mamba2", MAMBA2),
+    "odd": ("Mamba2", dict(
+        MAMBA2, n_groups=1, conv_kernel=3, use_conv_bias=False, use_bias=True,
+        time_step_limit=(0.6, 0.9), tie_word_embeddings=True, residual_in_fp32=False,
+    )),
+    "hybrid": ("Bamba", BAMBA),
+    "odd hybrid": ("Bamba", dict(
+        BAMBA, attn_layer_indices=[0, 2], mamba_n_groups=2, mamba_conv_bias=False,
+        mamba_proj_bias=True, attention_bias=True, mlp_bias=True, time_step_limit=[0.1, 0.7],
+        tie_word_embeddings=True, rope_parameters=dict(
+            rope_type="linear", factor=2.0, rope_theta=500.0, partial_rotary_factor=1.0
+        ),
+    )),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STATE_SPACE)
+def test_logits_of_state_space_models_agree_beyond_one_chunk(tmp_path, name):
+    family, options = STATE_SPACE[name]
+    config = getattr(transformers, f"{family}Config")(**SIZES, **options)
+    params, own, model = drawn(tmp_path, family, config)
+    tokens = np.random.RandomState(1).randint(0, own.vocab_size, (2, 150))
+    expected = torch_logits(model, tokens)
+    assert np.abs(expected).max() > 0.5  # an error would show
+    np.testing.assert_allclose(whole(params, tokens, config=own), expected, atol=1e-4)
+
+
 @pytest.mark.parametrize("shard_bytes", [5 << 30, 3000], ids=["one file", "shards"])
-@pytest.mark.parametrize("config", FAMILIES, ids=lambda c: c.model_type)
+@pytest.mark.parametrize("config", (*FAMILIES, *STATE_FAMILIES), ids=kind_of)
 def test_what_we_save_transformers_loads_with_the_same_logits(tmp_path, config, shard_bytes):
     params = random_weights(config)
     save_pretrained(tmp_path, params, config, max_shard_bytes=shard_bytes)
