@@ -167,7 +167,7 @@ def test_certificate_of_the_decoder_with_a_mamba2_target_and_draft():
     certify_decoder(
         make_rule(SpeculativeConfig(rejection_sampling_strategy="residual")),
         small_lm(transformer.model(DRAFT)), vocab_size=V, num_draft=2, num_tokens=3,
-        trials=20_000, batch=10_000, params=params, target=transformer.model(DRAFT),
+        trials=8_000, batch=8_000, params=params, target=transformer.model(DRAFT),
         logits_of=what_it_says(DRAFT, params["target"]),
     )  # fmt: skip
 
