@@ -108,6 +108,11 @@ class KVCache:
         cache = self.write(index, k_BGTH, v_BGTH, window.start)
         return attend_prefix(q_BTNH, *cache.layer(index), window.mask, scale=scale), cache
 
+    def open_window(self, width: int) -> KVCache:
+        """The cache itself: the slots behind what is committed are the window's room."""
+        del width
+        return self
+
     def commit(self, n: jax.Array, path: jax.Array | None = None) -> KVCache:
         """Keeps ``n`` (i32[B]) slots of the window and forgets the others.
 

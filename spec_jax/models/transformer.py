@@ -200,5 +200,5 @@ def model(
         forward=functools.partial(forward, config=config, taps=taps),
         unembed=unembed_tokens if is_padded else unembed,
         num_tokens=num_tokens if is_padded else None,
-        **({} if isinstance(config, ModelConfig) else {"open_window": _open_window}),
+        open_window=_open_window,
     )
