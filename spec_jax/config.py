@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import numbers
+import operator
 import pathlib
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -36,9 +37,13 @@ def check_integer(name: str, value, least: int) -> int:
     Raises:
       ConfigError: it is none, or less than ``least``.
     """
-    is_fit = _is_int(value) and least <= value <= _MOST
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    is_fit = number is not None and not isinstance(value, bool) and least <= number <= _MOST
     _check(is_fit, name, value, f"an integer of {least} or more")
-    return int(value)
+    return number
 
 
 def _is_list(value: Any) -> bool:

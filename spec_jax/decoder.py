@@ -216,7 +216,8 @@ class SpeculativeDecoder:
     def cancellation_token(self) -> CancellationToken:
         """Cancels every call of this decoder; ``reset`` it before the next.
 
-        Once it has been asked for, every call stops after each round to look at it.
+        Once it has been asked for, every call stops after each round to look at it; one that
+        was running before does so within 32 rounds.
         """
         self._is_token_held = True
         return self._token
@@ -351,12 +352,10 @@ class SpeculativeDecoder:
     def stream(self, prompts, max_new_tokens: int | None = None, **options) -> Stream:
         """The text of ``generate`` as it comes: an iterator, and an asynchronous one.
 
-        Args:
-          prompts, max_new_tokens: as of ``generate``.
-          **options: likewise, but for on_token.
+        It takes what ``generate`` takes, but for on_token.
 
         Raises:
-          PromptError, ConfigError: at once, as ``generate``; its other errors come with the piece.
+          PromptError, ConfigError: at once; other errors of ``generate`` come with a piece.
         """
         return self._stream(prompts, max_new_tokens, has_pieces=True, **options)
 
@@ -368,13 +367,7 @@ class SpeculativeDecoder:
         ``on_token`` is called in the event loop, and awaited if it is a coroutine function. A task
         that is cancelled, or whose event loop is closed, ends the call at its next round.
 
-        Args:
-          prompts, max_new_tokens: as of ``generate``.
-          on_token: likewise.
-          **options: likewise.
-
-        Raises:
-          As ``generate``.
+        Args and errors are those of ``generate``.
         """
         options = {"rounds_per_sync": 1, **options}
         stream = self._stream(prompts, max_new_tokens, has_pieces=on_token is not None, **options)

@@ -70,8 +70,7 @@ class Run:
 
     ``step`` goes to the next stop: text that has become final is then in ``pieces``, and rows
     that are cancelled have ended. ``close`` ends every row where it is. Both may be called from
-    any thread, one at a time goes ahead. After either has raised or closed it the run is done,
-    and everything that was decoded is counted once.
+    any thread and take turns. When the last row has ended the run is done, and is counted.
     """
 
     def __init__(self, call: Call):
@@ -90,7 +89,7 @@ class Run:
         Raises:
           Cancelled: every row was cancelled before its first token.
         """
-        self._go(self._prefill if self._state is None else self._advance)
+        self._go(lambda: self._prefill() if self._state is None else self._advance())
 
     def close(self) -> None:
         """Ends the rows that are still running, as cancelled."""

@@ -14,6 +14,8 @@ from spec_jax.run import Generation, Run
 Piece = str | tuple[int, str]
 OnToken = Callable[..., object]  # (text), of a batch (row, text)
 
+_END = object()
+
 
 class Stream:
     """Pieces of text, as they become final: ``for piece in stream`` or ``async for``.
@@ -25,7 +27,8 @@ class Stream:
     time; closing it (``with``, ``async with``, ``close``, ``aclose``) counts what it has decoded.
 
     A task that is cancelled while it waits for a piece ends the stream after that round. An event
-    loop that is closed does not: no piece is lost, and another loop, or none, may go on.
+    loop that is closed does not: no piece is lost, and another loop, or none, may go on. Whoever
+    asks at the same time as others waits for a turn; a piece is handed out once.
     """
 
     def __init__(self, run: Run, worker: Executor, *, is_single: bool):
@@ -86,43 +89,41 @@ class Stream:
         return self
 
     def __next__(self) -> Piece:
-        while self._is_left or not self._run.pieces:
-            if self._has_ended():
-                raise StopIteration
+        while (piece := self._take()) is None:
             self._run.step()
-        return self._next_piece()
+        if piece is _END:
+            raise StopIteration
+        return piece
 
     def __aiter__(self) -> Stream:
         return self
 
     async def __anext__(self) -> Piece:
-        while self._is_left or not self._run.pieces:
-            if self._has_ended():
-                raise StopAsyncIteration
+        while (piece := self._take()) is None:
             try:
                 await self._in_thread(self._run.step)
             except asyncio.CancelledError:
                 self.abandon()
                 raise
-        return self._next_piece()
+        if piece is _END:
+            raise StopAsyncIteration
+        return piece
 
-    @property
-    def _is_left(self) -> bool:
-        return self._is_closed or self._is_interrupted
-
-    def _next_piece(self) -> Piece:
-        row, text = self._run.pieces.popleft()
-        return text if self._is_single else (row, text)
-
-    def _has_ended(self) -> bool:
+    def _take(self):
+        """A piece that waits; ``_END`` after the last one; None where a step must come first."""
         if self._is_closed:
-            return True
+            return _END
         if self._is_interrupted:
             raise Cancelled(
                 "the stream ended when the task that waited for a piece was cancelled; its result "
                 "holds what there is"
             )
-        return self._run.is_done and bool(self._run.result())
+        is_done = self._run.is_done  # before the pieces are looked at: it is set after them
+        try:
+            row, text = self._run.pieces.popleft()
+        except IndexError:
+            return _END if is_done and self._run.result() else None
+        return text if self._is_single else (row, text)
 
     async def _in_thread(self, act: Callable[[], None]) -> None:
         await asyncio.get_running_loop().run_in_executor(self._worker, act)

@@ -191,6 +191,23 @@ def test_a_stream_that_is_left_early_is_counted_when_it_is_closed(decoder):
         _ = untouched.result
 
 
+def test_two_threads_that_share_a_stream_take_turns(decoder, monkeypatch):
+    real, entered, calls = decode.prefill, threading.Event(), []
+
+    def prefill(*args, **options):
+        calls.append(entered.set())
+        time.sleep(0.05)
+        return real(*args, **options)
+
+    monkeypatch.setattr(decode, "prefill", prefill)
+    stream = decoder.stream("a", NEW)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(list, stream)
+        assert entered.wait(60)
+        pieces = [*stream, *other.result(60)]
+    assert len(calls) == 1 and sorted("".join(pieces)) == sorted(stream.result.text)
+
+
 def test_text_is_needed_to_stream_it(decoder):
     bare = SpeculativeDecoder(LoadedModel("bare", toy_model(4), {"logits": np.eye(4)}))
     with pytest.raises(ConfigError, match="no tokenizer"):
