@@ -11,7 +11,7 @@ from tiny_models import random_tensor
 
 from spec_jax.draft.eagle import EagleConfig, head_table
 from spec_jax.draft.mtp import MtpConfig, mtp_table
-from spec_jax.models.config import read_config
+from spec_jax.models.families import read_config
 
 torch = pytest.importorskip("torch", reason="parity needs torch (extra 'parity')")
 transformers = pytest.importorskip(
