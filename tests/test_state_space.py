@@ -103,9 +103,9 @@ def plain_tokens(config):
         (MAMBA2, MAMBA2, dict(num_speculative_tokens=3)),
         (MAMBA2, LLAMA, dict(num_speculative_tokens=2)),
         (BAMBA, BAMBA, dict(num_speculative_tokens=3)),
-        (BAMBA, BAMBA, dict(tree=(2, 1))),
+        (MAMBA2, MAMBA2, dict(tree=(2, 1))),
     ],
-    ids=["Mamba-2", "Mamba-2 by attention", "hybrid", "hybrid, a tree"],
+    ids=["Mamba-2", "Mamba-2 by attention", "hybrid", "a tree"],
 )
 def test_replay_gives_the_tokens_of_one_token_a_pass(target, draft, shape):
     """Greedy and sampled rows of one batch, under the rule whose tokens are plain decoding's."""
