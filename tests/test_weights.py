@@ -190,7 +190,7 @@ def test_an_unreadable_config_is_named(llama, file, text):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (dict(model_type="mamba2"), "mamba2"),
+        (dict(model_type="rwkv"), "rwkv"),
         (dict(model_type=None), "None"),
         (dict(hidden_act="gelu"), "gelu"),
         (dict(use_sliding_window=True), "use_sliding_window"),
