@@ -203,6 +203,8 @@ class Context(NamedTuple):
       has_logits: the rule reads ``Proposal.logits``.
       gumbel: f32[B,K,V], by parent node, noise to draw with in place of the drafter's own, or
         None. The certificate forces every draft through it.
+      stop_below: a row offers no draft after one that the draft itself gave a smaller
+        probability than this; 0: all K are offered.
     """
 
     tokens: jax.Array
@@ -214,6 +216,7 @@ class Context(NamedTuple):
     has_probs: bool
     has_logits: bool
     gumbel: jax.Array | None = None
+    stop_below: float = 0.0
 
 
 class Drafter(NamedTuple):
@@ -239,6 +242,10 @@ class Drafter(NamedTuple):
         this order; empty for a drafter that reads none.
       tree: the ``Tree`` or ``DynamicTree`` that it drafts, or None: a chain.
       window: slots behind the committed ones that it writes, where these are more than K + 1.
+      catch_up: ``(params, state, tokens i32[B,M], length i32[B], width) -> state``: brings it to
+        ``length`` tokens fed after rounds of K = 0 in which it was neither asked nor told, by
+        passes of ``width`` tokens at most. None: in such rounds it is asked for 0 drafts, and
+        told what they commit.
     """
 
     name: str
@@ -253,6 +260,7 @@ class Drafter(NamedTuple):
     taps: tuple[int, ...] = ()
     tree: Any = None
     window: int = 0
+    catch_up: Callable[..., Any] | None = None
 
 
 class Rule(NamedTuple):

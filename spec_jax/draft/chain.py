@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax import rng
-from spec_jax.contracts import Context, Proposal
+from spec_jax.contracts import Context, Drafter, Proposal
 from spec_jax.sampling import is_sampling, process, sample
 
 
@@ -48,12 +49,16 @@ class Drafted:
     Attributes:
       out: the fields of the ``Proposal`` that are asked for, K columns.
       counts: prompt, output and the drafts so far.
-      is_sound: bool[B], every law so far was finite.
+      is_sound: bool[B], every law of an offered draft was finite.
+      n_draft: i32[B], drafts that are offered so far.
+      is_going: bool[B], the next draft is offered as well.
     """
 
     out: dict[str, jax.Array]
     counts: Any
     is_sound: jax.Array
+    n_draft: jax.Array
+    is_going: jax.Array
 
     @classmethod
     def none(cls, context: Context, num_draft: int, vocab_size: int) -> Drafted:
@@ -63,21 +68,30 @@ class Drafted:
             out["probs"] = jnp.zeros((B, num_draft, vocab_size), jnp.float32)
         if context.has_logits:
             out["logits"] = jnp.zeros((B, num_draft, vocab_size), jnp.float32)
-        return cls(out, context.counts, jnp.ones((B,), bool))
+        yes = jnp.ones((B,), bool)
+        return cls(out, context.counts, yes, jnp.zeros((B,), jnp.int32), yes)
 
     def add(self, logits: jax.Array, context: Context, node) -> tuple[jax.Array, Drafted]:
-        """Draws the token i32[B] of ``node`` (1..K) from f32[B,V] and keeps what is asked for."""
+        """Draws the token i32[B] of ``node`` (1..K) from f32[B,V] and keeps what is asked for.
+
+        The confidence in a token decides whether the *next* one is offered. Were it to decide on
+        the token itself, unlikely tokens would be offered less often than their law says, and
+        what the target draws in their place would not be the target's law.
+        """
         token, law = draw(logits, context, self.counts, node)
         values = {"tokens": token, "probs": jax.nn.softmax(law, axis=-1), "logits": logits}
         out = {name: array.at[:, node - 1].set(values[name]) for name, array in self.out.items()}
         counts = self.counts.add(token[:, None], jnp.ones((len(token), 1), bool))
-        is_sound = self.is_sound & jnp.isfinite(law.max(axis=-1))
-        return token, Drafted(out, counts, is_sound)
+        is_sound = self.is_sound & (jnp.isfinite(law.max(axis=-1)) | ~self.is_going)
+        n_draft, is_going = self.n_draft + self.is_going, self.is_going
+        if context.stop_below > 0:
+            own = jax.nn.softmax(logits, axis=-1)  # before temperature, which may leave one token
+            confidence = jnp.take_along_axis(own, token[:, None], axis=-1)[:, 0]
+            is_going &= confidence >= context.stop_below
+        return token, Drafted(out, counts, is_sound, n_draft, is_going)
 
     def proposal(self) -> Proposal:
-        B, K = self.out["tokens"].shape
-        n_draft = jnp.full((B,), K, jnp.int32)
-        return Proposal(n_draft=n_draft, is_sound=self.is_sound, **self.out)
+        return Proposal(n_draft=self.n_draft, is_sound=self.is_sound, **self.out)
 
 
 def draft_chain(
@@ -88,6 +102,8 @@ def draft_chain(
     num_draft: int,
 ) -> tuple[Proposal, Any]:
     """Draws K tokens, each from the logits that the one before it gives.
+
+    With ``Context.stop_below`` the passes end as soon as no row goes on.
 
     Args:
       logits: f32[B,V], of the first draft.
@@ -107,5 +123,29 @@ def draft_chain(
         return carry, *drafted.add(logits, context, node)
 
     state = (carry, *drafted.add(logits, context, jnp.int32(1)))
-    carry, _, drafted = jax.lax.fori_loop(2, num_draft + 1, body, state)
+    if context.stop_below > 0:
+        going = lambda loop: (loop[0] <= num_draft) & loop[1][2].is_going.any()
+        step = lambda loop: (loop[0] + 1, body(*loop))
+        _, state = jax.lax.while_loop(going, step, (jnp.int32(2), state))
+    else:
+        state = jax.lax.fori_loop(2, num_draft + 1, body, state)
+    carry, _, drafted = state
     return drafted.proposal(), carry
+
+
+@functools.cache
+def stopping(drafter: Drafter, stop_below: float) -> Drafter:
+    """The drafter, offering no draft after one of less probability by its own raw logits.
+
+    Losslessness: whether a token is offered depends on the tokens before it, never on itself.
+
+    Args:
+      drafter: of chains, with a law (``draft_chain`` or ``Drafted`` inside).
+      stop_below: smallest probability behind which drafting goes on, in (0, 1].
+    """
+
+    def propose(params, state, context: Context, num_draft: int):
+        context = context._replace(stop_below=stop_below)
+        return drafter.propose(params, state, context, num_draft)
+
+    return drafter._replace(propose=propose)

@@ -66,6 +66,7 @@ def ngram(ngram_max: int = 3, ngram_min: int = 1) -> Drafter:
         propose=propose,
         commit=lambda params, state, tokens, n, features, path: state,
         insert_row=lambda state, row, other: state,
+        catch_up=lambda params, state, tokens, length, width: state,
     )
 
 
@@ -77,3 +78,15 @@ def _nothing(params, state, context: Context, num_draft: int):
 
 NO_DRAFT = ngram()._replace(name="plain", propose=_nothing)
 """Proposes nothing: with it a round of K = 0 is a step of plain decoding."""
+
+
+@functools.cache
+def resting(drafter: Drafter) -> Drafter:
+    """The drafter in rounds of K = 0, over the same state: it proposes nothing.
+
+    One with ``catch_up`` does no work either and falls behind; any other is still told what is
+    committed.
+    """
+    if drafter.catch_up is None:
+        return drafter
+    return drafter._replace(propose=_nothing, commit=NO_DRAFT.commit)

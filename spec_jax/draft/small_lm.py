@@ -77,7 +77,8 @@ def small_lm(model: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
             hidden, cache = feed(tokens, cache, _FIRST + X - W, window_mask=mask)
             return model.unembed(params, hidden), cache
 
-        # What rounds without drafts commit is fed all the same, so no backlog arises.
+        # Asked for no drafts it feeds what is committed all the same, so no backlog arises; one
+        # that is not asked at all (``ngram.resting``) catches up.
         width = max(_FIRST, num_draft + 1) if tree is None else _FIRST + tree.num_fed
         hidden, cache = feed(fed, model.open_window(state.cache, width), 0)
         logits = model.unembed(params, hidden[:, -1])
@@ -100,6 +101,20 @@ def small_lm(model: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
         at = jnp.concatenate([two, drafts + _FIRST], axis=1)
         return state.replace(cache=state.cache.commit(n, at))
 
+    def catch_up(params, state, tokens, length, width):
+        """Feeds what rounds without drafts have committed, all but the last token fed."""
+
+        def num_behind(cache):
+            return jnp.clip(length - 1 - cache.length, 0, width)
+
+        def feed_next(cache):
+            at = cache.length[:, None] + jnp.arange(width)
+            fed = jnp.take_along_axis(tokens, at, axis=1, mode="clip")
+            return model.forward(params, fed, cache).cache.commit(num_behind(cache))
+
+        is_behind = lambda cache: (num_behind(cache) > 0).any()
+        return state.replace(cache=jax.lax.while_loop(is_behind, feed_next, state.cache))
+
     def insert_row(state, row, other):
         fed_at = state.fed_at if tree is None else state.fed_at.at[row].set(other.fed_at[0])
         return SmallLMState(state.cache.insert_row(row, other.cache), fed_at)
@@ -116,4 +131,5 @@ def small_lm(model: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
         insert_row=insert_row,
         tree=tree,
         window=0 if tree is None else _FIRST + tree.num_fed,
+        catch_up=catch_up,
     )
