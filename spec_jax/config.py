@@ -19,7 +19,8 @@ from spec_jax.tree import DynamicTree, Tree
 _MOST = 2**31 - 1
 GREEDY_BELOW = 1e-5  # a temperature under this is argmax; it is never divided by
 _FLOAT32 = 3.4e38
-METHODS = ("standalone", "ngram", "eagle", "mtp")
+METHODS = ("standalone", "ngram", "suffix", "eagle", "mtp")
+BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # Ks that adaptive decoding has programs for
 STRATEGIES = (
     "greedy", "residual", "block", "traversal", "match", "typical-acceptance",
     "logit-comparison", "synthetic",
@@ -124,10 +125,20 @@ class SpeculativeConfig:
 
     Attributes:
       speculative_method: "standalone" (a smaller model of the same vocabulary), "ngram"
-        (copies what followed the same tokens before), "eagle" or "mtp" (heads).
-      num_speculative_tokens: K, tokens drafted a round.
+        (copies what followed the same tokens before), "suffix" (copies what most often did, in
+        this request and in past outputs), "eagle" or "mtp" (heads).
+      num_speculative_tokens: K, tokens drafted a round; the most of them where K is adaptive.
       rejection_sampling_strategy: the acceptance rule. None: "greedy" at temperature 0;
         above it "residual" for a sampled draft, "match" for a deterministic one.
+      is_adaptive: choose K from chunk to chunk of rounds, for the whole batch, by what was accepted
+        lately and what a round costs; K = 0, plain decoding, included. The law of the output
+        stays what it is, and under "greedy" and "match" so do its tokens; under the others the
+        tokens of a seed depend on the Ks.
+      adaptive_buckets: the Ks to choose among, ascending; each is a program to compile. K is the
+        last of them. None: 0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32 up to K, and K.
+      confidence_threshold: a row offers no draft behind one to which the draft gave less
+        probability, by its raw logits; 0: all K are offered. The drafting passes end where no
+        row goes on. Lossless under every lossless rule.
       synthetic_acceptance_rate: for benchmarks: accept by coin, not by token, so that the
         mean of acceptance over the K positions is this rate.
       synthetic_acceptance_rates: the same by unconditional rate of each position,
@@ -143,12 +154,20 @@ class SpeculativeConfig:
       tree_depth: draft EAGLE-2's dynamic tree of K nodes and so many levels.
       tree_top_k: nodes that a level of it expands, and children of each.
       ngram_max, ngram_min: suffix lengths that are looked up, the longest first.
+      suffix_max_depth: longest match that suffix decoding tries.
+      suffix_max_factor, suffix_max_offset: a match of m tokens drafts at most
+        ``factor * m + offset`` tokens, and never more than K.
+      suffix_min_prob: drafting ends before the product of the drafts' frequencies falls below.
+      suffix_history_tokens: of past outputs that are kept, the latest; 0 keeps none.
       config_file, section_name: where ``from_file`` read this from; for the record.
     """
 
     speculative_method: str = "standalone"
     num_speculative_tokens: int = 2
     rejection_sampling_strategy: str | None = None
+    is_adaptive: bool = False
+    adaptive_buckets: tuple[int, ...] | None = None
+    confidence_threshold: float = 0.0
     synthetic_acceptance_rate: float | None = None
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     synthetic_conditional_rates: tuple[float, ...] | None = None
@@ -160,12 +179,18 @@ class SpeculativeConfig:
     tree_top_k: int = 10
     ngram_max: int = 3
     ngram_min: int = 1
+    suffix_max_depth: int = 24
+    suffix_max_factor: float = 1.0
+    suffix_max_offset: float = 0.0
+    suffix_min_prob: float = 0.1
+    suffix_history_tokens: int = 4096
     config_file: str | None = None
     section_name: str | None = None
 
     def __post_init__(self):
         K = self.num_speculative_tokens
         _check(_is_int(K) and K >= 1, "num_speculative_tokens", K, "an integer of 1 or more")
+        self._set_buckets()
         self._set_tree_size()
         K, strategy = self.num_speculative_tokens, self.rejection_sampling_strategy
         _check(
@@ -182,6 +207,8 @@ class SpeculativeConfig:
         sizes = (self.ngram_min, self.ngram_max)
         is_range = all(map(_is_int, sizes)) and 1 <= sizes[0] <= sizes[1]
         _check(is_range, "(ngram_min, ngram_max)", sizes, "integers, 1 <= ngram_min <= ngram_max")
+        self._check_suffix()
+        self._check_confidence()
         for name in ("synthetic_acceptance_rates", "synthetic_conditional_rates"):
             rates = getattr(self, name)
             if rates is None:
@@ -212,6 +239,56 @@ class SpeculativeConfig:
         if strategy == "synthetic" and not given:
             raise ConfigError(f"strategy 'synthetic' needs one of {', '.join(_SYNTHETIC)}")
 
+    def _set_buckets(self) -> None:
+        """Checks the Ks to choose among, and takes the largest K from them."""
+        _check(isinstance(self.is_adaptive, bool), "is_adaptive", self.is_adaptive, "a bool")
+        given, name = self.adaptive_buckets, "adaptive_buckets"
+        if given is not None:
+            expected = "ascending integers of 0 or more, the last of them positive"
+            _check(_is_list(given) and len(given) > 0, name, given, expected)
+            ok = all(_is_int(k) and k >= 0 for k in given) and given[-1] > 0
+            _check(ok and all(a < b for a, b in zip(given, given[1:])), name, given, expected)
+            _check(self.is_adaptive, name, given, "None where is_adaptive is not set")
+            K, default = self.num_speculative_tokens, type(self).num_speculative_tokens
+            if K not in (default, given[-1]):
+                raise ConfigError(
+                    f"num_speculative_tokens is {K}; adaptive_buckets end with {given[-1]}: leave "
+                    "it out"
+                )
+            object.__setattr__(self, name, tuple(given))
+            object.__setattr__(self, "num_speculative_tokens", given[-1])
+        if self.is_adaptive and (self.tree is not None or self.tree_depth is not None):
+            raise ConfigError("is_adaptive and a tree are given; adaptive K drafts chains")
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """The Ks that programs are compiled for."""
+        K = self.num_speculative_tokens
+        if not self.is_adaptive:
+            return (K,)
+        return self.adaptive_buckets or (*(k for k in BUCKETS if k < K), K)
+
+    def _check_confidence(self) -> None:
+        name, value = "confidence_threshold", self.confidence_threshold
+        _check(_is_number(value) and 0 <= value <= 1, name, value, "a probability, 0 for none")
+        if value and (self.copies_tokens or self.tree_shape is not None):
+            what = "copies tokens" if self.copies_tokens else "drafts a tree"
+            raise ConfigError(
+                f"{name} is {value}; it is for chains of a model or a head, and "
+                f"{self.speculative_method!r} {what} here"
+            )
+
+    def _check_suffix(self) -> None:
+        for name, least in (("suffix_max_depth", 1), ("suffix_history_tokens", 0)):
+            value = getattr(self, name)
+            ok = _is_int(value) and least <= value < 2**31
+            _check(ok, name, value, f"an integer of {least} or more")
+        for name in ("suffix_max_factor", "suffix_max_offset"):
+            _check(_is_finite(getattr(self, name)), name, getattr(self, name), "a finite number")
+        factor, prob = self.suffix_max_factor, self.suffix_min_prob
+        _check(factor >= 0, "suffix_max_factor", factor, "0 or more")
+        _check(_is_number(prob) and 0 <= prob <= 1, "suffix_min_prob", prob, "a number in [0, 1]")
+
     def _set_tree_size(self) -> None:
         """Takes K from a static tree; checks the shape of either kind."""
         is_given = self.tree is not None
@@ -232,10 +309,10 @@ class SpeculativeConfig:
         shape = self.tree_shape
         if shape is None:
             return
-        if self.is_ngram():
+        if self.copies_tokens:
             raise ConfigError(
-                "speculative_method 'ngram' drafts chains; trees are for 'standalone', 'eagle' and "
-                "'mtp'"
+                f"speculative_method {self.speculative_method!r} drafts chains; trees are for "
+                "'standalone', 'eagle' and 'mtp'"
             )
         K, default = self.num_speculative_tokens, type(self).num_speculative_tokens
         if K not in (default, shape.num_nodes):
@@ -269,6 +346,14 @@ class SpeculativeConfig:
 
     def is_ngram(self) -> bool:
         return self.speculative_method == "ngram"
+
+    def is_suffix(self) -> bool:
+        return self.speculative_method == "suffix"
+
+    @property
+    def copies_tokens(self) -> bool:
+        """The method has no model: its drafts have neither probabilities nor logits."""
+        return self.is_ngram() or self.is_suffix()
 
     def uses_greedy_rejection(self) -> bool:
         return self.rejection_sampling_strategy == "greedy"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,16 +21,18 @@ from spec_jax.config import (
     check_integer,
 )
 from spec_jax.contracts import Drafter, Model, Rule
-from spec_jax.draft.ngram import NO_DRAFT, ngram
-from spec_jax.draft.small_lm import small_lm
+from spec_jax.draft.ngram import NO_DRAFT
+from spec_jax.draft.suffix import History
+from spec_jax.drafters import make_drafter, paced
 from spec_jax.errors import ConfigError, PromptError
 from spec_jax.loading import LoadedHead, LoadedModel, check_loaded
 from spec_jax.models import transformer
+from spec_jax.pace import Memory, Pacer, plain_rule
 from spec_jax.request import Prompt
 from spec_jax.run import Call, Generation, Run
 from spec_jax.sampling import make_sampler
 from spec_jax.stream import Stream
-from spec_jax.verify import MATCH, make_rule
+from spec_jax.verify import make_rule
 from spec_jax.watch import Watch
 
 Samplers = SamplerConfig | Sequence[SamplerConfig]
@@ -110,12 +113,16 @@ class SpeculativeDecoder:
         self.draft_sampler = draft_sampler
         self._config, self._rule, self._has_expected = config, rule, has_expected
         self._model = self._tapped_model()
-        self._drafter = drafter or self._make_drafter()
+        self._drafter = paced(config, drafter or make_drafter(config, self._model, draft))
+        has_history = config is not None and config.is_suffix() and drafter is None
+        self._history = History(config.suffix_history_tokens) if has_history else None
+        is_adaptive = config is not None and config.is_adaptive
+        self._memory = Memory(config.buckets) if is_adaptive else None
         self._check_parts()
         self.system()  # a strategy or a rule that cannot be is refused here
         if force_n1:
             self._model, self._drafter = target.model, NO_DRAFT
-            self._config = self._rule = None
+            self._config = self._rule = self._history = self._memory = None
         self._lock, self._token, self._is_token_held = threading.Lock(), CancellationToken(), False
         self._worker = ThreadPoolExecutor(1, "spec_jax")  # starts with the first asynchronous call
         self.reset_stats()
@@ -128,31 +135,6 @@ class SpeculativeDecoder:
         left aside; so are a drafter and a rule of your own.
         """
         return cls(target, draft, config, force_n1=True, **options)
-
-    def _make_drafter(self) -> Drafter:
-        config, draft = self._config, self.draft
-        if config is None:
-            return NO_DRAFT
-        if config.is_ngram():
-            if draft is not None:
-                raise ConfigError(
-                    f"speculative_method 'ngram' copies tokens; leave the draft {draft.name} out"
-                )
-            return ngram(config.ngram_max, config.ngram_min)
-        method, is_head = config.speculative_method, isinstance(draft, LoadedHead)
-        if draft is None:
-            needed = "a draft model" if config.is_standalone() else "a head; load_head gives one"
-            raise ConfigError(f"speculative_method {method!r} needs {needed}")
-        theirs = draft.method if is_head else "standalone"
-        if method != theirs:
-            raise ConfigError(
-                f"speculative_method is {method!r}; the draft {draft.name} is for {theirs!r}"
-            )
-        if not is_head:
-            return small_lm(draft.model, config.tree_shape)
-        if config.is_mtp():
-            draft.config.check_num_draft(config.num_speculative_tokens)
-        return draft.drafter(self._model, config.tree_shape)
 
     def _tapped_model(self) -> Model:
         """The target, with the states that a head reads."""
@@ -208,9 +190,15 @@ class SpeculativeDecoder:
     def reset_stats(self) -> None:
         self._stats = stats.Stats()
 
-    def _count(self, of_call: stats.Stats) -> None:
+    def _ended(self, rows: Sequence[Generation], of_call: stats.Stats) -> None:
         with self._lock:
             self._stats += of_call
+            self.remember(rows)
+
+    def remember(self, rows: Sequence[Generation]) -> None:
+        """Keeps finished outputs for a drafter that copies from past ones."""
+        for row in rows if self._history is not None else ():
+            self._history.add(row.tokens)
 
     @property
     def cancellation_token(self) -> CancellationToken:
@@ -242,10 +230,8 @@ class SpeculativeDecoder:
             rule = self._rule
         elif config is not None:
             rule = make_rule(_rule_part(config))
-        elif _highest_temperature(samplers) >= GREEDY_BELOW:
-            rule = MATCH
         else:
-            rule = make_rule(SpeculativeConfig(rejection_sampling_strategy="greedy"))
+            rule = plain_rule(_highest_temperature(samplers) < GREEDY_BELOW)
         if rule.is_greedy and _highest_temperature(samplers) >= GREEDY_BELOW:
             raise ConfigError(f"rule {rule.name!r} emits argmax tokens: it needs temperature 0")
         if rule.needs_probs and self.num_draft == 0:
@@ -260,24 +246,40 @@ class SpeculativeDecoder:
             self._model, self._drafter, rule, self.num_draft, has_expected
         )
 
-    def params(self, batch: int | None = None) -> dict:
+    def params(self, batch: int | None = None, num_draft: int | None = None) -> dict:
         """What ``decode.prefill`` and ``decode.generate`` take as ``params``.
 
         Args:
           batch: rows that are decoded together, for the layout that suits them; None: any.
+          num_draft: K; by default the config's.
         """
-        target = None if batch is None else batch * (self.num_draft + 1)
+        K = self.num_draft if num_draft is None else num_draft
+        target = None if batch is None else batch * (K + 1)
         params = {"target": self.target.decoding_params(target), "draft": None}
         if self.num_draft == 0:
             return params
         if isinstance(self.draft, LoadedHead):
-            tree, K = self._drafter.tree, self.num_draft
+            tree = self._drafter.tree
             most = 1 + (K if tree is None else max(tree.depth, tree.widest))
             head = self.draft.decoding_params(None if batch is None else batch * most)
             params["draft"] = {"head": head, "target": params["target"]}
         elif self.draft is not None:  # its first pass of a round feeds two tokens a row
             params["draft"] = self.draft.decoding_params(None if batch is None else batch * 2)
+        elif self._history is not None:
+            params["draft"] = self._history.tokens
         return params
+
+    def pacer(self, system: decode.System, batch: int) -> Callable:
+        """``(state, stop, max_rounds[, min_active]) -> (state, Chunk)`` for one generation.
+
+        It is ``decode.generate`` of this system and so many rows; where K is adaptive, with a K
+        of its own choice, and perhaps fewer rounds.
+        """
+        params_of = functools.partial(self.params, batch)
+        params_of()  # weights are laid out here
+        if self._memory is not None:
+            return Pacer(system, params_of, self._memory)
+        return lambda *args: decode.generate(params_of(), *args, system=system)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Ids of a prompt, checked.
@@ -307,7 +309,9 @@ class SpeculativeDecoder:
         """Decodes one prompt, or a batch of them at once.
 
         The tokens of a row depend on its prompt, its sampler and its seed alone, never on
-        the other rows; rows finish, stream and are cancelled each for itself.
+        the other rows; rows finish, stream and are cancelled each for itself. (With
+        ``is_adaptive`` and a rule other than "greedy" and "match" they depend on the Ks as well;
+        their law does not.)
 
         Args:
           prompts: a text or its ids; or a list of these.
@@ -407,11 +411,11 @@ class SpeculativeDecoder:
                 stop_tokens=self.target.stop_tokens if stop_tokens is None else stop_tokens,
                 pad_to=pad_to,
             ),
-            params=lambda: self.params(B),
+            pacer=lambda: self.pacer(system, B),
             watch=Watch(self.target.tokenizer, ids, stops, has_pieces=has_pieces),
             is_cancelled=request.cancellations(self._token, cancellation_token, B),
             num_rounds=num_rounds,
-            count=self._count,
+            ended=self._ended,
         )  # fmt: skip
         return Stream(Run(call), self._worker, is_single=is_single)
 

@@ -115,12 +115,10 @@ class DecodeQueue:
         rows = dict(enumerate(self._pull(self._batch)))
         B, finished = len(rows), []
         if rows:
-            state, params = self._start(list(rows.values())), self._decoder.params(B)
+            state, advance = self._start(list(rows.values())), self._decoder.pacer(self._system, B)
         go_on, no_limit = jnp.full(B, Finish.RUNNING, jnp.int32), jnp.int32(2**31 - 1)
         while rows:
-            state, chunk = decode.generate(
-                params, state, go_on, no_limit, jnp.int32(len(rows)), system=self._system
-            )
+            state, chunk = advance(state, go_on, no_limit, jnp.int32(len(rows)))
             yield from map(self._collect, finished)  # the host's work, while the device decodes
             self._count(B * int(chunk.rounds), int(chunk.row_rounds))
             finish = np.asarray(chunk.finish)
@@ -172,7 +170,9 @@ class DecodeQueue:
     def _collect(self, finished: tuple[_Request, decode.Record]) -> tuple[int, Generation]:
         (index, ids), record = finished
         watch = Watch(self._decoder.target.tokenizer, [ids])
-        return index, collect(jax.device_get(record), watch, 0, self._system.depth)
+        generation = collect(jax.device_get(record), watch, 0, self._system.depth)
+        self._decoder.remember([generation])
+        return index, generation
 
 
 def sampler_of(samplers: Samplers, index: int) -> SamplerConfig:

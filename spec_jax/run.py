@@ -49,20 +49,20 @@ class Call:
     Attributes:
       system: target, drafter, rule and K.
       start: prefills; the first ``DecodeState``.
-      params: gives what ``decode.generate`` takes.
+      pacer: makes what runs rounds, ``(state, stop, max_rounds) -> (state, Chunk)``.
       watch: follows the text.
       is_cancelled: by row.
       num_rounds: gives the rounds until the next stop.
-      count: takes the run's statistics.
+      ended: takes the rows and the run's statistics.
     """
 
     system: decode.System
     start: Callable[[], decode.DecodeState]
-    params: Callable[[], dict]
+    pacer: Callable[[], Callable]
     watch: Watch
     is_cancelled: Sequence[Callable[[], bool]]
     num_rounds: Callable[[], int]
-    count: Callable[[stats.Stats], None]
+    ended: Callable[[list[Generation], stats.Stats], None]
 
 
 class Run:
@@ -75,7 +75,8 @@ class Run:
 
     def __init__(self, call: Call):
         self._call, self._lock = call, threading.Lock()
-        self._params, self._state = None, None
+        self._pace: Callable | None = None
+        self._state: decode.DecodeState | None = None
         self._ending = np.full(len(call.is_cancelled), Finish.RUNNING, np.int32)
         self._prefill_s = self._decode_s = 0.0
         self._rows: list[Generation] = []
@@ -126,7 +127,7 @@ class Run:
 
     def _prefill(self) -> bool:
         self._check_any_is_wanted(self._cancelled_rows())
-        self._params = self._call.params()  # laid out the first time: no part of the times
+        self._pace = self._call.pacer()  # lays out weights the first time: no part of the times
         begin = time.perf_counter()
         self._state = jax.block_until_ready(self._call.start())
         self._prefill_s = time.perf_counter() - begin
@@ -159,10 +160,9 @@ class Run:
     def _decode(self, num_rounds: int) -> bool:
         """Runs rounds; whether every row has ended."""
         call, begin = self._call, time.perf_counter()
-        self._state, chunk = decode.generate(
-            self._params, self._state, jnp.asarray(self._ending), jnp.int32(num_rounds),
-            system=call.system,
-        )  # fmt: skip
+        self._state, chunk = self._pace(
+            self._state, jnp.asarray(self._ending), jnp.int32(num_rounds)
+        )
         finish = np.asarray(chunk.finish)
         if call.watch.is_needed:
             self._ending = call.watch.look(
@@ -182,7 +182,8 @@ class Run:
             for row in range(len(self._ending))
         ]
         times = stats.Stats(prefill_s=self._prefill_s, decode_s=self._decode_s)
-        call.count(functools.reduce(operator.add, (row.stats for row in self._rows), times))
+        counts = functools.reduce(operator.add, (row.stats for row in self._rows), times)
+        call.ended(self._rows, counts)
         bad = [i for i, row in enumerate(self._rows) if row.finish_reason == "invalid_draft"]
         if bad:
             self._error = InvalidDraftError(
