@@ -85,6 +85,18 @@ def get_config() -> ConfigDict:
         "repeats": 7,
         "seed": 0,
     })  # fmt: skip
+    config.adaptive = ConfigDict({
+        "target": config.llama110m.target.to_dict(),
+        "draft": config.llama110m.draft.to_dict(),
+        "buckets": (0, 1, 2, 3, 4, 6, 8),
+        "rates": (0.0, 0.25, 0.5, 0.75, 1.0),  # of every position
+        "batches": (1, 4, 16),
+        "slots": 1024,
+        "prompt_tokens": 64,
+        "rounds": 96,  # of one timing
+        "repeats": 3,
+        "seed": 0,
+    })
     language, head = train_zoo_target.get_config(), train_zoo_eagle3.get_config()
     config.training = ConfigDict({  # as the zoo's own models are trained
         "target": _shape(language),
@@ -112,6 +124,9 @@ def get_config() -> ConfigDict:
         "predicted": 0.9,  # measured over predicted; at least
         "speedup": 1.5,  # of the zoo pair; at least
         "draft": 0.15,  # draft pass over target pass, of the zoo pair; at most
+        "adaptive_plain": 1.03,  # adaptive over plain, priced; at most
+        "adaptive_fixed": 0.95,  # the best fixed K over adaptive, priced; at least
+        "adaptive_clock": 1.10,  # adaptive over either, by the clock; at most
         "training": 0.5,  # of the largest products' own rate; at least
         "transformers": 3.0,  # at least
     })

@@ -40,7 +40,7 @@ def get_config() -> ConfigDict:
     config.temperatures = (0.0, 1.0)
     config.standalone_rules = ("residual",)  # above temperature 0; at 0 it is "greedy"
     config.head_rules = ("residual",)  # of "eagle" and "mtp"
-    config.ngram_rules = ("match",)
+    config.ngram_rules = ("match",)  # of "suffix" too
     config.ngram_max = 3  # longest suffix that is looked up
     config.ngram_min = 1
     config.sampler = ConfigDict({

@@ -8,7 +8,7 @@ is taken.
 
     --config.prompts=FILE.jsonl      prompts, see experiments/prompts.py, or conversations
     --config.target=PATH --config.temperatures=0.0,1.0
-    --config.draft=PATH --config.k=4   a draft for speed; also "ngram", or empty for none
+    --config.draft=PATH --config.k=4   a draft for speed; also "ngram", "suffix", or empty for none
 """
 
 from ml_collections import ConfigDict
@@ -18,7 +18,7 @@ def get_config() -> ConfigDict:
     """Lengths are in tokens."""
     config = ConfigDict()
     config.target = "zoo/target"  # a zoo name or a Hugging Face directory
-    config.draft = ""  # likewise, or "ngram"; empty: plain decoding
+    config.draft = ""  # likewise, "ngram" or "suffix"; empty: plain decoding
     config.k = 2  # drafted tokens a round, where there is a draft
     config.rule = ""  # a lossless one; empty: the draft's default
     config.dtype = "float32"  # of the weights in memory

@@ -5,7 +5,8 @@
 
 Parts: "llama110m" (a 110M Llama shape with random weights and synthetic acceptance), "heads"
 (an EAGLE-3 head on that shape: chain and dynamic trees; tree.png), "streaming" (text after every
-round of that shape), "zoo" (the trained pair, acceptance as it is), "states" (a Mamba-2 shape: what
+round of that shape), "zoo" (the trained pair, acceptance as it is), "adaptive" (adaptive K against
+plain decoding and the best fixed K, over acceptance and batch), "states" (a Mamba-2 shape: what
 replaying the window costs), "training" (steps at the zoo's size) and "transformers" (the zoo's pair
 under assisted generation, where an interpreter has torch and transformers). The run's folder gets
 benchmark.json and benchmark.md after every part.
@@ -25,6 +26,7 @@ from absl import flags
 
 from configs import benchmark as default
 from experiments import (
+    bench_adaptive,
     bench_heads,
     bench_loops,
     bench_states,
@@ -39,9 +41,12 @@ from experiments import (
 )
 from experiments.timing import Line, markdown_table, text_table
 from spec_jax.errors import ConfigError
+from spec_jax.pace import CATCH_UP
 from spec_jax.tree import DynamicTree
 
-PARTS = ("llama110m", "heads", "streaming", "zoo", "states", "training", "transformers")
+PARTS = (
+    "llama110m", "heads", "streaming", "zoo", "adaptive", "states", "training", "transformers",
+)  # fmt: skip
 
 
 def run(config, workdir: str | pathlib.Path, parts=PARTS, transformers_python: str = "") -> dict:
@@ -87,6 +92,8 @@ def run(config, workdir: str | pathlib.Path, parts=PARTS, transformers_python: s
     if "zoo" in parts:
         bars = types.SimpleNamespace(**{**config.bars.to_dict(), "verify": None})
         keep("zoo", *bench_zoo.measure("zoo", config.zoo, bars))
+    if "adaptive" in parts:
+        keep("adaptive", *bench_adaptive.measure("adaptive", config.adaptive, config.bars))
     if "states" in parts:
         keep("states", *bench_states.measure("states", config.states, config.bars))
     if "training" in parts:
@@ -127,6 +134,7 @@ def validate(config, parts) -> None:
         "streaming": "prompt_tokens new_tokens k repeats",
         "heads": "slots prompt_tokens draft_vocab_size k tree_depth tree_top_k repeats",
         "states": "slots prompt_tokens k repeats",
+        "adaptive": "slots prompt_tokens rounds repeats",
         "training": "lm_batch draft_vocab_size num_steps batch length repeats",
         "transformers": "k repeats",
     }.items():
@@ -156,6 +164,17 @@ def validate(config, parts) -> None:
     need = heads.prompt_tokens + rounds + max(max(t.num_nodes, t.num_fed) for t in trees) + 1
     if need > heads.slots:
         raise ConfigError(f"heads.slots is {heads.slots}; prompt and rounds need {need}")
+    adaptive = config.adaptive
+    buckets = adaptive.buckets
+    if len(buckets) < 2 or buckets[0] != 0 or list(buckets) != sorted(set(buckets)):
+        raise ConfigError(f"adaptive.buckets is {buckets}; expected ascending integers from 0 on")
+    if not adaptive.rates or not all(0 <= rate <= 1 for rate in adaptive.rates):
+        raise ConfigError(f"adaptive.rates is {adaptive.rates}; expected rates in [0, 1]")
+    if not adaptive.batches or min(adaptive.batches) < 1:
+        raise ConfigError(f"adaptive.batches is {adaptive.batches}; expected integers of 1 or more")
+    need = adaptive.prompt_tokens + (adaptive.rounds + 1) * (buckets[-1] + 1) + CATCH_UP
+    if need > adaptive.slots:
+        raise ConfigError(f"adaptive.slots is {adaptive.slots}; prompt and rounds need {need}")
     states = config.states
     need = states.prompt_tokens + bench_loops.ROUNDS * (states.k + 1) + states.k + 1
     if need > states.slots:

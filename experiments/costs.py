@@ -154,7 +154,7 @@ class Costs(NamedTuple):
 
         Copying tokens is counted as free, a head's refresh as the pass of one draft.
         """
-        if method == "ngram":
+        if method in ("ngram", "suffix"):
             return 0.0
         return self.draft_ms.get(method, float("nan")) / self.plain_ms
 

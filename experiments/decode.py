@@ -40,7 +40,7 @@ from spec_jax.loading import (
     random_head,
 )
 
-_METHODS = ("plain", "ngram", "standalone", "eagle", "mtp")
+_METHODS = ("plain", "ngram", "standalone", "eagle", "mtp", "suffix")
 _SOURCES = {"standalone": "draft", "eagle": "head", "mtp": "mtp"}  # the config's key of each
 _RULES = tuple(s for s in STRATEGIES if s not in ("greedy", "synthetic"))
 # Heads with random weights, by method and name: as exact as trained ones, and of no use.
@@ -271,7 +271,8 @@ def decode(config: ConfigDict, workdir: str | None = None) -> dict:
         target, drafts, ids, sampler, config.max_new_tokens, config.batch,
         config.draft_temperature, {"ngram_max": config.ngram_max, "ngram_min": config.ngram_min},
     )
-    rules = {"standalone": config.standalone_rules, "ngram": config.ngram_rules}
+    rules = {"standalone": config.standalone_rules}
+    rules |= dict.fromkeys(("ngram", "suffix"), config.ngram_rules)
     rules |= {label: config.head_rules for m in ("eagle", "mtp") for label in labels[m]}
     trees = [tree.strip() for tree in config.trees.split(",") if tree.strip()]
     cells = make_cells(methods, config.ks, config.temperatures, rules, trees)

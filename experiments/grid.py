@@ -84,7 +84,7 @@ def make_cells(
       ks: K of every other method.
       temperatures: 0 is decoded by the rule "greedy".
       rules: of each method above temperature 0.
-      trees: beside the chains of every method but "ngram", see ``tree_options``.
+      trees: beside the chains of every method with a model, see ``tree_options``.
     """
     cells = []
     nodes = {tree: tree_options(tree)["num_speculative_tokens"] for tree in trees}
@@ -94,7 +94,7 @@ def make_cells(
             if method != "plain":
                 named = rules[method] if temperature > 0 else ["greedy"]
                 shapes = [(k, None) for k in ks]
-                if method != "ngram":
+                if method not in ("ngram", "suffix"):
                     shapes += [(nodes[tree], tree) for tree in trees]
                 cells += [
                     Cell(method, k, temperature, rule, tree) for rule in named for k, tree in shapes
@@ -163,6 +163,8 @@ class Bench:
             options = {"num_speculative_tokens": cell.k}
             options = tree_options(cell.tree) if cell.tree else options
             options |= self.ngram if cell.method == "ngram" else {}
+            if cell.method == "suffix":  # else a repeat would copy the last repeat's output
+                options["suffix_history_tokens"] = 0
             draft = self.drafts.get(cell.method)
             method = draft.method if isinstance(draft, LoadedHead) else cell.method
             config = SpeculativeConfig(method, rejection_sampling_strategy=cell.rule, **options)

@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt  # noqa: E402, the back end comes first
 
 _COLORS = {  # Okabe and Ito's palette
     "standalone": "#0072B2", "ngram": "#D55E00", "eagle": "#009E73", "mtp": "#CC79A7",
-    "eagle-1": "#E69F00", "eagle-3": "#009E73",
+    "eagle-1": "#E69F00", "eagle-3": "#009E73", "suffix": "#56B4E9",
 }  # fmt: skip
 _MARKERS = "osD^vP"
 _STYLE = {

@@ -83,8 +83,9 @@ def load_decoder(config) -> SpeculativeDecoder:
     load = functools.partial(load_model, dtype=config.dtype, scan_layers=config.scan_layers)
     target, draft, speculative = load(config.target), None, None
     if config.draft:
-        method = "ngram" if config.draft == "ngram" else "standalone"
-        draft = None if method == "ngram" else load(config.draft)
+        has_model = config.draft not in ("ngram", "suffix")
+        method = "standalone" if has_model else config.draft
+        draft = load(config.draft) if has_model else None
         speculative = SpeculativeConfig(
             method, config.k, rejection_sampling_strategy=config.rule or None
         )

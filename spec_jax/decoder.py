@@ -70,6 +70,9 @@ class SpeculativeDecoder:
       has_expected: record the rule's closed-form acceptance beside the measured one.
       force_n1: check draft and config, and then draft nothing (see ``new_n1``).
 
+    Attributes:
+      memory: costs and acceptance that adaptive decoding has learned; None where K is fixed.
+
     Raises:
       ModelNotLoaded: target or draft is a path, a config, or has no weights.
       ConfigError: the parts do not fit each other.
@@ -117,12 +120,12 @@ class SpeculativeDecoder:
         has_history = config is not None and config.is_suffix() and drafter is None
         self._history = History(config.suffix_history_tokens) if has_history else None
         is_adaptive = config is not None and config.is_adaptive
-        self._memory = Memory(config.buckets) if is_adaptive else None
+        self.memory = Memory(config.buckets) if is_adaptive else None
         self._check_parts()
         self.system()  # a strategy or a rule that cannot be is refused here
         if force_n1:
             self._model, self._drafter = target.model, NO_DRAFT
-            self._config = self._rule = self._history = self._memory = None
+            self._config = self._rule = self._history = self.memory = None
         self._lock, self._token, self._is_token_held = threading.Lock(), CancellationToken(), False
         self._worker = ThreadPoolExecutor(1, "spec_jax")  # starts with the first asynchronous call
         self.reset_stats()
@@ -277,8 +280,8 @@ class SpeculativeDecoder:
         """
         params_of = functools.partial(self.params, batch)
         params_of()  # weights are laid out here
-        if self._memory is not None:
-            return Pacer(system, params_of, self._memory)
+        if self.memory is not None:
+            return Pacer(system, params_of, self.memory)
         return lambda *args: decode.generate(params_of(), *args, system=system)
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -309,9 +312,9 @@ class SpeculativeDecoder:
         """Decodes one prompt, or a batch of them at once.
 
         The tokens of a row depend on its prompt, its sampler and its seed alone, never on
-        the other rows; rows finish, stream and are cancelled each for itself. (With
-        ``is_adaptive`` and a rule other than "greedy" and "match" they depend on the Ks as well;
-        their law does not.)
+        the other rows; rows finish, stream and are cancelled each for itself. (Under a rule
+        other than "greedy" and "match" they depend on what is drafted, so with ``is_adaptive``
+        on the Ks, with "suffix" on past outputs; their law does not.)
 
         Args:
           prompts: a text or its ids; or a list of these.

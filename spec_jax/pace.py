@@ -72,8 +72,8 @@ def accepted_since(state: DecodeState, since: jax.Array, *, most: int) -> jax.Ar
 class Memory:
     """What a decoder has learned: acceptance, and costs by batch and slots.
 
-    Calls that run at once share it: each begins with what is known and leaves what it learned;
-    of two that end together the later one's stays.
+    Calls that run at once may share it: values are replaced, never changed, and of two that
+    observe at the same time the later one's counts stay.
 
     Args:
       buckets: the Ks to choose among, in ascending order.

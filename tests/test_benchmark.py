@@ -13,11 +13,15 @@ import pytest
 
 from configs import benchmark as default
 from experiments import bench_loops, bench_round, bench_training, benchmark, timing
+from experiments import bench_adaptive, bench_loops, bench_round, benchmark, timing
 from experiments.bench_synthetic import random_model
 from spec_jax.config import SpeculativeConfig
+from spec_jax.decode import System
+from spec_jax.draft.small_lm import small_lm
 from spec_jax.errors import ConfigError
 from spec_jax.models.weights import save_pretrained
 from spec_jax.stats import Stats
+from spec_jax.verify import make_rule
 
 TINY = {
     "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -63,6 +67,12 @@ def config(tmp_path_factory):
         "vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2,
         "head_dim": 16, "state_size": 4,
     })
+    config.adaptive.update({
+        "buckets": (0, 2), "rates": (0.0, 0.9), "batches": (2,), "slots": 128,
+        "prompt_tokens": 5, "rounds": 12, "repeats": 2,
+    })
+    config.adaptive.target.update(TINY)
+    config.adaptive.draft.update(DRAFT)
     config.transformers.repeats = 1
     folder = tmp_path_factory.mktemp("pair")
     for name, shape, seed in (("target", TINY, 0), ("draft", DRAFT, 1)):
@@ -147,6 +157,29 @@ def test_says_why_transformers_is_left_out(config, tmp_path, capsys):
     assert "left out" in record["notes"][0] and "no_python" in capsys.readouterr().out
 
 
+def test_adaptive_is_held_against_plain_and_fixed(config, tmp_path):
+    record = benchmark.run(config, tmp_path, ("adaptive",))
+    assert [line["bar"] for line in record["lines"]] == [1.03, 0.95, 1.1, 1.1]
+    found = record["parts"]["adaptive"]["batches"][2]
+    assert set(found["round_ms"]) == {0, 2} and len(found["rates"]) == 2
+    for one in found["rates"]:
+        assert all(sum(n for _, n in plans) == 12 for plans in one["plans"])
+        assert all(ratio > 0 for ratio in one["priced / plain"] + one["clock / plain"])
+
+
+def test_coins_come_up_at_their_rate(pair):
+    rule = make_rule(SpeculativeConfig(num_speculative_tokens=3, synthetic_mean_length=4.0))
+    drafter = bench_adaptive.coined(small_lm(pair.draft.model))
+    system = System(pair.target.model, drafter, rule, 3)
+    params = {"target": pair.target.params, "draft": {"draft": pair.draft.params, "rate": 0.7}}
+    state = bench_loops.start(system, params, [[3, 4, i] for i in range(20)], 128, 90)
+    stats = bench_loops.GenerateTimer(system, params, [state]).stats
+    assert stats.accepted == stats.drafted
+    reached = (stats.rounds, *stats.accepted_at)
+    rates = [b / a for a, b in zip(reached, reached[1:])]
+    np.testing.assert_allclose(rates, 0.7, atol=0.06)
+
+
 @pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")),
     reason="torch and transformers are not installed",
@@ -170,6 +203,9 @@ def test_compares_with_assisted_generation(config, tmp_path):
         ("heads", {"slots": 16}, "heads.slots is 16; prompt and rounds need"),
         ("heads", {"tree_nodes": (90,)}, "90 nodes; 2 levels of 3 have"),
         ("heads", {"tree_depth": 1}, "tree_depth of 2 or more"),
+        ("adaptive", {"buckets": (1, 2)}, r"adaptive.buckets is \(1, 2\)"),
+        ("adaptive", {"rates": (1.5,)}, "adaptive.rates"),
+        ("adaptive", {"slots": 64}, "adaptive.slots is 64; prompt and rounds need"),
         ("heads", {"draft_vocab_size": 40}, "draft_vocab_size is 40; the target has 31"),
     ],
 )

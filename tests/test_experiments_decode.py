@@ -156,7 +156,7 @@ def test_the_screen_shows_text_table_and_conclusion(pair, tmp_path, capsys):
         ({"ks": ()}, "expected one or more"),
         ({"temperatures": (-0.5,)}, "numbers of 0 or more"),
         ({"temperatures": ("hot",)}, "numbers of 0 or more"),
-        ({"methods": ("medusa",)}, "plain, ngram, standalone, eagle, mtp"),
+        ({"methods": ("medusa",)}, "plain, ngram, standalone, eagle, mtp, suffix"),
         ({"methods": ("eagle",)}, "nothing drafts for them: --config.head=PATH"),
         ({"head": "no/such"}, "no/such is neither a directory nor a zoo name"),
         ({"trees": "3y"}, "the tree is '3y'; expected children by depth"),

@@ -35,7 +35,7 @@ class Script:
     """In the place of a tuner: K as it is told, one round each, over and over."""
 
     def __init__(self, ks):
-        self._ks, self._turn = ks, 0
+        self._ks, self._turn, self.accepted = ks, 0, np.zeros(BUCKETS[-1], int)
 
     def choose(self, costs, backlog=0):
         del costs
@@ -47,6 +47,7 @@ class Script:
     def observe(self, num_draft, rounds, row_rounds, accepted_at, time_ms):
         assert len(accepted_at) == BUCKETS[-1] and not any(accepted_at[num_draft:])
         assert all(a >= b for a, b in zip([row_rounds, *accepted_at], accepted_at))
+        self.accepted += accepted_at
         return self
 
     def _behind(self):
@@ -86,12 +87,14 @@ def test_emits_exactly_the_plain_stream(mocks, plain, method):
     target, draft = mocks
     options = {"rejection_sampling_strategy": "match"}
     decoder = adaptive(target, draft if method == "standalone" else None, method, **options)
-    for memory in (None, Script((3, 0, 0, 1, 0, 3))):
-        if memory is not None:
-            decoder._memory.tuner = memory
+    for script in (None, Script((3, 0, 0, 1, 0, 3))):
+        if script is not None:
+            decoder.memory.tuner = script
+            decoder.reset_stats()
         rows = decoder.generate(PROMPTS, 30, sampler=SAMPLERS)
         assert [row.tokens for row in rows] == [row.tokens for row in plain]
-    (costs,) = decoder._memory.costs.values()
+    assert tuple(script.accepted) == decoder.stats.accepted_at  # what the tuner was told
+    (costs,) = decoder.memory.costs.values()
     assert set(costs.round_ms) == set(BUCKETS) and all(ms > 0 for ms in costs.round_ms.values())
     rounds, drafted = decoder.stats.rounds, decoder.stats.drafted_at
     assert len(drafted) == 3 and rounds > drafted[0] > drafted[2] > 0  # rounds of K = 0 and 1
@@ -99,7 +102,7 @@ def test_emits_exactly_the_plain_stream(mocks, plain, method):
 
 def test_a_queue_takes_turns_of_k_too(mocks, plain):
     decoder = adaptive(*mocks, rejection_sampling_strategy="match")
-    decoder._memory.tuner, decoder._memory.costs = Script((0, 0, 3)), Known()
+    decoder.memory.tuner, decoder.memory.costs = Script((0, 0, 3)), Known()
     queue = DecodeQueue(
         decoder, enumerate(PROMPTS), batch=2, max_prompt_tokens=3, max_new_tokens=30,
         sampler=SAMPLERS,
