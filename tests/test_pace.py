@@ -192,8 +192,10 @@ def stopping_too_early(drafter, stop_below):
     return drafter._replace(propose=propose)
 
 
-@pytest.mark.parametrize("rule", [RESIDUAL, BLOCK], ids=lambda rule: rule.name)
-@pytest.mark.parametrize("case", ["by past", "confidence"])
+@pytest.mark.parametrize(
+    "rule, case", [(RESIDUAL, "by past"), (RESIDUAL, "confidence"), (BLOCK, "confidence")],
+    ids=lambda value: getattr(value, "name", value),
+)  # fmt: skip
 def test_the_law_is_the_targets(rule, case):
     drafter = small_lm(testing.toy_model(3))
     drafter = by_past(drafter) if case == "by past" else stopping(drafter, 0.35)
