@@ -246,6 +246,8 @@ class Drafter(NamedTuple):
         ``length`` tokens fed after rounds of K = 0 in which it was neither asked nor told, by
         passes of ``width`` tokens at most. None: in such rounds it is asked for 0 drafts, and
         told what they commit.
+      rewind: ``(state, n i32[B]) -> state`` forgets the last n tokens that were committed, the
+        pending one takes their place; None for a drafter that cannot.
     """
 
     name: str
@@ -261,6 +263,7 @@ class Drafter(NamedTuple):
     tree: Any = None
     window: int = 0
     catch_up: Callable[..., Any] | None = None
+    rewind: Callable[[Any, jax.Array], Any] | None = None
 
 
 class Rule(NamedTuple):

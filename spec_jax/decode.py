@@ -132,15 +132,34 @@ def draft_and_score(params, cache, draft, context: Context, system: System) -> S
         )
     with jax.named_scope("draft"):
         proposal, draft = system.drafter.propose(params["draft"], draft, context, system.num_draft)
-        proposal, fault = _checked(proposal, system, context.length.shape[0])
-    with jax.named_scope("verify"):
-        pending = jnp.take_along_axis(context.tokens, context.length[:, None], axis=1)
-        window = jnp.concatenate([pending, proposal.tokens], axis=1)
-        paths = proposal.paths
-        seen = {} if paths is None else {"window_mask": paths}
-        output = system.target.forward(params["target"], window, cache, **seen)
-        logits = system.target.unembed(params["target"], output.hidden)
+        proposal, fault = checked(proposal, system, context.length.shape[0])
+    paths = proposal.paths
+    seen = {} if paths is None else {"window_mask": paths}
+    output, logits = score(
+        params["target"], cache, context.tokens, context.length, proposal.tokens, system, **seen
+    )
     return Scored(proposal, fault, draft, output, logits)
+
+
+def score(
+    params, cache, tokens: jax.Array, length: jax.Array, drafts: jax.Array, system: System, **seen
+) -> tuple[ForwardOutput, jax.Array]:
+    """The target's pass over [pending | drafts], and f32[B,T+1,V], its raw logits.
+
+    Args:
+      params: the target's.
+      cache: of ``length`` tokens.
+      tokens: i32[B,M], of which ``tokens[b, length[b]]`` is pending.
+      length: i32[B].
+      drafts: i32[B,T].
+      system: whose target it is.
+      **seen: ``window_mask`` of a tree.
+    """
+    with jax.named_scope("verify"):
+        pending = jnp.take_along_axis(tokens, length[:, None], axis=1)
+        window = jnp.concatenate([pending, drafts], axis=1)
+        output = system.target.forward(params, window, cache, **seen)
+        return output, system.target.unembed(params, output.hidden)
 
 
 def decode_round(params, state: DecodeState, system: System) -> DecodeState:
@@ -151,40 +170,64 @@ def decode_round(params, state: DecodeState, system: System) -> DecodeState:
       state: of every row; rows may be at different lengths.
       system: target, drafter, rule and K.
     """
-    _, drafter, rule, K, has_expected = system
-    context = Context(
-        state.tokens, state.length, state.draft_sampler, state.counts, state.sampler.seed,
-        is_coupled=rule.is_coupled, has_probs=rule.needs_probs or has_expected,
-        has_logits=rule.needs_logits,
+    context = system.context(
+        state.tokens, state.length, state.draft_sampler, state.counts, state.sampler.seed
     )
-    proposal, draft_fault, draft, output, logits = draft_and_score(
+    proposal, fault, draft, output, logits = draft_and_score(
         params, state.target, state.draft, context, system
     )
+    state, verdict, n_emit = accept(state, proposal, logits, fault, system)
+    with jax.named_scope("commit"):
+        features, path = output.features, verdict.path
+        if features is not None and path is not None:
+            features = jnp.take_along_axis(features, path[:, :, None], axis=1)
+        commit = system.drafter.commit
+        return state.replace(
+            target=output.cache.commit(n_emit, path),
+            draft=commit(params["draft"], draft, verdict.tokens, n_emit, features, path),
+        )
+
+
+def accept(
+    state: DecodeState,
+    proposal: Proposal,
+    logits: jax.Array,
+    fault: jax.Array,
+    system: System,
+    most: jax.Array | int | None = None,
+) -> tuple[DecodeState, Verdict, jax.Array]:
+    """Lets the rule decide and writes down what is emitted; the caches are the caller's.
+
+    Args:
+      state: before the round.
+      proposal: made harmless to feed.
+      logits: f32[B,K+1,V], the target's, raw.
+      fault: i32[B], a Finish for each row whose proposal was not, else RUNNING.
+      system: target, drafter, rule and K.
+      most: i32[B], tokens that a row emits at most, 1..K+1; None: no bound.
+
+    Returns:
+      The state, the verdict, and i32[B], how many tokens each row has emitted.
+    """
+    rule = system.rule
     with jax.named_scope("accept"):
         total = state.length + 1
         noise = round_noise(
-            rule, state.sampler, state.length, K, system.target.vocab_size, proposal.depth
+            rule, state.sampler, state.length, system.num_draft, system.target.vocab_size,
+            proposal.depth,
         )
         scores, verdict = judge(rule, logits, state.sampler, state.counts, proposal, noise)
-        fault = jnp.where(_is_bad(rule, scores, proposal, verdict), Finish.NAN_TARGET, draft_fault)
-        n_emit, finish = _cut(state, verdict.tokens, total, verdict.n_accept + 1, fault)
-    with jax.named_scope("commit"):
-        index, path = jnp.arange(verdict.tokens.shape[1]), verdict.path
+        fault = jnp.where(_is_bad(rule, scores, proposal, verdict), Finish.NAN_TARGET, fault)
+        n = verdict.n_accept + 1 if most is None else jnp.minimum(verdict.n_accept + 1, most)
+        n_emit, finish = _cut(state, verdict.tokens, total, n, fault)
+        index = jnp.arange(verdict.tokens.shape[1])
         own = jnp.where(proposal.has_children(verdict.last), Kind.CORRECTED, Kind.BONUS)
         kind = jnp.where(index < verdict.n_accept[:, None], Kind.ACCEPTED, own[:, None])
         offered = jnp.where(index == 0, proposal.levels[:, None], -1)
         record = {"tokens": verdict.tokens, "kind": kind, "offered": offered}
-        if has_expected:
+        if system.has_expected:
             record["expected"] = _expected(rule, scores, proposal, verdict)
-        state = _append(state, record, total, n_emit)
-        features = output.features
-        if features is not None and path is not None:
-            features = jnp.take_along_axis(features, path[:, :, None], axis=1)
-        return state.replace(
-            finish=finish,
-            target=output.cache.commit(n_emit, path),
-            draft=drafter.commit(params["draft"], draft, verdict.tokens, n_emit, features, path),
-        )
+        return append(state, record, total, n_emit).replace(finish=finish), verdict, n_emit
 
 
 def _is_bad(rule: Rule, scores: TargetScores, proposal: Proposal, verdict: Verdict) -> jax.Array:
@@ -200,7 +243,7 @@ def _is_bad(rule: Rule, scores: TargetScores, proposal: Proposal, verdict: Verdi
     return (~is_finite & is_read).any(axis=1)
 
 
-def _checked(proposal: Proposal, system: System, batch: int) -> tuple[Proposal, jax.Array]:
+def checked(proposal: Proposal, system: System, batch: int) -> tuple[Proposal, jax.Array]:
     """Makes a faulty proposal harmless to feed, and names the fault of each row.
 
     Raises:
@@ -263,8 +306,11 @@ def _cut(state: DecodeState, tokens, total, n, fault) -> tuple[jax.Array, jax.Ar
     return kept, jnp.where(state.is_active, finish, state.finish).astype(jnp.int32)
 
 
-def _append(state: DecodeState, record: dict[str, jax.Array], total, n) -> DecodeState:
-    """Writes the first n (i32[B]) of each record's columns behind ``total`` (i32[B]) tokens."""
+def append(state, record: dict[str, jax.Array], total, n):
+    """Writes the first n (i32[B]) of each record's columns behind ``total`` (i32[B]) tokens.
+
+    The state has ``counts`` and what the record names: ``tokens`` at least.
+    """
     index = jnp.arange(record["tokens"].shape[1])
     is_new = index < n[:, None]
     rows, M = jnp.arange(n.shape[0])[:, None], state.tokens.shape[1]
@@ -378,7 +424,7 @@ def _prefill(
     fault = jnp.where(is_bad, Finish.NAN_TARGET, Finish.RUNNING)
     n_emit, finish = _cut(state, first, lengths, 1, fault)
     record = {"tokens": first, "kind": jnp.full((B, 1), Kind.FIRST)}
-    return _append(state, record, lengths, n_emit).replace(finish=finish)
+    return append(state, record, lengths, n_emit).replace(finish=finish)
 
 
 @functools.partial(jax.jit, static_argnames=("system",), donate_argnames=("state",))
@@ -410,9 +456,13 @@ def generate(
 
     carry = (jnp.int32(0), jnp.int32(0), state)
     rounds, row_rounds, state = jax.lax.while_loop(has_work, one_round, carry)
+    return state, read_chunk(state, rounds, row_rounds)
+
+
+def read_chunk(state: DecodeState, rounds: jax.Array, row_rounds: jax.Array) -> Chunk:
+    """What a caller reads of the state, apart from it."""
     total = state.prompt_length + (state.kind != Kind.NONE).sum(axis=1)
-    tokens, finish = jnp.copy(state.tokens), jnp.copy(state.finish)
-    return state, Chunk(tokens, total, finish, rounds, row_rounds)
+    return Chunk(jnp.copy(state.tokens), total, jnp.copy(state.finish), rounds, row_rounds)
 
 
 @jax.jit

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import flax.struct
 import jax
 
-from spec_jax.contracts import Drafter, Model, Rule
+from spec_jax.contracts import Context, Drafter, Model, Rule
 from spec_jax.sampling import Counts, Sampler
 
 
@@ -54,6 +54,14 @@ class System(NamedTuple):
     def slack(self) -> int:
         """Slots that a round may write behind the committed ones."""
         return max(self.num_draft + 1, self.drafter.window)
+
+    def context(self, tokens, length, sampler, counts, request) -> Context:
+        """What the drafter may look at: of ``Context``, what the rule and K do not settle."""
+        return Context(
+            tokens, length, sampler, counts, request, is_coupled=self.rule.is_coupled,
+            has_probs=self.rule.needs_probs or self.has_expected,
+            has_logits=self.rule.needs_logits,
+        )
 
 
 @flax.struct.dataclass

@@ -67,6 +67,7 @@ def ngram(ngram_max: int = 3, ngram_min: int = 1) -> Drafter:
         commit=lambda params, state, tokens, n, features, path: state,
         insert_row=lambda state, row, other: state,
         catch_up=lambda params, state, tokens, length, width: state,
+        rewind=lambda state, n: state,
     )
 
 

@@ -119,6 +119,14 @@ def small_lm(model: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
         fed_at = state.fed_at if tree is None else state.fed_at.at[row].set(other.fed_at[0])
         return SmallLMState(state.cache.insert_row(row, other.cache), fed_at)
 
+    def rewind(state, n):
+        if not hasattr(state.cache, "rewind"):
+            raise ConfigError(
+                f"the draft keeps a {type(state.cache).__name__}, which cannot go back behind what "
+                "it has committed"
+            )
+        return state.replace(cache=state.cache.rewind(n))
+
     return Drafter(
         name="standalone",
         vocab_size=model.vocab_size,
@@ -132,4 +140,5 @@ def small_lm(model: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
         tree=tree,
         window=0 if tree is None else _FIRST + tree.num_fed,
         catch_up=catch_up,
+        rewind=rewind,
     )

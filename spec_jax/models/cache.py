@@ -124,6 +124,10 @@ class KVCache:
         moved = self if path is None else self._gather(path)
         return moved.replace(length=self.length + n)
 
+    def rewind(self, n: jax.Array) -> KVCache:
+        """Forgets the last ``n`` (i32[B]) tokens that were committed."""
+        return self.replace(length=self.length - n)
+
     def _gather(self, path) -> KVCache:
         """Copies slots ``path`` (i32[B,P]) of the window to its front."""
         B = len(path)

@@ -20,6 +20,7 @@ from spec_jax.testing.mocks import (
     mock_model,
     ragged,
     scripted_drafter,
+    slow_model,
     toy_model,
     toy_params,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "ragged",
     "reference_distribution",
     "scripted_drafter",
+    "slow_model",
     "standard_rows",
     "toy_model",
     "toy_params",

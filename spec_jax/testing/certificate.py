@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -371,6 +372,7 @@ def certify_decoder(
     target: Model | None = None,
     logits_of: LogitsOf = toy_logits,
     seed: int = 0,
+    loop: Any = decode,
 ) -> float:
     """Tests the jitted decoder's tokens against the target's law with a chi-square test.
 
@@ -390,6 +392,7 @@ def certify_decoder(
       target: by default a toy; a mutated one, to see the test fail, or a model of your own.
       logits_of: what the target says, computed another way.
       seed: of the parameters and the trials.
+      loop: what decodes, with the ``prefill`` and ``generate`` of ``decode``.
 
     Returns:
       The p-value.
@@ -412,12 +415,12 @@ def certify_decoder(
     full = lambda value: jnp.full((batch,), value, jnp.int32)
     for begin in range(0, trials, batch):
         seeds = [seed * trials + begin + i for i in range(batch)]
-        state = decode.prefill(
+        state = loop.prefill(
             params, tokens, full(length), full(length + 1 + num_tokens),
             jnp.full((batch, 1), -1, jnp.int32), make_sampler(row.target, batch, V, seeds),
             make_sampler(row.draft, batch, V, seeds), system=system, slots=slots,
         )
-        state, _ = decode.generate(params, state, full(0), jnp.int32(2**30), system=system)
+        state, _ = loop.generate(params, state, full(0), jnp.int32(2**30), system=system)
         out = np.asarray(state.tokens)[:, length + 1 : length + 1 + num_tokens]
         np.add.at(counts, tuple(out.T), 1)
     first = reference_distribution(

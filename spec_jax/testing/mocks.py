@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 
 import flax.struct
@@ -29,6 +30,9 @@ class ToyCache:
             slots = self.length[:, None]
             tokens = tokens.at[rows, slots + front].set(tokens[rows, slots + path])
         return self.replace(tokens=tokens, length=self.length + n)
+
+    def rewind(self, n):
+        return self.replace(length=self.length - n)
 
     def insert_row(self, row, other):
         put = lambda full, one: full.at[row].set(one[0])
@@ -69,6 +73,22 @@ def toy_model(vocab_size: int, max_length: int = 1 << 20) -> Model:
         return ForwardOutput(hidden, cache.replace(tokens=held), features=hidden)
 
     return Model(vocab_size, max_length, init_cache, forward, lambda params, hidden: hidden)
+
+
+def slow_model(model: Model, pass_s: float) -> Model:
+    """The model, whose every pass also sleeps for ``pass_s`` seconds: a cost that is known."""
+
+    def sleep(zero):
+        time.sleep(pass_s)
+        return zero
+
+    def forward(params, tokens, cache, **kwargs):
+        output = model.forward(params, tokens, cache, **kwargs)
+        zero = jnp.zeros_like(output.hidden, shape=()) * output.hidden.ravel()[0]
+        zero = jax.pure_callback(sleep, jax.ShapeDtypeStruct((), zero.dtype), zero)
+        return output._replace(hidden=output.hidden + zero)
+
+    return model._replace(forward=forward)
 
 
 def toy_params(vocab_size: int, seed: int, contexts: int | None = None, scale=1.0) -> dict:
