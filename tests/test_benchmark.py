@@ -12,8 +12,14 @@ import numpy as np
 import pytest
 
 from configs import benchmark as default
-from experiments import bench_loops, bench_round, bench_training, benchmark, timing
-from experiments import bench_adaptive, bench_loops, bench_round, benchmark, timing
+from experiments import (
+    bench_adaptive,
+    bench_loops,
+    bench_round,
+    bench_training,
+    benchmark,
+    timing,
+)
 from experiments.bench_synthetic import random_model
 from spec_jax.config import SpeculativeConfig
 from spec_jax.decode import System
