@@ -20,13 +20,12 @@ from spec_jax.config import (
     SpeculativeConfig,
     check_integer,
 )
-from spec_jax.contracts import Drafter, Model, Rule
+from spec_jax.contracts import Drafter, Rule
 from spec_jax.draft.ngram import NO_DRAFT
 from spec_jax.draft.suffix import History
-from spec_jax.drafters import make_drafter, paced
+from spec_jax.drafters import make_drafter, paced, tapped_model
 from spec_jax.errors import ConfigError, PromptError
 from spec_jax.loading import LoadedHead, LoadedModel, check_loaded
-from spec_jax.models import transformer
 from spec_jax.pace import Memory, Pacer, plain_rule
 from spec_jax.request import Prompt
 from spec_jax.run import Call, Generation, Run
@@ -115,7 +114,7 @@ class SpeculativeDecoder:
         self.target_sampler = SamplerConfig() if target_sampler is None else target_sampler
         self.draft_sampler = draft_sampler
         self._config, self._rule, self._has_expected = config, rule, has_expected
-        self._model = self._tapped_model()
+        self._model = tapped_model(target, draft)
         self._drafter = paced(config, drafter or make_drafter(config, self._model, draft))
         has_history = config is not None and config.is_suffix() and drafter is None
         self._history = History(config.suffix_history_tokens) if has_history else None
@@ -123,7 +122,8 @@ class SpeculativeDecoder:
         self.memory = Memory(config.buckets) if is_adaptive else None
         self._check_parts()
         self.system()  # a strategy or a rule that cannot be is refused here
-        if force_n1:
+        self._has_fallen_back = config is not None and not (force_n1 or target.model.can_rewind)
+        if force_n1 or self._has_fallen_back:
             self._model, self._drafter = target.model, NO_DRAFT
             self._config = self._rule = self._history = self.memory = None
         self._lock, self._token, self._is_token_held = threading.Lock(), CancellationToken(), False
@@ -138,23 +138,6 @@ class SpeculativeDecoder:
         left aside; so are a drafter and a rule of your own.
         """
         return cls(target, draft, config, force_n1=True, **options)
-
-    def _tapped_model(self) -> Model:
-        """The target, with the states that a head reads."""
-        target, draft = self.target, self.draft
-        if not isinstance(draft, LoadedHead):
-            return target.model
-        if target.config is None:
-            raise ConfigError(f"target {target.name} has no config; a head needs one to tap it")
-        sizes = (target.config.hidden_size, target.config.vocab_size)
-        theirs = (draft.config.target_hidden_size, draft.config.target_vocab_size)
-        if sizes != theirs:
-            raise ConfigError(
-                f"head {draft.name} is for a target of width {theirs[0]} and {theirs[1]} ids; "
-                f"{target.name} has {sizes[0]} and {sizes[1]}"
-            )
-        draft.check_params()
-        return transformer.model(target.config, draft.config.taps, target.model.num_tokens)
 
     def _check_parts(self) -> None:
         ours, theirs = self.target.model.vocab_size, self._drafter.vocab_size
@@ -194,6 +177,8 @@ class SpeculativeDecoder:
         self._stats = stats.Stats()
 
     def _ended(self, rows: Sequence[Generation], of_call: stats.Stats) -> None:
+        if self._has_fallen_back:
+            of_call += stats.Stats(n1_fallbacks=len(rows))
         with self._lock:
             self._stats += of_call
             self.remember(rows)
@@ -450,7 +435,15 @@ class SpeculativeDecoder:
         if slots is None:
             wide = np.maximum(lengths, pad_to)
             slots = max(self.slots_for(int(n), int(m), system) for n, m in zip(wide, most))
-        tokens = np.zeros((len(ids), _width(max(int(lengths.max()), pad_to))), np.int32)
+        width = _width(max(int(lengths.max()), pad_to))
+        if not system.target.can_rewind:  # what it is fed it keeps, padding too
+            width = int(lengths.max())
+            if (lengths < width).any():
+                raise PromptError(
+                    f"prompts of {int(lengths.min())} and {width} tokens are one batch; the target "
+                    "cannot forget what pads the shorter: decode them one by one"
+                )
+        tokens = np.zeros((len(ids), width), np.int32)
         for row, prompt in enumerate(ids):
             tokens[row, : len(prompt)] = prompt
         stop_ids = np.tile(np.asarray([*stop_tokens, -1], np.int32), (len(ids), 1))

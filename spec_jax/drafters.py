@@ -10,7 +10,29 @@ from spec_jax.draft.small_lm import small_lm
 from spec_jax.draft.suffix import Follow, suffix
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel
+from spec_jax.models import transformer
 from spec_jax.pace import CATCH_UP
+
+
+def tapped_model(target: LoadedModel, draft: LoadedModel | LoadedHead | None) -> Model:
+    """The target, with the states that a head reads.
+
+    Raises:
+      ConfigError: the head is for another target.
+    """
+    if not isinstance(draft, LoadedHead):
+        return target.model
+    if target.config is None:
+        raise ConfigError(f"target {target.name} has no config; a head needs one to tap it")
+    sizes = (target.config.hidden_size, target.config.vocab_size)
+    theirs = (draft.config.target_hidden_size, draft.config.target_vocab_size)
+    if sizes != theirs:
+        raise ConfigError(
+            f"head {draft.name} is for a target of width {theirs[0]} and {theirs[1]} ids; "
+            f"{target.name} has {sizes[0]} and {sizes[1]}"
+        )
+    draft.check_params()
+    return transformer.model(target.config, draft.config.taps, target.model.num_tokens)
 
 
 def make_drafter(

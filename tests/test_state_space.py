@@ -11,10 +11,10 @@ from safetensors.numpy import load_file, save_file
 from state_space_oracle import run_mamba2
 from tiny_models import BAMBA, LLAMA, MAMBA2, random_tokens, random_weights
 
-from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder
+from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, decode
 from spec_jax.draft.eagle import EagleConfig
 from spec_jax.draft.small_lm import small_lm
-from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.errors import ConfigError, PromptError, WeightsError
 from spec_jax.loading import LoadedModel, load_model
 from spec_jax.models import transformer
 from spec_jax.models.bamba import BambaConfig
@@ -179,10 +179,26 @@ def test_a_model_that_can_neither_rewind_nor_replay_is_no_draft():
 
 
 def test_a_target_that_can_neither_rewind_nor_replay_takes_one_token_a_pass():
-    target = loaded("target", MAMBA2, random_weights(MAMBA2))
-    target = dataclasses.replace(target, model=target.model._replace(can_rewind=False))
+    """And never a pad; the decoder counts the rows that fell back."""
+    whole = loaded("target", MAMBA2, random_weights(MAMBA2))
+    target = dataclasses.replace(whole, model=whole.model._replace(can_rewind=False))
+    decoder = SpeculativeDecoder(target, None, SpeculativeConfig("ngram", 2))
+    prompt = [3, 1, 4, 1, 3]
+    row = decoder.generate(prompt, 6)
+    assert row.tokens == SpeculativeDecoder(whole).generate(prompt, 6).tokens
+    assert decoder.num_draft == 0 and decoder.stats.n1_fallbacks == 1
+    assert decoder.stats.rounds == 5 and decoder.stats.drafted == 0
+    with pytest.raises(PromptError, match="one by one"):
+        decoder.generate([prompt, prompt[1:]], 6)
+
+
+def test_a_system_that_would_draft_for_such_a_target_is_refused():
+    model = transformer.model(MAMBA2)._replace(can_rewind=False)
+    system = SpeculativeDecoder(
+        loaded("target", MAMBA2, random_weights(MAMBA2)), None, SpeculativeConfig("ngram", 2)
+    ).system()._replace(target=model)
     with pytest.raises(ConfigError, match="cannot forget rejected drafts, and K is 2"):
-        SpeculativeDecoder(target, None, SpeculativeConfig("ngram", 2)).generate(PROMPTS, 2)
+        decode.draft_and_score(None, None, None, None, system)
 
 
 def test_a_head_like_a_target_without_attention_is_refused():
