@@ -113,12 +113,16 @@ def test_a_queue_takes_turns_of_k_too(mocks, plain):
 
 def proposals(system, params, draft, state, num_draft=3):
     sampler = make_sampler(SamplerConfig(), len(PROMPTS), system.target.vocab_size)
-    context = Context(
-        state.tokens, state.length, sampler, state.counts, sampler.seed, is_coupled=False,
-        has_probs=False, has_logits=True,
-    )
-    propose = jax.jit(system.drafter.propose, static_argnums=3)
-    proposal, _ = propose(params["draft"], draft, context, num_draft)
+
+    @jax.jit
+    def propose(params, draft, tokens, length, counts):
+        context = Context(
+            tokens, length, sampler, counts, sampler.seed, is_coupled=False, has_probs=False,
+            has_logits=True,
+        )
+        return system.drafter.propose(params, draft, context, num_draft)[0]
+
+    proposal = propose(params["draft"], draft, state.tokens, state.length, state.counts)
     return np.asarray(proposal.tokens), np.asarray(proposal.logits)
 
 
