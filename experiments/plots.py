@@ -204,3 +204,31 @@ def plot_intervals(path: pathlib.Path, rows: Sequence[Mapping]) -> None:
         axis.legend()
         figure.savefig(path)
         plt.close(figure)
+
+
+def plot_timeline(path: pathlib.Path, spans: Sequence) -> None:
+    """What ran when, a row for each set of devices.
+
+    Args:
+      path: of the PNG file.
+      spans: with ``what``, ``tick``, ``devices``, ``begin_s`` and ``end_s``, of
+        ``spec_jax.overlap``.
+    """
+    rows = sorted({span.devices for span in spans})
+    start = min(span.begin_s for span in spans)
+    colors = {"prefill": "0.6", "draft": "#0072B2", "verify": "#D55E00", "judge": "#009E73"}
+    with plt.rc_context(_STYLE):
+        figure, axis = plt.subplots(figsize=(9, 0.9 + 0.7 * len(rows)), layout="constrained")
+        for what, color in colors.items():
+            for row, devices in enumerate(rows):
+                bars = [
+                    ((s.begin_s - start) * 1e3, (s.end_s - s.begin_s) * 1e3)
+                    for s in spans if (s.what, s.devices) == (what, devices)
+                ]  # fmt: skip
+                axis.broken_barh(bars, (row - 0.35, 0.7), color=color, edgecolor="w", linewidth=0.5)
+            axis.plot([], [], "s", color=color, label=what)
+        axis.set_yticks(range(len(rows)), rows)
+        axis.set_xlabel("milliseconds")
+        axis.legend(ncols=len(colors), loc="lower center", bbox_to_anchor=(0.5, 1.0))
+        figure.savefig(path)
+        plt.close(figure)

@@ -189,13 +189,9 @@ def decode_round(params, state: DecodeState, system: System) -> DecodeState:
 
 
 def accept(
-    state: DecodeState,
-    proposal: Proposal,
-    logits: jax.Array,
-    fault: jax.Array,
-    system: System,
-    most: jax.Array | int | None = None,
-) -> tuple[DecodeState, Verdict, jax.Array]:
+    state: DecodeState, proposal: Proposal, logits: jax.Array, fault: jax.Array, system: System,
+    most: jax.Array | None = None,
+) -> tuple[DecodeState, Verdict, jax.Array]:  # fmt: skip
     """Lets the rule decide and writes down what is emitted; the caches are the caller's.
 
     Args:

@@ -1,0 +1,131 @@
+"""Shows drafting beside verification on a known cost: toys that sleep, on two host devices.
+
+    python -m experiments.overlap --workdir=DIR
+
+A tick should take as long as the longer of the two, a round of the usual loop as long as both.
+Two real programs would only fight for a processor's cores; a thread that sleeps needs none. The
+folder gets overlap.json and timeline.png. Takes a few seconds beside what compiles.
+"""
+
+from __future__ import annotations
+
+import datetime
+import pathlib
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+from experiments import cli, plots, report
+from experiments.timing import spread
+from spec_jax import decode
+from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.draft.small_lm import small_lm
+from spec_jax.errors import ConfigError
+from spec_jax.overlap import Devices, Overlap, Span
+from spec_jax.sampling import make_sampler
+from spec_jax.testing import slow_model, toy_model, toy_params
+from spec_jax.verify import make_rule
+
+VOCAB_SIZE = 8
+
+
+def run(
+    workdir: str | pathlib.Path, draft_ms: float, verify_ms: float, k: int, num_tokens: int
+) -> dict:
+    """Decodes one row overlapped and as usual; returns what overlap.json holds.
+
+    Args:
+      workdir: for overlap.json and timeline.png.
+      draft_ms: of one drafted token.
+      verify_ms: of a verify pass.
+      k: tokens drafted a tick.
+      num_tokens: decoded by either loop.
+
+    Raises:
+      ConfigError: jax sees one device only, or a cost that cannot be.
+    """
+    if min(draft_ms, verify_ms) < 0 or min(k, num_tokens) < 1:
+        raise ConfigError(
+            f"draft_ms {draft_ms:g}, verify_ms {verify_ms:g}, k {k}, num_tokens {num_tokens}: "
+            "expected costs of 0 or more, and one token at least"
+        )
+    if len(jax.devices()) < 2:
+        raise ConfigError("jax sees one device; XLA_FLAGS has forced it, or devices had started")
+    target, draft, *_ = jax.devices()
+    toy, timeline = toy_model(VOCAB_SIZE), []
+    rule = make_rule(SpeculativeConfig(rejection_sampling_strategy="greedy"))
+    system = decode.System(
+        slow_model(toy, verify_ms / 1e3), small_lm(slow_model(toy, draft_ms / 1e3)), rule, k
+    )
+    overlapped = _ticks_ms(Overlap(Devices(draft, target), timeline), system, num_tokens)
+    usual = _ticks_ms(decode, system, num_tokens)
+    both, longer = k * draft_ms + verify_ms, max(k * draft_ms, verify_ms)
+    record = {
+        "k": k, "draft_ms": k * draft_ms, "verify_ms": verify_ms, "longer_ms": longer,
+        "sum_ms": both, "tick_ms": overlapped, "round_ms": usual,
+        "tick_over_longer": overlapped / longer, "round_over_sum": usual / both,
+        "draft_beside_verify": spread(beside(timeline)).median,
+    }  # fmt: skip
+    workdir = pathlib.Path(workdir)
+    workdir.mkdir(parents=True, exist_ok=True)
+    report.write_json(workdir / "overlap.json", record)
+    plots.plot_timeline(workdir / "timeline.png", [s for s in timeline if s.tick >= 0])
+    return record
+
+
+def _ticks_ms(loop, system: decode.System, num_tokens: int) -> float:
+    """Milliseconds a round of ``loop``, once everything is compiled; every draft is right."""
+    params = dict.fromkeys(("target", "draft"), toy_params(VOCAB_SIZE, 0))
+    sampler = make_sampler(SamplerConfig(), 1, VOCAB_SIZE)
+    one = lambda value: jnp.full((1,), value, jnp.int32)
+    none = jnp.full((1, 1), -1, jnp.int32)
+    state = loop.prefill(
+        params, jnp.ones((1, 2), jnp.int32), one(2), one(2 + 1 + num_tokens), none, sampler,
+        sampler, system=system, slots=num_tokens + system.slack + 3,
+    )
+    state, _ = loop.generate(params, state, one(0), jnp.int32(1), system=system)
+    begin = time.perf_counter()
+    state, chunk = loop.generate(params, state, one(0), jnp.int32(2**30), system=system)
+    rounds = int(chunk.rounds)
+    if rounds == 0:
+        raise ConfigError(f"num_tokens is {num_tokens}: all of them came in the first round")
+    return (time.perf_counter() - begin) * 1e3 / rounds
+
+
+def beside(spans: Sequence[Span]) -> np.ndarray:
+    """Of each tick, the part of the shorter of draft and verify that ran beside the other."""
+    by_tick: dict[int, dict[str, Span]] = {}
+    for span in spans:
+        if span.what in ("draft", "verify"):
+            by_tick.setdefault(span.tick, {})[span.what] = span
+    parts = []
+    for pair in by_tick.values():
+        a, b = pair["draft"], pair["verify"]
+        shared = min(a.end_s, b.end_s) - max(a.begin_s, b.begin_s)
+        parts.append(max(shared, 0.0) / min(a.end_s - a.begin_s, b.end_s - b.begin_s))
+    return np.asarray(parts)
+
+
+def main() -> int:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 2)
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    workdir = _WORKDIR.value or f"runs/overlap/{stamp}"
+    record = run(workdir, _DRAFT_MS.value, _VERIFY_MS.value, _K.value, _TOKENS.value)
+    for name, value in record.items():
+        print(f"{name:20} {value:.3g}")
+    print(f"{workdir}/timeline.png written")
+    return 0
+
+
+if __name__ == "__main__":
+    _WORKDIR = flags.DEFINE_string("workdir", None, "Folder. Default: runs/overlap/TIME.")
+    _DRAFT_MS = flags.DEFINE_float("draft_ms", 20.0, "Milliseconds of one drafted token.")
+    _VERIFY_MS = flags.DEFINE_float("verify_ms", 100.0, "Milliseconds of a verify pass.")
+    _K = flags.DEFINE_integer("k", 4, "Tokens drafted a tick.")
+    _TOKENS = flags.DEFINE_integer("tokens", 80, "Tokens decoded.")
+    cli.run(main)
