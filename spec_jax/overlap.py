@@ -194,7 +194,7 @@ class Overlap:
         if devices.shared:
             raise ConfigError(f"draft and target share {_names(devices.shared)}; see make_loop")
         self.devices, self.timeline = devices, timeline
-        self._placed: dict[str, tuple[Any, Any]] = {}
+        self._placed: dict[tuple[str, int], tuple[Any, Any]] = {}
 
     def prefill(
         self, params, tokens, lengths, limit, stop_tokens, sampler, draft_sampler, *,
@@ -264,15 +264,16 @@ class Overlap:
         return jax.device_put(tree, getattr(self.devices, name))
 
     def _place(self, params) -> dict:
-        """The parameters, each on its side; copied there the first time."""
-        placed = {}
-        for name in ("target", "draft"):
-            given, there = self._placed.get(name, (None, None))
-            if given is not params[name]:
-                given, there = params[name], _put(params[name], getattr(self.devices, name))
-                self._placed[name] = given, there
-            placed[name] = there
-        return placed
+        """The parameters, each on its side; copied there the first time, and then kept."""
+
+        def placed(name):
+            given = params[name]
+            if (name, id(given)) not in self._placed:  # kept with its copy: no other gets its id
+                copy = _put(given, getattr(self.devices, name))
+                self._placed[name, id(given)] = given, copy
+            return self._placed[name, id(given)][1]
+
+        return {name: placed(name) for name in ("target", "draft")}
 
     def _timed(self, what: str, tick: int, side: Side, function, *args, **kwargs):
         begin = time.perf_counter()

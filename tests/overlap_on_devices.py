@@ -187,9 +187,9 @@ def test_the_timeline_names_what_ran_where(decoded, timeline):
 # ------------------------------------------------------------------- the law, and mutations
 
 
-def certify(**kwargs):
+def certify():
     return testing.certify_decoder(
-        RESIDUAL, num_draft=3, trials=100_000, loop=overlap.Overlap(devices()), **kwargs
+        RESIDUAL, num_draft=3, trials=100_000, loop=overlap.Overlap(devices())
     )
 
 
@@ -197,38 +197,44 @@ def test_residual_has_the_targets_joint_law():
     assert certify() > 1e-3
 
 
-def test_mutation_laws_that_stay_behind_their_tokens_are_caught(monkeypatch):
+@pytest.fixture
+def mutate(monkeypatch):
+    """Puts a function in another's place; programs of before and of the mutant are forgotten."""
+
+    def forget_programs():
+        for program in (overlap.draft_block, overlap.score_ahead, overlap.settle):
+            program.clear_cache()
+
+    def put(owner, name, function):
+        forget_programs()
+        monkeypatch.setattr(owner, name, function)
+
+    yield put
+    monkeypatch.undo()
+    forget_programs()
+
+
+def test_mutation_laws_that_stay_behind_their_tokens_are_caught(mutate):
     honest = overlap.left_ahead
-
-    def forget(block, is_whole):
-        return honest(block, is_whole).replace(probs=block.probs)
-
-    _mutate(monkeypatch, "left_ahead", forget)
+    mutate(
+        overlap, "left_ahead",
+        lambda block, is_whole: honest(block, is_whole).replace(probs=block.probs),
+    )  # fmt: skip
     with pytest.raises(testing.CertificateError):
         certify()
 
 
-def _mutate(monkeypatch, name, function):
-    for program in (overlap.draft_block, overlap.score_ahead, overlap.settle):
-        program.clear_cache()
-    monkeypatch.setattr(overlap, name, function)
+def is_plain(loop, plain):
+    return [output(row) for row in run(loop)[0]] == plain
 
 
-@pytest.fixture
-def is_plain(plain):
-    loop = overlap.Overlap(devices())
-    yield lambda drafter=ERRING: [output(row) for row in run(loop, drafter)[0]] == plain
-    for program in (overlap.draft_block, overlap.score_ahead, overlap.settle):
-        program.clear_cache()
-
-
-def test_mutation_a_dropped_block_that_is_kept_is_caught(monkeypatch, is_plain):
+def test_mutation_a_dropped_block_that_is_kept_is_caught(mutate, loop, plain):
     honest = overlap.left_ahead
-    _mutate(monkeypatch, "left_ahead", lambda block, is_whole: honest(block, block.n_draft > 0))
-    assert not is_plain()
+    mutate(overlap, "left_ahead", lambda block, is_whole: honest(block, block.n_draft > 0))
+    assert not is_plain(loop, plain)
 
 
-def test_mutation_a_block_judged_by_the_row_before_is_caught(monkeypatch, is_plain):
+def test_mutation_a_block_judged_by_the_row_before_is_caught(monkeypatch, loop, plain):
     honest = overlap.score_ahead
 
     def late(*args, **kwargs):
@@ -236,20 +242,16 @@ def test_mutation_a_block_judged_by_the_row_before_is_caught(monkeypatch, is_pla
         return state, logits.at[:, 1:].set(logits[:, :-1])
 
     monkeypatch.setattr(overlap, "score_ahead", late)
-    assert not is_plain()
+    assert not is_plain(loop, plain)
 
 
-def test_mutation_the_token_behind_a_whole_chain_is_caught(monkeypatch, is_plain):
+def test_mutation_the_token_behind_a_whole_chain_is_caught(mutate, loop, plain):
     honest = decode.accept
-    overlap.settle.clear_cache()
-    monkeypatch.setattr(
-        decode, "accept", lambda *args: honest(*args[:-1], args[-1] + 1)
-    )
-    assert not is_plain()
+    mutate(decode, "accept", lambda *args: honest(*args[:-1], args[-1] + 1))
+    assert not is_plain(loop, plain)
 
 
 def test_mutation_a_draft_that_is_not_rolled_back_is_caught(loop):
     forgetful = erring(rewind=lambda state, n: state)
-    rows, _ = run(loop, forgetful)
     with pytest.raises(AssertionError):
-        test_accepts_all_that_is_right_and_counts_it((rows, 0))
+        test_accepts_all_that_is_right_and_counts_it(run(loop, forgetful))
