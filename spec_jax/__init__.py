@@ -9,8 +9,9 @@
     print(decoder.generate("def binary_search(", max_new_tokens=64).text)
 """
 
+from spec_jax.async_config import AsyncSpecConfig
 from spec_jax.cancel import CancellationToken
-from spec_jax.config import AsyncSpecConfig, SamplerConfig, SpeculativeConfig
+from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.decoder import SpeculativeDecoder
 from spec_jax.errors import Cancelled, ModelNotLoaded
 from spec_jax.loading import (

@@ -34,7 +34,7 @@ from spec_jax.contracts import (
 from spec_jax.errors import ConfigError, ShapeError
 from spec_jax.sampling import Counts, Sampler, is_sampling, process, sample
 from spec_jax.shapes import check_shapes
-from spec_jax.state import Chunk, DecodeState, Finish, Kind, Record, System
+from spec_jax.state import Chunk, DecodeState, Finish, Kind, Record, System, append, cut
 
 
 def judge(
@@ -215,7 +215,7 @@ def accept(
         scores, verdict = judge(rule, logits, state.sampler, state.counts, proposal, noise)
         fault = jnp.where(_is_bad(rule, scores, proposal, verdict), Finish.NAN_TARGET, fault)
         n = verdict.n_accept + 1 if most is None else jnp.minimum(verdict.n_accept + 1, most)
-        n_emit, finish = _cut(state, verdict.tokens, total, n, fault)
+        n_emit, finish = cut(state, verdict.tokens, total, n, fault)
         index = jnp.arange(verdict.tokens.shape[1])
         own = jnp.where(proposal.has_children(verdict.last), Kind.CORRECTED, Kind.BONUS)
         kind = jnp.where(index < verdict.n_accept[:, None], Kind.ACCEPTED, own[:, None])
@@ -282,38 +282,6 @@ def checked(proposal: Proposal, system: System, batch: int) -> tuple[Proposal, j
         fault = jnp.where(proposal.is_sound, fault, Finish.NAN_DRAFT)
     tokens = jnp.where(is_valid, proposal.tokens, 0)
     return proposal.replace(tokens=tokens, n_draft=n_draft), fault
-
-
-def _cut(state: DecodeState, tokens, total, n, fault) -> tuple[jax.Array, jax.Array]:
-    """How many of n tokens behind ``total`` each row keeps, and whether it stops and why.
-
-    A fault stops the row before this round's tokens; a stop token is kept, what follows it
-    is not; the limit cuts what exceeds it.
-    """
-    index = jnp.arange(tokens.shape[1])
-    is_stop = (tokens[:, :, None] == state.stop_tokens[:, None]).any(axis=2)
-    until_stop = jnp.where(is_stop, index + 1, tokens.shape[1] + 1).min(axis=1)
-    room = state.limit - total
-    kept = jnp.minimum(jnp.minimum(n, until_stop), room)
-    kept = jnp.where(state.is_active & (fault == Finish.RUNNING), kept, 0)
-    finish = jnp.where(kept == room, Finish.LENGTH, Finish.RUNNING)
-    finish = jnp.where(kept == until_stop, Finish.STOP_TOKEN, finish)
-    finish = jnp.where(fault == Finish.RUNNING, finish, fault)
-    return kept, jnp.where(state.is_active, finish, state.finish).astype(jnp.int32)
-
-
-def append(state, record: dict[str, jax.Array], total, n):
-    """Writes the first n (i32[B]) of each record's columns behind ``total`` (i32[B]) tokens.
-
-    The state has ``counts`` and what the record names: ``tokens`` at least.
-    """
-    index = jnp.arange(record["tokens"].shape[1])
-    is_new = index < n[:, None]
-    rows, M = jnp.arange(n.shape[0])[:, None], state.tokens.shape[1]
-    columns = jnp.where(is_new, total[:, None] + index, M)  # M is out of range: dropped
-    put = lambda old, new: old.at[rows, columns].set(new.astype(old.dtype), mode="drop")
-    changed = {name: put(getattr(state, name), new) for name, new in record.items()}
-    return state.replace(counts=state.counts.add(record["tokens"], is_new), **changed)
 
 
 def _expected(rule: Rule, scores: TargetScores, proposal: Proposal, verdict: Verdict):
@@ -418,7 +386,7 @@ def _prefill(
     first = first[:, None]
     is_bad = ~jnp.isfinite(processed.max(axis=-1))
     fault = jnp.where(is_bad, Finish.NAN_TARGET, Finish.RUNNING)
-    n_emit, finish = _cut(state, first, lengths, 1, fault)
+    n_emit, finish = cut(state, first, lengths, 1, fault)
     record = {"tokens": first, "kind": jnp.full((B, 1), Kind.FIRST)}
     return append(state, record, lengths, n_emit).replace(finish=finish)
 

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import decode, request, stats
+from spec_jax.async_config import AsyncSpecConfig
 from spec_jax.cancel import CancellationToken
 from spec_jax.config import (
     GREEDY_BELOW,
-    AsyncSpecConfig,
     SamplerConfig,
     SpeculativeConfig,
     check_integer,

@@ -1,4 +1,4 @@
-"""What the loop carries, and what it is compiled for. Types only; the loop is in ``decode``."""
+"""What the loop carries and is compiled for, and how it grows; the loop is in ``decode``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 
 from spec_jax.contracts import Context, Drafter, Model, Rule
 from spec_jax.sampling import Counts, Sampler
@@ -127,3 +128,35 @@ class Record(NamedTuple):
     @classmethod
     def of(cls, state: DecodeState) -> Record:
         return cls(*(getattr(state, name) for name in cls._fields))
+
+
+def cut(state: DecodeState, tokens, total, n, fault) -> tuple[jax.Array, jax.Array]:
+    """How many of n tokens behind ``total`` each row keeps, and whether it stops and why.
+
+    A fault stops the row before this round's tokens; a stop token is kept, what follows it
+    is not; the limit cuts what exceeds it.
+    """
+    index = jnp.arange(tokens.shape[1])
+    is_stop = (tokens[:, :, None] == state.stop_tokens[:, None]).any(axis=2)
+    until_stop = jnp.where(is_stop, index + 1, tokens.shape[1] + 1).min(axis=1)
+    room = state.limit - total
+    kept = jnp.minimum(jnp.minimum(n, until_stop), room)
+    kept = jnp.where(state.is_active & (fault == Finish.RUNNING), kept, 0)
+    finish = jnp.where(kept == room, Finish.LENGTH, Finish.RUNNING)
+    finish = jnp.where(kept == until_stop, Finish.STOP_TOKEN, finish)
+    finish = jnp.where(fault == Finish.RUNNING, finish, fault)
+    return kept, jnp.where(state.is_active, finish, state.finish).astype(jnp.int32)
+
+
+def append(state, record: dict[str, jax.Array], total, n):
+    """Writes the first n (i32[B]) of each record's columns behind ``total`` (i32[B]) tokens.
+
+    The state has ``counts`` and what the record names: ``tokens`` at least.
+    """
+    index = jnp.arange(record["tokens"].shape[1])
+    is_new = index < n[:, None]
+    rows, M = jnp.arange(n.shape[0])[:, None], state.tokens.shape[1]
+    columns = jnp.where(is_new, total[:, None] + index, M)  # M is out of range: dropped
+    put = lambda old, new: old.at[rows, columns].set(new.astype(old.dtype), mode="drop")
+    changed = {name: put(getattr(state, name), new) for name, new in record.items()}
+    return state.replace(counts=state.counts.add(record["tokens"], is_new), **changed)

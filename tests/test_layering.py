@@ -12,7 +12,7 @@ import pytest
 PACKAGE = pathlib.Path(__file__).resolve().parents[1] / "spec_jax"
 LEVELS = {
     "shapes": 0, "rng": 0, "errors": 0, "contracts": 0, "tree": 0, "version": 0, "cancel": 0,
-    "config": 1, "models": 2, "sampling": 3, "verify": 3, "draft": 3,
+    "config": 1, "async_config": 1, "models": 2, "sampling": 3, "verify": 3, "draft": 3,
     "adaptive": 0, "decode": 4, "state": 4, "stats": 4, "data": 4, "train": 4, "formats": 4,
     "zoo": 5, "loading": 5, "testing": 5, "pace": 5, "drafters": 5, "decoder": 5, "watch": 5,
     "queue": 5, "request": 5, "overlap": 5, "run": 5, "stream": 5, "__init__": 6,
