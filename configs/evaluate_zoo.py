@@ -14,7 +14,7 @@ def get_config() -> ConfigDict:
     """Lengths are in tokens."""
     config = ConfigDict()
     config.target = "zoo/target"  # a zoo name or a Hugging Face directory
-    config.drafts = ("zoo/draft", "zoo/eagle1")  # names or directories
+    config.drafts = "zoo/draft,zoo/eagle1,zoo/eagle3,zoo/mtp"  # names or directories
     config.dtype = "float32"  # of the weights in memory
     config.prompts = ""  # a file, see experiments/prompts.py; empty: pieces of held-out modules
     config.num_prompts = 64

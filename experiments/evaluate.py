@@ -176,7 +176,7 @@ def evaluate(config: ConfigDict, workdir: str | None = None) -> dict:
     """
     validate(config)
     target = load_model(config.target, config.dtype)
-    names = [name.strip() for entry in config.drafts for name in str(entry).split(",")]
+    names = [name.strip() for name in config.drafts.split(",")]
     drafts = {name: load_draft(name, target, config.dtype) for name in names if name}
     if config.prompts:
         found = load_prompts(config.prompts, config.num_prompts, config.seed)

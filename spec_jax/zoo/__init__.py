@@ -1,7 +1,8 @@
 """The small trained models that ship with the package; see MODEL_CARD.md.
 
 A code model, a much smaller draft of the same vocabulary, distilled from it (both Hugging Face
-directories), and a head that was trained for it, EAGLE-1.
+directories), and what was trained to draft from its states: heads of EAGLE-1 and EAGLE-3, and an
+MTP module.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import pathlib
 
 _HERE = pathlib.Path(__file__).parent
-NAMES = ("zoo/target", "zoo/draft", "zoo/eagle1")
+NAMES = ("zoo/target", "zoo/draft", "zoo/eagle1", "zoo/eagle3", "zoo/mtp")
 ZOO = {name: _HERE / name.removeprefix("zoo/") for name in NAMES}
 
 
