@@ -62,8 +62,11 @@ def erring(rewind=None):
 ERRING = erring()
 
 
-def run(loop, drafter=ERRING, stop=-1, limits=(NEW,) * 4, rounds=2**30, ending=None):
-    """What the rows of ``PROMPTS`` decode to: records of the rows, and the rounds it took."""
+def run(loop, drafter=ERRING, stop=-1, limits=(NEW,) * 4, rounds=2**30, ending=None, look=None):
+    """What the rows of ``PROMPTS`` decode to: records of the rows, and the rounds it took.
+
+    ``look`` is shown the state after each call, ``ending`` is given to each.
+    """
     system = decode.System(MODEL, drafter, MATCH, K)
     tokens = np.zeros((4, 8), np.int32)
     for row, prompt in enumerate(PROMPTS):
@@ -77,6 +80,8 @@ def run(loop, drafter=ERRING, stop=-1, limits=(NEW,) * 4, rounds=2**30, ending=N
     while True:
         state, chunk = loop.generate(PARAMS, state, end, jnp.int32(rounds), system=system)
         total += int(chunk.rounds)
+        if look is not None:
+            look(state)
         end = end if ending is None else jnp.asarray(ending, jnp.int32)
         if (np.asarray(chunk.finish) != Finish.RUNNING).all():
             break
@@ -126,7 +131,7 @@ def test_emits_exactly_the_plain_stream_for_mixed_rows(decoded, plain):
 
 
 def test_accepts_all_that_is_right_and_counts_it(decoded):
-    """Fails where the draft's state is not that of its prefix, kept or rolled back."""
+    """Fails where a block is not drafted behind its true prefix."""
     total = stats.Stats()
     for row in decoded[0]:
         position, kind = np.arange(len(row.kind)), row.kind
@@ -138,6 +143,19 @@ def test_accepts_all_that_is_right_and_counts_it(decoded):
         total += s
     assert total.corrected > 0 and total.bonus > 0 and min(total.lengths) > 0
     assert max(row.offered.max() for row in decoded[0]) == K
+
+
+def check_side(state):
+    """The draft's cache is a token behind what is ahead, and holds what is committed."""
+    side = jax.tree.map(np.asarray, state.draft.side)
+    cache = side.draft.cache
+    np.testing.assert_array_equal(cache.length, side.length + side.ahead.n_draft - 1)
+    for row, n in enumerate(np.minimum(cache.length, side.length + 1)):
+        np.testing.assert_array_equal(cache.tokens[row, :n], side.tokens[row, :n])
+
+
+def test_the_drafts_state_is_that_of_its_prefix_kept_or_rolled_back(loop):
+    run(loop, rounds=1, look=check_side)
 
 
 def test_stop_tokens_limits_and_chunks_of_ticks_cut_the_plain_stream(loop, plain):
@@ -256,4 +274,4 @@ def test_mutation_the_token_behind_a_whole_chain_is_caught(mutate, loop, plain):
 def test_mutation_a_draft_that_is_not_rolled_back_is_caught(loop):
     forgetful = erring(rewind=lambda state, n: state)
     with pytest.raises(AssertionError):
-        test_accepts_all_that_is_right_and_counts_it(run(loop, forgetful))
+        run(loop, forgetful, rounds=1, look=check_side)
