@@ -173,6 +173,8 @@ def check(system: System) -> None:
         reason = "drafts nothing"
     else:
         reason = None
+    if not system.target.can_rewind:
+        raise ConfigError("the target cannot forget rejected drafts, so nothing is drafted for it")
     if reason is not None:
         raise ConfigError(f"drafter {drafter.name!r} cannot be overlapped: it {reason}")
     if rule.is_joint:
