@@ -34,7 +34,7 @@ def get_config() -> ConfigDict:
     config.max_new_tokens = 64
     config.batch = 1  # prompts decoded together
     config.methods = ("plain", "ngram", "standalone", "eagle", "mtp")  # those that are given
-    config.ks = (1, 4)  # drafted tokens a round
+    config.ks = (3,)  # drafted tokens a round
     config.trees = ""  # beside the chains, with commas: 3x2x1, children by depth, or 59:6:10,
     # nodes, levels and children of EAGLE-2's dynamic tree
     config.temperatures = (0.0, 1.0)

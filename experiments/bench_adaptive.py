@@ -148,7 +148,10 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
     draft = random_model("draft", config.draft, config.seed + 1)
     most = max(config.buckets)
     rule = make_rule(
-        SpeculativeConfig(num_speculative_tokens=most, synthetic_conditional_rates=(1.0,) * most)
+        SpeculativeConfig(
+            num_speculative_tokens=most, rejection_sampling_strategy="synthetic",
+            synthetic_conditional_rates=(1.0,) * most,
+        )
     )
     system = System(target.model, coined(small_lm(draft.model)), rule, most)
     tokens = np.random.default_rng(config.seed)

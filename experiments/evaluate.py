@@ -16,6 +16,7 @@ import functools
 import shlex
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -95,7 +96,9 @@ def _resamples(num_prompts: int) -> np.ndarray:
 
 def intervals(rates: np.ndarray) -> list[Interval]:
     """By column of f64[R+1,N], the first row being the figure itself."""
-    low, high = np.nanquantile(rates[1:], [0.025, 0.975], axis=0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All-NaN", RuntimeWarning)  # a place never judged
+        low, high = np.nanquantile(rates[1:], [0.025, 0.975], axis=0)
     return [Interval(*map(float, x)) for x in zip(rates[0], low, high)]
 
 
