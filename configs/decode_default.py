@@ -2,7 +2,7 @@
 
     python -m experiments.decode
 
-Cost: under three minutes on two CPU cores, most of it compilation, which a second run finds
+Cost: under four minutes on two CPU cores, most of it compilation, which a second run finds
 in the user's cache. Expected: greedy rows identical to plain decoding's, the heads' tau highest.
 
 Any value may be given on the command line, in the type it has here:
