@@ -20,7 +20,7 @@ from spec_jax import decode
 from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context, Drafter, ForwardOutput, Model, Proposal
 from spec_jax.decode import DecodeState, System
-from spec_jax.draft.ngram import NO_DRAFT
+from spec_jax.draft.model_free import NO_DRAFT
 from spec_jax.sampling import argmax, make_sampler
 from spec_jax.stats import Stats, row_stats
 

@@ -21,7 +21,7 @@ from spec_jax.config import (
     check_integer,
 )
 from spec_jax.contracts import Drafter, Rule
-from spec_jax.draft.ngram import NO_DRAFT
+from spec_jax.draft.model_free import NO_DRAFT
 from spec_jax.draft.suffix import History
 from spec_jax.drafters import make_drafter, paced, tapped_model
 from spec_jax.errors import ConfigError, PromptError

@@ -5,7 +5,8 @@ from __future__ import annotations
 from spec_jax.config import SpeculativeConfig
 from spec_jax.contracts import Drafter, Model
 from spec_jax.draft.chain import stopping
-from spec_jax.draft.ngram import NO_DRAFT, ngram
+from spec_jax.draft.model_free import NO_DRAFT
+from spec_jax.draft.ngram import ngram
 from spec_jax.draft.small_lm import small_lm
 from spec_jax.draft.suffix import Follow, suffix
 from spec_jax.errors import ConfigError

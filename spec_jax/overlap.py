@@ -47,7 +47,7 @@ import jax.numpy as jnp
 
 from spec_jax import decode
 from spec_jax.contracts import Proposal
-from spec_jax.draft.ngram import NO_DRAFT
+from spec_jax.draft.model_free import NO_DRAFT
 from spec_jax.errors import ConfigError
 from spec_jax.sampling import Counts, Sampler
 from spec_jax.state import Chunk, DecodeState, System

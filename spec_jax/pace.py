@@ -19,7 +19,7 @@ from spec_jax import decode
 from spec_jax.adaptive import Costs, Tuner
 from spec_jax.config import SpeculativeConfig
 from spec_jax.decode import Chunk, DecodeState, Kind, System
-from spec_jax.draft.ngram import resting
+from spec_jax.draft.model_free import resting
 from spec_jax.verify import MATCH, make_rule
 
 _WARM_ROUNDS = 4  # of one timing

@@ -19,7 +19,7 @@ from spec_jax import decode
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.contracts import ForwardOutput
 from spec_jax.draft.eagle import EagleConfig, eagle, init_head
-from spec_jax.draft.ngram import NO_DRAFT
+from spec_jax.draft.model_free import NO_DRAFT
 from spec_jax.draft.small_lm import small_lm
 from spec_jax.models import layers, transformer
 from spec_jax.models.attention import NUM_PREFIXES

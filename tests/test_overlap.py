@@ -12,8 +12,10 @@ import pytest
 
 from spec_jax import decode, overlap, testing
 from spec_jax.config import SpeculativeConfig
-from spec_jax.draft.ngram import NO_DRAFT, ngram
+from spec_jax.draft.model_free import NO_DRAFT
+from spec_jax.draft.ngram import ngram
 from spec_jax.draft.small_lm import SmallLMState, small_lm
+from spec_jax.draft.suffix import suffix
 from spec_jax.errors import ConfigError
 from spec_jax.tree import Tree
 from spec_jax.verify import MATCH, make_rule
@@ -64,7 +66,7 @@ def test_what_cannot_run_ahead_is_refused(drafter, strategy, K, message):
 
 
 def test_chains_of_copies_and_of_a_small_model_can_run_ahead():
-    for drafter in (small_lm(TOY), ngram()):
+    for drafter in (small_lm(TOY), ngram(), suffix(4)):
         overlap.check(decode.System(TOY, drafter, MATCH, 3))
 
 

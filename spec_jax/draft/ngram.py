@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.contracts import Context, Drafter, Proposal
+from spec_jax.draft.model_free import model_free
 
 
 def lookup(
@@ -48,7 +49,7 @@ def lookup(
 
 @functools.cache
 def ngram(ngram_max: int = 3, ngram_min: int = 1) -> Drafter:
-    """A drafter without a model. Its proposals are deterministic, its state is empty."""
+    """Drafts what ``lookup`` finds in the row's own text."""
 
     def propose(params, state, context: Context, num_draft: int):
         del params
@@ -56,38 +57,4 @@ def ngram(ngram_max: int = 3, ngram_min: int = 1) -> Drafter:
         tokens, n_draft = jax.vmap(find)(context.tokens, context.length)
         return Proposal(tokens, n_draft), state
 
-    return Drafter(
-        name="ngram",
-        vocab_size=None,
-        max_length=None,
-        is_sampled=False,
-        init=lambda params, batch, slots: (),
-        prefill=lambda params, state, tokens, lengths, pending, features: state,
-        propose=propose,
-        commit=lambda params, state, tokens, n, features, path: state,
-        insert_row=lambda state, row, other: state,
-        catch_up=lambda params, state, tokens, length, width: state,
-        rewind=lambda state, n: state,
-    )
-
-
-def _nothing(params, state, context: Context, num_draft: int):
-    del params
-    B = context.length.shape[0]
-    return Proposal(jnp.zeros((B, num_draft), jnp.int32), jnp.zeros((B,), jnp.int32)), state
-
-
-NO_DRAFT = ngram()._replace(name="plain", propose=_nothing)
-"""Proposes nothing: with it a round of K = 0 is a step of plain decoding."""
-
-
-@functools.cache
-def resting(drafter: Drafter) -> Drafter:
-    """The drafter in rounds of K = 0, over the same state: it proposes nothing.
-
-    One with ``catch_up`` does no work either and falls behind; any other is still told what is
-    committed.
-    """
-    if drafter.catch_up is None:
-        return drafter
-    return drafter._replace(propose=_nothing, commit=NO_DRAFT.commit)
+    return model_free("ngram", propose)

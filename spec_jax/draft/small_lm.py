@@ -78,7 +78,7 @@ def small_lm(model: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
             return model.unembed(params, hidden), cache
 
         # Asked for no drafts it feeds what is committed all the same, so no backlog arises; one
-        # that is not asked at all (``ngram.resting``) catches up.
+        # that is not asked at all (``model_free.resting``) catches up.
         width = max(_FIRST, num_draft + 1) if tree is None else _FIRST + tree.num_fed
         hidden, cache = feed(fed, model.open_window(state.cache, width), 0)
         logits = model.unembed(params, hidden[:, -1])

@@ -20,6 +20,7 @@ import numpy as np
 
 from spec_jax.config import SpeculativeConfig
 from spec_jax.contracts import Context, Drafter, Proposal
+from spec_jax.draft.model_free import model_free
 
 GAP = -1  # in a text: no token, as between two outputs
 
@@ -157,24 +158,14 @@ def suffix(vocab_size: int, follow: Follow = Follow()) -> Drafter:
         offered = jnp.arange(num_draft) < best.n_draft[:, None]
         return Proposal(jnp.where(offered, best.tokens, 0), best.n_draft), state
 
-    return Drafter(
-        name="suffix",
-        vocab_size=vocab_size,
-        max_length=None,
-        is_sampled=False,
-        init=lambda params, batch, slots: (),
-        prefill=lambda params, state, tokens, lengths, pending, features: state,
-        propose=propose,
-        commit=lambda params, state, tokens, n, features, path: state,
-        insert_row=lambda state, row, other: state,
-        catch_up=lambda params, state, tokens, length, width: state,
-    )
+    return model_free("suffix", propose, vocab_size)
 
 
 class History:
     """The last outputs, of at most so many tokens together: what comes first goes first.
 
-    Adding replaces the array, so a call that is running keeps the one it began with.
+    The array for the device is made once for each output that is added; whoever holds an earlier
+    one keeps it.
 
     Args:
       size: H, tokens and the gaps between outputs; 0 keeps nothing.
@@ -182,14 +173,18 @@ class History:
 
     def __init__(self, size: int):
         self._text = np.full((size,), GAP, np.int32)
+        self._tokens: jax.Array | None = None
 
     @property
     def tokens(self) -> jax.Array | None:
         """i32[H] for the drafter, the oldest first, or None where nothing is kept."""
-        return jnp.asarray(self._text) if len(self._text) else None
+        if self._tokens is None and len(self._text):
+            self._tokens = jnp.asarray(self._text)
+        return self._tokens
 
     def add(self, output) -> None:
         """Appends the ids of a finished output."""
         if len(self._text) and len(output):
             joined = np.concatenate([self._text, [GAP], np.asarray(output, np.int32)])
             self._text = joined[-len(self._text) :].astype(np.int32)
+            self._tokens = None

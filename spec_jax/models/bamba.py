@@ -12,13 +12,11 @@ import jax.numpy as jnp
 
 from spec_jax.errors import ConfigError
 from spec_jax.models.cache import KVCache
-from spec_jax.models.config import RopeConfig
+from spec_jax.models.config import PartialRotary, RopeConfig, eos_spelling, eos_tuple
 from spec_jax.models.layers import Window, attention, mlp, rms_norm
 from spec_jax.models.mamba2 import (
     MixerConfig,
     check_sizes,
-    eos_spelling,
-    eos_tuple,
     mixer,
     mixer_table,
     time_limits,
@@ -35,7 +33,7 @@ from spec_jax.models.state_cache import HybridCache, StateCache
 
 
 @dataclasses.dataclass(frozen=True)
-class BambaConfig:
+class BambaConfig(PartialRotary):
     """A hybrid of attention and Mamba-2 layers. Field names are Hugging Face's."""
 
     vocab_size: int
@@ -91,11 +89,7 @@ class BambaConfig:
                 f"num_attention_heads {N} must divide hidden_size {D} and be a multiple of "
                 f"num_key_value_heads {G}"
             )
-        if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
-            raise ConfigError(
-                f"partial_rotary_factor {self.partial_rotary_factor} turns {self.rotary_dim} of "
-                f"{self.head_dim} dimensions; expected an even number"
-            )
+        self.check_rotary()
         L = self.num_hidden_layers
         if not self.attn_layer_indices or not set(self.attn_layer_indices) < set(range(L)):
             raise ConfigError(
@@ -114,18 +108,6 @@ class BambaConfig:
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_attention_heads
-
-    @property
-    def rotary_dim(self) -> int:
-        return int(self.head_dim * self.partial_rotary_factor)
-
-    @property
-    def key_dim(self) -> int:
-        return self.head_dim
-
-    @property
-    def value_dim(self) -> int:
-        return self.head_dim
 
     @property
     def has_qk_norm(self) -> bool:
@@ -157,17 +139,7 @@ class BambaConfig:
         """
         if hf.get("hidden_act", "silu") != "silu":
             raise ConfigError(f"hidden_act {hf['hidden_act']!r} is not supported; expected 'silu'")
-        rope = dict(hf.get("rope_parameters") or {})
-        part = rope.pop("partial_rotary_factor", None)
-        values = {**hf, "partial_rotary_factor": part}
-        fields = [f.name for f in dataclasses.fields(cls) if f.name != "rope"]
-        try:
-            return cls(
-                rope=RopeConfig.from_hf({**hf, "rope_parameters": rope}),
-                **{n: values[n] for n in fields if values.get(n) is not None},
-            )
-        except TypeError as error:
-            raise ConfigError(f"config.json is incomplete: {error}") from error
+        return cls.of_fields(hf)
 
     def to_hf(self) -> dict[str, Any]:
         """The config.json that transformers loads as the same model."""

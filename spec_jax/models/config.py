@@ -24,6 +24,16 @@ def _check_number(name: str, value: Any) -> None:
         raise ConfigError(f"{name} is {value!r}; expected a number")
 
 
+def eos_tuple(value: Any) -> tuple[int, ...]:
+    """``eos_token_id`` as one type, whether none, one or several are given."""
+    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
+
+
+def eos_spelling(eos: tuple[int, ...]) -> int | list[int] | None:
+    """``eos_token_id`` as config.json holds it."""
+    return None if not eos else eos[0] if len(eos) == 1 else list(eos)
+
+
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embedding; fields and meaning as in Hugging Face's ``rope_parameters``."""
@@ -113,6 +123,52 @@ class RopeConfig:
         }
 
 
+class PartialRotary:
+    """What configs share whose heads turn only the first part of their dimensions.
+
+    A config that inherits has ``head_dim``, ``partial_rotary_factor`` and ``rope``.
+    """
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def key_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
+
+    def check_rotary(self) -> None:
+        """Raises a ConfigError where the part is empty, odd or larger than the head."""
+        if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
+            raise ConfigError(
+                f"partial_rotary_factor {self.partial_rotary_factor} turns {self.rotary_dim} of "
+                f"{self.head_dim} dimensions; expected an even number"
+            )
+
+    @classmethod
+    def of_fields(cls, hf: Mapping[str, Any]):
+        """The config with the fields of a parsed config.json, the factor from either place.
+
+        Raises:
+          ConfigError: a field is missing or wrong.
+        """
+        rope = dict(hf.get("rope_parameters") or {})
+        part = rope.pop("partial_rotary_factor", hf.get("partial_rotary_factor"))
+        values = {**hf, "partial_rotary_factor": part}
+        names = [field.name for field in dataclasses.fields(cls) if field.name != "rope"]
+        try:
+            return cls(
+                rope=RopeConfig.from_hf({**hf, "rope_parameters": rope}),
+                **{n: values[n] for n in names if values.get(n) is not None},
+            )
+        except TypeError as error:
+            raise ConfigError(f"config.json is incomplete: {error}") from error
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A Llama, Qwen2 or Qwen3 decoder. Field names are Hugging Face's.
@@ -173,8 +229,7 @@ class ModelConfig:
             raise ConfigError(f"head_dim {self.head_dim} is odd; rotary embedding needs it even")
         if self.model_type == "qwen2":
             set_("attention_bias", True)
-        eos = self.eos_token_id
-        set_("eos_token_id", () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos))
+        set_("eos_token_id", eos_tuple(self.eos_token_id))
 
     @property
     def has_qk_norm(self) -> bool:
@@ -234,8 +289,7 @@ class ModelConfig:
             del hf["mlp_bias"]
         if self.model_type == "qwen2":
             del hf["attention_bias"]
-        eos = self.eos_token_id
-        hf["eos_token_id"] = None if not eos else eos[0] if len(eos) == 1 else list(eos)
+        hf["eos_token_id"] = eos_spelling(self.eos_token_id)
         hf["rope_parameters"] = self.rope.to_hf()
         hf["hidden_act"] = "silu"
         hf["architectures"] = [MODEL_TYPES[self.model_type]]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.errors import ConfigError
-from spec_jax.models.config import RopeConfig
+from spec_jax.models.config import RopeConfig, eos_spelling, eos_tuple
 from spec_jax.models.layers import Window, linear, rms_norm
 from spec_jax.models.params import ParamSpec, layer_tables, linear_specs, outer_specs, outer_table
 from spec_jax.models.ssm import Inputs, convolve, read, read_chain, write
@@ -40,16 +40,6 @@ def check_sizes(config, *names: str) -> None:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name} is {value!r}; expected a positive integer")
-
-
-def eos_tuple(value: Any) -> tuple[int, ...]:
-    """``eos_token_id`` as one type, whether none, one or several are given."""
-    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
-
-
-def eos_spelling(eos: tuple[int, ...]) -> int | list[int] | None:
-    """``eos_token_id`` as config.json holds it."""
-    return None if not eos else eos[0] if len(eos) == 1 else list(eos)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.errors import ConfigError
-from spec_jax.models.config import RopeConfig
+from spec_jax.models.config import PartialRotary, RopeConfig
 from spec_jax.models.layers import Window, attend_window, linear, rms_norm
 from spec_jax.models.moe import experts_table, gated, gated_table, mix_experts, route
 from spec_jax.models.params import ParamSpec
@@ -21,7 +21,7 @@ from spec_jax.models.rope import rotate
 
 
 @dataclasses.dataclass(frozen=True)
-class Qwen3NextConfig:
+class Qwen3NextConfig(PartialRotary):
     """Full-attention layers of Qwen3-Next, all alike. Field names are Hugging Face's."""
 
     vocab_size: int
@@ -53,27 +53,11 @@ class Qwen3NextConfig:
             )
         if self.num_experts_per_tok > X:
             raise ConfigError(f"num_experts_per_tok is {self.num_experts_per_tok} of {X} experts")
-        if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
-            raise ConfigError(
-                f"partial_rotary_factor {self.partial_rotary_factor} turns {self.rotary_dim} of "
-                f"{self.head_dim} dimensions; expected an even number"
-            )
+        self.check_rotary()
 
     @property
     def scan_layers(self) -> bool:
         return False
-
-    @property
-    def rotary_dim(self) -> int:
-        return int(self.head_dim * self.partial_rotary_factor)
-
-    @property
-    def key_dim(self) -> int:
-        return self.head_dim
-
-    @property
-    def value_dim(self) -> int:
-        return self.head_dim
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Qwen3NextConfig:
@@ -87,16 +71,7 @@ class Qwen3NextConfig:
         ):  # fmt: skip
             if (hf.get(name) or expected) != expected:
                 raise ConfigError(f"{name} {hf[name]!r} is not supported; expected {expected!r}")
-        rope = dict(hf.get("rope_parameters") or {})
-        values = {"partial_rotary_factor": rope.pop("partial_rotary_factor", None), **hf}
-        fields = [f.name for f in dataclasses.fields(cls) if f.name != "rope"]
-        try:
-            return cls(
-                rope=RopeConfig.from_hf({**hf, "rope_parameters": rope}),
-                **{n: values[n] for n in fields if values.get(n) is not None},
-            )
-        except TypeError as error:
-            raise ConfigError(f"config.json is incomplete: {error}") from error
+        return cls.of_fields(hf)
 
     def to_hf(self) -> dict[str, Any]:
         """The keys of config.json that ``from_hf`` and transformers read."""
