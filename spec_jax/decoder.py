@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import decode, request, stats
+from spec_jax import decode, overlap, request, stats
 from spec_jax.async_config import AsyncSpecConfig
 from spec_jax.cancel import CancellationToken
 from spec_jax.config import (
@@ -68,6 +67,10 @@ class SpeculativeDecoder:
       rule: a ``Rule`` of your own in place of the config's strategy.
       has_expected: record the rule's closed-form acceptance beside the measured one.
       force_n1: check draft and config, and then draft nothing (see ``new_n1``).
+      devices: of draft and target, to draft the next block while the target verifies this one
+        (see ``overlap``); None where they take turns. Sides that share a device take turns too,
+        and a warning says so.
+      timeline: gets what ran when, where the two are overlapped.
 
     Attributes:
       memory: costs and acceptance that adaptive decoding has learned; None where K is fixed.
@@ -89,6 +92,8 @@ class SpeculativeDecoder:
         rule: Rule | None = None,
         has_expected: bool = False,
         force_n1: bool = False,
+        devices: overlap.Devices | None = None,
+        timeline: list[overlap.Span] | None = None,
     ):
         if isinstance(draft, SpeculativeConfig | AsyncSpecConfig):
             raise ConfigError(f"draft is a {type(draft).__name__}; name it: config=...")
@@ -120,12 +125,14 @@ class SpeculativeDecoder:
         self._history = History(config.suffix_history_tokens) if has_history else None
         is_adaptive = config is not None and config.is_adaptive
         self.memory = Memory(config.buckets) if is_adaptive else None
+        self._loop = decode if devices is None else overlap.make_loop(devices, timeline)
         self._check_parts()
         self.system()  # a strategy or a rule that cannot be is refused here
         self._has_fallen_back = config is not None and not (force_n1 or target.model.can_rewind)
         if force_n1 or self._has_fallen_back:
             self._model, self._drafter = target.model, NO_DRAFT
             self._config = self._rule = self._history = self.memory = None
+            self._loop = decode
         self._lock, self._token, self._is_token_held = threading.Lock(), CancellationToken(), False
         self._worker = ThreadPoolExecutor(1, "spec_jax")  # starts with the first asynchronous call
         self.reset_stats()
@@ -146,6 +153,8 @@ class SpeculativeDecoder:
                 f"the vocabularies differ: target {self.target.name} has {ours} tokens, "
                 f"draft {self._drafter.name} has {theirs}"
             )
+        if self.is_overlapped and self.memory is not None:
+            raise ConfigError("is_adaptive is set; an overlapped draft needs a fixed K")
         a, b = self.target.tokenizer, getattr(self.draft, "tokenizer", None)
         if a is not None and b is not None and not a.has_same_vocab(b):
             raise ConfigError(
@@ -160,6 +169,11 @@ class SpeculativeDecoder:
         A rule of your own judges in place of its strategy.
         """
         return self.resolved_config(self.target_sampler)
+
+    @property
+    def is_overlapped(self) -> bool:
+        """Whether drafts are made on devices of their own while the target verifies."""
+        return self._loop is not decode
 
     @property
     def num_draft(self) -> int:
@@ -217,7 +231,7 @@ class SpeculativeDecoder:
         if self._rule is not None:
             rule = self._rule
         elif config is not None:
-            rule = make_rule(_rule_part(config))
+            rule = make_rule(config)
         else:
             rule = plain_rule(_highest_temperature(samplers) < GREEDY_BELOW)
         if rule.is_greedy and _highest_temperature(samplers) >= GREEDY_BELOW:
@@ -230,9 +244,10 @@ class SpeculativeDecoder:
             )
         has_form = rule.expected_acceptance is not None and self._drafter.tree is None
         has_expected = self._has_expected and has_form
-        return decode.System(
-            self._model, self._drafter, rule, self.num_draft, has_expected
-        )
+        system = decode.System(self._model, self._drafter, rule, self.num_draft, has_expected)
+        if self.is_overlapped:
+            overlap.check(system)
+        return system
 
     def params(self, batch: int | None = None, num_draft: int | None = None) -> dict:
         """What ``decode.prefill`` and ``decode.generate`` take as ``params``.
@@ -267,7 +282,7 @@ class SpeculativeDecoder:
         params_of()  # weights are laid out here
         if self.memory is not None:
             return Pacer(system, params_of, self.memory)
-        return lambda *args: decode.generate(params_of(), *args, system=system)
+        return lambda *args: self._loop.generate(params_of(), *args, system=system)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Ids of a prompt, checked.
@@ -448,7 +463,7 @@ class SpeculativeDecoder:
             tokens[row, : len(prompt)] = prompt
         stop_ids = np.tile(np.asarray([*stop_tokens, -1], np.int32), (len(ids), 1))
         limits = (lengths + most).astype(np.int32)
-        return lambda: decode.prefill(
+        return lambda: self._loop.prefill(
             self.params(), jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(limits),
             jnp.asarray(stop_ids), sampler, draft_sampler, system=system, slots=slots,
         )  # fmt: skip
@@ -478,15 +493,3 @@ def _highest_temperature(samplers: Samplers) -> float:
     if not one and not samplers:
         raise ConfigError("the list of sampler configs is empty; expected one for each row")
     return samplers.temperature if one else max(s.temperature for s in samplers)
-
-
-def _rule_part(config: SpeculativeConfig) -> SpeculativeConfig:
-    """The fields a rule depends on, so that configs equal in them share compiled programs."""
-    return dataclasses.replace(
-        SpeculativeConfig(),
-        **{
-            f.name: getattr(config, f.name)
-            for f in dataclasses.fields(config)
-            if f.name.startswith(("num_", "rejection_", "synthetic_", "typical_"))
-        },
-    )

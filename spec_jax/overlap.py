@@ -54,6 +54,8 @@ from spec_jax.state import Chunk, DecodeState, System
 
 Side = jax.Device | jax.sharding.Sharding
 
+_KEPT = 3  # of a side's parameters
+
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
@@ -196,7 +198,7 @@ class Overlap:
         if devices.shared:
             raise ConfigError(f"draft and target share {_names(devices.shared)}; see make_loop")
         self.devices, self.timeline = devices, timeline
-        self._placed: dict[tuple[str, int], tuple[Any, Any]] = {}
+        self._placed: dict[str, tuple] = {"target": (), "draft": ()}
 
     def prefill(
         self, params, tokens, lengths, limit, stop_tokens, sampler, draft_sampler, *,
@@ -266,14 +268,20 @@ class Overlap:
         return jax.device_put(tree, getattr(self.devices, name))
 
     def _place(self, params) -> dict:
-        """The parameters, each on its side; copied there the first time, and then kept."""
+        """The parameters, each on its side; copied there the first time, and then kept.
+
+        Of either side the last few that were given are kept: a decoder gives prefill and rounds
+        different layouts, and a drafter that copies from past outputs gets new ones.
+        """
 
         def placed(name):
             given = params[name]
-            if (name, id(given)) not in self._placed:  # kept with its copy: no other gets its id
-                copy = _put(given, getattr(self.devices, name))
-                self._placed[name, id(given)] = given, copy
-            return self._placed[name, id(given)][1]
+            for known, copy in self._placed[name]:
+                if known is given:
+                    return copy
+            copy = _put(given, getattr(self.devices, name))
+            self._placed[name] = ((given, copy), *self._placed[name][: _KEPT - 1])
+            return copy
 
         return {name: placed(name) for name in ("target", "draft")}
 

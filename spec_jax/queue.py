@@ -14,7 +14,7 @@ from spec_jax import decode
 from spec_jax.config import SamplerConfig, check_integer
 from spec_jax.decode import Finish
 from spec_jax.decoder import Samplers, SpeculativeDecoder
-from spec_jax.errors import PromptError
+from spec_jax.errors import ConfigError, PromptError
 from spec_jax.request import Prompt
 from spec_jax.run import Generation, collect
 from spec_jax.sampling import Sampler, make_sampler
@@ -62,7 +62,8 @@ class DecodeQueue:
       draft_sampler: likewise.
 
     Raises:
-      ConfigError: a number that cannot be, or samplers that the rule cannot serve.
+      ConfigError: a number that cannot be, samplers that the rule cannot serve, or a decoder that
+        overlaps drafting.
       PromptError: the longest prompt and its output exceed what target or draft can hold;
         from the iterator, a prompt is longer or no prompt; its index is named.
     """
@@ -79,6 +80,11 @@ class DecodeQueue:
         sampler: Samplers | None = None,
         draft_sampler: Samplers | None = None,
     ):
+        if decoder.is_overlapped:
+            raise ConfigError(
+                "a queue refills rows, which draft and target on devices of their own cannot yet "
+                "do: build its decoder without devices"
+            )
         samplers = decoder.target_sampler if sampler is None else sampler
         drafts = decoder.draft_sampler if draft_sampler is None else draft_sampler
         self._decoder, self._prompts = decoder, iter(prompts)

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import LLAMA, random_weights
 
 from experiments import overlap as experiment
 from spec_jax import decode, overlap, rng, stats, testing
+from spec_jax.cancel import CancellationToken
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.decode import Finish, Kind
+from spec_jax.decoder import SpeculativeDecoder
 from spec_jax.draft.small_lm import small_lm
+from spec_jax.errors import ConfigError
+from spec_jax.loading import LoadedModel
+from spec_jax.models import transformer
+from spec_jax.queue import DecodeQueue
 from spec_jax.sampling import make_sampler
 from spec_jax.testing.oracles import toy_logits
 from spec_jax.verify import MATCH, make_rule
@@ -184,6 +192,72 @@ def test_a_side_may_be_a_sharding_over_several_devices(plain):
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     rows, _ = run(overlap.make_loop(overlap.Devices(draft, whole)))
     assert [output(row) for row in rows] == plain
+
+
+# ----------------------------------------------------------- models with caches, by the decoder
+
+
+def loaded(name, noise=0.0):
+    """A Llama; with noise on its weights it drafts well for the one without, and not always."""
+    moved = lambda w: w + noise * np.random.RandomState(w.size % 2**31).standard_normal(w.shape)
+    params = jax.tree.map(lambda w: jnp.asarray(moved(w), w.dtype), random_weights(LLAMA))
+    return LoadedModel(name, transformer.model(LLAMA), params, config=LLAMA)
+
+
+@pytest.mark.parametrize("method", ["standalone", "ngram", "suffix"])
+@pytest.mark.parametrize("temperature", [0.0, 0.2])
+def test_the_decoder_overlaps_models_with_caches_and_gives_plain_decodings_tokens(
+    method, temperature
+):
+    target = loaded("target")
+    draft = loaded("draft", 0.01) if method == "standalone" else None
+    samplers = [SamplerConfig(temperature, seed=row) for row in range(4)]
+    strategy = "match" if temperature else "greedy"
+    config = SpeculativeConfig(method, K, rejection_sampling_strategy=strategy)
+    timeline = []
+    overlapped = SpeculativeDecoder(
+        target, draft, config, devices=devices(), timeline=timeline, target_sampler=samplers
+    )
+    plain = SpeculativeDecoder(target, target_sampler=samplers)
+    assert overlapped.is_overlapped and not plain.is_overlapped
+    for prompts in (PROMPTS, PROMPTS[::-1]):  # the second call finds past outputs and weights
+        given = overlapped.generate(prompts, 24)
+        expected = plain.generate(prompts, 24)
+        assert [row.tokens for row in given] == [row.tokens for row in expected]
+    counts = overlapped.stats
+    assert counts.emitted == counts.first + counts.accepted + counts.corrected + counts.bonus
+    assert counts.accepted > 0
+    assert {span.what for span in timeline} == {"prefill", "draft", "verify", "judge"}
+
+
+def test_an_overlapped_decoder_is_cancelled_between_ticks_and_goes_on_afterwards():
+    decoder = SpeculativeDecoder(loaded("target"), loaded("draft", 0.01), devices=devices())
+    expected = decoder.generate([1, 2, 3], 24).tokens
+
+    class AfterLooks(CancellationToken):
+        def watch(self):
+            looks = itertools.count()
+            return lambda: next(looks) > 5
+
+    cut = decoder.generate([1, 2, 3], 24, cancellation_token=AfterLooks())
+    assert cut.finish_reason == "cancelled" and 0 < len(cut.tokens) < 24
+    assert cut.tokens == expected[: len(cut.tokens)]
+    assert decoder.generate([1, 2, 3], 24).tokens == expected
+
+
+def test_what_an_overlapped_decoder_cannot_do_is_named():
+    target, draft = loaded("target"), loaded("draft", 0.01)
+    with pytest.raises(ConfigError, match="a queue refills rows"):
+        DecodeQueue(
+            SpeculativeDecoder(target, draft, devices=devices()), [(0, [1])], batch=1,
+            max_prompt_tokens=2,
+        )
+    with pytest.raises(ConfigError, match="an overlapped draft needs a fixed K"):
+        config = SpeculativeConfig("standalone", 3, is_adaptive=True)
+        SpeculativeDecoder(target, draft, config, devices=devices())
+    with pytest.raises(ConfigError, match="drafts nothing"):
+        SpeculativeDecoder(target, devices=devices())
+    assert not SpeculativeDecoder.new_n1(target, draft, devices=devices()).is_overlapped
 
 
 def test_draft_and_verify_of_a_tick_run_at_the_same_time_on_their_own_devices(tmp_path):

@@ -5,6 +5,7 @@ Rules are written for one row (``chain``, ``tree``) and mapped over the batch he
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -38,13 +39,22 @@ def by_shape(on_chain: Callable[..., Verdict], on_tree: Callable[..., Verdict]):
     return verify
 
 
-@functools.cache
 def make_rule(config: SpeculativeConfig) -> Rule:
-    """The rule that a resolved config names. Equal configs give the same object.
+    """The rule that a resolved config names.
+
+    Configs that are equal in all that a rule depends on give the same object, and so share
+    compiled programs.
 
     Raises:
       ConfigError: the strategy is None; ``SpeculativeConfig.resolve`` fills it in.
     """
+    parts = ("num_", "rejection_", "synthetic_", "typical_")
+    names = [field.name for field in dataclasses.fields(config) if field.name.startswith(parts)]
+    return _rule_of(SpeculativeConfig(**{name: getattr(config, name) for name in names}))
+
+
+@functools.cache
+def _rule_of(config: SpeculativeConfig) -> Rule:
     K = config.num_speculative_tokens
     match config.rejection_sampling_strategy:
         case "greedy":
