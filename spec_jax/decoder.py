@@ -28,12 +28,10 @@ from spec_jax.loading import LoadedHead, LoadedModel, check_loaded
 from spec_jax.pace import Memory, Pacer, plain_rule
 from spec_jax.request import Prompt
 from spec_jax.run import Call, Generation, Run
-from spec_jax.sampling import make_sampler
+from spec_jax.sampling import Samplers, highest_temperature, make_sampler
 from spec_jax.stream import Stream
 from spec_jax.verify import make_rule
 from spec_jax.watch import Watch
-
-Samplers = SamplerConfig | Sequence[SamplerConfig]
 
 _SLOT_BUCKET = 128
 # Rounds between two stops: to look for stop strings, and where nobody looks, in case that the
@@ -212,6 +210,14 @@ class SpeculativeDecoder:
         self._is_token_held = True
         return self._token
 
+    def cancellations(self, of_call, batch: int) -> list[Callable[[], bool]]:
+        """By row: is it cancelled, by the decoder's token or by the call's own?"""
+        return request.cancellations(self._token, of_call, batch)
+
+    def rounds_unseen(self, is_watched: bool) -> int:
+        """Most rounds until the host looks again: 1 where text or a token is of interest to it."""
+        return 1 if is_watched or self._is_token_held else _ROUNDS_UNWATCHED
+
     def resolved_config(self, samplers: Samplers) -> SpeculativeConfig | None:
         """The config as it is used with these samplers of the target.
 
@@ -221,7 +227,7 @@ class SpeculativeDecoder:
         if self._config is None:
             return None
         return self._config.resolve(
-            _highest_temperature(samplers), is_sampled=self._drafter.is_sampled
+            highest_temperature(samplers), is_sampled=self._drafter.is_sampled
         )
 
     def system(self, samplers: Samplers | None = None) -> decode.System:
@@ -233,8 +239,8 @@ class SpeculativeDecoder:
         elif config is not None:
             rule = make_rule(config)
         else:
-            rule = plain_rule(_highest_temperature(samplers) < GREEDY_BELOW)
-        if rule.is_greedy and _highest_temperature(samplers) >= GREEDY_BELOW:
+            rule = plain_rule(highest_temperature(samplers) < GREEDY_BELOW)
+        if rule.is_greedy and highest_temperature(samplers) >= GREEDY_BELOW:
             raise ConfigError(f"rule {rule.name!r} emits argmax tokens: it needs temperature 0")
         if rule.needs_probs and self.num_draft == 0:
             raise ConfigError(f"rule {rule.name!r} judges drafts; plain decoding has none")
@@ -402,8 +408,8 @@ class SpeculativeDecoder:
         def num_rounds() -> int:
             if rounds_per_sync is not None:
                 return rounds_per_sync
-            is_watched = has_pieces or has_token or self._is_token_held
-            return 1 if is_watched else _ROUNDS_TO_STOPS if stops else _ROUNDS_UNWATCHED
+            most = self.rounds_unseen(has_pieces or has_token)
+            return min(most, _ROUNDS_TO_STOPS) if stops else most
 
         call = Call(
             system=system,
@@ -416,7 +422,7 @@ class SpeculativeDecoder:
             ),
             pacer=lambda: self.pacer(system, B),
             watch=Watch(self.target.tokenizer, ids, stops, has_pieces=has_pieces),
-            is_cancelled=request.cancellations(self._token, cancellation_token, B),
+            is_cancelled=self.cancellations(cancellation_token, B),
             num_rounds=num_rounds,
             ended=self._ended,
         )  # fmt: skip
@@ -486,10 +492,3 @@ class SpeculativeDecoder:
         """S and M of a batch whose longest prompt has so many tokens."""
         slots = max(longest + max_new_tokens + system.slack, _width(longest))
         return -(-slots // _SLOT_BUCKET) * _SLOT_BUCKET
-
-
-def _highest_temperature(samplers: Samplers) -> float:
-    one = isinstance(samplers, SamplerConfig)
-    if not one and not samplers:
-        raise ConfigError("the list of sampler configs is empty; expected one for each row")
-    return samplers.temperature if one else max(s.temperature for s in samplers)

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import decode
+from spec_jax.cancel import CancellationToken
 from spec_jax.config import SamplerConfig, check_integer
 from spec_jax.decode import Finish
-from spec_jax.decoder import Samplers, SpeculativeDecoder
+from spec_jax.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError, PromptError
 from spec_jax.request import Prompt
 from spec_jax.run import Generation, collect
-from spec_jax.sampling import Sampler, make_sampler
+from spec_jax.sampling import Sampler, Samplers, make_sampler
 from spec_jax.watch import Watch
 
 _Request = tuple[int, list[int]]  # index, ids
@@ -60,6 +61,9 @@ class DecodeQueue:
       sampler: in place of the decoder's: one, or several that take turns; ``sampler_of``
         says which one a prompt has, seed included.
       draft_sampler: likewise.
+      cancellation_token: ends the queue, beside the decoder's own token: no more prompts are
+        pulled, and the rows that are running are yielded as they are, with the finish_reason
+        "cancelled".
 
     Raises:
       ConfigError: a number that cannot be, samplers that the rule cannot serve, or a decoder that
@@ -79,6 +83,7 @@ class DecodeQueue:
         stop_tokens: Sequence[int] | None = None,
         sampler: Samplers | None = None,
         draft_sampler: Samplers | None = None,
+        cancellation_token: CancellationToken | None = None,
     ):
         if decoder.is_overlapped:
             raise ConfigError(
@@ -97,6 +102,8 @@ class DecodeQueue:
         self._sampler = _in_turn(samplers, vocab_size)
         self._draft_sampler = _in_turn(drafts or samplers, vocab_size)
         self._stop_tokens = decoder.target.stop_tokens if stop_tokens is None else stop_tokens
+        (self._is_cancelled,) = decoder.cancellations(cancellation_token, 1)
+        self._is_watched = cancellation_token is not None
         self._is_empty, self._error = False, None
         self._usage, self._tail = Usage(), Usage()
         self._results = self._run()
@@ -122,9 +129,11 @@ class DecodeQueue:
         B, finished = len(rows), []
         if rows:
             state, advance = self._start(list(rows.values())), self._decoder.pacer(self._system, B)
-        go_on, no_limit = jnp.full(B, Finish.RUNNING, jnp.int32), jnp.int32(2**31 - 1)
         while rows:
-            state, chunk = advance(state, go_on, no_limit, jnp.int32(len(rows)))
+            is_over = self._is_cancelled()
+            ending = jnp.full(B, Finish.CANCELLED if is_over else Finish.RUNNING, jnp.int32)
+            most = self._decoder.rounds_unseen(self._is_watched)
+            state, chunk = advance(state, ending, jnp.int32(most), jnp.int32(len(rows)))
             yield from map(self._collect, finished)  # the host's work, while the device decodes
             self._count(B * int(chunk.rounds), int(chunk.row_rounds))
             finish = np.asarray(chunk.finish)
@@ -139,6 +148,7 @@ class DecodeQueue:
 
     def _pull(self, most: int) -> list[_Request]:
         found = []
+        self._is_empty |= self._is_cancelled()
         while len(found) < most and not self._is_empty:
             try:
                 found.append(self._checked(*next(self._prompts)))

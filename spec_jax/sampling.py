@@ -15,6 +15,9 @@ from spec_jax.errors import ConfigError
 
 _NARROW = 128  # top-k and top-p look at so many logits before they sort all of them
 
+Samplers = SamplerConfig | Sequence[SamplerConfig]
+"""One for all rows, or one a row."""
+
 
 @flax.struct.dataclass
 class Sampler:
@@ -54,8 +57,20 @@ class Counts:
         return self.replace(output=self.output.at[rows, tokens].add(is_new.astype(jnp.int32)))
 
 
+def highest_temperature(configs: Samplers) -> float:
+    """Of one sampler, or of any row's.
+
+    Raises:
+      ConfigError: a list without any.
+    """
+    one = isinstance(configs, SamplerConfig)
+    if not one and not configs:
+        raise ConfigError("the list of sampler configs is empty; expected one for each row")
+    return configs.temperature if one else max(config.temperature for config in configs)
+
+
 def make_sampler(
-    configs: SamplerConfig | Sequence[SamplerConfig],
+    configs: Samplers,
     batch: int,
     vocab_size: int,
     seeds: Sequence[int] | None = None,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from spec_jax import DecodeQueue, SamplerConfig, SpeculativeConfig, SpeculativeDecoder, decode
+from spec_jax.cancel import CancellationToken
 from spec_jax.errors import ConfigError, PromptError
 from spec_jax.loading import LoadedModel
 from spec_jax.models import transformer
@@ -169,6 +170,37 @@ def test_an_error_of_the_prompts_is_raised_after_what_was_running_is_yielded():
         for index, _ in DecodeQueue(decoder, prompts(), batch=3, **LIMITS):
             found.append(index)
     assert sorted(found) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_cancelling_ends_the_rows_that_are_running_and_pulls_no_more(is_own):
+    decoder, pulled = SpeculativeDecoder(mock_model(V, 0)), []
+
+    def prompts():
+        for index in itertools.count():
+            pulled.append(index)
+            yield index, [1 + index % 3]
+
+    token = CancellationToken() if is_own else decoder.cancellation_token
+    limits = dict(max_prompt_tokens=1, max_new_tokens=200, sampler=SamplerConfig(1.0))
+    queue = DecodeQueue(
+        decoder, prompts(), batch=4, cancellation_token=token if is_own else None,
+        stop_tokens=STOPS, **limits,
+    )  # fmt: skip
+    first = [next(queue) for _ in range(3)]
+    assert all(row.finish_reason == "stop_token" for _, row in first)
+    token.cancel()
+    rest = list(queue)
+    found = dict(first + rest)
+    assert sorted(found) == pulled and len(rest) < 9  # as many as ran, or waited to be yielded
+    assert {row.finish_reason for _, row in rest} >= {"cancelled"}
+    token.reset()
+    whole = DecodeQueue(
+        decoder, ((i, [1 + i % 3]) for i in pulled), batch=4, stop_tokens=STOPS, **limits
+    )
+    for index, row in whole:
+        cut = found[index].tokens
+        assert cut == row.tokens[: len(cut)] and 0 < len(cut)
 
 
 def test_an_empty_queue_yields_nothing():
