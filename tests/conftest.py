@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 import tempfile
@@ -10,8 +11,12 @@ import tempfile
 # workers keep the cores busy without XLA's own. XLA_FLAGS that are given count, empty ones too:
 # CI runs a core of the tests with what users have.
 os.environ.setdefault(
-    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
+    "--xla_cpu_use_fusion_emitters=false",
 )
+# Tracing makes many objects and hardly any cycles; looking for them took a tenth of a run.
+gc.set_threshold(100_000, 20, 20)
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
