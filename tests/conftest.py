@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import os
 import pathlib
 import tempfile
@@ -10,11 +11,10 @@ import tempfile
 # Most of a run is compilation: code that runs for seconds needs no optimising, and pytest's
 # workers keep the cores busy without XLA's own. XLA_FLAGS that are given count, empty ones too:
 # CI runs a core of the tests with what users have.
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
-    "--xla_cpu_use_fusion_emitters=false",
-)
+_FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+if importlib.metadata.version("jax").startswith("0.10."):  # newer ones do not know it
+    _FLAGS += " --xla_cpu_use_fusion_emitters=false"  # halves a run
+os.environ.setdefault("XLA_FLAGS", _FLAGS)
 # Tracing makes many objects and hardly any cycles; looking for them took a tenth of a run.
 gc.set_threshold(100_000, 20, 20)
 
