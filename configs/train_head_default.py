@@ -10,6 +10,7 @@ Any value may be given on the command line, in the type it has here:
     --config.target=PATH --config.data.text=chats.jsonl    another target, conversations or texts
     --config.objective=eagle1                              or mtp
     --config.data.responses=FILE                           of experiments.regenerate
+    --config.head.init_from=PATH                           fine-tune a head that there is
     --config.steps=2000 --config.optimizer.name=adamw --config.optimizer.lr=1e-4
 """
 
@@ -29,6 +30,7 @@ def get_config() -> ConfigDict:
         "taps": (),  # of the target, see spec_jax.models.transformer.forward; (): as published
         "norm_before_residual": False,  # of eagle3: the residual stream begins normalised
         "is_warm_start": True,  # begin with the target's last layer and output head
+        "init_from": "",  # a zoo name or a directory: go on from this head; its shape is kept
         "num_modules": 1,  # of mtp
         "protocol": "recycled",  # of mtp: one module for every draft; or sequential, one a draft
     })  # fmt: skip
@@ -73,4 +75,5 @@ def get_config() -> ConfigDict:
     config.checkpoint_every_s = 120.0
     config.export_layout = ""  # of eagle3: SpecForge (the default), EAGLE-3 or speculators
     config.export_dtype = "bfloat16"
+    config.export_from = "best"  # the state of the highest tau; or the last
     return config

@@ -18,7 +18,7 @@ from spec_jax.draft.mtp import MtpConfig, init_mtp
 from spec_jax.errors import ConfigError
 from spec_jax.formats import write_head, write_mtp
 from spec_jax.formats.eagle_export_config import head_json
-from spec_jax.loading import LoadedHead, LoadedModel
+from spec_jax.loading import LoadedHead, LoadedModel, load_head, load_mtp
 from spec_jax.train.eagle1 import eagle1_loss
 from spec_jax.train.eagle3 import eagle3_loss
 from spec_jax.train.mtp import mtp_loss
@@ -92,6 +92,19 @@ class HeadSpec(NamedTuple):
         write_head(folder, self.config, params, **options)
 
 
+def _check_given(head: LoadedHead, version: int, draft_vocab_size: int) -> None:
+    if head.config.version != version:
+        raise ConfigError(
+            f"head.init_from is {head.name}, an EAGLE-{head.config.version} head; the objective is "
+            f"eagle{version}"
+        )
+    size = head.config.layer.vocab_size
+    if draft_vocab_size not in (0, size):
+        raise ConfigError(
+            f"head.draft_vocab_size is {draft_vocab_size}; {head.name} drafts {size} ids"
+        )
+
+
 def make_head(
     config: ConfigDict, target: LoadedModel, texts: Sequence[Text], used: Sequence[Text]
 ) -> HeadSpec:
@@ -105,6 +118,7 @@ def make_head(
 
     Raises:
       ConfigError: a head that cannot be, or texts of another vocabulary.
+      WeightsError: the head to go on from cannot be read.
     """
     loss, options, model = config.loss, config.head, target.model
     found = [count_tokens(text, target.config.vocab_size) for text in texts]
@@ -126,6 +140,7 @@ def make_head(
             f"head.norm_before_residual is set; it is an option of eagle3, not {config.objective}"
         )
     constants: dict[str, jax.Array] = {}
+    given = None
 
     def begin(params):
         if not options.is_warm_start:
@@ -133,8 +148,10 @@ def make_head(
         return from_target(params, target.params, target.config, draft_ids(constants))
 
     if config.objective == "mtp":
-        changes = {"num_modules": options.num_modules, "protocol": options.protocol}
-        shape = MtpConfig.of_target(target.config, **changes, **taps)
+        changes = {"num_modules": options.num_modules, "protocol": options.protocol} | taps
+        if options.init_from:
+            given = load_mtp(options.init_from, target, "float32", **changes)
+        shape = given.config if given else MtpConfig.of_target(target.config, **changes)
 
         def init(key):
             modules = init_mtp(shape, key)
@@ -146,14 +163,20 @@ def make_head(
         )  # fmt: skip
     else:
         version = int(config.objective[-1])
-        shape = EagleConfig.of_target(target.config, version, size, **taps, **norms)
+        if options.init_from:
+            given = load_head(options.init_from, target, "float32", **taps, **norms)
+            _check_given(given, version, options.draft_vocab_size)
+        shape = (
+            given.config if given
+            else EagleConfig.of_target(target.config, version, size, **taps, **norms)
+        )  # fmt: skip
         if version == 1:
             objective = functools.partial(
                 eagle1_loss, config=shape, model=model, feature_weight=loss.feature_weight,
                 token_weight=loss.token_weight, noise=loss.noise,
             )  # fmt: skip
         else:
-            if size < target.config.vocab_size:
+            if given is None and size < target.config.vocab_size:
                 constants = {"d2t": jnp.asarray(draft_vocabulary(counts, size))}
             objective = functools.partial(
                 eagle3_loss, config=shape, model=model, num_steps=loss.num_steps,
@@ -163,6 +186,11 @@ def make_head(
         def init(key):
             params = init_head(shape, key)
             return begin({name: w for name, w in params.items() if name != "d2t"})
+
+    if given is not None:
+        weights = {name: w for name, w in given.params.items() if name != "d2t"}
+        constants = {name: w for name, w in given.params.items() if name == "d2t"}
+        init = lambda key: jax.tree.map(jnp.array, weights)  # copies: a training step donates
 
     def with_constants(run):
         return lambda params, batch, frozen: run({**params, **constants}, batch, frozen)

@@ -38,7 +38,7 @@ from spec_jax.train.optimizer import make_optimizer
 from spec_jax.train.step import TrainState, cast, train_step
 from spec_jax.train.view_cache import ViewCache
 
-_FREE = ("log_every", "checkpoint_every_s", "export_layout", "export_dtype", "eval")
+_FREE = ("log_every", "checkpoint_every_s", "export_layout", "export_dtype", "export_from", "eval")
 _FREE_DATA = ("view_cache", "view_cache_gb")
 
 
@@ -65,6 +65,8 @@ def validate(config: ConfigDict) -> None:
     layouts = head_setup.LAYOUTS[config.objective]
     is_known = config.export_layout in ("", *layouts)
     check(is_known, "export_layout", config.export_layout, f"one of {', '.join(layouts)}, or ''")
+    is_known = config.export_from in ("best", "last")
+    check(is_known, "export_from", config.export_from, "best or last")
     check(config.dtype in ("float32", "bfloat16"), "dtype", config.dtype, "float32 or bfloat16")
 
 
@@ -170,7 +172,7 @@ class Experiment:
 
 
 def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] | None:
-    """Runs or resumes the experiment; returns the best figures, None where SIGTERM ended it.
+    """Runs or resumes the experiment; returns what is exported, None where SIGTERM ended it.
 
     Raises:
       ConfigError: a value that cannot be, or a work directory of another experiment.
@@ -217,14 +219,21 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
             )
         if not is_done:
             return None
-        step, tau = checkpoints.best
-        try:
-            best = checkpoints.restore_best(state)
-        except TrainingError as error:
-            print(f"{error}; the last state is exported in its place")
-            best, step, tau = state, int(state.step), float("nan")
-    plots.plot_training(workdir / "training.png", read_metrics(workdir / "metrics.jsonl"))
-    experiment.spec.export(workdir / "export", best.params, experiment.target, config)
+        kept, (step, tau) = state, checkpoints.best
+        is_last = config.export_from == "last"
+        if not is_last:
+            try:
+                kept = checkpoints.restore_best(state)
+            except TrainingError as error:
+                print(f"{error}; the last state is exported in its place")
+                is_last = True
+    metrics = read_metrics(workdir / "metrics.jsonl")
+    if is_last:
+        step = int(state.step)
+        of_step = [row["tau"] for row in metrics if "tau" in row and row["step"] == step]
+        tau = of_step[-1] if of_step else float("nan")
+    plots.plot_training(workdir / "training.png", metrics)
+    experiment.spec.export(workdir / "export", kept.params, experiment.target, config)
     print(f"tau {tau:.2f} at step {step}; exported to {workdir / 'export'}")
     return {"tau": tau, "step": step}
 

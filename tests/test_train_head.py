@@ -143,6 +143,37 @@ def test_every_objective_trains_and_exports(files, tmp_path, objective):
     assert train_head.train(config, tmp_path)["tau"] >= 1
     head = load_draft(tmp_path / "export", load_model(files / "target"))
     assert head.method == ("mtp" if objective == "mtp" else "eagle")
+    check_goes_on(config, head, tmp_path)
+
+
+def check_goes_on(config, head, folder):
+    """A run from the exported head begins with its very weights, and trains them."""
+    config.head.init_from = str(folder / "export")
+    experiment = train_head.Experiment(config, folder / "further")
+    state = experiment.init_state()
+    begun = {**state.params, **experiment.spec.constants}
+    assert experiment.spec.config == head.config
+    jax.tree.map(np.testing.assert_array_equal, begun, head.params)
+    state, metrics = experiment.step(state, experiment.batch_at(0))
+    assert np.isfinite(float(metrics["loss"])) and float(metrics["grad_norm"]) > 0
+    assert experiment.init_state() is not state  # a second one is whole: the first was donated
+    jax.block_until_ready(experiment.init_state().params)
+
+
+def test_a_head_with_a_reduced_vocabulary_goes_on_with_its_own_ids(files, run, tmp_path):
+    config = small(files)
+    config.data.responses = None  # other counts, other ids: a fresh head would differ
+    head = load_draft(run[0] / "export", load_model(files / "target"))
+    (tmp_path / "export").symlink_to(run[0] / "export")
+    check_goes_on(config, head, tmp_path)
+
+
+def test_the_last_state_may_be_exported_in_place_of_the_best(files, run):
+    best = run[1]
+    last = train_head.train(small(files, export_from="last"), run[0])  # finished: exports alone
+    lines = [line for line in read_metrics(run[0] / "metrics.jsonl") if "tau" in line]
+    assert last == {"tau": lines[-1]["tau"], "step": 4}
+    assert train_head.train(small(files), run[0]) == best
 
 
 def test_bfloat16_keeps_float32_weights(files, tmp_path):
@@ -166,12 +197,26 @@ def test_bfloat16_keeps_float32_weights(files, tmp_path):
         ({"data.responses": "nowhere.jsonl"}, "responses nowhere.jsonl cannot be read"),
         ({"data.text": "nowhere.jsonl"}, "nowhere.jsonl"),
         ({"dtype": "float16"}, "dtype is 'float16'"),
+        ({"export_from": "first"}, "export_from is 'first'; expected best or last"),
         ({"export_layout": "EAGLE-1"}, "export_layout is 'EAGLE-1'; expected one of SpecForge"),
     ],
 )
 def test_bad_values_are_clear_errors(files, tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         train_head.train(small(files, **changes), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"objective": "eagle1", "head.draft_vocab_size": 0}, "an EAGLE-3 head; the objective"),
+        ({"head.draft_vocab_size": 100}, "draft_vocab_size is 100; .* drafts 200 ids"),
+    ],
+)
+def test_a_head_of_another_kind_to_go_on_from_is_refused(files, run, tmp_path, changes, message):
+    config = small(files, **changes, **{"head.init_from": str(run[0] / "export")})
+    with pytest.raises(ConfigError, match=message):
+        train_head.train(config, tmp_path)
 
 
 def test_a_corpus_with_no_usable_document_is_refused(files, tmp_path):
