@@ -1,8 +1,10 @@
 r"""Recursive fine-tuning of one MTP module at FastMTP's hyper-parameters, for a real target.
 
     python -m experiments.train_head --config=configs/train_published_mtp.py \
-        --config.target=PATH --config.data.responses=runs/text/responses.jsonl --workdir=runs/mtp
+        --config.target=PATH --config.head.init_from=PATH --workdir=runs/mtp \
+        --config.data.responses=runs/text/responses.jsonl
 
+``head.init_from`` is the module that ships with the target; without it a fresh one is trained.
 Source: FastMTP, arXiv 2509.18362: three recursive steps weighted 0.6 ** j, cross-entropy on the
 target's own responses. Here later steps read the module's own earlier ones, as drafting does.
 Never run to its end here.
