@@ -48,10 +48,10 @@ def run(
     Raises:
       ConfigError: jax sees one device only, or a cost that cannot be.
     """
-    if min(draft_ms, verify_ms) < 0 or min(k, num_tokens) < 1:
+    if min(draft_ms, verify_ms) <= 0 or min(k, num_tokens) < 1:
         raise ConfigError(
             f"draft_ms {draft_ms:g}, verify_ms {verify_ms:g}, k {k}, num_tokens {num_tokens}: "
-            "expected costs of 0 or more, and one token at least"
+            "expected costs above 0, and one token at least"
         )
     if len(jax.devices()) < 2:
         raise ConfigError("jax sees one device; XLA_FLAGS has forced it, or devices had started")

@@ -123,14 +123,14 @@ class SpeculativeDecoder:
         self._history = History(config.suffix_history_tokens) if has_history else None
         is_adaptive = config is not None and config.is_adaptive
         self.memory = Memory(config.buckets) if is_adaptive else None
-        self._loop = decode if devices is None else overlap.make_loop(devices, timeline)
+        self._has_fallen_back = config is not None and not (force_n1 or target.model.can_rewind)
+        is_apart = devices is not None and not (force_n1 or self._has_fallen_back)
+        self._loop = overlap.make_loop(devices, timeline, stacklevel=3) if is_apart else decode
         self._check_parts()
         self.system()  # a strategy or a rule that cannot be is refused here
-        self._has_fallen_back = config is not None and not (force_n1 or target.model.can_rewind)
         if force_n1 or self._has_fallen_back:
             self._model, self._drafter = target.model, NO_DRAFT
             self._config = self._rule = self._history = self.memory = None
-            self._loop = decode
         self._lock, self._token, self._is_token_held = threading.Lock(), CancellationToken(), False
         self._worker = ThreadPoolExecutor(1, "spec_jax")  # starts with the first asynchronous call
         self.reset_stats()
@@ -186,7 +186,8 @@ class SpeculativeDecoder:
         return self._stats
 
     def reset_stats(self) -> None:
-        self._stats = stats.Stats()
+        with self._lock:
+            self._stats = stats.Stats()
 
     def _ended(self, rows: Sequence[Generation], of_call: stats.Stats) -> None:
         if self._has_fallen_back:
@@ -205,7 +206,7 @@ class SpeculativeDecoder:
         """Cancels every call of this decoder; ``reset`` it before the next.
 
         Once it has been asked for, every call stops after each round to look at it; one that
-        was running before does so within 32 rounds.
+        was running before does so within 32 rounds, or as many as it was told to run at once.
         """
         self._is_token_held = True
         return self._token
@@ -414,7 +415,7 @@ class SpeculativeDecoder:
         call = Call(
             system=system,
             start=self.prepare(
-                ids, request.new_tokens(ids, max_new_tokens, max_tokens, self._max_tokens), system,
+                ids, self.new_tokens(ids, max_new_tokens, max_tokens), system,
                 make_sampler(samplers, B, system.target.vocab_size, seeds),
                 make_sampler(drafts or samplers, B, system.target.vocab_size, seeds),
                 stop_tokens=self.target.stop_tokens if stop_tokens is None else stop_tokens,
@@ -427,6 +428,10 @@ class SpeculativeDecoder:
             ended=self._ended,
         )  # fmt: skip
         return Stream(Run(call), self._worker, is_single=is_single)
+
+    def new_tokens(self, ids, max_new_tokens=None, max_tokens=None) -> list[int]:
+        """Most output tokens of each row, see ``generate``; the config's limit by default."""
+        return request.new_tokens(ids, max_new_tokens, max_tokens, self._max_tokens)
 
     def start(self, ids, max_new_tokens, system, sampler, draft_sampler, **options):
         """Prefills a batch of checked prompts: the first ``DecodeState``; see ``prepare``."""

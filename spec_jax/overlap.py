@@ -137,7 +137,9 @@ class Apart(NamedTuple):
     tick: int
 
 
-def make_loop(devices: Devices, timeline: list[Span] | None = None) -> Overlap | Any:
+def make_loop(
+    devices: Devices, timeline: list[Span] | None = None, stacklevel: int = 2
+) -> Overlap | Any:
     """A loop for these devices: something with ``prefill`` and ``generate``.
 
     Where the sides share a device it is ``decode`` itself, and a warning says so.
@@ -145,14 +147,20 @@ def make_loop(devices: Devices, timeline: list[Span] | None = None) -> Overlap |
     Args:
       devices: of draft and target.
       timeline: gets what runs when.
+      stacklevel: of the warning.
+
+    Raises:
+      ConfigError: no ``Devices``.
     """
+    if not isinstance(devices, Devices):
+        raise ConfigError(f"devices are {devices!r}; expected overlap.Devices(draft, target)")
     if devices.shared:
         names = _names(devices.shared)
         warnings.warn(
             f"draft and target share {names} and would only take turns there, so they are not "
-            f"overlapped: the usual loop decodes. jax sees {len(jax.devices())} device(s); give "
-            "each side its own",
-            stacklevel=2,
+            "overlapped: the usual loop decodes, where the parameters are. jax sees "
+            f"{len(jax.devices())} device(s); give each side its own",
+            stacklevel=stacklevel,
         )
         return decode
     return Overlap(devices, timeline)
@@ -305,7 +313,8 @@ def _names(devices: set[jax.Device]) -> str:
 
 def _put(tree, side: Side):
     there = _devices(side)
-    is_sharded = lambda x: len(there) > 1 and getattr(x, "sharding", side).device_set == there
+    is_there = lambda x: isinstance(x, jax.Array) and x.sharding.device_set == there
+    is_sharded = lambda x: len(there) > 1 and is_there(x)
     return jax.tree.map(lambda x: x if is_sharded(x) else jax.device_put(x, side), tree)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -87,6 +88,7 @@ class Memory:
         self.buckets = tuple(buckets)
         self.tuner = Tuner.fresh(self.buckets[-1])
         self.costs: dict[tuple[str, int, int], Costs] = {}
+        self.lock = threading.Lock()
 
 
 class Pacer:
@@ -126,8 +128,9 @@ class Pacer:
             return self._generate(self._most, state, stop, jnp.int32(0), min_active)
         memory = self._memory
         key = (self._systems[self._most].rule.name, *state.tokens.shape)
-        if key not in memory.costs:
-            state, memory.costs[key] = self._measure(state)
+        with memory.lock:  # two that measure at once would time each other
+            if key not in memory.costs:
+                state, memory.costs[key] = self._measure(state)
         costs = memory.costs[key]
         (k, rounds), tuner = memory.tuner.choose(costs, self._backlog)
         if k > 0 and self._backlog:

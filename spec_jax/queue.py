@@ -15,7 +15,7 @@ from spec_jax.cancel import CancellationToken
 from spec_jax.config import SamplerConfig, check_integer
 from spec_jax.decode import Finish
 from spec_jax.decoder import SpeculativeDecoder
-from spec_jax.errors import ConfigError, PromptError
+from spec_jax.errors import Cancelled, ConfigError, PromptError
 from spec_jax.request import Prompt
 from spec_jax.run import Generation, collect
 from spec_jax.sampling import Sampler, Samplers, make_sampler
@@ -48,7 +48,8 @@ class DecodeQueue:
     end by a fault are yielded with its name as their ``finish_reason``.
 
     An error of ``prompts``, or a prompt that cannot be decoded, is raised once the rows that
-    are running have finished and are yielded.
+    are running have finished and are yielded; an error of decoding itself once those that
+    had finished before it are.
 
     Args:
       decoder: target, draft and rule.
@@ -56,7 +57,8 @@ class DecodeQueue:
         become free, at most two batches ahead of what is yielded.
       batch: B, rows decoded together; fewer where there are fewer prompts.
       max_prompt_tokens: of the longest prompt to come; fixes the slots.
-      max_new_tokens: most output tokens of a row.
+      max_new_tokens: most output tokens of a row; by default the limit of the decoder's config,
+        else 128.
       stop_tokens: ids at which a row ends; by default the target's own.
       sampler: in place of the decoder's: one, or several that take turns; ``sampler_of``
         says which one a prompt has, seed included.
@@ -79,7 +81,7 @@ class DecodeQueue:
         *,
         batch: int,
         max_prompt_tokens: int,
-        max_new_tokens: int = 128,
+        max_new_tokens: int | None = None,
         stop_tokens: Sequence[int] | None = None,
         sampler: Samplers | None = None,
         draft_sampler: Samplers | None = None,
@@ -96,8 +98,10 @@ class DecodeQueue:
         self._system = decoder.system(samplers)
         self._batch = check_integer("batch", batch, 1)
         self._longest = check_integer("max_prompt_tokens", max_prompt_tokens, 1)
-        self._max_new = check_integer("max_new_tokens", max_new_tokens, 1)
-        decoder.check_room(self._longest, self._max_new, self._system)
+        self._max_new = max_new_tokens
+        (most,) = decoder.new_tokens([range(self._longest)], max_new_tokens)
+        decoder.check_room(self._longest, most, self._system)
+        self._slots = decoder.slots_for(self._longest, most, self._system)
         vocab_size = self._system.target.vocab_size
         self._sampler = _in_turn(samplers, vocab_size)
         self._draft_sampler = _in_turn(drafts or samplers, vocab_size)
@@ -125,23 +129,36 @@ class DecodeQueue:
         return next(self._results)
 
     def _run(self) -> Iterator[tuple[int, Generation]]:
+        if self._is_cancelled():
+            raise Cancelled(
+                "the queue was cancelled before its first prompt; a token that was used before "
+                "begins anew after reset()"
+            )
         rows = dict(enumerate(self._pull(self._batch)))
         B, finished = len(rows), []
         if rows:
-            state, advance = self._start(list(rows.values())), self._decoder.pacer(self._system, B)
+            state, advance = self._begin(list(rows.values())), self._decoder.pacer(self._system, B)
         while rows:
             is_over = self._is_cancelled()
             ending = jnp.full(B, Finish.CANCELLED if is_over else Finish.RUNNING, jnp.int32)
             most = self._decoder.rounds_unseen(self._is_watched)
-            state, chunk = advance(state, ending, jnp.int32(most), jnp.int32(len(rows)))
+            try:
+                state, chunk = advance(state, ending, jnp.int32(most), jnp.int32(len(rows)))
+            except Exception as error:  # what had finished is yielded first
+                self._error = error
+                break
             yield from map(self._collect, finished)  # the host's work, while the device decodes
             self._count(B * int(chunk.rounds), int(chunk.row_rounds))
             finish = np.asarray(chunk.finish)
             free = [row for row in rows if finish[row] != Finish.RUNNING]
             finished = [(rows.pop(row), decode.read_row(state, jnp.int32(row))) for row in free]
-            for row, request in zip(free, self._pull(len(free))):
-                rows[row] = request
-                state = decode.admit(state, row, self._start([request]), system=self._system)
+            try:
+                for row, request in zip(free, self._pull(len(free))):
+                    rows[row] = request
+                    state = self._admit(state, row, request)
+            except Exception as error:
+                self._error = error
+                break
         yield from map(self._collect, finished)
         if self._error is not None:
             raise self._error
@@ -171,11 +188,25 @@ class DecodeQueue:
 
     def _start(self, requests: list[_Request]) -> decode.DecodeState:
         decoder, indices = self._decoder, [index for index, _ in requests]
+        prompts = [ids for _, ids in requests]
         return decoder.start(
-            [ids for _, ids in requests], self._max_new, self._system,
+            prompts, decoder.new_tokens(prompts, self._max_new), self._system,
             self._sampler(indices), self._draft_sampler(indices), stop_tokens=self._stop_tokens,
-            slots=decoder.slots_for(self._longest, self._max_new, self._system),
+            slots=self._slots,
         )  # fmt: skip
+
+    def _begin(self, requests: list[_Request]) -> decode.DecodeState:
+        """The first batch."""
+        if self._system.target.can_rewind:
+            return self._start(requests)
+        # Prompts of different lengths cannot be prefilled together: each takes its row from one.
+        state = self._start(requests[:1] * len(requests))
+        for row, request in list(enumerate(requests))[1:]:
+            state = self._admit(state, row, request)
+        return state
+
+    def _admit(self, state: decode.DecodeState, row: int, request: _Request) -> decode.DecodeState:
+        return decode.admit(state, row, self._start([request]), system=self._system)
 
     def _count(self, row_rounds: int, useful: int) -> None:
         if self._is_empty:

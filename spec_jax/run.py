@@ -116,8 +116,13 @@ class Run:
                 return
             try:
                 is_over = act()
-            except BaseException as error:
+            except Exception as error:
                 self._error, self._state, self.is_done = error, None, True
+                raise
+            except BaseException:  # Ctrl-C: whoever goes on or closes finds what there is
+                if any(x.is_deleted() for x in jax.tree.leaves(self._state) if _is_array(x)):
+                    self._error = Cancelled("the generation was interrupted within a round")
+                    self._state, self.is_done = None, True
                 raise
             self.pieces.extend(self._call.watch.take())
             self.is_done = is_over  # last: whoever sees it sees every piece
@@ -145,10 +150,12 @@ class Run:
             )
 
     def _advance(self) -> bool:
-        for row in self._cancelled_rows():
+        cancelled = self._cancelled_rows()
+        for row in cancelled:
             if self._ending[row] == Finish.RUNNING:
                 self._ending[row] = Finish.CANCELLED
-        return self._decode(self._call.num_rounds())
+        is_over = len(cancelled) == len(self._ending)  # adaptive K would measure costs first
+        return self._decode(0 if is_over else self._call.num_rounds())
 
     def _cancel(self) -> bool:
         if self._state is None:
@@ -176,13 +183,14 @@ class Run:
 
     def _finish(self) -> None:
         record = jax.tree.map(np.asarray, decode.Record.of(self._state))
-        call, self._state = self._call, None
+        call = self._call
         self._rows = [
             collect(jax.tree.map(lambda x: x[row], record), call.watch, row, call.system.depth)
             for row in range(len(self._ending))
         ]
         times = stats.Stats(prefill_s=self._prefill_s, decode_s=self._decode_s)
         counts = functools.reduce(operator.add, (row.stats for row in self._rows), times)
+        self._state = None
         call.ended(self._rows, counts)
         bad = [i for i, row in enumerate(self._rows) if row.finish_reason == "invalid_draft"]
         if bad:
@@ -192,6 +200,10 @@ class Run:
                 "those rows stopped there; all rows' tokens are in this error's `generations`",
                 self._rows,
             )
+
+
+def _is_array(x) -> bool:
+    return isinstance(x, jax.Array)
 
 
 def collect(record: decode.Record, watch: Watch, row: int, depth: int) -> Generation:

@@ -23,7 +23,8 @@ class Stream:
     Of one prompt a piece is a text; of a batch it is ``(row, text)``. A piece never ends within
     a character, and together a row's pieces are its final text. Rounds are run as pieces are
     asked for: in the caller's thread by ``for``, in the decoder's own by ``async for``, which
-    leaves the event loop free. Nothing runs between two pieces, so a stream may be left at any
+    leaves the event loop free (and where jax's context managers do not reach: a precision is set
+    by ``jax.config.update``). Nothing runs between two pieces, so a stream may be left at any
     time; closing it (``with``, ``async with``, ``close``, ``aclose``) counts what it has decoded.
 
     A task that is cancelled while it waits for a piece ends the stream after that round. An event
@@ -55,7 +56,7 @@ class Stream:
     async def aclose(self) -> None:
         """``close``, without blocking the event loop."""
         self._is_closed = True
-        await self._in_thread(self._run.close)
+        await asyncio.shield(self._in_thread(self._run.close))  # it is counted in any case
 
     def abandon(self) -> None:
         """Ends the rows that are still running, later and in the decoder's own thread."""
@@ -77,7 +78,10 @@ class Stream:
                 called = on_token(*self._arguments(piece))
                 if inspect.isawaitable(called):
                     await called
-        except BaseException:  # GeneratorExit, of a closed loop, too: nothing can be awaited then
+        except Exception:
+            await self.aclose()
+            raise
+        except BaseException:  # cancelled, or GeneratorExit of a closed loop: none can be awaited
             self.abandon()
             raise
         return self.result
@@ -115,8 +119,8 @@ class Stream:
             return _END
         if self._is_interrupted:
             raise Cancelled(
-                "the stream ended when the task that waited for a piece was cancelled; its result "
-                "holds what there is"
+                "the stream ended when the task that waited for a piece was cancelled; after "
+                "aclose() its result holds what there is"
             )
         is_done = self._run.is_done  # before the pieces are looked at: it is set after them
         try:

@@ -48,6 +48,11 @@ def test_what_is_no_device_is_named():
         overlap.Devices(jax.devices()[0], "cpu:0")
 
 
+def test_devices_that_are_none_are_named():
+    with pytest.raises(ConfigError, match="expected overlap.Devices"):
+        overlap.make_loop((jax.devices()[0], jax.devices()[0]))
+
+
 @pytest.mark.parametrize(
     ("drafter", "strategy", "K", "message"),
     [

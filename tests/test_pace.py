@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from tiny_models import LLAMA, random_weights
 
 from spec_jax import decode, pace, testing
 from spec_jax.adaptive import Costs, Plan
+from spec_jax.cancel import CancellationToken
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.contracts import Context
 from spec_jax.decoder import SpeculativeDecoder
@@ -23,7 +25,7 @@ from spec_jax.models import transformer
 from spec_jax.pace import Memory, Pacer
 from spec_jax.queue import DecodeQueue
 from spec_jax.sampling import make_sampler
-from spec_jax.testing import CertificateError, Row, certify_rule
+from spec_jax.testing import CertificateError, Row, certify_rule, mock_model
 from spec_jax.verify import make_rule
 
 PROMPTS = [[1, 2], [3], [4, 4, 0]]
@@ -155,6 +157,19 @@ def test_drafts_after_any_mix_of_ks_are_those_after_a_fresh_prefill():
     np.testing.assert_allclose(caught_up[1], expected[1], atol=1e-5, rtol=1e-5)
     np.testing.assert_array_equal(state.draft.cache.length, length - 1)
     assert not np.allclose(stale[1], expected[1], atol=1e-2)  # without the replay they differ
+
+
+def test_a_call_that_is_cancelled_measures_nothing_first():
+    decoder = adaptive(mock_model(11, 0), mock_model(11, 1))
+
+    class AfterPrefill(CancellationToken):
+        def watch(self):
+            looks = itertools.count()
+            return lambda: next(looks) >= 2  # the first two are before and behind prefill
+
+    row = decoder.generate([1, 2], 8, cancellation_token=AfterPrefill())
+    assert row.finish_reason == "cancelled" and len(row.tokens) == 1
+    assert decoder.memory.costs == {}
 
 
 # ------------------------------------------------------------------------ the law

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from spec_jax import DecodeQueue, SamplerConfig, SpeculativeConfig, SpeculativeDecoder, decode
+from spec_jax.async_config import AsyncSpecConfig
 from spec_jax.cancel import CancellationToken
-from spec_jax.errors import ConfigError, PromptError
+from spec_jax.errors import Cancelled, ConfigError, PromptError
 from spec_jax.loading import LoadedModel
 from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig
@@ -201,6 +202,43 @@ def test_cancelling_ends_the_rows_that_are_running_and_pulls_no_more(is_own):
     for index, row in whole:
         cut = found[index].tokens
         assert cut == row.tokens[: len(cut)] and 0 < len(cut)
+
+
+def test_a_token_that_was_cancelled_before_the_queue_began_is_named():
+    decoder = SpeculativeDecoder(mock_model(V, 0))
+    token = CancellationToken()
+    token.cancel()
+    with pytest.raises(Cancelled, match="before its first prompt"):
+        list(DecodeQueue(decoder, enumerate(PROMPTS), batch=2, cancellation_token=token, **LIMITS))
+
+
+def test_an_error_of_decoding_is_raised_after_what_had_finished_is_yielded(monkeypatch):
+    decoder = SpeculativeDecoder(mock_model(V, 0))
+    expected = dict(DecodeQueue(decoder, enumerate(PROMPTS), batch=2, **LIMITS))
+    real, calls = decode.generate, itertools.count()
+
+    def generate(*args, **options):
+        if next(calls) == 3:
+            raise RuntimeError("the device is gone")
+        return real(*args, **options)
+
+    monkeypatch.setattr(decode, "generate", generate)
+    found = {}
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        for index, row in DecodeQueue(decoder, enumerate(PROMPTS), batch=2, **LIMITS):
+            found[index] = row
+    assert len(found) >= 3  # one or more of each chunk
+    assert all(row == expected[index] for index, row in found.items())
+
+
+def test_the_limit_of_the_decoders_config_counts_the_prompt():
+    decoder = SpeculativeDecoder(mock_model(V, 0), config=AsyncSpecConfig(
+        max_tokens=25, force_n1=True, target_sampler=SamplerConfig(1.0)
+    ))  # fmt: skip
+    queue = DecodeQueue(decoder, enumerate(PROMPTS), batch=3, max_prompt_tokens=20, stop_tokens=())
+    assert {i: len(row.tokens) for i, row in queue} == {
+        i: 25 - len(prompt) for i, prompt in enumerate(PROMPTS)
+    }
 
 
 def test_an_empty_queue_yields_nothing():

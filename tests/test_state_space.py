@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from state_space_oracle import run_mamba2
 from tiny_models import BAMBA, LLAMA, MAMBA2, random_tokens, random_weights
 
-from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, decode
+from spec_jax import DecodeQueue, SamplerConfig, SpeculativeConfig, SpeculativeDecoder, decode
 from spec_jax.draft.eagle import EagleConfig
 from spec_jax.draft.small_lm import small_lm
 from spec_jax.errors import ConfigError, PromptError, WeightsError
@@ -246,6 +246,8 @@ def test_random_weights_begin_as_published():
         (BAMBA, dict(attn_layer_indices=(1, 3)), r"attn_layer_indices is \[1, 3\]; expected some"),
         (BAMBA, dict(attn_layer_indices=()), "expected some of the layers 0 to 2, and not all"),
         (BAMBA, dict(mamba_d_head=5), "mamba_n_heads 4 of 5 make 20; mamba_expand 2"),
+        (MAMBA2, dict(time_step_limit=0.5), "time_step_limit is 0.5; expected two numbers"),
+        (BAMBA, dict(partial_rotary_factor="0.5"), "factor is '0.5'; expected a number"),
         (BAMBA, dict(partial_rotary_factor=0.3), "turns 1 of 4 dimensions; expected an even"),
         (BAMBA, dict(num_attention_heads=3), "num_attention_heads 3 must divide hidden_size 16"),
     ],
@@ -266,3 +268,18 @@ def test_config_json_reads_back(config):
         type(config).from_hf({**config.to_hf(), "hidden_act": "gelu"})
     with pytest.raises(ConfigError, match="config.json is incomplete"):
         BambaConfig.from_hf({"vocab_size": 3})
+
+
+def test_a_queue_takes_prompts_of_different_lengths():
+    """They cannot be prefilled together: what pads the shorter would stay in its state."""
+    target = loaded("target", MAMBA2, random_weights(MAMBA2))
+    decoder = SpeculativeDecoder(dataclasses.replace(
+        target, model=target.model._replace(can_rewind=False)
+    ))  # fmt: skip
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11]]
+    expected = [decoder.generate(prompt, 6).tokens for prompt in prompts]
+    queue = DecodeQueue(
+        decoder, enumerate(prompts), batch=3, max_prompt_tokens=5, max_new_tokens=6
+    )
+    found = dict(queue)
+    assert [found[i].tokens for i in range(4)] == expected

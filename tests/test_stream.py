@@ -169,8 +169,10 @@ def test_an_error_of_the_callback_reaches_the_caller_and_the_decoder_survives(de
     with pytest.raises(KeyError, match="é"):
         decoder.generate("a", NEW, on_token=on_token)
     assert 2 <= decoder.stats.emitted <= 8
+    decoder.reset_stats()
     with pytest.raises(KeyError, match="é"):
         asyncio.run(decoder.generate_async("a", NEW, on_token=on_token))
+    assert 2 <= decoder.stats.emitted <= 8  # counted when the error arrives, not later
     assert decoder.generate("a", NEW).tokens == tuple(TEXT)
 
 
@@ -189,6 +191,37 @@ def test_a_stream_that_is_left_early_is_counted_when_it_is_closed(decoder):
     untouched.close()
     with pytest.raises(Cancelled, match="closed before"):
         _ = untouched.result
+
+
+def test_ctrl_c_between_two_rounds_loses_nothing(decoder, on_round):
+    def interrupt(number):
+        if number == 2:
+            raise KeyboardInterrupt
+
+    on_round(interrupt)
+    decoder.reset_stats()
+    with decoder.stream("a", NEW) as stream:
+        with pytest.raises(KeyboardInterrupt):
+            list(stream)
+    check_whole(stream.result)
+    assert stream.result.finish_reason == "cancelled" and len(stream.result.tokens) >= 2
+    check_counts(decoder, [stream.result])
+    assert decoder.generate("a", NEW).tokens == tuple(TEXT)
+
+
+def test_ctrl_c_within_a_round_is_named(decoder, monkeypatch):
+    real = decode.generate
+
+    def generate(params, state, *args, **options):
+        real(params, state, *args, **options)  # which has the state now
+        raise KeyboardInterrupt
+
+    stream = decoder.stream("a", NEW)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(decode, "generate", generate)
+        list(stream)
+    with pytest.raises(Cancelled, match="interrupted within a round"):
+        _ = stream.result
 
 
 def test_two_threads_that_share_a_stream_take_turns(decoder, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,20 @@ from spec_jax.verify import make_rule
 
 VOCAB, WIDTH, PAST, K = 4, 20, 12, 5
 FOLLOWS = (Follow(), Follow(max_depth=3, max_factor=1.5, max_offset=0.6, min_prob=0.3))
+
+
+def test_past_outputs_are_kept_whatever_thread_they_come_from():
+    history, threads, each = History(8000), 4, 300
+
+    def add(number):
+        for _ in range(each):
+            history.add([number])
+            assert history.tokens is not None
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(add, range(threads)))
+    kept = np.asarray(history.tokens)
+    assert np.bincount(kept[kept >= 0]).tolist() == [each] * threads
 
 
 def counts_after(texts, path):

@@ -12,6 +12,7 @@ summed probability.
 from __future__ import annotations
 
 import functools
+import threading
 from typing import NamedTuple
 
 import jax
@@ -165,7 +166,7 @@ class History:
     """The last outputs, of at most so many tokens together: what comes first goes first.
 
     The array for the device is made once for each output that is added; whoever holds an earlier
-    one keeps it.
+    one keeps it. Threads may share it.
 
     Args:
       size: H, tokens and the gaps between outputs; 0 keeps nothing.
@@ -174,17 +175,21 @@ class History:
     def __init__(self, size: int):
         self._text = np.full((size,), GAP, np.int32)
         self._tokens: jax.Array | None = None
+        self._lock = threading.Lock()
 
     @property
     def tokens(self) -> jax.Array | None:
         """i32[H] for the drafter, the oldest first, or None where nothing is kept."""
-        if self._tokens is None and len(self._text):
-            self._tokens = jnp.asarray(self._text)
-        return self._tokens
+        with self._lock:
+            if self._tokens is None and len(self._text):
+                self._tokens = jnp.asarray(self._text)
+            return self._tokens
 
     def add(self, output) -> None:
         """Appends the ids of a finished output."""
-        if len(self._text) and len(output):
+        if len(self._text) == 0 or len(output) == 0:
+            return
+        with self._lock:
             joined = np.concatenate([self._text, [GAP], np.asarray(output, np.int32)])
             self._text = joined[-len(self._text) :].astype(np.int32)
             self._tokens = None

@@ -143,6 +143,7 @@ class PartialRotary:
 
     def check_rotary(self) -> None:
         """Raises a ConfigError where the part is empty, odd or larger than the head."""
+        _check_number("partial_rotary_factor", self.partial_rotary_factor)
         if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
             raise ConfigError(
                 f"partial_rotary_factor {self.partial_rotary_factor} turns {self.rotary_dim} of "
@@ -156,13 +157,16 @@ class PartialRotary:
         Raises:
           ConfigError: a field is missing or wrong.
         """
-        rope = dict(hf.get("rope_parameters") or {})
-        part = rope.pop("partial_rotary_factor", hf.get("partial_rotary_factor"))
+        hf, part = dict(hf), hf.get("partial_rotary_factor")
+        for name in ("rope_scaling", "rope_parameters"):
+            if isinstance(hf.get(name), Mapping):
+                hf[name] = dict(hf[name])
+                part = hf[name].pop("partial_rotary_factor", part)
         values = {**hf, "partial_rotary_factor": part}
         names = [field.name for field in dataclasses.fields(cls) if field.name != "rope"]
         try:
             return cls(
-                rope=RopeConfig.from_hf({**hf, "rope_parameters": rope}),
+                rope=RopeConfig.from_hf(hf),
                 **{n: values[n] for n in names if values.get(n) is not None},
             )
         except TypeError as error:

@@ -24,9 +24,9 @@ def time_limits(value: Any) -> tuple[float, float]:
     Raises:
       ConfigError: it is no pair of a smaller and a larger number.
     """
-    plain = [x.get("__float__") if isinstance(x, Mapping) else x for x in value or (0.0, math.inf)]
+    plain = lambda x: x.get("__float__") if isinstance(x, Mapping) else x
     try:
-        low, high = map(float, plain)
+        low, high = (float(plain(x)) for x in value or (0.0, math.inf))
     except (TypeError, ValueError):
         low, high = 1.0, 0.0
     if not 0 <= low < high:
