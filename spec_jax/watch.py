@@ -19,10 +19,22 @@ class _Cut(NamedTuple):
     finish: Finish
 
 
+class _Known(NamedTuple):
+    """The beginning of a row whose text no later token can change."""
+
+    num_tokens: int = 0
+    text: str = ""
+
+
+# Tokens behind what is known that make it worth knowing more; and those that are decoded along.
+_STRETCH, _CONTEXT = 64, 64
+
+
 class Watch:
     """Follows the text of every row: finds stop strings and hands out what is settled.
 
-    What a row keeps never depends on how often it is looked at.
+    What a row keeps never depends on how often it is looked at. A look decodes the last tokens
+    alone, however long the row is.
 
     Args:
       tokenizer: None where there is no text to follow.
@@ -42,6 +54,7 @@ class Watch:
         self._tokenizer, self._prompts, self._stops = tokenizer, prompts, stops
         self.has_pieces, self._pieces = has_pieces, []
         self._sent = [0] * len(prompts)  # characters
+        self._known = [_Known()] * len(prompts)
         self._cut: dict[int, _Cut] = {}
         self._ended: set[int] = set()
 
@@ -85,12 +98,19 @@ class Watch:
 
     def _text(self, row: int, ids: list[int], end: Finish) -> str:
         """The row's text, as far as nothing can change it."""
-        tokenizer, prompt = self._tokenizer, self._prompts[row]
-        if end == Finish.RUNNING:
-            return tokenizer.settled_after(prompt, ids)
+        tokenizer, known = self._tokenizer, self._known[row]
+        if known.num_tokens > len(ids):
+            known = _Known()
+        context = [*self._prompts[row], *ids[: known.num_tokens]][-_CONTEXT:]
+        new = ids[known.num_tokens :]
         if end == Finish.CANCELLED:
-            return tokenizer.whole_after(prompt, ids)
-        return tokenizer.decode_after(prompt, ids)
+            return known.text + tokenizer.whole_after(context, new)
+        if end != Finish.RUNNING:
+            return known.text + tokenizer.decode_after(context, new)
+        text = tokenizer.settled_after(context, new)
+        if len(new) >= _STRETCH and text == tokenizer.decode_after(context, new):
+            self._known[row] = _Known(len(ids), known.text + text)
+        return known.text + text
 
     def _first_stop(self, text: str) -> int | None:
         found = [at for at in map(text.find, self._stops) if at >= 0]

@@ -11,6 +11,8 @@ from tokenizers import decoders
 
 from spec_jax import zoo
 from spec_jax.models.tokenizer import Tokenizer
+from spec_jax.state import Finish
+from spec_jax.watch import Watch
 
 CASES = 500
 SCRIPT = "aé數🎉 ß\u200d👩‍🚀\n�½"
@@ -61,6 +63,46 @@ def test_what_is_settled_begins_every_later_text(kind, zoo_tokenizer):
     tokenizer, rng = make.get(kind, byte_fallback)(), np.random.default_rng(0)
     for _ in range(CASES):
         check_streams(tokenizer, rng)
+
+
+class Counting:
+    """A tokenizer that counts the ids it decodes."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self.num_decoded = tokenizer, 0
+        tokenizer.decode = self._counted(tokenizer.decode)
+
+    def _counted(self, decode):
+        def counted(ids):
+            self.num_decoded += len(ids)
+            return decode(ids)
+
+        return counted
+
+
+@pytest.mark.parametrize("kind", ["byte level", "byte fallback", "bytes alone"])
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_long_rows_are_followed_by_their_last_tokens_alone(kind, is_cancelled):
+    make = {"byte level": lambda: Tokenizer.from_directory(zoo.path("zoo/target"))}
+    make |= {"bytes alone": bytes_alone, "byte fallback": byte_fallback}
+    tokenizer, rng = make[kind](), np.random.default_rng(2)
+    end = Finish.CANCELLED if is_cancelled else Finish.LENGTH
+    for _ in range(5):
+        prompt, ids = some_ids(tokenizer, rng), []
+        while len(ids) < 1500:
+            ids += some_ids(tokenizer, rng)
+        final = tokenizer.whole_after if is_cancelled else tokenizer.decode_after
+        expected, counting = final(prompt, ids), Counting(tokenizer)
+        watch, pieces, n = Watch(tokenizer, [prompt], has_pieces=True), [], 0
+        while n < len(ids):
+            n = min(n + int(rng.integers(1, 5)), len(ids))
+            is_last = n == len(ids)
+            row = np.asarray([[*prompt, *ids[:n]]])
+            watch.look(row, [len(prompt) + n], [end if is_last else Finish.RUNNING])
+            pieces += [piece for _, piece in watch.take()]
+        assert "".join(pieces) == watch.result(0, ids, end)[1] == expected
+        if kind != "byte fallback":  # whose rows are here almost nothing but runs of bytes
+            assert counting.num_decoded < 120 * len(ids)  # all of it each time: 300 an id
 
 
 @pytest.mark.parametrize("decoder", [
