@@ -135,14 +135,19 @@ class DecodeQueue:
                 "begins anew after reset()"
             )
         rows = dict(enumerate(self._pull(self._batch)))
-        B, finished = len(rows), []
+        B, free, finished = len(rows), [], []
         if rows:
             state, advance = self._begin(list(rows.values())), self._decoder.pacer(self._system, B)
-        while rows:
-            is_over = self._is_cancelled()
-            ending = jnp.full(B, Finish.CANCELLED if is_over else Finish.RUNNING, jnp.int32)
-            most = self._decoder.rounds_unseen(self._is_watched)
+        while True:
             try:
+                for row, request in zip(free, self._pull(len(free))):
+                    rows[row] = request
+                    state = self._admit(state, row, request)
+                if not rows:
+                    break
+                is_over = self._is_cancelled()
+                ending = jnp.full(B, Finish.CANCELLED if is_over else Finish.RUNNING, jnp.int32)
+                most = self._decoder.rounds_unseen(self._is_watched)
                 state, chunk = advance(state, ending, jnp.int32(most), jnp.int32(len(rows)))
             except Exception as error:  # what had finished is yielded first
                 self._error = error
@@ -152,13 +157,6 @@ class DecodeQueue:
             finish = np.asarray(chunk.finish)
             free = [row for row in rows if finish[row] != Finish.RUNNING]
             finished = [(rows.pop(row), decode.read_row(state, jnp.int32(row))) for row in free]
-            try:
-                for row, request in zip(free, self._pull(len(free))):
-                    rows[row] = request
-                    state = self._admit(state, row, request)
-            except Exception as error:
-                self._error = error
-                break
         yield from map(self._collect, finished)
         if self._error is not None:
             raise self._error

@@ -120,7 +120,8 @@ class Run:
                 self._error, self._state, self.is_done = error, None, True
                 raise
             except BaseException:  # Ctrl-C: whoever goes on or closes finds what there is
-                if any(x.is_deleted() for x in jax.tree.leaves(self._state) if _is_array(x)):
+                arrays = [x for x in jax.tree.leaves(self._state) if isinstance(x, jax.Array)]
+                if any(x.is_deleted() for x in arrays):
                     self._error = Cancelled("the generation was interrupted within a round")
                     self._state, self.is_done = None, True
                 raise
@@ -200,10 +201,6 @@ class Run:
                 "those rows stopped there; all rows' tokens are in this error's `generations`",
                 self._rows,
             )
-
-
-def _is_array(x) -> bool:
-    return isinstance(x, jax.Array)
 
 
 def collect(record: decode.Record, watch: Watch, row: int, depth: int) -> Generation:

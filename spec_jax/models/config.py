@@ -123,15 +123,27 @@ class RopeConfig:
         }
 
 
-class PartialRotary:
-    """What configs share whose heads turn only the first part of their dimensions.
+def from_fields(cls, hf: Mapping[str, Any], *left_out: str):
+    """A config dataclass with those of its fields that a parsed config.json has.
 
-    A config that inherits has ``head_dim``, ``partial_rotary_factor`` and ``rope``.
+    Args:
+      cls: with a field ``rope``, if it has one, for either spelling of the rotary embedding.
+      hf: the object of config.json.
+      *left_out: fields that keep their defaults.
+
+    Raises:
+      ConfigError: a field is missing or wrong.
     """
+    names = [field.name for field in dataclasses.fields(cls) if field.name not in left_out]
+    try:
+        read = {n: hf[n] for n in names if n != "rope" and hf.get(n) is not None}
+        return cls(**read, **({"rope": RopeConfig.from_hf(hf)} if "rope" in names else {}))
+    except TypeError as error:
+        raise ConfigError(f"config.json is incomplete: {error}") from error
 
-    @property
-    def rotary_dim(self) -> int:
-        return int(self.head_dim * self.partial_rotary_factor)
+
+class EqualHeads:
+    """What configs share whose keys and values are as wide as their queries, ``head_dim``."""
 
     @property
     def key_dim(self) -> int:
@@ -140,6 +152,17 @@ class PartialRotary:
     @property
     def value_dim(self) -> int:
         return self.head_dim
+
+
+class PartialRotary(EqualHeads):
+    """What configs share whose heads turn only the first part of their dimensions.
+
+    A config that inherits has ``head_dim``, ``partial_rotary_factor`` and ``rope``.
+    """
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_dim * self.partial_rotary_factor)
 
     def check_rotary(self) -> None:
         """Raises a ConfigError where the part is empty, odd or larger than the head."""
@@ -152,29 +175,17 @@ class PartialRotary:
 
     @classmethod
     def of_fields(cls, hf: Mapping[str, Any]):
-        """The config with the fields of a parsed config.json, the factor from either place.
-
-        Raises:
-          ConfigError: a field is missing or wrong.
-        """
+        """``from_fields``, with the factor from beside or within the rope's parameters."""
         hf, part = dict(hf), hf.get("partial_rotary_factor")
         for name in ("rope_scaling", "rope_parameters"):
             if isinstance(hf.get(name), Mapping):
                 hf[name] = dict(hf[name])
                 part = hf[name].pop("partial_rotary_factor", part)
-        values = {**hf, "partial_rotary_factor": part}
-        names = [field.name for field in dataclasses.fields(cls) if field.name != "rope"]
-        try:
-            return cls(
-                rope=RopeConfig.from_hf(hf),
-                **{n: values[n] for n in names if values.get(n) is not None},
-            )
-        except TypeError as error:
-            raise ConfigError(f"config.json is incomplete: {error}") from error
+        return from_fields(cls, {**hf, "partial_rotary_factor": part})
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(EqualHeads):
     """A Llama, Qwen2 or Qwen3 decoder. Field names are Hugging Face's.
 
     ``scan_layers`` is ours: False unrolls the layers with separate weights (faster on a
@@ -244,14 +255,6 @@ class ModelConfig:
         return self.head_dim
 
     @property
-    def key_dim(self) -> int:
-        return self.head_dim
-
-    @property
-    def value_dim(self) -> int:
-        return self.head_dim
-
-    @property
     def has_output_bias(self) -> bool:
         """Llama's ``attention_bias`` covers o_proj; Qwen2's biases are on q, k and v alone."""
         return self.attention_bias and self.model_type != "qwen2"
@@ -276,14 +279,7 @@ class ModelConfig:
         )
         if is_sliding:
             raise ConfigError("use_sliding_window is not supported; expected full attention")
-        direct = [f.name for f in dataclasses.fields(cls) if f.name not in ("rope", "scan_layers")]
-        try:
-            return cls(
-                rope=RopeConfig.from_hf(hf),
-                **{n: hf[n] for n in direct if hf.get(n) is not None},
-            )
-        except TypeError as error:
-            raise ConfigError(f"config.json is incomplete: {error}") from error
+        return from_fields(cls, hf, "scan_layers")
 
     def to_hf(self) -> dict[str, Any]:
         """The config.json that transformers loads as the same model."""

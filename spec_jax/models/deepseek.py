@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.errors import ConfigError
-from spec_jax.models.config import RopeConfig
+from spec_jax.models.config import RopeConfig, from_fields
 from spec_jax.models.layers import Window, attend_window, linear, rms_norm
 from spec_jax.models.moe import experts_table, gated, gated_table, mix_experts, route_in_groups
 from spec_jax.models.params import ParamSpec
@@ -139,13 +139,7 @@ class DeepseekConfig:
         ):  # fmt: skip
             if hf.get(name, expected) != expected:
                 raise ConfigError(f"{name} {hf[name]!r} is not supported; expected {expected!r}")
-        fields = [f.name for f in dataclasses.fields(cls) if f.name != "rope"]
-        try:
-            return cls(
-                rope=RopeConfig.from_hf(hf), **{n: hf[n] for n in fields if hf.get(n) is not None}
-            )
-        except TypeError as error:
-            raise ConfigError(f"config.json is incomplete: {error}") from error
+        return from_fields(cls, hf)
 
     def to_hf(self) -> dict[str, Any]:
         """The keys of config.json that ``from_hf`` and transformers read."""

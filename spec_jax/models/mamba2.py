@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.errors import ConfigError
-from spec_jax.models.config import RopeConfig, eos_spelling, eos_tuple
+from spec_jax.models.config import RopeConfig, eos_spelling, eos_tuple, from_fields
 from spec_jax.models.layers import Window, linear, rms_norm
 from spec_jax.models.params import ParamSpec, layer_tables, linear_specs, outer_specs, outer_table
 from spec_jax.models.ssm import Inputs, convolve, read, read_chain, write
@@ -145,11 +145,7 @@ class Mamba2Config:
         """
         if hf.get("hidden_act", "silu") not in ("silu", "swish"):
             raise ConfigError(f"hidden_act {hf['hidden_act']!r} is not supported; expected 'silu'")
-        names = [field.name for field in dataclasses.fields(cls)]
-        try:
-            return cls(**{n: hf[n] for n in names if hf.get(n) is not None})
-        except TypeError as error:
-            raise ConfigError(f"config.json is incomplete: {error}") from error
+        return from_fields(cls, hf)
 
     def to_hf(self) -> dict[str, Any]:
         """The config.json that transformers loads as the same model."""
