@@ -183,7 +183,7 @@ def show_live(bench: Bench, cell: Cell, prompt: Prompt) -> None:
     )
 
 
-def compile_all(bench: Bench, cells: list[Cell], with_expected: list[Cell]) -> dict:
+def compile_all(bench: Bench, cells: list[Cell]) -> dict:
     """Compiles every program of the run; returns the timers of the passes."""
     timers, slots, batch = {}, cost_slots(bench, cells), bench.batch
 
@@ -195,8 +195,6 @@ def compile_all(bench: Bench, cells: list[Cell], with_expected: list[Cell]) -> d
         timers[method, 1] = costs.head_timer(head, params, slots, batch)
 
     tasks = {cell.label: lambda c=cell: bench.compile(c) for cell in cells}
-    for cell in with_expected:
-        tasks[f"{cell.label}, expected"] = lambda c=cell: bench.compile(c, has_expected=True)
     chains = [cell for cell in cells if not cell.tree]
     passes = [("target", bench.target, width) for width in sorted({c.k + 1 for c in chains})]
     if "standalone" in bench.drafts:
@@ -222,13 +220,9 @@ def cost_slots(bench: Bench, cells: list[Cell]) -> int:
     return -(-most // 128) * 128
 
 
-def measure(rep: dict, bench: Bench, cells: list[Cell], config, folder: pathlib.Path):
+def measure(rep: dict, bench: Bench, cells: list[Cell], repeats: int, folder: pathlib.Path):
     """Fills ``rep["results"]`` and saves the report after each row; returns the costs."""
-    chains = [cell for cell in sorted(cells, key=lambda c: c.k) if cell.k and not cell.tree]
-    sampled = [cell for cell in chains if cell.temperature > 0]
-    most_positions = {cell._replace(k=0): cell for cell in sampled}  # the largest K of each
-    with_expected = list(most_positions.values()) if config.has_expected else []
-    timers = compile_all(bench, cells, with_expected)
+    timers = compile_all(bench, cells)
     with cli.Progress(len(cells) + 1, "measuring") as bar:
         bar.now("passes")
         found = costs.Costs.measure(timers, slots=cost_slots(bench, cells), batch=bench.batch)
@@ -236,11 +230,8 @@ def measure(rep: dict, bench: Bench, cells: list[Cell], config, folder: pathlib.
         bar.step("passes")
         for cell in cells:
             bar.now(cell.label)
-            row = bench.measure(cell, config.repeats)
+            row = bench.measure(cell, repeats)
             row["predicted_speedup"] = costs.predict(found, row)
-            row["expected_acceptance_by_position"] = (
-                bench.expected(cell) if cell in with_expected else None
-            )
             rep["results"].append(row)
             bench.refresh_plain(rep["results"], cell.temperature)
             report.write_json(folder / "report.json", rep)
@@ -270,6 +261,7 @@ def decode(config: ConfigDict, workdir: str | None = None) -> dict:
     bench = Bench(
         target, drafts, ids, sampler, config.max_new_tokens, config.batch,
         config.draft_temperature, {"ngram_max": config.ngram_max, "ngram_min": config.ngram_min},
+        config.has_expected,
     )
     rules = {"standalone": config.standalone_rules}
     rules |= dict.fromkeys(("ngram", "suffix"), config.ngram_rules)
@@ -289,7 +281,7 @@ def decode(config: ConfigDict, workdir: str | None = None) -> dict:
         same = [c for c in first if c.method == first[-1].method]
         show_live(bench, same[len(same) // 2], prompts[0])
 
-    found = measure(rep, bench, cells, config, folder)
+    found = measure(rep, bench, cells, config.repeats, folder)
     rep["notes"] = report.notes(rep)
     rep["conclusions"] = report.conclusions(rep["results"])
     plots.plot_speedup(folder / "speedup.png", rep["results"], found)

@@ -128,6 +128,7 @@ class Bench:
       batch: prompts decoded together; divides their number.
       draft_temperature: above temperature 0, the draft's own; None: as the target's.
       ngram: options of the method "ngram".
+      has_expected: record the rules' expected acceptance of chains above temperature 0.
     """
 
     target: LoadedModel
@@ -138,6 +139,7 @@ class Bench:
     batch: int = 1
     draft_temperature: float | None = None
     ngram: dict[str, int] = dataclasses.field(default_factory=dict)
+    has_expected: bool = False
 
     def __post_init__(self):
         self._plain: dict[float, list[Run]] = {}  # first runs, by temperature
@@ -152,7 +154,7 @@ class Bench:
         return range(len(self.prompts) // self.batch)
 
     @functools.cache  # noqa: B019, a bench lives as long as the program
-    def decoder(self, cell: Cell, has_expected: bool = False) -> SpeculativeDecoder:
+    def decoder(self, cell: Cell) -> SpeculativeDecoder:
         """The decoder of a cell.
 
         Raises:
@@ -169,14 +171,15 @@ class Bench:
             method = draft.method if isinstance(draft, LoadedHead) else cell.method
             config = SpeculativeConfig(method, rejection_sampling_strategy=cell.rule, **options)
         sampler = dataclasses.replace(self.sampler, temperature=cell.temperature)
+        is_sampled_chain = cell.k > 0 and cell.temperature > 0 and not cell.tree
         return SpeculativeDecoder(
             self.target, self.drafts.get(cell.method), config,
-            target_sampler=sampler, has_expected=has_expected,
+            target_sampler=sampler, has_expected=self.has_expected and is_sampled_chain,
         )
 
-    def run(self, cell: Cell, index: int, *, has_expected: bool = False, **options) -> Run:
+    def run(self, cell: Cell, index: int, **options) -> Run:
         """Decodes batch ``index``; the first call of a cell compiles."""
-        decoder = self.decoder(cell, has_expected)
+        decoder = self.decoder(cell)
         chosen = range(index * self.batch, (index + 1) * self.batch)
         target = [
             dataclasses.replace(decoder.target_sampler, seed=(self.sampler.seed + i) % 2**32)
@@ -192,8 +195,8 @@ class Bench:
         )
         return Run(decoder.stats.prefill_s, decoder.stats.decode_s, rows)
 
-    def compile(self, cell: Cell, has_expected: bool = False) -> None:
-        self.run(cell, 0, has_expected=has_expected)
+    def compile(self, cell: Cell) -> None:
+        self.run(cell, 0)
 
     def measure(self, cell: Cell, repeats: int) -> dict:
         """One entry of a report's ``results``, costs and predictions aside.
@@ -243,14 +246,6 @@ class Bench:
         times = [self._plain_s[temperature, index] for index in self.batches]
         row["decode_s"] = sum(map(statistics.median, times))
         row["tokens_per_s"] = (row["emitted"] - row["first"]) / row["decode_s"]
-
-    def expected(self, cell: Cell) -> list[float] | None:
-        """The rule's closed-form acceptance by position, from an untimed pass; None without one."""
-        if not self.decoder(cell, True).system().has_expected:
-            return None
-        rows = [row for i in self.batches for row in self.run(cell, i, has_expected=True).rows]
-        total = functools.reduce(operator.add, (row.stats for row in rows))
-        return list(total.expected_by_position)
 
     def _describe(self, cell: Cell) -> dict:
         rule = self.decoder(cell).system().rule

@@ -114,7 +114,7 @@ def plot_acceptance(path: pathlib.Path, results: Sequence[dict]) -> None:
                 position, rate, error, color=s.color, marker=s.marker, capsize=3, label=label,
                 markerfacecolor=s.face,
             )
-            expected = last.get("expected_acceptance_by_position")
+            expected = last["expected_by_position"]
             if expected:
                 has_expected = True
                 axis.plot(position, np.asarray(expected, float), "--", color=s.color, linewidth=1.3)

@@ -324,21 +324,6 @@ def prefill(
     Raises:
       ShapeError: an array of another number of rows, or prompts wider than the cache.
     """
-    target, drafter, rule, _, has_expected = system
-    return _prefill(
-        params, tokens, lengths, limit, stop_tokens, sampler, draft_sampler, target=target,
-        drafter=drafter, is_argmax=rule.is_greedy, has_expected=has_expected, slots=slots,
-    )
-
-
-@functools.partial(
-    jax.jit, static_argnames=("target", "drafter", "is_argmax", "has_expected", "slots")
-)
-def _prefill(
-    params, tokens, lengths, limit, stop_tokens, sampler, draft_sampler, *, target, drafter,
-    is_argmax, has_expected, slots,
-) -> DecodeState:
-    """Names just what the program depends on, so that every K and most rules share it."""
     B, T = tokens.shape
     check_shapes(
         {"B": B}, lengths=(lengths, "B"), limit=(limit, "B"), stop_tokens=(stop_tokens, "B X"),
@@ -346,13 +331,38 @@ def _prefill(
     )
     if T > slots:
         raise ShapeError(f"tokens has shape {tokens.shape}, so T={T}; slots are {slots}")
-    is_prompt = jnp.arange(T) < lengths[:, None]
+    # Three programs, each of just what it depends on: drafters, rules and every K share them.
+    cache, logits, features = _prefill_target(
+        params["target"], tokens, lengths, target=system.target, slots=slots
+    )
+    state, first = _begin(
+        tokens, lengths, limit, stop_tokens, sampler, draft_sampler, logits,
+        is_argmax=system.rule.is_greedy, slots=slots,
+    )
+    draft = _prefill_draft(
+        params["draft"], tokens, lengths, first, features, drafter=system.drafter, slots=slots
+    )
+    expected = jnp.full((B, slots), jnp.nan) if system.has_expected else None
+    return state.replace(target=cache, draft=draft, expected=expected)
+
+
+@functools.partial(jax.jit, static_argnames=("target", "slots"))
+def _prefill_target(params, tokens, lengths, *, target, slots):
+    """The cache of the prompts, f32[B,1,V] behind each of them, and what the drafter reads."""
     with jax.named_scope("prefill"):
-        cache = target.init_cache(params["target"], B, slots)
-        output = target.forward(params["target"], tokens, cache)
+        cache = target.init_cache(params, tokens.shape[0], slots)
+        output = target.forward(params, tokens, cache)
         last = jnp.take_along_axis(output.hidden, (lengths - 1)[:, None, None], axis=1)
-        logits = target.unembed(params["target"], last)
-    V = target.vocab_size
+        return output.cache.commit(lengths), target.unembed(params, last), output.features
+
+
+@functools.partial(jax.jit, static_argnames=("is_argmax", "slots"))
+def _begin(
+    tokens, lengths, limit, stop_tokens, sampler, draft_sampler, logits, *, is_argmax, slots
+) -> tuple[DecodeState, jax.Array]:
+    """The state with each row's first token, its caches left out; and that token, i32[B]."""
+    (B, T), V = tokens.shape, logits.shape[-1]
+    is_prompt = jnp.arange(T) < lengths[:, None]
     seen = jnp.zeros((B, V), bool).at[
         jnp.arange(B)[:, None], jnp.where(is_prompt, tokens, V)
     ].set(True, mode="drop")
@@ -364,9 +374,6 @@ def _prefill(
         lambda: jnp.zeros((B, V), jnp.float32),
     )
     first = sample(processed, gumbel)
-    with jax.named_scope("prefill_draft"):
-        draft = drafter.init(params["draft"], B, slots)
-        draft = drafter.prefill(params["draft"], draft, tokens, lengths, first, output.features)
     empty = jnp.zeros((B, slots), jnp.int32)
     state = DecodeState(
         tokens=empty.at[:, :T].set(jnp.where(is_prompt, tokens, 0)),
@@ -376,19 +383,26 @@ def _prefill(
         limit=limit,
         finish=jnp.zeros((B,), jnp.int32),
         stop_tokens=stop_tokens,
-        target=output.cache.commit(lengths),
-        draft=draft,
+        target=None,
+        draft=None,
         sampler=sampler,
         draft_sampler=draft_sampler,
         counts=counts,
-        expected=jnp.full((B, slots), jnp.nan) if has_expected else None,
+        expected=None,
     )
-    first = first[:, None]
     is_bad = ~jnp.isfinite(processed.max(axis=-1))
     fault = jnp.where(is_bad, Finish.NAN_TARGET, Finish.RUNNING)
-    n_emit, finish = cut(state, first, lengths, 1, fault)
-    record = {"tokens": first, "kind": jnp.full((B, 1), Kind.FIRST)}
-    return append(state, record, lengths, n_emit).replace(finish=finish)
+    n_emit, finish = cut(state, first[:, None], lengths, 1, fault)
+    record = {"tokens": first[:, None], "kind": jnp.full((B, 1), Kind.FIRST)}
+    return append(state, record, lengths, n_emit).replace(finish=finish), first
+
+
+@functools.partial(jax.jit, static_argnames=("drafter", "slots"))
+def _prefill_draft(params, tokens, lengths, first, features, *, drafter, slots):
+    """The drafter's state behind the prompts and each row's ``first`` token."""
+    with jax.named_scope("prefill_draft"):
+        draft = drafter.init(params, tokens.shape[0], slots)
+        return drafter.prefill(params, draft, tokens, lengths, first, features)
 
 
 @functools.partial(jax.jit, static_argnames=("system",), donate_argnames=("state",))
