@@ -1,12 +1,11 @@
 """The training loop: killed, asked to stop, fed with NaN, its files damaged, its disk full."""
 
 import json
+import multiprocessing
 import os
-import pathlib
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import time
 
@@ -22,15 +21,16 @@ from spec_jax.train.log import flatten, read_metrics
 
 # orbax leaves the threads of a read that failed to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-PROGRAM = pathlib.Path(tiny_training.__file__)
-
 
 def start(folder):
-    path = os.pathsep.join([str(PROGRAM.parents[1]), str(PROGRAM.parent)])
-    return subprocess.Popen(
-        [sys.executable, str(PROGRAM), str(folder)], env=os.environ | {"PYTHONPATH": path},
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-    )  # fmt: skip
+    """A process that trains there, forked off one that has imported all that it needs."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([tiny_training.__name__])
+    process = context.Process(target=tiny_training.main, args=(folder,))
+    with pytest.MonkeyPatch.context() as patch:  # Python before 3.12.4 preloads from there alone
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        process.start()
+    return process
 
 
 def wait_for_lines(folder, count):
@@ -62,11 +62,12 @@ def test_killed_at_ten_moments_it_ends_bit_equal(tmp_path, undisturbed):
         wait_for_lines(tmp_path, min(done + 1 + int(rng.integers(3)), STEPS))
         time.sleep(float(rng.uniform(0, 0.05)))
         process.kill()
-        process.communicate()
+        process.join()
         kills += 1
         done = max((line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")), default=0)
     process = start(tmp_path)
-    assert process.communicate()[1] is not None and process.returncode == 0
+    process.join()
+    assert process.exitcode == 0
     with np.load(tmp_path / "final.npz") as found:
         expected = jax.tree.leaves(undisturbed[1])
         assert len(found.files) == len(expected)
@@ -78,9 +79,9 @@ def test_killed_at_ten_moments_it_ends_bit_equal(tmp_path, undisturbed):
 def test_sigterm_saves_and_exits_with_0(tmp_path, undisturbed):
     process = start(tmp_path)
     wait_for_lines(tmp_path, 3)
-    process.send_signal(signal.SIGTERM)
-    process.communicate()
-    assert process.returncode == 0 and not (tmp_path / "final.npz").exists()
+    process.terminate()
+    process.join()
+    assert process.exitcode == 0 and not (tmp_path / "final.npz").exists()
     done = read_metrics(tmp_path / "metrics.jsonl")[-1]["step"]
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         assert checkpoints.last_step == done < STEPS

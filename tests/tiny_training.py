@@ -1,8 +1,7 @@
-"""A run of the training loop in seconds; also a program, to be killed: ``tiny_training.py DIR``."""
+"""A run of the training loop in seconds, in this process or in one that is to be killed."""
 
 import functools
 import pathlib
-import sys
 import time
 
 import jax
@@ -70,8 +69,9 @@ def run(folder, *, num_steps=STEPS, pause_s=0.0, on_step=lambda step: None, **op
             return train_loop(state, **usual | options)
 
 
-if __name__ == "__main__":
-    state, is_done = run(sys.argv[1], pause_s=0.05)
+def main(folder) -> None:
+    """What a process that is to be killed does."""
+    state, is_done = run(folder, pause_s=0.05)
     if is_done:
         leaves = jax.tree.leaves(jax.device_get(state))
-        np.savez(pathlib.Path(sys.argv[1]) / "final.npz", *leaves)
+        np.savez(pathlib.Path(folder) / "final.npz", *leaves)
