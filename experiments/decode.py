@@ -24,7 +24,7 @@ from ml_collections import ConfigDict
 from configs import decode_default
 from experiments import cli, costs, plots, report
 from experiments.grid import Bench, Cell, make_cells
-from experiments.prompts import Prompt, fit, load_prompts
+from experiments.prompts import Prompt, PromptEncoder, fit, load_prompts
 from spec_jax.config import STRATEGIES, SamplerConfig, build
 from spec_jax.draft.eagle import EagleConfig
 from spec_jax.draft.head import Head
@@ -137,6 +137,8 @@ def start_report(config, target: LoadedModel, prompts, bench: Bench, num_cut: in
     """The part of a report that is known before anything is measured."""
     of = f"rows of {config.prompts}" if config.prompts else "held-out library functions"
     lengths = [len(ids) for ids in bench.prompts]
+    num_templated = sum(map(PromptEncoder(target).is_templated, prompts))
+    by = ", by the chat template" if num_templated else ""
     models, notes = {"target": report.model_facts(target, config.dtype)}, []
     for method, draft in bench.drafts.items():
         facts = report.model_facts if method == "standalone" else report.head_facts
@@ -157,7 +159,7 @@ def start_report(config, target: LoadedModel, prompts, bench: Bench, num_cut: in
         "environment": report.environment(),
         "models": models,
         "prompts": {
-            "description": f"{len(lengths)} {of}, {min(lengths)} to {max(lengths)} tokens, "
+            "description": f"{len(lengths)} {of}{by}, {min(lengths)} to {max(lengths)} tokens, "
             f"{config.max_new_tokens} new tokens each, batch {config.batch}",
             "names": [prompt.name for prompt in prompts],
             "lengths": lengths,

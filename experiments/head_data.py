@@ -9,7 +9,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from spec_jax.data import packed, python_source, tokens
-from spec_jax.data.batches import Text
+from spec_jax.data.batches import Corpus
 from spec_jax.data.conversations import SPLITS, Encoder, read_documents
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel
@@ -20,7 +20,7 @@ _WHOLE = ("length", "stop_token", "stop_string")  # how a sound response ends
 
 def load(
     config: ConfigDict, target: LoadedModel, folder: pathlib.Path
-) -> tuple[list[Text], Text]:
+) -> tuple[list[Corpus], Corpus]:
     """The training texts (the target's responses second, where there are any), and a held-out one.
 
     Args:
@@ -39,8 +39,8 @@ def load(
         pack = lambda split, **options: tokens.pack(
             target.tokenizer.backend, python_source.documents(split, **options)
         )
-        train = Text("the library's source", pack("train", tests_share=data.tests_share))
-        held_out = Text("its held-out modules", pack("held_out"))
+        train = Corpus("the library's source", pack("train", tests_share=data.tests_share))
+        held_out = Corpus("its held-out modules", pack("held_out"))
     else:
         train, held_out = (_packed(data, split, target, folder) for split in SPLITS)
     texts = [train]
@@ -49,7 +49,7 @@ def load(
     return texts, held_out
 
 
-def _packed(data: ConfigDict, split: str, target: LoadedModel, folder: pathlib.Path) -> Text:
+def _packed(data: ConfigDict, split: str, target: LoadedModel, folder: pathlib.Path) -> Corpus:
     """One split of the documents that ``data.text`` names, packed once."""
     paths = [path.strip() for path in data.text.split(",")]
     about = {"paths": paths, "held_out_share": data.held_out_share, "cut": data.max_length}
@@ -66,10 +66,10 @@ def _packed(data: ConfigDict, split: str, target: LoadedModel, folder: pathlib.P
         found = packed.write_packed(
             folder, split, documents, target.tokenizer, sources=paths, about=about
         )
-    return Text(f"{data.text} ({split})", found.tokens, found.mask)
+    return Corpus(f"{data.text} ({split})", found.tokens, found.mask)
 
 
-def responses(path: pathlib.Path, encoder: Encoder) -> Text:
+def responses(path: pathlib.Path, encoder: Encoder) -> Corpus:
     """The rows that ``experiments.regenerate`` wrote, packed; what the target wrote counts.
 
     Rows that a fault ended are left out; a separator stands between rows that bring none.
@@ -98,4 +98,4 @@ def responses(path: pathlib.Path, encoder: Encoder) -> Text:
         ) from error
     if not ids:
         raise ConfigError(f"{path} holds no response; run experiments.regenerate")
-    return Text(str(path), np.concatenate(ids).astype(np.int32), np.concatenate(mask))
+    return Corpus(str(path), np.concatenate(ids).astype(np.int32), np.concatenate(mask))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from spec_jax.data.batches import Text, count_tokens, draft_vocabulary
+from spec_jax.data.batches import Corpus, count_tokens, draft_vocabulary
 from spec_jax.draft.eagle import EagleConfig, draft_ids, init_head
 from spec_jax.draft.mtp import MtpConfig, init_mtp
 from spec_jax.errors import ConfigError
@@ -106,7 +106,7 @@ def _check_given(head: LoadedHead, version: int, draft_vocab_size: int) -> None:
 
 
 def make_head(
-    config: ConfigDict, target: LoadedModel, texts: Sequence[Text], used: Sequence[Text]
+    config: ConfigDict, target: LoadedModel, texts: Sequence[Corpus], used: Sequence[Corpus]
 ) -> HeadSpec:
     """Reads a config.
 

@@ -26,7 +26,7 @@ from ml_collections import ConfigDict
 
 from configs import regenerate_zoo
 from experiments import cli, report
-from experiments.prompts import read_rows
+from experiments.prompts import PromptEncoder, read_rows
 from experiments.responses import Responses
 from spec_jax.config import SamplerConfig, SpeculativeConfig, build
 from spec_jax.data import python_source
@@ -111,7 +111,7 @@ def prompts_of(config, decoder: SpeculativeDecoder) -> tuple[int, Pairs]:
     elif config.prompts:
         rows = read_rows(pathlib.Path(config.prompts))
         count = min(len(rows), config.num_prompts or len(rows))
-        pairs = ((index, decoder.encode(row.text)) for index, row in enumerate(rows))
+        pairs = enumerate(map(PromptEncoder(decoder.target), rows))
     else:
         count, pairs = config.num_prompts, _pieces(config, decoder)
     return count, itertools.islice(pairs, count)

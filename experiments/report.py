@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import math
 import os
 import pathlib
@@ -16,6 +15,7 @@ import jax
 
 import spec_jax
 from spec_jax.loading import LoadedHead, LoadedModel
+from spec_jax.models import weights
 
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "safetensors")
 _COLUMNS = (  # title, is_number
@@ -52,10 +52,7 @@ def _cpu_model() -> str:
 
 def write_json(path: pathlib.Path, value: Any) -> None:
     """Replaces the file as a whole, so a reader never sees half of it; NaN is written as null."""
-    text = json.dumps(_plain(value), indent=1, ensure_ascii=False, allow_nan=False)
-    part = path.with_name(path.name + ".part")
-    part.write_text(text + "\n", encoding="utf-8")
-    part.replace(path)
+    weights.write_json(path, _plain(value))
 
 
 def _plain(value):

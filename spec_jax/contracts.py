@@ -246,6 +246,9 @@ class Drafter(NamedTuple):
         ``length`` tokens fed after rounds of K = 0 in which it was neither asked nor told, by
         passes of ``width`` tokens at most. None: in such rounds it is asked for 0 drafts, and
         told what they commit.
+      hold: ``(state, n i32[B], features) -> state``: what it keeps for ``catch_up`` of a round of
+        K = 0, which has fed n tokens, 0 or 1; None: nothing.
+      most_behind: tokens that it can be behind; None: any number.
       rewind: ``(state, n i32[B]) -> state`` forgets the last n tokens that were committed, the
         pending one takes their place; None for a drafter that cannot.
     """
@@ -263,6 +266,8 @@ class Drafter(NamedTuple):
     tree: Any = None
     window: int = 0
     catch_up: Callable[..., Any] | None = None
+    hold: Callable[..., Any] | None = None
+    most_behind: int | None = None
     rewind: Callable[[Any, jax.Array], Any] | None = None
 
 

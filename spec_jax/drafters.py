@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from spec_jax.config import SpeculativeConfig
 from spec_jax.contracts import Drafter, Model
+from spec_jax.draft.backlog import with_backlog
 from spec_jax.draft.chain import stopping
 from spec_jax.draft.model_free import NO_DRAFT
 from spec_jax.draft.ngram import ngram
@@ -90,5 +91,5 @@ def paced(config: SpeculativeConfig | None, drafter: Drafter) -> Drafter:
     if drafter.tree is not None:
         raise ConfigError(f"is_adaptive is set; drafter {drafter.name!r} proposes trees")
     if drafter.catch_up is None:
-        return drafter
+        return with_backlog(drafter, CATCH_UP) if drafter.taps else drafter
     return drafter._replace(window=max(drafter.window, CATCH_UP))

@@ -112,6 +112,7 @@ class Pacer:
         self._most = max(memory.buckets)
         self._memory = memory
         self._has_backlog = 0 in memory.buckets and system.drafter.catch_up is not None
+        self._most_behind = system.drafter.most_behind or math.inf
         self._backlog = 0
         self.plans: list[tuple[int, int]] = []
 
@@ -133,7 +134,9 @@ class Pacer:
                 state, memory.costs[key] = self._measure(state)
         costs = memory.costs[key]
         (k, rounds), tuner = memory.tuner.choose(costs, self._backlog)
-        if k > 0 and self._backlog:
+        if k == 0:
+            rounds = min(rounds, self._most_behind)
+        if self._backlog and (k > 0 or self._backlog + rounds > self._most_behind):
             state, self._backlog = self._catch_up(state), 0
         since = count_tokens(state)
         most = jnp.minimum(jnp.int32(max_rounds), rounds)

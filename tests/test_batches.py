@@ -6,11 +6,11 @@ import sys
 import numpy as np
 import pytest
 
-from spec_jax.data.batches import Text, count_tokens, draft_vocabulary, window_batches
+from spec_jax.data.batches import Corpus, count_tokens, draft_vocabulary, window_batches
 from spec_jax.errors import ConfigError
 
-A = Text("a", np.arange(1000, dtype=np.int32))
-B = Text("b", np.arange(5000, 5300, dtype=np.int32), np.arange(300) % 2 == 0)
+A = Corpus("a", np.arange(1000, dtype=np.int32))
+B = Corpus("b", np.arange(5000, 5300, dtype=np.int32), np.arange(300) % 2 == 0)
 SIZE = dict(batch=4, length=10)
 
 
@@ -50,10 +50,10 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
     """Peak memory of drawing batches from a mapped file of 4 MB and of 1 GB (sparse on disk)."""
     code = (
         "import resource, sys, numpy as np\n"
-        "from spec_jax.data.batches import Text, window_batches\n"
+        "from spec_jax.data.batches import Corpus, window_batches\n"
         "n = int(sys.argv[2])\n"
         "tokens = np.lib.format.open_memmap(sys.argv[1], mode='w+', dtype=np.int32, shape=(n,))\n"
-        "ds = window_batches([Text('file', tokens)], [1], seed=0, batch=8, length=256)\n"
+        "ds = window_batches([Corpus('file', tokens)], [1], seed=0, batch=8, length=256)\n"
         "for step in range(50): ds[step]\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
     )
@@ -73,8 +73,8 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
         ([], [], "0 texts have 0 shares"),
         ([A], [-1], "share of a is -1"),
         ([A], [0], "every share is 0"),
-        ([Text("short", A.tokens[:9])], [1], "short has 9 tokens; expected at least 10"),
-        ([Text("c", A.tokens, np.zeros(1000, bool))], [1], "no token of c is to be predicted"),
+        ([Corpus("short", A.tokens[:9])], [1], "short has 9 tokens; expected at least 10"),
+        ([Corpus("c", A.tokens, np.zeros(1000, bool))], [1], "no token of c is to be predicted"),
     ],
 )
 def test_texts_that_cannot_be_drawn_from_are_refused(texts, shares, message):
@@ -83,7 +83,7 @@ def test_texts_that_cannot_be_drawn_from_are_refused(texts, shares, message):
 
 
 def test_counts_are_of_what_is_predicted():
-    text = Text("t", np.asarray([3, 3, 1, 0, 3]), np.asarray([1, 0, 1, 1, 1], bool))
+    text = Corpus("t", np.asarray([3, 3, 1, 0, 3]), np.asarray([1, 0, 1, 1, 1], bool))
     np.testing.assert_array_equal(count_tokens(text, 5, chunk=2), [1, 1, 0, 2, 0])
     with pytest.raises(ConfigError, match="t holds id 3; the target has ids 0 to 2"):
         count_tokens(text, 3)

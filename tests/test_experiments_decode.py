@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -16,7 +17,7 @@ from configs import decode_default, decode_specbench
 from experiments import costs, report
 from experiments.decode import decode, resolve
 from experiments.grid import top_gap
-from experiments.prompts import Prompt, fit, load_prompts
+from experiments.prompts import Prompt, PromptEncoder, fit, load_prompts
 from spec_jax import load_model
 from spec_jax.data import python_source, tokens
 from spec_jax.errors import ConfigError, SpecJaxError
@@ -260,6 +261,32 @@ def test_long_prompts_lose_their_beginning_but_not_bos(pair):
     assert num_cut == 1 and len(ids) == 100 and ids == whole[:1] + whole[-99:]
     assert short == target.tokenizer.encode("x")
     assert len(fit([Prompt("", text)], [target], 28, 10)[0][0]) == 10
+
+
+def test_conversations_become_prompts_by_the_targets_chat_template(pair, tmp_path):
+    shutil.copytree(pair / "target", tmp_path / "target")
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    (tmp_path / "target" / "chat_template.jinja").write_text(template)
+    say = lambda role, content: {"role": role, "content": content}
+    talk = [say("system", "be brief"), say("user", "x"), say("assistant", "y"), say("user", "z")]
+    rows = {
+        "talk": ({"messages": talk}, "system: be brief\nuser: x\nassistant:"),
+        "turns": ({"turns": ["x = 1", "more"]}, "user: x = 1\nassistant:"),
+        "text": ({"prompt": "x = 1"}, "x = 1"),
+    }
+    chat, plain = load_model(tmp_path / "target"), load_model(pair / "target")
+    for name, (row, expected) in rows.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(json.dumps(row) + "\n")
+        prompts = load_prompts(str(path), 1, 0)
+        ((ids,), _) = fit(prompts, [chat], 8, None)
+        assert chat.tokenizer.decode(ids) == expected
+        assert PromptEncoder(chat).is_templated(prompts[0]) is (name != "text")
+        if name == "talk":
+            with pytest.raises(ConfigError, match="has no chat template"):
+                fit(prompts, [plain], 8, None)
+        else:
+            assert plain.tokenizer.decode(fit(prompts, [plain], 8, None)[0][0]) == "x = 1"
 
 
 def test_a_pass_is_timed_without_moving_the_cache(pair):

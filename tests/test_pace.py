@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 
@@ -18,9 +19,11 @@ from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.contracts import Context
 from spec_jax.decoder import SpeculativeDecoder
 from spec_jax.draft.chain import stopping
+from spec_jax.draft.eagle import EagleConfig
+from spec_jax.draft.mtp import MtpConfig
 from spec_jax.draft.small_lm import small_lm
 from spec_jax.errors import ConfigError
-from spec_jax.loading import LoadedModel
+from spec_jax.loading import LoadedModel, random_head
 from spec_jax.models import transformer
 from spec_jax.pace import Memory, Pacer
 from spec_jax.queue import DecodeQueue
@@ -36,8 +39,9 @@ BUCKETS = (0, 1, 3)
 class Script:
     """In the place of a tuner: K as it is told, one round each, over and over."""
 
-    def __init__(self, ks):
+    def __init__(self, ks, most_behind=10**9):
         self._ks, self._turn, self.accepted = ks, 0, np.zeros(BUCKETS[-1], int)
+        self._most_behind = most_behind
 
     def choose(self, costs, backlog=0):
         del costs
@@ -53,9 +57,10 @@ class Script:
         return self
 
     def _behind(self):
-        """Rounds without drafts since the last one with some."""
+        """Rounds without drafts since the last one with some, or since there was no more room."""
         done = [self._ks[i % len(self._ks)] for i in range(self._turn)]
-        return next((i for i, k in enumerate(reversed(done)) if k), len(done))
+        rounds = next((i for i, k in enumerate(reversed(done)) if k), len(done))
+        return (rounds - 1) % self._most_behind + 1 if rounds else 0
 
 
 class Known(dict):
@@ -128,35 +133,87 @@ def proposals(system, params, draft, state, num_draft=3):
     return np.asarray(proposal.tokens), np.asarray(proposal.logits)
 
 
-def test_drafts_after_any_mix_of_ks_are_those_after_a_fresh_prefill():
-    loaded = [
-        LoadedModel(name, transformer.model(LLAMA), random_weights(LLAMA, seed), config=LLAMA)
-        for name, seed in (("target", 0), ("draft", 1))
-    ]
-    decoder = adaptive(*loaded)
+TARGET, DRAFT = (
+    LoadedModel(name, transformer.model(LLAMA), random_weights(LLAMA, seed), config=LLAMA)
+    for name, seed in (("target", 0), ("draft", 1))
+)
+DRAFTS = {
+    "standalone": lambda: DRAFT,
+    "eagle-1": lambda: random_head(EagleConfig.of_target(LLAMA, 1), jax.random.key(1)),
+    "eagle-3": lambda: random_head(EagleConfig.of_target(LLAMA, 3, 20), jax.random.key(2)),
+    "mtp": lambda: random_head(MtpConfig.of_target(LLAMA), jax.random.key(3)),
+    "modules in a row": lambda: random_head(
+        dataclasses.replace(MtpConfig.of_target(LLAMA), num_modules=3, protocol="sequential"),
+        jax.random.key(4),
+    ),
+}
+MIX = (0, 3, 0, 0, 1, *[0] * 35)  # the last backlog is longer than one pass, and than what is kept
+
+
+def after_mix(name, change=lambda drafter: drafter):
+    """Drafts behind rounds of ``MIX`` as they are, caught up, and of a fresh prefill; the state."""
+    method = {"standalone": "standalone", "eagle-1": "eagle", "eagle-3": "eagle"}.get(name, "mtp")
+    decoder = adaptive(TARGET, DRAFTS[name](), method)
     system, params, B = decoder.system(), decoder.params(), len(PROMPTS)
+    system = system._replace(drafter=change(system.drafter))
     sampler = make_sampler(SamplerConfig(), B, LLAMA.vocab_size)
     state = decoder.start(PROMPTS, 60, system, sampler, sampler)
     memory = Memory(BUCKETS)
-    memory.tuner, memory.costs = Script((0, 3, 0, 0, 1, *[0] * 35)), Known()
+    memory.tuner = Script(MIX, system.drafter.most_behind or 10**9)
+    memory.costs = Known()
     pacer = Pacer(system, lambda k: params, memory)
-    for _ in range(40):  # the last backlog is longer than one pass
+    for _ in MIX:
         state, _ = pacer(state, jnp.zeros(B, jnp.int32), 9)
-    assert [k for k, _ in pacer.plans][:6] == [0, 3, 0, 0, 1, 0]
+    assert [k for k, _ in pacer.plans] == list(MIX)
     stale = proposals(system, params, state.draft, state)
     state = pace.catch_up(params, state, system=system)
     caught_up = proposals(system, params, state.draft, state)
 
-    length, rows = state.length, jnp.arange(B)
-    fresh = system.drafter.init(params["draft"], B, state.tokens.shape[1])
+    tokens, length, rows = state.tokens, state.length, jnp.arange(B)
+    cache = system.target.init_cache(params["target"], B, tokens.shape[1])
+    features = system.target.forward(params["target"], tokens, cache).features
+    fresh = system.drafter.init(params["draft"], B, tokens.shape[1])
     fresh = jax.jit(system.drafter.prefill)(
-        params["draft"], fresh, state.tokens, length, state.tokens[rows, length], None
+        params["draft"], fresh, tokens, length, tokens[rows, length], features
     )
-    expected = proposals(system, params, fresh, state)
+    return stale, caught_up, proposals(system, params, fresh, state), state
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_drafts_after_any_mix_of_ks_are_those_after_a_fresh_prefill(name):
+    stale, caught_up, expected, state = after_mix(name)
     np.testing.assert_array_equal(caught_up[0], expected[0])
     np.testing.assert_allclose(caught_up[1], expected[1], atol=1e-5, rtol=1e-5)
-    np.testing.assert_array_equal(state.draft.cache.length, length - 1)
+    if name == "standalone":
+        np.testing.assert_array_equal(state.draft.cache.length, state.length - 1)
+    else:
+        np.testing.assert_array_equal(state.draft.state.cache.length, state.length)
+        np.testing.assert_array_equal(state.draft.count, 0)
     assert not np.allclose(stale[1], expected[1], atol=1e-2)  # without the replay they differ
+
+
+def test_mutation_features_of_another_row_that_are_held_are_found():
+    def mixed_up(drafter):
+        hold = lambda draft, n, features: drafter.hold(draft, n, jnp.roll(features, 1, axis=0))
+        return drafter._replace(hold=hold)
+
+    _, caught_up, expected, _ = after_mix("eagle-3", mixed_up)
+    assert not np.allclose(caught_up[1], expected[1], atol=1e-3)
+
+
+def test_a_round_without_drafts_runs_no_pass_of_a_head():
+    def refuse(*args):
+        raise AssertionError("the head was told")
+
+    decoder = adaptive(TARGET, DRAFTS["eagle-3"](), "eagle")
+    system = decoder.system()
+    drafter = system.drafter._replace(commit=refuse, propose=refuse)
+    sampler = make_sampler(SamplerConfig(), len(PROMPTS), LLAMA.vocab_size)
+    state = decoder.start(PROMPTS, 60, system, sampler, sampler)
+    resting = pace.system_of(system._replace(drafter=drafter), 0)
+    after = decode.decode_round(decoder.params(), state, resting)
+    np.testing.assert_array_equal(after.draft.count, 1)
+    np.testing.assert_array_equal(after.draft.state.cache.length, state.length)
 
 
 def test_a_call_that_is_cancelled_measures_nothing_first():

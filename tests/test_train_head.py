@@ -18,7 +18,7 @@ from configs import (
 )
 from experiments import head_setup, train_head
 from spec_jax.data import python_source, tokens
-from spec_jax.data.batches import Text
+from spec_jax.data.batches import Corpus
 from spec_jax.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError
 from spec_jax.loading import load_draft, load_model
@@ -251,7 +251,7 @@ def test_configs_make_the_head_that_they_name(files, module):
     target = load_model(files / "target")
     config.head.draft_vocab_size = min(config.head.draft_vocab_size, 200)
     config.head.taps = tuple(min(tap, 3 - i) for i, tap in enumerate(config.head.taps))
-    text = Text("text", np.arange(300, dtype=np.int32))
+    text = Corpus("text", np.arange(300, dtype=np.int32))
     spec = head_setup.make_head(config, target, [text], [text])
     assert spec.name == config.objective and spec.layout(target, config) != ""
     if config.objective != "eagle3":

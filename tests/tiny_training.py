@@ -7,7 +7,7 @@ import time
 import jax
 import numpy as np
 
-from spec_jax.data.batches import Text, window_batches
+from spec_jax.data.batches import Corpus, window_batches
 from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig
 from spec_jax.train import lm
@@ -37,7 +37,7 @@ def fresh(**changes) -> TrainState:
 
 def batches():
     text = np.random.default_rng(0).integers(0, 17, 400).astype(np.int32)
-    return window_batches([Text("digits", text)], [1.0], seed=0, batch=2, length=9)
+    return window_batches([Corpus("digits", text)], [1.0], seed=0, batch=2, length=9)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import numpy as np
 from spec_jax.errors import ConfigError
 
 
-class Text(NamedTuple):
+class Corpus(NamedTuple):
     """Packed tokens, in memory or mapped from a file, and which of them are to be predicted.
 
     Attributes:
@@ -32,7 +32,7 @@ class Text(NamedTuple):
 
 
 def window_batches(
-    texts: Sequence[Text], shares: Sequence[float], *, seed: int, batch: int, length: int
+    texts: Sequence[Corpus], shares: Sequence[float], *, seed: int, batch: int, length: int
 ) -> grain.MapDataset:
     """Batches by step, ``[step]`` giving ``tokens`` i32[B,W], ``mask`` bool[B,W] and ``window``.
 
@@ -79,7 +79,7 @@ def window_batches(
     return mixed.batch(batch)
 
 
-def count_tokens(text: Text, vocab_size: int, chunk: int = 1 << 20) -> np.ndarray:
+def count_tokens(text: Corpus, vocab_size: int, chunk: int = 1 << 20) -> np.ndarray:
     """How often each id is to be predicted, i64[V], read ``chunk`` tokens at a time.
 
     Raises:

@@ -53,4 +53,7 @@ def resting(drafter: Drafter) -> Drafter:
     """
     if drafter.catch_up is None:
         return drafter
-    return drafter._replace(propose=_nothing, commit=NO_DRAFT.commit)
+    commit = NO_DRAFT.commit
+    if drafter.hold is not None:
+        commit = lambda params, state, tokens, n, features, path: drafter.hold(state, n, features)
+    return drafter._replace(propose=_nothing, commit=commit)

@@ -271,5 +271,6 @@ def save_tensors(directory: pathlib.Path, shards: Sequence[Mapping[str, np.ndarr
 def write_json(path: pathlib.Path, value) -> None:
     """Writes a JSON file, whole or not at all."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    partial.write_text(text + "\n", encoding="utf-8")
     os.replace(partial, path)
