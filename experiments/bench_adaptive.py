@@ -22,7 +22,7 @@ import numpy as np
 from experiments import cli
 from experiments.bench_loops import start
 from experiments.bench_synthetic import random_model
-from experiments.timing import Line, interleave, spread
+from experiments.timing import Line, spread
 from spec_jax import decode, rng
 from spec_jax.adaptive import Tuner, expected_tokens
 from spec_jax.config import SpeculativeConfig
@@ -88,31 +88,28 @@ class Case(NamedTuple):
         return functools.partial(decode.generate, self.params(rate, num_draft), system=system)
 
 
-class PacedTimer:
-    """Runs a fixed number of rounds and returns their milliseconds.
+def run_in_turns(case: Case, state, rate: float, fixed: Sequence[int] = ()):
+    """Milliseconds of ``case.rounds`` rounds by adaptive K (None) and by each fixed K.
 
-    Attributes:
-      plans: of every run, where K is adaptive: pairs of K and rounds.
+    As many rounds as adaptive K has chosen at once are run by every fixed K before it chooses
+    again, so drift of the machine meets all alike.
+
+    Returns:
+      The milliseconds by K, and the pairs of K and rounds that were chosen.
     """
-
-    def __init__(self, case: Case, state, rate: float, num_draft: int | None = None):
-        """K is adaptive, or ``num_draft``. Runs once: compiles, and learns the rate."""
-        self._case, self._state, self._rate, self._fixed = case, state, rate, num_draft
-        self.plans: list[list[tuple[int, int]]] = []
-        self()
-        self.plans.clear()
-
-    def __call__(self) -> float:
-        advance = self._case.advance(self._rate, self._fixed)
-        state = jax.block_until_ready(jax.tree.map(jnp.copy, self._state))
-        go_on, left = jnp.zeros_like(state.finish), self._case.rounds
-        begin = time.perf_counter()
-        while left > 0:
-            state, chunk = advance(state, go_on, jnp.int32(left))
-            left -= int(chunk.rounds)
-        elapsed = (time.perf_counter() - begin) * 1e3
-        self.plans.append(getattr(advance, "plans", []))
-        return elapsed
+    advances = {k: case.advance(rate, k) for k in (None, *fixed)}
+    states = {k: jax.block_until_ready(jax.tree.map(jnp.copy, state)) for k in advances}
+    times, left = dict.fromkeys(advances, 0.0), case.rounds
+    while left > 0:
+        count = left
+        for k, advance in advances.items():
+            go_on = jnp.zeros_like(states[k].finish)
+            begin = time.perf_counter()
+            states[k], chunk = advance(states[k], go_on, jnp.int32(count))
+            count = int(chunk.rounds)
+            times[k] += (time.perf_counter() - begin) * 1e3
+        left -= count
+    return times, advances[None].plans
 
 
 def expected(plans, rate: float, most: int) -> float:
@@ -177,22 +174,24 @@ def _measure_rate(case: Case, rate: float, config, say) -> dict:
     """Ratios of one rate, by repeat."""
     state, most = case.start(), max(config.buckets)
     case.memory.tuner = Tuner.fresh(most)
-    adaptive = PacedTimer(case, state, rate)
+    run_in_turns(case, state, rate)  # compiles, and learns the rate
     (costs,) = case.memory.costs.values()
     tokens = expected_tokens((rate,) * most)
     per_token = {k: ms / tokens[k] for k, ms in costs.round_ms.items()}
     best = min(per_token, key=per_token.get)
-    timers = {"adaptive": adaptive, 0: PacedTimer(case, state, rate, 0)}
-    if best:
-        timers[best] = PacedTimer(case, state, rate, best)
     say(f"batch {len(case.prompts)}, rate {rate}: compiled")
-    times = interleave(timers, config.repeats, say)
-    emitted = np.asarray([expected(plans, rate, most) for plans in adaptive.plans])
-    priced = np.asarray([price(plans, costs) for plans in adaptive.plans]) / emitted
-    clock = times["adaptive"] / emitted
+    turns = []
+    for repeat in range(config.repeats):
+        turns.append(run_in_turns(case, state, rate, sorted({0, best})))
+        say(f"turn {repeat + 1} of {config.repeats}")
+    plans = [chosen for _, chosen in turns]
+    times = {k: np.asarray([ms[k] for ms, _ in turns]) for k in turns[0][0]}
+    emitted = np.asarray([expected(chosen, rate, most) for chosen in plans])
+    priced = np.asarray([price(chosen, costs) for chosen in plans]) / emitted
+    clock = times[None] / emitted
     fixed = times[best] / (case.rounds * tokens[best])
     return {
-        "rate": rate, "best_k": best, "plans": adaptive.plans,
+        "rate": rate, "best_k": best, "plans": plans,
         "priced / plain": (priced / per_token[0]).tolist(),
         "best fixed / priced": (per_token[best] / priced).tolist(),
         "clock / plain": (clock / (times[0] / case.rounds)).tolist(),
