@@ -184,9 +184,10 @@ def evaluate(config: ConfigDict, workdir: str | None = None) -> dict:
     if config.prompts:
         found = load_prompts(config.prompts, config.num_prompts, config.seed)
         models = [target, *drafts.values()]
-        prompts, _ = fit(found, models, config.max_new_tokens, config.prompt_tokens)
+        prompts, num_cut = fit(found, models, config.max_new_tokens, config.prompt_tokens)
     else:
         prompts = held_out_pieces(target, config.num_prompts, config.prompt_tokens, config.seed)
+        num_cut = 0
     folder = cli.open_workdir("evaluate", workdir)
     rows = []
     with cli.Progress(len(drafts) + config.has_costs, "evaluating") as bar:
@@ -208,6 +209,7 @@ def evaluate(config: ConfigDict, workdir: str | None = None) -> dict:
     rep = {
         "command": shlex.join(["python", "-m", "experiments.evaluate", *sys.argv[1:]]),
         "config": config.to_dict(), "environment": report.environment(), "rows": rows,
+        "num_cut": num_cut,
     }  # fmt: skip
     text = markdown(rep)
     report.write_json(folder / "evaluation.json", rep)
@@ -250,6 +252,11 @@ def markdown(rep: dict) -> str:
         text += ["", "Differences, prompt by prompt:", *differences]
     if forced:
         text += ["", "Teacher-forced beside real, the same round starts:", *forced]
+    if rep["num_cut"]:
+        text += [
+            "", f"{rep['num_cut']} prompts had more than {config['prompt_tokens']} tokens, or more "
+            "than the models hold: they lost their beginning, a chat template's too.",
+        ]  # fmt: skip
     return "\n".join([*text, "", f"Machine: {report.describe_machine(rep['environment'])}", ""])
 
 

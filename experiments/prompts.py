@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from spec_jax.data import python_source
-from spec_jax.data.conversations import Encoder, num_prompts
-from spec_jax.data.records import Conversation, holds_conversations, read_records
-from spec_jax.decoder import SpeculativeDecoder
+from spec_jax.data.conversations import Encoder, opening
+from spec_jax.data.records import Conversation, parse_record
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel
+from spec_jax.request import encode
 
 
 class Prompt(NamedTuple):
@@ -24,7 +24,7 @@ class Prompt(NamedTuple):
     Attributes:
       name: for reports.
       text: to continue; of a conversation, what the user says first.
-      conversation: its messages; the first answer is asked for.
+      conversation: its messages up to the first answer, which is asked for.
     """
 
     name: str
@@ -37,11 +37,12 @@ def load_prompts(path: str, n: int, seed: int) -> list[Prompt]:
 
     Args:
       path: "" for functions of held-out modules of the standard library, drawn by ``seed``;
-        else a file of which every so many-th row is taken, so that all its parts are seen:
-        .jsonl or .jsonl.gz with ``turns`` (the first one counts, as in Spec-Bench),
-        ``prompt`` (as in HumanEval) or ``text``; conversations as ``read_records`` reads them
-        (the first answer counts); any other file is one prompt a line. Line ends at the end of
-        a text are left out: tokenizers join them with what follows.
+        else a file of which every so many-th row is taken, so that all its parts are seen.
+        .jsonl, .json, and these with .gz: objects with ``prompt`` (as in HumanEval), ``text``,
+        ``turns`` (the first one counts, as in Spec-Bench), or ``messages`` or
+        ``conversations`` as ``parse_record`` takes them (the first answer is asked for). Any
+        other file is one prompt a line. Line ends at the end of a text are left out:
+        tokenizers join them with what follows.
       n: how many.
       seed: of the held-out functions.
 
@@ -63,64 +64,74 @@ def read_rows(path: pathlib.Path) -> list[Prompt]:
     Raises:
       ConfigError: no such file, or a row that is no prompt.
     """
-    if holds_conversations(path):
-        records = (r for r in read_records(path) if isinstance(r, Conversation) and num_prompts(r))
-        return [Prompt(record.source, _opening(record), record) for record in records]
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rt", encoding="utf-8") as file:
-            lines = file.read().splitlines()
+            text = file.read()
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise ConfigError(f"the prompts file {path} cannot be read: {error}") from error
-    is_json = ".jsonl" in path.suffixes
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if is_json:
-        return [_from_json(path, number, line) for number, line in numbered]
-    return [Prompt(f"line {number}", line) for number, line in numbered]
+    if ".json" in path.suffixes and text.lstrip()[:1] == "[":
+        rows = _parse(text, str(path))
+        return [_from_row(row, path, f"row {number}") for number, row in enumerate(rows, 1)]
+    lines = [(f"line {i}", line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if {".json", ".jsonl"} & {*path.suffixes}:
+        return [_from_row(_parse(line, f"{path}, {at}"), path, at) for at, line in lines]
+    return [Prompt(at, line.rstrip("\r")) for at, line in lines]
 
 
-def _from_json(path: pathlib.Path, number: int, line: str) -> Prompt:
+def _parse(text: str, where: str):
     try:
-        row = json.loads(line)
+        return json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{path}, line {number} is no JSON: {error}") from error
+        raise ConfigError(f"{where} is no JSON: {error}") from error
+
+
+def _from_row(row, path: pathlib.Path, at: str) -> Prompt:
+    """A prompt of one JSON value, which stands at ``at``."""
+    where = f"{path}, {at}"
     row = row if isinstance(row, dict) else {"text": row}
-    turns = row.get("turns") or [None]
-    text = next((row[key] for key in ("prompt", "text") if key in row), turns[0])
+    name = row.get("task_id", row.get("question_id", at))
+    name = f"{name} ({row['category']})" if "category" in row else f"{name}"
+    if "messages" in row or "conversations" in row:
+        return Prompt(name, *_opening(parse_record(row, where)))
+    text, talk = next((row[key] for key in ("prompt", "text") if key in row), None), None
+    if text is None and isinstance(row.get("turns"), list) and row["turns"]:
+        text = row["turns"][0]
+        talk = Conversation([{"role": "user", "content": text}], None, where)
     if not isinstance(text, str) or not text.strip():
         raise ConfigError(
-            f"{path}, line {number} has no text in `turns`, `prompt` or `text`; its keys: "
+            f"{where} has no text in `turns`, `prompt` or `text`, and no `messages`; its keys: "
             f"{', '.join(row)}"
         )
-    name = row.get("task_id", row.get("question_id", f"line {number}"))
-    category = f" ({row['category']})" if "category" in row else ""
-    conversation = None
-    if text is turns[0]:
-        conversation = Conversation([{"role": "user", "content": text}], None, f"{path}:{number}")
-    return Prompt(f"{name}{category}", text.rstrip("\n"), conversation)
+    return Prompt(name, text.rstrip("\n"), talk)
 
 
-def _opening(record: Conversation) -> str:
-    """What the user says first."""
-    said = (m["content"] for m in record.messages if m["role"] == "user")
-    return next(said, None) or ""
+def _opening(record: Conversation) -> tuple[str, Conversation]:
+    """What the user says first, and all that stands before the first answer."""
+    talk = opening(record)
+    if talk is None:
+        raise ConfigError(f"{record.source} has no message to answer")
+    said = [m["content"] for m in talk.messages if m["role"] == "user" and m["content"]]
+    if not said:
+        raise ConfigError(f"{record.source} has no text of the user before its first answer")
+    return said[0], talk
 
 
 class PromptEncoder:
     """Prompts to ids: texts by the target's tokenizer, conversations by its chat template too.
 
-    The one turn of a ``turns`` row is continued as a text by a target that has no template.
+    What a user alone has said is continued as a text by a target that has no template.
     """
 
     def __init__(self, target: LoadedModel):
         self._target = target
-        self._encode = SpeculativeDecoder(target).encode
-        self._has_template = target.tokenizer is not None and bool(target.tokenizer.chat_templates)
 
     def is_templated(self, prompt: Prompt) -> bool:
         """Whether the chat template makes the prompt."""
-        talk = prompt.conversation
-        return talk is not None and (self._has_template or len(talk.messages) > 1)
+        talk, tokenizer = prompt.conversation, self._target.tokenizer
+        if talk is None or tokenizer is None:
+            return False
+        return len(talk.messages) > 1 or "default" in tokenizer.chat_templates
 
     def __call__(self, prompt: Prompt) -> list[int]:
         """Ids; of a conversation, up to where its first answer begins.
@@ -129,10 +140,9 @@ class PromptEncoder:
           ConfigError: a conversation that the chat template refuses; or there is none.
           PromptError: the target has no tokenizer.
         """
-        is_text = self._target.tokenizer is None or not self.is_templated(prompt)
-        return self._encode(
-            prompt.text if is_text else self._conversations.prompts(prompt.conversation)[0]
-        )
+        if not self.is_templated(prompt):
+            return encode(self._target, prompt.text)
+        return encode(self._target, self._conversations.prompts(prompt.conversation)[0])
 
     @functools.cached_property
     def _conversations(self) -> Encoder:

@@ -236,7 +236,8 @@ class Drafter(NamedTuple):
         has been fed the pending token and the accepted drafts, ``n`` tokens in all.
         ``tokens`` are [accepted drafts | the new pending token], ``n`` of them count, and
         ``features[:, i]`` belongs to the token *before* ``tokens[:, i]``; ``path`` is the
-        verdict's.
+        verdict's. With adaptive K a drafter with ``taps`` is told of several rounds of K = 0 at
+        once, of up to 32 tokens and no path.
       insert_row: ``(state, row, other) -> state``, ``other`` of one row.
       taps: the target's states that it reads as features (see ``transformer.forward``), in
         this order; empty for a drafter that reads none.
@@ -246,8 +247,8 @@ class Drafter(NamedTuple):
         ``length`` tokens fed after rounds of K = 0 in which it was neither asked nor told, by
         passes of ``width`` tokens at most. None: in such rounds it is asked for 0 drafts, and
         told what they commit.
-      hold: ``(state, n i32[B], features) -> state``: what it keeps for ``catch_up`` of a round of
-        K = 0, which has fed n tokens, 0 or 1; None: nothing.
+      hold: ``(state, n i32[B], features dtype[B,1,E]) -> state``: what it keeps for ``catch_up``
+        of a round of K = 0, which has fed n tokens, 0 or 1; None: nothing.
       most_behind: tokens that it can be behind; None: any number.
       rewind: ``(state, n i32[B]) -> state`` forgets the last n tokens that were committed, the
         pending one takes their place; None for a drafter that cannot.

@@ -134,10 +134,10 @@ class Pacer:
                 state, memory.costs[key] = self._measure(state)
         costs = memory.costs[key]
         (k, rounds), tuner = memory.tuner.choose(costs, self._backlog)
-        if k == 0:
-            rounds = min(rounds, self._most_behind)
-        if self._backlog and (k > 0 or self._backlog + rounds > self._most_behind):
+        if self._backlog and (k > 0 or self._backlog >= self._most_behind):
             state, self._backlog = self._catch_up(state), 0
+        if k == 0:
+            rounds = min(rounds, self._most_behind - self._backlog)
         since = count_tokens(state)
         most = jnp.minimum(jnp.int32(max_rounds), rounds)
         state, chunk = self._generate(k, state, stop, most, min_active)
@@ -158,7 +158,8 @@ class Pacer:
         )
 
     def _catch_up(self, state: DecodeState) -> DecodeState:
-        return catch_up(self._params_of(self._most), state, system=self._systems[self._most])
+        system = self._systems[self._most]
+        return catch_up(self._params_of(system.slack - 1), state, system=system)
 
     def _endless(self, state: DecodeState) -> DecodeState:
         """A copy in which every row is active, up to its last slots."""

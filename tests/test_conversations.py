@@ -209,7 +209,7 @@ def test_text_is_marked_whole_behind_a_separator():
     with pytest.raises(ConfigError, match=r"'<end>' to separate"):
         Encoder(plain, separator="<end>")
     with pytest.raises(ConfigError, match="no token"):
-        Encoder(byte_level(special=("<s>",)))
+        Encoder(byte_level(special=("<s>",))).text(Text("two", "t"))
 
 
 def test_conversations_need_a_template_and_texts_do_not(tmp_path):

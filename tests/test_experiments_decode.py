@@ -289,6 +289,22 @@ def test_conversations_become_prompts_by_the_targets_chat_template(pair, tmp_pat
             assert plain.tokenizer.decode(fit(prompts, [plain], 8, None)[0][0]) == "x = 1"
 
 
+def test_a_target_without_a_usable_template_continues_what_the_user_alone_has_said(pair, tmp_path):
+    """A template for tools alone, and no separator, which prompts do not need."""
+    shutil.copytree(pair / "target", tmp_path / "target")
+    folder = tmp_path / "target" / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "tool_use.jinja").write_text("{{ messages }}")
+    target = load_model(tmp_path / "target")
+    path = tmp_path / "rows.json"
+    say = [{"role": "user", "content": "x = 1"}, {"role": "assistant", "content": "y"}]
+    path.write_text(json.dumps([{"turns": ["x = 1"]}, {"messages": say}], indent=1))
+    prompts = load_prompts(str(path), 2, 0)
+    assert [p.name for p in prompts] == ["row 1", "row 2"]
+    ids, _ = fit(prompts, [target], 8, None)
+    assert list(map(target.tokenizer.decode, ids)) == ["x = 1", "x = 1"]
+
+
 def test_a_pass_is_timed_without_moving_the_cache(pair):
     model = load_model(pair / "draft")
     assert costs.pass_cost(model.model, model.params, 3, 128, 2, repeats=2) > 0

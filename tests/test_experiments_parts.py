@@ -25,7 +25,12 @@ def test_prompts_come_from_files_of_each_kind(tmp_path):
     assert found("c.txt", 2) == [("line 1", "one"), ("line 3", "two")]
     with pytest.raises(ConfigError, match="holds 2 prompts; num_prompts asks for 3"):
         load_prompts(str(tmp_path / "c.txt"), 3, 0)
-    bad = {"{": "line 1 is no JSON", '{"a": 1}': "its keys: a", "[]": "no text"}
+    bad = {
+        "{": "line 1 is no JSON", '{"a": 1}': "its keys: a", "1": "no text",
+        '{"turns": "hello"}': "its keys: turns", '{"messages": []}': "no message to answer",
+        '{"conversations": [{"from": "x", "value": ""}]}': "a turn is from 'x'",
+        '{"messages": [{"role": "user", "content": ""}]}': "no text of the user",
+    }  # fmt: skip
     for text, message in bad.items():
         (tmp_path / "bad.jsonl").write_text(text)
         with pytest.raises(ConfigError, match=message):

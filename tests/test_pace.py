@@ -201,6 +201,29 @@ def test_mutation_features_of_another_row_that_are_held_are_found():
     assert not np.allclose(caught_up[1], expected[1], atol=1e-3)
 
 
+@pytest.mark.parametrize("max_rounds", [1, 5, 32])
+def test_a_head_catches_up_when_there_is_no_more_room(monkeypatch, max_rounds):
+    """However few rounds a call runs of those that are planned."""
+
+    class Long(Script):
+        def choose(self, costs, backlog=0):
+            return Plan(0, 32), self
+
+    caught_up, whole = [], pace.catch_up
+    watch = lambda *args, **names: caught_up.append(1) or whole(*args, **names)
+    monkeypatch.setattr(pace, "catch_up", watch)
+    decoder = adaptive(TARGET, DRAFTS["eagle-3"](), "eagle")
+    system, params = decoder.system(), decoder.params()
+    sampler = make_sampler(SamplerConfig(), 1, LLAMA.vocab_size)
+    state = decoder.start(PROMPTS[:1], 70, system, sampler, sampler)
+    memory = Memory(BUCKETS)
+    memory.tuner, memory.costs = Long(()), Known()
+    pacer = Pacer(system, lambda k: params, memory)
+    while sum(rounds for _, rounds in pacer.plans) < 66:
+        state, _ = pacer(state, jnp.zeros(1, jnp.int32), max_rounds)
+    assert len(caught_up) == 2  # behind 32 and behind 64
+
+
 def test_a_round_without_drafts_runs_no_pass_of_a_head():
     def refuse(*args):
         raise AssertionError("the head was told")

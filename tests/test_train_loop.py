@@ -22,6 +22,7 @@ from spec_jax.train.log import flatten, read_metrics
 # orbax leaves the threads of a read that failed to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
+
 def start(folder):
     """A process that trains there, forked off one that has imported all that it needs."""
     context = multiprocessing.get_context("forkserver")

@@ -58,18 +58,26 @@ class Encoder:
         if template is not None:
             self.template = template
         self.backend = _uncut(tokenizer.backend)
-        if separator is None:
-            separator = END_OF_TEXT
-            if tokenizer.token_id(separator) is None:
-                separator = tokenizer.special_tokens.get("eos_token", END_OF_TEXT)
-        self.separator_id = tokenizer.token_id(separator)
-        if self.separator_id is None:
+        if separator is not None:
+            self.separator_id = self._token_id(separator)
+        added = self.backend.get_added_tokens_decoder().values()
+        self._turn_ends = tuple(token.content for token in added if token.content.strip())
+
+    @functools.cached_property
+    def separator_id(self) -> int:
+        """The token before each document; prompts have none."""
+        if self.tokenizer.token_id(END_OF_TEXT) is not None:
+            return self._token_id(END_OF_TEXT)
+        return self._token_id(self.tokenizer.special_tokens.get("eos_token", END_OF_TEXT))
+
+    def _token_id(self, separator: str) -> int:
+        found = self.tokenizer.token_id(separator)
+        if found is None:
             raise ConfigError(
                 f"the tokenizer has no token {separator!r} to separate documents; expected "
                 "separator to be one of its tokens"
             )
-        added = self.backend.get_added_tokens_decoder().values()
-        self._turn_ends = tuple(token.content for token in added if token.content.strip())
+        return found
 
     @functools.cached_property
     def template(self) -> ChatTemplate:
@@ -102,6 +110,7 @@ class Encoder:
                 )
             except ConfigError as error:
                 raise ConfigError(f"{record.source}: {error}") from error
+            _check_unicode(text, record.source)
             found.append(self.backend.encode(text, add_special_tokens=False).ids)
         return found
 
@@ -169,19 +178,29 @@ class Encoder:
         return parts
 
     def _document(self, text: str, spans, source: str, is_text: bool = False) -> Document:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ConfigError(
-                f"{source}: character {error.start + 1} is half of a surrogate pair; expected "
-                "Unicode text: mend the record or leave it out"
-            ) from error
+        _check_unicode(text, source)
         encoding = self.backend.encode(text, add_special_tokens=False)
         ids, mask = np.asarray(encoding.ids, np.int32), token_mask(encoding.offsets, spans)
         start = self.tokenizer.special_tokens.get("bos_token")
         if is_text or not (start and text.startswith(start)):
             ids, mask = np.append(np.int32(self.separator_id), ids), np.append(is_text, mask)
         return Document(ids, mask, source)
+
+
+def _check_unicode(text: str, source: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{source}: character {error.start + 1} is half of a surrogate pair; expected "
+            "Unicode text: mend the record or leave it out"
+        ) from error
+
+
+def opening(record: Conversation) -> Conversation | None:
+    """What stands before the first answer of a conversation; None where there is nothing."""
+    ends = _answered(record.messages)
+    return record._replace(messages=record.messages[: ends[0]]) if ends else None
 
 
 def num_prompts(record: Conversation) -> int:
