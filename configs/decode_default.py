@@ -55,5 +55,5 @@ def get_config() -> ConfigDict:
     config.seed = 0  # of the prompts' choice and of sampling
     config.repeats = 1  # timed runs of each prompt; their median counts
     config.has_stream = True  # show one prompt live first
-    config.has_expected = True  # sampled chains record the rule's expected acceptance as well
+    config.has_expected = True  # expected acceptance as well, where the rule reads the drafts' law
     return config

@@ -19,6 +19,7 @@ from spec_jax.decoder import Generation, SpeculativeDecoder
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.stats import Stats
+from spec_jax.verify import make_rule
 
 
 class Cell(NamedTuple):
@@ -128,7 +129,8 @@ class Bench:
       batch: prompts decoded together; divides their number.
       draft_temperature: above temperature 0, the draft's own; None: as the target's.
       ngram: options of the method "ngram".
-      has_expected: record the rules' expected acceptance of chains above temperature 0.
+      has_expected: record the rules' expected acceptance, of chains above temperature 0 whose
+        drafts' laws are known anyway.
     """
 
     target: LoadedModel
@@ -171,10 +173,12 @@ class Bench:
             method = draft.method if isinstance(draft, LoadedHead) else cell.method
             config = SpeculativeConfig(method, rejection_sampling_strategy=cell.rule, **options)
         sampler = dataclasses.replace(self.sampler, temperature=cell.temperature)
-        is_sampled_chain = cell.k > 0 and cell.temperature > 0 and not cell.tree
+        has_expected = self.has_expected and cell.k > 0 and cell.temperature > 0 and not cell.tree
+        if has_expected and cell.method in self.drafts:  # else the drafts' laws would cost time
+            has_expected = make_rule(config).needs_probs
         return SpeculativeDecoder(
             self.target, self.drafts.get(cell.method), config,
-            target_sampler=sampler, has_expected=self.has_expected and is_sampled_chain,
+            target_sampler=sampler, has_expected=has_expected,
         )
 
     def run(self, cell: Cell, index: int, **options) -> Run:
