@@ -84,8 +84,11 @@ class Case(NamedTuple):
         """What runs rounds: a ``Pacer`` that goes on with what is known, or a fixed K."""
         if num_draft is None:
             return Pacer(self.system, functools.partial(self.params, rate), self.memory)
-        system = system_of(self.system, num_draft)
-        return functools.partial(decode.generate, self.params(rate, num_draft), system=system)
+        system, params = system_of(self.system, num_draft), self.params(rate, num_draft)
+        # Called as the pacer calls it, it is the same program.
+        return lambda state, stop, most: decode.generate(
+            params, state, stop, most, jnp.int32(1), system=system
+        )
 
 
 def run_in_turns(case: Case, state, rate: float, fixed: Sequence[int] = ()):
