@@ -137,8 +137,8 @@ def start_report(config, target: LoadedModel, prompts, bench: Bench, num_cut: in
     """The part of a report that is known before anything is measured."""
     of = f"rows of {config.prompts}" if config.prompts else "held-out library functions"
     lengths = [len(ids) for ids in bench.prompts]
-    num_templated = sum(map(PromptEncoder(target).is_templated, prompts))
-    by = ", by the chat template" if num_templated else ""
+    is_templated = any(map(PromptEncoder(target).is_templated, prompts))
+    by = ", by the chat template" if is_templated else ""
     models, notes = {"target": report.model_facts(target, config.dtype)}, []
     for method, draft in bench.drafts.items():
         facts = report.model_facts if method == "standalone" else report.head_facts

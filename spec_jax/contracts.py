@@ -247,8 +247,8 @@ class Drafter(NamedTuple):
         ``length`` tokens fed after rounds of K = 0 in which it was neither asked nor told, by
         passes of ``width`` tokens at most. None: in such rounds it is asked for 0 drafts, and
         told what they commit.
-      hold: ``(state, n i32[B], features dtype[B,1,E]) -> state``: what it keeps for ``catch_up``
-        of a round of K = 0, which has fed n tokens, 0 or 1; None: nothing.
+      hold: as ``commit``, called in its place in rounds of K = 0 where there is ``catch_up``: it
+        keeps what that will need; None: nothing.
       most_behind: tokens that it can be behind; None: any number.
       rewind: ``(state, n i32[B]) -> state`` forgets the last n tokens that were committed, the
         pending one takes their place; None for a drafter that cannot.

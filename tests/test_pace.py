@@ -194,7 +194,9 @@ def test_drafts_after_any_mix_of_ks_are_those_after_a_fresh_prefill(name):
 
 def test_mutation_features_of_another_row_that_are_held_are_found():
     def mixed_up(drafter):
-        hold = lambda draft, n, features: drafter.hold(draft, n, jnp.roll(features, 1, axis=0))
+        def hold(params, draft, tokens, n, features, path):
+            return drafter.hold(params, draft, tokens, n, jnp.roll(features, 1, axis=0), path)
+
         return drafter._replace(hold=hold)
 
     _, caught_up, expected, _ = after_mix("eagle-3", mixed_up)

@@ -66,9 +66,10 @@ class Encoder:
     @functools.cached_property
     def separator_id(self) -> int:
         """The token before each document; prompts have none."""
-        if self.tokenizer.token_id(END_OF_TEXT) is not None:
-            return self._token_id(END_OF_TEXT)
-        return self._token_id(self.tokenizer.special_tokens.get("eos_token", END_OF_TEXT))
+        separator = END_OF_TEXT
+        if self.tokenizer.token_id(separator) is None:
+            separator = self.tokenizer.special_tokens.get("eos_token", separator)
+        return self._token_id(separator)
 
     def _token_id(self, separator: str) -> int:
         found = self.tokenizer.token_id(separator)

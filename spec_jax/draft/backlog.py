@@ -27,14 +27,6 @@ class Backlog:
     features: jax.Array | None = None
     count: jax.Array | None = None
 
-    def insert_row(self, row, other: Backlog, insert_row) -> Backlog:
-        """Replaces row ``row`` by the only row of ``other``, a drafter's state as it does."""
-        return Backlog(
-            insert_row(self.state, row, other.state),
-            self.features.at[row].set(other.features[0]),
-            self.count.at[row].set(other.count[0]),
-        )
-
 
 @functools.cache
 def with_backlog(drafter: Drafter, width: int) -> Drafter:
@@ -58,7 +50,7 @@ def with_backlog(drafter: Drafter, width: int) -> Drafter:
         state = drafter.commit(params, backlog.state, tokens, n, features, path)
         return backlog.replace(state=state)
 
-    def hold(backlog, n, features):
+    def hold(params, backlog, tokens, n, features, path):
         at = jnp.where(n > 0, backlog.count, width)  # width is out of range: dropped
         held = backlog.features.at[jnp.arange(len(n)), at].set(features[:, 0], mode="drop")
         return backlog.replace(features=held, count=backlog.count + n)
@@ -70,12 +62,19 @@ def with_backlog(drafter: Drafter, width: int) -> Drafter:
         told = commit(params, backlog, after, backlog.count, backlog.features, None)
         return told.replace(count=jnp.zeros_like(backlog.count))
 
+    def insert_row(backlog, row, other):
+        return Backlog(
+            drafter.insert_row(backlog.state, row, other.state),
+            backlog.features.at[row].set(other.features[0]),
+            backlog.count.at[row].set(other.count[0]),
+        )
+
     return drafter._replace(
         init=lambda params, batch, slots: Backlog(drafter.init(params, batch, slots)),
         prefill=prefill,
         propose=propose,
         commit=commit,
-        insert_row=functools.partial(Backlog.insert_row, insert_row=drafter.insert_row),
+        insert_row=insert_row,
         window=max(drafter.window, width),
         catch_up=catch_up,
         hold=hold,

@@ -53,7 +53,4 @@ def resting(drafter: Drafter) -> Drafter:
     """
     if drafter.catch_up is None:
         return drafter
-    commit = NO_DRAFT.commit
-    if drafter.hold is not None:
-        commit = lambda params, state, tokens, n, features, path: drafter.hold(state, n, features)
-    return drafter._replace(propose=_nothing, commit=commit)
+    return drafter._replace(propose=_nothing, commit=drafter.hold or NO_DRAFT.commit)
