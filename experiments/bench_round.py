@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.bench_loops import ROUNDS, GenerateTimer, PlainTimer, rest_timer, start
+from experiments.bench_loops import ROUNDS, GenerateTimer, PlainTimer, cast, rest_timer, start
 from experiments.costs import pass_timer
 from experiments.timing import Line, Timer, interleave, spread
 from spec_jax.decode import System
@@ -15,13 +15,22 @@ from spec_jax.decoder import SpeculativeDecoder
 from spec_jax.loading import LoadedModel
 from spec_jax.stats import Stats, predicted_speedup
 
-PLAIN = {  # what we tried for the fastest plain loop: dtype, tokens fed for each that counts,
-    # and whether matrices are cut into panels
-    "float32": ("float32", 1, False),
-    "float32 in panels": ("float32", 1, True),
-    "float32 padded to two rows": ("float32", 2, True),
-    "bfloat16": ("bfloat16", 1, False),
-    "bfloat16 padded to two rows": ("bfloat16", 2, False),
+
+class Plain(NamedTuple):
+    """A plain loop: its dtype, the tokens fed for each that counts, and whether matrices are cut
+    into panels."""
+
+    dtype: str
+    padding: int = 1
+    has_panels: bool = False
+
+
+PLAIN = {  # what we tried for the fastest
+    "float32": Plain("float32"),
+    "float32 in panels": Plain("float32", has_panels=True),
+    "float32 padded to two rows": Plain("float32", 2, has_panels=True),
+    "bfloat16": Plain("bfloat16"),
+    "bfloat16 padded to two rows": Plain("bfloat16", 2),
 }
 
 
@@ -32,12 +41,13 @@ class Pair(NamedTuple):
     draft: LoadedModel
     slots: int
 
-    def params(self, num_rows: int | None = 1) -> dict:
-        """Of both, for passes of so many tokens; None for any number."""
-        return {
+    def params(self, num_rows: int | None = 1, dtype: str = "float32") -> dict:
+        """Of both, for passes of so many tokens; None for any number. bfloat16 has no panels."""
+        num_rows = num_rows if dtype == "float32" else None
+        return cast({
             "target": self.target.decoding_params(num_rows),
             "draft": self.draft.decoding_params(num_rows),
-        }
+        }, dtype)  # fmt: skip
 
     def system(self, config=None) -> System:
         """For this SpeculativeConfig, greedy; None: plain decoding, K = 0."""
@@ -60,7 +70,7 @@ def try_plain(
 
 def fastest(times: Mapping[str, np.ndarray], dtype: str | None = None) -> str:
     """The plain loop of the smallest median, of one dtype or of all."""
-    names = [name for name in times if dtype in (None, PLAIN[name][0])]
+    names = [name for name in times if dtype in (None, PLAIN[name].dtype)]
     return min(names, key=lambda name: float(np.median(times[name])))
 
 
@@ -72,14 +82,15 @@ def plain_timer(pair: Pair, states, variant: str) -> PlainTimer:
 
 
 def round_timers(
-    pair: Pair, system: System, prompt: Sequence[int], say: Callable[[str], None]
+    pair: Pair, system: System, prompt: Sequence[int], say: Callable[[str], None],
+    dtype: str = "float32",
 ) -> dict[str, Timer]:
     """Timers of a round and of its parts, each a jitted loop of 64, one row.
 
     The first draft pass feeds two tokens and scores one, the other K - 1 feed one.
     """
     K, slots = system.num_draft, pair.slots
-    params = pair.params(K + 1)
+    params = pair.params(K + 1, dtype)
     target, draft = (pair.target.model, params["target"]), (pair.draft.model, params["draft"])
     make = {
         "target": lambda: pass_timer(*target, 1, slots, 1),
@@ -89,7 +100,7 @@ def round_timers(
         "rest": lambda: rest_timer(system, slots),
         "round": lambda: GenerateTimer(
             system, params,
-            [start(system, pair.params(None), [prompt], slots, slots - len(prompt) - K - 1)],
+            [start(system, pair.params(None, dtype), [prompt], slots, slots - len(prompt) - K - 1)],
             max_rounds=ROUNDS, unit="round",
         ),
     }  # fmt: skip

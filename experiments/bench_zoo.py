@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from experiments import cli
 from experiments.bench_loops import GenerateTimer, cast, start
 from experiments.bench_round import (
+    PLAIN,
     Pair,
     fastest,
     plain_lines,
@@ -25,6 +27,7 @@ from spec_jax.config import SpeculativeConfig
 from spec_jax.decoder import SpeculativeDecoder
 from spec_jax.loading import LoadedModel, load_model
 
+DTYPES = ("float32", "bfloat16")
 _BUCKET = 128  # slots are a multiple of it, as the decoder's are
 
 
@@ -53,7 +56,7 @@ def load_pair(config) -> tuple[Pair, list[list[int]]]:
 
 
 def measure(part: str, config, bars) -> tuple[list[Line], dict]:
-    """Times plain decoding and every K, then a round of the best K and its parts.
+    """Times plain decoding and every K in both dtypes, then a round of the best and its parts.
 
     Args:
       part: its name in the table.
@@ -61,7 +64,7 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
       bars: ``verify``, ``round``, ``predicted``, ``speedup`` and ``draft``.
 
     Returns:
-      The lines, and what the record keeps beside them, ``best_k`` among it.
+      The lines, and what the record keeps beside them, ``best_k`` by dtype among it.
     """
     pair, prompts = load_pair(config)
     stops = pair.target.stop_tokens
@@ -75,80 +78,77 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
         params = pair.params(None)
         return [start(system, params, g, pair.slots, config.new_tokens, stops) for g in groups]
 
-    total = 15 + config.repeats * (3 + len(config.batches)) + len(config.ks)
+    total = 14 + config.repeats * (3 + len(config.batches)) + len(DTYPES) * len(config.ks)
     with cli.Progress(total, part) as bar:
         tried = try_plain(pair, prompts[:1], config.plain_tokens, config.repeats, bar.step)
         variants = {"plain": fastest(tried)}
-        variants |= {f"plain {d}": fastest(tried, d) for d in ("float32", "bfloat16")}
+        variants |= {f"plain {d}": fastest(tried, d) for d in DTYPES}
         plain_states, own_states = states(plain_system, 1), states(systems[config.ks[0]], 1)
         by_variant = {v: plain_timer(pair, plain_states, v) for v in {*variants.values()}}
         bar.step("compiled plain")
-        zero = GenerateTimer(plain_system, pair.params(1), plain_states)
+        timer = lambda system, num_rows, dtype, begin: GenerateTimer(
+            system, pair.params(num_rows, dtype), cached_in(begin, dtype)
+        )
+        zero = timer(plain_system, 1, PLAIN[variants["plain"]].dtype, plain_states)
         bar.step("compiled plain K=0")
         by_k = {}
-        for k, system in systems.items():
-            by_k[k] = GenerateTimer(system, pair.params(k + 1), own_states)
-            bar.step(f"compiled K={k}")
+        for k, dtype in itertools.product(systems, DTYPES):
+            by_k[k, dtype] = timer(systems[k], k + 1, dtype, own_states)
+            bar.step(f"compiled K={k}, {dtype}")
         times = interleave(
             {"plain": by_variant[variants["plain"]]} | by_k, config.repeats, bar.step
         )
-        best = max(by_k, key=lambda k: np.median(times["plain"] / times[k]))
+        gain = lambda key: float(np.median(times["plain"] / times[key]))
+        best_in = {d: max(((k, d) for k in systems), key=gain) for d in DTYPES}
+        best, dtype = max(best_in.values(), key=gain)
 
-        half = lambda tree: cast(tree, "bfloat16")
-        half_states = [s.replace(target=half(s.target), draft=half(s.draft)) for s in own_states]
-        timers = by_variant | {"plain K=0": zero, "speculative": by_k[best]}
-        timers["speculative bfloat16"] = GenerateTimer(
-            systems[best], half(pair.params(None)), half_states
-        )
-        bar.step(f"compiled K={best} in bfloat16")
+        timers = by_variant | {"plain K=0": zero, "speculative": by_k[best, dtype]}
+        timers |= {f"speculative {d}": by_k[key] for d, key in best_in.items() if d != dtype}
         middle = sorted(prompts, key=len)[len(prompts) // 2]
-        timers |= round_timers(pair, systems[best], middle, bar.step)
+        timers |= round_timers(pair, systems[best], middle, bar.step, dtype)
         parts = interleave(timers, config.repeats, bar.step)
         parts |= {name: parts[variant] for name, variant in variants.items()}
+        parts[f"speculative {dtype}"] = parts["speculative"]
         batched = {}
         for batch in config.batches:
             pairs = {
                 "plain": plain_timer(pair, states(plain_system, batch), variants["plain"]),
-                "speculative": GenerateTimer(
-                    systems[best], pair.params(batch * (best + 1)), states(systems[best], batch)
+                "speculative": timer(
+                    systems[best], batch * (best + 1), dtype, states(systems[best], batch)
                 ),
             }
             batched[batch] = interleave(pairs, config.repeats, bar.step)
 
     # Tokens are compared within a dtype: rounding to bfloat16 moves near ties.
-    want, half_want = (by_variant[variants[f"plain {d}"]].tokens for d in ("float32", "bfloat16"))
-    half_tokens = timers["speculative bfloat16"].tokens
+    want = {d: by_variant[variants[f"plain {d}"]].tokens for d in DTYPES}
     line = lambda what, values, *args, **options: Line(part, what, spread(values), *args, **options)
-    note = lambda k: (
-        f"tau {by_k[k].stats.tau:.2f}, accepted {by_k[k].stats.acceptance_rate:.0%}, "
-        f"{_num_equal(by_k[k].tokens, want)} of {len(want)} rows identical to plain float32"
+    note = lambda key: (
+        f"tau {by_k[key].stats.tau:.2f}, accepted {by_k[key].stats.acceptance_rate:.0%}, "
+        f"{_num_equal(by_k[key].tokens, want[key[1]])} of {len(prompts)} rows identical to plain "
+        f"{key[1]}"
     )
-    ratios = {
-        "float32": parts["plain"] / parts["speculative"],
-        "bfloat16": parts["plain"] / parts["speculative bfloat16"],
-    }
-    dtype = max(ratios, key=lambda d: np.median(ratios[d]))
     lines = [
         line(
-            f"standalone at its best K={best} / fastest plain loop", ratios[dtype],
-            bar=bars.speedup, is_upper=False,
-            note=f"{dtype} over {variants['plain']}; {note(best)}",
+            f"standalone at its best K={best}, {dtype} / fastest plain loop",
+            parts["plain"] / parts["speculative"], bar=bars.speedup, is_upper=False,
+            note=f"over {variants['plain']}; {note((best, dtype))}",
         ),
-        line(
-            "the same, both in float32", parts["plain float32"] / parts["speculative"],
-            note=f"over {variants['plain float32']}",
-        ),
-        line(
-            "the same, both in bfloat16",
-            parts["plain bfloat16"] / parts["speculative bfloat16"],
-            note=f"over {variants['plain bfloat16']}; {_num_equal(half_tokens, half_want)} of "
-            f"{len(want)} rows identical",
+        *(
+            line(
+                f"the best K={key[0]} of {d} / fastest plain loop of {d}",
+                parts[f"plain {d}"] / parts[f"speculative {d}"],
+                note=f"over {variants[f'plain {d}']}; {note(key)}",
+            )
+            for d, key in best_in.items()
         ),
         line("draft pass / target pass", parts["draft"] / parts["target"], bar=bars.draft),
-        *round_lines(part, parts, by_k[best].stats, best, bars, variants["plain"]),
-        *(line(f"speed-up, K={k}", times["plain"] / times[k], note=note(k)) for k in by_k),
+        *round_lines(part, parts, by_k[best, dtype].stats, best, bars, variants["plain"]),
         *(
-            line(f"speed-up, batch {b}, K={best}", t["plain"] / t["speculative"])
+            line(f"speed-up, K={key[0]}, {key[1]}", times["plain"] / times[key], note=note(key))
+            for key in by_k
+        ),
+        *(
+            line(f"speed-up, batch {b}, K={best}, {dtype}", t["plain"] / t["speculative"])
             for b, t in batched.items()
         ),
         *(
@@ -157,17 +157,29 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
         *plain_lines(part, tried),
     ]  # fmt: skip
     all_times = times | {f"parts {n}": v for n, v in parts.items()} | tried
+    named = lambda values: {f"K={k}, {d}": value for (k, d), value in values.items()}
     record = {
         "target": {"name": pair.target.name, "parameters": pair.target.num_params},
         "draft": {"name": pair.draft.name, "parameters": pair.draft.num_params},
-        "best_k": best, "slots": pair.slots, "prompt_tokens": [len(p) for p in prompts],
-        "stats": {k: timer.stats.to_dict() for k, timer in by_k.items()},
-        "identical_rows": {k: _num_equal(t.tokens, want) for k, t in by_k.items()},
-        "times_ms": {str(n): v.tolist() for n, v in all_times.items()},
+        "best_k": {d: k for k, d in best_in.values()}, "best_dtype": dtype, "slots": pair.slots,
+        "prompt_tokens": [len(p) for p in prompts],
+        "stats": named({key: timer.stats.to_dict() for key, timer in by_k.items()}),
+        "identical_rows": named({
+            key: _num_equal(timer.tokens, want[key[1]]) for key, timer in by_k.items()
+        }),
+        "times_ms": {
+            n if isinstance(n, str) else "K={}, {}".format(*n): v.tolist()
+            for n, v in all_times.items()
+        },
     }  # fmt: skip
-    if any(math.isnan(r) for r in by_k[best].stats.acceptance_by_position):
+    if any(math.isnan(r) for r in by_k[best, dtype].stats.acceptance_by_position):
         record["warning"] = "some positions were never judged: their acceptance counts as 0"
     return lines, record
+
+
+def cached_in(states, dtype: str) -> list:
+    """The same states with their caches in another dtype."""
+    return [s.replace(target=cast(s.target, dtype), draft=cast(s.draft, dtype)) for s in states]
 
 
 def _num_equal(ours, theirs) -> int:

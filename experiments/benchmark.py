@@ -102,7 +102,8 @@ def run(config, workdir: str | pathlib.Path, parts=PARTS, transformers_python: s
         python = transformers_python or sys.executable
         reason = bench_transformers.why_not(python)
         if reason is None:
-            k = record["parts"].get("zoo", {}).get("best_k", config.transformers.k)
+            best = record["parts"].get("zoo", {}).get("best_k", {})  # both sides decode in float32
+            k = best.get("float32", config.transformers.k)
             keep(
                 "transformers",
                 *bench_transformers.measure(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
-import gzip
-import json
 import pathlib
-import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from spec_jax.data import python_source
 from spec_jax.data.conversations import Encoder, opening
-from spec_jax.data.records import Conversation, parse_record
+from spec_jax.data.records import (
+    Conversation,
+    is_json,
+    parse_record,
+    read_objects,
+    read_text,
+)
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.request import encode
@@ -38,7 +41,7 @@ def load_prompts(path: str, n: int, seed: int) -> list[Prompt]:
     Args:
       path: "" for functions of held-out modules of the standard library, drawn by ``seed``;
         else a file of which every so many-th row is taken, so that all its parts are seen.
-        .jsonl, .json, and these with .gz: objects with ``prompt`` (as in HumanEval), ``text``,
+        JSON (see ``records.is_json``): objects with ``prompt`` (as in HumanEval), ``text``,
         ``turns`` (the first one counts, as in Spec-Bench), or ``messages`` or
         ``conversations`` as ``parse_record`` takes them (the first answer is asked for). Any
         other file is one prompt a line. Line ends at the end of a text are left out:
@@ -64,33 +67,16 @@ def read_rows(path: pathlib.Path) -> list[Prompt]:
     Raises:
       ConfigError: no such file, or a row that is no prompt.
     """
-    opener = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            text = file.read()
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise ConfigError(f"the prompts file {path} cannot be read: {error}") from error
-    if ".json" in path.suffixes and text.lstrip()[:1] == "[":
-        rows = _parse(text, str(path))
-        return [_from_row(row, path, f"row {number}") for number, row in enumerate(rows, 1)]
-    lines = [(f"line {i}", line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if {".json", ".jsonl"} & {*path.suffixes}:
-        return [_from_row(_parse(line, f"{path}, {at}"), path, at) for at, line in lines]
-    return [Prompt(at, line.rstrip("\r")) for at, line in lines]
+    if is_json(path):
+        return [_from_row(value, source) for value, source in read_objects(path)]
+    lines = enumerate(read_text(path).split("\n"), 1)
+    return [Prompt(f"line {i}", line.rstrip("\r")) for i, line in lines if line.strip()]
 
 
-def _parse(text: str, where: str):
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{where} is no JSON: {error}") from error
-
-
-def _from_row(row, path: pathlib.Path, at: str) -> Prompt:
-    """A prompt of one JSON value, which stands at ``at``."""
-    where = f"{path}, {at}"
+def _from_row(row, where: str) -> Prompt:
+    """A prompt of one JSON value, which stands at ``where``."""
     row = row if isinstance(row, dict) else {"text": row}
-    name = row.get("task_id", row.get("question_id", at))
+    name = row.get("task_id", row.get("question_id", pathlib.Path(where).name))
     name = f"{name} ({row['category']})" if "category" in row else f"{name}"
     if "messages" in row or "conversations" in row:
         return Prompt(name, *_opening(parse_record(row, where)))

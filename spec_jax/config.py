@@ -152,7 +152,7 @@ class SpeculativeConfig:
         as ``(3, 2, 1)``, or every node by its ranks, as ``((0,), (1,), (0, 0))``. K is then the
         number of its nodes.
       tree_depth: draft EAGLE-2's dynamic tree of K nodes and so many levels.
-      tree_top_k: nodes that a level of it expands, and children of each.
+      tree_top_k: nodes that a level of it expands, and children of each; None: 10.
       ngram_max, ngram_min: suffix lengths that are looked up, the longest first.
       suffix_max_depth: longest match that suffix decoding tries.
       suffix_max_factor, suffix_max_offset: a match of m tokens drafts at most
@@ -176,7 +176,7 @@ class SpeculativeConfig:
     typical_delta: float = 0.3
     tree: tuple | None = None
     tree_depth: int | None = None
-    tree_top_k: int = 10
+    tree_top_k: int | None = None
     ngram_max: int = 3
     ngram_min: int = 1
     suffix_max_depth: int = 24
@@ -302,8 +302,12 @@ class SpeculativeConfig:
             _check(ok, "tree", self.tree, "children by depth, or nodes by their ranks")
         for name in ("tree_depth", "tree_top_k"):
             value = getattr(self, name)
-            ok = (value is None and name == "tree_depth") or (_is_int(value) and value >= 1)
+            ok = value is None or (_is_int(value) and value >= 1)
             _check(ok, name, value, "an integer of 1 or more")
+        if self.tree_top_k is not None and self.tree_depth is None:
+            raise ConfigError(
+                f"tree_top_k is {self.tree_top_k} without tree_depth, the levels of a dynamic tree"
+            )
         if self.tree is not None and self.tree_depth is not None:
             raise ConfigError("tree and tree_depth are given; name one of them")
         shape = self.tree_shape
@@ -325,7 +329,8 @@ class SpeculativeConfig:
     def tree_shape(self) -> Tree | DynamicTree | None:
         """What is drafted; None for a chain."""
         if self.tree_depth is not None:
-            return DynamicTree(self.num_speculative_tokens, self.tree_depth, self.tree_top_k)
+            top_k = 10 if self.tree_top_k is None else self.tree_top_k
+            return DynamicTree(self.num_speculative_tokens, self.tree_depth, top_k)
         if self.tree is None:
             return None
         is_listed = isinstance(self.tree[0], tuple)

@@ -9,6 +9,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optimised
 import pytest
 
 from spec_jax import rng, testing
@@ -205,7 +206,9 @@ def test_mutation_inclusive_boundary_is_caught_by_a_uniform_of_zero():
 
 @pytest.mark.parametrize("strategy", ["residual", "block", "match"])
 def test_decoded_tokens_have_the_targets_joint_law(strategy):
-    certify_decoder(rule(strategy), alpha=ALPHA / NUM_CHI_SQUARE, trials=200_000)
+    certify_decoder(
+        rule(strategy), alpha=ALPHA / NUM_CHI_SQUARE, trials=200_000, loop=optimised
+    )
 
 
 @pytest.mark.parametrize(
@@ -228,6 +231,7 @@ def test_decoded_tokens_have_the_targets_law_at_vocabulary_4096(strategy, settin
         rule(strategy), vocab_size=V, num_draft=1, num_tokens=1, trials=5_000, batch=1_000,
         params=params,
         row=Row((0, 0), setting, SamplerConfig(temperature=1.0)), alpha=ALPHA / NUM_CHI_SQUARE,
+        loop=optimised,
     )
 
 

@@ -1,6 +1,7 @@
 """Conversations and texts as documents: what is marked, what is read, what is held out."""
 
 import collections
+import gzip
 import json
 import random
 
@@ -249,7 +250,9 @@ def test_every_layout_gives_the_same_messages(tmp_path):
     whole = tmp_path / "b.json"
     whole.write_text("\ufeff\n " + json.dumps(records, indent=1, ensure_ascii=False), "utf-8")
     misnamed = write_lines(tmp_path / "c.json", records)
-    for path in (lines, whole, misnamed):
+    packed = tmp_path / "d.jsonl.gz"
+    packed.write_bytes(gzip.compress(lines.read_bytes()))
+    for path in (lines, whole, misnamed, packed):
         found = list(read_records(path))
         assert len(found) == 6
         assert all(f.messages == messages and f.tools is None for f in found)
@@ -317,6 +320,9 @@ def test_bytes_that_are_no_text_are_named(tmp_path):
     (tmp_path / "b.jsonl").write_text('{"text": "ab\\ud83d"}\n')
     with pytest.raises(ConfigError, match=r"b\.jsonl:1: character 3 is half"):
         list(read_documents([tmp_path / "b.jsonl"], Encoder(byte_level())))
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 99)[:-9])
+    with pytest.raises(ConfigError, match=r"c\.jsonl\.gz cannot be read"):
+        list(read_records(tmp_path / "c.jsonl.gz"))
     with pytest.raises(ConfigError, match=r"no file .*none\.jsonl"):
         list(read_records(tmp_path / "none.jsonl"))
 

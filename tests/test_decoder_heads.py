@@ -92,6 +92,7 @@ def test_the_config_says_which_tree():
         ({"tree": "22"}, "tree is '22'"),
         ({"tree": ()}, "children by depth"),
         ({"tree_depth": 0}, "tree_depth is 0"),
+        ({"tree_top_k": 4}, "tree_top_k is 4 without tree_depth"),
         ({"speculative_method": "ngram", "tree": (2,)}, "'ngram' drafts chains"),
         ({"tree": [[0], ["a"]]}, "children by depth, or nodes by their ranks"),
         ({"tree": ["3", "2"]}, "children by depth, or nodes by their ranks"),

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import LLAMA, random_tensor, random_weights
+from tiny_models import LLAMA, plain, random_tensor, random_weights
 
 from spec_jax import decode
 from spec_jax.config import SamplerConfig, SpeculativeConfig
@@ -326,16 +326,16 @@ def test_emits_exactly_the_plain_tokens(name, strategy):
     sampler = SamplerConfig(temperature=0.0 if strategy == "greedy" else 1.0)
     system, params = system_of(CONFIGS[name], strategy)
     fast, chunk = run(system, params, prefill(system, params, PROMPTS, 30, sampler), 99)
-    plain = system._replace(num_draft=0)
-    slow, steps = run(plain, params, prefill(plain, params, PROMPTS, 30, sampler), 99)
+    system, params = plain(TARGET, params)
+    slow, steps = run(system, params, prefill(system, params, PROMPTS, 30, sampler), 99)
     np.testing.assert_array_equal(fast.tokens, slow.tokens)
     assert chunk.rounds <= steps.rounds
 
 
 def test_a_round_without_drafts_keeps_the_head_in_step():
     system, params = system_of(CONFIGS["eagle-3"])
-    plain = system._replace(num_draft=0)
-    state, chunk = run(plain, params, prefill(plain, params, PROMPTS, 30), 6)
+    idle = system._replace(num_draft=0)
+    state, chunk = run(idle, params, prefill(idle, params, PROMPTS, 30), 6)
     assert propose(system, params, state).tokens.tolist() == fresh_drafts("eagle-3", params, chunk)
 
 

@@ -19,7 +19,7 @@ from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, rng
 from spec_jax.data.python_source import held_out_prompts
 from spec_jax.models import transformer
 
-NEW, GAP, PAD = 32, 1e-4, 120  # PAD: one width for all prompts
+NEW, GAP, PAD = 24, 1e-4, 120  # PAD: one width for all prompts
 SAMPLERS = {"greedy": SamplerConfig(), "match": SamplerConfig(temperature=1.0)}
 # model, drafter, K, rows a batch, batches: 200 cases over both strategies
 SHAPES = [
@@ -35,7 +35,7 @@ assert sum(rows * batches for *_, rows, batches in SHAPES) * len(SAMPLERS) == 20
 
 @pytest.fixture(scope="module")
 def zoo():
-    prompts = [prompt.text for prompt in held_out_prompts(40, seed=1, max_chars=250)]
+    prompts = [prompt.text for prompt in held_out_prompts(24, seed=1, max_chars=250)]
     return spec_jax.load_model("zoo/target"), spec_jax.load_model("zoo/draft"), prompts
 
 

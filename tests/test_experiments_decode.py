@@ -300,7 +300,7 @@ def test_a_target_without_a_usable_template_continues_what_the_user_alone_has_sa
     say = [{"role": "user", "content": "x = 1"}, {"role": "assistant", "content": "y"}]
     path.write_text(json.dumps([{"turns": ["x = 1"]}, {"messages": say}], indent=1))
     prompts = load_prompts(str(path), 2, 0)
-    assert [p.name for p in prompts] == ["row 1", "row 2"]
+    assert [p.name for p in prompts] == ["rows.json: object 1", "rows.json: object 2"]
     ids, _ = fit(prompts, [target], 8, None)
     assert list(map(target.tokenizer.decode, ids)) == ["x = 1", "x = 1"]
 

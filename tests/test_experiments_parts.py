@@ -23,10 +23,12 @@ def test_prompts_come_from_files_of_each_kind(tmp_path):
     assert found("a.jsonl", 2) == [("0 (c)", "q0"), ("2 (c)", "q2")]
     assert found("b.jsonl.gz", 1) == [("T/0", "def f():")]
     assert found("c.txt", 2) == [("line 1", "one"), ("line 3", "two")]
+    (tmp_path / "d.json").write_text('[{"text": "one"},\n"two"]')
+    assert found("d.json", 2) == [("d.json: object 1", "one"), ("d.json: object 2", "two")]
     with pytest.raises(ConfigError, match="holds 2 prompts; num_prompts asks for 3"):
         load_prompts(str(tmp_path / "c.txt"), 3, 0)
     bad = {
-        "{": "line 1 is no JSON", '{"a": 1}': "its keys: a", "1": "no text",
+        "{": r"bad\.jsonl:1: not JSON", '{"a": 1}': "its keys: a", "1": "no text",
         '{"turns": "hello"}': "its keys: turns", '{"messages": []}': "no message to answer",
         '{"conversations": [{"from": "x", "value": ""}]}': "a turn is from 'x'",
         '{"messages": [{"role": "user", "content": ""}]}': "no text of the user",

@@ -134,11 +134,13 @@ def elements(num_layers: int, batch: int) -> int:
     return num_layers * batch * c.num_key_value_heads * SLOTS * c.head_dim
 
 
+# Compiling is what these tests cost, so batch and depth of the draft take turns.
+UNROLLED = ((0, 1, 1), (4, 1, 2), (4, 2, 1))  # K, batch, layers of the draft
+SCANNED = ((0, 2, 1), (4, 1, 1), (4, 2, 2))
 CASES = [
     pytest.param(k, batch, draft_layers, scan, id=f"K{k}-B{batch}-draft{draft_layers}-{name}")
-    for scan, name in ((False, "unrolled"), (True, "scanned"))
-    for k, draft_layers in ((0, 1), (4, 1), (4, 2))
-    for batch in (1, 2)
+    for scan, name, shapes in ((False, "unrolled", UNROLLED), (True, "scanned", SCANNED))
+    for k, batch, draft_layers in shapes
 ]
 
 
@@ -165,23 +167,22 @@ class TestGenerate:
         assert memory.temp_size_in_bytes < cache_bytes / 2
 
 
-@pytest.mark.parametrize("num_draft, batch", [(0, 1), (4, 1), (4, 2)])
-def test_unrolled_layers_are_read_where_they_lie(num_draft, batch):
+@pytest.mark.parametrize("num_draft, batch, draft_layers", UNROLLED)
+def test_unrolled_layers_are_read_where_they_lie(num_draft, batch, draft_layers):
     """No whole layer's keys are moved: the products read the cache itself, or a prefix of it.
 
     One query a row reads the cache itself.
     """
-    text, _, _ = compiled(num_draft, batch, 2 if num_draft else 1, False)
+    text, _, _ = compiled(num_draft, batch, draft_layers, False)
     parts = 1 if num_draft else NUM_PREFIXES
     assert moves_in_loops(text, elements(1, batch) // parts) == []
 
 
-@pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize(
-    "tree, has_head",
+    "tree, has_head, batch",
     [
-        (None, True), (Tree.branching((2, 2)), True), (DynamicTree(12, 3, 4), True),
-        (DynamicTree(12, 3, 4), False),
+        (None, True, 2), (Tree.branching((2, 2)), True, 1), (DynamicTree(12, 3, 4), True, 2),
+        (DynamicTree(12, 3, 4), False, 1),
     ],
     ids=["head-chain", "head-static", "head-dynamic", "standalone-dynamic"],
 )  # fmt: skip
@@ -236,13 +237,12 @@ def _forward_through_scan(params, tokens, cache, *, window_offset=0, config):
     return ForwardOutput(x, cache.replace(keys=keys, values=values))
 
 
-@pytest.mark.parametrize("num_draft", [0, 4])
-def test_a_cache_that_goes_through_scan_is_found(num_draft):
+def test_a_cache_that_goes_through_scan_is_found():
     c = config(TARGET_LAYERS, scan_layers=True)
     mutant = transformer.model(c)._replace(
         forward=functools.partial(_forward_through_scan, config=c)
     )
-    program, cache_bytes = compile_generate(num_draft, scan_layers=True, model=mutant)
+    program, cache_bytes = compile_generate(4, scan_layers=True, model=mutant)
     copies = moves_in_loops(program.as_text(), elements(TARGET_LAYERS, 1), ("copy", "copy-start"))
     assert copies
     assert program.memory_analysis().temp_size_in_bytes > cache_bytes / 2

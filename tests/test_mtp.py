@@ -9,7 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import DEEPSEEK, LLAMA, QWEN3, QWEN3_NEXT, random_tensor, random_weights
+from tiny_models import (
+    DEEPSEEK,
+    LLAMA,
+    QWEN3,
+    QWEN3_NEXT,
+    plain,
+    random_tensor,
+    random_weights,
+)
 
 from spec_jax import decode
 from spec_jax.config import SamplerConfig, SpeculativeConfig
@@ -258,16 +266,16 @@ def test_emits_exactly_the_plain_tokens(name, strategy):
     sampler = SamplerConfig(temperature=0.0 if strategy == "greedy" else 1.0)
     system, params = system_of(CONFIGS[name], strategy)
     fast, chunk = run(system, params, prefill(system, params, 30, sampler), 99)
-    plain = system._replace(num_draft=0)
-    slow, steps = run(plain, params, prefill(plain, params, 30, sampler), 99)
+    system, params = plain(TARGET, params)
+    slow, steps = run(system, params, prefill(system, params, 30, sampler), 99)
     np.testing.assert_array_equal(fast.tokens, slow.tokens)
     assert chunk.rounds <= steps.rounds
 
 
 def test_a_round_without_drafts_keeps_the_modules_in_step():
     system, params = system_of(CONFIGS["sequential"])
-    plain = system._replace(num_draft=0)
-    state, _ = run(plain, params, prefill(plain, params, 30), 6)
+    idle = system._replace(num_draft=0)
+    state, _ = run(idle, params, prefill(idle, params, 30), 6)
     drafts = propose(system, params, state).tokens
     for row, tokens in enumerate(rows_of(state)):
         assert drafts[row].tolist() == np_draft(CONFIGS["sequential"], params, tokens)[0]
@@ -316,12 +324,14 @@ def test_mutation_a_refresh_with_the_wrong_offset_is_found(monkeypatch):
     assert not np.allclose(a.logits[:, 1:], b.logits[:, 1:], atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["recycled", "sequential"])
 @pytest.mark.parametrize(
-    ("change", "first"),
-    [({"order": "hidden-first"}, 0), ({"recycles_normed": False}, 1)],
-    ids=["order of concatenation", "recycled before the norm"],
-)
+    ("name", "change", "first"),
+    [
+        ("recycled", {"order": "hidden-first"}, 0), ("recycled", {"recycles_normed": False}, 1),
+        ("sequential", {"recycles_normed": False}, 1),
+    ],
+    ids=["order of concatenation", "recycled before the norm", "handed on before the norm"],
+)  # fmt: skip
 def test_mutation_another_reading_of_the_tensors_is_found(name, change, first):
     config = CONFIGS[name]
     system, params = system_of(config)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_eagle import CONFIGS, HOT, PROMPTS, V, np_draft, prefill, run, system_of
-from tiny_models import LLAMA, random_weights
+from tiny_models import LLAMA, plain, random_weights
 
 from spec_jax import decode, stats
 from spec_jax.config import SamplerConfig, SpeculativeConfig
@@ -167,14 +167,22 @@ def test_enumerated_law_of_a_dynamic_tree_is_the_targets(strategy):
     assert certify_rule(rule(strategy), drafter=drafter, rows=THREE, num_tokens=3) <= 1e-6
 
 
-def test_traversal_accepts_at_least_as_much_as_recursive_rejection():
-    drafter = small_lm(toy_model(3), TINY)
-    params = {"target": toy_params(3, 0), "draft": toy_params(3, 1)}
-    mean = {}
-    for strategy in ("residual", "traversal"):
-        system = decode.System(toy_model(3), drafter, rule(strategy), TINY.num_nodes)
-        mean[strategy] = decoded(system, params, [[0]] * 500, PLAIN, 60)[1]
-    assert mean["traversal"].tau > mean["residual"].tau + 0.01
+def test_traversal_accepts_more_than_recursive_rejection():
+    """Of drafts that are drawn from their laws, siblings without replacement."""
+    scores, proposal, uniforms, draw = random_round(TINY.parents, size=4096)
+    q, tokens = np.asarray(proposal.probs), np.zeros((4096, 3), np.int32)
+    for row, node in np.ndindex(tokens.shape):
+        law = q[row, TINY.parents[node]].astype(float)
+        if node == 1:
+            law[tokens[row, 0]] = 0.0
+        tokens[row, node] = draw.choice(4, p=law / law.sum())
+    noise = Noise(uniforms, draw.gumbel(size=(4096, 1, 4)).astype(np.float32))
+    proposal = proposal.replace(tokens=jnp.asarray(tokens), n_draft=jnp.full(4096, 3))
+    mean = {
+        name: float(rule(name).verify(scores, proposal, noise).n_accept.mean())
+        for name in ("residual", "traversal")
+    }
+    assert mean["traversal"] > mean["residual"] + 0.01
 
 
 def decoded(system, params, prompts, sampler, new):
@@ -279,7 +287,7 @@ def test_emits_exactly_the_plain_tokens(name, strategy, shape):
     system, params = SYSTEMS[name](strategy, shape)
     sampler = SamplerConfig() if strategy == "greedy" else HOT
     fast, counted = decoded(system, params, PROMPTS, sampler, 30)
-    slow, _ = decoded(system._replace(num_draft=0), params, PROMPTS, sampler, 30)
+    slow, _ = decoded(*plain(LLAMA, params), PROMPTS, sampler, 30)
     np.testing.assert_array_equal(fast.tokens, slow.tokens)
     if name == "standalone" and strategy == "greedy":
         assert counted.tau > BUSH.depth - 0.5  # it drafts for itself: the whole depth is accepted
@@ -313,13 +321,12 @@ def proposal_after(system, params, tokens, length, counts):
     return system.drafter.propose(params["draft"], draft, context, system.num_draft)[0]
 
 
-@pytest.mark.parametrize("shape", [BUSH, GROWN], ids=["static", "dynamic"])
-@pytest.mark.parametrize("name", ["standalone", "eagle-3"])
+@pytest.mark.parametrize(
+    ("name", "shape"), [("standalone", BUSH), ("eagle-3", GROWN)], ids=["static", "dynamic"]
+)
 def test_a_tree_after_ten_rounds_is_that_after_a_fresh_prefill(name, shape):
-    if name == "standalone":
-        system, params = lm_system("match", shape, doubt=0.3)
-    else:
-        system, params = SYSTEMS[name]("match", shape)
+    doubt = {"doubt": 0.3} if name == "standalone" else {}
+    system, params = SYSTEMS[name]("match", shape, **doubt)
     prompts = [[3, 1, 4, 1, 5], [2, 7]]
     state, chunk = run(system, params, start(system, params, prompts, HOT, 45), 10)
     assert chunk.rounds == 10 and (np.asarray(state.kind) == decode.Kind.ACCEPTED).any()

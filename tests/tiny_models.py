@@ -6,12 +6,17 @@ import zlib
 import jax.numpy as jnp
 import numpy as np
 
+from spec_jax.config import SpeculativeConfig
+from spec_jax.decode import System
+from spec_jax.draft.model_free import NO_DRAFT
+from spec_jax.models import transformer
 from spec_jax.models.bamba import BambaConfig
 from spec_jax.models.config import ModelConfig, RopeConfig
 from spec_jax.models.deepseek import DeepseekConfig
 from spec_jax.models.mamba2 import Mamba2Config
 from spec_jax.models.params import assemble
 from spec_jax.models.qwen3_next import Qwen3NextConfig
+from spec_jax.verify import make_rule
 
 TINY = dict(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
 LLAMA = ModelConfig(**TINY, num_attention_heads=4, num_key_value_heads=2)
@@ -69,3 +74,13 @@ def random_weights(config: ModelConfig, seed: int = 0, dtype: str = "float32"):
 
 def random_tokens(*shape, seed: int = 0):
     return jnp.asarray(np.random.RandomState(seed).randint(0, 31, shape), jnp.int32)
+
+
+def plain(config: ModelConfig, params):
+    """Plain decoding of the target in ``params``, greedy or sampled, and its own parameters.
+
+    One program for all drafters and rules that are held against it.
+    """
+    rule = make_rule(SpeculativeConfig(rejection_sampling_strategy="match"))
+    system = System(transformer.model(config), NO_DRAFT, rule, 0)
+    return system, {"target": params["target"], "draft": None}

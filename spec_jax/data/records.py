@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import pathlib
+import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -14,7 +16,6 @@ ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
     "assistant": "assistant", "system": "system", "tool": "tool", "observation": "tool",
 }  # fmt: skip
-_JSON = (".json", ".jsonl")
 
 
 class Conversation(NamedTuple):
@@ -35,10 +36,9 @@ class Text(NamedTuple):
 def read_records(path: str | os.PathLike) -> Iterator[Conversation | Text]:
     """Reads the conversations and texts of one file, or of a folder's files in order of name.
 
-    A .json or .jsonl file holds one object a line, or is one list of objects. Each has
-    ``messages`` (role, content; content a string or parts of text), or ``conversations``
-    (ShareGPT: from, value; ``system`` and ``tools`` beside them count), or ``text``. Any other
-    file is one text. Lines are read one at a time; a list is held in memory.
+    A JSON file (see ``is_json``) holds objects with ``messages`` (role, content; content a string
+    or parts of text), or ``conversations`` (ShareGPT: from, value; ``system`` and ``tools`` beside
+    them count), or ``text``. Any other file is one text. Either may be compressed (.gz).
 
     Raises:
       ConfigError: no such file, a file that is not UTF-8, or a malformed line or object; it
@@ -52,18 +52,45 @@ def read_records(path: str | os.PathLike) -> Iterator[Conversation | Text]:
         return
     if not path.is_file():
         raise ConfigError(f"there is no file {path}; expected conversations or text")
-    if path.suffix.lower() not in _JSON:
-        yield Text(_decode(path.read_bytes(), str(path)), str(path))
-    elif _is_list(path):
-        for number, value in enumerate(_parse(_decode(path.read_bytes(), str(path)), str(path))):
-            yield parse_record(value, f"{path}: object {number + 1}")
+    if is_json(path):
+        for value, source in read_objects(path):
+            yield parse_record(value, source)
     else:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                source = f"{path}:{number}"
-                text = _decode(line, source)
-                if text.strip():
-                    yield parse_record(_parse(text, source), source)
+        yield Text(read_text(path), str(path))
+
+
+def is_json(path: pathlib.Path) -> bool:
+    """Whether a file's name says that it holds JSON: .json, .jsonl, and these with .gz."""
+    name = path.with_suffix("") if path.suffix == ".gz" else path
+    return name.suffix.lower() in (".json", ".jsonl")
+
+
+def read_objects(path: pathlib.Path) -> Iterator[tuple[Any, str]]:
+    """Yields the values of a JSON file, one a line or all in one list, and where each stands.
+
+    Lines are read one at a time; a list is held in memory. Blank lines are none.
+
+    Raises:
+      ConfigError: a file that cannot be read, is not UTF-8 or not JSON; the line is named.
+    """
+    if _is_list(path):
+        for number, value in enumerate(_parse(read_text(path), str(path)), 1):
+            yield value, f"{path}: object {number}"
+        return
+    for number, line in enumerate(_lines(path), 1):
+        source = f"{path}:{number}"
+        text = _decode(line, source)
+        if text.strip():
+            yield _parse(text, source), source
+
+
+def read_text(path: pathlib.Path) -> str:
+    """The whole of a file.
+
+    Raises:
+      ConfigError: it cannot be read, or is not UTF-8.
+    """
+    return _decode(b"".join(_lines(path)), str(path))
 
 
 def holds_conversations(path: str | os.PathLike) -> bool:
@@ -142,11 +169,19 @@ def _malformed(source: str, problem: str) -> ConfigError:
     )
 
 
+def _lines(path: pathlib.Path) -> Iterator[bytes]:
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            yield from file
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
 def _parse(text: str, source: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _malformed(source, f"not JSON ({error})") from error
+        raise ConfigError(f"{source}: not JSON ({error}); mend it or leave it out") from error
 
 
 def _decode(data: bytes, source: str) -> str:
@@ -160,8 +195,5 @@ def _decode(data: bytes, source: str) -> str:
 
 
 def _is_list(path: pathlib.Path) -> bool:
-    with path.open("rb") as file:
-        for line in file:
-            if line.strip(b"\xef\xbb\xbf \t\r\n"):
-                return line.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-    return False
+    starts = (line.lstrip(b"\xef\xbb\xbf \t\r\n") for line in _lines(path))
+    return next(filter(None, starts), b"").startswith(b"[")

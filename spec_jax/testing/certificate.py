@@ -28,6 +28,7 @@ from spec_jax.testing.oracles import (
 )
 
 _FREE = -1  # a token that the enumeration does not force
+_BUCKET = 8  # histories are padded to a multiple of it, so that settings share programs
 
 
 class CertificateError(SpecJaxError, AssertionError):
@@ -177,6 +178,7 @@ def _outcomes(system, params, rows, frontier, draft_law, num_tokens, rows_at_onc
     if not items:
         return
     width = max(len(r.prompt) for r in rows) + num_tokens + K + 2
+    width = -(-width // _BUCKET) * _BUCKET
     batch = _batch(rows, items, width, V)
     forced = np.asarray(forced)
     push = np.zeros((len(items), K, V), np.float32)
