@@ -33,11 +33,27 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 jax.config.update("jax_platforms", "cpu")
 
 
+# Files of a minute or more come first: begun last, one would keep one worker busy alone.
+_LONG = frozenset(
+    f"test_{name}.py"
+    for name in (
+        "benchmark", "certificate", "decode", "eagle", "equality_real", "experiments_decode",
+        "memory", "mtp", "overlap", "pace", "queue", "state_space", "train_head", "train_heads",
+        "train_lm", "tree", "zoo",
+    )
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name not in _LONG)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """A file's tests run in one worker: what they share is made, and compiled, once."""
     from xdist.scheduler import LoadFileScheduling
 
+    config.option.loadscopereorder = False  # by number of tests, which says little
     return LoadFileScheduling(config, log)
 
 
