@@ -4,7 +4,7 @@
     python -m experiments.benchmark --parts=zoo --config.zoo.ks=2,4
     python -m experiments.benchmark --transformers_python=PATH
 
-Cost: about twelve minutes on two quiet CPU cores, four of them the part "heads". What to expect, by
+Cost: over an hour on two quiet CPU cores, 42 minutes of it the part "adaptive". What to expect, by
 processor and jax: "Measured" in WORKSPACE.md.
 """
 
