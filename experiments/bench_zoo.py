@@ -157,7 +157,8 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
         *plain_lines(part, tried),
     ]  # fmt: skip
     all_times = times | {f"parts {n}": v for n, v in parts.items()} | tried
-    named = lambda values: {f"K={k}, {d}": value for (k, d), value in values.items()}
+    label = lambda key: key if isinstance(key, str) else f"K={key[0]}, {key[1]}"
+    named = lambda values: {label(key): value for key, value in values.items()}
     record = {
         "target": {"name": pair.target.name, "parameters": pair.target.num_params},
         "draft": {"name": pair.draft.name, "parameters": pair.draft.num_params},
@@ -167,10 +168,7 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
         "identical_rows": named({
             key: _num_equal(timer.tokens, want[key[1]]) for key, timer in by_k.items()
         }),
-        "times_ms": {
-            n if isinstance(n, str) else "K={}, {}".format(*n): v.tolist()
-            for n, v in all_times.items()
-        },
+        "times_ms": named({n: ms.tolist() for n, ms in all_times.items()}),
     }  # fmt: skip
     if any(math.isnan(r) for r in by_k[best, dtype].stats.acceptance_by_position):
         record["warning"] = "some positions were never judged: their acceptance counts as 0"

@@ -66,7 +66,7 @@ def _release_programs():
     has a limited number of them (65,530 on Linux), beyond which compiling ends in a crash. One
     module takes up to 30,000."""
     yield
-    if not _MAPS.exists() or _MAPS.read_bytes().count(b"\n") > 20_000:
+    if not _MAPS.exists() or _MAPS.read_bytes().count(b"\n") > 12_000:
         jax.clear_caches()
 
 

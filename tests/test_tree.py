@@ -102,6 +102,11 @@ def random_round(parents, *, seed=0, size=256, vocab=4, is_sampled=True):
     return TargetScores(logits, logits), proposal, uniforms, draw
 
 
+@functools.partial(jax.jit, static_argnames="rule")
+def judged(rule, scores, proposal, noise):
+    return rule.verify(scores, proposal, noise)
+
+
 @pytest.mark.parametrize("is_sampled", [True, False], ids=["sampled", "deterministic"])
 @pytest.mark.parametrize("name", ["residual", "traversal", "match", "greedy"])
 def test_on_a_chain_a_tree_rule_is_the_chain_rule(name, is_sampled):
@@ -109,8 +114,8 @@ def test_on_a_chain_a_tree_rule_is_the_chain_rule(name, is_sampled):
     depth = 4 if name == "match" else 1
     noise = Noise(uniforms, draw.gumbel(size=(256, depth, 4)).astype(np.float32))
     as_tree = proposal.replace(parents=jnp.tile(jnp.arange(3), (256, 1)), tree_depth=3)
-    a = rule(name).verify(scores, proposal, noise)
-    b = rule(name).verify(scores, as_tree, noise)
+    a = judged(rule(name), scores, proposal, noise)
+    b = judged(rule(name), scores, as_tree, noise)
     np.testing.assert_array_equal(a.n_accept, b.n_accept)
     np.testing.assert_array_equal(a.tokens, b.tokens)
     np.testing.assert_allclose(a.accept_probs, b.accept_probs, atol=1e-5)
@@ -179,7 +184,7 @@ def test_traversal_accepts_more_than_recursive_rejection():
     noise = Noise(uniforms, draw.gumbel(size=(4096, 1, 4)).astype(np.float32))
     proposal = proposal.replace(tokens=jnp.asarray(tokens), n_draft=jnp.full(4096, 3))
     mean = {
-        name: float(rule(name).verify(scores, proposal, noise).n_accept.mean())
+        name: float(judged(rule(name), scores, proposal, noise).n_accept.mean())
         for name in ("residual", "traversal")
     }
     assert mean["traversal"] > mean["residual"] + 0.01
