@@ -132,7 +132,7 @@ def predict(
 
 def round_lines(
     part: str, times: Mapping[str, np.ndarray], stats: Stats, num_draft: int, bars,
-    plain_variant: str,
+    plain_variant: str, dtype: str = "float32",
 ) -> list[Line]:
     """The lines that both pairs of models have.
 
@@ -144,6 +144,7 @@ def round_lines(
       num_draft: K.
       bars: ``verify``, ``round`` and ``predicted``; None: no bar.
       plain_variant: name of the fastest plain loop.
+      dtype: of the round and its parts.
     """  # fmt: skip
     K = num_draft
     line = lambda what, values, *args, **options: Line(part, what, spread(values), *args, **options)
@@ -154,11 +155,11 @@ def round_lines(
     return [
         line(
             f"verify pass of {K + 1} tokens / pass of one", times["verify"] / times["target"],
-            bar=bars.verify,
+            bar=bars.verify, note=dtype,
         ),
         line(
             f"round, K={K} / sum of its parts", times["round"] / parts, bar=bars.round,
-            note="draft passes really run, verify, rest of the round; each its own loop",
+            note=f"{dtype}; draft passes really run, verify, rest of the round; each its own loop",
         ),
         line(
             f"speed-up, K={K}", measured,
@@ -170,7 +171,7 @@ def round_lines(
             "decode.generate at K=0 / fastest plain loop", times["plain K=0"] / times["plain"],
             note="what one program for everything costs where nothing is drafted",
         ),
-        line("pass of one token", times["target"], "ms"),
+        line("pass of one token", times["target"], "ms", note=dtype),
         line(f"pass of {K + 1} tokens", times["verify"], "ms"),
         line("draft pass of one token", times["draft"], "ms"),
         line("draft pass of two tokens", times["draft first"], "ms"),

@@ -78,7 +78,7 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
         params = pair.params(None)
         return [start(system, params, g, pair.slots, config.new_tokens, stops) for g in groups]
 
-    total = 14 + config.repeats * (3 + len(config.batches)) + len(DTYPES) * len(config.ks)
+    total = 13 + config.repeats * (3 + len(config.batches)) + len(DTYPES) * len(config.ks)
     with cli.Progress(total, part) as bar:
         tried = try_plain(pair, prompts[:1], config.plain_tokens, config.repeats, bar.step)
         variants = {"plain": fastest(tried)}
@@ -141,8 +141,10 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
             )
             for d, key in best_in.items()
         ),
-        line("draft pass / target pass", parts["draft"] / parts["target"], bar=bars.draft),
-        *round_lines(part, parts, by_k[best, dtype].stats, best, bars, variants["plain"]),
+        line(
+            f"draft pass / target pass, {dtype}", parts["draft"] / parts["target"], bar=bars.draft
+        ),
+        *round_lines(part, parts, by_k[best, dtype].stats, best, bars, variants["plain"], dtype),
         *(
             line(f"speed-up, K={key[0]}, {key[1]}", times["plain"] / times[key], note=note(key))
             for key in by_k

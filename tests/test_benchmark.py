@@ -53,7 +53,7 @@ def config(tmp_path_factory):
     config.llama110m.draft.update(DRAFT)
     config.zoo.update({
         "num_prompts": 2, "max_prompt_tokens": 9, "new_tokens": 8, "plain_tokens": 4,
-        "ks": (2,), "batches": (2,), "repeats": 2,
+        "ks": (1, 2), "batches": (2,), "repeats": 2,
     })
     config.heads.update({
         "draft_vocab_size": 20, "k": 2, "tree_nodes": (5,), "tree_depth": 2, "tree_top_k": 3,
@@ -105,7 +105,13 @@ def test_leaves_a_record_with_every_bar(config, tmp_path, capsys):
         low, high = line["quartiles"]
         assert 0 < low <= line["value"] <= high
     identical = record["parts"]["zoo"]["identical_rows"]
-    assert identical["K=2, float32"] == 2 and "K=2, bfloat16" in identical
+    assert identical["K=2, float32"] == identical["K=1, float32"] == 2
+    best = record["parts"]["zoo"]["best_k"]
+    times = {n: np.asarray(ms) for n, ms in record["parts"]["zoo"]["times_ms"].items()}
+    for dtype, k in best.items():
+        gains = [np.median(times["plain"] / times[f"K={n}, {dtype}"]) for n in (1, 2)]
+        assert k == 1 + int(np.argmax(gains))
+    assert set(best) == {"float32", "bfloat16"} >= {record["parts"]["zoo"]["best_dtype"]}
     text = (tmp_path / "benchmark.md").read_text()
     assert all(line["what"] in text for line in record["lines"])
     assert "measured / predicted" in capsys.readouterr().out

@@ -181,8 +181,8 @@ def test_unrolled_layers_are_read_where_they_lie(num_draft, batch, draft_layers)
 @pytest.mark.parametrize(
     "tree, has_head, batch",
     [
-        (None, True, 2), (Tree.branching((2, 2)), True, 1), (DynamicTree(12, 3, 4), True, 2),
-        (DynamicTree(12, 3, 4), False, 1),
+        (None, True, 1), (Tree.branching((2, 2)), True, 2), (DynamicTree(12, 3, 4), True, 1),
+        (DynamicTree(12, 3, 4), False, 2),
     ],
     ids=["head-chain", "head-static", "head-dynamic", "standalone-dynamic"],
 )  # fmt: skip
@@ -237,18 +237,19 @@ def _forward_through_scan(params, tokens, cache, *, window_offset=0, config):
     return ForwardOutput(x, cache.replace(keys=keys, values=values))
 
 
-def test_a_cache_that_goes_through_scan_is_found():
+@pytest.mark.parametrize("num_draft", [0, 4])
+def test_mutation_a_cache_that_goes_through_scan_is_found(num_draft):
     c = config(TARGET_LAYERS, scan_layers=True)
     mutant = transformer.model(c)._replace(
         forward=functools.partial(_forward_through_scan, config=c)
     )
-    program, cache_bytes = compile_generate(4, scan_layers=True, model=mutant)
+    program, cache_bytes = compile_generate(num_draft, scan_layers=True, model=mutant)
     copies = moves_in_loops(program.as_text(), elements(TARGET_LAYERS, 1), ("copy", "copy-start"))
     assert copies
     assert program.memory_analysis().temp_size_in_bytes > cache_bytes / 2
 
 
-def test_a_state_that_is_not_donated_is_found():
+def test_mutation_a_state_that_is_not_donated_is_found():
     arguments, system, cache_bytes = lower(4)
     keeping = jax.jit(decode.generate.__wrapped__, static_argnames=("system",))
     program = keeping.lower(*arguments, system=system).compile()

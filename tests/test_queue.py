@@ -123,6 +123,7 @@ def test_rows_stay_busy_over_a_thousand_prompts_of_geometric_output_length():
     params = {"logits": jnp.asarray(np.log(law)[None], jnp.float32)}
     target = LoadedModel("iid", toy_model(4), params, stop_tokens=(stop,))
     decoder = SpeculativeDecoder(target, target_sampler=SamplerConfig(1.0))
+    decode.generate.clear_cache()
     before = decode.generate._cache_size()
     queue = DecodeQueue(
         decoder, ((i, [1]) for i in range(count)), batch=B, max_prompt_tokens=1,

@@ -327,8 +327,9 @@ def proposal_after(system, params, tokens, length, counts):
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), [("standalone", BUSH), ("eagle-3", GROWN)], ids=["static", "dynamic"]
-)
+    ("name", "shape"), [("standalone", GROWN), ("eagle-3", BUSH), ("eagle-3", GROWN)],
+    ids=["standalone-dynamic", "eagle-3-static", "eagle-3-dynamic"],
+)  # fmt: skip
 def test_a_tree_after_ten_rounds_is_that_after_a_fresh_prefill(name, shape):
     doubt = {"doubt": 0.3} if name == "standalone" else {}
     system, params = SYSTEMS[name]("match", shape, **doubt)
@@ -390,6 +391,7 @@ def test_a_heads_tree_holds_its_chain():
 def test_a_dynamic_tree_compiles_once():
     """Its shape changes from round to round and from prompt to prompt, the program does not."""
     system, params = lm_system("greedy", DynamicTree(6, 3, 3), doubt=0.3)
+    decode.generate.clear_cache()
     before = decode.generate._cache_size()
     shapes = set()
     for prompts in (PROMPTS, [[5], [1, 2, 3, 4], [9, 9]]):

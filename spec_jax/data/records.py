@@ -61,7 +61,7 @@ def read_records(path: str | os.PathLike) -> Iterator[Conversation | Text]:
 
 def is_json(path: pathlib.Path) -> bool:
     """Whether a file's name says that it holds JSON: .json, .jsonl, and these with .gz."""
-    name = path.with_suffix("") if path.suffix == ".gz" else path
+    name = path.with_suffix("") if _is_gzip(path) else path
     return name.suffix.lower() in (".json", ".jsonl")
 
 
@@ -169,9 +169,13 @@ def _malformed(source: str, problem: str) -> ConfigError:
     )
 
 
+def _is_gzip(path: pathlib.Path) -> bool:
+    return path.suffix.lower() == ".gz"
+
+
 def _lines(path: pathlib.Path) -> Iterator[bytes]:
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        with gzip.open(path) if _is_gzip(path) else path.open("rb") as file:
             yield from file
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
@@ -181,7 +185,10 @@ def _parse(text: str, source: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{source}: not JSON ({error}); mend it or leave it out") from error
+        raise ConfigError(
+            f"{source}: not JSON ({error}). Expected one object a line, or one list of objects: "
+            "mend it or leave it out"
+        ) from error
 
 
 def _decode(data: bytes, source: str) -> str:
