@@ -306,8 +306,8 @@ class SpeculativeConfig:
             _check(ok, name, value, "an integer of 1 or more")
         if self.tree_top_k is not None and self.tree_depth is None:
             raise ConfigError(
-                f"tree_top_k is {self.tree_top_k} without tree_depth: give the dynamic tree's levels "
-                "too, or leave it out"
+                f"tree_top_k is {self.tree_top_k} without tree_depth: give the dynamic tree's "
+                "levels too, or leave it out"
             )
         if self.tree is not None and self.tree_depth is not None:
             raise ConfigError("tree and tree_depth are given; name one of them")
