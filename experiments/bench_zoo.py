@@ -87,7 +87,7 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
         by_variant = {v: plain_timer(pair, plain_states, v) for v in {*variants.values()}}
         bar.step("compiled plain")
         timer = lambda system, num_rows, dtype, begin: GenerateTimer(
-            system, pair.params(num_rows, dtype), cached_in(begin, dtype)
+            system, pair.params(num_rows, dtype), _cached_in(begin, dtype)
         )
         zero = timer(plain_system, 1, PLAIN[variants["plain"]].dtype, plain_states)
         bar.step("compiled plain K=0")
@@ -102,13 +102,13 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
         best_in = {d: max(((k, d) for k in systems), key=gain) for d in DTYPES}
         best, dtype = max(best_in.values(), key=gain)
 
-        timers = by_variant | {"plain K=0": zero, "speculative": by_k[best, dtype]}
-        timers |= {f"speculative {d}": by_k[key] for d, key in best_in.items() if d != dtype}
+        timers = by_variant | {"plain K=0": zero}
+        timers |= {f"speculative {d}": by_k[key] for d, key in best_in.items()}
         middle = sorted(prompts, key=len)[len(prompts) // 2]
         timers |= round_timers(pair, systems[best], middle, bar.step, dtype)
         parts = interleave(timers, config.repeats, bar.step)
         parts |= {name: parts[variant] for name, variant in variants.items()}
-        parts[f"speculative {dtype}"] = parts["speculative"]
+        parts["speculative"] = parts[f"speculative {dtype}"]
         batched = {}
         for batch in config.batches:
             pairs = {
@@ -177,7 +177,7 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
     return lines, record
 
 
-def cached_in(states, dtype: str) -> list:
+def _cached_in(states, dtype: str) -> list:
     """The same states with their caches in another dtype."""
     return [s.replace(target=cast(s.target, dtype), draft=cast(s.draft, dtype)) for s in states]
 

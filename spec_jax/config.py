@@ -330,8 +330,7 @@ class SpeculativeConfig:
     def tree_shape(self) -> Tree | DynamicTree | None:
         """What is drafted; None for a chain."""
         if self.tree_depth is not None:
-            top_k = 10 if self.tree_top_k is None else self.tree_top_k
-            return DynamicTree(self.num_speculative_tokens, self.tree_depth, top_k)
+            return DynamicTree(self.num_speculative_tokens, self.tree_depth, self.tree_top_k or 10)
         if self.tree is None:
             return None
         is_listed = isinstance(self.tree[0], tuple)

@@ -183,13 +183,12 @@ def test_a_row_of_the_unrolling_sees_no_later_token():
         params = {"head": head.params, "target": {**TARGET.params, "embed": rows}}
         return jnp.stack(unroll(functions, params, features, jnp.arange(10)[None], 3))
 
-    by_token = jax.jit(jax.jacobian(outputs, argnums=1))(features, embed[0])  # j, B, T, D, token, D
-    touched = np.abs(np.asarray(by_token)).sum(axis=(1, 3, 5)) > 0
+    by_feature, by_token = jax.jit(jax.jacobian(outputs, argnums=(0, 1)))(features, embed[0])
+    touched = np.abs(np.asarray(by_token)).sum(axis=(1, 3, 5)) > 0  # j, B, T, D, token, D
     for step in range(3):
         for row in range(8 - step):
             last = row + 1 + step
             assert touched[step, row, last] and not touched[step, row, last + 1 :].any()
-    by_feature = jax.jit(jax.jacobian(outputs, argnums=0))(features, embed[0])
     touched = np.abs(np.asarray(by_feature)).sum(axis=(1, 3, 4, 6)) > 0
     for step in range(3):
         np.testing.assert_array_equal(touched[step][:, :8], np.tril(np.ones((8, 8), bool)))

@@ -331,8 +331,10 @@ def proposal_after(system, params, tokens, length, counts):
     ids=["standalone-dynamic", "eagle-3-static", "eagle-3-dynamic"],
 )  # fmt: skip
 def test_a_tree_after_ten_rounds_is_that_after_a_fresh_prefill(name, shape):
-    doubt = {"doubt": 0.3} if name == "standalone" else {}
-    system, params = SYSTEMS[name]("match", shape, **doubt)
+    if name == "standalone":
+        system, params = lm_system("match", shape, doubt=0.3)
+    else:
+        system, params = eagle_system(name, "match", shape)
     prompts = [[3, 1, 4, 1, 5], [2, 7]]
     state, chunk = run(system, params, start(system, params, prompts, HOT, 45), 10)
     assert chunk.rounds == 10 and (np.asarray(state.kind) == decode.Kind.ACCEPTED).any()

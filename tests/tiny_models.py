@@ -6,7 +6,6 @@ import zlib
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax.config import SpeculativeConfig
 from spec_jax.decode import System
 from spec_jax.draft.model_free import NO_DRAFT
 from spec_jax.models import transformer
@@ -16,7 +15,7 @@ from spec_jax.models.deepseek import DeepseekConfig
 from spec_jax.models.mamba2 import Mamba2Config
 from spec_jax.models.params import assemble
 from spec_jax.models.qwen3_next import Qwen3NextConfig
-from spec_jax.verify import make_rule
+from spec_jax.verify import MATCH
 
 TINY = dict(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
 LLAMA = ModelConfig(**TINY, num_attention_heads=4, num_key_value_heads=2)
@@ -81,6 +80,5 @@ def plain(config: ModelConfig, params):
 
     One program for all drafters and rules that are held against it.
     """
-    rule = make_rule(SpeculativeConfig(rejection_sampling_strategy="match"))
-    system = System(transformer.model(config), NO_DRAFT, rule, 0)
+    system = System(transformer.model(config), NO_DRAFT, MATCH, 0)
     return system, {"target": params["target"], "draft": None}
