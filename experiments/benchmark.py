@@ -25,23 +25,21 @@ import jax
 from absl import flags
 
 from configs import benchmark as default
-from experiments import (
-    bench_adaptive,
-    bench_heads,
-    bench_loops,
-    bench_states,
-    bench_streaming,
-    bench_synthetic,
-    bench_training,
-    bench_transformers,
-    bench_zoo,
-    cli,
-    plots,
-    report,
+from experiments.benchmarks import (
+    adaptive,
+    heads,
+    loops,
+    states,
+    streaming,
+    synthetic,
+    training,
+    transformers_peer,
+    zoo,
 )
-from experiments.timing import Line, markdown_table, text_table
+from experiments.common import cli, plots, report
+from experiments.common.timing import Line, markdown_table, text_table
+from spec_jax.engine.adaptive.runner import CATCH_UP
 from spec_jax.errors import ConfigError
-from spec_jax.pace import CATCH_UP
 from spec_jax.tree import DynamicTree
 
 PARTS = (
@@ -83,30 +81,30 @@ def run(config, workdir: str | pathlib.Path, parts=PARTS, transformers_python: s
         write(workdir, record, lines)
 
     if "llama110m" in parts:
-        keep("llama110m", *bench_synthetic.measure("llama110m", config.llama110m, config.bars))
+        keep("llama110m", *synthetic.measure("llama110m", config.llama110m, config.bars))
     if "heads" in parts:
-        keep("heads", *bench_heads.measure("heads", config.heads, config.bars))
+        keep("heads", *heads.measure("heads", config.heads, config.bars))
         plots.plot_tree_sizes(workdir / "tree.png", record["parts"]["heads"])
     if "streaming" in parts:
-        keep("streaming", *bench_streaming.measure("streaming", config.streaming, config.bars))
+        keep("streaming", *streaming.measure("streaming", config.streaming, config.bars))
     if "zoo" in parts:
         bars = types.SimpleNamespace(**{**config.bars.to_dict(), "verify": None})
-        keep("zoo", *bench_zoo.measure("zoo", config.zoo, bars))
+        keep("zoo", *zoo.measure("zoo", config.zoo, bars))
     if "adaptive" in parts:
-        keep("adaptive", *bench_adaptive.measure("adaptive", config.adaptive, config.bars))
+        keep("adaptive", *adaptive.measure("adaptive", config.adaptive, config.bars))
     if "states" in parts:
-        keep("states", *bench_states.measure("states", config.states, config.bars))
+        keep("states", *states.measure("states", config.states, config.bars))
     if "training" in parts:
-        keep("training", *bench_training.measure("training", config.training, config.bars))
+        keep("training", *training.measure("training", config.training, config.bars))
     if "transformers" in parts:
         python = transformers_python or sys.executable
-        reason = bench_transformers.why_not(python)
+        reason = transformers_peer.why_not(python)
         if reason is None:
             best = record["parts"].get("zoo", {}).get("best_k", {})  # both sides decode in float32
             k = best.get("float32", config.transformers.k)
             keep(
                 "transformers",
-                *bench_transformers.measure(
+                *transformers_peer.measure(
                     "transformers", config.zoo, config.bars, python, k, config.transformers.repeats
                 ),
             )
@@ -161,7 +159,7 @@ def validate(config, parts) -> None:
             f"{heads.target.vocab_size} ids"
         )
     trees = [DynamicTree(n, heads.tree_depth, heads.tree_top_k) for n in heads.tree_nodes]
-    rounds = bench_heads.ROUNDS * (max(heads.k, heads.tree_depth) + 1)
+    rounds = heads.ROUNDS * (max(heads.k, heads.tree_depth) + 1)
     need = heads.prompt_tokens + rounds + max(max(t.num_nodes, t.num_fed) for t in trees) + 1
     if need > heads.slots:
         raise ConfigError(f"heads.slots is {heads.slots}; prompt and rounds need {need}")
@@ -177,7 +175,7 @@ def validate(config, parts) -> None:
     if need > adaptive.slots:
         raise ConfigError(f"adaptive.slots is {adaptive.slots}; prompt and rounds need {need}")
     states = config.states
-    need = states.prompt_tokens + bench_loops.ROUNDS * (states.k + 1) + states.k + 1
+    need = states.prompt_tokens + loops.ROUNDS * (states.k + 1) + states.k + 1
     if need > states.slots:
         raise ConfigError(f"states.slots is {states.slots}; prompt and rounds need {need}")
     need = large.prompt_tokens + max(large.new_tokens, large.plain_tokens) + large.k + 1

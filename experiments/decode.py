@@ -22,13 +22,13 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from configs import decode_default
-from experiments import cli, costs, plots, report
-from experiments.grid import Bench, Cell, make_cells
-from experiments.prompts import Prompt, PromptEncoder, fit, load_prompts
+from experiments.common import cli, costs, plots, report
+from experiments.common.grid import Bench, Cell, make_cells
+from experiments.common.prompts import Prompt, PromptEncoder, fit, load_prompts
 from spec_jax.config import STRATEGIES, SamplerConfig, build
-from spec_jax.draft.eagle import EagleConfig
-from spec_jax.draft.head import Head
-from spec_jax.draft.mtp import MtpConfig
+from spec_jax.drafters.common.head import Head
+from spec_jax.drafters.eagle.model import EagleConfig
+from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.errors import ConfigError
 from spec_jax.loading import (
     DTYPES,

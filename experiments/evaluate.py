@@ -25,11 +25,11 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from configs import evaluate_zoo
-from experiments import cli, costs, head_eval, plots, report
-from experiments.prompts import fit, load_prompts
+from experiments.common import cli, costs, head_eval, plots, report
+from experiments.common.prompts import fit, load_prompts
 from spec_jax.config import GREEDY_BELOW
 from spec_jax.data import python_source, tokens
-from spec_jax.decoder import Generation
+from spec_jax.engine.decoder import Generation
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel, load_draft, load_model
 

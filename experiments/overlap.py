@@ -19,16 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from experiments import cli, plots, report
-from experiments.timing import spread
-from spec_jax import decode
+from experiments.common import cli, plots, report
+from experiments.common.timing import spread
+from spec_jax import decoding
 from spec_jax.config import SamplerConfig, SpeculativeConfig
-from spec_jax.draft.small_lm import small_lm
+from spec_jax.drafters.standalone.model import small_lm
 from spec_jax.errors import ConfigError
-from spec_jax.overlap import Devices, Overlap, Span
+from spec_jax.parallel.overlap import Devices, Overlap, Span
+from spec_jax.rules import make_rule
 from spec_jax.sampling import make_sampler
 from spec_jax.testing import slow_model, toy_model, toy_params
-from spec_jax.verify import make_rule
 
 VOCAB_SIZE = 8
 
@@ -58,11 +58,11 @@ def run(
     target, draft, *_ = jax.devices()
     toy, timeline = toy_model(VOCAB_SIZE), []
     rule = make_rule(SpeculativeConfig(rejection_sampling_strategy="greedy"))
-    system = decode.System(
+    system = decoding.System(
         slow_model(toy, verify_ms / 1e3), small_lm(slow_model(toy, draft_ms / 1e3)), rule, k
     )
     overlapped = _ticks_ms(Overlap(Devices(draft, target), timeline), system, num_tokens)
-    usual = _ticks_ms(decode, system, num_tokens)
+    usual = _ticks_ms(decoding, system, num_tokens)
     both, longer = k * draft_ms + verify_ms, max(k * draft_ms, verify_ms)
     record = {
         "k": k, "draft_ms": k * draft_ms, "verify_ms": verify_ms, "longer_ms": longer,
@@ -77,7 +77,7 @@ def run(
     return record
 
 
-def _ticks_ms(loop, system: decode.System, num_tokens: int) -> float:
+def _ticks_ms(loop, system: decoding.System, num_tokens: int) -> float:
     """Milliseconds a round of ``loop``, once everything is compiled; every draft is right."""
     params = dict.fromkeys(("target", "draft"), toy_params(VOCAB_SIZE, 0))
     sampler = make_sampler(SamplerConfig(), 1, VOCAB_SIZE)

@@ -25,18 +25,18 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from configs import regenerate_zoo
-from experiments import cli, report
-from experiments.prompts import PromptEncoder, read_rows
-from experiments.responses import Responses
+from experiments.common import cli, report
+from experiments.common.prompts import PromptEncoder, read_rows
+from experiments.common.responses import Responses
 from spec_jax.config import SamplerConfig, SpeculativeConfig, build
 from spec_jax.data import python_source
 from spec_jax.data.conversations import Encoder, is_held_out, num_prompts
 from spec_jax.data.records import Conversation, holds_conversations, read_records
-from spec_jax.decoder import Generation, SpeculativeDecoder
+from spec_jax.engine.batching import DecodeQueue, sampler_of
+from spec_jax.engine.decoder import Generation, SpeculativeDecoder
+from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
 from spec_jax.loading import DTYPES, load_model
-from spec_jax.queue import DecodeQueue, sampler_of
-from spec_jax.stats import Stats
 
 _FREE = ("num_prompts", "batch", "log_every_s")  # what changes no response
 _CHARS_A_TOKEN = 16  # more than tokens of code have on average

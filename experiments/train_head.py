@@ -23,13 +23,13 @@ from absl import flags, logging
 from ml_collections import ConfigDict
 
 from configs import train_head_default
-from experiments import cli, head_data, head_eval, head_setup, plots
-from experiments.prompts import fit, load_prompts
+from experiments.common import cli, head_data, head_eval, head_setup, plots
+from experiments.common.prompts import fit, load_prompts
 from spec_jax.data.batches import window_batches
-from spec_jax.draft.mtp import MtpConfig
+from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.errors import ConfigError, TrainingError
 from spec_jax.loading import LoadedModel, load_model
-from spec_jax.models import weights
+from spec_jax.models import checkpoint
 from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.log import Log, read_metrics
 from spec_jax.train.loop import train_loop
@@ -194,7 +194,7 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
             cli.check_same(saved, resolved, _FREE)
         state = checkpoints.restore(experiment.init_state())
         first = int(state.step)
-        weights.write_json(path, resolved)
+        checkpoint.write_json(path, resolved)
         tokens = sum(len(text.tokens) for text in experiment.texts)
         with Log(workdir, first, config.steps) as log:
             log.say(

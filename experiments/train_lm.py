@@ -20,15 +20,15 @@ from absl import flags, logging
 from ml_collections import ConfigDict
 
 from configs import train_zoo_target
-from experiments import cli, head_eval, lm_data
-from experiments.prompts import fit, load_prompts
+from experiments.common import cli, head_eval, lm_data
+from experiments.common.prompts import fit, load_prompts
 from spec_jax.data import tokens
+from spec_jax.drafters.standalone import objective
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel, load_model
-from spec_jax.models import transformer, weights
+from spec_jax.models import checkpoint, transformer
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.params import num_params
-from spec_jax.train import lm
 from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.log import Log
 from spec_jax.train.loop import train_loop
@@ -75,9 +75,9 @@ def load_teacher(config: ConfigDict) -> LoadedModel | None:
 def make_loss(config: ConfigDict, model_config: ModelConfig, teacher: LoadedModel | None):
     """The objective, ``(params, batch, teacher's params) -> (loss, figures)``."""
     if teacher is None:
-        return functools.partial(lm.lm_loss, config=model_config)
+        return functools.partial(objective.lm_loss, config=model_config)
     return functools.partial(
-        lm.distill_loss, config=model_config, teacher_config=teacher.config,
+        objective.distill_loss, config=model_config, teacher_config=teacher.config,
         ce_weight=config.ce_weight, divergence=config.divergence,
     )  # fmt: skip
 
@@ -164,7 +164,7 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
         params = transformer.init_params(model_config, jax.random.key(config.seed))
         state = checkpoints.restore(TrainState.create(params, optimizer))
         first = int(state.step)
-        weights.write_json(workdir / "config.json", resolved)
+        checkpoint.write_json(workdir / "config.json", resolved)
         with Log(workdir, first, config.steps) as log:
             log.say(
                 f"{num_params(model_config) / 1e6:.2f}M parameters, {len(text) / 1e6:.2f}M "
@@ -193,7 +193,7 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
             bits_per_nat_token = len(held_out) / held_out_bytes / math.log(2)
             final["bits_per_byte"] = final.get("ce", final["loss"]) * bits_per_nat_token
             log.write(config.steps, **{f"final_{k}": v for k, v in final.items()})
-    weights.save_pretrained(
+    checkpoint.save_pretrained(
         workdir / "export", state.params, model_config, tokenizer, dtype="bfloat16"
     )
     print(f"exported to {workdir / 'export'}")

@@ -9,10 +9,14 @@
     print(decoder.generate("def binary_search(", max_new_tokens=64).text)
 """
 
-from spec_jax.async_config import AsyncSpecConfig
-from spec_jax.cancel import CancellationToken
 from spec_jax.config import SamplerConfig, SpeculativeConfig
-from spec_jax.decoder import SpeculativeDecoder
+from spec_jax.config.asynchronous import AsyncSpecConfig
+from spec_jax.engine.batching import DecodeQueue
+from spec_jax.engine.cancellation import CancellationToken
+from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.engine.session import Generation
+from spec_jax.engine.stats import Stats
+from spec_jax.engine.stream import Stream
 from spec_jax.errors import Cancelled, ModelNotLoaded
 from spec_jax.loading import (
     LoadedHead,
@@ -22,10 +26,6 @@ from spec_jax.loading import (
     load_model,
     load_mtp,
 )
-from spec_jax.queue import DecodeQueue
-from spec_jax.run import Generation
-from spec_jax.stats import Stats
-from spec_jax.stream import Stream
 from spec_jax.version import __version__
 
 __all__ = [

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from spec_jax import zoo
 from spec_jax.contracts import Drafter, Model
-from spec_jax.draft.eagle import (
+from spec_jax.drafters.common.head import Head
+from spec_jax.drafters.eagle.model import (
     EagleConfig,
     check_head,
     eagle,
@@ -19,14 +20,15 @@ from spec_jax.draft.eagle import (
     head_table,
     init_head,
 )
-from spec_jax.draft.head import Head
-from spec_jax.draft.mtp import MtpConfig, check_mtp, init_mtp, mtp, mtp_head, mtp_table
+from spec_jax.drafters.eagle.read import read_head
+from spec_jax.drafters.mtp.model import MtpConfig, check_mtp, init_mtp, mtp, mtp_head, mtp_table
+from spec_jax.drafters.mtp.read import read_mtp
 from spec_jax.errors import ConfigError, ModelNotLoaded, WeightsError
-from spec_jax.formats import draft_kind, read_head, read_mtp
-from spec_jax.models import panels, transformer, weights
+from spec_jax.models import checkpoint, layout, transformer
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.families import AnyConfig
 from spec_jax.models.params import Params, num_params
+from spec_jax.models.tensors import draft_kind
 from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.tree import DynamicTree, Tree
 
@@ -64,7 +66,7 @@ class LoadedModel:
         """
         if self.config is None or jax.default_backend() != "cpu":
             return self.params
-        has_few = num_rows is not None and num_rows <= panels.MAX_ROWS
+        has_few = num_rows is not None and num_rows <= layout.MAX_ROWS
         return self._in_panels if has_few else self._with_own_head
 
     @functools.cached_property
@@ -117,7 +119,7 @@ class LoadedHead:
 
     def decoding_params(self, num_rows: int | None = None) -> Params:
         """The weights as passes of ``num_rows`` pairs want them, see ``LoadedModel``."""
-        has_few = num_rows is not None and num_rows <= panels.MAX_ROWS
+        has_few = num_rows is not None and num_rows <= layout.MAX_ROWS
         is_plain = isinstance(self.config.layer, ModelConfig)
         is_cut = has_few and is_plain and jax.default_backend() == "cpu"
         return self._in_panels if is_cut else self.params
@@ -126,7 +128,7 @@ class LoadedHead:
     def _in_panels(self) -> Params:
         def cut(table, own):
             is_linear = lambda name: name in table and table[name].is_linear
-            return {n: panels.cut(w) if is_linear(n) else w for n, w in own.items()}
+            return {n: layout.cut(w) if is_linear(n) else w for n, w in own.items()}
 
         if isinstance(self.config, EagleConfig):
             return cut(head_table(self.config), self.params)
@@ -182,7 +184,7 @@ def load_model(
     """
     directory = _directory(name_or_path)
     dtype = _check_dtype(dtype)
-    params, config = weights.load_pretrained(directory, dtype, scan_layers=scan_layers)
+    params, config = checkpoint.load_pretrained(directory, dtype, scan_layers=scan_layers)
     has_tokenizer = (directory / "tokenizer.json").exists()
     tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None
     num_tokens = tokenizer and min(tokenizer.num_ids, config.vocab_size)

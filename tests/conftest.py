@@ -37,8 +37,8 @@ jax.config.update("jax_platforms", "cpu")
 _LONG = frozenset(
     f"test_{name}.py"
     for name in (
-        "benchmark", "certificate", "decode", "eagle", "equality_real", "experiments_decode",
-        "memory", "mtp", "overlap", "pace", "queue", "state_space", "train_head", "train_heads",
+        "benchmark", "certificate", "decode", "eagle", "equality_real", "decode_experiment",
+        "memory", "mtp", "overlap", "queue", "runner", "state_space", "train_head", "train_heads",
         "train_lm", "tree", "zoo",
     )
 )  # fmt: skip

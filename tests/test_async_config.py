@@ -6,7 +6,7 @@ import dataclasses
 import pathlib
 
 import pytest
-from tiny_models import LLAMA
+from support.tiny_models import LLAMA
 
 from spec_jax import (
     AsyncSpecConfig,

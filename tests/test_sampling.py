@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from sampling_oracle import processed as oracle
+from oracles.sampling import processed as oracle
 from scipy import stats
 
 from spec_jax.config import SamplerConfig

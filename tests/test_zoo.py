@@ -12,7 +12,7 @@ from experiments import train_lm
 from spec_jax import zoo
 from spec_jax.config import SpeculativeConfig
 from spec_jax.data import python_source, tokens
-from spec_jax.decoder import SpeculativeDecoder
+from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.loading import load_draft, load_model
 from spec_jax.models import transformer
 from spec_jax.train import losses

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from spec_jax.models.attention import causal_attention
 from spec_jax.models.config import ModelConfig
-from spec_jax.models.panels import matmul
+from spec_jax.models.layout import matmul
 from spec_jax.models.rope import rope_frequencies, rotate
 
 

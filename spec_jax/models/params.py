@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from spec_jax.errors import WeightsError
 from spec_jax.models.config import ModelConfig
-from spec_jax.models.panels import join
+from spec_jax.models.layout import join
 
 _STD = 0.02  # of random weights
 Params = dict[str, Any]

@@ -9,16 +9,15 @@ import jax.numpy as jnp
 
 from spec_jax.contracts import ForwardOutput, Model
 from spec_jax.errors import ConfigError
-from spec_jax.models import bamba, mamba2
-from spec_jax.models.bamba import BambaConfig
-from spec_jax.models.cache import KVCache
+from spec_jax.models.caches.kv import KVCache
+from spec_jax.models.caches.state import StateCache
 from spec_jax.models.config import ModelConfig
-from spec_jax.models.families import AnyConfig
+from spec_jax.models.families import AnyConfig, bamba, mamba2
+from spec_jax.models.families.bamba import BambaConfig
+from spec_jax.models.families.mamba2 import Mamba2Config
 from spec_jax.models.layers import Window, attention, mlp, rms_norm
-from spec_jax.models.mamba2 import Mamba2Config
-from spec_jax.models.panels import cut, matmul
+from spec_jax.models.layout import cut, matmul
 from spec_jax.models.params import Params, init_params
-from spec_jax.models.state_cache import StateCache
 
 __all__ = [
     "decoder_layer", "forward", "in_panels", "init_params", "logits", "model", "unembed",
@@ -135,7 +134,7 @@ def with_own_head(params: Params) -> Params:
 def in_panels(params: Params) -> Params:
     """The same weights with every matrix of separate layers, and the head, in panels.
 
-    For decoding few tokens a pass on a CPU, see ``models/panels.py``.
+    For decoding few tokens a pass on a CPU, see ``models/layout.py``.
     """
     layers = params["layers"]
     if "q" not in layers:  # not stacked

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import decode
+from spec_jax import decoding
 from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context, Drafter, Model, Noise, Rule
-from spec_jax.draft.small_lm import small_lm
+from spec_jax.drafters.standalone.model import small_lm
 from spec_jax.errors import SpecJaxError
 from spec_jax.sampling import Counts, make_sampler
 from spec_jax.testing.mocks import ragged, toy_model, toy_params
@@ -136,7 +136,7 @@ def certify_rule(
 
     if drafter.tree is not None:
         num_draft = drafter.tree.num_nodes
-    system = decode.System(target or toy_model(vocab_size), drafter, rule, num_draft)
+    system = decoding.System(target or toy_model(vocab_size), drafter, rule, num_draft)
     pending = 0
     laws = [np.zeros((vocab_size,) * num_tokens) for _ in rows]
     frontier = {(i, (pending,)): 1.0 for i in range(len(rows))}
@@ -334,7 +334,7 @@ def _in_chunks(function, chunk, *trees):
 
 
 @functools.partial(jax.jit, static_argnames="system")
-def _propose(system: decode.System, params, batch, gumbel):
+def _propose(system: decoding.System, params, batch, gumbel):
     """Prefills both models afresh, drafts with forced noise, scores the window."""
     tokens, length, sampler, draft_sampler, counts = batch
     target, drafter, rule, *_ = system
@@ -349,14 +349,14 @@ def _propose(system: decode.System, params, batch, gumbel):
         tokens, length, draft_sampler, counts, sampler.seed, is_coupled=False, has_probs=True,
         has_logits=rule.needs_logits, gumbel=gumbel,
     )
-    scored = decode.draft_and_score(params, fed.cache.commit(length), state, context, system)
+    scored = decoding.draft_and_score(params, fed.cache.commit(length), state, context, system)
     return scored.logits, scored.proposal
 
 
 @functools.partial(jax.jit, static_argnames="rule")
 def _judge(rule: Rule, logits, batch, proposal, noise):
     _, _, sampler, _, counts = batch
-    return decode.judge(rule, logits, sampler, counts, proposal, noise)[1]
+    return decoding.judge(rule, logits, sampler, counts, proposal, noise)[1]
 
 
 def certify_decoder(
@@ -374,7 +374,7 @@ def certify_decoder(
     target: Model | None = None,
     logits_of: LogitsOf = toy_logits,
     seed: int = 0,
-    loop: Any = decode,
+    loop: Any = decoding,
 ) -> float:
     """Tests the jitted decoder's tokens against the target's law with a chi-square test.
 
@@ -409,7 +409,7 @@ def certify_decoder(
     drafter = drafter or small_lm(toy_model(V))
     if drafter.tree is not None:
         num_draft = drafter.tree.num_nodes
-    system = decode.System(model, drafter, rule, num_draft)
+    system = decoding.System(model, drafter, rule, num_draft)
     counts = np.zeros((V,) * num_tokens, np.int64)
     length = len(row.prompt)
     slots = length + num_tokens + system.slack + 3

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.contracts import Context, Drafter, ForwardOutput, Model, Proposal
-from spec_jax.draft.model_free import NO_DRAFT
+from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.loading import LoadedModel
 
 

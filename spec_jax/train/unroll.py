@@ -14,7 +14,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from spec_jax.draft.head import Head
+from spec_jax.drafters.common.head import Head
 
 _BLOCK = 64  # queries whose scores are held at once
 

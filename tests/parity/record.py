@@ -2,7 +2,7 @@
 
     pip install -e '.[parity]' && python tests/parity/record.py [directory of the stories260K model]
 
-Writes tests/data/reference.json: for tiny models of each family their config.json, tensor
+Writes tests/recorded/reference.json: for tiny models of each family their config.json, tensor
 shapes, tokens and logits (the weights follow from the tensors' names, see
 ``tiny_models.random_tensor``); logits through each sampling processor; and, with the
 directory given, a greedy text of a real model (otherwise the recorded one is kept).
@@ -19,10 +19,10 @@ import transformers
 
 TESTS = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(TESTS))
-from tiny_models import random_tensor  # noqa: E402
+from support.tiny_models import random_tensor  # noqa: E402
 
 transformers.utils.logging.disable_progress_bar()
-FILE = TESTS / "data" / "reference.json"
+FILE = TESTS / "recorded" / "reference.json"
 SIZE = dict(
     vocab_size=13, hidden_size=16, intermediate_size=10, num_attention_heads=4,
     max_position_embeddings=64,

@@ -4,7 +4,15 @@ import datetime
 import json
 
 import pytest
-from chat_templates import GENERATION, REASONING, TEMPLATES, TOOLS, byte_level, metaspace, talk
+from support.chat_templates import (
+    GENERATION,
+    REASONING,
+    TEMPLATES,
+    TOOLS,
+    byte_level,
+    metaspace,
+    talk,
+)
 
 from spec_jax.data.chat import ChatTemplate
 from spec_jax.data.conversations import Encoder

@@ -7,14 +7,14 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import LLAMA, random_tensor, random_weights
+from support.tiny_models import LLAMA, random_tensor, random_weights
 
 from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context
-from spec_jax.draft.mtp import MtpConfig, mtp, mtp_table
+from spec_jax.drafters.mtp.model import MtpConfig, mtp, mtp_table
 from spec_jax.models import transformer
-from spec_jax.models.deepseek import DeepseekConfig
-from spec_jax.models.qwen3_next import Qwen3NextConfig
+from spec_jax.models.families.deepseek import DeepseekConfig
+from spec_jax.models.families.qwen3_next import Qwen3NextConfig
 from spec_jax.sampling import Counts, make_sampler
 
 torch = pytest.importorskip("torch", reason="parity needs torch (extra 'parity')")

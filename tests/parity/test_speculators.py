@@ -7,17 +7,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import LLAMA, QWEN3, random_tensor, random_tokens, random_weights
+from support.tiny_models import LLAMA, QWEN3, random_tensor, random_tokens, random_weights
 
 from spec_jax import SpeculativeConfig, SpeculativeDecoder, load_head, load_model
 from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context
-from spec_jax.draft.eagle import EagleConfig, forward, head_table, join_features, recycle, unembed
-from spec_jax.formats import write_head
+from spec_jax.drafters.eagle.model import (
+    EagleConfig,
+    forward,
+    head_table,
+    join_features,
+    recycle,
+    unembed,
+)
+from spec_jax.drafters.eagle.write import write_head
 from spec_jax.loading import LoadedHead
 from spec_jax.models import transformer
+from spec_jax.models.checkpoint import save_pretrained
 from spec_jax.models.config import RopeConfig
-from spec_jax.models.weights import save_pretrained
 from spec_jax.sampling import make_sampler
 
 torch = pytest.importorskip("torch", reason="parity needs torch (extra 'parity')")

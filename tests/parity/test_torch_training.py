@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny_models import random_tensor
+from support.tiny_models import random_tensor
 
-from spec_jax.draft.eagle import EagleConfig, head_table
-from spec_jax.draft.mtp import MtpConfig, mtp_table
+from spec_jax.drafters.eagle.model import EagleConfig, head_table
+from spec_jax.drafters.mtp.model import MtpConfig, mtp_table
 from spec_jax.models.families import read_config
 
 torch = pytest.importorskip("torch", reason="parity needs torch (extra 'parity')")
 transformers = pytest.importorskip(
     "transformers", reason="parity needs transformers (extra 'parity')"
 )
-import torch_training as oracle  # noqa: E402
+import oracles.torch_training as oracle  # noqa: E402
 
 transformers.utils.logging.disable_progress_bar()
 V, B, W = 23, 2, 11

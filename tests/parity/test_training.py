@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="parity needs torch (extra 'parity')")
 pytest.importorskip("transformers", reason="parity needs transformers (extra 'parity')")
-import torch_training as oracle  # noqa: E402
+import oracles.torch_training as oracle  # noqa: E402
 from test_torch_training import (  # noqa: E402
     OPTIONS,
     TAPS,
@@ -22,12 +22,11 @@ from test_torch_training import (  # noqa: E402
     save_target,
 )
 
-from spec_jax.draft.eagle import EagleConfig  # noqa: E402
-from spec_jax.draft.mtp import MtpConfig, mtp_table  # noqa: E402
+from spec_jax.drafters.eagle.model import EagleConfig  # noqa: E402
+from spec_jax.drafters.eagle.objective import eagle1_loss, eagle3_loss  # noqa: E402
+from spec_jax.drafters.mtp.model import MtpConfig, mtp_table  # noqa: E402
+from spec_jax.drafters.mtp.objective import mtp_loss  # noqa: E402
 from spec_jax.loading import load_model  # noqa: E402
-from spec_jax.train.eagle1 import eagle1_loss  # noqa: E402
-from spec_jax.train.eagle3 import eagle3_loss  # noqa: E402
-from spec_jax.train.mtp import mtp_loss  # noqa: E402
 from spec_jax.train.objective import Batch, target_view  # noqa: E402
 from spec_jax.train.step import TrainState, train_step  # noqa: E402
 

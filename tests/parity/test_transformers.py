@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import FAMILIES, LLAMA, STATE_FAMILIES, random_tensor, random_weights
+from support.tiny_models import FAMILIES, LLAMA, STATE_FAMILIES, random_tensor, random_weights
 
 from spec_jax.config import SamplerConfig
 from spec_jax.models import transformer
+from spec_jax.models.checkpoint import load_pretrained, save_pretrained
 from spec_jax.models.tokenizer import Tokenizer
-from spec_jax.models.weights import load_pretrained, save_pretrained
 from spec_jax.sampling import Counts, make_sampler, process
 
 torch = pytest.importorskip("torch", reason="parity needs torch (extra 'parity')")

@@ -1,0 +1,222 @@
+"""The benchmark's part on adaptive K: against plain decoding and against the best fixed K.
+
+Acceptance is synthetic and conditional: the draft offers as many of its tokens as coins of the
+wanted rate come up in a row, and the rule takes all that is offered. The rate is a parameter, so
+one program serves every rate, and passes cost what they cost in earnest.
+
+What is priced is the sequence of Ks: rounds times the run's own table of costs, over the tokens
+that those rounds emit on average. What is timed is the clock over the same tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.benchmarks.loops import start
+from experiments.benchmarks.synthetic import random_model
+from experiments.common import cli
+from experiments.common.timing import Line, spread
+from spec_jax import decoding, rng
+from spec_jax.config import SpeculativeConfig
+from spec_jax.contracts import Context, Drafter
+from spec_jax.decoding import System
+from spec_jax.drafters.standalone.model import small_lm
+from spec_jax.engine.adaptive.policy import Tuner, expected_tokens
+from spec_jax.engine.adaptive.runner import CATCH_UP, Memory, Pacer, system_of
+from spec_jax.loading import LoadedModel
+from spec_jax.rules import make_rule
+
+
+@functools.cache
+def coined(drafter: Drafter) -> Drafter:
+    """The drafter, offering drafts up to the first coin that fails.
+
+    Its parameters are ``{"draft": the drafter's, "rate": f32[]}``.
+    """
+
+    def propose(params, state, context: Context, num_draft: int):
+        proposal, state = drafter.propose(params["draft"], state, context, num_draft)
+        seed, length = context.sampler.seed, context.length
+        coin = lambda i: rng.uniform(rng.keys(seed, rng.Stream.DRAFT, length, i), 1)[:, 0]
+        coins = jax.vmap(coin, out_axes=1)(jnp.arange(num_draft))
+        n_draft = jnp.cumprod(coins < params["rate"], axis=1).sum(axis=1)
+        return proposal.replace(n_draft=n_draft.astype(jnp.int32)), state
+
+    inner = lambda function: lambda params, *args: function(params["draft"], *args)
+    return drafter._replace(
+        propose=propose, window=CATCH_UP,
+        **{n: inner(getattr(drafter, n)) for n in ("init", "prefill", "commit", "catch_up")},
+    )  # fmt: skip
+
+
+class Case(NamedTuple):
+    """One batch size: what is decoded, and what every rate shares."""
+
+    target: LoadedModel
+    draft: LoadedModel
+    system: System
+    prompts: Sequence[Sequence[int]]
+    slots: int
+    rounds: int
+    memory: Memory
+
+    def params(self, rate: float, num_draft: int) -> dict:
+        """Weights laid out for K, and the rate."""
+        B = len(self.prompts)
+        draft = {"draft": self.draft.decoding_params(2 * B), "rate": jnp.float32(rate)}
+        return {"target": self.target.decoding_params(B * (num_draft + 1)), "draft": draft}
+
+    def start(self):
+        """A state that no run brings to its end."""
+        most = self.slots - max(map(len, self.prompts)) - self.system.slack
+        draft = {"draft": self.draft.decoding_params(), "rate": jnp.float32(0.0)}
+        params = {"target": self.target.decoding_params(), "draft": draft}
+        return start(self.system, params, self.prompts, self.slots, most)
+
+    def advance(self, rate: float, num_draft: int | None):
+        """What runs rounds: a ``Pacer`` that goes on with what is known, or a fixed K."""
+        if num_draft is None:
+            return Pacer(self.system, functools.partial(self.params, rate), self.memory)
+        system, params = system_of(self.system, num_draft), self.params(rate, num_draft)
+        # Called as the pacer calls it, it is the same program.
+        return lambda state, stop, most: decoding.generate(
+            params, state, stop, most, jnp.int32(1), system=system
+        )
+
+
+def run_in_turns(case: Case, state, rate: float, fixed: Sequence[int] = ()):
+    """Milliseconds of ``case.rounds`` rounds by adaptive K (None) and by each fixed K.
+
+    As many rounds as adaptive K has chosen at once are run by every fixed K before it chooses
+    again, so drift of the machine meets all alike.
+
+    Returns:
+      The milliseconds by K, and the pairs of K and rounds that were chosen.
+    """
+    advances = {k: case.advance(rate, k) for k in (None, *fixed)}
+    states = {k: jax.block_until_ready(jax.tree.map(jnp.copy, state)) for k in advances}
+    times, left = dict.fromkeys(advances, 0.0), case.rounds
+    while left > 0:
+        count = left
+        for k, advance in advances.items():
+            go_on = jnp.zeros_like(states[k].finish)
+            begin = time.perf_counter()
+            states[k], chunk = advance(states[k], go_on, jnp.int32(count))
+            count = int(chunk.rounds)
+            times[k] += (time.perf_counter() - begin) * 1e3
+        left -= count
+    return times, advances[None].plans
+
+
+def expected(plans, rate: float, most: int) -> float:
+    """Tokens a row that the plans emit on average."""
+    tokens = expected_tokens((rate,) * most)
+    return sum(n * tokens[k] for k, n in plans)
+
+
+def price(plans, costs) -> float:
+    """Milliseconds of the plans by the table, replays included."""
+    total, backlog = 0.0, 0
+    for k, n in plans:
+        if k > 0 and backlog:
+            total, backlog = total + costs.replay(backlog), 0
+        backlog += 0 if k else n
+        total += n * costs.round_ms[k]
+    return total
+
+
+def measure(part: str, config, bars) -> tuple[list[Line], dict]:
+    """Sweeps rates and batches.
+
+    Args:
+      part: its name in the table.
+      config: ``target`` and ``draft`` shapes, ``slots``, ``prompt_tokens``, ``buckets``,
+        ``rates``, ``batches``, ``rounds``, ``repeats``, ``seed``.
+      bars: ``adaptive_plain``, ``adaptive_fixed``, ``adaptive_clock``.
+
+    Returns:
+      The lines, the worst rate of each batch, and what the record keeps beside them.
+    """
+    target = random_model("target", config.target, config.seed)
+    draft = random_model("draft", config.draft, config.seed + 1)
+    most = max(config.buckets)
+    rule = make_rule(
+        SpeculativeConfig(
+            num_speculative_tokens=most, rejection_sampling_strategy="synthetic",
+            synthetic_conditional_rates=(1.0,) * most,
+        )
+    )
+    system = System(target.model, coined(small_lm(draft.model)), rule, most)
+    tokens = np.random.default_rng(config.seed)
+    lines, record = [], {"weights": "random", "batches": {}}
+    total = len(config.batches) * len(config.rates) * (config.repeats + 1)
+    with cli.Progress(total, part) as bar:
+        for batch in config.batches:
+            prompts = tokens.integers(target.model.vocab_size, size=(batch, config.prompt_tokens))
+            case = Case(
+                target, draft, system, prompts.tolist(), config.slots, config.rounds,
+                Memory(config.buckets),
+            )
+            found = [_measure_rate(case, rate, config, bar.step) for rate in config.rates]
+            (costs,) = case.memory.costs.values()
+            record["batches"][batch] = {
+                "round_ms": costs.round_ms, "replay_ms": costs.replay_ms, "rates": found,
+            }
+            lines += _lines(part, batch, found, bars)
+    return lines, record
+
+
+def _measure_rate(case: Case, rate: float, config, say) -> dict:
+    """Ratios of one rate, by repeat."""
+    state, most = case.start(), max(config.buckets)
+    case.memory.tuner = Tuner.fresh(most)
+    run_in_turns(case, state, rate)  # compiles, and learns the rate
+    (costs,) = case.memory.costs.values()
+    tokens = expected_tokens((rate,) * most)
+    per_token = {k: ms / tokens[k] for k, ms in costs.round_ms.items()}
+    best = min(per_token, key=per_token.get)
+    say(f"batch {len(case.prompts)}, rate {rate}: compiled")
+    turns = []
+    for repeat in range(config.repeats):
+        turns.append(run_in_turns(case, state, rate, sorted({0, best})))
+        say(f"turn {repeat + 1} of {config.repeats}")
+    plans = [chosen for _, chosen in turns]
+    times = {k: np.asarray([ms[k] for ms, _ in turns]) for k in turns[0][0]}
+    emitted = np.asarray([expected(chosen, rate, most) for chosen in plans])
+    priced = np.asarray([price(chosen, costs) for chosen in plans]) / emitted
+    clock = times[None] / emitted
+    fixed = times[best] / (case.rounds * tokens[best])
+    return {
+        "rate": rate, "best_k": best, "plans": plans,
+        "priced / plain": (priced / per_token[0]).tolist(),
+        "best fixed / priced": (per_token[best] / priced).tolist(),
+        "clock / plain": (clock / (times[0] / case.rounds)).tolist(),
+        "clock / best fixed": (clock / fixed).tolist(),
+    }  # fmt: skip
+
+
+def _lines(part: str, batch: int, found: Sequence[dict], bars) -> list[Line]:
+    """Each ratio at the rate where it is worst."""
+    lines = []
+    for key, what, bar, is_upper in (
+        ("priced / plain", "adaptive / plain, priced", bars.adaptive_plain, True),
+        ("best fixed / priced", "best fixed K / adaptive, priced", bars.adaptive_fixed, False),
+        ("clock / plain", "adaptive / plain, by the clock", bars.adaptive_clock, True),
+        ("clock / best fixed", "adaptive / best fixed K, by the clock", bars.adaptive_clock, True),
+    ):
+        pick = max if is_upper else min
+        worst = pick(found, key=lambda one: np.median(one[key]))
+        lines.append(
+            Line(
+                part, f"{what}, batch {batch}", spread(worst[key]), bar=bar, is_upper=is_upper,
+                note=f"a token; the worst rate, {worst['rate']:g}; best fixed K {worst['best_k']}",
+            )
+        )  # fmt: skip
+    return lines

@@ -1,0 +1,248 @@
+"""What the benchmark times: generations, rounds, the parts of a round, and plain decoding.
+
+Each is a function without arguments that runs once and returns milliseconds; compilation
+and prefill lie outside of what it times.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import time
+from collections.abc import Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax import decoding
+from spec_jax.config import SamplerConfig
+from spec_jax.contracts import Context, Drafter, ForwardOutput, Model, Proposal
+from spec_jax.decoding import DecodeState, System
+from spec_jax.drafters.model_free import NO_DRAFT
+from spec_jax.engine.stats import Stats, row_stats
+from spec_jax.sampling import argmax, make_sampler
+
+ROUNDS = 64  # in one call, so that its start does not count
+_NO_LIMIT = 2**31 - 1
+
+
+def cast(tree, dtype):
+    """The same tree with its floating-point arrays in another dtype."""
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
+
+
+def start(
+    system: System, params, prompts: Sequence[Sequence[int]], slots: int, max_new_tokens: int,
+    stop_tokens: Sequence[int] = (),
+) -> DecodeState:
+    """Prefills one batch of prompts for greedy decoding; K plays no part in it.
+
+    Args:
+      system: target and drafter.
+      params: ``{"target": ..., "draft": ...}``.
+      prompts: ids.
+      slots: S, enough for prompt, output and the last window.
+      max_new_tokens: of every row.
+      stop_tokens: at which a row ends.
+    """  # fmt: skip
+    lengths = np.asarray([len(p) for p in prompts], np.int32)
+    width = min(slots, max(16, 1 << (int(lengths.max()) - 1).bit_length()))
+    tokens = np.zeros((len(prompts), width), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+    stops = np.tile(np.asarray([*stop_tokens, -1], np.int32), (len(prompts), 1))
+    sampler = make_sampler(SamplerConfig(), len(prompts), system.target.vocab_size)
+    state = decoding.prefill(
+        params, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(lengths + max_new_tokens),
+        jnp.asarray(stops), sampler, sampler, system=system, slots=slots,
+    )
+    return jax.block_until_ready(state)
+
+
+class GenerateTimer:
+    """``decoding.generate`` from prefilled states to their end.
+
+    Attributes:
+      tokens: of the last run: the output ids of every row, prefill's token included.
+      stats: of the last run, all rows.
+    """
+
+    def __init__(
+        self, system: System, params, states: Sequence[DecodeState], *,
+        max_rounds: int = _NO_LIMIT, unit: str = "token",
+    ):  # fmt: skip
+        """Compiles, and runs once.
+
+        Args:
+          system: target, drafter, rule and K.
+          params: of both.
+          states: one for each batch of prompts, from ``start``; they are copied, not consumed.
+          max_rounds: of each generation.
+          unit: what a call returns the milliseconds of: a "token" (prefill's aside) or a "round".
+        """
+        self._system, self._params, self._states = system, params, states
+        self._max_rounds, self._is_round = max_rounds, unit == "round"
+        self()
+
+    def __call__(self) -> float:
+        seconds = num_rounds = 0
+        self.tokens, rows = [], []
+        for state in self._states:
+            carry = jax.block_until_ready(jax.tree.map(jnp.copy, state))
+            stop, most = jnp.zeros_like(carry.finish), jnp.int32(self._max_rounds)
+            begin = time.perf_counter()
+            final, chunk = decoding.generate(self._params, carry, stop, most, system=self._system)
+            jax.block_until_ready(chunk)
+            seconds += time.perf_counter() - begin
+            num_rounds += int(chunk.rounds)
+            tokens, kind, offered = map(np.asarray, (final.tokens, final.kind, final.offered))
+            for row, (first, end) in enumerate(zip(final.prompt_length, chunk.total)):
+                kept = slice(int(first), int(end))
+                self.tokens.append(tokens[row, kept].tolist())
+                rows.append(
+                    row_stats(kind[row, kept], offered[row, kept], self._system.depth)
+                )
+        self.stats = functools.reduce(operator.add, rows, Stats())
+        if self._is_round and num_rounds == 0:
+            raise ValueError("no round was run: the states have no room for one")
+        count = num_rounds if self._is_round else self.stats.emitted - self.stats.first
+        return seconds * 1e3 / max(count, 1)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("model", "padding"), donate_argnames=("tokens", "cache")
+)
+def _plain(params, tokens, cache, total, limit, stop_tokens, *, model: Model, padding: int):
+    """Greedy decoding of one token a pass and nothing else: no counts, no statistics.
+
+    ``padding`` tokens are fed of which the first counts; the others' slots are overwritten.
+    """
+    rows, M = jnp.arange(tokens.shape[0]), tokens.shape[1]
+
+    def step(carry):
+        tokens, cache, last, total, is_done = carry
+        output = model.forward(params, jnp.repeat(last[:, None], padding, axis=1), cache)
+        logits = model.unembed(params, output.hidden)
+        last = argmax(logits[:, 0])
+        tokens = tokens.at[rows, jnp.where(is_done, M, total)].set(last, mode="drop")
+        n = (~is_done).astype(jnp.int32)
+        total = total + n
+        is_done |= (last[:, None] == stop_tokens).any(axis=1) | (total >= limit)
+        return tokens, output.cache.commit(n), last, total, is_done
+
+    last = tokens[rows, total - 1]
+    is_done = (last[:, None] == stop_tokens).any(axis=1) | (total >= limit)
+    carry = (tokens, cache, last, total, is_done)
+    tokens, cache, _, total, _ = jax.lax.while_loop(lambda c: ~c[-1].all(), step, carry)
+    return tokens, cache, total
+
+
+class PlainTimer:
+    """The fastest plain loop we can write, by dtype and padding; ms a token.
+
+    Attributes:
+      tokens: as ``GenerateTimer.tokens``.
+    """
+
+    def __init__(
+        self, model: Model, params, states: Sequence[DecodeState], *, dtype="float32", padding=1
+    ):
+        self._model, self._params, self._padding = model, cast(params, dtype), padding
+        self._states = [(s.tokens, cast(s.target, dtype), s) for s in states]
+        self()
+
+    def __call__(self) -> float:
+        seconds, count = 0.0, 0
+        self.tokens = []
+        for tokens, cache, s in self._states:
+            total = s.prompt_length + 1
+            carry = jax.block_until_ready(jax.tree.map(jnp.copy, (tokens, cache, total)))
+            begin = time.perf_counter()
+            out, _, end = _plain(
+                self._params, *carry, s.limit, s.stop_tokens, model=self._model,
+                padding=self._padding,
+            )
+            jax.block_until_ready((out, end))
+            seconds += time.perf_counter() - begin
+            count += int((end - total).sum())
+            for row, (first, last) in enumerate(zip(s.prompt_length, end)):
+                self.tokens.append(np.asarray(out)[row, int(first) : int(last)].tolist())
+        return seconds * 1e3 / max(count, 1)
+
+
+@flax.struct.dataclass
+class _Length:
+    """The cache of a model that costs nothing."""
+
+    length: jax.Array  # i32[B]
+
+    def commit(self, n, path=None):
+        return self.replace(length=self.length + n)
+
+
+def some_parents(tree, num_draft: int) -> jax.Array:
+    """Parents i32[K] of a tree of that depth: one chain, all others children of the root."""
+    index = jnp.arange(num_draft, dtype=jnp.int32)
+    return jnp.where(index < tree.depth, index, 0)
+
+
+@functools.cache
+def free_drafter(vocab_size: int, tree=None) -> Drafter:
+    """A drafter that computes nothing: each position's draft is that position.
+
+    Args:
+      vocab_size: V.
+      tree: the ``Tree`` or ``DynamicTree`` that it drafts, or None: a chain.
+    """
+
+    def propose(params, state, context: Context, num_draft: int):
+        tokens = (context.length[:, None] + jnp.arange(num_draft, dtype=jnp.int32)) % vocab_size
+        n_draft = jnp.full(context.length.shape, num_draft, jnp.int32)
+        branches = {}
+        if tree is not None:
+            is_true = context.length[:, None] >= 0  # which the compiler cannot know
+            parents = jnp.where(is_true, some_parents(tree, num_draft), 0)
+            branches = {"parents": parents, "tree_depth": tree.depth}
+        return Proposal(tokens, n_draft, is_sound=n_draft > 0, **branches), state
+
+    return NO_DRAFT._replace(name="free", propose=propose, tree=tree)
+
+
+@functools.cache
+def _free_system(system: System) -> System:
+    """The same rule, K and tree around a target and a drafter that compute nothing.
+
+    The target's logits are given, and nudged by the tokens, so that no round's work can be
+    shared with the next one's.
+    """
+    V = system.target.vocab_size
+    target = Model(
+        vocab_size=V,
+        max_length=system.target.max_length,
+        init_cache=lambda params, batch, slots: _Length(jnp.zeros((batch,), jnp.int32)),
+        forward=lambda params, tokens, cache, **_: ForwardOutput(
+            tokens[:, :, None].astype(jnp.float32), cache
+        ),
+        unembed=lambda params, hidden: params["logits"][:, : hidden.shape[1]] + 1e-9 * hidden,
+    )
+    return system._replace(target=target, drafter=free_drafter(V, system.drafter.tree))
+
+
+def rest_timer(system: System, slots: int, batch: int = 1) -> GenerateTimer:
+    """Everything of a round but its passes: noise, rule, cut, append and commit; ms a round.
+
+    It is ``decoding.generate`` itself, around models that compute nothing.
+    """
+    if system.rule.needs_probs or system.rule.needs_logits:
+        raise ValueError(f"rule {system.rule.name!r} reads the draft's law; a free draft has none")
+    free = _free_system(system)
+    shape = (batch, system.num_draft + 1, system.target.vocab_size)
+    params = {"target": {"logits": jax.random.normal(jax.random.key(0), shape)}, "draft": None}
+    room = ROUNDS * (system.num_draft + 1)
+    begin = max(1, min(16, slots - room - system.num_draft - 1))
+    most = slots - begin - system.num_draft - 1
+    state = start(free, params, [[1] * begin] * batch, slots, most)
+    return GenerateTimer(free, params, [state], max_rounds=ROUNDS, unit="round")

@@ -1,0 +1,185 @@
+"""A round beside its parts, the fastest plain loop, and the speed-up that the parts predict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments.benchmarks.loops import ROUNDS, GenerateTimer, PlainTimer, cast, rest_timer, start
+from experiments.common.costs import pass_timer
+from experiments.common.timing import Line, Timer, interleave, spread
+from spec_jax.decoding import System
+from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.engine.stats import Stats, predicted_speedup
+from spec_jax.loading import LoadedModel
+
+
+class Plain(NamedTuple):
+    """A plain loop: its dtype, the tokens fed for each that counts, and whether matrices are cut
+    into panels."""
+
+    dtype: str
+    padding: int = 1
+    has_panels: bool = False
+
+
+PLAIN = {  # what we tried for the fastest
+    "float32": Plain("float32"),
+    "float32 in panels": Plain("float32", has_panels=True),
+    "float32 padded to two rows": Plain("float32", 2, has_panels=True),
+    "bfloat16": Plain("bfloat16"),
+    "bfloat16 padded to two rows": Plain("bfloat16", 2),
+}
+
+
+class Pair(NamedTuple):
+    """Target, draft, and the cache slots that everything timed of them has."""
+
+    target: LoadedModel
+    draft: LoadedModel
+    slots: int
+
+    def params(self, num_rows: int | None = 1, dtype: str = "float32") -> dict:
+        """Of both, for passes of so many tokens; None for any number. bfloat16 has no panels."""
+        num_rows = num_rows if dtype == "float32" else None
+        return cast({
+            "target": self.target.decoding_params(num_rows),
+            "draft": self.draft.decoding_params(num_rows),
+        }, dtype)  # fmt: skip
+
+    def system(self, config=None) -> System:
+        """For this SpeculativeConfig, greedy; None: plain decoding, K = 0."""
+        draft = None if config is None else self.draft
+        return SpeculativeDecoder(self.target, draft, config).system()
+
+
+def try_plain(
+    pair: Pair, prompts: Sequence[Sequence[int]], num_tokens: int, repeats: int,
+    say: Callable[[str], None],
+) -> dict[str, np.ndarray]:
+    """Milliseconds a token of every plain loop, on one batch of prompts."""
+    state = start(pair.system(), pair.params(None), prompts, pair.slots, num_tokens)
+    timers = {}
+    for name in PLAIN:
+        timers[name] = plain_timer(pair, [state], name)
+        say(f"compiled the plain loop, {name}")
+    return interleave(timers, repeats, say)
+
+
+def fastest(times: Mapping[str, np.ndarray], dtype: str | None = None) -> str:
+    """The plain loop of the smallest median, of one dtype or of all."""
+    names = [name for name in times if dtype in (None, PLAIN[name].dtype)]
+    return min(names, key=lambda name: float(np.median(times[name])))
+
+
+def plain_timer(pair: Pair, states, variant: str) -> PlainTimer:
+    """The plain loop of one of ``PLAIN``."""
+    dtype, padding, has_panels = PLAIN[variant]
+    params = pair.params(1 if has_panels else None)["target"]
+    return PlainTimer(pair.target.model, params, states, dtype=dtype, padding=padding)
+
+
+def round_timers(
+    pair: Pair, system: System, prompt: Sequence[int], say: Callable[[str], None],
+    dtype: str = "float32",
+) -> dict[str, Timer]:
+    """Timers of a round and of its parts, each a jitted loop of 64, one row.
+
+    The first draft pass feeds two tokens and scores one, the other K - 1 feed one.
+    """
+    K, slots = system.num_draft, pair.slots
+    params = pair.params(K + 1, dtype)
+    target, draft = (pair.target.model, params["target"]), (pair.draft.model, params["draft"])
+    make = {
+        "target": lambda: pass_timer(*target, 1, slots, 1),
+        "verify": lambda: pass_timer(*target, K + 1, slots, 1),
+        "draft": lambda: pass_timer(*draft, 1, slots, 1),
+        "draft first": lambda: pass_timer(*draft, 2, slots, 1, scored=1),
+        "rest": lambda: rest_timer(system, slots),
+        "round": lambda: GenerateTimer(
+            system, params,
+            [start(system, pair.params(None, dtype), [prompt], slots, slots - len(prompt) - K - 1)],
+            max_rounds=ROUNDS, unit="round",
+        ),
+    }  # fmt: skip
+    timers = {}
+    for name, maker in make.items():
+        timers[name] = maker()
+        say(f"compiled {name}")
+    return timers
+
+
+def parts_ms(times: Mapping[str, np.ndarray], num_draft: int) -> np.ndarray:
+    """Sum of a round's parts, by repeat."""
+    return _drafting_ms(times, num_draft) + times["verify"] + times["rest"]
+
+
+def _drafting_ms(times, num_draft):
+    return times["draft first"] + (num_draft - 1) * times["draft"]
+
+
+def predict(
+    times: Mapping[str, np.ndarray], plain_ms: np.ndarray, stats: Stats, num_draft: int
+) -> np.ndarray:
+    """The speed-up that measured acceptance and the parts' costs predict, by repeat."""
+    draft = _drafting_ms(times, num_draft) / num_draft / plain_ms
+    verify = (times["verify"] + times["rest"]) / plain_ms
+    rates = stats.acceptance_by_position
+    return np.asarray([predicted_speedup(rates, d, v) for d, v in zip(draft, verify)])
+
+
+def round_lines(
+    part: str, times: Mapping[str, np.ndarray], stats: Stats, num_draft: int, bars,
+    plain_variant: str, dtype: str = "float32",
+) -> list[Line]:
+    """The lines that both pairs of models have.
+
+    Args:
+      part: of the benchmark.
+      times: ``round_timers``' and those of whole generations: "plain" (the fastest loop),
+        "plain K=0" and "speculative", in ms a token.
+      stats: of the speculative generation.
+      num_draft: K.
+      bars: ``verify``, ``round`` and ``predicted``; None: no bar.
+      plain_variant: name of the fastest plain loop.
+      dtype: of the round and its parts.
+    """  # fmt: skip
+    K = num_draft
+    line = lambda what, values, *args, **options: Line(part, what, spread(values), *args, **options)
+    measured = times["plain"] / times["speculative"]
+    predicted = predict(times, times["plain"], stats, K)
+    rates = ", ".join(f"{r:.2f}" for r in stats.acceptance_by_position)
+    parts = parts_ms(times, K)
+    return [
+        line(
+            f"verify pass of {K + 1} tokens / pass of one", times["verify"] / times["target"],
+            bar=bars.verify, note=dtype,
+        ),
+        line(
+            f"round, K={K} / sum of its parts", times["round"] / parts, bar=bars.round,
+            note=f"{dtype}; draft passes really run, verify, rest of the round; each its own loop",
+        ),
+        line(
+            f"speed-up, K={K}", measured,
+            note=f"over {plain_variant}; tau {stats.tau:.2f}, accepted {rates}",
+        ),
+        line(f"predicted speed-up, K={K}", predicted, note="from acceptance and the parts"),
+        line("measured / predicted", measured / predicted, bar=bars.predicted, is_upper=False),
+        line(
+            "decode.generate at K=0 / fastest plain loop", times["plain K=0"] / times["plain"],
+            note="what one program for everything costs where nothing is drafted",
+        ),
+        line("pass of one token", times["target"], "ms", note=dtype),
+        line(f"pass of {K + 1} tokens", times["verify"], "ms"),
+        line("draft pass of one token", times["draft"], "ms"),
+        line("draft pass of two tokens", times["draft first"], "ms"),
+        line(f"rest of a round, K={K}", times["rest"], "ms", note="noise, rule, cut, commit"),
+        line(f"round, K={K}", times["round"], "ms"),
+    ]  # fmt: skip
+
+
+def plain_lines(part: str, times: Mapping[str, np.ndarray]) -> list[Line]:
+    """Every plain loop that was tried."""
+    return [Line(part, f"plain loop, {name}", spread(ms), "ms") for name, ms in times.items()]

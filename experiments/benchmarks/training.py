@@ -1,0 +1,181 @@
+"""The benchmark's part on training: how much of the machine's own matmul rate a step reaches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.benchmarks.synthetic import random_model
+from experiments.common import cli
+from experiments.common.timing import Line, Timer, interleave, loop_timer, spread
+from spec_jax.drafters.eagle.model import EagleConfig, head_table, init_head
+from spec_jax.drafters.eagle.objective import eagle3_loss
+from spec_jax.drafters.standalone import objective as lm
+from spec_jax.loading import LoadedModel
+from spec_jax.models.params import num_params
+from spec_jax.train.objective import Batch, target_view
+from spec_jax.train.optimizer import make_optimizer
+from spec_jax.train.step import TrainState, train_step
+
+_MATMULS = 8  # of each shape, in one call
+
+
+class Case(NamedTuple):
+    """A training step.
+
+    Attributes:
+      name: for the table.
+      run: ``state -> state``, one step.
+      state: to begin with.
+      flops: of the model in one step, see ``eagle3_case`` and ``lm_case``.
+      tokens: in one batch.
+    """
+
+    name: str
+    run: Callable[[TrainState], TrainState]
+    state: TrainState
+    flops: float
+    tokens: int
+
+
+def attention_flops(width: int, length: int, tokens: int) -> float:
+    """Of scores and weighted values, forward, a token seeing half of the others on average."""
+    return tokens * 2 * 2 * width * length / 2
+
+
+def _optimizer(config):
+    return make_optimizer(**config.optimizer, steps=1_000_000)
+
+
+def lm_case(target: LoadedModel, config) -> Case:
+    """A language model's step: 6 FLOPs a parameter and token, and attention forward and back."""
+    optimizer, shape = _optimizer(config), target.config
+    objective = functools.partial(lm.lm_loss, config=shape)
+    tokens = config.lm_batch * config.length
+    batch = _tokens(config.seed, (config.lm_batch, config.length + 1), shape.vocab_size)
+    step = jax.jit(
+        functools.partial(train_step, objective=objective, optimizer=optimizer), donate_argnums=0
+    )
+    params = jax.tree.map(jnp.copy, target.params)
+    width = shape.num_attention_heads * shape.head_dim
+    attention = attention_flops(width, config.length, tokens) * shape.num_hidden_layers
+    flops = 6 * tokens * num_params(shape) + 3 * attention
+    run = lambda state: step(state, batch)[0]
+    return Case("language model", run, TrainState.create(params, optimizer), flops, tokens)
+
+
+def eagle3_case(target: LoadedModel, config) -> Case:
+    """A step of an EAGLE-3 head.
+
+    6 FLOPs a token for each parameter that a pass uses (the joining map once, the rest once a
+    step of the unrolling), 2 for the target's, and attention: the head's forward and back, the
+    target's forward.
+    """
+    shape = EagleConfig.of_target(target.config, 3, config.draft_vocab_size)
+    optimizer, T, K = _optimizer(config), config.length, config.num_steps
+    objective = functools.partial(
+        eagle3_loss, config=shape, model=target.model, num_steps=K, divergence="cross-entropy"
+    )
+    params = init_head(shape, jax.random.key(0))
+    constants = {"d2t": params.pop("d2t")} if "d2t" in params else {}
+    tokens = _tokens(config.seed, (config.batch, T + 2), target.config.vocab_size)
+    mask = jnp.ones(tokens.shape, bool)
+    view = functools.partial(target_view, config=target.config, taps=shape.taps)
+
+    def with_constants(params, batch, frozen):
+        batch = batch.replace(view=view(frozen, batch.tokens))
+        return objective({**params, **constants}, batch, frozen)
+
+    step = jax.jit(
+        functools.partial(train_step, objective=with_constants, optimizer=optimizer),
+        donate_argnums=0,
+    )
+    batch = Batch(tokens, mask, jax.random.key(0))
+    table, count = head_table(shape), config.batch * T
+    size = lambda name: int(np.prod(table[name].shape))
+    matrices = sum(size(name) for name in table if len(table[name].shape) == 2)
+    layer, outer = shape.layer, target.config
+    own_width = layer.num_attention_heads * layer.head_dim
+    flops = 6 * count * (size("fc") + K * (matrices - size("fc")))
+    flops += 3 * K * attention_flops(own_width, T, count)
+    flops += 2 * count * num_params(outer)
+    width = outer.num_attention_heads * outer.head_dim
+    flops += attention_flops(width, T, count) * outer.num_hidden_layers
+    run = lambda state: step(state, batch, target.params)[0]
+    return Case(f"EAGLE-3, {K} steps", run, TrainState.create(params, optimizer), flops, count)
+
+
+def _tokens(seed: int, shape: tuple[int, int], vocab_size: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).integers(vocab_size, size=shape), jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames="repeats", donate_argnames="carry")
+def _matmuls(carry: Any, x, w, *, repeats: int):
+    """Products of one shape, forward and both backward, each hanging on the one before."""
+
+    def one(_, carry):
+        y = (x + carry) @ w
+        dx = (y + carry) @ w.T
+        dw = (x + carry).T @ y
+        return 1e-20 * (y[0, 0] + dx[0, 0] + dw[0, 0])
+
+    return jax.lax.fori_loop(0, repeats, one, carry)
+
+
+def matmul_timer(rows: int, d_in: int, d_out: int) -> tuple[Timer, float]:
+    """Times the three products of a linear map in training; ms, and FLOPs of one such turn."""
+    keys = jax.random.split(jax.random.key(0))
+    x, w = jax.random.normal(keys[0], (rows, d_in)), jax.random.normal(keys[1], (d_in, d_out))
+    run = lambda carry: _matmuls(carry, x, w, repeats=_MATMULS)
+    return loop_timer(run, jnp.zeros(()), _MATMULS), 6.0 * rows * d_in * d_out
+
+
+def measure(part: str, config, bars) -> tuple[list[Line], dict]:
+    """Model FLOPs of a step a second, over the rate of its largest products timed alone.
+
+    Args:
+      part: its name in the table.
+      config: ``target`` shape, ``draft_vocab_size``, ``num_steps`` and ``batch`` of the head,
+        ``lm_batch``, ``length``, ``optimizer``, ``repeats``, ``seed``.
+      bars: ``training``.
+    """
+    target = random_model("target", config.target, config.seed)
+    shape, rows = target.config, config.batch * config.length
+    products = {
+        "feed-forward": (rows, shape.hidden_size, shape.intermediate_size),
+        "vocabulary": (rows, shape.hidden_size, config.draft_vocab_size or shape.vocab_size),
+    }
+    cases = [eagle3_case(target, config), lm_case(target, config)]
+    timers, flops = {}, {}
+    with cli.Progress(len(products) + len(cases) + config.repeats, part) as bar:
+        for name, size in products.items():
+            timers[name], flops[name] = matmul_timer(*size)
+            bar.step(f"compiled products of {name}")
+        for case in cases:
+            timers[case.name] = loop_timer(case.run, case.state, 1)
+            bar.step(f"compiled {case.name}")
+        times = interleave(timers, config.repeats, bar.step)
+    rate = sum(flops.values()) / sum(times[name] for name in products)  # FLOPs a millisecond
+    lines = []
+    for case in cases:
+        reached = case.flops / times[case.name] / rate
+        per_s = case.tokens / times[case.name] * 1e3
+        lines += [
+            Line(
+                part, f"{case.name}: model FLOP utilisation", spread(reached), bar=bars.training,
+                is_upper=False, note="6 x parameters + attention, over the rate of the largest "
+                "products alone, forward and back",
+            ),
+            Line(part, f"{case.name}: tokens trained on", spread(per_s), "tok/s"),
+        ]  # fmt: skip
+    lines.append(Line(part, "largest products alone, GFLOP/s", spread(rate / 1e6), ""))
+    return lines, {
+        "target": {"parameters": target.num_params, **config.target.to_dict()},
+        "flops": {case.name: case.flops for case in cases},
+        "times_ms": {name: values.tolist() for name, values in times.items()},
+    }

@@ -1,0 +1,191 @@
+"""What every experiment's main shares: typed flags, one-line errors, a compilation cache."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import datetime
+import difflib
+import os
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+from absl import app, flags, logging
+from ml_collections import ConfigDict, config_flags
+from tqdm import tqdm
+
+from spec_jax.errors import ConfigError, SpecJaxError
+
+flags.disclaim_key_flags()  # what is defined here counts as the main module's, for --help
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def define_config(default: str, get_config: Callable[[], ConfigDict]) -> flags.FlagHolder:
+    """Defines ``--config``, a file of which each value is a flag too.
+
+    Args:
+      default: a file of ``configs/``.
+      get_config: what that file defines; names the keys for --help.
+    """
+    text = "Config file; each of its values is a typed flag, --config.KEY=VALUE. Keys: "
+    keys, path = ", ".join(_names(get_config())), str(ROOT / "configs" / default)
+    with _errors_in_one_line():  # the overrides of the command line are looked up here
+        return config_flags.DEFINE_config_file("config", path, f"{text}{keys}.")
+
+
+def run(main: Callable[[], int | None]) -> None:
+    """Parses the flags, calls ``main`` and exits; bad input ends in one line and exit code 2."""
+
+    def guarded(argv) -> int:
+        try:
+            if len(argv) > 1:
+                raise ConfigError(f"unexpected argument {argv[1]!r}; values are --config.KEY=VALUE")
+            if not flags.FLAGS["verbosity"].present:
+                logging.set_verbosity(logging.WARNING)  # jax tells of every back end it lacks
+            return main() or 0
+        except SpecJaxError as error:
+            return _fail(error)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 130
+
+    app.run(guarded, flags_parser=_parse_flags)
+
+
+def _fail(error) -> int:
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2
+
+
+def _parse_flags(argv: list[str]) -> list[str]:
+    with _errors_in_one_line():
+        arguments = flags.FLAGS(argv)
+        if "config" in flags.FLAGS:
+            flags.FLAGS["config"].value.keys()  # a file that cannot be loaded raises only here
+        return arguments
+
+
+@contextlib.contextmanager
+def _errors_in_one_line():
+    try:
+        yield
+    except (AttributeError, KeyError) as error:  # how ml_collections reports an unknown key
+        key, close = re.search(r"\w+", str(error)), re.search(r'Did you mean "(\w+)', str(error))
+        hint = f" (did you mean {close[1]}?)" if close else ""
+        sys.exit(_fail(f"the config has no key {key[0]!r}{hint}; --help lists its keys"))
+    except (flags.Error, OSError, SyntaxError, TypeError, ValueError) as error:
+        text = re.sub(r"invalid literal for int.*", "expected an integer", str(error))
+        sys.exit(_fail(re.sub(r"could not convert string.*", "expected a number", text)))
+
+
+def _names(config: ConfigDict, prefix: str = "") -> list[str]:
+    nested = lambda key: isinstance(config.get(key), ConfigDict)
+    return [
+        name
+        for key in config
+        for name in (
+            _names(config[key], f"{prefix}{key}.") if nested(key) else [f"{prefix}{key}"]
+        )
+    ]
+
+
+def _unknown(key: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(key, known, 1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    return f"the config has no key {key!r}{hint}; its keys: {', '.join(known)}"
+
+
+def check_keys(config: ConfigDict, default: ConfigDict) -> None:
+    """Raises ConfigError unless a config file has exactly the keys of the default one."""
+    have, known = _names(config), _names(default)
+    for key in have:
+        if key not in known:
+            raise ConfigError(_unknown(key, known))
+    missing = [key for key in known if key not in have]
+    if missing:
+        raise ConfigError(f"the config lacks {', '.join(missing)}")
+
+
+def check_same(saved: Mapping, config: Mapping, free: Sequence[str] = ()) -> None:
+    """Raises ConfigError unless a run's saved config is this one, but for the ``free`` keys."""
+    changed = [k for k in config if k not in free and saved.get(k) != config[k]]
+    if changed:
+        raise ConfigError(
+            f"the work directory holds a run with other values of {', '.join(changed)} "
+            f"({saved.get(changed[0])!r}, not {config[changed[0]]!r}); expected the same config "
+            "or an empty directory"
+        )
+
+
+def enable_compilation_cache() -> None:
+    """Keeps compiled programs in the user's cache directory, one folder for each jax version.
+
+    ``JAX_COMPILATION_CACHE_DIR`` names another place.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        root = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        folder = root / "spec_jax" / f"jax-{jax.__version__}"
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+def open_workdir(experiment: str, workdir: str | None) -> pathlib.Path:
+    """Makes a run's folder, by default runs/EXPERIMENT/TIME; never one that holds a report.
+
+    Raises:
+      ConfigError: the folder cannot be made, or has a report.json.
+    """
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    folder = pathlib.Path(workdir or f"runs/{experiment}/{stamp}")
+    if (folder / "report.json").exists():
+        raise ConfigError(f"{folder} holds the report of another run; name another --workdir")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the folder {folder} cannot be made: {error}") from error
+    return folder
+
+
+def run_all(tasks: Mapping[str, Callable[[], None]], what: str) -> None:
+    """Runs tasks, two at a time, with progress: one compilation alone leaves cores idle."""
+    with Progress(len(tasks), what) as bar, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        futures = {pool.submit(task): name for name, task in tasks.items()}
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                future.result()
+                bar.step(futures[future])
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+class Progress:
+    """A bar on a terminal, a line for each step elsewhere; both on stderr."""
+
+    def __init__(self, total: int, what: str):
+        self._bar = tqdm(
+            total=total, desc=what, disable=None, leave=False, dynamic_ncols=True,
+            bar_format="{desc} {bar:24} {n}/{total} {elapsed} {postfix}",
+        )
+        self._total, self._done, self._what = total, 0, what
+
+    def now(self, text: str) -> None:
+        """Says what is running."""
+        self._bar.set_postfix_str(text)
+
+    def step(self, text: str) -> None:
+        """One step is done."""
+        self._done += 1
+        self._bar.update()
+        if self._bar.disable:
+            line = f"{self._what} {self._done}/{self._total}: {text}"
+            print(line, file=sys.stderr, flush=True)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._bar.close()

@@ -1,0 +1,195 @@
+"""What one pass of a model costs, and the speed-up that costs and acceptance predict."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.common.timing import loop_timer
+from spec_jax.contracts import Model
+from spec_jax.drafters.common.head import Head
+from spec_jax.engine import stats
+from spec_jax.sampling import argmax
+
+ITERATIONS = 64  # passes in one timed call, so that a dispatch does not count
+REPEATS = 7
+
+
+@functools.partial(
+    jax.jit, static_argnames=("model", "iterations", "scored"), donate_argnames=("tokens", "cache")
+)
+def _run_passes(params, tokens, cache, seen, *, model: Model, iterations: int, scored: int):
+    def one_pass(_, carry):
+        tokens, cache = carry
+        output = model.forward(params, tokens, cache, window_mask=seen)
+        logits = model.unembed(params, output.hidden[:, -scored:])
+        # The next pass eats this one's output, so no pass can be left out or overlapped.
+        best = argmax(logits)
+        return tokens.at[:, -scored:].set(best), output.cache
+
+    return jax.lax.fori_loop(0, iterations, one_pass, (tokens, cache))
+
+
+def pass_timer(
+    model: Model, params, width: int, slots: int, batch: int, iterations: int = ITERATIONS,
+    scored: int | None = None, seen: jax.Array | None = None,
+) -> Callable[[], float]:
+    """Compiles a loop of passes and returns a function that times it, in ms a pass.
+
+    A pass is forward, unembedding and argmax of ``width`` tokens a row on a half-full cache,
+    which the loop carries and the call donates, as decoding does.
+
+    Args:
+      model: target or draft.
+      params: its weights.
+      width: T, tokens a row; K + 1 for a verify pass.
+      slots: S, of the cache.
+      batch: B.
+      iterations: passes in one call.
+      scored: how many of the last tokens are unembedded, by default all: a drafter that
+        feeds two scores one.
+      seen: bool[1,T,T], what each token of a tree sees of the others; None: a chain.
+    """
+    scored = width if scored is None else scored
+    cache = model.init_cache(params, batch, slots)
+    cache = cache.commit(jnp.full((batch,), (slots - width) // 2, jnp.int32))
+    cache = model.open_window(cache, width)  # nothing is committed, so it is never closed
+    carry = (jnp.zeros((batch, width), jnp.int32), cache)
+
+    run = functools.partial(_run_passes, model=model, iterations=iterations, scored=scored)
+    return loop_timer(lambda carry: run(params, *carry, seen), carry, iterations)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("head", "children", "iterations"), donate_argnames="carry"
+)
+def _run_head(params, carry, seen, *, head: Head, children: int, iterations: int):
+    def one_pass(_, carry):
+        x, best, score, cache = carry
+        g = head.recycle(params, x)
+        x, cache = head.feed(params, g, best[:, :, 0], cache, 0, seen)
+        x, logits = x.astype(carry[0].dtype), head.unembed(params, x)
+        if seen is None:
+            return x, argmax(logits)[:, :, None], score, cache
+        logp = jax.nn.log_softmax(logits, axis=-1)
+        # All of the best are carried: where one is read alone, XLA sorts the whole vocabulary.
+        score, best = jax.lax.top_k(logp + score[:, :, :1], children)
+        return x, best, score, cache
+
+    return jax.lax.fori_loop(0, iterations, one_pass, carry)
+
+
+def head_timer(
+    head: Head, params, slots: int, batch: int = 1, width: int = 1, children: int = 1,
+) -> Callable[[], float]:
+    """Compiles a loop of a head's passes, scores included, and times it, in ms a pass.
+
+    Args:
+      head: its functions.
+      params: ``{"head": ..., "target": ...}``.
+      slots: of the cache, half full.
+      batch: B.
+      width: drafts a row and pass; one is a chain's.
+      children: how many best children each draft of a tree gets.
+    """
+    cache = head.init_cache(params, batch, slots)
+    dtype = jax.tree.leaves(cache)[0].dtype
+    cache = cache.commit(jnp.full((batch,), slots // 2, jnp.int32))
+    x, best = jnp.ones((batch, width, head.width), dtype), (batch, width, children)
+    seen = None if width == 1 else jnp.eye(width, dtype=bool)[None]
+    carry = (x, jnp.zeros(best, jnp.int32), jnp.zeros(best), cache)
+    run = functools.partial(_run_head, head=head, children=children, iterations=ITERATIONS)
+    return loop_timer(lambda carry: run(params, carry, seen), carry, ITERATIONS)
+
+
+def interleaved_medians(
+    timers: Mapping[Any, Callable[[], float]], repeats: int = REPEATS
+) -> dict[Any, float]:
+    """Calls every timer once a turn, so that drift meets all alike; the median of each."""
+    turns = [{name: timer() for name, timer in timers.items()} for _ in range(repeats)]
+    return {name: statistics.median(turn[name] for turn in turns) for name in timers}
+
+
+def pass_cost(
+    model: Model, params, width: int, slots: int, batch: int, repeats: int = REPEATS
+) -> float:
+    """Milliseconds of one pass; to compare passes, interleave their timers instead."""
+    timer = pass_timer(model, params, width, slots, batch)
+    return interleaved_medians({"": timer}, repeats)[""]
+
+
+class Costs(NamedTuple):
+    """Costs of passes measured together, ready for a report.
+
+    Attributes:
+      plain_ms: a target pass of one token a row.
+      draft_ms: a draft pass of one token a row, by method; of a head one of its own passes.
+      verify_ms: a target pass by its width, the plain one included.
+      slots: of the caches.
+      batch: rows.
+    """
+
+    plain_ms: float
+    draft_ms: dict[str, float]
+    verify_ms: dict[int, float]
+    slots: int
+    batch: int
+
+    @classmethod
+    def measure(cls, timers: Mapping[tuple[str, int], Callable[[], float]], **where) -> Costs:
+        """Times passes named ("target", width) and (method, 1); ``where``: slots and batch."""
+        found = interleaved_medians(timers)
+        verify_ms = {width: ms for (role, width), ms in sorted(found.items()) if role == "target"}
+        draft_ms = {role: ms for (role, _), ms in found.items() if role != "target"}
+        return cls(verify_ms[1], draft_ms, verify_ms, **where)
+
+    def draft_cost(self, method: str) -> float:
+        """Of one drafted token, in plain passes; NaN where it was not measured.
+
+        Copying tokens is counted as free, a head's refresh as the pass of one draft.
+        """
+        if method in ("ngram", "suffix"):
+            return 0.0
+        return self.draft_ms.get(method, float("nan")) / self.plain_ms
+
+    def verify_cost(self, k: int) -> float:
+        """Of a verify pass of k + 1 tokens, in plain passes; between measured widths, linear."""
+        widths = sorted(self.verify_ms)
+        return float(
+            np.interp(k + 1, widths, [self.verify_ms[w] for w in widths]) / self.plain_ms
+        )
+
+
+def predict(costs: Costs, result: dict, k: int | None = None) -> float:
+    """The speed-up that a result's acceptance predicts, for its own K or a smaller one.
+
+    A rate is that of being offered and accepted: a drafter that copies tokens does not
+    always have any.
+
+    Args:
+      costs: of the passes.
+      result: with ``rounds``, ``drafted_at`` and ``acceptance_by_position``.
+      k: drafted tokens a round; by default the result's.
+
+    Returns:
+      The speed-up; NaN for a tree, of which no passes were measured.
+    """
+    if result.get("tree"):
+        return float("nan")
+    k = result["k"] if k is None else k
+    if k == 0:
+        return 1.0
+    before = [result["rounds"], *result["drafted_at"]]
+    rates = [
+        rate * offered / earlier if earlier else float("nan")
+        for rate, offered, earlier in zip(result["acceptance_by_position"], before[1:], before)
+    ]
+    return stats.predicted_speedup(
+        rates[:k], costs.draft_cost(result["method"]), costs.verify_cost(k)
+    )

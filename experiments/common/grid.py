@@ -1,0 +1,299 @@
+"""The grid of an experiment: methods x K x temperatures, each cell timed beside plain decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.data.tokens import looping_share
+from spec_jax.engine.decoder import Generation, SpeculativeDecoder
+from spec_jax.engine.stats import Stats
+from spec_jax.errors import ConfigError
+from spec_jax.loading import LoadedHead, LoadedModel
+from spec_jax.rules import make_rule
+
+
+class Cell(NamedTuple):
+    """One row of the table.
+
+    Attributes:
+      method: what drafts, or "plain"; of several heads a name for each.
+      k: K; 0 for plain decoding.
+      temperature: of target and draft.
+      rule: None for the default one.
+      tree: of K nodes, as ``tree_options`` reads it; None for a chain.
+    """
+
+    method: str
+    k: int
+    temperature: float
+    rule: str | None = None
+    tree: str | None = None
+
+    @property
+    def label(self) -> str:
+        k = f" K={self.k}" if self.k else ""
+        k = f" tree {self.tree}" if self.tree else k
+        rule = f" {self.rule}" if self.rule else ""
+        return f"{self.method}{k} T={self.temperature:g}{rule}"
+
+
+def tree_options(text: str) -> dict:
+    """What a tree's text says, for ``SpeculativeConfig``.
+
+    Args:
+      text: "3x2x1", how many children the nodes of each depth have, or "59:6:10", EAGLE-2's
+        dynamic tree of so many nodes, levels, and nodes that a level expands.
+
+    Raises:
+      ConfigError: it is neither, or no such tree can be.
+    """
+    try:
+        if ":" in text:
+            names = ("num_speculative_tokens", "tree_depth", "tree_top_k")
+            options = dict(zip(names, map(int, text.split(":")), strict=True))
+        else:
+            options = {"tree": tuple(map(int, text.split("x")))}
+    except ValueError:
+        raise ConfigError(
+            f"the tree is {text!r}; expected children by depth, as 3x2x1, or nodes, levels and "
+            "children of a dynamic tree, as 59:6:10"
+        ) from None
+    return options | {"num_speculative_tokens": SpeculativeConfig(**options).tree_shape.num_nodes}
+
+
+def make_cells(
+    methods: Sequence[str],
+    ks: Sequence[int],
+    temperatures: Sequence[float],
+    rules: dict[str, Sequence[str]],
+    trees: Sequence[str] = (),
+) -> list[Cell]:
+    """All cells, plain decoding first at each temperature.
+
+    Args:
+      methods: beside "plain", which is always there: the others are compared with it.
+      ks: K of every other method.
+      temperatures: 0 is decoded by the rule "greedy".
+      rules: of each method above temperature 0.
+      trees: beside the chains of every method with a model, see ``tree_options``.
+    """
+    cells = []
+    nodes = {tree: tree_options(tree)["num_speculative_tokens"] for tree in trees}
+    for temperature in temperatures:
+        cells.append(Cell("plain", 0, temperature))
+        for method in methods:
+            if method != "plain":
+                named = rules[method] if temperature > 0 else ["greedy"]
+                shapes = [(k, None) for k in ks]
+                if method not in ("ngram", "suffix"):
+                    shapes += [(nodes[tree], tree) for tree in trees]
+                cells += [
+                    Cell(method, k, temperature, rule, tree) for rule in named for k, tree in shapes
+                ]
+    return list(dict.fromkeys(cells))
+
+
+class Run(NamedTuple):
+    """One pass over a batch of prompts."""
+
+    prefill_s: float
+    decode_s: float
+    rows: list[Generation]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that decoding made; prefill made the first of each row."""
+        return sum(row.stats.emitted - row.stats.first for row in self.rows)
+
+
+@dataclasses.dataclass(eq=False)
+class Bench:
+    """Decodes one set of prompts, by any cell, in shapes that all calls share.
+
+    Attributes:
+      target: the model whose text this is.
+      drafts: by method: a model for "standalone", heads under any name.
+      prompts: ids.
+      sampler: of every row but for temperature and seed; prompt i is seeded ``seed + i``.
+      max_new_tokens: of every row.
+      batch: prompts decoded together; divides their number.
+      draft_temperature: above temperature 0, the draft's own; None: as the target's.
+      ngram: options of the method "ngram".
+      has_expected: record the rules' expected acceptance, of chains above temperature 0 whose
+        drafts' laws are known anyway.
+    """
+
+    target: LoadedModel
+    drafts: Mapping[str, LoadedModel | LoadedHead]
+    prompts: list[list[int]]
+    sampler: SamplerConfig
+    max_new_tokens: int
+    batch: int = 1
+    draft_temperature: float | None = None
+    ngram: dict[str, int] = dataclasses.field(default_factory=dict)
+    has_expected: bool = False
+
+    def __post_init__(self):
+        self._plain: dict[float, list[Run]] = {}  # first runs, by temperature
+        self._plain_s: dict[tuple[float, int], list[float]] = {}  # by temperature and batch
+
+    @functools.cached_property
+    def longest(self) -> int:
+        return max(map(len, self.prompts))
+
+    @property
+    def batches(self) -> range:
+        return range(len(self.prompts) // self.batch)
+
+    @functools.cache  # noqa: B019, a bench lives as long as the program
+    def decoder(self, cell: Cell) -> SpeculativeDecoder:
+        """The decoder of a cell.
+
+        Raises:
+          ConfigError: the cell cannot be: K, rule, temperature or vocabularies.
+        """
+        config = None
+        if cell.method != "plain":
+            options = {"num_speculative_tokens": cell.k}
+            options = tree_options(cell.tree) if cell.tree else options
+            options |= self.ngram if cell.method == "ngram" else {}
+            if cell.method == "suffix":  # else a repeat would copy the last repeat's output
+                options["suffix_history_tokens"] = 0
+            draft = self.drafts.get(cell.method)
+            method = draft.method if isinstance(draft, LoadedHead) else cell.method
+            config = SpeculativeConfig(method, rejection_sampling_strategy=cell.rule, **options)
+        sampler = dataclasses.replace(self.sampler, temperature=cell.temperature)
+        has_expected = self.has_expected and cell.k > 0 and cell.temperature > 0 and not cell.tree
+        if has_expected and cell.method in self.drafts:  # else the drafts' laws would cost time
+            has_expected = make_rule(config).needs_probs
+        return SpeculativeDecoder(
+            self.target, self.drafts.get(cell.method), config,
+            target_sampler=sampler, has_expected=has_expected,
+        )
+
+    def run(self, cell: Cell, index: int, **options) -> Run:
+        """Decodes batch ``index``; the first call of a cell compiles."""
+        decoder = self.decoder(cell)
+        chosen = range(index * self.batch, (index + 1) * self.batch)
+        target = [
+            dataclasses.replace(decoder.target_sampler, seed=(self.sampler.seed + i) % 2**32)
+            for i in chosen
+        ]
+        draft = None
+        if self.draft_temperature is not None and cell.temperature > 0:
+            draft = [dataclasses.replace(s, temperature=self.draft_temperature) for s in target]
+        decoder.reset_stats()
+        rows = decoder.generate(
+            [self.prompts[i] for i in chosen], self.max_new_tokens, sampler=target,
+            draft_sampler=draft, pad_to=self.longest, **options,
+        )
+        return Run(decoder.stats.prefill_s, decoder.stats.decode_s, rows)
+
+    def compile(self, cell: Cell) -> None:
+        self.run(cell, 0)
+
+    def measure(self, cell: Cell, repeats: int) -> dict:
+        """One entry of a report's ``results``, costs and predictions aside.
+
+        Batch by batch, this cell and plain decoding take turns, so drift of the machine
+        cancels in their ratio; each batch counts with the median of its repeats.
+        """
+        plain_cell = Cell("plain", 0, cell.temperature)
+        runs, plain_runs = [], []
+        own_s = plain_s = 0.0
+        for index in self.batches:
+            turns, plain_turns = [], []
+            for repeat in range(repeats):
+                pair = [(turns, cell), (plain_turns, plain_cell)]
+                for times, which in pair[:: 1 if (index + repeat) % 2 else -1]:
+                    times.append(self.run(which, index))
+            times = self._plain_s.setdefault((cell.temperature, index), [])
+            times += [run.decode_s for run in plain_turns]
+            own_s += statistics.median(run.decode_s for run in turns)
+            plain_s += statistics.median(run.decode_s for run in plain_turns)
+            runs.append(turns[0])
+            plain_runs.append(plain_turns[-1])
+        plain_runs = self._plain.setdefault(cell.temperature, plain_runs)
+        stats = functools.reduce(
+            operator.add,
+            (row.stats for run in runs for row in run.rows),
+            Stats(prefill_s=sum(run.prefill_s for run in runs), decode_s=own_s),
+        )
+        tokens, plain_tokens = (sum(run.tokens for run in r) for r in (runs, plain_runs))
+        has_time = tokens and plain_tokens
+        ratio = (plain_s / plain_tokens) / (own_s / tokens) if has_time else float("nan")
+        is_plain = cell.method == "plain"
+        return {
+            **cell._asdict(),
+            **self._describe(cell),
+            "speedup": 1.0 if is_plain else ratio,
+            # Plain decoding timed against itself: what noise alone does to a speed-up.
+            "repeatability": ratio if is_plain else None,
+            **self._compare(cell, runs, plain_runs),
+            **_of_rows([row for run in runs for row in run.rows]),
+            **stats.to_dict(),
+        }
+
+    def refresh_plain(self, results: list[dict], temperature: float) -> None:
+        """Lets the plain row of a temperature tell the median of all its timings so far."""
+        row = next(r for r in results if (r["method"], r["temperature"]) == ("plain", temperature))
+        times = [self._plain_s[temperature, index] for index in self.batches]
+        row["decode_s"] = sum(map(statistics.median, times))
+        row["tokens_per_s"] = (row["emitted"] - row["first"]) / row["decode_s"]
+
+    def _describe(self, cell: Cell) -> dict:
+        rule = self.decoder(cell).system().rule
+        return {"rule": rule.name, "is_lossless": rule.is_lossless}
+
+    def _compare(self, cell: Cell, runs: list[Run], plain_runs: list[Run]) -> dict:
+        """Whether the tokens are plain decoding's; None where the rule draws others."""
+        ours, theirs = ([row.tokens for run in r for row in run.rows] for r in (runs, plain_runs))
+        rule = self.decoder(cell).system().rule
+        if not (rule.is_greedy or rule.name == "match"):
+            return {"identical_to_plain": None, "identical_rows": None, "rows": len(ours)}
+        same = [a == b for a, b in zip(ours, theirs)]
+        gaps = [
+            self._gap(i, theirs[i], ours[i])
+            for i in range(len(same))
+            if rule.is_greedy and not same[i]
+        ]
+        return {
+            "identical_to_plain": all(same), "identical_rows": sum(same), "rows": len(ours),
+            "smallest_gap_at_difference": min(gaps, default=None),
+        }
+
+    def _gap(self, index: int, plain: Sequence[int], other: Sequence[int]) -> float:
+        """Distance of the two top logits where two greedy outputs first differ."""
+        pairs = zip(plain, other)
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain), len(other)))
+        return top_gap(self.target, [*self.prompts[index], *plain[:at]])
+
+
+def top_gap(target: LoadedModel, ids: Sequence[int]) -> float:
+    """The difference of the two largest logits after ``ids``."""
+    model = target.model
+    cache = model.init_cache(target.params, 1, len(ids))
+    hidden = model.forward(target.params, jnp.asarray([ids], jnp.int32), cache).hidden[:, -1]
+    first, second = jax.lax.top_k(model.unembed(target.params, hidden)[0], 2)[0]
+    return float(first - second)
+
+
+def _of_rows(rows: Sequence[Generation]) -> dict:
+    """How rows ended, and how much of their text merely loops."""
+    sizes = np.asarray([len(row.tokens) for row in rows])
+    shares = np.asarray([looping_share(row.tokens) for row in rows])
+    reasons = [row.finish_reason for row in rows]
+    return {
+        "looping_share": float((sizes * shares).sum() / max(sizes.sum(), 1)),
+        "finish_reasons": {reason: reasons.count(reason) for reason in sorted(set(reasons))},
+    }

@@ -1,0 +1,266 @@
+"""What a run leaves behind: environment, report.json, report.md, and the table of the screen."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import pathlib
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any
+
+import jax
+
+import spec_jax
+from spec_jax.loading import LoadedHead, LoadedModel
+from spec_jax.models import checkpoint
+
+_PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "safetensors")
+_COLUMNS = (  # title, is_number
+    ("method", False), ("K", True), ("T", True), ("rule", False), ("tok/s", True), ("tau", True),
+    ("accepted at 1, 2, 3 …", False), ("speed-up", True), ("predicted", True), ("identical", False),
+)  # fmt: skip
+
+
+def environment() -> dict[str, Any]:
+    """Versions, devices and machine, as this process sees them."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return {
+        "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "spec_jax": spec_jax.__version__,
+        **{name: metadata.version(name) for name in _PACKAGES},
+        "backend": jax.default_backend(),
+        "devices": [str(device.device_kind) for device in jax.devices()],
+        "cpu_model": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
+        "load_1min": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        return next(named)
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+    """Replaces the file as a whole, so a reader never sees half of it; NaN is written as null."""
+    checkpoint.write_json(path, _plain(value))
+
+
+def _plain(value):
+    if isinstance(value, dict):
+        return {str(key): _plain(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _row(result: dict) -> list[str]:
+    is_plain = result["method"] == "plain"
+    is_known = lambda value: value is not None and value == value  # NaN is not equal to itself
+    number = lambda value, form, unit="": f"{value:{form}}{unit}" if is_known(value) else "–"
+    rates = (number(rate, ".2f").replace("0.", ".", 1) for rate in result["acceptance_by_position"])
+    identical = {True: "yes", False: "no", None: "–"}[result["identical_to_plain"]]
+    if identical == "no":
+        identical = f"no ({result['identical_rows']}/{result['rows']} rows)"
+    elif not result["is_lossless"]:
+        identical = "– (lossy)"
+    return [
+        f"{result['method']} {result['tree']}" if result.get("tree") else result["method"],
+        "–" if is_plain else str(result["k"]),
+        f"{result['temperature']:g}",
+        "–" if is_plain else result["rule"],
+        number(result["tokens_per_s"], ".0f"),
+        number(result["tau"], ".2f"),
+        " ".join(rates) or "–",
+        number(result["speedup"], ".2f", "x"),
+        "–" if is_plain else number(result["predicted_speedup"], ".2f", "x"),
+        identical,
+    ]
+
+
+def text_table(results: Sequence[dict]) -> str:
+    """Aligned columns, one blank line between temperatures."""
+    rows = [_row(result) for result in results]
+    titles = [title for title, _ in _COLUMNS]
+    widths = [max(map(len, column)) for column in zip(titles, *rows)]
+    line = lambda cells: "  ".join(
+        cell.rjust(width) if is_number else cell.ljust(width)
+        for cell, width, (_, is_number) in zip(cells, widths, _COLUMNS)
+    ).rstrip()
+    lines = [line(titles), "  ".join("─" * width for width in widths)]
+    for i, result in enumerate(results):
+        if i and result["temperature"] != results[i - 1]["temperature"]:
+            lines.append("")
+        lines.append(line(rows[i]))
+    return "\n".join(lines)
+
+
+def markdown_table(results: Sequence[dict]) -> str:
+    rows = [[title for title, _ in _COLUMNS], ["--:" if n else ":--" for _, n in _COLUMNS]]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [*rows, *map(_row, results)])
+
+
+def _shape(result: dict) -> str:
+    return f"tree {result['tree']}" if result.get("tree") else f"K={result['k']}"
+
+
+def legend(report: dict) -> list[tuple[str, str]]:
+    """What each column means, as ``(column, meaning)``."""
+    costs = report.get("costs")
+    trees = "of a tree: children by depth, as 3x2x1, or nodes:levels:children of a dynamic one"
+    predicted = "from acceptance and the cost of passes alone, of chains"
+    if costs:
+        ratio = lambda ms: f"{ms / costs['plain_ms']:.2f}"
+        wide = [(int(w), ms) for w, ms in costs["verify_ms"].items() if int(w) > 1]
+        predicted += f"; a plain pass takes {costs['plain_ms']:.2f} ms"
+        for method, ms in costs["draft_ms"].items():
+            predicted += f", one of {method}'s draft {ratio(ms)} of that"
+        if wide:
+            tokens = ", ".join(str(w) for w, _ in wide)
+            predicted += f", one of {tokens} tokens {', '.join(ratio(ms) for _, ms in wide)}"
+    return [
+        ("K, T", "tokens drafted a round; temperature"),
+        *([("method", trees)] if any(r.get("tree") for r in report["results"]) else []),
+        ("tok/s", "tokens a second of decoding, prefill left out"),
+        ("tau", "tokens emitted a target pass, the target's own included"),
+        ("accepted", "share of the drafts judged at position 1, 2, 3 … that were kept; of a tree, "
+         "of the levels judged"),
+        ("speed-up", "against plain decoding timed in turn with this row"),
+        ("predicted", predicted),
+        ("identical", "every token is plain decoding's; – where the rule draws others, same law"),
+    ]
+
+
+def conclusions(results: Sequence[dict]) -> list[str]:
+    """The fastest lossless method of each temperature, in one line each."""
+    lines = []
+    for temperature in dict.fromkeys(result["temperature"] for result in results):
+        found = [
+            r for r in results
+            if r["temperature"] == temperature and r["method"] != "plain" and r["is_lossless"]
+            and r["speedup"] == r["speedup"]
+        ]  # fmt: skip
+        if not found:
+            continue
+        best = max(found, key=lambda r: r["speedup"])
+        same = {True: "identical output", False: "output NOT identical", None: "same distribution"}
+        name = f"{best['method']} {_shape(best)} ({best['rule']})"
+        speed = f"{best['speedup']:.2f}x plain, {same[best['identical_to_plain']]}"
+        prefix = "best" if best["speedup"] >= 1 else "nothing beats plain decoding; closest"
+        lines.append(f"T={temperature:g}, {prefix}: {name}, {speed}")
+    return lines
+
+
+def notes(report: dict) -> list[str]:
+    """What a reader must know beside the numbers, after ``report["notes"]``."""
+    lines = list(report["notes"])
+    env, results = report["environment"], report["results"]
+    if env["load_1min"] and env["load_1min"] > env["cores"] / 2:
+        lines.append(
+            f"the machine was busy (load {env['load_1min']:g}, {env['cores']} cores): "
+            "trust ratios more than times, and both little"
+        )
+    noise = [abs(1 - r["repeatability"]) for r in results if r.get("repeatability")]
+    if noise:
+        lines.append(f"plain decoding timed against itself differs by {max(noise):.0%}")
+    share = max((r["looping_share"] for r in results if r["method"] == "plain"), default=0)
+    if share > 0.01:
+        lines.append(f"up to {share:.0%} of plain decoding's tokens lie in loops, easy to draft")
+    for r in results:
+        faults = {k: n for k, n in r["finish_reasons"].items() if k.startswith(("nan", "invalid"))}
+        where = f"{r['method']} {_shape(r)} T={r['temperature']:g}"
+        ended = r["finish_reasons"].get("stop_token", 0)
+        if ended and r["method"] == "plain":
+            lines.append(f"{ended} of {r['rows']} rows end at a stop token, T={r['temperature']:g}")
+        if faults:
+            lines.append(f"{where}: rows stopped early: {faults}")
+        if r.get("smallest_gap_at_difference") is not None:
+            lines.append(
+                f"{where} differs from plain where the two top logits are "
+                f"{r['smallest_gap_at_difference']:.1e} apart or more"
+            )
+    return lines
+
+
+def write_markdown(folder: pathlib.Path, report: dict, plots: Sequence[str]) -> None:
+    """Writes report.md: conclusion, table, plots, conditions."""
+    env, models = report["environment"], report["models"]
+    parts = ["# Speculative decoding beside plain decoding", "", f"`{report['command']}`", ""]
+    parts += [f"- {line}" for line in conclusions(report["results"])]
+    parts += ["", markdown_table(report["results"]), ""]
+    parts += [f"- **{name}**: {meaning}" for name, meaning in legend(report)]
+    parts += [f"- {line}" for line in report["notes"]]
+    parts += [line for name in plots for line in ("", f"![{name}]({name})")]
+    parts += ["", "## Conditions", ""]
+    parts += [f"- {role}: {describe_model(model)}" for role, model in models.items()]
+    parts += [f"- prompts: {report['prompts']['description']}"]
+    parts += [f"- machine: {describe_machine(env)}"]
+    parts += [f"- {name} {env[name]}" for name in ("spec_jax", "python", *_PACKAGES)]
+    parts += ["", "Every count and time is in report.json, the resolved config in config.json."]
+    (folder / "report.md").write_text("\n".join(parts) + "\n", encoding="utf-8")
+
+
+def model_facts(model: LoadedModel, dtype: str) -> dict[str, Any]:
+    """A model for ``report["models"]``."""
+    config = model.config
+    return {
+        "name": model.name, "parameters": model.num_params, "layers": config.num_hidden_layers,
+        "width": config.hidden_size, "vocabulary": config.vocab_size,
+        "max_length": model.model.max_length, "dtype": dtype,
+    }  # fmt: skip
+
+
+def head_facts(head: LoadedHead, dtype: str) -> dict[str, Any]:
+    """A head for ``report["models"]``."""
+    layer = head.config.layer
+    return {
+        "name": head.name, "parameters": head.num_params,
+        "layers": getattr(head.config, "num_modules", 1), "width": layer.hidden_size,
+        "vocabulary": layer.vocab_size, "taps": list(head.config.taps), "dtype": dtype,
+    }  # fmt: skip
+
+
+def describe_model(model: dict) -> str:
+    """One line: name, size, shape."""
+    size = model["parameters"]
+    size = f"{size / 1e6:.2f}M" if size < 1e8 else f"{size / 1e9:.2f}B"
+    return (
+        f"{model['name']}: {size} parameters, layers {model['layers']}, width {model['width']}, "
+        f"vocabulary {model['vocabulary']}, {model['dtype']}"
+    )
+
+
+def describe_machine(env: dict) -> str:
+    """One line: devices, processor, cores."""
+    host = f"{env['cpu_model']}, {env['cores']} cores"
+    if env["backend"] == "cpu":
+        return host
+    return f"{len(env['devices'])} x {', '.join(sorted(set(env['devices'])))} on {host}"
+
+
+def print_head(report: dict, folder: pathlib.Path) -> None:
+    """What is compared, and where."""
+    env = report["environment"]
+    print(f"spec_jax {env['spec_jax']}, jax {env['jax']}, {describe_machine(env)}")
+    for role, model in report["models"].items():
+        print(f"{role:9}{describe_model(model)}")
+    print(f"{'prompts':9}{report['prompts']['description']}\n{'folder':9}{folder}", flush=True)
+
+
+def print_results(report: dict, folder: pathlib.Path) -> None:
+    """The table, what its columns mean, and what follows from it."""
+    print(text_table(report["results"]) + "\n")
+    for name, meaning in legend(report):
+        print(f"  {name:11}{meaning}")
+    for lines in ([f"note: {note}" for note in report["notes"]], report["conclusions"]):
+        print("\n" + "\n".join(lines) if lines else "")
+    print(f"\n{folder / 'report.md'}: the whole report, after {report['elapsed_s']:.0f} s")

@@ -1,0 +1,56 @@
+"""The asynchronous decoder's config."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from spec_jax.config.speculative import SamplerConfig, build, check_integer
+from spec_jax.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class AsyncSpecConfig:
+    """The other published shape of a decoder's config: the samplers and the limit stand in it.
+
+    The draft model or head says what drafts, and the rule is ``SpeculativeConfig``'s default.
+
+    Attributes:
+      spec_k: K, tokens drafted a round.
+      draft_sampler: how drafts are drawn; None: as the target's tokens.
+      target_sampler: how the target's tokens are drawn.
+      force_n1: draft nothing: the target decodes one token a pass.
+      max_tokens: most tokens of a row, prompt and output together, where a call names no limit
+        of its own; None: there is none, and the call's default holds.
+    """
+
+    spec_k: int = 4
+    draft_sampler: SamplerConfig | None = None
+    target_sampler: SamplerConfig = SamplerConfig()
+    force_n1: bool = False
+    max_tokens: int | None = None
+
+    def __post_init__(self):
+        check_integer("spec_k", self.spec_k, 1)
+        if self.max_tokens is not None:
+            check_integer("max_tokens", self.max_tokens, 2)
+        if not isinstance(self.force_n1, bool):
+            raise ConfigError(f"force_n1 is {self.force_n1!r}; expected True or False")
+        for name in ("draft_sampler", "target_sampler"):
+            value = getattr(self, name)
+            if isinstance(value, Mapping):
+                value = build(SamplerConfig, value)
+                object.__setattr__(self, name, value)
+            is_fit = isinstance(value, SamplerConfig) or (value is None and name[0] == "d")
+            if not is_fit:
+                raise ConfigError(f"{name} is {value!r}; expected a SamplerConfig")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> AsyncSpecConfig:
+        """Builds a config from plain values; a sampler may be a mapping too.
+
+        Raises:
+          ConfigError: an unknown key (the known ones are listed) or a wrong value.
+        """
+        return build(cls, values)

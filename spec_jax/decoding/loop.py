@@ -1,0 +1,208 @@
+"""From prompts to output: prefill, rounds until every row has finished, rows refilled."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax import rng
+from spec_jax.decoding.round import decode_round
+from spec_jax.decoding.state import Chunk, DecodeState, Finish, Kind, Record, System, append, cut
+from spec_jax.errors import ShapeError
+from spec_jax.sampling import Counts, Sampler, is_sampling, process, sample
+from spec_jax.shapes import check_shapes
+
+
+def prefill(
+    params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    limit: jax.Array,
+    stop_tokens: jax.Array,
+    sampler: Sampler,
+    draft_sampler: Sampler,
+    *,
+    system: System,
+    slots: int,
+) -> DecodeState:
+    """Feeds the prompts, right-padded to one width, and samples each row's first token.
+
+    The caller keeps ``1 <= lengths <= T <= slots`` and ``limit + system.slack <= slots``.
+
+    Args:
+      params: ``{"target": ..., "draft": ...}``.
+      tokens: i32[B,T], padded with any valid id.
+      lengths: i32[B], true lengths.
+      limit: i32[B], most tokens of prompt and output, above ``lengths``.
+      stop_tokens: i32[B,X], -1 for none.
+      sampler: the target's.
+      draft_sampler: the draft's.
+      system: target, drafter, rule and K.
+      slots: S and M.
+
+    Raises:
+      ShapeError: an array of another number of rows, or prompts wider than the cache.
+    """
+    B, T = tokens.shape
+    check_shapes(
+        {"B": B}, lengths=(lengths, "B"), limit=(limit, "B"), stop_tokens=(stop_tokens, "B X"),
+        seed=(sampler.seed, "B"), draft_seed=(draft_sampler.seed, "B"),
+    )
+    if T > slots:
+        raise ShapeError(f"tokens has shape {tokens.shape}, so T={T}; slots are {slots}")
+    # Three programs, each of just what it depends on: drafters, rules and every K share them.
+    cache, logits, features = _prefill_target(
+        params["target"], tokens, lengths, target=system.target, slots=slots
+    )
+    state, first = _begin(
+        tokens, lengths, limit, stop_tokens, sampler, draft_sampler, logits,
+        is_argmax=system.rule.is_greedy, slots=slots,
+    )
+    draft = _prefill_draft(
+        params["draft"], tokens, lengths, first, features, drafter=system.drafter, slots=slots
+    )
+    expected = jnp.full((B, slots), jnp.nan) if system.has_expected else None
+    return state.replace(target=cache, draft=draft, expected=expected)
+
+
+@functools.partial(jax.jit, static_argnames=("target", "slots"))
+def _prefill_target(params, tokens, lengths, *, target, slots):
+    """The cache of the prompts, f32[B,1,V] behind each of them, and what the drafter reads."""
+    with jax.named_scope("prefill"):
+        cache = target.init_cache(params, tokens.shape[0], slots)
+        output = target.forward(params, tokens, cache)
+        last = jnp.take_along_axis(output.hidden, (lengths - 1)[:, None, None], axis=1)
+        return output.cache.commit(lengths), target.unembed(params, last), output.features
+
+
+@functools.partial(jax.jit, static_argnames=("is_argmax", "slots"))
+def _begin(
+    tokens, lengths, limit, stop_tokens, sampler, draft_sampler, logits, *, is_argmax, slots
+) -> tuple[DecodeState, jax.Array]:
+    """The state with each row's first token, its caches left out; and that token, i32[B]."""
+    (B, T), V = tokens.shape, logits.shape[-1]
+    is_prompt = jnp.arange(T) < lengths[:, None]
+    seen = jnp.zeros((B, V), bool).at[
+        jnp.arange(B)[:, None], jnp.where(is_prompt, tokens, V)
+    ].set(True, mode="drop")
+    counts = Counts(prompt=seen, output=jnp.zeros((B, V), jnp.int32))
+    processed = process(logits, sampler, counts, is_argmax=is_argmax)[:, 0]
+    gumbel = jax.lax.cond(
+        is_sampling(sampler),
+        lambda: rng.gumbel(rng.keys(sampler.seed, rng.Stream.TARGET, lengths), V),
+        lambda: jnp.zeros((B, V), jnp.float32),
+    )
+    first = sample(processed, gumbel)
+    empty = jnp.zeros((B, slots), jnp.int32)
+    state = DecodeState(
+        tokens=empty.at[:, :T].set(jnp.where(is_prompt, tokens, 0)),
+        kind=empty.astype(jnp.int8),
+        offered=jnp.full((B, slots), -1, jnp.int16),
+        prompt_length=lengths,
+        limit=limit,
+        finish=jnp.zeros((B,), jnp.int32),
+        stop_tokens=stop_tokens,
+        target=None,
+        draft=None,
+        sampler=sampler,
+        draft_sampler=draft_sampler,
+        counts=counts,
+        expected=None,
+    )
+    is_bad = ~jnp.isfinite(processed.max(axis=-1))
+    fault = jnp.where(is_bad, Finish.NAN_TARGET, Finish.RUNNING)
+    n_emit, finish = cut(state, first[:, None], lengths, 1, fault)
+    record = {"tokens": first[:, None], "kind": jnp.full((B, 1), Kind.FIRST)}
+    return append(state, record, lengths, n_emit).replace(finish=finish), first
+
+
+@functools.partial(jax.jit, static_argnames=("drafter", "slots"))
+def _prefill_draft(params, tokens, lengths, first, features, *, drafter, slots):
+    """The drafter's state behind the prompts and each row's ``first`` token."""
+    with jax.named_scope("prefill_draft"):
+        draft = drafter.init(params, tokens.shape[0], slots)
+        return drafter.prefill(params, draft, tokens, lengths, first, features)
+
+
+@functools.partial(jax.jit, static_argnames=("system",), donate_argnames=("state",))
+def generate(
+    params, state: DecodeState, stop: jax.Array, max_rounds: jax.Array,
+    min_active: jax.Array | int = 1, *, system: System,
+) -> tuple[DecodeState, Chunk]:
+    """Runs rounds until every row has finished, or ``max_rounds`` of them. Donates the state.
+
+    Args:
+      params: ``{"target": ..., "draft": ...}``.
+      state: from ``prefill`` or from the last call.
+      stop: i32[B], a Finish for rows to end before the first round, RUNNING for the others.
+      max_rounds: i32[], stop after so many rounds; streaming calls again with the state.
+      min_active: i32[], 1 or more: stop as soon as fewer rows are active, so that finished
+        rows can be replaced (see ``admit``).
+      system: target, drafter, rule and K.
+    """  # fmt: skip
+    state = state.replace(finish=jnp.where(state.is_active, stop, state.finish))
+    num_active = lambda state: state.is_active.sum(dtype=jnp.int32)
+
+    def has_work(carry):
+        rounds, _, state = carry
+        return (rounds < max_rounds) & (num_active(state) >= min_active)
+
+    def one_round(carry):
+        rounds, row_rounds, state = carry
+        return rounds + 1, row_rounds + num_active(state), decode_round(params, state, system)
+
+    carry = (jnp.int32(0), jnp.int32(0), state)
+    rounds, row_rounds, state = jax.lax.while_loop(has_work, one_round, carry)
+    return state, read_chunk(state, rounds, row_rounds)
+
+
+def read_chunk(state: DecodeState, rounds: jax.Array, row_rounds: jax.Array) -> Chunk:
+    """What a caller reads of the state, apart from it."""
+    total = state.prompt_length + (state.kind != Kind.NONE).sum(axis=1)
+    return Chunk(jnp.copy(state.tokens), total, jnp.copy(state.finish), rounds, row_rounds)
+
+
+@jax.jit
+def read_row(state: DecodeState, row: jax.Array) -> Record:
+    """What row ``row`` (i32[]) has produced, apart from the state, which may then be donated."""
+    return jax.tree.map(lambda x: x[row], Record.of(state))
+
+
+def admit(
+    state: DecodeState, row: int | jax.Array, other: DecodeState, *, system: System
+) -> DecodeState:
+    """Puts a freshly prefilled request in the place of row ``row``. Donates the state.
+
+    Args:
+      state: of the batch.
+      row: i32[], the slot of a finished row.
+      other: ``prefill`` of one row with the same slots and as many stop tokens.
+      system: target, drafter, rule and K.
+
+    Raises:
+      ShapeError: ``other`` is not one row of the same sizes, or there is no such row.
+    """
+    sizes = check_shapes(tokens=(state.tokens, "B M"), stop_tokens=(state.stop_tokens, "B X"))
+    one = {"M": sizes["M"], "X": sizes["X"]}
+    check_shapes(one, tokens=(other.tokens, "1 M"), stop_tokens=(other.stop_tokens, "1 X"))
+    if not 0 <= int(row) < sizes["B"]:
+        raise ShapeError(f"row is {int(row)}; the batch has rows 0 to {sizes['B'] - 1}")
+    return _admit(state, jnp.int32(row), other, system=system)
+
+
+@functools.partial(jax.jit, static_argnames=("system",), donate_argnames=("state",))
+def _admit(state, row, other, *, system):
+    own = {
+        "target": state.target.insert_row(row, other.target),
+        "draft": system.drafter.insert_row(state.draft, row, other.draft),
+        "sampler": state.sampler.insert_row(row, other.sampler),
+        "draft_sampler": state.draft_sampler.insert_row(row, other.draft_sampler),
+    }
+    put = lambda full, one: full.at[row].set(one[0])
+    rest = [name for name in state.__dataclass_fields__ if name not in own]
+    changed = {
+        name: jax.tree.map(put, getattr(state, name), getattr(other, name)) for name in rest
+    }
+    return state.replace(**own, **changed)

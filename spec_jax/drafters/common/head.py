@@ -1,0 +1,147 @@
+"""Drafting with a head that reads the target's states: EAGLE's protocol, whatever the head is.
+
+Pair t joins the target's state at token t with token t + 1; from it the head predicts token
+t + 2. Drafting goes on from the head's own states, and what that writes into its cache is
+provisional: after every verification the pairs of the accepted tokens are fed again with the
+target's true states, and the last of them is the next round's first draft.
+
+Source: EAGLE, arXiv 2401.15077, section 4; DeepSeek-V3, arXiv 2412.19437, section 2.2, with
+one module for every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from spec_jax.contracts import Context, Drafter
+from spec_jax.drafters.common.chain import draft_chain
+from spec_jax.drafters.common.tree import draft_tree
+from spec_jax.tree import DynamicTree, Tree
+
+
+class Head(NamedTuple):
+    """A head as pure functions of ``params``, ``{"head": ..., "target": ...}``.
+
+    Attributes:
+      name: for reports.
+      vocab_size: V, of the target.
+      max_length: the most tokens a row may hold, or None.
+      taps: the target's states that it reads, see ``transformer.forward``.
+      width: D of the head.
+      init_cache: ``(params, batch, slots) -> Cache``.
+      join: ``(params, features dtype[B,T,E]) -> dtype[B,T,D]``, the state that a pair takes.
+      feed: ``(params, state dtype[B,T,D], tokens i32[B,T], cache, window_offset, window_mask)
+        -> (dtype[B,T,D], cache)``, a pass over pairs.
+      recycle: ``(params, x dtype[...,D]) -> dtype[...,D]``, what takes the target's state's
+        place in the next pair.
+      unembed: ``(params, x dtype[...,D]) -> f32[...,V]``, -inf for what it cannot draft.
+    """
+
+    name: str
+    vocab_size: int
+    max_length: int | None
+    taps: tuple[int, ...]
+    width: int
+    init_cache: Callable[..., Any]
+    join: Callable[..., jax.Array]
+    feed: Callable[..., tuple[jax.Array, Any]]
+    recycle: Callable[..., jax.Array]
+    unembed: Callable[..., jax.Array]
+
+
+@flax.struct.dataclass
+class HeadState:
+    """A cache of as many pairs as the target has tokens, and the last states."""
+
+    cache: Any
+    last: jax.Array  # dtype[B,D], of the pair whose token is pending; dtype[B,M,D], by module
+
+    def insert_row(self, row, other: HeadState) -> HeadState:
+        """Replaces row ``row`` by the only row of ``other``."""
+        return HeadState(
+            self.cache.insert_row(row, other.cache), self.last.at[row].set(other.last[0])
+        )
+
+
+def tokens_after(tokens: jax.Array, lengths: jax.Array, pending: jax.Array) -> jax.Array:
+    """The token i32[B,T] after each of a prompt's, ``pending`` (i32[B]) after its last."""
+    after = jnp.roll(tokens, -1, axis=1)
+    return after.at[jnp.arange(len(lengths)), lengths - 1].set(pending)
+
+
+def head_drafter(head: Head, tree: Tree | DynamicTree | None = None) -> Drafter:
+    """Drafts with a head, one pass a level, the first of which the last round's refresh has run.
+
+    Args:
+      head: what drafts.
+      tree: what is drafted; None: a chain.
+    """
+
+    def feed(params, state, tokens, cache, window_offset=0, window_mask=None):
+        with jax.named_scope("draft_pass"):
+            x, cache = head.feed(params, state, tokens, cache, window_offset, window_mask)
+            return x.astype(state.dtype), cache
+
+    def init(params, batch, slots):
+        cache = head.init_cache(params, batch, slots)
+        dtype = jax.tree.leaves(cache)[0].dtype  # of the head's weights
+        return HeadState(cache, jnp.zeros((batch, head.width), dtype))
+
+    def refresh(params, state, tokens, n, features, path=None):
+        """Feeds true pairs and keeps the first n (i32[B]) of them."""
+        del path  # the features are the path's, and whatever drafting wrote goes
+        g = head.join(params, features).astype(state.last.dtype)
+        x, cache = feed(params, g, tokens, state.cache)
+        at = jnp.maximum(n - 1, 0)[:, None, None]
+        last = jnp.take_along_axis(x, at, axis=1)[:, 0]
+        last = jnp.where((n > 0)[:, None], last, state.last)
+        return HeadState(cache.commit(n), last)
+
+    def prefill(params, state, tokens, lengths, pending, features):
+        after = tokens_after(tokens, lengths, pending)
+        return refresh(params, state, after, lengths, features)
+
+    def propose(params, state, context: Context, num_draft: int):
+        def advance(carry, token, node):
+            x, cache = carry
+            g = head.recycle(params, x)[:, None]
+            x, cache = feed(params, g, token[:, None], cache, node - 2)
+            return head.unembed(params, x[:, 0]), (x[:, 0], cache)
+
+        def advance_tree(carry, tokens, parent, seen):
+            x, cache = carry
+            g = head.recycle(params, jnp.take_along_axis(x, parent[:, :, None], axis=1))
+            W, X = seen.shape[1:]
+            x, cache = feed(params, g, tokens, cache, X - W, seen)
+            return head.unembed(params, x), (x, cache)
+
+        logits = head.unembed(params, state.last)
+        if tree is None or num_draft == 0:
+            carry = (state.last, state.cache)
+            proposal, (_, cache) = draft_chain(logits, carry, advance, context, num_draft)
+        else:
+            carry = (state.last[:, None], state.cache)
+            proposal, (_, cache), _ = draft_tree(
+                logits, carry, advance_tree, context, num_draft, tree
+            )
+        return proposal, state.replace(cache=cache)
+
+    return Drafter(
+        name=head.name,
+        vocab_size=head.vocab_size,
+        max_length=head.max_length,
+        is_sampled=not isinstance(tree, DynamicTree),
+        init=init,
+        prefill=prefill,
+        propose=propose,
+        commit=refresh,
+        insert_row=HeadState.insert_row,
+        taps=head.taps,
+        tree=tree,
+        window=0 if tree is None else tree.num_fed,
+    )

@@ -1,0 +1,317 @@
+"""EAGLE heads: one decoder layer that drafts from the target's own states.
+
+Pair t joins the target's state at token t with the embedding of token t + 1; from it the head
+predicts token t + 2. How a head drafts is in ``drafters/common/head.py``.
+
+Source: EAGLE, arXiv 2401.15077; EAGLE-3, arXiv 2503.01840.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax.contracts import Drafter, Model
+from spec_jax.drafters.common.head import Head, head_drafter
+from spec_jax.errors import ConfigError
+from spec_jax.models.caches.kv import KVCache
+from spec_jax.models.config import ModelConfig
+from spec_jax.models.layers import Window, attention, linear, mlp, rms_norm
+from spec_jax.models.layout import matmul
+from spec_jax.models.params import ParamSpec, check_weights, init_table, layer_table
+from spec_jax.tree import DynamicTree, Tree, check_children
+
+
+@dataclasses.dataclass(frozen=True)
+class EagleConfig:
+    """The shape of a head and the meaning of its tensors.
+
+    Attributes:
+      version: 1 (features and embedding joined by one linear map, no norms, the target's
+        head) or 3 (several states joined, normalised inputs, a head of its own).
+      layer: the head's one layer; its ``vocab_size`` is U, the draft vocabulary.
+      target_hidden_size: D of the target.
+      target_vocab_size: V.
+      taps: the target's states that it reads, see ``transformer.forward``; for version 1
+        the state after the final norm.
+      fc_bias: the joining linear map has a bias.
+      fc_norm: each tapped state has a norm of its own before they are joined.
+      norm_before_fc: one norm over all tapped states before they are joined.
+      norm_before_residual: the residual stream starts from the normalised state.
+      norm_output: what is recycled is normalised, as what is scored always is.
+      own_embed: the head has an embedding of its own, which it needs where its width is not
+        the target's; others share the target's.
+    """
+
+    version: int
+    layer: ModelConfig
+    target_hidden_size: int
+    target_vocab_size: int
+    taps: tuple[int, ...]
+    fc_bias: bool = False
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    own_embed: bool = False
+
+    def __post_init__(self):
+        def check(ok, message):
+            if not ok:
+                raise ConfigError(message)
+
+        check(self.version in (1, 3), f"version is {self.version!r}; expected 1 or 3")
+        layers = self.layer.num_hidden_layers
+        check(layers == 1, f"the head has {layers} layers; expected 1")
+        check(not self.layer.scan_layers, "scan_layers is set; a head has one layer")
+        is_old = self.version == 1
+        options = (self.fc_norm, self.norm_before_fc, self.norm_before_residual, self.norm_output)
+        check(not (is_old and any(options)), "norms are options of version 3")
+        check(
+            not (self.fc_norm and self.norm_before_fc),
+            "fc_norm and norm_before_fc are both on; expected one of them, as no head has both",
+        )
+        check(len(self.taps) > 0, "taps are empty; a head reads one state or more")
+        check(not is_old or len(self.taps) == 1, f"version 1 reads one state, not {self.taps}")
+        U, V = self.layer.vocab_size, self.target_vocab_size
+        check(U <= V, f"the draft vocabulary {U} is larger than the target's {V}")
+        D, width = self.layer.hidden_size, self.target_hidden_size
+        check(not is_old or U == V, f"version 1 scores by the target's head: {V} ids, not {U}")
+        has_width = D == width or (self.own_embed and not is_old)
+        shared = "target's head that scores it" if is_old else "embedding that it shares"
+        check(has_width, f"the head's width is {D}; the {shared} has {width}")
+
+    @classmethod
+    def of_target(
+        cls, target: ModelConfig, version: int = 3, draft_vocab_size: int | None = None,
+        **changes: Any,
+    ) -> EagleConfig:
+        """A head of a target's own kind of layer and width.
+
+        Version 1 reads the state after the final norm; version 3 the published three, behind
+        the second layer, in the middle and before the last three layers, or of a target of
+        fewer than seven layers after a sixth, a half and five sixths of them, rounded, equal ones
+        once.
+
+        Args:
+          target: the target's config.
+          version: 1 or 3.
+          draft_vocab_size: U; by default the target's V.
+          **changes: fields that are to differ.
+
+        Raises:
+          ConfigError: the target has layers of another kind than attention.
+        """
+        if not isinstance(target, ModelConfig):
+            raise ConfigError(
+                f"a head has attention layers; the target's {type(target).__name__} has none to "
+                "copy: give the head's own as `layer`"
+            )
+        L, V = target.num_hidden_layers, target.vocab_size
+        usual = (2, L // 2, L - 3) if L >= 7 else sorted({round(L * i / 6) for i in (1, 3, 5)})
+        U = V if draft_vocab_size is None else draft_vocab_size
+        size = {"num_hidden_layers": 1, "vocab_size": U, "tie_word_embeddings": False}
+        unrolled = {"scan_layers": False} if target.scan_layers else {}
+        return cls(**{
+            "version": version,
+            "layer": dataclasses.replace(target, **size, **unrolled),
+            "target_hidden_size": target.hidden_size,
+            "target_vocab_size": V,
+            "taps": (L + 1,) if version == 1 else tuple(usual),
+            **changes,
+        })  # fmt: skip
+
+
+def head_table(config: EagleConfig) -> dict[str, ParamSpec]:
+    """The weights of a head, by our name; ``d2t`` (i32[U]) is beside them where U < V."""
+    D, Dt, E = config.layer.hidden_size, config.target_hidden_size, len(config.taps)
+    norm = lambda size: ParamSpec((size,), ("embed",), "", init="ones")
+    is_old = config.version == 1
+    size_in = D + Dt if is_old else E * Dt
+    table = {"fc": ParamSpec((size_in, D), ("features", "embed"), "fc.weight", is_linear=True)}
+    if config.own_embed:
+        size = (config.target_vocab_size, D)
+        table["embed"] = ParamSpec(size, ("vocab", "embed"), "embed_tokens.weight")
+    if config.fc_bias:
+        table["fc_bias"] = ParamSpec((D,), ("embed",), "fc.bias", init="zeros")
+    if config.fc_norm:
+        table |= {f"fc_norm_{i}": norm(Dt) for i in range(E)}
+    if config.norm_before_fc:
+        table["input_norm"] = norm(E * Dt)
+    layer = layer_table(config.layer)
+    del layer["attention_norm"]
+    if not is_old:
+        for name in ("q", "k", "v"):
+            layer[name] = layer[name]._replace(shape=(2 * D, layer[name].shape[1]))
+        table |= {name: norm(D) for name in ("embed_norm", "hidden_norm", "norm")}
+        U = config.layer.vocab_size
+        table["head"] = ParamSpec((D, U), ("embed", "vocab"), "lm_head.weight", is_linear=True)
+    return table | layer
+
+
+def check_head(config: EagleConfig, params: dict, owner: str = "") -> None:
+    """Checks that the weights are those of the config.
+
+    Args:
+      config: the head's shape.
+      params: its weights.
+      owner: what the message begins with.
+
+    Raises:
+      WeightsError: a weight that is missing or of another shape; it is named.
+    """
+    shapes = {name: spec.shape for name, spec in head_table(config).items()}
+    U = config.layer.vocab_size
+    check_weights(params, shapes | ({"d2t": (U,)} if U < config.target_vocab_size else {}), owner)
+
+
+def init_head(config: EagleConfig, key: jax.Array, dtype=jnp.float32) -> dict[str, jax.Array]:
+    """Random weights of a head; a reduced vocabulary holds the target's first ids.
+
+    Args:
+      config: its shape.
+      key: one PRNG key, consumed.
+      dtype: of the weights.
+    """
+    params = init_table(head_table(config), key, dtype)
+    if config.layer.vocab_size < config.target_vocab_size:
+        params["d2t"] = jnp.zeros((config.layer.vocab_size,), jnp.int32)
+    return params
+
+
+def join_features(head: dict, features: jax.Array, config: EagleConfig) -> jax.Array:
+    """The target's tapped states dtype[B,T,E] as the state dtype[B,T,D] that a pair takes."""
+    if config.version == 1:
+        return features  # joined with the embedding instead
+    eps = config.layer.rms_norm_eps
+    if config.fc_norm:
+        states = jnp.split(features, len(config.taps), axis=-1)
+        states = [rms_norm(x, head[f"fc_norm_{i}"], eps) for i, x in enumerate(states)]
+        features = jnp.concatenate(states, axis=-1)
+    if config.norm_before_fc:
+        features = rms_norm(features, head["input_norm"], eps)
+    return linear(features, head, "fc")
+
+
+def forward(
+    head: dict, embed: jax.Array, state: jax.Array, tokens: jax.Array, cache: KVCache | None,
+    *, config: EagleConfig, window_offset: int | jax.Array = 0,
+    window_mask: jax.Array | None = None,
+) -> tuple[jax.Array, KVCache | None]:
+    """Feeds pairs of states and the tokens after them, as ``transformer.forward`` feeds tokens.
+
+    Args:
+      head: the weights of ``head_table``.
+      embed: dtype[V,D], the target's embedding or the head's own.
+      state: dtype[B,T,D], of ``join_features``, or a state that this function returned.
+      tokens: i32[B,T], each the token after its state's.
+      cache: of one layer, or None.
+      config: the head's shape.
+      window_offset: slots of the window that earlier calls since the last commit filled.
+      window_mask: bool[B|1,T,W], what of the window each pair sees, see ``Window.behind``.
+
+    Returns:
+      dtype[B,T,D], the residual stream, and the cache with the window written.
+    """  # fmt: skip
+    layer, eps = config.layer, config.layer.rms_norm_eps
+    e = jnp.take(embed, tokens, axis=0)
+    window = Window.behind(
+        layer, cache, *tokens.shape, window_offset, window_mask=window_mask
+    )
+    if config.version == 1:
+        x = linear(jnp.concatenate([e, state], axis=-1), head, "fc")
+        h, cache = attention(head, x, cache, 0, window, layer)
+        return mlp(head, x + h, layer), cache
+    normed = rms_norm(state, head["hidden_norm"], eps)
+    both = jnp.concatenate([rms_norm(e, head["embed_norm"], eps), normed], axis=-1)
+    h, cache = attention(head, both, cache, 0, window, layer)
+    x = normed if config.norm_before_residual else state
+    return mlp(head, x + h, layer), cache
+
+
+def recycle(head: dict, x: jax.Array, config: EagleConfig) -> jax.Array:
+    """What takes the target's state's place in the next pair: dtype[...,D] to dtype[...,D]."""
+    return rms_norm(x, head["norm"], config.layer.rms_norm_eps) if config.norm_output else x
+
+
+def draft_ids(head: dict) -> jax.Array | None:
+    """The target's ids i32[U] that a reduced vocabulary holds; None where it is not reduced."""
+    return jnp.arange(len(head["d2t"])) + head["d2t"] if "d2t" in head else None  # offsets
+
+
+def score(params: dict, x: jax.Array, config: EagleConfig, target: Model) -> jax.Array:
+    """Logits f32[...,U] over the draft vocabulary of residual streams dtype[...,D].
+
+    Ids that only pad the target's embedding get -inf.
+    """
+    head = params["head"]
+    if config.version == 1:
+        return target.unembed(params["target"], x)
+    normed = rms_norm(x, head["norm"], config.layer.rms_norm_eps)
+    logits = matmul(normed, head["head"]).astype(jnp.float32)
+    if target.num_tokens is None:
+        return logits
+    ids = draft_ids(head)
+    ids = jnp.arange(logits.shape[-1]) if ids is None else ids
+    return jnp.where(ids <= target.last_id, logits, -jnp.inf)
+
+
+def unembed(params: dict, x: jax.Array, config: EagleConfig, target: Model) -> jax.Array:
+    """Logits f32[...,V] of residual streams dtype[...,D], -inf outside of the draft vocabulary."""
+    logits, ids = score(params, x, config, target), draft_ids(params["head"])
+    if ids is None:
+        return logits
+    empty = jnp.full((*logits.shape[:-1], config.target_vocab_size), -jnp.inf)
+    return empty.at[..., ids].set(logits)
+
+
+def eagle_head(config: EagleConfig, target: Model) -> Head:
+    """The functions of a head for a target with its taps; parameters as ``eagle`` takes them."""
+
+    def init_cache(params, batch, slots):
+        return KVCache.create(config.layer, batch, slots, params["head"]["fc"].dtype)
+
+    def feed(params, state, tokens, cache, window_offset, window_mask):
+        embed = params["head" if config.own_embed else "target"]["embed"]
+        return forward(
+            params["head"], embed, state, tokens, cache, config=config,
+            window_offset=window_offset, window_mask=window_mask,
+        )
+
+    return Head(
+        name=f"eagle-{config.version}",
+        vocab_size=config.target_vocab_size,
+        max_length=config.layer.max_position_embeddings,
+        taps=config.taps,
+        width=config.layer.hidden_size,
+        init_cache=init_cache,
+        join=lambda params, features: join_features(params["head"], features, config),
+        feed=feed,
+        recycle=lambda params, x: recycle(params["head"], x, config),
+        unembed=lambda params, x: unembed(params, x, config, target),
+    )
+
+
+@functools.cache
+def eagle(
+    config: EagleConfig, target: Model, tree: Tree | DynamicTree | None = None
+) -> Drafter:
+    """Drafts with a head.
+
+    Its parameters are ``{"head": the head's, "target": the target's}``: the embedding (but see
+    ``own_embed``), and in version 1 the head, are the target's own.
+
+    Args:
+      config: the head's shape.
+      target: the model it drafts for, with this config's taps.
+      tree: what it drafts; None: a chain.
+
+    Raises:
+      ConfigError: a node of the tree has more children than the draft vocabulary has tokens.
+    """
+    check_children(tree, min(config.layer.vocab_size, target.last_id + 1), "the draft")
+    return head_drafter(eagle_head(config, target), tree)

@@ -1,0 +1,122 @@
+"""EAGLE's objectives.
+
+EAGLE-1: the target's next feature, and the distribution that its head reads from it. EAGLE-3:
+training-time test, K drafts from every pair, compared with the target's distribution.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax.contracts import Model
+from spec_jax.drafters.eagle import model as eagle
+from spec_jax.drafters.eagle.model import EagleConfig, eagle_head
+from spec_jax.train.losses import make_divergence, soft_cross_entropy
+from spec_jax.train.objective import Batch, chain_figures, weighted_mean
+from spec_jax.train.unroll import shifted, unroll
+
+
+def smooth_l1(x: jax.Array) -> jax.Array:
+    """Half the square within 1 of zero, the distance less a half outside; elementwise."""
+    size = jnp.abs(x)
+    return jnp.where(size < 1, 0.5 * x * x, size - 0.5)
+
+
+def eagle1_loss(
+    head: dict, batch: Batch, target: dict, *, config: EagleConfig, model: Model,
+    feature_weight: float = 1.0, token_weight: float = 0.1, noise: float = 0.0,
+) -> tuple[jax.Array, dict]:
+    """Smooth-L1 to the target's next feature, and cross-entropy to its next law.
+
+    Source: EAGLE, arXiv 2401.15077, section 4.2; the noise as in its code, uniform and of a
+    width that falls with the window's length.
+
+    Args:
+      head: trained.
+      batch: windows with the target's view.
+      target: its weights, not trained.
+      config: the head's shape, of version 1.
+      model: the target.
+      feature_weight: of the regression.
+      token_weight: of the cross-entropy.
+      noise: width of what is added to the features that are read, times 512 over the length;
+        published: 0.2.
+
+    Returns:
+      The loss, and ``feature_loss``, ``token_loss`` in nats, ``reached`` and ``hits`` f32[1].
+    """  # fmt: skip
+    T = batch.tokens.shape[1] - 2
+    params = {"head": head, "target": target}
+    features = batch.view.features
+    if noise:
+        uniform = jax.random.uniform(batch.key, features.shape, jnp.float32, -0.5, 0.5)
+        features = features + (noise * 512 / T * uniform).astype(features.dtype)
+    (x,) = unroll(eagle_head(config, model), params, features, batch.tokens, 1)
+    weight = shifted(batch.mask, 2, T)
+    wanted = shifted(batch.view.features, 1, T).astype(jnp.float32)
+    regression = smooth_l1(x.astype(jnp.float32) - wanted).mean(axis=-1)
+    q = model.unembed(target, x)
+    p = model.unembed(target, shifted(batch.view.hidden, 1, T))
+    feature_loss = weighted_mean(regression, weight)
+    token_loss = weighted_mean(soft_cross_entropy(p, q), weight)
+    figures = {"feature_loss": feature_loss, "token_loss": token_loss}
+    figures |= chain_figures([jnp.argmax(q, axis=-1)], batch, [weight])
+    return feature_weight * feature_loss + token_weight * token_loss, figures
+
+
+def eagle3_loss(
+    head: dict, batch: Batch, target: dict, *, config: EagleConfig, model: Model,
+    num_steps: int = 7, decay: float = 0.8, divergence: str = "cross-entropy",
+    is_remat: bool = False,
+) -> tuple[jax.Array, dict]:
+    """The decayed sum over K steps of the divergence from the target's law.
+
+    The target's law is restricted to the draft vocabulary, and a row whose likeliest token the
+    head cannot draft does not count (though it is in the mean's denominator).
+
+    Source: EAGLE-3, arXiv 2503.01840, section 3; decay and restriction as in its code, which
+    masks by the feature's token where this masks by the predicted one.
+
+    Args:
+      head: trained, its ``d2t`` excepted.
+      batch: windows with the target's view.
+      target: its weights, not trained.
+      config: the head's shape, of version 3.
+      model: the target.
+      num_steps: K; 1 is without training-time test.
+      decay: step j counts ``decay ** j``.
+      divergence: see ``losses.DIVERGENCES``.
+      is_remat: see ``unroll``.
+
+    Returns:
+      The loss, and f32[K] ``loss_by_step`` in nats, ``reached`` and ``hits``.
+    """  # fmt: skip
+    B, W = batch.tokens.shape
+    T = W - 2
+    params = {"head": head, "target": target}
+    states = unroll(
+        eagle_head(config, model), params, batch.view.features, batch.tokens, num_steps,
+        is_remat=is_remat,
+    )  # fmt: skip
+    p = model.unembed(target, batch.view.hidden[:, 1:])
+    is_known, ids = jnp.ones((B, W - 1), bool), eagle.draft_ids(head)
+    if ids is not None:
+        is_drafted = jnp.zeros((model.vocab_size,), bool).at[ids].set(True)
+        is_known, p = is_drafted[jnp.argmax(p, axis=-1)], p[..., ids]
+    measure = make_divergence(divergence)
+    score = lambda x: eagle.score(params, x, config, model)
+    score = jax.checkpoint(score) if is_remat else score
+    losses, drafts, weights = [], [], []
+    for step, x in enumerate(states):
+        q = score(x)
+        counts = shifted(batch.mask, 2 + step, T)
+        weight = counts & shifted(is_known, step, T)
+        loss = measure(shifted(p, step, T), q)
+        losses.append(weighted_mean(loss, weight, counts.sum()))
+        draft = jnp.argmax(q, axis=-1)
+        drafts.append(draft if ids is None else ids[draft])
+        weights.append(counts)
+    losses = jnp.stack(losses)
+    figures = {"loss_by_step": losses} | chain_figures(drafts, batch, weights)
+    return jnp.sum(losses * decay ** jnp.arange(num_steps)), figures

@@ -1,0 +1,160 @@
+"""EAGLE heads as their projects publish them: EAGLE, SpecForge and vllm-project/speculators.
+
+Strict: a tensor that is missing, unexpected or misshapen is an error that names it, and what
+a file leaves open is decided here and said in words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax.drafters.common.vocabulary import check_offsets
+from spec_jax.drafters.eagle.model import EagleConfig, head_table
+from spec_jax.drafters.eagle.read_config import check_overrides, find_layout, head_config
+from spec_jax.errors import WeightsError
+from spec_jax.models.checkpoint import StrictReader
+from spec_jax.models.config import ModelConfig, read_json
+from spec_jax.models.params import ParamSpec
+from spec_jax.models.tensors import open_tensors
+
+EMBED = "embed_tokens.weight"
+_NORMS = {
+    "embed_norm": "{layer}input_layernorm.weight",
+    "hidden_norm": "{layer}hidden_norm.weight",
+    "input_norm": "input_norm.weight",
+    "norm": "norm.weight",
+}
+# Two copies of one embedding may differ by their rounding to bfloat16 or float16.
+_RTOL, _ATOL = 2.0**-8, 2.0**-24
+
+
+class ImportedHead(NamedTuple):
+    """A head from a checkpoint.
+
+    Attributes:
+      layout: "EAGLE-1", "EAGLE-3", "SpecForge" or "speculators".
+      config: its shape and meaning.
+      params: the weights of ``head_table``, and ``d2t`` where the draft vocabulary is smaller.
+      notes: sentences, one for everything that the checkpoint leaves open and how it was read.
+    """
+
+    layout: str
+    config: EagleConfig
+    params: dict[str, jax.Array]
+    notes: tuple[str, ...]
+
+
+def read_head(
+    directory: str | pathlib.Path,
+    target_config: ModelConfig,
+    dtype=jnp.float32,
+    *,
+    target_embed: jax.Array | None = None,
+    **overrides,
+) -> ImportedHead:
+    """Reads a head's config.json and weights.
+
+    Args:
+      directory: of the head; safetensors, or pytorch_model.bin where torch is installed.
+      target_config: the config of the model it drafts for.
+      dtype: of the parameters returned.
+      target_embed: dtype[V,D], the target's embedding, to compare with a copy of the head's;
+        without it a copy of the same width is taken for the target's.
+      **overrides: ``taps`` or an option of ``EagleConfig``, in place of what config.json says.
+
+    Raises:
+      WeightsError: an unreadable file; a tensor that is missing, unexpected, of another shape
+        than config.json says, or not finite; a ``d2t`` that is no table of offsets.
+      ConfigError: the head is for another target, or of an architecture that is not supported.
+    """
+    directory = pathlib.Path(directory)
+    check_overrides(overrides)
+    hf = read_json(directory / "config.json")
+    notes: list[str] = []
+    with contextlib.ExitStack() as stack:
+        tensors = open_tensors(directory, stack)
+        layout = find_layout(hf, tensors.left)
+        fc_in = _num_inputs(directory, tensors)
+        config = head_config(hf, layout, tensors.left, fc_in, target_config, overrides, notes)
+        if EMBED in tensors.left and not config.own_embed:
+            is_told = "own_embed" in overrides
+            config = _share_embed(tensors, config, None if is_told else target_embed, notes)
+        is_midlayer = any(name.startswith("midlayer.") for name in tensors.left)
+        layer = "midlayer." if is_midlayer else "layers.0."
+        params = {}
+        for name, spec in head_table(config).items():
+            stored = spec.shape[::-1] if spec.is_linear else spec.shape
+            array = tensors.take(file_name(name, spec, layer), stored)
+            params[name] = jnp.asarray(array.T if spec.is_linear else array, dtype)
+        if config.version == 3:
+            params |= _draft_vocabulary(directory, tensors, config)
+        tensors.finish()
+    return ImportedHead(layout, config, params, tuple(notes))
+
+
+def file_name(name: str, spec: ParamSpec, layer: str) -> str:
+    """What a checkpoint calls a weight of ``head_table``.
+
+    Args:
+      name: ours.
+      spec: its declaration.
+      layer: what the names of the one layer begin with, "midlayer." or "layers.0.".
+    """
+    if name.startswith("fc_norm_"):
+        return f"fc_norm.{name.removeprefix('fc_norm_')}.weight"
+    if name in _NORMS:
+        return _NORMS[name].format(layer=layer)
+    return spec.hf_name.replace("model.layers.{i}.", layer)
+
+
+def _num_inputs(directory, tensors: StrictReader) -> int:
+    shape = tensors.read("fc.weight").shape
+    if len(shape) != 2:
+        raise WeightsError(
+            f"{directory}: tensor fc.weight has shape {list(shape)}; expected a matrix"
+        )
+    return shape[1]
+
+
+def _share_embed(tensors, config: EagleConfig, target_embed, notes) -> EagleConfig:
+    """Drops the head's embedding where it is the target's; says in the config where it is not."""
+    shape = (config.target_vocab_size, config.layer.hidden_size)
+    if target_embed is None:
+        tensors.take(EMBED, shape)
+        notes.append(f"{EMBED} is left out, uncompared: the head shares the target's embedding.")
+        return config
+    if _is_close(tensors.read(EMBED), target_embed):
+        tensors.take(EMBED, shape)
+        notes.append(f"{EMBED} is left out: it is a copy of the target's embedding.")
+        return config
+    notes.append(f"{EMBED} differs from the target's embedding; the head keeps its own.")
+    return dataclasses.replace(config, own_embed=True)
+
+
+def _is_close(stored, target_embed) -> bool:
+    if stored.shape != target_embed.shape:
+        return False  # and, as the head's own, it is refused by its shape
+    a, b = (jnp.asarray(x).astype(jnp.float32) for x in (stored, target_embed))
+    return bool(jnp.allclose(a, b, rtol=_RTOL, atol=_ATOL))
+
+
+def _draft_vocabulary(directory, tensors, config: EagleConfig) -> dict[str, jax.Array]:
+    """``{"d2t": i32[U]}``, or nothing where the vocabularies are equal."""
+    U, V = config.layer.vocab_size, config.target_vocab_size
+    t2d = tensors.take("t2d", (V,)) if "t2d" in tensors.left else None
+    if U == V and "d2t" not in tensors.left:
+        d2t = np.zeros(U, np.int32)
+    else:
+        d2t = tensors.take("d2t", (U,))
+    try:
+        offsets = check_offsets(d2t, t2d, V)
+    except WeightsError as error:
+        raise WeightsError(f"{directory}: {error}") from error
+    return {"d2t": jnp.asarray(offsets)} if U < V else {}

@@ -1,0 +1,311 @@
+"""Multi-token-prediction modules: decoder layers, trained with the target, that draft for it.
+
+A module joins a state with the embedding of the token after it, each under its own norm, and
+runs one decoder layer. How modules draft is in ``drafters/common``: ``head.py``, one module for
+every step, and ``sequential.py``, one a step.
+
+Source: DeepSeek-V3, arXiv 2412.19437, section 2.2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax.contracts import Drafter, Model
+from spec_jax.drafters.common.head import Head, head_drafter
+from spec_jax.drafters.common.sequential import Modules, check_num_draft, sequential_drafter
+from spec_jax.errors import ConfigError
+from spec_jax.models import transformer
+from spec_jax.models.caches.kv import KVCache
+from spec_jax.models.config import ModelConfig
+from spec_jax.models.families import deepseek, qwen3_next
+from spec_jax.models.families.deepseek import DeepseekConfig
+from spec_jax.models.families.qwen3_next import Qwen3NextConfig
+from spec_jax.models.layers import Window, linear, rms_norm
+from spec_jax.models.layout import matmul
+from spec_jax.models.params import ParamSpec, check_weights, init_table, layer_table
+from spec_jax.tree import DynamicTree, Tree, check_children
+
+PROTOCOLS = ("recycled", "sequential")
+ORDERS = ("embedding-first", "hidden-first")
+
+
+LayerConfig = ModelConfig | DeepseekConfig | Qwen3NextConfig
+# Weights and forward pass of each kind of layer.
+_KINDS = {
+    ModelConfig: (layer_table, transformer.decoder_layer),
+    DeepseekConfig: (deepseek.layer_table, deepseek.decoder_layer),
+    Qwen3NextConfig: (qwen3_next.layer_table, qwen3_next.decoder_layer),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class MtpConfig:
+    """The shape of MTP modules, the meaning of their tensors and how they draft.
+
+    Attributes:
+      layer: each module's one layer.
+      target_hidden_size: D of the target.
+      target_vocab_size: V.
+      taps: the one state of the target that the first module reads, see
+        ``transformer.forward``: L+1 after the final norm, L before it.
+      num_modules: how many modules there are.
+      protocol: "recycled", one module for every step, or "sequential", one a step.
+      order: which half of the joining map's input comes first.
+      recycles_normed: what the next step or module reads is under the module's output norm,
+        as what is scored always is.
+      has_zero_centred_norms: norms scale by 1 + weight.
+      has_own_embed: each module has an embedding; else they share the target's.
+      has_own_head: each module has an output head; else they share the target's.
+    """
+
+    layer: LayerConfig
+    target_hidden_size: int
+    target_vocab_size: int
+    taps: tuple[int, ...]
+    num_modules: int = 1
+    protocol: str = "recycled"
+    order: str = "embedding-first"
+    recycles_normed: bool = True
+    has_zero_centred_norms: bool = False
+    has_own_embed: bool = False
+    has_own_head: bool = False
+
+    def __post_init__(self):
+        def check(ok, message):
+            if not ok:
+                raise ConfigError(message)
+
+        def check_among(name, known):
+            value = getattr(self, name)
+            check(value in known, f"{name} is {value!r}; known: {', '.join(known)}")
+
+        check_among("protocol", PROTOCOLS)
+        check_among("order", ORDERS)
+        count = self.num_modules
+        is_count = type(count) is int and count > 0
+        check(is_count, f"num_modules is {count!r}; expected a positive integer")
+        check(
+            count == 1 or self.protocol == "sequential",
+            f"num_modules is {count}, but recycled drafting uses one module: set it to 1, for "
+            "the first, or protocol to 'sequential'",
+        )
+        layers = self.layer.num_hidden_layers
+        check(layers == 1, f"a module has {layers} layers; expected 1")
+        check(not self.layer.scan_layers, "scan_layers is set; a module has one layer")
+        is_tap = isinstance(self.taps, tuple) and len(self.taps) == 1 and type(self.taps[0]) is int
+        check(is_tap, f"taps are {self.taps!r}; expected a tuple of the one state that is read")
+        for name in (
+            "recycles_normed", "has_zero_centred_norms", "has_own_embed", "has_own_head"
+        ):  # fmt: skip
+            value = getattr(self, name)
+            check(isinstance(value, bool), f"{name} is {value!r}; expected True or False")
+        D, width = self.layer.hidden_size, self.target_hidden_size
+        check(D == width, f"the modules' width is {D}; the target's is {width}")
+        U, V = self.layer.vocab_size, self.target_vocab_size
+        check(U == V, f"the modules' vocabulary has {U} ids; the target's has {V}")
+
+    @classmethod
+    def of_target(cls, target: LayerConfig, **changes: Any) -> MtpConfig:
+        """Modules of a target's own kind of layer, which read its state after the final norm.
+
+        Args:
+          target: the target's config.
+          **changes: fields that are to differ.
+        """
+        unrolled = {"scan_layers": False} if target.scan_layers else {}
+        return cls(**{
+            "layer": dataclasses.replace(target, num_hidden_layers=1, **unrolled),
+            "target_hidden_size": target.hidden_size,
+            "target_vocab_size": target.vocab_size,
+            "taps": (target.num_hidden_layers + 1,),
+            **changes,
+        })  # fmt: skip
+
+    def check_num_draft(self, num_draft: int) -> None:
+        """Raises a ConfigError where the modules cannot draft so many tokens a round."""
+        if self.protocol == "sequential":
+            check_num_draft(num_draft, self.num_modules)
+
+
+def mtp_table(config: MtpConfig) -> dict[str, ParamSpec]:
+    """The weights of one module, by our name, beside their names in DeepSeek's checkpoints."""
+    D, V, prefix = config.layer.hidden_size, config.target_vocab_size, "model.layers.{i}."
+    norm = lambda name: ParamSpec((D,), ("embed",), f"{prefix}{name}.weight", init="ones")
+    table = {
+        "embed_norm": norm("enorm"),
+        "hidden_norm": norm("hnorm"),
+        "fc": ParamSpec(
+            (2 * D, D), ("features", "embed"), prefix + "eh_proj.weight", is_linear=True
+        ),
+        "norm": norm("shared_head.norm"),
+    }
+    if config.has_own_embed:
+        table["embed"] = ParamSpec((V, D), ("vocab", "embed"), prefix + "embed_tokens.weight")
+    if config.has_own_head:
+        table["head"] = ParamSpec(
+            (D, V), ("embed", "vocab"), prefix + "shared_head.head.weight", is_linear=True
+        )
+    layer_weights, _ = _KINDS[type(config.layer)]
+    return table | layer_weights(config.layer)
+
+
+def check_mtp(config: MtpConfig, params: dict, owner: str = "") -> None:
+    """Checks that the weights are those of the config.
+
+    Args:
+      config: the modules' shape.
+      params: their weights.
+      owner: what the message begins with.
+
+    Raises:
+      WeightsError: a weight that is missing or of another shape; it is named.
+    """
+    shapes = {name: spec.shape for name, spec in mtp_table(config).items()}
+    for i in range(config.num_modules):
+        check_weights(params.get(str(i), {}), shapes, f"{owner}{i}.")
+
+
+def init_mtp(config: MtpConfig, key: jax.Array, dtype=jnp.float32) -> dict[str, Any]:
+    """Random weights of every module, ``{"0": {...}, "1": {...}}``.
+
+    Args:
+      config: their shape.
+      key: one PRNG key, consumed.
+      dtype: of the weights.
+    """
+
+    table, one = mtp_table(config), 0.0 if config.has_zero_centred_norms else 1.0
+    keys = jax.random.split(key, config.num_modules)
+    return {str(i): init_table(table, k, dtype, one) for i, k in enumerate(keys)}
+
+
+def _module(params: dict, index: int, config: MtpConfig) -> dict[str, jax.Array]:
+    """The weights of one module, its norms as factors."""
+    module = params["head"][str(index)]
+    if not config.has_zero_centred_norms:
+        return module
+    return {name: 1 + w if name.endswith("norm") else w for name, w in module.items()}
+
+
+def forward(
+    params: dict, state: jax.Array, tokens: jax.Array, cache: KVCache | None, *, config: MtpConfig,
+    index: int = 0, window_offset: int | jax.Array = 0, window_mask: jax.Array | None = None,
+) -> tuple[jax.Array, KVCache | None]:
+    """Feeds states and the tokens after them to one module.
+
+    Args:
+      params: ``{"head": the modules', "target": the target's}``.
+      state: dtype[B,T,D], of the target or of ``recycle``.
+      tokens: i32[B,T], each the token that joins its state.
+      cache: with a layer a module; None: row t of every module is the pair t, all of them.
+      config: the modules' shape.
+      index: which module, from 0; it sees no slot before this one, see ``common/sequential.py``.
+      window_offset: slots of the window that earlier calls since the last commit filled.
+      window_mask: bool[B|1,T,W], what of the window each slot sees, see ``Window.behind``.
+
+    Returns:
+      dtype[B,T,D], the residual stream, and the cache with the window written.
+    """  # fmt: skip
+    module, layer = _module(params, index, config), config.layer
+    embed = module["embed"] if config.has_own_embed else params["target"]["embed"]
+    e = rms_norm(jnp.take(embed, tokens, axis=0), module["embed_norm"], layer.rms_norm_eps)
+    h = rms_norm(state, module["hidden_norm"], layer.rms_norm_eps)
+    both = [e, h] if config.order == "embedding-first" else [h, e]
+    x = linear(jnp.concatenate(both, axis=-1), module, "fc")
+    window = Window.behind(layer, cache, *tokens.shape, window_offset, window_mask=window_mask)
+    if index > 0 and cache is not None:
+        window = window._replace(mask=window.mask & (jnp.arange(cache.slots) >= index))
+    _, run_layer = _KINDS[type(layer)]
+    return run_layer(module, x, cache, index, window, layer)
+
+
+def recycle(params: dict, x: jax.Array, *, config: MtpConfig, index: int = 0) -> jax.Array:
+    """What the next step or module reads of a module's residual stream dtype[...,D]."""
+    if not config.recycles_normed:
+        return x
+    return rms_norm(x, _module(params, index, config)["norm"], config.layer.rms_norm_eps)
+
+
+def unembed(
+    params: dict, x: jax.Array, *, config: MtpConfig, target: Model, index: int = 0
+) -> jax.Array:
+    """Logits f32[...,V] of a module's residual stream dtype[...,D]."""
+    module = _module(params, index, config)
+    normed = rms_norm(x, module["norm"], config.layer.rms_norm_eps)
+    if not config.has_own_head:
+        return target.unembed(params["target"], normed)
+    logits = matmul(normed, module["head"]).astype(jnp.float32)
+    return jnp.where(jnp.arange(logits.shape[-1]) <= target.last_id, logits, -jnp.inf)
+
+
+def _common(config: MtpConfig) -> dict[str, Any]:
+    """What a drafter by either protocol says of itself."""
+    shape = dataclasses.replace(config.layer, num_hidden_layers=config.num_modules)
+    return dict(
+        name=f"mtp-{config.protocol}",
+        vocab_size=config.target_vocab_size,
+        max_length=config.layer.max_position_embeddings,
+        taps=config.taps,
+        width=config.layer.hidden_size,
+        init_cache=lambda params, batch, slots: KVCache.create(
+            shape, batch, slots, params["head"]["0"]["fc"].dtype
+        ),
+    )
+
+
+def mtp_head(config: MtpConfig, target: Model) -> Head:
+    """The functions of one module that drafts every step; parameters as ``mtp`` takes them."""
+    return Head(
+        **_common(config),
+        join=lambda params, features: features,
+        feed=lambda params, state, tokens, cache, offset, mask: forward(
+            params, state, tokens, cache, config=config, window_offset=offset, window_mask=mask
+        ),
+        recycle=functools.partial(recycle, config=config),
+        unembed=functools.partial(unembed, config=config, target=target),
+    )
+
+
+@functools.cache
+def mtp(
+    config: MtpConfig, target: Model, tree: Tree | DynamicTree | None = None
+) -> Drafter:
+    """Drafts with MTP modules, by the protocol of their config.
+
+    Their parameters are ``{"head": the modules', "target": the target's}``: embedding and head
+    are the target's own where the modules have none.
+
+    Args:
+      config: the modules' shape and protocol.
+      target: the model they draft for, with this config's taps.
+      tree: what they draft; None: a chain.
+
+    Raises:
+      ConfigError: a tree from modules that draft one step each, or one in which a node has
+        more children than the target has tokens.
+    """
+    check_children(tree, target.last_id + 1, "the target's")
+    if config.protocol == "recycled":
+        return head_drafter(mtp_head(config, target), tree)
+    if tree is not None:
+        raise ConfigError(
+            "sequential modules draft chains; leave the tree out, or read the modules with "
+            "protocol='recycled'"
+        )
+    return sequential_drafter(Modules(
+        **_common(config),
+        num_modules=config.num_modules,
+        feed=lambda params, index, state, tokens, cache: forward(
+            params, state, tokens, cache, config=config, index=index
+        ),
+        recycle=lambda params, index, x: recycle(params, x, config=config, index=index),
+        unembed=lambda params, index, x: unembed(
+            params, x, config=config, target=target, index=index
+        ),
+    ))  # fmt: skip

@@ -1,0 +1,89 @@
+"""Objectives of MTP modules: one a depth beside each other, or one module fed by itself."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax.contracts import Model
+from spec_jax.drafters.mtp import model as mtp
+from spec_jax.drafters.mtp.model import MtpConfig, mtp_head
+from spec_jax.errors import ConfigError
+from spec_jax.train.losses import cross_entropy, soft_cross_entropy
+from spec_jax.train.objective import Batch, chain_figures, weighted_mean
+from spec_jax.train.unroll import shifted, unroll
+
+LABELS = ("text", "target")
+
+
+def mtp_loss(
+    head: dict, batch: Batch, target: dict, *, config: MtpConfig, model: Model,
+    num_steps: int = 3, decay: float | None = None, labels: str = "text", is_remat: bool = False,
+) -> tuple[jax.Array, dict]:
+    """Mean cross-entropy over depths, of modules that draft by their config's protocol.
+
+    Recycled, one module is unrolled as it will draft, every later step reading its own earlier
+    ones. Sequential, module m reads the states of module m - 1 over the whole text.
+
+    Source: DeepSeek-V3, arXiv 2412.19437, section 2.2 (equal weights, the text's tokens);
+    for one module, weights as in FastMTP, arXiv 2509.18362.
+
+    Args:
+      head: the modules, trained.
+      batch: windows with the target's view.
+      target: its weights, not trained.
+      config: the modules' shape and protocol.
+      model: the target.
+      num_steps: K of a recycled module; sequential modules have one step each.
+      decay: step j counts ``decay ** j``, all together 1; by default 0.6 recycled, else 1.
+      labels: what is to be predicted: the "text"'s tokens or the "target"'s law.
+      is_remat: see ``unroll``.
+
+    Returns:
+      The loss, and f32[K] ``loss_by_step`` in nats, ``reached`` and ``hits``.
+
+    Raises:
+      ConfigError: unknown labels.
+    """  # fmt: skip
+    if labels not in LABELS:
+        raise ConfigError(f"labels are {labels!r}; expected one of {', '.join(LABELS)}")
+    T = batch.tokens.shape[1] - 2
+    params = {"head": head, "target": target}
+    if config.protocol == "recycled":
+        modules = [0] * num_steps
+        states = unroll(
+            mtp_head(config, model), params, batch.view.features, batch.tokens, num_steps,
+            is_remat=is_remat,
+        )  # fmt: skip
+    else:
+        modules = list(range(config.num_modules))
+        states = _in_a_row(params, batch, config)
+    laws = model.unembed(target, batch.view.hidden[:, 1:]) if labels == "target" else None
+    losses, drafts, weights = [], [], []
+    for step, (module, x) in enumerate(zip(modules, states)):
+        q = mtp.unembed(params, x, config=config, target=model, index=module)
+        weight = shifted(batch.mask, 2 + step, T)
+        if laws is None:
+            loss = cross_entropy(q, shifted(batch.tokens, 2 + step, T))
+        else:
+            loss = soft_cross_entropy(shifted(laws, step, T), q)
+        losses.append(weighted_mean(loss, weight))
+        drafts.append(jnp.argmax(q, axis=-1))
+        weights.append(weight)
+    losses = jnp.stack(losses)
+    usual = 0.6 if config.protocol == "recycled" else 1.0
+    share = (usual if decay is None else decay) ** jnp.arange(len(modules))
+    figures = {"loss_by_step": losses} | chain_figures(drafts, batch, weights)
+    return jnp.sum(losses * share / share.sum()), figures
+
+
+def _in_a_row(params, batch: Batch, config: MtpConfig):
+    """The states dtype[B,T,D] of every module, each over the whole text."""
+    T = batch.tokens.shape[1] - 2
+    state, states = batch.view.features[:, :T], []
+    for index in range(config.num_modules):
+        tokens = shifted(batch.tokens, 1 + index, T)
+        x, _ = mtp.forward(params, state, tokens, None, config=config, index=index)
+        states.append(x)
+        state = mtp.recycle(params, x, config=config, index=index)
+    return states

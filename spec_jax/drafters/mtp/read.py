@@ -1,0 +1,181 @@
+"""MTP modules as their projects publish them: DeepSeek-V3, Qwen3-Next and MiMo.
+
+Strict: a tensor of the modules that is missing, unexpected or misshapen is an error that names
+it, and what a checkpoint leaves open is decided here and said in words. The target's tensors in
+the same directory are not read, save to compare a module's embedding and head with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax.drafters.mtp.layout import Layout, find_layout, modules_config
+from spec_jax.drafters.mtp.model import LayerConfig, MtpConfig, mtp_table
+from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.models.checkpoint import Shards, StrictReader
+from spec_jax.models.config import read_json
+
+_SCALE = "_scale_inv"
+_BLOCK = (128, 128)
+_TARGET_EMBED, _TARGET_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class ImportedMtp(NamedTuple):
+    """MTP modules from a checkpoint.
+
+    Attributes:
+      layout: "DeepSeek", "Qwen3-Next" or "MiMo".
+      config: their shape, meaning and protocol.
+      params: the weights of ``mtp_table``, ``{"0": {...}, "1": {...}}``.
+      notes: sentences, one for everything that the checkpoint leaves open and how it was read.
+    """
+
+    layout: str
+    config: MtpConfig
+    params: dict[str, dict[str, jax.Array]]
+    notes: tuple[str, ...]
+
+
+def read_mtp(
+    directory: str | pathlib.Path,
+    target_config: LayerConfig,
+    dtype=jnp.float32,
+    **overrides,
+) -> ImportedMtp:
+    """Reads the MTP modules of a model's directory.
+
+    Args:
+      directory: holds config.json of the model and safetensors, the target's own among them or
+        not.
+      target_config: the config of the model that they draft for.
+      dtype: of the parameters returned, a router's bias apart, which stays float32; 8-bit
+        tensors are multiplied by their scales first.
+      **overrides: fields of ``MtpConfig`` in place of what is derived: ``num_modules`` (the
+        others are then left unread), ``protocol``, ``order``, ``taps``, ``recycles_normed``,
+        ``has_zero_centred_norms``, ``has_own_embed``, ``has_own_head``.
+
+    Raises:
+      WeightsError: an unreadable file; a tensor of the modules that is missing, unexpected, of
+        another shape than config.json says, or not finite.
+      ConfigError: an override that does not exist; layers that are not supported; modules for
+        another target.
+    """
+    directory, notes = pathlib.Path(directory), []
+    hf = read_json(directory / "config.json")
+    with contextlib.ExitStack() as stack:
+        shards = Shards(directory, stack)
+        layout = find_layout(directory, hf, shards.names())
+        numbers = {layout.number(name) for name in shards.names()} - {None}
+        config = modules_config(hf, layout, len(numbers), target_config, overrides, notes)
+        source = _Modules(directory, shards, layout, config.num_modules, _block_of(hf))
+        tensors = StrictReader(directory, source)
+        for end in ("embed", "head"):
+            config = _resolve_end(end, config, layout, tensors, shards, overrides, notes)
+        params = {
+            str(i): _read_module(tensors, layout, config, i, dtype)
+            for i in range(config.num_modules)
+        }
+        tensors.finish()
+    return ImportedMtp(layout.name, config, params, tuple(notes))
+
+
+def _read_module(tensors, layout: Layout, config: MtpConfig, index: int, dtype):
+    def leaf(name, spec):
+        # Biases that move a choice differ by less than a short float resolves.
+        own_dtype = jnp.float32 if name == "router_bias" else dtype
+
+        def take(shape, expert=0):
+            stored = shape[::-1] if spec.is_linear else shape
+            array = tensors.take(layout.tensor(name, spec, index, expert), stored)
+            return jnp.asarray(array.T if spec.is_linear else array, own_dtype)
+
+        if "{e}" not in spec.hf_name:
+            return take(spec.shape)
+        return jnp.stack([take(spec.shape[1:], expert) for expert in range(spec.shape[0])])
+
+    return {name: leaf(name, spec) for name, spec in mtp_table(config).items()}
+
+
+def _resolve_end(
+    end: str, config: MtpConfig, layout: Layout, tensors: StrictReader, shards: Shards,
+    overrides: Mapping[str, Any], notes: list[str],
+) -> MtpConfig:
+    """Drops copies of the target's embedding ("embed") or head; keeps those that differ."""
+    field = f"has_own_{end}"
+    with_end = dataclasses.replace(config, **{field: True})
+    spec = mtp_table(with_end)[end]
+    stored = spec.shape[::-1] if spec.is_linear else spec.shape
+    names = [layout.tensor(end, spec, i) for i in range(config.num_modules)]
+    copies = [name for name in names if name in tensors.left]
+    theirs = _TARGET_EMBED if end == "embed" or _TARGET_HEAD not in shards.names() else _TARGET_HEAD
+    if field in overrides:
+        is_own, why = overrides[field], "as the caller says"
+    elif not copies:
+        is_own, why = False, "the modules have none and share the target's"
+    elif theirs not in shards.names():
+        is_own, why = True, f"{theirs} is not here to be compared with {copies[0]}"
+    else:
+        whole = shards.read(theirs)
+        is_own = any(not np.array_equal(tensors.read(name), whole) for name in copies)
+        why = f"{copies[0]} {'differs from' if is_own else 'is a copy of'} {theirs}"
+    notes.append(f"{field} = {is_own!r}: {why}.")
+    if is_own:
+        return with_end
+    for name in copies:
+        tensors.take(name, stored)
+    return dataclasses.replace(config, **{field: False})
+
+
+def _block_of(hf: Mapping[str, Any]) -> tuple[int, int]:
+    """The block of an 8-bit matrix that shares one scale."""
+    quantised = hf.get("quantization_config") or {}
+    block = quantised.get("weight_block_size") if isinstance(quantised, Mapping) else None
+    block = block or _BLOCK
+    is_pair = isinstance(block, (list, tuple)) and len(block) == 2
+    if not is_pair or not all(type(size) is int and size > 0 for size in block):
+        raise ConfigError(f"weight_block_size is {block!r}; expected rows and columns")
+    return tuple(block)
+
+
+class _Modules:
+    """The modules' tensors alone, whole numbers times scales where they are stored so."""
+
+    def __init__(self, directory, shards: Shards, layout: Layout, count: int, block):
+        self._directory, self._shards, self._block = directory, shards, block
+        number = layout.number
+        own = {name for name in shards.names() if number(name) is not None}
+        self._own = {name for name in own if number(name) < count}
+
+    def names(self) -> set[str]:
+        """All but the scales of tensors that are there."""
+        scales = {f"{name}{_SCALE}" for name in self._own}
+        return self._own - scales
+
+    def read(self, name: str) -> np.ndarray:
+        array, scale = self._shards.read(name), f"{name}{_SCALE}"
+        is_8bit = array.dtype.itemsize == 1
+        if scale not in self._own:
+            if is_8bit:
+                raise WeightsError(
+                    f"{self._directory}: tensor {scale} is missing, of {array.dtype.name} {name}"
+                )
+            return array
+        factors = self._shards.read(scale)
+        expected = tuple(-(-n // b) for n, b in zip(array.shape, self._block))
+        if array.ndim != 2 or factors.shape != expected:
+            raise WeightsError(
+                f"{self._directory}: tensor {scale} has shape {list(factors.shape)}; {name} of "
+                f"shape {list(array.shape)} has {list(expected)} blocks of {list(self._block)}"
+            )
+        for axis, size in enumerate(self._block):
+            factors = np.repeat(factors, size, axis=axis)
+        rows, columns = array.shape
+        return array.astype(np.float32) * factors[:rows, :columns].astype(np.float32)

@@ -1,0 +1,144 @@
+"""A smaller language model of the same vocabulary as the draft."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from spec_jax.contracts import Context, Drafter, Model
+from spec_jax.drafters.common.chain import draft_chain
+from spec_jax.drafters.common.tree import draft_tree
+from spec_jax.errors import ConfigError
+from spec_jax.tree import DynamicTree, Tree, check_children
+
+_FIRST = 2  # tokens that the first pass of a round feeds
+
+
+@flax.struct.dataclass
+class SmallLMState:
+    """The draft's cache, and which of the tree's drafts stand where in its window."""
+
+    cache: Any
+    fed_at: jax.Array | None = None  # i32[B,K], see ``draft_tree``; None: a chain
+
+
+@functools.cache
+def small_lm(model: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
+    """Drafts by decoding ``model``: a chain in K passes a round, or a tree in one a level.
+
+    Its cache stays one token behind the target's: the first pass of a round feeds the last
+    two tokens, so the slot that a fully accepted round leaves empty (its last draft was
+    never fed) is filled at no extra pass, and the tokens fed are the same for every row.
+
+    Args:
+      model: the draft.
+      tree: what it drafts; None: a chain.
+
+    Raises:
+      ConfigError: a node of the tree has more children than the draft has tokens, or the model
+        cannot forget what was rejected.
+    """
+    if not model.can_rewind:
+        raise ConfigError("the draft's model cannot rewind, so nothing can be drafted with it")
+    check_children(tree, model.last_id + 1, "the draft's")
+
+    def init(params, batch, slots):
+        cache = model.init_cache(params, batch, slots)
+        return SmallLMState(cache, tree and jnp.zeros((batch, tree.num_nodes), jnp.int32))
+
+    def prefill(params, state, tokens, lengths, pending, features):
+        del pending, features
+        cache = model.forward(params, tokens, state.cache).cache
+        return state.replace(cache=cache.commit(lengths - 1))
+
+    def propose(params, state, context: Context, num_draft: int):
+        rows = jnp.arange(context.length.shape[0])
+        fed = jnp.stack([context.tokens[rows, context.length + i] for i in (-1, 0)], axis=1)
+
+        def feed(tokens, cache, window_offset, **kwargs):
+            with jax.named_scope("draft_pass"):
+                output = model.forward(
+                    params, tokens, cache, window_offset=window_offset, **kwargs
+                )
+                return output.hidden, output.cache
+
+        def advance(cache, token, node):
+            hidden, cache = feed(token[:, None], cache, node)
+            return model.unembed(params, hidden[:, 0]), cache
+
+        def advance_tree(cache, tokens, parent, seen):
+            del parent
+            B, W, X = seen.shape
+            mask = jnp.concatenate([jnp.ones((B, W, _FIRST), bool), seen], axis=2)
+            hidden, cache = feed(tokens, cache, _FIRST + X - W, window_mask=mask)
+            return model.unembed(params, hidden), cache
+
+        # Asked for no drafts it feeds what is committed all the same, so no backlog arises; one
+        # that is not asked at all (``model_free.resting``) catches up.
+        width = max(_FIRST, num_draft + 1) if tree is None else _FIRST + tree.num_fed
+        hidden, cache = feed(fed, model.open_window(state.cache, width), 0)
+        logits = model.unembed(params, hidden[:, -1])
+        if tree is None or num_draft == 0:
+            proposal, cache = draft_chain(logits, cache, advance, context, num_draft)
+            return proposal, state.replace(cache=cache)
+        proposal, cache, fed_at = draft_tree(
+            logits, cache, advance_tree, context, num_draft, tree
+        )
+        return proposal, SmallLMState(cache, fed_at)
+
+    def commit(params, state, tokens, n, features, path):
+        del params, tokens, features
+        if path is None:
+            return state.replace(cache=state.cache.commit(n))
+        # The window begins with the last two tokens; the accepted draft before the last node
+        # of the path is the last one that is needed, and has been fed.
+        drafts = jnp.take_along_axis(state.fed_at, jnp.maximum(path[:, 1:-1] - 1, 0), axis=1)
+        two = jnp.broadcast_to(jnp.arange(_FIRST), (len(n), _FIRST))
+        at = jnp.concatenate([two, drafts + _FIRST], axis=1)
+        return state.replace(cache=state.cache.commit(n, at))
+
+    def catch_up(params, state, tokens, length, width):
+        """Feeds what rounds without drafts have committed, all but the last token fed."""
+
+        def num_behind(cache):
+            return jnp.clip(length - 1 - cache.length, 0, width)
+
+        def feed_next(cache):
+            at = cache.length[:, None] + jnp.arange(width)
+            fed = jnp.take_along_axis(tokens, at, axis=1, mode="clip")
+            return model.forward(params, fed, cache).cache.commit(num_behind(cache))
+
+        is_behind = lambda cache: (num_behind(cache) > 0).any()
+        return state.replace(cache=jax.lax.while_loop(is_behind, feed_next, state.cache))
+
+    def insert_row(state, row, other):
+        fed_at = state.fed_at if tree is None else state.fed_at.at[row].set(other.fed_at[0])
+        return SmallLMState(state.cache.insert_row(row, other.cache), fed_at)
+
+    def rewind(state, n):
+        if not hasattr(state.cache, "rewind"):
+            raise ConfigError(
+                f"the draft keeps a {type(state.cache).__name__}, which cannot go back behind what "
+                "it has committed"
+            )
+        return state.replace(cache=state.cache.rewind(n))
+
+    return Drafter(
+        name="standalone",
+        vocab_size=model.vocab_size,
+        max_length=model.max_length,
+        is_sampled=not isinstance(tree, DynamicTree),
+        init=init,
+        prefill=prefill,
+        propose=propose,
+        commit=commit,
+        insert_row=insert_row,
+        tree=tree,
+        window=0 if tree is None else _FIRST + tree.num_fed,
+        catch_up=catch_up,
+        rewind=rewind,
+    )

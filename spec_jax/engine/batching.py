@@ -1,0 +1,243 @@
+"""Many prompts through few rows: a row that has finished is refilled from a queue."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax import decoding
+from spec_jax.config import SamplerConfig, check_integer
+from spec_jax.decoding import Finish
+from spec_jax.engine.cancellation import CancellationToken
+from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.engine.request import Prompt
+from spec_jax.engine.session import Generation, collect
+from spec_jax.engine.text import Watch
+from spec_jax.errors import Cancelled, ConfigError, PromptError
+from spec_jax.sampling import Sampler, Samplers, make_sampler
+
+_Request = tuple[int, list[int]]  # index, ids
+
+
+class Usage(NamedTuple):
+    """Row-rounds: a round of B rows is B of them, and one of an active row is a useful one."""
+
+    row_rounds: int = 0
+    useful: int = 0
+
+    @property
+    def share(self) -> float:
+        """Useful row-rounds over all; NaN before the first round."""
+        return self.useful / self.row_rounds if self.row_rounds else float("nan")
+
+    def plus(self, row_rounds: int, useful: int) -> Usage:
+        return Usage(self.row_rounds + row_rounds, self.useful + useful)
+
+
+class DecodeQueue:
+    """Decodes prompts as they come: an iterator of ``(index, Generation)``, as rows finish.
+
+    Rounds are run until any row finishes; that row takes the next prompt. What a prompt gives
+    depends on its index alone, never on the batch or the order: with indices 0, 1, 2, ... and
+    one sampler the results are those of ``decoder.generate`` with all of the prompts. Rows that
+    end by a fault are yielded with its name as their ``finish_reason``.
+
+    An error of ``prompts``, or a prompt that cannot be decoded, is raised once the rows that
+    are running have finished and are yielded; an error of decoding itself once those that
+    had finished before it are.
+
+    Args:
+      decoder: target, draft and rule.
+      prompts: pairs of an index and a prompt, as ``enumerate`` makes them; pulled as rows
+        become free, at most two batches ahead of what is yielded.
+      batch: B, rows decoded together; fewer where there are fewer prompts.
+      max_prompt_tokens: of the longest prompt to come; fixes the slots.
+      max_new_tokens: most output tokens of a row; by default the limit of the decoder's config,
+        else 128.
+      stop_tokens: ids at which a row ends; by default the target's own.
+      sampler: in place of the decoder's: one, or several that take turns; ``sampler_of``
+        says which one a prompt has, seed included.
+      draft_sampler: likewise.
+      cancellation_token: ends the queue, beside the decoder's own token: no more prompts are
+        pulled, and the rows that are running are yielded as they are, with the finish_reason
+        "cancelled".
+
+    Raises:
+      ConfigError: a number that cannot be, samplers that the rule cannot serve, or a decoder that
+        overlaps drafting.
+      PromptError: the longest prompt and its output exceed what target or draft can hold;
+        from the iterator, a prompt is longer or no prompt; its index is named.
+    """
+
+    def __init__(
+        self,
+        decoder: SpeculativeDecoder,
+        prompts: Iterable[tuple[int, Prompt]],
+        *,
+        batch: int,
+        max_prompt_tokens: int,
+        max_new_tokens: int | None = None,
+        stop_tokens: Sequence[int] | None = None,
+        sampler: Samplers | None = None,
+        draft_sampler: Samplers | None = None,
+        cancellation_token: CancellationToken | None = None,
+    ):
+        if decoder.is_overlapped:
+            raise ConfigError(
+                "a queue refills rows, which draft and target on devices of their own cannot yet "
+                "do: build its decoder without devices"
+            )
+        samplers = decoder.target_sampler if sampler is None else sampler
+        drafts = decoder.draft_sampler if draft_sampler is None else draft_sampler
+        self._decoder, self._prompts = decoder, iter(prompts)
+        self._system = decoder.system(samplers)
+        self._batch = check_integer("batch", batch, 1)
+        self._longest = check_integer("max_prompt_tokens", max_prompt_tokens, 1)
+        self._max_new = max_new_tokens
+        (most,) = decoder.new_tokens([range(self._longest)], max_new_tokens)
+        decoder.check_room(self._longest, most, self._system)
+        self._slots = decoder.slots_for(self._longest, most, self._system)
+        vocab_size = self._system.target.vocab_size
+        self._sampler = _in_turn(samplers, vocab_size)
+        self._draft_sampler = _in_turn(drafts or samplers, vocab_size)
+        self._stop_tokens = decoder.target.stop_tokens if stop_tokens is None else stop_tokens
+        (self._is_cancelled,) = decoder.cancellations(cancellation_token, 1)
+        self._is_watched = cancellation_token is not None
+        self._is_empty, self._error = False, None
+        self._usage, self._tail = Usage(), Usage()
+        self._results = self._run()
+
+    @property
+    def usage(self) -> Usage:
+        """Row-rounds until the queue was found empty."""
+        return self._usage
+
+    @property
+    def tail(self) -> Usage:
+        """Row-rounds since then, in which finished rows idle."""
+        return self._tail
+
+    def __iter__(self) -> Iterator[tuple[int, Generation]]:
+        return self
+
+    def __next__(self) -> tuple[int, Generation]:
+        return next(self._results)
+
+    def _run(self) -> Iterator[tuple[int, Generation]]:
+        if self._is_cancelled():
+            raise Cancelled(
+                "the queue was cancelled before its first prompt; a token that was used before "
+                "begins anew after reset()"
+            )
+        rows = dict(enumerate(self._pull(self._batch)))
+        B, free, finished = len(rows), [], []
+        if rows:
+            state, advance = self._begin(list(rows.values())), self._decoder.pacer(self._system, B)
+        while True:
+            try:
+                for row, request in zip(free, self._pull(len(free))):
+                    rows[row] = request
+                    state = self._admit(state, row, request)
+                if not rows:
+                    break
+                is_over = self._is_cancelled()
+                ending = jnp.full(B, Finish.CANCELLED if is_over else Finish.RUNNING, jnp.int32)
+                most = self._decoder.rounds_unseen(self._is_watched)
+                state, chunk = advance(state, ending, jnp.int32(most), jnp.int32(len(rows)))
+            except Exception as error:  # what had finished is yielded first
+                self._error = error
+                break
+            yield from map(self._collect, finished)  # the host's work, while the device decodes
+            self._count(B * int(chunk.rounds), int(chunk.row_rounds))
+            finish = np.asarray(chunk.finish)
+            free = [row for row in rows if finish[row] != Finish.RUNNING]
+            finished = [(rows.pop(row), decoding.read_row(state, jnp.int32(row))) for row in free]
+        yield from map(self._collect, finished)
+        if self._error is not None:
+            raise self._error
+
+    def _pull(self, most: int) -> list[_Request]:
+        found = []
+        self._is_empty |= self._is_cancelled()
+        while len(found) < most and not self._is_empty:
+            try:
+                found.append(self._checked(*next(self._prompts)))
+            except StopIteration:
+                self._is_empty = True
+            except Exception as error:  # of the caller's iterator too: raised when rows are done
+                self._is_empty, self._error = True, error
+        return found
+
+    def _checked(self, index: int, prompt: Prompt) -> _Request:
+        try:
+            ids = self._decoder.encode(prompt)
+        except PromptError as error:
+            raise PromptError(f"prompt {index}: {error}") from error
+        if len(ids) > self._longest:
+            raise PromptError(
+                f"prompt {index} has {len(ids)} tokens; max_prompt_tokens is {self._longest}"
+            )
+        return index, ids
+
+    def _start(self, requests: list[_Request]) -> decoding.DecodeState:
+        decoder, indices = self._decoder, [index for index, _ in requests]
+        prompts = [ids for _, ids in requests]
+        return decoder.start(
+            prompts, decoder.new_tokens(prompts, self._max_new), self._system,
+            self._sampler(indices), self._draft_sampler(indices), stop_tokens=self._stop_tokens,
+            slots=self._slots,
+        )  # fmt: skip
+
+    def _begin(self, requests: list[_Request]) -> decoding.DecodeState:
+        """The first batch."""
+        if self._system.target.can_rewind:
+            return self._start(requests)
+        # Prompts of different lengths cannot be prefilled together: each takes its row from one.
+        state = self._start(requests[:1] * len(requests))
+        for row, request in list(enumerate(requests))[1:]:
+            state = self._admit(state, row, request)
+        return state
+
+    def _admit(
+        self, state: decoding.DecodeState, row: int, request: _Request
+    ) -> decoding.DecodeState:
+        return decoding.admit(state, row, self._start([request]), system=self._system)
+
+    def _count(self, row_rounds: int, useful: int) -> None:
+        if self._is_empty:
+            self._tail = self._tail.plus(row_rounds, useful)
+        else:
+            self._usage = self._usage.plus(row_rounds, useful)
+
+    def _collect(self, finished: tuple[_Request, decoding.Record]) -> tuple[int, Generation]:
+        (index, ids), record = finished
+        watch = Watch(self._decoder.target.tokenizer, [ids])
+        generation = collect(jax.device_get(record), watch, 0, self._system.depth)
+        self._decoder.remember([generation])
+        return index, generation
+
+
+def sampler_of(samplers: Samplers, index: int) -> SamplerConfig:
+    """The sampler of a queue's prompt: several take turns, and seeds count up."""
+    configs = [samplers] if isinstance(samplers, SamplerConfig) else samplers
+    config = configs[index % len(configs)]
+    return dataclasses.replace(config, seed=(config.seed + index) % 2**32)
+
+
+def _in_turn(samplers: Samplers, vocab_size: int) -> Callable[[Sequence[int]], Sampler]:
+    """Indices of prompts to their samplers' rows; all have a logit bias if any has."""
+    configs = [samplers] if isinstance(samplers, SamplerConfig) else samplers
+    table = jax.tree.map(np.asarray, make_sampler(configs, len(configs), vocab_size))
+
+    def rows_of(indices: Sequence[int]) -> Sampler:
+        turns = [index % len(configs) for index in indices]
+        seeds = [sampler_of(configs, index).seed for index in indices]
+        rows = jax.tree.map(lambda column: jnp.asarray(column[turns]), table)
+        return rows.replace(seed=jnp.asarray(np.asarray(seeds, np.uint32)))
+
+    return rows_of

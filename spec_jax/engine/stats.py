@@ -1,0 +1,191 @@
+"""One schema of what a generation did, and how it is counted.
+
+Conventions.
+  emitted    output tokens that are kept: after stop tokens, stop strings and limits cut.
+             ``emitted = first + accepted + corrected + bonus``, checked on construction.
+  first      tokens that prefill sampled, one a row.
+  accepted   drafted tokens that were kept.
+  corrected  the target's own tokens in place of a rejected draft.
+  bonus      the target's own tokens of rounds in which no draft was rejected. Every token
+             of plain decoding after the first is one.
+  rounds     target passes after prefill that emitted a token of a row; a batch of B active
+             rows counts B a pass.
+  drafted    drafts offered in those rounds, by position; a row may offer fewer than K.
+  judged     drafts whose predecessors were all accepted; later ones are never looked at.
+  n1_fallbacks  rows that were decoded one token a pass though drafts were asked for, because
+             the target could not undo a rejected token; ``force_n1`` asks for none.
+  tau        tokens emitted a round, the target's own included: 1 + accepted drafts.
+
+Conditional acceptance of position i is accepted_i / judged_i; unconditional is
+accepted_i / drafted_i. Tokens that a cut removed are in no count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from spec_jax.decoding import Kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Counts of one or many rows; ``a + b`` adds them."""
+
+    emitted: int = 0
+    first: int = 0
+    accepted: int = 0
+    corrected: int = 0
+    bonus: int = 0
+    rounds: int = 0
+    drafted_at: tuple[int, ...] = ()  # by position, 1..K
+    judged_at: tuple[int, ...] = ()
+    accepted_at: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()  # rounds by accepted drafts, 0..K
+    expected_at: tuple[float, ...] = ()  # sums of the rule's closed form over judged positions
+    n1_fallbacks: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+    def __post_init__(self):
+        parts = self.first + self.accepted + self.corrected + self.bonus
+        if self.emitted != parts:
+            raise AssertionError(
+                f"emitted {self.emitted} != first {self.first} + accepted {self.accepted} + "
+                f"corrected {self.corrected} + bonus {self.bonus}"
+            )
+
+    def __add__(self, other: Stats) -> Stats:
+        def add(a, b):
+            if not isinstance(a, tuple):
+                return a + b
+            width = max(len(a), len(b))
+            pad = lambda x: x + (0,) * (width - len(x))
+            return tuple(x + y for x, y in zip(pad(a), pad(b)))
+
+        names = [f.name for f in dataclasses.fields(self)]
+        return Stats(**{n: add(getattr(self, n), getattr(other, n)) for n in names})
+
+    @property
+    def drafted(self) -> int:
+        return sum(self.drafted_at)
+
+    @property
+    def rejected(self) -> int:
+        """Drafts that were judged and not accepted."""
+        return sum(self.judged_at) - self.accepted
+
+    @property
+    def elapsed_s(self) -> float:
+        """Prefill and decoding together."""
+        return self.prefill_s + self.decode_s
+
+    @property
+    def tau(self) -> float:
+        """Mean tokens a round; NaN before the first round."""
+        return _ratio(self.emitted - self.first, self.rounds)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted tokens."""
+        return _ratio(self.accepted, self.drafted)
+
+    @property
+    def acceptance_by_position(self) -> tuple[float, ...]:
+        """Conditional: accepted at i given that i was judged. NaN where none was."""
+        return tuple(map(_ratio, self.accepted_at, self.judged_at))
+
+    @property
+    def unconditional_acceptance_by_position(self) -> tuple[float, ...]:
+        return tuple(map(_ratio, self.accepted_at, self.drafted_at))
+
+    @property
+    def expected_by_position(self) -> tuple[float, ...]:
+        """The rule's closed-form acceptance, averaged over the judged positions."""
+        return tuple(map(_ratio, self.expected_at, self.judged_at))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens after the first over decoding time."""
+        return _ratio(self.emitted - self.first, self.decode_s)
+
+    def to_dict(self) -> dict:
+        """Counts and derived rates as plain values for a JSON report."""
+        derived = (
+            "drafted", "rejected", "elapsed_s", "tau", "acceptance_rate", "acceptance_by_position",
+            "unconditional_acceptance_by_position", "expected_by_position", "tokens_per_s",
+        )
+        listed = lambda v: list(v) if isinstance(v, tuple) else v
+        values = dataclasses.asdict(self) | {n: getattr(self, n) for n in derived}
+        return {name: listed(value) for name, value in values.items()}
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else float("nan")
+
+
+def row_stats(
+    kind: np.ndarray,
+    offered: np.ndarray,
+    num_draft: int,
+    expected: np.ndarray | None = None,
+) -> Stats:
+    """Counts one row from the record that decoding kept of it.
+
+    Args:
+      kind: i8[M'], the ``Kind`` of each output token that is kept, in order.
+      offered: i16[M'], drafts offered by the round that begins at this token, else -1.
+      num_draft: K.
+      expected: f32[M'], the rule's closed-form acceptance where a draft was judged, or NaN.
+    """
+    K = num_draft
+    drafted, judged, accepted = np.zeros((3, K), int)
+    expected_sum = np.zeros(K if expected is not None else 0)
+    lengths = np.zeros(K + 1, int)
+    starts = np.flatnonzero(offered >= 0)
+    for begin, end in zip(starts, [*starts[1:], len(kind)]):
+        n_accept = int((kind[begin:end] == Kind.ACCEPTED).sum())
+        n_judged = n_accept + int(kind[end - 1] == Kind.CORRECTED)
+        drafted[: offered[begin]] += 1
+        judged[:n_judged] += 1
+        accepted[:n_accept] += 1
+        lengths[n_accept] += 1
+        if expected is not None:
+            expected_sum[:n_judged] += expected[begin : begin + n_judged]
+    of_kind = lambda k: int((kind == k).sum())
+    return Stats(
+        emitted=len(kind),
+        first=of_kind(Kind.FIRST),
+        accepted=of_kind(Kind.ACCEPTED),
+        corrected=of_kind(Kind.CORRECTED),
+        bonus=of_kind(Kind.BONUS),
+        rounds=len(starts),
+        drafted_at=tuple(map(int, drafted)),
+        judged_at=tuple(map(int, judged)),
+        accepted_at=tuple(map(int, accepted)),
+        lengths=tuple(map(int, lengths)),
+        expected_at=tuple(map(float, expected_sum)),
+    )
+
+
+def predicted_speedup(
+    conditional_acceptance: Sequence[float], draft_cost: float, verify_cost: float = 1.0
+) -> float:
+    """Speed-up over plain decoding that acceptance and costs predict.
+
+    ``(1 + sum_i prod_{j<=i} a_j) / (K c + v)``, all costs in units of one target pass of
+    one token. Source: Leviathan et al., arXiv 2211.17192, theorem 3.8, with a rate for each
+    position and a verify pass that may cost more than one token's.
+
+    Args:
+      conditional_acceptance: by position, K of them; NaN counts as 0.
+      draft_cost: c, of one drafted token.
+      verify_cost: v, of a pass of K + 1 tokens and the rest of the round.
+    """
+    tokens, reach = 1.0, 1.0
+    for rate in conditional_acceptance:
+        reach *= 0.0 if np.isnan(rate) else rate
+        tokens += reach
+    return tokens / (len(conditional_acceptance) * draft_cost + verify_cost)

@@ -1,0 +1,145 @@
+"""The text of a generation as it comes: an iterator for threads, and one for event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+from collections.abc import Callable
+from concurrent.futures import Executor
+
+from spec_jax.engine.session import Generation, Run
+from spec_jax.errors import Cancelled
+
+Piece = str | tuple[int, str]
+OnToken = Callable[..., object]  # (text), of a batch (row, text)
+
+_END = object()
+
+
+class Stream:
+    """Pieces of text, as they become final: ``for piece in stream`` or ``async for``.
+
+    Of one prompt a piece is a text; of a batch it is ``(row, text)``. A piece never ends within
+    a character, and together a row's pieces are its final text. Rounds are run as pieces are
+    asked for: in the caller's thread by ``for``, in the decoder's own by ``async for``, which
+    leaves the event loop free (and where jax's context managers do not reach: a precision is set
+    by ``jax.config.update``). Nothing runs between two pieces, so a stream may be left at any
+    time; closing it (``with``, ``async with``, ``close``, ``aclose``) counts what it has decoded.
+
+    A task that is cancelled while it waits for a piece ends the stream after that round. An event
+    loop that is closed does not: no piece is lost, and another loop, or none, may go on. Whoever
+    asks at the same time as others waits for a turn; a piece is handed out once.
+    """
+
+    def __init__(self, run: Run, worker: Executor, *, is_single: bool):
+        self._run, self._worker, self._is_single = run, worker, is_single
+        self._is_closed = self._is_interrupted = False
+
+    @property
+    def result(self) -> Generation | list[Generation]:
+        """What came out, once the stream has ended or is closed.
+
+        Raises:
+          Cancelled: every row was cancelled before its first token.
+          InvalidDraftError: see ``SpeculativeDecoder.generate``.
+          RuntimeError: the stream has not ended.
+        """
+        rows = self._run.result()
+        return rows[0] if self._is_single else rows
+
+    def close(self) -> None:
+        """Ends the rows that are still running; blocks for a round if one is running."""
+        self._is_closed = True
+        self._run.close()
+
+    async def aclose(self) -> None:
+        """``close``, without blocking the event loop."""
+        self._is_closed = True
+        await asyncio.shield(self._in_thread(self._run.close))  # it is counted in any case
+
+    def abandon(self) -> None:
+        """Ends the rows that are still running, later and in the decoder's own thread."""
+        self._is_interrupted = True
+        with contextlib.suppress(RuntimeError):  # the interpreter is on its way out
+            self._worker.submit(self._run.close)
+
+    def drain(self, on_token: OnToken | None = None) -> Generation | list[Generation]:
+        """Runs to the end, hands every piece to ``on_token``, and returns ``result``."""
+        with self:
+            for piece in self:
+                on_token(*self._arguments(piece))
+        return self.result
+
+    async def drain_async(self, on_token: OnToken | None = None) -> Generation | list[Generation]:
+        """``drain`` in the event loop, where ``on_token`` may be a coroutine function."""
+        try:
+            async for piece in self:
+                called = on_token(*self._arguments(piece))
+                if inspect.isawaitable(called):
+                    await called
+        except Exception:
+            await self.aclose()
+            raise
+        except BaseException:  # cancelled, or GeneratorExit of a closed loop: none can be awaited
+            self.abandon()
+            raise
+        return self.result
+
+    def _arguments(self, piece: Piece) -> tuple:
+        return (piece,) if self._is_single else piece
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Piece:
+        while (piece := self._take()) is None:
+            self._run.step()
+        if piece is _END:
+            raise StopIteration
+        return piece
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Piece:
+        while (piece := self._take()) is None:
+            try:
+                await self._in_thread(self._run.step)
+            except asyncio.CancelledError:
+                self.abandon()
+                raise
+        if piece is _END:
+            raise StopAsyncIteration
+        return piece
+
+    def _take(self):
+        """A piece that waits; ``_END`` after the last one; None where a step must come first."""
+        if self._is_closed:
+            return _END
+        if self._is_interrupted:
+            raise Cancelled(
+                "the stream ended when the task that waited for a piece was cancelled; after "
+                "aclose() its result holds what there is"
+            )
+        is_done = self._run.is_done  # before the pieces are looked at: it is set after them
+        try:
+            row, text = self._run.pieces.popleft()
+        except IndexError:
+            return _END if is_done and self._run.result() else None
+        return text if self._is_single else (row, text)
+
+    async def _in_thread(self, act: Callable[[], None]) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._worker, act)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(self, *error) -> None:
+        await self.aclose()

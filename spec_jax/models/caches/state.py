@@ -1,0 +1,153 @@
+"""The cache of state-space layers: a state that cannot rewind, and the window that may go.
+
+Law: ``forward`` writes the window's inputs and leaves the committed state as it is; ``commit``
+folds the first n of them, along a path where they stand in a tree, into the state, and forgets
+the others. So a rejected draft, or the padding of a prompt, never was in the state, and nothing
+is computed twice. The state is float32, whatever the weights are.
+
+Between two rounds there is no window, and a pass that begins one brings its own room; where
+several passes fill one, ``open_window`` makes room first.
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from spec_jax.models.caches.kv import KVCache
+from spec_jax.models.caches.snapshot import HybridSnapshot, StateSnapshot, check_fits
+from spec_jax.models.families.ssm import Inputs, fold
+
+
+@flax.struct.dataclass
+class LayerState:
+    """One layer's committed state, and its window."""
+
+    ssm: jax.Array  # f32[B,N,H,Z]
+    conv: jax.Array  # dtype[B,R-1,C], the last inputs of the convolution
+    window: Inputs | None = None
+
+    def open_window(self, width: int) -> LayerState:
+        (B, N, H, Z), C = self.ssm.shape, self.conv.shape[2]
+        zeros = lambda *shape, dtype=jnp.float32: jnp.zeros((B, width, *shape), dtype)
+        dtype = self.conv.dtype
+        window = Inputs(
+            raw=zeros(C, dtype=dtype), u=zeros(N, H), log_decay=zeros(N),
+            b=zeros((C - N * H) // (2 * Z), Z, dtype=dtype),
+        )  # fmt: skip
+        return self.replace(window=window)
+
+    def commit(self, n: jax.Array, path: jax.Array | None) -> LayerState:
+        if self.window is None:
+            return self
+        window = self.window
+        if path is not None:
+            along = lambda x: jax.vmap(lambda row, index: row[index])(x, path)
+            window = jax.tree.map(along, window)
+        width = window.raw.shape[1]
+        ssm = fold(self.ssm, window, jnp.arange(width) < n[:, None])
+        inputs = jnp.concatenate([self.conv, window.raw], axis=1)
+        last = lambda row, n: jax.lax.dynamic_slice_in_dim(row, n, self.conv.shape[1])
+        return LayerState(ssm, jax.vmap(last)(inputs, n))
+
+
+@flax.struct.dataclass
+class StateCache:
+    """The states of all layers, each apart."""
+
+    layers: tuple[LayerState, ...]
+    length: jax.Array  # i32[B], tokens fed
+
+    @classmethod
+    def create(cls, mixer, num_layers: int, batch: int, dtype=jnp.float32) -> StateCache:
+        """The state before any token, of layers of this ``MixerConfig``."""
+        ssm = (batch, mixer.num_heads, mixer.head_dim, mixer.state_size)
+        conv = (batch, mixer.conv_kernel - 1, mixer.conv_dim)
+        layer = lambda: LayerState(jnp.zeros(ssm, jnp.float32), jnp.zeros(conv, dtype))
+        return cls(tuple(layer() for _ in range(num_layers)), jnp.zeros((batch,), jnp.int32))
+
+    @property
+    def slots(self) -> None:
+        """A state has no slots: nothing of it runs full, and nothing is masked."""
+
+    def put(self, index: int, layer: LayerState) -> StateCache:
+        """The same cache with another state of one layer."""
+        return self.replace(layers=(*self.layers[:index], layer, *self.layers[index + 1 :]))
+
+    def open_window(self, width: int) -> StateCache:
+        """Makes room for a window of ``width`` tokens that several passes fill."""
+        return self.replace(layers=tuple(layer.open_window(width) for layer in self.layers))
+
+    def commit(self, n: jax.Array, path: jax.Array | None = None) -> StateCache:
+        """Folds ``n`` (i32[B]) tokens of the window into the state and forgets the others.
+
+        Args:
+          n: how many, none being the identity.
+          path: i32[B,P], where in the window they stand, ascending; None: at its front.
+        """
+        layers = tuple(layer.commit(n, path) for layer in self.layers)
+        return StateCache(layers, self.length + n)
+
+    def insert_row(self, row, other: StateCache) -> StateCache:
+        """Replaces row ``row`` by the only row of ``other``."""
+        return jax.tree.map(lambda full, one: full.at[row].set(one[0]), self, other)
+
+    def snapshot(self) -> StateSnapshot:
+        """A copy that outlives the cache, without its window."""
+        copies = lambda name: tuple(jnp.copy(getattr(layer, name)) for layer in self.layers)
+        return StateSnapshot(copies("ssm"), copies("conv"), jnp.copy(self.length))
+
+    def restore_from_snapshot(self, snapshot: StateSnapshot) -> StateCache:
+        """The cache as it was at the snapshot.
+
+        Raises:
+          SnapshotError: the snapshot is of a cache of another kind, shape or dtype.
+        """
+        check_fits(snapshot, jax.eval_shape(self.snapshot))
+        layers = zip(map(jnp.copy, snapshot.ssm), map(jnp.copy, snapshot.conv))
+        return StateCache(tuple(LayerState(*layer) for layer in layers), jnp.copy(snapshot.seq_len))
+
+
+@flax.struct.dataclass
+class HybridCache:
+    """A cache of attention layers beside one of state-space layers, always of one length."""
+
+    attention: KVCache
+    state: StateCache
+
+    @property
+    def length(self) -> jax.Array:
+        """i32[B], tokens fed."""
+        return self.attention.length
+
+    @property
+    def slots(self) -> int:
+        return self.attention.slots
+
+    def open_window(self, width: int) -> HybridCache:
+        """Makes room for a window of ``width`` tokens that several passes fill."""
+        return self.replace(state=self.state.open_window(width))
+
+    def commit(self, n: jax.Array, path: jax.Array | None = None) -> HybridCache:
+        """Keeps ``n`` (i32[B]) tokens of the window and forgets the others, see ``Cache``."""
+        return HybridCache(self.attention.commit(n, path), self.state.commit(n, path))
+
+    def insert_row(self, row, other: HybridCache) -> HybridCache:
+        """Replaces row ``row`` by the only row of ``other``."""
+        attention = self.attention.insert_row(row, other.attention)
+        return HybridCache(attention, self.state.insert_row(row, other.state))
+
+    def snapshot(self) -> HybridSnapshot:
+        """A copy that outlives the cache, without its window."""
+        return HybridSnapshot(self.attention.snapshot(), self.state.snapshot())
+
+    def restore_from_snapshot(self, snapshot: HybridSnapshot) -> HybridCache:
+        """The cache as it was at the snapshot.
+
+        Raises:
+          SnapshotError: the snapshot is of a cache of another kind, shape or dtype.
+        """
+        check_fits(snapshot, jax.eval_shape(self.snapshot))
+        attention = self.attention.restore_from_snapshot(snapshot.attention)
+        return HybridCache(attention, self.state.restore_from_snapshot(snapshot.state))

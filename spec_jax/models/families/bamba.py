@@ -1,0 +1,196 @@
+"""Bamba: attention in some layers, Mamba-2 in the others, a feed-forward part in each."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax.errors import ConfigError
+from spec_jax.models.caches.kv import KVCache
+from spec_jax.models.caches.state import HybridCache, StateCache
+from spec_jax.models.config import PartialRotary, RopeConfig, eos_spelling, eos_tuple
+from spec_jax.models.families.mamba2 import (
+    MixerConfig,
+    check_sizes,
+    mixer,
+    mixer_table,
+    time_limits,
+)
+from spec_jax.models.layers import Window, attention, mlp, rms_norm
+from spec_jax.models.params import (
+    ParamSpec,
+    attention_specs,
+    layer_tables,
+    mlp_specs,
+    outer_specs,
+    outer_table,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class BambaConfig(PartialRotary):
+    """A hybrid of attention and Mamba-2 layers. Field names are Hugging Face's."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    attn_layer_indices: tuple[int, ...]
+    mamba_n_heads: int
+    num_key_value_heads: int | None = None
+    mamba_d_head: int | None = None
+    mamba_d_state: int = 256
+    mamba_n_groups: int = 1
+    mamba_d_conv: int = 4
+    mamba_expand: int = 2
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    time_step_limit: tuple[float, float] = (0.0, math.inf)
+    rms_norm_eps: float = 1e-5
+    partial_rotary_factor: float = 0.5
+    rope: RopeConfig = RopeConfig()
+    max_position_embeddings: int = 262144
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        set_ = lambda name, value: object.__setattr__(self, name, value)
+        if self.num_key_value_heads is None:
+            set_("num_key_value_heads", self.num_attention_heads)
+        check_sizes(
+            self, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+            "num_attention_heads", "num_key_value_heads", "mamba_n_heads",
+            "max_position_embeddings",
+        )  # fmt: skip
+        width, D = self.mamba_expand * self.hidden_size, self.hidden_size
+        if self.mamba_d_head in (None, "auto"):
+            set_("mamba_d_head", width // self.mamba_n_heads)
+        set_("time_step_limit", time_limits(self.time_step_limit))
+        set_("eos_token_id", eos_tuple(self.eos_token_id))
+        set_("attn_layer_indices", tuple(sorted(self.attn_layer_indices)))
+        if self.mixer.width != width:
+            raise ConfigError(
+                f"mamba_n_heads {self.mamba_n_heads} of {self.mamba_d_head} make "
+                f"{self.mixer.width}; mamba_expand {self.mamba_expand} of hidden_size {D} asks for "
+                f"{width}"
+            )
+        N, G = self.num_attention_heads, self.num_key_value_heads
+        if D % N or N % G:
+            raise ConfigError(
+                f"num_attention_heads {N} must divide hidden_size {D} and be a multiple of "
+                f"num_key_value_heads {G}"
+            )
+        self.check_rotary()
+        L = self.num_hidden_layers
+        if not self.attn_layer_indices or not set(self.attn_layer_indices) < set(range(L)):
+            raise ConfigError(
+                f"attn_layer_indices is {list(self.attn_layer_indices)}; expected some of the "
+                f"layers 0 to {L - 1}, and not all of them"
+            )
+
+    @property
+    def mixer(self) -> MixerConfig:
+        return MixerConfig(
+            self.hidden_size, self.mamba_n_heads, self.mamba_d_head, self.mamba_d_state,
+            self.mamba_n_groups, self.mamba_d_conv, self.rms_norm_eps, self.time_step_limit,
+            self.mamba_conv_bias, self.mamba_proj_bias,
+        )  # fmt: skip
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def has_qk_norm(self) -> bool:
+        return False
+
+    @property
+    def has_output_bias(self) -> bool:
+        return self.attention_bias
+
+    @property
+    def scan_layers(self) -> bool:
+        return False
+
+    def is_attention(self, index: int) -> bool:
+        """Whether a layer attends."""
+        return index in self.attn_layer_indices
+
+    def place(self, index: int) -> int:
+        """Which of the layers of its own kind a layer is."""
+        kind = self.is_attention(index)
+        return sum(self.is_attention(i) == kind for i in range(index))
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> BambaConfig:
+        """Builds the config from a parsed config.json.
+
+        Raises:
+          ConfigError: an activation that is not supported, or a field is missing or wrong.
+        """
+        if hf.get("hidden_act", "silu") != "silu":
+            raise ConfigError(f"hidden_act {hf['hidden_act']!r} is not supported; expected 'silu'")
+        return cls.of_fields(hf)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The config.json that transformers loads as the same model."""
+        hf = {name: value for name, value in dataclasses.asdict(self).items() if name != "rope"}
+        return hf | {
+            "rope_parameters": self.rope.to_hf()
+            | {"partial_rotary_factor": self.partial_rotary_factor},
+            "eos_token_id": eos_spelling(self.eos_token_id), "hidden_act": "silu",
+            "attn_layer_indices": list(self.attn_layer_indices),
+            "time_step_limit": list(self.time_step_limit),
+            "model_type": "bamba", "architectures": ["BambaForCausalLM"],
+        }  # fmt: skip
+
+
+@layer_tables.register
+def _(config: BambaConfig) -> list[dict[str, ParamSpec]]:
+    prefix = "model.layers.{i}."
+    D = config.hidden_size
+    norm = lambda hf: ParamSpec((D,), ("embed",), f"{prefix}{hf}.weight", init="ones")
+    feed = {"mlp_norm": norm("pre_ff_layernorm"), **mlp_specs(config, f"{prefix}feed_forward.")}
+    first = {"attention_norm": norm("input_layernorm")}
+    kinds = {
+        True: first | attention_specs(config, f"{prefix}self_attn.") | feed,
+        False: first | mixer_table(config.mixer, f"{prefix}mamba.") | feed,
+    }
+    return [kinds[config.is_attention(i)] for i in range(config.num_hidden_layers)]
+
+
+@outer_table.register
+def _(config: BambaConfig) -> dict[str, ParamSpec]:
+    return outer_specs(config, "model.embed_tokens.weight", "model.final_layernorm.weight")
+
+
+def init_cache(config: BambaConfig, batch: int, slots: int, dtype=jnp.float32) -> HybridCache:
+    """An empty cache of ``slots`` tokens."""
+    num_attention = len(config.attn_layer_indices)
+    num_states = config.num_hidden_layers - num_attention
+    return HybridCache(
+        KVCache.create(config, batch, slots, dtype, num_attention),
+        StateCache.create(config.mixer, num_states, batch, dtype),
+    )
+
+
+def decoder_layer(layer: dict, x_BTD: jax.Array, cache, index, window: Window, config: BambaConfig):
+    """One layer: dtype[B,T,D] and the cache with the window written."""
+    h = rms_norm(x_BTD, layer["attention_norm"], config.rms_norm_eps)
+    at = config.place(index)
+    if config.is_attention(index):
+        h, own = attention(layer, h, cache and cache.attention, at, window, config)
+        cache = cache and cache.replace(attention=own)
+    else:
+        h, own = mixer(layer, h, cache and cache.state, at, window, config.mixer)
+        cache = cache and cache.replace(state=own)
+    return mlp(layer, x_BTD + h, config), cache

@@ -1,0 +1,266 @@
+"""Mamba-2: layers that keep a state in place of a cache of all tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax.errors import ConfigError
+from spec_jax.models.caches.state import StateCache
+from spec_jax.models.config import RopeConfig, eos_spelling, eos_tuple, from_fields
+from spec_jax.models.families.ssm import Inputs, convolve, read, read_chain, write
+from spec_jax.models.layers import Window, linear, rms_norm
+from spec_jax.models.params import ParamSpec, layer_tables, linear_specs, outer_specs, outer_table
+
+
+def time_limits(value: Any) -> tuple[float, float]:
+    """``time_step_limit`` as config.json holds it, infinity in any of its spellings.
+
+    Raises:
+      ConfigError: it is no pair of a smaller and a larger number.
+    """
+    plain = lambda x: x.get("__float__") if isinstance(x, Mapping) else x
+    try:
+        low, high = (float(plain(x)) for x in value or (0.0, math.inf))
+    except (TypeError, ValueError):
+        low, high = 1.0, 0.0
+    if not 0 <= low < high:
+        raise ConfigError(f"time_step_limit is {value!r}; expected two numbers, ascending from 0")
+    return low, high
+
+
+def check_sizes(config, *names: str) -> None:
+    """Raises a ConfigError where one of these fields is no positive integer."""
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name} is {value!r}; expected a positive integer")
+
+
+@dataclasses.dataclass(frozen=True)
+class MixerConfig:
+    """The part of a layer that mixes tokens through a state."""
+
+    hidden_size: int
+    num_heads: int
+    head_dim: int
+    state_size: int
+    n_groups: int
+    conv_kernel: int
+    norm_eps: float
+    time_step_limit: tuple[float, float] = (0.0, math.inf)
+    has_conv_bias: bool = True
+    has_bias: bool = False
+
+    def __post_init__(self):
+        check_sizes(
+            self, "hidden_size", "num_heads", "head_dim", "state_size", "n_groups", "conv_kernel"
+        )
+        if self.num_heads % self.n_groups:
+            raise ConfigError(f"{self.num_heads} heads do not divide into {self.n_groups} groups")
+
+    @property
+    def width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        return self.width + 2 * self.n_groups * self.state_size
+
+
+@dataclasses.dataclass(frozen=True)
+class Mamba2Config:
+    """A model of Mamba-2 layers. Field names are Hugging Face's."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_heads: int
+    head_dim: int
+    state_size: int = 128
+    n_groups: int = 8
+    conv_kernel: int = 4
+    expand: int = 2
+    layer_norm_epsilon: float = 1e-5
+    time_step_limit: tuple[float, float] = (0.0, math.inf)
+    use_conv_bias: bool = True
+    use_bias: bool = False
+    residual_in_fp32: bool = True
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        object.__setattr__(self, "time_step_limit", time_limits(self.time_step_limit))
+        object.__setattr__(self, "eos_token_id", eos_tuple(self.eos_token_id))
+        check_sizes(self, "vocab_size", "num_hidden_layers")
+        if self.mixer.width != int(self.expand * self.hidden_size):
+            raise ConfigError(
+                f"num_heads {self.num_heads} of head_dim {self.head_dim} make {self.mixer.width}; "
+                f"expand {self.expand} of hidden_size {self.hidden_size} asks for "
+                f"{int(self.expand * self.hidden_size)}"
+            )
+
+    @property
+    def mixer(self) -> MixerConfig:
+        return MixerConfig(
+            self.hidden_size, self.num_heads, self.head_dim, self.state_size, self.n_groups,
+            self.conv_kernel, self.layer_norm_epsilon, self.time_step_limit,
+            self.use_conv_bias, self.use_bias,
+        )  # fmt: skip
+
+    @property
+    def rms_norm_eps(self) -> float:
+        return self.layer_norm_epsilon
+
+    @property
+    def scan_layers(self) -> bool:
+        return False
+
+    @property
+    def rope(self) -> RopeConfig:
+        return RopeConfig()
+
+    @property
+    def rotary_dim(self) -> int:
+        """Nothing is turned: the state knows the order of its tokens."""
+        return 0
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """A state never runs full; this bounds the tokens that are kept as output alone."""
+        return 1 << 20
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> Mamba2Config:
+        """Builds the config from a parsed config.json.
+
+        Raises:
+          ConfigError: an activation that is not supported, or a field is missing or wrong.
+        """
+        if hf.get("hidden_act", "silu") not in ("silu", "swish"):
+            raise ConfigError(f"hidden_act {hf['hidden_act']!r} is not supported; expected 'silu'")
+        return from_fields(cls, hf)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The config.json that transformers loads as the same model."""
+        return dataclasses.asdict(self) | {
+            "eos_token_id": eos_spelling(self.eos_token_id), "hidden_act": "silu",
+            "model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"],
+            "time_step_limit": list(self.time_step_limit),
+        }  # fmt: skip
+
+
+def mixer_table(config: MixerConfig, prefix: str) -> dict[str, ParamSpec]:
+    """The weights of one mixer, by our name.
+
+    Args:
+      config: its shape.
+      prefix: of their external names, up to the last dot.
+    """
+    D, N, C, width = config.hidden_size, config.num_heads, config.conv_dim, config.width
+    table: dict[str, ParamSpec] = {}
+
+    axes, bias = ("embed", "state_inputs"), config.has_bias
+    linear_specs(table, "in", D, width + C + N, axes, f"{prefix}in_proj", has_bias=bias)
+    linear_specs(
+        table, "out", width, D, ("state_heads", "embed"), f"{prefix}out_proj", has_bias=bias,
+        init="residual",
+    )
+    shape, axes = (C, 1, config.conv_kernel), ("channels", "one", "reach")
+    table["conv"] = ParamSpec(shape, axes, f"{prefix}conv1d.weight", init="conv")
+    if config.has_conv_bias:
+        table["conv_bias"] = ParamSpec((C,), ("channels",), f"{prefix}conv1d.bias", init="zeros")
+    for name, hf, init in (
+        ("time_bias", "dt_bias", "time step"), ("decay", "A_log", "decay"), ("skip", "D", "ones"),
+    ):  # fmt: skip
+        table[name] = ParamSpec((N,), ("state_heads",), f"{prefix}{hf}", init=init)
+    table["gate_norm"] = ParamSpec((width,), ("state_heads",), f"{prefix}norm.weight", init="ones")
+    return table
+
+
+@layer_tables.register
+def _(config: Mamba2Config) -> list[dict[str, ParamSpec]]:
+    prefix = "backbone.layers.{i}."
+    norm = ParamSpec((config.hidden_size,), ("embed",), f"{prefix}norm.weight", init="ones")
+    table = {"mixer_norm": norm, **mixer_table(config.mixer, f"{prefix}mixer.")}
+    return [table] * config.num_hidden_layers
+
+
+@outer_table.register
+def _(config: Mamba2Config) -> dict[str, ParamSpec]:
+    return outer_specs(config, "backbone.embeddings.weight", "backbone.norm_f.weight")
+
+
+def mixer(layer: dict, x_BTD: jax.Array, cache, index, window: Window, config: MixerConfig):
+    """The state-space part of a layer for normalised inputs, residual left out.
+
+    Args:
+      layer: its weights.
+      x_BTD: dtype[B,T,D].
+      cache: a ``StateCache``, or None where the tokens are the whole sequence.
+      index: of the layer, in the cache.
+      window: where the tokens stand.
+      config: its shape.
+
+    Returns:
+      dtype[B,T,D] and the cache with the window written.
+    """
+    B, T, _ = x_BTD.shape
+    N, H, G, Z = config.num_heads, config.head_dim, config.n_groups, config.state_size
+    with jax.named_scope("ssm"):
+        whole = StateCache.create(config, 1, B, x_BTD.dtype) if cache is None else cache
+        held = whole.layers[index if cache is not None else 0]
+        old, offset = held.window, window.offset
+        put = lambda name, new: write(old and getattr(old, name), new, offset)
+        parts = (config.width, config.width + config.conv_dim)
+        gate, raw, dt = jnp.split(linear(x_BTD, layer, "in"), parts, axis=-1)
+
+        raw = put("raw", raw)
+        mixed = convolve(held.conv, raw, layer["conv"][:, 0], T, offset, window.is_seen)
+        if config.has_conv_bias:
+            mixed += layer["conv_bias"]
+        parts = (config.width, config.width + G * Z)
+        x, b, c = jnp.split(jax.nn.silu(mixed), parts, axis=-1)
+        dt = jax.nn.softplus(dt.astype(jnp.float32) + layer["time_bias"].astype(jnp.float32))
+        dt = jnp.clip(dt, *config.time_step_limit)
+        x = x.reshape(B, T, N, H).astype(jnp.float32)
+        c = c.reshape(B, T, G, Z)
+        inputs = Inputs(
+            raw=raw, u=put("u", dt[..., None] * x), b=put("b", b.reshape(B, T, G, Z)),
+            log_decay=put("log_decay", -dt * jnp.exp(layer["decay"].astype(jnp.float32))),
+        )  # fmt: skip
+        y = _read(held.ssm, inputs, c, window)
+        y += layer["skip"].astype(jnp.float32)[:, None] * x
+        y = y.reshape(B, T, -1) * jax.nn.silu(gate.astype(jnp.float32))
+        y = rms_norm(y.reshape(B, T, G, -1), 1.0, config.norm_eps).reshape(B, T, -1)
+        out = linear((layer["gate_norm"] * y).astype(x_BTD.dtype), layer, "out")
+    return out, cache and whole.put(index, held.replace(window=inputs))
+
+
+def _read(state, inputs: Inputs, c, window: Window):
+    """Outputs of the window's newest T tokens."""
+    T, width, offset = c.shape[1], inputs.raw.shape[1], window.offset
+    is_whole = isinstance(offset, int) and offset == 0
+    if window.is_seen is not None:
+        is_seen = window.is_seen
+    elif is_whole:
+        return read_chain(state, jax.tree.map(lambda x: x[:, :T], inputs), c)
+    else:
+        is_seen = jnp.arange(width) <= (offset + jnp.arange(T))[None, :, None]
+    return read(state, jax.tree.map(lambda x: x[:, : is_seen.shape[2]], inputs), c, is_seen)
+
+
+def decoder_layer(
+    layer: dict, x_BTD: jax.Array, cache, index, window: Window, config: Mamba2Config
+):
+    """One layer: the residual stream [B,T,D] and the cache with the window written."""
+    norm = layer["mixer_norm"]
+    h = rms_norm(x_BTD.astype(norm.dtype), norm, config.rms_norm_eps)
+    h, cache = mixer(layer, h, cache, index, window, config.mixer)
+    return (x_BTD.astype(jnp.float32) if config.residual_in_fp32 else x_BTD) + h, cache

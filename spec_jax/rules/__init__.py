@@ -1,0 +1,5 @@
+"""The acceptance rules: arrays in, a ``Verdict`` out."""
+
+from spec_jax.rules.registry import MATCH, batched, by_shape, make_rule, synthetic_rates
+
+__all__ = ["MATCH", "batched", "by_shape", "make_rule", "synthetic_rates"]

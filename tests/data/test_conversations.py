@@ -1,0 +1,414 @@
+"""Conversations and texts as documents: what is marked, what is read, what is held out."""
+
+import collections
+import gzip
+import json
+import random
+
+import numpy as np
+import pytest
+from support.chat_templates import (
+    CHATML,
+    GEMMA,
+    GENERATION,
+    LLAMA3,
+    MISTRAL,
+    REASONING,
+    TOOLS,
+    byte_level,
+    metaspace,
+    talk,
+)
+
+from spec_jax.data.chat import ChatTemplate
+from spec_jax.data.conversations import Document, Encoder, is_held_out, read_documents, token_mask
+from spec_jax.data.records import Conversation, Text, read_records
+from spec_jax.data.tokens import END_OF_TEXT
+from spec_jax.errors import ConfigError
+
+ANSWERS = ["That is four, is it?", "A café 数 🙂", "\nand\n"]
+TALK = talk("What is 2 + 2?", ANSWERS[0], "And a café?", ANSWERS[1], "more", ANSWERS[2])
+
+
+def encode(tokenizer, messages, tools=None, template=None) -> list[Document]:
+    return Encoder(tokenizer, template).conversation(Conversation(messages, tools, "here:1"))
+
+
+def marked(tokenizer, document) -> list[str]:
+    """The texts of the stretches of marked tokens."""
+    edges = np.flatnonzero(np.diff(document.mask, prepend=False, append=False)).reshape(-1, 2)
+    decode = lambda ids: tokenizer.backend.decode(list(ids), skip_special_tokens=False)
+    return [decode(document.ids[begin:end]) for begin, end in edges]
+
+
+def text_of(tokenizer, document) -> str:
+    return tokenizer.backend.decode(list(document.ids), skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("trim", [False, True], ids=["offsets", "trimmed offsets"])
+@pytest.mark.parametrize(
+    ("template", "before", "after", "is_trimmed"),
+    [
+        (CHATML, "", "<|im_end|>", False),
+        (LLAMA3, "", "<|eot_id|>", True),
+        (MISTRAL, " ", "</s>", False),
+        (GEMMA, "", "<end_of_turn>", True),
+        (GENERATION, "", "<|im_end|>\n", False),
+        (TOOLS, "", "<|im_end|>", False),
+    ],
+    ids=["ChatML", "Llama 3", "Mistral", "Gemma", "generation", "tools"],
+)
+def test_every_answer_is_marked_with_the_token_that_ends_it(
+    template, before, after, is_trimmed, trim
+):
+    tokenizer = byte_level(template, trim=trim)
+    (document,) = encode(tokenizer, TALK)
+    expected = [a.strip() if is_trimmed else a for a in ANSWERS]
+    assert marked(tokenizer, document) == [before + a + after for a in expected]
+    assert document.ids.dtype == np.int32 and document.mask.dtype == bool
+    assert len(document.ids) == len(document.mask) and document.source == "here:1"
+
+
+def test_answers_are_marked_under_a_sentencepiece_like_tokenizer():
+    tokenizer = metaspace(MISTRAL)
+    (document,) = encode(tokenizer, TALK[:4])
+    assert [m.strip() for m in marked(tokenizer, document)] == [a + "</s>" for a in ANSWERS[:2]]
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, MISTRAL, GEMMA, GENERATION])
+def test_the_tokens_are_those_of_the_text_with_special_tokens_once(template):
+    tokenizer = byte_level(template)
+    (document,) = encode(tokenizer, TALK)
+    text = ChatTemplate.from_tokenizer(tokenizer).render(TALK)
+    start, end = tokenizer.token_id("<s>"), tokenizer.token_id(END_OF_TEXT)
+    assert tokenizer.encode(text)[0] == start  # what the tokenizer would add a second time
+    has_start = text.startswith("<s>")
+    assert text_of(tokenizer, document) == ("" if has_start else END_OF_TEXT) + text
+    assert document.ids[0] == (start if has_start else end)
+    assert not document.mask[0]
+    assert list(document.ids).count(start) == has_start
+
+
+@pytest.mark.parametrize("template", [CHATML, GENERATION], ids=["prefixes", "blocks"])
+def test_what_follows_the_last_answer_is_left_out(template):
+    tokenizer = byte_level(template)
+    (whole,) = encode(tokenizer, TALK + talk("bye", "x")[:1])
+    (same,) = encode(tokenizer, TALK)
+    np.testing.assert_array_equal(whole.ids, same.ids)
+    np.testing.assert_array_equal(whole.mask, same.mask)
+
+
+def test_an_opening_turn_of_the_assistant_is_context_only():
+    tokenizer = byte_level(LLAMA3)
+    (document,) = encode(tokenizer, talk("Hello!", "two?", "four", first="assistant"))
+    assert marked(tokenizer, document) == ["four<|eot_id|>"]
+    assert "Hello!" in text_of(tokenizer, document)
+    assert encode(tokenizer, talk("Hello!", "two?", first="assistant")) == []
+    assert encode(tokenizer, TALK[:1]) == [] == encode(tokenizer, [])
+
+
+def test_rewritten_earlier_turns_give_a_document_a_turn():
+    tokenizer = byte_level(REASONING)
+    messages = [dict(m) for m in TALK]
+    for i, m in enumerate(messages):
+        if m["role"] == "assistant":
+            m["reasoning_content"] = f"reason {i}"
+    documents = encode(tokenizer, messages)
+    assert len(documents) == 3
+    template = ChatTemplate.from_tokenizer(tokenizer)
+    for turn, document in zip((1, 3, 5), documents):
+        answer = f"<think>\nreason {turn}\n</think>\n\n{messages[turn]['content']}<|im_end|>"
+        assert marked(tokenizer, document) == [answer]
+        prompt = template.render(messages[:turn], add_generation_prompt=True)
+        assert text_of(tokenizer, document) == END_OF_TEXT + prompt + answer + "\n"
+    # Two answers after the last user's message are seen as they were written.
+    tail = messages[:2] + [{"role": "tool", "content": "4"}, messages[3]]
+    (document,) = encode(tokenizer, tail)
+    assert [m.count("reason") for m in marked(tokenizer, document)] == [1, 1]
+
+
+def test_an_answer_that_does_not_begin_with_its_prompt_is_refused(tmp_path):
+    tokenizer = byte_level(REASONING)
+    template = ChatTemplate.from_tokenizer(tokenizer, variables={"is_open": True})
+    with pytest.raises(ConfigError, match=r"here:1: .*turn 2 .*'\\n</think>.* has 'Hm'.*blocks"):
+        encode(tokenizer, TALK, template=template)
+    file = write_lines(tmp_path / "a.jsonl", [{"messages": TALK}, {"text": "fine"}])
+    counts = collections.Counter()
+    found = list(
+        read_documents([file], Encoder(tokenizer, template), is_strict=False, counts=counts)
+    )
+    assert len(found) == counts["documents"] == counts["refused"] == counts["texts"] == 1
+
+
+def test_what_the_template_raises_names_the_line_or_is_counted(tmp_path):
+    encoder = Encoder(byte_level(MISTRAL))
+    odd = [TALK[0], *TALK]
+    file = write_lines(tmp_path / "a.jsonl", [{"messages": TALK}, {"messages": odd}])
+    with pytest.raises(ConfigError, match=r"a\.jsonl:2: .*must take turns"):
+        list(read_documents([file], encoder))
+    counts = collections.Counter()
+    assert len(list(read_documents([file], encoder, is_strict=False, counts=counts))) == 1
+    assert counts["refused"] == 1 and counts["conversations"] == 2
+    file = write_lines(tmp_path / "b.jsonl", [{"messages": odd}])
+    with pytest.raises(ConfigError, match=r"no document.*refused 1.*must take turns"):
+        list(read_documents([file], encoder, is_strict=False))
+
+
+def test_generation_blocks_that_mark_nothing_are_refused():
+    with pytest.raises(ConfigError, match="here:1: .*hold no answer"):
+        encode(byte_level("{% generation %}{% endgeneration %}x"), TALK)
+
+
+def test_tools_reach_the_template():
+    tokenizer = byte_level([
+        {"name": "default", "template": CHATML}, {"name": "tool_use", "template": TOOLS},
+    ])  # fmt: skip
+    call = {"function": {"name": "add", "arguments": {"a": "<2>"}}}
+    messages = [TALK[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages += [{"role": "tool", "content": "4"}, TALK[1]]
+    (document,) = encode(tokenizer, messages, tools=[{"name": "add"}])
+    assert marked(tokenizer, document) == [
+        '<tool>{"name": "add", "arguments": {"a": "<2>"}}<|im_end|>', ANSWERS[0] + "<|im_end|>",
+    ]  # fmt: skip
+    assert '{"name": "add"}\n<|im_end|>' in text_of(tokenizer, document)
+
+
+def test_a_tokenizers_own_truncation_and_padding_do_not_cut():
+    tokenizer = byte_level(LLAMA3)
+    (expected,) = encode(tokenizer, TALK)
+    tokenizer.backend.enable_truncation(5)
+    tokenizer.backend.enable_padding(length=2000)
+    (document,) = encode(tokenizer, TALK)
+    np.testing.assert_array_equal(document.ids, expected.ids)
+    assert tokenizer.backend.truncation is not None
+
+
+def test_marks_are_the_tokens_that_hold_a_marked_character():
+    draw = random.Random(0)
+    for _ in range(200):
+        edges = sorted(draw.choices(range(30), k=9))
+        offsets = [pair for pair in zip(edges, edges[1:]) if pair[0] < pair[1]]
+        spans = [sorted(draw.choices(range(31), k=2)) for _ in range(2)]
+        chars = {c for begin, end in spans for c in range(begin, end)}
+        expected = [bool(chars & set(range(*pair))) for pair in offsets]
+        assert token_mask(offsets, spans).tolist() == expected
+    assert token_mask([], [(0, 3)]).tolist() == []
+    # a token of spaces whose offsets were trimmed to nothing, and bytes of one character
+    assert token_mask([(0, 2), (5, 5), (5, 6)], [(3, 4)]).tolist() == [False, True, False]
+    assert token_mask([(0, 1), (0, 1), (1, 2)], [(0, 1)]).tolist() == [True, True, False]
+
+
+def test_text_is_marked_whole_behind_a_separator():
+    tokenizer = byte_level()
+    (document,) = Encoder(tokenizer).text(Text("two and two", "t"))
+    assert document.mask.all() and text_of(tokenizer, document) == END_OF_TEXT + "two and two"
+    (document,) = Encoder(tokenizer, separator="<s>").text(Text("two", "t"))
+    assert text_of(tokenizer, document) == "<s>two"
+    assert Encoder(tokenizer).text(Text("", "t")) == []
+    plain = byte_level(special=("<s>", "</s>"))
+    assert Encoder(plain).text(Text("two", "t"))[0].ids[0] == plain.token_id("</s>")
+    with pytest.raises(ConfigError, match=r"'<end>' to separate"):
+        Encoder(plain, separator="<end>")
+    with pytest.raises(ConfigError, match="no token"):
+        Encoder(byte_level(special=("<s>",))).text(Text("two", "t"))
+
+
+def test_conversations_need_a_template_and_texts_do_not(tmp_path):
+    encoder = Encoder(byte_level())
+    assert len(list(read_documents([write_lines(tmp_path / "t.jsonl", [{"text": "a"}])], encoder)))
+    file = write_lines(tmp_path / "c.jsonl", [{"messages": TALK}])
+    with pytest.raises(ConfigError, match="has no chat template; expected"):
+        list(read_documents([file], encoder, is_strict=False))
+
+
+# Files.
+
+
+def write_lines(path, records):
+    path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    return path
+
+
+def sharegpt(messages):
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    turns = [{"from": names[m["role"]], "value": m["content"]} for m in messages]
+    return {"id": "x", "conversations": turns}
+
+
+def test_every_layout_gives_the_same_messages(tmp_path):
+    messages = [{"role": "system", "content": "S\u2028"}, *TALK]
+    parts = [
+        {"role": m["role"], "content": [{"type": "text", "text": c} for c in m["content"]]}
+        for m in messages
+    ]
+    records = [
+        {"messages": messages}, sharegpt(messages), {"messages": parts},
+        {"conversations": messages}, {"system": "S\u2028", **sharegpt(TALK)},
+        {"text": "unused", "messages": messages, "tools": ""},
+    ]  # fmt: skip
+    lines = write_lines(tmp_path / "a.jsonl", records)
+    whole = tmp_path / "b.json"
+    whole.write_text("\ufeff\n " + json.dumps(records, indent=1, ensure_ascii=False), "utf-8")
+    misnamed = write_lines(tmp_path / "c.json", records)
+    packed = tmp_path / "d.jsonl.gz"
+    packed.write_bytes(gzip.compress(lines.read_bytes()))
+    for path in (lines, whole, misnamed, packed):
+        found = list(read_records(path))
+        assert len(found) == 6
+        assert all(f.messages == messages and f.tools is None for f in found)
+    assert [f.source for f in read_records(lines)][-1] == f"{lines}:6"
+    assert [f.source for f in read_records(whole)][-1] == f"{whole}: object 6"
+
+
+def test_blank_lines_and_marks_of_order_are_no_records(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\n  \n{"text": "b"}')
+    assert [(r.text, r.source[-2:]) for r in read_records(file)] == [("a", ":1"), ("b", ":4")]
+
+
+def test_other_files_are_one_text_and_folders_are_read_in_order(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "b.md").write_text("two\n{}\n", encoding="utf-8")
+    (tmp_path / "z.txt").write_text("three", encoding="utf-8")
+    (tmp_path / ".hidden").write_text("no", encoding="utf-8")
+    write_lines(tmp_path / "a.jsonl", [{"text": "one"}])
+    assert [r.text for r in read_records(tmp_path)] == ["one", "two\n{}\n", "three"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"messages": [', "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ('"hello"', "is no object"),
+        ("{}", "the keys none"),
+        ('{"prompt": "a", "answer": "b"}', "the keys 'prompt', 'answer'"),
+        ('{"messages": "hi"}', "keys 'messages'"),
+        ('{"messages": ["hi"]}', "a turn is 'hi'"),
+        ('{"messages": [{"content": "a"}]}', "the role None"),
+        ('{"messages": [{"role": "user"}]}', "the content None"),
+        ('{"messages": [{"role": "user", "content": 3}]}', "the content 3"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "text only"),
+        ('{"conversations": [{"from": "bot", "value": "a"}]}', "from 'bot'.*one of human"),
+        ('{"conversations": [{"from": "gpt", "value": null}]}', "the value None"),
+        ('{"conversations": [{"from": ["gpt"], "value": "a"}]}', r"from \['gpt'\]"),
+        ('{"messages": [], "tools": 3}', "tools are 3"),
+        ('{"messages": [], "tools": "[1"}', "not JSON"),
+    ],
+)
+def test_a_malformed_line_is_named_with_its_remedy(tmp_path, line, message):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "fine"}\n' + line + "\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf"a\.jsonl:2: .*{message}.*leave it out"):
+        list(read_records(file))
+
+
+def test_a_malformed_list_names_the_line_or_the_object(tmp_path):
+    file = tmp_path / "a.json"
+    file.write_text('[{"text": "a"},\n{"text": }]')
+    with pytest.raises(ConfigError, match=r"a\.json: not JSON .*line 2"):
+        list(read_records(file))
+    file.write_text('[{"text": "a"},\n{"txt": "b"}]')
+    with pytest.raises(ConfigError, match=r"a\.json: object 2: .*'txt'"):
+        list(read_records(file))
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
+    with pytest.raises(ConfigError, match=r"a\.jsonl:2: byte 11 is not UTF-8"):
+        list(read_records(tmp_path / "a.jsonl"))
+    (tmp_path / "b.jsonl").write_text('{"text": "ab\\ud83d"}\n')
+    with pytest.raises(ConfigError, match=r"b\.jsonl:1: character 3 is half"):
+        list(read_documents([tmp_path / "b.jsonl"], Encoder(byte_level())))
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 99)[:-9])
+    with pytest.raises(ConfigError, match=r"c\.jsonl\.gz cannot be read"):
+        list(read_records(tmp_path / "c.jsonl.gz"))
+    with pytest.raises(ConfigError, match=r"no file .*none\.jsonl"):
+        list(read_records(tmp_path / "none.jsonl"))
+
+
+# Splits and cuts.
+
+
+def test_the_split_is_of_contents_whatever_the_order_and_the_layout(tmp_path):
+    talks = [talk(f"question {i}", f"answer {i}") for i in range(200)]
+    records = [{"messages": t} for t in talks] + [{"text": f"text {i}"} for i in range(100)]
+    shuffled = [sharegpt(t) for t in talks] + records[200:] + records[:20]
+    random.Random(1).shuffle(shuffled)
+    encoder = Encoder(byte_level(CHATML))
+    sides = []
+    for name, lines in [("a", records), ("b", shuffled)]:
+        file = write_lines(tmp_path / f"{name}.jsonl", lines)
+        counts = collections.Counter()
+        read = lambda split, counts=None, file=file: {
+            d.ids.tobytes()
+            for d in read_documents(
+                [file], encoder, split=split, held_out_share=0.2, counts=counts
+            )
+        }
+        sides.append((read("train", counts), read("held_out")))
+        assert counts["other_split"] + counts["documents"] == len(lines)
+    assert sides[0] == sides[1]
+    train, held_out = sides[0]
+    assert not train & held_out and len(train | held_out) == 300
+    assert 35 <= len(held_out) <= 85
+
+
+def test_a_smaller_share_is_nested_in_a_larger_one():
+    records = [Text(str(i), "") for i in range(500)]
+    sides = [{r.text for r in records if is_held_out(r, share)} for share in (0, 0.05, 0.3, 1)]
+    assert sides[0] < sides[1] < sides[2] < sides[3] and len(sides[3]) == 500
+
+
+def test_all_documents_of_a_conversation_are_on_one_side(tmp_path):
+    lines = [{"messages": talk(f"{i}", "a", f"again {i}", "b")} for i in range(40)]
+    file = write_lines(tmp_path / "a.jsonl", lines)
+    encoder = Encoder(byte_level(REASONING))
+    sides, counts = [], collections.Counter()
+    for split in ("train", "held_out"):
+        found = read_documents([file], encoder, split=split, held_out_share=0.3, counts=counts)
+        sides.append(collections.Counter(d.source for d in found))
+    assert not sides[0].keys() & sides[1].keys()
+    assert set(sides[0].values()) | set(sides[1].values()) == {2}
+    assert counts["several"] == 40 and counts["documents"] == 80
+
+
+def test_long_documents_are_cut_and_those_left_without_an_answer_are_counted(tmp_path):
+    encoder = Encoder(byte_level(CHATML))
+    lines = [
+        {"messages": talk("a", "long " * 50)}, {"messages": talk("long " * 90, "b")},
+        {"messages": talk("a", "b")}, {"messages": TALK[:1]}, {"conversations": []},
+        {"text": ""}, {"text": "word " * 200},
+    ]  # fmt: skip
+    file = write_lines(tmp_path / "a.jsonl", lines)
+    whole = {d.source: d for d in read_documents([file], encoder)}
+    counts = collections.Counter()
+    found = list(read_documents([file], encoder, max_length=70, counts=counts))
+    assert [d.source[-1] for d in found] == ["1", "3", "7"]
+    for document in found:
+        expected = whole[document.source]
+        assert len(document.ids) == min(70, len(expected.ids))
+        np.testing.assert_array_equal(document.ids, expected.ids[:70])
+        np.testing.assert_array_equal(document.mask, expected.mask[:70])
+    assert {k: v for k, v in counts.items() if v} == {
+        "conversations": 5, "texts": 2, "cut": 3, "no_answer": 3, "empty": 1, "documents": 3,
+    }  # fmt: skip
+
+
+def test_a_corpus_without_a_usable_document_is_an_error(tmp_path):
+    file = write_lines(tmp_path / "a.jsonl", [{"messages": TALK[:1]}, {"conversations": []}])
+    encoder = Encoder(byte_level(CHATML))
+    with pytest.raises(ConfigError, match="no document for train .conversations 2, no_answer 2"):
+        list(read_documents([file], encoder))
+    with pytest.raises(ConfigError, match="no document for held_out .other_split 2"):
+        list(read_documents([file], encoder, split="held_out"))
+    with pytest.raises(ConfigError, match="no file gave no document"):
+        list(read_documents([], encoder))
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"split": "test"}, {"held_out_share": 1.0}, {"max_length": 1}]
+)
+def test_bad_arguments_are_errors_at_once(arguments):
+    with pytest.raises(ConfigError, match="; expected|, or None"):
+        read_documents([], Encoder(byte_level()), **arguments)

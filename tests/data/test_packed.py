@@ -1,0 +1,169 @@
+"""Packed corpora: whole or absent, written as they come, opened as arrays on disk."""
+
+import collections
+import json
+import os
+import weakref
+
+import numpy as np
+import pytest
+from support.chat_templates import CHATML, byte_level, talk
+
+from spec_jax.data.conversations import Document, Encoder, read_documents
+from spec_jax.data.packed import load_packed, write_packed
+from spec_jax.errors import ConfigError
+
+TOKENIZER = byte_level(CHATML)
+FILES = ["train.json", "train.mask.npy", "train.tokens.npy"]
+
+
+def document(*ids, source="s:1"):
+    ids = np.asarray(ids, np.int32)
+    return Document(ids, ids % 2 == 0, source)
+
+
+def names(folder):
+    return sorted(file.name for file in folder.iterdir())
+
+
+def test_documents_come_back_with_their_bounds(tmp_path):
+    rng = np.random.default_rng(0)
+    documents = [document(*rng.integers(0, 300, n)) for n in (3, 1, 700, 12)]
+    folder = tmp_path / "new" / "folder"
+    packed = write_packed(
+        folder, "train", documents, TOKENIZER, sources=[tmp_path / "a.jsonl"],
+        counts={"cut": 2}, about={"tokenizer_name": "tiny"},
+    )  # fmt: skip
+    assert names(folder) == FILES
+    assert packed.starts.tolist() == [0, 3, 4, 704, 716]
+    for i, (ids, mask, _) in enumerate(documents):
+        stretch = slice(*packed.starts[i : i + 2])
+        np.testing.assert_array_equal(packed.tokens[stretch], ids)
+        np.testing.assert_array_equal(packed.mask[stretch], mask)
+    assert packed.info["sources"] == [str(tmp_path / "a.jsonl")]
+    assert packed.info["tokenizer_name"] == "tiny"
+    trained = int(sum(d.mask.sum() for d in documents))
+    counts = {"cut": 2, "documents": 4, "tokens": 716, "trained": trained}
+    assert packed.info["counts"] == counts
+
+
+def test_the_arrays_are_plain_files_that_numpy_maps(tmp_path):
+    write_packed(tmp_path, "train", [document(5, 6), document(7)], TOKENIZER)
+    tokens = np.load(tmp_path / "train.tokens.npy", mmap_mode="r")
+    mask = np.load(tmp_path / "train.mask.npy", mmap_mode="r")
+    assert isinstance(tokens, np.memmap) and isinstance(mask, np.memmap)
+    assert (tokens.dtype, mask.dtype) == (np.int32, np.bool_)
+    assert tokens.tolist() == [5, 6, 7] and mask.tolist() == [False, True, False]
+    assert json.loads((tmp_path / "train.json").read_text())["starts"] == [0, 2, 3]
+
+
+def test_no_document_is_kept_once_it_is_written(tmp_path):
+    alive = weakref.WeakValueDictionary()
+
+    class Ids(np.ndarray):
+        """An array that can be watched."""
+
+    def documents():
+        for i in range(300):
+            ids = np.full(1000, i, np.int32).view(Ids)
+            alive[i] = ids
+            assert len(alive) <= 2
+            yield Document(ids, np.ones(1000, bool), "s")
+
+    packed = write_packed(tmp_path, "train", documents(), TOKENIZER)
+    assert packed.tokens.shape == (300_000,) and packed.tokens[-1] == 299
+
+
+def test_a_corpus_from_files_tells_what_was_read(tmp_path):
+    file = tmp_path / "a.jsonl"
+    records = [{"messages": talk(f"q {i}", f"a {i}")} for i in range(50)]
+    records += [{"messages": talk("q")}]
+    file.write_text("".join(json.dumps(r) + "\n" for r in records))
+    total = 0
+    for split in ("train", "held_out"):
+        counts = collections.Counter()
+        documents = read_documents(
+            [file], Encoder(TOKENIZER), split=split, held_out_share=0.3, counts=counts
+        )
+        packed = write_packed(
+            tmp_path / "out", split, documents, TOKENIZER, sources=[file], counts=counts
+        )
+        found = packed.info["counts"]
+        assert found["documents"] + found["other_split"] + found.get("no_answer", 0) == 51
+        total += found["documents"]
+    assert total == 50 and len(names(tmp_path / "out")) == 6
+
+
+def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path):
+    write_packed(tmp_path, "train", [document(1, 2)], TOKENIZER)
+
+    def broken():
+        yield document(3)
+        raise RuntimeError("disk")
+
+    with pytest.raises(RuntimeError, match="disk"):
+        write_packed(tmp_path, "train", broken(), TOKENIZER)
+    assert names(tmp_path) == FILES
+    assert load_packed(tmp_path, "train").tokens.tolist() == [1, 2]
+    write_packed(tmp_path, "train", [document(4)], TOKENIZER)
+    assert load_packed(tmp_path, "train").tokens.tolist() == [4]
+
+
+def test_a_stop_between_the_files_leaves_no_corpus_of_two_halves(tmp_path, monkeypatch):
+    write_packed(tmp_path, "train", [document(1, 2)], TOKENIZER)
+    replaced, replace = [], os.replace
+
+    def stopping(source, target):
+        if replaced:
+            raise KeyboardInterrupt
+        replaced.append(target)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        write_packed(tmp_path, "train", [document(4, 5)], TOKENIZER)
+    with pytest.raises(ConfigError, match="pack the corpus again"):
+        load_packed(tmp_path, "train")
+
+
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [
+        ([], "no document for train; expected"),
+        ([document(1), document(999, source="b:7")], "b:7: ids from 999 to 999; expected"),
+        ([document(1, -1)], "ids from -1 to 1"),
+        ([document()], "at least one id"),
+        ([Document(np.arange(3), np.ones(2, bool), "x")], "x: 3 ids with a mask of 2"),
+    ],
+)
+def test_documents_that_cannot_be_packed_are_errors(tmp_path, documents, message):
+    with pytest.raises(ConfigError, match=message):
+        write_packed(tmp_path, "train", documents, TOKENIZER)
+    assert names(tmp_path) == []
+
+
+def test_an_incomplete_or_foreign_corpus_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no packed corpus.*pack the corpus again"):
+        load_packed(tmp_path, "train")
+    write_packed(tmp_path, "train", [document(1, 2, 3)], TOKENIZER)
+    assert load_packed(tmp_path, "train", byte_level()).tokens.shape == (3,)
+    other = byte_level(special=("<s>", "</s>", "<|im_start|>"))
+    with pytest.raises(ConfigError, match="another vocabulary.*target's tokenizer"):
+        load_packed(tmp_path, "train", other)
+    np.save(tmp_path / "train.mask.npy", np.ones(2, bool))
+    with pytest.raises(ConfigError, match=r"tells of 3 tokens.*bool\[2\]"):
+        load_packed(tmp_path, "train")
+    (tmp_path / "train.mask.npy").unlink()
+    with pytest.raises(ConfigError, match="no packed corpus"):
+        load_packed(tmp_path, "train")
+    info = tmp_path / "train.json"
+    np.save(tmp_path / "train.mask.npy", np.ones(3, bool))
+    for change, message in [({"version": 9}, "version 9"), ({"starts": None}, "no packed corpus")]:
+        text = info.read_text()
+        info.write_text(json.dumps({**json.loads(text), **change}))
+        with pytest.raises(ConfigError, match=message):
+            load_packed(tmp_path, "train")
+        info.write_text(text)
+    info.write_text("[]")
+    with pytest.raises(ConfigError, match="no packed corpus"):
+        load_packed(tmp_path, "train")

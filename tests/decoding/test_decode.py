@@ -1,0 +1,358 @@
+"""The loop against independent plain decoding, and its invariants."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax import decoding, rng, testing
+from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.decoding import Finish, Kind
+from spec_jax.drafters.standalone.model import small_lm
+from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.errors import ConfigError, InvalidDraftError, ShapeError
+from spec_jax.loading import LoadedModel
+from spec_jax.models import transformer
+from spec_jax.models.config import ModelConfig
+from spec_jax.sampling import make_sampler
+
+V, TOY, NEW = 37, 11, 12
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 5, 6], [9]]
+MIXED = [
+    SamplerConfig(temperature=1.0, seed=11),
+    SamplerConfig(temperature=0.0, repetition_penalty=1.3, seed=12),
+    SamplerConfig(
+        temperature=0.8, top_k=9, top_p=0.9, min_p=0.02, presence_penalty=0.4,
+        frequency_penalty=0.3, logit_bias=((3, 1.0), (4, -np.inf)), seed=13,
+    ),
+]
+
+
+def _model(name, seed, layers, **kwargs):
+    config = ModelConfig(V, 24, 48, layers, 4, 2, max_position_embeddings=256, **kwargs)
+    params = transformer.init_params(config, jax.random.key(seed))
+    # Large weights: what is predicted then depends on the whole context, not the last token.
+    params = jax.tree.map(lambda w: 12 * w if w.ndim == 2 else w, params)
+    return LoadedModel(name, transformer.model(config), params, config=config)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return _model("target", 0, 2)
+
+
+@pytest.fixture(scope="module")
+def draft():
+    return _model("draft", 1, 1)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _last_logits(params, tokens, length, config):
+    return transformer.logits(params, tokens, config=config)[0, length - 1]
+
+
+def plain_tokens(model, prompt, config, new=NEW):
+    """Plain decoding without a cache, a loop or our sampling: only the noise's name is shared."""
+    output = []
+    for _ in range(new):
+        history = [*prompt, *output]
+        padded = jnp.asarray([history + [0] * (24 - len(history))])
+        logits = _last_logits(model.params, padded, len(history), model.config)
+        p = testing.reference_distribution(np.asarray(logits), config, prompt, output)
+        key = rng.keys(jnp.asarray([config.seed], jnp.uint32), rng.Stream.TARGET,
+                       jnp.asarray([len(history)]))
+        with np.errstate(divide="ignore"):
+            output.append(int(np.argmax(np.log(p) + np.asarray(rng.gumbel(key, V))[0])))
+    return output
+
+
+@pytest.fixture(scope="module")
+def plain_mixed(target):
+    return [plain_tokens(target, p, c) for p, c in zip(PROMPTS, MIXED)]
+
+
+@pytest.fixture(scope="module")
+def plain_greedy(target):
+    return [plain_tokens(target, p, SamplerConfig()) for p in PROMPTS]
+
+
+def decoder(target, draft=None, strategy=None, K=3, method="standalone", **kwargs):
+    config = SpeculativeConfig(
+        method, num_speculative_tokens=K, rejection_sampling_strategy=strategy
+    )
+    return SpeculativeDecoder(target, draft, config, **kwargs)
+
+
+def tokens_of(rows):
+    return [list(row.tokens) for row in rows]
+
+
+@pytest.mark.parametrize("method", ["standalone", "ngram", "self"])
+def test_match_emits_exactly_the_plain_stream_for_mixed_rows(target, draft, plain_mixed, method):
+    other = {"standalone": draft, "ngram": None, "self": target}[method]
+    name = "ngram" if method == "ngram" else "standalone"
+    d = decoder(target, other, "match", method=name, target_sampler=MIXED)
+    assert tokens_of(d.generate(PROMPTS, NEW)) == plain_mixed
+
+
+def test_plain_decoding_emits_the_oracles_stream(target, plain_mixed, plain_greedy):
+    assert tokens_of(SpeculativeDecoder(target).generate(PROMPTS, NEW)) == plain_greedy
+    sampled = SpeculativeDecoder(target, target_sampler=MIXED)
+    assert tokens_of(sampled.generate(PROMPTS, NEW)) == plain_mixed
+
+
+@pytest.mark.parametrize("strategy", ["greedy", "residual", "block", "match"])
+def test_temperature_zero_emits_the_greedy_stream(target, draft, plain_greedy, strategy):
+    d = decoder(target, draft, strategy, K=2)
+    assert tokens_of(d.generate(PROMPTS, NEW)) == plain_greedy
+
+
+def test_draft_length_changes_no_token(target, draft, plain_mixed):
+    for K in (1, 5):
+        d = decoder(target, draft, "match", K=K, target_sampler=MIXED)
+        assert tokens_of(d.generate(PROMPTS, NEW)) == plain_mixed
+
+
+@pytest.mark.parametrize("strategy", ["residual", "match"])
+def test_a_row_does_not_depend_on_the_others(target, draft, strategy):
+    d = decoder(target, draft, strategy, target_sampler=MIXED)
+    together = tokens_of(d.generate(PROMPTS, NEW))
+    for i in (0, 2):
+        alone = d.generate(
+            [PROMPTS[i]] * 3, NEW, sampler=[MIXED[i]] * 3
+        )
+        assert tokens_of(alone) == [together[i]] * 3
+    one = SamplerConfig(temperature=1.0)
+    there = d.generate(PROMPTS, NEW, sampler=one, seeds=[5, 6, 7])
+    back = d.generate(PROMPTS[::-1], NEW, sampler=one, seeds=[7, 6, 5])
+    assert tokens_of(there) == tokens_of(back)[::-1]
+
+
+def test_a_draft_equal_to_the_target_is_always_accepted(target):
+    """Fails where the draft's cache loses a slot after a fully accepted round."""
+    for strategy, sampler in (("greedy", SamplerConfig()), ("match", SamplerConfig(1.0))):
+        d = decoder(target, target, strategy, target_sampler=sampler)
+        d.generate(PROMPTS, 21)
+        assert d.stats.corrected == 0
+        assert d.stats.tau == 4
+
+
+def test_mutation_draft_rollback_left_out_lowers_acceptance(target):
+    honest = small_lm(target.model)
+
+    def keep_all(params, state, tokens, n, features, path):
+        return honest.commit(params, state, tokens, jnp.full_like(n, 4), features, path)
+
+    forgetful = honest._replace(commit=keep_all)
+    noisy = testing.ragged(honest, lambda length: 1 + length % 3)
+    stale = testing.ragged(forgetful, lambda length: 1 + length % 3)
+    rates = []
+    for drafter in (noisy, stale):
+        d = SpeculativeDecoder(target, target, SpeculativeConfig(num_speculative_tokens=3),
+                               drafter=drafter)
+        d.generate(PROMPTS, 21)
+        rates.append(d.stats.acceptance_rate)
+    assert rates[0] == 1 and rates[1] < 0.9
+
+
+def test_a_round_commits_what_it_emits_and_finished_rows_change_nothing(target, draft):
+    d = decoder(target, draft, "residual", target_sampler=MIXED)
+    system = d.system()
+    state = d.start(
+        PROMPTS, NEW, system, decode_sampler(MIXED), decode_sampler(MIXED), stop_tokens=()
+    )
+    state = state.replace(limit=state.prompt_length + jnp.asarray([NEW, 4, 9]))
+    step = jax.jit(lambda state: decoding.decode_round(d.params(), state, system))
+    for _ in range(NEW):
+        before, state = state, step(state)
+        emitted = np.asarray((state.kind > 0).sum(1) - (before.kind > 0).sum(1))
+        moved = np.asarray(state.length - before.length)
+        np.testing.assert_array_equal(emitted, moved)
+        active = np.asarray(before.is_active)
+        assert (emitted[active] >= 1).all() and (emitted[active] <= 4).all()
+        assert (emitted[~active] == 0).all()
+        for name in ("tokens", "kind", "offered"):
+            a, b = (np.asarray(getattr(s, name))[~active] for s in (before, state))
+            np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(np.asarray((state.kind > 0).sum(1)), [NEW, 4, 9])
+    np.testing.assert_array_equal(np.asarray(state.finish), Finish.LENGTH)
+
+
+def decode_sampler(configs):
+    return make_sampler(configs, len(configs), V)
+
+
+def test_stop_token_inside_a_block_cuts_what_follows(target, plain_greedy):
+    stop = plain_greedy[0][5]
+    at = plain_greedy[0].index(stop)
+    for d in (SpeculativeDecoder(target), decoder(target, target, K=3)):
+        row = d.generate(PROMPTS, NEW, stop_tokens=[stop])[0]
+        assert list(row.tokens) == plain_greedy[0][: at + 1]
+        assert row.finish_reason == "stop_token"
+        counts = row.stats
+        assert counts.emitted == at + 1
+        assert counts.emitted == counts.first + counts.accepted + counts.corrected + counts.bonus
+
+
+def test_chunks_of_rounds_give_the_same_tokens(target, draft):
+    d = decoder(target, draft, "residual", target_sampler=MIXED)
+    whole = tokens_of(d.generate(PROMPTS, NEW))
+    for rounds in (1, 2):
+        assert tokens_of(d.generate(PROMPTS, NEW, rounds_per_sync=rounds)) == whole
+
+
+def test_generation_runs_to_the_last_slot(target, draft):
+    """The slack behind the limit holds the last block, whatever the bucket leaves."""
+    prompt = [3] * 4
+    d = decoder(target, draft, K=3)
+    for new in (128 - 4 - 4, 128 - 4 - 3):
+        row = d.generate(prompt, new)
+        assert len(row.tokens) == new and row.finish_reason == "length"
+        assert row.tokens == SpeculativeDecoder(target).generate(prompt, new).tokens
+
+
+@pytest.mark.parametrize("strategy", ["residual", "match"])
+def test_an_admitted_row_decodes_as_if_it_were_alone(target, draft, strategy):
+    d = decoder(target, draft, strategy, target_sampler=MIXED)
+    system = d.system()
+    make = decode_sampler
+    state = d.start(PROMPTS, NEW, system, make(MIXED), make(MIXED))
+    free = jnp.zeros(3, jnp.int32)
+    state, _ = decoding.generate(
+        d.params(), state, free.at[1].set(Finish.CANCELLED), jnp.int32(2), system=system
+    )
+    new = d.start([PROMPTS[2]], NEW, system, make(MIXED[2:]), make(MIXED[2:]))
+    state = decoding.admit(state, jnp.int32(1), new, system=system)
+    state, chunk = decoding.generate(d.params(), state, free, jnp.int32(99), system=system)
+    expected = tokens_of(d.generate(PROMPTS, NEW))
+    begin = [3, 1, 1]
+    for row, like in ((0, 0), (1, 2), (2, 2)):
+        out = np.asarray(chunk.tokens)[row, begin[row] : begin[row] + NEW].tolist()
+        assert out == expected[like]
+    assert np.asarray(chunk.finish).tolist() == [Finish.LENGTH] * 3
+
+
+def _toy(seed):
+    return testing.mock_model(TOY, seed)
+
+
+@pytest.mark.parametrize("side", ["target", "draft"])
+def test_nan_logits_stop_their_row_alone_with_a_reason(side):
+    target, draft = _toy(0), _toy(1)
+    clean = decoder(target, draft, target_sampler=SamplerConfig(1.0)).generate([[0, 1], [2]], 9)
+    broken = target if side == "target" else draft
+    context = TOY * clean[0].tokens[1] + clean[0].tokens[2]
+    assert (clean[0].tokens[1:3]) not in list(zip(clean[1].tokens, clean[1].tokens[1:]))
+    broken.params["logits"] = broken.params["logits"].at[context].set(jnp.nan)
+    rows = decoder(target, draft, target_sampler=SamplerConfig(1.0)).generate([[0, 1], [2]], 9)
+    assert rows[0].finish_reason == f"nan_{side}"
+    n = len(rows[0].tokens)
+    assert 0 < n < 9 and rows[0].tokens == clean[0].tokens[:n]
+    assert rows[1].tokens == clean[1].tokens
+
+
+def test_nan_at_the_first_token_stops_the_row_before_it():
+    target = _toy(0)
+    target.params["logits"] = target.params["logits"].at[1].set(jnp.nan)
+    rows = SpeculativeDecoder(target).generate([[0, 1], [2, 3]], 6)
+    assert (rows[0].tokens, rows[0].finish_reason) == ((), "nan_target")
+
+
+def test_a_row_in_which_every_token_is_forbidden_stops_with_a_reason():
+    bans = SamplerConfig(temperature=1.0, logit_bias=tuple((i, -np.inf) for i in range(TOY)))
+    rows = SpeculativeDecoder(_toy(0)).generate([[1], [2]], 4, sampler=[bans, SamplerConfig()])
+    assert (rows[0].tokens, rows[0].finish_reason) == ((), "nan_target")
+    assert len(rows[1].tokens) == 4
+
+
+@pytest.mark.parametrize("n_draft", [-1, 3])
+def test_a_draft_count_out_of_range_is_an_error(n_draft):
+    honest = testing.scripted_drafter(lambda t, length, K: jnp.ones((t.shape[0], K), jnp.int32))
+
+    def propose(params, state, context, num_draft):
+        proposal, state = honest.propose(params, state, context, num_draft)
+        return proposal.replace(n_draft=jnp.full_like(proposal.n_draft, n_draft)), state
+
+    config = SpeculativeConfig(num_speculative_tokens=2)
+    d = SpeculativeDecoder(_toy(0), config=config, drafter=honest._replace(propose=propose))
+    with pytest.raises(InvalidDraftError):
+        d.generate([1, 2], 5)
+
+
+@pytest.mark.parametrize("bad", [-1, TOY, 2**30])
+def test_a_draft_of_ids_outside_the_vocabulary_is_an_error_that_keeps_every_row(bad):
+    def propose(tokens, length, K):
+        is_bad = (length == 4)[:, None] & (tokens[:, :1] == 1)
+        return jnp.where(is_bad, bad, jnp.ones((tokens.shape[0], K), jnp.int32))
+
+    target = _toy(0)
+    config = SpeculativeConfig(num_speculative_tokens=1, rejection_sampling_strategy="match")
+    d = SpeculativeDecoder(target, config=config, drafter=testing.scripted_drafter(propose))
+    with pytest.raises(InvalidDraftError, match="vocabulary 0..10, or parents") as error:
+        d.generate([[1, 1, 1, 1], [2, 1, 1, 1]], 8)
+    stopped, complete = error.value.generations
+    plain = SpeculativeDecoder(target).generate([[1, 1, 1, 1], [2, 1, 1, 1]], 8)
+    assert stopped.finish_reason == "invalid_draft"
+    assert stopped.tokens == plain[0].tokens[: len(stopped.tokens)]
+    assert complete.tokens == plain[1].tokens
+
+
+def test_a_proposal_that_breaks_the_contract_is_refused():
+    target, prompt = _toy(0), [0, 1]
+    config = SpeculativeConfig(num_speculative_tokens=2, rejection_sampling_strategy="residual")
+    wide = testing.scripted_drafter(lambda tokens, length, K: jnp.zeros((1, 5), jnp.int32))
+    with pytest.raises(ShapeError, match="K=5; expected K=2"):
+        SpeculativeDecoder(target, config=config, drafter=wide).generate(prompt, 4)
+    silent = testing.scripted_drafter(lambda tokens, length, K: jnp.zeros((1, K), jnp.int32))
+    silent = silent._replace(is_sampled=True)
+    with pytest.raises(ConfigError, match="did not put into its Proposal"):
+        SpeculativeDecoder(target, config=config, drafter=silent).generate(prompt, 4)
+
+
+def test_every_kind_is_recorded_where_it_happened():
+    """Two rounds by hand: the script is right once, then wrong."""
+    target = _toy(0)
+    plain = SpeculativeDecoder(target).generate([0, 1], 6).tokens
+
+    def propose(tokens, length, K):
+        right = jnp.asarray([0, 1, *plain, 0, 0])
+        window = right[length[:, None] + 1 + jnp.arange(K)]
+        is_wrong = (length == 5)[:, None] & (jnp.arange(K) == 1)
+        return jnp.where(is_wrong, (window + 1) % TOY, window)
+
+    d = SpeculativeDecoder(
+        target, config=SpeculativeConfig(num_speculative_tokens=2),
+        drafter=testing.scripted_drafter(propose),
+    )
+    state = d.start([[0, 1]], 6, d.system(), *[make_sampler(SamplerConfig(), 1, TOY)] * 2)
+    state, _ = decoding.generate(
+        d.params(), state, jnp.zeros(1, jnp.int32), jnp.int32(9), system=d.system()
+    )
+    k = Kind
+    assert np.asarray(state.tokens)[0, 2:8].tolist() == list(plain)
+    assert np.asarray(state.kind)[0, 2:8].tolist() == [
+        k.FIRST, k.ACCEPTED, k.ACCEPTED, k.BONUS, k.ACCEPTED, k.CORRECTED,
+    ]
+    assert np.asarray(state.offered)[0, 2:8].tolist() == [-1, 2, -1, -1, 2, -1]
+
+
+def test_rounds_without_drafts_leave_a_draft_nothing_to_catch_up(target):
+    """K = 0 for three rounds, then K = 3: a draft equal to the target is accepted whole."""
+    d = SpeculativeDecoder(target, target, SpeculativeConfig(num_speculative_tokens=3))
+    system, none = d.system(), jnp.zeros(2, jnp.int32)
+    plain = SpeculativeDecoder(target).generate(PROMPTS[:2], 16)
+    sampler = make_sampler(SamplerConfig(), 2, V)
+    state = d.start(PROMPTS[:2], 16, system, sampler, sampler)
+    state, chunk = decoding.generate(
+        d.params(), state, none, jnp.int32(3), system=system._replace(num_draft=0)
+    )
+    assert chunk.rounds == 3
+    state, chunk = decoding.generate(d.params(), state, none, jnp.int32(99), system=system)
+    assert chunk.rounds == 3  # 12 tokens are left: three rounds of K + 1
+    for row, prompt in enumerate(PROMPTS[:2]):
+        found = np.asarray(state.tokens)[row, len(prompt) : int(chunk.total[row])]
+        assert tuple(found) == plain[row].tokens

@@ -1,0 +1,256 @@
+"""The compiled loop holds each cache once: donated, aliased, and never copied as a whole.
+
+Read off the optimised program of ``decoding.generate``. The last tests mutate what is
+compiled, so that the reading is known to be able to fail.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import pytest
+
+from spec_jax import decoding
+from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.contracts import ForwardOutput
+from spec_jax.drafters.eagle.model import EagleConfig, eagle, init_head
+from spec_jax.drafters.model_free import NO_DRAFT
+from spec_jax.drafters.standalone.model import small_lm
+from spec_jax.models import layers, transformer
+from spec_jax.models.attention import NUM_PREFIXES
+from spec_jax.models.caches.kv import KVCache
+from spec_jax.models.config import ModelConfig
+from spec_jax.rules import make_rule
+from spec_jax.sampling import make_sampler
+from spec_jax.tree import DynamicTree, Tree
+
+SLOTS, VOCAB = 512, 48  # slots enough for a choice among prefixes
+# What moves an array without computing anything; a bitcast moves nothing.
+_MOVES = ("copy", "copy-start", "slice", "dynamic-slice", "transpose", "concatenate", "gather")
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?[\w.\-]+ = \(?(\w+)\[([\d,]*)\]\S* ([\w\-]+)\(")
+_CALLED = re.compile(
+    r"(?:calls|body|condition|to_apply|true_computation|false_computation)=%?([\w.\-]+)"
+)
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+
+
+def config(num_layers: int, scan_layers: bool = False) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=SLOTS,
+        tie_word_embeddings=True, scan_layers=scan_layers,
+    )
+
+
+TARGET_LAYERS = 4  # a layer is then an eighth of the cache, keys and values
+
+
+def lower(
+    num_draft, batch=1, draft_layers=1, scan_layers=False, strategy="greedy", model=None,
+    tree=None, has_head=False,
+):
+    """Arguments of ``decoding.generate`` by shape alone, and the bytes of both caches."""
+    target, draft = config(TARGET_LAYERS, scan_layers), config(draft_layers, scan_layers)
+    rule = make_rule(
+        SpeculativeConfig(
+            num_speculative_tokens=max(num_draft, 1), rejection_sampling_strategy=strategy
+        )
+    )
+    drafter = small_lm(transformer.model(draft), tree) if num_draft else NO_DRAFT
+    key = jax.random.key(0)
+    weights = lambda c: jax.eval_shape(functools.partial(transformer.init_params, c), key)
+    params = {"target": weights(target), "draft": weights(draft) if num_draft else None}
+    if has_head:
+        head = EagleConfig.of_target(target, draft_vocab_size=VOCAB // 2)
+        model = transformer.model(target, head.taps)
+        drafter = eagle(head, model, tree)
+        own = jax.eval_shape(functools.partial(init_head, head), key)
+        params["draft"] = {"head": own, "target": params["target"]}
+    system = decoding.System(model or transformer.model(target), drafter, rule, num_draft)
+    sampler = make_sampler(SamplerConfig(), batch, VOCAB)
+    i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    state = jax.eval_shape(
+        functools.partial(decoding.prefill, system=system, slots=SLOTS),
+        params, i32(batch, 16), i32(batch), i32(batch), i32(batch, 1), sampler, sampler,
+    )  # fmt: skip
+    arguments = (params, state, i32(batch), i32())
+    return arguments, system, _bytes((state.target, state.draft))
+
+
+def _bytes(tree) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def compile_generate(*args, **options):
+    arguments, system, cache_bytes = lower(*args, **options)
+    return decoding.generate.lower(*arguments, system=system).compile(), cache_bytes
+
+
+def moves_in_loops(text: str, num_elements: int, moves=_MOVES) -> list[str]:
+    """Instructions inside of any loop's body that move so many float32 elements or more."""
+    computations, current = {}, None
+    for line in text.splitlines():
+        if not line.startswith(" ") and line.rstrip().endswith("{"):
+            name = re.search(r"(?:ENTRY )?%?([\w.\-]+) ", line).group(1)
+            current = computations.setdefault(name, [])
+        elif current is not None and line.startswith(" "):
+            current.append(line)
+    waiting = [
+        name
+        for lines in computations.values()
+        for line in lines
+        if " while(" in line
+        for name in _called(line)
+    ]
+    assert waiting, "the program has no loop"
+    inside = set()
+    while waiting:
+        name = waiting.pop()
+        if name not in inside:
+            inside.add(name)
+            waiting += [n for line in computations[name] for n in _called(line)]
+    found = []
+    for line in (line for name in sorted(inside) for line in computations[name]):
+        match = _INSTRUCTION.match(line)
+        if match and match.group(3) in moves and match.group(1) == "f32":
+            if math.prod(map(int, filter(None, match.group(2).split(",")))) >= num_elements:
+                found.append(line.strip())
+    return found
+
+
+def _called(line: str) -> list[str]:
+    branches = [n.strip(" %") for group in _BRANCHES.findall(line) for n in group.split(",")]
+    return _CALLED.findall(line) + branches
+
+
+def elements(num_layers: int, batch: int) -> int:
+    """Of the keys of so many layers."""
+    c = config(num_layers)
+    return num_layers * batch * c.num_key_value_heads * SLOTS * c.head_dim
+
+
+# Compiling is what these tests cost, so batch and depth of the draft take turns.
+UNROLLED = ((0, 1, 1), (4, 1, 2), (4, 2, 1))  # K, batch, layers of the draft
+SCANNED = ((0, 2, 1), (4, 1, 1), (4, 2, 2))
+CASES = [
+    pytest.param(k, batch, draft_layers, scan, id=f"K{k}-B{batch}-draft{draft_layers}-{name}")
+    for scan, name, shapes in ((False, "unrolled", UNROLLED), (True, "scanned", SCANNED))
+    for k, batch, draft_layers in shapes
+]
+
+
+@functools.cache
+def compiled(num_draft, batch, draft_layers, scan_layers):
+    program, cache_bytes = compile_generate(num_draft, batch, draft_layers, scan_layers)
+    return program.as_text(), program.memory_analysis(), cache_bytes
+
+
+@pytest.mark.parametrize("num_draft, batch, draft_layers, scan_layers", CASES)
+class TestGenerate:
+    def test_donates_every_cache_and_gets_it_back(
+        self, num_draft, batch, draft_layers, scan_layers
+    ):
+        _, memory, cache_bytes = compiled(num_draft, batch, draft_layers, scan_layers)
+        assert memory.alias_size_in_bytes >= cache_bytes
+
+    def test_copies_no_cache_in_the_loop(self, num_draft, batch, draft_layers, scan_layers):
+        text, memory, cache_bytes = compiled(num_draft, batch, draft_layers, scan_layers)
+        # The smallest array that is a cache as a whole: the draft's keys.
+        smallest = elements(draft_layers if num_draft else TARGET_LAYERS, batch)
+        copies = ("copy", "copy-start")
+        assert moves_in_loops(text, smallest, copies) == []
+        assert memory.temp_size_in_bytes < cache_bytes / 2
+
+
+@pytest.mark.parametrize("num_draft, batch, draft_layers", UNROLLED)
+def test_unrolled_layers_are_read_where_they_lie(num_draft, batch, draft_layers):
+    """No whole layer's keys are moved: the products read the cache itself, or a prefix of it.
+
+    One query a row reads the cache itself.
+    """
+    text, _, _ = compiled(num_draft, batch, draft_layers, False)
+    parts = 1 if num_draft else NUM_PREFIXES
+    assert moves_in_loops(text, elements(1, batch) // parts) == []
+
+
+@pytest.mark.parametrize(
+    "tree, has_head, batch",
+    [
+        (None, True, 1), (Tree.branching((2, 2)), True, 2), (DynamicTree(12, 3, 4), True, 1),
+        (DynamicTree(12, 3, 4), False, 2),
+    ],
+    ids=["head-chain", "head-static", "head-dynamic", "standalone-dynamic"],
+)  # fmt: skip
+def test_heads_and_trees_move_no_cache(tree, has_head, batch):
+    """The accepted path is gathered slot by slot, and the window's mask is no copy of a cache."""
+    num_draft = 4 if tree is None else tree.num_nodes
+    program, cache_bytes = compile_generate(num_draft, batch, tree=tree, has_head=has_head)
+    assert moves_in_loops(program.as_text(), elements(1, batch)) == []
+    assert program.memory_analysis().alias_size_in_bytes >= cache_bytes
+
+
+def test_a_chunk_that_may_end_early_moves_no_cache():
+    (*arguments, rounds), system, cache_bytes = lower(4, batch=2)
+    program = decoding.generate.lower(*arguments, rounds, rounds, system=system).compile()
+    assert moves_in_loops(program.as_text(), elements(1, 2)) == []
+    assert program.memory_analysis().alias_size_in_bytes >= cache_bytes
+
+
+@flax.struct.dataclass
+class _OneLayer:
+    """The cache of one layer, as a scan would hand it out."""
+
+    keys: jax.Array  # dtype[1,B,G,S,H]
+    values: jax.Array  # dtype[1,B,G,S,H]
+    attend = KVCache.attend
+
+    def layer(self, index):
+        return self.keys[index], self.values[index]
+
+    def write(self, layer, keys, values, start):
+        def put(cache, new):
+            for b in range(new.shape[0]):
+                at = (layer, b, 0, start[b], 0)
+                cache = jax.lax.dynamic_update_slice(cache, new[None, b : b + 1], at)
+            return cache
+
+        return _OneLayer(put(self.keys, keys), put(self.values, values))
+
+
+def _forward_through_scan(params, tokens, cache, *, window_offset=0, config):
+    """A target that hands its cache to the layers' scan as xs and takes it back as ys."""
+    window = layers.Window.behind(config, cache, *tokens.shape, window_offset)
+
+    def body(x, scanned):
+        layer, keys, values = scanned
+        one = _OneLayer(keys[None], values[None])
+        x, one = transformer.decoder_layer(layer, x, one, 0, window, config)
+        return x, (one.keys[0], one.values[0])
+
+    x = jnp.take(params["embed"], tokens, axis=0)
+    x, (keys, values) = jax.lax.scan(body, x, (params["layers"], cache.keys, cache.values))
+    return ForwardOutput(x, cache.replace(keys=keys, values=values))
+
+
+@pytest.mark.parametrize("num_draft", [0, 4])
+def test_mutation_a_cache_that_goes_through_scan_is_found(num_draft):
+    c = config(TARGET_LAYERS, scan_layers=True)
+    mutant = transformer.model(c)._replace(
+        forward=functools.partial(_forward_through_scan, config=c)
+    )
+    program, cache_bytes = compile_generate(num_draft, scan_layers=True, model=mutant)
+    copies = moves_in_loops(program.as_text(), elements(TARGET_LAYERS, 1), ("copy", "copy-start"))
+    assert copies
+    assert program.memory_analysis().temp_size_in_bytes > cache_bytes / 2
+
+
+def test_mutation_a_state_that_is_not_donated_is_found():
+    arguments, system, cache_bytes = lower(4)
+    keeping = jax.jit(decoding.generate.__wrapped__, static_argnames=("system",))
+    program = keeping.lower(*arguments, system=system).compile()
+    assert program.memory_analysis().alias_size_in_bytes < cache_bytes

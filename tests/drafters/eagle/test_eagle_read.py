@@ -1,0 +1,421 @@
+"""Heads as other projects publish them, written here by NumPy, and every way to be wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from support.published_heads import (
+    FC_NORMS,
+    HEADS,
+    IDS,
+    MASK,
+    TARGET,
+    D,
+    F,
+    U,
+    V,
+    params_of,
+    write_head,
+)
+from support.tiny_models import random_tensor, random_tokens, random_weights
+
+import spec_jax
+from spec_jax.drafters.common.vocabulary import check_offsets
+from spec_jax.drafters.eagle.model import forward, head_table, join_features, recycle, unembed
+from spec_jax.drafters.eagle.read import read_head
+from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.loading import LoadedModel
+from spec_jax.models import transformer
+from spec_jax.models.config import RopeConfig
+
+
+def outputs(params, config):
+    """States and logits of pairs behind random features, and of a recycled step."""
+    model = transformer.model(TARGET)
+    both = {"head": jax.tree.map(jnp.asarray, params), "target": random_weights(TARGET)}
+    embed = both["head" if config.own_embed else "target"]["embed"]
+    features = jnp.asarray(random_tensor("features", (2, 5, len(config.taps) * D), 0))
+    tokens = random_tokens(2, 5)
+    state = join_features(both["head"], features, config)
+    for _ in range(2):
+        x, _ = forward(both["head"], embed, state, tokens, None, config=config)
+        state = recycle(both["head"], x, config)
+    return x, unembed(both, x, config, model)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_published_head_is_the_same_head_built_directly(tmp_path, name):
+    _, names, expected = HEADS[name]
+    head = read_head(write_head(tmp_path, name), TARGET)
+    assert head.config == expected
+    params = params_of(names, expected)
+    assert head.params.keys() == params.keys()
+    assert head.params.keys() - {"d2t"} == head_table(expected).keys()
+    jax.tree.map(np.testing.assert_array_equal, head.params, params)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        outputs(head.params, head.config), outputs(params, expected),
+    )  # fmt: skip
+
+
+def test_weights_have_the_dtype_asked_for_and_offsets_stay_integers(tmp_path):
+    head = read_head(write_head(tmp_path), TARGET, jnp.bfloat16)
+    assert {x.dtype.name for n, x in head.params.items() if n != "d2t"} == {"bfloat16"}
+    assert head.params["d2t"].dtype == jnp.int32
+
+
+def test_both_vocabulary_tables_may_be_there_where_the_vocabularies_are_equal(tmp_path):
+    tables = {"d2t": np.zeros(V, np.int64), "t2d": np.ones(V, bool)}
+    name = "eagle-3 whole vocabulary"
+    assert "d2t" not in read_head(write_head(tmp_path, name, tensors=tables), TARGET).params
+    only = {"t2d": MASK}
+    with pytest.raises(WeightsError, match="t2d disagree"):
+        read_head(write_head(tmp_path, name, tensors=only), TARGET)
+
+
+def test_a_reduced_vocabulary_needs_no_t2d(tmp_path):
+    head = read_head(write_head(tmp_path, without=["t2d"]), TARGET)
+    np.testing.assert_array_equal(head.params["d2t"] + np.arange(U), IDS)
+
+
+def test_rotary_buffers_of_old_checkpoints_are_ignored(tmp_path):
+    buffer = {"layers.0.self_attn.rotary_emb.inv_freq": np.ones(3, np.float32)}
+    assert "fc" in read_head(write_head(tmp_path, "eagle-1", tensors=buffer), TARGET).params
+
+
+# ------------------------------------------------------------------- pytorch_model.bin
+
+
+def test_a_pickled_checkpoint_is_the_same_head(tmp_path):
+    torch = pytest.importorskip("torch")
+    directory = write_head(tmp_path)
+    expected = read_head(directory, TARGET)
+    stored = load_file(directory / "model.safetensors")
+    tensors = {name: torch.from_numpy(x) for name, x in stored.items()}
+    tensors["norm.weight"] = tensors["norm.weight"].bfloat16()
+    torch.save(tensors, directory / "pytorch_model.bin")
+    (directory / "model.safetensors").unlink()
+    head = read_head(directory, TARGET)
+    rounded = expected.params["norm"].astype(jnp.bfloat16).astype(jnp.float32)
+    params = {**expected.params, "norm": rounded}
+    jax.tree.map(np.testing.assert_array_equal, head.params, params)
+    assert head.config == expected.config and head.notes == expected.notes
+
+
+@pytest.mark.parametrize("value", [[1], {"fc.weight": 3}, None], ids=str)
+def test_a_pickle_of_something_else_is_refused(tmp_path, value):
+    torch = pytest.importorskip("torch")
+    directory = write_head(tmp_path)
+    (directory / "model.safetensors").unlink()
+    file = directory / "pytorch_model.bin"
+    file.write_bytes(b"no pickle") if value is None else torch.save(value, file)
+    with pytest.raises(WeightsError, match=r"pytorch_model\.bin (cannot be read|holds something)"):
+        read_head(directory, TARGET)
+
+
+def test_without_torch_a_pickle_says_what_to_do(tmp_path, monkeypatch):
+    directory = write_head(tmp_path)
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(WeightsError, match=r"needs torch.*install.*or convert"):
+        read_head(directory, TARGET)
+
+
+def test_a_directory_without_weights_or_config_says_so(tmp_path):
+    directory = write_head(tmp_path)
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(WeightsError, match="neither"):
+        read_head(directory, TARGET)
+    with pytest.raises(WeightsError, match=r"config\.json"):
+        read_head(directory / "absent", TARGET)
+
+
+# ------------------------------------------------------------------------------- strict
+
+
+def zeros(*shape):
+    return np.zeros(shape, np.float32)
+
+
+@pytest.mark.parametrize("name", ["eagle-1", "eagle-3", "specforge fc_norm", "speculators norms"])
+def test_every_missing_tensor_is_named(tmp_path, name):
+    for tensor in HEADS[name][1]:
+        directory = write_head(tmp_path, name, without=[tensor])
+        with pytest.raises((WeightsError, ConfigError)) as error:
+            read_head(directory, TARGET)
+        assert f"tensor {tensor} is missing" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "message"),
+    [
+        ("eagle-1", {"lm_head.weight": zeros(V, D)}, r"unexpected tensors lm_head\.weight"),
+        ("eagle-1", {"layers.1.mlp.up_proj.weight": zeros(F, D)}, r"unexpected.*layers\.1\.mlp"),
+        ("eagle-1", {"layers.0.input_layernorm.weight": zeros(D)}, "unexpected.*input_layernorm"),
+        ("eagle-1", {"fc.weight": zeros(D, 3 * D)}, r"fc\.weight has shape \[16, 48\].*\[16, 32\]"),
+        ("eagle-1", {"fc.weight": zeros(D)}, r"fc\.weight has shape \[16\]"),
+        ("eagle-3", {"fc.bias": zeros(D)}, r"unexpected tensors fc\.bias"),
+        ("eagle-3", {"layers.0.hidden_norm.weight": zeros(D)}, "unexpected.*layers.0.hidden_norm"),
+        ("eagle-3", {"fc_norm.3.weight": zeros(D)}, "unexpected.*fc_norm.3"),
+        ("speculators", {"input_norm.weight": zeros(3 * D)}, "unexpected.*input_norm"),
+        ("speculators", {"verifier_norm.weight": zeros(D)}, "unexpected.*verifier_norm"),
+        ("eagle-3", {"lm_head.weight": zeros(V, D)}, r"\[31, 16\]; config.json .*\[20, 16\]"),
+        ("eagle-3", {"midlayer.self_attn.q_proj.weight": zeros(12, D)}, r"q_.*\[12, 16\].*32\]"),
+        ("eagle-3", {"norm.weight": np.full(D, np.nan, np.float32)}, "norm.weight holds NaN"),
+        ("eagle-3", {"embed_tokens.weight": zeros(V, 8)}, r"embed_tokens.*\[31, 8\].*\[31, 16\]"),
+        ("eagle-3 narrow", {"embed_tokens.weight": zeros(V, D)}, r"embed_.*\[31, 16\].*\[31, 10\]"),
+    ],
+)
+def test_an_unexpected_or_misshapen_tensor_is_named(tmp_path, name, tensors, message):
+    with pytest.raises(WeightsError, match=message):
+        read_head(write_head(tmp_path, name, tensors=tensors), TARGET)
+
+
+OFFSETS = IDS - np.arange(U)
+OTHER_MASK = MASK ^ np.isin(np.arange(V), [IDS[3], np.flatnonzero(~MASK)[0]])
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"d2t": IDS}, "looks like ids of the target"),
+        ({"d2t": np.where(np.arange(U) == 7, OFFSETS[7] - 9, OFFSETS)}, "strictly increasing"),
+        ({"d2t": np.where(np.arange(U) == 7, OFFSETS[6] - 1, OFFSETS)}, "draft ids 6 and 7"),
+        ({"d2t": np.full(U, -1)}, "ids -1 to 18; expected 0 to 30"),
+        ({"d2t": np.full(U, 12)}, "ids 12 to 31; expected 0 to 30"),
+        ({"d2t": OFFSETS.astype(np.float32)}, "dtype float32; expected integers"),
+        ({"d2t": OFFSETS[:-1]}, r"d2t has shape \[19\].*\[20\]"),
+        ({"t2d": OTHER_MASK}, "d2t and t2d disagree"),
+        ({"t2d": MASK[:-1]}, r"t2d has shape \[30\].*\[31\]"),
+        ({"t2d": OFFSETS[np.arange(V) % U]}, "no mask; expected booleans"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_a_table_that_is_no_table_of_offsets_is_refused(tmp_path, tensors, message):
+    with pytest.raises(WeightsError, match=message):
+        read_head(write_head(tmp_path, tensors=tensors), TARGET)
+
+
+def test_a_missing_d2t_is_named(tmp_path):
+    with pytest.raises(WeightsError, match="tensor d2t is missing"):
+        read_head(write_head(tmp_path, without=["d2t"]), TARGET)
+
+
+def test_sparse_offsets_pass_where_the_mask_confirms_them():
+    ids = np.arange(0, 30, 3)  # offsets that also increase strictly, as ids do
+    mask = np.isin(np.arange(V), ids).astype(np.uint8)
+    np.testing.assert_array_equal(check_offsets(ids - np.arange(10), mask, V) + np.arange(10), ids)
+    with pytest.raises(WeightsError, match="looks like ids"):
+        check_offsets(ids - np.arange(10), None, V)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "message"),
+    [
+        ("eagle-3", {"target_hidden_size": 20}, "target of width 20; this one has 16"),
+        ("eagle-3", {"hidden_size": 20}, "target of width 20; this one has 16"),
+        ("eagle-3", {"vocab_size": 40}, "target of vocabulary 40; this one has 31"),
+        ("speculators", {"target_hidden_size": 20}, "target of width 20; this one has 16"),
+        ("speculators", {"transformer_layer_config": None}, "vocabulary None"),
+        ("speculators", {"transformer_layer_config": [1]}, "expected an object"),
+        ("speculators", {"speculators_model_type": "dflash"}, "'dflash' is not supported"),
+        ("eagle-3", {"num_hidden_layers": 2}, "2 layers; expected 1"),
+        ("eagle-3", {"draft_vocab_size": 40}, "draft vocabulary 40 is larger than .* 31"),
+        ("eagle-3", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        ("eagle-3", {"eagle_config": 3}, "eagle_config is 3"),
+        ("eagle-3", {"fc_norm": "yes"}, "fc_norm is 'yes'"),
+        ("eagle-3", {"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, r"9\]; the target has 8"),
+        ("eagle-3", {"eagle_aux_hidden_state_layer_ids": [2, -1]}, "expected a list of layers"),
+        ("eagle-3", {"layer_types": ["sliding_attention"]}, "sliding_attention"),
+        ("eagle-3", {"layer_types": 3}, "layer_types is 3"),
+        ("eagle-3", {"rope_scaling": "linear"}, "rope_scaling is 'linear'; expected an object"),
+        ("eagle-3", {"rope_theta": "x"}, "rope_theta is 'x'; expected a number"),
+        ("eagle-3", {"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; expected a number"),
+        ("eagle-3", {"target_hidden_size": "16"}, "width '16'; this one has 16"),
+        ("eagle-3", {"hidden_act": "gelu"}, "gelu"),
+        ("eagle-3", {"intermediate_size": None}, "intermediate_size"),
+        ("eagle-1", {"hidden_size": 20, "target_hidden_size": D}, "width is 20; .* has 16"),
+    ],
+)
+def test_a_head_for_another_target_or_of_another_kind_is_refused(tmp_path, name, config, message):
+    with pytest.raises(ConfigError, match=message):
+        read_head(write_head(tmp_path, name, **config), TARGET)
+
+
+def test_the_number_of_tapped_states_is_checked_against_the_weights(tmp_path):
+    two = {"fc.weight": zeros(D, 2 * D)}
+    with pytest.raises(WeightsError, match=r"2 states of the target's width 16; taps.*are 3"):
+        read_head(write_head(tmp_path, tensors=two), TARGET)
+    odd = {"fc.weight": zeros(D, 40)}
+    with pytest.raises(WeightsError, match=r"40 features, 2\.50 states"):
+        read_head(write_head(tmp_path, tensors=odd), TARGET)
+    named = {"eagle_aux_hidden_state_layer_ids": [2, 5]}
+    directory = write_head(tmp_path, tensors=two, **named)
+    assert read_head(directory, TARGET).config.taps == (2, 5)
+
+
+# -------------------------------------------------------------------------------- notes
+
+
+def notes_of(directory, **overrides):
+    head = read_head(directory, TARGET, **overrides)
+    return head.config, " ".join(head.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "ids", "taps", "message"),
+    [
+        ("eagle-3", None, (2, 4, 5), r"usual \(2, 4, 5\)"),
+        ("eagle-3", [2, 4, 5], (2, 4, 5), r"states before those layers: taps are \(2, 4, 5\)"),
+        ("eagle-3", [3, 6, 8], (3, 6, 8), "states before those layers"),
+        ("eagle-3", [1, 3, 7], (2, 4, 8), r"outputs of those layers: taps are \(2, 4, 8\)"),
+        ("eagle-3", [1, 4, 8], (1, 4, 8), "states before those layers"),  # layer 8 is none
+        ("specforge", [3, 4, 6], (3, 4, 6), r"Pass taps=\(4, 5, 7\) where"),
+        ("speculators", None, (2, 4, 5), "usual"),
+        ("speculators", [1, 3, 4], (1, 3, 4), r"Pass taps=\(2, 4, 5\) where"),
+    ],
+)
+def test_numbering_of_tapped_layers_is_resolved_and_said(tmp_path, name, ids, taps, message):
+    directory = write_head(tmp_path, name, eagle_aux_hidden_state_layer_ids=ids)
+    config, notes = notes_of(directory)
+    assert config.taps == taps
+    assert re.search(message, notes)
+
+
+def test_biases_that_only_the_config_tells_of_are_off_and_said(tmp_path):
+    config, notes = notes_of(write_head(tmp_path, attention_bias=True))
+    assert not config.layer.attention_bias and "there is no q_proj.bias" in notes
+
+
+def test_default_taps_need_a_target_deep_enough(tmp_path):
+    shallow = dataclasses.replace(TARGET, num_hidden_layers=6)
+    with pytest.raises(ConfigError, match=r"6 layers is too shallow .*\(2, 3, 3\).*pass taps"):
+        read_head(write_head(tmp_path), shallow)
+    assert read_head(tmp_path, shallow, taps=(1, 3, 6)).config.taps == (1, 3, 6)
+
+
+def test_an_explicit_argument_wins_and_is_said(tmp_path):
+    directory = write_head(tmp_path, "specforge", norm_output=True)
+    config, notes = notes_of(
+        directory, taps=(0, 4, 8), norm_output=False, norm_before_residual=True
+    )
+    assert (config.taps, config.norm_output, config.norm_before_residual) == ((0, 4, 8), 0, 1)
+    for said in ("taps are (0, 4, 8): the caller", "norm_output is False: the caller"):
+        assert said in notes
+    assert "SpecForge before" not in notes and "outputs of those layers" not in notes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"tap": (1,)}, "tap is no option of a head; known: taps, fc_bias"),
+        ({"norm_output": 1}, "norm_output is 1; expected True or False"),
+        ({"taps": 3}, "taps is 3; expected a tuple"),
+        ({"taps": (0, 4, 10)}, r"taps \(0, 4, 10\) do not exist"),
+        ({"taps": ("0", 4, 5)}, "do not exist"),
+    ],
+)
+def test_an_argument_that_cannot_be_is_refused(tmp_path, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        read_head(write_head(tmp_path), TARGET, **overrides)
+
+
+def test_what_specforge_means_by_norm_output_is_said(tmp_path):
+    on, notes = notes_of(write_head(tmp_path, "specforge", norm_output=True))
+    assert on.norm_output and "pass norm_output=False" in notes
+    off, notes = notes_of(write_head(tmp_path, "specforge", norm_output=False))
+    assert not off.norm_output and "not supported" in notes
+    absent, notes = notes_of(write_head(tmp_path, "specforge"))
+    assert not absent.norm_output and "norm_output" not in notes
+
+
+def test_a_speculators_head_that_does_not_say_its_residual_is_said(tmp_path):
+    config, notes = notes_of(write_head(tmp_path, "speculators", norm_before_residual=None))
+    assert not config.norm_before_residual
+    assert "does not say norm_before_residual" in notes
+    assert "norm_before_residual" not in notes_of(write_head(tmp_path, "speculators"))[1]
+
+
+def test_norms_that_only_the_tensors_tell_of_are_read_and_said(tmp_path):
+    norms = {n: zeros(*shape) for n, (_, shape) in FC_NORMS.items()}
+    config, notes = notes_of(write_head(tmp_path, "specforge", tensors=norms))
+    assert config.fc_norm and "fc_norm; it is on" in notes
+
+
+def test_the_rotary_base_is_the_heads_own(tmp_path):
+    config, notes = notes_of(write_head(tmp_path))
+    assert config.layer.rope == RopeConfig(rope_theta=1e4) and "rope" not in notes
+    config, notes = notes_of(write_head(tmp_path, rope_theta=None))
+    assert config.layer.rope.rope_theta == 1e4 and "10000 is assumed" in notes
+    parameters = {"rope_type": "default", "rope_theta": 7.0}
+    config, notes = notes_of(write_head(tmp_path, rope_theta=None, rope_parameters=parameters))
+    assert config.layer.rope.rope_theta == 7.0 and "rope" not in notes
+
+
+def test_the_layer_of_an_eagle_head_is_llamas_whatever_its_target_is(tmp_path):
+    config, notes = notes_of(write_head(tmp_path, model_type="qwen3"))
+    assert config.layer.model_type == "llama" and "model_type 'qwen3'" in notes
+
+
+def test_a_head_that_leaves_nothing_open_has_no_notes_but_its_taps(tmp_path):
+    assert len(read_head(write_head(tmp_path, "speculators"), TARGET).notes) == 1
+    assert read_head(write_head(tmp_path, "eagle-1"), TARGET).notes == ()
+
+
+# ---------------------------------------------------------------------------- load_head
+
+MODEL = LoadedModel("tiny", transformer.model(TARGET), random_weights(TARGET), config=TARGET)
+
+
+def test_a_head_loads_for_its_target_in_the_targets_dtype(tmp_path):
+    head = spec_jax.load_head(write_head(tmp_path), MODEL)
+    assert head.name == str(tmp_path)
+    assert head.config == HEADS["eagle-3"][2]
+    assert head.params["fc"].dtype == jnp.float32
+    assert any("usual" in note for note in head.notes)
+    half = spec_jax.load_head(tmp_path, MODEL, "bfloat16", taps=(0, 1, 2))
+    assert (half.params["fc"].dtype.name, half.config.taps) == ("bfloat16", (0, 1, 2))
+    with pytest.raises(ConfigError, match="dtype is 'int8'"):
+        spec_jax.load_head(tmp_path, MODEL, "int8")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_copy_of_the_targets_embedding_is_left_out(tmp_path, dtype):
+    copy = {"embed_tokens.weight": np.asarray(MODEL.params["embed"].astype(dtype))}
+    head = spec_jax.load_head(write_head(tmp_path, "eagle-1", tensors=copy), MODEL)
+    assert "embed" not in head.params and not head.config.own_embed
+    assert "copy of the target's" in " ".join(head.notes)
+
+
+def test_an_embedding_that_differs_from_the_targets_is_the_heads_own(tmp_path):
+    other = random_tensor("other", (V, D), 0)
+    directory = write_head(tmp_path, tensors={"embed_tokens.weight": other})
+    head = spec_jax.load_head(directory, MODEL)
+    assert head.config.own_embed and "keeps its own" in " ".join(head.notes)
+    np.testing.assert_array_equal(head.params["embed"], other)
+    shared = spec_jax.load_head(directory, MODEL, own_embed=False)
+    assert "embed" not in shared.params and "shares the target's" in " ".join(shared.notes)
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "message"),
+    [(None, None, "target is None; expected a LoadedModel"), (MODEL, "foo", "dtype is 'foo'"),
+     (MODEL, 3, "dtype is 3")],
+    ids=["target", "name", "number"],
+)  # fmt: skip
+def test_arguments_of_another_kind_are_refused(tmp_path, target, dtype, message):
+    with pytest.raises(ConfigError, match=message):
+        spec_jax.load_head(tmp_path, target, dtype)
+
+
+def test_a_target_without_a_config_is_refused(tmp_path):
+    bare = dataclasses.replace(MODEL, config=None)
+    with pytest.raises(ConfigError, match="tiny has no config"):
+        spec_jax.load_head(write_head(tmp_path), bare)

@@ -1,0 +1,255 @@
+"""Heads written in the layouts of other projects: read back bit for bit, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from support.published_heads import IDS, LAYER, MASK, SMALL, TAPS, TARGET, D, U, V
+from support.tiny_models import random_tensor, random_weights
+
+import spec_jax
+from spec_jax.drafters.eagle.model import EagleConfig, head_table
+from spec_jax.drafters.eagle.read import read_head
+from spec_jax.drafters.eagle.write import write_head
+from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.loading import LoadedModel
+from spec_jax.models import checkpoint, transformer
+from spec_jax.models.config import RopeConfig
+
+L = TARGET.num_hidden_layers
+EMBED = random_weights(TARGET)["embed"]
+EAGLE_1 = EagleConfig(1, LAYER, D, V, (L + 1,))
+EAGLE_3 = EagleConfig(3, SMALL, D, V, TAPS)
+LAYOUTS = {"EAGLE-1": EAGLE_1, "EAGLE-3": EAGLE_3, "SpecForge": EAGLE_3, "speculators": EAGLE_3}
+WHOLE = dict(layer=LAYER)
+BIASED = dataclasses.replace(SMALL, attention_bias=True, mlp_bias=True, eos_token_id=(2, 7))
+NARROW = dict(layer=dataclasses.replace(SMALL, hidden_size=10), own_embed=True)
+YARN = RopeConfig("yarn", 5e5, factor=4.0, original_max_position_embeddings=16, truncate=False)
+QWEN2, QWEN3, SCALED = (
+    dataclasses.replace(SMALL, **change)
+    for change in (dict(model_type="qwen2"), dict(model_type="qwen3"), dict(rope=YARN))
+)
+NORMS = [
+    dict(norm_before_residual=residual, norm_output=output, **joined)
+    for residual, output, joined in itertools.product(
+        (False, True), (False, True), ({}, {"fc_norm": True}, {"norm_before_fc": True})
+    )
+]
+SHARED = [*NORMS, WHOLE, NARROW, dict(layer=SCALED), dict(taps=(0, 3)), dict(taps=(2, 4, 7, L))]
+SAYABLE = {
+    "EAGLE-1": [
+        {}, dict(fc_bias=True), dict(own_embed=True),
+        dict(layer=dataclasses.replace(LAYER, model_type="qwen2")),
+        dict(layer=dataclasses.replace(LAYER, rope=YARN, attention_bias=True)),
+    ],
+    "EAGLE-3": [
+        *SHARED, dict(own_embed=True, fc_bias=True), dict(layer=QWEN2), dict(layer=BIASED),
+        dict(taps=(1, 3, 7)),
+    ],
+    "SpecForge": [*SHARED, dict(fc_bias=True), dict(taps=(3, 5))],
+    "speculators": [
+        *SHARED, dict(own_embed=True), dict(layer=QWEN3), dict(layer=BIASED), dict(taps=(1, 3, 7)),
+    ],
+}  # fmt: skip
+CASES = [(layout, change) for layout, changes in SAYABLE.items() for change in changes]
+
+
+def make(layout, **change):
+    return dataclasses.replace(LAYOUTS[layout], **change)
+
+
+def params_of(config, dtype=jnp.float32):
+    table = head_table(config)
+    params = {n: jnp.asarray(random_tensor(n, spec.shape, 0), dtype) for n, spec in table.items()}
+    if config.layer.vocab_size < V:
+        params["d2t"] = jnp.asarray(IDS - np.arange(U), jnp.int32)
+    return params
+
+
+def write(directory, config, layout, params=None, **options):
+    if layout == "speculators":
+        options = {"verifier": "some/target", "target_embed": EMBED, **options}
+    params = params_of(config) if params is None else params
+    write_head(directory, config, params, layout=layout, target_config=TARGET, **options)
+    return json.loads((directory / "config.json").read_text())
+
+
+def assert_same(read, config, params):
+    assert read.config == config
+    assert {n: w.dtype for n, w in read.params.items()} == {n: w.dtype for n, w in params.items()}
+    jax.tree.map(np.testing.assert_array_equal, read.params, params)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("layout", "change"), CASES, ids=str)
+def test_what_is_written_is_read_back_bit_for_bit(tmp_path, layout, change, dtype):
+    config = make(layout, **change)
+    params = params_of(config, dtype)
+    write(tmp_path, config, layout, params)
+    assert {f.name for f in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+    for embed in (None, EMBED):  # whether the reader can compare or not
+        read = read_head(tmp_path, TARGET, dtype, target_embed=embed)
+        assert read.layout == layout
+        assert_same(read, config, params)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_head_of_a_targets_own_kind_loads_in_one_call(tmp_path, layout):
+    target = LoadedModel("tiny", transformer.model(TARGET), random_weights(TARGET), config=TARGET)
+    config = EagleConfig.of_target(TARGET, 1 if layout == "EAGLE-1" else 3)
+    params = params_of(config)
+    write(tmp_path, config, layout, params)
+    assert_same(spec_jax.load_head(tmp_path, target), config, params)
+
+
+def test_weights_are_stored_in_the_dtype_asked_for(tmp_path):
+    for dtype in ("bfloat16", "float16"):
+        hf = write(tmp_path, EAGLE_3, "EAGLE-3", dtype=dtype)
+        stored = load_file(tmp_path / "model.safetensors")
+        kinds = {n: x.dtype.name for n, x in stored.items()}
+        assert (kinds.pop("d2t"), kinds.pop("t2d")) == ("int64", "bool")
+        assert set(kinds.values()) == {dtype} and hf["dtype"] == hf["torch_dtype"] == dtype
+    np.testing.assert_array_equal(stored["d2t"] + np.arange(U), IDS)
+    np.testing.assert_array_equal(stored["t2d"], MASK)
+
+
+def test_no_layout_leaves_a_flag_to_be_guessed(tmp_path):
+    flags = {"norm_before_residual", "norm_before_fc", "fc_norm"}
+    size = {"vocab_size": V, "tie_word_embeddings": False, "num_hidden_layers": 1, "head_dim": 6}
+    rope = {"rope_theta": 1e4, "rope_scaling": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}  # fmt: skip
+    for layout in ("EAGLE-3", "SpecForge", "speculators"):
+        hf = write(tmp_path, EAGLE_3, layout)
+        assert all(hf[name] is False for name in flags)
+        assert hf["draft_vocab_size"] == U
+        layer = hf["transformer_layer_config"] if layout == "speculators" else hf
+        assert {n: layer[n] for n in (*size, *rope)} == size | rope
+        # To SpecForge of old, false meant that what is scored is not normalised.
+        assert ("norm_output" in hf) == (layout != "SpecForge")
+        assert write(tmp_path, make(layout, norm_output=True), layout)["norm_output"] is True
+
+
+@pytest.mark.parametrize(
+    ("layout", "taps", "ids", "name"),
+    [
+        ("EAGLE-3", TAPS, [2, 4, 5], "LlamaForCausalLM"),
+        ("SpecForge", TAPS, [1, 3, 4], "LlamaForCausalLMEagle3"),
+        ("SpecForge", (3, 4, 5), [3, 4, 5], "LlamaForCausalLMEagle3"),
+        ("speculators", TAPS, [2, 4, 5], "Eagle3Speculator"),
+    ],
+)
+def test_tapped_layers_are_numbered_as_the_layouts_loaders_count(
+    tmp_path, layout, taps, ids, name
+):
+    hf = write(tmp_path, make(layout, taps=taps), layout)
+    assert hf["architectures"] == [name]
+    part = hf["eagle_config"] if layout == "SpecForge" else hf
+    assert part["eagle_aux_hidden_state_layer_ids"] == ids
+
+
+def test_another_width_than_the_targets_is_said_and_its_own_is_not(tmp_path):
+    for layout in ("EAGLE-3", "SpecForge"):
+        assert "target_hidden_size" not in write(tmp_path, EAGLE_3, layout)
+        assert write(tmp_path, make(layout, **NARROW), layout)["target_hidden_size"] == D
+    assert write(tmp_path, EAGLE_3, "speculators")["target_hidden_size"] is None
+
+
+def test_an_embedding_is_written_where_loaders_take_it_from_the_file(tmp_path):
+    def has_embed(layout, **options):
+        write(tmp_path, make(layout), layout, **options)
+        return "embed_tokens.weight" in load_file(tmp_path / "model.safetensors")
+
+    for layout in ("EAGLE-1", "EAGLE-3"):
+        assert not has_embed(layout) and has_embed(layout, target_embed=EMBED)
+        assert not read_head(tmp_path, TARGET, target_embed=EMBED).config.own_embed
+    assert not has_embed("SpecForge", target_embed=EMBED)
+    assert has_embed("speculators")
+    with pytest.raises(ConfigError, match="target_embed is None; speculators"):
+        has_embed("speculators", target_embed=None)
+    with pytest.raises(WeightsError, match=r"target_embed has shape \[31, 8\].*\[31, 16\]"):
+        has_embed("EAGLE-1", target_embed=EMBED[:, :8])
+
+
+def test_speculators_config_names_the_verifier_and_the_drafts(tmp_path):
+    said = write(tmp_path, EAGLE_3, "speculators", num_speculative_tokens=5)["speculators_config"]
+    verifier = {"name_or_path": "some/target", "architectures": ["LlamaForCausalLM"]}
+    assert said["verifier"] == verifier and said["algorithm"] == "eagle3"
+    assert said["proposal_methods"][0]["speculative_tokens"] == 5
+    for options, message in (
+        (dict(verifier=None), "verifier is None; expected the target's name"),
+        (dict(num_speculative_tokens=0), "num_speculative_tokens is 0; expected 1 or more"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            write(tmp_path, EAGLE_3, "speculators", **options)
+
+
+@pytest.mark.parametrize(
+    ("layout", "config", "message"),
+    [
+        ("eagle", EAGLE_3, "layout is 'eagle'; known: EAGLE-1, EAGLE-3, SpecForge, speculators"),
+        ("EAGLE-3", EAGLE_1, "version 1 has no place in the layout EAGLE-3; expected version 3"),
+        ("EAGLE-1", EAGLE_3, "version 3 has no place in the layout EAGLE-1; expected version 1"),
+        ("EAGLE-1", make("EAGLE-1", taps=(4,)), r"taps is \(4,\); in the layout .* as \(9,\)"),
+        ("EAGLE-3", make("EAGLE-3", taps=(2, L + 1)), r"\(2, 9\) hold 9, the state behind the"),
+        ("EAGLE-3", make("EAGLE-3", taps=(2, L + 2)), r"taps \(2, 10\) do not exist"),
+        ("EAGLE-3", make("EAGLE-3", layer=QWEN3), "layer.model_type is 'qwen3'; .* as 'llama'"),
+        ("speculators", make("EAGLE-3", layer=QWEN2), "'qwen2' is not known to speculators"),
+        ("speculators", make("EAGLE-3", fc_bias=True), "fc_bias is True; speculators joins"),
+        ("SpecForge", make("EAGLE-3", taps=(1, 3, 7)), r"\(1, 3, 7\) begin with 1.*use the layout"),
+        ("SpecForge", make("EAGLE-3", layer=BIASED), "biases, which SGLang leaves out"),
+        ("SpecForge", make("EAGLE-3", layer=QWEN2), "biases, which SGLang leaves out"),
+        ("SpecForge", make("EAGLE-3", own_embed=True), "own_embed is True and the head as wide"),
+        ("EAGLE-3", make("EAGLE-3", target_vocab_size=40), "vocabulary 40; this one has 31"),
+    ],
+)
+def test_what_a_layout_cannot_say_is_refused(tmp_path, layout, config, message):
+    with pytest.raises(ConfigError, match=message):
+        write(tmp_path, config, layout)
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_that_are_not_the_configs_are_refused(tmp_path):
+    params = params_of(EAGLE_3)
+    for wrong, message in (
+        ({n: w for n, w in params.items() if n != "norm"}, "^norm is missing; .*16"),
+        (params | {"q": params["q"][:3]}, r"^q has shape \[3, 12\]; its config asks .*\[32, 12\]"),
+        (params | {"d2t": params["d2t"][:-1]}, r"^d2t has shape \[19\]"),
+        (params | {"d2t": jnp.asarray(IDS[::-1])}, "d2t is no table of offsets"),
+        (params | {"d2t": jnp.full((U,), V)}, "ids 31 to 50; expected 0 to 30"),
+    ):
+        with pytest.raises(WeightsError, match=message):
+            write(tmp_path, EAGLE_3, "EAGLE-3", wrong)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_write_that_fails_leaves_the_files_that_were_there(tmp_path, monkeypatch):
+    write(tmp_path, EAGLE_3, "EAGLE-3")
+    before = {f.name: f.read_bytes() for f in tmp_path.iterdir()}
+
+    def fail(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(checkpoint, "save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write(tmp_path, make("EAGLE-3", fc_norm=True), "EAGLE-3")
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [("taps", 3, "taps is 3 in config.json; expected a list"), ("taps", [2, "4"], "do not exist"),
+     ("own_embed", "yes", "own_embed is 'yes' in config.json; expected true or false")],
+)  # fmt: skip
+def test_our_own_keys_are_checked_when_they_are_read(tmp_path, key, value, message):
+    hf = write(tmp_path, EAGLE_3, "EAGLE-3")
+    (tmp_path / "config.json").write_text(json.dumps(hf | {key: value}))
+    with pytest.raises(ConfigError, match=message):
+        read_head(tmp_path, TARGET)

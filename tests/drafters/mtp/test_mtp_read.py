@@ -1,0 +1,321 @@
+"""MTP modules of other projects: each layout written by hand and read back, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from support.tiny_models import LLAMA, QWEN2, random_tensor, random_weights
+
+import spec_jax
+from spec_jax.drafters.mtp.model import mtp, mtp_table
+from spec_jax.drafters.mtp.read import read_mtp
+from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.models import transformer
+from spec_jax.models.checkpoint import save_pretrained
+from spec_jax.models.families.deepseek import DeepseekConfig
+
+V, D, L, X = 31, 16, 2, 4
+TARGET = dataclasses.replace(LLAMA, max_position_embeddings=64)
+COMMON = dict(
+    vocab_size=V, hidden_size=D, num_hidden_layers=L, max_position_embeddings=64, rms_norm_eps=1e-6
+)
+NORMS = {"input_layernorm": (D,), "post_attention_layernorm": (D,)}
+GATED = lambda prefix, F: {
+    f"{prefix}.gate_proj": (F, D), f"{prefix}.up_proj": (F, D), f"{prefix}.down_proj": (D, F)
+}  # fmt: skip
+EXPERTS = {k: v for e in range(X) for k, v in GATED(f"mlp.experts.{e}", 6).items()}
+LAYERS = {
+    "deepseek_v3": NORMS | EXPERTS | GATED("mlp.shared_experts", 6) | {
+        "self_attn.q_a_proj": (8, D), "self_attn.q_a_layernorm": (8,),
+        "self_attn.q_b_proj": (12, 8), "self_attn.kv_a_proj_with_mqa": (8, D),
+        "self_attn.kv_a_layernorm": (6,), "self_attn.kv_b_proj": (18, 6),
+        "self_attn.o_proj": (D, 10), "mlp.gate": (X, D),
+    },
+    "qwen3_next": NORMS | EXPERTS | GATED("mlp.shared_expert", 10) | {
+        "self_attn.q_proj": (64, D), "self_attn.k_proj": (16, D), "self_attn.v_proj": (16, D),
+        "self_attn.o_proj": (D, 32), "self_attn.q_norm": (8,), "self_attn.k_norm": (8,),
+        "mlp.gate": (X, D), "mlp.shared_expert_gate": (1, D),
+    },
+    "mimo": NORMS | GATED("mlp", 24) | {
+        "self_attn.q_proj": (16, D), "self_attn.k_proj": (8, D), "self_attn.v_proj": (8, D),
+        "self_attn.o_proj": (D, 16),
+    },
+}  # fmt: skip
+CONFIGS = {
+    "deepseek_v3": dict(
+        num_attention_heads=2, q_lora_rank=8, kv_lora_rank=6, qk_nope_head_dim=4,
+        qk_rope_head_dim=2, v_head_dim=5, n_routed_experts=X, moe_intermediate_size=6,
+        num_experts_per_tok=2, n_shared_experts=1, n_group=2, topk_group=1,
+        scoring_func="sigmoid", topk_method="noaux_tc", routed_scaling_factor=2.5,
+    ),
+    "qwen3_next": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=X,
+        num_experts_per_tok=2, moe_intermediate_size=6, shared_expert_intermediate_size=10,
+        partial_rotary_factor=0.5, rope_theta=10000.0, rope_scaling=None,
+    ),
+    "mimo": dict(num_attention_heads=4, num_key_value_heads=2, intermediate_size=24),
+}  # fmt: skip
+OUTER = {  # ours -> theirs
+    "deepseek_v3": {
+        "embed_norm": "model.layers.{i}.enorm", "hidden_norm": "model.layers.{i}.hnorm",
+        "fc": "model.layers.{i}.eh_proj", "norm": "model.layers.{i}.shared_head.norm",
+    },
+    "qwen3_next": {
+        "embed_norm": "mtp.pre_fc_norm_embedding", "hidden_norm": "mtp.pre_fc_norm_hidden",
+        "fc": "mtp.fc", "norm": "mtp.norm",
+    },
+    "mimo": {
+        "embed_norm": "model.mtp_layers.{i}.token_layernorm",
+        "hidden_norm": "model.mtp_layers.{i}.hidden_layernorm",
+        "fc": "model.mtp_layers.{i}.input_proj", "norm": "model.mtp_layers.{i}.final_layernorm",
+    },
+}  # fmt: skip
+PREFIX = {
+    "deepseek_v3": "model.layers.{i}.", "qwen3_next": "mtp.layers.{i}.",
+    "mimo": "model.mtp_layers.{i}.",
+}  # fmt: skip
+
+
+def tensors_of(kind, ids):
+    """Random tensors of the modules of these ids, and two of the target's."""
+    shapes = {"model.embed_tokens.weight": (V, D), "lm_head.weight": (V, D),
+              "model.layers.0.mlp.some.weight": (3,)}  # fmt: skip
+    for i in ids:
+        outer = {ours: name.format(i=i) for ours, name in OUTER[kind].items()}
+        shapes |= {f"{outer[n]}.weight": (D,) for n in ("embed_norm", "hidden_norm", "norm")}
+        shapes[f"{outer['fc']}.weight"] = (D, 2 * D)
+        prefix = PREFIX[kind].format(i=i)
+        shapes |= {f"{prefix}{name}.weight": shape for name, shape in LAYERS[kind].items()}
+        if kind == "deepseek_v3":
+            shapes[f"{prefix}mlp.gate.e_score_correction_bias"] = (X,)
+        if kind == "mimo":
+            shapes |= {f"{prefix}self_attn.{n}_proj.bias": (w,) for n, w in zip("qkv", (16, 8, 8))}
+    return {name: random_tensor(name, shape, 0) for name, shape in shapes.items()}
+
+
+def write(directory, kind, tensors, **config):
+    save_file(
+        {k: np.ascontiguousarray(v) for k, v in tensors.items()}, directory / "model.safetensors"
+    )
+    hf = {"model_type": kind, **COMMON, **CONFIGS[kind], **config}
+    (directory / "config.json").write_text(json.dumps(hf))
+
+
+FIRST = {"deepseek_v3": L, "qwen3_next": 0, "mimo": 0}
+EXPECTED = {
+    "deepseek_v3": ("DeepSeek", "embedding-first", False),
+    "qwen3_next": ("Qwen3-Next", "embedding-first", True),
+    "mimo": ("MiMo", "hidden-first", False),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_each_layout_is_read_as_its_own_tensors(tmp_path, kind):
+    i = FIRST[kind]
+    tensors = tensors_of(kind, [i])
+    write(tmp_path, kind, tensors)
+    read = read_mtp(tmp_path, TARGET)
+    name, order, is_zero_centred = EXPECTED[kind]
+    config, module = read.config, read.params["0"]
+    assert (read.layout, config.order) == (name, order)
+    assert config.has_zero_centred_norms is is_zero_centred
+    assert (config.taps, config.protocol, config.num_modules) == ((L + 1,), "recycled", 1)
+    assert config.recycles_normed and not config.has_own_embed and not config.has_own_head
+    shapes = {k: w.shape for k, w in module.items()}
+    assert shapes == {k: s.shape for k, s in mtp_table(config).items()}
+    for ours, theirs in OUTER[kind].items():
+        theirs = tensors[f"{theirs.format(i=i)}.weight"]
+        np.testing.assert_array_equal(module[ours], theirs.T)
+    prefix = PREFIX[kind].format(i=i)
+    np.testing.assert_array_equal(module["o"], tensors[f"{prefix}self_attn.o_proj.weight"].T)
+    np.testing.assert_array_equal(
+        module["mlp_norm"], tensors[f"{prefix}post_attention_layernorm.weight"]
+    )
+    if "experts_up" in module:
+        for e in range(X):
+            expected = tensors[f"{prefix}mlp.experts.{e}.up_proj.weight"].T
+            np.testing.assert_array_equal(module["experts_up"][e], expected)
+    else:
+        np.testing.assert_array_equal(module["v_bias"], tensors[f"{prefix}self_attn.v_proj.bias"])
+    said = " ".join(read.notes)
+    for field in ("order", "taps", "recycles_normed", "has_zero_centred_norms", "has_own_embed"):
+        assert f"{field} = " in said
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_what_is_read_drafts(tmp_path, kind):
+    write(tmp_path, kind, tensors_of(kind, [FIRST[kind]]))
+    read = read_mtp(tmp_path, TARGET, jnp.bfloat16)
+    biases = {k: w.dtype for k, w in read.params["0"].items() if k == "router_bias"}
+    assert biases == ({"router_bias": jnp.float32} if kind == "deepseek_v3" else {})
+    drafter = mtp(read.config, transformer.model(TARGET, read.config.taps))
+    params = {"head": read.params, "target": {"embed": jnp.zeros((V, D), jnp.bfloat16)}}
+    one = jnp.ones((1,), jnp.int32)
+    features = jnp.ones((1, 3, D), jnp.bfloat16)
+    prefill = lambda: drafter.prefill(
+        params, drafter.init(params, 1, 8), jnp.zeros((1, 3), jnp.int32), 3 * one, one, features
+    )
+    state = jax.eval_shape(prefill)
+    assert (state.last.shape, state.last.dtype) == ((1, D), jnp.bfloat16)
+
+
+def test_several_modules_draft_one_after_the_other_unless_fewer_are_asked_for(tmp_path):
+    tensors = tensors_of("deepseek_v3", [L, L + 1])
+    write(tmp_path, "deepseek_v3", tensors, num_nextn_predict_layers=2)
+    read = read_mtp(tmp_path, TARGET)
+    assert (read.config.protocol, read.config.num_modules) == ("sequential", 2)
+    for i in range(2):
+        expected = tensors[f"model.layers.{L + i}.eh_proj.weight"].T
+        np.testing.assert_array_equal(read.params[str(i)]["fc"], expected)
+    read = read_mtp(tmp_path, TARGET, num_modules=1)
+    assert (read.config.protocol, list(read.params)) == ("recycled", ["0"])
+    with pytest.raises(ConfigError, match="recycled drafting uses one module"):
+        read_mtp(tmp_path, TARGET, protocol="recycled")
+    with pytest.raises(WeightsError, match=rf"model\.layers\.{L + 2}\..* is missing"):
+        read_mtp(tmp_path, TARGET, num_modules=3)
+
+
+def test_what_is_ambiguous_can_be_said_otherwise(tmp_path):
+    write(tmp_path, "mimo", tensors_of("mimo", [0]))
+    changes = dict(
+        order="embedding-first", taps=(L,), recycles_normed=False, has_zero_centred_norms=True,
+        protocol="sequential",
+    )  # fmt: skip
+    read = read_mtp(tmp_path, TARGET, **changes)
+    assert {name: getattr(read.config, name) for name in changes} == changes
+    assert "order = 'embedding-first': as the caller says." in read.notes
+    with pytest.raises(ConfigError, match="no option norms, order_; known: taps, num_modules"):
+        read_mtp(tmp_path, TARGET, order_="hidden-first", norms=1)
+
+
+ENDS = {
+    "embed": (f"model.layers.{L}.embed_tokens.weight", "model.embed_tokens.weight"),
+    "head": (f"model.layers.{L}.shared_head.head.weight", "lm_head.weight"),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_copies_of_the_targets_ends_are_dropped_and_others_are_kept(tmp_path, end):
+    own, theirs = ENDS[end]
+    field, base = f"has_own_{end}", tensors_of("deepseek_v3", [L])
+
+    def read(tensors, **overrides):
+        write(tmp_path, "deepseek_v3", tensors)
+        return read_mtp(tmp_path, TARGET, **overrides)
+
+    copy = read({**base, own: base[theirs]})
+    assert not getattr(copy.config, field) and end not in copy.params["0"]
+    assert any(f"{own} is a copy of {theirs}" in note for note in copy.notes)
+    other = read({**base, own: 2 * base[theirs]})
+    assert getattr(other.config, field)
+    assert other.params["0"][end].shape == ((V, D) if end == "embed" else (D, V))
+    alone = {k: v for k, v in base.items() if k not in ("lm_head.weight", theirs)}
+    alone = {k: v for k, v in alone.items() if k != "model.embed_tokens.weight"}
+    assert getattr(read({**alone, own: base[theirs]}).config, field)
+    told = read({**base, own: 2 * base[theirs]}, **{field: False})
+    assert end not in told.params["0"]
+    with pytest.raises(WeightsError, match=f"{own} is missing"):
+        read(base, **{field: True})
+
+
+def test_eight_bit_blocks_are_multiplied_by_their_scales(tmp_path):
+    tensors = tensors_of("deepseek_v3", [L])
+    name = f"model.layers.{L}.eh_proj.weight"  # [16, 32]: blocks of [12, 12] do not divide it
+    whole = tensors[name]
+    tensors[name] = np.asarray(jnp.asarray(whole * 16, jnp.float8_e4m3fn))
+    scales = np.random.RandomState(0).rand(2, 3).astype(np.float32)
+    config = dict(quantization_config=dict(weight_block_size=[12, 12]))
+    stored = tensors[name].astype(np.float32)
+    write(tmp_path, "deepseek_v3", {**tensors, f"{name}_scale_inv": scales}, **config)
+    fc = np.asarray(read_mtp(tmp_path, TARGET).params["0"]["fc"]).T
+    for i, j in np.ndindex(16, 32):
+        assert fc[i, j] == stored[i, j] * scales[i // 12, j // 12]
+    with pytest.raises(WeightsError, match=r"scale_inv has shape \[2, 3\]; .* has \[1, 1\] blocks"):
+        write(tmp_path, "deepseek_v3", {**tensors, f"{name}_scale_inv": scales})
+        read_mtp(tmp_path, TARGET)
+    with pytest.raises(WeightsError, match=r"eh_proj\.weight_scale_inv is missing"):
+        write(tmp_path, "deepseek_v3", tensors)
+        read_mtp(tmp_path, TARGET)
+    stray = {**tensors_of("deepseek_v3", [L]), f"model.layers.{L}.x.weight_scale_inv": scales}
+    with pytest.raises(WeightsError, match=r"unexpected tensors .*x\.weight_scale_inv"):
+        write(tmp_path, "deepseek_v3", stray)
+        read_mtp(tmp_path, TARGET)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_tensor_that_is_wrong_is_named(tmp_path, kind):
+    tensors = tensors_of(kind, [FIRST[kind]])
+    prefix = PREFIX[kind].format(i=FIRST[kind])
+    name = f"{prefix}self_attn.o_proj.weight"
+
+    def refused(changed, message):
+        write(tmp_path, kind, changed)
+        with pytest.raises(WeightsError, match=message):
+            read_mtp(tmp_path, TARGET)
+
+    refused({k: v for k, v in tensors.items() if k != name}, f"{name} is missing")
+    refused({**tensors, f"{prefix}extra.weight": np.zeros(2)}, f"unexpected .*{prefix}extra")
+    refused({**tensors, name: np.zeros((3, D), np.float32)}, rf"{name} has shape \[3, 16\]")
+    refused({**tensors, name: np.full_like(tensors[name], np.nan)}, f"{name} holds NaN")
+    target = {k: v for k, v in tensors.items() if not k.startswith(("mtp.", "model.mtp_", prefix))}
+    refused(target, "has no MTP module: no tensor begins with mtp")
+
+
+def test_a_config_that_does_not_fit_is_refused(tmp_path):
+    tensors = tensors_of("deepseek_v3", [L])
+
+    def refused(message, error=ConfigError, target=TARGET, **config):
+        write(tmp_path, "deepseek_v3", tensors, **config)
+        with pytest.raises(error, match=message):
+            read_mtp(tmp_path, target)
+
+    refused("model_type 'glm4_moe' are not supported; known: deepseek_v3", model_type="glm4_moe")
+    refused("scoring_func 'softmax' is not supported", scoring_func="softmax")
+    refused("topk_method 'greedy' is not supported", topk_method="greedy")
+    refused("num_hidden_layers is None", num_hidden_layers=None)
+    wide = dataclasses.replace(TARGET, hidden_size=24)
+    refused("width is 16; the target's is 24", target=wide)
+    few = dataclasses.replace(TARGET, vocab_size=30)
+    refused("has 31 ids; the target's has 30", target=few)
+    refused("weight_block_size is 3", quantization_config={"weight_block_size": 3})
+    refused(r"model_type \"\['a'\]\" are not supported", model_type=["a"])
+    for override, message in (
+        ({"taps": 3}, "taps are 3; expected a tuple"), ({"taps": [3]}, r"taps are \[3\]"),
+        ({"taps": ("3",)}, "expected a tuple of the one state"), ({"num_modules": True}, "is True"),
+        ({"recycles_normed": "no"}, "recycles_normed is 'no'; expected True or False"),
+    ):  # fmt: skip
+        write(tmp_path, "deepseek_v3", tensors)
+        with pytest.raises(ConfigError, match=message):
+            read_mtp(tmp_path, TARGET, **override)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(WeightsError, match=r"config\.json"):
+        read_mtp(tmp_path, TARGET)
+
+
+def test_a_mimo_directory_is_target_and_draft(tmp_path):
+    config = dataclasses.replace(QWEN2, num_attention_heads=4, num_key_value_heads=2, head_dim=4,
+                                 tie_word_embeddings=False, max_position_embeddings=64)  # fmt: skip
+    save_pretrained(tmp_path, random_weights(config), config)
+    whole = load_file(tmp_path / "model.safetensors")
+    whole |= {k: v for k, v in tensors_of("mimo", [0]).items() if "mtp_layers" in k}
+    write(tmp_path, "mimo", whole, tie_word_embeddings=False)
+    target = spec_jax.load_model(tmp_path)
+    assert target.config.model_type == "qwen2" and target.config.attention_bias
+    modules = spec_jax.load_mtp(tmp_path, target)
+    prompts = [[3, 1, 4], [5]]
+    plain = [g.tokens for g in spec_jax.SpeculativeDecoder(target).generate(prompts, 12)]
+    for config in (None, spec_jax.SpeculativeConfig("mtp", tree=(2, 2))):
+        decoder = spec_jax.SpeculativeDecoder(target, modules, config)
+        assert [g.tokens for g in decoder.generate(prompts, 12)] == plain
+
+
+def test_the_target_may_be_of_the_modules_own_family(tmp_path):
+    write(tmp_path, "deepseek_v3", tensors_of("deepseek_v3", [L]))
+    target = DeepseekConfig.from_hf({**COMMON, **CONFIGS["deepseek_v3"]})
+    assert read_mtp(tmp_path, target).config == read_mtp(tmp_path, TARGET).config

@@ -1,0 +1,191 @@
+"""Suffix decoding: counts by hand, past outputs, and exactness."""
+
+from __future__ import annotations
+
+import functools
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spec_jax import testing
+from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.contracts import Context
+from spec_jax.drafters.suffix import GAP, Follow, History, suffix
+from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.errors import ConfigError
+from spec_jax.rules import make_rule
+
+VOCAB, WIDTH, PAST, K = 4, 20, 12, 5
+FOLLOWS = (Follow(), Follow(max_depth=3, max_factor=1.5, max_offset=0.6, min_prob=0.3))
+
+
+def test_past_outputs_are_kept_whatever_thread_they_come_from():
+    history, threads, each = History(8000), 4, 300
+
+    def add(number):
+        for _ in range(each):
+            history.add([number])
+            assert history.tokens is not None
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(add, range(threads)))
+    kept = np.asarray(history.tokens)
+    assert np.bincount(kept[kept >= 0]).tolist() == [each] * threads
+
+
+def counts_after(texts, path):
+    """How often each token followed ``path`` in the texts."""
+    counts = {}
+    for text in texts:
+        for start in range(len(text) - len(path)):
+            if text[start : start + len(path)] == path:
+                token = text[start + len(path)]
+                counts[token] = counts.get(token, 0) + 1
+    return counts
+
+
+def best_by_hand(texts, history, follow):
+    """(score, matched tokens, drafts) of the best match, longer matches winning ties."""
+    best = (np.float32(0), 0, [])
+    for size in range(1, min(follow.max_depth, len(history)) + 1):
+        path = history[-size:]
+        if not counts_after(texts, path):
+            break
+        score, prob, drafts = np.float32(0), np.float32(1), []
+        while len(drafts) < min(K, int(np.floor(follow.max_factor * size + follow.max_offset))):
+            counts = counts_after(texts, path + drafts)
+            if not counts:
+                break
+            token = min(counts, key=lambda t: (-counts[t], t))
+            prob = prob * np.float32(counts[token]) / np.float32(sum(counts.values()))
+            if prob < np.float32(follow.min_prob):
+                break
+            score, drafts = score + prob, [*drafts, token]
+        if score >= best[0]:
+            best = (score, size, drafts)
+    return best
+
+
+@functools.cache
+def proposer(follow):
+    drafter = suffix(VOCAB, follow)
+
+    @jax.jit
+    def propose(past, tokens, length):
+        context = Context(tokens, length, None, None, None, False, False, False)
+        proposal, _ = drafter.propose(past, (), context, K)
+        return proposal.tokens, proposal.n_draft
+
+    return propose
+
+
+def drafted(histories, outputs, follow):
+    """Drafts of a batch of rows, all with the same past outputs."""
+    tokens = np.full((len(histories), WIDTH), VOCAB - 1, np.int32)  # what is stale behind a row
+    for row, history in enumerate(histories):
+        tokens[row, : len(history)] = history
+    past = History(PAST)
+    for output in outputs:
+        past.add(output)
+    length = jnp.asarray([len(h) - 1 for h in histories], jnp.int32)
+    found, n = map(np.asarray, proposer(follow)(past.tokens, jnp.asarray(tokens), length))
+    assert not found[np.arange(K) >= n[:, None]].any()
+    return [row[:m].tolist() for row, m in zip(found, n)]
+
+
+streams = lambda most: st.lists(st.integers(0, VOCAB - 2), min_size=1, max_size=most)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(streams(WIDTH - 2), min_size=3, max_size=3), st.lists(streams(5), max_size=4),
+    st.sampled_from(FOLLOWS),
+)  # fmt: skip
+def test_drafts_are_those_of_counting_by_hand(histories, outputs, follow):
+    kept = [t for output in outputs for t in [GAP, *output]][-PAST:]
+    kept = [int(t) for t in kept]
+    texts, current = [], []
+    for token in [*kept, GAP]:
+        if token == GAP:
+            texts.append(current)
+        current = [] if token == GAP else [*current, token]
+    expected = []
+    for history in histories:
+        own, past = (best_by_hand(t, history, follow) for t in ([history], texts))
+        expected.append((past if past[:2] > own[:2] else own)[2])
+    assert drafted(histories, outputs, follow) == expected
+
+
+@pytest.mark.parametrize(
+    "history, outputs, expected",
+    [
+        ([1, 2, 0, 1, 2], [], [0, 1]),  # two tokens matched: two are drafted
+        ([1, 2, 0, 2, 0, 2], [], [0, 2]),
+        ([0, 1, 0, 1, 0, 2, 0], [], [1]),  # "0 1" twice, "0 2" once
+        ([0, 1, 2], [], []),
+        ([1], [[1, 2, 2]], [2]),  # from a past output
+        ([0, 1], [[2, 0], [1, 2]], [2]),  # a match does not reach over a gap
+        ([0, 1], [[0, 1], [2]], []),  # nor does what is copied
+    ],
+)
+def test_the_most_frequent_continuation_is_followed(history, outputs, expected):
+    assert drafted([history], outputs, Follow()) == [expected]
+
+
+def test_the_oldest_outputs_are_forgotten_first():
+    past = History(7)
+    for output in ([1, 2, 3], [], [4, 5], [6]):
+        past.add(output)
+    assert past.tokens.tolist() == [2, 3, GAP, 4, 5, GAP, 6]
+    past.add(range(9))
+    assert past.tokens.tolist() == [2, 3, 4, 5, 6, 7, 8]
+    empty = History(0)
+    empty.add([1])
+    assert empty.tokens is None
+
+
+def test_the_law_is_the_targets():
+    rule = make_rule(SpeculativeConfig(rejection_sampling_strategy="residual"))
+    past = History(8)
+    past.add([0, 1, 1, 2, 0, 1])
+    params = {"target": testing.toy_params(3, 0), "draft": past.tokens}
+    assert testing.certify_rule(rule, drafter=suffix(3), params=params) <= 1e-6
+
+
+def test_outputs_help_the_next_call_and_change_nothing():
+    target = testing.mock_model(13, 3)
+    config = SpeculativeConfig("suffix", 4)
+    samplers = [SamplerConfig(), SamplerConfig(temperature=1.0, seed=3)]
+    plain = SpeculativeDecoder(target).generate([[1, 2], [3]], 40, sampler=samplers)
+    decoder = SpeculativeDecoder(target, config=config)
+    accepted = []
+    for _ in range(2):
+        rows = decoder.generate([[1, 2], [3]], 40, sampler=samplers)
+        assert [row.tokens for row in rows] == [row.tokens for row in plain]
+        accepted.append(rows[1].stats.accepted)
+    assert accepted[1] > 20 > accepted[0]  # the sampled row repeats itself in the second call
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"suffix_max_depth": 0}, "suffix_max_depth is 0; expected an integer of 1 or more"),
+        ({"suffix_history_tokens": -1}, "suffix_history_tokens"),
+        ({"suffix_min_prob": 1.5}, r"suffix_min_prob is 1.5; expected a number in \[0, 1\]"),
+        ({"suffix_max_factor": -1.0}, "suffix_max_factor"),
+        ({"suffix_max_offset": float("nan")}, "suffix_max_offset"),
+        ({"tree": (2, 1)}, "'suffix' drafts chains"),
+    ],
+)
+def test_refuses_options_that_cannot_be(values, message):
+    with pytest.raises(ConfigError, match=message):
+        SpeculativeConfig("suffix", **values)
+    with pytest.raises(ConfigError, match="'suffix' copies tokens; leave the draft mock-1 out"):
+        SpeculativeDecoder(
+            testing.mock_model(), testing.mock_model(seed=1), SpeculativeConfig("suffix")
+        )

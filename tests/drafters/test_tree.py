@@ -1,0 +1,451 @@
+"""Trees of drafts: shapes, rules, drafting, and the loop around them."""
+
+from __future__ import annotations
+
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.tiny_models import LLAMA, plain, random_weights
+from test_eagle import CONFIGS, HOT, PROMPTS, V, np_draft, prefill, run, system_of
+
+from spec_jax import decoding
+from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.contracts import Context, Noise, Proposal, TargetScores
+from spec_jax.drafters.eagle.model import eagle
+from spec_jax.drafters.standalone.model import small_lm
+from spec_jax.engine import stats
+from spec_jax.errors import ConfigError
+from spec_jax.models import transformer
+from spec_jax.models.caches.kv import KVCache
+from spec_jax.rules import batched, by_shape, chain, make_rule, tree
+from spec_jax.sampling import make_sampler
+from spec_jax.testing import (
+    CertificateError,
+    Row,
+    certify_decoder,
+    certify_rule,
+    ragged,
+    toy_model,
+    toy_params,
+)
+from spec_jax.tree import DynamicTree, Tree, paths
+
+PLAIN = SamplerConfig(temperature=1.0)
+BUSH = Tree((0, 0, 1, 1, 2, 3))  # 1, 2 | 3, 4 behind 1, 5 behind 2 | 6 behind 3
+GROWN = DynamicTree(num_nodes=7, depth=3, top_k=3)
+
+
+def rule(strategy):
+    return make_rule(SpeculativeConfig(rejection_sampling_strategy=strategy))
+
+
+# ----------------------------------------------------------------------------- shapes
+
+
+def test_a_tree_is_described_by_branching_paths_or_parents():
+    assert Tree.branching((2, 1)).parents == (0, 0, 1, 2)
+    listed = Tree.from_paths([[1], [0], [0, 1], [0, 0], [1, 0], [0, 0, 0]])
+    assert listed == BUSH
+    assert (BUSH.num_nodes, BUSH.depth, BUSH.most_children, BUSH.num_fed) == (6, 3, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Tree((0, 3, 0)), "node 2 of the tree has parent 3"),
+        (lambda: Tree((0, 1, 0)), "order of their depths"),
+        (lambda: Tree(()), "one node or more"),
+        (lambda: Tree.branching((2, 0)), r"branches \(2, 0\)"),
+        (lambda: Tree.from_paths([[0], [1, 0]]), r"lists \[1, 0\] and not \[1\]"),
+        (lambda: Tree.from_paths([[0], [2]]), r"lists \[2\] and not \[1\]"),
+        (lambda: Tree.from_paths([[0], [0]]), r"lists \[0\] twice"),
+        (lambda: Tree.from_paths([[]]), r"lists \[\] as a node"),
+        (lambda: DynamicTree(60, 2, 3), "60 nodes; 2 levels of 3 have 2 to 12"),
+        (lambda: DynamicTree(4, 2, 0), "top_k of the tree is 0"),
+    ],
+)  # fmt: skip
+def test_a_tree_that_cannot_be_is_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_paths_are_the_ways_from_the_root():
+    seen = np.asarray(paths(jnp.asarray(BUSH.parents), BUSH.depth))
+    for node in range(7):
+        way, at = {0}, node
+        while at:
+            way.add(at)
+            at = BUSH.parents[at - 1]
+        assert set(np.flatnonzero(seen[node])) == way
+
+
+# ------------------------------------------------------------------------------ rules
+
+
+def random_round(parents, *, seed=0, size=256, vocab=4, is_sampled=True):
+    """Random laws, drafts and noise of many rows; ``parents`` None: a chain of three."""
+    draw = np.random.default_rng(seed)
+    K = 3 if parents is None else len(parents)
+    law = lambda *shape: draw.dirichlet(np.ones(vocab), shape).astype(np.float32)
+    logits = np.log(law(size, K + 1))
+    proposal = Proposal(
+        jnp.asarray(draw.integers(0, vocab, (size, K)), jnp.int32),
+        jnp.asarray(draw.integers(0, K + 1, size), jnp.int32),
+        probs=law(size, K) if is_sampled else None,
+        parents=None if parents is None else jnp.tile(jnp.asarray(parents), (size, 1)),
+        tree_depth=0 if parents is None else Tree(parents).depth,
+    )
+    uniforms = draw.random((size, K), np.float32)
+    return TargetScores(logits, logits), proposal, uniforms, draw
+
+
+@functools.partial(jax.jit, static_argnames="rule")
+def judged(rule, scores, proposal, noise):
+    return rule.verify(scores, proposal, noise)
+
+
+@pytest.mark.parametrize("is_sampled", [True, False], ids=["sampled", "deterministic"])
+@pytest.mark.parametrize("name", ["residual", "traversal", "match", "greedy"])
+def test_on_a_chain_a_tree_rule_is_the_chain_rule(name, is_sampled):
+    scores, proposal, uniforms, draw = random_round(None, is_sampled=is_sampled)
+    depth = 4 if name == "match" else 1
+    noise = Noise(uniforms, draw.gumbel(size=(256, depth, 4)).astype(np.float32))
+    as_tree = proposal.replace(parents=jnp.tile(jnp.arange(3), (256, 1)), tree_depth=3)
+    a = judged(rule(name), scores, proposal, noise)
+    b = judged(rule(name), scores, as_tree, noise)
+    np.testing.assert_array_equal(a.n_accept, b.n_accept)
+    np.testing.assert_array_equal(a.tokens, b.tokens)
+    np.testing.assert_allclose(a.accept_probs, b.accept_probs, atol=1e-5)
+    np.testing.assert_allclose(a.replacement, b.replacement, atol=1e-5)
+    np.testing.assert_array_equal(proposal.has_children(a.last), as_tree.has_children(b.last))
+    np.testing.assert_array_equal(proposal.levels, as_tree.levels)
+
+
+def test_deterministic_children_are_recursive_rejection_from_point_masses():
+    scores, proposal, uniforms, draw = random_round(BUSH.parents, is_sampled=False)
+    noise = Noise(uniforms, draw.gumbel(size=(256, 1, 4)).astype(np.float32))
+    no_law = proposal.replace(probs=jnp.zeros((256, 6, 4)))  # every child is a free choice
+    a = batched(tree.deterministic_children)(scores, proposal, noise)
+    b = batched(tree.recursive_rejection)(scores, no_law, noise)
+    np.testing.assert_array_equal(a.tokens, b.tokens)
+    np.testing.assert_allclose(a.accept_probs, b.accept_probs, atol=1e-5)
+    np.testing.assert_allclose(a.replacement, b.replacement, atol=1e-5)
+
+
+THREE = [
+    Row((0, 1), SamplerConfig(temperature=0.7), PLAIN),
+    Row((2,), SamplerConfig(temperature=1.0, top_k=2), SamplerConfig(temperature=1.3)),
+    Row(
+        (1, 1, 2), SamplerConfig(temperature=1.0, repetition_penalty=1.4, frequency_penalty=0.4),
+        SamplerConfig(temperature=1.0, presence_penalty=0.3),
+    ),
+]  # fmt: skip
+TINY = Tree((0, 0, 1))
+
+
+@pytest.mark.parametrize("strategy", ["residual", "traversal"])
+def test_enumerated_law_of_a_sampled_tree_is_the_targets(strategy):
+    drafter = small_lm(toy_model(3), TINY)
+    assert certify_rule(rule(strategy), drafter=drafter, rows=THREE, num_tokens=3) <= 1e-6
+
+
+@pytest.mark.parametrize("strategy", ["residual", "traversal"])
+def test_enumerated_law_of_a_tree_that_is_cut_is_the_targets(strategy):
+    cut = ragged(small_lm(toy_model(3), TINY), lambda length: length % 4)
+    assert certify_rule(rule(strategy), drafter=cut, rows=THREE, num_tokens=3) <= 1e-6
+
+
+def test_enumerated_law_holds_where_siblings_use_up_their_law():
+    rows = [Row((0, 1), PLAIN, SamplerConfig(temperature=1.0, top_k=1)),
+            Row((1,), PLAIN, SamplerConfig(temperature=0.0))]  # fmt: skip
+    for strategy in ("residual", "traversal"):
+        drafter = small_lm(toy_model(3), TINY)
+        certify_rule(rule(strategy), drafter=drafter, rows=rows, num_tokens=3)
+
+
+@pytest.mark.parametrize("strategy", ["residual", "traversal"])
+def test_enumerated_law_of_a_dynamic_tree_is_the_targets(strategy):
+    drafter = small_lm(toy_model(3), DynamicTree(4, 2, 2))
+    assert certify_rule(rule(strategy), drafter=drafter, rows=THREE, num_tokens=3) <= 1e-6
+
+
+def test_traversal_accepts_more_than_recursive_rejection():
+    """Of drafts that are drawn from their laws, siblings without replacement."""
+    scores, proposal, uniforms, draw = random_round(TINY.parents, size=4096)
+    q, tokens = np.asarray(proposal.probs), np.zeros((4096, 3), np.int32)
+    for row, node in np.ndindex(tokens.shape):
+        law = q[row, TINY.parents[node]].astype(float)
+        if node == 1:
+            law[tokens[row, 0]] = 0.0
+        tokens[row, node] = draw.choice(4, p=law / law.sum())
+    noise = Noise(uniforms, draw.gumbel(size=(4096, 1, 4)).astype(np.float32))
+    proposal = proposal.replace(tokens=jnp.asarray(tokens), n_draft=jnp.full(4096, 3))
+    mean = {
+        name: float(judged(rule(name), scores, proposal, noise).n_accept.mean())
+        for name in ("residual", "traversal")
+    }
+    assert mean["traversal"] > mean["residual"] + 0.01
+
+
+def decoded(system, params, prompts, sampler, new):
+    state = start(system, params, prompts, sampler, new)
+    none = jnp.zeros(len(prompts), jnp.int32)
+    state, _ = decoding.generate(params, state, none, jnp.int32(10**6), system=system)
+    kinds, offered = np.asarray(state.kind), np.asarray(state.offered)
+    rows = [
+        stats.row_stats(kinds[i, len(p) :][: new], offered[i, len(p) :][: new], system.depth)
+        for i, p in enumerate(prompts)
+    ]
+    return state, sum(rows[1:], rows[0])
+
+
+def start(system, params, prompts, sampler, new):
+    lengths = jnp.asarray([len(p) for p in prompts])
+    tokens = jnp.asarray([[*p, *[0] * (16 - len(p))] for p in prompts])
+    sampler = make_sampler(sampler, len(prompts), system.target.vocab_size)
+    return decoding.prefill(
+        params, tokens, lengths, lengths + new, jnp.full((len(prompts), 1), -1), sampler, sampler,
+        system=system, slots=96,
+    )
+
+
+@pytest.mark.parametrize("strategy", ["residual", "traversal"])
+def test_decoded_law_of_a_tree_passes_chi_square(strategy):
+    certify_decoder(
+        rule(strategy), small_lm(toy_model(4), BUSH), trials=60_000, batch=10_000,
+        num_tokens=3, alpha=1e-7,
+    )
+
+
+# -------------------------------------------------------------------------- mutations
+
+
+@pytest.mark.parametrize("strategy", ["residual", "traversal"])
+def test_mutation_siblings_reused_are_caught(monkeypatch, strategy):
+    """A rejected draft stays in the law of its siblings, as if it could be drawn again."""
+    monkeypatch.setattr(tree, "_without", lambda q, node, token: q)
+    on_tree = getattr(tree, "recursive_rejection" if strategy == "residual" else strategy)
+    mutant = rule(strategy)._replace(verify=by_shape(chain.residual, on_tree))
+    with pytest.raises(CertificateError, match="differs from plain decoding"):
+        certify_rule(mutant, drafter=small_lm(toy_model(3), TINY), rows=THREE, num_tokens=3)
+
+
+@flax.struct.dataclass
+class Stays(KVCache):
+    """Accepted drafts are left in the slots where the tree had them."""
+
+    def commit(self, n, path=None):
+        return self.replace(length=self.length + n)
+
+
+def test_mutation_path_gather_left_out_is_found():
+    system, params = lm_system("match", BUSH, doubt=0.3)
+
+    def init_cache(params, batch, slots):
+        cache = KVCache.create(LLAMA, batch, slots)
+        return Stays(cache.keys, cache.values, cache.length)
+
+    mutant = system._replace(target=system.target._replace(init_cache=init_cache))
+    right, wrong = (decoded(s, params, PROMPTS, HOT, 30)[0] for s in (system, mutant))
+    assert right.tokens.tolist() != wrong.tokens.tolist()
+
+
+# --------------------------------------------------------------------------- drafting
+
+
+def lm_system(strategy, shape, doubt=0.0):
+    """A transformer that drafts for itself, from weights with relative noise ``doubt``."""
+    model, weights = transformer.model(LLAMA), random_weights(LLAMA)
+    draw = np.random.default_rng(0)
+    noisy = lambda w: w * (1 + doubt * draw.standard_normal(w.shape).astype(np.float32))
+    params = {"target": weights, "draft": jax.tree.map(noisy, weights)}
+    return decoding.System(model, small_lm(model, shape), rule(strategy), shape.num_nodes), params
+
+
+def eagle_system(name, strategy, shape):
+    system, params = system_of(CONFIGS[name], strategy)
+    drafter = eagle(CONFIGS[name], system.target, shape)
+    return system._replace(drafter=drafter, num_draft=shape.num_nodes), params
+
+
+SYSTEMS = {
+    "standalone": lm_system,
+    "eagle-1": lambda strategy, shape: eagle_system("eagle-1", strategy, shape),
+    "eagle-3": lambda strategy, shape: eagle_system("eagle-3", strategy, shape),
+}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "shape"),
+    [
+        ("greedy", "standalone", BUSH), ("greedy", "standalone", GROWN),
+        ("match", "standalone", BUSH), ("match", "standalone", GROWN),
+        ("greedy", "eagle-1", GROWN), ("match", "eagle-1", BUSH),
+        ("greedy", "eagle-3", BUSH), ("match", "eagle-3", GROWN),
+    ],
+    ids=lambda value: {BUSH: "static", GROWN: "dynamic"}.get(value, value),
+)  # fmt: skip
+def test_emits_exactly_the_plain_tokens(name, strategy, shape):
+    system, params = SYSTEMS[name](strategy, shape)
+    sampler = SamplerConfig() if strategy == "greedy" else HOT
+    fast, counted = decoded(system, params, PROMPTS, sampler, 30)
+    slow, _ = decoded(*plain(LLAMA, params), PROMPTS, sampler, 30)
+    np.testing.assert_array_equal(fast.tokens, slow.tokens)
+    if name == "standalone" and strategy == "greedy":
+        assert counted.tau > BUSH.depth - 0.5  # it drafts for itself: the whole depth is accepted
+    assert counted.accepted > 0
+
+
+@functools.partial(jax.jit, static_argnames="system")
+def proposal_of(system, params, state):
+    greedy = make_sampler(SamplerConfig(), len(state.finish), system.target.vocab_size)
+    context = Context(
+        state.tokens, state.length, greedy, state.counts, state.sampler.seed, is_coupled=False,
+        has_probs=False, has_logits=False,
+    )
+    return system.drafter.propose(params["draft"], state.draft, context, system.num_draft)[0]
+
+
+@functools.partial(jax.jit, static_argnames="system")
+def proposal_after(system, params, tokens, length, counts):
+    """Of one row, i32[1,M] tokens of which ``length`` are fed afresh and one more is pending."""
+    output = system.target.forward(params["target"], tokens)
+    draft = system.drafter.init(params["draft"], 1, tokens.shape[1] + system.slack)
+    pending = tokens[:, length[0]]
+    draft = system.drafter.prefill(
+        params["draft"], draft, tokens, length, pending, output.features
+    )
+    greedy = make_sampler(SamplerConfig(), 1, V)
+    context = Context(
+        tokens, length, greedy, counts, greedy.seed, is_coupled=False, has_probs=False,
+        has_logits=False,
+    )
+    return system.drafter.propose(params["draft"], draft, context, system.num_draft)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("standalone", GROWN), ("eagle-3", BUSH), ("eagle-3", GROWN)],
+    ids=["standalone-dynamic", "eagle-3-static", "eagle-3-dynamic"],
+)  # fmt: skip
+def test_a_tree_after_ten_rounds_is_that_after_a_fresh_prefill(name, shape):
+    if name == "standalone":
+        system, params = lm_system("match", shape, doubt=0.3)
+    else:
+        system, params = eagle_system(name, "match", shape)
+    prompts = [[3, 1, 4, 1, 5], [2, 7]]
+    state, chunk = run(system, params, start(system, params, prompts, HOT, 45), 10)
+    assert chunk.rounds == 10 and (np.asarray(state.kind) == decoding.Kind.ACCEPTED).any()
+    old = proposal_of(system, params, state)
+    for row in range(2):
+        total = int(chunk.total[row])
+        so_far = np.where(np.arange(chunk.tokens.shape[1]) < total, chunk.tokens[row], 0)
+        counts = jax.tree.map(lambda x: x[row : row + 1], state.counts)
+        new = proposal_after(
+            system, params, jnp.asarray(so_far[None]), jnp.asarray([total - 1]), counts
+        )
+        np.testing.assert_array_equal(old.tokens[row], new.tokens[0])
+        np.testing.assert_array_equal(old.parents[row], new.parents[0])
+
+
+def test_a_dynamic_tree_is_grown_as_published():
+    """Against a plain growth of the whole tree from the draft's log-probabilities."""
+    shape = DynamicTree(num_nodes=8, depth=3, top_k=2)
+    params = {"target": toy_params(5, 0), "draft": toy_params(5, 1)}
+    system = decoding.System(toy_model(5), small_lm(toy_model(5), shape), rule("greedy"), 8)
+    state = start(system, params, [[1, 2], [3]], SamplerConfig(), 20)
+    proposal = proposal_of(system, params, state)
+    table = np.asarray(params["draft"]["logits"], np.float64)
+    logp = table - np.log(np.exp(table).sum(axis=1, keepdims=True))
+    for row, length in enumerate(np.asarray(state.length)):
+        history = np.asarray(state.tokens)[row, : length + 1].tolist()
+        level, pool = [((), 0.0)], []
+        for _ in range(3):
+            seen = []
+            for way, score in level:
+                a, b = (0, *history, *way)[-2:]
+                best = np.argsort(-logp[a * 5 + b], kind="stable")[:2]
+                seen += [((*way, int(t)), score + logp[a * 5 + b, t]) for t in best]
+            pool += seen
+            level = sorted(seen, key=lambda node: -node[1])[:2]
+        wanted = {way for way, _ in sorted(pool, key=lambda node: -node[1])[:8]}
+        ways = {0: ()}
+        for i, (token, parent) in enumerate(zip(proposal.tokens[row], proposal.parents[row])):
+            ways[i + 1] = (*ways[int(parent)], int(token))
+        assert set(ways.values()) - {()} == wanted
+
+
+def test_a_heads_tree_holds_its_chain():
+    """The likeliest child of the likeliest child is the chain's next draft."""
+    config = CONFIGS["eagle-3"]
+    system, params = eagle_system("eagle-3", "greedy", Tree.branching((2, 2, 1)))
+    state = prefill(system, params, PROMPTS, 8)
+    proposal = proposal_of(system, params, state)
+    first = [1, 3, 7]  # the first child at each depth
+    for row, prompt in enumerate(PROMPTS):
+        pending = int(state.tokens[row, len(prompt)])
+        drafts, _ = np_draft(config, params, prompt, pending, 3)
+        assert [int(proposal.tokens[row, i - 1]) for i in first] == drafts
+
+
+def test_a_dynamic_tree_compiles_once():
+    """Its shape changes from round to round and from prompt to prompt, the program does not."""
+    system, params = lm_system("greedy", DynamicTree(6, 3, 3), doubt=0.3)
+    decoding.generate.clear_cache()
+    before = decoding.generate._cache_size()
+    shapes = set()
+    for prompts in (PROMPTS, [[5], [1, 2, 3, 4], [9, 9]]):
+        state, _ = decoded(system, params, prompts, SamplerConfig(), 12)
+        again = start(system, params, prompts, SamplerConfig(), 12)
+        shapes |= set(map(tuple, np.asarray(proposal_of(system, params, again).parents)))
+    assert decoding.generate._cache_size() == before + 1 and len(shapes) > 1
+
+
+def test_statistics_of_a_tree_count_its_levels():
+    system, params = lm_system("greedy", BUSH)
+    _, counted = decoded(system, params, PROMPTS, SamplerConfig(), 30)
+    assert counted.emitted == 90 and len(counted.drafted_at) == BUSH.depth
+    assert counted.drafted_at == (counted.rounds,) * BUSH.depth
+    assert counted.acceptance_by_position[0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shape", "K", "message"),
+    [
+        ("block", BUSH, 6, "rule 'block' judges chains; drafter 'standalone' proposes trees"),
+        ("greedy", BUSH, 5, "K is 5; the tree has 6 nodes"),
+        ("greedy", DynamicTree(40, 2, 40), 40, "40 children .*; the draft's vocabulary has 31"),
+    ],
+    ids=str,
+)
+def test_a_tree_that_does_not_fit_is_refused(strategy, shape, K, message):
+    with pytest.raises(ConfigError, match=message):
+        system, params = lm_system(strategy, shape)
+        decoded(system._replace(num_draft=K), params, PROMPTS, SamplerConfig(), 4)
+
+
+def test_a_heads_tree_wider_than_its_vocabulary_is_refused():
+    config = CONFIGS["eagle-3"]
+    with pytest.raises(ConfigError, match="25 children of a node; the draft vocabulary has 20"):
+        eagle(config, transformer.model(LLAMA, config.taps), DynamicTree(25, 1, 25))
+    whole, padded = CONFIGS["eagle-1"], transformer.model(LLAMA, (3,), num_tokens=27)
+    with pytest.raises(ConfigError, match="28 children of a node; the draft vocabulary has 27"):
+        eagle(whole, padded, DynamicTree(28, 1, 28))
+
+
+def test_a_proposal_that_is_no_tree_stops_its_row():
+    system, params = lm_system("greedy", BUSH)
+
+    def propose(params, state, context, num_draft):
+        proposal, state = system.drafter.propose(params, state, context, num_draft)
+        return proposal.replace(parents=proposal.parents.at[0, 2].set(5)), state
+
+    broken = system._replace(drafter=system.drafter._replace(propose=propose))
+    state = start(broken, params, PROMPTS, SamplerConfig(), 8)
+    none = jnp.zeros(len(PROMPTS), jnp.int32)
+    state, _ = decoding.generate(params, state, none, jnp.int32(10**6), system=broken)
+    wanted = [decoding.Finish.INVALID_DRAFT, decoding.Finish.LENGTH, decoding.Finish.LENGTH]
+    assert state.finish.tolist() == wanted

@@ -1,0 +1,139 @@
+"""Heads, modules and trees through ``SpeculativeConfig`` and ``SpeculativeDecoder``."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import pytest
+from support.tiny_models import LLAMA, random_weights
+from test_eagle import CONFIGS, head_of
+
+from spec_jax import SpeculativeDecoder
+from spec_jax.config import SpeculativeConfig
+from spec_jax.drafters.mtp.model import MtpConfig, init_mtp
+from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.loading import LoadedHead, LoadedModel
+from spec_jax.models import transformer
+from spec_jax.tree import DynamicTree, Tree
+
+TARGET_CONFIG = dataclasses.replace(LLAMA, max_position_embeddings=256)
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [2]]
+
+
+@pytest.fixture(scope="module")
+def target():
+    model = transformer.model(TARGET_CONFIG)
+    return LoadedModel("tiny", model, random_weights(TARGET_CONFIG), config=TARGET_CONFIG)
+
+
+@pytest.fixture(scope="module")
+def plain(target):
+    return [g.tokens for g in SpeculativeDecoder(target).generate(PROMPTS, 20)]
+
+
+def eagle_head(name="eagle-3"):
+    return LoadedHead(name, CONFIGS[name], head_of(CONFIGS[name]))
+
+
+def modules(**changes):
+    config = MtpConfig.of_target(TARGET_CONFIG, **changes)
+    return LoadedHead("modules", config, init_mtp(config, jax.random.key(0)))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"tree": (2, 2, 1)}, {"tree_depth": 3, "tree_top_k": 3, "num_speculative_tokens": 8}],
+    ids=["chain", "static", "dynamic"],
+)
+def test_an_eagle_head_leaves_the_text_as_it_is(target, plain, config):
+    decoder = SpeculativeDecoder(target, eagle_head(), SpeculativeConfig("eagle", **config))
+    assert [g.tokens for g in decoder.generate(PROMPTS, 20)] == plain
+    assert decoder.stats.emitted == 60
+
+
+def test_modules_leave_the_text_as_it_is(target, plain):
+    decoder = SpeculativeDecoder(target, modules())  # the method follows from the draft
+    assert decoder.config.is_mtp()
+    assert [g.tokens for g in decoder.generate(PROMPTS, 20)] == plain
+
+
+def test_a_standalone_draft_drafts_trees(target, plain):
+    config = SpeculativeConfig(tree=((0,), (1,), (0, 0)))
+    decoder = SpeculativeDecoder(target, target, config)
+    assert [g.tokens for g in decoder.generate(PROMPTS, 20)] == plain
+    assert decoder.stats.tau > 2.5
+
+
+def test_recycled_modules_draft_trees_and_sequential_ones_do_not(target, plain):
+    config = SpeculativeConfig("mtp", tree=(2, 2))
+    decoder = SpeculativeDecoder(target, modules(), config)
+    assert [g.tokens for g in decoder.generate(PROMPTS, 20)] == plain
+    with pytest.raises(ConfigError, match="sequential modules draft chains"):
+        SpeculativeDecoder(
+            target, modules(protocol="sequential", num_modules=6), config
+        )
+
+
+def test_the_config_says_which_tree():
+    assert SpeculativeConfig(tree=[2, 1]).tree_shape == Tree((0, 0, 1, 2))
+    assert SpeculativeConfig(tree=[2, 1]).num_speculative_tokens == 4
+    grown = SpeculativeConfig(num_speculative_tokens=59, tree_depth=6)
+    assert grown.tree_shape == DynamicTree(59, 6, 10)
+    assert SpeculativeConfig().tree_shape is None
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tree": (2, 1), "num_speculative_tokens": 5}, "is 5; the tree has 4 nodes"),
+        ({"tree": (2, 1), "tree_depth": 2}, "name one of them"),
+        ({"tree": (2, (1,))}, "children by depth, or nodes by their ranks"),
+        ({"tree": "22"}, "tree is '22'"),
+        ({"tree": ()}, "children by depth"),
+        ({"tree_depth": 0}, "tree_depth is 0"),
+        ({"tree_top_k": 4}, "tree_top_k is 4 without tree_depth"),
+        ({"speculative_method": "ngram", "tree": (2,)}, "'ngram' drafts chains"),
+        ({"tree": [[0], ["a"]]}, "children by depth, or nodes by their ranks"),
+        ({"tree": ["3", "2"]}, "children by depth, or nodes by their ranks"),
+        ({"num_speculative_tokens": "5", "tree_depth": 2}, "num_speculative_tokens is '5'"),
+        ({"num_speculative_tokens": 99, "tree_depth": 2, "tree_top_k": 2}, "have 2 to 6"),
+    ],
+    ids=str,
+)
+def test_a_config_whose_tree_cannot_be_is_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        SpeculativeConfig(**values)
+
+
+def test_parts_that_do_not_fit_are_refused(target):
+    refuse = lambda match: pytest.raises(ConfigError, match=match)
+    with refuse("'eagle' needs a head; load_head gives one"):
+        SpeculativeDecoder(target, None, SpeculativeConfig("eagle"))
+    with refuse("is 'eagle'; the draft modules is for 'mtp'"):
+        SpeculativeDecoder(target, modules(), SpeculativeConfig("eagle"))
+    with refuse("is 'standalone'; the draft eagle-3 is for 'eagle'"):
+        SpeculativeDecoder(target, eagle_head(), SpeculativeConfig())
+    with refuse("num_draft is 3, but sequential drafting .* there are 2"):
+        config = SpeculativeConfig("mtp", num_speculative_tokens=3)
+        SpeculativeDecoder(target, modules(protocol="sequential", num_modules=2), config)
+    with refuse("rule 'block' judges chains; trees need 'residual', 'traversal' or 'match'"):
+        config = SpeculativeConfig(tree=(2,), rejection_sampling_strategy="block")
+        SpeculativeDecoder(target, target, config)
+    with refuse("'ngram' copies tokens; leave the draft tiny out"):
+        SpeculativeDecoder(target, target, SpeculativeConfig("ngram"))
+    with refuse("31 children .*; the draft's vocabulary has 30"):
+        few = dataclasses.replace(target, model=transformer.model(TARGET_CONFIG, num_tokens=30))
+        SpeculativeDecoder(few, few, SpeculativeConfig(tree=(31,)))
+    head = eagle_head()
+    with pytest.raises(WeightsError, match=r"head eagle-3: fc has shape \[16, 16\]; .*\[48, 16\]"):
+        fc = head.params["fc"][:16]
+        SpeculativeDecoder(target, dataclasses.replace(head, params={**head.params, "fc": fc}))
+    with pytest.raises(WeightsError, match="head eagle-3: d2t is missing"):
+        without = {name: w for name, w in head.params.items() if name != "d2t"}
+        SpeculativeDecoder(target, dataclasses.replace(head, params=without))
+    wide = dataclasses.replace(CONFIGS["eagle-1"], target_vocab_size=31)
+    other = dataclasses.replace(TARGET_CONFIG, hidden_size=32, head_dim=8)
+    model = LoadedModel("wide", transformer.model(other), random_weights(other), config=other)
+    with refuse("for a target of width 16 and 31 ids; wide has 32 and 31"):
+        SpeculativeDecoder(model, LoadedHead("head", wide, {}))

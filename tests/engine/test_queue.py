@@ -1,0 +1,261 @@
+"""A queue of prompts gives each prompt's own tokens, and keeps its rows busy."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax import DecodeQueue, SamplerConfig, SpeculativeConfig, SpeculativeDecoder, decoding
+from spec_jax.config.asynchronous import AsyncSpecConfig
+from spec_jax.engine.cancellation import CancellationToken
+from spec_jax.errors import Cancelled, ConfigError, PromptError
+from spec_jax.loading import LoadedModel
+from spec_jax.models import transformer
+from spec_jax.models.config import ModelConfig
+from spec_jax.testing import mock_model, toy_model
+
+V, NEW = 29, 9
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 5], [9], list(range(20)), [11, 3], [2] * 5, [8, 1]]
+STOPS = (5, 6, 7)  # met now and then, so that rows finish at different times
+LIMITS = dict(max_prompt_tokens=20, max_new_tokens=NEW, stop_tokens=STOPS)
+
+
+def _model(name, seed, layers):
+    config = ModelConfig(V, 16, 24, layers, 2, 1, max_position_embeddings=64)
+    params = transformer.init_params(config, jax.random.key(seed))
+    # Large weights: what is predicted then depends on the whole context, not the last token.
+    params = jax.tree.map(lambda w: 12 * w if w.ndim == 2 else w, params)
+    return LoadedModel(name, transformer.model(config), params, config=config)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return _model("target", 0, 2), _model("draft", 1, 1)
+
+
+def speculative(target, draft, strategy, temperature=1.0):
+    sampler = SamplerConfig(temperature, seed=40)
+    config = strategy and SpeculativeConfig(rejection_sampling_strategy=strategy)
+    return SpeculativeDecoder(target, draft if strategy else None, config, target_sampler=sampler)
+
+
+def alone(decoder, index, prompt):
+    sampler = SamplerConfig(decoder.target_sampler.temperature, seed=40 + index)
+    row = decoder.generate(prompt, NEW, stop_tokens=STOPS, sampler=sampler)
+    return row.tokens, row.finish_reason, row.stats.rounds
+
+
+def summary(generation):
+    return generation.tokens, generation.finish_reason, generation.stats.rounds
+
+
+def check_alone(decoder):
+    expected = {i: alone(decoder, i, prompt) for i, prompt in enumerate(PROMPTS)}
+    assert len({len(tokens) for tokens, *_ in expected.values()}) > 2
+    pairs = list(enumerate(PROMPTS))
+    for order in (pairs, pairs[::-1]):
+        found = {i: summary(g) for i, g in DecodeQueue(decoder, order, batch=3, **LIMITS)}
+        assert found == expected
+
+
+@pytest.mark.parametrize("strategy", ["match", "residual"])
+def test_every_prompt_gives_what_it_gives_alone(pair, strategy):
+    check_alone(speculative(*pair, strategy))
+
+
+def test_every_prompt_gives_its_greedy_stream():
+    check_alone(speculative(mock_model(V, 0), mock_model(V, 1), "greedy", 0.0))
+
+
+@pytest.mark.parametrize("batch", [1, 3, 50])
+def test_the_batch_changes_nothing(batch):
+    decoder = speculative(mock_model(V, 0), mock_model(V, 1), "residual")
+    rows = decoder.generate(PROMPTS, NEW, stop_tokens=STOPS)
+    queue = DecodeQueue(decoder, enumerate(PROMPTS), batch=batch, **LIMITS)
+    found = {i: summary(g) for i, g in queue}
+    assert found == {i: summary(row) for i, row in enumerate(rows)}
+    assert queue.usage.plus(*queue.tail).useful == sum(row.stats.rounds for row in rows)
+    B = min(batch, len(PROMPTS))
+    assert queue.usage.row_rounds % B == 0 and queue.tail.row_rounds % B == 0
+
+
+def test_samplers_take_turns_and_may_differ_in_what_they_have():
+    decoder = SpeculativeDecoder(mock_model(V, 0))
+    turns = [
+        SamplerConfig(1.0, seed=3), SamplerConfig(0.0, repetition_penalty=1.5),
+        SamplerConfig(0.7, top_k=5, logit_bias=((4, -np.inf),), seed=9),
+    ]  # fmt: skip
+    rows = decoder.generate(
+        PROMPTS, NEW, stop_tokens=STOPS, sampler=[turns[i % 3] for i in range(len(PROMPTS))],
+        seeds=[turns[i % 3].seed + i for i in range(len(PROMPTS))],
+    )
+    queue = DecodeQueue(decoder, enumerate(PROMPTS), batch=2, sampler=turns, **LIMITS)
+    assert {i: g.tokens for i, g in queue} == {i: row.tokens for i, row in enumerate(rows)}
+
+
+def test_results_come_as_they_finish_and_prompts_are_pulled_as_rows_are_free():
+    decoder, pulled = SpeculativeDecoder(mock_model(V, 0)), []
+    lengths = itertools.cycle((3, 1, 20, 2))
+
+    def prompts():
+        for index in itertools.count():
+            pulled.append(index)
+            yield index, [index % V] * next(lengths)
+
+    sampler = SamplerConfig(1.0)
+    queue = DecodeQueue(decoder, prompts(), batch=3, sampler=sampler, **LIMITS)
+    assert pulled == []
+    order = []
+    for index, _ in itertools.islice(queue, 40):
+        order.append(index)
+        assert len(pulled) <= len(order) + 2 * 3
+    assert len(set(order)) == 40 and order != sorted(order)
+    assert queue.usage.share == 1 and np.isnan(queue.tail.share)
+
+
+def test_rows_stay_busy_over_a_thousand_prompts_of_geometric_output_length():
+    stop, B, count = 0, 16, 1000
+    law = np.array([1 / 50, 0.3, 0.4, 0.28])
+    params = {"logits": jnp.asarray(np.log(law)[None], jnp.float32)}
+    target = LoadedModel("iid", toy_model(4), params, stop_tokens=(stop,))
+    decoder = SpeculativeDecoder(target, target_sampler=SamplerConfig(1.0))
+    decoding.generate.clear_cache()
+    before = decoding.generate._cache_size()
+    queue = DecodeQueue(
+        decoder, ((i, [1]) for i in range(count)), batch=B, max_prompt_tokens=1,
+        max_new_tokens=360,
+    )  # fmt: skip
+    lengths, rounds = {}, 0
+    for index, row in queue:
+        lengths[index] = len(row.tokens)
+        rounds += row.stats.rounds
+    assert sorted(lengths) == list(range(count))
+    mean = np.mean(list(lengths.values()))
+    assert abs(mean - 50) < 4 * 50 / count**0.5 and len(set(lengths.values())) > 100
+    assert queue.usage.share >= 0.95
+    whole = queue.usage.plus(*queue.tail)
+    assert whole.share >= 0.95 and whole.useful == rounds
+    assert decoding.generate._cache_size() == before + 1
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        ([1] * 21, "prompt 77 has 21 tokens; max_prompt_tokens is 20"),
+        ([], "prompt 77: the prompt is empty"),
+        ([V], f"prompt 77: the prompt holds id {V}"),
+    ],
+)
+@pytest.mark.parametrize("position", [0, 1, 5])
+def test_a_bad_prompt_is_named_after_what_was_running_is_yielded(bad, message, position):
+    decoder = SpeculativeDecoder(mock_model(V, 0))
+    prompts = list(enumerate(PROMPTS))
+    prompts.insert(position, (77, bad))
+    found = []
+    with pytest.raises(PromptError, match=message):
+        for index, _ in DecodeQueue(decoder, prompts, batch=3, **LIMITS):
+            found.append(index)
+    assert sorted(found) == list(range(position))
+
+
+def test_an_error_of_the_prompts_is_raised_after_what_was_running_is_yielded():
+    def prompts():
+        yield from enumerate(PROMPTS[:4])
+        raise OSError("the disk is gone")
+
+    decoder, found = SpeculativeDecoder(mock_model(V, 0)), []
+    with pytest.raises(OSError, match="the disk is gone"):
+        for index, _ in DecodeQueue(decoder, prompts(), batch=3, **LIMITS):
+            found.append(index)
+    assert sorted(found) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_cancelling_ends_the_rows_that_are_running_and_pulls_no_more(is_own):
+    decoder, pulled = SpeculativeDecoder(mock_model(V, 0)), []
+
+    def prompts():
+        for index in itertools.count():
+            pulled.append(index)
+            yield index, [1 + index % 3]
+
+    token = CancellationToken() if is_own else decoder.cancellation_token
+    limits = dict(max_prompt_tokens=1, max_new_tokens=200, sampler=SamplerConfig(1.0))
+    queue = DecodeQueue(
+        decoder, prompts(), batch=4, cancellation_token=token if is_own else None,
+        stop_tokens=STOPS, **limits,
+    )  # fmt: skip
+    first = [next(queue) for _ in range(3)]
+    assert all(row.finish_reason == "stop_token" for _, row in first)
+    token.cancel()
+    rest = list(queue)
+    found = dict(first + rest)
+    assert sorted(found) == pulled and len(rest) < 9  # as many as ran, or waited to be yielded
+    assert {row.finish_reason for _, row in rest} >= {"cancelled"}
+    token.reset()
+    whole = DecodeQueue(
+        decoder, ((i, [1 + i % 3]) for i in pulled), batch=4, stop_tokens=STOPS, **limits
+    )
+    for index, row in whole:
+        cut = found[index].tokens
+        assert cut == row.tokens[: len(cut)] and 0 < len(cut)
+
+
+def test_a_token_that_was_cancelled_before_the_queue_began_is_named():
+    decoder = SpeculativeDecoder(mock_model(V, 0))
+    token = CancellationToken()
+    token.cancel()
+    with pytest.raises(Cancelled, match="before its first prompt"):
+        list(DecodeQueue(decoder, enumerate(PROMPTS), batch=2, cancellation_token=token, **LIMITS))
+
+
+def test_an_error_of_decoding_is_raised_after_what_had_finished_is_yielded(monkeypatch):
+    decoder = SpeculativeDecoder(mock_model(V, 0))
+    expected = dict(DecodeQueue(decoder, enumerate(PROMPTS), batch=2, **LIMITS))
+    real, calls = decoding.generate, itertools.count()
+
+    def generate(*args, **options):
+        if next(calls) == 3:
+            raise RuntimeError("the device is gone")
+        return real(*args, **options)
+
+    monkeypatch.setattr(decoding, "generate", generate)
+    found = {}
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        for index, row in DecodeQueue(decoder, enumerate(PROMPTS), batch=2, **LIMITS):
+            found[index] = row
+    assert len(found) >= 3  # one or more of each chunk
+    assert all(row == expected[index] for index, row in found.items())
+
+
+def test_the_limit_of_the_decoders_config_counts_the_prompt():
+    decoder = SpeculativeDecoder(mock_model(V, 0), config=AsyncSpecConfig(
+        max_tokens=25, force_n1=True, target_sampler=SamplerConfig(1.0)
+    ))  # fmt: skip
+    queue = DecodeQueue(decoder, enumerate(PROMPTS), batch=3, max_prompt_tokens=20, stop_tokens=())
+    assert {i: len(row.tokens) for i, row in queue} == {
+        i: 25 - len(prompt) for i, prompt in enumerate(PROMPTS)
+    }
+
+
+def test_an_empty_queue_yields_nothing():
+    queue = DecodeQueue(SpeculativeDecoder(mock_model(V, 0)), [], batch=3, **LIMITS)
+    assert list(queue) == [] and np.isnan(queue.usage.share)
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        ({"batch": 0}, ConfigError, "batch is 0; expected an integer of 1 or more"),
+        ({"max_prompt_tokens": 0}, ConfigError, "max_prompt_tokens is 0"),
+        ({"max_new_tokens": 60}, PromptError, "a prompt of 20 tokens and 60 new ones make 80"),
+        ({"sampler": []}, ConfigError, "the list of sampler configs is empty"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_decoded(pair, changes, error, message):
+    with pytest.raises(error, match=message):
+        DecodeQueue(SpeculativeDecoder(pair[0]), [], **{"batch": 2, **LIMITS, **changes})

@@ -1,0 +1,381 @@
+"""K that changes on the way: the tokens, the law and the draft's state stay what they should."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.tiny_models import LLAMA, random_weights
+
+from spec_jax import decoding, testing
+from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.contracts import Context
+from spec_jax.drafters.common.chain import stopping
+from spec_jax.drafters.eagle.model import EagleConfig
+from spec_jax.drafters.mtp.model import MtpConfig
+from spec_jax.drafters.standalone.model import small_lm
+from spec_jax.engine.adaptive import runner
+from spec_jax.engine.adaptive.policy import Costs, Plan
+from spec_jax.engine.adaptive.runner import Memory, Pacer
+from spec_jax.engine.batching import DecodeQueue
+from spec_jax.engine.cancellation import CancellationToken
+from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.errors import ConfigError
+from spec_jax.loading import LoadedModel, random_head
+from spec_jax.models import transformer
+from spec_jax.rules import make_rule
+from spec_jax.sampling import make_sampler
+from spec_jax.testing import CertificateError, Row, certify_rule, mock_model
+
+PROMPTS = [[1, 2], [3], [4, 4, 0]]
+SAMPLERS = [SamplerConfig(), *(SamplerConfig(temperature=1.0, seed=i) for i in (5, 6))]
+BUCKETS = (0, 1, 3)
+
+
+class Script:
+    """In the place of a tuner: K as it is told, one round each, over and over."""
+
+    def __init__(self, ks, most_behind=10**9):
+        self._ks, self._turn, self.accepted = ks, 0, np.zeros(BUCKETS[-1], int)
+        self._most_behind = most_behind
+
+    def choose(self, costs, backlog=0):
+        del costs
+        k = self._ks[self._turn % len(self._ks)]
+        assert backlog == self._behind()
+        self._turn += 1
+        return Plan(k, 1), self
+
+    def observe(self, num_draft, rounds, row_rounds, accepted_at, time_ms):
+        assert len(accepted_at) == BUCKETS[-1] and not any(accepted_at[num_draft:])
+        assert all(a >= b for a, b in zip([row_rounds, *accepted_at], accepted_at))
+        self.accepted += accepted_at
+        return self
+
+    def _behind(self):
+        """Rounds without drafts since the last one with some, or since there was no more room."""
+        done = [self._ks[i % len(self._ks)] for i in range(self._turn)]
+        rounds = next((i for i, k in enumerate(reversed(done)) if k), len(done))
+        return (rounds - 1) % self._most_behind + 1 if rounds else 0
+
+
+class Known(dict):
+    """Costs of every batch, so that nothing is timed."""
+
+    def __contains__(self, key):
+        return True
+
+    def __missing__(self, key):
+        return Costs({0: 1.0, 1: 1.2, 3: 1.5})
+
+
+def adaptive(target, draft, method="standalone", **options):
+    config = SpeculativeConfig(method, is_adaptive=True, adaptive_buckets=BUCKETS, **options)
+    return SpeculativeDecoder(target, draft, config)
+
+
+@pytest.fixture(scope="module")
+def mocks():
+    return testing.mock_model(7, 0), testing.mock_model(7, 1)
+
+
+@pytest.fixture(scope="module")
+def plain(mocks):
+    return SpeculativeDecoder(mocks[0]).generate(PROMPTS, 30, sampler=SAMPLERS)
+
+
+@pytest.mark.parametrize("method", ["standalone", "suffix"])
+def test_emits_exactly_the_plain_stream(mocks, plain, method):
+    """Costs are timed; then K goes up and down by script, in a batch and in a queue."""
+    target, draft = mocks
+    options = {"rejection_sampling_strategy": "match"}
+    decoder = adaptive(target, draft if method == "standalone" else None, method, **options)
+    for script in (None, Script((3, 0, 0, 1, 0, 3))):
+        if script is not None:
+            decoder.memory.tuner = script
+            decoder.reset_stats()
+        rows = decoder.generate(PROMPTS, 30, sampler=SAMPLERS)
+        assert [row.tokens for row in rows] == [row.tokens for row in plain]
+    assert tuple(script.accepted) == decoder.stats.accepted_at  # what the tuner was told
+    (costs,) = decoder.memory.costs.values()
+    assert set(costs.round_ms) == set(BUCKETS) and all(ms > 0 for ms in costs.round_ms.values())
+    rounds, drafted = decoder.stats.rounds, decoder.stats.drafted_at
+    assert len(drafted) == 3 and rounds > drafted[0] > drafted[2] > 0  # rounds of K = 0 and 1
+
+
+def test_a_queue_takes_turns_of_k_too(mocks, plain):
+    decoder = adaptive(*mocks, rejection_sampling_strategy="match")
+    decoder.memory.tuner, decoder.memory.costs = Script((0, 0, 3)), Known()
+    queue = DecodeQueue(
+        decoder, enumerate(PROMPTS), batch=2, max_prompt_tokens=3, max_new_tokens=30,
+        sampler=SAMPLERS,
+    )  # fmt: skip
+    # A queue seeds by index on top of each sampler's own seed; row 0 is greedy.
+    assert dict(queue)[0].tokens == plain[0].tokens
+
+
+def proposals(system, params, draft, state, num_draft=3):
+    sampler = make_sampler(SamplerConfig(), len(PROMPTS), system.target.vocab_size)
+
+    @jax.jit
+    def propose(params, draft, tokens, length, counts):
+        context = Context(
+            tokens, length, sampler, counts, sampler.seed, is_coupled=False, has_probs=False,
+            has_logits=True,
+        )
+        return system.drafter.propose(params, draft, context, num_draft)[0]
+
+    proposal = propose(params["draft"], draft, state.tokens, state.length, state.counts)
+    return np.asarray(proposal.tokens), np.asarray(proposal.logits)
+
+
+TARGET, DRAFT = (
+    LoadedModel(name, transformer.model(LLAMA), random_weights(LLAMA, seed), config=LLAMA)
+    for name, seed in (("target", 0), ("draft", 1))
+)
+DRAFTS = {
+    "standalone": lambda: DRAFT,
+    "eagle-1": lambda: random_head(EagleConfig.of_target(LLAMA, 1), jax.random.key(1)),
+    "eagle-3": lambda: random_head(EagleConfig.of_target(LLAMA, 3, 20), jax.random.key(2)),
+    "mtp": lambda: random_head(MtpConfig.of_target(LLAMA), jax.random.key(3)),
+    "modules in a row": lambda: random_head(
+        dataclasses.replace(MtpConfig.of_target(LLAMA), num_modules=3, protocol="sequential"),
+        jax.random.key(4),
+    ),
+}
+MIX = (0, 3, 0, 0, 1, *[0] * 35)  # the last backlog is longer than one pass, and than what is kept
+
+
+def after_mix(name, change=lambda drafter: drafter):
+    """Drafts behind rounds of ``MIX`` as they are, caught up, and of a fresh prefill; the state."""
+    method = {"standalone": "standalone", "eagle-1": "eagle", "eagle-3": "eagle"}.get(name, "mtp")
+    decoder = adaptive(TARGET, DRAFTS[name](), method)
+    system, params, B = decoder.system(), decoder.params(), len(PROMPTS)
+    system = system._replace(drafter=change(system.drafter))
+    sampler = make_sampler(SamplerConfig(), B, LLAMA.vocab_size)
+    state = decoder.start(PROMPTS, 60, system, sampler, sampler)
+    memory = Memory(BUCKETS)
+    memory.tuner = Script(MIX, system.drafter.most_behind or 10**9)
+    memory.costs = Known()
+    pacer = Pacer(system, lambda k: params, memory)
+    for _ in MIX:
+        state, _ = pacer(state, jnp.zeros(B, jnp.int32), 9)
+    assert [k for k, _ in pacer.plans] == list(MIX)
+    stale = proposals(system, params, state.draft, state)
+    state = runner.catch_up(params, state, system=system)
+    caught_up = proposals(system, params, state.draft, state)
+
+    tokens, length, rows = state.tokens, state.length, jnp.arange(B)
+    cache = system.target.init_cache(params["target"], B, tokens.shape[1])
+    features = system.target.forward(params["target"], tokens, cache).features
+    fresh = system.drafter.init(params["draft"], B, tokens.shape[1])
+    fresh = jax.jit(system.drafter.prefill)(
+        params["draft"], fresh, tokens, length, tokens[rows, length], features
+    )
+    return stale, caught_up, proposals(system, params, fresh, state), state
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_drafts_after_any_mix_of_ks_are_those_after_a_fresh_prefill(name):
+    stale, caught_up, expected, state = after_mix(name)
+    np.testing.assert_array_equal(caught_up[0], expected[0])
+    np.testing.assert_allclose(caught_up[1], expected[1], atol=1e-5, rtol=1e-5)
+    if name == "standalone":
+        np.testing.assert_array_equal(state.draft.cache.length, state.length - 1)
+    else:
+        np.testing.assert_array_equal(state.draft.state.cache.length, state.length)
+        np.testing.assert_array_equal(state.draft.count, 0)
+    assert not np.allclose(stale[1], expected[1], atol=1e-2)  # without the replay they differ
+
+
+def test_mutation_features_of_another_row_that_are_held_are_found():
+    def mixed_up(drafter):
+        def hold(params, draft, tokens, n, features, path):
+            return drafter.hold(params, draft, tokens, n, jnp.roll(features, 1, axis=0), path)
+
+        return drafter._replace(hold=hold)
+
+    _, caught_up, expected, _ = after_mix("eagle-3", mixed_up)
+    assert not np.allclose(caught_up[1], expected[1], atol=1e-3)
+
+
+@pytest.mark.parametrize("max_rounds", [1, 5, 32])
+def test_a_head_catches_up_when_there_is_no_more_room(monkeypatch, max_rounds):
+    """However few rounds a call runs of those that are planned."""
+
+    class Long(Script):
+        def choose(self, costs, backlog=0):
+            return Plan(0, 32), self
+
+    caught_up, whole = [], runner.catch_up
+    watch = lambda *args, **names: caught_up.append(1) or whole(*args, **names)
+    monkeypatch.setattr(runner, "catch_up", watch)
+    decoder = adaptive(TARGET, DRAFTS["eagle-3"](), "eagle")
+    system, params = decoder.system(), decoder.params()
+    sampler = make_sampler(SamplerConfig(), 1, LLAMA.vocab_size)
+    state = decoder.start(PROMPTS[:1], 70, system, sampler, sampler)
+    memory = Memory(BUCKETS)
+    memory.tuner, memory.costs = Long(()), Known()
+    pacer = Pacer(system, lambda k: params, memory)
+    while sum(rounds for _, rounds in pacer.plans) < 66:
+        state, _ = pacer(state, jnp.zeros(1, jnp.int32), max_rounds)
+    assert len(caught_up) == 2  # behind 32 and behind 64
+
+
+def test_a_round_without_drafts_runs_no_pass_of_a_head():
+    def refuse(*args):
+        raise AssertionError("the head was told")
+
+    decoder = adaptive(TARGET, DRAFTS["eagle-3"](), "eagle")
+    system = decoder.system()
+    drafter = system.drafter._replace(commit=refuse, propose=refuse)
+    sampler = make_sampler(SamplerConfig(), len(PROMPTS), LLAMA.vocab_size)
+    state = decoder.start(PROMPTS, 60, system, sampler, sampler)
+    resting = runner.system_of(system._replace(drafter=drafter), 0)
+    after = decoding.decode_round(decoder.params(), state, resting)
+    np.testing.assert_array_equal(after.draft.count, 1)
+    np.testing.assert_array_equal(after.draft.state.cache.length, state.length)
+
+
+def test_a_call_that_is_cancelled_measures_nothing_first():
+    decoder = adaptive(mock_model(11, 0), mock_model(11, 1))
+
+    class AfterPrefill(CancellationToken):
+        def watch(self):
+            looks = itertools.count()
+            return lambda: next(looks) >= 2  # the first two are before and behind prefill
+
+    row = decoder.generate([1, 2], 8, cancellation_token=AfterPrefill())
+    assert row.finish_reason == "cancelled" and len(row.tokens) == 1
+    assert decoder.memory.costs == {}
+
+
+# ------------------------------------------------------------------------ the law
+
+RESIDUAL = make_rule(SpeculativeConfig(rejection_sampling_strategy="residual"))
+BLOCK = make_rule(SpeculativeConfig(rejection_sampling_strategy="block"))
+ROWS = [
+    Row((0, 1), SamplerConfig(temperature=1.0), SamplerConfig(temperature=0.8)),
+    Row((2,), SamplerConfig(temperature=0.7, top_k=2), SamplerConfig(temperature=1.3)),
+]
+certify = functools.partial(certify_rule, rows=ROWS, num_tokens=3, batch=128)
+
+
+def by_past(drafter):
+    """Another K for every past: what is offered depends on the tokens so far."""
+
+    def propose(params, state, context, num_draft):
+        proposal, state = drafter.propose(params, state, context, num_draft)
+        index = jnp.arange(context.tokens.shape[1])
+        past = jnp.where(index <= context.length[:, None], context.tokens, 0).sum(axis=1)
+        return proposal.replace(n_draft=past % (num_draft + 1)), state
+
+    return drafter._replace(propose=propose)
+
+
+def stopping_too_early(drafter, stop_below):
+    """The mutation: the unlikely token itself is not offered either."""
+    honest = stopping(drafter, stop_below)
+
+    def propose(params, state, context, num_draft):
+        context = context._replace(has_logits=True)
+        proposal, state = honest.propose(params, state, context, num_draft)
+        own = jax.nn.softmax(proposal.logits, axis=-1)
+        own = jnp.take_along_axis(own, proposal.tokens[:, :, None], axis=2)[:, :, 0]
+        is_likely = jnp.cumprod(own >= stop_below, axis=1)
+        n_draft = jnp.minimum(proposal.n_draft, is_likely.sum(axis=1, dtype=jnp.int32))
+        return proposal.replace(n_draft=n_draft), state
+
+    return drafter._replace(propose=propose)
+
+
+@pytest.mark.parametrize(
+    "rule, case", [(RESIDUAL, "by past"), (RESIDUAL, "confidence"), (BLOCK, "confidence")],
+    ids=lambda value: getattr(value, "name", value),
+)  # fmt: skip
+def test_the_law_is_the_targets(rule, case):
+    drafter = small_lm(testing.toy_model(3))
+    drafter = by_past(drafter) if case == "by past" else stopping(drafter, 0.35)
+    assert certify(rule, drafter=drafter) <= 1e-6
+
+
+def test_mutation_stopping_before_an_unlikely_token_is_caught():
+    with pytest.raises(CertificateError, match="differs from plain decoding"):
+        certify(RESIDUAL, drafter=stopping_too_early(small_lm(testing.toy_model(3)), 0.35))
+
+
+def test_the_tokens_of_adaptive_decoding_have_the_targets_law():
+    """Chi-square of the jitted decoder while K goes up and down."""
+    V, size, num_tokens = 3, 20_000, 3
+    params = {"target": testing.toy_params(V, 0), "draft": testing.toy_params(V, 1)}
+    system = decoding.System(testing.toy_model(V), small_lm(testing.toy_model(V)), RESIDUAL, 3)
+    row = ROWS[0]
+    full = lambda value: jnp.full((size,), value, jnp.int32)
+    state = decoding.prefill(
+        params, jnp.tile(jnp.asarray(row.prompt, jnp.int32), (size, 1)), full(2),
+        full(3 + num_tokens), full(-1)[:, None], make_sampler(row.target, size, V),
+        make_sampler(row.draft, size, V), system=system, slots=16,
+    )  # fmt: skip
+    memory = Memory(BUCKETS)
+    memory.tuner, memory.costs = Script((1, 0, 3)), Known()
+    pacer = Pacer(system, lambda k: params, memory)
+    while bool(state.is_active.any()):
+        state, _ = pacer(state, full(0), 1)
+    assert {k for k, _ in pacer.plans} == set(BUCKETS)
+    out = np.asarray(state.tokens)[:, 3 : 3 + num_tokens]
+    counts = np.zeros((V,) * num_tokens, np.int64)
+    np.add.at(counts, tuple(out.T), 1)
+    first = testing.reference_distribution(
+        testing.oracles.toy_logits(params["target"], row.prompt), row.target, row.prompt, ()
+    )
+    law = sum(
+        first[t] * testing.plain_law(params["target"], row, t, num_tokens) for t in range(V)
+    )
+    assert testing.chi_square(counts, law) > 1e-6
+
+
+def test_a_confident_draft_goes_on_and_an_unsure_one_ends(mocks):
+    """The same tokens, fewer drafts offered: the one behind each unlikely draft is missing."""
+    target, draft = mocks
+    config = SpeculativeConfig(num_speculative_tokens=3, confidence_threshold=0.4)
+    fixed = SpeculativeConfig(num_speculative_tokens=3)
+    short, whole = (SpeculativeDecoder(target, draft, c) for c in (config, fixed))
+    rows = [d.generate(PROMPTS, 30) for d in (short, whole)]
+    assert [a.tokens for a in rows[0]] == [b.tokens for b in rows[1]]
+    offered = short.stats.drafted_at
+    assert short.stats.rounds == offered[0] > offered[1] > offered[2]
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"adaptive_buckets": (0, 2)}, "None where is_adaptive is not set"),
+        ({"is_adaptive": True, "adaptive_buckets": (2, 1)}, "ascending integers"),
+        ({"is_adaptive": True, "adaptive_buckets": (0,)}, "ascending integers"),
+        (
+            {"is_adaptive": True, "adaptive_buckets": (0, 4), "num_speculative_tokens": 3},
+            "num_speculative_tokens is 3; adaptive_buckets end with 4",
+        ),
+        ({"is_adaptive": True, "tree": (2, 1)}, "adaptive K drafts chains"),
+        ({"is_adaptive": "yes"}, "is_adaptive is 'yes'; expected a bool"),
+        ({"confidence_threshold": 1.5}, "confidence_threshold is 1.5"),
+        ({"confidence_threshold": 0.4, "tree": (2, 1)}, "drafts a tree"),
+        ({"confidence_threshold": 0.4, "speculative_method": "suffix"}, "copies tokens"),
+    ],
+)
+def test_refuses_options_that_cannot_be(values, message):
+    with pytest.raises(ConfigError, match=message):
+        SpeculativeConfig(**values)
+
+
+def test_buckets_follow_k_and_k_follows_given_buckets():
+    config = SpeculativeConfig.from_dict({"is_adaptive": True, "num_speculative_tokens": "5"})
+    assert config.buckets == (0, 1, 2, 3, 4, 5)
+    given = SpeculativeConfig.from_dict({"is_adaptive": True, "adaptive_buckets": [1, 7]})
+    assert given.buckets == (1, 7) and given.num_speculative_tokens == 7
+    assert SpeculativeConfig().buckets == (2,)

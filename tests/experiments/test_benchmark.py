@@ -1,0 +1,287 @@
+"""The benchmark runs end to end on tiny shapes, and what it reports follows from its times."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from configs import benchmark as default
+from experiments import benchmark
+from experiments.benchmarks import adaptive, loops, rounds, training
+from experiments.benchmarks.synthetic import random_model
+from experiments.common import timing
+from spec_jax.config import SpeculativeConfig
+from spec_jax.decoding import System
+from spec_jax.drafters.standalone.model import small_lm
+from spec_jax.engine.stats import Stats
+from spec_jax.errors import ConfigError
+from spec_jax.models.checkpoint import save_pretrained
+from spec_jax.rules import make_rule
+
+TINY = {
+    "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+DRAFT = {**TINY, "num_hidden_layers": 1}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return rounds.Pair(random_model("t", TINY, 0), random_model("d", DRAFT, 1), 128)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    config = default.get_config()
+    config.llama110m.update({
+        "slots": 128, "prompt_tokens": 5, "new_tokens": 12, "plain_tokens": 4, "k": 2,
+        "repeats": 2,
+    })
+    config.llama110m.target.update(TINY)
+    config.llama110m.draft.update(DRAFT)
+    config.zoo.update({
+        "num_prompts": 2, "max_prompt_tokens": 9, "new_tokens": 8, "plain_tokens": 4,
+        "ks": (1, 2), "batches": (2,), "repeats": 2,
+    })
+    config.heads.update({
+        "draft_vocab_size": 20, "k": 2, "tree_nodes": (5,), "tree_depth": 2, "tree_top_k": 3,
+        "slots": 128, "prompt_tokens": 5, "repeats": 2,
+    })
+    config.heads.target.update(TINY)
+    config.training.update({
+        "lm_batch": 2, "draft_vocab_size": 24, "num_steps": 2, "batch": 2, "length": 16,
+        "repeats": 2,
+    })
+    config.training.target.update(TINY)
+    config.streaming.update({"prompt_tokens": 5, "new_tokens": 12, "k": 2, "repeats": 2})
+    config.streaming.target.update(TINY)
+    config.streaming.draft.update(DRAFT)
+    config.states.update({"k": 2, "slots": 256, "prompt_tokens": 5, "repeats": 2})
+    config.states.target.update({
+        "vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2,
+        "head_dim": 16, "state_size": 4,
+    })
+    config.adaptive.update({
+        "buckets": (0, 2), "rates": (0.0, 0.9), "batches": (2,), "slots": 128,
+        "prompt_tokens": 5, "rounds": 12, "repeats": 2,
+    })
+    config.adaptive.target.update(TINY)
+    config.adaptive.draft.update(DRAFT)
+    config.transformers.repeats = 1
+    folder = tmp_path_factory.mktemp("pair")
+    for name, shape, seed in (("target", TINY, 0), ("draft", DRAFT, 1)):
+        model = random_model(name, shape, seed)
+        save_pretrained(folder / name, model.params, model.config)
+        config.zoo[name] = str(folder / name)
+    return config
+
+
+def test_leaves_a_record_with_every_bar(config, tmp_path, capsys):
+    record = benchmark.run(config, tmp_path, ("llama110m", "heads", "zoo", "training"))
+    assert json.loads((tmp_path / "benchmark.json").read_text())["is_complete"]
+    barred = {(line["part"], line["bar"]) for line in record["lines"] if line["bar"] is not None}
+    bars = config.bars
+    for bar in (bars.verify, bars.round, bars.predicted):
+        assert ("llama110m", bar) in barred
+    for bar in (bars.head_round, bars.tree_round):
+        assert ("heads", bar) in barred
+    assert (tmp_path / "tree.png").stat().st_size > 5000
+    for bar in (bars.round, bars.predicted, bars.speedup, bars.draft):
+        assert ("zoo", bar) in barred
+    assert ("training", bars.training) in barred
+    for line in record["lines"]:
+        low, high = line["quartiles"]
+        assert 0 < low <= line["value"] <= high
+    identical = record["parts"]["zoo"]["identical_rows"]
+    assert identical["K=2, float32"] == identical["K=1, float32"] == 2
+    best = record["parts"]["zoo"]["best_k"]
+    times = {n: np.asarray(ms) for n, ms in record["parts"]["zoo"]["times_ms"].items()}
+    for dtype, k in best.items():
+        gains = [np.median(times["plain"] / times[f"K={n}, {dtype}"]) for n in (1, 2)]
+        assert k == 1 + int(np.argmax(gains))
+    assert set(best) == {"float32", "bfloat16"} >= {record["parts"]["zoo"]["best_dtype"]}
+    text = (tmp_path / "benchmark.md").read_text()
+    assert all(line["what"] in text for line in record["lines"])
+    assert "measured / predicted" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="holds another run"):
+        benchmark.run(config, tmp_path, ("zoo",))
+
+
+def products_flops(jaxpr) -> int:
+    """Of every product of a traced program, loops and calls inside it included once."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            inner = math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
+            total += 2 * inner * math.prod(eqn.outvars[0].aval.shape)
+        for value in jax.tree.leaves(list(eqn.params.values())):
+            inner = getattr(value, "jaxpr", value)
+            total += products_flops(inner) if hasattr(inner, "eqns") else 0
+    return total
+
+
+@pytest.mark.parametrize("make", [training.lm_case, training.eagle3_case])
+def test_model_flops_are_those_of_the_products_in_a_step(make):
+    """Of a width at which what is counted roughly does not matter; Adam has no products."""
+    options = default.get_config().training
+    options.target.update(num_hidden_layers=2)
+    options.optimizer.name = "adamw"
+    options.update(batch=1, lm_batch=1, length=64)
+    target = random_model("t", options.target, 0)
+    case = make(target, options)
+    traced = jax.make_jaxpr(case.run)(case.state).jaxpr
+    assert products_flops(traced) == pytest.approx(case.flops, rel=0.05)
+
+
+def test_streaming_is_held_against_the_uninterrupted_loop(config, tmp_path):
+    record = benchmark.run(config, tmp_path, ("streaming",))
+    assert [line["bar"] for line in record["lines"]] == [config.bars.streaming] * 2 + [None]
+    stats = record["parts"]["streaming"]["stats"]
+    assert stats["emitted"] == 12 and stats["rounds"] > 1
+    times = record["parts"]["streaming"]["times_ms"]
+    ratios = np.divide(times["stream"], times["whole"])
+    assert record["lines"][0]["value"] == pytest.approx(np.median(ratios))
+
+
+def test_replay_is_measured_against_the_verify_pass_of_the_same_run(config, tmp_path):
+    record = benchmark.run(config, tmp_path, ("states",))
+    times = {name: np.asarray(ms) for name, ms in record["parts"]["states"]["times_ms"].items()}
+    line = next(line for line in record["lines"] if line["bar"] == config.bars.replay)
+    assert line["value"] == np.median(times["round"] / times["verify"])
+    assert record["parts"]["states"]["stats"]["rounds"] == loops.ROUNDS
+
+
+def test_says_why_transformers_is_left_out(config, tmp_path, capsys):
+    record = benchmark.run(config, tmp_path, ("transformers",), str(tmp_path / "no_python"))
+    assert not record["lines"]
+    assert "left out" in record["notes"][0] and "no_python" in capsys.readouterr().out
+
+
+def test_adaptive_is_held_against_plain_and_fixed(config, tmp_path):
+    record = benchmark.run(config, tmp_path, ("adaptive",))
+    assert [line["bar"] for line in record["lines"]] == [1.03, 0.95, 1.1, 1.1]
+    found = record["parts"]["adaptive"]["batches"][2]
+    assert set(found["round_ms"]) == {0, 2} and len(found["rates"]) == 2
+    for one in found["rates"]:
+        assert all(sum(n for _, n in plans) == 12 for plans in one["plans"])
+        assert all(ratio > 0 for ratio in one["priced / plain"] + one["clock / plain"])
+
+
+def test_coins_come_up_at_their_rate(pair):
+    rule = make_rule(SpeculativeConfig(
+        num_speculative_tokens=3, rejection_sampling_strategy="synthetic",
+        synthetic_mean_length=4.0,
+    ))  # fmt: skip
+    drafter = adaptive.coined(small_lm(pair.draft.model))
+    system = System(pair.target.model, drafter, rule, 3)
+    params = {"target": pair.target.params, "draft": {"draft": pair.draft.params, "rate": 0.7}}
+    state = loops.start(system, params, [[3, 4, i] for i in range(20)], 128, 90)
+    stats = loops.GenerateTimer(system, params, [state]).stats
+    assert stats.corrected == 0  # the limit alone cuts drafts
+    reached = (stats.rounds, *stats.accepted_at)
+    rates = [b / a for a, b in zip(reached, reached[1:])]
+    np.testing.assert_allclose(rates, 0.7, atol=0.06)
+
+
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")),
+    reason="torch and transformers are not installed",
+)
+def test_compares_with_assisted_generation(config, tmp_path):
+    record = benchmark.run(config, tmp_path, ("transformers",), sys.executable)
+    found = record["parts"]["transformers"]
+    assert found["identical_rows"] == found["rows"] == 2
+    assert found["k"] == config.transformers.k
+    assert {line["bar"] for line in record["lines"]} == {config.bars.transformers, None}
+
+
+@pytest.mark.parametrize(
+    "section, values, message",
+    [
+        ("zoo", {"batches": (3,)}, "divisors of num_prompts"),
+        ("zoo", {"ks": (0,)}, "zoo.ks"),
+        ("llama110m", {"repeats": 0}, "llama110m.repeats is 0"),
+        ("llama110m", {"slots": 16}, "need"),
+        ("states", {"slots": 16}, "states.slots is 16; prompt and rounds need"),
+        ("heads", {"slots": 16}, "heads.slots is 16; prompt and rounds need"),
+        ("heads", {"tree_nodes": (90,)}, "90 nodes; 2 levels of 3 have"),
+        ("heads", {"tree_depth": 1}, "tree_depth of 2 or more"),
+        ("adaptive", {"buckets": (1, 2)}, r"adaptive.buckets is \(1, 2\)"),
+        ("adaptive", {"rates": (1.5,)}, "adaptive.rates"),
+        ("adaptive", {"slots": 64}, "adaptive.slots is 64; prompt and rounds need"),
+        ("heads", {"draft_vocab_size": 40}, "draft_vocab_size is 40; the target has 31"),
+    ],
+)
+def test_refuses_values_that_cannot_be(config, tmp_path, section, values, message):
+    wrong = config.copy_and_resolve_references()
+    wrong[section].update(values)
+    with pytest.raises(ConfigError, match=message):
+        benchmark.run(wrong, tmp_path)
+    with pytest.raises(ConfigError, match="parts"):
+        benchmark.run(config, tmp_path, ("speed",))
+
+
+@pytest.mark.parametrize("variant", ["float32", "float32 padded to two rows"])
+def test_plain_loops_decode_what_the_decoder_decodes(pair, variant):
+    prompts = [[3, 4, 5], [7, 1, 2, 9, 8, 8]]
+    begin = lambda *stops: [
+        loops.start(pair.system(), pair.params(None), prompts, 128, 9, stops)
+    ]
+    stop = loops.GenerateTimer(pair.system(), pair.params(), begin()).tokens[1][4]
+    states = begin(stop)
+    ours = loops.GenerateTimer(pair.system(), pair.params(), states)
+    plain = rounds.plain_timer(pair, states, variant)
+    assert plain.tokens == ours.tokens
+    assert plain.tokens[1][-1] == stop
+    plain()  # its states are copied, so it can run again
+    assert plain.tokens == ours.tokens
+
+
+def test_a_round_is_timed_over_the_rounds_it_ran(pair):
+    system = pair.system(SpeculativeConfig(num_speculative_tokens=2))
+    state = loops.start(system, pair.params(), [[3, 4, 5]], 128, 100)
+    timer = loops.GenerateTimer(
+        system, pair.params(), [state], max_rounds=5, unit="round"
+    )
+    assert timer.stats.rounds == 5
+    free = loops.rest_timer(system, slots=256)
+    assert free.stats.rounds == loops.ROUNDS
+    assert free.stats.drafted == 2 * loops.ROUNDS
+
+
+def test_prediction_is_the_parts_over_plain_decoding():
+    times = {
+        "draft first": np.asarray([2.0]), "draft": np.asarray([1.0]),
+        "verify": np.asarray([10.0]), "rest": np.asarray([3.0]),
+    }  # fmt: skip
+    assert rounds.parts_ms(times, 3)[0] == 2 + 2 * 1 + 10 + 3
+    stats = Stats(judged_at=(4, 2, 1), accepted_at=(2, 1, 1))
+    tokens = 1 + 0.5 + 0.25 + 0.25
+    found = rounds.predict(times, np.asarray([8.0]), stats, 3)
+    np.testing.assert_allclose(found, [tokens * 8 / 17])
+
+
+def test_turns_are_interleaved_and_change_direction():
+    calls = []
+    timers = {name: lambda name=name: calls.append(name) or len(calls) for name in "abc"}
+    times = timing.interleave(timers, 2)
+    assert "".join(calls) == "abccba"
+    np.testing.assert_array_equal(times["a"], [1, 6])
+
+
+def test_a_line_knows_whether_its_bar_is_met():
+    value = timing.spread([1.0, 2.0, 3.0])
+    assert value == (2.0, 1.5, 2.5)
+    met = lambda bar, **options: timing.Line("p", "w", value, "x", bar, **options).is_met
+    assert met(2.0) and not met(1.9)
+    assert met(2.0, is_upper=False) and not met(2.1, is_upper=False)
+    assert met(None) is None
+    assert timing.Line("p", "w", timing.spread([float("nan")]), "x", 1.0).is_met is False

@@ -1,0 +1,321 @@
+"""The decode experiment: a whole run on tiny models, its report, and its refusals."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ROOT
+from support.tiny_models import random_weights
+
+from configs import decode_default, decode_specbench
+from experiments.common import costs, report
+from experiments.common.grid import top_gap
+from experiments.common.prompts import Prompt, PromptEncoder, fit, load_prompts
+from experiments.decode import decode, resolve
+from spec_jax import load_model
+from spec_jax.data import python_source, tokens
+from spec_jax.errors import ConfigError, SpecJaxError
+from spec_jax.models import checkpoint, transformer
+from spec_jax.models.config import ModelConfig
+from spec_jax.models.tokenizer import Tokenizer
+
+KEYS = {
+    "method", "k", "temperature", "rule", "tau", "acceptance_by_position", "tokens_per_s",
+    "speedup", "predicted_speedup", "identical_to_plain", "rounds", "emitted", "first",
+    "accepted", "corrected", "bonus", "drafted", "looping_share",
+    "expected_by_position",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Directories of a target and a draft that share a tokenizer of 300 entries."""
+    folder = tmp_path_factory.mktemp("pair")
+    text = [text for _, text in python_source.documents("held_out")[:3]]
+    tokenizer = Tokenizer(tokens.train_tokenizer(text, 300))
+    for name, layers in (("target", 2), ("draft", 1)):
+        config = ModelConfig(
+            vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=layers,
+            num_attention_heads=2, max_position_embeddings=128, bos_token_id=0,
+        )
+        checkpoint.save_pretrained(folder / name, random_weights(config), config, tokenizer)
+    return folder
+
+
+def small(pair, **changes):
+    config = decode_default.get_config()
+    config.update({
+        "target": str(pair / "target"), "draft": str(pair / "draft"), "num_prompts": 2,
+        "max_new_tokens": 8, "ks": (3,), "has_stream": False, **changes,
+    })  # fmt: skip
+    return config
+
+
+@pytest.fixture(scope="module")
+def run(pair, tmp_path_factory):
+    """Folder and report of one run of every method."""
+    folder = tmp_path_factory.mktemp("run")
+    return folder, decode(small(pair), folder)
+
+
+def test_a_run_leaves_its_folder(run):
+    folder, _ = run
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "acceptance.png", "config.json", "environment.json", "report.json", "report.md",
+        "speedup.png",
+    ]  # fmt: skip
+    assert (folder / "speedup.png").read_bytes()[1:4] == b"PNG"
+    environment = json.loads((folder / "environment.json").read_text())
+    assert {"python", "jax", "jaxlib", "numpy", "devices", "cpu_model", "cores"} <= set(environment)
+    assert json.loads((folder / "config.json").read_text())["ks"] == [3]
+    text = (folder / "report.md").read_text()
+    assert "| standalone | 3 | 1 | residual |" in text and "speedup.png" in text
+
+
+def test_the_report_holds_every_cell_and_only_valid_json(run):
+    refuse = lambda name: pytest.fail(f"{name} in report.json")
+    report_json = json.loads((run[0] / "report.json").read_text(), parse_constant=refuse)
+    assert report_json["is_complete"]
+    cells = [(r["method"], r["k"], r["temperature"], r["rule"]) for r in report_json["results"]]
+    assert cells == [
+        ("plain", 0, 0, "greedy"), ("ngram", 3, 0, "greedy"), ("standalone", 3, 0, "greedy"),
+        ("plain", 0, 1, "match"), ("ngram", 3, 1, "match"), ("standalone", 3, 1, "residual"),
+    ]  # fmt: skip
+    for r in report_json["results"]:
+        assert set(r) >= KEYS
+        assert r["emitted"] == r["first"] + r["accepted"] + r["corrected"] + r["bonus"] == 16
+        assert len(r["acceptance_by_position"]) == r["k"]
+        assert r["identical_to_plain"] is (None if r["rule"] == "residual" else True)
+        assert r["speedup"] > 0 and r["predicted_speedup"] > 0 and r["tokens_per_s"] > 0
+        if r["method"] == "plain":
+            assert r["speedup"] == r["predicted_speedup"] == r["tau"] == 1
+        has_expected = r["temperature"] > 0 and r["k"] > 0
+        assert len(r["expected_by_position"]) == (r["k"] if has_expected else 0)
+
+
+def test_heads_modules_and_trees_have_rows_of_their_own(pair, tmp_path, capsys):
+    config = small(
+        pair, draft="", head="random-eagle-3", mtp="random", trees="2x1, 5:2:3", ks=(2,),
+        temperatures=(0,), methods=("eagle", "mtp"),
+    )  # fmt: skip
+    result = decode(config, tmp_path)
+    cells = [(r["method"], r["k"], r["tree"]) for r in result["results"]]
+    assert cells == [("plain", 0, None)] + [
+        (method, k, tree)
+        for method in ("eagle", "mtp")
+        for k, tree in ((2, None), (4, "2x1"), (5, "5:2:3"))
+    ]
+    for r in result["results"]:
+        assert r["identical_to_plain"] and len(r["drafted_at"]) == (2 if r["k"] else 0)
+        is_tree = r["tree"] is not None
+        assert (r["predicted_speedup"] == r["predicted_speedup"]) is not is_tree  # NaN
+    assert set(result["costs"]["draft_ms"]) == {"eagle", "mtp"}
+    assert result["models"]["head"]["vocabulary"] == 150
+    out = capsys.readouterr().out
+    assert "eagle 2x1" in out and "random MTP module" in out
+
+
+def test_the_report_is_saved_after_every_row(pair, tmp_path, monkeypatch):
+    whole, saved = report.write_json, []
+
+    def write(path, value):
+        whole(path, value)
+        if path.name == "report.json":
+            saved.append(len(json.loads(path.read_text())["results"]))
+
+    monkeypatch.setattr(report, "write_json", write)
+    config = small(pair, draft="none", temperatures=(0,))
+    result = decode(config, tmp_path)
+    assert saved == [1, 2, 2]
+    assert "standalone is left out" in result["notes"][0]
+
+
+def test_the_screen_shows_text_table_and_conclusion(pair, tmp_path, capsys):
+    config = small(pair, has_stream=True, temperatures=(0,), methods=("ngram",), has_expected=False)
+    decode(config, tmp_path)
+    out = capsys.readouterr().out
+    name = load_prompts("", 2, 0)[0].name
+    for part in (name, "live by ngram K=3", "tok/s", "speed-up", "T=0, ", "report.md"):
+        assert part in out
+    lines = out.splitlines()
+    table = lines[next(i for i, line in enumerate(lines) if line.startswith("method")) :][:4]
+    column = table[0].index("identical")
+    assert [row[column:] for row in table[2:]] == ["yes", "yes"]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"ks": (0,)}, r"ks is \(0,\); expected integers of 1 or more"),
+        ({"ks": ("x",)}, "expected integers"),
+        ({"ks": ()}, "expected one or more"),
+        ({"temperatures": (-0.5,)}, "numbers of 0 or more"),
+        ({"temperatures": ("hot",)}, "numbers of 0 or more"),
+        ({"methods": ("medusa",)}, "plain, ngram, standalone, eagle, mtp, suffix"),
+        ({"methods": ("eagle",)}, "nothing drafts for them: --config.head=PATH"),
+        ({"head": "no/such"}, "no/such is neither a directory nor a zoo name"),
+        ({"trees": "3y"}, "the tree is '3y'; expected children by depth"),
+        ({"trees": "9:2"}, "the tree is '9:2'"),
+        ({"trees": "2", "standalone_rules": ("block",)}, "'block' judges chains"),
+        ({"standalone_rules": ("greedy",)}, "residual, block, traversal, match"),
+        ({"num_prompts": 3, "batch": 2}, "a multiple of batch 2"),
+        ({"num_prompts": 0}, "1 or more"),
+        ({"max_new_tokens": 1}, "2 or more"),
+        ({"max_new_tokens": 128}, "leaves no room for a prompt: .*target holds 128 tokens"),
+        ({"dtype": "int8"}, "float32, bfloat16"),
+        ({"target": ""}, "--config.target=PATH"),
+        ({"target": "no/such"}, "neither a directory nor a zoo name"),
+        ({"prompts": "no/such.jsonl"}, "cannot be read"),
+        ({"sampler": {"top_p": 2.0}}, "top_p is 2.0"),
+        ({"ngram_min": 5}, "ngram_min <= ngram_max"),
+    ],
+)
+def test_bad_values_are_refused_before_anything_is_made(pair, tmp_path, changes, message):
+    with pytest.raises(SpecJaxError, match=message):
+        decode(small(pair, **changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_with_a_report_is_refused(run, pair):
+    with pytest.raises(ConfigError, match="another --workdir"):
+        decode(small(pair), run[0])
+
+
+def test_a_config_file_with_other_keys_is_refused(pair):
+    config = small(pair)
+    with config.unlocked():
+        config.num_prompt = 1
+    with pytest.raises(ConfigError, match=r"'num_prompt' \(did you mean num_prompts\?\)"):
+        resolve(config)
+    with config.unlocked():
+        del config["num_prompt"], config["seed"]
+    with pytest.raises(ConfigError, match="lacks seed"):
+        resolve(config)
+
+
+def test_every_config_resolves(pair):
+    for module in (decode_default, decode_specbench):
+        config = module.get_config()
+        config.target = str(pair / "target")
+        config.methods = ("plain,ngram",)  # as --config.methods=plain,ngram arrives
+        assert resolve(config).methods == ("plain", "ngram")
+
+
+def command(*args):
+    environment = {
+        **os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+    }  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "-m", "experiments.decode", *map(str, args)], cwd=ROOT, env=environment,
+        capture_output=True, text=True, timeout=300,
+    )
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--config.num_prompt=3"], "no key 'num_prompt' (did you mean num_prompts?)"),
+        (["--config.num_prompts=many"], "--config.num_prompts=many: expected an integer"),
+        (["--config.target=no/such"], "no/such is neither a directory nor a zoo name"),
+        (["--config=no/such.py"], "No such file or directory: 'no/such.py'"),
+        (["words"], "unexpected argument 'words'"),
+    ],
+)
+def test_the_command_answers_bad_input_in_one_line(args, message):
+    done = command(*args)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_command_takes_typed_overrides(pair, tmp_path):
+    done = command(
+        f"--config.target={pair / 'target'}", f"--config.draft={pair / 'draft'}",
+        "--config.ks=1,2", "--config.temperatures=0.5", "--config.methods=ngram",
+        "--config.sampler.top_k=5", "--config.draft_temperature=0.7", "--config.num_prompts=2",
+        "--config.batch=2", "--config.max_new_tokens=4", "--config.has_expected=false",
+        "--config.max_prompt_tokens=16", f"--workdir={tmp_path / 'run'}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert [(r["method"], r["k"]) for r in result["results"]] == [
+        ("plain", 0), ("ngram", 1), ("ngram", 2),
+    ]  # fmt: skip
+    assert result["config"]["sampler"]["top_k"] == 5 and result["prompts"]["lengths"] == [16, 16]
+    assert "Traceback" not in done.stderr and "measuring 4/4" in done.stderr
+
+
+def test_long_prompts_lose_their_beginning_but_not_bos(pair):
+    target, draft = load_model(pair / "target"), load_model(pair / "draft")
+    text = "<|endoftext|>" + "x = 1\n" * 200
+    whole = target.tokenizer.encode(text)
+    assert whole[0] == target.config.bos_token_id
+    (ids, short), num_cut = fit([Prompt("", text), Prompt("", "x")], [target, draft], 28, None)
+    assert num_cut == 1 and len(ids) == 100 and ids == whole[:1] + whole[-99:]
+    assert short == target.tokenizer.encode("x")
+    assert len(fit([Prompt("", text)], [target], 28, 10)[0][0]) == 10
+
+
+def test_conversations_become_prompts_by_the_targets_chat_template(pair, tmp_path):
+    shutil.copytree(pair / "target", tmp_path / "target")
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    (tmp_path / "target" / "chat_template.jinja").write_text(template)
+    say = lambda role, content: {"role": role, "content": content}
+    talk = [say("system", "be brief"), say("user", "x"), say("assistant", "y"), say("user", "z")]
+    rows = {
+        "talk": ({"messages": talk}, "system: be brief\nuser: x\nassistant:"),
+        "turns": ({"turns": ["x = 1", "more"]}, "user: x = 1\nassistant:"),
+        "text": ({"prompt": "x = 1"}, "x = 1"),
+    }
+    chat, plain = load_model(tmp_path / "target"), load_model(pair / "target")
+    for name, (row, expected) in rows.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(json.dumps(row) + "\n")
+        prompts = load_prompts(str(path), 1, 0)
+        ((ids,), _) = fit(prompts, [chat], 8, None)
+        assert chat.tokenizer.decode(ids) == expected
+        assert PromptEncoder(chat).is_templated(prompts[0]) is (name != "text")
+        if name == "talk":
+            with pytest.raises(ConfigError, match="has no chat template"):
+                fit(prompts, [plain], 8, None)
+        else:
+            assert plain.tokenizer.decode(fit(prompts, [plain], 8, None)[0][0]) == "x = 1"
+
+
+def test_a_target_without_a_usable_template_continues_what_the_user_alone_has_said(pair, tmp_path):
+    """A template for tools alone, and no separator, which prompts do not need."""
+    shutil.copytree(pair / "target", tmp_path / "target")
+    folder = tmp_path / "target" / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "tool_use.jinja").write_text("{{ messages }}")
+    target = load_model(tmp_path / "target")
+    path = tmp_path / "rows.json"
+    say = [{"role": "user", "content": "x = 1"}, {"role": "assistant", "content": "y"}]
+    path.write_text(json.dumps([{"turns": ["x = 1"]}, {"messages": say}], indent=1))
+    prompts = load_prompts(str(path), 2, 0)
+    assert [p.name for p in prompts] == ["rows.json: object 1", "rows.json: object 2"]
+    ids, _ = fit(prompts, [target], 8, None)
+    assert list(map(target.tokenizer.decode, ids)) == ["x = 1", "x = 1"]
+
+
+def test_a_pass_is_timed_without_moving_the_cache(pair):
+    model = load_model(pair / "draft")
+    assert costs.pass_cost(model.model, model.params, 3, 128, 2, repeats=2) > 0
+    order = []
+    timers = {"a": lambda: order.append("a") or 1.0, "b": lambda: order.append("b") or 2.0}
+    assert costs.interleaved_medians(timers, 3) == {"a": 1.0, "b": 2.0}
+    assert order == ["a", "b"] * 3
+
+
+def test_the_gap_is_that_of_the_two_best_logits(pair):
+    target, ids = load_model(pair / "target"), [5, 7, 11]
+    logits = transformer.logits(target.params, jnp.asarray([ids]), config=target.config)[0, -1]
+    first, second = np.sort(np.asarray(logits))[::-1][:2]
+    np.testing.assert_allclose(top_gap(target, ids), first - second, rtol=1e-3)

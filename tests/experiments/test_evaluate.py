@@ -1,0 +1,70 @@
+"""The experiment that evaluates: figures, their intervals and differences, and what it refuses."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from support.tiny_models import LLAMA, random_weights
+
+from configs import evaluate_zoo
+from experiments import evaluate
+from spec_jax.data import python_source, tokens
+from spec_jax.drafters.eagle.model import EagleConfig
+from spec_jax.drafters.eagle.write import write_head
+from spec_jax.errors import ConfigError
+from spec_jax.loading import random_head
+from spec_jax.models.checkpoint import save_pretrained
+from spec_jax.models.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """The target as its own draft, a head, and pieces of text to continue."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    text = [text for _, text in python_source.documents("held_out")[:2]]
+    tokenizer = Tokenizer(tokens.train_tokenizer(text, 300))
+    shape = LLAMA.__class__(**{**LLAMA.__dict__, "vocab_size": 300, "max_position_embeddings": 64})
+    save_pretrained(folder / "target", random_weights(shape), shape, tokenizer)
+    head = random_head(EagleConfig.of_target(shape, 1), jax.random.key(1))
+    write_head(folder / "head", head.config, head.params, layout="EAGLE-1", target_config=shape)
+    lines = [json.dumps({"prompt": text[0][i : i + 9]}) for i in (0, 40, 90)]
+    (folder / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    config = evaluate_zoo.get_config()
+    config.target = str(folder / "target")
+    config.drafts = f"{folder / 'head'}, {folder / 'target'}"
+    config.prompts = str(folder / "prompts.jsonl")
+    config.update({"num_prompts": 3, "max_new_tokens": 8, "num_draft": 2, "batch": 2})
+    return config
+
+
+def test_reports_what_decoding_did(config, tmp_path, capsys):
+    rep = evaluate.evaluate(config, str(tmp_path / "run"))
+    head, same = rep["rows"]
+    low, high = same["tau"].low, same["tau"].high
+    assert 2 < low <= same["tau"].value <= high <= 3  # the last round may be cut
+    np.testing.assert_allclose([x.value for x in same["accept"]], 1)
+    assert same["difference"][0].value == pytest.approx(same["tau"].value - head["tau"].value)
+    assert 1 <= head["tau"].value < same["tau"].value
+    gaps = np.subtract(head["teacher_forced"], [x.value for x in head["accept"]])
+    assert np.nanmax(np.abs(gaps)) < 0.01
+    assert head["cost"] > 0 and same["cost"] > 0
+    saved = json.loads((tmp_path / "run" / "evaluation.json").read_text(encoding="utf-8"))
+    assert [row["rounds"] for row in saved["rows"]] == [head["rounds"], same["rounds"]]
+    assert (tmp_path / "run" / "acceptance.png").stat().st_size > 5000
+    assert "Differences, prompt by prompt" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("drafts", "", "drafts are empty"),
+        ("num_draft", 0, "num_draft is 0"),
+        ("max_new_tokens", 1, "max_new_tokens is 1"),
+    ],
+)
+def test_refuses_what_cannot_be(config, name, value, message):
+    wrong = config.copy_and_resolve_references()
+    wrong[name] = value
+    with pytest.raises(ConfigError, match=message):
+        evaluate.evaluate(wrong)

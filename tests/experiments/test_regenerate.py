@@ -1,0 +1,234 @@
+"""Regeneration: every prompt answered once, whatever happens in between."""
+
+import itertools
+import json
+import shutil
+
+import pytest
+from support.tiny_models import random_weights
+
+from configs import regenerate_zoo
+from experiments import regenerate as experiment
+from experiments.common.responses import Responses
+from experiments.regenerate import regenerate
+from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, load_model
+from spec_jax.data import python_source, tokens
+from spec_jax.data.conversations import is_held_out
+from spec_jax.data.records import read_records
+from spec_jax.errors import ConfigError, SpecJaxError
+from spec_jax.models import checkpoint
+from spec_jax.models.config import ModelConfig
+from spec_jax.models.tokenizer import Tokenizer
+
+NEW, COUNT = 8, 14
+
+
+@pytest.fixture(scope="module")
+def held_out():
+    return python_source.documents("held_out")[:4]
+
+
+@pytest.fixture(autouse=True)
+def small_corpus(monkeypatch, held_out):
+    monkeypatch.setattr(python_source, "documents", lambda split, tests_share=1.0: held_out)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory, held_out):
+    """Directories of a target and a draft that share a tokenizer of 300 entries."""
+    folder = tmp_path_factory.mktemp("pair")
+    tokenizer = Tokenizer(tokens.train_tokenizer([text for _, text in held_out], 300))
+    for seed, name in enumerate(("target", "draft")):
+        config = ModelConfig(
+            vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+            num_attention_heads=2, max_position_embeddings=64, eos_token_id=tuple(range(5, 60)),
+        )  # fmt: skip
+        checkpoint.save_pretrained(folder / name, random_weights(config, seed), config, tokenizer)
+    return folder
+
+
+def small(pair, **changes):
+    config = regenerate_zoo.get_config()
+    config.update({
+        "target": str(pair / "target"), "draft": str(pair / "draft"), "num_prompts": COUNT,
+        "min_prompt_tokens": 2, "max_prompt_tokens": 12, "max_new_tokens": NEW, "batch": 3,
+        "log_every_s": 0, "temperatures": (1.0, 0.5), **changes,
+    })  # fmt: skip
+    return config
+
+
+def lines(folder):
+    return (folder / "responses.jsonl").read_text().splitlines()
+
+
+@pytest.fixture(scope="module")
+def run(pair, tmp_path_factory, held_out):
+    """Folder and report of one undisturbed run."""
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(python_source, "documents", lambda split, tests_share=1.0: held_out)
+        return folder, regenerate(small(pair), folder)
+
+
+def test_every_prompt_is_answered_as_the_decoder_answers_it_alone(run, pair):
+    folder, report = run
+    rows = {row["index"]: row for row in map(json.loads, lines(folder))}
+    assert sorted(rows) == list(range(COUNT)) and len(lines(folder)) == COUNT
+    target, draft = load_model(pair / "target"), load_model(pair / "draft")
+    decoder = SpeculativeDecoder(target, draft, SpeculativeConfig(num_speculative_tokens=2))
+    for index in (0, 1, COUNT - 1):
+        row = rows[index]
+        temperature = (1.0, 0.5)[index % 2]
+        assert (row["temperature"], row["seed"]) == (temperature, index)
+        assert 2 <= len(row["prompt_ids"]) <= 12
+        alone = decoder.generate(
+            row["prompt_ids"], NEW, sampler=SamplerConfig(temperature, seed=index)
+        )
+        assert tuple(row["response_ids"]) == alone.tokens and row["text"] == alone.text
+        assert row["finish_reason"] == alone.finish_reason
+    assert report["responses"] == report["prompts"] == COUNT and report["left_out"] == 0
+    assert set(report["finish_reasons"]) == {"length", "stop_token"}
+    assert report["tokens"] == sum(len(row["response_ids"]) for row in rows.values())
+    assert report["session"]["useful_share"] == 1
+    assert json.loads((folder / "report.json").read_text())["tokens"] == report["tokens"]
+
+
+def test_a_killed_run_goes_on_to_the_same_lines(run, pair, tmp_path, monkeypatch, capsys):
+    class Killed(Exception):
+        pass
+
+    with monkeypatch.context() as patch:
+        whole, count = Responses.append, itertools.count()
+
+        def append(self, row):
+            if next(count) == 5:
+                raise Killed
+            whole(self, row)
+
+        patch.setattr(Responses, "append", append)
+        with pytest.raises(Killed):
+            regenerate(small(pair), tmp_path)
+    assert len(lines(tmp_path)) == 5
+    with open(tmp_path / "responses.jsonl", "a") as file:
+        file.write(lines(run[0])[-1][:40])  # what a process killed in mid-line leaves
+    report = regenerate(small(pair, num_prompts=9, batch=2), tmp_path)
+    assert report["session"]["responses"] == 4
+    report = regenerate(small(pair), tmp_path)
+    assert report["session"]["responses"] == COUNT - 9 and report["responses"] == COUNT
+    assert sorted(lines(tmp_path)) == sorted(lines(run[0]))
+    assert f"{COUNT}/{COUNT} prompts" in capsys.readouterr().out
+
+
+def test_a_finished_run_has_nothing_left_to_do(run, pair):
+    before = lines(run[0])
+    report = regenerate(small(pair), run[0])
+    assert report["session"]["responses"] == 0 and report["responses"] == COUNT
+    assert lines(run[0]) == before
+
+
+def test_another_config_is_refused_by_name(run, pair):
+    before = lines(run[0])
+    with pytest.raises(ConfigError, match=r"other values of max_new_tokens, temperatures \(8, not"):
+        regenerate(small(pair, max_new_tokens=9, temperatures=(1.0,)), run[0])
+    assert lines(run[0]) == before
+
+
+def test_other_prompts_behind_the_same_config_are_refused(pair, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    config = small(pair, prompts=str(file), num_prompts=0, draft="")
+    texts = ["def f(x):", "import " * 30, "a = 1", "b"]
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    report = regenerate(config, tmp_path / "run")
+    assert (report["prompts"], report["responses"], report["left_out"]) == (4, 3, 1)
+    assert sorted(json.loads(line)["index"] for line in lines(tmp_path / "run")) == [0, 2, 3]
+    file.write_text(file.read_text().replace("a = 1", "a = 2"))
+    with pytest.raises(ConfigError, match="answers another prompt 2 than this run has"):
+        regenerate(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize("line", ["{}", "[1]", "no JSON", "twice"])
+def test_a_line_that_is_no_response_is_named(run, tmp_path, line):
+    first = lines(run[0])[0]
+    path = tmp_path / "responses.jsonl"
+    path.write_text(f"{first}\n{first if line == 'twice' else line}\n")
+    with pytest.raises(ConfigError, match=r"responses\.jsonl, line 2 is no response: "):
+        Responses(path)
+    assert len(path.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"batch": 0}, "batch is 0; expected 1 or more"),
+        ({"num_prompts": 0}, "num_prompts is 0"),
+        ({"min_prompt_tokens": 13}, "at most max_prompt_tokens 12"),
+        ({"temperatures": ()}, "temperatures is .*; expected one or more"),
+        ({"temperatures": (-1.0,)}, "temperature is -1.0; expected 0 or more"),
+        ({"tests_share": 2.0}, r"a number in \[0, 1\]"),
+        ({"dtype": "int8"}, "float32, bfloat16"),
+        ({"max_new_tokens": 60}, "a prompt of 12 tokens and 60 new ones make 72"),
+        ({"rule": "typical-acceptance"}, "changes the target's law; use a lossless one"),
+        ({"rule": "match", "draft": ""}, "none without a draft"),
+        ({"draft": "no/such"}, "neither a directory nor a zoo name"),
+        ({"prompts": "no/such.jsonl"}, "cannot be read"),
+    ],
+)
+def test_bad_values_are_refused_before_anything_is_made(pair, tmp_path, changes, message):
+    with pytest.raises(SpecJaxError, match=message):
+        regenerate(small(pair, **changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_piece_depends_on_its_index_alone_and_begins_at_a_line(pair, held_out):
+    config = small(pair, draft="")
+    decoder = experiment.load_decoder(config)
+    few, many = (list(experiment.prompts_of(small(pair, num_prompts=n), decoder)[1])
+                 for n in (5, 40))
+    assert few == many[:5] and len({len(ids) for _, ids in many}) > 5
+    texts = list(itertools.islice(python_source.train_pieces(0, max_chars=80), 40))
+    assert texts == list(itertools.islice(python_source.train_pieces(0, max_chars=80), 40))
+    whole = ["\n" + text for _, text in held_out]
+    assert all(any("\n" + text in one for one in whole) for text in texts)
+    assert max(map(len, texts)) == 80 and len(set(texts)) > 30
+    other = list(itertools.islice(python_source.train_pieces(1, max_chars=80), 40))
+    assert other != texts
+
+
+def test_every_answer_of_a_conversation_is_written_anew(pair, tmp_path):
+    """By the chat template, the conversations apart that training holds out."""
+    target = tmp_path / "target"
+    shutil.copytree(pair / "target", target)
+    template = (
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    (target / "chat_template.jinja").write_text(template, encoding="utf-8")
+    say = lambda *turns: {
+        "messages": [
+            {"role": ("user", "assistant")[i % 2], "content": text}
+            for i, text in enumerate(turns)
+        ]
+    }
+    chats = [say("x", "y", "z", "w"), say("u"), *(say(f"{i}", "v") for i in range(40))]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in chats), encoding="utf-8")
+    config = small(
+        pair, target=str(target), draft="", prompts=str(path), num_prompts=0,
+        held_out_share=0.3, max_prompt_tokens=24, max_new_tokens=2, temperatures=(0.0,),
+    )  # fmt: skip
+    regenerate(config, tmp_path / "run")
+    rows = map(json.loads, lines(tmp_path / "run"))
+    tokenizer = Tokenizer.from_directory(target)
+    found = [tokenizer.decode(row["prompt_ids"]) for row in sorted(rows, key=lambda r: r["index"])]
+    kept = [r for r in read_records(path) if not is_held_out(r, 0.3)]
+    assert 20 < len(kept) < 40
+    expected = []
+    for record in kept:
+        text = ""
+        for message in record.messages:
+            if message["role"] == "assistant":
+                expected.append(text + "a:")
+            text += f"{message['role'][0]}:{message['content']};"
+        if message["role"] == "user":
+            expected.append(text + "a:")
+    assert found == expected

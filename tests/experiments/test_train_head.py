@@ -1,0 +1,261 @@
+"""The experiment that trains heads: from files to an exported head, resumed, refused."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from support.tiny_models import random_weights
+
+from configs import (
+    train_head_default,
+    train_published_eagle1,
+    train_published_eagle3,
+    train_published_mtp,
+    train_zoo_eagle1,
+    train_zoo_eagle3,
+    train_zoo_mtp,
+)
+from experiments import train_head
+from experiments.common import head_setup
+from spec_jax.data import python_source, tokens
+from spec_jax.data.batches import Corpus
+from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.errors import ConfigError
+from spec_jax.loading import load_draft, load_model
+from spec_jax.models import checkpoint
+from spec_jax.models.config import ModelConfig
+from spec_jax.models.tokenizer import Tokenizer
+from spec_jax.train.log import read_metrics
+
+CONFIGS = (
+    train_head_default, train_zoo_eagle1, train_zoo_eagle3, train_zoo_mtp,
+    train_published_eagle1, train_published_eagle3, train_published_mtp,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A target, a JSONL of texts, one of responses, and a file of prompts."""
+    folder = tmp_path_factory.mktemp("files")
+    documents = python_source.documents("held_out")[:6]
+    tokenizer = Tokenizer(tokens.train_tokenizer([text for _, text in documents], 300))
+    config = ModelConfig(
+        vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
+        num_attention_heads=2, max_position_embeddings=128,
+    )  # fmt: skip
+    checkpoint.save_pretrained(folder / "target", random_weights(config), config, tokenizer)
+    pieces = [text[i : i + 400] for _, text in documents for i in range(0, 2000, 400)]
+    assert all(len(piece) == 400 for piece in pieces)
+    write = lambda name, rows: (folder / name).write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
+    write("texts.jsonl", [{"text": piece} for piece in pieces])
+    write("prompts.jsonl", [{"prompt": piece[:20]} for piece in pieces])
+    target = load_model(folder / "target")
+    prompts = [target.tokenizer.encode(piece)[:6] for piece in pieces[:12]]
+    rows = SpeculativeDecoder(target).generate(prompts, 40)
+    write("responses.jsonl", [
+        {"prompt_ids": prompt, "response_ids": row.tokens} for prompt, row in zip(prompts, rows)
+    ])  # fmt: skip
+    return folder
+
+
+def small(files, **changes):
+    config = train_head_default.get_config()
+    config.target = str(files / "target")
+    config.data.text = str(files / "texts.jsonl")
+    config.data.held_out_share = 0.2
+    config.data.responses = str(files / "responses.jsonl")
+    config.head.draft_vocab_size = 200
+    config.loss.num_steps = 2
+    config.steps, config.batch, config.length, config.log_every = 4, 2, 18, 1
+    config.optimizer.update({"name": "adamw", "lr": 1e-2, "warmup": 1})
+    config.eval.update({
+        "every": 2, "num_draft": 2, "prompts": str(files / "prompts.jsonl"), "num_prompts": 3,
+        "max_new_tokens": 12, "batch": 3, "windows": 4,
+    })  # fmt: skip
+    config.export_dtype = "float32"
+    for name, value in changes.items():
+        node, last = config, name
+        if "." in name:
+            part, last = name.split(".")
+            node = config[part]
+        node[last] = value
+    return config
+
+
+@pytest.fixture(scope="module")
+def run(files, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    return folder, train_head.train(small(files), folder)
+
+
+def test_a_run_leaves_a_head_that_drafts_as_it_did_when_measured(files, run):
+    folder, best = run
+    lines = read_metrics(folder / "metrics.jsonl")
+    evaluated = [line for line in lines if "tau" in line]
+    assert [line["step"] for line in evaluated] == [2, 4]
+    assert best["tau"] == max(line["tau"] for line in evaluated)
+    names = {"held_out_loss", "held_out_accept_1", "accept_2", "tau", "cpu_s"}
+    assert names <= set(evaluated[0])
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses) == 4 and np.isfinite(losses).all()
+    assert (folder / "training.png").stat().st_size > 10_000
+    target = load_model(files / "target")
+    head = load_draft(folder / "export", target)
+    assert head.config.layer.vocab_size == 200 and head.config.taps == (0, 2)
+    config = small(files)
+    experiment = train_head.Experiment(config, folder)
+    params = {name: w for name, w in head.params.items() if name != "d2t"}
+    figures = experiment.evaluate(experiment.init_state().replace(params=params))
+    assert figures["tau"] == pytest.approx(best["tau"])
+
+
+def test_a_stopped_run_goes_on_to_the_same_head(files, run, tmp_path, monkeypatch):
+    class Stopped(Exception):
+        pass
+
+    whole = train_head.Experiment.batch_at
+
+    def batch_at(self, step):
+        if step == 3:
+            raise Stopped
+        return whole(self, step)
+
+    config = small(files, checkpoint_every_s=0.0)
+    config.data.view_cache = str(tmp_path / "views")  # which changes no number either
+    with monkeypatch.context() as patch:
+        patch.setattr(train_head.Experiment, "batch_at", batch_at)
+        with pytest.raises(Stopped):
+            train_head.train(config, tmp_path / "run")
+    best = train_head.train(config, tmp_path / "run")
+    assert best == run[1] and len(list((tmp_path / "views").iterdir())) >= 4
+    target = load_model(files / "target")
+    heads = [load_draft(folder / "export", target) for folder in (tmp_path / "run", run[0])]
+    jax.tree.map(np.testing.assert_array_equal, *(head.params for head in heads))
+
+
+@pytest.mark.parametrize("objective", ["eagle1", "mtp"])
+def test_every_objective_trains_and_exports(files, tmp_path, objective):
+    config = small(files, objective=objective, steps=2)
+    config.head.draft_vocab_size = 0
+    config.data.responses = None
+    assert train_head.train(config, tmp_path)["tau"] >= 1
+    head = load_draft(tmp_path / "export", load_model(files / "target"))
+    assert head.method == ("mtp" if objective == "mtp" else "eagle")
+    check_goes_on(config, head, tmp_path)
+
+
+def check_goes_on(config, head, folder):
+    """A run from the exported head begins with its very weights, and trains them."""
+    config.head.init_from = str(folder / "export")
+    experiment = train_head.Experiment(config, folder / "further")
+    state = experiment.init_state()
+    begun = {**state.params, **experiment.spec.constants}
+    assert experiment.spec.config == head.config
+    jax.tree.map(np.testing.assert_array_equal, begun, head.params)
+    state, metrics = experiment.step(state, experiment.batch_at(0))
+    assert np.isfinite(float(metrics["loss"])) and float(metrics["grad_norm"]) > 0
+    assert experiment.init_state() is not state  # a second one is whole: the first was donated
+    jax.block_until_ready(experiment.init_state().params)
+
+
+def test_a_head_with_a_reduced_vocabulary_goes_on_with_its_own_ids(files, run, tmp_path):
+    config = small(files)
+    config.data.responses = None  # other counts, other ids: a fresh head would differ
+    head = load_draft(run[0] / "export", load_model(files / "target"))
+    (tmp_path / "export").symlink_to(run[0] / "export")
+    check_goes_on(config, head, tmp_path)
+
+
+def test_the_last_state_may_be_exported_in_place_of_the_best(files, run):
+    best = run[1]
+    last = train_head.train(small(files, export_from="last"), run[0])  # finished: exports alone
+    lines = [line for line in read_metrics(run[0] / "metrics.jsonl") if "tau" in line]
+    assert last == {"tau": lines[-1]["tau"], "step": 4}
+    assert train_head.train(small(files), run[0]) == best
+
+
+def test_bfloat16_keeps_float32_weights(files, tmp_path):
+    config = small(files, dtype="bfloat16", steps=2)
+    experiment = train_head.Experiment(config, tmp_path)
+    state, metrics = experiment.step(experiment.init_state(), experiment.batch_at(0))
+    assert {w.dtype.name for w in jax.tree.leaves(state.params)} == {"float32"}
+    assert np.isfinite(float(metrics["loss"]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "steps is 0"),
+        ({"objective": "eagle2"}, "objective is 'eagle2'; expected one of eagle1, eagle3, mtp"),
+        ({"loss.num_steps": 17}, "loss.num_steps is 17; expected 1 to 16"),
+        ({"length": 2}, "length is 2; expected at least 3"),
+        ({"objective": "mtp"}, "head.draft_vocab_size is 200; mtp drafts all"),
+        ({"head.draft_vocab_size": 301}, "draft vocabulary 301 is larger"),
+        ({"loss.divergence": "l2"}, "divergence is 'l2'"),
+        ({"data.responses": "nowhere.jsonl"}, "responses nowhere.jsonl cannot be read"),
+        ({"data.text": "nowhere.jsonl"}, "nowhere.jsonl"),
+        ({"dtype": "float16"}, "dtype is 'float16'"),
+        ({"export_from": "first"}, "export_from is 'first'; expected best or last"),
+        ({"export_layout": "EAGLE-1"}, "export_layout is 'EAGLE-1'; expected one of SpecForge"),
+    ],
+)
+def test_bad_values_are_clear_errors(files, tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        train_head.train(small(files, **changes), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"objective": "eagle1", "head.draft_vocab_size": 0}, "an EAGLE-3 head; the objective"),
+        ({"head.draft_vocab_size": 100}, "draft_vocab_size is 100; .* drafts 200 ids"),
+    ],
+)
+def test_a_head_of_another_kind_to_go_on_from_is_refused(files, run, tmp_path, changes, message):
+    config = small(files, **changes, **{"head.init_from": str(run[0] / "export")})
+    with pytest.raises(ConfigError, match=message):
+        train_head.train(config, tmp_path)
+
+
+def test_a_corpus_with_no_usable_document_is_refused(files, tmp_path):
+    path = tmp_path / "empty.jsonl"
+    path.write_text(json.dumps({"text": ""}) + "\n")
+    with pytest.raises(ConfigError, match="gave no document for train"):
+        train_head.train(small(files, **{"data.text": str(path)}), tmp_path / "run")
+
+
+def test_responses_of_another_vocabulary_are_refused(files, tmp_path):
+    path = tmp_path / "other.jsonl"
+    path.write_text(json.dumps({"prompt_ids": [1], "response_ids": [300] * 40}) + "\n")
+    with pytest.raises(ConfigError, match="holds id 300; the target has ids 0 to 299"):
+        train_head.train(small(files, **{"data.responses": str(path)}), tmp_path / "run")
+
+
+def test_another_experiment_in_the_folder_is_refused(files, run):
+    with pytest.raises(ConfigError, match="other values of seed"):
+        train_head.train(small(files, seed=1), run[0])
+
+
+@pytest.mark.parametrize("module", CONFIGS, ids=lambda m: m.__name__.split(".")[-1])
+def test_configs_are_valid_and_documented(module):
+    train_head.validate(module.get_config())
+    assert "experiments.train_head" in module.__doc__
+
+
+@pytest.mark.parametrize("module", CONFIGS, ids=lambda m: m.__name__.split(".")[-1])
+def test_configs_make_the_head_that_they_name(files, module):
+    """For a target at hand, of fewer layers and ids than theirs."""
+    config = module.get_config()
+    target = load_model(files / "target")
+    config.head.draft_vocab_size = min(config.head.draft_vocab_size, 200)
+    config.head.taps = tuple(min(tap, 3 - i) for i, tap in enumerate(config.head.taps))
+    text = Corpus("text", np.arange(300, dtype=np.int32))
+    spec = head_setup.make_head(config, target, [text], [text])
+    assert spec.name == config.objective and spec.layout(target, config) != ""
+    if config.objective != "eagle3":
+        config.head.norm_before_residual = True
+        with pytest.raises(ConfigError, match="option of eagle3"):
+            head_setup.make_head(config, target, [text], [text])

@@ -1,0 +1,392 @@
+"""Every kind of cache: roll-back, snapshots, rows put in."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from support.tiny_models import BAMBA, LLAMA, MAMBA2, TINY, random_tokens, random_weights
+
+from spec_jax.errors import ShapeError, SnapshotError
+from spec_jax.models import transformer
+from spec_jax.models.caches.kv import KVCache
+from spec_jax.models.caches.replay import replay
+from spec_jax.models.caches.snapshot import HybridSnapshot, KVCacheSnapshot, StateSnapshot
+from spec_jax.models.config import ModelConfig
+
+LENGTHS = np.array([5, 2, 1])
+K = 3
+SLOTS = 16
+KINDS = {"attention": LLAMA, "state": MAMBA2, "hybrid": BAMBA}
+STATES = {name: KINDS[name] for name in ("state", "hybrid")}
+of_kind = pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
+of_state_kind = pytest.mark.parametrize("config", STATES.values(), ids=STATES)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _feed(params, tokens, cache, n, config):
+    output = transformer.forward(params, tokens, cache, config=config)
+    return output.hidden, output.cache.commit(n)
+
+
+def feed(config, tokens, cache, n):
+    """The hidden states of a window, and the cache that has kept n of it."""
+    weights = random_weights(config)
+    return _feed(weights, jnp.asarray(tokens), cache, jnp.asarray(n, jnp.int32), config)
+
+
+def prefill(config, tokens, lengths, n=None):
+    """A fresh cache that holds the first ``lengths`` tokens of each row and nothing else."""
+    padded = np.zeros((3, 12), np.int32)
+    for row, (new, length) in enumerate(zip(tokens, lengths)):
+        padded[row, :length] = new[:length]
+    cache = transformer.init_cache(config, 3, SLOTS)
+    return feed(config, padded, cache, lengths if n is None else n)[1]
+
+
+def stacked(cache, name):
+    """Its keys or values as one array [L,B,G,S,H]."""
+    B = cache.length.shape[0]
+    return np.stack([x.reshape(B, -1, *x.shape[-2:]) for x in getattr(cache, name)])
+
+
+def contents(snapshot):
+    """What is committed, slots of the window left out."""
+    if isinstance(snapshot, HybridSnapshot):
+        return [contents(part) for part in snapshot]
+    if isinstance(snapshot, StateSnapshot):
+        return jax.tree.map(np.asarray, tuple(snapshot))
+    slots = snapshot.keys[0].shape[2]
+    is_held = np.arange(slots) < np.asarray(snapshot.seq_len)[:, None]
+    hide = lambda x: np.where(is_held[:, None, :, None], x, 0)
+    return jax.tree.map(hide, (snapshot.keys, snapshot.values)), np.asarray(snapshot.seq_len)
+
+
+def what_follows(config, cache):
+    """What a cache says next."""
+    return np.asarray(feed(config, random_tokens(3, K + 1, seed=9), cache, [0] * 3)[0])
+
+
+def assert_same_state(config, cache, other):
+    """Equal in what it holds and in what it says next."""
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5),
+        contents(cache.snapshot()), contents(other.snapshot()),
+    )  # fmt: skip
+    np.testing.assert_allclose(what_follows(config, cache), what_follows(config, other), atol=5e-5)
+
+
+def assert_other_state(config, cache, other):
+    """Another in what it holds, and every row in what it says next."""
+    with pytest.raises(AssertionError):
+        assert_same_state(config, cache, other)
+    difference = np.abs(what_follows(config, cache) - what_follows(config, other))
+    assert (difference.max(axis=(1, 2)) > 1e-2).all()
+
+
+def after_a_round(config, n_accept, n_commit):
+    """A state that saw K drafts and committed some, and a fresh prefill of what was accepted."""
+    history, window = random_tokens(3, 5, seed=1), random_tokens(3, K + 1, seed=2)
+    _, cache = feed(config, window, prefill(config, history, LENGTHS), n_commit)
+    kept = [[*history[b, : LENGTHS[b]], *window[b, : n_accept[b] + 1]] for b in range(3)]
+    return cache, prefill(config, kept, LENGTHS + n_accept + 1)
+
+
+# Row 0 goes through every accept count; the other rows differ from it and from each other.
+ROUNDS = [np.array([n, (n + 1) % (K + 1), (n + 3) % (K + 1)]) for n in range(K + 1)]
+
+
+@of_kind
+@pytest.mark.parametrize("n_accept", ROUNDS, ids=str)
+def test_state_after_accept_and_roll_back_equals_a_fresh_prefill(config, n_accept):
+    assert_same_state(config, *after_a_round(config, n_accept, n_accept + 1))
+
+
+@of_kind
+def test_a_row_that_commits_nothing_keeps_its_state(config):
+    cache, _ = after_a_round(config, np.zeros(3, int), np.zeros(3, int))
+    expected = contents(prefill(config, random_tokens(3, 5, seed=1), LENGTHS).snapshot())
+    jax.tree.map(np.testing.assert_array_equal, contents(cache.snapshot()), expected)
+
+
+@of_kind
+@pytest.mark.parametrize("wrong", [1, -1], ids=["too much", "too little"])
+def test_committing_another_number_is_seen(config, wrong):
+    """The comparison above would catch a roll-back that is left out or goes too far."""
+    n_accept = np.array([1, 2, 0])
+    assert_other_state(config, *after_a_round(config, n_accept, n_accept + 1 + wrong))
+
+
+@of_kind
+def test_a_rejected_draft_in_the_place_of_the_token_that_replaced_it_is_seen(config):
+    n_accept = np.array([1, 2, 0])
+    cache, fresh = after_a_round(config, n_accept, n_accept + 2)
+    _, replaced = feed(config, np.full((3, K + 1), 30), fresh, [1] * 3)
+    np.testing.assert_array_equal(cache.length, replaced.length)
+    assert_other_state(config, cache, replaced)
+
+
+@of_kind
+def test_one_index_for_all_rows_is_seen(config):
+    cache, fresh = after_a_round(config, np.array([1, 2, 0]), np.full(3, 2))
+    with pytest.raises(AssertionError):
+        assert_same_state(config, cache, fresh)
+
+
+def with_part(cache, name, other):
+    """The cache with one part of every layer's state taken from another."""
+    state, theirs = (getattr(c, "state", c) for c in (cache, other))
+    pairs = zip(state.layers, theirs.layers)
+    state = state.replace(layers=tuple(a.replace(**{name: getattr(b, name)}) for a, b in pairs))
+    return cache.replace(state=state) if hasattr(cache, "state") else state
+
+
+@of_state_kind
+@pytest.mark.parametrize("name", ["ssm", "conv"])
+def test_mutation_a_part_of_the_state_that_keeps_what_was_rejected_is_caught(config, name):
+    n_accept = np.array([1, 2, 0])
+    cache, fresh = after_a_round(config, n_accept, n_accept + 1)
+    everything, _ = after_a_round(config, n_accept, np.full(3, K + 1))
+    with pytest.raises(AssertionError):
+        assert_same_state(config, with_part(cache, name, everything), fresh)
+
+
+@of_state_kind
+@pytest.mark.parametrize("name", ["ssm", "conv"])
+def test_mutation_padding_fed_into_the_state_is_caught(config, name):
+    history = random_tokens(3, 5, seed=1)
+    clean, padded = (prefill(config, history, LENGTHS, n) for n in (LENGTHS, [12] * 3))
+    assert_other_state(config, with_part(clean, name, padded), clean)
+
+
+@of_state_kind
+def test_a_window_that_several_passes_fill_is_one_window(config):
+    """Draft steps: each behind the ones before, at offsets the compiler does not know."""
+    window, n = random_tokens(3, K + 1, seed=2), jnp.array([3, 4, 0])
+    before = prefill(config, random_tokens(3, 5, seed=1), LENGTHS)
+    weights = random_weights(config)
+
+    @jax.jit
+    def in_steps(cache):
+        cache = cache.open_window(K + 1)
+        first = transformer.forward(weights, window[:, :2], cache, config=config)
+
+        def step(i, carry):
+            cache, hidden = carry
+            token = jax.lax.dynamic_slice_in_dim(window, i, 1, axis=1)
+            output = transformer.forward(weights, token, cache, config=config, window_offset=i)
+            return output.cache, hidden.at[:, i].set(output.hidden[:, 0])
+
+        hidden = jnp.zeros((3, K + 1, config.hidden_size)).at[:, :2].set(first.hidden)
+        cache, hidden = jax.lax.fori_loop(2, K + 1, step, (first.cache, hidden))
+        return hidden, cache.commit(n)
+
+    hidden, cache = in_steps(before)
+    expected, whole = feed(config, window, before, n)
+    np.testing.assert_allclose(hidden, expected, atol=2e-5)
+    assert_same_state(config, cache, whole)
+
+
+def test_a_window_without_room_is_refused():
+    weights, cache = random_weights(MAMBA2), transformer.init_cache(MAMBA2, 3, SLOTS)
+    window = jnp.zeros((3, 2), jnp.int32)
+    with pytest.raises(ShapeError, match="2 tokens at 1 do not fit a window of 0: open_window"):
+        transformer.forward(weights, window, cache, config=MAMBA2, window_offset=1)
+
+
+PATHS = [[0, 1, 4, 5], [0, 2, 0, 0], [0, 1, 3, 0]]  # one a row, of which so many count:
+ON_PATH = np.array([4, 2, 3])
+
+
+@of_state_kind
+def test_a_path_through_a_tree_equals_the_same_tokens_in_a_chain(config):
+    """Outputs of every node on it, and the state that committing it leaves."""
+    nodes = random_tokens(3, 6, seed=4)
+    mask = np.eye(6, dtype=bool)
+    for node, parent in enumerate([0, 0, 1, 1, 4], start=1):
+        mask[node] |= mask[parent]
+    before = prefill(config, random_tokens(3, 5, seed=1), LENGTHS)
+    path = jnp.asarray(PATHS)
+
+    @jax.jit
+    def in_tree(cache):
+        output = transformer.forward(
+            random_weights(config), nodes, cache, config=config, window_mask=mask[None]
+        )
+        return output.hidden, output.cache.commit(jnp.asarray(ON_PATH), path)
+
+    hidden, cache = in_tree(before)
+    chain = jnp.take_along_axis(nodes, path, axis=1)
+    expected, alone = feed(config, chain, before, ON_PATH)
+    for b, n in enumerate(ON_PATH):
+        np.testing.assert_allclose(hidden[b, path[b, :n]], expected[b, :n], atol=2e-5)
+    assert_same_state(config, cache, alone)
+
+
+SCANNED = dataclasses.replace(LLAMA, scan_layers=True)
+
+
+@pytest.mark.parametrize("config", [LLAMA, SCANNED], ids=["apart", "stacked"])
+def test_write_fills_the_slots_behind_each_row_and_no_other(config):
+    draw = np.random.RandomState(0).standard_normal
+    cache = KVCache.create(config, 3, 8)
+    assert cache.is_stacked == config.scan_layers
+    keys, values = (draw((3, 2, 3, 4)).astype(np.float32) for _ in range(2))
+    start = np.array([0, 4, 5])  # the last row ends at the last slot
+    cache = jax.jit(KVCache.write, static_argnums=1)(cache, 1, keys, values, start)
+    for held, new in ((stacked(cache, "keys"), keys), (stacked(cache, "values"), values)):
+        expected = np.zeros((2, 3, 2, 8, 4), np.float32)
+        for b in range(3):
+            expected[1, b, :, start[b] : start[b] + 3] = new[b]
+        np.testing.assert_array_equal(held, expected)
+    np.testing.assert_array_equal(cache.length, [0, 0, 0])
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_insert_row_replaces_that_row_alone(scan_layers):
+    cache = small_cache(batch=3, scan_layers=scan_layers)
+    one = small_cache(batch=1, scan_layers=scan_layers).replace(length=jnp.asarray([4]))
+    insert = jax.jit(KVCache.insert_row)
+    for row in range(3):
+        mixed = insert(cache, row, one)
+        for name in ("keys", "values"):
+            expected = stacked(cache, name)
+            expected[:, row] = stacked(one, name)[:, 0]
+            np.testing.assert_array_equal(stacked(mixed, name), expected)
+        expected = np.array(cache.length)
+        expected[row] = 4
+        np.testing.assert_array_equal(mixed.length, expected)
+
+
+def small_cache(dtype="float32", batch=2, layers=2, slots=6, scan_layers=False):
+    """A cache with something in every slot."""
+    config = ModelConfig(
+        **{**TINY, "num_hidden_layers": layers}, num_attention_heads=4, scan_layers=scan_layers
+    )
+    cache = KVCache.create(config, batch, slots, jnp.dtype(dtype))
+    draw = np.random.RandomState(5 + batch).standard_normal
+    cache = jax.tree.map(lambda x: jnp.asarray(draw(x.shape), x.dtype), cache)
+    return cache.replace(length=jnp.arange(1, batch + 1, dtype=jnp.int32))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def overwrite(cache):
+    return jax.tree.map(lambda x: x * 0 - 1, cache)
+
+
+@pytest.mark.parametrize("layers, scan_layers", [(1, False), (2, False), (2, True)])
+def test_a_snapshot_outlives_the_donated_cache_and_what_was_restored_from_it(layers, scan_layers):
+    cache = small_cache(layers=layers, scan_layers=scan_layers)
+    expected = jax.tree.map(np.array, cache)
+    snapshot = cache.snapshot()
+    for _ in range(2):
+        gone, cache = cache, overwrite(cache)
+        assert all(x.is_deleted() for x in jax.tree.leaves(gone))
+        assert (stacked(cache, "keys") == -1).all()
+        cache = cache.restore_from_snapshot(snapshot)
+        jax.tree.map(np.testing.assert_array_equal, cache, expected)
+
+
+@of_kind
+def test_decoding_goes_on_from_a_restored_cache_as_from_the_original(config):
+    cache = prefill(config, random_tokens(3, 5, seed=1), LENGTHS)
+    snapshot = cache.snapshot()
+    _, moved = feed(config, random_tokens(3, K + 1, seed=6), cache, [4, 1, 2])
+    with pytest.raises(AssertionError):
+        assert_same_state(config, moved, cache)
+    assert_same_state(config, moved.restore_from_snapshot(snapshot), cache)
+
+
+@of_kind
+def test_a_restored_snapshot_and_the_tokens_since_give_a_fresh_prefill(config):
+    """Delta synchronisation, of rows with none, some and all of the tokens, in several passes."""
+    history = random_tokens(3, 9, seed=1)
+    cache = prefill(config, history, LENGTHS)
+    snapshot = cache.snapshot()
+    _, elsewhere = feed(config, random_tokens(3, K + 1, seed=6), cache, [4, 1, 2])
+    n = np.array([4, 0, 3])
+    since = np.stack([history[b, LENGTHS[b] : LENGTHS[b] + 4] for b in range(3)])
+    model = transformer.model(config)
+    restored = elsewhere.restore_from_snapshot(snapshot)
+    caught_up = replay(model, random_weights(config), restored, since, n, chunk=3)
+    assert_same_state(config, caught_up, prefill(config, history, LENGTHS + n))
+
+
+def filled(config, dtype="float32", batch=2):
+    """A cache of any kind with something everywhere."""
+    cache = transformer.init_cache(config, batch, 6, jnp.dtype(dtype))
+    draw = np.random.RandomState(7).standard_normal
+    return jax.tree.map(lambda x: jnp.asarray(draw(x.shape) * 9, x.dtype), cache)
+
+
+@of_kind
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_saved_snapshot_loads_bit_for_bit(tmp_path, config, dtype):
+    cache = filled(config, dtype)
+    snapshot = cache.snapshot()
+    snapshot.save(tmp_path / "state.safetensors")
+    loaded = type(snapshot).load(tmp_path / "state.safetensors")
+    same = lambda a, b: np.testing.assert_array_equal(a, b) or a.dtype == b.dtype
+    assert all(jax.tree.leaves(jax.tree.map(same, loaded, snapshot)))
+    restored = overwrite(filled(config, dtype)).restore_from_snapshot(loaded)
+    assert all(jax.tree.leaves(jax.tree.map(same, restored, cache)))
+
+
+@of_kind
+def test_a_snapshot_of_another_kind_is_refused(tmp_path, config):
+    other = filled(MAMBA2 if config is LLAMA else LLAMA).snapshot()
+    cache = filled(config)
+    with pytest.raises(SnapshotError, match=f"{type(other).__name__}; this cache takes a"):
+        cache.restore_from_snapshot(other)
+    other.save(tmp_path / "state.safetensors")
+    kind = type(cache.snapshot())
+    with pytest.raises(SnapshotError, match=f"state.safetensors is no {kind.__name__}: its format"):
+        kind.load(tmp_path / "state.safetensors")
+
+
+@of_state_kind
+def test_a_state_of_another_shape_is_refused(config):
+    with pytest.raises(SnapshotError, match=r"the snapshot holds .*\[3, 4, 8, 6\].*this cache has"):
+        filled(config).restore_from_snapshot(filled(config, batch=3).snapshot())
+
+
+@of_state_kind
+def test_a_row_put_in_replaces_that_row_alone(config):
+    cache, one = filled(config, batch=3), filled(config, batch=1)
+    mixed = jax.jit(type(cache).insert_row)(cache, 1, one)
+    mixed, cache, one = (jax.tree.leaves(c.snapshot()) for c in (mixed, cache, one))
+    for now, before, new in zip(mixed, cache, one):
+        np.testing.assert_array_equal(now, np.stack([before[0], new[0], before[2]]))
+
+
+@pytest.mark.parametrize(
+    "other", [dict(batch=3), dict(slots=7), dict(layers=3), dict(dtype="bfloat16")], ids=str
+)
+def test_a_snapshot_of_another_shape_is_refused_and_both_are_named(other):
+    snapshot = small_cache(**other).snapshot()
+    with pytest.raises(SnapshotError) as error:
+        small_cache().restore_from_snapshot(snapshot)
+    assert "this cache has 4 x float32[2, 4, 6, 4], 1 x int32[2]" in str(error.value)
+    assert f"{2 * len(snapshot.keys)} x {snapshot.keys[0].dtype}[" in str(error.value)
+
+
+def test_an_empty_snapshot_is_refused():
+    with pytest.raises(SnapshotError, match="this cache has"):
+        small_cache().restore_from_snapshot(KVCacheSnapshot((), (), jnp.zeros(2, jnp.int32)))
+
+
+def test_a_file_that_is_no_snapshot_is_an_error_that_names_it(tmp_path):
+    whole, file = tmp_path / "whole.safetensors", tmp_path / "state.safetensors"
+    with pytest.raises(SnapshotError, match="state.safetensors"):
+        KVCacheSnapshot.load(file)
+    small_cache().snapshot().save(whole)
+    for size in (0, 4, 100, whole.stat().st_size - 1):
+        file.write_bytes(whole.read_bytes()[:size])
+        with pytest.raises(SnapshotError, match="state.safetensors"):
+            KVCacheSnapshot.load(file)
+    save_file({"weight": np.zeros(3)}, file)
+    with pytest.raises(SnapshotError, match="state.safetensors"):
+        KVCacheSnapshot.load(file)

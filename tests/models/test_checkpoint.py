@@ -1,0 +1,267 @@
+"""Hugging Face directories: round trips, and every way in which one can be wrong."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from support.tiny_models import FAMILIES, LLAMA, QWEN2, QWEN3, random_weights
+
+from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.models.checkpoint import load_pretrained, save_pretrained
+from spec_jax.models.config import RopeConfig
+from spec_jax.models.families import read_config
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """A saved model that a test may damage."""
+    save_pretrained(tmp_path, random_weights(LLAMA), LLAMA)
+    return tmp_path
+
+
+def edit_tensors(directory, edit, file=SINGLE):
+    tensors = load_file(directory / file)
+    edit(tensors)
+    save_file(tensors, directory / file)
+
+
+def edit_json(directory, edit, file="config.json"):
+    value = json.loads((directory / file).read_text())
+    edit(value)
+    (directory / file).write_text(json.dumps(value))
+
+
+def assert_same(params, expected):
+    assert jax.tree.structure(params) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+
+@pytest.mark.parametrize("config", FAMILIES, ids=lambda c: c.model_type)
+@pytest.mark.parametrize("shard_bytes", [5 << 30, 2000], ids=["one file", "shards"])
+def test_what_is_saved_loads_as_the_same_model(tmp_path, config, shard_bytes):
+    config = dataclasses.replace(config, eos_token_id=(2, 5), bos_token_id=1, rms_norm_eps=1e-5)
+    params = random_weights(config)
+    save_pretrained(tmp_path, params, config, max_shard_bytes=shard_bytes)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert (len(files) > 3) == (shard_bytes == 2000) == (tmp_path / INDEX).exists()
+    assert not list(tmp_path.glob("*.partial"))
+    loaded, again = load_pretrained(tmp_path)
+    assert_same(loaded, params)
+    assert again == config
+    if shard_bytes == 2000:
+        assert all(sum(x.nbytes for x in load_file(f).values()) <= 2000 or len(load_file(f)) == 1
+                   for f in files)
+        index = json.loads((tmp_path / INDEX).read_text())
+        assert index["metadata"]["total_size"] == sum(x.nbytes for x in jax.tree.leaves(params))
+
+
+def test_bfloat16_is_stored_and_loaded_as_such(tmp_path):
+    params = random_weights(QWEN3, dtype="bfloat16")
+    save_pretrained(tmp_path, params, QWEN3, dtype="bfloat16")
+    assert {x.dtype.name for x in load_file(tmp_path / SINGLE).values()} == {"bfloat16"}
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    half, _ = load_pretrained(tmp_path, jnp.bfloat16)
+    assert_same(half, params)
+    single, _ = load_pretrained(tmp_path)
+    assert_same(single, jax.tree.map(lambda x: x.astype(jnp.float32), params))
+
+
+def test_layers_load_stacked_and_save_the_same_files(llama, tmp_path):
+    stacked, config = load_pretrained(llama, scan_layers=True)
+    assert config == dataclasses.replace(LLAMA, scan_layers=True)
+    expected = random_weights(LLAMA)["layers"]
+    assert_same(stacked["layers"], jax.tree.map(lambda *x: jnp.stack(x), *expected.values()))
+    save_pretrained(tmp_path / "again", stacked, config)
+    before, after = load_file(llama / SINGLE), load_file(tmp_path / "again" / SINGLE)
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_weights_that_lie_transposed_in_memory_are_saved_as_they_read(tmp_path):
+    params = jax.tree.map(lambda x: np.asfortranarray(x), random_weights(QWEN2))
+    save_pretrained(tmp_path, params, QWEN2)
+    assert_same(load_pretrained(tmp_path)[0], random_weights(QWEN2))
+
+
+@pytest.mark.parametrize("first", [2000, 5 << 30], ids=["shards first", "one file first"])
+def test_saving_over_another_layout_leaves_the_new_weights_in_force(tmp_path, first):
+    for seed, shard_bytes in enumerate([first, 2000 + (5 << 30) - first]):
+        params = random_weights(LLAMA, seed)
+        save_pretrained(tmp_path, params, LLAMA, max_shard_bytes=shard_bytes)
+    assert_same(load_pretrained(tmp_path)[0], params)
+
+
+def test_a_tied_model_may_store_its_head_again(tmp_path):
+    save_pretrained(tmp_path, random_weights(QWEN2), QWEN2)
+    assert "lm_head.weight" not in load_file(tmp_path / SINGLE)
+    copy = lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].copy()})
+    edit_tensors(tmp_path, copy)
+    assert_same(load_pretrained(tmp_path)[0], random_weights(QWEN2))
+    edit_tensors(tmp_path, lambda t: t["lm_head.weight"].__setitem__((3, 2), 9.0))
+    with pytest.raises(WeightsError, match=r"lm_head\.weight differs from model\.embed_tokens"):
+        load_pretrained(tmp_path)
+
+
+def test_rotary_buffers_of_old_checkpoints_are_ignored(llama):
+    name = "model.layers.{}.self_attn.rotary_emb.inv_freq"
+    add = lambda t: t.update({name.format(i): np.ones(2, np.float32) for i in range(2)})
+    edit_tensors(llama, add)
+    assert_same(load_pretrained(llama)[0], random_weights(LLAMA))
+
+
+def test_a_missing_tensor_is_named(llama):
+    edit_tensors(llama, lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(WeightsError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is missing"):
+        load_pretrained(llama)
+
+
+def test_unexpected_tensors_are_named(llama):
+    edit_tensors(llama, lambda t: t.update({
+        "model.layers.2.mlp.up_proj.weight": np.zeros(3),  # the config has two layers
+        "model.layers.0.self_attn.q_proj.bias": np.zeros(16),
+    }))
+    with pytest.raises(WeightsError, match="unexpected") as error:
+        load_pretrained(llama)
+    assert "model.layers.2.mlp.up_proj.weight" in str(error.value)
+    assert "model.layers.0.self_attn.q_proj.bias" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.down_proj.weight", "model.norm.weight"])
+def test_a_misshapen_tensor_is_named_with_both_shapes(llama, name):
+    edit_tensors(llama, lambda t: t.update({name: np.zeros((24, 16), np.float32)}))
+    expected = "[16, 24]" if "down" in name else "[16]"  # as the file should hold it
+    with pytest.raises(WeightsError) as error:
+        load_pretrained(llama)
+    assert f"{name} has shape [24, 16]" in str(error.value) and expected in str(error.value)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 300, -1], ids=["nothing", "size", "header", "last byte"])
+def test_a_truncated_file_is_named(llama, keep):
+    content = (llama / SINGLE).read_bytes()
+    (llama / SINGLE).write_bytes(content[:keep])
+    with pytest.raises(WeightsError, match=rf"{SINGLE} cannot be read"):
+        load_pretrained(llama)
+
+
+def test_a_missing_or_damaged_shard_is_named(tmp_path):
+    save_pretrained(tmp_path, random_weights(LLAMA), LLAMA, max_shard_bytes=6000)
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-10])
+    with pytest.raises(WeightsError, match=rf"{shard.name} cannot be read"):
+        load_pretrained(tmp_path)
+    shard.unlink()
+    with pytest.raises(WeightsError, match=rf"{shard.name} cannot be read"):
+        load_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"metadata": {}}', '{"weight_map": ["a"]}', "\xff"])
+def test_a_damaged_shard_index_is_named(llama, text):
+    (llama / INDEX).write_bytes(text.encode("latin-1"))
+    with pytest.raises(WeightsError, match=rf"{INDEX} is no shard index"):
+        load_pretrained(llama)
+
+
+def test_a_directory_without_weights_or_config_says_so(llama):
+    (llama / SINGLE).unlink()
+    with pytest.raises(WeightsError, match=rf"neither {SINGLE} nor {INDEX}"):
+        load_pretrained(llama)
+    (llama / "config.json").unlink()
+    with pytest.raises(WeightsError, match=r"config\.json"):
+        load_pretrained(llama)
+    with pytest.raises(WeightsError, match="absent"):
+        load_pretrained(llama / "absent")
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("text", ["{", "[]", "\xff"])
+def test_an_unreadable_config_is_named(llama, file, text):
+    (llama / file).write_bytes(text.encode("latin-1"))
+    with pytest.raises(WeightsError, match=file):
+        read_config(llama)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (dict(model_type="rwkv"), "rwkv"),
+        (dict(model_type=None), "None"),
+        (dict(hidden_act="gelu"), "gelu"),
+        (dict(use_sliding_window=True), "use_sliding_window"),
+        (dict(hidden_size=None), "hidden_size"),
+        (dict(vocab_size="31"), "vocab_size"),
+        (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0)), "dynamic"),
+        (dict(rope_parameters=dict(rope_type="longrope", long_factor=[1])), "long_factor"),
+        (dict(rope_parameters=dict(rope_type="linear")), "needs a factor"),
+        (dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5)), "partial_rotary"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_an_unsupported_config_names_what_it_asks_for(llama, change, named):
+    edit_json(llama, lambda c: c.update(change))
+    with pytest.raises(ConfigError, match=named):
+        load_pretrained(llama)
+
+
+@pytest.mark.parametrize("type_key", ["rope_type", "type"])
+def test_both_spellings_of_the_rotary_keys_are_the_same_model(llama, type_key):
+    scaling = dict(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+    )
+    edit_json(llama, lambda c: c.update(
+        rope_parameters={type_key: "llama3", "rope_theta": 5e5, **scaling}
+    ))
+    new = read_config(llama)
+
+    def old_spelling(config):
+        del config["rope_parameters"]
+        config.update(rope_theta=5e5, rope_scaling={type_key: "llama3", **scaling})
+
+    edit_json(llama, old_spelling)
+    assert read_config(llama) == new
+    assert new.rope == RopeConfig("llama3", rope_theta=5e5, **scaling)
+
+
+def test_rotary_keys_have_the_usual_defaults(llama):
+    edit_json(llama, lambda c: c.pop("rope_parameters"))
+    assert read_config(llama).rope == RopeConfig(rope_theta=10000.0)
+    edit_json(llama, lambda c: c.update(rope_theta=7.0, rope_scaling=None))
+    assert read_config(llama).rope == RopeConfig(rope_theta=7.0)
+    yarn = dict(type="yarn", factor=4.0)
+    edit_json(llama, lambda c: c.update(rope_scaling=yarn, max_position_embeddings=99))
+    assert read_config(llama).rope.original_max_position_embeddings == 99
+
+
+def test_absent_head_counts_have_the_usual_defaults(llama):
+    edit_json(llama, lambda c: (c.pop("num_key_value_heads"), c.pop("head_dim")))
+    config = read_config(llama)
+    assert (config.num_key_value_heads, config.head_dim) == (4, 4)
+
+
+def test_stop_tokens_may_be_a_list_and_those_of_generation_take_precedence(llama):
+    assert read_config(llama).eos_token_id == ()
+    edit_json(llama, lambda c: c.update(eos_token_id=3))
+    assert read_config(llama).eos_token_id == (3,)
+    edit_json(llama, lambda c: c.update(eos_token_id=[4, 9]), "generation_config.json")
+    assert read_config(llama).eos_token_id == (4, 9)
+    (llama / "generation_config.json").unlink()
+    assert read_config(llama).eos_token_id == (3,)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_tensor_that_is_not_finite_is_an_error_that_names_it(llama, value):
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def spoil(tensors):
+        tensors[name] = tensors[name].copy()
+        tensors[name][0, 0] = value
+
+    edit_tensors(llama, spoil)
+    with pytest.raises(WeightsError, match=f"{name} holds NaN"):
+        load_pretrained(llama)

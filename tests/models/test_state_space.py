@@ -1,0 +1,285 @@
+"""State-space and hybrid models: the closed form, and decoding with them on either side."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles.state_space import run_mamba2
+from safetensors.numpy import load_file, save_file
+from support.tiny_models import BAMBA, LLAMA, MAMBA2, random_tokens, random_weights
+
+from spec_jax import DecodeQueue, SamplerConfig, SpeculativeConfig, SpeculativeDecoder, decoding
+from spec_jax.drafters.eagle.model import EagleConfig
+from spec_jax.drafters.standalone.model import small_lm
+from spec_jax.errors import ConfigError, PromptError, WeightsError
+from spec_jax.loading import LoadedModel, load_model
+from spec_jax.models import transformer
+from spec_jax.models.checkpoint import save_pretrained
+from spec_jax.models.families.bamba import BambaConfig
+from spec_jax.models.families.mamba2 import Mamba2Config
+from spec_jax.models.families.ssm import CHUNK
+from spec_jax.models.params import init_params, num_params
+from spec_jax.rules import make_rule
+from spec_jax.testing import Row, certify_decoder, certify_rule, reference_distribution
+
+ODD = dataclasses.replace(
+    MAMBA2, n_groups=1, conv_kernel=3, use_conv_bias=False, use_bias=True,
+    time_step_limit=(0.6, 0.9), tie_word_embeddings=True,
+)  # fmt: skip
+whole = jax.jit(transformer.logits, static_argnames="config")
+
+
+def weights(config):
+    """Random ones, with heads that forget at once beside heads that hardly do."""
+    params = random_weights(config)
+    decay = jnp.asarray([-6.0, -1.0, 1.0, 5.0])
+    layers = {i: {**layer, "decay": decay} for i, layer in params["layers"].items()}
+    return {**params, "layers": layers}
+
+
+@pytest.mark.parametrize("config", [MAMBA2, ODD], ids=["usual", "odd"])
+def test_the_closed_form_equals_the_recurrence(config):
+    """Over several chunks, and the state that a ragged prompt of as many leaves."""
+    params, T = weights(config), 2 * CHUNK + 22
+    tokens, lengths = random_tokens(2, T), np.array([T, CHUNK + 5])
+    model = transformer.model(config)
+
+    @jax.jit
+    def run(tokens):
+        output = model.forward(params, tokens, model.init_cache(params, 2, T))
+        return model.unembed(params, output.hidden), output.cache.commit(jnp.asarray(lengths))
+
+    logits, cache = run(tokens)
+    for b, length in enumerate(lengths):
+        expected, ends = run_mamba2(params, np.asarray(tokens[b, :length]), config)
+        np.testing.assert_allclose(logits[b, :length], expected, atol=2e-5)
+        for layer, (state, last) in zip(cache.layers, ends):
+            np.testing.assert_allclose(layer.ssm[b], state, atol=1e-5)
+            np.testing.assert_allclose(layer.conv[b], last, atol=1e-5)
+
+
+def test_bfloat16_keeps_the_state_in_float32_and_stays_near():
+    half, tokens = random_weights(MAMBA2, dtype="bfloat16"), random_tokens(2, 12)
+    single = jax.tree.map(lambda x: x.astype(jnp.float32), half)
+    expected = whole(single, tokens, config=MAMBA2)
+    model = transformer.model(MAMBA2)
+    cache = model.init_cache(half, 2, 12)
+    output = jax.jit(model.forward)(half, tokens, cache)
+    layer = output.cache.layers[0]
+    assert layer.conv.dtype == output.hidden.dtype == jnp.bfloat16
+    assert layer.ssm.dtype == layer.window.u.dtype == jnp.float32
+    error = jnp.abs(model.unembed(half, output.hidden) - expected).max()
+    assert error < 0.05 * jnp.abs(expected).max()
+
+
+def loaded(name, config, params):
+    return LoadedModel(name, transformer.model(config), params, config=config)
+
+
+def nearly(config, scale=0.15):
+    """Weights whose drafts are often right and often wrong."""
+    add = lambda a, b: a + scale * b
+    return jax.tree.map(add, random_weights(config), random_weights(config, seed=5))
+
+
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9, 8], [30]]
+SAMPLERS = [SamplerConfig(), SamplerConfig(temperature=1.0), SamplerConfig(temperature=0.7)]
+NEW = 24
+
+
+@functools.cache
+def plain_tokens(config):
+    decoder = SpeculativeDecoder(loaded("target", config, random_weights(config)))
+    rows = decoder.generate(PROMPTS, NEW, sampler=SAMPLERS, seeds=[3, 4, 5])
+    return [row.tokens for row in rows]
+
+
+@pytest.mark.parametrize(
+    "target, draft, shape",
+    [
+        (MAMBA2, MAMBA2, dict(num_speculative_tokens=3)),
+        (MAMBA2, LLAMA, dict(num_speculative_tokens=2)),
+        (BAMBA, BAMBA, dict(num_speculative_tokens=3)),
+        (MAMBA2, MAMBA2, dict(tree=(2, 1))),
+    ],
+    ids=["Mamba-2", "Mamba-2 by attention", "hybrid", "a tree"],
+)
+def test_replay_gives_the_tokens_of_one_token_a_pass(target, draft, shape):
+    """Greedy and sampled rows of one batch, under the rule whose tokens are plain decoding's."""
+    config = SpeculativeConfig(rejection_sampling_strategy="match", **shape)
+    params = nearly(draft) if draft is target else random_weights(draft)
+    decoder = SpeculativeDecoder(
+        loaded("target", target, random_weights(target)), loaded("draft", draft, params), config
+    )
+    rows = decoder.generate(PROMPTS, NEW, sampler=SAMPLERS, seeds=[3, 4, 5])
+    assert [row.tokens for row in rows] == plain_tokens(target)
+    assert decoder.stats.corrected > 0  # something was rolled back
+    assert draft is not target or decoder.stats.accepted > 5
+
+
+V = 3
+TARGETS = {
+    "Mamba-2": dataclasses.replace(MAMBA2, vocab_size=V, num_hidden_layers=1),
+    "hybrid": dataclasses.replace(BAMBA, vocab_size=V, num_hidden_layers=2),
+}
+DRAFT = TARGETS["Mamba-2"]
+
+
+def what_it_says(config, params):
+    """``logits_of`` without a cache, for the certificate."""
+
+    @functools.cache
+    def after(tokens):
+        if isinstance(config, Mamba2Config):
+            return run_mamba2(params, tokens, config)[0][-1]
+        padded = jnp.asarray([[*tokens, *[0] * (12 - len(tokens))]])
+        return np.asarray(whole(params, padded, config=config))[0, len(tokens) - 1]
+
+    return lambda _, tokens: after(tuple(tokens))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_certificate_by_enumeration(name):
+    config = TARGETS[name]
+    params = {"target": random_weights(config), "draft": nearly(DRAFT, 0.5)}
+    law_of_draft = what_it_says(DRAFT, params["draft"])
+
+    def draft_law(row, output, drafted):
+        history = [*output, *drafted]
+        logits = law_of_draft(None, (*row.prompt, *history))
+        return reference_distribution(logits, row.draft, row.prompt, history)
+
+    cold, warm = SamplerConfig(temperature=0.7, top_k=2), SamplerConfig(temperature=1.0)
+    certify_rule(
+        make_rule(SpeculativeConfig(rejection_sampling_strategy="residual")),
+        rows=[Row((0, 1), warm, warm), Row((2, 1, 0), cold, warm)], vocab_size=V, num_draft=2,
+        num_tokens=3, drafter=small_lm(transformer.model(DRAFT)), draft_law=draft_law,
+        params=params, target=transformer.model(config), batch=16,
+        logits_of=what_it_says(config, params["target"]),
+    )  # fmt: skip
+
+
+def test_certificate_of_the_decoder_with_a_mamba2_target_and_draft():
+    params = {"target": random_weights(DRAFT), "draft": nearly(DRAFT, 0.5)}
+    certify_decoder(
+        make_rule(SpeculativeConfig(rejection_sampling_strategy="residual")),
+        small_lm(transformer.model(DRAFT)), vocab_size=V, num_draft=2, num_tokens=3,
+        trials=8_000, batch=8_000, params=params, target=transformer.model(DRAFT),
+        logits_of=what_it_says(DRAFT, params["target"]),
+    )  # fmt: skip
+
+
+def test_a_model_that_can_neither_rewind_nor_replay_is_no_draft():
+    model = transformer.model(MAMBA2)._replace(can_rewind=False)
+    with pytest.raises(ConfigError, match="cannot rewind"):
+        small_lm(model)
+
+
+def test_a_target_that_can_neither_rewind_nor_replay_takes_one_token_a_pass():
+    """And never a pad; the decoder counts the rows that fell back."""
+    whole = loaded("target", MAMBA2, random_weights(MAMBA2))
+    target = dataclasses.replace(whole, model=whole.model._replace(can_rewind=False))
+    decoder = SpeculativeDecoder(target, None, SpeculativeConfig("ngram", 2))
+    prompt = [3, 1, 4, 1, 3]
+    row = decoder.generate(prompt, 6)
+    assert row.tokens == SpeculativeDecoder(whole).generate(prompt, 6).tokens
+    assert decoder.num_draft == 0 and decoder.stats.n1_fallbacks == 1
+    assert decoder.stats.rounds == 5 and decoder.stats.drafted == 0
+    with pytest.raises(PromptError, match="one by one"):
+        decoder.generate([prompt, prompt[1:]], 6)
+
+
+def test_a_system_that_would_draft_for_such_a_target_is_refused():
+    model = transformer.model(MAMBA2)._replace(can_rewind=False)
+    system = SpeculativeDecoder(
+        loaded("target", MAMBA2, random_weights(MAMBA2)), None, SpeculativeConfig("ngram", 2)
+    ).system()._replace(target=model)
+    with pytest.raises(ConfigError, match="cannot forget rejected drafts, and K is 2"):
+        decoding.draft_and_score(None, None, None, None, system)
+
+
+def test_a_head_like_a_target_without_attention_is_refused():
+    with pytest.raises(ConfigError, match="Mamba2Config has none to copy"):
+        EagleConfig.of_target(MAMBA2)
+
+
+@pytest.mark.parametrize("config", [MAMBA2, BAMBA], ids=["Mamba-2", "hybrid"])
+def test_a_directory_loads_as_a_model_that_speculates(tmp_path, config):
+    save_pretrained(tmp_path, random_weights(config), config)
+    model = load_model(tmp_path)
+    assert model.config == config
+    jax.tree.map(np.testing.assert_array_equal, model.params, random_weights(config))
+    assert model.num_params == sum(x.size for x in jax.tree.leaves(model.params))
+    with pytest.raises(ConfigError, match="never stacked"):
+        load_model(tmp_path, scan_layers=True)
+    name = "backbone.layers.0.mixer.A_log" if config is MAMBA2 else "model.layers.0.mamba.A_log"
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {name: tensors[name][:3]}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match=rf"{name} has shape \[3\]; config.json asks for \[4\]"):
+        load_model(tmp_path)
+    del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match=f"{name} is missing"):
+        load_model(tmp_path)
+
+
+def test_random_weights_begin_as_published():
+    params = init_params(MAMBA2, jax.random.key(0))["layers"]["0"]
+    np.testing.assert_allclose(jnp.exp(params["decay"]), [1, 2, 3, 4], rtol=1e-6)
+    step = jax.nn.softplus(params["time_bias"])
+    assert ((step > 0.9e-3) & (step < 0.11)).all()
+    assert (params["skip"] == 1).all() and (jnp.abs(params["conv"]) < 0.5).all()
+    assert num_params(MAMBA2) == num_params(dataclasses.replace(MAMBA2, residual_in_fp32=False))
+
+
+@pytest.mark.parametrize(
+    "config, changes, message",
+    [
+        (MAMBA2, dict(head_dim=7), "num_heads 4 of head_dim 7 make 28; expand 2 of hidden_size 16"),
+        (MAMBA2, dict(n_groups=3), "4 heads do not divide into 3 groups"),
+        (MAMBA2, dict(state_size=0), "state_size is 0; expected a positive integer"),
+        (MAMBA2, dict(time_step_limit=(0.5, 0.1)), "two numbers, ascending from 0"),
+        (MAMBA2, dict(time_step_limit="often"), "time_step_limit is 'often'"),
+        (BAMBA, dict(attn_layer_indices=(1, 3)), r"attn_layer_indices is \[1, 3\]; expected some"),
+        (BAMBA, dict(attn_layer_indices=()), "expected some of the layers 0 to 2, and not all"),
+        (BAMBA, dict(mamba_d_head=5), "mamba_n_heads 4 of 5 make 20; mamba_expand 2"),
+        (MAMBA2, dict(time_step_limit=0.5), "time_step_limit is 0.5; expected two numbers"),
+        (BAMBA, dict(partial_rotary_factor="0.5"), "factor is '0.5'; expected a number"),
+        (BAMBA, dict(partial_rotary_factor=0.3), "turns 1 of 4 dimensions; expected an even"),
+        (BAMBA, dict(num_attention_heads=3), "num_attention_heads 3 must divide hidden_size 16"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused(config, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(config, **changes)
+
+
+@pytest.mark.parametrize("config", [ODD, BAMBA], ids=["Mamba-2", "hybrid"])
+def test_config_json_reads_back(config):
+    config = dataclasses.replace(config, eos_token_id=(2, 7), bos_token_id=1)
+    again = type(config).from_hf(config.to_hf())
+    assert again == config
+    infinite = {**config.to_hf(), "time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    assert type(config).from_hf(infinite).time_step_limit == (0.0, float("inf"))
+    with pytest.raises(ConfigError, match="hidden_act 'gelu' is not supported"):
+        type(config).from_hf({**config.to_hf(), "hidden_act": "gelu"})
+    with pytest.raises(ConfigError, match="config.json is incomplete"):
+        BambaConfig.from_hf({"vocab_size": 3})
+
+
+def test_a_queue_takes_prompts_of_different_lengths():
+    """They cannot be prefilled together: what pads the shorter would stay in its state."""
+    target = loaded("target", MAMBA2, random_weights(MAMBA2))
+    decoder = SpeculativeDecoder(dataclasses.replace(
+        target, model=target.model._replace(can_rewind=False)
+    ))  # fmt: skip
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11]]
+    expected = [decoder.generate(prompt, 6).tokens for prompt in prompts]
+    queue = DecodeQueue(
+        decoder, enumerate(prompts), batch=3, max_prompt_tokens=5, max_new_tokens=6
+    )
+    found = dict(queue)
+    assert [found[i].tokens for i in range(4)] == expected

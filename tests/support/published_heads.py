@@ -1,0 +1,169 @@
+"""Heads in the layouts of their projects: config.json, tensors, and what they should be read as."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+from safetensors.numpy import save_file
+from support.tiny_models import LLAMA, random_tensor
+
+from spec_jax.drafters.eagle.model import EagleConfig
+from spec_jax.models.config import ModelConfig, RopeConfig
+
+V, U, D, F, L, TAPS = 31, 20, 16, 24, 8, (2, 4, 5)
+TARGET = dataclasses.replace(LLAMA, num_hidden_layers=L, rope=RopeConfig(rope_theta=5e5))
+IDS = np.sort(np.random.RandomState(0).permutation(V)[:U])  # of the target, that it drafts
+MASK = np.isin(np.arange(V), IDS)
+LAYER = ModelConfig(  # with head counts, eps and a rotary base of its own
+    vocab_size=V, hidden_size=D, intermediate_size=F, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=6, rms_norm_eps=1e-5, max_position_embeddings=64,
+)  # fmt: skip
+SMALL = dataclasses.replace(LAYER, vocab_size=U)
+CONFIG = {
+    "model_type": "llama", "vocab_size": V, "hidden_size": D, "intermediate_size": F,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 6,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 64, "hidden_act": "silu",
+    "rope_theta": 10000.0,
+}  # fmt: skip
+EAGLE_3 = {**CONFIG, "architectures": ["LlamaForCausalLM"], "draft_vocab_size": U}
+SPECFORGE = {
+    **CONFIG, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": U,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
+}  # fmt: skip
+SPECULATORS = {
+    "speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"],
+    "draft_vocab_size": U, "target_hidden_size": None, "norm_before_residual": True,
+    "norm_before_fc": False, "fc_norm": False, "norm_output": False,
+    "eagle_aux_hidden_state_layer_ids": [2, 4, 5], "transformer_layer_config": CONFIG,
+}  # fmt: skip
+
+
+def attention_and_mlp(layer, width_in, width=D):
+    """Names in the file, ours, and shapes ``[out, in]``."""
+    return {
+        f"{layer}self_attn.q_proj.weight": ("q", (12, width_in)),
+        f"{layer}self_attn.k_proj.weight": ("k", (6, width_in)),
+        f"{layer}self_attn.v_proj.weight": ("v", (6, width_in)),
+        f"{layer}self_attn.o_proj.weight": ("o", (width, 12)),
+        f"{layer}post_attention_layernorm.weight": ("mlp_norm", (width,)),
+        f"{layer}mlp.gate_proj.weight": ("gate", (F, width)),
+        f"{layer}mlp.up_proj.weight": ("up", (F, width)),
+        f"{layer}mlp.down_proj.weight": ("down", (width, F)),
+    }
+
+
+EAGLE_1_NAMES = {
+    "fc.weight": ("fc", (D, 2 * D)),
+    "fc.bias": ("fc_bias", (D,)),
+    **attention_and_mlp("layers.0.", D),
+}
+
+
+def eagle_3_names(layer, width=D, vocab=U, num_states=3):
+    return {
+        "fc.weight": ("fc", (width, num_states * D)),
+        f"{layer}input_layernorm.weight": ("embed_norm", (width,)),
+        f"{layer}hidden_norm.weight": ("hidden_norm", (width,)),
+        **attention_and_mlp(layer, 2 * width, width),
+        "norm.weight": ("norm", (width,)),
+        "lm_head.weight": ("head", (vocab, width)),
+    }
+
+
+FC_NORMS = {f"fc_norm.{i}.weight": (f"fc_norm_{i}", (D,)) for i in range(3)}
+INPUT_NORM = {"input_norm.weight": ("input_norm", (3 * D,))}
+QKV_BIASES = {f"layers.0.self_attn.{n}_proj.bias": (f"{n}_bias", (12 if n == "q" else 6,))
+              for n in "qkv"}  # fmt: skip
+QK_NORMS = {f"layers.0.self_attn.{n}.weight": (n, (6,)) for n in ("q_norm", "k_norm")}
+MIDLAYER, LAYERS = eagle_3_names("midlayer."), eagle_3_names("layers.0.")
+
+# config.json, names in the file, what it should be read as
+HEADS = {
+    "eagle-1": (
+        CONFIG, EAGLE_1_NAMES, EagleConfig(1, LAYER, D, V, (L + 1,), fc_bias=True),
+    ),
+    "eagle-1 without a bias": (
+        {**CONFIG, "bias": False}, {n: x for n, x in EAGLE_1_NAMES.items() if n != "fc.bias"},
+        EagleConfig(1, LAYER, D, V, (L + 1,)),
+    ),
+    "eagle-1 of qwen2": (
+        {**CONFIG, "qkv_bias": True, "model_type": "qwen2"}, {**EAGLE_1_NAMES, **QKV_BIASES},
+        EagleConfig(
+            1, dataclasses.replace(LAYER, model_type="qwen2"), D, V, (L + 1,), fc_bias=True
+        ),
+    ),
+    "eagle-3": (EAGLE_3, MIDLAYER, EagleConfig(3, SMALL, D, V, TAPS)),
+    "eagle-3 whole vocabulary": (
+        {**EAGLE_3, "draft_vocab_size": V}, eagle_3_names("midlayer.", vocab=V),
+        EagleConfig(3, LAYER, D, V, TAPS),
+    ),
+    "eagle-3 narrow": (
+        {**EAGLE_3, "hidden_size": 10, "target_hidden_size": D},
+        {**eagle_3_names("midlayer.", width=10), "embed_tokens.weight": ("embed", (V, 10))},
+        EagleConfig(
+            3, dataclasses.replace(SMALL, hidden_size=10), D, V, TAPS, own_embed=True
+        ),
+    ),
+    "specforge": (SPECFORGE, MIDLAYER, EagleConfig(3, SMALL, D, V, TAPS)),
+    "specforge fc_norm": (
+        {**SPECFORGE, "fc_norm": True, "norm_output": True}, {**MIDLAYER, **FC_NORMS},
+        EagleConfig(3, SMALL, D, V, TAPS, fc_norm=True, norm_output=True),
+    ),
+    "speculators": (
+        SPECULATORS, LAYERS, EagleConfig(3, SMALL, D, V, TAPS, norm_before_residual=True),
+    ),
+    "speculators norms": (
+        {**SPECULATORS, "norm_before_fc": True, "norm_output": True, "norm_before_residual": False},
+        {**LAYERS, **INPUT_NORM},
+        EagleConfig(3, SMALL, D, V, TAPS, norm_before_fc=True, norm_output=True),
+    ),
+    "speculators fc_norm": (
+        {**SPECULATORS, "fc_norm": True}, {**LAYERS, **FC_NORMS},
+        EagleConfig(3, SMALL, D, V, TAPS, norm_before_residual=True, fc_norm=True),
+    ),
+    "speculators qwen3": (
+        {**SPECULATORS, "transformer_layer_config": {**CONFIG, "model_type": "qwen3"}},
+        {**LAYERS, **QK_NORMS},
+        EagleConfig(
+            3, dataclasses.replace(SMALL, model_type="qwen3"), D, V, TAPS,
+            norm_before_residual=True,
+        ),
+    ),
+}  # fmt: skip
+
+
+def tensors_of(names):
+    tensors = {name: random_tensor(name, shape, 0) for name, (_, shape) in names.items()}
+    if tensors.get("lm_head.weight", np.zeros((0, 0))).shape[0] == U:
+        tensors |= {"d2t": IDS - np.arange(U), "t2d": MASK}
+    return tensors
+
+
+def write(directory, config, tensors):
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def write_head(directory, name="eagle-3", *, without=(), tensors=None, **config):
+    """One of ``HEADS`` with other tensors and keys of config.json."""
+    stated, names, _ = HEADS[name]
+    merged = {**tensors_of(names), **(tensors or {})}
+    for gone in without:
+        del merged[gone]
+    return write(directory, {**stated, **config}, merged)
+
+
+def params_of(names, config):
+    """The parameters that the file's tensors are, matrices transposed."""
+    tensors = tensors_of(names)
+    params = {}
+    for name, (ours, _) in names.items():
+        is_linear = tensors[name].ndim == 2 and ours != "embed"
+        params[ours] = tensors[name].T if is_linear else tensors[name]
+    if config.layer.vocab_size < V:
+        params["d2t"] = (IDS - np.arange(U)).astype(np.int32)
+    return params

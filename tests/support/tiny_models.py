@@ -1,0 +1,84 @@
+"""Tiny models of each family for the tests, their weights drawn by NumPy."""
+
+import functools
+import zlib
+
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax.decoding import System
+from spec_jax.drafters.model_free import NO_DRAFT
+from spec_jax.models import transformer
+from spec_jax.models.config import ModelConfig, RopeConfig
+from spec_jax.models.families.bamba import BambaConfig
+from spec_jax.models.families.deepseek import DeepseekConfig
+from spec_jax.models.families.mamba2 import Mamba2Config
+from spec_jax.models.families.qwen3_next import Qwen3NextConfig
+from spec_jax.models.params import assemble
+from spec_jax.rules import MATCH
+
+TINY = dict(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
+LLAMA = ModelConfig(**TINY, num_attention_heads=4, num_key_value_heads=2)
+QWEN2 = ModelConfig(
+    **TINY, num_attention_heads=2, num_key_value_heads=1, head_dim=6, model_type="qwen2",
+    tie_word_embeddings=True,
+)
+QWEN3 = ModelConfig(
+    **TINY, num_attention_heads=2, head_dim=4, model_type="qwen3",
+    rope=RopeConfig("yarn", factor=4.0, original_max_position_embeddings=8),
+)
+DEEPSEEK = DeepseekConfig(
+    vocab_size=31, hidden_size=16, num_attention_heads=2, q_lora_rank=8, kv_lora_rank=6,
+    qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=5, n_routed_experts=6,
+    moe_intermediate_size=6, num_experts_per_tok=2, n_shared_experts=1, n_group=3, topk_group=2,
+)  # fmt: skip
+QWEN3_NEXT = Qwen3NextConfig(
+    vocab_size=31, hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6,
+    shared_expert_intermediate_size=10, partial_rotary_factor=0.5,
+)  # fmt: skip
+MAMBA2 = Mamba2Config(
+    vocab_size=31, hidden_size=16, num_hidden_layers=2, num_heads=4, head_dim=8, state_size=6,
+    n_groups=2, conv_kernel=4,
+)  # fmt: skip
+BAMBA = BambaConfig(
+    **{**TINY, "num_hidden_layers": 3}, num_attention_heads=4, num_key_value_heads=2,
+    attn_layer_indices=(1,), mamba_n_heads=4, mamba_d_state=6, mamba_d_conv=3,
+    max_position_embeddings=2048,
+)  # fmt: skip
+FAMILIES = (LLAMA, QWEN2, QWEN3)
+STATE_FAMILIES = (MAMBA2, BAMBA)
+
+
+def random_tensor(name: str, shape, seed: int) -> np.ndarray:
+    """Values by the tensor's external name, from a stream that NumPy has frozen.
+
+    Large enough for logits that a wrong mask or position would move.
+    """
+    draw = np.random.RandomState((zlib.crc32(name.encode()) + seed) % 2**32).standard_normal(shape)
+    return (1 + 0.1 * draw if "norm" in name else 0.2 * draw).astype(np.float32)
+
+
+@functools.cache
+def random_weights(config: ModelConfig, seed: int = 0, dtype: str = "float32"):
+    """Every weight of the model, ``random_tensor`` of its name in a checkpoint."""
+
+    def leaf(spec, layer):
+        shape = spec.shape[::-1] if spec.is_linear else spec.shape
+        array = random_tensor(spec.hf_name.format(i=layer), shape, seed)
+        return jnp.asarray(array.T if spec.is_linear else array, dtype)
+
+    return assemble(config, leaf)
+
+
+def random_tokens(*shape, seed: int = 0):
+    return jnp.asarray(np.random.RandomState(seed).randint(0, 31, shape), jnp.int32)
+
+
+def plain(config: ModelConfig, params):
+    """Plain decoding of the target in ``params``, greedy or sampled, and its own parameters.
+
+    One program for all drafters and rules that are held against it.
+    """
+    system = System(transformer.model(config), NO_DRAFT, MATCH, 0)
+    return system, {"target": params["target"], "draft": None}

@@ -1,0 +1,288 @@
+"""The certificate: lossless rules pass it, every mutation is caught by a named test.
+
+Family-wise error of all chi-square tests together: ALPHA.
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import optimised
+
+from spec_jax import rng, testing
+from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.contracts import Noise, Proposal, TargetScores
+from spec_jax.drafters.ngram import ngram
+from spec_jax.drafters.standalone.model import small_lm
+from spec_jax.rules import batched, chain, make_rule
+from spec_jax.sampling import Counts, make_sampler, process, sample
+from spec_jax.testing import CertificateError, Row, certify_decoder, certify_rule
+
+ALPHA = 1e-6
+NUM_CHI_SQUARE = 7
+
+
+def rule(strategy):
+    return make_rule(SpeculativeConfig(rejection_sampling_strategy=strategy))
+
+
+# ------------------------------------------------------------------------ enumeration
+
+
+@pytest.mark.parametrize("strategy", ["residual", "block"])
+@pytest.mark.parametrize("draft", [None, SamplerConfig(temperature=1.0)], ids=["same", "own"])
+def test_enumerated_law_is_the_targets_for_every_setting_in_one_batch(strategy, draft):
+    assert certify_rule(rule(strategy), rows=testing.standard_rows(draft)) <= 1e-6
+
+
+@pytest.mark.parametrize("strategy", ["residual", "block"])
+@pytest.mark.parametrize(
+    "name, vocab_size, num_draft", [("all together", 5, 2), ("penalties", 4, 3)]
+)
+def test_enumerated_law_is_the_targets_at_other_sizes(strategy, name, vocab_size, num_draft):
+    setting = testing.STANDARD_SETTINGS[name]
+    rows = [Row((1, 2), setting, SamplerConfig(temperature=1.2))]
+    certify_rule(rule(strategy), vocab_size=vocab_size, num_draft=num_draft, rows=rows)
+
+
+@pytest.mark.parametrize("strategy", ["residual", "block"])
+def test_enumerated_law_is_the_targets_for_a_deterministic_drafter(strategy):
+    certify_rule(rule(strategy), drafter=ngram())
+
+
+def test_mixed_temperature_zero_rows_are_argmax_rows():
+    rows = [
+        Row((0, 1), SamplerConfig(temperature=0.0), SamplerConfig(temperature=1.0)),
+        Row((1,), SamplerConfig(temperature=1.0), SamplerConfig(temperature=0.0)),
+    ]
+    certify_rule(rule("residual"), rows=rows)
+
+
+@pytest.mark.parametrize("strategy", ["typical-acceptance", "synthetic"])
+def test_lossy_rules_fail_the_enumeration(strategy):
+    lossy = make_rule(
+        SpeculativeConfig(
+            rejection_sampling_strategy=strategy,
+            synthetic_acceptance_rate=0.5 if strategy == "synthetic" else None,
+        )
+    )
+    assert not lossy.is_lossless
+    with pytest.raises(CertificateError):
+        certify_rule(lossy)
+
+
+# ------------------------------------------------------------------------- mutations
+
+
+def _with_proposal(drafter, change):
+    def propose(params, state, context, num_draft):
+        proposal, state = drafter.propose(params, state, context, num_draft)
+        return change(proposal), state
+
+    return drafter._replace(propose=propose)
+
+
+def test_mutation_wrong_q_is_caught_by_enumeration():
+    """The draft is drawn at its temperature and judged with q of another."""
+
+    def temper(proposal):
+        q = jax.nn.softmax(jnp.log(proposal.probs) / 1.3, axis=-1)
+        return proposal.replace(probs=q)
+
+    with pytest.raises(CertificateError, match="another law|differs"):
+        drafter = _with_proposal(small_lm(testing.toy_model(3)), temper)
+        certify_rule(rule("residual"), drafter=drafter)
+
+
+def test_mutation_argmax_draft_with_softmax_q_is_caught_by_enumeration():
+    drafter = small_lm(testing.toy_model(3))
+
+    def take_best(proposal):
+        return proposal.replace(tokens=jnp.argmax(proposal.probs, -1).astype(jnp.int32))
+
+    with pytest.raises(CertificateError):
+        certify_rule(rule("residual"), drafter=_with_proposal(drafter, take_best))
+
+
+def test_mutation_draft_drawn_sharper_than_reported_is_caught():
+    """The logits are sharpened before the draw and the report is of the others."""
+    model = testing.toy_model(3)
+    honest = small_lm(model)
+    sharp = small_lm(model._replace(unembed=lambda params, hidden: 3 * hidden))
+
+    def propose(params, state, context, num_draft):
+        drawn, _ = sharp.propose(params, state, context, num_draft)
+        reported, state = honest.propose(params, state, context, num_draft)
+        return reported.replace(tokens=drawn.tokens), state
+
+    with pytest.raises(CertificateError, match="another law|should be able to draw"):
+        certify_rule(rule("residual"), drafter=honest._replace(propose=propose))
+
+
+def test_mutation_coins_that_hide_their_probability_are_caught():
+    """It accepts anything with probability 0.6 and states the outcome as the coin."""
+
+    def verify(target, proposal, noise):
+        return chain._own_token(noise.uniforms < 0.6, target.probs, proposal, noise)
+
+    with pytest.raises(CertificateError, match="does not flip its coins"):
+        certify_rule(rule("residual")._replace(verify=batched(verify)))
+
+
+def test_mutation_last_token_drawn_from_another_law_is_caught():
+    def verify(target, proposal, noise):
+        verdict = chain.residual(target, proposal, noise)
+        token = sample(3 * jnp.log(verdict.replacement), noise.gumbel[0])
+        at_end = jnp.arange(len(verdict.tokens)) == verdict.n_accept
+        return verdict.replace(tokens=jnp.where(at_end, token, verdict.tokens))
+
+    with pytest.raises(CertificateError, match="replacement law"):
+        certify_rule(rule("residual")._replace(verify=batched(verify)))
+
+
+def test_mutation_penalties_without_the_drafted_history_are_caught_by_enumeration():
+    def verify(target, proposal, noise):
+        first = jnp.broadcast_to(target.processed[:1], target.processed.shape)
+        late = target.logits - target.logits[:1] + first  # node 0's penalties at every node
+        return chain.residual(target.replace(processed=late), proposal, noise)
+
+    mutant = rule("residual")._replace(verify=batched(verify))
+    setting = testing.STANDARD_SETTINGS["penalties"]
+    rows = [Row((0, 1), setting, setting)]
+    certify_rule(rule("residual"), rows=rows)
+    with pytest.raises(CertificateError):
+        certify_rule(mutant, rows=rows)
+
+
+def test_mutation_bonus_drawn_from_a_residual_is_caught_by_enumeration():
+    """A row that ran out of drafts is treated as if its next one had been rejected."""
+
+    def verify(target, proposal, noise):
+        q = proposal.probs
+        spare = proposal.replace(n_draft=jnp.int32(q.shape[0]))
+        verdict = chain.residual(target, spare, noise)
+        return verdict.replace(n_accept=jnp.minimum(verdict.n_accept, proposal.n_draft))
+
+    mutant = rule("residual")._replace(verify=batched(verify))
+    with pytest.raises(CertificateError, match="replacement law"):
+        certify_rule(mutant)
+
+
+def test_mutation_drafts_that_were_not_offered_are_accepted_is_caught():
+    """What does not count is not rejected, so it is taken for accepted."""
+
+    def verify(target, proposal, noise):
+        spare = proposal.replace(n_draft=jnp.int32(proposal.tokens.shape[0]))
+        return chain.residual(target, spare, noise)
+
+    with pytest.raises(CertificateError, match="ragged"):
+        certify_rule(rule("residual")._replace(verify=batched(verify)))
+
+
+def test_mutation_inclusive_boundary_is_caught_by_a_uniform_of_zero():
+    """u = 0 must not accept a draft that the target gives no probability."""
+    scores = TargetScores(
+        logits=jnp.zeros((1, 2, 3)), processed=jnp.log(jnp.asarray([[[0.0, 0.5, 0.5]] * 2]))
+    )
+    proposal = Proposal(
+        jnp.zeros((1, 1), jnp.int32), jnp.ones((1,), jnp.int32), jnp.ones((1, 1, 3)) / 3
+    )
+    noise = Noise(jnp.zeros((1, 1)), jnp.zeros((1, 1, 3)))
+
+    def inclusive(target, proposal, noise):
+        is_accepted = noise.uniforms * proposal.probs[:, 0] <= target.probs[:-1, 0]
+        return is_accepted.sum()
+
+    for strategy in ("residual", "block"):
+        assert rule(strategy).verify(scores, proposal, noise).n_accept == 0
+    assert jax.vmap(inclusive)(scores, proposal, noise) == 1
+
+
+# ------------------------------------------------------------------------ chi-square
+
+
+@pytest.mark.parametrize("strategy", ["residual", "block", "match"])
+def test_decoded_tokens_have_the_targets_joint_law(strategy):
+    certify_decoder(
+        rule(strategy), alpha=ALPHA / NUM_CHI_SQUARE, trials=200_000, loop=optimised
+    )
+
+
+@pytest.mark.parametrize(
+    "strategy, setting",
+    [
+        ("residual", SamplerConfig(temperature=1.0)),
+        ("block", SamplerConfig(temperature=0.8, top_p=0.9)),
+        ("match", SamplerConfig(temperature=1.2, top_k=100)),
+    ],
+    ids=["residual", "block", "match"],
+)
+def test_decoded_tokens_have_the_targets_law_at_vocabulary_4096(strategy, setting):
+    """A first token that is certain leads to a context whose law is wide."""
+    V = 4096
+    params = {name: testing.toy_params(V, seed, contexts=2, scale=3.0) for name, seed in
+              (("target", 3), ("draft", 4))}
+    sure = params["target"]["logits"].at[0, 7].set(200.0)
+    params["target"]["logits"] = sure
+    certify_decoder(
+        rule(strategy), vocab_size=V, num_draft=1, num_tokens=1, trials=5_000, batch=1_000,
+        params=params,
+        row=Row((0, 0), setting, SamplerConfig(temperature=1.0)), alpha=ALPHA / NUM_CHI_SQUARE,
+        loop=optimised,
+    )
+
+
+def test_mutation_shared_noise_is_caught_by_chi_square():
+    """The draft's Gumbel noise is the one that the residual draw uses again."""
+    honest = small_lm(testing.toy_model(4))
+
+    def propose(params, state, context, num_draft):
+        keys = rng.keys(context.request, rng.Stream.REPLACE, context.length)
+        shared = jnp.repeat(rng.gumbel(keys, 4)[:, None], num_draft, axis=1)
+        return honest.propose(params, state, context._replace(gumbel=shared), num_draft)
+
+    with pytest.raises(CertificateError, match="chi-square"):
+        certify_decoder(rule("residual"), honest._replace(propose=propose), trials=40_000)
+
+
+def test_mutation_rollback_left_out_is_caught_by_chi_square():
+    """The target's cache keeps what rejected drafts wrote: the context is then wrong."""
+
+    @flax.struct.dataclass
+    class Keeps(testing.ToyCache):
+        def commit(self, n, path=None):
+            # The right length, over slots that were shifted by what should be forgotten.
+            kept = jnp.where(n[:, None] == 1, jnp.roll(self.tokens, -1, axis=1), self.tokens)
+            return self.replace(length=self.length + n, tokens=kept)
+
+    model = testing.toy_model(4)
+
+    def init_cache(params, batch, slots):
+        cache = model.init_cache(params, batch, slots)
+        return Keeps(cache.tokens, cache.length)
+
+    with pytest.raises(CertificateError, match="chi-square"):
+        certify_decoder(
+            rule("residual"), trials=40_000, target=model._replace(init_cache=init_cache)
+        )
+
+
+def test_chi_square_pools_rare_outcomes_and_refuses_impossible_ones():
+    law = np.array([0.6, 0.3995, 0.0004, 0.0001, 0.0])
+    fair = np.random.default_rng(0).multinomial(10_000, law)
+    assert testing.chi_square(fair, law) > 1e-3
+    assert testing.chi_square(np.array([6500, 3490, 6, 4, 0]), law) < 1e-6
+    assert testing.chi_square(np.array([6000, 3994, 4, 1, 1]), law) == 0.0
+
+
+def test_forced_noise_draws_the_forced_token():
+    """What the enumeration rests on: pushed Gumbel noise picks any token of the support."""
+    logits = jnp.asarray([[[0.3, -2.0, 1.0, 0.5]]])
+    sampler = make_sampler(SamplerConfig(temperature=1.0, top_k=3), 1, 4)
+    counts = Counts(jnp.zeros((1, 4), bool), jnp.zeros((1, 4), jnp.int32))
+    law = process(logits, sampler, counts)[0, 0]
+    drawn = [int(sample(law, 1e4 * jnp.eye(4)[v])) for v in range(4)]
+    assert drawn[0] == 0 and drawn[2:] == [2, 3] and drawn[1] != 1

@@ -1,0 +1,193 @@
+"""Objectives of heads: what they unroll is what the decoder drafts, and each position is judged
+where the decoder would."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.tiny_models import LLAMA, random_weights
+
+from experiments.common import head_eval
+from spec_jax.drafters.eagle.model import EagleConfig, eagle_head
+from spec_jax.drafters.eagle.objective import eagle1_loss, eagle3_loss, smooth_l1
+from spec_jax.drafters.mtp.model import MtpConfig
+from spec_jax.drafters.mtp.objective import mtp_loss
+from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.errors import ConfigError
+from spec_jax.loading import LoadedModel, random_head
+from spec_jax.models import transformer
+from spec_jax.train import losses
+from spec_jax.train.objective import Batch, target_view
+from spec_jax.train.step import TrainState, train_step
+from spec_jax.train.unroll import shifted, unroll
+
+K, W = 4, 40
+CONFIG = dataclasses.replace(LLAMA, max_position_embeddings=128)
+TARGET = LoadedModel("tiny", transformer.model(CONFIG), random_weights(CONFIG), config=CONFIG)
+
+
+HEADS = {
+    "eagle-1": EagleConfig.of_target(CONFIG, 1),
+    "eagle-3": EagleConfig.of_target(CONFIG, 3),
+    "eagle-3, reduced, normed": EagleConfig.of_target(CONFIG, 3, 20, norm_output=True),
+    "mtp": MtpConfig.of_target(CONFIG),
+}
+
+
+OBJECTIVES = {
+    "eagle-1": functools.partial(eagle1_loss, noise=0.2),
+    "eagle-3": functools.partial(eagle3_loss, num_steps=K),
+    "eagle-3, reduced, normed": functools.partial(eagle3_loss, num_steps=K),
+    "mtp": functools.partial(mtp_loss, num_steps=K, labels="target"),
+}
+PROMPTS = [np.random.default_rng(n).integers(0, 31, n).tolist() for n in (3, 9, 5, 12)]
+
+
+def objective(name):
+    return functools.partial(OBJECTIVES[name], config=HEADS[name], model=TARGET.model)
+
+
+def view_of(config, tokens, mask=None):
+    view = target_view(TARGET.params, tokens, config=CONFIG, taps=config.taps)
+    mask = jnp.ones(tokens.shape, bool) if mask is None else mask
+    return Batch(tokens, mask, jax.random.key(0), view)
+
+
+def tokens_of(*shape, seed=1):
+    return jnp.asarray(np.random.default_rng(seed).integers(0, 31, shape), jnp.int32)
+
+
+@functools.cache
+def trained(name):
+    """A head that is right now and then: a few steps on what the target writes itself."""
+    head = random_head(HEADS[name], jax.random.key(3))
+    constants = {n: w for n, w in head.params.items() if n == "d2t"}
+    params = {n: w for n, w in head.params.items() if n != "d2t"}
+    rows = SpeculativeDecoder(TARGET).generate(PROMPTS, W - 12)
+    text = [[*prompt, *row.tokens][: W - 9] for prompt, row in zip(PROMPTS, rows)]
+    batch = view_of(HEADS[name], jnp.asarray(text, jnp.int32))
+    optimizer = optax.adam(1e-2)
+    with_constants = lambda params, *rest: objective(name)({**params, **constants}, *rest)
+    step = jax.jit(functools.partial(train_step, objective=with_constants, optimizer=optimizer))
+    state, losses_ = TrainState.create(params, optimizer), []
+    for _ in range(40):
+        state, metrics = step(state, batch, TARGET.params)
+        losses_.append(float(metrics["loss"]))
+    assert losses_[-1] < losses_[0]
+    return dataclasses.replace(head, params={**state.params, **constants})
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_teacher_forced_rounds_are_the_decoders(name):
+    """Judged and accepted, position by position, though one never drafts and the other never
+    sees a true token beyond a round's start."""
+    head = trained(name)
+    rows, stats = head_eval.decode(
+        TARGET, head, PROMPTS, num_draft=K, max_new_tokens=40, batch=4
+    )
+    judged, accepted = head_eval.teacher_forced(TARGET, head, PROMPTS, rows, num_draft=K)
+    assert tuple(judged) == stats.judged_at and tuple(accepted) == stats.accepted_at
+    assert accepted[1] > 0  # a second draft was right, so recycling was judged
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_masked_tokens_have_no_influence(name):
+    """Neither as labels nor, behind the last that counts, as inputs."""
+    head, config, run = trained(name), HEADS[name], jax.jit(objective(name))
+    tokens = tokens_of(2, W)
+    mask = jnp.arange(W)[None] < jnp.asarray([[W], [20]])
+    loss = lambda tokens: run(head.params, view_of(config, tokens, mask), TARGET.params)[0]
+    other = tokens.at[1, 20:].set(tokens_of(W - 20, seed=5))
+    assert float(loss(tokens)) == pytest.approx(float(loss(other)), rel=1e-6)
+    assert float(loss(tokens)) != pytest.approx(float(loss(tokens.at[1, 15].add(1))), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["eagle-3", "mtp"])
+def test_remat_changes_no_gradient(name):
+    head, batch = trained(name), view_of(HEADS[name], tokens_of(2, 12))
+
+    def gradient(is_remat):
+        loss = functools.partial(objective(name), is_remat=is_remat)
+        return jax.jit(jax.grad(lambda p: loss(p, batch, TARGET.params)[0]))(head.params)
+
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    jax.tree.map(close, gradient(True), gradient(False))
+
+
+def test_divergences_agree_with_their_definitions():
+    rng = np.random.default_rng(0)
+    p, q = (rng.normal(size=(3, 5)).astype(np.float32) * 2 for _ in range(2))
+    softmax = lambda x: np.exp(x) / np.exp(x).sum(-1, keepdims=True)
+    P, Q = softmax(p), softmax(q)
+    expected = {
+        "cross-entropy": -(P * np.log(Q)).sum(-1),
+        "forward-kl": (P * np.log(P / Q)).sum(-1),
+        "reverse-kl": (Q * np.log(Q / P)).sum(-1),
+        "total-variation": 0.5 * np.abs(P - Q).sum(-1),
+        "acceptance": -np.log(np.minimum(P, Q).sum(-1)),
+    }
+    assert set(expected) == set(losses.DIVERGENCES)
+    for name, value in expected.items():
+        found = losses.make_divergence(name)(p, q)
+        np.testing.assert_allclose(found, value, rtol=1e-5, atol=1e-6, err_msg=name)
+    with pytest.raises(ConfigError, match="'kl'; expected one of cross-entropy"):
+        losses.make_divergence("kl")
+
+
+@pytest.mark.parametrize("name", losses.DIVERGENCES)
+def test_divergences_are_least_where_the_laws_agree(name):
+    measure = losses.make_divergence(name)
+    p = jnp.asarray(np.random.default_rng(1).normal(size=(7,)), jnp.float32)
+    at, gradient = jax.value_and_grad(lambda q: measure(p, q))(p)
+    if name not in ("total-variation", "acceptance"):  # these have an edge there
+        np.testing.assert_allclose(gradient, 0, atol=2e-6)
+    for seed in range(5):
+        other = p + 0.3 * jax.random.normal(jax.random.key(seed), p.shape)
+        assert float(measure(p, other)) > float(at)
+
+
+@pytest.mark.parametrize("name", losses.DIVERGENCES)
+def test_ids_that_pad_the_target_cost_nothing(name):
+    p = jnp.asarray([1.0, 2.0, -jnp.inf])
+    value, gradient = jax.value_and_grad(lambda q: losses.make_divergence(name)(p, q))(p)
+    expected, known = jax.value_and_grad(lambda q: losses.make_divergence(name)(p[:2], q))(p[:2])
+    np.testing.assert_allclose(value, expected, atol=1e-6)
+    np.testing.assert_allclose(gradient, [*known, 0], atol=1e-6)
+
+
+def test_smooth_l1_is_quadratic_then_linear():
+    x = jnp.asarray([-3.0, -0.5, 0.0, 0.5, 1.0, 2.0])
+    np.testing.assert_allclose(smooth_l1(x), [2.5, 0.125, 0, 0.125, 0.5, 1.5])
+
+
+def test_shifted_pads_past_the_end():
+    x = jnp.arange(1, 6)[None]
+    np.testing.assert_array_equal(shifted(x, 2, 2), [[3, 4]])
+    np.testing.assert_array_equal(shifted(x, 3, 4), [[4, 5, 0, 0]])
+
+
+def test_a_row_of_the_unrolling_sees_no_later_token():
+    """By gradients: row t of step j depends on tokens up to t + 1 + j alone."""
+    head = trained("eagle-3")
+    functions = eagle_head(head.config, transformer.model(CONFIG, head.config.taps))
+    tokens = tokens_of(1, 10)
+    features = view_of(head.config, tokens).view.features
+    embed = jax.nn.one_hot(tokens, 31) @ TARGET.params["embed"]
+
+    def outputs(features, rows):
+        params = {"head": head.params, "target": {**TARGET.params, "embed": rows}}
+        return jnp.stack(unroll(functions, params, features, jnp.arange(10)[None], 3))
+
+    by_feature, by_token = jax.jit(jax.jacobian(outputs, argnums=(0, 1)))(features, embed[0])
+    touched = np.abs(np.asarray(by_token)).sum(axis=(1, 3, 5)) > 0  # j, B, T, D, token, D
+    for step in range(3):
+        for row in range(8 - step):
+            last = row + 1 + step
+            assert touched[step, row, last] and not touched[step, row, last + 1 :].any()
+    touched = np.abs(np.asarray(by_feature)).sum(axis=(1, 3, 4, 6)) > 0
+    for step in range(3):
+        np.testing.assert_array_equal(touched[step][:, :8], np.tril(np.ones((8, 8), bool)))

@@ -1,0 +1,184 @@
+"""The training experiment: learns, resumes bit for bit, distils, refuses bad configs."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import train_zoo_draft, train_zoo_target
+from experiments import train_lm
+from experiments.common import lm_data
+from spec_jax.data import python_source
+from spec_jax.errors import ConfigError
+from spec_jax.models import checkpoint, transformer
+from spec_jax.models.attention import causal_attention
+from spec_jax.models.tokenizer import Tokenizer
+from spec_jax.train import losses, optimizer
+
+
+@pytest.fixture(autouse=True)
+def small_corpus(monkeypatch):
+    """A few documents, so that a run takes seconds."""
+    text = {"held_out": python_source.documents("held_out")}
+    few = {"held_out": text["held_out"][:2], "train": text["held_out"][2:6]}
+    monkeypatch.setattr(python_source, "documents", lambda split, tests_share=1.0: few[split])
+
+
+def tiny(module=train_zoo_target, **changes):
+    config = module.get_config()
+    config.update({
+        "vocab_size": 300, "steps": 12, "batch": 4, "length": 32, "long_batch": 2,
+        "long_length": 64, "long_share": 0.25, "eval_length": 64, "eval_windows": 4,
+        "log_every": 1, "eval_every": 4, "checkpoint_every_s": 10_000, "eval_prompts": 2,
+        "eval_new_tokens": 8,
+    })  # fmt: skip
+    config.model.update({
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+        "max_position_embeddings": 64,
+    })  # fmt: skip
+    config.optimizer.update(name="adamw", lr=1e-2, warmup=2)  # compiles faster than Muon
+    with config.unlocked():
+        config.update(changes)
+    return config
+
+
+def metrics(workdir):
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def stop_after(monkeypatch, step):
+    """Interrupts the next run once ``step`` steps are saved."""
+
+    class Stop(Exception):
+        pass
+
+    whole = lm_data.batch_for
+
+    def batch_for(config, text, own, at):
+        if at == step:
+            raise Stop
+        return whole(config, text, own, at)
+
+    monkeypatch.setattr(lm_data, "batch_for", batch_for)
+    return Stop
+
+
+def test_loss_falls_and_the_export_is_the_trained_model(tmp_path):
+    final = train_lm.train(tiny(), tmp_path)
+    lines = metrics(tmp_path)
+    first, last = (next(x["loss"] for x in ls if "loss" in x) for ls in (lines, lines[::-1]))
+    assert last < first - 0.3
+    assert final["loss"] == lines[-1]["final_loss"] < 5.7  # log(300) = 5.70
+    assert 0 < final["bits_per_byte"] < 8
+    assert [x["step"] for x in lines if "held_out_loss" in x] == [4, 8, 12]
+    params, config = checkpoint.load_pretrained(tmp_path / "export")
+    assert (config.vocab_size, config.eos_token_id, config.bos_token_id) == (300, (0,), 0)
+    tokenizer = Tokenizer.from_directory(tmp_path / "export")
+    ids = jnp.asarray([tokenizer.encode("def __init__(self):\n        return 1234\n")])
+    got = losses.cross_entropy(transformer.logits(params, ids[:, :-1], config=config), ids[:, 1:])
+    assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("name", optimizer.OPTIMIZERS)
+def test_resuming_is_bit_exact(tmp_path, monkeypatch, name):
+    config = tiny(steps=6, checkpoint_every_s=0, eval_every=100)
+    config.optimizer.name = name
+    train_lm.train(config, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        stopped = stop_after(patch, 3)
+        with pytest.raises(stopped):
+            train_lm.train(config, tmp_path / "halves")
+    train_lm.train(config, tmp_path / "halves")
+    whole, halves = (
+        checkpoint.load_pretrained(tmp_path / name / "export")[0] for name in ("whole", "halves")
+    )
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), whole, halves))
+    drop = lambda line: {k: v for k, v in line.items() if k not in ("cpu_s", "tok_s", "eta_min")}
+    lines = [[drop(x) for x in metrics(tmp_path / name)] for name in ("whole", "halves")]
+    assert lines[0] == lines[1]
+    cpu_s = [line["cpu_s"] for line in metrics(tmp_path / "halves")]
+    assert cpu_s == sorted(cpu_s)
+
+
+def test_resuming_another_experiment_is_refused(tmp_path):
+    train_lm.train(tiny(steps=2), tmp_path)
+    with pytest.raises(ConfigError, match="seed"):
+        train_lm.train(tiny(steps=2, seed=1), tmp_path)
+    with pytest.raises(ConfigError, match="only up to step"):
+        train_lm.train(tiny(steps=3), tmp_path)
+
+
+def test_distillation_approaches_the_teacher(tmp_path):
+    train_lm.train(tiny(steps=8), tmp_path / "teacher")
+    config = tiny(train_zoo_draft, teacher=str(tmp_path / "teacher" / "export"), steps=20)
+    config.update(own_batches=2, own_batch=4, own_prompt=8)
+    final = train_lm.train(config, tmp_path / "draft")
+    lines = metrics(tmp_path / "draft")
+    first, measured = lines[0], [line["tau"] for line in lines if "tau" in line]
+    assert len(measured) == 5 and min(measured) >= 1  # by real decoding
+    assert final["kl"] < first["kl"] and final["acceptance"] > first["acceptance"]
+    assert 0 <= final["top1_agreement"] <= 1 and final["loss"] == pytest.approx(final["kl"])
+    same = [(tmp_path / n / "export" / "tokenizer.json").read_text() for n in ("teacher", "draft")]
+    assert same[0] == same[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "steps is 0"),
+        ({"length": 65}, "max_position_embeddings 64"),
+        ({"tests_share": 1.5}, "tests_share is 1.5"),
+        ({"stepz": 3}, "no key .stepz."),
+    ],
+)
+def test_bad_values_are_clear_errors(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        train_lm.train(tiny(**changes), tmp_path)
+
+
+def test_an_unknown_optimizer_is_a_clear_error(tmp_path):
+    config = tiny()
+    config.optimizer.name = "sgd"
+    with pytest.raises(ConfigError, match="'sgd'; expected one of muon, adamw"):
+        train_lm.train(config, tmp_path)
+
+
+def test_schedule_rises_stays_and_falls_to_zero():
+    schedule = optimizer.warmup_stable_decay(2.0, steps=100, warmup=10, decay_share=0.4)
+    values = [float(schedule(s)) for s in (0, 5, 10, 60, 80, 100)]
+    np.testing.assert_allclose(values, [0, 1, 2, 2, 1, 0], atol=1e-6)
+    longer = optimizer.warmup_stable_decay(2.0, steps=200, warmup=10, decay_share=0.4)
+    assert all(float(schedule(s)) == float(longer(s)) for s in range(61))
+
+
+def test_losses_agree_with_their_definitions():
+    rng = np.random.default_rng(0)
+    p, q = (rng.normal(size=(3, 5)).astype(np.float32) * 2 for _ in range(2))
+    softmax = lambda x: np.exp(x) / np.exp(x).sum(-1, keepdims=True)
+    P, Q = softmax(p), softmax(q)
+    labels = np.array([0, 4, 2])
+    close = dict(rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        losses.cross_entropy(q, labels), -np.log(Q[np.arange(3), labels]), **close
+    )
+    np.testing.assert_allclose(losses.forward_kl(p, q), (P * np.log(P / Q)).sum(-1), **close)
+    np.testing.assert_allclose(losses.forward_kl(p, p + 1), 0, atol=1e-6)
+    np.testing.assert_allclose(losses.expected_acceptance(p, q), np.minimum(P, Q).sum(-1), **close)
+    cool = np.minimum(softmax(p / 0.5), softmax(q / 0.5)).sum(-1)
+    np.testing.assert_allclose(losses.expected_acceptance(p, q, temperature=0.5), cool, **close)
+    greedy = losses.expected_acceptance(p, q, temperature=0.0)
+    np.testing.assert_array_equal(greedy, p.argmax(-1) == q.argmax(-1))
+
+
+def test_blocked_attention_is_attention():
+    keys = jax.random.split(jax.random.key(0), 3)
+    q = jax.random.normal(keys[0], (2, 13, 4, 8))
+    k, v = (jax.random.normal(key, (2, 2, 13, 8)) for key in keys[1:])
+    scores = jnp.einsum("btnh,bnsh->bnts", q, jnp.repeat(k, 2, axis=1)) / 8**0.5
+    weights_ = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((13, 13), bool)), scores, -jnp.inf))
+    expected = jnp.einsum("bnts,bnsh->btnh", weights_, jnp.repeat(v, 2, axis=1)).reshape(2, 13, 32)
+    for block in (4, 64):
+        np.testing.assert_allclose(causal_attention(q, k, v, block=block), expected, atol=1e-5)

@@ -1,0 +1,75 @@
+"""Views kept on disk: bit-equal, bounded, of one target alone."""
+
+import jax
+import numpy as np
+import pytest
+from support.tiny_models import LLAMA, random_tokens, random_weights
+
+from spec_jax.errors import ConfigError
+from spec_jax.train.objective import target_view
+from spec_jax.train.view_cache import ViewCache
+
+TAPS = (0, 2)
+
+
+class Counted:
+    """Computes views, and counts them."""
+
+    def __init__(self, params):
+        self.params, self.count = params, 0
+
+    def __call__(self, tokens):
+        self.count += 1
+        return target_view(self.params, tokens, config=LLAMA, taps=TAPS)
+
+
+def cache(folder, params, max_bytes=1 << 20, taps=TAPS):
+    return ViewCache(folder, max_bytes, params, LLAMA, taps)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_view_is_computed_once_and_read_back_bit_equal(tmp_path, dtype):
+    params = random_weights(LLAMA, dtype=dtype)
+    compute, tokens = Counted(params), random_tokens(2, 9)
+    first = cache(tmp_path, params).view(tokens, compute)
+    again = cache(tmp_path, params).view(tokens, compute)
+    assert compute.count == 1
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    assert again.hidden.dtype == first.hidden.dtype
+
+
+def test_other_tokens_targets_and_taps_have_views_of_their_own(tmp_path):
+    params, other = random_weights(LLAMA), random_weights(LLAMA, seed=1)
+    compute, tokens = Counted(params), random_tokens(2, 9)
+    cache(tmp_path, params).view(tokens, compute)
+    cache(tmp_path, params).view(random_tokens(2, 9, seed=1), compute)
+    cache(tmp_path, other).view(tokens, compute)
+    cache(tmp_path, params, taps=(1,)).view(tokens, compute)
+    assert compute.count == 4
+
+
+def test_a_full_cache_keeps_the_oldest(tmp_path):
+    params = random_weights(LLAMA)
+    compute = Counted(params)
+    views = [random_tokens(2, 9, seed=seed) for seed in range(5)]
+    size = 2 * 9 * (16 * len(TAPS) + 16) * 4 + 512
+    for tokens in views:
+        cache(tmp_path, params, 2 * size).view(tokens, compute)
+    files = list(tmp_path.iterdir())
+    assert len(files) == 2 and sum(path.stat().st_size for path in files) <= 2 * size
+    cache(tmp_path, params).view(views[0], compute)
+    assert compute.count == 5
+    with pytest.raises(ConfigError, match="max_bytes is -1"):
+        cache(tmp_path, params, -1)
+
+
+def test_a_damaged_file_is_computed_anew(tmp_path):
+    params = random_weights(LLAMA)
+    compute, tokens = Counted(params), random_tokens(2, 9)
+    expected = cache(tmp_path, params).view(tokens, compute)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:100])
+    found = cache(tmp_path, params).view(tokens, compute)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    cache(tmp_path, params).view(tokens, compute)
+    assert compute.count == 2
