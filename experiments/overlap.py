@@ -23,7 +23,7 @@ from experiments.common import cli, plots, report
 from experiments.common.timing import spread
 from spec_jax import decoding
 from spec_jax.config import SamplerConfig, SpeculativeConfig
-from spec_jax.drafters.standalone.model import small_lm
+from spec_jax.drafters.standalone.model import standalone
 from spec_jax.errors import ConfigError
 from spec_jax.parallel.overlap import Devices, Overlap, Span
 from spec_jax.rules import make_rule
@@ -59,7 +59,7 @@ def run(
     toy, timeline = toy_model(VOCAB_SIZE), []
     rule = make_rule(SpeculativeConfig(rejection_sampling_strategy="greedy"))
     system = decoding.System(
-        slow_model(toy, verify_ms / 1e3), small_lm(slow_model(toy, draft_ms / 1e3)), rule, k
+        slow_model(toy, verify_ms / 1e3), standalone(slow_model(toy, draft_ms / 1e3)), rule, k
     )
     overlapped = _ticks_ms(Overlap(Devices(draft, target), timeline), system, num_tokens)
     usual = _ticks_ms(decoding, system, num_tokens)
@@ -85,7 +85,7 @@ def _ticks_ms(loop, system: decoding.System, num_tokens: int) -> float:
     none = jnp.full((1, 1), -1, jnp.int32)
     state = loop.prefill(
         params, jnp.ones((1, 2), jnp.int32), one(2), one(2 + 1 + num_tokens), none, sampler,
-        sampler, system=system, slots=num_tokens + system.slack + 3,
+        sampler, system=system, slots=num_tokens + system.lookahead_slots + 3,
     )
     state, _ = loop.generate(params, state, one(0), jnp.int32(1), system=system)
     begin = time.perf_counter()

@@ -247,9 +247,9 @@ class Drafter(NamedTuple):
         ``length`` tokens fed after rounds of K = 0 in which it was neither asked nor told, by
         passes of ``width`` tokens at most. None: in such rounds it is asked for 0 drafts, and
         told what they commit.
-      hold: as ``commit``, called in its place in rounds of K = 0 where there is ``catch_up``: it
-        keeps what that will need; None: nothing.
-      most_behind: tokens that it can be behind; None: any number.
+      defer_commit: called instead of ``commit`` when K = 0; stores what ``catch_up`` needs. None if
+        nothing is stored.
+      max_lag: maximum lag in tokens; None means unbounded.
       rewind: ``(state, n i32[B]) -> state`` forgets the last n tokens that were committed, the
         pending one takes their place; None for a drafter that cannot.
     """
@@ -267,8 +267,8 @@ class Drafter(NamedTuple):
     tree: Any = None
     window: int = 0
     catch_up: Callable[..., Any] | None = None
-    hold: Callable[..., Any] | None = None
-    most_behind: int | None = None
+    defer_commit: Callable[..., Any] | None = None
+    max_lag: int | None = None
     rewind: Callable[[Any, jax.Array], Any] | None = None
 
 
@@ -277,7 +277,7 @@ class Rule(NamedTuple):
 
     Attributes:
       name: the name in configs, flags and reports.
-      verify: ``(TargetScores, Proposal, Noise) -> Verdict``.
+      accept: ``(TargetScores, Proposal, Noise) -> Verdict``.
       is_lossless: the emitted tokens have exactly the target's law.
       expected_acceptance: ``(p f32[V], q f32[V] | None, token) -> f32``: the chance that a
         draft from ``q`` (or the given token) is accepted at a position that is reached;
@@ -292,7 +292,7 @@ class Rule(NamedTuple):
     """
 
     name: str
-    verify: Callable[[TargetScores, Proposal, Noise], Verdict]
+    accept: Callable[[TargetScores, Proposal, Noise], Verdict]
     is_lossless: bool
     expected_acceptance: Callable[..., jax.Array] | None = None
     needs_probs: bool = False

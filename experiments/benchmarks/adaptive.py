@@ -27,9 +27,9 @@ from spec_jax import decoding, rng
 from spec_jax.config import SpeculativeConfig
 from spec_jax.contracts import Context, Drafter
 from spec_jax.decoding import System
-from spec_jax.drafters.standalone.model import small_lm
+from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine.adaptive.policy import Tuner, expected_tokens
-from spec_jax.engine.adaptive.runner import CATCH_UP, Memory, Pacer, system_of
+from spec_jax.engine.adaptive.runner import CATCH_UP, AdaptiveRunner, Memory, system_of
 from spec_jax.loading import LoadedModel
 from spec_jax.rules import make_rule
 
@@ -75,15 +75,15 @@ class Case(NamedTuple):
 
     def start(self):
         """A state that no run brings to its end."""
-        most = self.slots - max(map(len, self.prompts)) - self.system.slack
+        most = self.slots - max(map(len, self.prompts)) - self.system.lookahead_slots
         draft = {"draft": self.draft.decoding_params(), "rate": jnp.float32(0.0)}
         params = {"target": self.target.decoding_params(), "draft": draft}
         return start(self.system, params, self.prompts, self.slots, most)
 
     def advance(self, rate: float, num_draft: int | None):
-        """What runs rounds: a ``Pacer`` that goes on with what is known, or a fixed K."""
+        """What runs rounds: a ``AdaptiveRunner`` that goes on with what is known, or a fixed K."""
         if num_draft is None:
-            return Pacer(self.system, functools.partial(self.params, rate), self.memory)
+            return AdaptiveRunner(self.system, functools.partial(self.params, rate), self.memory)
         system, params = system_of(self.system, num_draft), self.params(rate, num_draft)
         # Called as the pacer calls it, it is the same program.
         return lambda state, stop, most: decoding.generate(
@@ -153,7 +153,7 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
             synthetic_conditional_rates=(1.0,) * most,
         )
     )
-    system = System(target.model, coined(small_lm(draft.model)), rule, most)
+    system = System(target.model, coined(standalone(draft.model)), rule, most)
     tokens = np.random.default_rng(config.seed)
     lines, record = [], {"weights": "random", "batches": {}}
     total = len(config.batches) * len(config.rates) * (config.repeats + 1)

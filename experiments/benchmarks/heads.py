@@ -71,7 +71,7 @@ def case_timers(
     """Timers of a round and of its parts, each a jitted loop, one row."""
     system, params = case.decoder.system(), case.decoder.params(1)
     tree, K = system.drafter.tree, system.num_draft
-    most = slots - len(prompt) - system.slack
+    most = slots - len(prompt) - system.lookahead_slots
     state = start(system, case.decoder.params(), [prompt], slots, most)
     seen = None if tree is None else paths(some_parents(tree, K)[None], tree.depth)
     width, children = (1, 1) if tree is None else (tree.widest, tree.top_k)

@@ -216,7 +216,7 @@ def plot_timeline(path: pathlib.Path, spans: Sequence) -> None:
     """
     rows = sorted({span.devices for span in spans})
     start = min(span.begin_s for span in spans)
-    colors = {"prefill": "0.6", "draft": "#0072B2", "verify": "#D55E00", "judge": "#009E73"}
+    colors = {"prefill": "0.6", "draft": "#0072B2", "verify": "#D55E00", "accept": "#009E73"}
     with plt.rc_context(_STYLE):
         figure, axis = plt.subplots(figsize=(9, 0.9 + 0.7 * len(rows)), layout="constrained")
         for what, color in colors.items():

@@ -1,16 +1,25 @@
 """Speculative decoding as pure functions over arrays."""
 
-from spec_jax.decoding.loop import admit, generate, prefill, read_chunk, read_row
+from spec_jax.decoding.loop import generate, insert, prefill, read_chunk, read_row
 from spec_jax.decoding.round import (
     accept,
-    checked,
+    apply_rule,
     decode_round,
     draft_and_score,
-    judge,
     round_noise,
     score,
+    validate_proposal,
 )
-from spec_jax.decoding.state import Chunk, DecodeState, Finish, Kind, Record, System, append, cut
+from spec_jax.decoding.state import (
+    Chunk,
+    DecodeState,
+    Finish,
+    Kind,
+    Record,
+    System,
+    append,
+    apply_limits,
+)
 
 __all__ = [
     "Chunk",
@@ -20,14 +29,14 @@ __all__ = [
     "Record",
     "System",
     "accept",
-    "admit",
+    "insert",
     "append",
-    "checked",
-    "cut",
+    "validate_proposal",
+    "apply_limits",
     "decode_round",
     "draft_and_score",
     "generate",
-    "judge",
+    "apply_rule",
     "prefill",
     "read_chunk",
     "read_row",

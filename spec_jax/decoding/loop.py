@@ -9,7 +9,16 @@ import jax.numpy as jnp
 
 from spec_jax import rng
 from spec_jax.decoding.round import decode_round
-from spec_jax.decoding.state import Chunk, DecodeState, Finish, Kind, Record, System, append, cut
+from spec_jax.decoding.state import (
+    Chunk,
+    DecodeState,
+    Finish,
+    Kind,
+    Record,
+    System,
+    append,
+    apply_limits,
+)
 from spec_jax.errors import ShapeError
 from spec_jax.sampling import Counts, Sampler, is_sampling, process, sample
 from spec_jax.shapes import check_shapes
@@ -29,7 +38,7 @@ def prefill(
 ) -> DecodeState:
     """Feeds the prompts, right-padded to one width, and samples each row's first token.
 
-    The caller keeps ``1 <= lengths <= T <= slots`` and ``limit + system.slack <= slots``.
+    The caller keeps ``1 <= lengths <= T <= slots`` and ``limit + system.lookahead_slots <= slots``.
 
     Args:
       params: ``{"target": ..., "draft": ...}``.
@@ -56,7 +65,7 @@ def prefill(
     cache, logits, features = _prefill_target(
         params["target"], tokens, lengths, target=system.target, slots=slots
     )
-    state, first = _begin(
+    state, first = init_state(
         tokens, lengths, limit, stop_tokens, sampler, draft_sampler, logits,
         is_argmax=system.rule.is_greedy, slots=slots,
     )
@@ -78,7 +87,7 @@ def _prefill_target(params, tokens, lengths, *, target, slots):
 
 
 @functools.partial(jax.jit, static_argnames=("is_argmax", "slots"))
-def _begin(
+def init_state(
     tokens, lengths, limit, stop_tokens, sampler, draft_sampler, logits, *, is_argmax, slots
 ) -> tuple[DecodeState, jax.Array]:
     """The state with each row's first token, its caches left out; and that token, i32[B]."""
@@ -113,7 +122,7 @@ def _begin(
     )
     is_bad = ~jnp.isfinite(processed.max(axis=-1))
     fault = jnp.where(is_bad, Finish.NAN_TARGET, Finish.RUNNING)
-    n_emit, finish = cut(state, first[:, None], lengths, 1, fault)
+    n_emit, finish = apply_limits(state, first[:, None], lengths, 1, fault)
     record = {"tokens": first[:, None], "kind": jnp.full((B, 1), Kind.FIRST)}
     return append(state, record, lengths, n_emit).replace(finish=finish), first
 
@@ -139,7 +148,7 @@ def generate(
       stop: i32[B], a Finish for rows to end before the first round, RUNNING for the others.
       max_rounds: i32[], stop after so many rounds; streaming calls again with the state.
       min_active: i32[], 1 or more: stop as soon as fewer rows are active, so that finished
-        rows can be replaced (see ``admit``).
+        rows can be replaced (see ``insert``).
       system: target, drafter, rule and K.
     """  # fmt: skip
     state = state.replace(finish=jnp.where(state.is_active, stop, state.finish))
@@ -170,7 +179,7 @@ def read_row(state: DecodeState, row: jax.Array) -> Record:
     return jax.tree.map(lambda x: x[row], Record.of(state))
 
 
-def admit(
+def insert(
     state: DecodeState, row: int | jax.Array, other: DecodeState, *, system: System
 ) -> DecodeState:
     """Puts a freshly prefilled request in the place of row ``row``. Donates the state.
@@ -189,11 +198,11 @@ def admit(
     check_shapes(one, tokens=(other.tokens, "1 M"), stop_tokens=(other.stop_tokens, "1 X"))
     if not 0 <= int(row) < sizes["B"]:
         raise ShapeError(f"row is {int(row)}; the batch has rows 0 to {sizes['B'] - 1}")
-    return _admit(state, jnp.int32(row), other, system=system)
+    return _insert(state, jnp.int32(row), other, system=system)
 
 
 @functools.partial(jax.jit, static_argnames=("system",), donate_argnames=("state",))
-def _admit(state, row, other, *, system):
+def _insert(state, row, other, *, system):
     own = {
         "target": state.target.insert_row(row, other.target),
         "draft": system.drafter.insert_row(state.draft, row, other.draft),

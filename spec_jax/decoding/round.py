@@ -30,8 +30,8 @@ from spec_jax.contracts import (
     TargetScores,
     Verdict,
 )
-from spec_jax.decoding.state import DecodeState, Finish, Kind, System, append, cut
-from spec_jax.decoding.validate import checked, is_bad
+from spec_jax.decoding.state import DecodeState, Finish, Kind, System, append, apply_limits
+from spec_jax.decoding.validate import has_faulty_scores, validate_proposal
 from spec_jax.errors import ConfigError
 from spec_jax.sampling import Counts, Sampler, is_sampling, process
 
@@ -99,7 +99,7 @@ def draft_and_score(params, cache, draft, context: Context, system: System) -> S
         )
     with jax.named_scope("draft"):
         proposal, draft = system.drafter.propose(params["draft"], draft, context, system.num_draft)
-        proposal, fault = checked(proposal, system, context.length.shape[0])
+        proposal, fault = validate_proposal(proposal, system, context.length.shape[0])
     paths = proposal.paths
     seen = {} if paths is None else {"window_mask": paths}
     output, logits = score(
@@ -129,7 +129,7 @@ def score(
         return output, system.target.unembed(params, output.hidden)
 
 
-def judge(
+def apply_rule(
     rule: Rule,
     logits: jax.Array,
     sampler: Sampler,
@@ -153,7 +153,7 @@ def judge(
         is_argmax=rule.is_greedy,
     )
     scores = TargetScores(logits=logits, processed=processed)
-    return scores, rule.verify(scores, proposal, noise)
+    return scores, rule.accept(scores, proposal, noise)
 
 
 def round_noise(
@@ -211,10 +211,11 @@ def accept(
             rule, state.sampler, state.length, system.num_draft, system.target.vocab_size,
             proposal.depth,
         )
-        scores, verdict = judge(rule, logits, state.sampler, state.counts, proposal, noise)
-        fault = jnp.where(is_bad(rule, scores, proposal, verdict), Finish.NAN_TARGET, fault)
+        scores, verdict = apply_rule(rule, logits, state.sampler, state.counts, proposal, noise)
+        is_faulty = has_faulty_scores(rule, scores, proposal, verdict)
+        fault = jnp.where(is_faulty, Finish.NAN_TARGET, fault)
         n = verdict.n_accept + 1 if most is None else jnp.minimum(verdict.n_accept + 1, most)
-        n_emit, finish = cut(state, verdict.tokens, total, n, fault)
+        n_emit, finish = apply_limits(state, verdict.tokens, total, n, fault)
         index = jnp.arange(verdict.tokens.shape[1])
         own = jnp.where(proposal.has_children(verdict.last), Kind.CORRECTED, Kind.BONUS)
         kind = jnp.where(index < verdict.n_accept[:, None], Kind.ACCEPTED, own[:, None])

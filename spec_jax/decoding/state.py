@@ -52,7 +52,7 @@ class System(NamedTuple):
         return self.num_draft if tree is None or self.num_draft == 0 else tree.depth
 
     @property
-    def slack(self) -> int:
+    def lookahead_slots(self) -> int:
         """Slots that a round may write behind the committed ones."""
         return max(self.num_draft + 1, self.drafter.window)
 
@@ -130,7 +130,7 @@ class Record(NamedTuple):
         return cls(*(getattr(state, name) for name in cls._fields))
 
 
-def cut(state: DecodeState, tokens, total, n, fault) -> tuple[jax.Array, jax.Array]:
+def apply_limits(state: DecodeState, tokens, total, n, fault) -> tuple[jax.Array, jax.Array]:
     """How many of n tokens behind ``total`` each row keeps, and whether it stops and why.
 
     A fault stops the row before this round's tokens; a stop token is kept, what follows it

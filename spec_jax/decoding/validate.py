@@ -11,7 +11,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.shapes import check_shapes
 
 
-def checked(proposal: Proposal, system: System, batch: int) -> tuple[Proposal, jax.Array]:
+def validate_proposal(proposal: Proposal, system: System, batch: int) -> tuple[Proposal, jax.Array]:
     """Makes a faulty proposal harmless to feed, and names the fault of each row.
 
     Raises:
@@ -56,7 +56,9 @@ def checked(proposal: Proposal, system: System, batch: int) -> tuple[Proposal, j
     return proposal.replace(tokens=tokens, n_draft=n_draft), fault
 
 
-def is_bad(rule: Rule, scores: TargetScores, proposal: Proposal, verdict: Verdict) -> jax.Array:
+def has_faulty_scores(
+    rule: Rule, scores: TargetScores, proposal: Proposal, verdict: Verdict
+) -> jax.Array:
     """bool[B], the target's logits were not finite at a node that the rule has read."""
     index = jnp.arange(scores.processed.shape[1])
     if rule.is_joint:

@@ -45,7 +45,7 @@ NO_DRAFT = model_free("plain", _nothing)
 
 
 @functools.cache
-def resting(drafter: Drafter) -> Drafter:
+def without_drafts(drafter: Drafter) -> Drafter:
     """The drafter in rounds of K = 0, over the same state: it proposes nothing.
 
     One with ``catch_up`` does no work either and falls behind; any other is still told what is
@@ -53,4 +53,4 @@ def resting(drafter: Drafter) -> Drafter:
     """
     if drafter.catch_up is None:
         return drafter
-    return drafter._replace(propose=_nothing, commit=drafter.hold or NO_DRAFT.commit)
+    return drafter._replace(propose=_nothing, commit=drafter.defer_commit or NO_DRAFT.commit)

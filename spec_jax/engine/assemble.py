@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from spec_jax.config import SpeculativeConfig
 from spec_jax.contracts import Drafter, Model
-from spec_jax.drafters.common.chain import stopping
+from spec_jax.drafters.common.chain import with_confidence_stop
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.drafters.ngram import ngram
-from spec_jax.drafters.standalone.model import small_lm
+from spec_jax.drafters.standalone.model import standalone
 from spec_jax.drafters.suffix import Follow, suffix
-from spec_jax.engine.adaptive.deferred import with_backlog
+from spec_jax.engine.adaptive.deferred import with_deferred_commits
 from spec_jax.engine.adaptive.runner import CATCH_UP
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel
@@ -70,13 +70,13 @@ def make_drafter(
             f"speculative_method is {method!r}; the draft {draft.name} is for {theirs!r}"
         )
     if not is_head:
-        return small_lm(draft.model, config.tree_shape)
+        return standalone(draft.model, config.tree_shape)
     if config.is_mtp():
         draft.config.check_num_draft(config.num_speculative_tokens)
     return draft.drafter(target, config.tree_shape)
 
 
-def paced(config: SpeculativeConfig | None, drafter: Drafter) -> Drafter:
+def with_adaptive(config: SpeculativeConfig | None, drafter: Drafter) -> Drafter:
     """The drafter with the config's confidence stop, and with room to catch up.
 
     Raises:
@@ -85,11 +85,11 @@ def paced(config: SpeculativeConfig | None, drafter: Drafter) -> Drafter:
     if config is None:
         return drafter
     if config.confidence_threshold > 0:
-        drafter = stopping(drafter, config.confidence_threshold)
+        drafter = with_confidence_stop(drafter, config.confidence_threshold)
     if not config.is_adaptive:
         return drafter
     if drafter.tree is not None:
         raise ConfigError(f"is_adaptive is set; drafter {drafter.name!r} proposes trees")
     if drafter.catch_up is None:
-        return with_backlog(drafter, CATCH_UP) if drafter.taps else drafter
+        return with_deferred_commits(drafter, CATCH_UP) if drafter.taps else drafter
     return drafter._replace(window=max(drafter.window, CATCH_UP))

@@ -17,7 +17,7 @@ from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.request import Prompt
 from spec_jax.engine.session import Generation, collect
-from spec_jax.engine.text import Watch
+from spec_jax.engine.text import TextTracker
 from spec_jax.errors import Cancelled, ConfigError, PromptError
 from spec_jax.sampling import Sampler, Samplers, make_sampler
 
@@ -206,7 +206,7 @@ class DecodeQueue:
     def _admit(
         self, state: decoding.DecodeState, row: int, request: _Request
     ) -> decoding.DecodeState:
-        return decoding.admit(state, row, self._start([request]), system=self._system)
+        return decoding.insert(state, row, self._start([request]), system=self._system)
 
     def _count(self, row_rounds: int, useful: int) -> None:
         if self._is_empty:
@@ -216,8 +216,8 @@ class DecodeQueue:
 
     def _collect(self, finished: tuple[_Request, decoding.Record]) -> tuple[int, Generation]:
         (index, ids), record = finished
-        watch = Watch(self._decoder.target.tokenizer, [ids])
-        generation = collect(jax.device_get(record), watch, 0, self._system.depth)
+        tracker = TextTracker(self._decoder.target.tokenizer, [ids])
+        generation = collect(jax.device_get(record), tracker, 0, self._system.depth)
         self._decoder.remember([generation])
         return index, generation
 

@@ -22,13 +22,13 @@ from spec_jax.contracts import Drafter, Rule
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.drafters.suffix import History
 from spec_jax.engine import request, stats
-from spec_jax.engine.adaptive.runner import Memory, Pacer, plain_rule
-from spec_jax.engine.assemble import make_drafter, paced, tapped_model
+from spec_jax.engine.adaptive.runner import AdaptiveRunner, Memory, plain_rule
+from spec_jax.engine.assemble import make_drafter, tapped_model, with_adaptive
 from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.engine.request import Prompt
-from spec_jax.engine.session import Call, Generation, Run
+from spec_jax.engine.session import Call, Generation, Session
 from spec_jax.engine.stream import Stream
-from spec_jax.engine.text import Watch
+from spec_jax.engine.text import TextTracker
 from spec_jax.errors import ConfigError, PromptError
 from spec_jax.loading import LoadedHead, LoadedModel, check_loaded
 from spec_jax.parallel import overlap
@@ -120,7 +120,7 @@ class SpeculativeDecoder:
         self.draft_sampler = draft_sampler
         self._config, self._rule, self._has_expected = config, rule, has_expected
         self._model = tapped_model(target, draft)
-        self._drafter = paced(config, drafter or make_drafter(config, self._model, draft))
+        self._drafter = with_adaptive(config, drafter or make_drafter(config, self._model, draft))
         has_history = config is not None and config.is_suffix() and drafter is None
         self._history = History(config.suffix_history_tokens) if has_history else None
         is_adaptive = config is not None and config.is_adaptive
@@ -290,7 +290,7 @@ class SpeculativeDecoder:
         params_of = functools.partial(self.params, batch)
         params_of()  # weights are laid out here
         if self.memory is not None:
-            return Pacer(system, params_of, self.memory)
+            return AdaptiveRunner(system, params_of, self.memory)
         return lambda *args: self._loop.generate(params_of(), *args, system=system)
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -424,12 +424,12 @@ class SpeculativeDecoder:
                 pad_to=pad_to,
             ),
             pacer=lambda: self.pacer(system, B),
-            watch=Watch(self.target.tokenizer, ids, stops, has_pieces=has_pieces),
+            tracker=TextTracker(self.target.tokenizer, ids, stops, has_pieces=has_pieces),
             is_cancelled=self.cancellations(cancellation_token, B),
             num_rounds=num_rounds,
             ended=self._ended,
         )  # fmt: skip
-        return Stream(Run(call), self._worker, is_single=is_single)
+        return Stream(Session(call), self._worker, is_single=is_single)
 
     def new_tokens(self, ids, max_new_tokens=None, max_tokens=None) -> list[int]:
         """Most output tokens of each row, see ``generate``; the config's limit by default."""
@@ -497,5 +497,5 @@ class SpeculativeDecoder:
 
     def slots_for(self, longest: int, max_new_tokens: int, system: decoding.System) -> int:
         """S and M of a batch whose longest prompt has so many tokens."""
-        slots = max(longest + max_new_tokens + system.slack, _width(longest))
+        slots = max(longest + max_new_tokens + system.lookahead_slots, _width(longest))
         return -(-slots // _SLOT_BUCKET) * _SLOT_BUCKET

@@ -17,7 +17,7 @@ import numpy as np
 from spec_jax import decoding
 from spec_jax.decoding import Finish
 from spec_jax.engine import stats
-from spec_jax.engine.text import Watch
+from spec_jax.engine.text import TextTracker
 from spec_jax.errors import Cancelled, InvalidDraftError
 
 
@@ -51,7 +51,7 @@ class Call:
       system: target, drafter, rule and K.
       start: prefills; the first ``DecodeState``.
       pacer: makes what runs rounds, ``(state, stop, max_rounds) -> (state, Chunk)``.
-      watch: follows the text.
+      tracker: follows the text.
       is_cancelled: by row.
       num_rounds: gives the rounds until the next stop.
       ended: takes the rows and the run's statistics.
@@ -60,13 +60,13 @@ class Call:
     system: decoding.System
     start: Callable[[], decoding.DecodeState]
     pacer: Callable[[], Callable]
-    watch: Watch
+    tracker: TextTracker
     is_cancelled: Sequence[Callable[[], bool]]
     num_rounds: Callable[[], int]
     ended: Callable[[list[Generation], stats.Stats], None]
 
 
-class Run:
+class Session:
     """``decoding.generate``, stopped every few rounds; whoever drives it decides when to go on.
 
     ``step`` goes to the next stop: text that has become final is then in ``pieces``, and rows
@@ -126,7 +126,7 @@ class Run:
                     self._error = Cancelled("the generation was interrupted within a round")
                     self._state, self.is_done = None, True
                 raise
-            self.pieces.extend(self._call.watch.take())
+            self.pieces.extend(self._call.tracker.take())
             self.is_done = is_over  # last: whoever sees it sees every piece
 
     def _cancelled_rows(self) -> list[int]:
@@ -141,8 +141,8 @@ class Run:
         dropped = self._cancelled_rows()
         self._check_any_is_wanted(dropped)
         for row in dropped:
-            self._call.watch.drop(row)
-        return self._call.watch.has_pieces and self._decode(0)
+            self._call.tracker.drop(row)
+        return self._call.tracker.has_pieces and self._decode(0)
 
     def _check_any_is_wanted(self, cancelled: list[int]) -> None:
         if len(cancelled) == len(self._ending):
@@ -173,8 +173,8 @@ class Run:
             self._state, jnp.asarray(self._ending), jnp.int32(num_rounds)
         )
         finish = np.asarray(chunk.finish)
-        if call.watch.is_needed:
-            self._ending = call.watch.look(
+        if call.tracker.is_needed:
+            self._ending = call.tracker.look(
                 np.asarray(chunk.tokens), np.asarray(chunk.total), finish
             )
         self._decode_s += time.perf_counter() - begin
@@ -187,7 +187,7 @@ class Run:
         record = jax.tree.map(np.asarray, decoding.Record.of(self._state))
         call = self._call
         self._rows = [
-            collect(jax.tree.map(lambda x: x[row], record), call.watch, row, call.system.depth)
+            collect(jax.tree.map(lambda x: x[row], record), call.tracker, row, call.system.depth)
             for row in range(len(self._ending))
         ]
         times = stats.Stats(prefill_s=self._prefill_s, decode_s=self._decode_s)
@@ -204,18 +204,18 @@ class Run:
             )
 
 
-def collect(record: decoding.Record, watch: Watch, row: int, depth: int) -> Generation:
+def collect(record: decoding.Record, tracker: TextTracker, row: int, depth: int) -> Generation:
     """Makes one row's record, on the host, into what a caller sees.
 
     Args:
       record: of the row alone.
-      watch: what has followed the row's text.
+      tracker: what has followed the row's text.
       row: its number there.
       depth: the most drafts that a round accepts.
     """
     begin, tokens, kind = int(record.prompt_length), record.tokens, record.kind
     ids = tokens[begin : begin + int((kind > 0).sum())].tolist()
-    n, text, finish = watch.result(row, ids, Finish(int(record.finish)))
+    n, text, finish = tracker.result(row, ids, Finish(int(record.finish)))
     kept = slice(begin, begin + n)
     expected = None if record.expected is None else record.expected[kept]
     return Generation(

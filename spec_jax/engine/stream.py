@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from concurrent.futures import Executor
 
-from spec_jax.engine.session import Generation, Run
+from spec_jax.engine.session import Generation, Session
 from spec_jax.errors import Cancelled
 
 Piece = str | tuple[int, str]
@@ -32,7 +32,7 @@ class Stream:
     asks at the same time as others waits for a turn; a piece is handed out once.
     """
 
-    def __init__(self, run: Run, worker: Executor, *, is_single: bool):
+    def __init__(self, run: Session, worker: Executor, *, is_single: bool):
         self._run, self._worker, self._is_single = run, worker, is_single
         self._is_closed = self._is_interrupted = False
 

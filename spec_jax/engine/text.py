@@ -30,7 +30,7 @@ class _Known(NamedTuple):
 _STRETCH, _CONTEXT = 64, 64
 
 
-class Watch:
+class TextTracker:
     """Follows the text of every row: finds stop strings and hands out what is settled.
 
     What a row keeps never depends on how often it is looked at. A look decodes the last tokens

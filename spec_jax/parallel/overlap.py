@@ -92,7 +92,7 @@ class Span(NamedTuple):
     """What ran when, and where.
 
     Attributes:
-      what: "prefill", "draft", "verify", or "judge", which is also what crosses to the target.
+      what: "prefill", "draft", "verify", or "accept", which is also what crosses to the target.
       tick: counted from 0 since prefill, itself -1.
       devices: their names.
       begin_s, end_s: of ``time.perf_counter``, results being ready at the end.
@@ -260,7 +260,7 @@ class Overlap:
                 )
                 block, fault, side = drafting.result()
                 state, ahead, ruling, active = self._timed(
-                    "judge", tick, self.devices.target, self._judge, state, ahead, block, fault,
+                    "accept", tick, self.devices.target, self._judge, state, ahead, block, fault,
                     logits, system=_alone(system),
                 )
                 ruling = self._send("draft", ruling)
@@ -361,7 +361,7 @@ def draft_block(
     )
     with jax.named_scope("draft"):
         block, draft = system.drafter.propose(params, side.draft, context, system.num_draft)
-        block, fault = decoding.checked(block, system, len(side.length))
+        block, fault = decoding.validate_proposal(block, system, len(side.length))
     block = block.replace(is_sound=None)
     return block, fault, side.replace(draft=draft, block=Proposal(block.tokens, block.n_draft))
 

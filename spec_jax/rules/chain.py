@@ -133,12 +133,12 @@ def typical_acceptance(epsilon: float, delta: float) -> Callable[..., Verdict]:
     Source: Medusa, arXiv 2401.10774, section 2.3.1.
     """
 
-    def verify(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
+    def accept(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
         p = target.probs
         is_accepted = (_at(p[:-1], proposal.tokens) > _typical_threshold(p[:-1], epsilon, delta))
         return _own_token(is_accepted & _counts(proposal), p, proposal, noise)
 
-    return verify
+    return accept
 
 
 def _typical_threshold(p, epsilon, delta):
@@ -167,13 +167,13 @@ def logit_comparison(target: TargetScores, proposal: Proposal, noise: Noise) -> 
 def synthetic(conditional_rates: tuple[float, ...]) -> Callable[..., Verdict]:
     """Accepts draft i with ``conditional_rates[i]``, whatever it is. Lossy: for benchmarks."""
 
-    def verify(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
+    def accept(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
         K = proposal.tokens.shape[0]
         coins = jnp.where(_counts(proposal), jnp.asarray(conditional_rates[:K], jnp.float32), 0.0)
         verdict = _own_token(noise.uniforms < coins, target.probs, proposal, noise)
         return verdict.replace(accept_probs=coins)
 
-    return verify
+    return accept
 
 
 def expected_residual(p, q, token):

@@ -17,14 +17,14 @@ from spec_jax.errors import ConfigError
 from spec_jax.rules import chain, tree
 
 
-def batched(verify_row: Callable[..., Verdict]) -> Callable[..., Verdict]:
+def batched(accept_row: Callable[..., Verdict]) -> Callable[..., Verdict]:
     """Maps a rule for one row over the batch; every field it takes begins with B."""
 
-    @functools.wraps(verify_row)
-    def verify(target, proposal, noise):
-        return jax.vmap(verify_row)(target, proposal, noise)
+    @functools.wraps(accept_row)
+    def accept(target, proposal, noise):
+        return jax.vmap(accept_row)(target, proposal, noise)
 
-    return verify
+    return accept
 
 
 def by_shape(on_chain: Callable[..., Verdict], on_tree: Callable[..., Verdict]):
@@ -32,11 +32,11 @@ def by_shape(on_chain: Callable[..., Verdict], on_tree: Callable[..., Verdict]):
     chains, branched = batched(on_chain), batched(on_tree)
 
     @functools.wraps(on_chain)
-    def verify(target, proposal, noise):
+    def accept(target, proposal, noise):
         is_chain = proposal.parents is None
         return (chains if is_chain else branched)(target, proposal, noise)
 
-    return verify
+    return accept
 
 
 def make_rule(config: SpeculativeConfig) -> Rule:

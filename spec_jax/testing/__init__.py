@@ -4,7 +4,7 @@ The certificate answers one question: do the emitted tokens have exactly the tar
 ``certify_rule`` enumerates: it forces every draft, every coin and every last token through
 the functions that the decoder itself calls, multiplies the probabilities, and compares the
 joint law with brute-force plain decoding. ``certify_decoder`` samples: it runs the jitted
-decoder many times and applies a chi-square test. Both compare with ``plain_law``, which
+decoder many times and applies a chi-square test. Both compare with ``plain_distribution``, which
 shares no code with the decoder.
 """
 
@@ -24,7 +24,7 @@ from spec_jax.testing.mocks import (
     toy_model,
     toy_params,
 )
-from spec_jax.testing.oracles import Row, chi_square, plain_law, reference_distribution
+from spec_jax.testing.oracles import Row, chi_square, plain_distribution, reference_distribution
 
 __all__ = [
     "STANDARD_SETTINGS",
@@ -35,7 +35,7 @@ __all__ = [
     "certify_rule",
     "chi_square",
     "mock_model",
-    "plain_law",
+    "plain_distribution",
     "ragged",
     "reference_distribution",
     "scripted_drafter",

@@ -14,7 +14,7 @@ import numpy as np
 from spec_jax import decoding
 from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context, Drafter, Model, Noise, Rule
-from spec_jax.drafters.standalone.model import small_lm
+from spec_jax.drafters.standalone.model import standalone
 from spec_jax.errors import SpecJaxError
 from spec_jax.sampling import Counts, make_sampler
 from spec_jax.testing.mocks import ragged, toy_model, toy_params
@@ -22,7 +22,7 @@ from spec_jax.testing.oracles import (
     LogitsOf,
     Row,
     chi_square,
-    plain_law,
+    plain_distribution,
     reference_distribution,
     toy_logits,
 )
@@ -70,7 +70,7 @@ def certify_rule(
     num_tokens: int = 4,
     rows: Sequence[Row] | None = None,
     drafter: Drafter | None = None,
-    draft_law: Callable[[Row, Sequence[int], Sequence[int]], np.ndarray] | None = None,
+    draft_distribution: Callable[[Row, Sequence[int], Sequence[int]], np.ndarray] | None = None,
     params: dict | None = None,
     target: Model | None = None,
     logits_of: LogitsOf = toy_logits,
@@ -93,12 +93,12 @@ def certify_rule(
       num_draft: K; that of the drafter's tree, where it has one.
       num_tokens: length of the joint law.
       rows: settings, all judged in one batch; by default ``standard_rows()``.
-      drafter: draws with ``Context.gumbel`` where given; by default ``small_lm`` over a toy
+      drafter: draws with ``Context.gumbel`` where given; by default ``standalone`` over a toy
         draft, once with all of K drafts offered and once with 0 to K of them. Of a dynamic tree
         nothing is forced.
-      draft_law: ``(row, output, drafted) -> f64[V]``, the law its next token should have; by
-        default the toy draft's under the row's draft sampler. None of a deterministic
-        drafter is asked.
+      draft_distribution: ``(row, output, drafted) -> f64[V]``, the distribution its next token
+        should have; by default the toy draft's under the row's draft sampler. A deterministic
+        drafter has none.
       params: ``{"target": ..., "draft": ...}``; by default random ones of toy models.
       target: the model that scores the drafts, whose V is then ``vocab_size``; by default a toy.
       logits_of: what the target says, computed another way.
@@ -118,18 +118,18 @@ def certify_rule(
     if drafter is None:
         again = functools.partial(
             certify_rule, rule, vocab_size=vocab_size, num_draft=num_draft, num_tokens=num_tokens,
-            rows=rows, draft_law=draft_law, params=params, target=target, logits_of=logits_of,
-            batch=batch, seed=seed, tolerance=tolerance,
+            rows=rows, draft_distribution=draft_distribution, params=params, target=target,
+            logits_of=logits_of, batch=batch, seed=seed, tolerance=tolerance,
         )
-        whole = small_lm(toy_model(vocab_size))
+        whole = standalone(toy_model(vocab_size))
         cut = ragged(whole, lambda length: length % (num_draft + 1))
         return max(again(drafter=whole), again(drafter=cut))
     rows = standard_rows() if rows is None else list(rows)
     if params is None:
         params = {"target": toy_params(vocab_size, seed), "draft": toy_params(vocab_size, seed + 1)}
-    if draft_law is None:
+    if draft_distribution is None:
 
-        def draft_law(row, output, drafted):
+        def draft_distribution(row, output, drafted):
             history = [*output, *drafted]
             logits = toy_logits(params["draft"], (*row.prompt, *history))
             return reference_distribution(logits, row.draft, row.prompt, history)
@@ -143,7 +143,7 @@ def certify_rule(
     # Each round emits at least one token: taken by length, every prefix is visited once.
     for size in range(1, num_tokens + 1):
         now = {k: v for k, v in frontier.items() if len(k[1]) == size}
-        found = _outcomes(system, params, rows, now, draft_law, num_tokens, batch)
+        found = _outcomes(system, params, rows, now, draft_distribution, num_tokens, batch)
         for row, emitted, weight in found:
             if len(emitted) > num_tokens:
                 laws[row][emitted[1 : num_tokens + 1]] += weight
@@ -151,7 +151,7 @@ def certify_rule(
                 frontier[row, emitted] = frontier.get((row, emitted), 0.0) + weight
     worst = 0.0
     for i, row in enumerate(rows):
-        law = plain_law(params["target"], row, pending, num_tokens, logits_of)
+        law = plain_distribution(params["target"], row, pending, num_tokens, logits_of)
         error = np.abs(laws[i] - law).max()
         worst = max(worst, float(error))
         if not error <= tolerance:
@@ -162,7 +162,7 @@ def certify_rule(
     return worst
 
 
-def _outcomes(system, params, rows, frontier, draft_law, num_tokens, rows_at_once):
+def _outcomes(system, params, rows, frontier, draft_distribution, num_tokens, rows_at_once):
     """Yields (row, output after the round, probability) of every outcome of one round."""
     V, K = system.target.vocab_size, system.num_draft
     items, forced = [], []
@@ -170,7 +170,7 @@ def _outcomes(system, params, rows, frontier, draft_law, num_tokens, rows_at_onc
     tree = system.drafter.tree
     parents = range(K) if tree is None or not is_sampled else tree.parents
     for (row, output), prob in frontier.items():
-        law = functools.partial(draft_law, rows[row], output)
+        law = functools.partial(draft_distribution, rows[row], output)
         drafts = _possible_drafts(parents, law) if is_sampled else [((_FREE,) * K, 1.0)]
         for draft, weight in drafts:
             items.append((row, output, prob * weight))
@@ -339,7 +339,7 @@ def _propose(system: decoding.System, params, batch, gumbel):
     tokens, length, sampler, draft_sampler, counts = batch
     target, drafter, rule, *_ = system
     size, width = tokens.shape
-    slots = width + system.slack
+    slots = width + system.lookahead_slots
     cache = target.init_cache(params["target"], size, slots)
     fed = target.forward(params["target"], tokens, cache)
     state = drafter.init(params["draft"], size, slots)
@@ -356,7 +356,7 @@ def _propose(system: decoding.System, params, batch, gumbel):
 @functools.partial(jax.jit, static_argnames="rule")
 def _judge(rule: Rule, logits, batch, proposal, noise):
     _, _, sampler, _, counts = batch
-    return decoding.judge(rule, logits, sampler, counts, proposal, noise)[1]
+    return decoding.apply_rule(rule, logits, sampler, counts, proposal, noise)[1]
 
 
 def certify_decoder(
@@ -382,7 +382,7 @@ def certify_decoder(
 
     Args:
       rule: any lossless rule.
-      drafter: by default ``small_lm`` over a toy draft.
+      drafter: by default ``standalone`` over a toy draft.
       vocab_size: V.
       num_draft: K; that of the drafter's tree, where it has one.
       num_tokens: of the joint law; the table has V**num_tokens outcomes.
@@ -406,13 +406,13 @@ def certify_decoder(
     if params is None:
         params = {"target": toy_params(V, seed), "draft": toy_params(V, seed + 1)}
     model = target or toy_model(V)
-    drafter = drafter or small_lm(toy_model(V))
+    drafter = drafter or standalone(toy_model(V))
     if drafter.tree is not None:
         num_draft = drafter.tree.num_nodes
     system = decoding.System(model, drafter, rule, num_draft)
     counts = np.zeros((V,) * num_tokens, np.int64)
     length = len(row.prompt)
-    slots = length + num_tokens + system.slack + 3
+    slots = length + num_tokens + system.lookahead_slots + 3
     tokens = jnp.tile(jnp.asarray(row.prompt, jnp.int32), (batch, 1))
     full = lambda value: jnp.full((batch,), value, jnp.int32)
     for begin in range(0, trials, batch):
@@ -429,7 +429,7 @@ def certify_decoder(
         logits_of(params["target"], row.prompt), row.target, row.prompt, ()
     )
     law = sum(
-        first[t] * plain_law(params["target"], row, int(t), num_tokens, logits_of)
+        first[t] * plain_distribution(params["target"], row, int(t), num_tokens, logits_of)
         for t in np.flatnonzero(first > 1e-12)
     )
     p_value = chi_square(counts, law)

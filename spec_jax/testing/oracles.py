@@ -71,7 +71,7 @@ def toy_logits(params, tokens: Sequence[int]) -> np.ndarray:
     return table[(a * table.shape[1] + b) % table.shape[0]]
 
 
-def plain_law(
+def plain_distribution(
     params, row: Row, pending: int, num_tokens: int, logits_of: LogitsOf = toy_logits
 ) -> np.ndarray:
     """The joint law f64[V, ..., V] of the tokens that plain decoding emits behind ``pending``."""

@@ -12,7 +12,7 @@ import pytest
 from spec_jax import decoding, rng, testing
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.decoding import Finish, Kind
-from spec_jax.drafters.standalone.model import small_lm
+from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError, InvalidDraftError, ShapeError
 from spec_jax.loading import LoadedModel
@@ -142,7 +142,7 @@ def test_a_draft_equal_to_the_target_is_always_accepted(target):
 
 
 def test_mutation_draft_rollback_left_out_lowers_acceptance(target):
-    honest = small_lm(target.model)
+    honest = standalone(target.model)
 
     def keep_all(params, state, tokens, n, features, path):
         return honest.commit(params, state, tokens, jnp.full_like(n, 4), features, path)
@@ -226,7 +226,7 @@ def test_an_admitted_row_decodes_as_if_it_were_alone(target, draft, strategy):
         d.params(), state, free.at[1].set(Finish.CANCELLED), jnp.int32(2), system=system
     )
     new = d.start([PROMPTS[2]], NEW, system, make(MIXED[2:]), make(MIXED[2:]))
-    state = decoding.admit(state, jnp.int32(1), new, system=system)
+    state = decoding.insert(state, jnp.int32(1), new, system=system)
     state, chunk = decoding.generate(d.params(), state, free, jnp.int32(99), system=system)
     expected = tokens_of(d.generate(PROMPTS, NEW))
     begin = [3, 1, 1]

@@ -20,7 +20,7 @@ from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.contracts import ForwardOutput
 from spec_jax.drafters.eagle.model import EagleConfig, eagle, init_head
 from spec_jax.drafters.model_free import NO_DRAFT
-from spec_jax.drafters.standalone.model import small_lm
+from spec_jax.drafters.standalone.model import standalone
 from spec_jax.models import layers, transformer
 from spec_jax.models.attention import NUM_PREFIXES
 from spec_jax.models.caches.kv import KVCache
@@ -61,7 +61,7 @@ def lower(
             num_speculative_tokens=max(num_draft, 1), rejection_sampling_strategy=strategy
         )
     )
-    drafter = small_lm(transformer.model(draft), tree) if num_draft else NO_DRAFT
+    drafter = standalone(transformer.model(draft), tree) if num_draft else NO_DRAFT
     key = jax.random.key(0)
     weights = lambda c: jax.eval_shape(functools.partial(transformer.init_params, c), key)
     params = {"target": weights(target), "draft": weights(draft) if num_draft else None}

@@ -16,7 +16,7 @@ from spec_jax import decoding
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.contracts import Context, Noise, Proposal, TargetScores
 from spec_jax.drafters.eagle.model import eagle
-from spec_jax.drafters.standalone.model import small_lm
+from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine import stats
 from spec_jax.errors import ConfigError
 from spec_jax.models import transformer
@@ -105,7 +105,7 @@ def random_round(parents, *, seed=0, size=256, vocab=4, is_sampled=True):
 
 @functools.partial(jax.jit, static_argnames="rule")
 def judged(rule, scores, proposal, noise):
-    return rule.verify(scores, proposal, noise)
+    return rule.accept(scores, proposal, noise)
 
 
 @pytest.mark.parametrize("is_sampled", [True, False], ids=["sampled", "deterministic"])
@@ -149,13 +149,13 @@ TINY = Tree((0, 0, 1))
 
 @pytest.mark.parametrize("strategy", ["residual", "traversal"])
 def test_enumerated_law_of_a_sampled_tree_is_the_targets(strategy):
-    drafter = small_lm(toy_model(3), TINY)
+    drafter = standalone(toy_model(3), TINY)
     assert certify_rule(rule(strategy), drafter=drafter, rows=THREE, num_tokens=3) <= 1e-6
 
 
 @pytest.mark.parametrize("strategy", ["residual", "traversal"])
 def test_enumerated_law_of_a_tree_that_is_cut_is_the_targets(strategy):
-    cut = ragged(small_lm(toy_model(3), TINY), lambda length: length % 4)
+    cut = ragged(standalone(toy_model(3), TINY), lambda length: length % 4)
     assert certify_rule(rule(strategy), drafter=cut, rows=THREE, num_tokens=3) <= 1e-6
 
 
@@ -163,13 +163,13 @@ def test_enumerated_law_holds_where_siblings_use_up_their_law():
     rows = [Row((0, 1), PLAIN, SamplerConfig(temperature=1.0, top_k=1)),
             Row((1,), PLAIN, SamplerConfig(temperature=0.0))]  # fmt: skip
     for strategy in ("residual", "traversal"):
-        drafter = small_lm(toy_model(3), TINY)
+        drafter = standalone(toy_model(3), TINY)
         certify_rule(rule(strategy), drafter=drafter, rows=rows, num_tokens=3)
 
 
 @pytest.mark.parametrize("strategy", ["residual", "traversal"])
 def test_enumerated_law_of_a_dynamic_tree_is_the_targets(strategy):
-    drafter = small_lm(toy_model(3), DynamicTree(4, 2, 2))
+    drafter = standalone(toy_model(3), DynamicTree(4, 2, 2))
     assert certify_rule(rule(strategy), drafter=drafter, rows=THREE, num_tokens=3) <= 1e-6
 
 
@@ -216,7 +216,7 @@ def start(system, params, prompts, sampler, new):
 @pytest.mark.parametrize("strategy", ["residual", "traversal"])
 def test_decoded_law_of_a_tree_passes_chi_square(strategy):
     certify_decoder(
-        rule(strategy), small_lm(toy_model(4), BUSH), trials=60_000, batch=10_000,
+        rule(strategy), standalone(toy_model(4), BUSH), trials=60_000, batch=10_000,
         num_tokens=3, alpha=1e-7,
     )
 
@@ -229,9 +229,9 @@ def test_mutation_siblings_reused_are_caught(monkeypatch, strategy):
     """A rejected draft stays in the law of its siblings, as if it could be drawn again."""
     monkeypatch.setattr(tree, "_without", lambda q, node, token: q)
     on_tree = getattr(tree, "recursive_rejection" if strategy == "residual" else strategy)
-    mutant = rule(strategy)._replace(verify=by_shape(chain.residual, on_tree))
+    mutant = rule(strategy)._replace(accept=by_shape(chain.residual, on_tree))
     with pytest.raises(CertificateError, match="differs from plain decoding"):
-        certify_rule(mutant, drafter=small_lm(toy_model(3), TINY), rows=THREE, num_tokens=3)
+        certify_rule(mutant, drafter=standalone(toy_model(3), TINY), rows=THREE, num_tokens=3)
 
 
 @flax.struct.dataclass
@@ -263,7 +263,7 @@ def lm_system(strategy, shape, doubt=0.0):
     draw = np.random.default_rng(0)
     noisy = lambda w: w * (1 + doubt * draw.standard_normal(w.shape).astype(np.float32))
     params = {"target": weights, "draft": jax.tree.map(noisy, weights)}
-    return decoding.System(model, small_lm(model, shape), rule(strategy), shape.num_nodes), params
+    return decoding.System(model, standalone(model, shape), rule(strategy), shape.num_nodes), params
 
 
 def eagle_system(name, strategy, shape):
@@ -314,7 +314,7 @@ def proposal_of(system, params, state):
 def proposal_after(system, params, tokens, length, counts):
     """Of one row, i32[1,M] tokens of which ``length`` are fed afresh and one more is pending."""
     output = system.target.forward(params["target"], tokens)
-    draft = system.drafter.init(params["draft"], 1, tokens.shape[1] + system.slack)
+    draft = system.drafter.init(params["draft"], 1, tokens.shape[1] + system.lookahead_slots)
     pending = tokens[:, length[0]]
     draft = system.drafter.prefill(
         params["draft"], draft, tokens, length, pending, output.features
@@ -355,7 +355,7 @@ def test_a_dynamic_tree_is_grown_as_published():
     """Against a plain growth of the whole tree from the draft's log-probabilities."""
     shape = DynamicTree(num_nodes=8, depth=3, top_k=2)
     params = {"target": toy_params(5, 0), "draft": toy_params(5, 1)}
-    system = decoding.System(toy_model(5), small_lm(toy_model(5), shape), rule("greedy"), 8)
+    system = decoding.System(toy_model(5), standalone(toy_model(5), shape), rule("greedy"), 8)
     state = start(system, params, [[1, 2], [3]], SamplerConfig(), 20)
     proposal = proposal_of(system, params, state)
     table = np.asarray(params["draft"]["logits"], np.float64)

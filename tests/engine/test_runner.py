@@ -15,13 +15,13 @@ from support.tiny_models import LLAMA, random_weights
 from spec_jax import decoding, testing
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.contracts import Context
-from spec_jax.drafters.common.chain import stopping
+from spec_jax.drafters.common.chain import with_confidence_stop
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.mtp.model import MtpConfig
-from spec_jax.drafters.standalone.model import small_lm
+from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine.adaptive import runner
 from spec_jax.engine.adaptive.policy import Costs, Plan
-from spec_jax.engine.adaptive.runner import Memory, Pacer
+from spec_jax.engine.adaptive.runner import AdaptiveRunner, Memory
 from spec_jax.engine.batching import DecodeQueue
 from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.engine.decoder import SpeculativeDecoder
@@ -40,9 +40,9 @@ BUCKETS = (0, 1, 3)
 class Script:
     """In the place of a tuner: K as it is told, one round each, over and over."""
 
-    def __init__(self, ks, most_behind=10**9):
+    def __init__(self, ks, max_lag=10**9):
         self._ks, self._turn, self.accepted = ks, 0, np.zeros(BUCKETS[-1], int)
-        self._most_behind = most_behind
+        self._most_behind = max_lag
 
     def choose(self, costs, backlog=0):
         del costs
@@ -160,9 +160,9 @@ def after_mix(name, change=lambda drafter: drafter):
     sampler = make_sampler(SamplerConfig(), B, LLAMA.vocab_size)
     state = decoder.start(PROMPTS, 60, system, sampler, sampler)
     memory = Memory(BUCKETS)
-    memory.tuner = Script(MIX, system.drafter.most_behind or 10**9)
+    memory.tuner = Script(MIX, system.drafter.max_lag or 10**9)
     memory.costs = Known()
-    pacer = Pacer(system, lambda k: params, memory)
+    pacer = AdaptiveRunner(system, lambda k: params, memory)
     for _ in MIX:
         state, _ = pacer(state, jnp.zeros(B, jnp.int32), 9)
     assert [k for k, _ in pacer.plans] == list(MIX)
@@ -195,10 +195,11 @@ def test_drafts_after_any_mix_of_ks_are_those_after_a_fresh_prefill(name):
 
 def test_mutation_features_of_another_row_that_are_held_are_found():
     def mixed_up(drafter):
-        def hold(params, draft, tokens, n, features, path):
-            return drafter.hold(params, draft, tokens, n, jnp.roll(features, 1, axis=0), path)
+        def defer_commit(params, draft, tokens, n, features, path):
+            features = jnp.roll(features, 1, axis=0)
+            return drafter.defer_commit(params, draft, tokens, n, features, path)
 
-        return drafter._replace(hold=hold)
+        return drafter._replace(defer_commit=defer_commit)
 
     _, caught_up, expected, _ = after_mix("eagle-3", mixed_up)
     assert not np.allclose(caught_up[1], expected[1], atol=1e-3)
@@ -221,7 +222,7 @@ def test_a_head_catches_up_when_there_is_no_more_room(monkeypatch, max_rounds):
     state = decoder.start(PROMPTS[:1], 70, system, sampler, sampler)
     memory = Memory(BUCKETS)
     memory.tuner, memory.costs = Long(()), Known()
-    pacer = Pacer(system, lambda k: params, memory)
+    pacer = AdaptiveRunner(system, lambda k: params, memory)
     while sum(rounds for _, rounds in pacer.plans) < 66:
         state, _ = pacer(state, jnp.zeros(1, jnp.int32), max_rounds)
     assert len(caught_up) == 2  # behind 32 and behind 64
@@ -280,7 +281,7 @@ def by_past(drafter):
 
 def stopping_too_early(drafter, stop_below):
     """The mutation: the unlikely token itself is not offered either."""
-    honest = stopping(drafter, stop_below)
+    honest = with_confidence_stop(drafter, stop_below)
 
     def propose(params, state, context, num_draft):
         context = context._replace(has_logits=True)
@@ -299,21 +300,21 @@ def stopping_too_early(drafter, stop_below):
     ids=lambda value: getattr(value, "name", value),
 )  # fmt: skip
 def test_the_law_is_the_targets(rule, case):
-    drafter = small_lm(testing.toy_model(3))
-    drafter = by_past(drafter) if case == "by past" else stopping(drafter, 0.35)
+    drafter = standalone(testing.toy_model(3))
+    drafter = by_past(drafter) if case == "by past" else with_confidence_stop(drafter, 0.35)
     assert certify(rule, drafter=drafter) <= 1e-6
 
 
 def test_mutation_stopping_before_an_unlikely_token_is_caught():
     with pytest.raises(CertificateError, match="differs from plain decoding"):
-        certify(RESIDUAL, drafter=stopping_too_early(small_lm(testing.toy_model(3)), 0.35))
+        certify(RESIDUAL, drafter=stopping_too_early(standalone(testing.toy_model(3)), 0.35))
 
 
 def test_the_tokens_of_adaptive_decoding_have_the_targets_law():
     """Chi-square of the jitted decoder while K goes up and down."""
     V, size, num_tokens = 3, 20_000, 3
     params = {"target": testing.toy_params(V, 0), "draft": testing.toy_params(V, 1)}
-    system = decoding.System(testing.toy_model(V), small_lm(testing.toy_model(V)), RESIDUAL, 3)
+    system = decoding.System(testing.toy_model(V), standalone(testing.toy_model(V)), RESIDUAL, 3)
     row = ROWS[0]
     full = lambda value: jnp.full((size,), value, jnp.int32)
     state = decoding.prefill(
@@ -323,7 +324,7 @@ def test_the_tokens_of_adaptive_decoding_have_the_targets_law():
     )  # fmt: skip
     memory = Memory(BUCKETS)
     memory.tuner, memory.costs = Script((1, 0, 3)), Known()
-    pacer = Pacer(system, lambda k: params, memory)
+    pacer = AdaptiveRunner(system, lambda k: params, memory)
     while bool(state.is_active.any()):
         state, _ = pacer(state, full(0), 1)
     assert {k for k, _ in pacer.plans} == set(BUCKETS)
@@ -333,9 +334,8 @@ def test_the_tokens_of_adaptive_decoding_have_the_targets_law():
     first = testing.reference_distribution(
         testing.oracles.toy_logits(params["target"], row.prompt), row.target, row.prompt, ()
     )
-    law = sum(
-        first[t] * testing.plain_law(params["target"], row, t, num_tokens) for t in range(V)
-    )
+    after = functools.partial(testing.plain_distribution, params["target"], row)
+    law = sum(first[t] * after(t, num_tokens) for t in range(V))
     assert testing.chi_square(counts, law) > 1e-6
 
 

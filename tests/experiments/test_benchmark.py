@@ -18,7 +18,7 @@ from experiments.benchmarks.synthetic import random_model
 from experiments.common import timing
 from spec_jax.config import SpeculativeConfig
 from spec_jax.decoding import System
-from spec_jax.drafters.standalone.model import small_lm
+from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
 from spec_jax.models.checkpoint import save_pretrained
@@ -180,7 +180,7 @@ def test_coins_come_up_at_their_rate(pair):
         num_speculative_tokens=3, rejection_sampling_strategy="synthetic",
         synthetic_mean_length=4.0,
     ))  # fmt: skip
-    drafter = adaptive.coined(small_lm(pair.draft.model))
+    drafter = adaptive.coined(standalone(pair.draft.model))
     system = System(pair.target.model, drafter, rule, 3)
     params = {"target": pair.target.params, "draft": {"draft": pair.draft.params, "rate": 0.7}}
     state = loops.start(system, params, [[3, 4, i] for i in range(20)], 128, 90)

@@ -11,7 +11,7 @@ from tokenizers import decoders
 
 from spec_jax import zoo
 from spec_jax.decoding.state import Finish
-from spec_jax.engine.text import Watch
+from spec_jax.engine.text import TextTracker
 from spec_jax.models.tokenizer import Tokenizer
 
 CASES = 500
@@ -93,7 +93,7 @@ def test_long_rows_are_followed_by_their_last_tokens_alone(kind, is_cancelled):
             ids += some_ids(tokenizer, rng)
         final = tokenizer.whole_after if is_cancelled else tokenizer.decode_after
         expected, counting = final(prompt, ids), Counting(tokenizer)
-        watch, pieces, n = Watch(tokenizer, [prompt], has_pieces=True), [], 0
+        watch, pieces, n = TextTracker(tokenizer, [prompt], has_pieces=True), [], 0
         while n < len(ids):
             n = min(n + int(rng.integers(1, 5)), len(ids))
             is_last = n == len(ids)

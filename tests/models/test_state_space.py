@@ -13,7 +13,7 @@ from support.tiny_models import BAMBA, LLAMA, MAMBA2, random_tokens, random_weig
 
 from spec_jax import DecodeQueue, SamplerConfig, SpeculativeConfig, SpeculativeDecoder, decoding
 from spec_jax.drafters.eagle.model import EagleConfig
-from spec_jax.drafters.standalone.model import small_lm
+from spec_jax.drafters.standalone.model import standalone
 from spec_jax.errors import ConfigError, PromptError, WeightsError
 from spec_jax.loading import LoadedModel, load_model
 from spec_jax.models import transformer
@@ -147,7 +147,7 @@ def test_certificate_by_enumeration(name):
     params = {"target": random_weights(config), "draft": nearly(DRAFT, 0.5)}
     law_of_draft = what_it_says(DRAFT, params["draft"])
 
-    def draft_law(row, output, drafted):
+    def draft_distribution(row, output, drafted):
         history = [*output, *drafted]
         logits = law_of_draft(None, (*row.prompt, *history))
         return reference_distribution(logits, row.draft, row.prompt, history)
@@ -156,8 +156,9 @@ def test_certificate_by_enumeration(name):
     certify_rule(
         make_rule(SpeculativeConfig(rejection_sampling_strategy="residual")),
         rows=[Row((0, 1), warm, warm), Row((2, 1, 0), cold, warm)], vocab_size=V, num_draft=2,
-        num_tokens=3, drafter=small_lm(transformer.model(DRAFT)), draft_law=draft_law,
-        params=params, target=transformer.model(config), batch=16,
+        num_tokens=3, drafter=standalone(transformer.model(DRAFT)),
+        draft_distribution=draft_distribution, params=params, target=transformer.model(config),
+        batch=16,
         logits_of=what_it_says(config, params["target"]),
     )  # fmt: skip
 
@@ -166,7 +167,7 @@ def test_certificate_of_the_decoder_with_a_mamba2_target_and_draft():
     params = {"target": random_weights(DRAFT), "draft": nearly(DRAFT, 0.5)}
     certify_decoder(
         make_rule(SpeculativeConfig(rejection_sampling_strategy="residual")),
-        small_lm(transformer.model(DRAFT)), vocab_size=V, num_draft=2, num_tokens=3,
+        standalone(transformer.model(DRAFT)), vocab_size=V, num_draft=2, num_tokens=3,
         trials=8_000, batch=8_000, params=params, target=transformer.model(DRAFT),
         logits_of=what_it_says(DRAFT, params["target"]),
     )  # fmt: skip
@@ -175,7 +176,7 @@ def test_certificate_of_the_decoder_with_a_mamba2_target_and_draft():
 def test_a_model_that_can_neither_rewind_nor_replay_is_no_draft():
     model = transformer.model(MAMBA2)._replace(can_rewind=False)
     with pytest.raises(ConfigError, match="cannot rewind"):
-        small_lm(model)
+        standalone(model)
 
 
 def test_a_target_that_can_neither_rewind_nor_replay_takes_one_token_a_pass():

@@ -15,7 +15,7 @@ from experiments import overlap as experiment
 from spec_jax import decoding, rng, testing
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.decoding import Finish, Kind
-from spec_jax.drafters.standalone.model import small_lm
+from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine import stats
 from spec_jax.engine.batching import DecodeQueue
 from spec_jax.engine.cancellation import CancellationToken
@@ -56,7 +56,7 @@ def erring(rewind=None):
 
     By where it stands it offers no draft, two or K of them.
     """
-    honest = small_lm(MODEL)
+    honest = standalone(MODEL)
 
     def propose(params, state, context, num_draft):
         proposal, state = honest.propose(params, state, context, num_draft)
@@ -84,7 +84,8 @@ def run(loop, drafter=ERRING, stop=-1, limits=(NEW,) * 4, rounds=2**30, ending=N
     sampler = make_sampler(SAMPLERS, 4, V)
     state = loop.prefill(
         PARAMS, jnp.asarray(tokens), jnp.asarray(LENGTHS), jnp.asarray(LENGTHS + limits),
-        jnp.full((4, 1), stop), sampler, sampler, system=system, slots=8 + NEW + system.slack,
+        jnp.full((4, 1), stop), sampler, sampler, system=system,
+        slots=8 + NEW + system.lookahead_slots,
     )
     total, end = 0, jnp.zeros(4, jnp.int32)
     while True:
@@ -229,7 +230,7 @@ def test_the_decoder_overlaps_models_with_caches_and_gives_plain_decodings_token
     counts = overlapped.stats
     assert counts.emitted == counts.first + counts.accepted + counts.corrected + counts.bonus
     assert counts.accepted > 0
-    assert {span.what for span in timeline} == {"prefill", "draft", "verify", "judge"}
+    assert {span.what for span in timeline} == {"prefill", "draft", "verify", "accept"}
 
 
 def test_an_overlapped_decoder_is_cancelled_between_ticks_and_goes_on_afterwards():
@@ -273,7 +274,7 @@ def test_the_timeline_names_what_ran_where(decoded, timeline):
     target, draft, _ = map(str, jax.devices())
     assert names == {
         ("prefill", target), ("prefill", draft), ("draft", draft), ("verify", target),
-        ("judge", target),
+        ("accept", target),
     }  # fmt: skip
     assert all(span.begin_s < span.end_s for span in timeline)
 

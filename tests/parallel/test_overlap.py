@@ -14,7 +14,7 @@ from spec_jax import decoding, testing
 from spec_jax.config import SpeculativeConfig
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.drafters.ngram import ngram
-from spec_jax.drafters.standalone.model import SmallLMState, small_lm
+from spec_jax.drafters.standalone.model import StandaloneState, standalone
 from spec_jax.drafters.suffix import suffix
 from spec_jax.errors import ConfigError
 from spec_jax.parallel import overlap
@@ -57,10 +57,10 @@ def test_devices_that_are_none_are_named():
 @pytest.mark.parametrize(
     ("drafter", "strategy", "K", "message"),
     [
-        (small_lm(TOY), "block", 3, "'block' looks at drafts past the first rejection"),
-        (small_lm(TOY, Tree.branching((2, 1))), "match", 4, "drafts trees"),
-        (small_lm(TOY)._replace(taps=(1,)), "match", 3, "reads the target's states"),
-        (small_lm(TOY)._replace(rewind=None), "match", 3, "has no `rewind`"),
+        (standalone(TOY), "block", 3, "'block' looks at drafts past the first rejection"),
+        (standalone(TOY, Tree.branching((2, 1))), "match", 4, "drafts trees"),
+        (standalone(TOY)._replace(taps=(1,)), "match", 3, "reads the target's states"),
+        (standalone(TOY)._replace(rewind=None), "match", 3, "has no `rewind`"),
         (NO_DRAFT, "match", 0, "drafts nothing"),
     ],
     ids=["joint rule", "tree", "head", "no rewind", "plain"],
@@ -72,10 +72,10 @@ def test_what_cannot_run_ahead_is_refused(drafter, strategy, K, message):
 
 
 def test_chains_of_copies_and_of_a_small_model_can_run_ahead():
-    for drafter in (small_lm(TOY), ngram(), suffix(4)):
+    for drafter in (standalone(TOY), ngram(), suffix(4)):
         overlap.check(decoding.System(TOY, drafter, MATCH, 3))
 
 
 def test_a_cache_that_cannot_go_back_is_named():
     with pytest.raises(ConfigError, match="the draft keeps a dict, which cannot go back"):
-        small_lm(TOY).rewind(SmallLMState({}), 1)
+        standalone(TOY).rewind(StandaloneState({}), 1)

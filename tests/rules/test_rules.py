@@ -54,7 +54,7 @@ def one_noise(rule, noise):
 def test_emitted_tokens_are_accepted_drafts_then_one_token(case, strategy):
     rule = make(strategy)
     _, _, scores, proposal, noise = case
-    verdict = rule.verify(scores, proposal, one_noise(rule, noise))
+    verdict = rule.accept(scores, proposal, one_noise(rule, noise))
     n, tokens = np.asarray(verdict.n_accept), np.asarray(verdict.tokens)
     drafts = np.asarray(proposal.tokens)
     for i in range(K):
@@ -73,7 +73,7 @@ def _rate(verdict, position=0):
 def test_acceptance_is_the_closed_form(case, strategy):
     p, q, scores, proposal, noise = case
     rule = make(strategy)
-    verdict = rule.verify(scores, proposal, one_noise(rule, noise))
+    verdict = rule.accept(scores, proposal, one_noise(rule, noise))
     expected = np.mean(
         [rule.expected_acceptance(jnp.asarray(p[0]), jnp.asarray(q[0]), int(t))
          for t in np.asarray(proposal.tokens)[:200, 0]]
@@ -85,7 +85,7 @@ def test_acceptance_is_the_closed_form(case, strategy):
 
 def test_residual_accepts_one_minus_the_total_variation(case):
     p, q, scores, proposal, noise = case
-    verdict = make("residual").verify(scores, proposal, one_noise(make("residual"), noise))
+    verdict = make("residual").accept(scores, proposal, one_noise(make("residual"), noise))
     for i in range(K):
         n = (np.asarray(verdict.n_accept) >= i).sum()
         assert abs(_rate(verdict, i) - np.minimum(p[i], q[i]).sum()) < 4 * 0.5 / np.sqrt(n)
@@ -94,7 +94,7 @@ def test_residual_accepts_one_minus_the_total_variation(case):
 def test_block_accepts_no_fewer_than_residual(case):
     _, _, scores, proposal, noise = case
     lengths = {
-        name: np.asarray(make(name).verify(scores, proposal, one_noise(make(name), noise)).n_accept)
+        name: np.asarray(make(name).accept(scores, proposal, one_noise(make(name), noise)).n_accept)
         for name in ("residual", "block")
     }
     assert lengths["block"].mean() > lengths["residual"].mean()
@@ -104,8 +104,8 @@ def test_coupled_drafts_are_accepted_by_the_closed_form_and_more_than_independen
     p, q, scores, proposal, noise = case
     rule = make("match")
     coupled = jnp.argmax(jnp.log(jnp.asarray(q)) + noise.gumbel[:, :K], -1).astype(jnp.int32)
-    shared = _rate(rule.verify(scores, proposal.replace(tokens=coupled), noise))
-    independent = _rate(rule.verify(scores, proposal, noise))
+    shared = _rate(rule.accept(scores, proposal.replace(tokens=coupled), noise))
+    independent = _rate(rule.accept(scores, proposal, noise))
     pairs = np.maximum(p[0][None] / p[0][:, None], q[0][None] / q[0][:, None])  # [x,y]
     brute = (1 / pairs.sum(axis=1)).sum()
     closed = float(rule.expected_acceptance(jnp.asarray(p[0]), jnp.asarray(q[0]), 0))
@@ -143,7 +143,7 @@ def test_typical_acceptance_uses_medusas_threshold():
             scores = TargetScores(*[jnp.log(jnp.asarray(p[None, row : row + 2], jnp.float32))] * 2)
             proposal = Proposal(jnp.asarray([[token]]), jnp.asarray([1]))
             noise = Noise(jnp.zeros((1, 1)), jnp.zeros((1, 1, 4)))
-            n = int(rule.verify(scores, proposal, noise).n_accept[0])
+            n = int(rule.accept(scores, proposal, noise).n_accept[0])
             assert n == int(p[row, token] > threshold[row])
 
 
@@ -154,7 +154,7 @@ def test_logit_comparison_rejects_iff_the_draft_logit_is_larger():
         theirs = ours[:, :1] + margin
         proposal = Proposal(jnp.asarray([[1]]), jnp.asarray([1]), logits=theirs)
         noise = Noise(jnp.zeros((1, 1)), jnp.zeros((1, 1, 3)))
-        verdict = rule.verify(TargetScores(ours, 10 * ours), proposal, noise)
+        verdict = rule.accept(TargetScores(ours, 10 * ours), proposal, noise)
         assert int(verdict.n_accept[0]) == n
         assert int(verdict.tokens[0, n]) == [1, 2][n]
 
@@ -170,7 +170,7 @@ def test_drafts_past_a_rows_own_count_are_never_looked_at(case, strategy, n_draf
         tokens=jnp.where(jnp.arange(K) < n_draft, short.tokens, 0),
         probs=jnp.where((jnp.arange(K) < n_draft)[:, None], short.probs, jax.nn.one_hot(0, V)),
     )
-    a, b = (rule.verify(scores, x, noise) for x in (short, garbage))
+    a, b = (rule.accept(scores, x, noise) for x in (short, garbage))
     np.testing.assert_array_equal(a.tokens, b.tokens)
     assert np.asarray(a.n_accept).max() <= n_draft
 
@@ -180,11 +180,11 @@ def test_equal_laws_accept_everything_and_an_empty_residual_falls_back_to_p(case
     same = proposal.replace(probs=scores.probs[:, :K])
     for strategy in ("residual", "block"):
         rule = make(strategy)
-        verdict = rule.verify(scores, same, one_noise(rule, noise))
+        verdict = rule.accept(scores, same, one_noise(rule, noise))
         assert (np.asarray(verdict.n_accept) == K).all()
     just_above = noise.replace(uniforms=jnp.full((B, K), 1 - 2**-24), gumbel=noise.gumbel[:, :1])
     tiny = same.replace(probs=same.probs * (1 + 1e-6))  # rejected by rounding alone
-    verdict = make("residual").verify(scores, tiny, just_above)
+    verdict = make("residual").accept(scores, tiny, just_above)
     assert np.isfinite(np.asarray(verdict.replacement)).all()
     np.testing.assert_allclose(np.asarray(verdict.replacement).sum(-1), 1, rtol=1e-5)
 
@@ -194,7 +194,7 @@ def test_disjoint_laws_accept_nothing():
     proposal = Proposal(jnp.asarray([[2]]), jnp.asarray([1]), jnp.asarray([[[0.0, 0.0, 0.5, 0.5]]]))
     noise = Noise(jnp.zeros((1, 1)), jnp.zeros((1, 1, 4)))
     for strategy in ("residual", "block", "match"):
-        verdict = make(strategy).verify(TargetScores(p, p), proposal, noise)
+        verdict = make(strategy).accept(TargetScores(p, p), proposal, noise)
         assert int(verdict.n_accept[0]) == 0 and int(verdict.tokens[0, 0]) in (0, 1)
 
 
@@ -227,7 +227,7 @@ def test_synthetic_acceptance_has_the_stated_rates(case):
     _, _, scores, proposal, noise = case
     rule = make("synthetic", synthetic_acceptance_rate=None,
                 synthetic_conditional_rates=(0.9, 0.5, 0.2))
-    verdict = rule.verify(scores, proposal, one_noise(rule, noise))
+    verdict = rule.accept(scores, proposal, one_noise(rule, noise))
     for i, rate in enumerate((0.9, 0.5, 0.2)):
         n = (np.asarray(verdict.n_accept) >= i).sum()
         assert abs(_rate(verdict, i) - rate) < 4 * 0.5 / np.sqrt(n)
@@ -248,5 +248,5 @@ def test_a_rule_of_ones_own_is_written_for_one_row(case):
     _, _, scores, proposal, noise = case
     mine = batched(chain.residual)
     a = mine(scores, proposal, one_noise(make("residual"), noise))
-    b = make("residual").verify(scores, proposal, one_noise(make("residual"), noise))
+    b = make("residual").accept(scores, proposal, one_noise(make("residual"), noise))
     np.testing.assert_array_equal(a.tokens, b.tokens)

@@ -16,7 +16,7 @@ from spec_jax import rng, testing
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.contracts import Noise, Proposal, TargetScores
 from spec_jax.drafters.ngram import ngram
-from spec_jax.drafters.standalone.model import small_lm
+from spec_jax.drafters.standalone.model import standalone
 from spec_jax.rules import batched, chain, make_rule
 from spec_jax.sampling import Counts, make_sampler, process, sample
 from spec_jax.testing import CertificateError, Row, certify_decoder, certify_rule
@@ -93,12 +93,12 @@ def test_mutation_wrong_q_is_caught_by_enumeration():
         return proposal.replace(probs=q)
 
     with pytest.raises(CertificateError, match="another law|differs"):
-        drafter = _with_proposal(small_lm(testing.toy_model(3)), temper)
+        drafter = _with_proposal(standalone(testing.toy_model(3)), temper)
         certify_rule(rule("residual"), drafter=drafter)
 
 
 def test_mutation_argmax_draft_with_softmax_q_is_caught_by_enumeration():
-    drafter = small_lm(testing.toy_model(3))
+    drafter = standalone(testing.toy_model(3))
 
     def take_best(proposal):
         return proposal.replace(tokens=jnp.argmax(proposal.probs, -1).astype(jnp.int32))
@@ -110,8 +110,8 @@ def test_mutation_argmax_draft_with_softmax_q_is_caught_by_enumeration():
 def test_mutation_draft_drawn_sharper_than_reported_is_caught():
     """The logits are sharpened before the draw and the report is of the others."""
     model = testing.toy_model(3)
-    honest = small_lm(model)
-    sharp = small_lm(model._replace(unembed=lambda params, hidden: 3 * hidden))
+    honest = standalone(model)
+    sharp = standalone(model._replace(unembed=lambda params, hidden: 3 * hidden))
 
     def propose(params, state, context, num_draft):
         drawn, _ = sharp.propose(params, state, context, num_draft)
@@ -129,7 +129,7 @@ def test_mutation_coins_that_hide_their_probability_are_caught():
         return chain._own_token(noise.uniforms < 0.6, target.probs, proposal, noise)
 
     with pytest.raises(CertificateError, match="does not flip its coins"):
-        certify_rule(rule("residual")._replace(verify=batched(verify)))
+        certify_rule(rule("residual")._replace(accept=batched(verify)))
 
 
 def test_mutation_last_token_drawn_from_another_law_is_caught():
@@ -140,7 +140,7 @@ def test_mutation_last_token_drawn_from_another_law_is_caught():
         return verdict.replace(tokens=jnp.where(at_end, token, verdict.tokens))
 
     with pytest.raises(CertificateError, match="replacement law"):
-        certify_rule(rule("residual")._replace(verify=batched(verify)))
+        certify_rule(rule("residual")._replace(accept=batched(verify)))
 
 
 def test_mutation_penalties_without_the_drafted_history_are_caught_by_enumeration():
@@ -149,7 +149,7 @@ def test_mutation_penalties_without_the_drafted_history_are_caught_by_enumeratio
         late = target.logits - target.logits[:1] + first  # node 0's penalties at every node
         return chain.residual(target.replace(processed=late), proposal, noise)
 
-    mutant = rule("residual")._replace(verify=batched(verify))
+    mutant = rule("residual")._replace(accept=batched(verify))
     setting = testing.STANDARD_SETTINGS["penalties"]
     rows = [Row((0, 1), setting, setting)]
     certify_rule(rule("residual"), rows=rows)
@@ -166,7 +166,7 @@ def test_mutation_bonus_drawn_from_a_residual_is_caught_by_enumeration():
         verdict = chain.residual(target, spare, noise)
         return verdict.replace(n_accept=jnp.minimum(verdict.n_accept, proposal.n_draft))
 
-    mutant = rule("residual")._replace(verify=batched(verify))
+    mutant = rule("residual")._replace(accept=batched(verify))
     with pytest.raises(CertificateError, match="replacement law"):
         certify_rule(mutant)
 
@@ -179,7 +179,7 @@ def test_mutation_drafts_that_were_not_offered_are_accepted_is_caught():
         return chain.residual(target, spare, noise)
 
     with pytest.raises(CertificateError, match="ragged"):
-        certify_rule(rule("residual")._replace(verify=batched(verify)))
+        certify_rule(rule("residual")._replace(accept=batched(verify)))
 
 
 def test_mutation_inclusive_boundary_is_caught_by_a_uniform_of_zero():
@@ -197,7 +197,7 @@ def test_mutation_inclusive_boundary_is_caught_by_a_uniform_of_zero():
         return is_accepted.sum()
 
     for strategy in ("residual", "block"):
-        assert rule(strategy).verify(scores, proposal, noise).n_accept == 0
+        assert rule(strategy).accept(scores, proposal, noise).n_accept == 0
     assert jax.vmap(inclusive)(scores, proposal, noise) == 1
 
 
@@ -237,7 +237,7 @@ def test_decoded_tokens_have_the_targets_law_at_vocabulary_4096(strategy, settin
 
 def test_mutation_shared_noise_is_caught_by_chi_square():
     """The draft's Gumbel noise is the one that the residual draw uses again."""
-    honest = small_lm(testing.toy_model(4))
+    honest = standalone(testing.toy_model(4))
 
     def propose(params, state, context, num_draft):
         keys = rng.keys(context.request, rng.Stream.REPLACE, context.length)

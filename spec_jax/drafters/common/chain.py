@@ -134,7 +134,7 @@ def draft_chain(
 
 
 @functools.cache
-def stopping(drafter: Drafter, stop_below: float) -> Drafter:
+def with_confidence_stop(drafter: Drafter, stop_below: float) -> Drafter:
     """The drafter, offering no draft after one of less probability by its own raw logits.
 
     Losslessness: whether a token is offered depends on the tokens before it, never on itself.

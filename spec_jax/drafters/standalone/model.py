@@ -19,7 +19,7 @@ _FIRST = 2  # tokens that the first pass of a round feeds
 
 
 @flax.struct.dataclass
-class SmallLMState:
+class StandaloneState:
     """The draft's cache, and which of the tree's drafts stand where in its window."""
 
     cache: Any
@@ -27,7 +27,7 @@ class SmallLMState:
 
 
 @functools.cache
-def small_lm(model: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
+def standalone(model: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
     """Drafts by decoding ``model``: a chain in K passes a round, or a tree in one a level.
 
     Its cache stays one token behind the target's: the first pass of a round feeds the last
@@ -48,7 +48,7 @@ def small_lm(model: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
 
     def init(params, batch, slots):
         cache = model.init_cache(params, batch, slots)
-        return SmallLMState(cache, tree and jnp.zeros((batch, tree.num_nodes), jnp.int32))
+        return StandaloneState(cache, tree and jnp.zeros((batch, tree.num_nodes), jnp.int32))
 
     def prefill(params, state, tokens, lengths, pending, features):
         del pending, features
@@ -78,7 +78,7 @@ def small_lm(model: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
             return model.unembed(params, hidden), cache
 
         # Asked for no drafts it feeds what is committed all the same, so no backlog arises; one
-        # that is not asked at all (``model_free.resting``) catches up.
+        # that is not asked at all (``model_free.without_drafts``) catches up.
         width = max(_FIRST, num_draft + 1) if tree is None else _FIRST + tree.num_fed
         hidden, cache = feed(fed, model.open_window(state.cache, width), 0)
         logits = model.unembed(params, hidden[:, -1])
@@ -88,7 +88,7 @@ def small_lm(model: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
         proposal, cache, fed_at = draft_tree(
             logits, cache, advance_tree, context, num_draft, tree
         )
-        return proposal, SmallLMState(cache, fed_at)
+        return proposal, StandaloneState(cache, fed_at)
 
     def commit(params, state, tokens, n, features, path):
         del params, tokens, features
@@ -117,7 +117,7 @@ def small_lm(model: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
 
     def insert_row(state, row, other):
         fed_at = state.fed_at if tree is None else state.fed_at.at[row].set(other.fed_at[0])
-        return SmallLMState(state.cache.insert_row(row, other.cache), fed_at)
+        return StandaloneState(state.cache.insert_row(row, other.cache), fed_at)
 
     def rewind(state, n):
         if not hasattr(state.cache, "rewind"):

@@ -13,7 +13,7 @@ from spec_jax.contracts import Context, Drafter
 
 
 @flax.struct.dataclass
-class Backlog:
+class DeferredState:
     """A drafter's state, and what it has not been told.
 
     Attributes:
@@ -29,7 +29,7 @@ class Backlog:
 
 
 @functools.cache
-def with_backlog(drafter: Drafter, width: int) -> Drafter:
+def with_deferred_commits(drafter: Drafter, width: int) -> Drafter:
     """The drafter, at rest in rounds of K = 0; what these commit is kept for ``catch_up``.
 
     Args:
@@ -40,7 +40,8 @@ def with_backlog(drafter: Drafter, width: int) -> Drafter:
     def prefill(params, backlog, tokens, lengths, pending, features):
         B, _, E = features.shape
         state = drafter.prefill(params, backlog.state, tokens, lengths, pending, features)
-        return Backlog(state, jnp.zeros((B, width, E), features.dtype), jnp.zeros((B,), jnp.int32))
+        kept = jnp.zeros((B, width, E), features.dtype)
+        return DeferredState(state, kept, jnp.zeros((B,), jnp.int32))
 
     def propose(params, backlog, context: Context, num_draft: int):
         proposal, state = drafter.propose(params, backlog.state, context, num_draft)
@@ -50,7 +51,7 @@ def with_backlog(drafter: Drafter, width: int) -> Drafter:
         state = drafter.commit(params, backlog.state, tokens, n, features, path)
         return backlog.replace(state=state)
 
-    def hold(params, backlog, tokens, n, features, path):
+    def defer_commit(params, backlog, tokens, n, features, path):
         at = jnp.where(n > 0, backlog.count, width)  # width is out of range: dropped
         held = backlog.features.at[jnp.arange(len(n)), at].set(features[:, 0], mode="drop")
         return backlog.replace(features=held, count=backlog.count + n)
@@ -63,21 +64,21 @@ def with_backlog(drafter: Drafter, width: int) -> Drafter:
         return told.replace(count=jnp.zeros_like(backlog.count))
 
     def insert_row(backlog, row, other):
-        return Backlog(
+        return DeferredState(
             drafter.insert_row(backlog.state, row, other.state),
             backlog.features.at[row].set(other.features[0]),
             backlog.count.at[row].set(other.count[0]),
         )
 
     return drafter._replace(
-        init=lambda params, batch, slots: Backlog(drafter.init(params, batch, slots)),
+        init=lambda params, batch, slots: DeferredState(drafter.init(params, batch, slots)),
         prefill=prefill,
         propose=propose,
         commit=commit,
         insert_row=insert_row,
         window=max(drafter.window, width),
         catch_up=catch_up,
-        hold=hold,
-        most_behind=width,
+        defer_commit=defer_commit,
+        max_lag=width,
         rewind=None,
     )

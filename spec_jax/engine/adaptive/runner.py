@@ -19,7 +19,7 @@ import numpy as np
 from spec_jax import decoding
 from spec_jax.config import SpeculativeConfig
 from spec_jax.decoding import Chunk, DecodeState, Kind, System
-from spec_jax.drafters.model_free import resting
+from spec_jax.drafters.model_free import without_drafts
 from spec_jax.engine.adaptive.policy import Costs, Tuner
 from spec_jax.rules import MATCH, make_rule
 
@@ -33,7 +33,7 @@ def system_of(system: System, num_draft: int) -> System:
     if num_draft > 0:
         return system._replace(num_draft=num_draft)
     return system._replace(
-        drafter=resting(system.drafter), rule=plain_rule(system.rule.is_greedy), num_draft=0,
+        drafter=without_drafts(system.drafter), rule=plain_rule(system.rule.is_greedy), num_draft=0,
         has_expected=False,
     )  # fmt: skip
 
@@ -47,7 +47,7 @@ def plain_rule(is_greedy: bool):
 @functools.partial(jax.jit, static_argnames=("system",), donate_argnames=("state",))
 def catch_up(params, state: DecodeState, *, system: System) -> DecodeState:
     """Feeds the draft what rounds without drafts have committed. Donates the state."""
-    width = system.slack  # behind the committed tokens there are so many slots
+    width = system.lookahead_slots  # behind the committed tokens there are so many slots
     draft = system.drafter.catch_up(
         params["draft"], state.draft, state.tokens, state.length, width
     )
@@ -91,7 +91,7 @@ class Memory:
         self.lock = threading.Lock()
 
 
-class Pacer:
+class AdaptiveRunner:
     """Runs chunks of rounds like ``decoding.generate``, choosing K for each.
 
     The first call for a batch size compiles the program of every K and times it on copies of the
@@ -112,7 +112,7 @@ class Pacer:
         self._most = max(memory.buckets)
         self._memory = memory
         self._has_backlog = 0 in memory.buckets and system.drafter.catch_up is not None
-        self._most_behind = system.drafter.most_behind or math.inf
+        self._most_behind = system.drafter.max_lag or math.inf
         self._backlog = 0
         self.plans: list[tuple[int, int]] = []
 
@@ -159,12 +159,12 @@ class Pacer:
 
     def _catch_up(self, state: DecodeState) -> DecodeState:
         system = self._systems[self._most]
-        return catch_up(self._params_of(system.slack - 1), state, system=system)
+        return catch_up(self._params_of(system.lookahead_slots - 1), state, system=system)
 
     def _endless(self, state: DecodeState) -> DecodeState:
         """A copy in which every row is active, up to its last slots."""
         copy = jax.tree.map(jnp.copy, state)
-        most = state.tokens.shape[1] - self._systems[self._most].slack
+        most = state.tokens.shape[1] - self._systems[self._most].lookahead_slots
         return copy.replace(
             limit=jnp.full_like(state.limit, most), finish=jnp.zeros_like(state.finish),
             stop_tokens=jnp.full_like(state.stop_tokens, -1),
@@ -189,4 +189,4 @@ class Pacer:
                 begin = time.perf_counter()
                 jax.block_until_ready(self._catch_up(copy))
                 replay = min(replay, (time.perf_counter() - begin) * 1e3)
-        return state, Costs(times, replay, self._systems[self._most].slack)
+        return state, Costs(times, replay, self._systems[self._most].lookahead_slots)

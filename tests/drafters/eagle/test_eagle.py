@@ -191,7 +191,7 @@ def toy_head(config=TOY):
     head = head_of(config)
     params = {"target": target, "draft": {"head": head, "target": target}}
 
-    def draft_law(row, output, drafted):
+    def draft_distribution(row, output, drafted):
         tokens = [*row.prompt, *output]
         reference = NumpyHead(config, head, target["embed"])
         for t in range(1, len(tokens)):
@@ -202,15 +202,15 @@ def toy_head(config=TOY):
         logits = reference.logits(x, np.eye(4))
         return reference_distribution(logits, row.draft, row.prompt, history)
 
-    return params, draft_law
+    return params, draft_distribution
 
 
 def certify_head(strategy, shape=None, params=None, config=TOY):
-    own, draft_law = toy_head(config)
+    own, draft_distribution = toy_head(config)
     return certify_rule(
         make_rule(SpeculativeConfig(rejection_sampling_strategy=strategy)), vocab_size=4,
         num_tokens=3, rows=TOY_ROWS, drafter=eagle(config, toy_model(4), shape),
-        draft_law=draft_law, params=params or own, batch=32,
+        draft_distribution=draft_distribution, params=params or own, batch=32,
     )
 
 

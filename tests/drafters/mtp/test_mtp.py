@@ -285,7 +285,7 @@ def test_a_row_that_is_admitted_drafts_as_it_did_alone():
     system, params = system_of(CONFIGS["sequential"])
     state, one = prefill(system, params, 8), prefill(system, params, 8, prompts=[[4, 4, 4]])
     expected = propose(system, params, one)
-    state = decoding.admit(state, 1, one, system=system)
+    state = decoding.insert(state, 1, one, system=system)
     proposal = propose(system, params, state)
     assert proposal.tokens[1].tolist() == expected.tokens[0].tolist()
     np.testing.assert_allclose(proposal.logits[1], expected.logits[0], rtol=0, atol=1e-5)
