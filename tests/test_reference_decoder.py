@@ -1,0 +1,347 @@
+"""The algorithm for black boxes: its law, exactly; its metrics; its errors; its adapters."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import types
+
+import numpy as np
+import pytest
+
+import spec_jax
+from spec_jax import reference, testing
+from spec_jax.reference import (
+    Config,
+    DraftProposal,
+    ErrorKind,
+    FunctionDraft,
+    FunctionTarget,
+    MockDraft,
+    MockTarget,
+    SpeculativeDecoder,
+    SpeculativeError,
+    SpeculativeMetrics,
+    TargetScores,
+    accept,
+    acceptance_probability,
+    adjusted_distribution,
+    as_draft,
+    as_target,
+    draw,
+    expected_speed_up,
+    expected_tokens,
+    generator,
+)
+
+# By last token. Every threshold that a uniform is compared with is a multiple of 1/4, or 1/8 where
+# the last token is drawn: the mean over the midpoints of such cells is the integral, exactly.
+P = np.array([[3, 3, 2], [2, 2, 4], [5, 0, 3]]) / 8
+Q = np.array([[2, 2, 4], [4, 2, 2], [2, 4, 2]]) / 8
+V = len(P)
+
+
+class Scripted:
+    """A generator whose draws are given."""
+
+    def __init__(self, values):
+        self.values = iter(values)
+
+    def random(self, size=None):
+        values = [next(self.values) for _ in range(1 if size is None else size)]
+        return values[0] if size is None else np.array(values)
+
+
+def cells(n):
+    return (np.arange(n) + 0.5) / n
+
+
+def law_of_a_round(k, last):
+    """Probability of everything that one round can emit after the token ``last``, integrated."""
+    draft, target, decoder = MockDraft(Q), MockTarget(P), SpeculativeDecoder(Config(k=k))
+    law = {}
+    grid = [cells(4)] * (2 * k) + [cells(8)]
+    for u in itertools.product(*grid):
+        draft.generator, decoder.generator = Scripted(u[:k]), Scripted(u[k:])
+        emitted = decoder.decode_round(draft, target, (last,), limit=99)[1:]
+        law[emitted] = law.get(emitted, 0.0) + 1 / (4 ** (2 * k) * 8)
+    return law
+
+
+def joint_law(k, num_tokens):
+    """f64[V,...,V], the law of the first tokens of a generation from the prompt (0,)."""
+    rounds = [law_of_a_round(k, last) for last in range(V)]
+    law = np.zeros((V,) * num_tokens)
+
+    def visit(output, probability):
+        if len(output) >= num_tokens:
+            law[output[:num_tokens]] += probability
+            return
+        for emitted, p in rounds[output[-1] if output else 0].items():
+            visit(output + emitted, probability * p)
+
+    visit((), 1.0)
+    return law
+
+
+def plain_law(num_tokens):
+    law = np.zeros((V,) * num_tokens)
+    for tokens in np.ndindex(law.shape):
+        law[tokens] = np.prod([P[a, b] for a, b in zip((0, *tokens), tokens)])
+    return law
+
+
+@pytest.mark.parametrize("k, num_tokens", [(0, 2), (1, 3), (2, 4)])
+def test_the_joint_law_is_exactly_the_targets(k, num_tokens):
+    np.testing.assert_allclose(joint_law(k, num_tokens), plain_law(num_tokens), atol=1e-12)
+
+
+MUTATIONS = {
+    "the ratio ignores q": ("acceptance_probability", lambda p, q, token: p[token]),
+    "every draft is accepted": ("acceptance_probability", lambda p, q, token: 1.0),
+    "a rejected draft is replaced from p": ("adjusted_distribution", lambda p, q: p),
+    "a rejected draft is replaced from q": ("adjusted_distribution", lambda p, q: q),
+    "the replacement is the most likely": (
+        "adjusted_distribution", lambda p, q: np.eye(V)[np.argmax(p - q)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_mutation_is_caught(mutation, monkeypatch):
+    name, mutant = MUTATIONS[mutation]
+    monkeypatch.setattr(reference, name, mutant)
+    assert np.abs(joint_law(1, 2) - plain_law(2)).max() > 0.01
+
+
+def test_mutation_the_scores_of_the_wrong_row_are_caught(monkeypatch):
+    """A target whose rows stand one too early, as if row 0 were the second draft's."""
+
+    def shifted(self, prefix, tokens):
+        rows = honest(self, prefix, tokens).logprobs
+        return TargetScores(np.roll(rows, -1, axis=0))
+
+    honest = FunctionTarget.verify
+    monkeypatch.setattr(FunctionTarget, "verify", shifted)
+    assert np.abs(joint_law(1, 2) - plain_law(2)).max() > 0.01
+
+
+def random_table(seed, order, vocab_size=3):
+    rng = np.random.default_rng(seed)
+    return rng.dirichlet(np.ones(vocab_size), size=(vocab_size,) * order)
+
+
+def p_value(draft_of, k=3, num_tokens=3, trials=2_000):
+    """Of generations by tables that look two tokens back."""
+    table = random_table(1, 2)
+    decoder = SpeculativeDecoder(Config(k=k, max_new_tokens=num_tokens))
+    draft, counts = draft_of(random_table(2, 2), decoder), np.zeros((V,) * num_tokens, int)
+    for _ in range(trials):
+        counts[decoder.generate(draft, MockTarget(table), (1, 2))] += 1
+    law = np.zeros_like(counts, float)
+    for tokens in np.ndindex(law.shape):
+        history = (1, 2, *tokens)
+        law[tokens] = np.prod([table[history[i : i + 3]] for i in range(num_tokens)])
+    return testing.chi_square(counts, law)
+
+
+def test_generations_have_the_targets_law():
+    assert p_value(lambda table, decoder: MockDraft(table)) > 1e-4
+
+
+def test_mutation_noise_that_draft_and_decoder_share_is_caught():
+    def shared(table, decoder):
+        def propose(prefix, k):
+            draft.generator = copy.deepcopy(decoder.generator)  # the very draws of the next test
+            return draft.propose(prefix, k)
+
+        draft = MockDraft(table)
+        return types.SimpleNamespace(propose=propose)
+
+    assert p_value(shared, trials=500) < 1e-9
+
+
+def test_streams_of_a_seed_are_independent():
+    a, b, again = (generator(3, name).random(4) for name in ("accept", "draft", "accept"))
+    assert (a == again).all() and (a != b).all()
+
+
+# ------------------------------------------------------------------------- pure functions
+
+
+def test_acceptance_and_replacement_make_up_the_target():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        p, q = rng.dirichlet(np.full(5, 0.3), size=2)
+        accepted = [q[x] * acceptance_probability(p, q, x) for x in range(5)]
+        np.testing.assert_allclose(accepted, np.minimum(p, q), atol=1e-15)
+        rejected = 1 - np.sum(accepted)
+        np.testing.assert_allclose(accepted + rejected * adjusted_distribution(p, q), p, atol=1e-12)
+    np.testing.assert_array_equal(adjusted_distribution(p, p), p)
+
+
+def proposal_and_scores(tokens=(2, 0)):
+    with np.errstate(divide="ignore"):
+        return DraftProposal(tokens, np.log(Q[:2])), TargetScores(np.log(P))
+
+
+def test_a_draft_is_accepted_below_its_probability_and_not_at_it():
+    proposal, scores = proposal_and_scores()
+    # Each is accepted with probability 1/2; replacements and bonus are drawn from rows 0, 1, 2.
+    below, at = np.nextafter(0.5, 0) - 1e-12, 0.5 + 1e-12
+    assert accept(proposal, scores, [at, 0.0, 0.4]) == (0, 0)
+    assert accept(proposal, scores, [at, 0.0, 0.6]) == (0, 1)
+    assert accept(proposal, scores, [below, at, 0.0]) == (1, 2)
+    assert accept(proposal, scores, [below, below, 0.0]) == (2, 0)
+    assert accept(proposal, scores, [below, below, 0.63]) == (2, 2)
+
+
+def test_what_has_no_probability_is_never_emitted():
+    p, q = np.array([0.0, 1.0, 0.0]), np.full(3, 1 / 3)
+    assert acceptance_probability(p, q, 0) == 0.0
+    last = np.nextafter(1.0, 0.0)
+    assert [draw(p, u) for u in (0.0, 0.5, last)] == [1, 1, 1]
+    with np.errstate(divide="ignore"):
+        scores = TargetScores(np.log(np.stack([p, p])))
+    assert accept(DraftProposal((0,), np.log(q[None])), scores, [0.0, 0.0]) == (0, 1)
+
+
+def test_metrics_follow_the_paper():
+    assert expected_tokens(0.0, 4) == 1.0 and expected_tokens(1.0, 4) == 5.0
+    assert expected_tokens(0.8, 4) == pytest.approx((1 - 0.8**5) / (1 - 0.8))
+    assert expected_speed_up(0.8, 4, 0.1) == pytest.approx((1 - 0.8**5) / (0.2 * (4 * 0.1 + 1)))
+    assert expected_speed_up(0.5, 0, 0.1) == 1.0
+    metrics = SpeculativeMetrics(steps=10, drafted=40, tested=30, accepted=24, emitted=34)
+    assert metrics.acceptance_rate == 0.8 and metrics.tokens_per_step == 3.4
+    assert metrics.speed_up(0.1) == pytest.approx(34 / (10 + 4))
+    empty = SpeculativeMetrics()
+    unknown = (empty.acceptance_rate, empty.tokens_per_step, empty.speed_up(0.1))
+    assert np.isnan(unknown).all()
+
+
+def test_measured_metrics_meet_the_expected_ones():
+    """Without context every draft is accepted with the same probability, sum(min(p, q))."""
+    p, q = np.array([0.6, 0.3, 0.1]), np.array([0.3, 0.3, 0.4])
+    decoder = SpeculativeDecoder(Config(k=3, max_new_tokens=6_000))
+    decoder.generate(MockDraft(q), MockTarget(p), (0,))
+    metrics, alpha = decoder.metrics, np.minimum(p, q).sum()
+    assert metrics.emitted == 6_000 and metrics.drafted == 3 * metrics.steps
+    assert metrics.acceptance_rate == pytest.approx(alpha, abs=0.03)
+    assert metrics.tokens_per_step == pytest.approx(expected_tokens(alpha, 3), abs=0.1)
+    assert metrics.speed_up(0.2) == pytest.approx(expected_speed_up(alpha, 3, 0.2), abs=0.08)
+
+
+def counting(tokens):
+    """A model that counts: after a token t it says t + 1, surely."""
+    return np.eye(10)[(tokens[-1] + 1) % 10]
+
+
+@pytest.mark.parametrize(
+    "config, expected, counts",
+    [
+        (Config(k=4, max_new_tokens=7), (1, 2, 3, 4, 5, 6, 7), (2, 8, 6, 6, 7)),
+        (Config(k=4, stop_tokens=(3, 7)), (1, 2, 3), (1, 4, 3, 3, 3)),
+        (Config(k=4, stop_tokens=(5,)), (1, 2, 3, 4, 5), (1, 4, 4, 4, 5)),
+        (Config(k=0, max_new_tokens=2), (1, 2), (2, 0, 0, 0, 2)),
+    ],
+    ids=["limit", "stop token", "bonus is a stop token", "plain"],
+)
+def test_limits_and_stop_tokens_cut_a_round(config, expected, counts):
+    decoder = SpeculativeDecoder(config)
+    draft = FunctionDraft(counting, generator(0, "draft"))
+    assert decoder.generate(draft, FunctionTarget(counting), (0,)) == expected
+    m = decoder.metrics
+    assert (m.steps, m.drafted, m.tested, m.accepted, m.emitted) == counts
+
+
+# ---------------------------------------------------------------------------------- errors
+
+
+def answers(proposal=None, scores=None):
+    """A draft and a target that give these answers, whatever they are asked."""
+    good, good_scores = proposal_and_scores()
+    propose = lambda prefix, k: proposal or good
+    verify = lambda prefix, tokens: scores or good_scores
+    return types.SimpleNamespace(propose=propose), types.SimpleNamespace(verify=verify)
+
+
+@pytest.mark.parametrize(
+    "kind, message, models",
+    [
+        (ErrorKind.PROPOSAL, r"shape \(1, 3\); expected \(2, V\)",
+         answers(DraftProposal((0, 1), np.log(Q[:1])))),
+        (ErrorKind.PROPOSAL, "sum to", answers(DraftProposal((0, 1), np.log(Q[:2] / 2)))),
+        (ErrorKind.PROPOSAL, "token 7", answers(DraftProposal((0, 7), np.log(Q[:2])))),
+        (ErrorKind.PROPOSAL, "3 drafts; expected at most 2",
+         answers(DraftProposal((0, 1, 2), np.log(Q)), TargetScores(np.log(np.tile(Q[0], (4, 1)))))),
+        (ErrorKind.SCORES, r"shape \(2, 3\); expected \(3, V\)",
+         answers(scores=TargetScores(np.log(Q[:2])))),
+        (ErrorKind.SCORES, "sum to", answers(scores=TargetScores(np.zeros((3, 3))))),
+        (ErrorKind.VOCABULARY, "3 ids, the target 4",
+         answers(scores=TargetScores(np.log(np.full((3, 4), 0.25))))),
+    ],
+)  # fmt: skip
+def test_answers_that_cannot_be_are_named(kind, message, models):
+    with pytest.raises(SpeculativeError, match=message) as error:
+        SpeculativeDecoder(Config(k=2)).generate(*models, (0,))
+    assert error.value.kind is kind
+
+
+def test_configs_and_prompts_that_cannot_be_are_named():
+    for bad in ({"k": -1}, {"max_new_tokens": 0}, {"seed": -1}):
+        with pytest.raises(SpeculativeError, match=f"{next(iter(bad))} is") as error:
+            Config(**bad)
+        assert error.value.kind is ErrorKind.CONFIG
+    with pytest.raises(SpeculativeError, match="empty") as error:
+        SpeculativeDecoder().generate(*answers(), ())
+    assert error.value.kind is ErrorKind.PROMPT
+    assert isinstance(error.value, ValueError)
+
+
+# -------------------------------------------------------------------------- loaded models
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return testing.mock_model(4, seed=1), testing.mock_model(4, seed=3)
+
+
+def test_a_loaded_model_gives_the_sampled_distributions(loaded):
+    target, _ = loaded
+    sampler = testing.STANDARD_SETTINGS["all together"]
+    rows = as_target(target, sampler, prompt_length=2).verify((0, 1, 3), (2, 2)).logprobs
+    history = (0, 1, 3, 2, 2)
+    for i, row in enumerate(rows):
+        logits = testing.oracles.toy_logits(target.params, history[: 3 + i])
+        expected = testing.reference_distribution(logits, sampler, (0, 1), history[2 : 3 + i])
+        np.testing.assert_allclose(np.exp(row), expected, atol=1e-12)
+    with pytest.raises(SpeculativeError, match="prompt_length"):
+        as_draft(target, sampler)
+
+
+def check_agreement(target, draft, prompts, k, num_tokens):
+    """Greedy tokens and counts of the compiled loop, ragged rows at once, and of the reference."""
+    config = spec_jax.SpeculativeConfig(num_speculative_tokens=k)
+    compiled = spec_jax.SpeculativeDecoder(target, draft, config)
+    rows = compiled.generate(prompts, max_new_tokens=num_tokens, stop_tokens=())
+    # The loop's first token is prefill's, and its first round begins after it.
+    decoder = SpeculativeDecoder(Config(k=k, max_new_tokens=num_tokens - 1))
+    for prompt, row in zip(prompts, rows):
+        start = (*compiled.encode(prompt), row.tokens[0])
+        assert decoder.generate(as_draft(draft), as_target(target), start) == row.tokens[1:]
+    metrics, stats = decoder.metrics, compiled.stats
+    assert metrics.steps == stats.rounds and metrics.accepted == stats.accepted
+    assert 0 < metrics.accepted < metrics.tested == sum(stats.judged_at)
+
+
+def test_greedy_tokens_and_rounds_are_those_of_the_compiled_loop():
+    target = testing.mock_model(16, seed=1)
+    noise = testing.toy_params(16, seed=2, scale=0.5)["logits"]
+    near = dataclasses.replace(target, params={"logits": target.params["logits"] + noise})
+    check_agreement(target, near, [[1, 2], [7], [3, 3, 9]], k=3, num_tokens=20)
+
+
+def test_greedy_tokens_and_rounds_of_the_zoo_are_those_of_the_compiled_loop():
+    target, draft = spec_jax.load_model("zoo/target"), spec_jax.load_model("zoo/draft")
+    check_agreement(target, draft, ["def add(a, b):", "import os\n"], k=4, num_tokens=24)
