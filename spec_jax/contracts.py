@@ -219,6 +219,24 @@ class Context(NamedTuple):
     stop_below: float = 0.0
 
 
+class CatchUp(NamedTuple):
+    """How a drafter skips rounds of K = 0, and catches up before it drafts again.
+
+    In a skipped round neither ``propose`` nor ``commit`` is called.
+
+    Attributes:
+      run: ``(params, state, tokens i32[B,M], length i32[B], width) -> state``: feeds what the
+        skipped rounds committed, up to ``length`` tokens, in passes of at most ``width`` tokens.
+      defer_commit: called instead of ``commit`` in a skipped round, with the same arguments; stores
+        what ``run`` needs. None if nothing is stored.
+      max_lag: how many tokens may be skipped before ``run`` must be called; None means any number.
+    """
+
+    run: Callable[..., Any]
+    defer_commit: Callable[..., Any] | None = None
+    max_lag: int | None = None
+
+
 class Drafter(NamedTuple):
     """A way to propose tokens, as pure functions over its own params and state.
 
@@ -243,13 +261,7 @@ class Drafter(NamedTuple):
         this order; empty for a drafter that reads none.
       tree: the ``Tree`` or ``DynamicTree`` that it drafts, or None: a chain.
       window: slots behind the committed ones that it writes, where these are more than K + 1.
-      catch_up: ``(params, state, tokens i32[B,M], length i32[B], width) -> state``: brings it to
-        ``length`` tokens fed after rounds of K = 0 in which it was neither asked nor told, by
-        passes of ``width`` tokens at most. None: in such rounds it is asked for 0 drafts, and
-        told what they commit.
-      defer_commit: called instead of ``commit`` when K = 0; stores what ``catch_up`` needs. None if
-        nothing is stored.
-      max_lag: maximum lag in tokens; None means unbounded.
+      catch_up: how it skips rounds of K = 0, or None: it takes part in them, with 0 drafts.
       rewind: ``(state, n i32[B]) -> state`` forgets the last n tokens that were committed, the
         pending one takes their place; None for a drafter that cannot.
     """
@@ -266,9 +278,7 @@ class Drafter(NamedTuple):
     taps: tuple[int, ...] = ()
     tree: Any = None
     window: int = 0
-    catch_up: Callable[..., Any] | None = None
-    defer_commit: Callable[..., Any] | None = None
-    max_lag: int | None = None
+    catch_up: CatchUp | None = None
     rewind: Callable[[Any, jax.Array], Any] | None = None
 
 

@@ -29,7 +29,7 @@ from spec_jax.contracts import Context, Drafter
 from spec_jax.decoding import System
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine.adaptive.policy import Tuner, expected_tokens
-from spec_jax.engine.adaptive.runner import CATCH_UP, AdaptiveRunner, Memory, system_of
+from spec_jax.engine.adaptive.runner import CATCH_UP, AdaptiveRunner, AdaptiveState, system_of
 from spec_jax.loading import LoadedModel
 from spec_jax.rules import make_rule
 
@@ -52,7 +52,8 @@ def coined(drafter: Drafter) -> Drafter:
     inner = lambda function: lambda params, *args: function(params["draft"], *args)
     return drafter._replace(
         propose=propose, window=CATCH_UP,
-        **{n: inner(getattr(drafter, n)) for n in ("init", "prefill", "commit", "catch_up")},
+        **{n: inner(getattr(drafter, n)) for n in ("init", "prefill", "commit")},
+        catch_up=drafter.catch_up._replace(run=inner(drafter.catch_up.run)),
     )  # fmt: skip
 
 
@@ -65,7 +66,7 @@ class Case(NamedTuple):
     prompts: Sequence[Sequence[int]]
     slots: int
     rounds: int
-    memory: Memory
+    adaptive: AdaptiveState
 
     def params(self, rate: float, num_draft: int) -> dict:
         """Weights laid out for K, and the rate."""
@@ -83,7 +84,7 @@ class Case(NamedTuple):
     def advance(self, rate: float, num_draft: int | None):
         """What runs rounds: a ``AdaptiveRunner`` that goes on with what is known, or a fixed K."""
         if num_draft is None:
-            return AdaptiveRunner(self.system, functools.partial(self.params, rate), self.memory)
+            return AdaptiveRunner(self.system, functools.partial(self.params, rate), self.adaptive)
         system, params = system_of(self.system, num_draft), self.params(rate, num_draft)
         # Called as the pacer calls it, it is the same program.
         return lambda state, stop, most: decoding.generate(
@@ -123,11 +124,11 @@ def expected(plans, rate: float, most: int) -> float:
 
 def price(plans, costs) -> float:
     """Milliseconds of the plans by the table, replays included."""
-    total, backlog = 0.0, 0
+    total, lag = 0.0, 0
     for k, n in plans:
-        if k > 0 and backlog:
-            total, backlog = total + costs.replay(backlog), 0
-        backlog += 0 if k else n
+        if k > 0 and lag:
+            total, lag = total + costs.of_lag(lag), 0
+        lag += 0 if k else n
         total += n * costs.round_ms[k]
     return total
 
@@ -162,12 +163,12 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
             prompts = tokens.integers(target.model.vocab_size, size=(batch, config.prompt_tokens))
             case = Case(
                 target, draft, system, prompts.tolist(), config.slots, config.rounds,
-                Memory(config.buckets),
+                AdaptiveState(config.buckets),
             )
             found = [_measure_rate(case, rate, config, bar.step) for rate in config.rates]
-            (costs,) = case.memory.costs.values()
+            (costs,) = case.adaptive.costs.values()
             record["batches"][batch] = {
-                "round_ms": costs.round_ms, "replay_ms": costs.replay_ms, "rates": found,
+                "round_ms": costs.round_ms, "replay_ms": costs.catch_up_ms, "rates": found,
             }
             lines += _lines(part, batch, found, bars)
     return lines, record
@@ -176,9 +177,9 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
 def _measure_rate(case: Case, rate: float, config, say) -> dict:
     """Ratios of one rate, by repeat."""
     state, most = case.start(), max(config.buckets)
-    case.memory.tuner = Tuner.fresh(most)
+    case.adaptive.tuner = Tuner.fresh(most)
     run_in_turns(case, state, rate)  # compiles, and learns the rate
-    (costs,) = case.memory.costs.values()
+    (costs,) = case.adaptive.costs.values()
     tokens = expected_tokens((rate,) * most)
     per_token = {k: ms / tokens[k] for k, ms in costs.round_ms.items()}
     best = min(per_token, key=per_token.get)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from spec_jax.contracts import Context, Drafter, Proposal
+from spec_jax.contracts import CatchUp, Context, Drafter, Proposal
 
 
 def model_free(name: str, propose: Callable, vocab_size: int | None = None) -> Drafter:
@@ -29,7 +29,7 @@ def model_free(name: str, propose: Callable, vocab_size: int | None = None) -> D
         propose=propose,
         commit=lambda params, state, tokens, n, features, path: state,
         insert_row=lambda state, row, other: state,
-        catch_up=lambda params, state, tokens, length, width: state,
+        catch_up=CatchUp(lambda params, state, tokens, length, width: state),
         rewind=lambda state, n: state,
     )
 
@@ -48,9 +48,9 @@ NO_DRAFT = model_free("plain", _nothing)
 def without_drafts(drafter: Drafter) -> Drafter:
     """The drafter in rounds of K = 0, over the same state: it proposes nothing.
 
-    One with ``catch_up`` does no work either and falls behind; any other is still told what is
-    committed.
+    A drafter with ``catch_up`` skips these rounds; any other takes part in them.
     """
     if drafter.catch_up is None:
         return drafter
-    return drafter._replace(propose=_nothing, commit=drafter.defer_commit or NO_DRAFT.commit)
+    commit = drafter.catch_up.defer_commit or NO_DRAFT.commit
+    return drafter._replace(propose=_nothing, commit=commit)

@@ -22,7 +22,7 @@ from spec_jax.contracts import Drafter, Rule
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.drafters.suffix import History
 from spec_jax.engine import request, stats
-from spec_jax.engine.adaptive.runner import AdaptiveRunner, Memory, plain_rule
+from spec_jax.engine.adaptive.runner import AdaptiveRunner, AdaptiveState, plain_rule
 from spec_jax.engine.assemble import make_drafter, tapped_model, with_adaptive
 from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.engine.request import Prompt
@@ -73,7 +73,7 @@ class SpeculativeDecoder:
       timeline: gets what ran when, where the two are overlapped.
 
     Attributes:
-      memory: costs and acceptance that adaptive decoding has learned; None where K is fixed.
+      adaptive: costs and acceptance that adaptive decoding has learned; None where K is fixed.
 
     Raises:
       ModelNotLoaded: target or draft is a path, a config, or has no weights.
@@ -124,7 +124,7 @@ class SpeculativeDecoder:
         has_history = config is not None and config.is_suffix() and drafter is None
         self._history = History(config.suffix_history_tokens) if has_history else None
         is_adaptive = config is not None and config.is_adaptive
-        self.memory = Memory(config.buckets) if is_adaptive else None
+        self.adaptive = AdaptiveState(config.buckets) if is_adaptive else None
         self._has_fallen_back = config is not None and not (force_n1 or target.model.can_rewind)
         is_apart = devices is not None and not (force_n1 or self._has_fallen_back)
         self._loop = overlap.make_loop(devices, timeline, stacklevel=3) if is_apart else decoding
@@ -132,7 +132,7 @@ class SpeculativeDecoder:
         self.system()  # a strategy or a rule that cannot be is refused here
         if force_n1 or self._has_fallen_back:
             self._model, self._drafter = target.model, NO_DRAFT
-            self._config = self._rule = self._history = self.memory = None
+            self._config = self._rule = self._history = self.adaptive = None
         self._lock, self._token, self._is_token_held = threading.Lock(), CancellationToken(), False
         self._worker = ThreadPoolExecutor(1, "spec_jax")  # starts with the first asynchronous call
         self.reset_stats()
@@ -153,7 +153,7 @@ class SpeculativeDecoder:
                 f"the vocabularies differ: target {self.target.name} has {ours} tokens, "
                 f"draft {self._drafter.name} has {theirs}"
             )
-        if self.is_overlapped and self.memory is not None:
+        if self.is_overlapped and self.adaptive is not None:
             raise ConfigError("is_adaptive is set; an overlapped draft needs a fixed K")
         a, b = self.target.tokenizer, getattr(self.draft, "tokenizer", None)
         if a is not None and b is not None and not a.has_same_vocab(b):
@@ -289,8 +289,8 @@ class SpeculativeDecoder:
         """
         params_of = functools.partial(self.params, batch)
         params_of()  # weights are laid out here
-        if self.memory is not None:
-            return AdaptiveRunner(system, params_of, self.memory)
+        if self.adaptive is not None:
+            return AdaptiveRunner(system, params_of, self.adaptive)
         return lambda *args: self._loop.generate(params_of(), *args, system=system)
 
     def encode(self, prompt: Prompt) -> list[int]:

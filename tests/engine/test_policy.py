@@ -9,8 +9,8 @@ import pytest
 
 from spec_jax.engine.adaptive.policy import (
     EXPLORED_SHARE,
-    LONGEST,
-    SHORTEST,
+    MAX_ROUNDS,
+    MIN_ROUNDS,
     Costs,
     Tuner,
     expected_tokens,
@@ -25,27 +25,27 @@ TABLES = {  # a round's cost by K, in plain rounds
 }
 
 
-def costs_of(table, replay_ms=0.05):
-    return Costs(dict(zip(BUCKETS, TABLES[table])), replay_ms, replay_width=9)
+def costs_of(table, catch_up_ms=0.05):
+    return Costs(dict(zip(BUCKETS, TABLES[table])), catch_up_ms, catch_up_width=9)
 
 
 @functools.cache
-def simulate(table, rates, batch, rounds=1000, seed=0, replay_ms=0.05):
+def simulate(table, rates, batch, rounds=1000, seed=0, catch_up_ms=0.05):
     """Priced time a token of the batch, and the Ks; ``rates`` by position, or a list over time."""
-    chance, costs = random.Random(seed), costs_of(table, replay_ms)
-    tuner, spent, tokens, done, backlog, ks = Tuner.fresh(8), 0.0, 0, 0, 0, []
+    chance, costs = random.Random(seed), costs_of(table, catch_up_ms)
+    tuner, spent, tokens, done, lag, ks = Tuner.fresh(8), 0.0, 0, 0, 0, []
     while done < rounds:
         now = rates[len(rates) * done // rounds] if isinstance(rates[0], tuple) else rates
-        (k, n), tuner = tuner.choose(costs, backlog)
-        if k and backlog:
-            spent, backlog = spent + costs.replay(backlog), 0
+        (k, n), tuner = tuner.choose(costs, lag)
+        if k and lag:
+            spent, lag = spent + costs.of_lag(lag), 0
         accepted = [0] * k
         for _ in range(n * batch):
             for i in range(k):
                 if chance.random() >= now[i]:
                     break
                 accepted[i] += 1
-        backlog += 0 if k else n
+        lag += 0 if k else n
         spent += n * costs.round_ms[k]
         tuner = tuner.observe(k, n, n * batch, accepted, n * costs.round_ms[k])
         tokens, done, ks = tokens + n * batch + sum(accepted), done + n, [*ks, *[k] * n]
@@ -77,14 +77,14 @@ def test_follows_a_text_that_changes():
         assert share > 0.85, (begin, share)
 
 
-@pytest.mark.parametrize("replay_ms", [0.0, 0.3])
-def test_trials_cost_no_more_than_their_share(replay_ms):
+@pytest.mark.parametrize("catch_up_ms", [0.0, 0.3])
+def test_trials_cost_no_more_than_their_share(catch_up_ms):
     """Nothing is ever accepted, so whatever is drafted is lost."""
-    time, ks = simulate("large batch", (0.0,) * 8, 4, rounds=6000, replay_ms=replay_ms)
+    time, ks = simulate("large batch", (0.0,) * 8, 4, rounds=6000, catch_up_ms=catch_up_ms)
     assert set(ks) == {0, 1}
     learning = ks.index(0) * TABLES["large batch"][1] / 6000
     assert 1 <= time <= 1 + EXPLORED_SHARE + learning + 1e-9
-    assert (ks[3000:].count(1) > 0) == (replay_ms == 0.0)  # a long backlog is never worth a trial
+    assert (ks[3000:].count(1) > 0) == (catch_up_ms == 0.0)  # a long lag is never worth a trial
 
 
 def observed(rounds=1, k=4, times=50, **counts):
@@ -125,4 +125,4 @@ def test_a_choice_that_stays_is_looked_at_less_often():
     for _ in range(7):
         plan, tuner = tuner.choose(costs)
         rounds.append(plan.rounds)
-    assert rounds[1:] == [SHORTEST, 2 * SHORTEST, 4 * SHORTEST, LONGEST, LONGEST, LONGEST]
+    assert rounds[1:] == [MIN_ROUNDS, 2 * MIN_ROUNDS, 4 * MIN_ROUNDS, *[MAX_ROUNDS] * 3]

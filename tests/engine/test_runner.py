@@ -21,7 +21,7 @@ from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine.adaptive import runner
 from spec_jax.engine.adaptive.policy import Costs, Plan
-from spec_jax.engine.adaptive.runner import AdaptiveRunner, Memory
+from spec_jax.engine.adaptive.runner import AdaptiveRunner, AdaptiveState
 from spec_jax.engine.batching import DecodeQueue
 from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.engine.decoder import SpeculativeDecoder
@@ -42,12 +42,12 @@ class Script:
 
     def __init__(self, ks, max_lag=10**9):
         self._ks, self._turn, self.accepted = ks, 0, np.zeros(BUCKETS[-1], int)
-        self._most_behind = max_lag
+        self._max_lag = max_lag
 
-    def choose(self, costs, backlog=0):
+    def choose(self, costs, lag=0):
         del costs
         k = self._ks[self._turn % len(self._ks)]
-        assert backlog == self._behind()
+        assert lag == self._lag()
         self._turn += 1
         return Plan(k, 1), self
 
@@ -57,11 +57,11 @@ class Script:
         self.accepted += accepted_at
         return self
 
-    def _behind(self):
+    def _lag(self):
         """Rounds without drafts since the last one with some, or since there was no more room."""
         done = [self._ks[i % len(self._ks)] for i in range(self._turn)]
         rounds = next((i for i, k in enumerate(reversed(done)) if k), len(done))
-        return (rounds - 1) % self._most_behind + 1 if rounds else 0
+        return (rounds - 1) % self._max_lag + 1 if rounds else 0
 
 
 class Known(dict):
@@ -97,12 +97,12 @@ def test_emits_exactly_the_plain_stream(mocks, plain, method):
     decoder = adaptive(target, draft if method == "standalone" else None, method, **options)
     for script in (None, Script((3, 0, 0, 1, 0, 3))):
         if script is not None:
-            decoder.memory.tuner = script
+            decoder.adaptive.tuner = script
             decoder.reset_stats()
         rows = decoder.generate(PROMPTS, 30, sampler=SAMPLERS)
         assert [row.tokens for row in rows] == [row.tokens for row in plain]
     assert tuple(script.accepted) == decoder.stats.accepted_at  # what the tuner was told
-    (costs,) = decoder.memory.costs.values()
+    (costs,) = decoder.adaptive.costs.values()
     assert set(costs.round_ms) == set(BUCKETS) and all(ms > 0 for ms in costs.round_ms.values())
     rounds, drafted = decoder.stats.rounds, decoder.stats.drafted_at
     assert len(drafted) == 3 and rounds > drafted[0] > drafted[2] > 0  # rounds of K = 0 and 1
@@ -110,7 +110,7 @@ def test_emits_exactly_the_plain_stream(mocks, plain, method):
 
 def test_a_queue_takes_turns_of_k_too(mocks, plain):
     decoder = adaptive(*mocks, rejection_sampling_strategy="match")
-    decoder.memory.tuner, decoder.memory.costs = Script((0, 0, 3)), Known()
+    decoder.adaptive.tuner, decoder.adaptive.costs = Script((0, 0, 3)), Known()
     queue = DecodeQueue(
         decoder, enumerate(PROMPTS), batch=2, max_prompt_tokens=3, max_new_tokens=30,
         sampler=SAMPLERS,
@@ -148,7 +148,7 @@ DRAFTS = {
         jax.random.key(4),
     ),
 }
-MIX = (0, 3, 0, 0, 1, *[0] * 35)  # the last backlog is longer than one pass, and than what is kept
+MIX = (0, 3, 0, 0, 1, *[0] * 35)  # the last lag is longer than one pass, and than what is kept
 
 
 def after_mix(name, change=lambda drafter: drafter):
@@ -159,10 +159,10 @@ def after_mix(name, change=lambda drafter: drafter):
     system = system._replace(drafter=change(system.drafter))
     sampler = make_sampler(SamplerConfig(), B, LLAMA.vocab_size)
     state = decoder.start(PROMPTS, 60, system, sampler, sampler)
-    memory = Memory(BUCKETS)
-    memory.tuner = Script(MIX, system.drafter.max_lag or 10**9)
-    memory.costs = Known()
-    pacer = AdaptiveRunner(system, lambda k: params, memory)
+    learned = AdaptiveState(BUCKETS)
+    learned.tuner = Script(MIX, system.drafter.catch_up.max_lag or 10**9)
+    learned.costs = Known()
+    pacer = AdaptiveRunner(system, lambda k: params, learned)
     for _ in MIX:
         state, _ = pacer(state, jnp.zeros(B, jnp.int32), 9)
     assert [k for k, _ in pacer.plans] == list(MIX)
@@ -197,9 +197,10 @@ def test_mutation_features_of_another_row_that_are_held_are_found():
     def mixed_up(drafter):
         def defer_commit(params, draft, tokens, n, features, path):
             features = jnp.roll(features, 1, axis=0)
-            return drafter.defer_commit(params, draft, tokens, n, features, path)
+            return catch_up.defer_commit(params, draft, tokens, n, features, path)
 
-        return drafter._replace(defer_commit=defer_commit)
+        catch_up = drafter.catch_up
+        return drafter._replace(catch_up=catch_up._replace(defer_commit=defer_commit))
 
     _, caught_up, expected, _ = after_mix("eagle-3", mixed_up)
     assert not np.allclose(caught_up[1], expected[1], atol=1e-3)
@@ -210,7 +211,7 @@ def test_a_head_catches_up_when_there_is_no_more_room(monkeypatch, max_rounds):
     """However few rounds a call runs of those that are planned."""
 
     class Long(Script):
-        def choose(self, costs, backlog=0):
+        def choose(self, costs, lag=0):
             return Plan(0, 32), self
 
     caught_up, whole = [], runner.catch_up
@@ -220,9 +221,9 @@ def test_a_head_catches_up_when_there_is_no_more_room(monkeypatch, max_rounds):
     system, params = decoder.system(), decoder.params()
     sampler = make_sampler(SamplerConfig(), 1, LLAMA.vocab_size)
     state = decoder.start(PROMPTS[:1], 70, system, sampler, sampler)
-    memory = Memory(BUCKETS)
-    memory.tuner, memory.costs = Long(()), Known()
-    pacer = AdaptiveRunner(system, lambda k: params, memory)
+    learned = AdaptiveState(BUCKETS)
+    learned.tuner, learned.costs = Long(()), Known()
+    pacer = AdaptiveRunner(system, lambda k: params, learned)
     while sum(rounds for _, rounds in pacer.plans) < 66:
         state, _ = pacer(state, jnp.zeros(1, jnp.int32), max_rounds)
     assert len(caught_up) == 2  # behind 32 and behind 64
@@ -253,7 +254,7 @@ def test_a_call_that_is_cancelled_measures_nothing_first():
 
     row = decoder.generate([1, 2], 8, cancellation_token=AfterPrefill())
     assert row.finish_reason == "cancelled" and len(row.tokens) == 1
-    assert decoder.memory.costs == {}
+    assert decoder.adaptive.costs == {}
 
 
 # ------------------------------------------------------------------------ the law
@@ -322,9 +323,9 @@ def test_the_tokens_of_adaptive_decoding_have_the_targets_law():
         full(3 + num_tokens), full(-1)[:, None], make_sampler(row.target, size, V),
         make_sampler(row.draft, size, V), system=system, slots=16,
     )  # fmt: skip
-    memory = Memory(BUCKETS)
-    memory.tuner, memory.costs = Script((1, 0, 3)), Known()
-    pacer = AdaptiveRunner(system, lambda k: params, memory)
+    learned = AdaptiveState(BUCKETS)
+    learned.tuner, learned.costs = Script((1, 0, 3)), Known()
+    pacer = AdaptiveRunner(system, lambda k: params, learned)
     while bool(state.is_active.any()):
         state, _ = pacer(state, full(0), 1)
     assert {k for k, _ in pacer.plans} == set(BUCKETS)

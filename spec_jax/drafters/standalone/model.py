@@ -9,7 +9,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from spec_jax.contracts import Context, Drafter, Model
+from spec_jax.contracts import CatchUp, Context, Drafter, Model
 from spec_jax.drafters.common.chain import draft_chain
 from spec_jax.drafters.common.tree import draft_tree
 from spec_jax.errors import ConfigError
@@ -77,8 +77,8 @@ def standalone(model: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
             hidden, cache = feed(tokens, cache, _FIRST + X - W, window_mask=mask)
             return model.unembed(params, hidden), cache
 
-        # Asked for no drafts it feeds what is committed all the same, so no backlog arises; one
-        # that is not asked at all (``model_free.without_drafts``) catches up.
+        # With num_draft = 0 it feeds what is committed all the same, so it never lags; where the
+        # whole round is skipped (``model_free.without_drafts``) it catches up later.
         width = max(_FIRST, num_draft + 1) if tree is None else _FIRST + tree.num_fed
         hidden, cache = feed(fed, model.open_window(state.cache, width), 0)
         logits = model.unembed(params, hidden[:, -1])
@@ -139,6 +139,6 @@ def standalone(model: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
         insert_row=insert_row,
         tree=tree,
         window=0 if tree is None else _FIRST + tree.num_fed,
-        catch_up=catch_up,
+        catch_up=CatchUp(catch_up),
         rewind=rewind,
     )

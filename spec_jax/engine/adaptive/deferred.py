@@ -1,4 +1,8 @@
-"""Drafters that read the target's states, in rounds of K = 0: told of them later, all at once."""
+"""Lets a drafter that reads the target's states skip rounds of K = 0.
+
+The states of the skipped tokens are stored, and the drafter is fed all of them in one pass when it
+catches up.
+"""
 
 from __future__ import annotations
 
@@ -9,65 +13,59 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from spec_jax.contracts import Context, Drafter
+from spec_jax.contracts import CatchUp, Context, Drafter
 
 
 @flax.struct.dataclass
 class DeferredState:
-    """A drafter's state, and what it has not been told.
-
-    Attributes:
-      state: the drafter's.
-      features: dtype[B,W,E], the target's states at the last tokens that it was fed, the oldest
-        first.
-      count: i32[B], how many of them count.
-    """
+    """A drafter's state, and the tokens that it has not been fed yet."""
 
     state: Any
-    features: jax.Array | None = None
-    count: jax.Array | None = None
+    features: jax.Array | None = None  # dtype[B,W,E], by skipped token, the oldest first
+    count: jax.Array | None = None  # i32[B], how many of them count
 
 
 @functools.cache
 def with_deferred_commits(drafter: Drafter, width: int) -> Drafter:
-    """The drafter, at rest in rounds of K = 0; what these commit is kept for ``catch_up``.
+    """Returns the drafter with a ``catch_up`` that needs no help of its own.
 
     Args:
-      drafter: of chains. Its ``commit`` is then given up to ``width`` tokens.
-      width: W, tokens that it can be behind.
+      drafter: a drafter of chains that reads features. Its ``commit`` is then called with up to
+        ``width`` tokens.
+      width: W, how many tokens may be skipped before it must catch up.
     """
 
-    def prefill(params, backlog, tokens, lengths, pending, features):
+    def prefill(params, deferred, tokens, lengths, pending, features):
         B, _, E = features.shape
-        state = drafter.prefill(params, backlog.state, tokens, lengths, pending, features)
+        state = drafter.prefill(params, deferred.state, tokens, lengths, pending, features)
         kept = jnp.zeros((B, width, E), features.dtype)
         return DeferredState(state, kept, jnp.zeros((B,), jnp.int32))
 
-    def propose(params, backlog, context: Context, num_draft: int):
-        proposal, state = drafter.propose(params, backlog.state, context, num_draft)
-        return proposal, backlog.replace(state=state)
+    def propose(params, deferred, context: Context, num_draft: int):
+        proposal, state = drafter.propose(params, deferred.state, context, num_draft)
+        return proposal, deferred.replace(state=state)
 
-    def commit(params, backlog, tokens, n, features, path):
-        state = drafter.commit(params, backlog.state, tokens, n, features, path)
-        return backlog.replace(state=state)
+    def commit(params, deferred, tokens, n, features, path):
+        state = drafter.commit(params, deferred.state, tokens, n, features, path)
+        return deferred.replace(state=state)
 
-    def defer_commit(params, backlog, tokens, n, features, path):
-        at = jnp.where(n > 0, backlog.count, width)  # width is out of range: dropped
-        held = backlog.features.at[jnp.arange(len(n)), at].set(features[:, 0], mode="drop")
-        return backlog.replace(features=held, count=backlog.count + n)
+    def defer_commit(params, deferred, tokens, n, features, path):
+        at = jnp.where(n > 0, deferred.count, width)  # width is out of range: dropped
+        kept = deferred.features.at[jnp.arange(len(n)), at].set(features[:, 0], mode="drop")
+        return deferred.replace(features=kept, count=deferred.count + n)
 
-    def catch_up(params, backlog, tokens, length, at_most):
-        del at_most  # one pass is enough
-        after = (length - backlog.count + 1)[:, None] + jnp.arange(width)
+    def catch_up(params, deferred, tokens, length, max_width):
+        del max_width  # one pass is enough
+        after = (length - deferred.count + 1)[:, None] + jnp.arange(width)
         after = jnp.take_along_axis(tokens, after, axis=1, mode="clip")
-        told = commit(params, backlog, after, backlog.count, backlog.features, None)
-        return told.replace(count=jnp.zeros_like(backlog.count))
+        state = commit(params, deferred, after, deferred.count, deferred.features, None)
+        return state.replace(count=jnp.zeros_like(deferred.count))
 
-    def insert_row(backlog, row, other):
+    def insert_row(deferred, row, other):
         return DeferredState(
-            drafter.insert_row(backlog.state, row, other.state),
-            backlog.features.at[row].set(other.features[0]),
-            backlog.count.at[row].set(other.count[0]),
+            drafter.insert_row(deferred.state, row, other.state),
+            deferred.features.at[row].set(other.features[0]),
+            deferred.count.at[row].set(other.count[0]),
         )
 
     return drafter._replace(
@@ -77,8 +75,6 @@ def with_deferred_commits(drafter: Drafter, width: int) -> Drafter:
         commit=commit,
         insert_row=insert_row,
         window=max(drafter.window, width),
-        catch_up=catch_up,
-        defer_commit=defer_commit,
-        max_lag=width,
+        catch_up=CatchUp(catch_up, defer_commit, max_lag=width),
         rewind=None,
     )
