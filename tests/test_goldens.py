@@ -1,0 +1,37 @@
+"""Tokens, counts and finish reasons are those that were recorded before the redesign."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pytest
+from goldens import record, toys
+
+TOKENS = pathlib.Path(__file__).parent / "goldens" / "tokens.json"
+# Each drafter, each rule, each shape and each way of driving the loop once or more; the whole
+# product is compared by ``tests/goldens/record.py --against``.
+CELLS = (
+    "toy/plain/match/chain", "toy/ngram/greedy/chain", "toy/ngram/match/adaptive",
+    "toy/suffix/residual/queue", "toy/standalone/block/chain",
+    "toy/standalone/traversal/dynamic", "toy/standalone/typical-acceptance/chain",
+    "toy/standalone/logit-comparison/chain", "toy/standalone/synthetic/chain",
+    "toy/eagle1/residual/chain", "toy/eagle3/traversal/static", "toy/mtp/match/dynamic",
+    "toy/mtp-sequential/greedy/chain",
+)  # fmt: skip
+
+
+@pytest.mark.exhaustive
+def test_toys_decode_to_the_recorded_tokens_counts_and_finish_reasons():
+    old = json.loads(TOKENS.read_text(encoding="utf-8"))["decode"]
+    new = {"decode": {name: toys.cells()[name]() for name in CELLS}}
+    assert record.differences({"decode": {name: old[name] for name in CELLS}}, new) == []
+
+
+def test_what_differs_is_named_cell_by_cell():
+    old = {"decode": {"a": [{"tokens": "1 2"}, {"tokens": "3"}], "b": []}}
+    new = {"decode": {"a": [{"tokens": "1 2"}, {"tokens": "4"}], "c": []}}
+    assert record.differences(old, new) == [
+        "decode a[1] tokens:\n  old 3\n  new 4", "decode b: only in old", "decode c: only in new",
+    ]  # fmt: skip
+    assert record.differences(old, json.loads(record.dump(old))) == []
