@@ -11,6 +11,7 @@
 
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.config.asynchronous import AsyncSpecConfig
+from spec_jax.drafters.host import host_drafter
 from spec_jax.engine.batching import DecodeQueue
 from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.engine.decoder import SpeculativeDecoder
@@ -43,6 +44,7 @@ __all__ = [
     "Stats",
     "Stream",
     "__version__",
+    "host_drafter",
     "load_draft",
     "load_head",
     "load_model",

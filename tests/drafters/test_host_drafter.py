@@ -1,0 +1,259 @@
+"""Any Python function as a drafter inside the compiled loop."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spec_jax
+from spec_jax import SamplerConfig, testing
+from spec_jax.contracts import Context
+from spec_jax.drafters.ngram import ngram
+from spec_jax.errors import ConfigError
+from spec_jax.rules import registry
+from spec_jax.sampling import make_sampler
+
+B, K, V, M = 3, 3, 4, 12
+
+
+@functools.partial(jax.jit, static_argnames=("drafter", "num_draft", "has_probs"))
+def propose(tokens, length, seeds, *, drafter, num_draft=K, has_probs=True):
+    """What a drafter without parameters or state proposes for ragged rows."""
+    sampler = make_sampler(SamplerConfig(), len(tokens), V).replace(seed=seeds)
+    context = Context(
+        tokens, length, sampler, None, seeds, is_coupled=False, has_probs=has_probs,
+        has_logits=False,
+    )  # fmt: skip
+    return drafter.propose(None, (), context, num_draft)[0]
+
+
+def rows(seed=0):
+    rng = np.random.default_rng(seed)
+    tokens, length = rng.integers(0, V, (B, M)), rng.integers(0, M, B)
+    return jnp.asarray(tokens, jnp.int32), jnp.asarray(length, jnp.int32), jnp.uint32([5, 6, 7])
+
+
+def copy_what_followed(prefix, k, seed):
+    """Prompt lookup by hand: the longest suffix that occurred before; its latest occurrence."""
+    del seed
+    for n in (3, 2, 1):
+        for start in range(len(prefix) - n - 1, -1, -1):
+            if prefix[start : start + n] == prefix[len(prefix) - n :]:
+                return prefix[start + n : start + n + k]
+    return []
+
+
+def test_prompt_lookup_in_python_is_the_ngram_drafter_token_for_token():
+    host, some = spec_jax.host_drafter(copy_what_followed), set()
+    for seed in range(40):
+        ours = propose(*rows(seed), drafter=host)
+        theirs = propose(*rows(seed), drafter=ngram(3, 1))
+        np.testing.assert_array_equal(ours.n_draft, theirs.n_draft)
+        np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+        some |= set(np.asarray(ours.n_draft).tolist())
+    assert some == {0, 1, 2, 3} and ours.probs is None
+
+
+def test_the_seed_is_the_rows_own_and_the_positions():
+    """Not the slot's, nor the batch's; and the function gets the prefix with the pending token."""
+    asked = {}
+
+    def listen(prefix, k, seed):
+        assert k == K and isinstance(seed, int) and 0 <= seed < 2**32
+        asked[prefix] = seed
+        return []
+
+    host = spec_jax.host_drafter(listen)
+    tokens, length, seeds = rows()
+    length = jnp.int32([4, 7, 7])
+    jax.block_until_ready(propose(tokens, length, seeds, drafter=host))
+    first = dict(asked)
+    assert set(first) == {tuple(np.asarray(tokens)[b, : n + 1].tolist()) for b, n in
+                          enumerate(np.asarray(length))}
+    asked.clear()
+    order = jnp.int32([2, 0, 1])
+    jax.block_until_ready(propose(tokens[order], length[order], seeds[order], drafter=host))
+    assert asked == first and len(set(first.values())) == B
+    asked.clear()
+    jax.block_until_ready(propose(tokens, length + 1, seeds, drafter=host))
+    assert len(set(asked.values()) | set(first.values())) == 2 * B
+
+
+def test_equal_options_share_a_drafter_and_no_drafts_call_nothing():
+    refuse = lambda prefix, k, seed: pytest.fail("it was called")
+    host = spec_jax.host_drafter(refuse)
+    assert host is spec_jax.host_drafter(refuse)
+    proposal = propose(*rows(), drafter=host, num_draft=0)
+    assert proposal.tokens.shape == (B, 0) and not proposal.n_draft.any()
+
+
+FAIR = np.full((1, V), 0.25)
+ANSWER = {}  # what the function returns: one program for all of the cases
+
+
+def answer(prefix, k, seed):
+    if "raise" in ANSWER:
+        raise KeyError(ANSWER["raise"])
+    return ANSWER["value"]
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        ([0] * 4, r"at most 3 integer ids, got \[0, 0, 0, 0\]"),
+        ([0.5], r"integer ids, got \[0.5\]"),
+        ([[1]], "integer ids"),
+        ([[1], [2, 3]], "inhomogeneous"),
+        (None, "integer ids, got None"),
+        ("ab", "integer ids, got 'ab'"),
+    ],
+    ids=["too many", "floats", "nested", "ragged", "nothing", "text"],
+)
+def test_faulty_tokens_are_named(value, message):
+    ANSWER.clear()
+    ANSWER["value"] = value
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"host drafter 'mine'.*{message}"):
+        jax.block_until_ready(propose(*rows(), drafter=spec_jax.host_drafter(answer, name="mine")))
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        ([1], r"expected a pair of ids and probabilities, got \[1\]"),
+        (([1, 2], FAIR), r"shape \(1, 4\); expected \(2, 4\)"),
+        (([1], FAIR[0]), r"shape \(4,\); expected \(1, 4\)"),
+        (([1], FAIR / 2), "sum to 0.5"),
+        (([1], [[-0.5, 0.5, 0.5, 0.5]]), "the least is -0.5"),
+        (([1], FAIR * np.nan), "sum to nan"),
+        (([1], [[1, 0, 0, 0]]), "token 1 has probability 0"),
+    ],
+    ids=["no pair", "rows", "rank", "mass", "negative", "nan", "impossible"],
+)
+def test_faulty_probabilities_are_named(value, message):
+    ANSWER.clear()
+    ANSWER["value"] = value
+    host = spec_jax.host_drafter(answer, is_sampled=True, vocab_size=V)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(propose(*rows(), drafter=host))
+
+
+def test_fewer_drafts_than_k_and_none_are_drafts_too():
+    ANSWER.clear()
+    host = spec_jax.host_drafter(answer, is_sampled=True, vocab_size=V)
+    ANSWER["value"] = ([2], FAIR)
+    proposal = propose(*rows(), drafter=host)
+    assert proposal.n_draft.tolist() == [1] * B and proposal.tokens[:, 0].tolist() == [2] * B
+    np.testing.assert_array_equal(proposal.probs[0], [FAIR[0], [0] * V, [0] * V])
+    ANSWER["value"] = ([], np.zeros((0, V)))
+    assert not propose(*rows(), drafter=host).n_draft.any()
+    ANSWER["value"] = ([], [])
+    assert not propose(*rows(), drafter=host).n_draft.any()
+
+
+def test_a_sampled_drafter_needs_the_vocabulary():
+    with pytest.raises(ConfigError, match="vocab_size"):
+        spec_jax.host_drafter(answer, is_sampled=True)
+
+
+# ------------------------------------------------------------------------- inside the loop
+
+
+def python_draft(params):
+    """A toy model in NumPy as ``(prefix, k, seed) -> (tokens, probabilities)``."""
+
+    def draft(prefix, k, seed):
+        prefix, drawn = list(prefix), []
+        for uniform in np.random.default_rng(seed).random(k):
+            weights = np.exp(np.float64(testing.oracles.toy_logits(params, prefix)))
+            drawn.append(weights / weights.sum())
+            prefix.append(int(np.searchsorted(np.cumsum(drawn[-1]), uniform)))
+        told = np.full_like(drawn, 0.25) if LIES["probs"] else drawn
+        return prefix[-k:], told
+
+    return draft
+
+
+LIES = {"probs": False}
+
+
+def test_a_sampled_function_under_the_residual_rule_keeps_the_law():
+    params = {"target": testing.toy_params(V, 0), "draft": None}
+    own = {"logits": np.asarray(testing.toy_params(V, 1, scale=2.0)["logits"])}
+    host = spec_jax.host_drafter(python_draft(own), is_sampled=True, vocab_size=V)
+    config = spec_jax.SpeculativeConfig(rejection_sampling_strategy="residual")
+    certify = functools.partial(
+        testing.certify_decoder, registry.make_rule(config), host, num_tokens=2, trials=4_000,
+        batch=4_000, params=params,
+    )  # fmt: skip
+    certify(alpha=1e-4)
+    LIES["probs"] = True
+    try:
+        with pytest.raises(testing.CertificateError, match="chi-square"):
+            certify(alpha=1e-6)
+    finally:
+        LIES["probs"] = False
+
+
+def test_a_deterministic_function_under_the_residual_rule_keeps_the_law_exactly():
+    def repeat(prefix, k, seed):
+        return [(prefix[-1] + i) % 3 for i in range(len(prefix) % (k + 1))]
+
+    config = spec_jax.SpeculativeConfig(rejection_sampling_strategy="residual")
+    rows = testing.standard_rows()[-2:]
+    params = {"target": testing.toy_params(3, 0), "draft": None}
+    testing.certify_rule(
+        registry.make_rule(config), num_tokens=3, rows=rows, params=params, batch=64,
+        drafter=spec_jax.host_drafter(repeat),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", ["match", "greedy"])
+def test_tokens_are_plain_decodings(strategy):
+    """Ragged prompts, rows that finish apart, rows of unequal temperature."""
+
+    def after_greedy(prefix, k, seed):
+        drafts = list(prefix)
+        for _ in range(k):
+            drafts.append(int(np.argmax(testing.oracles.toy_logits(known, drafts))))
+        return drafts[len(prefix) : len(prefix) + 1 + seed % k]
+
+    target = testing.mock_model(V, seed=3)
+    known = {"logits": np.asarray(target.params["logits"])}
+    samplers = [SamplerConfig(t if strategy == "match" else 0.0, seed=9) for t in (0.6, 0.0, 0.3)]
+    options = dict(
+        drafter=spec_jax.host_drafter(after_greedy), target_sampler=samplers,
+        config=spec_jax.SpeculativeConfig(
+            num_speculative_tokens=K, rejection_sampling_strategy=strategy
+        ),
+    )  # fmt: skip
+    prompts = [[1, 2, 3], [0], [2, 2]]
+    decoder = spec_jax.SpeculativeDecoder(target, **options)
+    plain = spec_jax.SpeculativeDecoder.new_n1(target, **options)
+    ask = dict(max_new_tokens=16, stop_tokens=())
+    expected = [row.tokens for row in plain.generate(prompts, **ask)]
+    assert [row.tokens for row in decoder.generate(prompts, **ask)] == expected
+    assert decoder.stats.accepted > decoder.stats.rejected
+
+
+def test_an_error_of_the_function_reaches_the_caller_and_ids_out_of_range_name_their_row():
+    ANSWER.clear()
+    config = spec_jax.SpeculativeConfig(num_speculative_tokens=K)
+    target = testing.mock_model(V)
+    decoder = spec_jax.SpeculativeDecoder(
+        target, drafter=spec_jax.host_drafter(answer), config=config
+    )
+    ANSWER["raise"] = "no such prefix"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="after a prefix of 4 tokens: KeyError: "
+                       "'no such prefix'"):
+        decoder.generate([1, 2, 3], max_new_tokens=4)
+    ANSWER.clear()
+    for ids in ([V], [-1], [2**40]):
+        ANSWER["value"] = ids
+        with pytest.raises(spec_jax.errors.InvalidDraftError):
+            decoder.generate([1, 2, 3], max_new_tokens=4)
+    ANSWER["value"] = [1]
+    assert len(decoder.generate([1, 2, 3], max_new_tokens=4).tokens) == 4
