@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +18,10 @@ from spec_jax.drafters.eagle.model import (
     check_head,
     eagle,
     eagle_head,
-    head_table,
     init_head,
 )
 from spec_jax.drafters.eagle.read import read_head
-from spec_jax.drafters.mtp.model import MtpConfig, check_mtp, init_mtp, mtp, mtp_head, mtp_table
+from spec_jax.drafters.mtp.model import MtpConfig, check_mtp, init_mtp, mtp, mtp_head
 from spec_jax.drafters.mtp.read import read_mtp
 from spec_jax.errors import ConfigError, ModelNotLoaded, WeightsError
 from spec_jax.models import checkpoint, layout, transformer
@@ -56,26 +56,18 @@ class LoadedModel:
         return self.model.max_length
 
     def decoding_params(self, num_rows: int | None = None) -> Params:
-        """The weights as passes of ``num_rows`` tokens, of all rows together, want them.
+        """The weights laid out for passes over ``num_rows`` tokens in total; None: any number.
 
-        They are ``params`` itself but on a CPU, where another layout is faster; each is made
-        once and kept.
-
-        Args:
-          num_rows: None for any number, as in prefill.
+        They are ``params`` itself except on a CPU, see ``models/layout.py``.
         """
-        if self.config is None or jax.default_backend() != "cpu":
-            return self.params
-        has_few = num_rows is not None and num_rows <= layout.MAX_ROWS
-        return self._in_panels if has_few else self._with_own_head
+        return self._by_rows(num_rows)
 
     @functools.cached_property
-    def _with_own_head(self) -> Params:
-        return transformer.with_own_head(self.params)
-
-    @functools.cached_property
-    def _in_panels(self) -> Params:
-        return transformer.in_panels(self._with_own_head)
+    def _by_rows(self) -> Callable[[int | None], Params]:
+        if self.config is None:
+            return lambda num_rows: self.params
+        is_tied = self.config.tie_word_embeddings
+        return layout.by_rows(self.params, is_tied=is_tied, has_panels=True)
 
     @property
     def num_params(self) -> int | None:
@@ -118,22 +110,12 @@ class LoadedHead:
         return self.config.layer.max_position_embeddings
 
     def decoding_params(self, num_rows: int | None = None) -> Params:
-        """The weights as passes of ``num_rows`` pairs want them, see ``LoadedModel``."""
-        has_few = num_rows is not None and num_rows <= layout.MAX_ROWS
-        is_plain = isinstance(self.config.layer, ModelConfig)
-        is_cut = has_few and is_plain and jax.default_backend() == "cpu"
-        return self._in_panels if is_cut else self.params
+        """The weights laid out for passes over ``num_rows`` pairs, see ``LoadedModel``."""
+        return self._by_rows(num_rows)
 
     @functools.cached_property
-    def _in_panels(self) -> Params:
-        def cut(table, own):
-            is_linear = lambda name: name in table and table[name].is_linear
-            return {n: layout.cut(w) if is_linear(n) else w for n, w in own.items()}
-
-        if isinstance(self.config, EagleConfig):
-            return cut(head_table(self.config), self.params)
-        table = mtp_table(self.config)
-        return {index: cut(table, module) for index, module in self.params.items()}
+    def _by_rows(self) -> Callable[[int | None], Params]:
+        return layout.by_rows(self.params, has_panels=isinstance(self.config.layer, ModelConfig))
 
     @property
     def num_params(self) -> int:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
-
-NUM_PREFIXES = 8  # of a cache, among which ``attend_prefix`` chooses
-MIN_SLOTS = 512  # a smaller cache is read whole
 
 
 def attend(
@@ -38,33 +34,6 @@ def attend(
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(*lead, -1, S)
     out = jnp.einsum("...ms,...sh->...mh", weights, v)
     return out.reshape(B, G, N // G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, -1)
-
-
-def attend_prefix(
-    q_BTNH: jax.Array, k: jax.Array, v: jax.Array, mask_BTS: jax.Array, *,
-    scale: float | None = None,
-) -> jax.Array:
-    """``attend``; on a CPU, over the shortest of a few prefixes that holds every slot seen.
-
-    There several queries cost more a slot than a copy of the slots does, which is the price of
-    a prefix; one query does not, and a layer of a stack has been copied already. Elsewhere all
-    slots are read, and nothing is chosen.
-
-    Args and Returns are those of ``attend``.
-    """  # fmt: skip
-    T, S = mask_BTS.shape[1:]
-
-    def over(n):
-        k_n, v_n, mask = k[..., :n, :], v[..., :n, :], mask_BTS[..., :n]
-        return attend(q_BTNH, k_n, v_n, mask, scale=scale)
-
-    if T == 1 or S < MIN_SLOTS or k.ndim == 4:
-        return over(S)
-    step = -(-S // NUM_PREFIXES)
-    prefixes = [functools.partial(over, n) for n in (*range(step, S, step), S)]
-    last = jnp.where(mask_BTS.any(axis=(0, 1)), jnp.arange(S), 0).max()
-    choose = lambda: jax.lax.switch(last // step, prefixes)
-    return jax.lax.platform_dependent(cpu=choose, default=prefixes[-1])
 
 
 def causal_attention(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from spec_jax.errors import WeightsError
 from spec_jax.models.config import ModelConfig
-from spec_jax.models.layout import join
+from spec_jax.models.layout import from_panels
 
 _STD = 0.02  # of random weights
 Params = dict[str, Any]
@@ -172,7 +172,7 @@ def walk(config: ModelConfig, params: Params) -> Iterator[tuple[ParamSpec, int |
 
     Arrays have their spec's shape, whatever layout the parameters are in.
     """
-    whole = lambda spec, array: join(array) if spec.is_linear else array
+    whole = lambda spec, array: from_panels(array) if spec.is_linear else array
     for name, spec in outer_table(config).items():
         yield spec, None, whole(spec, params[name])
     layers = params["layers"]

@@ -16,12 +16,11 @@ from spec_jax.models.families import AnyConfig, bamba, mamba2
 from spec_jax.models.families.bamba import BambaConfig
 from spec_jax.models.families.mamba2 import Mamba2Config
 from spec_jax.models.layers import Window, attention, mlp, rms_norm
-from spec_jax.models.layout import cut, matmul
+from spec_jax.models.layout import matmul
 from spec_jax.models.params import Params, init_params
 
 __all__ = [
-    "decoder_layer", "forward", "in_panels", "init_params", "logits", "model", "unembed",
-    "with_own_head",
+    "decoder_layer", "forward", "init_params", "logits", "model", "unembed",
 ]  # fmt: skip
 
 
@@ -120,27 +119,6 @@ def unembed(params: Params, hidden: jax.Array) -> jax.Array:
         if "head" in params:
             return matmul(hidden, params["head"]).astype(jnp.float32)
         return jnp.einsum("...d,vd->...v", hidden, params["embed"]).astype(jnp.float32)
-
-
-def with_own_head(params: Params) -> Params:
-    """The same weights with a tied head as an array of its own, ``[in, out]``.
-
-    For decoding on a CPU, where a product with the transposed embedding takes twice the
-    time. Not for training, which would untie it.
-    """
-    return params if "head" in params else {**params, "head": jnp.array(params["embed"].T)}
-
-
-def in_panels(params: Params) -> Params:
-    """The same weights with every matrix of separate layers, and the head, in panels.
-
-    For decoding few tokens a pass on a CPU, see ``models/layout.py``.
-    """
-    layers = params["layers"]
-    if "q" not in layers:  # not stacked
-        layers = jax.tree.map(lambda w: cut(w) if w.ndim > 1 else w, layers)
-    own = {"head": cut(params["head"])} if "head" in params else {}
-    return {**params, "layers": layers, **own}
 
 
 def logits(params: Params, tokens: jax.Array, *, config: AnyConfig) -> jax.Array:

@@ -12,8 +12,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from spec_jax.models.attention import attend_prefix
 from spec_jax.models.caches.snapshot import KVCacheSnapshot, check_fits
+from spec_jax.models.layout import attend_prefix
 
 __all__ = ["KVCache", "KVCacheSnapshot"]
 
