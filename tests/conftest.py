@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import importlib.metadata
+import json
 import os
 import pathlib
 import tempfile
@@ -33,19 +35,32 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 jax.config.update("jax_platforms", "cpu")
 
 
-# Files of a minute or more come first: begun last, one would keep one worker busy alone.
-_LONG = frozenset(
-    f"test_{name}.py"
-    for name in (
-        "benchmark", "certificate", "decode", "eagle", "equality_real", "decode_experiment",
-        "memory", "mtp", "overlap", "queue", "runner", "state_space", "train_head", "train_heads",
-        "train_lm", "tree", "zoo",
-    )
-)  # fmt: skip
+_COSTS = json.loads((ROOT / "tests" / "recorded" / "costs.json").read_text())
 
 
-def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path.name not in _LONG)
+def pytest_configure(config):
+    """A test that is named on the command line runs, whichever tier it belongs to."""
+    has_default_tier = config.option.markexpr == "not exhaustive and not measure"
+    if has_default_tier and any("::" in arg for arg in config.args):
+        config.option.markexpr = ""
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
+def pytest_collection_modifyitems(config, items):
+    named = any("::" in arg for arg in config.args)
+    found = collections.defaultdict(set)
+    for item in items:
+        marker = item.get_closest_marker("representatives")
+        if marker is not None:
+            name = item.callspec.id
+            found[item.nodeid.split("[")[0], marker.args].add(name)
+            if name not in marker.args:
+                item.add_marker(pytest.mark.exhaustive)
+    for (test, ids), names in found.items():
+        if not named and not names >= set(ids):
+            raise pytest.UsageError(f"{test} has no parameters {sorted(set(ids) - names)}")
+    # The most expensive files come first: begun last, one would keep one worker busy alone.
+    items.sort(key=lambda item: -_COSTS.get(item.path.name, 0))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -68,6 +68,7 @@ def test_draft_and_target_share_one_vocabulary(models):
     assert target.tokenizer.token_id(tokens.END_OF_TEXT) == 0
 
 
+@pytest.mark.exhaustive
 def test_held_out_text_is_predicted_and_the_draft_agrees(models):
     """Coarse bounds: the modules differ a little between versions of Python."""
     target, draft = models.values()
@@ -101,6 +102,7 @@ def greedy(models):
     return prompts, [row.tokens for row in rows]
 
 
+@pytest.mark.representatives("zoo/eagle3")
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_draft_what_the_target_says(models, greedy, name):
     """Coarse bounds, from real decoding of held-out functions; greedy tokens are the target's."""

@@ -46,6 +46,7 @@ def test_windows_hold_their_text_and_mask_in_the_asked_shares():
     assert of_b == 30
 
 
+@pytest.mark.exhaustive
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
     """Peak memory of drawing batches from a mapped file of 4 MB and of 1 GB (sparse on disk)."""
     code = (

@@ -35,6 +35,7 @@ def test_training_documents_hold_no_held_out_module_nor_its_tests(held_out):
     assert len({text for _, text in train}) == len(train)
 
 
+@pytest.mark.exhaustive
 def test_documents_are_deterministic_and_the_test_share_is_nested():
     none, some = (dict(python_source.documents("train", tests_share=s)) for s in (0.0, 0.25))
     assert some == dict(python_source.documents("train", tests_share=0.25))

@@ -91,6 +91,7 @@ def tokens_of(rows):
     return [list(row.tokens) for row in rows]
 
 
+@pytest.mark.representatives("standalone")
 @pytest.mark.parametrize("method", ["standalone", "ngram", "self"])
 def test_match_emits_exactly_the_plain_stream_for_mixed_rows(target, draft, plain_mixed, method):
     other = {"standalone": draft, "ngram": None, "self": target}[method]
@@ -105,18 +106,21 @@ def test_plain_decoding_emits_the_oracles_stream(target, plain_mixed, plain_gree
     assert tokens_of(sampled.generate(PROMPTS, NEW)) == plain_mixed
 
 
+@pytest.mark.representatives("block")
 @pytest.mark.parametrize("strategy", ["greedy", "residual", "block", "match"])
 def test_temperature_zero_emits_the_greedy_stream(target, draft, plain_greedy, strategy):
     d = decoder(target, draft, strategy, K=2)
     assert tokens_of(d.generate(PROMPTS, NEW)) == plain_greedy
 
 
+@pytest.mark.exhaustive
 def test_draft_length_changes_no_token(target, draft, plain_mixed):
     for K in (1, 5):
         d = decoder(target, draft, "match", K=K, target_sampler=MIXED)
         assert tokens_of(d.generate(PROMPTS, NEW)) == plain_mixed
 
 
+@pytest.mark.representatives("residual")
 @pytest.mark.parametrize("strategy", ["residual", "match"])
 def test_a_row_does_not_depend_on_the_others(target, draft, strategy):
     d = decoder(target, draft, strategy, target_sampler=MIXED)
@@ -141,6 +145,7 @@ def test_a_draft_equal_to_the_target_is_always_accepted(target):
         assert d.stats.tau == 4
 
 
+@pytest.mark.exhaustive
 def test_mutation_draft_rollback_left_out_lowers_acceptance(target):
     honest = standalone(target.model)
 
@@ -205,6 +210,7 @@ def test_chunks_of_rounds_give_the_same_tokens(target, draft):
         assert tokens_of(d.generate(PROMPTS, NEW, rounds_per_sync=rounds)) == whole
 
 
+@pytest.mark.exhaustive
 def test_generation_runs_to_the_last_slot(target, draft):
     """The slack behind the limit holds the last block, whatever the bucket leaves."""
     prompt = [3] * 4
@@ -215,6 +221,7 @@ def test_generation_runs_to_the_last_slot(target, draft):
         assert row.tokens == SpeculativeDecoder(target).generate(prompt, new).tokens
 
 
+@pytest.mark.representatives("residual")
 @pytest.mark.parametrize("strategy", ["residual", "match"])
 def test_an_admitted_row_decodes_as_if_it_were_alone(target, draft, strategy):
     d = decoder(target, draft, strategy, target_sampler=MIXED)
@@ -240,6 +247,7 @@ def _toy(seed):
     return testing.mock_model(TOY, seed)
 
 
+@pytest.mark.representatives("target")
 @pytest.mark.parametrize("side", ["target", "draft"])
 def test_nan_logits_stop_their_row_alone_with_a_reason(side):
     target, draft = _toy(0), _toy(1)
@@ -269,6 +277,7 @@ def test_a_row_in_which_every_token_is_forbidden_stops_with_a_reason():
     assert len(rows[1].tokens) == 4
 
 
+@pytest.mark.representatives("3")
 @pytest.mark.parametrize("n_draft", [-1, 3])
 def test_a_draft_count_out_of_range_is_an_error(n_draft):
     honest = testing.scripted_drafter(lambda t, length, K: jnp.ones((t.shape[0], K), jnp.int32))
@@ -283,6 +292,7 @@ def test_a_draft_count_out_of_range_is_an_error(n_draft):
         d.generate([1, 2], 5)
 
 
+@pytest.mark.representatives("11")
 @pytest.mark.parametrize("bad", [-1, TOY, 2**30])
 def test_a_draft_of_ids_outside_the_vocabulary_is_an_error_that_keeps_every_row(bad):
     def propose(tokens, length, K):
@@ -340,6 +350,7 @@ def test_every_kind_is_recorded_where_it_happened():
     assert np.asarray(state.offered)[0, 2:8].tolist() == [-1, 2, -1, -1, 2, -1]
 
 
+@pytest.mark.exhaustive
 def test_rounds_without_drafts_leave_a_draft_nothing_to_catch_up(target):
     """K = 0 for three rounds, then K = 3: a draft equal to the target is accepted whole."""
     d = SpeculativeDecoder(target, target, SpeculativeConfig(num_speculative_tokens=3))

@@ -150,6 +150,9 @@ def compiled(num_draft, batch, draft_layers, scan_layers):
     return program.as_text(), program.memory_analysis(), cache_bytes
 
 
+@pytest.mark.representatives(
+    "K0-B1-draft1-unrolled", "K4-B1-draft2-unrolled", "K0-B2-draft1-scanned",
+)
 @pytest.mark.parametrize("num_draft, batch, draft_layers, scan_layers", CASES)
 class TestGenerate:
     def test_donates_every_cache_and_gets_it_back(
@@ -167,6 +170,7 @@ class TestGenerate:
         assert memory.temp_size_in_bytes < cache_bytes / 2
 
 
+@pytest.mark.representatives("0-1-1", "4-1-2")
 @pytest.mark.parametrize("num_draft, batch, draft_layers", UNROLLED)
 def test_unrolled_layers_are_read_where_they_lie(num_draft, batch, draft_layers):
     """No whole layer's keys are moved: the products read the cache itself, or a prefix of it.
@@ -178,6 +182,7 @@ def test_unrolled_layers_are_read_where_they_lie(num_draft, batch, draft_layers)
     assert moves_in_loops(text, elements(1, batch) // parts) == []
 
 
+@pytest.mark.representatives("head-dynamic")
 @pytest.mark.parametrize(
     "tree, has_head, batch",
     [
@@ -194,6 +199,7 @@ def test_heads_and_trees_move_no_cache(tree, has_head, batch):
     assert program.memory_analysis().alias_size_in_bytes >= cache_bytes
 
 
+@pytest.mark.exhaustive
 def test_a_chunk_that_may_end_early_moves_no_cache():
     (*arguments, rounds), system, cache_bytes = lower(4, batch=2)
     program = decoding.generate.lower(*arguments, rounds, rounds, system=system).compile()
@@ -237,6 +243,7 @@ def _forward_through_scan(params, tokens, cache, *, window_offset=0, config):
     return ForwardOutput(x, cache.replace(keys=keys, values=values))
 
 
+@pytest.mark.representatives("0")
 @pytest.mark.parametrize("num_draft", [0, 4])
 def test_mutation_a_cache_that_goes_through_scan_is_found(num_draft):
     c = config(TARGET_LAYERS, scan_layers=True)
@@ -249,6 +256,7 @@ def test_mutation_a_cache_that_goes_through_scan_is_found(num_draft):
     assert program.memory_analysis().temp_size_in_bytes > cache_bytes / 2
 
 
+@pytest.mark.exhaustive
 def test_mutation_a_state_that_is_not_donated_is_found():
     arguments, system, cache_bytes = lower(4)
     keeping = jax.jit(decoding.generate.__wrapped__, static_argnames=("system",))

@@ -157,6 +157,7 @@ def test_the_law_is_the_targets():
     assert testing.certify_rule(rule, drafter=suffix(3), params=params) <= 1e-6
 
 
+@pytest.mark.exhaustive
 def test_outputs_help_the_next_call_and_change_nothing():
     target = testing.mock_model(13, 3)
     config = SpeculativeConfig("suffix", 4)

@@ -108,6 +108,9 @@ def judged(rule, scores, proposal, noise):
     return rule.accept(scores, proposal, noise)
 
 
+@pytest.mark.representatives(
+    "residual-sampled", "traversal-deterministic", "match-sampled", "greedy-deterministic",
+)
 @pytest.mark.parametrize("is_sampled", [True, False], ids=["sampled", "deterministic"])
 @pytest.mark.parametrize("name", ["residual", "traversal", "match", "greedy"])
 def test_on_a_chain_a_tree_rule_is_the_chain_rule(name, is_sampled):
@@ -153,6 +156,7 @@ def test_enumerated_law_of_a_sampled_tree_is_the_targets(strategy):
     assert certify_rule(rule(strategy), drafter=drafter, rows=THREE, num_tokens=3) <= 1e-6
 
 
+@pytest.mark.representatives("residual")
 @pytest.mark.parametrize("strategy", ["residual", "traversal"])
 def test_enumerated_law_of_a_tree_that_is_cut_is_the_targets(strategy):
     cut = ragged(standalone(toy_model(3), TINY), lambda length: length % 4)
@@ -167,6 +171,7 @@ def test_enumerated_law_holds_where_siblings_use_up_their_law():
         certify_rule(rule(strategy), drafter=drafter, rows=rows, num_tokens=3)
 
 
+@pytest.mark.representatives("traversal")
 @pytest.mark.parametrize("strategy", ["residual", "traversal"])
 def test_enumerated_law_of_a_dynamic_tree_is_the_targets(strategy):
     drafter = standalone(toy_model(3), DynamicTree(4, 2, 2))
@@ -213,6 +218,7 @@ def start(system, params, prompts, sampler, new):
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["residual", "traversal"])
 def test_decoded_law_of_a_tree_passes_chi_square(strategy):
     certify_decoder(
@@ -224,6 +230,7 @@ def test_decoded_law_of_a_tree_passes_chi_square(strategy):
 # -------------------------------------------------------------------------- mutations
 
 
+@pytest.mark.representatives("residual")
 @pytest.mark.parametrize("strategy", ["residual", "traversal"])
 def test_mutation_siblings_reused_are_caught(monkeypatch, strategy):
     """A rejected draft stays in the law of its siblings, as if it could be drawn again."""
@@ -242,6 +249,7 @@ class Stays(KVCache):
         return self.replace(length=self.length + n)
 
 
+@pytest.mark.exhaustive
 def test_mutation_path_gather_left_out_is_found():
     system, params = lm_system("match", BUSH, doubt=0.3)
 
@@ -279,6 +287,7 @@ SYSTEMS = {
 }
 
 
+@pytest.mark.representatives("match-standalone-static", "match-eagle-3-dynamic")
 @pytest.mark.parametrize(
     ("strategy", "name", "shape"),
     [
@@ -327,6 +336,7 @@ def proposal_after(system, params, tokens, length, counts):
     return system.drafter.propose(params["draft"], draft, context, system.num_draft)[0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "shape"), [("standalone", GROWN), ("eagle-3", BUSH), ("eagle-3", GROWN)],
     ids=["standalone-dynamic", "eagle-3-static", "eagle-3-dynamic"],
@@ -391,6 +401,7 @@ def test_a_heads_tree_holds_its_chain():
         assert [int(proposal.tokens[row, i - 1]) for i in first] == drafts
 
 
+@pytest.mark.exhaustive
 def test_a_dynamic_tree_compiles_once():
     """Its shape changes from round to round and from prompt to prompt, the program does not."""
     system, params = lm_system("greedy", DynamicTree(6, 3, 3), doubt=0.3)
@@ -436,6 +447,7 @@ def test_a_heads_tree_wider_than_its_vocabulary_is_refused():
         eagle(whole, padded, DynamicTree(28, 1, 28))
 
 
+@pytest.mark.exhaustive
 def test_a_proposal_that_is_no_tree_stops_its_row():
     system, params = lm_system("greedy", BUSH)
 

@@ -210,6 +210,7 @@ def test_slips_in_a_call_are_named(stories, options, message):
         SpeculativeDecoder(stories).generate("A dog", **options)
 
 
+@pytest.mark.exhaustive
 def test_numbers_of_numpy_are_numbers(stories):
     sampler = SamplerConfig(temperature=np.float32(0.5), seed=np.int64(3), top_k=np.int32(4))
     few = SpeculativeDecoder(stories, target_sampler=sampler).generate("A dog", np.int64(3))
@@ -221,6 +222,7 @@ def test_a_dtype_that_weights_cannot_have_is_refused():
         load_model("zoo/draft", "int8")
 
 
+@pytest.mark.representatives("1.0")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_ids_that_pad_the_embedding_are_never_emitted(temperature):
     """The padding's own logits are the largest; drafting them is an error that names the range."""

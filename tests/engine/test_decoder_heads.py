@@ -41,6 +41,7 @@ def modules(**changes):
     return LoadedHead("modules", config, init_mtp(config, jax.random.key(0)))
 
 
+@pytest.mark.representatives("dynamic")
 @pytest.mark.parametrize(
     "config",
     [{}, {"tree": (2, 2, 1)}, {"tree_depth": 3, "tree_top_k": 3, "num_speculative_tokens": 8}],
@@ -58,6 +59,7 @@ def test_modules_leave_the_text_as_it_is(target, plain):
     assert [g.tokens for g in decoder.generate(PROMPTS, 20)] == plain
 
 
+@pytest.mark.exhaustive
 def test_a_standalone_draft_drafts_trees(target, plain):
     config = SpeculativeConfig(tree=((0,), (1,), (0, 0)))
     decoder = SpeculativeDecoder(target, target, config)
@@ -65,6 +67,7 @@ def test_a_standalone_draft_drafts_trees(target, plain):
     assert decoder.stats.tau > 2.5
 
 
+@pytest.mark.exhaustive
 def test_recycled_modules_draft_trees_and_sequential_ones_do_not(target, plain):
     config = SpeculativeConfig("mtp", tree=(2, 2))
     decoder = SpeculativeDecoder(target, modules(), config)

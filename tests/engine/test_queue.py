@@ -62,6 +62,7 @@ def check_alone(decoder):
         assert found == expected
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["match", "residual"])
 def test_every_prompt_gives_what_it_gives_alone(pair, strategy):
     check_alone(speculative(*pair, strategy))
@@ -71,6 +72,7 @@ def test_every_prompt_gives_its_greedy_stream():
     check_alone(speculative(mock_model(V, 0), mock_model(V, 1), "greedy", 0.0))
 
 
+@pytest.mark.representatives("3")
 @pytest.mark.parametrize("batch", [1, 3, 50])
 def test_the_batch_changes_nothing(batch):
     decoder = speculative(mock_model(V, 0), mock_model(V, 1), "residual")
@@ -117,6 +119,7 @@ def test_results_come_as_they_finish_and_prompts_are_pulled_as_rows_are_free():
     assert queue.usage.share == 1 and np.isnan(queue.tail.share)
 
 
+@pytest.mark.exhaustive
 def test_rows_stay_busy_over_a_thousand_prompts_of_geometric_output_length():
     stop, B, count = 0, 16, 1000
     law = np.array([1 / 50, 0.3, 0.4, 0.28])
@@ -232,6 +235,7 @@ def test_an_error_of_decoding_is_raised_after_what_had_finished_is_yielded(monke
     assert all(row == expected[index] for index, row in found.items())
 
 
+@pytest.mark.exhaustive
 def test_the_limit_of_the_decoders_config_counts_the_prompt():
     decoder = SpeculativeDecoder(mock_model(V, 0), config=AsyncSpecConfig(
         max_tokens=25, force_n1=True, target_sampler=SamplerConfig(1.0)

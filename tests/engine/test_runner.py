@@ -89,6 +89,7 @@ def plain(mocks):
     return SpeculativeDecoder(mocks[0]).generate(PROMPTS, 30, sampler=SAMPLERS)
 
 
+@pytest.mark.representatives("standalone")
 @pytest.mark.parametrize("method", ["standalone", "suffix"])
 def test_emits_exactly_the_plain_stream(mocks, plain, method):
     """Costs are timed; then K goes up and down by script, in a batch and in a queue."""
@@ -108,6 +109,7 @@ def test_emits_exactly_the_plain_stream(mocks, plain, method):
     assert len(drafted) == 3 and rounds > drafted[0] > drafted[2] > 0  # rounds of K = 0 and 1
 
 
+@pytest.mark.exhaustive
 def test_a_queue_takes_turns_of_k_too(mocks, plain):
     decoder = adaptive(*mocks, rejection_sampling_strategy="match")
     decoder.adaptive.tuner, decoder.adaptive.costs = Script((0, 0, 3)), Known()
@@ -180,6 +182,7 @@ def after_mix(name, change=lambda drafter: drafter):
     return stale, caught_up, proposals(system, params, fresh, state), state
 
 
+@pytest.mark.representatives("eagle-3")
 @pytest.mark.parametrize("name", DRAFTS)
 def test_drafts_after_any_mix_of_ks_are_those_after_a_fresh_prefill(name):
     stale, caught_up, expected, state = after_mix(name)
@@ -193,6 +196,7 @@ def test_drafts_after_any_mix_of_ks_are_those_after_a_fresh_prefill(name):
     assert not np.allclose(stale[1], expected[1], atol=1e-2)  # without the replay they differ
 
 
+@pytest.mark.exhaustive
 def test_mutation_features_of_another_row_that_are_held_are_found():
     def mixed_up(drafter):
         def defer_commit(params, draft, tokens, n, features, path):
@@ -206,6 +210,7 @@ def test_mutation_features_of_another_row_that_are_held_are_found():
     assert not np.allclose(caught_up[1], expected[1], atol=1e-3)
 
 
+@pytest.mark.representatives("5")
 @pytest.mark.parametrize("max_rounds", [1, 5, 32])
 def test_a_head_catches_up_when_there_is_no_more_room(monkeypatch, max_rounds):
     """However few rounds a call runs of those that are planned."""
@@ -296,6 +301,7 @@ def stopping_too_early(drafter, stop_below):
     return drafter._replace(propose=propose)
 
 
+@pytest.mark.representatives("residual-by past", "block-confidence")
 @pytest.mark.parametrize(
     "rule, case", [(RESIDUAL, "by past"), (RESIDUAL, "confidence"), (BLOCK, "confidence")],
     ids=lambda value: getattr(value, "name", value),
@@ -311,6 +317,7 @@ def test_mutation_stopping_before_an_unlikely_token_is_caught():
         certify(RESIDUAL, drafter=stopping_too_early(standalone(testing.toy_model(3)), 0.35))
 
 
+@pytest.mark.exhaustive
 def test_the_tokens_of_adaptive_decoding_have_the_targets_law():
     """Chi-square of the jitted decoder while K goes up and down."""
     V, size, num_tokens = 3, 20_000, 3

@@ -103,6 +103,7 @@ def check_counts(decoder, rows) -> None:
 # -------------------------------------------------------------------------- streaming
 
 
+@pytest.mark.exhaustive
 def test_pieces_of_500_random_prompts_join_to_the_final_text(decoder):
     rng, letters = np.random.default_rng(0), list("ab é數🎉\u200d½\n")
     num_pieces = 0
@@ -313,6 +314,7 @@ def test_rows_are_cancelled_for_themselves(decoder):
         decoder.generate(["a", "a"], NEW, cancellation_token=tokens)
 
 
+@pytest.mark.exhaustive
 def test_1000_random_moments(decoder):
     """From another thread, from the callback, by closing the stream and by cancelling the task."""
     rng, rows, reasons = np.random.default_rng(1), [], []
@@ -421,6 +423,7 @@ def test_the_event_loop_goes_on_while_a_round_runs(decoder, on_round):
     within(120, lambda: asyncio.run(run()))
 
 
+@pytest.mark.exhaustive
 def test_calls_at_once_give_what_each_gives_alone(decoder):
     prompts = ["a", "é", "數", "🎉", "aé", "ab"]
     alone = [decoder.generate(p, NEW, sampler=SOFT, pad_to=8) for p in prompts]
@@ -471,6 +474,7 @@ def test_a_stream_goes_on_in_another_event_loop(decoder):
     assert text == stream.result.text == TEXT.decode(errors="replace")
 
 
+@pytest.mark.representatives("True")
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_an_event_loop_may_be_closed_while_a_round_runs(decoder, on_round, is_stream):
     started, goes_on = threading.Event(), threading.Event()

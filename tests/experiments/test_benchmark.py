@@ -128,6 +128,7 @@ def products_flops(jaxpr) -> int:
     return total
 
 
+@pytest.mark.representatives("eagle3_case")
 @pytest.mark.parametrize("make", [training.lm_case, training.eagle3_case])
 def test_model_flops_are_those_of_the_products_in_a_step(make):
     """Of a width at which what is counted roughly does not matter; Adam has no products."""
@@ -151,6 +152,7 @@ def test_streaming_is_held_against_the_uninterrupted_loop(config, tmp_path):
     assert record["lines"][0]["value"] == pytest.approx(np.median(ratios))
 
 
+@pytest.mark.exhaustive
 def test_replay_is_measured_against_the_verify_pass_of_the_same_run(config, tmp_path):
     record = benchmark.run(config, tmp_path, ("states",))
     times = {name: np.asarray(ms) for name, ms in record["parts"]["states"]["times_ms"].items()}
@@ -165,6 +167,7 @@ def test_says_why_transformers_is_left_out(config, tmp_path, capsys):
     assert "left out" in record["notes"][0] and "no_python" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_adaptive_is_held_against_plain_and_fixed(config, tmp_path):
     record = benchmark.run(config, tmp_path, ("adaptive",))
     assert [line["bar"] for line in record["lines"]] == [1.03, 0.95, 1.1, 1.1]
@@ -175,6 +178,7 @@ def test_adaptive_is_held_against_plain_and_fixed(config, tmp_path):
         assert all(ratio > 0 for ratio in one["priced / plain"] + one["clock / plain"])
 
 
+@pytest.mark.exhaustive
 def test_coins_come_up_at_their_rate(pair):
     rule = make_rule(SpeculativeConfig(
         num_speculative_tokens=3, rejection_sampling_strategy="synthetic",
@@ -229,6 +233,7 @@ def test_refuses_values_that_cannot_be(config, tmp_path, section, values, messag
         benchmark.run(config, tmp_path, ("speed",))
 
 
+@pytest.mark.representatives("float32")
 @pytest.mark.parametrize("variant", ["float32", "float32 padded to two rows"])
 def test_plain_loops_decode_what_the_decoder_decodes(pair, variant):
     prompts = [[3, 4, 5], [7, 1, 2, 9, 8, 8]]

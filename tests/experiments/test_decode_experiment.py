@@ -99,6 +99,7 @@ def test_the_report_holds_every_cell_and_only_valid_json(run):
         assert len(r["expected_by_position"]) == (r["k"] if has_expected else 0)
 
 
+@pytest.mark.exhaustive
 def test_heads_modules_and_trees_have_rows_of_their_own(pair, tmp_path, capsys):
     config = small(
         pair, draft="", head="random-eagle-3", mtp="random", trees="2x1, 5:2:3", ks=(2,),
@@ -218,6 +219,7 @@ def command(*args):
     )
 
 
+@pytest.mark.representatives("args0-no key 'num_prompt' (did you mean num_prompts?)")
 @pytest.mark.parametrize(
     "args, message",
     [
@@ -235,6 +237,7 @@ def test_the_command_answers_bad_input_in_one_line(args, message):
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.exhaustive
 def test_the_command_takes_typed_overrides(pair, tmp_path):
     done = command(
         f"--config.target={pair / 'target'}", f"--config.draft={pair / 'draft'}",

@@ -93,6 +93,7 @@ def test_every_prompt_is_answered_as_the_decoder_answers_it_alone(run, pair):
     assert json.loads((folder / "report.json").read_text())["tokens"] == report["tokens"]
 
 
+@pytest.mark.exhaustive
 def test_a_killed_run_goes_on_to_the_same_lines(run, pair, tmp_path, monkeypatch, capsys):
     class Killed(Exception):
         pass
@@ -194,6 +195,7 @@ def test_a_piece_depends_on_its_index_alone_and_begins_at_a_line(pair, held_out)
     assert other != texts
 
 
+@pytest.mark.exhaustive
 def test_every_answer_of_a_conversation_is_written_anew(pair, tmp_path):
     """By the chat template, the conversations apart that training holds out."""
     target = tmp_path / "target"

@@ -112,6 +112,7 @@ def test_a_run_leaves_a_head_that_drafts_as_it_did_when_measured(files, run):
     assert figures["tau"] == pytest.approx(best["tau"])
 
 
+@pytest.mark.exhaustive
 def test_a_stopped_run_goes_on_to_the_same_head(files, run, tmp_path, monkeypatch):
     class Stopped(Exception):
         pass
@@ -136,6 +137,7 @@ def test_a_stopped_run_goes_on_to_the_same_head(files, run, tmp_path, monkeypatc
     jax.tree.map(np.testing.assert_array_equal, *(head.params for head in heads))
 
 
+@pytest.mark.representatives("eagle1")
 @pytest.mark.parametrize("objective", ["eagle1", "mtp"])
 def test_every_objective_trains_and_exports(files, tmp_path, objective):
     config = small(files, objective=objective, steps=2)
@@ -177,6 +179,7 @@ def test_the_last_state_may_be_exported_in_place_of_the_best(files, run):
     assert train_head.train(small(files), run[0]) == best
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_keeps_float32_weights(files, tmp_path):
     config = small(files, dtype="bfloat16", steps=2)
     experiment = train_head.Experiment(config, tmp_path)

@@ -84,6 +84,7 @@ def test_there_is_a_choice_for_several_queries_on_a_cpu_alone(T, slots, platform
     assert text.count("dot_general") == 2 * num_prefixes  # scores and values
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("tree", [None, (2, 2)], ids=["chain", "tree"])
 def test_decoding_across_prefixes_emits_the_plain_tokens(tree):
     """Rows at different lengths, over half of the cache's prefixes."""

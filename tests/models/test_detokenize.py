@@ -80,6 +80,7 @@ class Counting:
         return counted
 
 
+@pytest.mark.representatives("True-byte level")
 @pytest.mark.parametrize("kind", ["byte level", "byte fallback", "bytes alone"])
 @pytest.mark.parametrize("is_cancelled", [False, True])
 def test_long_rows_are_followed_by_their_last_tokens_alone(kind, is_cancelled):

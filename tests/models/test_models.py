@@ -40,6 +40,7 @@ def ragged_logits(config, params, tokens, lengths, advances):
     return seen, np.asarray(cache.length)
 
 
+@pytest.mark.representatives("llama", "qwen3")
 @pytest.mark.parametrize("config", FAMILIES, ids=lambda c: c.model_type)
 def test_cached_forward_equals_cache_free_forward_on_ragged_rows(config):
     params, tokens = random_weights(config), random_tokens(3, 12)
@@ -90,6 +91,7 @@ def test_scanned_layers_equal_unrolled_layers():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), *outputs)
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_stays_near_float32_with_and_without_a_cache():
     half, tokens = random_weights(LLAMA, dtype="bfloat16"), random_tokens(3, 12)
     # The same (rounded) weights in float32: what is left is the arithmetic's rounding.
@@ -262,6 +264,7 @@ def test_scaled_rotary_embedding_needs_its_original_length(rope_type):
         RopeConfig(rope_type, factor=2.0)
 
 
+@pytest.mark.representatives("True-True")
 @pytest.mark.parametrize("has_cache", [False, True])
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_taps_are_the_states_that_a_shorter_model_ends_in(scan_layers, has_cache):

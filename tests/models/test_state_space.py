@@ -97,6 +97,7 @@ def plain_tokens(config):
     return [row.tokens for row in rows]
 
 
+@pytest.mark.representatives("hybrid")
 @pytest.mark.parametrize(
     "target, draft, shape",
     [
@@ -141,6 +142,7 @@ def what_it_says(config, params):
     return lambda _, tokens: after(tuple(tokens))
 
 
+@pytest.mark.representatives("Mamba-2")
 @pytest.mark.parametrize("name", TARGETS)
 def test_certificate_by_enumeration(name):
     config = TARGETS[name]
@@ -163,6 +165,7 @@ def test_certificate_by_enumeration(name):
     )  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_certificate_of_the_decoder_with_a_mamba2_target_and_draft():
     params = {"target": random_weights(DRAFT), "draft": nearly(DRAFT, 0.5)}
     certify_decoder(
@@ -271,6 +274,7 @@ def test_config_json_reads_back(config):
         BambaConfig.from_hf({"vocab_size": 3})
 
 
+@pytest.mark.exhaustive
 def test_a_queue_takes_prompts_of_different_lengths():
     """They cannot be prefilled together: what pads the shorter would stay in its state."""
     target = loaded("target", MAMBA2, random_weights(MAMBA2))

@@ -189,6 +189,7 @@ def test_a_row_that_is_cancelled_leaves_the_others_as_they_are(loop, plain):
     assert rows[1].finish == Finish.CANCELLED
 
 
+@pytest.mark.exhaustive
 def test_a_side_may_be_a_sharding_over_several_devices(plain):
     draft, *two = jax.devices()
     mesh = jax.sharding.Mesh(np.asarray(two), "x")
@@ -207,6 +208,7 @@ def loaded(name, noise=0.0):
     return LoadedModel(name, transformer.model(LLAMA), params, config=LLAMA)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", ["standalone", "ngram", "suffix"])
 @pytest.mark.parametrize("temperature", [0.0, 0.2])
 def test_the_decoder_overlaps_models_with_caches_and_gives_plain_decodings_tokens(
@@ -233,6 +235,7 @@ def test_the_decoder_overlaps_models_with_caches_and_gives_plain_decodings_token
     assert {span.what for span in timeline} == {"prefill", "draft", "verify", "accept"}
 
 
+@pytest.mark.exhaustive
 def test_an_overlapped_decoder_is_cancelled_between_ticks_and_goes_on_afterwards():
     decoder = SpeculativeDecoder(loaded("target"), loaded("draft", 0.01), devices=devices())
     expected = decoder.generate([1, 2, 3], 24).tokens
@@ -263,6 +266,7 @@ def test_what_an_overlapped_decoder_cannot_do_is_named():
     assert not SpeculativeDecoder.new_n1(target, draft, devices=devices()).is_overlapped
 
 
+@pytest.mark.exhaustive
 def test_draft_and_verify_of_a_tick_run_at_the_same_time_on_their_own_devices(tmp_path):
     record = experiment.run(tmp_path, draft_ms=20, verify_ms=40, k=2, num_tokens=6)
     assert record["draft_beside_verify"] > 0
@@ -288,6 +292,7 @@ def certify():
     )
 
 
+@pytest.mark.exhaustive
 def test_residual_has_the_targets_joint_law():
     assert certify() > 1e-3
 
@@ -309,6 +314,7 @@ def mutate(monkeypatch):
     forget_programs()
 
 
+@pytest.mark.exhaustive
 def test_mutation_laws_that_stay_behind_their_tokens_are_caught(mutate):
     honest = overlap.left_ahead
     mutate(
@@ -323,6 +329,7 @@ def is_plain(loop, plain):
     return [output(row) for row in run(loop)[0]] == plain
 
 
+@pytest.mark.exhaustive
 def test_mutation_a_dropped_block_that_is_kept_is_caught(mutate, loop):
     """It keeps the law, as any draft does, but is accepted by chance alone."""
     honest = overlap.left_ahead
@@ -331,6 +338,7 @@ def test_mutation_a_dropped_block_that_is_kept_is_caught(mutate, loop):
         test_accepts_all_that_is_right_and_counts_it(run(loop))
 
 
+@pytest.mark.exhaustive
 def test_mutation_a_block_judged_by_the_row_before_is_caught(monkeypatch, loop, plain):
     honest = overlap.score_ahead
 
@@ -342,12 +350,14 @@ def test_mutation_a_block_judged_by_the_row_before_is_caught(monkeypatch, loop, 
     assert not is_plain(loop, plain)
 
 
+@pytest.mark.exhaustive
 def test_mutation_the_token_behind_a_whole_chain_is_caught(mutate, loop, plain):
     honest = decoding.accept
     mutate(decoding, "accept", lambda *args: honest(*args[:-1], args[-1] + 1))
     assert not is_plain(loop, plain)
 
 
+@pytest.mark.exhaustive
 def test_mutation_a_draft_that_is_not_rolled_back_is_caught(loop):
     forgetful = erring(rewind=lambda state, n: state)
     with pytest.raises(AssertionError):

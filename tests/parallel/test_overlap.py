@@ -25,11 +25,13 @@ CASES = pathlib.Path(__file__).with_name("overlap_on_devices.py")
 TOY = testing.toy_model(4)
 
 
-def test_on_forced_host_devices():
+@pytest.mark.representatives("not exhaustive")
+@pytest.mark.parametrize("tier", ["not exhaustive", "exhaustive"])
+def test_on_forced_host_devices(tier):
     """Devices are counted when jax starts, so these run in a process of their own."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=3"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(CASES)],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", tier, str(CASES)],
         env={**os.environ, "XLA_FLAGS": flags}, cwd=CASES.parents[2], capture_output=True,
         text=True,
     )

@@ -32,12 +32,14 @@ def rule(strategy):
 # ------------------------------------------------------------------------ enumeration
 
 
+@pytest.mark.representatives("own-residual", "own-block")
 @pytest.mark.parametrize("strategy", ["residual", "block"])
 @pytest.mark.parametrize("draft", [None, SamplerConfig(temperature=1.0)], ids=["same", "own"])
 def test_enumerated_law_is_the_targets_for_every_setting_in_one_batch(strategy, draft):
     assert certify_rule(rule(strategy), rows=testing.standard_rows(draft)) <= 1e-6
 
 
+@pytest.mark.representatives("penalties-4-3-block")
 @pytest.mark.parametrize("strategy", ["residual", "block"])
 @pytest.mark.parametrize(
     "name, vocab_size, num_draft", [("all together", 5, 2), ("penalties", 4, 3)]
@@ -97,6 +99,7 @@ def test_mutation_wrong_q_is_caught_by_enumeration():
         certify_rule(rule("residual"), drafter=drafter)
 
 
+@pytest.mark.exhaustive
 def test_mutation_argmax_draft_with_softmax_q_is_caught_by_enumeration():
     drafter = standalone(testing.toy_model(3))
 
@@ -107,6 +110,7 @@ def test_mutation_argmax_draft_with_softmax_q_is_caught_by_enumeration():
         certify_rule(rule("residual"), drafter=_with_proposal(drafter, take_best))
 
 
+@pytest.mark.exhaustive
 def test_mutation_draft_drawn_sharper_than_reported_is_caught():
     """The logits are sharpened before the draw and the report is of the others."""
     model = testing.toy_model(3)
@@ -143,6 +147,7 @@ def test_mutation_last_token_drawn_from_another_law_is_caught():
         certify_rule(rule("residual")._replace(accept=batched(verify)))
 
 
+@pytest.mark.exhaustive
 def test_mutation_penalties_without_the_drafted_history_are_caught_by_enumeration():
     def verify(target, proposal, noise):
         first = jnp.broadcast_to(target.processed[:1], target.processed.shape)
@@ -204,6 +209,7 @@ def test_mutation_inclusive_boundary_is_caught_by_a_uniform_of_zero():
 # ------------------------------------------------------------------------ chi-square
 
 
+@pytest.mark.representatives("residual")
 @pytest.mark.parametrize("strategy", ["residual", "block", "match"])
 def test_decoded_tokens_have_the_targets_joint_law(strategy):
     certify_decoder(
@@ -211,6 +217,7 @@ def test_decoded_tokens_have_the_targets_joint_law(strategy):
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "strategy, setting",
     [
@@ -235,6 +242,7 @@ def test_decoded_tokens_have_the_targets_law_at_vocabulary_4096(strategy, settin
     )
 
 
+@pytest.mark.exhaustive
 def test_mutation_shared_noise_is_caught_by_chi_square():
     """The draft's Gumbel noise is the one that the residual draw uses again."""
     honest = standalone(testing.toy_model(4))
@@ -248,6 +256,7 @@ def test_mutation_shared_noise_is_caught_by_chi_square():
         certify_decoder(rule("residual"), honest._replace(propose=propose), trials=40_000)
 
 
+@pytest.mark.exhaustive
 def test_mutation_rollback_left_out_is_caught_by_chi_square():
     """The target's cache keeps what rejected drafts wrote: the context is then wrong."""
 

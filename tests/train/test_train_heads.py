@@ -81,6 +81,7 @@ def trained(name):
     return dataclasses.replace(head, params={**state.params, **constants})
 
 
+@pytest.mark.representatives("eagle-3, reduced, normed", "mtp")
 @pytest.mark.parametrize("name", HEADS)
 def test_teacher_forced_rounds_are_the_decoders(name):
     """Judged and accepted, position by position, though one never drafts and the other never
@@ -94,6 +95,7 @@ def test_teacher_forced_rounds_are_the_decoders(name):
     assert accepted[1] > 0  # a second draft was right, so recycling was judged
 
 
+@pytest.mark.representatives("eagle-3, reduced, normed", "mtp")
 @pytest.mark.parametrize("name", HEADS)
 def test_masked_tokens_have_no_influence(name):
     """Neither as labels nor, behind the last that counts, as inputs."""
@@ -106,6 +108,7 @@ def test_masked_tokens_have_no_influence(name):
     assert float(loss(tokens)) != pytest.approx(float(loss(tokens.at[1, 15].add(1))), rel=1e-4)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["eagle-3", "mtp"])
 def test_remat_changes_no_gradient(name):
     head, batch = trained(name), view_of(HEADS[name], tokens_of(2, 12))

@@ -82,6 +82,7 @@ def test_loss_falls_and_the_export_is_the_trained_model(tmp_path):
     assert np.isfinite(got).all()
 
 
+@pytest.mark.representatives("adamw")
 @pytest.mark.parametrize("name", optimizer.OPTIMIZERS)
 def test_resuming_is_bit_exact(tmp_path, monkeypatch, name):
     config = tiny(steps=6, checkpoint_every_s=0, eval_every=100)
@@ -103,6 +104,7 @@ def test_resuming_is_bit_exact(tmp_path, monkeypatch, name):
     assert cpu_s == sorted(cpu_s)
 
 
+@pytest.mark.exhaustive
 def test_resuming_another_experiment_is_refused(tmp_path):
     train_lm.train(tiny(steps=2), tmp_path)
     with pytest.raises(ConfigError, match="seed"):
@@ -111,6 +113,7 @@ def test_resuming_another_experiment_is_refused(tmp_path):
         train_lm.train(tiny(steps=3), tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_distillation_approaches_the_teacher(tmp_path):
     train_lm.train(tiny(steps=8), tmp_path / "teacher")
     config = tiny(train_zoo_draft, teacher=str(tmp_path / "teacher" / "export"), steps=20)

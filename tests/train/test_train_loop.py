@@ -55,6 +55,7 @@ def undisturbed(tmp_path_factory):
     return folder, jax.device_get(state)
 
 
+@pytest.mark.exhaustive
 def test_killed_at_ten_moments_it_ends_bit_equal(tmp_path, undisturbed):
     rng = np.random.default_rng(0)
     kills, done = 0, 0
@@ -77,6 +78,7 @@ def test_killed_at_ten_moments_it_ends_bit_equal(tmp_path, undisturbed):
     assert steps == list(range(1, STEPS + 1))  # no line twice, none left out
 
 
+@pytest.mark.exhaustive
 def test_sigterm_saves_and_exits_with_0(tmp_path, undisturbed):
     process = start(tmp_path)
     wait_for_lines(tmp_path, 3)
@@ -153,6 +155,7 @@ def test_a_loss_that_is_no_number_names_step_and_batch(tmp_path):
         assert int(checkpoints.restore(fresh()).step) == 6
 
 
+@pytest.mark.exhaustive
 def test_a_full_disk_is_a_clear_error_and_nothing_is_lost(tmp_path, undisturbed):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 

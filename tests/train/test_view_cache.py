@@ -27,6 +27,7 @@ def cache(folder, params, max_bytes=1 << 20, taps=TAPS):
     return ViewCache(folder, max_bytes, params, LLAMA, taps)
 
 
+@pytest.mark.representatives("float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_view_is_computed_once_and_read_back_bit_equal(tmp_path, dtype):
     params = random_weights(LLAMA, dtype=dtype)

@@ -14,6 +14,7 @@ from spec_jax.drafters.mtp.model import MtpConfig, init_mtp
 KEY = jax.random.key(0)
 
 
+@pytest.mark.representatives("own head")
 @pytest.mark.parametrize("config", [LLAMA, QWEN2], ids=["own head", "tied"])
 def test_last_layer_norm_and_output_head_are_the_targets(config):
     target = random_weights(config)

@@ -214,12 +214,14 @@ def certify_head(strategy, shape=None, params=None, config=TOY):
     )
 
 
+@pytest.mark.representatives("residual-chain", "traversal-tree")
 @pytest.mark.parametrize("shape", [None, Tree((0, 0, 1))], ids=["chain", "tree"])
 @pytest.mark.parametrize("strategy", ["residual", "traversal"])
 def test_enumerated_law_under_a_reduced_vocabulary_is_the_targets(strategy, shape):
     assert certify_head(strategy, shape) <= 1e-6
 
 
+@pytest.mark.exhaustive
 def test_enumerated_law_under_version_1_is_the_targets():
     assert certify_head("block", config=TOY_1) <= 1e-6
 
@@ -232,6 +234,7 @@ def test_mutation_offsets_taken_for_ids_are_caught_by_enumeration():
         certify_head("residual", params=params)
 
 
+@pytest.mark.exhaustive
 def test_decoded_law_under_a_reduced_vocabulary_passes_chi_square():
     params, _ = toy_head()
     certify_decoder(
@@ -270,6 +273,10 @@ def prefill(system, params, prompts, new, sampler=None, seeds=None):
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7], [2, 7]]
 
 
+@pytest.mark.representatives(
+    "eagle-1", "eagle-3", "fc_norm", "norm_before_fc", "norm_before_residual", "norm_output",
+    "narrow",
+)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_two_recycled_steps_are_the_published_architecture(name):
     config = CONFIGS[name]
@@ -294,6 +301,7 @@ def fresh_drafts(name, params, chunk):
     return [np_draft(CONFIGS[name], params, row[:-1], row[-1], 3)[0] for row in rows]
 
 
+@pytest.mark.representatives("eagle-3")
 @pytest.mark.parametrize("name", ["eagle-1", "eagle-3", "norm_output"])
 def test_drafts_after_ten_rounds_are_those_after_a_fresh_prefill(name):
     system, params = system_of(CONFIGS[name], "match")
@@ -305,6 +313,7 @@ def test_drafts_after_ten_rounds_are_those_after_a_fresh_prefill(name):
     assert propose(system, params, state).tokens.tolist() == fresh_drafts(name, params, chunk)
 
 
+@pytest.mark.exhaustive
 def test_mutation_provisional_entries_that_are_kept_are_found():
     """The refresh advances the length and the last state, but what drafting wrote stays."""
     system, params = system_of(CONFIGS["eagle-3"], "match")
@@ -320,6 +329,7 @@ def test_mutation_provisional_entries_that_are_kept_are_found():
     assert not np.allclose(np.exp(a.logits), np.exp(b.logits), atol=1e-3)
 
 
+@pytest.mark.representatives("eagle-1-greedy", "eagle-3-match")
 @pytest.mark.parametrize("strategy", ["greedy", "match"])
 @pytest.mark.parametrize("name", ["eagle-1", "eagle-3"])
 def test_emits_exactly_the_plain_tokens(name, strategy):

@@ -71,6 +71,7 @@ def system_of(config, strategy="greedy", num_draft=K):
     return decoding.System(target, mtp(config, target), rule, num_draft), params
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("protocol", ["recycled", "sequential"])
 def test_decoded_law_under_modules_passes_chi_square(protocol):
     """A toy target of four ids, whose features are its logits."""
@@ -213,6 +214,7 @@ def rows_of(state):
     return [t[: n + 1].tolist() for t, n in zip(np.asarray(state.tokens), np.asarray(state.length))]
 
 
+@pytest.mark.representatives("recycled", "sequential", "zero-centred, own ends")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_drafts_are_the_published_architecture(name):
     config = CONFIGS[name]
@@ -235,6 +237,7 @@ def after_ten_rounds(system, params):
     return state
 
 
+@pytest.mark.representatives("sequential")
 @pytest.mark.parametrize("name", ["recycled", "sequential", "sequential before the norm"])
 def test_drafts_after_ten_rounds_are_those_after_a_fresh_prefill(name):
     system, params = system_of(CONFIGS[name], "match")
@@ -260,6 +263,7 @@ def test_prompts_shorter_than_the_modules_leave_the_first_slots_unseen():
         )  # fmt: skip
 
 
+@pytest.mark.representatives("sequential-match")
 @pytest.mark.parametrize("strategy", ["greedy", "match"])
 @pytest.mark.parametrize("name", ["recycled", "sequential"])
 def test_emits_exactly_the_plain_tokens(name, strategy):
@@ -291,6 +295,7 @@ def test_a_row_that_is_admitted_drafts_as_it_did_alone():
     np.testing.assert_allclose(proposal.logits[1], expected.logits[0], rtol=0, atol=1e-5)
 
 
+@pytest.mark.representatives("deepseek")
 @pytest.mark.parametrize("name", KINDS)
 def test_modules_of_other_kinds_of_layer_draft_as_after_a_fresh_prefill(name):
     layer = dataclasses.replace(KINDS[name], num_hidden_layers=1, max_position_embeddings=256)
@@ -306,6 +311,7 @@ def test_modules_of_other_kinds_of_layer_draft_as_after_a_fresh_prefill(name):
 # ------------------------------------------------------------------------------- mutations
 
 
+@pytest.mark.exhaustive
 def test_mutation_a_refresh_with_the_wrong_offset_is_found(monkeypatch):
     """In the refresh, module m reads module m - 1 in its own slot, not in the one before."""
     system, params = system_of(CONFIGS["sequential"], "match")
@@ -324,6 +330,7 @@ def test_mutation_a_refresh_with_the_wrong_offset_is_found(monkeypatch):
     assert not np.allclose(a.logits[:, 1:], b.logits[:, 1:], atol=1e-3)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "change", "first"),
     [

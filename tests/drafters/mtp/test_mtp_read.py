@@ -298,6 +298,7 @@ def test_a_config_that_does_not_fit_is_refused(tmp_path):
         read_mtp(tmp_path, TARGET)
 
 
+@pytest.mark.exhaustive
 def test_a_mimo_directory_is_target_and_draft(tmp_path):
     config = dataclasses.replace(QWEN2, num_attention_heads=4, num_key_value_heads=2, head_dim=4,
                                  tie_word_embeddings=False, max_position_embeddings=64)  # fmt: skip

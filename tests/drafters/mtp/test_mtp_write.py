@@ -92,6 +92,7 @@ def test_what_is_written_is_read_back_bit_for_bit(tmp_path, layout, layer, chang
     assert {f.name for f in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
 
 
+@pytest.mark.exhaustive
 def test_modules_of_a_targets_own_kind_load_in_one_call_and_draft(tmp_path):
     layer = dataclasses.replace(LLAMA, max_position_embeddings=64)
     target = LoadedModel("tiny", transformer.model(layer), random_weights(LLAMA), config=layer)
