@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import itertools
+import pathlib
+import textwrap
 import types
 
 import numpy as np
@@ -345,3 +348,9 @@ def test_greedy_tokens_and_rounds_are_those_of_the_compiled_loop():
 def test_greedy_tokens_and_rounds_of_the_zoo_are_those_of_the_compiled_loop():
     target, draft = spec_jax.load_model("zoo/target"), spec_jax.load_model("zoo/draft")
     check_agreement(target, draft, ["def add(a, b):", "import os\n"], k=4, num_tokens=24)
+
+
+def test_the_page_quotes_the_round_as_it_is():
+    page = pathlib.Path(__file__).parents[1] / "docs" / "how_it_works.md"
+    source = inspect.getsource(SpeculativeDecoder.decode_round)
+    assert textwrap.dedent(source) in page.read_text(encoding="utf-8")
