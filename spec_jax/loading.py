@@ -23,6 +23,7 @@ from spec_jax.drafters.eagle.model import (
 from spec_jax.drafters.eagle.read import read_head
 from spec_jax.drafters.mtp.model import MtpConfig, check_mtp, init_mtp, mtp, mtp_head
 from spec_jax.drafters.mtp.read import read_mtp
+from spec_jax.drafters.standalone import model as standalone
 from spec_jax.errors import ConfigError, ModelNotLoaded, WeightsError
 from spec_jax.models import checkpoint, layout, transformer
 from spec_jax.models.config import ModelConfig
@@ -68,6 +69,21 @@ class LoadedModel:
             return lambda num_rows: self.params
         is_tied = self.config.tie_word_embeddings
         return layout.by_rows(self.params, is_tied=is_tied, has_panels=True)
+
+    def draft_params(
+        self, target: Params, batch: int | None, num_draft: int,
+        tree: Tree | DynamicTree | None = None,
+    ) -> Params:
+        """The parameters of the drafter that this model makes.
+
+        Args:
+          target: the target's parameters, for drafters that share some of them.
+          batch: rows that are decoded together, for the layout that suits them; None: any.
+          num_draft: K.
+          tree: what is drafted; None: a chain.
+        """  # fmt: skip
+        del target, num_draft, tree
+        return self.decoding_params(None if batch is None else batch * standalone.FIRST_TOKENS)
 
     @property
     def num_params(self) -> int | None:
@@ -116,6 +132,15 @@ class LoadedHead:
     @functools.cached_property
     def _by_rows(self) -> Callable[[int | None], Params]:
         return layout.by_rows(self.params, has_panels=isinstance(self.config.layer, ModelConfig))
+
+    def draft_params(
+        self, target: Params, batch: int | None, num_draft: int,
+        tree: Tree | DynamicTree | None = None,
+    ) -> Params:  # fmt: skip
+        """The parameters of the drafter that this head makes, see ``LoadedModel``."""
+        width = 1 + (num_draft if tree is None else max(tree.depth, tree.widest))
+        head = self.decoding_params(None if batch is None else batch * width)
+        return {"head": head, "target": target}
 
     @property
     def num_params(self) -> int:

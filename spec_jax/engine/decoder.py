@@ -266,20 +266,13 @@ class SpeculativeDecoder:
           num_draft: K; by default the config's.
         """
         K = self.num_draft if num_draft is None else num_draft
-        target = None if batch is None else batch * (K + 1)
-        params = {"target": self.target.decoding_params(target), "draft": None}
-        if self.num_draft == 0:
-            return params
-        if isinstance(self.draft, LoadedHead):
-            tree = self._drafter.tree
-            most = 1 + (K if tree is None else max(tree.depth, tree.widest))
-            head = self.draft.decoding_params(None if batch is None else batch * most)
-            params["draft"] = {"head": head, "target": params["target"]}
-        elif self.draft is not None:  # its first pass of a round feeds two tokens a row
-            params["draft"] = self.draft.decoding_params(None if batch is None else batch * 2)
-        elif self._history is not None:
-            params["draft"] = self._history.tokens
-        return params
+        target = self.target.decoding_params(None if batch is None else batch * (K + 1))
+        draft = None
+        if self.num_draft > 0 and self.draft is not None:
+            draft = self.draft.draft_params(target, batch, K, self._drafter.tree)
+        elif self.num_draft > 0 and self._history is not None:
+            draft = self._history.tokens
+        return {"target": target, "draft": draft}
 
     def pacer(self, system: decoding.System, batch: int) -> Callable:
         """``(state, stop, max_rounds[, min_active]) -> (state, Chunk)`` for one generation.

@@ -15,7 +15,7 @@ from spec_jax.drafters.common.tree import draft_tree
 from spec_jax.errors import ConfigError
 from spec_jax.tree import DynamicTree, Tree, check_children
 
-_FIRST = 2  # tokens that the first pass of a round feeds
+FIRST_TOKENS = 2  # a row, fed by the first pass of a round
 
 
 @flax.struct.dataclass
@@ -73,13 +73,13 @@ def standalone(model: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
         def advance_tree(cache, tokens, parent, seen):
             del parent
             B, W, X = seen.shape
-            mask = jnp.concatenate([jnp.ones((B, W, _FIRST), bool), seen], axis=2)
-            hidden, cache = feed(tokens, cache, _FIRST + X - W, window_mask=mask)
+            mask = jnp.concatenate([jnp.ones((B, W, FIRST_TOKENS), bool), seen], axis=2)
+            hidden, cache = feed(tokens, cache, FIRST_TOKENS + X - W, window_mask=mask)
             return model.unembed(params, hidden), cache
 
         # With num_draft = 0 it feeds what is committed all the same, so it never lags; where the
         # whole round is skipped (``model_free.without_drafts``) it catches up later.
-        width = max(_FIRST, num_draft + 1) if tree is None else _FIRST + tree.num_fed
+        width = max(FIRST_TOKENS, num_draft + 1) if tree is None else FIRST_TOKENS + tree.num_fed
         hidden, cache = feed(fed, model.open_window(state.cache, width), 0)
         logits = model.unembed(params, hidden[:, -1])
         if tree is None or num_draft == 0:
@@ -97,8 +97,8 @@ def standalone(model: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
         # The window begins with the last two tokens; the accepted draft before the last node
         # of the path is the last one that is needed, and has been fed.
         drafts = jnp.take_along_axis(state.fed_at, jnp.maximum(path[:, 1:-1] - 1, 0), axis=1)
-        two = jnp.broadcast_to(jnp.arange(_FIRST), (len(n), _FIRST))
-        at = jnp.concatenate([two, drafts + _FIRST], axis=1)
+        two = jnp.broadcast_to(jnp.arange(FIRST_TOKENS), (len(n), FIRST_TOKENS))
+        at = jnp.concatenate([two, drafts + FIRST_TOKENS], axis=1)
         return state.replace(cache=state.cache.commit(n, at))
 
     def catch_up(params, state, tokens, length, width):
@@ -138,7 +138,7 @@ def standalone(model: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
         commit=commit,
         insert_row=insert_row,
         tree=tree,
-        window=0 if tree is None else _FIRST + tree.num_fed,
+        window=0 if tree is None else FIRST_TOKENS + tree.num_fed,
         catch_up=CatchUp(catch_up),
         rewind=rewind,
     )
