@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.drafters.common.head import Head
-
-_BLOCK = 64  # queries whose scores are held at once
+from spec_jax.models.attention import block_size
 
 
 @flax.struct.dataclass
@@ -50,9 +49,9 @@ def _attend_unrolled(q_BTNH, keys, values, scale):
     scale = H**-0.5 if scale is None else scale
     q = q_BTNH.reshape(B, T, G, N // G, H).transpose(0, 2, 3, 1, 4)  # B G R T H
     own = [jnp.einsum("bgrth,bgth->bgrt", q, k) for k in keys[1:]]
-    outs = []
-    for begin in range(0, T, _BLOCK):
-        end = min(begin + _BLOCK, T)
+    block, outs = block_size(T), []
+    for begin in range(0, T, block):
+        end = min(begin + block, T)
         rows = slice(begin, end)
         true = jnp.einsum("bgrmh,bgsh->bgrms", q[..., rows, :], keys[0][:, :, :end])
         sees = jnp.arange(end) <= jnp.arange(begin, end)[:, None]

@@ -13,7 +13,7 @@ from experiments.common import lm_data
 from spec_jax.data import python_source
 from spec_jax.errors import ConfigError
 from spec_jax.models import checkpoint, transformer
-from spec_jax.models.attention import causal_attention
+from spec_jax.models.attention import block_size, causal_attention
 from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.train import losses, optimizer
 
@@ -185,3 +185,7 @@ def test_blocked_attention_is_attention():
     expected = jnp.einsum("bnts,bnsh->btnh", weights_, jnp.repeat(v, 2, axis=1)).reshape(2, 13, 32)
     for block in (4, 64):
         np.testing.assert_allclose(causal_attention(q, k, v, block=block), expected, atol=1e-5)
+
+
+def test_a_long_window_has_no_more_blocks_than_a_short_one():
+    assert [block_size(T) for T in (13, 256, 258, 512, 1022, 4096)] == [64, 64, 64, 128, 256, 256]
