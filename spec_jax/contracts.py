@@ -111,6 +111,7 @@ class Proposal:
     probs: jax.Array | None = None  # f32[B,K,V]
     logits: jax.Array | None = None  # f32[B,K,V], raw, for the rules that compare logits
     is_sound: jax.Array | None = None  # bool[B], False where the draft's logits were not finite
+    fault: jax.Array | None = None  # i32[B], set by the loop: why a row cannot go on
     parents: jax.Array | None = None  # i32[B,K], the parent of each token's node; None: a chain
     tree_depth: int = flax.struct.field(pytree_node=False, default=0)  # no node is deeper
 
@@ -150,6 +151,7 @@ class TargetScores:
 
     logits: jax.Array  # f32[B,K+1,V], raw
     processed: jax.Array  # f32[B,K+1,V], after all sampling parameters, dropped tokens -inf
+    features: jax.Array | None = None  # dtype[B,K+1,E], tapped states; rules do not read them
 
     @property
     def probs(self) -> jax.Array:

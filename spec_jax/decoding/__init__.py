@@ -3,12 +3,15 @@
 from spec_jax.decoding.loop import generate, insert, prefill, read_chunk, read_row
 from spec_jax.decoding.round import (
     accept,
-    apply_rule,
+    commit,
     decode_round,
-    draft_and_score,
+    draft,
+    emit,
+    propose,
     round_noise,
     score,
-    validate_proposal,
+    target_pass,
+    verify,
 )
 from spec_jax.decoding.state import (
     Chunk,
@@ -20,6 +23,7 @@ from spec_jax.decoding.state import (
     append,
     apply_limits,
 )
+from spec_jax.decoding.validate import validate_proposal
 
 __all__ = [
     "Chunk",
@@ -29,17 +33,21 @@ __all__ = [
     "Record",
     "System",
     "accept",
-    "insert",
     "append",
-    "validate_proposal",
     "apply_limits",
+    "commit",
     "decode_round",
-    "draft_and_score",
+    "draft",
+    "emit",
     "generate",
-    "apply_rule",
+    "insert",
     "prefill",
+    "propose",
     "read_chunk",
     "read_row",
     "round_noise",
     "score",
+    "target_pass",
+    "validate_proposal",
+    "verify",
 ]

@@ -1,4 +1,4 @@
-"""The loop: draft, verify, accept, commit.
+"""One round of speculative decoding: draft, verify, accept, commit.
 
 Invariants.
   1. The target's cache holds ``length`` tokens, all of them fed; ``tokens[b, length[b]]``
@@ -7,171 +7,253 @@ Invariants.
      root), for every active row, fewer where a stop token or the limit cuts them. A finished
      row changes nothing.
   3. Every output token has one ``kind``: emitted = first + accepted + corrected + bonus.
-  4. For a lossless rule the joint law of the emitted tokens is the target's, whatever the
-     drafter, K and the batch; with the match rule the tokens equal plain decoding's.
+  4. For a lossless rule the joint distribution of the emitted tokens is the target's, whatever
+     the drafter, K and the batch; with the match rule the tokens equal plain decoding's.
 
-Plain decoding is this loop with K = 0.
+Plain decoding is this round with K = 0.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from spec_jax import rng
-from spec_jax.contracts import (
-    Context,
-    ForwardOutput,
-    Noise,
-    Proposal,
-    Rule,
-    TargetScores,
-    Verdict,
-)
+from spec_jax.contracts import Context, Noise, Proposal, Rule, TargetScores, Verdict
 from spec_jax.decoding.state import DecodeState, Finish, Kind, System, append, apply_limits
 from spec_jax.decoding.validate import has_faulty_scores, validate_proposal
 from spec_jax.errors import ConfigError
 from spec_jax.sampling import Counts, Sampler, is_sampling, process
 
 
-def decode_round(params, state: DecodeState, system: System) -> DecodeState:
-    """One round: draft, verify, accept, commit.
+def decode_round(params: dict[str, Any], state: DecodeState, system: System) -> DecodeState:
+    """Runs one round for every row; rows may be at different lengths.
 
     Args:
       params: ``{"target": ..., "draft": ...}``.
-      state: of every row; rows may be at different lengths.
+      state: of every row.
       system: target, drafter, rule and K.
+
+    Returns:
+      The state after the round.
+    """
+    proposal, state = draft(params["draft"], state, system)
+    scores, state = verify(params["target"], state, proposal, system)
+    verdict = accept(state, proposal, scores, system)
+    return commit(params["draft"], state, proposal, scores, verdict, system)
+
+
+def draft(params: Any, state: DecodeState, system: System) -> tuple[Proposal, DecodeState]:
+    """Asks the drafter for K tokens a row.
+
+    Args:
+      params: the draft's.
+      state: of every row.
+      system: target, drafter, rule and K.
+
+    Returns:
+      The proposal, made safe to feed to the target, and the state with the drafter's own state
+      as drafting left it.
+
+    Raises:
+      ConfigError: at tracing, drafts for a target that cannot rewind, or a proposal without what
+        the rule needs.
+      ShapeError: at tracing, a proposal of another shape than the contract's.
     """
     context = system.context(
         state.tokens, state.length, state.draft_sampler, state.counts, state.sampler.seed
     )
-    proposal, fault, draft, output, logits = draft_and_score(
-        params, state.target, state.draft, context, system
-    )
-    state, verdict, n_emit = accept(state, proposal, logits, fault, system)
-    with jax.named_scope("commit"):
-        features, path = output.features, verdict.path
-        if features is not None and path is not None:
-            features = jnp.take_along_axis(features, path[:, :, None], axis=1)
-        commit = system.drafter.commit
-        return state.replace(
-            target=output.cache.commit(n_emit, path),
-            draft=commit(params["draft"], draft, verdict.tokens, n_emit, features, path),
-        )
+    proposal, drafter_state = propose(params, state.draft, context, system)
+    return proposal, state.replace(draft=drafter_state)
 
 
-class Scored(NamedTuple):
-    """A proposal and the target's view of it.
-
-    Attributes:
-      proposal: made harmless to feed.
-      fault: i32[B], a Finish for each row whose proposal was not, else RUNNING.
-      draft: the drafter's state.
-      output: the target's, over [pending | drafts].
-      logits: f32[B,K+1,V], the target's, raw.
-    """
-
-    proposal: Proposal
-    fault: jax.Array
-    draft: Any
-    output: ForwardOutput
-    logits: jax.Array
-
-
-def draft_and_score(params, cache, draft, context: Context, system: System) -> Scored:
-    """The first half of a round. The certificate calls this very function.
+def propose(
+    params: Any, drafter_state: Any, context: Context, system: System
+) -> tuple[Proposal, Any]:
+    """``draft`` for a context that is given. The certificate calls this very function.
 
     Args:
-      params: ``{"target": ..., "draft": ...}``.
-      cache: the target's, of ``context.length`` tokens.
-      draft: the drafter's state.
+      params: the draft's.
+      drafter_state: its state.
       context: what the drafter may look at.
       system: target, drafter, rule and K.
-
-    Raises:
-      ConfigError: at tracing, drafts for a target that cannot rewind.
     """
     if system.num_draft > 0 and not system.target.can_rewind:
         raise ConfigError(
             f"the target cannot forget rejected drafts, and K is {system.num_draft}: it needs K = 0"
         )
     with jax.named_scope("draft"):
-        proposal, draft = system.drafter.propose(params["draft"], draft, context, system.num_draft)
-        proposal, fault = validate_proposal(proposal, system, context.length.shape[0])
-    paths = proposal.paths
-    seen = {} if paths is None else {"window_mask": paths}
-    output, logits = score(
-        params["target"], cache, context.tokens, context.length, proposal.tokens, system, **seen
-    )
-    return Scored(proposal, fault, draft, output, logits)
+        proposal, drafter_state = system.drafter.propose(
+            params, drafter_state, context, system.num_draft
+        )
+        return validate_proposal(proposal, system, context.length.shape[0]), drafter_state
 
 
-def score(
-    params, cache, tokens: jax.Array, length: jax.Array, drafts: jax.Array, system: System, **seen
-) -> tuple[ForwardOutput, jax.Array]:
-    """The target's pass over [pending | drafts], and f32[B,T+1,V], its raw logits.
+def verify(
+    params: Any, state: DecodeState, proposal: Proposal, system: System
+) -> tuple[TargetScores, DecodeState]:
+    """Runs the target once over the pending token and all drafts, and scores every node.
 
     Args:
       params: the target's.
-      cache: of ``length`` tokens.
-      tokens: i32[B,M], of which ``tokens[b, length[b]]`` is pending.
-      length: i32[B].
-      drafts: i32[B,T].
-      system: whose target it is.
-      **seen: ``window_mask`` of a tree.
+      state: of every row.
+      proposal: what was drafted.
+      system: target, drafter, rule and K.
+
+    Returns:
+      The scores, and the state with the drafts in the window of the target's cache; ``commit``
+      keeps those that are accepted.
     """
-    with jax.named_scope("verify"):
-        pending = jnp.take_along_axis(tokens, length[:, None], axis=1)
-        window = jnp.concatenate([pending, drafts], axis=1)
-        output = system.target.forward(params, window, cache, **seen)
-        return output, system.target.unembed(params, output.hidden)
+    logits, features, cache = target_pass(
+        params, state.target, state.tokens, proposal.tokens, system, proposal.paths
+    )
+    scores = score(logits, state.sampler, state.counts, proposal, system.rule)
+    return scores.replace(features=features), state.replace(target=cache)
 
 
-def apply_rule(
-    rule: Rule,
-    logits: jax.Array,
-    sampler: Sampler,
-    counts: Counts,
-    proposal: Proposal,
-    noise: Noise,
-) -> tuple[TargetScores, Verdict]:
-    """Scores every node and lets the rule decide. The certificate calls this very function.
+def target_pass(
+    params: Any, cache: Any, tokens: jax.Array, drafts: jax.Array, system: System,
+    window_mask: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None, Any]:  # fmt: skip
+    """Feeds [pending | drafts] to the target.
 
     Args:
-      rule: of acceptance.
+      params: the target's.
+      cache: of ``length`` tokens a row.
+      tokens: i32[B,M], of which ``tokens[b, length[b]]`` is pending.
+      drafts: i32[B,T].
+      system: whose target it is.
+      window_mask: bool[B,T+1,T+1], what each node of a tree sees of the window; None for a chain.
+
+    Returns:
+      f32[B,T+1,V] raw logits, the tapped features dtype[B,T+1,E] or None, and the cache with the
+      window written.
+    """
+    with jax.named_scope("verify"):
+        pending = jnp.take_along_axis(tokens, cache.length[:, None], axis=1)
+        window = jnp.concatenate([pending, drafts], axis=1)
+        mask = {} if window_mask is None else {"window_mask": window_mask}
+        output = system.target.forward(params, window, cache, **mask)
+        return system.target.unembed(params, output.hidden), output.features, output.cache
+
+
+def score(
+    logits: jax.Array, sampler: Sampler, counts: Counts | None, proposal: Proposal, rule: Rule
+) -> TargetScores:
+    """Applies the target's sampling parameters at every node.
+
+    Args:
       logits: f32[B,K+1,V], the target's, raw.
       sampler: the target's, by row.
       counts: of prompt and output, the pending token included.
       proposal: what was drafted.
-      noise: what the rule consumes.
+      rule: a greedy one needs no more than the argmax.
     """
     paths = proposal.paths
     processed = process(
         logits, sampler, counts, proposal.tokens, None if paths is None else paths[:, :, 1:],
         is_argmax=rule.is_greedy,
     )
-    scores = TargetScores(logits=logits, processed=processed)
-    return scores, rule.accept(scores, proposal, noise)
+    return TargetScores(logits=logits, processed=processed)
+
+
+def accept(
+    state: DecodeState, proposal: Proposal, scores: TargetScores, system: System
+) -> Verdict:
+    """Lets the rule decide which drafts are accepted, with this round's own noise.
+
+    Args:
+      state: of every row.
+      proposal: what was drafted.
+      scores: the target's, of every node.
+      system: target, drafter, rule and K.
+    """
+    with jax.named_scope("accept"):
+        noise = round_noise(
+            system.rule, state.sampler, state.length, system.num_draft, system.target.vocab_size,
+            proposal.depth,
+        )
+        return system.rule.accept(scores, proposal, noise)
+
+
+def commit(
+    params: Any, state: DecodeState, proposal: Proposal, scores: TargetScores, verdict: Verdict,
+    system: System,
+) -> DecodeState:  # fmt: skip
+    """Writes down what is emitted and moves both caches to it; rejected drafts are forgotten.
+
+    Args:
+      params: the draft's.
+      state: of every row, the window in the target's cache.
+      proposal: what was drafted.
+      scores: the target's, of every node.
+      verdict: the rule's.
+      system: target, drafter, rule and K.
+    """
+    state, n_emit = emit(state, proposal, scores, verdict, system)
+    with jax.named_scope("commit"):
+        features, path = scores.features, verdict.path
+        if features is not None and path is not None:
+            features = jnp.take_along_axis(features, path[:, :, None], axis=1)
+        return state.replace(
+            target=state.target.commit(n_emit, path),
+            draft=system.drafter.commit(
+                params, state.draft, verdict.tokens, n_emit, features, path
+            ),
+        )
+
+
+def emit(
+    state: DecodeState, proposal: Proposal, scores: TargetScores, verdict: Verdict,
+    system: System, max_emit: jax.Array | None = None,
+) -> tuple[DecodeState, jax.Array]:  # fmt: skip
+    """Appends the accepted drafts and the target's own token, cut by stop tokens and limits.
+
+    Args:
+      state: of every row; the caches are not touched.
+      proposal: what was drafted.
+      scores: the target's, of every node.
+      verdict: the rule's.
+      system: target, drafter, rule and K.
+      max_emit: i32[B], tokens that a row emits at most, 1..K+1; None: no bound.
+
+    Returns:
+      The state, and i32[B], how many tokens each row has emitted.
+    """
+    rule, total = system.rule, state.length + 1
+    is_faulty = has_faulty_scores(rule, scores, proposal, verdict)
+    fault = jnp.where(is_faulty, Finish.NAN_TARGET, proposal.fault)
+    n = verdict.n_accept + 1
+    n = n if max_emit is None else jnp.minimum(n, max_emit)
+    n_emit, finish = apply_limits(state, verdict.tokens, total, n, fault)
+    index = jnp.arange(verdict.tokens.shape[1])
+    own = jnp.where(proposal.has_children(verdict.last), Kind.CORRECTED, Kind.BONUS)
+    kind = jnp.where(index < verdict.n_accept[:, None], Kind.ACCEPTED, own[:, None])
+    offered = jnp.where(index == 0, proposal.levels[:, None], -1)
+    record = {"tokens": verdict.tokens, "kind": kind, "offered": offered}
+    if system.has_expected:
+        record["expected"] = _expected(rule, scores, proposal, verdict)
+    return append(state, record, total, n_emit).replace(finish=finish), n_emit
 
 
 def round_noise(
     rule: Rule, sampler: Sampler, start: jax.Array, num_draft: int, vocab_size: int,
     depth: int | None = None,
 ) -> Noise:
-    """The noise of the round that begins behind ``start`` i32[B] fed tokens.
+    """Makes the noise of the round that begins after ``start`` fed tokens.
 
-    A coupled rule gets plain decoding's own noise at each position; every other rule fresh
+    A coupled rule gets plain decoding's own noise at each position. Every other rule gets fresh
     noise of this round, because it conditions on draws past the first rejection.
 
     Args:
       rule: of acceptance.
       sampler: the target's.
-      start: i32[B].
+      start: i32[B], tokens fed.
       num_draft: K.
       vocab_size: V.
-      depth: of the tree that the drafts are; None: they are a chain.
+      depth: of the drafts' tree; None for a chain.
     """
     seed, B = sampler.seed, start.shape[0]
     depth = num_draft if depth is None else depth
@@ -187,50 +269,11 @@ def round_noise(
     return Noise(jax.vmap(coin, out_axes=1)(jnp.arange(num_draft)), gumbel)
 
 
-def accept(
-    state: DecodeState, proposal: Proposal, logits: jax.Array, fault: jax.Array, system: System,
-    most: jax.Array | None = None,
-) -> tuple[DecodeState, Verdict, jax.Array]:  # fmt: skip
-    """Lets the rule decide and writes down what is emitted; the caches are the caller's.
-
-    Args:
-      state: before the round.
-      proposal: made harmless to feed.
-      logits: f32[B,K+1,V], the target's, raw.
-      fault: i32[B], a Finish for each row whose proposal was not, else RUNNING.
-      system: target, drafter, rule and K.
-      most: i32[B], tokens that a row emits at most, 1..K+1; None: no bound.
-
-    Returns:
-      The state, the verdict, and i32[B], how many tokens each row has emitted.
-    """
-    rule = system.rule
-    with jax.named_scope("accept"):
-        total = state.length + 1
-        noise = round_noise(
-            rule, state.sampler, state.length, system.num_draft, system.target.vocab_size,
-            proposal.depth,
-        )
-        scores, verdict = apply_rule(rule, logits, state.sampler, state.counts, proposal, noise)
-        is_faulty = has_faulty_scores(rule, scores, proposal, verdict)
-        fault = jnp.where(is_faulty, Finish.NAN_TARGET, fault)
-        n = verdict.n_accept + 1 if most is None else jnp.minimum(verdict.n_accept + 1, most)
-        n_emit, finish = apply_limits(state, verdict.tokens, total, n, fault)
-        index = jnp.arange(verdict.tokens.shape[1])
-        own = jnp.where(proposal.has_children(verdict.last), Kind.CORRECTED, Kind.BONUS)
-        kind = jnp.where(index < verdict.n_accept[:, None], Kind.ACCEPTED, own[:, None])
-        offered = jnp.where(index == 0, proposal.levels[:, None], -1)
-        record = {"tokens": verdict.tokens, "kind": kind, "offered": offered}
-        if system.has_expected:
-            record["expected"] = _expected(rule, scores, proposal, verdict)
-        return append(state, record, total, n_emit).replace(finish=finish), verdict, n_emit
-
-
 def _expected(rule: Rule, scores: TargetScores, proposal: Proposal, verdict: Verdict):
-    """f32[B,K+1], the rule's closed-form acceptance at the positions it judged, else NaN."""
+    """f32[B,K+1], the rule's closed-form acceptance where a draft was reached, else NaN."""
     B, K = proposal.tokens.shape
     per_node = jax.vmap(jax.vmap(rule.expected_acceptance))
     value = per_node(scores.probs[:, :-1], proposal.probs, proposal.tokens)
-    judged = jnp.minimum(verdict.n_accept + 1, proposal.n_draft)[:, None]
-    value = jnp.where(jnp.arange(K) < judged, value, jnp.nan)
+    reached = jnp.minimum(verdict.n_accept + 1, proposal.n_draft)[:, None]
+    value = jnp.where(jnp.arange(K) < reached, value, jnp.nan)
     return jnp.concatenate([value, jnp.full((B, 1), jnp.nan)], axis=1)

@@ -11,8 +11,8 @@ from spec_jax.errors import ConfigError
 from spec_jax.shapes import check_shapes
 
 
-def validate_proposal(proposal: Proposal, system: System, batch: int) -> tuple[Proposal, jax.Array]:
-    """Makes a faulty proposal harmless to feed, and names the fault of each row.
+def validate_proposal(proposal: Proposal, system: System, batch: int) -> Proposal:
+    """Makes a faulty proposal safe to feed and sets its ``fault``, row by row.
 
     Raises:
       ShapeError: at tracing, an array of another shape than the contract's.
@@ -26,7 +26,7 @@ def validate_proposal(proposal: Proposal, system: System, batch: int) -> tuple[P
             raise ConfigError("has_expected is set; expected acceptance is known of chains alone")
         if not rule.has_trees:
             raise ConfigError(
-                f"rule {rule.name!r} judges chains; drafter {drafter.name!r} proposes trees"
+                f"rule {rule.name!r} accepts chains only; drafter {drafter.name!r} proposes trees"
             )
     check_shapes(sizes, tokens=(proposal.tokens, "B K"), n_draft=(proposal.n_draft, "B"))
     for name in ("probs", "logits"):
@@ -37,8 +37,8 @@ def validate_proposal(proposal: Proposal, system: System, batch: int) -> tuple[P
     if is_unknown or (rule.needs_logits and proposal.logits is None):
         what = "probs" if is_unknown else "logits"
         raise ConfigError(
-            f"rule {rule.name!r} judges drafts by their {what}, which drafter {drafter.name!r} "
-            f"did not put into its Proposal"
+            f"rule {rule.name!r} needs the drafts' {what}, which drafter {drafter.name!r} "
+            "did not put into its Proposal"
         )
     offered = proposal.is_offered
     is_valid = (proposal.tokens >= 0) & (proposal.tokens <= system.target.last_id)
@@ -53,7 +53,7 @@ def validate_proposal(proposal: Proposal, system: System, batch: int) -> tuple[P
     if proposal.is_sound is not None:
         fault = jnp.where(proposal.is_sound, fault, Finish.NAN_DRAFT)
     tokens = jnp.where(is_valid, proposal.tokens, 0)
-    return proposal.replace(tokens=tokens, n_draft=n_draft), fault
+    return proposal.replace(tokens=tokens, n_draft=n_draft, is_sound=None, fault=fault)
 
 
 def has_faulty_scores(

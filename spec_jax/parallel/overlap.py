@@ -258,9 +258,9 @@ class Overlap:
                     "verify", tick, self.devices.target, score_ahead, params["target"], state,
                     ahead.tokens, system=_alone(system),
                 )
-                block, fault, side = drafting.result()
+                block, side = drafting.result()
                 state, ahead, ruling, active = self._timed(
-                    "accept", tick, self.devices.target, self._judge, state, ahead, block, fault,
+                    "accept", tick, self.devices.target, self._accept, state, ahead, block,
                     logits, system=_alone(system),
                 )
                 ruling = self._send("draft", ruling)
@@ -268,9 +268,8 @@ class Overlap:
         chunk = decoding.read_chunk(state, jnp.int32(tick - begin), jnp.int32(row_ticks))
         return state.replace(draft=Apart(ahead, side, ruling, tick)), chunk
 
-    def _judge(self, state, ahead, block, fault, logits, *, system):
-        block, fault = self._send("target", (block, fault))
-        return settle(state, ahead, block, fault, logits, system=system)
+    def _accept(self, state, ahead, block, logits, *, system):
+        return settle(state, ahead, self._send("target", block), logits, system=system)
 
     def _send(self, name: str, tree):
         return jax.device_put(tree, getattr(self.devices, name))
@@ -340,7 +339,7 @@ def _prefill_draft(
 @functools.partial(jax.jit, static_argnames="system", donate_argnames="side")
 def draft_block(
     params, side: DraftSide, ruling: Ruling, *, system: System
-) -> tuple[Proposal, jax.Array, DraftSide]:
+) -> tuple[Proposal, DraftSide]:
     """The draft's part of a tick: learns of the last one, then drafts behind what is ahead.
 
     Args:
@@ -350,8 +349,7 @@ def draft_block(
       system: target, drafter, rule and K.
 
     Returns:
-      The block, harmless to feed; i32[B], a Finish for each row whose block was not, else
-      RUNNING; and the side.
+      The block, made safe to feed, and the side.
     """
     side = _follow(params, side, ruling, system.drafter)
     ahead = side.ahead
@@ -359,11 +357,8 @@ def draft_block(
     context = system.context(
         view.tokens, side.length + ahead.n_draft, side.sampler, view.counts, side.request
     )
-    with jax.named_scope("draft"):
-        block, draft = system.drafter.propose(params, side.draft, context, system.num_draft)
-        block, fault = decoding.validate_proposal(block, system, len(side.length))
-    block = block.replace(is_sound=None)
-    return block, fault, side.replace(draft=draft, block=Proposal(block.tokens, block.n_draft))
+    block, draft = decoding.propose(params, side.draft, context, system)
+    return block, side.replace(draft=draft, block=Proposal(block.tokens, block.n_draft))
 
 
 def _follow(params, side: DraftSide, ruling: Ruling, drafter) -> DraftSide:
@@ -394,15 +389,15 @@ def score_ahead(
     Returns:
       The state with the window in its cache, and f32[B,K,V].
     """
-    output, logits = decoding.score(
-        params, state.target, state.tokens, state.length, ahead[:, :-1], system
+    logits, _, cache = decoding.target_pass(
+        params, state.target, state.tokens, ahead[:, :-1], system
     )
-    return state.replace(target=output.cache), logits
+    return state.replace(target=cache), logits
 
 
 @functools.partial(jax.jit, static_argnames="system", donate_argnames=("state", "ahead"))
 def settle(
-    state: DecodeState, ahead: Proposal, block: Proposal, fault: jax.Array, logits: jax.Array, *,
+    state: DecodeState, ahead: Proposal, block: Proposal, logits: jax.Array, *,
     system: System,
 ) -> tuple[DecodeState, Proposal, Ruling, jax.Array]:  # fmt: skip
     """The end of a tick: judges [ahead | the block's first draft] and commits.
@@ -411,7 +406,6 @@ def settle(
       state: with the window in its cache; donated.
       ahead: what the window holds; donated.
       block: what was drafted behind it.
-      fault: i32[B], of the block; a Finish.
       logits: f32[B,K,V], of the window.
       system: target, drafter, rule and K.
 
@@ -423,7 +417,9 @@ def settle(
     rows = jnp.minimum(jnp.arange(system.num_draft + 1), ahead.n_draft[:, None])
     logits = jnp.take_along_axis(logits, rows[:, :, None], axis=1)
     chain = joined(ahead, block)
-    state, verdict, n_emit = decoding.accept(state, chain, logits, fault, system, num_rows)
+    scores = decoding.score(logits, state.sampler, state.counts, chain, system.rule)
+    verdict = decoding.accept(state, chain, scores, system)
+    state, n_emit = decoding.emit(state, chain, scores, verdict, system, num_rows)
     is_whole = (verdict.n_accept == num_rows) & (n_emit == num_rows)
     state = state.replace(target=state.target.commit(n_emit))
     ruling = Ruling(verdict.tokens, n_emit, is_whole)
@@ -437,11 +433,14 @@ def joined(ahead: Proposal, block: Proposal) -> Proposal:
     def join(a, b):
         return jnp.where(is_ahead if a.ndim == 2 else is_ahead[:, :, None], a, b[:, :1])
 
-    chain = jax.tree.map(join, ahead.replace(n_draft=None), block.replace(n_draft=None))
-    return chain.replace(n_draft=ahead.n_draft + jnp.minimum(block.n_draft, 1))
+    without = lambda proposal: proposal.replace(n_draft=None, fault=None)
+    chain = jax.tree.map(join, without(ahead), without(block))
+    n_draft = ahead.n_draft + jnp.minimum(block.n_draft, 1)
+    return chain.replace(n_draft=n_draft, fault=block.fault)
 
 
 def left_ahead(block: Proposal, is_whole: jax.Array) -> Proposal:
     """What is ahead once the block's first draft has been accepted: the others, or nothing."""
-    moved = jax.tree.map(lambda x: jnp.roll(x, -1, axis=1), block.replace(n_draft=None))
-    return moved.replace(n_draft=jnp.where(is_whole, block.n_draft - 1, 0))
+    without = block.replace(n_draft=None, fault=None)
+    moved = jax.tree.map(lambda x: jnp.roll(x, -1, axis=1), without)
+    return moved.replace(n_draft=jnp.where(is_whole, block.n_draft - 1, 0), fault=block.fault)

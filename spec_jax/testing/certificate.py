@@ -349,14 +349,17 @@ def _propose(system: decoding.System, params, batch, gumbel):
         tokens, length, draft_sampler, counts, sampler.seed, is_coupled=False, has_probs=True,
         has_logits=rule.needs_logits, gumbel=gumbel,
     )
-    scored = decoding.draft_and_score(params, fed.cache.commit(length), state, context, system)
-    return scored.logits, scored.proposal
+    proposal, _ = decoding.propose(params["draft"], state, context, system)
+    logits, _, _ = decoding.target_pass(
+        params["target"], fed.cache.commit(length), tokens, proposal.tokens, system, proposal.paths
+    )
+    return logits, proposal
 
 
 @functools.partial(jax.jit, static_argnames="rule")
 def _judge(rule: Rule, logits, batch, proposal, noise):
     _, _, sampler, _, counts = batch
-    return decoding.apply_rule(rule, logits, sampler, counts, proposal, noise)[1]
+    return rule.accept(decoding.score(logits, sampler, counts, proposal, rule), proposal, noise)
 
 
 def certify_decoder(

@@ -202,7 +202,7 @@ def test_a_system_that_would_draft_for_such_a_target_is_refused():
         loaded("target", MAMBA2, random_weights(MAMBA2)), None, SpeculativeConfig("ngram", 2)
     ).system()._replace(target=model)
     with pytest.raises(ConfigError, match="cannot forget rejected drafts, and K is 2"):
-        decoding.draft_and_score(None, None, None, None, system)
+        decoding.propose(None, None, None, system)
 
 
 def test_a_head_like_a_target_without_attention_is_refused():

@@ -352,8 +352,8 @@ def test_mutation_a_block_judged_by_the_row_before_is_caught(monkeypatch, loop, 
 
 @pytest.mark.exhaustive
 def test_mutation_the_token_behind_a_whole_chain_is_caught(mutate, loop, plain):
-    honest = decoding.accept
-    mutate(decoding, "accept", lambda *args: honest(*args[:-1], args[-1] + 1))
+    honest = decoding.emit
+    mutate(decoding, "emit", lambda *args: honest(*args[:-1], args[-1] + 1))
     assert not is_plain(loop, plain)
 
 
