@@ -5,7 +5,19 @@ import json
 
 import pytest
 
-from spec_jax.config import METHODS, STRATEGIES, SamplerConfig, SpeculativeConfig, build
+from spec_jax.config import (
+    METHODS,
+    STRATEGIES,
+    AdaptiveConfig,
+    NgramConfig,
+    SamplerConfig,
+    SpeculativeConfig,
+    SuffixConfig,
+    SyntheticConfig,
+    TreeConfig,
+    TypicalConfig,
+    build,
+)
 from spec_jax.errors import ConfigError, SpecJaxError
 
 
@@ -43,7 +55,8 @@ def test_logit_bias_may_be_a_mapping_or_pairs_and_is_hashable():
 
 
 def test_configs_are_frozen():
-    for config, name in ((SamplerConfig(), "seed"), (SpeculativeConfig(), "ngram_max")):
+    configs = (SamplerConfig(), "seed"), (SpeculativeConfig(), "ngram"), (NgramConfig(), "max")
+    for config, name in configs:
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(config, name, 3)
 
@@ -57,24 +70,24 @@ def test_configs_are_frozen():
         (dict(num_speculative_tokens=2.5), "num_speculative_tokens"),
         (dict(speculative_method="medusa"), "'medusa'; expected one of standalone"),
         (dict(rejection_sampling_strategy="best"), "'best'; expected None or one of greedy"),
-        (dict(typical_epsilon=0.0), "typical_epsilon"),
-        (dict(typical_delta=-1.0), "typical_delta"),
-        (dict(ngram_min=0), "ngram_min"),
-        (dict(ngram_min=4, ngram_max=3), "ngram_max"),
-        (dict(synthetic_acceptance_rate=1.1), "synthetic_acceptance_rate"),
+        (dict(typical_epsilon=0.0), "typical.epsilon is 0.0; expected a number above 0"),
+        (dict(typical_delta=-1.0), "typical.delta"),
+        (dict(ngram_min=0), "ngram.min"),
+        (dict(ngram_min=4, ngram_max=3), "ngram.max"),
+        (dict(synthetic_acceptance_rate=1.1), "synthetic.acceptance_rate"),
         (dict(synthetic_acceptance_rates=(0.5,)), "at least 2 rates"),
         (dict(synthetic_acceptance_rates=(0.5, 0.6)), "non-increasing"),
-        (dict(synthetic_conditional_rates=(0.5, -0.1)), "synthetic_conditional_rates"),
-        (dict(synthetic_mean_length=3.5), r"synthetic_mean_length is 3.5; .* \[1, 3\]"),
-        (dict(synthetic_mean_length=0.9), "synthetic_mean_length"),
-        (dict(rejection_sampling_strategy="synthetic"), "needs one of synthetic_acceptance_rate"),
+        (dict(synthetic_conditional_rates=(0.5, -0.1)), "synthetic.conditional_rates"),
+        (dict(synthetic_mean_length=3.5), r"synthetic.mean_length is 3.5; .* \[1, 3\]"),
+        (dict(synthetic_mean_length=0.9), "synthetic.mean_length"),
+        (dict(rejection_sampling_strategy="synthetic"), "needs one of synthetic.acceptance_rate"),
         (
             dict(synthetic_acceptance_rate=0.5, synthetic_mean_length=2.0),
-            "synthetic_acceptance_rate and synthetic_mean_length are given",
+            "synthetic.acceptance_rate and synthetic.mean_length are given",
         ),
         (
             dict(synthetic_acceptance_rate=0.5, rejection_sampling_strategy="match"),
-            "synthetic_acceptance_rate is given",
+            "synthetic.acceptance_rate is given",
         ),
     ],
     ids=lambda x: "" if isinstance(x, dict) else x[:30],
@@ -86,7 +99,7 @@ def test_a_wrong_speculative_value_is_an_error_that_names_it(values, named):
 
 def test_conditional_rates_may_rise_and_exceed_k():
     config = SpeculativeConfig(synthetic_conditional_rates=[0.2, 0.9, 0.4])
-    assert config.synthetic_conditional_rates == (0.2, 0.9, 0.4)
+    assert config.synthetic.conditional_rates == (0.2, 0.9, 0.4)
     assert config.is_synthetic and not SpeculativeConfig().is_synthetic
 
 
@@ -156,8 +169,8 @@ def test_harmless_spellings_of_a_number_are_taken():
         num_speculative_tokens=3, typical_epsilon=0.01, typical_delta=1.0, ngram_max=4,
         synthetic_acceptance_rates=(0.5, 0.5, 0.25),
     )
-    assert type(config.num_speculative_tokens) is type(config.ngram_max) is int
-    assert type(config.typical_delta) is float
+    assert type(config.num_speculative_tokens) is type(config.ngram.max) is int
+    assert type(config.typical.delta) is float
     sampler = build(SamplerConfig, {"temperature": "0.5", "top_k": 7.0, "logit_bias": [[3, -1]]})
     assert sampler == SamplerConfig(temperature=0.5, top_k=7, logit_bias=((3, -1.0),))
 
@@ -194,8 +207,107 @@ def test_a_section_of_a_file_is_read_in_every_format(tmp_path, suffix, text):
         file.write_text(json.dumps({name: SECTION}) if text is None else text.format(name))
         config = SpeculativeConfig.from_file(file, name)
         assert config == SpeculativeConfig(**SECTION, config_file=str(file), section_name=name)
+        record = dict(config_file=None, section_name=None)
+        assert dataclasses.replace(config, **record) == SpeculativeConfig(**SECTION)
     with pytest.raises(ConfigError, match="no section 'speculative'; its sections: other"):
         SpeculativeConfig.from_file(file)
+
+
+@pytest.mark.parametrize(
+    ("flat", "nested"),
+    [
+        (dict(ngram_max=4), dict(ngram=NgramConfig(max=4))),
+        (dict(suffix_min_prob=0.5), dict(suffix=SuffixConfig(min_prob=0.5))),
+        (dict(typical_delta=0.2), dict(typical=TypicalConfig(delta=0.2))),
+        (dict(synthetic_mean_length=2), dict(synthetic=SyntheticConfig(mean_length=2))),
+        (dict(synthetic_mean_length=None), {}),
+        (dict(tree=[2, 1]), dict(tree=TreeConfig((2, 1)))),
+        (dict(tree=[[0], [1], [0, 0]]), dict(tree=TreeConfig(ranks=((0,), (1,), (0, 0))))),
+        (
+            dict(num_speculative_tokens=8, tree_depth=3, tree_top_k=4),
+            dict(num_speculative_tokens=8, tree=TreeConfig(depth=3, top_k=4)),
+        ),
+        (dict(is_adaptive=True), dict(adaptive=AdaptiveConfig())),
+        (dict(adaptive=True, adaptive_buckets=[1, 3]), dict(adaptive=AdaptiveConfig((1, 3)))),
+        (dict(adaptive_buckets=[1, 3]), dict(adaptive=AdaptiveConfig((1, 3)))),
+        (dict(is_adaptive=False, tree_depth=None), dict(adaptive=None)),
+    ],
+    ids=str,
+)
+def test_flat_names_mappings_and_records_say_the_same(flat, nested):
+    config = SpeculativeConfig(**nested)
+    assert SpeculativeConfig(**flat) == config == SpeculativeConfig.from_dict(flat)
+    as_mappings = dataclasses.asdict(config)
+    assert SpeculativeConfig.from_dict(json.loads(json.dumps(as_mappings))) == config
+    assert SpeculativeConfig(**as_mappings) == config and hash(config) == hash(config)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (dict(ngram=3), "ngram is 3; expected a NgramConfig or a mapping of max, min"),
+        (dict(ngram=None), "ngram is None; expected a NgramConfig"),
+        (dict(ngram={"maxx": 3}), "unknown key 'maxx' in NgramConfig; known keys: max, min"),
+        (dict(suffix={"max_depth": 0}), "suffix.max_depth is 0; expected an integer of 1"),
+        (dict(tree={}), "tree.children, tree.ranks and tree.depth, none of them are given"),
+        (dict(tree=TreeConfig((2,)), tree_top_k=3), "tree.top_k is 3 without tree.depth"),
+        (dict(tree={"children": [2, 0]}), r"the tree branches \(2, 0\)"),
+        (dict(tree={"ranks": [[1]]}), r"the tree lists \[1\] and not \[0\]"),
+        (dict(adaptive={"buckets": [0]}), r"adaptive.buckets is \(0,\); expected ascending"),
+        (dict(adaptive=3), "adaptive is 3; expected a bool or an AdaptiveConfig"),
+        (dict(is_adaptive=False, adaptive_buckets=(1,)), "None where adaptive is False"),
+        (dict(typical={"epsilon": -1}), "typical.epsilon is -1"),
+        (dict(section_name="x"), "section_name is 'x' without a config_file"),
+        (dict(num_draft=3), r"unknown key 'num_draft' in .*; known keys: .*ngram \(max, min\)"),
+    ],
+    ids=str,
+)
+def test_a_record_refuses_what_cannot_be_by_name(values, message):
+    with pytest.raises(ConfigError, match=message):
+        SpeculativeConfig(**values)
+
+
+def test_a_flat_name_beside_its_record_changes_one_field():
+    config = SpeculativeConfig(ngram=NgramConfig(max=5, min=2), ngram_max=6)
+    assert config.ngram == NgramConfig(max=6, min=2)
+    assert dataclasses.replace(config, ngram_min=1).ngram == NgramConfig(max=6, min=1)
+    adaptive = SpeculativeConfig(is_adaptive=True)
+    assert not dataclasses.replace(adaptive, is_adaptive=False).is_adaptive
+
+
+def test_an_argument_given_twice_is_an_error():
+    with pytest.raises(TypeError, match="speculative_method"):
+        SpeculativeConfig("ngram", speculative_method="eagle")
+    with pytest.raises(TypeError, match="too many"):
+        SpeculativeConfig(*["ngram"] * 20)
+
+
+def test_arguments_win_over_the_file(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "speculative:\n"
+        "  {speculative_method: ngram, num_speculative_tokens: '5', ngram: {max: 4.0, min: 2},\n"
+        "   synthetic_acceptance_rates: [0.5, 0.4, 0.3, 0.2, 0.1]}\n"
+        "other: {num_speculative_tokens: 7}\n"
+    )
+    read = SpeculativeConfig(config_file=file)
+    assert read == SpeculativeConfig.from_file(file)
+    assert (read.speculative_method, read.num_speculative_tokens) == ("ngram", 5)
+    assert read.ngram == NgramConfig(4, 2) and type(read.ngram.max) is int
+    assert (read.config_file, read.section_name) == (str(file), "speculative")
+    given = SpeculativeConfig(
+        "suffix", ngram_max=6, synthetic_mean_length=2.0, config_file=str(file)
+    )
+    assert given.speculative_method == "suffix" and given.num_speculative_tokens == 5
+    assert given.ngram == NgramConfig(6, 2)  # field by field
+    assert given.synthetic == SyntheticConfig(mean_length=2.0)  # as a whole
+    assert SpeculativeConfig(config_file=file, synthetic=None).synthetic is None
+    other = SpeculativeConfig(config_file=file, section_name="other")
+    assert other.num_speculative_tokens == 7
+    file.unlink()  # a resolved copy does not read it again
+    assert read.resolve(0.0, is_sampled=False).num_speculative_tokens == 5
+    with pytest.raises(ConfigError, match="cannot be read"):
+        SpeculativeConfig(config_file=file)
 
 
 @pytest.mark.parametrize(

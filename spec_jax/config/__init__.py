@@ -1,25 +1,34 @@
 """Configuration: frozen, validated where it enters, readable from a file."""
 
 from spec_jax.config.asynchronous import AsyncSpecConfig
-from spec_jax.config.speculative import (
+from spec_jax.config.checks import check_integer
+from spec_jax.config.read import build
+from spec_jax.config.records import (
     BUCKETS,
-    GREEDY_BELOW,
-    METHODS,
-    STRATEGIES,
-    SamplerConfig,
-    SpeculativeConfig,
-    build,
-    check_integer,
+    AdaptiveConfig,
+    NgramConfig,
+    SuffixConfig,
+    SyntheticConfig,
+    TreeConfig,
+    TypicalConfig,
 )
+from spec_jax.config.sampler import GREEDY_BELOW, SamplerConfig
+from spec_jax.config.speculative import METHODS, STRATEGIES, SpeculativeConfig
 
 __all__ = [
+    "AdaptiveConfig",
     "AsyncSpecConfig",
     "BUCKETS",
     "GREEDY_BELOW",
     "METHODS",
+    "NgramConfig",
     "STRATEGIES",
     "SamplerConfig",
     "SpeculativeConfig",
+    "SuffixConfig",
+    "SyntheticConfig",
+    "TreeConfig",
+    "TypicalConfig",
     "build",
     "check_integer",
 ]

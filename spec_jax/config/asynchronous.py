@@ -6,13 +6,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from spec_jax.config.speculative import SamplerConfig, build, check_integer
-from spec_jax.errors import ConfigError
+from spec_jax.config.checks import check, check_integer
+from spec_jax.config.read import build, reads_flat_names
+from spec_jax.config.sampler import SamplerConfig
 
 
+@reads_flat_names
 @dataclasses.dataclass(frozen=True)
 class AsyncSpecConfig:
-    """The other published shape of a decoder's config: the samplers and the limit stand in it.
+    """The other published shape of a decoder's config, which holds the samplers and the limit.
 
     The draft model or head says what drafts, and the rule is ``SpeculativeConfig``'s default.
 
@@ -21,8 +23,8 @@ class AsyncSpecConfig:
       draft_sampler: how drafts are drawn; None: as the target's tokens.
       target_sampler: how the target's tokens are drawn.
       force_n1: draft nothing: the target decodes one token a pass.
-      max_tokens: most tokens of a row, prompt and output together, where a call names no limit
-        of its own; None: there is none, and the call's default holds.
+      max_tokens: maximum tokens of a row, prompt and output together, where a call names no limit
+        of its own; None: the call's default holds.
     """
 
     spec_k: int = 4
@@ -35,16 +37,7 @@ class AsyncSpecConfig:
         check_integer("spec_k", self.spec_k, 1)
         if self.max_tokens is not None:
             check_integer("max_tokens", self.max_tokens, 2)
-        if not isinstance(self.force_n1, bool):
-            raise ConfigError(f"force_n1 is {self.force_n1!r}; expected True or False")
-        for name in ("draft_sampler", "target_sampler"):
-            value = getattr(self, name)
-            if isinstance(value, Mapping):
-                value = build(SamplerConfig, value)
-                object.__setattr__(self, name, value)
-            is_fit = isinstance(value, SamplerConfig) or (value is None and name[0] == "d")
-            if not is_fit:
-                raise ConfigError(f"{name} is {value!r}; expected a SamplerConfig")
+        check(isinstance(self.force_n1, bool), "force_n1", self.force_n1, "True or False")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> AsyncSpecConfig:

@@ -19,38 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax.config import SpeculativeConfig
+from spec_jax.config import SuffixConfig
 from spec_jax.contracts import Context, Drafter, Proposal
 from spec_jax.drafters.model_free import model_free
 
 GAP = -1  # in a text: no token, as between two outputs
-
-
-class Follow(NamedTuple):
-    """What to follow, and how far.
-
-    Attributes:
-      max_depth: longest match that is tried.
-      max_factor, max_offset: a match of m tokens drafts at most ``max_factor * m + max_offset``.
-      min_prob: a draft whose probability, with those before it, is below ends the drafting.
-    """
-
-    max_depth: int = 24
-    max_factor: float = 1.0
-    max_offset: float = 0.0
-    min_prob: float = 0.1
-
-    @classmethod
-    def of(cls, config: SpeculativeConfig) -> Follow:
-        """What the config's ``suffix_*`` fields say."""
-        return cls(
-            config.suffix_max_depth, config.suffix_max_factor, config.suffix_max_offset,
-            config.suffix_min_prob,
-        )  # fmt: skip
-
-    def budget(self, size: jax.Array) -> jax.Array:
-        """i32[], most drafts of a match of ``size`` (i32[]) tokens."""
-        return jnp.floor(self.max_factor * size + self.max_offset).astype(jnp.int32)
 
 
 class Continuation(NamedTuple):
@@ -75,7 +48,7 @@ class Continuation(NamedTuple):
 
 
 def continuation(
-    text: jax.Array, last: jax.Array, num_draft: int, vocab_size: int, follow: Follow
+    text: jax.Array, last: jax.Array, num_draft: int, vocab_size: int, follow: SuffixConfig
 ) -> Continuation:
     """The most promising continuation of the last tokens, by what followed them in ``text``.
 
@@ -112,7 +85,8 @@ def continuation(
             drafted = jax.tree.map(lambda a, b: jnp.where(is_kept, a, b), longer, drafted)
             return known & (after == token), jnp.where(is_kept, prob, 0.0), drafted
 
-        room = jnp.minimum(num_draft, follow.budget(size))
+        budget = jnp.floor(follow.max_factor * size + follow.max_offset).astype(jnp.int32)
+        room = jnp.minimum(num_draft, budget)
         going = lambda carry: (carry[1] > 0) & (carry[2].n_draft < room)
         start = (places, jnp.float32(1.0), Continuation.none(num_draft)._replace(size=size))
         return jax.lax.while_loop(going, step, start)[2]
@@ -132,7 +106,7 @@ def continuation(
 
 
 @functools.cache
-def suffix(vocab_size: int, follow: Follow = Follow()) -> Drafter:
+def suffix(vocab_size: int, follow: SuffixConfig = SuffixConfig()) -> Drafter:
     """A drafter without a model, from each row's own text and from past outputs.
 
     Its proposals are deterministic and it has no state. Its parameters are past outputs, i32[H]

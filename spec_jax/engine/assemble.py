@@ -8,7 +8,7 @@ from spec_jax.drafters.common.chain import with_confidence_stop
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.drafters.ngram import ngram
 from spec_jax.drafters.standalone.model import standalone
-from spec_jax.drafters.suffix import Follow, suffix
+from spec_jax.drafters.suffix import suffix
 from spec_jax.engine.adaptive.deferred import with_deferred_commits
 from spec_jax.engine.adaptive.runner import CATCH_UP
 from spec_jax.errors import ConfigError
@@ -59,8 +59,8 @@ def make_drafter(
                 f"speculative_method {method!r} copies tokens; leave the draft {draft.name} out"
             )
         if config.is_ngram():
-            return ngram(config.ngram_max, config.ngram_min)
-        return suffix(target.vocab_size, Follow.of(config))
+            return ngram(config.ngram.max, config.ngram.min)
+        return suffix(target.vocab_size, config.suffix)
     if draft is None:
         needed = "a draft model" if config.is_standalone() else "a head; load_head gives one"
         raise ConfigError(f"speculative_method {method!r} needs {needed}")

@@ -122,7 +122,7 @@ class SpeculativeDecoder:
         self._model = tapped_model(target, draft)
         self._drafter = with_adaptive(config, drafter or make_drafter(config, self._model, draft))
         has_history = config is not None and config.is_suffix() and drafter is None
-        self._history = History(config.suffix_history_tokens) if has_history else None
+        self._history = History(config.suffix.history_tokens) if has_history else None
         is_adaptive = config is not None and config.is_adaptive
         self.adaptive = AdaptiveState(config.buckets) if is_adaptive else None
         self._has_fallen_back = config is not None and not (force_n1 or target.model.can_rewind)

@@ -36,10 +36,6 @@ def _verdict(n_accept, proposal: Proposal, token, accept_probs, replacement) -> 
     return Verdict(n_accept, tokens, accept_probs, replacement)
 
 
-def _counts(proposal: Proposal):
-    return jnp.arange(proposal.tokens.shape[0]) < proposal.n_draft
-
-
 def _draft_law(proposal: Proposal, vocab_size: int):
     """q[K,V]; a deterministic draft is a point mass."""
     if proposal.probs is None:
@@ -63,7 +59,7 @@ def residual(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
     Lossless; accepts with probability sum(min(p, q)).
     Source: Leviathan et al., arXiv 2211.17192, Algorithm 1; Chen et al., arXiv 2302.01318.
     """
-    p, is_draft = target.probs, _counts(proposal)
+    p, is_draft = target.probs, proposal.is_offered
     q = _draft_law(proposal, p.shape[-1])
     p_d, q_d = _at(p[:-1], proposal.tokens), _at(q, proposal.tokens)
     n_accept = _leading((noise.uniforms * q_d < p_d) & is_draft)
@@ -103,7 +99,7 @@ def block(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
 
 def _match(scores, proposal: Proposal) -> Verdict:
     wanted = argmax(scores)
-    is_accepted = (proposal.tokens == wanted[:-1]) & _counts(proposal)
+    is_accepted = (proposal.tokens == wanted[:-1]) & proposal.is_offered
     n_accept = _leading(is_accepted)
     law = jax.nn.one_hot(wanted[n_accept], scores.shape[-1], dtype=jnp.float32)
     return _verdict(n_accept, proposal, wanted[n_accept], is_accepted.astype(jnp.float32), law)
@@ -136,7 +132,7 @@ def typical_acceptance(epsilon: float, delta: float) -> Callable[..., Verdict]:
     def accept(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
         p = target.probs
         is_accepted = (_at(p[:-1], proposal.tokens) > _typical_threshold(p[:-1], epsilon, delta))
-        return _own_token(is_accepted & _counts(proposal), p, proposal, noise)
+        return own_token(is_accepted & proposal.is_offered, p, proposal, noise)
 
     return accept
 
@@ -146,7 +142,7 @@ def _typical_threshold(p, epsilon, delta):
     return jnp.minimum(epsilon, delta * jnp.exp(-entropy))
 
 
-def _own_token(is_accepted, p, proposal, noise) -> Verdict:
+def own_token(is_accepted, p, proposal, noise) -> Verdict:
     """For the lossy rules: the token after the accepted ones is drawn from p itself."""
     n_accept = _leading(is_accepted)
     law, token = replace(p[n_accept], p[n_accept], noise.gumbel[0])
@@ -161,19 +157,7 @@ def logit_comparison(target: TargetScores, proposal: Proposal, noise: Noise) -> 
     """
     ours, theirs = target.logits[:-1], proposal.logits
     is_rejected = _at(theirs, proposal.tokens) > _at(ours, proposal.tokens) + LOGIT_MARGIN
-    return _own_token(~is_rejected & _counts(proposal), target.probs, proposal, noise)
-
-
-def synthetic(conditional_rates: tuple[float, ...]) -> Callable[..., Verdict]:
-    """Accepts draft i with ``conditional_rates[i]``, whatever it is. Lossy: for benchmarks."""
-
-    def accept(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
-        K = proposal.tokens.shape[0]
-        coins = jnp.where(_counts(proposal), jnp.asarray(conditional_rates[:K], jnp.float32), 0.0)
-        verdict = _own_token(noise.uniforms < coins, target.probs, proposal, noise)
-        return verdict.replace(accept_probs=coins)
-
-    return accept
+    return own_token(~is_rejected & proposal.is_offered, target.probs, proposal, noise)
 
 
 def expected_residual(p, q, token):

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_jax import testing
-from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.config import SamplerConfig, SpeculativeConfig, SuffixConfig
 from spec_jax.contracts import Context
-from spec_jax.drafters.suffix import GAP, Follow, History, suffix
+from spec_jax.drafters.suffix import GAP, History, suffix
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError
 from spec_jax.rules import make_rule
 
 VOCAB, WIDTH, PAST, K = 4, 20, 12, 5
-FOLLOWS = (Follow(), Follow(max_depth=3, max_factor=1.5, max_offset=0.6, min_prob=0.3))
+FOLLOWS = (SuffixConfig(), SuffixConfig(max_depth=3, max_factor=1.5, max_offset=0.6, min_prob=0.3))
 
 
 def test_past_outputs_are_kept_whatever_thread_they_come_from():
@@ -134,7 +134,7 @@ def test_drafts_are_those_of_counting_by_hand(histories, outputs, follow):
     ],
 )
 def test_the_most_frequent_continuation_is_followed(history, outputs, expected):
-    assert drafted([history], outputs, Follow()) == [expected]
+    assert drafted([history], outputs, SuffixConfig()) == [expected]
 
 
 def test_the_oldest_outputs_are_forgotten_first():
@@ -175,11 +175,11 @@ def test_outputs_help_the_next_call_and_change_nothing():
 @pytest.mark.parametrize(
     "values, message",
     [
-        ({"suffix_max_depth": 0}, "suffix_max_depth is 0; expected an integer of 1 or more"),
-        ({"suffix_history_tokens": -1}, "suffix_history_tokens"),
-        ({"suffix_min_prob": 1.5}, r"suffix_min_prob is 1.5; expected a number in \[0, 1\]"),
-        ({"suffix_max_factor": -1.0}, "suffix_max_factor"),
-        ({"suffix_max_offset": float("nan")}, "suffix_max_offset"),
+        ({"suffix_max_depth": 0}, "suffix.max_depth is 0; expected an integer of 1 or more"),
+        ({"suffix_history_tokens": -1}, "suffix.history_tokens"),
+        ({"suffix_min_prob": 1.5}, r"suffix.min_prob is 1.5; expected a number in \[0, 1\]"),
+        ({"suffix_max_factor": -1.0}, "suffix.max_factor"),
+        ({"suffix_max_offset": float("nan")}, "suffix.max_offset"),
         ({"tree": (2, 1)}, "'suffix' drafts chains"),
     ],
 )

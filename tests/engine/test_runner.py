@@ -362,15 +362,15 @@ def test_a_confident_draft_goes_on_and_an_unsure_one_ends(mocks):
 @pytest.mark.parametrize(
     "values, message",
     [
-        ({"adaptive_buckets": (0, 2)}, "None where is_adaptive is not set"),
+        ({"is_adaptive": False, "adaptive_buckets": (0, 2)}, "None where adaptive is False"),
         ({"is_adaptive": True, "adaptive_buckets": (2, 1)}, "ascending integers"),
         ({"is_adaptive": True, "adaptive_buckets": (0,)}, "ascending integers"),
         (
             {"is_adaptive": True, "adaptive_buckets": (0, 4), "num_speculative_tokens": 3},
-            "num_speculative_tokens is 3; adaptive_buckets end with 4",
+            "num_speculative_tokens is 3; adaptive.buckets end with 4",
         ),
         ({"is_adaptive": True, "tree": (2, 1)}, "adaptive K drafts chains"),
-        ({"is_adaptive": "yes"}, "is_adaptive is 'yes'; expected a bool"),
+        ({"is_adaptive": "yes"}, "adaptive is 'yes'; expected a bool"),
         ({"confidence_threshold": 1.5}, "confidence_threshold is 1.5"),
         ({"confidence_threshold": 0.4, "tree": (2, 1)}, "drafts a tree"),
         ({"confidence_threshold": 0.4, "speculative_method": "suffix"}, "copies tokens"),

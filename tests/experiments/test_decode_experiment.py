@@ -174,7 +174,7 @@ def test_the_screen_shows_text_table_and_conclusion(pair, tmp_path, capsys):
         ({"target": "no/such"}, "neither a directory nor a zoo name"),
         ({"prompts": "no/such.jsonl"}, "cannot be read"),
         ({"sampler": {"top_p": 2.0}}, "top_p is 2.0"),
-        ({"ngram_min": 5}, "ngram_min <= ngram_max"),
+        ({"ngram_min": 5}, "ngram.min <= ngram.max"),
     ],
 )
 def test_bad_values_are_refused_before_anything_is_made(pair, tmp_path, changes, message):

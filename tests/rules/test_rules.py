@@ -212,13 +212,13 @@ def test_disjoint_laws_accept_nothing():
 )
 def test_synthetic_rates_by_each_meaning(kwargs, expected):
     config = SpeculativeConfig(num_speculative_tokens=K, **kwargs)
-    np.testing.assert_allclose(synthetic_rates(config, K), expected, atol=1e-12)
+    np.testing.assert_allclose(synthetic_rates(config.synthetic, K), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("num_draft, b", [(1, 0.50), (2, 0.62), (4, 0.74), (8, 0.84)])
 def test_synthetic_mean_rate_solves_for_the_published_base(num_draft, b):
     config = SpeculativeConfig(num_speculative_tokens=num_draft, synthetic_acceptance_rate=0.5)
-    rates = synthetic_rates(config, num_draft)
+    rates = synthetic_rates(config.synthetic, num_draft)
     assert len(set(rates)) == 1 and abs(rates[0] - b) < 0.006
     assert abs(np.mean([rates[0] ** i for i in range(1, num_draft + 1)]) - 0.5) < 1e-9
 

@@ -1,0 +1,63 @@
+"""Checks of single values, shared by every config."""
+
+from __future__ import annotations
+
+import numbers
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from spec_jax.errors import ConfigError
+
+_INT32_MAX = 2**31 - 1
+FLOAT32_MAX = 3.4e38
+
+
+def check(ok: bool, name: str, value: Any, expected: str) -> None:
+    """Raises a ``ConfigError`` that names the value and what would be right, unless ``ok``."""
+    if not ok:
+        raise ConfigError(f"{name} is {value!r}; expected {expected}")
+
+
+def check_integer(name: str, value: Any, least: int) -> int:
+    """Returns the value as an int.
+
+    Args:
+      name: what the error calls the value.
+      value: anything that can serve as an index.
+      least: smallest value that is accepted; the largest is that of int32.
+
+    Raises:
+      ConfigError: the value is not an integer in this range.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    is_fit = number is not None and not isinstance(value, bool) and least <= number <= _INT32_MAX
+    check(is_fit, name, value, f"an integer of {least} or more")
+    return number
+
+
+def is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def is_integer(value: Any, least: int = 0) -> bool:
+    """Whether the value is an int32 of ``least`` or more, and not a bool."""
+    is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return is_number and least <= value <= _INT32_MAX
+
+
+def is_number(value: Any) -> bool:
+    """Whether the value is a number and not NaN."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and value == value
+
+
+def is_finite(value: Any) -> bool:
+    """Whether the value is a number that float32 can hold."""
+    return is_number(value) and abs(value) <= FLOAT32_MAX
+
+
+def is_probability(value: Any) -> bool:
+    return is_number(value) and 0 <= value <= 1

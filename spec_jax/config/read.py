@@ -1,0 +1,202 @@
+"""Configs from plain values: flat names, nested mappings, one section of a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import pathlib
+import tomllib
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from spec_jax.config.checks import check, is_list
+from spec_jax.errors import ConfigError
+
+_ALIASES = {"is_adaptive": "adaptive"}
+DEFAULT_SECTION = "speculative"
+
+
+class Record:
+    """A part of a config that may be given as a mapping of its fields."""
+
+    @classmethod
+    def of(cls, value: Any, name: str) -> Any:
+        """Returns the record that the value spells.
+
+        Args:
+          value: a record or a mapping.
+          name: what an error calls it.
+
+        Raises:
+          ConfigError: the value is neither, or one of its fields is wrong.
+        """
+        if isinstance(value, Mapping):
+            return build(cls, value)
+        names = ", ".join(field.name for field in dataclasses.fields(cls))
+        expected = f"a {cls.__name__} or a mapping of {names}"
+        check(isinstance(value, cls), name, value, expected)
+        return value
+
+
+@functools.cache
+def _records(cls) -> dict[str, type[Record]]:
+    """The fields of a config that are records, by name."""
+    found = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        for kind in (hint, *typing.get_args(hint)):
+            if isinstance(kind, type) and issubclass(kind, Record):
+                found[name] = kind
+    return found
+
+
+def _is_optional(cls, name: str) -> bool:
+    return cls.__dataclass_fields__[name].default is None
+
+
+@functools.cache
+def _flat_names(cls) -> dict[str, tuple[str, dataclasses.Field]]:
+    """Where flat names belong: ``ngram_max`` is the field ``max`` of the record ``ngram``."""
+    return {
+        f"{name}_{field.name}": (name, field)
+        for name, record in _records(cls).items()
+        for field in dataclasses.fields(record)
+    }
+
+
+def _nest(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Moves flat names into mappings under the names of their records.
+
+    Raises:
+      ConfigError: an unknown key, with the known ones listed.
+    """
+    records, flat = _records(cls), _flat_names(cls)
+    values = dict(values)
+    for alias in set(values) & set(_ALIASES) if records else ():
+        values[_ALIASES[alias]] = values.pop(alias)
+    known = [field.name for field in dataclasses.fields(cls)]
+    unknown = sorted(map(str, set(values) - {*known, *flat}))
+    if unknown:
+        fields = lambda name: ", ".join(f.name for f in dataclasses.fields(records[name]))
+        listed = [f"{name} ({fields(name)})" if name in records else name for name in known]
+        raise ConfigError(
+            f"unknown key {', '.join(map(repr, unknown))} in {cls.__name__}; "
+            f"known keys: {', '.join(listed)}"
+        )
+    nested = {key: value for key, value in values.items() if key in known}
+    for key, value in values.items():
+        if key in known or (value is None and flat[key][1].default is None):
+            continue
+        name, field = flat[key]
+        if nested.get(name) is False:
+            raise ConfigError(f"{key} is {value!r}; expected None where {name} is False")
+        nested[name] = {**_parts(records[name], nested.get(name), name), field.name: value}
+    return nested
+
+
+def _parts(record: type[Record], value: Any, name: str) -> dict[str, Any]:
+    """The fields that a value of a record names; all of them, unless it is a mapping."""
+    if value is None or isinstance(value, Mapping):
+        return dict(value or {})
+    return dict(vars(record.of(value, name)))
+
+
+def _over(cls, file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Nested values of a file under those of the call.
+
+    A record that may be None is replaced as a whole, the others field by field.
+    """
+    merged = {**file, **given}
+    for name, record in _records(cls).items():
+        if name in file and name in given and not _is_optional(cls, name):
+            parts = (_parts(record, values[name], name) for values in (file, given))
+            merged[name] = {k: v for part in parts for k, v in part.items()}
+    return merged
+
+
+def reads_flat_names(cls):
+    """Class decorator of a config of records: its arguments may be flat names and mappings.
+
+    ``C(ngram_max=4)``, ``C(ngram={"max": 4})`` and ``C(ngram=NgramConfig(max=4))`` are equal. A
+    flat name beside its record changes that field. Where the argument ``config_file`` is given,
+    what the call does not name is read from the file's section.
+    """
+    plain_init = cls.__init__
+    signature = inspect.signature(plain_init)
+    names = [field.name for field in dataclasses.fields(cls)]
+
+    @functools.wraps(plain_init)
+    def __init__(self, *args, **kwargs):
+        positional = signature.bind_partial(self, *args).arguments
+        del positional["self"]
+        values = _nest(cls, dict(**positional, **kwargs))
+        file = values.get("config_file")
+        # ``dataclasses.replace`` names every field: nothing is left to read.
+        if file is not None and len(values) < len(names):
+            section = values["section_name"] = values.get("section_name") or DEFAULT_SECTION
+            values["config_file"] = str(file)
+            values = _over(cls, _coerce(cls, _nest(cls, read_section(file, section))), values)
+        for name, record in _records(cls).items():
+            if name in values and not (values[name] is None and _is_optional(cls, name)):
+                values[name] = record.of(values[name], name)
+        plain_init(self, **values)
+
+    cls.__init__ = __init__
+    return cls
+
+
+def read_section(config_file: str | pathlib.Path, section_name: str) -> Mapping[str, Any]:
+    """Reads one section of a .yaml, .toml or .json file.
+
+    Raises:
+      ConfigError: the file cannot be read or has no such section.
+    """
+    path = pathlib.Path(config_file)
+    parsers = {
+        ".yaml": yaml.safe_load, ".yml": yaml.safe_load, ".toml": tomllib.loads,
+        ".json": json.loads,
+    }
+    if path.suffix not in parsers:
+        raise ConfigError(f"config_file {path} has no known suffix: {', '.join(parsers)}")
+    try:
+        sections = parsers[path.suffix](path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"config_file {path} cannot be read: {error}") from error
+    section = sections.get(section_name) if isinstance(sections, Mapping) else None
+    if not isinstance(section, Mapping):
+        have = ", ".join(map(str, sections)) if isinstance(sections, Mapping) else "none"
+        raise ConfigError(f"{path} has no section {section_name!r}; its sections: {have}")
+    return section
+
+
+def build(cls, values: Mapping[str, Any]):
+    """Builds a frozen config from plain values, coercing where it is harmless.
+
+    A number spelled as a string, a whole float for an int and a list for a tuple are
+    taken; anything else is left to the class's own checks.
+
+    Raises:
+      ConfigError: an unknown key, with the known ones listed, or a wrong value.
+    """
+    return cls(**_coerce(cls, _nest(cls, values)))
+
+
+def _coerce(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+    def coerce(kind: str, value: Any) -> Any:
+        if isinstance(value, str) and ("int" in kind or "float" in kind):
+            try:
+                value = float(value)
+            except ValueError:
+                return value
+        if isinstance(value, float) and kind.startswith("int") and value.is_integer():
+            return int(value)
+        if isinstance(value, int) and kind.startswith("float") and not isinstance(value, bool):
+            return float(value)
+        return tuple(value) if is_list(value) and "tuple" in kind else value
+
+    kinds = {field.name: str(field.type) for field in dataclasses.fields(cls)}
+    return {name: coerce(kinds[name], value) for name, value in values.items()}

@@ -1,0 +1,82 @@
+"""How one model's logits become a token."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+from spec_jax.config.checks import FLOAT32_MAX, check, is_finite, is_integer, is_number
+from spec_jax.config.read import Record
+from spec_jax.errors import ConfigError
+
+GREEDY_BELOW = 1e-5  # a temperature below this means argmax; it is never divided by
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerConfig(Record):
+    """How one model's logits become a token.
+
+    Applied in this order: logit bias, repetition penalty (over prompt and output), presence
+    and frequency penalties (over the output), temperature, top-k, top-p, min-p. Where
+    transformers has the processor, the result is transformers'.
+
+    Attributes:
+      temperature: 0 means argmax, and so does anything below 1e-5.
+      top_k: keep the k largest; 0 keeps all.
+      top_p: keep the smallest set whose mass reaches p; 1 keeps all.
+      min_p: drop tokens less likely than ``min_p`` times the likeliest; 0 keeps all.
+      repetition_penalty: divides positive logits and multiplies negative ones of tokens in
+        the prompt or the output; 1 is off.
+      presence_penalty: subtracted once from tokens in the output.
+      frequency_penalty: subtracted once for each time a token is in the output.
+      logit_bias: added to the logits of these token ids; -inf forbids one.
+      seed: one config for a whole batch seeds row i with ``seed + i``; in a list of configs
+        each row has its own.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+
+    def __post_init__(self):
+        object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
+        for name in (
+            "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+            "frequency_penalty",
+        ):
+            value = getattr(self, name)
+            check(is_finite(value), name, value, "a finite number")
+        check(self.temperature >= 0, "temperature", self.temperature, "0 or more")
+        check(is_integer(self.top_k), "top_k", self.top_k, "an integer of 0 or more")
+        check(1e-30 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
+        check(0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1]")
+        check(
+            self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0"
+        )
+        is_seed = isinstance(self.seed, numbers.Integral) and not isinstance(self.seed, bool)
+        is_seed = is_seed and 0 <= self.seed < 2**32
+        check(is_seed, "seed", self.seed, "an integer in [0, 2**32)")
+
+
+def _bias_pairs(bias: Any) -> tuple[tuple[int, float], ...]:
+    """Sorted (token id, bias) pairs of a mapping or of pairs; JSON's string ids are taken."""
+    expected = "pairs of a token id of 0 or more and a number or -inf"
+    try:
+        pairs = [
+            (int(t) if isinstance(t, str) else t, v)
+            for t, v in (bias.items() if isinstance(bias, Mapping) else bias)
+        ]
+    except (TypeError, ValueError):
+        raise ConfigError(f"logit_bias is {bias!r}; expected {expected}") from None
+    for token, value in pairs:
+        is_pair = is_integer(token) and is_number(value) and value <= FLOAT32_MAX
+        check(is_pair, "logit_bias", (token, value), expected)
+    return tuple(sorted((token, float(value)) for token, value in pairs))
