@@ -305,13 +305,8 @@ def test_configs_and_prompts_that_cannot_be_are_named():
 # -------------------------------------------------------------------------- loaded models
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    return testing.mock_model(4, seed=1), testing.mock_model(4, seed=3)
-
-
-def test_a_loaded_model_gives_the_sampled_distributions(loaded):
-    target, _ = loaded
+def test_a_loaded_model_gives_the_sampled_distributions():
+    target = testing.mock_model(4, seed=1)
     sampler = testing.STANDARD_SETTINGS["all together"]
     rows = as_target(target, sampler, prompt_length=2).verify((0, 1, 3), (2, 2)).logprobs
     history = (0, 1, 3, 2, 2)
@@ -319,8 +314,13 @@ def test_a_loaded_model_gives_the_sampled_distributions(loaded):
         logits = testing.oracles.toy_logits(target.params, history[: 3 + i])
         expected = testing.reference_distribution(logits, sampler, (0, 1), history[2 : 3 + i])
         np.testing.assert_allclose(np.exp(row), expected, atol=1e-12)
-    with pytest.raises(SpeculativeError, match="prompt_length"):
+    with pytest.raises(SpeculativeError, match="prompt_length") as error:
         as_draft(target, sampler)
+    assert error.value.kind is ErrorKind.CONFIG
+    short = dataclasses.replace(target, model=testing.toy_model(4, max_length=3))
+    with pytest.raises(SpeculativeError, match="4 tokens are more than the 3 of mock-1") as error:
+        as_target(short).verify((0, 1), (2, 3))
+    assert error.value.kind is ErrorKind.LENGTH
 
 
 def check_agreement(target, draft, prompts, k, num_tokens):
@@ -345,6 +345,7 @@ def test_greedy_tokens_and_rounds_are_those_of_the_compiled_loop():
     check_agreement(target, near, [[1, 2], [7], [3, 3, 9]], k=3, num_tokens=20)
 
 
+@pytest.mark.exhaustive
 def test_greedy_tokens_and_rounds_of_the_zoo_are_those_of_the_compiled_loop():
     target, draft = spec_jax.load_model("zoo/target"), spec_jax.load_model("zoo/draft")
     check_agreement(target, draft, ["def add(a, b):", "import os\n"], k=4, num_tokens=24)
