@@ -37,7 +37,8 @@ from experiments.benchmarks import (
     zoo,
 )
 from experiments.common import cli, plots, report
-from experiments.common.timing import Line, markdown_table, text_table
+from experiments.common.tables import table
+from experiments.common.timing import HEADER, Line
 from spec_jax.engine.adaptive.runner import CATCH_UP
 from spec_jax.errors import ConfigError
 from spec_jax.tree import DynamicTree
@@ -115,7 +116,7 @@ def run(config, workdir: str | pathlib.Path, parts=PARTS, transformers_python: s
             )
     record["is_complete"] = True
     write(workdir, record, lines)
-    print(text_table(lines))
+    print(table(HEADER, [line.cells() for line in lines]))
     print("".join(f"\nnote: {note}" for note in _notes(record)))
     print(f"\n{workdir / 'benchmark.md'} written after {time.monotonic() - begin:.0f} s")
     return record
@@ -204,7 +205,8 @@ def write(workdir: pathlib.Path, record: dict, lines: list[Line]) -> None:
         "# Benchmark", "", f"`{record['command']}`, {env['time']}", "",
         "Medians of interleaved repeats, between their quartiles; ratios are taken repeat by "
         "repeat. Greedy, float32, batch 1, prefill left out, unless a line says otherwise.", "",
-        markdown_table(lines), "", *(f"- {note}" for note in _notes(record)),
+        table(HEADER, [line.cells() for line in lines], is_markdown=True), "",
+        *(f"- {note}" for note in _notes(record)),
         f"- machine: {report.describe_machine(env)}",
         *(f"- {name} {env[name]}" for name in ("python", "jax", "jaxlib", "spec_jax")), "",
     ]  # fmt: skip

@@ -13,17 +13,16 @@ under $XDG_CACHE_HOME or ~/.cache, in spec_jax, so a second run starts fast.
 from __future__ import annotations
 
 import pathlib
-import shlex
 import sys
 import time
 
 import jax
-from absl import flags
 from ml_collections import ConfigDict
 
 from configs import decode_default
 from experiments.common import cli, costs, plots, report
 from experiments.common.grid import Bench, Cell, make_cells
+from experiments.common.progress import Progress, run_all
 from experiments.common.prompts import Prompt, PromptEncoder, fit, load_prompts
 from spec_jax.config import STRATEGIES, SamplerConfig, build
 from spec_jax.drafters.common.head import Head
@@ -154,7 +153,7 @@ def start_report(config, target: LoadedModel, prompts, bench: Bench, num_cut: in
             "are used"
         )
     return {
-        "command": shlex.join(["python", "-m", "experiments.decode", *sys.argv[1:]]),
+        "command": cli.command("decode"),
         "config": config.to_dict(),
         "environment": report.environment(),
         "models": models,
@@ -211,7 +210,7 @@ def compile_all(bench: Bench, cells: list[Cell]) -> dict:
         if head is not None:
             one = (cell.method, head, decoder.params(batch)["draft"])
             tasks[f"{cell.method} pass"] = lambda one=one: add_head(*one)
-    cli.run_all(tasks, "compiling")
+    run_all(tasks, "compiling")
     return timers
 
 
@@ -225,7 +224,7 @@ def cost_slots(bench: Bench, cells: list[Cell]) -> int:
 def measure(rep: dict, bench: Bench, cells: list[Cell], repeats: int, folder: pathlib.Path):
     """Fills ``rep["results"]`` and saves the report after each row; returns the costs."""
     timers = compile_all(bench, cells)
-    with cli.Progress(len(cells) + 1, "measuring") as bar:
+    with Progress(len(cells) + 1, "measuring") as bar:
         bar.now("passes")
         found = costs.Costs.measure(timers, slots=cost_slots(bench, cells), batch=bench.batch)
         rep["costs"] = found._asdict()
@@ -296,9 +295,8 @@ def decode(config: ConfigDict, workdir: str | None = None) -> dict:
 
 
 if __name__ == "__main__":
-    _CONFIG = cli.define_config("decode_default.py", decode_default.get_config)
-    _WORKDIR = flags.DEFINE_string(
-        "workdir", None, "The run's folder, a new one; by default runs/decode/TIME."
+    _CONFIG, _WORKDIR = cli.define_flags(
+        decode_default, "Folder of this run, a new one; by default runs/decode/TIME."
     )
 
     def main() -> None:

@@ -13,6 +13,7 @@ the config and its index alone, the lines are those of an undisturbed run.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -26,6 +27,7 @@ from ml_collections import ConfigDict
 
 from configs import regenerate_zoo
 from experiments.common import cli, report
+from experiments.common.progress import Progress
 from experiments.common.prompts import PromptEncoder, read_rows
 from experiments.common.responses import Responses
 from spec_jax.config import SamplerConfig, SpeculativeConfig, build
@@ -33,7 +35,7 @@ from spec_jax.data import python_source
 from spec_jax.data.conversations import Encoder, is_held_out, num_prompts
 from spec_jax.data.records import Conversation, holds_conversations, read_records
 from spec_jax.engine.batching import DecodeQueue, sampler_of
-from spec_jax.engine.decoder import Generation, SpeculativeDecoder
+from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
 from spec_jax.loading import DTYPES, load_model
@@ -135,54 +137,6 @@ def _pieces(config, decoder: SpeculativeDecoder) -> Iterator[tuple[int, list[int
         yield index, decoder.encode(text)[:length]
 
 
-class Progress:
-    """Counts a session and says how far it is, now and then."""
-
-    def __init__(self, total: int, num_before: int, every_s: float):
-        self._total, self._num_before, self._every_s = total, num_before, every_s
-        self._begin = time.monotonic()
-        self._said = (self._begin, 0, 0)  # when, responses and tokens until then
-        self.num_left_out = self.num_responses = 0
-        self.stats = Stats()
-
-    def add(self, row: Generation, queue: DecodeQueue) -> None:
-        """Counts a response; rates are those since the last line."""
-        self.num_responses += 1
-        self.stats += row.stats
-        now, (then, responses, tokens) = time.monotonic(), self._said
-        if now - then < self._every_s:
-            return
-        self._said = (now, self.num_responses, self.stats.emitted)
-        done = self._num_before + self.num_left_out + self.num_responses
-        eta_s = (now - then) / (self.num_responses - responses) * (self._total - done)
-        print(
-            f"{done}/{self._total} prompts, {(self.stats.emitted - tokens) / (now - then):.0f} "
-            f"tok/s, row-rounds useful {queue.usage.share:.3f}, ETA {eta_s / 60:.1f} min",
-            flush=True,
-        )
-
-    @property
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self._begin
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.stats.emitted / self.elapsed_s
-
-    def facts(self, queue: DecodeQueue) -> dict:
-        """Of this session alone, compilation included in its time."""
-        return {
-            "responses": self.num_responses,
-            "tokens": self.stats.emitted,
-            "elapsed_s": round(self.elapsed_s, 1),
-            "tokens_per_s": round(self.tokens_per_s, 1),
-            "useful_share": queue.usage.share,
-            "useful_share_with_tail": queue.usage.plus(*queue.tail).share,
-            "tau": self.stats.tau,
-            "acceptance_rate": self.stats.acceptance_rate,
-        }
-
-
 def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
     """Runs or goes on with the experiment; returns its report.
 
@@ -196,19 +150,25 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
     folder = pathlib.Path(workdir)
     folder.mkdir(parents=True, exist_ok=True)
     resolved, saved = json.loads(config.to_json()), folder / "config.json"
-    with Responses(folder / "responses.jsonl") as responses:
+    with contextlib.ExitStack() as stack:
+        responses = stack.enter_context(Responses(folder / "responses.jsonl"))
         if len(responses):
             known = json.loads(saved.read_text()) if saved.exists() else {}
             cli.check_same(known, resolved, _FREE)
         report.write_json(saved, resolved)
         print(f"{len(responses)} prompts are answered; {total} in all", flush=True)
-        progress = Progress(total, len(responses), config.log_every_s)
+        num_before, begin_s, stats, num_left_out = len(responses), time.monotonic(), Stats(), 0
         waiting: dict[int, list[int]] = {}
+        bar = stack.enter_context(Progress(
+            total, "prompts", num_done=num_before, every_s=config.log_every_s
+        ))  # fmt: skip
 
         def queued() -> Iterator[tuple[int, list[int]]]:
+            nonlocal num_left_out
             for index, ids in responses.unanswered(prompts):
                 if len(ids) > config.max_prompt_tokens:
-                    progress.num_left_out += 1
+                    num_left_out += 1
+                    bar.step("one prompt is too long")
                     continue
                 waiting[index] = ids
                 yield index, ids
@@ -225,16 +185,30 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
                 "finish_reason": row.finish_reason, "temperature": sampler.temperature,
                 "seed": sampler.seed,
             })  # fmt: skip
-            progress.add(row, queue)
+            stats += row.stats
+            bar.step(
+                f"{stats.emitted / (time.monotonic() - begin_s):.0f} tok/s, useful row-rounds "
+                f"{queue.usage.share:.3f}"
+            )
+        elapsed_s = time.monotonic() - begin_s
         result = {
             "config": resolved,
             "environment": report.environment(),
             "prompts": total,
-            "left_out": progress.num_left_out,
+            "left_out": num_left_out,
             "responses": len(responses),
             "tokens": responses.num_tokens,
             "finish_reasons": dict(responses.finish_reasons),
-            "session": progress.facts(queue),
+            "session": {  # compilation is included in its time
+                "responses": len(responses) - num_before,
+                "tokens": stats.emitted,
+                "elapsed_s": round(elapsed_s, 1),
+                "tokens_per_s": round(stats.emitted / elapsed_s, 1),
+                "useful_share": queue.usage.share,
+                "useful_share_with_tail": queue.usage.plus(*queue.tail).share,
+                "tau": stats.tau,
+                "acceptance_rate": stats.acceptance_rate,
+            },
         }
     report.write_json(folder / "report.json", result)
     return result

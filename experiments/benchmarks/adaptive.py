@@ -21,7 +21,7 @@ import numpy as np
 
 from experiments.benchmarks.loops import start
 from experiments.benchmarks.synthetic import random_model
-from experiments.common import cli
+from experiments.common.progress import Progress
 from experiments.common.timing import Line, spread
 from spec_jax import decoding, rng
 from spec_jax.config import SpeculativeConfig
@@ -158,7 +158,7 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
     tokens = np.random.default_rng(config.seed)
     lines, record = [], {"weights": "random", "batches": {}}
     total = len(config.batches) * len(config.rates) * (config.repeats + 1)
-    with cli.Progress(total, part) as bar:
+    with Progress(total, part) as bar:
         for batch in config.batches:
             prompts = tokens.integers(target.model.vocab_size, size=(batch, config.prompt_tokens))
             case = Case(

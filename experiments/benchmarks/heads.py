@@ -12,8 +12,8 @@ import numpy as np
 
 from experiments.benchmarks.loops import GenerateTimer, rest_timer, some_parents, start
 from experiments.benchmarks.synthetic import random_model
-from experiments.common import cli
 from experiments.common.costs import ITERATIONS, head_timer, pass_timer
+from experiments.common.progress import Progress
 from experiments.common.timing import Line, Timer, interleave, loop_timer, spread
 from spec_jax.config import SpeculativeConfig
 from spec_jax.decoding import System
@@ -125,7 +125,7 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
     prompt = np.random.default_rng(config.seed).integers(
         target.model.vocab_size, size=config.prompt_tokens
     ).tolist()
-    with cli.Progress(11 + 2 * (len(sizes) - 1) + config.repeats, part) as bar:
+    with Progress(11 + 2 * (len(sizes) - 1) + config.repeats, part) as bar:
         timers = {
             "plain": pass_timer(
                 target.model, target.decoding_params(1), 1, config.slots, 1

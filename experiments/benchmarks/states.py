@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from experiments.benchmarks.loops import ROUNDS, GenerateTimer, free_drafter, rest_timer, start
-from experiments.common import cli
 from experiments.common.costs import pass_timer
+from experiments.common.progress import Progress
 from experiments.common.timing import Line, interleave, spread
 from spec_jax.config import SpeculativeConfig
 from spec_jax.engine.decoder import SpeculativeDecoder
@@ -66,7 +66,7 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
         "N=1": lambda: rounds(plain),
     }
     timers = {}
-    with cli.Progress(len(make) + config.repeats, part) as bar:
+    with Progress(len(make) + config.repeats, part) as bar:
         for name, maker in make.items():
             timers[name] = maker()
             bar.step(f"compiled {name}")

@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from experiments.benchmarks.synthetic import random_model
-from experiments.common import cli
+from experiments.common.progress import Progress
 from experiments.common.timing import Line, interleave, spread
 from spec_jax.config import SpeculativeConfig
 from spec_jax.engine.decoder import SpeculativeDecoder
@@ -94,7 +94,7 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
     prompt = np.random.default_rng(config.seed).integers(
         target.model.vocab_size, size=config.prompt_tokens
     ).tolist()
-    with cli.Progress(config.repeats + 3, part) as bar:
+    with Progress(config.repeats + 3, part) as bar:
         timers = {}
         for name, drain in (("whole", None), ("stream", _drain), ("async", _drain_async)):
             timers[name] = timer(decoder, prompt, config.new_tokens, drain=drain)

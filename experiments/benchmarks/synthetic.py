@@ -15,7 +15,7 @@ from experiments.benchmarks.rounds import (
     round_timers,
     try_plain,
 )
-from experiments.common import cli
+from experiments.common.progress import Progress
 from experiments.common.timing import Line, interleave
 from spec_jax.config import SpeculativeConfig
 from spec_jax.loading import LoadedModel
@@ -53,7 +53,7 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
         num_speculative_tokens=K, synthetic_conditional_rates=(config.conditional_rate,) * K
     )
     system, plain_system = pair.system(speculative), pair.system()
-    with cli.Progress(config.repeats * 2 + 14, part) as bar:
+    with Progress(config.repeats * 2 + 14, part) as bar:
         tried = try_plain(pair, [prompt], config.plain_tokens, config.repeats, bar.step)
         variant = fastest(tried)
         states, plain_states = (

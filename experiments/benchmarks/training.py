@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.benchmarks.synthetic import random_model
-from experiments.common import cli
+from experiments.common.progress import Progress
 from experiments.common.timing import Line, Timer, interleave, loop_timer, spread
 from spec_jax.drafters.eagle.model import EagleConfig, head_table, init_head
 from spec_jax.drafters.eagle.objective import eagle3_loss
@@ -152,7 +152,7 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
     }
     cases = [eagle3_case(target, config), lm_case(target, config)]
     timers, flops = {}, {}
-    with cli.Progress(len(products) + len(cases) + config.repeats, part) as bar:
+    with Progress(len(products) + len(cases) + config.repeats, part) as bar:
         for name, size in products.items():
             timers[name], flops[name] = matmul_timer(*size)
             bar.step(f"compiled products of {name}")

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from experiments.benchmarks.rounds import Pair
 from experiments.benchmarks.zoo import load_pair
 from experiments.common import cli
+from experiments.common.progress import Progress
 from experiments.common.timing import Line, interleave, spread
 from spec_jax.config import SpeculativeConfig
 from spec_jax.engine.decoder import SpeculativeDecoder
@@ -100,7 +101,7 @@ def measure(part: str, config, bars, python: str, k: int, repeats: int) -> tuple
     """
     pair, prompts = load_pair(config)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    with cli.Progress(repeats + 3, part) as bar, tempfile.TemporaryDirectory() as folder:
+    with Progress(repeats + 3, part) as bar, tempfile.TemporaryDirectory() as folder:
         for name, model in (("target", pair.target), ("draft", pair.draft)):
             save_pretrained(pathlib.Path(folder) / name, model.params, model.config)
         with Worker(python, pathlib.Path(folder), cores) as worker:

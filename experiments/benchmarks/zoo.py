@@ -19,7 +19,7 @@ from experiments.benchmarks.rounds import (
     try_plain,
 )
 from experiments.benchmarks.synthetic import random_model
-from experiments.common import cli
+from experiments.common.progress import Progress
 from experiments.common.prompts import load_prompts
 from experiments.common.timing import Line, interleave, spread
 from spec_jax import zoo
@@ -79,7 +79,7 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
         return [start(system, params, g, pair.slots, config.new_tokens, stops) for g in groups]
 
     total = 13 + config.repeats * (3 + len(config.batches)) + len(DTYPES) * len(config.ks)
-    with cli.Progress(total, part) as bar:
+    with Progress(total, part) as bar:
         tried = try_plain(pair, prompts[:1], config.plain_tokens, config.repeats, bar.step)
         variants = {"plain": fastest(tried)}
         variants |= {f"plain {d}": fastest(tried, d) for d in DTYPES}

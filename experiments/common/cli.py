@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import datetime
 import difflib
+import functools
+import operator
 import os
 import pathlib
 import re
+import shlex
 import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
-from tqdm import tqdm
 
 from spec_jax.errors import ConfigError, SpecJaxError
 
@@ -23,17 +25,21 @@ flags.disclaim_key_flags()  # what is defined here counts as the main module's, 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-def define_config(default: str, get_config: Callable[[], ConfigDict]) -> flags.FlagHolder:
-    """Defines ``--config``, a file of which each value is a flag too.
+def define_flags(default: types.ModuleType, workdir: str) -> tuple[flags.FlagHolder, ...]:
+    """Defines ``--config``, a file of which each value is a flag too, and ``--workdir``.
 
     Args:
-      default: a file of ``configs/``.
-      get_config: what that file defines; names the keys for --help.
+      default: The module of ``configs/`` that is used unless ``--config`` names another file.
+      workdir: The help text of ``--workdir``.
+
+    Returns:
+      The two flags.
     """
-    text = "Config file; each of its values is a typed flag, --config.KEY=VALUE. Keys: "
-    keys, path = ", ".join(_names(get_config())), str(ROOT / "configs" / default)
+    text = "Config file; each of its values is a typed flag, --config.KEY=VALUE. The file says " \
+        f"what each is. Keys: {', '.join(_names(default.get_config()))}."  # fmt: skip
     with _errors_in_one_line():  # the overrides of the command line are looked up here
-        return config_flags.DEFINE_config_file("config", path, f"{text}{keys}.")
+        config = config_flags.DEFINE_config_file("config", default.__file__, text)
+    return config, flags.DEFINE_string("workdir", None, workdir)
 
 
 def run(main: Callable[[], int | None]) -> None:
@@ -109,6 +115,28 @@ def check_keys(config: ConfigDict, default: ConfigDict) -> None:
         raise ConfigError(f"the config lacks {', '.join(missing)}")
 
 
+def require(is_ok: bool, config: ConfigDict, name: str, expected: str) -> None:
+    """Raises ConfigError, with the name and the value of a key, unless the check has passed.
+
+    Args:
+      is_ok: The outcome of the check.
+      config: The config that was checked.
+      name: The key, with dots for those of nested configs.
+      expected: What the value should have been.
+    """
+    if not is_ok:
+        value = functools.reduce(operator.getitem, name.split("."), config)
+        raise ConfigError(f"{name} is {value!r}; expected {expected}")
+
+
+def require_positive(config: ConfigDict, names: str, prefix: str = "") -> None:
+    """Raises ConfigError unless the keys ``names``, in one string, are integers of 1 or more."""
+    for name in names.split():
+        section = config[prefix] if prefix else config
+        full = f"{prefix}.{name}" if prefix else name
+        require(section[name] >= 1, config, full, "a positive integer")
+
+
 def check_same(saved: Mapping, config: Mapping, free: Sequence[str] = ()) -> None:
     """Raises ConfigError unless a run's saved config is this one, but for the ``free`` keys."""
     changed = [k for k in config if k not in free and saved.get(k) != config[k]]
@@ -132,15 +160,27 @@ def enable_compilation_cache() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 
-def open_workdir(experiment: str, workdir: str | None) -> pathlib.Path:
-    """Makes a run's folder, by default runs/EXPERIMENT/TIME; never one that holds a report.
+def command(experiment: str) -> str:
+    """Returns the command line of this run, for its report."""
+    return shlex.join(["python", "-m", f"experiments.{experiment}", *sys.argv[1:]])
+
+
+def open_workdir(
+    experiment: str, workdir: str | pathlib.Path | None, report: str = "report.json"
+) -> pathlib.Path:
+    """Makes the folder of a run; it must not hold the report of another run.
+
+    Args:
+      experiment: The experiment's name.
+      workdir: The folder; by default runs/EXPERIMENT/TIME.
+      report: The name of the file that a run writes.
 
     Raises:
-      ConfigError: the folder cannot be made, or has a report.json.
+      ConfigError: The folder cannot be made, or holds a report.
     """
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = pathlib.Path(workdir or f"runs/{experiment}/{stamp}")
-    if (folder / "report.json").exists():
+    if (folder / report).exists():
         raise ConfigError(f"{folder} holds the report of another run; name another --workdir")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -148,44 +188,3 @@ def open_workdir(experiment: str, workdir: str | None) -> pathlib.Path:
         raise ConfigError(f"the folder {folder} cannot be made: {error}") from error
     return folder
 
-
-def run_all(tasks: Mapping[str, Callable[[], None]], what: str) -> None:
-    """Runs tasks, two at a time, with progress: one compilation alone leaves cores idle."""
-    with Progress(len(tasks), what) as bar, concurrent.futures.ThreadPoolExecutor(2) as pool:
-        futures = {pool.submit(task): name for name, task in tasks.items()}
-        try:
-            for future in concurrent.futures.as_completed(futures):
-                future.result()
-                bar.step(futures[future])
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
-class Progress:
-    """A bar on a terminal, a line for each step elsewhere; both on stderr."""
-
-    def __init__(self, total: int, what: str):
-        self._bar = tqdm(
-            total=total, desc=what, disable=None, leave=False, dynamic_ncols=True,
-            bar_format="{desc} {bar:24} {n}/{total} {elapsed} {postfix}",
-        )
-        self._total, self._done, self._what = total, 0, what
-
-    def now(self, text: str) -> None:
-        """Says what is running."""
-        self._bar.set_postfix_str(text)
-
-    def step(self, text: str) -> None:
-        """One step is done."""
-        self._done += 1
-        self._bar.update()
-        if self._bar.disable:
-            line = f"{self._what} {self._done}/{self._total}: {text}"
-            print(line, file=sys.stderr, flush=True)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._bar.close()

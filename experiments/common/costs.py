@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import statistics
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.common.timing import loop_timer
+from experiments.common.timing import interleave, loop_timer
 from spec_jax.contracts import Model
 from spec_jax.drafters.common.head import Head
 from spec_jax.engine import stats
@@ -108,22 +107,6 @@ def head_timer(
     return loop_timer(lambda carry: run(params, carry, seen), carry, ITERATIONS)
 
 
-def interleaved_medians(
-    timers: Mapping[Any, Callable[[], float]], repeats: int = REPEATS
-) -> dict[Any, float]:
-    """Calls every timer once a turn, so that drift meets all alike; the median of each."""
-    turns = [{name: timer() for name, timer in timers.items()} for _ in range(repeats)]
-    return {name: statistics.median(turn[name] for turn in turns) for name in timers}
-
-
-def pass_cost(
-    model: Model, params, width: int, slots: int, batch: int, repeats: int = REPEATS
-) -> float:
-    """Milliseconds of one pass; to compare passes, interleave their timers instead."""
-    timer = pass_timer(model, params, width, slots, batch)
-    return interleaved_medians({"": timer}, repeats)[""]
-
-
 class Costs(NamedTuple):
     """Costs of passes measured together, ready for a report.
 
@@ -144,7 +127,7 @@ class Costs(NamedTuple):
     @classmethod
     def measure(cls, timers: Mapping[tuple[str, int], Callable[[], float]], **where) -> Costs:
         """Times passes named ("target", width) and (method, 1); ``where``: slots and batch."""
-        found = interleaved_medians(timers)
+        found = {name: float(np.median(ms)) for name, ms in interleave(timers, REPEATS).items()}
         verify_ms = {width: ms for (role, width), ms in sorted(found.items()) if role == "target"}
         draft_ms = {role: ms for (role, _), ms in found.items() if role != "target"}
         return cls(verify_ms[1], draft_ms, verify_ms, **where)

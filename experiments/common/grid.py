@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.common.timing import interleave
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.data.tokens import looping_share
 from spec_jax.engine.decoder import Generation, SpeculativeDecoder
@@ -213,14 +213,18 @@ class Bench:
         own_s = plain_s = 0.0
         for index in self.batches:
             turns, plain_turns = [], []
-            for repeat in range(repeats):
-                pair = [(turns, cell), (plain_turns, plain_cell)]
-                for times, which in pair[:: 1 if (index + repeat) % 2 else -1]:
-                    times.append(self.run(which, index))
-            times = self._plain_s.setdefault((cell.temperature, index), [])
-            times += [run.decode_s for run in plain_turns]
-            own_s += statistics.median(run.decode_s for run in turns)
-            plain_s += statistics.median(run.decode_s for run in plain_turns)
+
+            def timer(which: Cell, kept: list[Run]) -> float:
+                kept.append(self.run(which, index))
+                return kept[-1].decode_s
+
+            times = interleave({
+                "plain": functools.partial(timer, plain_cell, plain_turns),
+                "own": functools.partial(timer, cell, turns),
+            }, repeats, is_backwards=bool(index % 2))  # fmt: skip
+            self._plain_s.setdefault((cell.temperature, index), []).extend(times["plain"])
+            own_s += float(np.median(times["own"]))
+            plain_s += float(np.median(times["plain"]))
             runs.append(turns[0])
             plain_runs.append(plain_turns[-1])
         plain_runs = self._plain.setdefault(cell.temperature, plain_runs)
@@ -248,7 +252,7 @@ class Bench:
         """Lets the plain row of a temperature tell the median of all its timings so far."""
         row = next(r for r in results if (r["method"], r["temperature"]) == ("plain", temperature))
         times = [self._plain_s[temperature, index] for index in self.batches]
-        row["decode_s"] = sum(map(statistics.median, times))
+        row["decode_s"] = float(sum(map(np.median, times)))
         row["tokens_per_s"] = (row["emitted"] - row["first"]) / row["decode_s"]
 
     def _describe(self, cell: Cell) -> dict:

@@ -8,6 +8,7 @@ import pathlib
 import numpy as np
 from ml_collections import ConfigDict
 
+from experiments.common.progress import Progress
 from spec_jax.config import SamplerConfig
 from spec_jax.data import python_source, tokens
 from spec_jax.engine.decoder import SpeculativeDecoder
@@ -53,16 +54,16 @@ def continuations(
     decoder = SpeculativeDecoder(teacher)
     end, prompt, batch = text[0], config.own_prompt, config.own_batch
     parts = []
-    for i in range(config.own_batches):
-        ids = tokens.batch_at(text, i, seed=config.seed + 1, batch=batch, length=prompt - 1)
-        sampler = SamplerConfig(temperature=0.5 if i % 2 else 1.0, seed=i * batch)
-        found = decoder.generate(
-            ids.tolist(), config.length - prompt, sampler=sampler, stop_tokens=()
-        )
-        for row, generation in zip(ids, found):
-            parts += [[end], row, generation.tokens]
-        if i % config.log_every == 0 or i + 1 == config.own_batches:
-            print(f"the teacher wrote batch {i + 1} of {config.own_batches}", flush=True)
+    with Progress(config.own_batches, "the teacher writes", every_s=10) as bar:
+        for i in range(config.own_batches):
+            ids = tokens.batch_at(text, i, seed=config.seed + 1, batch=batch, length=prompt - 1)
+            sampler = SamplerConfig(temperature=0.5 if i % 2 else 1.0, seed=i * batch)
+            found = decoder.generate(
+                ids.tolist(), config.length - prompt, sampler=sampler, stop_tokens=()
+            )
+            for row, generation in zip(ids, found):
+                parts += [[end], row, generation.tokens]
+            bar.step(f"batch of {batch} rows")
     whole = np.concatenate([*parts, [end]]).astype(np.int32)
     np.save(path, whole)
     return whole

@@ -14,14 +14,16 @@ from typing import Any
 import jax
 
 import spec_jax
+from experiments.common.tables import table
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.models import checkpoint
 
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "safetensors")
-_COLUMNS = (  # title, is_number
-    ("method", False), ("K", True), ("T", True), ("rule", False), ("tok/s", True), ("tau", True),
-    ("accepted at 1, 2, 3 …", False), ("speed-up", True), ("predicted", True), ("identical", False),
+_COLUMNS = (
+    "method", "K", "T", "rule", "tok/s", "tau", "accepted at 1, 2, 3 …", "speed-up", "predicted",
+    "identical",
 )  # fmt: skip
+_NUMBERS = ("K", "T", "tok/s", "tau", "speed-up", "predicted")
 
 
 def environment() -> dict[str, Any]:
@@ -87,26 +89,14 @@ def _row(result: dict) -> list[str]:
     ]
 
 
-def text_table(results: Sequence[dict]) -> str:
-    """Aligned columns, one blank line between temperatures."""
-    rows = [_row(result) for result in results]
-    titles = [title for title, _ in _COLUMNS]
-    widths = [max(map(len, column)) for column in zip(titles, *rows)]
-    line = lambda cells: "  ".join(
-        cell.rjust(width) if is_number else cell.ljust(width)
-        for cell, width, (_, is_number) in zip(cells, widths, _COLUMNS)
-    ).rstrip()
-    lines = [line(titles), "  ".join("─" * width for width in widths)]
-    for i, result in enumerate(results):
-        if i and result["temperature"] != results[i - 1]["temperature"]:
-            lines.append("")
-        lines.append(line(rows[i]))
-    return "\n".join(lines)
-
-
-def markdown_table(results: Sequence[dict]) -> str:
-    rows = [[title for title, _ in _COLUMNS], ["--:" if n else ":--" for _, n in _COLUMNS]]
-    return "\n".join(f"| {' | '.join(row)} |" for row in [*rows, *map(_row, results)])
+def results_table(results: Sequence[dict], *, is_markdown: bool = False) -> str:
+    """Formats the results; as text, with one blank line between temperatures."""
+    rows = []
+    for before, result in zip([None, *results], results):
+        if before and not is_markdown and result["temperature"] != before["temperature"]:
+            rows.append([""] * len(_COLUMNS))
+        rows.append(_row(result))
+    return table(_COLUMNS, rows, numbers=_NUMBERS, is_markdown=is_markdown)
 
 
 def _shape(result: dict) -> str:
@@ -196,7 +186,7 @@ def write_markdown(folder: pathlib.Path, report: dict, plots: Sequence[str]) -> 
     env, models = report["environment"], report["models"]
     parts = ["# Speculative decoding beside plain decoding", "", f"`{report['command']}`", ""]
     parts += [f"- {line}" for line in conclusions(report["results"])]
-    parts += ["", markdown_table(report["results"]), ""]
+    parts += ["", results_table(report["results"], is_markdown=True), ""]
     parts += [f"- **{name}**: {meaning}" for name, meaning in legend(report)]
     parts += [f"- {line}" for line in report["notes"]]
     parts += [line for name in plots for line in ("", f"![{name}]({name})")]
@@ -258,7 +248,7 @@ def print_head(report: dict, folder: pathlib.Path) -> None:
 
 def print_results(report: dict, folder: pathlib.Path) -> None:
     """The table, what its columns mean, and what follows from it."""
-    print(text_table(report["results"]) + "\n")
+    print(results_table(report["results"]) + "\n")
     for name, meaning in legend(report):
         print(f"  {name:11}{meaning}")
     for lines in ([f"note: {note}" for note in report["notes"]], report["conclusions"]):

@@ -44,24 +44,26 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def interleave(
-    timers: Mapping[Any, Timer], repeats: int, on_turn: Callable[[str], None] = lambda text: None
-) -> dict[Any, np.ndarray]:
-    """Times A B C ... A B C ..., so that drift of the machine meets all alike.
+    timers: Mapping[Any, Timer], repeats: int,
+    on_turn: Callable[[str], None] = lambda text: None, *, is_backwards: bool = False,
+) -> dict[Any, np.ndarray]:  # fmt: skip
+    """Times A B C ... C B A ..., so that drift of the machine meets all alike.
 
     Every other turn runs backwards: what one timer does to the next (a cold cache) then
     falls on both of its neighbours.
 
     Args:
-      timers: by name; each already compiled and run once.
-      repeats: turns.
-      on_turn: told of each turn that is done.
+      timers: The timers by name; each is already compiled and has run once.
+      repeats: The number of turns.
+      on_turn: Called with a text after each turn.
+      is_backwards: Whether the first turn is one of those that run backwards.
 
     Returns:
       f64[repeats] by name: repeat i of one name may be divided by repeat i of another.
     """
     times: dict[Any, list[float]] = {name: [] for name in timers}
     for turn in range(repeats):
-        for name in list(timers)[:: -1 if turn % 2 else 1]:
+        for name in list(timers)[:: -1 if turn % 2 != is_backwards else 1]:
             times[name].append(timers[name]())
         on_turn(f"turn {turn + 1} of {repeats}")
     return {name: np.asarray(values) for name, values in times.items()}
@@ -119,16 +121,3 @@ class Line:
 HEADER = ("part", "measured", "median", "quartiles", "bar", "met", "note")
 
 
-def text_table(lines: Sequence[Line]) -> str:
-    """Aligned columns."""
-    rows = [list(HEADER), *(line.cells() for line in lines)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
-    pad = lambda row: "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
-    rule = "  ".join("─" * width for width in widths)
-    return "\n".join([pad(rows[0]), rule, *map(pad, rows[1:])])
-
-
-def markdown_table(lines: Sequence[Line]) -> str:
-    """The same as a Markdown table."""
-    rows = [HEADER, ("---",) * len(HEADER), *(line.cells() for line in lines)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

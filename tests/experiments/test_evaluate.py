@@ -9,6 +9,8 @@ from support.tiny_models import LLAMA, random_weights
 
 from configs import evaluate_zoo
 from experiments import evaluate
+from experiments.common.evaluation import Counts, differences
+from experiments.common.intervals import bootstrap
 from spec_jax.data import python_source, tokens
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.eagle.write import write_head
@@ -58,7 +60,7 @@ def test_reports_what_decoding_did(config, tmp_path, capsys):
 @pytest.mark.parametrize(
     "name, value, message",
     [
-        ("drafts", "", "drafts are empty"),
+        ("drafts", "", "drafts is ''; expected names"),
         ("num_draft", 0, "num_draft is 0"),
         ("max_new_tokens", 1, "max_new_tokens is 1"),
     ],
@@ -68,3 +70,17 @@ def test_refuses_what_cannot_be(config, name, value, message):
     wrong[name] = value
     with pytest.raises(ConfigError, match=message):
         evaluate.evaluate(wrong)
+
+
+def test_intervals_are_those_of_the_mean_and_of_paired_differences():
+    draw = np.random.default_rng(0)
+    rounds = draw.integers(5, 9, 400)
+    accepted = draw.binomial(rounds[:, None], [0.6, 0.0])
+    counts = Counts(rounds + accepted[:, 0], rounds, np.stack([rounds, 0 * rounds], 1), accepted)
+    tau, accept, never = bootstrap(counts.rates, 400)
+    assert tau.value == pytest.approx(1 + accept.value) and tau.low < 1.6 < tau.high
+    error = 1.96 * np.sqrt(0.6 * 0.4 / rounds.sum())
+    widths = [accept.high - accept.value, accept.value - accept.low]
+    np.testing.assert_allclose(widths, error, rtol=0.15)
+    assert np.isnan(never).all() and str(never) == "– (– to –)"
+    assert differences(counts, counts)[0] == (0, 0, 0)  # the same prompts on both sides

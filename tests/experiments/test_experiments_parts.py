@@ -87,7 +87,7 @@ def test_a_table_is_aligned_and_shows_what_is_missing():
     lossy = {**other, "rule": "typical-acceptance", "is_lossless": False, "speedup": 0.5}
     other |= {"identical_rows": 3, "rows": 4}
     lossy |= {"identical_to_plain": None, "temperature": 1.0}
-    lines = report.text_table([row, other, lossy]).splitlines()
+    lines = report.results_table([row, other, lossy]).splitlines()
     column = lines[0].index("identical")
     assert [line[column:] for line in lines[2:]] == ["yes", "no (3/4 rows)", "", "– (lossy)"]
     assert ".50 –" in lines[3] and "nan" not in "".join(lines)

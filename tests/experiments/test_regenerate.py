@@ -117,7 +117,7 @@ def test_a_killed_run_goes_on_to_the_same_lines(run, pair, tmp_path, monkeypatch
     report = regenerate(small(pair), tmp_path)
     assert report["session"]["responses"] == COUNT - 9 and report["responses"] == COUNT
     assert sorted(lines(tmp_path)) == sorted(lines(run[0]))
-    assert f"{COUNT}/{COUNT} prompts" in capsys.readouterr().out
+    assert f"prompts {COUNT}/{COUNT}: " in capsys.readouterr().err
 
 
 def test_a_finished_run_has_nothing_left_to_do(run, pair):

@@ -1,0 +1,163 @@
+"""How ``experiments.evaluate`` measures a draft, and its report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from experiments.common import costs, head_eval, report
+from experiments.common.intervals import Interval, bootstrap
+from experiments.common.tables import table
+from experiments.common.timing import interleave
+from spec_jax.config import GREEDY_BELOW
+from spec_jax.data import python_source, tokens
+from spec_jax.engine.decoder import Generation
+from spec_jax.errors import ConfigError
+from spec_jax.loading import LoadedHead, LoadedModel
+
+Draft = LoadedModel | LoadedHead
+
+
+class Counts(NamedTuple):
+    """What one draft did, by prompt.
+
+    Attributes:
+      tokens: i64[P], tokens emitted in rounds.
+      rounds: i64[P], rounds.
+      tried: i64[P,K], drafts at each position that the rule looked at.
+      accepted: i64[P,K], those that it accepted.
+    """
+
+    tokens: np.ndarray
+    rounds: np.ndarray
+    tried: np.ndarray
+    accepted: np.ndarray
+
+    @classmethod
+    def of(cls, rows: Sequence[Generation]) -> Counts:
+        """Counts the outputs of one draft."""
+        counts = [(s.emitted - s.first, s.rounds, s.judged_at, s.accepted_at)
+                  for s in (row.stats for row in rows)]  # fmt: skip
+        return cls(*map(np.asarray, zip(*counts)))
+
+    def rates(self, chosen: np.ndarray) -> np.ndarray:
+        """Tau and the conditional acceptance at each position, over chosen prompts.
+
+        Args:
+          chosen: i64[...,P], indices of prompts.
+
+        Returns:
+          f64[1+K,...], NaN where no draft was looked at.
+        """
+        tau = self.tokens[chosen].sum(-1) / self.rounds[chosen].sum(-1)
+        accept = self.accepted[chosen].sum(-2) / self.tried[chosen].sum(-2)
+        return np.concatenate([tau[None], np.moveaxis(accept, -1, 0)])
+
+
+def differences(counts: Counts, first: Counts) -> list[Interval]:
+    """Intervals of the rates of ``counts`` less those of ``first``, prompt by prompt."""
+    return bootstrap(lambda i: counts.rates(i) - first.rates(i), len(first.tokens))
+
+
+def held_out_pieces(target: LoadedModel, n: int, length: int, seed: int) -> list[list[int]]:
+    """Returns ids of ``n`` evenly spread pieces of the held-out modules; ``seed`` shifts them."""
+    text = tokens.pack(target.tokenizer.backend, python_source.documents("held_out"))
+    room = len(text) - length
+    if room < n:
+        raise ConfigError(f"num_prompts is {n}; the held-out modules have {room} places")
+    shift = int(np.random.default_rng(seed).integers(room))
+    starts = [(shift + i * room // n) % room for i in range(n)]
+    return [text[start : start + length].tolist() for start in starts]
+
+
+def measure(
+    name: str, draft: Draft, target: LoadedModel, prompts: list[list[int]], config: ConfigDict
+) -> tuple[dict, Counts]:
+    """Decodes all prompts with one draft; returns its row of the report, and its counts."""
+    began_s = time.monotonic()
+    rows, stats = head_eval.decode(
+        target, draft, prompts, num_draft=config.num_draft, batch=config.batch,
+        max_new_tokens=config.max_new_tokens, temperature=config.temperature,
+    )  # fmt: skip
+    counts = Counts.of(rows)
+    tau, *accept = bootstrap(counts.rates, len(prompts))
+    row = {
+        "draft": name,
+        "kind": "standalone" if isinstance(draft, LoadedModel) else draft.method,
+        "parameters": draft.num_params,
+        "rounds": stats.rounds,
+        "tau": tau,
+        "accept": accept,
+        "looping_share": float(np.mean([tokens.looping_share(r.tokens) for r in rows])),
+        "elapsed_s": round(time.monotonic() - began_s, 1),
+    }
+    is_recycled = isinstance(draft, LoadedHead) and draft.head(target.model) is not None
+    if is_recycled and config.temperature < GREEDY_BELOW:
+        tried, accepted = head_eval.teacher_forced(
+            target, draft, prompts, rows, num_draft=config.num_draft
+        )
+        with np.errstate(invalid="ignore"):
+            row["teacher_forced"] = (accepted / tried).tolist()
+    return row, counts
+
+
+def pass_costs(
+    target: LoadedModel, drafts: Mapping[str, Draft], config: ConfigDict
+) -> dict[str, float]:
+    """Measures a draft pass of one token, by draft, in target passes of one token; batch 1."""
+    slots = -(-(config.prompt_tokens + config.max_new_tokens + config.num_draft + 1) // 128) * 128
+    timer = lambda model, params: costs.pass_timer(model, params, 1, slots, 1)
+    timers = {"": timer(target.model, target.decoding_params(1))}
+    for name, draft in drafts.items():
+        if isinstance(draft, LoadedModel):
+            timers[name] = timer(draft.model, draft.decoding_params(1))
+        elif (head := draft.head(target.model)) is not None:
+            params = {"head": draft.decoding_params(1), "target": target.decoding_params(1)}
+            timers[name] = costs.head_timer(head, params, slots)
+    found = {name: np.median(ms) for name, ms in interleave(timers, costs.REPEATS).items()}
+    return {name: float(ms / found[""]) for name, ms in found.items() if name}
+
+
+def markdown(rep: dict) -> str:
+    """Formats the report as Markdown."""
+    config, first, K = rep["config"], rep["rows"][0], rep["config"]["num_draft"]
+    header = ["draft", "parameters", "pass / target's", "rounds", "tau",
+              *(f"accepted at {i}" for i in range(1, K + 1)), "looping"]  # fmt: skip
+    cells, compared, forced = [], [], []
+    for row in rep["rows"]:
+        cost = row.get("cost")
+        cells.append([
+            row["draft"], f"{row['parameters']:,}", "" if cost is None else f"{cost:.3f}",
+            row["rounds"], row["tau"], *row["accept"], f"{row['looping_share']:.0%}",
+        ])  # fmt: skip
+        if "difference" in row:
+            tau, *accept = row["difference"]
+            parts = ", ".join(f"at {i} {x}" for i, x in enumerate(accept, 1))
+            compared.append(f"- {row['draft']} less {first['draft']}: tau {tau}; accepted {parts}")
+        if "teacher_forced" in row:
+            gaps = np.abs(np.subtract(row["teacher_forced"], [x.value for x in row["accept"]]))
+            forced.append(f"- {row['draft']}: at most {np.nanmax(gaps):.4f} apart, by position")
+    numbers = ("parameters", "pass / target's", "rounds", "looping")
+    text = [
+        "# Evaluation", "", f"`{rep['command']}`", "",
+        f"Chains of {K} drafts, temperature {config['temperature']:g}, {config['num_prompts']} "
+        f"prompts, {config['max_new_tokens']} new tokens each. In parentheses: the 95 % confidence "
+        "interval over prompts. *Accepted at i*: of the drafts whose predecessors were all "
+        "accepted, the share that was accepted at position i.",
+        "", table(header, cells, numbers=numbers, is_markdown=True),
+    ]  # fmt: skip
+    if compared:
+        text += ["", "Differences, prompt by prompt:", "", *compared]
+    if forced:
+        text += ["", "Teacher-forced beside real decoding, with the same round starts:", "",
+                 *forced]  # fmt: skip
+    if rep["num_cut"]:
+        text += [
+            "", f"{rep['num_cut']} prompts had more than {config['prompt_tokens']} tokens, or more "
+            "than the models hold: they lost their beginning, a chat template's too.",
+        ]  # fmt: skip
+    return "\n".join([*text, "", f"Machine: {report.describe_machine(rep['environment'])}", ""])

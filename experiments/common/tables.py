@@ -1,0 +1,25 @@
+"""Tables for the screen and for Markdown files."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from tabulate import tabulate
+
+
+def table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Collection[str] = (),
+    is_markdown: bool = False,
+) -> str:  # fmt: skip
+    """Formats rows of text as a table with aligned columns.
+
+    Args:
+      header: The titles of the columns.
+      rows: The cells, already formatted.
+      numbers: Titles of the columns that are aligned at the right.
+      is_markdown: Whether to write Markdown instead of plain text.
+    """
+    align = ["right" if title in numbers else "left" for title in header]
+    style = "pipe" if is_markdown else "simple"
+    text = tabulate(list(rows), header, style, colalign=align, disable_numparse=True)
+    return "\n".join(line.rstrip() for line in text.splitlines())
