@@ -151,19 +151,19 @@ def validate(config, parts) -> None:
             raise ConfigError(
                 f"zoo.batches holds {batch}; expected divisors of num_prompts {zoo.num_prompts}"
             )
-    heads = config.heads
-    if not heads.tree_nodes or heads.tree_depth < 2:
+    sizes = config.heads
+    if not sizes.tree_nodes or sizes.tree_depth < 2:
         raise ConfigError("heads needs tree_nodes of one size or more, and tree_depth of 2 or more")
-    if heads.draft_vocab_size > heads.target.vocab_size:
+    if sizes.draft_vocab_size > sizes.target.vocab_size:
         raise ConfigError(
-            f"heads.draft_vocab_size is {heads.draft_vocab_size}; the target has "
-            f"{heads.target.vocab_size} ids"
+            f"heads.draft_vocab_size is {sizes.draft_vocab_size}; the target has "
+            f"{sizes.target.vocab_size} ids"
         )
-    trees = [DynamicTree(n, heads.tree_depth, heads.tree_top_k) for n in heads.tree_nodes]
-    rounds = heads.ROUNDS * (max(heads.k, heads.tree_depth) + 1)
-    need = heads.prompt_tokens + rounds + max(max(t.num_nodes, t.num_fed) for t in trees) + 1
-    if need > heads.slots:
-        raise ConfigError(f"heads.slots is {heads.slots}; prompt and rounds need {need}")
+    trees = [DynamicTree(n, sizes.tree_depth, sizes.tree_top_k) for n in sizes.tree_nodes]
+    rounds = heads.ROUNDS * (max(sizes.k, sizes.tree_depth) + 1)
+    need = sizes.prompt_tokens + rounds + max(max(t.num_nodes, t.num_fed) for t in trees) + 1
+    if need > sizes.slots:
+        raise ConfigError(f"heads.slots is {sizes.slots}; prompt and rounds need {need}")
     adaptive = config.adaptive
     buckets = adaptive.buckets
     if len(buckets) < 2 or buckets[0] != 0 or list(buckets) != sorted(set(buckets)):
