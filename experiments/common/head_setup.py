@@ -15,11 +15,11 @@ from ml_collections import ConfigDict
 from spec_jax.data.batches import Corpus, count_tokens, draft_vocabulary
 from spec_jax.drafters.common.warm_start import from_target
 from spec_jax.drafters.eagle.model import EagleConfig, draft_ids, init_head
-from spec_jax.drafters.eagle.objective import eagle1_loss, eagle3_loss
+from spec_jax.drafters.eagle.objective import EAGLE1, EAGLE3
 from spec_jax.drafters.eagle.write import write_head
 from spec_jax.drafters.eagle.write_config import head_json
 from spec_jax.drafters.mtp.model import MtpConfig, init_mtp
-from spec_jax.drafters.mtp.objective import mtp_loss
+from spec_jax.drafters.mtp.objective import MTP
 from spec_jax.drafters.mtp.write import write_mtp
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel, load_head, load_mtp
@@ -30,7 +30,7 @@ LAYOUTS = {
     "eagle3": ("SpecForge", "EAGLE-3", "speculators"),
     "mtp": (),  # what the module's own layer implies
 }
-OBJECTIVES = tuple(LAYOUTS)
+OBJECTIVES = {objective.name: objective for objective in (EAGLE1, EAGLE3, MTP)}
 
 
 class HeadSpec(NamedTuple):
@@ -139,28 +139,13 @@ def make_head(
         raise ConfigError(
             f"head.norm_before_residual is set; it is an option of eagle3, not {config.objective}"
         )
-    constants: dict[str, jax.Array] = {}
-    given = None
-
-    def begin(params):
-        if not options.is_warm_start:
-            return params
-        return from_target(params, target.params, target.config, draft_ids(constants))
-
+    objective, constants, given = OBJECTIVES[config.objective], {}, None
     if config.objective == "mtp":
         changes = {"num_modules": options.num_modules, "protocol": options.protocol} | taps
         if options.init_from:
             given = load_mtp(options.init_from, target, "float32", **changes)
         shape = given.config if given else MtpConfig.of_target(target.config, **changes)
-
-        def init(key):
-            modules = init_mtp(shape, key)
-            return {index: begin(module) for index, module in modules.items()}
-
-        objective = functools.partial(
-            mtp_loss, config=shape, model=model, num_steps=loss.num_steps, decay=loss.decay,
-            labels=loss.labels, is_remat=loss.is_remat,
-        )  # fmt: skip
+        fresh = functools.partial(init_mtp, shape)
     else:
         version = int(config.objective[-1])
         if options.init_from:
@@ -170,38 +155,26 @@ def make_head(
             given.config if given
             else EagleConfig.of_target(target.config, version, size, **taps, **norms)
         )  # fmt: skip
-        if version == 1:
-            objective = functools.partial(
-                eagle1_loss, config=shape, model=model, feature_weight=loss.feature_weight,
-                token_weight=loss.token_weight, noise=loss.noise,
-            )  # fmt: skip
-        else:
-            if given is None and size < target.config.vocab_size:
-                constants = {"d2t": jnp.asarray(draft_vocabulary(counts, size))}
-            objective = functools.partial(
-                eagle3_loss, config=shape, model=model, num_steps=loss.num_steps,
-                decay=loss.decay, divergence=loss.divergence, is_remat=loss.is_remat,
-            )  # fmt: skip
+        if given is None and size < target.config.vocab_size:
+            constants = {"d2t": jnp.asarray(draft_vocabulary(counts, size))}
+        fresh = functools.partial(init_head, shape)
 
-        def init(key):
-            params = init_head(shape, key)
-            return begin({name: w for name, w in params.items() if name != "d2t"})
+    def init(key):
+        params, _ = objective.split(fresh(key))
+        if not options.is_warm_start:
+            return params
+        return from_target(params, target.params, target.config, draft_ids(constants))
 
     if given is not None:
-        weights = {name: w for name, w in given.params.items() if name != "d2t"}
-        constants = {name: w for name, w in given.params.items() if name == "d2t"}
+        weights, constants = objective.split(given.params)
         init = lambda key: jax.tree.map(jnp.array, weights)  # copies: a training step donates
 
-    def with_constants(run):
-        return lambda params, batch, frozen: run({**params, **constants}, batch, frozen)
-
-    is_noisy = "noise" in objective.keywords
-    measure = functools.partial(objective, noise=0.0) if is_noisy else objective
+    bind = lambda options: objective.bind(shape, model, options, constants)
     sizes = jax.eval_shape(init, jax.random.key(0))
     num_params = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(sizes))
     spec = HeadSpec(
-        config.objective, shape, init, constants, with_constants(objective),
-        with_constants(measure), num_params,
+        config.objective, shape, init, constants, bind(loss), bind({**loss, "noise": 0.0}),
+        num_params,
     )  # fmt: skip
     spec.layout(target, config)  # what could not be exported is refused before it is trained
     return spec

@@ -1,18 +1,18 @@
-"""What every objective shares: a batch, the target's view of it, and figures by position.
-
-An objective is ``(params, batch, target) -> (loss f32[], figures)``, pure: ``params`` are
-trained, ``target`` is what they lean on and what stays as it is.
-"""
+"""What the objectives of all heads share: the record, the batch, and figures by position."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spec_jax.contracts import Model
 from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig
 from spec_jax.train.unroll import shifted
@@ -34,6 +34,48 @@ class Batch:
     mask: jax.Array  # bool[B,W], the token is one to be predicted
     key: jax.Array  # of this step
     view: View | None = None
+
+
+class Objective(NamedTuple):
+    """How a kind of head is trained. Each is defined in ``drafters/*/objective.py``.
+
+    Attributes:
+      name: What configs and reports call it.
+      loss: ``(head, batch, target, *, config, model, **options) -> (loss f32[], figures)``, a
+        pure function: ``head`` is trained, ``target`` holds the target's weights, which stay as
+        they are, ``config`` is the head's shape and ``model`` the target's functions.
+      constants: The names of parameters that belong to the head and are not trained.
+    """
+
+    name: str
+    loss: Callable[..., tuple[jax.Array, dict]]
+    constants: tuple[str, ...] = ()
+
+    def bind(
+        self, config: Any, model: Model, options: Mapping[str, Any],
+        constants: Mapping[str, jax.Array],
+    ) -> Callable[[dict, Batch, dict], tuple[jax.Array, dict]]:
+        """Returns the loss as ``train_step`` takes it.
+
+        Args:
+          config: The head's shape.
+          model: The target's functions.
+          options: Options of the loss; those that it does not have are ignored.
+          constants: The head's parameters that are not trained.
+
+        Returns:
+          ``(params, batch, target) -> (loss, figures)``, where ``params`` are trained.
+        """  # fmt: skip
+        known = inspect.signature(self.loss).parameters
+        options = {name: value for name, value in options.items() if name in known}
+        loss = functools.partial(self.loss, config=config, model=model, **options)
+        return lambda params, batch, target: loss({**params, **constants}, batch, target)
+
+    def split(self, params: Mapping[str, Any]) -> tuple[dict, dict]:
+        """Splits a head's parameters into those that are trained and the constants."""
+        is_constant = lambda name: name in self.constants
+        trained = {name: w for name, w in params.items() if not is_constant(name)}
+        return trained, {name: w for name, w in params.items() if is_constant(name)}
 
 
 def target_view(

@@ -21,7 +21,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel, random_head
 from spec_jax.models import transformer
 from spec_jax.train import losses
-from spec_jax.train.objective import Batch, target_view
+from spec_jax.train.objective import Batch, Objective, target_view
 from spec_jax.train.step import TrainState, train_step
 from spec_jax.train.unroll import shifted, unroll
 
@@ -194,3 +194,14 @@ def test_a_row_of_the_unrolling_sees_no_later_token():
     touched = np.abs(np.asarray(by_feature)).sum(axis=(1, 3, 4, 6)) > 0
     for step in range(3):
         np.testing.assert_array_equal(touched[step][:, :8], np.tril(np.ones((8, 8), bool)))
+
+
+def test_an_objective_takes_its_own_options_and_keeps_its_constants():
+    def loss(head, batch, target, *, config, model, scale=1.0):
+        return scale * (head["w"] + head["d2t"]) * config * model * target * batch, {}
+
+    objective = Objective("toy", loss, constants=("d2t",))
+    trained, constants = objective.split({"w": 1.0, "d2t": 2.0})
+    assert (trained, constants) == ({"w": 1.0}, {"d2t": 2.0})
+    run = objective.bind(3.0, 5.0, {"scale": 2.0, "noise": 9.0}, constants)
+    assert run(trained, 7.0, 11.0) == (2.0 * 3.0 * 3.0 * 5.0 * 11.0 * 7.0, {})

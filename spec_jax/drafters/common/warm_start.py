@@ -13,14 +13,14 @@ def from_target(
 ) -> dict:
     """A head's fresh weights with the target's last layer, final norm and output head in them.
 
-    A weight is copied where the shapes agree; of a map that takes embedding and state side by
-    side (EAGLE-3's q, k, v), the state's half. The rest stays as it is.
+    A weight is copied where name and shape agree. Of a map that takes embedding and state side
+    by side (EAGLE-3's q, k, v), the state's half is copied. The rest stays as it is.
 
     Args:
-      head: of ``init_head``, or one module of ``init_mtp``.
-      target: its weights, layers apart or stacked.
-      config: its shape.
-      ids: i32[U], a reduced vocabulary's; None: all.
+      head: The fresh weights by name; those of several modules may be nested.
+      target: The target's weights, its layers apart or stacked.
+      config: The target's shape.
+      ids: i32[U], the ids of a reduced vocabulary. None means the whole vocabulary.
 
     Returns:
       A dict of the same shapes.
@@ -35,6 +35,8 @@ def from_target(
     known = {**last, "norm": target["final_norm"], "head": output}
 
     def leaf(name, w):
+        if isinstance(w, dict):
+            return {inner: leaf(inner, x) for inner, x in w.items()}
         w0 = known.get(name)
         if w0 is None:
             return w

@@ -13,7 +13,7 @@ from spec_jax.contracts import Model
 from spec_jax.drafters.eagle import model as eagle
 from spec_jax.drafters.eagle.model import EagleConfig, eagle_head
 from spec_jax.train.losses import make_divergence, soft_cross_entropy
-from spec_jax.train.objective import Batch, chain_figures, weighted_mean
+from spec_jax.train.objective import Batch, Objective, chain_figures, weighted_mean
 from spec_jax.train.unroll import shifted, unroll
 
 
@@ -120,3 +120,7 @@ def eagle3_loss(
     losses = jnp.stack(losses)
     figures = {"loss_by_step": losses} | chain_figures(drafts, batch, weights)
     return jnp.sum(losses * decay ** jnp.arange(num_steps)), figures
+
+
+EAGLE1 = Objective("eagle1", eagle1_loss)
+EAGLE3 = Objective("eagle3", eagle3_loss, constants=("d2t",))

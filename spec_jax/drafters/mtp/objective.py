@@ -10,7 +10,7 @@ from spec_jax.drafters.mtp import model as mtp
 from spec_jax.drafters.mtp.model import MtpConfig, mtp_head
 from spec_jax.errors import ConfigError
 from spec_jax.train.losses import cross_entropy, soft_cross_entropy
-from spec_jax.train.objective import Batch, chain_figures, weighted_mean
+from spec_jax.train.objective import Batch, Objective, chain_figures, weighted_mean
 from spec_jax.train.unroll import shifted, unroll
 
 LABELS = ("text", "target")
@@ -75,6 +75,9 @@ def mtp_loss(
     share = (usual if decay is None else decay) ** jnp.arange(len(modules))
     figures = {"loss_by_step": losses} | chain_figures(drafts, batch, weights)
     return jnp.sum(losses * share / share.sum()), figures
+
+
+MTP = Objective("mtp", mtp_loss)
 
 
 def _in_a_row(params, batch: Batch, config: MtpConfig):
