@@ -13,16 +13,14 @@ all accepted comes a bonus token from ``p``. So a token ``x`` is emitted with pr
 the tokens come, and never which.
 
 Everything is NumPy in float64, one sequence at a time, and shares no code with the compiled loop,
-for which it is an oracle. Both have a ``decode_round``, of the same four lines:
+for which it is an oracle. ``SpeculativeDecoder.decode_round`` here and ``decode_round`` of
+``spec_jax/decoding/round.py`` have the same four lines:
 
-    here                                   the compiled loop, a batch of rows
-    draft.propose(tokens, k)               draft: the drafter's ``propose``, from a cache of its own
+    here                                   the compiled round, of a batch of rows
+    draft.propose(tokens, k)               draft: the drafter's ``propose``, from a state of its own
     target.verify(tokens, drafts)          verify: one ``forward`` over [pending | drafts]
-    accept(proposal, scores, uniforms)     accept: a rule; this one is named "residual"
+    accept(proposal, scores, uniforms)     accept: a rule; this is ``residual`` of rules/chain.py
     self._commit(tokens, ...)              commit: appends too; caches forget what was rejected
-
-The compiled one begins ``spec_jax/decoding/round.py``; its rule is ``residual`` in
-``spec_jax/rules/chain.py``.
 
 There are two differences. A black box is handed every token at each call and so has nothing to
 forget; the loop keeps caches, and one *pending* token, emitted but not yet fed. And the loop

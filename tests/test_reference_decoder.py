@@ -15,6 +15,7 @@ import pytest
 
 import spec_jax
 from spec_jax import reference, testing
+from spec_jax.decoding.round import decode_round
 from spec_jax.reference import (
     Config,
     DraftProposal,
@@ -351,7 +352,10 @@ def test_greedy_tokens_and_rounds_of_the_zoo_are_those_of_the_compiled_loop():
     check_agreement(target, draft, ["def add(a, b):", "import os\n"], k=4, num_tokens=24)
 
 
-def test_the_page_quotes_the_round_as_it_is():
+def test_the_page_quotes_both_rounds_as_they_are():
     page = pathlib.Path(__file__).parents[1] / "docs" / "how_it_works.md"
-    source = inspect.getsource(SpeculativeDecoder.decode_round)
-    assert textwrap.dedent(source) in page.read_text(encoding="utf-8")
+    quotes = page.read_text(encoding="utf-8").split("```python\n")[1:]
+    for quote, function in zip(quotes, (SpeculativeDecoder.decode_round, decode_round)):
+        source = textwrap.dedent(inspect.getsource(function))
+        body = textwrap.dedent(source[source.index("    proposal") :])
+        assert quote.split("```")[0] == body
