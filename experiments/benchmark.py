@@ -224,9 +224,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    _CONFIG = cli.define_config("benchmark.py", default.get_config)
-    _WORKDIR = flags.DEFINE_string(
-        "workdir", None, "Folder of this run's files. Default: runs/benchmark/TIME."
+    _CONFIG, _WORKDIR = cli.define_flags(
+        default, "Folder of this run's files, a new one; by default runs/benchmark/TIME."
     )
     _PARTS = flags.DEFINE_list("parts", list(PARTS), "Parts to run.")
     _TRANSFORMERS_PYTHON = flags.DEFINE_string(

@@ -22,7 +22,6 @@ import random
 import time
 from collections.abc import Iterable, Iterator
 
-from absl import flags
 from ml_collections import ConfigDict
 
 from configs import regenerate_zoo
@@ -215,10 +214,10 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
 
 
 def main() -> None:
-    if not workdir.value:
+    if not _WORKDIR.value:
         raise ConfigError("--workdir is not given; expected the folder to begin or to go on in")
     cli.enable_compilation_cache()
-    result = regenerate(config.value, workdir.value)
+    result = regenerate(_CONFIG.value, _WORKDIR.value)
     reasons = ", ".join(f"{n} by {name}" for name, n in result["finish_reasons"].items())
     session = result["session"]
     print(
@@ -226,11 +225,13 @@ def main() -> None:
         f"{result['left_out']} prompts too long\nthis session: {session['responses']} responses, "
         f"{session['tokens_per_s']:.0f} tok/s, row-rounds useful {session['useful_share']:.3f} "
         f"({session['useful_share_with_tail']:.3f} with the tail)\n"
-        f"{pathlib.Path(workdir.value) / 'responses.jsonl'}"
+        f"{pathlib.Path(_WORKDIR.value) / 'responses.jsonl'}"
     )
 
 
 if __name__ == "__main__":
-    config = cli.define_config("regenerate_zoo.py", regenerate_zoo.get_config)
-    workdir = flags.DEFINE_string("workdir", None, "Config, responses and report.")
+    _CONFIG, _WORKDIR = cli.define_flags(
+        regenerate_zoo,
+        "Folder of config, responses and report; continued if it has responses.",
+    )  # fmt: skip
     cli.run(main)

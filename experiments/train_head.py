@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import flags, logging
+from absl import logging
 from ml_collections import ConfigDict
 
 from configs import train_head_default
@@ -239,14 +239,16 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
 
 
 def main() -> None:
-    if not workdir.value:
+    if not _WORKDIR.value:
         raise ConfigError("--workdir is not given; expected the folder to train or resume in")
     logging.set_verbosity(logging.WARNING)  # orbax tells every step of a save
     cli.enable_compilation_cache()
-    train(config.value, workdir.value)
+    train(_CONFIG.value, _WORKDIR.value)
 
 
 if __name__ == "__main__":
-    config = cli.define_config("train_head_default.py", train_head_default.get_config)
-    workdir = flags.DEFINE_string("workdir", None, "Checkpoints, metrics and the exported head.")
+    _CONFIG, _WORKDIR = cli.define_flags(
+        train_head_default,
+        "Folder of checkpoints, metrics and the exported head; resumed if it has any.",
+    )  # fmt: skip
     cli.run(main)

@@ -16,7 +16,7 @@ import math
 import pathlib
 
 import jax
-from absl import flags, logging
+from absl import logging
 from ml_collections import ConfigDict
 
 from configs import train_zoo_target
@@ -201,13 +201,15 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
 
 
 def main() -> None:
-    if not workdir.value:
+    if not _WORKDIR.value:
         raise ConfigError("--workdir is not given; expected the folder to train or resume in")
     logging.set_verbosity(logging.WARNING)  # orbax tells every step of a save
-    train(config.value, workdir.value)
+    train(_CONFIG.value, _WORKDIR.value)
 
 
 if __name__ == "__main__":
-    config = cli.define_config("train_zoo_target.py", train_zoo_target.get_config)
-    workdir = flags.DEFINE_string("workdir", None, "Checkpoints, metrics and the exported model.")
+    _CONFIG, _WORKDIR = cli.define_flags(
+        train_zoo_target,
+        "Folder of checkpoints, metrics and the exported model; resumed if it has any.",
+    )  # fmt: skip
     cli.run(main)
