@@ -26,8 +26,7 @@ from spec_jax.drafters.mtp.read import read_mtp
 from spec_jax.drafters.standalone import model as standalone
 from spec_jax.errors import ConfigError, ModelNotLoaded, WeightsError
 from spec_jax.models import checkpoint, layout, transformer
-from spec_jax.models.config import ModelConfig
-from spec_jax.models.families import AnyConfig
+from spec_jax.models.families import AnyConfig, family_of
 from spec_jax.models.params import Params, num_params
 from spec_jax.models.tensors import draft_kind
 from spec_jax.models.tokenizer import Tokenizer
@@ -68,7 +67,8 @@ class LoadedModel:
         if self.config is None:
             return lambda num_rows: self.params
         is_tied = self.config.tie_word_embeddings
-        return layout.by_rows(self.params, is_tied=is_tied, has_panels=True)
+        has_panels = family_of(self.config).has_panels
+        return layout.by_rows(self.params, is_tied=is_tied, has_panels=has_panels)
 
     def draft_params(
         self, target: Params, batch: int | None, num_draft: int,
@@ -131,7 +131,7 @@ class LoadedHead:
 
     @functools.cached_property
     def _by_rows(self) -> Callable[[int | None], Params]:
-        return layout.by_rows(self.params, has_panels=isinstance(self.config.layer, ModelConfig))
+        return layout.by_rows(self.params, has_panels=family_of(self.config.layer).has_panels)
 
     def draft_params(
         self, target: Params, batch: int | None, num_draft: int,

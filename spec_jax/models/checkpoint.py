@@ -18,9 +18,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from spec_jax.errors import ConfigError, WeightsError
-from spec_jax.models.config import ModelConfig
-from spec_jax.models.families import AnyConfig, read_config
-from spec_jax.models.params import Params, ParamSpec, assemble, outer_table, walk
+from spec_jax.models.families import AnyConfig, family_of, read_config
+from spec_jax.models.params import Params, assemble, outer_table, walk
+from spec_jax.models.specs import ParamSpec
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -163,10 +163,10 @@ def load_pretrained(
     """
     directory = pathlib.Path(directory)
     config = read_config(directory)
-    if isinstance(config, ModelConfig):
+    if family_of(config).can_scan:
         config = dataclasses.replace(config, scan_layers=scan_layers)
     elif scan_layers:
-        raise ConfigError(f"scan_layers: state-space layers of {directory} are never stacked")
+        raise ConfigError(f"scan_layers: the layers of {directory} are never stacked")
     with contextlib.ExitStack() as stack:
         shards = Shards(directory, stack)
         tensors = StrictReader(directory, shards)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from spec_jax.errors import ConfigError, WeightsError
 
@@ -189,8 +189,11 @@ class ModelConfig(EqualHeads):
     """A Llama, Qwen2 or Qwen3 decoder. Field names are Hugging Face's.
 
     ``scan_layers`` is ours: False unrolls the layers with separate weights (faster on a
-    CPU), True scans over stacked weights (compiles in seconds for an accelerator).
+    CPU), True scans over stacked weights (compiles in seconds for an accelerator). A subclass
+    for another family gives ``architectures``, its model types and their classes in transformers.
     """
+
+    architectures: ClassVar[Mapping[str, str]] = MODEL_TYPES
 
     vocab_size: int
     hidden_size: int
@@ -212,10 +215,9 @@ class ModelConfig(EqualHeads):
 
     def __post_init__(self):
         set_ = lambda name, value: object.__setattr__(self, name, value)
-        if self.model_type not in MODEL_TYPES:
-            raise ConfigError(
-                f"model_type {self.model_type!r} is not supported; known: {', '.join(MODEL_TYPES)}"
-            )
+        if self.model_type not in self.architectures:
+            known = ", ".join(self.architectures)
+            raise ConfigError(f"model_type {self.model_type!r} is not supported; known: {known}")
         for name in (
             "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
             "num_attention_heads", "max_position_embeddings", "num_key_value_heads", "head_dim",
@@ -268,8 +270,8 @@ class ModelConfig(EqualHeads):
         """
         kind = hf.get("model_type")
         kind = ALIASES.get(kind, kind) if isinstance(kind, str) else kind
-        if kind not in list(MODEL_TYPES):
-            known = ", ".join([*MODEL_TYPES, *ALIASES])
+        if kind not in list(cls.architectures):
+            known = ", ".join([*cls.architectures, *ALIASES])
             raise ConfigError(f"model_type {kind!r} is not supported; known: {known}")
         hf = {**hf, "model_type": kind}
         if hf.get("hidden_act", "silu") != "silu":
@@ -292,7 +294,7 @@ class ModelConfig(EqualHeads):
         hf["eos_token_id"] = eos_spelling(self.eos_token_id)
         hf["rope_parameters"] = self.rope.to_hf()
         hf["hidden_act"] = "silu"
-        hf["architectures"] = [MODEL_TYPES[self.model_type]]
+        hf["architectures"] = [self.architectures[self.model_type]]
         return hf
 
 

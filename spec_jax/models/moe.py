@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.models.layers import linear
-from spec_jax.models.params import ParamSpec
+from spec_jax.models.specs import ParamSpec
 
 
 def gated_table(prefix: str, name: str, hf: str, D: int, F: int) -> dict[str, ParamSpec]:

@@ -1,119 +1,31 @@
-"""One declaration a weight: shape, logical axes, initialiser and external name.
-
-From this table come the initial parameters, the map to Hugging Face tensor names, the
-restore target of a checkpoint and (through the logical axes) the sharding.
-"""
+"""The weights of a model, built from the tables that its family declares."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from spec_jax.errors import WeightsError
-from spec_jax.models.config import ModelConfig
+from spec_jax.models.families import AnyConfig, family_of
 from spec_jax.models.layout import from_panels
+from spec_jax.models.specs import ParamSpec
 
 _STD = 0.02  # of random weights
 Params = dict[str, Any]
 
 
-class ParamSpec(NamedTuple):
-    """One weight.
-
-    Attributes:
-      shape: its size, a layer's axis left out.
-      axes: the logical name of each dimension.
-      hf_name: the tensor's name in a Hugging Face checkpoint; ``{i}`` is the layer and ``{e}``
-        an expert, of which there is a tensor each there, stacked along the first axis here.
-      is_linear: a linear map, stored ``[in, out]`` here and ``[out, in]`` there.
-      init: "normal" (standard deviation 0.02), "residual" (scaled by depth), "ones", "zeros"; of
-        state-space layers "decay" (the logarithms of 1, 2, ...), "time step" and "conv".
-    """
-
-    shape: tuple[int, ...]
-    axes: tuple[str, ...]
-    hf_name: str
-    is_linear: bool = False
-    init: str = "normal"
+def layer_tables(config: AnyConfig) -> list[dict[str, ParamSpec]]:
+    """The weights of every layer, by our name."""
+    return family_of(config).layer_tables(config)
 
 
-def linear_specs(table, name, d_in, d_out, axes, hf, *, has_bias=False, init="normal"):
-    """Adds a linear map, and its bias if it has one; ``hf`` is their external name."""
-    table[name] = ParamSpec((d_in, d_out), axes, f"{hf}.weight", is_linear=True, init=init)
-    if has_bias:
-        table[f"{name}_bias"] = ParamSpec((d_out,), axes[1:], f"{hf}.bias", init="zeros")
-
-
-def attention_specs(config, prefix: str) -> dict[str, ParamSpec]:
-    """The weights of self-attention, by our name; ``prefix`` of their external names."""
-    D, H = config.hidden_size, config.head_dim
-    NH, GH = config.num_attention_heads * H, config.num_key_value_heads * H
-    table: dict[str, ParamSpec] = {}
-    bias = config.attention_bias
-    linear_specs(table, "q", D, NH, ("embed", "heads"), f"{prefix}q_proj", has_bias=bias)
-    linear_specs(table, "k", D, GH, ("embed", "kv_heads"), f"{prefix}k_proj", has_bias=bias)
-    linear_specs(table, "v", D, GH, ("embed", "kv_heads"), f"{prefix}v_proj", has_bias=bias)
-    linear_specs(
-        table, "o", NH, D, ("heads", "embed"), f"{prefix}o_proj",
-        has_bias=config.has_output_bias, init="residual",
-    )
-    if config.has_qk_norm:
-        for name in ("q_norm", "k_norm"):
-            table[name] = ParamSpec((H,), ("head_dim",), f"{prefix}{name}.weight", init="ones")
-    return table
-
-
-def mlp_specs(config, prefix: str) -> dict[str, ParamSpec]:
-    """The weights of the gated feed-forward part, as ``attention_specs``."""
-    D, F, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-    table: dict[str, ParamSpec] = {}
-    linear_specs(table, "gate", D, F, ("embed", "mlp"), f"{prefix}gate_proj", has_bias=bias)
-    linear_specs(table, "up", D, F, ("embed", "mlp"), f"{prefix}up_proj", has_bias=bias)
-    linear_specs(
-        table, "down", F, D, ("mlp", "embed"), f"{prefix}down_proj", has_bias=bias, init="residual"
-    )
-    return table
-
-
-def outer_specs(config, embed: str, norm: str) -> dict[str, ParamSpec]:
-    """Embedding, final norm and head (absent when tied); the first two by external name."""
-    D, V = config.hidden_size, config.vocab_size
-    table = {
-        "embed": ParamSpec((V, D), ("vocab", "embed"), embed),
-        "final_norm": ParamSpec((D,), ("embed",), norm, init="ones"),
-    }
-    if not config.tie_word_embeddings:
-        linear_specs(table, "head", D, V, ("embed", "vocab"), "lm_head")
-    return table
-
-
-def layer_table(config: ModelConfig) -> dict[str, ParamSpec]:
-    """The weights of one layer, by our name, of a model whose layers are all alike."""
-    prefix, D = "model.layers.{i}.", config.hidden_size
-    norm = lambda hf: ParamSpec((D,), ("embed",), f"{prefix}{hf}.weight", init="ones")
-    return {
-        "attention_norm": norm("input_layernorm"),
-        **attention_specs(config, f"{prefix}self_attn."),
-        "mlp_norm": norm("post_attention_layernorm"),
-        **mlp_specs(config, f"{prefix}mlp."),
-    }
-
-
-@functools.singledispatch
-def layer_tables(config: ModelConfig) -> list[dict[str, ParamSpec]]:
-    """The weights of every layer, by our name. Families register their own."""
-    return [layer_table(config)] * config.num_hidden_layers
-
-
-@functools.singledispatch
-def outer_table(config: ModelConfig) -> dict[str, ParamSpec]:
-    """The weights outside of the layers. Families register their own."""
-    return outer_specs(config, "model.embed_tokens.weight", "model.norm.weight")
+def outer_table(config: AnyConfig) -> dict[str, ParamSpec]:
+    """The weights outside of the layers, by our name."""
+    return family_of(config).outer_table(config)
 
 
 def check_weights(params: Mapping[str, Any], shapes: Mapping[str, tuple], owner: str) -> None:
@@ -134,7 +46,7 @@ def check_weights(params: Mapping[str, Any], shapes: Mapping[str, tuple], owner:
             raise WeightsError(f"{owner}{name} {has}; its config asks for {list(expected)}")
 
 
-def num_params(config: ModelConfig) -> int:
+def num_params(config: AnyConfig) -> int:
     """How many parameters the model has; a tied head is counted once."""
     count = lambda table: sum(_size(spec.shape) for spec in table.values())
     return sum(map(count, (outer_table(config), *layer_tables(config))))
@@ -147,7 +59,7 @@ def _size(shape):
     return size
 
 
-def assemble(config: ModelConfig, leaf) -> Params:
+def assemble(config: AnyConfig, leaf) -> Params:
     """Builds the nested dict from ``leaf(spec, layer)``, ``layer`` being None outside of layers.
 
     Unrolled: ``params["layers"]["3"]["q"]``. Scanned: ``params["layers"]["q"]``, stacked
@@ -167,7 +79,7 @@ def assemble(config: ModelConfig, leaf) -> Params:
     return params
 
 
-def walk(config: ModelConfig, params: Params) -> Iterator[tuple[ParamSpec, int | None, Any]]:
+def walk(config: AnyConfig, params: Params) -> Iterator[tuple[ParamSpec, int | None, Any]]:
     """Yields ``(spec, layer, array)`` for every weight, a stacked one layer by layer.
 
     Arrays have their spec's shape, whatever layout the parameters are in.
@@ -217,7 +129,7 @@ def init_table(
     return {name: leaf(spec, i) for i, (name, spec) in enumerate(table.items())}
 
 
-def init_params(config: ModelConfig, key: jax.Array, dtype=jnp.float32) -> Params:
+def init_params(config: AnyConfig, key: jax.Array, dtype=jnp.float32) -> Params:
     """Random parameters, the same for stacked and separate layers. The key is consumed.
 
     Args:

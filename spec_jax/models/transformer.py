@@ -9,47 +9,12 @@ import jax.numpy as jnp
 
 from spec_jax.contracts import ForwardOutput, Model
 from spec_jax.errors import ConfigError
-from spec_jax.models.caches.kv import KVCache
-from spec_jax.models.caches.state import StateCache
-from spec_jax.models.config import ModelConfig
-from spec_jax.models.families import AnyConfig, bamba, mamba2
-from spec_jax.models.families.bamba import BambaConfig
-from spec_jax.models.families.mamba2 import Mamba2Config
-from spec_jax.models.layers import Window, attention, mlp, rms_norm
+from spec_jax.models.families import AnyConfig, family_of
+from spec_jax.models.layers import Window, rms_norm
 from spec_jax.models.layout import matmul
 from spec_jax.models.params import Params, init_params
 
-__all__ = [
-    "decoder_layer", "forward", "init_params", "logits", "model", "unembed",
-]  # fmt: skip
-
-
-def decoder_layer(
-    layer: dict, x_BTD: jax.Array, cache, index, window: Window, config: ModelConfig
-):
-    """One decoder layer: attention and the feed-forward part, each behind its norm.
-
-    Args:
-      layer: its weights.
-      x_BTD: dtype[B,T,D], the residual stream.
-      cache: or None.
-      index: the layer's, in the cache.
-      window: where the tokens stand.
-      config: the model's shape.
-
-    Returns:
-      dtype[B,T,D] and the cache with the window written.
-    """
-    h = rms_norm(x_BTD, layer["attention_norm"], config.rms_norm_eps)
-    h, cache = attention(layer, h, cache, index, window, config)
-    return mlp(layer, x_BTD + h, config), cache
-
-
-_LAYERS = {
-    ModelConfig: decoder_layer,
-    Mamba2Config: mamba2.decoder_layer,
-    BambaConfig: bamba.decoder_layer,
-}
+__all__ = ["forward", "init_cache", "init_params", "logits", "model", "unembed"]
 
 
 def forward(
@@ -90,7 +55,7 @@ def forward(
     window = Window.behind(config, cache, *tokens.shape, window_offset, positions, window_mask)
     x = jnp.take(params["embed"], tokens, axis=0)
     tapped = {i: x for i in taps}  # each replaced by its own state when it is reached
-    step = functools.partial(_LAYERS[type(config)], window=window, config=config)
+    step = functools.partial(family_of(config).layer, window=window, config=config)
     if config.scan_layers:
 
         def body(carry, scanned):
@@ -132,10 +97,7 @@ def _open_window(cache, width: int):
 
 def init_cache(config: AnyConfig, batch: int, slots: int, dtype=jnp.float32):
     """An empty cache for ``batch`` rows of ``slots`` tokens, of the kind that the layers take."""
-    if isinstance(config, Mamba2Config):
-        return StateCache.create(config.mixer, config.num_hidden_layers, batch, dtype)
-    create = bamba.init_cache if isinstance(config, BambaConfig) else KVCache.create
-    return create(config, batch, slots, dtype)
+    return family_of(config).init_cache(config, batch, slots, dtype)
 
 
 @functools.cache

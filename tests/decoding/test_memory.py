@@ -24,6 +24,7 @@ from spec_jax.drafters.standalone.model import standalone
 from spec_jax.models import layers, transformer
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.config import ModelConfig
+from spec_jax.models.families import llama
 from spec_jax.models.layout import NUM_PREFIXES
 from spec_jax.rules import make_rule
 from spec_jax.sampling import make_sampler
@@ -235,7 +236,7 @@ def _forward_through_scan(params, tokens, cache, *, window_offset=0, config):
     def body(x, scanned):
         layer, keys, values = scanned
         one = _OneLayer(keys[None], values[None])
-        x, one = transformer.decoder_layer(layer, x, one, 0, window, config)
+        x, one = llama.decoder_layer(layer, x, one, 0, window, config)
         return x, (one.keys[0], one.values[0])
 
     x = jnp.take(params["embed"], tokens, axis=0)

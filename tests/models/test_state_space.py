@@ -20,8 +20,8 @@ from spec_jax.models import transformer
 from spec_jax.models.checkpoint import save_pretrained
 from spec_jax.models.families.bamba import BambaConfig
 from spec_jax.models.families.mamba2 import Mamba2Config
-from spec_jax.models.families.ssm import CHUNK
 from spec_jax.models.params import init_params, num_params
+from spec_jax.models.ssm import CHUNK
 from spec_jax.rules import make_rule
 from spec_jax.testing import Row, certify_decoder, certify_rule, reference_distribution
 

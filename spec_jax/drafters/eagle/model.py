@@ -20,9 +20,11 @@ from spec_jax.drafters.common.head import Head, head_drafter
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.config import ModelConfig
+from spec_jax.models.families.llama import layer_table
 from spec_jax.models.layers import Window, attention, linear, mlp, rms_norm
 from spec_jax.models.layout import matmul
-from spec_jax.models.params import ParamSpec, check_weights, init_table, layer_table
+from spec_jax.models.params import check_weights, init_table
+from spec_jax.models.specs import ParamSpec
 from spec_jax.tree import DynamicTree, Tree, check_children
 
 

@@ -21,7 +21,7 @@ from spec_jax.drafters.eagle.read_config import check_overrides, find_layout, he
 from spec_jax.errors import WeightsError
 from spec_jax.models.checkpoint import StrictReader
 from spec_jax.models.config import ModelConfig, read_json
-from spec_jax.models.params import ParamSpec
+from spec_jax.models.specs import ParamSpec
 from spec_jax.models.tensors import open_tensors
 
 EMBED = "embed_tokens.weight"

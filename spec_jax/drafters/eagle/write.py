@@ -17,7 +17,8 @@ from spec_jax.drafters.eagle.write_config import check_is_read, head_json
 from spec_jax.errors import ConfigError
 from spec_jax.models.checkpoint import as_stored, save_tensors, write_json
 from spec_jax.models.config import ModelConfig
-from spec_jax.models.params import ParamSpec, check_weights
+from spec_jax.models.params import check_weights
+from spec_jax.models.specs import ParamSpec
 
 
 def write_head(

@@ -8,12 +8,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from spec_jax.drafters.mtp.model import LayerConfig, MtpConfig
+from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.errors import ConfigError, WeightsError
-from spec_jax.models.config import ALIASES, MODEL_TYPES, ModelConfig
-from spec_jax.models.families.deepseek import DeepseekConfig
-from spec_jax.models.families.qwen3_next import Qwen3NextConfig
-from spec_jax.models.params import ParamSpec
+from spec_jax.models.families import AnyConfig, family_of_type
+from spec_jax.models.specs import ParamSpec
 
 _LAYER_ID = re.compile(r"model\.layers\.(\d+)\.")
 LAYOUTS = ("DeepSeek", "Qwen3-Next", "MiMo")
@@ -113,7 +111,7 @@ def find_layout(directory: pathlib.Path, hf: Mapping[str, Any], names: set[str])
     )
 
 
-def layer_config(hf: Mapping[str, Any]) -> LayerConfig:
+def layer_config(hf: Mapping[str, Any]) -> AnyConfig:
     """The one layer of a module, from the target's parsed config.json.
 
     Raises:
@@ -121,23 +119,12 @@ def layer_config(hf: Mapping[str, Any]) -> LayerConfig:
     """
     kind = hf.get("model_type")
     kind = kind if isinstance(kind, str) else repr(kind)
-    if kind == "deepseek_v3":
-        layer = DeepseekConfig.from_hf(hf)
-    elif kind == "qwen3_next":
-        layer = Qwen3NextConfig.from_hf(hf)
-    elif kind in MODEL_TYPES or kind in ALIASES:
-        layer = ModelConfig.from_hf(hf)
-    else:
-        known = ("deepseek_v3", "qwen3_next", *MODEL_TYPES, *ALIASES)
-        raise ConfigError(
-            f"MTP modules with layers of model_type {kind!r} are not supported; known: "
-            f"{', '.join(known)}"
-        )
+    layer = family_of_type(kind, for_modules=True).config.from_hf(hf)
     return dataclasses.replace(layer, num_hidden_layers=1)
 
 
 def modules_config(
-    hf: Mapping[str, Any], layout: Layout, num_stored: int, target: LayerConfig,
+    hf: Mapping[str, Any], layout: Layout, num_stored: int, target: AnyConfig,
     overrides: Mapping[str, Any], notes: list[str],
 ) -> MtpConfig:
     """The modules' config, the ends shared with the target unless ``overrides`` say otherwise.

@@ -20,28 +20,16 @@ from spec_jax.contracts import Drafter, Model
 from spec_jax.drafters.common.head import Head, head_drafter
 from spec_jax.drafters.common.sequential import Modules, check_num_draft, sequential_drafter
 from spec_jax.errors import ConfigError
-from spec_jax.models import transformer
 from spec_jax.models.caches.kv import KVCache
-from spec_jax.models.config import ModelConfig
-from spec_jax.models.families import deepseek, qwen3_next
-from spec_jax.models.families.deepseek import DeepseekConfig
-from spec_jax.models.families.qwen3_next import Qwen3NextConfig
+from spec_jax.models.families import AnyConfig, family_of
 from spec_jax.models.layers import Window, linear, rms_norm
 from spec_jax.models.layout import matmul
-from spec_jax.models.params import ParamSpec, check_weights, init_table, layer_table
+from spec_jax.models.params import check_weights, init_table
+from spec_jax.models.specs import ParamSpec
 from spec_jax.tree import DynamicTree, Tree, check_children
 
 PROTOCOLS = ("recycled", "sequential")
 ORDERS = ("embedding-first", "hidden-first")
-
-
-LayerConfig = ModelConfig | DeepseekConfig | Qwen3NextConfig
-# Weights and forward pass of each kind of layer.
-_KINDS = {
-    ModelConfig: (layer_table, transformer.decoder_layer),
-    DeepseekConfig: (deepseek.layer_table, deepseek.decoder_layer),
-    Qwen3NextConfig: (qwen3_next.layer_table, qwen3_next.decoder_layer),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +52,7 @@ class MtpConfig:
       has_own_head: each module has an output head; else they share the target's.
     """
 
-    layer: LayerConfig
+    layer: AnyConfig
     target_hidden_size: int
     target_vocab_size: int
     taps: tuple[int, ...]
@@ -111,7 +99,7 @@ class MtpConfig:
         check(U == V, f"the modules' vocabulary has {U} ids; the target's has {V}")
 
     @classmethod
-    def of_target(cls, target: LayerConfig, **changes: Any) -> MtpConfig:
+    def of_target(cls, target: AnyConfig, **changes: Any) -> MtpConfig:
         """Modules of a target's own kind of layer, which read its state after the final norm.
 
         Args:
@@ -151,8 +139,8 @@ def mtp_table(config: MtpConfig) -> dict[str, ParamSpec]:
         table["head"] = ParamSpec(
             (D, V), ("embed", "vocab"), prefix + "shared_head.head.weight", is_linear=True
         )
-    layer_weights, _ = _KINDS[type(config.layer)]
-    return table | layer_weights(config.layer)
+    (layer,) = family_of(config.layer).layer_tables(config.layer)
+    return table | layer
 
 
 def check_mtp(config: MtpConfig, params: dict, owner: str = "") -> None:
@@ -221,8 +209,7 @@ def forward(
     window = Window.behind(layer, cache, *tokens.shape, window_offset, window_mask=window_mask)
     if index > 0 and cache is not None:
         window = window._replace(mask=window.mask & (jnp.arange(cache.slots) >= index))
-    _, run_layer = _KINDS[type(layer)]
-    return run_layer(module, x, cache, index, window, layer)
+    return family_of(layer).layer(module, x, cache, index, window, layer)
 
 
 def recycle(params: dict, x: jax.Array, *, config: MtpConfig, index: int = 0) -> jax.Array:

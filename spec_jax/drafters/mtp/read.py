@@ -18,10 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.drafters.mtp.layout import Layout, find_layout, modules_config
-from spec_jax.drafters.mtp.model import LayerConfig, MtpConfig, mtp_table
+from spec_jax.drafters.mtp.model import MtpConfig, mtp_table
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models.checkpoint import Shards, StrictReader
 from spec_jax.models.config import read_json
+from spec_jax.models.families import AnyConfig
 
 _SCALE = "_scale_inv"
 _BLOCK = (128, 128)
@@ -46,7 +47,7 @@ class ImportedMtp(NamedTuple):
 
 def read_mtp(
     directory: str | pathlib.Path,
-    target_config: LayerConfig,
+    target_config: AnyConfig,
     dtype=jnp.float32,
     **overrides,
 ) -> ImportedMtp:

@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.drafters.mtp.layout import SAID, SAID_FIELDS, Layout, make_layout, modules_config
-from spec_jax.drafters.mtp.model import LayerConfig, MtpConfig, check_mtp, mtp_table
+from spec_jax.drafters.mtp.model import MtpConfig, check_mtp, mtp_table
 from spec_jax.errors import ConfigError
 from spec_jax.models.checkpoint import as_stored, save_tensors, write_json
-from spec_jax.models.config import ModelConfig
-from spec_jax.models.families.deepseek import DeepseekConfig
+from spec_jax.models.families import AnyConfig, family_of
 
 
 def write_mtp(
@@ -24,7 +23,7 @@ def write_mtp(
     config: MtpConfig,
     params: dict[str, dict[str, jax.Array]],
     *,
-    target_config: LayerConfig,
+    target_config: AnyConfig,
     layout: str | None = None,
     dtype=None,
 ) -> None:
@@ -54,7 +53,7 @@ def write_mtp(
     """
     directory = pathlib.Path(directory)
     L = target_config.num_hidden_layers
-    form = make_layout(_implied(config) if layout is None else layout, L)
+    form = make_layout(_implied(config, L) if layout is None else layout, L)
     for message in _objections(config, form, target_config):
         raise ConfigError(message)
     check_mtp(config, params)
@@ -71,16 +70,17 @@ def write_mtp(
     write_json(directory / "config.json", hf | {"dtype": dtype.name, "torch_dtype": dtype.name})
 
 
-def _implied(config: MtpConfig) -> str:
-    if not isinstance(config.layer, ModelConfig):
-        return "DeepSeek" if isinstance(config.layer, DeepseekConfig) else "Qwen3-Next"
-    return "MiMo" if config.order == "hidden-first" else "DeepSeek"
+def _implied(config: MtpConfig, num_layers: int) -> str:
+    """The layout of the layer's family that joins in the modules' order, or else its first."""
+    names = family_of(config.layer).mtp_layouts
+    if not names:
+        raise ConfigError(f"no layout is known for MTP modules of {type(config.layer).__name__}")
+    return next((n for n in names if make_layout(n, num_layers).order == config.order), names[0])
 
 
-def _objections(config: MtpConfig, form: Layout, target: LayerConfig) -> Iterator[str]:
+def _objections(config: MtpConfig, form: Layout, target: AnyConfig) -> Iterator[str]:
     """What of the modules a layout cannot say, or its loaders get wrong."""
-    implied = _implied(config)
-    known = ("DeepSeek", "MiMo") if isinstance(config.layer, ModelConfig) else (implied,)
+    known = family_of(config.layer).mtp_layouts
     if form.name not in known:
         kind = type(config.layer).__name__
         yield f"a layer of {kind} has no place in the layout {form.name}; use {' or '.join(known)}"

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.caches.snapshot import HybridSnapshot, StateSnapshot, check_fits
-from spec_jax.models.families.ssm import Inputs, fold
+from spec_jax.models.ssm import Inputs, fold
 
 
 @flax.struct.dataclass

@@ -21,15 +21,9 @@ from spec_jax.models.families.mamba2 import (
     mixer_table,
     time_limits,
 )
+from spec_jax.models.families.registry import Family, register
 from spec_jax.models.layers import Window, attention, mlp, rms_norm
-from spec_jax.models.params import (
-    ParamSpec,
-    attention_specs,
-    layer_tables,
-    mlp_specs,
-    outer_specs,
-    outer_table,
-)
+from spec_jax.models.specs import ParamSpec, attention_specs, mlp_specs, outer_specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,8 +148,8 @@ class BambaConfig(PartialRotary):
         }  # fmt: skip
 
 
-@layer_tables.register
-def _(config: BambaConfig) -> list[dict[str, ParamSpec]]:
+def layer_tables(config: BambaConfig) -> list[dict[str, ParamSpec]]:
+    """The weights of every layer, by our name."""
     prefix = "model.layers.{i}."
     D = config.hidden_size
     norm = lambda hf: ParamSpec((D,), ("embed",), f"{prefix}{hf}.weight", init="ones")
@@ -166,11 +160,6 @@ def _(config: BambaConfig) -> list[dict[str, ParamSpec]]:
         False: first | mixer_table(config.mixer, f"{prefix}mamba.") | feed,
     }
     return [kinds[config.is_attention(i)] for i in range(config.num_hidden_layers)]
-
-
-@outer_table.register
-def _(config: BambaConfig) -> dict[str, ParamSpec]:
-    return outer_specs(config, "model.embed_tokens.weight", "model.final_layernorm.weight")
 
 
 def init_cache(config: BambaConfig, batch: int, slots: int, dtype=jnp.float32) -> HybridCache:
@@ -194,3 +183,16 @@ def decoder_layer(layer: dict, x_BTD: jax.Array, cache, index, window: Window, c
         h, own = mixer(layer, h, cache and cache.state, at, window, config.mixer)
         cache = cache and cache.replace(state=own)
     return mlp(layer, x_BTD + h, config), cache
+
+
+register(Family(
+    config=BambaConfig,
+    model_types=("bamba",),
+    layer=decoder_layer,
+    layer_tables=layer_tables,
+    outer_table=lambda config: outer_specs(
+        config, "model.embed_tokens.weight", "model.final_layernorm.weight"
+    ),
+    init_cache=init_cache,
+    has_panels=True,
+))  # fmt: skip

@@ -18,10 +18,11 @@ import jax.numpy as jnp
 
 from spec_jax.errors import ConfigError
 from spec_jax.models.config import RopeConfig, from_fields
+from spec_jax.models.families.registry import Family, register
 from spec_jax.models.layers import Window, attend_window, linear, rms_norm
 from spec_jax.models.moe import experts_table, gated, gated_table, mix_experts, route_in_groups
-from spec_jax.models.params import ParamSpec
 from spec_jax.models.rope import rotate
+from spec_jax.models.specs import ParamSpec
 
 _LATENT_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps says
 
@@ -267,3 +268,12 @@ def decoder_layer(
     h = rms_norm(x_BTD, layer["attention_norm"], config.rms_norm_eps)
     h, cache = attention(layer, h, cache, index, window, config)
     return mlp(layer, x_BTD + h, config), cache
+
+
+register(Family(
+    config=DeepseekConfig,
+    model_types=("deepseek_v3",),
+    layer=decoder_layer,
+    layer_tables=lambda config: [layer_table(config)] * config.num_hidden_layers,
+    mtp_layouts=("DeepSeek",),
+))  # fmt: skip

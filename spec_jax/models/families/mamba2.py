@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.state import StateCache
 from spec_jax.models.config import RopeConfig, eos_spelling, eos_tuple, from_fields
-from spec_jax.models.families.ssm import Inputs, convolve, read, read_chain, write
+from spec_jax.models.families.registry import Family, register
 from spec_jax.models.layers import Window, linear, rms_norm
-from spec_jax.models.params import ParamSpec, layer_tables, linear_specs, outer_specs, outer_table
+from spec_jax.models.specs import ParamSpec, linear_specs, outer_specs
+from spec_jax.models.ssm import Inputs, convolve, read, read_chain, write
 
 
 def time_limits(value: Any) -> tuple[float, float]:
@@ -184,17 +185,12 @@ def mixer_table(config: MixerConfig, prefix: str) -> dict[str, ParamSpec]:
     return table
 
 
-@layer_tables.register
-def _(config: Mamba2Config) -> list[dict[str, ParamSpec]]:
+def layer_tables(config: Mamba2Config) -> list[dict[str, ParamSpec]]:
+    """The weights of every layer, by our name."""
     prefix = "backbone.layers.{i}."
     norm = ParamSpec((config.hidden_size,), ("embed",), f"{prefix}norm.weight", init="ones")
     table = {"mixer_norm": norm, **mixer_table(config.mixer, f"{prefix}mixer.")}
     return [table] * config.num_hidden_layers
-
-
-@outer_table.register
-def _(config: Mamba2Config) -> dict[str, ParamSpec]:
-    return outer_specs(config, "backbone.embeddings.weight", "backbone.norm_f.weight")
 
 
 def mixer(layer: dict, x_BTD: jax.Array, cache, index, window: Window, config: MixerConfig):
@@ -264,3 +260,18 @@ def decoder_layer(
     h = rms_norm(x_BTD.astype(norm.dtype), norm, config.rms_norm_eps)
     h, cache = mixer(layer, h, cache, index, window, config.mixer)
     return (x_BTD.astype(jnp.float32) if config.residual_in_fp32 else x_BTD) + h, cache
+
+
+register(Family(
+    config=Mamba2Config,
+    model_types=("mamba2",),
+    layer=decoder_layer,
+    layer_tables=layer_tables,
+    outer_table=lambda config: outer_specs(
+        config, "backbone.embeddings.weight", "backbone.norm_f.weight"
+    ),
+    init_cache=lambda config, batch, slots, dtype: StateCache.create(
+        config.mixer, config.num_hidden_layers, batch, dtype
+    ),
+    has_panels=True,
+))  # fmt: skip

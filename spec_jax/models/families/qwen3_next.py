@@ -14,10 +14,11 @@ import jax.numpy as jnp
 
 from spec_jax.errors import ConfigError
 from spec_jax.models.config import PartialRotary, RopeConfig
+from spec_jax.models.families.registry import Family, register
 from spec_jax.models.layers import Window, attend_window, linear, rms_norm
 from spec_jax.models.moe import experts_table, gated, gated_table, mix_experts, route
-from spec_jax.models.params import ParamSpec
 from spec_jax.models.rope import rotate
+from spec_jax.models.specs import ParamSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,3 +171,12 @@ def decoder_layer(
     h = rms_norm(x_BTD, layer["attention_norm"], config.rms_norm_eps)
     h, cache = attention(layer, h, cache, index, window, config)
     return mlp(layer, x_BTD + h, config), cache
+
+
+register(Family(
+    config=Qwen3NextConfig,
+    model_types=("qwen3_next",),
+    layer=decoder_layer,
+    layer_tables=lambda config: [layer_table(config)] * config.num_hidden_layers,
+    mtp_layouts=("Qwen3-Next",),
+))  # fmt: skip

@@ -1,0 +1,147 @@
+"""What makes a model family, and which families there are.
+
+A family is one record. Everything else (weights, forward pass, caches, checkpoints, MTP modules)
+finds it by the class of a config, or by the ``model_type`` of a config.json.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from spec_jax.errors import ConfigError
+from spec_jax.models.caches.kv import KVCache
+from spec_jax.models.config import RopeConfig, read_json
+from spec_jax.models.specs import ParamSpec
+
+
+class AnyConfig(Protocol):
+    """What the config of every family has; names are Hugging Face's where it has them.
+
+    A config is a frozen dataclass. Families whose layers are made of ``layers.attention`` and
+    ``layers.mlp``, or kept in a ``KVCache``, also have the fields that these read.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    max_position_embeddings: int
+    rms_norm_eps: float  # of the final norm
+    tie_word_embeddings: bool
+    eos_token_id: tuple[int, ...]
+    rope: RopeConfig
+    rotary_dim: int  # dimensions of a head that the rotary embedding turns
+    scan_layers: bool  # the weights of all layers are stacked, and the layers scanned
+
+    @classmethod
+    def from_hf(cls, hf: dict[str, Any]) -> AnyConfig:
+        """Builds the config from a parsed config.json."""
+
+    def to_hf(self) -> dict[str, Any]:
+        """The config.json that ``from_hf`` reads."""
+
+
+class Family(NamedTuple):
+    """A model family: how its config is read, what its weights are, what its layers compute.
+
+    Attributes:
+      config: the class of its configs, see ``AnyConfig``.
+      model_types: values of ``model_type`` in a config.json that the class reads.
+      layer: ``(weights, x dtype[B,T,D], cache, index, window, config) -> (dtype[B,T,D], cache)``,
+        one layer with its residual; ``cache`` may be None, and ``window`` is a ``layers.Window``.
+      layer_tables: ``(config) -> [{name: ParamSpec}]``, the weights of each layer.
+      outer_table: ``(config) -> {name: ParamSpec}``, embedding, final norm and head; None for a
+        family of which only layers are known, for MTP modules.
+      init_cache: ``(config, batch, slots, dtype) -> Cache``.
+      can_scan: its layers are all alike, so that they may be stacked and scanned.
+      has_panels: its layers apply every matrix by ``layers.linear``, so that a CPU may store them
+        in panels.
+      mtp_layouts: the layouts (see ``drafters/mtp/layout.py``) in which MTP modules with such a
+        layer are written; empty where no modules are made of it.
+    """
+
+    config: type
+    model_types: tuple[str, ...]
+    layer: Callable[..., Any]
+    layer_tables: Callable[[Any], list[dict[str, ParamSpec]]]
+    outer_table: Callable[[Any], dict[str, ParamSpec]] | None = None
+    init_cache: Callable[..., Any] = KVCache.create
+    can_scan: bool = False
+    has_panels: bool = False
+    mtp_layouts: tuple[str, ...] = ()
+
+
+_FAMILIES: dict[type, Family] = {}
+
+
+def register(family: Family) -> None:
+    """Adds a family, so that its models load, decode, train and are exported like any other.
+
+    Registering a config class again replaces its family.
+
+    Raises:
+      ConfigError: another family reads one of its model types.
+    """
+    for other in _FAMILIES.values():
+        shared = sorted(set(family.model_types) & set(other.model_types))
+        if shared and other.config is not family.config:
+            raise ConfigError(
+                f"model_type {', '.join(shared)} is read by {other.config.__name__}; "
+                f"{family.config.__name__} needs another"
+            )
+    _FAMILIES[family.config] = family
+
+
+def family_of(config: AnyConfig) -> Family:
+    """The family of a config.
+
+    Raises:
+      ConfigError: no family has configs of its class.
+    """
+    for kind in type(config).__mro__:
+        if kind in _FAMILIES:
+            return _FAMILIES[kind]
+    known = ", ".join(kind.__name__ for kind in _FAMILIES)
+    raise ConfigError(
+        f"{type(config).__name__} is the config of no registered family; known: {known}"
+    )
+
+
+def family_of_type(model_type: Any, *, for_modules: bool = False) -> Family:
+    """The family that reads a ``model_type``.
+
+    Args:
+      model_type: as config.json has it.
+      for_modules: what is read are MTP modules, not a whole model.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    is_suitable = lambda family: family.mtp_layouts if for_modules else family.outer_table
+    families = [family for family in _FAMILIES.values() if is_suitable(family)]
+    for family in families:
+        if model_type in family.model_types:
+            return family
+    known = ", ".join(sorted(name for family in families for name in family.model_types))
+    what = "MTP modules with layers of model_type" if for_modules else "model_type"
+    verb = "are" if for_modules else "is"
+    raise ConfigError(f"{what} {model_type!r} {verb} not supported; known: {known}")
+
+
+def read_config(directory: str | pathlib.Path) -> AnyConfig:
+    """Reads ``config.json`` of a Hugging Face directory; stop tokens of
+    ``generation_config.json`` take precedence, as they do in generation there.
+
+    Raises:
+      WeightsError: no readable config.json, or an unreadable generation_config.json.
+      ConfigError: a family that is not supported.
+    """
+    directory = pathlib.Path(directory)
+    hf = read_json(directory / "config.json")
+    generation = directory / "generation_config.json"
+    if generation.exists():
+        eos = read_json(generation).get("eos_token_id")
+        if eos is not None:
+            hf["eos_token_id"] = eos
+    return family_of_type(hf.get("model_type")).config.from_hf(hf)
