@@ -10,7 +10,8 @@ from ml_collections import ConfigDict
 
 from spec_jax.data import packed, python_source, tokens
 from spec_jax.data.batches import Corpus
-from spec_jax.data.conversations import SPLITS, Encoder, read_documents
+from spec_jax.data.conversations import Encoder, read_documents
+from spec_jax.data.splits import SPLITS
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel
 

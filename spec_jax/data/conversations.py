@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -15,11 +14,10 @@ import tokenizers
 
 from spec_jax.data.chat import ChatTemplate
 from spec_jax.data.records import Conversation, Text, read_records
+from spec_jax.data.splits import check_split, unit_hash
 from spec_jax.data.tokens import END_OF_TEXT
 from spec_jax.errors import ConfigError
 from spec_jax.models.tokenizer import Tokenizer
-
-SPLITS = ("train", "held_out")
 
 
 class Document(NamedTuple):
@@ -251,8 +249,7 @@ def is_held_out(record: Conversation | Text, share: float) -> bool:
     """
     is_text = isinstance(record, Text)
     content = record.text if is_text else json.dumps(record.messages, sort_keys=True)
-    digest = hashlib.sha256(content.encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64 < share
+    return unit_hash(content.encode("utf-8", "surrogatepass")) < share
 
 
 def read_documents(
@@ -283,8 +280,7 @@ def read_documents(
     Raises:
       ConfigError: a bad argument, a record that cannot be read, no usable document.
     """
-    if split not in SPLITS:
-        raise ConfigError(f"split is {split!r}; expected one of {', '.join(SPLITS)}")
+    check_split(split)
     if not 0.0 <= held_out_share < 1.0:
         raise ConfigError(f"held_out_share is {held_out_share!r}; expected a number in [0, 1)")
     if max_length is not None and max_length < 2:

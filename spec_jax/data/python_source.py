@@ -16,6 +16,7 @@ import sysconfig
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from spec_jax.data.splits import check_split, unit_hash
 from spec_jax.errors import ConfigError
 
 # Plain, readable modules that Python 3.11 to 3.14 all have as one file.
@@ -24,7 +25,6 @@ HELD_OUT = (
     "fractions", "graphlib", "heapq", "netrc", "queue", "sched", "shlex", "statistics",
     "textwrap",
 )  # fmt: skip
-SPLITS = ("train", "held_out")
 
 # Installed packages, generated tables, and deliberately broken files of the test suite.
 _SKIPPED_DIRECTORIES = frozenset({
@@ -65,8 +65,7 @@ def documents(split: str, *, tests_share: float = 1.0) -> list[tuple[str, str]]:
       ConfigError: an unknown split, a share outside [0, 1], or a held-out module that
         this interpreter does not have.
     """
-    if split not in SPLITS:
-        raise ConfigError(f"split is {split!r}; expected one of {', '.join(SPLITS)}")
+    check_split(split)
     if not 0.0 <= tests_share <= 1.0:
         raise ConfigError(f"tests_share is {tests_share!r}; expected a number in [0, 1]")
     root = stdlib_path()
@@ -77,7 +76,7 @@ def documents(split: str, *, tests_share: float = 1.0) -> list[tuple[str, str]]:
         relative = path.relative_to(root)
         if _is_skipped(relative) or is_held_out(relative):
             continue
-        if _is_test(relative) and _unit_hash(relative.as_posix()) >= tests_share:
+        if _is_test(relative) and unit_hash(relative.as_posix().encode()) >= tests_share:
             continue
         text = _read(path)
         digest = hashlib.sha256(text.encode()).digest() if text else None
@@ -215,7 +214,3 @@ def _is_prose_like(text: str) -> bool:
     if len(solid) < 64 or max(map(len, text.splitlines())) > _MAX_LINE:
         return False
     return sum(c.isdigit() for c in solid) / len(solid) <= _MAX_DIGIT_SHARE
-
-
-def _unit_hash(name: str) -> float:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") / 2**32

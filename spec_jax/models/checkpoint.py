@@ -270,7 +270,11 @@ def save_tensors(directory: pathlib.Path, shards: Sequence[Mapping[str, np.ndarr
 
 def write_json(path: pathlib.Path, value) -> None:
     """Writes a JSON file, whole or not at all."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+    """Writes a text file, whole or not at all."""
     partial = path.with_name(path.name + ".partial")
-    text = json.dumps(value, indent=2, ensure_ascii=False)
-    partial.write_text(text + "\n", encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)

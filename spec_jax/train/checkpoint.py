@@ -118,9 +118,7 @@ class Checkpoints:
         for step in sorted(self._latest.all_steps(), reverse=True):
             path = self._latest_path / str(step)
             try:
-                found = self._latest.restore(step, args=ocp.args.StandardRestore(state))
-                _check_same(found, state)
-                return found
+                return _read(self._latest, step, state)
             except Exception as error:  # orbax and tensorstore raise of many kinds
                 refused.append(f"{path} is refused: {_brief(error)}")
                 names = (f"refused-{step}{'-' * bool(i)}{i or ''}" for i in itertools.count())
@@ -145,9 +143,7 @@ class Checkpoints:
             raise TrainingError(f"{self.folder / 'best'} holds no checkpoint")
         step = self.best[0]
         try:
-            found = self._best.restore(step, args=ocp.args.StandardRestore(state))
-            _check_same(found, state)
-            return found
+            return _read(self._best, step, state)
         except Exception as error:
             raise TrainingError(
                 f"{self.folder}/best/{step} cannot be read: {_brief(error)}"
@@ -185,8 +181,9 @@ def _brief(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def _check_same(found, state) -> None:
-    """Raises a ValueError where a restored pytree is of other shapes or holds no numbers."""
+def _read(manager: ocp.CheckpointManager, step: int, state: Any) -> Any:
+    """Restores a state; raises a ValueError if its shapes differ or a number is not finite."""
+    found = manager.restore(step, args=ocp.args.StandardRestore(state))
 
     def leaf(path, a, b):
         name = jax.tree_util.keystr(path)
@@ -198,3 +195,4 @@ def _check_same(found, state) -> None:
             raise ValueError(f"{name} is not finite")
 
     jax.tree_util.tree_map_with_path(leaf, found, state)
+    return found

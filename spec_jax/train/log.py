@@ -12,6 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from spec_jax.errors import TrainingError
+from spec_jax.models.checkpoint import write_text
 
 
 def flatten(figures: Mapping[str, object]) -> dict[str, float]:
@@ -41,10 +42,7 @@ class Log:
         if lines:
             self._before_s = max(line["cpu_s"] for line in lines)
         kept = [line for line in lines if line["step"] <= first_step]
-        text = "".join(json.dumps(line) + "\n" for line in kept)
-        partial = self._path.with_name(self._path.name + ".partial")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(self._path)
+        write_text(self._path, "".join(json.dumps(line) + "\n" for line in kept))
         purge = {"purge_step": first_step + 1} if first_step else {}
         self._board = SummaryWriter(str(folder / "tensorboard"), **purge)
         self._bar = tqdm(
