@@ -67,7 +67,9 @@ def mlp_specs(config, prefix: str) -> dict[str, ParamSpec]:
     return table
 
 
-def outer_specs(config, embed: str, norm: str) -> dict[str, ParamSpec]:
+def outer_specs(
+    config, embed: str = "model.embed_tokens.weight", norm: str = "model.norm.weight"
+) -> dict[str, ParamSpec]:
     """Embedding, final norm and head (absent when tied); the first two by external name."""
     D, V = config.hidden_size, config.vocab_size
     table = {

@@ -190,9 +190,7 @@ register(Family(
     model_types=("bamba",),
     layer=decoder_layer,
     layer_tables=layer_tables,
-    outer_table=lambda config: outer_specs(
-        config, "model.embed_tokens.weight", "model.final_layernorm.weight"
-    ),
+    outer_table=lambda config: outer_specs(config, norm="model.final_layernorm.weight"),
     init_cache=init_cache,
     has_panels=True,
 ))  # fmt: skip

@@ -48,9 +48,7 @@ register(Family(
     model_types=(*MODEL_TYPES, *ALIASES),
     layer=decoder_layer,
     layer_tables=lambda config: [layer_table(config)] * config.num_hidden_layers,
-    outer_table=lambda config: outer_specs(
-        config, "model.embed_tokens.weight", "model.norm.weight"
-    ),
+    outer_table=outer_specs,
     can_scan=True,
     has_panels=True,
     mtp_layouts=("DeepSeek", "MiMo"),

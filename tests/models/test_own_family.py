@@ -1,0 +1,90 @@
+"""A family that is registered from outside of the package is a family like any other."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from support import gated_family
+from support.gated_family import GatedConfig
+from support.tiny_models import LLAMA, TINY, random_weights
+
+from spec_jax import LoadedHead, SpeculativeConfig, SpeculativeDecoder, load_draft, load_model
+from spec_jax.drafters.mtp.model import MtpConfig, init_mtp
+from spec_jax.drafters.mtp.write import write_mtp
+from spec_jax.errors import ConfigError
+from spec_jax.models import transformer
+from spec_jax.models.checkpoint import load_pretrained, save_pretrained
+from spec_jax.models.families import Family, family_of, register
+
+GATED = GatedConfig(**TINY, num_attention_heads=4, num_key_value_heads=2)
+PROMPTS = [[1, 2, 3], [9, 8, 7, 6, 5]]
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory) -> dict[str, pathlib.Path]:
+    """A target, a draft that is often right, and an MTP module of the target's layers."""
+    at = {name: tmp_path_factory.mktemp(name) for name in ("target", "draft", "modules")}
+    params, other = random_weights(GATED), random_weights(GATED, seed=5)
+    save_pretrained(at["target"], params, GATED)
+    save_pretrained(at["draft"], jax.tree.map(lambda a, b: a + 0.15 * b, params, other), GATED)
+    config = MtpConfig.of_target(GATED)
+    modules = init_mtp(config, jax.random.key(0))
+    write_mtp(at["modules"], config, modules, target_config=GATED)
+    return at
+
+
+def test_its_definition_is_short():
+    assert len(pathlib.Path(gated_family.__file__).read_text().splitlines()) <= 60
+
+
+def test_it_loads_and_is_exported(directories, tmp_path):
+    params, config = load_pretrained(directories["target"])
+    assert config == GATED
+    jax.tree.map(np.testing.assert_array_equal, params, random_weights(GATED))
+    save_pretrained(tmp_path, params, config)
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / name).read_bytes() == (directories["target"] / name).read_bytes()
+    stacked, config = load_pretrained(tmp_path, scan_layers=True)
+    tokens = np.asarray([[3, 1, 4, 1, 5]])
+    np.testing.assert_allclose(
+        transformer.logits(stacked, tokens, config=config),
+        transformer.logits(params, tokens, config=GATED), atol=1e-5,
+    )  # fmt: skip
+
+
+def test_its_layer_is_what_runs():
+    params = random_weights(GATED)
+    half = {**params["layers"]["1"], "alpha": params["layers"]["1"]["alpha"] / 2}
+    changed = {**params, "layers": {**params["layers"], "1": half}}
+    tokens = np.asarray([[3, 1, 4, 1, 5]])
+    one, other = (transformer.logits(p, tokens, config=GATED) for p in (params, changed))
+    assert np.abs(one - other).max() > 1e-3
+
+
+@pytest.mark.representatives("draft")
+@pytest.mark.parametrize("name", ["draft", "modules"])
+def test_it_decodes_speculatively(directories, name):
+    target = load_model(directories["target"])
+    draft = load_draft(directories[name], target)
+    assert isinstance(draft, LoadedHead) == (name == "modules")
+    assert isinstance(getattr(draft.config, "layer", draft.config), GatedConfig)
+    method = draft.method if name == "modules" else "standalone"
+    config = SpeculativeConfig(method, 2, rejection_sampling_strategy="greedy")
+    decoder = SpeculativeDecoder(target, draft, config)
+    fast, slow = (d.generate(PROMPTS, 16) for d in (decoder, SpeculativeDecoder(target)))
+    assert [row.tokens for row in fast] == [row.tokens for row in slow]
+    assert decoder.stats.accepted > 0 or name == "modules"
+
+
+def test_a_model_type_is_read_by_one_family():
+    other = dataclasses.make_dataclass("Other", ["vocab_size"], frozen=True)
+    with pytest.raises(ConfigError, match="model_type llama, .* is read by ModelConfig"):
+        register(family_of(LLAMA)._replace(config=other))
+    with pytest.raises(ConfigError, match="Other is the config of no registered family; known: "):
+        family_of(other(31))
+    register(family_of(GATED))  # again, as a notebook's cell that is run twice does
+    assert isinstance(family_of(GATED), Family)
