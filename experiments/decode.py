@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 from configs import decode_default
 from experiments.common import cli, costs, plots, report
 from experiments.common.grid import Bench, Cell, make_cells
-from experiments.common.progress import Progress, run_all
+from experiments.common.progress import run_all
 from experiments.common.prompts import Prompt, PromptEncoder, fit, load_prompts
 from spec_jax.config import STRATEGIES, SamplerConfig, build
 from spec_jax.drafters.common.head import Head
@@ -38,6 +38,7 @@ from spec_jax.loading import (
     load_mtp,
     random_head,
 )
+from spec_jax.progress import Progress
 
 _METHODS = ("plain", "ngram", "standalone", "eagle", "mtp", "suffix")
 _SOURCES = {"standalone": "draft", "eagle": "head", "mtp": "mtp"}  # the config's key of each

@@ -16,9 +16,9 @@ from ml_collections import ConfigDict
 
 from configs import evaluate_zoo
 from experiments.common import cli, evaluation, plots, report
-from experiments.common.progress import Progress
 from experiments.common.prompts import fit, load_prompts
 from spec_jax.loading import load_draft, load_model
+from spec_jax.progress import Progress
 
 
 def validate(config: ConfigDict) -> None:

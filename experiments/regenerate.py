@@ -26,7 +26,6 @@ from ml_collections import ConfigDict
 
 from configs import regenerate_zoo
 from experiments.common import cli, report
-from experiments.common.progress import Progress
 from experiments.common.prompts import PromptEncoder, read_rows
 from experiments.common.responses import Responses
 from spec_jax.config import SamplerConfig, SpeculativeConfig, build
@@ -38,6 +37,7 @@ from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
 from spec_jax.loading import DTYPES, load_model
+from spec_jax.progress import Progress
 
 _FREE = ("num_prompts", "batch", "log_every_s")  # what changes no response
 _CHARS_A_TOKEN = 16  # more than tokens of code have on average

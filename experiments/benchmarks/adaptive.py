@@ -21,7 +21,6 @@ import numpy as np
 
 from experiments.benchmarks.loops import start
 from experiments.benchmarks.synthetic import random_model
-from experiments.common.progress import Progress
 from experiments.common.timing import Line, spread
 from spec_jax import decoding, rng
 from spec_jax.config import SpeculativeConfig
@@ -31,6 +30,7 @@ from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine.adaptive.policy import Tuner, expected_tokens
 from spec_jax.engine.adaptive.runner import CATCH_UP, AdaptiveRunner, AdaptiveState, system_of
 from spec_jax.loading import LoadedModel
+from spec_jax.progress import Progress
 from spec_jax.rules import make_rule
 
 

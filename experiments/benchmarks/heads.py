@@ -13,7 +13,6 @@ import numpy as np
 from experiments.benchmarks.loops import GenerateTimer, rest_timer, some_parents, start
 from experiments.benchmarks.synthetic import random_model
 from experiments.common.costs import ITERATIONS, head_timer, pass_timer
-from experiments.common.progress import Progress
 from experiments.common.timing import Line, Timer, interleave, loop_timer, spread
 from spec_jax.config import SpeculativeConfig
 from spec_jax.decoding import System
@@ -21,6 +20,7 @@ from spec_jax.drafters.common.head import Head
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.loading import LoadedHead, LoadedModel, random_head
+from spec_jax.progress import Progress
 from spec_jax.tree import paths
 
 ROUNDS = 16  # in one call: a pass over a tree takes tenths of a second on a CPU

@@ -11,7 +11,6 @@ import numpy as np
 
 from experiments.benchmarks.loops import ROUNDS, GenerateTimer, free_drafter, rest_timer, start
 from experiments.common.costs import pass_timer
-from experiments.common.progress import Progress
 from experiments.common.timing import Line, interleave, spread
 from spec_jax.config import SpeculativeConfig
 from spec_jax.engine.decoder import SpeculativeDecoder
@@ -19,6 +18,7 @@ from spec_jax.loading import LoadedModel
 from spec_jax.models import transformer
 from spec_jax.models.families.mamba2 import Mamba2Config
 from spec_jax.models.params import init_params
+from spec_jax.progress import Progress
 
 
 def measure(part: str, config, bars) -> tuple[list[Line], dict]:

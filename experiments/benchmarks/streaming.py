@@ -11,12 +11,12 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from experiments.benchmarks.synthetic import random_model
-from experiments.common.progress import Progress
 from experiments.common.timing import Line, interleave, spread
 from spec_jax.config import SpeculativeConfig
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.loading import LoadedModel
 from spec_jax.models.tokenizer import Tokenizer
+from spec_jax.progress import Progress
 
 _NO_STOP = 2**31 - 1
 

@@ -15,13 +15,13 @@ from experiments.benchmarks.rounds import (
     round_timers,
     try_plain,
 )
-from experiments.common.progress import Progress
 from experiments.common.timing import Line, interleave
 from spec_jax.config import SpeculativeConfig
 from spec_jax.loading import LoadedModel
 from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.params import init_params
+from spec_jax.progress import Progress
 
 
 def random_model(name: str, shape, seed: int) -> LoadedModel:

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.benchmarks.synthetic import random_model
-from experiments.common.progress import Progress
 from experiments.common.timing import Line, Timer, interleave, loop_timer, spread
 from spec_jax.drafters.eagle.model import EagleConfig, head_table, init_head
 from spec_jax.drafters.eagle.objective import eagle3_loss
 from spec_jax.drafters.standalone import objective as lm
 from spec_jax.loading import LoadedModel
 from spec_jax.models.params import num_params
+from spec_jax.progress import Progress
 from spec_jax.train.objective import Batch, target_view
 from spec_jax.train.optimizer import make_optimizer
 from spec_jax.train.step import TrainState, train_step

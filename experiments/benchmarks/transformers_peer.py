@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from experiments.benchmarks.rounds import Pair
 from experiments.benchmarks.zoo import load_pair
 from experiments.common import cli
-from experiments.common.progress import Progress
 from experiments.common.timing import Line, interleave, spread
 from spec_jax.config import SpeculativeConfig
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError
 from spec_jax.models.checkpoint import save_pretrained
+from spec_jax.progress import Progress
 
 _REST_S = 0.3  # idle threads of the other side spin for a while before they sleep
 

@@ -19,13 +19,13 @@ from experiments.benchmarks.rounds import (
     try_plain,
 )
 from experiments.benchmarks.synthetic import random_model
-from experiments.common.progress import Progress
 from experiments.common.prompts import load_prompts
 from experiments.common.timing import Line, interleave, spread
 from spec_jax import zoo
 from spec_jax.config import SpeculativeConfig
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.loading import LoadedModel, load_model
+from spec_jax.progress import Progress
 
 DTYPES = ("float32", "bfloat16")
 _BUCKET = 128  # slots are a multiple of it, as the decoder's are

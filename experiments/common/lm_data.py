@@ -8,12 +8,12 @@ import pathlib
 import numpy as np
 from ml_collections import ConfigDict
 
-from experiments.common.progress import Progress
 from spec_jax.config import SamplerConfig
 from spec_jax.data import python_source, tokens
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.loading import LoadedModel
 from spec_jax.models.tokenizer import Tokenizer
+from spec_jax.progress import Progress
 
 
 def load_text(config: ConfigDict, teacher: LoadedModel | None):

@@ -1,4 +1,4 @@
-"""Figures of a run: JSONL to keep, TensorBoard to watch, a line or a bar to see."""
+"""Figures of a run: JSONL to keep, TensorBoard to watch, a bar or lines to see."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import resource
 from collections.abc import Mapping
 
 import numpy as np
-from tqdm import tqdm
 
 from spec_jax.errors import TrainingError
 from spec_jax.models.checkpoint import write_text
+from spec_jax.progress import Progress
 
 
 def flatten(figures: Mapping[str, object]) -> dict[str, float]:
@@ -45,9 +45,7 @@ class Log:
         write_text(self._path, "".join(json.dumps(line) + "\n" for line in kept))
         purge = {"purge_step": first_step + 1} if first_step else {}
         self._board = SummaryWriter(str(folder / "tensorboard"), **purge)
-        self._bar = tqdm(
-            total=num_steps, initial=first_step, disable=None, dynamic_ncols=True, unit="step"
-        )
+        self._progress = Progress(num_steps, "training", num_done=first_step)
         self._shown: dict[str, float] = {}
 
     def write(self, step: int, **figures) -> None:
@@ -66,22 +64,22 @@ class Log:
         for name, value in figures.items():
             if name != "step":
                 self._board.add_scalar(name, value, step)
-        if self._bar.disable:
+        if not self._progress.is_bar:
             print(" ".join(f"{k}={_short(v)}" for k, v in figures.items()), flush=True)
         self._shown |= {k: v for k, v in figures.items() if k in ("loss", "tok_s", "tau")}
 
     def advance(self, step: int) -> None:
-        """Moves the bar."""
-        self._bar.n = step
-        self._bar.set_postfix({k: _short(v) for k, v in self._shown.items()}, refresh=False)
-        self._bar.update(0)
+        """Moves the bar to a step; where there is none, ``write`` has printed a line."""
+        if self._progress.is_bar:
+            text = ", ".join(f"{k}={_short(v)}" for k, v in self._shown.items())
+            self._progress.step(text, step - self._progress.num_done)
 
     def say(self, text: str) -> None:
-        """A line for the reader, without breaking the bar."""
-        self._bar.write(text)
+        """Prints a line without breaking the bar."""
+        self._progress.say(text)
 
     def close(self) -> None:
-        self._bar.close()
+        self._progress.close()
         with contextlib.suppress(OSError):  # a full disk, which metrics.jsonl has told of
             self._board.close()
 
