@@ -34,6 +34,7 @@ from spec_jax.data.conversations import Encoder, is_held_out, num_prompts
 from spec_jax.data.records import Conversation, holds_conversations, read_records
 from spec_jax.engine.batching import DecodeQueue, sampler_of
 from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.engine.request import check_room
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
 from spec_jax.loading import DTYPES, load_model
@@ -94,7 +95,7 @@ def load_decoder(config) -> SpeculativeDecoder:
     system = decoder.system()
     if not system.rule.is_lossless:
         raise ConfigError(f"rule {system.rule.name!r} changes the target's law; use a lossless one")
-    decoder.check_room(config.max_prompt_tokens, config.max_new_tokens, system)
+    check_room(system, config.max_prompt_tokens, config.max_new_tokens)
     return decoder
 
 

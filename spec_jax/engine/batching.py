@@ -15,13 +15,14 @@ from spec_jax.config import SamplerConfig, check_integer
 from spec_jax.decoding import Finish
 from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.engine.decoder import SpeculativeDecoder
-from spec_jax.engine.request import Prompt
+from spec_jax.engine.request import Prompt, check_room, make_request, slots_for
 from spec_jax.engine.session import Generation, collect
 from spec_jax.engine.text import TextTracker
 from spec_jax.errors import Cancelled, ConfigError, PromptError
 from spec_jax.sampling import Sampler, Samplers, make_sampler
 
 _Request = tuple[int, list[int]]  # index, ids
+_ROUNDS_UNWATCHED = 32  # of a chunk, where nobody can cancel
 
 
 class Usage(NamedTuple):
@@ -95,19 +96,19 @@ class DecodeQueue:
         samplers = decoder.target_sampler if sampler is None else sampler
         drafts = decoder.draft_sampler if draft_sampler is None else draft_sampler
         self._decoder, self._prompts = decoder, iter(prompts)
-        self._system = decoder.system(samplers)
+        self._engine = decoder.engine(samplers)
+        system = self._engine.system
         self._batch = check_integer("batch", batch, 1)
         self._longest = check_integer("max_prompt_tokens", max_prompt_tokens, 1)
         self._max_new = max_new_tokens
-        (most,) = decoder.new_tokens([range(self._longest)], max_new_tokens)
-        decoder.check_room(self._longest, most, self._system)
-        self._slots = decoder.slots_for(self._longest, most, self._system)
-        vocab_size = self._system.target.vocab_size
+        (limit,) = decoder.output_limits([range(self._longest)], max_new_tokens)
+        check_room(system, self._longest, limit)
+        self._slots = slots_for(system, self._longest, limit)
+        vocab_size = system.target.vocab_size
         self._sampler = _in_turn(samplers, vocab_size)
         self._draft_sampler = _in_turn(drafts or samplers, vocab_size)
         self._stop_tokens = decoder.target.stop_tokens if stop_tokens is None else stop_tokens
-        (self._is_cancelled,) = decoder.cancellations(cancellation_token, 1)
-        self._is_watched = cancellation_token is not None
+        self._cancellation = decoder.row_cancellation(cancellation_token, 1)
         self._is_empty, self._error = False, None
         self._usage, self._tail = Usage(), Usage()
         self._results = self._run()
@@ -129,7 +130,7 @@ class DecodeQueue:
         return next(self._results)
 
     def _run(self) -> Iterator[tuple[int, Generation]]:
-        if self._is_cancelled():
+        if bool(self._cancellation.rows()):
             raise Cancelled(
                 "the queue was cancelled before its first prompt; a token that was used before "
                 "begins anew after reset()"
@@ -137,18 +138,18 @@ class DecodeQueue:
         rows = dict(enumerate(self._pull(self._batch)))
         B, free, finished = len(rows), [], []
         if rows:
-            state, advance = self._begin(list(rows.values())), self._decoder.pacer(self._system, B)
+            state = self._begin(list(rows.values()))
         while True:
             try:
                 for row, request in zip(free, self._pull(len(free))):
                     rows[row] = request
-                    state = self._admit(state, row, request)
+                    state = self._engine.insert(state, row, self._start([request]))
                 if not rows:
                     break
-                is_over = self._is_cancelled()
+                is_over = bool(self._cancellation.rows())
                 ending = jnp.full(B, Finish.CANCELLED if is_over else Finish.RUNNING, jnp.int32)
-                most = self._decoder.rounds_unseen(self._is_watched)
-                state, chunk = advance(state, ending, jnp.int32(most), jnp.int32(len(rows)))
+                num_rounds = 1 if self._cancellation.is_watched else _ROUNDS_UNWATCHED
+                state, chunk = self._engine.generate(state, ending, num_rounds, len(rows))
             except Exception as error:  # what had finished is yielded first
                 self._error = error
                 break
@@ -161,10 +162,10 @@ class DecodeQueue:
         if self._error is not None:
             raise self._error
 
-    def _pull(self, most: int) -> list[_Request]:
+    def _pull(self, limit: int) -> list[_Request]:
         found = []
-        self._is_empty |= self._is_cancelled()
-        while len(found) < most and not self._is_empty:
+        self._is_empty |= bool(self._cancellation.rows())
+        while len(found) < limit and not self._is_empty:
             try:
                 found.append(self._checked(*next(self._prompts)))
             except StopIteration:
@@ -185,28 +186,22 @@ class DecodeQueue:
         return index, ids
 
     def _start(self, requests: list[_Request]) -> decoding.DecodeState:
-        decoder, indices = self._decoder, [index for index, _ in requests]
-        prompts = [ids for _, ids in requests]
-        return decoder.start(
-            prompts, decoder.new_tokens(prompts, self._max_new), self._system,
+        indices, prompts = [index for index, _ in requests], [ids for _, ids in requests]
+        return self._engine.prefill(make_request(
+            self._engine.system, prompts, self._decoder.output_limits(prompts, self._max_new),
             self._sampler(indices), self._draft_sampler(indices), stop_tokens=self._stop_tokens,
             slots=self._slots,
-        )  # fmt: skip
+        ))  # fmt: skip
 
     def _begin(self, requests: list[_Request]) -> decoding.DecodeState:
         """The first batch."""
-        if self._system.target.can_rewind:
+        if self._engine.system.target.can_rewind:
             return self._start(requests)
         # Prompts of different lengths cannot be prefilled together: each takes its row from one.
         state = self._start(requests[:1] * len(requests))
         for row, request in list(enumerate(requests))[1:]:
-            state = self._admit(state, row, request)
+            state = self._engine.insert(state, row, self._start([request]))
         return state
-
-    def _admit(
-        self, state: decoding.DecodeState, row: int, request: _Request
-    ) -> decoding.DecodeState:
-        return decoding.insert(state, row, self._start([request]), system=self._system)
 
     def _count(self, row_rounds: int, useful: int) -> None:
         if self._is_empty:
@@ -217,8 +212,8 @@ class DecodeQueue:
     def _collect(self, finished: tuple[_Request, decoding.Record]) -> tuple[int, Generation]:
         (index, ids), record = finished
         tracker = TextTracker(self._decoder.target.tokenizer, [ids])
-        generation = collect(jax.device_get(record), tracker, 0, self._system.depth)
-        self._decoder.remember([generation])
+        generation = collect(jax.device_get(record), tracker, 0, self._engine.system.depth)
+        self._engine.remember(generation.tokens)
         return index, generation
 
 

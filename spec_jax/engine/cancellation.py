@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from spec_jax.errors import ConfigError
 
 
 class CancellationToken:
@@ -17,6 +19,7 @@ class CancellationToken:
     def __init__(self):
         self._lock = threading.Lock()
         self._times, self._is_cancelled = 0, False
+        self.is_held = False  # somebody outside of the decoder that made it has it
 
     @property
     def is_cancelled(self) -> bool:
@@ -36,3 +39,46 @@ class CancellationToken:
         """A question to ask: is the token cancelled, or was it since this call?"""
         before = self._times
         return lambda: self._is_cancelled or self._times != before
+
+
+class RowCancellation:
+    """Which rows of a call are cancelled, by the decoder's token or by the call's own.
+
+    Args:
+      of_decoder: cancels every row.
+      of_call: cancels every row, or a list of one token a row, of which some may be None.
+      batch: B.
+
+    Attributes:
+      batch: B.
+
+    Raises:
+      ConfigError: ``of_call`` is neither a token nor one for each row.
+    """
+
+    def __init__(
+        self, of_decoder: CancellationToken,
+        of_call: CancellationToken | Sequence[CancellationToken | None] | None, batch: int,
+    ):  # fmt: skip
+        is_one = isinstance(of_call, CancellationToken | None)
+        tokens = [of_call] * batch if is_one else of_call
+        is_fit = isinstance(tokens, Sequence) and len(tokens) == batch
+        if not is_fit or not all(isinstance(t, CancellationToken | None) for t in tokens):
+            raise ConfigError(
+                f"cancellation_token is {of_call!r}; expected a CancellationToken, or a list of "
+                f"{batch}, one a row"
+            )
+        self.batch, self._of_decoder, self._has_own = batch, of_decoder, of_call is not None
+        self._whole = of_decoder.watch()
+        self._own = [self._whole if token is None else token.watch() for token in tokens]
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody may cancel: a token was given, or the decoder's was asked for."""
+        return self._has_own or self._of_decoder.is_held
+
+    def rows(self) -> list[int]:
+        """The rows that are cancelled by now."""
+        if self._whole():
+            return list(range(self.batch))
+        return [row for row, is_cancelled in enumerate(self._own) if is_cancelled()]

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-
-import jax.numpy as jnp
-import numpy as np
 
 from spec_jax import decoding
 from spec_jax.config import (
@@ -22,28 +17,19 @@ from spec_jax.contracts import Drafter, Rule
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.drafters.suffix import History
 from spec_jax.engine import request, stats
-from spec_jax.engine.adaptive.runner import AdaptiveRunner, AdaptiveState, plain_rule
+from spec_jax.engine.adaptive.runner import AdaptiveState, plain_rule
 from spec_jax.engine.assemble import make_drafter, tapped_model, with_adaptive
-from spec_jax.engine.cancellation import CancellationToken
-from spec_jax.engine.request import Prompt
-from spec_jax.engine.session import Call, Generation, Session
+from spec_jax.engine.cancellation import CancellationToken, RowCancellation
+from spec_jax.engine.engine import Engine
+from spec_jax.engine.request import Prompt, make_request
+from spec_jax.engine.session import Generation, Session
 from spec_jax.engine.stream import Stream
 from spec_jax.engine.text import TextTracker
-from spec_jax.errors import ConfigError, PromptError
+from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel, check_loaded
 from spec_jax.parallel import overlap
 from spec_jax.rules import make_rule
 from spec_jax.sampling import Samplers, highest_temperature, make_sampler
-
-_SLOT_BUCKET = 128
-# Rounds between two stops: to look for stop strings, and where nobody looks, in case that the
-# decoder's cancellation token is asked for while a call runs.
-_ROUNDS_TO_STOPS, _ROUNDS_UNWATCHED = 8, 32
-
-
-def _width(longest: int) -> int:
-    """T of a batch whose longest prompt has so many tokens."""
-    return max(16, 1 << (longest - 1).bit_length())
 
 
 class SpeculativeDecoder:
@@ -125,17 +111,16 @@ class SpeculativeDecoder:
         self._history = History(config.suffix.history_tokens) if has_history else None
         is_adaptive = config is not None and config.is_adaptive
         self.adaptive = AdaptiveState(config.buckets) if is_adaptive else None
-        self._has_fallen_back = config is not None and not (force_n1 or target.model.can_rewind)
-        is_apart = devices is not None and not (force_n1 or self._has_fallen_back)
+        self._is_fallback = config is not None and not (force_n1 or target.model.can_rewind)
+        is_apart = devices is not None and not (force_n1 or self._is_fallback)
         self._loop = overlap.make_loop(devices, timeline, stacklevel=3) if is_apart else decoding
         self._check_parts()
         self.system()  # a strategy or a rule that cannot be is refused here
-        if force_n1 or self._has_fallen_back:
+        if force_n1 or self._is_fallback:
             self._model, self._drafter = target.model, NO_DRAFT
             self._config = self._rule = self._history = self.adaptive = None
-        self._lock, self._token, self._is_token_held = threading.Lock(), CancellationToken(), False
+        self._token, self._totals = CancellationToken(), stats.RunningStats()
         self._worker = ThreadPoolExecutor(1, "spec_jax")  # starts with the first asynchronous call
-        self.reset_stats()
 
     @classmethod
     def new_n1(cls, target: LoadedModel, draft=None, config=None, **options) -> SpeculativeDecoder:
@@ -185,23 +170,11 @@ class SpeculativeDecoder:
 
         A call is counted when it ends.
         """
-        return self._stats
+        return self._totals.value
 
     def reset_stats(self) -> None:
-        with self._lock:
-            self._stats = stats.Stats()
-
-    def _ended(self, rows: Sequence[Generation], of_call: stats.Stats) -> None:
-        if self._has_fallen_back:
-            of_call += stats.Stats(n1_fallbacks=len(rows))
-        with self._lock:
-            self._stats += of_call
-            self.remember(rows)
-
-    def remember(self, rows: Sequence[Generation]) -> None:
-        """Keeps finished outputs for a drafter that copies from past ones."""
-        for row in rows if self._history is not None else ():
-            self._history.add(row.tokens)
+        """Starts counting again."""
+        self._totals.reset()
 
     @property
     def cancellation_token(self) -> CancellationToken:
@@ -210,16 +183,8 @@ class SpeculativeDecoder:
         Once it has been asked for, every call stops after each round to look at it; one that
         was running before does so within 32 rounds, or as many as it was told to run at once.
         """
-        self._is_token_held = True
+        self._token.is_held = True
         return self._token
-
-    def cancellations(self, of_call, batch: int) -> list[Callable[[], bool]]:
-        """By row: is it cancelled, by the decoder's token or by the call's own?"""
-        return request.cancellations(self._token, of_call, batch)
-
-    def rounds_unseen(self, is_watched: bool) -> int:
-        """Most rounds until the host looks again: 1 where text or a token is of interest to it."""
-        return 1 if is_watched or self._is_token_held else _ROUNDS_UNWATCHED
 
     def resolved_config(self, samplers: Samplers) -> SpeculativeConfig | None:
         """The config as it is used with these samplers of the target.
@@ -258,33 +223,23 @@ class SpeculativeDecoder:
             overlap.check(system)
         return system
 
-    def params(self, batch: int | None = None, num_draft: int | None = None) -> dict:
-        """What ``decoding.prefill`` and ``decoding.generate`` take as ``params``.
+    def engine(self, samplers: Samplers | None = None) -> Engine:
+        """Returns what runs one generation: ``prefill``, ``insert`` and ``generate`` on arrays.
 
         Args:
-          batch: rows that are decoded together, for the layout that suits them; None: any.
-          num_draft: K; by default the config's.
-        """
-        K = self.num_draft if num_draft is None else num_draft
-        target = self.target.decoding_params(None if batch is None else batch * (K + 1))
-        draft = None
-        if self.num_draft > 0 and self.draft is not None:
-            draft = self.draft.draft_params(target, batch, K, self._drafter.tree)
-        elif self.num_draft > 0 and self._history is not None:
-            draft = self._history.tokens
-        return {"target": target, "draft": draft}
+          samplers: of the target; by default the decoder's.
 
-    def pacer(self, system: decoding.System, batch: int) -> Callable:
-        """``(state, stop, max_rounds[, min_active]) -> (state, Chunk)`` for one generation.
-
-        It is ``decoding.generate`` of this system and so many rows; where K is adaptive, with a K
-        of its own choice, and perhaps fewer rounds.
+        Raises:
+          ConfigError: the rule cannot serve their temperature.
         """
-        params_of = functools.partial(self.params, batch)
-        params_of()  # weights are laid out here
-        if self.adaptive is not None:
-            return AdaptiveRunner(system, params_of, self.adaptive)
-        return lambda *args: self._loop.generate(params_of(), *args, system=system)
+        return Engine(
+            self.system(samplers), self.target, self.draft, self._history, self.adaptive,
+            self._loop, self._is_fallback,
+        )  # fmt: skip
+
+    def params(self, batch: int | None = None) -> dict:
+        """Returns ``{"target": ..., "draft": ...}``, see ``Engine.params``."""
+        return self.engine().params(batch)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Ids of a prompt, checked.
@@ -396,99 +351,32 @@ class SpeculativeDecoder:
             raise ConfigError(f"{self.target.name} has no tokenizer, so it has no text to look at")
         samplers = self.target_sampler if sampler is None else sampler
         drafts = self.draft_sampler if draft_sampler is None else draft_sampler
-        system, B = self.system(samplers), len(ids)
         if rounds_per_sync is not None:
             check_integer("rounds_per_sync", rounds_per_sync, 1)
-        has_token = cancellation_token is not None
-
-        def num_rounds() -> int:
-            if rounds_per_sync is not None:
-                return rounds_per_sync
-            most = self.rounds_unseen(has_pieces or has_token)
-            return min(most, _ROUNDS_TO_STOPS) if stops else most
-
-        call = Call(
-            system=system,
-            start=self.prepare(
-                ids, self.new_tokens(ids, max_new_tokens, max_tokens), system,
-                make_sampler(samplers, B, system.target.vocab_size, seeds),
-                make_sampler(drafts or samplers, B, system.target.vocab_size, seeds),
+        engine, B = self.engine(samplers), len(ids)
+        V = engine.system.target.vocab_size
+        session = Session(
+            engine,
+            make_request(
+                engine.system, ids, self.output_limits(ids, max_new_tokens, max_tokens),
+                make_sampler(samplers, B, V, seeds), make_sampler(drafts or samplers, B, V, seeds),
                 stop_tokens=self.target.stop_tokens if stop_tokens is None else stop_tokens,
                 pad_to=pad_to,
             ),
-            pacer=lambda: self.pacer(system, B),
-            tracker=TextTracker(self.target.tokenizer, ids, stops, has_pieces=has_pieces),
-            is_cancelled=self.cancellations(cancellation_token, B),
-            num_rounds=num_rounds,
-            ended=self._ended,
+            TextTracker(self.target.tokenizer, ids, stops, has_pieces=has_pieces),
+            self.row_cancellation(cancellation_token, B),
+            self._totals,
+            rounds_per_sync,
         )  # fmt: skip
-        return Stream(Session(call), self._worker, is_single=is_single)
+        return Stream(session, self._worker, is_single=is_single)
 
-    def new_tokens(self, ids, max_new_tokens=None, max_tokens=None) -> list[int]:
-        """Most output tokens of each row, see ``generate``; the config's limit by default."""
-        return request.new_tokens(ids, max_new_tokens, max_tokens, self._max_tokens)
+    def row_cancellation(self, of_call, batch: int) -> RowCancellation:
+        """Which rows are cancelled, by this decoder's token or by the call's own."""
+        return RowCancellation(self._token, of_call, batch)
 
-    def start(self, ids, max_new_tokens, system, sampler, draft_sampler, **options):
-        """Prefills a batch of checked prompts: the first ``DecodeState``; see ``prepare``."""
-        return self.prepare(ids, max_new_tokens, system, sampler, draft_sampler, **options)()
-
-    def prepare(
-        self, ids, max_new_tokens, system, sampler, draft_sampler, *, stop_tokens=(), pad_to=0,
-        slots=None,
-    ) -> Callable[[], decoding.DecodeState]:  # fmt: skip
-        """Checks what prefill is given; the function that is returned runs it.
-
-        The width of the prompts and the slots are rounded up, so that few shapes compile.
-        With ``slots``, from ``slots_for`` of the longest prompt to come, rows that are started
-        one by one fit into one batch. ``max_new_tokens`` is one for all rows, or one a row.
-
-        Raises:
-          PromptError: a prompt and its output exceed what the target or the draft can hold.
-        """
-        lengths = np.asarray([len(i) for i in ids], np.int32)
-        most = max_new_tokens if isinstance(max_new_tokens, list) else [max_new_tokens] * len(ids)
-        most = np.asarray([check_integer("max_new_tokens", n, 1) for n in most])
-        if not isinstance(stop_tokens, (Sequence, np.ndarray)) or isinstance(stop_tokens, str):
-            raise ConfigError(f"stop_tokens is {stop_tokens!r}; expected a list of ids")
-        stop_tokens = [check_integer("a stop token", token, 0) for token in stop_tokens]
-        longest = int((lengths + most).argmax())  # with its output
-        self.check_room(int(lengths[longest]), int(most[longest]), system)
-        if slots is None:
-            wide = np.maximum(lengths, pad_to)
-            slots = max(self.slots_for(int(n), int(m), system) for n, m in zip(wide, most))
-        width = _width(max(int(lengths.max()), pad_to))
-        if not system.target.can_rewind:  # what it is fed it keeps, padding too
-            width = int(lengths.max())
-            if (lengths < width).any():
-                raise PromptError(
-                    f"prompts of {int(lengths.min())} and {width} tokens are one batch; the target "
-                    "cannot forget what pads the shorter: decode them one by one"
-                )
-        tokens = np.zeros((len(ids), width), np.int32)
-        for row, prompt in enumerate(ids):
-            tokens[row, : len(prompt)] = prompt
-        stop_ids = np.tile(np.asarray([*stop_tokens, -1], np.int32), (len(ids), 1))
-        limits = (lengths + most).astype(np.int32)
-        return lambda: self._loop.prefill(
-            self.params(), jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(limits),
-            jnp.asarray(stop_ids), sampler, draft_sampler, system=system, slots=slots,
-        )  # fmt: skip
-
-    def check_room(self, longest: int, max_new_tokens: int, system: decoding.System) -> None:
-        """Checks that target and draft can hold a prompt of ``longest`` tokens and its output.
-
-        Raises:
-          PromptError: one of them cannot.
-        """
-        for model in (system.target, system.drafter):
-            if model.max_length is not None and longest + max_new_tokens > model.max_length:
-                kind = "target" if model is system.target else "draft"
-                raise PromptError(
-                    f"a prompt of {longest} tokens and {max_new_tokens} new ones make "
-                    f"{longest + max_new_tokens}; the {kind} holds {model.max_length}"
-                )
-
-    def slots_for(self, longest: int, max_new_tokens: int, system: decoding.System) -> int:
-        """S and M of a batch whose longest prompt has so many tokens."""
-        slots = max(longest + max_new_tokens + system.lookahead_slots, _width(longest))
-        return -(-slots // _SLOT_BUCKET) * _SLOT_BUCKET
+    def output_limits(
+        self, ids: Sequence[Sequence[int]], max_new_tokens: int | None = None,
+        max_tokens: int | None = None,
+    ) -> list[int]:  # fmt: skip
+        """Maximum output tokens of each row, see ``generate``; by default the config's limit."""
+        return request.output_limits(ids, max_new_tokens, max_tokens, self._max_tokens)

@@ -1,25 +1,33 @@
-"""What a call of a decoder was given, checked."""
+"""Prompts and limits of a call: checked, and laid out as arrays."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.config import check_integer
-from spec_jax.engine.cancellation import CancellationToken
+from spec_jax.decoding import System
 from spec_jax.errors import ConfigError, PromptError
 from spec_jax.loading import LoadedModel
+from spec_jax.sampling import Sampler
 
 Prompt = str | Sequence[int]
 
 _MAX_NEW_TOKENS = 128
+_SLOT_BUCKET = 128
 
 
 def encode(target: LoadedModel, prompt: Prompt) -> list[int]:
-    """Ids of a prompt; see ``SpeculativeDecoder.encode``."""
+    """Returns the ids of a prompt, checked.
+
+    Raises:
+      PromptError: an empty prompt, text without a tokenizer, or an id outside of the vocabulary.
+    """
     if isinstance(prompt, str):
         if target.tokenizer is None:
             raise PromptError(f"{target.name} has no tokenizer: give the prompt as ids")
@@ -42,10 +50,10 @@ def encode(target: LoadedModel, prompt: Prompt) -> list[int]:
 def encode_all(
     target: LoadedModel, prompts: Prompt | Sequence[Prompt]
 ) -> tuple[list[list[int]], bool]:
-    """Ids of every prompt, and whether it is one alone.
+    """Returns the ids of every prompt, and whether a single prompt was given.
 
     Raises:
-      PromptError: none, or one that cannot be.
+      PromptError: no prompt, or one that cannot be decoded.
     """
     if not isinstance(prompts, (str, Sequence, np.ndarray, jax.Array)):
         raise PromptError(f"the prompt {prompts!r} is neither text, ids, nor a list of these")
@@ -58,10 +66,10 @@ def encode_all(
     return ids, is_single
 
 
-def new_tokens(
+def output_limits(
     prompts: Sequence[Sequence[int]], max_new_tokens, max_tokens, default: int | None
 ) -> list[int]:
-    """Most output tokens of each row.
+    """Maximum output tokens of each row.
 
     Args:
       prompts: ids of every row.
@@ -78,8 +86,8 @@ def new_tokens(
     if max_new_tokens is None and max_tokens is None:
         max_tokens = default
     if max_tokens is None:
-        most = _MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens
-        return [check_integer("max_new_tokens", most, 1)] * len(prompts)
+        limit = _MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens
+        return [check_integer("max_new_tokens", limit, 1)] * len(prompts)
     longest = max(map(len, prompts))
     if longest >= check_integer("max_tokens", max_tokens, 1):
         raise PromptError(
@@ -89,24 +97,110 @@ def new_tokens(
     return [max_tokens - len(prompt) for prompt in prompts]
 
 
-def cancellations(
-    of_decoder: CancellationToken,
-    of_call: CancellationToken | Sequence[CancellationToken | None] | None,
-    batch: int,
-) -> list[Callable[[], bool]]:
-    """By row: is it cancelled, by either token, now or since this call?
+class Request(NamedTuple):
+    """Checked prompts of a batch as arrays: what ``Engine.prefill`` takes.
+
+    Attributes:
+      tokens: i32[B,T], right-padded.
+      lengths: i32[B], true lengths.
+      limits: i32[B], maximum tokens of prompt and output together.
+      stop_tokens: i32[B,X], -1 for none.
+      sampler: the target's.
+      draft_sampler: the draft's.
+      slots: S and M.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    limits: jax.Array
+    stop_tokens: jax.Array
+    sampler: Sampler
+    draft_sampler: Sampler
+    slots: int
+
+
+def make_request(
+    system: System,
+    ids: Sequence[Sequence[int]],
+    max_new_tokens: int | Sequence[int],
+    sampler: Sampler,
+    draft_sampler: Sampler,
+    *,
+    stop_tokens: Sequence[int] = (),
+    pad_to: int = 0,
+    slots: int | None = None,
+) -> Request:
+    """Lays a batch of prompts out for prefill.
+
+    The width of the prompts and the slots are rounded up, so that few shapes compile.
+
+    Args:
+      system: target, drafter, rule and K.
+      ids: of every row.
+      max_new_tokens: of all rows, or of each.
+      sampler: the target's, by row.
+      draft_sampler: the draft's, by row.
+      stop_tokens: ids at which a row ends.
+      pad_to: make room for prompts of at least this many tokens.
+      slots: from ``slots_for`` the longest prompt to come, so that rows that are prefilled one
+        by one fit into one batch; None: as this batch needs.
 
     Raises:
-      ConfigError: ``of_call`` is neither a token nor one for each row.
+      PromptError: a prompt and its output exceed what the target or the draft can hold.
+      ConfigError: a number that cannot be.
     """
-    is_one = isinstance(of_call, CancellationToken | None)
-    tokens = [of_call] * batch if is_one else of_call
-    is_fit = isinstance(tokens, Sequence) and len(tokens) == batch
-    if not is_fit or not all(isinstance(t, CancellationToken | None) for t in tokens):
-        raise ConfigError(
-            f"cancellation_token is {of_call!r}; expected a CancellationToken, or a list of "
-            f"{batch}, one a row"
-        )
-    whole = of_decoder.watch()
-    own = [whole if token is None else token.watch() for token in tokens]
-    return [lambda row=row: whole() or own[row]() for row in range(batch)]
+    lengths = np.asarray([len(i) for i in ids], np.int32)
+    limits = [max_new_tokens] * len(ids) if np.ndim(max_new_tokens) == 0 else max_new_tokens
+    limits = np.asarray([check_integer("max_new_tokens", n, 1) for n in limits])
+    if not isinstance(stop_tokens, (Sequence, np.ndarray)) or isinstance(stop_tokens, str):
+        raise ConfigError(f"stop_tokens is {stop_tokens!r}; expected a list of ids")
+    stop_tokens = [check_integer("a stop token", token, 0) for token in stop_tokens]
+    longest = int((lengths + limits).argmax())  # with its output
+    check_room(system, int(lengths[longest]), int(limits[longest]))
+    if slots is None:
+        wide = np.maximum(lengths, pad_to)
+        slots = max(slots_for(system, int(n), int(m)) for n, m in zip(wide, limits))
+    width = _width(max(int(lengths.max()), pad_to))
+    if not system.target.can_rewind:  # it cannot forget padding
+        width = int(lengths.max())
+        if (lengths < width).any():
+            raise PromptError(
+                f"prompts of {int(lengths.min())} and {width} tokens are one batch; the target "
+                "cannot forget what pads the shorter: decode them one by one"
+            )
+    tokens = np.zeros((len(ids), width), np.int32)
+    for row, prompt in enumerate(ids):
+        tokens[row, : len(prompt)] = prompt
+    stop_ids = np.tile(np.asarray([*stop_tokens, -1], np.int32), (len(ids), 1))
+    arrays = (tokens, lengths, (lengths + limits).astype(np.int32), stop_ids)
+    return Request(*map(jnp.asarray, arrays), sampler, draft_sampler, slots)
+
+
+def check_room(system: System, longest: int, max_new_tokens: int) -> None:
+    """Checks that target and draft can hold a prompt and its output.
+
+    Args:
+      system: target, drafter, rule and K.
+      longest: tokens of the prompt.
+      max_new_tokens: of its output.
+
+    Raises:
+      PromptError: one of them cannot.
+    """
+    for kind, model in (("target", system.target), ("draft", system.drafter)):
+        if model.max_length is not None and longest + max_new_tokens > model.max_length:
+            raise PromptError(
+                f"a prompt of {longest} tokens and {max_new_tokens} new ones make "
+                f"{longest + max_new_tokens}; the {kind} holds {model.max_length}"
+            )
+
+
+def slots_for(system: System, longest: int, max_new_tokens: int) -> int:
+    """S and M of a batch whose longest prompt has ``longest`` tokens."""
+    slots = max(longest + max_new_tokens + system.lookahead_slots, _width(longest))
+    return -(-slots // _SLOT_BUCKET) * _SLOT_BUCKET
+
+
+def _width(longest: int) -> int:
+    """T of a batch whose longest prompt has ``longest`` tokens."""
+    return max(16, 1 << (longest - 1).bit_length())

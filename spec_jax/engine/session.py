@@ -1,24 +1,31 @@
-"""One call of a decoder: its rounds, from the first step to what came out."""
+"""What a call of a decoder produced, and the session that runs its rounds."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import decoding
 from spec_jax.decoding import Finish
-from spec_jax.engine import stats
+from spec_jax.engine.cancellation import RowCancellation
+from spec_jax.engine.engine import Engine
+from spec_jax.engine.request import Request
+from spec_jax.engine.stats import RunningStats, Stats, row_stats
 from spec_jax.engine.text import TextTracker
 from spec_jax.errors import Cancelled, InvalidDraftError
+
+# Rounds of a step: where there are stop strings to look for, and where nobody looks at all, in
+# case that the decoder's cancellation token is asked for while a call runs.
+_ROUNDS_TO_STOPS, _ROUNDS_UNWATCHED = 8, 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,73 +44,71 @@ class Generation:
     text: str | None
     tokens: tuple[int, ...]
     finish_reason: str
-    stats: stats.Stats
+    stats: Stats
 
     def __str__(self) -> str:
         return repr(self) if self.text is None else self.text
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """What a run needs to know of a decoder and of what was asked.
-
-    Attributes:
-      system: target, drafter, rule and K.
-      start: prefills; the first ``DecodeState``.
-      pacer: makes what runs rounds, ``(state, stop, max_rounds) -> (state, Chunk)``.
-      tracker: follows the text.
-      is_cancelled: by row.
-      num_rounds: gives the rounds until the next stop.
-      ended: takes the rows and the run's statistics.
-    """
-
-    system: decoding.System
-    start: Callable[[], decoding.DecodeState]
-    pacer: Callable[[], Callable]
-    tracker: TextTracker
-    is_cancelled: Sequence[Callable[[], bool]]
-    num_rounds: Callable[[], int]
-    ended: Callable[[list[Generation], stats.Stats], None]
-
-
 class Session:
-    """``decoding.generate``, stopped every few rounds; whoever drives it decides when to go on.
+    """One call of a decoder: its rounds, from prefill to what came out.
 
-    ``step`` goes to the next stop: text that has become final is then in ``pieces``, and rows
-    that are cancelled have ended. ``close`` ends every row where it is. Both may be called from
-    any thread and take turns. When the last row has ended the run is done, and is counted.
+    The caller advances it with ``step()``. Text that has become final is then in ``pieces``, and
+    rows that were cancelled have ended. ``close`` ends every row where it is. Both may be called
+    from any thread and take turns. When the last row has ended, the session is done and counted.
+
+    Args:
+      engine: runs the rounds.
+      request: the prompts.
+      tracker: follows the text.
+      cancellation: says which rows are cancelled.
+      totals: gets the statistics of the call when it ends.
+      rounds_per_sync: rounds of a step; None: as few as somebody needs who watches.
     """
 
-    def __init__(self, call: Call):
-        self._call, self._lock = call, threading.Lock()
-        self._pace: Callable | None = None
+    def __init__(
+        self, engine: Engine, request: Request, tracker: TextTracker,
+        cancellation: RowCancellation, totals: RunningStats, rounds_per_sync: int | None = None,
+    ):  # fmt: skip
+        self._engine, self._request, self._tracker = engine, request, tracker
+        self._cancellation, self._totals = cancellation, totals
+        self._rounds_per_sync, self._lock = rounds_per_sync, threading.Lock()
         self._state: decoding.DecodeState | None = None
-        self._ending = np.full(len(call.is_cancelled), Finish.RUNNING, np.int32)
+        self._ending = np.full(cancellation.batch, Finish.RUNNING, np.int32)
         self._prefill_s = self._decode_s = 0.0
         self._rows: list[Generation] = []
         self._error: BaseException | None = None
         self.pieces: deque[tuple[int, str]] = deque()  # row, text
         self.is_done = False
 
-    def step(self) -> None:
-        """Prefills, the first time; then runs rounds until the next stop.
+    def step(self, *, is_closing: bool = False) -> None:
+        """Prefills, the first time; then runs rounds until somebody wants to look.
+
+        Args:
+          is_closing: end the rows that are still running, as cancelled, instead.
 
         Raises:
           Cancelled: every row was cancelled before its first token.
         """
-        self._go(lambda: self._prefill() if self._state is None else self._advance())
+        with self._turn():
+            num_rounds = None if self.is_done else self._prepare(is_closing)
+            if num_rounds is None:
+                return
+            begin = time.perf_counter()
+            self._state, chunk = self._engine.generate(self._state, self._ending, num_rounds)
+            self._read(chunk, begin)
 
     def close(self) -> None:
         """Ends the rows that are still running, as cancelled."""
-        self._go(self._cancel)
+        self.step(is_closing=True)
 
     def result(self) -> list[Generation]:
-        """Of every row, once the run is done.
+        """Returns every row, once the session is done.
 
         Raises:
-          Cancelled: as ``step``; or the run was closed before its first token.
+          Cancelled: as ``step``; or the session was closed before its first token.
           InvalidDraftError: the drafter proposed an id outside of the vocabulary.
-          RuntimeError: the run is not done.
+          RuntimeError: the session is not done.
         """
         if not self.is_done:
             raise RuntimeError("the generation has not ended: its result is not known yet")
@@ -111,107 +116,113 @@ class Session:
             raise self._error
         return self._rows
 
-    def _go(self, act: Callable[[], bool]) -> None:
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One caller at a time; an error ends the session and is kept for ``result``."""
         with self._lock:
-            if self.is_done:
-                return
             try:
-                is_over = act()
+                yield
             except Exception as error:
                 self._error, self._state, self.is_done = error, None, True
                 raise
-            except BaseException:  # Ctrl-C: whoever goes on or closes finds what there is
+            except BaseException:  # Ctrl-C: the next step or close finds what there is
                 arrays = [x for x in jax.tree.leaves(self._state) if isinstance(x, jax.Array)]
                 if any(x.is_deleted() for x in arrays):
                     self._error = Cancelled("the generation was interrupted within a round")
                     self._state, self.is_done = None, True
                 raise
-            self.pieces.extend(self._call.tracker.take())
-            self.is_done = is_over  # last: whoever sees it sees every piece
 
-    def _cancelled_rows(self) -> list[int]:
-        return [row for row, is_cancelled in enumerate(self._call.is_cancelled) if is_cancelled()]
+    def _prepare(self, is_closing: bool) -> int | None:
+        """How many rounds this step runs; None where it runs no program but prefill."""
+        if is_closing:
+            if self._state is None:
+                self._error = Cancelled("the generation was closed before its first token")
+                self.is_done = True
+                return None
+            self._ending[self._ending == Finish.RUNNING] = Finish.CANCELLED
+            return 0
+        cancelled = self._cancellation.rows()
+        if self._state is None:
+            self._check_not_all(cancelled)
+            self._prefill()
+            return 0 if self._tracker.has_pieces else None
+        for row in cancelled:
+            if self._ending[row] == Finish.RUNNING:
+                self._ending[row] = Finish.CANCELLED
+        # Adaptive K would measure costs first, where every row is cancelled.
+        return 0 if len(cancelled) == len(self._ending) else self._num_rounds()
 
-    def _prefill(self) -> bool:
-        self._check_any_is_wanted(self._cancelled_rows())
-        self._pace = self._call.pacer()  # lays out weights the first time: no part of the times
+    def _num_rounds(self) -> int:
+        if self._rounds_per_sync is not None:
+            return self._rounds_per_sync
+        is_watched = self._tracker.has_pieces or self._cancellation.is_watched
+        limit = 1 if is_watched else _ROUNDS_UNWATCHED
+        return min(limit, _ROUNDS_TO_STOPS) if self._tracker.is_needed else limit
+
+    def _prefill(self) -> None:
+        self._engine.params(self._cancellation.batch)  # lays weights out: no part of the times
         begin = time.perf_counter()
-        self._state = jax.block_until_ready(self._call.start())
+        self._state = jax.block_until_ready(self._engine.prefill(self._request))
         self._prefill_s = time.perf_counter() - begin
-        dropped = self._cancelled_rows()
-        self._check_any_is_wanted(dropped)
+        dropped = self._cancellation.rows()
+        self._check_not_all(dropped)
         for row in dropped:
-            self._call.tracker.drop(row)
-        return self._call.tracker.has_pieces and self._decode(0)
+            self._tracker.drop(row)
 
-    def _check_any_is_wanted(self, cancelled: list[int]) -> None:
+    def _check_not_all(self, cancelled: list[int]) -> None:
         if len(cancelled) == len(self._ending):
             raise Cancelled(
                 "the generation was cancelled before its first token; a token that was used "
                 "before begins anew after reset()"
             )
 
-    def _advance(self) -> bool:
-        cancelled = self._cancelled_rows()
-        for row in cancelled:
-            if self._ending[row] == Finish.RUNNING:
-                self._ending[row] = Finish.CANCELLED
-        is_over = len(cancelled) == len(self._ending)  # adaptive K would measure costs first
-        return self._decode(0 if is_over else self._call.num_rounds())
-
-    def _cancel(self) -> bool:
-        if self._state is None:
-            self._error = Cancelled("the generation was closed before its first token")
-            return True
-        self._ending[self._ending == Finish.RUNNING] = Finish.CANCELLED
-        return self._decode(0)
-
-    def _decode(self, num_rounds: int) -> bool:
-        """Runs rounds; whether every row has ended."""
-        call, begin = self._call, time.perf_counter()
-        self._state, chunk = self._pace(
-            self._state, jnp.asarray(self._ending), jnp.int32(num_rounds)
-        )
+    def _read(self, chunk: decoding.Chunk, begin: float) -> None:
+        """Takes in what a step has produced."""
         finish = np.asarray(chunk.finish)
-        if call.tracker.is_needed:
-            self._ending = call.tracker.look(
+        if self._tracker.is_needed:
+            self._ending = self._tracker.look(
                 np.asarray(chunk.tokens), np.asarray(chunk.total), finish
             )
         self._decode_s += time.perf_counter() - begin
         is_over = bool((finish != Finish.RUNNING).all())
         if is_over:
             self._finish()
-        return is_over
+        self.pieces.extend(self._tracker.take())
+        self.is_done = is_over  # last: whoever sees it sees every piece
 
     def _finish(self) -> None:
         record = jax.tree.map(np.asarray, decoding.Record.of(self._state))
-        call = self._call
+        system = self._engine.system
         self._rows = [
-            collect(jax.tree.map(lambda x: x[row], record), call.tracker, row, call.system.depth)
+            collect(jax.tree.map(lambda x: x[row], record), self._tracker, row, system.depth)
             for row in range(len(self._ending))
         ]
-        times = stats.Stats(prefill_s=self._prefill_s, decode_s=self._decode_s)
-        counts = functools.reduce(operator.add, (row.stats for row in self._rows), times)
         self._state = None
-        call.ended(self._rows, counts)
+        times = Stats(
+            prefill_s=self._prefill_s, decode_s=self._decode_s,
+            n1_fallbacks=len(self._rows) if self._engine.is_fallback else 0,
+        )
+        self._totals.add(functools.reduce(operator.add, (row.stats for row in self._rows), times))
+        for row in self._rows:
+            self._engine.remember(row.tokens)
         bad = [i for i, row in enumerate(self._rows) if row.finish_reason == "invalid_draft"]
         if bad:
             self._error = InvalidDraftError(
-                f"drafter {call.system.drafter.name!r} proposed ids outside of the vocabulary "
-                f"0..{call.system.target.last_id}, or parents that make no tree, in rows {bad}; "
+                f"drafter {system.drafter.name!r} proposed ids outside of the vocabulary "
+                f"0..{system.target.last_id}, or parents that make no tree, in rows {bad}; "
                 "those rows stopped there; all rows' tokens are in this error's `generations`",
                 self._rows,
             )
 
 
 def collect(record: decoding.Record, tracker: TextTracker, row: int, depth: int) -> Generation:
-    """Makes one row's record, on the host, into what a caller sees.
+    """Turns one row's record, on the host, into a ``Generation``.
 
     Args:
       record: of the row alone.
-      tracker: what has followed the row's text.
+      tracker: has followed the row's text.
       row: its number there.
-      depth: the most drafts that a round accepts.
+      depth: maximum number of drafts that a round accepts.
     """
     begin, tokens, kind = int(record.prompt_length), record.tokens, record.kind
     ids = tokens[begin : begin + int((kind > 0).sum())].tolist()
@@ -222,5 +233,5 @@ def collect(record: decoding.Record, tracker: TextTracker, row: int, depth: int)
         text=text,
         tokens=tuple(ids[:n]),
         finish_reason=finish.name.lower(),
-        stats=stats.row_stats(kind[kept], record.offered[kept], depth, expected),
+        stats=row_stats(kind[kept], record.offered[kept], depth, expected),
     )

@@ -23,6 +23,7 @@ accepted_i / drafted_i. Tokens that a cut removed are in no count.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -120,6 +121,24 @@ class Stats:
         listed = lambda v: list(v) if isinstance(v, tuple) else v
         values = dataclasses.asdict(self) | {n: getattr(self, n) for n in derived}
         return {name: listed(value) for name, value in values.items()}
+
+
+class RunningStats:
+    """The sum of the statistics of finished calls; safe to use from any thread."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self.value = Stats()
+
+    def add(self, stats: Stats) -> None:
+        """Adds one call's."""
+        with self._lock:
+            self.value += stats
+
+    def reset(self) -> None:
+        """Starts again from zero."""
+        with self._lock:
+            self.value = Stats()
 
 
 def _ratio(a: float, b: float) -> float:

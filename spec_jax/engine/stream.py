@@ -32,8 +32,8 @@ class Stream:
     asks at the same time as others waits for a turn; a piece is handed out once.
     """
 
-    def __init__(self, run: Session, worker: Executor, *, is_single: bool):
-        self._run, self._worker, self._is_single = run, worker, is_single
+    def __init__(self, session: Session, worker: Executor, *, is_single: bool):
+        self._session, self._worker, self._is_single = session, worker, is_single
         self._is_closed = self._is_interrupted = False
 
     @property
@@ -45,30 +45,33 @@ class Stream:
           InvalidDraftError: see ``SpeculativeDecoder.generate``.
           RuntimeError: the stream has not ended.
         """
-        rows = self._run.result()
+        rows = self._session.result()
         return rows[0] if self._is_single else rows
 
     def close(self) -> None:
         """Ends the rows that are still running; blocks for a round if one is running."""
         self._is_closed = True
-        self._run.close()
+        self._session.close()
 
     async def aclose(self) -> None:
         """``close``, without blocking the event loop."""
         self._is_closed = True
-        await asyncio.shield(self._in_thread(self._run.close))  # it is counted in any case
+        await asyncio.shield(self._in_thread(self._session.close))  # it is counted in any case
 
     def abandon(self) -> None:
         """Ends the rows that are still running, later and in the decoder's own thread."""
         self._is_interrupted = True
         with contextlib.suppress(RuntimeError):  # the interpreter is on its way out
-            self._worker.submit(self._run.close)
+            self._worker.submit(self._session.close)
 
     def drain(self, on_token: OnToken | None = None) -> Generation | list[Generation]:
         """Runs to the end, hands every piece to ``on_token``, and returns ``result``."""
         with self:
-            for piece in self:
-                on_token(*self._arguments(piece))
+            while (piece := self._take()) is not _END:
+                if piece is None:
+                    self._session.step()
+                else:
+                    on_token(*self._arguments(piece))
         return self.result
 
     async def drain_async(self, on_token: OnToken | None = None) -> Generation | list[Generation]:
@@ -94,7 +97,7 @@ class Stream:
 
     def __next__(self) -> Piece:
         while (piece := self._take()) is None:
-            self._run.step()
+            self._session.step()
         if piece is _END:
             raise StopIteration
         return piece
@@ -105,7 +108,7 @@ class Stream:
     async def __anext__(self) -> Piece:
         while (piece := self._take()) is None:
             try:
-                await self._in_thread(self._run.step)
+                await self._in_thread(self._session.step)
             except asyncio.CancelledError:
                 self.abandon()
                 raise
@@ -122,11 +125,11 @@ class Stream:
                 "the stream ended when the task that waited for a piece was cancelled; after "
                 "aclose() its result holds what there is"
             )
-        is_done = self._run.is_done  # before the pieces are looked at: it is set after them
+        is_done = self._session.is_done  # before the pieces are looked at: it is set after them
         try:
-            row, text = self._run.pieces.popleft()
+            row, text = self._session.pieces.popleft()
         except IndexError:
-            return _END if is_done and self._run.result() else None
+            return _END if is_done and self._session.result() else None
         return text if self._is_single else (row, text)
 
     async def _in_thread(self, act: Callable[[], None]) -> None:

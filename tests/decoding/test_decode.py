@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.decoders import start
 
 from spec_jax import decoding, rng, testing
 from spec_jax.config import SamplerConfig, SpeculativeConfig
@@ -167,9 +168,7 @@ def test_mutation_draft_rollback_left_out_lowers_acceptance(target):
 def test_a_round_commits_what_it_emits_and_finished_rows_change_nothing(target, draft):
     d = decoder(target, draft, "residual", target_sampler=MIXED)
     system = d.system()
-    state = d.start(
-        PROMPTS, NEW, system, decode_sampler(MIXED), decode_sampler(MIXED), stop_tokens=()
-    )
+    state = start(d, PROMPTS, NEW, decode_sampler(MIXED))
     state = state.replace(limit=state.prompt_length + jnp.asarray([NEW, 4, 9]))
     step = jax.jit(lambda state: decoding.decode_round(d.params(), state, system))
     for _ in range(NEW):
@@ -227,12 +226,12 @@ def test_an_admitted_row_decodes_as_if_it_were_alone(target, draft, strategy):
     d = decoder(target, draft, strategy, target_sampler=MIXED)
     system = d.system()
     make = decode_sampler
-    state = d.start(PROMPTS, NEW, system, make(MIXED), make(MIXED))
+    state = start(d, PROMPTS, NEW, make(MIXED))
     free = jnp.zeros(3, jnp.int32)
     state, _ = decoding.generate(
         d.params(), state, free.at[1].set(Finish.CANCELLED), jnp.int32(2), system=system
     )
-    new = d.start([PROMPTS[2]], NEW, system, make(MIXED[2:]), make(MIXED[2:]))
+    new = start(d, [PROMPTS[2]], NEW, make(MIXED[2:]))
     state = decoding.insert(state, jnp.int32(1), new, system=system)
     state, chunk = decoding.generate(d.params(), state, free, jnp.int32(99), system=system)
     expected = tokens_of(d.generate(PROMPTS, NEW))
@@ -338,7 +337,7 @@ def test_every_kind_is_recorded_where_it_happened():
         target, config=SpeculativeConfig(num_speculative_tokens=2),
         drafter=testing.scripted_drafter(propose),
     )
-    state = d.start([[0, 1]], 6, d.system(), *[make_sampler(SamplerConfig(), 1, TOY)] * 2)
+    state = start(d, [[0, 1]], 6, make_sampler(SamplerConfig(), 1, TOY))
     state, _ = decoding.generate(
         d.params(), state, jnp.zeros(1, jnp.int32), jnp.int32(9), system=d.system()
     )
@@ -357,7 +356,7 @@ def test_rounds_without_drafts_leave_a_draft_nothing_to_catch_up(target):
     system, none = d.system(), jnp.zeros(2, jnp.int32)
     plain = SpeculativeDecoder(target).generate(PROMPTS[:2], 16)
     sampler = make_sampler(SamplerConfig(), 2, V)
-    state = d.start(PROMPTS[:2], 16, system, sampler, sampler)
+    state = start(d, PROMPTS[:2], 16, sampler)
     state, chunk = decoding.generate(
         d.params(), state, none, jnp.int32(3), system=system._replace(num_draft=0)
     )

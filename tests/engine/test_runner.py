@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.decoders import start
 from support.tiny_models import LLAMA, random_weights
 
 from spec_jax import decoding, testing
@@ -160,7 +161,7 @@ def after_mix(name, change=lambda drafter: drafter):
     system, params, B = decoder.system(), decoder.params(), len(PROMPTS)
     system = system._replace(drafter=change(system.drafter))
     sampler = make_sampler(SamplerConfig(), B, LLAMA.vocab_size)
-    state = decoder.start(PROMPTS, 60, system, sampler, sampler)
+    state = start(decoder, PROMPTS, 60, sampler, system)
     learned = AdaptiveState(BUCKETS)
     learned.tuner = Script(MIX, system.drafter.catch_up.max_lag or 10**9)
     learned.costs = Known()
@@ -225,7 +226,7 @@ def test_a_head_catches_up_when_there_is_no_more_room(monkeypatch, max_rounds):
     decoder = adaptive(TARGET, DRAFTS["eagle-3"](), "eagle")
     system, params = decoder.system(), decoder.params()
     sampler = make_sampler(SamplerConfig(), 1, LLAMA.vocab_size)
-    state = decoder.start(PROMPTS[:1], 70, system, sampler, sampler)
+    state = start(decoder, PROMPTS[:1], 70, sampler, system)
     learned = AdaptiveState(BUCKETS)
     learned.tuner, learned.costs = Long(()), Known()
     pacer = AdaptiveRunner(system, lambda k: params, learned)
@@ -242,7 +243,7 @@ def test_a_round_without_drafts_runs_no_pass_of_a_head():
     system = decoder.system()
     drafter = system.drafter._replace(commit=refuse, propose=refuse)
     sampler = make_sampler(SamplerConfig(), len(PROMPTS), LLAMA.vocab_size)
-    state = decoder.start(PROMPTS, 60, system, sampler, sampler)
+    state = start(decoder, PROMPTS, 60, sampler, system)
     resting = runner.system_of(system._replace(drafter=drafter), 0)
     after = decoding.decode_round(decoder.params(), state, resting)
     np.testing.assert_array_equal(after.draft.count, 1)

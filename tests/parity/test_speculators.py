@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.decoders import start
 from support.tiny_models import LLAMA, QWEN3, random_tensor, random_tokens, random_weights
 
 from spec_jax import SpeculativeConfig, SpeculativeDecoder, load_head, load_model
@@ -162,7 +163,7 @@ PROMPTS = [[3, 1, 4], [1, 5, 9, 2]]
 def drafts_of(decoder):
     """What is drafted first behind each prompt."""
     system, sampler = decoder.system(), make_sampler(SamplerConfig(), len(PROMPTS), V)
-    state = decoder.start(PROMPTS, 8, system, sampler, sampler)
+    state = start(decoder, PROMPTS, 8, sampler)
     context = Context(
         state.tokens, state.length, sampler, state.counts, sampler.seed,
         is_coupled=False, has_probs=False, has_logits=False,

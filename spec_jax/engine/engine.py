@@ -1,0 +1,94 @@
+"""``prefill``, ``insert`` and ``generate`` for one system and its weights."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax import decoding
+from spec_jax.decoding import Chunk, DecodeState, System
+from spec_jax.drafters.suffix import History
+from spec_jax.engine.adaptive.runner import AdaptiveRunner, AdaptiveState
+from spec_jax.engine.request import Request
+from spec_jax.loading import LoadedHead, LoadedModel
+
+
+class Engine:
+    """Runs requests on the device; the session of a call and the queue both drive one.
+
+    An engine serves one generation. With adaptive K it keeps the lag of that generation's draft.
+
+    Args:
+      system: target, drafter, rule and K.
+      target: the weights of the target.
+      draft: the weights of the draft, or None.
+      history: past outputs that a suffix drafter copies from, or None.
+      adaptive: costs and acceptance that K is chosen by; None: K is fixed.
+      loop: what decodes: ``decoding``, or an ``overlap.Overlap``.
+      is_fallback: drafts were asked for, and the target cannot rewind (see ``Stats``).
+    """
+
+    def __init__(
+        self, system: System, target: LoadedModel, draft: LoadedModel | LoadedHead | None = None,
+        history: History | None = None, adaptive: AdaptiveState | None = None,
+        loop: Any = decoding, is_fallback: bool = False,
+    ):  # fmt: skip
+        self.system, self.is_fallback = system, is_fallback
+        self._target, self._draft, self._history = target, draft, history
+        self._adaptive, self._loop = adaptive, loop
+        self._runner: AdaptiveRunner | None = None
+
+    def params(self, batch: int | None = None, num_draft: int | None = None) -> dict[str, Any]:
+        """Returns ``{"target": ..., "draft": ...}``, laid out for this many rows.
+
+        Args:
+          batch: rows that are decoded together; None: any number, as in prefill.
+          num_draft: K; by default the system's.
+        """
+        K = self.system.num_draft if num_draft is None else num_draft
+        target = self._target.decoding_params(None if batch is None else batch * (K + 1))
+        draft = None
+        if self.system.num_draft > 0 and self._draft is not None:
+            draft = self._draft.draft_params(target, batch, K, self.system.drafter.tree)
+        elif self.system.num_draft > 0 and self._history is not None:
+            draft = self._history.tokens
+        return {"target": target, "draft": draft}
+
+    def prefill(self, request: Request) -> DecodeState:
+        """Feeds the prompts and samples each row's first token."""
+        *arrays, slots = request
+        return self._loop.prefill(self.params(), *arrays, system=self.system, slots=slots)
+
+    def insert(self, state: DecodeState, row: int, prefix: DecodeState) -> DecodeState:
+        """Puts a prefilled request of one row in the place of row ``row``. Donates the state."""
+        return decoding.insert(state, row, prefix, system=self.system)
+
+    def generate(
+        self, state: DecodeState, stop: jax.Array, max_rounds: int, min_active: int = 1
+    ) -> tuple[DecodeState, Chunk]:
+        """Runs rounds until every row has finished, or ``max_rounds`` of them.
+
+        With adaptive K it may return after fewer rounds. Donates the state.
+
+        Args:
+          state: of ``prefill``, or of the last call.
+          stop: i32[B], a Finish for rows to end before the first round, RUNNING for the others.
+          max_rounds: maximum number of rounds.
+          min_active: return as soon as fewer rows are active.
+        """
+        batch = len(state.limit)
+        args = (state, jnp.asarray(stop), jnp.int32(max_rounds), jnp.int32(min_active))
+        if self._adaptive is None:
+            return self._loop.generate(self.params(batch), *args, system=self.system)
+        if self._runner is None:
+            params_of = functools.partial(self.params, batch)
+            self._runner = AdaptiveRunner(self.system, params_of, self._adaptive)
+        return self._runner(*args)
+
+    def remember(self, tokens: tuple[int, ...]) -> None:
+        """Keeps a finished output for a drafter that copies from past ones."""
+        if self._history is not None:
+            self._history.add(tokens)
