@@ -79,7 +79,7 @@ def test_n1_still_checks_what_it_leaves_aside(pair):
 
 
 def test_rejections_and_fallbacks_add_up():
-    one = Stats(1, 1, judged_at=(3, 1), accepted_at=(0, 0), n1_fallbacks=2)
+    one = Stats(1, 1, reached_at=(3, 1), accepted_at=(0, 0), n1_fallbacks=2)
     assert one.rejected == 4 and (one + one).n1_fallbacks == 4
     assert {"rejected", "elapsed_s", "n1_fallbacks"} <= set(one.to_dict())
 

@@ -336,7 +336,7 @@ def check_agreement(target, draft, prompts, k, num_tokens):
         assert decoder.generate(as_draft(draft), as_target(target), start) == row.tokens[1:]
     metrics, stats = decoder.metrics, compiled.stats
     assert metrics.steps == stats.rounds and metrics.accepted == stats.accepted
-    assert 0 < metrics.accepted < metrics.tested == sum(stats.judged_at)
+    assert 0 < metrics.accepted < metrics.tested == sum(stats.reached_at)
 
 
 def test_greedy_tokens_and_rounds_are_those_of_the_compiled_loop():

@@ -40,7 +40,7 @@ class Counts(NamedTuple):
     @classmethod
     def of(cls, rows: Sequence[Generation]) -> Counts:
         """Counts the outputs of one draft."""
-        counts = [(s.emitted - s.first, s.rounds, s.judged_at, s.accepted_at)
+        counts = [(s.emitted - s.first, s.rounds, s.reached_at, s.accepted_at)
                   for s in (row.stats for row in rows)]  # fmt: skip
         return cls(*map(np.asarray, zip(*counts)))
 

@@ -108,7 +108,7 @@ def plot_acceptance(path: pathlib.Path, results: Sequence[dict]) -> None:
             last = s.results[-1]
             rate = np.asarray(last["acceptance_by_position"], float)
             position = np.arange(1, len(rate) + 1)
-            error = np.sqrt(rate * (1 - rate) / np.maximum(last["judged_at"], 1))
+            error = np.sqrt(rate * (1 - rate) / np.maximum(last["reached_at"], 1))
             label = f"{s.label}, K={last['k']}"
             axis.errorbar(
                 position, rate, error, color=s.color, marker=s.marker, capsize=3, label=label,

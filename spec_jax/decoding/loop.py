@@ -1,4 +1,4 @@
-"""From prompts to output: prefill, rounds until every row has finished, rows refilled."""
+"""``prefill`` prompts, ``generate`` rounds until every row has finished, ``insert`` new rows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def prefill(
       params: ``{"target": ..., "draft": ...}``.
       tokens: i32[B,T], padded with any valid id.
       lengths: i32[B], true lengths.
-      limit: i32[B], most tokens of prompt and output, above ``lengths``.
+      limit: i32[B], maximum tokens of prompt and output, above ``lengths``.
       stop_tokens: i32[B,X], -1 for none.
       sampler: the target's.
       draft_sampler: the draft's.
@@ -61,7 +61,7 @@ def prefill(
     )
     if T > slots:
         raise ShapeError(f"tokens has shape {tokens.shape}, so T={T}; slots are {slots}")
-    # Three programs, each of just what it depends on: drafters, rules and every K share them.
+    # Three programs, each compiled only for what it depends on: drafters, rules and Ks share them.
     cache, logits, features = _prefill_target(
         params["target"], tokens, lengths, target=system.target, slots=slots
     )
@@ -78,7 +78,7 @@ def prefill(
 
 @functools.partial(jax.jit, static_argnames=("target", "slots"))
 def _prefill_target(params, tokens, lengths, *, target, slots):
-    """The cache of the prompts, f32[B,1,V] behind each of them, and what the drafter reads."""
+    """Returns the prompts' cache, logits f32[B,1,V] at the last position, and the features."""
     with jax.named_scope("prefill"):
         cache = target.init_cache(params, tokens.shape[0], slots)
         output = target.forward(params, tokens, cache)
@@ -90,7 +90,7 @@ def _prefill_target(params, tokens, lengths, *, target, slots):
 def init_state(
     tokens, lengths, limit, stop_tokens, sampler, draft_sampler, logits, *, is_argmax, slots
 ) -> tuple[DecodeState, jax.Array]:
-    """The state with each row's first token, its caches left out; and that token, i32[B]."""
+    """Returns the state with each row's first token and no caches yet, and that token i32[B]."""
     (B, T), V = tokens.shape, logits.shape[-1]
     is_prompt = jnp.arange(T) < lengths[:, None]
     seen = jnp.zeros((B, V), bool).at[
@@ -129,7 +129,7 @@ def init_state(
 
 @functools.partial(jax.jit, static_argnames=("drafter", "slots"))
 def _prefill_draft(params, tokens, lengths, first, features, *, drafter, slots):
-    """The drafter's state behind the prompts and each row's ``first`` token."""
+    """Returns the drafter's state after the prompts and each row's ``first`` token."""
     with jax.named_scope("prefill_draft"):
         draft = drafter.init(params, tokens.shape[0], slots)
         return drafter.prefill(params, draft, tokens, lengths, first, features)
@@ -146,8 +146,8 @@ def generate(
       params: ``{"target": ..., "draft": ...}``.
       state: from ``prefill`` or from the last call.
       stop: i32[B], a Finish for rows to end before the first round, RUNNING for the others.
-      max_rounds: i32[], stop after so many rounds; streaming calls again with the state.
-      min_active: i32[], 1 or more: stop as soon as fewer rows are active, so that finished
+      max_rounds: i32[], return after this many rounds; streaming calls again with the state.
+      min_active: i32[], 1 or more: return as soon as fewer rows are active, so that finished
         rows can be replaced (see ``insert``).
       system: target, drafter, rule and K.
     """  # fmt: skip
@@ -168,14 +168,14 @@ def generate(
 
 
 def read_chunk(state: DecodeState, rounds: jax.Array, row_rounds: jax.Array) -> Chunk:
-    """What a caller reads of the state, apart from it."""
+    """Copies what a caller reads out of the state."""
     total = state.prompt_length + (state.kind != Kind.NONE).sum(axis=1)
     return Chunk(jnp.copy(state.tokens), total, jnp.copy(state.finish), rounds, row_rounds)
 
 
 @jax.jit
 def read_row(state: DecodeState, row: jax.Array) -> Record:
-    """What row ``row`` (i32[]) has produced, apart from the state, which may then be donated."""
+    """Copies what row ``row`` (i32[]) has produced, so that the state may be donated."""
     return jax.tree.map(lambda x: x[row], Record.of(state))
 
 

@@ -1,4 +1,4 @@
-"""What the loop carries and is compiled for, and how it grows; the loop is in ``decode``."""
+"""The state that the loop carries, what it is compiled for, and how tokens are appended."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Finish(enum.IntEnum):
     STOP_STRING = 3
     CANCELLED = 4
     NAN_TARGET = 5  # the target's logits were not finite, or every token was forbidden
-    NAN_DRAFT = 6  # the same of the draft
-    INVALID_DRAFT = 7  # an id outside of the vocabulary, not 0..K of them, or no tree
+    NAN_DRAFT = 6  # likewise the draft's
+    INVALID_DRAFT = 7  # an id outside of the vocabulary, a number not in 0..K, or no tree
 
 
 class System(NamedTuple):
@@ -47,17 +47,17 @@ class System(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """The most drafts that a round accepts: K, or the depth of a tree."""
+        """Maximum number of drafts that a round accepts: K, or the depth of a tree."""
         tree = self.drafter.tree
         return self.num_draft if tree is None or self.num_draft == 0 else tree.depth
 
     @property
     def lookahead_slots(self) -> int:
-        """Slots that a round may write behind the committed ones."""
+        """Slots that a round may write after the committed ones."""
         return max(self.num_draft + 1, self.drafter.window)
 
     def context(self, tokens, length, sampler, counts, request) -> Context:
-        """What the drafter may look at: of ``Context``, what the rule and K do not settle."""
+        """Builds the drafter's ``Context``; what depends on the rule is filled in here."""
         return Context(
             tokens, length, sampler, counts, request, is_coupled=self.rule.is_coupled,
             has_probs=self.rule.needs_probs or self.has_expected,
@@ -71,9 +71,9 @@ class DecodeState:
 
     tokens: jax.Array  # i32[B,M], prompt and output, left-aligned
     kind: jax.Array  # i8[B,M], a Kind for each token
-    offered: jax.Array  # i16[B,M], levels of drafts that the round beginning here offers, or -1
+    offered: jax.Array  # i16[B,M], levels of drafts offered by the round that begins here, or -1
     prompt_length: jax.Array  # i32[B]
-    limit: jax.Array  # i32[B], most tokens a row may hold, prompt and output
+    limit: jax.Array  # i32[B], maximum tokens of a row, prompt and output
     finish: jax.Array  # i32[B], a Finish
     stop_tokens: jax.Array  # i32[B,X], -1 where a row has fewer
     target: Any  # the target's cache
@@ -81,7 +81,7 @@ class DecodeState:
     sampler: Sampler
     draft_sampler: Sampler
     counts: Counts
-    expected: jax.Array | None = None  # f32[B,M], the rule's acceptance where a draft was judged
+    expected: jax.Array | None = None  # f32[B,M], the rule's acceptance where a draft was reached
 
     @property
     def length(self) -> jax.Array:
@@ -94,14 +94,14 @@ class DecodeState:
 
 
 class Chunk(NamedTuple):
-    """What a caller reads between two calls while the state itself is donated back.
+    """What a caller reads between two calls, apart from the state, which is donated back.
 
     Attributes:
       tokens: i32[B,M], as in the state.
       total: i32[B], tokens of prompt and output so far.
       finish: i32[B], a Finish for each row.
       rounds: i32[], rounds that this call ran.
-      row_rounds: i32[], those of each row in which it was active, summed over the rows.
+      row_rounds: i32[], the same counted once for each active row.
     """
 
     tokens: jax.Array
@@ -112,7 +112,7 @@ class Chunk(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What is kept of an output, of all rows or without the row's dimension of one.
+    """What is kept of the output: of all rows, or of one row without the batch dimension.
 
     Attributes:
       tokens, kind, offered, prompt_length, finish, expected: as in the state.
@@ -131,10 +131,10 @@ class Record(NamedTuple):
 
 
 def apply_limits(state: DecodeState, tokens, total, n, fault) -> tuple[jax.Array, jax.Array]:
-    """How many of n tokens behind ``total`` each row keeps, and whether it stops and why.
+    """Returns how many of n new tokens each row keeps, and its ``Finish``.
 
-    A fault stops the row before this round's tokens; a stop token is kept, what follows it
-    is not; the limit cuts what exceeds it.
+    A fault stops the row before this round's tokens. A stop token is kept, what follows it is
+    not. The limit cuts what exceeds it.
     """
     index = jnp.arange(tokens.shape[1])
     is_stop = (tokens[:, :, None] == state.stop_tokens[:, None]).any(axis=2)
@@ -149,7 +149,7 @@ def apply_limits(state: DecodeState, tokens, total, n, fault) -> tuple[jax.Array
 
 
 def append(state, record: dict[str, jax.Array], total, n):
-    """Writes the first n (i32[B]) of each record's columns behind ``total`` (i32[B]) tokens.
+    """Writes the first n (i32[B]) of each record's columns after ``total`` (i32[B]) tokens.
 
     The state has ``counts`` and what the record names: ``tokens`` at least.
     """

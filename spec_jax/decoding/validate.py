@@ -1,4 +1,4 @@
-"""Checks inside the round: of what a drafter proposes, and of what the target says of it."""
+"""Checks inside the round: of a drafter's proposal and of the target's scores."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def validate_proposal(proposal: Proposal, system: System, batch: int) -> Proposa
 def has_faulty_scores(
     rule: Rule, scores: TargetScores, proposal: Proposal, verdict: Verdict
 ) -> jax.Array:
-    """bool[B], the target's logits were not finite at a node that the rule has read."""
+    """bool[B], whether the target's logits were not finite at a node that the rule has read."""
     index = jnp.arange(scores.processed.shape[1])
     if rule.is_joint:
         is_read = index <= proposal.n_draft[:, None]

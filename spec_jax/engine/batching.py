@@ -1,4 +1,4 @@
-"""Many prompts through few rows: a row that has finished is refilled from a queue."""
+"""Continuous batching: a row that has finished is refilled from a queue of prompts."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _ROUNDS_UNWATCHED = 32  # of a chunk, where nobody can cancel
 
 
 class Usage(NamedTuple):
-    """Row-rounds: a round of B rows is B of them, and one of an active row is a useful one."""
+    """Counts of row-rounds: a round of B rows is B of them; those of active rows are useful."""
 
     row_rounds: int = 0
     useful: int = 0
 
     @property
     def share(self) -> float:
-        """Useful row-rounds over all; NaN before the first round."""
+        """Share of useful row-rounds; NaN before the first round."""
         return self.useful / self.row_rounds if self.row_rounds else float("nan")
 
     def plus(self, row_rounds: int, useful: int) -> Usage:
@@ -41,24 +41,24 @@ class Usage(NamedTuple):
 
 
 class DecodeQueue:
-    """Decodes prompts as they come: an iterator of ``(index, Generation)``, as rows finish.
+    """Decodes a stream of prompts: an iterator of ``(index, Generation)`` in the order they finish.
 
-    Rounds are run until any row finishes; that row takes the next prompt. What a prompt gives
-    depends on its index alone, never on the batch or the order: with indices 0, 1, 2, ... and
-    one sampler the results are those of ``decoder.generate`` with all of the prompts. Rows that
-    end by a fault are yielded with its name as their ``finish_reason``.
+    Rounds run until any row finishes; that row takes the next prompt. A prompt's result depends on
+    its index alone, never on the batch or the order: with indices 0, 1, 2, ... and one sampler the
+    results equal those of ``decoder.generate`` on all of the prompts. Rows that end by a fault
+    are yielded with its name as their ``finish_reason``.
 
-    An error of ``prompts``, or a prompt that cannot be decoded, is raised once the rows that
-    are running have finished and are yielded; an error of decoding itself once those that
-    had finished before it are.
+    An error of ``prompts``, or of a prompt that cannot be decoded, is raised after the running rows
+    have finished and were yielded; an error of decoding itself, after the rows that had finished
+    before it were yielded.
 
     Args:
       decoder: target, draft and rule.
-      prompts: pairs of an index and a prompt, as ``enumerate`` makes them; pulled as rows
-        become free, at most two batches ahead of what is yielded.
+      prompts: pairs of an index and a prompt, as from ``enumerate``; pulled as rows become free,
+        at most two batches ahead of what is yielded.
       batch: B, rows decoded together; fewer where there are fewer prompts.
-      max_prompt_tokens: of the longest prompt to come; fixes the slots.
-      max_new_tokens: most output tokens of a row; by default the limit of the decoder's config,
+      max_prompt_tokens: length of the longest prompt to come; sets the number of slots.
+      max_new_tokens: maximum output tokens of a row; by default the limit of the decoder's config,
         else 128.
       stop_tokens: ids at which a row ends; by default the target's own.
       sampler: in place of the decoder's: one, or several that take turns; ``sampler_of``
@@ -218,14 +218,14 @@ class DecodeQueue:
 
 
 def sampler_of(samplers: Samplers, index: int) -> SamplerConfig:
-    """The sampler of a queue's prompt: several take turns, and seeds count up."""
+    """Returns the sampler of a queue's prompt: several take turns, and seeds count up."""
     configs = [samplers] if isinstance(samplers, SamplerConfig) else samplers
     config = configs[index % len(configs)]
     return dataclasses.replace(config, seed=(config.seed + index) % 2**32)
 
 
 def _in_turn(samplers: Samplers, vocab_size: int) -> Callable[[Sequence[int]], Sampler]:
-    """Indices of prompts to their samplers' rows; all have a logit bias if any has."""
+    """Returns a map from prompt indices to sampler rows; all use what any of them uses."""
     configs = [samplers] if isinstance(samplers, SamplerConfig) else samplers
     table = jax.tree.map(np.asarray, make_sampler(configs, len(configs), vocab_size))
 

@@ -32,11 +32,11 @@ class CancellationToken:
             self._times, self._is_cancelled = self._times + 1, True
 
     def reset(self) -> None:
-        """Makes the token as good as new."""
+        """Lets new generations begin."""
         self._is_cancelled = False
 
     def watch(self) -> Callable[[], bool]:
-        """A question to ask: is the token cancelled, or was it since this call?"""
+        """Returns a function that says whether the token is cancelled, or was since this call."""
         before = self._times
         return lambda: self._is_cancelled or self._times != before
 

@@ -33,19 +33,19 @@ from spec_jax.sampling import Samplers, highest_temperature, make_sampler
 
 
 class SpeculativeDecoder:
-    """Decodes a target, with a draft that makes it faster and leaves its law as it is.
+    """Decodes a target model, faster with a draft, without changing its output distribution.
 
-    Several calls at once are safe, from threads and from tasks: each has a state of its own, and
-    what it gives is what it would give alone. Calls in threads run side by side; asynchronous
-    ones take turns, a round each, in one thread that belongs to the decoder.
+    Concurrent calls are safe, from threads and from tasks: each has its own state, and returns what
+    it would return alone. Calls in threads run side by side; asynchronous ones take turns, a round
+    each, in one thread that belongs to the decoder.
 
     Args:
       target: from ``load_model``.
       draft: a smaller model of the same vocabulary for the method "standalone", a head from
         ``load_head`` or ``load_mtp`` for "eagle" and "mtp", else None.
-      config: what drafts and which rule judges; by default ``SpeculativeConfig()`` where there
-        is a draft, and plain decoding for a target alone. Samplers and limit of an
-        ``AsyncSpecConfig`` are the decoder's.
+      config: what drafts, and which rule accepts; by default ``SpeculativeConfig()`` where there is
+        a draft, and plain decoding for a target alone. The samplers and the limit of an
+        ``AsyncSpecConfig`` become the decoder's.
       target_sampler: how the target's tokens are drawn; greedy by default.
       draft_sampler: how drafts are drawn; by default as the target's tokens.
       drafter: a ``Drafter`` of your own in place of the config's method; ``draft`` then
@@ -56,10 +56,10 @@ class SpeculativeDecoder:
       devices: of draft and target, to draft the next block while the target verifies this one
         (see ``overlap``); None where they take turns. Sides that share a device take turns too,
         and a warning says so.
-      timeline: gets what ran when, where the two are overlapped.
+      timeline: a list that receives what ran when, where the two are overlapped.
 
     Attributes:
-      adaptive: costs and acceptance that adaptive decoding has learned; None where K is fixed.
+      adaptive: costs and acceptance that adaptive decoding has measured; None where K is fixed.
 
     Raises:
       ModelNotLoaded: target or draft is a path, a config, or has no weights.
@@ -124,10 +124,10 @@ class SpeculativeDecoder:
 
     @classmethod
     def new_n1(cls, target: LoadedModel, draft=None, config=None, **options) -> SpeculativeDecoder:
-        """A decoder of the same law that feeds the target one token a pass and drafts nothing.
+        """Returns a decoder of the same distribution that runs one token a pass, without drafts.
 
-        The oracle for a decoder with the same arguments. A draft and a config are checked, and
-        left aside; so are a drafter and a rule of your own.
+        It is the oracle for a decoder with the same arguments, which are checked and otherwise
+        ignored: draft, config, and a drafter or rule of your own.
         """
         return cls(target, draft, config, force_n1=True, **options)
 
@@ -151,13 +151,13 @@ class SpeculativeDecoder:
     def config(self) -> SpeculativeConfig | None:
         """The config with every default filled in; None for plain decoding.
 
-        A rule of your own judges in place of its strategy.
+        A rule of your own replaces its strategy.
         """
         return self.resolved_config(self.target_sampler)
 
     @property
     def is_overlapped(self) -> bool:
-        """Whether drafts are made on devices of their own while the target verifies."""
+        """Whether drafting runs on devices of its own while the target verifies."""
         return self._loop is not decoding
 
     @property
@@ -166,7 +166,7 @@ class SpeculativeDecoder:
 
     @property
     def stats(self) -> stats.Stats:
-        """Counts and times of every call since ``reset_stats``, cancelled ones included.
+        """Counts and times of all calls since ``reset_stats``, cancelled ones included.
 
         A call is counted when it ends.
         """
@@ -180,14 +180,14 @@ class SpeculativeDecoder:
     def cancellation_token(self) -> CancellationToken:
         """Cancels every call of this decoder; ``reset`` it before the next.
 
-        Once it has been asked for, every call stops after each round to look at it; one that
-        was running before does so within 32 rounds, or as many as it was told to run at once.
+        Once this property has been read, every call checks the token after each round. A call that
+        was already running does so within 32 rounds, or as many as it was told to run at once.
         """
         self._token.is_held = True
         return self._token
 
     def resolved_config(self, samplers: Samplers) -> SpeculativeConfig | None:
-        """The config as it is used with these samplers of the target.
+        """Returns the config as it is used with these samplers of the target.
 
         Raises:
           ConfigError: the strategy cannot serve their temperature.
@@ -199,7 +199,7 @@ class SpeculativeDecoder:
         )
 
     def system(self, samplers: Samplers | None = None) -> decoding.System:
-        """What is compiled for these samplers: target, drafter, rule and K."""
+        """Returns what is compiled for these samplers: target, drafter, rule and K."""
         samplers = self.target_sampler if samplers is None else samplers
         config = self.resolved_config(samplers)
         if self._rule is not None:
@@ -211,10 +211,11 @@ class SpeculativeDecoder:
         if rule.is_greedy and highest_temperature(samplers) >= GREEDY_BELOW:
             raise ConfigError(f"rule {rule.name!r} emits argmax tokens: it needs temperature 0")
         if rule.needs_probs and self.num_draft == 0:
-            raise ConfigError(f"rule {rule.name!r} judges drafts; plain decoding has none")
+            raise ConfigError(f"rule {rule.name!r} accepts drafts; plain decoding has none")
         if self._drafter.tree is not None and not rule.has_trees:
             raise ConfigError(
-                f"rule {rule.name!r} judges chains; trees need 'residual', 'traversal' or 'match'"
+                f"rule {rule.name!r} accepts chains only; trees need 'residual', 'traversal' or "
+                "'match'"
             )
         has_form = rule.expected_acceptance is not None and self._drafter.tree is None
         has_expected = self._has_expected and has_form
@@ -242,7 +243,7 @@ class SpeculativeDecoder:
         return self.engine().params(batch)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Ids of a prompt, checked.
+        """Returns the ids of a prompt, checked.
 
         Raises:
           PromptError: an empty prompt, text without a tokenizer, or an id outside of the
@@ -268,15 +269,15 @@ class SpeculativeDecoder:
     ) -> Generation | list[Generation]:
         """Decodes one prompt, or a batch of them at once.
 
-        The tokens of a row depend on its prompt, its sampler and its seed alone, never on
-        the other rows; rows finish, stream and are cancelled each for itself. (Under a rule
-        other than "greedy" and "match" they depend on what is drafted, so with ``is_adaptive``
-        on the Ks, with "suffix" on past outputs; their law does not.)
+        A row's tokens depend on its prompt, its sampler and its seed, never on the other rows; rows
+        finish, stream and are cancelled independently. (Under a rule other than "greedy" and
+        "match" they also depend on what is drafted: with adaptive K on the Ks, with "suffix" on
+        past outputs. Their distribution does not.)
 
         Args:
           prompts: a text or its ids; or a list of these.
-          max_new_tokens: most output tokens of a row, 128 by default.
-          max_tokens: most tokens of a row, prompt and output together; in place of
+          max_new_tokens: maximum output tokens of a row, 128 by default.
+          max_tokens: maximum tokens of a row, prompt and output together; in place of
             max_new_tokens.
           stop: strings at which a row ends; the text is cut before them.
           stop_tokens: ids at which a row ends; by default the target's own.
@@ -285,23 +286,23 @@ class SpeculativeDecoder:
           seeds: of each row, for target and draft; by default the samplers' own, plus the
             row's index where one sampler serves all rows.
           on_token: called with text as it becomes final, after prefill and after each round:
-            ``on_token(piece)``, for a batch ``on_token(row, piece)``. A piece never ends within
-            a character; together a row's pieces are its text. An error that it raises ends the
-            call and reaches the caller.
-          cancellation_token: ends the call, or a row each, beside the decoder's own token.
-            What there is is returned, with the finish_reason "cancelled".
-          rounds_per_sync: rounds between two looks at tokens and cancellation; by default 1
-            where either is of interest, 8 for stop strings, else 32.
-          pad_to: make room for prompts of so many tokens even where these are shorter, so
-            that calls with different prompts share one compiled program.
+            ``on_token(piece)``, for a batch ``on_token(row, piece)``. A piece never ends inside a
+            character; a row's pieces join to its text. An error that it raises ends the call and
+            reaches the caller.
+          cancellation_token: cancels the call, or one token a row, in addition to the decoder's
+            own token. What was decoded is returned, with the finish_reason "cancelled".
+          rounds_per_sync: rounds between two checks of tokens and cancellation; by default 1
+            where somebody streams or may cancel, 8 for stop strings, else 32.
+          pad_to: make room for prompts of at least this many tokens, so that calls with
+            different prompts share one compiled program.
 
         Returns:
           A ``Generation``, or a list of them in the order of the prompts.
 
         Raises:
           PromptError: a prompt is empty, too long with its output, or has unknown ids.
-          Cancelled: every row was cancelled before its first token. (Where a row was and others
-            were not, it returns without tokens.)
+          Cancelled: every row was cancelled before its first token. (Where only some rows were,
+            those return without tokens.)
           InvalidDraftError: the drafter proposed an id outside of the vocabulary; the
             error carries every row's result.
         """
@@ -314,9 +315,9 @@ class SpeculativeDecoder:
         return stream.drain(on_token)
 
     def stream(self, prompts, max_new_tokens: int | None = None, **options) -> Stream:
-        """The text of ``generate`` as it comes: an iterator, and an asynchronous one.
+        """Streams the text of ``generate``: an iterator, and an asynchronous one.
 
-        It takes what ``generate`` takes, but for on_token.
+        It takes the arguments of ``generate`` except on_token.
 
         Raises:
           PromptError, ConfigError: at once; other errors of ``generate`` come with a piece.
@@ -326,7 +327,7 @@ class SpeculativeDecoder:
     async def generate_async(
         self, prompts, max_new_tokens: int | None = None, *, on_token=None, **options
     ) -> Generation | list[Generation]:
-        """``generate`` without blocking the event loop.
+        """Runs ``generate`` without blocking the event loop.
 
         ``on_token`` is called in the event loop, and awaited if it is a coroutine function. A task
         that is cancelled, or whose event loop is closed, ends the call at its next round.
@@ -342,7 +343,7 @@ class SpeculativeDecoder:
         sampler=None, draft_sampler=None, seeds=None, cancellation_token=None,
         rounds_per_sync=None, pad_to=0,
     ) -> Stream:  # fmt: skip
-        """Checks everything that a call was given; nothing is decoded yet."""
+        """Checks all arguments of a call; nothing is decoded yet."""
         ids, is_single = request.encode_all(self.target, prompts)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if "" in stops:

@@ -33,8 +33,8 @@ class Generation:
     """What one prompt produced; ``str`` of it is its text.
 
     Attributes:
-      text: the output without the prompt, or None where there is no tokenizer. Of a cancelled
-        row it ends with a whole character, and ``tokens`` may hold the beginning of another.
+      text: the output without the prompt, or None without a tokenizer. The text of a cancelled row
+        ends with a whole character, while ``tokens`` may hold the beginning of another.
       tokens: the output's ids, a stop token included.
       finish_reason: "stop_token", "stop_string", "length", "cancelled", or what went wrong:
         "nan_target", "nan_draft", "invalid_draft".

@@ -1,4 +1,4 @@
-"""One schema of what a generation did, and how it is counted.
+"""Statistics of a generation: what is counted, and how.
 
 Conventions.
   emitted    output tokens that are kept: after stop tokens, stop strings and limits cut.
@@ -11,13 +11,13 @@ Conventions.
   rounds     target passes after prefill that emitted a token of a row; a batch of B active
              rows counts B a pass.
   drafted    drafts offered in those rounds, by position; a row may offer fewer than K.
-  judged     drafts whose predecessors were all accepted; later ones are never looked at.
-  n1_fallbacks  rows that were decoded one token a pass though drafts were asked for, because
-             the target could not undo a rejected token; ``force_n1`` asks for none.
+  reached    drafts whose predecessors were all accepted; the rule never looks at later ones.
+  n1_fallbacks  rows decoded one token a pass although drafts were asked for, because the target
+             cannot undo a rejected token; ``force_n1`` asks for none.
   tau        tokens emitted a round, the target's own included: 1 + accepted drafts.
 
-Conditional acceptance of position i is accepted_i / judged_i; unconditional is
-accepted_i / drafted_i. Tokens that a cut removed are in no count.
+Conditional acceptance of position i is accepted_i / reached_i; unconditional is
+accepted_i / drafted_i. Tokens that were cut off are in no count.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Stats:
     bonus: int = 0
     rounds: int = 0
     drafted_at: tuple[int, ...] = ()  # by position, 1..K
-    judged_at: tuple[int, ...] = ()
+    reached_at: tuple[int, ...] = ()
     accepted_at: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()  # rounds by accepted drafts, 0..K
-    expected_at: tuple[float, ...] = ()  # sums of the rule's closed form over judged positions
+    expected_at: tuple[float, ...] = ()  # sums of the rule's closed form over reached positions
     n1_fallbacks: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -75,8 +75,8 @@ class Stats:
 
     @property
     def rejected(self) -> int:
-        """Drafts that were judged and not accepted."""
-        return sum(self.judged_at) - self.accepted
+        """Drafts that were reached and not accepted."""
+        return sum(self.reached_at) - self.accepted
 
     @property
     def elapsed_s(self) -> float:
@@ -95,8 +95,8 @@ class Stats:
 
     @property
     def acceptance_by_position(self) -> tuple[float, ...]:
-        """Conditional: accepted at i given that i was judged. NaN where none was."""
-        return tuple(map(_ratio, self.accepted_at, self.judged_at))
+        """Conditional: accepted at i given that i was reached. NaN where none was."""
+        return tuple(map(_ratio, self.accepted_at, self.reached_at))
 
     @property
     def unconditional_acceptance_by_position(self) -> tuple[float, ...]:
@@ -104,8 +104,8 @@ class Stats:
 
     @property
     def expected_by_position(self) -> tuple[float, ...]:
-        """The rule's closed-form acceptance, averaged over the judged positions."""
-        return tuple(map(_ratio, self.expected_at, self.judged_at))
+        """The rule's closed-form acceptance, averaged over the reached positions."""
+        return tuple(map(_ratio, self.expected_at, self.reached_at))
 
     @property
     def tokens_per_s(self) -> float:
@@ -151,28 +151,28 @@ def row_stats(
     num_draft: int,
     expected: np.ndarray | None = None,
 ) -> Stats:
-    """Counts one row from the record that decoding kept of it.
+    """Counts one row from its record.
 
     Args:
       kind: i8[M'], the ``Kind`` of each output token that is kept, in order.
       offered: i16[M'], drafts offered by the round that begins at this token, else -1.
       num_draft: K.
-      expected: f32[M'], the rule's closed-form acceptance where a draft was judged, or NaN.
+      expected: f32[M'], the rule's closed-form acceptance where a draft was reached, or NaN.
     """
     K = num_draft
-    drafted, judged, accepted = np.zeros((3, K), int)
+    drafted, reached, accepted = np.zeros((3, K), int)
     expected_sum = np.zeros(K if expected is not None else 0)
     lengths = np.zeros(K + 1, int)
     starts = np.flatnonzero(offered >= 0)
     for begin, end in zip(starts, [*starts[1:], len(kind)]):
         n_accept = int((kind[begin:end] == Kind.ACCEPTED).sum())
-        n_judged = n_accept + int(kind[end - 1] == Kind.CORRECTED)
+        n_reached = n_accept + int(kind[end - 1] == Kind.CORRECTED)
         drafted[: offered[begin]] += 1
-        judged[:n_judged] += 1
+        reached[:n_reached] += 1
         accepted[:n_accept] += 1
         lengths[n_accept] += 1
         if expected is not None:
-            expected_sum[:n_judged] += expected[begin : begin + n_judged]
+            expected_sum[:n_reached] += expected[begin : begin + n_reached]
     of_kind = lambda k: int((kind == k).sum())
     return Stats(
         emitted=len(kind),
@@ -182,7 +182,7 @@ def row_stats(
         bonus=of_kind(Kind.BONUS),
         rounds=len(starts),
         drafted_at=tuple(map(int, drafted)),
-        judged_at=tuple(map(int, judged)),
+        reached_at=tuple(map(int, reached)),
         accepted_at=tuple(map(int, accepted)),
         lengths=tuple(map(int, lengths)),
         expected_at=tuple(map(float, expected_sum)),

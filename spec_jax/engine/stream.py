@@ -1,4 +1,4 @@
-"""The text of a generation as it comes: an iterator for threads, and one for event loops."""
+"""Streaming: an iterator over final pieces of text, for threads and for event loops."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _END = object()
 class Stream:
     """Pieces of text, as they become final: ``for piece in stream`` or ``async for``.
 
-    Of one prompt a piece is a text; of a batch it is ``(row, text)``. A piece never ends within
-    a character, and together a row's pieces are its final text. Rounds are run as pieces are
-    asked for: in the caller's thread by ``for``, in the decoder's own by ``async for``, which
-    leaves the event loop free (and where jax's context managers do not reach: a precision is set
-    by ``jax.config.update``). Nothing runs between two pieces, so a stream may be left at any
+    For one prompt a piece is a string; for a batch it is ``(row, text)``. A piece never ends inside
+    a character, and a row's pieces join to its final text. Rounds run when a piece is asked for:
+    ``for`` runs them in the caller's thread, ``async for`` in the decoder's own thread, so that the
+    event loop stays free. (jax's context managers do not reach that thread: set a precision with
+    ``jax.config.update``.) Nothing runs between two pieces, so a stream may be abandoned at any
     time; closing it (``with``, ``async with``, ``close``, ``aclose``) counts what it has decoded.
 
-    A task that is cancelled while it waits for a piece ends the stream after that round. An event
-    loop that is closed does not: no piece is lost, and another loop, or none, may go on. Whoever
-    asks at the same time as others waits for a turn; a piece is handed out once.
+    A task that is cancelled while it waits for a piece ends the stream after that round. Closing
+    an event loop does not: no piece is lost, and another loop, or a plain ``for``, may continue.
+    Callers that ask at the same time take turns; each piece is returned once.
     """
 
     def __init__(self, session: Session, worker: Executor, *, is_single: bool):
@@ -38,7 +38,7 @@ class Stream:
 
     @property
     def result(self) -> Generation | list[Generation]:
-        """What came out, once the stream has ended or is closed.
+        """The ``Generation``, or a list of them, once the stream has ended or is closed.
 
         Raises:
           Cancelled: every row was cancelled before its first token.
@@ -49,7 +49,7 @@ class Stream:
         return rows[0] if self._is_single else rows
 
     def close(self) -> None:
-        """Ends the rows that are still running; blocks for a round if one is running."""
+        """Ends the rows that are still running. Blocks while a round is running."""
         self._is_closed = True
         self._session.close()
 
@@ -59,7 +59,7 @@ class Stream:
         await asyncio.shield(self._in_thread(self._session.close))  # it is counted in any case
 
     def abandon(self) -> None:
-        """Ends the rows that are still running, later and in the decoder's own thread."""
+        """Ends the rows that are still running, from the decoder's own thread, without waiting."""
         self._is_interrupted = True
         with contextlib.suppress(RuntimeError):  # the interpreter is on its way out
             self._worker.submit(self._session.close)
@@ -117,7 +117,7 @@ class Stream:
         return piece
 
     def _take(self):
-        """A piece that waits; ``_END`` after the last one; None where a step must come first."""
+        """The next piece, ``_END`` after the last one, or None where a step must run first."""
         if self._is_closed:
             return _END
         if self._is_interrupted:

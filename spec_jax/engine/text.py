@@ -1,4 +1,4 @@
-"""Text as it becomes final: stop strings, and pieces to hand out."""
+"""Follows text as it becomes final: finds stop strings and collects pieces for streaming."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spec_jax.models.tokenizer import Tokenizer
 
 
 class _Cut(NamedTuple):
-    """Where a row ends before its last token."""
+    """The end of a row that is cut before its last token."""
 
     num_tokens: int
     text: str | None
@@ -26,15 +26,16 @@ class _Known(NamedTuple):
     text: str = ""
 
 
-# Tokens behind what is known that make it worth knowing more; and those that are decoded along.
+# New tokens after which the known text is extended, and known tokens that are decoded along with
+# new ones, since a token's text may depend on those before it.
 _STRETCH, _CONTEXT = 64, 64
 
 
 class TextTracker:
     """Follows the text of every row: finds stop strings and hands out what is settled.
 
-    What a row keeps never depends on how often it is looked at. A look decodes the last tokens
-    alone, however long the row is.
+    Results do not depend on how often they are polled. A poll decodes only the last tokens, however
+    long the row is.
 
     Args:
       tokenizer: None where there is no text to follow.
@@ -60,15 +61,15 @@ class TextTracker:
 
     @property
     def is_needed(self) -> bool:
-        """Whether anyone wants to know before the rows have ended."""
+        """Whether the text must be followed before the rows have ended."""
         return self.has_pieces or bool(self._stops)
 
     def look(self, tokens, total, finish) -> np.ndarray:
-        """i32[B], STOP_STRING for rows that are to end now, else RUNNING.
+        """Returns i32[B], STOP_STRING for rows that must end now, else RUNNING.
 
         Args:
           tokens: i32[B,M], prompt and output.
-          total: i32[B], how many of them there are.
+          total: i32[B], tokens of prompt and output so far.
           finish: i32[B], a Finish for each row.
         """
         ending = np.full(len(self._prompts), Finish.RUNNING, np.int32)
@@ -92,12 +93,12 @@ class TextTracker:
         self._cut[row] = _Cut(0, None if self._tokenizer is None else "", Finish.CANCELLED)
 
     def take(self) -> list[tuple[int, str]]:
-        """The pieces that were found since the last call: row, text."""
+        """Returns the pieces found since the last call, as (row, text)."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def _text(self, row: int, ids: list[int], end: Finish) -> str:
-        """The row's text, as far as nothing can change it."""
+        """The row's text up to where later tokens cannot change it."""
         tokenizer, known = self._tokenizer, self._known[row]
         if known.num_tokens > len(ids):
             known = _Known()
@@ -138,7 +139,7 @@ class TextTracker:
             self._sent[row] = len(text)
 
     def result(self, row: int, ids: list[int], end: Finish) -> tuple[int, str | None, Finish]:
-        """How many of a row's tokens are kept, their text, and why the row ended."""
+        """Returns how many of a row's tokens are kept, their text, and why the row ended."""
         if row in self._cut:
             return self._cut[row]
         text = None if self._tokenizer is None else self._text(row, ids, end)

@@ -426,7 +426,7 @@ def test_statistics_of_a_tree_count_its_levels():
 @pytest.mark.parametrize(
     ("strategy", "shape", "K", "message"),
     [
-        ("block", BUSH, 6, "rule 'block' judges chains; drafter 'standalone' proposes trees"),
+        ("block", BUSH, 6, "rule 'block' accepts chains only; drafter 'standalone' proposes trees"),
         ("greedy", BUSH, 5, "K is 5; the tree has 6 nodes"),
         ("greedy", DynamicTree(40, 2, 40), 40, "40 children .*; the draft's vocabulary has 31"),
     ],

@@ -269,11 +269,11 @@ def test_counts_of_a_hand_written_record():
     s = row_stats(kind, offered, 3, expected)
     assert (s.emitted, s.first, s.accepted, s.corrected, s.bonus) == (7, 1, 4, 1, 1)
     assert (s.rounds, s.drafted, s.lengths) == (3, 6, (1, 0, 2, 0))
-    assert s.accepted_at == (2, 2, 0) and s.judged_at == (2, 2, 1) and s.drafted_at == (2, 2, 2)
+    assert s.accepted_at == (2, 2, 0) and s.reached_at == (2, 2, 1) and s.drafted_at == (2, 2, 2)
     assert s.tau == 2 and s.acceptance_by_position == (1, 1, 0)
     np.testing.assert_allclose(s.expected_by_position, (0.8, 0.7, 0.5), rtol=1e-6)
     both = s + s
-    assert both.emitted == 14 and both.judged_at == (4, 4, 2)
+    assert both.emitted == 14 and both.reached_at == (4, 4, 2)
     assert (s + Stats()) == s
 
 
@@ -290,7 +290,7 @@ def test_expected_acceptance_is_near_the_measured_one():
     )
     d.generate([[i % 6] for i in range(400)], 40)
     measured, expected = d.stats.acceptance_by_position, d.stats.expected_by_position
-    for a, e, n in zip(measured, expected, d.stats.judged_at):
+    for a, e, n in zip(measured, expected, d.stats.reached_at):
         assert abs(a - e) < 5 * 0.5 / np.sqrt(n)
 
 

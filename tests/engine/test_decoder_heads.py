@@ -120,7 +120,7 @@ def test_parts_that_do_not_fit_are_refused(target):
     with refuse("num_draft is 3, but sequential drafting .* there are 2"):
         config = SpeculativeConfig("mtp", num_speculative_tokens=3)
         SpeculativeDecoder(target, modules(protocol="sequential", num_modules=2), config)
-    with refuse("rule 'block' judges chains; trees need 'residual', 'traversal' or 'match'"):
+    with refuse("rule 'block' accepts chains only; trees need 'residual', 'traversal' or 'match'"):
         config = SpeculativeConfig(tree=(2,), rejection_sampling_strategy="block")
         SpeculativeDecoder(target, target, config)
     with refuse("'ngram' copies tokens; leave the draft tiny out"):

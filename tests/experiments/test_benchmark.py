@@ -275,7 +275,7 @@ def test_prediction_is_the_parts_over_plain_decoding():
         "verify": np.asarray([10.0]), "rest": np.asarray([3.0]),
     }  # fmt: skip
     assert rounds.parts_ms(times, 3)[0] == 2 + 2 * 1 + 10 + 3
-    stats = Stats(judged_at=(4, 2, 1), accepted_at=(2, 1, 1))
+    stats = Stats(reached_at=(4, 2, 1), accepted_at=(2, 1, 1))
     tokens = 1 + 0.5 + 0.25 + 0.25
     found = rounds.predict(times, np.asarray([8.0]), stats, 3)
     np.testing.assert_allclose(found, [tokens * 8 / 17])

@@ -165,7 +165,7 @@ def test_the_screen_shows_text_table_and_conclusion(pair, tmp_path, capsys):
         ({"head": "no/such"}, "no/such is neither a directory nor a zoo name"),
         ({"trees": "3y"}, "the tree is '3y'; expected children by depth"),
         ({"trees": "9:2"}, "the tree is '9:2'"),
-        ({"trees": "2", "standalone_rules": ("block",)}, "'block' judges chains"),
+        ({"trees": "2", "standalone_rules": ("block",)}, "'block' accepts chains"),
         ({"standalone_rules": ("greedy",)}, "residual, block, traversal, match"),
         ({"num_prompts": 3, "batch": 2}, "a multiple of batch 2"),
         ({"num_prompts": 0}, "1 or more"),

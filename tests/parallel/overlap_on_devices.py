@@ -23,7 +23,7 @@ from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel
 from spec_jax.models import transformer
-from spec_jax.parallel import overlap
+from spec_jax.parallel import overlap, pearl
 from spec_jax.rules import MATCH, make_rule
 from spec_jax.sampling import make_sampler
 from spec_jax.testing.oracles import toy_logits
@@ -302,7 +302,7 @@ def mutate(monkeypatch):
     """Puts a function in another's place; programs of before and of the mutant are forgotten."""
 
     def forget_programs():
-        for program in (overlap.draft_block, overlap.score_ahead, overlap.settle):
+        for program in (pearl.draft_block, pearl.score_ahead, pearl.accept_chain):
             program.clear_cache()
 
     def put(owner, name, function):
@@ -316,9 +316,9 @@ def mutate(monkeypatch):
 
 @pytest.mark.exhaustive
 def test_mutation_laws_that_stay_behind_their_tokens_are_caught(mutate):
-    honest = overlap.left_ahead
+    honest = pearl.remaining_ahead
     mutate(
-        overlap, "left_ahead",
+        pearl, "remaining_ahead",
         lambda block, is_whole: honest(block, is_whole).replace(probs=block.probs),
     )  # fmt: skip
     with pytest.raises(testing.CertificateError):
@@ -332,21 +332,21 @@ def is_plain(loop, plain):
 @pytest.mark.exhaustive
 def test_mutation_a_dropped_block_that_is_kept_is_caught(mutate, loop):
     """It keeps the law, as any draft does, but is accepted by chance alone."""
-    honest = overlap.left_ahead
-    mutate(overlap, "left_ahead", lambda block, is_whole: honest(block, block.n_draft > 0))
+    honest = pearl.remaining_ahead
+    mutate(pearl, "remaining_ahead", lambda block, is_whole: honest(block, block.n_draft > 0))
     with pytest.raises(AssertionError):
         test_accepts_all_that_is_right_and_counts_it(run(loop))
 
 
 @pytest.mark.exhaustive
 def test_mutation_a_block_judged_by_the_row_before_is_caught(monkeypatch, loop, plain):
-    honest = overlap.score_ahead
+    honest = pearl.score_ahead
 
     def late(*args, **kwargs):
         state, logits = honest(*args, **kwargs)
         return state, logits.at[:, 1:].set(logits[:, :-1])
 
-    monkeypatch.setattr(overlap, "score_ahead", late)
+    monkeypatch.setattr(pearl, "score_ahead", late)
     assert not is_plain(loop, plain)
 
 

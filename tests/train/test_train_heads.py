@@ -91,7 +91,7 @@ def test_teacher_forced_rounds_are_the_decoders(name):
         TARGET, head, PROMPTS, num_draft=K, max_new_tokens=40, batch=4
     )
     judged, accepted = head_eval.teacher_forced(TARGET, head, PROMPTS, rows, num_draft=K)
-    assert tuple(judged) == stats.judged_at and tuple(accepted) == stats.accepted_at
+    assert tuple(judged) == stats.reached_at and tuple(accepted) == stats.accepted_at
     assert accepted[1] > 0  # a second draft was right, so recycling was judged
 
 

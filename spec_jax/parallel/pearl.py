@@ -1,0 +1,170 @@
+"""The parts of an overlapped tick that run on the device: draft a block, score, accept.
+
+See ``overlap`` for the algorithm and its invariants.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from spec_jax import decoding
+from spec_jax.contracts import Proposal
+from spec_jax.decoding import DecodeState, System
+from spec_jax.sampling import Counts, Sampler
+
+
+@flax.struct.dataclass
+class Outcome:
+    """Outcome of one chain, sent to the draft's devices."""
+
+    tokens: jax.Array  # i32[B,K+1], emitted, of which the first n_emit count
+    n_emit: jax.Array  # i32[B]
+    is_whole: jax.Array  # bool[B], every draft of the chain was accepted and emitted, up to d_1
+
+
+@flax.struct.dataclass
+class DraftSide:
+    """The draft's side: what is committed, and its own tokens after it."""
+
+    tokens: jax.Array  # i32[B,M+K], prompt and output
+    length: jax.Array  # i32[B], tokens fed to the target
+    counts: Counts
+    sampler: Sampler
+    request: jax.Array  # u32[B], the target's seed of each row
+    ahead: Proposal  # tokens alone
+    block: Proposal  # tokens alone, drafted last
+    draft: Any  # the drafter's state, of ``length + ahead.n_draft`` tokens
+
+
+@functools.partial(jax.jit, static_argnames=("system", "slots"))
+def prefill_draft(
+    params, prompts, tokens, length, counts, sampler, request, *, system: System, slots: int
+) -> tuple[DraftSide, Outcome]:
+    """Returns the draft's side before the first tick, and an outcome that changes nothing."""
+    (B, _), K, drafter = tokens.shape, system.num_draft, system.drafter
+    first = jnp.take_along_axis(tokens, length[:, None], axis=1)[:, 0]
+    draft = drafter.init(params, B, slots + K)  # K more: a block follows what is ahead
+    draft = drafter.prefill(params, draft, prompts, length, first, None)
+    none = lambda: Proposal(jnp.zeros((B, K), jnp.int32), jnp.zeros((B,), jnp.int32))
+    side = DraftSide(
+        jnp.pad(tokens, ((0, 0), (0, K))), length, counts, sampler, request, none(), none(), draft
+    )
+    outcome = Outcome(
+        jnp.zeros((B, K + 1), jnp.int32), jnp.zeros((B,), jnp.int32), jnp.zeros((B,), bool)
+    )
+    return side, outcome
+
+
+@functools.partial(jax.jit, static_argnames="system", donate_argnames="side")
+def draft_block(
+    params, side: DraftSide, outcome: Outcome, *, system: System
+) -> tuple[Proposal, DraftSide]:
+    """Takes in the outcome of the last tick, then drafts a block after what is ahead.
+
+    Args:
+      params: the draft's.
+      side: from the last tick; donated.
+      outcome: of the last tick.
+      system: target, drafter, rule and K.
+
+    Returns:
+      The block, made safe to feed, and the side.
+    """
+    side = _follow_outcome(params, side, outcome, system.drafter)
+    ahead = side.ahead
+    view = decoding.append(side, {"tokens": ahead.tokens}, side.length + 1, ahead.n_draft)
+    context = system.context(
+        view.tokens, side.length + ahead.n_draft, side.sampler, view.counts, side.request
+    )
+    block, draft = decoding.propose(params, side.draft, context, system)
+    return block, side.replace(draft=draft, block=Proposal(block.tokens, block.n_draft))
+
+
+def _follow_outcome(params, side: DraftSide, outcome: Outcome, drafter) -> DraftSide:
+    """Applies an outcome: the side's own block is ahead now, or is dropped and forgotten."""
+    ahead = remaining_ahead(side.block, outcome.is_whole)
+    gained = outcome.n_emit + ahead.n_draft - side.ahead.n_draft
+    # The tokens gained are the whole block, or the target's own after all that was ahead.
+    own = jnp.take_along_axis(outcome.tokens, side.ahead.n_draft[:, None], axis=1)
+    tokens = jnp.where(outcome.is_whole[:, None], side.block.tokens, own)
+    draft = drafter.commit(params, side.draft, tokens, jnp.maximum(gained, 0), None, None)
+    draft = drafter.rewind(draft, jnp.maximum(-gained, 0))
+    side = decoding.append(side, {"tokens": outcome.tokens}, side.length + 1, outcome.n_emit)
+    return side.replace(length=side.length + outcome.n_emit, ahead=ahead, draft=draft)
+
+
+@functools.partial(jax.jit, static_argnames="system", donate_argnames="state")
+def score_ahead(
+    params, state: DecodeState, ahead: jax.Array, *, system: System
+) -> tuple[DecodeState, jax.Array]:
+    """Runs the target over [pending | ahead].
+
+    Args:
+      params: the target's.
+      state: donated.
+      ahead: i32[B,K], of which the last column never counts.
+      system: target, drafter, rule and K.
+
+    Returns:
+      The state with the window in its cache, and f32[B,K,V] raw logits.
+    """
+    logits, _, cache = decoding.target_pass(
+        params, state.target, state.tokens, ahead[:, :-1], system
+    )
+    return state.replace(target=cache), logits
+
+
+@functools.partial(jax.jit, static_argnames="system", donate_argnames=("state", "ahead"))
+def accept_chain(
+    state: DecodeState, ahead: Proposal, block: Proposal, logits: jax.Array, *,
+    system: System,
+) -> tuple[DecodeState, Proposal, Outcome, jax.Array]:  # fmt: skip
+    """Ends a tick: the rule decides on [ahead | the block's first draft], and the target commits.
+
+    Args:
+      state: with the window in its cache; donated.
+      ahead: what the window holds; donated.
+      block: what was drafted after it.
+      logits: f32[B,K,V], of the window.
+      system: target, drafter, rule and K.
+
+    Returns:
+      The state, what is ahead now, the outcome, and i32[], the rows that are active.
+    """
+    num_rows = ahead.n_draft + 1
+    # There is no score after a whole chain: a copy of the one before stands there.
+    rows = jnp.minimum(jnp.arange(system.num_draft + 1), ahead.n_draft[:, None])
+    logits = jnp.take_along_axis(logits, rows[:, :, None], axis=1)
+    chain = join_chain(ahead, block)
+    scores = decoding.score(logits, state.sampler, state.counts, chain, system.rule)
+    verdict = decoding.accept(state, chain, scores, system)
+    state, n_emit = decoding.emit(state, chain, scores, verdict, system, num_rows)
+    is_whole = (verdict.n_accept == num_rows) & (n_emit == num_rows)
+    state = state.replace(target=state.target.commit(n_emit))
+    outcome = Outcome(verdict.tokens, n_emit, is_whole)
+    return state, remaining_ahead(block, is_whole), outcome, state.is_active.sum(dtype=jnp.int32)
+
+
+def join_chain(ahead: Proposal, block: Proposal) -> Proposal:
+    """Joins [ahead | the block's first draft, where it has one] in K columns."""
+    is_ahead = jnp.arange(ahead.tokens.shape[1]) < ahead.n_draft[:, None]
+
+    def join(a, b):
+        return jnp.where(is_ahead if a.ndim == 2 else is_ahead[:, :, None], a, b[:, :1])
+
+    without = lambda proposal: proposal.replace(n_draft=None, fault=None)
+    chain = jax.tree.map(join, without(ahead), without(block))
+    n_draft = ahead.n_draft + jnp.minimum(block.n_draft, 1)
+    return chain.replace(n_draft=n_draft, fault=block.fault)
+
+
+def remaining_ahead(block: Proposal, is_whole: jax.Array) -> Proposal:
+    """What is ahead after a tick: all but the block's first draft, or nothing."""
+    without = block.replace(n_draft=None, fault=None)
+    moved = jax.tree.map(lambda x: jnp.roll(x, -1, axis=1), without)
+    return moved.replace(n_draft=jnp.where(is_whole, block.n_draft - 1, 0), fault=block.fault)
