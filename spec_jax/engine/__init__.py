@@ -1,0 +1,1 @@
+"""Text in, text out: the decoder, its sessions and streams, the queue."""

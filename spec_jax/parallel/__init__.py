@@ -1,0 +1,1 @@
+"""Draft and target on devices of their own."""

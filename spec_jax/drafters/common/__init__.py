@@ -1,0 +1,1 @@
+"""What drafters share: chains, trees, heads."""

@@ -1,0 +1,1 @@
+"""Adaptive K: the policy, and the rounds that it runs."""

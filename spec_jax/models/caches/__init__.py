@@ -1,0 +1,1 @@
+"""Caches: keys and values, states, snapshots, replay."""
