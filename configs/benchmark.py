@@ -2,7 +2,7 @@
 
     python -m experiments.benchmark
     python -m experiments.benchmark --parts=zoo --config.zoo.ks=2,4
-    python -m experiments.benchmark --transformers_python=PATH
+    python -m experiments.benchmark --config.transformers.python=PATH
 
 Cost: over an hour on two quiet CPU cores, 42 minutes of it the part "adaptive". What to expect, by
 processor and jax: "Measured" in WORKSPACE.md.
@@ -111,6 +111,7 @@ def get_config() -> ConfigDict:
     })
     config.transformers = ConfigDict({
         "k": 4,  # where the zoo part has not chosen its best K
+        "python": "",  # the interpreter with torch and transformers; "": this one
         "repeats": 3,
     })
     # What each median is held against.

@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ml_collections import ConfigDict
 
 from experiments.benchmarks.loops import start
-from experiments.benchmarks.synthetic import random_model
-from experiments.common.timing import Line, spread
+from experiments.benchmarks.shapes import check_slots, random_pair, synthetic_chain
+from experiments.common import cli
+from experiments.common.timing import Line, Result
 from spec_jax import decoding, rng
-from spec_jax.config import SpeculativeConfig
 from spec_jax.contracts import Context, Drafter
 from spec_jax.decoding import System
 from spec_jax.drafters.standalone.model import standalone
@@ -133,32 +134,31 @@ def price(plans, costs) -> float:
     return total
 
 
-def measure(part: str, config, bars) -> tuple[list[Line], dict]:
-    """Sweeps rates and batches.
+def check(config: ConfigDict) -> None:
+    """Raises ConfigError if a value cannot be."""
+    cli.require_positive(config, "slots prompt_tokens rounds repeats", "adaptive")
+    c = config.adaptive
+    is_ascending = len(c.buckets) > 1 and list(c.buckets) == sorted({0, *c.buckets})
+    require = lambda ok, name, expected: cli.require(ok, config, f"adaptive.{name}", expected)
+    require(is_ascending and c.buckets[0] == 0, "buckets", "ascending integers from 0 on")
+    is_rate = [0 <= rate <= 1 for rate in c.rates]
+    require(is_rate and all(is_rate), "rates", "rates in [0, 1]")
+    require(c.batches and min(c.batches) >= 1, "batches", "integers of 1 or more")
+    need = c.prompt_tokens + (c.rounds + 1) * (c.buckets[-1] + 1) + CATCH_UP
+    check_slots(config, "adaptive", need)
 
-    Args:
-      part: its name in the table.
-      config: ``target`` and ``draft`` shapes, ``slots``, ``prompt_tokens``, ``buckets``,
-        ``rates``, ``batches``, ``rounds``, ``repeats``, ``seed``.
-      bars: ``adaptive_plain``, ``adaptive_fixed``, ``adaptive_clock``.
 
-    Returns:
-      The lines, the worst rate of each batch, and what the record keeps beside them.
-    """
-    target = random_model("target", config.target, config.seed)
-    draft = random_model("draft", config.draft, config.seed + 1)
+def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
+    """Sweeps rates and batches; the lines show the worst rate of each batch."""
+    bars, config = config.bars, config.adaptive
+    target, draft = random_pair(config)
     most = max(config.buckets)
-    rule = make_rule(
-        SpeculativeConfig(
-            num_speculative_tokens=most, rejection_sampling_strategy="synthetic",
-            synthetic_conditional_rates=(1.0,) * most,
-        )
-    )
+    rule = make_rule(synthetic_chain(most, 1.0))
     system = System(target.model, coined(standalone(draft.model)), rule, most)
     tokens = np.random.default_rng(config.seed)
-    lines, record = [], {"weights": "random", "batches": {}}
+    lines, batches = [], {}
     total = len(config.batches) * len(config.rates) * (config.repeats + 1)
-    with Progress(total, part) as bar:
+    with Progress(total, "adaptive") as bar:
         for batch in config.batches:
             prompts = tokens.integers(target.model.vocab_size, size=(batch, config.prompt_tokens))
             case = Case(
@@ -167,14 +167,16 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
             )
             found = [_measure_rate(case, rate, config, bar.step) for rate in config.rates]
             (costs,) = case.adaptive.costs.values()
-            record["batches"][batch] = {
+            batches[batch] = {
                 "round_ms": costs.round_ms, "replay_ms": costs.catch_up_ms, "rates": found,
             }
-            lines += _lines(part, batch, found, bars)
-    return lines, record
+            lines += _lines(batch, found, bars)
+    return Result(lines, {"weights": "random", "batches": batches})
 
 
-def _measure_rate(case: Case, rate: float, config, say) -> dict:
+def _measure_rate(
+    case: Case, rate: float, config: ConfigDict, say: Callable[[str], None]
+) -> dict:
     """Ratios of one rate, by repeat."""
     state, most = case.start(), max(config.buckets)
     case.adaptive.tuner = Tuner.fresh(most)
@@ -203,7 +205,7 @@ def _measure_rate(case: Case, rate: float, config, say) -> dict:
     }  # fmt: skip
 
 
-def _lines(part: str, batch: int, found: Sequence[dict], bars) -> list[Line]:
+def _lines(batch: int, found: Sequence[dict], bars) -> list[Line]:
     """Each ratio at the rate where it is worst."""
     lines = []
     for key, what, bar, is_upper in (
@@ -214,10 +216,6 @@ def _lines(part: str, batch: int, found: Sequence[dict], bars) -> list[Line]:
     ):
         pick = max if is_upper else min
         worst = pick(found, key=lambda one: np.median(one[key]))
-        lines.append(
-            Line(
-                part, f"{what}, batch {batch}", spread(worst[key]), bar=bar, is_upper=is_upper,
-                note=f"a token; the worst rate, {worst['rate']:g}; best fixed K {worst['best_k']}",
-            )
-        )  # fmt: skip
+        note = f"a token; the worst rate, {worst['rate']:g}; best fixed K {worst['best_k']}"
+        lines.append(Line(f"{what}, batch {batch}", worst[key], "x", bar, is_upper, note))
     return lines

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ml_collections import ConfigDict
 
 from experiments.benchmarks.loops import GenerateTimer, rest_timer, some_parents, start
-from experiments.benchmarks.synthetic import random_model
+from experiments.benchmarks.shapes import (
+    check_slots,
+    facts,
+    listed,
+    random_model,
+    random_prompt,
+)
+from experiments.common import cli
 from experiments.common.costs import ITERATIONS, head_timer, pass_timer
-from experiments.common.timing import Line, Timer, interleave, loop_timer, spread
+from experiments.common.timing import Line, Result, Timer, loop_timer, measure_all
 from spec_jax.config import SpeculativeConfig
 from spec_jax.decoding import System
 from spec_jax.drafters.common.head import Head
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel, random_head
-from spec_jax.progress import Progress
-from spec_jax.tree import paths
+from spec_jax.tree import DynamicTree, paths
 
 ROUNDS = 16  # in one call: a pass over a tree takes tenths of a second on a CPU
 
@@ -65,20 +73,22 @@ def make_case(name: str, target: LoadedModel, head: LoadedHead, config) -> Case:
     return Case(name, decoder, {"verify": 1, "level": passes, "refresh": 1, "rest": 1})
 
 
-def case_timers(
-    case: Case, head: Head, prompt, slots: int, say: Callable[[str], None], *, has_parts=True
-) -> dict[str, Timer]:
-    """Timers of a round and of its parts, each a jitted loop, one row."""
+def case_makers(
+    case: Case, head: Head, prompt: Sequence[int], slots: int, *, has_parts: bool = True
+) -> dict[tuple[str, str], Callable[[], Timer]]:
+    """Returns makers of timers of a round and of its parts, each a jitted loop, one row."""
     system, params = case.decoder.system(), case.decoder.params(1)
     tree, K = system.drafter.tree, system.num_draft
-    most = slots - len(prompt) - system.lookahead_slots
-    state = start(system, case.decoder.params(), [prompt], slots, most)
     seen = None if tree is None else paths(some_parents(tree, K)[None], tree.depth)
     width, children = (1, 1) if tree is None else (tree.widest, tree.top_k)
-    make = {
-        "round": lambda: GenerateTimer(
-            system, params, [state], max_rounds=ROUNDS, unit="round"
-        ),
+
+    def whole_round() -> Timer:
+        most = slots - len(prompt) - system.lookahead_slots
+        state = start(system, case.decoder.params(), [prompt], slots, most)
+        return GenerateTimer(system, params, [state], max_rounds=ROUNDS, unit="round")
+
+    makers = {
+        "round": whole_round,
         "verify": lambda: pass_timer(
             system.target, params["target"], K + 1, slots, 1, ROUNDS, seen=seen
         ),
@@ -86,96 +96,88 @@ def case_timers(
         "refresh": lambda: refresh_timer(system, params["draft"], system.depth + 1, slots),
         "rest": lambda: rest_timer(system, slots),
     }
-    timers = {}
-    for part in make if has_parts else ("round", "verify"):
-        timers[part] = make[part]()
-        say(f"compiled {case.name}, {part}")
-    return timers
+    kept = makers if has_parts else ("round", "verify")
+    return {(case.name, part): makers[part] for part in kept}
 
 
 def parts_ms(times: Mapping[str, np.ndarray], counts: Mapping[str, int]) -> np.ndarray:
-    """Sum of a round's parts, by repeat."""
+    """Returns the sum of a round's parts, by repeat."""
     return sum(n * times[part] for part, n in counts.items())
 
 
-def measure(part: str, config, bars) -> tuple[list[Line], dict]:
-    """Times a chain and trees of an EAGLE-3 head with random weights.
+def check(config: ConfigDict) -> None:
+    """Raises ConfigError if a value cannot be."""
+    names = "slots prompt_tokens draft_vocab_size k tree_depth tree_top_k repeats"
+    cli.require_positive(config, names, "heads")
+    c = config.heads
+    if not c.tree_nodes or c.tree_depth < 2:
+        raise ConfigError("heads needs tree_nodes of one size or more, and tree_depth of 2 or more")
+    size = c.target.vocab_size
+    if c.draft_vocab_size > size:
+        raise ConfigError(
+            f"heads.draft_vocab_size is {c.draft_vocab_size}; the target has {size} ids"
+        )
+    trees = [DynamicTree(n, c.tree_depth, c.tree_top_k) for n in c.tree_nodes]
+    rounds = ROUNDS * (max(c.k, c.tree_depth) + 1)
+    widest = max(max(tree.num_nodes, tree.num_fed) for tree in trees)
+    check_slots(config, "heads", c.prompt_tokens + rounds + widest + 1)
 
-    Args:
-      part: its name in the table.
-      config: ``target`` shape, ``draft_vocab_size``, ``k``, ``tree_nodes``, ``tree_depth``,
-        ``tree_top_k``, ``slots``, ``prompt_tokens``, ``repeats``, ``seed``.
-      bars: ``head_round`` and ``tree_round``.
 
-    Returns:
-      The lines, and what the record keeps beside them: the times by tree size among it.
-    """
+def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
+    """Times a chain and trees of an EAGLE-3 head with random weights, beside their parts."""
+    bars, config = config.bars, config.heads
     target = random_model("target", config.target, config.seed)
     shape = EagleConfig.of_target(target.config, 3, config.draft_vocab_size)
     loaded = random_head(shape, jax.random.key(config.seed + 1))
-    sizes, K = sorted(config.tree_nodes), config.k
-    cases = {"chain": make_case("chain", target, loaded, SpeculativeConfig("eagle", K))}
-    for nodes in sizes:
-        tree = SpeculativeConfig(
-            "eagle", nodes, tree_depth=config.tree_depth, tree_top_k=config.tree_top_k
-        )
-        cases[nodes] = make_case(f"tree of {nodes + 1}", target, loaded, tree)
-    largest = sizes[-1]
-    head = loaded.head(cases["chain"].decoder.system().target)
-    prompt = np.random.default_rng(config.seed).integers(
-        target.model.vocab_size, size=config.prompt_tokens
-    ).tolist()
-    with Progress(11 + 2 * (len(sizes) - 1) + config.repeats, part) as bar:
-        timers = {
-            "plain": pass_timer(
-                target.model, target.decoding_params(1), 1, config.slots, 1
-            )
-        }
-        bar.step("compiled a plain pass")
-        for name, case in cases.items():
-            found = case_timers(
-                case, head, prompt, config.slots, bar.step, has_parts=name in ("chain", largest)
-            )
-            timers |= {(name, what): timer for what, timer in found.items()}
-        times = interleave(timers, config.repeats, bar.step)
-    plain_ms = times["plain"]
-    by_case = {
-        name: {key[1]: values for key, values in times.items() if key[0] == name}
-        for name in cases
-    }  # fmt: skip
-    return _lines(part, plain_ms, by_case, cases, config, bars), {
-        "target": {"parameters": target.num_params, **config.target.to_dict()},
-        "weights": "random", "tree_sizes": [n + 1 for n in sizes],
-        "round_ms": [float(np.median(times[n, "round"])) for n in sizes],
-        "verify_ms": [float(np.median(times[n, "verify"])) for n in sizes],
-        "chain_round_ms": float(np.median(times["chain", "round"])),
-        "plain_ms": float(np.median(plain_ms)),
-        "times_ms": {str(name): values.tolist() for name, values in times.items()},
-    }  # fmt: skip
+    sizes = sorted(config.tree_nodes)
+    chain = make_case("chain", target, loaded, SpeculativeConfig("eagle", config.k))
+    shapes = {"tree_depth": config.tree_depth, "tree_top_k": config.tree_top_k}
+    trees = [
+        make_case(f"tree of {n + 1}", target, loaded, SpeculativeConfig("eagle", n, **shapes))
+        for n in sizes
+    ]
+    head = loaded.head(chain.decoder.system().target)
+    prompt, plain = random_prompt(target, config), ("plain", "pass")
+    makers = {
+        plain: lambda: pass_timer(target.model, target.decoding_params(1), 1, config.slots, 1)
+    }
+    for case in (chain, *trees):
+        has_parts = case in (chain, trees[-1])
+        makers |= case_makers(case, head, prompt, config.slots, has_parts=has_parts)
+    _, times = measure_all("heads", makers, config.repeats)
+    median = lambda case, what: float(np.median(times[case.name, what]))
+    return Result(_lines(times, chain, trees, bars, config.k), {
+        "target": facts(target, config.target), "weights": "random",
+        "tree_sizes": [n + 1 for n in sizes],
+        "round_ms": [median(case, "round") for case in trees],
+        "verify_ms": [median(case, "verify") for case in trees],
+        "chain_round_ms": median(chain, "round"),
+        "plain_ms": float(np.median(times[plain])), "times_ms": listed(times),
+    })  # fmt: skip
 
 
-def _lines(part, plain_ms, times, cases, config, bars) -> list[Line]:
-    line = lambda what, values, *args, **options: Line(part, what, spread(values), *args, **options)
-    largest = max(n for n in cases if n != "chain")
-    lines = []
-    for name, label, bar in (
-        ("chain", f"EAGLE-3 chain round, K={config.k}", bars.head_round),
-        (largest, f"EAGLE-3 dynamic tree round, {largest + 1} nodes", bars.tree_round),
+def _lines(
+    times: Mapping[tuple[str, str], np.ndarray], chain: Case, trees: Sequence[Case],
+    bars: ConfigDict, k: int,
+) -> list[Line]:  # fmt: skip
+    plain_ms, lines = times["plain", "pass"], []
+    size = trees[-1].decoder.system().num_draft + 1
+    for case, label, bar in (
+        (chain, f"EAGLE-3 chain round, K={k}", bars.head_round),
+        (trees[-1], f"EAGLE-3 dynamic tree round, {size} nodes", bars.tree_round),
     ):
-        case, own = cases[name], times[name]
-        passes = case.counts["level"]
+        own = {what: ms for (name, what), ms in times.items() if name == case.name}
+        note = (
+            f"verify, refresh, {case.counts['level']} head passes, rest; each its own loop. Left "
+            "out: the first draft's scores, growing the tree, moving the path"
+        )
         lines += [
-            line(
-                f"{label} / sum of its parts", own["round"] / parts_ms(own, case.counts), bar=bar,
-                note=f"verify, refresh, {passes} head passes, rest; each its own loop. Left out: "
-                "the first draft's scores, growing the tree, moving the path",
-            ),
-            line(f"{label} / plain pass", own["round"] / plain_ms),
-            line(f"{label}, one head pass", own["level"], "ms"),
-            line(f"{label}, refresh", own["refresh"], "ms"),
-            line(f"{label}, verify", own["verify"], "ms"),
-            line(f"{label}, rest", own["rest"], "ms"),
-        ]
-    for name, case in cases.items():
-        lines.append(line(f"round, {case.name}", times[name]["round"], "ms"))
-    return [*lines, line("plain pass of one token", plain_ms, "ms")]
+            Line(f"{label} / sum of its parts", own["round"] / parts_ms(own, case.counts), bar=bar,
+                 note=note),
+            Line(f"{label} / plain pass", own["round"] / plain_ms),
+            Line(f"{label}, one head pass", own["level"], "ms"),
+            *(Line(f"{label}, {part}", own[part], "ms") for part in ("refresh", "verify", "rest")),
+        ]  # fmt: skip
+    for case in (chain, *trees):
+        lines.append(Line(f"round, {case.name}", times[case.name, "round"], "ms"))
+    return [*lines, Line("plain pass of one token", plain_ms, "ms")]

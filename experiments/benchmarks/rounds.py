@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from ml_collections import ConfigDict
 
 from experiments.benchmarks.loops import ROUNDS, GenerateTimer, PlainTimer, cast, rest_timer, start
 from experiments.common.costs import pass_timer
-from experiments.common.timing import Line, Timer, interleave, spread
+from experiments.common.timing import Line, Timer, measure_all
 from spec_jax.decoding import System
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.stats import Stats, predicted_speedup
@@ -56,16 +58,12 @@ class Pair(NamedTuple):
 
 
 def try_plain(
-    pair: Pair, prompts: Sequence[Sequence[int]], num_tokens: int, repeats: int,
-    say: Callable[[str], None],
+    part: str, pair: Pair, prompts: Sequence[Sequence[int]], num_tokens: int, repeats: int
 ) -> dict[str, np.ndarray]:
-    """Milliseconds a token of every plain loop, on one batch of prompts."""
+    """Returns milliseconds a token of every plain loop, on one batch of prompts."""
     state = start(pair.system(), pair.params(None), prompts, pair.slots, num_tokens)
-    timers = {}
-    for name in PLAIN:
-        timers[name] = plain_timer(pair, [state], name)
-        say(f"compiled the plain loop, {name}")
-    return interleave(timers, repeats, say)
+    makers = {name: functools.partial(plain_timer, pair, [state], name) for name in PLAIN}
+    return measure_all(f"{part}, plain loops", makers, repeats)[1]
 
 
 def fastest(times: Mapping[str, np.ndarray], dtype: str | None = None) -> str:
@@ -81,34 +79,30 @@ def plain_timer(pair: Pair, states, variant: str) -> PlainTimer:
     return PlainTimer(pair.target.model, params, states, dtype=dtype, padding=padding)
 
 
-def round_timers(
-    pair: Pair, system: System, prompt: Sequence[int], say: Callable[[str], None],
-    dtype: str = "float32",
-) -> dict[str, Timer]:
-    """Timers of a round and of its parts, each a jitted loop of 64, one row.
+def round_makers(
+    pair: Pair, system: System, prompt: Sequence[int], dtype: str = "float32"
+) -> dict[str, Callable[[], Timer]]:
+    """Returns makers of timers of a round and of its parts, each a jitted loop of 64, one row.
 
     The first draft pass feeds two tokens and scores one, the other K - 1 feed one.
     """
     K, slots = system.num_draft, pair.slots
     params = pair.params(K + 1, dtype)
     target, draft = (pair.target.model, params["target"]), (pair.draft.model, params["draft"])
-    make = {
+
+    def whole_round() -> Timer:
+        most = slots - len(prompt) - K - 1
+        state = start(system, pair.params(None, dtype), [prompt], slots, most)
+        return GenerateTimer(system, params, [state], max_rounds=ROUNDS, unit="round")
+
+    return {
         "target": lambda: pass_timer(*target, 1, slots, 1),
         "verify": lambda: pass_timer(*target, K + 1, slots, 1),
         "draft": lambda: pass_timer(*draft, 1, slots, 1),
         "draft first": lambda: pass_timer(*draft, 2, slots, 1, scored=1),
         "rest": lambda: rest_timer(system, slots),
-        "round": lambda: GenerateTimer(
-            system, params,
-            [start(system, pair.params(None, dtype), [prompt], slots, slots - len(prompt) - K - 1)],
-            max_rounds=ROUNDS, unit="round",
-        ),
-    }  # fmt: skip
-    timers = {}
-    for name, maker in make.items():
-        timers[name] = maker()
-        say(f"compiled {name}")
-    return timers
+        "round": whole_round,
+    }
 
 
 def parts_ms(times: Mapping[str, np.ndarray], num_draft: int) -> np.ndarray:
@@ -120,66 +114,62 @@ def _drafting_ms(times, num_draft):
     return times["draft first"] + (num_draft - 1) * times["draft"]
 
 
-def predict(
-    times: Mapping[str, np.ndarray], plain_ms: np.ndarray, stats: Stats, num_draft: int
-) -> np.ndarray:
-    """The speed-up that measured acceptance and the parts' costs predict, by repeat."""
-    draft = _drafting_ms(times, num_draft) / num_draft / plain_ms
-    verify = (times["verify"] + times["rest"]) / plain_ms
+def predict(times: Mapping[str, np.ndarray], stats: Stats, num_draft: int) -> np.ndarray:
+    """Returns the speed-up that acceptance and the costs of the parts predict, by repeat."""
+    draft = _drafting_ms(times, num_draft) / num_draft / times["plain"]
+    verify = (times["verify"] + times["rest"]) / times["plain"]
     rates = stats.acceptance_by_position
     return np.asarray([predicted_speedup(rates, d, v) for d, v in zip(draft, verify)])
 
 
 def round_lines(
-    part: str, times: Mapping[str, np.ndarray], stats: Stats, num_draft: int, bars,
-    plain_variant: str, dtype: str = "float32",
+    times: Mapping[str, np.ndarray], stats: Stats, num_draft: int, bars: ConfigDict,
+    plain_variant: str, dtype: str = "float32", verify_bar: float | None = None,
 ) -> list[Line]:
-    """The lines that both pairs of models have.
+    """Returns the lines that both pairs of models have.
 
     Args:
-      part: of the benchmark.
-      times: ``round_timers``' and those of whole generations: "plain" (the fastest loop),
+      times: Of ``round_makers`` and of whole generations: "plain" (the fastest loop),
         "plain K=0" and "speculative", in ms a token.
-      stats: of the speculative generation.
+      stats: Of the speculative generation.
       num_draft: K.
-      bars: ``verify``, ``round`` and ``predicted``; None: no bar.
-      plain_variant: name of the fastest plain loop.
-      dtype: of the round and its parts.
+      bars: ``round`` and ``predicted``.
+      plain_variant: The name of the fastest plain loop.
+      dtype: Of the round and its parts.
+      verify_bar: The bar of the verify pass, or None.
     """  # fmt: skip
     K = num_draft
-    line = lambda what, values, *args, **options: Line(part, what, spread(values), *args, **options)
-    measured = times["plain"] / times["speculative"]
-    predicted = predict(times, times["plain"], stats, K)
+    measured, predicted = times["plain"] / times["speculative"], predict(times, stats, K)
     rates = ", ".join(f"{r:.2f}" for r in stats.acceptance_by_position)
-    parts = parts_ms(times, K)
     return [
-        line(
+        Line(
             f"verify pass of {K + 1} tokens / pass of one", times["verify"] / times["target"],
-            bar=bars.verify, note=dtype,
+            bar=verify_bar, note=dtype,
         ),
-        line(
-            f"round, K={K} / sum of its parts", times["round"] / parts, bar=bars.round,
+        Line(
+            f"round, K={K} / sum of its parts", times["round"] / parts_ms(times, K),
+            bar=bars.round,
             note=f"{dtype}; draft passes really run, verify, rest of the round; each its own loop",
         ),
-        line(
+        Line(
             f"speed-up, K={K}", measured,
             note=f"over {plain_variant}; tau {stats.tau:.2f}, accepted {rates}",
         ),
-        line(f"predicted speed-up, K={K}", predicted, note="from acceptance and the parts"),
-        line("measured / predicted", measured / predicted, bar=bars.predicted, is_upper=False),
-        line(
-            "decode.generate at K=0 / fastest plain loop", times["plain K=0"] / times["plain"],
+        Line(f"predicted speed-up, K={K}", predicted, note="from acceptance and the parts"),
+        Line("measured / predicted", measured / predicted, bar=bars.predicted, is_upper=False),
+        Line(
+            "decoding.generate at K=0 / fastest plain loop", times["plain K=0"] / times["plain"],
             note="what one program for everything costs where nothing is drafted",
         ),
-        line("pass of one token", times["target"], "ms", note=dtype),
-        line(f"pass of {K + 1} tokens", times["verify"], "ms"),
-        line("draft pass of one token", times["draft"], "ms"),
-        line("draft pass of two tokens", times["draft first"], "ms"),
-        line(f"rest of a round, K={K}", times["rest"], "ms", note="noise, rule, cut, commit"),
-        line(f"round, K={K}", times["round"], "ms"),
+        Line("pass of one token", times["target"], "ms", note=dtype),
+        Line(f"pass of {K + 1} tokens", times["verify"], "ms"),
+        Line("draft pass of one token", times["draft"], "ms"),
+        Line("draft pass of two tokens", times["draft first"], "ms"),
+        Line(f"rest of a round, K={K}", times["rest"], "ms", note="noise, rule, limits, commit"),
+        Line(f"round, K={K}", times["round"], "ms"),
     ]  # fmt: skip
 
 
-def plain_lines(part: str, times: Mapping[str, np.ndarray]) -> list[Line]:
-    """Every plain loop that was tried."""
-    return [Line(part, f"plain loop, {name}", spread(ms), "ms") for name, ms in times.items()]
+def plain_lines(times: Mapping[str, np.ndarray]) -> list[Line]:
+    """Returns a line for every plain loop that was tried."""
+    return [Line(f"plain loop, {name}", ms, "ms") for name, ms in times.items()]

@@ -1,92 +1,75 @@
-"""The benchmark's state-space part: what it costs that a state cannot rewind.
+"""The benchmark's part "states": what it costs that the state of a Mamba-2 model cannot rewind.
 
-A round of drafts that cost nothing is a verify pass, the replay of what was accepted, and the
-rest of the round; one round takes one token more, or as many as are accepted.
+A round whose drafts cost nothing is a verify pass, the replay of what was accepted, and the rest
+of the round; a round of plain decoding takes one token, a speculative one as many as are accepted.
 """
 
 from __future__ import annotations
 
-import jax
-import numpy as np
+from collections.abc import Mapping
+
+from ml_collections import ConfigDict
 
 from experiments.benchmarks.loops import ROUNDS, GenerateTimer, free_drafter, rest_timer, start
+from experiments.benchmarks.shapes import (
+    check_slots,
+    facts,
+    listed,
+    random_model,
+    random_prompt,
+    synthetic_chain,
+)
+from experiments.common import cli
 from experiments.common.costs import pass_timer
-from experiments.common.timing import Line, interleave, spread
-from spec_jax.config import SpeculativeConfig
+from experiments.common.timing import Line, Result, measure_all
 from spec_jax.engine.decoder import SpeculativeDecoder
-from spec_jax.loading import LoadedModel
-from spec_jax.models import transformer
 from spec_jax.models.families.mamba2 import Mamba2Config
-from spec_jax.models.params import init_params
-from spec_jax.progress import Progress
 
 
-def measure(part: str, config, bars) -> tuple[list[Line], dict]:
-    """Times rounds of a Mamba-2 target beside the passes that they consist of.
+def check(config: ConfigDict) -> None:
+    """Raises ConfigError if a value cannot be."""
+    cli.require_positive(config, "slots prompt_tokens k repeats", "states")
+    c = config.states
+    check_slots(config, "states", c.prompt_tokens + ROUNDS * (c.k + 1) + c.k + 1)
 
-    Args:
-      part: its name in the table.
-      config: ``target`` (fields of Mamba2Config), ``k``, ``conditional_rate``, ``slots``,
-        ``prompt_tokens``, ``repeats``, ``seed``.
-      bars: ``replay``.
 
-    Returns:
-      The lines, and what the record keeps beside them.
-    """
-    shape, K, slots = Mamba2Config(**config.target), config.k, config.slots
-    params = jax.jit(init_params, static_argnums=0)(shape, jax.random.key(config.seed))
-    target = LoadedModel("target", transformer.model(shape), params, config=shape)
-    speculative = SpeculativeConfig(
-        num_speculative_tokens=K, synthetic_conditional_rates=(config.conditional_rate,) * K
-    )
-    drafter = free_drafter(shape.vocab_size)
+def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
+    """Times rounds of a Mamba-2 target beside the passes that they consist of."""
+    bars, config = config.bars, config.states
+    K, slots = config.k, config.slots
+    target = random_model("target", Mamba2Config(**config.target), config.seed)
+    speculative = synthetic_chain(K, config.conditional_rate)
+    drafter = free_drafter(target.model.vocab_size)
     system = SpeculativeDecoder(target, None, speculative, drafter=drafter).system()
-    plain = SpeculativeDecoder(target).system()
-    prompt = np.random.default_rng(config.seed).integers(
-        shape.vocab_size, size=config.prompt_tokens
-    ).tolist()
+    prompt = random_prompt(target, config)
 
     def weights(num_rows):
         return {"target": target.decoding_params(num_rows), "draft": None}
 
     def rounds(system):
-        new = slots - len(prompt) - K - 1
-        state = start(system, weights(None), [prompt], slots, new)
+        state = start(system, weights(None), [prompt], slots, slots - len(prompt) - K - 1)
         params = weights(system.num_draft + 1)
         return GenerateTimer(system, params, [state], max_rounds=ROUNDS, unit="round")
 
-    passes = lambda width: pass_timer(
-        target.model, target.decoding_params(width), width, slots, 1
-    )
-    make = {
+    passes = lambda width: pass_timer(target.model, target.decoding_params(width), width, slots, 1)
+    timers, times = measure_all("states", {
         "target": lambda: passes(1),
         "verify": lambda: passes(K + 1),
         "rest": lambda: rest_timer(system, slots),
         "round": lambda: rounds(system),
-        "N=1": lambda: rounds(plain),
-    }
-    timers = {}
-    with Progress(len(make) + config.repeats, part) as bar:
-        for name, maker in make.items():
-            timers[name] = maker()
-            bar.step(f"compiled {name}")
-        times = interleave(timers, config.repeats, bar.step)
-    line = lambda what, values, **options: Line(part, what, spread(values), **options)
+        "N=1": lambda: rounds(SpeculativeDecoder(target).system()),
+    }, config.repeats)  # fmt: skip
     rest = times["round"] - times["rest"]
     lines = [
-        line(
+        Line(
             f"round, K={K}, free drafts / verify pass alone", times["round"] / times["verify"],
             bar=bars.replay, note="verify, replay of the accepted inputs, rest of the round",
         ),
-        line("the same without the rest of the round", rest / times["verify"]),
-        line(
-            f"verify pass of {K + 1} tokens / pass of one", times["verify"] / times["target"]
-        ),
-        line("round at N=1 / pass of one", times["N=1"] / times["target"]),
-    ]
-    record = {
-        "target": {"parameters": target.num_params, **config.target.to_dict()},
-        "weights": "random", "stats": timers["round"].stats.to_dict(),
-        "times_ms": {name: values.tolist() for name, values in times.items()},
-    }  # fmt: skip
-    return lines, record
+        Line("the same without the rest of the round", rest / times["verify"]),
+        Line(f"verify pass of {K + 1} tokens / pass of one", times["verify"] / times["target"]),
+        Line("round at N=1 / pass of one", times["N=1"] / times["target"]),
+    ]  # fmt: skip
+    return Result(lines, {
+        "target": facts(target, config.target), "weights": "random",
+        "stats": timers["round"].stats.to_dict(), "times_ms": listed(times),
+    })  # fmt: skip

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-import numpy as np
 import tokenizers
+from ml_collections import ConfigDict
 from tokenizers import decoders, models, pre_tokenizers
 
-from experiments.benchmarks.synthetic import random_model
-from experiments.common.timing import Line, interleave, spread
-from spec_jax.config import SpeculativeConfig
+from experiments.benchmarks.shapes import listed, random_pair, random_prompt, synthetic_chain
+from experiments.common import cli
+from experiments.common.timing import Line, Result, measure_all
 from spec_jax.engine.decoder import SpeculativeDecoder
-from spec_jax.loading import LoadedModel
 from spec_jax.models.tokenizer import Tokenizer
-from spec_jax.progress import Progress
 
 _NO_STOP = 2**31 - 1
 
@@ -70,52 +70,34 @@ def timer(
     return run
 
 
-def measure(part: str, config, bars) -> tuple[list[Line], dict]:
-    """Times streaming beside the uninterrupted loop, turn by turn.
+def check(config: ConfigDict) -> None:
+    """Raises ConfigError if a value cannot be."""
+    cli.require_positive(config, "prompt_tokens new_tokens k repeats", "streaming")
 
-    Args:
-      part: its name in the table.
-      config: ``target`` and ``draft`` shapes, ``prompt_tokens``, ``new_tokens``, ``k``,
-        ``conditional_rate``, ``repeats``, ``seed``.
-      bars: ``streaming``.
 
-    Returns:
-      The lines, and what the record keeps beside them.
-    """
-    target = random_model("target", config.target, config.seed)
-    draft = random_model("draft", config.draft, config.seed + 1)
-    tokenizer = word_tokenizer(target.model.vocab_size)
-    target = LoadedModel("target", target.model, target.params, tokenizer, target.config)
-    rates = (config.conditional_rate,) * config.k
-    decoder = SpeculativeDecoder(
-        target, draft,
-        SpeculativeConfig(num_speculative_tokens=config.k, synthetic_conditional_rates=rates),
-    )  # fmt: skip
-    prompt = np.random.default_rng(config.seed).integers(
-        target.model.vocab_size, size=config.prompt_tokens
-    ).tolist()
-    with Progress(config.repeats + 3, part) as bar:
-        timers = {}
-        for name, drain in (("whole", None), ("stream", _drain), ("async", _drain_async)):
-            timers[name] = timer(decoder, prompt, config.new_tokens, drain=drain)
-            bar.step(f"compiled {name}")
-        times = interleave(timers, config.repeats, bar.step)
-    stats = decoder.stats
-    line = lambda what, values, *args, **more: Line(part, what, spread(values), *args, **more)
-    note = f"K={config.k}, tau {stats.tau:.2f}; text handed out after every round"
+def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
+    """Times streaming beside the uninterrupted loop, turn by turn."""
+    bars, config = config.bars, config.streaming
+    target, draft = random_pair(config)
+    target = dataclasses.replace(target, tokenizer=word_tokenizer(target.model.vocab_size))
+    speculative = synthetic_chain(config.k, config.conditional_rate)
+    decoder = SpeculativeDecoder(target, draft, speculative)
+    make = functools.partial(timer, decoder, random_prompt(target, config), config.new_tokens)
+    _, times = measure_all("streaming", {
+        "whole": make,
+        "stream": functools.partial(make, drain=_drain),
+        "async": functools.partial(make, drain=_drain_async),
+    }, config.repeats)  # fmt: skip
+    stats, name = decoder.stats, "for piece in stream / one uninterrupted loop"
     lines = [
-        line(
-            "for piece in stream / one uninterrupted loop", times["stream"] / times["whole"],
-            bar=bars.streaming, note=note,
+        Line(
+            name, times["stream"] / times["whole"], bar=bars.streaming,
+            note=f"K={config.k}, tau {stats.tau:.2f}; text handed out after every round",
         ),
-        line(
-            "async for piece in stream / one uninterrupted loop", times["async"] / times["whole"],
-            bar=bars.streaming, note="the same, through an event loop and the decoder's thread",
+        Line(
+            f"async {name}", times["async"] / times["whole"], bar=bars.streaming,
+            note="the same, through an event loop and the decoder's thread",
         ),
-        line("one uninterrupted loop", times["whole"], "ms", note="a token"),
+        Line("one uninterrupted loop", times["whole"], "ms", note="a token"),
     ]  # fmt: skip
-    record = {
-        "stats": stats.to_dict(),
-        "times_ms": {name: values.tolist() for name, values in times.items()},
-    }
-    return lines, record
+    return Result(lines, {"stats": stats.to_dict(), "times_ms": listed(times)})

@@ -1,9 +1,10 @@
-"""The benchmark's first part: a large shape with random weights and synthetic acceptance."""
+"""The benchmark's part "llama110m": a large shape, random weights and synthetic acceptance."""
 
 from __future__ import annotations
 
-import jax
-import numpy as np
+from collections.abc import Mapping
+
+from ml_collections import ConfigDict
 
 from experiments.benchmarks.loops import GenerateTimer, start
 from experiments.benchmarks.rounds import (
@@ -12,68 +13,52 @@ from experiments.benchmarks.rounds import (
     plain_lines,
     plain_timer,
     round_lines,
-    round_timers,
+    round_makers,
     try_plain,
 )
-from experiments.common.timing import Line, interleave
-from spec_jax.config import SpeculativeConfig
-from spec_jax.loading import LoadedModel
-from spec_jax.models import transformer
-from spec_jax.models.config import ModelConfig
-from spec_jax.models.params import init_params
-from spec_jax.progress import Progress
+from experiments.benchmarks.shapes import (
+    check_slots,
+    facts,
+    listed,
+    random_pair,
+    random_prompt,
+    synthetic_chain,
+)
+from experiments.common import cli
+from experiments.common.timing import Result, measure_all
 
 
-def random_model(name: str, shape, seed: int) -> LoadedModel:
-    """A model of this shape (fields of ModelConfig) with random float32 weights."""
-    config = ModelConfig(**shape)
-    params = jax.jit(init_params, static_argnums=0)(config, jax.random.key(seed))
-    return LoadedModel(name, transformer.model(config), params, None, config, config.eos_token_id)
+def check(config: ConfigDict) -> None:
+    """Raises ConfigError if a value cannot be."""
+    names = "slots prompt_tokens new_tokens plain_tokens k repeats"
+    cli.require_positive(config, names, "llama110m")
+    c = config.llama110m
+    need = c.prompt_tokens + max(c.new_tokens, c.plain_tokens) + c.k + 1
+    check_slots(config, "llama110m", need, "output")
 
 
-def measure(part: str, config, bars) -> tuple[list[Line], dict]:
-    """Times the pair of this config.
-
-    Args:
-      part: its name in the table.
-      config: ``target`` and ``draft`` shapes, ``slots``, ``prompt_tokens``, ``new_tokens``,
-        ``k``, ``conditional_rate``, ``repeats``, ``seed``.
-      bars: ``verify``, ``round`` and ``predicted``.
-
-    Returns:
-      The lines, and what the record keeps beside them.
-    """
-    target = random_model("target", config.target, config.seed)
-    draft = random_model("draft", config.draft, config.seed + 1)
+def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
+    """Times plain decoding, speculative decoding, a round and the parts of the round."""
+    bars, config = config.bars, config.llama110m
+    target, draft = random_pair(config)
     pair, K = Pair(target, draft, config.slots), config.k
-    prompt = np.random.default_rng(config.seed).integers(
-        target.model.vocab_size, size=config.prompt_tokens
-    ).tolist()
-    speculative = SpeculativeConfig(
-        num_speculative_tokens=K, synthetic_conditional_rates=(config.conditional_rate,) * K
+    prompt = random_prompt(target, config)
+    system = pair.system(synthetic_chain(K, config.conditional_rate))
+    tried = try_plain("llama110m", pair, [prompt], config.plain_tokens, config.repeats)
+    variant, plain_system = fastest(tried), pair.system()
+    states, plain_states = (
+        [start(s, pair.params(None), [prompt], config.slots, config.new_tokens)]
+        for s in (system, plain_system)
     )
-    system, plain_system = pair.system(speculative), pair.system()
-    with Progress(config.repeats * 2 + 14, part) as bar:
-        tried = try_plain(pair, [prompt], config.plain_tokens, config.repeats, bar.step)
-        variant = fastest(tried)
-        states, plain_states = (
-            [start(s, pair.params(None), [prompt], config.slots, config.new_tokens)]
-            for s in (system, plain_system)
-        )
-        timers = {"plain": plain_timer(pair, plain_states, variant)}
-        bar.step("compiled plain")
-        timers["plain K=0"] = GenerateTimer(plain_system, pair.params(1), plain_states)
-        bar.step("compiled plain K=0")
-        timers["speculative"] = GenerateTimer(system, pair.params(K + 1), states)
-        bar.step("compiled speculative")
-        timers |= round_timers(pair, system, prompt, bar.step)
-        times = interleave(timers, config.repeats, bar.step)
+    timers, times = measure_all("llama110m", {
+        "plain": lambda: plain_timer(pair, plain_states, variant),
+        "plain K=0": lambda: GenerateTimer(plain_system, pair.params(1), plain_states),
+        "speculative": lambda: GenerateTimer(system, pair.params(K + 1), states),
+        **round_makers(pair, system, prompt),
+    }, config.repeats)  # fmt: skip
     stats = timers["speculative"].stats
-    lines = round_lines(part, times, stats, K, bars, variant) + plain_lines(part, tried)
-    record = {
-        "target": {"parameters": target.num_params, **config.target.to_dict()},
-        "draft": {"parameters": draft.num_params, **config.draft.to_dict()},
-        "weights": "random", "stats": stats.to_dict(),
-        "times_ms": {name: values.tolist() for name, values in (times | tried).items()},
-    }  # fmt: skip
-    return lines, record
+    lines = round_lines(times, stats, K, bars, variant, verify_bar=bars.verify)
+    return Result(lines + plain_lines(tried), {
+        "target": facts(target, config.target), "draft": facts(draft, config.draft),
+        "weights": "random", "stats": stats.to_dict(), "times_ms": listed(times | tried),
+    })  # fmt: skip

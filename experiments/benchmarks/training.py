@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ml_collections import ConfigDict
 
-from experiments.benchmarks.synthetic import random_model
-from experiments.common.timing import Line, Timer, interleave, loop_timer, spread
+from experiments.benchmarks.shapes import facts, listed, random_model
+from experiments.common import cli
+from experiments.common.timing import Line, Result, Timer, loop_timer, measure_all
 from spec_jax.drafters.eagle.model import EagleConfig, head_table, init_head
 from spec_jax.drafters.eagle.objective import eagle3_loss
 from spec_jax.drafters.standalone import objective as lm
 from spec_jax.loading import LoadedModel
 from spec_jax.models.params import num_params
-from spec_jax.progress import Progress
 from spec_jax.train.objective import Batch, target_view
 from spec_jax.train.optimizer import make_optimizer
 from spec_jax.train.step import TrainState, train_step
@@ -127,23 +129,23 @@ def _matmuls(carry: Any, x, w, *, repeats: int):
     return jax.lax.fori_loop(0, repeats, one, carry)
 
 
-def matmul_timer(rows: int, d_in: int, d_out: int) -> tuple[Timer, float]:
-    """Times the three products of a linear map in training; ms, and FLOPs of one such turn."""
+def matmul_timer(rows: int, d_in: int, d_out: int) -> Timer:
+    """Returns a timer of the three products of a linear map in training, in milliseconds."""
     keys = jax.random.split(jax.random.key(0))
     x, w = jax.random.normal(keys[0], (rows, d_in)), jax.random.normal(keys[1], (d_in, d_out))
     run = lambda carry: _matmuls(carry, x, w, repeats=_MATMULS)
-    return loop_timer(run, jnp.zeros(()), _MATMULS), 6.0 * rows * d_in * d_out
+    return loop_timer(run, jnp.zeros(()), _MATMULS)
 
 
-def measure(part: str, config, bars) -> tuple[list[Line], dict]:
-    """Model FLOPs of a step a second, over the rate of its largest products timed alone.
+def check(config: ConfigDict) -> None:
+    """Raises ConfigError if a value cannot be."""
+    names = "lm_batch draft_vocab_size num_steps batch length repeats"
+    cli.require_positive(config, names, "training")
 
-    Args:
-      part: its name in the table.
-      config: ``target`` shape, ``draft_vocab_size``, ``num_steps`` and ``batch`` of the head,
-        ``lm_batch``, ``length``, ``optimizer``, ``repeats``, ``seed``.
-      bars: ``training``.
-    """
+
+def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
+    """Compares model FLOPs of a step a second with the rate of its largest products alone."""
+    bars, config = config.bars, config.training
     target = random_model("target", config.target, config.seed)
     shape, rows = target.config, config.batch * config.length
     products = {
@@ -151,31 +153,23 @@ def measure(part: str, config, bars) -> tuple[list[Line], dict]:
         "vocabulary": (rows, shape.hidden_size, config.draft_vocab_size or shape.vocab_size),
     }
     cases = [eagle3_case(target, config), lm_case(target, config)]
-    timers, flops = {}, {}
-    with Progress(len(products) + len(cases) + config.repeats, part) as bar:
-        for name, size in products.items():
-            timers[name], flops[name] = matmul_timer(*size)
-            bar.step(f"compiled products of {name}")
-        for case in cases:
-            timers[case.name] = loop_timer(case.run, case.state, 1)
-            bar.step(f"compiled {case.name}")
-        times = interleave(timers, config.repeats, bar.step)
-    rate = sum(flops.values()) / sum(times[name] for name in products)  # FLOPs a millisecond
+    makers = {name: functools.partial(matmul_timer, *size) for name, size in products.items()}
+    makers |= {case.name: functools.partial(loop_timer, case.run, case.state, 1) for case in cases}
+    _, times = measure_all("training", makers, config.repeats)
+    flops = sum(6.0 * math.prod(size) for size in products.values())
+    rate = flops / sum(times[name] for name in products)  # FLOPs a millisecond
     lines = []
     for case in cases:
-        reached = case.flops / times[case.name] / rate
-        per_s = case.tokens / times[case.name] * 1e3
         lines += [
             Line(
-                part, f"{case.name}: model FLOP utilisation", spread(reached), bar=bars.training,
-                is_upper=False, note="6 x parameters + attention, over the rate of the largest "
-                "products alone, forward and back",
+                f"{case.name}: model FLOP utilisation", case.flops / times[case.name] / rate,
+                bar=bars.training, is_upper=False, note="6 x parameters + attention, over the rate "
+                "of the largest products alone, forward and back",
             ),
-            Line(part, f"{case.name}: tokens trained on", spread(per_s), "tok/s"),
+            Line(f"{case.name}: tokens trained on", case.tokens / times[case.name] * 1e3, "tok/s"),
         ]  # fmt: skip
-    lines.append(Line(part, "largest products alone, GFLOP/s", spread(rate / 1e6), ""))
-    return lines, {
-        "target": {"parameters": target.num_params, **config.target.to_dict()},
+    lines.append(Line("largest products alone, GFLOP/s", rate / 1e6, ""))
+    return Result(lines, {
+        "target": facts(target, config.target), "times_ms": listed(times),
         "flops": {case.name: case.flops for case in cases},
-        "times_ms": {name: values.tolist() for name, values in times.items()},
-    }
+    })  # fmt: skip

@@ -6,19 +6,22 @@ import json
 import os
 import pathlib
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from ml_collections import ConfigDict
 
 from experiments.benchmarks.rounds import Pair
+from experiments.benchmarks.shapes import listed
 from experiments.benchmarks.zoo import load_pair
 from experiments.common import cli
-from experiments.common.timing import Line, interleave, spread
+from experiments.common.timing import Line, Result, measure_all
 from spec_jax.config import SpeculativeConfig
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError
 from spec_jax.models.checkpoint import save_pretrained
-from spec_jax.progress import Progress
 
 _REST_S = 0.3  # idle threads of the other side spin for a while before they sleep
 
@@ -85,53 +88,52 @@ class Worker:
             self._process.wait()
 
 
-def measure(part: str, config, bars, python: str, k: int, repeats: int) -> tuple[list[Line], dict]:
-    """Tokens a second of both, prefill included, prompt by prompt.
+def check(config: ConfigDict) -> None:
+    """Raises ConfigError if a value cannot be."""
+    cli.require_positive(config, "k repeats", "transformers")
 
-    Args:
-      part: its name in the table.
-      config: of the zoo part: models, prompts and lengths.
-      bars: ``transformers``.
-      python: an interpreter with torch and transformers.
-      k: drafted tokens a round, on both sides.
-      repeats: interleaved.
 
-    Returns:
-      The lines, and what the record keeps beside them.
+def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
+    """Compares tokens a second of both, prefill included, prompt by prompt.
+
+    K is the best of the part "zoo" in float32, if that part has run: both sides decode in float32.
     """
-    pair, prompts = load_pair(config)
+    repeats, python = config.transformers.repeats, config.transformers.python or sys.executable
+    reason = why_not(python)
+    if reason is not None:
+        return Result([], {}, [
+            f"the comparison with transformers was left out ({reason}); name an interpreter that "
+            "has torch and transformers: --config.transformers.python=PATH"
+        ])  # fmt: skip
+    k = records.get("zoo", {}).get("best_k", {}).get("float32", config.transformers.k)
+    (pair, prompts), new_tokens = load_pair(config.zoo), config.zoo.new_tokens
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    with Progress(repeats + 3, part) as bar, tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         for name, model in (("target", pair.target), ("draft", pair.draft)):
             save_pretrained(pathlib.Path(folder) / name, model.params, model.config)
         with Worker(python, pathlib.Path(folder), cores) as worker:
-            bar.step(f"transformers {worker.versions['transformers']} is up")
-            ours = _Ours(pair, prompts, k, config.new_tokens)
-            bar.step("compiled ours")
-            theirs = _Theirs(worker, prompts, k, config.new_tokens)
-            without = _Theirs(worker, prompts, 0, config.new_tokens)
-            bar.step("transformers has run once")
-            timers = {"ours": ours, "assisted": theirs, "plain": without}
-            times = interleave(timers, repeats, bar.step)
-    same = sum(a == b for a, b in zip(ours.tokens, theirs.tokens))
+            timers, times = measure_all("transformers", {
+                "ours": lambda: _Ours(pair, prompts, k, new_tokens),
+                "assisted": lambda: _Theirs(worker, prompts, k, new_tokens),
+                "plain": lambda: _Theirs(worker, prompts, 0, new_tokens),
+            }, repeats)  # fmt: skip
+    same = sum(a == b for a, b in zip(timers["ours"].tokens, timers["assisted"].tokens))
     versions = ", ".join(f"{n} {worker.versions[n]}" for n in ("transformers", "torch", "python"))
-    line = lambda what, values, *args, **options: Line(part, what, spread(values), *args, **options)
     lines = [
-        line(
+        Line(
             f"tokens/s, spec_jax / assisted generation, K={k}", times["assisted"] / times["ours"],
-            bar=bars.transformers, is_upper=False,
+            bar=config.bars.transformers, is_upper=False,
             note=f"{versions}, {worker.versions['threads']} threads; {same} of {len(prompts)} "
             "rows identical",
         ),
-        line(f"spec_jax, K={k}", 1e3 / times["ours"], "tok/s", note="prefill included"),
-        line(f"transformers assisted, K={k}", 1e3 / times["assisted"], "tok/s"),
-        line("transformers plain", 1e3 / times["plain"], "tok/s"),
+        Line(f"spec_jax, K={k}", 1e3 / times["ours"], "tok/s", note="prefill included"),
+        Line(f"transformers assisted, K={k}", 1e3 / times["assisted"], "tok/s"),
+        Line("transformers plain", 1e3 / times["plain"], "tok/s"),
     ]  # fmt: skip
-    record = {
+    return Result(lines, {
         "versions": worker.versions, "k": k, "identical_rows": same, "rows": len(prompts),
-        "times_ms": {name: values.tolist() for name, values in times.items()},
-    }  # fmt: skip
-    return lines, record
+        "times_ms": listed(times),
+    })  # fmt: skip
 
 
 class _Ours:

@@ -152,13 +152,7 @@ def conclusions(results: Sequence[dict]) -> list[str]:
 
 def notes(report: dict) -> list[str]:
     """What a reader must know beside the numbers, after ``report["notes"]``."""
-    lines = list(report["notes"])
-    env, results = report["environment"], report["results"]
-    if env["load_1min"] and env["load_1min"] > env["cores"] / 2:
-        lines.append(
-            f"the machine was busy (load {env['load_1min']:g}, {env['cores']} cores): "
-            "trust ratios more than times, and both little"
-        )
+    lines, results = [*report["notes"], *load_note(report["environment"])], report["results"]
     noise = [abs(1 - r["repeatability"]) for r in results if r.get("repeatability")]
     if noise:
         lines.append(f"plain decoding timed against itself differs by {max(noise):.0%}")
@@ -217,6 +211,16 @@ def head_facts(head: LoadedHead, dtype: str) -> dict[str, Any]:
         "layers": getattr(head.config, "num_modules", 1), "width": layer.hidden_size,
         "vocabulary": layer.vocab_size, "taps": list(head.config.taps), "dtype": dtype,
     }  # fmt: skip
+
+
+def load_note(env: dict) -> list[str]:
+    """Returns a sentence for the notes if the machine was busy when the run began."""
+    if not env["load_1min"] or env["load_1min"] <= env["cores"] / 2:
+        return []
+    return [
+        f"the machine was busy at the start (load {env['load_1min']:g} on {env['cores']} cores): "
+        "trust ratios more than times, and measure again on a quiet one"
+    ]
 
 
 def describe_model(model: dict) -> str:

@@ -1,4 +1,4 @@
-"""Interleaved repeats, ratios with their spread, and the lines of a benchmark's table."""
+"""Interleaved repeats, their spread, and the lines of a benchmark's table."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from spec_jax.progress import Progress
+
 Timer = Callable[[], float]  # runs once, returns milliseconds of one unit of work
+HEADER = ("part", "measured", "median", "quartiles", "bar", "met", "note")
 
 
 def loop_timer(run: Callable[[Any], Any], carry: Any, iterations: int) -> Timer:
-    """Times ``carry = run(carry)``, a compiled loop that may donate its carry; ms an iteration.
+    """Returns a timer of ``carry = run(carry)``, in milliseconds of one of its iterations.
 
-    It runs once before it is timed.
+    ``run`` is a compiled loop that may donate its carry. It runs once before it is timed.
     """
 
     def time_ms() -> float:
@@ -27,20 +30,6 @@ def loop_timer(run: Callable[[Any], Any], carry: Any, iterations: int) -> Timer:
 
     time_ms()
     return time_ms
-
-
-class Spread(NamedTuple):
-    """The median of repeats, between their quartiles."""
-
-    median: float
-    low: float
-    high: float
-
-
-def spread(values: Sequence[float]) -> Spread:
-    """Median and quartiles of what the repeats gave."""
-    low, median, high = np.quantile(np.asarray(values, float), [0.25, 0.5, 0.75])
-    return Spread(float(median), float(low), float(high))
 
 
 def interleave(
@@ -69,27 +58,66 @@ def interleave(
     return {name: np.asarray(values) for name, values in times.items()}
 
 
+def measure_all(
+    part: str, makers: Mapping[Any, Callable[[], Timer]], repeats: int
+) -> tuple[dict[Any, Timer], dict[Any, np.ndarray]]:
+    """Makes all timers, then runs them interleaved, with progress.
+
+    Args:
+      part: The benchmark's part, for the progress.
+      makers: Functions that compile a timer, by its name.
+      repeats: The number of turns.
+
+    Returns:
+      The timers, and the times of ``interleave``.
+    """
+    timers = {}
+    with Progress(len(makers) + repeats, part) as bar:
+        for name, make in makers.items():
+            timers[name] = make()
+            bar.step(f"compiled {name if isinstance(name, str) else ', '.join(map(str, name))}")
+        return timers, interleave(timers, repeats, bar.step)
+
+
+class Spread(NamedTuple):
+    """The median of repeats and their quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Returns the median and the quartiles of repeats."""
+    low, median, high = np.quantile(np.asarray(values, float), [0.25, 0.5, 0.75])
+    return Spread(float(median), float(low), float(high))
+
+
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One line of the table.
+    """One line of a benchmark's table.
 
     Attributes:
-      part: of the benchmark.
-      what: is measured.
-      value: median and quartiles over the repeats.
+      what: What is measured.
+      values: The value of every repeat; the line shows their median and quartiles.
       unit: "x" for a ratio, "ms", "tok/s".
-      bar: what the median is held against, or None: reported only.
-      is_upper: the median must not exceed the bar; else it must reach it.
-      note: what a reader must know beside the number.
+      bar: The value that the median is compared with, or None.
+      is_upper: Whether the bar is an upper bound of the median; else it is a lower one.
+      note: What a reader must know beside the number.
+      part: The part of the benchmark; ``experiments.benchmark`` fills it in.
     """
 
-    part: str
     what: str
-    value: Spread
+    values: Sequence[float]
     unit: str = "x"
     bar: float | None = None
     is_upper: bool = True
     note: str = ""
+    part: str = ""
+
+    @property
+    def value(self) -> Spread:
+        return spread(self.values)
 
     @property
     def is_met(self) -> bool | None:
@@ -100,24 +128,30 @@ class Line:
         return median <= self.bar if self.is_upper else median >= self.bar
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {
-            "value": self.value.median, "quartiles": [self.value.low, self.value.high],
-            "is_met": self.is_met,
-        }  # fmt: skip
+        """Returns the line as values for a JSON file."""
+        kept = {n: getattr(self, n) for n in ("part", "what", "unit", "bar", "is_upper", "note")}
+        median, *quartiles = self.value
+        return kept | {"value": median, "quartiles": quartiles, "is_met": self.is_met}
 
     def cells(self) -> list[str]:
-        """The line as text, in the order of ``HEADER``."""
+        """Returns the line as text, in the order of ``HEADER``."""
         form = (lambda x: f"{x:.0f}") if self.unit == "tok/s" else (lambda x: f"{x:.3g}")
         unit = self.unit if self.unit == "x" else f" {self.unit}"
         bar = "" if self.bar is None else f"{'<=' if self.is_upper else '>='} {self.bar:g}"
         met = {True: "yes", False: "NO", None: ""}[self.is_met]
-        low, high = form(self.value.low), form(self.value.high)
-        return [
-            self.part, self.what, f"{form(self.value.median)}{unit}", f"{low}–{high}", bar, met,
-            self.note,
-        ]  # fmt: skip
+        median, low, high = map(form, self.value)
+        return [self.part, self.what, f"{median}{unit}", f"{low}–{high}", bar, met, self.note]
 
 
-HEADER = ("part", "measured", "median", "quartiles", "bar", "met", "note")
+class Result(NamedTuple):
+    """What a part of the benchmark returns.
 
+    Attributes:
+      lines: Its lines of the table.
+      record: What benchmark.json keeps of it besides.
+      notes: What the reader of the whole report must know.
+    """
 
+    lines: list[Line]
+    record: dict[str, Any]
+    notes: Sequence[str] = ()

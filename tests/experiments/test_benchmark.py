@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import sys
 
 import jax
 import numpy as np
@@ -14,7 +13,7 @@ import pytest
 from configs import benchmark as default
 from experiments import benchmark
 from experiments.benchmarks import adaptive, loops, rounds, training
-from experiments.benchmarks.synthetic import random_model
+from experiments.benchmarks.shapes import random_model
 from experiments.common import timing
 from spec_jax.config import SpeculativeConfig
 from spec_jax.decoding import System
@@ -101,7 +100,7 @@ def test_leaves_a_record_with_every_bar(config, tmp_path, capsys, part):
         assert line["part"] == part and 0 < low <= line["value"] <= high
     text, out = (tmp_path / "benchmark.md").read_text(), capsys.readouterr().out
     assert all(line["what"] in text for line in record["lines"])
-    with pytest.raises(ConfigError, match="holds another run"):
+    with pytest.raises(ConfigError, match="holds the report of another run"):
         benchmark.run(config, tmp_path, ("zoo",))
     if part in ("llama110m", "zoo"):
         assert "measured / predicted" in out
@@ -169,7 +168,9 @@ def test_replay_is_measured_against_the_verify_pass_of_the_same_run(config, tmp_
 
 
 def test_says_why_transformers_is_left_out(config, tmp_path, capsys):
-    record = benchmark.run(config, tmp_path, ("transformers",), str(tmp_path / "no_python"))
+    config = config.copy_and_resolve_references()
+    config.transformers.python = str(tmp_path / "no_python")
+    record = benchmark.run(config, tmp_path, ("transformers",))
     assert not record["lines"]
     assert "left out" in record["notes"][0] and "no_python" in capsys.readouterr().out
 
@@ -207,7 +208,7 @@ def test_coins_come_up_at_their_rate(pair):
     reason="torch and transformers are not installed",
 )
 def test_compares_with_assisted_generation(config, tmp_path):
-    record = benchmark.run(config, tmp_path, ("transformers",), sys.executable)
+    record = benchmark.run(config, tmp_path, ("transformers",))
     found = record["parts"]["transformers"]
     assert found["identical_rows"] == found["rows"] == 2
     assert found["k"] == config.transformers.k
@@ -272,12 +273,12 @@ def test_a_round_is_timed_over_the_rounds_it_ran(pair):
 def test_prediction_is_the_parts_over_plain_decoding():
     times = {
         "draft first": np.asarray([2.0]), "draft": np.asarray([1.0]),
-        "verify": np.asarray([10.0]), "rest": np.asarray([3.0]),
+        "verify": np.asarray([10.0]), "rest": np.asarray([3.0]), "plain": np.asarray([8.0]),
     }  # fmt: skip
     assert rounds.parts_ms(times, 3)[0] == 2 + 2 * 1 + 10 + 3
     stats = Stats(reached_at=(4, 2, 1), accepted_at=(2, 1, 1))
     tokens = 1 + 0.5 + 0.25 + 0.25
-    found = rounds.predict(times, np.asarray([8.0]), stats, 3)
+    found = rounds.predict(times, stats, 3)
     np.testing.assert_allclose(found, [tokens * 8 / 17])
 
 
@@ -290,10 +291,10 @@ def test_turns_are_interleaved_and_change_direction():
 
 
 def test_a_line_knows_whether_its_bar_is_met():
-    value = timing.spread([1.0, 2.0, 3.0])
-    assert value == (2.0, 1.5, 2.5)
-    met = lambda bar, **options: timing.Line("p", "w", value, "x", bar, **options).is_met
+    values = [1.0, 2.0, 3.0]
+    assert timing.spread(values) == (2.0, 1.5, 2.5)
+    met = lambda bar, **options: timing.Line("w", values, "x", bar, **options).is_met
     assert met(2.0) and not met(1.9)
     assert met(2.0, is_upper=False) and not met(2.1, is_upper=False)
     assert met(None) is None
-    assert timing.Line("p", "w", timing.spread([float("nan")]), "x", 1.0).is_met is False
+    assert timing.Line("w", [float("nan")], "x", 1.0).is_met is False
