@@ -7,7 +7,7 @@ import time
 
 from tqdm import tqdm
 
-_BAR = "{desc} {bar:24} {n}/{total} {elapsed}<{remaining} {postfix}"
+_BAR = "{desc} {bar:24} {n}/{total} {elapsed}<{remaining}{postfix}"
 
 
 class Progress:

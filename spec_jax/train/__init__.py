@@ -1,1 +1,1 @@
-"""Training: losses, and the state and step of a language model."""
+"""Training: objectives, the optimizer, one step, the loop around it, and what a run keeps."""

@@ -1,10 +1,11 @@
-"""Checkpoints of a run: written beside the training, resumed exactly, and never in pieces."""
+"""Checkpoints of a run, written while the training goes on and resumed exactly."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,14 +16,17 @@ from spec_jax.errors import TrainingError
 
 
 class Checkpoints:
-    """The newest states of a run, and the best one by a figure.
+    """Keeps the newest states of a run, and the best one by a figure.
 
-    ``folder/latest`` holds the last ``keep`` states, ``folder/best`` the one whose figure is
-    highest. Files appear under a step's name only when they are whole.
+    ``folder/latest`` holds the last ``keep`` states and ``folder/best`` the one with the highest
+    figure. A checkpoint appears under its step's name only when it is complete.
 
     Args:
-      folder: made if absent.
-      keep: how many of the newest stay.
+      folder: The folder of the checkpoints; it is created if it does not exist.
+      keep: The number of newest states to keep.
+
+    Raises:
+      TrainingError: The best checkpoint of an earlier run cannot be read.
     """
 
     def __init__(self, folder: str | pathlib.Path, keep: int = 2):
@@ -49,17 +53,21 @@ class Checkpoints:
 
     @property
     def last_step(self) -> int | None:
-        """The newest step that is saved, or None."""
+        """The step of the newest checkpoint, or None."""
         return self._latest.latest_step()
 
     def save(self, step: int, state: Any) -> None:
-        """Begins to write a state; the training may go on, the state be donated.
+        """Starts to write a state. Training may go on at once, and donate the state.
 
-        The best state is whole before a newer one is: a run that is resumed behind an
-        evaluation does not repeat it.
+        The best state is complete before a newer one is started, so a run that is resumed after
+        an evaluation does not repeat it.
+
+        Args:
+          step: The number of steps done.
+          state: The state to save, a pytree of arrays.
 
         Raises:
-          TrainingError: this or an earlier state could not be written.
+          TrainingError: This or an earlier state could not be written.
         """
 
         def save():
@@ -69,10 +77,18 @@ class Checkpoints:
         self._guarded(step, save)
 
     def save_best(self, step: int, state: Any, figure: float) -> bool:
-        """Keeps a state whose figure is higher than every earlier one's; says whether it is.
+        """Saves a state as the best one if its figure is higher than every earlier figure.
+
+        Args:
+          step: The number of steps done.
+          state: The state to save, a pytree of arrays.
+          figure: The figure to compare by, such as tau. A NaN is never the best.
+
+        Returns:
+          Whether the state was saved.
 
         Raises:
-          TrainingError: this or an earlier state could not be written.
+          TrainingError: This or an earlier state could not be written.
         """
         best = self._known
         if math.isnan(figure) or (best is not None and (figure <= best[1] or step <= best[0])):
@@ -86,33 +102,33 @@ class Checkpoints:
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """Step and figure of the best state, or None."""
+        """The step and the figure of the best state, or None."""
         return self._known
 
     def check(self) -> None:
-        """Raises a TrainingError where a state could not be written behind the training."""
+        """Raises a TrainingError if a state could not be written in the background."""
         self._guarded(None, lambda: None)
 
     def wait(self) -> None:
-        """Returns when everything is written.
+        """Waits until every state is written.
 
         Raises:
-          TrainingError: it could not be.
+          TrainingError: A state could not be written.
         """
         self._guarded(None, lambda: (self._latest.wait_until_finished(),
                                      self._best.wait_until_finished()))
 
-    def restore(self, state: Any, say=print) -> Any:
-        """The newest sound state, or ``state`` as it is where nothing was saved.
+    def restore(self, state: Any, say: Callable[[str], object] = print) -> Any:
+        """Returns the newest state that can be read, or ``state`` if nothing was saved.
 
-        A checkpoint that cannot be read is moved aside, to ``refused-STEP``, and named.
+        A checkpoint that cannot be read is renamed to ``refused-STEP`` and reported.
 
         Args:
-          state: of the same run, for shapes and dtypes.
-          say: gets a sentence for each refused checkpoint.
+          state: A state of the same run, for its shapes and dtypes.
+          say: Called with a sentence for each checkpoint that is refused.
 
         Raises:
-          TrainingError: there are checkpoints, and none of them is sound.
+          TrainingError: There are checkpoints, and none of them can be read.
         """
         refused = [f"{path} was refused" for path in self._latest_path.glob("refused-*")]
         for step in sorted(self._latest.all_steps(), reverse=True):
@@ -134,10 +150,13 @@ class Checkpoints:
         return state
 
     def restore_best(self, state: Any) -> Any:
-        """The best state; ``state`` gives shapes and dtypes.
+        """Returns the best state.
+
+        Args:
+          state: A state of the same run, for its shapes and dtypes.
 
         Raises:
-          TrainingError: there is none, or it cannot be read.
+          TrainingError: There is no best state, or it cannot be read.
         """
         if self.best is None:
             raise TrainingError(f"{self.folder / 'best'} holds no checkpoint")
@@ -163,6 +182,7 @@ class Checkpoints:
             ) from error
 
     def close(self) -> None:
+        """Ends the background writers."""
         for manager in (self._latest, self._best):
             manager.close()
 
@@ -182,7 +202,7 @@ def _brief(error: Exception) -> str:
 
 
 def _read(manager: ocp.CheckpointManager, step: int, state: Any) -> Any:
-    """Restores a state; raises a ValueError if its shapes differ or a number is not finite."""
+    """Restores a state. Raises a ValueError if its shapes differ or a number is not finite."""
     found = manager.restore(step, args=ocp.args.StandardRestore(state))
 
     def leaf(path, a, b):

@@ -16,7 +16,7 @@ from spec_jax.progress import Progress
 
 
 def flatten(figures: Mapping[str, object]) -> dict[str, float]:
-    """Numbers by name; those of an array by position, from 1, as ``name_1``."""
+    """Returns the numbers by name. Those of an array are named by position: ``name_1``, …"""
     flat: dict[str, float] = {}
     for name, value in figures.items():
         if np.ndim(value) == 0:
@@ -29,13 +29,18 @@ def flatten(figures: Mapping[str, object]) -> dict[str, float]:
 class Log:
     """Writes figures by step to metrics.jsonl, to tensorboard/ and to the screen.
 
-    A run that is resumed behind some lines of its own drops these and writes them again; the
-    first mean behind a resumption is of fewer steps.
-    ``cpu_s`` counts the CPU seconds of this process and of the ones it resumes.
+    A resumed run drops the lines that were written after its checkpoint and writes them again;
+    its first mean is over fewer steps. ``cpu_s`` counts the CPU seconds of this process and of
+    those that it resumes.
+
+    Args:
+      folder: The folder of the run.
+      first_step: The number of steps done before; 0 for a new run.
+      num_steps: The number of steps of the whole run.
     """
 
     def __init__(self, folder: pathlib.Path, first_step: int, num_steps: int):
-        from tensorboardX import SummaryWriter  # imports protobuf: only where a run is
+        from tensorboardX import SummaryWriter  # imports protobuf, so only when a run begins
 
         self._path, self._before_s = folder / "metrics.jsonl", 0.0
         lines = read_metrics(self._path) if first_step else []
@@ -48,8 +53,16 @@ class Log:
         self._progress = Progress(num_steps, "training", num_done=first_step)
         self._shown: dict[str, float] = {}
 
-    def write(self, step: int, **figures) -> None:
-        """Keeps figures of a step, and shows them where there is no terminal for a bar."""
+    def write(self, step: int, **figures: object) -> None:
+        """Writes the figures of a step, and prints them if there is no terminal for a bar.
+
+        Args:
+          step: The number of steps done.
+          **figures: Numbers or arrays by name, see ``flatten``.
+
+        Raises:
+          TrainingError: metrics.jsonl could not be written.
+        """
         used = resource.getrusage(resource.RUSAGE_SELF)
         cpu_s = self._before_s + used.ru_utime + used.ru_stime
         figures = {"step": step, **flatten(figures), "cpu_s": round(cpu_s, 1)}
@@ -69,7 +82,7 @@ class Log:
         self._shown |= {k: v for k, v in figures.items() if k in ("loss", "tok_s", "tau")}
 
     def advance(self, step: int) -> None:
-        """Moves the bar to a step; where there is none, ``write`` has printed a line."""
+        """Moves the bar to a step. Without a terminal there is none, and ``write`` prints."""
         if self._progress.is_bar:
             text = ", ".join(f"{k}={_short(v)}" for k, v in self._shown.items())
             self._progress.step(text, step - self._progress.num_done)
@@ -79,8 +92,9 @@ class Log:
         self._progress.say(text)
 
     def close(self) -> None:
+        """Removes the bar and closes the TensorBoard file."""
         self._progress.close()
-        with contextlib.suppress(OSError):  # a full disk, which metrics.jsonl has told of
+        with contextlib.suppress(OSError):  # a full disk, which ``write`` has reported
             self._board.close()
 
     def __enter__(self) -> Log:
@@ -91,7 +105,7 @@ class Log:
 
 
 def read_metrics(path: pathlib.Path) -> list[dict]:
-    """The whole lines of a metrics.jsonl; a last one that was cut off is left out."""
+    """Returns the lines of a metrics.jsonl without a last one that was cut off."""
     if not path.exists():
         return []
     lines = []

@@ -1,4 +1,4 @@
-"""The loop around a training step: logs, evaluation, checkpoints, and orderly ends."""
+"""The loop around a training step: logs, evaluation, checkpoints, and an orderly end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from spec_jax.train.step import TrainState
 
 
 class Preemption:
-    """Turns SIGTERM into a flag, so that a run can save and end; off the main thread it is idle."""
+    """Turns SIGTERM into a flag, so that a run can save and end.
+
+    Used as a context manager. It does nothing outside of the main thread.
+    """
 
     def __init__(self):
         self.is_asked = False
@@ -57,30 +60,29 @@ def train_loop(
 ) -> tuple[TrainState, bool]:
     """Trains from ``state.step`` to ``num_steps``, or until SIGTERM asks it to save and end.
 
-    Nothing is saved before the losses and gradients up to it were seen to be finite.
+    A state is saved only after all losses and gradients up to it were found to be finite.
 
     Args:
-      state: fresh or restored; consumed.
-      step_fn: one jitted step, the state donated.
-      batch_at: the batch of a step, a pure function of its number.
-      num_steps: in all.
-      checkpoints: where to save.
-      log: where to write.
-      tokens_per_step: how many tokens a batch trains on.
-      log_every: steps between two lines, each of the means since the last.
-      summarise: turns the means of the step's figures into what is written.
+      state: A fresh or restored state; it is consumed.
+      step_fn: One jitted step that donates the state, ``(state, batch) -> (state, figures)``.
+      batch_at: The batch of a step, a pure function of the step's number.
+      num_steps: The number of steps of the whole run.
+      checkpoints: Where states are saved.
+      log: Where figures are written.
+      tokens_per_step: The number of tokens that a batch trains on.
+      log_every: Steps between two lines; each line holds the means since the last one.
+      summarise: Turns the means of the step's figures into what is written.
       evaluate: ``state -> figures``, or None.
-      eval_every: steps between two evaluations; 0: none but the last.
-      best_by: the figure of ``evaluate`` by which the best state is kept, or None.
-      checkpoint_every_s: seconds between two checkpoints.
-      describe_batch: which data a step's batch is made of, for errors.
+      eval_every: Steps between two evaluations; 0 evaluates after the last step only.
+      best_by: The figure of ``evaluate`` that chooses the best state, or None.
+      checkpoint_every_s: Seconds between two checkpoints.
+      describe_batch: Says which data the batch of a step holds, for error messages.
 
     Returns:
       The last state, and whether all steps were done.
 
     Raises:
-      TrainingError: a loss or gradient that is not finite, or a checkpoint that could not be
-        written.
+      TrainingError: A loss or gradient is not finite, or a checkpoint could not be written.
     """
     pending: list[tuple[int, dict]] = []
     seen, began_s, saved_s = 0, time.monotonic(), time.monotonic()

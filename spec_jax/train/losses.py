@@ -1,10 +1,12 @@
-"""Losses and figures of merit of one distribution, or of a draft beside its target.
+"""Losses of one distribution, and divergences of a draft's distribution from its target's.
 
-Pure functions over the last axis, in float32 and nats; leading axes are kept, so that
-the caller averages (or masks) them.
+All are pure functions over the last axis, computed in float32, in nats. Leading axes are kept;
+the caller averages or masks them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +15,12 @@ from spec_jax.errors import ConfigError
 
 
 def _float32(logits: jax.Array) -> jax.Array:
-    """The logits in float32; their gradient is an array, not computed anew by all who read it."""
+    """Casts to float32. The barrier keeps the gradient one array, not recomputed by each reader."""
     return jax.lax.optimization_barrier(logits.astype(jnp.float32))
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Negative log-likelihood of the labels.
+    """Computes the negative log-likelihood of the labels.
 
     Args:
       logits: dtype[..., V].
@@ -33,9 +35,9 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def forward_kl(target_logits: jax.Array, draft_logits: jax.Array) -> jax.Array:
-    """KL(target || draft): zero where they agree, else positive.
+    """Computes KL(target || draft), which is zero where the two distributions agree.
 
-    Its gradient reaches the draft and, unless the caller stops it, the target.
+    Its gradient flows to the draft and, unless the caller stops it, to the target.
 
     Args:
       target_logits: dtype[..., V].
@@ -54,16 +56,17 @@ def forward_kl(target_logits: jax.Array, draft_logits: jax.Array) -> jax.Array:
 def expected_acceptance(
     target_logits: jax.Array, draft_logits: jax.Array, *, temperature: float = 1.0
 ) -> jax.Array:
-    """The probability that residual sampling accepts one token drafted here.
+    """Computes the probability that residual sampling accepts one token drafted here.
 
-    At temperature 0 it is 1 where the two most likely tokens agree, else 0.
-    Source: Leviathan et al., arXiv 2211.17192, theorem 3.5: the sum over tokens of
-    min(p, q).
+    It is the sum over tokens of min(p, q). At temperature 0 it is 1 where the two likeliest
+    tokens agree, else 0.
+
+    Source: Leviathan et al., arXiv 2211.17192, theorem 3.5.
 
     Args:
       target_logits: dtype[..., V].
       draft_logits: dtype[..., V].
-      temperature: divides both logits.
+      temperature: The number that divides both logits.
 
     Returns:
       f32[...], in [0, 1].
@@ -76,7 +79,7 @@ def expected_acceptance(
 
 
 def reverse_kl(target_logits: jax.Array, draft_logits: jax.Array) -> jax.Array:
-    """KL(draft || target): the draft avoids what the target would not say.
+    """Computes KL(draft || target), which is large where the draft says what the target would not.
 
     Source: DistillSpec, arXiv 2310.08461, section 4.
 
@@ -91,7 +94,7 @@ def reverse_kl(target_logits: jax.Array, draft_logits: jax.Array) -> jax.Array:
 
 
 def total_variation(target_logits: jax.Array, draft_logits: jax.Array) -> jax.Array:
-    """Half the L1 distance of the two laws: the chance that residual sampling rejects.
+    """Computes half the L1 distance: the probability that residual sampling rejects.
 
     Source: DistillSpec, arXiv 2310.08461, section 4.
 
@@ -106,10 +109,10 @@ def total_variation(target_logits: jax.Array, draft_logits: jax.Array) -> jax.Ar
 
 
 def negative_log_acceptance(target_logits: jax.Array, draft_logits: jax.Array) -> jax.Array:
-    """Minus the log of the sum of min(p, q): the acceptance itself, as a likelihood.
+    """Computes minus the log of the probability of acceptance, the sum of min(p, q).
 
-    Its gradient is the total variation's over the acceptance, so that tokens which are
-    hardly ever accepted pull no less than the others.
+    Its gradient is that of the total variation divided by the acceptance, so tokens that are
+    rarely accepted count no less than the others.
 
     Source: the alpha loss of SpecForge's LK losses.
 
@@ -124,7 +127,9 @@ def negative_log_acceptance(target_logits: jax.Array, draft_logits: jax.Array) -
 
 
 def soft_cross_entropy(target_logits: jax.Array, draft_logits: jax.Array) -> jax.Array:
-    """Cross-entropy of the draft under the target's law: forward KL and the target's entropy.
+    """Computes the cross-entropy of the draft under the target's distribution.
+
+    It is the forward KL divergence plus the entropy of the target.
 
     Source: EAGLE, arXiv 2401.15077, section 4.2; EAGLE-3, arXiv 2503.01840, section 3.2.
 
@@ -150,11 +155,14 @@ DIVERGENCES = {
 }
 
 
-def make_divergence(name: str):
-    """The loss of a draft's logits beside its target's, ``(target, draft) -> f32[...]``.
+def make_divergence(name: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Returns the divergence of this name, ``(target_logits, draft_logits) -> f32[...]``.
+
+    Args:
+      name: A key of ``DIVERGENCES``.
 
     Raises:
-      ConfigError: an unknown name.
+      ConfigError: The name is unknown.
     """
     if name not in DIVERGENCES:
         raise ConfigError(f"divergence is {name!r}; expected one of {', '.join(DIVERGENCES)}")

@@ -20,19 +20,19 @@ from spec_jax.train.unroll import shifted
 
 @flax.struct.dataclass
 class View:
-    """What the target saw, as an objective reads it; no gradient goes through it."""
+    """The target's states on a batch, as an objective reads them. No gradient flows through."""
 
-    features: jax.Array | None  # dtype[B,W,E], its tapped states
-    hidden: jax.Array  # dtype[B,W,D], after the final norm: row t is the law of token t + 1
+    features: jax.Array | None  # dtype[B,W,E], the tapped states
+    hidden: jax.Array  # dtype[B,W,D], after the final norm; row t predicts token t + 1
 
 
 @flax.struct.dataclass
 class Batch:
-    """Windows of text, and which of their tokens count."""
+    """Windows of text, and the tokens in them that are to be predicted."""
 
     tokens: jax.Array  # i32[B,W]
-    mask: jax.Array  # bool[B,W], the token is one to be predicted
-    key: jax.Array  # of this step
+    mask: jax.Array  # bool[B,W], True where the token is to be predicted
+    key: jax.Array  # of the step
     view: View | None = None
 
 
@@ -81,35 +81,43 @@ class Objective(NamedTuple):
 def target_view(
     target: dict, tokens: jax.Array, *, config: ModelConfig, taps: tuple[int, ...]
 ) -> View:
-    """Runs the target over windows i32[B,W], whole and without a cache.
+    """Runs the target over whole windows, without a cache.
 
     Args:
-      target: its weights.
+      target: The target's weights.
       tokens: i32[B,W].
-      config: its shape.
-      taps: the states to keep, see ``transformer.forward``.
+      config: The target's shape.
+      taps: The states to keep, see ``transformer.forward``.
     """
     out = transformer.forward(target, tokens, config=config, taps=taps)
     return jax.lax.stop_gradient(View(out.features, out.hidden))
 
 
-def weighted_mean(values: jax.Array, weights: jax.Array, count: jax.Array | None = None):
-    """Sum of ``values * weights`` over ``count``, by default the sum of the weights; 0 of none."""
+def weighted_mean(
+    values: jax.Array, weights: jax.Array, count: jax.Array | None = None
+) -> jax.Array:
+    """Computes the sum of ``values * weights`` divided by ``count``; 0 if nothing counts.
+
+    Args:
+      values: f32[...].
+      weights: bool[...] or f32[...].
+      count: f32[], by default the sum of the weights.
+    """
     weights = weights.astype(jnp.float32)
     count = weights.sum() if count is None else count
     return jnp.where(weights > 0, values * weights, 0.0).sum() / jnp.maximum(count, 1)
 
 
 def chain_figures(drafts: list[jax.Array], batch: Batch, weights: list[jax.Array]) -> dict:
-    """Teacher-forced counts by position: how often the text's own token was drafted.
+    """Counts by position how often the text's own token was drafted, teacher-forced.
 
-    A position is reached where every draft before it was the text's token: so on text that the
-    target writes greedily, ``hits / reached`` is the conditional acceptance of greedy decoding.
+    A position is reached if every draft before it was the text's token. So on text that the
+    target wrote greedily, ``hits / reached`` is the conditional acceptance of greedy decoding.
 
     Args:
-      drafts: by step, i32[B,T], the likeliest token in place of token t + 2 + j.
-      batch: the windows.
-      weights: by step, bool[B,T], which rows count.
+      drafts: i32[B,T] by step, the likeliest token for the place of token t + 2 + j.
+      batch: The windows.
+      weights: bool[B,T] by step, the rows that count.
 
     Returns:
       ``reached`` and ``hits``, f32[K], counts over the batch.
@@ -127,7 +135,7 @@ def chain_figures(drafts: list[jax.Array], batch: Batch, weights: list[jax.Array
 
 
 def chain_rates(figures: Mapping) -> dict:
-    """Figures with the counts of ``chain_figures`` as rates: ``accept`` f32[K], conditional."""
+    """Turns the counts of ``chain_figures`` into conditional rates by position, ``accept``."""
     rest = {name: value for name, value in figures.items() if name not in ("reached", "hits")}
     if "hits" in figures:
         hits, reached = np.asarray(figures["hits"]), np.asarray(figures["reached"])

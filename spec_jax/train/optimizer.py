@@ -1,4 +1,4 @@
-"""Schedules and optimizers."""
+"""Learning-rate schedules and optimizers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ import optax
 from spec_jax.errors import ConfigError
 
 OPTIMIZERS = ("muon", "adamw")
-_NOT_INNER = ("embed", "head")  # matrices that Muon leaves to AdamW
+_NOT_INNER = ("embed", "head")  # matrices that AdamW updates beside Muon
 
 
 def warmup_stable_decay(peak: float, steps: int, warmup: int, decay_share: float) -> optax.Schedule:
-    """Linear warm-up to ``peak``, constant, then linear to zero over the last ``decay_share``.
+    """Warms up linearly to ``peak``, stays there, and falls linearly to zero at the end.
 
-    Until the decay begins the schedule does not depend on ``steps``, so a run may be
-    shortened or lengthened up to there.
+    The schedule does not depend on ``steps`` before the decay begins, so until then a run may
+    be shortened or lengthened.
+
+    Args:
+      peak: The highest rate.
+      steps: The number of updates.
+      warmup: The number of updates of the warm-up.
+      decay_share: The part of the updates, in [0, 1], over which the rate falls to zero.
     """
     begin = decay_begin(steps, decay_share)
     return optax.join_schedules(
@@ -31,7 +37,7 @@ def warmup_stable_decay(peak: float, steps: int, warmup: int, decay_share: float
 
 
 def decay_begin(steps: int, decay_share: float) -> int:
-    """The step at which the decay begins."""
+    """Returns the update at which the decay begins."""
     return steps - max(1, round(steps * decay_share))
 
 
@@ -47,26 +53,26 @@ def make_optimizer(
     clip: float,
     accumulate: int = 1,
 ) -> optax.GradientTransformation:
-    """AdamW, or Muon for the inner matrices with AdamW for the rest.
+    """Makes AdamW, or Muon for the inner matrices with AdamW for the rest.
 
-    Inner are all matrices but the embedding and the output head.
+    The inner matrices are all matrices except the embedding and the output head.
 
     Source: Muon, Jordan et al. 2024 (optax.contrib.muon): momentum whose matrices are
     orthogonalised before the update.
 
     Args:
       name: "adamw" or "muon".
-      steps: updates of the whole run.
-      warmup: updates of warm-up.
-      decay_share: the part of the run in which the rate falls to zero.
-      lr: AdamW's peak rate.
-      matrix_lr: Muon's peak rate.
-      weight_decay: decoupled, on matrices (the embedding included).
-      clip: the largest norm of the whole gradient.
-      accumulate: batches whose mean gradient makes one update.
+      steps: The number of updates of the whole run.
+      warmup: The number of updates of the warm-up.
+      decay_share: The part of the run over which the rate falls to zero.
+      lr: The peak rate of AdamW.
+      matrix_lr: The peak rate of Muon.
+      weight_decay: Decoupled weight decay, on matrices (the embedding included).
+      clip: The largest norm of the whole gradient.
+      accumulate: The number of batches whose mean gradient makes one update.
 
     Raises:
-      ConfigError: an unknown name.
+      ConfigError: The name is unknown.
     """
     if name not in OPTIMIZERS:
         raise ConfigError(f"optimizer is {name!r}; expected one of {', '.join(OPTIMIZERS)}")

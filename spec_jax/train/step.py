@@ -1,4 +1,4 @@
-"""The state of training and one step of it."""
+"""The state of training, and one step."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 
 @flax.struct.dataclass
 class TrainState:
-    """Everything that training carries from step to step."""
+    """Everything that training carries from one step to the next."""
 
     step: jax.Array  # i32[], steps done
     params: Any  # nested dict, float32
     opt_state: Any
 
     @classmethod
-    def create(cls, params, optimizer: optax.GradientTransformation) -> TrainState:
-        """These parameters and an untouched optimizer."""
+    def create(cls, params: Any, optimizer: optax.GradientTransformation) -> TrainState:
+        """Makes the state before the first step."""
         return cls(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
 
-def cast(tree, dtype):
-    """The same pytree, floating arrays in ``dtype``; None leaves it as it is."""
+def cast(tree: Any, dtype: DTypeLike | None) -> Any:
+    """Casts the floating arrays of a pytree to ``dtype``; None leaves them as they are."""
     if dtype is None:
         return tree
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
@@ -34,21 +35,23 @@ def cast(tree, dtype):
 
 
 def train_step(
-    state: TrainState, batch: Any, frozen: Any = None, *, objective: Callable, optimizer,
-    dtype=None,
+    state: TrainState, batch: Any, frozen: Any = None, *,
+    objective: Callable[..., tuple[jax.Array, dict]], optimizer: optax.GradientTransformation,
+    dtype: DTypeLike | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One update. Pure; jit it with the state donated.
+    """Computes one update. It is pure: jit it with the state donated.
 
     Args:
-      state: consumed.
-      batch: what the objective reads.
-      frozen: parameters that it reads and that stay as they are, or None.
-      objective: ``(params, batch, frozen) -> (scalar, figures)``.
-      optimizer: of ``make_optimizer``.
-      dtype: to compute in; the parameters and their update stay float32. None: float32.
+      state: The state; it is consumed.
+      batch: What the objective reads.
+      frozen: Parameters that the objective reads and that are not trained, or None.
+      objective: ``(params, batch, frozen) -> (loss f32[], figures)``.
+      optimizer: What ``make_optimizer`` returns.
+      dtype: The dtype to compute in. None means float32. The parameters and their updates are
+        float32 in either case.
 
     Returns:
-      The next state, and ``loss``, ``grad_norm`` and the objective's own figures.
+      The next state, and the figures: ``loss``, ``grad_norm`` and the objective's own.
     """  # fmt: skip
     run = lambda params: objective(cast(params, dtype), batch, frozen)
     (value, figures), grads = jax.value_and_grad(run, has_aux=True)(state.params)

@@ -1,14 +1,17 @@
-"""Training-time test: a head unrolled over its own states, as it will draft.
+"""Training-time test: unrolls a head over its own states, as it will draft.
 
-Row t of step j is the j-th draft behind the pair t, all rows at once: it joins the head's own
-state of row t at step j - 1 (of the target, where j is 0) with token t + 1 + j, and predicts
-token t + 2 + j. Its attention sees what its cache would hold: the true pairs 0..t, which are
-step 0's, and its own earlier drafts, which are row t of the later steps.
+Row t of step j is the j-th draft after pair t, and all rows are computed at once. It joins a
+state with token t + 1 + j and predicts token t + 2 + j; the state is the target's if j is 0, and
+else the head's own of row t at step j - 1. Its attention sees what the cache would hold in
+decoding: the true pairs 0..t, which are the rows of step 0, and its own earlier drafts, which
+are row t of the later steps.
 
 Source: EAGLE-3, arXiv 2503.01840, section 3.2 and figure 6.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import flax.struct
 import jax
@@ -20,23 +23,28 @@ from spec_jax.models.attention import block_size
 
 @flax.struct.dataclass
 class UnrolledCache:
-    """What the steps so far wrote, in the place of a ``KVCache`` of one layer.
+    """The keys and values of the steps so far, in the place of a ``KVCache`` of one layer.
 
-    ``window_offset`` is the step: it shifts the rotary positions, row t of step j being at t + j.
+    A pass's ``window_offset`` is the step, which shifts the rotary positions: row t of step j
+    is at position t + j.
     """
 
     keys: tuple[jax.Array, ...]  # dtype[B,G,T,H], by step
     values: tuple[jax.Array, ...]  # dtype[B,G,T,H], by step
-    length: jax.Array  # i32[B], zeros: no row is behind another
+    length: jax.Array  # i32[B], zeros: all rows begin at position 0
     slots: int = flax.struct.field(pytree_node=False)
 
     @classmethod
     def create(cls, batch: int, num_rows: int) -> UnrolledCache:
+        """Makes an empty cache for B sequences of T rows."""
         return cls((), (), jnp.zeros((batch,), jnp.int32), num_rows)
 
-    def attend(self, q_BTNH, k_BGTH, v_BGTH, index, window, scale=None):
-        """Attention of one step's rows; args and returns as ``layers.attend_window``."""
-        del index, window  # one layer, and what a row sees is the step's affair
+    def attend(
+        self, q_BTNH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, index: Any, window: Any,
+        scale: float | None = None,
+    ) -> tuple[jax.Array, UnrolledCache]:
+        """Computes the attention of one step's rows, see ``layers.attend_window``."""
+        del index, window  # there is one layer, and the step says what a row sees
         keys, values = (*self.keys, k_BGTH), (*self.values, v_BGTH)
         out = _attend_unrolled(q_BTNH, keys, values, scale)
         return out, self.replace(keys=keys, values=values)
@@ -68,7 +76,7 @@ def _attend_unrolled(q_BTNH, keys, values, scale):
 
 
 def shifted(x: jax.Array, by: int, num_rows: int) -> jax.Array:
-    """Columns ``by .. by + num_rows`` of ``x[B,T,...]``, zeros past its end."""
+    """Returns the columns ``by`` to ``by + num_rows`` of ``x[B,T,...]``, zeros past its end."""
     part = x[:, by : by + num_rows]
     short = num_rows - part.shape[1]
     return jnp.pad(part, [(0, 0), (0, short)] + [(0, 0)] * (x.ndim - 2)) if short else part
@@ -78,19 +86,19 @@ def unroll(
     head: Head, params: dict, features: jax.Array, tokens: jax.Array, num_steps: int, *,
     is_remat: bool = False,
 ) -> list[jax.Array]:
-    """The head's states, by step, of every pair that a sequence has.
+    """Computes the head's states of every pair of a sequence, for K steps.
 
     Args:
-      head: what drafts.
-      params: ``{"head": ..., "target": ...}``, as it takes them.
+      head: The head.
+      params: ``{"head": ..., "target": ...}``, as the head takes them.
       features: dtype[B,T+2,E], the target's tapped states.
       tokens: i32[B,T+2].
       num_steps: K.
-      is_remat: keep a step's inputs alone for the backward pass, and run it again there.
+      is_remat: Whether the backward pass computes each step again instead of storing it.
 
     Returns:
-      K arrays dtype[B,T,D]: row t of the j-th (from 0) predicts token t + 2 + j. The last j rows
-      of step j are of no use: the tokens that they would join lie outside.
+      K arrays dtype[B,T,D]. Row t of step j (from 0) predicts token t + 2 + j. The last j rows
+      of step j are meaningless, as the tokens that they join lie outside of the window.
     """  # fmt: skip
     B, T = tokens.shape[0], tokens.shape[1] - 2
     feed = jax.checkpoint(head.feed, static_argnums=(4,)) if is_remat else head.feed

@@ -1,10 +1,11 @@
-"""What the target saw, kept on disk for sweeps that train several heads on the same batches."""
+"""The target's states kept on disk, for sweeps that train several heads on the same batches."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import pathlib
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -17,21 +18,21 @@ from spec_jax.train.objective import View
 
 
 class ViewCache:
-    """Views by what they are of, in a folder that never exceeds a size.
+    """Stores views in a folder of a limited size, under names made of what they depend on.
 
-    A full cache keeps what it has: a sweep's next run begins where the first did, so the oldest
-    views are those it needs first. What is read back is bit-equal to what was computed. A file
-    that cannot be read is computed anew.
+    A full cache keeps its oldest views, because the next run of a sweep begins with the batches
+    of the first. A view is read back bit-equal. A file that cannot be read is computed again.
 
     Args:
-      folder: made if absent; several runs may share it, one after the other.
-      max_bytes: of all files together.
-      target: the target's weights, which name the views together with what follows.
-      config: its shape.
-      taps: the states that are kept.
+      folder: The folder; it is created if it does not exist. Several runs may share it, one
+        after the other.
+      max_bytes: The largest size of all files together.
+      target: The target's weights; they, ``config`` and ``taps`` are part of a view's name.
+      config: The target's shape.
+      taps: The states that are kept.
 
     Raises:
-      ConfigError: a size below zero.
+      ConfigError: The size is negative.
     """
 
     def __init__(
@@ -45,12 +46,12 @@ class ViewCache:
         self._bytes = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
         self._identity = _fingerprint(target, config, taps)
 
-    def view(self, tokens, compute) -> View:
-        """The view of windows i32[B,W], read or computed, and kept where there is room.
+    def view(self, tokens: np.ndarray, compute: Callable[[np.ndarray], View]) -> View:
+        """Returns a view that was stored, or computes it and stores it if there is room.
 
         Args:
-          tokens: the windows.
-          compute: ``tokens -> View``.
+          tokens: i32[B,W], the windows.
+          compute: Computes the view of the windows.
         """
         tokens = np.asarray(tokens, np.int32)
         name = hashlib.sha256(self._identity + repr(tokens.shape).encode() + tokens.tobytes())
@@ -76,7 +77,7 @@ class ViewCache:
 
 
 def _fingerprint(target: dict, config: ModelConfig, taps: tuple[int, ...]) -> bytes:
-    """Of config and taps, and of every weight: its type, shape and a few of its values."""
+    """Hashes config, taps, and the type, the shape and a few values of every weight."""
     digest = hashlib.sha256(repr((config, taps)).encode())
     for path, w in jax.tree_util.tree_leaves_with_path(target):
         some = np.asarray(w[tuple(0 for _ in w.shape[:-1])])

@@ -1,4 +1,4 @@
-"""Fresh heads that begin with what the target knows."""
+"""Fresh heads that begin with weights of the target."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spec_jax.models.config import ModelConfig
 def from_target(
     head: dict, target: dict, config: ModelConfig, ids: jax.Array | None = None
 ) -> dict:
-    """A head's fresh weights with the target's last layer, final norm and output head in them.
+    """Copies the target's last layer, final norm and output head into a head's fresh weights.
 
     A weight is copied where name and shape agree. Of a map that takes embedding and state side
     by side (EAGLE-3's q, k, v), the state's half is copied. The rest stays as it is.

@@ -1,7 +1,8 @@
 """EAGLE's objectives.
 
-EAGLE-1: the target's next feature, and the distribution that its head reads from it. EAGLE-3:
-training-time test, K drafts from every pair, compared with the target's distribution.
+EAGLE-1 learns the target's next feature, and the distribution that the target's output head reads
+from it. EAGLE-3 is trained by training-time test: K drafts from every pair are compared with the
+target's distribution.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from spec_jax.train.unroll import shifted, unroll
 
 
 def smooth_l1(x: jax.Array) -> jax.Array:
-    """Half the square within 1 of zero, the distance less a half outside; elementwise."""
+    """Computes x²/2 where |x| < 1, and |x| - 1/2 elsewhere."""
     size = jnp.abs(x)
     return jnp.where(size < 1, 0.5 * x * x, size - 0.5)
 
@@ -27,21 +28,21 @@ def eagle1_loss(
     head: dict, batch: Batch, target: dict, *, config: EagleConfig, model: Model,
     feature_weight: float = 1.0, token_weight: float = 0.1, noise: float = 0.0,
 ) -> tuple[jax.Array, dict]:
-    """Smooth-L1 to the target's next feature, and cross-entropy to its next law.
+    """Computes smooth L1 to the target's next feature, plus cross-entropy to its distribution.
 
-    Source: EAGLE, arXiv 2401.15077, section 4.2; the noise as in its code, uniform and of a
+    Source: EAGLE, arXiv 2401.15077, section 4.2. The noise is that of its code: uniform, with a
     width that falls with the window's length.
 
     Args:
-      head: trained.
-      batch: windows with the target's view.
-      target: its weights, not trained.
-      config: the head's shape, of version 1.
-      model: the target.
-      feature_weight: of the regression.
-      token_weight: of the cross-entropy.
-      noise: width of what is added to the features that are read, times 512 over the length;
-        published: 0.2.
+      head: The head's weights; they are trained.
+      batch: Windows with the target's view.
+      target: The target's weights; they are not trained.
+      config: The head's shape, of version 1.
+      model: The target's functions.
+      feature_weight: The weight of the regression.
+      token_weight: The weight of the cross-entropy.
+      noise: The width of the noise on the features that are read, times 512 over the length.
+        The published value is 0.2.
 
     Returns:
       The loss, and ``feature_loss``, ``token_loss`` in nats, ``reached`` and ``hits`` f32[1].
@@ -54,8 +55,8 @@ def eagle1_loss(
         features = features + (noise * 512 / T * uniform).astype(features.dtype)
     (x,) = unroll(eagle_head(config, model), params, features, batch.tokens, 1)
     weight = shifted(batch.mask, 2, T)
-    wanted = shifted(batch.view.features, 1, T).astype(jnp.float32)
-    regression = smooth_l1(x.astype(jnp.float32) - wanted).mean(axis=-1)
+    next_features = shifted(batch.view.features, 1, T).astype(jnp.float32)
+    regression = smooth_l1(x.astype(jnp.float32) - next_features).mean(axis=-1)
     q = model.unembed(target, x)
     p = model.unembed(target, shifted(batch.view.hidden, 1, T))
     feature_loss = weighted_mean(regression, weight)
@@ -70,24 +71,24 @@ def eagle3_loss(
     num_steps: int = 7, decay: float = 0.8, divergence: str = "cross-entropy",
     is_remat: bool = False,
 ) -> tuple[jax.Array, dict]:
-    """The decayed sum over K steps of the divergence from the target's law.
+    """Computes the decayed sum over K steps of the divergence from the target's distribution.
 
-    The target's law is restricted to the draft vocabulary, and a row whose likeliest token the
-    head cannot draft does not count (though it is in the mean's denominator).
+    The target's distribution is restricted to the draft vocabulary. A row whose likeliest token
+    the head cannot draft adds nothing to the sum, but counts in the mean's denominator.
 
-    Source: EAGLE-3, arXiv 2503.01840, section 3; decay and restriction as in its code, which
-    masks by the feature's token where this masks by the predicted one.
+    Source: EAGLE-3, arXiv 2503.01840, section 3. Decay and restriction are those of its code,
+    except that the code masks by the feature's token and this function by the predicted one.
 
     Args:
-      head: trained, its ``d2t`` excepted.
-      batch: windows with the target's view.
-      target: its weights, not trained.
-      config: the head's shape, of version 3.
-      model: the target.
-      num_steps: K; 1 is without training-time test.
-      decay: step j counts ``decay ** j``.
-      divergence: see ``losses.DIVERGENCES``.
-      is_remat: see ``unroll``.
+      head: The head's weights; all but ``d2t`` are trained.
+      batch: Windows with the target's view.
+      target: The target's weights; they are not trained.
+      config: The head's shape, of version 3.
+      model: The target's functions.
+      num_steps: K; 1 is training without training-time test.
+      decay: Step j is weighted by ``decay ** j``.
+      divergence: A key of ``losses.DIVERGENCES``.
+      is_remat: See ``unroll``.
 
     Returns:
       The loss, and f32[K] ``loss_by_step`` in nats, ``reached`` and ``hits``.

@@ -1,4 +1,4 @@
-"""Objectives of MTP modules: one a depth beside each other, or one module fed by itself."""
+"""The objective of MTP modules: one module for each depth, or one that reads its own states."""
 
 from __future__ import annotations
 
@@ -20,30 +20,32 @@ def mtp_loss(
     head: dict, batch: Batch, target: dict, *, config: MtpConfig, model: Model,
     num_steps: int = 3, decay: float | None = None, labels: str = "text", is_remat: bool = False,
 ) -> tuple[jax.Array, dict]:
-    """Mean cross-entropy over depths, of modules that draft by their config's protocol.
+    """Computes the weighted mean of the cross-entropy over depths.
 
-    Recycled, one module is unrolled as it will draft, every later step reading its own earlier
-    ones. Sequential, module m reads the states of module m - 1 over the whole text.
+    With the protocol "recycled", one module is unrolled as it will draft: each later step reads
+    the module's own earlier states. With "sequential", module m reads the states of module m - 1
+    over the whole text.
 
-    Source: DeepSeek-V3, arXiv 2412.19437, section 2.2 (equal weights, the text's tokens);
-    for one module, weights as in FastMTP, arXiv 2509.18362.
+    Source: DeepSeek-V3, arXiv 2412.19437, section 2.2 (equal weights, the text's tokens). The
+    weights of a single module are those of FastMTP, arXiv 2509.18362.
 
     Args:
-      head: the modules, trained.
-      batch: windows with the target's view.
-      target: its weights, not trained.
-      config: the modules' shape and protocol.
-      model: the target.
+      head: The modules' weights; they are trained.
+      batch: Windows with the target's view.
+      target: The target's weights; they are not trained.
+      config: The modules' shape and protocol.
+      model: The target's functions.
       num_steps: K of a recycled module; sequential modules have one step each.
-      decay: step j counts ``decay ** j``, all together 1; by default 0.6 recycled, else 1.
-      labels: what is to be predicted: the "text"'s tokens or the "target"'s law.
-      is_remat: see ``unroll``.
+      decay: Step j is weighted by ``decay ** j``, and the weights add up to 1. By default 0.6
+        for a recycled module, else 1.
+      labels: What is predicted: the tokens of the "text" or the distribution of the "target".
+      is_remat: See ``unroll``.
 
     Returns:
       The loss, and f32[K] ``loss_by_step`` in nats, ``reached`` and ``hits``.
 
     Raises:
-      ConfigError: unknown labels.
+      ConfigError: The labels are unknown.
     """  # fmt: skip
     if labels not in LABELS:
         raise ConfigError(f"labels are {labels!r}; expected one of {', '.join(LABELS)}")
@@ -57,16 +59,16 @@ def mtp_loss(
         )  # fmt: skip
     else:
         modules = list(range(config.num_modules))
-        states = _in_a_row(params, batch, config)
-    laws = model.unembed(target, batch.view.hidden[:, 1:]) if labels == "target" else None
+        states = _sequential_states(params, batch, config)
+    p = model.unembed(target, batch.view.hidden[:, 1:]) if labels == "target" else None
     losses, drafts, weights = [], [], []
     for step, (module, x) in enumerate(zip(modules, states)):
         q = mtp.unembed(params, x, config=config, target=model, index=module)
         weight = shifted(batch.mask, 2 + step, T)
-        if laws is None:
+        if p is None:
             loss = cross_entropy(q, shifted(batch.tokens, 2 + step, T))
         else:
-            loss = soft_cross_entropy(shifted(laws, step, T), q)
+            loss = soft_cross_entropy(shifted(p, step, T), q)
         losses.append(weighted_mean(loss, weight))
         drafts.append(jnp.argmax(q, axis=-1))
         weights.append(weight)
@@ -80,8 +82,8 @@ def mtp_loss(
 MTP = Objective("mtp", mtp_loss)
 
 
-def _in_a_row(params, batch: Batch, config: MtpConfig):
-    """The states dtype[B,T,D] of every module, each over the whole text."""
+def _sequential_states(params, batch: Batch, config: MtpConfig):
+    """Returns the states dtype[B,T,D] of every module, each over the whole text."""
     T = batch.tokens.shape[1] - 2
     state, states = batch.view.features[:, :T], []
     for index in range(config.num_modules):
