@@ -198,7 +198,7 @@ class Context(NamedTuple):
         is the pending token.
       length: i32[B], tokens fed to the target.
       sampler: the draft's sampling parameters, by row.
-      counts: the token counts that penalties read.
+      counts: the token counts that penalties read; None where there are none.
       request: u32[B], the target's seed of each row.
       is_coupled: the rule wants drafts drawn with its own noise.
       has_probs: the rule reads ``Proposal.probs``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Sequence
 
@@ -20,28 +21,61 @@ Samplers = SamplerConfig | Sequence[SamplerConfig]
 
 
 @flax.struct.dataclass
-class Sampler:
-    """``SamplerConfig`` as arrays, so that the rows of one batch may differ."""
+class Filters:
+    """Which tokens may be drawn; applied in this order."""
 
-    temperature: jax.Array  # f32[B]
     top_k: jax.Array  # i32[B], 0 is off
     top_p: jax.Array  # f32[B]
     min_p: jax.Array  # f32[B]
-    repetition_penalty: jax.Array  # f32[B]
-    presence_penalty: jax.Array  # f32[B]
-    frequency_penalty: jax.Array  # f32[B]
-    seed: jax.Array  # u32[B]
-    logit_bias: jax.Array | None = None  # f32[B,V], None where no row has one
 
-    def insert_row(self, row, other: Sampler) -> Sampler:
+
+@flax.struct.dataclass
+class Penalties:
+    """What tokens of the prompt and the output lose."""
+
+    repetition: jax.Array  # f32[B]
+    presence: jax.Array  # f32[B]
+    frequency: jax.Array  # f32[B]
+
+
+@flax.struct.dataclass
+class Sampler:
+    """``SamplerConfig`` as arrays, so that the rows of one batch may differ.
+
+    A feature that no row of the batch uses is None and absent from the compiled program. The
+    price is a compilation for every set of features that is used.
+    """
+
+    seed: jax.Array  # u32[B]
+    temperature: jax.Array | None = None  # f32[B]; None: every row takes the argmax
+    filters: Filters | None = None
+    penalties: Penalties | None = None
+    logit_bias: jax.Array | None = None  # f32[B,V]
+
+    def insert_row(self, row: jax.Array | int, other: Sampler) -> Sampler:
         """Replaces row ``row`` by the only row of ``other``.
 
+        Args:
+          row: i32[], which one.
+          other: of one row, with the features of this batch: of ``make_sampler`` for all the
+            configs that take turns in it, one row.
+
         Raises:
-          ConfigError: only one of the two has a logit bias.
+          ConfigError: only one of the two has a feature.
         """
-        if (self.logit_bias is None) != (other.logit_bias is None):
-            raise ConfigError("a row with a logit bias needs a batch that was made with one")
+        for name in ("temperature", "filters", "penalties", "logit_bias"):
+            if (getattr(self, name) is None) != (getattr(other, name) is None):
+                raise ConfigError(
+                    f"of the batch and the row to insert, only one has {_FEATURES[name]}; make "
+                    "the samplers of all rows together, and take the row's from them"
+                )
         return jax.tree.map(lambda full, one: full.at[row].set(one[0]), self, other)
+
+
+_FEATURES = {
+    "temperature": "a temperature", "filters": "filters (top_k, top_p, min_p)",
+    "penalties": "penalties", "logit_bias": "a logit bias",
+}
 
 
 @flax.struct.dataclass
@@ -55,6 +89,26 @@ class Counts:
         """Counts the tokens i32[B,T] where ``is_new`` bool[B,T]."""
         rows = jnp.arange(tokens.shape[0])[:, None]
         return self.replace(output=self.output.at[rows, tokens].add(is_new.astype(jnp.int32)))
+
+
+def init_counts(
+    tokens: jax.Array, lengths: jax.Array, vocab_size: int, *samplers: Sampler
+) -> Counts | None:
+    """Returns the counts before the first output token; None where no sampler has penalties.
+
+    Args:
+      tokens: i32[B,T], the prompts, right-padded.
+      lengths: i32[B].
+      vocab_size: V.
+      *samplers: all that will read the counts.
+    """
+    if all(sampler.penalties is None for sampler in samplers):
+        return None
+    (B, T), V = tokens.shape, vocab_size
+    is_prompt = jnp.arange(T) < lengths[:, None]
+    rows, columns = jnp.arange(B)[:, None], jnp.where(is_prompt, tokens, V)
+    seen = jnp.zeros((B, V), bool).at[rows, columns].set(True, mode="drop")
+    return Counts(prompt=seen, output=jnp.zeros((B, V), jnp.int32))
 
 
 def highest_temperature(configs: Samplers) -> float:
@@ -111,16 +165,20 @@ def make_sampler(
                         f"logit_bias names token {token}; the vocabulary is {vocab_size}"
                     )
                 bias[row, token] = value
-    column = lambda name, dtype: jnp.asarray([getattr(c, name) for c in configs], dtype)
+    column = lambda name, dtype=jnp.float32: jnp.asarray([getattr(c, name) for c in configs], dtype)
+    warm = [c for c in configs if c.temperature >= GREEDY_BELOW]  # no filter changes an argmax
+    has_filters = any(c.top_k > 0 or c.top_p < 1 or c.min_p > 0 for c in warm)
+    has_penalties = any(
+        c.repetition_penalty != 1 or c.presence_penalty != 0 or c.frequency_penalty != 0
+        for c in configs
+    )
+    filters = Filters(column("top_k", jnp.int32), column("top_p"), column("min_p"))
+    penalties = Penalties(*(column(f"{f.name}_penalty") for f in dataclasses.fields(Penalties)))
     return Sampler(
-        temperature=column("temperature", jnp.float32),
-        top_k=column("top_k", jnp.int32),
-        top_p=column("top_p", jnp.float32),
-        min_p=column("min_p", jnp.float32),
-        repetition_penalty=column("repetition_penalty", jnp.float32),
-        presence_penalty=column("presence_penalty", jnp.float32),
-        frequency_penalty=column("frequency_penalty", jnp.float32),
         seed=jnp.asarray(np.asarray(seeds, np.uint32)),
+        temperature=column("temperature") if warm else None,
+        filters=filters if has_filters else None,
+        penalties=penalties if has_penalties else None,
         logit_bias=None if bias is None else jnp.asarray(bias),
     )
 
@@ -128,7 +186,7 @@ def make_sampler(
 def process(
     logits: jax.Array,
     sampler: Sampler,
-    counts: Counts,
+    counts: Counts | None,
     drafted: jax.Array | None = None,
     is_before: jax.Array | None = None,
     *,
@@ -142,7 +200,7 @@ def process(
     Args:
       logits: f32[B,T,V].
       sampler: parameters by row.
-      counts: of prompt and output, the pending token included.
+      counts: of prompt and output, the pending token included; read by penalties alone.
       drafted: i32[B,K], drafted tokens.
       is_before: bool[B|1,T,K], which of them each node sees; None for a chain of T = K + 1
         nodes, of which node i sees the first i.
@@ -155,45 +213,34 @@ def process(
     x = logits.astype(jnp.float32)
     if sampler.logit_bias is not None:
         x = x + sampler.logit_bias[:, None]
-    has_penalty = (
-        (sampler.repetition_penalty != 1)
-        | (sampler.presence_penalty != 0)
-        | (sampler.frequency_penalty != 0)
-    )
-    with jax.named_scope("penalties"):
-        x = jax.lax.cond(
-            has_penalty.any(), lambda: _penalise(x, sampler, counts, drafted, is_before), lambda: x
-        )
+    if sampler.penalties is not None:
+        with jax.named_scope("penalties"):
+            x = _penalise(x, sampler.penalties, counts, drafted, is_before)
     if is_argmax:
         return x
+    point = lambda: jnp.where(
+        jnp.arange(x.shape[-1]) == argmax(x)[..., None],
+        jnp.where(jnp.isfinite(x), 0.0, x), -jnp.inf,
+    )  # fmt: skip
+    if sampler.temperature is None:
+        return point()
     is_greedy = sampler.temperature < GREEDY_BELOW
     x = x / jnp.where(is_greedy, 1.0, sampler.temperature)[:, None, None]
-    has_filter = (sampler.top_k > 0) | (sampler.top_p < 1) | (sampler.min_p > 0)
-    with jax.named_scope("filters"):
-        x = jax.lax.cond(
-            has_filter.any(),
+    if sampler.filters is not None:
+        with jax.named_scope("filters"):
             # Written so that NaN stays NaN: it stops its row, with a reason.
-            lambda: jnp.where(x < _threshold(x, sampler)[:, :, None], -jnp.inf, x),
-            lambda: x,
-        )
-
-    def point_mass():
-        is_best = jnp.arange(x.shape[-1]) == argmax(x)[..., None]
-        point = jnp.where(is_best, jnp.where(jnp.isfinite(x), 0.0, x), -jnp.inf)
-        return jnp.where(is_greedy[:, None, None], point, x)
-
-    return jax.lax.cond(is_greedy.any(), point_mass, lambda: x)
+            x = jnp.where(x < _threshold(x, sampler.filters)[:, :, None], -jnp.inf, x)
+    rows = is_greedy[:, None, None]
+    return jax.lax.cond(is_greedy.any(), lambda: jnp.where(rows, point(), x), lambda: x)
 
 
-def _penalise(x_BTV, sampler, counts, drafted, is_before):
+def _penalise(x_BTV, penalties: Penalties, counts: Counts, drafted, is_before):
     """Penalties from the row's counts, then again for the few tokens that drafts change."""
 
     def penalty(x, output, is_seen):
         r, presence, frequency = (
             p.reshape(-1, *[1] * (x.ndim - 1))
-            for p in (
-                sampler.repetition_penalty, sampler.presence_penalty, sampler.frequency_penalty,
-            )
+            for p in (penalties.repetition, penalties.presence, penalties.frequency)
         )
         x = jnp.where(is_seen, jnp.where(x > 0, x / r, x * r), x)
         return x - presence * (output > 0) - frequency * output
@@ -216,11 +263,11 @@ def _penalise(x_BTV, sampler, counts, drafted, is_before):
     return penalised.at[rows, nodes, index].set(new, mode="drop")
 
 
-def _threshold(x_BTV, sampler):
+def _threshold(x_BTV, filters: Filters):
     """f32[B,T], the smallest logit that top-k, then top-p, then min-p keep."""
     V = x_BTV.shape[-1]
-    top_k = jnp.where(sampler.top_k == 0, V, jnp.minimum(sampler.top_k, V))[:, None, None]
-    top_p, min_p = sampler.top_p[:, None, None], sampler.min_p[:, None]
+    top_k = jnp.where(filters.top_k == 0, V, jnp.minimum(filters.top_k, V))[:, None, None]
+    top_p, min_p = filters.top_p[:, None, None], filters.min_p[:, None]
     best = x_BTV.max(axis=-1, keepdims=True)
 
     def among(width):
@@ -255,11 +302,6 @@ def argmax(x: jax.Array) -> jax.Array:
     V = x.shape[-1]
     is_best = (x == x.max(axis=-1, keepdims=True)) | (x != x)
     return jnp.where(is_best, jnp.arange(V, dtype=jnp.int32), V - 1).min(axis=-1)
-
-
-def is_sampling(sampler: Sampler) -> jax.Array:
-    """Whether any row draws at random; else noise need not be made."""
-    return (sampler.temperature >= GREEDY_BELOW).any()
 
 
 def sample(processed: jax.Array, gumbel: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from scipy import stats
 
 from spec_jax.config import SamplerConfig
 from spec_jax.errors import ConfigError
-from spec_jax.sampling import Counts, argmax, is_sampling, make_sampler, process, sample
+from spec_jax.sampling import Counts, argmax, init_counts, make_sampler, process, sample
 
 INF = float("inf")
 V, T = 40, 4
@@ -73,7 +73,10 @@ def test_every_parameter_and_all_together_in_one_batch_of_mixed_rows():
 
 
 def test_a_row_does_not_depend_on_its_neighbours():
-    """Filters and penalties that any row wants run for all; the others must not notice."""
+    """Filters and penalties that any row wants run for all; the others must not notice.
+
+    Nor does it matter whether a feature that a row does not use is in the program.
+    """
     configs = list(EACH.values())
     B = len(configs)
     logits, prompts, outputs, drafted = scene(B)
@@ -165,16 +168,17 @@ CONFIGS = st.builds(
     frequency_penalty=st.sampled_from([-0.25, 0.0, 0.5]),
     logit_bias=st.dictionaries(
         st.integers(0, 8), st.one_of(st.just(-INF), st.floats(-4, 4, **NUMBERS)), max_size=3
-    ).map(lambda bias: {9: 0.0, **bias}),  # never none, so that one program serves all
+    ),
 )
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(configs=st.tuples(CONFIGS, CONFIGS, CONFIGS), seed=st.integers(0, 10_000))
 def test_any_mix_of_parameters_equals_the_oracle(configs, seed):
-    example = scene(3, vocab=10, nodes=3, seed=seed)
+    configs = [*configs, EACH["all"]]  # has every feature, so that one program serves all
+    example = scene(4, vocab=10, nodes=3, seed=seed)
     assume(oracle(example[0], configs, *example[1:])[1] > 1e-4)
-    compare(list(configs), *example)
+    compare(configs, *example)
 
 
 def test_a_forbidden_token_never_returns_even_when_it_is_the_best():
@@ -246,10 +250,44 @@ def test_noise_does_not_move_a_point_mass():
     np.testing.assert_array_equal(sample(x, gumbel), expected.argmax(axis=-1))
 
 
-def test_a_batch_samples_when_any_row_does():
-    hot, cold = SamplerConfig(temperature=0.5), SamplerConfig()
-    assert not is_sampling(make_sampler(cold, 2, V))
-    assert is_sampling(make_sampler([cold, hot], 2, V))
+FEATURES = ("temperature", "filters", "penalties", "logit_bias")
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_what_no_row_uses_is_left_out_and_changes_nothing(name):
+    """Alone, and beside a row that uses everything."""
+    config, uses = EACH[name], {"filters": "top", "penalties": "penalty", "logit_bias": "bias"}
+    logits, prompts, outputs, drafted = scene(2)
+    counts, drafted = counts_of(prompts, outputs, V), jnp.asarray(drafted)
+    alone = make_sampler([config, SamplerConfig(seed=3)], 2, V)
+    given = {n for n in FEATURES if getattr(alone, n) is not None}
+    default = SamplerConfig()
+    changed = {n for n in vars(config) if getattr(config, n) != getattr(default, n)}
+    expected = {n for n, part in uses.items() if any(part in c for c in changed)}
+    expected |= {"filters"} if "min_p" in changed else set()
+    assert given == expected | ({"temperature"} if config.temperature else set())
+    beside = make_sampler([config, EACH["all"]], 2, V)
+    args = (counts if alone.penalties is not None else None, drafted)
+    np.testing.assert_array_equal(
+        run(logits, alone, *args)[0], run(logits, beside, counts, drafted)[0]
+    )
+
+
+def test_filters_of_greedy_rows_alone_are_left_out():
+    cold = SamplerConfig(top_k=3, top_p=0.5, min_p=0.1)
+    assert make_sampler([cold, SamplerConfig()], 2, V).filters is None
+    assert make_sampler([cold, EACH["plain"]], 2, V).filters is None
+    assert make_sampler([cold, EACH["top-k"]], 2, V).filters is not None
+
+
+def test_counts_are_kept_where_either_sampler_has_penalties():
+    quiet, loud = (make_sampler(EACH[name], 2, V) for name in ("plain", "presence"))
+    prompts = jnp.asarray([[1, 2, 2], [5, 0, 0]]), jnp.asarray([3, 1])
+    assert init_counts(*prompts, V, quiet, quiet) is None
+    for pair in ((quiet, loud), (loud, quiet)):
+        counts = init_counts(*prompts, V, *pair)
+        assert not counts.output.any() and counts.prompt.sum(axis=1).tolist() == [2, 1]
+        assert counts.prompt[0, 1] and counts.prompt[0, 2] and counts.prompt[1, 5]
 
 
 def test_rows_of_one_config_get_seeds_that_follow_and_wrap():
@@ -278,16 +316,26 @@ def test_a_sampler_that_does_not_fit_its_batch_is_an_error(args, named):
 
 def test_insert_row_replaces_one_row_of_every_parameter():
     many, one = list(EACH.values())[:5], EACH["all"]
-    many[0] = EACH["bias"]
+    many[0] = EACH["all"]
     full = make_sampler(many, 5, V, seeds=range(5)).insert_row(3, make_sampler(one, 1, V, [9]))
     expected = make_sampler([*many[:3], one, many[4]], 5, V, seeds=[0, 1, 2, 9, 4])
     jax.tree.map(np.testing.assert_array_equal, full, expected)
 
 
-def test_a_biased_row_needs_a_batch_that_was_made_with_a_bias():
-    plain, biased = make_sampler(EACH["plain"], 2, V), make_sampler(EACH["bias"], 1, V)
-    with pytest.raises(ConfigError, match="logit bias"):
-        plain.insert_row(0, biased)
+@pytest.mark.parametrize(
+    ("name", "feature"),
+    [
+        ("bias", "logit bias"), ("presence", "penalties"), ("min-p", "filters"),
+        ("greedy", "temperature"),
+    ],
+)
+def test_a_row_needs_a_batch_that_was_made_with_its_features(name, feature):
+    plain, other = make_sampler(EACH["plain"], 2, V), make_sampler(EACH[name], 1, V)
+    with pytest.raises(ConfigError, match=f"only one has .*{feature}"):
+        plain.insert_row(0, other)
+    both = make_sampler([EACH["plain"], EACH[name]], 2, V)
+    row = jax.tree.map(lambda x: x[1:], both)
+    jax.tree.map(np.testing.assert_array_equal, both.insert_row(1, row), both)
 
 
 def test_argmax_is_the_first_of_the_largest():

@@ -20,7 +20,7 @@ from spec_jax.decoding.state import (
     apply_limits,
 )
 from spec_jax.errors import ShapeError
-from spec_jax.sampling import Counts, Sampler, is_sampling, process, sample
+from spec_jax.sampling import Sampler, argmax, init_counts, process, sample
 from spec_jax.shapes import check_shapes
 
 
@@ -93,17 +93,13 @@ def init_state(
     """Returns the state with each row's first token and no caches yet, and that token i32[B]."""
     (B, T), V = tokens.shape, logits.shape[-1]
     is_prompt = jnp.arange(T) < lengths[:, None]
-    seen = jnp.zeros((B, V), bool).at[
-        jnp.arange(B)[:, None], jnp.where(is_prompt, tokens, V)
-    ].set(True, mode="drop")
-    counts = Counts(prompt=seen, output=jnp.zeros((B, V), jnp.int32))
+    counts = init_counts(tokens, lengths, V, sampler, draft_sampler)
     processed = process(logits, sampler, counts, is_argmax=is_argmax)[:, 0]
-    gumbel = jax.lax.cond(
-        is_sampling(sampler),
-        lambda: rng.gumbel(rng.keys(sampler.seed, rng.Stream.TARGET, lengths), V),
-        lambda: jnp.zeros((B, V), jnp.float32),
-    )
-    first = sample(processed, gumbel)
+    if sampler.temperature is None:
+        first = argmax(processed)
+    else:
+        keys = rng.keys(sampler.seed, rng.Stream.TARGET, lengths)
+        first = sample(processed, rng.gumbel(keys, V))
     empty = jnp.zeros((B, slots), jnp.int32)
     state = DecodeState(
         tokens=empty.at[:, :T].set(jnp.where(is_prompt, tokens, 0)),

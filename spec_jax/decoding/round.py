@@ -25,7 +25,7 @@ from spec_jax.contracts import Context, Noise, Proposal, Rule, TargetScores, Ver
 from spec_jax.decoding.state import DecodeState, Finish, Kind, System, append, apply_limits
 from spec_jax.decoding.validate import has_faulty_scores, validate_proposal
 from spec_jax.errors import ConfigError
-from spec_jax.sampling import Counts, Sampler, is_sampling, process
+from spec_jax.sampling import Counts, Sampler, process
 
 
 def decode_round(params: dict[str, Any], state: DecodeState, system: System) -> DecodeState:
@@ -264,7 +264,7 @@ def round_noise(
     else:
         make = lambda: rng.gumbel(rng.keys(seed, rng.Stream.REPLACE, start), vocab_size)[:, None]
         shape = (B, 1, vocab_size)
-    gumbel = jax.lax.cond(is_sampling(sampler), make, lambda: jnp.zeros(shape, jnp.float32))
+    gumbel = jnp.zeros(shape, jnp.float32) if sampler.temperature is None else make()
     coin = lambda i: rng.uniform(rng.keys(seed, rng.Stream.ACCEPT, start, i + 1), 1)[:, 0]
     return Noise(jax.vmap(coin, out_axes=1)(jnp.arange(num_draft)), gumbel)
 

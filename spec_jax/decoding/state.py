@@ -80,7 +80,7 @@ class DecodeState:
     draft: Any  # the drafter's state
     sampler: Sampler
     draft_sampler: Sampler
-    counts: Counts
+    counts: Counts | None  # None where no sampler has penalties
     expected: jax.Array | None = None  # f32[B,M], the rule's acceptance where a draft was reached
 
     @property
@@ -159,4 +159,6 @@ def append(state, record: dict[str, jax.Array], total, n):
     columns = jnp.where(is_new, total[:, None] + index, M)  # M is out of range: dropped
     put = lambda old, new: old.at[rows, columns].set(new.astype(old.dtype), mode="drop")
     changed = {name: put(getattr(state, name), new) for name, new in record.items()}
-    return state.replace(counts=state.counts.add(record["tokens"], is_new), **changed)
+    if state.counts is not None:
+        changed["counts"] = state.counts.add(record["tokens"], is_new)
+    return state.replace(**changed)

@@ -33,7 +33,7 @@ class DraftSide:
 
     tokens: jax.Array  # i32[B,M+K], prompt and output
     length: jax.Array  # i32[B], tokens fed to the target
-    counts: Counts
+    counts: Counts | None
     sampler: Sampler
     request: jax.Array  # u32[B], the target's seed of each row
     ahead: Proposal  # tokens alone

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 
 from spec_jax import rng
 from spec_jax.contracts import Context, Drafter, Proposal
-from spec_jax.sampling import is_sampling, process, sample
+from spec_jax.sampling import Counts, argmax, process, sample
 
 
-def draw(logits: jax.Array, context: Context, counts, node) -> tuple[jax.Array, jax.Array]:
+def draw(
+    logits: jax.Array, context: Context, counts: Counts | None, node
+) -> tuple[jax.Array, jax.Array]:
     """Draws the token of one node of each row, and says from which distribution.
 
     Args:
@@ -30,16 +32,13 @@ def draw(logits: jax.Array, context: Context, counts, node) -> tuple[jax.Array, 
     processed = process(logits[:, None], context.sampler, counts)[:, 0]
     if context.gumbel is not None:
         return sample(processed, context.gumbel[:, node - 1]), processed
-
-    def noise():
-        if context.is_coupled:
-            keys = rng.keys(context.request, rng.Stream.TARGET, context.length + node)
-        else:
-            keys = rng.keys(context.sampler.seed, rng.Stream.DRAFT, context.length, node)
-        return rng.gumbel(keys, logits.shape[-1])
-
-    gumbel = jax.lax.cond(is_sampling(context.sampler), noise, lambda: jnp.zeros_like(processed))
-    return sample(processed, gumbel), processed
+    if context.sampler.temperature is None:
+        return argmax(processed), processed
+    if context.is_coupled:
+        keys = rng.keys(context.request, rng.Stream.TARGET, context.length + node)
+    else:
+        keys = rng.keys(context.sampler.seed, rng.Stream.DRAFT, context.length, node)
+    return sample(processed, rng.gumbel(keys, logits.shape[-1])), processed
 
 
 @flax.struct.dataclass
@@ -55,7 +54,7 @@ class Drafted:
     """
 
     out: dict[str, jax.Array]
-    counts: Any
+    counts: Counts | None
     is_sound: jax.Array
     n_draft: jax.Array
     is_going: jax.Array
@@ -81,7 +80,9 @@ class Drafted:
         token, law = draw(logits, context, self.counts, node)
         values = {"tokens": token, "probs": jax.nn.softmax(law, axis=-1), "logits": logits}
         out = {name: array.at[:, node - 1].set(values[name]) for name, array in self.out.items()}
-        counts = self.counts.add(token[:, None], jnp.ones((len(token), 1), bool))
+        counts = self.counts
+        if counts is not None:
+            counts = counts.add(token[:, None], jnp.ones((len(token), 1), bool))
         is_sound = self.is_sound & (jnp.isfinite(law.max(axis=-1)) | ~self.is_going)
         n_draft, is_going = self.n_draft + self.is_going, self.is_going
         if context.stop_below > 0:

@@ -12,7 +12,7 @@ import numpy as np
 from spec_jax import rng
 from spec_jax.contracts import Context, Proposal
 from spec_jax.errors import ConfigError
-from spec_jax.sampling import is_sampling, process
+from spec_jax.sampling import process
 from spec_jax.tree import DynamicTree, Tree
 
 # ``(carry, tokens i32[B,W], parent i32[B|1,W], seen bool[B|1,W,X]) -> (logits f32[B,W,V],
@@ -133,18 +133,14 @@ def _noise(context: Context, nodes, depth: int, shape) -> jax.Array:
     V, nodes = shape[-1], jnp.asarray(nodes)
     if context.gumbel is not None:
         return context.gumbel[:, nodes]
-
-    def make():
-        if context.is_coupled:
-            keys = rng.keys(context.request, rng.Stream.TARGET, context.length + depth)
-            return jnp.broadcast_to(rng.gumbel(keys, V)[:, None], shape)
-        seed, start = context.sampler.seed, context.length
-        one = lambda node: rng.gumbel(rng.keys(seed, rng.Stream.DRAFT, start, node + 1), V)
-        return jax.vmap(one, out_axes=1)(nodes)
-
-    return jax.lax.cond(
-        is_sampling(context.sampler), make, lambda: jnp.zeros(shape, jnp.float32)
-    )
+    if context.sampler.temperature is None:
+        return jnp.zeros(shape, jnp.float32)
+    if context.is_coupled:
+        keys = rng.keys(context.request, rng.Stream.TARGET, context.length + depth)
+        return jnp.broadcast_to(rng.gumbel(keys, V)[:, None], shape)
+    seed, start = context.sampler.seed, context.length
+    one = lambda node: rng.gumbel(rng.keys(seed, rng.Stream.DRAFT, start, node + 1), V)
+    return jax.vmap(one, out_axes=1)(nodes)
 
 
 def _draft_dynamic(grown: _Grown, context: Context, tree: DynamicTree):
