@@ -1,4 +1,4 @@
-"""Training windows by step: the order is a function of (seed, step), so resuming is exact."""
+"""Training windows by step. The order depends on (seed, step) alone, so resuming is exact."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Corpus(NamedTuple):
     """Packed tokens, in memory or mapped from a file, and which of them are to be predicted.
 
     Attributes:
-      name: for errors.
+      name: The name of the corpus in error messages.
       tokens: i32[T].
-      mask: bool[T], or None: all of them.
+      mask: bool[T], True where the token is to be predicted. None means everywhere.
     """
 
     name: str
@@ -25,7 +25,7 @@ class Corpus(NamedTuple):
     mask: np.ndarray | None = None
 
     def window(self, index: int, length: int) -> dict[str, np.ndarray]:
-        """``tokens`` i32[length] and ``mask`` bool[length] of one of consecutive windows."""
+        """Returns ``tokens`` i32[length] and ``mask`` bool[length] of window ``index``."""
         part = slice(index * length, (index + 1) * length)
         mask = np.ones(length, bool) if self.mask is None else np.asarray(self.mask[part], bool)
         return {"tokens": np.asarray(self.tokens[part], np.int32), "mask": mask}
@@ -34,22 +34,25 @@ class Corpus(NamedTuple):
 def window_batches(
     texts: Sequence[Corpus], shares: Sequence[float], *, seed: int, batch: int, length: int
 ) -> grain.MapDataset:
-    """Batches by step, ``[step]`` giving ``tokens`` i32[B,W], ``mask`` bool[B,W] and ``window``.
+    """Makes batches by step, drawn from one or several texts.
 
-    In each epoch of a text every window of it is drawn once, in an order of its own. Nothing of
-    a text is held in memory but the windows of one batch. ``window`` is i64[B,2]: which text,
-    and which of its windows.
+    In each epoch of a text, each of its windows is drawn once, in a new order. Only the windows
+    of one batch are held in memory.
 
     Args:
-      texts: to draw from.
-      shares: of the windows, one a text; they need not add up to 1.
-      seed: names the order.
-      batch: B.
-      length: W.
+      texts: The texts to draw from.
+      shares: The share of the windows for each text; they need not add up to 1.
+      seed: The seed of the order.
+      batch: B, the number of windows.
+      length: W, the number of tokens in a window.
+
+    Returns:
+      A dataset whose item ``[step]`` holds ``tokens`` i32[B,W], ``mask`` bool[B,W] and ``window``
+      i64[B,2], the numbers of the text and of the window in it.
 
     Raises:
-      ConfigError: no text, a share that cannot be, a text shorter than a window, or one none of
-        whose tokens is to be predicted.
+      ConfigError: There is no text, a share is negative or not finite, all are 0, or a text is
+        shorter than a window or has no token to predict.
     """
     if not texts or len(texts) != len(shares):
         raise ConfigError(f"{len(texts)} texts have {len(shares)} shares; expected one each")
@@ -80,10 +83,18 @@ def window_batches(
 
 
 def count_tokens(text: Corpus, vocab_size: int, chunk: int = 1 << 20) -> np.ndarray:
-    """How often each id is to be predicted, i64[V], read ``chunk`` tokens at a time.
+    """Counts how often each id is to be predicted.
+
+    Args:
+      text: The corpus.
+      vocab_size: V.
+      chunk: The number of tokens that are read at a time.
+
+    Returns:
+      i64[V].
 
     Raises:
-      ConfigError: the text holds an id that the vocabulary does not have.
+      ConfigError: The text holds an id that the vocabulary does not have.
     """
     counts = np.zeros(vocab_size, np.int64)
     for begin in range(0, len(text.tokens), chunk):
@@ -101,17 +112,17 @@ def count_tokens(text: Corpus, vocab_size: int, chunk: int = 1 << 20) -> np.ndar
 
 
 def draft_vocabulary(counts: np.ndarray, size: int) -> np.ndarray:
-    """The ids of the most frequent tokens, as EAGLE-3 stores them.
+    """Chooses the most frequent tokens, and returns their ids as EAGLE-3 stores them.
 
     Args:
-      counts: i64[V].
-      size: U.
+      counts: i64[V], how often each id occurs.
+      size: U, the size of the draft vocabulary.
 
     Returns:
-      i32[U], ``d2t``: draft id i is the target's id ``i + d2t[i]``; ids ascend.
+      ``d2t`` i32[U]: draft id i is the target's id ``i + d2t[i]``, in ascending order.
 
     Raises:
-      ConfigError: a size that the vocabulary does not have.
+      ConfigError: The size is below 1 or above V.
     """
     if not 0 < size <= len(counts):
         raise ConfigError(f"the draft vocabulary is {size}; expected 1 to {len(counts)}")

@@ -1,8 +1,8 @@
-"""The Python source of the running interpreter's standard library, as documents.
+"""The source of the running interpreter's standard library, as documents.
 
-Every machine with Python has this corpus; which files it holds depends on the
-interpreter's version (and on whether its ``test`` package is installed), so a run
-records both. Modules in ``HELD_OUT`` are never trained on, nor are their tests.
+Every machine with Python has this corpus. Its files depend on the version of the interpreter and
+on whether the ``test`` package is installed, so a run records both. The modules in ``HELD_OUT``
+and their tests are never trained on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from spec_jax.data.splits import check_split, unit_hash
 from spec_jax.errors import ConfigError
 
-# Plain, readable modules that Python 3.11 to 3.14 all have as one file.
+# Readable modules that are a single file in Python 3.11 to 3.14.
 HELD_OUT = (
     "bisect", "calendar", "colorsys", "configparser", "csv", "difflib", "fileinput",
     "fractions", "graphlib", "heapq", "netrc", "queue", "sched", "shlex", "statistics",
@@ -41,29 +41,32 @@ class Prompt(NamedTuple):
 
     name: str  # module.qualified_name
     text: str  # preceding code of the module, signature, docstring; no newline at the end
-    reference: str  # the body as the library has it, beginning with a newline
+    reference: str  # the body in the library, beginning with a newline
 
 
 def stdlib_path() -> pathlib.Path:
-    """The directory of the running interpreter's standard library."""
+    """Returns the directory of the running interpreter's standard library."""
     return pathlib.Path(sysconfig.get_path("stdlib"))
 
 
 def documents(split: str, *, tests_share: float = 1.0) -> list[tuple[str, str]]:
-    """Reads one split of the corpus as ``(name, text)`` pairs.
+    """Reads one split of the corpus.
 
-    Deterministic for one installation: sorted by name (the path below the library,
-    with ``/``), exact duplicates dropped. "held_out" is the modules of ``HELD_OUT``
-    without their tests; "train" is everything else, without the tests of ``HELD_OUT``.
+    The result is the same for one installation: files are sorted by name and exact duplicates
+    are dropped. "held_out" is the modules of ``HELD_OUT`` without their tests. "train" is
+    everything else, without the tests of ``HELD_OUT``.
 
     Args:
       split: "train" or "held_out".
-      tests_share: the part of the standard library's own test files that "train" holds,
-        in [0, 1]; which ones is decided by their names alone.
+      tests_share: The part, in [0, 1], of the standard library's own test files that "train"
+        holds. They are chosen by their names alone.
+
+    Returns:
+      Pairs of a name, which is the path below the library with ``/``, and a text.
 
     Raises:
-      ConfigError: an unknown split, a share outside [0, 1], or a held-out module that
-        this interpreter does not have.
+      ConfigError: The split is unknown, the share is outside [0, 1], or this interpreter does
+        not have a held-out module.
     """
     check_split(split)
     if not 0.0 <= tests_share <= 1.0:
@@ -88,7 +91,7 @@ def documents(split: str, *, tests_share: float = 1.0) -> list[tuple[str, str]]:
 
 
 def is_held_out(relative: pathlib.PurePath) -> bool:
-    """Whether a path below the library is a held-out module, or belongs to its tests."""
+    """Whether a path below the library is a held-out module or one of its tests."""
     stems = [pathlib.PurePath(part).stem for part in relative.parts]
     if len(stems) == 1:
         return stems[0] in HELD_OUT
@@ -99,21 +102,21 @@ def is_held_out(relative: pathlib.PurePath) -> bool:
 def held_out_prompts(
     n: int, seed: int, *, max_chars: int = 700, min_body_lines: int = 3
 ) -> list[Prompt]:
-    """Draws ``n`` different function-level prompts from the held-out modules.
+    """Draws ``n`` different functions of the held-out modules as prompts.
 
-    A prompt is the module's code before the function (whole statements only), the
-    function's signature and its docstring; a model continues with the body. The draw
-    is a pure function of the arguments and the installed library.
+    A prompt is the module's code before the function (whole statements only), the function's
+    signature and its docstring. A model continues with the body. The draw depends on the
+    arguments and the installed library alone.
 
     Args:
-      n: the number of prompts.
-      seed: chooses and orders the functions.
-      max_chars: the longest prompt, in characters; context is cut to it, functions whose
-        signature and docstring alone are longer are left out.
-      min_body_lines: functions with a shorter body are left out.
+      n: The number of prompts.
+      seed: The seed that chooses and orders the functions.
+      max_chars: The longest prompt, in characters. The code before the function is cut to fit;
+        functions whose signature and docstring alone are longer are left out.
+      min_body_lines: Functions with a shorter body are left out.
 
     Raises:
-      ConfigError: fewer than ``n`` functions qualify.
+      ConfigError: Fewer than ``n`` functions qualify.
     """
     found = []
     for name, text in documents("held_out"):
@@ -128,13 +131,13 @@ def held_out_prompts(
 def train_pieces(seed: int, *, max_chars: int, tests_share: float = 1.0) -> Iterator[str]:
     """Draws pieces of the split "train", without end.
 
-    Each begins at a line, and every character is as likely to lie in that first line. Piece i
-    is a pure function of the arguments, of i and of the installed library.
+    Each piece begins at the start of a line; every character of the corpus is equally likely to
+    be in that line. Piece i depends on the arguments, i and the installed library alone.
 
     Args:
-      seed: chooses the pieces.
-      max_chars: the longest piece; the end of its document cuts it too.
-      tests_share: as in ``documents``.
+      seed: The seed that chooses the pieces.
+      max_chars: The longest piece, in characters; it also ends with its document.
+      tests_share: See ``documents``.
     """
     texts = [text for _, text in documents("train", tests_share=tests_share)]
     ends = list(itertools.accumulate(map(len, texts)))
@@ -175,7 +178,7 @@ def _functions(module: str, text: str, max_chars: int, min_body_lines: int) -> l
 
 
 def _first_line(node: ast.stmt) -> int:
-    """The zero-based line on which a statement begins, its decorators included."""
+    """Returns the zero-based line on which a statement or its first decorator begins."""
     decorators = getattr(node, "decorator_list", [])
     return min([node.lineno, *(d.lineno for d in decorators)]) - 1
 
@@ -209,7 +212,7 @@ def _is_test(relative: pathlib.PurePath) -> bool:
 
 
 def _is_prose_like(text: str) -> bool:
-    """Whether a file reads as code: not a table of numbers, no literal of a whole screen."""
+    """Whether a file reads as code: no table of numbers, no line longer than ``_MAX_LINE``."""
     solid = [c for c in text if not c.isspace()]
     if len(solid) < 64 or max(map(len, text.splitlines())) > _MAX_LINE:
         return False

@@ -1,4 +1,4 @@
-"""Conversations and texts, one by one, from the files that people keep them in."""
+"""Conversations and texts, read one by one from files in the usual formats."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROLES = {
 
 
 class Conversation(NamedTuple):
-    """Messages as chat templates take them: each a dict with a role and a content."""
+    """Messages as chat templates read them: dicts with a role and a content."""
 
     messages: list[dict[str, Any]]
     tools: list[dict] | None
@@ -27,22 +27,26 @@ class Conversation(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A text that is no conversation."""
+    """A text that is not a conversation."""
 
     text: str
-    source: str  # file, and line where the file holds several
+    source: str  # file, and line if the file holds several
 
 
 def read_records(path: str | os.PathLike) -> Iterator[Conversation | Text]:
-    """Reads the conversations and texts of one file, or of a folder's files in order of name.
+    """Reads the conversations and texts of one file, or of all files of a folder by name.
 
-    A JSON file (see ``is_json``) holds objects with ``messages`` (role, content; content a string
-    or parts of text), or ``conversations`` (ShareGPT: from, value; ``system`` and ``tools`` beside
-    them count), or ``text``. Any other file is one text. Either may be compressed (.gz).
+    A JSON file (see ``is_json``) holds objects of one of three forms: ``messages``, each with
+    role and content, where content is a string or a list of text parts; ``conversations``, each
+    with from and value as in ShareGPT, with an optional ``system`` and ``tools``; or ``text``.
+    Any other file is one text. All files may be compressed (.gz).
+
+    Args:
+      path: The file or folder.
 
     Raises:
-      ConfigError: no such file, a file that is not UTF-8, or a malformed line or object; it
-        is named.
+      ConfigError: The file does not exist, is not UTF-8, or has a malformed line or object; the
+        message says which.
     """
     path = pathlib.Path(path)
     if path.is_dir():
@@ -60,18 +64,22 @@ def read_records(path: str | os.PathLike) -> Iterator[Conversation | Text]:
 
 
 def is_json(path: pathlib.Path) -> bool:
-    """Whether a file's name says that it holds JSON: .json, .jsonl, and these with .gz."""
+    """Whether a file's name ends in .json or .jsonl, with or without .gz."""
     name = path.with_suffix("") if _is_gzip(path) else path
     return name.suffix.lower() in (".json", ".jsonl")
 
 
 def read_objects(path: pathlib.Path) -> Iterator[tuple[Any, str]]:
-    """Yields the values of a JSON file, one a line or all in one list, and where each stands.
+    """Yields the values of a JSON file, with the place of each for error messages.
 
-    Lines are read one at a time; a list is held in memory. Blank lines are none.
+    A file holds one value a line, or one list. Lines are read one at a time and blank lines are
+    skipped; a list is held in memory.
+
+    Args:
+      path: The file.
 
     Raises:
-      ConfigError: a file that cannot be read, is not UTF-8 or not JSON; the line is named.
+      ConfigError: The file cannot be read, is not UTF-8 or not JSON; the message says where.
     """
     if _is_list(path):
         for number, value in enumerate(_parse(read_text(path), str(path)), 1):
@@ -85,16 +93,19 @@ def read_objects(path: pathlib.Path) -> Iterator[tuple[Any, str]]:
 
 
 def read_text(path: pathlib.Path) -> str:
-    """The whole of a file.
+    """Reads a whole file as text.
+
+    Args:
+      path: The file.
 
     Raises:
-      ConfigError: it cannot be read, or is not UTF-8.
+      ConfigError: The file cannot be read, or is not UTF-8.
     """
     return _decode(b"".join(_lines(path)), str(path))
 
 
 def holds_conversations(path: str | os.PathLike) -> bool:
-    """Whether a file's first object is a conversation; False for what ``read_records`` refuses."""
+    """Whether a file's first record is a conversation. False if it cannot be read."""
     try:
         return isinstance(next(read_records(path), None), Conversation)
     except ConfigError:
@@ -102,14 +113,14 @@ def holds_conversations(path: str | os.PathLike) -> bool:
 
 
 def parse_record(value: Any, source: str) -> Conversation | Text:
-    """One object of a file as a conversation or a text.
+    """Reads one object of a file as a conversation or a text.
 
     Args:
-      value: as JSON has it.
-      source: the file and the line, for errors.
+      value: The parsed JSON object.
+      source: The file and the line, for error messages.
 
     Raises:
-      ConfigError: an object of another form.
+      ConfigError: The object has none of the forms of ``read_records``.
     """
     if not isinstance(value, dict):
         raise _malformed(source, f"{value!r:.60} is no object")

@@ -1,4 +1,4 @@
-"""Text as tokens, tokens as training windows: a tokenizer, packing, batches by step."""
+"""Text as tokens, and tokens as training windows: a tokenizer, packing, batches by step."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ _PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|\n+ *| ?[^\s\p{L}\p{N}]+| +|\s"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
-    """Trains a byte-level BPE whose vocabulary has exactly ``vocab_size`` entries.
+    """Trains a byte-level BPE tokenizer.
 
-    Any text encodes and decodes to itself. Id 0 is ``END_OF_TEXT``.
+    Any text that is encoded and decoded stays the same. Id 0 is ``END_OF_TEXT``.
+
+    Args:
+      texts: The texts to learn merges from.
+      vocab_size: The exact number of entries of the vocabulary.
 
     Raises:
-      ConfigError: the vocabulary cannot hold the 256 bytes and the special token, or the
-        texts are too few to fill it.
+      ConfigError: The vocabulary cannot hold the 256 bytes and the special token, or there is
+        too little text to fill it.
     """
     if vocab_size < 257:
         raise ConfigError(
@@ -54,7 +58,18 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokeniz
 
 
 def pack(tokenizer: tokenizers.Tokenizer, documents: Iterable[tuple[str, str]]) -> np.ndarray:
-    """Concatenates documents to one i32[T], with ``END_OF_TEXT`` before each and at the end."""
+    """Concatenates documents, with ``END_OF_TEXT`` before each and at the end.
+
+    Args:
+      tokenizer: The tokenizer to encode with.
+      documents: Pairs of a name and a text.
+
+    Returns:
+      i32[T].
+
+    Raises:
+      ConfigError: The tokenizer has no ``END_OF_TEXT`` token.
+    """
     end = tokenizer.token_to_id(END_OF_TEXT)
     if end is None:
         raise ConfigError(f"the tokenizer has no {END_OF_TEXT} token")
@@ -65,23 +80,23 @@ def pack(tokenizer: tokenizers.Tokenizer, documents: Iterable[tuple[str, str]]) 
 
 
 def batch_at(tokens: np.ndarray, step: int, *, seed: int, batch: int, length: int) -> np.ndarray:
-    """The training batch of a step: a pure function of its arguments, so resuming is exact.
+    """Returns the batch of a step, a pure function of the arguments.
 
-    Within an epoch every window is drawn once, in an order and from a cut of the text
-    that depend on (seed, epoch) alone.
+    In each epoch every window is drawn once. The order of the windows and the place where the
+    text is cut depend on (seed, epoch) alone.
 
     Args:
       tokens: i32[T], the packed text.
-      step: the step's number, from 0.
-      seed: names the order.
-      batch: windows a step.
-      length: predicted tokens a window.
+      step: The number of the step, from 0.
+      seed: The seed of the order.
+      batch: The number of windows.
+      length: The number of predicted tokens in a window.
 
     Returns:
-      i32[batch, length + 1]; a window's first token is input only, its last is target only.
+      i32[batch, length + 1]. A window's first token is only an input, its last only a label.
 
     Raises:
-      ConfigError: the text is shorter than two windows.
+      ConfigError: The text is shorter than two windows.
     """
     count = (len(tokens) - 1) // length - 1
     if count < 1:
@@ -102,22 +117,33 @@ def batch_at(tokens: np.ndarray, step: int, *, seed: int, batch: int, length: in
 
 
 def windows(tokens: np.ndarray, length: int) -> np.ndarray:
-    """Cuts a text into consecutive windows i32[B, length + 1] (inputs and targets); the rest
-    that fills no window is dropped."""
+    """Cuts a text into consecutive windows, and drops the rest that does not fill a window.
+
+    Args:
+      tokens: i32[T], the packed text.
+      length: The number of predicted tokens in a window.
+
+    Returns:
+      i32[B, length + 1].
+
+    Raises:
+      ConfigError: The text is shorter than a window.
+    """
     count = (len(tokens) - 1) // length
     if count < 1:
         raise ConfigError(f"the text has {len(tokens)} tokens; expected at least {length + 1}")
     return np.stack([tokens[i * length : (i + 1) * length + 1] for i in range(count)])
 
 
-def looping_share(tokens, *, max_period: int = 32, repeats: int = 3) -> float:
-    """The share of tokens that lie in a loop.
+def looping_share(tokens: np.ndarray, *, max_period: int = 32, repeats: int = 3) -> float:
+    """Computes the share of the tokens that are part of a loop.
 
-    A token is in a loop when it lies in a stretch that is some n-gram, n at most
-    ``max_period``, written at least ``repeats`` times in a row.
+    A loop is an n-gram that is written several times in a row.
 
     Args:
       tokens: i32[T], one sequence.
+      max_period: The largest n.
+      repeats: The smallest number of times in a row.
 
     Returns:
       A number in [0, 1]; 0 for an empty sequence.
@@ -127,7 +153,7 @@ def looping_share(tokens, *, max_period: int = 32, repeats: int = 3) -> float:
     for period in range(1, min(max_period, len(tokens) // repeats) + 1):
         is_equal = np.concatenate([[False], tokens[period:] == tokens[:-period], [False]])
         edges = np.flatnonzero(is_equal[1:] != is_equal[:-1])
-        for begin, end in edges.reshape(-1, 2):  # tokens[begin:end] equals what is a period later
+        for begin, end in edges.reshape(-1, 2):  # tokens[begin:end] is repeated a period later
             if end - begin >= (repeats - 1) * period:
                 is_looping[begin : end + period] = True
     return float(is_looping.mean()) if len(tokens) else 0.0
