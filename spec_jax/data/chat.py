@@ -1,4 +1,4 @@
-"""Conversations as text: the chat templates that come with Hugging Face tokenizers."""
+"""Conversations as text, by the chat templates that come with Hugging Face tokenizers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _PRIVATE_USE = range(0xE000, 0xF900)
 
 @dataclasses.dataclass(frozen=True)
 class ChatTemplate:
-    """The templates of one tokenizer, and what they may refer to.
+    """The chat templates of a tokenizer, and the variables that they read.
 
-    Rendering is transformers': Jinja in a sandbox, with ``raise_exception``, ``tojson``,
-    ``strftime_now``, loop controls and ``{% generation %}`` blocks.
+    Rendering is the same as in transformers: Jinja in a sandbox, with ``raise_exception``,
+    ``tojson``, ``strftime_now``, loop controls and ``{% generation %}`` blocks.
     """
 
     sources: Mapping[str, str]  # template texts by name
@@ -45,17 +45,16 @@ class ChatTemplate:
         name: str | None = None,
         now: datetime.datetime | None = None,
     ) -> ChatTemplate:
-        """The tokenizer's chat templates, with its special tokens as variables.
+        """Takes the tokenizer's chat templates, with its special tokens as variables.
 
         Args:
-          tokenizer: as ``Tokenizer.from_directory`` loads it.
-          variables: more for the template, such as ``enable_thinking``; they go before the
-            special tokens.
-          name: of the template, where there are several.
-          now: what ``strftime_now`` shows; None: the time of this call.
+          tokenizer: A tokenizer that ``Tokenizer.from_directory`` loaded.
+          variables: More variables, such as ``enable_thinking``. They override special tokens.
+          name: The name of the template, if there are several.
+          now: The time that ``strftime_now`` shows. None means the time of this call.
 
         Raises:
-          ConfigError: the tokenizer has no chat template, or none of that name.
+          ConfigError: The tokenizer has no chat template, or none of that name.
         """
         sources = tokenizer.chat_templates
         if not sources:
@@ -73,10 +72,13 @@ class ChatTemplate:
         return template
 
     def source(self, *, has_tools: bool = False) -> str:
-        """The text of the template that a conversation with or without tools takes.
+        """Returns the text of the template for conversations with or without tools.
+
+        Args:
+          has_tools: Whether the conversation has tools.
 
         Raises:
-          ConfigError: no template of that name, or no default.
+          ConfigError: There is no template of that name, or no default one.
         """
         name = self.name
         if name is None:
@@ -89,7 +91,7 @@ class ChatTemplate:
         return self.sources[name]
 
     def has_generation(self, *, has_tools: bool = False) -> bool:
-        """Whether the template marks what the assistant writes with ``{% generation %}``."""
+        """Whether the template marks the assistant's turns with ``{% generation %}``."""
         return _compile(self.source(has_tools=has_tools))[1]
 
     def render(
@@ -100,17 +102,17 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
     ) -> str:
-        """The conversation as text, the special tokens that the template writes included.
+        """Renders a conversation as text, with the special tokens that the template writes.
 
         Args:
-          messages: each with a role and a content, as JSON has them; keys whose value is
-            None count as absent.
+          messages: JSON objects with a role and a content. Keys whose value is None count as
+            absent.
           tools: JSON schemas of functions, for templates that show them.
-          documents: for templates that show them.
-          add_generation_prompt: whether to end with the header of an assistant's turn.
+          documents: Documents, for templates that show them.
+          add_generation_prompt: Whether to end with the header of an assistant's turn.
 
         Raises:
-          ConfigError: no message, one that is no JSON object, or a template that fails.
+          ConfigError: There is no message, one is not a JSON object, or the template fails.
         """
         return self._render(messages, tools, documents, add_generation_prompt, ("", ""))
 
@@ -121,11 +123,19 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The conversation as text, and the character spans of its ``{% generation %}`` blocks.
+        """Renders a conversation, and finds its ``{% generation %}`` blocks.
+
+        Args:
+          messages: See ``render``.
+          tools: See ``render``.
+          documents: See ``render``.
+
+        Returns:
+          The text, and the begin and end of each block in characters.
 
         Raises:
-          ConfigError: as ``render``; or the template computes with the text of a block, so
-            that its place in the whole is lost.
+          ConfigError: See ``render``; or the template changes the text of a block, so that its
+            place in the whole text is unknown.
         """
         text = self._render(messages, tools, documents, False, ("", ""))
         used = set(text) | set(self.source(has_tools=tools is not None))
@@ -151,7 +161,7 @@ class ChatTemplate:
         if not messages:
             raise ConfigError("the conversation has no message; expected at least one")
         try:
-            # A copy of plain JSON types: a template can reach no method of a caller's object.
+            # A copy of plain JSON types, so that a template cannot call methods of the caller's.
             messages, tools, documents = json.loads(json.dumps([messages, tools, documents]))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"a message holds what JSON cannot: {error}") from error
@@ -169,14 +179,14 @@ class ChatTemplate:
                 "add_generation_prompt": add_generation_prompt,
                 _MARKS: marks,
             })
-        except Exception as error:  # a template is a program: it may fail in any way
+        except Exception as error:  # a template is a program and may fail in any way
             raise ConfigError(
                 f"the chat template refuses the conversation: {str(error) or type(error).__name__}"
             ) from error
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %} … {% endgeneration %}``: its text, between marks that rendering sets."""
+    """``{% generation %} … {% endgeneration %}``; rendering chooses the marks around the text."""
 
     tags = {"generation"}
 
@@ -192,10 +202,10 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Refuses names with a leading underscore, by which a template could reach internals."""
+    """Refuses names with a leading underscore, through which a template could reach internals."""
 
     def __init__(*args, **values):
-        self, *rest = args  # a template may well set a name "self"
+        self, *rest = args  # not a named argument, as a template may set a name "self"
         jinja2.utils.Namespace.__init__(self)
         for name, value in dict(*rest, **values).items():
             self[name] = value
@@ -225,7 +235,7 @@ def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=
 
 @functools.lru_cache(maxsize=32)
 def _compile(source: str) -> tuple[jinja2.Template, bool]:
-    """The template, and whether it has generation blocks."""
+    """Returns the template, and whether it has generation blocks."""
     sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
@@ -242,7 +252,7 @@ def _compile(source: str) -> tuple[jinja2.Template, bool]:
 
 
 def _with_reasoning(message: dict) -> dict:
-    """A message without its absent values, its reasoning under the names that templates read."""
+    """Drops absent values, and puts the reasoning under the names that templates read."""
     message = {key: value for key, value in message.items() if value is not None}
     found = [message[key] for key in _REASONING if key in message]
     return {"thinking": found[0], **message, "reasoning_content": found[0]} if found else message

@@ -1,4 +1,4 @@
-"""Conversations and texts as token documents, with what the assistant writes marked."""
+"""Conversations and texts as token documents, with the assistant's answers marked."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import collections
 import functools
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from spec_jax.models.tokenizer import Tokenizer
 
 
 class Document(NamedTuple):
-    """Tokens, and which of them a model is to learn to predict."""
+    """Tokens, and which of them a model learns to predict."""
 
     ids: np.ndarray  # i32[T]
     mask: np.ndarray  # bool[T]
@@ -29,20 +29,20 @@ class Document(NamedTuple):
 
 
 class Encoder:
-    """Conversations and texts to documents, by one tokenizer and its chat template.
+    """Turns conversations and texts into documents, with a tokenizer and its chat template.
 
-    A text is a separator and its tokens, all marked. A conversation begins with a separator
-    too, unmarked, unless its template begins with the tokenizer's ``bos_token``. Special tokens
-    come from the template alone; the tokenizer adds none.
+    A text becomes a separator and its tokens, all of them marked. A conversation begins with a
+    separator that is not marked, unless its template begins with the tokenizer's ``bos_token``.
+    Special tokens come from the template alone; the tokenizer adds none.
 
     Args:
-      tokenizer: of the target.
-      template: None: the tokenizer's own.
-      separator: the token before each document; None: ``END_OF_TEXT`` where the tokenizer has
+      tokenizer: The target's tokenizer.
+      template: The chat template. None means the tokenizer's own.
+      separator: The token before each document. None means ``END_OF_TEXT`` if the tokenizer has
         it, else its ``eos_token``.
 
     Raises:
-      ConfigError: the tokenizer has no such token.
+      ConfigError: The tokenizer has no such token.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Encoder:
 
     @functools.cached_property
     def separator_id(self) -> int:
-        """The token before each document; prompts have none."""
+        """The id of the token before each document. Prompts have none."""
         separator = END_OF_TEXT
         if self.tokenizer.token_id(separator) is None:
             separator = self.tokenizer.special_tokens.get("eos_token", separator)
@@ -80,26 +80,39 @@ class Encoder:
 
     @functools.cached_property
     def template(self) -> ChatTemplate:
-        """How conversations become text."""
+        """The chat template."""
         return ChatTemplate.from_tokenizer(self.tokenizer)
 
     def text(self, record: Text) -> list[Document]:
-        """A text's document, every token marked; none if it is empty.
+        """Encodes a text as a document with every token marked.
+
+        Args:
+          record: The text.
+
+        Returns:
+          One document, or none if the text is empty.
 
         Raises:
-          ConfigError: it is no Unicode text.
+          ConfigError: It is not Unicode text.
         """
         if not record.text:
             return []
         return [self._document(record.text, [(0, len(record.text))], record.source, is_text=True)]
 
     def prompts(self, record: Conversation) -> list[list[int]]:
-        """Ids of what each turn of the assistant answers, up to where its answer begins.
+        """Encodes the prompt of each answer, up to where the answer begins.
 
-        Of a conversation that ends with another turn, of that one too. See ``num_prompts``.
+        A conversation that does not end with an answer has one more prompt, the whole
+        conversation. See ``num_prompts``.
+
+        Args:
+          record: The conversation.
+
+        Returns:
+          The ids of each prompt.
 
         Raises:
-          ConfigError: the template refuses the conversation.
+          ConfigError: The template refuses the conversation.
         """
         found = []
         for end in _answered(record.messages):
@@ -114,28 +127,32 @@ class Encoder:
         return found
 
     def conversation(self, record: Conversation) -> list[Document]:
-        """A conversation's documents, with every turn of the assistant marked.
+        """Encodes a conversation as documents with every turn of the assistant marked.
 
-        Marked is what the model must predict: the content and the token that ends the turn.
-        Where the template has ``{% generation %}`` blocks, they are marked. Else a turn is what
-        its rendering adds to the rendering of what comes before it with a generation prompt,
-        less white space after a last added token. Where a template writes earlier turns in
-        another way once more follow (reasoning left out, say), the conversation becomes
-        several documents, each up to a turn that is seen as the model wrote it: every turn is
-        marked once, behind the prompt that it answered.
+        The marked tokens are those that the model must predict: the content and the token that
+        ends the turn. If the template has ``{% generation %}`` blocks, these are marked. Else a
+        turn is found by rendering the conversation twice, up to the generation prompt before
+        the turn and up to its end; the difference is marked, without white space after a last
+        added token.
 
-        Messages after the last turn are left out. A turn that opens the conversation answers
-        nothing; without generation blocks it is not marked.
+        Some templates write earlier turns differently when more turns follow, for example
+        without their reasoning. The conversation then becomes several documents, each of which
+        ends with a turn as the model wrote it. Every turn is marked once, after the prompt that
+        it answered.
+
+        Messages after the assistant's last turn are left out. A turn that opens the
+        conversation answers nothing and is not marked, unless it is in a generation block.
 
         Args:
-          record: as ``read_records`` yields it.
+          record: A conversation that ``read_records`` yields.
 
         Returns:
-          One document, or several as above; none where the assistant has no turn.
+          One document or several, as above; none if the assistant has no turn.
 
         Raises:
-          ConfigError: the template refuses the conversation, writes an answer that does not
-            begin with its prompt, or has blocks that mark nothing; or it is no Unicode text.
+          ConfigError: The template refuses the conversation, writes an answer that does not
+            begin with its prompt, or has blocks that hold nothing; or the conversation is not
+            Unicode text.
         """
         roles = [message["role"] for message in record.messages]
         if "assistant" not in roles:
@@ -154,7 +171,7 @@ class Encoder:
         return [self._document(text, spans, record.source) for text, spans in parts]
 
     def _answers(self, messages, tools) -> list[tuple[str, list[tuple[int, int]]]]:
-        """Texts and the spans of their answers: one text, unless earlier turns are rewritten."""
+        """Returns texts with the spans of their answers; one, unless turns are rewritten."""
         parts = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant" or i == 0:
@@ -197,35 +214,37 @@ def _check_unicode(text: str, source: str) -> None:
 
 
 def opening(record: Conversation) -> Conversation | None:
-    """What stands before the first answer of a conversation; None where there is nothing."""
+    """Returns the messages before a conversation's first answer, or None if there are none."""
     ends = _answered(record.messages)
     return record._replace(messages=record.messages[: ends[0]]) if ends else None
 
 
 def num_prompts(record: Conversation) -> int:
-    """How many prompts a conversation has, see ``Encoder.prompts``."""
+    """Returns the number of a conversation's prompts, see ``Encoder.prompts``."""
     return len(_answered(record.messages))
 
 
 def _answered(messages) -> list[int]:
-    """How many messages stand before each answer, given or still to be given."""
+    """Returns the number of messages before each answer, also before one still to be written."""
     roles = [message["role"] for message in messages]
     given = [i for i, role in enumerate(roles) if role == "assistant" and i > 0]
     return given + ([len(roles)] if roles and roles[-1] != "assistant" else [])
 
 
-def token_mask(offsets, spans: Iterable[tuple[int, int]]) -> np.ndarray:
-    """Which tokens hold a character of one of the spans.
+def token_mask(
+    offsets: Sequence[tuple[int, int]], spans: Iterable[tuple[int, int]]
+) -> np.ndarray:
+    """Finds the tokens that hold a character of one of the spans.
 
     Args:
-      offsets: (begin, end) in characters of each token, as ``tokenizers`` gives them.
-      spans: (begin, end) in characters.
+      offsets: The begin and end of each token in characters, as ``tokenizers`` returns them.
+      spans: The begin and end of each span in characters.
 
     Returns:
       bool[T].
     """
     begin, end = np.asarray(offsets, np.int64).reshape(-1, 2).T
-    # Some tokenizers trim white space off offsets, and leave nothing of a token of spaces.
+    # Some tokenizers trim white space off offsets, so that a token of spaces has length 0.
     reached = np.append(0, np.maximum.accumulate(end))[:-1]
     begin = np.where(begin == end, np.minimum(begin, reached), begin)
     end = np.maximum(end, begin + 1)
@@ -237,15 +256,15 @@ def token_mask(offsets, spans: Iterable[tuple[int, int]]) -> np.ndarray:
 
 
 def is_held_out(record: Conversation | Text, share: float) -> bool:
-    """Whether a record belongs to the held-out split: a function of its content alone.
+    """Whether a record belongs to the held-out split, which depends on its content alone.
 
-    The order and the number of records, their files, the tokenizer and the cut do not matter, so
-    equal records are always in the same split; those of a smaller share are among those of
-    a larger one.
+    The order and the number of the records, their files and the tokenizer do not matter. So
+    equal records are always in the same split, and a larger share holds out the records of a
+    smaller one and more.
 
     Args:
-      record: a conversation (its messages count) or a text.
-      share: the part of the records that is held out, in [0, 1].
+      record: A conversation, of which the messages count, or a text.
+      share: The part of the records, in [0, 1], that is held out.
     """
     is_text = isinstance(record, Text)
     content = record.text if is_text else json.dumps(record.messages, sort_keys=True)
@@ -262,23 +281,24 @@ def read_documents(
     is_strict: bool = True,
     counts: collections.Counter | None = None,
 ) -> Iterator[Document]:
-    """The documents of one split, in the files' order, one at a time.
+    """Yields the documents of one split, in the order of the files.
 
     Args:
-      paths: files and folders, see ``read_records``.
-      encoder: how records become documents.
+      paths: Files and folders, see ``read_records``.
+      encoder: Turns records into documents.
       split: "train" or "held_out".
-      held_out_share: the part of the records that is held out, see ``is_held_out``.
-      max_length: documents are cut after so many tokens; None: never.
-      is_strict: whether a record that cannot be encoded (most often a conversation that the
+      held_out_share: The part of the records that is held out, see ``is_held_out``.
+      max_length: The number of tokens after which a document is cut. None means never.
+      is_strict: Whether a record that cannot be encoded (usually a conversation that the
         template refuses) is an error; else it is skipped and counted.
-      counts: filled while the documents are read: records ("conversations", "texts",
-        "other_split"), what was skipped ("no_answer": no turn of the assistant, or none
-        before the cut; "empty", "refused"), "cut" documents, conversations that became several
-        documents ("several"), and "documents".
+      counts: Filled while the documents are read: records ("conversations", "texts",
+        "other_split"); those that were skipped ("no_answer" if the assistant has no turn, or
+        none before the cut; "empty"; "refused"); documents that were "cut"; conversations that
+        became "several" documents; and "documents".
 
     Raises:
-      ConfigError: a bad argument, a record that cannot be read, no usable document.
+      ConfigError: An argument is out of range, a record cannot be read, or there is no usable
+        document.
     """
     check_split(split)
     if not 0.0 <= held_out_share < 1.0:
@@ -286,21 +306,21 @@ def read_documents(
     if max_length is not None and max_length < 2:
         raise ConfigError(f"max_length is {max_length}; expected at least 2, or None")
     counts = collections.Counter() if counts is None else counts
-    is_wanted = lambda r: is_held_out(r, held_out_share) == (split == "held_out")
-    return _documents(list(paths), encoder, split, is_wanted, max_length, is_strict, counts)
+    is_in_split = lambda r: is_held_out(r, held_out_share) == (split == "held_out")
+    return _documents(list(paths), encoder, split, is_in_split, max_length, is_strict, counts)
 
 
-def _documents(paths, encoder, split, is_wanted, max_length, is_strict, counts):
+def _documents(paths, encoder, split, is_in_split, max_length, is_strict, counts):
     refusal = ""
     for record in (record for path in paths for record in read_records(path)):
-        if not is_wanted(record):
+        if not is_in_split(record):
             counts["other_split"] += 1
             continue
         is_text = isinstance(record, Text)
         useless = "empty" if is_text else "no_answer"
         counts["texts" if is_text else "conversations"] += 1
         if not is_text:
-            _ = encoder.template  # its absence is no fault of the conversation
+            _ = encoder.template  # a tokenizer without one is an error, not a refused record
         try:
             found = encoder.text(record) if is_text else encoder.conversation(record)
         except ConfigError as error:
@@ -331,7 +351,7 @@ def _documents(paths, encoder, split, is_wanted, max_length, is_strict, counts):
 
 
 def _uncut(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """The tokenizer without the truncation and padding that its file may ask for."""
+    """Returns the tokenizer without the truncation and padding that its file may ask for."""
     if backend.truncation is None and backend.padding is None:
         return backend
     copy = tokenizers.Tokenizer.from_str(backend.to_str())

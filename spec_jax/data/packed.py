@@ -1,4 +1,4 @@
-"""Documents on disk, end to end: two arrays to map into memory, and a description of them."""
+"""Documents on disk, one after another: two arrays to map into memory, and a description."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VERSION = 1
 
 
 class Packed(NamedTuple):
-    """A packed corpus; document ``i`` is ``tokens[starts[i] : starts[i + 1]]``."""
+    """A packed corpus. Document ``i`` is ``tokens[starts[i] : starts[i + 1]]``."""
 
     tokens: np.ndarray  # i32[T], mapped from the file
     mask: np.ndarray  # bool[T], mapped from the file
@@ -41,21 +41,21 @@ def write_packed(
 ) -> Packed:
     """Writes documents to NAME.tokens.npy, NAME.mask.npy and NAME.json, and opens them.
 
-    Documents are written as they come; in memory is one of them, and where each starts. The
-    files get their names when they are whole, the description last: without it there is no
-    corpus.
+    Documents are written one at a time; only the places where they start are kept in memory.
+    The files get their names when they are complete, and the description is the last: without it
+    there is no corpus.
 
     Args:
-      directory: made if absent.
-      name: of the corpus, such as the split's.
-      documents: see ``read_documents``.
-      tokenizer: theirs; its vocabulary's fingerprint is kept.
-      sources: the files that they come from, to be named in the description.
-      counts: the same as given to ``read_documents``; read when the documents have ended.
-      about: more to keep in the description, as JSON has it: the tokenizer's name, the split.
+      directory: The folder; it is created if it does not exist.
+      name: The name of the corpus, such as its split.
+      documents: The documents, see ``read_documents``.
+      tokenizer: The tokenizer that encoded them; a fingerprint of its vocabulary is kept.
+      sources: The files that they come from, for the description.
+      counts: The counter that ``read_documents`` fills; it is read after the last document.
+      about: More JSON values for the description, such as the split.
 
     Raises:
-      ConfigError: no document, or ids that the tokenizer does not have.
+      ConfigError: There is no document, or one has ids that the tokenizer does not have.
     """
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -105,15 +105,15 @@ def write_packed(
 def load_packed(
     directory: str | os.PathLike, name: str, tokenizer: Tokenizer | None = None
 ) -> Packed:
-    """Opens what ``write_packed`` wrote; the arrays stay on disk.
+    """Opens a corpus that ``write_packed`` wrote. The arrays stay on disk.
 
     Args:
-      directory: where it is.
-      name: of the corpus.
-      tokenizer: that of the model to be trained; checked if given.
+      directory: The folder.
+      name: The name of the corpus.
+      tokenizer: The tokenizer that should have encoded it. None means any.
 
     Raises:
-      ConfigError: no whole corpus of that name, or one of another vocabulary.
+      ConfigError: There is no complete corpus of that name, or it has another vocabulary.
     """
     tokens_file, mask_file, info_file = _paths(pathlib.Path(directory), name)
     remedy = "expected what write_packed writes: pack the corpus again"
@@ -141,21 +141,21 @@ def load_packed(
 
 
 def fingerprint(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The size and the SHA-256 of a tokenizer's vocabulary, names and ids."""
+    """Returns the size and the SHA-256 of a tokenizer's vocabulary, names and ids."""
     vocab = sorted(tokenizer.backend.get_vocab(with_added_tokens=True).items())
     digest = hashlib.sha256(json.dumps(vocab).encode()).hexdigest()
     return {"num_ids": tokenizer.num_ids, "vocab_sha256": digest}
 
 
 class _Growing:
-    """A one-dimensional .npy file whose length is known only at its end."""
+    """A one-dimensional .npy file that is written piece by piece."""
 
     def __init__(self, path: pathlib.Path, dtype):
         self.dtype, self.length, self.file = np.dtype(dtype), 0, path.open("wb")
         self._write_header()
 
     def _write_header(self) -> None:
-        # NumPy pads a header so that a longer length still fits into it.
+        # NumPy pads a header so that a larger length still fits into it.
         descr = np.lib.format.dtype_to_descr(self.dtype)
         header = {"descr": descr, "fortran_order": False, "shape": (self.length,)}
         np.lib.format.write_array_header_1_0(self.file, header)

@@ -131,8 +131,8 @@ def held_out_prompts(
 def train_pieces(seed: int, *, max_chars: int, tests_share: float = 1.0) -> Iterator[str]:
     """Draws pieces of the split "train", without end.
 
-    Each piece begins at the start of a line; every character of the corpus is equally likely to
-    be in that line. Piece i depends on the arguments, i and the installed library alone.
+    A piece begins with the line of a character that is drawn uniformly from the corpus. Piece i
+    depends on the arguments, i and the installed library alone.
 
     Args:
       seed: The seed that chooses the pieces.
