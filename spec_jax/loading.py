@@ -1,162 +1,25 @@
-"""A model, or a head that drafts for one, by name or path, ready to decode."""
+"""Loads a model, or a head that drafts for one, by name or path, ready to decode."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import pathlib
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from spec_jax import zoo
-from spec_jax.contracts import Drafter, Model
-from spec_jax.drafters.common.head import Head
-from spec_jax.drafters.eagle.model import (
-    EagleConfig,
-    check_head,
-    eagle,
-    eagle_head,
-    init_head,
-)
-from spec_jax.drafters.eagle.read import read_head
-from spec_jax.drafters.mtp.model import MtpConfig, check_mtp, init_mtp, mtp, mtp_head
-from spec_jax.drafters.mtp.read import read_mtp
-from spec_jax.drafters.standalone import model as standalone
+from spec_jax.drafters import registry
+from spec_jax.drafters.loaded import LoadedHead, LoadedModel
 from spec_jax.errors import ConfigError, ModelNotLoaded, WeightsError
-from spec_jax.models import checkpoint, layout, transformer
-from spec_jax.models.families import AnyConfig, family_of
-from spec_jax.models.params import Params, num_params
-from spec_jax.models.tensors import draft_kind
+from spec_jax.models import checkpoint, transformer
 from spec_jax.models.tokenizer import Tokenizer
-from spec_jax.tree import DynamicTree, Tree
 
+__all__ = [
+    "DTYPES", "LoadedHead", "LoadedModel", "check_loaded", "load_draft", "load_head", "load_model",
+    "load_mtp", "random_head",
+]  # fmt: skip
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-@dataclasses.dataclass(frozen=True)
-class LoadedModel:
-    """A model's functions, its weights and its tokenizer.
-
-    ``tokenizer`` may be None: prompts are then ids. ``config`` is None for a model of
-    your own (see ``spec_jax.testing`` for small ones).
-    """
-
-    name: str
-    model: Model
-    params: Params
-    tokenizer: Tokenizer | None = None
-    config: AnyConfig | None = None
-    stop_tokens: tuple[int, ...] = ()
-
-    @property
-    def max_length(self) -> int:
-        """The most tokens a row may hold."""
-        return self.model.max_length
-
-    def decoding_params(self, num_rows: int | None = None) -> Params:
-        """The weights laid out for passes over ``num_rows`` tokens in total; None: any number.
-
-        They are ``params`` itself except on a CPU, see ``models/layout.py``.
-        """
-        return self._by_rows(num_rows)
-
-    @functools.cached_property
-    def _by_rows(self) -> Callable[[int | None], Params]:
-        if self.config is None:
-            return lambda num_rows: self.params
-        is_tied = self.config.tie_word_embeddings
-        has_panels = family_of(self.config).has_panels
-        return layout.by_rows(self.params, is_tied=is_tied, has_panels=has_panels)
-
-    def draft_params(
-        self, target: Params, batch: int | None, num_draft: int,
-        tree: Tree | DynamicTree | None = None,
-    ) -> Params:
-        """The parameters of the drafter that this model makes.
-
-        Args:
-          target: the target's parameters, for drafters that share some of them.
-          batch: rows that are decoded together, for the layout that suits them; None: any.
-          num_draft: K.
-          tree: what is drafted; None: a chain.
-        """  # fmt: skip
-        del target, num_draft, tree
-        return self.decoding_params(None if batch is None else batch * standalone.FIRST_TOKENS)
-
-    @property
-    def num_params(self) -> int | None:
-        return None if self.config is None else num_params(self.config)
-
-
-@dataclasses.dataclass(frozen=True)
-class LoadedHead:
-    """A head or MTP modules, and their weights.
-
-    Attributes:
-      name: where it was loaded from.
-      config: its shape and meaning, its ``taps`` among them.
-      params: what ``draft.eagle`` or ``draft.mtp`` takes as ``params["head"]``.
-      notes: sentences on how an ambiguous checkpoint was read.
-    """
-
-    name: str
-    config: EagleConfig | MtpConfig
-    params: Params
-    notes: tuple[str, ...] = ()
-
-    def check_params(self) -> None:
-        """Checks that the weights are those of the config.
-
-        Raises:
-          WeightsError: a weight that is missing or of another shape; it is named.
-        """
-        check = check_head if isinstance(self.config, EagleConfig) else check_mtp
-        check(self.config, self.params, f"head {self.name}: ")
-
-    @property
-    def method(self) -> str:
-        """The ``speculative_method`` that drafts with it."""
-        return "eagle" if isinstance(self.config, EagleConfig) else "mtp"
-
-    @property
-    def max_length(self) -> int:
-        """The most tokens a row may hold."""
-        return self.config.layer.max_position_embeddings
-
-    def decoding_params(self, num_rows: int | None = None) -> Params:
-        """The weights laid out for passes over ``num_rows`` pairs, see ``LoadedModel``."""
-        return self._by_rows(num_rows)
-
-    @functools.cached_property
-    def _by_rows(self) -> Callable[[int | None], Params]:
-        return layout.by_rows(self.params, has_panels=family_of(self.config.layer).has_panels)
-
-    def draft_params(
-        self, target: Params, batch: int | None, num_draft: int,
-        tree: Tree | DynamicTree | None = None,
-    ) -> Params:  # fmt: skip
-        """The parameters of the drafter that this head makes, see ``LoadedModel``."""
-        width = 1 + (num_draft if tree is None else max(tree.depth, tree.widest))
-        head = self.decoding_params(None if batch is None else batch * width)
-        return {"head": head, "target": target}
-
-    @property
-    def num_params(self) -> int:
-        """Of its own; what it shares with the target is left out."""
-        return sum(w.size for w in jax.tree.leaves(self.params))
-
-    def head(self, target: Model) -> Head | None:
-        """Its functions for a target with its taps; None of modules that draft one step each."""
-        if isinstance(self.config, EagleConfig):
-            return eagle_head(self.config, target)
-        return mtp_head(self.config, target) if self.config.protocol == "recycled" else None
-
-    def drafter(self, target: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
-        """The ``Drafter`` for a target with this head's taps."""
-        make = eagle if isinstance(self.config, EagleConfig) else mtp
-        return make(self.config, target, tree)
 
 
 def check_loaded(role: str, model, kind: type) -> None:
@@ -206,29 +69,34 @@ def load_model(
 
 
 def load_draft(
-    name_or_path: str | pathlib.Path, target: LoadedModel, dtype=None
+    name_or_path: str | pathlib.Path, target: LoadedModel, dtype=None, *, method: str | None = None,
+    **overrides,
 ) -> LoadedModel | LoadedHead:
-    """Loads whatever drafts for a target: a model, an EAGLE head, or MTP modules on their own.
+    """Loads whatever drafts for a target: a model, an EAGLE head, MTP modules, or a kind of yours.
 
-    They are told apart by their tensors. A directory that holds a whole model and its modules
-    is read as the model; ``load_mtp`` reads the modules.
+    Kinds are told apart by config.json and the names of the tensors. A directory that holds a whole
+    model and its MTP modules is read as the model; ``load_mtp`` reads the modules.
 
     Args:
       name_or_path: a zoo name or a directory.
       target: the model that it drafts for.
       dtype: of the weights in memory; by default the target's.
+      method: the ``speculative_method`` of its kind; None: found out.
+      **overrides: what the checkpoint of a head leaves open, see ``load_head`` and ``load_mtp``.
 
     Raises:
       WeightsError: no such directory, or its files are not sound.
       ConfigError: it is for another target or of an unknown kind; a target without a config; a
         dtype that weights cannot have.
-    """
+    """  # fmt: skip
     _check_has_config(target)
-    kind = draft_kind(_directory(name_or_path))
-    dtype = target.params["embed"].dtype if dtype is None else dtype
-    if kind == "standalone":
-        return load_model(name_or_path, dtype)
-    return (load_head if kind == "eagle" else load_mtp)(name_or_path, target, dtype)
+    directory = _directory(name_or_path)
+    kind = registry.find(method) if method is not None else registry.detect(directory)
+    dtype = _check_dtype(target.params["embed"].dtype if dtype is None else dtype)
+    if kind.draft == "model":
+        return load_model(name_or_path, dtype, **overrides)
+    head = kind.read(directory, target, dtype, **overrides)
+    return dataclasses.replace(head, name=str(name_or_path))
 
 
 def load_head(
@@ -249,11 +117,7 @@ def load_head(
       ConfigError: the head is for another target or of an unknown kind; a target without a
         config; a dtype that weights cannot have.
     """
-    _check_has_config(target)
-    embed = target.params["embed"]
-    dtype = _check_dtype(embed.dtype if dtype is None else dtype)
-    head = read_head(_directory(path), target.config, dtype, target_embed=embed, **overrides)
-    return LoadedHead(str(path), head.config, head.params, head.notes)
+    return load_draft(path, target, dtype, method="eagle", **overrides)
 
 
 def load_mtp(
@@ -276,14 +140,11 @@ def load_mtp(
       ConfigError: the modules are for another target; a target without a config; a dtype that
         weights cannot have.
     """
-    _check_has_config(target)
-    dtype = _check_dtype(target.params["embed"].dtype if dtype is None else dtype)
-    modules = read_mtp(_directory(path), target.config, dtype, **overrides)
-    return LoadedHead(str(path), modules.config, modules.params, modules.notes)
+    return load_draft(path, target, dtype, method="mtp", **overrides)
 
 
-def random_head(config: EagleConfig | MtpConfig, key: jax.Array, dtype="float32") -> LoadedHead:
-    """A head, or MTP modules, with random weights: as exact as any other, and of no use.
+def random_head(config: registry.HeadConfig, key: jax.Array, dtype="float32") -> LoadedHead:
+    """A head of any kind with random weights: as exact as any other, and of no use.
 
     Args:
       config: the shape, such as ``EagleConfig.of_target(target.config)``.
@@ -291,11 +152,11 @@ def random_head(config: EagleConfig | MtpConfig, key: jax.Array, dtype="float32"
       dtype: of the weights.
 
     Raises:
-      ConfigError: a dtype that weights cannot have.
+      ConfigError: a dtype that weights cannot have, or a config that belongs to no kind.
     """
-    init = init_head if isinstance(config, EagleConfig) else init_mtp
-    kind = f"EAGLE-{config.version} head" if init is init_head else "MTP module"
-    return LoadedHead(f"random {kind}", config, init(config, key, _check_dtype(dtype)))
+    kind = registry.kind_of(config)
+    name = getattr(config, "name", kind.name)
+    return LoadedHead(f"random {name}", config, kind.init_params(config, key, _check_dtype(dtype)))
 
 
 def _directory(name_or_path: str | pathlib.Path) -> pathlib.Path:

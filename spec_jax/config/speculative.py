@@ -22,7 +22,8 @@ from spec_jax.config.sampler import GREEDY_BELOW
 from spec_jax.errors import ConfigError
 from spec_jax.tree import DynamicTree, Tree
 
-METHODS = ("standalone", "ngram", "suffix", "eagle", "mtp")
+# Methods that may be named, and whether they copy tokens; ``drafters.register`` adds to them.
+METHODS: dict[str, bool] = {}
 STRATEGIES = (
     "greedy", "residual", "block", "traversal", "match", "typical-acceptance",
     "logit-comparison", "synthetic",
@@ -95,8 +96,8 @@ class SpeculativeConfig:
                 raise ConfigError("adaptive and a tree are given; adaptive K drafts chains")
             if self.copies_tokens:
                 raise ConfigError(
-                    f"speculative_method {method!r} drafts chains; trees are for 'standalone', "
-                    "'eagle' and 'mtp'"
+                    f"speculative_method {method!r} drafts chains; trees are for methods with a "
+                    "model or a head"
                 )
             num_nodes = self.tree_shape.num_nodes
             self._set_num_draft(num_nodes, f"the tree has {num_nodes} nodes")
@@ -172,7 +173,7 @@ class SpeculativeConfig:
     @property
     def copies_tokens(self) -> bool:
         """The method has no model: its drafts have neither probabilities nor logits."""
-        return self.is_ngram() or self.is_suffix()
+        return METHODS.get(self.speculative_method, False)
 
     def uses_greedy_rejection(self) -> bool:
         return self.rejection_sampling_strategy == "greedy"

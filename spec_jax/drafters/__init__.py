@@ -1,0 +1,16 @@
+"""Drafters, one folder or file an algorithm, and the registry through which all else meets them.
+
+``register`` makes a kind known, from outside of the package too; see ``DrafterKind``.
+"""
+
+from spec_jax.drafters.eagle.kind import EAGLE
+from spec_jax.drafters.mtp.kind import MTP
+from spec_jax.drafters.ngram import NGRAM
+from spec_jax.drafters.registry import DrafterKind, Training, register
+from spec_jax.drafters.standalone.model import STANDALONE
+from spec_jax.drafters.suffix import SUFFIX
+
+__all__ = ["DrafterKind", "Training", "register"]
+
+for _kind in (STANDALONE, NGRAM, SUFFIX, EAGLE, MTP):
+    register(_kind)

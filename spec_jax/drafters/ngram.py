@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from spec_jax.contracts import Context, Drafter, Proposal
 from spec_jax.drafters.model_free import model_free
+from spec_jax.drafters.registry import DrafterKind
 
 
 def lookup(
@@ -58,3 +59,10 @@ def ngram(ngram_max: int = 3, ngram_min: int = 1) -> Drafter:
         return Proposal(tokens, n_draft), state
 
     return model_free("ngram", propose)
+
+
+NGRAM = DrafterKind(
+    name="ngram",
+    draft="none",
+    drafter=lambda draft, target, config: ngram(config.ngram.max, config.ngram.min),
+)

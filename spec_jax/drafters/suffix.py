@@ -22,6 +22,7 @@ import numpy as np
 from spec_jax.config import SuffixConfig
 from spec_jax.contracts import Context, Drafter, Proposal
 from spec_jax.drafters.model_free import model_free
+from spec_jax.drafters.registry import DrafterKind
 
 GAP = -1  # in a text: no token, as between two outputs
 
@@ -167,3 +168,10 @@ class History:
             joined = np.concatenate([self._text, [GAP], np.asarray(output, np.int32)])
             self._text = joined[-len(self._text) :].astype(np.int32)
             self._tokens = None
+
+
+SUFFIX = DrafterKind(
+    name="suffix",
+    draft="none",
+    drafter=lambda draft, target, config: suffix(target.vocab_size, config.suffix),
+)

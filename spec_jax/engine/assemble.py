@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from spec_jax.config import SpeculativeConfig
 from spec_jax.contracts import Drafter, Model
+from spec_jax.drafters import registry
 from spec_jax.drafters.common.chain import with_confidence_stop
 from spec_jax.drafters.model_free import NO_DRAFT
-from spec_jax.drafters.ngram import ngram
-from spec_jax.drafters.standalone.model import standalone
-from spec_jax.drafters.suffix import suffix
 from spec_jax.engine.adaptive.deferred import with_deferred_commits
 from spec_jax.engine.adaptive.runner import CATCH_UP
 from spec_jax.errors import ConfigError
@@ -22,7 +20,7 @@ def tapped_model(target: LoadedModel, draft: LoadedModel | LoadedHead | None) ->
     Raises:
       ConfigError: the head is for another target.
     """
-    if not isinstance(draft, LoadedHead):
+    if draft is None or registry.find(draft.method).draft != "head":
         return target.model
     if target.config is None:
         raise ConfigError(f"target {target.name} has no config; a head needs one to tap it")
@@ -52,28 +50,19 @@ def make_drafter(
     """
     if config is None:
         return NO_DRAFT
-    method, is_head = config.speculative_method, isinstance(draft, LoadedHead)
-    if config.copies_tokens:
-        if draft is not None:
-            raise ConfigError(
-                f"speculative_method {method!r} copies tokens; leave the draft {draft.name} out"
-            )
-        if config.is_ngram():
-            return ngram(config.ngram.max, config.ngram.min)
-        return suffix(target.vocab_size, config.suffix)
-    if draft is None:
-        needed = "a draft model" if config.is_standalone() else "a head; load_head gives one"
-        raise ConfigError(f"speculative_method {method!r} needs {needed}")
-    theirs = draft.method if is_head else "standalone"
-    if method != theirs:
+    kind = registry.find(config.speculative_method)
+    if kind.draft == "none" and draft is not None:
         raise ConfigError(
-            f"speculative_method is {method!r}; the draft {draft.name} is for {theirs!r}"
+            f"speculative_method {kind.name!r} copies tokens; leave the draft {draft.name} out"
         )
-    if not is_head:
-        return standalone(draft.model, config.tree_shape)
-    if config.is_mtp():
-        draft.config.check_num_draft(config.num_speculative_tokens)
-    return draft.drafter(target, config.tree_shape)
+    if kind.draft != "none" and draft is None:
+        needed = "a draft model" if kind.draft == "model" else "a head"
+        raise ConfigError(f"speculative_method {kind.name!r} needs {needed}; load_draft gives one")
+    if draft is not None and draft.method != kind.name:
+        raise ConfigError(
+            f"speculative_method is {kind.name!r}; the draft {draft.name} is for {draft.method!r}"
+        )
+    return kind.make_drafter(draft, target, config)
 
 
 def with_adaptive(config: SpeculativeConfig | None, drafter: Drafter) -> Drafter:

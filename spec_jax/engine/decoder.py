@@ -92,14 +92,14 @@ class SpeculativeDecoder:
                 raise ConfigError("samplers stand in the AsyncSpecConfig; give them once, there")
             target_sampler, draft_sampler = config.target_sampler, config.draft_sampler
             force_n1, self._max_tokens = force_n1 or config.force_n1, config.max_tokens
-            method = draft.method if isinstance(draft, LoadedHead) else "standalone"
+            method = "standalone" if draft is None else draft.method
             has_drafts = not force_n1 or draft is not None or drafter is not None
             config = SpeculativeConfig(method, config.spec_k) if has_drafts else None
         if not isinstance(config, SpeculativeConfig | None):
             raise ConfigError(f"config is {config!r}; expected a SpeculativeConfig")
-        if config is None and isinstance(draft, LoadedHead):
+        if config is None and draft is not None:
             config = SpeculativeConfig(draft.method)
-        elif config is None and (draft is not None or drafter is not None):
+        elif config is None and drafter is not None:
             config = SpeculativeConfig()
         self.target, self.draft = target, draft
         self.target_sampler = SamplerConfig() if target_sampler is None else target_sampler

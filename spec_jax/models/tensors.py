@@ -32,19 +32,6 @@ def open_tensors(directory: pathlib.Path, stack: contextlib.ExitStack) -> Strict
     return StrictReader(directory, _Pickle(directory / PICKLE))
 
 
-def draft_kind(directory: pathlib.Path) -> str:
-    """What drafts from a directory: "standalone", a whole model; "eagle"; "mtp", modules alone.
-
-    Raises:
-      WeightsError: it has no tensors that can be read.
-    """
-    with contextlib.ExitStack() as stack:
-        names = open_tensors(directory, stack).left
-    if "fc.weight" in names:
-        return "eagle"
-    return "standalone" if "model.embed_tokens.weight" in names else "mtp"
-
-
 class _Pickle:
     """The tensors of one file that torch has written."""
 

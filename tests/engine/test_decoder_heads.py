@@ -111,7 +111,7 @@ def test_a_config_whose_tree_cannot_be_is_refused(values, message):
 
 def test_parts_that_do_not_fit_are_refused(target):
     refuse = lambda match: pytest.raises(ConfigError, match=match)
-    with refuse("'eagle' needs a head; load_head gives one"):
+    with refuse("'eagle' needs a head; load_draft gives one"):
         SpeculativeDecoder(target, None, SpeculativeConfig("eagle"))
     with refuse("is 'eagle'; the draft modules is for 'mtp'"):
         SpeculativeDecoder(target, modules(), SpeculativeConfig("eagle"))

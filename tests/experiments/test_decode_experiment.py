@@ -121,7 +121,7 @@ def test_heads_modules_and_trees_have_rows_of_their_own(pair, tmp_path, capsys):
     assert set(result["costs"]["draft_ms"]) == {"eagle", "mtp"}
     assert result["models"]["head"]["vocabulary"] == 150
     out = capsys.readouterr().out
-    assert "eagle 2x1" in out and "random MTP module" in out
+    assert "eagle 2x1" in out and "random mtp-recycled" in out
 
 
 def test_the_report_is_saved_after_every_row(pair, tmp_path, monkeypatch):

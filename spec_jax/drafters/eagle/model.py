@@ -87,6 +87,16 @@ class EagleConfig:
         shared = "target's head that scores it" if is_old else "embedding that it shares"
         check(has_width, f"the head's width is {D}; the {shared} has {width}")
 
+    @property
+    def name(self) -> str:
+        """For reports."""
+        return f"eagle-{self.version}"
+
+    @property
+    def max_length(self) -> int:
+        """Maximum tokens of a row, prompt and output together."""
+        return self.layer.max_position_embeddings
+
     @classmethod
     def of_target(
         cls, target: ModelConfig, version: int = 3, draft_vocab_size: int | None = None,
@@ -285,9 +295,9 @@ def eagle_head(config: EagleConfig, target: Model) -> Head:
         )
 
     return Head(
-        name=f"eagle-{config.version}",
+        name=config.name,
         vocab_size=config.target_vocab_size,
-        max_length=config.layer.max_position_embeddings,
+        max_length=config.max_length,
         taps=config.taps,
         width=config.layer.hidden_size,
         init_cache=init_cache,

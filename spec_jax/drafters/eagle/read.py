@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ import numpy as np
 from spec_jax.drafters.common.vocabulary import check_offsets
 from spec_jax.drafters.eagle.model import EagleConfig, head_table
 from spec_jax.drafters.eagle.read_config import check_overrides, find_layout, head_config
+from spec_jax.drafters.loaded import LoadedHead
 from spec_jax.errors import WeightsError
 from spec_jax.models.checkpoint import StrictReader
 from spec_jax.models.config import ModelConfig, read_json
@@ -35,22 +35,6 @@ _NORMS = {
 _RTOL, _ATOL = 2.0**-8, 2.0**-24
 
 
-class ImportedHead(NamedTuple):
-    """A head from a checkpoint.
-
-    Attributes:
-      layout: "EAGLE-1", "EAGLE-3", "SpecForge" or "speculators".
-      config: its shape and meaning.
-      params: the weights of ``head_table``, and ``d2t`` where the draft vocabulary is smaller.
-      notes: sentences, one for everything that the checkpoint leaves open and how it was read.
-    """
-
-    layout: str
-    config: EagleConfig
-    params: dict[str, jax.Array]
-    notes: tuple[str, ...]
-
-
 def read_head(
     directory: str | pathlib.Path,
     target_config: ModelConfig,
@@ -58,7 +42,7 @@ def read_head(
     *,
     target_embed: jax.Array | None = None,
     **overrides,
-) -> ImportedHead:
+) -> LoadedHead:
     """Reads a head's config.json and weights.
 
     Args:
@@ -68,6 +52,10 @@ def read_head(
       target_embed: dtype[V,D], the target's embedding, to compare with a copy of the head's;
         without it a copy of the same width is taken for the target's.
       **overrides: ``taps`` or an option of ``EagleConfig``, in place of what config.json says.
+
+    Returns:
+      The head, with ``d2t`` among its parameters where the draft vocabulary is smaller, and a note
+      for everything that the checkpoint leaves open and how it was read.
 
     Raises:
       WeightsError: an unreadable file; a tensor that is missing, unexpected, of another shape
@@ -96,7 +84,7 @@ def read_head(
         if config.version == 3:
             params |= _draft_vocabulary(directory, tensors, config)
         tensors.finish()
-    return ImportedHead(layout, config, params, tuple(notes))
+    return LoadedHead(str(directory), config, params, tuple(notes), layout)
 
 
 def file_name(name: str, spec: ParamSpec, layer: str) -> str:

@@ -98,6 +98,16 @@ class MtpConfig:
         U, V = self.layer.vocab_size, self.target_vocab_size
         check(U == V, f"the modules' vocabulary has {U} ids; the target's has {V}")
 
+    @property
+    def name(self) -> str:
+        """For reports."""
+        return f"mtp-{self.protocol}"
+
+    @property
+    def max_length(self) -> int:
+        """Maximum tokens of a row, prompt and output together."""
+        return self.layer.max_position_embeddings
+
     @classmethod
     def of_target(cls, target: AnyConfig, **changes: Any) -> MtpConfig:
         """Modules of a target's own kind of layer, which read its state after the final norm.
@@ -235,9 +245,9 @@ def _common(config: MtpConfig) -> dict[str, Any]:
     """What a drafter by either protocol says of itself."""
     shape = dataclasses.replace(config.layer, num_hidden_layers=config.num_modules)
     return dict(
-        name=f"mtp-{config.protocol}",
+        name=config.name,
         vocab_size=config.target_vocab_size,
-        max_length=config.layer.max_position_embeddings,
+        max_length=config.max_length,
         taps=config.taps,
         width=config.layer.hidden_size,
         init_cache=lambda params, batch, slots: KVCache.create(

@@ -11,12 +11,12 @@ import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spec_jax.drafters.loaded import LoadedHead
 from spec_jax.drafters.mtp.layout import Layout, find_layout, modules_config
 from spec_jax.drafters.mtp.model import MtpConfig, mtp_table
 from spec_jax.errors import ConfigError, WeightsError
@@ -29,28 +29,12 @@ _BLOCK = (128, 128)
 _TARGET_EMBED, _TARGET_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-class ImportedMtp(NamedTuple):
-    """MTP modules from a checkpoint.
-
-    Attributes:
-      layout: "DeepSeek", "Qwen3-Next" or "MiMo".
-      config: their shape, meaning and protocol.
-      params: the weights of ``mtp_table``, ``{"0": {...}, "1": {...}}``.
-      notes: sentences, one for everything that the checkpoint leaves open and how it was read.
-    """
-
-    layout: str
-    config: MtpConfig
-    params: dict[str, dict[str, jax.Array]]
-    notes: tuple[str, ...]
-
-
 def read_mtp(
     directory: str | pathlib.Path,
     target_config: AnyConfig,
     dtype=jnp.float32,
     **overrides,
-) -> ImportedMtp:
+) -> LoadedHead:
     """Reads the MTP modules of a model's directory.
 
     Args:
@@ -62,6 +46,10 @@ def read_mtp(
       **overrides: fields of ``MtpConfig`` in place of what is derived: ``num_modules`` (the
         others are then left unread), ``protocol``, ``order``, ``taps``, ``recycles_normed``,
         ``has_zero_centred_norms``, ``has_own_embed``, ``has_own_head``.
+
+    Returns:
+      The modules, with parameters ``{"0": {...}, "1": {...}}`` and a note for everything that the
+      checkpoint leaves open and how it was read.
 
     Raises:
       WeightsError: an unreadable file; a tensor of the modules that is missing, unexpected, of
@@ -85,7 +73,7 @@ def read_mtp(
             for i in range(config.num_modules)
         }
         tensors.finish()
-    return ImportedMtp(layout.name, config, params, tuple(notes))
+    return LoadedHead(str(directory), config, params, tuple(notes), layout.name)
 
 
 def _read_module(tensors, layout: Layout, config: MtpConfig, index: int, dtype):

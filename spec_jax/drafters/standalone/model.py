@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import flax.struct
@@ -12,7 +14,9 @@ import jax.numpy as jnp
 from spec_jax.contracts import CatchUp, Context, Drafter, Model
 from spec_jax.drafters.common.chain import draft_chain
 from spec_jax.drafters.common.tree import draft_tree
+from spec_jax.drafters.registry import DrafterKind
 from spec_jax.errors import ConfigError
+from spec_jax.models.families import family_of_type
 from spec_jax.tree import DynamicTree, Tree, check_children
 
 FIRST_TOKENS = 2  # a row, fed by the first pass of a round
@@ -142,3 +146,28 @@ def standalone(model: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
         catch_up=CatchUp(catch_up),
         rewind=rewind,
     )
+
+
+def is_model(hf: Mapping[str, Any], names: AbstractSet[str]) -> bool:
+    """Whether a directory holds a whole model.
+
+    Args:
+      hf: the parsed config.json.
+      names: of the tensors.
+    """
+    if "model.embed_tokens.weight" in names:
+        return True
+    try:
+        family = family_of_type(hf.get("model_type"))
+        return family.outer_table(family.config.from_hf(hf))["embed"].hf_name in names
+    except ConfigError:
+        return False
+
+
+STANDALONE = DrafterKind(
+    name="standalone",
+    draft="model",
+    drafter=lambda draft, target, config: standalone(draft.model, config.tree_shape),
+    pass_width=lambda num_draft, tree: FIRST_TOKENS,
+    detect=is_model,
+)

@@ -1,0 +1,179 @@
+"""A model, or a head that drafts for one, with its weights: what a decoder is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable
+
+import jax
+
+from spec_jax.contracts import Model
+from spec_jax.drafters import registry
+from spec_jax.drafters.common.head import Head
+from spec_jax.models import layout
+from spec_jax.models.families import AnyConfig, family_of
+from spec_jax.models.params import Params, num_params
+from spec_jax.models.tokenizer import Tokenizer
+from spec_jax.tree import DynamicTree, Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A model's functions, its weights and its tokenizer.
+
+    Attributes:
+      name: where it was loaded from.
+      model: its functions.
+      params: its weights.
+      tokenizer: None: prompts are ids.
+      config: None for a model of your own (see ``spec_jax.testing`` for small ones).
+      stop_tokens: ids that end a row.
+      method: the ``speculative_method`` that drafts with it.
+    """
+
+    name: str
+    model: Model
+    params: Params
+    tokenizer: Tokenizer | None = None
+    config: AnyConfig | None = None
+    stop_tokens: tuple[int, ...] = ()
+    method = "standalone"
+
+    @property
+    def max_length(self) -> int:
+        """Maximum tokens of a row, prompt and output together."""
+        return self.model.max_length
+
+    def decoding_params(self, num_rows: int | None = None) -> Params:
+        """The weights laid out for passes over ``num_rows`` tokens in total; None: any number.
+
+        They are ``params`` itself except on a CPU, see ``models/layout.py``.
+        """
+        return self._by_rows(num_rows)
+
+    @functools.cached_property
+    def _by_rows(self) -> Callable[[int | None], Params]:
+        if self.config is None:
+            return lambda num_rows: self.params
+        is_tied = self.config.tie_word_embeddings
+        has_panels = family_of(self.config).has_panels
+        return layout.by_rows(self.params, is_tied=is_tied, has_panels=has_panels)
+
+    def draft_params(
+        self, target: Params, batch: int | None, num_draft: int,
+        tree: Tree | DynamicTree | None = None,
+    ) -> Params:
+        """The parameters of the drafter that this model makes.
+
+        Args:
+          target: the target's parameters, for drafters that share some of them.
+          batch: rows that are decoded together, for the layout that suits them; None: any.
+          num_draft: K.
+          tree: what is drafted; None: a chain.
+        """  # fmt: skip
+        del target
+        return self.decoding_params(_num_rows(self.method, batch, num_draft, tree))
+
+    @property
+    def num_params(self) -> int | None:
+        return None if self.config is None else num_params(self.config)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedHead:
+    """A head of any kind, or MTP modules, and their weights.
+
+    Attributes:
+      name: where it was loaded from.
+      config: its shape and meaning, its ``taps`` among them; its type says the kind.
+      params: what the drafter takes as ``params["head"]``.
+      notes: sentences on how an ambiguous checkpoint was read.
+      layout: the layout that it was read from; None: it was not read.
+    """
+
+    name: str
+    config: registry.HeadConfig
+    params: Params
+    notes: tuple[str, ...] = ()
+    layout: str | None = None
+
+    @property
+    def kind(self) -> registry.DrafterKind:
+        """The record of its kind.
+
+        Raises:
+          ConfigError: no such kind is registered.
+        """
+        return registry.kind_of(self.config)
+
+    @property
+    def method(self) -> str:
+        """The ``speculative_method`` that drafts with it."""
+        return self.kind.name
+
+    def check_params(self) -> None:
+        """Checks that the weights are those of the config.
+
+        Raises:
+          WeightsError: a weight that is missing or of another shape; it is named.
+        """
+        self.kind.check_params(self.config, self.params, f"head {self.name}: ")
+
+    @property
+    def max_length(self) -> int:
+        """Maximum tokens of a row, prompt and output together."""
+        return self.config.max_length
+
+    def decoding_params(self, num_rows: int | None = None) -> Params:
+        """The weights laid out for passes over ``num_rows`` pairs, see ``LoadedModel``."""
+        return self._by_rows(num_rows)
+
+    @functools.cached_property
+    def _by_rows(self) -> Callable[[int | None], Params]:
+        return layout.by_rows(self.params, has_panels=self.kind.has_panels(self.config))
+
+    def draft_params(
+        self, target: Params, batch: int | None, num_draft: int,
+        tree: Tree | DynamicTree | None = None,
+    ) -> Params:  # fmt: skip
+        """The parameters of the drafter that this head makes, see ``LoadedModel``."""
+        head = self.decoding_params(_num_rows(self.method, batch, num_draft, tree))
+        return {"head": head, "target": target}
+
+    @property
+    def num_params(self) -> int:
+        """Number of its own parameters, without those that it shares with the target."""
+        return sum(w.size for w in jax.tree.leaves(self.params))
+
+    def head(self, target: Model) -> Head | None:
+        """Its functions for a target with its taps; None of modules that draft one step each."""
+        return self.kind.head and self.kind.head(self.config, target)
+
+    def save(
+        self, directory: str | pathlib.Path, target: LoadedModel, *, layout: str | None = None,
+        dtype: str | None = None, num_speculative_tokens: int = 3,
+    ) -> None:
+        """Writes a directory that ``load_draft`` reads as the same head.
+
+        Args:
+          directory: of the head alone, made if absent; what it holds is written over.
+          target: the model that it drafts for.
+          layout: one of the kind's; None: the first that has words for the whole config.
+          dtype: of the stored tensors; None: the dtype of the weights.
+          num_speculative_tokens: tokens drafted a round, for layouts that say it.
+
+        Raises:
+          ConfigError: the layout has no word for something of the head's.
+          WeightsError: a weight that is missing or of another shape.
+        """  # fmt: skip
+        self.kind.write(
+            self, pathlib.Path(directory), target, layout=layout, dtype=dtype,
+            num_speculative_tokens=num_speculative_tokens,
+        )  # fmt: skip
+
+
+def _num_rows(method: str, batch: int | None, num_draft: int, tree) -> int | None:
+    width = registry.find(method).pass_width(num_draft, tree)
+    return None if batch is None else batch * width

@@ -1,0 +1,78 @@
+"""The record that registers MTP modules."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+from spec_jax.config import SpeculativeConfig
+from spec_jax.contracts import Drafter, Model
+from spec_jax.drafters.common.head import Head
+from spec_jax.drafters.loaded import LoadedHead, LoadedModel
+from spec_jax.drafters.mtp.layout import find_layout
+from spec_jax.drafters.mtp.model import MtpConfig, check_mtp, init_mtp, mtp, mtp_head, mtp_table
+from spec_jax.drafters.mtp.read import read_mtp
+from spec_jax.drafters.mtp.write import write_mtp
+from spec_jax.drafters.registry import DrafterKind, Training
+from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.models.families import family_of
+
+
+def is_mtp(hf: Mapping[str, Any], names: AbstractSet[str]) -> bool:
+    """Whether a directory holds MTP modules without their model.
+
+    Args:
+      hf: the parsed config.json.
+      names: of the tensors.
+    """
+    try:
+        find_layout(pathlib.Path(), hf, names)
+    except (ConfigError, WeightsError):
+        return False
+    return "model.embed_tokens.weight" not in names
+
+
+def _drafter(draft: LoadedHead, target: Model, config: SpeculativeConfig) -> Drafter:
+    draft.config.check_num_draft(config.num_speculative_tokens)
+    return mtp(draft.config, target, config.tree_shape)
+
+
+def _head(config: MtpConfig, target: Model) -> Head | None:
+    return mtp_head(config, target) if config.protocol == "recycled" else None
+
+
+def _write(
+    head: LoadedHead, directory: pathlib.Path, target: LoadedModel, *, layout: str | None,
+    dtype: str | None, num_speculative_tokens: int,
+) -> None:  # fmt: skip
+    del num_speculative_tokens  # no layout says it
+    write_mtp(
+        directory, head.config, head.params, target_config=target.config, layout=layout,
+        dtype=dtype,
+    )  # fmt: skip
+
+
+MTP = DrafterKind(
+    name="mtp",
+    drafter=_drafter,
+    detect=is_mtp,
+    config_class=MtpConfig,
+    head=_head,
+    table=lambda config: {str(i): mtp_table(config) for i in range(config.num_modules)},
+    init=init_mtp,
+    check=check_mtp,
+    has_panels=lambda config: family_of(config.layer).has_panels,
+    read=lambda directory, target, dtype, **overrides: read_mtp(
+        directory, target.config, dtype, **overrides
+    ),
+    write=_write,
+    training={
+        "mtp": Training(
+            objective="spec_jax.drafters.mtp.objective:MTP",
+            new=MtpConfig.of_target,
+            options=("taps", "num_modules", "protocol"),
+        ),
+    },
+)

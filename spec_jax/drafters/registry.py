@@ -1,0 +1,248 @@
+"""The kinds of drafters, one record each.
+
+Whatever differs between drafters stands in their records, so loading, decoding, evaluation,
+training and export are the same code for all of them. A kind of your own is registered by the
+same function as those of the package; ``tests/drafters/test_own_kind.py`` holds a whole one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any, Protocol
+
+import jax
+
+from spec_jax.config import METHODS
+from spec_jax.contracts import Drafter, Model
+from spec_jax.drafters.common.head import Head, head_drafter
+from spec_jax.errors import ConfigError
+from spec_jax.models.config import read_json
+from spec_jax.models.params import Params, ParamSpec, check_weights, init_table
+from spec_jax.models.tensors import open_tensors
+from spec_jax.tree import DynamicTree, Tree
+
+
+class HeadConfig(Protocol):
+    """What the config of every head has: a frozen dataclass that is a static argument of jit.
+
+    Attributes:
+      taps: the target's states that the head reads, see ``transformer.forward``.
+      target_hidden_size: D of the target.
+      target_vocab_size: V.
+      max_length: maximum tokens of a row, prompt and output together.
+    """
+
+    taps: tuple[int, ...]
+    target_hidden_size: int
+    target_vocab_size: int
+    max_length: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """One way to train the heads of a kind.
+
+    Attributes:
+      objective: a ``train.objective.Objective``, or the "module:name" of one, which is imported
+        when it is first used: drafters do not import ``train``.
+      new: ``(target_config, **options) -> HeadConfig`` of a new head.
+      options: the options of ``experiments.train_head``'s ``head`` that ``new`` takes.
+      layouts: names of the layouts that an export may ask for.
+      trains: ``(config) -> bool``, whether heads of this config are trained by this objective.
+    """
+
+    objective: Any
+    new: Callable[..., HeadConfig]
+    options: tuple[str, ...] = ()
+    layouts: tuple[str, ...] = ()
+    trains: Callable[[Any], bool] = lambda config: True
+
+    def load_objective(self) -> Any:
+        """The ``Objective``, imported if need be."""
+        named = self.objective
+        return pkgutil.resolve_name(named) if isinstance(named, str) else named
+
+
+def _widest_pass(num_draft: int, tree: Tree | DynamicTree | None) -> int:
+    """Tokens a row of a head's widest pass: the refresh, or a level of the tree."""
+    return 1 + (num_draft if tree is None else max(tree.depth, tree.widest))
+
+
+@functools.cache
+def _recycled(head, config, target: Model, tree) -> Drafter:
+    return head_drafter(head(config, target), tree)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrafterKind:
+    """A kind of drafter.
+
+    Attributes:
+      name: the ``speculative_method`` that drafts with it.
+      draft: what a decoder needs beside the target: "head", "model" or "none".
+      drafter: ``(draft, target, config) -> Drafter`` from a ``LoadedHead``, ``LoadedModel`` or
+        None, the target's ``Model`` with the head's taps and the ``SpeculativeConfig``. None: the
+        usual drafter of ``head``, see ``drafters/common/head.py``.
+      pass_width: ``(num_draft, tree) -> int``, maximum tokens a row that one pass of it feeds.
+      detect: ``(hf, names) -> bool``, whether a directory with this config.json and tensors of
+        these names holds such a draft.
+
+      The rest is for heads. ``config`` stands for an object of ``config_class``.
+
+      config_class: the type of their configs, see ``HeadConfig``.
+      head: ``(config, target) -> Head``, or None where one such head does not draft every token.
+      table: ``(config) -> {name: ParamSpec}``, nested as the parameters are.
+      init: ``(config, key, dtype) -> params``; None: all parameters of a flat ``table``. A
+        parameter ``d2t`` is a reduced vocabulary, filled from the data and not trained.
+      check: ``(config, params, owner)``, raises WeightsError where the parameters are not those of
+        the config; None: by a flat ``table``.
+      has_panels: ``(config) -> bool``, whether every matrix but embeddings is applied by
+        ``layout.matmul``.
+      read: ``(directory, target, dtype, **overrides) -> LoadedHead``, ``target`` being the
+        ``LoadedModel`` that it drafts for.
+      write: ``(head, directory, target, *, layout, dtype, num_speculative_tokens)``, the opposite;
+        ``layout`` may be None.
+      pick_layout: ``(config, target, layout, num_speculative_tokens) -> layout`` that is written.
+        Raises ConfigError where it has no words for the config.
+      training: how they are trained, by the objective's name.
+    """
+
+    name: str
+    draft: str = "head"
+    drafter: Callable[..., Drafter] | None = None
+    pass_width: Callable[[int, Tree | DynamicTree | None], int] = _widest_pass
+    detect: Callable[[Mapping[str, Any], AbstractSet[str]], bool] = lambda hf, names: False
+    config_class: type | None = None
+    head: Callable[[Any, Model], Head | None] | None = None
+    table: Callable[[Any], Mapping[str, ParamSpec]] | None = None
+    init: Callable[..., Params] | None = None
+    check: Callable[..., None] | None = None
+    has_panels: Callable[[Any], bool] = lambda config: False
+    read: Callable[..., Any] | None = None
+    write: Callable[..., None] | None = None
+    pick_layout: Callable[..., str | None] = lambda config, target, layout, num_tokens: layout
+    training: Mapping[str, Training] = dataclasses.field(default_factory=dict)
+
+    def make_drafter(self, draft: Any, target: Model, config: Any) -> Drafter:
+        """The drafter, see ``drafter``."""
+        if self.drafter is not None:
+            return self.drafter(draft, target, config)
+        return _recycled(self.head, draft.config, target, config.tree_shape)
+
+    def init_params(self, config: HeadConfig, key: jax.Array, dtype: Any) -> Params:
+        """Random parameters of a head, see ``init``. The key is consumed."""
+        if self.init is not None:
+            return self.init(config, key, dtype)
+        return init_table(self.table(config), key, dtype)
+
+    def check_params(self, config: HeadConfig, params: Params, owner: str) -> None:
+        """Checks the parameters of a head, see ``check``; ``owner`` begins the message."""
+        if self.check is not None:
+            return self.check(config, params, owner)
+        shapes = {name: spec.shape for name, spec in self.table(config).items()}
+        return check_weights(params, shapes, owner)
+
+
+_KINDS: dict[str, DrafterKind] = {}
+
+
+def register(kind: DrafterKind) -> DrafterKind:
+    """Makes a kind known to the whole package, under its name; returns it.
+
+    A kind of the same name is replaced.
+
+    Args:
+      kind: its record.
+
+    Raises:
+      ConfigError: another kind has the same config class, or an objective of the same name.
+    """
+    for other in _KINDS.values():
+        if other.name == kind.name:
+            continue
+        if kind.config_class is not None and kind.config_class is other.config_class:
+            raise ConfigError(
+                f"drafter kind {kind.name!r} has the config class of {other.name!r}, "
+                f"{kind.config_class.__name__}; expected one of its own"
+            )
+        taken = sorted(set(kind.training) & set(other.training))
+        if taken:
+            raise ConfigError(
+                f"drafter kind {kind.name!r} has objectives of {other.name!r}: {', '.join(taken)}"
+            )
+    METHODS[kind.name] = kind.draft == "none"
+    _KINDS[kind.name] = kind
+    return kind
+
+
+def unregister(name: str) -> None:
+    """Forgets the kind of this name, as after a test."""
+    METHODS.pop(name, None)
+    _KINDS.pop(name, None)
+
+
+def find(method: str) -> DrafterKind:
+    """The kind of a ``speculative_method``.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    if method not in _KINDS:
+        raise ConfigError(f"no drafter kind {method!r}; known: {', '.join(_KINDS)}")
+    return _KINDS[method]
+
+
+def kind_of(config: HeadConfig) -> DrafterKind:
+    """The kind that a head's config belongs to.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    for kind in _KINDS.values():
+        if kind.config_class is type(config):
+            return kind
+    known = (kind.config_class.__name__ for kind in _KINDS.values() if kind.config_class)
+    raise ConfigError(
+        f"no drafter kind has heads of a {type(config).__name__}; known: {', '.join(known)}"
+    )
+
+
+def detect(directory: pathlib.Path) -> DrafterKind:
+    """The kind of draft that a directory holds, by its config.json and its tensors.
+
+    Of several that claim it, the one registered last.
+
+    Raises:
+      WeightsError: it has no config.json or no tensors that can be read.
+      ConfigError: no kind knows it.
+    """
+    hf = read_json(directory / "config.json")
+    with contextlib.ExitStack() as stack:
+        names = frozenset(open_tensors(directory, stack).left)
+    for kind in reversed(_KINDS.values()):
+        if kind.detect(hf, names):
+            return kind
+    said = {key: hf[key] for key in ("architectures", "model_type", "speculators_model_type")
+            if key in hf}  # fmt: skip
+    some = ", ".join(sorted(names)[:4])
+    known = ", ".join(kind.name for kind in _KINDS.values() if kind.draft != "none")
+    raise ConfigError(
+        f"{directory} holds no known kind of draft: config.json says {said}, and its {len(names)} "
+        f"tensors are {some}, ...; known kinds: {known}. Name one with method=..., or register "
+        "yours with spec_jax.drafters.register"
+    )
+
+
+def objectives() -> dict[str, tuple[DrafterKind, Training]]:
+    """Every way of training by its objective's name, with the kind whose heads it trains."""
+    return {
+        name: (kind, training)
+        for kind in _KINDS.values()
+        for name, training in kind.training.items()
+    }

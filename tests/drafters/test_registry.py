@@ -1,0 +1,145 @@
+"""The registry of kinds: what a directory holds, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from support.published_heads import CONFIG, EAGLE_3, HEADS, SPECULATORS, tensors_of, write
+from support.tiny_models import LLAMA, MAMBA2, random_weights
+
+from spec_jax import zoo
+from spec_jax.config import METHODS, SpeculativeConfig
+from spec_jax.drafters import registry
+from spec_jax.drafters.eagle.model import EagleConfig
+from spec_jax.drafters.mtp.model import MtpConfig
+from spec_jax.errors import ConfigError
+from spec_jax.loading import LoadedModel, load_draft, random_head
+from spec_jax.models import transformer
+
+TARGET = LoadedModel("tiny", transformer.model(LLAMA), random_weights(LLAMA), config=LLAMA)
+DFLASH_LAYER = (
+    "input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.q_proj.weight",
+    "self_attn.q_norm.weight", "mlp.gate_proj.weight",
+)  # fmt: skip
+
+
+def zeros(*names):
+    return {name: np.zeros((2, 2), np.float32) for name in names}
+
+
+def dflash(num_layers):
+    layers = [f"layers.{i}.{name}" for i in range(num_layers) for name in DFLASH_LAYER]
+    return zeros("fc.weight", "hidden_norm.weight", "norm.weight", *layers)
+
+
+EAGLE_3_TENSORS = tensors_of(HEADS["eagle-3"][1])
+# What joins states by ``fc.weight`` and is no EAGLE head, as the projects publish it.
+OTHERS = {
+    "DFlash": (
+        {**CONFIG, "model_type": "qwen3", "architectures": ["DFlashDraftModel"], "block_size": 16,
+         "dflash_config": {"mask_token_id": 30, "target_layer_ids": [1, 3]}},
+        dflash(2),
+    ),
+    "DFlash of one layer, as its tensors say": (CONFIG, dflash(1)),
+    "DFlash of speculators": (
+        {**SPECULATORS, "speculators_model_type": "dflash", "architectures": ["DFlashSpeculator"]},
+        zeros("fc.weight", *(f"layers.0.{name}" for name in DFLASH_LAYER)),
+    ),
+    "DSpark": (
+        {**CONFIG, "architectures": ["Qwen3DSparkModel"], "markov_rank": 4, "block_size": 7},
+        dflash(1) | zeros("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"),
+    ),
+    "P-EAGLE": (
+        {**EAGLE_3, "parallel_drafting": True, "ptd_token_id": 0}, EAGLE_3_TENSORS,
+    ),
+    "P-EAGLE, as its tensors say": (EAGLE_3, EAGLE_3_TENSORS | zeros("mask_hidden")),
+    "several layers": (EAGLE_3, EAGLE_3_TENSORS | zeros("layers.1.mlp.up_proj.weight")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_every_published_eagle_head_is_found(tmp_path, name):
+    config, names, _ = HEADS[name]
+    assert registry.detect(write(tmp_path, config, tensors_of(names))).name == "eagle"
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_fc_weight_alone_makes_no_eagle_head(tmp_path, name):
+    config, tensors = OTHERS[name]
+    directory = write(tmp_path, config, tensors)
+    message = "holds no known kind of draft: .*known kinds: standalone, eagle, mtp"
+    with pytest.raises(ConfigError, match=message) as error:
+        load_draft(directory, TARGET)
+    assert str(config.get("architectures", CONFIG["model_type"])) in str(error.value)
+    assert "fc.weight" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("hf", "names", "kind"),
+    [
+        ({"num_hidden_layers": 2}, {"model.embed_tokens.weight"}, "standalone"),
+        (MAMBA2.to_hf(), {"backbone.embeddings.weight"}, "standalone"),
+        ({"num_hidden_layers": 2}, {"model.embed_tokens.weight", "mtp.fc.weight"}, "standalone"),
+        ({"num_hidden_layers": 2}, {"mtp.fc.weight"}, "mtp"),
+        ({"num_hidden_layers": 2}, {"model.mtp_layers.0.input_proj.weight"}, "mtp"),
+        ({"num_hidden_layers": 2}, {"model.layers.2.eh_proj.weight"}, "mtp"),
+        ({"num_hidden_layers": 2}, {"model.layers.1.mlp.up_proj.weight"}, None),
+        ({}, {"model.layers.2.eh_proj.weight"}, None),
+    ],
+)
+def test_config_and_tensors_decide_together(tmp_path, hf, names, kind):
+    directory = write(tmp_path, hf, zeros(*names))
+    if kind is None:
+        with pytest.raises(ConfigError, match="no known kind of draft"):
+            registry.detect(directory)
+    else:
+        assert registry.detect(directory).name == kind
+
+
+def test_the_zoo_is_told_apart():
+    kinds = {name: registry.detect(zoo.path(name)).name for name in zoo.NAMES}
+    assert kinds == {
+        "zoo/target": "standalone", "zoo/draft": "standalone", "zoo/eagle1": "eagle",
+        "zoo/eagle3": "eagle", "zoo/mtp": "mtp",
+    }  # fmt: skip
+
+
+HEAD_CONFIGS = {
+    "eagle-1": EagleConfig.of_target(LLAMA, 1),
+    "eagle-3": EagleConfig.of_target(LLAMA, 3),
+    "mtp": MtpConfig.of_target(LLAMA, num_modules=2, protocol="sequential"),
+}
+
+
+@pytest.mark.parametrize("name", HEAD_CONFIGS)
+def test_the_table_of_a_kind_declares_the_parameters_of_a_head(name):
+    config = HEAD_CONFIGS[name]
+    head = random_head(config, jax.random.key(0))
+    is_spec = lambda leaf: hasattr(leaf, "hf_name")
+    declared = jax.tree.map(lambda spec: spec.shape, head.kind.table(config), is_leaf=is_spec)
+    assert declared == jax.tree.map(lambda w: w.shape, head.params)
+    head.check_params()
+
+
+def test_a_config_takes_every_registered_method_and_no_other():
+    for method in METHODS:
+        SpeculativeConfig(method)
+    with pytest.raises(ConfigError, match="expected one of standalone, ngram, suffix, eagle, mtp"):
+        SpeculativeConfig("dflash")
+    assert list(METHODS) == ["standalone", "ngram", "suffix", "eagle", "mtp"]
+
+
+def test_a_kind_that_takes_what_another_has_is_refused():
+    eagle = registry.find("eagle")
+    with pytest.raises(ConfigError, match="'mine' has the config class of 'eagle', EagleConfig"):
+        registry.register(dataclasses.replace(eagle, name="mine"))
+    with pytest.raises(ConfigError, match="'mine' has objectives of 'eagle': eagle1, eagle3"):
+        registry.register(dataclasses.replace(eagle, name="mine", config_class=dict))
+    assert registry.register(eagle) is registry.find("eagle")
+    with pytest.raises(ConfigError, match="no drafter kind has heads of a str; known: EagleConfig"):
+        random_head("config", jax.random.key(0))
+    with pytest.raises(ConfigError, match="no drafter kind 'mine'; known: standalone"):
+        load_draft(zoo.path("zoo/draft"), TARGET, method="mine")
