@@ -1,6 +1,7 @@
-"""The axis letters, and the one check that uses them.
+"""The axis letters, and a check that uses them.
 
-This is the only legend; every docstring and trailing comment refers to it.
+This is the only legend. Every docstring and trailing comment refers to it; ``dtype[B,T,D]`` is an
+array with these axes.
 
     B  rows of a batch              H  head dimension
     T  tokens in this call          F  feed-forward width
@@ -13,24 +14,34 @@ This is the only legend; every docstring and trailing comment refers to it.
     Z  state size of a head         C  channels of a convolution
                                     R  reach of a convolution
 
-Words. ``n_accept``: drafts accepted in a round, 0..K. ``pending``: the one token a
-row has emitted but not yet fed to the target. ``length``: tokens fed. ``pos``:
-absolute position. ``tau``: tokens emitted a target pass, bonus included.
+Words:
+
+    n_accept  number of drafts accepted in a round, 0..K
+    pending   the one token that a row has emitted but not yet fed to the target
+    length    number of tokens fed
+    pos       absolute position
+    tau       tokens emitted per target pass, the bonus token included
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from spec_jax.errors import ShapeError
 
 
-def check_shapes(sizes: Mapping[str, int] | None = None, **named) -> dict[str, int]:
-    """Checks arrays against axis letters and returns the size of every letter.
+def check_shapes(
+    sizes: Mapping[str, int] | None = None, **named: tuple[Any, str]
+) -> dict[str, int]:
+    """Checks arrays against axis letters.
 
     Args:
-      sizes: sizes already known, by letter.
+      sizes: sizes that are already known, by letter.
       **named: ``name=(array, "B T")``; a number in the string is a literal size.
+
+    Returns:
+      The size of every letter.
 
     Raises:
       ShapeError: an array has another rank, or two arrays disagree on a letter.

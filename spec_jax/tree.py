@@ -1,7 +1,8 @@
 """Shapes of draft trees.
 
-Node 0 is the root, the pending token; nodes 1..K are drafts, parents before children and
-siblings in the order in which a rule tries them. A chain is the tree without branches.
+Node 0 is the root and holds the pending token. Nodes 1..K are drafts: parents come before their
+children, and siblings stand in the order in which a rule tries them. A chain is a tree without
+branches.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from spec_jax.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """A tree that is the same in every round.
+    """A static tree: the same shape in every round.
 
     Attributes:
-      parents: of nodes 1..K, by node; in the order of their depths.
+      parents: the parent of each of the nodes 1..K. Nodes are sorted by depth.
     """
 
     parents: tuple[int, ...]
@@ -41,7 +42,11 @@ class Tree:
 
     @classmethod
     def branching(cls, counts: Sequence[int]) -> Tree:
-        """The tree in which every node of depth i has ``counts[i]`` children."""
+        """Returns the tree in which every node at depth i has ``counts[i]`` children.
+
+        Raises:
+          ConfigError: a count is smaller than 1.
+        """
         level, parents = [0], []
         for count in counts:
             if count < 1:
@@ -53,14 +58,17 @@ class Tree:
 
     @classmethod
     def from_paths(cls, paths: Sequence[Sequence[int]]) -> Tree:
-        """The tree of these nodes, each given by the rank of every node on its path.
+        """Returns the tree of the given nodes, each described by its path from the root.
 
-        ``[0], [1], [0, 0]``: the two likeliest first drafts, and the likeliest second draft
-        behind the first of them.
+        A path lists the rank of every node on it: ``[0], [1], [0, 0]`` are the two most likely
+        first drafts, and the most likely second draft after the first of them.
+
+        Args:
+          paths: one path a node, in any order.
 
         Raises:
-          ConfigError: a path whose parent or whose more likely sibling is not listed, or that
-            is listed twice.
+          ConfigError: a path is listed twice, is empty, or lacks its parent or a more likely
+            sibling.
         """
         ordered = sorted(map(tuple, paths), key=lambda path: (len(path), path))
         for path in ordered:
@@ -77,12 +85,12 @@ class Tree:
 
     @property
     def num_nodes(self) -> int:
-        """K, the root left out."""
+        """K: the number of drafts, without the root."""
         return len(self.parents)
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Of nodes 0..K."""
+        """The depth of each of the nodes 0..K; the root's is 0."""
         depths = [0]
         for parent in self.parents:
             depths.append(depths[parent] + 1)
@@ -90,24 +98,26 @@ class Tree:
 
     @property
     def depth(self) -> int:
-        """Of the deepest node: the most drafts that a round accepts."""
+        """The depth of the deepest node: a round accepts at most this many drafts."""
         return max(self.depths)
 
     def children(self, node: int) -> list[int]:
+        """The children of a node, in the order in which a rule tries them."""
         return [i for i, parent in enumerate(self.parents, start=1) if parent == node]
 
     @property
-    def most_children(self) -> int:
+    def max_children(self) -> int:
+        """The largest number of children of a node."""
         return max(len(self.children(node)) for node in range(self.num_nodes))
 
     @property
     def num_fed(self) -> int:
-        """Drafts that have children, so that drafting feeds them."""
+        """Number of drafts that have children, and are therefore fed while drafting."""
         return sum(bool(self.children(node)) for node in range(1, self.num_nodes))
 
     @property
-    def widest(self) -> int:
-        """The most drafts that are fed in one pass, those of one level."""
+    def max_level_fed(self) -> int:
+        """The largest number of drafts that one pass feeds: those of one level with children."""
         inner = set(self.parents) - {0}
         fed = [depth for node, depth in enumerate(self.depths) if node in inner]
         return max(map(fed.count, fed), default=0)
@@ -115,17 +125,18 @@ class Tree:
 
 @dataclasses.dataclass(frozen=True)
 class DynamicTree:
-    """EAGLE-2's tree: grown anew in every round where the draft is sure.
+    """EAGLE-2's dynamic tree: in every round it grows where the draft is confident.
 
-    Each level keeps the ``top_k`` best of the last level's ``top_k`` children each, by the sum
-    of log-probabilities on the path; of all nodes seen, the best ``num_nodes`` are proposed.
+    Nodes are ranked by the sum of the log-probabilities on their path. Each level expands its
+    ``top_k`` best nodes into ``top_k`` children each, and of all nodes seen the best ``num_nodes``
+    are proposed.
 
     Source: EAGLE-2, arXiv 2406.16858, section 4.
 
     Attributes:
-      num_nodes: K, the root left out.
-      depth: levels that are drafted.
-      top_k: nodes that a level expands, and children of each.
+      num_nodes: K, the number of drafts, without the root.
+      depth: number of levels to draft.
+      top_k: number of nodes that each level expands, and number of children of each.
     """
 
     num_nodes: int
@@ -145,35 +156,48 @@ class DynamicTree:
             )
 
     @property
-    def most_children(self) -> int:
+    def max_children(self) -> int:
+        """The largest number of children of a node."""
         return self.top_k
 
     @property
     def num_fed(self) -> int:
-        """Drafts that drafting feeds."""
+        """Number of drafts that are fed while drafting."""
         return (self.depth - 1) * self.top_k
 
     @property
-    def widest(self) -> int:
-        """The most drafts that are fed in one pass, those of one level."""
+    def max_level_fed(self) -> int:
+        """The largest number of drafts that one pass feeds: those of one level."""
         return self.top_k if self.depth > 1 else 0
 
 
 def check_children(tree: Tree | DynamicTree | None, num_tokens: int, whose: str) -> None:
-    """Raises a ConfigError where a node has more children than ``whose`` vocabulary has tokens."""
-    if tree is not None and tree.most_children > num_tokens:
+    """Checks that no node has more children than a vocabulary has tokens.
+
+    Args:
+      tree: None for a chain, which passes.
+      num_tokens: the size of the vocabulary.
+      whose: whose vocabulary it is, for the message.
+
+    Raises:
+      ConfigError: a node has more children.
+    """
+    if tree is not None and tree.max_children > num_tokens:
         raise ConfigError(
-            f"the tree has {tree.most_children} children of a node; {whose} vocabulary has "
+            f"the tree has {tree.max_children} children of a node; {whose} vocabulary has "
             f"{num_tokens} tokens"
         )
 
 
 def paths(parents: jax.Array, depth: int) -> jax.Array:
-    """bool[...,Q,Q]: entry [i, j] says that node j is on the way from the root to i, or i itself.
+    """Returns which nodes lie on the path from the root to each node.
 
     Args:
-      parents: i32[...,K], of nodes 1..K.
-      depth: of the deepest node, or more.
+      parents: i32[...,K], the parents of nodes 1..K.
+      depth: the depth of the deepest node, or more.
+
+    Returns:
+      bool[...,Q,Q]; entry [i, j] is True if node j is node i or one of its ancestors.
     """
     up = jnp.concatenate([jnp.zeros_like(parents[..., :1]), parents], axis=-1)
     index = jnp.arange(up.shape[-1], dtype=up.dtype)

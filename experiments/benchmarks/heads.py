@@ -80,7 +80,7 @@ def case_makers(
     system, params = case.decoder.system(), case.decoder.params(1)
     tree, K = system.drafter.tree, system.num_draft
     seen = None if tree is None else paths(some_parents(tree, K)[None], tree.depth)
-    width, children = (1, 1) if tree is None else (tree.widest, tree.top_k)
+    width, children = (1, 1) if tree is None else (tree.max_level_fed, tree.top_k)
 
     def whole_round() -> Timer:
         most = slots - len(prompt) - system.lookahead_slots

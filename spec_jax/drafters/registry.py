@@ -71,7 +71,7 @@ class Training:
 
 def _widest_pass(num_draft: int, tree: Tree | DynamicTree | None) -> int:
     """Tokens a row of a head's widest pass: the refresh, or a level of the tree."""
-    return 1 + (num_draft if tree is None else max(tree.depth, tree.widest))
+    return 1 + (num_draft if tree is None else max(tree.depth, tree.max_level_fed))
 
 
 @functools.cache

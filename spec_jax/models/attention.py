@@ -1,4 +1,4 @@
-"""Grouped-query attention: over a cache, or of whole sequences block by block."""
+"""Grouped-query attention, over a cache or within whole sequences."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ def attend(
     q_BTNH: jax.Array, k: jax.Array, v: jax.Array, mask_BTS: jax.Array, *,
     scale: float | None = None,
 ) -> jax.Array:
-    """Attention of T queries over S slots, softmax in float32.
+    """Attends from T queries over S slots. The softmax is computed in float32.
 
     Args:
-      q_BTNH: dtype[B,T,N,H].
-      k: dtype[B,G,S,H] or dtype[B*G,S,H].
-      v: as ``k``, of any width; finite in masked slots too.
+      q_BTNH: dtype[B,T,N,H], queries.
+      k: dtype[B,G,S,H] or dtype[B*G,S,H], keys.
+      v: values, shaped as ``k`` but of any width. Masked slots must be finite too.
       mask_BTS: bool[B|1,T,S], True where a query sees a slot.
-      scale: on the scores; by default 1/sqrt(H).
+      scale: multiplies the scores; by default 1/sqrt(H).
 
     Returns:
-      dtype[B,T,N*H], H being the values' width.
+      dtype[B,T,N*H], where H is the width of the values.
     """  # fmt: skip
     B, T, N, H = q_BTNH.shape
     *lead, S, _ = k.shape
@@ -37,10 +37,10 @@ def attend(
 
 
 def block_size(num_rows: int) -> int:
-    """Queries a block in attention of whole sequences: a quarter of them, in steps of 64 to 256.
+    """Returns the block size of ``causal_attention``: a quarter of the rows, between 64 and 256.
 
-    Every block is compiled apart. Smaller blocks skip more of the masked scores; more than
-    about four of them cost more seconds of compilation than they save in a step.
+    Every block is compiled separately. Smaller blocks skip more of the masked scores, but more
+    than about four of them cost more seconds of compilation than they save in a step.
     """
     return 64 * min(max(round(num_rows / 256), 1), 4)
 
@@ -49,20 +49,20 @@ def causal_attention(
     q_BTNH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, *, block: int | None = None,
     scale: float | None = None,
 ) -> jax.Array:
-    """Attention in which every token sees itself and what is before it.
+    """Attends within whole sequences: every token sees itself and the tokens before it.
 
-    Queries are taken ``block`` at a time against the keys up to the block's end: half of
-    the scores are never computed, and a block's scores stay in a CPU's caches.
+    Each block of ``block`` queries is scored against the keys up to the block's end. So half of
+    the scores are never computed, and the scores of a block stay in a CPU's caches.
 
     Args:
-      q_BTNH: dtype[B,T,N,H].
-      k_BGTH: dtype[B,G,T,H].
-      v_BGTH: dtype[B,G,T,H], of any width.
-      block: queries a block, by default ``block_size``; the last block may be shorter.
-      scale: on the scores; by default 1/sqrt(H).
+      q_BTNH: dtype[B,T,N,H], queries.
+      k_BGTH: dtype[B,G,T,H], keys.
+      v_BGTH: dtype[B,G,T,H], values, of any width.
+      block: number of queries in a block, by default ``block_size``; the last may be shorter.
+      scale: multiplies the scores; by default 1/sqrt(H).
 
     Returns:
-      dtype[B,T,N*H], H being the values' width.
+      dtype[B,T,N*H], where H is the width of the values.
     """  # fmt: skip
     T = q_BTNH.shape[1]
     block = block or block_size(T)

@@ -1,12 +1,13 @@
-"""The parts of a decoder layer, for targets and for heads that draft from their features."""
+"""The parts of a decoder layer, for models and for heads that draft from their states."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from spec_jax.contracts import Cache
 from spec_jax.models.attention import causal_attention
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.layout import matmul
@@ -14,15 +15,16 @@ from spec_jax.models.rope import rope_frequencies, rotate
 
 
 class Window(NamedTuple):
-    """Where the tokens of one call stand.
+    """The positions of the tokens of one forward pass, and what each of them sees.
 
     Attributes:
       start: i32[B], the first slot of each row.
-      mask: bool[B,T,S], slots of the cache that each token sees; None without slots.
-      cos: f32[B,T,H/2], of the rotary embedding, H being the dimensions that it turns.
-      sin: f32[B,T,H/2].
-      offset: tokens of the window before these.
-      is_seen: bool[B|1,T,W], what of the window each token sees; None: all up to its own.
+      mask: bool[B,T,S], which slots of the cache each token sees; None if there are no slots.
+      cos: f32[B,T,H/2], cosines of the rotary embedding, where H counts the rotated dimensions.
+      sin: f32[B,T,H/2], its sines.
+      offset: number of tokens of the window that come before these.
+      is_seen: bool[B|1,T,W], which tokens of the window each token sees; None if each sees all
+        up to itself.
     """
 
     start: jax.Array
@@ -33,23 +35,23 @@ class Window(NamedTuple):
     is_seen: jax.Array | None = None
 
     @classmethod
-    def behind(
-        cls, config: ModelConfig, cache: Any, batch: int, num_tokens: int,
+    def after(
+        cls, config: ModelConfig, cache: Cache | None, batch: int, num_tokens: int,
         window_offset: int | jax.Array = 0, positions: jax.Array | None = None,
         window_mask: jax.Array | None = None,
     ) -> Window:
-        """The next tokens of every row, ``window_offset`` slots behind what the cache holds.
+        """Returns the window of the next tokens of every row.
 
         Args:
-          config: whose rotary embedding applies.
-          cache: None where the tokens are the whole sequence.
+          config: its rotary embedding applies.
+          cache: what was fed before; None if the tokens are whole sequences.
           batch: B.
           num_tokens: T.
-          window_offset: slots of the window that earlier calls since the last commit filled.
-          positions: i32[B,T], rotary positions; by default the slots, in a tree of tokens the
-            number of tokens seen before.
+          window_offset: number of slots that earlier calls since the last commit have filled.
+          positions: i32[B,T], rotary positions. By default a token's slot; in a tree of tokens,
+            the number of tokens that it sees before itself.
           window_mask: bool[B|1,T,W], which of the window's first W slots each token sees, its
-            own among them, beside all that is committed; by default all up to its own.
+            own included, beside all committed slots. By default all up to its own.
         """  # fmt: skip
         length = jnp.zeros((batch,), jnp.int32) if cache is None else cache.length
         start = length + window_offset
@@ -71,7 +73,7 @@ class Window(NamedTuple):
 
 
 def _tree_mask(window_mask, length, slots):
-    """bool[B,T,S]: the committed slots, and behind them what ``window_mask`` says."""
+    """bool[B,T,S]: the committed slots, and after them what ``window_mask`` says."""
     B, (_, T, W) = length.shape[0], window_mask.shape
     window_mask = jnp.broadcast_to(window_mask, (B, T, W))
     is_committed = jnp.arange(slots, dtype=jnp.int32) < length[:, None, None]
@@ -82,7 +84,7 @@ def _tree_mask(window_mask, length, slots):
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Divides by the root of the mean square over the last axis, in float32, and scales.
+    """Divides by the root mean square over the last axis, in float32, and multiplies by a weight.
 
     Source: arXiv 1910.07467, equation 4.
     """
@@ -91,28 +93,29 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return (x32 * scale).astype(x.dtype) * weight
 
 
-def linear(x: jax.Array, layer: dict, name: str) -> jax.Array:
-    """The linear map of this name, with its bias if it has one."""
+def linear(x: jax.Array, layer: dict[str, jax.Array], name: str) -> jax.Array:
+    """Applies the linear map of this name, and its bias if there is one."""
     y = matmul(x, layer[name])
     return y + layer[f"{name}_bias"] if f"{name}_bias" in layer else y
 
 
-def attention(layer: dict, x_BTC: jax.Array, cache, index, window: Window, config: ModelConfig):
-    """Self-attention of normalised inputs, residual left out.
-
-    With a cache it writes its window there and attends over its slots.
+def attention(
+    layer: dict[str, jax.Array], x_BTC: jax.Array, cache: Cache | None, index: int | jax.Array,
+    window: Window, config: ModelConfig,
+) -> tuple[jax.Array, Cache | None]:
+    """Applies self-attention to normalised inputs, without the residual.
 
     Args:
-      layer: its weights.
-      x_BTC: dtype[B,T,C], C being what q, k and v take.
-      cache: or None.
-      index: the layer's, in the cache.
-      window: where the tokens stand.
-      config: the model's shape.
+      layer: the layer's weights.
+      x_BTC: dtype[B,T,C], where C is the input width of q, k and v.
+      cache: is written, and attended over; None if the tokens are whole sequences.
+      index: the layer's place in the cache.
+      window: positions and mask of the tokens.
+      config: the shape of the layer.
 
     Returns:
-      dtype[B,T,D] and the cache with the window written.
-    """
+      dtype[B,T,D], and the cache with the window written.
+    """  # fmt: skip
     B, T, _ = x_BTC.shape
     heads = lambda name, n: linear(x_BTC, layer, name).reshape(B, T, n, config.head_dim)
     q = heads("q", config.num_attention_heads)
@@ -129,30 +132,30 @@ def attention(layer: dict, x_BTC: jax.Array, cache, index, window: Window, confi
 
 
 def attend_window(
-    q_BTNH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, cache, index, window: Window,
-    scale: float | None = None,
-):
-    """Attention of the window over the cache, itself included; of whole sequences without one.
+    q_BTNH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, cache: Cache | None,
+    index: int | jax.Array, window: Window, scale: float | None = None,
+) -> tuple[jax.Array, Cache | None]:
+    """Attends from the window over the cache and the window itself.
 
     Args:
-      q_BTNH: dtype[B,T,N,H].
-      k_BGTH: dtype[B,G,T,H].
-      v_BGTH: dtype[B,G,T,H], of any width.
-      cache: or None.
-      index: the layer's, in the cache.
-      window: where the tokens stand.
-      scale: on the scores; by default 1/sqrt(H).
+      q_BTNH: dtype[B,T,N,H], queries.
+      k_BGTH: dtype[B,G,T,H], keys.
+      v_BGTH: dtype[B,G,T,H], values, of any width.
+      cache: is written, and attended over; None if the tokens are whole sequences.
+      index: the layer's place in the cache.
+      window: positions and mask of the tokens.
+      scale: multiplies the scores; by default 1/sqrt(H).
 
     Returns:
-      dtype[B,T,N*H], H being the values' width, and the cache with the window written.
+      dtype[B,T,N*H], where H is the width of the values, and the cache with the window written.
     """  # fmt: skip
     if cache is None:
         return causal_attention(q_BTNH, k_BGTH, v_BGTH, scale=scale), None
     return cache.attend(q_BTNH, k_BGTH, v_BGTH, index, window, scale)
 
 
-def mlp(layer: dict, x_BTD: jax.Array, config: ModelConfig) -> jax.Array:
-    """The gated feed-forward part, norm and residual included."""
+def mlp(layer: dict[str, jax.Array], x_BTD: jax.Array, config: ModelConfig) -> jax.Array:
+    """Applies the gated feed-forward part, with its norm and residual."""
     with jax.named_scope("mlp"):
         h = rms_norm(x_BTD, layer["mlp_norm"], config.rms_norm_eps)
         h = jax.nn.silu(linear(h, layer, "gate")) * linear(h, layer, "up")

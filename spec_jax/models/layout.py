@@ -126,11 +126,11 @@ def attend_prefix(
     q_BTNH: jax.Array, k: jax.Array, v: jax.Array, mask_BTS: jax.Array, *,
     scale: float | None = None,
 ) -> jax.Array:
-    """``attend``; on a CPU, over the shortest of a few prefixes that holds every slot seen.
+    """Attends as ``attend`` does, but on a CPU reads only a prefix of the slots.
 
-    On a CPU several queries cost more a slot than a copy of the slots, which is the price of a
-    prefix. One query does not, and a layer of a stack has been copied already. Elsewhere all
-    slots are read, and nothing is chosen.
+    The prefix is the shortest of a few that contains every slot seen. It costs a copy of its
+    slots, which pays for several queries but not for one, nor for a layer of a stack, which has
+    been copied already. On other platforms all slots are read and nothing is chosen.
 
     Args and Returns are those of ``attend``.
     """  # fmt: skip

@@ -1,6 +1,6 @@
-"""Mixtures of experts: feed-forward parts of which each token uses a few.
+"""Mixtures of experts: many feed-forward parts, of which each token uses a few.
 
-Beside the letters of ``shapes.py``, X counts the routed experts.
+Beside the letters of ``shapes.py``, X is the number of routed experts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ from spec_jax.models.specs import ParamSpec
 
 
 def gated_table(prefix: str, name: str, hf: str, D: int, F: int) -> dict[str, ParamSpec]:
-    """The three maps of a gated feed-forward part, ours called ``{prefix}gate`` and so on."""
+    """Returns the three maps of a gated feed-forward part.
+
+    Args:
+      prefix: of our names, ``{prefix}gate``, ``{prefix}up`` and ``{prefix}down``.
+      name: the logical name of the inner axis.
+      hf: prefix of the external names.
+      D: the outer width.
+      F: the inner width.
+    """
     return {
         f"{prefix}{ours}": ParamSpec(
             (D, F) if ours != "down" else (F, D),
@@ -26,24 +34,34 @@ def gated_table(prefix: str, name: str, hf: str, D: int, F: int) -> dict[str, Pa
 
 
 def experts_table(hf: str, num_experts: int, D: int, F: int) -> dict[str, ParamSpec]:
-    """The stacked maps of the routed experts, ``experts_gate`` dtype[X,D,F] and so on."""
+    """Returns the stacked maps of the routed experts, ``experts_gate`` dtype[X,D,F] and so on."""
     return {
         name: spec._replace(shape=(num_experts, *spec.shape), axes=("experts", *spec.axes))
         for name, spec in gated_table("experts_", "mlp", f"{hf}.{{e}}", D, F).items()
     }
 
 
-def gated(layer: dict, x_BTD: jax.Array, prefix: str = "") -> jax.Array:
-    """A gated feed-forward part of normalised inputs, residual left out."""
+def gated(layer: dict[str, jax.Array], x_BTD: jax.Array, prefix: str = "") -> jax.Array:
+    """Applies the gated feed-forward part of this prefix to normalised inputs, without residual."""
     h = jax.nn.silu(linear(x_BTD, layer, f"{prefix}gate")) * linear(x_BTD, layer, f"{prefix}up")
     return linear(h, layer, f"{prefix}down")
 
 
-def mix_experts(layer: dict, x_BTD: jax.Array, weights_BTX: jax.Array) -> jax.Array:
-    """The weighted sum of all experts' outputs, dtype[B,T,D].
+def mix_experts(
+    layer: dict[str, jax.Array], x_BTD: jax.Array, weights_BTX: jax.Array
+) -> jax.Array:
+    """Returns the weighted sum of all experts' outputs.
 
-    Every expert runs for every token, those of weight zero too: exact and free of gathers, at
-    X / (experts a token) times the arithmetic, and all experts' weights are read in each pass.
+    Every expert runs for every token, even with weight zero. That is exact and needs no gather,
+    but does X / (experts per token) times the arithmetic and reads all experts in each pass.
+
+    Args:
+      layer: has the maps of ``experts_table``.
+      x_BTD: dtype[B,T,D], normalised inputs.
+      weights_BTX: f32[B,T,X], from ``route`` or ``route_in_groups``.
+
+    Returns:
+      dtype[B,T,D].
     """
     with jax.named_scope("experts"):
         gate = jnp.einsum("btd,xdf->btxf", x_BTD, layer["experts_gate"])
@@ -53,15 +71,15 @@ def mix_experts(layer: dict, x_BTD: jax.Array, weights_BTX: jax.Array) -> jax.Ar
 
 
 def route(logits: jax.Array, *, num_chosen: int, is_normalised: bool) -> jax.Array:
-    """Experts chosen and weighed by softmax.
+    """Returns the experts' weights by softmax over the logits.
 
     Args:
       logits: f32[B,T,X].
-      num_chosen: experts a token.
+      num_chosen: number of experts per token.
       is_normalised: the chosen weights sum to one.
 
     Returns:
-      f32[B,T,X], zero for the experts that are not chosen.
+      f32[B,T,X], zero for experts that are not chosen.
     """
     weights = jnp.where(_is_top(logits, num_chosen), jax.nn.softmax(logits, axis=-1), 0.0)
     return weights / weights.sum(axis=-1, keepdims=True) if is_normalised else weights
@@ -71,23 +89,24 @@ def route_in_groups(
     logits: jax.Array, bias: jax.Array, *, num_chosen: int, num_groups: int, groups_chosen: int,
     is_normalised: bool, factor: float,
 ) -> jax.Array:
-    """Experts chosen by biased sigmoid scores among a token's best groups, weighed without bias.
+    """Returns the experts' weights by sigmoid scores, in the best groups of experts.
 
-    A group is worth the sum of its two best scores.
+    A group scores the sum of its two best experts. The bias moves which experts are chosen, but
+    not their weights.
 
     Source: DeepSeek-V3, arXiv 2412.19437, sections 2.1.2 and 3.2.2.
 
     Args:
       logits: f32[B,T,X].
-      bias: f32[X], moves the choice alone.
-      num_chosen: experts a token.
-      num_groups: how many groups of neighbours the experts are in.
-      groups_chosen: groups a token.
-      is_normalised: the chosen weights sum to one before the factor.
-      factor: on the weights.
+      bias: f32[X], added to the scores for the choice.
+      num_chosen: number of experts per token.
+      num_groups: number of groups; neighbouring experts form a group.
+      groups_chosen: number of groups per token.
+      is_normalised: the chosen weights sum to one, before the factor.
+      factor: multiplies the weights.
 
     Returns:
-      f32[B,T,X], zero for the experts that are not chosen.
+      f32[B,T,X], zero for experts that are not chosen.
     """  # fmt: skip
     scores = jax.nn.sigmoid(logits)
     choice = (scores + bias).reshape(*logits.shape[:-1], num_groups, -1)
@@ -100,6 +119,6 @@ def route_in_groups(
 
 
 def _is_top(x: jax.Array, k: int) -> jax.Array:
-    """bool like x: the k largest of the last axis."""
+    """Returns a mask like x, True for the k largest entries of the last axis."""
     chosen = jax.lax.top_k(x, k)[1]
     return (chosen[..., None] == jnp.arange(x.shape[-1])).any(axis=-2)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from spec_jax.errors import WeightsError
 from spec_jax.models.families import AnyConfig, family_of
@@ -19,25 +20,25 @@ Params = dict[str, Any]
 
 
 def layer_tables(config: AnyConfig) -> list[dict[str, ParamSpec]]:
-    """The weights of every layer, by our name."""
+    """Returns the declared weights of every layer, by our name."""
     return family_of(config).layer_tables(config)
 
 
 def outer_table(config: AnyConfig) -> dict[str, ParamSpec]:
-    """The weights outside of the layers, by our name."""
+    """Returns the declared weights outside of the layers, by our name."""
     return family_of(config).outer_table(config)
 
 
 def check_weights(params: Mapping[str, Any], shapes: Mapping[str, tuple], owner: str) -> None:
-    """Checks that weights are there and have their shapes.
+    """Checks that weights are present and have the expected shapes.
 
     Args:
       params: the weights by name.
-      shapes: what is expected, by name.
-      owner: what they are weights of, for the message.
+      shapes: the expected shapes by name.
+      owner: what the message begins with.
 
     Raises:
-      WeightsError: a weight that is missing or of another shape; it is named.
+      WeightsError: a weight is missing or has another shape; the message names it.
     """
     for name, expected in shapes.items():
         shape = params[name].shape if name in params else None
@@ -47,23 +48,21 @@ def check_weights(params: Mapping[str, Any], shapes: Mapping[str, tuple], owner:
 
 
 def num_params(config: AnyConfig) -> int:
-    """How many parameters the model has; a tied head is counted once."""
-    count = lambda table: sum(_size(spec.shape) for spec in table.values())
-    return sum(map(count, (outer_table(config), *layer_tables(config))))
+    """Returns the number of parameters of a model; a tied head is counted once."""
+    tables = (outer_table(config), *layer_tables(config))
+    return sum(math.prod(spec.shape) for table in tables for spec in table.values())
 
 
-def _size(shape):
-    size = 1
-    for dim in shape:
-        size *= dim
-    return size
+def assemble(config: AnyConfig, leaf: Callable[[ParamSpec, int | None], Any]) -> Params:
+    """Builds a model's parameters from a function that returns one weight.
 
+    Args:
+      config: the model's shape.
+      leaf: ``(spec, layer) -> array``; ``layer`` is None outside of the layers.
 
-def assemble(config: AnyConfig, leaf) -> Params:
-    """Builds the nested dict from ``leaf(spec, layer)``, ``layer`` being None outside of layers.
-
-    Unrolled: ``params["layers"]["3"]["q"]``. Scanned: ``params["layers"]["q"]``, stacked
-    ``[L, ...]``.
+    Returns:
+      A nested dict. Layers are separate, ``params["layers"]["3"]["q"]``, or with
+      ``config.scan_layers`` stacked along a leading axis L, ``params["layers"]["q"]``.
     """
     params: Params = {name: leaf(spec, None) for name, spec in outer_table(config).items()}
     tables = layer_tables(config)
@@ -80,9 +79,9 @@ def assemble(config: AnyConfig, leaf) -> Params:
 
 
 def walk(config: AnyConfig, params: Params) -> Iterator[tuple[ParamSpec, int | None, Any]]:
-    """Yields ``(spec, layer, array)`` for every weight, a stacked one layer by layer.
+    """Yields ``(spec, layer, array)`` for every weight; stacked weights come layer by layer.
 
-    Arrays have their spec's shape, whatever layout the parameters are in.
+    Arrays have the shape of their declaration, even if the parameters are laid out in panels.
     """
     whole = lambda spec, array: from_panels(array) if spec.is_linear else array
     for name, spec in outer_table(config).items():
@@ -95,7 +94,7 @@ def walk(config: AnyConfig, params: Params) -> Iterator[tuple[ParamSpec, int | N
 
 
 def _time_steps(key, shape):
-    """What softplus turns into steps between 0.001 and 0.1, even in their logarithm."""
+    """The inverse softplus of steps that are log-uniform between 0.001 and 0.1."""
     step = jnp.exp(jax.random.uniform(key, shape, minval=math.log(1e-3), maxval=math.log(0.1)))
     return step + jnp.log(-jnp.expm1(-step))
 
@@ -110,15 +109,16 @@ _INITS = {
 
 
 def init_table(
-    table: Mapping[str, ParamSpec], key: jax.Array, dtype=jnp.float32, one: float = 1.0
-) -> dict[str, jax.Array]:
-    """Random weights of one table, beside a target's: all from one normal law.
+    table: Mapping[str, ParamSpec], key: jax.Array, dtype: DTypeLike = jnp.float32,
+    one: float = 1.0,
+) -> dict[str, jax.Array]:  # fmt: skip
+    """Returns random weights of one table, such as a head's, all from one normal distribution.
 
     Args:
-      table: the weights.
+      table: the declared weights.
       key: one PRNG key, consumed.
       dtype: of the weights.
-      one: what norms that leave their input as it is hold.
+      one: the value of weights declared as "ones"; 0.0 for norms that are stored less one.
     """
 
     def leaf(spec: ParamSpec, index: int):
@@ -129,16 +129,16 @@ def init_table(
     return {name: leaf(spec, i) for i, (name, spec) in enumerate(table.items())}
 
 
-def init_params(config: AnyConfig, key: jax.Array, dtype=jnp.float32) -> Params:
-    """Random parameters, the same for stacked and separate layers. The key is consumed.
+def init_params(config: AnyConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> Params:
+    """Returns random parameters. They are the same whether layers are stacked or separate.
 
     Args:
       config: the model's shape.
-      key: one PRNG key.
+      key: one PRNG key, consumed.
       dtype: of every weight.
 
     Returns:
-      The nested dict that ``transformer.forward`` takes.
+      The nested dict that ``transformer.forward`` takes, see ``assemble``.
     """
     tables = [(None, outer_table(config)), *enumerate(layer_tables(config))]
     names = [(layer, spec.hf_name) for layer, table in tables for spec in table.values()]

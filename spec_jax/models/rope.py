@@ -11,13 +11,17 @@ from spec_jax.models.config import RopeConfig
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[jax.Array, float]:
-    """Angular frequencies of rotary embedding and the factor on its cosines and sines.
+    """Returns the angular frequencies of the rotary embedding and the scale of its cos and sin.
 
     Source: RoFormer, arXiv 2104.09864; "linear": position interpolation, arXiv
     2306.15595; "yarn": arXiv 2309.00071, equations 19-22; "llama3": the Llama 3.1 release.
 
+    Args:
+      rope: which variant, and its parameters.
+      head_dim: H, the number of dimensions that are rotated.
+
     Returns:
-      f32[H/2] in radians a position, and a scalar.
+      f32[H/2], radians per position, and a scalar that multiplies cosines and sines.
     """
     exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
     freq = 1.0 / (rope.rope_theta**exponent)
@@ -35,7 +39,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[jax.Array, float]
 
 
 def _yarn(rope: RopeConfig, head_dim: int, freq: jax.Array) -> tuple[jax.Array, float]:
-    def dimension(rotations):  # the dimension that turns so often over the original length
+    def dimension(rotations):  # which rotates this many times over the original length
         length = rope.original_max_position_embeddings
         return head_dim * math.log(length / (rotations * 2 * math.pi)) / (
             2 * math.log(rope.rope_theta)
@@ -60,9 +64,15 @@ def _yarn(rope: RopeConfig, head_dim: int, freq: jax.Array) -> tuple[jax.Array, 
 
 
 def rotate(x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array) -> jax.Array:
-    """Rotates the pairs (j, j + H/2), the convention of Hugging Face's weights.
+    """Rotates the pairs of dimensions (j, j + H/2), which is Hugging Face's convention.
 
-    H is twice the angles' number; dimensions of the heads beyond it stay as they are.
+    Args:
+      x_BTNH: dtype[B,T,N,H'], queries or keys, H' >= H. Dimensions past H stay as they are.
+      cos_BTH: f32[B,T,H/2].
+      sin_BTH: f32[B,T,H/2].
+
+    Returns:
+      An array like ``x_BTNH``.
     """
     turned, rest = jnp.split(x_BTNH, [2 * cos_BTH.shape[-1]], axis=-1)
     x1, x2 = jnp.split(turned.astype(jnp.float32), 2, axis=-1)

@@ -1,25 +1,28 @@
-"""One declaration a weight: shape, logical axes, initialiser and external name.
+"""Declarations of weights: shape, logical axes, initialiser and external name of each.
 
-From these tables come the initial parameters, the map to Hugging Face tensor names, the restore
-target of a checkpoint and, through the logical axes, the sharding.
+A model's parameters are declared once, as tables ``{name: ParamSpec}``. From these tables come the
+initial parameters, the map to Hugging Face tensor names, the restore target of a checkpoint and,
+through the logical axes, the sharding.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class ParamSpec(NamedTuple):
-    """One weight.
+    """The declaration of one weight.
 
     Attributes:
-      shape: its size, a layer's axis left out.
+      shape: its shape in one layer, whether layers are stacked or not.
       axes: the logical name of each dimension.
-      hf_name: the tensor's name in a Hugging Face checkpoint; ``{i}`` is the layer and ``{e}``
-        an expert, of which there is a tensor each there, stacked along the first axis here.
-      is_linear: a linear map, stored ``[in, out]`` here and ``[out, in]`` there.
-      init: "normal" (standard deviation 0.02), "residual" (scaled by depth), "ones", "zeros"; of
-        state-space layers "decay" (the logarithms of 1, 2, ...), "time step" and "conv".
+      hf_name: the tensor's name in a Hugging Face checkpoint. ``{i}`` stands for the layer.
+        ``{e}`` stands for an expert: checkpoints have one tensor an expert, which are stacked
+        along the first axis here.
+      is_linear: it is a linear map, stored ``[in, out]`` here and ``[out, in]`` in checkpoints.
+      init: how random weights are drawn. "normal" (standard deviation 0.02), "residual" (normal,
+        scaled down by the depth), "ones" or "zeros"; in state-space layers also "decay" (the
+        logarithms of 1, 2, ...), "time step" and "conv".
     """
 
     shape: tuple[int, ...]
@@ -29,15 +32,29 @@ class ParamSpec(NamedTuple):
     init: str = "normal"
 
 
-def linear_specs(table, name, d_in, d_out, axes, hf, *, has_bias=False, init="normal"):
-    """Adds a linear map, and its bias if it has one; ``hf`` is their external name."""
+def linear_specs(
+    table: dict[str, ParamSpec], name: str, d_in: int, d_out: int, axes: tuple[str, str], hf: str,
+    *, has_bias: bool = False, init: str = "normal",
+) -> None:
+    """Adds a linear map to a table, and its bias if it has one.
+
+    Args:
+      table: gets ``name``, and ``{name}_bias``.
+      name: our name.
+      d_in: number of inputs.
+      d_out: number of outputs.
+      axes: the logical names of inputs and outputs.
+      hf: the external name, without ``.weight`` or ``.bias``.
+      has_bias: whether there is a bias.
+      init: of the map, see ``ParamSpec``; a bias begins with zeros.
+    """  # fmt: skip
     table[name] = ParamSpec((d_in, d_out), axes, f"{hf}.weight", is_linear=True, init=init)
     if has_bias:
         table[f"{name}_bias"] = ParamSpec((d_out,), axes[1:], f"{hf}.bias", init="zeros")
 
 
-def attention_specs(config, prefix: str) -> dict[str, ParamSpec]:
-    """The weights of self-attention, by our name; ``prefix`` of their external names."""
+def attention_specs(config: Any, prefix: str) -> dict[str, ParamSpec]:
+    """Returns the weights of ``layers.attention``; their external names begin with ``prefix``."""
     D, H = config.hidden_size, config.head_dim
     NH, GH = config.num_attention_heads * H, config.num_key_value_heads * H
     table: dict[str, ParamSpec] = {}
@@ -55,8 +72,8 @@ def attention_specs(config, prefix: str) -> dict[str, ParamSpec]:
     return table
 
 
-def mlp_specs(config, prefix: str) -> dict[str, ParamSpec]:
-    """The weights of the gated feed-forward part, as ``attention_specs``."""
+def mlp_specs(config: Any, prefix: str) -> dict[str, ParamSpec]:
+    """Returns the weights of ``layers.mlp``; their external names begin with ``prefix``."""
     D, F, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
     table: dict[str, ParamSpec] = {}
     linear_specs(table, "gate", D, F, ("embed", "mlp"), f"{prefix}gate_proj", has_bias=bias)
@@ -68,9 +85,15 @@ def mlp_specs(config, prefix: str) -> dict[str, ParamSpec]:
 
 
 def outer_specs(
-    config, embed: str = "model.embed_tokens.weight", norm: str = "model.norm.weight"
+    config: Any, embed: str = "model.embed_tokens.weight", norm: str = "model.norm.weight"
 ) -> dict[str, ParamSpec]:
-    """Embedding, final norm and head (absent when tied); the first two by external name."""
+    """Returns the weights outside of the layers: embedding, final norm, and head unless tied.
+
+    Args:
+      config: the model's shape.
+      embed: the external name of the embedding.
+      norm: the external name of the final norm.
+    """
     D, V = config.hidden_size, config.vocab_size
     table = {
         "embed": ParamSpec((V, D), ("vocab", "embed"), embed),

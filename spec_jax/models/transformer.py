@@ -1,4 +1,7 @@
-"""A decoder-only model as a pure function over a nested dict of weights, whatever its layers."""
+"""A decoder-only language model as pure functions over a nested dict of weights.
+
+The layers are those of the config's family, see ``models/families``.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from spec_jax.contracts import ForwardOutput, Model
+from spec_jax.contracts import Cache, ForwardOutput, Model
 from spec_jax.errors import ConfigError
 from spec_jax.models.families import AnyConfig, family_of
 from spec_jax.models.layers import Window, rms_norm
@@ -20,7 +24,7 @@ __all__ = ["forward", "init_cache", "init_params", "logits", "model", "unembed"]
 def forward(
     params: Params,
     tokens: jax.Array,
-    cache=None,
+    cache: Cache | None = None,
     *,
     config: AnyConfig,
     window_offset: int | jax.Array = 0,
@@ -28,33 +32,32 @@ def forward(
     window_mask: jax.Array | None = None,
     taps: tuple[int, ...] = (),
 ) -> ForwardOutput:
-    """Feeds T tokens a row behind what the cache holds.
+    """Feeds T tokens per row, after the tokens that the cache holds.
 
-    Writes slots ``length + window_offset ...`` and leaves ``length`` where it is; the
-    caller keeps ``length + window_offset + T <= S``. Without a cache the tokens are the
-    whole sequence.
+    Writes the cache from slot ``length + window_offset`` on and does not move ``length``; the
+    caller ensures ``length + window_offset + T <= S``.
 
     Args:
       params: the weights.
       tokens: i32[B,T].
-      cache: what was fed before, or None.
+      cache: what was fed before; None if the tokens are whole sequences.
       config: the model's shape.
-      window_offset: slots of the window that earlier calls since the last commit filled.
-      positions: i32[B,T], rotary positions; by default the slots, in a tree of tokens the
-        number of tokens seen before.
+      window_offset: number of slots that earlier calls since the last commit have filled.
+      positions: i32[B,T], rotary positions. By default a token's slot; in a tree of tokens, the
+        number of tokens that it sees before itself.
       window_mask: bool[B|1,T,W], which of the window's first W slots each token sees, its own
-        among them, beside all that is committed; by default all up to its own.
-      taps: states to return beside the result: 0..L-1, the residual stream before that
-        layer; L, after the last layer; L+1, after the final norm too.
+        included, beside all committed slots. By default all up to its own.
+      taps: which states to return as features. 0..L-1 is the residual stream before that layer,
+        L the one after the last layer, and L+1 the state after the final norm.
 
     Returns:
-      ``hidden`` dtype[B,T,D] after the final norm, the cache with the window written, and as
-      ``features`` dtype[B,T,E] the tapped states, in the order of ``taps``, side by side.
+      ``hidden`` dtype[B,T,D] after the final norm, the cache with the window written, and
+      ``features`` dtype[B,T,E], the tapped states concatenated in the order of ``taps``.
     """
     L = config.num_hidden_layers
-    window = Window.behind(config, cache, *tokens.shape, window_offset, positions, window_mask)
+    window = Window.after(config, cache, *tokens.shape, window_offset, positions, window_mask)
     x = jnp.take(params["embed"], tokens, axis=0)
-    tapped = {i: x for i in taps}  # each replaced by its own state when it is reached
+    tapped = {i: x for i in taps}  # each is replaced when its layer is reached
     step = functools.partial(family_of(config).layer, window=window, config=config)
     if config.scan_layers:
 
@@ -79,7 +82,7 @@ def forward(
 
 
 def unembed(params: Params, hidden: jax.Array) -> jax.Array:
-    """Logits f32[..., V] of final hidden states dtype[..., D]."""
+    """Returns the logits f32[...,V] of final hidden states dtype[...,D]."""
     with jax.named_scope("unembed"):
         if "head" in params:
             return matmul(hidden, params["head"]).astype(jnp.float32)
@@ -87,16 +90,18 @@ def unembed(params: Params, hidden: jax.Array) -> jax.Array:
 
 
 def logits(params: Params, tokens: jax.Array, *, config: AnyConfig) -> jax.Array:
-    """Logits f32[B,T,V] of whole sequences i32[B,T], causal and without a cache."""
+    """Returns the logits f32[B,T,V] of whole sequences i32[B,T], without a cache."""
     return unembed(params, forward(params, tokens, config=config).hidden)
 
 
-def _open_window(cache, width: int):
+def _open_window(cache: Cache, width: int) -> Cache:
     return cache.open_window(width)
 
 
-def init_cache(config: AnyConfig, batch: int, slots: int, dtype=jnp.float32):
-    """An empty cache for ``batch`` rows of ``slots`` tokens, of the kind that the layers take."""
+def init_cache(
+    config: AnyConfig, batch: int, slots: int, dtype: DTypeLike = jnp.float32
+) -> Cache:
+    """Returns an empty cache, of the kind that the layers take, for ``batch`` rows of ``slots``."""
     return family_of(config).init_cache(config, batch, slots, dtype)
 
 
@@ -104,17 +109,17 @@ def init_cache(config: AnyConfig, batch: int, slots: int, dtype=jnp.float32):
 def model(
     config: AnyConfig, taps: tuple[int, ...] = (), num_tokens: int | None = None
 ) -> Model:
-    """The ``Model`` of this shape: what the decoder and the drafters call.
+    """Returns the ``Model`` of this shape, the functions that decoder and drafters call.
 
-    The same arguments give the same object, so compiled programs are shared.
+    Equal arguments return the same object, so compiled programs are shared.
 
     Args:
-      config: the shape.
+      config: the model's shape.
       taps: states that every pass returns as features, see ``forward``.
-      num_tokens: where the embedding is padded, how many of its ids are tokens.
+      num_tokens: how many ids are tokens, if the embedding is padded; None if all of them are.
 
     Raises:
-      ConfigError: a tap that the model does not have, or more tokens than ids.
+      ConfigError: the model lacks one of the taps, or there are more tokens than ids.
     """
     wrong = [i for i in taps if not 0 <= i <= config.num_hidden_layers + 1]
     if wrong:

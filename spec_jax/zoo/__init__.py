@@ -1,8 +1,8 @@
-"""The small trained models that ship with the package; see MODEL_CARD.md.
+"""The zoo: small trained models that ship with the package, see MODEL_CARD.md.
 
-A code model, a much smaller draft of the same vocabulary, distilled from it (both Hugging Face
-directories), and what was trained to draft from its states: heads of EAGLE-1 and EAGLE-3, and an
-MTP module.
+It has a code model, a much smaller draft model that was distilled from it and shares its
+vocabulary, and three drafts that read the code model's states: an EAGLE-1 head, an EAGLE-3 head
+and an MTP module. All are Hugging Face directories.
 """
 
 from __future__ import annotations
@@ -15,5 +15,5 @@ ZOO = {name: _HERE / name.removeprefix("zoo/") for name in NAMES}
 
 
 def path(name: str) -> pathlib.Path | None:
-    """The directory of a zoo model, or None if the zoo has no such name."""
+    """Returns the directory of a zoo model, or None if the zoo has no such name."""
     return ZOO.get(name)

@@ -231,7 +231,7 @@ class _OneLayer:
 
 def _forward_through_scan(params, tokens, cache, *, window_offset=0, config):
     """A target that hands its cache to the layers' scan as xs and takes it back as ys."""
-    window = layers.Window.behind(config, cache, *tokens.shape, window_offset)
+    window = layers.Window.after(config, cache, *tokens.shape, window_offset)
 
     def body(x, scanned):
         layer, keys, values = scanned

@@ -50,7 +50,7 @@ def test_a_tree_is_described_by_branching_paths_or_parents():
     assert Tree.branching((2, 1)).parents == (0, 0, 1, 2)
     listed = Tree.from_paths([[1], [0], [0, 1], [0, 0], [1, 0], [0, 0, 0]])
     assert listed == BUSH
-    assert (BUSH.num_nodes, BUSH.depth, BUSH.most_children, BUSH.num_fed) == (6, 3, 2, 3)
+    assert (BUSH.num_nodes, BUSH.depth, BUSH.max_children, BUSH.num_fed) == (6, 3, 2, 3)
 
 
 @pytest.mark.parametrize(

@@ -224,14 +224,14 @@ def forward(
       cache: of one layer, or None.
       config: the head's shape.
       window_offset: slots of the window that earlier calls since the last commit filled.
-      window_mask: bool[B|1,T,W], what of the window each pair sees, see ``Window.behind``.
+      window_mask: bool[B|1,T,W], what of the window each pair sees, see ``Window.after``.
 
     Returns:
       dtype[B,T,D], the residual stream, and the cache with the window written.
     """  # fmt: skip
     layer, eps = config.layer, config.layer.rms_norm_eps
     e = jnp.take(embed, tokens, axis=0)
-    window = Window.behind(
+    window = Window.after(
         layer, cache, *tokens.shape, window_offset, window_mask=window_mask
     )
     if config.version == 1:

@@ -205,7 +205,7 @@ def forward(
       config: the modules' shape.
       index: which module, from 0; it sees no slot before this one, see ``common/sequential.py``.
       window_offset: slots of the window that earlier calls since the last commit filled.
-      window_mask: bool[B|1,T,W], what of the window each slot sees, see ``Window.behind``.
+      window_mask: bool[B|1,T,W], what of the window each slot sees, see ``Window.after``.
 
     Returns:
       dtype[B,T,D], the residual stream, and the cache with the window written.
@@ -216,7 +216,7 @@ def forward(
     h = rms_norm(state, module["hidden_norm"], layer.rms_norm_eps)
     both = [e, h] if config.order == "embedding-first" else [h, e]
     x = linear(jnp.concatenate(both, axis=-1), module, "fc")
-    window = Window.behind(layer, cache, *tokens.shape, window_offset, window_mask=window_mask)
+    window = Window.after(layer, cache, *tokens.shape, window_offset, window_mask=window_mask)
     if index > 0 and cache is not None:
         window = window._replace(mask=window.mask & (jnp.arange(cache.slots) >= index))
     return family_of(layer).layer(module, x, cache, index, window, layer)
