@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import loops
 from support.decoders import start
 
 from spec_jax import decoding, rng, testing
@@ -31,6 +33,7 @@ MIXED = [
         frequency_penalty=0.3, logit_bias=((3, 1.0), (4, -np.inf)), seed=13,
     ),
 ]
+COLD = [dataclasses.replace(config, temperature=0.0) for config in MIXED]
 
 
 def _model(name, seed, layers, **kwargs):
@@ -78,7 +81,7 @@ def plain_mixed(target):
 
 @pytest.fixture(scope="module")
 def plain_greedy(target):
-    return [plain_tokens(target, p, SamplerConfig()) for p in PROMPTS]
+    return [plain_tokens(target, p, c) for p, c in zip(PROMPTS, COLD)]
 
 
 def decoder(target, draft=None, strategy=None, K=3, method="standalone", **kwargs):
@@ -92,58 +95,71 @@ def tokens_of(rows):
     return [list(row.tokens) for row in rows]
 
 
-@pytest.mark.representatives("standalone")
-@pytest.mark.parametrize("method", ["standalone", "ngram", "self"])
-def test_match_emits_exactly_the_plain_stream_for_mixed_rows(target, draft, plain_mixed, method):
+def match_decoder(target, draft, method):
     other = {"standalone": draft, "ngram": None, "self": target}[method]
     name = "ngram" if method == "ngram" else "standalone"
-    d = decoder(target, other, "match", method=name, target_sampler=MIXED)
-    assert tokens_of(d.generate(PROMPTS, NEW)) == plain_mixed
+    return decoder(target, other, "match", method=name, target_sampler=MIXED)
+
+
+@pytest.mark.parametrize("method", ["standalone", "ngram", "self"])
+def test_match_emits_exactly_the_plain_stream_for_mixed_rows(target, draft, plain_mixed, method):
+    d = match_decoder(target, draft, method)
+    assert loops.outputs(loops.decode(d, PROMPTS, NEW, MIXED)) == plain_mixed
+
+
+def test_the_decoders_loop_is_rounds_until_every_row_has_finished(target, draft, plain_mixed):
+    """The other tests run rounds one by one, see ``loops``; the loop alone compiles them whole."""
+    d = match_decoder(target, draft, "standalone")
+    rows = d.generate(PROMPTS, NEW)
+    assert tokens_of(rows) == plain_mixed
+    counts = loops.counts(loops.decode(d, PROMPTS, NEW, MIXED), 3)
+    assert (d.stats.accepted_at, d.stats.lengths) == (counts.accepted_at, counts.lengths)
+    assert {row.finish_reason for row in rows} == {"length"}
 
 
 def test_plain_decoding_emits_the_oracles_stream(target, plain_mixed, plain_greedy):
-    assert tokens_of(SpeculativeDecoder(target).generate(PROMPTS, NEW)) == plain_greedy
-    sampled = SpeculativeDecoder(target, target_sampler=MIXED)
-    assert tokens_of(sampled.generate(PROMPTS, NEW)) == plain_mixed
+    for samplers, expected in ((COLD, plain_greedy), (MIXED, plain_mixed)):
+        d = SpeculativeDecoder(target, target_sampler=samplers)
+        assert tokens_of(d.generate(PROMPTS, NEW)) == expected
 
 
-@pytest.mark.representatives("block")
 @pytest.mark.parametrize("strategy", ["greedy", "residual", "block", "match"])
 def test_temperature_zero_emits_the_greedy_stream(target, draft, plain_greedy, strategy):
-    d = decoder(target, draft, strategy, K=2)
-    assert tokens_of(d.generate(PROMPTS, NEW)) == plain_greedy
+    d = decoder(target, draft, strategy, target_sampler=COLD)
+    assert loops.outputs(loops.decode(d, PROMPTS, NEW, COLD)) == plain_greedy
 
 
 @pytest.mark.exhaustive
-def test_draft_length_changes_no_token(target, draft, plain_mixed):
-    for K in (1, 5):
-        d = decoder(target, draft, "match", K=K, target_sampler=MIXED)
-        assert tokens_of(d.generate(PROMPTS, NEW)) == plain_mixed
+@pytest.mark.parametrize("K", [1, 5])
+def test_draft_length_changes_no_token(target, draft, plain_mixed, K):
+    d = decoder(target, draft, "match", K=K, target_sampler=MIXED)
+    assert loops.outputs(loops.decode(d, PROMPTS, NEW, MIXED)) == plain_mixed
 
 
-@pytest.mark.representatives("residual")
 @pytest.mark.parametrize("strategy", ["residual", "match"])
 def test_a_row_does_not_depend_on_the_others(target, draft, strategy):
     d = decoder(target, draft, strategy, target_sampler=MIXED)
-    together = tokens_of(d.generate(PROMPTS, NEW))
-    for i in (0, 2):
-        alone = d.generate(
-            [PROMPTS[i]] * 3, NEW, sampler=[MIXED[i]] * 3
-        )
-        assert tokens_of(alone) == [together[i]] * 3
-    one = SamplerConfig(temperature=1.0)
-    there = d.generate(PROMPTS, NEW, sampler=one, seeds=[5, 6, 7])
-    back = d.generate(PROMPTS[::-1], NEW, sampler=one, seeds=[7, 6, 5])
-    assert tokens_of(there) == tokens_of(back)[::-1]
+    run = lambda prompts, samplers, seeds=None: loops.outputs(
+        loops.decode(d, prompts, NEW, samplers, seeds=seeds)
+    )
+    together = run(PROMPTS, MIXED)
+    for others in ([0, 0, 2], [2, 2, 2]):
+        alike = [[rows[i] for i in others] for rows in (PROMPTS, MIXED, together)]
+        assert run(*alike[:2]) == alike[2]
+    one = [dataclasses.replace(config, temperature=1.0) for config in MIXED[2:] * 3]
+    there, back = run(PROMPTS, one, [5, 6, 7]), run(PROMPTS[::-1], one, [7, 6, 5])
+    assert there == back[::-1]
 
 
-def test_a_draft_equal_to_the_target_is_always_accepted(target):
+@pytest.mark.representatives("match")
+@pytest.mark.parametrize("strategy", ["greedy", "match"])
+def test_a_draft_equal_to_the_target_is_always_accepted(target, strategy):
     """Fails where the draft's cache loses a slot after a fully accepted round."""
-    for strategy, sampler in (("greedy", SamplerConfig()), ("match", SamplerConfig(1.0))):
-        d = decoder(target, target, strategy, target_sampler=sampler)
-        d.generate(PROMPTS, 21)
-        assert d.stats.corrected == 0
-        assert d.stats.tau == 4
+    samplers = COLD if strategy == "greedy" else MIXED
+    d = decoder(target, target, strategy, target_sampler=samplers)
+    stats = loops.counts(loops.decode(d, PROMPTS, 21, samplers), 3)
+    assert stats.corrected == 0
+    assert stats.tau == 4
 
 
 @pytest.mark.exhaustive
@@ -170,9 +186,8 @@ def test_a_round_commits_what_it_emits_and_finished_rows_change_nothing(target, 
     system = d.system()
     state = start(d, PROMPTS, NEW, decode_sampler(MIXED))
     state = state.replace(limit=state.prompt_length + jnp.asarray([NEW, 4, 9]))
-    step = jax.jit(lambda state: decoding.decode_round(d.params(), state, system))
     for _ in range(NEW):
-        before, state = state, step(state)
+        before, state = state, loops.decode_round(d.params(), state, system)
         emitted = np.asarray((state.kind > 0).sum(1) - (before.kind > 0).sum(1))
         moved = np.asarray(state.length - before.length)
         np.testing.assert_array_equal(emitted, moved)
@@ -190,20 +205,31 @@ def decode_sampler(configs):
     return make_sampler(configs, len(configs), V)
 
 
-def test_stop_token_inside_a_block_cuts_what_follows(target, plain_greedy):
+@pytest.mark.representatives("self")
+@pytest.mark.parametrize("method", ["plain", "self"])
+def test_stop_token_inside_a_block_cuts_what_follows(target, plain_greedy, method):
     stop = plain_greedy[0][5]
-    at = plain_greedy[0].index(stop)
-    for d in (SpeculativeDecoder(target), decoder(target, target, K=3)):
+    if method == "plain":
+        d = SpeculativeDecoder(target, target_sampler=COLD)
         row = d.generate(PROMPTS, NEW, stop_tokens=[stop])[0]
-        assert list(row.tokens) == plain_greedy[0][: at + 1]
         assert row.finish_reason == "stop_token"
-        counts = row.stats
-        assert counts.emitted == at + 1
-        assert counts.emitted == counts.first + counts.accepted + counts.corrected + counts.bonus
+        tokens, counts = list(row.tokens), row.stats
+    else:
+        d = decoder(target, target, "match", target_sampler=COLD)
+        state = start(d, PROMPTS, NEW, decode_sampler(COLD))
+        state = state.replace(stop_tokens=jnp.full((3, 1), stop))  # the shape of no stop token
+        state = loops.finish(d.params(), state, d.system())
+        assert state.finish[0] == Finish.STOP_TOKEN
+        tokens, counts = loops.outputs(state)[0], loops.counts(state, 3, rows=[0])
+    assert tokens == plain_greedy[0][: plain_greedy[0].index(stop) + 1]
+    assert counts.emitted == len(tokens)
+    assert counts.emitted == counts.first + counts.accepted + counts.corrected + counts.bonus
 
 
-def test_chunks_of_rounds_give_the_same_tokens(target, draft):
-    d = decoder(target, draft, "residual", target_sampler=MIXED)
+@pytest.mark.representatives("match")
+@pytest.mark.parametrize("strategy", ["residual", "match"])
+def test_chunks_of_rounds_give_the_same_tokens(target, draft, strategy):
+    d = decoder(target, draft, strategy, target_sampler=MIXED)
     whole = tokens_of(d.generate(PROMPTS, NEW))
     for rounds in (1, 2):
         assert tokens_of(d.generate(PROMPTS, NEW, rounds_per_sync=rounds)) == whole
@@ -220,26 +246,19 @@ def test_generation_runs_to_the_last_slot(target, draft):
         assert row.tokens == SpeculativeDecoder(target).generate(prompt, new).tokens
 
 
-@pytest.mark.representatives("residual")
 @pytest.mark.parametrize("strategy", ["residual", "match"])
-def test_an_admitted_row_decodes_as_if_it_were_alone(target, draft, strategy):
+def test_an_inserted_row_decodes_as_if_it_were_alone(target, draft, strategy):
     d = decoder(target, draft, strategy, target_sampler=MIXED)
-    system = d.system()
-    make = decode_sampler
+    system, params, make = d.system(), d.params(), decode_sampler
     state = start(d, PROMPTS, NEW, make(MIXED))
-    free = jnp.zeros(3, jnp.int32)
-    state, _ = decoding.generate(
-        d.params(), state, free.at[1].set(Finish.CANCELLED), jnp.int32(2), system=system
-    )
+    state = state.replace(finish=state.finish.at[1].set(Finish.CANCELLED))
+    for _ in range(2):
+        state = loops.decode_round(params, state, system)
     new = start(d, [PROMPTS[2]], NEW, make(MIXED[2:]))
-    state = decoding.insert(state, jnp.int32(1), new, system=system)
-    state, chunk = decoding.generate(d.params(), state, free, jnp.int32(99), system=system)
-    expected = tokens_of(d.generate(PROMPTS, NEW))
-    begin = [3, 1, 1]
-    for row, like in ((0, 0), (1, 2), (2, 2)):
-        out = np.asarray(chunk.tokens)[row, begin[row] : begin[row] + NEW].tolist()
-        assert out == expected[like]
-    assert np.asarray(chunk.finish).tolist() == [Finish.LENGTH] * 3
+    state = loops.finish(params, decoding.insert(state, jnp.int32(1), new, system=system), system)
+    expected = loops.outputs(loops.decode(d, PROMPTS, NEW, MIXED))
+    assert loops.outputs(state) == [expected[0], expected[2], expected[2]]
+    assert state.finish.tolist() == [Finish.LENGTH] * 3
 
 
 def _toy(seed):
@@ -276,38 +295,47 @@ def test_a_row_in_which_every_token_is_forbidden_stops_with_a_reason():
     assert len(rows[1].tokens) == 4
 
 
-@pytest.mark.representatives("3")
-@pytest.mark.parametrize("n_draft", [-1, 3])
-def test_a_draft_count_out_of_range_is_an_error(n_draft):
+def _faulty():
+    """Drafts ones; at length 4 of rows that begin with 1, what its parameters say."""
     honest = testing.scripted_drafter(lambda t, length, K: jnp.ones((t.shape[0], K), jnp.int32))
 
     def propose(params, state, context, num_draft):
         proposal, state = honest.propose(params, state, context, num_draft)
-        return proposal.replace(n_draft=jnp.full_like(proposal.n_draft, n_draft)), state
+        is_bad = (context.length == 4) & (context.tokens[:, 0] == 1)
+        token = jnp.where(is_bad[:, None], params["token"], proposal.tokens)
+        n_draft = jnp.where(is_bad, params["n_draft"], proposal.n_draft)
+        return proposal.replace(tokens=token, n_draft=n_draft), state
 
-    config = SpeculativeConfig(num_speculative_tokens=2)
-    d = SpeculativeDecoder(_toy(0), config=config, drafter=honest._replace(propose=propose))
-    with pytest.raises(InvalidDraftError):
-        d.generate([1, 2], 5)
+    return honest._replace(propose=propose)
 
 
-@pytest.mark.representatives("11")
-@pytest.mark.parametrize("bad", [-1, TOY, 2**30])
-def test_a_draft_of_ids_outside_the_vocabulary_is_an_error_that_keeps_every_row(bad):
-    def propose(tokens, length, K):
-        is_bad = (length == 4)[:, None] & (tokens[:, :1] == 1)
-        return jnp.where(is_bad, bad, jnp.ones((tokens.shape[0], K), jnp.int32))
+FAULTY, FAULTY_PROMPTS = _faulty(), [[1, 1, 1, 1], [2, 1, 1, 1]]
 
+
+@pytest.mark.parametrize("token, n_draft", [(1, -1), (1, 3), (-1, 2), (TOY, 2), (2**30, 2)])
+def test_a_faulty_draft_stops_its_row_alone(token, n_draft):
     target = _toy(0)
+    config = SpeculativeConfig(num_speculative_tokens=2, rejection_sampling_strategy="match")
+    d = SpeculativeDecoder(target, config=config, drafter=FAULTY)
+    state = start(d, FAULTY_PROMPTS, 8, make_sampler(SamplerConfig(), 2, TOY))
+    draft = {"token": jnp.int32(token), "n_draft": jnp.int32(n_draft)}
+    state = loops.finish({**d.params(), "draft": draft}, state, d.system())
+    plain = SpeculativeDecoder(target).generate(FAULTY_PROMPTS, 8)
+    assert state.finish.tolist() == [Finish.INVALID_DRAFT, Finish.LENGTH]
+    stopped, complete = map(tuple, loops.outputs(state))
+    assert stopped == plain[0].tokens[: len(stopped)] and complete == plain[1].tokens
+
+
+def test_an_invalid_draft_is_an_error_that_keeps_every_row():
     config = SpeculativeConfig(num_speculative_tokens=1, rejection_sampling_strategy="match")
-    d = SpeculativeDecoder(target, config=config, drafter=testing.scripted_drafter(propose))
+    outside = testing.scripted_drafter(
+        lambda t, length, K: jnp.where(t[:, :1] == 1, TOY, jnp.ones((t.shape[0], K), jnp.int32))
+    )
+    d = SpeculativeDecoder(_toy(0), config=config, drafter=outside)
     with pytest.raises(InvalidDraftError, match="vocabulary 0..10, or parents") as error:
-        d.generate([[1, 1, 1, 1], [2, 1, 1, 1]], 8)
+        d.generate(FAULTY_PROMPTS, 8)
     stopped, complete = error.value.generations
-    plain = SpeculativeDecoder(target).generate([[1, 1, 1, 1], [2, 1, 1, 1]], 8)
-    assert stopped.finish_reason == "invalid_draft"
-    assert stopped.tokens == plain[0].tokens[: len(stopped.tokens)]
-    assert complete.tokens == plain[1].tokens
+    assert stopped.finish_reason == "invalid_draft" and complete.finish_reason == "length"
 
 
 def test_a_proposal_that_breaks_the_contract_is_refused():
