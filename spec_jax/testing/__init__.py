@@ -1,20 +1,20 @@
 """Public tools to test rules, drafters and decoders: mocks, oracles and the certificate.
 
-The certificate answers one question: do the emitted tokens have exactly the target's law?
+The certificate answers one question: do the emitted tokens have exactly the target's distribution?
 ``certify_rule`` enumerates: it forces every draft, every coin and every last token through
 the functions that the decoder itself calls, multiplies the probabilities, and compares the
-joint law with brute-force plain decoding. ``certify_decoder`` samples: it runs the jitted
+joint distribution with brute-force plain decoding. ``certify_decoder`` samples: it runs the jitted
 decoder many times and applies a chi-square test. Both compare with ``plain_distribution``, which
 shares no code with the decoder.
 """
 
 from spec_jax.testing.certificate import (
     STANDARD_SETTINGS,
-    CertificateError,
     certify_decoder,
     certify_rule,
     standard_rows,
 )
+from spec_jax.testing.enumeration import CertificateError
 from spec_jax.testing.mocks import (
     ToyCache,
     mock_model,

@@ -94,7 +94,7 @@ def test_mutation_wrong_q_is_caught_by_enumeration():
         q = jax.nn.softmax(jnp.log(proposal.probs) / 1.3, axis=-1)
         return proposal.replace(probs=q)
 
-    with pytest.raises(CertificateError, match="another law|differs"):
+    with pytest.raises(CertificateError, match="another distribution|differs"):
         drafter = _with_proposal(standalone(testing.toy_model(3)), temper)
         certify_rule(rule("residual"), drafter=drafter)
 
@@ -122,7 +122,7 @@ def test_mutation_draft_drawn_sharper_than_reported_is_caught():
         reported, state = honest.propose(params, state, context, num_draft)
         return reported.replace(tokens=drawn.tokens), state
 
-    with pytest.raises(CertificateError, match="another law|should be able to draw"):
+    with pytest.raises(CertificateError, match="another distribution|should be able to draw"):
         certify_rule(rule("residual"), drafter=honest._replace(propose=propose))
 
 
@@ -143,7 +143,7 @@ def test_mutation_last_token_drawn_from_another_law_is_caught():
         at_end = jnp.arange(len(verdict.tokens)) == verdict.n_accept
         return verdict.replace(tokens=jnp.where(at_end, token, verdict.tokens))
 
-    with pytest.raises(CertificateError, match="replacement law"):
+    with pytest.raises(CertificateError, match="replacement distribution"):
         certify_rule(rule("residual")._replace(accept=batched(verify)))
 
 
@@ -172,7 +172,7 @@ def test_mutation_bonus_drawn_from_a_residual_is_caught_by_enumeration():
         return verdict.replace(n_accept=jnp.minimum(verdict.n_accept, proposal.n_draft))
 
     mutant = rule("residual")._replace(accept=batched(verify))
-    with pytest.raises(CertificateError, match="replacement law"):
+    with pytest.raises(CertificateError, match="replacement distribution"):
         certify_rule(mutant)
 
 
