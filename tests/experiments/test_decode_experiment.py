@@ -16,9 +16,10 @@ from support.tiny_models import random_weights
 
 from configs import decode_default, decode_specbench
 from experiments.common import costs, report
+from experiments.common.decode_setup import resolve
 from experiments.common.grid import top_gap
 from experiments.common.prompts import Prompt, PromptEncoder, fit, load_prompts
-from experiments.decode import decode, resolve
+from experiments.decode import decode
 from spec_jax import load_model
 from spec_jax.data import python_source, tokens
 from spec_jax.errors import ConfigError, SpecJaxError

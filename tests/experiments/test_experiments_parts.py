@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from experiments.common import costs, report
+from experiments.common import costs, decode_report
 from experiments.common.grid import Cell, make_cells
 from experiments.common.prompts import load_prompts
 from spec_jax.engine import stats
@@ -87,8 +87,8 @@ def test_a_table_is_aligned_and_shows_what_is_missing():
     lossy = {**other, "rule": "typical-acceptance", "is_lossless": False, "speedup": 0.5}
     other |= {"identical_rows": 3, "rows": 4}
     lossy |= {"identical_to_plain": None, "temperature": 1.0}
-    lines = report.results_table([row, other, lossy]).splitlines()
+    lines = decode_report.results_table([row, other, lossy]).splitlines()
     column = lines[0].index("identical")
     assert [line[column:] for line in lines[2:]] == ["yes", "no (3/4 rows)", "", "– (lossy)"]
     assert ".50 –" in lines[3] and "nan" not in "".join(lines)
-    assert report.conclusions([row, other, lossy]) == []
+    assert decode_report.conclusions([row, other, lossy]) == []

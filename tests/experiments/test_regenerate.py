@@ -8,7 +8,7 @@ import pytest
 from support.tiny_models import random_weights
 
 from configs import regenerate_zoo
-from experiments import regenerate as experiment
+from experiments.common import regenerate_setup as experiment
 from experiments.common.responses import Responses
 from experiments.regenerate import regenerate
 from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, load_model

@@ -1,0 +1,164 @@
+"""From the config of ``experiments.decode`` to models, prompts and the grid of cells."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+from ml_collections import ConfigDict
+
+from configs import decode_default
+from experiments.common import cli
+from experiments.common.grid import Bench, Cell, make_cells
+from experiments.common.prompts import Prompt, fit, load_prompts
+from spec_jax.config import STRATEGIES, SamplerConfig, build
+from spec_jax.drafters.eagle.model import EagleConfig
+from spec_jax.drafters.mtp.model import MtpConfig
+from spec_jax.errors import ConfigError
+from spec_jax.loading import (
+    DTYPES,
+    LoadedHead,
+    LoadedModel,
+    load_head,
+    load_model,
+    load_mtp,
+    random_head,
+)
+
+METHODS = ("plain", "ngram", "standalone", "eagle", "mtp", "suffix")
+SOURCES = {"standalone": "draft", "eagle": "head", "mtp": "mtp"}  # the config's key of each
+_RULES = tuple(s for s in STRATEGIES if s not in ("greedy", "synthetic"))
+# Heads with random weights, by method and name: as exact as trained ones, and of no use.
+RANDOM_HEADS = {
+    "eagle": {
+        "random-eagle-1": lambda target: EagleConfig.of_target(target, 1),
+        "random-eagle-3": lambda target: EagleConfig.of_target(target, 3, target.vocab_size // 2),
+    },
+    "mtp": {"random": MtpConfig.of_target},
+}
+
+
+def resolve(config: ConfigDict) -> ConfigDict:
+    """Checks a config and returns it with every value in its final form.
+
+    Raises:
+      ConfigError: A key is unknown or missing, or a value cannot be.
+    """
+    cli.check_keys(config, decode_default.get_config())
+    config = config.copy_and_resolve_references()
+    check = lambda ok, name, expected: cli.require(ok, config, name, expected)
+    is_number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool)
+    is_finite = lambda x: is_number(x) and 0 <= x < float("inf")
+    known = dict.fromkeys(("standalone_rules", "ngram_rules", "head_rules"), _RULES)
+    known = {"methods": METHODS, **known}
+    for name in known:
+        config[name] = tuple(x.strip() for entry in config[name] for x in str(entry).split(","))
+    for name, names in known.items():
+        check(set(config[name]) <= set(names), name, f"names among {', '.join(names)}")
+    for name in (*known, "ks", "temperatures"):
+        check(len(config[name]) > 0, name, "one or more")
+    check(all(type(k) is int and k >= 1 for k in config.ks), "ks", "integers of 1 or more")
+    check(all(map(is_finite, config.temperatures)), "temperatures", "numbers of 0 or more")
+    config.temperatures = tuple(map(float, config.temperatures))
+    for name in ("num_prompts", "batch", "repeats"):
+        check(config[name] >= 1, name, "1 or more")
+    is_whole = config.num_prompts % config.batch == 0
+    check(is_whole, "num_prompts", f"a multiple of batch {config.batch}")
+    check(config.max_new_tokens >= 2, "max_new_tokens", "2 or more (prefill makes the first)")
+    check((config.max_prompt_tokens or 1) >= 1, "max_prompt_tokens", "1 or more, or none")
+    check(config.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
+    check(config.target != "", "target", "a zoo name or a directory: --config.target=PATH")
+    usual = decode_default.get_config()
+    is_other = config.target != usual.target  # the zoo's drafts are for the zoo's target
+    for name in SOURCES.values():
+        if config[name].lower() == "none" or (is_other and config[name] == usual[name]):
+            config[name] = ""
+    return config
+
+
+def load_drafts(config, target: LoadedModel) -> dict[str, LoadedModel | LoadedHead]:
+    """Loads what drafts for ``config.methods``, as far as it is given, by label.
+
+    The label is the method; several heads are labelled by version: "eagle-1", "eagle-3".
+
+    Raises:
+      SpecJaxError: One of them cannot be used.
+    """
+    drafts = {}
+    for method, key in SOURCES.items():
+        names = [name.strip() for name in config[key].split(",") if name.strip()]
+        if method not in config.methods or not names:
+            continue
+        if method == "standalone":
+            if len(names) > 1:
+                raise ConfigError(f"draft is {config[key]!r}; expected one model")
+            drafts[method] = load_model(names[0], config.dtype, scan_layers=config.scan_layers)
+            continue
+        loaded = [_load_head(method, name, config, target) for name in names]
+        for head in loaded:
+            label = method
+            if len(loaded) > 1:
+                version = head.config.version if method == "eagle" else 1 + len(drafts)
+                label = f"{method}-{version}"
+                label += "" if label not in drafts else f"-{len(drafts)}"
+            drafts[label] = head
+    return drafts
+
+
+def _load_head(method: str, name: str, config, target: LoadedModel) -> LoadedHead:
+    if name in RANDOM_HEADS[method]:
+        shape = RANDOM_HEADS[method][name](target.config)
+        return random_head(shape, jax.random.key(config.seed), config.dtype)
+    return (load_head if method == "eagle" else load_mtp)(name, target, config.dtype)
+
+
+class Setup(NamedTuple):
+    """What a run decodes.
+
+    Attributes:
+      config: The resolved config.
+      bench: Models and prompts.
+      cells: The rows of the table to be.
+      prompts: The prompts as text.
+      num_cut: How many of them lost their beginning.
+    """
+
+    config: ConfigDict
+    bench: Bench
+    cells: list[Cell]
+    prompts: Sequence[Prompt]
+    num_cut: int
+
+    @classmethod
+    def of(cls, config: ConfigDict) -> Setup:
+        """Loads models and prompts; refuses a cell that cannot be before anything is compiled.
+
+        Raises:
+          SpecJaxError: A config, a model or a prompt that cannot be used.
+        """
+        config = resolve(config)
+        target = load_model(config.target, config.dtype, scan_layers=config.scan_layers)
+        drafts = load_drafts(config, target)
+        labels = {m: [label for label in drafts if label.split("-")[0] == m] for m in SOURCES}
+        methods = [label for m in config.methods for label in labels.get(m, [m])]
+        if not methods:
+            keys = ", ".join(f"--config.{SOURCES[m]}=PATH" for m in config.methods)
+            raise ConfigError(f"methods are {config.methods}, and nothing drafts for them: {keys}")
+        prompts = load_prompts(config.prompts, config.num_prompts, config.seed)
+        models = [target, *drafts.values()]
+        ids, num_cut = fit(prompts, models, config.max_new_tokens, config.max_prompt_tokens)
+        bench = Bench(
+            target, drafts, ids,
+            build(SamplerConfig, {**config.sampler.to_dict(), "seed": config.seed}),
+            config.max_new_tokens, config.batch, config.draft_temperature,
+            {"ngram_max": config.ngram_max, "ngram_min": config.ngram_min}, config.has_expected,
+        )  # fmt: skip
+        rules = {"standalone": config.standalone_rules}
+        rules |= dict.fromkeys(("ngram", "suffix"), config.ngram_rules)
+        rules |= dict.fromkeys([*labels["eagle"], *labels["mtp"]], config.head_rules)
+        trees = [tree.strip() for tree in config.trees.split(",") if tree.strip()]
+        cells = make_cells(methods, config.ks, config.temperatures, rules, trees)
+        for cell in cells:
+            bench.decoder(cell)
+        return cls(config, bench, cells, prompts, num_cut)

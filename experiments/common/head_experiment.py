@@ -1,0 +1,147 @@
+"""What the config of ``experiments.train_head`` means: target, data, head, and its functions."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import zlib
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from configs import train_head_default
+from experiments.common import cli, head_data, head_eval, head_setup
+from experiments.common.prompts import fit, load_prompts
+from spec_jax.data.batches import window_batches
+from spec_jax.drafters.mtp.model import MtpConfig
+from spec_jax.errors import ConfigError
+from spec_jax.loading import LoadedModel, load_model
+from spec_jax.train.objective import Batch, chain_rates, target_view
+from spec_jax.train.optimizer import make_optimizer
+from spec_jax.train.step import TrainState, cast, train_step
+from spec_jax.train.view_cache import ViewCache
+
+
+def validate(config: ConfigDict) -> None:
+    """Raises ConfigError if a key is unknown or a value cannot be trained with."""
+    cli.check_keys(config, train_head_default.get_config())
+    check = lambda ok, name, expected: cli.require(ok, config, name, expected)
+    cli.require_positive(config, "steps batch log_every")
+    cli.require_positive(config, "accumulate", "optimizer")
+    cli.require_positive(config, "num_draft num_prompts max_new_tokens batch windows", "eval")
+    check(config.eval.every >= 0, "eval.every", "0 (the end alone) or more")
+    check(config.length >= 3, "length", "at least 3, a pair and what follows it")
+    is_fit = 1 <= config.loss.num_steps <= config.length - 2
+    check(is_fit, "loss.num_steps", f"1 to {config.length - 2}")
+    known = head_setup.OBJECTIVES
+    check(config.objective in known, "objective", f"one of {', '.join(known)}")
+    layouts = head_setup.LAYOUTS[config.objective]
+    is_known = config.export_layout in ("", *layouts)
+    check(is_known, "export_layout", f"one of {', '.join(layouts)}, or ''")
+    check(config.export_from in ("best", "last"), "export_from", "best or last")
+    check(config.dtype in ("float32", "bfloat16"), "dtype", "float32 or bfloat16")
+
+
+class Experiment:
+    """What a config means: target, data, head, and the functions that the loop calls."""
+
+    def __init__(self, config: ConfigDict, workdir: pathlib.Path):
+        self.config = config
+        self.target: LoadedModel = load_model(config.target, config.dtype)
+        if config.length > self.target.max_length:
+            raise ConfigError(
+                f"length is {config.length}; the target holds {self.target.max_length} tokens"
+            )
+        self.texts, self.held_out = head_data.load(config, self.target, workdir / "data")
+        self._eval_windows = len(self.held_out.tokens) // config.length
+        if self._eval_windows == 0:
+            raise ConfigError(
+                f"{self.held_out.name} has {len(self.held_out.tokens)} tokens; expected at least "
+                f"{config.length}, a window: hold out more, or shorten the windows"
+            )
+        shares = [config.data.text_share, config.data.responses_share][: len(self.texts)]
+        self._batches = window_batches(
+            self.texts, shares, seed=config.seed, batch=config.batch, length=config.length
+        )
+        used = [text for text, share in zip(self.texts, shares) if share > 0]
+        self.spec = head_setup.make_head(config, self.target, self.texts, used)
+        updates = max(config.steps // config.optimizer.accumulate, 1)
+        self.optimizer = make_optimizer(**config.optimizer, steps=updates)
+        self.frozen = self.target.params
+        self._key = jax.random.key(config.seed)
+        taps = self.spec.config.taps
+        self._view = jax.jit(functools.partial(target_view, config=self.target.config, taps=taps))
+        self._views = None
+        if config.data.view_cache:
+            most = int(config.data.view_cache_gb * 1e9)
+            self._views = ViewCache(
+                config.data.view_cache, most, self.frozen, self.target.config, taps
+            )
+        step = functools.partial(
+            train_step, objective=self.spec.objective, optimizer=self.optimizer,
+            dtype=None if config.dtype == "float32" else config.dtype,
+        )  # fmt: skip
+        self._step = jax.jit(step, donate_argnums=0)
+        self._objective = jax.jit(self.spec.measure)
+        prompts = load_prompts(config.eval.prompts, config.eval.num_prompts, seed=0)
+        head = self.spec.loaded({})
+        self._prompts, _ = fit(prompts, [self.target, head], config.eval.max_new_tokens, None)
+        if isinstance(head.config, MtpConfig):
+            head.config.check_num_draft(config.eval.num_draft)
+
+    def fingerprint(self) -> dict:
+        """Of what a run trains on, beside its config: a resumed run must see the same."""
+        crc = lambda x: 0 if x is None else zlib.crc32(np.ascontiguousarray(x))
+        of = lambda text: [text.name, len(text.tokens), crc(text.tokens), crc(text.mask)]
+        return {"data": [of(text) for text in self.texts]}
+
+    def init_state(self) -> TrainState:
+        """Fresh parameters, the same for the same seed."""
+        params = self.spec.init(jax.random.fold_in(self._key, 1 << 30))
+        return TrainState.create(params, self.optimizer)
+
+    def batch_at(self, step: int) -> Batch:
+        """The batch of a step, a function of the seed and the step."""
+        found = self._batches[step]
+        return self._with_view(found["tokens"], found["mask"], step)
+
+    def _with_view(self, tokens, mask, step: int) -> Batch:
+        key = jax.random.fold_in(self._key, step)
+        compute = functools.partial(self._view, self.frozen)
+        view = compute(tokens) if self._views is None else self._views.view(tokens, compute)
+        return Batch(tokens, mask, key, view)
+
+    def describe_batch(self, step: int) -> str:
+        """Which windows a step's batch holds."""
+        found = [f"{self.texts[t].name}, {i}" for t, i in self._batches[step]["window"].tolist()]
+        return f"windows of {self.config.length} tokens: {'; '.join(found)}"
+
+    def step(self, state: TrainState, batch: Batch):
+        return self._step(state, batch, self.frozen)
+
+    def evaluate(self, state: TrainState) -> dict:
+        """Teacher-forced figures on held-out windows, and tau by real decoding."""
+        options = self.config.eval
+        params = cast(state.params, self.config.dtype)
+        sums: dict[str, Any] = {}
+        count = min(options.windows, self._eval_windows)
+        size = min(self.config.batch, count)
+        for begin in range(0, count - size + 1, size):
+            rows = [self.held_out.window(i, self.config.length) for i in range(begin, begin + size)]
+            tokens, mask = (np.stack([row[name] for row in rows]) for name in ("tokens", "mask"))
+            batch = self._with_view(tokens, mask, 0)
+            loss, figures = self._objective(params, batch, self.frozen)
+            found = jax.device_get({"loss": loss, **figures})
+            sums = jax.tree.map(np.add, sums, found) if sums else found
+        n = max(count // size, 1)
+        figures = chain_rates(jax.tree.map(lambda x: x / n, sums))
+        _, stats = head_eval.decode(
+            self.target, self.spec.loaded(params), self._prompts, num_draft=options.num_draft,
+            max_new_tokens=options.max_new_tokens, batch=options.batch,
+        )  # fmt: skip
+        held_out = {f"held_out_{name}": value for name, value in figures.items()}
+        return held_out | head_eval.acceptance_figures(stats)
+
+

@@ -1,0 +1,155 @@
+"""What the config of ``experiments.train_lm`` means: data, model, loss, and its functions."""
+
+from __future__ import annotations
+
+import functools
+import math
+import pathlib
+
+import jax
+from ml_collections import ConfigDict
+
+from configs import train_zoo_target
+from experiments.common import cli, head_eval, lm_data
+from experiments.common.prompts import fit, load_prompts
+from spec_jax.data import tokens
+from spec_jax.drafters.standalone import objective
+from spec_jax.errors import ConfigError
+from spec_jax.loading import LoadedModel, load_model
+from spec_jax.models import transformer
+from spec_jax.models.config import ModelConfig
+from spec_jax.train.optimizer import decay_begin, make_optimizer
+from spec_jax.train.step import TrainState, train_step
+
+_FREE = (
+    "steps", "log_every", "eval_every", "eval_windows", "eval_prompts", "eval_new_tokens",
+    "eval_num_draft", "checkpoint_every_s",
+)  # fmt: skip
+
+
+def validate(config: ConfigDict) -> None:
+    """Raises ConfigError if a key is unknown or a value cannot be trained with."""
+    cli.check_keys(config, train_zoo_target.get_config())
+    cli.require_positive(
+        config,
+        "steps batch length long_batch long_length eval_batch eval_length log_every eval_every",
+    )
+    for name in ("long_share", "tests_share", "own_share", "optimizer.decay_share"):
+        share = config.optimizer.decay_share if "." in name else config[name]
+        cli.require(0.0 <= share <= 1.0, config, name, "a number in [0, 1]")
+    longest = max(config.length, config.long_length, config.eval_length)
+    if longest > config.model.max_position_embeddings:
+        raise ConfigError(
+            f"windows of {longest} tokens exceed max_position_embeddings "
+            f"{config.model.max_position_embeddings}"
+        )
+
+
+def load_teacher(config: ConfigDict) -> LoadedModel | None:
+    """The model to distil from, or None.
+
+    Raises:
+      ConfigError: a teacher without a tokenizer.
+      WeightsError: no such model.
+    """
+    if not config.teacher:
+        return None
+    teacher = load_model(config.teacher)
+    if teacher.tokenizer is None:
+        raise ConfigError(f"the teacher {config.teacher} has no tokenizer; expected tokenizer.json")
+    return teacher
+
+
+def make_loss(config: ConfigDict, model_config: ModelConfig, teacher: LoadedModel | None):
+    """The objective, ``(params, batch, teacher's params) -> (loss, figures)``."""
+    if teacher is None:
+        return functools.partial(objective.lm_loss, config=model_config)
+    return functools.partial(
+        objective.distill_loss, config=model_config, teacher_config=teacher.config,
+        ce_weight=config.ce_weight, divergence=config.divergence,
+    )  # fmt: skip
+
+
+def check_resume(saved: dict, config: dict, step: int) -> None:
+    """Refuses to resume another experiment; ``steps`` may change until the decay begins."""
+    cli.check_same(saved, config, _FREE)
+    if saved["steps"] != config["steps"]:
+        begin = min(
+            min(decay_begin(c["steps"], c["optimizer"]["decay_share"]) for c in (saved, config)),
+            min(c["steps"] - round(c["steps"] * c["long_share"]) for c in (saved, config)),
+        )
+        if step > begin:
+            raise ConfigError(
+                f"steps was {saved['steps']} and is now {config['steps']}, but the run is at step "
+                f"{step}; it can change only up to step {begin}, before the schedule depends on it"
+            )
+
+
+class Experiment:
+    """Data, model, loss, and the functions that the training loop calls."""
+
+    def __init__(self, config: ConfigDict, workdir: pathlib.Path):
+        self.config, self.teacher = config, load_teacher(config)
+        self.tokenizer, self.text, self.held_out, self._held_out_bytes = lm_data.load_text(
+            config, self.teacher
+        )
+        end = self.tokenizer.token_id(tokens.END_OF_TEXT)
+        self.model_config = ModelConfig(
+            vocab_size=self.tokenizer.vocab_size, bos_token_id=end, eos_token_id=(end,),
+            **config.model,
+        )  # fmt: skip
+        self.optimizer = make_optimizer(**config.optimizer, steps=config.steps)
+        loss = make_loss(config, self.model_config, self.teacher)
+        self.own = lm_data.continuations(
+            config, self.teacher, self.text, workdir / "continuations.npy"
+        )
+        step = functools.partial(train_step, objective=loss, optimizer=self.optimizer)
+        self._step, self._loss = jax.jit(step, donate_argnums=0), jax.jit(loss)
+        self._teacher_params = None if self.teacher is None else self.teacher.params
+
+    def init_state(self) -> TrainState:
+        """Returns fresh parameters, the same for the same seed."""
+        params = transformer.init_params(self.model_config, jax.random.key(self.config.seed))
+        return TrainState.create(params, self.optimizer)
+
+    def step(self, state: TrainState, batch):
+        """Trains one step."""
+        return self._step(state, batch, self._teacher_params)
+
+    def batch_at(self, step: int):
+        """Returns the windows of a step."""
+        return lm_data.batch_for(self.config, self.text, self.own, step)
+
+    def held_out_figures(self, state: TrainState, n_windows: int | None = None) -> dict:
+        """Returns means over held-out windows: all of them, or the first ``n_windows``."""
+        found = tokens.windows(self.held_out, self.config.eval_length)[:n_windows]
+        sums, size = {}, self.config.eval_batch
+        for i in range(0, len(found), size):
+            part = found[i : i + size]
+            value, figures = self._loss(state.params, part, self._teacher_params)
+            for name, x in {"loss": value, **figures}.items():
+                sums[name] = sums.get(name, 0.0) + float(x) * len(part)
+        return {name: total / len(found) for name, total in sums.items()}
+
+    def evaluate(self, state: TrainState) -> dict:
+        """Returns held-out figures; of a draft also tau and acceptance by real decoding."""
+        config, teacher = self.config, self.teacher
+        figures = self.held_out_figures(state, config.eval_windows)
+        figures = {f"held_out_{name}": value for name, value in figures.items()}
+        if teacher is None or not config.eval_prompts:
+            return figures
+        model = transformer.model(self.model_config, num_tokens=self.tokenizer.num_ids)
+        draft = LoadedModel("draft", model, state.params, self.tokenizer, self.model_config)
+        prompts = load_prompts("", config.eval_prompts, seed=0)
+        ids, _ = fit(prompts, [teacher, draft], config.eval_new_tokens, None)
+        _, stats = head_eval.decode(
+            teacher, draft, ids, num_draft=config.eval_num_draft, batch=len(ids),
+            max_new_tokens=config.eval_new_tokens,
+        )  # fmt: skip
+        return figures | head_eval.acceptance_figures(stats)
+
+    def final_figures(self, state: TrainState) -> dict[str, float]:
+        """Returns figures over all held-out windows, and bits a byte of the held-out text."""
+        final = self.held_out_figures(state)
+        bits_per_nat_token = len(self.held_out) / self._held_out_bytes / math.log(2)
+        return final | {"bits_per_byte": final.get("ce", final["loss"]) * bits_per_nat_token}
