@@ -245,7 +245,7 @@ def test_a_round_without_drafts_runs_no_pass_of_a_head():
     sampler = make_sampler(SamplerConfig(), len(PROMPTS), LLAMA.vocab_size)
     state = start(decoder, PROMPTS, 60, sampler, system)
     resting = runner.system_of(system._replace(drafter=drafter), 0)
-    after = decoding.decode_round(decoder.params(), state, resting)
+    after = jax.jit(decoding.decode_round, static_argnums=2)(decoder.params(), state, resting)
     np.testing.assert_array_equal(after.draft.count, 1)
     np.testing.assert_array_equal(after.draft.state.cache.length, state.length)
 

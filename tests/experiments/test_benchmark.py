@@ -88,7 +88,7 @@ BARS = {
 }  # fmt: skip
 
 
-@pytest.mark.representatives("training")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("part", BARS)
 def test_leaves_a_record_with_every_bar(config, tmp_path, capsys, part):
     record = benchmark.run(config, tmp_path, (part,))
@@ -258,6 +258,7 @@ def test_plain_loops_decode_what_the_decoder_decodes(pair, variant):
     assert plain.tokens == ours.tokens
 
 
+@pytest.mark.exhaustive
 def test_a_round_is_timed_over_the_rounds_it_ran(pair):
     system = pair.system(SpeculativeConfig(num_speculative_tokens=2))
     state = loops.start(system, pair.params(), [[3, 4, 5]], 128, 100)

@@ -295,7 +295,7 @@ def test_a_row_that_is_admitted_drafts_as_it_did_alone():
     np.testing.assert_allclose(proposal.logits[1], expected.logits[0], rtol=0, atol=1e-5)
 
 
-@pytest.mark.representatives("deepseek")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", KINDS)
 def test_modules_of_other_kinds_of_layer_draft_as_after_a_fresh_prefill(name):
     layer = dataclasses.replace(KINDS[name], num_hidden_layers=1, max_position_embeddings=256)
