@@ -130,7 +130,7 @@ def test_mutation_coins_that_hide_their_probability_are_caught():
     """It accepts anything with probability 0.6 and states the outcome as the coin."""
 
     def verify(target, proposal, noise):
-        return chain._own_token(noise.uniforms < 0.6, target.probs, proposal, noise)
+        return chain.own_token(noise.uniforms < 0.6, target.probs, proposal, noise)
 
     with pytest.raises(CertificateError, match="does not flip its coins"):
         certify_rule(rule("residual")._replace(accept=batched(verify)))
