@@ -1,5 +1,4 @@
-"""Objectives of heads: what they unroll is what the decoder drafts, and each position is judged
-where the decoder would."""
+"""Objectives of heads: they unroll what the decoder drafts, from the same round starts."""
 
 import dataclasses
 import functools
@@ -88,8 +87,8 @@ def trained(name):
 @pytest.mark.representatives("eagle-3, reduced, normed")
 @pytest.mark.parametrize("name", HEADS)
 def test_teacher_forced_rounds_are_the_decoders(name):
-    """Judged and accepted, position by position, though one never drafts and the other never
-    sees a true token beyond a round's start."""
+    """Drafts reached and accepted, by position, though one side never decodes and the other never
+    reads a true token after a round's start."""
     head = trained(name)
     rows, stats = head_eval.decode(
         TARGET, head, PROMPTS, num_draft=K, max_new_tokens=40, batch=4
@@ -102,7 +101,7 @@ def test_teacher_forced_rounds_are_the_decoders(name):
 @pytest.mark.representatives("eagle-3, reduced, normed", "mtp")
 @pytest.mark.parametrize("name", HEADS)
 def test_masked_tokens_have_no_influence(name):
-    """Neither as labels nor, behind the last that counts, as inputs."""
+    """Neither as labels nor, after the last token that counts, as inputs."""
     head, config, run = untrained(name), HEADS[name], jax.jit(objective(name))
     tokens = tokens_of(2, W)
     mask = jnp.arange(W)[None] < jnp.asarray([[W], [20]])

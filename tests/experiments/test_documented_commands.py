@@ -1,0 +1,39 @@
+"""Commands of the documents: every experiment, config file and key that they name exists."""
+
+import functools
+import importlib
+import operator
+import pathlib
+import re
+import types
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def commands(text):
+    """(experiment, arguments) of each command line, continued lines joined."""
+    text = re.sub(r"\\\n\s*", "", text)
+    return re.findall(r"python -m experiments\.(\w+)([^#\n`|]*)", text)
+
+
+def default_config(experiment, arguments):
+    """The config that the command begins with, as the experiment or the command names it."""
+    if named := re.search(r"--config=configs/(\w+)\.py", arguments):
+        return importlib.import_module(f"configs.{named[1]}").get_config()
+    main = importlib.import_module(f"experiments.{experiment}")
+    modules = [x for x in vars(main).values() if isinstance(x, types.ModuleType)]
+    (default,) = [x for x in modules if x.__name__.startswith("configs.")]
+    return default.get_config()
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
+def test_documented_commands_exist(path):
+    for experiment, arguments in commands(path.read_text(encoding="utf-8")):
+        config = default_config(experiment, arguments)
+        for key in re.findall(r"--config\.([\w.]+)=", arguments):
+            *sections, name = key.split(".")
+            section = functools.reduce(operator.getitem, sections, config)
+            assert name in section, f"{path.name}: {experiment} has no key {key}"
