@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from experiments.common import costs, report
 from experiments.common.grid import Bench, Cell
 from experiments.common.timing import Timer
-from spec_jax.loading import LoadedHead
 from spec_jax.progress import Progress
 
 
@@ -54,9 +53,7 @@ def compile_all(bench: Bench, cells: Sequence[Cell]) -> dict[tuple[str, int], Ti
         tasks[f"{role} pass of width {width}"] = functools.partial(add_pass, role, width)
     for method, cell in {cell.method: cell for cell in chains}.items():
         decoder = bench.decoder(cell)
-        if not isinstance(decoder.draft, LoadedHead):
-            continue
-        head = decoder.draft.head(decoder.system().target)
+        head = decoder.draft and decoder.draft.head(decoder.system().target)
         if head is not None:
             params = decoder.params(batch)["draft"]
             tasks[f"{method} pass"] = functools.partial(

@@ -20,9 +20,8 @@ from spec_jax.loading import (
     DTYPES,
     LoadedHead,
     LoadedModel,
-    load_head,
+    load_draft,
     load_model,
-    load_mtp,
     random_head,
 )
 
@@ -110,7 +109,7 @@ def _load_head(method: str, name: str, config, target: LoadedModel) -> LoadedHea
     if name in RANDOM_HEADS[method]:
         shape = RANDOM_HEADS[method][name](target.config)
         return random_head(shape, jax.random.key(config.seed), config.dtype)
-    return (load_head if method == "eagle" else load_mtp)(name, target, config.dtype)
+    return load_draft(name, target, config.dtype, method=method)
 
 
 class Setup(NamedTuple):

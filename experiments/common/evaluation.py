@@ -87,7 +87,7 @@ def measure(
     tau, *accept = bootstrap(counts.rates, len(prompts))
     row = {
         "draft": name,
-        "kind": "standalone" if isinstance(draft, LoadedModel) else draft.method,
+        "kind": draft.method,
         "parameters": draft.num_params,
         "rounds": stats.rounds,
         "tau": tau,
@@ -95,7 +95,7 @@ def measure(
         "looping_share": float(np.mean([tokens.looping_share(r.tokens) for r in rows])),
         "elapsed_s": round(time.monotonic() - began_s, 1),
     }
-    is_recycled = isinstance(draft, LoadedHead) and draft.head(target.model) is not None
+    is_recycled = draft.head(target.model) is not None
     if is_recycled and config.temperature < GREEDY_BELOW:
         tried, accepted = head_eval.teacher_forced(
             target, draft, prompts, rows, num_draft=config.num_draft

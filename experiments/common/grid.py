@@ -170,7 +170,7 @@ class Bench:
             if cell.method == "suffix":  # else a repeat would copy the last repeat's output
                 options["suffix_history_tokens"] = 0
             draft = self.drafts.get(cell.method)
-            method = draft.method if isinstance(draft, LoadedHead) else cell.method
+            method = cell.method if draft is None else draft.method
             config = SpeculativeConfig(method, rejection_sampling_strategy=cell.rule, **options)
         sampler = dataclasses.replace(self.sampler, temperature=cell.temperature)
         has_expected = self.has_expected and cell.k > 0 and cell.temperature > 0 and not cell.tree

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.config import SamplerConfig, SpeculativeConfig
-from spec_jax.drafters.eagle.model import EagleConfig, eagle_head
-from spec_jax.drafters.mtp.model import mtp_head
+from spec_jax.drafters import registry
 from spec_jax.engine.decoder import Generation, SpeculativeDecoder
 from spec_jax.engine.stats import Stats
 from spec_jax.loading import LoadedHead, LoadedModel
@@ -41,8 +40,7 @@ def decode(
     Returns:
       What was written behind each prompt, and counts and times of them all.
     """  # fmt: skip
-    method = "standalone" if isinstance(draft, LoadedModel) else draft.method
-    config = SpeculativeConfig(speculative_method=method, num_speculative_tokens=num_draft)
+    config = SpeculativeConfig(speculative_method=draft.method, num_speculative_tokens=num_draft)
     sampler = SamplerConfig(temperature=temperature)
     decoder = SpeculativeDecoder(target, draft, config, target_sampler=sampler)
     longest = max(map(len, prompts))
@@ -102,8 +100,7 @@ def teacher_forced(
 @functools.cache
 def _draft_table(config, model, target_config, num_draft: int):
     """Jitted ``(target's params, head's, tokens i32[1,T+2]) -> i32[K,1,T]``, greedy drafts."""
-    make = eagle_head if isinstance(config, EagleConfig) else mtp_head
-    head = make(config, model)
+    head = registry.kind_of(config).head(config, model)
 
     @jax.jit
     def table(target_params, head_params, tokens):

@@ -14,8 +14,10 @@ from ml_collections import ConfigDict
 from configs import train_head_default
 from experiments.common import cli, head_data, head_eval, head_setup
 from experiments.common.prompts import fit, load_prompts
+from spec_jax.config import SpeculativeConfig
 from spec_jax.data.batches import window_batches
-from spec_jax.drafters.mtp.model import MtpConfig
+from spec_jax.drafters import registry
+from spec_jax.engine.assemble import make_drafter
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel, load_model
 from spec_jax.train.objective import Batch, chain_rates, target_view
@@ -35,9 +37,10 @@ def validate(config: ConfigDict) -> None:
     check(config.length >= 3, "length", "at least 3, a pair and what follows it")
     is_fit = 1 <= config.loss.num_steps <= config.length - 2
     check(is_fit, "loss.num_steps", f"1 to {config.length - 2}")
-    known = head_setup.OBJECTIVES
+    known = registry.objectives()
     check(config.objective in known, "objective", f"one of {', '.join(known)}")
-    layouts = head_setup.LAYOUTS[config.objective]
+    _, training = known[config.objective]
+    layouts = training.layouts
     is_known = config.export_layout in ("", *layouts)
     check(is_known, "export_layout", f"one of {', '.join(layouts)}, or ''")
     check(config.export_from in ("best", "last"), "export_from", "best or last")
@@ -88,8 +91,8 @@ class Experiment:
         prompts = load_prompts(config.eval.prompts, config.eval.num_prompts, seed=0)
         head = self.spec.loaded({})
         self._prompts, _ = fit(prompts, [self.target, head], config.eval.max_new_tokens, None)
-        if isinstance(head.config, MtpConfig):
-            head.config.check_num_draft(config.eval.num_draft)
+        drafts = SpeculativeConfig(head.method, config.eval.num_draft)
+        make_drafter(drafts, self.target.model, head)  # refuses more drafts than there can be
 
     def fingerprint(self) -> dict:
         """Of what a run trains on, beside its config: a resumed run must see the same."""

@@ -12,25 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
+from configs import train_head_default
 from spec_jax.data.batches import Corpus, count_tokens, draft_vocabulary
+from spec_jax.drafters import registry
+from spec_jax.drafters.common.vocabulary import draft_ids
 from spec_jax.drafters.common.warm_start import from_target
-from spec_jax.drafters.eagle.model import EagleConfig, draft_ids, init_head
-from spec_jax.drafters.eagle.objective import EAGLE1, EAGLE3
-from spec_jax.drafters.eagle.write import write_head
-from spec_jax.drafters.eagle.write_config import head_json
-from spec_jax.drafters.mtp.model import MtpConfig, init_mtp
-from spec_jax.drafters.mtp.objective import MTP
-from spec_jax.drafters.mtp.write import write_mtp
 from spec_jax.errors import ConfigError
-from spec_jax.loading import LoadedHead, LoadedModel, load_head, load_mtp
-
-# The layouts that each objective's head can be exported to, the first by default.
-LAYOUTS = {
-    "eagle1": ("EAGLE-1",),
-    "eagle3": ("SpecForge", "EAGLE-3", "speculators"),
-    "mtp": (),  # what the module's own layer implies
-}
-OBJECTIVES = {objective.name: objective for objective in (EAGLE1, EAGLE3, MTP)}
+from spec_jax.loading import LoadedHead, LoadedModel, load_draft
 
 
 class HeadSpec(NamedTuple):
@@ -47,7 +35,7 @@ class HeadSpec(NamedTuple):
     """
 
     name: str
-    config: EagleConfig | MtpConfig
+    config: registry.HeadConfig
     init: Callable[[jax.Array], Any]
     constants: dict[str, jax.Array]
     objective: Callable[..., tuple[jax.Array, dict]]
@@ -64,45 +52,53 @@ class HeadSpec(NamedTuple):
         Raises:
           ConfigError: none has.
         """
-        names = (config.export_layout,) if config.export_layout else LAYOUTS[self.name]
-        for name in names:
-            try:
-                head_json(
-                    self.config, name, target.config, verifier=target.name,
-                    num_speculative_tokens=config.eval.num_draft,
-                )  # fmt: skip
-                return name
-            except ConfigError as error:
-                refusal = error
-        if names:
-            raise refusal
-        return None
+        kind = registry.kind_of(self.config)
+        asked, num_draft = config.export_layout or None, config.eval.num_draft
+        return kind.pick_layout(self.config, target, asked, num_draft)
 
     def export(self, folder: pathlib.Path, params, target: LoadedModel, config: ConfigDict):
         """Writes the head in the layout that the config names."""
-        params = {**params, **self.constants}
-        options = dict(target_config=target.config, dtype=config.export_dtype)
-        if isinstance(self.config, MtpConfig):
-            write_mtp(folder, self.config, params, **options)
-            return
-        layout = self.layout(target, config)
-        options |= dict(layout=layout, num_speculative_tokens=config.eval.num_draft)
-        if layout == "speculators":
-            options |= dict(target_embed=target.params["embed"], verifier=target.name)
-        write_head(folder, self.config, params, **options)
+        self.loaded(params).save(
+            folder, target, layout=config.export_layout or None, dtype=config.export_dtype,
+            num_speculative_tokens=config.eval.num_draft,
+        )  # fmt: skip
 
 
-def _check_given(head: LoadedHead, version: int, draft_vocab_size: int) -> None:
-    if head.config.version != version:
+def _options(config: ConfigDict, target: LoadedModel) -> dict[str, Any]:
+    """The options of ``config.head`` that the objective takes and that say something.
+
+    Raises:
+      ConfigError: an option of other objectives that is set.
+    """
+    known = registry.objectives()
+    usual = train_head_default.get_config().head
+    if config.head.draft_vocab_size == target.config.vocab_size:
+        config.head.draft_vocab_size = 0
+    for name, value in config.head.items():
+        takers = [objective for objective, (_, way) in known.items() if name in way.options]
+        if takers and config.objective not in takers and value != usual[name]:
+            raise ConfigError(
+                f"head.{name} is {value!r}; it is an option of {' and '.join(takers)}, not of "
+                f"{config.objective}: leave it {usual[name]!r}"
+            )
+    _, training = known[config.objective]
+    return {name: config.head[name] for name in training.options if config.head[name]}
+
+
+def _load_given(config: ConfigDict, target: LoadedModel, options: dict, size: int) -> LoadedHead:
+    """The head to go on from."""
+    kind, training = registry.objectives()[config.objective]
+    given = load_draft(config.head.init_from, target, "float32", method=kind.name, **options)
+    if not training.trains(given.config):
+        others = [name for name, way in kind.training.items() if way.trains(given.config)]
         raise ConfigError(
-            f"head.init_from is {head.name}, an EAGLE-{head.config.version} head; the objective is "
-            f"eagle{version}"
+            f"head.init_from is {given.name}, a head of {' or '.join(others)}; the objective is "
+            f"{config.objective}"
         )
-    size = head.config.layer.vocab_size
-    if draft_vocab_size not in (0, size):
-        raise ConfigError(
-            f"head.draft_vocab_size is {draft_vocab_size}; {head.name} drafts {size} ids"
-        )
+    found = len(given.params["d2t"]) if "d2t" in given.params else target.config.vocab_size
+    if size not in (0, found):
+        raise ConfigError(f"head.draft_vocab_size is {size}; {given.name} drafts {found} ids")
+    return given
 
 
 def make_head(
@@ -120,61 +116,35 @@ def make_head(
       ConfigError: a head that cannot be, or texts of another vocabulary.
       WeightsError: the head to go on from cannot be read.
     """
-    loss, options, model = config.loss, config.head, target.model
     found = [count_tokens(text, target.config.vocab_size) for text in texts]
     counts = sum(x for x, text in zip(found, texts) if any(text is one for one in used))
-    size = options.draft_vocab_size or target.config.vocab_size
-    taps = {"taps": tuple(options.taps)} if options.taps else {}
-    if size != target.config.vocab_size and config.objective != "eagle3":
-        raise ConfigError(
-            f"head.draft_vocab_size is {size}; {config.objective} drafts all of the target's "
-            f"{target.config.vocab_size} ids: set it to 0"
-        )
-    if config.objective == "eagle1" and taps:
-        raise ConfigError(
-            f"head.taps are {tuple(options.taps)}; eagle1 reads the state after the final norm"
-        )
-    norms = {"norm_before_residual": True} if options.norm_before_residual else {}
-    if norms and config.objective != "eagle3":
-        raise ConfigError(
-            f"head.norm_before_residual is set; it is an option of eagle3, not {config.objective}"
-        )
-    objective, constants, given = OBJECTIVES[config.objective], {}, None
-    if config.objective == "mtp":
-        changes = {"num_modules": options.num_modules, "protocol": options.protocol} | taps
-        if options.init_from:
-            given = load_mtp(options.init_from, target, "float32", **changes)
-        shape = given.config if given else MtpConfig.of_target(target.config, **changes)
-        fresh = functools.partial(init_mtp, shape)
-    else:
-        version = int(config.objective[-1])
-        if options.init_from:
-            given = load_head(options.init_from, target, "float32", **taps, **norms)
-            _check_given(given, version, options.draft_vocab_size)
-        shape = (
-            given.config if given
-            else EagleConfig.of_target(target.config, version, size, **taps, **norms)
-        )  # fmt: skip
-        if given is None and size < target.config.vocab_size:
-            constants = {"d2t": jnp.asarray(draft_vocabulary(counts, size))}
-        fresh = functools.partial(init_head, shape)
-
-    def init(key):
-        params, _ = objective.split(fresh(key))
-        if not options.is_warm_start:
-            return params
-        return from_target(params, target.params, target.config, draft_ids(constants))
-
-    if given is not None:
+    kind, training = registry.objectives()[config.objective]
+    objective, options = training.load_objective(), _options(config, target)
+    size, constants = options.pop("draft_vocab_size", 0), {}
+    if config.head.init_from:
+        given = _load_given(config, target, options, size)
+        shape = given.config
         weights, constants = objective.split(given.params)
         init = lambda key: jax.tree.map(jnp.array, weights)  # copies: a training step donates
+    else:
+        reduced = {"draft_vocab_size": size} if size else {}
+        shape = training.new(target.config, **reduced, **options)
+        fresh = functools.partial(kind.init_params, shape, dtype="float32")
+        if reduced:
+            constants = {"d2t": jnp.asarray(draft_vocabulary(counts, size))}
 
-    bind = lambda options: objective.bind(shape, model, options, constants)
+        def init(key):
+            params, _ = objective.split(fresh(key))
+            if not config.head.is_warm_start:
+                return params
+            return from_target(params, target.params, target.config, draft_ids(constants))
+
+    bind = lambda options: objective.bind(shape, target.model, options, constants)
     sizes = jax.eval_shape(init, jax.random.key(0))
     num_params = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(sizes))
     spec = HeadSpec(
-        config.objective, shape, init, constants, bind(loss), bind({**loss, "noise": 0.0}),
-        num_params,
+        config.objective, shape, init, constants, bind(config.loss),
+        bind({**config.loss, "noise": 0.0}), num_params,
     )  # fmt: skip
     spec.layout(target, config)  # what could not be exported is refused before it is trained
     return spec

@@ -76,6 +76,9 @@ class LoadedModel:
         del target
         return self.decoding_params(_num_rows(self.method, batch, num_draft, tree))
 
+    def head(self, target: Model) -> None:
+        """None: a model is no head."""
+
     @property
     def num_params(self) -> int | None:
         return None if self.config is None else num_params(self.config)

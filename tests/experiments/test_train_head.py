@@ -195,7 +195,7 @@ def test_bfloat16_keeps_float32_weights(files, tmp_path):
         ({"objective": "eagle2"}, "objective is 'eagle2'; expected one of eagle1, eagle3, mtp"),
         ({"loss.num_steps": 17}, "loss.num_steps is 17; expected 1 to 16"),
         ({"length": 2}, "length is 2; expected at least 3"),
-        ({"objective": "mtp"}, "head.draft_vocab_size is 200; mtp drafts all"),
+        ({"objective": "mtp"}, "200; it is an option of eagle3, not of mtp"),
         ({"head.draft_vocab_size": 301}, "draft vocabulary 301 is larger"),
         ({"loss.divergence": "l2"}, "divergence is 'l2'"),
         ({"data.responses": "nowhere.jsonl"}, "responses nowhere.jsonl cannot be read"),
@@ -213,7 +213,7 @@ def test_bad_values_are_clear_errors(files, tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"objective": "eagle1", "head.draft_vocab_size": 0}, "an EAGLE-3 head; the objective"),
+        ({"objective": "eagle1", "head.draft_vocab_size": 0}, "a head of eagle3; the objective"),
         ({"head.draft_vocab_size": 100}, "draft_vocab_size is 100; .* drafts 200 ids"),
     ],
 )

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.errors import WeightsError
+
+
+def draft_ids(head: dict) -> jax.Array | None:
+    """The target's ids i32[U] that a reduced vocabulary holds; None where it is not reduced."""
+    return jnp.arange(len(head["d2t"])) + head["d2t"] if "d2t" in head else None  # offsets
 
 
 def check_offsets(d2t: np.ndarray, t2d: np.ndarray | None, vocab_size: int) -> np.ndarray:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from spec_jax.contracts import Drafter, Model
 from spec_jax.drafters.common.head import Head, head_drafter
+from spec_jax.drafters.common.vocabulary import draft_ids
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.config import ModelConfig
@@ -248,11 +249,6 @@ def forward(
 def recycle(head: dict, x: jax.Array, config: EagleConfig) -> jax.Array:
     """What takes the target's state's place in the next pair: dtype[...,D] to dtype[...,D]."""
     return rms_norm(x, head["norm"], config.layer.rms_norm_eps) if config.norm_output else x
-
-
-def draft_ids(head: dict) -> jax.Array | None:
-    """The target's ids i32[U] that a reduced vocabulary holds; None where it is not reduced."""
-    return jnp.arange(len(head["d2t"])) + head["d2t"] if "d2t" in head else None  # offsets
 
 
 def score(params: dict, x: jax.Array, config: EagleConfig, target: Model) -> jax.Array:
