@@ -16,7 +16,7 @@ from experiments.benchmarks.shapes import facts, listed, random_model
 from experiments.common import cli
 from experiments.common.timing import Line, Result, Timer, loop_timer, measure_all
 from spec_jax.drafters.eagle.model import EagleConfig, head_table, init_head
-from spec_jax.drafters.eagle.objective import eagle3_loss
+from spec_jax.drafters.eagle.objective import EAGLE3
 from spec_jax.drafters.standalone import objective as lm
 from spec_jax.loading import LoadedModel
 from spec_jax.models.params import num_params
@@ -80,22 +80,17 @@ def eagle3_case(target: LoadedModel, config) -> Case:
     """
     shape = EagleConfig.of_target(target.config, 3, config.draft_vocab_size)
     optimizer, T, K = _optimizer(config), config.length, config.num_steps
-    objective = functools.partial(
-        eagle3_loss, config=shape, model=target.model, num_steps=K, divergence="cross-entropy"
-    )
-    params = init_head(shape, jax.random.key(0))
-    constants = {"d2t": params.pop("d2t")} if "d2t" in params else {}
+    params, constants = EAGLE3.split(init_head(shape, jax.random.key(0)))
+    objective = EAGLE3.bind(shape, target.model, {"num_steps": K}, constants)
     tokens = _tokens(config.seed, (config.batch, T + 2), target.config.vocab_size)
     mask = jnp.ones(tokens.shape, bool)
     view = functools.partial(target_view, config=target.config, taps=shape.taps)
 
-    def with_constants(params, batch, frozen):
-        batch = batch.replace(view=view(frozen, batch.tokens))
-        return objective({**params, **constants}, batch, frozen)
+    def with_view(params, batch, frozen):
+        return objective(params, batch.replace(view=view(frozen, batch.tokens)), frozen)
 
     step = jax.jit(
-        functools.partial(train_step, objective=with_constants, optimizer=optimizer),
-        donate_argnums=0,
+        functools.partial(train_step, objective=with_view, optimizer=optimizer), donate_argnums=0
     )
     batch = Batch(tokens, mask, jax.random.key(0))
     table, count = head_table(shape), config.batch * T
