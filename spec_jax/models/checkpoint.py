@@ -1,6 +1,7 @@
-"""Hugging Face model directories, in and out.
+"""Reads and writes Hugging Face model directories.
 
-Strict: a tensor that is missing, unexpected or misshapen is an error that names it.
+Reading is strict: a tensor that is missing, unexpected or of the wrong shape is an error that
+names it.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import json
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -21,6 +24,7 @@ from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models.families import AnyConfig, family_of, read_config
 from spec_jax.models.params import Params, assemble, outer_table, walk
 from spec_jax.models.specs import ParamSpec
+from spec_jax.models.tokenizer import Tokenizer
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -33,14 +37,14 @@ _FLOAT8 = {
 
 
 class Shards:
-    """The tensors of one directory's safetensors by name, each read when asked for.
+    """The tensors of a directory's safetensors files, each read when it is asked for.
 
     Args:
-      directory: holds one file, or shards with their index.
+      directory: holds one file, or shards and their index.
       stack: closes the files.
 
     Raises:
-      WeightsError: no such file, or one that cannot be read.
+      WeightsError: there is no such file, or one cannot be read.
     """
 
     def __init__(self, directory: pathlib.Path, stack: contextlib.ExitStack):
@@ -67,9 +71,11 @@ class Shards:
         raise WeightsError(f"{directory} has neither {SINGLE} nor {INDEX}")
 
     def names(self) -> set[str]:
+        """The names of all tensors."""
         return set(self._where)
 
     def read(self, name: str) -> np.ndarray:
+        """Returns a tensor as it is stored."""
         file = self._where[name]
         if self._files[file].get_slice(name).get_dtype() in _FLOAT8:
             return _read_float8(file, name)
@@ -77,7 +83,7 @@ class Shards:
 
 
 def _read_float8(file: pathlib.Path, name: str) -> np.ndarray:
-    """A tensor of 8-bit floats, which safetensors writes from NumPy and does not read into it."""
+    """Reads a tensor of 8-bit floats, which safetensors can write from NumPy but not read to it."""
     with open(file, "rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         entry = json.loads(stream.read(size))[name]
@@ -88,20 +94,23 @@ def _read_float8(file: pathlib.Path, name: str) -> np.ndarray:
 
 
 class StrictReader:
-    """Takes the tensors of a checkpoint one by one and knows which are left.
+    """Takes the tensors of a checkpoint one by one and keeps track of those that are left.
 
     Args:
       directory: for messages.
-      source: ``Shards``, or another with ``names() -> set[str]`` and
+      source: ``Shards``, or another object with ``names() -> set[str]`` and
         ``read(name) -> np.ndarray``.
+
+    Attributes:
+      left: names of the tensors that nobody has taken yet.
     """
 
-    def __init__(self, directory: pathlib.Path, source):
+    def __init__(self, directory: pathlib.Path, source: Any):
         self._directory, self._source = directory, source
         self.left = {name for name in source.names() if not name.endswith(_DERIVED)}
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor as it is stored.
+        """Returns a tensor as it is stored, and leaves it.
 
         Raises:
           WeightsError: it is missing.
@@ -111,10 +120,14 @@ class StrictReader:
         return self._source.read(name)
 
     def take(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """The tensor as it is stored, which is then no longer left.
+        """Returns a tensor as it is stored, and removes it from those left.
+
+        Args:
+          name: of the tensor.
+          shape: the shape that it must have.
 
         Raises:
-          WeightsError: it is missing, of another shape, or not finite.
+          WeightsError: it is missing, has another shape, or holds values that are not finite.
         """
         array = self.read(name)
         if array.shape != shape:
@@ -128,10 +141,10 @@ class StrictReader:
         return array
 
     def finish(self) -> None:
-        """Checks that nothing is left.
+        """Checks that no tensor is left.
 
         Raises:
-          WeightsError: tensors that nobody took.
+          WeightsError: some are left; the message names them.
         """
         if self.left:
             names = ", ".join(sorted(self.left)[:8])
@@ -140,26 +153,26 @@ class StrictReader:
 
 def load_pretrained(
     directory: str | pathlib.Path,
-    dtype=jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     *,
     scan_layers: bool = False,
 ) -> tuple[Params, AnyConfig]:
-    """Loads a Llama, Qwen2, Qwen3, Mamba-2 or Bamba directory, one safetensors file or many shards.
+    """Loads a model directory of a registered family, from one safetensors file or many shards.
 
-    MTP modules in the directory are left unread.
+    MTP modules in the directory are not read.
 
     Args:
       directory: holds config.json and the weights.
-      dtype: of the parameters returned.
-      scan_layers: stack the layers (see ``ModelConfig``).
+      dtype: of the returned parameters.
+      scan_layers: stack the layers, see ``ModelConfig``.
 
     Returns:
       The parameters and their config.
 
     Raises:
-      WeightsError: an unreadable or truncated file; a tensor that is missing, unexpected,
-        of another shape than config.json says, or not finite. The tensor is named.
-      ConfigError: an architecture that is not supported, or whose layers cannot be stacked.
+      WeightsError: a file cannot be read or is truncated; or a tensor is missing, unexpected, not
+        finite, or of another shape than config.json asks for. The message names the tensor.
+      ConfigError: the family is not supported, or its layers cannot be stacked.
     """
     directory = pathlib.Path(directory)
     config = read_config(directory)
@@ -196,20 +209,20 @@ def save_pretrained(
     directory: str | pathlib.Path,
     params: Params,
     config: AnyConfig,
-    tokenizer=None,
-    dtype="float32",
+    tokenizer: Tokenizer | None = None,
+    dtype: DTypeLike = "float32",
     max_shard_bytes: int = 5 << 30,
 ) -> None:
     """Writes a directory that transformers and ``load_pretrained`` load as the same model.
 
-    Files appear under their final names only when they are whole.
+    Files appear under their final names only when they are complete.
 
     Args:
-      directory: made if absent.
+      directory: created if it does not exist.
       params: the weights.
       config: their config.
-      tokenizer: a ``Tokenizer`` to save beside them, or None.
-      dtype: to store, "float32" or "bfloat16".
+      tokenizer: is saved beside them; None for no tokenizer.
+      dtype: of the stored weights, "float32" or "bfloat16".
       max_shard_bytes: larger models are split into shards with an index.
     """
     directory = pathlib.Path(directory)
@@ -233,12 +246,12 @@ def save_pretrained(
         tokenizer.save(directory)
 
 
-def as_stored(array, spec: ParamSpec, dtype) -> np.ndarray:
-    """A weight as files hold it: linear maps ``[out, in]``.
+def as_stored(array: ArrayLike, spec: ParamSpec, dtype: DTypeLike) -> np.ndarray:
+    """Returns a weight as files hold it, with linear maps as ``[out, in]``.
 
     Args:
-      array: as its declaration says, or one expert's part of it.
-      spec: the declaration.
+      array: the weight as it is declared, or the part of one expert.
+      spec: its declaration.
       dtype: of the result.
     """
     array = np.asarray(array).astype(jnp.dtype(dtype))
@@ -247,11 +260,11 @@ def as_stored(array, spec: ParamSpec, dtype) -> np.ndarray:
 
 
 def save_tensors(directory: pathlib.Path, shards: Sequence[Mapping[str, np.ndarray]]) -> None:
-    """Writes one file of tensors, or several and their index, each whole or not at all.
+    """Writes one file of tensors, or several and their index. Each is written completely or not.
 
     Args:
-      directory: made if absent.
-      shards: tensors by name, a file each.
+      directory: created if it does not exist.
+      shards: the tensors of each file, by name.
     """
     directory.mkdir(parents=True, exist_ok=True)
     names = [SINGLE]
@@ -260,7 +273,7 @@ def save_tensors(directory: pathlib.Path, shards: Sequence[Mapping[str, np.ndarr
     for name, shard in zip(names, shards):
         save_file(dict(shard), directory / f"{name}.partial", metadata={"format": "pt"})
         os.replace(directory / f"{name}.partial", directory / name)
-    # A directory that is written over must not keep the other layout's entry point.
+    # A directory that is overwritten must not keep the entry point of the other layout.
     (directory / (INDEX if len(shards) == 1 else SINGLE)).unlink(missing_ok=True)
     if len(shards) > 1:
         where = {tensor: name for name, shard in zip(names, shards) for tensor in shard}
@@ -268,8 +281,8 @@ def save_tensors(directory: pathlib.Path, shards: Sequence[Mapping[str, np.ndarr
         write_json(directory / INDEX, {"metadata": {"total_size": size}, "weight_map": where})
 
 
-def write_json(path: pathlib.Path, value) -> None:
-    """Writes a JSON file, whole or not at all."""
+def write_json(path: pathlib.Path, value: Any) -> None:
+    """Writes a JSON file, completely or not at all."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 

@@ -1,9 +1,9 @@
-"""How much of a decoded text's end can still change as tokens follow.
+"""Finds out how much of the end of a decoded text can still change as more tokens follow.
 
-A text that is streamed must grow at its end alone. Tokenizers' decoders mostly do so, but for
-bytes: a character's may come in several tokens. A byte-level decoder shows an unfinished
-character as one U+FFFD. A byte-fallback decoder decodes a run of byte tokens as a whole, and
-one invalid byte makes U+FFFD of every byte in it, whole characters included.
+Streamed text may only grow at its end. The decoders of most tokenizers do this, except for bytes:
+the bytes of one character may come in several tokens. A byte-level decoder shows an unfinished
+character as one U+FFFD. A byte-fallback decoder decodes a run of byte tokens as a whole, and one
+invalid byte turns every byte of the run into U+FFFD, complete characters included.
 """
 
 from __future__ import annotations
@@ -11,26 +11,27 @@ from __future__ import annotations
 import enum
 import json
 import re
+from collections.abc import Sequence
 
 import tokenizers
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
-# Each token's text depends on the token and on whether it is the first alone.
+# The text of each token depends only on the token and on whether it is the first.
 _LOCAL = {"Replace", "Strip", "Metaspace", "WordPiece", "BPEDecoder"}
-_JOINING = {"Fuse", "ByteLevel"}  # one text comes out: only trimming its ends is local then
+_JOINING = {"Fuse", "ByteLevel"}  # these return one text: afterwards only trimming is local
 
 
 class Unsettled(enum.Enum):
-    """What of a text is not final before the next token is known."""
+    """The part of a text that is not final before the next token is known."""
 
     NOTHING = enum.auto()
-    CHARACTER = enum.auto()  # the last, where it is U+FFFD
-    BYTE_RUN = enum.auto()  # what the byte tokens at the end stand for
-    ALL = enum.auto()  # the decoder may rewrite anything, as far as is known
+    CHARACTER = enum.auto()  # the last character, if it is U+FFFD
+    BYTE_RUN = enum.auto()  # the text of the byte tokens at the end
+    ALL = enum.auto()  # the decoder is unknown and might rewrite anything
 
 
 def unsettled_part(backend: tokenizers.Tokenizer) -> Unsettled:
-    """What a tokenizer's decoder may yet change."""
+    """Returns the part of a text that a tokenizer's decoder may still change."""
     if backend.decoder is None:
         return Unsettled.NOTHING
     try:
@@ -58,15 +59,15 @@ def _steps(decoder: dict) -> list[str]:
 
 
 class ByteRuns:
-    """Finds the byte tokens at the end of a list of ids; skipped tokens do not end a run."""
+    """Finds the byte tokens at the end of a list of ids; special tokens do not end a run."""
 
     def __init__(self, backend: tokenizers.Tokenizer):
         self._token_of = backend.id_to_token
         added = backend.get_added_tokens_decoder()
         self._skipped = {index for index, token in added.items() if token.special}
 
-    def start(self, ids: list[int], end: int) -> int:
-        """Where the run that ends before ``ids[end]`` begins; ``end`` if there is none."""
+    def start(self, ids: Sequence[int], end: int) -> int:
+        """Returns where the run that ends before ``ids[end]`` begins; ``end`` if there is none."""
         while end > 0 and self._is_inside(ids[end - 1]):
             end -= 1
         return end

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint directory, whichever file they are in."""
+"""Reads the tensors of a checkpoint directory, from safetensors or from a file of torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ PICKLE = "pytorch_model.bin"
 
 
 def open_tensors(directory: pathlib.Path, stack: contextlib.ExitStack) -> StrictReader:
-    """The tensors of safetensors, or of ``pytorch_model.bin`` where there are none.
+    """Opens a directory's safetensors, or its ``pytorch_model.bin`` if it has none.
 
     Args:
-      directory: the checkpoint's.
+      directory: of the checkpoint.
       stack: closes the files.
 
     Raises:
-      WeightsError: neither is there, or it cannot be read.
+      WeightsError: it has neither, or they cannot be read.
     """
     has_safetensors = (directory / SINGLE).exists() or (directory / INDEX).exists()
     if has_safetensors:
@@ -33,7 +33,7 @@ def open_tensors(directory: pathlib.Path, stack: contextlib.ExitStack) -> Strict
 
 
 class _Pickle:
-    """The tensors of one file that torch has written."""
+    """The tensors of one file that torch wrote."""
 
     def __init__(self, file: pathlib.Path):
         self._tensors = _load(file)
@@ -49,7 +49,7 @@ class _Pickle:
 
 
 def _load(file: pathlib.Path) -> dict:
-    """Tensors by name; nothing else is unpickled."""
+    """Returns the tensors by name; nothing else is unpickled."""
     try:
         import torch
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Text to ids and back, through the ``tokenizers`` library."""
+"""Converts text to token ids and back, through the ``tokenizers`` library."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import json
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import tokenizers
 
@@ -17,12 +18,15 @@ TEMPLATE_FOLDER = "additional_chat_templates"
 
 
 class Tokenizer:
-    """A ``tokenizer.json``, its companion ``tokenizer_config.json`` and its chat templates.
+    """A tokenizer with its chat templates.
 
-    The templates are ``config["chat_template"]``, wherever they were stored.
+    Args:
+      backend: the ``tokenizers.Tokenizer`` of tokenizer.json.
+      config: the object of tokenizer_config.json. Chat templates are ``config["chat_template"]``,
+        wherever they were stored.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, config: dict | None = None):
+    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any] | None = None):
         self.backend = backend
         self.config = dict(config or {})
 
@@ -30,10 +34,13 @@ class Tokenizer:
     def from_directory(cls, directory: str | pathlib.Path) -> Tokenizer:
         """Loads the tokenizer of a Hugging Face directory.
 
-        Chat templates in files of their own replace those of tokenizer_config.json.
+        Chat templates in separate files replace those of tokenizer_config.json.
+
+        Args:
+          directory: holds tokenizer.json, and perhaps tokenizer_config.json and templates.
 
         Raises:
-          WeightsError: no readable tokenizer.json there, or an unreadable companion.
+          WeightsError: there is no tokenizer.json, or one of the files cannot be read.
         """
         directory = pathlib.Path(directory)
         file = directory / "tokenizer.json"
@@ -57,8 +64,11 @@ class Tokenizer:
     def save(self, directory: str | pathlib.Path) -> None:
         """Writes tokenizer.json, tokenizer_config.json and a file for each chat template.
 
+        Args:
+          directory: created if it does not exist.
+
         Raises:
-          WeightsError: a chat template that is no text, or whose name is no file's name.
+          WeightsError: a chat template is not a text, or its name cannot be a file's name.
         """
         directory = pathlib.Path(directory)
         templates = self.chat_templates
@@ -71,7 +81,7 @@ class Tokenizer:
         config.pop("chat_template", None)
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
-        for file in _template_files(directory).values():  # of what is written over
+        for file in _template_files(directory).values():  # of an earlier tokenizer
             file.unlink()
         for name, template in templates.items():
             file = directory / TEMPLATE_FILE
@@ -82,10 +92,10 @@ class Tokenizer:
 
     @property
     def chat_templates(self) -> dict[str, str]:
-        """The chat templates by name; one that is stored without a name is ``default``.
+        """The chat templates by name; a template stored without a name is ``default``.
 
         Raises:
-          WeightsError: ``config["chat_template"]`` is neither a text nor named texts.
+          WeightsError: ``config["chat_template"]`` is neither a text nor texts with names.
         """
         found = self.config.get("chat_template") or {}
         if isinstance(found, str):
@@ -114,41 +124,51 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
+        """Number of tokens, added ones included."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @property
     def num_ids(self) -> int:
-        """The largest id and one; more than ``vocab_size`` where ids are left out."""
+        """The largest id plus one; larger than ``vocab_size`` if some ids are unused."""
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     def token_id(self, token: str) -> int | None:
+        """Returns the id of a token, or None if the vocabulary lacks it."""
         return self.backend.token_to_id(token)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, with the special tokens that the tokenizer itself adds."""
+        """Returns the ids of a text, with the special tokens that the tokenizer itself adds."""
         return self.backend.encode(text).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; special tokens are left out, and the text is not cleaned up."""
+        """Returns the text of ids, without special tokens and without cleaning up spaces."""
         return self.backend.decode(list(ids), skip_special_tokens=True)
 
     def decode_after(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
-        """The text that ``ids`` add behind a prompt, a leading space included.
+        """Returns the text that ``ids`` add after a prompt, a leading space included.
 
-        A SentencePiece-like decoder strips the space before the first token it is given, so
-        the last tokens of the prompt are decoded along.
+        SentencePiece-like decoders strip the space before the first token, so the last tokens of
+        the prompt are decoded along with ``ids``.
+
+        Args:
+          prompt: ids of the prompt.
+          ids: ids of the output so far.
         """
         begin = max(len(prompt) - 8, 0)
-        if self._unsettled is Unsettled.BYTE_RUN:  # a run that is cut may not be UTF-8
+        if self._unsettled is Unsettled.BYTE_RUN:  # part of a run may not be UTF-8
             begin = self._byte_runs.start(prompt, begin)
         context = list(prompt[begin:])
         before, whole = self.decode(context), self.decode([*context, *ids])
         return whole[len(before) :] if whole.startswith(before) else self.decode(ids)
 
     def settled_after(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
-        """The part of ``decode_after`` that no further token can change.
+        """Returns the part of ``decode_after`` that no further token can change.
 
-        Law: a prefix of ``decode_after(prompt, [*ids, *more])`` for all ``more``.
+        Invariant: it is a prefix of ``decode_after(prompt, [*ids, *more])`` for all ``more``.
+
+        Args:
+          prompt: ids of the prompt.
+          ids: ids of the output so far.
         """
         if self._unsettled is Unsettled.ALL:
             return ""
@@ -159,7 +179,12 @@ class Tokenizer:
         return text.removesuffix("\ufffd") if is_bytes else text
 
     def whole_after(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
-        """``decode_after`` without an unfinished character at its end."""
+        """Returns ``decode_after`` without an unfinished character at its end.
+
+        Args:
+          prompt: ids of the prompt.
+          ids: ids of the output so far.
+        """
         text = self.decode_after(prompt, ids)
         if not text.endswith("\ufffd"):
             return text
@@ -174,6 +199,7 @@ class Tokenizer:
         return ByteRuns(self.backend)
 
     def has_same_vocab(self, other: Tokenizer) -> bool:
+        """Whether both have the same tokens with the same ids."""
         return self.backend.get_vocab() == other.backend.get_vocab()
 
 

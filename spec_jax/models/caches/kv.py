@@ -1,16 +1,19 @@
-"""The attention cache: a functional value with one write index a row.
+"""The attention cache: keys and values, with one write index per row.
 
-Law: ``forward`` writes slots at and past ``length`` and never moves ``length``; only
-``commit`` moves it. So what a rejected draft wrote is forgotten by not committing it,
-and rolling back costs nothing. Slots past ``length`` hold garbage that is always masked, and
-finite, since weights are (a masked NaN would still reach what attends over it).
+Invariant: ``forward`` writes slots from ``length`` on and never moves ``length``; only ``commit``
+moves it. A rejected draft is forgotten by not committing what it wrote, so rolling back costs
+nothing. Slots past ``length`` hold garbage that is always masked. It is finite because the weights
+are: a masked NaN would still reach whatever attends over it.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from spec_jax.models.caches.snapshot import KVCacheSnapshot, check_fits
 from spec_jax.models.layout import attend_prefix
@@ -20,11 +23,12 @@ __all__ = ["KVCache", "KVCacheSnapshot"]
 
 @flax.struct.dataclass
 class KVCache:
-    """Keys and values of every layer, slots next to the head dimension, each of its own width.
+    """Keys and values of every layer. Slots stand next to the head dimension.
 
-    Stacked, ``dtype[L,B,G,S,H]``, where the layers are scanned; else apart, a tuple of one
-    ``dtype[B*G,S,H]`` a layer. Apart, a layer has the very shape that attention's products
-    take: a slice of a stack and a change of rank are each a copy of the layer on a CPU.
+    If the layers are scanned, they are stacked, ``dtype[L,B,G,S,H]``. Otherwise they are a tuple
+    of one ``dtype[B*G,S,H]`` a layer, which is the shape that attention's products take: on a
+    CPU, slicing a stack or changing the rank would each copy the layer. Keys and values may
+    differ in their width H.
     """
 
     keys: jax.Array | tuple[jax.Array, ...]
@@ -33,12 +37,18 @@ class KVCache:
 
     @classmethod
     def create(
-        cls, config, batch: int, slots: int, dtype=jnp.float32, num_layers: int | None = None
+        cls, config: Any, batch: int, slots: int, dtype: DTypeLike = jnp.float32,
+        num_layers: int | None = None,
     ) -> KVCache:
-        """An empty cache for ``batch`` rows of ``slots`` tokens of this model's config.
+        """Creates an empty cache for ``batch`` rows of ``slots`` tokens.
 
-        ``num_layers`` says how many of its layers attend, where that is not all.
-        """
+        Args:
+          config: of the model.
+          batch: B.
+          slots: S.
+          dtype: of keys and values.
+          num_layers: number of layers that attend; by default all layers of the model.
+        """  # fmt: skip
         L = config.num_hidden_layers if num_layers is None else num_layers
         G = config.num_key_value_heads
 
@@ -52,38 +62,42 @@ class KVCache:
 
     @property
     def is_stacked(self) -> bool:
+        """Whether the layers are stacked in one array."""
         return not isinstance(self.keys, tuple)
 
     @property
     def slots(self) -> int:
+        """S."""
         return self.layer(0)[0].shape[-2]
 
-    def layer(self, index) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of one layer, dtype[B,G,S,H] or dtype[B*G,S,H].
+    def layer(self, index: int | jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns keys and values of one layer, dtype[B,G,S,H] or dtype[B*G,S,H].
 
         Args:
-          index: may be traced where there is a stack, or one layer.
+          index: of the layer; may be traced if the layers are stacked, or if there is one layer.
         """
         index = index if self.is_stacked or len(self.keys) > 1 else 0
         return self.keys[index], self.values[index]
 
-    def write(self, layer, keys: jax.Array, values: jax.Array, start: jax.Array) -> KVCache:
-        """Writes T new slots a row, in place where the cache is donated.
+    def write(
+        self, layer: int | jax.Array, keys: jax.Array, values: jax.Array, start: jax.Array
+    ) -> KVCache:
+        """Writes T new slots per row, in place if the cache is donated.
 
-        The caller keeps ``start + T <= S``: a slice past the end would be shifted back
-        onto valid entries.
+        The caller ensures ``start + T <= S``: a slice past the end would be shifted back onto
+        valid entries.
 
         Args:
-          layer: the layer's index, as in ``layer``.
+          layer: index of the layer, see ``layer``.
           keys: dtype[B,G,T,H].
           values: dtype[B,G,T,H].
-          start: i32[B], the first slot of each row.
+          start: i32[B], the first slot to write in each row.
         """
         G = keys.shape[1]
         put = jax.lax.dynamic_update_slice
 
-        # One dynamic_update_slice a row stays in place on every back end; a vmapped one
-        # becomes a scatter, which a TPU runs as a serial loop.
+        # One dynamic_update_slice a row stays in place on every platform. A vmapped one becomes
+        # a scatter, which a TPU runs as a serial loop.
         def into_stack(cache, new):
             for b in range(new.shape[0]):
                 at = (layer, b, 0, start[b], 0)
@@ -100,32 +114,35 @@ class KVCache:
         into = into_stack if self.is_stacked else into_one
         return self.replace(keys=into(self.keys, keys), values=into(self.values, values))
 
-    def attend(self, q_BTNH, k_BGTH, v_BGTH, index, window, scale=None):
-        """Writes the window's keys and values, and attends over all slots that it sees.
+    def attend(
+        self, q_BTNH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, index: int | jax.Array,
+        window: Any, scale: float | None = None,
+    ) -> tuple[jax.Array, KVCache]:
+        """Writes the window's keys and values, and attends over all slots that each token sees.
 
-        Args and returns as ``layers.attend_window``.
-        """
+        Args and Returns are those of ``layers.attend_window``.
+        """  # fmt: skip
         cache = self.write(index, k_BGTH, v_BGTH, window.start)
         return attend_prefix(q_BTNH, *cache.layer(index), window.mask, scale=scale), cache
 
     def open_window(self, width: int) -> KVCache:
-        """The cache itself: the slots behind what is committed are the window's room."""
+        """Returns the cache itself: the slots after the committed ones are room enough."""
         del width
         return self
 
     def commit(self, n: jax.Array, path: jax.Array | None = None) -> KVCache:
-        """Keeps ``n`` (i32[B]) slots of the window and forgets the others.
+        """Keeps ``n`` tokens of the window and forgets the others.
 
         Args:
-          n: how many.
-          path: i32[B,P], which slots of the window, of which the first n count; they are moved
-            to its front. None: they stand there.
+          n: i32[B], how many tokens to keep.
+          path: i32[B,P], their slots in the window, of which the first n count; these are moved
+            to its front. None if they stand there already.
         """
         moved = self if path is None else self._gather(path)
         return moved.replace(length=self.length + n)
 
     def rewind(self, n: jax.Array) -> KVCache:
-        """Forgets the last ``n`` (i32[B]) tokens that were committed."""
+        """Forgets the last ``n`` (i32[B]) committed tokens."""
         return self.replace(length=self.length - n)
 
     def _gather(self, path) -> KVCache:
@@ -137,7 +154,7 @@ class KVCache:
 
         def move(cache):
             n = cache.shape[axis] // B  # entries of that axis a row
-            # Taken out before it is written: a shifted copy in place may read what it wrote.
+            # Read everything before writing: a shifted copy in place may read what it wrote.
             new = jax.vmap(take, (axis, 0), axis)(cache, jnp.repeat(slots, n, axis=0))
             for b in range(B):
                 one = jax.lax.slice_in_dim(new, b * n, (b + 1) * n, axis=axis)
@@ -150,8 +167,8 @@ class KVCache:
             keys=jax.tree.map(move, self.keys), values=jax.tree.map(move, self.values)
         )
 
-    def insert_row(self, row, other: KVCache) -> KVCache:
-        """Replaces row ``row`` by the only row of ``other`` (same slots)."""
+    def insert_row(self, row: int | jax.Array, other: KVCache) -> KVCache:
+        """Replaces row ``row`` by the only row of ``other``, which has as many slots."""
         update = jax.lax.dynamic_update_slice_in_dim
 
         def put(full, one):
@@ -171,7 +188,7 @@ class KVCache:
         return tuple(x.reshape(B, -1, *x.shape[-2:]) for x in arrays)
 
     def snapshot(self) -> KVCacheSnapshot:
-        """A copy that outlives the cache; ``restore_from_snapshot`` is its inverse."""
+        """Returns a copy that outlives the cache; ``restore_from_snapshot`` is the inverse."""
         return KVCacheSnapshot(
             tuple(map(jnp.copy, self._by_layer(self.keys))),
             tuple(map(jnp.copy, self._by_layer(self.values))),
@@ -179,10 +196,10 @@ class KVCache:
         )
 
     def restore_from_snapshot(self, snapshot: KVCacheSnapshot) -> KVCache:
-        """The cache as it was at the snapshot.
+        """Returns the cache as it was when the snapshot was taken.
 
         Raises:
-          SnapshotError: the snapshot is of a cache of another kind, shape or dtype.
+          SnapshotError: the snapshot is of another kind of cache, or of another shape or dtype.
         """
         check_fits(snapshot, jax.eval_shape(self.snapshot))
 

@@ -1,4 +1,4 @@
-"""Bringing a cache up to date: the tokens that were committed since it was last true."""
+"""Brings a cache up to date by feeding it the tokens that it has missed."""
 
 from __future__ import annotations
 
@@ -21,22 +21,25 @@ def _feed(params, tokens, cache, n, *, model: Model):
 def replay(
     model: Model, params: Any, cache: Cache, tokens: jax.Array, n: jax.Array, *, chunk: int = 64
 ) -> Cache:
-    """Feeds each row the tokens that its cache has missed, in passes of ``chunk``.
+    """Feeds each row the tokens that its cache has missed, in passes of ``chunk`` tokens.
 
-    A snapshot restored and the tokens since replayed leave the state of a fresh prefill: so a
-    draft or a target follows a text that another one has written. The caller keeps
-    ``cache.length + T`` within the cache's slots.
+    Restoring a snapshot and replaying the tokens since then leaves the state of a fresh prefill.
+    So a model can follow a text that another one wrote. The caller ensures that
+    ``cache.length + T`` tokens fit into the cache.
 
     Args:
-      model: whose cache it is.
+      model: the model of the cache.
       params: its weights.
-      cache: of ``length`` tokens a row.
-      tokens: i32[B,T], what stands behind them; any valid id past a row's own.
-      n: i32[B], how many count in each row, 0..T.
-      chunk: tokens a pass, which bounds the memory of their window.
+      cache: holds ``length`` tokens in each row.
+      tokens: i32[B,T], the tokens that follow; any valid id as padding.
+      n: i32[B], how many of them count in each row, 0..T.
+      chunk: number of tokens in a pass, which bounds the memory of the window.
+
+    Returns:
+      The cache with ``length + n`` tokens.
 
     Raises:
-      ShapeError: another number of rows, or a chunk of no token.
+      ShapeError: the number of rows differs, or ``chunk`` is smaller than 1.
     """
     tokens, n = jnp.asarray(tokens, jnp.int32), jnp.asarray(n, jnp.int32)
     T = check_shapes(length=(cache.length, "B"), tokens=(tokens, "B T"), n=(n, "B"))["T"]

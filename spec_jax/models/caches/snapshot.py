@@ -1,4 +1,4 @@
-"""Snapshots of caches: what they hold, on disk and back, and whether they fit a cache."""
+"""Snapshots of caches: what they hold, how they are saved, and whether they fit a cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spec_jax.errors import SnapshotError
 
 
 def _save(self, path: str | pathlib.Path) -> None:
-    """Writes the snapshot as one safetensors file."""
+    """Writes the snapshot to one safetensors file."""
     name = lambda keys: ".".join(str(getattr(k, "name", getattr(k, "idx", k))) for k in keys)
     leaves = jax.tree_util.tree_flatten_with_path(self)[0]
     arrays = {name(keys): np.asarray(leaf) for keys, leaf in leaves}
@@ -25,10 +25,10 @@ def _save(self, path: str | pathlib.Path) -> None:
 
 
 def _load(cls, path: str | pathlib.Path):
-    """Reads what ``save`` wrote.
+    """Reads a snapshot that ``save`` wrote.
 
     Raises:
-      SnapshotError: the file is missing, truncated, or no snapshot of this kind.
+      SnapshotError: the file is missing or truncated, or holds no snapshot of this kind.
     """
     try:
         with safe_open(path, framework="numpy") as file:
@@ -41,7 +41,7 @@ def _load(cls, path: str | pathlib.Path):
 
 
 def _build(kind, arrays: dict[str, np.ndarray]):
-    """A snapshot from arrays by name: ``length``, ``keys.0``, ``attention.keys.0``."""
+    """Builds a snapshot from arrays by name, such as ``seq_len`` or ``attention.keys.0``."""
 
     def field(name: str, hint):
         inner = {n[len(name) + 1 :]: x for n, x in arrays.items() if n.startswith(f"{name}.")}
@@ -55,7 +55,7 @@ def _build(kind, arrays: dict[str, np.ndarray]):
 
 
 class KVCacheSnapshot(NamedTuple):
-    """A cache as it was, independent of the cache it came from (donation included).
+    """A copy of an attention cache. It stays valid when the cache itself is donated.
 
     Attributes:
       keys: one ``dtype[B,G,S,H]`` a layer.
@@ -72,11 +72,11 @@ class KVCacheSnapshot(NamedTuple):
 
 
 class StateSnapshot(NamedTuple):
-    """The state-space layers of a cache as they were.
+    """A copy of the cache of state-space layers.
 
     Attributes:
       ssm: one ``f32[B,N,H,Z]`` a layer.
-      conv: one ``dtype[B,R-1,C]`` a layer, the last inputs of the convolution.
+      conv: one ``dtype[B,R-1,C]`` a layer, the latest inputs of the convolution.
       seq_len: i32[B], tokens fed.
     """
 
@@ -89,7 +89,7 @@ class StateSnapshot(NamedTuple):
 
 
 class HybridSnapshot(NamedTuple):
-    """A cache of attention and state-space layers as it was."""
+    """A copy of a cache of attention and state-space layers."""
 
     attention: KVCacheSnapshot
     state: StateSnapshot
@@ -99,14 +99,14 @@ class HybridSnapshot(NamedTuple):
 
 
 def check_fits(snapshot: Any, ours: Any) -> None:
-    """Checks that a snapshot has the kind, shapes and dtypes of this cache's own.
+    """Checks that a snapshot has the kind, shapes and dtypes of a cache.
 
     Args:
-      snapshot: to be restored.
-      ours: what the cache's own snapshot would be; shapes suffice.
+      snapshot: the one to restore.
+      ours: a snapshot of the cache, or its shapes.
 
     Raises:
-      SnapshotError: it has not; both are described.
+      SnapshotError: they differ; the message describes both.
     """
 
     def describe(tree):
