@@ -32,6 +32,11 @@ class ParamSpec(NamedTuple):
     init: str = "normal"
 
 
+def norm_spec(size: int, hf: str, axis: str = "embed") -> ParamSpec:
+    """Returns the declaration of a norm's weight, whose external name is ``{hf}.weight``."""
+    return ParamSpec((size,), (axis,), f"{hf}.weight", init="ones")
+
+
 def linear_specs(
     table: dict[str, ParamSpec], name: str, d_in: int, d_out: int, axes: tuple[str, str], hf: str,
     *, has_bias: bool = False, init: str = "normal",
@@ -68,7 +73,7 @@ def attention_specs(config: Any, prefix: str) -> dict[str, ParamSpec]:
     )
     if config.has_qk_norm:
         for name in ("q_norm", "k_norm"):
-            table[name] = ParamSpec((H,), ("head_dim",), f"{prefix}{name}.weight", init="ones")
+            table[name] = norm_spec(H, f"{prefix}{name}", "head_dim")
     return table
 
 
@@ -85,19 +90,19 @@ def mlp_specs(config: Any, prefix: str) -> dict[str, ParamSpec]:
 
 
 def outer_specs(
-    config: Any, embed: str = "model.embed_tokens.weight", norm: str = "model.norm.weight"
+    config: Any, embed: str = "model.embed_tokens", norm: str = "model.norm"
 ) -> dict[str, ParamSpec]:
     """Returns the weights outside of the layers: embedding, final norm, and head unless tied.
 
     Args:
       config: the model's shape.
-      embed: the external name of the embedding.
-      norm: the external name of the final norm.
+      embed: the external name of the embedding, without ``.weight``.
+      norm: the external name of the final norm, without ``.weight``.
     """
     D, V = config.hidden_size, config.vocab_size
     table = {
-        "embed": ParamSpec((V, D), ("vocab", "embed"), embed),
-        "final_norm": ParamSpec((D,), ("embed",), norm, init="ones"),
+        "embed": ParamSpec((V, D), ("vocab", "embed"), f"{embed}.weight"),
+        "final_norm": norm_spec(D, norm),
     }
     if not config.tie_word_embeddings:
         linear_specs(table, "head", D, V, ("embed", "vocab"), "lm_head")

@@ -1,15 +1,15 @@
-"""Mamba-2's recurrence in closed form: what a window of tokens says, and the state behind it.
+"""Mamba-2's recurrence in closed form: the outputs of a window of tokens, and the state after it.
 
-With a_t = dt_t A <= 0 and u_t = dt_t x_t, a head's state and output are
+With a_t = dt_t A <= 0 and u_t = dt_t x_t, the state and the output of a head are
 
     S_t = exp(a_t) S_{t-1} + u_t B_t^T        y_t = S_t C_t
 
-so that both are sums over the tokens since a known state, weighted by the decays between them. The
-same sums serve any order in which tokens stand behind each other: in a chain a token sees all
-before it, in a tree its ancestors.
+Both are therefore sums over the tokens since a known state, weighted by the decays between them.
+The same sums hold for chains, in which a token sees all tokens before it, and for trees, in which
+it sees its ancestors.
 
-Here N are the heads and G groups of heads that share one B and one C; the letters of state-space
-layers are in ``shapes.py``.
+N is the number of heads, and G the number of groups of heads that share one B and one C. The other
+letters of state-space layers are in ``shapes.py``.
 
 Source: arXiv 2405.21060, sections 3 and 6; for trees arXiv 2505.14969.
 """
@@ -22,26 +22,32 @@ import jax.numpy as jnp
 
 from spec_jax.errors import ShapeError
 
-CHUNK = 64  # tokens; the closed form of a longer window would be quadratic in its length
+CHUNK = 64  # tokens; the closed form of a window is quadratic in its length
 
 
 @flax.struct.dataclass
 class Inputs:
-    """What tokens of a window put into a layer's state."""
+    """The inputs of a window's tokens to the state of a layer."""
 
     raw: jax.Array  # dtype[B,W,C], before the convolution
-    u: jax.Array  # f32[B,W,N,H], x behind the convolution, times the time step
-    b: jax.Array  # dtype[B,W,G,Z], behind the convolution
+    u: jax.Array  # f32[B,W,N,H], x after the convolution, times the time step
+    b: jax.Array  # dtype[B,W,G,Z], after the convolution
     log_decay: jax.Array  # f32[B,W,N], a
 
 
 def write(held: jax.Array | None, new: jax.Array, offset: int | jax.Array) -> jax.Array:
-    """Puts T new tokens behind the ``offset`` that a window holds.
+    """Writes T new tokens into a window, after the first ``offset`` tokens.
 
-    A window that begins anew may be wider than what was held, which then gives way to it.
+    Args:
+      held: dtype[B,W,...], the window so far; None if there is none.
+      new: dtype[B,T,...]. At offset 0 it may be wider than the window, and then replaces it.
+      offset: number of tokens that the window already holds.
+
+    Returns:
+      The window with the new tokens.
 
     Raises:
-      ShapeError: at tracing, the window has no room for them.
+      ShapeError: while tracing, if the window has no room for the tokens.
     """
     width = 0 if held is None else held.shape[1]
     is_known, T = isinstance(offset, int), new.shape[1]
@@ -60,16 +66,16 @@ def convolve(
     before_BRC: jax.Array, raw_BWC: jax.Array, weight_CR: jax.Array, num_tokens: int,
     offset: int | jax.Array, is_seen: jax.Array | None = None,
 ) -> jax.Array:
-    """The depthwise causal convolution at T tokens of a window, each behind those that it sees.
+    """Applies the depthwise causal convolution to T tokens of a window.
 
     Args:
-      before_BRC: dtype[B,R-1,C], the last inputs before the window.
-      raw_BWC: dtype[B,W,C], the window's.
-      weight_CR: dtype[C,R], the last of R for the token itself.
+      before_BRC: dtype[B,R-1,C], the latest inputs before the window.
+      raw_BWC: dtype[B,W,C], the inputs of the window.
+      weight_CR: dtype[C,R]; the last of R is for the token itself.
       num_tokens: T.
-      offset: of the first of them in the window.
-      is_seen: bool[B|1,T,W], what of the window each token sees, itself included, where that
-        is not all up to itself.
+      offset: place of the first of the T tokens in the window.
+      is_seen: bool[B|1,T,W], which tokens of the window each token sees, itself included; None
+        if each sees all up to itself.
 
     Returns:
       dtype[B,T,C].
@@ -80,7 +86,7 @@ def convolve(
         size = num_tokens + taps - 1
         near = jax.lax.dynamic_slice_in_dim(inputs, offset, size, axis=1)
         return sum(near[:, i : i + num_tokens] * weight_CR[:, i] for i in range(taps))
-    # What a token sees ends with itself, and begins with what lies before the window.
+    # The R latest inputs that a token sees: itself, tokens of the window, inputs before it.
     B, _, W = (len(raw_BWC), *is_seen.shape[1:])
     at = jnp.where(is_seen, jnp.arange(taps - 1, taps - 1 + W), -1)
     always = jnp.broadcast_to(jnp.arange(taps - 1), (*at.shape[:2], taps - 1))
@@ -91,24 +97,39 @@ def convolve(
 
 
 def decays(log_decay_BWN: jax.Array, is_seen_BTW: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What is left, behind what each of T tokens sees, of the state before and of each token.
+    """Returns how much is left, at each of T tokens, of the state before and of each input.
+
+    Args:
+      log_decay_BWN: f32[B,W,N], of the window's tokens.
+      is_seen_BTW: bool[B|1,T,W], which tokens of the window each token sees.
 
     Returns:
-      f32[B,T,N], of the state before the window, and f32[B,T,W,N], of what each token put in.
+      f32[B,T,N], the remaining part of the state before the window, and f32[B,T,W,N], of the
+      input of each token; zero where a token is not seen.
     """
     seen = jnp.where(is_seen_BTW[..., None], log_decay_BWN[:, None], 0.0)
-    # Summed from behind, so that what decays least is summed first and no two large sums are
+    # Summed from the end, so that the smallest decays are summed first and no two large sums are
     # subtracted.
-    behind = jnp.pad(seen[:, :, 1:], ((0, 0), (0, 0), (0, 1), (0, 0)))
-    behind = jax.lax.cumsum(behind, axis=2, reverse=True)
-    left = jnp.where(is_seen_BTW[..., None], jnp.exp(behind), 0.0)
+    later = jnp.pad(seen[:, :, 1:], ((0, 0), (0, 0), (0, 1), (0, 0)))
+    later = jax.lax.cumsum(later, axis=2, reverse=True)
+    left = jnp.where(is_seen_BTW[..., None], jnp.exp(later), 0.0)
     return jnp.exp(seen.sum(axis=2)), left
 
 
 def read(
     state_BNHZ: jax.Array, inputs: Inputs, c_BTGZ: jax.Array, is_seen_BTW: jax.Array
 ) -> jax.Array:
-    """Outputs f32[B,T,N,H] of T tokens, each behind those that it sees, itself among them."""
+    """Returns the outputs of T tokens.
+
+    Args:
+      state_BNHZ: f32[B,N,H,Z], the state before the window.
+      inputs: of the window's W tokens.
+      c_BTGZ: dtype[B,T,G,Z], of the T tokens.
+      is_seen_BTW: bool[B|1,T,W], which tokens of the window each token sees, itself included.
+
+    Returns:
+      f32[B,T,N,H].
+    """
     B, T, G, Z = c_BTGZ.shape
     N, H = inputs.u.shape[2:]
     before, left = decays(inputs.log_decay, is_seen_BTW)
@@ -121,7 +142,16 @@ def read(
 
 
 def fold(state_BNHZ: jax.Array, inputs: Inputs, is_kept_BW: jax.Array) -> jax.Array:
-    """The state f32[B,N,H,Z] behind the tokens that are kept; the same state where none is."""
+    """Returns the state after the kept tokens.
+
+    Args:
+      state_BNHZ: f32[B,N,H,Z], the state before the window.
+      inputs: of the window's W tokens.
+      is_kept_BW: bool[B|1,W]; a row that keeps none keeps its state.
+
+    Returns:
+      f32[B,N,H,Z].
+    """
     B, W, G, Z = inputs.b.shape
     before, left = decays(inputs.log_decay, is_kept_BW[:, None])
     u = (left[:, 0, :, :, None] * inputs.u).reshape(B, W, G, -1)
@@ -130,7 +160,7 @@ def fold(state_BNHZ: jax.Array, inputs: Inputs, is_kept_BW: jax.Array) -> jax.Ar
 
 
 def read_chain(state_BNHZ: jax.Array, inputs: Inputs, c_BTGZ: jax.Array) -> jax.Array:
-    """``read`` for a window of T tokens in a row, a chunk at a time behind the chunks before it."""
+    """Returns what ``read`` does for a chain of T tokens, computed chunk by chunk."""
     B, T = c_BTGZ.shape[:2]
     width = min(T, CHUNK)
     count = -(-T // width)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.families import Family, register
 from spec_jax.models.layers import Window, attention, rms_norm
-from spec_jax.models.specs import ParamSpec, attention_specs, mlp_specs, outer_specs
+from spec_jax.models.specs import ParamSpec, attention_specs, mlp_specs, norm_spec, outer_specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class GatedConfig(ModelConfig):
 def layer_table(config: GatedConfig) -> dict[str, ParamSpec]:
     prefix, D = "model.layers.{i}.", config.hidden_size
     return {
-        "layer_norm": ParamSpec((D,), ("embed",), f"{prefix}norm.weight", init="ones"),
+        "layer_norm": norm_spec(D, f"{prefix}norm"),
         "alpha": ParamSpec((1,), ("one",), f"{prefix}alpha", init="ones"),
         **attention_specs(config, f"{prefix}attention."),
         **mlp_specs(config, f"{prefix}mlp."),

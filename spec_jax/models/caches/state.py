@@ -1,19 +1,22 @@
-"""The cache of state-space layers: a state that cannot rewind, and the window that may go.
+"""The cache of state-space layers: a state that cannot rewind, and a window of pending inputs.
 
-Law: ``forward`` writes the window's inputs and leaves the committed state as it is; ``commit``
-folds the first n of them, along a path where they stand in a tree, into the state, and forgets
-the others. So a rejected draft, or the padding of a prompt, never was in the state, and nothing
-is computed twice. The state is float32, whatever the weights are.
+Invariant: ``forward`` writes the inputs of the window and leaves the committed state as it is.
+``commit`` folds the accepted ones into the state, the first n or those along a path of a tree, and
+forgets the others. So a rejected draft, or the padding of a prompt, never reaches the state, and
+nothing is computed twice. The state is float32, whatever the dtype of the weights.
 
-Between two rounds there is no window, and a pass that begins one brings its own room; where
-several passes fill one, ``open_window`` makes room first.
+Between two rounds there is no window. A pass that begins one allocates it; if several passes fill
+one window, ``open_window`` allocates it first.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.caches.snapshot import HybridSnapshot, StateSnapshot, check_fits
@@ -22,13 +25,14 @@ from spec_jax.models.ssm import Inputs, fold
 
 @flax.struct.dataclass
 class LayerState:
-    """One layer's committed state, and its window."""
+    """The committed state of one layer, and its window."""
 
     ssm: jax.Array  # f32[B,N,H,Z]
-    conv: jax.Array  # dtype[B,R-1,C], the last inputs of the convolution
+    conv: jax.Array  # dtype[B,R-1,C], the latest inputs of the convolution
     window: Inputs | None = None
 
     def open_window(self, width: int) -> LayerState:
+        """Makes room for a window of ``width`` tokens that several passes fill."""
         (B, N, H, Z), C = self.ssm.shape, self.conv.shape[2]
         zeros = lambda *shape, dtype=jnp.float32: jnp.zeros((B, width, *shape), dtype)
         dtype = self.conv.dtype
@@ -39,6 +43,7 @@ class LayerState:
         return self.replace(window=window)
 
     def commit(self, n: jax.Array, path: jax.Array | None) -> LayerState:
+        """Folds ``n`` tokens of the window into the state, see ``StateCache.commit``."""
         if self.window is None:
             return self
         window = self.window
@@ -54,14 +59,23 @@ class LayerState:
 
 @flax.struct.dataclass
 class StateCache:
-    """The states of all layers, each apart."""
+    """The states of all layers, and the number of tokens fed."""
 
     layers: tuple[LayerState, ...]
     length: jax.Array  # i32[B], tokens fed
 
     @classmethod
-    def create(cls, mixer, num_layers: int, batch: int, dtype=jnp.float32) -> StateCache:
-        """The state before any token, of layers of this ``MixerConfig``."""
+    def create(
+        cls, mixer: Any, num_layers: int, batch: int, dtype: DTypeLike = jnp.float32
+    ) -> StateCache:
+        """Creates the state before any token.
+
+        Args:
+          mixer: the ``MixerConfig`` of the layers.
+          num_layers: how many layers have a state.
+          batch: B.
+          dtype: of the inputs of the convolution.
+        """
         ssm = (batch, mixer.num_heads, mixer.head_dim, mixer.state_size)
         conv = (batch, mixer.conv_kernel - 1, mixer.conv_dim)
         layer = lambda: LayerState(jnp.zeros(ssm, jnp.float32), jnp.zeros(conv, dtype))
@@ -69,10 +83,10 @@ class StateCache:
 
     @property
     def slots(self) -> None:
-        """A state has no slots: nothing of it runs full, and nothing is masked."""
+        """None: a state has no slots, so it never runs full and nothing is masked."""
 
     def put(self, index: int, layer: LayerState) -> StateCache:
-        """The same cache with another state of one layer."""
+        """Returns the cache with another state for one layer."""
         return self.replace(layers=(*self.layers[:index], layer, *self.layers[index + 1 :]))
 
     def open_window(self, width: int) -> StateCache:
@@ -80,29 +94,30 @@ class StateCache:
         return self.replace(layers=tuple(layer.open_window(width) for layer in self.layers))
 
     def commit(self, n: jax.Array, path: jax.Array | None = None) -> StateCache:
-        """Folds ``n`` (i32[B]) tokens of the window into the state and forgets the others.
+        """Folds ``n`` tokens of the window into the state and forgets the others.
 
         Args:
-          n: how many, none being the identity.
-          path: i32[B,P], where in the window they stand, ascending; None: at its front.
+          n: i32[B], how many tokens to keep; with 0 the state stays the same.
+          path: i32[B,P], their places in the window, ascending, of which the first n count. None
+            if they stand at its front.
         """
         layers = tuple(layer.commit(n, path) for layer in self.layers)
         return StateCache(layers, self.length + n)
 
-    def insert_row(self, row, other: StateCache) -> StateCache:
+    def insert_row(self, row: int | jax.Array, other: StateCache) -> StateCache:
         """Replaces row ``row`` by the only row of ``other``."""
         return jax.tree.map(lambda full, one: full.at[row].set(one[0]), self, other)
 
     def snapshot(self) -> StateSnapshot:
-        """A copy that outlives the cache, without its window."""
+        """Returns a copy that outlives the cache, without its window."""
         copies = lambda name: tuple(jnp.copy(getattr(layer, name)) for layer in self.layers)
         return StateSnapshot(copies("ssm"), copies("conv"), jnp.copy(self.length))
 
     def restore_from_snapshot(self, snapshot: StateSnapshot) -> StateCache:
-        """The cache as it was at the snapshot.
+        """Returns the cache as it was when the snapshot was taken.
 
         Raises:
-          SnapshotError: the snapshot is of a cache of another kind, shape or dtype.
+          SnapshotError: the snapshot is of another kind of cache, or of another shape or dtype.
         """
         check_fits(snapshot, jax.eval_shape(self.snapshot))
         layers = zip(map(jnp.copy, snapshot.ssm), map(jnp.copy, snapshot.conv))
@@ -111,7 +126,7 @@ class StateCache:
 
 @flax.struct.dataclass
 class HybridCache:
-    """A cache of attention layers beside one of state-space layers, always of one length."""
+    """The caches of a hybrid model: attention layers and state-space layers, of equal length."""
 
     attention: KVCache
     state: StateCache
@@ -123,6 +138,7 @@ class HybridCache:
 
     @property
     def slots(self) -> int:
+        """S, of the attention layers."""
         return self.attention.slots
 
     def open_window(self, width: int) -> HybridCache:
@@ -133,20 +149,20 @@ class HybridCache:
         """Keeps ``n`` (i32[B]) tokens of the window and forgets the others, see ``Cache``."""
         return HybridCache(self.attention.commit(n, path), self.state.commit(n, path))
 
-    def insert_row(self, row, other: HybridCache) -> HybridCache:
+    def insert_row(self, row: int | jax.Array, other: HybridCache) -> HybridCache:
         """Replaces row ``row`` by the only row of ``other``."""
         attention = self.attention.insert_row(row, other.attention)
         return HybridCache(attention, self.state.insert_row(row, other.state))
 
     def snapshot(self) -> HybridSnapshot:
-        """A copy that outlives the cache, without its window."""
+        """Returns a copy that outlives the cache, without its window."""
         return HybridSnapshot(self.attention.snapshot(), self.state.snapshot())
 
     def restore_from_snapshot(self, snapshot: HybridSnapshot) -> HybridCache:
-        """The cache as it was at the snapshot.
+        """Returns the cache as it was when the snapshot was taken.
 
         Raises:
-          SnapshotError: the snapshot is of a cache of another kind, shape or dtype.
+          SnapshotError: the snapshot is of another kind of cache, or of another shape or dtype.
         """
         check_fits(snapshot, jax.eval_shape(self.snapshot))
         attention = self.attention.restore_from_snapshot(snapshot.attention)

@@ -1,4 +1,4 @@
-"""Bamba: attention in some layers, Mamba-2 in the others, a feed-forward part in each."""
+"""Bamba, a hybrid: some layers attend, the others are Mamba-2; each has a feed-forward part."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.kv import KVCache
@@ -23,12 +24,12 @@ from spec_jax.models.families.mamba2 import (
 )
 from spec_jax.models.families.registry import Family, register
 from spec_jax.models.layers import Window, attention, mlp, rms_norm
-from spec_jax.models.specs import ParamSpec, attention_specs, mlp_specs, outer_specs
+from spec_jax.models.specs import ParamSpec, attention_specs, mlp_specs, norm_spec, outer_specs
 
 
 @dataclasses.dataclass(frozen=True)
 class BambaConfig(PartialRotary):
-    """A hybrid of attention and Mamba-2 layers. Field names are Hugging Face's."""
+    """The shape of a Bamba model. Field names are Hugging Face's."""
 
     vocab_size: int
     hidden_size: int
@@ -93,6 +94,7 @@ class BambaConfig(PartialRotary):
 
     @property
     def mixer(self) -> MixerConfig:
+        """The shape of the mixer of each state-space layer."""
         return MixerConfig(
             self.hidden_size, self.mamba_n_heads, self.mamba_d_head, self.mamba_d_state,
             self.mamba_n_groups, self.mamba_d_conv, self.rms_norm_eps, self.time_step_limit,
@@ -120,7 +122,7 @@ class BambaConfig(PartialRotary):
         return index in self.attn_layer_indices
 
     def place(self, index: int) -> int:
-        """Which of the layers of its own kind a layer is."""
+        """The index of a layer among the layers of its own kind."""
         kind = self.is_attention(index)
         return sum(self.is_attention(i) == kind for i in range(index))
 
@@ -129,14 +131,14 @@ class BambaConfig(PartialRotary):
         """Builds the config from a parsed config.json.
 
         Raises:
-          ConfigError: an activation that is not supported, or a field is missing or wrong.
+          ConfigError: the activation is not supported, or a field is missing or wrong.
         """
         if hf.get("hidden_act", "silu") != "silu":
             raise ConfigError(f"hidden_act {hf['hidden_act']!r} is not supported; expected 'silu'")
         return cls.of_fields(hf)
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json that transformers loads as the same model."""
+        """Returns the config.json that transformers loads as the same model."""
         hf = {name: value for name, value in dataclasses.asdict(self).items() if name != "rope"}
         return hf | {
             "rope_parameters": self.rope.to_hf()
@@ -149,10 +151,9 @@ class BambaConfig(PartialRotary):
 
 
 def layer_tables(config: BambaConfig) -> list[dict[str, ParamSpec]]:
-    """The weights of every layer, by our name."""
+    """Returns the declared weights of every layer."""
     prefix = "model.layers.{i}."
-    D = config.hidden_size
-    norm = lambda hf: ParamSpec((D,), ("embed",), f"{prefix}{hf}.weight", init="ones")
+    norm = lambda hf: norm_spec(config.hidden_size, f"{prefix}{hf}")
     feed = {"mlp_norm": norm("pre_ff_layernorm"), **mlp_specs(config, f"{prefix}feed_forward.")}
     first = {"attention_norm": norm("input_layernorm")}
     kinds = {
@@ -162,8 +163,10 @@ def layer_tables(config: BambaConfig) -> list[dict[str, ParamSpec]]:
     return [kinds[config.is_attention(i)] for i in range(config.num_hidden_layers)]
 
 
-def init_cache(config: BambaConfig, batch: int, slots: int, dtype=jnp.float32) -> HybridCache:
-    """An empty cache of ``slots`` tokens."""
+def init_cache(
+    config: BambaConfig, batch: int, slots: int, dtype: DTypeLike = jnp.float32
+) -> HybridCache:
+    """Creates an empty cache for ``batch`` rows of ``slots`` tokens."""
     num_attention = len(config.attn_layer_indices)
     num_states = config.num_hidden_layers - num_attention
     return HybridCache(
@@ -172,8 +175,11 @@ def init_cache(config: BambaConfig, batch: int, slots: int, dtype=jnp.float32) -
     )
 
 
-def decoder_layer(layer: dict, x_BTD: jax.Array, cache, index, window: Window, config: BambaConfig):
-    """One layer: dtype[B,T,D] and the cache with the window written."""
+def decoder_layer(
+    layer: dict[str, jax.Array], x_BTD: jax.Array, cache: HybridCache | None, index: int,
+    window: Window, config: BambaConfig,
+) -> tuple[jax.Array, HybridCache | None]:
+    """Applies one layer with its residuals, see ``Family.layer``."""  # fmt: skip
     h = rms_norm(x_BTD, layer["attention_norm"], config.rms_norm_eps)
     at = config.place(index)
     if config.is_attention(index):
@@ -190,7 +196,7 @@ register(Family(
     model_types=("bamba",),
     layer=decoder_layer,
     layer_tables=layer_tables,
-    outer_table=lambda config: outer_specs(config, norm="model.final_layernorm.weight"),
+    outer_table=lambda config: outer_specs(config, norm="model.final_layernorm"),
     init_cache=init_cache,
     has_panels=True,
 ))  # fmt: skip

@@ -1,7 +1,7 @@
-"""DeepSeek-V3's decoder layer: latent attention, and a dense part or a mixture of experts.
+"""DeepSeek-V3's decoder layer: latent attention, then a dense part or a mixture of experts.
 
-Keys and values are written to the cache in full, N heads of each, not as latents: a draft's
-few passes then cost what any other layer's do, at N * (key + value width) numbers a slot.
+The cache holds full keys and values of N heads, not latents. The few passes of a draft then cost
+as much as any other layer's, and a slot holds N * (key width + value width) numbers.
 
 Source: DeepSeek-V3, arXiv 2412.19437, sections 2.1.1 and 2.1.2.
 """
@@ -17,22 +17,23 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.errors import ConfigError
+from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.config import RopeConfig, from_fields
 from spec_jax.models.families.registry import Family, register
 from spec_jax.models.layers import Window, attend_window, linear, rms_norm
 from spec_jax.models.moe import experts_table, gated, gated_table, mix_experts, route_in_groups
 from spec_jax.models.rope import rotate
-from spec_jax.models.specs import ParamSpec
+from spec_jax.models.specs import ParamSpec, linear_specs, norm_spec
 
-_LATENT_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps says
+_LATENT_EPS = 1e-6  # of the latents' norms, which do not use rms_norm_eps
 
 
 @dataclasses.dataclass(frozen=True)
 class DeepseekConfig:
-    """Layers of the DeepSeek-V3 family, all alike. Field names are Hugging Face's.
+    """The shape of DeepSeek-V3 layers, all alike. Field names are Hugging Face's.
 
-    ``n_routed_experts`` is None for dense layers; ``q_lora_rank`` is None where queries have
-    no latent.
+    ``n_routed_experts`` is None for dense layers, and ``q_lora_rank`` is None if queries have no
+    latent.
     """
 
     vocab_size: int
@@ -97,6 +98,7 @@ class DeepseekConfig:
 
     @property
     def is_sparse(self) -> bool:
+        """Whether the layers have a mixture of experts."""
         return self.n_routed_experts is not None
 
     @property
@@ -121,7 +123,7 @@ class DeepseekConfig:
 
     @property
     def attention_scale(self) -> float:
-        """1/sqrt(H), under yarn times the square of what it says longer contexts need."""
+        """1/sqrt(H); with yarn, times the square of its factor for longer contexts."""
         scale, rope = self.key_dim**-0.5, self.rope
         if rope.rope_type == "default" or not rope.mscale_all_dim or rope.factor <= 1:
             return scale
@@ -129,10 +131,10 @@ class DeepseekConfig:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> DeepseekConfig:
-        """The sparse layers of a parsed config.json, those past ``first_k_dense_replace``.
+        """Reads the sparse layers of a parsed config.json, those past ``first_k_dense_replace``.
 
         Raises:
-          ConfigError: an activation or a router that is not supported, or a field is missing.
+          ConfigError: an activation or a router is not supported, or a field is missing.
         """
         for name, expected in (
             ("hidden_act", "silu"), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"),
@@ -143,7 +145,7 @@ class DeepseekConfig:
         return from_fields(cls, hf)
 
     def to_hf(self) -> dict[str, Any]:
-        """The keys of config.json that ``from_hf`` and transformers read."""
+        """Returns the keys of config.json that ``from_hf`` and transformers read."""
         hf = {n: x for n, x in dataclasses.asdict(self).items() if x is not None and n != "rope"}
         router = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
         return hf | (router if self.is_sparse else {}) | {
@@ -153,18 +155,16 @@ class DeepseekConfig:
 
 
 def layer_table(config: DeepseekConfig) -> dict[str, ParamSpec]:
-    """The weights of one layer, by our name."""
+    """Returns the declared weights of one layer."""
     D, N, prefix = config.hidden_size, config.num_attention_heads, "model.layers.{i}."
     table: dict[str, ParamSpec] = {}
 
     def norm(name, size, axis, hf):
-        table[name] = ParamSpec((size,), (axis,), f"{prefix}{hf}.weight", init="ones")
+        table[name] = norm_spec(size, f"{prefix}{hf}", axis)
 
     def project(name, d_in, d_out, axes, hf, has_bias=False):
         hf = f"{prefix}self_attn.{hf}"
-        table[name] = ParamSpec((d_in, d_out), axes, f"{hf}.weight", is_linear=True)
-        if has_bias:
-            table[f"{name}_bias"] = ParamSpec((d_out,), axes[1:], f"{hf}.bias", init="zeros")
+        linear_specs(table, name, d_in, d_out, axes, hf, has_bias=has_bias)
 
     norm("attention_norm", D, "embed", "input_layernorm")
     rank, bias = config.q_lora_rank, config.attention_bias
@@ -201,26 +201,20 @@ def _mlp_table(config: DeepseekConfig, hf: str) -> dict[str, ParamSpec]:
 
 
 def _turn(x_BTNH: jax.Array, window: Window, config: DeepseekConfig) -> jax.Array:
-    """Rotary embedding, of neighbouring dimensions where they are interleaved."""
+    """Rotates the heads; if they are interleaved, neighbouring dimensions form the pairs."""
     if config.rope_interleave:
         x_BTNH = jnp.concatenate([x_BTNH[..., 0::2], x_BTNH[..., 1::2]], axis=-1)
     return rotate(x_BTNH, window.cos, window.sin)
 
 
-def attention(layer: dict, x_BTD: jax.Array, cache, index, window: Window, config: DeepseekConfig):
-    """Latent attention of normalised inputs, residual left out.
+def attention(
+    layer: dict[str, jax.Array], x_BTD: jax.Array, cache: KVCache | None, index: int,
+    window: Window, config: DeepseekConfig,
+) -> tuple[jax.Array, KVCache | None]:
+    """Applies latent attention to normalised inputs, without the residual.
 
-    Args:
-      layer: its weights.
-      x_BTD: dtype[B,T,D].
-      cache: or None.
-      index: the layer's, in the cache.
-      window: where the tokens stand.
-      config: the layer's shape.
-
-    Returns:
-      dtype[B,T,D] and the cache with the window written.
-    """
+    Args and Returns are those of ``layers.attention``.
+    """  # fmt: skip
     B, T, _ = x_BTD.shape
     N, nope, rank = config.num_attention_heads, config.qk_nope_head_dim, config.kv_lora_rank
     if config.q_lora_rank is None:
@@ -244,8 +238,8 @@ def attention(layer: dict, x_BTD: jax.Array, cache, index, window: Window, confi
         return linear(out, layer, "o"), cache
 
 
-def mlp(layer: dict, x_BTD: jax.Array, config: DeepseekConfig) -> jax.Array:
-    """The feed-forward part, dense or of experts, norm and residual included."""
+def mlp(layer: dict[str, jax.Array], x_BTD: jax.Array, config: DeepseekConfig) -> jax.Array:
+    """Applies the feed-forward part, dense or of experts, with its norm and residual."""
     with jax.named_scope("mlp"):
         h = rms_norm(x_BTD, layer["mlp_norm"], config.rms_norm_eps)
         if not config.is_sparse:
@@ -262,9 +256,10 @@ def mlp(layer: dict, x_BTD: jax.Array, config: DeepseekConfig) -> jax.Array:
 
 
 def decoder_layer(
-    layer: dict, x_BTD: jax.Array, cache, index, window: Window, config: DeepseekConfig
-):
-    """One layer: dtype[B,T,D] and the cache with the window written."""
+    layer: dict[str, jax.Array], x_BTD: jax.Array, cache: KVCache | None, index: int,
+    window: Window, config: DeepseekConfig,
+) -> tuple[jax.Array, KVCache | None]:
+    """Applies one layer with its residuals, see ``Family.layer``."""  # fmt: skip
     h = rms_norm(x_BTD, layer["attention_norm"], config.rms_norm_eps)
     h, cache = attention(layer, h, cache, index, window, config)
     return mlp(layer, x_BTD + h, config), cache

@@ -4,40 +4,41 @@ from __future__ import annotations
 
 import jax
 
+from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.config import ALIASES, MODEL_TYPES, ModelConfig
 from spec_jax.models.families.registry import Family, register
 from spec_jax.models.layers import Window, attention, mlp, rms_norm
-from spec_jax.models.specs import ParamSpec, attention_specs, mlp_specs, outer_specs
+from spec_jax.models.specs import ParamSpec, attention_specs, mlp_specs, norm_spec, outer_specs
 
 
 def layer_table(config: ModelConfig) -> dict[str, ParamSpec]:
-    """The weights of one layer, by our name, of a model whose layers are all alike."""
+    """Returns the declared weights of one layer; all layers are alike."""
     prefix, D = "model.layers.{i}.", config.hidden_size
-    norm = lambda hf: ParamSpec((D,), ("embed",), f"{prefix}{hf}.weight", init="ones")
     return {
-        "attention_norm": norm("input_layernorm"),
+        "attention_norm": norm_spec(D, f"{prefix}input_layernorm"),
         **attention_specs(config, f"{prefix}self_attn."),
-        "mlp_norm": norm("post_attention_layernorm"),
+        "mlp_norm": norm_spec(D, f"{prefix}post_attention_layernorm"),
         **mlp_specs(config, f"{prefix}mlp."),
     }
 
 
 def decoder_layer(
-    layer: dict, x_BTD: jax.Array, cache, index, window: Window, config: ModelConfig
-):
-    """One decoder layer: attention and the feed-forward part, each behind its norm.
+    layer: dict[str, jax.Array], x_BTD: jax.Array, cache: KVCache | None, index: int | jax.Array,
+    window: Window, config: ModelConfig,
+) -> tuple[jax.Array, KVCache | None]:
+    """Applies one layer: attention, then the feed-forward part, each after its norm.
 
     Args:
-      layer: its weights.
+      layer: the layer's weights.
       x_BTD: dtype[B,T,D], the residual stream.
-      cache: or None.
-      index: the layer's, in the cache.
-      window: where the tokens stand.
-      config: the model's shape.
+      cache: is written, and attended over; None if the tokens are whole sequences.
+      index: the layer's place in the cache.
+      window: positions and mask of the tokens.
+      config: the shape of the layer.
 
     Returns:
-      dtype[B,T,D] and the cache with the window written.
-    """
+      dtype[B,T,D], and the cache with the window written.
+    """  # fmt: skip
     h = rms_norm(x_BTD, layer["attention_norm"], config.rms_norm_eps)
     h, cache = attention(layer, h, cache, index, window, config)
     return mlp(layer, x_BTD + h, config), cache

@@ -1,4 +1,4 @@
-"""Mamba-2: layers that keep a state in place of a cache of all tokens."""
+"""Mamba-2: state-space layers, which keep a state instead of a cache of all tokens."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from spec_jax.models.caches.state import StateCache
 from spec_jax.models.config import RopeConfig, eos_spelling, eos_tuple, from_fields
 from spec_jax.models.families.registry import Family, register
 from spec_jax.models.layers import Window, linear, rms_norm
-from spec_jax.models.specs import ParamSpec, linear_specs, outer_specs
+from spec_jax.models.specs import ParamSpec, linear_specs, norm_spec, outer_specs
 from spec_jax.models.ssm import Inputs, convolve, read, read_chain, write
 
 
 def time_limits(value: Any) -> tuple[float, float]:
-    """``time_step_limit`` as config.json holds it, infinity in any of its spellings.
+    """Reads ``time_step_limit`` of a config.json, with infinity in any of its spellings.
 
     Raises:
-      ConfigError: it is no pair of a smaller and a larger number.
+      ConfigError: it is not a pair of a smaller and a larger number.
     """
     plain = lambda x: x.get("__float__") if isinstance(x, Mapping) else x
     try:
@@ -35,8 +35,8 @@ def time_limits(value: Any) -> tuple[float, float]:
     return low, high
 
 
-def check_sizes(config, *names: str) -> None:
-    """Raises a ConfigError where one of these fields is no positive integer."""
+def check_sizes(config: Any, *names: str) -> None:
+    """Raises a ConfigError if one of these fields is not a positive integer."""
     for name in names:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -45,7 +45,7 @@ def check_sizes(config, *names: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class MixerConfig:
-    """The part of a layer that mixes tokens through a state."""
+    """The shape of the part of a layer that mixes tokens through a state."""
 
     hidden_size: int
     num_heads: int
@@ -67,16 +67,18 @@ class MixerConfig:
 
     @property
     def width(self) -> int:
+        """Of all heads together."""
         return self.num_heads * self.head_dim
 
     @property
     def conv_dim(self) -> int:
+        """C, the channels of the convolution."""
         return self.width + 2 * self.n_groups * self.state_size
 
 
 @dataclasses.dataclass(frozen=True)
 class Mamba2Config:
-    """A model of Mamba-2 layers. Field names are Hugging Face's."""
+    """The shape of a Mamba-2 model. Field names are Hugging Face's."""
 
     vocab_size: int
     hidden_size: int
@@ -109,6 +111,7 @@ class Mamba2Config:
 
     @property
     def mixer(self) -> MixerConfig:
+        """The shape of each layer's mixer."""
         return MixerConfig(
             self.hidden_size, self.num_heads, self.head_dim, self.state_size, self.n_groups,
             self.conv_kernel, self.layer_norm_epsilon, self.time_step_limit,
@@ -129,12 +132,12 @@ class Mamba2Config:
 
     @property
     def rotary_dim(self) -> int:
-        """Nothing is turned: the state knows the order of its tokens."""
+        """0: nothing is rotated, since the state knows the order of its tokens."""
         return 0
 
     @property
     def max_position_embeddings(self) -> int:
-        """A state never runs full; this bounds the tokens that are kept as output alone."""
+        """A state never runs full; this only bounds the tokens that are kept as output."""
         return 1 << 20
 
     @classmethod
@@ -142,14 +145,14 @@ class Mamba2Config:
         """Builds the config from a parsed config.json.
 
         Raises:
-          ConfigError: an activation that is not supported, or a field is missing or wrong.
+          ConfigError: the activation is not supported, or a field is missing or wrong.
         """
         if hf.get("hidden_act", "silu") not in ("silu", "swish"):
             raise ConfigError(f"hidden_act {hf['hidden_act']!r} is not supported; expected 'silu'")
         return from_fields(cls, hf)
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json that transformers loads as the same model."""
+        """Returns the config.json that transformers loads as the same model."""
         return dataclasses.asdict(self) | {
             "eos_token_id": eos_spelling(self.eos_token_id), "hidden_act": "silu",
             "model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"],
@@ -158,11 +161,11 @@ class Mamba2Config:
 
 
 def mixer_table(config: MixerConfig, prefix: str) -> dict[str, ParamSpec]:
-    """The weights of one mixer, by our name.
+    """Returns the declared weights of one mixer.
 
     Args:
-      config: its shape.
-      prefix: of their external names, up to the last dot.
+      config: the shape of the mixer.
+      prefix: of their external names, with its last dot.
     """
     D, N, C, width = config.hidden_size, config.num_heads, config.conv_dim, config.width
     table: dict[str, ParamSpec] = {}
@@ -181,32 +184,35 @@ def mixer_table(config: MixerConfig, prefix: str) -> dict[str, ParamSpec]:
         ("time_bias", "dt_bias", "time step"), ("decay", "A_log", "decay"), ("skip", "D", "ones"),
     ):  # fmt: skip
         table[name] = ParamSpec((N,), ("state_heads",), f"{prefix}{hf}", init=init)
-    table["gate_norm"] = ParamSpec((width,), ("state_heads",), f"{prefix}norm.weight", init="ones")
+    table["gate_norm"] = norm_spec(width, f"{prefix}norm", "state_heads")
     return table
 
 
 def layer_tables(config: Mamba2Config) -> list[dict[str, ParamSpec]]:
-    """The weights of every layer, by our name."""
+    """Returns the declared weights of every layer."""
     prefix = "backbone.layers.{i}."
-    norm = ParamSpec((config.hidden_size,), ("embed",), f"{prefix}norm.weight", init="ones")
+    norm = norm_spec(config.hidden_size, f"{prefix}norm")
     table = {"mixer_norm": norm, **mixer_table(config.mixer, f"{prefix}mixer.")}
     return [table] * config.num_hidden_layers
 
 
-def mixer(layer: dict, x_BTD: jax.Array, cache, index, window: Window, config: MixerConfig):
-    """The state-space part of a layer for normalised inputs, residual left out.
+def mixer(
+    layer: dict[str, jax.Array], x_BTD: jax.Array, cache: StateCache | None, index: int,
+    window: Window, config: MixerConfig,
+) -> tuple[jax.Array, StateCache | None]:
+    """Applies the state-space part of a layer to normalised inputs, without the residual.
 
     Args:
-      layer: its weights.
+      layer: the layer's weights.
       x_BTD: dtype[B,T,D].
-      cache: a ``StateCache``, or None where the tokens are the whole sequence.
-      index: of the layer, in the cache.
-      window: where the tokens stand.
-      config: its shape.
+      cache: is read and written; None if the tokens are whole sequences.
+      index: the layer's place in the cache.
+      window: the tokens' places, and what each of them sees.
+      config: the shape of the mixer.
 
     Returns:
-      dtype[B,T,D] and the cache with the window written.
-    """
+      dtype[B,T,D], and the cache with the window written.
+    """  # fmt: skip
     B, T, _ = x_BTD.shape
     N, H, G, Z = config.num_heads, config.head_dim, config.n_groups, config.state_size
     with jax.named_scope("ssm"):
@@ -239,8 +245,8 @@ def mixer(layer: dict, x_BTD: jax.Array, cache, index, window: Window, config: M
     return out, cache and whole.put(index, held.replace(window=inputs))
 
 
-def _read(state, inputs: Inputs, c, window: Window):
-    """Outputs of the window's newest T tokens."""
+def _read(state: jax.Array, inputs: Inputs, c: jax.Array, window: Window) -> jax.Array:
+    """Returns the outputs of the window's latest T tokens."""
     T, width, offset = c.shape[1], inputs.raw.shape[1], window.offset
     is_whole = isinstance(offset, int) and offset == 0
     if window.is_seen is not None:
@@ -253,9 +259,10 @@ def _read(state, inputs: Inputs, c, window: Window):
 
 
 def decoder_layer(
-    layer: dict, x_BTD: jax.Array, cache, index, window: Window, config: Mamba2Config
-):
-    """One layer: the residual stream [B,T,D] and the cache with the window written."""
+    layer: dict[str, jax.Array], x_BTD: jax.Array, cache: StateCache | None, index: int,
+    window: Window, config: Mamba2Config,
+) -> tuple[jax.Array, StateCache | None]:
+    """Applies one layer with its residuals, see ``Family.layer``."""  # fmt: skip
     norm = layer["mixer_norm"]
     h = rms_norm(x_BTD.astype(norm.dtype), norm, config.rms_norm_eps)
     h, cache = mixer(layer, h, cache, index, window, config.mixer)
@@ -267,9 +274,7 @@ register(Family(
     model_types=("mamba2",),
     layer=decoder_layer,
     layer_tables=layer_tables,
-    outer_table=lambda config: outer_specs(
-        config, "backbone.embeddings.weight", "backbone.norm_f.weight"
-    ),
+    outer_table=lambda config: outer_specs(config, "backbone.embeddings", "backbone.norm_f"),
     init_cache=lambda config, batch, slots, dtype: StateCache.create(
         config.mixer, config.num_hidden_layers, batch, dtype
     ),

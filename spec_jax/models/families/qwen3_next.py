@@ -1,6 +1,6 @@
 """Qwen3-Next's full-attention layer: gated attention and a mixture of experts.
 
-Its norms are given as factors: a checkpoint's are one less.
+Norms are the factors themselves here; checkpoints store them less one.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.errors import ConfigError
+from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.config import PartialRotary, RopeConfig
 from spec_jax.models.families.registry import Family, register
 from spec_jax.models.layers import Window, attend_window, linear, rms_norm
 from spec_jax.models.moe import experts_table, gated, gated_table, mix_experts, route
 from spec_jax.models.rope import rotate
-from spec_jax.models.specs import ParamSpec
+from spec_jax.models.specs import ParamSpec, linear_specs, norm_spec
 
 
 @dataclasses.dataclass(frozen=True)
 class Qwen3NextConfig(PartialRotary):
-    """Full-attention layers of Qwen3-Next, all alike. Field names are Hugging Face's."""
+    """The shape of Qwen3-Next's full-attention layers. Field names are Hugging Face's."""
 
     vocab_size: int
     hidden_size: int
@@ -62,10 +63,10 @@ class Qwen3NextConfig(PartialRotary):
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Qwen3NextConfig:
-        """The full-attention layers of a parsed config.json.
+        """Reads the full-attention layers of a parsed config.json.
 
         Raises:
-          ConfigError: an activation or a mixture that is not supported, or a field is missing.
+          ConfigError: an activation or a mixture is not supported, or a field is missing.
         """
         for name, expected in (
             ("hidden_act", "silu"), ("decoder_sparse_step", 1), ("mlp_only_layers", []),
@@ -75,7 +76,7 @@ class Qwen3NextConfig(PartialRotary):
         return cls.of_fields(hf)
 
     def to_hf(self) -> dict[str, Any]:
-        """The keys of config.json that ``from_hf`` and transformers read."""
+        """Returns the keys of config.json that ``from_hf`` and transformers read."""
         hf = {name: value for name, value in dataclasses.asdict(self).items() if name != "rope"}
         part = {"partial_rotary_factor": self.partial_rotary_factor}
         return hf | {
@@ -86,20 +87,18 @@ class Qwen3NextConfig(PartialRotary):
 
 
 def layer_table(config: Qwen3NextConfig) -> dict[str, ParamSpec]:
-    """The weights of one layer, by our name; ``q`` gives each head's query and then its gate."""
+    """Returns the declared weights of one layer; ``q`` makes each head's query, then its gate."""
     D, H, X = config.hidden_size, config.head_dim, config.num_experts
     NH, GH = config.num_attention_heads * H, config.num_key_value_heads * H
     prefix, hf = "model.layers.{i}.", "model.layers.{i}.mlp"
     table: dict[str, ParamSpec] = {}
 
     def norm(name, size, axis, hf):
-        table[name] = ParamSpec((size,), (axis,), f"{prefix}{hf}.weight", init="ones")
+        table[name] = norm_spec(size, f"{prefix}{hf}", axis)
 
     def project(name, d_in, d_out, axes):
         hf = f"{prefix}self_attn.{name}_proj"
-        table[name] = ParamSpec((d_in, d_out), axes, f"{hf}.weight", is_linear=True)
-        if config.attention_bias:
-            table[f"{name}_bias"] = ParamSpec((d_out,), axes[1:], f"{hf}.bias", init="zeros")
+        linear_specs(table, name, d_in, d_out, axes, hf, has_bias=config.attention_bias)
 
     norm("attention_norm", D, "embed", "input_layernorm")
     project("q", D, 2 * NH, ("embed", "heads"))
@@ -121,20 +120,14 @@ def layer_table(config: Qwen3NextConfig) -> dict[str, ParamSpec]:
     }
 
 
-def attention(layer: dict, x_BTD: jax.Array, cache, index, window: Window, config: Qwen3NextConfig):
-    """Gated attention of normalised inputs, residual left out.
+def attention(
+    layer: dict[str, jax.Array], x_BTD: jax.Array, cache: KVCache | None, index: int,
+    window: Window, config: Qwen3NextConfig,
+) -> tuple[jax.Array, KVCache | None]:
+    """Applies gated attention to normalised inputs, without the residual.
 
-    Args:
-      layer: its weights.
-      x_BTD: dtype[B,T,D].
-      cache: or None.
-      index: the layer's, in the cache.
-      window: where the tokens stand.
-      config: the layer's shape.
-
-    Returns:
-      dtype[B,T,D] and the cache with the window written.
-    """
+    Args and Returns are those of ``layers.attention``.
+    """  # fmt: skip
     B, T, _ = x_BTD.shape
     H = config.head_dim
     heads = lambda name: linear(x_BTD, layer, name).reshape(B, T, -1, H)
@@ -152,8 +145,8 @@ def attention(layer: dict, x_BTD: jax.Array, cache, index, window: Window, confi
         return linear(out, layer, "o"), cache
 
 
-def mlp(layer: dict, x_BTD: jax.Array, config: Qwen3NextConfig) -> jax.Array:
-    """The experts and the gated shared one, norm and residual included."""
+def mlp(layer: dict[str, jax.Array], x_BTD: jax.Array, config: Qwen3NextConfig) -> jax.Array:
+    """Applies the experts and the gated shared expert, with their norm and residual."""
     with jax.named_scope("mlp"):
         h = rms_norm(x_BTD, layer["mlp_norm"], config.rms_norm_eps)
         weights = route(
@@ -165,9 +158,10 @@ def mlp(layer: dict, x_BTD: jax.Array, config: Qwen3NextConfig) -> jax.Array:
 
 
 def decoder_layer(
-    layer: dict, x_BTD: jax.Array, cache, index, window: Window, config: Qwen3NextConfig
-):
-    """One layer: dtype[B,T,D] and the cache with the window written."""
+    layer: dict[str, jax.Array], x_BTD: jax.Array, cache: KVCache | None, index: int,
+    window: Window, config: Qwen3NextConfig,
+) -> tuple[jax.Array, KVCache | None]:
+    """Applies one layer with its residuals, see ``Family.layer``."""  # fmt: skip
     h = rms_norm(x_BTD, layer["attention_norm"], config.rms_norm_eps)
     h, cache = attention(layer, h, cache, index, window, config)
     return mlp(layer, x_BTD + h, config), cache
