@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.common.timing import interleave, loop_timer
+from experiments.common.timing import Timer, interleave, loop_timer
 from spec_jax.contracts import Model
 from spec_jax.drafters.common.head import Head
 from spec_jax.engine import stats
+from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.sampling import argmax
 
 ITERATIONS = 64  # passes in one timed call, so that a dispatch does not count
@@ -105,6 +106,20 @@ def head_timer(
     carry = (x, jnp.zeros(best, jnp.int32), jnp.zeros(best), cache)
     run = functools.partial(_run_head, head=head, children=children, iterations=ITERATIONS)
     return loop_timer(lambda carry: run(params, carry, seen), carry, ITERATIONS)
+
+
+def draft_timer(
+    draft: LoadedModel | LoadedHead, target: LoadedModel, slots: int, batch: int
+) -> Timer | None:
+    """Returns the timer of a draft's pass of one token a row; None of a head that has none."""
+    params = draft.decoding_params(batch)
+    if isinstance(draft, LoadedModel):
+        return pass_timer(draft.model, params, 1, slots, batch)
+    head = draft.head(target.model)
+    if head is None:
+        return None
+    params = {"head": params, "target": target.decoding_params(batch)}
+    return head_timer(head, params, slots, batch)
 
 
 class Costs(NamedTuple):

@@ -37,28 +37,20 @@ def compile_all(bench: Bench, cells: Sequence[Cell]) -> dict[tuple[str, int], Ti
     """Compiles every program of the run; returns the timers of the passes by role and width."""
     timers, slots, batch = {}, cost_slots(bench, cells), bench.batch
 
-    def add(role: str, width: int, make: Callable[..., Timer], *args) -> None:
-        timers[role, width] = make(*args)
+    def add_target(width: int) -> None:
+        params = bench.target.decoding_params(width * batch)
+        timer = costs.pass_timer(bench.target.model, params, width, slots, batch)
+        timers["target", width] = timer
 
-    def add_pass(role: str, width: int) -> None:
-        model = bench.target if role == "target" else bench.drafts[role]
-        params = model.decoding_params(width * batch)
-        add(role, width, costs.pass_timer, model.model, params, width, slots, batch)
+    def add_draft(method: str) -> None:
+        timer = costs.draft_timer(bench.drafts[method], bench.target, slots, batch)
+        timers.update({(method, 1): timer} if timer else {})
 
     tasks = {cell.label: functools.partial(bench.compile, cell) for cell in cells}
-    chains = [cell for cell in cells if not cell.tree]
-    passes = [("target", width) for width in sorted({c.k + 1 for c in chains})]
-    passes += [("standalone", 1)] if "standalone" in bench.drafts else []
-    for role, width in passes:
-        tasks[f"{role} pass of width {width}"] = functools.partial(add_pass, role, width)
-    for method, cell in {cell.method: cell for cell in chains}.items():
-        decoder = bench.decoder(cell)
-        head = decoder.draft and decoder.draft.head(decoder.system().target)
-        if head is not None:
-            params = decoder.params(batch)["draft"]
-            tasks[f"{method} pass"] = functools.partial(
-                add, method, 1, costs.head_timer, head, params, slots, batch
-            )
+    for width in sorted({cell.k + 1 for cell in cells if not cell.tree}):
+        tasks[f"target pass of {width} tokens"] = functools.partial(add_target, width)
+    for method in bench.drafts:
+        tasks[f"{method} pass"] = functools.partial(add_draft, method)
     run_all(tasks, "compiling")
     return timers
 

@@ -110,14 +110,9 @@ def pass_costs(
 ) -> dict[str, float]:
     """Measures a draft pass of one token, by draft, in target passes of one token; batch 1."""
     slots = -(-(config.prompt_tokens + config.max_new_tokens + config.num_draft + 1) // 128) * 128
-    timer = lambda model, params: costs.pass_timer(model, params, 1, slots, 1)
-    timers = {"": timer(target.model, target.decoding_params(1))}
-    for name, draft in drafts.items():
-        if isinstance(draft, LoadedModel):
-            timers[name] = timer(draft.model, draft.decoding_params(1))
-        elif (head := draft.head(target.model)) is not None:
-            params = {"head": draft.decoding_params(1), "target": target.decoding_params(1)}
-            timers[name] = costs.head_timer(head, params, slots)
+    timers = {"": costs.pass_timer(target.model, target.decoding_params(1), 1, slots, 1)}
+    timers |= {name: costs.draft_timer(draft, target, slots, 1) for name, draft in drafts.items()}
+    timers = {name: timer for name, timer in timers.items() if timer is not None}
     found = {name: np.median(ms) for name, ms in interleave(timers, costs.REPEATS).items()}
     return {name: float(ms / found[""]) for name, ms in found.items() if name}
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
 
 from experiments.common.costs import Costs, predict
+from spec_jax.parallel.overlap import Span
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402, the back end comes first
@@ -19,6 +21,7 @@ _COLORS = {  # Okabe and Ito's palette
     "eagle-1": "#E69F00", "eagle-3": "#009E73", "suffix": "#56B4E9",
 }  # fmt: skip
 _MARKERS = "osD^vP"
+_ACCEPTED = "accepted, of the drafts that were reached"
 _STYLE = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
     "axes.titlesize": 11, "legend.frameon": False, "legend.fontsize": 9, "font.size": 10,
@@ -55,51 +58,62 @@ def _series(results: Sequence[dict], temperature: float) -> list[_Series]:
     ]
 
 
-def _draw(path: pathlib.Path, results: Sequence[dict], draw, x_label: str, y_label: str) -> None:
-    """Saves one panel a temperature; ``draw(axis, series)`` fills it."""
-    temperatures = list(dict.fromkeys(r["temperature"] for r in results))
+@contextlib.contextmanager
+def _panels(path: pathlib.Path, columns: int, size: tuple[float, float], **options: Any):
+    """Yields the axes of a figure, and saves it; every axis with labels has a legend."""
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(
-            1, len(temperatures), figsize=(1.2 + 4.3 * len(temperatures), 3.9), sharey=True,
-            squeeze=False, layout="constrained",
+            1, columns, figsize=size, squeeze=False, layout="constrained", **options
         )
-        for axis, temperature in zip(axes[0], temperatures):
-            kind = "greedy" if temperature == 0 else "sampled"
-            axis.set_title(f"{kind}, temperature {temperature:g}")
-            axis.set_xlabel(x_label)
-            draw(axis, _series(results, temperature))
-            axis.xaxis.get_major_locator().set_params(integer=True)
-            if axis.get_legend_handles_labels()[0]:
+        yield axes[0]
+        for axis in axes[0]:
+            if axis.get_legend() is None and axis.get_legend_handles_labels()[0]:
                 axis.legend()
-        axes[0, 0].set_ylabel(y_label)
         figure.savefig(path)
         plt.close(figure)
 
 
+def _draw(
+    path: pathlib.Path, results: Sequence[dict], draw: Callable[[Any, list[_Series]], None],
+    x_label: str, y_label: str,
+) -> None:  # fmt: skip
+    """Saves one panel for each temperature; ``draw(axis, series)`` fills it."""
+    temperatures = list(dict.fromkeys(r["temperature"] for r in results))
+    size = (1.2 + 4.3 * len(temperatures), 3.9)
+    with _panels(path, len(temperatures), size, sharey=True) as axes:
+        for axis, temperature in zip(axes, temperatures):
+            kind = "greedy" if temperature == 0 else "sampled"
+            axis.set(title=f"{kind}, temperature {temperature:g}", xlabel=x_label)
+            draw(axis, _series(results, temperature))
+            axis.xaxis.get_major_locator().set_params(integer=True)
+        axes[0].set_ylabel(y_label)
+
+
 def plot_speedup(path: pathlib.Path, results: Sequence[dict], costs: Costs) -> None:
-    """Speed-up against K: measured points, and the curve that acceptance and costs predict."""
+    """Draws the speed-up over K: measured points, and the curve that the costs predict."""
 
     def draw(axis, series):
         axis.axhline(1, color="0.45", linewidth=1, linestyle=":", label="plain decoding")
         for s in series:
-            ks, last = [r["k"] for r in s.results], s.results[-1]
+            speedups, last = [r["speedup"] for r in s.results], s.results[-1]
             axis.plot(
-                ks, [r["speedup"] for r in s.results], s.marker, color=s.color, label=s.label,
+                [r["k"] for r in s.results], speedups, s.marker, color=s.color, label=s.label,
                 markerfacecolor=s.face,
-            )
-            if s.is_tree:
-                continue  # no prediction
-            ks = range(1, last["k"] + 1)
-            axis.plot(ks, [predict(costs, last, k) for k in ks], "--", color=s.color, linewidth=1.3)
+            )  # fmt: skip
+            if not s.is_tree:  # no speed-up is predicted for trees
+                ks = range(1, last["k"] + 1)
+                predicted = [predict(costs, last, k) for k in ks]
+                axis.plot(ks, predicted, "--", color=s.color, linewidth=1.3)
         axis.plot([], [], "--", color="0.45", linewidth=1.3, label="predicted")
         axis.set_ylim(bottom=0)
 
-    _draw(path, results, draw, "K, tokens drafted a round", "speed-up over plain decoding")
+    _draw(path, results, draw, "K, drafted tokens per round", "speed-up over plain decoding")
 
 
 def plot_acceptance(path: pathlib.Path, results: Sequence[dict]) -> None:
-    """Acceptance by position (of a tree, by level) at the largest K, with one standard error,
-    beside the expected.
+    """Draws acceptance by position (of a tree, by level) at the largest K.
+
+    Bars show one standard error, dashed lines the expected acceptance.
     """
 
     def draw(axis, series):
@@ -109,87 +123,71 @@ def plot_acceptance(path: pathlib.Path, results: Sequence[dict]) -> None:
             rate = np.asarray(last["acceptance_by_position"], float)
             position = np.arange(1, len(rate) + 1)
             error = np.sqrt(rate * (1 - rate) / np.maximum(last["reached_at"], 1))
-            label = f"{s.label}, K={last['k']}"
             axis.errorbar(
-                position, rate, error, color=s.color, marker=s.marker, capsize=3, label=label,
-                markerfacecolor=s.face,
-            )
-            expected = last["expected_by_position"]
-            if expected:
+                position, rate, error, color=s.color, marker=s.marker, capsize=3,
+                label=f"{s.label}, K={last['k']}", markerfacecolor=s.face,
+            )  # fmt: skip
+            expected = np.asarray(last["expected_by_position"], float)
+            if expected.size:
                 has_expected = True
-                axis.plot(position, np.asarray(expected, float), "--", color=s.color, linewidth=1.3)
+                axis.plot(position, expected, "--", color=s.color, linewidth=1.3)
         if has_expected:
             axis.plot([], [], "--", color="0.45", label="expected of the rule")
         axis.set_ylim(0, 1.03)
 
-    _draw(path, results, draw, "position in the draft", "accepted, of the drafts judged")
+    _draw(path, results, draw, "position in the draft", _ACCEPTED)
 
 
-def plot_tree_sizes(path: pathlib.Path, record: dict) -> None:
-    """Time of a round and of its verify pass against the size of the tree.
+def plot_tree_sizes(path: pathlib.Path, record: Mapping[str, Any]) -> None:
+    """Draws the time of a round and of its verify pass over the size of the tree.
 
     Args:
-      path: of the PNG file.
-      record: of ``bench_heads.measure``.
+      path: The PNG file.
+      record: Of ``experiments.benchmarks.heads.measure``.
     """
     sizes = record["tree_sizes"]
-    with plt.rc_context(_STYLE):
-        figure, axis = plt.subplots(figsize=(5.5, 3.9), layout="constrained")
+    with _panels(path, 1, (5.5, 3.9)) as (axis,):
         axis.plot(sizes, record["round_ms"], "o-", color="#0072B2", label="round")
         axis.plot(sizes, record["verify_ms"], "s-", color="#D55E00", label="its verify pass")
-        for name, style in (("plain", ":"), ("chain_round", "--")):
-            label = {"plain": "plain pass of one token", "chain_round": "round of the chain"}[name]
+        for name, style, label in (
+            ("plain", ":", "plain pass of one token"), ("chain_round", "--", "round of the chain"),
+        ):  # fmt: skip
             value = record[f"{name}_ms"]
             axis.axhline(value, color="0.45", linewidth=1, linestyle=style, label=label)
-        axis.set_title("EAGLE-3 dynamic tree")
-        axis.set_xlabel("nodes, the root among them")
-        axis.set_ylabel("milliseconds")
+        axis.set(title="EAGLE-3 dynamic tree", xlabel="nodes, with the root", xticks=sizes)
+        axis.set(ylabel="milliseconds")
         axis.set_ylim(bottom=0)
-        axis.set_xticks(sizes)
-        axis.legend()
-        figure.savefig(path)
-        plt.close(figure)
 
 
 def plot_training(path: pathlib.Path, lines: Sequence[Mapping[str, float]]) -> None:
-    """Loss by step, and what evaluations measured: tau, and acceptance by position.
+    """Draws loss by step, and what evaluations measured: tau, and acceptance by position.
 
     Args:
-      path: of the PNG file.
-      lines: of a run's metrics.jsonl.
+      path: The PNG file.
+      lines: Of a run's metrics.jsonl.
     """
-    curve = lambda name: [(line["step"], line[name]) for line in lines if name in line]
-    panels = [("loss", ["loss", "held_out_loss"]), ("tokens a target pass", ["tau"])]
-    positions = [f"accept_{i}" for i in range(1, 9)]
-    measured = [line for line in lines if "tau" in line]
-    with plt.rc_context(_STYLE):
-        figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained")
-        for axis, (label, names) in zip(axes, panels):
-            for name in names:
-                if points := curve(name):
-                    axis.plot(*zip(*points), label=name.replace("_", " "))
-            axis.set_xlabel("step")
-            axis.set_ylabel(label)
-            axis.legend()
-        for name in positions:
-            if points := [(line["step"], line[name]) for line in measured if name in line]:
-                axes[2].plot(*zip(*points), label=f"position {name[-1]}")
-        axes[2].set_xlabel("step")
-        axes[2].set_ylabel("accepted, of the drafts judged")
-        axes[2].legend()
-        figure.savefig(path)
-        plt.close(figure)
+    positions = {f"accept_{i}": f"position {i}" for i in range(1, 9)}
+    panels = (
+        ("loss", {"loss": "training", "held_out_loss": "held out"}, lines),
+        ("tau, tokens per target pass", {"tau": "tau"}, lines),
+        (_ACCEPTED, positions, [line for line in lines if "tau" in line]),
+    )
+    with _panels(path, len(panels), (11, 3.6)) as axes:
+        for axis, (label, names, kept) in zip(axes, panels):
+            for name, text in names.items():
+                if points := [(line["step"], line[name]) for line in kept if name in line]:
+                    axis.plot(*zip(*points), label=text)
+            axis.set(xlabel="step", ylabel=label)
 
 
-def plot_intervals(path: pathlib.Path, rows: Sequence[Mapping]) -> None:
-    """Conditional acceptance by position, a line a draft, with intervals.
+def plot_intervals(path: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Draws conditional acceptance by position, a line for each draft, with intervals.
 
     Args:
-      path: of the PNG file.
-      rows: with ``draft``, ``tau`` and ``accept``, of ``experiments.evaluate``.
+      path: The PNG file.
+      rows: With ``draft``, ``tau`` and ``accept``, of ``experiments.evaluate``.
     """
-    with plt.rc_context(_STYLE):
-        figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
+    with _panels(path, 1, (6, 4)) as (axis,):
         for number, row in enumerate(rows):
             at = np.arange(1, len(row["accept"]) + 1) + 0.06 * (number - (len(rows) - 1) / 2)
             value, low, high = np.asarray(row["accept"]).T
@@ -198,27 +196,20 @@ def plot_intervals(path: pathlib.Path, rows: Sequence[Mapping]) -> None:
                 capsize=3, label=f"{row['draft']}, tau {row['tau'][0]:.2f}",
             )  # fmt: skip
         axis.set_xticks(range(1, len(rows[0]["accept"]) + 1))
-        axis.set_xlabel("position in the draft")
-        axis.set_ylabel("accepted, of the drafts judged")
-        axis.set_ylim(0, 1.03)
-        axis.legend()
-        figure.savefig(path)
-        plt.close(figure)
+        axis.set(xlabel="position in the draft", ylabel=_ACCEPTED, ylim=(0, 1.03))
 
 
-def plot_timeline(path: pathlib.Path, spans: Sequence) -> None:
-    """What ran when, a row for each set of devices.
+def plot_timeline(path: pathlib.Path, spans: Sequence[Span]) -> None:
+    """Draws what ran when, a row for each set of devices.
 
     Args:
-      path: of the PNG file.
-      spans: with ``what``, ``tick``, ``devices``, ``begin_s`` and ``end_s``, of
-        ``spec_jax.overlap``.
+      path: The PNG file.
+      spans: Of ``spec_jax.parallel.overlap``.
     """
     rows = sorted({span.devices for span in spans})
     start = min(span.begin_s for span in spans)
     colors = {"prefill": "0.6", "draft": "#0072B2", "verify": "#D55E00", "accept": "#009E73"}
-    with plt.rc_context(_STYLE):
-        figure, axis = plt.subplots(figsize=(9, 0.9 + 0.7 * len(rows)), layout="constrained")
+    with _panels(path, 1, (9, 0.9 + 0.7 * len(rows))) as (axis,):
         for what, color in colors.items():
             for row, devices in enumerate(rows):
                 bars = [
@@ -230,5 +221,3 @@ def plot_timeline(path: pathlib.Path, spans: Sequence) -> None:
         axis.set_yticks(range(len(rows)), rows)
         axis.set_xlabel("milliseconds")
         axis.legend(ncols=len(colors), loc="lower center", bbox_to_anchor=(0.5, 1.0))
-        figure.savefig(path)
-        plt.close(figure)
