@@ -198,7 +198,7 @@ def test_marks_are_the_tokens_that_hold_a_marked_character():
     assert token_mask([(0, 1), (0, 1), (1, 2)], [(0, 1)]).tolist() == [True, True, False]
 
 
-def test_text_is_marked_whole_behind_a_separator():
+def test_text_is_marked_whole_after_a_separator():
     tokenizer = byte_level()
     (document,) = Encoder(tokenizer).text(Text("two and two", "t"))
     assert document.mask.all() and text_of(tokenizer, document) == END_OF_TEXT + "two and two"

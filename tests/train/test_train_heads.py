@@ -93,9 +93,9 @@ def test_teacher_forced_rounds_are_the_decoders(name):
     rows, stats = head_eval.decode(
         TARGET, head, PROMPTS, num_draft=K, max_new_tokens=40, batch=4
     )
-    judged, accepted = head_eval.teacher_forced(TARGET, head, PROMPTS, rows, num_draft=K)
-    assert tuple(judged) == stats.reached_at and tuple(accepted) == stats.accepted_at
-    assert accepted[1] > 0  # a second draft was right, so recycling was judged
+    reached, accepted = head_eval.teacher_forced(TARGET, head, PROMPTS, rows, num_draft=K)
+    assert tuple(reached) == stats.reached_at and tuple(accepted) == stats.accepted_at
+    assert accepted[1] > 0  # a second draft was right, so recycling was tried
 
 
 @pytest.mark.representatives("eagle-3, reduced, normed", "mtp")
@@ -146,7 +146,7 @@ def test_divergences_agree_with_their_definitions():
 
 
 @pytest.mark.parametrize("name", losses.DIVERGENCES)
-def test_divergences_are_least_where_the_laws_agree(name):
+def test_divergences_are_least_where_the_distributions_agree(name):
     measure = losses.make_divergence(name)
     p = jnp.asarray(np.random.default_rng(1).normal(size=(7,)), jnp.float32)
     at, gradient = jax.value_and_grad(lambda q: measure(p, q))(p)
