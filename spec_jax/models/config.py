@@ -1,4 +1,7 @@
-"""The shape of a decoder-only transformer, as Hugging Face's config.json states it."""
+"""Configs of models, as Hugging Face's config.json states them.
+
+``ModelConfig`` is the config of Llama's family. The other parts serve the configs of all families.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from spec_jax.errors import ConfigError, WeightsError
 
@@ -15,7 +18,8 @@ MODEL_TYPES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-ALIASES = {"mimo": "qwen2"}  # the same layers under a name of their own
+ALIASES = {"mimo": "qwen2"}  # the same layers under another name
+T = TypeVar("T")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -25,18 +29,18 @@ def _check_number(name: str, value: Any) -> None:
 
 
 def eos_tuple(value: Any) -> tuple[int, ...]:
-    """``eos_token_id`` as one type, whether none, one or several are given."""
+    """Returns ``eos_token_id`` as a tuple, whether none, one or several are given."""
     return () if value is None else (value,) if isinstance(value, int) else tuple(value)
 
 
 def eos_spelling(eos: tuple[int, ...]) -> int | list[int] | None:
-    """``eos_token_id`` as config.json holds it."""
+    """Returns ``eos_token_id`` as config.json holds it."""
     return None if not eos else eos[0] if len(eos) == 1 else list(eos)
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding; fields and meaning as in Hugging Face's ``rope_parameters``."""
+    """The rotary position embedding; fields are those of Hugging Face's ``rope_parameters``."""
 
     rope_type: str = "default"
     rope_theta: float = 10000.0
@@ -68,7 +72,14 @@ class RopeConfig:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> RopeConfig:
-        """Reads either spelling: ``rope_parameters``, or ``rope_theta`` with ``rope_scaling``."""
+        """Reads a parsed config.json, in either spelling.
+
+        Args:
+          hf: has ``rope_parameters``, or ``rope_theta`` with ``rope_scaling``.
+
+        Raises:
+          ConfigError: the variant or a parameter is not supported, or one is missing.
+        """
         raw = {}
         for name in ("rope_scaling", "rope_parameters"):
             said = hf.get(name) or {}
@@ -81,7 +92,7 @@ class RopeConfig:
         if raw.get("partial_rotary_factor") == 1.0:
             del raw["partial_rotary_factor"]
         if raw["rope_type"] == "yarn":
-            # A config without the original length means the model's own maximum.
+            # Without an original length, the maximum length of the model is meant.
             own = hf.get("max_position_embeddings")
             raw.setdefault("original_max_position_embeddings", own)
         known = {f.name for f in dataclasses.fields(cls)}
@@ -96,7 +107,7 @@ class RopeConfig:
         return cls(**{k: v for k, v in raw.items() if v is not None})
 
     def to_hf(self) -> dict[str, Any]:
-        """The fields that matter for this ``rope_type``, in the ``rope_parameters`` spelling."""
+        """Returns the fields that this ``rope_type`` uses, as ``rope_parameters`` holds them."""
         names = {
             "default": (),
             "linear": ("factor",),
@@ -113,7 +124,7 @@ class RopeConfig:
         return {n: getattr(self, n) for n in fields if getattr(self, n) is not None}
 
     def spellings(self) -> dict[str, Any]:
-        """The keys of both spellings, for a config.json that loaders of either kind read."""
+        """Returns the keys of both spellings, so that loaders of either kind read them."""
         both = self.to_hf()
         scaling = {n: v for n, v in both.items() if n != "rope_theta"} | {"type": self.rope_type}
         return {
@@ -123,11 +134,11 @@ class RopeConfig:
         }
 
 
-def from_fields(cls, hf: Mapping[str, Any], *left_out: str):
-    """A config dataclass with those of its fields that a parsed config.json has.
+def from_fields(cls: type[T], hf: Mapping[str, Any], *left_out: str) -> T:
+    """Builds a config dataclass from the fields of the same names in a parsed config.json.
 
     Args:
-      cls: with a field ``rope``, if it has one, for either spelling of the rotary embedding.
+      cls: the dataclass. A field ``rope`` is read from either spelling of the rotary embedding.
       hf: the object of config.json.
       *left_out: fields that keep their defaults.
 
@@ -143,29 +154,32 @@ def from_fields(cls, hf: Mapping[str, Any], *left_out: str):
 
 
 class EqualHeads:
-    """What configs share whose keys and values are as wide as their queries, ``head_dim``."""
+    """Mixin of configs whose queries, keys and values are all ``head_dim`` wide."""
 
     @property
     def key_dim(self) -> int:
+        """The width of a key."""
         return self.head_dim
 
     @property
     def value_dim(self) -> int:
+        """The width of a value."""
         return self.head_dim
 
 
 class PartialRotary(EqualHeads):
-    """What configs share whose heads turn only the first part of their dimensions.
+    """Mixin of configs whose heads rotate only the first part of their dimensions.
 
-    A config that inherits has ``head_dim``, ``partial_rotary_factor`` and ``rope``.
+    The config has ``head_dim``, ``partial_rotary_factor`` and ``rope``.
     """
 
     @property
     def rotary_dim(self) -> int:
+        """The number of dimensions of a head that are rotated."""
         return int(self.head_dim * self.partial_rotary_factor)
 
     def check_rotary(self) -> None:
-        """Raises a ConfigError where the part is empty, odd or larger than the head."""
+        """Raises a ConfigError if the part is empty, odd or larger than the head."""
         _check_number("partial_rotary_factor", self.partial_rotary_factor)
         if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
             raise ConfigError(
@@ -174,8 +188,8 @@ class PartialRotary(EqualHeads):
             )
 
     @classmethod
-    def of_fields(cls, hf: Mapping[str, Any]):
-        """``from_fields``, with the factor from beside or within the rope's parameters."""
+    def of_fields(cls, hf: Mapping[str, Any]) -> Self:
+        """Calls ``from_fields``; the factor may also stand among the rotary parameters."""
         hf, part = dict(hf), hf.get("partial_rotary_factor")
         for name in ("rope_scaling", "rope_parameters"):
             if isinstance(hf.get(name), Mapping):
@@ -186,11 +200,13 @@ class PartialRotary(EqualHeads):
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig(EqualHeads):
-    """A Llama, Qwen2 or Qwen3 decoder. Field names are Hugging Face's.
+    """The shape of a Llama, Qwen2 or Qwen3 model. Field names are Hugging Face's.
 
-    ``scan_layers`` is ours: False unrolls the layers with separate weights (faster on a
-    CPU), True scans over stacked weights (compiles in seconds for an accelerator). A subclass
-    for another family gives ``architectures``, its model types and their classes in transformers.
+    ``scan_layers`` is ours. False unrolls the layers with separate weights, which is faster on a
+    CPU; True scans over stacked weights, which compiles in seconds for an accelerator.
+
+    A subclass for another family sets ``architectures``: its model types, and the name of each
+    one's class in transformers.
     """
 
     architectures: ClassVar[Mapping[str, str]] = MODEL_TYPES
@@ -250,15 +266,17 @@ class ModelConfig(EqualHeads):
 
     @property
     def has_qk_norm(self) -> bool:
+        """Whether each head's queries and keys are normalised."""
         return self.model_type == "qwen3"
 
     @property
     def rotary_dim(self) -> int:
+        """The number of dimensions of a head that are rotated: all."""
         return self.head_dim
 
     @property
     def has_output_bias(self) -> bool:
-        """Llama's ``attention_bias`` covers o_proj; Qwen2's biases are on q, k and v alone."""
+        """Whether o_proj has a bias: Llama's ``attention_bias`` includes it, Qwen2's does not."""
         return self.attention_bias and self.model_type != "qwen2"
 
     @classmethod
@@ -266,7 +284,7 @@ class ModelConfig(EqualHeads):
         """Builds the config from a parsed config.json.
 
         Raises:
-          ConfigError: a model type, activation or attention variant that is not supported.
+          ConfigError: the model type, activation or attention variant is not supported.
         """
         kind = hf.get("model_type")
         kind = ALIASES.get(kind, kind) if isinstance(kind, str) else kind
@@ -284,7 +302,7 @@ class ModelConfig(EqualHeads):
         return from_fields(cls, hf, "scan_layers")
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json that transformers loads as the same model."""
+        """Returns the config.json that transformers loads as the same model."""
         hf = dataclasses.asdict(self)
         del hf["scan_layers"], hf["rope"]
         if self.model_type != "llama":
@@ -299,10 +317,10 @@ class ModelConfig(EqualHeads):
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:
-    """The object that a JSON file of a Hugging Face directory holds.
+    """Reads the object in a JSON file of a Hugging Face directory.
 
     Raises:
-      WeightsError: no such file, or it holds something else.
+      WeightsError: there is no such file, or it holds something else.
     """
     try:
         value = json.loads(file.read_text(encoding="utf-8"))

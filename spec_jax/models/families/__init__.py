@@ -1,4 +1,7 @@
-"""The model families. Each registers itself when it is imported; one from outside does the same.
+"""Model families, one module each, which registers its family when it is imported.
+
+A family from outside of the package is registered in the same way. See
+``tests/support/gated_family.py`` for a complete one.
 
     from spec_jax.models.families import Family, register
 

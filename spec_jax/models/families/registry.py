@@ -1,7 +1,7 @@
-"""What makes a model family, and which families there are.
+"""The registry of model families.
 
-A family is one record. Everything else (weights, forward pass, caches, checkpoints, MTP modules)
-finds it by the class of a config, or by the ``model_type`` of a config.json.
+A family is one record, ``Family``. Weights, forward pass, caches, checkpoints and MTP modules find
+it by the class of a config, or by the ``model_type`` of a config.json.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from spec_jax.models.specs import ParamSpec
 
 
 class AnyConfig(Protocol):
-    """What the config of every family has; names are Hugging Face's where it has them.
+    """What the config of every family has. Names are Hugging Face's where it has them.
 
-    A config is a frozen dataclass. Families whose layers are made of ``layers.attention`` and
-    ``layers.mlp``, or kept in a ``KVCache``, also have the fields that these read.
+    A config is a frozen dataclass. The configs of families that use ``layers.attention``,
+    ``layers.mlp`` or ``KVCache`` also have the fields that these read.
     """
 
     vocab_size: int
@@ -31,15 +31,15 @@ class AnyConfig(Protocol):
     tie_word_embeddings: bool
     eos_token_id: tuple[int, ...]
     rope: RopeConfig
-    rotary_dim: int  # dimensions of a head that the rotary embedding turns
-    scan_layers: bool  # the weights of all layers are stacked, and the layers scanned
+    rotary_dim: int  # number of dimensions of a head that are rotated
+    scan_layers: bool  # the weights of the layers are stacked, and the layers scanned
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> AnyConfig:
         """Builds the config from a parsed config.json."""
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json that ``from_hf`` reads."""
+        """Returns the config.json that ``from_hf`` reads."""
 
 
 class Family(NamedTuple):
@@ -49,16 +49,19 @@ class Family(NamedTuple):
       config: the class of its configs, see ``AnyConfig``.
       model_types: values of ``model_type`` in a config.json that the class reads.
       layer: ``(weights, x dtype[B,T,D], cache, index, window, config) -> (dtype[B,T,D], cache)``,
-        one layer with its residual; ``cache`` may be None, and ``window`` is a ``layers.Window``.
-      layer_tables: ``(config) -> [{name: ParamSpec}]``, the weights of each layer.
-      outer_table: ``(config) -> {name: ParamSpec}``, embedding, final norm and head; None for a
-        family of which only layers are known, for MTP modules.
+        one layer with its residuals. ``window`` is a ``layers.Window``; ``cache`` is None if the
+        tokens are whole sequences.
+      layer_tables: ``(config) -> [{name: ParamSpec}]``, the declared weights of each layer.
+      outer_table: ``(config) -> {name: ParamSpec}``, those of embedding, final norm and head. None
+        if only the layers are supported, in MTP modules.
       init_cache: ``(config, batch, slots, dtype) -> Cache``.
-      can_scan: its layers are all alike, so that they may be stacked and scanned.
-      has_panels: its layers apply every matrix by ``layers.linear``, so that a CPU may store them
-        in panels.
-      mtp_layouts: the layouts (see ``drafters/mtp/layout.py``) in which MTP modules with such a
-        layer are written; empty where no modules are made of it.
+      can_scan: the layers are all alike, so they may be stacked and scanned.
+      has_panels: the layers apply every matrix by ``layers.linear``, so a CPU may store them in
+        panels, see ``models/layout.py``.
+      mtp_layouts: names of the layouts (see ``drafters/mtp/layout.py``) that can hold MTP modules
+        with such a layer, whose cache must be a ``KVCache``. Empty if modules are not supported.
+        The names of a layer's weights must differ from those of a module (``fc``, ``norm``,
+        ``embed``, ``head``, ``embed_norm``, ``hidden_norm``).
     """
 
     config: type
@@ -76,9 +79,12 @@ _FAMILIES: dict[type, Family] = {}
 
 
 def register(family: Family) -> None:
-    """Adds a family, so that its models load, decode, train and are exported like any other.
+    """Registers a family, so its models are loaded, decoded, trained and exported as any other.
 
-    Registering a config class again replaces its family.
+    Registering the same config class again replaces its family.
+
+    Args:
+      family: its record.
 
     Raises:
       ConfigError: another family reads one of its model types.
@@ -94,10 +100,10 @@ def register(family: Family) -> None:
 
 
 def family_of(config: AnyConfig) -> Family:
-    """The family of a config.
+    """Returns the family of a config.
 
     Raises:
-      ConfigError: no family has configs of its class.
+      ConfigError: no family has configs of its class, or of a class that it inherits from.
     """
     for kind in type(config).__mro__:
         if kind in _FAMILIES:
@@ -109,11 +115,11 @@ def family_of(config: AnyConfig) -> Family:
 
 
 def family_of_type(model_type: Any, *, for_modules: bool = False) -> Family:
-    """The family that reads a ``model_type``.
+    """Returns the family that reads a ``model_type``.
 
     Args:
       model_type: as config.json has it.
-      for_modules: what is read are MTP modules, not a whole model.
+      for_modules: MTP modules are to be read, not a whole model.
 
     Raises:
       ConfigError: there is none.
@@ -130,12 +136,14 @@ def family_of_type(model_type: Any, *, for_modules: bool = False) -> Family:
 
 
 def read_config(directory: str | pathlib.Path) -> AnyConfig:
-    """Reads ``config.json`` of a Hugging Face directory; stop tokens of
-    ``generation_config.json`` take precedence, as they do in generation there.
+    """Reads the config of a Hugging Face directory.
+
+    Stop tokens of generation_config.json take precedence over those of config.json, as they do
+    when transformers generates.
 
     Raises:
-      WeightsError: no readable config.json, or an unreadable generation_config.json.
-      ConfigError: a family that is not supported.
+      WeightsError: there is no config.json, or a file cannot be read.
+      ConfigError: the family is not supported.
     """
     directory = pathlib.Path(directory)
     hf = read_json(directory / "config.json")
