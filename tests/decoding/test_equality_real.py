@@ -96,7 +96,7 @@ def _gap(target, prompt, tokens, at, strategy):
     return float(best[0] - best[1])
 
 
-@pytest.mark.representatives("zoo-ngram-3-4-match")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", list(SAMPLERS))
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s[:4])))
 def test_speculative_tokens_equal_plain_ones(shape, strategy, request):

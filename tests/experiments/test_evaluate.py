@@ -40,6 +40,18 @@ def config(tmp_path_factory):
     return config
 
 
+def test_a_draft_equal_to_the_target_is_always_accepted(config, tmp_path, capsys):
+    config = config.copy_and_resolve_references()
+    config.drafts = config.target
+    (same,) = evaluate.evaluate(config, str(tmp_path / "run"))["rows"]
+    assert 2 < same["tau"].low <= same["tau"].value <= same["tau"].high <= 3
+    np.testing.assert_allclose([x.value for x in same["accept"]], 1)
+    saved = json.loads((tmp_path / "run" / "evaluation.json").read_text(encoding="utf-8"))
+    assert saved["rows"][0]["rounds"] == same["rounds"] and same["cost"] > 0
+    assert "tau" in capsys.readouterr().out
+
+
+@pytest.mark.exhaustive
 def test_reports_what_decoding_did(config, tmp_path, capsys):
     rep = evaluate.evaluate(config, str(tmp_path / "run"))
     head, same = rep["rows"]

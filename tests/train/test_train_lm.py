@@ -82,7 +82,7 @@ def test_loss_falls_and_the_export_is_the_trained_model(tmp_path):
     assert np.isfinite(got).all()
 
 
-@pytest.mark.representatives("adamw")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", optimizer.OPTIMIZERS)
 def test_resuming_is_bit_exact(tmp_path, monkeypatch, name):
     config = tiny(steps=6, checkpoint_every_s=0, eval_every=100)
