@@ -55,6 +55,21 @@ class Head(NamedTuple):
 
 
 @flax.struct.dataclass
+class NoCache:
+    """The cache of a head without attention, which keeps nothing."""
+
+    empty: jax.Array  # dtype[B,0], of the head's weights' dtype
+
+    def commit(self, n: jax.Array, path: jax.Array | None = None) -> NoCache:
+        del n, path
+        return self
+
+    def insert_row(self, row: Any, other: NoCache) -> NoCache:
+        del row, other
+        return self
+
+
+@flax.struct.dataclass
 class HeadState:
     """A cache of as many pairs as the target has tokens, and the last states."""
 

@@ -1,0 +1,133 @@
+"""A drafter kind that is registered from outside of the package is a kind like any other."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from support import gate_kind
+from support.tiny_models import LLAMA, random_weights
+
+from configs import evaluate_zoo, train_head_default
+from experiments import evaluate, train_head
+from spec_jax import SpeculativeConfig, SpeculativeDecoder, load_draft, load_model
+from spec_jax.config import SamplerConfig
+from spec_jax.data import python_source, tokens
+from spec_jax.drafters import register, registry
+from spec_jax.errors import ConfigError
+from spec_jax.loading import random_head
+from spec_jax.models.checkpoint import save_pretrained
+from spec_jax.models.tokenizer import Tokenizer
+
+PROMPTS = [[1, 2, 3], [9, 8, 7, 6, 5]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    yield register(gate_kind.KIND)
+    registry.unregister("gate")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A target, a head of random weights, texts to train on and prompts."""
+    folder = tmp_path_factory.mktemp("files")
+    texts = [text for _, text in python_source.documents("held_out")[:2]]
+    tokenizer = Tokenizer(tokens.train_tokenizer(texts, 300))
+    shape = LLAMA.__class__(**{**LLAMA.__dict__, "vocab_size": 300, "max_position_embeddings": 64})
+    save_pretrained(folder / "target", random_weights(shape), shape, tokenizer)
+    head = random_head(gate_kind.new(shape), jax.random.key(1))
+    head.save(folder / "head", load_model(folder / "target"))
+    pieces = [text[i : i + 400] for text in texts for i in range(0, 4000, 400)]
+    for name, rows in {
+        "texts.jsonl": [{"text": piece} for piece in pieces],
+        "prompts.jsonl": [{"prompt": piece[:9]} for piece in pieces[:3]],
+    }.items():
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(files):
+    return load_model(files / "target")
+
+
+def test_its_definition_is_short():
+    assert len(pathlib.Path(gate_kind.__file__).read_text().splitlines()) <= 60
+
+
+def test_it_is_found_read_and_written(files, target, tmp_path):
+    head = load_draft(files / "head", target)
+    assert head.method == "gate" and head.config == gate_kind.new(target.config)
+    assert head.name == str(files / "head") and head.num_params == 2 * 32 * 16
+    head.check_params()
+    head.save(tmp_path, target)
+    again = load_draft(tmp_path, target, method="gate")
+    jax.tree.map(np.testing.assert_array_equal, again.params, head.params)
+    registry.unregister("gate")
+    with pytest.raises(ConfigError, match="known kinds: standalone, eagle, mtp"):
+        load_draft(files / "head", target)
+    with pytest.raises(ConfigError, match="speculative_method is 'gate'; expected one of stand"):
+        SpeculativeConfig("gate")
+    register(gate_kind.KIND)
+
+
+@pytest.mark.representatives("chain")
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"tree": (2, 1)}, {"adaptive": {"buckets": (0, 2)}}],
+    ids=["chain", "tree", "adaptive"],
+)
+def test_it_decodes_speculatively(files, target, options):
+    """The target's own tokens, greedily and by chance, whatever the head drafts."""
+    head = load_draft(files / "head", target)
+    config = SpeculativeConfig(
+        "gate", rejection_sampling_strategy="match",
+        **({"num_speculative_tokens": 2} if not options else options),
+    )  # fmt: skip
+    samplers = [SamplerConfig(), SamplerConfig(temperature=1.0, seed=3)]
+    decoder = SpeculativeDecoder(target, head, config)
+    fast, slow = (
+        d.generate(PROMPTS, 12, sampler=samplers) for d in (decoder, SpeculativeDecoder(target))
+    )
+    assert [row.tokens for row in fast] == [row.tokens for row in slow]
+    assert decoder.stats.drafted > 0
+
+
+def test_it_is_evaluated(files, tmp_path):
+    config = evaluate_zoo.get_config()
+    config.target, config.drafts = str(files / "target"), str(files / "head")
+    config.prompts = str(files / "prompts.jsonl")
+    config.update({"num_prompts": 3, "max_new_tokens": 8, "num_draft": 2, "batch": 2})
+    (row,) = evaluate.evaluate(config, str(tmp_path / "run"))["rows"]
+    assert row["kind"] == "gate" and row["tau"].value >= 1 and row["cost"] > 0
+    gaps = np.subtract(row["teacher_forced"], [x.value for x in row["accept"]])
+    assert np.nanmax(np.abs(gaps)) < 0.01
+
+
+def test_it_is_trained_and_exported(files, target, tmp_path):
+    config = train_head_default.get_config()
+    config.target, config.objective = str(files / "target"), "gate"
+    config.data.text, config.data.held_out_share = str(files / "texts.jsonl"), 0.2
+    config.head.taps = (1,)
+    config.loss.num_steps = 2
+    config.steps, config.batch, config.length, config.log_every = 4, 2, 18, 1
+    config.optimizer.update({"name": "adamw", "lr": 1e-2, "warmup": 1})
+    config.eval.update({
+        "every": 4, "num_draft": 2, "prompts": str(files / "prompts.jsonl"), "num_prompts": 3,
+        "max_new_tokens": 8, "batch": 3, "windows": 2,
+    })  # fmt: skip
+    config.export_dtype = "float32"
+    assert train_head.train(config, tmp_path / "run")["tau"] >= 1
+    head = load_draft(tmp_path / "run" / "export", target)
+    assert head.method == "gate" and head.config.taps == (1,)
+    config.head.init_from = str(tmp_path / "run" / "export")
+    config.head.taps = ()
+    state = train_head.Experiment(config, tmp_path / "further").init_state()
+    jax.tree.map(np.testing.assert_array_equal, state.params, head.params)
+    config.head.num_modules = 2
+    with pytest.raises(ConfigError, match="head.num_modules is 2; it is an option of mtp, not of"):
+        train_head.Experiment(config, tmp_path / "further")
