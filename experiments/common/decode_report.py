@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
+import textwrap
 from collections.abc import Sequence
 
 from experiments.common import cli
@@ -35,7 +37,6 @@ def start(setup: Setup) -> dict:
     models, notes = {"target": facts(bench.target, config.dtype)}, []
     for method, draft in bench.drafts.items():
         models[SOURCES.get(method, method)] = facts(draft, config.dtype)
-        notes += [f"{method}: {note}" for note in getattr(draft, "notes", ())]
     if config.trees and not bench.drafts:
         notes.append("trees are for standalone, eagle and mtp; none of them is given")
     if "standalone" in config.methods and "standalone" not in bench.drafts:
@@ -103,34 +104,38 @@ def _shape(result: dict) -> str:
 
 
 def legend(report: dict) -> list[tuple[str, str]]:
-    """What each column means, as ``(column, meaning)``."""
-    costs = report.get("costs")
-    trees = "of a tree: children by depth, as 3x2x1, or nodes:levels:children of a dynamic one"
-    predicted = "from acceptance and the cost of passes alone, of chains"
-    if costs:
-        ratio = lambda ms: f"{ms / costs['plain_ms']:.2f}"
-        wide = [(int(w), ms) for w, ms in costs["verify_ms"].items() if int(w) > 1]
-        predicted += f"; a plain pass takes {costs['plain_ms']:.2f} ms"
-        for method, ms in costs["draft_ms"].items():
-            predicted += f", one of {method}'s draft {ratio(ms)} of that"
-        if wide:
-            tokens = ", ".join(str(w) for w, _ in wide)
-            predicted += f", one of {tokens} tokens {', '.join(ratio(ms) for _, ms in wide)}"
+    """Returns what each column means, as ``(column, meaning)``."""
+    trees = "trees are named by the children of each depth, as 3x2x1, or by nodes:levels:children"
     return [
-        ("K, T", "tokens drafted a round; temperature"),
         *([("method", trees)] if any(r.get("tree") for r in report["results"]) else []),
-        ("tok/s", "tokens a second of decoding, prefill left out"),
-        ("tau", "tokens emitted a target pass, the target's own included"),
-        ("accepted", "share of the drafts judged at position 1, 2, 3 … that were kept; of a tree, "
-         "of the levels judged"),
-        ("speed-up", "against plain decoding timed in turn with this row"),
-        ("predicted", predicted),
-        ("identical", "every token is plain decoding's; – where the rule draws others, same law"),
-    ]
+        ("K, T", "drafted tokens per round; sampling temperature"),
+        ("tok/s", "decoded tokens per second, without prefill"),
+        ("tau", "tokens emitted per target pass, the target's own token included"),
+        ("accepted", "share of the drafts at position 1, 2, 3 … that the rule accepted, of those "
+         "whose predecessors were all accepted; of a tree, by level"),
+        ("speed-up", "over plain decoding, timed in turns with this row"),
+        ("predicted", "speed-up of chains that acceptance and the costs of passes predict"),
+        ("identical", "whether every token equals plain decoding's; – where the rule samples other "
+         "tokens of the same distribution"),
+    ]  # fmt: skip
+
+
+def describe_costs(costs: dict | None) -> list[str]:
+    """Returns a sentence on what passes cost."""
+    if not costs:
+        return []
+    ratio = lambda ms: f"{ms / costs['plain_ms']:.2f}"
+    passes = [
+        *(f"a verify pass of {w} tokens {ratio(ms)}" for w, ms in costs["verify_ms"].items()
+          if int(w) > 1),
+        *(f"a draft pass of {name} {ratio(ms)}" for name, ms in costs["draft_ms"].items()),
+    ]  # fmt: skip
+    times = f"; relative to it, {', '.join(passes)}" if passes else ""
+    return [f"a plain pass of one token takes {costs['plain_ms']:.2f} ms{times}"]
 
 
 def conclusions(results: Sequence[dict]) -> list[str]:
-    """The fastest lossless method of each temperature, in one line each."""
+    """Returns one line for each temperature: its fastest lossless method."""
     lines = []
     for temperature in dict.fromkeys(result["temperature"] for result in results):
         found = [
@@ -142,22 +147,28 @@ def conclusions(results: Sequence[dict]) -> list[str]:
             continue
         best = max(found, key=lambda r: r["speedup"])
         same = {True: "identical output", False: "output NOT identical", None: "same distribution"}
-        name = f"{best['method']} {_shape(best)} ({best['rule']})"
-        speed = f"{best['speedup']:.2f}x plain, {same[best['identical_to_plain']]}"
-        prefix = "best" if best["speedup"] >= 1 else "nothing beats plain decoding; closest"
-        lines.append(f"T={temperature:g}, {prefix}: {name}, {speed}")
+        begin = f"Fastest at T={temperature:g}"
+        if best["speedup"] < 1:
+            begin += " is plain decoding; closest to it"
+        lines.append(
+            f"{begin}: {best['method']}, {_shape(best)}, rule {best['rule']}: "
+            f"{best['speedup']:.2f}x plain decoding, {same[best['identical_to_plain']]}"
+        )
     return lines
 
 
 def notes(report: dict) -> list[str]:
-    """What a reader must know beside the numbers, after ``report["notes"]``."""
+    """Returns what a reader must know beside the numbers, after ``report["notes"]``."""
     lines, results = [*report["notes"], *load_note(report["environment"])], report["results"]
+    lines += describe_costs(report["costs"])
     noise = [abs(1 - r["repeatability"]) for r in results if r.get("repeatability")]
     if noise:
         lines.append(f"plain decoding timed against itself differs by {max(noise):.0%}")
     share = max((r["looping_share"] for r in results if r["method"] == "plain"), default=0)
     if share > 0.01:
-        lines.append(f"up to {share:.0%} of plain decoding's tokens lie in loops, easy to draft")
+        lines.append(
+            f"up to {share:.0%} of plain decoding's tokens repeat in loops, which are easy to draft"
+        )
     for r in results:
         faults = {k: n for k, n in r["finish_reasons"].items() if k.startswith(("nan", "invalid"))}
         where = f"{r['method']} {_shape(r)} T={r['temperature']:g}"
@@ -168,44 +179,52 @@ def notes(report: dict) -> list[str]:
             lines.append(f"{where}: rows stopped early: {faults}")
         if r.get("smallest_gap_at_difference") is not None:
             lines.append(
-                f"{where} differs from plain where the two top logits are "
+                f"{where} differs from plain decoding where the two top logits are "
                 f"{r['smallest_gap_at_difference']:.1e} apart or more"
             )
     return lines
 
 
 def write_markdown(folder: pathlib.Path, report: dict, plots: Sequence[str]) -> None:
-    """Writes report.md: conclusion, table, plots, conditions."""
+    """Writes report.md: conclusions, table, plots, conditions."""
     env, models = report["environment"], report["models"]
-    parts = ["# Speculative decoding beside plain decoding", "", f"`{report['command']}`", ""]
-    parts += [f"- {line}" for line in conclusions(report["results"])]
-    parts += ["", results_table(report["results"], is_markdown=True), ""]
-    parts += [f"- **{name}**: {meaning}" for name, meaning in legend(report)]
-    parts += [f"- {line}" for line in report["notes"]]
-    parts += [line for name in plots for line in ("", f"![{name}]({name})")]
-    parts += ["", "## Conditions", ""]
-    parts += [f"- {role}: {describe_model(model)}" for role, model in models.items()]
-    parts += [f"- prompts: {report['prompts']['description']}"]
-    parts += [f"- machine: {describe_machine(env)}"]
-    parts += [f"- {name} {env[name]}" for name in ("spec_jax", "python", *PACKAGES)]
-    parts += ["", "Every count and time is in report.json, the resolved config in config.json."]
+    read = [(role, note) for role, model in models.items() for note in model["notes"]]
+    parts = [
+        "# Speculative decoding compared with plain decoding", "", f"`{report['command']}`", "",
+        *(f"- {line}" for line in report["conclusions"]), "",
+        results_table(report["results"], is_markdown=True), "",
+        *(f"- **{name}**: {meaning}" for name, meaning in legend(report)),
+        *(["", "Notes:", ""] if report["notes"] else []),
+        *(f"- {line}" for line in report["notes"]),
+        *(line for name in plots for line in ("", f"![{name}]({name})")),
+        "", "## Conditions", "",
+        *(f"- {role}: {describe_model(model)}" for role, model in models.items()),
+        f"- prompts: {report['prompts']['description']}",
+        f"- machine: {describe_machine(env)}",
+        f"- {', '.join(f'{name} {env[name]}' for name in ('spec_jax', 'python', *PACKAGES))}",
+        *(["", "How the checkpoints of the heads were read:", ""] if read else []),
+        *(f"- {role}: {note}" for role, note in read),
+        "", "Every count and time is in report.json, the resolved config in config.json.",
+    ]  # fmt: skip
     (folder / "report.md").write_text("\n".join(parts) + "\n", encoding="utf-8")
 
 
 def print_head(report: dict, folder: pathlib.Path) -> None:
-    """What is compared, and where."""
+    """Prints what is compared, and where the report will be."""
     env = report["environment"]
     print(f"spec_jax {env['spec_jax']}, jax {env['jax']}, {describe_machine(env)}")
-    for role, model in report["models"].items():
-        print(f"{role:9}{describe_model(model)}")
-    print(f"{'prompts':9}{report['prompts']['description']}\n{'folder':9}{folder}", flush=True)
+    models = {role: describe_model(model) for role, model in report["models"].items()}
+    about = {"prompts": report["prompts"]["description"], "folder": folder}
+    for name, text in (models | about).items():
+        print(f"{name:9}{text}", flush=True)
 
 
 def print_results(report: dict, folder: pathlib.Path) -> None:
-    """The table, what its columns mean, and what follows from it."""
-    print(results_table(report["results"]) + "\n")
+    """Prints the table, what its columns mean, and the conclusions."""
+    fill = functools.partial(textwrap.fill, width=100, break_on_hyphens=False)
+    print(f"\n{results_table(report['results'])}\n")
     for name, meaning in legend(report):
-        print(f"  {name:11}{meaning}")
+        print(fill(f"  {name:11}{meaning}", subsequent_indent=" " * 13))
     for lines in ([f"note: {note}" for note in report["notes"]], report["conclusions"]):
-        print("\n" + "\n".join(lines) if lines else "")
+        print("\n" + "\n".join(fill(line, subsequent_indent="  ") for line in lines))
     print(f"\n{folder / 'report.md'}: the whole report, after {report['elapsed_s']:.0f} s")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -59,7 +60,10 @@ def _series(results: Sequence[dict], temperature: float) -> list[_Series]:
 
 
 @contextlib.contextmanager
-def _panels(path: pathlib.Path, columns: int, size: tuple[float, float], **options: Any):
+def _panels(
+    path: pathlib.Path, columns: int, size: tuple[float, float],
+    legend: Mapping[str, Any] = types.MappingProxyType({}), **options: Any,
+) -> Iterator[Sequence[Any]]:  # fmt: skip
     """Yields the axes of a figure, and saves it; every axis with labels has a legend."""
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(
@@ -68,7 +72,7 @@ def _panels(path: pathlib.Path, columns: int, size: tuple[float, float], **optio
         yield axes[0]
         for axis in axes[0]:
             if axis.get_legend() is None and axis.get_legend_handles_labels()[0]:
-                axis.legend()
+                axis.legend(**legend)
         figure.savefig(path)
         plt.close(figure)
 
@@ -79,8 +83,9 @@ def _draw(
 ) -> None:  # fmt: skip
     """Saves one panel for each temperature; ``draw(axis, series)`` fills it."""
     temperatures = list(dict.fromkeys(r["temperature"] for r in results))
-    size = (1.2 + 4.3 * len(temperatures), 3.9)
-    with _panels(path, len(temperatures), size, sharey=True) as axes:
+    size = (1.2 + 4.3 * len(temperatures), 5.2)
+    below = {"loc": "upper left", "bbox_to_anchor": (0.0, -0.16), "ncols": 2}
+    with _panels(path, len(temperatures), size, below, sharey=True) as axes:
         for axis, temperature in zip(axes, temperatures):
             kind = "greedy" if temperature == 0 else "sampled"
             axis.set(title=f"{kind}, temperature {temperature:g}", xlabel=x_label)

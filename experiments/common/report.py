@@ -60,7 +60,10 @@ def _plain(value):
 
 def facts(model: LoadedModel | LoadedHead, dtype: str) -> dict[str, Any]:
     """Returns a model or a head for ``report["models"]``."""
-    known = {"name": model.name, "parameters": model.num_params, "dtype": dtype}
+    known = {
+        "name": model.name, "parameters": model.num_params, "dtype": dtype,
+        "notes": list(getattr(model, "notes", ())),  # how an ambiguous checkpoint was read
+    }  # fmt: skip
     if isinstance(model, LoadedModel):
         config, layers = model.config, model.config.num_hidden_layers
         known["max_length"] = model.model.max_length

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from tabulate import tabulate
+import tabulate
+
+tabulate.MIN_PADDING = 0  # titles are as narrow as their cells
 
 
 def table(
@@ -21,5 +23,5 @@ def table(
     """
     align = ["right" if title in numbers else "left" for title in header]
     style = "pipe" if is_markdown else "simple"
-    text = tabulate(list(rows), header, style, colalign=align, disable_numparse=True)
+    text = tabulate.tabulate(list(rows), header, style, colalign=align, disable_numparse=True)
     return "\n".join(line.rstrip() for line in text.splitlines())

@@ -145,7 +145,7 @@ def test_the_screen_shows_text_table_and_conclusion(pair, tmp_path, capsys):
     decode(config, tmp_path)
     out = capsys.readouterr().out
     name = load_prompts("", 2, 0)[0].name
-    for part in (name, "live by ngram K=3", "tok/s", "speed-up", "T=0, ", "report.md"):
+    for part in (name, "live by ngram K=3", "tok/s", "speed-up", "Fastest at T=0", "report.md"):
         assert part in out
     lines = out.splitlines()
     table = lines[next(i for i, line in enumerate(lines) if line.startswith("method")) :][:4]
