@@ -28,6 +28,21 @@ def _check_number(name: str, value: Any) -> None:
         raise ConfigError(f"{name} is {value!r}; expected a number")
 
 
+def check_sizes(config: Any, *names: str) -> None:
+    """Raises a ConfigError if one of these fields is not a positive integer."""
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name} is {value!r}; expected a positive integer")
+
+
+def check_supported(hf: Mapping[str, Any], **expected: Any) -> None:
+    """Raises a ConfigError if a key of a config.json has another value than the expected one."""
+    for name, value in expected.items():
+        if (hf.get(name) or value) != value:
+            raise ConfigError(f"{name} {hf[name]!r} is not supported; expected {value!r}")
+
+
 def eos_tuple(value: Any) -> tuple[int, ...]:
     """Returns ``eos_token_id`` as a tuple, whether none, one or several are given."""
     return () if value is None else (value,) if isinstance(value, int) else tuple(value)
@@ -234,15 +249,11 @@ class ModelConfig(EqualHeads):
         if self.model_type not in self.architectures:
             known = ", ".join(self.architectures)
             raise ConfigError(f"model_type {self.model_type!r} is not supported; known: {known}")
-        for name in (
-            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-            "num_attention_heads", "max_position_embeddings", "num_key_value_heads", "head_dim",
-        ):
-            value = getattr(self, name)
-            if value is None and name in ("num_key_value_heads", "head_dim"):
-                continue
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} is {value!r}; expected a positive integer")
+        check_sizes(
+            self, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+            "num_attention_heads", "max_position_embeddings",
+            *(n for n in ("num_key_value_heads", "head_dim") if getattr(self, n) is not None),
+        )  # fmt: skip
         _check_number("rms_norm_eps", self.rms_norm_eps)
         if self.num_key_value_heads is None:
             set_("num_key_value_heads", self.num_attention_heads)
@@ -292,8 +303,7 @@ class ModelConfig(EqualHeads):
             known = ", ".join([*cls.architectures, *ALIASES])
             raise ConfigError(f"model_type {kind!r} is not supported; known: {known}")
         hf = {**hf, "model_type": kind}
-        if hf.get("hidden_act", "silu") != "silu":
-            raise ConfigError(f"hidden_act {hf['hidden_act']!r} is not supported; expected 'silu'")
+        check_supported(hf, hidden_act="silu")
         is_sliding = hf.get("use_sliding_window") and (
             "layer_types" not in hf or "sliding_attention" in hf["layer_types"]
         )

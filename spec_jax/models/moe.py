@@ -9,35 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.models.layers import linear
-from spec_jax.models.specs import ParamSpec
-
-
-def gated_table(prefix: str, name: str, hf: str, D: int, F: int) -> dict[str, ParamSpec]:
-    """Returns the three maps of a gated feed-forward part.
-
-    Args:
-      prefix: of our names, ``{prefix}gate``, ``{prefix}up`` and ``{prefix}down``.
-      name: the logical name of the inner axis.
-      hf: prefix of the external names.
-      D: the outer width.
-      F: the inner width.
-    """
-    return {
-        f"{prefix}{ours}": ParamSpec(
-            (D, F) if ours != "down" else (F, D),
-            ("embed", name) if ours != "down" else (name, "embed"),
-            f"{hf}.{ours}_proj.weight",
-            is_linear=True,
-        )
-        for ours in ("gate", "up", "down")
-    }
+from spec_jax.models.specs import ParamSpec, gated_specs
 
 
 def experts_table(hf: str, num_experts: int, D: int, F: int) -> dict[str, ParamSpec]:
     """Returns the stacked maps of the routed experts, ``experts_gate`` dtype[X,D,F] and so on."""
     return {
         name: spec._replace(shape=(num_experts, *spec.shape), axes=("experts", *spec.axes))
-        for name, spec in gated_table("experts_", "mlp", f"{hf}.{{e}}", D, F).items()
+        for name, spec in gated_specs("experts_", f"{hf}.{{e}}", D, F).items()
     }
 
 

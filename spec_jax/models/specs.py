@@ -77,16 +77,34 @@ def attention_specs(config: Any, prefix: str) -> dict[str, ParamSpec]:
     return table
 
 
+def gated_specs(
+    prefix: str, hf: str, D: int, F: int, *, has_bias: bool = False, init: str = "normal"
+) -> dict[str, ParamSpec]:
+    """Returns the three maps of a gated feed-forward part.
+
+    Args:
+      prefix: of our names, ``{prefix}gate``, ``{prefix}up`` and ``{prefix}down``.
+      hf: of the external names, without the last dot.
+      D: the outer width.
+      F: the inner width.
+      has_bias: whether the maps have biases.
+      init: of ``{prefix}down``, see ``ParamSpec``.
+    """
+    table: dict[str, ParamSpec] = {}
+    for name in ("gate", "up"):
+        axes, hf_name = ("embed", "mlp"), f"{hf}.{name}_proj"
+        linear_specs(table, f"{prefix}{name}", D, F, axes, hf_name, has_bias=has_bias)
+    axes, hf_name = ("mlp", "embed"), f"{hf}.down_proj"
+    linear_specs(table, f"{prefix}down", F, D, axes, hf_name, has_bias=has_bias, init=init)
+    return table
+
+
 def mlp_specs(config: Any, prefix: str) -> dict[str, ParamSpec]:
     """Returns the weights of ``layers.mlp``; their external names begin with ``prefix``."""
-    D, F, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-    table: dict[str, ParamSpec] = {}
-    linear_specs(table, "gate", D, F, ("embed", "mlp"), f"{prefix}gate_proj", has_bias=bias)
-    linear_specs(table, "up", D, F, ("embed", "mlp"), f"{prefix}up_proj", has_bias=bias)
-    linear_specs(
-        table, "down", F, D, ("mlp", "embed"), f"{prefix}down_proj", has_bias=bias, init="residual"
-    )
-    return table
+    return gated_specs(
+        "", prefix.removesuffix("."), config.hidden_size, config.intermediate_size,
+        has_bias=config.mlp_bias, init="residual",
+    )  # fmt: skip
 
 
 def outer_specs(

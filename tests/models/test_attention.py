@@ -28,7 +28,7 @@ def inputs(mask):
 
 
 def chains(lengths, T):
-    """bool[B,T,S]: each row's T tokens behind so many others."""
+    """bool[B,T,S]: the mask of each row's T tokens after as many others as given."""
     ends = np.asarray(lengths)[:, None] + np.arange(T)
     return np.arange(S) <= ends[:, :, None]
 

@@ -71,7 +71,7 @@ def what_follows(config, cache):
 
 
 def assert_same_state(config, cache, other):
-    """Equal in what it holds and in what it says next."""
+    """Equal in contents, and in the logits that come next."""
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5),
         contents(cache.snapshot()), contents(other.snapshot()),
@@ -80,7 +80,7 @@ def assert_same_state(config, cache, other):
 
 
 def assert_other_state(config, cache, other):
-    """Another in what it holds, and every row in what it says next."""
+    """Different in contents, and in the logits that come next in every row."""
     with pytest.raises(AssertionError):
         assert_same_state(config, cache, other)
     difference = np.abs(what_follows(config, cache) - what_follows(config, other))
@@ -164,7 +164,7 @@ def test_mutation_padding_fed_into_the_state_is_caught(config, name):
 
 @of_state_kind
 def test_a_window_that_several_passes_fill_is_one_window(config):
-    """Draft steps: each behind the ones before, at offsets the compiler does not know."""
+    """Draft steps, each after the ones before, at offsets that are traced."""
     window, n = random_tokens(3, K + 1, seed=2), jnp.array([3, 4, 0])
     before = prefill(config, random_tokens(3, 5, seed=1), LENGTHS)
     weights = random_weights(config)

@@ -21,7 +21,7 @@ whole = jax.jit(transformer.logits, static_argnames="config")
 
 
 def ragged_logits(config, params, tokens, lengths, advances):
-    """Logits of the tokens behind each row's prompt, fed in windows of 3 that keep 1..3."""
+    """Logits of the tokens after each row's prompt, fed in windows of 3 that keep 1..3."""
     B, T = tokens.shape
     rows = np.arange(B)[:, None]
     padded = np.where(np.arange(6) < lengths[:, None], tokens[:, :6], 7)

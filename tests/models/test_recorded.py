@@ -55,7 +55,7 @@ def test_greedy_text_of_a_real_model(data_dir):
     assert Tokenizer.from_directory(directory).encode(recorded["prompt"]) == prompt
     params, config = load_pretrained(directory)
     # Teacher-forced: greedy decoding gives this text if and only if each token is the argmax
-    # behind the ones before it.
+    # after the ones before it.
     tokens = jnp.asarray([prompt + expected])
     logits = jax.jit(functools.partial(transformer.logits, config=config))(params, tokens)
     best = np.asarray(logits[0].argmax(axis=-1))[len(prompt) - 1 : -1]

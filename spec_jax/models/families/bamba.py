@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,15 @@ from jax.typing import DTypeLike
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.caches.state import HybridCache, StateCache
-from spec_jax.models.config import PartialRotary, RopeConfig, eos_spelling, eos_tuple
-from spec_jax.models.families.mamba2 import (
-    MixerConfig,
+from spec_jax.models.config import (
+    PartialRotary,
+    RopeConfig,
     check_sizes,
-    mixer,
-    mixer_table,
-    time_limits,
+    check_supported,
+    eos_spelling,
+    eos_tuple,
 )
+from spec_jax.models.families.mamba2 import MixerConfig, mixer, mixer_table, time_limits
 from spec_jax.models.families.registry import Family, register
 from spec_jax.models.layers import Window, attention, mlp, rms_norm
 from spec_jax.models.specs import ParamSpec, attention_specs, mlp_specs, norm_spec, outer_specs
@@ -56,6 +57,9 @@ class BambaConfig(PartialRotary):
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_id: tuple[int, ...] = ()
+
+    has_qk_norm: ClassVar[bool] = False
+    scan_layers: ClassVar[bool] = False
 
     def __post_init__(self):
         set_ = lambda name, value: object.__setattr__(self, name, value)
@@ -106,16 +110,8 @@ class BambaConfig(PartialRotary):
         return self.hidden_size // self.num_attention_heads
 
     @property
-    def has_qk_norm(self) -> bool:
-        return False
-
-    @property
     def has_output_bias(self) -> bool:
         return self.attention_bias
-
-    @property
-    def scan_layers(self) -> bool:
-        return False
 
     def is_attention(self, index: int) -> bool:
         """Whether a layer attends."""
@@ -133,8 +129,7 @@ class BambaConfig(PartialRotary):
         Raises:
           ConfigError: the activation is not supported, or a field is missing or wrong.
         """
-        if hf.get("hidden_act", "silu") != "silu":
-            raise ConfigError(f"hidden_act {hf['hidden_act']!r} is not supported; expected 'silu'")
+        check_supported(hf, hidden_act="silu")
         return cls.of_fields(hf)
 
     def to_hf(self) -> dict[str, Any]:

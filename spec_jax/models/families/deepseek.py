@@ -11,19 +11,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.kv import KVCache
-from spec_jax.models.config import RopeConfig, from_fields
+from spec_jax.models.config import RopeConfig, check_sizes, check_supported, from_fields
 from spec_jax.models.families.registry import Family, register
 from spec_jax.models.layers import Window, attend_window, linear, rms_norm
-from spec_jax.models.moe import experts_table, gated, gated_table, mix_experts, route_in_groups
+from spec_jax.models.moe import experts_table, gated, mix_experts, route_in_groups
 from spec_jax.models.rope import rotate
-from spec_jax.models.specs import ParamSpec, linear_specs, norm_spec
+from spec_jax.models.specs import ParamSpec, gated_specs, linear_specs, norm_spec
 
 _LATENT_EPS = 1e-6  # of the latents' norms, which do not use rms_norm_eps
 
@@ -60,18 +60,14 @@ class DeepseekConfig:
     max_position_embeddings: int = 4096
     rope: RopeConfig = RopeConfig()
 
-    def __post_init__(self):
-        def check_size(name):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} is {value!r}; expected a positive integer")
+    scan_layers: ClassVar[bool] = False
 
-        for name in (
-            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+    def __post_init__(self):
+        check_sizes(
+            self, "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
             "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
             "max_position_embeddings", *(["q_lora_rank"] if self.q_lora_rank is not None else []),
-        ):  # fmt: skip
-            check_size(name)
+        )  # fmt: skip
         if self.qk_rope_head_dim % 2:
             raise ConfigError(
                 f"qk_rope_head_dim {self.qk_rope_head_dim} is odd; rotary embedding needs it even"
@@ -80,10 +76,9 @@ class DeepseekConfig:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, 1)
         if not self.is_sparse:
-            check_size("intermediate_size")
+            check_sizes(self, "intermediate_size")
             return
-        for name in ("n_routed_experts", "moe_intermediate_size", "num_experts_per_tok"):
-            check_size(name)
+        check_sizes(self, "n_routed_experts", "moe_intermediate_size", "num_experts_per_tok")
         X, groups, kept = self.n_routed_experts, self.n_group, self.topk_group
         if X % groups or kept > groups:
             raise ConfigError(
@@ -100,10 +95,6 @@ class DeepseekConfig:
     def is_sparse(self) -> bool:
         """Whether the layers have a mixture of experts."""
         return self.n_routed_experts is not None
-
-    @property
-    def scan_layers(self) -> bool:
-        return False
 
     @property
     def num_key_value_heads(self) -> int:
@@ -136,12 +127,9 @@ class DeepseekConfig:
         Raises:
           ConfigError: an activation or a router is not supported, or a field is missing.
         """
-        for name, expected in (
-            ("hidden_act", "silu"), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"),
-            ("moe_layer_freq", 1),
-        ):  # fmt: skip
-            if hf.get(name, expected) != expected:
-                raise ConfigError(f"{name} {hf[name]!r} is not supported; expected {expected!r}")
+        check_supported(
+            hf, hidden_act="silu", scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1
+        )
         return from_fields(cls, hf)
 
     def to_hf(self) -> dict[str, Any]:
@@ -187,7 +175,7 @@ def layer_table(config: DeepseekConfig) -> dict[str, ParamSpec]:
 def _mlp_table(config: DeepseekConfig, hf: str) -> dict[str, ParamSpec]:
     D, X, F = config.hidden_size, config.n_routed_experts, config.moe_intermediate_size
     if not config.is_sparse:
-        return gated_table("", "mlp", hf, D, config.intermediate_size)
+        return gated_specs("", hf, D, config.intermediate_size)
     table = {
         "router": ParamSpec((D, X), ("embed", "experts"), f"{hf}.gate.weight", is_linear=True),
         "router_bias": ParamSpec(
@@ -196,7 +184,7 @@ def _mlp_table(config: DeepseekConfig, hf: str) -> dict[str, ParamSpec]:
     } | experts_table(f"{hf}.experts", X, D, F)
     if config.n_shared_experts:
         width = F * config.n_shared_experts
-        table |= gated_table("shared_", "mlp", f"{hf}.shared_experts", D, width)
+        table |= gated_specs("shared_", f"{hf}.shared_experts", D, width)
     return table
 
 

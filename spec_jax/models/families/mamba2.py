@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.state import StateCache
-from spec_jax.models.config import RopeConfig, eos_spelling, eos_tuple, from_fields
+from spec_jax.models.config import RopeConfig, check_sizes, eos_spelling, eos_tuple, from_fields
 from spec_jax.models.families.registry import Family, register
 from spec_jax.models.layers import Window, linear, rms_norm
 from spec_jax.models.specs import ParamSpec, linear_specs, norm_spec, outer_specs
@@ -33,14 +33,6 @@ def time_limits(value: Any) -> tuple[float, float]:
     if not 0 <= low < high:
         raise ConfigError(f"time_step_limit is {value!r}; expected two numbers, ascending from 0")
     return low, high
-
-
-def check_sizes(config: Any, *names: str) -> None:
-    """Raises a ConfigError if one of these fields is not a positive integer."""
-    for name in names:
-        value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} is {value!r}; expected a positive integer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +90,13 @@ class Mamba2Config:
     bos_token_id: int | None = None
     eos_token_id: tuple[int, ...] = ()
 
+    scan_layers: ClassVar[bool] = False
+    # Nothing is rotated: the state knows the order of its tokens.
+    rope: ClassVar[RopeConfig] = RopeConfig()
+    rotary_dim: ClassVar[int] = 0
+    # A state never runs full; this only bounds the tokens that are kept as output.
+    max_position_embeddings: ClassVar[int] = 1 << 20
+
     def __post_init__(self):
         object.__setattr__(self, "time_step_limit", time_limits(self.time_step_limit))
         object.__setattr__(self, "eos_token_id", eos_tuple(self.eos_token_id))
@@ -121,24 +120,6 @@ class Mamba2Config:
     @property
     def rms_norm_eps(self) -> float:
         return self.layer_norm_epsilon
-
-    @property
-    def scan_layers(self) -> bool:
-        return False
-
-    @property
-    def rope(self) -> RopeConfig:
-        return RopeConfig()
-
-    @property
-    def rotary_dim(self) -> int:
-        """0: nothing is rotated, since the state knows the order of its tokens."""
-        return 0
-
-    @property
-    def max_position_embeddings(self) -> int:
-        """A state never runs full; this only bounds the tokens that are kept as output."""
-        return 1 << 20
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Mamba2Config:

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.kv import KVCache
-from spec_jax.models.config import PartialRotary, RopeConfig
+from spec_jax.models.config import PartialRotary, RopeConfig, check_sizes, check_supported
 from spec_jax.models.families.registry import Family, register
 from spec_jax.models.layers import Window, attend_window, linear, rms_norm
-from spec_jax.models.moe import experts_table, gated, gated_table, mix_experts, route
+from spec_jax.models.moe import experts_table, gated, mix_experts, route
 from spec_jax.models.rope import rotate
-from spec_jax.models.specs import ParamSpec, linear_specs, norm_spec
+from spec_jax.models.specs import ParamSpec, gated_specs, linear_specs, norm_spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +43,10 @@ class Qwen3NextConfig(PartialRotary):
     max_position_embeddings: int = 32768
     rope: RopeConfig = RopeConfig()
 
+    scan_layers: ClassVar[bool] = False
+
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type == "int" and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{field.name} is {value!r}; expected a positive integer")
+        check_sizes(self, *(f.name for f in dataclasses.fields(self) if f.type == "int"))
         N, G, X = self.num_attention_heads, self.num_key_value_heads, self.num_experts
         if N % G:
             raise ConfigError(
@@ -57,10 +56,6 @@ class Qwen3NextConfig(PartialRotary):
             raise ConfigError(f"num_experts_per_tok is {self.num_experts_per_tok} of {X} experts")
         self.check_rotary()
 
-    @property
-    def scan_layers(self) -> bool:
-        return False
-
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Qwen3NextConfig:
         """Reads the full-attention layers of a parsed config.json.
@@ -68,11 +63,7 @@ class Qwen3NextConfig(PartialRotary):
         Raises:
           ConfigError: an activation or a mixture is not supported, or a field is missing.
         """
-        for name, expected in (
-            ("hidden_act", "silu"), ("decoder_sparse_step", 1), ("mlp_only_layers", []),
-        ):  # fmt: skip
-            if (hf.get(name) or expected) != expected:
-                raise ConfigError(f"{name} {hf[name]!r} is not supported; expected {expected!r}")
+        check_supported(hf, hidden_act="silu", decoder_sparse_step=1, mlp_only_layers=[])
         return cls.of_fields(hf)
 
     def to_hf(self) -> dict[str, Any]:
@@ -114,8 +105,8 @@ def layer_table(config: Qwen3NextConfig) -> dict[str, ParamSpec]:
             (D, 1), ("embed", "one"), f"{hf}.shared_expert_gate.weight", is_linear=True
         ),
         **experts_table(f"{hf}.experts", X, D, config.moe_intermediate_size),
-        **gated_table(
-            "shared_", "mlp", f"{hf}.shared_expert", D, config.shared_expert_intermediate_size
+        **gated_specs(
+            "shared_", f"{hf}.shared_expert", D, config.shared_expert_intermediate_size
         ),
     }
 
