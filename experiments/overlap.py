@@ -1,18 +1,18 @@
-"""Shows drafting beside verification on a known cost: toys that sleep, on two host devices.
+"""Shows that drafting overlaps with verification: toy models of known cost, on two host devices.
 
     python -m experiments.overlap --workdir=DIR
 
-A tick should take as long as the longer of the two, a round of the usual loop as long as both.
-Two real programs would only fight for a processor's cores; a thread that sleeps needs none. The
-folder gets overlap.json and timeline.png. Takes a few seconds beside what compiles.
+An overlapped tick should take as long as the longer of the two, a round of the usual loop as long
+as their sum. The toys sleep, since two real programs would only compete for the processor's cores.
+The run's folder gets overlap.json and timeline.png. Cost: a few seconds, and compilation.
 """
 
 from __future__ import annotations
 
-import datetime
 import pathlib
 import time
 from collections.abc import Sequence
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ import numpy as np
 from absl import flags
 
 from experiments.common import cli, plots, report
+from experiments.common.tables import table
 from experiments.common.timing import spread
 from spec_jax import decoding
 from spec_jax.config import SamplerConfig, SpeculativeConfig
@@ -34,19 +35,19 @@ VOCAB_SIZE = 8
 
 
 def run(
-    workdir: str | pathlib.Path, draft_ms: float, verify_ms: float, k: int, num_tokens: int
+    workdir: str | pathlib.Path | None, draft_ms: float, verify_ms: float, k: int, num_tokens: int
 ) -> dict:
     """Decodes one row overlapped and as usual; returns what overlap.json holds.
 
     Args:
-      workdir: for overlap.json and timeline.png.
-      draft_ms: of one drafted token.
-      verify_ms: of a verify pass.
-      k: tokens drafted a tick.
-      num_tokens: decoded by either loop.
+      workdir: The run's folder; by default runs/overlap/TIME.
+      draft_ms: Milliseconds of one drafted token.
+      verify_ms: Milliseconds of a verify pass.
+      k: Drafted tokens per tick.
+      num_tokens: Tokens that each of the two loops decodes.
 
     Raises:
-      ConfigError: jax sees one device only, or a cost that cannot be.
+      ConfigError: jax sees one device only, or a cost is not positive.
     """
     if min(draft_ms, verify_ms) <= 0 or min(k, num_tokens) < 1:
         raise ConfigError(
@@ -70,15 +71,16 @@ def run(
         "tick_over_longer": overlapped / longer, "round_over_sum": usual / both,
         "draft_beside_verify": spread(beside(timeline)).median,
     }  # fmt: skip
-    workdir = pathlib.Path(workdir)
-    workdir.mkdir(parents=True, exist_ok=True)
-    report.write_json(workdir / "overlap.json", record)
-    plots.plot_timeline(workdir / "timeline.png", [s for s in timeline if s.tick >= 0])
+    folder = cli.open_workdir("overlap", workdir, "overlap.json")
+    report.write_json(folder / "overlap.json", record)
+    plots.plot_timeline(folder / "timeline.png", [s for s in timeline if s.tick >= 0])
+    print(table(("measured", "value"), [(name, f"{x:.3g}") for name, x in record.items()]))
+    print(f"{folder / 'timeline.png'} written")
     return record
 
 
-def _ticks_ms(loop, system: decoding.System, num_tokens: int) -> float:
-    """Milliseconds a round of ``loop``, once everything is compiled; every draft is right."""
+def _ticks_ms(loop: ModuleType | Overlap, system: decoding.System, num_tokens: int) -> float:
+    """Returns milliseconds per round of a compiled loop in which every draft is accepted."""
     params = dict.fromkeys(("target", "draft"), toy_params(VOCAB_SIZE, 0))
     sampler = make_sampler(SamplerConfig(), 1, VOCAB_SIZE)
     one = lambda value: jnp.full((1,), value, jnp.int32)
@@ -97,7 +99,7 @@ def _ticks_ms(loop, system: decoding.System, num_tokens: int) -> float:
 
 
 def beside(spans: Sequence[Span]) -> np.ndarray:
-    """Of each tick, the part of the shorter of draft and verify that ran beside the other."""
+    """Returns how much of the shorter of draft and verify ran during the other, by tick."""
     by_tick: dict[int, dict[str, Span]] = {}
     for span in spans:
         if span.what in ("draft", "verify"):
@@ -110,22 +112,18 @@ def beside(spans: Sequence[Span]) -> np.ndarray:
     return np.asarray(parts)
 
 
-def main() -> int:
+def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    workdir = _WORKDIR.value or f"runs/overlap/{stamp}"
-    record = run(workdir, _DRAFT_MS.value, _VERIFY_MS.value, _K.value, _TOKENS.value)
-    for name, value in record.items():
-        print(f"{name:20} {value:.3g}")
-    print(f"{workdir}/timeline.png written")
-    return 0
+    run(_WORKDIR.value, _DRAFT_MS.value, _VERIFY_MS.value, _K.value, _TOKENS.value)
 
 
 if __name__ == "__main__":
-    _WORKDIR = flags.DEFINE_string("workdir", None, "Folder. Default: runs/overlap/TIME.")
+    _WORKDIR = flags.DEFINE_string(
+        "workdir", None, "Folder of this run; by default runs/overlap/TIME."
+    )
     _DRAFT_MS = flags.DEFINE_float("draft_ms", 20.0, "Milliseconds of one drafted token.")
     _VERIFY_MS = flags.DEFINE_float("verify_ms", 100.0, "Milliseconds of a verify pass.")
-    _K = flags.DEFINE_integer("k", 4, "Tokens drafted a tick.")
-    _TOKENS = flags.DEFINE_integer("tokens", 80, "Tokens decoded.")
+    _K = flags.DEFINE_integer("k", 4, "Drafted tokens per tick.")
+    _TOKENS = flags.DEFINE_integer("tokens", 80, "Tokens to decode, by each of the two loops.")
     cli.run(main)
