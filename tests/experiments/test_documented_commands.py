@@ -10,7 +10,7 @@ import types
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = [ROOT / "README.md", ROOT / "WORKSPACE.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def commands(text):
@@ -32,8 +32,10 @@ def default_config(experiment, arguments):
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
 def test_documented_commands_exist(path):
     for experiment, arguments in commands(path.read_text(encoding="utf-8")):
-        config = default_config(experiment, arguments)
-        for key in re.findall(r"--config\.([\w.]+)=", arguments):
+        importlib.import_module(f"experiments.{experiment}")
+        keys = re.findall(r"--config\.([\w.]+)=", arguments)
+        config = default_config(experiment, arguments) if keys or "--config=" in arguments else {}
+        for key in keys:
             *sections, name = key.split(".")
             section = functools.reduce(operator.getitem, sections, config)
             assert name in section, f"{path.name}: {experiment} has no key {key}"
