@@ -128,6 +128,9 @@ class EagleConfig:
         usual = (2, L // 2, L - 3) if L >= 7 else sorted({round(L * i / 6) for i in (1, 3, 5)})
         U = V if draft_vocab_size is None else draft_vocab_size
         size = {"num_hidden_layers": 1, "vocab_size": U, "tie_word_embeddings": False}
+        if type(target) is not ModelConfig:  # a family whose config inherits: the head's is Llama's
+            sizes = {f.name: getattr(target, f.name) for f in dataclasses.fields(ModelConfig)}
+            target = ModelConfig(**sizes | {"model_type": "llama"})
         unrolled = {"scan_layers": False} if target.scan_layers else {}
         return cls(**{
             "version": version,

@@ -21,7 +21,7 @@ from spec_jax.drafters.eagle.read_config import (
     head_config,
 )
 from spec_jax.errors import ConfigError
-from spec_jax.models.config import MODEL_TYPES, ModelConfig
+from spec_jax.models.config import ModelConfig
 
 LAYOUTS = (EAGLE_1, EAGLE_3, SPECFORGE, SPECULATORS)
 _NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -63,7 +63,7 @@ def head_json(
     hf = own | _layer(config) | {"bias": config.fc_bias}
     if config.layer.model_type == "qwen2":
         hf["qkv_bias"] = True
-    hf["architectures"] = [MODEL_TYPES[config.layer.model_type]]
+    hf["architectures"] = [config.layer.architectures[config.layer.model_type]]
     if layout == EAGLE_1:
         return hf
     hf["draft_vocab_size"] = config.layer.vocab_size
@@ -175,6 +175,6 @@ def _speculators(num_tokens: int, verifier: str | None, target: ModelConfig) -> 
         "default_proposal_method": "greedy",
         "proposal_methods": [proposal],
         "verifier": {
-            "name_or_path": verifier, "architectures": [MODEL_TYPES[target.model_type]],
+            "name_or_path": verifier, "architectures": [target.architectures[target.model_type]],
         },
     }  # fmt: skip
