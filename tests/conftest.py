@@ -22,6 +22,7 @@ gc.set_threshold(100_000, 20, 20)
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from support import cost  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -39,10 +40,12 @@ _COSTS = json.loads((ROOT / "tests" / "recorded" / "costs.json").read_text())
 
 
 def pytest_configure(config):
-    """A test that is named on the command line runs, whichever tier it belongs to."""
+    # A test that is named on the command line runs, whichever tier it belongs to.
     has_default_tier = config.option.markexpr == "not exhaustive and not measure"
     if has_default_tier and any("::" in arg for arg in config.args):
         config.option.markexpr = ""
+    if os.environ.get("SPEC_JAX_TEST_COSTS"):
+        config.pluginmanager.register(cost.Recorder(os.environ["SPEC_JAX_TEST_COSTS"]))
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
