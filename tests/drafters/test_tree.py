@@ -9,30 +9,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.eagle_heads import CONFIGS, HOT, PROMPTS, V, np_draft, prefill, run, system_of
 from support.tiny_models import LLAMA, plain, random_weights
-from test_eagle import CONFIGS, HOT, PROMPTS, V, np_draft, prefill, run, system_of
 
 from spec_jax import decoding
 from spec_jax.config import SamplerConfig, SpeculativeConfig
-from spec_jax.contracts import Context, Noise, Proposal, TargetScores
+from spec_jax.contracts import Context
 from spec_jax.drafters.eagle.model import eagle
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine import stats
 from spec_jax.errors import ConfigError
 from spec_jax.models import transformer
 from spec_jax.models.caches.kv import KVCache
-from spec_jax.rules import batched, by_shape, chain, make_rule, tree
+from spec_jax.rules import make_rule
 from spec_jax.sampling import make_sampler
 from spec_jax.testing import (
-    CertificateError,
-    Row,
     certify_decoder,
-    certify_rule,
-    ragged,
     toy_model,
     toy_params,
 )
-from spec_jax.tree import DynamicTree, Tree, paths
+from spec_jax.tree import DynamicTree, Tree
 
 PLAIN = SamplerConfig(temperature=1.0)
 BUSH = Tree((0, 0, 1, 1, 2, 3))  # 1, 2 | 3, 4 behind 1, 5 behind 2 | 6 behind 3
@@ -41,159 +37,6 @@ GROWN = DynamicTree(num_nodes=7, depth=3, top_k=3)
 
 def rule(strategy):
     return make_rule(SpeculativeConfig(rejection_sampling_strategy=strategy))
-
-
-# ----------------------------------------------------------------------------- shapes
-
-
-def test_a_tree_is_described_by_branching_paths_or_parents():
-    assert Tree.branching((2, 1)).parents == (0, 0, 1, 2)
-    listed = Tree.from_paths([[1], [0], [0, 1], [0, 0], [1, 0], [0, 0, 0]])
-    assert listed == BUSH
-    assert (BUSH.num_nodes, BUSH.depth, BUSH.max_children, BUSH.num_fed) == (6, 3, 2, 3)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Tree((0, 3, 0)), "node 2 of the tree has parent 3"),
-        (lambda: Tree((0, 1, 0)), "order of their depths"),
-        (lambda: Tree(()), "one node or more"),
-        (lambda: Tree.branching((2, 0)), r"branches \(2, 0\)"),
-        (lambda: Tree.from_paths([[0], [1, 0]]), r"lists \[1, 0\] and not \[1\]"),
-        (lambda: Tree.from_paths([[0], [2]]), r"lists \[2\] and not \[1\]"),
-        (lambda: Tree.from_paths([[0], [0]]), r"lists \[0\] twice"),
-        (lambda: Tree.from_paths([[]]), r"lists \[\] as a node"),
-        (lambda: DynamicTree(60, 2, 3), "60 nodes; 2 levels of 3 have 2 to 12"),
-        (lambda: DynamicTree(4, 2, 0), "top_k of the tree is 0"),
-    ],
-)  # fmt: skip
-def test_a_tree_that_cannot_be_is_refused(make, message):
-    with pytest.raises(ConfigError, match=message):
-        make()
-
-
-def test_paths_are_the_ways_from_the_root():
-    seen = np.asarray(paths(jnp.asarray(BUSH.parents), BUSH.depth))
-    for node in range(7):
-        way, at = {0}, node
-        while at:
-            way.add(at)
-            at = BUSH.parents[at - 1]
-        assert set(np.flatnonzero(seen[node])) == way
-
-
-# ------------------------------------------------------------------------------ rules
-
-
-def random_round(parents, *, seed=0, size=256, vocab=4, is_sampled=True):
-    """Random laws, drafts and noise of many rows; ``parents`` None: a chain of three."""
-    draw = np.random.default_rng(seed)
-    K = 3 if parents is None else len(parents)
-    law = lambda *shape: draw.dirichlet(np.ones(vocab), shape).astype(np.float32)
-    logits = np.log(law(size, K + 1))
-    proposal = Proposal(
-        jnp.asarray(draw.integers(0, vocab, (size, K)), jnp.int32),
-        jnp.asarray(draw.integers(0, K + 1, size), jnp.int32),
-        probs=law(size, K) if is_sampled else None,
-        parents=None if parents is None else jnp.tile(jnp.asarray(parents), (size, 1)),
-        tree_depth=0 if parents is None else Tree(parents).depth,
-    )
-    uniforms = draw.random((size, K), np.float32)
-    return TargetScores(logits, logits), proposal, uniforms, draw
-
-
-@functools.partial(jax.jit, static_argnames="rule")
-def judged(rule, scores, proposal, noise):
-    return rule.accept(scores, proposal, noise)
-
-
-@pytest.mark.representatives(
-    "residual-sampled", "traversal-deterministic", "match-sampled", "greedy-deterministic",
-)
-@pytest.mark.parametrize("is_sampled", [True, False], ids=["sampled", "deterministic"])
-@pytest.mark.parametrize("name", ["residual", "traversal", "match", "greedy"])
-def test_on_a_chain_a_tree_rule_is_the_chain_rule(name, is_sampled):
-    scores, proposal, uniforms, draw = random_round(None, is_sampled=is_sampled)
-    depth = 4 if name == "match" else 1
-    noise = Noise(uniforms, draw.gumbel(size=(256, depth, 4)).astype(np.float32))
-    as_tree = proposal.replace(parents=jnp.tile(jnp.arange(3), (256, 1)), tree_depth=3)
-    a = judged(rule(name), scores, proposal, noise)
-    b = judged(rule(name), scores, as_tree, noise)
-    np.testing.assert_array_equal(a.n_accept, b.n_accept)
-    np.testing.assert_array_equal(a.tokens, b.tokens)
-    np.testing.assert_allclose(a.accept_probs, b.accept_probs, atol=1e-5)
-    np.testing.assert_allclose(a.replacement, b.replacement, atol=1e-5)
-    np.testing.assert_array_equal(proposal.has_children(a.last), as_tree.has_children(b.last))
-    np.testing.assert_array_equal(proposal.levels, as_tree.levels)
-
-
-def test_deterministic_children_are_recursive_rejection_from_point_masses():
-    scores, proposal, uniforms, draw = random_round(BUSH.parents, is_sampled=False)
-    noise = Noise(uniforms, draw.gumbel(size=(256, 1, 4)).astype(np.float32))
-    no_law = proposal.replace(probs=jnp.zeros((256, 6, 4)))  # every child is a free choice
-    a = jax.jit(batched(tree.deterministic_children))(scores, proposal, noise)
-    b = jax.jit(batched(tree.recursive_rejection))(scores, no_law, noise)
-    np.testing.assert_array_equal(a.tokens, b.tokens)
-    np.testing.assert_allclose(a.accept_probs, b.accept_probs, atol=1e-5)
-    np.testing.assert_allclose(a.replacement, b.replacement, atol=1e-5)
-
-
-THREE = [
-    Row((0, 1), SamplerConfig(temperature=0.7), PLAIN),
-    Row((2,), SamplerConfig(temperature=1.0, top_k=2), SamplerConfig(temperature=1.3)),
-    Row(
-        (1, 1, 2), SamplerConfig(temperature=1.0, repetition_penalty=1.4, frequency_penalty=0.4),
-        SamplerConfig(temperature=1.0, presence_penalty=0.3),
-    ),
-]  # fmt: skip
-TINY = Tree((0, 0, 1))
-
-
-@pytest.mark.parametrize("strategy", ["residual", "traversal"])
-def test_enumerated_law_of_a_sampled_tree_is_the_targets(strategy):
-    drafter = standalone(toy_model(3), TINY)
-    assert certify_rule(rule(strategy), drafter=drafter, rows=THREE, num_tokens=3) <= 1e-6
-
-
-@pytest.mark.representatives("residual")
-@pytest.mark.parametrize("strategy", ["residual", "traversal"])
-def test_enumerated_law_of_a_tree_that_is_cut_is_the_targets(strategy):
-    cut = ragged(standalone(toy_model(3), TINY), lambda length: length % 4)
-    assert certify_rule(rule(strategy), drafter=cut, rows=THREE, num_tokens=3) <= 1e-6
-
-
-def test_enumerated_law_holds_where_siblings_use_up_their_law():
-    rows = [Row((0, 1), PLAIN, SamplerConfig(temperature=1.0, top_k=1)),
-            Row((1,), PLAIN, SamplerConfig(temperature=0.0))]  # fmt: skip
-    for strategy in ("residual", "traversal"):
-        drafter = standalone(toy_model(3), TINY)
-        certify_rule(rule(strategy), drafter=drafter, rows=rows, num_tokens=3)
-
-
-@pytest.mark.representatives("traversal")
-@pytest.mark.parametrize("strategy", ["residual", "traversal"])
-def test_enumerated_law_of_a_dynamic_tree_is_the_targets(strategy):
-    drafter = standalone(toy_model(3), DynamicTree(4, 2, 2))
-    assert certify_rule(rule(strategy), drafter=drafter, rows=THREE, num_tokens=3) <= 1e-6
-
-
-def test_traversal_accepts_more_than_recursive_rejection():
-    """Of drafts that are drawn from their laws, siblings without replacement."""
-    scores, proposal, uniforms, draw = random_round(TINY.parents, size=4096)
-    q, tokens = np.asarray(proposal.probs), np.zeros((4096, 3), np.int32)
-    for row, node in np.ndindex(tokens.shape):
-        law = q[row, TINY.parents[node]].astype(float)
-        if node == 1:
-            law[tokens[row, 0]] = 0.0
-        tokens[row, node] = draw.choice(4, p=law / law.sum())
-    noise = Noise(uniforms, draw.gumbel(size=(4096, 1, 4)).astype(np.float32))
-    proposal = proposal.replace(tokens=jnp.asarray(tokens), n_draft=jnp.full(4096, 3))
-    mean = {
-        name: float(judged(rule(name), scores, proposal, noise).n_accept.mean())
-        for name in ("residual", "traversal")
-    }
-    assert mean["traversal"] > mean["residual"] + 0.01
 
 
 def decoded(system, params, prompts, sampler, new):
@@ -228,17 +71,6 @@ def test_decoded_law_of_a_tree_passes_chi_square(strategy):
 
 
 # -------------------------------------------------------------------------- mutations
-
-
-@pytest.mark.representatives("residual")
-@pytest.mark.parametrize("strategy", ["residual", "traversal"])
-def test_mutation_siblings_reused_are_caught(monkeypatch, strategy):
-    """A rejected draft stays in the law of its siblings, as if it could be drawn again."""
-    monkeypatch.setattr(tree, "_without", lambda q, node, token: q)
-    on_tree = getattr(tree, "recursive_rejection" if strategy == "residual" else strategy)
-    mutant = rule(strategy)._replace(accept=by_shape(chain.residual, on_tree))
-    with pytest.raises(CertificateError, match="differs from plain decoding"):
-        certify_rule(mutant, drafter=standalone(toy_model(3), TINY), rows=THREE, num_tokens=3)
 
 
 @flax.struct.dataclass

@@ -6,8 +6,8 @@ import dataclasses
 
 import jax
 import pytest
+from support.eagle_heads import CONFIGS, head_of
 from support.tiny_models import LLAMA, random_weights
-from test_eagle import CONFIGS, head_of
 
 from spec_jax import SpeculativeDecoder
 from spec_jax.config import SpeculativeConfig

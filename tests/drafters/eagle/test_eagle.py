@@ -9,16 +9,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.tiny_models import LLAMA, plain, random_tensor, random_weights
+from support.eagle_heads import (
+    CONFIGS,
+    D2T,
+    HOT,
+    LAYER,
+    PROMPTS,
+    TARGET,
+    D,
+    NumpyHead,
+    U,
+    V,
+    head_of,
+    np_draft,
+    prefill,
+    propose,
+    run,
+    system_of,
+)
+from support.tiny_models import plain, random_tensor, random_weights
 
 from spec_jax import decoding
 from spec_jax.config import SamplerConfig, SpeculativeConfig
-from spec_jax.contracts import Context
 from spec_jax.drafters.eagle.model import EagleConfig, eagle, eagle_head, head_table, init_head
 from spec_jax.errors import ConfigError
 from spec_jax.models import transformer
 from spec_jax.rules import make_rule
-from spec_jax.sampling import make_sampler
 from spec_jax.testing import (
     CertificateError,
     Row,
@@ -30,142 +46,6 @@ from spec_jax.testing import (
 )
 from spec_jax.testing.oracles import toy_logits
 from spec_jax.tree import Tree
-
-V, U, D, SLOTS = 31, 20, 16, 64
-TARGET = dataclasses.replace(LLAMA, max_position_embeddings=256)
-LAYER = dataclasses.replace(TARGET, num_hidden_layers=1)
-SMALL = dataclasses.replace(LAYER, vocab_size=U)
-NARROW = dataclasses.replace(SMALL, hidden_size=12)
-TAPS = (0, 1, 2)
-CONFIGS = {
-    "eagle-1": EagleConfig(1, LAYER, D, V, (3,), fc_bias=True),
-    "eagle-3": EagleConfig(3, SMALL, D, V, TAPS),
-    "eagle-3 whole vocabulary": EagleConfig(3, LAYER, D, V, TAPS),
-    "fc_norm": EagleConfig(3, SMALL, D, V, TAPS, fc_norm=True),
-    "norm_before_fc": EagleConfig(3, SMALL, D, V, TAPS, norm_before_fc=True),
-    "norm_before_residual": EagleConfig(3, SMALL, D, V, TAPS, norm_before_residual=True),
-    "norm_output": EagleConfig(3, SMALL, D, V, TAPS, norm_output=True),
-    "own_embed": EagleConfig(3, SMALL, D, V, TAPS, own_embed=True),
-    "narrow": EagleConfig(3, NARROW, D, V, TAPS, own_embed=True),
-}
-D2T = np.sort(np.random.RandomState(0).permutation(V)[:U]) - np.arange(U)  # offsets
-TOY_IDS = np.asarray([0, 1, 3])
-
-
-def head_of(config):
-    head = {
-        name: jnp.asarray(random_tensor(f"{name} norm" if "norm" in name else name, spec.shape, 0))
-        for name, spec in head_table(config).items()
-    }
-    if config.layer.vocab_size < config.target_vocab_size:
-        ids = TOY_IDS if config.target_vocab_size == 4 else D2T + np.arange(U)
-        head["d2t"] = jnp.asarray(ids - np.arange(len(ids)), jnp.int32)
-    return head
-
-
-def system_of(config, strategy="greedy", num_draft=3):
-    target = transformer.model(TARGET, config.taps)
-    rule = make_rule(SpeculativeConfig(rejection_sampling_strategy=strategy))
-    params = {"target": random_weights(TARGET)}
-    params["draft"] = {"head": head_of(config), "target": params["target"]}
-    return decoding.System(target, eagle(config, target), rule, num_draft), params
-
-
-# ------------------------------------------------------------------------ NumPy reference
-
-
-def np_norm(x, w):
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + LAYER.rms_norm_eps) * w
-
-
-def np_rope(x, position):
-    half = x.shape[-1] // 2
-    angle = position * LAYER.rope.rope_theta ** (-np.arange(half) / half)
-    a, b = x[..., :half], x[..., half:]
-    return np.concatenate(
-        [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1
-    )
-
-
-class NumpyHead:
-    """A head fed one pair at a time; keys and values in a list."""
-
-    def __init__(self, config, head, embed):
-        self.c, self.w = config, {k: np.asarray(v, np.float64) for k, v in head.items()}
-        self.embed, self.keys, self.values = np.asarray(embed, np.float64), [], []
-        if config.own_embed:
-            self.embed = self.w["embed"]
-
-    def join(self, feature):
-        if self.c.version == 1:
-            return feature
-        if self.c.fc_norm:
-            parts = feature.reshape(len(self.c.taps), -1)
-            parts = [np_norm(x, self.w[f"fc_norm_{i}"]) for i, x in enumerate(parts)]
-            feature = np.concatenate(parts)
-        if self.c.norm_before_fc:
-            feature = np_norm(feature, self.w["input_norm"])
-        return feature @ self.w["fc"]
-
-    def feed(self, state, token):
-        w, e, position = self.w, self.embed[token], len(self.keys)
-        if self.c.version == 1:
-            x = start = np.concatenate([e, state]) @ w["fc"] + w["fc_bias"]
-        else:
-            normed = np_norm(state, w["hidden_norm"])
-            x = np.concatenate([np_norm(e, w["embed_norm"]), normed])
-            start = normed if self.c.norm_before_residual else state
-        layer = self.c.layer
-        N, G, H = layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim
-        q = np_rope((x @ w["q"]).reshape(N, H), position)
-        self.keys.append(np_rope((x @ w["k"]).reshape(G, H), position))
-        self.values.append((x @ w["v"]).reshape(G, H))
-        out = []
-        for n in range(N):
-            g = n // (N // G)
-            scores = np.array([k[g] @ q[n] for k in self.keys]) / np.sqrt(H)
-            weights = np.exp(scores - scores.max())
-            out.append(sum(p * v[g] for p, v in zip(weights / weights.sum(), self.values)))
-        x = start + np.concatenate(out) @ w["o"]
-        h = np_norm(x, w["mlp_norm"])
-        gate = h @ w["gate"]
-        return x + (gate / (1 + np.exp(-gate)) * (h @ w["up"])) @ w["down"]
-
-    def logits(self, x, target_head):
-        if self.c.version == 1:
-            return x @ target_head
-        own = np_norm(x, self.w["norm"]) @ self.w["head"]
-        full = np.full(self.c.target_vocab_size, -np.inf)
-        ids = np.arange(len(own)) + self.w.get("d2t", np.zeros(len(own)))
-        full[ids.astype(int)] = own
-        return full
-
-    def recycle(self, x):
-        return np_norm(x, self.w["norm"]) if self.c.norm_output else x
-
-
-@functools.partial(jax.jit, static_argnames="target")
-def features_of(target, params, tokens):
-    return target.forward(params, tokens).features[0]
-
-
-def np_draft(config, params, prompt, pending, num_draft):
-    """Greedy drafts and their logits after a prompt, every pair fed afresh."""
-    target = transformer.model(TARGET, config.taps)
-    padded = jnp.asarray([[*prompt, *[0] * (SLOTS - len(prompt))]])  # one compiled shape
-    features = features_of(target, params["target"], padded)
-    head = NumpyHead(config, params["draft"]["head"], params["target"]["embed"])
-    target_head = np.asarray(params["target"]["head"], np.float64)
-    for feature, token in zip(np.asarray(features, np.float64), [*prompt[1:], pending]):
-        x = head.feed(head.join(feature), token)
-    drafts, rows = [], []
-    for i in range(num_draft):
-        rows.append(head.logits(x, target_head))
-        drafts.append(int(rows[-1].argmax()))
-        if i + 1 < num_draft:
-            x = head.feed(head.recycle(x), drafts[-1])
-    return drafts, np.stack(rows)
-
 
 # ------------------------------------------------------------- the law, by enumeration
 
@@ -246,31 +126,6 @@ def test_decoded_law_under_a_reduced_vocabulary_passes_chi_square():
 
 # --------------------------------------------------------------------------- the drafter
 
-HOT = SamplerConfig(temperature=3.0)  # coupled noise then often gives both the same token
-
-
-@functools.partial(jax.jit, static_argnames="system")
-def propose(system, params, state):
-    """The greedy drafts of every row."""
-    greedy = make_sampler(SamplerConfig(), len(state.finish), V)
-    context = Context(
-        state.tokens, state.length, greedy, state.counts, state.sampler.seed,
-        is_coupled=False, has_probs=True, has_logits=True,
-    )
-    return system.drafter.propose(params["draft"], state.draft, context, system.num_draft)[0]
-
-
-def prefill(system, params, prompts, new, sampler=None, seeds=None):
-    sampler = make_sampler(sampler or SamplerConfig(), len(prompts), V, seeds)
-    lengths = jnp.asarray([len(p) for p in prompts])
-    tokens = jnp.asarray([[*p, *[0] * (16 - len(p))] for p in prompts])
-    return decoding.prefill(
-        params, tokens, lengths, lengths + new, jnp.full((len(prompts), 1), -1), sampler, sampler,
-        system=system, slots=SLOTS,
-    )
-
-
-PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7], [2, 7]]
 
 
 @pytest.mark.representatives(
@@ -288,11 +143,6 @@ def test_two_recycled_steps_are_the_published_architecture(name):
         drafts, logits = np_draft(config, params, prompt, pending, 3)
         assert proposal.tokens[row].tolist() == drafts
         np.testing.assert_allclose(proposal.logits[row], logits, rtol=0, atol=1e-5)
-
-
-def run(system, params, state, rounds):
-    none = jnp.zeros(len(state.finish), jnp.int32)
-    return decoding.generate(params, state, none, jnp.int32(rounds), system=system)
 
 
 def fresh_drafts(name, params, chunk):

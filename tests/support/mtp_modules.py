@@ -1,0 +1,194 @@
+"""MTP modules of random weights, their drafting in NumPy, and rounds of them that are jitted."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from support.tiny_models import (
+    DEEPSEEK,
+    LLAMA,
+    QWEN3,
+    QWEN3_NEXT,
+    random_tensor,
+    random_weights,
+)
+
+from spec_jax import decoding
+from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.contracts import Context
+from spec_jax.drafters.mtp.model import MtpConfig, mtp, mtp_table
+from spec_jax.models import transformer
+from spec_jax.rules import make_rule
+from spec_jax.sampling import make_sampler
+
+V, D, SLOTS, K = 31, 16, 64, 3
+TARGET = dataclasses.replace(LLAMA, max_position_embeddings=256)
+of_target = lambda **changes: MtpConfig.of_target(TARGET, **changes)
+CONFIGS = {
+    "recycled": of_target(),
+    "hidden-first": of_target(order="hidden-first"),
+    "recycled before the norm": of_target(recycles_normed=False),
+    "zero-centred, own ends": of_target(
+        has_zero_centred_norms=True, has_own_embed=True, has_own_head=True
+    ),
+    "sequential": of_target(protocol="sequential", num_modules=K),
+    "sequential before the norm": of_target(
+        protocol="sequential", num_modules=K, recycles_normed=False, order="hidden-first",
+        taps=(TARGET.num_hidden_layers,),
+    ),
+}  # fmt: skip
+KINDS = {"qwen3": QWEN3, "deepseek": DEEPSEEK, "qwen3-next": QWEN3_NEXT}
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7], [2]]
+HOT = SamplerConfig(temperature=3.0)  # coupled noise then often gives both the same token
+
+
+def modules_of(config):
+    def tensor(name, spec, seed):
+        value = random_tensor(name, spec.shape, seed)
+        return jnp.asarray(value - 1 if "norm" in name and config.has_zero_centred_norms else value)
+
+    table = mtp_table(config)
+    return {
+        str(i): {name: tensor(name, spec, i) for name, spec in table.items()}
+        for i in range(config.num_modules)
+    }
+
+
+def system_of(config, strategy="greedy", num_draft=K):
+    target = transformer.model(TARGET, config.taps)
+    rule = make_rule(SpeculativeConfig(rejection_sampling_strategy=strategy))
+    params = {"target": random_weights(TARGET)}
+    params["draft"] = {"head": modules_of(config), "target": params["target"]}
+    return decoding.System(target, mtp(config, target), rule, num_draft), params
+
+
+# ------------------------------------------------------------------------ NumPy reference
+
+
+def np_norm(x, w):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + TARGET.rms_norm_eps) * w
+
+
+def np_rope(x):
+    """Of [T,N,H], row t at position t."""
+    half = TARGET.head_dim // 2
+    speed = TARGET.rope.rope_theta ** (-np.arange(half) / half)
+    angle = np.arange(len(x))[:, None, None] * speed
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate(
+        [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1
+    )
+
+
+class NumpyModule:
+    """A module over whole sequences, without a cache."""
+
+    def __init__(self, config, module, target):
+        as64 = lambda tree: {k: np.asarray(v, np.float64) for k, v in tree.items()}
+        self.c, self.w = config, as64(module)
+        if config.has_zero_centred_norms:
+            self.w = {k: 1 + w if "norm" in k else w for k, w in self.w.items()}
+        self.w.setdefault("embed", np.asarray(target["embed"], np.float64))
+        self.w.setdefault("head", np.asarray(target["head"], np.float64))
+
+    def rows(self, states, tokens):
+        w, T, H = self.w, len(tokens), TARGET.head_dim
+        e, h = np_norm(w["embed"][tokens], w["embed_norm"]), np_norm(states, w["hidden_norm"])
+        x = np.concatenate([e, h] if self.c.order == "embedding-first" else [h, e], -1) @ w["fc"]
+        a = np_norm(x, w["attention_norm"])
+        q, k, v = (np.reshape(a @ w[n], (T, -1, H)) for n in "qkv")
+        q, k = np_rope(q), np_rope(k)
+        k, v = (np.repeat(z, q.shape[1] // k.shape[1], axis=1) for z in (k, v))
+        scores = np.einsum("tnh,snh->nts", q, k) / np.sqrt(H)
+        scores = np.where(np.tril(np.ones((T, T), bool)), scores, -np.inf)
+        p = np.exp(scores - scores.max(-1, keepdims=True))
+        out = np.einsum("nts,snh->tnh", p / p.sum(-1, keepdims=True), v).reshape(T, -1)
+        x = x + out @ w["o"]
+        h = np_norm(x, w["mlp_norm"])
+        gate = h @ w["gate"]
+        return x + (gate / (1 + np.exp(-gate)) * (h @ w["up"])) @ w["down"]
+
+    def logits(self, x):
+        return np_norm(x, self.w["norm"]) @ self.w["head"]
+
+    def recycle(self, x):
+        return np_norm(x, self.w["norm"]) if self.c.recycles_normed else x
+
+
+@functools.partial(jax.jit, static_argnames="target")
+def features_of(target, params, tokens):
+    return target.forward(params["target"], tokens).features
+
+
+def np_draft(config, params, tokens, num_draft=K):
+    """Greedy drafts and their logits behind tokens of which the last is pending."""
+    fed = jnp.asarray([[*tokens[:-1], *[0] * (SLOTS - len(tokens) + 1)]])
+    features = features_of(transformer.model(TARGET, config.taps), params, fed)
+    features = np.asarray(features[0, : len(tokens) - 1], np.float64)
+    modules = [
+        NumpyModule(config, module, params["target"])
+        for module in params["draft"]["head"].values()
+    ]
+    tokens, n, logits = list(tokens), len(features), []
+    states = features
+    for step in range(1, num_draft + 1):
+        if config.protocol == "recycled":
+            x = modules[0].rows(states, tokens[1:])
+            logits.append(modules[0].logits(x[-1]))
+            states = np.concatenate([states, modules[0].recycle(x[-1:])])
+        else:
+            states = features  # row t of module m joins row t of the one before with token t + m
+            for m in range(1, step + 1):
+                x = modules[m - 1].rows(states, tokens[m : m + n])
+                states = modules[m - 1].recycle(x)
+            logits.append(modules[step - 1].logits(x[-1]))
+        tokens.append(int(logits[-1].argmax()))
+    return tokens[-num_draft:], np.stack(logits)
+
+
+# ------------------------------------------------------------------------------- the loop
+
+
+@functools.partial(jax.jit, static_argnames="system")
+def propose(system, params, state):
+    """The greedy drafts of every row."""
+    greedy = make_sampler(SamplerConfig(), len(state.finish), V)
+    context = Context(
+        state.tokens, state.length, greedy, state.counts, state.sampler.seed,
+        is_coupled=False, has_probs=True, has_logits=True,
+    )
+    return system.drafter.propose(params["draft"], state.draft, context, system.num_draft)[0]
+
+
+def prefill(system, params, new, sampler=None, prompts=PROMPTS):
+    sampler = make_sampler(sampler or SamplerConfig(), len(prompts), V)
+    lengths = jnp.asarray([len(p) for p in prompts])
+    tokens = jnp.asarray([[*p, *[0] * (16 - len(p))] for p in prompts])
+    return decoding.prefill(
+        params, tokens, lengths, lengths + jnp.asarray(new), jnp.full((len(prompts), 1), -1),
+        sampler, sampler, system=system, slots=SLOTS,
+    )
+
+
+def run(system, params, state, rounds):
+    none = jnp.zeros(len(state.finish), jnp.int32)
+    return decoding.generate(params, state, none, jnp.int32(rounds), system=system)
+
+
+@functools.partial(jax.jit, static_argnames="system")
+def fresh_draft(system, params, state):
+    """The drafter's state behind the same tokens, all fed at once."""
+    features = features_of(system.target, params, state.tokens)
+    pending = jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)[:, 0]
+    draft = system.drafter.init(params["draft"], len(pending), SLOTS)
+    return system.drafter.prefill(
+        params["draft"], draft, state.tokens, state.length, pending, features
+    )
+
+
+def rows_of(state):
+    return [t[: n + 1].tolist() for t, n in zip(np.asarray(state.tokens), np.asarray(state.length))]
