@@ -89,10 +89,14 @@ def decoder(kind: str, strategy: str, shape: dict, **options) -> spec_jax.Specul
     config = common.config(loaded.method, strategy, **shape)
     embed = common.values({"embed": jnp.zeros((V, V))})
     params = {"head": loaded.params, "target": {**target().params, **embed}}
+    model = target().model
+    if hasattr(loaded, "kind"):
+        drafter = loaded.kind.make_drafter(loaded, model, config)
+    else:  # before kinds were registered
+        drafter = loaded.drafter(model, config.tree_shape)
     return spec_jax.SpeculativeDecoder(
-        target(), common.with_params(target(), "head", params), config,
-        drafter=loaded.drafter(target().model, config.tree_shape), **options,
-    )  # fmt: skip
+        target(), common.with_params(target(), "head", params), config, drafter=drafter, **options
+    )
 
 
 def decoded(decoder, new: int = NEW, **options) -> list[dict]:
