@@ -16,13 +16,12 @@ from spec_jax.decoding import Finish
 from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.request import Prompt, check_room, make_request, slots_for
-from spec_jax.engine.session import Generation, collect
+from spec_jax.engine.session import ROUNDS_UNWATCHED, Generation, collect
 from spec_jax.engine.text import TextTracker
 from spec_jax.errors import Cancelled, ConfigError, PromptError
 from spec_jax.sampling import Sampler, Samplers, make_sampler
 
 _Request = tuple[int, list[int]]  # index, ids
-_ROUNDS_UNWATCHED = 32  # of a chunk, where nobody can cancel
 
 
 class Usage(NamedTuple):
@@ -148,7 +147,7 @@ class DecodeQueue:
                     break
                 is_over = bool(self._cancellation.rows())
                 ending = jnp.full(B, Finish.CANCELLED if is_over else Finish.RUNNING, jnp.int32)
-                num_rounds = 1 if self._cancellation.is_watched else _ROUNDS_UNWATCHED
+                num_rounds = 1 if self._cancellation.is_watched else ROUNDS_UNWATCHED
                 state, chunk = self._engine.generate(state, ending, num_rounds, len(rows))
             except Exception as error:  # what had finished is yielded first
                 self._error = error

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -23,9 +21,9 @@ from spec_jax.engine.stats import RunningStats, Stats, row_stats
 from spec_jax.engine.text import TextTracker
 from spec_jax.errors import Cancelled, InvalidDraftError
 
-# Rounds of a step: where there are stop strings to look for, and where nobody looks at all, in
-# case that the decoder's cancellation token is asked for while a call runs.
-_ROUNDS_TO_STOPS, _ROUNDS_UNWATCHED = 8, 32
+# Rounds of a step: with stop strings to find; and when nobody streams, so that a cancellation
+# token that is requested during the call is still seen.
+_ROUNDS_TO_STOPS, ROUNDS_UNWATCHED = 8, 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Generation:
 
 
 class Session:
-    """One call of a decoder: its rounds, from prefill to what came out.
+    """One call of a decoder, from prefill to the result.
 
     The caller advances it with ``step()``. Text that has become final is then in ``pieces``, and
     rows that were cancelled have ended. ``close`` ends every row where it is. Both may be called
@@ -63,7 +61,7 @@ class Session:
       tracker: follows the text.
       cancellation: says which rows are cancelled.
       totals: gets the statistics of the call when it ends.
-      rounds_per_sync: rounds of a step; None: as few as somebody needs who watches.
+      rounds_per_sync: rounds of a step; None: chosen by who streams or may cancel.
     """
 
     def __init__(
@@ -82,7 +80,7 @@ class Session:
         self.is_done = False
 
     def step(self, *, is_closing: bool = False) -> None:
-        """Prefills, the first time; then runs rounds until somebody wants to look.
+        """Prefills, the first time; then runs rounds up to the next check.
 
         Args:
           is_closing: end the rows that are still running, as cancelled, instead.
@@ -90,13 +88,24 @@ class Session:
         Raises:
           Cancelled: every row was cancelled before its first token.
         """
-        with self._turn():
-            num_rounds = None if self.is_done else self._prepare(is_closing)
-            if num_rounds is None:
-                return
-            begin = time.perf_counter()
-            self._state, chunk = self._engine.generate(self._state, self._ending, num_rounds)
-            self._read(chunk, begin)
+        with self._lock:
+            try:
+                num_rounds = None if self.is_done else self._prepare(is_closing)
+                if num_rounds is not None:
+                    begin = time.perf_counter()
+                    self._state, chunk = self._engine.generate(
+                        self._state, self._ending, num_rounds
+                    )
+                    self._read(chunk, begin)
+            except Exception as error:
+                self._error, self._state, self.is_done = error, None, True
+                raise
+            except BaseException:  # Ctrl-C: the next step or close finds what there is
+                arrays = [x for x in jax.tree.leaves(self._state) if isinstance(x, jax.Array)]
+                if any(x.is_deleted() for x in arrays):
+                    self._error = Cancelled("the generation was interrupted within a round")
+                    self._state, self.is_done = None, True
+                raise
 
     def close(self) -> None:
         """Ends the rows that are still running, as cancelled."""
@@ -115,22 +124,6 @@ class Session:
         if self._error is not None:
             raise self._error
         return self._rows
-
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """One caller at a time; an error ends the session and is kept for ``result``."""
-        with self._lock:
-            try:
-                yield
-            except Exception as error:
-                self._error, self._state, self.is_done = error, None, True
-                raise
-            except BaseException:  # Ctrl-C: the next step or close finds what there is
-                arrays = [x for x in jax.tree.leaves(self._state) if isinstance(x, jax.Array)]
-                if any(x.is_deleted() for x in arrays):
-                    self._error = Cancelled("the generation was interrupted within a round")
-                    self._state, self.is_done = None, True
-                raise
 
     def _prepare(self, is_closing: bool) -> int | None:
         """How many rounds this step runs; None where it runs no program but prefill."""
@@ -156,7 +149,7 @@ class Session:
         if self._rounds_per_sync is not None:
             return self._rounds_per_sync
         is_watched = self._tracker.has_pieces or self._cancellation.is_watched
-        limit = 1 if is_watched else _ROUNDS_UNWATCHED
+        limit = 1 if is_watched else ROUNDS_UNWATCHED
         return min(limit, _ROUNDS_TO_STOPS) if self._tracker.is_needed else limit
 
     def _prefill(self) -> None:
@@ -184,11 +177,11 @@ class Session:
                 np.asarray(chunk.tokens), np.asarray(chunk.total), finish
             )
         self._decode_s += time.perf_counter() - begin
-        is_over = bool((finish != Finish.RUNNING).all())
-        if is_over:
-            self._finish()
         self.pieces.extend(self._tracker.take())
-        self.is_done = is_over  # last: whoever sees it sees every piece
+        if (finish != Finish.RUNNING).all():
+            self._finish()
+            self.is_done = True  # after the pieces: whoever sees it sees every piece
+            self._state = None
 
     def _finish(self) -> None:
         record = jax.tree.map(np.asarray, decoding.Record.of(self._state))
@@ -197,7 +190,6 @@ class Session:
             collect(jax.tree.map(lambda x: x[row], record), self._tracker, row, system.depth)
             for row in range(len(self._ending))
         ]
-        self._state = None
         times = Stats(
             prefill_s=self._prefill_s, decode_s=self._decode_s,
             n1_fallbacks=len(self._rows) if self._engine.is_fallback else 0,
