@@ -97,6 +97,7 @@ def test_it_decodes_speculatively(files, target, options):
     assert decoder.stats.drafted > 0
 
 
+@pytest.mark.exhaustive
 def test_it_is_evaluated(files, tmp_path):
     config = evaluate_zoo.get_config()
     config.target, config.drafts = str(files / "target"), str(files / "head")
@@ -108,6 +109,7 @@ def test_it_is_evaluated(files, tmp_path):
     assert np.nanmax(np.abs(gaps)) < 0.01
 
 
+@pytest.mark.exhaustive
 def test_it_is_trained_and_exported(files, target, tmp_path):
     config = train_head_default.get_config()
     config.target, config.objective = str(files / "target"), "gate"
