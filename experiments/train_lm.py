@@ -20,7 +20,7 @@ from configs import train_zoo_target
 from experiments.common import cli
 from experiments.common.lm_experiment import Experiment, check_resume, validate
 from spec_jax.errors import ConfigError
-from spec_jax.models import checkpoint
+from spec_jax.models import checkpoint, files
 from spec_jax.models.params import num_params
 from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.log import Log
@@ -48,7 +48,7 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
             check_resume(saved, resolved, checkpoints.last_step)
         state = checkpoints.restore(experiment.init_state())
         first = int(state.step)
-        checkpoint.write_json(workdir / "config.json", resolved)
+        files.write_json(workdir / "config.json", resolved)
         with Log(workdir, first, config.steps) as log:
             log.say(
                 f"{num_params(experiment.model_config) / 1e6:.2f}M parameters, "

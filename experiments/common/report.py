@@ -14,7 +14,7 @@ import jax
 
 import spec_jax
 from spec_jax.loading import LoadedHead, LoadedModel
-from spec_jax.models import checkpoint
+from spec_jax.models import files
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "safetensors")
 
@@ -47,7 +47,7 @@ def _cpu_model() -> str:
 
 def write_json(path: pathlib.Path, value: Any) -> None:
     """Replaces the file as a whole, so a reader never sees half of it; NaN is written as null."""
-    checkpoint.write_json(path, _plain(value))
+    files.write_json(path, _plain(value))
 
 
 def _plain(value):

@@ -22,7 +22,7 @@ from spec_jax.config import METHODS
 from spec_jax.contracts import Drafter, Model
 from spec_jax.drafters.common.head import Head, head_drafter
 from spec_jax.errors import ConfigError
-from spec_jax.models.config import read_json
+from spec_jax.models.files import read_json
 from spec_jax.models.params import Params, ParamSpec, check_weights, init_table
 from spec_jax.models.tensors import open_tensors
 from spec_jax.tree import DynamicTree, Tree

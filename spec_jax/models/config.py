@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import pathlib
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
-from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.errors import ConfigError
 
 MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
@@ -324,20 +322,3 @@ class ModelConfig(EqualHeads):
         hf["hidden_act"] = "silu"
         hf["architectures"] = [self.architectures[self.model_type]]
         return hf
-
-
-def read_json(file: pathlib.Path) -> dict[str, Any]:
-    """Reads the object in a JSON file of a Hugging Face directory.
-
-    Raises:
-      WeightsError: there is no such file, or it holds something else.
-    """
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise WeightsError(
-            f"{file.parent} is no Hugging Face model directory: {file.name}: {error}"
-        ) from error
-    if not isinstance(value, dict):
-        raise WeightsError(f"{file} holds a {type(value).__name__}; expected an object")
-    return value

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from spec_jax.errors import TrainingError
-from spec_jax.models.checkpoint import write_text
+from spec_jax.models.files import write_text
 from spec_jax.progress import Progress
 
 

@@ -19,10 +19,10 @@ from spec_jax.drafters.eagle.model import EagleConfig, head_table
 from spec_jax.drafters.eagle.read_config import check_overrides, find_layout, head_config
 from spec_jax.drafters.loaded import LoadedHead
 from spec_jax.errors import WeightsError
-from spec_jax.models.checkpoint import StrictReader
-from spec_jax.models.config import ModelConfig, read_json
+from spec_jax.models.config import ModelConfig
+from spec_jax.models.files import read_json
 from spec_jax.models.specs import ParamSpec
-from spec_jax.models.tensors import open_tensors
+from spec_jax.models.tensors import StrictReader, open_tensors
 
 EMBED = "embed_tokens.weight"
 _NORMS = {

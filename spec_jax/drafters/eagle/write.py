@@ -15,10 +15,12 @@ from spec_jax.drafters.eagle.read import EMBED, file_name
 from spec_jax.drafters.eagle.read_config import EAGLE_3, SPECFORGE, SPECULATORS
 from spec_jax.drafters.eagle.write_config import check_is_read, head_json
 from spec_jax.errors import ConfigError
-from spec_jax.models.checkpoint import as_stored, save_tensors, write_json
+from spec_jax.models.checkpoint import as_stored
 from spec_jax.models.config import ModelConfig
+from spec_jax.models.files import write_json
 from spec_jax.models.params import check_weights
 from spec_jax.models.specs import ParamSpec
+from spec_jax.models.tensors import save_tensors
 
 
 def write_head(

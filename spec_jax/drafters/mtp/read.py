@@ -20,9 +20,9 @@ from spec_jax.drafters.loaded import LoadedHead
 from spec_jax.drafters.mtp.layout import Layout, find_layout, modules_config
 from spec_jax.drafters.mtp.model import MtpConfig, mtp_table
 from spec_jax.errors import ConfigError, WeightsError
-from spec_jax.models.checkpoint import Shards, StrictReader
-from spec_jax.models.config import read_json
 from spec_jax.models.families import AnyConfig
+from spec_jax.models.files import read_json
+from spec_jax.models.tensors import Shards, StrictReader
 
 _SCALE = "_scale_inv"
 _BLOCK = (128, 128)

@@ -14,8 +14,10 @@ import numpy as np
 from spec_jax.drafters.mtp.layout import SAID, SAID_FIELDS, Layout, make_layout, modules_config
 from spec_jax.drafters.mtp.model import MtpConfig, check_mtp, mtp_table
 from spec_jax.errors import ConfigError
-from spec_jax.models.checkpoint import as_stored, save_tensors, write_json
+from spec_jax.models.checkpoint import as_stored
 from spec_jax.models.families import AnyConfig, family_of
+from spec_jax.models.files import write_json
+from spec_jax.models.tensors import save_tensors
 
 
 def write_mtp(

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.kv import KVCache
-from spec_jax.models.config import RopeConfig, read_json
+from spec_jax.models.config import RopeConfig
+from spec_jax.models.files import read_json
 from spec_jax.models.specs import ParamSpec
 
 

@@ -1,0 +1,39 @@
+"""Reads and writes small files of a model directory; what is written is complete or absent."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from typing import Any
+
+from spec_jax.errors import WeightsError
+
+
+def read_json(file: pathlib.Path) -> dict[str, Any]:
+    """Reads the object in a JSON file of a Hugging Face directory.
+
+    Raises:
+      WeightsError: there is no such file, or it holds something else.
+    """
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise WeightsError(
+            f"{file.parent} is no Hugging Face model directory: {file.name}: {error}"
+        ) from error
+    if not isinstance(value, dict):
+        raise WeightsError(f"{file} holds a {type(value).__name__}; expected an object")
+    return value
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+    """Writes a JSON file, completely or not at all."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+    """Writes a text file, whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
