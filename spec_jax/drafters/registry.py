@@ -90,6 +90,8 @@ class DrafterKind:
         None, the target's ``Model`` with the head's taps and the ``SpeculativeConfig``. None: the
         usual drafter of ``head``, see ``drafters/common/head.py``.
       pass_width: ``(num_draft, tree) -> int``, maximum tokens a row that one pass of it feeds.
+      history: ``(config) -> suffix.History``, what keeps the past outputs that are the drafter's
+        parameters; None: it reads none.
       detect: ``(hf, names) -> bool``, whether a directory with this config.json and tensors of
         these names holds such a draft.
 
@@ -117,6 +119,7 @@ class DrafterKind:
     draft: str = "head"
     drafter: Callable[..., Drafter] | None = None
     pass_width: Callable[[int, Tree | DynamicTree | None], int] = _widest_pass
+    history: Callable[[Any], Any] | None = None
     detect: Callable[[Mapping[str, Any], AbstractSet[str]], bool] = lambda hf, names: False
     config_class: type | None = None
     head: Callable[[Any, Model], Head | None] | None = None

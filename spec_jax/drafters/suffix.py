@@ -173,5 +173,6 @@ class History:
 SUFFIX = DrafterKind(
     name="suffix",
     draft="none",
+    history=lambda config: History(config.suffix.history_tokens),
     drafter=lambda draft, target, config: suffix(target.vocab_size, config.suffix),
 )

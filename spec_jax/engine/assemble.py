@@ -7,6 +7,7 @@ from spec_jax.contracts import Drafter, Model
 from spec_jax.drafters import registry
 from spec_jax.drafters.common.chain import with_confidence_stop
 from spec_jax.drafters.model_free import NO_DRAFT
+from spec_jax.drafters.suffix import History
 from spec_jax.engine.adaptive.deferred import with_deferred_commits
 from spec_jax.engine.adaptive.runner import CATCH_UP
 from spec_jax.errors import ConfigError
@@ -63,6 +64,12 @@ def make_drafter(
             f"speculative_method is {kind.name!r}; the draft {draft.name} is for {draft.method!r}"
         )
     return kind.make_drafter(draft, target, config)
+
+
+def make_history(config: SpeculativeConfig | None) -> History | None:
+    """Returns what keeps past outputs, if the config's drafter copies from them."""
+    history = config and registry.find(config.speculative_method).history
+    return history and history(config)
 
 
 def with_adaptive(config: SpeculativeConfig | None, drafter: Drafter) -> Drafter:

@@ -15,10 +15,9 @@ from spec_jax.config import (
 from spec_jax.config.asynchronous import AsyncSpecConfig
 from spec_jax.contracts import Drafter, Rule
 from spec_jax.drafters.model_free import NO_DRAFT
-from spec_jax.drafters.suffix import History
 from spec_jax.engine import request, stats
 from spec_jax.engine.adaptive.runner import AdaptiveState, plain_rule
-from spec_jax.engine.assemble import make_drafter, tapped_model, with_adaptive
+from spec_jax.engine.assemble import make_drafter, make_history, tapped_model, with_adaptive
 from spec_jax.engine.cancellation import CancellationToken, RowCancellation
 from spec_jax.engine.engine import Engine
 from spec_jax.engine.request import Prompt, make_request
@@ -107,8 +106,7 @@ class SpeculativeDecoder:
         self._config, self._rule, self._has_expected = config, rule, has_expected
         self._model = tapped_model(target, draft)
         self._drafter = with_adaptive(config, drafter or make_drafter(config, self._model, draft))
-        has_history = config is not None and config.is_suffix() and drafter is None
-        self._history = History(config.suffix.history_tokens) if has_history else None
+        self._history = make_history(config) if drafter is None else None
         is_adaptive = config is not None and config.is_adaptive
         self.adaptive = AdaptiveState(config.buckets) if is_adaptive else None
         self._is_fallback = config is not None and not (force_n1 or target.model.can_rewind)
