@@ -1,11 +1,11 @@
-"""Ratios that speculation lives by, each within one run.
+"""What speculation costs and gains, as ratios measured within one run, each with a bar.
 
     python -m experiments.benchmark
     python -m experiments.benchmark --parts=zoo --config.zoo.ks=2,4
     python -m experiments.benchmark --config.transformers.python=PATH
 
-Cost: over an hour on two quiet CPU cores, 42 minutes of it the part "adaptive". What to expect, by
-processor and jax: "Measured" in WORKSPACE.md.
+Cost: over an hour on two quiet CPU cores, 42 minutes of it for the part "adaptive". Expected: every
+bar is met on jax 0.12; the figures by processor are in the documentation on measurements.
 """
 
 from ml_collections import ConfigDict
@@ -14,7 +14,7 @@ from configs import train_zoo_draft, train_zoo_eagle3, train_zoo_target
 
 
 def get_config() -> ConfigDict:
-    """Lengths are in tokens; ``repeats`` are interleaved."""
+    """Returns the config; lengths are in tokens, and ``repeats`` are interleaved."""
     config = ConfigDict()
     config.llama110m = ConfigDict({
         "target": {  # 109,529,856 parameters, the head tied to the embedding
@@ -30,7 +30,7 @@ def get_config() -> ConfigDict:
         "slots": 1024,
         "prompt_tokens": 64,
         "new_tokens": 96,
-        "plain_tokens": 24,  # of each plain loop that is tried
+        "plain_tokens": 24,  # decoded by each plain loop that is tried
         "k": 4,
         "conditional_rate": 0.8,  # of every position
         "repeats": 5,
@@ -40,7 +40,7 @@ def get_config() -> ConfigDict:
         "target": config.llama110m.target.to_dict(),
         "draft_vocab_size": 8000,
         "k": 5,  # of the chain
-        "tree_nodes": (15, 29, 44, 59),  # sizes of the dynamic tree, the root left out
+        "tree_nodes": (15, 29, 44, 59),  # sizes of the dynamic tree, without the root
         "tree_depth": 6,
         "tree_top_k": 10,
         "slots": 1024,
@@ -61,11 +61,11 @@ def get_config() -> ConfigDict:
     config.zoo = ConfigDict({
         "target": "zoo/target",
         "draft": "zoo/draft",
-        # Random weights of these shapes stand in for a zoo model that is not there.
+        # Random weights of these shapes replace a zoo model that has not been trained.
         "target_shape": _shape(train_zoo_target.get_config()),
         "draft_shape": _shape(train_zoo_draft.get_config()),
         "num_prompts": 8,  # held-out functions; a multiple of every batch
-        "max_prompt_tokens": 256,  # longer ones lose their beginning
+        "max_prompt_tokens": 256,  # longer prompts lose their beginning
         "new_tokens": 96,
         "plain_tokens": 64,
         "ks": (1, 2, 3, 4, 5, 6, 7, 8),
@@ -93,7 +93,7 @@ def get_config() -> ConfigDict:
         "batches": (1, 4, 16),
         "slots": 1024,
         "prompt_tokens": 64,
-        "rounds": 96,  # of one timing
+        "rounds": 96,  # per timing
         "repeats": 3,
         "seed": 0,
     })
@@ -110,26 +110,26 @@ def get_config() -> ConfigDict:
         "seed": 0,
     })
     config.transformers = ConfigDict({
-        "k": 4,  # where the zoo part has not chosen its best K
+        "k": 4,  # unless the part "zoo" has run and chosen its best K
         "python": "",  # the interpreter with torch and transformers; "": this one
         "repeats": 3,
     })
-    # What each median is held against.
+    # The bars that the medians are compared with.
     config.bars = ConfigDict({
-        "verify": 1.35,  # of the large shape; at most
-        "round": 1.10,  # at most
-        "head_round": 1.10,  # of a head's chain; at most
-        "tree_round": 1.15,  # of a dynamic tree; at most
-        "streaming": 1.10,  # over one uninterrupted loop; at most
+        "verify": 1.35,  # verify pass over plain pass, of the large shape; at most
+        "round": 1.10,  # round over the sum of its parts; at most
+        "head_round": 1.10,  # the same of a head's chain; at most
+        "tree_round": 1.15,  # the same of a dynamic tree; at most
+        "streaming": 1.10,  # streaming over one uninterrupted loop; at most
         "replay": 1.15,  # a round that replays its window over the verify pass alone; at most
         "predicted": 0.9,  # measured over predicted; at least
-        "speedup": 1.5,  # of the zoo pair; at least
+        "speedup": 1.5,  # speed-up of the zoo pair; at least
         "draft": 0.15,  # draft pass over target pass, of the zoo pair; at most
-        "adaptive_plain": 1.03,  # adaptive over plain, priced; at most
-        "adaptive_fixed": 0.95,  # the best fixed K over adaptive, priced; at least
+        "adaptive_plain": 1.03,  # adaptive over plain, by the table of costs; at most
+        "adaptive_fixed": 0.95,  # best fixed K over adaptive, by the table of costs; at least
         "adaptive_clock": 1.10,  # adaptive over either, by the clock; at most
-        "training": 0.5,  # of the largest products' own rate; at least
-        "transformers": 3.0,  # at least
+        "training": 0.5,  # FLOP rate of a step over that of its largest products; at least
+        "transformers": 3.0,  # tokens per second over assisted generation; at least
     })
     return config
 

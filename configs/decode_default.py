@@ -3,12 +3,13 @@
     python -m experiments.decode
 
 Cost: under four minutes on two CPU cores, most of it compilation, which a second run finds
-in the user's cache. Expected: greedy rows identical to plain decoding's, the heads' tau highest.
+in the user's cache. Expected: greedy rows are identical to plain decoding's, and the heads have the
+highest tau.
 
-Any value may be given on the command line, in the type it has here:
+Every value can be set on the command line, in the type that it has here:
 
     --config.target=PATH --config.draft=PATH      other models; --config.draft= for none
-    --config.ks=3  --config.ks=2,4,8              tuples, with commas
+    --config.ks=3  --config.ks=2,4,8              tuples, separated by commas
     --config.methods=standalone --config.temperatures=0.7
     --config.head=PATH --config.trees=3x2x1,59:6:10    an EAGLE head; trees, dynamic ones too
     --config.sampler.top_p=0.9 --config.num_prompts=16
@@ -19,30 +20,31 @@ from ml_collections.config_dict import placeholder
 
 
 def get_config() -> ConfigDict:
-    """Lengths are in tokens."""
+    """Returns the config; lengths are in tokens."""
     config = ConfigDict()
     config.target = "zoo/target"  # a zoo name or a Hugging Face directory
-    config.draft = "zoo/draft"  # likewise; empty: no draft, "standalone" is left out
+    config.draft = "zoo/draft"  # likewise; empty: no draft, so without "standalone"
     # For "eagle": zoo names or directories of heads; "random-eagle-1", "random-eagle-3".
     config.head = "zoo/eagle1,zoo/eagle3"
     config.mtp = "zoo/mtp"  # for "mtp": likewise; "random"
     config.dtype = "float32"  # of the weights in memory
     config.scan_layers = False  # True compiles faster on accelerators, runs slower on a CPU
-    config.prompts = ""  # a file, see experiments/prompts.py; empty: held-out functions
+    config.prompts = ""  # a file of prompts; empty: held-out functions
     config.num_prompts = 8
-    config.max_prompt_tokens = placeholder(int)  # longer ones lose their beginning
+    config.max_prompt_tokens = placeholder(int)  # longer prompts lose their beginning
     config.max_new_tokens = 64
     config.batch = 1  # prompts decoded together
-    config.methods = ("plain", "ngram", "standalone", "eagle", "mtp")  # those that are given
-    config.ks = (3,)  # drafted tokens a round
-    config.trees = ""  # beside the chains, with commas: 3x2x1, children by depth, or 59:6:10,
-    # nodes, levels and children of EAGLE-2's dynamic tree
+    config.methods = ("plain", "ngram", "standalone", "eagle", "mtp")  # skipped where no draft is given
+    config.ks = (3,)  # drafted tokens per round
+    # Trees beside the chains, separated by commas: 3x2x1, children by depth, or 59:6:10, nodes,
+    # levels and children of EAGLE-2's dynamic tree.
+    config.trees = ""
     config.temperatures = (0.0, 1.0)
     config.standalone_rules = ("residual",)  # above temperature 0; at 0 it is "greedy"
     config.head_rules = ("residual",)  # of "eagle" and "mtp"
     config.ngram_rules = ("match",)  # of "suffix" too
-    config.ngram_max = 3  # longest suffix that is looked up
-    config.ngram_min = 1
+    config.ngram_max = 3  # the longest suffix that is looked up
+    config.ngram_min = 1  # the shortest
     config.sampler = ConfigDict({
         "top_k": 0,
         "top_p": 1.0,
@@ -52,8 +54,8 @@ def get_config() -> ConfigDict:
         "frequency_penalty": 0.0,
     })  # fmt: skip
     config.draft_temperature = placeholder(float)  # above temperature 0; by default the target's
-    config.seed = 0  # of the prompts' choice and of sampling
-    config.repeats = 1  # timed runs of each prompt; their median counts
+    config.seed = 0  # chooses the prompts, and seeds sampling
+    config.repeats = 1  # timed runs of each prompt, of which the median counts
     config.has_stream = True  # show one prompt live first
-    config.has_expected = True  # expected acceptance as well, where the rule reads the drafts' law
+    config.has_expected = True  # also report the expected acceptance, where it costs nothing
     return config

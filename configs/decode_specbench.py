@@ -3,10 +3,10 @@
     python -m experiments.decode --config=configs/decode_specbench.py \\
         --config.target=PATH --config.draft=PATH --config.prompts=question.jsonl
 
-Cost: with models of a billion parameters, hours on a CPU and minutes on an accelerator. Give
-``--config.dtype=bfloat16 --config.scan_layers`` there. Expected: greedy rows identical to
-plain decoding's in float32; in bfloat16 rounding may part a few of them, and the report
-shows how close the two best tokens were.
+Cost: with models of a billion parameters, hours on a CPU and minutes on an accelerator; add
+``--config.dtype=bfloat16 --config.scan_layers`` there. Expected: greedy rows are identical to plain
+decoding's in float32; in bfloat16, rounding can change a few of them, and the report shows how
+close the two best tokens were.
 """
 
 from ml_collections import ConfigDict
@@ -15,12 +15,12 @@ from configs import decode_default
 
 
 def get_config() -> ConfigDict:
-    """The default experiment on longer prompts; target, draft and prompts are to be given."""
+    """Returns the default config for longer prompts; set target, draft and prompts."""
     config = decode_default.get_config()
     config.target = ""
     config.draft = ""
     config.prompts = "question.jsonl"
-    config.num_prompts = 13  # one of each category
+    config.num_prompts = 13  # one per category
     config.max_prompt_tokens = 384
     config.max_new_tokens = 128
     return config

@@ -1,36 +1,36 @@
-"""The zoo's target goes on with pieces of its training text: what heads learn from.
+"""The zoo's target continues pieces of its training text: data for training heads.
 
-python -m experiments.regenerate --config=configs/regenerate_zoo.py --workdir=runs/zoo_text
+    python -m experiments.regenerate --config=configs/regenerate_zoo.py --workdir=runs/zoo_text
 
-Cost: about ten minutes on two CPU cores, at some 600 tokens a second. Expected: responses.jsonl
-with 2,000 lines, one in forty ended by a stop token; every row-round useful until the last prompt
-is taken.
+Cost: about ten minutes on two CPU cores, at about 600 tokens per second. Expected: responses.jsonl
+with 2,000 lines, of which one in forty ends at a stop token; every round of a row is useful until
+the last prompt has been taken.
 
-    --config.prompts=FILE.jsonl      prompts, see experiments/prompts.py, or conversations
+    --config.prompts=FILE.jsonl      prompts, see experiments/common/prompts.py, or conversations
     --config.target=PATH --config.temperatures=0.0,1.0
-    --config.draft=PATH --config.k=4   a draft for speed; also "ngram", "suffix", or empty for none
+    --config.draft=PATH --config.k=4   a draft for speed; or "ngram", "suffix", or empty: none
 """
 
 from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
-    """Lengths are in tokens."""
+    """Returns the config; lengths are in tokens."""
     config = ConfigDict()
     config.target = "zoo/target"  # a zoo name or a Hugging Face directory
     config.draft = ""  # likewise, "ngram" or "suffix"; empty: plain decoding
-    config.k = 2  # drafted tokens a round, where there is a draft
-    config.rule = ""  # a lossless one; empty: the draft's default
+    config.k = 2  # drafted tokens per round, if there is a draft
+    config.rule = ""  # a lossless rule; empty: the default of the draft
     config.dtype = "float32"  # of the weights in memory
     config.scan_layers = False  # True compiles faster on accelerators, runs slower on a CPU
     config.prompts = ""  # a file; empty: pieces of the standard library's training split
-    config.held_out_share = 0.02  # of conversations, left out: those that train_head holds out
+    config.held_out_share = 0.02  # of conversations, skipped: those that train_head holds out
     config.num_prompts = 2000  # 0: all of a file; may change between runs
     config.min_prompt_tokens = 8  # of the pieces
-    config.max_prompt_tokens = 64  # a file's longer prompts are left out
+    config.max_prompt_tokens = 64  # longer prompts of a file are skipped
     config.tests_share = 0.25  # of the standard library's own tests
     config.max_new_tokens = 192
-    config.temperatures = (0.0, 1.0)  # prompts take turns
+    config.temperatures = (0.0, 1.0)  # prompt i has number i modulo their count
     config.sampler = ConfigDict({
         "top_k": 0,
         "top_p": 1.0,
@@ -39,7 +39,7 @@ def get_config() -> ConfigDict:
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
     })  # fmt: skip
-    config.seed = 0  # of the pieces, and of sampling: prompt i has seed + i
+    config.seed = 0  # chooses the pieces; sampling of prompt i has seed + i
     config.batch = 32  # rows decoded together; may change between runs
-    config.log_every_s = 10
+    config.log_every_s = 10  # between lines of progress
     return config

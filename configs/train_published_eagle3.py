@@ -1,4 +1,4 @@
-r"""EAGLE-3 at its published hyper-parameters, for a real target.
+r"""EAGLE-3 with its published hyper-parameters, for a real target.
 
     python -m experiments.regenerate --config.target=PATH --config.prompts=chats.jsonl \
         --config.num_prompts=0 --config.max_prompt_tokens=1024 --config.max_new_tokens=1024 \
@@ -9,8 +9,10 @@ r"""EAGLE-3 at its published hyper-parameters, for a real target.
 
 Source: EAGLE-3, arXiv 2503.01840, and its training code: seven unrolled steps decayed by 0.8, a
 draft vocabulary of 32,000, AdamW at 5e-5 with a warm-up of 12,000 updates of 800,000 batches,
-gradients clipped to a norm of 0.5, one window of 2,048 times two accumulated, responses written
-by the target. Never run to its end here.
+gradients clipped to a norm of 0.5, one window of 2,048 tokens, two accumulated, responses written
+by the target.
+
+Cost and expected result: not known, since it was never run to its end here.
 """
 
 from ml_collections import ConfigDict
@@ -19,7 +21,7 @@ from configs import train_published_eagle1
 
 
 def get_config() -> ConfigDict:
-    """The published values."""
+    """Returns the published values."""
     config = train_published_eagle1.get_config()
     config.objective = "eagle3"
     config.head.draft_vocab_size = 32_000

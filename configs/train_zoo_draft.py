@@ -3,10 +3,10 @@
     python -m experiments.train_lm --config=configs/train_zoo_draft.py --workdir=runs/zoo_draft
 
 Cost: 20 CPU-minutes on two cores, 4 of them for the text that the teacher writes. Expected on
-the held-out modules: KL 0.99 nats a token, acceptance 0.53 at temperature 1.
+the held-out modules: KL of 0.99 nats per token, acceptance 0.53 at temperature 1.
 
-``--config.teacher=PATH`` distils another model, a Hugging Face directory; the draft shares
-its tokenizer. ``--config.divergence=acceptance`` trains the acceptance itself; see
+``--config.teacher=PATH`` distils another model, a Hugging Face directory whose tokenizer the draft
+shares. ``--config.divergence=acceptance`` trains the acceptance itself; see
 spec_jax/train/losses.py for the others.
 """
 
@@ -16,7 +16,7 @@ from configs import train_zoo_target
 
 
 def get_config() -> ConfigDict:
-    """The target's config with a smaller model, a teacher, and cheaper steps."""
+    """Returns the target's config with a smaller model, a teacher, and cheaper steps."""
     config = train_zoo_target.get_config()
     config.teacher = "zoo/target"
     config.model.update({

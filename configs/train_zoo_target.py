@@ -1,10 +1,10 @@
 """The zoo's target: 5.4M parameters, trained on the standard library's source.
 
-python -m experiments.train_lm --config=configs/train_zoo_target.py --workdir=runs/zoo_target
+    python -m experiments.train_lm --config=configs/train_zoo_target.py --workdir=runs/zoo_target
 
-Cost: 66 CPU-minutes on two cores, about 35 minutes where nothing else runs. Expected on the
-held-out modules: 3.10 nats a token, 1.48 bits a byte. On Linux, GLIBC_TUNABLES=
-glibc.malloc.hugetlb=1 in the environment saves a tenth of it in page faults.
+Cost: 66 CPU-minutes on two cores, about 35 minutes if nothing else runs. Expected on the held-out
+modules: 3.10 nats per token, 1.48 bits per byte. On Linux, GLIBC_TUNABLES=glibc.malloc.hugetlb=1 in
+the environment saves a tenth of the time in page faults.
 """
 
 from ml_collections import ConfigDict
@@ -12,13 +12,13 @@ from ml_collections.config_dict import placeholder
 
 
 def get_config() -> ConfigDict:
-    """Sizes are in tokens and steps, rates are peak rates; see spec_jax/train."""
+    """Returns the config; sizes are in tokens and steps, learning rates are peak rates."""
     config = ConfigDict()
     config.seed = 0
     config.teacher = placeholder(str)  # distil from this zoo name or Hugging Face directory
-    config.divergence = "forward-kl"  # from a teacher, see spec_jax/train/losses.py
-    config.ce_weight = 0.0  # of the text itself, beside it
-    config.own_share = 0.0  # of windows that the teacher wrote itself
+    config.divergence = "forward-kl"  # from the teacher, see spec_jax/train/losses.py
+    config.ce_weight = 0.0  # of cross-entropy on the text, added to the divergence
+    config.own_share = 0.0  # of windows that the teacher wrote
     config.own_batches = 24
     config.own_batch = 32
     config.own_prompt = 48  # tokens of the training text that it continues
@@ -47,9 +47,9 @@ def get_config() -> ConfigDict:
     })  # fmt: skip
     config.eval_batch = 8
     config.eval_length = 512
-    config.eval_windows = 16  # at intervals; the final figure is over all of them
+    config.eval_windows = 16  # during training; the final figures use all windows
     config.eval_every = 200
-    config.eval_prompts = 0  # held-out functions that a distilled draft drafts for its teacher
+    config.eval_prompts = 0  # held-out functions on which a distilled draft is measured
     config.eval_new_tokens = 64
     config.eval_num_draft = 5
     config.log_every = 10
