@@ -34,7 +34,7 @@ def get_config() -> ConfigDict:
     config.max_prompt_tokens = placeholder(int)  # longer prompts lose their beginning
     config.max_new_tokens = 64
     config.batch = 1  # prompts decoded together
-    config.methods = ("plain", "ngram", "standalone", "eagle", "mtp")  # skipped where no draft is given
+    config.methods = ("plain", "ngram", "standalone", "eagle", "mtp")  # skipped without a draft
     config.ks = (3,)  # drafted tokens per round
     # Trees beside the chains, separated by commas: 3x2x1, children by depth, or 59:6:10, nodes,
     # levels and children of EAGLE-2's dynamic tree.
