@@ -35,10 +35,10 @@ MIN_SLOTS = 512  # a smaller cache is read whole
 def by_rows(
     params: dict[str, Any], *, is_tied: bool = False, has_panels: bool = False
 ) -> Callable[[int | None], dict[str, Any]]:
-    """Returns the function that lays parameters out for a pass over so many tokens.
+    """Returns a function from the size of a pass to the parameters in the layout that suits it.
 
-    Where the parameters do not lie on a CPU, that function returns ``params`` itself. Each layout
-    is made when it is first asked for, and kept.
+    If the parameters do not lie on a CPU, that function returns ``params`` itself. Otherwise each
+    layout is made when it is first asked for, and kept.
 
     Args:
       params: nested dict of weights, of a model or of a head.
@@ -47,8 +47,8 @@ def by_rows(
         in panels.
 
     Returns:
-      ``(num_rows) -> params``, for passes over ``num_rows`` tokens, all rows of the batch
-      together; None stands for any number, as in prefill.
+      ``(num_rows) -> params`` for passes over ``num_rows`` tokens, all rows of the batch
+      together. None stands for any number, as in prefill.
     """
     if not _is_on_cpu(params):
         return lambda num_rows: params
@@ -63,7 +63,7 @@ def _is_on_cpu(params) -> bool:
 
 
 def with_own_head(params: dict[str, Any]) -> dict[str, Any]:
-    """The same weights with a tied head as an array of its own, ``[in, out]``.
+    """Returns the same weights with a tied head as a separate array, ``[in, out]``.
 
     Not for training, which would untie it.
     """
@@ -71,7 +71,7 @@ def with_own_head(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_panels(params: dict[str, Any]) -> dict[str, Any]:
-    """The same weights with every matrix but embeddings in panels; stacked layers stay whole."""
+    """Returns the same weights with every matrix in panels, but embeddings and stacked layers."""
 
     def panels(path, w):
         is_stacked = path[0].key == "layers" and len(path) == 2
@@ -81,9 +81,9 @@ def in_panels(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_panels(w: jax.Array) -> jax.Array:
-    """A matrix dtype[in,out] as panels dtype[P,in,out/P]; whole where panels gain nothing.
+    """Returns a matrix dtype[in,out] as panels dtype[P,in,out/P], or whole if they gain nothing.
 
-    Nothing is gained in bfloat16, nor by large matrices before jax 0.12.
+    They gain nothing in bfloat16, nor for large matrices before jax 0.12.
     """
     if w.ndim == 3:
         return w
@@ -96,12 +96,12 @@ def to_panels(w: jax.Array) -> jax.Array:
 
 
 def from_panels(w: jax.Array) -> jax.Array:
-    """The matrix dtype[in,out] of what ``to_panels`` returned."""
+    """Returns the matrix dtype[in,out] of what ``to_panels`` returned."""
     return w if w.ndim == 2 else w.transpose(1, 0, 2).reshape(w.shape[1], -1)
 
 
 def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-    """``x @ w``, whichever layout ``w`` is in.
+    """Returns ``x @ w``, whichever layout ``w`` is in.
 
     Args:
       x: dtype[...,in].

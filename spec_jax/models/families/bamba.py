@@ -107,10 +107,12 @@ class BambaConfig(PartialRotary):
 
     @property
     def head_dim(self) -> int:
+        """H, the width of a query, key or value."""
         return self.hidden_size // self.num_attention_heads
 
     @property
     def has_output_bias(self) -> bool:
+        """Whether o_proj has a bias."""
         return self.attention_bias
 
     def is_attention(self, index: int) -> bool:

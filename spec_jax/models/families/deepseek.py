@@ -98,18 +98,22 @@ class DeepseekConfig:
 
     @property
     def num_key_value_heads(self) -> int:
+        """G, in the cache: every query head has keys and values."""
         return self.num_attention_heads
 
     @property
     def rotary_dim(self) -> int:
+        """The number of dimensions of a head that are rotated."""
         return self.qk_rope_head_dim
 
     @property
     def key_dim(self) -> int:
+        """The width of a key: a part without and a part with rotation."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def value_dim(self) -> int:
+        """The width of a value."""
         return self.v_head_dim
 
     @property

@@ -119,6 +119,7 @@ class Mamba2Config:
 
     @property
     def rms_norm_eps(self) -> float:
+        """Epsilon of the norms, under the name that other families use."""
         return self.layer_norm_epsilon
 
     @classmethod
