@@ -1,4 +1,4 @@
-"""What every experiment's main shares: typed flags, one-line errors, a compilation cache."""
+"""What the mains share: typed flags, checks of configs, one-line errors, folders of runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def define_flags(default: types.ModuleType, workdir: str) -> tuple[flags.FlagHolder, ...]:
-    """Defines ``--config``, a file of which each value is a flag too, and ``--workdir``.
+    """Defines ``--config``, each value of which is a flag too, and ``--workdir``.
 
     Args:
       default: The module of ``configs/`` that is used unless ``--config`` names another file.
@@ -35,8 +35,9 @@ def define_flags(default: types.ModuleType, workdir: str) -> tuple[flags.FlagHol
     Returns:
       The two flags.
     """
-    text = "Config file; each of its values is a typed flag, --config.KEY=VALUE. The file says " \
-        f"what each is. Keys: {', '.join(_names(default.get_config()))}."  # fmt: skip
+    keys = ", ".join(_names(default.get_config()))
+    text = f"Config file; comments in it explain its values, each of which is a typed flag, " \
+        f"--config.KEY=VALUE. Keys: {keys}."  # fmt: skip
     with _errors_in_one_line():  # the overrides of the command line are looked up here
         config = config_flags.DEFINE_config_file("config", default.__file__, text)
     return config, flags.DEFINE_string("workdir", None, workdir)
@@ -50,7 +51,7 @@ def run(main: Callable[[], int | None]) -> None:
             if len(argv) > 1:
                 raise ConfigError(f"unexpected argument {argv[1]!r}; values are --config.KEY=VALUE")
             if not flags.FLAGS["verbosity"].present:
-                logging.set_verbosity(logging.WARNING)  # jax tells of every back end it lacks
+                logging.set_verbosity(logging.WARNING)  # jax names every back end that is missing
             return main() or 0
         except SpecJaxError as error:
             return _fail(error)
@@ -138,7 +139,7 @@ def require_positive(config: ConfigDict, names: str, prefix: str = "") -> None:
 
 
 def check_same(saved: Mapping, config: Mapping, free: Sequence[str] = ()) -> None:
-    """Raises ConfigError unless a run's saved config is this one, but for the ``free`` keys."""
+    """Raises ConfigError if a run's saved config differs from this one, except in ``free`` keys."""
     changed = [k for k in config if k not in free and saved.get(k) != config[k]]
     if changed:
         raise ConfigError(
@@ -151,7 +152,7 @@ def check_same(saved: Mapping, config: Mapping, free: Sequence[str] = ()) -> Non
 def enable_compilation_cache() -> None:
     """Keeps compiled programs in the user's cache directory, one folder for each jax version.
 
-    ``JAX_COMPILATION_CACHE_DIR`` names another place.
+    ``JAX_COMPILATION_CACHE_DIR`` sets another directory.
     """
     if jax.config.jax_compilation_cache_dir is None:
         root = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()

@@ -1,9 +1,9 @@
-"""What one pass of a model costs, and the speed-up that costs and acceptance predict."""
+"""The cost of one pass of a model, and the speed-up that costs and acceptance predict."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ from spec_jax.contracts import Model
 from spec_jax.drafters.common.head import Head
 from spec_jax.engine import stats
 from spec_jax.loading import LoadedHead, LoadedModel
+from spec_jax.models.params import Params
 from spec_jax.sampling import argmax
 
 ITERATIONS = 64  # passes in one timed call, so that a dispatch does not count
@@ -29,7 +30,7 @@ def _run_passes(params, tokens, cache, seen, *, model: Model, iterations: int, s
         tokens, cache = carry
         output = model.forward(params, tokens, cache, window_mask=seen)
         logits = model.unembed(params, output.hidden[:, -scored:])
-        # The next pass eats this one's output, so no pass can be left out or overlapped.
+        # The next pass reads this one's output, so the compiler can neither drop nor overlap one.
         best = argmax(logits)
         return tokens.at[:, -scored:].set(best), output.cache
 
@@ -37,24 +38,24 @@ def _run_passes(params, tokens, cache, seen, *, model: Model, iterations: int, s
 
 
 def pass_timer(
-    model: Model, params, width: int, slots: int, batch: int, iterations: int = ITERATIONS,
+    model: Model, params: Params, width: int, slots: int, batch: int, iterations: int = ITERATIONS,
     scored: int | None = None, seen: jax.Array | None = None,
-) -> Callable[[], float]:
-    """Compiles a loop of passes and returns a function that times it, in ms a pass.
+) -> Timer:
+    """Compiles a loop of passes and returns its timer, in milliseconds per pass.
 
-    A pass is forward, unembedding and argmax of ``width`` tokens a row on a half-full cache,
-    which the loop carries and the call donates, as decoding does.
+    A pass is forward, unembedding and argmax of ``width`` tokens per row with a half-full cache,
+    which the loop carries and the call donates, as in decoding.
 
     Args:
-      model: target or draft.
-      params: its weights.
-      width: T, tokens a row; K + 1 for a verify pass.
-      slots: S, of the cache.
-      batch: B.
-      iterations: passes in one call.
-      scored: how many of the last tokens are unembedded, by default all: a drafter that
-        feeds two scores one.
-      seen: bool[1,T,T], what each token of a tree sees of the others; None: a chain.
+      model: The target or the draft.
+      params: Its weights.
+      width: T, tokens per row; K + 1 for a verify pass.
+      slots: S, the slots of the cache.
+      batch: B, rows.
+      iterations: Passes in one call.
+      scored: How many of the last tokens are unembedded; by default all. The first pass of a
+        draft feeds two tokens and scores one.
+      seen: bool[1,T,T], which tokens of a tree each token attends to; None for a chain.
     """
     scored = width if scored is None else scored
     cache = model.init_cache(params, batch, slots)
@@ -78,7 +79,7 @@ def _run_head(params, carry, seen, *, head: Head, children: int, iterations: int
         if seen is None:
             return x, argmax(logits)[:, :, None], score, cache
         logp = jax.nn.log_softmax(logits, axis=-1)
-        # All of the best are carried: where one is read alone, XLA sorts the whole vocabulary.
+        # All of the best are carried: if only one is read, XLA sorts the whole vocabulary.
         score, best = jax.lax.top_k(logp + score[:, :, :1], children)
         return x, best, score, cache
 
@@ -86,17 +87,17 @@ def _run_head(params, carry, seen, *, head: Head, children: int, iterations: int
 
 
 def head_timer(
-    head: Head, params, slots: int, batch: int = 1, width: int = 1, children: int = 1,
-) -> Callable[[], float]:
-    """Compiles a loop of a head's passes, scores included, and times it, in ms a pass.
+    head: Head, params: Params, slots: int, batch: int = 1, width: int = 1, children: int = 1,
+) -> Timer:
+    """Compiles a loop of a head's passes with their scores and returns its timer, in milliseconds.
 
     Args:
-      head: its functions.
+      head: The functions of the head.
       params: ``{"head": ..., "target": ...}``.
-      slots: of the cache, half full.
-      batch: B.
-      width: drafts a row and pass; one is a chain's.
-      children: how many best children each draft of a tree gets.
+      slots: The slots of the cache, which is half full.
+      batch: B, rows.
+      width: Drafts per row and pass; 1 for a chain.
+      children: The number of children of each draft of a tree.
     """
     cache = head.init_cache(params, batch, slots)
     dtype = jax.tree.leaves(cache)[0].dtype
@@ -111,7 +112,7 @@ def head_timer(
 def draft_timer(
     draft: LoadedModel | LoadedHead, target: LoadedModel, slots: int, batch: int
 ) -> Timer | None:
-    """Returns the timer of a draft's pass of one token a row; None of a head that has none."""
+    """Returns the timer of a draft pass of one token per row; None if no such pass can be timed."""
     params = draft.decoding_params(batch)
     if isinstance(draft, LoadedModel):
         return pass_timer(draft.model, params, 1, slots, batch)
@@ -123,14 +124,14 @@ def draft_timer(
 
 
 class Costs(NamedTuple):
-    """Costs of passes measured together, ready for a report.
+    """Costs of passes that were measured together.
 
     Attributes:
-      plain_ms: a target pass of one token a row.
-      draft_ms: a draft pass of one token a row, by method; of a head one of its own passes.
-      verify_ms: a target pass by its width, the plain one included.
-      slots: of the caches.
-      batch: rows.
+      plain_ms: Milliseconds of a target pass of one token per row.
+      draft_ms: Milliseconds of a draft pass of one token per row, by method.
+      verify_ms: Milliseconds of a target pass by its width, with that of width 1.
+      slots: The slots of the caches.
+      batch: The number of rows.
     """
 
     plain_ms: float
@@ -140,24 +141,24 @@ class Costs(NamedTuple):
     batch: int
 
     @classmethod
-    def measure(cls, timers: Mapping[tuple[str, int], Callable[[], float]], **where) -> Costs:
-        """Times passes named ("target", width) and (method, 1); ``where``: slots and batch."""
+    def measure(cls, timers: Mapping[tuple[str, int], Timer], *, slots: int, batch: int) -> Costs:
+        """Runs the timers of passes, named ("target", width) and (method, 1), in turns."""
         found = {name: float(np.median(ms)) for name, ms in interleave(timers, REPEATS).items()}
         verify_ms = {width: ms for (role, width), ms in sorted(found.items()) if role == "target"}
         draft_ms = {role: ms for (role, _), ms in found.items() if role != "target"}
-        return cls(verify_ms[1], draft_ms, verify_ms, **where)
+        return cls(verify_ms[1], draft_ms, verify_ms, slots, batch)
 
     def draft_cost(self, method: str) -> float:
-        """Of one drafted token, in plain passes; NaN where it was not measured.
+        """Returns the cost of one drafted token in plain passes; NaN if it was not measured.
 
-        Copying tokens is counted as free, a head's refresh as the pass of one draft.
+        Copied tokens count as free, and the refresh of a head as the pass of one draft.
         """
         if method in ("ngram", "suffix"):
             return 0.0
         return self.draft_ms.get(method, float("nan")) / self.plain_ms
 
     def verify_cost(self, k: int) -> float:
-        """Of a verify pass of k + 1 tokens, in plain passes; between measured widths, linear."""
+        """Returns the cost of a pass of k + 1 tokens in plain passes; linear between widths."""
         widths = sorted(self.verify_ms)
         return float(
             np.interp(k + 1, widths, [self.verify_ms[w] for w in widths]) / self.plain_ms
@@ -165,18 +166,18 @@ class Costs(NamedTuple):
 
 
 def predict(costs: Costs, result: dict, k: int | None = None) -> float:
-    """The speed-up that a result's acceptance predicts, for its own K or a smaller one.
+    """Returns the speed-up that a result's acceptance predicts, for its own K or a smaller one.
 
-    A rate is that of being offered and accepted: a drafter that copies tokens does not
-    always have any.
+    A rate is the probability that a token is drafted and accepted, since a drafter that copies
+    tokens does not always have any.
 
     Args:
-      costs: of the passes.
-      result: with ``rounds``, ``drafted_at`` and ``acceptance_by_position``.
-      k: drafted tokens a round; by default the result's.
+      costs: The costs of the passes.
+      result: An entry of a report's ``results``.
+      k: Drafted tokens per round; by default the result's.
 
     Returns:
-      The speed-up; NaN for a tree, of which no passes were measured.
+      The speed-up; NaN for a tree, whose passes were not measured.
     """
     if result.get("tree"):
         return float("nan")

@@ -1,4 +1,4 @@
-"""The grid of an experiment: methods x K x temperatures, each cell timed beside plain decoding."""
+"""The grid of an experiment, methods x K x temperatures, each timed beside plain decoding."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Cell(NamedTuple):
     """One row of the table.
 
     Attributes:
-      method: what drafts, or "plain"; of several heads a name for each.
-      k: K; 0 for plain decoding.
-      temperature: of target and draft.
-      rule: None for the default one.
-      tree: of K nodes, as ``tree_options`` reads it; None for a chain.
+      method: The method or, if there are several heads, the label of one; or "plain".
+      k: K, drafted tokens per round; 0 for plain decoding.
+      temperature: The temperature of target and draft.
+      rule: The acceptance rule; None for the default one.
+      tree: A tree of K nodes, as ``tree_options`` reads it; None for a chain.
     """
 
     method: str
@@ -41,6 +41,7 @@ class Cell(NamedTuple):
 
     @property
     def label(self) -> str:
+        """A name for messages."""
         k = f" K={self.k}" if self.k else ""
         k = f" tree {self.tree}" if self.tree else k
         rule = f" {self.rule}" if self.rule else ""
@@ -48,14 +49,14 @@ class Cell(NamedTuple):
 
 
 def tree_options(text: str) -> dict:
-    """What a tree's text says, for ``SpeculativeConfig``.
+    """Parses a tree; returns the options of ``SpeculativeConfig``.
 
     Args:
-      text: "3x2x1", how many children the nodes of each depth have, or "59:6:10", EAGLE-2's
-        dynamic tree of so many nodes, levels, and nodes that a level expands.
+      text: "3x2x1", the number of children at each depth, or "59:6:10", the nodes and levels of
+        EAGLE-2's dynamic tree and the number of nodes that each level expands.
 
     Raises:
-      ConfigError: it is neither, or no such tree can be.
+      ConfigError: It is neither, or there is no such tree.
     """
     try:
         if ":" in text:
@@ -78,14 +79,14 @@ def make_cells(
     rules: dict[str, Sequence[str]],
     trees: Sequence[str] = (),
 ) -> list[Cell]:
-    """All cells, plain decoding first at each temperature.
+    """Returns all cells, plain decoding first at each temperature.
 
     Args:
-      methods: beside "plain", which is always there: the others are compared with it.
-      ks: K of every other method.
-      temperatures: 0 is decoded by the rule "greedy".
-      rules: of each method above temperature 0.
-      trees: beside the chains of every method with a model, see ``tree_options``.
+      methods: The methods that are compared with "plain", which is always included.
+      ks: The values of K of every method.
+      temperatures: The temperatures; at 0 the rule is "greedy".
+      rules: The rules of each method above temperature 0.
+      trees: Trees that methods with a model draft beside the chains, see ``tree_options``.
     """
     cells = []
     nodes = {tree: tree_options(tree)["num_speculative_tokens"] for tree in trees}
@@ -104,7 +105,7 @@ def make_cells(
 
 
 class Run(NamedTuple):
-    """One pass over a batch of prompts."""
+    """The outputs of one batch of prompts, and their times."""
 
     prefill_s: float
     decode_s: float
@@ -112,25 +113,25 @@ class Run(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens that decoding made; prefill made the first of each row."""
+        """Decoded tokens, without the first of each row, which prefill samples."""
         return sum(row.stats.emitted - row.stats.first for row in self.rows)
 
 
 @dataclasses.dataclass(eq=False)
 class Bench:
-    """Decodes one set of prompts, by any cell, in shapes that all calls share.
+    """Decodes one set of prompts with any cell of the grid, in shapes that all calls share.
 
     Attributes:
-      target: the model whose text this is.
-      drafts: by method: a model for "standalone", heads under any name.
-      prompts: ids.
-      sampler: of every row but for temperature and seed; prompt i is seeded ``seed + i``.
-      max_new_tokens: of every row.
-      batch: prompts decoded together; divides their number.
-      draft_temperature: above temperature 0, the draft's own; None: as the target's.
-      ngram: options of the method "ngram".
-      has_expected: record the rules' expected acceptance, of chains above temperature 0 whose
-        drafts' laws are known anyway.
+      target: The target.
+      drafts: The draft of each method that has one: a model for "standalone", or heads.
+      prompts: The prompts as ids.
+      sampler: The sampler of every row, without temperature; prompt i has seed ``seed + i``.
+      max_new_tokens: New tokens of every row.
+      batch: Prompts that are decoded together; divides their number.
+      draft_temperature: The draft's temperature where the target's is above 0; None for the same.
+      ngram: Options of the method "ngram".
+      has_expected: Whether to record the expected acceptance of chains above temperature 0, if
+        the rule reads the draft distributions anyway.
     """
 
     target: LoadedModel
@@ -149,32 +150,34 @@ class Bench:
 
     @functools.cached_property
     def longest(self) -> int:
+        """Tokens of the longest prompt."""
         return max(map(len, self.prompts))
 
     @property
     def batches(self) -> range:
+        """Indices of the batches."""
         return range(len(self.prompts) // self.batch)
 
     @functools.cache  # noqa: B019, a bench lives as long as the program
     def decoder(self, cell: Cell) -> SpeculativeDecoder:
-        """The decoder of a cell.
+        """Returns the decoder of a cell.
 
         Raises:
-          ConfigError: the cell cannot be: K, rule, temperature or vocabularies.
+          ConfigError: K, rule, temperature or vocabularies do not fit.
         """
         config = None
         if cell.method != "plain":
             options = {"num_speculative_tokens": cell.k}
             options = tree_options(cell.tree) if cell.tree else options
             options |= self.ngram if cell.method == "ngram" else {}
-            if cell.method == "suffix":  # else a repeat would copy the last repeat's output
+            if cell.method == "suffix":  # or a repeat would copy its last output
                 options["suffix_history_tokens"] = 0
             draft = self.drafts.get(cell.method)
             method = cell.method if draft is None else draft.method
             config = SpeculativeConfig(method, rejection_sampling_strategy=cell.rule, **options)
         sampler = dataclasses.replace(self.sampler, temperature=cell.temperature)
         has_expected = self.has_expected and cell.k > 0 and cell.temperature > 0 and not cell.tree
-        if has_expected and cell.method in self.drafts:  # else the drafts' laws would cost time
+        if has_expected and cell.method in self.drafts:  # or they would cost time
             has_expected = make_rule(config).needs_probs
         return SpeculativeDecoder(
             self.target, self.drafts.get(cell.method), config,
@@ -182,7 +185,7 @@ class Bench:
         )
 
     def run(self, cell: Cell, index: int, **options) -> Run:
-        """Decodes batch ``index``; the first call of a cell compiles."""
+        """Decodes batch ``index``; ``options`` are those of ``SpeculativeDecoder.generate``."""
         decoder = self.decoder(cell)
         chosen = range(index * self.batch, (index + 1) * self.batch)
         target = [
@@ -200,13 +203,14 @@ class Bench:
         return Run(decoder.stats.prefill_s, decoder.stats.decode_s, rows)
 
     def compile(self, cell: Cell) -> None:
+        """Compiles the programs of a cell."""
         self.run(cell, 0)
 
     def measure(self, cell: Cell, repeats: int) -> dict:
-        """One entry of a report's ``results``, costs and predictions aside.
+        """Measures one entry of a report's ``results``, without its predicted speed-up.
 
-        Batch by batch, this cell and plain decoding take turns, so drift of the machine
-        cancels in their ratio; each batch counts with the median of its repeats.
+        In each batch, this cell and plain decoding take turns, so that drift of the machine
+        cancels in their ratio. The time of a batch is the median of its repeats.
         """
         plain_cell = Cell("plain", 0, cell.temperature)
         runs, plain_runs = [], []
@@ -241,7 +245,7 @@ class Bench:
             **cell._asdict(),
             **self._describe(cell),
             "speedup": 1.0 if is_plain else ratio,
-            # Plain decoding timed against itself: what noise alone does to a speed-up.
+            # Plain decoding timed against itself: the effect of noise on a speed-up.
             "repeatability": ratio if is_plain else None,
             **self._compare(cell, runs, plain_runs),
             **_of_rows([row for run in runs for row in run.rows]),
@@ -249,7 +253,7 @@ class Bench:
         }
 
     def refresh_plain(self, results: list[dict], temperature: float) -> None:
-        """Lets the plain row of a temperature tell the median of all its timings so far."""
+        """Updates the plain row of a temperature with the median of all its timings so far."""
         row = next(r for r in results if (r["method"], r["temperature"]) == ("plain", temperature))
         times = [self._plain_s[temperature, index] for index in self.batches]
         row["decode_s"] = float(sum(map(np.median, times)))
@@ -260,7 +264,7 @@ class Bench:
         return {"rule": rule.name, "is_lossless": rule.is_lossless}
 
     def _compare(self, cell: Cell, runs: list[Run], plain_runs: list[Run]) -> dict:
-        """Whether the tokens are plain decoding's; None where the rule draws others."""
+        """Compares the tokens with plain decoding's; None if the rule samples other tokens."""
         ours, theirs = ([row.tokens for run in r for row in run.rows] for r in (runs, plain_runs))
         rule = self.decoder(cell).system().rule
         if not (rule.is_greedy or rule.name == "match"):
@@ -277,14 +281,14 @@ class Bench:
         }
 
     def _gap(self, index: int, plain: Sequence[int], other: Sequence[int]) -> float:
-        """Distance of the two top logits where two greedy outputs first differ."""
+        """Returns the distance of the two top logits where two greedy outputs first differ."""
         pairs = zip(plain, other)
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain), len(other)))
         return top_gap(self.target, [*self.prompts[index], *plain[:at]])
 
 
 def top_gap(target: LoadedModel, ids: Sequence[int]) -> float:
-    """The difference of the two largest logits after ``ids``."""
+    """Returns the difference of the two largest logits after ``ids``."""
     model = target.model
     cache = model.init_cache(target.params, 1, len(ids))
     hidden = model.forward(target.params, jnp.asarray([ids], jnp.int32), cache).hidden[:, -1]
@@ -293,7 +297,7 @@ def top_gap(target: LoadedModel, ids: Sequence[int]) -> float:
 
 
 def _of_rows(rows: Sequence[Generation]) -> dict:
-    """How rows ended, and how much of their text merely loops."""
+    """Returns how rows ended, and the share of their tokens that repeat in loops."""
     sizes = np.asarray([len(row.tokens) for row in rows])
     shares = np.asarray([looping_share(row.tokens) for row in rows])
     reasons = [row.finish_reason for row in rows]

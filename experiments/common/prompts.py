@@ -25,9 +25,9 @@ class Prompt(NamedTuple):
     """A text to continue, or a conversation to answer.
 
     Attributes:
-      name: for reports.
-      text: to continue; of a conversation, what the user says first.
-      conversation: its messages up to the first answer, which is asked for.
+      name: A name for reports.
+      text: The text to continue, or the first message of the user.
+      conversation: The messages up to the first answer, which the target writes.
     """
 
     name: str
@@ -36,21 +36,20 @@ class Prompt(NamedTuple):
 
 
 def load_prompts(path: str, n: int, seed: int) -> list[Prompt]:
-    """Draws ``n`` prompts.
+    """Returns ``n`` prompts.
 
     Args:
-      path: "" for functions of held-out modules of the standard library, drawn by ``seed``;
-        else a file of which every so many-th row is taken, so that all its parts are seen.
-        JSON (see ``records.is_json``): objects with ``prompt`` (as in HumanEval), ``text``,
-        ``turns`` (the first one counts, as in Spec-Bench), or ``messages`` or
-        ``conversations`` as ``parse_record`` takes them (the first answer is asked for). Any
-        other file is one prompt a line. Line ends at the end of a text are left out:
-        tokenizers join them with what follows.
-      n: how many.
-      seed: of the held-out functions.
+      path: "" for functions of held-out modules of the standard library; otherwise a file,
+        whose rows are taken at even distances. A JSON file (see ``records.is_json``) has objects
+        with ``prompt`` (as in HumanEval), ``text``, ``turns`` (of which the first is used, as in
+        Spec-Bench), or ``messages`` or ``conversations`` as ``parse_record`` takes them (the
+        target writes the first answer). Any other file has one prompt per line. Line ends at the
+        end of a text are removed, since tokenizers join them with what follows.
+      n: The number of prompts.
+      seed: Chooses the held-out functions.
 
     Raises:
-      ConfigError: no such file, fewer than n prompts, or a row that is none.
+      ConfigError: No such file, fewer than n prompts, or a row that is not a prompt.
     """
     if not path:
         found = python_source.held_out_prompts(n, seed)
@@ -62,10 +61,10 @@ def load_prompts(path: str, n: int, seed: int) -> list[Prompt]:
 
 
 def read_rows(path: pathlib.Path) -> list[Prompt]:
-    """Every prompt of a file, see ``load_prompts``.
+    """Returns every prompt of a file, see ``load_prompts``.
 
     Raises:
-      ConfigError: no such file, or a row that is no prompt.
+      ConfigError: No such file, or a row that is not a prompt.
     """
     if is_json(path):
         return [_from_row(value, source) for value, source in read_objects(path)]
@@ -74,7 +73,7 @@ def read_rows(path: pathlib.Path) -> list[Prompt]:
 
 
 def _from_row(row, where: str) -> Prompt:
-    """A prompt of one JSON value, which stands at ``where``."""
+    """Returns the prompt of one JSON value; ``where`` is its place in the file."""
     row = row if isinstance(row, dict) else {"text": row}
     name = row.get("task_id", row.get("question_id", pathlib.Path(where).name))
     name = f"{name} ({row['category']})" if "category" in row else f"{name}"
@@ -93,7 +92,7 @@ def _from_row(row, where: str) -> Prompt:
 
 
 def _opening(record: Conversation) -> tuple[str, Conversation]:
-    """What the user says first, and all that stands before the first answer."""
+    """Returns the first message of the user, and everything before the first answer."""
     talk = opening(record)
     if talk is None:
         raise ConfigError(f"{record.source} has no message to answer")
@@ -104,27 +103,27 @@ def _opening(record: Conversation) -> tuple[str, Conversation]:
 
 
 class PromptEncoder:
-    """Prompts to ids: texts by the target's tokenizer, conversations by its chat template too.
+    """Encodes prompts as ids, conversations with the target's chat template.
 
-    What a user alone has said is continued as a text by a target that has no template.
+    A target without a template continues a conversation of a single message as a text.
     """
 
     def __init__(self, target: LoadedModel):
         self._target = target
 
     def is_templated(self, prompt: Prompt) -> bool:
-        """Whether the chat template makes the prompt."""
+        """Returns whether the chat template is used for the prompt."""
         talk, tokenizer = prompt.conversation, self._target.tokenizer
         if talk is None or tokenizer is None:
             return False
         return len(talk.messages) > 1 or "default" in tokenizer.chat_templates
 
     def __call__(self, prompt: Prompt) -> list[int]:
-        """Ids; of a conversation, up to where its first answer begins.
+        """Returns the ids; of a conversation, up to the beginning of its first answer.
 
         Raises:
-          ConfigError: a conversation that the chat template refuses; or there is none.
-          PromptError: the target has no tokenizer.
+          ConfigError: The chat template refuses the conversation, or there is no template.
+          PromptError: The target has no tokenizer.
         """
         if not self.is_templated(prompt):
             return encode(self._target, prompt.text)
@@ -139,18 +138,21 @@ def fit(
     prompts: list[Prompt], models: Sequence[LoadedModel | LoadedHead], max_new_tokens: int,
     longest: int | None,
 ) -> tuple[list[list[int]], int]:
-    """Ids of the prompts, and how many had to lose their beginning.
+    """Encodes prompts and cuts the beginning of those that are too long.
 
-    A token that the tokenizer puts first (BOS) stays.
+    A token that the tokenizer puts first (BOS) is kept.
 
     Args:
-      prompts: texts and conversations.
-      models: target first, then what drafts; the one that holds fewest tokens counts.
-      max_new_tokens: room to leave.
-      longest: most tokens of a prompt, or None.
+      prompts: Texts and conversations.
+      models: The target, then the drafts; the smallest maximum length applies.
+      max_new_tokens: The room to leave for new tokens.
+      longest: The maximum tokens of a prompt, or None.
+
+    Returns:
+      The ids, and the number of prompts that were cut.
 
     Raises:
-      ConfigError: no room for a prompt at all.
+      ConfigError: There is no room for a prompt.
     """
     target, smallest = models[0], min(models, key=lambda m: m.max_length)
     room = smallest.max_length - max_new_tokens

@@ -20,7 +20,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "safetensors")
 
 
 def environment() -> dict[str, Any]:
-    """Versions, devices and machine, as this process sees them."""
+    """Returns versions, devices and machine, as this process sees them."""
     has_affinity = hasattr(os, "sched_getaffinity")
     return {
         "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -46,7 +46,7 @@ def _cpu_model() -> str:
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
-    """Replaces the file as a whole, so a reader never sees half of it; NaN is written as null."""
+    """Replaces the whole file at once; NaN is written as null."""
     files.write_json(path, _plain(value))
 
 
@@ -86,7 +86,7 @@ def load_note(env: dict) -> list[str]:
 
 
 def describe_model(model: dict) -> str:
-    """One line: name, size, shape."""
+    """Returns one line: name, size, shape."""
     size = model["parameters"]
     size = f"{size / 1e6:.2f}M" if size < 1e8 else f"{size / 1e9:.2f}B"
     return (
@@ -96,7 +96,7 @@ def describe_model(model: dict) -> str:
 
 
 def describe_machine(env: dict) -> str:
-    """One line: devices, processor, cores."""
+    """Returns one line: devices, processor, cores."""
     host = f"{env['cpu_model']}, {env['cores']} cores"
     if env["backend"] == "cpu":
         return host

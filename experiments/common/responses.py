@@ -1,4 +1,4 @@
-"""A JSONL file of responses, a line a prompt, that a later run goes on with."""
+"""A JSONL file of responses, one line for each prompt, which a later run can continue."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _KEYS = ("index", "prompt_ids", "response_ids", "finish_reason")  # what is read
 
 
 class Responses:
-    """What has been answered so far; reading cuts away a last line that is not whole.
+    """The responses so far. Reading the file cuts off an incomplete last line.
 
     Args:
-      path: of the file; made with the first line.
+      path: The file, which is created with the first line.
 
     Raises:
-      ConfigError: a whole line that is no response, or a second one of the same index.
+      ConfigError: A complete line is not a response, or an index occurs twice.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -61,10 +61,10 @@ class Responses:
         return len(self._prompts)
 
     def unanswered(self, prompts: Iterable[tuple[int, list[int]]]) -> Iterator:
-        """Those of the pairs (index, ids) that have no line yet.
+        """Yields the pairs (index, ids) that have no response yet.
 
         Raises:
-          ConfigError: a line answers another prompt of the same index.
+          ConfigError: A line answers another prompt with the same index.
         """
         for index, ids in prompts:
             if index not in self._prompts:
@@ -76,7 +76,7 @@ class Responses:
                 )
 
     def append(self, row: Mapping) -> None:
-        """Writes one line, through to the system, so that a killed run loses none."""
+        """Writes and flushes one line, so that a killed run loses none."""
         self._count(row)
         if self._file is None:
             self._file = open(self._path, "a", encoding="utf-8")
