@@ -10,7 +10,10 @@ import types
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-TEXTS = [ROOT / "README.md", ROOT / "WORKSPACE.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = [
+    *(ROOT / name for name in ("README.md", "WORKSPACE.md", "spec_jax/zoo/MODEL_CARD.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 
 def commands(text):
