@@ -11,7 +11,7 @@ from spec_jax.config.checks import FLOAT32_MAX, check, is_finite, is_integer, is
 from spec_jax.config.read import Record
 from spec_jax.errors import ConfigError
 
-GREEDY_BELOW = 1e-5  # a temperature below this means argmax; it is never divided by
+GREEDY_BELOW = 1e-5  # a lower temperature means argmax; it is never divided by
 
 
 @dataclasses.dataclass(frozen=True)

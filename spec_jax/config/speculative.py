@@ -62,7 +62,7 @@ class SpeculativeConfig:
       config_file: a .yaml, .toml or .json file; all that the other arguments leave out is read
         from its section ``section_name``. Of records that may be None, an argument replaces the
         file's as a whole; of the others, field by field.
-      section_name: None means "speculative".
+      section_name: of the file; None means "speculative".
 
     Raises:
       ConfigError: a value that cannot be, values that contradict each other, an unknown name

@@ -1,10 +1,10 @@
 """Acceptance rules for a chain of drafts, each written for one row.
 
-Notation, as in the papers: ``p[i]`` is the target's law of the token after node i and
-``q[i]`` the law that draft ``i+1`` was drawn from; node 0 is the pending token. A rule
-returns how many drafts it accepts, one token of the target's after them, the probability
-of each of its coins, and the law of that last token. Uniforms lie in [0, 1) and the
-comparison is strict, so what has probability zero is never accepted.
+Notation, as in the papers: ``p[i]`` is the target's distribution of the token after node i,
+and ``q[i]`` the distribution that draft ``i+1`` was drawn from; node 0 is the pending token. A
+rule returns how many drafts it accepts, one token of the target's after them, the probability
+of each of its coins, and the distribution of that last token. Uniforms lie in [0, 1) and the
+comparison is strict, so a token of probability zero is never accepted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _at(rows_KV, tokens_K):
 
 
 def _leading(is_accepted_K):
-    """How many accepted before the first failure."""
+    """Returns i32[], how many drafts are accepted before the first that is not."""
     return jnp.cumprod(is_accepted_K.astype(jnp.int32)).sum()
 
 
@@ -36,21 +36,30 @@ def _verdict(n_accept, proposal: Proposal, token, accept_probs, replacement) -> 
     return Verdict(n_accept, tokens, accept_probs, replacement)
 
 
-def _draft_law(proposal: Proposal, vocab_size: int):
-    """q[K,V]; a deterministic draft is a point mass."""
+def _draft_distribution(proposal: Proposal, vocab_size: int):
+    """Returns q[K,V]; a deterministic draft is a point mass."""
     if proposal.probs is None:
         return jax.nn.one_hot(proposal.tokens, vocab_size, dtype=jnp.float32)
     return proposal.probs
 
 
-def replace(weights_V, fallback_V, gumbel_V):
-    """Normalises what is left of the target's mass and draws from it.
+def replace(
+    weights_V: jax.Array, fallback_V: jax.Array, gumbel_V: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Draws the token that replaces the first rejected draft.
 
-    Nothing is left where p equals q and only rounding rejected: then p itself is right.
+    Args:
+      weights_V: f32[V], what is left of the target's mass, not normalised.
+      fallback_V: f32[V], the distribution where nothing is left, as when p equals q and only
+        rounding rejected: p itself.
+      gumbel_V: f32[V], noise.
+
+    Returns:
+      f32[V], the distribution, and i32[], the token.
     """
     mass = weights_V.sum()
-    law = jnp.where(mass > 0, weights_V / jnp.where(mass > 0, mass, 1.0), fallback_V)
-    return law, sample(jnp.log(law), gumbel_V)
+    dist = jnp.where(mass > 0, weights_V / jnp.where(mass > 0, mass, 1.0), fallback_V)
+    return dist, sample(jnp.log(dist), gumbel_V)
 
 
 def residual(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
@@ -60,24 +69,24 @@ def residual(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
     Source: Leviathan et al., arXiv 2211.17192, Algorithm 1; Chen et al., arXiv 2302.01318.
     """
     p, is_draft = target.probs, proposal.is_offered
-    q = _draft_law(proposal, p.shape[-1])
+    q = _draft_distribution(proposal, p.shape[-1])
     p_d, q_d = _at(p[:-1], proposal.tokens), _at(q, proposal.tokens)
     n_accept = _leading((noise.uniforms * q_d < p_d) & is_draft)
-    # Past the row's own last draft there is nothing to subtract: the bonus token.
+    # After the row's last draft there is nothing to subtract: the token is the bonus token.
     q_next = jnp.where(n_accept < proposal.n_draft, q[jnp.minimum(n_accept, len(q) - 1)], 0.0)
-    law, token = replace(jnp.maximum(p[n_accept] - q_next, 0.0), p[n_accept], noise.gumbel[0])
+    dist, token = replace(jnp.maximum(p[n_accept] - q_next, 0.0), p[n_accept], noise.gumbel[0])
     coins = jnp.where(is_draft & (p_d > 0), jnp.minimum(1.0, p_d / jnp.maximum(q_d, p_d)), 0.0)
-    return _verdict(n_accept, proposal, token, coins, law)
+    return _verdict(n_accept, proposal, token, coins, dist)
 
 
 def block(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
-    """Judges the block as a whole: keeps the longest prefix whose coin succeeds.
+    """Accepts the longest prefix of the block whose coin succeeds.
 
     Lossless, and no lossless rule for one chain accepts more tokens on average.
     Source: Sun et al., arXiv 2403.10444, Algorithm 2.
     """
     p, n_draft = target.probs, proposal.n_draft
-    q = _draft_law(proposal, p.shape[-1])
+    q = _draft_distribution(proposal, p.shape[-1])
     K = proposal.tokens.shape[0]
     p_d, q_d = _at(p[:-1], proposal.tokens), _at(q, proposal.tokens)
     ratio = jnp.where(p_d > 0, p_d / jnp.where(q_d > 0, q_d, 1.0), 0.0)
@@ -93,16 +102,16 @@ def block(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
     coins = jnp.where(size < n_draft, coins, jnp.where(size == n_draft, reach[1:], 0.0))
     n_accept = jnp.where(noise.uniforms < coins, size, 0).max()
     weights = jnp.where(n_accept < n_draft, left[jnp.minimum(n_accept, K - 1)], p[n_accept])
-    law, token = replace(weights, p[n_accept], noise.gumbel[0])
-    return _verdict(n_accept, proposal, token, coins, law)
+    dist, token = replace(weights, p[n_accept], noise.gumbel[0])
+    return _verdict(n_accept, proposal, token, coins, dist)
 
 
 def _match(scores, proposal: Proposal) -> Verdict:
-    wanted = argmax(scores)
-    is_accepted = (proposal.tokens == wanted[:-1]) & proposal.is_offered
+    own = argmax(scores)
+    is_accepted = (proposal.tokens == own[:-1]) & proposal.is_offered
     n_accept = _leading(is_accepted)
-    law = jax.nn.one_hot(wanted[n_accept], scores.shape[-1], dtype=jnp.float32)
-    return _verdict(n_accept, proposal, wanted[n_accept], is_accepted.astype(jnp.float32), law)
+    dist = jax.nn.one_hot(own[n_accept], scores.shape[-1], dtype=jnp.float32)
+    return _verdict(n_accept, proposal, own[n_accept], is_accepted.astype(jnp.float32), dist)
 
 
 def greedy(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
@@ -114,19 +123,25 @@ def greedy(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
 def match(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
     """Samples the target's own token at every position and accepts drafts equal to it.
 
-    Lossless for any draft, and more: with noise keyed by position the tokens are those of
-    plain decoding, whatever is drafted. A draft drawn with the same noise is accepted with
+    Lossless for any draft. With noise keyed by position the tokens even equal those of plain
+    decoding, whatever is drafted. A draft drawn with the same noise is accepted with
     probability sum_x 1 / sum_y max(p(y)/p(x), q(y)/q(x)).
-    Source: the coupling is Gumbel-max sampling shared between two laws; Daliri et al.,
+    Source: the coupling is Gumbel-max sampling shared between two distributions; Daliri et
+    al.,
     arXiv 2408.07978.
     """
     return _match(target.processed + noise.gumbel, proposal)
 
 
 def typical_acceptance(epsilon: float, delta: float) -> Callable[..., Verdict]:
-    """Accepts d iff p(d) > min(epsilon, delta * exp(-H(p))). Lossy: it favours likely tokens.
+    """Returns the rule that accepts d iff p(d) > min(epsilon, delta * exp(-H(p))).
 
+    Lossy: it favours likely tokens.
     Source: Medusa, arXiv 2401.10774, section 2.3.1.
+
+    Args:
+      epsilon: largest threshold.
+      delta: factor of the threshold that falls with the entropy H, in nats.
     """
 
     def accept(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
@@ -142,17 +157,26 @@ def _typical_threshold(p, epsilon, delta):
     return jnp.minimum(epsilon, delta * jnp.exp(-entropy))
 
 
-def own_token(is_accepted, p, proposal, noise) -> Verdict:
-    """For the lossy rules: the token after the accepted ones is drawn from p itself."""
+def own_token(
+    is_accepted: jax.Array, p: jax.Array, proposal: Proposal, noise: Noise
+) -> Verdict:
+    """The verdict of a lossy rule, which draws the token after the accepted ones from p itself.
+
+    Args:
+      is_accepted: bool[K], by draft; those after the first False are rejected too.
+      p: f32[K+1,V], the target's distributions.
+      proposal: what was drafted.
+      noise: of which the Gumbel part is used.
+    """
     n_accept = _leading(is_accepted)
-    law, token = replace(p[n_accept], p[n_accept], noise.gumbel[0])
-    return _verdict(n_accept, proposal, token, is_accepted.astype(jnp.float32), law)
+    dist, token = replace(p[n_accept], p[n_accept], noise.gumbel[0])
+    return _verdict(n_accept, proposal, token, is_accepted.astype(jnp.float32), dist)
 
 
 def logit_comparison(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
-    """Rejects d iff the draft's raw logit exceeds the target's by more than 1e-5. Lossy:
-    raw logits of two models share no scale.
+    """Rejects d iff the draft's raw logit exceeds the target's by more than 1e-5.
 
+    Lossy: raw logits of two models share no scale.
     Source: the strategy of this name in Modular's MAX.
     """
     ours, theirs = target.logits[:-1], proposal.logits
@@ -160,19 +184,19 @@ def logit_comparison(target: TargetScores, proposal: Proposal, noise: Noise) -> 
     return own_token(~is_rejected & proposal.is_offered, target.probs, proposal, noise)
 
 
-def expected_residual(p, q, token):
-    """sum(min(p, q)); p(token) where the draft is deterministic."""
+def expected_residual(p: jax.Array, q: jax.Array | None, token: jax.Array) -> jax.Array:
+    """Returns sum(min(p, q)), or p(token) where the draft is deterministic."""
     return p[token] if q is None else jnp.minimum(p, q).sum()
 
 
-def expected_greedy(p, q, token):
-    """1 where the token is the argmax, else 0."""
+def expected_greedy(p: jax.Array, q: jax.Array | None, token: jax.Array) -> jax.Array:
+    """Returns 1 where the token is the argmax, else 0."""
     del q
     return (jnp.argmax(p) == token).astype(jnp.float32)
 
 
-def expected_match(p, q, token):
-    """Chance that a coupled draft equals the target's sample; p(token) if deterministic.
+def expected_match(p: jax.Array, q: jax.Array | None, token: jax.Array) -> jax.Array:
+    """Returns the chance that a coupled draft is the target's sample; p(token) if deterministic.
 
     sum_x 1 / sum_y max(p(y)/p(x), q(y)/q(x)): sorted by p/q, the y at or above x take the
     first term and those below the second, so two cumulative sums give the inner sum.
@@ -190,8 +214,8 @@ def expected_match(p, q, token):
     return jnp.where(is_both[order], 1.0 / inner, 0.0).sum()
 
 
-def expected_typical(epsilon: float, delta: float):
-    """Draft mass on the tokens above the threshold."""
+def expected_typical(epsilon: float, delta: float) -> Callable[..., jax.Array]:
+    """Returns a function of (p, q, token): the draft's mass on the tokens above the threshold."""
 
     def expected(p, q, token):
         is_typical = p > _typical_threshold(p, epsilon, delta)

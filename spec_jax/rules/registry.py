@@ -18,7 +18,11 @@ from spec_jax.rules import chain, synthetic, tree
 
 
 def batched(accept_row: Callable[..., Verdict]) -> Callable[..., Verdict]:
-    """Maps a rule for one row over the batch; every field it takes begins with B."""
+    """Maps a rule for one row over the batch.
+
+    Args:
+      accept_row: ``(scores, proposal, noise) -> Verdict``, arrays without the dimension B.
+    """
 
     @functools.wraps(accept_row)
     def accept(target, proposal, noise):
@@ -27,8 +31,15 @@ def batched(accept_row: Callable[..., Verdict]) -> Callable[..., Verdict]:
     return accept
 
 
-def by_shape(on_chain: Callable[..., Verdict], on_tree: Callable[..., Verdict]):
-    """One rule of a chain and of a tree, each for one row, over the batch."""
+def by_shape(
+    on_chain: Callable[..., Verdict], on_tree: Callable[..., Verdict]
+) -> Callable[..., Verdict]:
+    """Joins a rule for chains and one for trees, each written for one row, over the batch.
+
+    Args:
+      on_chain: serves proposals without ``parents``.
+      on_tree: serves the others.
+    """
     chains, branched = batched(on_chain), batched(on_tree)
 
     @functools.wraps(on_chain)

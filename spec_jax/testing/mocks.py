@@ -18,7 +18,7 @@ from spec_jax.loading import LoadedModel
 
 @flax.struct.dataclass
 class ToyCache:
-    """Keeps the tokens it was fed; the toy model has no other way to know its context."""
+    """A cache that keeps the tokens it was fed, from which the toy model knows its context."""
 
     tokens: jax.Array  # i32[B,S]
     length: jax.Array  # i32[B]
@@ -76,7 +76,7 @@ def toy_model(vocab_size: int, max_length: int = 1 << 20) -> Model:
 
 
 def slow_model(model: Model, pass_s: float) -> Model:
-    """The model, whose every pass also sleeps for ``pass_s`` seconds: a cost that is known."""
+    """Returns the model with passes that also sleep for ``pass_s`` seconds: a known cost."""
 
     def sleep(zero):
         time.sleep(pass_s)
@@ -91,8 +91,10 @@ def slow_model(model: Model, pass_s: float) -> Model:
     return model._replace(forward=forward)
 
 
-def toy_params(vocab_size: int, seed: int, contexts: int | None = None, scale=1.0) -> dict:
-    """Random parameters of a ``toy_model``: normal logits with standard deviation ``scale``."""
+def toy_params(
+    vocab_size: int, seed: int, contexts: int | None = None, scale: float = 1.0
+) -> dict[str, jax.Array]:
+    """Draws parameters of a ``toy_model``: normal logits of standard deviation ``scale``."""
     contexts = vocab_size**2 if contexts is None else contexts
     rng = np.random.default_rng(seed)
     logits = scale * rng.standard_normal((contexts, vocab_size))
@@ -100,13 +102,13 @@ def toy_params(vocab_size: int, seed: int, contexts: int | None = None, scale=1.
 
 
 def mock_model(vocab_size: int = 4, seed: int = 0, **kwargs) -> LoadedModel:
-    """A toy model ready for ``SpeculativeDecoder``; keywords go to ``toy_params``."""
+    """Returns a toy model for ``SpeculativeDecoder``; keywords go to ``toy_params``."""
     params = toy_params(vocab_size, seed, **kwargs)
     return LoadedModel(f"mock-{seed}", toy_model(vocab_size), params)
 
 
 def scripted_drafter(propose: Callable[[jax.Array, jax.Array, int], jax.Array]) -> Drafter:
-    """A deterministic drafter from ``(tokens i32[B,M], length i32[B], K) -> i32[B,K]``."""
+    """Makes a deterministic drafter of ``(tokens i32[B,M], length i32[B], K) -> i32[B,K]``."""
 
     def make(params, state, context: Context, num_draft: int):
         del params
@@ -117,9 +119,9 @@ def scripted_drafter(propose: Callable[[jax.Array, jax.Array, int], jax.Array]) 
 
 
 def ragged(drafter: Drafter, n_draft: Callable[[jax.Array], jax.Array]) -> Drafter:
-    """The drafter, offering at most ``n_draft(length i32[B]) -> i32[B]`` tokens a row.
+    """Returns the drafter with at most ``n_draft(length i32[B]) -> i32[B]`` tokens a row.
 
-    What it does not offer is blank, as it may be: token 0, of a law without mass.
+    Tokens that are not offered are blank, as the contract allows: token 0, of no mass.
     """
 
     def propose(params, state, context: Context, num_draft: int):

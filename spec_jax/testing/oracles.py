@@ -1,4 +1,4 @@
-"""What plain decoding should do, computed without the code that does it."""
+"""The distributions of plain decoding, computed without the code that decodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spec_jax.config import GREEDY_BELOW, SamplerConfig
 def reference_distribution(
     logits: np.ndarray, config: SamplerConfig, prompt: Sequence[int], output: Sequence[int]
 ) -> np.ndarray:
-    """What ``spec_jax.sampling`` should compute, in float64 NumPy and one token at a time.
+    """Computes the distribution of one token in float64 NumPy, as ``spec_jax.sampling`` should.
 
     Args:
       logits: f32[V], raw.
@@ -53,34 +53,43 @@ def reference_distribution(
     return p / p.sum()
 
 
-# A model computed another way: ``(params, tokens) -> f32[V]``, what it says after these tokens.
 LogitsOf = Callable[[Any, Sequence[int]], np.ndarray]
+"""A model computed another way: ``(params, tokens) -> f32[V]``, the logits after these tokens."""
 
 
 class Row(NamedTuple):
-    """One row of a certificate: what was said before, and how both sides sample."""
+    """One row of a certificate: the prompt, and how target and draft sample."""
 
     prompt: tuple[int, ...]
     target: SamplerConfig
     draft: SamplerConfig
 
 
-def toy_logits(params, tokens: Sequence[int]) -> np.ndarray:
+def toy_logits(params: Any, tokens: Sequence[int]) -> np.ndarray:
+    """Returns f32[V], what a ``toy_model`` says after these tokens."""
     table = np.asarray(params["logits"])
     a, b = (0, *tokens)[-2:]
     return table[(a * table.shape[1] + b) % table.shape[0]]
 
 
 def plain_distribution(
-    params, row: Row, pending: int, num_tokens: int, logits_of: LogitsOf = toy_logits
+    params: Any, row: Row, pending: int, num_tokens: int, logits_of: LogitsOf = toy_logits
 ) -> np.ndarray:
-    """The joint law f64[V, ..., V] of the tokens that plain decoding emits behind ``pending``."""
+    """Returns f64[V, ..., V], the joint distribution of plain decoding's tokens after ``pending``.
+
+    Args:
+      params: of the target.
+      row: prompt and sampler.
+      pending: the first output token, which is given.
+      num_tokens: how many tokens follow it.
+      logits_of: what the target says.
+    """
     V = len(logits_of(params, row.prompt))
-    law = np.zeros((V,) * num_tokens)
+    dist = np.zeros((V,) * num_tokens)
 
     def visit(output: tuple[int, ...], prob: float) -> None:
         if len(output) == num_tokens + 1:
-            law[output[1:]] = prob
+            dist[output[1:]] = prob
             return
         logits = logits_of(params, (*row.prompt, *output))
         p = reference_distribution(logits, row.target, row.prompt, output)
@@ -88,19 +97,27 @@ def plain_distribution(
             visit((*output, int(token)), prob * p[token])
 
     visit((pending,), 1.0)
-    return law
+    return dist
 
 
-def chi_square(observed: np.ndarray, law: np.ndarray) -> float:
-    """The p-value of counts under a law, outcomes pooled to expected counts of at least 5.
+def chi_square(observed: np.ndarray, dist: np.ndarray) -> float:
+    """Returns the p-value of a chi-square test.
 
-    An outcome of probability zero that was observed gives 0.
+    Rare outcomes are pooled to expected counts of at least 5. If an outcome of probability zero
+    was observed, the p-value is 0.
+
+    Args:
+      observed: i64[...], how often each outcome was seen.
+      dist: f64[...], its probability.
+
+    Raises:
+      ValueError: there are too few observations to test anything.
     """
-    observed, law = np.ravel(observed), np.ravel(law)
-    if observed[law <= 0].any():
+    observed, dist = np.ravel(observed), np.ravel(dist)
+    if observed[dist <= 0].any():
         return 0.0
-    order = np.argsort(-law, kind="stable")
-    expected = law[order] * observed.sum()
+    order = np.argsort(-dist, kind="stable")
+    expected = dist[order] * observed.sum()
     observed = observed[order]
     n_alone = int((expected >= 5).sum())
     if n_alone == 0:
