@@ -25,14 +25,15 @@ class Mutation(NamedTuple):
     test: str  # in tests, of the default tier
 
 
-DECODE, RULES, TREE = "decoding/test_decode.py", "rules/test_rules.py", "drafters/test_tree.py"
+DECODE, RULES = "decoding/test_decode.py", "rules/test_rules.py"
+TREE, TREE_RULES = "drafters/test_tree.py", "rules/test_tree_rules.py"
 CERTIFICATE, CACHE = "testing/test_certificate.py", "models/test_cache.py"
 ROUNDS = f"{DECODE}::test_a_round_commits_what_it_emits_and_finished_rows_change_nothing"
 FAULTY = f"{DECODE}::test_a_faulty_draft_stops_its_row_alone"
 MATCH = f"{DECODE}::test_match_emits_exactly_the_plain_stream_for_mixed_rows"
 ALIKE = f"{DECODE}::test_a_draft_equal_to_the_target_is_always_accepted[match]"
 SETTINGS = f"{CERTIFICATE}::test_enumerated_law_is_the_targets_for_every_setting_in_one_batch"
-ON_TREES = f"{TREE}::test_enumerated_law_of_a_sampled_tree_is_the_targets"
+ON_TREES = f"{TREE_RULES}::test_enumerated_law_of_a_sampled_tree_is_the_targets"
 ROLLED_BACK = f"{CACHE}::test_state_after_accept_and_roll_back_equals_a_fresh_prefill"
 PARAMETERS = "test_sampling.py::test_every_parameter_and_all_together_in_one_batch_of_mixed_rows"
 EAGLE, MTP = "drafters/eagle/test_eagle.py", "drafters/mtp/test_mtp.py"
@@ -100,7 +101,7 @@ MUTATIONS = [
              "room = mass + 1.0 - w[v]", "room = mass + 1.0", f"{ON_TREES}[traversal]"),
     Mutation("every depth has the root's noise", "rules/tree.py",
              "noise.gumbel[depths]", "noise.gumbel[0 * depths]",
-             f"{TREE}::test_on_a_chain_a_tree_rule_is_the_chain_rule[match-sampled]"),
+             f"{TREE_RULES}::test_on_a_chain_a_tree_rule_is_the_chain_rule[match-sampled]"),
     # Caches.
     Mutation("one index for all rows", "models/caches/kv.py",
              "return moved.replace(length=self.length + n)",
