@@ -329,3 +329,35 @@ def test_a_file_that_cannot_serve_is_an_error(tmp_path, name, text):
 
 def test_every_config_error_is_also_a_value_error():
     assert issubclass(ConfigError, ValueError) and issubclass(ConfigError, SpecJaxError)
+
+
+def test_a_switch_keeps_the_record_that_is_there(tmp_path):
+    given = SpeculativeConfig(adaptive={"buckets": (0, 4)}, is_adaptive=True)
+    assert given.adaptive.buckets == (0, 4)
+    assert dataclasses.replace(given, is_adaptive=False).adaptive is None
+    file = tmp_path / "c.yaml"
+    file.write_text("speculative: {is_adaptive: true, adaptive_buckets: [0, 2, 6]}")
+    assert SpeculativeConfig(config_file=file, is_adaptive=True).adaptive.buckets == (0, 2, 6)
+    assert SpeculativeConfig(config_file=file, is_adaptive=False).adaptive is None
+
+
+def test_an_explicit_none_wins(tmp_path):
+    chosen = SpeculativeConfig(is_adaptive=True, adaptive_buckets=(0, 4))
+    assert dataclasses.replace(chosen, adaptive_buckets=None).adaptive.buckets is None
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "speculative: {num_speculative_tokens: 8, tree_depth: 3, tree_top_k: 2}"
+    )
+    assert SpeculativeConfig(config_file=file).tree.top_k == 2
+    config = SpeculativeConfig(config_file=file, tree_top_k=None)
+    assert (config.tree.depth, config.tree.top_k) == (3, None)
+
+
+def test_flat_names_are_attributes():
+    config = SpeculativeConfig(synthetic_acceptance_rate=0.5, ngram_max=4)
+    assert config.synthetic_acceptance_rate == 0.5 and config.ngram_max == 4
+    assert SpeculativeConfig().synthetic_acceptance_rate is None
+    with pytest.raises(AttributeError, match="ngram_most"):
+        _ = config.ngram_most
+    with pytest.raises(TypeError, match="multiple values for argument 'speculative_method'"):
+        SpeculativeConfig("ngram", speculative_method="eagle")

@@ -68,16 +68,26 @@ def _flat_names(cls) -> dict[str, tuple[str, dataclasses.Field]]:
     }
 
 
-def _nest(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+def _nest(
+    cls, values: Mapping[str, Any], below: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Moves flat names into mappings under the names of their records.
+
+    Args:
+      cls: the config's class.
+      values: by flat or nested name.
+      below: nested values that these take precedence over: a file's.
 
     Raises:
       ConfigError: an unknown key, with the known ones listed.
     """
-    records, flat = _records(cls), _flat_names(cls)
+    records, flat, below = _records(cls), _flat_names(cls), below or {}
     values = dict(values)
     for alias in set(values) & set(_ALIASES) if records else ():
-        values[_ALIASES[alias]] = values.pop(alias)
+        switch, name = values.pop(alias), _ALIASES[alias]
+        there = (values.get(name), below.get(name)) if switch is True else ()
+        kept = (record for record in there if record not in (None, True, False))
+        values[name] = next(kept, switch)  # True keeps a record that is there
     known = [field.name for field in dataclasses.fields(cls)]
     unknown = sorted(map(str, set(values) - {*known, *flat}))
     if unknown:
@@ -89,12 +99,17 @@ def _nest(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         )
     nested = {key: value for key, value in values.items() if key in known}
     for key, value in values.items():
-        if key in known or (value is None and flat[key][1].default is None):
+        if key in known:
             continue
         name, field = flat[key]
-        if nested.get(name) is False:
+        # None changes a field that is set, and makes no record of its own.
+        record = nested.get(name, below.get(name) if value is None else None)
+        if value is None and field.default is None and record in (None, False):
+            continue
+        if record is False:
             raise ConfigError(f"{key} is {value!r}; expected None where {name} is False")
-        nested[name] = {**_parts(records[name], nested.get(name), name), field.name: value}
+        record = None if record is True else record
+        nested[name] = {**_parts(records[name], record, name), field.name: value}
     return nested
 
 
@@ -122,8 +137,8 @@ def reads_flat_names(cls):
     """Class decorator of a config of records: its arguments may be flat names and mappings.
 
     ``C(ngram_max=4)``, ``C(ngram={"max": 4})`` and ``C(ngram=NgramConfig(max=4))`` are equal. A
-    flat name beside its record changes that field. Where the argument ``config_file`` is given,
-    what the call does not name is read from the file's section.
+    flat name beside its record changes that field; it is an attribute too. Where the argument
+    ``config_file`` is given, what the call does not name is read from the file's section.
     """
     plain_init = cls.__init__
     signature = inspect.signature(plain_init)
@@ -133,19 +148,29 @@ def reads_flat_names(cls):
     def __init__(self, *args, **kwargs):
         positional = signature.bind_partial(self, *args).arguments
         del positional["self"]
-        values = _nest(cls, dict(**positional, **kwargs))
-        file = values.get("config_file")
+        for name in positional.keys() & kwargs:
+            raise TypeError(f"{cls.__name__}() got multiple values for argument {name!r}")
+        given, values = {**positional, **kwargs}, None
+        file = given.get("config_file")
         # ``dataclasses.replace`` names every field: nothing is left to read.
-        if file is not None and len(values) < len(names):
-            section = values["section_name"] = values.get("section_name") or DEFAULT_SECTION
-            values["config_file"] = str(file)
-            values = _over(cls, _coerce(cls, _nest(cls, read_section(file, section))), values)
+        if file is not None and not set(names) <= set(given):
+            section = given["section_name"] = given.get("section_name") or DEFAULT_SECTION
+            given["config_file"] = str(file)
+            below = _coerce(cls, _nest(cls, read_section(file, section)))
+            values = _over(cls, below, _nest(cls, given, below))
+        values = _nest(cls, given) if values is None else values
         for name, record in _records(cls).items():
             if name in values and not (values[name] is None and _is_optional(cls, name)):
                 values[name] = record.of(values[name], name)
         plain_init(self, **values)
 
-    cls.__init__ = __init__
+    def __getattr__(self, name):
+        record, field = _flat_names(cls).get(name, (None, None))
+        if field is None:
+            raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}")
+        return getattr(getattr(self, record), field.name, None)
+
+    cls.__init__, cls.__getattr__ = __init__, __getattr__
     return cls
 
 
