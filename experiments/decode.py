@@ -1,13 +1,13 @@
-"""Decodes with and without speculation and compares: the same text, how fast, and why.
+"""Decodes with and without speculation and compares text, speed and acceptance.
 
     python -m experiments.decode
     python -m experiments.decode --config.target=PATH --config.draft=PATH --config.ks=2,4,8
     python -m experiments.decode --config.head=PATH --config.trees=3x2x1,59:6:10
 
-Shows one prompt live, then times every method, K and temperature beside plain decoding. Each
-run leaves a folder (--workdir): config.json, environment.json, report.json (written from the
-first measured row on), report.md, speedup.png and acceptance.png. Compiled programs are kept
-under $XDG_CACHE_HOME or ~/.cache, in spec_jax, so a second run starts fast.
+Shows one prompt live, then times every method, K and temperature in turns with plain decoding. A
+run leaves a folder (--workdir) with config.json, environment.json, report.json (updated after each
+row), report.md, speedup.png and acceptance.png. Compiled programs are stored in spec_jax/ under
+$XDG_CACHE_HOME or ~/.cache, so that a second run starts fast.
 """
 
 from __future__ import annotations

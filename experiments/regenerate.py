@@ -1,14 +1,14 @@
-"""Lets a target answer prompts: its own text, to train what drafts for it.
+"""Lets a target answer prompts, for text of its own to train drafts on.
 
     python -m experiments.regenerate --workdir=runs/text
     python -m experiments.regenerate --workdir=runs/text --config.prompts=FILE.jsonl
 
-Of a file of conversations every answer is written anew, behind the turns before it as they are.
-Rows that finish are refilled from the queue of prompts. A run leaves config.json,
-responses.jsonl (a line a prompt: index, prompt_ids, response_ids, text, finish_reason,
-temperature, seed; in the order in which they finished) and report.json. A work directory that
-holds responses is gone on with: what is answered is skipped, and since a response depends on
-the config and its index alone, the lines are those of an undisturbed run.
+In a file of conversations, every answer is replaced by one of the target, given the original turns
+before it. Rows that finish are refilled from the queue of prompts. A run leaves config.json,
+responses.jsonl (one line for each prompt: index, prompt_ids, response_ids, text, finish_reason,
+temperature, seed; in the order in which they finished) and report.json. A work directory with
+responses is continued: answered prompts are skipped, and since a response depends only on the
+config and its index, the lines equal those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -30,14 +30,18 @@ from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
 from spec_jax.progress import Progress
 
-_FREE = ("num_prompts", "batch", "log_every_s")  # what changes no response
+_FREE = ("num_prompts", "batch", "log_every_s")  # changes of these change no response
 
 
 def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
-    """Runs or goes on with the experiment; returns its report.
+    """Runs or continues the experiment and returns its report.
+
+    Args:
+      config: See ``configs/regenerate_zoo.py``.
+      workdir: The run's folder.
 
     Raises:
-      SpecJaxError: a config, a model or a prompt that cannot be used, or a work directory of
+      SpecJaxError: A config, a model or a prompt that cannot be used, or a work directory of
         another experiment.
     """
     config = resolve(config)
@@ -112,7 +116,7 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
 
 def main() -> None:
     if not _WORKDIR.value:
-        raise ConfigError("--workdir is not given; expected the folder to begin or to go on in")
+        raise ConfigError("--workdir is not given; expected a new folder, or a run to continue")
     cli.enable_compilation_cache()
     result = regenerate(_CONFIG.value, _WORKDIR.value)
     reasons = ", ".join(f"{n} by {name}" for name, n in result["finish_reasons"].items())

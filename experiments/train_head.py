@@ -1,12 +1,12 @@
-"""Trains a draft head for a target, and measures it by real speculative decoding.
+"""Trains a draft head for a target, and evaluates it by real speculative decoding.
 
     python -m experiments.train_head --workdir=runs/eagle3
     python -m experiments.train_head --config=configs/train_zoo_eagle1.py --workdir=runs/eagle1
     python -m experiments.train_head --config.target=PATH --config.data.text=PREFIX --workdir=DIR
 
-A work directory that holds a checkpoint is resumed, bit for bit; SIGTERM saves and ends. A run
-leaves config.json, metrics.jsonl, tensorboard/, checkpoints/ (the newest, and the best by tau),
-training.png and export/, a head that spec_jax and other engines load.
+A work directory with a checkpoint is resumed, bit for bit; SIGTERM saves a checkpoint and ends the
+run. A run leaves config.json, metrics.jsonl, tensorboard/, checkpoints/ (the newest, and the one
+with the highest tau), training.png and export/, a head that spec_jax and other engines load.
 """
 
 from __future__ import annotations
@@ -32,11 +32,18 @@ _FREE_DATA = ("view_cache", "view_cache_gb")
 
 
 def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] | None:
-    """Runs or resumes the experiment; returns what is exported, None where SIGTERM ended it.
+    """Runs or resumes the experiment.
+
+    Args:
+      config: See ``configs/train_head_default.py``.
+      workdir: The run's folder.
+
+    Returns:
+      Tau and step of the exported state; None if SIGTERM ended the run.
 
     Raises:
-      ConfigError: a value that cannot be, or a work directory of another experiment.
-      TrainingError: a loss that is not finite, or a checkpoint that cannot be kept or read.
+      ConfigError: A value that does not fit, or a work directory of another experiment.
+      TrainingError: A loss that is not finite, or a checkpoint that cannot be saved or read.
     """
     validate(config)
     workdir = pathlib.Path(workdir).absolute()
@@ -85,7 +92,7 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
             try:
                 kept = checkpoints.restore_best(state)
             except TrainingError as error:
-                print(f"{error}; the last state is exported in its place")
+                print(f"{error}; the last state is exported instead")
                 is_last = True
     metrics = read_metrics(workdir / "metrics.jsonl")
     if is_last:
@@ -101,7 +108,7 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
 def main() -> None:
     if not _WORKDIR.value:
         raise ConfigError("--workdir is not given; expected the folder to train or resume in")
-    logging.set_verbosity(logging.WARNING)  # orbax tells every step of a save
+    logging.set_verbosity(logging.WARNING)  # orbax logs every step of a save
     cli.enable_compilation_cache()
     train(_CONFIG.value, _WORKDIR.value)
 

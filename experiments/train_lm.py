@@ -2,10 +2,9 @@
 
     python -m experiments.train_lm --config=configs/train_zoo_target.py --workdir=runs/zoo_target
 
-A work directory that holds a checkpoint is resumed, bit for bit. With ``config.teacher``
-(a zoo name or a Hugging Face directory) the loss is the KL divergence to that model, and
-its tokenizer is used. A run leaves config.json, metrics.jsonl, checkpoints/ and export/, a
-Hugging Face directory.
+A work directory with a checkpoint is resumed, bit for bit. With ``config.teacher`` (a zoo name or
+a Hugging Face directory) the loss is the KL divergence to that model, whose tokenizer is used. A
+run leaves config.json, metrics.jsonl, checkpoints/ and export/, a Hugging Face directory.
 """
 
 from __future__ import annotations
@@ -28,15 +27,18 @@ from spec_jax.train.loop import train_loop
 
 
 def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] | None:
-    """Runs or resumes the experiment; returns the final held-out figures, None after SIGTERM.
+    """Runs or resumes the experiment.
 
     Args:
       config: See ``configs/train_zoo_target.py``.
       workdir: The run's folder.
 
+    Returns:
+      The final held-out figures; None if SIGTERM ended the run.
+
     Raises:
-      ConfigError: A value that cannot be, or a work directory of another experiment.
-      TrainingError: A loss that is not finite, or a checkpoint that cannot be kept or read.
+      ConfigError: A value that does not fit, or a work directory of another experiment.
+      TrainingError: A loss that is not finite, or a checkpoint that cannot be saved or read.
     """
     validate(config)
     workdir = pathlib.Path(workdir).absolute()
@@ -83,7 +85,7 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
 def main() -> None:
     if not _WORKDIR.value:
         raise ConfigError("--workdir is not given; expected the folder to train or resume in")
-    logging.set_verbosity(logging.WARNING)  # orbax tells every step of a save
+    logging.set_verbosity(logging.WARNING)  # orbax logs every step of a save
     train(_CONFIG.value, _WORKDIR.value)
 
 

@@ -1,4 +1,4 @@
-"""What ``experiments.train_head`` trains on: packed text, and responses of the target itself."""
+"""The data of ``experiments.train_head``: packed text, and responses that the target wrote."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _WHOLE = ("length", "stop_token", "stop_string")  # how a sound response ends
 def load(
     config: ConfigDict, target: LoadedModel, folder: pathlib.Path
 ) -> tuple[list[Corpus], Corpus]:
-    """The training texts (the target's responses second, where there are any), and a held-out one.
+    """Returns the training texts, the target's responses last, and a held-out text.
 
     Args:
-      config: of ``configs/train_head_default.py``; its ``data`` says what.
-      target: whose tokenizer and chat template apply.
-      folder: where documents are packed that were not yet.
+      config: See ``configs/train_head_default.py``; its ``data`` names the sources.
+      target: The target, whose tokenizer and chat template are used.
+      folder: The folder for packed documents; those that it has are not packed again.
 
     Raises:
-      ConfigError: a file that cannot be read, another vocabulary, or a target without a
+      ConfigError: A file that cannot be read, another vocabulary, or a target without a
         tokenizer.
     """
     data = config.data
@@ -51,7 +51,7 @@ def load(
 
 
 def _packed(data: ConfigDict, split: str, target: LoadedModel, folder: pathlib.Path) -> Corpus:
-    """One split of the documents that ``data.text`` names, packed once."""
+    """Returns one split of the documents that ``data.text`` names; they are packed once."""
     paths = [path.strip() for path in data.text.split(",")]
     about = {"paths": paths, "held_out_share": data.held_out_share, "cut": data.max_length}
     try:
@@ -71,12 +71,16 @@ def _packed(data: ConfigDict, split: str, target: LoadedModel, folder: pathlib.P
 
 
 def responses(path: pathlib.Path, encoder: Encoder) -> Corpus:
-    """The rows that ``experiments.regenerate`` wrote, packed; what the target wrote counts.
+    """Packs the rows of ``experiments.regenerate``; only the response tokens are trained on.
 
-    Rows that a fault ended are left out; a separator stands between rows that bring none.
+    Rows that ended with a fault are skipped. A separator is put between rows that have none.
+
+    Args:
+      path: The JSONL file.
+      encoder: The encoder, which knows the separator.
 
     Raises:
-      ConfigError: no such file, or a row without ``prompt_ids`` and ``response_ids``.
+      ConfigError: No such file, or a row without ``prompt_ids`` and ``response_ids``.
     """
     ids, mask, number = [], [], 0
     try:

@@ -1,4 +1,4 @@
-"""What a head is worth: real speculative decoding, and beside it the same rounds teacher-forced."""
+"""Evaluates a draft by real speculative decoding, and a head by the same rounds, teacher-forced."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def decode(
 ) -> tuple[list[Generation], Stats]:
     """Decodes prompts in chains of ``num_draft``, ``batch`` rows at a time.
 
-    Rows do not end at stop tokens, so every prompt counts alike.
+    Rows do not end at stop tokens, so that every prompt has the same weight.
 
     Args:
-      target: the model.
-      draft: what drafts for it.
-      prompts: ids.
+      target: The target.
+      draft: The draft.
+      prompts: The prompts as ids.
       num_draft: K.
-      max_new_tokens: of every prompt.
-      batch: rows at a time; the last may be fewer.
-      temperature: of target and draft.
+      max_new_tokens: New tokens of every prompt.
+      batch: Rows at a time; the last batch may have fewer.
+      temperature: The temperature of target and draft.
 
     Returns:
-      What was written behind each prompt, and counts and times of them all.
+      The output of each prompt, and the counts and times of all together.
     """  # fmt: skip
     config = SpeculativeConfig(speculative_method=draft.method, num_speculative_tokens=num_draft)
     sampler = SamplerConfig(temperature=temperature)
@@ -55,7 +55,7 @@ def decode(
 
 
 def acceptance_figures(stats: Stats) -> dict[str, object]:
-    """``tau``, and ``accept`` conditional by position."""
+    """Returns ``tau``, and ``accept``, the conditional acceptance by position."""
     return {"tau": stats.tau, "accept": np.nan_to_num(stats.acceptance_by_position)}
 
 
@@ -63,24 +63,24 @@ def teacher_forced(
     target: LoadedModel, head: LoadedHead, prompts: Sequence[Sequence[int]],
     rows: Sequence[Generation], *, num_draft: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The rounds that ``decode`` ran greedily, judged by the training's unrolling instead.
+    """Repeats the rounds of a greedy ``decode`` with the unrolling that trains the head.
 
-    Every sequence is fed whole, and a draft is judged where the decoder judged it: at the same
-    round starts, behind the same accepted drafts. Tests the training's mask and shifts
-    against the decoder's cache.
+    Every sequence is fed at once. A draft is compared with the text wherever the decoder's rule
+    looked at it: at the same round starts, after the same accepted drafts. This tests the mask and
+    the shifts of training against the cache of decoding.
 
     Args:
-      target: the model.
-      head: a recycled head.
-      prompts: ids.
-      rows: what ``decode`` wrote behind each.
+      target: The target.
+      head: A recycled head.
+      prompts: The prompts as ids.
+      rows: The outputs of ``decode``.
       num_draft: K.
 
     Returns:
-      i64[K] twice: how many drafts of each position were judged, and how many accepted.
+      i64[K] twice: how many drafts the rule reached at each position, and how many it accepted.
     """  # fmt: skip
     draft = _draft_table(head.config, target.model, target.config, num_draft)
-    judged, accepted = np.zeros((2, num_draft), np.int64)
+    reached, accepted = np.zeros((2, num_draft), np.int64)
     for prompt, row in zip(prompts, rows):
         text = np.asarray([*prompt, *row.tokens], np.int32)
         padded = np.zeros(-(-(len(text) + 2) // _BUCKET) * _BUCKET, np.int32)
@@ -88,18 +88,18 @@ def teacher_forced(
         drafts = np.asarray(draft(target.params, head.params, padded[None]))[:, 0]
         pending = len(prompt)
         while pending + 1 < len(text):
-            wanted = text[pending + 1 : pending + 1 + num_draft]
-            is_right = drafts[: len(wanted), pending - 1] == wanted
+            true_next = text[pending + 1 : pending + 1 + num_draft]
+            is_right = drafts[: len(true_next), pending - 1] == true_next
             n = int(np.argmin([*is_right, False]))
-            judged[: min(n + 1, len(wanted))] += 1
+            reached[: min(n + 1, len(true_next))] += 1
             accepted[:n] += 1
             pending += n + 1
-    return judged, accepted
+    return reached, accepted
 
 
 @functools.cache
 def _draft_table(config, model, target_config, num_draft: int):
-    """Jitted ``(target's params, head's, tokens i32[1,T+2]) -> i32[K,1,T]``, greedy drafts."""
+    """Returns ``(target's params, head's, tokens i32[1,T+2]) -> i32[K,1,T]``, greedy drafts."""
     head = registry.kind_of(config).head(config, model)
 
     @jax.jit

@@ -1,4 +1,4 @@
-"""What the config of ``experiments.train_head`` means: target, data, head, and its functions."""
+"""The experiment of ``experiments.train_head``: target, data, head, and the loop's functions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def validate(config: ConfigDict) -> None:
     cli.require_positive(config, "steps batch log_every")
     cli.require_positive(config, "accumulate", "optimizer")
     cli.require_positive(config, "num_draft num_prompts max_new_tokens batch windows", "eval")
-    check(config.eval.every >= 0, "eval.every", "0 (the end alone) or more")
+    check(config.eval.every >= 0, "eval.every", "0 (only at the end) or more")
     check(config.length >= 3, "length", "at least 3, a pair and what follows it")
     is_fit = 1 <= config.loss.num_steps <= config.length - 2
     check(is_fit, "loss.num_steps", f"1 to {config.length - 2}")
@@ -48,7 +48,15 @@ def validate(config: ConfigDict) -> None:
 
 
 class Experiment:
-    """What a config means: target, data, head, and the functions that the loop calls."""
+    """Target, data, head, and the functions that the training loop calls.
+
+    Args:
+      config: See ``configs/train_head_default.py``.
+      workdir: The run's folder, for packed documents.
+
+    Raises:
+      ConfigError: A value that does not fit the target or the data.
+    """
 
     def __init__(self, config: ConfigDict, workdir: pathlib.Path):
         self.config = config
@@ -95,18 +103,18 @@ class Experiment:
         make_drafter(drafts, self.target.model, head)  # refuses more drafts than there can be
 
     def fingerprint(self) -> dict:
-        """Of what a run trains on, beside its config: a resumed run must see the same."""
+        """Returns checksums of the training data; a resumed run must have the same."""
         crc = lambda x: 0 if x is None else zlib.crc32(np.ascontiguousarray(x))
         of = lambda text: [text.name, len(text.tokens), crc(text.tokens), crc(text.mask)]
         return {"data": [of(text) for text in self.texts]}
 
     def init_state(self) -> TrainState:
-        """Fresh parameters, the same for the same seed."""
+        """Returns new parameters, the same for the same seed."""
         params = self.spec.init(jax.random.fold_in(self._key, 1 << 30))
         return TrainState.create(params, self.optimizer)
 
     def batch_at(self, step: int) -> Batch:
-        """The batch of a step, a function of the seed and the step."""
+        """Returns the batch of a step, a function of the seed and the step."""
         found = self._batches[step]
         return self._with_view(found["tokens"], found["mask"], step)
 
@@ -117,15 +125,16 @@ class Experiment:
         return Batch(tokens, mask, key, view)
 
     def describe_batch(self, step: int) -> str:
-        """Which windows a step's batch holds."""
+        """Returns a text that names the windows of a step."""
         found = [f"{self.texts[t].name}, {i}" for t, i in self._batches[step]["window"].tolist()]
         return f"windows of {self.config.length} tokens: {'; '.join(found)}"
 
-    def step(self, state: TrainState, batch: Batch):
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict]:
+        """Trains one step."""
         return self._step(state, batch, self.frozen)
 
     def evaluate(self, state: TrainState) -> dict:
-        """Teacher-forced figures on held-out windows, and tau by real decoding."""
+        """Returns teacher-forced figures on held-out windows, and tau by real decoding."""
         options = self.config.eval
         params = cast(state.params, self.config.dtype)
         sums: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""From a config to a head: its shape, its fresh weights, its objective, its export."""
+"""From a config to a head: its shape, its initial weights, its objective, its export."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class HeadSpec(NamedTuple):
     """A head to train.
 
     Attributes:
-      name: the objective's.
-      config: its shape.
-      init: ``(key) -> params``, all of them trained.
-      constants: what is the head's and not trained: ``d2t``, or nothing.
-      objective: ``(params, batch, target's params) -> (loss, figures)``, to train by.
-      measure: the same without noise, to evaluate by.
-      num_params: that are trained.
+      name: The name of the objective.
+      config: The shape of the head.
+      init: ``(key) -> params``, the trained parameters.
+      constants: The parameters that are not trained: ``d2t``, or none.
+      objective: ``(params, batch, target's params) -> (loss, figures)``, the training loss.
+      measure: The same without noise, for evaluation.
+      num_params: The number of trained parameters.
     """
 
     name: str
@@ -43,14 +43,14 @@ class HeadSpec(NamedTuple):
     num_params: int
 
     def loaded(self, params) -> LoadedHead:
-        """The head as the decoder takes it."""
+        """Returns the head as the decoder takes it."""
         return LoadedHead(self.name, self.config, {**params, **self.constants})
 
     def layout(self, target: LoadedModel, config: ConfigDict) -> str | None:
-        """The layout to export to: the config's, else the first that has words for the head.
+        """Returns the layout of the export: the config's, or the first that can describe the head.
 
         Raises:
-          ConfigError: none has.
+          ConfigError: No layout can.
         """
         kind = registry.kind_of(self.config)
         asked, num_draft = config.export_layout or None, config.eval.num_draft
@@ -65,10 +65,10 @@ class HeadSpec(NamedTuple):
 
 
 def _options(config: ConfigDict, target: LoadedModel) -> dict[str, Any]:
-    """The options of ``config.head`` that the objective takes and that say something.
+    """Returns the options of ``config.head`` that the objective takes and that are set.
 
     Raises:
-      ConfigError: an option of other objectives that is set.
+      ConfigError: An option of other objectives is set.
     """
     known = registry.objectives()
     usual = train_head_default.get_config().head
@@ -86,7 +86,7 @@ def _options(config: ConfigDict, target: LoadedModel) -> dict[str, Any]:
 
 
 def _load_given(config: ConfigDict, target: LoadedModel, options: dict, size: int) -> LoadedHead:
-    """The head to go on from."""
+    """Loads the head to continue from."""
     kind, training = registry.objectives()[config.objective]
     given = load_draft(config.head.init_from, target, "float32", method=kind.name, **options)
     if not training.trains(given.config):
@@ -104,17 +104,17 @@ def _load_given(config: ConfigDict, target: LoadedModel, options: dict, size: in
 def make_head(
     config: ConfigDict, target: LoadedModel, texts: Sequence[Corpus], used: Sequence[Corpus]
 ) -> HeadSpec:
-    """Reads a config.
+    """Returns the head that a config describes.
 
     Args:
-      config: of ``configs/train_head_default.py``.
-      target: what the head drafts for.
-      texts: all that are given; their ids must be the target's.
-      used: those that are trained on; their most frequent tokens make a reduced vocabulary.
+      config: See ``configs/train_head_default.py``.
+      target: The model that the head drafts for.
+      texts: All texts, whose ids must be in the target's vocabulary.
+      used: The texts that are trained on; a reduced vocabulary has their most frequent tokens.
 
     Raises:
-      ConfigError: a head that cannot be, or texts of another vocabulary.
-      WeightsError: the head to go on from cannot be read.
+      ConfigError: Options that do not fit, or texts of another vocabulary.
+      WeightsError: The head to continue from cannot be read.
     """
     found = [count_tokens(text, target.config.vocab_size) for text in texts]
     counts = sum(x for x, text in zip(found, texts) if any(text is one for one in used))

@@ -1,4 +1,4 @@
-"""What ``experiments.train_lm`` trains on: the corpus, and text that a teacher wrote."""
+"""The data of ``experiments.train_lm``: the corpus, and text that a teacher wrote."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spec_jax.progress import Progress
 
 
 def load_text(config: ConfigDict, teacher: LoadedModel | None):
-    """The tokenizer, the training tokens i32[T], and the held-out tokens with their bytes."""
+    """Returns the tokenizer, training tokens i32[T], held-out tokens, and their text's bytes."""
     train = python_source.documents("train", tests_share=config.tests_share)
     held_out = python_source.documents("held_out")
     if teacher is not None:
@@ -42,10 +42,10 @@ def load_text(config: ConfigDict, teacher: LoadedModel | None):
 def continuations(
     config: ConfigDict, teacher: LoadedModel | None, text, path: pathlib.Path
 ) -> np.ndarray | None:
-    """Training windows that the teacher continued itself, packed; None if none are wanted.
+    """Returns training windows that the teacher continued, packed; None if ``own_share`` is 0.
 
-    Sampled once (even batches at temperature 1, odd ones at 0.5) and kept in ``path``, so
-    that a resumed run sees the same tokens.
+    They are sampled once (even batches at temperature 1, odd ones at 0.5) and stored in ``path``,
+    so that a resumed run has the same tokens.
     """
     if teacher is None or not config.own_share:
         return None
@@ -70,9 +70,9 @@ def continuations(
 
 
 def batch_for(config: ConfigDict, text, own, step: int) -> np.ndarray:
-    """The windows of a step: of the text, and of the teacher's ``own`` where there are any.
+    """Returns the windows of a step: of the text, and of the teacher's ``own`` if there are any.
 
-    The last ``long_share`` of the run has longer windows, of the text alone.
+    The last ``long_share`` of the run has longer windows, only of the text.
     """
     at = functools.partial(tokens.batch_at, step=step, seed=config.seed)
     if step >= config.steps - round(config.steps * config.long_share):

@@ -1,4 +1,4 @@
-"""What the config of ``experiments.train_lm`` means: data, model, loss, and its functions."""
+"""The experiment of ``experiments.train_lm``: data, model, loss, and the loop's functions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import pathlib
 
 import jax
+import numpy as np
 from ml_collections import ConfigDict
 
 from configs import train_zoo_target
@@ -46,11 +47,11 @@ def validate(config: ConfigDict) -> None:
 
 
 def load_teacher(config: ConfigDict) -> LoadedModel | None:
-    """The model to distil from, or None.
+    """Loads the model to distil from, or returns None.
 
     Raises:
-      ConfigError: a teacher without a tokenizer.
-      WeightsError: no such model.
+      ConfigError: The teacher has no tokenizer.
+      WeightsError: No such model.
     """
     if not config.teacher:
         return None
@@ -61,7 +62,7 @@ def load_teacher(config: ConfigDict) -> LoadedModel | None:
 
 
 def make_loss(config: ConfigDict, model_config: ModelConfig, teacher: LoadedModel | None):
-    """The objective, ``(params, batch, teacher's params) -> (loss, figures)``."""
+    """Returns the loss, ``(params, batch, teacher's params) -> (loss, figures)``."""
     if teacher is None:
         return functools.partial(objective.lm_loss, config=model_config)
     return functools.partial(
@@ -71,7 +72,16 @@ def make_loss(config: ConfigDict, model_config: ModelConfig, teacher: LoadedMode
 
 
 def check_resume(saved: dict, config: dict, step: int) -> None:
-    """Refuses to resume another experiment; ``steps`` may change until the decay begins."""
+    """Checks that a run can be resumed; ``steps`` may change until the decay begins.
+
+    Args:
+      saved: The config of the run so far.
+      config: The config to resume with.
+      step: The step of the last checkpoint.
+
+    Raises:
+      ConfigError: It is another experiment, or too late to change ``steps``.
+    """
     cli.check_same(saved, config, _FREE)
     if saved["steps"] != config["steps"]:
         begin = min(
@@ -108,15 +118,15 @@ class Experiment:
         self._teacher_params = None if self.teacher is None else self.teacher.params
 
     def init_state(self) -> TrainState:
-        """Returns fresh parameters, the same for the same seed."""
+        """Returns new parameters, the same for the same seed."""
         params = transformer.init_params(self.model_config, jax.random.key(self.config.seed))
         return TrainState.create(params, self.optimizer)
 
-    def step(self, state: TrainState, batch):
+    def step(self, state: TrainState, batch: np.ndarray) -> tuple[TrainState, dict]:
         """Trains one step."""
         return self._step(state, batch, self._teacher_params)
 
-    def batch_at(self, step: int):
+    def batch_at(self, step: int) -> np.ndarray:
         """Returns the windows of a step."""
         return lm_data.batch_for(self.config, self.text, self.own, step)
 
@@ -149,7 +159,7 @@ class Experiment:
         return figures | head_eval.acceptance_figures(stats)
 
     def final_figures(self, state: TrainState) -> dict[str, float]:
-        """Returns figures over all held-out windows, and bits a byte of the held-out text."""
+        """Returns figures over all held-out windows, and bits per byte of the held-out text."""
         final = self.held_out_figures(state)
         bits_per_nat_token = len(self.held_out) / self._held_out_bytes / math.log(2)
         return final | {"bits_per_byte": final.get("ce", final["loss"]) * bits_per_nat_token}

@@ -27,10 +27,10 @@ Pairs = Iterable[tuple[int, list[int]]]  # indices, each once, and prompts' ids
 
 
 def resolve(config: ConfigDict) -> ConfigDict:
-    """Checks a config; returns it with every value in its final form.
+    """Checks a config and returns it with every value in its final form.
 
     Raises:
-      ConfigError: an unknown or missing key, or a value that cannot be.
+      ConfigError: A key is unknown or missing, or a value is out of range.
     """
     cli.check_keys(config, regenerate_zoo.get_config())
     config = config.copy_and_resolve_references()
@@ -50,12 +50,12 @@ def resolve(config: ConfigDict) -> ConfigDict:
 
 
 def load_decoder(config) -> SpeculativeDecoder:
-    """Target, draft and rule of a config.
+    """Loads target and draft of a config.
 
     Raises:
-      ConfigError: the rule changes the target's law, or the parts do not fit.
-      PromptError: target or draft cannot hold the longest prompt and its response.
-      WeightsError: no such model.
+      ConfigError: The rule changes the target's distribution, or the parts do not fit together.
+      PromptError: Target or draft cannot hold the longest prompt and its response.
+      WeightsError: No such model.
     """
     values = {**config.sampler, "seed": config.seed}
     samplers = [build(SamplerConfig, {**values, "temperature": t}) for t in config.temperatures]
@@ -71,15 +71,17 @@ def load_decoder(config) -> SpeculativeDecoder:
     decoder = SpeculativeDecoder(target, draft, speculative, target_sampler=samplers)
     system = decoder.system()
     if not system.rule.is_lossless:
-        raise ConfigError(f"rule {system.rule.name!r} changes the target's law; use a lossless one")
+        raise ConfigError(
+            f"rule {system.rule.name!r} changes the target's distribution; use a lossless one"
+        )
     check_room(system, config.max_prompt_tokens, config.max_new_tokens)
     return decoder
 
 
 def prompts_of(config, decoder: SpeculativeDecoder) -> tuple[int, Pairs]:
-    """How many prompts there are, and the prompts; other sources of prompts belong here.
+    """Returns the number of prompts, and pairs of an index and the ids of a prompt.
 
-    An index always names the same prompt, however many are asked for.
+    An index always belongs to the same prompt, whatever the number of prompts.
     """
     if config.prompts and holds_conversations(config.prompts):
         records = functools.partial(_conversations, config)
@@ -97,7 +99,7 @@ def prompts_of(config, decoder: SpeculativeDecoder) -> tuple[int, Pairs]:
 
 
 def _conversations(config) -> Iterator[Conversation]:
-    """The conversations of a file but for those that training holds out."""
+    """Yields the conversations of a file, except those that training holds out."""
     for record in read_records(config.prompts):
         if isinstance(record, Conversation) and not is_held_out(record, config.held_out_share):
             yield record

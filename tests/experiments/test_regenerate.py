@@ -168,7 +168,7 @@ def test_a_line_that_is_no_response_is_named(run, tmp_path, line):
         ({"tests_share": 2.0}, r"a number in \[0, 1\]"),
         ({"dtype": "int8"}, "float32, bfloat16"),
         ({"max_new_tokens": 60}, "a prompt of 12 tokens and 60 new ones make 72"),
-        ({"rule": "typical-acceptance"}, "changes the target's law; use a lossless one"),
+        ({"rule": "typical-acceptance"}, "changes the target's distribution; use a lossless one"),
         ({"rule": "match", "draft": ""}, "none without a draft"),
         ({"draft": "no/such"}, "neither a directory nor a zoo name"),
         ({"prompts": "no/such.jsonl"}, "cannot be read"),
