@@ -95,6 +95,8 @@ def load_draft(
     dtype = _check_dtype(target.params["embed"].dtype if dtype is None else dtype)
     if kind.draft == "model":
         return load_model(name_or_path, dtype, **overrides)
+    if kind.read is None:
+        raise ConfigError(f"method {method!r} has no weights to load; it needs no draft")
     head = kind.read(directory, target, dtype, **overrides)
     return dataclasses.replace(head, name=str(name_or_path))
 

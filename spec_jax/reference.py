@@ -143,9 +143,9 @@ class Config:
     def __post_init__(self):
         for name, least in (("k", 0), ("max_new_tokens", 1), ("seed", 0)):
             value = getattr(self, name)
-            if value < least:
+            if not isinstance(value, int) or value < least:
                 raise SpeculativeError(
-                    ErrorKind.CONFIG, f"{name} is {value}; expected {least} or more"
+                    ErrorKind.CONFIG, f"{name} is {value!r}; expected an integer, {least} or more"
                 )
 
 
@@ -344,10 +344,11 @@ class _Loaded:
 
     def verify(self, prefix: Sequence[int], tokens: Sequence[int]) -> TargetScores:
         everything, start = (*prefix, *tokens), self.prompt_length
-        if len(everything) > self.loaded.max_length:
+        limit = self.loaded.max_length
+        if limit is not None and len(everything) > limit:
             raise SpeculativeError(
-                ErrorKind.LENGTH, f"{len(everything)} tokens are more than the "
-                f"{self.loaded.max_length} of {self.loaded.name}"
+                ErrorKind.LENGTH,
+                f"{len(everything)} tokens are more than the {limit} of {self.loaded.name}",
             )  # fmt: skip
         padded = jnp.asarray(everything + (0,) * (-len(everything) % 32), jnp.int32)  # few shapes
         logits = np.asarray(_logits(self.loaded.params, padded, model=self.loaded.model))

@@ -16,7 +16,7 @@ from spec_jax.drafters import registry
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.errors import ConfigError
-from spec_jax.loading import LoadedModel, load_draft, random_head
+from spec_jax.loading import LoadedModel, load_draft, load_model, random_head
 from spec_jax.models import transformer
 
 TARGET = LoadedModel("tiny", transformer.model(LLAMA), random_weights(LLAMA), config=LLAMA)
@@ -143,3 +143,8 @@ def test_a_kind_that_takes_what_another_has_is_refused():
         random_head("config", jax.random.key(0))
     with pytest.raises(ConfigError, match="no drafter kind 'mine'; known: standalone"):
         load_draft(zoo.path("zoo/draft"), TARGET, method="mine")
+
+
+def test_a_method_without_weights_has_none_to_load(tmp_path):
+    with pytest.raises(ConfigError, match="method 'ngram' has no weights to load"):
+        load_draft(tmp_path, load_model("zoo/draft"), method="ngram")
