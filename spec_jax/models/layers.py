@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -160,3 +161,22 @@ def mlp(layer: dict[str, jax.Array], x_BTD: jax.Array, config: ModelConfig) -> j
         h = rms_norm(x_BTD, layer["mlp_norm"], config.rms_norm_eps)
         h = jax.nn.silu(linear(h, layer, "gate")) * linear(h, layer, "up")
         return x_BTD + linear(h, layer, "down")
+
+
+def pre_norm_layer(attention: Callable[..., Any], mlp: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a family's layer: attention after a norm, then the feed-forward part.
+
+    Args:
+      attention: ``(layer, x, cache, index, window, config) -> (x, cache)``, see ``attention``.
+      mlp: ``(layer, x, config) -> x``, with its norm and residual, see ``mlp``.
+
+    Returns:
+      The function that ``Family.layer`` is.
+    """
+
+    def decoder_layer(layer, x_BTD, cache, index, window, config):
+        h = rms_norm(x_BTD, layer["attention_norm"], config.rms_norm_eps)
+        h, cache = attention(layer, h, cache, index, window, config)
+        return mlp(layer, x_BTD + h, config), cache
+
+    return decoder_layer

@@ -20,7 +20,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.config import RopeConfig, check_sizes, check_supported, from_fields
 from spec_jax.models.families.registry import Family, register
-from spec_jax.models.layers import Window, attend_window, linear, rms_norm
+from spec_jax.models.layers import Window, attend_window, linear, pre_norm_layer, rms_norm
 from spec_jax.models.moe import experts_table, gated, mix_experts, route_in_groups
 from spec_jax.models.rope import rotate
 from spec_jax.models.specs import ParamSpec, gated_specs, linear_specs, norm_spec
@@ -247,20 +247,10 @@ def mlp(layer: dict[str, jax.Array], x_BTD: jax.Array, config: DeepseekConfig) -
         return x + gated(layer, h, "shared_") if config.n_shared_experts else x
 
 
-def decoder_layer(
-    layer: dict[str, jax.Array], x_BTD: jax.Array, cache: KVCache | None, index: int,
-    window: Window, config: DeepseekConfig,
-) -> tuple[jax.Array, KVCache | None]:
-    """Applies one layer with its residuals, see ``Family.layer``."""  # fmt: skip
-    h = rms_norm(x_BTD, layer["attention_norm"], config.rms_norm_eps)
-    h, cache = attention(layer, h, cache, index, window, config)
-    return mlp(layer, x_BTD + h, config), cache
-
-
 register(Family(
     config=DeepseekConfig,
     model_types=("deepseek_v3",),
-    layer=decoder_layer,
+    layer=pre_norm_layer(attention, mlp),
     layer_tables=lambda config: [layer_table(config)] * config.num_hidden_layers,
     mtp_layouts=("DeepSeek",),
 ))  # fmt: skip

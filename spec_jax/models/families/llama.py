@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import jax
-
-from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.config import ALIASES, MODEL_TYPES, ModelConfig
 from spec_jax.models.families.registry import Family, register
-from spec_jax.models.layers import Window, attention, mlp, rms_norm
+from spec_jax.models.layers import attention, mlp, pre_norm_layer
 from spec_jax.models.specs import ParamSpec, attention_specs, mlp_specs, norm_spec, outer_specs
 
 
@@ -22,27 +19,7 @@ def layer_table(config: ModelConfig) -> dict[str, ParamSpec]:
     }
 
 
-def decoder_layer(
-    layer: dict[str, jax.Array], x_BTD: jax.Array, cache: KVCache | None, index: int | jax.Array,
-    window: Window, config: ModelConfig,
-) -> tuple[jax.Array, KVCache | None]:
-    """Applies one layer: attention, then the feed-forward part, each after its norm.
-
-    Args:
-      layer: the layer's weights.
-      x_BTD: dtype[B,T,D], the residual stream.
-      cache: is written, and attended over; None if the tokens are whole sequences.
-      index: the layer's place in the cache.
-      window: positions and mask of the tokens.
-      config: the shape of the layer.
-
-    Returns:
-      dtype[B,T,D], and the cache with the window written.
-    """  # fmt: skip
-    h = rms_norm(x_BTD, layer["attention_norm"], config.rms_norm_eps)
-    h, cache = attention(layer, h, cache, index, window, config)
-    return mlp(layer, x_BTD + h, config), cache
-
+decoder_layer = pre_norm_layer(attention, mlp)
 
 register(Family(
     config=ModelConfig,

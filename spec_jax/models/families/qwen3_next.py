@@ -16,7 +16,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.config import PartialRotary, RopeConfig, check_sizes, check_supported
 from spec_jax.models.families.registry import Family, register
-from spec_jax.models.layers import Window, attend_window, linear, rms_norm
+from spec_jax.models.layers import Window, attend_window, linear, pre_norm_layer, rms_norm
 from spec_jax.models.moe import experts_table, gated, mix_experts, route
 from spec_jax.models.rope import rotate
 from spec_jax.models.specs import ParamSpec, gated_specs, linear_specs, norm_spec
@@ -148,20 +148,10 @@ def mlp(layer: dict[str, jax.Array], x_BTD: jax.Array, config: Qwen3NextConfig) 
         return x_BTD + mix_experts(layer, h, weights) + shared
 
 
-def decoder_layer(
-    layer: dict[str, jax.Array], x_BTD: jax.Array, cache: KVCache | None, index: int,
-    window: Window, config: Qwen3NextConfig,
-) -> tuple[jax.Array, KVCache | None]:
-    """Applies one layer with its residuals, see ``Family.layer``."""  # fmt: skip
-    h = rms_norm(x_BTD, layer["attention_norm"], config.rms_norm_eps)
-    h, cache = attention(layer, h, cache, index, window, config)
-    return mlp(layer, x_BTD + h, config), cache
-
-
 register(Family(
     config=Qwen3NextConfig,
     model_types=("qwen3_next",),
-    layer=decoder_layer,
+    layer=pre_norm_layer(attention, mlp),
     layer_tables=lambda config: [layer_table(config)] * config.num_hidden_layers,
     mtp_layouts=("Qwen3-Next",),
 ))  # fmt: skip
