@@ -123,7 +123,7 @@ MUTATIONS = [
              "cache.commit(lengths - 1)", "cache.commit(lengths)", ALIKE),
     Mutation("chain: q is that of another temperature", "drafters/common/chain.py",
              '"probs": jax.nn.softmax(law, axis=-1)', '"probs": jax.nn.softmax(logits, axis=-1)',
-             f"{SETTINGS}[own-residual]"),
+             f"{CERTIFICATE}::test_mixed_temperature_zero_rows_are_argmax_rows"),
     Mutation("ngram: the earliest match wins", "drafters/ngram.py", "size * M + index",
              "size * M + M - index", "drafters/test_draft.py"),
     Mutation("suffix: the rarest continuation wins", "drafters/suffix.py",

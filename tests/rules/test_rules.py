@@ -134,11 +134,14 @@ def test_closed_forms_of_a_deterministic_draft():
 
 
 def test_typical_acceptance_uses_medusas_threshold():
-    p = np.array([[0.5, 0.3, 0.12, 0.08], [0.97, 0.01, 0.01, 0.01], [0.25] * 4])
+    # Of the second row the entropy decides: its threshold is 0.082.
+    p = np.array([
+        [0.5, 0.3, 0.12, 0.08], [0.31, 0.305, 0.3, 0.085], [0.97, 0.01, 0.01, 0.01], [0.25] * 4,
+    ])  # fmt: skip
     entropy = -(p * np.log(p + 1e-5)).sum(-1)
     threshold = np.minimum(0.09, 0.3 * np.exp(-entropy))
     rule = make_rule(SpeculativeConfig(rejection_sampling_strategy="typical-acceptance"))
-    for row in range(2):
+    for row in range(3):
         for token in range(4):
             scores = TargetScores(*[jnp.log(jnp.asarray(p[None, row : row + 2], jnp.float32))] * 2)
             proposal = Proposal(jnp.asarray([[token]]), jnp.asarray([1]))
