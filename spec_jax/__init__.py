@@ -30,23 +30,8 @@ from spec_jax.loading import (
 from spec_jax.version import __version__
 
 __all__ = [
-    "AsyncSpecConfig",
-    "CancellationToken",
-    "Cancelled",
-    "DecodeQueue",
-    "Generation",
-    "LoadedHead",
-    "LoadedModel",
-    "ModelNotLoaded",
-    "SamplerConfig",
-    "SpeculativeConfig",
-    "SpeculativeDecoder",
-    "Stats",
-    "Stream",
-    "__version__",
-    "host_drafter",
-    "load_draft",
-    "load_head",
-    "load_model",
-    "load_mtp",
-]
+    "AsyncSpecConfig", "CancellationToken", "Cancelled", "DecodeQueue", "Generation",
+    "LoadedHead", "LoadedModel", "ModelNotLoaded", "SamplerConfig", "SpeculativeConfig",
+    "SpeculativeDecoder", "Stats", "Stream", "__version__", "host_drafter", "load_draft",
+    "load_head", "load_model", "load_mtp",
+]  # fmt: skip

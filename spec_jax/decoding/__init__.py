@@ -26,28 +26,8 @@ from spec_jax.decoding.state import (
 from spec_jax.decoding.validate import validate_proposal
 
 __all__ = [
-    "Chunk",
-    "DecodeState",
-    "Finish",
-    "Kind",
-    "Record",
-    "System",
-    "accept",
-    "append",
-    "apply_limits",
-    "commit",
-    "decode_round",
-    "draft",
-    "emit",
-    "generate",
-    "insert",
-    "prefill",
-    "propose",
-    "read_chunk",
-    "read_row",
-    "round_noise",
-    "score",
-    "target_pass",
-    "validate_proposal",
-    "verify",
-]
+    "Chunk", "DecodeState", "Finish", "Kind", "Record", "System", "accept", "append",
+    "apply_limits", "commit", "decode_round", "draft", "emit", "generate", "insert", "prefill",
+    "propose", "read_chunk", "read_row", "round_noise", "score", "target_pass",
+    "validate_proposal", "verify",
+]  # fmt: skip

@@ -27,20 +27,8 @@ from spec_jax.testing.mocks import (
 from spec_jax.testing.oracles import Row, chi_square, plain_distribution, reference_distribution
 
 __all__ = [
-    "STANDARD_SETTINGS",
-    "CertificateError",
-    "Row",
-    "ToyCache",
-    "certify_decoder",
-    "certify_rule",
-    "chi_square",
-    "mock_model",
-    "plain_distribution",
-    "ragged",
-    "reference_distribution",
-    "scripted_drafter",
-    "slow_model",
-    "standard_rows",
-    "toy_model",
+    "STANDARD_SETTINGS", "CertificateError", "Row", "ToyCache", "certify_decoder",
+    "certify_rule", "chi_square", "mock_model", "plain_distribution", "ragged",
+    "reference_distribution", "scripted_drafter", "slow_model", "standard_rows", "toy_model",
     "toy_params",
-]
+]  # fmt: skip
