@@ -1,11 +1,12 @@
-"""The benchmark's part on adaptive K: against plain decoding and against the best fixed K.
+"""The benchmark's part "adaptive": adaptive K against plain decoding and the best fixed K.
 
-Acceptance is synthetic and conditional: the draft offers as many of its tokens as coins of the
-wanted rate come up in a row, and the rule takes all that is offered. The rate is a parameter, so
-one program serves every rate, and passes cost what they cost in earnest.
+Acceptance is synthetic. The draft offers its tokens up to the first of a series of random coins
+that fails, and the rule accepts all that are offered. The rate of the coins is a parameter, so one
+program serves every rate, and the passes have their real cost.
 
-What is priced is the sequence of Ks: rounds times the run's own table of costs, over the tokens
-that those rounds emit on average. What is timed is the clock over the same tokens.
+Times per token are reported in two ways. "Priced" is the sum of the run's own table of costs over
+the rounds that were chosen, divided by the tokens that those rounds emit on average. "By the clock"
+is the measured time divided by the same tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from experiments.common import cli
 from experiments.common.timing import Line, Result
 from spec_jax import decoding, rng
 from spec_jax.contracts import Context, Drafter
-from spec_jax.decoding import System
+from spec_jax.decoding import DecodeState, System
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine.adaptive.policy import Tuner, expected_tokens
 from spec_jax.engine.adaptive.runner import CATCH_UP, AdaptiveRunner, AdaptiveState, system_of
@@ -37,7 +38,7 @@ from spec_jax.rules import make_rule
 
 @functools.cache
 def coined(drafter: Drafter) -> Drafter:
-    """The drafter, offering drafts up to the first coin that fails.
+    """Returns the drafter, which offers its drafts up to the first coin that fails.
 
     Its parameters are ``{"draft": the drafter's, "rate": f32[]}``.
     """
@@ -59,7 +60,7 @@ def coined(drafter: Drafter) -> Drafter:
 
 
 class Case(NamedTuple):
-    """One batch size: what is decoded, and what every rate shares."""
+    """One batch size: models, prompts, and the state that every rate shares."""
 
     target: LoadedModel
     draft: LoadedModel
@@ -70,34 +71,34 @@ class Case(NamedTuple):
     adaptive: AdaptiveState
 
     def params(self, rate: float, num_draft: int) -> dict:
-        """Weights laid out for K, and the rate."""
+        """Returns the parameters laid out for K, and the rate."""
         B = len(self.prompts)
         draft = {"draft": self.draft.decoding_params(2 * B), "rate": jnp.float32(rate)}
         return {"target": self.target.decoding_params(B * (num_draft + 1)), "draft": draft}
 
-    def start(self):
-        """A state that no run brings to its end."""
-        most = self.slots - max(map(len, self.prompts)) - self.system.lookahead_slots
+    def start(self) -> DecodeState:
+        """Returns a state with room for more rounds than any run has."""
+        max_new_tokens = self.slots - max(map(len, self.prompts)) - self.system.lookahead_slots
         draft = {"draft": self.draft.decoding_params(), "rate": jnp.float32(0.0)}
         params = {"target": self.target.decoding_params(), "draft": draft}
-        return start(self.system, params, self.prompts, self.slots, most)
+        return start(self.system, params, self.prompts, self.slots, max_new_tokens)
 
     def advance(self, rate: float, num_draft: int | None):
-        """What runs rounds: a ``AdaptiveRunner`` that goes on with what is known, or a fixed K."""
+        """Returns a function that runs rounds: an ``AdaptiveRunner``, or a fixed K."""
         if num_draft is None:
             return AdaptiveRunner(self.system, functools.partial(self.params, rate), self.adaptive)
         system, params = system_of(self.system, num_draft), self.params(rate, num_draft)
-        # Called as the pacer calls it, it is the same program.
-        return lambda state, stop, most: decoding.generate(
-            params, state, stop, most, jnp.int32(1), system=system
+        # Called like this by the runner, so it is the same program.
+        return lambda state, stop, max_rounds: decoding.generate(
+            params, state, stop, max_rounds, jnp.int32(1), system=system
         )
 
 
 def run_in_turns(case: Case, state, rate: float, fixed: Sequence[int] = ()):
-    """Milliseconds of ``case.rounds`` rounds by adaptive K (None) and by each fixed K.
+    """Times ``case.rounds`` rounds of adaptive K (None) and of each fixed K.
 
-    As many rounds as adaptive K has chosen at once are run by every fixed K before it chooses
-    again, so drift of the machine meets all alike.
+    Each fixed K runs as many rounds as adaptive K has just run, before adaptive K continues, so
+    that drift of the machine meets all alike.
 
     Returns:
       The milliseconds by K, and the pairs of K and rounds that were chosen.
@@ -117,14 +118,14 @@ def run_in_turns(case: Case, state, rate: float, fixed: Sequence[int] = ()):
     return times, advances[None].plans
 
 
-def expected(plans, rate: float, most: int) -> float:
-    """Tokens a row that the plans emit on average."""
-    tokens = expected_tokens((rate,) * most)
+def expected(plans, rate: float, max_k: int) -> float:
+    """Returns the tokens per row that the plans emit on average."""
+    tokens = expected_tokens((rate,) * max_k)
     return sum(n * tokens[k] for k, n in plans)
 
 
 def price(plans, costs) -> float:
-    """Milliseconds of the plans by the table, replays included."""
+    """Returns the milliseconds of the plans by the table of costs, with replays."""
     total, lag = 0.0, 0
     for k, n in plans:
         if k > 0 and lag:
@@ -135,7 +136,7 @@ def price(plans, costs) -> float:
 
 
 def check(config: ConfigDict) -> None:
-    """Raises ConfigError if a value cannot be."""
+    """Raises ConfigError if a value is out of range."""
     cli.require_positive(config, "slots prompt_tokens rounds repeats", "adaptive")
     c = config.adaptive
     is_ascending = len(c.buckets) > 1 and list(c.buckets) == sorted({0, *c.buckets})
@@ -149,12 +150,12 @@ def check(config: ConfigDict) -> None:
 
 
 def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
-    """Sweeps rates and batches; the lines show the worst rate of each batch."""
+    """Measures every rate and batch; the lines show the worst rate of each batch."""
     bars, config = config.bars, config.adaptive
     target, draft = random_pair(config)
-    most = max(config.buckets)
-    rule = make_rule(synthetic_chain(most, 1.0))
-    system = System(target.model, coined(standalone(draft.model)), rule, most)
+    max_k = max(config.buckets)
+    rule = make_rule(synthetic_chain(max_k, 1.0))
+    system = System(target.model, coined(standalone(draft.model)), rule, max_k)
     tokens = np.random.default_rng(config.seed)
     lines, batches = [], {}
     total = len(config.batches) * len(config.rates) * (config.repeats + 1)
@@ -177,12 +178,12 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
 def _measure_rate(
     case: Case, rate: float, config: ConfigDict, say: Callable[[str], None]
 ) -> dict:
-    """Ratios of one rate, by repeat."""
-    state, most = case.start(), max(config.buckets)
-    case.adaptive.tuner = Tuner.fresh(most)
+    """Returns the ratios of one rate, by repeat."""
+    state, max_k = case.start(), max(config.buckets)
+    case.adaptive.tuner = Tuner.fresh(max_k)
     run_in_turns(case, state, rate)  # compiles, and learns the rate
     (costs,) = case.adaptive.costs.values()
-    tokens = expected_tokens((rate,) * most)
+    tokens = expected_tokens((rate,) * max_k)
     per_token = {k: ms / tokens[k] for k, ms in costs.round_ms.items()}
     best = min(per_token, key=per_token.get)
     say(f"batch {len(case.prompts)}, rate {rate}: compiled")
@@ -192,7 +193,7 @@ def _measure_rate(
         say(f"turn {repeat + 1} of {config.repeats}")
     plans = [chosen for _, chosen in turns]
     times = {k: np.asarray([ms[k] for ms, _ in turns]) for k in turns[0][0]}
-    emitted = np.asarray([expected(chosen, rate, most) for chosen in plans])
+    emitted = np.asarray([expected(chosen, rate, max_k) for chosen in plans])
     priced = np.asarray([price(chosen, costs) for chosen in plans]) / emitted
     clock = times[None] / emitted
     fixed = times[best] / (case.rounds * tokens[best])
@@ -206,7 +207,7 @@ def _measure_rate(
 
 
 def _lines(batch: int, found: Sequence[dict], bars) -> list[Line]:
-    """Each ratio at the rate where it is worst."""
+    """Returns a line for each ratio at its worst rate."""
     lines = []
     for key, what, bar, is_upper in (
         ("priced / plain", "adaptive / plain, priced", bars.adaptive_plain, True),
@@ -216,6 +217,6 @@ def _lines(batch: int, found: Sequence[dict], bars) -> list[Line]:
     ):
         pick = max if is_upper else min
         worst = pick(found, key=lambda one: np.median(one[key]))
-        note = f"a token; the worst rate, {worst['rate']:g}; best fixed K {worst['best_k']}"
+        note = f"per token; worst rate {worst['rate']:g}; best fixed K {worst['best_k']}"
         lines.append(Line(f"{what}, batch {batch}", worst[key], "x", bar, is_upper, note))
     return lines

@@ -1,4 +1,4 @@
-"""The benchmark's part on heads: an EAGLE-3 chain and dynamic trees, beside their parts."""
+"""The benchmark's part "heads": rounds of an EAGLE-3 chain and dynamic trees, and their parts."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel, random_head
 from spec_jax.tree import DynamicTree, paths
 
-ROUNDS = 16  # in one call: a pass over a tree takes tenths of a second on a CPU
+ROUNDS = 16  # in one call; a pass over a tree takes tenths of a second on a CPU
 
 
 @functools.partial(jax.jit, static_argnames=("system", "iterations"), donate_argnames="state")
 def _run_refresh(params, state, features, tokens, n, *, system: System, iterations: int):
     def one_refresh(_, state):
-        # Joined anew each time: the features hang on the state before.
+        # The features depend on the state before, so they are joined again each time.
         now = features + 1e-9 * state.last.mean()
         return system.drafter.commit(params, state, tokens, n, now, None)
 
@@ -45,7 +45,7 @@ def _run_refresh(params, state, features, tokens, n, *, system: System, iteratio
 
 
 def refresh_timer(system: System, params, width: int, slots: int) -> Timer:
-    """Times feeding ``width`` true pairs to the head, of which none is kept; ms."""
+    """Returns the timer of a refresh, in which the head reads ``width`` pairs and keeps none."""
     state = system.drafter.init(params, 1, slots)
     half = jnp.full((1,), slots // 2, jnp.int32)
     state = state.replace(cache=state.cache.commit(half))
@@ -59,15 +59,15 @@ def refresh_timer(system: System, params, width: int, slots: int) -> Timer:
 
 
 class Case(NamedTuple):
-    """A drafted shape: its decoder, and how often a round runs each part."""
+    """A chain or a tree: its decoder, and how often a round runs each part."""
 
     name: str
     decoder: SpeculativeDecoder
     counts: dict[str, int]
 
 
-def make_case(name: str, target: LoadedModel, head: LoadedHead, config) -> Case:
-    """One speculative config of a head; greedy."""
+def make_case(name: str, target: LoadedModel, head: LoadedHead, config: SpeculativeConfig) -> Case:
+    """Returns the case of one speculative config, for greedy decoding."""
     decoder = SpeculativeDecoder(target, head, config)
     passes = decoder.system().depth - 1
     return Case(name, decoder, {"verify": 1, "level": passes, "refresh": 1, "rest": 1})
@@ -83,8 +83,8 @@ def case_makers(
     width, children = (1, 1) if tree is None else (tree.max_level_fed, tree.top_k)
 
     def whole_round() -> Timer:
-        most = slots - len(prompt) - system.lookahead_slots
-        state = start(system, case.decoder.params(), [prompt], slots, most)
+        max_new_tokens = slots - len(prompt) - system.lookahead_slots
+        state = start(system, case.decoder.params(), [prompt], slots, max_new_tokens)
         return GenerateTimer(system, params, [state], max_rounds=ROUNDS, unit="round")
 
     makers = {
@@ -106,7 +106,7 @@ def parts_ms(times: Mapping[str, np.ndarray], counts: Mapping[str, int]) -> np.n
 
 
 def check(config: ConfigDict) -> None:
-    """Raises ConfigError if a value cannot be."""
+    """Raises ConfigError if a value is out of range."""
     names = "slots prompt_tokens draft_vocab_size k tree_depth tree_top_k repeats"
     cli.require_positive(config, names, "heads")
     c = config.heads
@@ -124,7 +124,7 @@ def check(config: ConfigDict) -> None:
 
 
 def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
-    """Times a chain and trees of an EAGLE-3 head with random weights, beside their parts."""
+    """Times rounds of an EAGLE-3 head with random weights, and the parts of these rounds."""
     bars, config = config.bars, config.heads
     target = random_model("target", config.target, config.seed)
     shape = EagleConfig.of_target(target.config, 3, config.draft_vocab_size)

@@ -1,4 +1,4 @@
-"""What the benchmark times: generations, rounds, the parts of a round, and plain decoding.
+"""Timers of generations, of rounds, of the rest of a round, and of plain decoding.
 
 Each is a function without arguments that runs once and returns milliseconds; compilation
 and prefill lie outside of what it times.
@@ -23,13 +23,14 @@ from spec_jax.decoding import DecodeState, System
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.engine.stats import Stats, row_stats
 from spec_jax.sampling import argmax, make_sampler
+from spec_jax.tree import DynamicTree, Tree
 
-ROUNDS = 64  # in one call, so that its start does not count
+ROUNDS = 64  # in one call, so that the dispatch does not count
 _NO_LIMIT = 2**31 - 1
 
 
 def cast(tree, dtype):
-    """The same tree with its floating-point arrays in another dtype."""
+    """Returns a tree with its floating-point arrays in another dtype."""
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
     return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
 
@@ -38,15 +39,15 @@ def start(
     system: System, params, prompts: Sequence[Sequence[int]], slots: int, max_new_tokens: int,
     stop_tokens: Sequence[int] = (),
 ) -> DecodeState:
-    """Prefills one batch of prompts for greedy decoding; K plays no part in it.
+    """Prefills one batch of prompts for greedy decoding with any K.
 
     Args:
-      system: target and drafter.
+      system: Target and drafter.
       params: ``{"target": ..., "draft": ...}``.
-      prompts: ids.
+      prompts: The prompts as ids.
       slots: S, enough for prompt, output and the last window.
-      max_new_tokens: of every row.
-      stop_tokens: at which a row ends.
+      max_new_tokens: New tokens of every row.
+      stop_tokens: The tokens that end a row.
     """  # fmt: skip
     lengths = np.asarray([len(p) for p in prompts], np.int32)
     width = min(slots, max(16, 1 << (int(lengths.max()) - 1).bit_length()))
@@ -63,25 +64,25 @@ def start(
 
 
 class GenerateTimer:
-    """``decoding.generate`` from prefilled states to their end.
+    """Times ``decoding.generate`` from prefilled states to their end.
 
     Attributes:
-      tokens: of the last run: the output ids of every row, prefill's token included.
-      stats: of the last run, all rows.
+      tokens: The output ids of every row of the last run, with prefill's token.
+      stats: The counts of all rows of the last run.
     """
 
     def __init__(
         self, system: System, params, states: Sequence[DecodeState], *,
         max_rounds: int = _NO_LIMIT, unit: str = "token",
     ):  # fmt: skip
-        """Compiles, and runs once.
+        """Compiles and runs once.
 
         Args:
-          system: target, drafter, rule and K.
-          params: of both.
-          states: one for each batch of prompts, from ``start``; they are copied, not consumed.
-          max_rounds: of each generation.
-          unit: what a call returns the milliseconds of: a "token" (prefill's aside) or a "round".
+          system: Target, drafter, rule and K.
+          params: The parameters of both models.
+          states: The states of ``start``, one for each batch; they are copied, not consumed.
+          max_rounds: The maximum rounds of each generation.
+          unit: The unit of the times: a "token" (without prefill's) or a "round".
         """
         self._system, self._params, self._states = system, params, states
         self._max_rounds, self._is_round = max_rounds, unit == "round"
@@ -92,9 +93,11 @@ class GenerateTimer:
         self.tokens, rows = [], []
         for state in self._states:
             carry = jax.block_until_ready(jax.tree.map(jnp.copy, state))
-            stop, most = jnp.zeros_like(carry.finish), jnp.int32(self._max_rounds)
+            stop, max_rounds = jnp.zeros_like(carry.finish), jnp.int32(self._max_rounds)
             begin = time.perf_counter()
-            final, chunk = decoding.generate(self._params, carry, stop, most, system=self._system)
+            final, chunk = decoding.generate(
+                self._params, carry, stop, max_rounds, system=self._system
+            )
             jax.block_until_ready(chunk)
             seconds += time.perf_counter() - begin
             num_rounds += int(chunk.rounds)
@@ -116,9 +119,10 @@ class GenerateTimer:
     jax.jit, static_argnames=("model", "padding"), donate_argnames=("tokens", "cache")
 )
 def _plain(params, tokens, cache, total, limit, stop_tokens, *, model: Model, padding: int):
-    """Greedy decoding of one token a pass and nothing else: no counts, no statistics.
+    """Decodes greedily, one token per pass, without counts and statistics.
 
-    ``padding`` tokens are fed of which the first counts; the others' slots are overwritten.
+    A pass feeds ``padding`` tokens, of which the first counts; the slots of the others are
+    overwritten.
     """
     rows, M = jnp.arange(tokens.shape[0]), tokens.shape[1]
 
@@ -141,10 +145,10 @@ def _plain(params, tokens, cache, total, limit, stop_tokens, *, model: Model, pa
 
 
 class PlainTimer:
-    """The fastest plain loop we can write, by dtype and padding; ms a token.
+    """Times the fastest plain loop that we can write, in milliseconds per token.
 
     Attributes:
-      tokens: as ``GenerateTimer.tokens``.
+      tokens: See ``GenerateTimer.tokens``.
     """
 
     def __init__(
@@ -175,7 +179,7 @@ class PlainTimer:
 
 @flax.struct.dataclass
 class _Length:
-    """The cache of a model that costs nothing."""
+    """The cache of a model that computes nothing."""
 
     length: jax.Array  # i32[B]
 
@@ -183,19 +187,19 @@ class _Length:
         return self.replace(length=self.length + n)
 
 
-def some_parents(tree, num_draft: int) -> jax.Array:
-    """Parents i32[K] of a tree of that depth: one chain, all others children of the root."""
+def some_parents(tree: Tree | DynamicTree, num_draft: int) -> jax.Array:
+    """Returns parents i32[K] of a tree: one chain to its depth, the others at the root."""
     index = jnp.arange(num_draft, dtype=jnp.int32)
     return jnp.where(index < tree.depth, index, 0)
 
 
 @functools.cache
-def free_drafter(vocab_size: int, tree=None) -> Drafter:
-    """A drafter that computes nothing: each position's draft is that position.
+def free_drafter(vocab_size: int, tree: Tree | DynamicTree | None = None) -> Drafter:
+    """Returns a drafter that computes nothing: the draft at each position is the position.
 
     Args:
       vocab_size: V.
-      tree: the ``Tree`` or ``DynamicTree`` that it drafts, or None: a chain.
+      tree: The tree that it drafts; None for a chain.
     """
 
     def propose(params, state, context: Context, num_draft: int):
@@ -203,7 +207,7 @@ def free_drafter(vocab_size: int, tree=None) -> Drafter:
         n_draft = jnp.full(context.length.shape, num_draft, jnp.int32)
         branches = {}
         if tree is not None:
-            is_true = context.length[:, None] >= 0  # which the compiler cannot know
+            is_true = context.length[:, None] >= 0  # the compiler cannot know this
             parents = jnp.where(is_true, some_parents(tree, num_draft), 0)
             branches = {"parents": parents, "tree_depth": tree.depth}
         return Proposal(tokens, n_draft, is_sound=n_draft > 0, **branches), state
@@ -213,10 +217,10 @@ def free_drafter(vocab_size: int, tree=None) -> Drafter:
 
 @functools.cache
 def _free_system(system: System) -> System:
-    """The same rule, K and tree around a target and a drafter that compute nothing.
+    """Returns the same rule, K and tree with a target and a drafter that compute nothing.
 
-    The target's logits are given, and nudged by the tokens, so that no round's work can be
-    shared with the next one's.
+    The target's logits are a parameter to which the tokens add a little, so that the compiler
+    cannot share work between rounds.
     """
     V = system.target.vocab_size
     target = Model(
@@ -232,17 +236,19 @@ def _free_system(system: System) -> System:
 
 
 def rest_timer(system: System, slots: int, batch: int = 1) -> GenerateTimer:
-    """Everything of a round but its passes: noise, rule, cut, append and commit; ms a round.
+    """Returns the timer of a round without its passes: noise, rule, limits, append, commit.
 
-    It is ``decoding.generate`` itself, around models that compute nothing.
+    It times ``decoding.generate`` itself, with models that compute nothing.
     """
     if system.rule.needs_probs or system.rule.needs_logits:
-        raise ValueError(f"rule {system.rule.name!r} reads the draft's law; a free draft has none")
+        raise ValueError(
+            f"rule {system.rule.name!r} reads draft distributions; a free draft has none"
+        )
     free = _free_system(system)
     shape = (batch, system.num_draft + 1, system.target.vocab_size)
     params = {"target": {"logits": jax.random.normal(jax.random.key(0), shape)}, "draft": None}
     room = ROUNDS * (system.num_draft + 1)
     begin = max(1, min(16, slots - room - system.num_draft - 1))
-    most = slots - begin - system.num_draft - 1
-    state = start(free, params, [[1] * begin] * batch, slots, most)
+    max_new_tokens = slots - begin - system.num_draft - 1
+    state = start(free, params, [[1] * begin] * batch, slots, max_new_tokens)
     return GenerateTimer(free, params, [state], max_rounds=ROUNDS, unit="round")

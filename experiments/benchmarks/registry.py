@@ -24,7 +24,7 @@ class Part(NamedTuple):
     """One part of the benchmark.
 
     Attributes:
-      check: Raises ConfigError if its section of the config has a value that cannot be.
+      check: Raises ConfigError if its section of the config has a value out of range.
       measure: ``(config, records) -> Result``; the records of the parts before it by name.
     """
 

@@ -1,4 +1,4 @@
-"""A round beside its parts, the fastest plain loop, and the speed-up that the parts predict."""
+"""A round and its parts, the fastest plain loop, and the speed-up that the parts predict."""
 
 from __future__ import annotations
 
@@ -12,22 +12,28 @@ from ml_collections import ConfigDict
 from experiments.benchmarks.loops import ROUNDS, GenerateTimer, PlainTimer, cast, rest_timer, start
 from experiments.common.costs import pass_timer
 from experiments.common.timing import Line, Timer, measure_all
-from spec_jax.decoding import System
+from spec_jax.config import SpeculativeConfig
+from spec_jax.decoding import DecodeState, System
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.stats import Stats, predicted_speedup
 from spec_jax.loading import LoadedModel
 
 
 class Plain(NamedTuple):
-    """A plain loop: its dtype, the tokens fed for each that counts, and whether matrices are cut
-    into panels."""
+    """A variant of the plain loop.
+
+    Attributes:
+      dtype: Of the weights.
+      padding: Tokens fed in a pass, of which one counts.
+      has_panels: Whether matrices are laid out in panels.
+    """
 
     dtype: str
     padding: int = 1
     has_panels: bool = False
 
 
-PLAIN = {  # what we tried for the fastest
+PLAIN = {  # the variants among which the fastest is chosen
     "float32": Plain("float32"),
     "float32 in panels": Plain("float32", has_panels=True),
     "float32 padded to two rows": Plain("float32", 2, has_panels=True),
@@ -37,22 +43,22 @@ PLAIN = {  # what we tried for the fastest
 
 
 class Pair(NamedTuple):
-    """Target, draft, and the cache slots that everything timed of them has."""
+    """Target, draft, and the cache slots of everything that is timed."""
 
     target: LoadedModel
     draft: LoadedModel
     slots: int
 
     def params(self, num_rows: int | None = 1, dtype: str = "float32") -> dict:
-        """Of both, for passes of so many tokens; None for any number. bfloat16 has no panels."""
-        num_rows = num_rows if dtype == "float32" else None
+        """Returns the parameters of both for passes of ``num_rows`` tokens; None for any number."""
+        num_rows = num_rows if dtype == "float32" else None  # bfloat16 has no panels
         return cast({
             "target": self.target.decoding_params(num_rows),
             "draft": self.draft.decoding_params(num_rows),
         }, dtype)  # fmt: skip
 
-    def system(self, config=None) -> System:
-        """For this SpeculativeConfig, greedy; None: plain decoding, K = 0."""
+    def system(self, config: SpeculativeConfig | None = None) -> System:
+        """Returns the system for greedy decoding; None for plain decoding, K = 0."""
         draft = None if config is None else self.draft
         return SpeculativeDecoder(self.target, draft, config).system()
 
@@ -60,20 +66,20 @@ class Pair(NamedTuple):
 def try_plain(
     part: str, pair: Pair, prompts: Sequence[Sequence[int]], num_tokens: int, repeats: int
 ) -> dict[str, np.ndarray]:
-    """Returns milliseconds a token of every plain loop, on one batch of prompts."""
+    """Returns milliseconds per token of every plain loop, on one batch of prompts."""
     state = start(pair.system(), pair.params(None), prompts, pair.slots, num_tokens)
     makers = {name: functools.partial(plain_timer, pair, [state], name) for name in PLAIN}
     return measure_all(f"{part}, plain loops", makers, repeats)[1]
 
 
 def fastest(times: Mapping[str, np.ndarray], dtype: str | None = None) -> str:
-    """The plain loop of the smallest median, of one dtype or of all."""
+    """Returns the plain loop with the smallest median, of one dtype or of all."""
     names = [name for name in times if dtype in (None, PLAIN[name].dtype)]
     return min(names, key=lambda name: float(np.median(times[name])))
 
 
-def plain_timer(pair: Pair, states, variant: str) -> PlainTimer:
-    """The plain loop of one of ``PLAIN``."""
+def plain_timer(pair: Pair, states: Sequence[DecodeState], variant: str) -> PlainTimer:
+    """Returns the timer of a variant of ``PLAIN``."""
     dtype, padding, has_panels = PLAIN[variant]
     params = pair.params(1 if has_panels else None)["target"]
     return PlainTimer(pair.target.model, params, states, dtype=dtype, padding=padding)
@@ -91,8 +97,8 @@ def round_makers(
     target, draft = (pair.target.model, params["target"]), (pair.draft.model, params["draft"])
 
     def whole_round() -> Timer:
-        most = slots - len(prompt) - K - 1
-        state = start(system, pair.params(None, dtype), [prompt], slots, most)
+        max_new_tokens = slots - len(prompt) - K - 1
+        state = start(system, pair.params(None, dtype), [prompt], slots, max_new_tokens)
         return GenerateTimer(system, params, [state], max_rounds=ROUNDS, unit="round")
 
     return {
@@ -106,7 +112,7 @@ def round_makers(
 
 
 def parts_ms(times: Mapping[str, np.ndarray], num_draft: int) -> np.ndarray:
-    """Sum of a round's parts, by repeat."""
+    """Returns the sum of a round's parts, by repeat."""
     return _drafting_ms(times, num_draft) + times["verify"] + times["rest"]
 
 

@@ -1,7 +1,7 @@
 """The benchmark's part "states": what it costs that the state of a Mamba-2 model cannot rewind.
 
-A round whose drafts cost nothing is a verify pass, the replay of what was accepted, and the rest
-of the round; a round of plain decoding takes one token, a speculative one as many as are accepted.
+A round whose drafts cost nothing is a verify pass, the replay of the accepted tokens, and the rest
+of the round.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from spec_jax.models.families.mamba2 import Mamba2Config
 
 
 def check(config: ConfigDict) -> None:
-    """Raises ConfigError if a value cannot be."""
+    """Raises ConfigError if a value is out of range."""
     cli.require_positive(config, "slots prompt_tokens k repeats", "states")
     c = config.states
     check_slots(config, "states", c.prompt_tokens + ROUNDS * (c.k + 1) + c.k + 1)
 
 
 def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
-    """Times rounds of a Mamba-2 target beside the passes that they consist of."""
+    """Times rounds of a Mamba-2 target, and the passes that they consist of."""
     bars, config = config.bars, config.states
     K, slots = config.k, config.slots
     target = random_model("target", Mamba2Config(**config.target), config.seed)

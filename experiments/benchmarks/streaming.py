@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from experiments.benchmarks.shapes import listed, random_pair, random_prompt, synthetic_chain
 from experiments.common import cli
-from experiments.common.timing import Line, Result, measure_all
+from experiments.common.timing import Line, Result, Timer, measure_all
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.models.tokenizer import Tokenizer
 
@@ -22,7 +22,7 @@ _NO_STOP = 2**31 - 1
 
 
 def word_tokenizer(vocab_size: int) -> Tokenizer:
-    """A byte-level tokenizer of so many ids: every byte, and then invented words."""
+    """Returns a byte-level tokenizer of ``vocab_size`` ids: every byte, then invented words."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     texts = [*letters, *(f"Ġw{i}" for i in range(vocab_size))][:vocab_size]
     vocab = {text: i for i, text in enumerate(texts)}
@@ -45,14 +45,14 @@ def _drain_async(stream) -> int:
 def timer(
     decoder: SpeculativeDecoder, prompt: list[int], new_tokens: int, *,
     drain: Callable[..., int] | None = None,
-) -> Callable[[], float]:  # fmt: skip
-    """Times whole generations; ms a token, prefill left out.
+) -> Timer:  # fmt: skip
+    """Returns the timer of whole generations, in milliseconds per token, without prefill.
 
     Args:
-      decoder: with a tokenizer.
-      prompt: ids.
-      new_tokens: of every generation; stop tokens do not end it.
-      drain: takes every piece of a stream; None: one uninterrupted loop, and no stream.
+      decoder: A decoder with a tokenizer.
+      prompt: The prompt as ids.
+      new_tokens: Tokens of every generation, which stop tokens do not end.
+      drain: Reads every piece of a stream; None for one uninterrupted loop without a stream.
     """
     options = {"stop_tokens": ()}
 
@@ -71,12 +71,12 @@ def timer(
 
 
 def check(config: ConfigDict) -> None:
-    """Raises ConfigError if a value cannot be."""
+    """Raises ConfigError if a value is out of range."""
     cli.require_positive(config, "prompt_tokens new_tokens k repeats", "streaming")
 
 
 def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
-    """Times streaming beside the uninterrupted loop, turn by turn."""
+    """Times streaming in turns with the uninterrupted loop."""
     bars, config = config.bars, config.streaming
     target, draft = random_pair(config)
     target = dataclasses.replace(target, tokenizer=word_tokenizer(target.model.vocab_size))
@@ -98,6 +98,6 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
             f"async {name}", times["async"] / times["whole"], bar=bars.streaming,
             note="the same, through an event loop and the decoder's thread",
         ),
-        Line("one uninterrupted loop", times["whole"], "ms", note="a token"),
+        Line("one uninterrupted loop", times["whole"], "ms", note="per token"),
     ]  # fmt: skip
     return Result(lines, {"stats": stats.to_dict(), "times_ms": listed(times)})

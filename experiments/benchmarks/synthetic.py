@@ -29,7 +29,7 @@ from experiments.common.timing import Result, measure_all
 
 
 def check(config: ConfigDict) -> None:
-    """Raises ConfigError if a value cannot be."""
+    """Raises ConfigError if a value is out of range."""
     names = "slots prompt_tokens new_tokens plain_tokens k repeats"
     cli.require_positive(config, names, "llama110m")
     c = config.llama110m

@@ -1,4 +1,4 @@
-"""The benchmark's part on training: how much of the machine's own matmul rate a step reaches."""
+"""The benchmark's part "training": the share of the machine's matmul rate that a step reaches."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from spec_jax.train.objective import Batch, target_view
 from spec_jax.train.optimizer import make_optimizer
 from spec_jax.train.step import TrainState, train_step
 
-_MATMULS = 8  # of each shape, in one call
+_MATMULS = 8  # products of each shape in one call
 
 
 class Case(NamedTuple):
     """A training step.
 
     Attributes:
-      name: for the table.
+      name: Its name in the table.
       run: ``state -> state``, one step.
-      state: to begin with.
-      flops: of the model in one step, see ``eagle3_case`` and ``lm_case``.
-      tokens: in one batch.
+      state: The first state.
+      flops: FLOPs of the model in one step, see ``eagle3_case`` and ``lm_case``.
+      tokens: Tokens of one batch.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Case(NamedTuple):
 
 
 def attention_flops(width: int, length: int, tokens: int) -> float:
-    """Of scores and weighted values, forward, a token seeing half of the others on average."""
+    """Returns forward FLOPs of attention, in which a token sees half of the others on average."""
     return tokens * 2 * 2 * width * length / 2
 
 
@@ -54,8 +54,8 @@ def _optimizer(config):
     return make_optimizer(**config.optimizer, steps=1_000_000)
 
 
-def lm_case(target: LoadedModel, config) -> Case:
-    """A language model's step: 6 FLOPs a parameter and token, and attention forward and back."""
+def lm_case(target: LoadedModel, config: ConfigDict) -> Case:
+    """Returns a language model's step: 6 FLOPs per parameter and token, and those of attention."""
     optimizer, shape = _optimizer(config), target.config
     objective = functools.partial(lm.lm_loss, config=shape)
     tokens = config.lm_batch * config.length
@@ -71,12 +71,12 @@ def lm_case(target: LoadedModel, config) -> Case:
     return Case("language model", run, TrainState.create(params, optimizer), flops, tokens)
 
 
-def eagle3_case(target: LoadedModel, config) -> Case:
-    """A step of an EAGLE-3 head.
+def eagle3_case(target: LoadedModel, config: ConfigDict) -> Case:
+    """Returns a step of an EAGLE-3 head.
 
-    6 FLOPs a token for each parameter that a pass uses (the joining map once, the rest once a
-    step of the unrolling), 2 for the target's, and attention: the head's forward and back, the
-    target's forward.
+    Per token it has 6 FLOPs for each parameter that a pass uses (the joining map once, the rest in
+    each step of the unrolling), 2 for each of the target's, and those of attention: forward and
+    backward of the head, forward of the target.
     """
     shape = EagleConfig.of_target(target.config, 3, config.draft_vocab_size)
     optimizer, T, K = _optimizer(config), config.length, config.num_steps
@@ -113,7 +113,7 @@ def _tokens(seed: int, shape: tuple[int, int], vocab_size: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="repeats", donate_argnames="carry")
 def _matmuls(carry: Any, x, w, *, repeats: int):
-    """Products of one shape, forward and both backward, each hanging on the one before."""
+    """Computes products of one shape, forward and both backward; each depends on the one before."""
 
     def one(_, carry):
         y = (x + carry) @ w
@@ -133,13 +133,13 @@ def matmul_timer(rows: int, d_in: int, d_out: int) -> Timer:
 
 
 def check(config: ConfigDict) -> None:
-    """Raises ConfigError if a value cannot be."""
+    """Raises ConfigError if a value is out of range."""
     names = "lm_batch draft_vocab_size num_steps batch length repeats"
     cli.require_positive(config, names, "training")
 
 
 def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
-    """Compares model FLOPs of a step a second with the rate of its largest products alone."""
+    """Compares the FLOP rate of a step with the rate of its largest products alone."""
     bars, config = config.bars, config.training
     target = random_model("target", config.target, config.seed)
     shape, rows = target.config, config.batch * config.length
@@ -152,7 +152,7 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     makers |= {case.name: functools.partial(loop_timer, case.run, case.state, 1) for case in cases}
     _, times = measure_all("training", makers, config.repeats)
     flops = sum(6.0 * math.prod(size) for size in products.values())
-    rate = flops / sum(times[name] for name in products)  # FLOPs a millisecond
+    rate = flops / sum(times[name] for name in products)  # FLOPs per millisecond
     lines = []
     for case in cases:
         lines += [

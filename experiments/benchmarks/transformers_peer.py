@@ -1,4 +1,4 @@
-"""The benchmark's third part: the same zoo pair under transformers' assisted generation."""
+"""The benchmark's part "transformers": the zoo's pair under transformers' assisted generation."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError
 from spec_jax.models.checkpoint import save_pretrained
 
-_REST_S = 0.3  # idle threads of the other side spin for a while before they sleep
+_REST_S = 0.3  # the other process' idle threads spin for a while before they sleep
 
 
 def why_not(python: str) -> str | None:
-    """Why this interpreter cannot serve, or None if it can."""
+    """Returns why an interpreter cannot be used, or None if it can."""
     code = "import torch, transformers"
     try:
         found = subprocess.run(
@@ -41,13 +41,13 @@ def why_not(python: str) -> str | None:
 
 
 def _environment() -> dict[str, str]:
-    # A path made for this interpreter would lead another one to the wrong packages.
+    # This interpreter's path would make another one import the wrong packages.
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return kept | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
 
 class Worker:
-    """A process of another interpreter that holds the pair exported to ``folder``."""
+    """A process of another interpreter that has loaded the pair from ``folder``."""
 
     def __init__(self, python: str, folder: pathlib.Path, threads: int):
         self._process = subprocess.Popen(
@@ -62,7 +62,7 @@ class Worker:
         """Sends one request and waits for its answer.
 
         Raises:
-          ConfigError: the process ended; why is on its stderr.
+          ConfigError: The process ended; its stderr says why.
         """
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
@@ -89,14 +89,14 @@ class Worker:
 
 
 def check(config: ConfigDict) -> None:
-    """Raises ConfigError if a value cannot be."""
+    """Raises ConfigError if a value is out of range."""
     cli.require_positive(config, "k repeats", "transformers")
 
 
 def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
-    """Compares tokens a second of both, prefill included, prompt by prompt.
+    """Compares tokens per second, with prefill, one prompt at a time.
 
-    K is the best of the part "zoo" in float32, if that part has run: both sides decode in float32.
+    Both sides decode in float32; K is the best of the part "zoo" in float32 if that part has run.
     """
     repeats, python = config.transformers.repeats, config.transformers.python or sys.executable
     reason = why_not(python)
@@ -137,7 +137,7 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
 
 
 class _Ours:
-    """``SpeculativeDecoder.generate`` of each prompt, end to end; ms a token."""
+    """Times ``SpeculativeDecoder.generate`` of each prompt, in milliseconds per token."""
 
     def __init__(self, pair: Pair, prompts: Sequence[Sequence[int]], k: int, new_tokens: int):
         config = SpeculativeConfig(num_speculative_tokens=k)
@@ -157,7 +157,7 @@ class _Ours:
 
 
 class _Theirs:
-    """The same prompts in the worker; ms a token."""
+    """Times the same prompts in the worker, in milliseconds per token."""
 
     def __init__(self, worker: Worker, prompts, k: int, new_tokens: int):
         self._worker = worker

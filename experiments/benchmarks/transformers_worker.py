@@ -1,12 +1,12 @@
-"""The other side of the benchmark's third part: transformers' assisted generation.
+"""The process of the benchmark's part "transformers" that runs assisted generation.
 
-Runs in its own interpreter, which has torch and transformers and needs no jax. Reads one JSON
-request a line and answers each with one line:
+It runs in its own interpreter, which has torch and transformers and needs no jax. It reads one JSON
+request per line and answers each with one line:
 
     {"target": DIR, "draft": DIR, "threads": N}           -> versions
     {"prompts": IDS, "k": K, "max_new_tokens": N}         -> seconds, output ids
 
-K is the number of assistant tokens a round; 0 decodes without an assistant.
+K is the number of assistant tokens per round; 0 decodes without an assistant.
 """
 
 from __future__ import annotations

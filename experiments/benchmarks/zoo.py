@@ -1,4 +1,4 @@
-"""The benchmark's second part: the zoo pair on held-out functions, acceptance as it is."""
+"""The benchmark's part "zoo": the zoo's pair on held-out functions, with real acceptance."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel, load_model
 
 DTYPES = ("float32", "bfloat16")
-_BUCKET = 128  # slots are a multiple of it, as the decoder's are
+_BUCKET = 128  # slots are a multiple of it, as in the decoder
 
 
-def load(name: str, shape, seed: int) -> LoadedModel:
-    """A model by name or path; a zoo model that has not been trained gets random weights."""
+def load(name: str, shape: ConfigDict, seed: int) -> LoadedModel:
+    """Loads a model by name or path; an untrained zoo model has random weights."""
     path = zoo.path(name)
     if path is not None and not (path / "config.json").exists():
         return random_model(f"{name} (random weights: it is not trained yet)", shape, seed)
     return load_model(name)
 
 
-def load_pair(config) -> tuple[Pair, list[list[int]]]:
-    """The pair and its prompts as ids; random ids where the target has no tokenizer."""
+def load_pair(config: ConfigDict) -> tuple[Pair, list[list[int]]]:
+    """Returns the pair and its prompts as ids, which are random without a tokenizer."""
     target = load(config.target, config.target_shape, config.seed)
     draft = load(config.draft, config.draft_shape, config.seed + 1)
     if target.tokenizer is None:
@@ -60,7 +60,7 @@ def load_pair(config) -> tuple[Pair, list[list[int]]]:
 
 
 def check(config: ConfigDict) -> None:
-    """Raises ConfigError if a value cannot be."""
+    """Raises ConfigError if a value is out of range."""
     c = config.zoo
     names = "num_prompts max_prompt_tokens new_tokens plain_tokens repeats"
     cli.require_positive(config, names, "zoo")
@@ -75,7 +75,7 @@ def check(config: ConfigDict) -> None:
 def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     """Times plain decoding and every K in both dtypes, then a round of the best and its parts.
 
-    The record's ``best_k`` is the fastest K by dtype.
+    ``best_k`` of the record is the fastest K by dtype.
     """
     bars, config = config.bars, config.zoo
     pair, prompts = load_pair(config)

@@ -28,13 +28,13 @@ class Counts(NamedTuple):
     Attributes:
       tokens: i64[P], tokens emitted in rounds.
       rounds: i64[P], rounds.
-      tried: i64[P,K], drafts at each position that the rule looked at.
+      reached: i64[P,K], drafts at each position whose predecessors were all accepted.
       accepted: i64[P,K], those that it accepted.
     """
 
     tokens: np.ndarray
     rounds: np.ndarray
-    tried: np.ndarray
+    reached: np.ndarray
     accepted: np.ndarray
 
     @classmethod
@@ -51,15 +51,15 @@ class Counts(NamedTuple):
           chosen: i64[...,P], indices of prompts.
 
         Returns:
-          f64[1+K,...], NaN where no draft was looked at.
+          f64[1+K,...], NaN where no draft was reached.
         """
         tau = self.tokens[chosen].sum(-1) / self.rounds[chosen].sum(-1)
-        accept = self.accepted[chosen].sum(-2) / self.tried[chosen].sum(-2)
+        accept = self.accepted[chosen].sum(-2) / self.reached[chosen].sum(-2)
         return np.concatenate([tau[None], np.moveaxis(accept, -1, 0)])
 
 
 def differences(counts: Counts, first: Counts) -> list[Interval]:
-    """Intervals of the rates of ``counts`` less those of ``first``, prompt by prompt."""
+    """Returns intervals of the rates of ``counts`` less those of ``first``, prompt by prompt."""
     return bootstrap(lambda i: counts.rates(i) - first.rates(i), len(first.tokens))
 
 
@@ -97,11 +97,11 @@ def measure(
     }
     is_recycled = draft.head(target.model) is not None
     if is_recycled and config.temperature < GREEDY_BELOW:
-        tried, accepted = head_eval.teacher_forced(
+        reached, accepted = head_eval.teacher_forced(
             target, draft, prompts, rows, num_draft=config.num_draft
         )
         with np.errstate(invalid="ignore"):
-            row["teacher_forced"] = (accepted / tried).tolist()
+            row["teacher_forced"] = (accepted / reached).tolist()
     return row, counts
 
 
@@ -148,7 +148,7 @@ def markdown(rep: dict) -> str:
     if compared:
         text += ["", "Differences, prompt by prompt:", "", *compared]
     if forced:
-        text += ["", "Teacher-forced beside real decoding, with the same round starts:", "",
+        text += ["", "Teacher-forced compared with real decoding, from the same round starts:", "",
                  *forced]  # fmt: skip
     if rep["num_cut"]:
         text += [
