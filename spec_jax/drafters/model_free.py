@@ -1,4 +1,4 @@
-"""Drafters without a model: they copy from the text, and keep no state."""
+"""Drafters without a model and without a state."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from spec_jax.contracts import CatchUp, Context, Drafter, Proposal
 
 
 def model_free(name: str, propose: Callable, vocab_size: int | None = None) -> Drafter:
-    """A drafter of deterministic proposals whose state is empty.
+    """Returns a drafter of deterministic proposals whose state is empty.
 
     Args:
-      name: in messages and reports.
-      propose: ``(params, state, context, num_draft) -> (Proposal, state)``; what it reads of the
-        text it reads from the context.
-      vocab_size: of the ids that it drafts; None: whatever the text has.
+      name: the name in messages and reports.
+      propose: ``(params, state, context, num_draft) -> (Proposal, state)``, which reads the text
+        from the context.
+      vocab_size: V; None for a drafter that copies ids of the text.
     """
     return Drafter(
         name=name,
@@ -46,7 +46,7 @@ NO_DRAFT = model_free("plain", _nothing)
 
 @functools.cache
 def without_drafts(drafter: Drafter) -> Drafter:
-    """The drafter in rounds of K = 0, over the same state: it proposes nothing.
+    """Returns the drafter for rounds of K = 0, which proposes nothing, over the same state.
 
     A drafter with ``catch_up`` skips these rounds; any other takes part in them.
     """

@@ -1,4 +1,4 @@
-"""Prompt lookup: copy what followed the same tokens before."""
+"""Prompt lookup: copies what followed the same tokens before."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from spec_jax.drafters.registry import DrafterKind
 def lookup(
     tokens: jax.Array, length: jax.Array, num_draft: int, ngram_max: int, ngram_min: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Finds the last tokens of a row earlier in it and returns their continuation.
+    """Finds the last tokens of a row earlier in the row and returns what followed them there.
 
-    The longest suffix of ``ngram_max .. ngram_min`` tokens that occurred before wins, and
-    of its occurrences the latest.
+    The longest suffix of ``ngram_max .. ngram_min`` tokens that occurred before is chosen, and the
+    latest of its occurrences.
     Source: prompt lookup decoding (A. Saxena, 2023).
 
     Args:
@@ -29,8 +29,8 @@ def lookup(
       ngram_min: shortest suffix tried.
 
     Returns:
-      i32[K] copied tokens and i32[], how many of them there are (0 where nothing matched,
-      fewer than K where the copy runs into the end of the row).
+      The copied tokens i32[K] and their number i32[]: 0 if nothing matched, fewer than K if the
+      copy runs into the end of the row.
     """
     M = tokens.shape[0]
     index = jnp.arange(M)  # of the token that follows a match
@@ -50,7 +50,7 @@ def lookup(
 
 @functools.cache
 def ngram(ngram_max: int = 3, ngram_min: int = 1) -> Drafter:
-    """Drafts what ``lookup`` finds in the row's own text."""
+    """Returns a drafter that copies what ``lookup`` finds in the row's own text."""
 
     def propose(params, state, context: Context, num_draft: int):
         del params

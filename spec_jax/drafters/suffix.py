@@ -1,4 +1,4 @@
-"""Suffix decoding: copy what most often followed the same tokens before, as far as it is likely.
+"""Suffix decoding: copies what most often followed the same tokens before, while it is likely.
 
 The published form keeps two trees of suffixes, of the request's own text and of past outputs.
 A path of such a tree is a set of places in the text, so the tree is not built: the places where
@@ -108,23 +108,23 @@ def continuation(
 
 @functools.cache
 def suffix(vocab_size: int, follow: SuffixConfig = SuffixConfig()) -> Drafter:
-    """A drafter without a model, from each row's own text and from past outputs.
+    """Returns a drafter that copies from each row's own text and from past outputs.
 
     Its proposals are deterministic and it has no state. Its parameters are past outputs, i32[H]
-    with gaps (see ``History``), the same for every row, or None. The row's own text wins where
-    both are equally good.
+    with gaps (see ``History``), the same for every row, or None. The row's own text is preferred
+    if both are equally good.
 
     Args:
-      vocab_size: V, of the target.
+      vocab_size: V of the target.
       follow: how far a match is followed.
     """
 
     def propose(params, state, context: Context, num_draft: int):
-        behind = jnp.arange(follow.max_depth)
+        back = jnp.arange(follow.max_depth)
 
         def one(tokens, length):
             text = jnp.where(jnp.arange(len(tokens)) <= length, tokens, GAP)
-            at = length - behind
+            at = length - back
             last = jnp.where(at >= 0, jnp.take(tokens, at, mode="clip"), GAP)
             find = lambda text: continuation(text, last, num_draft, vocab_size, follow)
             best = find(text)
@@ -138,13 +138,13 @@ def suffix(vocab_size: int, follow: SuffixConfig = SuffixConfig()) -> Drafter:
 
 
 class History:
-    """The last outputs, of at most so many tokens together: what comes first goes first.
+    """The latest outputs, at most ``size`` tokens in total; the oldest are dropped first.
 
-    The array for the device is made once for each output that is added; whoever holds an earlier
-    one keeps it. Threads may share it.
+    The device array is made once for each output that is added, and arrays returned earlier stay
+    valid. Threads may share a history.
 
     Args:
-      size: H, tokens and the gaps between outputs; 0 keeps nothing.
+      size: H, maximum tokens including the gaps between outputs; 0 keeps nothing.
     """
 
     def __init__(self, size: int):
@@ -154,7 +154,7 @@ class History:
 
     @property
     def tokens(self) -> jax.Array | None:
-        """i32[H] for the drafter, the oldest first, or None where nothing is kept."""
+        """i32[H] for the drafter, the oldest first; None if nothing is kept."""
         with self._lock:
             if self._tokens is None and len(self._text):
                 self._tokens = jnp.asarray(self._text)

@@ -1,4 +1,4 @@
-"""The drafter that a config names, around what was loaded for it."""
+"""Builds the drafter that a config names from what was loaded for it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ from spec_jax.models import transformer
 
 
 def tapped_model(target: LoadedModel, draft: LoadedModel | LoadedHead | None) -> Model:
-    """The target, with the states that a head reads.
+    """Returns the target's functions, with the states that the draft reads.
+
+    Args:
+      target: the target.
+      draft: the model or head that drafts for it, or None.
 
     Raises:
       ConfigError: the head is for another target.
+      WeightsError: the head's weights are not those of its config.
     """
     if draft is None or registry.find(draft.method).draft != "head":
         return target.model
@@ -39,12 +44,12 @@ def tapped_model(target: LoadedModel, draft: LoadedModel | LoadedHead | None) ->
 def make_drafter(
     config: SpeculativeConfig | None, target: Model, draft: LoadedModel | LoadedHead | None
 ) -> Drafter:
-    """Builds it.
+    """Returns the drafter of a config.
 
     Args:
-      config: None for plain decoding.
-      target: with the states that a head reads.
-      draft: None where the method copies tokens.
+      config: what drafts; None means plain decoding.
+      target: the target's functions, with the states that a head reads.
+      draft: the model or head that drafts; None if the method copies tokens.
 
     Raises:
       ConfigError: the method does not fit the draft.
@@ -73,7 +78,11 @@ def make_history(config: SpeculativeConfig | None) -> History | None:
 
 
 def with_adaptive(config: SpeculativeConfig | None, drafter: Drafter) -> Drafter:
-    """The drafter with the config's confidence stop, and with room to catch up.
+    """Returns the drafter with the config's confidence stop, and with room to catch up.
+
+    Args:
+      config: the config; None means plain decoding.
+      drafter: a drafter.
 
     Raises:
       ConfigError: K is adaptive and the drafter proposes trees.

@@ -1,4 +1,4 @@
-"""Drafting a chain token by token, from any model that turns a token into the next logits."""
+"""Drafts a chain token by token, with any model that turns a token into the next logits."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from spec_jax.sampling import Counts, argmax, process, sample
 def draw(
     logits: jax.Array, context: Context, counts: Counts | None, node
 ) -> tuple[jax.Array, jax.Array]:
-    """Draws the token of one node of each row, and says from which distribution.
+    """Draws the token of one node of each row, and returns the distribution with it.
 
     Args:
-      logits: f32[B,V], the draft's at the node's parent.
-      context: whose sampler and noise apply.
-      counts: prompt, output and the drafts before this one.
+      logits: f32[B,V], the draft's logits at the node's parent.
+      context: the sampler and the noise to draw with.
+      counts: token counts of prompt, output and the drafts before this one.
       node: i32[], 1..K.
 
     Returns:
@@ -43,14 +43,14 @@ def draw(
 
 @flax.struct.dataclass
 class Drafted:
-    """A chain as it grows.
+    """A chain of drafts while it is drawn.
 
     Attributes:
-      out: the fields of the ``Proposal`` that are asked for, K columns.
-      counts: prompt, output and the drafts so far.
-      is_sound: bool[B], every law of an offered draft was finite.
-      n_draft: i32[B], drafts that are offered so far.
-      is_going: bool[B], the next draft is offered as well.
+      out: the fields of the ``Proposal`` that the rule reads, K columns each.
+      counts: token counts of prompt, output and the drafts so far.
+      is_sound: bool[B], the distributions of all offered drafts were finite.
+      n_draft: i32[B], how many drafts are offered so far.
+      is_going: bool[B], whether the next draft is offered too.
     """
 
     out: dict[str, jax.Array]
@@ -61,6 +61,7 @@ class Drafted:
 
     @classmethod
     def none(cls, context: Context, num_draft: int, vocab_size: int) -> Drafted:
+        """Returns a chain without drafts, with room for ``num_draft``."""
         B = context.length.shape[0]
         out = {"tokens": jnp.zeros((B, num_draft), jnp.int32)}
         if context.has_probs:
@@ -71,19 +72,27 @@ class Drafted:
         return cls(out, context.counts, yes, jnp.zeros((B,), jnp.int32), yes)
 
     def add(self, logits: jax.Array, context: Context, node) -> tuple[jax.Array, Drafted]:
-        """Draws the token i32[B] of ``node`` (1..K) from f32[B,V] and keeps what is asked for.
+        """Draws one token of each row and adds it to the chain.
 
-        The confidence in a token decides whether the *next* one is offered. Were it to decide on
-        the token itself, unlikely tokens would be offered less often than their law says, and
-        what the target draws in their place would not be the target's law.
+        The confidence in a token decides whether the *next* one is offered. If it decided on the
+        token itself, unlikely tokens would be offered less often than their distribution says, and
+        the output would no longer have the target's distribution.
+
+        Args:
+          logits: f32[B,V], the draft's logits at the last token.
+          context: the sampler and the noise to draw with.
+          node: i32[], 1..K.
+
+        Returns:
+          The token i32[B], and the longer chain.
         """
-        token, law = draw(logits, context, self.counts, node)
-        values = {"tokens": token, "probs": jax.nn.softmax(law, axis=-1), "logits": logits}
+        token, dist = draw(logits, context, self.counts, node)
+        values = {"tokens": token, "probs": jax.nn.softmax(dist, axis=-1), "logits": logits}
         out = {name: array.at[:, node - 1].set(values[name]) for name, array in self.out.items()}
         counts = self.counts
         if counts is not None:
             counts = counts.add(token[:, None], jnp.ones((len(token), 1), bool))
-        is_sound = self.is_sound & (jnp.isfinite(law.max(axis=-1)) | ~self.is_going)
+        is_sound = self.is_sound & (jnp.isfinite(dist.max(axis=-1)) | ~self.is_going)
         n_draft, is_going = self.n_draft + self.is_going, self.is_going
         if context.stop_below > 0:
             own = jax.nn.softmax(logits, axis=-1)  # before temperature, which may leave one token
@@ -92,6 +101,7 @@ class Drafted:
         return token, Drafted(out, counts, is_sound, n_draft, is_going)
 
     def proposal(self) -> Proposal:
+        """Returns the chain as a proposal."""
         return Proposal(n_draft=self.n_draft, is_sound=self.is_sound, **self.out)
 
 
@@ -102,17 +112,20 @@ def draft_chain(
     context: Context,
     num_draft: int,
 ) -> tuple[Proposal, Any]:
-    """Draws K tokens, each from the logits that the one before it gives.
+    """Draws K tokens, each from the logits after the one before.
 
     With ``Context.stop_below`` the passes end as soon as no row goes on.
 
     Args:
-      logits: f32[B,V], of the first draft.
-      carry: what ``advance`` takes and returns.
+      logits: f32[B,V], the logits that the first draft is drawn from.
+      carry: the state of ``advance``.
       advance: ``(carry, token i32[B], node i32[]) -> (logits f32[B,V], carry)``, called for
         nodes 2..K with the token of the node before.
-      context: whose sampler and noise apply.
+      context: the sampler and the noise to draw with.
       num_draft: K, which may be 0.
+
+    Returns:
+      The proposal, and the carry after the last pass.
     """
     drafted = Drafted.none(context, num_draft, logits.shape[1])
     if num_draft == 0:
@@ -136,13 +149,14 @@ def draft_chain(
 
 @functools.cache
 def with_confidence_stop(drafter: Drafter, stop_below: float) -> Drafter:
-    """The drafter, offering no draft after one of less probability by its own raw logits.
+    """Returns the drafter, which now stops after an unlikely draft.
 
-    Losslessness: whether a token is offered depends on the tokens before it, never on itself.
+    It stays lossless: whether a token is offered depends on the tokens before it, never on itself.
 
     Args:
-      drafter: of chains, with a law (``draft_chain`` or ``Drafted`` inside).
-      stop_below: smallest probability behind which drafting goes on, in (0, 1].
+      drafter: a drafter of chains that draws with ``draft_chain`` or ``Drafted``.
+      stop_below: minimum probability, by the draft's raw logits, of a token after which another is
+        offered, in (0, 1].
     """
 
     def propose(params, state, context: Context, num_draft: int):

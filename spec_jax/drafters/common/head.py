@@ -1,4 +1,4 @@
-"""Drafting with a head that reads the target's states: EAGLE's protocol, whatever the head is.
+"""Drafts with a head that reads the target's states, by EAGLE's protocol.
 
 Pair t joins the target's state at token t with token t + 1; from it the head predicts token
 t + 2. Drafting goes on from the head's own states, and what that writes into its cache is
@@ -28,17 +28,17 @@ class Head(NamedTuple):
     """A head as pure functions of ``params``, ``{"head": ..., "target": ...}``.
 
     Attributes:
-      name: for reports.
-      vocab_size: V, of the target.
-      max_length: the most tokens a row may hold, or None.
+      name: the name in messages and reports.
+      vocab_size: V of the target.
+      max_length: maximum tokens of a row; None means unbounded.
       taps: the target's states that it reads, see ``transformer.forward``.
       width: D of the head.
       init_cache: ``(params, batch, slots) -> Cache``.
-      join: ``(params, features dtype[B,T,E]) -> dtype[B,T,D]``, the state that a pair takes.
+      join: ``(params, features dtype[B,T,E]) -> dtype[B,T,D]``, the states of pairs.
       feed: ``(params, state dtype[B,T,D], tokens i32[B,T], cache, window_offset, window_mask)
         -> (dtype[B,T,D], cache)``, a pass over pairs.
-      recycle: ``(params, x dtype[...,D]) -> dtype[...,D]``, what takes the target's state's
-        place in the next pair.
+      recycle: ``(params, x dtype[...,D]) -> dtype[...,D]``, the state of the next pair, in place
+        of the target's.
       unembed: ``(params, x dtype[...,D]) -> f32[...,V]``, -inf for what it cannot draft.
     """
 
@@ -71,30 +71,32 @@ class NoCache:
 
 @flax.struct.dataclass
 class HeadState:
-    """A cache of as many pairs as the target has tokens, and the last states."""
+    """The cache, with as many pairs as the target has tokens, and the last states."""
 
     cache: Any
-    last: jax.Array  # dtype[B,D], of the pair whose token is pending; dtype[B,M,D], by module
+    last: jax.Array  # dtype[B,D], the pair of the pending token; dtype[B,M,D] by module
 
     def insert_row(self, row, other: HeadState) -> HeadState:
-        """Replaces row ``row`` by the only row of ``other``."""
+        """Returns the state with row ``row`` replaced by the only row of ``other``."""
         return HeadState(
             self.cache.insert_row(row, other.cache), self.last.at[row].set(other.last[0])
         )
 
 
 def tokens_after(tokens: jax.Array, lengths: jax.Array, pending: jax.Array) -> jax.Array:
-    """The token i32[B,T] after each of a prompt's, ``pending`` (i32[B]) after its last."""
+    """The token i32[B,T] after each token of the prompts; ``pending`` (i32[B]) after the last."""
     after = jnp.roll(tokens, -1, axis=1)
     return after.at[jnp.arange(len(lengths)), lengths - 1].set(pending)
 
 
 def head_drafter(head: Head, tree: Tree | DynamicTree | None = None) -> Drafter:
-    """Drafts with a head, one pass a level, the first of which the last round's refresh has run.
+    """Returns the drafter of a head, which runs one pass a level.
+
+    The first level needs no pass: the refresh at the end of the last round has computed it.
 
     Args:
-      head: what drafts.
-      tree: what is drafted; None: a chain.
+      head: the functions of the head.
+      tree: the tree that is drafted; None means a chain.
     """
 
     def feed(params, state, tokens, cache, window_offset=0, window_mask=None):
@@ -108,8 +110,8 @@ def head_drafter(head: Head, tree: Tree | DynamicTree | None = None) -> Drafter:
         return HeadState(cache, jnp.zeros((batch, head.width), dtype))
 
     def refresh(params, state, tokens, n, features, path=None):
-        """Feeds true pairs and keeps the first n (i32[B]) of them."""
-        del path  # the features are the path's, and whatever drafting wrote goes
+        """Feeds true pairs and commits the first n (i32[B]) of them."""
+        del path  # the features are those of the path; what drafting wrote is overwritten
         g = head.join(params, features).astype(state.last.dtype)
         x, cache = feed(params, g, tokens, state.cache)
         at = jnp.maximum(n - 1, 0)[:, None, None]

@@ -1,10 +1,10 @@
-"""Drafting with a row of modules, each of which predicts one token further than the last.
+"""Drafts with a row of modules, each of which predicts one token further than the last.
 
 Row t of module m (1, 2, ...) joins row t of module m - 1 (of the target, where m is 1) with
 token t + m and predicts token t + m + 1. Draft j is module j's, at row n - 1: n tokens are fed
 and token n is pending.
 
-Law. Module m holds the rows t = 0..n - m, whose inputs are all true. Row t lies in its slot
+Invariant: module m holds the rows t = 0..n - m, whose inputs are all true. Row t lies in its slot
 t + m - 1, so that
 
   - slot s of every module takes token s + 1, and every module holds n slots: one length, and
@@ -39,12 +39,12 @@ class Modules(NamedTuple):
     """Modules as pure functions of ``params``; ``index`` counts them from 0.
 
     Attributes:
-      name: for reports.
-      vocab_size: V, of the target.
-      max_length: the most tokens a row may hold, or None.
+      name: the name in messages and reports.
+      vocab_size: V of the target.
+      max_length: maximum tokens of a row; None means unbounded.
       taps: the target's states that the first of them reads, see ``transformer.forward``.
       width: D.
-      num_modules: how many there are, the most tokens a round may draft.
+      num_modules: number of modules, and the maximum K.
       init_cache: ``(params, batch, slots) -> Cache``, with a layer a module.
       feed: ``(params, index, state dtype[B,T,D], tokens i32[B,T], cache) -> (dtype[B,T,D],
         cache)``, a pass over the next slots that sees none before slot ``index``.
@@ -65,7 +65,7 @@ class Modules(NamedTuple):
 
 
 def check_num_draft(num_draft: int, num_modules: int) -> None:
-    """Raises a ConfigError where there are fewer modules than drafts."""
+    """Raises a ConfigError if there are fewer modules than drafts."""
     if num_draft > num_modules:
         raise ConfigError(
             f"num_draft is {num_draft}, but sequential drafting takes one module a token and "
@@ -74,14 +74,14 @@ def check_num_draft(num_draft: int, num_modules: int) -> None:
 
 
 def _delayed(last: jax.Array, x: jax.Array) -> jax.Array:
-    """What the slots of a window read: dtype[B,1,D] before it and dtype[B,T,D] in it."""
+    """The states that a window's slots read, one slot back: ``last`` dtype[B,1,D], then ``x``."""
     return jnp.concatenate([last, x[:, :-1]], axis=1)
 
 
 def sequential_drafter(modules: Modules) -> Drafter:
-    """Drafts a chain of at most as many tokens as there are modules, one pass each but the first.
+    """Returns the drafter of chains of at most as many tokens as there are modules.
 
-    The pass of the first is verification's refresh.
+    Each draft takes one pass, except the first: the refresh after a round has computed it.
     """
     num_modules, num_kept = modules.num_modules, max(modules.num_modules - 1, 1)
 

@@ -1,4 +1,4 @@
-"""Drafting a tree level by level, from any model that turns nodes into the logits behind them."""
+"""Drafts a tree level by level, with any model that turns nodes into the logits after them."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ from spec_jax.sampling import process
 from spec_jax.tree import DynamicTree, Tree
 
 # ``(carry, tokens i32[B,W], parent i32[B|1,W], seen bool[B|1,W,X]) -> (logits f32[B,W,V],
-# carry)``: feeds W nodes behind the X - W that were fed since the last round; node w stands
-# behind node ``parent[w]`` of the pass before and sees the fed nodes ``seen[w]``, itself
-# included.
+# carry)``: feeds W nodes after the X - W that were fed since the last round. Node w is a child of
+# node ``parent[w]`` of the pass before and sees the fed nodes ``seen[w]``, itself included.
 Advance = Callable[..., tuple[jax.Array, Any]]
 
 
 class _Grown:
-    """The drafts that have been fed so far, and what the last of them see."""
+    """The drafts that have been fed so far, and which of them the last level sees."""
 
     def __init__(self, logits, carry, advance: Advance, context: Context):
-        self.logits, self.carry = logits[:, None], carry  # behind the root
+        self.logits, self.carry = logits[:, None], carry  # after the root
         self.fed = jnp.zeros((len(logits), 0), jnp.int32)
         self.seen = np.zeros((1, 1, 0), bool)
         self._advance, self._context = advance, context
 
     def feed(self, tokens, parent) -> None:
-        """Feeds one level; ``parent`` i32[B|1,W] is of the level fed before."""
+        """Feeds one level; ``parent`` i32[B|1,W] counts in the level fed before."""
         W = tokens.shape[1]
         take = np.take_along_axis if isinstance(parent, np.ndarray) else jnp.take_along_axis
         before = take(self.seen, parent[:, :, None], axis=1)
@@ -43,7 +42,7 @@ class _Grown:
         self.logits, self.carry = self._advance(self.carry, tokens, parent, self.seen)
 
     def process(self, *, is_argmax: bool = False) -> jax.Array:
-        """The logits f32[B,W,V] behind the last level under the draft's sampler."""
+        """The logits f32[B,W,V] after the last level, under the draft's sampler."""
         c = self._context
         return process(self.logits, c.sampler, c.counts, self.fed, self.seen, is_argmax=is_argmax)
 
@@ -52,26 +51,26 @@ def draft_tree(
     logits: jax.Array, carry: Any, advance: Advance, context: Context, num_draft: int,
     tree: Tree | DynamicTree,
 ) -> tuple[Proposal, Any, jax.Array]:
-    """Drafts one tree a row.
+    """Drafts one tree for each row.
 
-    The children of a static tree are drawn without replacement; where the law has less mass
-    than children, as at temperature 0, the likeliest of the others follow. Those of a dynamic
-    tree are the likeliest, temperature and filters left out.
+    The children of a static tree are drawn without replacement. If the distribution has fewer
+    tokens than there are children, as at temperature 0, the likeliest of the others follow. The
+    children of a dynamic tree are the likeliest tokens, without temperature and filters.
 
     Args:
-      logits: f32[B,V], behind the root.
-      carry: what ``advance`` takes and returns.
+      logits: f32[B,V], after the root.
+      carry: the state of ``advance``.
       advance: feeds one level, see ``Advance``.
-      context: whose sampler and noise apply.
-      num_draft: K, the tree's.
-      tree: its shape.
+      context: the sampler and the noise to draw with.
+      num_draft: K, the number of the tree's nodes.
+      tree: the shape of the tree.
 
     Returns:
       The proposal, the carry, and i32[B,K]: the index of each draft among those that were fed,
-      0 where it was not.
+      0 for drafts that were not.
 
     Raises:
-      ConfigError: another number of drafts than the tree has.
+      ConfigError: ``num_draft`` is not the number of the tree's nodes.
     """
     if num_draft != tree.num_nodes:
         raise ConfigError(f"K is {num_draft}; the tree has {tree.num_nodes} nodes")
@@ -90,10 +89,10 @@ def _draft_static(grown: _Grown, context: Context, tree: Tree):
     level = np.zeros(1, int)
     for depth in range(1, tree.depth + 1):
         children = [tree.children(int(node)) for node in level]
-        drawn, law = _draw_children(grown, context, level, depth, max(map(len, children)))
-        is_sound &= jnp.isfinite(law.max(axis=-1)).all(axis=1)
+        drawn, dist = _draw_children(grown, context, level, depth, max(map(len, children)))
+        is_sound &= jnp.isfinite(dist.max(axis=-1)).all(axis=1)
         if probs is not None:
-            probs = probs.at[:, np.asarray(level)].set(jax.nn.softmax(law, axis=-1))
+            probs = probs.at[:, np.asarray(level)].set(jax.nn.softmax(dist, axis=-1))
         at = [(w, rank, i) for w, own in enumerate(children) for rank, i in enumerate(own)]
         of, rank, nodes = map(np.asarray, zip(*at))
         tokens = tokens.at[:, nodes - 1].set(drawn[:, of, rank])
@@ -111,21 +110,21 @@ def _draft_static(grown: _Grown, context: Context, tree: Tree):
 
 
 def _draw_children(grown: _Grown, context: Context, nodes, depth: int, count: int):
-    """``count`` children of each of W nodes, i32[B,W,count], and their laws f32[B,W,V]."""
-    law = grown.process()
-    noisy = law + _noise(context, nodes, depth, law.shape)
+    """``count`` children of each of W nodes, i32[B,W,count], and their distributions f32[B,W,V]."""
+    dist = grown.process()
+    noisy = dist + _noise(context, nodes, depth, dist.shape)
     value, first = jax.lax.top_k(noisy, count)
     is_drawn = value > -jnp.inf
 
     def fill():
-        ranked = jnp.where(law > -jnp.inf, -jnp.inf, grown.process(is_argmax=True))
+        ranked = jnp.where(dist > -jnp.inf, -jnp.inf, grown.process(is_argmax=True))
         _, other = jax.lax.top_k(ranked, count)
-        behind = jnp.arange(count) - is_drawn.sum(axis=-1, keepdims=True)
+        after = jnp.arange(count) - is_drawn.sum(axis=-1, keepdims=True)
         return jnp.where(
-            is_drawn, first, jnp.take_along_axis(other, jnp.maximum(behind, 0), axis=-1)
+            is_drawn, first, jnp.take_along_axis(other, jnp.maximum(after, 0), axis=-1)
         )
 
-    return jax.lax.cond(is_drawn.all(), lambda: first, fill), law
+    return jax.lax.cond(is_drawn.all(), lambda: first, fill), dist
 
 
 def _noise(context: Context, nodes, depth: int, shape) -> jax.Array:
@@ -147,7 +146,7 @@ def _draft_dynamic(grown: _Grown, context: Context, tree: DynamicTree):
     k, B = tree.top_k, len(grown.fed)
     score = jnp.zeros((B, 1))
     seen = {"token": [], "score": [], "parent": [], "fed_at": []}  # of all nodes, level by level
-    frontier = jnp.full((B, 1), -1)  # where the nodes that are expanded stand among them
+    frontier = jnp.full((B, 1), -1)  # positions of the expanded nodes among them
     num_seen, is_sound = 0, jnp.ones((B,), bool)
     for depth in range(1, tree.depth + 1):
         logp = jax.nn.log_softmax(grown.process(is_argmax=True), axis=-1)
@@ -165,8 +164,8 @@ def _draft_dynamic(grown: _Grown, context: Context, tree: DynamicTree):
             seen[name].append(new)
         num_seen += token.shape[1]
     seen = {name: jnp.concatenate(parts, axis=1) for name, parts in seen.items()}
-    # No child scores above its parent, and of equals the first is taken: so a node comes with
-    # its parent. Ascending, parents stand before their children.
+    # No child scores above its parent, and the first of equals is taken, so a node is chosen with
+    # its parent. In ascending order parents come before their children.
     K = tree.num_nodes
     chosen = jnp.sort(jax.lax.top_k(seen["score"], K)[1], axis=1)
     take = lambda name: jnp.take_along_axis(seen[name], chosen, axis=1)

@@ -1,4 +1,4 @@
-"""A smaller language model of the same vocabulary as the draft."""
+"""Drafts with a smaller language model of the same vocabulary."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FIRST_TOKENS = 2  # a row, fed by the first pass of a round
 
 @flax.struct.dataclass
 class StandaloneState:
-    """The draft's cache, and which of the tree's drafts stand where in its window."""
+    """The draft's cache, and the positions of the tree's drafts in its window."""
 
     cache: Any
     fed_at: jax.Array | None = None  # i32[B,K], see ``draft_tree``; None: a chain
@@ -32,19 +32,19 @@ class StandaloneState:
 
 @functools.cache
 def standalone(model: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
-    """Drafts by decoding ``model``: a chain in K passes a round, or a tree in one a level.
+    """Returns the drafter that decodes ``model``: K passes for a chain, one a level for a tree.
 
-    Its cache stays one token behind the target's: the first pass of a round feeds the last
-    two tokens, so the slot that a fully accepted round leaves empty (its last draft was
-    never fed) is filled at no extra pass, and the tokens fed are the same for every row.
+    Its cache holds one token less than the target's, and the first pass of a round feeds the last
+    two tokens. So the slot that a fully accepted round leaves empty (its last draft was never fed)
+    is filled without an extra pass, and every row feeds the same number of tokens.
 
     Args:
-      model: the draft.
-      tree: what it drafts; None: a chain.
+      model: the functions of the draft.
+      tree: the tree that it drafts; None means a chain.
 
     Raises:
       ConfigError: a node of the tree has more children than the draft has tokens, or the model
-        cannot forget what was rejected.
+        cannot forget rejected tokens.
     """
     if not model.can_rewind:
         raise ConfigError("the draft's model cannot rewind, so nothing can be drafted with it")
@@ -106,18 +106,18 @@ def standalone(model: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
         return state.replace(cache=state.cache.commit(n, at))
 
     def catch_up(params, state, tokens, length, width):
-        """Feeds what rounds without drafts have committed, all but the last token fed."""
+        """Feeds what the skipped rounds committed, except the last committed token."""
 
-        def num_behind(cache):
+        def lag(cache):
             return jnp.clip(length - 1 - cache.length, 0, width)
 
         def feed_next(cache):
             at = cache.length[:, None] + jnp.arange(width)
             fed = jnp.take_along_axis(tokens, at, axis=1, mode="clip")
-            return model.forward(params, fed, cache).cache.commit(num_behind(cache))
+            return model.forward(params, fed, cache).cache.commit(lag(cache))
 
-        is_behind = lambda cache: (num_behind(cache) > 0).any()
-        return state.replace(cache=jax.lax.while_loop(is_behind, feed_next, state.cache))
+        is_lagging = lambda cache: (lag(cache) > 0).any()
+        return state.replace(cache=jax.lax.while_loop(is_lagging, feed_next, state.cache))
 
     def insert_row(state, row, other):
         fed_at = state.fed_at if tree is None else state.fed_at.at[row].set(other.fed_at[0])
@@ -126,8 +126,8 @@ def standalone(model: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
     def rewind(state, n):
         if not hasattr(state.cache, "rewind"):
             raise ConfigError(
-                f"the draft keeps a {type(state.cache).__name__}, which cannot go back behind what "
-                "it has committed"
+                f"the draft keeps a {type(state.cache).__name__}, which cannot forget what it has "
+                "committed"
             )
         return state.replace(cache=state.cache.rewind(n))
 

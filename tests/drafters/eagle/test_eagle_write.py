@@ -20,7 +20,7 @@ from spec_jax.drafters.eagle.read import read_head
 from spec_jax.drafters.eagle.write import write_head
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.loading import LoadedModel
-from spec_jax.models import checkpoint, transformer
+from spec_jax.models import tensors, transformer
 from spec_jax.models.config import RopeConfig
 
 L = TARGET.num_hidden_layers
@@ -233,11 +233,11 @@ def test_a_write_that_fails_leaves_the_files_that_were_there(tmp_path, monkeypat
     write(tmp_path, EAGLE_3, "EAGLE-3")
     before = {f.name: f.read_bytes() for f in tmp_path.iterdir()}
 
-    def fail(tensors, path, metadata):
+    def fail(arrays, path, metadata):
         path.write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr(checkpoint, "save_file", fail)
+    monkeypatch.setattr(tensors, "save_file", fail)
     with pytest.raises(OSError, match="disk full"):
         write(tmp_path, make("EAGLE-3", fc_norm=True), "EAGLE-3")
     assert {name: (tmp_path / name).read_bytes() for name in before} == before
