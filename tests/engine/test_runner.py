@@ -348,6 +348,7 @@ def test_the_tokens_of_adaptive_decoding_have_the_targets_law():
     assert testing.chi_square(counts, law) > 1e-6
 
 
+@pytest.mark.exhaustive
 def test_a_confident_draft_goes_on_and_an_unsure_one_ends(mocks):
     """The same tokens, fewer drafts offered: the one behind each unlikely draft is missing."""
     target, draft = mocks

@@ -137,7 +137,7 @@ def test_a_stopped_run_goes_on_to_the_same_head(files, run, tmp_path, monkeypatc
     jax.tree.map(np.testing.assert_array_equal, *(head.params for head in heads))
 
 
-@pytest.mark.representatives("eagle1")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("objective", ["eagle1", "mtp"])
 def test_every_objective_trains_and_exports(files, tmp_path, objective):
     config = small(files, objective=objective, steps=2)
