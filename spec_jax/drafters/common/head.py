@@ -1,9 +1,9 @@
 """Drafts with a head that reads the target's states, by EAGLE's protocol.
 
 Pair t joins the target's state at token t with token t + 1; from it the head predicts token
-t + 2. Drafting goes on from the head's own states, and what that writes into its cache is
-provisional: after every verification the pairs of the accepted tokens are fed again with the
-target's true states, and the last of them is the next round's first draft.
+t + 2. Later drafts continue from the head's own states, and the cache entries that they write
+are provisional: after every round the pairs of the accepted tokens are fed again with the target's
+true states, and the last of these pairs predicts the next round's first draft.
 
 Source: EAGLE, arXiv 2401.15077, section 4; DeepSeek-V3, arXiv 2412.19437, section 2.2, with
 one module for every step.

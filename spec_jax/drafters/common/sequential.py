@@ -1,22 +1,22 @@
 """Drafts with a row of modules, each of which predicts one token further than the last.
 
 Row t of module m (1, 2, ...) joins row t of module m - 1 (of the target, where m is 1) with
-token t + m and predicts token t + m + 1. Draft j is module j's, at row n - 1: n tokens are fed
-and token n is pending.
+token t + m and predicts token t + m + 1. When n tokens are fed and token n is pending, draft j
+comes from row n - 1 of module j.
 
 Invariant: module m holds the rows t = 0..n - m, whose inputs are all true. Row t lies in its slot
 t + m - 1, so that
 
-  - slot s of every module takes token s + 1, and every module holds n slots: one length, and
-    one rollback, for all of them;
+  - slot s of every module takes token s + 1, and every module holds n slots: all of them have
+    one length and one rollback;
   - slot s of module m reads slot s - 1 of module m - 1. A window's first slot reads the last
-    one before the window, whose state is kept: so module m's refresh begins m - 1 rows before
+    slot before the window, whose state is kept, so module m's refresh begins m - 1 rows before
     the target's new ones;
-  - the first m - 1 slots of module m have no row, and nothing may see them.
+  - the first m - 1 slots of module m have no row and are masked.
 
-Draft j takes slots n..n + j - 2 of module j, with drafts 1..j - 1; what that writes is
-provisional and is never committed. Rotary positions are the slots: a shift of a whole module
-is invisible to relative positions.
+Draft j takes slots n..n + j - 2 of module j, with drafts 1..j - 1; these entries are provisional
+and never committed. Rotary positions are the slots, since a shift of a whole module does not
+change relative positions.
 
 Source: DeepSeek-V3, arXiv 2412.19437, section 2.2.
 """
@@ -36,7 +36,7 @@ from spec_jax.errors import ConfigError
 
 
 class Modules(NamedTuple):
-    """Modules as pure functions of ``params``; ``index`` counts them from 0.
+    """Modules as pure functions of ``params``; ``index`` counts modules from 0.
 
     Attributes:
       name: the name in messages and reports.
@@ -47,8 +47,8 @@ class Modules(NamedTuple):
       num_modules: number of modules, and the maximum K.
       init_cache: ``(params, batch, slots) -> Cache``, with a layer a module.
       feed: ``(params, index, state dtype[B,T,D], tokens i32[B,T], cache) -> (dtype[B,T,D],
-        cache)``, a pass over the next slots that sees none before slot ``index``.
-      recycle: ``(params, index, x dtype[...,D]) -> dtype[...,D]``, what the next module takes.
+        cache)``, a pass over the next slots, in which slots before ``index`` are masked.
+      recycle: ``(params, index, x dtype[...,D]) -> dtype[...,D]``, the input of the next module.
       unembed: ``(params, index, x dtype[...,D]) -> f32[...,V]``.
     """
 
@@ -93,7 +93,7 @@ def sequential_drafter(modules: Modules) -> Drafter:
     def init(params, batch, slots):
         cache = modules.init_cache(params, batch, slots)
         dtype = jax.tree.leaves(cache)[0].dtype  # of the modules' weights
-        # The state of the last module is read by a draft alone, unless it is the only one.
+        # Only a draft reads the state of the last module, unless there is just one module.
         return HeadState(cache, jnp.zeros((batch, num_kept, modules.width), dtype))
 
     def refresh(params, state, tokens, n, features, path=None):

@@ -1,7 +1,7 @@
-"""EAGLE heads: one decoder layer that drafts from the target's own states.
+"""EAGLE heads: one decoder layer that drafts from the target's states.
 
-Pair t joins the target's state at token t with the embedding of token t + 1; from it the head
-predicts token t + 2. How a head drafts is in ``drafters/common/head.py``.
+Pair t joins the target's state at token t with the embedding of token t + 1, and the head predicts
+token t + 2 from it. ``drafters/common/head.py`` drafts with it.
 
 Source: EAGLE, arXiv 2401.15077; EAGLE-3, arXiv 2503.01840.
 """
@@ -34,20 +34,20 @@ class EagleConfig:
     """The shape of a head and the meaning of its tensors.
 
     Attributes:
-      version: 1 (features and embedding joined by one linear map, no norms, the target's
-        head) or 3 (several states joined, normalised inputs, a head of its own).
-      layer: the head's one layer; its ``vocab_size`` is U, the draft vocabulary.
+      version: 1 (features and embedding joined by one linear map, no norms, the target's output
+        head) or 3 (several states joined, normalised inputs, its own output head).
+      layer: the head's one layer; its ``vocab_size`` is U, the size of the draft vocabulary.
       target_hidden_size: D of the target.
       target_vocab_size: V.
-      taps: the target's states that it reads, see ``transformer.forward``; for version 1
-        the state after the final norm.
+      taps: the target's states that it reads, see ``transformer.forward``; for version 1 the state
+        after the final norm.
       fc_bias: the joining linear map has a bias.
-      fc_norm: each tapped state has a norm of its own before they are joined.
+      fc_norm: each tapped state has its own norm before they are joined.
       norm_before_fc: one norm over all tapped states before they are joined.
       norm_before_residual: the residual stream starts from the normalised state.
-      norm_output: what is recycled is normalised, as what is scored always is.
-      own_embed: the head has an embedding of its own, which it needs where its width is not
-        the target's; others share the target's.
+      norm_output: the recycled state is normalised, as the scored one always is.
+      own_embed: the head has its own embedding, which it needs if its width is not the target's;
+        otherwise it shares the target's.
     """
 
     version: int
@@ -103,18 +103,18 @@ class EagleConfig:
         cls, target: ModelConfig, version: int = 3, draft_vocab_size: int | None = None,
         **changes: Any,
     ) -> EagleConfig:
-        """A head of a target's own kind of layer and width.
+        """Returns the config of a head with the target's layer and width.
 
-        Version 1 reads the state after the final norm; version 3 the published three, behind
-        the second layer, in the middle and before the last three layers, or of a target of
-        fewer than seven layers after a sixth, a half and five sixths of them, rounded, equal ones
-        once.
+        Version 1 reads the state after the final norm. Version 3 reads the three published states:
+        after the second layer, in the middle, and before the last three layers. A target of fewer
+        than seven layers is read after a sixth, a half and five sixths of its layers, rounded,
+        without duplicates.
 
         Args:
           target: the target's config.
           version: 1 or 3.
           draft_vocab_size: U; by default the target's V.
-          **changes: fields that are to differ.
+          **changes: fields that differ from this.
 
         Raises:
           ConfigError: the target has layers of another kind than attention.
@@ -143,7 +143,7 @@ class EagleConfig:
 
 
 def head_table(config: EagleConfig) -> dict[str, ParamSpec]:
-    """The weights of a head, by our name; ``d2t`` (i32[U]) is beside them where U < V."""
+    """Returns the weights of a head by name; if U < V there is also ``d2t``, i32[U]."""
     D, Dt, E = config.layer.hidden_size, config.target_hidden_size, len(config.taps)
     norm = lambda size: ParamSpec((size,), ("embed",), "", init="ones")
     is_old = config.version == 1
@@ -175,10 +175,10 @@ def check_head(config: EagleConfig, params: dict, owner: str = "") -> None:
     Args:
       config: the head's shape.
       params: its weights.
-      owner: what the message begins with.
+      owner: the beginning of the message.
 
     Raises:
-      WeightsError: a weight that is missing or of another shape; it is named.
+      WeightsError: a weight is missing or has another shape; it is named.
     """
     shapes = {name: spec.shape for name, spec in head_table(config).items()}
     U = config.layer.vocab_size
@@ -186,12 +186,12 @@ def check_head(config: EagleConfig, params: dict, owner: str = "") -> None:
 
 
 def init_head(config: EagleConfig, key: jax.Array, dtype=jnp.float32) -> dict[str, jax.Array]:
-    """Random weights of a head; a reduced vocabulary holds the target's first ids.
+    """Returns random weights of a head; a reduced vocabulary holds the target's first ids.
 
     Args:
-      config: its shape.
+      config: the head's shape.
       key: one PRNG key, consumed.
-      dtype: of the weights.
+      dtype: the dtype of the weights.
     """
     params = init_table(head_table(config), key, dtype)
     if config.layer.vocab_size < config.target_vocab_size:
@@ -200,7 +200,7 @@ def init_head(config: EagleConfig, key: jax.Array, dtype=jnp.float32) -> dict[st
 
 
 def join_features(head: dict, features: jax.Array, config: EagleConfig) -> jax.Array:
-    """The target's tapped states dtype[B,T,E] as the state dtype[B,T,D] that a pair takes."""
+    """Returns the states dtype[B,T,D] of pairs from the tapped states dtype[B,T,E]."""
     if config.version == 1:
         return features  # joined with the embedding instead
     eps = config.layer.rms_norm_eps
@@ -218,14 +218,14 @@ def forward(
     *, config: EagleConfig, window_offset: int | jax.Array = 0,
     window_mask: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache | None]:
-    """Feeds pairs of states and the tokens after them, as ``transformer.forward`` feeds tokens.
+    """Runs the head over pairs of a state and the token after it.
 
     Args:
       head: the weights of ``head_table``.
       embed: dtype[V,D], the target's embedding or the head's own.
-      state: dtype[B,T,D], of ``join_features``, or a state that this function returned.
-      tokens: i32[B,T], each the token after its state's.
-      cache: of one layer, or None.
+      state: dtype[B,T,D], from ``join_features``, or a state that this function returned.
+      tokens: i32[B,T], the token after each state.
+      cache: a cache of one layer, or None.
       config: the head's shape.
       window_offset: slots of the window that earlier calls since the last commit filled.
       window_mask: bool[B|1,T,W], what of the window each pair sees, see ``Window.after``.
@@ -250,12 +250,12 @@ def forward(
 
 
 def recycle(head: dict, x: jax.Array, config: EagleConfig) -> jax.Array:
-    """What takes the target's state's place in the next pair: dtype[...,D] to dtype[...,D]."""
+    """Returns the state of the next pair, in place of the target's, from dtype[...,D]."""
     return rms_norm(x, head["norm"], config.layer.rms_norm_eps) if config.norm_output else x
 
 
 def score(params: dict, x: jax.Array, config: EagleConfig, target: Model) -> jax.Array:
-    """Logits f32[...,U] over the draft vocabulary of residual streams dtype[...,D].
+    """Returns logits f32[...,U] over the draft vocabulary for residual streams dtype[...,D].
 
     Ids that only pad the target's embedding get -inf.
     """
@@ -272,7 +272,7 @@ def score(params: dict, x: jax.Array, config: EagleConfig, target: Model) -> jax
 
 
 def unembed(params: dict, x: jax.Array, config: EagleConfig, target: Model) -> jax.Array:
-    """Logits f32[...,V] of residual streams dtype[...,D], -inf outside of the draft vocabulary."""
+    """Returns logits f32[...,V], -inf outside of the draft vocabulary, see ``score``."""
     logits, ids = score(params, x, config, target), draft_ids(params["head"])
     if ids is None:
         return logits
@@ -281,7 +281,7 @@ def unembed(params: dict, x: jax.Array, config: EagleConfig, target: Model) -> j
 
 
 def eagle_head(config: EagleConfig, target: Model) -> Head:
-    """The functions of a head for a target with its taps; parameters as ``eagle`` takes them."""
+    """Returns the functions of a head, for the target's ``Model`` with the head's taps."""
 
     def init_cache(params, batch, slots):
         return KVCache.create(config.layer, batch, slots, params["head"]["fc"].dtype)
@@ -311,15 +311,15 @@ def eagle_head(config: EagleConfig, target: Model) -> Head:
 def eagle(
     config: EagleConfig, target: Model, tree: Tree | DynamicTree | None = None
 ) -> Drafter:
-    """Drafts with a head.
+    """Returns the drafter of a head.
 
-    Its parameters are ``{"head": the head's, "target": the target's}``: the embedding (but see
-    ``own_embed``), and in version 1 the head, are the target's own.
+    Its parameters are ``{"head": the head's, "target": the target's}``. It shares the target's
+    embedding, except with ``own_embed``, and in version 1 the target's output head.
 
     Args:
       config: the head's shape.
-      target: the model it drafts for, with this config's taps.
-      tree: what it drafts; None: a chain.
+      target: the model that it drafts for, with this config's taps.
+      tree: the tree that it drafts; None means a chain.
 
     Raises:
       ConfigError: a node of the tree has more children than the draft vocabulary has tokens.

@@ -237,7 +237,7 @@ def _taps(hf, layout, fc_in, target, overrides, notes) -> tuple[int, ...]:
     wrong = [i for i in taps if not _is_id(i) or i > L + 1]
     if wrong:
         raise ConfigError(
-            f"taps {taps} do not exist: a target of {L} layers has 0 to {L}, and {L + 1} behind "
+            f"taps {taps} do not exist: a target of {L} layers has 0 to {L}, and {L + 1} after "
             "its final norm"
         )
     if layout != EAGLE_1 and fc_in != len(taps) * width:

@@ -123,11 +123,11 @@ def _objections(config: EagleConfig, layout: str, target: ModelConfig) -> Iterat
             f"a head of version {config.version} has no place in the layout {layout}; expected "
             f"version {version}"
         )
-    behind = target.num_hidden_layers + 1
-    if config.version == 3 and behind in config.taps:
+    after_norm = target.num_hidden_layers + 1
+    if config.version == 3 and after_norm in config.taps:
         yield (
-            f"taps {config.taps} hold {behind}, the state behind the final norm; loaders know the "
-            "states between the layers alone"
+            f"taps {config.taps} hold {after_norm}, the state after the final norm; loaders "
+            "know the states between the layers alone"
         )
     layer, others = config.layer, "use the layout EAGLE-3 or speculators"
     if layout == SPECULATORS and layer.model_type not in ("llama", "qwen3"):

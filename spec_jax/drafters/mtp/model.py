@@ -1,8 +1,8 @@
 """Multi-token-prediction modules: decoder layers, trained with the target, that draft for it.
 
-A module joins a state with the embedding of the token after it, each under its own norm, and
-runs one decoder layer. How modules draft is in ``drafters/common``: ``head.py``, one module for
-every step, and ``sequential.py``, one a step.
+A module joins a state with the embedding of the token after it, each normalised, and runs one
+decoder layer. ``drafters/common`` drafts with modules: ``head.py`` with one module for every step,
+``sequential.py`` with one module for each step.
 
 Source: DeepSeek-V3, arXiv 2412.19437, section 2.2.
 """
@@ -45,11 +45,11 @@ class MtpConfig:
       num_modules: how many modules there are.
       protocol: "recycled", one module for every step, or "sequential", one a step.
       order: which half of the joining map's input comes first.
-      recycles_normed: what the next step or module reads is under the module's output norm,
-        as what is scored always is.
+      recycles_normed: the next step or module reads the state after the module's output norm,
+        which is always scored.
       has_zero_centred_norms: norms scale by 1 + weight.
-      has_own_embed: each module has an embedding; else they share the target's.
-      has_own_head: each module has an output head; else they share the target's.
+      has_own_embed: each module has an embedding; otherwise they share the target's.
+      has_own_head: each module has an output head; otherwise they share the target's.
     """
 
     layer: AnyConfig
@@ -110,11 +110,11 @@ class MtpConfig:
 
     @classmethod
     def of_target(cls, target: AnyConfig, **changes: Any) -> MtpConfig:
-        """Modules of a target's own kind of layer, which read its state after the final norm.
+        """Returns the config of modules with the target's layer, which read its last state.
 
         Args:
           target: the target's config.
-          **changes: fields that are to differ.
+          **changes: fields that differ from this.
         """
         unrolled = {"scan_layers": False} if target.scan_layers else {}
         return cls(**{
@@ -126,13 +126,13 @@ class MtpConfig:
         })  # fmt: skip
 
     def check_num_draft(self, num_draft: int) -> None:
-        """Raises a ConfigError where the modules cannot draft so many tokens a round."""
+        """Raises a ConfigError if the modules cannot draft so many tokens a round."""
         if self.protocol == "sequential":
             check_num_draft(num_draft, self.num_modules)
 
 
 def mtp_table(config: MtpConfig) -> dict[str, ParamSpec]:
-    """The weights of one module, by our name, beside their names in DeepSeek's checkpoints."""
+    """Returns the weights of one module by name, with their names in DeepSeek's checkpoints."""
     D, V, prefix = config.layer.hidden_size, config.target_vocab_size, "model.layers.{i}."
     norm = lambda name: ParamSpec((D,), ("embed",), f"{prefix}{name}.weight", init="ones")
     table = {
@@ -159,10 +159,10 @@ def check_mtp(config: MtpConfig, params: dict, owner: str = "") -> None:
     Args:
       config: the modules' shape.
       params: their weights.
-      owner: what the message begins with.
+      owner: the beginning of the message.
 
     Raises:
-      WeightsError: a weight that is missing or of another shape; it is named.
+      WeightsError: a weight is missing or has another shape; it is named.
     """
     shapes = {name: spec.shape for name, spec in mtp_table(config).items()}
     for i in range(config.num_modules):
@@ -170,12 +170,12 @@ def check_mtp(config: MtpConfig, params: dict, owner: str = "") -> None:
 
 
 def init_mtp(config: MtpConfig, key: jax.Array, dtype=jnp.float32) -> dict[str, Any]:
-    """Random weights of every module, ``{"0": {...}, "1": {...}}``.
+    """Returns random weights of every module, ``{"0": {...}, "1": {...}}``.
 
     Args:
-      config: their shape.
+      config: the modules' shape.
       key: one PRNG key, consumed.
-      dtype: of the weights.
+      dtype: the dtype of the weights.
     """
 
     table, one = mtp_table(config), 0.0 if config.has_zero_centred_norms else 1.0
@@ -184,7 +184,7 @@ def init_mtp(config: MtpConfig, key: jax.Array, dtype=jnp.float32) -> dict[str, 
 
 
 def _module(params: dict, index: int, config: MtpConfig) -> dict[str, jax.Array]:
-    """The weights of one module, its norms as factors."""
+    """The weights of one module, with norms as factors."""
     module = params["head"][str(index)]
     if not config.has_zero_centred_norms:
         return module
@@ -195,12 +195,12 @@ def forward(
     params: dict, state: jax.Array, tokens: jax.Array, cache: KVCache | None, *, config: MtpConfig,
     index: int = 0, window_offset: int | jax.Array = 0, window_mask: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache | None]:
-    """Feeds states and the tokens after them to one module.
+    """Runs one module over states and the tokens after them.
 
     Args:
       params: ``{"head": the modules', "target": the target's}``.
-      state: dtype[B,T,D], of the target or of ``recycle``.
-      tokens: i32[B,T], each the token that joins its state.
+      state: dtype[B,T,D], from the target or from ``recycle``.
+      tokens: i32[B,T], the token that each state is joined with.
       cache: with a layer a module; None: row t of every module is the pair t, all of them.
       config: the modules' shape.
       index: which module, from 0; it sees no slot before this one, see ``common/sequential.py``.
@@ -223,7 +223,7 @@ def forward(
 
 
 def recycle(params: dict, x: jax.Array, *, config: MtpConfig, index: int = 0) -> jax.Array:
-    """What the next step or module reads of a module's residual stream dtype[...,D]."""
+    """Returns the input of the next step or module from the residual stream dtype[...,D]."""
     if not config.recycles_normed:
         return x
     return rms_norm(x, _module(params, index, config)["norm"], config.layer.rms_norm_eps)
@@ -232,7 +232,7 @@ def recycle(params: dict, x: jax.Array, *, config: MtpConfig, index: int = 0) ->
 def unembed(
     params: dict, x: jax.Array, *, config: MtpConfig, target: Model, index: int = 0
 ) -> jax.Array:
-    """Logits f32[...,V] of a module's residual stream dtype[...,D]."""
+    """Returns logits f32[...,V] for a module's residual stream dtype[...,D]."""
     module = _module(params, index, config)
     normed = rms_norm(x, module["norm"], config.layer.rms_norm_eps)
     if not config.has_own_head:
@@ -242,7 +242,7 @@ def unembed(
 
 
 def _common(config: MtpConfig) -> dict[str, Any]:
-    """What a drafter by either protocol says of itself."""
+    """The fields that ``Head`` and ``Modules`` share."""
     shape = dataclasses.replace(config.layer, num_hidden_layers=config.num_modules)
     return dict(
         name=config.name,
@@ -257,7 +257,7 @@ def _common(config: MtpConfig) -> dict[str, Any]:
 
 
 def mtp_head(config: MtpConfig, target: Model) -> Head:
-    """The functions of one module that drafts every step; parameters as ``mtp`` takes them."""
+    """Returns the functions of one module that drafts every step, for the target's ``Model``."""
     return Head(
         **_common(config),
         join=lambda params, features: features,
@@ -273,19 +273,19 @@ def mtp_head(config: MtpConfig, target: Model) -> Head:
 def mtp(
     config: MtpConfig, target: Model, tree: Tree | DynamicTree | None = None
 ) -> Drafter:
-    """Drafts with MTP modules, by the protocol of their config.
+    """Returns the drafter of MTP modules, by the protocol of their config.
 
-    Their parameters are ``{"head": the modules', "target": the target's}``: embedding and head
-    are the target's own where the modules have none.
+    Their parameters are ``{"head": the modules', "target": the target's}``. Modules without an
+    embedding or an output head share the target's.
 
     Args:
       config: the modules' shape and protocol.
-      target: the model they draft for, with this config's taps.
-      tree: what they draft; None: a chain.
+      target: the model that they draft for, with this config's taps.
+      tree: the tree that they draft; None means a chain.
 
     Raises:
-      ConfigError: a tree from modules that draft one step each, or one in which a node has
-        more children than the target has tokens.
+      ConfigError: a tree for modules that draft one step each, or a node with more children than
+        the target has tokens.
     """
     check_children(tree, target.last_id + 1, "the target's")
     if config.protocol == "recycled":

@@ -197,7 +197,7 @@ def test_speculators_config_names_the_verifier_and_the_drafts(tmp_path):
         ("EAGLE-3", EAGLE_1, "version 1 has no place in the layout EAGLE-3; expected version 3"),
         ("EAGLE-1", EAGLE_3, "version 3 has no place in the layout EAGLE-1; expected version 1"),
         ("EAGLE-1", make("EAGLE-1", taps=(4,)), r"taps is \(4,\); in the layout .* as \(9,\)"),
-        ("EAGLE-3", make("EAGLE-3", taps=(2, L + 1)), r"\(2, 9\) hold 9, the state behind the"),
+        ("EAGLE-3", make("EAGLE-3", taps=(2, L + 1)), r"\(2, 9\) hold 9, the state after the"),
         ("EAGLE-3", make("EAGLE-3", taps=(2, L + 2)), r"taps \(2, 10\) do not exist"),
         ("EAGLE-3", make("EAGLE-3", layer=QWEN3), "layer.model_type is 'qwen3'; .* as 'llama'"),
         ("speculators", make("EAGLE-3", layer=QWEN2), "'qwen2' is not known to speculators"),
