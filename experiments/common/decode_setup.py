@@ -28,7 +28,7 @@ from spec_jax.loading import (
 METHODS = ("plain", "ngram", "standalone", "eagle", "mtp", "suffix")
 SOURCES = {"standalone": "draft", "eagle": "head", "mtp": "mtp"}  # the config's key of each
 _RULES = tuple(s for s in STRATEGIES if s not in ("greedy", "synthetic"))
-# Heads with random weights, by method and name: as exact as trained ones, and of no use.
+# Heads with random weights, by method and name: the output is exact, but nothing is accepted.
 RANDOM_HEADS = {
     "eagle": {
         "random-eagle-1": lambda target: EagleConfig.of_target(target, 1),
@@ -42,7 +42,7 @@ def resolve(config: ConfigDict) -> ConfigDict:
     """Checks a config and returns it with every value in its final form.
 
     Raises:
-      ConfigError: A key is unknown or missing, or a value cannot be.
+      ConfigError: A key is unknown or missing, or a value is out of range.
     """
     cli.check_keys(config, decode_default.get_config())
     config = config.copy_and_resolve_references()
@@ -77,7 +77,7 @@ def resolve(config: ConfigDict) -> ConfigDict:
 
 
 def load_drafts(config, target: LoadedModel) -> dict[str, LoadedModel | LoadedHead]:
-    """Loads what drafts for ``config.methods``, as far as it is given, by label.
+    """Loads the drafts that the config names for ``config.methods``, by label.
 
     The label is the method; several heads are labelled by version: "eagle-1", "eagle-3".
 
@@ -131,7 +131,7 @@ class Setup(NamedTuple):
 
     @classmethod
     def of(cls, config: ConfigDict) -> Setup:
-        """Loads models and prompts; refuses a cell that cannot be before anything is compiled.
+        """Loads models and prompts, and checks every cell before anything is compiled.
 
         Raises:
           SpecJaxError: A config, a model or a prompt that cannot be used.

@@ -134,7 +134,7 @@ def test_another_config_is_refused_by_name(run, pair):
     assert lines(run[0]) == before
 
 
-def test_other_prompts_behind_the_same_config_are_refused(pair, tmp_path):
+def test_other_prompts_of_the_same_config_are_refused(pair, tmp_path):
     file = tmp_path / "prompts.jsonl"
     config = small(pair, prompts=str(file), num_prompts=0, draft="")
     texts = ["def f(x):", "import " * 30, "a = 1", "b"]
