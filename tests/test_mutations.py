@@ -8,13 +8,15 @@ Each changes one line of a copy of the package, in which the named test must the
 from __future__ import annotations
 
 import os
+import pathlib
 import shutil
 import subprocess
 import sys
 from typing import NamedTuple
 
 import pytest
-from conftest import ROOT
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 class Mutation(NamedTuple):
@@ -122,7 +124,7 @@ MUTATIONS = [
     Mutation("standalone: the last prompt token is fed twice", "drafters/standalone/model.py",
              "cache.commit(lengths - 1)", "cache.commit(lengths)", ALIKE),
     Mutation("chain: q is that of another temperature", "drafters/common/chain.py",
-             '"probs": jax.nn.softmax(law, axis=-1)', '"probs": jax.nn.softmax(logits, axis=-1)',
+             '"probs": jax.nn.softmax(dist, axis=-1)', '"probs": jax.nn.softmax(logits, axis=-1)',
              f"{CERTIFICATE}::test_mixed_temperature_zero_rows_are_argmax_rows"),
     Mutation("ngram: the earliest match wins", "drafters/ngram.py", "size * M + index",
              "size * M + M - index", "drafters/test_draft.py"),

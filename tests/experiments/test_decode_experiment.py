@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT
 from support.tiny_models import random_weights
 
 from configs import decode_default, decode_specbench
@@ -27,6 +26,7 @@ from spec_jax.models import checkpoint, transformer
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.tokenizer import Tokenizer
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 KEYS = {
     "method", "k", "temperature", "rule", "tau", "acceptance_by_position", "tokens_per_s",
     "speedup", "predicted_speedup", "identical_to_plain", "rounds", "emitted", "first",
