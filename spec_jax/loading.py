@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from spec_jax import zoo
 from spec_jax.drafters import registry
@@ -22,11 +25,16 @@ __all__ = [
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def check_loaded(role: str, model, kind: type) -> None:
-    """Checks that what is to be a target or a draft is loaded.
+def check_loaded(role: str, model: Any, kind: type | types.UnionType) -> None:
+    """Checks that a target or a draft is loaded.
+
+    Args:
+      role: "target" or "draft", for the message.
+      model: the object that was passed.
+      kind: the type or types that are expected.
 
     Raises:
-      ModelNotLoaded: it is of another kind (a path, a config), or has no weights.
+      ModelNotLoaded: it is something else, such as a path or a config, or it has no weights.
     """
     if not isinstance(model, kind):
         expected = getattr(kind, "__name__", "LoadedModel or LoadedHead")
@@ -38,19 +46,20 @@ def check_loaded(role: str, model, kind: type) -> None:
 
 
 def load_model(
-    name_or_path: str | pathlib.Path, dtype="float32", *, scan_layers: bool = False
+    name_or_path: str | pathlib.Path, dtype: DTypeLike = "float32", *, scan_layers: bool = False
 ) -> LoadedModel:
     """Loads a zoo model ("zoo/target", "zoo/draft") or a Hugging Face directory.
 
     Args:
       name_or_path: a zoo name, or a directory of a Llama, Qwen2, Qwen3, MiMo, Mamba-2 or Bamba
         model.
-      dtype: of the weights in memory; the cache follows.
-      scan_layers: stack the layers: compiles faster for an accelerator, runs slower on a CPU.
+      dtype: the dtype of the weights in memory, and of the cache.
+      scan_layers: stack the layers, which compiles faster for an accelerator and runs slower on a
+        CPU.
 
     Raises:
-      WeightsError: no such model, or its files are not sound.
-      ConfigError: a dtype that weights cannot have.
+      WeightsError: there is no such model, or its files are damaged.
+      ConfigError: weights cannot have this dtype.
     """
     directory = _directory(name_or_path)
     dtype = _check_dtype(dtype)
@@ -69,8 +78,8 @@ def load_model(
 
 
 def load_draft(
-    name_or_path: str | pathlib.Path, target: LoadedModel, dtype=None, *, method: str | None = None,
-    **overrides,
+    name_or_path: str | pathlib.Path, target: LoadedModel, dtype: DTypeLike | None = None, *,
+    method: str | None = None, **overrides: Any,
 ) -> LoadedModel | LoadedHead:
     """Loads whatever drafts for a target: a model, an EAGLE head, MTP modules, or a kind of yours.
 
@@ -80,14 +89,14 @@ def load_draft(
     Args:
       name_or_path: a zoo name or a directory.
       target: the model that it drafts for.
-      dtype: of the weights in memory; by default the target's.
-      method: the ``speculative_method`` of its kind; None: found out.
+      dtype: the dtype of the weights in memory; by default the target's.
+      method: the ``speculative_method`` that drafts with it; by default the kind is detected.
       **overrides: what the checkpoint of a head leaves open, see ``load_head`` and ``load_mtp``.
 
     Raises:
-      WeightsError: no such directory, or its files are not sound.
-      ConfigError: it is for another target or of an unknown kind; a target without a config; a
-        dtype that weights cannot have.
+      WeightsError: there is no such directory, or its files are damaged.
+      ConfigError: it is for another target or of an unknown kind, the target has no config, or
+        weights cannot have this dtype.
     """  # fmt: skip
     _check_has_config(target)
     directory = _directory(name_or_path)
@@ -102,28 +111,30 @@ def load_draft(
 
 
 def load_head(
-    path: str | pathlib.Path, target: LoadedModel, dtype=None, **overrides
+    path: str | pathlib.Path, target: LoadedModel, dtype: DTypeLike | None = None,
+    **overrides: Any,
 ) -> LoadedHead:
     """Loads an EAGLE head in the layout of EAGLE, SpecForge or vllm-project/speculators.
 
     Args:
       path: a zoo name, or a directory with the head's config.json and weights.
       target: the model that it drafts for.
-      dtype: of the weights in memory; by default the target's.
+      dtype: the dtype of the weights in memory; by default the target's.
       **overrides: what the checkpoint leaves open or says wrongly, such as
         ``taps=(2, 16, 29)`` or ``norm_output=True``; see ``EagleConfig``. What was decided
         without them is in the result's ``notes``.
 
     Raises:
-      WeightsError: no such directory, or its files are not sound.
-      ConfigError: the head is for another target or of an unknown kind; a target without a
-        config; a dtype that weights cannot have.
+      WeightsError: there is no such directory, or its files are damaged.
+      ConfigError: the head is for another target or of an unknown kind, the target has no config,
+        or weights cannot have this dtype.
     """
     return load_draft(path, target, dtype, method="eagle", **overrides)
 
 
 def load_mtp(
-    path: str | pathlib.Path, target: LoadedModel, dtype=None, **overrides
+    path: str | pathlib.Path, target: LoadedModel, dtype: DTypeLike | None = None,
+    **overrides: Any,
 ) -> LoadedHead:
     """Loads the MTP modules of a DeepSeek-V3, Qwen3-Next or MiMo directory.
 
@@ -133,28 +144,32 @@ def load_mtp(
     Args:
       path: a zoo name, or the directory of the model or of its modules alone.
       target: the model that they draft for.
-      dtype: of the weights in memory; by default the target's.
+      dtype: the dtype of the weights in memory; by default the target's.
       **overrides: what the checkpoint leaves open, such as ``protocol="sequential"``; see
         ``MtpConfig``. What was decided without them is in the result's ``notes``.
 
     Raises:
-      WeightsError: no such directory, or its files are not sound.
-      ConfigError: the modules are for another target; a target without a config; a dtype that
-        weights cannot have.
+      WeightsError: there is no such directory, or its files are damaged.
+      ConfigError: the modules are for another target, the target has no config, or weights cannot
+        have this dtype.
     """
     return load_draft(path, target, dtype, method="mtp", **overrides)
 
 
-def random_head(config: registry.HeadConfig, key: jax.Array, dtype="float32") -> LoadedHead:
-    """A head of any kind with random weights: as exact as any other, and of no use.
+def random_head(
+    config: registry.HeadConfig, key: jax.Array, dtype: DTypeLike = "float32"
+) -> LoadedHead:
+    """Returns a head of any kind with random weights, for tests and measurements.
+
+    Decoding with it is as exact as with a trained head, and accepts almost no draft.
 
     Args:
       config: the shape, such as ``EagleConfig.of_target(target.config)``.
       key: one PRNG key, consumed.
-      dtype: of the weights.
+      dtype: the dtype of the weights.
 
     Raises:
-      ConfigError: a dtype that weights cannot have, or a config that belongs to no kind.
+      ConfigError: weights cannot have this dtype, or the config belongs to no kind.
     """
     kind = registry.kind_of(config)
     name = getattr(config, "name", kind.name)
@@ -162,7 +177,7 @@ def random_head(config: registry.HeadConfig, key: jax.Array, dtype="float32") ->
 
 
 def _directory(name_or_path: str | pathlib.Path) -> pathlib.Path:
-    """Of a zoo name, or the path itself.
+    """Returns the directory of a zoo name, or the path itself.
 
     Raises:
       WeightsError: it is neither a directory nor a zoo name.

@@ -163,13 +163,13 @@ class LoadedHead:
         Args:
           directory: of the head alone, made if absent; what it holds is written over.
           target: the model that it drafts for.
-          layout: one of the kind's; None: the first that has words for the whole config.
+          layout: a layout of the kind; by default the first that can express the whole config.
           dtype: of the stored tensors; None: the dtype of the weights.
           num_speculative_tokens: tokens drafted a round, for layouts that say it.
 
         Raises:
-          ConfigError: the layout has no word for something of the head's.
-          WeightsError: a weight that is missing or of another shape.
+          ConfigError: the layout cannot express something of the head's.
+          WeightsError: a weight is missing or has another shape.
         """  # fmt: skip
         self.kind.write(
             self, pathlib.Path(directory), target, layout=layout, dtype=dtype,

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from spec_jax.contracts import Drafter, Model
 from spec_jax.drafters.common.head import Head, head_drafter
@@ -185,7 +186,9 @@ def check_head(config: EagleConfig, params: dict, owner: str = "") -> None:
     check_weights(params, shapes | ({"d2t": (U,)} if U < config.target_vocab_size else {}), owner)
 
 
-def init_head(config: EagleConfig, key: jax.Array, dtype=jnp.float32) -> dict[str, jax.Array]:
+def init_head(
+    config: EagleConfig, key: jax.Array, dtype: DTypeLike = jnp.float32
+) -> dict[str, jax.Array]:
     """Returns random weights of a head; a reduced vocabulary holds the target's first ids.
 
     Args:

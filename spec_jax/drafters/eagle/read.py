@@ -1,7 +1,7 @@
-"""EAGLE heads as their projects publish them: EAGLE, SpecForge and vllm-project/speculators.
+"""Reads EAGLE heads as EAGLE, SpecForge and vllm-project/speculators publish them.
 
-Strict: a tensor that is missing, unexpected or misshapen is an error that names it, and what
-a file leaves open is decided here and said in words.
+Reading is strict: a missing, unexpected or misshapen tensor is an error that names it. What a file
+leaves open is decided here, and each decision is reported in a note.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from spec_jax.drafters.common.vocabulary import check_offsets
 from spec_jax.drafters.eagle.model import EagleConfig, head_table
@@ -38,20 +40,20 @@ _RTOL, _ATOL = 2.0**-8, 2.0**-24
 def read_head(
     directory: str | pathlib.Path,
     target_config: ModelConfig,
-    dtype=jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     *,
     target_embed: jax.Array | None = None,
-    **overrides,
+    **overrides: Any,
 ) -> LoadedHead:
     """Reads a head's config.json and weights.
 
     Args:
-      directory: of the head; safetensors, or pytorch_model.bin where torch is installed.
-      target_config: the config of the model it drafts for.
-      dtype: of the parameters returned.
-      target_embed: dtype[V,D], the target's embedding, to compare with a copy of the head's;
-        without it a copy of the same width is taken for the target's.
-      **overrides: ``taps`` or an option of ``EagleConfig``, in place of what config.json says.
+      directory: the head's directory, with safetensors, or pytorch_model.bin if torch is installed.
+      target_config: the config of the model that it drafts for.
+      dtype: the dtype of the parameters.
+      target_embed: dtype[V,D], the target's embedding, which a copy in the head is compared with.
+        Without it, a copy of the same width is assumed to be the target's.
+      **overrides: ``taps`` or an option of ``EagleConfig``, instead of what config.json says.
 
     Returns:
       The head, with ``d2t`` among its parameters where the draft vocabulary is smaller, and a note
@@ -88,12 +90,12 @@ def read_head(
 
 
 def file_name(name: str, spec: ParamSpec, layer: str) -> str:
-    """What a checkpoint calls a weight of ``head_table``.
+    """Returns the name of a weight of ``head_table`` in a checkpoint.
 
     Args:
-      name: ours.
+      name: our name.
       spec: its declaration.
-      layer: what the names of the one layer begin with, "midlayer." or "layers.0.".
+      layer: the prefix of the one layer's names, "midlayer." or "layers.0.".
     """
     if name.startswith("fc_norm_"):
         return f"fc_norm.{name.removeprefix('fc_norm_')}.weight"
@@ -112,7 +114,7 @@ def _num_inputs(directory, tensors: StrictReader) -> int:
 
 
 def _share_embed(tensors, config: EagleConfig, target_embed, notes) -> EagleConfig:
-    """Drops the head's embedding where it is the target's; says in the config where it is not."""
+    """Drops the head's embedding if it is the target's; otherwise sets ``own_embed``."""
     shape = (config.target_vocab_size, config.layer.hidden_size)
     if target_embed is None:
         tensors.take(EMBED, shape)

@@ -1,4 +1,4 @@
-"""EAGLE heads, written as EAGLE, SpecForge and vllm-project/speculators lay them out."""
+"""Writes EAGLE heads in the layouts of EAGLE, SpecForge and vllm-project/speculators."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from spec_jax.drafters.common.vocabulary import check_offsets
 from spec_jax.drafters.eagle.model import EagleConfig, check_head, head_table
@@ -31,36 +32,35 @@ def write_head(
     layout: str,
     target_config: ModelConfig,
     target_embed: jax.Array | None = None,
-    dtype=None,
+    dtype: DTypeLike | None = None,
     num_speculative_tokens: int = 3,
     verifier: str | None = None,
 ) -> None:
     """Writes a directory that the layout's loaders and ``read_head`` read as the same head.
 
-    Nothing is left to be guessed: every norm, the tapped states in the numbering of the layout,
-    both spellings of the rotary embedding. EAGLE's own loader knows none of the norms that
-    ``EagleConfig`` makes optional, nor a bias or states other than the usual three; the layout
-    "EAGLE-3" says them for other loaders. Files appear under their final names only when they
-    are whole.
+    config.json leaves nothing open: it has every norm, the tapped states in the numbering of the
+    layout, and both spellings of the rotary embedding. EAGLE's own loader knows none of the norms
+    that are optional in ``EagleConfig``, no bias, and no states other than the usual three; the
+    layout "EAGLE-3" writes them for other loaders. Files get their final names when they are
+    complete.
 
     Args:
-      directory: of the head alone, made if absent; what it holds is written over.
+      directory: a directory for the head alone, created if absent; its files are overwritten.
       config: the head's.
       params: its weights.
       layout: "EAGLE-1", "EAGLE-3", "SpecForge" (which SGLang loads too) or "speculators".
       target_config: the config of the model it drafts for.
       target_embed: dtype[V,D], written as the embedding of a head that shares the target's. The
         layout "speculators" needs it; "SpecForge" leaves it out, as its loaders always share.
-      dtype: to store, "float32", "bfloat16" or "float16"; by default the weights' own.
-      num_speculative_tokens: drafted a round, as speculators' layout says it.
-      verifier: the target's name or path, which the layout "speculators" needs: its package
-        and vLLM load it.
+      dtype: the dtype to store, "float32", "bfloat16" or "float16"; by default the weights' own.
+      num_speculative_tokens: tokens drafted a round, for the layout "speculators".
+      verifier: the target's name or path for the layout "speculators", which needs it, as its
+        package and vLLM load the target.
 
     Raises:
-      ConfigError: the layout has no word for something of the head's, or its loaders would
-        read it as something else.
-      WeightsError: a weight that is missing or misshapen, or a ``d2t`` that is no table of
-        offsets.
+      ConfigError: the layout cannot express something of the head's, or its loaders would read it
+        as something else.
+      WeightsError: a weight is missing or misshapen, or ``d2t`` is no table of offsets.
     """
     directory = pathlib.Path(directory)
     hf = head_json(
@@ -98,7 +98,7 @@ def _tensors(config: EagleConfig, params, layout: str, dtype) -> dict[str, np.nd
 
 
 def _vocabulary(params: dict[str, Any], U: int, V: int) -> dict[str, np.ndarray]:
-    """Both tables: offsets from draft ids to the target's, and which of the target's there are."""
+    """Both tables: offsets from draft ids to the target's, and which target ids can be drafted."""
     d2t = np.asarray(params.get("d2t", np.zeros(U, np.int32)))
     kept = np.isin(np.arange(V), np.arange(U) + d2t)
     return {"d2t": check_offsets(d2t, kept, V).astype(np.int64), "t2d": kept}

@@ -32,7 +32,7 @@ def head_json(
     config: EagleConfig, layout: str, target: ModelConfig, *, num_speculative_tokens: int,
     verifier: str | None,
 ) -> dict[str, Any]:
-    """The config.json of a head.
+    """Returns the config.json of a head.
 
     Args:
       config: the head's.
@@ -42,8 +42,8 @@ def head_json(
       verifier: the target's name or path; speculators' layout says it.
 
     Raises:
-      ConfigError: the layout has no word for something of the head's, or its loaders would
-        read it as something else.
+      ConfigError: the layout cannot express something of the head's, or its loaders would read it
+        as something else.
     """  # fmt: skip
     for message in _objections(config, layout, target):
         raise ConfigError(message)
@@ -114,7 +114,7 @@ def check_is_read(
 
 
 def _objections(config: EagleConfig, layout: str, target: ModelConfig) -> Iterator[str]:
-    """What of the head a layout cannot say, or its loaders get wrong."""
+    """Yields what a layout cannot express, or its loaders get wrong."""
     if layout not in LAYOUTS:
         yield f"layout is {layout!r}; known: {', '.join(LAYOUTS)}"
     version = 1 if layout == EAGLE_1 else 3

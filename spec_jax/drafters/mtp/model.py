@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from spec_jax.contracts import Drafter, Model
 from spec_jax.drafters.common.head import Head, head_drafter
@@ -169,7 +170,7 @@ def check_mtp(config: MtpConfig, params: dict, owner: str = "") -> None:
         check_weights(params.get(str(i), {}), shapes, f"{owner}{i}.")
 
 
-def init_mtp(config: MtpConfig, key: jax.Array, dtype=jnp.float32) -> dict[str, Any]:
+def init_mtp(config: MtpConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
     """Returns random weights of every module, ``{"0": {...}, "1": {...}}``.
 
     Args:

@@ -1,8 +1,9 @@
-"""MTP modules as their projects publish them: DeepSeek-V3, Qwen3-Next and MiMo.
+"""Reads MTP modules as DeepSeek-V3, Qwen3-Next and MiMo publish them.
 
-Strict: a tensor of the modules that is missing, unexpected or misshapen is an error that names
-it, and what a checkpoint leaves open is decided here and said in words. The target's tensors in
-the same directory are not read, save to compare a module's embedding and head with them.
+Reading is strict: a missing, unexpected or misshapen tensor of the modules is an error that names
+it. What a checkpoint leaves open is decided here, and each decision is reported in a note. The
+target's tensors in the same directory are only read to compare a module's embedding and head with
+them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from spec_jax.drafters.loaded import LoadedHead
 from spec_jax.drafters.mtp.layout import Layout, find_layout, modules_config
@@ -32,19 +34,18 @@ _TARGET_EMBED, _TARGET_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 def read_mtp(
     directory: str | pathlib.Path,
     target_config: AnyConfig,
-    dtype=jnp.float32,
-    **overrides,
+    dtype: DTypeLike = jnp.float32,
+    **overrides: Any,
 ) -> LoadedHead:
     """Reads the MTP modules of a model's directory.
 
     Args:
-      directory: holds config.json of the model and safetensors, the target's own among them or
-        not.
+      directory: holds config.json of the model and safetensors, with or without the target's own.
       target_config: the config of the model that they draft for.
-      dtype: of the parameters returned, a router's bias apart, which stays float32; 8-bit
-        tensors are multiplied by their scales first.
-      **overrides: fields of ``MtpConfig`` in place of what is derived: ``num_modules`` (the
-        others are then left unread), ``protocol``, ``order``, ``taps``, ``recycles_normed``,
+      dtype: the dtype of the parameters, except a router's bias, which stays float32. 8-bit tensors
+        are multiplied by their scales first.
+      **overrides: fields of ``MtpConfig`` instead of what is derived: ``num_modules`` (further
+        modules are not read), ``protocol``, ``order``, ``taps``, ``recycles_normed``,
         ``has_zero_centred_norms``, ``has_own_embed``, ``has_own_head``.
 
     Returns:

@@ -1,4 +1,4 @@
-"""MTP modules, written as DeepSeek-V3, Qwen3-Next and MiMo lay them out."""
+"""Writes MTP modules in the layouts of DeepSeek-V3, Qwen3-Next and MiMo."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from spec_jax.drafters.mtp.layout import SAID, SAID_FIELDS, Layout, make_layout, modules_config
 from spec_jax.drafters.mtp.model import MtpConfig, check_mtp, mtp_table
@@ -27,7 +28,7 @@ def write_mtp(
     *,
     target_config: AnyConfig,
     layout: str | None = None,
-    dtype=None,
+    dtype: DTypeLike | None = None,
 ) -> None:
     """Writes a directory that ``read_mtp`` reads as the same modules.
 
@@ -42,16 +43,16 @@ def write_mtp(
     Files appear under their final names only when they are whole.
 
     Args:
-      directory: of the modules alone, made if absent; what it holds is written over.
+      directory: a directory for the modules alone, created if absent; its files are overwritten.
       config: the modules'.
       params: their weights.
       target_config: the config of the model that they draft for.
       layout: "DeepSeek", "Qwen3-Next" or "MiMo"; by default what the layer and order imply.
-      dtype: to store; by default the weights' own. A router's bias stays float32.
+      dtype: the dtype to store; by default the weights' own. A router's bias stays float32.
 
     Raises:
-      ConfigError: the layout has no word for something of the modules'.
-      WeightsError: a weight that is missing or misshapen.
+      ConfigError: the layout cannot express something of the modules'.
+      WeightsError: a weight is missing or misshapen.
     """
     directory = pathlib.Path(directory)
     L = target_config.num_hidden_layers
@@ -81,7 +82,7 @@ def _implied(config: MtpConfig, num_layers: int) -> str:
 
 
 def _objections(config: MtpConfig, form: Layout, target: AnyConfig) -> Iterator[str]:
-    """What of the modules a layout cannot say, or its loaders get wrong."""
+    """Yields what a layout cannot express, or its loaders get wrong."""
     known = family_of(config.layer).mtp_layouts
     if form.name not in known:
         kind = type(config.layer).__name__
