@@ -53,6 +53,7 @@ def validate_proposal(proposal: Proposal, system: System, batch: int) -> Proposa
     if proposal.is_sound is not None:
         fault = jnp.where(proposal.is_sound, fault, Finish.NAN_DRAFT)
     tokens = jnp.where(is_valid, proposal.tokens, 0)
+    fault = fault.astype(jnp.int32)  # of no weak type, with which programs would compile twice
     return proposal.replace(tokens=tokens, n_draft=n_draft, is_sound=None, fault=fault)
 
 

@@ -362,3 +362,15 @@ def test_mutation_a_draft_that_is_not_rolled_back_is_caught(loop):
     forgetful = erring(rewind=lambda state, n: state)
     with pytest.raises(AssertionError):
         run(loop, forgetful, rounds=1, look=check_side)
+
+
+def test_each_program_is_compiled_once():
+    programs = (pearl.draft_block, pearl.score_ahead, pearl.accept_chain)
+    decoder = SpeculativeDecoder(
+        testing.mock_model(9), testing.mock_model(9, 1),
+        SpeculativeConfig(num_speculative_tokens=3), devices=devices(),
+    )  # fmt: skip
+    before = [program._cache_size() for program in programs]
+    for _ in range(2):
+        decoder.generate([1, 2], 12)
+    assert [program._cache_size() for program in programs] == [n + 1 for n in before]
