@@ -1,7 +1,7 @@
-"""What a head's config.json means, in the terms of ``EagleConfig``.
+"""Reads a head's config.json as an ``EagleConfig``.
 
-The same key means different things in different projects, and some are left out. Every such
-choice is made here and said in ``notes``. Two keys are our own, for what no project has one:
+The same key means different things in different projects, and some keys are left out. Every such
+choice is made here and reported in ``notes``. Two keys are our own, as no project has them:
 ``own_embed``, and ``taps``, the states before the layers of these numbers.
 """
 
@@ -23,14 +23,14 @@ AUX = "eagle_aux_hidden_state_layer_ids"
 
 
 def find_layout(hf: Mapping[str, Any], names: set[str]) -> str:
-    """Which project's layout a directory has.
+    """Returns the layout of a head's directory.
 
     Args:
-      hf: its config.json.
-      names: of its tensors.
+      hf: the parsed config.json.
+      names: the names of the tensors.
 
     Raises:
-      ConfigError: a speculators head that is not of EAGLE-3, or a part that is no object.
+      ConfigError: a speculators head is not of EAGLE-3, or a part of config.json is no object.
     """
     for name in ("eagle_config", "transformer_layer_config"):
         if not isinstance(hf.get(name) or {}, Mapping):
@@ -50,10 +50,13 @@ def find_layout(hf: Mapping[str, Any], names: set[str]) -> str:
 
 
 def check_overrides(overrides: Mapping[str, Any]) -> None:
-    """Checks the names and types of what a caller says in place of config.json.
+    """Checks the names and types of the values that a caller gives instead of config.json.
+
+    Args:
+      overrides: values by name.
 
     Raises:
-      ConfigError: a name that is not known, or a value that cannot be.
+      ConfigError: a name is not known, or a value has the wrong type.
     """
     known = ("taps", *FLAGS)
     for name, value in overrides.items():
@@ -73,16 +76,16 @@ def head_config(
     overrides: Mapping[str, Any],
     notes: list[str],
 ) -> EagleConfig:
-    """The config of a head.
+    """Returns the config of a head.
 
     Args:
-      hf: its config.json.
-      layout: see ``find_layout``.
-      names: of its tensors.
-      fc_in: how many features ``fc.weight`` takes.
-      target: the config of the model it drafts for.
-      overrides: see ``check_overrides``; they win over config.json.
-      notes: gets a sentence for every choice that config.json leaves open.
+      hf: the parsed config.json.
+      layout: the layout, see ``find_layout``.
+      names: the names of the tensors.
+      fc_in: number of input features of ``fc.weight``.
+      target: the config of the model that it drafts for.
+      overrides: values that take precedence over config.json, see ``check_overrides``.
+      notes: a sentence is appended for every choice that config.json leaves open.
 
     Raises:
       ConfigError: the head is for another target, or is not supported.
@@ -103,7 +106,7 @@ def head_config(
 
 
 def _said(hf: Mapping[str, Any], name: str) -> Any:
-    """The value of a key, of ``eagle_config`` where it is not outside; None where it is neither."""
+    """The value of a key at the top level or else in ``eagle_config``; None if it is in neither."""
     value = hf.get(name)
     return (hf.get("eagle_config") or {}).get(name) if value is None else value
 

@@ -1,7 +1,7 @@
-"""The config.json of a head, in the terms of each project.
+"""Writes the config.json of a head in the terms of each project, the inverse of ``read_config``.
 
-The opposite of ``eagle_config``: all that a loader would otherwise guess is said, and what a
-layout's loaders would read as something else is refused.
+Everything that a loader would otherwise guess is written, and what a layout's loaders would read as
+something else is refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How checkpoints name MTP modules, and what each family of them means by the tensors."""
+"""How checkpoints name the tensors of MTP modules, and what they mean by them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ class Layout(NamedTuple):
     """One way to name modules.
 
     Attributes:
-      name: for reports.
-      prefix: of a module's layer; ``{i}`` is the module's number.
+      name: the name in messages and reports.
+      prefix: the prefix of a module's layer; ``{i}`` is the module's number.
       first: the number of the first module.
-      names: what differs from the names of ``mtp_table``, by ours.
-      order: of the joining map's input, and why.
+      names: names that differ from those of ``mtp_table``, by our name.
+      order: which half of the joining map's input comes first.
+      why_order: the reason for the order, for the note on it.
       is_zero_centred: norms scale by 1 + weight.
     """
 
@@ -41,12 +42,12 @@ class Layout(NamedTuple):
     is_zero_centred: bool = False
 
     def tensor(self, ours: str, spec: ParamSpec, index: int, expert: int = 0) -> str:
-        """The external name of a weight of module ``index``, counted from 0."""
+        """Returns the external name of a weight of module ``index``, counted from 0."""
         name = self.names.get(ours, spec.hf_name).replace("model.layers.{i}.", self.prefix)
         return name.format(i=self.first + index, e=expert)
 
     def number(self, tensor: str) -> int | None:
-        """The module, counted from 0, that a tensor belongs to; None: the target."""
+        """Returns the module, counted from 0, that a tensor belongs to; None for the target's."""
         if self.name == "Qwen3-Next":
             return 0 if tensor.startswith("mtp.") else None
         match = re.match(re.escape(self.prefix).replace(r"\{i\}", r"(\d+)"), tensor)
@@ -55,7 +56,7 @@ class Layout(NamedTuple):
 
 
 def make_layout(name: str, num_layers: int) -> Layout:
-    """The layout of a name.
+    """Returns the layout of a name.
 
     Args:
       name: "DeepSeek", "Qwen3-Next" or "MiMo".
@@ -90,9 +91,15 @@ def make_layout(name: str, num_layers: int) -> Layout:
 
 
 def find_layout(directory: pathlib.Path, hf: Mapping[str, Any], names: set[str]) -> Layout:
-    """The layout of the modules among these tensors.
+    """Returns the layout of the modules among these tensors.
+
+    Args:
+      directory: where they are, for the message.
+      hf: the parsed config.json.
+      names: the names of the tensors.
 
     Raises:
+      ConfigError: config.json does not say how many layers the target has.
       WeightsError: none of them belongs to an MTP module.
     """
     count = hf.get("num_hidden_layers")
@@ -112,7 +119,7 @@ def find_layout(directory: pathlib.Path, hf: Mapping[str, Any], names: set[str])
 
 
 def layer_config(hf: Mapping[str, Any]) -> AnyConfig:
-    """The one layer of a module, from the target's parsed config.json.
+    """Returns the config of a module's one layer from the target's parsed config.json.
 
     Raises:
       ConfigError: modules of such a model are not supported.
@@ -127,18 +134,18 @@ def modules_config(
     hf: Mapping[str, Any], layout: Layout, num_stored: int, target: AnyConfig,
     overrides: Mapping[str, Any], notes: list[str],
 ) -> MtpConfig:
-    """The modules' config, the ends shared with the target unless ``overrides`` say otherwise.
+    """Returns the modules' config, with embedding and head shared unless ``overrides`` differ.
 
     Args:
       hf: the parsed config.json.
-      layout: of the tensors.
-      num_stored: how many modules the tensors are of.
+      layout: the layout of the tensors.
+      num_stored: number of modules that are stored.
       target: the target's config.
-      overrides: fields of ``MtpConfig`` that are not to be derived.
-      notes: gets a sentence for each choice that the checkpoint leaves open.
+      overrides: fields of ``MtpConfig`` that are given instead of derived.
+      notes: a sentence is appended for each choice that the checkpoint leaves open.
 
     Raises:
-      ConfigError: an override that does not exist, or modules that do not fit the target.
+      ConfigError: an override does not exist, or the modules do not fit the target.
     """  # fmt: skip
     fixed = ("layer", "target_hidden_size", "target_vocab_size")
     known = [f.name for f in dataclasses.fields(MtpConfig) if f.name not in fixed]

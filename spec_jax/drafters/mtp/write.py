@@ -108,7 +108,7 @@ def _objections(config: MtpConfig, form: Layout, target: AnyConfig) -> Iterator[
 
 
 def _module(config: MtpConfig, params, form: Layout, index: int, dtype) -> dict[str, np.ndarray]:
-    """The tensors of one module, by their names in the file."""
+    """The tensors of one module by their names in the file."""
     tensors = {}
     for name, spec in mtp_table(config).items():
         own_dtype = jnp.float32 if name == "router_bias" else dtype
@@ -122,7 +122,7 @@ def _module(config: MtpConfig, params, form: Layout, index: int, dtype) -> dict[
 
 
 def _config_json(config: MtpConfig, form: Layout, num_layers: int) -> dict[str, Any]:
-    """The target's config.json as far as it tells of the modules."""
+    """The part of the target's config.json that describes the modules."""
     hf = config.layer.to_hf()
     hf = config.layer.rope.spellings() | hf | {
         "num_hidden_layers": num_layers, "num_nextn_predict_layers": config.num_modules,
