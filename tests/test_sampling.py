@@ -1,4 +1,4 @@
-"""Sampling parameters against a brute-force oracle, and draws against their law."""
+"""Sampling parameters against a brute-force oracle, and draws against their distribution."""
 
 import jax
 import jax.numpy as jnp
@@ -232,9 +232,9 @@ def test_counts_add_only_what_is_new_and_count_repeats():
 
 
 def test_draws_follow_the_processed_law_and_never_take_a_dropped_token():
-    law = jnp.log(jnp.asarray([0.5, 0.25, 0.0, 0.2, 0.05])) + 3.0  # unnormalised
+    dist = jnp.log(jnp.asarray([0.5, 0.25, 0.0, 0.2, 0.05])) + 3.0  # unnormalised
     gumbel = jax.random.gumbel(jax.random.key(0), (40_000, 5))
-    tokens = sample(jnp.broadcast_to(law, gumbel.shape), gumbel)
+    tokens = sample(jnp.broadcast_to(dist, gumbel.shape), gumbel)
     assert tokens.dtype == jnp.int32
     seen = np.bincount(np.asarray(tokens), minlength=5)
     assert seen[2] == 0

@@ -31,8 +31,8 @@ def case():
     g = np.random.default_rng(0)
     p_logits, q_logits = 1.2 * g.standard_normal((2, K + 1, V)).astype(np.float32)
     q = jax.nn.softmax(q_logits[:K])
-    laws = np.asarray(q, np.float64)
-    tokens = np.stack([g.choice(V, B, p=law / law.sum()) for law in laws], axis=1)
+    dists = np.asarray(q, np.float64)
+    tokens = np.stack([g.choice(V, B, p=dist / dist.sum()) for dist in dists], axis=1)
     tile = lambda x: jnp.tile(jnp.asarray(x)[None], (B, *[1] * np.ndim(x)))
     scores = TargetScores(tile(p_logits), tile(p_logits))
     proposal = Proposal(

@@ -24,7 +24,7 @@ from spec_jax.testing import (
 from spec_jax.tree import DynamicTree, Tree, paths
 
 PLAIN = SamplerConfig(temperature=1.0)
-BUSH = Tree((0, 0, 1, 1, 2, 3))  # 1, 2 | 3, 4 behind 1, 5 behind 2 | 6 behind 3
+BUSH = Tree((0, 0, 1, 1, 2, 3))  # 1, 2 | 3, 4 after 1, 5 after 2 | 6 after 3
 GROWN = DynamicTree(num_nodes=7, depth=3, top_k=3)
 
 
@@ -76,15 +76,15 @@ def test_paths_are_the_ways_from_the_root():
 
 
 def random_round(parents, *, seed=0, size=256, vocab=4, is_sampled=True):
-    """Random laws, drafts and noise of many rows; ``parents`` None: a chain of three."""
+    """Random distributions, drafts and noise of many rows; ``parents`` None: a chain of three."""
     draw = np.random.default_rng(seed)
     K = 3 if parents is None else len(parents)
-    law = lambda *shape: draw.dirichlet(np.ones(vocab), shape).astype(np.float32)
-    logits = np.log(law(size, K + 1))
+    dist = lambda *shape: draw.dirichlet(np.ones(vocab), shape).astype(np.float32)
+    logits = np.log(dist(size, K + 1))
     proposal = Proposal(
         jnp.asarray(draw.integers(0, vocab, (size, K)), jnp.int32),
         jnp.asarray(draw.integers(0, K + 1, size), jnp.int32),
-        probs=law(size, K) if is_sampled else None,
+        probs=dist(size, K) if is_sampled else None,
         parents=None if parents is None else jnp.tile(jnp.asarray(parents), (size, 1)),
         tree_depth=0 if parents is None else Tree(parents).depth,
     )
@@ -93,7 +93,7 @@ def random_round(parents, *, seed=0, size=256, vocab=4, is_sampled=True):
 
 
 @functools.partial(jax.jit, static_argnames="rule")
-def judged(rule, scores, proposal, noise):
+def accepted(rule, scores, proposal, noise):
     return rule.accept(scores, proposal, noise)
 
 
@@ -107,8 +107,8 @@ def test_on_a_chain_a_tree_rule_is_the_chain_rule(name, is_sampled):
     depth = 4 if name == "match" else 1
     noise = Noise(uniforms, draw.gumbel(size=(256, depth, 4)).astype(np.float32))
     as_tree = proposal.replace(parents=jnp.tile(jnp.arange(3), (256, 1)), tree_depth=3)
-    a = judged(rule(name), scores, proposal, noise)
-    b = judged(rule(name), scores, as_tree, noise)
+    a = accepted(rule(name), scores, proposal, noise)
+    b = accepted(rule(name), scores, as_tree, noise)
     np.testing.assert_array_equal(a.n_accept, b.n_accept)
     np.testing.assert_array_equal(a.tokens, b.tokens)
     np.testing.assert_allclose(a.accept_probs, b.accept_probs, atol=1e-5)
@@ -168,18 +168,18 @@ def test_enumerated_law_of_a_dynamic_tree_is_the_targets(strategy):
 
 
 def test_traversal_accepts_more_than_recursive_rejection():
-    """Of drafts that are drawn from their laws, siblings without replacement."""
+    """Of drafts that are drawn from their distributions, siblings without replacement."""
     scores, proposal, uniforms, draw = random_round(TINY.parents, size=4096)
     q, tokens = np.asarray(proposal.probs), np.zeros((4096, 3), np.int32)
     for row, node in np.ndindex(tokens.shape):
-        law = q[row, TINY.parents[node]].astype(float)
+        dist = q[row, TINY.parents[node]].astype(float)
         if node == 1:
-            law[tokens[row, 0]] = 0.0
-        tokens[row, node] = draw.choice(4, p=law / law.sum())
+            dist[tokens[row, 0]] = 0.0
+        tokens[row, node] = draw.choice(4, p=dist / dist.sum())
     noise = Noise(uniforms, draw.gumbel(size=(4096, 1, 4)).astype(np.float32))
     proposal = proposal.replace(tokens=jnp.asarray(tokens), n_draft=jnp.full(4096, 3))
     mean = {
-        name: float(judged(rule(name), scores, proposal, noise).n_accept.mean())
+        name: float(accepted(rule(name), scores, proposal, noise).n_accept.mean())
         for name in ("residual", "traversal")
     }
     assert mean["traversal"] > mean["residual"] + 0.01
@@ -188,7 +188,7 @@ def test_traversal_accepts_more_than_recursive_rejection():
 @pytest.mark.representatives("residual")
 @pytest.mark.parametrize("strategy", ["residual", "traversal"])
 def test_mutation_siblings_reused_are_caught(monkeypatch, strategy):
-    """A rejected draft stays in the law of its siblings, as if it could be drawn again."""
+    """A rejected draft stays in the distribution of its siblings, as if it could be drawn again."""
     monkeypatch.setattr(tree, "_without", lambda q, node, token: q)
     on_tree = getattr(tree, "recursive_rejection" if strategy == "residual" else strategy)
     mutant = rule(strategy)._replace(accept=by_shape(chain.residual, on_tree))

@@ -88,7 +88,7 @@ def _with_proposal(drafter, change):
 
 
 def test_mutation_wrong_q_is_caught_by_enumeration():
-    """The draft is drawn at its temperature and judged with q of another."""
+    """The draft is drawn at its temperature and accepted with q of another."""
 
     def temper(proposal):
         q = jax.nn.softmax(jnp.log(proposal.probs) / 1.3, axis=-1)
@@ -228,7 +228,7 @@ def test_decoded_tokens_have_the_targets_joint_law(strategy):
     ids=["residual", "block", "match"],
 )
 def test_decoded_tokens_have_the_targets_law_at_vocabulary_4096(strategy, setting):
-    """A first token that is certain leads to a context whose law is wide."""
+    """A first token that is certain leads to a context whose distribution is wide."""
     V = 4096
     params = {name: testing.toy_params(V, seed, contexts=2, scale=3.0) for name, seed in
               (("target", 3), ("draft", 4))}
@@ -280,11 +280,11 @@ def test_mutation_rollback_left_out_is_caught_by_chi_square():
 
 
 def test_chi_square_pools_rare_outcomes_and_refuses_impossible_ones():
-    law = np.array([0.6, 0.3995, 0.0004, 0.0001, 0.0])
-    fair = np.random.default_rng(0).multinomial(10_000, law)
-    assert testing.chi_square(fair, law) > 1e-3
-    assert testing.chi_square(np.array([6500, 3490, 6, 4, 0]), law) < 1e-6
-    assert testing.chi_square(np.array([6000, 3994, 4, 1, 1]), law) == 0.0
+    dist = np.array([0.6, 0.3995, 0.0004, 0.0001, 0.0])
+    fair = np.random.default_rng(0).multinomial(10_000, dist)
+    assert testing.chi_square(fair, dist) > 1e-3
+    assert testing.chi_square(np.array([6500, 3490, 6, 4, 0]), dist) < 1e-6
+    assert testing.chi_square(np.array([6000, 3994, 4, 1, 1]), dist) == 0.0
 
 
 def test_forced_noise_draws_the_forced_token():
@@ -292,6 +292,6 @@ def test_forced_noise_draws_the_forced_token():
     logits = jnp.asarray([[[0.3, -2.0, 1.0, 0.5]]])
     sampler = make_sampler(SamplerConfig(temperature=1.0, top_k=3), 1, 4)
     counts = Counts(jnp.zeros((1, 4), bool), jnp.zeros((1, 4), jnp.int32))
-    law = process(logits, sampler, counts)[0, 0]
-    drawn = [int(sample(law, 1e4 * jnp.eye(4)[v])) for v in range(4)]
+    dist = process(logits, sampler, counts)[0, 0]
+    drawn = [int(sample(dist, 1e4 * jnp.eye(4)[v])) for v in range(4)]
     assert drawn[0] == 0 and drawn[2:] == [2, 3] and drawn[1] != 1
