@@ -79,5 +79,5 @@ def test_chains_of_copies_and_of_a_small_model_can_run_ahead():
 
 
 def test_a_cache_that_cannot_go_back_is_named():
-    with pytest.raises(ConfigError, match="the draft keeps a dict, which cannot go back"):
+    with pytest.raises(ConfigError, match="the draft keeps a dict, which cannot forget"):
         standalone(TOY).rewind(StandaloneState({}), 1)
