@@ -1,10 +1,9 @@
 """Randomness by name.
 
-Every draw is keyed by what it is for, never by how many were made before it, by the
-row's slot or by the batch: (request, stream, position) for the match rule and plain
-decoding, (request, stream, the round's start position, node) for every other rule.
-A request is its seed. Keys are threefry, the implementation whose draws do not depend
-on how they are batched.
+Every draw is keyed by what it is for, never by how many were made before it, by the row's
+slot or by the batch: by (request, stream, position) for the match rule and plain decoding,
+by (request, stream, start of the round, node) for every other rule. A request is its seed.
+Keys are threefry keys, whose draws do not depend on how they are batched.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 
 
 class Stream(enum.IntEnum):
-    """What a draw is for; streams never share a key."""
+    """What a draw is for; streams never share a key. At most 8: see ``pack``."""
 
     TARGET = 0  # tokens of plain decoding and of the match rule, by position
     DRAFT = 1
@@ -24,32 +23,39 @@ class Stream(enum.IntEnum):
     REPLACE = 3  # the token after the accepted drafts, residual or bonus
 
 
-def keys(seed: jax.Array, stream: Stream, *indices: jax.Array) -> jax.Array:
-    """One key a row.
+def pack(stream: Stream, node: jax.Array | int | None) -> jax.Array:
+    """Returns a word u32[...] of its own for every stream and node below 2**28, or none."""
+    number = jnp.uint32(0) if node is None else jnp.asarray(node).astype(jnp.uint32) + 1
+    return number * 8 + jnp.uint32(stream)
+
+
+def keys(
+    seed: jax.Array, stream: Stream, position: jax.Array, node: jax.Array | int | None = None
+) -> jax.Array:
+    """Returns one key a row, by one block of threefry.
+
+    Seed, stream and node are the words of the block's key and the position its counter, so no
+    two names meet in one block.
 
     Args:
       seed: u32[B], the request.
       stream: what the draw is for.
-      *indices: i32[B] each: position, or round start and node.
+      position: i32[B], of the token, or where the round starts.
+      node: i32[B] or i32[], of a draw that the round makes for each node; None: there is one.
 
     Returns:
       key[B].
     """
-
-    def one(seed, *indices):
-        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), stream)
-        for index in indices:
-            key = jax.random.fold_in(key, index)
-        return key
-
-    return jax.vmap(one)(seed, *(jnp.broadcast_to(i, seed.shape) for i in indices))
+    words = jnp.stack(jnp.broadcast_arrays(seed, pack(stream, node)), axis=-1)
+    named = jax.random.wrap_key_data(words, impl="threefry2x32")
+    return jax.vmap(jax.random.fold_in)(named, jnp.broadcast_to(position, seed.shape))
 
 
 def gumbel(row_keys: jax.Array, size: int) -> jax.Array:
-    """Standard Gumbel noise f32[B,size] from key[B], one draw a key."""
+    """Draws standard Gumbel noise f32[B,size] from key[B]."""
     return jax.vmap(lambda k: jax.random.gumbel(k, (size,), jnp.float32))(row_keys)
 
 
 def uniform(row_keys: jax.Array, size: int) -> jax.Array:
-    """Uniforms f32[B,size] in [0, 1) from key[B]."""
+    """Draws uniforms f32[B,size] in [0, 1) from key[B]."""
     return jax.vmap(lambda k: jax.random.uniform(k, (size,), jnp.float32))(row_keys)

@@ -1,4 +1,4 @@
-"""Tokens, counts and finish reasons are those that were recorded before the redesign."""
+"""Tokens, counts and finish reasons are those that were recorded."""
 
 from __future__ import annotations
 

@@ -265,8 +265,7 @@ def round_noise(
         make = lambda: rng.gumbel(rng.keys(seed, rng.Stream.REPLACE, start), vocab_size)[:, None]
         shape = (B, 1, vocab_size)
     gumbel = jnp.zeros(shape, jnp.float32) if sampler.temperature is None else make()
-    coin = lambda i: rng.uniform(rng.keys(seed, rng.Stream.ACCEPT, start, i + 1), 1)[:, 0]
-    return Noise(jax.vmap(coin, out_axes=1)(jnp.arange(num_draft)), gumbel)
+    return Noise(rng.uniform(rng.keys(seed, rng.Stream.ACCEPT, start), num_draft), gumbel)
 
 
 def _expected(rule: Rule, scores: TargetScores, proposal: Proposal, verdict: Verdict):
