@@ -1,33 +1,32 @@
 """Conversations and texts as documents: what is marked, what is read, what is held out."""
 
 import collections
-import gzip
-import json
 import random
 
 import numpy as np
 import pytest
 from support.chat_templates import (
+    ANSWERS,
     CHATML,
     GEMMA,
     GENERATION,
     LLAMA3,
     MISTRAL,
     REASONING,
+    TALK,
     TOOLS,
     byte_level,
     metaspace,
+    sharegpt,
     talk,
+    write_lines,
 )
 
 from spec_jax.data.chat import ChatTemplate
 from spec_jax.data.conversations import Document, Encoder, is_held_out, read_documents, token_mask
-from spec_jax.data.records import Conversation, Text, read_records
+from spec_jax.data.records import Conversation, Text
 from spec_jax.data.tokens import END_OF_TEXT
 from spec_jax.errors import ConfigError
-
-ANSWERS = ["That is four, is it?", "A café 数 🙂", "\nand\n"]
-TALK = talk("What is 2 + 2?", ANSWERS[0], "And a café?", ANSWERS[1], "more", ANSWERS[2])
 
 
 def encode(tokenizer, messages, tools=None, template=None) -> list[Document]:
@@ -222,112 +221,6 @@ def test_conversations_need_a_template_and_texts_do_not(tmp_path):
 
 
 # Files.
-
-
-def write_lines(path, records):
-    path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
-    return path
-
-
-def sharegpt(messages):
-    names = {"user": "human", "assistant": "gpt", "system": "system"}
-    turns = [{"from": names[m["role"]], "value": m["content"]} for m in messages]
-    return {"id": "x", "conversations": turns}
-
-
-def test_every_layout_gives_the_same_messages(tmp_path):
-    messages = [{"role": "system", "content": "S\u2028"}, *TALK]
-    parts = [
-        {"role": m["role"], "content": [{"type": "text", "text": c} for c in m["content"]]}
-        for m in messages
-    ]
-    records = [
-        {"messages": messages}, sharegpt(messages), {"messages": parts},
-        {"conversations": messages}, {"system": "S\u2028", **sharegpt(TALK)},
-        {"text": "unused", "messages": messages, "tools": ""},
-    ]  # fmt: skip
-    lines = write_lines(tmp_path / "a.jsonl", records)
-    whole = tmp_path / "b.json"
-    whole.write_text("\ufeff\n " + json.dumps(records, indent=1, ensure_ascii=False), "utf-8")
-    misnamed = write_lines(tmp_path / "c.json", records)
-    packed = tmp_path / "d.jsonl.gz"
-    packed.write_bytes(gzip.compress(lines.read_bytes()))
-    for path in (lines, whole, misnamed, packed):
-        found = list(read_records(path))
-        assert len(found) == 6
-        assert all(f.messages == messages and f.tools is None for f in found)
-    assert [f.source for f in read_records(lines)][-1] == f"{lines}:6"
-    assert [f.source for f in read_records(whole)][-1] == f"{whole}: object 6"
-
-
-def test_blank_lines_and_marks_of_order_are_no_records(tmp_path):
-    file = tmp_path / "a.jsonl"
-    file.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\n  \n{"text": "b"}')
-    assert [(r.text, r.source[-2:]) for r in read_records(file)] == [("a", ":1"), ("b", ":4")]
-
-
-def test_other_files_are_one_text_and_folders_are_read_in_order(tmp_path):
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "b.md").write_text("two\n{}\n", encoding="utf-8")
-    (tmp_path / "z.txt").write_text("three", encoding="utf-8")
-    (tmp_path / ".hidden").write_text("no", encoding="utf-8")
-    write_lines(tmp_path / "a.jsonl", [{"text": "one"}])
-    assert [r.text for r in read_records(tmp_path)] == ["one", "two\n{}\n", "three"]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"messages": [', "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        ('"hello"', "is no object"),
-        ("{}", "the keys none"),
-        ('{"prompt": "a", "answer": "b"}', "the keys 'prompt', 'answer'"),
-        ('{"messages": "hi"}', "keys 'messages'"),
-        ('{"messages": ["hi"]}', "a turn is 'hi'"),
-        ('{"messages": [{"content": "a"}]}', "the role None"),
-        ('{"messages": [{"role": "user"}]}', "the content None"),
-        ('{"messages": [{"role": "user", "content": 3}]}', "the content 3"),
-        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "text only"),
-        ('{"conversations": [{"from": "bot", "value": "a"}]}', "from 'bot'.*one of human"),
-        ('{"conversations": [{"from": "gpt", "value": null}]}', "the value None"),
-        ('{"conversations": [{"from": ["gpt"], "value": "a"}]}', r"from \['gpt'\]"),
-        ('{"messages": [], "tools": 3}', "tools are 3"),
-        ('{"messages": [], "tools": "[1"}', "not JSON"),
-    ],
-)
-def test_a_malformed_line_is_named_with_its_remedy(tmp_path, line, message):
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"text": "fine"}\n' + line + "\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=rf"a\.jsonl:2: .*{message}.*leave it out"):
-        list(read_records(file))
-
-
-def test_a_malformed_list_names_the_line_or_the_object(tmp_path):
-    file = tmp_path / "a.json"
-    file.write_text('[{"text": "a"},\n{"text": }]')
-    with pytest.raises(ConfigError, match=r"a\.json: not JSON .*line 2"):
-        list(read_records(file))
-    file.write_text('[{"text": "a"},\n{"txt": "b"}]')
-    with pytest.raises(ConfigError, match=r"a\.json: object 2: .*'txt'"):
-        list(read_records(file))
-
-
-def test_bytes_that_are_no_text_are_named(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
-    with pytest.raises(ConfigError, match=r"a\.jsonl:2: byte 11 is not UTF-8"):
-        list(read_records(tmp_path / "a.jsonl"))
-    (tmp_path / "b.jsonl").write_text('{"text": "ab\\ud83d"}\n')
-    with pytest.raises(ConfigError, match=r"b\.jsonl:1: character 3 is half"):
-        list(read_documents([tmp_path / "b.jsonl"], Encoder(byte_level())))
-    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 99)[:-9])
-    with pytest.raises(ConfigError, match=r"c\.jsonl\.gz cannot be read"):
-        list(read_records(tmp_path / "c.jsonl.gz"))
-    with pytest.raises(ConfigError, match=r"no file .*none\.jsonl"):
-        list(read_records(tmp_path / "none.jsonl"))
-
-
-# Splits and cuts.
 
 
 def test_the_split_is_of_contents_whatever_the_order_and_the_layout(tmp_path):

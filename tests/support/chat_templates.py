@@ -4,6 +4,8 @@ The texts are ours: each does what its family's template does where rendering, s
 refusals depend on it.
 """
 
+import json
+
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -158,3 +160,18 @@ def talk(*contents, first="user"):
     """Messages whose roles take turns."""
     roles = ["user", "assistant"] if first == "user" else ["assistant", "user"]
     return [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
+
+
+ANSWERS = ["That is four, is it?", "A café 数 🙂", "\nand\n"]
+TALK = talk("What is 2 + 2?", ANSWERS[0], "And a café?", ANSWERS[1], "more", ANSWERS[2])
+
+
+def write_lines(path, records):
+    path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    return path
+
+
+def sharegpt(messages):
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    turns = [{"from": names[m["role"]], "value": m["content"]} for m in messages]
+    return {"id": "x", "conversations": turns}
