@@ -102,7 +102,7 @@ def greedy(models):
     return prompts, [row.tokens for row in rows]
 
 
-@pytest.mark.representatives("zoo/eagle3")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_draft_what_the_target_says(models, greedy, name):
     """Coarse bounds, from real decoding of held-out functions; greedy tokens are the target's."""

@@ -101,6 +101,7 @@ def match_decoder(target, draft, method):
     return decoder(target, other, "match", method=name, target_sampler=MIXED)
 
 
+@pytest.mark.representatives("standalone", "ngram")
 @pytest.mark.parametrize("method", ["standalone", "ngram", "self"])
 def test_match_emits_exactly_the_plain_stream_for_mixed_rows(target, draft, plain_mixed, method):
     d = match_decoder(target, draft, method)

@@ -72,7 +72,7 @@ def test_every_prompt_gives_its_greedy_stream():
     check_alone(speculative(mock_model(V, 0), mock_model(V, 1), "greedy", 0.0))
 
 
-@pytest.mark.representatives("3")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("batch", [1, 3, 50])
 def test_the_batch_changes_nothing(batch):
     decoder = speculative(mock_model(V, 0), mock_model(V, 1), "residual")

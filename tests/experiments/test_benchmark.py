@@ -148,6 +148,7 @@ def test_model_flops_are_those_of_the_products_in_a_step(make):
     assert products_flops(traced) == pytest.approx(case.flops, rel=0.05)
 
 
+@pytest.mark.exhaustive
 def test_streaming_is_held_against_the_uninterrupted_loop(config, tmp_path):
     record = benchmark.run(config, tmp_path, ("streaming",))
     assert [line["bar"] for line in record["lines"]] == [config.bars.streaming] * 2 + [None]

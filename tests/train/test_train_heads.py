@@ -84,7 +84,7 @@ def trained(name):
     return dataclasses.replace(head, params={**state.params, **constants})
 
 
-@pytest.mark.representatives("eagle-3, reduced, normed")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", HEADS)
 def test_teacher_forced_rounds_are_the_decoders(name):
     """Drafts reached and accepted, by position, though one side never decodes and the other never
