@@ -103,9 +103,12 @@ def load_draft(
     kind = registry.find(method) if method is not None else registry.detect(directory)
     dtype = _check_dtype(target.params["embed"].dtype if dtype is None else dtype)
     if kind.draft == "model":
-        return load_model(name_or_path, dtype, **overrides)
+        if overrides:
+            raise ConfigError(f"{name_or_path} is a model; {', '.join(overrides)} is for heads")
+        return dataclasses.replace(load_model(name_or_path, dtype), method=kind.name)
     if kind.read is None:
-        raise ConfigError(f"method {method!r} has no weights to load; it needs no draft")
+        why = "it needs no draft" if kind.draft == "none" else "its kind has no `read`"
+        raise ConfigError(f"method {kind.name!r} has no weights to load: {why}")
     head = kind.read(directory, target, dtype, **overrides)
     return dataclasses.replace(head, name=str(name_or_path))
 

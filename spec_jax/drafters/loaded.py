@@ -39,7 +39,7 @@ class LoadedModel:
     tokenizer: Tokenizer | None = None
     config: AnyConfig | None = None
     stop_tokens: tuple[int, ...] = ()
-    method = "standalone"
+    method: str = "standalone"
 
     @property
     def max_length(self) -> int:

@@ -153,6 +153,7 @@ class DrafterKind:
 
 
 _KINDS: dict[str, DrafterKind] = {}
+_SOURCES = ("head", "model", "none")
 
 
 def register(kind: DrafterKind) -> DrafterKind:
@@ -164,8 +165,15 @@ def register(kind: DrafterKind) -> DrafterKind:
       kind: its record.
 
     Raises:
-      ConfigError: another kind has the same config class, or an objective of the same name.
+      ConfigError: the record lacks what a drafter is made of, or another kind has the same config
+        class or an objective of the same name.
     """
+    if kind.draft not in _SOURCES:
+        raise ConfigError(f"draft is {kind.draft!r}; expected one of {', '.join(_SOURCES)}")
+    if kind.drafter is None and (kind.draft != "head" or kind.head is None):
+        raise ConfigError(f"drafter kind {kind.name!r} has no `drafter`, and no `head` to make one")
+    if kind.draft == "head" and kind.config_class is None:
+        raise ConfigError(f"drafter kind {kind.name!r} is of heads and has no `config_class`")
     for other in _KINDS.values():
         if other.name == kind.name:
             continue

@@ -58,7 +58,8 @@ def forward(
     window = Window.after(config, cache, *tokens.shape, window_offset, positions, window_mask)
     x = jnp.take(params["embed"], tokens, axis=0)
     tapped = {i: x for i in taps}  # each is replaced when its layer is reached
-    step = functools.partial(family_of(config).layer, window=window, config=config)
+    layer_of = family_of(config).layer
+    step = lambda weights, x, cache, index: layer_of(weights, x, cache, index, window, config)
     if config.scan_layers:
 
         def body(carry, scanned):

@@ -10,7 +10,7 @@ import pytest
 from support.published_heads import CONFIG, EAGLE_3, HEADS, SPECULATORS, tensors_of, write
 from support.tiny_models import LLAMA, MAMBA2, random_weights
 
-from spec_jax import zoo
+from spec_jax import SpeculativeDecoder, zoo
 from spec_jax.config import METHODS, SpeculativeConfig
 from spec_jax.drafters import registry
 from spec_jax.drafters.eagle.model import EagleConfig
@@ -88,6 +88,7 @@ def test_fc_weight_alone_makes_no_eagle_head(tmp_path, name):
         ({"num_hidden_layers": 2}, {"model.layers.2.eh_proj.weight"}, "mtp"),
         ({"num_hidden_layers": 2}, {"model.layers.1.mlp.up_proj.weight"}, None),
         ({}, {"model.layers.2.eh_proj.weight"}, None),
+        ({"mask_token_id": 0}, {"fc.weight", "midlayer.mlp.up_proj.weight"}, None),
     ],
 )
 def test_config_and_tensors_decide_together(tmp_path, hf, names, kind):
@@ -146,5 +147,32 @@ def test_a_kind_that_takes_what_another_has_is_refused():
 
 
 def test_a_method_without_weights_has_none_to_load(tmp_path):
-    with pytest.raises(ConfigError, match="method 'ngram' has no weights to load"):
+    with pytest.raises(ConfigError, match="'ngram' has no weights to load: it needs no draft"):
         load_draft(tmp_path, load_model("zoo/draft"), method="ngram")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"draft": "modle"}, "draft is 'modle'; expected one of head, model, none"),
+        ({"draft": "none"}, "has no `drafter`, and no `head`"),
+        ({"head": lambda config, target: None}, "is of heads and has no `config_class`"),
+    ],
+)
+def test_a_record_that_lacks_something_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        registry.register(registry.DrafterKind(name="x", **changes))
+
+
+def test_a_model_drafts_under_the_name_of_its_kind():
+    standalone = registry.find("standalone")
+    registry.register(dataclasses.replace(standalone, name="mine", detect=lambda hf, names: False))
+    try:
+        target = load_model("zoo/draft")
+        draft = load_draft("zoo/draft", target, method="mine")
+        decoder = SpeculativeDecoder(target, draft, SpeculativeConfig("mine"))
+        assert decoder.config.speculative_method == "mine"
+        with pytest.raises(ConfigError, match="is a model; taps is for heads"):
+            load_draft("zoo/draft", target, taps=(1,))
+    finally:
+        registry.unregister("mine")

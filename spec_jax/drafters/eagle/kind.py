@@ -48,7 +48,7 @@ def is_eagle(hf: Mapping[str, Any], names: AbstractSet[str]) -> bool:
     """
     layers = {name.split(".")[1] for name in names if name.startswith("layers.")}
     is_other = hf.get("speculators_model_type", "eagle3") != "eagle3" or any(
-        hf.get(key) not in (None, False) for key in _OTHER_KEYS
+        hf.get(key) is not None and hf[key] is not False for key in _OTHER_KEYS
     )
     return "fc.weight" in names and layers <= {"0"} and not (is_other or _OTHER_TENSORS & names)
 

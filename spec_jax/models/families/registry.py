@@ -57,8 +57,8 @@ class Family(NamedTuple):
         if only the layers are supported, in MTP modules.
       init_cache: ``(config, batch, slots, dtype) -> Cache``.
       can_scan: the layers are all alike, so they may be stacked and scanned.
-      has_panels: the layers apply every matrix by ``layers.linear``, so a CPU may store them in
-        panels, see ``models/layout.py``.
+      has_panels: every matrix but ``embed`` is applied by ``layers.linear``, so a CPU may store
+        them in panels, see ``models/layout.py``.
       mtp_layouts: names of the layouts (see ``drafters/mtp/layout.py``) that can hold MTP modules
         with such a layer, whose cache must be a ``KVCache``. Empty if modules are not supported.
         The names of a layer's weights must differ from those of a module (``fc``, ``norm``,
