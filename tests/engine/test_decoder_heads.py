@@ -41,7 +41,7 @@ def modules(**changes):
     return LoadedHead("modules", config, init_mtp(config, jax.random.key(0)))
 
 
-@pytest.mark.representatives("dynamic")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "config",
     [{}, {"tree": (2, 2, 1)}, {"tree_depth": 3, "tree_top_k": 3, "num_speculative_tokens": 8}],

@@ -183,7 +183,7 @@ def after_mix(name, change=lambda drafter: drafter):
     return stale, caught_up, proposals(system, params, fresh, state), state
 
 
-@pytest.mark.representatives("eagle-3")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", DRAFTS)
 def test_drafts_after_any_mix_of_ks_are_those_after_a_fresh_prefill(name):
     stale, caught_up, expected, state = after_mix(name)

@@ -134,7 +134,7 @@ def products_flops(jaxpr) -> int:
     return total
 
 
-@pytest.mark.representatives("eagle3_case")
+@pytest.mark.representatives("lm_case")
 @pytest.mark.parametrize("make", [training.lm_case, training.eagle3_case])
 def test_model_flops_are_those_of_the_products_in_a_step(make):
     """Of a width at which what is counted roughly does not matter; Adam has no products."""
@@ -242,7 +242,7 @@ def test_refuses_values_that_cannot_be(config, tmp_path, section, values, messag
         benchmark.run(config, tmp_path, ("speed",))
 
 
-@pytest.mark.representatives("float32")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", ["float32", "float32 padded to two rows"])
 def test_plain_loops_decode_what_the_decoder_decodes(pair, variant):
     prompts = [[3, 4, 5], [7, 1, 2, 9, 8, 8]]

@@ -97,7 +97,7 @@ def plain_tokens(config):
     return [row.tokens for row in rows]
 
 
-@pytest.mark.representatives("hybrid")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "target, draft, shape",
     [
