@@ -23,11 +23,11 @@ from experiments.common import cli, plots, report
 from experiments.common.tables import table
 from experiments.common.timing import spread
 from spec_jax import decoding
-from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.config import SamplerConfig
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.errors import ConfigError
 from spec_jax.parallel.overlap import Devices, Overlap, Span
-from spec_jax.rules import make_rule
+from spec_jax.rules import GREEDY
 from spec_jax.sampling import make_sampler
 from spec_jax.testing import slow_model, toy_model, toy_params
 
@@ -58,9 +58,8 @@ def run(
         raise ConfigError("jax sees one device; XLA_FLAGS has forced it, or devices had started")
     target, draft, *_ = jax.devices()
     toy, timeline = toy_model(VOCAB_SIZE), []
-    rule = make_rule(SpeculativeConfig(rejection_sampling_strategy="greedy"))
     system = decoding.System(
-        slow_model(toy, verify_ms / 1e3), standalone(slow_model(toy, draft_ms / 1e3)), rule, k
+        slow_model(toy, verify_ms / 1e3), standalone(slow_model(toy, draft_ms / 1e3)), GREEDY, k
     )
     overlapped = _ticks_ms(Overlap(Devices(draft, target), timeline), system, num_tokens)
     usual = _ticks_ms(decoding, system, num_tokens)

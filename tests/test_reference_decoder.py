@@ -1,4 +1,4 @@
-"""The algorithm for black boxes: its law, exactly; its metrics; its errors; its adapters."""
+"""The algorithm for black boxes: its exact distribution, its metrics, its errors, its adapters."""
 
 from __future__ import annotations
 
@@ -64,36 +64,36 @@ def cells(n):
 def law_of_a_round(k, last):
     """Probability of everything that one round can emit after the token ``last``, integrated."""
     draft, target, decoder = MockDraft(Q), MockTarget(P), SpeculativeDecoder(Config(k=k))
-    law = {}
+    dist = {}
     grid = [cells(4)] * (2 * k) + [cells(8)]
     for u in itertools.product(*grid):
         draft.generator, decoder.generator = Scripted(u[:k]), Scripted(u[k:])
         emitted = decoder.decode_round(draft, target, (last,), limit=99)[1:]
-        law[emitted] = law.get(emitted, 0.0) + 1 / (4 ** (2 * k) * 8)
-    return law
+        dist[emitted] = dist.get(emitted, 0.0) + 1 / (4 ** (2 * k) * 8)
+    return dist
 
 
 def joint_law(k, num_tokens):
-    """f64[V,...,V], the law of the first tokens of a generation from the prompt (0,)."""
+    """f64[V,...,V], the distribution of the first tokens of a generation from the prompt (0,)."""
     rounds = [law_of_a_round(k, last) for last in range(V)]
-    law = np.zeros((V,) * num_tokens)
+    dist = np.zeros((V,) * num_tokens)
 
     def visit(output, probability):
         if len(output) >= num_tokens:
-            law[output[:num_tokens]] += probability
+            dist[output[:num_tokens]] += probability
             return
         for emitted, p in rounds[output[-1] if output else 0].items():
             visit(output + emitted, probability * p)
 
     visit((), 1.0)
-    return law
+    return dist
 
 
 def plain_law(num_tokens):
-    law = np.zeros((V,) * num_tokens)
-    for tokens in np.ndindex(law.shape):
-        law[tokens] = np.prod([P[a, b] for a, b in zip((0, *tokens), tokens)])
-    return law
+    dist = np.zeros((V,) * num_tokens)
+    for tokens in np.ndindex(dist.shape):
+        dist[tokens] = np.prod([P[a, b] for a, b in zip((0, *tokens), tokens)])
+    return dist
 
 
 @pytest.mark.parametrize("k, num_tokens", [(0, 2), (1, 3), (2, 4)])
@@ -143,11 +143,11 @@ def p_value(draft_of, k=3, num_tokens=3, trials=2_000):
     draft, counts = draft_of(random_table(2, 2), decoder), np.zeros((V,) * num_tokens, int)
     for _ in range(trials):
         counts[decoder.generate(draft, MockTarget(table), (1, 2))] += 1
-    law = np.zeros_like(counts, float)
-    for tokens in np.ndindex(law.shape):
+    dist = np.zeros_like(counts, float)
+    for tokens in np.ndindex(dist.shape):
         history = (1, 2, *tokens)
-        law[tokens] = np.prod([table[history[i : i + 3]] for i in range(num_tokens)])
-    return testing.chi_square(counts, law)
+        dist[tokens] = np.prod([table[history[i : i + 3]] for i in range(num_tokens)])
+    return testing.chi_square(counts, dist)
 
 
 def test_generations_have_the_targets_law():

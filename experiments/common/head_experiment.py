@@ -86,9 +86,9 @@ class Experiment:
         self._view = jax.jit(functools.partial(target_view, config=self.target.config, taps=taps))
         self._views = None
         if config.data.view_cache:
-            most = int(config.data.view_cache_gb * 1e9)
+            max_bytes = int(config.data.view_cache_gb * 1e9)
             self._views = ViewCache(
-                config.data.view_cache, most, self.frozen, self.target.config, taps
+                config.data.view_cache, max_bytes, self.frozen, self.target.config, taps
             )
         step = functools.partial(
             train_step, objective=self.spec.objective, optimizer=self.optimizer,

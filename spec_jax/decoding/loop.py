@@ -165,8 +165,7 @@ def generate(
 
 def read_chunk(state: DecodeState, rounds: jax.Array, row_rounds: jax.Array) -> Chunk:
     """Copies what a caller reads out of the state."""
-    total = state.prompt_length + (state.kind != Kind.NONE).sum(axis=1)
-    return Chunk(jnp.copy(state.tokens), total, jnp.copy(state.finish), rounds, row_rounds)
+    return Chunk(jnp.copy(state.tokens), state.total, jnp.copy(state.finish), rounds, row_rounds)
 
 
 @jax.jit

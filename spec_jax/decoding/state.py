@@ -89,6 +89,11 @@ class DecodeState:
         return self.target.length
 
     @property
+    def total(self) -> jax.Array:
+        """i32[B], tokens of the prompt and the output so far."""
+        return self.prompt_length + (self.kind != Kind.NONE).sum(axis=1)
+
+    @property
     def is_active(self) -> jax.Array:
         return self.finish == Finish.RUNNING
 

@@ -129,7 +129,7 @@ class DecodeQueue:
         return next(self._results)
 
     def _run(self) -> Iterator[tuple[int, Generation]]:
-        if bool(self._cancellation.rows()):
+        if self._cancellation.rows():
             raise Cancelled(
                 "the queue was cancelled before its first prompt; a token that was used before "
                 "begins anew after reset()"

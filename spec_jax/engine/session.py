@@ -180,7 +180,7 @@ class Session:
         self.pieces.extend(self._tracker.take())
         if (finish != Finish.RUNNING).all():
             self._finish()
-            self.is_done = True  # after the pieces: whoever sees it sees every piece
+            self.is_done = True  # after the pieces: a reader that sees it sees every piece
             self._state = None
 
     def _finish(self) -> None:

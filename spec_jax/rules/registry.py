@@ -54,11 +54,12 @@ MATCH = Rule(
     "match", by_shape(chain.match, tree.match), is_lossless=True,
     expected_acceptance=chain.expected_match, is_coupled=True, has_trees=True,
 )
+GREEDY = Rule(
+    "greedy", by_shape(chain.greedy, tree.greedy), is_lossless=True,
+    expected_acceptance=chain.expected_greedy, is_greedy=True, has_trees=True,
+)
 _FIXED = (
-    Rule(
-        "greedy", by_shape(chain.greedy, tree.greedy), is_lossless=True,
-        expected_acceptance=chain.expected_greedy, is_greedy=True, has_trees=True,
-    ),
+    GREEDY,
     Rule(
         "residual", by_shape(chain.residual, tree.residual), is_lossless=True,
         expected_acceptance=chain.expected_residual, needs_probs=True, has_trees=True,

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from support.eagle_heads import CONFIGS, HOT, PROMPTS, V, np_draft, prefill, run, system_of
 from support.tiny_models import LLAMA, plain, random_weights
+from support.trees import BUSH, GROWN, rule
 
 from spec_jax import decoding
-from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context
 from spec_jax.drafters.eagle.model import eagle
 from spec_jax.drafters.standalone.model import standalone
@@ -22,7 +23,6 @@ from spec_jax.engine import stats
 from spec_jax.errors import ConfigError
 from spec_jax.models import transformer
 from spec_jax.models.caches.kv import KVCache
-from spec_jax.rules import make_rule
 from spec_jax.sampling import make_sampler
 from spec_jax.testing import (
     certify_decoder,
@@ -30,14 +30,6 @@ from spec_jax.testing import (
     toy_params,
 )
 from spec_jax.tree import DynamicTree, Tree
-
-PLAIN = SamplerConfig(temperature=1.0)
-BUSH = Tree((0, 0, 1, 1, 2, 3))  # 1, 2 | 3, 4 behind 1, 5 behind 2 | 6 behind 3
-GROWN = DynamicTree(num_nodes=7, depth=3, top_k=3)
-
-
-def rule(strategy):
-    return make_rule(SpeculativeConfig(rejection_sampling_strategy=strategy))
 
 
 def decoded(system, params, prompts, sampler, new):

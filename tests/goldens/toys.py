@@ -117,7 +117,7 @@ def _product() -> Iterator[tuple[str, str, str]]:
 def _cell(kind, strategy, shape):
     made = decoder(kind, strategy, SHAPES[shape])
     first = decoded(made)
-    # The second call of suffix decoding finds what the first one has left behind.
+    # The second call of suffix decoding finds the outputs of the first one.
     return first + decoded(made) if kind == "suffix" else first
 
 

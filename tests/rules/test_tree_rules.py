@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.trees import BUSH, PLAIN, rule
 
-from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Noise, Proposal, TargetScores
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.errors import ConfigError
-from spec_jax.rules import batched, by_shape, chain, make_rule, tree
+from spec_jax.rules import batched, by_shape, chain, tree
 from spec_jax.testing import (
     CertificateError,
     Row,
@@ -22,15 +23,6 @@ from spec_jax.testing import (
     toy_model,
 )
 from spec_jax.tree import DynamicTree, Tree, paths
-
-PLAIN = SamplerConfig(temperature=1.0)
-BUSH = Tree((0, 0, 1, 1, 2, 3))  # 1, 2 | 3, 4 after 1, 5 after 2 | 6 after 3
-GROWN = DynamicTree(num_nodes=7, depth=3, top_k=3)
-
-
-def rule(strategy):
-    return make_rule(SpeculativeConfig(rejection_sampling_strategy=strategy))
-
 
 # ----------------------------------------------------------------------------- shapes
 

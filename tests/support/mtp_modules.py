@@ -125,7 +125,7 @@ def features_of(target, params, tokens):
 
 
 def np_draft(config, params, tokens, num_draft=K):
-    """Greedy drafts and their logits behind tokens of which the last is pending."""
+    """Greedy drafts and their logits after tokens of which the last is pending."""
     fed = jnp.asarray([[*tokens[:-1], *[0] * (SLOTS - len(tokens) + 1)]])
     features = features_of(transformer.model(TARGET, config.taps), params, fed)
     features = np.asarray(features[0, : len(tokens) - 1], np.float64)
@@ -181,7 +181,7 @@ def run(system, params, state, rounds):
 
 @functools.partial(jax.jit, static_argnames="system")
 def fresh_draft(system, params, state):
-    """The drafter's state behind the same tokens, all fed at once."""
+    """The drafter's state after the same tokens, all fed at once."""
     features = features_of(system.target, params, state.tokens)
     pending = jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)[:, 0]
     draft = system.drafter.init(params["draft"], len(pending), SLOTS)

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import decoding
-from spec_jax.config import SpeculativeConfig
+from spec_jax.contracts import Rule
 from spec_jax.decoding import Chunk, DecodeState, Kind, System
 from spec_jax.drafters.model_free import without_drafts
 from spec_jax.engine.adaptive.policy import Costs, Tuner
-from spec_jax.rules import MATCH, make_rule
+from spec_jax.rules import GREEDY, MATCH
 
 _TIMED_ROUNDS, _TIMED_REPEATS = 4, 2
 CATCH_UP = 32  # tokens of one catch-up pass, where the slots allow it
@@ -37,10 +37,9 @@ def system_of(system: System, num_draft: int) -> System:
     )  # fmt: skip
 
 
-def plain_rule(is_greedy: bool):
+def plain_rule(is_greedy: bool) -> Rule:
     """The rule of plain decoding: argmax, or a sample from the target's distribution."""
-    greedy = SpeculativeConfig(rejection_sampling_strategy="greedy")
-    return make_rule(greedy) if is_greedy else MATCH
+    return GREEDY if is_greedy else MATCH
 
 
 @functools.partial(jax.jit, static_argnames=("system",), donate_argnames=("state",))
@@ -56,7 +55,7 @@ def catch_up(params, state: DecodeState, *, system: System) -> DecodeState:
 @jax.jit
 def count_tokens(state: DecodeState) -> jax.Array:
     """i32[B], tokens of the prompt and the output so far."""
-    return state.prompt_length + (state.kind != Kind.NONE).sum(axis=1)
+    return state.total
 
 
 @functools.partial(jax.jit, static_argnames=("max_draft",))
