@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from spec_jax.config import GREEDY_BELOW, SamplerConfig
 from spec_jax.errors import ConfigError
+from spec_jax.sharding import by_row
 
 _NARROW = 128  # logits that top-k and top-p try first; all are sorted only if these do not suffice
 
@@ -87,8 +89,10 @@ class Counts:
 
     def add(self, tokens: jax.Array, is_new: jax.Array) -> Counts:
         """Counts the tokens i32[B,T] where ``is_new`` bool[B,T]."""
-        rows = jnp.arange(tokens.shape[0])[:, None]
-        return self.replace(output=self.output.at[rows, tokens].add(is_new.astype(jnp.int32)))
+        add = lambda output, at, new: output.at[at].add(new)
+        return self.replace(
+            output=jax.vmap(add)(self.output, tokens, is_new.astype(jnp.int32))
+        )
 
 
 def init_counts(
@@ -106,8 +110,8 @@ def init_counts(
         return None
     (B, T), V = tokens.shape, vocab_size
     is_prompt = jnp.arange(T) < lengths[:, None]
-    rows, columns = jnp.arange(B)[:, None], jnp.where(is_prompt, tokens, V)
-    seen = jnp.zeros((B, V), bool).at[rows, columns].set(True, mode="drop")
+    mark = lambda columns: jnp.zeros(V, bool).at[columns].set(True, mode="drop")
+    seen = jax.vmap(mark)(jnp.where(is_prompt, tokens, V))
     return Counts(prompt=seen, output=jnp.zeros((B, V), jnp.int32))
 
 
@@ -213,6 +217,13 @@ def process(
       f32[B,T,V] unnormalised log-probabilities, -inf where a token is dropped. At
       temperature 0 all but the argmax are.
     """
+    run = functools.partial(_process, is_argmax=is_argmax)
+    if not is_argmax or sampler.penalties is not None:
+        run = by_row(run)
+    return run(logits, sampler, counts, drafted, is_before)
+
+
+def _process(logits, sampler, counts, drafted, is_before, *, is_argmax):
     x = logits.astype(jnp.float32)
     if sampler.logit_bias is not None:
         x = x + sampler.logit_bias[:, None]

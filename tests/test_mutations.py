@@ -109,7 +109,7 @@ MUTATIONS = [
              "return moved.replace(length=self.length + n)",
              "return moved.replace(length=self.length + n.max())", ROLLED_BACK),
     Mutation("all rows write where the first does", "models/caches/kv.py",
-             "(b * G, start[b], 0)", "(b * G, start[0], 0)", ROLLED_BACK),
+             "b * n, start[b]", "b * n, start[0]", ROLLED_BACK),
     Mutation("an accepted path stays where the tree had it", "models/caches/kv.py",
              "moved = self if path is None else self._gather(path)", "moved = self",
              f"{TREE}::test_emits_exactly_the_plain_tokens[greedy-standalone-static]"),

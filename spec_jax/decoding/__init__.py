@@ -1,6 +1,6 @@
 """Speculative decoding as pure functions over arrays."""
 
-from spec_jax.decoding.loop import generate, insert, prefill, read_chunk, read_row
+from spec_jax.decoding.loop import generate, insert, prefill, read_chunk, read_row, read_rows
 from spec_jax.decoding.round import (
     accept,
     commit,
@@ -28,6 +28,6 @@ from spec_jax.decoding.validate import validate_proposal
 __all__ = [
     "Chunk", "DecodeState", "Finish", "Kind", "Record", "System", "accept", "append",
     "apply_limits", "commit", "decode_round", "draft", "emit", "generate", "insert", "prefill",
-    "propose", "read_chunk", "read_row", "round_noise", "score", "target_pass",
+    "propose", "read_chunk", "read_row", "read_rows", "round_noise", "score", "target_pass",
     "validate_proposal", "verify",
 ]  # fmt: skip

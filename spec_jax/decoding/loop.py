@@ -22,6 +22,7 @@ from spec_jax.decoding.state import (
 from spec_jax.errors import ShapeError
 from spec_jax.sampling import Sampler, argmax, init_counts, process, sample
 from spec_jax.shapes import check_shapes
+from spec_jax.sharding import constrain_state, replicate
 
 
 def prefill(
@@ -83,7 +84,8 @@ def _prefill_target(params, tokens, lengths, *, target, slots):
         cache = target.init_cache(params, tokens.shape[0], slots)
         output = target.forward(params, tokens, cache)
         last = jnp.take_along_axis(output.hidden, (lengths - 1)[:, None, None], axis=1)
-        return output.cache.commit(lengths), target.unembed(params, last), output.features
+        cache = constrain_state(output.cache.commit(lengths))
+        return cache, target.unembed(params, last), output.features
 
 
 @functools.partial(jax.jit, static_argnames=("is_argmax", "slots"))
@@ -120,7 +122,8 @@ def init_state(
     fault = jnp.where(is_bad, Finish.NAN_TARGET, Finish.RUNNING)
     n_emit, finish = apply_limits(state, first[:, None], lengths, 1, fault)
     record = {"tokens": first[:, None], "kind": jnp.full((B, 1), Kind.FIRST)}
-    return append(state, record, lengths, n_emit).replace(finish=finish), first
+    state = append(state, record, lengths, n_emit).replace(finish=finish)
+    return constrain_state(state), first
 
 
 @functools.partial(jax.jit, static_argnames=("drafter", "slots"))
@@ -128,7 +131,7 @@ def _prefill_draft(params, tokens, lengths, first, features, *, drafter, slots):
     """Returns the drafter's state after the prompts and each row's ``first`` token."""
     with jax.named_scope("prefill_draft"):
         draft = drafter.init(params, tokens.shape[0], slots)
-        return drafter.prefill(params, draft, tokens, lengths, first, features)
+        return constrain_state(drafter.prefill(params, draft, tokens, lengths, first, features))
 
 
 @functools.partial(jax.jit, static_argnames=("system",), donate_argnames=("state",))
@@ -156,7 +159,8 @@ def generate(
 
     def one_round(carry):
         rounds, row_rounds, state = carry
-        return rounds + 1, row_rounds + num_active(state), decode_round(params, state, system)
+        active = num_active(state)
+        return rounds + 1, row_rounds + active, constrain_state(decode_round(params, state, system))
 
     carry = (jnp.int32(0), jnp.int32(0), state)
     rounds, row_rounds, state = jax.lax.while_loop(has_work, one_round, carry)
@@ -165,13 +169,20 @@ def generate(
 
 def read_chunk(state: DecodeState, rounds: jax.Array, row_rounds: jax.Array) -> Chunk:
     """Copies what a caller reads out of the state."""
-    return Chunk(jnp.copy(state.tokens), state.total, jnp.copy(state.finish), rounds, row_rounds)
+    chunk = Chunk(jnp.copy(state.tokens), state.total, jnp.copy(state.finish), rounds, row_rounds)
+    return replicate(chunk)
 
 
 @jax.jit
 def read_row(state: DecodeState, row: jax.Array) -> Record:
     """Copies what row ``row`` (i32[]) has produced, so that the state may be donated."""
-    return jax.tree.map(lambda x: x[row], Record.of(state))
+    return replicate(jax.tree.map(lambda x: x[row], Record.of(state)))
+
+
+@jax.jit
+def read_rows(state: DecodeState) -> Record:
+    """Copies what all rows have produced."""
+    return replicate(jax.tree.map(jnp.copy, Record.of(state)))
 
 
 def insert(
@@ -209,4 +220,4 @@ def _insert(state, row, other, *, system):
     changed = {
         name: jax.tree.map(put, getattr(state, name), getattr(other, name)) for name in rest
     }
-    return state.replace(**own, **changed)
+    return constrain_state(state.replace(**own, **changed))

@@ -15,6 +15,7 @@ Plain decoding is this round with K = 0.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from spec_jax.decoding.state import DecodeState, Finish, Kind, System, append, a
 from spec_jax.decoding.validate import has_faulty_scores, validate_proposal
 from spec_jax.errors import ConfigError
 from spec_jax.sampling import Counts, Sampler, process
+from spec_jax.sharding import by_row
 
 
 def decode_round(params: dict[str, Any], state: DecodeState, system: System) -> DecodeState:
@@ -170,12 +172,18 @@ def accept(
       scores: the target's, of every node.
       system: target, drafter, rule and K.
     """
-    with jax.named_scope("accept"):
+
+    def decide(sampler, length, proposal, scores):
         noise = round_noise(
-            system.rule, state.sampler, state.length, system.num_draft, system.target.vocab_size,
+            system.rule, sampler, length, system.num_draft, system.target.vocab_size,
             proposal.depth,
         )
         return system.rule.accept(scores, proposal, noise)
+
+    with jax.named_scope("accept"):
+        # An argmax is found where the logits lie; all else takes whole rows.
+        run = decide if system.rule.is_greedy else by_row(decide)
+        return run(state.sampler, state.length, proposal, scores.replace(features=None))
 
 
 def commit(
@@ -234,7 +242,9 @@ def emit(
     offered = jnp.where(index == 0, proposal.levels[:, None], -1)
     record = {"tokens": verdict.tokens, "kind": kind, "offered": offered}
     if system.has_expected:
-        record["expected"] = _expected(rule, scores, proposal, verdict)
+        expected = functools.partial(_expected, rule)
+        args = (scores.replace(features=None), proposal, verdict)
+        record["expected"] = by_row(expected)(*args)
     return append(state, record, total, n_emit).replace(finish=finish), n_emit
 
 

@@ -160,9 +160,10 @@ def append(state, record: dict[str, jax.Array], total, n):
     """
     index = jnp.arange(record["tokens"].shape[1])
     is_new = index < n[:, None]
-    rows, M = jnp.arange(n.shape[0])[:, None], state.tokens.shape[1]
+    M = state.tokens.shape[1]
     columns = jnp.where(is_new, total[:, None] + index, M)  # M is out of range: dropped
-    put = lambda old, new: old.at[rows, columns].set(new.astype(old.dtype), mode="drop")
+    put_row = lambda old, at, new: old.at[at].set(new.astype(old.dtype), mode="drop")
+    put = lambda old, new: jax.vmap(put_row)(old, columns, new)
     changed = {name: put(getattr(state, name), new) for name, new in record.items()}
     if state.counts is not None:
         changed["counts"] = state.counts.add(record["tokens"], is_new)

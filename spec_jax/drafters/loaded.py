@@ -8,14 +8,16 @@ import pathlib
 from collections.abc import Callable
 
 import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spec_jax.contracts import Model
 from spec_jax.drafters import registry
 from spec_jax.drafters.common.head import Head
 from spec_jax.models import layout
 from spec_jax.models.families import AnyConfig, family_of
-from spec_jax.models.params import Params, num_params
+from spec_jax.models.params import Params, head_counts, num_params, param_shardings
 from spec_jax.models.tokenizer import Tokenizer
+from spec_jax.sharding import SHARDED, Rules, check_divides, shardings
 from spec_jax.tree import DynamicTree, Tree
 
 
@@ -60,6 +62,23 @@ class LoadedModel:
         is_tied = self.config.tie_word_embeddings
         has_panels = family_of(self.config).has_panels
         return layout.by_rows(self.params, is_tied=is_tied, has_panels=has_panels)
+
+    def on_mesh(self, mesh: Mesh, rules: Rules = SHARDED) -> LoadedModel:
+        """Returns the model with its weights on a mesh; one without a config lies whole on it.
+
+        Args:
+          mesh: the devices.
+          rules: which dimensions are split.
+
+        Raises:
+          ConfigError: the mesh does not divide the heads of the model.
+        """
+        if self.config is None:
+            where = NamedSharding(mesh, PartitionSpec())
+        else:
+            check_divides(self.name, head_counts(self.config), mesh, rules)
+            where = param_shardings(self.config, mesh, rules)
+        return dataclasses.replace(self, params=jax.device_put(self.params, where))
 
     def draft_params(
         self, target: Params, batch: int | None, num_draft: int,
@@ -136,6 +155,19 @@ class LoadedHead:
     @functools.cached_property
     def _by_rows(self) -> Callable[[int | None], Params]:
         return layout.by_rows(self.params, has_panels=self.kind.has_panels(self.config))
+
+    def on_mesh(self, mesh: Mesh, rules: Rules = SHARDED) -> LoadedHead:
+        """Returns the head with its weights on a mesh, see ``LoadedModel``."""
+        counts, table = head_counts(self.config.layer), self.kind.table(self.config)
+        check_divides(self.name, counts, mesh, rules)
+        known = shardings(table, mesh, rules, counts)
+
+        def put(where, params):
+            if not isinstance(params, dict):
+                return jax.device_put(params, where or NamedSharding(mesh, PartitionSpec()))
+            return {name: put(where and where.get(name), x) for name, x in params.items()}
+
+        return dataclasses.replace(self, params=put(known, self.params))
 
     def draft_params(
         self, target: Params, batch: int | None, num_draft: int,

@@ -156,7 +156,7 @@ class DecodeQueue:
             self._count(B * int(chunk.rounds), int(chunk.row_rounds))
             finish = np.asarray(chunk.finish)
             free = [row for row in rows if finish[row] != Finish.RUNNING]
-            finished = [(rows.pop(row), decoding.read_row(state, jnp.int32(row))) for row in free]
+            finished = [(rows.pop(row), self._engine.read(state, row)) for row in free]
         yield from map(self._collect, finished)
         if self._error is not None:
             raise self._error

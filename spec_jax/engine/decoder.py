@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from jax.sharding import Mesh
+
 from spec_jax import decoding
 from spec_jax.config import (
     GREEDY_BELOW,
@@ -14,6 +16,7 @@ from spec_jax.config import (
 )
 from spec_jax.config.asynchronous import AsyncSpecConfig
 from spec_jax.contracts import Drafter, Rule
+from spec_jax.drafters.common.replicated import replicated
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.engine import request, stats
 from spec_jax.engine.adaptive.runner import AdaptiveState, plain_rule
@@ -29,6 +32,7 @@ from spec_jax.loading import LoadedHead, LoadedModel, check_loaded
 from spec_jax.parallel import overlap
 from spec_jax.rules import make_rule
 from spec_jax.sampling import Samplers, highest_temperature, make_sampler
+from spec_jax.sharding import REPLICATED, SHARDED, make_mesh
 
 
 class SpeculativeDecoder:
@@ -56,6 +60,10 @@ class SpeculativeDecoder:
         (see ``overlap``); None where they take turns. Sides that share a device take turns too,
         and a warning says so.
       timeline: a list that receives what ran when, where the two are overlapped.
+      mesh: devices to run on together, from ``make_mesh`` or as text, such as "data:2,tensor:4":
+        rows are split over "data", weights and caches over "tensor". None: the device where the
+        weights are.
+      is_draft_replicated: keep the draft whole on every device of the mesh.
 
     Attributes:
       adaptive: costs and acceptance that adaptive decoding has measured; None where K is fixed.
@@ -79,12 +87,19 @@ class SpeculativeDecoder:
         force_n1: bool = False,
         devices: overlap.Devices | None = None,
         timeline: list[overlap.Span] | None = None,
+        mesh: Mesh | str | None = None,
+        is_draft_replicated: bool = False,
     ):
         if isinstance(draft, SpeculativeConfig | AsyncSpecConfig):
             raise ConfigError(f"draft is a {type(draft).__name__}; name it: config=...")
         check_loaded("target", target, LoadedModel)
         if draft is not None:
             check_loaded("draft", draft, LoadedModel | LoadedHead)
+        self.mesh = make_mesh(mesh) if isinstance(mesh, str) else mesh
+        if self.mesh is not None:
+            target = target.on_mesh(self.mesh)
+            rules = REPLICATED if is_draft_replicated else SHARDED
+            draft = draft and draft.on_mesh(self.mesh, rules)
         self._max_tokens = None
         if isinstance(config, AsyncSpecConfig):
             if target_sampler is not None or draft_sampler is not None:
@@ -106,6 +121,8 @@ class SpeculativeDecoder:
         self._config, self._rule, self._has_expected = config, rule, has_expected
         self._model = tapped_model(target, draft)
         self._drafter = with_adaptive(config, drafter or make_drafter(config, self._model, draft))
+        if is_draft_replicated:
+            self._drafter = replicated(self._drafter)
         self._history = make_history(config) if drafter is None else None
         is_adaptive = config is not None and config.is_adaptive
         self.adaptive = AdaptiveState(config.buckets) if is_adaptive else None
@@ -233,7 +250,7 @@ class SpeculativeDecoder:
         """
         return Engine(
             self.system(samplers), self.target, self.draft, self._history, self.adaptive,
-            self._loop, self._is_fallback,
+            self._loop, self._is_fallback, self.mesh,
         )  # fmt: skip
 
     def params(self, batch: int | None = None) -> dict:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from spec_jax import decoding
-from spec_jax.decoding import Chunk, DecodeState, System
+from spec_jax.decoding import Chunk, DecodeState, Record, System
 from spec_jax.drafters.suffix import History
 from spec_jax.engine.adaptive.runner import AdaptiveRunner, AdaptiveState
 from spec_jax.engine.request import Request
@@ -29,14 +32,15 @@ class Engine:
       adaptive: costs and acceptance that K is chosen by; None: K is fixed.
       loop: what decodes: ``decoding``, or an ``overlap.Overlap``.
       is_fallback: drafts were asked for, and the target cannot rewind (see ``Stats``).
+      mesh: where the weights lie and the programs run; None: on the device of the weights.
     """
 
     def __init__(
         self, system: System, target: LoadedModel, draft: LoadedModel | LoadedHead | None = None,
         history: History | None = None, adaptive: AdaptiveState | None = None,
-        loop: Any = decoding, is_fallback: bool = False,
+        loop: Any = decoding, is_fallback: bool = False, mesh: Mesh | None = None,
     ):  # fmt: skip
-        self.system, self.is_fallback = system, is_fallback
+        self.system, self.is_fallback, self.mesh = system, is_fallback, mesh
         self._target, self._draft, self._history = target, draft, history
         self._adaptive, self._loop = adaptive, loop
         self._runner: AdaptiveRunner | None = None
@@ -60,11 +64,13 @@ class Engine:
     def prefill(self, request: Request) -> DecodeState:
         """Feeds the prompts and samples each row's first token."""
         *arrays, slots = request
-        return self._loop.prefill(self.params(), *arrays, system=self.system, slots=slots)
+        with self._on_mesh():
+            return self._loop.prefill(self.params(), *arrays, system=self.system, slots=slots)
 
     def insert(self, state: DecodeState, row: int, prefix: DecodeState) -> DecodeState:
         """Puts a prefilled request of one row in the place of row ``row``. Donates the state."""
-        return decoding.insert(state, row, prefix, system=self.system)
+        with self._on_mesh():
+            return decoding.insert(state, row, prefix, system=self.system)
 
     def generate(
         self, state: DecodeState, stop: jax.Array, max_rounds: int, min_active: int = 1
@@ -80,13 +86,24 @@ class Engine:
           min_active: return as soon as fewer rows are active.
         """
         batch = len(state.limit)
-        args = (state, jnp.asarray(stop), jnp.int32(max_rounds), jnp.int32(min_active))
-        if self._adaptive is None:
-            return self._loop.generate(self.params(batch), *args, system=self.system)
-        if self._runner is None:
-            params_of = functools.partial(self.params, batch)
-            self._runner = AdaptiveRunner(self.system, params_of, self._adaptive)
-        return self._runner(*args)
+        with self._on_mesh():
+            args = (state, jnp.asarray(stop), jnp.int32(max_rounds), jnp.int32(min_active))
+            if self._adaptive is None:
+                return self._loop.generate(self.params(batch), *args, system=self.system)
+            if self._runner is None:
+                params_of = functools.partial(self.params, batch)
+                self._runner = AdaptiveRunner(self.system, params_of, self._adaptive)
+            return self._runner(*args)
+
+    def read(self, state: DecodeState, row: int | None = None) -> Record:
+        """Copies what all rows have produced, or one of them, so that the state may be donated."""
+        with self._on_mesh():
+            if row is None:
+                return decoding.read_rows(state)
+            return decoding.read_row(state, jnp.int32(row))
+
+    def _on_mesh(self) -> AbstractContextManager:
+        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     def remember(self, tokens: tuple[int, ...]) -> None:
         """Keeps a finished output for a drafter that copies from past ones."""

@@ -184,7 +184,7 @@ class Session:
             self._state = None
 
     def _finish(self) -> None:
-        record = jax.tree.map(np.asarray, decoding.Record.of(self._state))
+        record = jax.tree.map(np.asarray, self._engine.read(self._state))
         system = self._engine.system
         self._rows = [
             collect(jax.tree.map(lambda x: x[row], record), self._tracker, row, system.depth)

@@ -13,6 +13,7 @@ from spec_jax.models.attention import causal_attention
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.layout import matmul
 from spec_jax.models.rope import rope_frequencies, rotate
+from spec_jax.sharding import by_row, constrain
 
 
 class Window(NamedTuple):
@@ -79,9 +80,13 @@ def _tree_mask(window_mask, length, slots):
     window_mask = jnp.broadcast_to(window_mask, (B, T, W))
     is_committed = jnp.arange(slots, dtype=jnp.int32) < length[:, None, None]
     mask = jnp.broadcast_to(is_committed, (B, T, slots))
-    for b in range(B):  # as in the cache: a vmapped update is a scatter
-        mask = jax.lax.dynamic_update_slice(mask, window_mask[b : b + 1], (b, 0, length[b]))
-    return mask
+
+    def put(mask, window_mask, length):
+        for b in range(len(length)):  # as in the cache: a vmapped update is a scatter
+            mask = jax.lax.dynamic_update_slice(mask, window_mask[b : b + 1], (b, 0, length[b]))
+        return mask
+
+    return by_row(put)(mask, window_mask, length)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -118,9 +123,13 @@ def attention(
       dtype[B,T,D], and the cache with the window written.
     """  # fmt: skip
     B, T, _ = x_BTC.shape
-    heads = lambda name, n: linear(x_BTC, layer, name).reshape(B, T, n, config.head_dim)
-    q = heads("q", config.num_attention_heads)
-    k, v = heads("k", config.num_key_value_heads), heads("v", config.num_key_value_heads)
+
+    def heads(name, n, axis):
+        x = linear(x_BTC, layer, name).reshape(B, T, n, config.head_dim)
+        return constrain(x, "batch", None, axis, None)
+
+    q = heads("q", config.num_attention_heads, "heads")
+    k, v = (heads(name, config.num_key_value_heads, "kv_heads") for name in ("k", "v"))
     if config.has_qk_norm:
         q = rms_norm(q, layer["q_norm"], config.rms_norm_eps)
         k = rms_norm(k, layer["k_norm"], config.rms_norm_eps)

@@ -37,8 +37,8 @@ def by_rows(
 ) -> Callable[[int | None], dict[str, Any]]:
     """Returns a function from the size of a pass to the parameters in the layout that suits it.
 
-    If the parameters do not lie on a CPU, that function returns ``params`` itself. Otherwise each
-    layout is made when it is first asked for, and kept.
+    If the parameters do not lie on one CPU device, that function returns ``params`` itself.
+    Otherwise each layout is made when it is first asked for, and kept.
 
     Args:
       params: nested dict of weights, of a model or of a head.
@@ -50,16 +50,17 @@ def by_rows(
       ``(num_rows) -> params`` for passes over ``num_rows`` tokens, all rows of the batch
       together. None stands for any number, as in prefill.
     """
-    if not _is_on_cpu(params):
+    if not _is_on_one_cpu(params):
         return lambda num_rows: params
     whole = functools.cache(lambda: with_own_head(params) if is_tied else params)
     panels = functools.cache(lambda: in_panels(whole()) if has_panels else whole())
     return lambda num_rows: whole() if num_rows is None or num_rows > MAX_ROWS else panels()
 
 
-def _is_on_cpu(params) -> bool:
+def _is_on_one_cpu(params) -> bool:
     arrays = (x for x in jax.tree.leaves(params) if isinstance(x, jax.Array))
-    return any(device.platform == "cpu" for x in arrays for device in x.devices())
+    devices = set().union(*(x.devices() for x in arrays))
+    return len(devices) == 1 and all(device.platform == "cpu" for device in devices)
 
 
 def with_own_head(params: dict[str, Any]) -> dict[str, Any]:
@@ -130,7 +131,8 @@ def attend_prefix(
 
     The prefix is the shortest of a few that contains every slot seen. It costs a copy of its
     slots, which pays for several queries but not for one, nor for a layer of a stack, which has
-    been copied already. On other platforms all slots are read and nothing is chosen.
+    been copied already, nor on a mesh, where a choice by all rows would have to cross it. On other
+    platforms all slots are read and nothing is chosen.
 
     Args and Returns are those of ``attend``.
     """  # fmt: skip

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from spec_jax.errors import WeightsError
 from spec_jax.models.families import AnyConfig, family_of
 from spec_jax.models.layout import from_panels
 from spec_jax.models.specs import ParamSpec
+from spec_jax.sharding import Rules, named
 
 _STD = 0.02  # of random weights
 Params = dict[str, Any]
@@ -53,12 +55,20 @@ def num_params(config: AnyConfig) -> int:
     return sum(math.prod(spec.shape) for table in tables for spec in table.values())
 
 
-def assemble(config: AnyConfig, leaf: Callable[[ParamSpec, int | None], Any]) -> Params:
+def _stack(arrays: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *x: jnp.stack(x), *arrays)
+
+
+def assemble(
+    config: AnyConfig, leaf: Callable[[ParamSpec, int | None], Any],
+    stack: Callable[[Sequence[Any]], Any] = _stack,
+) -> Params:  # fmt: skip
     """Builds a model's parameters from a function that returns one weight.
 
     Args:
       config: the model's shape.
       leaf: ``(spec, layer) -> array``; ``layer`` is None outside of the layers.
+      stack: joins what ``leaf`` returns for the layers of a stacked weight.
 
     Returns:
       A nested dict. Layers are separate, ``params["layers"]["3"]["q"]``, or with
@@ -67,15 +77,45 @@ def assemble(config: AnyConfig, leaf: Callable[[ParamSpec, int | None], Any]) ->
     params: Params = {name: leaf(spec, None) for name, spec in outer_table(config).items()}
     tables = layer_tables(config)
     if config.scan_layers:
-        layers = range(len(tables))
-        stack = lambda spec: jax.tree.map(lambda *x: jnp.stack(x), *[leaf(spec, i) for i in layers])
-        params["layers"] = {name: stack(spec) for name, spec in tables[0].items()}
+        params["layers"] = {
+            name: stack([leaf(spec, i) for i in range(len(tables))])
+            for name, spec in tables[0].items()
+        }
     else:
         params["layers"] = {
             str(i): {name: leaf(spec, i) for name, spec in table.items()}
             for i, table in enumerate(tables)
         }
     return params
+
+
+def head_counts(config: Any) -> dict[str, int]:
+    """Returns how many units the mesh has to divide for each logical axis that holds heads."""
+    names = {
+        "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
+    }  # fmt: skip
+    counts = {axis: getattr(config, name) for axis, name in names.items() if hasattr(config, name)}
+    mixer = getattr(config, "mixer", None)
+    return counts if mixer is None else counts | {"state_heads": mixer.num_heads}
+
+
+def param_shardings(config: AnyConfig, mesh: Mesh, rules: Rules | None = None) -> Params:
+    """Returns where a model's weights lie on a mesh, nested as its parameters are.
+
+    Args:
+      config: the model's shape.
+      mesh: the devices.
+      rules: by default those of ``sharding.use_rules``.
+    """
+    counts = head_counts(config)
+
+    def leaf(spec: ParamSpec, layer):
+        axes, shape = spec.axes, spec.shape
+        if layer is not None and config.scan_layers:
+            axes, shape = ("layers", *axes), (config.num_hidden_layers, *shape)
+        return named(axes, shape, mesh, rules, counts)
+
+    return assemble(config, leaf, stack=lambda layers: layers[0])
 
 
 def walk(config: AnyConfig, params: Params) -> Iterator[tuple[ParamSpec, int | None, Any]]:

@@ -17,6 +17,7 @@ from spec_jax.models.families import AnyConfig, family_of
 from spec_jax.models.layers import Window, rms_norm
 from spec_jax.models.layout import matmul
 from spec_jax.models.params import Params, init_params
+from spec_jax.sharding import constrain
 
 __all__ = ["forward", "init_cache", "init_params", "logits", "model", "unembed"]
 
@@ -56,10 +57,14 @@ def forward(
     """
     L = config.num_hidden_layers
     window = Window.after(config, cache, *tokens.shape, window_offset, positions, window_mask)
-    x = jnp.take(params["embed"], tokens, axis=0)
+    x = constrain(jnp.take(params["embed"], tokens, axis=0), "batch", None, None)
     tapped = {i: x for i in taps}  # each is replaced when its layer is reached
     layer_of = family_of(config).layer
-    step = lambda weights, x, cache, index: layer_of(weights, x, cache, index, window, config)
+
+    def step(weights, x, cache, index):
+        x, cache = layer_of(weights, x, cache, index, window, config)
+        return constrain(x, "batch", None, None), cache
+
     if config.scan_layers:
 
         def body(carry, scanned):
@@ -86,8 +91,11 @@ def unembed(params: Params, hidden: jax.Array) -> jax.Array:
     """Returns the logits f32[...,V] of final hidden states dtype[...,D]."""
     with jax.named_scope("unembed"):
         if "head" in params:
-            return matmul(hidden, params["head"]).astype(jnp.float32)
-        return jnp.einsum("...d,vd->...v", hidden, params["embed"]).astype(jnp.float32)
+            logits = matmul(hidden, params["head"])
+        else:
+            logits = jnp.einsum("...d,vd->...v", hidden, params["embed"])
+        axes = ("batch", *[None] * (logits.ndim - 2), "vocab")
+        return constrain(logits, *axes).astype(jnp.float32)
 
 
 def logits(params: Params, tokens: jax.Array, *, config: AnyConfig) -> jax.Array:

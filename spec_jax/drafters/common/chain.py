@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from spec_jax import rng
 from spec_jax.contracts import Context, Drafter, Proposal
 from spec_jax.sampling import Counts, argmax, process, sample
+from spec_jax.sharding import by_row
 
 
 def draw(
@@ -29,16 +30,23 @@ def draw(
     Returns:
       i32[B] tokens and f32[B,V], the unnormalised log-probabilities they were drawn from.
     """
-    processed = process(logits[:, None], context.sampler, counts)[:, 0]
-    if context.gumbel is not None:
-        return sample(processed, context.gumbel[:, node - 1]), processed
-    if context.sampler.temperature is None:
-        return argmax(processed), processed
-    if context.is_coupled:
-        keys = rng.keys(context.request, rng.Stream.TARGET, context.length + node)
-    else:
-        keys = rng.keys(context.sampler.seed, rng.Stream.DRAFT, context.length, node)
-    return sample(processed, rng.gumbel(keys, logits.shape[-1])), processed
+
+    def run(logits, sampler, counts, node, request, length, gumbel):
+        processed = process(logits[:, None], sampler, counts)[:, 0]
+        if gumbel is not None:
+            return sample(processed, gumbel[:, node - 1]), processed
+        if sampler.temperature is None:
+            return argmax(processed), processed
+        if context.is_coupled:
+            keys = rng.keys(request, rng.Stream.TARGET, length + node)
+        else:
+            keys = rng.keys(sampler.seed, rng.Stream.DRAFT, length, node)
+        return sample(processed, rng.gumbel(keys, logits.shape[-1])), processed
+
+    return by_row(run)(
+        logits, context.sampler, counts, jnp.int32(node), context.request, context.length,
+        context.gumbel,
+    )
 
 
 @flax.struct.dataclass

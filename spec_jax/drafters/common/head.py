@@ -86,7 +86,7 @@ class HeadState:
 def tokens_after(tokens: jax.Array, lengths: jax.Array, pending: jax.Array) -> jax.Array:
     """The token i32[B,T] after each token of the prompts; ``pending`` (i32[B]) after the last."""
     after = jnp.roll(tokens, -1, axis=1)
-    return after.at[jnp.arange(len(lengths)), lengths - 1].set(pending)
+    return jax.vmap(lambda row, n, token: row.at[n - 1].set(token))(after, lengths, pending)
 
 
 def head_drafter(head: Head, tree: Tree | DynamicTree | None = None) -> Drafter:

@@ -60,8 +60,8 @@ def standalone(model: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
         return state.replace(cache=cache.commit(lengths - 1))
 
     def propose(params, state, context: Context, num_draft: int):
-        rows = jnp.arange(context.length.shape[0])
-        fed = jnp.stack([context.tokens[rows, context.length + i] for i in (-1, 0)], axis=1)
+        last_two = context.length[:, None] + jnp.arange(-1, 1)
+        fed = jnp.take_along_axis(context.tokens, last_two, axis=1)
 
         def feed(tokens, cache, window_offset, **kwargs):
             with jax.named_scope("draft_pass"):

@@ -13,12 +13,38 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from spec_jax.models.caches.snapshot import KVCacheSnapshot, check_fits
 from spec_jax.models.layout import attend_prefix
+from spec_jax.sharding import ambient, by_shard
 
-__all__ = ["KVCache", "KVCacheSnapshot"]
+__all__ = ["KVCache", "KVCacheSnapshot", "put_rows"]
+
+
+def put_rows(
+    cache: jax.Array, new: jax.Array, start: jax.Array, layer: int | jax.Array = 0
+) -> jax.Array:
+    """Writes T slots of each row, from slot ``start[b]`` on.
+
+    One dynamic_update_slice a row stays in place on every platform. A vmapped one becomes a
+    scatter, which a TPU runs as a serial loop; and a loop over the rows makes it copy the cache.
+
+    Args:
+      cache: dtype[L,B,G,S,H], dtype[B,G,S,H] or dtype[B*G,S,H].
+      new: of the same rank, with T slots, and of one layer or more.
+      start: i32[B].
+      layer: the first layer that is written.
+    """
+    B, axis = len(start), 1 if cache.ndim == 5 else 0
+    n = cache.shape[axis] // B  # entries of that axis a row
+    for b in range(B):
+        row = jax.lax.slice_in_dim(new, b * n, (b + 1) * n, axis=axis).astype(cache.dtype)
+        at = [layer if axis else 0, *[0] * (cache.ndim - 1)]
+        at[axis], at[-2] = b * n, start[b]
+        cache = jax.lax.dynamic_update_slice(cache, row, at)
+    return cache
 
 
 @flax.struct.dataclass
@@ -26,9 +52,9 @@ class KVCache:
     """Keys and values of every layer. Slots stand next to the head dimension.
 
     If the layers are scanned, they are stacked, ``dtype[L,B,G,S,H]``. Otherwise they are a tuple
-    of one ``dtype[B*G,S,H]`` a layer, which is the shape that attention's products take: on a
-    CPU, slicing a stack or changing the rank would each copy the layer. Keys and values may
-    differ in their width H.
+    of one array a layer: ``dtype[B,G,S,H]`` on a mesh, and ``dtype[B*G,S,H]`` without one, which
+    is the shape that attention's products take. On a CPU, slicing a stack or changing the rank
+    would each copy the layer. Keys and values may differ in their width H.
     """
 
     keys: jax.Array | tuple[jax.Array, ...]
@@ -55,10 +81,22 @@ class KVCache:
         def zeros(H):
             if config.scan_layers and L > 1:  # the slice of a stack of one is a change of rank
                 return jnp.zeros((L, batch, G, slots, H), dtype)
-            return tuple(jnp.zeros((batch * G, slots, H), dtype) for _ in range(L))
+            rows = (batch * G,) if ambient() is None else (batch, G)
+            return tuple(jnp.zeros((*rows, slots, H), dtype) for _ in range(L))
 
         keys, values = zeros(config.key_dim), zeros(config.value_dim)
         return cls(keys, values, jnp.zeros((batch,), jnp.int32))
+
+    def axes(self) -> KVCache:
+        """The logical axes of the arrays, see ``sharding``."""
+        axes = self._array_axes
+        arrays = axes if self.is_stacked else (axes,) * len(self.keys)
+        return KVCache(arrays, arrays, P("batch"))
+
+    @property
+    def _array_axes(self) -> P:
+        axes = P("layers", "batch", "kv_heads", "slots", "head_dim")
+        return {5: axes, 4: P(*axes[1:]), 3: P()}[jax.tree.leaves(self.keys)[0].ndim]
 
     @property
     def is_stacked(self) -> bool:
@@ -93,25 +131,17 @@ class KVCache:
           values: dtype[B,G,T,H].
           start: i32[B], the first slot to write in each row.
         """
-        G = keys.shape[1]
-        put = jax.lax.dynamic_update_slice
+        axes = self._array_axes
+        put = by_shard(put_rows, (axes, axes, P("batch"), P()), axes)
 
-        # One dynamic_update_slice a row stays in place on every platform. A vmapped one becomes
-        # a scatter, which a TPU runs as a serial loop.
-        def into_stack(cache, new):
-            for b in range(new.shape[0]):
-                at = (layer, b, 0, start[b], 0)
-                cache = put(cache, new[None, b : b + 1].astype(cache.dtype), at)
-            return cache
-
-        def into_one(caches, new):
+        def into(caches, new):
+            if self.is_stacked:
+                return put(caches, new[None], start, jnp.int32(layer))
             index = layer if len(caches) > 1 else 0
-            cache = caches[index]
-            for b in range(new.shape[0]):
-                cache = put(cache, new[b].astype(cache.dtype), (b * G, start[b], 0))
+            shape = (*caches[index].shape[:-2], *new.shape[-2:])
+            cache = put(caches[index], new.reshape(shape), start, jnp.int32(0))
             return (*caches[:index], cache, *caches[index + 1 :])
 
-        into = into_stack if self.is_stacked else into_one
         return self.replace(keys=into(self.keys, keys), values=into(self.values, values))
 
     def attend(
@@ -147,24 +177,18 @@ class KVCache:
 
     def _gather(self, path) -> KVCache:
         """Copies slots ``path`` (i32[B,P]) of the window to its front."""
-        B = len(path)
-        slots = self.length[:, None] + path
-        axis = 1 if self.is_stacked else 0
-        take = lambda x, at: jnp.take(x, at, axis=-2)
+        axis, axes = 1 if self.is_stacked else 0, self._array_axes
 
-        def move(cache):
-            n = cache.shape[axis] // B  # entries of that axis a row
+        def move(cache, slots, start):
             # Read everything before writing: a shifted copy in place may read what it wrote.
-            new = jax.vmap(take, (axis, 0), axis)(cache, jnp.repeat(slots, n, axis=0))
-            for b in range(B):
-                one = jax.lax.slice_in_dim(new, b * n, (b + 1) * n, axis=axis)
-                at = [0] * cache.ndim
-                at[axis], at[-2] = b * n, self.length[b]
-                cache = jax.lax.dynamic_update_slice(cache, one, at)
-            return cache
+            slots = jnp.repeat(slots, cache.shape[axis] // len(start), axis=0)
+            take = lambda x, at: jnp.take(x, at, axis=-2)
+            return put_rows(cache, jax.vmap(take, (axis, 0), axis)(cache, slots), start)
 
+        move = by_shard(move, (axes, P("batch"), P("batch")), axes)
+        each = lambda cache: move(cache, self.length[:, None] + path, self.length)
         return self.replace(
-            keys=jax.tree.map(move, self.keys), values=jax.tree.map(move, self.values)
+            keys=jax.tree.map(each, self.keys), values=jax.tree.map(each, self.values)
         )
 
     def insert_row(self, row: int | jax.Array, other: KVCache) -> KVCache:
@@ -172,13 +196,12 @@ class KVCache:
         update = jax.lax.dynamic_update_slice_in_dim
 
         def put(full, one):
-            if self.is_stacked:
-                return update(full, one, row, axis=1)
-            return tuple(update(f, o, row * len(o), axis=0) for f, o in zip(full, one))
+            axis = 1 if self.is_stacked else 0
+            return update(full, one, row * one.shape[axis], axis=axis)
 
         return KVCache(
-            put(self.keys, other.keys),
-            put(self.values, other.values),
+            jax.tree.map(put, self.keys, other.keys),
+            jax.tree.map(put, self.values, other.values),
             self.length.at[row].set(other.length[0]),
         )
 
@@ -203,11 +226,12 @@ class KVCache:
         """
         check_fits(snapshot, jax.eval_shape(self.snapshot))
 
-        def lay_out(arrays):
+        def lay_out(ours, arrays):
             if self.is_stacked:
                 return jnp.stack(arrays)
-            return tuple(jnp.copy(x).reshape(-1, *x.shape[-2:]) for x in arrays)
+            return tuple(jnp.copy(x).reshape(own.shape) for own, x in zip(ours, arrays))
 
         return KVCache(
-            lay_out(snapshot.keys), lay_out(snapshot.values), jnp.copy(snapshot.seq_len)
-        )
+            lay_out(self.keys, snapshot.keys), lay_out(self.values, snapshot.values),
+            jnp.copy(snapshot.seq_len),
+        )  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from spec_jax.models.caches.kv import KVCache
@@ -30,6 +31,12 @@ class LayerState:
     ssm: jax.Array  # f32[B,N,H,Z]
     conv: jax.Array  # dtype[B,R-1,C], the latest inputs of the convolution
     window: Inputs | None = None
+
+    def axes(self) -> LayerState:
+        """The logical axes of the arrays, see ``sharding``."""
+        heads = P("batch", None, "state_heads")
+        window = Inputs(raw=P("batch"), u=heads, b=P("batch"), log_decay=heads)
+        return LayerState(P("batch", "state_heads"), P("batch"), self.window and window)
 
     def open_window(self, width: int) -> LayerState:
         """Makes room for a window of ``width`` tokens that several passes fill."""

@@ -17,6 +17,7 @@ from spec_jax.models.families.registry import Family, register
 from spec_jax.models.layers import Window, linear, rms_norm
 from spec_jax.models.specs import ParamSpec, linear_specs, norm_spec, outer_specs
 from spec_jax.models.ssm import Inputs, convolve, read, read_chain, write
+from spec_jax.sharding import constrain
 
 
 def time_limits(value: Any) -> tuple[float, float]:
@@ -203,7 +204,9 @@ def mixer(
         old, offset = held.window, window.offset
         put = lambda name, new: write(old and getattr(old, name), new, offset)
         parts = (config.width, config.width + config.conv_dim)
-        gate, raw, dt = jnp.split(linear(x_BTD, layer, "in"), parts, axis=-1)
+        # Its parts are not split where the mesh splits the whole, so it is gathered once.
+        projected = constrain(linear(x_BTD, layer, "in"), "batch", None, None)
+        gate, raw, dt = jnp.split(projected, parts, axis=-1)
 
         raw = put("raw", raw)
         mixed = convolve(held.conv, raw, layer["conv"][:, 0], T, offset, window.is_seen)
@@ -213,7 +216,7 @@ def mixer(
         x, b, c = jnp.split(jax.nn.silu(mixed), parts, axis=-1)
         dt = jax.nn.softplus(dt.astype(jnp.float32) + layer["time_bias"].astype(jnp.float32))
         dt = jnp.clip(dt, *config.time_step_limit)
-        x = x.reshape(B, T, N, H).astype(jnp.float32)
+        x = constrain(x.reshape(B, T, N, H), "batch", None, "state_heads").astype(jnp.float32)
         c = c.reshape(B, T, G, Z)
         inputs = Inputs(
             raw=raw, u=put("u", dt[..., None] * x), b=put("b", b.reshape(B, T, G, Z)),

@@ -1,0 +1,63 @@
+"""Keeps a draft whole on every device of a mesh, for drafts too small to be worth splitting."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+from jax.sharding import PartitionSpec as P
+
+from spec_jax.contracts import CatchUp, Drafter
+from spec_jax.sharding import REPLICATED, state_axes, use_rules
+
+
+@flax.struct.dataclass
+class WholeState:
+    """A drafter's state that is split by rows only."""
+
+    state: Any
+
+    def axes(self) -> WholeState:
+        """The logical axes of the arrays, see ``sharding``."""
+        rows = lambda axes: P(*(name if name == "batch" else None for name in axes))
+        is_axes = lambda x: isinstance(x, P)
+        return WholeState(jax.tree.map(rows, state_axes(self.state), is_leaf=is_axes))
+
+
+@functools.cache
+def replicated(drafter: Drafter) -> Drafter:
+    """Returns the drafter, which now splits its rows over a mesh and nothing else.
+
+    Its weights have to lie whole on every device too; without a mesh nothing changes.
+
+    Args:
+      drafter: of any kind, as it is decoded with: what wraps it comes first.
+    """
+
+    def whole(function: Callable[..., Any] | None, has_proposal: bool = False):
+        if function is None:
+            return None
+
+        def run(*args):
+            args = (x.state if isinstance(x, WholeState) else x for x in args)
+            with use_rules(REPLICATED):
+                result = function(*args)
+            if has_proposal:
+                return result[0], WholeState(result[1])
+            return WholeState(result)
+
+        return run
+
+    late = drafter.catch_up
+    return drafter._replace(
+        init=whole(drafter.init),
+        prefill=whole(drafter.prefill),
+        propose=whole(drafter.propose, has_proposal=True),
+        commit=whole(drafter.commit),
+        insert_row=whole(drafter.insert_row),
+        rewind=whole(drafter.rewind),
+        catch_up=late and CatchUp(whole(late.run), whole(late.defer_commit), late.max_lag),
+    )

@@ -1,0 +1,282 @@
+"""Where arrays lie on a mesh of devices.
+
+Dimensions have logical names ("batch", "heads", "vocab"), and ``Rules`` say which axis of the mesh
+each of them is split over. Weights declare their names in ``ParamSpec.axes``, states in a method
+``axes``. A dimension that the mesh does not divide is left whole, and so is every dimension that
+has no rule; where an array lies never changes a value.
+
+``jax.set_mesh`` makes a mesh known to the functions below while a program is traced. Without one
+they do nothing, and the compiled program is that of one device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from spec_jax.errors import ConfigError
+
+MESH_AXES = ("data", "tensor")
+Rules = Mapping[str, str]
+
+SHARDED: Rules = {
+    "batch": "data",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+    "experts": "tensor",
+    "vocab": "tensor",
+    "features": "tensor",
+    "state_heads": "tensor",
+    "state_inputs": "tensor",
+}
+"""Rows over "data", the width of every layer over "tensor"."""
+
+REPLICATED: Rules = {"batch": "data"}
+"""Rows over "data" and everything else whole: for drafts too small to be worth splitting."""
+
+FULLY_SHARDED: Rules = {**SHARDED, "embed": "data"}
+"""For weights and optimizer states in training: the model's width also over "data"."""
+
+_log = logging.getLogger(__name__)
+_rules = contextvars.ContextVar("rules", default=SHARDED)
+
+
+@contextlib.contextmanager
+def use_rules(rules: Rules) -> Iterator[None]:
+    """Applies other rules than ``SHARDED`` to what is traced inside."""
+    token = _rules.set(rules)
+    try:
+        yield
+    finally:
+        _rules.reset(token)
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Reads a mesh such as ``data:2,tensor:4``; an axis that is not named has size 1.
+
+    Raises:
+      ConfigError: an axis is unknown or named twice, or a size is no positive integer.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = (x.strip() for x in part.partition(":"))
+        if name not in MESH_AXES or name in sizes or not size.isdecimal() or int(size) < 1:
+            raise ConfigError(
+                f"mesh is {text!r}; expected sizes of {' and '.join(MESH_AXES)}, such as "
+                "data:2,tensor:4"
+            )
+        sizes[name] = int(size)
+    return {name: sizes.get(name, 1) for name in MESH_AXES}
+
+
+def make_mesh(sizes: str | Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
+    """Returns a mesh of the first devices, in an order that suits their network.
+
+    Args:
+      sizes: of its axes, as text (see ``parse_mesh``) or by name.
+      devices: to choose from; by default all that jax sees.
+
+    Raises:
+      ConfigError: there are too few devices, or the mesh leaves out devices of other processes.
+    """
+    if isinstance(sizes, str):
+        sizes = parse_mesh(sizes)
+    unknown = set(sizes) - set(MESH_AXES)
+    if unknown:
+        raise ConfigError(f"mesh has axes {sorted(unknown)}; expected {', '.join(MESH_AXES)}")
+    devices = list(jax.devices() if devices is None else devices)
+    shape = tuple(sizes.get(name, 1) for name in MESH_AXES)
+    count, said = math.prod(shape), ",".join(f"{n}:{s}" for n, s in zip(MESH_AXES, shape))
+    if count > len(devices):
+        raise ConfigError(
+            f"mesh {said} needs {count} devices; jax sees {len(devices)} ({devices[0].platform})"
+        )
+    if count < len(devices) and len({d.process_index for d in devices}) > 1:
+        raise ConfigError(
+            f"mesh {said} has {count} of the {len(devices)} devices of several processes; it must "
+            "have all of them"
+        )
+    if devices[0].platform == "tpu" and count == len(devices):
+        from jax.experimental import mesh_utils
+
+        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    else:
+        grid = np.asarray(devices[:count]).reshape(shape)
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def check_divides(owner: str, counts: Mapping[str, int], mesh: Mesh, rules: Rules) -> None:
+    """Checks that a mesh divides the heads of a model; says so where it keeps some of them whole.
+
+    Args:
+      owner: the model's name.
+      counts: the numbers of heads by logical axis.
+      mesh: the devices.
+      rules: which dimensions are split.
+
+    Raises:
+      ConfigError: it does not divide the query heads.
+    """
+    for name, count in counts.items():
+        over = rules.get(name)
+        size = mesh.shape.get(over, 1)
+        if count % size == 0:
+            continue
+        if name != "kv_heads":
+            raise ConfigError(
+                f"{owner} has {count} {name.replace('_', ' ')}, which the mesh axis {over}:{size} "
+                f"does not divide; a size that does is {math.gcd(count, size)}, and a draft may "
+                "also lie whole on every device (is_draft_replicated=True)"
+            )
+        _log.warning(
+            "%s: %d key-value heads are not divided by the mesh axis %s:%d, so every device along "
+            "it holds all of them", owner, count, over, size,
+        )  # fmt: skip
+
+
+def ambient() -> Any | None:
+    """The mesh of ``jax.set_mesh``; None without one, and inside of ``by_shard``."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh if any(kind == AxisType.Auto for kind in mesh.axis_types or ()) else None
+
+
+def spec(
+    axes: Sequence[str | None], shape: Sequence[int], mesh: Any, rules: Rules | None = None,
+    counts: Mapping[str, int] | None = None,
+) -> PartitionSpec:  # fmt: skip
+    """Returns how an array is split.
+
+    Args:
+      axes: the logical name of each dimension; None and missing ones at the end are whole.
+      shape: of the array.
+      mesh: whose axes it is split over.
+      rules: by default those of ``use_rules``.
+      counts: of logical axes that hold whole units, such as heads: the number that has to divide
+        in place of the dimension's size.
+    """
+    rules = _rules.get() if rules is None else rules
+    used: set[str] = set()
+
+    def split(name, size):
+        over = rules.get(name)
+        size = size if counts is None else counts.get(name, size)
+        if over in used or over not in mesh.shape or size % mesh.shape[over]:
+            return None
+        used.add(over)
+        return over
+
+    return PartitionSpec(*(split(name, size) for name, size in zip(axes, shape)))
+
+
+def named(
+    axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh, rules: Rules | None = None,
+    counts: Mapping[str, int] | None = None,
+) -> NamedSharding:  # fmt: skip
+    """Returns ``spec`` as a sharding over the mesh."""
+    return NamedSharding(mesh, spec(axes, shape, mesh, rules, counts))
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Splits an array of the program that is traced by its logical axes; without any, copies it
+    to all devices.
+    """
+    mesh = ambient()
+    if mesh is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, spec(axes, x.shape, mesh))
+
+
+def shardings(
+    table: Mapping[str, Any], mesh: Mesh, rules: Rules | None = None,
+    counts: Mapping[str, int] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Returns the shardings of the weights of a table of ``ParamSpec``, nested as the table is."""
+    return {
+        name: named(entry.axes, entry.shape, mesh, rules, counts)
+        if hasattr(entry, "axes") else shardings(entry, mesh, rules, counts)
+        for name, entry in table.items()
+    }  # fmt: skip
+
+
+def state_axes(state: Any) -> Any:
+    """Returns the logical axes of a state, a ``PartitionSpec`` of names for each array.
+
+    Nodes with a method ``axes`` say theirs. Every other array has the batch first.
+    """
+    declared = lambda node: hasattr(node, "axes")
+    leaf = lambda node: node.axes() if declared(node) else PartitionSpec("batch")
+    return jax.tree.map(leaf, state, is_leaf=declared)
+
+
+def constrain_state(state: Any) -> Any:
+    """Splits every array of a state, see ``state_axes``."""
+    if ambient() is None:
+        return state
+    return jax.tree.map(lambda x, axes: constrain(x, *axes), state, state_axes(state))
+
+
+def replicate(tree: Any) -> Any:
+    """Copies every array to all devices, so that any process can read all of it."""
+    return jax.tree.map(constrain, tree)
+
+
+def by_shard(
+    function: Callable[..., Any], in_axes: Any, out_axes: Any
+) -> Callable[..., Any]:
+    """Returns a function that runs on each device with the device's own part of the arrays.
+
+    Without a mesh it is the function itself.
+
+    Args:
+      function: of arrays, or pytrees of them.
+      in_axes: a tuple with the logical axes of each argument: a ``PartitionSpec`` of names, or a
+        pytree of them.
+      out_axes: of the result.
+    """
+    mesh = ambient()
+    if mesh is None:
+        return function
+    to_spec = lambda axes, x: spec(axes, x.shape, mesh)
+    is_axes = lambda x: isinstance(x, PartitionSpec)
+
+    def run(*args):
+        specs = lambda axes, tree: jax.tree.map(
+            lambda a, sub: jax.tree.map(lambda x: to_spec(a, x), sub), axes, tree, is_leaf=is_axes
+        )
+        out = specs(out_axes, jax.eval_shape(function, *args))
+        return jax.shard_map(
+            function, in_specs=specs(tuple(in_axes), args), out_specs=out, check_vma=False
+        )(*args)
+
+    return run
+
+
+def by_row(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that runs on each device with the device's own rows, whole in all else.
+
+    Without a mesh it is the function itself.
+
+    Args:
+      function: of arrays, or pytrees of them, each with the batch as its first dimension or of
+        rank 0; so is every array that it returns.
+    """
+    mesh = ambient()
+    if mesh is None:
+        return function
+
+    def run(*args):
+        rows = max(x.shape[0] for x in jax.tree.leaves(args) if x.ndim)
+        axes = lambda x: PartitionSpec("batch" if x.ndim and x.shape[0] == rows else None)
+        tree = lambda arrays: jax.tree.map(axes, arrays)
+        return by_shard(function, tree(args), tree(jax.eval_shape(function, *args)))(*args)
+
+    return run
