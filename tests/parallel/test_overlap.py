@@ -1,11 +1,6 @@
-"""Overlapped drafting: what is refused on any machine, and the cases that need devices."""
+"""Overlapped drafting: what it refuses, and what it does with a single device."""
 
 from __future__ import annotations
-
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import pytest
@@ -21,21 +16,7 @@ from spec_jax.parallel import overlap
 from spec_jax.rules import MATCH, make_rule
 from spec_jax.tree import Tree
 
-CASES = pathlib.Path(__file__).with_name("overlap_on_devices.py")
 TOY = testing.toy_model(4)
-
-
-@pytest.mark.representatives("not exhaustive")
-@pytest.mark.parametrize("tier", ["not exhaustive", "exhaustive"])
-def test_on_forced_host_devices(tier):
-    """Devices are counted when jax starts, so these run in a process of their own."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=3"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", tier, str(CASES)],
-        env={**os.environ, "XLA_FLAGS": flags}, cwd=CASES.parents[2], capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
 def test_one_device_falls_back_to_the_usual_loop_and_says_so():
