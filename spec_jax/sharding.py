@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spec_jax.errors import ConfigError
@@ -205,6 +206,26 @@ def shardings(
         if hasattr(entry, "axes") else shardings(entry, mesh, rules, counts)
         for name, entry in table.items()
     }  # fmt: skip
+
+
+def keep_layout(x: jax.Array) -> jax.Array:
+    """Keeps an array of a loop in the layout in which a TPU stores it.
+
+    XLA may prefer another layout inside of a loop, and would then copy the whole array at the
+    loop's entry and exit.
+    """
+    if ambient() is None:
+        return x
+    return jax.lax.platform_dependent(x, tpu=_in_stored_layout, default=lambda x: x)
+
+
+def _in_stored_layout(x: jax.Array) -> jax.Array:
+    """A TPU stores tiles of 8 rows of 128, and turns the last two dimensions if that pads less."""
+    order = list(range(x.ndim))
+    padded = lambda rows, width: -(-rows // 8) * -(-width // 128)
+    if x.ndim > 1 and padded(x.shape[-1], x.shape[-2]) < padded(x.shape[-2], x.shape[-1]):
+        order[-2:] = order[:-3:-1]
+    return with_layout_constraint(x, Layout(tuple(order)))
 
 
 def state_axes(state: Any) -> Any:

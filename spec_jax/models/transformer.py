@@ -17,7 +17,7 @@ from spec_jax.models.families import AnyConfig, family_of
 from spec_jax.models.layers import Window, rms_norm
 from spec_jax.models.layout import matmul
 from spec_jax.models.params import Params, init_params
-from spec_jax.sharding import constrain
+from spec_jax.sharding import constrain, keep_layout
 
 __all__ = ["forward", "init_cache", "init_params", "logits", "model", "unembed"]
 
@@ -69,7 +69,7 @@ def forward(
 
         def body(carry, scanned):
             x, cache, tapped = carry
-            layer, index = scanned
+            layer, index = jax.tree.map(keep_layout, scanned[0]), scanned[1]
             tapped = {i: jnp.where(index == i, x, old) for i, old in tapped.items()}
             return (*step(layer, x, cache, index), tapped), None
 

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from spec_jax.models.caches.snapshot import KVCacheSnapshot, check_fits
 from spec_jax.models.layout import attend_prefix
-from spec_jax.sharding import ambient, by_shard
+from spec_jax.sharding import ambient, by_shard, keep_layout
 
 __all__ = ["KVCache", "KVCacheSnapshot", "put_rows"]
 
@@ -133,6 +133,7 @@ class KVCache:
         """
         axes = self._array_axes
         put = by_shard(put_rows, (axes, axes, P("batch"), P()), axes)
+        put = lambda *args, put=put: keep_layout(put(*args))
 
         def into(caches, new):
             if self.is_stacked:
