@@ -1,0 +1,174 @@
+"""Published figures of accelerators, and the shapes in which TPUs are rented.
+
+Figures are those of the vendor's page named in ``Chip.source``: dense bfloat16, without sparsity.
+They are peaks, which no program reaches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from spec_jax.errors import ConfigError
+
+_GB, _GIB, _TERA = 10**9, 2**30, 10**12
+_CLOUD = "https://docs.cloud.google.com/tpu/docs"
+_NVIDIA = "NVIDIA"
+
+_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_CUBIC = ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8")
+_SERVER = ("1", "2", "4", "8")
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """Peak figures of one chip, or of one device of it (see ``per_device``).
+
+    Attributes:
+      name: as topologies begin, such as "v5e".
+      hbm_bytes: its memory.
+      hbm_bytes_s: bytes a second between the memory and the cores.
+      flops_s: floating-point operations a second in bfloat16; a multiply-add counts as two.
+      link_bytes_s: bytes a second that leave the chip over all of its links to other chips. Zero
+        if no link is published.
+      source: where the figures are published.
+      shapes: the topologies of up to 256 chips.
+      devices: how many devices JAX shows for a chip.
+    """
+
+    name: str
+    hbm_bytes: float
+    hbm_bytes_s: float
+    flops_s: float
+    link_bytes_s: float
+    source: str
+    shapes: tuple[str, ...]
+    devices: int = 1
+
+    @property
+    def per_device(self) -> Chip:
+        """The share of one device, where a chip shows several; otherwise the chip itself.
+
+        The path between the two devices of a chip is not counted.
+        """
+        share = lambda figure: figure / self.devices
+        return dataclasses.replace(
+            self, devices=1, hbm_bytes=share(self.hbm_bytes), flops_s=share(self.flops_s),
+            hbm_bytes_s=share(self.hbm_bytes_s), link_bytes_s=share(self.link_bytes_s),
+        )  # fmt: skip
+
+
+# Google publishes inter-chip bandwidth in both directions together (1,200 GB/s for v5p, whose
+# older page says 4,800 Gb/s in one), NVIDIA likewise that of NVLink: a half leaves the chip.
+_CHIPS = (
+    # The page has no inter-chip figure; six links of 50 GB/s are from Jouppi et al., "TPU v4",
+    # arXiv 2304.01433. JAX shows one device a chip on a Cloud TPU ("megacore").
+    Chip("v4", 32 * _GIB, 1200 * _GB, 275 * _TERA, 300 * _GB, f"{_CLOUD}/v4", _CUBIC),
+    Chip("v5e", 16 * _GB, 819 * _GB, 197 * _TERA, 200 * _GB, f"{_CLOUD}/v5e", _FLAT),
+    Chip("v5p", 95 * _GIB, 2765 * _GB, 459 * _TERA, 600 * _GB, f"{_CLOUD}/v5p", _CUBIC),
+    Chip("v6e", 32 * _GB, 1638 * _GB, 918 * _TERA, 400 * _GB, f"{_CLOUD}/v6e", _FLAT),
+    # Two TensorCores, each with its half of the memory, are two devices: same page.
+    Chip("tpu7x", 192 * _GIB, 7380 * _GB, 2307 * _TERA, 600 * _GB, f"{_CLOUD}/tpu7x", _CUBIC, 2),
+    Chip(
+        "a100", 80 * _GB, 2039 * _GB, 312 * _TERA, 300 * _GB,
+        f"{_NVIDIA} A100 datasheet, column A100 80GB SXM", _SERVER,
+    ),
+    Chip(
+        "a100-40gb", 40 * _GB, 1555 * _GB, 312 * _TERA, 300 * _GB,
+        f"{_NVIDIA} A100 datasheet of 2020, column A100 40GB SXM", _SERVER,
+    ),
+    Chip(
+        "a100-pcie", 80 * _GB, 1935 * _GB, 312 * _TERA, 32 * _GB,
+        f"{_NVIDIA} A100 datasheet, column A100 80GB PCIe (without an NVLink bridge)", _SERVER,
+    ),
+    Chip(
+        "h100", 80 * _GB, 3350 * _GB, 989.4 * _TERA, 450 * _GB,
+        f"{_NVIDIA} H100 datasheet, column H100 SXM, without sparsity", _SERVER,
+    ),
+    Chip(
+        "h200", 141 * _GB, 4800 * _GB, 989.4 * _TERA, 450 * _GB,
+        f"{_NVIDIA} H200 datasheet, column H200 SXM, without sparsity", _SERVER,
+    ),
+    Chip(
+        "b200", 180 * _GB, 8000 * _GB, 2250 * _TERA, 900 * _GB,
+        f"{_NVIDIA} HGX B200 datasheet, one of eight, without sparsity", _SERVER,
+    ),
+    Chip(
+        "rtx3090", 24 * _GB, 936 * _GB, 71 * _TERA, 56 * _GB,
+        f"{_NVIDIA} GA102 whitepaper, GeForce RTX 3090: bfloat16 summed in float32, NVLink bridge",
+        _SERVER[:2],
+    ),
+)  # fmt: skip
+CHIPS: dict[str, Chip] = {chip.name: chip for chip in _CHIPS}
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Chips that are connected to each other.
+
+    Attributes:
+      chip: of which kind.
+      shape: chips along each dimension of their network.
+    """
+
+    chip: Chip
+    shape: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, name: str) -> Topology:
+        """Reads a name such as ``v5e:2x4``, ``v5p:4x4x4`` or, for GPUs, ``h100:8``.
+
+        Raises:
+          ConfigError: there is no such chip, or it is not offered in this shape.
+        """
+        kind, _, shape = name.partition(":")
+        if kind not in CHIPS:
+            raise ConfigError(
+                f"topology is {name!r}; expected a chip and a shape, such as v5e:2x4; known "
+                f"chips: {', '.join(CHIPS)}"
+            )
+        chip = CHIPS[kind]
+        if shape not in chip.shapes:
+            raise ConfigError(
+                f"topology is {name!r}; shapes of {kind}: {', '.join(chip.shapes)}"
+            )
+        return cls(chip, tuple(int(size) for size in shape.split("x")))
+
+    @property
+    def name(self) -> str:
+        """The name that ``parse`` reads."""
+        return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
+
+    @property
+    def num_chips(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_devices(self) -> int:
+        """The devices that JAX shows."""
+        return self.num_chips * self.chip.devices
+
+    @property
+    def is_tpu(self) -> bool:
+        """Whether programs for it can be compiled ahead of time."""
+        return self.chip.source.startswith(_CLOUD)
+
+    def describe(self) -> Any:
+        """Returns JAX's description of the devices, for compiling without them.
+
+        It needs libtpu, which the extra ``tpu`` installs.
+
+        Raises:
+          ConfigError: it is no TPU.
+        """
+        from jax.experimental import topologies
+
+        if not self.is_tpu:
+            raise ConfigError(f"topology is {self.name!r}; only TPUs can be compiled for, not GPUs")
+        options: dict[str, Any] = {}
+        if self.chip.name == "v4":
+            options = {"chip_config_name": "megacore", "chips_per_host_bounds": (2, 2, 1)}
+        if self.num_chips == 1:
+            options["chips_per_host_bounds"] = (1, 1, 1)
+        return topologies.get_topology_desc(platform="tpu", topology_name=self.name, **options)
