@@ -196,6 +196,19 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec(axes, x.shape, mesh))
 
 
+def gather_width(weight: jax.Array, *axes: str | None) -> jax.Array:
+    """Gathers a weight whose width is split over the data axis, as in ``FULLY_SHARDED``.
+
+    For weights that are not used in a matrix product, such as the embedding. Under other rules it
+    is the identity.
+
+    Args:
+      weight: the weight.
+      axes: its logical axes, None for the width.
+    """
+    return constrain(weight, *axes) if "embed" in _rules.get() else weight
+
+
 def shardings(
     table: Mapping[str, Any], mesh: Mesh, rules: Rules | None = None,
     counts: Mapping[str, int] | None = None,

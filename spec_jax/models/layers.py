@@ -13,7 +13,7 @@ from spec_jax.models.attention import causal_attention
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.layout import matmul
 from spec_jax.models.rope import rope_frequencies, rotate
-from spec_jax.sharding import by_row, constrain
+from spec_jax.sharding import by_row, constrain, gather_width
 
 
 class Window(NamedTuple):
@@ -87,6 +87,18 @@ def _tree_mask(window_mask, length, slots):
         return mask
 
     return by_row(put)(mask, window_mask, length)
+
+
+def embed_tokens(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Returns the embeddings dtype[B,T,D] of tokens i32[B,T] from a table dtype[V,D]."""
+    # With its width split over the data axis every device would look up the tokens of all rows.
+    table = gather_width(table, "vocab", None)
+    return constrain(jnp.take(table, tokens, axis=0), "batch", None, None)
+
+
+def constrain_logits(logits: jax.Array) -> jax.Array:
+    """Splits logits dtype[B,...,V] by rows and vocabulary, see ``sharding.constrain``."""
+    return constrain(logits, "batch", *[None] * (logits.ndim - 2), "vocab")
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from spec_jax.contracts import Cache, ForwardOutput, Model
 from spec_jax.errors import ConfigError
 from spec_jax.models.families import AnyConfig, family_of
-from spec_jax.models.layers import Window, rms_norm
+from spec_jax.models.layers import Window, constrain_logits, embed_tokens, rms_norm
 from spec_jax.models.layout import matmul
 from spec_jax.models.params import Params, init_params
 from spec_jax.sharding import constrain, keep_layout
@@ -57,7 +57,7 @@ def forward(
     """
     L = config.num_hidden_layers
     window = Window.after(config, cache, *tokens.shape, window_offset, positions, window_mask)
-    x = constrain(jnp.take(params["embed"], tokens, axis=0), "batch", None, None)
+    x = embed_tokens(params["embed"], tokens)
     tapped = {i: x for i in taps}  # each is replaced when its layer is reached
     layer_of = family_of(config).layer
 
@@ -94,8 +94,7 @@ def unembed(params: Params, hidden: jax.Array) -> jax.Array:
             logits = matmul(hidden, params["head"])
         else:
             logits = jnp.einsum("...d,vd->...v", hidden, params["embed"])
-        axes = ("batch", *[None] * (logits.ndim - 2), "vocab")
-        return constrain(logits, *axes).astype(jnp.float32)
+        return constrain_logits(logits).astype(jnp.float32)
 
 
 def logits(params: Params, tokens: jax.Array, *, config: AnyConfig) -> jax.Array:

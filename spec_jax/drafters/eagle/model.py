@@ -23,10 +23,19 @@ from spec_jax.errors import ConfigError
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.families.llama import layer_table
-from spec_jax.models.layers import Window, attention, linear, mlp, rms_norm
+from spec_jax.models.layers import (
+    Window,
+    attention,
+    constrain_logits,
+    embed_tokens,
+    linear,
+    mlp,
+    rms_norm,
+)
 from spec_jax.models.layout import matmul
 from spec_jax.models.params import check_weights, init_table
 from spec_jax.models.specs import ParamSpec
+from spec_jax.sharding import constrain
 from spec_jax.tree import DynamicTree, Tree, check_children
 
 
@@ -213,7 +222,7 @@ def join_features(head: dict, features: jax.Array, config: EagleConfig) -> jax.A
         features = jnp.concatenate(states, axis=-1)
     if config.norm_before_fc:
         features = rms_norm(features, head["input_norm"], eps)
-    return linear(features, head, "fc")
+    return constrain(linear(features, head, "fc"), "batch")
 
 
 def forward(
@@ -237,19 +246,20 @@ def forward(
       dtype[B,T,D], the residual stream, and the cache with the window written.
     """  # fmt: skip
     layer, eps = config.layer, config.layer.rms_norm_eps
-    e = jnp.take(embed, tokens, axis=0)
+    e = embed_tokens(embed, tokens)
     window = Window.after(
         layer, cache, *tokens.shape, window_offset, window_mask=window_mask
     )
     if config.version == 1:
         x = linear(jnp.concatenate([e, state], axis=-1), head, "fc")
+        x = constrain(x, "batch")
         h, cache = attention(head, x, cache, 0, window, layer)
-        return mlp(head, x + h, layer), cache
+        return constrain(mlp(head, x + h, layer), "batch"), cache
     normed = rms_norm(state, head["hidden_norm"], eps)
     both = jnp.concatenate([rms_norm(e, head["embed_norm"], eps), normed], axis=-1)
     h, cache = attention(head, both, cache, 0, window, layer)
     x = normed if config.norm_before_residual else state
-    return mlp(head, x + h, layer), cache
+    return constrain(mlp(head, x + h, layer), "batch"), cache
 
 
 def recycle(head: dict, x: jax.Array, config: EagleConfig) -> jax.Array:
@@ -266,7 +276,7 @@ def score(params: dict, x: jax.Array, config: EagleConfig, target: Model) -> jax
     if config.version == 1:
         return target.unembed(params["target"], x)
     normed = rms_norm(x, head["norm"], config.layer.rms_norm_eps)
-    logits = matmul(normed, head["head"]).astype(jnp.float32)
+    logits = constrain_logits(matmul(normed, head["head"])).astype(jnp.float32)
     if target.num_tokens is None:
         return logits
     ids = draft_ids(head)

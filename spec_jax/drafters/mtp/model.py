@@ -23,10 +23,11 @@ from spec_jax.drafters.common.sequential import Modules, check_num_draft, sequen
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.families import AnyConfig, family_of
-from spec_jax.models.layers import Window, linear, rms_norm
+from spec_jax.models.layers import Window, constrain_logits, embed_tokens, linear, rms_norm
 from spec_jax.models.layout import matmul
 from spec_jax.models.params import check_weights, init_table
 from spec_jax.models.specs import ParamSpec
+from spec_jax.sharding import constrain
 from spec_jax.tree import DynamicTree, Tree, check_children
 
 PROTOCOLS = ("recycled", "sequential")
@@ -213,14 +214,15 @@ def forward(
     """  # fmt: skip
     module, layer = _module(params, index, config), config.layer
     embed = module["embed"] if config.has_own_embed else params["target"]["embed"]
-    e = rms_norm(jnp.take(embed, tokens, axis=0), module["embed_norm"], layer.rms_norm_eps)
+    e = rms_norm(embed_tokens(embed, tokens), module["embed_norm"], layer.rms_norm_eps)
     h = rms_norm(state, module["hidden_norm"], layer.rms_norm_eps)
     both = [e, h] if config.order == "embedding-first" else [h, e]
-    x = linear(jnp.concatenate(both, axis=-1), module, "fc")
+    x = constrain(linear(jnp.concatenate(both, axis=-1), module, "fc"), "batch")
     window = Window.after(layer, cache, *tokens.shape, window_offset, window_mask=window_mask)
     if index > 0 and cache is not None:
         window = window._replace(mask=window.mask & (jnp.arange(cache.slots) >= index))
-    return family_of(layer).layer(module, x, cache, index, window, layer)
+    x, cache = family_of(layer).layer(module, x, cache, index, window, layer)
+    return constrain(x, "batch"), cache
 
 
 def recycle(params: dict, x: jax.Array, *, config: MtpConfig, index: int = 0) -> jax.Array:
@@ -238,7 +240,7 @@ def unembed(
     normed = rms_norm(x, module["norm"], config.layer.rms_norm_eps)
     if not config.has_own_head:
         return target.unembed(params["target"], normed)
-    logits = matmul(normed, module["head"]).astype(jnp.float32)
+    logits = constrain_logits(matmul(normed, module["head"])).astype(jnp.float32)
     return jnp.where(jnp.arange(logits.shape[-1]) <= target.last_id, logits, -jnp.inf)
 
 
