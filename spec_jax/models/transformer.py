@@ -70,7 +70,8 @@ def forward(
         def body(carry, scanned):
             x, cache, tapped = carry
             layer, index = jax.tree.map(keep_layout, scanned[0]), scanned[1]
-            tapped = {i: jnp.where(index == i, x, old) for i, old in tapped.items()}
+            tap = lambda i, old: constrain(jnp.where(index == i, x, old), "batch", None, None)
+            tapped = {i: tap(i, old) for i, old in tapped.items()}
             return (*step(layer, x, cache, index), tapped), None
 
         carry = (x, cache, tapped)
@@ -84,6 +85,7 @@ def forward(
     hidden = hidden.astype(params["embed"].dtype)  # a residual stream may be in float32
     tapped |= {L: x, L + 1: hidden}
     features = jnp.concatenate([tapped[i] for i in taps], axis=-1) if taps else None
+    features = features if features is None else constrain(features, "batch", None, None)
     return ForwardOutput(hidden, cache, features)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from spec_jax.contracts import Drafter, Model
@@ -35,7 +36,7 @@ from spec_jax.models.layers import (
 from spec_jax.models.layout import matmul
 from spec_jax.models.params import check_weights, init_table
 from spec_jax.models.specs import ParamSpec
-from spec_jax.sharding import constrain
+from spec_jax.sharding import by_shard, constrain
 from spec_jax.tree import DynamicTree, Tree, check_children
 
 
@@ -289,8 +290,12 @@ def unembed(params: dict, x: jax.Array, config: EagleConfig, target: Model) -> j
     logits, ids = score(params, x, config, target), draft_ids(params["head"])
     if ids is None:
         return logits
-    empty = jnp.full((*logits.shape[:-1], config.target_vocab_size), -jnp.inf)
-    return empty.at[..., ids].set(logits)
+
+    def spread(logits, ids):
+        empty = jnp.full((*logits.shape[:-1], config.target_vocab_size), -jnp.inf)
+        return empty.at[..., ids].set(logits)
+
+    return by_shard(spread, (P("batch"), P()), P("batch"))(logits, ids)
 
 
 def eagle_head(config: EagleConfig, target: Model) -> Head:
