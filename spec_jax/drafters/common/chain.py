@@ -31,22 +31,35 @@ def draw(
       i32[B] tokens and f32[B,V], the unnormalised log-probabilities they were drawn from.
     """
 
-    def run(logits, sampler, counts, node, request, length, gumbel):
-        processed = process(logits[:, None], sampler, counts)[:, 0]
-        if gumbel is not None:
-            return sample(processed, gumbel[:, node - 1]), processed
-        if sampler.temperature is None:
+    def run(context, logits, node):
+        processed = process(logits[:, None], context.sampler, context.counts)[:, 0]
+        if context.gumbel is not None:
+            return sample(processed, context.gumbel[:, node - 1]), processed
+        if context.sampler.temperature is None:
             return argmax(processed), processed
         if context.is_coupled:
-            keys = rng.keys(request, rng.Stream.TARGET, length + node)
+            keys = rng.keys(context.request, rng.Stream.TARGET, context.length + node)
         else:
-            keys = rng.keys(sampler.seed, rng.Stream.DRAFT, length, node)
+            keys = rng.keys(context.sampler.seed, rng.Stream.DRAFT, context.length, node)
         return sample(processed, rng.gumbel(keys, logits.shape[-1])), processed
 
-    return by_row(run)(
-        logits, context.sampler, counts, jnp.int32(node), context.request, context.length,
-        context.gumbel,
-    )
+    return draw_by_row(run, context._replace(counts=counts), logits, jnp.int32(node))
+
+
+def draw_by_row(function: Callable[..., Any], context: Context, *args: Any) -> Any:
+    """Calls ``function(context, *args)``, on a mesh for the rows of each device.
+
+    Args:
+      function: draws from whole rows; it reads all of the context but its tokens.
+      context: the sampler and the noise to draw with.
+      *args: see ``sharding.by_row``.
+    """
+    names = ("sampler", "counts", "request", "length", "gumbel")
+
+    def run(fields, *args):
+        return function(context._replace(**fields), *args)
+
+    return by_row(run)({name: getattr(context, name) for name in names}, *args)
 
 
 @flax.struct.dataclass

@@ -11,8 +11,10 @@ import numpy as np
 
 from spec_jax import rng
 from spec_jax.contracts import Context, Proposal
+from spec_jax.drafters.common.chain import draw_by_row
 from spec_jax.errors import ConfigError
 from spec_jax.sampling import process
+from spec_jax.sharding import by_row
 from spec_jax.tree import DynamicTree, Tree
 
 # ``(carry, tokens i32[B,W], parent i32[B|1,W], seen bool[B|1,W,X]) -> (logits f32[B,W,V],
@@ -41,10 +43,22 @@ class _Grown:
         self.fed = jnp.concatenate([self.fed, tokens], axis=1)
         self.logits, self.carry = self._advance(self.carry, tokens, parent, self.seen)
 
-    def process(self, *, is_argmax: bool = False) -> jax.Array:
-        """The logits f32[B,W,V] after the last level, under the draft's sampler."""
-        c = self._context
-        return process(self.logits, c.sampler, c.counts, self.fed, self.seen, is_argmax=is_argmax)
+    def draw(self, function: Callable[..., Any], *args: jax.Array) -> Any:
+        """Calls ``function(process, context, *args)``, on a mesh for the rows of each device.
+
+        ``process(is_argmax=False)`` returns the logits f32[B,W,V] after the last level, under the
+        draft's sampler.
+        """
+
+        def run(context, logits, fed, seen, *args):
+            def rows(*, is_argmax=False):
+                return process(
+                    logits, context.sampler, context.counts, fed, seen, is_argmax=is_argmax
+                )
+
+            return function(rows, context, *args)
+
+        return draw_by_row(run, self._context, self.logits, self.fed, self.seen, *args)
 
 
 def draft_tree(
@@ -89,7 +103,7 @@ def _draft_static(grown: _Grown, context: Context, tree: Tree):
     level = np.zeros(1, int)
     for depth in range(1, tree.depth + 1):
         children = [tree.children(int(node)) for node in level]
-        drawn, dist = _draw_children(grown, context, level, depth, max(map(len, children)))
+        drawn, dist = _draw_children(grown, level, depth, max(map(len, children)))
         is_sound &= jnp.isfinite(dist.max(axis=-1)).all(axis=1)
         if probs is not None:
             probs = probs.at[:, np.asarray(level)].set(jax.nn.softmax(dist, axis=-1))
@@ -109,22 +123,26 @@ def _draft_static(grown: _Grown, context: Context, tree: Tree):
     return proposal, grown.carry, jnp.broadcast_to(jnp.asarray(fed_at), (B, K))
 
 
-def _draw_children(grown: _Grown, context: Context, nodes, depth: int, count: int):
+def _draw_children(grown: _Grown, nodes, depth: int, count: int):
     """``count`` children of each of W nodes, i32[B,W,count], and their distributions f32[B,W,V]."""
-    dist = grown.process()
-    noisy = dist + _noise(context, nodes, depth, dist.shape)
-    value, first = jax.lax.top_k(noisy, count)
-    is_drawn = value > -jnp.inf
 
-    def fill():
-        ranked = jnp.where(dist > -jnp.inf, -jnp.inf, grown.process(is_argmax=True))
-        _, other = jax.lax.top_k(ranked, count)
-        after = jnp.arange(count) - is_drawn.sum(axis=-1, keepdims=True)
-        return jnp.where(
-            is_drawn, first, jnp.take_along_axis(other, jnp.maximum(after, 0), axis=-1)
-        )
+    def draw(process, context):
+        dist = process()
+        noisy = dist + _noise(context, nodes, depth, dist.shape)
+        value, first = jax.lax.top_k(noisy, count)
+        is_drawn = value > -jnp.inf
 
-    return jax.lax.cond(is_drawn.all(), lambda: first, fill), dist
+        def fill():
+            ranked = jnp.where(dist > -jnp.inf, -jnp.inf, process(is_argmax=True))
+            _, other = jax.lax.top_k(ranked, count)
+            after = jnp.arange(count) - is_drawn.sum(axis=-1, keepdims=True)
+            return jnp.where(
+                is_drawn, first, jnp.take_along_axis(other, jnp.maximum(after, 0), axis=-1)
+            )
+
+        return jax.lax.cond(is_drawn.all(), lambda: first, fill), dist
+
+    return grown.draw(draw)
 
 
 def _noise(context: Context, nodes, depth: int, shape) -> jax.Array:
@@ -144,20 +162,25 @@ def _noise(context: Context, nodes, depth: int, shape) -> jax.Array:
 
 def _draft_dynamic(grown: _Grown, context: Context, tree: DynamicTree):
     k, B = tree.top_k, len(grown.fed)
+
+    def grow(process, context, score):
+        """The k likeliest children of each node, and the k best of all of these."""
+        logp = jax.nn.log_softmax(process(is_argmax=True), axis=-1)
+        is_sound = jnp.isfinite(logp.max(axis=-1)).all(axis=1)
+        value, token = jax.lax.top_k(logp, k)  # [B,W,k]
+        value = (value + score[:, :, None]).reshape(len(value), -1)
+        return token.reshape(value.shape), value, *jax.lax.top_k(value, k), is_sound
+
     score = jnp.zeros((B, 1))
     seen = {"token": [], "score": [], "parent": [], "fed_at": []}  # of all nodes, level by level
     frontier = jnp.full((B, 1), -1)  # positions of the expanded nodes among them
     num_seen, is_sound = 0, jnp.ones((B,), bool)
     for depth in range(1, tree.depth + 1):
-        logp = jax.nn.log_softmax(grown.process(is_argmax=True), axis=-1)
-        is_sound &= jnp.isfinite(logp.max(axis=-1)).all(axis=1)
-        value, token = jax.lax.top_k(logp, k)  # [B,W,k]
-        value = (value + score[:, :, None]).reshape(B, -1)
-        token, parent = token.reshape(B, -1), jnp.repeat(frontier, k, axis=1)
-        fed_at = jnp.zeros_like(token)
+        token, value, score, best, is_finite = grown.draw(grow, score)
+        is_sound &= is_finite
+        parent, fed_at = jnp.repeat(frontier, k, axis=1), jnp.zeros_like(token)
         if depth < tree.depth:
-            score, best = jax.lax.top_k(value, k)
-            fed_at = fed_at.at[jnp.arange(B)[:, None], best].set(grown.fed.shape[1] + jnp.arange(k))
+            fed_at = _set(fed_at, best, grown.fed.shape[1] + jnp.arange(k))
             frontier = num_seen + best
             grown.feed(jnp.take_along_axis(token, best, axis=1), best // k)
         for name, new in zip(seen, (token, value, parent, fed_at)):
@@ -167,13 +190,23 @@ def _draft_dynamic(grown: _Grown, context: Context, tree: DynamicTree):
     # No child scores above its parent, and the first of equals is taken, so a node is chosen with
     # its parent. In ascending order parents come before their children.
     K = tree.num_nodes
-    chosen = jnp.sort(jax.lax.top_k(seen["score"], K)[1], axis=1)
-    take = lambda name: jnp.take_along_axis(seen[name], chosen, axis=1)
-    rows = jnp.arange(B)[:, None]
-    node = jnp.zeros((B, num_seen + 1), jnp.int32).at[rows, chosen].set(jnp.arange(1, K + 1))
-    parents = node[rows, jnp.where(take("parent") < 0, num_seen, take("parent"))]
+
+    def choose(seen):
+        chosen = jnp.sort(jax.lax.top_k(seen["score"], K)[1], axis=1)
+        take = lambda name: jnp.take_along_axis(seen[name], chosen, axis=1)
+        number = jnp.zeros((len(chosen), num_seen + 1), jnp.int32)
+        number = _set(number, chosen, jnp.arange(1, K + 1))
+        at = jnp.where(take("parent") < 0, num_seen, take("parent"))
+        return take("token"), jnp.take_along_axis(number, at, axis=1), take("fed_at")
+
+    tokens, parents, fed_at = by_row(choose)(seen)
     n_draft = jnp.full((B,), K, jnp.int32)
     proposal = Proposal(
-        take("token"), n_draft, is_sound=is_sound, parents=parents, tree_depth=tree.depth
+        tokens, n_draft, is_sound=is_sound, parents=parents, tree_depth=tree.depth
     )
-    return proposal, grown.carry, take("fed_at")
+    return proposal, grown.carry, fed_at
+
+
+def _set(x: jax.Array, at: jax.Array, values: jax.Array) -> jax.Array:
+    """Writes the same values, i32[K], into each row of i32[B,N] at its own places i32[B,K]."""
+    return jax.vmap(lambda row, at: row.at[at].set(values))(x, at)
