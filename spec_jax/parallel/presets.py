@@ -1,0 +1,87 @@
+"""Shapes of published models to plan with, as their config.json states them, without weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+from spec_jax.errors import ConfigError
+from spec_jax.models.config import ModelConfig, RopeConfig
+from spec_jax.models.families import AnyConfig, family_of, read_config
+
+
+def _llama(**sizes) -> ModelConfig:
+    return ModelConfig(rms_norm_eps=1e-5, scan_layers=True, **sizes)
+
+
+def _llama3(factor: float, **sizes) -> ModelConfig:
+    rope = RopeConfig("llama3", 5e5, factor, original_max_position_embeddings=8192)
+    return _llama(vocab_size=128256, max_position_embeddings=131072, rope=rope, **sizes)
+
+
+def _qwen3(**sizes) -> ModelConfig:
+    return ModelConfig(
+        model_type="qwen3", vocab_size=151936, num_key_value_heads=8, head_dim=128,
+        max_position_embeddings=40960, rope=RopeConfig(rope_theta=1e6), scan_layers=True, **sizes,
+    )  # fmt: skip
+
+
+PRESETS: dict[str, ModelConfig] = {
+    "llama-3.1-8b": _llama3(
+        8, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8,
+    ),
+    "llama-3.1-70b": _llama3(
+        8, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
+        num_attention_heads=64, num_key_value_heads=8,
+    ),
+    "llama-3.2-1b": _llama3(
+        32, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
+        num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=True,
+    ),
+    "qwen3-8b": _qwen3(
+        hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32
+    ),
+    "qwen3-14b": _qwen3(
+        hidden_size=5120, intermediate_size=17408, num_hidden_layers=40, num_attention_heads=40
+    ),
+    "qwen3-32b": _qwen3(
+        hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64
+    ),
+    "qwen3-0.6b": _qwen3(
+        hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+        tie_word_embeddings=True,
+    ),
+    "vicuna-13b": _llama(
+        vocab_size=32000, hidden_size=5120, intermediate_size=13824, num_hidden_layers=40,
+        num_attention_heads=40, max_position_embeddings=2048,
+    ),
+    "vicuna-68m": _llama(
+        vocab_size=32000, hidden_size=768, intermediate_size=3072, num_hidden_layers=2,
+        num_attention_heads=12, max_position_embeddings=2048,
+    ),
+}  # fmt: skip
+
+
+def find_config(name: str) -> AnyConfig:
+    """Returns a preset by its name, or the config of a Hugging Face directory.
+
+    Layers are scanned where the family's can be, as suits accelerators.
+
+    Args:
+      name: of a preset, or the path of a directory with a config.json, or that of the file.
+
+    Raises:
+      ConfigError: it is none of these, or the family is not supported.
+    """
+    if name in PRESETS:
+        return PRESETS[name]
+    path = pathlib.Path(name)
+    path = path.parent if path.name == "config.json" else path
+    if not (path / "config.json").exists():
+        raise ConfigError(
+            f"model is {name!r}; expected one of {', '.join(PRESETS)}, or a directory with a "
+            "config.json"
+        )
+    config = read_config(path)
+    return dataclasses.replace(config, scan_layers=True) if family_of(config).can_scan else config
