@@ -241,6 +241,19 @@ def _in_stored_layout(x: jax.Array) -> jax.Array:
     return with_layout_constraint(x, Layout(tuple(order)))
 
 
+def place(tree: Any, where: Any) -> Any:
+    """Puts arrays on devices. A ``ShapeDtypeStruct`` gets its sharding, to compile with.
+
+    Args:
+      tree: of arrays, or of their shapes.
+      where: the sharding of each, nested as the tree is or as a part of it from the root on.
+    """
+    if not any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
+        return jax.device_put(tree, where)
+    put = lambda sharding, part: jax.tree.map(lambda x: x.update(sharding=sharding), part)
+    return jax.tree.map(put, where, tree)
+
+
 def state_axes(state: Any) -> Any:
     """Returns the logical axes of a state, a ``PartitionSpec`` of names for each array.
 

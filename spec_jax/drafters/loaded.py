@@ -17,7 +17,7 @@ from spec_jax.models import layout
 from spec_jax.models.families import AnyConfig, family_of
 from spec_jax.models.params import Params, head_counts, num_params, param_shardings
 from spec_jax.models.tokenizer import Tokenizer
-from spec_jax.sharding import SHARDED, Rules, check_divides, shardings
+from spec_jax.sharding import SHARDED, Rules, check_divides, place, shardings
 from spec_jax.tree import DynamicTree, Tree
 
 
@@ -78,7 +78,7 @@ class LoadedModel:
         else:
             check_divides(self.name, head_counts(self.config), mesh, rules)
             where = param_shardings(self.config, mesh, rules)
-        return dataclasses.replace(self, params=jax.device_put(self.params, where))
+        return dataclasses.replace(self, params=place(self.params, where))
 
     def draft_params(
         self, target: Params, batch: int | None, num_draft: int,
@@ -164,7 +164,7 @@ class LoadedHead:
 
         def put(where, params):
             if not isinstance(params, dict):
-                return jax.device_put(params, where or NamedSharding(mesh, PartitionSpec()))
+                return place(params, where or NamedSharding(mesh, PartitionSpec()))
             return {name: put(where and where.get(name), x) for name, x in params.items()}
 
         return dataclasses.replace(self, params=put(known, self.params))
