@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from spec_jax import zoo
@@ -17,6 +18,7 @@ from spec_jax.drafters.loaded import LoadedHead, LoadedModel
 from spec_jax.errors import ConfigError, ModelNotLoaded, WeightsError
 from spec_jax.models import checkpoint, transformer
 from spec_jax.models.tokenizer import Tokenizer
+from spec_jax.sharding import SHARDED, Rules
 
 __all__ = [
     "DTYPES", "LoadedHead", "LoadedModel", "check_loaded", "load_draft", "load_head", "load_model",
@@ -46,7 +48,8 @@ def check_loaded(role: str, model: Any, kind: type | types.UnionType) -> None:
 
 
 def load_model(
-    name_or_path: str | pathlib.Path, dtype: DTypeLike = "float32", *, scan_layers: bool = False
+    name_or_path: str | pathlib.Path, dtype: DTypeLike = "float32", *, scan_layers: bool = False,
+    mesh: Mesh | None = None, rules: Rules = SHARDED,
 ) -> LoadedModel:
     """Loads a zoo model ("zoo/target", "zoo/draft") or a Hugging Face directory.
 
@@ -56,14 +59,19 @@ def load_model(
       dtype: the dtype of the weights in memory, and of the cache.
       scan_layers: stack the layers, which compiles faster for an accelerator and runs slower on a
         CPU.
+      mesh: the devices to place the weights on. Each process reads what its own devices hold, part
+        by part, and never has a whole tensor that is split. None: jax's default device.
+      rules: which dimensions are split over the mesh.
 
     Raises:
       WeightsError: there is no such model, or its files are damaged.
-      ConfigError: weights cannot have this dtype.
-    """
+      ConfigError: weights cannot have this dtype, or the mesh does not divide the model's heads.
+    """  # fmt: skip
     directory = _directory(name_or_path)
     dtype = _check_dtype(dtype)
-    params, config = checkpoint.load_pretrained(directory, dtype, scan_layers=scan_layers)
+    params, config = checkpoint.load_pretrained(
+        directory, dtype, scan_layers=scan_layers, mesh=mesh, rules=rules
+    )
     has_tokenizer = (directory / "tokenizer.json").exists()
     tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None
     num_tokens = tokenizer and min(tokenizer.num_ids, config.vocab_size)
@@ -79,7 +87,7 @@ def load_model(
 
 def load_draft(
     name_or_path: str | pathlib.Path, target: LoadedModel, dtype: DTypeLike | None = None, *,
-    method: str | None = None, **overrides: Any,
+    method: str | None = None, mesh: Mesh | None = None, rules: Rules = SHARDED, **overrides: Any,
 ) -> LoadedModel | LoadedHead:
     """Loads whatever drafts for a target: a model, an EAGLE head, MTP modules, or a kind of yours.
 
@@ -91,12 +99,14 @@ def load_draft(
       target: the model that it drafts for.
       dtype: the dtype of the weights in memory; by default the target's.
       method: the ``speculative_method`` that drafts with it; by default the kind is detected.
+      mesh: the devices to place the weights on, see ``load_model``.
+      rules: which dimensions are split over the mesh; ``sharding.REPLICATED`` for none.
       **overrides: what the checkpoint of a head leaves open, see ``load_head`` and ``load_mtp``.
 
     Raises:
       WeightsError: there is no such directory, or its files are damaged.
-      ConfigError: it is for another target or of an unknown kind, the target has no config, or
-        weights cannot have this dtype.
+      ConfigError: it is for another target or of an unknown kind, the target has no config,
+        weights cannot have this dtype, or the mesh does not divide the draft's heads.
     """  # fmt: skip
     _check_has_config(target)
     directory = _directory(name_or_path)
@@ -105,12 +115,16 @@ def load_draft(
     if kind.draft == "model":
         if overrides:
             raise ConfigError(f"{name_or_path} is a model; {', '.join(overrides)} is for heads")
-        return dataclasses.replace(load_model(name_or_path, dtype), method=kind.name)
+        model = load_model(name_or_path, dtype, mesh=mesh, rules=rules)
+        return dataclasses.replace(model, method=kind.name)
     if kind.read is None:
         why = "it needs no draft" if kind.draft == "none" else "its kind has no `read`"
         raise ConfigError(f"method {kind.name!r} has no weights to load: {why}")
-    head = kind.read(directory, target, dtype, **overrides)
-    return dataclasses.replace(head, name=str(name_or_path))
+    in_parts = mesh is not None and kind.reads_in_parts
+    where = {"mesh": mesh, "rules": rules} if in_parts else {}
+    head = kind.read(directory, target, dtype, **where, **overrides)
+    head = dataclasses.replace(head, name=str(name_or_path))
+    return head if mesh is None or in_parts else head.on_mesh(mesh, rules)
 
 
 def load_head(
@@ -125,7 +139,7 @@ def load_head(
       dtype: the dtype of the weights in memory; by default the target's.
       **overrides: what the checkpoint leaves open or says wrongly, such as
         ``taps=(2, 16, 29)`` or ``norm_output=True``; see ``EagleConfig``. What was decided
-        without them is in the result's ``notes``.
+        without them is in the result's ``notes``. Also ``mesh`` and ``rules``, see ``load_draft``.
 
     Raises:
       WeightsError: there is no such directory, or its files are damaged.
@@ -149,7 +163,8 @@ def load_mtp(
       target: the model that they draft for.
       dtype: the dtype of the weights in memory; by default the target's.
       **overrides: what the checkpoint leaves open, such as ``protocol="sequential"``; see
-        ``MtpConfig``. What was decided without them is in the result's ``notes``.
+        ``MtpConfig``. What was decided without them is in the result's ``notes``. Also ``mesh``
+        and ``rules``, see ``load_draft``.
 
     Raises:
       WeightsError: there is no such directory, or its files are damaged.

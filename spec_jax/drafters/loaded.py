@@ -15,9 +15,9 @@ from spec_jax.drafters import registry
 from spec_jax.drafters.common.head import Head
 from spec_jax.models import layout
 from spec_jax.models.families import AnyConfig, family_of
-from spec_jax.models.params import Params, head_counts, num_params, param_shardings
+from spec_jax.models.params import Params, num_params, placement, table_placement
 from spec_jax.models.tokenizer import Tokenizer
-from spec_jax.sharding import SHARDED, Rules, check_divides, place, shardings
+from spec_jax.sharding import SHARDED, Rules, place
 from spec_jax.tree import DynamicTree, Tree
 
 
@@ -76,8 +76,7 @@ class LoadedModel:
         if self.config is None:
             where = NamedSharding(mesh, PartitionSpec())
         else:
-            check_divides(self.name, head_counts(self.config), mesh, rules)
-            where = param_shardings(self.config, mesh, rules)
+            where = placement(self.name, self.config, mesh, rules)
         return dataclasses.replace(self, params=place(self.params, where))
 
     def draft_params(
@@ -158,9 +157,8 @@ class LoadedHead:
 
     def on_mesh(self, mesh: Mesh, rules: Rules = SHARDED) -> LoadedHead:
         """Returns the head with its weights on a mesh, see ``LoadedModel``."""
-        counts, table = head_counts(self.config.layer), self.kind.table(self.config)
-        check_divides(self.name, counts, mesh, rules)
-        known = shardings(table, mesh, rules, counts)
+        layer, table = getattr(self.config, "layer", None), self.kind.table(self.config)
+        known = table_placement(self.name, layer, table, mesh, rules)
 
         def put(where, params):
             if not isinstance(params, dict):

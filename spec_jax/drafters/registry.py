@@ -108,6 +108,8 @@ class DrafterKind:
         ``layout.matmul``.
       read: ``(directory, target, dtype, **overrides) -> LoadedHead``, ``target`` being the
         ``LoadedModel`` that it drafts for.
+      reads_in_parts: ``read`` also takes the keywords ``mesh`` and ``rules`` and places the weights
+        there; heads of other kinds are read whole before they are placed.
       write: ``(head, directory, target, *, layout, dtype, num_speculative_tokens)``, the opposite;
         ``layout`` may be None.
       pick_layout: ``(config, target, layout, num_speculative_tokens) -> layout`` that is written.
@@ -128,6 +130,7 @@ class DrafterKind:
     check: Callable[..., None] | None = None
     has_panels: Callable[[Any], bool] = lambda config: False
     read: Callable[..., Any] | None = None
+    reads_in_parts: bool = False
     write: Callable[..., None] | None = None
     pick_layout: Callable[..., str | None] = lambda config, target, layout, num_tokens: layout
     training: Mapping[str, Training] = dataclasses.field(default_factory=dict)

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models.families import AnyConfig, family_of, read_config
 from spec_jax.models.files import write_json
-from spec_jax.models.params import Params, assemble, outer_table, walk
+from spec_jax.models.params import Params, assemble, outer_table, placement, walk
+from spec_jax.models.parts import Part, Tensor, read_onto, stack
+from spec_jax.models.shards import Shards
 from spec_jax.models.specs import ParamSpec
-from spec_jax.models.tensors import Shards, StrictReader, save_tensors
+from spec_jax.models.tensors import StrictReader, save_tensors
 from spec_jax.models.tokenizer import Tokenizer
+from spec_jax.sharding import SHARDED, Rules
 
+_log = logging.getLogger(__name__)
+_HEAD = "lm_head.weight"
 _MODULES = ("mtp.", "model.mtp_layers.")  # what ``load_mtp`` reads from the same directory
 
 
@@ -26,15 +34,20 @@ def load_pretrained(
     dtype: DTypeLike = jnp.float32,
     *,
     scan_layers: bool = False,
+    mesh: Mesh | None = None,
+    rules: Rules = SHARDED,
 ) -> tuple[Params, AnyConfig]:
     """Loads a model directory of a registered family, from one safetensors file or many shards.
 
-    MTP modules in the directory are not read.
+    MTP modules in the directory are not read. On a mesh, each process reads what its own devices
+    hold, part by part, and never has a whole tensor that is split.
 
     Args:
       directory: holds config.json and the weights.
       dtype: of the returned parameters.
       scan_layers: stack the layers, see ``ModelConfig``.
+      mesh: the devices to place the parameters on; None: jax's default device.
+      rules: which dimensions are split over the mesh.
 
     Returns:
       The parameters and their config.
@@ -42,7 +55,8 @@ def load_pretrained(
     Raises:
       WeightsError: a file cannot be read or is truncated; or a tensor is missing, unexpected, not
         finite, or of another shape than config.json asks for. The message names the tensor.
-      ConfigError: the family is not supported, or its layers cannot be stacked.
+      ConfigError: the family is not supported, its layers cannot be stacked, or the mesh does not
+        divide its heads.
     """
     directory = pathlib.Path(directory)
     config = read_config(directory)
@@ -50,29 +64,39 @@ def load_pretrained(
         config = dataclasses.replace(config, scan_layers=scan_layers)
     elif scan_layers:
         raise ConfigError(f"scan_layers: the layers of {directory} are never stacked")
-    with contextlib.ExitStack() as stack:
-        shards = Shards(directory, stack)
+    where = None if mesh is None else placement(str(directory), config, mesh, rules)
+    with contextlib.ExitStack() as files:
+        shards = Shards(directory, files)
         tensors = StrictReader(directory, shards)
-
-        def leaf(spec, layer):
-            shape = spec.shape[::-1] if spec.is_linear else spec.shape
-            array = tensors.take(spec.hf_name.format(i=layer), shape)
-            return jnp.asarray(array.T if spec.is_linear else array, dtype)
-
-        params = assemble(config, leaf)
-        if config.tie_word_embeddings and "lm_head.weight" in tensors.left:
-            # Some tied checkpoints store the head again; it must then be the embedding.
-            shape = (config.vocab_size, config.hidden_size)
-            head = tensors.take("lm_head.weight", shape)
-            embed = outer_table(config)["embed"].hf_name
-            if not np.array_equal(head, shards.read(embed)):
-                raise WeightsError(
-                    f"{directory}: config.json says tie_word_embeddings, yet lm_head.weight "
-                    f"differs from {embed}"
-                )
+        is_twice = config.tie_word_embeddings and _HEAD in tensors.left
+        ends = _equal_ends(directory, tensors, config).astype(dtype) if is_twice else None
+        weights = assemble(
+            config, lambda spec, i: tensors.weight(spec.hf_name.format(i=i), spec, dtype), stack
+        )
+        if ends is not None:
+            weights["embed"] = ends
         tensors.left -= {name for name in tensors.left if name.startswith(_MODULES)}
         tensors.finish()
+        params = jax.tree.map(read_onto, weights, *([] if where is None else [where]))
+        _log.info("%s: read %d bytes of tensors in this process", directory, shards.bytes_read)
     return params, config
+
+
+def _equal_ends(directory: pathlib.Path, tensors: StrictReader, config: AnyConfig) -> Tensor:
+    """A tied embedding that is stored again as the head, which must then be equal."""
+    spec = outer_table(config)["embed"]
+    embed, head = tensors.tensor(spec.hf_name), tensors.take(_HEAD, spec.shape)
+
+    def read(part: Part) -> np.ndarray:
+        array = embed.read(part)
+        if not np.array_equal(array, head.read(part)):
+            raise WeightsError(
+                f"{directory}: config.json says tie_word_embeddings, yet {_HEAD} differs from "
+                f"{spec.hf_name}"
+            )
+        return array
+
+    return dataclasses.replace(embed, read=read)
 
 
 def save_pretrained(

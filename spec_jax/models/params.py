@@ -15,7 +15,7 @@ from spec_jax.errors import WeightsError
 from spec_jax.models.families import AnyConfig, family_of
 from spec_jax.models.layout import from_panels
 from spec_jax.models.specs import ParamSpec
-from spec_jax.sharding import Rules, named
+from spec_jax.sharding import Rules, check_divides, named, shardings
 
 _STD = 0.02  # of random weights
 Params = dict[str, Any]
@@ -116,6 +116,42 @@ def param_shardings(config: AnyConfig, mesh: Mesh, rules: Rules | None = None) -
         return named(axes, shape, mesh, rules, counts)
 
     return assemble(config, leaf, stack=lambda layers: layers[0])
+
+
+def placement(owner: str, config: AnyConfig, mesh: Mesh, rules: Rules) -> Params:
+    """Returns ``param_shardings``, of a mesh that divides the model's heads.
+
+    Args:
+      owner: the model's name, for messages.
+      config: the model's shape.
+      mesh: the devices.
+      rules: which dimensions are split.
+
+    Raises:
+      ConfigError: the mesh does not divide the heads.
+    """
+    check_divides(owner, head_counts(config), mesh, rules)
+    return param_shardings(config, mesh, rules)
+
+
+def table_placement(
+    owner: str, layer: Any, table: Mapping[str, Any], mesh: Mesh, rules: Rules
+) -> Params:
+    """Returns where the weights of a head's table lie, of a mesh that divides its heads.
+
+    Args:
+      owner: the head's name, for messages.
+      layer: the config of its layer, if it has one.
+      table: the declared weights, nested as the parameters are.
+      mesh: the devices.
+      rules: which dimensions are split.
+
+    Raises:
+      ConfigError: the mesh does not divide the heads.
+    """
+    counts = head_counts(layer)
+    check_divides(owner, counts, mesh, rules)
+    return shardings(table, mesh, rules, counts)
 
 
 def walk(config: AnyConfig, params: Params) -> Iterator[tuple[ParamSpec, int | None, Any]]:

@@ -7,86 +7,24 @@ names it.
 from __future__ import annotations
 
 import contextlib
-import json
+import dataclasses
 import os
 import pathlib
 import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
 from spec_jax.errors import WeightsError
 from spec_jax.models.files import write_json
+from spec_jax.models.parts import Part, Tensor
+from spec_jax.models.shards import CONVERT, INDEX, PICKLE, SINGLE, Shards
+from spec_jax.models.specs import ParamSpec
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-PICKLE = "pytorch_model.bin"
 _DERIVED = ".rotary_emb.inv_freq"  # a buffer that old Llama checkpoints carry along
-_FLOAT8 = {
-    "F8_E4M3": jnp.dtype(jnp.float8_e4m3fn),
-    "F8_E5M2": jnp.dtype(jnp.float8_e5m2),
-}
-
-
-class Shards:
-    """The tensors of a directory's safetensors files, each read when it is asked for.
-
-    Args:
-      directory: holds one file, or shards and their index.
-      stack: closes the files.
-
-    Raises:
-      WeightsError: there is no such file, or one cannot be read.
-    """
-
-    def __init__(self, directory: pathlib.Path, stack: contextlib.ExitStack):
-        self._where: dict[str, pathlib.Path] = {}
-        self._files = {}
-        for file in self._list(directory):
-            try:
-                self._files[file] = stack.enter_context(safe_open(file, framework="numpy"))
-            except (OSError, SafetensorError) as error:
-                raise WeightsError(f"{file} cannot be read as safetensors: {error}") from error
-            self._where.update(dict.fromkeys(self._files[file].keys(), file))
-
-    @staticmethod
-    def _list(directory: pathlib.Path) -> list[pathlib.Path]:
-        if (directory / INDEX).exists():
-            try:
-                index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
-                names = sorted(set(index["weight_map"].values()))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise WeightsError(f"{directory / INDEX} is no shard index: {error!r}") from error
-            return [directory / name for name in names]
-        if (directory / SINGLE).exists():
-            return [directory / SINGLE]
-        raise WeightsError(f"{directory} has neither {SINGLE} nor {INDEX}")
-
-    def names(self) -> set[str]:
-        """The names of all tensors."""
-        return set(self._where)
-
-    def read(self, name: str) -> np.ndarray:
-        """Returns a tensor as it is stored."""
-        file = self._where[name]
-        if self._files[file].get_slice(name).get_dtype() in _FLOAT8:
-            return _read_float8(file, name)
-        return self._files[file].get_tensor(name)
-
-
-def _read_float8(file: pathlib.Path, name: str) -> np.ndarray:
-    """Reads a tensor of 8-bit floats, which safetensors can write from NumPy but not read to it."""
-    with open(file, "rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        entry = json.loads(stream.read(size))[name]
-        begin, end = entry["data_offsets"]
-        stream.seek(8 + size + begin)
-        content = stream.read(end - begin)
-    return np.frombuffer(content, _FLOAT8[entry["dtype"]]).reshape(entry["shape"])
 
 
 class StrictReader:
@@ -95,7 +33,7 @@ class StrictReader:
     Args:
       directory: for messages.
       source: ``Shards``, or another object with ``names() -> set[str]`` and
-        ``read(name) -> np.ndarray``.
+        ``tensor(name) -> Tensor``.
 
     Attributes:
       left: names of the tensors that nobody has taken yet.
@@ -105,36 +43,62 @@ class StrictReader:
         self._directory, self._source = directory, source
         self.left = {name for name in source.names() if not name.endswith(_DERIVED)}
 
-    def read(self, name: str) -> np.ndarray:
-        """Returns a tensor as it is stored, and leaves it.
+    def tensor(self, name: str) -> Tensor:
+        """Returns a tensor as it is stored, and leaves it. Nothing of it is read yet.
+
+        Reading a part of it raises WeightsError if it holds values that are not finite.
 
         Raises:
           WeightsError: it is missing.
         """
         if name not in self.left:
             raise WeightsError(f"{self._directory}: tensor {name} is missing")
-        return self._source.read(name)
+        tensor = self._source.tensor(name)
 
-    def take(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Returns a tensor as it is stored, and removes it from those left.
+        def read(part: Part) -> np.ndarray:
+            array = tensor.read(part)
+            if not np.isfinite(array).all():
+                raise WeightsError(f"{self._directory}: tensor {name} holds NaN or infinite values")
+            return array
+
+        return dataclasses.replace(tensor, read=read)
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Returns a tensor as ``tensor`` does, and removes it from those left.
 
         Args:
           name: of the tensor.
           shape: the shape that it must have.
 
         Raises:
-          WeightsError: it is missing, has another shape, or holds values that are not finite.
+          WeightsError: it is missing or has another shape.
         """
-        array = self.read(name)
-        if array.shape != shape:
+        tensor = self.tensor(name)
+        if tensor.shape != shape:
             raise WeightsError(
-                f"{self._directory}: tensor {name} has shape {list(array.shape)}; "
+                f"{self._directory}: tensor {name} has shape {list(tensor.shape)}; "
                 f"config.json asks for {list(shape)}"
             )
-        if not np.isfinite(array).all():
-            raise WeightsError(f"{self._directory}: tensor {name} holds NaN or infinite values")
         self.left.discard(name)
-        return array
+        return tensor
+
+    def weight(self, name: str, spec: ParamSpec, dtype: DTypeLike) -> Tensor:
+        """Takes the tensor of a weight.
+
+        Args:
+          name: of the tensor.
+          spec: the weight's declaration.
+          dtype: of the weight.
+
+        Returns:
+          The weight as it is declared, so linear maps are ``[in, out]``.
+
+        Raises:
+          WeightsError: it is missing or has another shape.
+        """
+        if not spec.is_linear:
+            return self.take(name, spec.shape).astype(dtype)
+        return self.take(name, spec.shape[::-1]).T.astype(dtype)
 
     def finish(self) -> None:
         """Checks that no tensor is left.
@@ -147,12 +111,15 @@ class StrictReader:
             raise WeightsError(f"{self._directory}: unexpected tensors {names}")
 
 
-def open_tensors(directory: pathlib.Path, stack: contextlib.ExitStack) -> StrictReader:
+def open_tensors(
+    directory: pathlib.Path, stack: contextlib.ExitStack, *, in_parts: bool = False
+) -> StrictReader:
     """Opens a directory's safetensors, or its ``pytorch_model.bin`` if it has none.
 
     Args:
       directory: of the checkpoint.
       stack: closes the files.
+      in_parts: the tensors must be readable in parts, as those of ``pytorch_model.bin`` are not.
 
     Raises:
       WeightsError: it has neither, or they cannot be read.
@@ -162,6 +129,11 @@ def open_tensors(directory: pathlib.Path, stack: contextlib.ExitStack) -> Strict
         return StrictReader(directory, Shards(directory, stack))
     if not (directory / PICKLE).exists():
         raise WeightsError(f"{directory} has neither {SINGLE}, {INDEX} nor {PICKLE}")
+    if in_parts:
+        raise WeightsError(
+            f"{directory / PICKLE} cannot be read in parts, as a mesh asks for: where torch is, "
+            f"convert it by {CONVERT}; or load it without a mesh, then place it by on_mesh(mesh)"
+        )
     return StrictReader(directory, _Pickle(directory / PICKLE))
 
 
@@ -174,10 +146,10 @@ class _Pickle:
     def names(self) -> set[str]:
         return set(self._tensors)
 
-    def read(self, name: str) -> np.ndarray:
+    def tensor(self, name: str) -> Tensor:
         tensor = self._tensors[name]
         # NumPy has no bfloat16 of its own.
-        return (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+        return Tensor.of((tensor.float() if tensor.is_floating_point() else tensor).numpy())
 
 
 def _load(file: pathlib.Path) -> dict:
@@ -187,8 +159,7 @@ def _load(file: pathlib.Path) -> dict:
     except ImportError as error:
         raise WeightsError(
             f"{file} needs torch to be read: install it (pip install torch), or convert the file "
-            f"where torch is: safetensors.torch.save_file(torch.load('{PICKLE}', "
-            f"weights_only=True), '{SINGLE}')"
+            f"where torch is: {CONVERT}"
         ) from error
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True)

@@ -115,6 +115,7 @@ EAGLE = DrafterKind(
     check=check_head,
     has_panels=lambda config: family_of(config.layer).has_panels,
     read=_read,
+    reads_in_parts=True,
     write=_write,
     pick_layout=pick_layout,
     training={

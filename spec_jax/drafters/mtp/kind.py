@@ -67,6 +67,7 @@ MTP = DrafterKind(
     read=lambda directory, target, dtype, **overrides: read_mtp(
         directory, target.config, dtype, **overrides
     ),
+    reads_in_parts=True,
     write=_write,
     training={
         "mtp": Training(

@@ -14,8 +14,10 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, Sharding
 from jax.typing import DTypeLike
 
 from spec_jax.drafters.loaded import LoadedHead
@@ -24,7 +26,11 @@ from spec_jax.drafters.mtp.model import MtpConfig, mtp_table
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models.families import AnyConfig
 from spec_jax.models.files import read_json
-from spec_jax.models.tensors import Shards, StrictReader
+from spec_jax.models.params import table_placement
+from spec_jax.models.parts import Part, Tensor, holds_for_parts, read_onto, read_parts, stack
+from spec_jax.models.shards import Shards
+from spec_jax.models.tensors import StrictReader
+from spec_jax.sharding import SHARDED, Rules, named
 
 _SCALE = "_scale_inv"
 _BLOCK = (128, 128)
@@ -35,6 +41,9 @@ def read_mtp(
     directory: str | pathlib.Path,
     target_config: AnyConfig,
     dtype: DTypeLike = jnp.float32,
+    *,
+    mesh: Mesh | None = None,
+    rules: Rules = SHARDED,
     **overrides: Any,
 ) -> LoadedHead:
     """Reads the MTP modules of a model's directory.
@@ -44,6 +53,9 @@ def read_mtp(
       target_config: the config of the model that they draft for.
       dtype: the dtype of the parameters, except a router's bias, which stays float32. 8-bit tensors
         are multiplied by their scales first.
+      mesh: the devices to place the parameters on, each process reading what its own devices hold;
+        None: jax's default device.
+      rules: which dimensions are split over the mesh.
       **overrides: fields of ``MtpConfig`` instead of what is derived: ``num_modules`` (further
         modules are not read), ``protocol``, ``order``, ``taps``, ``recycles_normed``,
         ``has_zero_centred_norms``, ``has_own_embed``, ``has_own_head``.
@@ -56,7 +68,7 @@ def read_mtp(
       WeightsError: an unreadable file; a tensor of the modules that is missing, unexpected, of
         another shape than config.json says, or not finite.
       ConfigError: an override that does not exist; layers that are not supported; modules for
-        another target.
+        another target; a mesh that does not divide their heads.
     """
     directory, notes = pathlib.Path(directory), []
     hf = read_json(directory / "config.json")
@@ -68,41 +80,51 @@ def read_mtp(
         source = _Modules(directory, shards, layout, config.num_modules, _block_of(hf))
         tensors = StrictReader(directory, source)
         for end in ("embed", "head"):
-            config = _resolve_end(end, config, layout, tensors, shards, overrides, notes)
-        params = {
-            str(i): _read_module(tensors, layout, config, i, dtype)
-            for i in range(config.num_modules)
+            config = _resolve_end(
+                end, config, layout, tensors, shards, overrides, notes, mesh, rules
+            )
+        weights = {
+            str(i): _module(tensors, layout, config, i, dtype) for i in range(config.num_modules)
         }
         tensors.finish()
+        where = []
+        if mesh is not None:
+            table = dict.fromkeys(weights, mtp_table(config))
+            where = [table_placement(str(directory), config.layer, table, mesh, rules)]
+        params = jax.tree.map(read_onto, weights, *where)
     return LoadedHead(str(directory), config, params, tuple(notes), layout.name)
 
 
-def _read_module(tensors, layout: Layout, config: MtpConfig, index: int, dtype):
+def _module(
+    tensors: StrictReader, layout: Layout, config: MtpConfig, index: int, dtype: DTypeLike
+) -> dict[str, Tensor]:
+    """The weights of one module, of which nothing is read yet."""
+
     def leaf(name, spec):
         # Biases that move a choice differ by less than a short float resolves.
         own_dtype = jnp.float32 if name == "router_bias" else dtype
-
-        def take(shape, expert=0):
-            stored = shape[::-1] if spec.is_linear else shape
-            array = tensors.take(layout.tensor(name, spec, index, expert), stored)
-            return jnp.asarray(array.T if spec.is_linear else array, own_dtype)
-
+        take = lambda spec, e=0: tensors.weight(
+            layout.tensor(name, spec, index, e), spec, own_dtype
+        )
         if "{e}" not in spec.hf_name:
-            return take(spec.shape)
-        return jnp.stack([take(spec.shape[1:], expert) for expert in range(spec.shape[0])])
+            return take(spec)
+        count, *shape = spec.shape
+        one = spec._replace(shape=tuple(shape), axes=spec.axes[1:])
+        return stack([take(one, e) for e in range(count)])
 
     return {name: leaf(name, spec) for name, spec in mtp_table(config).items()}
 
 
 def _resolve_end(
     end: str, config: MtpConfig, layout: Layout, tensors: StrictReader, shards: Shards,
-    overrides: Mapping[str, Any], notes: list[str],
+    overrides: Mapping[str, Any], notes: list[str], mesh: Mesh | None, rules: Rules,
 ) -> MtpConfig:
     """Drops copies of the target's embedding ("embed") or head; keeps those that differ."""
     field = f"has_own_{end}"
     with_end = dataclasses.replace(config, **{field: True})
     spec = mtp_table(with_end)[end]
-    stored = spec.shape[::-1] if spec.is_linear else spec.shape
+    stored, axes = (x[::-1] if spec.is_linear else x for x in (spec.shape, spec.axes))
+    where = None if mesh is None else named(axes, stored, mesh, rules)
     names = [layout.tensor(end, spec, i) for i in range(config.num_modules)]
     copies = [name for name in names if name in tensors.left]
     theirs = _TARGET_EMBED if end == "embed" or _TARGET_HEAD not in shards.names() else _TARGET_HEAD
@@ -113,15 +135,22 @@ def _resolve_end(
     elif theirs not in shards.names():
         is_own, why = True, f"{theirs} is not here to be compared with {copies[0]}"
     else:
-        whole = shards.read(theirs)
-        is_own = any(not np.array_equal(tensors.read(name), whole) for name in copies)
+        whole = shards.tensor(theirs)
+        is_own = any(not _is_equal(tensors.tensor(name), whole, where) for name in copies)
         why = f"{copies[0]} {'differs from' if is_own else 'is a copy of'} {theirs}"
     notes.append(f"{field} = {is_own!r}: {why}.")
     if is_own:
         return with_end
     for name in copies:
-        tensors.take(name, stored)
+        copy = tensors.take(name, stored)
+        if field in overrides:
+            read_parts(copy, where)  # damaged files are refused all the same
     return dataclasses.replace(config, **{field: False})
+
+
+def _is_equal(a: Tensor, b: Tensor, where: Sharding | None) -> bool:
+    check = lambda part: np.array_equal(a.read(part), b.read(part))
+    return a.shape == b.shape and holds_for_parts(check, a.shape, where)
 
 
 def _block_of(hf: Mapping[str, Any]) -> tuple[int, int]:
@@ -149,23 +178,28 @@ class _Modules:
         scales = {f"{name}{_SCALE}" for name in self._own}
         return self._own - scales
 
-    def read(self, name: str) -> np.ndarray:
-        array, scale = self._shards.read(name), f"{name}{_SCALE}"
-        is_8bit = array.dtype.itemsize == 1
+    def tensor(self, name: str) -> Tensor:
+        stored, scale = self._shards.tensor(name), f"{name}{_SCALE}"
         if scale not in self._own:
-            if is_8bit:
+            if stored.dtype.itemsize == 1:
                 raise WeightsError(
-                    f"{self._directory}: tensor {scale} is missing, of {array.dtype.name} {name}"
+                    f"{self._directory}: tensor {scale} is missing, of {stored.dtype.name} {name}"
                 )
-            return array
-        factors = self._shards.read(scale)
-        expected = tuple(-(-n // b) for n, b in zip(array.shape, self._block))
-        if array.ndim != 2 or factors.shape != expected:
+            return stored
+        factors = self._shards.tensor(scale)
+        expected = tuple(-(-n // b) for n, b in zip(stored.shape, self._block))
+        if len(stored.shape) != 2 or factors.shape != expected:
             raise WeightsError(
                 f"{self._directory}: tensor {scale} has shape {list(factors.shape)}; {name} of "
-                f"shape {list(array.shape)} has {list(expected)} blocks of {list(self._block)}"
+                f"shape {list(stored.shape)} has {list(expected)} blocks of {list(self._block)}"
             )
-        for axis, size in enumerate(self._block):
-            factors = np.repeat(factors, size, axis=axis)
-        rows, columns = array.shape
-        return array.astype(np.float32) * factors[:rows, :columns].astype(np.float32)
+
+        def read(part: Part) -> np.ndarray:
+            within = list(zip(part, self._block))
+            blocks = tuple(range(r.start // b, -(-r.stop // b)) for r, b in within)
+            scales = factors.read(blocks).astype(np.float32)
+            for axis, (r, b) in enumerate(within):
+                scales = scales.take(np.asarray(r) // b - r.start // b, axis=axis)
+            return stored.read(part).astype(np.float32) * scales
+
+        return Tensor(stored.shape, np.dtype(np.float32), read)

@@ -1,0 +1,136 @@
+"""Tensors of which each part is read when a device needs it.
+
+A part is a tuple with the ``range`` of each dimension. ``read_onto`` reads the parts that the
+devices of this process hold, one after the other, so the host never has a whole tensor that is
+split.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
+
+Part = tuple[range, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tensor:
+    """A tensor that is read part by part.
+
+    Attributes:
+      shape: of the whole tensor.
+      dtype: of what is read.
+      read: ``(part) -> np.ndarray``.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[Part], np.ndarray]
+
+    @classmethod
+    def of(cls, array: np.ndarray) -> Tensor:
+        """Returns a tensor whose parts are those of an array on the host."""
+        as_slices = lambda part: tuple(slice(r.start, r.stop) for r in part)
+        return cls(array.shape, array.dtype, lambda part: array[as_slices(part)])
+
+    @property
+    def T(self) -> Tensor:
+        """The transposed tensor."""
+        return dataclasses.replace(
+            self, shape=self.shape[::-1], read=lambda part: self.read(part[::-1]).T
+        )
+
+    def astype(self, dtype: DTypeLike) -> Tensor:
+        """Returns the tensor in another dtype; each part is cast when it is read."""
+        dtype = np.dtype(dtype)
+        return dataclasses.replace(
+            self, dtype=dtype, read=lambda part: self.read(part).astype(dtype, copy=False)
+        )
+
+    def read_whole(self) -> np.ndarray:
+        """Returns the whole tensor."""
+        return self.read(tuple(map(range, self.shape)))
+
+
+def stack(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns tensors of one shape and dtype, stacked along a new first dimension."""
+    first = tensors[0]
+
+    def read(part: Part) -> np.ndarray:
+        chosen, *rest = part
+        array = np.empty([len(r) for r in part], first.dtype)
+        for row, number in enumerate(chosen):
+            array[row] = tensors[number].read(tuple(rest))
+        return array
+
+    return Tensor((len(tensors), *first.shape), first.dtype, read)
+
+
+def part_at(index: Sequence[slice], shape: Sequence[int]) -> Part:
+    """Returns the part of an array of this shape that an index of slices stands for."""
+    return tuple(range(*s.indices(size)) for s, size in zip(index, shape))
+
+
+def parts_here(shape: Sequence[int], sharding: Sharding | None) -> dict[Part, list[Any]]:
+    """Returns the parts of an array that devices of this process hold, each with its devices.
+
+    Args:
+      shape: of the array.
+      sharding: where it lies; None: whole, and no device is named.
+    """
+    if sharding is None:
+        return {tuple(map(range, shape)): []}
+    parts: dict[Part, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(tuple(shape)).items():
+        parts.setdefault(part_at(index, shape), []).append(device)
+    return parts
+
+
+def read_onto(tensor: Tensor, sharding: Sharding | None = None) -> jax.Array:
+    """Returns a tensor as an array on its devices.
+
+    Each part is read once and copied to every device of this process that holds it, before the
+    next is read.
+
+    Args:
+      tensor: what is read.
+      sharding: where it is to lie; None: on jax's default device.
+    """
+    if sharding is None:
+        return jnp.asarray(tensor.read_whole())
+    arrays = []
+    for part, devices in parts_here(tensor.shape, sharding).items():
+        content = tensor.read(part)
+        # Transfers that are under way would keep the parts before this one on the host.
+        arrays += jax.block_until_ready([jax.device_put(content, device) for device in devices])
+    return jax.make_array_from_single_device_arrays(tensor.shape, sharding, arrays)
+
+
+def read_parts(tensor: Tensor, sharding: Sharding | None) -> None:
+    """Reads what ``read_onto`` would, for a reader's checks of it, and keeps nothing."""
+    for part in parts_here(tensor.shape, sharding):
+        tensor.read(part)
+
+
+def holds_for_parts(
+    check: Callable[[Part], bool], shape: Sequence[int], sharding: Sharding | None
+) -> bool:
+    """Returns whether a check holds for every part of an array, in all processes.
+
+    Args:
+      check: ``(part) -> bool``.
+      shape: of the array.
+      sharding: where the array lies; None: whole in this process, which decides alone.
+    """
+    holds = all(check(part) for part in parts_here(shape, sharding))
+    if sharding is None or sharding.is_fully_addressable:
+        return holds
+    return bool(multihost_utils.process_allgather(np.asarray(holds)).all())

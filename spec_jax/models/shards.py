@@ -1,0 +1,125 @@
+"""Reads safetensors files, the tensors whole or in parts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from spec_jax.errors import WeightsError
+from spec_jax.models.parts import Part, Tensor
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLE = "pytorch_model.bin"
+CONVERT = f"safetensors.torch.save_file(torch.load('{PICKLE}', weights_only=True), '{SINGLE}')"
+_DTYPES = {
+    name: np.dtype(dtype)
+    for name, dtype in {
+        "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16,
+        "F8_E4M3": jnp.float8_e4m3fn, "F8_E5M2": jnp.float8_e5m2, "BOOL": np.bool_,
+        "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8,
+        "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8,
+    }.items()
+}  # fmt: skip
+
+
+class Shards:
+    """The tensors of a directory's safetensors files, each part read when it is asked for.
+
+    Args:
+      directory: holds one file, or shards and their index.
+      stack: closes the files.
+
+    Attributes:
+      bytes_read: of tensors, so far.
+
+    Raises:
+      WeightsError: there is no such file, or one cannot be read.
+    """
+
+    def __init__(self, directory: pathlib.Path, stack: contextlib.ExitStack):
+        self.bytes_read = 0
+        self._where: dict[str, tuple[Any, int, dict]] = {}  # file, its begin in it, what it is
+        for path in self._list(directory):
+            try:
+                with safe_open(path, framework="numpy") as file:  # checks the whole header
+                    names = file.keys()
+                file = stack.enter_context(open(path, "rb", buffering=0))
+                begin = 8 + int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(begin - 8))
+            except (OSError, SafetensorError) as error:
+                raise WeightsError(f"{path} cannot be read as safetensors: {error}") from error
+            self._where.update({name: (file, begin, header[name]) for name in names})
+
+    @staticmethod
+    def _list(directory: pathlib.Path) -> list[pathlib.Path]:
+        if (directory / INDEX).exists():
+            try:
+                index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
+                names = sorted(set(index["weight_map"].values()))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise WeightsError(f"{directory / INDEX} is no shard index: {error!r}") from error
+            return [directory / name for name in names]
+        if (directory / SINGLE).exists():
+            return [directory / SINGLE]
+        has_pickle = (directory / PICKLE).exists()
+        hint = f", only {PICKLE}: where torch is, convert it by {CONVERT}" if has_pickle else ""
+        raise WeightsError(f"{directory} has neither {SINGLE} nor {INDEX}{hint}")
+
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+        return set(self._where)
+
+    def tensor(self, name: str) -> Tensor:
+        """Returns a tensor as it is stored; nothing of it is read yet.
+
+        Raises:
+          WeightsError: it has a dtype that is not known.
+        """
+        file, begin, entry = self._where[name]
+        if entry["dtype"] not in _DTYPES:
+            raise WeightsError(
+                f"{file.name}: tensor {name} has dtype {entry['dtype']}; known: "
+                f"{', '.join(_DTYPES)}"
+            )
+        shape, dtype = tuple(entry["shape"]), _DTYPES[entry["dtype"]]
+        begin += entry["data_offsets"][0]
+
+        def read(part: Part) -> np.ndarray:
+            array = np.empty([len(r) for r in part], dtype)
+            content, done = memoryview(array.reshape(-1).view(np.uint8)), 0
+            for offset, size in _runs(part, shape, dtype.itemsize):
+                self._fill(file, begin + offset, content[done : done + size], name)
+                done += size
+            return array
+
+        return Tensor(shape, dtype, read)
+
+    def _fill(self, file, offset: int, content: memoryview, name: str) -> None:
+        file.seek(offset)
+        while content:
+            count = file.readinto(content)
+            if not count:
+                raise WeightsError(f"{file.name} ends within tensor {name}")
+            self.bytes_read += count
+            content = content[count:]
+
+
+def _runs(part: Part, shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
+    """Yields where the bytes of a part are, as offsets and sizes of what lies together."""
+    strides = itemsize * np.cumprod([1, *shape[:0:-1]], dtype=np.int64)[::-1]
+    is_split = [len(r) < size for r, size in zip(part, shape)]
+    inner = max(np.flatnonzero(is_split), default=0)  # dimensions after it are whole
+    size = itemsize * math.prod(len(r) for r in part[inner:])
+    offsets = np.int64(sum(r.start * int(stride) for r, stride in zip(part, strides)))
+    for r, stride in zip(part[:inner], strides):
+        offsets = np.add.outer(offsets, np.arange(len(r)) * stride)
+    yield from ((offset, size) for offset in offsets.ravel().tolist())
