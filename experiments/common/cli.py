@@ -19,6 +19,8 @@ import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
+from experiments.common import distributed
+from spec_jax import processes
 from spec_jax.errors import ConfigError, SpecJaxError
 
 flags.disclaim_key_flags()  # what is defined here counts as the main module's, for --help
@@ -38,6 +40,7 @@ def define_flags(default: types.ModuleType, workdir: str) -> tuple[flags.FlagHol
     keys = ", ".join(_names(default.get_config()))
     text = f"Config file; comments in it explain its values, each of which is a typed flag, " \
         f"--config.KEY=VALUE. Keys: {keys}."  # fmt: skip
+    distributed.define_flags()
     with _errors_in_one_line():  # the overrides of the command line are looked up here
         config = config_flags.DEFINE_config_file("config", default.__file__, text)
     return config, flags.DEFINE_string("workdir", None, workdir)
@@ -52,7 +55,8 @@ def run(main: Callable[[], int | None]) -> None:
                 raise ConfigError(f"unexpected argument {argv[1]!r}; values are --config.KEY=VALUE")
             if not flags.FLAGS["verbosity"].present:
                 logging.set_verbosity(logging.WARNING)  # jax names every back end that is missing
-            return main() or 0
+            with distributed.running():
+                return main() or 0
         except SpecJaxError as error:
             return _fail(error)
         except KeyboardInterrupt:
@@ -180,7 +184,9 @@ def open_workdir(
       ConfigError: The folder cannot be made, or holds a report.
     """
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = pathlib.Path(workdir or f"runs/{experiment}/{stamp}")
+    folder = pathlib.Path(processes.from_writer(workdir or f"runs/{experiment}/{stamp}"))
+    if not processes.is_writer():
+        return folder
     if (folder / report).exists():
         raise ConfigError(f"{folder} holds the report of another run; name another --workdir")
     try:
