@@ -29,6 +29,8 @@ def get_config() -> ConfigDict:
     config.mtp = "zoo/mtp"  # for "mtp": likewise; "random"
     config.dtype = "float32"  # of the weights in memory
     config.scan_layers = False  # True compiles faster on accelerators, runs slower on a CPU
+    config.mesh = ""  # devices to run on together, such as data:2,tensor:4; empty: one
+    config.is_draft_replicated = False  # keep drafts whole on every device of the mesh
     config.prompts = ""  # a file of prompts; empty: held-out functions
     config.num_prompts = 8
     config.max_prompt_tokens = placeholder(int)  # longer prompts lose their beginning

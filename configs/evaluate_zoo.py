@@ -17,6 +17,8 @@ def get_config() -> ConfigDict:
     config.target = "zoo/target"  # a zoo name or a Hugging Face directory
     config.drafts = "zoo/draft,zoo/eagle1,zoo/eagle3,zoo/mtp"  # names or directories
     config.dtype = "float32"  # of the weights in memory
+    config.mesh = ""  # devices to run on together, such as data:2,tensor:4; empty: one
+    config.is_draft_replicated = False  # keep drafts whole on every device of the mesh
     config.prompts = ""  # a file, see experiments/common/prompts.py; empty: held-out modules
     config.num_prompts = 64
     config.prompt_tokens = 64  # length of a piece; maximum length of a file's prompts

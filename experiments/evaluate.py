@@ -40,9 +40,11 @@ def evaluate(config: ConfigDict, workdir: str | None = None) -> dict:
       SpecJaxError: A config, a model or a prompt that cannot be used.
     """
     validate(config)
-    target = load_model(config.target, config.dtype)
+    where = cli.MeshOptions.of(config)
+    target = where.target(load_model(config.target, config.dtype))
     names = [name.strip() for name in config.drafts.split(",")]
-    drafts = {name: load_draft(name, target, config.dtype) for name in names if name}
+    load = lambda name: where.draft(load_draft(name, target, config.dtype))
+    drafts = {name: load(name) for name in names if name}
     if config.prompts:
         found = load_prompts(config.prompts, config.num_prompts, config.seed)
         models = [target, *drafts.values()]
@@ -56,7 +58,7 @@ def evaluate(config: ConfigDict, workdir: str | None = None) -> dict:
     with Progress(len(drafts) + config.has_costs, "evaluating") as bar:
         for name, draft in drafts.items():
             bar.now(name)
-            row, count = evaluation.measure(name, draft, target, prompts, config)
+            row, count = evaluation.measure(name, draft, target, prompts, config, where)
             if counts:
                 row["difference"] = evaluation.differences(count, counts[0])
             rows, counts = [*rows, row], [*counts, count]
@@ -69,6 +71,7 @@ def evaluate(config: ConfigDict, workdir: str | None = None) -> dict:
     rep = {
         "command": cli.command("evaluate"), "config": config.to_dict(),
         "environment": report.environment(), "rows": rows, "num_cut": num_cut,
+        "mesh": where.facts(target, [*drafts.values()], config.batch),
     }  # fmt: skip
     text = evaluation.markdown(rep)
     report.write_json(folder / "evaluation.json", rep)

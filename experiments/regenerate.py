@@ -30,7 +30,8 @@ from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
 from spec_jax.progress import Progress
 
-_FREE = ("num_prompts", "batch", "log_every_s")  # changes of these change no response
+# Changes of these change no response.
+_FREE = ("num_prompts", "batch", "log_every_s", "mesh", "is_draft_replicated")
 
 
 def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
@@ -45,7 +46,8 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
         another experiment.
     """
     config = resolve(config)
-    decoder = load_decoder(config)
+    where = cli.MeshOptions.of(config)
+    decoder = load_decoder(config, where)
     total, prompts = prompts_of(config, decoder)
     folder = pathlib.Path(workdir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,6 +96,9 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
         result = {
             "config": resolved,
             "environment": report.environment(),
+            "mesh": where.facts(
+                decoder.target, [decoder.draft] if decoder.draft else [], config.batch
+            ),
             "prompts": total,
             "left_out": num_left_out,
             "responses": len(responses),

@@ -27,11 +27,12 @@ from spec_jax.loading import (
     load_model,
     load_mtp,
 )
+from spec_jax.meshes import make_mesh
 from spec_jax.version import __version__
 
 __all__ = [
     "AsyncSpecConfig", "CancellationToken", "Cancelled", "DecodeQueue", "Generation",
     "LoadedHead", "LoadedModel", "ModelNotLoaded", "SamplerConfig", "SpeculativeConfig",
     "SpeculativeDecoder", "Stats", "Stream", "__version__", "host_drafter", "load_draft",
-    "load_head", "load_model", "load_mtp",
+    "load_head", "load_model", "load_mtp", "make_mesh",
 ]  # fmt: skip

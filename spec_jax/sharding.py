@@ -13,19 +13,20 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spec_jax.errors import ConfigError
+from spec_jax.meshes import make_mesh as make_mesh
+from spec_jax.meshes import parse_mesh as parse_mesh
 
-MESH_AXES = ("data", "tensor")
 Rules = Mapping[str, str]
 
 SHARDED: Rules = {
@@ -61,62 +62,8 @@ def use_rules(rules: Rules) -> Iterator[None]:
         _rules.reset(token)
 
 
-def parse_mesh(text: str) -> dict[str, int]:
-    """Reads a mesh such as ``data:2,tensor:4``; an axis that is not named has size 1.
-
-    Raises:
-      ConfigError: an axis is unknown or named twice, or a size is no positive integer.
-    """
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, size = (x.strip() for x in part.partition(":"))
-        if name not in MESH_AXES or name in sizes or not size.isdecimal() or int(size) < 1:
-            raise ConfigError(
-                f"mesh is {text!r}; expected sizes of {' and '.join(MESH_AXES)}, such as "
-                "data:2,tensor:4"
-            )
-        sizes[name] = int(size)
-    return {name: sizes.get(name, 1) for name in MESH_AXES}
-
-
-def make_mesh(sizes: str | Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
-    """Returns a mesh of the first devices, in an order that suits their network.
-
-    Args:
-      sizes: of its axes, as text (see ``parse_mesh``) or by name.
-      devices: to choose from; by default all that jax sees.
-
-    Raises:
-      ConfigError: there are too few devices, or the mesh leaves out devices of other processes.
-    """
-    if isinstance(sizes, str):
-        sizes = parse_mesh(sizes)
-    unknown = set(sizes) - set(MESH_AXES)
-    if unknown:
-        raise ConfigError(f"mesh has axes {sorted(unknown)}; expected {', '.join(MESH_AXES)}")
-    devices = list(jax.devices() if devices is None else devices)
-    shape = tuple(sizes.get(name, 1) for name in MESH_AXES)
-    count, said = math.prod(shape), ",".join(f"{n}:{s}" for n, s in zip(MESH_AXES, shape))
-    if count > len(devices):
-        raise ConfigError(
-            f"mesh {said} needs {count} devices; jax sees {len(devices)} ({devices[0].platform})"
-        )
-    if count < len(devices) and len({d.process_index for d in devices}) > 1:
-        raise ConfigError(
-            f"mesh {said} has {count} of the {len(devices)} devices of several processes; it must "
-            "have all of them"
-        )
-    if devices[0].platform == "tpu" and count == len(devices):
-        from jax.experimental import mesh_utils
-
-        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    else:
-        grid = np.asarray(devices[:count]).reshape(shape)
-    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
-
-
 def check_divides(owner: str, counts: Mapping[str, int], mesh: Mesh, rules: Rules) -> None:
-    """Checks that a mesh divides the heads of a model; says so where it keeps some of them whole.
+    """Checks that a mesh divides the query heads and the state heads of a model.
 
     Args:
       owner: the model's name.
@@ -125,23 +72,69 @@ def check_divides(owner: str, counts: Mapping[str, int], mesh: Mesh, rules: Rule
       rules: which dimensions are split.
 
     Raises:
-      ConfigError: it does not divide the query heads.
+      ConfigError: it does not divide them. (Key-value heads are then kept whole.)
     """
     for name, count in counts.items():
         over = rules.get(name)
         size = mesh.shape.get(over, 1)
-        if count % size == 0:
-            continue
-        if name != "kv_heads":
+        if count % size and name != "kv_heads":
             raise ConfigError(
                 f"{owner} has {count} {name.replace('_', ' ')}, which the mesh axis {over}:{size} "
                 f"does not divide; a size that does is {math.gcd(count, size)}, and a draft may "
                 "also lie whole on every device (is_draft_replicated=True)"
             )
-        _log.warning(
-            "%s: %d key-value heads are not divided by the mesh axis %s:%d, so every device along "
-            "it holds all of them", owner, count, over, size,
-        )  # fmt: skip
+
+
+def kept_whole(
+    owner: str, table: Mapping[str, Any], mesh: Mesh, rules: Rules, counts: Mapping[str, int]
+) -> list[str]:
+    """Returns a sentence for each size that rules would split and the mesh does not divide.
+
+    Args:
+      owner: the model's name.
+      table: of ``ParamSpec``, by name, or of such tables.
+      mesh: the devices.
+      rules: which dimensions are split.
+      counts: of logical axes that hold whole units, see ``spec``.
+    """
+    said: dict[str, None] = {}
+    for entry in table.values():
+        if not hasattr(entry, "axes"):
+            said |= dict.fromkeys(kept_whole(owner, entry, mesh, rules, counts))
+            continue
+        for name, size in zip(entry.axes, entry.shape):
+            lines = _whole(name, counts.get(name, size), mesh, rules)
+            said |= dict.fromkeys(f"{owner}: {line}" for line in lines)
+    return [*said]
+
+
+def log_whole(
+    owner: str, table: Mapping[str, Any], mesh: Mesh, rules: Rules, counts: Mapping[str, int]
+) -> None:
+    """Logs ``kept_whole``, each sentence once."""
+    for line in kept_whole(owner, table, mesh, rules, counts):
+        log_once(line)
+
+
+def _whole(name: str, size: int, mesh: Mesh, rules: Rules) -> list[str]:
+    over = rules.get(name)
+    if size % mesh.shape.get(over, 1) == 0:
+        return []
+    return [
+        f"{name.replace('_', ' ')} of size {size} is not divided by the mesh axis "
+        f"{over}:{mesh.shape[over]}, so every device along it holds all of it"
+    ]
+
+
+def whole_rows(batch: int, mesh: Mesh) -> list[str]:
+    """Returns a sentence if a mesh does not divide the rows of a batch."""
+    return _whole("batch", batch, mesh, SHARDED)
+
+
+@functools.cache
+def log_once(text: str) -> None:
+    """Logs a warning the first time that it is given."""
+    _log.warning("%s", text)
 
 
 def ambient() -> Any | None:

@@ -12,7 +12,8 @@ import pytest
 PACKAGE = pathlib.Path(__file__).resolve().parents[1] / "spec_jax"
 # From the ground up: a room imports rooms of lower levels, and modules of its own.
 ROOMS = (
-    ("errors", "version", "progress"), ("shapes", "rng", "tree", "sharding", "processes"),
+    ("errors", "version", "progress"), ("meshes",),
+    ("shapes", "rng", "tree", "sharding", "processes"),
     ("config", "contracts"), ("sampling",),
     ("models", "rules"), ("drafters/common", "data"), ("train",), ("drafters",),
     ("decoding", "zoo"), ("loading",), ("engine/adaptive", "engine/cancellation", "parallel"),

@@ -14,14 +14,19 @@ import shlex
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from absl import app, flags, logging
+from jax.sharding import Mesh
 from ml_collections import ConfigDict, config_flags
 
 from experiments.common import distributed
-from spec_jax import processes
+from spec_jax import meshes, processes, sharding
 from spec_jax.errors import ConfigError, SpecJaxError
+from spec_jax.loading import LoadedHead, LoadedModel
+
+Draft = TypeVar("Draft", LoadedModel, LoadedHead)
 
 flags.disclaim_key_flags()  # what is defined here counts as the main module's, for --help
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -151,6 +156,76 @@ def check_same(saved: Mapping, config: Mapping, free: Sequence[str] = ()) -> Non
             f"({saved.get(changed[0])!r}, not {config[changed[0]]!r}); expected the same config "
             "or an empty directory"
         )
+
+
+class MeshOptions(NamedTuple):
+    """The devices that an experiment runs on: ``config.mesh`` and ``config.is_draft_replicated``.
+
+    Attributes:
+      mesh: The devices; None: one.
+      is_draft_replicated: Whether drafts lie whole on every device of the mesh.
+    """
+
+    mesh: Mesh | None = None
+    is_draft_replicated: bool = False
+
+    @classmethod
+    def of(cls, config: ConfigDict) -> MeshOptions:
+        """Reads a config.
+
+        Raises:
+          ConfigError: There is no such mesh, or too few devices; or ``is_draft_replicated`` is set
+            without a mesh.
+        """
+        mesh = meshes.make_mesh(config.mesh) if config.mesh else None
+        if config.is_draft_replicated and mesh is None:
+            raise ConfigError("is_draft_replicated is True; expected a mesh too: --config.mesh=...")
+        return cls(mesh, config.is_draft_replicated)
+
+    def target(self, model: LoadedModel) -> LoadedModel:
+        """Returns the model on the mesh."""
+        return model if self.mesh is None else model.on_mesh(self.mesh)
+
+    def draft(self, draft: Draft) -> Draft:
+        """Returns a draft on the mesh."""
+        return draft if self.mesh is None else draft.on_mesh(self.mesh, self._draft_rules)
+
+    def check_drafts(self, drafts: Sequence[LoadedModel | LoadedHead]) -> None:
+        """Raises ConfigError if drafts are to lie whole on every device, and there are none."""
+        if self.is_draft_replicated and not drafts:
+            raise ConfigError("is_draft_replicated is True; expected a draft model or a head too")
+
+    def options(self, draft: LoadedModel | LoadedHead | None) -> dict[str, Any]:
+        """Returns the arguments of a ``SpeculativeDecoder`` with this draft."""
+        is_whole = self.is_draft_replicated and draft is not None
+        return {"mesh": self.mesh, "is_draft_replicated": is_whole}
+
+    def facts(
+        self, target: LoadedModel, drafts: Sequence[LoadedModel | LoadedHead] = (),
+        batch: int | None = None,
+    ) -> dict[str, Any] | None:  # fmt: skip
+        """Returns the mesh for a report, and what it does not divide; None without a mesh.
+
+        Args:
+          target: The target.
+          drafts: What drafts for it.
+          batch: The rows that are decoded together.
+        """
+        if self.mesh is None:
+            return None
+        whole = target.kept_whole(self.mesh)
+        for draft in drafts:
+            whole += draft.kept_whole(self.mesh, self._draft_rules)
+        return {
+            "axes": dict(self.mesh.shape),
+            "devices": [str(device) for device in self.mesh.devices.flat],
+            "is_draft_replicated": self.is_draft_replicated,
+            "kept_whole": whole + (sharding.whole_rows(batch, self.mesh) if batch else []),
+        }
+
+    @property
+    def _draft_rules(self) -> sharding.Rules:
+        return sharding.REPLICATED if self.is_draft_replicated else sharding.SHARDED
 
 
 def enable_compilation_cache() -> None:

@@ -15,8 +15,10 @@ from spec_jax.contracts import Model
 from spec_jax.drafters.common.head import Head
 from spec_jax.engine import stats
 from spec_jax.loading import LoadedHead, LoadedModel
+from spec_jax.meshes import mesh_of, use_mesh
 from spec_jax.models.params import Params
 from spec_jax.sampling import argmax
+from spec_jax.sharding import constrain_state
 
 ITERATIONS = 64  # passes in one timed call, so that a dispatch does not count
 REPEATS = 7
@@ -34,7 +36,7 @@ def _run_passes(params, tokens, cache, seen, *, model: Model, iterations: int, s
         best = argmax(logits)
         return tokens.at[:, -scored:].set(best), output.cache
 
-    return jax.lax.fori_loop(0, iterations, one_pass, (tokens, cache))
+    return constrain_state(jax.lax.fori_loop(0, iterations, one_pass, (tokens, cache)))
 
 
 def pass_timer(
@@ -58,13 +60,13 @@ def pass_timer(
       seen: bool[1,T,T], which tokens of a tree each token attends to; None for a chain.
     """
     scored = width if scored is None else scored
-    cache = model.init_cache(params, batch, slots)
-    cache = cache.commit(jnp.full((batch,), (slots - width) // 2, jnp.int32))
-    cache = model.open_window(cache, width)  # nothing is committed, so it is never closed
-    carry = (jnp.zeros((batch, width), jnp.int32), cache)
-
     run = functools.partial(_run_passes, model=model, iterations=iterations, scored=scored)
-    return loop_timer(lambda carry: run(params, *carry, seen), carry, iterations)
+    with use_mesh(mesh_of(params)):
+        cache = model.init_cache(params, batch, slots)
+        cache = cache.commit(jnp.full((batch,), (slots - width) // 2, jnp.int32))
+        cache = model.open_window(cache, width)  # nothing is committed, so it is never closed
+        carry = constrain_state((jnp.zeros((batch, width), jnp.int32), cache))
+    return loop_timer(lambda carry: run(params, *carry, seen), carry, iterations, mesh_of(params))
 
 
 @functools.partial(
@@ -83,7 +85,7 @@ def _run_head(params, carry, seen, *, head: Head, children: int, iterations: int
         score, best = jax.lax.top_k(logp + score[:, :, :1], children)
         return x, best, score, cache
 
-    return jax.lax.fori_loop(0, iterations, one_pass, carry)
+    return constrain_state(jax.lax.fori_loop(0, iterations, one_pass, carry))
 
 
 def head_timer(
@@ -99,14 +101,16 @@ def head_timer(
       width: Drafts per row and pass; 1 for a chain.
       children: The number of children of each draft of a tree.
     """
-    cache = head.init_cache(params, batch, slots)
-    dtype = jax.tree.leaves(cache)[0].dtype
-    cache = cache.commit(jnp.full((batch,), slots // 2, jnp.int32))
-    x, best = jnp.ones((batch, width, head.width), dtype), (batch, width, children)
+    mesh = mesh_of(params)
+    with use_mesh(mesh):
+        cache = head.init_cache(params, batch, slots)
+        dtype = jax.tree.leaves(cache)[0].dtype
+        cache = cache.commit(jnp.full((batch,), slots // 2, jnp.int32))
+        x, best = jnp.ones((batch, width, head.width), dtype), (batch, width, children)
+        carry = constrain_state((x, jnp.zeros(best, jnp.int32), jnp.zeros(best), cache))
     seen = None if width == 1 else jnp.eye(width, dtype=bool)[None]
-    carry = (x, jnp.zeros(best, jnp.int32), jnp.zeros(best), cache)
     run = functools.partial(_run_head, head=head, children=children, iterations=ITERATIONS)
-    return loop_timer(lambda carry: run(params, carry, seen), carry, ITERATIONS)
+    return loop_timer(lambda carry: run(params, carry, seen), carry, ITERATIONS, mesh)
 
 
 def draft_timer(

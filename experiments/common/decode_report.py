@@ -17,6 +17,7 @@ from experiments.common.report import (
     environment,
     facts,
     load_note,
+    mesh_lines,
 )
 from experiments.common.tables import table
 
@@ -51,6 +52,7 @@ def start(setup: Setup) -> dict:
         "config": config.to_dict(),
         "environment": environment(),
         "models": models,
+        "mesh": bench.where.facts(bench.target, [*bench.drafts.values()], bench.batch),
         "prompts": {
             "description": f"{len(lengths)} {of}{by}, {min(lengths)} to {max(lengths)} tokens, "
             f"{config.max_new_tokens} new tokens each, batch {config.batch}",
@@ -201,6 +203,7 @@ def write_markdown(folder: pathlib.Path, report: dict, plots: Sequence[str]) -> 
         *(f"- {role}: {describe_model(model)}" for role, model in models.items()),
         f"- prompts: {report['prompts']['description']}",
         f"- machine: {describe_machine(env)}",
+        *(f"- {line}" for line in mesh_lines(report["mesh"])),
         f"- {', '.join(f'{name} {env[name]}' for name in ('spec_jax', 'python', *PACKAGES))}",
         *(["", "How the checkpoints of the heads were read:", ""] if read else []),
         *(f"- {role}: {note}" for role, note in read),
@@ -217,6 +220,8 @@ def print_head(report: dict, folder: pathlib.Path) -> None:
     about = {"prompts": report["prompts"]["description"], "folder": folder}
     for name, text in (models | about).items():
         print(f"{name:9}{text}", flush=True)
+    for line in mesh_lines(report["mesh"]):
+        print(line, flush=True)
 
 
 def print_results(report: dict, folder: pathlib.Path) -> None:

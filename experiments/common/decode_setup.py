@@ -76,7 +76,9 @@ def resolve(config: ConfigDict) -> ConfigDict:
     return config
 
 
-def load_drafts(config, target: LoadedModel) -> dict[str, LoadedModel | LoadedHead]:
+def load_drafts(
+    config: ConfigDict, target: LoadedModel, where: cli.MeshOptions = cli.MeshOptions()
+) -> dict[str, LoadedModel | LoadedHead]:
     """Loads the drafts that the config names for ``config.methods``, by label.
 
     The label is the method; several heads are labelled by version: "eagle-1", "eagle-3".
@@ -92,9 +94,10 @@ def load_drafts(config, target: LoadedModel) -> dict[str, LoadedModel | LoadedHe
         if method == "standalone":
             if len(names) > 1:
                 raise ConfigError(f"draft is {config[key]!r}; expected one model")
-            drafts[method] = load_model(names[0], config.dtype, scan_layers=config.scan_layers)
+            draft = load_model(names[0], config.dtype, scan_layers=config.scan_layers)
+            drafts[method] = where.draft(draft)
             continue
-        loaded = [_load_head(method, name, config, target) for name in names]
+        loaded = [where.draft(_load_head(method, name, config, target)) for name in names]
         for head in loaded:
             label = method
             if len(loaded) > 1:
@@ -137,8 +140,11 @@ class Setup(NamedTuple):
           SpecJaxError: A config, a model or a prompt that cannot be used.
         """
         config = resolve(config)
+        where = cli.MeshOptions.of(config)
         target = load_model(config.target, config.dtype, scan_layers=config.scan_layers)
-        drafts = load_drafts(config, target)
+        target = where.target(target)
+        drafts = load_drafts(config, target, where)
+        where.check_drafts([*drafts.values()])
         labels = {m: [label for label in drafts if label.split("-")[0] == m] for m in SOURCES}
         methods = [label for m in config.methods for label in labels.get(m, [m])]
         if not methods:
@@ -152,6 +158,7 @@ class Setup(NamedTuple):
             build(SamplerConfig, {**config.sampler.to_dict(), "seed": config.seed}),
             config.max_new_tokens, config.batch, config.draft_temperature,
             {"ngram_max": config.ngram_max, "ngram_min": config.ngram_min}, config.has_expected,
+            where,
         )  # fmt: skip
         rules = {"standalone": config.standalone_rules}
         rules |= dict.fromkeys(("ngram", "suffix"), config.ngram_rules)

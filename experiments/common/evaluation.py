@@ -10,6 +10,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from experiments.common import costs, head_eval, report
+from experiments.common.cli import MeshOptions
 from experiments.common.intervals import Interval, bootstrap
 from experiments.common.tables import table
 from experiments.common.timing import interleave
@@ -75,13 +76,15 @@ def held_out_pieces(target: LoadedModel, n: int, length: int, seed: int) -> list
 
 
 def measure(
-    name: str, draft: Draft, target: LoadedModel, prompts: list[list[int]], config: ConfigDict
+    name: str, draft: Draft, target: LoadedModel, prompts: list[list[int]], config: ConfigDict,
+    where: MeshOptions = MeshOptions(),
 ) -> tuple[dict, Counts]:
     """Decodes all prompts with one draft; returns its row of the report, and its counts."""
     began_s = time.monotonic()
     rows, stats = head_eval.decode(
         target, draft, prompts, num_draft=config.num_draft, batch=config.batch,
         max_new_tokens=config.max_new_tokens, temperature=config.temperature,
+        where=where,
     )  # fmt: skip
     counts = Counts.of(rows)
     tau, *accept = bootstrap(counts.rates, len(prompts))
@@ -155,4 +158,5 @@ def markdown(rep: dict) -> str:
             "", f"{rep['num_cut']} prompts had more than {config['prompt_tokens']} tokens, or more "
             "than the models hold: they lost their beginning, a chat template's too.",
         ]  # fmt: skip
-    return "\n".join([*text, "", f"Machine: {report.describe_machine(rep['environment'])}", ""])
+    about = [f"Machine: {report.describe_machine(rep['environment'])}"]
+    return "\n".join([*text, "", *about, *report.mesh_lines(rep["mesh"]), ""])

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.common.cli import MeshOptions
 from experiments.common.timing import interleave
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.data.tokens import looping_share
@@ -19,6 +20,7 @@ from spec_jax.engine.decoder import Generation, SpeculativeDecoder
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel
+from spec_jax.meshes import mesh_of, use_mesh
 from spec_jax.rules import make_rule
 
 
@@ -132,6 +134,7 @@ class Bench:
       ngram: Options of the method "ngram".
       has_expected: Whether to record the expected acceptance of chains above temperature 0, if
         the rule reads the draft distributions anyway.
+      where: The devices; target and drafts lie there already.
     """
 
     target: LoadedModel
@@ -143,6 +146,7 @@ class Bench:
     draft_temperature: float | None = None
     ngram: dict[str, int] = dataclasses.field(default_factory=dict)
     has_expected: bool = False
+    where: MeshOptions = MeshOptions()
 
     def __post_init__(self):
         self._plain: dict[float, list[Run]] = {}  # first runs, by temperature
@@ -179,9 +183,10 @@ class Bench:
         has_expected = self.has_expected and cell.k > 0 and cell.temperature > 0 and not cell.tree
         if has_expected and cell.method in self.drafts:  # or they would cost time
             has_expected = make_rule(config).needs_probs
+        draft = self.drafts.get(cell.method)
         return SpeculativeDecoder(
-            self.target, self.drafts.get(cell.method), config,
-            target_sampler=sampler, has_expected=has_expected,
+            self.target, draft, config, target_sampler=sampler, has_expected=has_expected,
+            **self.where.options(draft),
         )
 
     def run(self, cell: Cell, index: int, **options) -> Run:
@@ -290,9 +295,10 @@ class Bench:
 def top_gap(target: LoadedModel, ids: Sequence[int]) -> float:
     """Returns the difference of the two largest logits after ``ids``."""
     model = target.model
-    cache = model.init_cache(target.params, 1, len(ids))
-    hidden = model.forward(target.params, jnp.asarray([ids], jnp.int32), cache).hidden[:, -1]
-    first, second = jax.lax.top_k(model.unembed(target.params, hidden)[0], 2)[0]
+    with use_mesh(mesh_of(target.params)):
+        cache = model.init_cache(target.params, 1, len(ids))
+        hidden = model.forward(target.params, jnp.asarray([ids], jnp.int32), cache).hidden[:, -1]
+        first, second = jax.lax.top_k(model.unembed(target.params, hidden)[0], 2)[0]
     return float(first - second)
 
 

@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.common.cli import MeshOptions
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.drafters import registry
 from spec_jax.engine.decoder import Generation, SpeculativeDecoder
 from spec_jax.engine.stats import Stats
 from spec_jax.loading import LoadedHead, LoadedModel
+from spec_jax.meshes import mesh_of, use_mesh
+from spec_jax.sharding import replicate
 from spec_jax.train.objective import target_view
 from spec_jax.train.unroll import unroll
 
@@ -23,6 +26,7 @@ _BUCKET = 64  # sequences are padded to multiples, so that few shapes compile
 def decode(
     target: LoadedModel, draft: LoadedModel | LoadedHead | None, prompts: Sequence[Sequence[int]],
     *, num_draft: int, max_new_tokens: int, batch: int, temperature: float = 0.0,
+    where: MeshOptions = MeshOptions(),
 ) -> tuple[list[Generation], Stats]:
     """Decodes prompts in chains of ``num_draft``, ``batch`` rows at a time.
 
@@ -36,13 +40,16 @@ def decode(
       max_new_tokens: New tokens of every prompt.
       batch: Rows at a time; the last batch may have fewer.
       temperature: The temperature of target and draft.
+      where: The devices.
 
     Returns:
       The output of each prompt, and the counts and times of all together.
     """  # fmt: skip
     config = SpeculativeConfig(speculative_method=draft.method, num_speculative_tokens=num_draft)
     sampler = SamplerConfig(temperature=temperature)
-    decoder = SpeculativeDecoder(target, draft, config, target_sampler=sampler)
+    decoder = SpeculativeDecoder(
+        target, draft, config, target_sampler=sampler, **where.options(draft)
+    )
     longest = max(map(len, prompts))
     rows = []
     for begin in range(0, len(prompts), batch):
@@ -85,7 +92,8 @@ def teacher_forced(
         text = np.asarray([*prompt, *row.tokens], np.int32)
         padded = np.zeros(-(-(len(text) + 2) // _BUCKET) * _BUCKET, np.int32)
         padded[: len(text)] = text
-        drafts = np.asarray(draft(target.params, head.params, padded[None]))[:, 0]
+        with use_mesh(mesh_of(target.params)):
+            drafts = np.asarray(draft(target.params, head.params, padded[None]))[:, 0]
         pending = len(prompt)
         while pending + 1 < len(text):
             true_next = text[pending + 1 : pending + 1 + num_draft]
@@ -107,6 +115,6 @@ def _draft_table(config, model, target_config, num_draft: int):
         params = {"head": head_params, "target": target_params}
         view = target_view(target_params, tokens, config=target_config, taps=config.taps)
         states = unroll(head, params, view.features, tokens, num_draft)
-        return jnp.stack([jnp.argmax(head.unembed(params, x), axis=-1) for x in states])
+        return replicate(jnp.stack([jnp.argmax(head.unembed(params, x), -1) for x in states]))
 
     return table

@@ -49,7 +49,9 @@ def resolve(config: ConfigDict) -> ConfigDict:
     return config
 
 
-def load_decoder(config) -> SpeculativeDecoder:
+def load_decoder(
+    config: ConfigDict, where: cli.MeshOptions = cli.MeshOptions()
+) -> SpeculativeDecoder:
     """Loads target and draft of a config.
 
     Raises:
@@ -68,7 +70,10 @@ def load_decoder(config) -> SpeculativeDecoder:
         speculative = SpeculativeConfig(
             method, config.k, rejection_sampling_strategy=config.rule or None
         )
-    decoder = SpeculativeDecoder(target, draft, speculative, target_sampler=samplers)
+    where.check_drafts([] if draft is None else [draft])
+    decoder = SpeculativeDecoder(
+        target, draft, speculative, target_sampler=samplers, **where.options(draft)
+    )
     system = decoder.system()
     if not system.rule.is_lossless:
         raise ConfigError(

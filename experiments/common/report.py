@@ -85,6 +85,15 @@ def load_note(env: dict) -> list[str]:
     ]
 
 
+def mesh_lines(mesh: dict | None) -> list[str]:
+    """Returns sentences on the mesh of ``MeshOptions.facts``; none without one."""
+    if mesh is None:
+        return []
+    axes = ",".join(f"{name}:{size}" for name, size in mesh["axes"].items())
+    drafts = ", drafts whole on each" if mesh["is_draft_replicated"] else ""
+    return [f"mesh {axes} of {len(mesh['devices'])} devices{drafts}", *mesh["kept_whole"]]
+
+
 def describe_model(model: dict) -> str:
     """Returns one line: name, size, shape."""
     size = model["parameters"]

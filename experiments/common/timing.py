@@ -9,23 +9,32 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
+from spec_jax.meshes import use_mesh
 from spec_jax.progress import Progress
 
 Timer = Callable[[], float]  # runs once, returns milliseconds of one unit of work
 HEADER = ("part", "measured", "median", "quartiles", "bar", "met", "note")
 
 
-def loop_timer(run: Callable[[Any], Any], carry: Any, iterations: int) -> Timer:
+def loop_timer(
+    run: Callable[[Any], Any], carry: Any, iterations: int, mesh: Mesh | None = None
+) -> Timer:
     """Returns a timer of ``carry = run(carry)``, in milliseconds of one of its iterations.
 
-    ``run`` is a compiled loop that may donate its carry. It runs once before it is timed.
+    Args:
+      run: A compiled loop that may donate its carry. It runs once before it is timed.
+      carry: What it begins with.
+      iterations: The number of its iterations.
+      mesh: The devices that it runs on; None: those of its arrays.
     """
 
     def time_ms() -> float:
         nonlocal carry
         begin = time.perf_counter()
-        carry = jax.block_until_ready(run(carry))
+        with use_mesh(mesh):
+            carry = jax.block_until_ready(run(carry))
         return (time.perf_counter() - begin) * 1e3 / iterations
 
     time_ms()

@@ -15,9 +15,16 @@ from spec_jax.drafters import registry
 from spec_jax.drafters.common.head import Head
 from spec_jax.models import layout
 from spec_jax.models.families import AnyConfig, family_of
-from spec_jax.models.params import Params, num_params, placement, table_placement
+from spec_jax.models.params import (
+    Params,
+    all_tables,
+    head_counts,
+    num_params,
+    placement,
+    table_placement,
+)
 from spec_jax.models.tokenizer import Tokenizer
-from spec_jax.sharding import SHARDED, Rules, place
+from spec_jax.sharding import SHARDED, Rules, kept_whole, place
 from spec_jax.tree import DynamicTree, Tree
 
 
@@ -78,6 +85,13 @@ class LoadedModel:
         else:
             where = placement(self.name, self.config, mesh, rules)
         return dataclasses.replace(self, params=place(self.params, where))
+
+    def kept_whole(self, mesh: Mesh, rules: Rules = SHARDED) -> list[str]:
+        """Returns a sentence for each size that the mesh does not divide, see ``on_mesh``."""
+        if self.config is None:
+            return []
+        counts, table = head_counts(self.config), all_tables(self.config)
+        return kept_whole(self.name, table, mesh, rules, counts)
 
     def draft_params(
         self, target: Params, batch: int | None, num_draft: int,
@@ -166,6 +180,11 @@ class LoadedHead:
             return {name: put(where and where.get(name), x) for name, x in params.items()}
 
         return dataclasses.replace(self, params=put(known, self.params))
+
+    def kept_whole(self, mesh: Mesh, rules: Rules = SHARDED) -> list[str]:
+        """Returns a sentence for each size that the mesh does not divide, see ``on_mesh``."""
+        layer, table = getattr(self.config, "layer", None), self.kind.table(self.config)
+        return kept_whole(self.name, table, mesh, rules, head_counts(layer))
 
     def draft_params(
         self, target: Params, batch: int | None, num_draft: int,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from jax.sharding import Mesh
+
 from spec_jax.config import SpeculativeConfig
 from spec_jax.contracts import Drafter, Model
 from spec_jax.drafters import registry
@@ -12,7 +14,41 @@ from spec_jax.engine.adaptive.deferred import with_deferred_commits
 from spec_jax.engine.adaptive.runner import CATCH_UP
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel
+from spec_jax.meshes import to_mesh
 from spec_jax.models import transformer
+from spec_jax.sharding import REPLICATED, SHARDED
+
+
+def place(
+    target: LoadedModel, draft: LoadedModel | LoadedHead | None, mesh: Mesh | str | None,
+    is_draft_replicated: bool, *, is_apart: bool = False,
+) -> tuple[Mesh | None, LoadedModel, LoadedModel | LoadedHead | None]:  # fmt: skip
+    """Returns the mesh, and target and draft with their weights on it.
+
+    Args:
+      target: the target.
+      draft: what drafts for it, or None.
+      mesh: the devices, see ``to_mesh``; None: the weights stay where they are.
+      is_draft_replicated: the draft lies whole on every device.
+      is_apart: draft and target have devices of their own.
+
+    Raises:
+      ConfigError: there is no such mesh, it does not divide the heads of a model, or an option is
+        given with or without another that it excludes or needs.
+    """
+    if is_apart and mesh is not None:
+        raise ConfigError(
+            "devices and mesh are both given; an overlapped decoder takes a mesh for each side: "
+            "devices=overlap.Devices(draft=mesh, target=mesh)"
+        )
+    mesh = to_mesh(mesh)
+    if is_draft_replicated and (mesh is None or draft is None):
+        lacks = "mesh" if mesh is None else "draft model or head"
+        raise ConfigError(f"is_draft_replicated is set, and there is no {lacks}")
+    if mesh is None:
+        return None, target, draft
+    rules = REPLICATED if is_draft_replicated else SHARDED
+    return mesh, target.on_mesh(mesh), draft and draft.on_mesh(mesh, rules)
 
 
 def tapped_model(target: LoadedModel, draft: LoadedModel | LoadedHead | None) -> Model:

@@ -18,9 +18,8 @@ from spec_jax.config.asynchronous import AsyncSpecConfig
 from spec_jax.contracts import Drafter, Rule
 from spec_jax.drafters.common.replicated import replicated
 from spec_jax.drafters.model_free import NO_DRAFT
-from spec_jax.engine import request, stats
+from spec_jax.engine import assemble, request, stats
 from spec_jax.engine.adaptive.runner import AdaptiveState, plain_rule
-from spec_jax.engine.assemble import make_drafter, make_history, tapped_model, with_adaptive
 from spec_jax.engine.cancellation import CancellationToken, RowCancellation
 from spec_jax.engine.engine import Engine
 from spec_jax.engine.request import Prompt, make_request
@@ -32,7 +31,6 @@ from spec_jax.loading import LoadedHead, LoadedModel, check_loaded
 from spec_jax.parallel import overlap
 from spec_jax.rules import make_rule
 from spec_jax.sampling import Samplers, highest_temperature, make_sampler
-from spec_jax.sharding import REPLICATED, SHARDED, make_mesh
 
 
 class SpeculativeDecoder:
@@ -95,11 +93,9 @@ class SpeculativeDecoder:
         check_loaded("target", target, LoadedModel)
         if draft is not None:
             check_loaded("draft", draft, LoadedModel | LoadedHead)
-        self.mesh = make_mesh(mesh) if isinstance(mesh, str) else mesh
-        if self.mesh is not None:
-            target = target.on_mesh(self.mesh)
-            rules = REPLICATED if is_draft_replicated else SHARDED
-            draft = draft and draft.on_mesh(self.mesh, rules)
+        self.mesh, target, draft = assemble.place(
+            target, draft, mesh, is_draft_replicated, is_apart=devices is not None
+        )
         self._max_tokens = None
         if isinstance(config, AsyncSpecConfig):
             if target_sampler is not None or draft_sampler is not None:
@@ -119,11 +115,12 @@ class SpeculativeDecoder:
         self.target_sampler = SamplerConfig() if target_sampler is None else target_sampler
         self.draft_sampler = draft_sampler
         self._config, self._rule, self._has_expected = config, rule, has_expected
-        self._model = tapped_model(target, draft)
-        self._drafter = with_adaptive(config, drafter or make_drafter(config, self._model, draft))
+        self._model = assemble.tapped_model(target, draft)
+        drafts = drafter or assemble.make_drafter(config, self._model, draft)
+        self._drafter = assemble.with_adaptive(config, drafts)
         if is_draft_replicated:
             self._drafter = replicated(self._drafter)
-        self._history = make_history(config) if drafter is None else None
+        self._history = assemble.make_history(config) if drafter is None else None
         is_adaptive = config is not None and config.is_adaptive
         self.adaptive = AdaptiveState(config.buckets) if is_adaptive else None
         self._is_fallback = config is not None and not (force_n1 or target.model.can_rewind)

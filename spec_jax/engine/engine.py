@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -17,6 +15,8 @@ from spec_jax.drafters.suffix import History
 from spec_jax.engine.adaptive.runner import AdaptiveRunner, AdaptiveState
 from spec_jax.engine.request import Request
 from spec_jax.loading import LoadedHead, LoadedModel
+from spec_jax.meshes import use_mesh
+from spec_jax.sharding import log_once, whole_rows
 
 
 class Engine:
@@ -64,12 +64,15 @@ class Engine:
     def prefill(self, request: Request) -> DecodeState:
         """Feeds the prompts and samples each row's first token."""
         *arrays, slots = request
-        with self._on_mesh():
+        if self.mesh is not None:
+            for line in whole_rows(len(request.limits), self.mesh):
+                log_once(line)
+        with use_mesh(self.mesh):
             return self._loop.prefill(self.params(), *arrays, system=self.system, slots=slots)
 
     def insert(self, state: DecodeState, row: int, prefix: DecodeState) -> DecodeState:
         """Puts a prefilled request of one row in the place of row ``row``. Donates the state."""
-        with self._on_mesh():
+        with use_mesh(self.mesh):
             return decoding.insert(state, row, prefix, system=self.system)
 
     def generate(
@@ -86,7 +89,7 @@ class Engine:
           min_active: return as soon as fewer rows are active.
         """
         batch = len(state.limit)
-        with self._on_mesh():
+        with use_mesh(self.mesh):
             args = (state, jnp.asarray(stop), jnp.int32(max_rounds), jnp.int32(min_active))
             if self._adaptive is None:
                 return self._loop.generate(self.params(batch), *args, system=self.system)
@@ -97,13 +100,10 @@ class Engine:
 
     def read(self, state: DecodeState, row: int | None = None) -> Record:
         """Copies what all rows have produced, or one of them, so that the state may be donated."""
-        with self._on_mesh():
+        with use_mesh(self.mesh):
             if row is None:
                 return decoding.read_rows(state)
             return decoding.read_row(state, jnp.int32(row))
-
-    def _on_mesh(self) -> AbstractContextManager:
-        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     def remember(self, tokens: tuple[int, ...]) -> None:
         """Keeps a finished output for a drafter that copies from past ones."""

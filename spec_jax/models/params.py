@@ -15,7 +15,7 @@ from spec_jax.errors import WeightsError
 from spec_jax.models.families import AnyConfig, family_of
 from spec_jax.models.layout import from_panels
 from spec_jax.models.specs import ParamSpec
-from spec_jax.sharding import Rules, check_divides, named, shardings
+from spec_jax.sharding import Rules, check_divides, log_whole, named, shardings
 
 _STD = 0.02  # of random weights
 Params = dict[str, Any]
@@ -29,6 +29,12 @@ def layer_tables(config: AnyConfig) -> list[dict[str, ParamSpec]]:
 def outer_table(config: AnyConfig) -> dict[str, ParamSpec]:
     """Returns the declared weights outside of the layers, by our name."""
     return family_of(config).outer_table(config)
+
+
+def all_tables(config: AnyConfig) -> dict[str, dict[str, ParamSpec]]:
+    """Returns the declared weights of a model: of every layer, by number, and outside of them."""
+    layers = {str(i): table for i, table in enumerate(layer_tables(config))}
+    return {"outer": outer_table(config), **layers}
 
 
 def check_weights(params: Mapping[str, Any], shapes: Mapping[str, tuple], owner: str) -> None:
@@ -130,7 +136,9 @@ def placement(owner: str, config: AnyConfig, mesh: Mesh, rules: Rules) -> Params
     Raises:
       ConfigError: the mesh does not divide the heads.
     """
-    check_divides(owner, head_counts(config), mesh, rules)
+    counts = head_counts(config)
+    check_divides(owner, counts, mesh, rules)
+    log_whole(owner, all_tables(config), mesh, rules, counts)
     return param_shardings(config, mesh, rules)
 
 
@@ -151,6 +159,7 @@ def table_placement(
     """
     counts = head_counts(layer)
     check_divides(owner, counts, mesh, rules)
+    log_whole(owner, table, mesh, rules, counts)
     return shardings(table, mesh, rules, counts)
 
 

@@ -1,0 +1,117 @@
+"""Meshes of devices: made from text, checked, and set while programs run."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from spec_jax.errors import ConfigError
+
+MESH_AXES = ("data", "tensor")
+_SHOWN = "data:2,tensor:4"  # an example, for messages
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Reads a mesh such as ``data:2,tensor:4``; an axis that is not named has size 1.
+
+    Raises:
+      ConfigError: an axis is unknown or named twice, or a size is no positive integer.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = (x.strip() for x in part.partition(":"))
+        if name not in MESH_AXES or name in sizes or not size.isdecimal() or int(size) < 1:
+            raise ConfigError(
+                f"mesh is {text!r}; expected positive sizes of {' and '.join(MESH_AXES)}, such as "
+                f"{_SHOWN}"
+            )
+        sizes[name] = int(size)
+    return {name: sizes.get(name, 1) for name in MESH_AXES}
+
+
+def make_mesh(sizes: str | Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
+    """Returns a mesh of the first devices, in an order that suits their network.
+
+    Args:
+      sizes: of its axes, as text (see ``parse_mesh``) or by name.
+      devices: to choose from; by default all that jax sees.
+
+    Raises:
+      ConfigError: there are too few devices, or the mesh leaves out devices of other processes.
+    """
+    if not isinstance(sizes, str):
+        sizes = ",".join(f"{name}:{size}" for name, size in sizes.items())
+    sizes = parse_mesh(sizes)
+    devices = list(jax.devices() if devices is None else devices)
+    shape = tuple(sizes.values())
+    count, said = math.prod(shape), ",".join(f"{n}:{s}" for n, s in sizes.items())
+    if count > len(devices):
+        platform = devices[0].platform
+        hint = (
+            f"; to try it on a CPU, set XLA_FLAGS=--xla_force_host_platform_device_count={count} "
+            "before Python starts"
+        ) if platform == "cpu" else ""
+        raise ConfigError(
+            f"mesh {said} needs {count} devices; jax sees {len(devices)} ({platform}){hint}"
+        )
+    if count < len(devices) and len({d.process_index for d in devices}) > 1:
+        raise ConfigError(
+            f"mesh {said} has {count} of the {len(devices)} devices of several processes; it must "
+            "have all of them"
+        )
+    if devices[0].platform == "tpu" and count == len(devices):
+        from jax.experimental import mesh_utils
+
+        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    else:
+        grid = np.asarray(devices[:count]).reshape(shape)
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def to_mesh(mesh: Mesh | str | None) -> Mesh | None:
+    """Returns a mesh that was given as text or made before; None stays None.
+
+    Raises:
+      ConfigError: it is something else, has other axes, or is none of automatic axes; see also
+        ``make_mesh``.
+    """
+    if mesh is None:
+        return None
+    if isinstance(mesh, str):
+        return make_mesh(mesh)
+    if not isinstance(mesh, Mesh):
+        raise ConfigError(
+            f"mesh is {mesh!r:.200}; expected a Mesh, which make_mesh makes, or text such as "
+            f"{_SHOWN}"
+        )
+    unknown = [name for name in mesh.axis_names if name not in MESH_AXES]
+    if unknown:
+        raise ConfigError(
+            f"the mesh has axes {', '.join(map(repr, mesh.axis_names))}; expected "
+            f"{' and '.join(MESH_AXES)}, as make_mesh({_SHOWN!r}) names them"
+        )
+    if any(kind != AxisType.Auto for kind in mesh.axis_types):
+        raise ConfigError(
+            f"the mesh has axis types {mesh.axis_types}; expected AxisType.Auto for each, which "
+            "make_mesh makes"
+        )
+    return mesh
+
+
+def use_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager:
+    """Returns a context in which programs run on a mesh; with None it changes nothing."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def mesh_of(tree: Any) -> Mesh | None:
+    """Returns the mesh that the first array of a tree lies on; None if it is on no mesh."""
+    for array in jax.tree.leaves(tree):
+        where = getattr(array, "sharding", None)
+        return where.mesh if isinstance(where, NamedSharding) else None
+    return None
