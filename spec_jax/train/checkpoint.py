@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from spec_jax.errors import TrainingError
@@ -124,7 +124,8 @@ class Checkpoints:
         A checkpoint that cannot be read is renamed to ``refused-STEP`` and reported.
 
         Args:
-          state: A state of the same run, for its shapes and dtypes.
+          state: A state of the same run, for its shapes, dtypes and shardings: a checkpoint may
+            have been saved from other devices.
           say: Called with a sentence for each checkpoint that is refused.
 
         Raises:
@@ -153,7 +154,7 @@ class Checkpoints:
         """Returns the best state.
 
         Args:
-          state: A state of the same run, for its shapes and dtypes.
+          state: A state of the same run, for its shapes, dtypes and shardings.
 
         Raises:
           TrainingError: There is no best state, or it cannot be read.
@@ -211,8 +212,16 @@ def _read(manager: ocp.CheckpointManager, step: int, state: Any) -> Any:
             raise ValueError(
                 f"{name} is {a.dtype}{list(a.shape)}; this run has {b.dtype}{list(b.shape)}"
             )
-        if np.issubdtype(a.dtype, np.floating) and not bool(np.isfinite(a).all()):
-            raise ValueError(f"{name} is not finite")
 
     jax.tree_util.tree_map_with_path(leaf, found, state)
+    checks = jax.device_get(jax.tree.map(_is_finite, found))
+    for path, is_finite in jax.tree_util.tree_leaves_with_path(checks):
+        if not is_finite:
+            raise ValueError(f"{jax.tree_util.keystr(path)} is not finite")
     return found
+
+
+@jax.jit
+def _is_finite(x: jax.Array) -> jax.Array:
+    """Computed where the array lies, as no process may hold all of it."""
+    return jnp.isfinite(x).all()

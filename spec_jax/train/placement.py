@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spec_jax.errors import ConfigError
@@ -112,18 +111,22 @@ class Placement:
             )
 
     def place(self, batch: Any) -> Any:
-        """Splits the rows of a batch over the data axis, or copies them if it does not divide them.
+        """Splits the rows of a batch over the data axis; what it does not divide is copied.
 
         Args:
-          batch: A pytree of arrays, those of rank 1 and more with the batch first. Every process
-            has the same.
+          batch: A pytree of arrays, whose first dimension is the batch. Every process has the
+            whole batch. Random keys stay where they are.
         """
-        if self.mesh is None:
-            return batch
-        return jax.tree.map(lambda x: jax.device_put(x, self._rows(x)), batch)
+        return batch if self.mesh is None else jax.tree.map(self._place, batch)
 
-    def _rows(self, x) -> NamedSharding:
-        return named(("batch",) if np.ndim(x) else (), np.shape(x), self.mesh)
+    def _place(self, x):
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        rows = named(("batch",), x.shape, self.mesh)
+        if isinstance(x, jax.Array) and len(x.devices()) > 1:
+            return jax.device_put(x, rows)
+        x = np.asarray(x)
+        return jax.make_array_from_callback(x.shape, rows, lambda index: x[index])
 
     def jit(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """Jits a function, which is then traced and run on the mesh.
@@ -140,41 +143,54 @@ class Placement:
             with use_rules(self.rules):
                 return function(*args)
 
-        def run(*args):
-            with jax.set_mesh(self.mesh):
-                return traced(*args)
+        def on_mesh(method):
+            @functools.wraps(method)
+            def run(*args):
+                with jax.set_mesh(self.mesh):
+                    return method(*args)
 
+            return run
+
+        run = on_mesh(traced)
+        run.lower = on_mesh(traced.lower)
         return run
 
-    def create(
-        self, init: Callable[..., Any], optimizer: optax.GradientTransformation, where: Any,
-        *args: Any,
-    ) -> tuple[TrainState, Any]:  # fmt: skip
-        """Makes the state before the first step, each array on the devices that will hold it.
+    def state_shardings(
+        self, params: Any, make: Callable[..., TrainState], *args: Any
+    ) -> TrainState | None:
+        """Returns the sharding of every array of the state, the optimizer's as the parameters'.
 
         Args:
-          init: ``(*args) -> params``.
-          optimizer: What ``make_optimizer`` returns.
-          where: The sharding of each parameter, nested as the parameters are; not read without a
-            mesh.
+          params: The sharding of each parameter, nested as the parameters are.
+          make: ``(*args) -> TrainState``, which is not run.
           *args: Arrays, or pytrees of them.
 
         Returns:
-          The state, and the sharding of each of its arrays; None without a mesh.
+          Shardings nested as the state is; None without a mesh.
         """
-        make = lambda *args: TrainState.create(init(*args), optimizer)
         if self.mesh is None:
-            return make(*args), None
+            return None
         shapes = jax.eval_shape(make, *args)
-        state = follow_params(shapes, shapes.params, where, self.replicated)
-        return self.jit(make, out_shardings=state)(*args), state
+        return follow_params(shapes, shapes.params, params, self.replicated)
 
-    def jit_step(self, step: Callable[..., Any], state: Any) -> Callable[..., Any]:
+    def create(
+        self, make: Callable[..., TrainState], state: TrainState | None, *args: Any
+    ) -> TrainState:
+        """Makes the state before the first step, each array on the devices that will hold it.
+
+        Args:
+          make: ``(*args) -> TrainState``.
+          state: The sharding of each array, see ``state_shardings``.
+          *args: Arrays, or pytrees of them.
+        """
+        return make(*args) if self.mesh is None else self.jit(make, out_shardings=state)(*args)
+
+    def jit_step(self, step: Callable[..., Any], state: TrainState | None) -> Callable[..., Any]:
         """Jits a training step, which consumes its state and returns the next in the same places.
 
         Args:
           step: ``(state, *args) -> (state, figures)``.
-          state: The sharding of each array of the state, see ``create``.
+          state: The sharding of each array of the state, see ``state_shardings``.
         """
         if self.mesh is None:
             return jax.jit(step, donate_argnums=0)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from spec_jax.contracts import Model
 from spec_jax.drafters.eagle import model as eagle
 from spec_jax.drafters.eagle.model import EagleConfig, eagle_head
+from spec_jax.models.layers import constrain_logits
 from spec_jax.train.losses import make_divergence, soft_cross_entropy
 from spec_jax.train.objective import Batch, Objective, chain_figures, weighted_mean
 from spec_jax.train.unroll import shifted, unroll
@@ -104,7 +105,7 @@ def eagle3_loss(
     is_known, ids = jnp.ones((B, W - 1), bool), eagle.draft_ids(head)
     if ids is not None:
         is_drafted = jnp.zeros((model.vocab_size,), bool).at[ids].set(True)
-        is_known, p = is_drafted[jnp.argmax(p, axis=-1)], p[..., ids]
+        is_known, p = is_drafted[jnp.argmax(p, axis=-1)], constrain_logits(p[..., ids])
     measure = make_divergence(divergence)
     score = lambda x: eagle.score(params, x, config, model)
     score = jax.checkpoint(score) if is_remat else score

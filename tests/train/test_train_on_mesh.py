@@ -1,0 +1,175 @@
+"""Training on a mesh: the same losses, parameters split and gathered, checkpoints that move."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from support.mesh_training import HEADS, MESHES, MODEL, OBJECTIVES, STEPS, Run, adamw, losses
+
+from spec_jax.errors import ConfigError, TrainingError
+from spec_jax.models import checkpoint, transformer
+from spec_jax.models.params import param_shardings
+from spec_jax.parallel import hlo, traffic
+from spec_jax.train.checkpoint import Checkpoints
+from spec_jax.train.placement import Placement, device_bytes, follow_params
+from spec_jax.train.step import TrainState
+
+# Every objective, mesh and optimizer once; the product is measured by hand.
+COVER = [
+    ("lm", "full and tensor", {}),
+    ("scanned", "data", {}),
+    ("distill", "tensor", {"accumulate": 2}),
+    ("eagle3", "full and tensor", {}),
+    ("eagle1", "both", {}),
+    ("mtp", "full", {"name": "muon"}),
+    ("sequential", "full and tensor:2", {}),
+]
+
+
+def check_losses(name, mesh, optimizer):
+    expected = losses(name, **optimizer)
+    assert expected[0] != expected[-1]
+    run = Run(name, *MESHES[mesh], **optimizer)
+    np.testing.assert_allclose(run.train(), expected, rtol=0, atol=1e-5)
+    found = jax.tree.map(lambda x: x.sharding, run.state)
+    assert jax.tree.all(jax.tree.map(lambda a, b: a == b, found, run.where))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "mesh", "optimizer"), COVER, ids=lambda x: str(x))
+def test_twenty_losses_are_those_of_one_device(name, mesh, optimizer):
+    check_losses(name, mesh, optimizer)
+
+
+@pytest.mark.measure
+@pytest.mark.parametrize(("name", "mesh"), list(itertools.product(OBJECTIVES, MESHES)))
+def test_losses_of_every_objective_on_every_mesh(name, mesh):
+    check_losses(name, mesh, {})
+
+
+def fresh(optimizer):
+    return TrainState.create(transformer.init_params(MODEL, jax.random.key(0)), optimizer)
+
+
+@pytest.mark.parametrize("changes", [{}, {"name": "muon"}, {"accumulate": 2}], ids=str)
+def test_optimizer_states_lie_where_their_parameters_do(changes):
+    state = jax.eval_shape(lambda: fresh(adamw(**changes)))
+    leaves, tree = jax.tree.flatten(state.params)
+    where = tree.unflatten(range(len(leaves)))  # a number for each place
+    found = follow_params(state.opt_state, state.params, where, -1)
+    places = lambda name: sorted(itertools.chain.from_iterable(
+        jax.tree.leaves(part) for _, part in optax.tree_utils.tree_get_all_with_path(found, name)
+    ))  # fmt: skip
+    leaves_by = dict(jax.tree_util.tree_leaves_with_path(state.params))
+    everywhere = list(range(len(leaves)))
+    assert places("mu") == everywhere
+    is_inner = lambda path: path[-1].key not in ("embed", "head") and leaves_by[path].ndim == 2
+    adams = [i for i, path in enumerate(leaves_by) if "name" not in changes or not is_inner(path)]
+    assert places("nu") == adams  # Muon keeps one moment of the inner matrices
+    assert places("acc_grads") == (everywhere if "accumulate" in changes else [])
+    assert set(places("count")) == {-1}
+
+
+def bytes_of(placement, where):
+    """Bytes a device of the state before the first step, without the optimizer's counts."""
+    shapes = jax.eval_shape(lambda: fresh(adamw()))
+    state = placement.state_shardings(where, lambda: fresh(adamw()))
+    counts = sum(x.dtype.itemsize for x in jax.tree.leaves(shapes) if x.ndim == 0)
+    return device_bytes(shapes, state) - counts
+
+
+def test_fully_sharded_states_take_an_eighth_of_the_memory():
+    placement = Placement.of("data:8", is_fully_sharded=True)
+    where = param_shardings(MODEL, placement.mesh, placement.rules)
+    whole = jax.tree.map(lambda x: placement.replicated, where)
+    assert bytes_of(placement, whole) == 8 * bytes_of(placement, where)
+
+
+def program(run):
+    """What a step moves between devices."""
+    text = run.step.lower(run.state, run.batch(0), run.frozen).compile().as_text()
+    return traffic.of_call(hlo.read(text))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["lm", "eagle3"])
+@pytest.mark.parametrize("mesh", ["full", "full and tensor"])
+def test_weights_are_gathered_and_activations_stay_where_their_rows_are(name, mesh):
+    run = Run(name, *MESHES[mesh])
+    found = program(run)
+    assert {c.kind for c in found.collectives} == {"all-gather", "all-reduce"}
+    weights = [x.nbytes for x in jax.tree.leaves(run.state.params)]
+    of_all_rows = run.batch(0).tokens.size if name in HEADS else run.batch(0).size
+    assert found.largest_gather <= max(weights) < 4 * of_all_rows * MODEL.hidden_size
+    tensor = run.placement.mesh.shape["tensor"]
+    assert found.collective_bytes("all-gather") >= sum(weights) / tensor
+
+
+def same(a, b):
+    a, b = jax.device_get((a, b))
+    return jax.tree.all(jax.tree.map(lambda x, y: bool(np.array_equal(x, y)), a, b))
+
+
+@pytest.mark.exhaustive
+def test_a_checkpoint_is_restored_onto_other_meshes_and_back(tmp_path):
+    expected = losses("lm")
+    on = [(None, False), MESHES["full and tensor"], MESHES["data"], (None, False)]
+    with Checkpoints(tmp_path, keep=8) as checkpoints:
+        saved = None
+        for begin, (mesh, is_fully_sharded) in zip(range(0, STEPS, 5), on):
+            run = Run("lm", mesh, is_fully_sharded)
+            if saved is not None:
+                for restore in (checkpoints.restore, checkpoints.restore_best):
+                    state = restore(run.state)
+                    assert same(state, saved)
+                    if mesh:
+                        where = jax.tree.map(lambda x: x.sharding, state)
+                        assert jax.tree.all(jax.tree.map(lambda a, b: a == b, where, run.where))
+                run.state = state
+            found = run.train(begin, begin + 5)
+            np.testing.assert_allclose(found, expected[begin : begin + 5], rtol=0, atol=1e-5)
+            saved = jax.device_get(run.state)
+            checkpoints.save(begin + 5, run.state)
+            checkpoints.save_best(begin + 5, run.state, figure=begin)
+            checkpoints.wait()
+
+
+def test_a_number_that_is_not_finite_is_found_on_a_mesh(tmp_path):
+    mesh = Placement.of("data:8").mesh
+    where = NamedSharding(mesh, PartitionSpec("data"))
+    good = {"good": jax.device_put(jnp.ones(8), where), "bad": jnp.ones(8)}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, good | {"bad": jax.device_put(jnp.ones(8).at[6].set(jnp.nan), where)})
+        checkpoints.wait()
+        with pytest.raises(TrainingError, match="'bad'.* is not finite"):
+            checkpoints.restore(good, say=lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "is_fully_sharded", "batch", "message"),
+    [
+        ("data:4,tensor:2", False, 6, "batch is 6, which the mesh axis data:4 does not divide"),
+        ("", True, 8, "is_fully_sharded is True, but there is no mesh"),
+        ("data:16", True, 16, "needs 16 devices"),
+    ],
+)
+def test_bad_input_is_refused(mesh, is_fully_sharded, batch, message):
+    with pytest.raises(ConfigError, match=message):
+        Placement.of(mesh, is_fully_sharded).check_batch("batch", batch)
+
+
+def test_an_export_has_the_same_bytes(tmp_path):
+    placement = Placement.of("data:2,tensor:4", is_fully_sharded=True)
+    params = transformer.init_params(MODEL, jax.random.key(0))
+    split = jax.device_put(params, param_shardings(MODEL, placement.mesh, placement.rules))
+    assert len(split["embed"].addressable_shards[0].data) == MODEL.vocab_size // 4
+    for name, weights in (("whole", params), ("split", split)):
+        checkpoint.save_pretrained(tmp_path / name, weights, MODEL, dtype="bfloat16")
+    files = [p.name for p in (tmp_path / "whole").iterdir()]
+    for name in files:
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "split" / name).read_bytes()
+    assert any(name.endswith(".safetensors") for name in files)
