@@ -52,13 +52,17 @@ PRESETS: dict[str, ModelConfig] = {
         hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
         tie_word_embeddings=True,
     ),
+    "vicuna-7b": _llama(
+        vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
+        num_attention_heads=32, max_position_embeddings=2048,
+    ),
     "vicuna-13b": _llama(
         vocab_size=32000, hidden_size=5120, intermediate_size=13824, num_hidden_layers=40,
         num_attention_heads=40, max_position_embeddings=2048,
     ),
-    "vicuna-68m": _llama(
-        vocab_size=32000, hidden_size=768, intermediate_size=3072, num_hidden_layers=2,
-        num_attention_heads=12, max_position_embeddings=2048,
+    "vicuna-33b": _llama(
+        vocab_size=32000, hidden_size=6656, intermediate_size=17920, num_hidden_layers=60,
+        num_attention_heads=52, max_position_embeddings=2048,
     ),
 }  # fmt: skip
 

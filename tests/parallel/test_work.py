@@ -31,7 +31,8 @@ MESH = "data:2,tensor:2"
     "name, count",
     [("llama-3.1-8b", 8_030_261_248), ("llama-3.1-70b", 70_553_706_496),
      ("llama-3.2-1b", 1_235_814_400), ("qwen3-8b", 8_190_735_360), ("qwen3-32b", 32_762_123_264),
-     ("qwen3-14b", 14_768_307_200), ("vicuna-13b", 13_015_864_320)],
+     ("qwen3-14b", 14_768_307_200), ("vicuna-7b", 6_738_415_616), ("vicuna-13b", 13_015_864_320),
+     ("vicuna-33b", 32_528_943_616)],
 )  # fmt: skip
 def test_presets_have_the_published_numbers_of_parameters(name, count):
     config = find_config(name)

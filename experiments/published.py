@@ -1,0 +1,116 @@
+"""Holds the roofline against published pairs of accepted tokens and speed-up.
+
+    python -m experiments.published --workdir=DIR
+
+Every pair of ``common/published.json`` with a known acceptance is predicted from that acceptance,
+the model's shape and the chip's published peaks; no constant is fitted. Prints predicted beside
+published, and the error by group. The run's folder gets published.json and published.png. Cost:
+seconds on any machine.
+"""
+
+from __future__ import annotations
+
+import pathlib
+
+import jax
+from absl import flags
+
+from experiments.common import cli, plots, report
+from experiments.common.published import GROUPS, NO_TAU, Comparison, compare, load, summarise
+from experiments.common.tables import table
+from spec_jax.tree import DynamicTree
+
+HEADER = ("source", "on", "target", "drafter", "K", "B", "task", "tau", "published", "predicted",
+          "error")  # fmt: skip
+NUMBERS = ("K", "B", "tau", "published", "predicted", "error")
+
+
+def run(workdir: str | pathlib.Path | None) -> dict:
+    """Compares all pairs; returns what published.json holds.
+
+    Args:
+      workdir: The run's folder; by default runs/published/TIME.
+    """
+    rows, file = load()
+    found = [compare(row) for row in rows]
+    groups = {name: [c for c in found if c.row.group == name] for name in GROUPS}
+    for name, members in groups.items():
+        print(f"\n{name}, {len(members)} pairs")
+        print(table(HEADER, map(_cells, members), numbers=NUMBERS))
+    summary = {name: summarise(groups[name]) for name in GROUPS if name != NO_TAU}
+    print("\npredicted over published")
+    print(table(
+        ("group", "pairs", "bias", "median error", "largest", "correlation"),
+        [(name, str(s["rows"]), f"{s['bias']:.2f}x", f"{s['median_error']:.0%}",
+          f"{s['max_error']:.0%}", f"{s['correlation']:.2f}") for name, s in summary.items()],
+        numbers=("pairs", "bias", "median error", "largest", "correlation"),
+    ))  # fmt: skip
+    plain = [c for c in found if c.row.plain_tok_s]
+    print("\nplain decoding, tokens/s")
+    print(table(
+        ("source", "on", "target", "B", "published", "at most", "reached"), map(_plain, plain),
+        numbers=("B", "published", "at most", "reached"),
+    ))  # fmt: skip
+    print(f"\nleft out: {sum(count for count, *_ in file['left_out'])} pairs")
+    print(table(("pairs", "of", "because"), [(str(n), *why) for n, *why in file["left_out"]]))
+    record = {
+        "summary": summary, "sources": file["sources"], "left_out": file["left_out"],
+        "pairs": [_record(c) for c in found],
+    }  # fmt: skip
+    folder = cli.open_workdir("published", workdir, "published.json")
+    report.write_json(folder / "published.json", record)
+    plots.plot_published(
+        folder / "published.png",
+        [(c.row.method, c.row.group, c.row.speedup, c.predicted) for c in found
+         if c.row.group != NO_TAU],
+    )  # fmt: skip
+    print(f"{folder / 'published.png'} written")
+    return record
+
+
+def _cells(c: Comparison) -> tuple[str, ...]:
+    row, is_known = c.row, c.row.tau is not None
+    on = row.topologies[0] if len(row.topologies) == 1 else "not stated"
+    k = str(row.num_draft)
+    if row.tree is not None:
+        kind = "" if isinstance(row.tree, DynamicTree) else "static "
+        k += f", {kind}tree {row.tree.depth} deep"
+    return (
+        row.source, on, row.target, row.method, k, str(row.setting.batch), row.task,
+        f"{row.tau:.2f}" if is_known else f"({c.implied_tau:.2f})", f"{row.speedup:.2f}",
+        f"{c.predicted:.2f}" if is_known else "–", f"{c.ratio - 1:+.0%}" if is_known else "–",
+    )  # fmt: skip
+
+
+def _plain(c: Comparison) -> tuple[str, ...]:
+    row = c.row
+    return (
+        row.source, row.topologies[0], row.target, str(row.setting.batch),
+        f"{row.plain_tok_s:,.0f}", f"{c.plain_floor_tok_s:,.0f}",
+        f"{row.plain_tok_s / c.plain_floor_tok_s:.0%}",
+    )  # fmt: skip
+
+
+def _record(c: Comparison) -> dict:
+    row = c.row
+    return {
+        "source": row.source, "group": row.group, "topologies": row.topologies,
+        "target": row.target, "method": row.method, "k": row.num_draft,
+        "is_tree": row.tree is not None, "batch": row.setting.batch, "mesh": row.setting.mesh,
+        "context": row.setting.context, "task": row.task, "temperature": row.temperature,
+        "tau": row.tau, "speedup": row.speedup, "predicted_low": c.low,
+        "predicted_high": c.high, "ratio": c.ratio, "implied_tau": c.implied_tau,
+        "plain_tok_s": row.plain_tok_s, "plain_floor_tok_s": c.plain_floor_tok_s,
+    }  # fmt: skip
+
+
+def main() -> None:
+    jax.config.update("jax_platforms", "cpu")  # shapes alone are looked at
+    run(_WORKDIR.value)
+
+
+if __name__ == "__main__":
+    _WORKDIR = flags.DEFINE_string(
+        "workdir", None, "Folder of this run; by default runs/published/TIME."
+    )
+    cli.run(main)

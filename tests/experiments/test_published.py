@@ -1,0 +1,100 @@
+"""Published pairs: the file is sound, predictions follow from tau alone, all are reported."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from experiments import published as main
+from experiments.common import published
+from experiments.common.published import BORROWED, GROUPS, NO_TAU, STATED, UNSTATED, compare
+from spec_jax.parallel.presets import PRESETS
+from spec_jax.parallel.roofline import decode_round
+
+ROWS, FILE = published.load()
+
+
+def test_every_pair_has_a_source_and_could_have_happened():
+    for run in FILE["runs"]:
+        named = {run["source"], *(run[key] for key in ("tau_from", "baseline_from") if key in run)}
+        assert named <= set(FILE["sources"]), run
+    for row in ROWS:
+        if row.tau is not None:
+            most = 1 + (row.num_draft if row.tree is None else row.tree.depth)
+            assert 1 <= row.tau <= most, row
+            # Nothing gains more than the tokens that it emits: such a pair is misprinted.
+            assert row.speedup <= row.tau * 1.001, row
+    assert {row.group for row in ROWS} == set(GROUPS)
+    assert all(count > 0 and of and why for count, of, why in FILE["left_out"])
+
+
+def test_means_of_table_1_are_those_that_the_paper_prints():
+    # EAGLE-3, arXiv 2503.01840, table 1, column "Mean": speed-up and tau.
+    means = {
+        ("vicuna-13b", "eagle-3", 0): (5.51, 6.62), ("vicuna-13b", "eagle-1", 1): (2.44, 3.45),
+        ("llama-3.1-8b", "eagle-2", 1): (2.80, 3.62), ("llama-3.1-70b", "eagle-2", 0): (2.85, 3.78),
+        ("llama-3.1-70b", "eagle-3", 1): (3.95, 5.66),
+    }  # fmt: skip
+    for key, mean in means.items():
+        found = [
+            (r.speedup, r.tau) for r in ROWS
+            if (r.target, r.method, r.temperature) == key and r.source == "eagle-3, table 1"
+        ][:5]  # fmt: skip
+        average = [sum(column) / 5 for column in zip(*found)]
+        assert average == pytest.approx(mean, abs=0.011), key
+
+
+def test_prediction_scales_with_tau_and_with_nothing_that_was_measured():
+    row = next(r for r in ROWS if r.group == STATED and r.method == "eagle-1")
+    found = compare(row)
+    assert compare(row._replace(speedup=9.0, plain_tok_s=1.0)).predicted == found.predicted
+    assert compare(row._replace(tau=2 * row.tau)).predicted == pytest.approx(2 * found.predicted)
+    # The tau that would explain what was published explains it.
+    implied = compare(row._replace(tau=found.implied_tau))
+    assert implied.predicted == pytest.approx(row.speedup)
+
+
+def test_copied_tokens_gain_what_they_emit_while_memory_is_the_limit():
+    for row in ROWS:
+        if row.method == "ngram":
+            assert compare(row).predicted == pytest.approx(row.tau, rel=2e-3)
+
+
+def test_prediction_without_named_hardware_does_not_depend_on_it():
+    found = [compare(row) for row in ROWS if row.group == UNSTATED]
+    assert max(c.high / c.low for c in found) < 1.001
+
+
+def test_block_draft_runs_one_pass_whatever_it_drafts():
+    row = next(r for r in ROWS if r.method == "dflash")
+    verify, refresh, draft = published.count_round(row).passes
+    target = PRESETS[row.target]
+    plain = decode_round(target, "ngram", row.num_draft, row.setting).passes[0]
+    assert (verify, draft.count, refresh.count) == (plain, 1, 1)
+    # Five of 36 layers, and the output head of the target.
+    share = draft.work.hbm_bytes / verify.work.hbm_bytes
+    assert 5 / 36 < share < 5 / 36 + 0.09
+
+
+def test_summary_is_of_ratios():
+    rows = [r for r in ROWS if r.tau is not None][:3]
+    found = [compare(row) for row in rows]
+    ratios = [c.predicted / c.row.speedup for c in found]
+    summary = published.summarise(found)
+    assert summary["bias"] == pytest.approx(math.prod(ratios) ** (1 / 3))
+    assert summary["median_error"] == pytest.approx(sorted(abs(r - 1) for r in ratios)[1])
+    assert summary["rows"] == 3
+
+
+def test_command_reports_every_pair(tmp_path, capsys):
+    record = main.run(tmp_path)
+    assert json.loads((tmp_path / "published.json").read_text())["summary"].keys() == {
+        STATED, BORROWED, UNSTATED
+    }  # fmt: skip
+    assert (tmp_path / "published.png").stat().st_size > 10_000
+    assert len(record["pairs"]) == len(ROWS)
+    printed = capsys.readouterr().out
+    assert printed.count("sglang-jax#1632") == 16  # without tau, and with tokens a second
+    assert NO_TAU in printed
