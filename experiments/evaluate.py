@@ -75,7 +75,7 @@ def evaluate(config: ConfigDict, workdir: str | None = None) -> dict:
     }  # fmt: skip
     text = evaluation.markdown(rep)
     report.write_json(folder / "evaluation.json", rep)
-    (folder / "evaluation.md").write_text(text, encoding="utf-8")
+    report.write_text(folder / "evaluation.md", text)
     plots.plot_intervals(folder / "acceptance.png", rows)
     print(f"\n{text}\n{folder / 'evaluation.md'} written")
     return rep

@@ -25,6 +25,7 @@ from configs import regenerate_zoo
 from experiments.common import cli, report
 from experiments.common.regenerate_setup import load_decoder, prompts_of, resolve
 from experiments.common.responses import Responses
+from spec_jax import processes
 from spec_jax.engine.batching import DecodeQueue, sampler_of
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
@@ -54,7 +55,7 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
     resolved, saved = json.loads(config.to_json()), folder / "config.json"
     with contextlib.ExitStack() as stack:
         responses = stack.enter_context(Responses(folder / "responses.jsonl"))
-        if len(responses):
+        if len(responses) and processes.is_writer():
             known = json.loads(saved.read_text()) if saved.exists() else {}
             cli.check_same(known, resolved, _FREE)
         report.write_json(saved, resolved)

@@ -18,10 +18,9 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from configs import train_head_default
-from experiments.common import cli, plots
+from experiments.common import cli, plots, report
 from experiments.common.head_experiment import Experiment, validate
 from spec_jax.errors import ConfigError, TrainingError
-from spec_jax.models import files
 from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.log import Log, read_metrics
 from spec_jax.train.loop import train_loop
@@ -61,7 +60,7 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
             cli.check_same(saved, resolved, _FREE)
         state = checkpoints.restore(experiment.init_state())
         first = int(state.step)
-        files.write_json(path, resolved)
+        report.write_json(path, resolved)
         tokens = sum(len(text.tokens) for text in experiment.texts)
         with Log(workdir, first, config.steps) as log:
             log.say(

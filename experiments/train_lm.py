@@ -16,10 +16,10 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from configs import train_zoo_target
-from experiments.common import cli
+from experiments.common import cli, report
 from experiments.common.lm_experiment import Experiment, check_resume, validate
 from spec_jax.errors import ConfigError
-from spec_jax.models import checkpoint, files
+from spec_jax.models import checkpoint
 from spec_jax.models.params import num_params
 from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.log import Log
@@ -50,7 +50,7 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
             check_resume(saved, resolved, checkpoints.last_step)
         state = checkpoints.restore(experiment.init_state())
         first = int(state.step)
-        files.write_json(workdir / "config.json", resolved)
+        report.write_json(workdir / "config.json", resolved)
         with Log(workdir, first, config.steps) as log:
             log.say(
                 f"{num_params(experiment.model_config) / 1e6:.2f}M parameters, "

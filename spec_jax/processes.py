@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from spec_jax.errors import ConfigError, SpecJaxError
 
@@ -27,6 +28,8 @@ SILENT_S = 30.0  # without a sign of life, after which a process counts as dead
 RUNTIME_SILENT_S = 50  # after which jax's own runtime aborts, in case this module cannot
 _LINGER_S = 8.0  # that process 0, which holds what is said, waits for the others to read it
 _ROOT = "spec_jax"
+_PART = 1 << 20  # characters of a message, of which the store takes a few million
+_FOREVER_MS = 24 * 3600 * 1000
 _KEPT = 256  # answers of ``from_writer`` that are kept for slow processes
 
 _watch: _Watch | None = None
@@ -105,15 +108,43 @@ def from_writer(value: Any) -> Any:
     with _said:
         _num_said += 1
         number = _num_said
-    key = f"{_ROOT}/said/{number}"
+    key = lambda number, part=0: f"{_ROOT}/said/{number}/{part}"
     if not is_writer():
-        return json.loads(_client().blocking_key_value_get(key, 24 * 3600 * 1000))
+        get = lambda part: _client().blocking_key_value_get(key(number, part), _FOREVER_MS)
+        num_parts, _, text = get(0).partition(":")
+        return json.loads(text + "".join(map(get, range(1, int(num_parts)))))
     text = json.dumps(value)
-    _client().key_value_set(key, text)
+    parts = [text[i : i + _PART] for i in range(0, len(text), _PART)]
+    for i, part in enumerate(parts):
+        _client().key_value_set(key(number, i), part if i else f"{len(parts)}:{part}")
     if number > _KEPT and number % _KEPT == 0:  # every other process is near: it computes with us
         for old in range(number - 2 * _KEPT, number - _KEPT):
-            _client().key_value_delete(f"{_ROOT}/said/{old}")
+            _client().key_value_delete(f"{_ROOT}/said/{old}/")
     return json.loads(text)
+
+
+def any_process(is_true: bool) -> bool:
+    """Returns whether something is true in one process at least.
+
+    All processes call it equally often and in the same order.
+    """
+    if count() == 1:
+        return is_true
+    from jax.experimental import multihost_utils
+
+    return bool(multihost_utils.process_allgather(np.asarray(is_true)).any())
+
+
+def gather(tree: Any) -> Any:
+    """Returns the arrays of a pytree on the host, whole in every process.
+
+    With one process the tree is returned as it is.
+    """
+    if count() == 1:
+        return tree
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.process_allgather(tree, tiled=True)
 
 
 def barrier(name: str) -> None:
@@ -123,7 +154,7 @@ def barrier(name: str) -> None:
       name: of the place, used once.
     """
     if count() > 1:
-        _client().wait_at_barrier(f"{_ROOT}/{name}", 24 * 3600 * 1000)
+        _client().wait_at_barrier(f"{_ROOT}/{name}", _FOREVER_MS)
 
 
 def check_same(values: Mapping[str, Any]) -> None:

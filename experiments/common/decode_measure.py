@@ -10,12 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from experiments.common import costs, report
 from experiments.common.grid import Bench, Cell
 from experiments.common.timing import Timer
+from spec_jax import processes
 from spec_jax.progress import Progress
 
 
 def run_all(tasks: Mapping[str, Callable[[], None]], what: str) -> None:
-    """Runs tasks, two at a time, with progress: one compilation alone leaves cores idle."""
-    with Progress(len(tasks), what) as bar, concurrent.futures.ThreadPoolExecutor(2) as pool:
+    """Runs tasks, two at a time, with progress: one compilation alone leaves cores idle.
+
+    Several processes run one at a time, since they must run their programs in the same order.
+    """
+    at_once = 2 if processes.count() == 1 else 1
+    with Progress(len(tasks), what) as bar, concurrent.futures.ThreadPoolExecutor(at_once) as pool:
         futures = {pool.submit(task): name for name, task in tasks.items()}
         try:
             for future in concurrent.futures.as_completed(futures):

@@ -18,6 +18,7 @@ from experiments.common.report import (
     facts,
     load_note,
     mesh_lines,
+    write_text,
 )
 from experiments.common.tables import table
 
@@ -209,7 +210,7 @@ def write_markdown(folder: pathlib.Path, report: dict, plots: Sequence[str]) -> 
         *(f"- {role}: {note}" for role, note in read),
         "", "Every count and time is in report.json, the resolved config in config.json.",
     ]  # fmt: skip
-    (folder / "report.md").write_text("\n".join(parts) + "\n", encoding="utf-8")
+    write_text(folder / "report.md", "\n".join(parts) + "\n")
 
 
 def print_head(report: dict, folder: pathlib.Path) -> None:

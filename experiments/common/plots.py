@@ -12,6 +12,7 @@ import matplotlib
 import numpy as np
 
 from experiments.common.costs import Costs, predict
+from spec_jax import processes
 from spec_jax.parallel.overlap import Span
 
 matplotlib.use("Agg")
@@ -74,7 +75,8 @@ def _panels(
         for axis in axes[0]:
             if axis.get_legend() is None and axis.get_legend_handles_labels()[0]:
                 axis.legend(**legend)
-        figure.savefig(path)
+        if processes.is_writer():
+            figure.savefig(path)
         plt.close(figure)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 import spec_jax
+from spec_jax import processes
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.models import files
 
@@ -46,8 +47,15 @@ def _cpu_model() -> str:
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
-    """Replaces the whole file at once; NaN is written as null."""
-    files.write_json(path, _plain(value))
+    """Replaces the whole file at once; NaN is written as null. Of several processes one writes."""
+    if processes.is_writer():
+        files.write_json(path, _plain(value))
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+    """Replaces the whole file at once. Of several processes one writes."""
+    if processes.is_writer():
+        files.write_text(path, text)
 
 
 def _plain(value):

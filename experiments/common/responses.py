@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
+from spec_jax import processes
 from spec_jax.errors import ConfigError
 
 _KEYS = ("index", "prompt_ids", "response_ids", "finish_reason")  # what is read of a line
@@ -17,6 +18,8 @@ _KEYS = ("index", "prompt_ids", "response_ids", "finish_reason")  # what is read
 
 class Responses:
     """The responses so far. Reading the file cuts off an incomplete last line.
+
+    Of several processes the first one has the file.
 
     Args:
       path: The file, which is created with the first line.
@@ -30,8 +33,10 @@ class Responses:
         self._prompts: dict[int, int] = {}  # index -> checksum of the prompt's ids
         self.finish_reasons: collections.Counter[str] = collections.Counter()
         self.num_tokens = 0
-        if path.exists():
+        if path.exists() and processes.is_writer():
             self._read()
+        known = processes.from_writer([list(self._prompts.items()), self.num_tokens])
+        self._prompts, self.num_tokens = dict(map(tuple, known[0])), known[1]
 
     def _read(self) -> None:
         with open(self._path, "r+b") as file:
@@ -78,6 +83,8 @@ class Responses:
     def append(self, row: Mapping) -> None:
         """Writes and flushes one line, so that a killed run loses none."""
         self._count(row)
+        if not processes.is_writer():
+            return
         if self._file is None:
             self._file = open(self._path, "a", encoding="utf-8")
         self._file.write(json.dumps(row, ensure_ascii=False) + "\n")

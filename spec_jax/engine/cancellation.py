@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from spec_jax import processes
 from spec_jax.errors import ConfigError
 
 
@@ -44,6 +45,8 @@ class CancellationToken:
 class RowCancellation:
     """Which rows of a call are cancelled, by the decoder's token or by the call's own.
 
+    Of several processes the tokens of the first one count.
+
     Args:
       of_decoder: cancels every row.
       of_call: cancels every row, or a list of one token a row, of which some may be None.
@@ -71,14 +74,19 @@ class RowCancellation:
         self.batch, self._of_decoder, self._has_own = batch, of_decoder, of_call is not None
         self._whole = of_decoder.watch()
         self._own = [self._whole if token is None else token.watch() for token in tokens]
+        self._is_watched: bool | None = None  # in process 0; None where there is only one
 
     @property
     def is_watched(self) -> bool:
         """Whether somebody may cancel: a token was given, or the decoder's was asked for."""
-        return self._has_own or self._of_decoder.is_held
+        is_watched = self._has_own or self._of_decoder.is_held
+        return is_watched if self._is_watched is None else self._is_watched
 
     def rows(self) -> list[int]:
         """The rows that are cancelled by now."""
-        if self._whole():
-            return list(range(self.batch))
-        return [row for row, is_cancelled in enumerate(self._own) if is_cancelled()]
+        rows = list(range(self.batch))
+        if not self._whole():
+            rows = [row for row in rows if self._own[row]()]
+        if processes.count() > 1:
+            rows, self._is_watched = processes.from_writer([rows, self.is_watched])
+        return rows

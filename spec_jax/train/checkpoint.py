@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from spec_jax import processes
 from spec_jax.errors import TrainingError
 
 
@@ -140,7 +141,10 @@ class Checkpoints:
                 refused.append(f"{path} is refused: {_brief(error)}")
                 names = (f"refused-{step}{'-' * bool(i)}{i or ''}" for i in itertools.count())
                 aside = next(p for p in map(path.with_name, names) if not p.exists())
-                path.rename(aside)
+                processes.barrier(f"refused {path} {aside.name}")  # all have tried to read it
+                if processes.is_writer():
+                    path.rename(aside)
+                processes.barrier(f"moved {path} {aside.name}")
                 say(f"{refused[-1]}; it is now {aside.name}")
                 self._latest.reload()
         if refused:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from spec_jax import processes
 from spec_jax.errors import TrainingError
 from spec_jax.models.files import write_text
 from spec_jax.progress import Progress
@@ -31,7 +32,7 @@ class Log:
 
     A resumed run drops the lines that were written after its checkpoint and writes them again;
     its first mean is over fewer steps. ``cpu_s`` counts the CPU seconds of this process and of
-    those that it resumes.
+    those that it resumes. Of several processes the first one writes.
 
     Args:
       folder: The folder of the run.
@@ -40,9 +41,12 @@ class Log:
     """
 
     def __init__(self, folder: pathlib.Path, first_step: int, num_steps: int):
+        self._path, self._before_s = folder / "metrics.jsonl", 0.0
+        self._is_writer = processes.is_writer()
+        if not self._is_writer:
+            return
         from tensorboardX import SummaryWriter  # imports protobuf, so only when a run begins
 
-        self._path, self._before_s = folder / "metrics.jsonl", 0.0
         lines = read_metrics(self._path) if first_step else []
         if lines:
             self._before_s = max(line["cpu_s"] for line in lines)
@@ -63,6 +67,8 @@ class Log:
         Raises:
           TrainingError: metrics.jsonl could not be written.
         """
+        if not self._is_writer:
+            return
         used = resource.getrusage(resource.RUSAGE_SELF)
         cpu_s = self._before_s + used.ru_utime + used.ru_stime
         figures = {"step": step, **flatten(figures), "cpu_s": round(cpu_s, 1)}
@@ -83,16 +89,19 @@ class Log:
 
     def advance(self, step: int) -> None:
         """Moves the bar to a step. Without a terminal there is none, and ``write`` prints."""
-        if self._progress.is_bar:
+        if self._is_writer and self._progress.is_bar:
             text = ", ".join(f"{k}={_short(v)}" for k, v in self._shown.items())
             self._progress.step(text, step - self._progress.num_done)
 
     def say(self, text: str) -> None:
         """Prints a line without breaking the bar."""
-        self._progress.say(text)
+        if self._is_writer:
+            self._progress.say(text)
 
     def close(self) -> None:
         """Removes the bar and closes the TensorBoard file."""
+        if not self._is_writer:
+            return
         self._progress.close()
         with contextlib.suppress(OSError):  # a full disk, which ``write`` has reported
             self._board.close()

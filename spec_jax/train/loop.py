@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from spec_jax import processes
 from spec_jax.errors import TrainingError
 from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.log import Log
@@ -60,7 +61,8 @@ def train_loop(
 ) -> tuple[TrainState, bool]:
     """Trains from ``state.step`` to ``num_steps``, or until SIGTERM asks it to save and end.
 
-    A state is saved only after all losses and gradients up to it were found to be finite.
+    A state is saved only after all losses and gradients up to it were found to be finite. Several
+    processes save and end at the same steps: those that are logged.
 
     Args:
       state: A fresh or restored state; it is consumed.
@@ -121,6 +123,11 @@ def train_loop(
             done = step + 1
             pending.append((done, metrics))
             is_last, is_asked = done == num_steps, preemption.is_asked
+            is_due = time.monotonic() - saved_s > checkpoint_every_s
+            if processes.count() > 1:
+                is_agreed = done % log_every == 0 or is_last
+                is_asked = is_agreed and processes.any_process(is_asked)
+                is_due = is_agreed and processes.from_writer(is_due)
             if done % log_every == 0 or is_last or is_asked:
                 flush(is_logged=True)
                 log.advance(done)
@@ -133,7 +140,7 @@ def train_loop(
                 if best_by is not None:
                     checkpoints.save_best(done, state, figures[best_by])
                 began_s += time.monotonic() - paused_s
-            if is_last or is_asked or time.monotonic() - saved_s > checkpoint_every_s:
+            if is_last or is_asked or is_due:
                 flush(is_logged=False)
                 if checkpoints.last_step != done:
                     checkpoints.save(done, state)

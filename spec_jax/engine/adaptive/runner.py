@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import decoding
+from spec_jax import decoding, processes
 from spec_jax.contracts import Rule
 from spec_jax.decoding import Chunk, DecodeState, Kind, System
 from spec_jax.drafters.model_free import without_drafts
 from spec_jax.engine.adaptive.policy import Costs, Tuner
 from spec_jax.rules import GREEDY, MATCH
+from spec_jax.sharding import constrain
 
 _TIMED_ROUNDS, _TIMED_REPEATS = 4, 2
 CATCH_UP = 32  # tokens of one catch-up pass, where the slots allow it
@@ -65,7 +66,7 @@ def accepted_since(state: DecodeState, since: jax.Array, *, max_draft: int) -> j
     begin = jax.lax.cummax(jnp.where(state.offered >= 0, index, -1), axis=1)
     is_new = (index >= since[:, None]) & (state.kind == Kind.ACCEPTED)
     position = jnp.where(is_new, index - begin, max_draft)
-    return jnp.zeros((max_draft,), jnp.int32).at[position].add(1, mode="drop")
+    return constrain(jnp.zeros((max_draft,), jnp.int32).at[position].add(1, mode="drop"))
 
 
 class AdaptiveState:
@@ -193,4 +194,7 @@ class AdaptiveRunner:
                 begin = time.perf_counter()
                 jax.block_until_ready(self._catch_up(copy))
                 catch_up_ms = min(catch_up_ms, (time.perf_counter() - begin) * 1e3)
-        return state, Costs(times, catch_up_ms, self._systems[self._max_draft].lookahead_slots)
+        # Clocks differ: every process chooses by the times of the first.
+        times, catch_up_ms = processes.from_writer([list(times.items()), catch_up_ms])
+        width = self._systems[self._max_draft].lookahead_slots
+        return state, Costs(dict(map(tuple, times)), catch_up_ms, width)
