@@ -264,6 +264,12 @@ def constrain_state(state: Any) -> Any:
     return jax.tree.map(lambda x, axes: constrain(x, *axes), state, state_axes(state))
 
 
+def place_state(state: Any, mesh: Mesh) -> Any:
+    """Copies a state that lies elsewhere to a mesh, split as ``constrain_state`` does."""
+    put = lambda x, axes: jax.device_put(x, named(axes, x.shape, mesh))
+    return jax.tree.map(put, state, state_axes(state))
+
+
 def replicate(tree: Any) -> Any:
     """Copies every array to all devices, so that any process can read all of it."""
     return jax.tree.map(constrain, tree)

@@ -14,6 +14,7 @@ from spec_jax import rng
 from spec_jax.contracts import Context, Drafter, Proposal
 from spec_jax.drafters.model_free import NO_DRAFT, model_free
 from spec_jax.errors import ConfigError, InvalidDraftError
+from spec_jax.sharding import by_row
 
 _LARGEST = np.iinfo(np.int32).max
 
@@ -29,8 +30,9 @@ def host_drafter(
     """A drafter that is a Python function; the loop calls it through ``jax.pure_callback``.
 
     The function is called for every row in every round. It must be pure, since a call may be
-    repeated or left out, and must not call JAX. The same function and options return the same
-    drafter, so compiled programs are shared.
+    repeated (on a mesh each device calls it for the rows that it holds) or left out, and must not
+    call JAX. The same function and options return the same drafter, so compiled programs are
+    shared.
 
         def repeat_last(prefix, k, seed):
             return [prefix[-1]] * k
@@ -65,31 +67,38 @@ def host_drafter(
     def propose(params, state, context: Context, num_draft: int):
         if num_draft == 0:
             return NO_DRAFT.propose(params, state, context, num_draft)
-        B = context.length.shape[0]
-        result = {
-            "tokens": jax.ShapeDtypeStruct((B, num_draft), jnp.int32),
-            "n_draft": jax.ShapeDtypeStruct((B,), jnp.int32),
-        }
-        if is_sampled and context.has_probs:
-            result["probs"] = jax.ShapeDtypeStruct((B, num_draft, vocab_size), jnp.float32)
+        has_probs = is_sampled and context.has_probs
 
-        def call(tokens, lengths, seeds):
-            tokens, lengths, seeds = map(np.asarray, (tokens, lengths, seeds))
-            out = {name: np.zeros(of.shape, of.dtype) for name, of in result.items()}
-            for row, length in enumerate(lengths):
-                prefix = tuple(tokens[row, : length + 1].tolist())
-                ids, probs = draft_row(prefix, num_draft, int(seeds[row]))
-                n = out["n_draft"][row] = len(ids)
-                out["tokens"][row, :n] = np.clip(ids, -1, _LARGEST)
-                if "probs" in out:
-                    out["probs"][row, :n] = probs
-            return out
+        def draft(tokens, lengths, seeds):
+            B = lengths.shape[0]
+            result = {
+                "tokens": jax.ShapeDtypeStruct((B, num_draft), jnp.int32),
+                "n_draft": jax.ShapeDtypeStruct((B,), jnp.int32),
+            }
+            if has_probs:
+                result["probs"] = jax.ShapeDtypeStruct((B, num_draft, vocab_size), jnp.float32)
+            call = functools.partial(draft_rows, result)
+            return jax.pure_callback(call, result, tokens, lengths, seeds)
 
         # The root's node, 0: drafters that draw in the loop use those from 1 on.
         keys = rng.keys(context.sampler.seed, rng.Stream.DRAFT, context.length, jnp.int32(0))
         seeds = jax.vmap(jax.random.bits)(keys)
-        out = jax.pure_callback(call, result, context.tokens, context.length, seeds)
+        # On a mesh every device asks for its own rows.
+        out = by_row(draft)(context.tokens, context.length, seeds)
         return Proposal(**out), state
+
+    def draft_rows(result, tokens, lengths, seeds) -> dict[str, np.ndarray]:
+        """Calls the function for every row; arrays of the shapes in ``result``."""
+        tokens, lengths, seeds = map(np.asarray, (tokens, lengths, seeds))
+        out = {name: np.zeros(of.shape, of.dtype) for name, of in result.items()}
+        for row, length in enumerate(lengths):
+            prefix = tuple(tokens[row, : length + 1].tolist())
+            ids, probs = draft_row(prefix, result["tokens"].shape[1], int(seeds[row]))
+            n = out["n_draft"][row] = len(ids)
+            out["tokens"][row, :n] = np.clip(ids, -1, _LARGEST)
+            if "probs" in out:
+                out["probs"][row, :n] = probs
+        return out
 
     def draft_row(prefix: tuple[int, ...], k: int, seed: int):
         """The function's ids i64[n] and their probabilities f64[n,V] or None, checked."""

@@ -16,39 +16,44 @@ from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.meshes import to_mesh
 from spec_jax.models import transformer
+from spec_jax.parallel.overlap import Devices, mesh_of_side
 from spec_jax.sharding import REPLICATED, SHARDED
 
 
 def place(
     target: LoadedModel, draft: LoadedModel | LoadedHead | None, mesh: Mesh | str | None,
-    is_draft_replicated: bool, *, is_apart: bool = False,
+    devices: Devices | None, is_draft_replicated: bool,
 ) -> tuple[Mesh | None, LoadedModel, LoadedModel | LoadedHead | None]:  # fmt: skip
-    """Returns the mesh, and target and draft with their weights on it.
+    """Returns the target's mesh, and target and draft with their weights on meshes.
 
     Args:
       target: the target.
       draft: what drafts for it, or None.
-      mesh: the devices, see ``to_mesh``; None: the weights stay where they are.
-      is_draft_replicated: the draft lies whole on every device.
-      is_apart: draft and target have devices of their own.
+      mesh: of both, see ``to_mesh``; None: the weights stay where they are.
+      devices: of each side, in place of one mesh of both; sides that share a device take turns on
+        the target's.
+      is_draft_replicated: the draft lies whole on every device of its mesh.
 
     Raises:
       ConfigError: there is no such mesh, it does not divide the heads of a model, or an option is
         given with or without another that it excludes or needs.
     """
-    if is_apart and mesh is not None:
+    if devices is not None and mesh is not None:
         raise ConfigError(
             "devices and mesh are both given; an overlapped decoder takes a mesh for each side: "
             "devices=overlap.Devices(draft=mesh, target=mesh)"
         )
-    mesh = to_mesh(mesh)
-    if is_draft_replicated and (mesh is None or draft is None):
-        lacks = "mesh" if mesh is None else "draft model or head"
+    mesh = draft_mesh = to_mesh(mesh)
+    if isinstance(devices, Devices):
+        mesh = mesh_of_side(devices.target)
+        draft_mesh = mesh if devices.shared else mesh_of_side(devices.draft)
+    if is_draft_replicated and (draft_mesh is None or draft is None):
+        lacks = "mesh" if draft_mesh is None else "draft model or head"
         raise ConfigError(f"is_draft_replicated is set, and there is no {lacks}")
-    if mesh is None:
-        return None, target, draft
     rules = REPLICATED if is_draft_replicated else SHARDED
-    return mesh, target.on_mesh(mesh), draft and draft.on_mesh(mesh, rules)
+    target = target if mesh is None else target.on_mesh(mesh)
+    draft = draft if draft is None or draft_mesh is None else draft.on_mesh(draft_mesh, rules)
+    return mesh, target, draft
 
 
 def tapped_model(target: LoadedModel, draft: LoadedModel | LoadedHead | None) -> Model:

@@ -60,8 +60,8 @@ class SpeculativeDecoder:
       timeline: a list that receives what ran when, where the two are overlapped.
       mesh: devices to run on together, from ``make_mesh`` or as text, such as "data:2,tensor:4":
         rows are split over "data", weights and caches over "tensor". None: the device where the
-        weights are.
-      is_draft_replicated: keep the draft whole on every device of the mesh.
+        weights are. Where draft and target are apart, ``devices`` has a mesh of each.
+      is_draft_replicated: keep the draft whole on every device of its mesh.
 
     Attributes:
       adaptive: costs and acceptance that adaptive decoding has measured; None where K is fixed.
@@ -93,9 +93,7 @@ class SpeculativeDecoder:
         check_loaded("target", target, LoadedModel)
         if draft is not None:
             check_loaded("draft", draft, LoadedModel | LoadedHead)
-        self.mesh, target, draft = assemble.place(
-            target, draft, mesh, is_draft_replicated, is_apart=devices is not None
-        )
+        where, target, draft = assemble.place(target, draft, mesh, devices, is_draft_replicated)
         self._max_tokens = None
         if isinstance(config, AsyncSpecConfig):
             if target_sampler is not None or draft_sampler is not None:
@@ -126,6 +124,7 @@ class SpeculativeDecoder:
         self._is_fallback = config is not None and not (force_n1 or target.model.can_rewind)
         is_apart = devices is not None and not (force_n1 or self._is_fallback)
         self._loop = overlap.make_loop(devices, timeline, stacklevel=3) if is_apart else decoding
+        self.mesh = None if self.is_overlapped else where
         self._check_parts()
         self.system()  # a strategy or a rule that cannot be is refused here
         if force_n1 or self._is_fallback:

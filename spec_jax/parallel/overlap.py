@@ -44,28 +44,39 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from spec_jax import decoding
 from spec_jax.contracts import Proposal
 from spec_jax.decoding.state import Chunk, DecodeState, System
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.errors import ConfigError
+from spec_jax.meshes import to_mesh, use_mesh
 from spec_jax.parallel import pearl
 from spec_jax.parallel.pearl import DraftSide, Outcome
+from spec_jax.sharding import place_state
 
-Side = jax.Device | jax.sharding.Sharding
+Side = jax.Device | Sharding | Mesh
 
 _KEPT = 3  # of a side's parameters
 
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """Where draft and target run: one device each, or a sharding over several.
+    """Where draft and target run: one device each, a mesh of several, or a sharding over them.
 
-    Parameters already placed on these devices keep their sharding.
+    On a mesh, from ``make_mesh``, rows, weights and caches are split as those of a decoder on one
+    mesh are:
+
+        half = jax.devices()[:4], jax.devices()[4:]
+        draft, target = (make_mesh("tensor:4", devices) for devices in half)
+        decoder = SpeculativeDecoder(..., devices=Devices(draft=draft, target=target))
+
+    With a sharding, everything that arrives is sharded so. Parameters already placed on these
+    devices keep their sharding.
 
     Raises:
-      ConfigError: a side is neither a device nor a sharding.
+      ConfigError: a side is none of these, or a mesh has other axes than ``make_mesh`` makes.
     """
 
     draft: Side
@@ -76,8 +87,11 @@ class Devices:
             side = getattr(self, name)
             if not isinstance(side, Side):
                 raise ConfigError(
-                    f"the {name}'s devices are {side!r}; expected a device, or a Sharding over some"
+                    f"the {name}'s devices are {side!r}; expected a device, a Mesh of several, or "
+                    "a Sharding over them"
                 )
+            if isinstance(side, Mesh):
+                to_mesh(side)
 
     @property
     def shared(self) -> set[jax.Device]:
@@ -86,7 +100,14 @@ class Devices:
 
 
 def _devices(side: Side) -> set[jax.Device]:
-    return side.device_set if isinstance(side, jax.sharding.Sharding) else {side}
+    if isinstance(side, Mesh):
+        return set(side.devices.flat)
+    return side.device_set if isinstance(side, Sharding) else {side}
+
+
+def mesh_of_side(side: Side) -> Mesh | None:
+    """Returns the mesh that a side's programs run on; None of a device or a sharding."""
+    return side if isinstance(side, Mesh) else None
 
 
 class Span(NamedTuple):
@@ -209,9 +230,10 @@ class Overlap:
             "prefill", -1, self.devices.draft, pearl.prefill_draft, params["draft"],
             *self._send("draft", known), system=system, slots=slots,
         )
-        block = jax.eval_shape(
-            functools.partial(pearl.draft_block, system=system), params["draft"], side, outcome
-        )[0]
+        with use_mesh(mesh_of_side(self.devices.draft)):
+            block = jax.eval_shape(
+                functools.partial(pearl.draft_block, system=system), params["draft"], side, outcome
+            )[0]
         ahead = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), block)
         return state.replace(draft=SplitState(self._send("target", ahead), side, outcome, 0))
 
@@ -243,14 +265,16 @@ class Overlap:
                 )
                 outcome = self._send("draft", outcome)
                 tick, row_ticks, num_active = tick + 1, row_ticks + num_active, int(active)
-        chunk = decoding.read_chunk(state, jnp.int32(tick - begin), jnp.int32(row_ticks))
+        with use_mesh(mesh_of_side(self.devices.target)):
+            chunk = decoding.read_chunk(state, jnp.int32(tick - begin), jnp.int32(row_ticks))
         return state.replace(draft=SplitState(ahead, side, outcome, tick)), chunk
 
     def _accept(self, state, ahead, block, logits, *, system):
         return pearl.accept_chain(state, ahead, self._send("target", block), logits, system=system)
 
     def _send(self, name: str, tree):
-        return jax.device_put(tree, getattr(self.devices, name))
+        side = getattr(self.devices, name)
+        return place_state(tree, side) if isinstance(side, Mesh) else jax.device_put(tree, side)
 
     def _place(self, params) -> dict:
         """Places the parameters on their sides; copies are made once and kept.
@@ -272,7 +296,8 @@ class Overlap:
 
     def _timed(self, what: str, tick: int, side: Side, function, *args, **kwargs):
         begin = time.perf_counter()
-        result = jax.block_until_ready(function(*args, **kwargs))
+        with use_mesh(mesh_of_side(side)):
+            result = jax.block_until_ready(function(*args, **kwargs))
         if self.timeline is not None:
             end = time.perf_counter()
             self.timeline.append(Span(what, tick, _names(_devices(side)), begin, end))
@@ -292,4 +317,5 @@ def _put(tree, side: Side):
     there = _devices(side)
     is_there = lambda x: isinstance(x, jax.Array) and x.sharding.device_set == there
     is_sharded = lambda x: len(there) > 1 and is_there(x)
-    return jax.tree.map(lambda x: x if is_sharded(x) else jax.device_put(x, side), tree)
+    where = NamedSharding(side, PartitionSpec()) if isinstance(side, Mesh) else side
+    return jax.tree.map(lambda x: x if is_sharded(x) else jax.device_put(x, where), tree)

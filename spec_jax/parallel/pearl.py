@@ -16,6 +16,7 @@ from spec_jax import decoding
 from spec_jax.contracts import Proposal
 from spec_jax.decoding import DecodeState, System
 from spec_jax.sampling import Counts, Sampler
+from spec_jax.sharding import constrain_state, replicate
 
 
 @flax.struct.dataclass
@@ -57,7 +58,7 @@ def prefill_draft(
     outcome = Outcome(
         jnp.zeros((B, K + 1), jnp.int32), jnp.zeros((B,), jnp.int32), jnp.zeros((B,), bool)
     )
-    return side, outcome
+    return constrain_state((side, outcome))
 
 
 @functools.partial(jax.jit, static_argnames="system", donate_argnames="side")
@@ -82,7 +83,8 @@ def draft_block(
         view.tokens, side.length + ahead.n_draft, side.sampler, view.counts, side.request
     )
     block, draft = decoding.propose(params, side.draft, context, system)
-    return block, side.replace(draft=draft, block=Proposal(block.tokens, block.n_draft))
+    side = side.replace(draft=draft, block=Proposal(block.tokens, block.n_draft))
+    return constrain_state((block, side))
 
 
 def _follow_outcome(params, side: DraftSide, outcome: Outcome, drafter) -> DraftSide:
@@ -116,7 +118,7 @@ def score_ahead(
     logits, _, cache = decoding.target_pass(
         params, state.target, state.tokens, ahead[:, :-1], system
     )
-    return state.replace(target=cache), logits
+    return constrain_state(state.replace(target=cache)), logits
 
 
 @functools.partial(jax.jit, static_argnames="system", donate_argnames=("state", "ahead"))
@@ -147,7 +149,9 @@ def accept_chain(
     is_whole = (verdict.n_accept == num_rows) & (n_emit == num_rows)
     state = state.replace(target=state.target.commit(n_emit))
     outcome = Outcome(verdict.tokens, n_emit, is_whole)
-    return state, remaining_ahead(block, is_whole), outcome, state.is_active.sum(dtype=jnp.int32)
+    ahead = remaining_ahead(block, is_whole)
+    num_active = replicate(state.is_active.sum(dtype=jnp.int32))
+    return *constrain_state((state, ahead, outcome)), num_active
 
 
 def join_chain(ahead: Proposal, block: Proposal) -> Proposal:
