@@ -218,9 +218,11 @@ def keep_layout(x: jax.Array) -> jax.Array:
     """Keeps an array of a loop in the layout in which a TPU stores it.
 
     XLA may prefer another layout inside of a loop, and would then copy the whole array at the
-    loop's entry and exit.
+    loop's entry and exit. Before jax 0.11 this needs the device's own part of the array, inside of
+    ``by_shard``: there, an array that is split would be gathered.
     """
-    if ambient() is None:
+    is_split = ambient() is not None
+    if jax.sharding.get_abstract_mesh().empty or (is_split and jax.__version_info__ < (0, 11)):
         return x
     return jax.lax.platform_dependent(x, tpu=_in_stored_layout, default=lambda x: x)
 

@@ -44,7 +44,7 @@ def put_rows(
         at = [layer if axis else 0, *[0] * (cache.ndim - 1)]
         at[axis], at[-2] = b * n, start[b]
         cache = jax.lax.dynamic_update_slice(cache, row, at)
-    return cache
+    return keep_layout(cache)
 
 
 @flax.struct.dataclass
@@ -133,7 +133,6 @@ class KVCache:
         """
         axes = self._array_axes
         put = by_shard(put_rows, (axes, axes, P("batch"), P()), axes)
-        put = lambda *args, put=put: keep_layout(put(*args))
 
         def into(caches, new):
             if self.is_stacked:
