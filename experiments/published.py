@@ -31,6 +31,7 @@ def run(workdir: str | pathlib.Path | None) -> dict:
     Args:
       workdir: The run's folder; by default runs/published/TIME.
     """
+    folder = cli.open_workdir("published", workdir, "published.json")
     rows, file = load()
     found = [compare(row) for row in rows]
     groups = {name: [c for c in found if c.row.group == name] for name in GROUPS}
@@ -57,7 +58,6 @@ def run(workdir: str | pathlib.Path | None) -> dict:
         "summary": summary, "sources": file["sources"], "left_out": file["left_out"],
         "pairs": [_record(c) for c in found],
     }  # fmt: skip
-    folder = cli.open_workdir("published", workdir, "published.json")
     report.write_json(folder / "published.json", record)
     plots.plot_published(
         folder / "published.png",

@@ -258,3 +258,31 @@ def plot_published(
                 )  # fmt: skip
             axis.set(title=group, xlabel="published speed-up", xlim=limits, ylim=limits)
         axes[0].set_ylabel("predicted from tau, shapes and peaks")
+
+
+def plot_growth(
+    path: pathlib.Path, grown: Mapping[str, Sequence[dict]], chips: Sequence[dict]
+) -> None:
+    """Draws the floor of a round over what grows, and the speed of a row and of a chip over chips.
+
+    Args:
+      path: The PNG file.
+      grown: Points by what grows, with ``plain_ms`` and ``round_ms``.
+      chips: Points with ``chips``, ``row_tok_s`` and ``chip_tok_s``.
+    """
+    with _panels(path, len(grown) + 1, (4.0 * (len(grown) + 1), 3.8)) as axes:
+        for axis, (name, points) in zip(axes, grown.items()):
+            x = [p[name] for p in points]
+            axis.plot(x, [p["plain_ms"] for p in points], ":", color="0.45", label="plain")
+            axis.plot(
+                x, [p["round_ms"] for p in points], "-o", markersize=4, color=_COLORS["eagle"],
+                label="round",
+            )  # fmt: skip
+            if name != "k":
+                axis.set(xscale="log", yscale="log")
+            axis.set(xlabel="K" if name == "k" else name, ylabel="at least, ms")
+        x = [c["chips"] for c in chips if not c["shortfall_gb"]]
+        for name, marker in (("row_tok_s", "o"), ("chip_tok_s", "s")):
+            y = [c[name] for c in chips if not c["shortfall_gb"]]
+            axes[-1].plot(x, y, f"-{marker}", markersize=4, label=f"a {name.split('_')[0]}")
+        axes[-1].set(xscale="log", yscale="log", xlabel="chips", ylabel="at most, tokens/s")

@@ -59,7 +59,7 @@ class Setting:
                 "no negative context"
             )
 
-    @property
+    @functools.cached_property
     def abstract_mesh(self) -> AbstractMesh:
         """The mesh without devices."""
         names, sizes = zip(*parse_mesh(self.mesh).items())
@@ -69,7 +69,7 @@ class Setting:
     def num_devices(self) -> int:
         return self.abstract_mesh.size
 
-    @property
+    @functools.cached_property
     def rows(self) -> int:
         """Rows on one device: all of them if the mesh does not divide them."""
         return _local(("batch",), (self.batch,), self.abstract_mesh, SHARDED, {})

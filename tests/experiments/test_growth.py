@@ -1,0 +1,62 @@
+"""The tables of growth: what they count, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from experiments import growth
+from spec_jax.errors import ConfigError
+from spec_jax.parallel.presets import PRESETS
+from spec_jax.parallel.roofline import Setting
+
+SETTING = Setting(batch=8, context=2048)
+
+
+def run(workdir, **changes):
+    arguments = {
+        "target_name": "llama-3.1-8b", "draft_name": "eagle-3", "topology_name": "v5e:2x4",
+        "setting": SETTING, "num_draft": 5, "rate": 0.75,
+    }  # fmt: skip
+    return growth.run(workdir, **arguments | changes)
+
+
+def test_reports_what_grows_and_where_speculation_stops_paying(tmp_path, capsys):
+    record = run(tmp_path)
+    for name, points in record["grown"].items():
+        rounds = [p["round_ms"] for p in points]
+        assert rounds == sorted(rounds) and rounds[0] < rounds[-1], name
+    plain = record["grown"]["k"][0]
+    assert plain["speedup"] == 1 and plain["round_ms"] == plain["plain_ms"]
+    # Of the tokens that a round emits, some part is lost to its drafts.
+    assert all(1 < p["speedup"] < p["tokens"] for p in record["grown"]["batch"])
+    assert [c["chips"] for c in record["chips"]] == [1, 4, 8, 16, 32, 64, 128, 256]
+    # 16 GB of weights beside a cache need more than one chip of 16 GB.
+    assert [c["shortfall_gb"] > 0 for c in record["chips"]] == [True] + [False] * 7
+    fits = [f["fits_to"] for f in record["frontier"]]
+    assert fits == sorted(fits, reverse=True)
+    for f in record["frontier"]:
+        assert all(stop is None or stop <= f["fits_to"] for stop in f["stops_at"].values())
+    assert json.loads((tmp_path / "growth.json").read_text())["target"] == "llama-3.1-8b"
+    assert (tmp_path / "growth.png").stat().st_size > 10_000
+    assert "by chips" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [({"rate": 1.5}, "rate is 1.5"), ({"num_draft": 16}, "k 16; .* 1 to 15"),
+     ({"topology_name": "v5e:1x1"}, "lacks 3.1 GB .* v5e:1x1: 16.9 GB of weights"),
+     ({"target_name": "llama-9b"}, "'llama-9b'; expected one of"),
+     ({"draft_name": "eagle-9"}, "'eagle-9'; expected one of")],
+)  # fmt: skip
+def test_what_cannot_be_planned_is_refused(changes, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        run(tmp_path, **changes)
+
+
+def test_drafts_are_found_by_name():
+    target = PRESETS["qwen3-8b"]
+    assert growth.find_draft("ngram", target) == "ngram"
+    assert growth.find_draft("qwen3-0.6b", target) is PRESETS["qwen3-0.6b"]
+    assert growth.find_draft("eagle-3", target).layer.vocab_size == 32000
