@@ -17,7 +17,7 @@ ROOMS = (
     ("config", "contracts"), ("sampling",),
     ("models", "rules"), ("drafters/common", "data"), ("train",), ("drafters",),
     ("decoding", "zoo"), ("loading",), ("engine/adaptive", "engine/cancellation", "parallel"),
-    ("engine",), ("testing",), ("reference",), ("__init__",),
+    ("engine",), ("parallel/plan",), ("testing",), ("reference",), ("__init__",),
 )  # fmt: skip
 LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 # What may not be imported although it lies below; of drafters, only objectives know of training.

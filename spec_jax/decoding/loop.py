@@ -164,7 +164,7 @@ def generate(
 
     carry = (jnp.int32(0), jnp.int32(0), state)
     rounds, row_rounds, state = jax.lax.while_loop(has_work, one_round, carry)
-    return state, read_chunk(state, rounds, row_rounds)
+    return constrain_state(state), read_chunk(state, rounds, row_rounds)
 
 
 def read_chunk(state: DecodeState, rounds: jax.Array, row_rounds: jax.Array) -> Chunk:

@@ -147,7 +147,7 @@ class Computation:
     def parameters(self) -> dict[int, str]:
         """The names of its parameters by number."""
         return {
-            int(i.attributes): i.name for i in self.instructions.values()
+            int(i.attributes.split(",")[0]): i.name for i in self.instructions.values()
             if i.opcode == "parameter"
         }  # fmt: skip
 
@@ -188,12 +188,19 @@ class Program:
     Attributes:
       computations: by name.
       entry: the name of the one that is called.
+      aliased: which of its results, by number, take the place of an argument.
       unknown_trips: how often a loop runs whose trip count the text does not say.
     """
 
     computations: dict[str, Computation]
     entry: str
+    aliased: frozenset[int] = frozenset()
     unknown_trips: int = 1
+
+    @property
+    def has_rounds(self) -> bool:
+        """Whether the entry has a loop whose trip count depends on its data."""
+        return self._outer_loop() is not None
 
     def round(self) -> list[Step]:
         """Returns what one iteration of the outermost loop runs, its condition included.
@@ -329,7 +336,10 @@ def read(text: str, unknown_trips: int = 1) -> Program:
                 current[instruction.name] = instruction
     if entry is None:
         raise ConfigError(f"no entry in the text of a compiled program: {text[:80]!r}")
-    return Program(computations, entry, unknown_trips)
+    head = text[: text.find("\n")]
+    aliases = re.search(r"input_output_alias=\{(.*?)\}, [a-z_]+=", head)
+    aliased = re.findall(r"\{(\d*)\}: \(", aliases.group(1)) if aliases else []
+    return Program(computations, entry, frozenset(int(i or 0) for i in aliased), unknown_trips)
 
 
 def _instruction(begin: re.Match, rest: str) -> Instruction:
@@ -341,8 +351,8 @@ def _instruction(begin: re.Match, rest: str) -> Instruction:
     opcode, _, _ = rest.partition("(")
     close = _close(rest, len(opcode))
     inside, attributes = rest[len(opcode) + 1 : close], rest[close + 1 :].lstrip(", ")
-    if opcode in ("constant", "parameter"):
-        inside, attributes = "", inside
+    if opcode in ("constant", "parameter"):  # what is in the brackets names no operand
+        inside, attributes = "", f"{inside}, {attributes}" if opcode == "parameter" else inside
     return Instruction(
         begin.group(2), opcode, _arrays(shape), tuple(_names(inside)), attributes,
         begin.group(1) is not None,
