@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
+import math
 import pathlib
 
 import jax
@@ -15,12 +17,12 @@ from jax.typing import ArrayLike, DTypeLike
 
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models.families import AnyConfig, family_of, read_config
-from spec_jax.models.files import write_json
-from spec_jax.models.params import Params, assemble, outer_table, placement, walk
+from spec_jax.models.files import write_json, write_once
+from spec_jax.models.params import Params, assemble, declared, outer_table, placement, walk
 from spec_jax.models.parts import Part, Tensor, read_onto, stack
 from spec_jax.models.shards import Shards
 from spec_jax.models.specs import ParamSpec
-from spec_jax.models.tensors import StrictReader, save_tensors
+from spec_jax.models.tensors import StrictReader, on_host, save_tensors
 from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.sharding import SHARDED, Rules
 
@@ -109,7 +111,8 @@ def save_pretrained(
 ) -> None:
     """Writes a directory that transformers and ``load_pretrained`` load as the same model.
 
-    Files appear under their final names only when they are complete.
+    Files appear under their final names only when they are complete. Parameters on a mesh are
+    gathered file by file. In several processes all call this, and process 0 writes.
 
     Args:
       directory: created if it does not exist.
@@ -117,27 +120,34 @@ def save_pretrained(
       config: their config.
       tokenizer: is saved beside them; None for no tokenizer.
       dtype: of the stored weights, "float32" or "bfloat16".
-      max_shard_bytes: larger models are split into shards with an index.
+      max_shard_bytes: larger models are split into shards with an index. So much of the model
+        is on the host at once.
     """
     directory = pathlib.Path(directory)
     dtype = jnp.dtype(dtype)
-    shards: list[dict[str, np.ndarray]] = [{}]
-    sizes = [0]
-    for spec, layer, array in walk(config, params):
-        array = as_stored(array, spec, dtype)
-        if sizes[-1] and sizes[-1] + array.nbytes > max_shard_bytes:
-            shards.append({})
-            sizes.append(0)
-        shards[-1][spec.hf_name.format(i=layer)] = array
-        sizes[-1] += array.nbytes
+    counts, size = [0], 0  # tensors of each file, and bytes of the last one
+    for _, spec, _ in declared(config):
+        nbytes = dtype.itemsize * math.prod(spec.shape)
+        if counts[-1] and size + nbytes > max_shard_bytes:
+            counts.append(0)
+            size = 0
+        counts[-1] += 1
+        size += nbytes
+    tensors = (
+        (spec.hf_name.format(i=layer), as_stored(array, spec, dtype))
+        for spec, layer, array in walk(config, params)
+    )
+    save_tensors(directory, [itertools.islice(tensors, count) for count in counts])
 
-    save_tensors(directory, shards)
-    hf = {**config.to_hf(), "dtype": dtype.name}
-    write_json(directory / "config.json", hf)
-    generation = {n: hf[n] for n in ("bos_token_id", "eos_token_id") if hf[n] is not None}
-    write_json(directory / "generation_config.json", generation)
-    if tokenizer is not None:
-        tokenizer.save(directory)
+    def write_others():
+        hf = {**config.to_hf(), "dtype": dtype.name}
+        write_json(directory / "config.json", hf)
+        generation = {n: hf[n] for n in ("bos_token_id", "eos_token_id") if hf[n] is not None}
+        write_json(directory / "generation_config.json", generation)
+        if tokenizer is not None:
+            tokenizer.save(directory)
+
+    write_once(write_others)
 
 
 def as_stored(array: ArrayLike, spec: ParamSpec, dtype: DTypeLike) -> np.ndarray:
@@ -148,6 +158,6 @@ def as_stored(array: ArrayLike, spec: ParamSpec, dtype: DTypeLike) -> np.ndarray
       spec: its declaration.
       dtype: of the result.
     """
-    array = np.asarray(array).astype(jnp.dtype(dtype))
+    array = on_host(array).astype(jnp.dtype(dtype))
     # safetensors writes memory as it lies.
     return np.ascontiguousarray(array.T if spec.is_linear else array)

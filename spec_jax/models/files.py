@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
+from spec_jax import processes
 from spec_jax.errors import WeightsError
 
 
@@ -25,6 +27,17 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise WeightsError(f"{file} holds a {type(value).__name__}; expected an object")
     return value
+
+
+def write_once(write: Callable[[], None]) -> None:
+    """Calls a function that writes files in process 0; the other processes wait until it is done.
+
+    Args:
+      write: the function. An error in it ends the other processes.
+    """
+    if processes.is_writer():
+        write()
+    processes.from_writer(None)
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:

@@ -163,19 +163,26 @@ def table_placement(
     return shardings(table, mesh, rules, counts)
 
 
+def declared(config: AnyConfig) -> Iterator[tuple[str, ParamSpec, int | None]]:
+    """Yields ``(name, spec, layer)`` of every weight; ``layer`` is None outside of the layers."""
+    tables = [(None, outer_table(config)), *enumerate(layer_tables(config))]
+    for layer, table in tables:
+        for name, spec in table.items():
+            yield name, spec, layer
+
+
 def walk(config: AnyConfig, params: Params) -> Iterator[tuple[ParamSpec, int | None, Any]]:
     """Yields ``(spec, layer, array)`` for every weight; stacked weights come layer by layer.
 
     Arrays have the shape of their declaration, even if the parameters are laid out in panels.
     """
-    whole = lambda spec, array: from_panels(array) if spec.is_linear else array
-    for name, spec in outer_table(config).items():
-        yield spec, None, whole(spec, params[name])
     layers = params["layers"]
-    for i, table in enumerate(layer_tables(config)):
-        for name, spec in table.items():
+    for name, spec, i in declared(config):
+        if i is None:
+            array = params[name]
+        else:
             array = layers[name][i] if config.scan_layers else layers[str(i)][name]
-            yield spec, i, whole(spec, array)
+        yield spec, i, from_panels(array) if spec.is_linear else array
 
 
 def _time_steps(key, shape):
@@ -225,8 +232,7 @@ def init_params(config: AnyConfig, key: jax.Array, dtype: DTypeLike = jnp.float3
     Returns:
       The nested dict that ``transformer.forward`` takes, see ``assemble``.
     """
-    tables = [(None, outer_table(config)), *enumerate(layer_tables(config))]
-    names = [(layer, spec.hf_name) for layer, table in tables for spec in table.values()]
+    names = [(layer, spec.hf_name) for _, spec, layer in declared(config)]
     number = {name: i for i, name in enumerate(names)}
 
     def leaf(spec: ParamSpec, layer):

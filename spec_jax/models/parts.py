@@ -66,12 +66,22 @@ def stack(tensors: Sequence[Tensor]) -> Tensor:
 
     def read(part: Part) -> np.ndarray:
         chosen, *rest = part
-        array = np.empty([len(r) for r in part], first.dtype)
-        for row, number in enumerate(chosen):
+        first_row = tensors[chosen[0]].read(tuple(rest))
+        array = _room_for(len(chosen), first_row)
+        array[0] = first_row
+        for row, number in enumerate(chosen[1:], 1):
             array[row] = tensors[number].read(tuple(rest))
         return array
 
     return Tensor((len(tensors), *first.shape), first.dtype, read)
+
+
+def _room_for(count: int, array: np.ndarray) -> np.ndarray:
+    """Room for several such arrays, laid out as they are: jax transposes faster than NumPy."""
+    if array.flags.c_contiguous:
+        return np.empty((count, *array.shape), array.dtype)
+    room = np.empty((count, *array.shape[::-1]), array.dtype)
+    return room.transpose(0, *range(array.ndim, 0, -1))
 
 
 def part_at(index: Sequence[slice], shape: Sequence[int]) -> Part:
@@ -105,7 +115,7 @@ def read_onto(tensor: Tensor, sharding: Sharding | None = None) -> jax.Array:
       sharding: where it is to lie; None: on jax's default device.
     """
     if sharding is None:
-        return jnp.asarray(tensor.read_whole())
+        return jnp.asarray(tensor.read_whole(), tensor.dtype)
     arrays = []
     for part, devices in parts_here(tensor.shape, sharding).items():
         content = tensor.read(part)

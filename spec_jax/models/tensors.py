@@ -11,13 +11,16 @@ import dataclasses
 import os
 import pathlib
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
-from jax.typing import DTypeLike
+from jax.experimental import multihost_utils
+from jax.typing import ArrayLike, DTypeLike
 from safetensors.numpy import save_file
 
+from spec_jax import processes
 from spec_jax.errors import WeightsError
 from spec_jax.models.files import write_json
 from spec_jax.models.parts import Part, Tensor
@@ -173,23 +176,47 @@ def _load(file: pathlib.Path) -> dict:
     return tensors
 
 
-def save_tensors(directory: pathlib.Path, shards: Sequence[Mapping[str, np.ndarray]]) -> None:
+def on_host(array: ArrayLike) -> np.ndarray:
+    """Returns the values of an array, gathered from the processes that share it."""
+    is_shared = isinstance(array, jax.Array) and not array.is_fully_addressable
+    if is_shared and not array.is_fully_replicated:
+        array = multihost_utils.process_allgather(array, tiled=True)
+    return np.asarray(array)
+
+
+def save_tensors(
+    directory: pathlib.Path, shards: Sequence[Iterable[tuple[str, np.ndarray]]]
+) -> None:
     """Writes one file of tensors, or several and their index. Each is written completely or not.
+
+    Every process goes through all tensors, and process 0 writes them.
 
     Args:
       directory: created if it does not exist.
-      shards: the tensors of each file, by name.
+      shards: the tensors of each file with their names. The next file's are not asked for before
+        this one's are written.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    is_writer = processes.is_writer()
+    if is_writer:
+        directory.mkdir(parents=True, exist_ok=True)
     names = [SINGLE]
     if len(shards) > 1:
         names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    where: dict[str, str] = {}
+    size = 0
     for name, shard in zip(names, shards):
-        save_file(dict(shard), directory / f"{name}.partial", metadata={"format": "pt"})
-        os.replace(directory / f"{name}.partial", directory / name)
+        content = {}
+        for tensor, array in shard:
+            where[tensor] = name
+            size += array.nbytes
+            if is_writer:
+                content[tensor] = array
+        if is_writer:
+            save_file(content, directory / f"{name}.partial", metadata={"format": "pt"})
+            os.replace(directory / f"{name}.partial", directory / name)
+    if not is_writer:
+        return
     # A directory that is overwritten must not keep the entry point of the other layout.
     (directory / (INDEX if len(shards) == 1 else SINGLE)).unlink(missing_ok=True)
     if len(shards) > 1:
-        where = {tensor: name for name, shard in zip(names, shards) for tensor in shard}
-        size = sum(array.nbytes for shard in shards for array in shard.values())
         write_json(directory / INDEX, {"metadata": {"total_size": size}, "weight_map": where})

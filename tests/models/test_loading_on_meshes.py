@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from support import gate_kind
 from support.meshes import mesh
 from support.tiny_models import (
     BAMBA,
@@ -23,11 +25,14 @@ from support.tiny_models import (
 )
 
 import spec_jax
+from spec_jax.drafters import register, registry
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.loading import random_head
+from spec_jax.models import checkpoint
 from spec_jax.models import shards as shards_module
+from spec_jax.models import tensors as tensors_module
 from spec_jax.models.checkpoint import load_pretrained, save_pretrained
 from spec_jax.models.params import param_shardings
 from spec_jax.models.parts import part_at, parts_here
@@ -205,10 +210,6 @@ def test_eight_bit_blocks_are_scaled_in_the_part_that_is_read(llama, tmp_path):
 
 
 def test_a_kind_that_reads_whole_heads_is_placed_afterwards(llama, tmp_path):
-    from support import gate_kind
-
-    from spec_jax.drafters import register, registry
-
     register(gate_kind.KIND)
     try:
         target = spec_jax.load_model(llama, mesh=mesh("data:2,tensor:4"))
@@ -232,8 +233,6 @@ def test_every_byte_is_read_once_however_many_devices_share_it(llama, opened, sc
 
 def test_parts_are_those_of_the_whole_tensor(tmp_path):
     """Any part of any tensor, against the same tensor sliced by NumPy."""
-    import contextlib
-
     random = np.random.RandomState(0)
     shapes = [(), (7,), (5, 6), (4, 1, 3), (2, 3, 4, 5)]
     arrays = {
@@ -257,6 +256,51 @@ def test_parts_are_those_of_the_whole_tensor(tmp_path):
                 assert shards.bytes_read - before == array[index].nbytes
                 part = part_at(index[::-1], array.shape[::-1])
                 np.testing.assert_array_equal(tensor.T.read(part), array.T[index[::-1]])
+
+
+# ------------------------------------------------------------------ what is written
+
+
+@pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scanned"])
+def test_a_model_on_a_mesh_is_written_file_by_file(llama, tmp_path, monkeypatch, scan_layers):
+    params, config = load_pretrained(
+        llama, mesh=mesh("data:2,tensor:4"), rules=FULLY_SHARDED, scan_layers=scan_layers
+    )
+    steps, write, as_stored = [], tensors_module.save_file, checkpoint.as_stored
+
+    def gather(array, spec, dtype):
+        steps.append(spec.hf_name)
+        return as_stored(array, spec, dtype)
+
+    def note(tensors, *args, **kwargs):
+        steps.append(len(tensors))
+        write(tensors, *args, **kwargs)
+
+    monkeypatch.setattr(checkpoint, "as_stored", gather)
+    monkeypatch.setattr(tensors_module, "save_file", note)
+    save_pretrained(tmp_path / "again", params, config, max_shard_bytes=4000)
+    files = [i for i, step in enumerate(steps) if isinstance(step, int)]
+    begins = [0, *(i + 1 for i in files)]
+    assert len(files) > 3 and [steps[i] for i in files] == [b - a for a, b in zip(begins, files)]
+    expected, written = load_file(llama / SINGLE), {}
+    for file in (tmp_path / "again").glob("*.safetensors"):
+        written |= load_file(file)
+    assert written.keys() == expected.keys()
+    assert all(np.array_equal(written[name], expected[name]) for name in expected)
+
+
+def test_a_head_on_a_mesh_is_written_as_it_was_read(llama, tmp_path):
+    target = spec_jax.load_model(llama, mesh=mesh("data:2,tensor:4"))
+    for name in ("eagle-3", "mtp of deepseek experts"):
+        head = random_head(HEADS[name](target.config), jax.random.key(0))
+        head.save(tmp_path / name, target)
+        again = spec_jax.load_draft(tmp_path / name, target, mesh=mesh("data:2,tensor:4"))
+        again.save(tmp_path / f"{name} again", target)
+        expected, written = (
+            load_file(tmp_path / folder / SINGLE) for folder in (name, f"{name} again")
+        )
+        assert written.keys() == expected.keys()
+        assert all(np.array_equal(written[key], expected[key]) for key in expected)
 
 
 # ------------------------------------------------------------------ what is refused

@@ -18,10 +18,10 @@ from spec_jax.drafters.eagle.write_config import check_is_read, head_json
 from spec_jax.errors import ConfigError
 from spec_jax.models.checkpoint import as_stored
 from spec_jax.models.config import ModelConfig
-from spec_jax.models.files import write_json
+from spec_jax.models.files import write_json, write_once
 from spec_jax.models.params import check_weights
 from spec_jax.models.specs import ParamSpec
-from spec_jax.models.tensors import save_tensors
+from spec_jax.models.tensors import on_host, save_tensors
 
 
 def write_head(
@@ -79,9 +79,10 @@ def write_head(
         tensors[EMBED] = as_stored(target_embed, ParamSpec(shape, (), EMBED), dtype)
     fc_in = params["fc"].shape[0]
     check_is_read(hf, config, layout, target_config, set(tensors), fc_in)
-    save_tensors(directory, [tensors])
+    save_tensors(directory, [tensors.items()])
     names = ["dtype"] if layout == SPECULATORS else ["dtype", "torch_dtype"]
-    write_json(directory / "config.json", hf | dict.fromkeys(names, dtype.name))
+    hf |= dict.fromkeys(names, dtype.name)
+    write_once(lambda: write_json(directory / "config.json", hf))
 
 
 def _tensors(config: EagleConfig, params, layout: str, dtype) -> dict[str, np.ndarray]:
@@ -99,6 +100,6 @@ def _tensors(config: EagleConfig, params, layout: str, dtype) -> dict[str, np.nd
 
 def _vocabulary(params: dict[str, Any], U: int, V: int) -> dict[str, np.ndarray]:
     """Both tables: offsets from draft ids to the target's, and which target ids can be drafted."""
-    d2t = np.asarray(params.get("d2t", np.zeros(U, np.int32)))
+    d2t = on_host(params.get("d2t", np.zeros(U, np.int32)))
     kept = np.isin(np.arange(V), np.arange(U) + d2t)
     return {"d2t": check_offsets(d2t, kept, V).astype(np.int64), "t2d": kept}

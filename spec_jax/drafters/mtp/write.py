@@ -17,8 +17,8 @@ from spec_jax.drafters.mtp.model import MtpConfig, check_mtp, mtp_table
 from spec_jax.errors import ConfigError
 from spec_jax.models.checkpoint import as_stored
 from spec_jax.models.families import AnyConfig, family_of
-from spec_jax.models.files import write_json
-from spec_jax.models.tensors import save_tensors
+from spec_jax.models.files import write_json, write_once
+from spec_jax.models.tensors import on_host, save_tensors
 
 
 def write_mtp(
@@ -69,8 +69,9 @@ def write_mtp(
     ends = {name: getattr(config, name) for name in ("has_own_embed", "has_own_head")}
     if dataclasses.replace(read, **ends) != dataclasses.replace(config, order=form.order):
         raise ConfigError(f"the layer {config.layer} would be read as {read.layer}")
-    save_tensors(directory, [tensors])
-    write_json(directory / "config.json", hf | {"dtype": dtype.name, "torch_dtype": dtype.name})
+    save_tensors(directory, [tensors.items()])
+    hf |= {"dtype": dtype.name, "torch_dtype": dtype.name}
+    write_once(lambda: write_json(directory / "config.json", hf))
 
 
 def _implied(config: MtpConfig, num_layers: int) -> str:
@@ -112,7 +113,7 @@ def _module(config: MtpConfig, params, form: Layout, index: int, dtype) -> dict[
     tensors = {}
     for name, spec in mtp_table(config).items():
         own_dtype = jnp.float32 if name == "router_bias" else dtype
-        array = np.asarray(params[name])
+        array = on_host(params[name])
         if name == "fc" and config.order != form.order:
             array = np.roll(array, config.layer.hidden_size, axis=0)
         parts = enumerate(array) if "{e}" in spec.hf_name else [(0, array)]
