@@ -41,10 +41,10 @@ def evaluate(config: ConfigDict, workdir: str | None = None) -> dict:
     """
     validate(config)
     where = cli.MeshOptions.of(config)
-    target = where.target(load_model(config.target, config.dtype))
+    target = load_model(config.target, config.dtype, mesh=where.mesh)
     names = [name.strip() for name in config.drafts.split(",")]
-    load = lambda name: where.draft(load_draft(name, target, config.dtype))
-    drafts = {name: load(name) for name in names if name}
+    lies = {"mesh": where.mesh, "rules": where.draft_rules}
+    drafts = {name: load_draft(name, target, config.dtype, **lies) for name in names if name}
     if config.prompts:
         found = load_prompts(config.prompts, config.num_prompts, config.seed)
         models = [target, *drafts.values()]

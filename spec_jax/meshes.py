@@ -110,8 +110,14 @@ def use_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager:
 
 
 def mesh_of(tree: Any) -> Mesh | None:
-    """Returns the mesh that the first array of a tree lies on; None if it is on no mesh."""
-    for array in jax.tree.leaves(tree):
-        where = getattr(array, "sharding", None)
-        return where.mesh if isinstance(where, NamedSharding) else None
-    return None
+    """Returns the mesh that the arrays of a tree lie on.
+
+    None if they lie on one device, or on a mesh that ``make_mesh`` cannot have made: what is
+    sharded in another way stays so.
+    """
+    where = next((getattr(x, "sharding", None) for x in jax.tree.leaves(tree)), None)
+    if not isinstance(where, NamedSharding) or not isinstance(where.mesh, Mesh):
+        return None
+    has_ours = set(where.mesh.axis_names) <= set(MESH_AXES)
+    is_automatic = all(kind == AxisType.Auto for kind in where.mesh.axis_types)
+    return where.mesh if has_ours and is_automatic else None

@@ -14,7 +14,7 @@ import shlex
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 from absl import app, flags, logging
@@ -25,8 +25,6 @@ from experiments.common import distributed
 from spec_jax import meshes, processes, sharding
 from spec_jax.errors import ConfigError, SpecJaxError
 from spec_jax.loading import LoadedHead, LoadedModel
-
-Draft = TypeVar("Draft", LoadedModel, LoadedHead)
 
 flags.disclaim_key_flags()  # what is defined here counts as the main module's, for --help
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -182,13 +180,10 @@ class MeshOptions(NamedTuple):
             raise ConfigError("is_draft_replicated is True; expected a mesh too: --config.mesh=...")
         return cls(mesh, config.is_draft_replicated)
 
-    def target(self, model: LoadedModel) -> LoadedModel:
-        """Returns the model on the mesh."""
-        return model if self.mesh is None else model.on_mesh(self.mesh)
-
-    def draft(self, draft: Draft) -> Draft:
-        """Returns a draft on the mesh."""
-        return draft if self.mesh is None else draft.on_mesh(self.mesh, self._draft_rules)
+    @property
+    def draft_rules(self) -> sharding.Rules:
+        """Which dimensions of a draft are split over the mesh."""
+        return sharding.REPLICATED if self.is_draft_replicated else sharding.SHARDED
 
     def check_drafts(self, drafts: Sequence[LoadedModel | LoadedHead]) -> None:
         """Raises ConfigError if drafts are to lie whole on every device, and there are none."""
@@ -215,17 +210,13 @@ class MeshOptions(NamedTuple):
             return None
         whole = target.kept_whole(self.mesh)
         for draft in drafts:
-            whole += draft.kept_whole(self.mesh, self._draft_rules)
+            whole += draft.kept_whole(self.mesh, self.draft_rules)
         return {
             "axes": dict(self.mesh.shape),
             "devices": [str(device) for device in self.mesh.devices.flat],
             "is_draft_replicated": self.is_draft_replicated,
             "kept_whole": whole + (sharding.whole_rows(batch, self.mesh) if batch else []),
         }
-
-    @property
-    def _draft_rules(self) -> sharding.Rules:
-        return sharding.REPLICATED if self.is_draft_replicated else sharding.SHARDED
 
 
 def enable_compilation_cache() -> None:

@@ -94,10 +94,12 @@ def load_drafts(
         if method == "standalone":
             if len(names) > 1:
                 raise ConfigError(f"draft is {config[key]!r}; expected one model")
-            draft = load_model(names[0], config.dtype, scan_layers=config.scan_layers)
-            drafts[method] = where.draft(draft)
+            drafts[method] = load_model(
+                names[0], config.dtype, scan_layers=config.scan_layers, mesh=where.mesh,
+                rules=where.draft_rules,
+            )  # fmt: skip
             continue
-        loaded = [where.draft(_load_head(method, name, config, target)) for name in names]
+        loaded = [_load_head(method, name, config, target, where) for name in names]
         for head in loaded:
             label = method
             if len(loaded) > 1:
@@ -108,11 +110,16 @@ def load_drafts(
     return drafts
 
 
-def _load_head(method: str, name: str, config, target: LoadedModel) -> LoadedHead:
+def _load_head(
+    method: str, name: str, config, target: LoadedModel, where: cli.MeshOptions
+) -> LoadedHead:
     if name in RANDOM_HEADS[method]:
         shape = RANDOM_HEADS[method][name](target.config)
-        return random_head(shape, jax.random.key(config.seed), config.dtype)
-    return load_draft(name, target, config.dtype, method=method)
+        head = random_head(shape, jax.random.key(config.seed), config.dtype)
+        return head if where.mesh is None else head.on_mesh(where.mesh, where.draft_rules)
+    return load_draft(
+        name, target, config.dtype, method=method, mesh=where.mesh, rules=where.draft_rules
+    )
 
 
 class Setup(NamedTuple):
@@ -141,8 +148,9 @@ class Setup(NamedTuple):
         """
         config = resolve(config)
         where = cli.MeshOptions.of(config)
-        target = load_model(config.target, config.dtype, scan_layers=config.scan_layers)
-        target = where.target(target)
+        target = load_model(
+            config.target, config.dtype, scan_layers=config.scan_layers, mesh=where.mesh
+        )
         drafts = load_drafts(config, target, where)
         where.check_drafts([*drafts.values()])
         labels = {m: [label for label in drafts if label.split("-")[0] == m] for m in SOURCES}

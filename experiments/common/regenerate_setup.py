@@ -61,12 +61,14 @@ def load_decoder(
     """
     values = {**config.sampler, "seed": config.seed}
     samplers = [build(SamplerConfig, {**values, "temperature": t}) for t in config.temperatures]
-    load = functools.partial(load_model, dtype=config.dtype, scan_layers=config.scan_layers)
+    load = functools.partial(
+        load_model, dtype=config.dtype, scan_layers=config.scan_layers, mesh=where.mesh
+    )
     target, draft, speculative = load(config.target), None, None
     if config.draft:
         has_model = config.draft not in ("ngram", "suffix")
         method = "standalone" if has_model else config.draft
-        draft = load(config.draft) if has_model else None
+        draft = load(config.draft, rules=where.draft_rules) if has_model else None
         speculative = SpeculativeConfig(
             method, config.k, rejection_sampling_strategy=config.rule or None
         )

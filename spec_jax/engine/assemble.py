@@ -14,7 +14,7 @@ from spec_jax.engine.adaptive.deferred import with_deferred_commits
 from spec_jax.engine.adaptive.runner import CATCH_UP
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel
-from spec_jax.meshes import to_mesh
+from spec_jax.meshes import mesh_of, to_mesh
 from spec_jax.models import transformer
 from spec_jax.parallel.overlap import Devices, mesh_of_side
 from spec_jax.sharding import REPLICATED, SHARDED
@@ -29,7 +29,7 @@ def place(
     Args:
       target: the target.
       draft: what drafts for it, or None.
-      mesh: of both, see ``to_mesh``; None: the weights stay where they are.
+      mesh: of both, see ``to_mesh``; None: the one that the target's weights lie on, if any.
       devices: of each side, in place of one mesh of both; sides that share a device take turns on
         the target's.
       is_draft_replicated: the draft lies whole on every device of its mesh.
@@ -43,7 +43,7 @@ def place(
             "devices and mesh are both given; an overlapped decoder takes a mesh for each side: "
             "devices=overlap.Devices(draft=mesh, target=mesh)"
         )
-    mesh = draft_mesh = to_mesh(mesh)
+    mesh = draft_mesh = mesh_of(target.params) if mesh is None else to_mesh(mesh)
     if isinstance(devices, Devices):
         mesh = mesh_of_side(devices.target)
         draft_mesh = mesh if devices.shared else mesh_of_side(devices.draft)

@@ -59,8 +59,8 @@ class SpeculativeDecoder:
         and a warning says so.
       timeline: a list that receives what ran when, where the two are overlapped.
       mesh: devices to run on together, from ``make_mesh`` or as text, such as "data:2,tensor:4":
-        rows are split over "data", weights and caches over "tensor". None: the device where the
-        weights are. Where draft and target are apart, ``devices`` has a mesh of each.
+        rows are split over "data", weights and caches over "tensor". None: where the target's
+        weights lie. Where draft and target are apart, ``devices`` has a mesh of each.
       is_draft_replicated: keep the draft whole on every device of its mesh.
 
     Attributes:

@@ -129,3 +129,10 @@ def test_a_report_says_the_mesh_and_what_lies_whole_on_it():
     options = cli.MeshOptions(one_device())
     assert options.facts(TARGET, batch=3)["kept_whole"] == []
     assert options.facts(TARGET)["axes"] == {"data": 1, "tensor": 1}
+
+
+def test_a_target_that_was_put_on_a_mesh_is_decoded_there():
+    mesh = one_device()
+    decoder = SpeculativeDecoder(TARGET.on_mesh(mesh), TARGET)
+    assert decoder.mesh is mesh and decoder.draft.params["embed"].sharding.mesh is mesh
+    assert SpeculativeDecoder(TARGET).mesh is None
