@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from importlib import metadata
 
 import jax
-from absl import flags
+from absl import flags, logging
 
 import spec_jax
 from spec_jax import processes
@@ -99,4 +99,5 @@ def _silence(folder: str | None) -> None:
         except OSError as error:
             raise ConfigError(f"the folder {folder} cannot be made: {error}") from error
         path = pathlib.Path(folder) / f"process_{processes.index()}.log"
-    sys.stdout = sys.stderr = open(path, "w", buffering=1, encoding="utf-8")  # noqa: SIM115
+    sys.stdout = sys.stderr = open(path, "w", buffering=1, encoding="utf-8")
+    logging.get_absl_handler().python_handler.stream = sys.stderr

@@ -1,0 +1,173 @@
+"""Several processes: they decode what one does, agree before they begin, and stop together."""
+
+import json
+import os
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+from support import decode_worker
+from support.tiny_models import random_weights
+
+from configs import regenerate_zoo
+from experiments import launch
+from experiments.regenerate import regenerate
+from spec_jax import processes
+from spec_jax.data import tokens
+from spec_jax.errors import ConfigError
+from spec_jax.models import checkpoint
+from spec_jax.models.config import ModelConfig
+from spec_jax.models.tokenizer import Tokenizer
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+WORKER = "support.process_worker"
+
+
+def environment():
+    """Tests' modules can be imported, and compiled programs are kept where the tests keep them."""
+    return os.environ | {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+        "JAX_PLATFORMS": "cpu",
+    }
+
+
+def run(count, devices, module, *arguments):
+    """Exit code and output of a run through the launcher."""
+    command = [sys.executable, "-m", "experiments.launch", f"--processes={count}"]
+    done = subprocess.run(
+        [*command, f"--devices={devices}", module, *arguments], env=environment(), cwd=ROOT,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+def begin(*arguments_of_each):
+    """Processes that are started by hand, one for each list of arguments."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    count = len(arguments_of_each)
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", WORKER, f"--coordinator_address={address}",
+             f"--num_processes={count}", f"--process_id={i}", *arguments],
+            env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i, arguments in enumerate(arguments_of_each)
+    ]  # fmt: skip
+
+
+def test_one_process_needs_no_other():
+    value = {"any": object()}
+    assert processes.from_writer(value) is value and processes.gather(value) is value
+    assert processes.is_writer() and (processes.index(), processes.count()) == (0, 1)
+    assert not processes.any_process(False) and processes.any_process(True)
+    processes.check_same({"a": 1})
+    processes.barrier("nowhere")
+    processes.finish()
+
+
+def test_half_of_an_address_is_refused():
+    with pytest.raises(ConfigError, match="num_processes 2 and process_id None; expected all thr"):
+        processes.start("127.0.0.1:1", 2)
+
+
+def test_the_launcher_refuses_no_processes(capsys):
+    with pytest.raises(SystemExit):
+        launch.main(["--processes=0", "experiments.decode"])
+    assert "--processes is 0; expected 1 or more" in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive
+def test_two_processes_decode_what_one_device_decodes(tmp_path):
+    """Cancellation in process 0 alone, and Ks chosen by clocks, are the same in both."""
+    code, output = run(
+        2, 4, "support.decode_worker", "--config.mesh=data:2,tensor:4", f"--workdir={tmp_path}"
+    )
+    assert code == 0, output
+    first, second = (json.loads((tmp_path / f"{i}.json").read_text()) for i in range(2))
+    assert first == second
+    assert first["fixed"] == decode_worker.fixed(None)
+    assert first["cancelled"] == json.loads(json.dumps(decode_worker.cancelled(None)))
+    assert [reason for reason, _ in first["cancelled"]].count("cancelled") == 1
+
+
+@pytest.mark.exhaustive
+def test_two_processes_regenerate_the_lines_of_one_device(tmp_path):
+    text = ["def f(x):\n    return x + 1\n", "for i in range(10):\n    print(i)\n"]
+    tokenizer = Tokenizer(tokens.train_tokenizer(text * 20, 280))
+    config = ModelConfig(
+        vocab_size=288, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=4, max_position_embeddings=64, eos_token_id=tuple(range(5, 30)),
+    )  # fmt: skip
+    for seed, name in enumerate(("target", "draft")):
+        weights = random_weights(config, seed)
+        checkpoint.save_pretrained(tmp_path / name, weights, config, tokenizer)
+    prompts = [f"def f{i}(x): return {i}" for i in range(7)]
+    lines = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+    (tmp_path / "prompts.jsonl").write_text(lines)
+    values = {
+        "target": str(tmp_path / "target"), "draft": str(tmp_path / "draft"), "num_prompts": 0,
+        "prompts": str(tmp_path / "prompts.jsonl"), "max_prompt_tokens": 32, "batch": 4,
+        "max_new_tokens": 8, "log_every_s": 0, "temperatures": (1.0,),
+    }  # fmt: skip
+    alone = regenerate_zoo.get_config()
+    alone.update(values)
+    regenerate(alone, tmp_path / "alone")
+    flags = [f"--config.{key}={value}" for key, value in values.items() if key != "temperatures"]
+    code, output = run(
+        2, 2, "experiments.regenerate", f"--workdir={tmp_path / 'two'}", *flags,
+        "--config.mesh=data:2,tensor:2", "--config.temperatures=1.0",
+    )  # fmt: skip
+    assert code == 0, output
+    read = lambda name: sorted((tmp_path / name / "responses.jsonl").read_text().splitlines())
+    assert read("two") == read("alone") and len(read("two")) == len(prompts)
+    assert json.loads((tmp_path / "two" / "report.json").read_text())["responses"] == len(prompts)
+    assert "[0] 7 responses" in output and "[1] 7 responses" not in output
+
+
+@pytest.mark.exhaustive
+def test_different_configurations_are_refused_by_every_process():
+    begun = begin(["--config.number=2"], ["--config.number=3"])
+    outputs = [child.communicate(timeout=100)[0] for child in begun]
+    assert [child.returncode for child in begun] == [2, 2], outputs
+    said = "the processes differ: config.number is 3 in process 1 and 2 in process 0"
+    assert sum(output.count(said) for output in outputs) == 1, outputs
+
+
+@pytest.mark.exhaustive
+def test_an_error_in_one_process_stops_the_others():
+    code, output = run(2, 1, WORKER, "--config.act=config")
+    assert code == 2
+    assert "[1] process 1 of 2: error: a file that one process lacks" in output
+    assert "[0] process 1 has stopped: a file that one process lacks" in output
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("is_waiting", [False, True])
+def test_the_others_stop_within_a_minute_of_a_kill_and_name_it(is_waiting):
+    """Whether they compute together, or each is busy on its host."""
+    options = ["--config.act=kill", f"--config.is_waiting={is_waiting}"]
+    begun = begin(options, options, options)
+    outputs = [child.communicate(timeout=150)[0] for child in begun]
+    took_s = time.time() - float(re.search(r"act ([\d.]+)", outputs[1])[1])
+    assert [child.returncode for child in begun] == [1, -9, 1], outputs
+    assert took_s < 60
+    for output in (outputs[0], outputs[2]):
+        assert f"process 1 has stopped: no sign of life for 30 s (pid {begun[1].pid}" in output
+
+
+@pytest.mark.exhaustive
+def test_the_launcher_names_a_killed_process_at_once():
+    began = time.monotonic()
+    code, output = run(2, 1, WORKER, "--config.act=kill")
+    assert code == 128 + 9 and time.monotonic() - began < 40
+    assert "process 1 was killed by SIGKILL; the others are stopped" in output
