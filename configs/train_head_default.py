@@ -24,6 +24,8 @@ def get_config() -> ConfigDict:
     config.seed = 0
     config.target = "zoo/target"  # or a Hugging Face directory
     config.dtype = "float32"  # of the computation; trained parameters stay float32
+    config.mesh = ""  # devices to train on together, such as data:4,tensor:2; empty: one
+    config.is_fully_sharded = False  # split weights and optimizer states over the data axis too
     config.objective = "eagle3"  # eagle1, eagle3 or mtp
     config.head = ConfigDict({
         "draft_vocab_size": 0,  # U, for eagle3: the most frequent tokens of the data; 0: all

@@ -15,6 +15,8 @@ def get_config() -> ConfigDict:
     """Returns the config; sizes are in tokens and steps, learning rates are peak rates."""
     config = ConfigDict()
     config.seed = 0
+    config.mesh = ""  # devices to train on together, such as data:4,tensor:2; empty: one
+    config.is_fully_sharded = False  # split weights and optimizer states over the data axis too
     config.teacher = placeholder(str)  # distil from this zoo name or Hugging Face directory
     config.divergence = "forward-kl"  # from the teacher, see spec_jax/train/losses.py
     config.ce_weight = 0.0  # of cross-entropy on the text, added to the divergence

@@ -26,7 +26,10 @@ from spec_jax.train.log import Log, read_metrics
 from spec_jax.train.loop import train_loop
 from spec_jax.train.objective import chain_rates
 
-_FREE = ("log_every", "checkpoint_every_s", "export_layout", "export_dtype", "export_from", "eval")
+_FREE = (
+    "log_every", "checkpoint_every_s", "export_layout", "export_dtype", "export_from", "eval",
+    "mesh", "is_fully_sharded",
+)  # fmt: skip
 _FREE_DATA = ("view_cache", "view_cache_gb")
 
 

@@ -14,14 +14,17 @@ from ml_collections import ConfigDict
 from configs import train_head_default
 from experiments.common import cli, head_data, head_eval, head_setup
 from experiments.common.prompts import fit, load_prompts
+from spec_jax import processes
 from spec_jax.config import SpeculativeConfig
 from spec_jax.data.batches import window_batches
 from spec_jax.drafters import registry
 from spec_jax.engine.assemble import make_drafter
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel, load_model
+from spec_jax.sharding import replicate
 from spec_jax.train.objective import Batch, chain_rates, target_view
 from spec_jax.train.optimizer import make_optimizer
+from spec_jax.train.placement import Placement
 from spec_jax.train.step import TrainState, cast, train_step
 from spec_jax.train.view_cache import ViewCache
 
@@ -60,7 +63,10 @@ class Experiment:
 
     def __init__(self, config: ConfigDict, workdir: pathlib.Path):
         self.config = config
-        self.target: LoadedModel = load_model(config.target, config.dtype)
+        self.placement = Placement.of(config.mesh, config.is_fully_sharded)
+        self.placement.check_batch("batch", config.batch)
+        mesh, rules = self.placement.mesh, self.placement.rules
+        self.target: LoadedModel = load_model(config.target, config.dtype, mesh=mesh, rules=rules)
         if config.length > self.target.max_length:
             raise ConfigError(
                 f"length is {config.length}; the target holds {self.target.max_length} tokens"
@@ -83,9 +89,15 @@ class Experiment:
         self.frozen = self.target.params
         self._key = jax.random.key(config.seed)
         taps = self.spec.config.taps
-        self._view = jax.jit(functools.partial(target_view, config=self.target.config, taps=taps))
+        view = functools.partial(target_view, config=self.target.config, taps=taps)
+        self._view = self.placement.jit(view)
         self._views = None
         if config.data.view_cache:
+            if processes.count() > 1:
+                raise ConfigError(
+                    f"data.view_cache is {config.data.view_cache}, but there are "
+                    f"{processes.count()} processes, none of which holds a whole view: leave it out"
+                )
             max_bytes = int(config.data.view_cache_gb * 1e9)
             self._views = ViewCache(
                 config.data.view_cache, max_bytes, self.frozen, self.target.config, taps
@@ -94,8 +106,12 @@ class Experiment:
             train_step, objective=self.spec.objective, optimizer=self.optimizer,
             dtype=None if config.dtype == "float32" else config.dtype,
         )  # fmt: skip
-        self._step = jax.jit(step, donate_argnums=0)
-        self._objective = jax.jit(self.spec.measure)
+        self._make = lambda *args: TrainState.create(self.spec.init(*args), self.optimizer)
+        self._where = mesh and self.placement.state_shardings(
+            self.spec.shardings(mesh, rules), self._make, self._key, self.frozen
+        )
+        self._step = self.placement.jit_step(step, self._where)
+        self._objective = self.placement.jit(lambda *args: replicate(self.spec.measure(*args)))
         prompts = load_prompts(config.eval.prompts, config.eval.num_prompts, seed=0)
         head = self.spec.loaded({})
         self._prompts, _ = fit(prompts, [self.target, head], config.eval.max_new_tokens, None)
@@ -110,8 +126,8 @@ class Experiment:
 
     def init_state(self) -> TrainState:
         """Returns new parameters, the same for the same seed."""
-        params = self.spec.init(jax.random.fold_in(self._key, 1 << 30))
-        return TrainState.create(params, self.optimizer)
+        key = jax.random.fold_in(self._key, 1 << 30)
+        return self.placement.create(self._make, self._where, key, self.frozen)
 
     def batch_at(self, step: int) -> Batch:
         """Returns the batch of a step, a function of the seed and the step."""
@@ -120,9 +136,9 @@ class Experiment:
 
     def _with_view(self, tokens, mask, step: int) -> Batch:
         key = jax.random.fold_in(self._key, step)
-        compute = functools.partial(self._view, self.frozen)
+        compute = lambda tokens: self._view(self.frozen, self.placement.place(tokens))
         view = compute(tokens) if self._views is None else self._views.view(tokens, compute)
-        return Batch(tokens, mask, key, view)
+        return self.placement.place(Batch(tokens, mask, key, view))
 
     def describe_batch(self, step: int) -> str:
         """Returns a text that names the windows of a step."""
@@ -152,6 +168,7 @@ class Experiment:
         _, stats = head_eval.decode(
             self.target, self.spec.loaded(params), self._prompts, num_draft=options.num_draft,
             max_new_tokens=options.max_new_tokens, batch=options.batch,
+            where=cli.MeshOptions(self.placement.mesh),
         )  # fmt: skip
         held_out = {f"held_out_{name}": value for name, value in figures.items()}
         return held_out | head_eval.acceptance_figures(stats)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from configs import train_head_default
@@ -19,6 +20,8 @@ from spec_jax.drafters.common.vocabulary import draft_ids
 from spec_jax.drafters.common.warm_start import from_target
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel, load_draft
+from spec_jax.models.params import table_placement
+from spec_jax.sharding import Rules
 
 
 class HeadSpec(NamedTuple):
@@ -27,7 +30,7 @@ class HeadSpec(NamedTuple):
     Attributes:
       name: The name of the objective.
       config: The shape of the head.
-      init: ``(key) -> params``, the trained parameters.
+      init: ``(key, target's params) -> params``, the trained parameters.
       constants: The parameters that are not trained: ``d2t``, or none.
       objective: ``(params, batch, target's params) -> (loss, figures)``, the training loss.
       measure: The same without noise, for evaluation.
@@ -36,11 +39,26 @@ class HeadSpec(NamedTuple):
 
     name: str
     config: registry.HeadConfig
-    init: Callable[[jax.Array], Any]
+    init: Callable[[jax.Array, Any], Any]
     constants: dict[str, jax.Array]
     objective: Callable[..., tuple[jax.Array, dict]]
     measure: Callable[..., tuple[jax.Array, dict]]
     num_params: int
+
+    def shardings(self, mesh: Mesh, rules: Rules) -> Any:
+        """Returns where the trained parameters lie on a mesh, nested as they are.
+
+        Args:
+          mesh: The devices.
+          rules: Which dimensions are split.
+
+        Raises:
+          ConfigError: The mesh does not divide the heads of the layer.
+        """
+        table = registry.kind_of(self.config).table(self.config)
+        return table_placement(
+            self.name, getattr(self.config, "layer", None), table, mesh, rules
+        )
 
     def loaded(self, params) -> LoadedHead:
         """Returns the head as the decoder takes it."""
@@ -125,7 +143,8 @@ def make_head(
         given = _load_given(config, target, options, size)
         shape = given.config
         weights, constants = objective.split(given.params)
-        init = lambda key: jax.tree.map(jnp.array, weights)  # copies: a training step donates
+        # copies: a training step donates
+        init = lambda key, target_params: jax.tree.map(jnp.array, weights)
     else:
         reduced = {"draft_vocab_size": size} if size else {}
         shape = training.new(target.config, **reduced, **options)
@@ -133,14 +152,14 @@ def make_head(
         if reduced:
             constants = {"d2t": jnp.asarray(draft_vocabulary(counts, size))}
 
-        def init(key):
+        def init(key, target_params):
             params, _ = objective.split(fresh(key))
             if not config.head.is_warm_start:
                 return params
-            return from_target(params, target.params, target.config, draft_ids(constants))
+            return from_target(params, target_params, target.config, draft_ids(constants))
 
     bind = lambda options: objective.bind(shape, target.model, options, constants)
-    sizes = jax.eval_shape(init, jax.random.key(0))
+    sizes = jax.eval_shape(init, jax.random.key(0), target.params)
     num_params = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(sizes))
     spec = HeadSpec(
         config.objective, shape, init, constants, bind(config.loss),

@@ -8,10 +8,12 @@ import pathlib
 import numpy as np
 from ml_collections import ConfigDict
 
+from spec_jax import processes
 from spec_jax.config import SamplerConfig
 from spec_jax.data import python_source, tokens
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.loading import LoadedModel
+from spec_jax.meshes import mesh_of
 from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.progress import Progress
 
@@ -49,9 +51,9 @@ def continuations(
     """
     if teacher is None or not config.own_share:
         return None
-    if path.exists():
+    if processes.from_writer(path.exists()):
         return np.load(path)
-    decoder = SpeculativeDecoder(teacher)
+    decoder = SpeculativeDecoder(teacher, mesh=mesh_of(teacher.params))
     end, prompt, batch = text[0], config.own_prompt, config.own_batch
     parts = []
     with Progress(config.own_batches, "the teacher writes", every_s=10) as bar:
@@ -65,7 +67,8 @@ def continuations(
                 parts += [[end], row, generation.tokens]
             bar.step(f"batch of {batch} rows")
     whole = np.concatenate([*parts, [end]]).astype(np.int32)
-    np.save(path, whole)
+    if processes.is_writer():
+        np.save(path, whole)
     return whole
 
 

@@ -19,12 +19,15 @@ from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel, load_model
 from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig
+from spec_jax.models.params import placement
+from spec_jax.sharding import replicate
 from spec_jax.train.optimizer import decay_begin, make_optimizer
+from spec_jax.train.placement import Placement
 from spec_jax.train.step import TrainState, train_step
 
 _FREE = (
     "steps", "log_every", "eval_every", "eval_windows", "eval_prompts", "eval_new_tokens",
-    "eval_num_draft", "checkpoint_every_s",
+    "eval_num_draft", "checkpoint_every_s", "mesh", "is_fully_sharded",
 )  # fmt: skip
 
 
@@ -46,7 +49,7 @@ def validate(config: ConfigDict) -> None:
         )
 
 
-def load_teacher(config: ConfigDict) -> LoadedModel | None:
+def load_teacher(config: ConfigDict, placement: Placement) -> LoadedModel | None:
     """Loads the model to distil from, or returns None.
 
     Raises:
@@ -55,7 +58,7 @@ def load_teacher(config: ConfigDict) -> LoadedModel | None:
     """
     if not config.teacher:
         return None
-    teacher = load_model(config.teacher)
+    teacher = load_model(config.teacher, mesh=placement.mesh, rules=placement.rules)
     if teacher.tokenizer is None:
         raise ConfigError(f"the teacher {config.teacher} has no tokenizer; expected tokenizer.json")
     return teacher
@@ -99,7 +102,12 @@ class Experiment:
     """Data, model, loss, and the functions that the training loop calls."""
 
     def __init__(self, config: ConfigDict, workdir: pathlib.Path):
-        self.config, self.teacher = config, load_teacher(config)
+        self.placement = Placement.of(config.mesh, config.is_fully_sharded)
+        self.placement.check_batch("batch", config.batch)
+        if round(config.steps * config.long_share):
+            self.placement.check_batch("long_batch", config.long_batch)
+        mesh, rules = self.placement.mesh, self.placement.rules
+        self.config, self.teacher = config, load_teacher(config, self.placement)
         self.tokenizer, self.text, self.held_out, self._held_out_bytes = lm_data.load_text(
             config, self.teacher
         )
@@ -114,17 +122,27 @@ class Experiment:
             config, self.teacher, self.text, workdir / "continuations.npy"
         )
         step = functools.partial(train_step, objective=loss, optimizer=self.optimizer)
-        self._step, self._loss = jax.jit(step, donate_argnums=0), jax.jit(loss)
+        self._where = mesh and self.placement.state_shardings(
+            placement("the model", self.model_config, mesh, rules), self._make, self._key()
+        )
+        self._step = self.placement.jit_step(step, self._where)
+        self._loss = self.placement.jit(lambda *args: replicate(loss(*args)))
         self._teacher_params = None if self.teacher is None else self.teacher.params
 
     def init_state(self) -> TrainState:
         """Returns new parameters, the same for the same seed."""
-        params = transformer.init_params(self.model_config, jax.random.key(self.config.seed))
+        return self.placement.create(self._make, self._where, self._key())
+
+    def _key(self) -> jax.Array:
+        return jax.random.key(self.config.seed)
+
+    def _make(self, key: jax.Array) -> TrainState:
+        params = transformer.init_params(self.model_config, key)
         return TrainState.create(params, self.optimizer)
 
     def step(self, state: TrainState, batch: np.ndarray) -> tuple[TrainState, dict]:
         """Trains one step."""
-        return self._step(state, batch, self._teacher_params)
+        return self._step(state, self.placement.place(batch), self._teacher_params)
 
     def batch_at(self, step: int) -> np.ndarray:
         """Returns the windows of a step."""
@@ -135,7 +153,7 @@ class Experiment:
         found = tokens.windows(self.held_out, self.config.eval_length)[:n_windows]
         sums, size = {}, self.config.eval_batch
         for i in range(0, len(found), size):
-            part = found[i : i + size]
+            part = self.placement.place(found[i : i + size])
             value, figures = self._loss(state.params, part, self._teacher_params)
             for name, x in {"loss": value, **figures}.items():
                 sums[name] = sums.get(name, 0.0) + float(x) * len(part)
@@ -143,7 +161,7 @@ class Experiment:
 
     def evaluate(self, state: TrainState) -> dict:
         """Returns held-out figures; of a draft also tau and acceptance by real decoding."""
-        config, teacher = self.config, self.teacher
+        config, teacher, mesh = self.config, self.teacher, self.placement.mesh
         figures = self.held_out_figures(state, config.eval_windows)
         figures = {f"held_out_{name}": value for name, value in figures.items()}
         if teacher is None or not config.eval_prompts:
@@ -154,7 +172,7 @@ class Experiment:
         ids, _ = fit(prompts, [teacher, draft], config.eval_new_tokens, None)
         _, stats = head_eval.decode(
             teacher, draft, ids, num_draft=config.eval_num_draft, batch=len(ids),
-            max_new_tokens=config.eval_new_tokens,
+            max_new_tokens=config.eval_new_tokens, where=cli.MeshOptions(mesh),
         )  # fmt: skip
         return figures | head_eval.acceptance_figures(stats)
 

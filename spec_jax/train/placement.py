@@ -19,7 +19,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spec_jax.errors import ConfigError
-from spec_jax.sharding import FULLY_SHARDED, SHARDED, Rules, make_mesh, named, use_rules
+from spec_jax.meshes import to_mesh, use_mesh
+from spec_jax.sharding import FULLY_SHARDED, SHARDED, Rules, named, use_rules
 from spec_jax.train.step import TrainState
 
 
@@ -82,7 +83,7 @@ class Placement:
         Raises:
           ConfigError: There are fewer devices, or parameters are to be split without a mesh.
         """
-        mesh = make_mesh(mesh) if isinstance(mesh, str) and mesh else mesh or None
+        mesh = to_mesh(mesh or None)
         if is_fully_sharded and mesh is None:
             raise ConfigError("is_fully_sharded is True, but there is no mesh; give one: data:8")
         return cls(mesh, is_fully_sharded)
@@ -146,7 +147,7 @@ class Placement:
         def on_mesh(method):
             @functools.wraps(method)
             def run(*args):
-                with jax.set_mesh(self.mesh):
+                with use_mesh(self.mesh):
                     return method(*args)
 
             return run

@@ -138,6 +138,37 @@ def test_a_stopped_run_goes_on_to_the_same_head(files, run, tmp_path, monkeypatc
 
 
 @pytest.mark.exhaustive
+def test_a_run_on_a_mesh_goes_on_on_another_with_the_same_losses(files, run, tmp_path, monkeypatch):
+    class Stopped(Exception):
+        pass
+
+    whole = train_head.Experiment.batch_at
+
+    def batch_at(self, step):
+        if step == 3:
+            raise Stopped
+        return whole(self, step)
+
+    config = small(files, checkpoint_every_s=0.0, mesh="data:2,tensor:2", is_fully_sharded=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(train_head.Experiment, "batch_at", batch_at)
+        with pytest.raises(Stopped):
+            train_head.train(config, tmp_path)
+    config.update(mesh="data:2", is_fully_sharded=False)
+    best = train_head.train(config, tmp_path)
+    assert best == pytest.approx(run[1])
+    found, expected = (read_metrics(folder / "metrics.jsonl") for folder in (tmp_path, run[0]))
+    assert [line["step"] for line in found] == [line["step"] for line in expected]
+    for a, b in zip(found, expected):
+        for name in {"loss", "held_out_loss"} & b.keys():
+            assert a[name] == pytest.approx(b[name], abs=1e-5)
+    target = load_model(files / "target")
+    heads = [load_draft(folder / "export", target) for folder in (tmp_path, run[0])]
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4)
+    jax.tree.map(close, *(head.params for head in heads))
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("objective", ["eagle1", "mtp"])
 def test_every_objective_trains_and_exports(files, tmp_path, objective):
     config = small(files, objective=objective, steps=2)
@@ -201,6 +232,8 @@ def test_bfloat16_keeps_float32_weights(files, tmp_path):
         ({"data.responses": "nowhere.jsonl"}, "responses nowhere.jsonl cannot be read"),
         ({"data.text": "nowhere.jsonl"}, "nowhere.jsonl"),
         ({"dtype": "float16"}, "dtype is 'float16'"),
+        ({"mesh": "data:4"}, "batch is 2, which the mesh axis data:4 does not divide"),
+        ({"is_fully_sharded": True}, "is_fully_sharded is True, but there is no mesh"),
         ({"export_from": "first"}, "export_from is 'first'; expected best or last"),
         ({"export_layout": "EAGLE-1"}, "export_layout is 'EAGLE-1'; expected one of SpecForge"),
     ],

@@ -105,6 +105,24 @@ def test_resuming_is_bit_exact(tmp_path, monkeypatch, name):
 
 
 @pytest.mark.exhaustive
+def test_a_draft_is_distilled_on_a_mesh_as_on_one_device(tmp_path):
+    train_lm.train(tiny(steps=2), tmp_path / "teacher")
+    changes = dict(teacher=str(tmp_path / "teacher" / "export"), steps=6)
+    lines = {}
+    for name, mesh in (("one", ""), ("mesh", "data:2,tensor:2")):
+        config = tiny(train_zoo_draft, **changes, mesh=mesh, is_fully_sharded=bool(mesh))
+        config.update(own_batches=1, own_batch=4, own_prompt=8, eval_prompts=0)
+        train_lm.train(config, tmp_path / name)
+        lines[name] = metrics(tmp_path / name)
+    assert len(lines["one"]) == len(lines["mesh"])
+    for a, b in zip(lines["mesh"], lines["one"]):
+        for figure in {"loss", "kl", "held_out_loss", "final_loss"} & b.keys():
+            assert a[figure] == pytest.approx(b[figure], abs=1e-5)
+    written = [np.load(tmp_path / name / "continuations.npy") for name in lines]
+    np.testing.assert_array_equal(*written)
+
+
+@pytest.mark.exhaustive
 def test_resuming_another_experiment_is_refused(tmp_path):
     train_lm.train(tiny(steps=2), tmp_path)
     with pytest.raises(ConfigError, match="seed"):
@@ -135,6 +153,7 @@ def test_distillation_approaches_the_teacher(tmp_path):
         ({"length": 65}, "max_position_embeddings 64"),
         ({"tests_share": 1.5}, "tests_share is 1.5"),
         ({"stepz": 3}, "no key .stepz."),
+        ({"mesh": "data:8"}, "batch is 4, which the mesh axis data:8 does not divide"),
     ],
 )
 def test_bad_values_are_clear_errors(tmp_path, changes, message):
