@@ -17,8 +17,9 @@ TEXTS = [
 
 
 def commands(text):
-    """(experiment, arguments) of each command line, continued lines joined."""
+    """(experiment, arguments) of each command line, continued lines joined; launched ones too."""
     text = re.sub(r"\\\n\s*", "", text)
+    text = re.sub(r"experiments\.launch( --\w+=\d+)* experiments\.", "experiments.", text)
     return re.findall(r"python -m experiments\.(\w+)([^#\n`|]*)", text)
 
 
