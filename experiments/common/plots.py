@@ -62,7 +62,7 @@ def _series(results: Sequence[dict], temperature: float) -> list[_Series]:
 
 
 @contextlib.contextmanager
-def _panels(
+def panels(
     path: pathlib.Path, columns: int, size: tuple[float, float],
     legend: Mapping[str, Any] = types.MappingProxyType({}), **options: Any,
 ) -> Iterator[Sequence[Any]]:  # fmt: skip
@@ -88,7 +88,7 @@ def _draw(
     temperatures = list(dict.fromkeys(r["temperature"] for r in results))
     size = (1.2 + 4.3 * len(temperatures), 5.2)
     below = {"loc": "upper left", "bbox_to_anchor": (0.0, -0.16), "ncols": 2}
-    with _panels(path, len(temperatures), size, below, sharey=True) as axes:
+    with panels(path, len(temperatures), size, below, sharey=True) as axes:
         for axis, temperature in zip(axes, temperatures):
             kind = "greedy" if temperature == 0 else "sampled"
             axis.set(title=f"{kind}, temperature {temperature:g}", xlabel=x_label)
@@ -154,7 +154,7 @@ def plot_tree_sizes(path: pathlib.Path, record: Mapping[str, Any]) -> None:
       record: Of ``experiments.benchmarks.heads.measure``.
     """
     sizes = record["tree_sizes"]
-    with _panels(path, 1, (5.5, 3.9)) as (axis,):
+    with panels(path, 1, (5.5, 3.9)) as (axis,):
         axis.plot(sizes, record["round_ms"], "o-", color="#0072B2", label="round")
         axis.plot(sizes, record["verify_ms"], "s-", color="#D55E00", label="its verify pass")
         for name, style, label in (
@@ -180,7 +180,7 @@ def plot_training(path: pathlib.Path, lines: Sequence[Mapping[str, float]]) -> N
         ("tau, tokens per target pass", {"tau": "tau"}, lines),
         (_ACCEPTED, positions, [line for line in lines if "tau" in line]),
     )
-    with _panels(path, len(panels), (11, 3.6)) as axes:
+    with panels(path, len(panels), (11, 3.6)) as axes:
         for axis, (label, names, kept) in zip(axes, panels):
             for name, text in names.items():
                 if points := [(line["step"], line[name]) for line in kept if name in line]:
@@ -195,7 +195,7 @@ def plot_intervals(path: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> Non
       path: The PNG file.
       rows: With ``draft``, ``tau`` and ``accept``, of ``experiments.evaluate``.
     """
-    with _panels(path, 1, (6, 4)) as (axis,):
+    with panels(path, 1, (6, 4)) as (axis,):
         for number, row in enumerate(rows):
             at = np.arange(1, len(row["accept"]) + 1) + 0.06 * (number - (len(rows) - 1) / 2)
             value, low, high = np.asarray(row["accept"]).T
@@ -217,7 +217,7 @@ def plot_timeline(path: pathlib.Path, spans: Sequence[Span]) -> None:
     rows = sorted({span.devices for span in spans})
     start = min(span.begin_s for span in spans)
     colors = {"prefill": "0.6", "draft": "#0072B2", "verify": "#D55E00", "accept": "#009E73"}
-    with _panels(path, 1, (9, 0.9 + 0.7 * len(rows))) as (axis,):
+    with panels(path, 1, (9, 0.9 + 0.7 * len(rows))) as (axis,):
         for what, color in colors.items():
             for row, devices in enumerate(rows):
                 bars = [
@@ -243,7 +243,7 @@ def plot_published(
     groups = list(dict.fromkeys(group for _, group, *_ in pairs))
     marker = dict(zip(sorted({method for method, *_ in pairs}), _MARKERS))
     limits = [0.8, 1.05 * max(max(pair[2:]) for pair in pairs)]
-    with _panels(path, len(groups), (4.0 * len(groups), 4.2), sharex=True, sharey=True) as axes:
+    with panels(path, len(groups), (4.0 * len(groups), 4.2), sharex=True, sharey=True) as axes:
         for axis, group in zip(axes, groups):
             axis.plot(limits, limits, color="0.45", linewidth=1, linestyle=":")
             found: dict[str, list[tuple[float, float]]] = {}
@@ -270,7 +270,7 @@ def plot_growth(
       grown: Points by what grows, with ``plain_ms`` and ``round_ms``.
       chips: Points with ``chips``, ``row_tok_s`` and ``chip_tok_s``.
     """
-    with _panels(path, len(grown) + 1, (4.0 * (len(grown) + 1), 3.8)) as axes:
+    with panels(path, len(grown) + 1, (4.0 * (len(grown) + 1), 3.8)) as axes:
         for axis, (name, points) in zip(axes, grown.items()):
             x = [p[name] for p in points]
             axis.plot(x, [p["plain_ms"] for p in points], ":", color="0.45", label="plain")

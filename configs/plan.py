@@ -1,0 +1,33 @@
+"""A deployment planned without its hardware: what fits, what a round moves, which K pays.
+
+    pip install -e '.[tpu]'
+    python -m experiments.plan --config.target=llama-3.1-8b --config.topology=v5e:2x4
+    python -m experiments.plan --config.draft=eagle3 --config.num_draft=1,3,5 \\
+        --config.batch=8,32,128 --config.topology=v5e:2x4,v5p:2x2x1 --config.acceptance=0.75
+
+Cost: 5 to 90 CPU-seconds for each program, and less than 2 GB of memory. With several values, each
+combination is one program, beside plain decoding's; what a run's folder holds is not compiled
+again. Expected: a table, plan.json and plan.png; small batches gain from drafts, large ones lose.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    """Returns the config. Lists are text with commas."""
+    config = ConfigDict()
+    config.target = "llama-3.1-8b"  # a preset, or a Hugging Face directory or its config.json
+    config.draft = "llama-3.2-1b"  # likewise; or eagle3, mtp, ngram; empty: plain decoding
+    config.draft_vocab_size = 32000  # U, of an eagle3 head
+    config.topology = "v5e:2x4"  # chips and their shape; several with commas
+    config.mesh = ""  # such as data:2,tensor:4; empty: the one with the best floor
+    config.is_draft_replicated = False  # keep the draft whole on every device
+    config.batch = "8"  # rows over all devices
+    config.slots = "2048"  # S, slots of the cache for each row
+    config.num_draft = "5"  # K, of chains
+    config.dtype = "bfloat16"  # of weights and caches
+    config.temperature = 0.0  # of target and draft
+    config.top_k = 0  # 0: off
+    config.acceptance = "0.8"  # rate at each position; the last one holds for all after it
+    config.is_compiled = True  # compile the programs; False: the analytic floors alone
+    return config

@@ -1,0 +1,130 @@
+"""One cell of a plan: a job on a topology, compiled once and kept, and its predicted speed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from experiments.common import report
+from spec_jax.engine.adaptive.policy import expected_tokens
+from spec_jax.meshes import make_mesh
+from spec_jax.parallel import plan, roofline
+from spec_jax.parallel.chips import Topology
+
+_VERSION = 1  # of what a cell holds
+
+
+def label(topology: Topology, job: plan.Job) -> str:
+    """Returns a name for messages."""
+    drafts = f" {job.method} K={job.num_draft}" if job.method else " plain"
+    return f"{topology.name} {job.mesh} B={job.batch} S={job.slots}{drafts}"
+
+
+def describe(topology: Topology) -> Any:
+    """Returns the devices of a topology; what libtpu writes meanwhile is left out."""
+    with _quiet():
+        return topology.describe().devices
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps what libraries write to stderr, and shows it if they fail."""
+    with tempfile.TemporaryFile() as kept:
+        stderr = os.dup(2)
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            kept.seek(0)
+            os.write(stderr, kept.read())
+            raise
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+
+
+def plan_cell(
+    folder: pathlib.Path, topology: Topology, job: plan.Job, config: ConfigDict,
+    devices_of: Callable[[Topology], Sequence[Any]] | None,
+) -> dict:  # fmt: skip
+    """Returns what a job needs and does on a topology; from the folder if it is there.
+
+    Args:
+      folder: Of finished cells.
+      topology: The chips.
+      job: What is decoded.
+      config: The experiment's, of which the names of the models are kept.
+      devices_of: ``(topology) -> devices`` to compile for; None compiles nothing.
+    """
+    known = {
+        "version": _VERSION, "jax": jax.__version__, "topology": topology.name, "job": repr(job),
+        "is_compiled": devices_of is not None and topology.is_tpu,
+    }  # fmt: skip
+    path = folder / f"{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]}.json"
+    if path.exists():
+        return json.loads(path.read_text(encoding="utf-8"))
+    round_ = roofline.decode_round(job.target, job.draft, job.num_draft, job.setting)
+    static = roofline.memory(job.target, job.draft if job.num_draft else None, job.setting)
+    chip = topology.chip
+    cell = {
+        "target": config.target, "draft": config.draft if job.num_draft else "",
+        "topology": topology.name, "mesh": job.mesh, "batch": job.batch, "slots": job.slots,
+        "k": job.num_draft, "hbm_per_device": chip.per_device.hbm_bytes,
+        "analytic": {
+            "hbm_bytes": round_.work.hbm_bytes, "flops": round_.work.flops,
+            "collectives": round_.work.collectives, "floor_s": round_.floor_s(chip),
+            "params": static.params, "cache": static.cache, "shortfall": static.shortfall(chip),
+        },
+        "compiled": None,
+    }  # fmt: skip
+    if known["is_compiled"]:
+        mesh = make_mesh(job.mesh, devices_of(topology))
+        compiled = plan.compile_and_count(lambda: plan.trace_decode(job, mesh))
+        cell["compiled"] = dataclasses.asdict(compiled) | {"shortfall": compiled.shortfall(chip)}
+    folder.mkdir(parents=True, exist_ok=True)
+    report.write_json(path, known | cell)
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def tokens_of(rates: Sequence[float], num_draft: int) -> tuple[float, ...]:
+    """Returns the expected tokens of a round for K = 0 .. ``num_draft``.
+
+    Args:
+      rates: Conditional acceptance by position; the last one holds for all after it.
+      num_draft: The largest K.
+    """
+    return expected_tokens([*rates, *[rates[-1]] * num_draft][:num_draft])
+
+
+def predict(topology: Topology, job: plan.Job, cell: dict, rates: Sequence[float]) -> dict:
+    """Returns the floor of a round's time, and tokens a second at most.
+
+    The floor is the analytic one, or what the compiled program's HBM bytes need if that is more.
+
+    Args:
+      topology: The chips.
+      job: What is decoded.
+      cell: Of ``plan_cell``.
+      rates: See ``tokens_of``.
+    """
+    counted = (cell["compiled"] or {}).get("counted")
+    memory_s = counted["hbm_bytes"] / topology.chip.per_device.hbm_bytes_s if counted else 0.0
+    floor_s = max(cell["analytic"]["floor_s"], memory_s)
+    tokens = tokens_of(rates, job.num_draft)[-1]
+    shortfall = (cell["compiled"] or cell["analytic"])["shortfall"]
+    return {
+        "floor_s": floor_s, "tokens": tokens, "tok_s": job.batch * tokens / floor_s,
+        "fits": shortfall == 0, "shortfall": shortfall,
+    }  # fmt: skip
+
+

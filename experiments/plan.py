@@ -1,0 +1,180 @@
+"""Plans a deployment: does it fit, what does a round move, and which K pays on which chips.
+
+    python -m experiments.plan --config.target=llama-3.1-8b --config.topology=v5e:2x4
+    python -m experiments.plan --config.batch=8,32,128 --config.num_draft=1,3,5 --workdir=DIR
+
+The library's own decode program is compiled ahead of time for the devices, without them and
+without weights: its memory, collectives, cache copies and HBM bytes are counted from the compiled
+text. Speeds are predicted from the chip's published peaks and from an acceptance that is given; so
+they are floors of time, not measurements. A run leaves plan.json, plan.md and plan.png; one that
+was stopped continues with the same --workdir.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import os
+import pathlib
+import resource
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from configs import plan as default
+from experiments.common import cli, plan_cells, plan_report, report
+from spec_jax.config import SamplerConfig
+from spec_jax.drafters.eagle.model import EagleConfig
+from spec_jax.drafters.mtp.model import MtpConfig
+from spec_jax.errors import ConfigError
+from spec_jax.models.families import AnyConfig
+from spec_jax.parallel import choose, plan
+from spec_jax.parallel.chips import Topology
+from spec_jax.parallel.presets import find_config
+from spec_jax.progress import Progress
+
+# Without a TPU, its library looks for one in the cloud, locks itself and writes pages of warnings.
+_LIBTPU = {
+    "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+}  # fmt: skip
+
+
+def find_draft(config: ConfigDict, target: AnyConfig) -> Any:
+    """Returns the draft of a job, see ``plan.Job``.
+
+    Raises:
+      ConfigError: there is none of this name.
+    """
+    heads = {
+        "": lambda: None, "ngram": lambda: "ngram", "mtp": lambda: MtpConfig.of_target(target),
+        "eagle3": lambda: EagleConfig.of_target(target, draft_vocab_size=config.draft_vocab_size),
+    }  # fmt: skip
+    if config.draft in heads:
+        return heads[config.draft]()
+    try:
+        return find_config(config.draft)
+    except ConfigError as error:
+        raise ConfigError(f"draft is none of eagle3, mtp and ngram: {error}") from error
+
+
+def numbers(config: ConfigDict, name: str, convert: type = int) -> list:
+    """Returns the values of a list with commas.
+
+    Raises:
+      ConfigError: one is no positive number; a rate is above 1.
+    """
+    try:
+        values = [convert(value) for value in str(config[name]).split(",")]
+    except ValueError:
+        values = []
+    is_fit = values and all(0 < x and (convert is int or x <= 1) for x in values)
+    what = "positive integers" if convert is int else "rates above 0, at most 1,"
+    cli.require(bool(is_fit), config, name, f"{what} with commas between them")
+    return values
+
+
+def jobs(config: ConfigDict) -> Iterator[tuple[Topology, plan.Job]]:
+    """Yields every combination to plan, plain decoding before its drafts."""
+    target = find_config(config.target)
+    draft = find_draft(config, target)
+    rates = plan_cells.tokens_of(numbers(config, "acceptance", float), 64)
+    Ks = sorted(set(numbers(config, "num_draft"))) if draft is not None else []
+    cli.require(all(k <= 64 for k in Ks), config, "num_draft", "at most 64")
+    sizes = itertools.product(
+        map(Topology.parse, config.topology.split(",")), numbers(config, "batch"),
+        numbers(config, "slots"),
+    )  # fmt: skip
+    for topology, batch, slots in sizes:
+        job = plan.Job(
+            target=target, draft=draft, batch=batch, slots=slots, dtype=config.dtype,
+            mesh=config.mesh or f"data:1,tensor:{topology.num_devices}",
+            sampler=SamplerConfig(temperature=config.temperature, top_k=config.top_k),
+            is_draft_replicated=config.is_draft_replicated,
+        )  # fmt: skip
+        if not config.mesh:
+            tokens = rates[: max(Ks, default=0) + 1]
+            found = choose.options(target, draft, tokens, topology, job.setting)
+            if not found:
+                raise ConfigError(
+                    f"no mesh of {topology.name}'s {topology.num_devices} devices divides the "
+                    f"heads of {config.target}; expected fewer devices, or name a --config.mesh"
+                )
+            job = dataclasses.replace(job, mesh=found[0].setting.mesh)
+        has, asked = topology.num_devices, job.setting.num_devices
+        if has != asked:
+            raise ConfigError(
+                f"mesh {job.mesh} has {asked} devices; {topology.name} has {has}: expected sizes "
+                f"whose product is {has}"
+            )
+        for k in (0, *Ks):
+            yield topology, dataclasses.replace(job, num_draft=k)
+
+
+def check_libtpu(topologies: list[Topology]) -> None:
+    """Raises ConfigError where programs for TPUs cannot be compiled."""
+    if not any(topology.is_tpu for topology in topologies):
+        return
+    if importlib.util.find_spec("libtpu") is None:
+        raise ConfigError(
+            "libtpu is not installed, which compiles for TPUs: pip install 'spec_jax[tpu]', or "
+            "ask for the analytic floors alone: --config.is_compiled=False"
+        )
+    for name, value in _LIBTPU.items():
+        os.environ.setdefault(name, value)
+
+
+def run(config: ConfigDict, workdir: str | None = None) -> dict:
+    """Runs the experiment and returns its report.
+
+    Args:
+      config: See ``configs/plan.py``.
+      workdir: The run's folder; by default runs/plan/TIME. Cells that it holds are read.
+
+    Raises:
+      SpecJaxError: A config that cannot be planned.
+    """
+    cli.check_keys(config, default.get_config())
+    todo = list(jobs(config))
+    if config.is_compiled:
+        check_libtpu([topology for topology, _ in todo])
+    folder = pathlib.Path(workdir or cli.open_workdir("plan", None))
+    rates = numbers(config, "acceptance", float)
+    describe = functools.cache(plan_cells.describe)
+    cells = []
+    with Progress(len(todo), "planning") as bar:
+        for topology, job in todo:
+            bar.now(plan_cells.label(topology, job))
+            cell = plan_cells.plan_cell(
+                folder / "cells", topology, job, config, describe if config.is_compiled else None
+            )
+            cells.append(cell | plan_cells.predict(topology, job, cell, rates))
+            bar.step(plan_report.line(cells[-1]))
+            jax.clear_caches()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    result = {
+        "config": config.to_dict(), "environment": report.environment(), "cells": cells,
+        "best": plan_report.best(cells), "peak_memory_bytes": peak,
+    }  # fmt: skip
+    report.write_json(folder / "plan.json", result)
+    report.write_text(folder / "plan.md", plan_report.text(result, is_markdown=True))
+    plan_report.plot(folder / "plan.png", cells)
+    print(plan_report.text(result))
+    print(f"{folder / 'plan.json'} and plan.png written")
+    return result
+
+
+def main() -> None:
+    jax.config.update("jax_platforms", "cpu")
+    run(_CONFIG.value, _WORKDIR.value)
+
+
+if __name__ == "__main__":
+    _CONFIG, _WORKDIR = cli.define_flags(
+        default, "Folder of this run; by default runs/plan/TIME. One with cells is continued."
+    )
+    cli.run(main)

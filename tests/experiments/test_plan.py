@@ -1,0 +1,115 @@
+"""The planner's experiment: what it writes and refuses, and a small plan where libtpu is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from configs import plan as default
+from experiments import plan
+from experiments.common import plan_cells, plan_report
+from spec_jax.errors import ConfigError
+from spec_jax.parallel import roofline
+from spec_jax.parallel.chips import CHIPS
+from spec_jax.parallel.presets import PRESETS
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def config(**changes):
+    found = default.get_config()
+    found.is_compiled = False
+    found.update(changes)
+    return found
+
+
+def test_floors_alone_yield_the_best_k_of_every_place_and_a_run_is_continued(
+    tmp_path, monkeypatch, capsys
+):
+    sweep = config(topology="v5e:2x4,h100:8", batch="8,256", num_draft="2,5", acceptance="0.8,0.6")
+    result = plan.run(sweep, str(tmp_path))
+    assert len(result["cells"]) == 2 * 2 * 3 and len(result["best"]) == 4
+    (one,) = [
+        c for c in result["cells"] if (c["topology"], c["batch"], c["k"]) == ("h100:8", 8, 2)
+    ]
+    setting = roofline.Setting(8, 2048, one["mesh"])
+    models = PRESETS["llama-3.1-8b"], PRESETS["llama-3.2-1b"]
+    tokens = 1 + 0.8 + 0.8 * 0.6
+    expected = roofline.predict(*models, 2, tokens, CHIPS["h100"], setting)
+    assert one["tok_s"] == pytest.approx(expected.tok_s)
+    assert plan_report.speedup(one, result["cells"]) == pytest.approx(expected.speedup)
+    for name in ("plan.json", "plan.md", "plan.png"):
+        assert (tmp_path / name).stat().st_size > 0
+    assert "best K" in capsys.readouterr().out
+    count = []
+    monkeypatch.setattr(plan_cells.roofline, "memory", lambda *args: count.append(args))
+    again = plan.run(sweep, str(tmp_path))
+    assert again["best"] == result["best"] and not count
+
+
+def test_the_best_k_is_one_that_fits():
+    at = {"topology": "v5e:1x1", "mesh": "data:1,tensor:1", "batch": 1, "slots": 64}
+    cell = lambda k, tok_s, fits: at | {"k": k, "tok_s": tok_s, "fits": fits}
+    assert plan_report.best([cell(0, 10, True), cell(2, 30, False), cell(1, 15, True)]) == [
+        at | {"k": 1, "tok_s": 15, "speedup": 1.5}
+    ]
+    assert plan_report.best([cell(0, 10, False)])[0]["k"] is None
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"topology": "v9:2x2"}, "known chips: v4, v5e"),
+    ({"topology": "v5e:3x3"}, "shapes of v5e: 1x1"),
+    ({"mesh": "data:2,tensor:2"}, "has 4 devices; v5e:2x4 has 8"),
+    ({"batch": "8,x"}, "batch is '8,x'; expected positive integers"),
+    ({"acceptance": "1.5"}, "acceptance is '1.5'; expected rates"),
+    ({"target": "llama-9"}, "model is 'llama-9'; expected one of llama-3.1-8b"),
+    ({"draft": "eagle4"}, "none of eagle3, mtp and ngram"),
+])  # fmt: skip
+def test_plans_that_cannot_be_are_refused(changes, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        plan.run(config(**changes), str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_libtpu_the_message_says_how_to_install_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'spec_jax\[tpu\]'"):
+        plan.run(config(is_compiled=True), str(tmp_path))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (extra tpu)"
+)
+def test_a_plan_for_tpus_has_no_cache_copies_and_the_bytes_of_its_floor(tmp_path):
+    hf = {
+        "model_type": "llama", "vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 4096,
+        "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 8,
+        "head_dim": 128, "max_position_embeddings": 4096,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    flags = {"target": tmp_path, "draft": "ngram", "num_draft": 2, "mesh": "data:2,tensor:2",
+             "topology": "v5e:2x2", "batch": 8, "slots": 1024}  # fmt: skip
+    command = [sys.executable, "-m", "experiments.plan", f"--workdir={tmp_path / 'run'}"]
+    command += [f"--config.{name}={value}" for name, value in flags.items()]
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert [cell["k"] for cell in report["cells"]] == [0, 2]
+    for cell in report["cells"]:
+        compiled = cell["compiled"]
+        counted, needs = compiled["counted"], compiled["needs"]
+        assert counted["copies"] == [] and counted["in_branches"] == 0
+        assert set(counted["collectives"]) == {"all-reduce"}
+        assert 2 * 24 < counted["collectives"]["all-reduce"][0] <= 2 * 24 + 6
+        assert needs["aliased"] == needs["state"] > needs["cache"]
+        assert counted["hbm_bytes"] == pytest.approx(cell["analytic"]["hbm_bytes"], rel=0.15)
+        assert cell["fits"]
+    assert report["peak_memory_bytes"] < 2e9
