@@ -1,14 +1,18 @@
-"""Shows that drafting overlaps with verification: toy models of known cost, on two host devices.
+"""Shows that drafting overlaps with verification: toy models of known cost, on host devices.
 
     python -m experiments.overlap --workdir=DIR
+    python -m experiments.overlap --draft_mesh=tensor:2 --target_mesh=data:2,tensor:2
 
 An overlapped tick should take as long as the longer of the two, a round of the usual loop as long
 as their sum. The toys sleep, since two real programs would only compete for the processor's cores.
+Either side may be a mesh. On a CPU jax runs one program of several devices at a time: with a mesh
+on both sides a tick takes the sum there, with one on one side the longer of the two.
 The run's folder gets overlap.json and timeline.png. Cost: a few seconds, and compilation.
 """
 
 from __future__ import annotations
 
+import math
 import pathlib
 import time
 from collections.abc import Sequence
@@ -26,6 +30,7 @@ from spec_jax import decoding
 from spec_jax.config import SamplerConfig
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.errors import ConfigError
+from spec_jax.meshes import make_mesh, parse_mesh
 from spec_jax.parallel.overlap import Devices, Overlap, Span
 from spec_jax.rules import GREEDY
 from spec_jax.sampling import make_sampler
@@ -35,7 +40,8 @@ VOCAB_SIZE = 8
 
 
 def run(
-    workdir: str | pathlib.Path | None, draft_ms: float, verify_ms: float, k: int, num_tokens: int
+    workdir: str | pathlib.Path | None, draft_ms: float, verify_ms: float, k: int, num_tokens: int,
+    draft_mesh: str = "", target_mesh: str = "",
 ) -> dict:
     """Decodes one row overlapped and as usual; returns what overlap.json holds.
 
@@ -45,23 +51,23 @@ def run(
       verify_ms: Milliseconds of a verify pass.
       k: Drafted tokens per tick.
       num_tokens: Tokens that each of the two loops decodes.
+      draft_mesh: The draft's devices, such as "tensor:2"; empty: one.
+      target_mesh: Likewise the target's.
 
     Raises:
-      ConfigError: jax sees one device only, or a cost is not positive.
+      ConfigError: A cost is not positive, there is no such mesh, or jax sees too few devices.
     """
     if min(draft_ms, verify_ms) <= 0 or min(k, num_tokens) < 1:
         raise ConfigError(
             f"draft_ms {draft_ms:g}, verify_ms {verify_ms:g}, k {k}, num_tokens {num_tokens}: "
             "expected costs above 0, and one token at least"
         )
-    if len(jax.devices()) < 2:
-        raise ConfigError("jax sees one device; XLA_FLAGS has forced it, or devices had started")
-    target, draft, *_ = jax.devices()
+    devices = make_sides(draft_mesh, target_mesh)
     toy, timeline = toy_model(VOCAB_SIZE), []
     system = decoding.System(
         slow_model(toy, verify_ms / 1e3), standalone(slow_model(toy, draft_ms / 1e3)), GREEDY, k
     )
-    overlapped = _ticks_ms(Overlap(Devices(draft, target), timeline), system, num_tokens)
+    overlapped = _ticks_ms(Overlap(devices, timeline), system, num_tokens)
     usual = _ticks_ms(decoding, system, num_tokens)
     both, longer = k * draft_ms + verify_ms, max(k * draft_ms, verify_ms)
     record = {
@@ -69,6 +75,7 @@ def run(
         "sum_ms": both, "tick_ms": overlapped, "round_ms": usual,
         "tick_over_longer": overlapped / longer, "round_over_sum": usual / both,
         "draft_beside_verify": spread(beside(timeline)).median,
+        "draft_devices": num_devices(draft_mesh), "target_devices": num_devices(target_mesh),
     }  # fmt: skip
     folder = cli.open_workdir("overlap", workdir, "overlap.json")
     report.write_json(folder / "overlap.json", record)
@@ -76,6 +83,28 @@ def run(
     print(table(("measured", "value"), [(name, f"{x:.3g}") for name, x in record.items()]))
     print(f"{folder / 'timeline.png'} written")
     return record
+
+
+def num_devices(mesh: str) -> int:
+    """Returns how many devices a side has."""
+    return math.prod(parse_mesh(mesh).values()) if mesh else 1
+
+
+def make_sides(draft_mesh: str, target_mesh: str) -> Devices:
+    """Returns the first devices as the target's, and those after them as the draft's.
+
+    Raises:
+      ConfigError: There is no such mesh, or jax sees too few devices.
+    """
+    devices, (target, draft) = jax.devices(), map(num_devices, (target_mesh, draft_mesh))
+    if len(devices) < target + draft:
+        raise ConfigError(
+            f"the two sides have {target} and {draft} devices; jax sees {len(devices)}: XLA_FLAGS "
+            "has forced their number, or they had started"
+        )
+    sides = (target_mesh, devices[:target]), (draft_mesh, devices[target : target + draft])
+    target, draft = (make_mesh(mesh, own) if mesh else own[0] for mesh, own in sides)
+    return Devices(draft=draft, target=target)
 
 
 def _ticks_ms(loop: ModuleType | Overlap, system: decoding.System, num_tokens: int) -> float:
@@ -113,8 +142,12 @@ def beside(spans: Sequence[Span]) -> np.ndarray:
 
 def main() -> None:
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 2)
-    run(_WORKDIR.value, _DRAFT_MS.value, _VERIFY_MS.value, _K.value, _TOKENS.value)
+    number = num_devices(_DRAFT_MESH.value) + num_devices(_TARGET_MESH.value)
+    jax.config.update("jax_num_cpu_devices", number)
+    run(
+        _WORKDIR.value, _DRAFT_MS.value, _VERIFY_MS.value, _K.value, _TOKENS.value,
+        _DRAFT_MESH.value, _TARGET_MESH.value,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
@@ -125,4 +158,8 @@ if __name__ == "__main__":
     _VERIFY_MS = flags.DEFINE_float("verify_ms", 100.0, "Milliseconds of a verify pass.")
     _K = flags.DEFINE_integer("k", 4, "Drafted tokens per tick.")
     _TOKENS = flags.DEFINE_integer("tokens", 80, "Tokens to decode, by each of the two loops.")
+    _DRAFT_MESH = flags.DEFINE_string(
+        "draft_mesh", "", "The draft's devices, such as tensor:2; empty: one."
+    )
+    _TARGET_MESH = flags.DEFINE_string("target_mesh", "", "The target's devices, likewise.")
     cli.run(main)

@@ -11,12 +11,14 @@ from support.tiny_models import LLAMA, random_weights
 from configs import decode_default, evaluate_zoo, regenerate_zoo
 from experiments.common import cli, report
 from experiments.common.regenerate_setup import load_decoder
+from experiments.overlap import make_sides
 from spec_jax import SpeculativeConfig, SpeculativeDecoder, meshes, sharding
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel, random_head
 from spec_jax.models import transformer
 from spec_jax.parallel import overlap
+from spec_jax.parallel.overlap import mesh_of_side
 
 TARGET = LoadedModel("tiny", transformer.model(LLAMA), random_weights(LLAMA), config=LLAMA)
 TOO_MANY = f"data:{len(jax.devices()) + 1}"
@@ -129,6 +131,15 @@ def test_a_report_says_the_mesh_and_what_lies_whole_on_it():
     options = cli.MeshOptions(one_device())
     assert options.facts(TARGET, batch=3)["kept_whole"] == []
     assert options.facts(TARGET)["axes"] == {"data": 1, "tensor": 1}
+
+
+def test_the_overlap_experiment_gives_each_side_devices_of_its_own():
+    assert not make_sides("", "").shared
+    assert mesh_of_side(make_sides("", "data:1").target).shape == {"data": 1, "tensor": 1}
+    with pytest.raises(ConfigError, match=r"have \d+ and 1 devices; jax sees"):
+        make_sides("", TOO_MANY)
+    with pytest.raises(ConfigError, match="mesh is 'rows:1'"):
+        make_sides("rows:1", "")
 
 
 def test_a_target_that_was_put_on_a_mesh_is_decoded_there():

@@ -1,0 +1,115 @@
+"""Drafters and rules of a user's own, which know of no mesh: the same tokens on one."""
+
+from __future__ import annotations
+
+import asyncio
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.meshes import mesh
+from support.tiny_models import LLAMA, random_weights
+
+from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, host_drafter
+from spec_jax.contracts import Drafter, Proposal, Rule
+from spec_jax.errors import InvalidDraftError
+from spec_jax.loading import LoadedModel
+from spec_jax.models import transformer
+from spec_jax.rules import chain
+
+V, K = LLAMA.vocab_size, 3
+TARGET = LoadedModel("target", transformer.model(LLAMA), random_weights(LLAMA), config=LLAMA)
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 5], [9], [3, 1]]
+SAMPLERS = [SamplerConfig(0.5, seed=row) for row in range(4)]
+
+
+def after_each(prefix, k, seed):
+    """Drawn from a distribution of its own; the seed says which, and what is drawn."""
+    draw = np.random.default_rng([seed, prefix[-1]])
+    probs = draw.dirichlet(np.ones(V), k)
+    return [int(draw.choice(V, p=p / p.sum())) for p in probs], probs
+
+
+def bigrams() -> Drafter:
+    """Counts, for each row, which token followed which; its state is f32[B,V,V]."""
+    rows = lambda tokens: jnp.arange(len(tokens))[:, None]
+
+    def count(state, tokens, n):
+        """``tokens`` i32[B,T+1], of which ``n`` pairs count."""
+        is_pair = (jnp.arange(tokens.shape[1] - 1) < n[:, None]).astype(jnp.float32)
+        return state.at[rows(tokens), tokens[:, :-1], tokens[:, 1:]].add(is_pair)
+
+    def prefill(params, state, tokens, lengths, pending, features):
+        ended = jnp.pad(tokens, ((0, 0), (0, 1)))
+        ended = ended.at[jnp.arange(len(lengths)), lengths].set(pending)
+        return {"seen": count(state["seen"], ended, lengths), "last": pending}
+
+    def propose(params, state, context, num_draft):
+        def step(token, _):
+            token = state["seen"][jnp.arange(len(token)), token].argmax(axis=1).astype(jnp.int32)
+            return token, token
+
+        _, tokens = jax.lax.scan(step, state["last"], length=num_draft)
+        return Proposal(tokens.T, jnp.full(context.length.shape, num_draft, jnp.int32)), state
+
+    def commit(params, state, tokens, n, features, path):
+        whole = jnp.concatenate([state["last"][:, None], tokens], axis=1)
+        last = jnp.take_along_axis(whole, n[:, None], axis=1)[:, 0]
+        return {"seen": count(state["seen"], whole, n), "last": last}
+
+    return Drafter(
+        "bigrams", None, None, is_sampled=False,
+        init=lambda params, batch, slots: {
+            "seen": jnp.zeros((batch, V, V)), "last": jnp.zeros((batch,), jnp.int32),
+        },
+        prefill=prefill, propose=propose, commit=commit,
+        insert_row=lambda state, row, other: jax.tree.map(
+            lambda a, b: a.at[row].set(b[0]), state, other
+        ),
+    )  # fmt: skip
+
+
+HOST = host_drafter(after_each, is_sampled=True, vocab_size=V)
+# Mapped over the batch by jax.vmap alone, as a user would.
+RULE = Rule("mine", jax.vmap(chain.residual), is_lossless=True, needs_probs=True)
+PARTS = {"host": (HOST, None), "own drafter": (bigrams(), None), "own rule": (HOST, RULE)}
+
+
+def decoder(part, where):
+    drafter, rule = PARTS[part]
+    config = SpeculativeConfig(num_speculative_tokens=K, rejection_sampling_strategy="residual")
+    return SpeculativeDecoder(
+        TARGET, config=config, drafter=drafter, rule=rule, target_sampler=SAMPLERS, mesh=where
+    )
+
+
+@pytest.mark.representatives("host")
+@pytest.mark.parametrize("part", PARTS)
+def test_the_same_tokens_and_counts_as_without_a_mesh(part):
+    ours, theirs = decoder(part, mesh("data:2,tensor:4")), decoder(part, None)
+    given, expected = ours.generate(PROMPTS, 14), theirs.generate(PROMPTS, 14)
+    assert [row.tokens for row in given] == [row.tokens for row in expected]
+    counts = lambda stats: (stats.rounds, stats.drafted, stats.accepted, stats.bonus)
+    assert counts(ours.stats) == counts(theirs.stats) and ours.stats.accepted > 0
+
+
+@pytest.mark.exhaustive
+def test_calls_of_one_event_loop_take_turns_on_a_mesh():
+    async def both(decoder):
+        calls = [decoder.generate_async(prompts, 14) for prompts in (PROMPTS, PROMPTS[::-1])]
+        return [row.tokens for rows in await asyncio.gather(*calls) for row in rows]
+
+    ours, theirs = (
+        asyncio.run(both(decoder("host", where))) for where in (mesh("data:2,tensor:4"), None)
+    )
+    assert ours == theirs
+
+
+@pytest.mark.exhaustive
+def test_an_error_of_a_hosts_function_reaches_the_caller_from_a_mesh():
+    wrong = host_drafter(lambda prefix, k, seed: [V + 1])
+    config = SpeculativeConfig(num_speculative_tokens=K)
+    one = SpeculativeDecoder(TARGET, config=config, drafter=wrong, mesh=mesh("data:2,tensor:4"))
+    with pytest.raises(InvalidDraftError, match=r"outside of the vocabulary.*in rows \[0, 1\]"):
+        one.generate(PROMPTS[:2], 6)
