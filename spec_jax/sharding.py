@@ -192,14 +192,19 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 def gather_width(weight: jax.Array, *axes: str | None) -> jax.Array:
     """Gathers a weight whose width is split over the data axis, as in ``FULLY_SHARDED``.
 
-    For weights that are not used in a matrix product, such as the embedding. Under other rules it
-    is the identity.
+    Its gradient is split as the weight was. For weights that are not used in a matrix product, such
+    as the embedding. Under other rules it is the identity.
 
     Args:
       weight: the weight.
-      axes: its logical axes, None for the width.
+      axes: its logical axes.
     """
-    return constrain(weight, *axes) if "embed" in _rules.get() else weight
+    if "embed" not in _rules.get():
+        return weight
+    whole = lambda x: constrain(x, *(None if axis == "embed" else axis for axis in axes))
+    gather = jax.custom_vjp(whole)
+    gather.defvjp(lambda x: (whole(x), None), lambda _, grad: (constrain(whole(grad), *axes),))
+    return gather(weight)
 
 
 def shardings(

@@ -92,7 +92,7 @@ def _tree_mask(window_mask, length, slots):
 def embed_tokens(table: jax.Array, tokens: jax.Array) -> jax.Array:
     """Returns the embeddings dtype[B,T,D] of tokens i32[B,T] from a table dtype[V,D]."""
     # With its width split over the data axis every device would look up the tokens of all rows.
-    table = gather_width(table, "vocab", None)
+    table = gather_width(table, "vocab", "embed")
     return constrain(jnp.take(table, tokens, axis=0), "batch", None, None)
 
 
