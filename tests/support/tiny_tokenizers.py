@@ -40,6 +40,12 @@ def bytes_alone() -> Tokenizer:
     return Tokenizer(backend)
 
 
+def letters(count: int) -> Tokenizer:
+    """A letter an id."""
+    vocab = {chr(ord("A") + i): i for i in range(count)}
+    return Tokenizer(tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[])))
+
+
 def _byte_letters() -> dict[int, str]:
     """GPT-2's letters: printable Latin-1 as itself, other bytes from U+0100 on."""
     kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

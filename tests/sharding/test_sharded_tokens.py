@@ -1,0 +1,81 @@
+"""A mesh changes no token: nor a piece of text, a reason to finish, or a count.
+
+    pytest -m measure tests/sharding/test_sharded_tokens.py    # hours, or -k for a part of it
+
+Each case decodes the same requests on one device and on eight. The prompts are ragged, rows stop
+at a token inside of a block or at the end of the cache, and those that have finished stay while
+others go on. The exhaustive tier covers every pair of choices that ``support/sharded.py`` lists;
+what is to be measured is the product of meshes, targets, drafters, trees and rules.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from support import sharded
+from support.pairwise import covering, feasible_pairs, pairs_of, product
+from support.sharded import Case, decode, is_feasible
+
+FACTORS = sharded.FACTORS._asdict()
+COVERING = [Case(**chosen) for chosen in covering(FACTORS, is_feasible, tries=10)]
+MAIN = ("mesh", "target", "drafter", "member", "tree", "rule")
+ONE = Case(
+    mesh="data:2,tensor:4", target="llama", drafter="standalone", member="first", tree="chain",
+    rule="match", sampling="bare", layers="separate", draft="sharded", rows="even", drive="call",
+)  # fmt: skip
+
+
+def name(case):
+    return "-".join(case).replace(",", "x").replace("data:", "").replace("tensor:", "")
+
+
+def check(case):
+    assert decode(case, is_sharded=True) == decode(case, is_sharded=False)
+
+
+def test_a_mesh_changes_no_token():
+    check(ONE)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", COVERING, ids=name)
+def test_every_pair_of_choices_gives_the_tokens_of_one_device(case):
+    check(case)
+
+
+def product_of(mesh, drafter):
+    """The product of the main factors, with this mesh and drafter; the others take turns."""
+    main = {**{name: FACTORS[name] for name in MAIN}, "mesh": (mesh,), "drafter": (drafter,)}
+    others = {name: values for name, values in FACTORS.items() if name not in MAIN}
+    turns = itertools.cycle(itertools.product(*others.values()))
+    for chosen in product(main, is_feasible):
+        cases = (chosen | dict(zip(others, turn)) for turn in turns)
+        yield Case(**next(case for case in cases if is_feasible(**case)))
+
+
+@pytest.mark.measure
+@pytest.mark.parametrize("mesh", FACTORS["mesh"])
+@pytest.mark.parametrize("drafter", FACTORS["drafter"])
+def test_the_product_of_choices_gives_the_tokens_of_one_device(mesh, drafter):
+    different = [
+        case for case in product_of(mesh, drafter)
+        if decode(case, is_sharded=True) != decode(case, is_sharded=False)
+    ]  # fmt: skip
+    assert different == []
+
+
+def test_every_pair_of_choices_occurs_in_the_covering():
+    found = set().union(*(pairs_of(case._asdict()) for case in COVERING))
+    assert found == feasible_pairs(FACTORS, is_feasible)
+    assert all(is_feasible(**case._asdict()) for case in COVERING) and len(COVERING) < 30
+
+
+def test_a_covering_is_small_and_leaves_out_what_does_not_go_together():
+    """Three factors of three: nine cases are the fewest, and one pair is forbidden."""
+    factors = dict.fromkeys("abc", "xyz")
+    goes = lambda **chosen: (chosen.get("a"), chosen.get("b")) != ("x", "y")
+    cases = covering(factors, goes)
+    pairs = {(a + x, b + y) for case in cases for (a, x), (b, y) in pairs_of(case)}
+    every = {(a + x, b + y) for a, b in ("ab", "ac", "bc") for x in "xyz" for y in "xyz"}
+    assert pairs == every - {("ax", "by")} and 9 <= len(cases) <= 12
