@@ -64,9 +64,6 @@ class Engine:
     def prefill(self, request: Request) -> DecodeState:
         """Feeds the prompts and samples each row's first token."""
         *arrays, slots = request
-        if self.mesh is not None:
-            for line in whole_rows(len(request.limits), self.mesh):
-                log_once(line)
         with use_mesh(self.mesh):
             return self._loop.prefill(self.params(), *arrays, system=self.system, slots=slots)
 
@@ -89,6 +86,9 @@ class Engine:
           min_active: return as soon as fewer rows are active.
         """
         batch = len(state.limit)
+        if self.mesh is not None:
+            for line in whole_rows(batch, self.mesh):
+                log_once(line)
         with use_mesh(self.mesh):
             args = (state, jnp.asarray(stop), jnp.int32(max_rounds), jnp.int32(min_active))
             if self._adaptive is None:
