@@ -21,8 +21,8 @@ import jax
 from absl import flags
 
 from experiments.common import cli, plots, report
+from experiments.common.plan_draft import find_draft
 from experiments.common.tables import table
-from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.engine.adaptive.policy import expected_tokens
 from spec_jax.errors import ConfigError
 from spec_jax.parallel.chips import Chip, Topology
@@ -38,19 +38,6 @@ CONTEXTS = tuple(512 * 4**i for i in range(5))  # to 131,072
 RATES = (0.5, 0.6, 0.7, 0.8, 0.9)
 
 
-def find_draft(name: str, target: Any) -> Any:
-    """Returns what ``roofline.decode_round`` takes as a draft.
-
-    Args:
-      name: "eagle-3", a head of the target's width with 32,000 ids; "ngram"; or a model, see
-        ``presets.find_config``.
-      target: the target's config.
-    """
-    if name == "eagle-3":
-        return EagleConfig.of_target(target, draft_vocab_size=min(32000, target.vocab_size))
-    return name if name == "ngram" else find_config(name)
-
-
 def run(
     workdir: str | pathlib.Path | None, target_name: str, draft_name: str, topology_name: str,
     setting: Setting, num_draft: int, rate: float,
@@ -60,7 +47,7 @@ def run(
     Args:
       workdir: The run's folder; by default runs/growth/TIME.
       target_name: A preset or a directory, see ``presets.find_config``.
-      draft_name: See ``find_draft``.
+      draft_name: See ``plan_draft.find_draft``.
       topology_name: The chips, see ``Topology.parse``.
       setting: Batch and context; its mesh is replaced by the fastest that fits.
       num_draft: K where K itself does not grow.
@@ -73,6 +60,8 @@ def run(
         raise ConfigError(
             f"rate is {rate:g} and k {num_draft}; expected a rate between 0 and 1, and 1 to {MAX_K}"
         )
+    if not draft_name:
+        raise ConfigError("draft is empty; expected eagle3, mtp, ngram or a model")
     target, topology = find_config(target_name), Topology.parse(topology_name)
     draft, tokens = find_draft(draft_name, target), expected_tokens([rate] * MAX_K)
 
@@ -108,11 +97,9 @@ def run(
         "batch": [point(num_draft, batch=b) for b in BATCHES if b >= setting.batch],
         "context": [point(num_draft, context=c) for c in CONTEXTS],
     }
-    at_k = f"K {num_draft}, " if draft is not None else ""
     said = f"{target_name} with {draft_name} on {topology_name}, {setting.mesh}, rate {rate:g}"
     for name, points in grown.items():
-        fixed = "" if name == "k" else at_k
-        print(f"\n{said}: {fixed}by {'K' if name == 'k' else name}")
+        print(f"\n{said}: {'by K' if name == 'k' else f'K {num_draft}, by {name}'}")
         print(_points_table(name, points))
     chips = []
     for shape in chip.shapes:
@@ -210,7 +197,7 @@ if __name__ == "__main__":
         "workdir", None, "Folder of this run; by default runs/growth/TIME."
     )
     _TARGET = flags.DEFINE_string("target", "llama-3.1-8b", "A preset, or a model's directory.")
-    _DRAFT = flags.DEFINE_string("draft", "eagle-3", "eagle-3, ngram, a preset or a directory.")
+    _DRAFT = flags.DEFINE_string("draft", "eagle3", "eagle3, mtp, ngram, a preset or a directory.")
     _TOPOLOGY = flags.DEFINE_string("topology", "v5e:2x4", "Chips, such as v5p:4x4x4 or h100:8.")
     _BATCH = flags.DEFINE_integer("batch", 8, "Rows over all devices.")
     _CONTEXT = flags.DEFINE_integer("context", 2048, "Tokens of a row that attention reads.")

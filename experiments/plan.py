@@ -20,18 +20,15 @@ import os
 import pathlib
 import resource
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 from ml_collections import ConfigDict
 
 from configs import plan as default
 from experiments.common import cli, plan_cells, plan_report, report
+from experiments.common.plan_draft import find_draft
 from spec_jax.config import SamplerConfig
-from spec_jax.drafters.eagle.model import EagleConfig
-from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.errors import ConfigError
-from spec_jax.models.families import AnyConfig
 from spec_jax.parallel import choose, plan
 from spec_jax.parallel.chips import Topology
 from spec_jax.parallel.presets import find_config
@@ -42,24 +39,6 @@ _LIBTPU = {
     "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_STDERR_LOG_LEVEL": "3",
     "TPU_MIN_LOG_LEVEL": "3",
 }  # fmt: skip
-
-
-def find_draft(config: ConfigDict, target: AnyConfig) -> Any:
-    """Returns the draft of a job, see ``plan.Job``.
-
-    Raises:
-      ConfigError: there is none of this name.
-    """
-    heads = {
-        "": lambda: None, "ngram": lambda: "ngram", "mtp": lambda: MtpConfig.of_target(target),
-        "eagle3": lambda: EagleConfig.of_target(target, draft_vocab_size=config.draft_vocab_size),
-    }  # fmt: skip
-    if config.draft in heads:
-        return heads[config.draft]()
-    try:
-        return find_config(config.draft)
-    except ConfigError as error:
-        raise ConfigError(f"draft is none of eagle3, mtp and ngram: {error}") from error
 
 
 def numbers(config: ConfigDict, name: str, convert: type = int) -> list:
@@ -81,7 +60,7 @@ def numbers(config: ConfigDict, name: str, convert: type = int) -> list:
 def jobs(config: ConfigDict) -> Iterator[tuple[Topology, plan.Job]]:
     """Yields every combination to plan, plain decoding before its drafts."""
     target = find_config(config.target)
-    draft = find_draft(config, target)
+    draft = find_draft(config.draft, target, config.draft_vocab_size)
     rates = plan_cells.tokens_of(numbers(config, "acceptance", float), 64)
     Ks = sorted(set(numbers(config, "num_draft"))) if draft is not None else []
     cli.require(all(k <= 64 for k in Ks), config, "num_draft", "at most 64")

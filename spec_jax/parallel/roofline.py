@@ -74,11 +74,14 @@ def decode_round(
       tree: what is drafted; None means a chain.
 
     Raises:
-      ConfigError: K is not the tree's number of nodes, or the draft is of no known kind.
+      ConfigError: K is not the tree's number of nodes, there is no draft for it, or the draft is of
+        no known kind.
     """
     if num_draft < 0 or (tree is not None and tree.num_nodes != num_draft):
         nodes = "0 or more" if tree is None else f"the tree's {tree.num_nodes} nodes"
         raise ConfigError(f"num_draft is {num_draft}; expected {nodes}")
+    if draft is None and num_draft:
+        raise ConfigError(f"num_draft is {num_draft} without a draft; expected 0")
     own = Stack.of(target, setting)
     if draft is None or num_draft == 0:
         return Round((Pass("verify", 1, own.run(setting, 1, 1)),))

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from experiments import growth
+from experiments.common.plan_draft import find_draft
 from spec_jax.errors import ConfigError
 from spec_jax.parallel.presets import PRESETS
 from spec_jax.parallel.roofline import Setting
@@ -16,7 +17,7 @@ SETTING = Setting(batch=8, context=2048)
 
 def run(workdir, **changes):
     arguments = {
-        "target_name": "llama-3.1-8b", "draft_name": "eagle-3", "topology_name": "v5e:2x4",
+        "target_name": "llama-3.1-8b", "draft_name": "eagle3", "topology_name": "v5e:2x4",
         "setting": SETTING, "num_draft": 5, "rate": 0.75,
     }  # fmt: skip
     return growth.run(workdir, **arguments | changes)
@@ -48,7 +49,8 @@ def test_reports_what_grows_and_where_speculation_stops_paying(tmp_path, capsys)
     [({"rate": 1.5}, "rate is 1.5"), ({"num_draft": 16}, "k 16; .* 1 to 15"),
      ({"topology_name": "v5e:1x1"}, "lacks 3.1 GB .* v5e:1x1: 16.9 GB of weights"),
      ({"target_name": "llama-9b"}, "'llama-9b'; expected one of"),
-     ({"draft_name": "eagle-9"}, "'eagle-9'; expected one of")],
+     ({"draft_name": "eagle-9"}, "'eagle-9'; expected one of"),
+     ({"draft_name": ""}, "draft is empty")],
 )  # fmt: skip
 def test_what_cannot_be_planned_is_refused(changes, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
@@ -57,6 +59,7 @@ def test_what_cannot_be_planned_is_refused(changes, message, tmp_path):
 
 def test_drafts_are_found_by_name():
     target = PRESETS["qwen3-8b"]
-    assert growth.find_draft("ngram", target) == "ngram"
-    assert growth.find_draft("qwen3-0.6b", target) is PRESETS["qwen3-0.6b"]
-    assert growth.find_draft("eagle-3", target).layer.vocab_size == 32000
+    assert find_draft("ngram", target) == "ngram" and find_draft("", target) is None
+    assert find_draft("qwen3-0.6b", target) is PRESETS["qwen3-0.6b"]
+    assert find_draft("eagle3", target, 16000).layer.vocab_size == 16000
+    assert find_draft("mtp", target).target_vocab_size == target.vocab_size

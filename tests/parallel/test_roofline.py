@@ -181,6 +181,7 @@ def test_more_of_anything_is_never_faster(setting, chip, draft, num_draft, rate)
     "call, message",
     [(lambda: decode_round(TARGET, EAGLE, -1), "num_draft is -1"),
      (lambda: decode_round(TARGET, EAGLE, 4, tree=Tree((0, 0))), "the tree's 2 nodes"),
+     (lambda: decode_round(TARGET, None, 4), "num_draft is 4 without a draft"),
      (lambda: decode_round(TARGET, "eagle", 4), "draft is 'eagle'"),
      (lambda: decode_round(TARGET, "nothing", 4), "no drafter kind 'nothing'"),
      (lambda: predict(TARGET, EAGLE, 2, 3.5, CHIPS["v5e"]), "tokens is 3.5; .* emits 1 to 3"),
