@@ -11,16 +11,19 @@ import jax.numpy as jnp
 import pytest
 
 from spec_jax import decoding
+from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.loaded import LoadedModel
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.request import make_request
 from spec_jax.errors import ConfigError
 from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig
+from spec_jax.models.params import num_params
 from spec_jax.parallel import plan
 from spec_jax.parallel.chips import CHIPS
 from spec_jax.sampling import make_sampler
 from spec_jax.sharding import make_mesh
+from spec_jax.train.placement import device_bytes
 
 MESH = "data:2,tensor:4"
 L, B, S, G, H = 3, 4, 128, 4, 8
@@ -109,3 +112,29 @@ def test_jobs_that_cannot_be_are_refused():
     with pytest.raises(ConfigError, match="vocabularies differ"):
         other = dataclasses.replace(TARGET, vocab_size=32)
         plan.trace_decode(dataclasses.replace(JOB, draft=other, num_draft=2), mesh)
+
+
+def test_a_training_step_is_planned_with_the_states_of_its_optimizer():
+    mesh = make_mesh("data:8")
+    job = plan.TrainJob(target=TARGET, batch=8, length=16, mesh="data:8", is_fully_sharded=True)
+    one = plan.trace_train(job, mesh)
+    # AdamW: weights and two moments of each, with the width split over all devices.
+    params, state = (device_bytes(part) for part in (one.params, one.state))
+    assert 3 * params <= state <= 3 * params + 64
+    whole = 4 * num_params(TARGET)
+    assert whole / 8 <= params <= whole / 8 + 4 * L * 2 * 32
+    head = EagleConfig.of_target(TARGET, draft_vocab_size=16)
+    with pytest.raises(ConfigError, match="batch is 6.*data:8"):
+        plan.trace_train(dataclasses.replace(job, batch=6), mesh)
+    with pytest.raises(ConfigError, match="objective is 'mtp'; expected .*eagle3"):
+        plan.trace_train(dataclasses.replace(job, head=head, objective="mtp"), mesh)
+
+
+@pytest.mark.exhaustive
+def test_a_head_is_trained_in_place():
+    mesh = make_mesh("data:8")
+    head = EagleConfig.of_target(TARGET, draft_vocab_size=16)
+    job = plan.TrainJob(target=TARGET, head=head, batch=8, length=16, dtype="float32")
+    compiled = plan.compile_and_count(lambda: plan.trace_train(job, mesh))
+    assert compiled.needs.aliased == compiled.needs.state
+    assert compiled.counted.num_collectives > 0 and compiled.counted.hbm_bytes > 0

@@ -2,7 +2,9 @@
 
 from spec_jax.parallel.plan.compiled import Compiled, Counted, Needs, compile_and_count
 from spec_jax.parallel.plan.programs import Job, Traced, trace_decode
+from spec_jax.parallel.plan.training import TrainJob, trace_train
 
 __all__ = [
-    "Compiled", "Counted", "Job", "Needs", "Traced", "compile_and_count", "trace_decode",
+    "Compiled", "Counted", "Job", "Needs", "Traced", "TrainJob", "compile_and_count",
+    "trace_decode", "trace_train",
 ]  # fmt: skip

@@ -99,15 +99,21 @@ class Job:
         """
         draft = None
         if self.method is not None and not isinstance(self.draft, str):
-            draft = _without_weights("draft", self.draft, self.dtype)
+            draft = without_weights("draft", self.draft, self.dtype)
         return SpeculativeDecoder(
-            _without_weights("target", self.target, self.dtype), draft, self.config,
+            without_weights("target", self.target, self.dtype), draft, self.config,
             target_sampler=self.sampler, mesh=mesh, is_draft_replicated=self.is_draft_replicated,
         )  # fmt: skip
 
 
-def _without_weights(role: str, config: Any, dtype: str) -> LoadedModel | LoadedHead:
-    """A model or a head of which only the shapes of the weights are known."""
+def without_weights(role: str, config: Any, dtype: str) -> LoadedModel | LoadedHead:
+    """Returns a model or a head of which only the shapes of the weights are known.
+
+    Args:
+      role: "target" or "draft", for messages.
+      config: of the model or the head.
+      dtype: of the weights.
+    """
     if hasattr(config, "taps"):
         kind = registry.kind_of(config)
         init = lambda: kind.init_params(config, jax.random.key(0), jnp.dtype(dtype))
