@@ -8,12 +8,14 @@ import pathlib
 import numpy as np
 from ml_collections import ConfigDict
 
+from spec_jax import processes
 from spec_jax.data import packed, python_source, tokens
 from spec_jax.data.batches import Corpus
 from spec_jax.data.conversations import Encoder, read_documents
 from spec_jax.data.splits import SPLITS
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel
+from spec_jax.models import files
 
 STDLIB = "stdlib"
 _WHOLE = ("length", "stop_token", "stop_string")  # how a sound response ends
@@ -51,22 +53,29 @@ def load(
 
 
 def _packed(data: ConfigDict, split: str, target: LoadedModel, folder: pathlib.Path) -> Corpus:
-    """Returns one split of the documents that ``data.text`` names; they are packed once."""
+    """Returns one split of the documents that ``data.text`` names; they are packed once.
+
+    Of several processes the first one packs; all of them read its files.
+    """
     paths = [path.strip() for path in data.text.split(",")]
     about = {"paths": paths, "held_out_share": data.held_out_share, "cut": data.max_length}
     try:
         found = packed.load_packed(folder, split, target.tokenizer)
     except ConfigError:
         found = None
-    if found is None or {name: found.info.get(name) for name in about} != about:
+    is_packed = found is not None and {name: found.info.get(name) for name in about} == about
+    if not processes.from_writer(is_packed):
         documents = read_documents(
             paths, Encoder(target.tokenizer), split=split, held_out_share=data.held_out_share,
             max_length=data.max_length or None,
         )  # fmt: skip
         print(f"packing {', '.join(paths)} for {split}", flush=True)
-        found = packed.write_packed(
+        files.write_once(lambda: packed.write_packed(
             folder, split, documents, target.tokenizer, sources=paths, about=about
-        )
+        ))  # fmt: skip
+        found = None
+    if found is None:
+        found = packed.load_packed(folder, split, target.tokenizer)
     return Corpus(f"{data.text} ({split})", found.tokens, found.mask)
 
 

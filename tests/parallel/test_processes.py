@@ -1,17 +1,12 @@
 """Several processes: they decode what one does, agree before they begin, and stop together."""
 
 import json
-import os
-import pathlib
 import re
-import socket
-import subprocess
-import sys
 import time
 
-import jax
 import pytest
 from support import decode_worker
+from support.launched import begin, run
 from support.tiny_models import random_weights
 
 from configs import regenerate_zoo
@@ -24,45 +19,7 @@ from spec_jax.models import checkpoint
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.tokenizer import Tokenizer
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 WORKER = "support.process_worker"
-
-
-def environment():
-    """Tests' modules can be imported, and compiled programs are kept where the tests keep them."""
-    return os.environ | {
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
-        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
-        "JAX_PLATFORMS": "cpu",
-    }
-
-
-def run(count, devices, module, *arguments):
-    """Exit code and output of a run through the launcher."""
-    command = [sys.executable, "-m", "experiments.launch", f"--processes={count}"]
-    done = subprocess.run(
-        [*command, f"--devices={devices}", module, *arguments], env=environment(), cwd=ROOT,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500,
-    )  # fmt: skip
-    return done.returncode, done.stdout
-
-
-def begin(*arguments_of_each):
-    """Processes that are started by hand, one for each list of arguments."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    count = len(arguments_of_each)
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", WORKER, f"--coordinator_address={address}",
-             f"--num_processes={count}", f"--process_id={i}", *arguments],
-            env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for i, arguments in enumerate(arguments_of_each)
-    ]  # fmt: skip
 
 
 def test_one_process_needs_no_other():
@@ -136,7 +93,7 @@ def test_two_processes_regenerate_the_lines_of_one_device(tmp_path):
 
 @pytest.mark.exhaustive
 def test_different_configurations_are_refused_by_every_process():
-    begun = begin(["--config.number=2"], ["--config.number=3"])
+    begun = begin(WORKER, ["--config.number=2"], ["--config.number=3"])
     outputs = [child.communicate(timeout=100)[0] for child in begun]
     assert [child.returncode for child in begun] == [2, 2], outputs
     said = "the processes differ: config.number is 3 in process 1 and 2 in process 0"
@@ -156,7 +113,7 @@ def test_an_error_in_one_process_stops_the_others():
 def test_the_others_stop_within_a_minute_of_a_kill_and_name_it(is_waiting):
     """Whether they compute together, or each is busy on its host."""
     options = ["--config.act=kill", f"--config.is_waiting={is_waiting}"]
-    begun = begin(options, options, options)
+    begun = begin(WORKER, options, options, options)
     outputs = [child.communicate(timeout=150)[0] for child in begun]
     took_s = time.time() - float(re.search(r"act ([\d.]+)", outputs[1])[1])
     assert [child.returncode for child in begun] == [1, -9, 1], outputs

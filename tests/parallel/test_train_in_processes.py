@@ -1,0 +1,79 @@
+"""Training in two processes: the losses and the figures of one device, checkpoints that move."""
+
+import json
+import signal
+
+import numpy as np
+import pytest
+from support import train_worker
+from support.launched import begin, run
+from support.tiny_models import random_weights
+
+from spec_jax.data import python_source, tokens
+from spec_jax.models import checkpoint
+from spec_jax.models.config import ModelConfig
+from spec_jax.models.tokenizer import Tokenizer
+from spec_jax.train.log import read_metrics
+
+WORKER = "support.train_worker"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A target, texts and prompts."""
+    folder = tmp_path_factory.mktemp("files")
+    documents = python_source.documents("held_out")[:6]
+    tokenizer = Tokenizer(tokens.train_tokenizer([text for _, text in documents], 300))
+    config = ModelConfig(
+        vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=128,
+    )  # fmt: skip
+    checkpoint.save_pretrained(folder / "target", random_weights(config), config, tokenizer)
+    pieces = [text[i : i + 400] for _, text in documents for i in range(0, 2000, 400)]
+    for name, row in {
+        "texts.jsonl": lambda x: {"text": x}, "prompts.jsonl": lambda x: {"prompt": x[:20]},
+    }.items():  # fmt: skip
+        (folder / name).write_text("".join(json.dumps(row(x)) + "\n" for x in pieces))
+    return folder
+
+
+def check_same(one, other):
+    """Figures of two runs by step, which were summed in another order."""
+    one, other = (read_metrics(folder / "metrics.jsonl") for folder in (one, other))
+    assert [row["step"] for row in one] == [row["step"] for row in other]
+    for a, b in zip(one, other):
+        for name in a.keys() - {"cpu_s", "tok_s"}:
+            np.testing.assert_allclose(a[name], b[name], rtol=1e-4, err_msg=name)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("what", ["lm", "head"])
+def test_two_processes_train_as_one_device_does(what, files, tmp_path):
+    alone, two = tmp_path / "alone", tmp_path / "two"
+    code, output = run(
+        2, 2, WORKER, f"--config.what={what}", f"--config.files={files}", f"--workdir={two}",
+        "--config.mesh=data:2,tensor:2", f"--config.is_fully_sharded={what == 'lm'}",
+    )  # fmt: skip
+    assert code == 0, output
+    final = train_worker.train(what, alone, files)
+    check_same(alone, two)
+    exported = [(folder / "export" / "model.safetensors").stat().st_size for folder in (alone, two)]
+    assert exported[0] == exported[1]
+    resumed = train_worker.train(what, two, files)  # their checkpoint, on one device
+    assert resumed.keys() == final.keys()
+    for name, value in final.items():
+        np.testing.assert_allclose(resumed[name], value, rtol=1e-4, err_msg=name)
+
+
+@pytest.mark.exhaustive
+def test_sigterm_in_one_process_saves_and_ends_all(tmp_path):
+    options = ["--config.mesh=data:2", "--config.steps=100000", f"--workdir={tmp_path}"]
+    begun = begin(WORKER, options, options)
+    for line in begun[0].stdout:
+        if "step=2 " in line:
+            break
+    begun[1].send_signal(signal.SIGTERM)
+    outputs = [child.communicate(timeout=150)[0] for child in begun]
+    assert [child.returncode for child in begun] == [0, 0], outputs
+    (step,) = (path.name for path in (tmp_path / "checkpoints" / "latest").iterdir())
+    assert f"SIGTERM: saved at step {step};" in outputs[0]

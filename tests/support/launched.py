@@ -1,0 +1,48 @@
+"""Runs of several processes, through the launcher or by hand."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def environment():
+    """Tests' modules can be imported, and compiled programs are kept where the tests keep them."""
+    return os.environ | {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+        "JAX_PLATFORMS": "cpu",
+    }
+
+
+def run(count, devices, module, *arguments):
+    """Exit code and output of a run through the launcher."""
+    command = [sys.executable, "-m", "experiments.launch", f"--processes={count}"]
+    done = subprocess.run(
+        [*command, f"--devices={devices}", module, *arguments], env=environment(), cwd=ROOT,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+def begin(module, *arguments_of_each):
+    """Processes that are started by hand, one for each list of arguments."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    count = len(arguments_of_each)
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", module, f"--coordinator_address={address}",
+             f"--num_processes={count}", f"--process_id={i}", *arguments],
+            env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i, arguments in enumerate(arguments_of_each)
+    ]  # fmt: skip

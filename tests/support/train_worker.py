@@ -1,0 +1,86 @@
+"""A small training run of the experiments, in one process or in several.
+
+    PYTHONPATH=tests python -m experiments.launch --processes=2 --devices=2 support.train_worker \
+        --workdir=DIR --config.mesh=data:2,tensor:2
+"""
+
+import contextlib
+import sys
+
+from ml_collections import ConfigDict
+
+from configs import train_head_default, train_zoo_target
+from experiments import train_head, train_lm
+from experiments.common import cli
+from spec_jax.data import python_source
+
+STEPS = 6
+
+
+def get_config():
+    return ConfigDict({
+        "what": "lm", "mesh": "", "is_fully_sharded": False, "files": "", "steps": STEPS,
+    })  # fmt: skip
+
+
+@contextlib.contextmanager
+def few_documents():
+    """A small corpus, so that a run takes seconds."""
+    whole = python_source.documents
+    found = whole("held_out")
+    few = {"held_out": found[:2], "train": found[2:6]}
+    python_source.documents = lambda split, tests_share=1.0: few[split]
+    try:
+        yield
+    finally:
+        python_source.documents = whole
+
+
+def lm_config():
+    config = train_zoo_target.get_config()
+    config.update({
+        "vocab_size": 300, "steps": STEPS, "batch": 4, "length": 32, "long_share": 0.0,
+        "long_batch": 4, "long_length": 32,
+        "eval_length": 64, "eval_batch": 4, "eval_windows": 4, "log_every": 1, "eval_every": 3,
+        "checkpoint_every_s": 10_000,
+    })  # fmt: skip
+    config.model.update({
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
+        "max_position_embeddings": 64,
+    })  # fmt: skip
+    config.optimizer.update(name="adamw", lr=1e-2, warmup=2)
+    return config
+
+
+def head_config(files):
+    """A head for the target in a folder, on the texts beside it."""
+    config = train_head_default.get_config()
+    config.target, config.data.text = f"{files}/target", f"{files}/texts.jsonl"
+    config.data.held_out_share, config.objective = 0.2, "eagle1"
+    config.loss.num_steps = 1
+    config.steps, config.batch, config.length, config.log_every = STEPS, 4, 18, 1
+    config.optimizer.update({"name": "adamw", "lr": 1e-2, "warmup": 1})
+    config.eval.update({
+        "every": 3, "num_draft": 2, "prompts": f"{files}/prompts.jsonl", "num_prompts": 2,
+        "max_new_tokens": 8, "batch": 2, "windows": 4,
+    })  # fmt: skip
+    return config
+
+
+def train(what, workdir, files="", **changes):
+    """Runs one of the experiments; ``what`` is "lm" or "head"."""
+    config = lm_config() if what == "lm" else head_config(files)
+    config.update(changes)
+    with few_documents():
+        return (train_lm if what == "lm" else train_head).train(config, workdir)
+
+
+def main():
+    values = _CONFIG.value.to_dict()
+    train(values.pop("what"), _WORKDIR.value, **values)
+
+
+if __name__ == "__main__":
+    _CONFIG, _WORKDIR = cli.define_flags(sys.modules[__name__], "The run's folder.")
+    cli.run(main)
