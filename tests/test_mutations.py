@@ -38,6 +38,8 @@ SETTINGS = f"{CERTIFICATE}::test_enumerated_law_is_the_targets_for_every_setting
 ON_TREES = f"{TREE_RULES}::test_enumerated_law_of_a_sampled_tree_is_the_targets"
 ROLLED_BACK = f"{CACHE}::test_state_after_accept_and_roll_back_equals_a_fresh_prefill"
 PARAMETERS = "test_sampling.py::test_every_parameter_and_all_together_in_one_batch_of_mixed_rows"
+SHARDED = "sharding/test_sharded_tokens.py::test_a_mesh_changes_no_token"
+PLACED = "sharding/test_sharding_is_complete.py"
 EAGLE, MTP = "drafters/eagle/test_eagle.py", "drafters/mtp/test_mtp.py"
 
 MUTATIONS = [
@@ -151,6 +153,23 @@ MUTATIONS = [
              "jnp.arange(K) < jnp.arange(T)[:, None]", "jnp.arange(K) <= jnp.arange(T)[:, None]",
              "test_sampling.py::"
              "test_penalties_at_each_node_equal_a_recount_of_the_drafts_before_it"),
+    # Meshes.
+    Mutation("each device writes as if it had all rows", "models/caches/kv.py",
+             'put = by_shard(put_rows, (axes, axes, P("batch"), P()), axes)',
+             'put = by_shard(put_rows, (axes, axes, P(), P()), axes)', SHARDED),
+    Mutation("each device draws with the seeds of all rows", "sharding.py",
+             'PartitionSpec("batch" if x.ndim and x.shape[0] == rows else None)',
+             'PartitionSpec("batch" if x.ndim > 1 and x.shape[0] == rows else None)', SHARDED),
+    Mutation("rows are not split", "sharding.py", 'SHARDED: Rules = {\n    "batch": "data",',
+             "SHARDED: Rules = {",
+             f"{PLACED}::test_what_is_large_in_a_state_is_split_over_all_devices[scanned]"),
+    Mutation("a cache takes its heads for rows", "models/caches/kv.py",
+             'P("layers", "batch", "kv_heads", "slots", "head_dim")',
+             'P("layers", "kv_heads", "batch", "slots", "head_dim")',
+             f"{PLACED}::test_every_array_of_every_state_says_its_axes[scanned]"),
+    Mutation("a weight has an axis that nobody knows", "models/specs.py",
+             'axes, hf_name = ("mlp", "embed")', 'axes, hf_name = ("width", "embed")',
+             f"{PLACED}::test_every_axis_of_every_weight_has_a_rule_or_stays_whole"),
 ]  # fmt: skip
 
 

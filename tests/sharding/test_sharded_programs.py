@@ -1,0 +1,79 @@
+"""What a round's compiled program says on eight CPU devices: what is sent between them, and that no
+cache is copied. The same is counted of programs for TPUs in ``tests/parallel``."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from support.meshes import mesh
+from support.sharded import LLAMA, Case, make_decoder
+
+from spec_jax import decoding
+from spec_jax.parallel import hlo, traffic
+from spec_jax.sampling import make_sampler
+from spec_jax.sharding import named, state_axes
+
+L, B, T = LLAMA.num_hidden_layers, 8, 8
+USUAL = dict(
+    mesh="data:2,tensor:4", target="llama", member="first", tree="chain", sampling="bare",
+    layers="separate", draft="sharded", rows="even", drive="call",
+)  # fmt: skip
+
+
+def round_of(**changes):
+    """What one round moves, its program, and the shapes that a cache has in it."""
+    decoder = make_decoder(Case(**{**USUAL, **changes}), is_sharded=True)
+    system, params, over = decoder.system(), decoder.params(), decoder.mesh
+    sampler = make_sampler(decoder.target_sampler, B, system.target.vocab_size)
+    row = jnp.full(B, T)
+
+    def start(params, tokens, row, stop, sampler):
+        return decoding.prefill(
+            params, tokens, row, row + 20, stop, sampler, sampler, system=system, slots=40
+        )
+
+    with jax.set_mesh(over):
+        state = jax.eval_shape(start, params, jnp.zeros((B, T), jnp.int32), row, row[:, None],
+                               sampler)  # fmt: skip
+        placed = lambda x, axes: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=named(axes, x.shape, over)
+        )
+        state = jax.tree.map(placed, state, state_axes(state))
+        args = (params, state, row, jnp.int32(9), jnp.int32(1))
+        compiled = decoding.generate.lower(*args, system=system).compile()
+    program = hlo.read(compiled.as_text())
+    whole = jax.tree.leaves(state.target.keys)[0]
+    part = whole.sharding.shard_shape(whole.shape)
+    shapes = [whole.shape, part, whole.shape[-4:], part[-4:]]
+    return traffic.of_round(program), program, shapes
+
+
+K, COPY = 3, 2  # drafts a round; layers of the draft, which is a copy of the target
+PLAIN = 2 * L + 6
+DRAFTED = 2 * L + 2 * K * COPY + 2 * (K + 1) + 4
+
+
+@pytest.mark.representatives("plain")
+@pytest.mark.parametrize(
+    ("bound", "changes"),
+    [
+        (PLAIN, dict(drafter="plain", rule="greedy")),
+        (PLAIN, dict(drafter="plain", rule="match", sampling="filtered")),
+        (DRAFTED, dict(drafter="standalone", rule="greedy")),
+        (DRAFTED, dict(drafter="standalone", rule="residual", sampling="filtered")),
+    ],
+    ids=["plain", "plain sampled", "standalone", "standalone sampled"],
+)  # fmt: skip
+def test_a_round_sends_little_and_copies_no_cache(bound, changes):
+    moved, program, shapes = round_of(**changes)
+    assert 2 * L < moved.count() <= bound
+    assert not moved.in_branches
+    assert {c.kind for c in moved.collectives} <= {"all-reduce", "all-gather"}
+    assert moved.largest_gather <= logits_bytes(1 if changes["drafter"] == "plain" else K + 1)
+    assert traffic.cache_copies(program, program.round(), shapes) == []
+
+
+def logits_bytes(tokens):
+    """Of one pass, for the rows of one device."""
+    return 4 * tokens * LLAMA.vocab_size * B // mesh(USUAL["mesh"]).shape["data"]
