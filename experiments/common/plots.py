@@ -175,13 +175,13 @@ def plot_training(path: pathlib.Path, lines: Sequence[Mapping[str, float]]) -> N
       lines: Of a run's metrics.jsonl.
     """
     positions = {f"accept_{i}": f"position {i}" for i in range(1, 9)}
-    panels = (
+    shown = (
         ("loss", {"loss": "training", "held_out_loss": "held out"}, lines),
         ("tau, tokens per target pass", {"tau": "tau"}, lines),
         (_ACCEPTED, positions, [line for line in lines if "tau" in line]),
     )
-    with panels(path, len(panels), (11, 3.6)) as axes:
-        for axis, (label, names, kept) in zip(axes, panels):
+    with panels(path, len(shown), (11, 3.6)) as axes:
+        for axis, (label, names, kept) in zip(axes, shown):
             for name, text in names.items():
                 if points := [(line["step"], line[name]) for line in kept if name in line]:
                     axis.plot(*zip(*points), label=text)
