@@ -3,7 +3,8 @@
 Every pass reads its weights and the cache once, writes the cache entries of its tokens, and writes
 and reads the logits that it scores. Weights are counted from the tables that families and heads
 declare, caches from their initial state, and both as ``sharding`` splits them; so whatever is
-registered is counted. Activations are not: they may stay on the chip.
+registered is counted. Other activations are not: they may stay on the chip, as on small batches the
+logits may too.
 """
 
 from __future__ import annotations
