@@ -9,6 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from spec_jax.contracts import Cache, ForwardOutput, Model
@@ -58,27 +59,34 @@ def forward(
     L = config.num_hidden_layers
     window = Window.after(config, cache, *tokens.shape, window_offset, positions, window_mask)
     x = embed_tokens(params["embed"], tokens)
-    tapped = {i: x for i in taps}  # each is replaced when its layer is reached
     layer_of = family_of(config).layer
 
     def step(weights, x, cache, index):
         x, cache = layer_of(weights, x, cache, index, window, config)
         return constrain(x, "batch", None, None), cache
 
+    inner = sorted({i for i in taps if i < L})
     if config.scan_layers:
+        # The states that are read have a place each, and all others the last one.
+        place = np.full(L, len(inner))
+        place[inner] = range(len(inner))
+        held = jnp.zeros((len(inner) + 1, *x.shape), x.dtype) if inner else None
 
         def body(carry, scanned):
-            x, cache, tapped = carry
-            layer, index = jax.tree.map(keep_layout, scanned[0]), scanned[1]
-            tap = lambda i, old: constrain(jnp.where(index == i, x, old), "batch", None, None)
-            tapped = {i: tap(i, old) for i, old in tapped.items()}
-            return (*step(layer, x, cache, index), tapped), None
+            x, cache, held = carry
+            layer, index, at = jax.tree.map(keep_layout, scanned[0]), *scanned[1:]
+            if held is not None:
+                held = jax.lax.dynamic_update_index_in_dim(held, x, at, axis=0)
+                held = constrain(held, None, "batch")
+            return (*step(layer, x, cache, index), held), None
 
-        carry = (x, cache, tapped)
-        (x, cache, tapped), _ = jax.lax.scan(body, carry, (params["layers"], jnp.arange(L)))
+        layers = (params["layers"], jnp.arange(L), jnp.asarray(place, jnp.int32))
+        (x, cache, held), _ = jax.lax.scan(body, (x, cache, held), layers)
+        tapped = {i: held[n] for n, i in enumerate(inner)}
     else:
+        tapped = {}
         for i in range(L):
-            if i in tapped:
+            if i in inner:
                 tapped[i] = x
             x, cache = step(params["layers"][str(i)], x, cache, i)
     hidden = rms_norm(x, params["final_norm"], config.rms_norm_eps)
