@@ -220,7 +220,7 @@ def join_features(head: dict, features: jax.Array, config: EagleConfig) -> jax.A
     if config.fc_norm:
         states = jnp.split(features, len(config.taps), axis=-1)
         states = [rms_norm(x, head[f"fc_norm_{i}"], eps) for i, x in enumerate(states)]
-        features = jnp.concatenate(states, axis=-1)
+        features = constrain(jnp.concatenate(states, axis=-1), "batch")
     if config.norm_before_fc:
         features = rms_norm(features, head["input_norm"], eps)
     return constrain(linear(features, head, "fc"), "batch")
@@ -252,8 +252,8 @@ def forward(
         layer, cache, *tokens.shape, window_offset, window_mask=window_mask
     )
     if config.version == 1:
-        x = linear(jnp.concatenate([e, state], axis=-1), head, "fc")
-        x = constrain(x, "batch")
+        both = constrain(jnp.concatenate([e, state], axis=-1), "batch")  # its halves split alike
+        x = constrain(linear(both, head, "fc"), "batch")
         h, cache = attention(head, x, cache, 0, window, layer)
         return constrain(mlp(head, x + h, layer), "batch"), cache
     normed = rms_norm(state, head["hidden_norm"], eps)

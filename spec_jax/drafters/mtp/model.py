@@ -217,7 +217,8 @@ def forward(
     e = rms_norm(embed_tokens(embed, tokens), module["embed_norm"], layer.rms_norm_eps)
     h = rms_norm(state, module["hidden_norm"], layer.rms_norm_eps)
     both = [e, h] if config.order == "embedding-first" else [h, e]
-    x = constrain(linear(jnp.concatenate(both, axis=-1), module, "fc"), "batch")
+    x = constrain(jnp.concatenate(both, axis=-1), "batch")  # its halves split alike
+    x = constrain(linear(x, module, "fc"), "batch")
     window = Window.after(layer, cache, *tokens.shape, window_offset, window_mask=window_mask)
     if index > 0 and cache is not None:
         window = window._replace(mask=window.mask & (jnp.arange(cache.slots) >= index))
