@@ -220,6 +220,7 @@ class _Watch:
         self.is_over = threading.Event()
         self._id, self._count, self._host = index(), count(), socket.gethostname()
         self._seen: dict[str, tuple[str, float]] = {}
+        self._silent: set[str] = set()
         self._lock = threading.Lock()  # held by the thread that ends the process
         threading.Thread(target=self._run, name="processes", daemon=True).start()
 
@@ -247,6 +248,7 @@ class _Watch:
             if text != known:
                 self._seen[name] = text, now
             elif now - since > SILENT_S:
+                self._silent.add(name)
                 _, host, pid = json.loads(text)
                 self._say(name, f"no sign of life for {SILENT_S:.0f} s (pid {pid} on {host}): it "
                           "was killed, or its machine is gone", 1)  # fmt: skip
@@ -300,7 +302,8 @@ class _Watch:
     def _leave(self) -> None:
         _client().key_value_set(f"{_ROOT}/left/{self._id}", "")
         end = time.monotonic() + _LINGER_S
-        while self._id == 0 and len(_read("left")) < self._count and time.monotonic() < end:
+        expected = self._count - len(self._silent)
+        while self._id == 0 and len(_read("left")) < expected and time.monotonic() < end:
             time.sleep(BEAT_S / 10)
 
 

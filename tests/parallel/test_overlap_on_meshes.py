@@ -48,7 +48,7 @@ def tokens(decoder):
     return [row.tokens for row in decoder.generate(PROMPTS, 16)]
 
 
-@pytest.mark.representatives("2 and 6-standalone")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", ["standalone", "suffix"])
 @pytest.mark.parametrize("split", SPLITS)
 def test_gives_plain_decodings_tokens(split, method):

@@ -84,7 +84,7 @@ def decoder(part, where):
     )
 
 
-@pytest.mark.representatives("host")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("part", PARTS)
 def test_the_same_tokens_and_counts_as_without_a_mesh(part):
     ours, theirs = decoder(part, mesh("data:2,tensor:4")), decoder(part, None)
