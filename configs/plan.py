@@ -20,11 +20,12 @@ def get_config() -> ConfigDict:
     config.draft = "llama-3.2-1b"  # likewise; or eagle3, mtp, ngram; empty: plain decoding
     config.draft_vocab_size = 32000  # U, of an eagle3 head
     config.topology = "v5e:2x4"  # chips and their shape; several with commas
-    config.mesh = ""  # such as data:2,tensor:4; empty: the one with the best floor
+    config.mesh = ""  # such as data:2,tensor:4; empty: the best floor (a tree: plain decoding's)
     config.is_draft_replicated = False  # keep the draft whole on every device
     config.batch = "8"  # rows over all devices
     config.slots = "2048"  # S, slots of the cache for each row
-    config.num_draft = "5"  # K, of chains
+    config.num_draft = "5"  # K, of chains; ignored with a tree
+    config.tree = ""  # children by depth, such as 3,2,1; or a dynamic tree, 59:6:10 (see decode)
     config.dtype = "bfloat16"  # of weights and caches
     config.temperature = 0.0  # of target and draft
     config.top_k = 0  # 0: off

@@ -2,6 +2,7 @@
 
     python -m experiments.plan --config.target=llama-3.1-8b --config.topology=v5e:2x4
     python -m experiments.plan --config.batch=8,32,128 --config.num_draft=1,3,5 --workdir=DIR
+    python -m experiments.plan --config.draft=eagle3 --config.tree=3,2,1
 
 The library's own decode program is compiled ahead of time for the devices, without them and
 without weights: its memory, collectives, cache copies and HBM bytes are counted from the compiled
@@ -20,14 +21,16 @@ import os
 import pathlib
 import resource
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 from ml_collections import ConfigDict
 
 from configs import plan as default
 from experiments.common import cli, plan_cells, plan_report, report
+from experiments.common.grid import tree_options
 from experiments.common.plan_draft import find_draft
-from spec_jax.config import SamplerConfig
+from spec_jax.config import SamplerConfig, SpeculativeConfig, TreeConfig
 from spec_jax.errors import ConfigError
 from spec_jax.parallel import choose, plan
 from spec_jax.parallel.chips import Topology
@@ -57,13 +60,29 @@ def numbers(config: ConfigDict, name: str, convert: type = int) -> list:
     return values
 
 
+def shapes(config: ConfigDict, draft: Any) -> list[tuple[int, TreeConfig | None]]:
+    """Returns what is drafted in a round: K, and the tree of K nodes or None for a chain.
+
+    Raises:
+      ConfigError: a K or a tree that cannot be.
+    """
+    if config.tree:
+        cli.require(draft is not None, config, "tree", "none without a draft")
+        method = draft if isinstance(draft, str) else "standalone"
+        found = SpeculativeConfig(method, **tree_options(config.tree.replace(",", "x")))
+        return [(found.num_speculative_tokens, found.tree)]
+    Ks = sorted(set(numbers(config, "num_draft"))) if draft is not None else []
+    cli.require(all(k <= 64 for k in Ks), config, "num_draft", "at most 64")
+    return [(k, None) for k in Ks]
+
+
 def jobs(config: ConfigDict) -> Iterator[tuple[Topology, plan.Job]]:
     """Yields every combination to plan, plain decoding before its drafts."""
     target = find_config(config.target)
     draft = find_draft(config.draft, target, config.draft_vocab_size)
     rates = plan_cells.tokens_of(numbers(config, "acceptance", float), 64)
-    Ks = sorted(set(numbers(config, "num_draft"))) if draft is not None else []
-    cli.require(all(k <= 64 for k in Ks), config, "num_draft", "at most 64")
+    drafted = shapes(config, draft)
+    largest = max((k for k, tree in drafted if tree is None), default=0)
     sizes = itertools.product(
         map(Topology.parse, config.topology.split(",")), numbers(config, "batch"),
         numbers(config, "slots"),
@@ -76,8 +95,7 @@ def jobs(config: ConfigDict) -> Iterator[tuple[Topology, plan.Job]]:
             is_draft_replicated=config.is_draft_replicated,
         )  # fmt: skip
         if not config.mesh:
-            tokens = rates[: max(Ks, default=0) + 1]
-            found = choose.options(target, draft, tokens, topology, job.setting)
+            found = choose.options(target, draft, rates[: largest + 1], topology, job.setting)
             if not found:
                 raise ConfigError(
                     f"no mesh of {topology.name}'s {topology.num_devices} devices divides the "
@@ -90,8 +108,8 @@ def jobs(config: ConfigDict) -> Iterator[tuple[Topology, plan.Job]]:
                 f"mesh {job.mesh} has {asked} devices; {topology.name} has {has}: expected sizes "
                 f"whose product is {has}"
             )
-        for k in (0, *Ks):
-            yield topology, dataclasses.replace(job, num_draft=k)
+        for k, tree in ((0, None), *drafted):
+            yield topology, dataclasses.replace(job, num_draft=k, tree=tree)
 
 
 def check_libtpu(topologies: list[Topology]) -> None:

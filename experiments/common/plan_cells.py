@@ -21,13 +21,24 @@ from spec_jax.meshes import make_mesh
 from spec_jax.parallel import plan, roofline
 from spec_jax.parallel.chips import Topology
 
-_VERSION = 1  # of what a cell holds
+_VERSION = 2  # of what a cell holds
 
 
 def label(topology: Topology, job: plan.Job) -> str:
     """Returns a name for messages."""
-    drafts = f" {job.method} K={job.num_draft}" if job.method else " plain"
+    tree = f" tree {tree_name(job)}" if job.tree else ""
+    drafts = f" {job.method} K={job.num_draft}{tree}" if job.method else " plain"
     return f"{topology.name} {job.mesh} B={job.batch} S={job.slots}{drafts}"
+
+
+def tree_name(job: plan.Job) -> str:
+    """Returns the name of a job's tree, as ``grid.tree_options`` reads it; "" of a chain."""
+    if job.tree is None:
+        return ""
+    if job.tree.children is not None:
+        return "x".join(map(str, job.tree.children))
+    tree = job.tree_shape
+    return f"{tree.num_nodes}:{tree.depth}:{tree.top_k}"
 
 
 def describe(topology: Topology) -> Any:
@@ -73,13 +84,14 @@ def plan_cell(
     path = folder / f"{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]}.json"
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))
-    round_ = roofline.decode_round(job.target, job.draft, job.num_draft, job.setting)
+    models = job.target, job.draft
+    round_ = roofline.decode_round(*models, job.num_draft, job.setting, job.tree_shape)
     static = roofline.memory(job.target, job.draft if job.num_draft else None, job.setting)
     chip = topology.chip
     cell = {
         "target": config.target, "draft": config.draft if job.num_draft else "",
         "topology": topology.name, "mesh": job.mesh, "batch": job.batch, "slots": job.slots,
-        "k": job.num_draft, "hbm_per_device": chip.per_device.hbm_bytes,
+        "k": job.num_draft, "tree": tree_name(job), "hbm_per_device": chip.per_device.hbm_bytes,
         "analytic": {
             "hbm_bytes": round_.work.hbm_bytes, "flops": round_.work.flops,
             "collectives": round_.work.collectives, "floor_s": round_.floor_s(chip),
@@ -110,6 +122,7 @@ def predict(topology: Topology, job: plan.Job, cell: dict, rates: Sequence[float
     """Returns the floor of a round's time, and tokens a second at most.
 
     The floor is the analytic one, or what the compiled program's HBM bytes need if that is more.
+    Rates by position say nothing about a tree, whose tokens and speed are None.
 
     Args:
       topology: The chips.
@@ -120,11 +133,9 @@ def predict(topology: Topology, job: plan.Job, cell: dict, rates: Sequence[float
     counted = (cell["compiled"] or {}).get("counted")
     memory_s = counted["hbm_bytes"] / topology.chip.per_device.hbm_bytes_s if counted else 0.0
     floor_s = max(cell["analytic"]["floor_s"], memory_s)
-    tokens = tokens_of(rates, job.num_draft)[-1]
+    tokens = None if job.tree else tokens_of(rates, job.num_draft)[-1]
     shortfall = (cell["compiled"] or cell["analytic"])["shortfall"]
     return {
-        "floor_s": floor_s, "tokens": tokens, "tok_s": job.batch * tokens / floor_s,
+        "floor_s": floor_s, "tokens": tokens, "tok_s": tokens and job.batch * tokens / floor_s,
         "fits": shortfall == 0, "shortfall": shortfall,
     }  # fmt: skip
-
-

@@ -18,16 +18,22 @@ def _group(cell: dict) -> tuple:
     return cell["topology"], cell["mesh"], cell["batch"], cell["slots"]
 
 
-def speedup(cell: dict, cells: Sequence[dict]) -> float:
-    """Returns the predicted speed over that of plain decoding at the same place."""
+def speedup(cell: dict, cells: Sequence[dict]) -> float | None:
+    """Returns the predicted speed over plain decoding's at the same place; None without one."""
+    if cell["tok_s"] is None:
+        return None
     plain = next(c for c in cells if _group(c) == _group(cell) and c["k"] == 0)
     return cell["tok_s"] / plain["tok_s"]
 
 
 def best(cells: Sequence[dict]) -> list[dict]:
-    """Returns the K with the highest predicted speed of every place, among those that fit."""
+    """Returns the K with the highest predicted speed of every place, among those that fit.
+
+    A place where a speed is not predicted has none.
+    """
     found = []
-    for group in dict.fromkeys(map(_group, cells)):
+    unknown = {_group(c) for c in cells if c["tok_s"] is None}
+    for group in dict.fromkeys(_group(c) for c in cells if _group(c) not in unknown):
         fitting = [c for c in cells if _group(c) == group and c["fits"]]
         names = dict(zip(("topology", "mesh", "batch", "slots"), group))
         if not fitting:
@@ -43,15 +49,18 @@ def line(cell: dict) -> str:
     """Returns one line on a cell."""
     K = f"K={cell['k']}" if cell["k"] else "plain"
     fit = "fits" if cell["fits"] else f"lacks {cell['shortfall'] / 1e9:.2f} GB a device"
+    K += f" tree {cell['tree']}" if cell["tree"] else ""
     where = f"{cell['topology']} {cell['mesh']} B={cell['batch']} S={cell['slots']} {K}"
-    return f"{where}: {fit}, at most {cell['tok_s']:,.0f} tokens a second"
+    speed = "" if cell["tok_s"] is None else f", at most {cell['tok_s']:,.0f} tokens a second"
+    return f"{where}: {fit}{speed}"
 
 
 def _row(cell: dict, cells: Sequence[dict]) -> list[str]:
     gb = lambda x: f"{x / 1e9:.2f}"
     compiled, analytic = cell["compiled"], cell["analytic"]
     fits = "yes" if cell["fits"] else f"lacks {gb(cell['shortfall'])}"
-    row = [cell["topology"], cell["mesh"], *(str(cell[n]) for n in ("batch", "slots", "k")), fits]
+    K = f"{cell['k']} ({cell['tree']})" if cell["tree"] else str(cell["k"])
+    row = [cell["topology"], cell["mesh"], str(cell["batch"]), str(cell["slots"]), K, fits]
     counted = compiled and compiled["counted"]
     needs = compiled["needs"] if compiled else None
     total = needs["total"] if needs else analytic["params"] + analytic["cache"]
@@ -65,8 +74,10 @@ def _row(cell: dict, cells: Sequence[dict]) -> list[str]:
         ]  # fmt: skip
     else:
         row += ["-", str(analytic["collectives"]), "-", gb(analytic["hbm_bytes"]), "-"]
-    row += [f"{cell['floor_s'] * 1e3:.2f}", f"{cell['tok_s']:,.0f}"]
-    row += [f"{speedup(cell, cells):.2f}", f"{compiled['cpu_s']:.0f}" if compiled else "-"]
+    row.append(f"{cell['floor_s'] * 1e3:.2f}")
+    is_predicted = cell["tok_s"] is not None
+    row += [f"{cell['tok_s']:,.0f}", f"{speedup(cell, cells):.2f}"] if is_predicted else ["-"] * 2
+    row.append(f"{compiled['cpu_s']:.0f}" if compiled else "-")
     return row
 
 
@@ -89,6 +100,11 @@ def text(result: dict, is_markdown: bool = False) -> str:
             said = f"best K = {one['k']}: {one['speedup']:.2f} times plain, at most " \
                 f"{one['tok_s']:,.0f} tokens/s"  # fmt: skip
         lines.append(f"{where}: {said}")
+    if any(cell["tree"] and cell["tok_s"] is None for cell in cells):
+        lines.append(
+            "A tree's speed is not predicted: acceptance by position is that of a chain. Its floor "
+            "and its counts stand above."
+        )
     lines += [
         "", "Bytes are of one device, collectives and HBM bytes of one round. Times are floors at "
         "the chip's published peaks: no measurement, and no program reaches them.",
@@ -100,8 +116,10 @@ def text(result: dict, is_markdown: bool = False) -> str:
 def plot(path: pathlib.Path, cells: Sequence[dict]) -> None:
     """Draws the predicted speed-up over the batch, one panel for each topology and context.
 
-    Above the dotted line speculation pays. Open marks do not fit.
+    Above the dotted line speculation pays. Open marks do not fit. Trees without a prediction are
+    left out.
     """
+    cells = [c for c in cells if c["tok_s"] is not None]
     places = list(dict.fromkeys((c["topology"], c["slots"]) for c in cells))
     size = (1.2 + 4.3 * len(places), 4.6)
     with panels(path, len(places), size, sharey=True) as axes:

@@ -14,10 +14,12 @@ import pytest
 from configs import plan as default
 from experiments import plan
 from experiments.common import plan_cells, plan_report
+from experiments.common.plan_draft import find_draft
 from spec_jax.errors import ConfigError
 from spec_jax.parallel import roofline
 from spec_jax.parallel.chips import CHIPS
 from spec_jax.parallel.presets import PRESETS
+from spec_jax.tree import DynamicTree, Tree
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -62,6 +64,24 @@ def test_the_best_k_is_one_that_fits():
     assert plan_report.best([cell(0, 10, False)])[0]["k"] is None
 
 
+@pytest.mark.parametrize("written, name, nodes", [
+    ("3,2", "3x2", (3 + 6, 2)), ("8:3:4", "8:3:4", (8, 3)),
+])  # fmt: skip
+def test_a_tree_has_the_floor_of_its_passes_and_no_predicted_speed(tmp_path, written, name, nodes):
+    found = plan.run(config(draft="eagle3", tree=written, num_draft="7"), str(tmp_path))
+    plain, one = found["cells"]
+    assert (plain["k"], one["k"], one["tree"]) == (0, nodes[0], name)
+    tree = Tree.branching((3, 2)) if "," in written else DynamicTree(8, 3, 4)
+    assert tree.depth == nodes[1]
+    target = PRESETS["llama-3.1-8b"]
+    head = find_draft("eagle3", target)
+    setting = roofline.Setting(8, 2048, one["mesh"])
+    floor = roofline.decode_round(target, head, nodes[0], setting, tree).floor_s(CHIPS["v5e"])
+    assert one["floor_s"] == pytest.approx(floor) and one["tok_s"] is None
+    assert found["best"] == []
+    assert "A tree's speed is not predicted" in (tmp_path / "plan.md").read_text()
+
+
 @pytest.mark.parametrize("changes, message", [
     ({"topology": "v9:2x2"}, "known chips: v4, v5e"),
     ({"topology": "v5e:3x3"}, "shapes of v5e: 1x1"),
@@ -70,6 +90,9 @@ def test_the_best_k_is_one_that_fits():
     ({"acceptance": "1.5"}, "acceptance is '1.5'; expected rates"),
     ({"target": "llama-9"}, "model is 'llama-9'; expected one of llama-3.1-8b"),
     ({"draft": "eagle4"}, "none of eagle3, mtp and ngram"),
+    ({"tree": "3,y"}, "the tree is '3xy'; expected children by depth"),
+    ({"tree": "3,2", "draft": ""}, "tree is '3,2'; expected none without a draft"),
+    ({"tree": "3,2", "draft": "ngram"}, "'ngram' drafts chains"),
 ])  # fmt: skip
 def test_plans_that_cannot_be_are_refused(changes, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
