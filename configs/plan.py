@@ -30,5 +30,6 @@ def get_config() -> ConfigDict:
     config.temperature = 0.0  # of target and draft
     config.top_k = 0  # 0: off
     config.acceptance = "0.8"  # rate at each position; the last one holds for all after it
+    # ... or a report of experiments.decode or .evaluate that measured them: PATH, or PATH:ROW
     config.is_compiled = True  # compile the programs; False: the analytic floors alone
     return config

@@ -3,12 +3,13 @@
     python -m experiments.plan --config.target=llama-3.1-8b --config.topology=v5e:2x4
     python -m experiments.plan --config.batch=8,32,128 --config.num_draft=1,3,5 --workdir=DIR
     python -m experiments.plan --config.draft=eagle3 --config.tree=3,2,1
+    python -m experiments.plan --config.acceptance=runs/decode/TIME/report.json:2
 
 The library's own decode program is compiled ahead of time for the devices, without them and
 without weights: its memory, collectives, cache copies and HBM bytes are counted from the compiled
-text. Speeds are predicted from the chip's published peaks and from an acceptance that is given; so
-they are floors of time, not measurements. A run leaves plan.json, plan.md and plan.png; one that
-was stopped continues with the same --workdir.
+text. Speeds are predicted from the chip's published peaks and from an acceptance that is given, or
+read from a report that has measured it; so they are floors of time, not measurements. A run leaves
+plan.json, plan.md and plan.png; one that was stopped continues with the same --workdir.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ml_collections import ConfigDict
 from configs import plan as default
 from experiments.common import cli, plan_cells, plan_report, report
 from experiments.common.grid import tree_options
+from experiments.common.plan_acceptance import Acceptance
 from experiments.common.plan_draft import find_draft
 from spec_jax.config import SamplerConfig, SpeculativeConfig, TreeConfig
 from spec_jax.errors import ConfigError
@@ -44,19 +46,18 @@ _LIBTPU = {
 }  # fmt: skip
 
 
-def numbers(config: ConfigDict, name: str, convert: type = int) -> list:
+def numbers(config: ConfigDict, name: str) -> list[int]:
     """Returns the values of a list with commas.
 
     Raises:
-      ConfigError: one is no positive number; a rate is above 1.
+      ConfigError: one is no positive integer.
     """
     try:
-        values = [convert(value) for value in str(config[name]).split(",")]
+        values = [int(value) for value in str(config[name]).split(",")]
     except ValueError:
         values = []
-    is_fit = values and all(0 < x and (convert is int or x <= 1) for x in values)
-    what = "positive integers" if convert is int else "rates above 0, at most 1,"
-    cli.require(bool(is_fit), config, name, f"{what} with commas between them")
+    is_fit = bool(values) and min(values) > 0
+    cli.require(is_fit, config, name, "positive integers with commas between them")
     return values
 
 
@@ -76,13 +77,18 @@ def shapes(config: ConfigDict, draft: Any) -> list[tuple[int, TreeConfig | None]
     return [(k, None) for k in Ks]
 
 
-def jobs(config: ConfigDict) -> Iterator[tuple[Topology, plan.Job]]:
+def jobs(config: ConfigDict, acceptance: Acceptance) -> Iterator[tuple[Topology, plan.Job]]:
     """Yields every combination to plan, plain decoding before its drafts."""
     target = find_config(config.target)
     draft = find_draft(config.draft, target, config.draft_vocab_size)
-    rates = plan_cells.tokens_of(numbers(config, "acceptance", float), 64)
     drafted = shapes(config, draft)
     largest = max((k for k, tree in drafted if tree is None), default=0)
+    if acceptance.tree and (not config.tree or acceptance.tree != config.tree.replace(",", "x")):
+        raise ConfigError(
+            f"acceptance is of the tree {acceptance.tree}, by level; expected "
+            f"--config.tree={acceptance.tree}, or a row of a chain"
+        )
+    tokens = acceptance.tokens(largest)
     sizes = itertools.product(
         map(Topology.parse, config.topology.split(",")), numbers(config, "batch"),
         numbers(config, "slots"),
@@ -95,7 +101,7 @@ def jobs(config: ConfigDict) -> Iterator[tuple[Topology, plan.Job]]:
             is_draft_replicated=config.is_draft_replicated,
         )  # fmt: skip
         if not config.mesh:
-            found = choose.options(target, draft, rates[: largest + 1], topology, job.setting)
+            found = choose.options(target, draft, tokens, topology, job.setting)
             if not found:
                 raise ConfigError(
                     f"no mesh of {topology.name}'s {topology.num_devices} devices divides the "
@@ -136,11 +142,11 @@ def run(config: ConfigDict, workdir: str | None = None) -> dict:
       SpecJaxError: A config that cannot be planned.
     """
     cli.check_keys(config, default.get_config())
-    todo = list(jobs(config))
+    acceptance = Acceptance.of(str(config.acceptance))
+    todo = list(jobs(config, acceptance))
     if config.is_compiled:
         check_libtpu([topology for topology, _ in todo])
     folder = pathlib.Path(workdir or cli.open_workdir("plan", None))
-    rates = numbers(config, "acceptance", float)
     describe = functools.cache(plan_cells.describe)
     cells = []
     with Progress(len(todo), "planning") as bar:
@@ -149,12 +155,13 @@ def run(config: ConfigDict, workdir: str | None = None) -> dict:
             cell = plan_cells.plan_cell(
                 folder / "cells", topology, job, config, describe if config.is_compiled else None
             )
-            cells.append(cell | plan_cells.predict(topology, job, cell, rates))
+            cells.append(cell | plan_cells.predict(topology, job, cell, acceptance))
             bar.step(plan_report.line(cells[-1]))
             jax.clear_caches()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     result = {
         "config": config.to_dict(), "environment": report.environment(), "cells": cells,
+        "acceptance": acceptance._asdict(),
         "best": plan_report.best(cells), "peak_memory_bytes": peak,
     }  # fmt: skip
     report.write_json(folder / "plan.json", result)

@@ -16,7 +16,7 @@ import jax
 from ml_collections import ConfigDict
 
 from experiments.common import report
-from spec_jax.engine.adaptive.policy import expected_tokens
+from experiments.common.plan_acceptance import Acceptance
 from spec_jax.meshes import make_mesh
 from spec_jax.parallel import plan, roofline
 from spec_jax.parallel.chips import Topology
@@ -108,32 +108,26 @@ def plan_cell(
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def tokens_of(rates: Sequence[float], num_draft: int) -> tuple[float, ...]:
-    """Returns the expected tokens of a round for K = 0 .. ``num_draft``.
-
-    Args:
-      rates: Conditional acceptance by position; the last one holds for all after it.
-      num_draft: The largest K.
-    """
-    return expected_tokens([*rates, *[rates[-1]] * num_draft][:num_draft])
-
-
-def predict(topology: Topology, job: plan.Job, cell: dict, rates: Sequence[float]) -> dict:
+def predict(topology: Topology, job: plan.Job, cell: dict, acceptance: Acceptance) -> dict:
     """Returns the floor of a round's time, and tokens a second at most.
 
     The floor is the analytic one, or what the compiled program's HBM bytes need if that is more.
-    Rates by position say nothing about a tree, whose tokens and speed are None.
+    Rates of a chain say nothing about a tree, whose tokens and speed are then None.
 
     Args:
       topology: The chips.
       job: What is decoded.
       cell: Of ``plan_cell``.
-      rates: See ``tokens_of``.
+      acceptance: Of a chain, or of the tree.
     """
     counted = (cell["compiled"] or {}).get("counted")
     memory_s = counted["hbm_bytes"] / topology.chip.per_device.hbm_bytes_s if counted else 0.0
     floor_s = max(cell["analytic"]["floor_s"], memory_s)
-    tokens = None if job.tree else tokens_of(rates, job.num_draft)[-1]
+    if job.tree is None:
+        tokens = acceptance.tokens(job.num_draft)[-1] if job.num_draft else 1.0
+    else:
+        levels = job.tree_shape.depth
+        tokens = acceptance.tokens(levels)[-1] if acceptance.tree else None
     shortfall = (cell["compiled"] or cell["analytic"])["shortfall"]
     return {
         "floor_s": floor_s, "tokens": tokens, "tok_s": tokens and job.batch * tokens / floor_s,

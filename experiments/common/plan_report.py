@@ -87,7 +87,7 @@ def text(result: dict, is_markdown: bool = False) -> str:
     rows = [_row(cell, cells) for cell in cells]
     lines = [
         f"{config['target']}, draft {config['draft'] or 'none'}, {config['dtype']}, acceptance "
-        f"{config['acceptance']}", "",
+        f"{result['acceptance']['source']}", "",
         table(_HEADER, rows, numbers=_HEADER[2:5] + _HEADER[6:], is_markdown=is_markdown), "",
     ]  # fmt: skip
     for one in result["best"]:
@@ -102,8 +102,8 @@ def text(result: dict, is_markdown: bool = False) -> str:
         lines.append(f"{where}: {said}")
     if any(cell["tree"] and cell["tok_s"] is None for cell in cells):
         lines.append(
-            "A tree's speed is not predicted: acceptance by position is that of a chain. Its floor "
-            "and its counts stand above."
+            "A tree's speed is not predicted: acceptance by position is that of a chain, and "
+            "none of this tree's was measured. Its floor and its counts stand above."
         )
     lines += [
         "", "Bytes are of one device, collectives and HBM bytes of one round. Times are floors at "

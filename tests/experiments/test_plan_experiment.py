@@ -82,12 +82,50 @@ def test_a_tree_has_the_floor_of_its_passes_and_no_predicted_speed(tmp_path, wri
     assert "A tree's speed is not predicted" in (tmp_path / "plan.md").read_text()
 
 
+def measured(folder: pathlib.Path, **report) -> str:
+    path = folder / "report.json"
+    path.write_text(json.dumps(report))
+    return str(path)
+
+
+def decoded(method="plain", k=0, tree=None, accepted=()):
+    """A row of 100 rounds in a report of ``experiments.decode``."""
+    return {"method": method, "k": k, "tree": tree, "temperature": 0.0, "rule": "greedy",
+            "rounds": 100, "accepted_at": list(accepted)}  # fmt: skip
+
+
+def test_measured_acceptance_is_that_of_the_named_row(tmp_path):
+    rows = [decoded(), decoded("ngram", 3, accepted=(60, 30, 0)),
+            decoded("eagle", 9, "3x2", accepted=(90, 45))]  # fmt: skip
+    path = measured(tmp_path, results=rows)
+    planned = lambda name, **more: plan.run(config(draft="eagle3", **more), str(tmp_path / name))
+    chain = planned("chain", acceptance=f"{path}:1", num_draft="1,3,5")
+    assert [c["tokens"] for c in chain["cells"]] == pytest.approx([1, 1.6, 1.9, 1.9])
+    assert "row 1, ngram K=3" in (tmp_path / "chain" / "plan.md").read_text()
+    tree = planned("tree", acceptance=f"{path}:2", tree="3,2")
+    assert tree["cells"][1]["tokens"] == pytest.approx(2.35) and tree["best"][0]["k"] == 9
+    for more, message in (
+        ({"acceptance": path}, "has 2 rows; name one as .*:ROW, of 1: ngram K=3.*; 2: eagle tree"),
+        ({"acceptance": f"{path}:3"}, "no row 3"),
+        ({"acceptance": f"{path}:2"}, "of the tree 3x2, by level"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            planned("refused", **more)
+    row = {"draft": "zoo/eagle3", "accept": [[0.7, 0.6, 0.8], [0.5, 0.4, 0.6], [None, None, None]]}
+    path = measured(tmp_path, rows=[row])
+    (_, one) = planned("one", acceptance=path, num_draft="2")["cells"]
+    assert one["tokens"] == pytest.approx(1 + 0.7 + 0.7 * 0.5)
+    with pytest.raises(ConfigError, match="has no row with accepted drafts"):
+        planned("none", acceptance=measured(tmp_path, results=[decoded()]))
+
+
 @pytest.mark.parametrize("changes, message", [
     ({"topology": "v9:2x2"}, "known chips: v4, v5e"),
     ({"topology": "v5e:3x3"}, "shapes of v5e: 1x1"),
     ({"mesh": "data:2,tensor:2"}, "has 4 devices; v5e:2x4 has 8"),
     ({"batch": "8,x"}, "batch is '8,x'; expected positive integers"),
     ({"acceptance": "1.5"}, "acceptance is '1.5'; expected rates"),
+    ({"acceptance": "none/report.json:2"}, "there is no file none/report.json"),
     ({"target": "llama-9"}, "model is 'llama-9'; expected one of llama-3.1-8b"),
     ({"draft": "eagle4"}, "none of eagle3, mtp and ngram"),
     ({"tree": "3,y"}, "the tree is '3xy'; expected children by depth"),
