@@ -4,8 +4,10 @@
     python -m experiments.plan --config.target=llama-3.1-8b --config.topology=v5e:2x4
     python -m experiments.plan --config.draft=eagle3 --config.num_draft=1,3,5 \\
         --config.batch=8,32,128 --config.topology=v5e:2x4,v5p:2x2x1 --config.acceptance=0.75
+    python -m experiments.plan --config.program=train --config.is_fully_sharded \\
+        --config.target=llama-3.2-1b --config.draft= --config.length=1024
 
-Cost: 5 to 90 CPU-seconds for each program, and less than 2 GB of memory. With several values, each
+Cost: 5 to 120 CPU-seconds for each program, and less than 2 GB of memory. With several values, each
 combination is one program, beside plain decoding's; what a run's folder holds is not compiled
 again. Expected: a table, plan.json and plan.png; small batches gain from drafts, large ones lose.
 """
@@ -19,11 +21,15 @@ def get_config() -> ConfigDict:
     config.target = "llama-3.1-8b"  # a preset, or a Hugging Face directory or its config.json
     config.draft = "llama-3.2-1b"  # likewise; or eagle3, mtp, ngram; empty: plain decoding
     config.draft_vocab_size = 32000  # U, of an eagle3 head
+    config.program = "decode"  # or train: a step of an eagle3 or mtp draft, else of the target
     config.topology = "v5e:2x4"  # chips and their shape; several with commas
-    config.mesh = ""  # such as data:2,tensor:4; empty: the best floor (a tree: plain decoding's)
+    # Such as data:2,tensor:4. Empty: the one with the best floor (with a tree, of plain decoding);
+    config.mesh = ""  # in training, all along data.
     config.is_draft_replicated = False  # keep the draft whole on every device
-    config.batch = "8"  # rows over all devices
+    config.batch = "8"  # rows over all devices; in training, windows
     config.slots = "2048"  # S, slots of the cache for each row
+    config.length = "2048"  # in training, tokens of a window
+    config.is_fully_sharded = False  # in training, split weights and moments over data too
     config.num_draft = "5"  # K, of chains; ignored with a tree
     config.tree = ""  # children by depth, such as 3,2,1; or a dynamic tree, 59:6:10 (see decode)
     config.dtype = "bfloat16"  # of weights and caches

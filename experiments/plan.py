@@ -4,12 +4,14 @@
     python -m experiments.plan --config.batch=8,32,128 --config.num_draft=1,3,5 --workdir=DIR
     python -m experiments.plan --config.draft=eagle3 --config.tree=3,2,1
     python -m experiments.plan --config.acceptance=runs/decode/TIME/report.json:2
+    python -m experiments.plan --config.program=train --config.is_fully_sharded --config.length=1024
 
-The library's own decode program is compiled ahead of time for the devices, without them and
-without weights: its memory, collectives, cache copies and HBM bytes are counted from the compiled
-text. Speeds are predicted from the chip's published peaks and from an acceptance that is given, or
-read from a report that has measured it; so they are floors of time, not measurements. A run leaves
-plan.json, plan.md and plan.png; one that was stopped continues with the same --workdir.
+The library's own program, of decoding or of a training step, is compiled ahead of time for the
+devices, without them and without weights: its memory, collectives, cache copies and HBM bytes are
+counted from the compiled text. Speeds are predicted from the chip's published peaks and from an
+acceptance that is given, or read from a report that has measured it; so they are floors of time,
+not measurements. A run leaves plan.json, plan.md and plan.png; one that was stopped continues with
+the same --workdir.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.parallel import choose, plan
 from spec_jax.parallel.chips import Topology
 from spec_jax.parallel.presets import find_config
+from spec_jax.parallel.roofline import Setting
 from spec_jax.progress import Progress
 
 # Without a TPU, its library looks for one in the cloud, locks itself and writes pages of warnings.
@@ -77,8 +80,40 @@ def shapes(config: ConfigDict, draft: Any) -> list[tuple[int, TreeConfig | None]
     return [(k, None) for k in Ks]
 
 
+def check_devices(topology: Topology, mesh: str) -> None:
+    """Raises ConfigError unless a mesh has as many devices as a topology."""
+    has, asked = topology.num_devices, Setting(mesh=mesh).num_devices
+    if has != asked:
+        raise ConfigError(
+            f"mesh {mesh} has {asked} devices; {topology.name} has {has}: expected sizes "
+            f"whose product is {has}"
+        )
+
+
+def training_jobs(config: ConfigDict) -> Iterator[tuple[Topology, plan.TrainJob]]:
+    """Yields every combination of training steps to plan."""
+    target = find_config(config.target)
+    draft = find_draft(config.draft, target, config.draft_vocab_size)
+    head = draft if hasattr(draft, "taps") else None
+    topologies = [Topology.parse(name) for name in config.topology.split(",")]
+    what = "to train, which is planned by compiling for TPUs alone"
+    cli.require(config.is_compiled, config, "is_compiled", f"True {what}")
+    is_tpu = all(topology.is_tpu for topology in topologies)
+    cli.require(is_tpu, config, "topology", f"TPUs {what}")
+    sizes = itertools.product(topologies, numbers(config, "batch"), numbers(config, "length"))
+    for topology, batch, length in sizes:
+        mesh = config.mesh or f"data:{topology.num_devices}"
+        check_devices(topology, mesh)
+        yield topology, plan.TrainJob(
+            target=target, head=head, batch=batch, length=length, mesh=mesh, dtype=config.dtype,
+            is_fully_sharded=config.is_fully_sharded,
+        )  # fmt: skip
+
+
 def jobs(config: ConfigDict, acceptance: Acceptance) -> Iterator[tuple[Topology, plan.Job]]:
     """Yields every combination to plan, plain decoding before its drafts."""
+    not_sharded = "False to decode: weights are split over the axis tensor alone"
+    cli.require(not config.is_fully_sharded, config, "is_fully_sharded", not_sharded)
     target = find_config(config.target)
     draft = find_draft(config.draft, target, config.draft_vocab_size)
     drafted = shapes(config, draft)
@@ -108,12 +143,7 @@ def jobs(config: ConfigDict, acceptance: Acceptance) -> Iterator[tuple[Topology,
                     f"heads of {config.target}; expected fewer devices, or name a --config.mesh"
                 )
             job = dataclasses.replace(job, mesh=found[0].setting.mesh)
-        has, asked = topology.num_devices, job.setting.num_devices
-        if has != asked:
-            raise ConfigError(
-                f"mesh {job.mesh} has {asked} devices; {topology.name} has {has}: expected sizes "
-                f"whose product is {has}"
-            )
+        check_devices(topology, job.mesh)
         for k, tree in ((0, None), *drafted):
             yield topology, dataclasses.replace(job, num_draft=k, tree=tree)
 
@@ -143,7 +173,10 @@ def run(config: ConfigDict, workdir: str | None = None) -> dict:
     """
     cli.check_keys(config, default.get_config())
     acceptance = Acceptance.of(str(config.acceptance))
-    todo = list(jobs(config, acceptance))
+    is_known = config.program in ("decode", "train")
+    cli.require(is_known, config, "program", "decode or train")
+    is_training = config.program == "train"
+    todo = list(training_jobs(config) if is_training else jobs(config, acceptance))
     if config.is_compiled:
         check_libtpu([topology for topology, _ in todo])
     folder = pathlib.Path(workdir or cli.open_workdir("plan", None))
@@ -166,9 +199,10 @@ def run(config: ConfigDict, workdir: str | None = None) -> dict:
     }  # fmt: skip
     report.write_json(folder / "plan.json", result)
     report.write_text(folder / "plan.md", plan_report.text(result, is_markdown=True))
-    plan_report.plot(folder / "plan.png", cells)
     print(plan_report.text(result))
-    print(f"{folder / 'plan.json'} and plan.png written")
+    if not is_training:
+        plan_report.plot(folder / "plan.png", cells)
+    print(f"{folder / 'plan.json'}{'' if is_training else ' and plan.png'} written")
     return result
 
 

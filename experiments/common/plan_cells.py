@@ -24,8 +24,10 @@ from spec_jax.parallel.chips import Topology
 _VERSION = 2  # of what a cell holds
 
 
-def label(topology: Topology, job: plan.Job) -> str:
+def label(topology: Topology, job: plan.Job | plan.TrainJob) -> str:
     """Returns a name for messages."""
+    if isinstance(job, plan.TrainJob):
+        return f"{topology.name} {job.mesh} B={job.batch} S={job.length} training"
     tree = f" tree {tree_name(job)}" if job.tree else ""
     drafts = f" {job.method} K={job.num_draft}{tree}" if job.method else " plain"
     return f"{topology.name} {job.mesh} B={job.batch} S={job.slots}{drafts}"
@@ -65,7 +67,7 @@ def _quiet() -> Iterator[None]:
 
 
 def plan_cell(
-    folder: pathlib.Path, topology: Topology, job: plan.Job, config: ConfigDict,
+    folder: pathlib.Path, topology: Topology, job: plan.Job | plan.TrainJob, config: ConfigDict,
     devices_of: Callable[[Topology], Sequence[Any]] | None,
 ) -> dict:  # fmt: skip
     """Returns what a job needs and does on a topology; from the folder if it is there.
@@ -73,7 +75,7 @@ def plan_cell(
     Args:
       folder: Of finished cells.
       topology: The chips.
-      job: What is decoded.
+      job: What is decoded, or trained.
       config: The experiment's, of which the names of the models are kept.
       devices_of: ``(topology) -> devices`` to compile for; None compiles nothing.
     """
@@ -84,11 +86,35 @@ def plan_cell(
     path = folder / f"{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]}.json"
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))
+    is_training = isinstance(job, plan.TrainJob)
+    cell = (_training_cell if is_training else _decoding_cell)(topology, job, config)
+    if known["is_compiled"]:
+        mesh = make_mesh(job.mesh, devices_of(topology))
+        trace = plan.trace_train if is_training else plan.trace_decode
+        compiled = plan.compile_and_count(lambda: trace(job, mesh))
+        lacks = compiled.shortfall(topology.chip)
+        cell["compiled"] = dataclasses.asdict(compiled) | {"shortfall": lacks}
+    folder.mkdir(parents=True, exist_ok=True)
+    report.write_json(path, known | cell)
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _training_cell(topology: Topology, job: plan.TrainJob, config: ConfigDict) -> dict:
+    """Of a training step no floor is modelled."""
+    return {
+        "target": config.target, "draft": "" if job.head is None else config.draft,
+        "topology": topology.name, "mesh": job.mesh, "batch": job.batch, "slots": job.length,
+        "k": 0, "tree": "", "hbm_per_device": topology.chip.per_device.hbm_bytes,
+        "analytic": None, "compiled": None,
+    }  # fmt: skip
+
+
+def _decoding_cell(topology: Topology, job: plan.Job, config: ConfigDict) -> dict:
     models = job.target, job.draft
     round_ = roofline.decode_round(*models, job.num_draft, job.setting, job.tree_shape)
     static = roofline.memory(job.target, job.draft if job.num_draft else None, job.setting)
     chip = topology.chip
-    cell = {
+    return {
         "target": config.target, "draft": config.draft if job.num_draft else "",
         "topology": topology.name, "mesh": job.mesh, "batch": job.batch, "slots": job.slots,
         "k": job.num_draft, "tree": tree_name(job), "hbm_per_device": chip.per_device.hbm_bytes,
@@ -99,27 +125,27 @@ def plan_cell(
         },
         "compiled": None,
     }  # fmt: skip
-    if known["is_compiled"]:
-        mesh = make_mesh(job.mesh, devices_of(topology))
-        compiled = plan.compile_and_count(lambda: plan.trace_decode(job, mesh))
-        cell["compiled"] = dataclasses.asdict(compiled) | {"shortfall": compiled.shortfall(chip)}
-    folder.mkdir(parents=True, exist_ok=True)
-    report.write_json(path, known | cell)
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
-def predict(topology: Topology, job: plan.Job, cell: dict, acceptance: Acceptance) -> dict:
+def predict(
+    topology: Topology, job: plan.Job | plan.TrainJob, cell: dict, acceptance: Acceptance
+) -> dict:
     """Returns the floor of a round's time, and tokens a second at most.
 
     The floor is the analytic one, or what the compiled program's HBM bytes need if that is more.
-    Rates of a chain say nothing about a tree, whose tokens and speed are then None.
+    Rates of a chain say nothing about a tree, whose tokens and speed are then None. Of a
+    training step nothing is predicted.
 
     Args:
       topology: The chips.
-      job: What is decoded.
+      job: What is decoded, or trained.
       cell: Of ``plan_cell``.
       acceptance: Of a chain, or of the tree.
     """
+    shortfall = (cell["compiled"] or cell["analytic"])["shortfall"]
+    fit = {"fits": shortfall == 0, "shortfall": shortfall}
+    if isinstance(job, plan.TrainJob):
+        return {"floor_s": None, "tokens": None, "tok_s": None} | fit
     counted = (cell["compiled"] or {}).get("counted")
     memory_s = counted["hbm_bytes"] / topology.chip.per_device.hbm_bytes_s if counted else 0.0
     floor_s = max(cell["analytic"]["floor_s"], memory_s)
@@ -128,8 +154,6 @@ def predict(topology: Topology, job: plan.Job, cell: dict, acceptance: Acceptanc
     else:
         levels = job.tree_shape.depth
         tokens = acceptance.tokens(levels)[-1] if acceptance.tree else None
-    shortfall = (cell["compiled"] or cell["analytic"])["shortfall"]
     return {
         "floor_s": floor_s, "tokens": tokens, "tok_s": tokens and job.batch * tokens / floor_s,
-        "fits": shortfall == 0, "shortfall": shortfall,
-    }  # fmt: skip
+    } | fit  # fmt: skip

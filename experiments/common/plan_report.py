@@ -45,14 +45,23 @@ def best(cells: Sequence[dict]) -> list[dict]:
     return found
 
 
+def _name(cell: dict) -> str:
+    what = f"K={cell['k']}" if cell["k"] else "plain" if cell["analytic"] else "training"
+    what += f" tree {cell['tree']}" if cell["tree"] else ""
+    return f"{cell['topology']} {cell['mesh']} B={cell['batch']} S={cell['slots']} {what}"
+
+
+def _by_kind(cell: dict) -> str:
+    kinds = cell["compiled"]["counted"]["collectives"].items()
+    return ", ".join(f"{n} {kind} of {size / 1e6:,.1f} MB" for kind, (n, size) in kinds) or \
+        "no collectives"  # fmt: skip
+
+
 def line(cell: dict) -> str:
     """Returns one line on a cell."""
-    K = f"K={cell['k']}" if cell["k"] else "plain"
     fit = "fits" if cell["fits"] else f"lacks {cell['shortfall'] / 1e9:.2f} GB a device"
-    K += f" tree {cell['tree']}" if cell["tree"] else ""
-    where = f"{cell['topology']} {cell['mesh']} B={cell['batch']} S={cell['slots']} {K}"
     speed = "" if cell["tok_s"] is None else f", at most {cell['tok_s']:,.0f} tokens a second"
-    return f"{where}: {fit}{speed}"
+    return f"{_name(cell)}: {fit}{speed}"
 
 
 def _row(cell: dict, cells: Sequence[dict]) -> list[str]:
@@ -64,17 +73,19 @@ def _row(cell: dict, cells: Sequence[dict]) -> list[str]:
     counted = compiled and compiled["counted"]
     needs = compiled["needs"] if compiled else None
     total = needs["total"] if needs else analytic["params"] + analytic["cache"]
-    row += [gb(total), gb(analytic["cache"]), gb(needs["temporaries"]) if counted else "-"]
+    row += [gb(total), gb(analytic["cache"]) if analytic else "-"]
+    row.append(gb(needs["temporaries"]) if counted else "-")
     if counted:
         kinds = counted["collectives"].values()
         row += [
             str(len(counted["copies"])), str(sum(n for n, _ in kinds)),
             f"{sum(size for _, size in kinds) / 1e6:.1f}", gb(counted["hbm_bytes"]),
-            f"{counted['hbm_bytes'] / analytic['hbm_bytes']:.3f}",
+            f"{counted['hbm_bytes'] / analytic['hbm_bytes']:.3f}" if analytic else "-",
         ]  # fmt: skip
     else:
-        row += ["-", str(analytic["collectives"]), "-", gb(analytic["hbm_bytes"]), "-"]
-    row.append(f"{cell['floor_s'] * 1e3:.2f}")
+        known = (str(analytic["collectives"]), gb(analytic["hbm_bytes"])) if analytic else "--"
+        row += ["-", known[0], "-", known[1], "-"]
+    row.append(f"{cell['floor_s'] * 1e3:.2f}" if analytic else "-")
     is_predicted = cell["tok_s"] is not None
     row += [f"{cell['tok_s']:,.0f}", f"{speedup(cell, cells):.2f}"] if is_predicted else ["-"] * 2
     row.append(f"{compiled['cpu_s']:.0f}" if compiled else "-")
@@ -85,11 +96,22 @@ def text(result: dict, is_markdown: bool = False) -> str:
     """Returns the table, the best K of every place, and what the figures are."""
     cells, config = result["cells"], result["config"]
     rows = [_row(cell, cells) for cell in cells]
-    lines = [
+    is_training = config["program"] == "train"
+    about = [
         f"{config['target']}, draft {config['draft'] or 'none'}, {config['dtype']}, acceptance "
         f"{result['acceptance']['source']}", "",
+    ]  # fmt: skip
+    if is_training:
+        head = cells[0]["draft"]
+        what = f"the {head} head of {config['target']}" if head else config["target"]
+        how = ", fully sharded" if config["is_fully_sharded"] else ""
+        about = [f"One training step of {what}{how}", ""]
+    lines = [
+        *about,
         table(_HEADER, rows, numbers=_HEADER[2:5] + _HEADER[6:], is_markdown=is_markdown), "",
     ]  # fmt: skip
+    counted = [cell for cell in cells if cell["compiled"] and cell["compiled"]["counted"]]
+    lines += [f"{_name(cell)}: {_by_kind(cell)}" for cell in counted] + [""] * bool(counted)
     for one in result["best"]:
         where = f"{one['topology']} {one['mesh']} B={one['batch']} S={one['slots']}"
         if one["k"] is None:
@@ -105,9 +127,17 @@ def text(result: dict, is_markdown: bool = False) -> str:
             "A tree's speed is not predicted: acceptance by position is that of a chain, and "
             "none of this tree's was measured. Its floor and its counts stand above."
         )
+    if is_training:
+        lines.append(
+            "Bytes are of one device, collectives and HBM bytes of one step. S is the length of a "
+            "window. No floor of a step's time is modelled."
+        )
+    else:
+        lines += [
+            "", "Bytes are of one device, collectives and HBM bytes of one round. Times are floors "
+            "at the chip's published peaks: no measurement, and no program reaches them.",
+        ]  # fmt: skip
     lines += [
-        "", "Bytes are of one device, collectives and HBM bytes of one round. Times are floors at "
-        "the chip's published peaks: no measurement, and no program reaches them.",
         f"Peak memory of the planner: {result['peak_memory_bytes'] / 1e9:.2f} GB.",
     ]  # fmt: skip
     return "\n".join(lines)

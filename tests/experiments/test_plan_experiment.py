@@ -128,6 +128,10 @@ def test_measured_acceptance_is_that_of_the_named_row(tmp_path):
     ({"acceptance": "none/report.json:2"}, "there is no file none/report.json"),
     ({"target": "llama-9"}, "model is 'llama-9'; expected one of llama-3.1-8b"),
     ({"draft": "eagle4"}, "none of eagle3, mtp and ngram"),
+    ({"program": "prefill"}, "program is 'prefill'; expected decode or train"),
+    ({"program": "train"}, "is_compiled is False; expected True to train"),
+    ({"program": "train", "is_compiled": True, "topology": "h100:8"}, "expected TPUs to train"),
+    ({"is_fully_sharded": True}, "is_fully_sharded is True; expected False to decode"),
     ({"tree": "3,y"}, "the tree is '3xy'; expected children by depth"),
     ({"tree": "3,2", "draft": ""}, "tree is '3,2'; expected none without a draft"),
     ({"tree": "3,2", "draft": "ngram"}, "'ngram' drafts chains"),
@@ -144,25 +148,48 @@ def test_without_libtpu_the_message_says_how_to_install_it(monkeypatch, tmp_path
         plan.run(config(is_compiled=True), str(tmp_path))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (extra tpu)"
-)
-def test_a_plan_for_tpus_has_no_cache_copies_and_the_bytes_of_its_floor(tmp_path):
+def compiled_plan(folder: pathlib.Path, num_layers: int, **flags) -> dict:
+    """Runs the command on a small model; returns its report."""
     hf = {
         "model_type": "llama", "vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 4096,
-        "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 8,
+        "num_hidden_layers": num_layers, "num_attention_heads": 8, "num_key_value_heads": 8,
         "head_dim": 128, "max_position_embeddings": 4096,
     }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(hf))
-    flags = {"target": tmp_path, "draft": "ngram", "num_draft": 2, "mesh": "data:2,tensor:2",
-             "topology": "v5e:2x2", "batch": 8, "slots": 1024}  # fmt: skip
-    command = [sys.executable, "-m", "experiments.plan", f"--workdir={tmp_path / 'run'}"]
+    (folder / "config.json").write_text(json.dumps(hf))
+    flags |= {"target": folder, "topology": "v5e:2x2", "batch": 8}
+    command = [sys.executable, "-m", "experiments.plan", f"--workdir={folder / 'run'}"]
     command += [f"--config.{name}={value}" for name, value in flags.items()]
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    report = json.loads((tmp_path / "run" / "plan.json").read_text())
+    return json.loads((folder / "run" / "plan.json").read_text())
+
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (extra tpu)"
+)
+
+
+@pytest.mark.exhaustive
+@needs_libtpu
+def test_a_planned_training_step_holds_its_share_of_weights_and_moments(tmp_path):
+    flags = {"program": "train", "draft": "", "is_fully_sharded": True, "length": 128}
+    report = compiled_plan(tmp_path, 2, **flags)
+    (cell,) = report["cells"]
+    params = 2 * (4 * 1024**2 + 3 * 1024 * 4096) + 2 * 8192 * 1024  # norms left out
+    assert cell["compiled"]["needs"]["params"] == pytest.approx(4 * params / 4, rel=0.01)
+    state = cell["compiled"]["needs"]["state"]
+    assert state == cell["compiled"]["needs"]["aliased"] == pytest.approx(3 * params, rel=0.01)
+    assert cell["compiled"]["counted"]["collectives"]["all-gather"][0] > 0
+    assert cell["fits"] and cell["tok_s"] is None and report["best"] == []
+    assert "all-gather of" in (tmp_path / "run" / "plan.md").read_text()
+
+
+@pytest.mark.exhaustive
+@needs_libtpu
+def test_a_plan_for_tpus_has_no_cache_copies_and_the_bytes_of_its_floor(tmp_path):
+    flags = {"draft": "ngram", "num_draft": 2, "mesh": "data:2,tensor:2", "slots": 1024}
+    report = compiled_plan(tmp_path, 24, **flags)
     assert [cell["k"] for cell in report["cells"]] == [0, 2]
     for cell in report["cells"]:
         compiled = cell["compiled"]
