@@ -126,6 +126,7 @@ def test_measured_acceptance_is_that_of_the_named_row(tmp_path):
     ({"batch": "8,x"}, "batch is '8,x'; expected positive integers"),
     ({"acceptance": "1.5"}, "acceptance is '1.5'; expected rates"),
     ({"acceptance": "none/report.json:2"}, "there is no file none/report.json"),
+    ({"acceptance": __file__}, "has no row with accepted drafts"),
     ({"target": "llama-9"}, "model is 'llama-9'; expected one of llama-3.1-8b"),
     ({"draft": "eagle4"}, "none of eagle3, mtp and ngram"),
     ({"program": "prefill"}, "program is 'prefill'; expected decode or train"),
