@@ -16,6 +16,7 @@ from spec_jax import zoo
 from spec_jax.drafters import registry
 from spec_jax.drafters.loaded import LoadedHead, LoadedModel
 from spec_jax.errors import ConfigError, ModelNotLoaded, WeightsError
+from spec_jax.meshes import to_mesh
 from spec_jax.models import checkpoint, transformer
 from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.sharding import SHARDED, Rules
@@ -49,7 +50,7 @@ def check_loaded(role: str, model: Any, kind: type | types.UnionType) -> None:
 
 def load_model(
     name_or_path: str | pathlib.Path, dtype: DTypeLike = "float32", *, scan_layers: bool = False,
-    mesh: Mesh | None = None, rules: Rules = SHARDED,
+    mesh: Mesh | str | None = None, rules: Rules = SHARDED,
 ) -> LoadedModel:
     """Loads a zoo model ("zoo/target", "zoo/draft") or a Hugging Face directory.
 
@@ -67,7 +68,7 @@ def load_model(
       WeightsError: there is no such model, or its files are damaged.
       ConfigError: weights cannot have this dtype, or the mesh does not divide the model's heads.
     """  # fmt: skip
-    directory = _directory(name_or_path)
+    directory, mesh = _directory(name_or_path), to_mesh(mesh)
     dtype = _check_dtype(dtype)
     params, config = checkpoint.load_pretrained(
         directory, dtype, scan_layers=scan_layers, mesh=mesh, rules=rules
@@ -87,7 +88,8 @@ def load_model(
 
 def load_draft(
     name_or_path: str | pathlib.Path, target: LoadedModel, dtype: DTypeLike | None = None, *,
-    method: str | None = None, mesh: Mesh | None = None, rules: Rules = SHARDED, **overrides: Any,
+    method: str | None = None, mesh: Mesh | str | None = None, rules: Rules = SHARDED,
+    **overrides: Any,
 ) -> LoadedModel | LoadedHead:
     """Loads whatever drafts for a target: a model, an EAGLE head, MTP modules, or a kind of yours.
 
@@ -109,7 +111,7 @@ def load_draft(
         weights cannot have this dtype, or the mesh does not divide the draft's heads.
     """  # fmt: skip
     _check_has_config(target)
-    directory = _directory(name_or_path)
+    directory, mesh = _directory(name_or_path), to_mesh(mesh)
     kind = registry.find(method) if method is not None else registry.detect(directory)
     dtype = _check_dtype(target.params["embed"].dtype if dtype is None else dtype)
     if kind.draft == "model":

@@ -34,6 +34,7 @@ _KEPT = 256  # answers of ``from_writer`` that are kept for slow processes
 
 _watch: _Watch | None = None
 _num_said = 0
+_num_checked = 0
 _said = threading.Lock()
 
 
@@ -168,10 +169,13 @@ def check_same(values: Mapping[str, Any]) -> None:
     """
     if count() == 1:
         return
+    global _num_checked
+    _num_checked += 1
     values = {key: json.dumps(value, default=str) for key, value in values.items()}
-    _client().key_value_set(f"{_ROOT}/values/{index()}", json.dumps(values))
-    barrier("values")
-    found = {int(k): json.loads(v) for k, v in _read("values").items()}
+    folder = f"values{_num_checked}"
+    _client().key_value_set(f"{_ROOT}/{folder}/{index()}", json.dumps(values))
+    barrier(folder)
+    found = {int(k): json.loads(v) for k, v in _read(folder).items()}
     first = found.pop(0)
     different = [
         f"{key} is {other.get(key, 'missing')} in process {number} and "
@@ -194,8 +198,8 @@ def finish() -> None:
     if _watch is not None:
         barrier("end")
         _watch.is_over.set()
-        _watch = None
         jax.distributed.shutdown()
+        _watch = None
 
 
 def fail(error: BaseException | str, code: int) -> None:

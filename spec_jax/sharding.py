@@ -15,7 +15,6 @@ import contextlib
 import contextvars
 import functools
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,9 +22,7 @@ import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from spec_jax.errors import ConfigError
-from spec_jax.meshes import make_mesh as make_mesh
-from spec_jax.meshes import parse_mesh as parse_mesh
+from spec_jax.errors import ConfigError, ShapeError
 
 Rules = Mapping[str, str]
 
@@ -78,10 +75,11 @@ def check_divides(owner: str, counts: Mapping[str, int], mesh: Mesh, rules: Rule
         over = rules.get(name)
         size = mesh.shape.get(over, 1)
         if count % size and name != "kv_heads":
+            fit = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             raise ConfigError(
                 f"{owner} has {count} {name.replace('_', ' ')}, which the mesh axis {over}:{size} "
-                f"does not divide; a size that does is {math.gcd(count, size)}, and a draft may "
-                "also lie whole on every device (is_draft_replicated=True)"
+                f"does not divide; sizes that do are {fit}. A draft may also lie whole on every "
+                "device: is_draft_replicated=True"
             )
 
 
@@ -319,8 +317,12 @@ def by_row(function: Callable[..., Any]) -> Callable[..., Any]:
     Without a mesh it is the function itself.
 
     Args:
-      function: of arrays, or pytrees of them, each with the batch as its first dimension or of
-        rank 0; so is every array that it returns.
+      function: of arrays, or pytrees of them, each of rank 0 or with the batch as its first
+        dimension, or 1 in its place. Every array that it returns has the batch first.
+
+    Raises:
+      ShapeError: while tracing on a mesh, an array has something else as its first dimension, or
+        one that is returned has no batch.
     """
     mesh = ambient()
     if mesh is None:
@@ -328,8 +330,16 @@ def by_row(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args):
         rows = max(x.shape[0] for x in jax.tree.leaves(args) if x.ndim)
+        out = jax.eval_shape(function, *args)
+        given = [x.shape for x in jax.tree.leaves(args) if x.ndim and x.shape[0] not in (1, rows)]
+        returned = [x.shape for x in jax.tree.leaves(out) if x.shape[:1] != (rows,)]
+        if given or returned:
+            raise ShapeError(
+                f"by_row: of {rows} rows, arrays of shapes {given} are given and {returned} are "
+                "returned; expected the rows as the first dimension"
+            )
         axes = lambda x: PartitionSpec("batch" if x.ndim and x.shape[0] == rows else None)
         tree = lambda arrays: jax.tree.map(axes, arrays)
-        return by_shard(function, tree(args), tree(jax.eval_shape(function, *args)))(*args)
+        return by_shard(function, tree(args), tree(out))(*args)
 
     return run

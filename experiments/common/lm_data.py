@@ -68,7 +68,9 @@ def continuations(
             bar.step(f"batch of {batch} rows")
     whole = np.concatenate([*parts, [end]]).astype(np.int32)
     if processes.is_writer():
-        np.save(path, whole)
+        partial = path.with_suffix(".partial.npy")
+        np.save(partial, whole)
+        partial.replace(path)
     return whole
 
 

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from spec_jax.contracts import Model
 from spec_jax.drafters import registry
 from spec_jax.drafters.common.head import Head
+from spec_jax.meshes import to_mesh
 from spec_jax.models import layout
 from spec_jax.models.families import AnyConfig, family_of
 from spec_jax.models.params import (
@@ -70,7 +71,7 @@ class LoadedModel:
         has_panels = family_of(self.config).has_panels
         return layout.by_rows(self.params, is_tied=is_tied, has_panels=has_panels)
 
-    def on_mesh(self, mesh: Mesh, rules: Rules = SHARDED) -> LoadedModel:
+    def on_mesh(self, mesh: Mesh | str, rules: Rules = SHARDED) -> LoadedModel:
         """Returns the model with its weights on a mesh; one without a config lies whole on it.
 
         Args:
@@ -80,6 +81,7 @@ class LoadedModel:
         Raises:
           ConfigError: the mesh does not divide the heads of the model.
         """
+        mesh = to_mesh(mesh)
         if self.config is None:
             where = NamedSharding(mesh, PartitionSpec())
         else:
@@ -169,8 +171,9 @@ class LoadedHead:
     def _by_rows(self) -> Callable[[int | None], Params]:
         return layout.by_rows(self.params, has_panels=self.kind.has_panels(self.config))
 
-    def on_mesh(self, mesh: Mesh, rules: Rules = SHARDED) -> LoadedHead:
+    def on_mesh(self, mesh: Mesh | str, rules: Rules = SHARDED) -> LoadedHead:
         """Returns the head with its weights on a mesh, see ``LoadedModel``."""
+        mesh = to_mesh(mesh)
         layer, table = getattr(self.config, "layer", None), self.kind.table(self.config)
         known = table_placement(self.name, layer, table, mesh, rules)
 

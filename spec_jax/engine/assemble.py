@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 from jax.sharding import Mesh
 
 from spec_jax.config import SpeculativeConfig
@@ -23,8 +24,10 @@ from spec_jax.sharding import REPLICATED, SHARDED
 def place(
     target: LoadedModel, draft: LoadedModel | LoadedHead | None, mesh: Mesh | str | None,
     devices: Devices | None, is_draft_replicated: bool,
-) -> tuple[Mesh | None, LoadedModel, LoadedModel | LoadedHead | None]:  # fmt: skip
-    """Returns the target's mesh, and target and draft with their weights on meshes.
+) -> tuple[Mesh | None, LoadedModel, LoadedModel | LoadedHead | None, bool]:  # fmt: skip
+    """Returns the target's mesh, target and draft on meshes, and whether the draft lies whole.
+
+    Without ``mesh`` and ``devices``, weights that lie on the mesh already stay as they are split.
 
     Args:
       target: the target.
@@ -43,6 +46,7 @@ def place(
             "devices and mesh are both given; an overlapped decoder takes a mesh for each side: "
             "devices=overlap.Devices(draft=mesh, target=mesh)"
         )
+    is_there = mesh is None and devices is None
     mesh = draft_mesh = mesh_of(target.params) if mesh is None else to_mesh(mesh)
     if isinstance(devices, Devices):
         mesh = mesh_of_side(devices.target)
@@ -50,10 +54,14 @@ def place(
     if is_draft_replicated and (draft_mesh is None or draft is None):
         lacks = "mesh" if draft_mesh is None else "draft model or head"
         raise ConfigError(f"is_draft_replicated is set, and there is no {lacks}")
-    rules = REPLICATED if is_draft_replicated else SHARDED
-    target = target if mesh is None else target.on_mesh(mesh)
-    draft = draft if draft is None or draft_mesh is None else draft.on_mesh(draft_mesh, rules)
-    return mesh, target, draft
+    if mesh is not None and not is_there:
+        target = target.on_mesh(mesh)
+    if draft is not None and draft_mesh is not None:
+        if is_there and not is_draft_replicated and mesh_of(draft.params) == mesh:
+            whole = (x.sharding.is_fully_replicated for x in jax.tree.leaves(draft.params))
+            return mesh, target, draft, mesh.size > 1 and all(whole)
+        draft = draft.on_mesh(draft_mesh, REPLICATED if is_draft_replicated else SHARDED)
+    return mesh, target, draft, is_draft_replicated
 
 
 def tapped_model(target: LoadedModel, draft: LoadedModel | LoadedHead | None) -> Model:

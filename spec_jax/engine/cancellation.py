@@ -79,8 +79,11 @@ class RowCancellation:
     @property
     def is_watched(self) -> bool:
         """Whether somebody may cancel: a token was given, or the decoder's was asked for."""
-        is_watched = self._has_own or self._of_decoder.is_held
-        return is_watched if self._is_watched is None else self._is_watched
+        return self._is_watched_here if self._is_watched is None else self._is_watched
+
+    @property
+    def _is_watched_here(self) -> bool:
+        return self._has_own or self._of_decoder.is_held
 
     def rows(self) -> list[int]:
         """The rows that are cancelled by now."""
@@ -88,5 +91,5 @@ class RowCancellation:
         if not self._whole():
             rows = [row for row in rows if self._own[row]()]
         if processes.count() > 1:
-            rows, self._is_watched = processes.from_writer([rows, self.is_watched])
+            rows, self._is_watched = processes.from_writer([rows, self._is_watched_here])
         return rows

@@ -93,7 +93,9 @@ class SpeculativeDecoder:
         check_loaded("target", target, LoadedModel)
         if draft is not None:
             check_loaded("draft", draft, LoadedModel | LoadedHead)
-        where, target, draft = assemble.place(target, draft, mesh, devices, is_draft_replicated)
+        where, target, draft, is_draft_whole = assemble.place(
+            target, draft, mesh, devices, is_draft_replicated
+        )
         self._max_tokens = None
         if isinstance(config, AsyncSpecConfig):
             if target_sampler is not None or draft_sampler is not None:
@@ -116,7 +118,7 @@ class SpeculativeDecoder:
         self._model = assemble.tapped_model(target, draft)
         drafts = drafter or assemble.make_drafter(config, self._model, draft)
         self._drafter = assemble.with_adaptive(config, drafts)
-        if is_draft_replicated:
+        if is_draft_whole:
             self._drafter = replicated(self._drafter)
         self._history = assemble.make_history(config) if drafter is None else None
         is_adaptive = config is not None and config.is_adaptive

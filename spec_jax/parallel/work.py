@@ -22,11 +22,12 @@ from jax.sharding import AbstractMesh, AxisType
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.registry import kind_of
 from spec_jax.errors import ConfigError
+from spec_jax.meshes import parse_mesh
 from spec_jax.models.families import family_of
 from spec_jax.models.params import head_counts, layer_tables, outer_table
 from spec_jax.models.specs import ParamSpec
 from spec_jax.parallel.chips import Chip
-from spec_jax.sharding import REPLICATED, SHARDED, Rules, parse_mesh, spec, state_axes
+from spec_jax.sharding import REPLICATED, SHARDED, Rules, spec, state_axes
 
 _LOGIT_BYTES = 4  # float32, whatever the weights are
 

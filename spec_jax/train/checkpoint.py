@@ -122,7 +122,8 @@ class Checkpoints:
     def restore(self, state: Any, say: Callable[[str], object] = print) -> Any:
         """Returns the newest state that can be read, or ``state`` if nothing was saved.
 
-        A checkpoint that cannot be read is renamed to ``refused-STEP`` and reported.
+        A checkpoint that cannot be read is renamed to ``refused-STEP`` and reported; with several
+        processes it is an error.
 
         Args:
           state: A state of the same run, for its shapes, dtypes and shardings: a checkpoint may
@@ -130,7 +131,8 @@ class Checkpoints:
           say: Called with a sentence for each checkpoint that is refused.
 
         Raises:
-          TrainingError: There are checkpoints, and none of them can be read.
+          TrainingError: There are checkpoints, and none of them can be read; or, with several
+            processes, the newest cannot.
         """
         refused = [f"{path} was refused" for path in self._latest_path.glob("refused-*")]
         for step in sorted(self._latest.all_steps(), reverse=True):
@@ -138,13 +140,15 @@ class Checkpoints:
             try:
                 return _read(self._latest, step, state)
             except Exception as error:  # orbax and tensorstore raise of many kinds
+                if processes.count() > 1:  # the others may have read their parts: no way to agree
+                    raise TrainingError(
+                        f"{path} cannot be read ({_brief(error)}); move it away and run the same "
+                        "command again: it continues from the one before"
+                    ) from error
                 refused.append(f"{path} is refused: {_brief(error)}")
                 names = (f"refused-{step}{'-' * bool(i)}{i or ''}" for i in itertools.count())
                 aside = next(p for p in map(path.with_name, names) if not p.exists())
-                processes.barrier(f"refused {path} {aside.name}")  # all have tried to read it
-                if processes.is_writer():
-                    path.rename(aside)
-                processes.barrier(f"moved {path} {aside.name}")
+                path.rename(aside)
                 say(f"{refused[-1]}; it is now {aside.name}")
                 self._latest.reload()
         if refused:

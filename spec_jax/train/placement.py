@@ -104,7 +104,7 @@ class Placement:
         Raises:
           ConfigError: It does not; the message has both numbers.
         """
-        over = 1 if self.mesh is None else self.mesh.shape["data"]
+        over = 1 if self.mesh is None else self.mesh.shape.get("data", 1)
         if size % over:
             raise ConfigError(
                 f"{name} is {size}, which the mesh axis data:{over} does not divide; expected a "

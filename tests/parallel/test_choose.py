@@ -6,11 +6,11 @@ import pytest
 
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.engine.adaptive.policy import expected_tokens
+from spec_jax.meshes import parse_mesh
 from spec_jax.parallel.chips import Topology
 from spec_jax.parallel.choose import meshes, options
 from spec_jax.parallel.presets import PRESETS
 from spec_jax.parallel.roofline import Setting, best, decode_round, memory
-from spec_jax.sharding import parse_mesh
 
 TARGET, LARGE = PRESETS["llama-3.1-8b"], PRESETS["llama-3.1-70b"]
 HEAD = EagleConfig.of_target(TARGET, draft_vocab_size=32000)

@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from spec_jax.errors import ConfigError
+from spec_jax.meshes import make_mesh
 from spec_jax.parallel import hlo, traffic
-from spec_jax.sharding import make_mesh
 
 # Three layers of weights 256x512 and a cache [3,4,2,128,128], as a TPU's compiler writes it: a
 # round reads a slice of the weights in each layer, writes a row of the cache in place, and has a

@@ -16,13 +16,13 @@ from spec_jax.drafters.loaded import LoadedModel
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.request import make_request
 from spec_jax.errors import ConfigError
+from spec_jax.meshes import make_mesh
 from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.params import num_params
 from spec_jax.parallel import plan
 from spec_jax.parallel.chips import CHIPS
 from spec_jax.sampling import make_sampler
-from spec_jax.sharding import make_mesh
 from spec_jax.train.placement import device_bytes
 
 MESH = "data:2,tensor:4"

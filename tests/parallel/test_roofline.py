@@ -16,6 +16,7 @@ from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.engine.adaptive.policy import expected_tokens
 from spec_jax.engine.stats import predicted_speedup
 from spec_jax.errors import ConfigError
+from spec_jax.meshes import make_mesh
 from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.params import param_shardings
@@ -31,7 +32,7 @@ from spec_jax.parallel.roofline import (
     memory,
     predict,
 )  # fmt: skip
-from spec_jax.sharding import make_mesh, replicate
+from spec_jax.sharding import replicate
 from spec_jax.tree import DynamicTree, Tree
 
 TARGET, DRAFT = PRESETS["llama-3.1-8b"], PRESETS["llama-3.2-1b"]

@@ -11,13 +11,14 @@ import pytest
 from spec_jax.drafters.eagle.model import EagleConfig, head_table
 from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.errors import ConfigError
+from spec_jax.meshes import make_mesh
 from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.families.bamba import BambaConfig
 from spec_jax.models.params import num_params, param_shardings
 from spec_jax.parallel.presets import PRESETS, find_config
 from spec_jax.parallel.work import Setting, Stack, Work
-from spec_jax.sharding import make_mesh, spec, state_axes
+from spec_jax.sharding import spec, state_axes
 
 # 4 query heads, 2 key-value heads of 8.
 SMALL = ModelConfig(

@@ -66,8 +66,8 @@ def load(args: argparse.Namespace) -> dict:
 
     import spec_jax
     from spec_jax import processes
+    from spec_jax.meshes import make_mesh
     from spec_jax.models import checkpoint, parts, shards
-    from spec_jax.sharding import make_mesh
 
     if args.process is not None:
         processes.start(f"127.0.0.1:{args.port}", 2, args.process)

@@ -11,7 +11,7 @@ import functools
 
 import jax
 
-from spec_jax.sharding import make_mesh
+from spec_jax.meshes import make_mesh
 
 NAMES = ("data:1,tensor:8", "data:2,tensor:4", "data:4,tensor:2", "data:8,tensor:1")
 

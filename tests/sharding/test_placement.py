@@ -1,0 +1,53 @@
+"""Where arrays lie: weights stay as they were split, and states from round to round."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from spec_jax import SpeculativeDecoder, load_draft, load_model
+from spec_jax.engine.request import make_request
+from spec_jax.errors import ShapeError
+from spec_jax.meshes import make_mesh
+from spec_jax.sampling import make_sampler
+from spec_jax.sharding import FULLY_SHARDED, REPLICATED, by_row, named, state_axes
+
+MESH = "data:2,tensor:2"
+
+
+def test_a_decoder_leaves_weights_as_they_are_split():
+    target = load_model("zoo/draft", mesh=MESH, rules=FULLY_SHARDED)
+    draft = load_draft("zoo/draft", target, mesh=MESH, rules=REPLICATED)
+    decoder = SpeculativeDecoder(target, draft)
+    assert decoder.target.params is target.params
+    assert decoder.draft.params is draft.params
+    moved = SpeculativeDecoder(target, draft, mesh=MESH)
+    assert moved.target.params["embed"].sharding != target.params["embed"].sharding
+
+
+def test_what_has_no_rows_is_refused_by_row():
+    with jax.set_mesh(make_mesh(MESH)):
+        with pytest.raises(ShapeError, match="of 4 rows, .* expected the rows"):
+            jax.eval_shape(by_row(lambda x: x.sum()), jnp.ones((4, 2)))
+        with pytest.raises(ShapeError, match=r"shapes \[\(3,\)\] are given"):
+            jax.eval_shape(by_row(lambda x, table: x + table[0]), jnp.ones((4, 2)), jnp.ones(3))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("draft", ["zoo/draft", "zoo/eagle3"])
+def test_a_state_lies_as_it_declares_after_prefill_and_after_rounds(draft):
+    target = load_model("zoo/target", mesh=MESH)
+    decoder = SpeculativeDecoder(target, load_draft(draft, target, mesh=MESH))
+    engine, V = decoder.engine(), target.model.vocab_size
+    ids = [decoder.encode(text) for text in ("def f(x):", "import os", "for i in", "class A:")]
+    sampler = make_sampler(decoder.target_sampler, 4, V)
+    state = engine.prefill(make_request(engine.system, ids, [12] * 4, sampler, sampler))
+    for _ in range(2):
+        declared = jax.tree.map(
+            lambda x, axes: named(axes, x.shape, decoder.mesh), state, state_axes(state)
+        )
+        lies = lambda x, where: x.sharding.is_equivalent_to(where, x.ndim)
+        assert all(jax.tree.leaves(jax.tree.map(lies, state, declared)))
+        assert any(not x.sharding.is_fully_replicated for x in jax.tree.leaves(state.target))
+        state, _ = engine.generate(state, jnp.zeros(4, jnp.int32), 2)
