@@ -97,9 +97,7 @@ def assemble(
 
 def head_counts(config: Any) -> dict[str, int]:
     """Returns how many units the mesh has to divide for each logical axis that holds heads."""
-    names = {
-        "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
-    }  # fmt: skip
+    names = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
     counts = {axis: getattr(config, name) for axis, name in names.items() if hasattr(config, name)}
     mixer = getattr(config, "mixer", None)
     return counts if mixer is None else counts | {"state_heads": mixer.num_heads}
@@ -136,9 +134,7 @@ def placement(owner: str, config: AnyConfig, mesh: Mesh, rules: Rules) -> Params
     Raises:
       ConfigError: the mesh does not divide the heads.
     """
-    counts = head_counts(config)
-    check_divides(owner, counts, mesh, rules)
-    log_whole(owner, all_tables(config), mesh, rules, counts)
+    _check_heads(owner, config, all_tables(config), mesh, rules)
     return param_shardings(config, mesh, rules)
 
 
@@ -157,10 +153,17 @@ def table_placement(
     Raises:
       ConfigError: the mesh does not divide the heads.
     """
-    counts = head_counts(layer)
+    _check_heads(owner, layer, table, mesh, rules)
+    return shardings(table, mesh, rules, head_counts(layer))
+
+
+def _check_heads(
+    owner: str, config: Any, table: Mapping[str, Any], mesh: Mesh, rules: Rules
+) -> None:
+    """Refuses a mesh that does not divide the heads, and logs what else it does not divide."""
+    counts = head_counts(config)
     check_divides(owner, counts, mesh, rules)
     log_whole(owner, table, mesh, rules, counts)
-    return shardings(table, mesh, rules, counts)
 
 
 def declared(config: AnyConfig) -> Iterator[tuple[str, ParamSpec, int | None]]:
