@@ -293,22 +293,24 @@ def by_shard(
         pytree of them.
       out_axes: of the result.
     """
-    mesh = ambient()
-    if mesh is None:
+    if ambient() is None:
         return function
-    to_spec = lambda axes, x: spec(axes, x.shape, mesh)
-    is_axes = lambda x: isinstance(x, PartitionSpec)
 
     def run(*args):
-        specs = lambda axes, tree: jax.tree.map(
-            lambda a, sub: jax.tree.map(lambda x: to_spec(a, x), sub), axes, tree, is_leaf=is_axes
-        )
-        out = specs(out_axes, jax.eval_shape(function, *args))
-        return jax.shard_map(
-            function, in_specs=specs(tuple(in_axes), args), out_specs=out, check_vma=False
-        )(*args)
+        out = jax.eval_shape(function, *args)
+        return _on_shards(function, args, out, tuple(in_axes), out_axes)
 
     return run
+
+
+def _on_shards(function, args, out, in_axes, out_axes):
+    """Runs ``by_shard``'s function, whose result has the shapes ``out``."""
+    mesh, is_axes = ambient(), lambda x: isinstance(x, PartitionSpec)
+    each = lambda axes, part: jax.tree.map(lambda x: spec(axes, x.shape, mesh), part)
+    specs = lambda axes, tree: jax.tree.map(each, axes, tree, is_leaf=is_axes)
+    return jax.shard_map(
+        function, in_specs=specs(in_axes, args), out_specs=specs(out_axes, out), check_vma=False
+    )(*args)
 
 
 def by_row(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -324,8 +326,7 @@ def by_row(function: Callable[..., Any]) -> Callable[..., Any]:
       ShapeError: while tracing on a mesh, an array has something else as its first dimension, or
         one that is returned has no batch.
     """
-    mesh = ambient()
-    if mesh is None:
+    if ambient() is None:
         return function
 
     def run(*args):
@@ -340,6 +341,6 @@ def by_row(function: Callable[..., Any]) -> Callable[..., Any]:
             )
         axes = lambda x: PartitionSpec("batch" if x.ndim and x.shape[0] == rows else None)
         tree = lambda arrays: jax.tree.map(axes, arrays)
-        return by_shard(function, tree(args), tree(out))(*args)
+        return _on_shards(function, args, out, tree(args), tree(out))
 
     return run
