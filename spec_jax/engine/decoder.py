@@ -8,29 +8,21 @@ from concurrent.futures import ThreadPoolExecutor
 from jax.sharding import Mesh
 
 from spec_jax import decoding
-from spec_jax.config import (
-    GREEDY_BELOW,
-    SamplerConfig,
-    SpeculativeConfig,
-    check_integer,
-)
+from spec_jax.config import SpeculativeConfig, check_integer
 from spec_jax.config.asynchronous import AsyncSpecConfig
 from spec_jax.contracts import Drafter, Rule
-from spec_jax.drafters.common.replicated import replicated
-from spec_jax.drafters.model_free import NO_DRAFT
-from spec_jax.engine import assemble, request, stats
-from spec_jax.engine.adaptive.runner import AdaptiveState, plain_rule
+from spec_jax.engine import request, stats
 from spec_jax.engine.cancellation import CancellationToken, RowCancellation
 from spec_jax.engine.engine import Engine
+from spec_jax.engine.parts import make_parts
 from spec_jax.engine.request import Prompt, make_request
 from spec_jax.engine.session import Generation, Session
 from spec_jax.engine.stream import Stream
 from spec_jax.engine.text import TextTracker
 from spec_jax.errors import ConfigError
-from spec_jax.loading import LoadedHead, LoadedModel, check_loaded
+from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.parallel import overlap
-from spec_jax.rules import make_rule
-from spec_jax.sampling import Samplers, highest_temperature, make_sampler
+from spec_jax.sampling import Samplers, make_sampler
 
 
 class SpeculativeDecoder:
@@ -88,50 +80,15 @@ class SpeculativeDecoder:
         mesh: Mesh | str | None = None,
         is_draft_replicated: bool = False,
     ):
-        if isinstance(draft, SpeculativeConfig | AsyncSpecConfig):
-            raise ConfigError(f"draft is a {type(draft).__name__}; name it: config=...")
-        check_loaded("target", target, LoadedModel)
-        if draft is not None:
-            check_loaded("draft", draft, LoadedModel | LoadedHead)
-        where, target, draft, is_draft_whole = assemble.place(
-            target, draft, mesh, devices, is_draft_replicated
-        )
-        self._max_tokens = None
-        if isinstance(config, AsyncSpecConfig):
-            if target_sampler is not None or draft_sampler is not None:
-                raise ConfigError("samplers stand in the AsyncSpecConfig; give them once, there")
-            target_sampler, draft_sampler = config.target_sampler, config.draft_sampler
-            force_n1, self._max_tokens = force_n1 or config.force_n1, config.max_tokens
-            method = "standalone" if draft is None else draft.method
-            has_drafts = not force_n1 or draft is not None or drafter is not None
-            config = SpeculativeConfig(method, config.spec_k) if has_drafts else None
-        if not isinstance(config, SpeculativeConfig | None):
-            raise ConfigError(f"config is {config!r}; expected a SpeculativeConfig")
-        if config is None and draft is not None:
-            config = SpeculativeConfig(draft.method)
-        elif config is None and drafter is not None:
-            config = SpeculativeConfig()
-        self.target, self.draft = target, draft
-        self.target_sampler = SamplerConfig() if target_sampler is None else target_sampler
-        self.draft_sampler = draft_sampler
-        self._config, self._rule, self._has_expected = config, rule, has_expected
-        self._model = assemble.tapped_model(target, draft)
-        drafts = drafter or assemble.make_drafter(config, self._model, draft)
-        self._drafter = assemble.with_adaptive(config, drafts)
-        if is_draft_whole:
-            self._drafter = replicated(self._drafter)
-        self._history = assemble.make_history(config) if drafter is None else None
-        is_adaptive = config is not None and config.is_adaptive
-        self.adaptive = AdaptiveState(config.buckets) if is_adaptive else None
-        self._is_fallback = config is not None and not (force_n1 or target.model.can_rewind)
-        is_apart = devices is not None and not (force_n1 or self._is_fallback)
-        self._loop = overlap.make_loop(devices, timeline, stacklevel=3) if is_apart else decoding
-        self.mesh = None if self.is_overlapped else where
-        self._check_parts()
-        self.system()  # a strategy or a rule that cannot be is refused here
-        if force_n1 or self._is_fallback:
-            self._model, self._drafter = target.model, NO_DRAFT
-            self._config = self._rule = self._history = self.adaptive = None
+        self._parts = make_parts(
+            target, draft, config, target_sampler=target_sampler, draft_sampler=draft_sampler,
+            drafter=drafter, rule=rule, has_expected=has_expected, force_n1=force_n1,
+            devices=devices, timeline=timeline, mesh=mesh, is_draft_replicated=is_draft_replicated,
+        )  # fmt: skip
+        self.target, self.draft = self._parts.target, self._parts.draft
+        self.target_sampler = self._parts.target_sampler
+        self.draft_sampler = self._parts.draft_sampler
+        self.adaptive, self.mesh = self._parts.adaptive, self._parts.mesh
         self._token, self._totals = CancellationToken(), stats.RunningStats()
         self._worker = ThreadPoolExecutor(1, "spec_jax")  # starts with the first asynchronous call
 
@@ -144,22 +101,6 @@ class SpeculativeDecoder:
         """
         return cls(target, draft, config, force_n1=True, **options)
 
-    def _check_parts(self) -> None:
-        ours, theirs = self.target.model.vocab_size, self._drafter.vocab_size
-        if theirs is not None and theirs != ours:
-            raise ConfigError(
-                f"the vocabularies differ: target {self.target.name} has {ours} tokens, "
-                f"draft {self._drafter.name} has {theirs}"
-            )
-        if self.is_overlapped and self.adaptive is not None:
-            raise ConfigError("is_adaptive is set; an overlapped draft needs a fixed K")
-        a, b = self.target.tokenizer, getattr(self.draft, "tokenizer", None)
-        if a is not None and b is not None and not a.has_same_vocab(b):
-            raise ConfigError(
-                f"the vocabularies differ: {self.target.name} and {self.draft.name} give the "
-                "same ids to different tokens"
-            )
-
     @property
     def config(self) -> SpeculativeConfig | None:
         """The config with every default filled in; None for plain decoding.
@@ -171,11 +112,12 @@ class SpeculativeDecoder:
     @property
     def is_overlapped(self) -> bool:
         """Whether drafting runs on devices of its own while the target verifies."""
-        return self._loop is not decoding
+        return self._parts.is_overlapped
 
     @property
     def num_draft(self) -> int:
-        return 0 if self._config is None else self._config.num_speculative_tokens
+        """K, the maximum number of drafted tokens a round; 0 for plain decoding."""
+        return self._parts.num_draft
 
     @property
     def stats(self) -> stats.Stats:
@@ -205,37 +147,11 @@ class SpeculativeDecoder:
         Raises:
           ConfigError: the strategy cannot serve their temperature.
         """
-        if self._config is None:
-            return None
-        return self._config.resolve(
-            highest_temperature(samplers), is_sampled=self._drafter.is_sampled
-        )
+        return self._parts.resolved_config(samplers)
 
     def system(self, samplers: Samplers | None = None) -> decoding.System:
         """Returns what is compiled for these samplers: target, drafter, rule and K."""
-        samplers = self.target_sampler if samplers is None else samplers
-        config = self.resolved_config(samplers)
-        if self._rule is not None:
-            rule = self._rule
-        elif config is not None:
-            rule = make_rule(config)
-        else:
-            rule = plain_rule(highest_temperature(samplers) < GREEDY_BELOW)
-        if rule.is_greedy and highest_temperature(samplers) >= GREEDY_BELOW:
-            raise ConfigError(f"rule {rule.name!r} emits argmax tokens: it needs temperature 0")
-        if rule.needs_probs and self.num_draft == 0:
-            raise ConfigError(f"rule {rule.name!r} accepts drafts; plain decoding has none")
-        if self._drafter.tree is not None and not rule.has_trees:
-            raise ConfigError(
-                f"rule {rule.name!r} accepts chains only; trees need 'residual', 'traversal' or "
-                "'match'"
-            )
-        has_form = rule.expected_acceptance is not None and self._drafter.tree is None
-        has_expected = self._has_expected and has_form
-        system = decoding.System(self._model, self._drafter, rule, self.num_draft, has_expected)
-        if self.is_overlapped:
-            overlap.check(system)
-        return system
+        return self._parts.system(self.target_sampler if samplers is None else samplers)
 
     def engine(self, samplers: Samplers | None = None) -> Engine:
         """Returns what runs one generation: ``prefill``, ``insert`` and ``generate`` on arrays.
@@ -246,10 +162,7 @@ class SpeculativeDecoder:
         Raises:
           ConfigError: the rule cannot serve their temperature.
         """
-        return Engine(
-            self.system(samplers), self.target, self.draft, self._history, self.adaptive,
-            self._loop, self._is_fallback, self.mesh,
-        )  # fmt: skip
+        return self._parts.engine(self.target_sampler if samplers is None else samplers)
 
     def params(self, batch: int | None = None) -> dict:
         """Returns ``{"target": ..., "draft": ...}``, see ``Engine.params``."""
@@ -393,4 +306,4 @@ class SpeculativeDecoder:
         max_tokens: int | None = None,
     ) -> list[int]:  # fmt: skip
         """Maximum output tokens of each row, see ``generate``; by default the config's limit."""
-        return request.output_limits(ids, max_new_tokens, max_tokens, self._max_tokens)
+        return request.output_limits(ids, max_new_tokens, max_tokens, self._parts.max_tokens)

@@ -1,0 +1,206 @@
+"""What a ``SpeculativeDecoder`` is made of: resolved from its arguments, and checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jax.sharding import Mesh
+
+from spec_jax import decoding
+from spec_jax.config import GREEDY_BELOW, SamplerConfig, SpeculativeConfig
+from spec_jax.config.asynchronous import AsyncSpecConfig
+from spec_jax.contracts import Drafter, Model, Rule
+from spec_jax.drafters.common.replicated import replicated
+from spec_jax.drafters.model_free import NO_DRAFT
+from spec_jax.drafters.suffix import History
+from spec_jax.engine import assemble
+from spec_jax.engine.adaptive.runner import AdaptiveState, plain_rule
+from spec_jax.engine.engine import Engine
+from spec_jax.errors import ConfigError
+from spec_jax.loading import LoadedHead, LoadedModel, check_loaded
+from spec_jax.parallel import overlap
+from spec_jax.rules import make_rule
+from spec_jax.sampling import Samplers, highest_temperature
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The parts of a decoder, which fit each other.
+
+    Attributes:
+      target: the target, on its mesh.
+      draft: the draft or head, on its mesh, or None.
+      model: the target's functions, with the states that the drafter reads.
+      drafter: what drafts.
+      config: what drafts and which rule accepts; None: plain decoding.
+      rule: a rule that replaces the config's strategy, or None.
+      target_sampler: how the target's tokens are drawn, where a call does not say.
+      draft_sampler: how drafts are drawn; None: as the target's tokens.
+      has_expected: record the rule's closed-form acceptance.
+      max_tokens: maximum tokens of a row, prompt and output together, or None.
+      history: past outputs that the drafter copies from, or None.
+      adaptive: what adaptive decoding has measured; None where K is fixed.
+      loop: what decodes: ``decoding``, or an ``overlap.Overlap``.
+      is_fallback: drafts were asked for, and the target cannot rewind.
+      mesh: where the programs run; None: on the device of the weights, or overlapped.
+    """
+
+    target: LoadedModel
+    draft: LoadedModel | LoadedHead | None
+    model: Model
+    drafter: Drafter
+    config: SpeculativeConfig | None
+    rule: Rule | None
+    target_sampler: Samplers
+    draft_sampler: Samplers | None
+    has_expected: bool
+    max_tokens: int | None
+    history: History | None
+    adaptive: AdaptiveState | None
+    loop: Any
+    is_fallback: bool
+    mesh: Mesh | None
+
+    @property
+    def is_overlapped(self) -> bool:
+        """Whether drafting runs on devices of its own."""
+        return self.loop is not decoding
+
+    @property
+    def num_draft(self) -> int:
+        """K; 0 for plain decoding."""
+        return 0 if self.config is None else self.config.num_speculative_tokens
+
+    def resolved_config(self, samplers: Samplers) -> SpeculativeConfig | None:
+        """Returns the config as it is used with these samplers of the target.
+
+        Raises:
+          ConfigError: the strategy cannot serve their temperature.
+        """
+        if self.config is None:
+            return None
+        return self.config.resolve(
+            highest_temperature(samplers), is_sampled=self.drafter.is_sampled
+        )
+
+    def system(self, samplers: Samplers) -> decoding.System:
+        """Returns what is compiled for these samplers: target, drafter, rule and K.
+
+        Raises:
+          ConfigError: the rule cannot serve their temperature, or what is drafted.
+        """
+        config = self.resolved_config(samplers)
+        if self.rule is not None:
+            rule = self.rule
+        elif config is not None:
+            rule = make_rule(config)
+        else:
+            rule = plain_rule(highest_temperature(samplers) < GREEDY_BELOW)
+        if rule.is_greedy and highest_temperature(samplers) >= GREEDY_BELOW:
+            raise ConfigError(f"rule {rule.name!r} emits argmax tokens: it needs temperature 0")
+        if rule.needs_probs and self.num_draft == 0:
+            raise ConfigError(f"rule {rule.name!r} accepts drafts; plain decoding has none")
+        if self.drafter.tree is not None and not rule.has_trees:
+            raise ConfigError(
+                f"rule {rule.name!r} accepts chains only; trees need 'residual', 'traversal' or "
+                "'match'"
+            )
+        has_form = rule.expected_acceptance is not None and self.drafter.tree is None
+        has_expected = self.has_expected and has_form
+        system = decoding.System(self.model, self.drafter, rule, self.num_draft, has_expected)
+        if self.is_overlapped:
+            overlap.check(system)
+        return system
+
+    def engine(self, samplers: Samplers) -> Engine:
+        """Returns what runs one generation with these samplers of the target."""
+        return Engine(
+            self.system(samplers), self.target, self.draft, self.history, self.adaptive,
+            self.loop, self.is_fallback, self.mesh,
+        )  # fmt: skip
+
+    def without_drafts(self) -> Parts:
+        """Returns the parts that decode one token a pass."""
+        return dataclasses.replace(
+            self, model=self.target.model, drafter=NO_DRAFT, config=None, rule=None, history=None,
+            adaptive=None,
+        )  # fmt: skip
+
+
+def make_parts(
+    target: LoadedModel, draft: LoadedModel | LoadedHead | None,
+    config: SpeculativeConfig | AsyncSpecConfig | None, *, target_sampler: Samplers | None,
+    draft_sampler: Samplers | None, drafter: Drafter | None, rule: Rule | None, has_expected: bool,
+    force_n1: bool, devices: overlap.Devices | None, timeline: list[overlap.Span] | None,
+    mesh: Mesh | str | None, is_draft_replicated: bool,
+) -> Parts:  # fmt: skip
+    """Resolves the arguments of ``SpeculativeDecoder``.
+
+    Args:
+      target, draft, config: see ``SpeculativeDecoder``, as for all options.
+
+    Raises:
+      ModelNotLoaded: target or draft is a path, a config, or has no weights.
+      ConfigError: the parts do not fit each other.
+    """
+    if isinstance(draft, SpeculativeConfig | AsyncSpecConfig):
+        raise ConfigError(f"draft is a {type(draft).__name__}; name it: config=...")
+    check_loaded("target", target, LoadedModel)
+    if draft is not None:
+        check_loaded("draft", draft, LoadedModel | LoadedHead)
+    where, target, draft, is_draft_whole = assemble.place(
+        target, draft, mesh, devices, is_draft_replicated
+    )
+    max_tokens = None
+    if isinstance(config, AsyncSpecConfig):
+        if target_sampler is not None or draft_sampler is not None:
+            raise ConfigError("samplers stand in the AsyncSpecConfig; give them once, there")
+        target_sampler, draft_sampler = config.target_sampler, config.draft_sampler
+        force_n1, max_tokens = force_n1 or config.force_n1, config.max_tokens
+        method = "standalone" if draft is None else draft.method
+        has_drafts = not force_n1 or draft is not None or drafter is not None
+        config = SpeculativeConfig(method, config.spec_k) if has_drafts else None
+    if not isinstance(config, SpeculativeConfig | None):
+        raise ConfigError(f"config is {config!r}; expected a SpeculativeConfig")
+    if config is None and draft is not None:
+        config = SpeculativeConfig(draft.method)
+    elif config is None and drafter is not None:
+        config = SpeculativeConfig()
+    target_sampler = SamplerConfig() if target_sampler is None else target_sampler
+    model = assemble.tapped_model(target, draft)
+    drafts = drafter or assemble.make_drafter(config, model, draft)
+    drafts = assemble.with_adaptive(config, drafts)
+    if is_draft_whole:
+        drafts = replicated(drafts)
+    history = assemble.make_history(config) if drafter is None else None
+    is_adaptive = config is not None and config.is_adaptive
+    is_fallback = config is not None and not (force_n1 or target.model.can_rewind)
+    is_apart = devices is not None and not (force_n1 or is_fallback)
+    loop = overlap.make_loop(devices, timeline, stacklevel=4) if is_apart else decoding
+    parts = Parts(
+        target, draft, model, drafts, config, rule, target_sampler, draft_sampler, has_expected,
+        max_tokens, history, AdaptiveState(config.buckets) if is_adaptive else None, loop,
+        is_fallback, where if loop is decoding else None,
+    )  # fmt: skip
+    _check(parts)
+    parts.system(target_sampler)  # a strategy or a rule that cannot be is refused here
+    return parts.without_drafts() if force_n1 or is_fallback else parts
+
+
+def _check(parts: Parts) -> None:
+    """Checks that the vocabularies are one, and that K may vary where it does."""
+    target, draft, drafter = parts.target, parts.draft, parts.drafter
+    if drafter.vocab_size is not None and drafter.vocab_size != target.model.vocab_size:
+        raise ConfigError(
+            f"the vocabularies differ: target {target.name} has {target.model.vocab_size} tokens, "
+            f"draft {drafter.name} has {drafter.vocab_size}"
+        )
+    if parts.is_overlapped and parts.adaptive is not None:
+        raise ConfigError("is_adaptive is set; an overlapped draft needs a fixed K")
+    a, b = target.tokenizer, getattr(draft, "tokenizer", None)
+    if a is not None and b is not None and not a.has_same_vocab(b):
+        raise ConfigError(
+            f"the vocabularies differ: {target.name} and {draft.name} give the "
+            "same ids to different tokens"
+        )
