@@ -142,11 +142,13 @@ class Proposal:
         depths = self.paths.sum(axis=-1, dtype=jnp.int32)[..., 1:] - 1
         return jnp.where(self.is_offered, depths, 0).max(axis=-1)
 
-    def has_children(self, node: jax.Array) -> jax.Array:
-        """bool[B], whether a child of ``node`` (i32[B]) is offered."""
-        if self.parents is None:
-            return node < self.n_draft
-        return (self.is_offered & (self.parents == node[..., None])).any(axis=-1)
+    def first_child(self, node: jax.Array) -> jax.Array:
+        """i32[B], the first token that is offered as a child of ``node`` (i32[B]); -1 for none."""
+        K = self.tokens.shape[-1]
+        parents = jnp.arange(K) if self.parents is None else self.parents
+        is_child = self.is_offered & (parents == node[..., None])
+        is_first = is_child & (jnp.cumsum(is_child, axis=-1) == 1)
+        return jnp.where(is_first, self.tokens, -1).max(axis=-1, initial=-1)
 
 
 @flax.struct.dataclass

@@ -107,6 +107,7 @@ def init_state(
         tokens=empty.at[:, :T].set(jnp.where(is_prompt, tokens, 0)),
         kind=empty.astype(jnp.int8),
         offered=jnp.full((B, slots), -1, jnp.int16),
+        rejected=empty - 1,
         prompt_length=lengths,
         limit=limit,
         finish=jnp.zeros((B,), jnp.int32),

@@ -237,10 +237,12 @@ def emit(
     n = n if max_emit is None else jnp.minimum(n, max_emit)
     n_emit, finish = apply_limits(state, verdict.tokens, total, n, fault)
     index = jnp.arange(verdict.tokens.shape[1])
-    own = jnp.where(proposal.has_children(verdict.last), Kind.CORRECTED, Kind.BONUS)
+    rejected = proposal.first_child(verdict.last)
+    own = jnp.where(rejected >= 0, Kind.CORRECTED, Kind.BONUS)
     kind = jnp.where(index < verdict.n_accept[:, None], Kind.ACCEPTED, own[:, None])
     offered = jnp.where(index == 0, proposal.levels[:, None], -1)
-    record = {"tokens": verdict.tokens, "kind": kind, "offered": offered}
+    rejected = jnp.where(index == verdict.n_accept[:, None], rejected[:, None], -1)
+    record = {"tokens": verdict.tokens, "kind": kind, "offered": offered, "rejected": rejected}
     if system.has_expected:
         expected = functools.partial(_expected, rule)
         args = (scores.replace(features=None), proposal, verdict)

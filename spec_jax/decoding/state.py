@@ -72,6 +72,7 @@ class DecodeState:
     tokens: jax.Array  # i32[B,M], prompt and output, left-aligned
     kind: jax.Array  # i8[B,M], a Kind for each token
     offered: jax.Array  # i16[B,M], levels of drafts offered by the round that begins here, or -1
+    rejected: jax.Array  # i32[B,M], the draft (of siblings the first) that was rejected here, or -1
     prompt_length: jax.Array  # i32[B]
     limit: jax.Array  # i32[B], maximum tokens of a row, prompt and output
     finish: jax.Array  # i32[B], a Finish
@@ -120,12 +121,13 @@ class Record(NamedTuple):
     """What is kept of the output: of all rows, or of one row without the batch dimension.
 
     Attributes:
-      tokens, kind, offered, prompt_length, finish, expected: as in the state.
+      tokens, kind, offered, rejected, prompt_length, finish, expected: as in the state.
     """
 
     tokens: jax.Array
     kind: jax.Array
     offered: jax.Array
+    rejected: jax.Array
     prompt_length: jax.Array
     finish: jax.Array
     expected: jax.Array | None

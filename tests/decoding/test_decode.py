@@ -373,12 +373,11 @@ def test_every_kind_is_recorded_where_it_happened():
     state, _ = decoding.generate(
         d.params(), state, jnp.zeros(1, jnp.int32), jnp.int32(9), system=d.system()
     )
-    k = Kind
     assert np.asarray(state.tokens)[0, 2:8].tolist() == list(plain)
-    assert np.asarray(state.kind)[0, 2:8].tolist() == [
-        k.FIRST, k.ACCEPTED, k.ACCEPTED, k.BONUS, k.ACCEPTED, k.CORRECTED,
-    ]
+    kinds = "FIRST ACCEPTED ACCEPTED BONUS ACCEPTED CORRECTED".split()
+    assert [Kind(k).name for k in state.kind[0, 2:8].tolist()] == kinds
     assert np.asarray(state.offered)[0, 2:8].tolist() == [-1, 2, -1, -1, 2, -1]
+    assert np.asarray(state.rejected)[0, 2:8].tolist() == [-1] * 5 + [(plain[5] + 1) % TOY]
 
 
 @pytest.mark.exhaustive

@@ -105,7 +105,7 @@ def test_on_a_chain_a_tree_rule_is_the_chain_rule(name, is_sampled):
     np.testing.assert_array_equal(a.tokens, b.tokens)
     np.testing.assert_allclose(a.accept_probs, b.accept_probs, atol=1e-5)
     np.testing.assert_allclose(a.replacement, b.replacement, atol=1e-5)
-    np.testing.assert_array_equal(proposal.has_children(a.last), as_tree.has_children(b.last))
+    np.testing.assert_array_equal(proposal.first_child(a.last), as_tree.first_child(b.last))
     np.testing.assert_array_equal(proposal.levels, as_tree.levels)
 
 
