@@ -16,7 +16,8 @@ ROOMS = (
     ("shapes", "rng", "tree", "sharding", "processes"),
     ("config", "contracts"), ("sampling",),
     ("models", "rules"), ("drafters/common", "data"), ("train",), ("drafters",),
-    ("decoding", "zoo"), ("loading",), ("engine/adaptive", "engine/cancellation", "parallel"),
+    ("decoding", "zoo"), ("loading",),
+    ("named", "engine/adaptive", "engine/cancellation", "parallel"),
     ("engine",), ("parallel/plan",), ("testing",), ("reference",), ("__init__",),
 )  # fmt: skip
 LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}

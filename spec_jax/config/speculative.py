@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import pathlib
 from collections.abc import Mapping
@@ -184,16 +185,28 @@ class SpeculativeConfig:
     def uses_logit_comparison(self) -> bool:
         return self.rejection_sampling_strategy == "logit-comparison"
 
-    def resolve(self, temperature: float, *, is_sampled: bool) -> SpeculativeConfig:
-        """Fills in the strategy.
+    def resolve(
+        self, temperature: float, *, is_sampled: bool, drafter: str | None = None,
+        rule: str | None = None,
+    ) -> SpeculativeConfig:  # fmt: skip
+        """Fills in the strategy, and the names of what stands in for method and strategy.
 
         Args:
           temperature: the highest of the target's temperatures in the batch.
           is_sampled: the drafter draws from a distribution.
+          drafter: the name of the drafter of your own that drafts in place of the method, if any.
+          rule: likewise of the rule that accepts in place of the strategy.
 
         Raises:
           ConfigError: the strategy cannot serve this temperature or this drafter.
         """
+        strategy = self._strategy(temperature, is_sampled) if rule is None else rule
+        resolved = copy.copy(self)  # names of your own are none that a new config may have
+        object.__setattr__(resolved, "rejection_sampling_strategy", strategy)
+        object.__setattr__(resolved, "speculative_method", drafter or self.speculative_method)
+        return resolved
+
+    def _strategy(self, temperature: float, is_sampled: bool) -> str:
         strategy = self.rejection_sampling_strategy
         if strategy is None and self.is_synthetic:
             strategy = "synthetic"
@@ -211,7 +224,7 @@ class SpeculativeConfig:
                 "strategy 'logit-comparison' compares the draft's logits, and a drafter that "
                 f"takes the likeliest or copies ({self.speculative_method}) has none; use 'match'"
             )
-        return dataclasses.replace(self, rejection_sampling_strategy=strategy)
+        return strategy
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SpeculativeConfig:

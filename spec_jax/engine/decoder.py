@@ -41,8 +41,8 @@ class SpeculativeDecoder:
         ``AsyncSpecConfig`` become the decoder's.
       target_sampler: how the target's tokens are drawn; greedy by default.
       draft_sampler: how drafts are drawn; by default as the target's tokens.
-      drafter: a ``Drafter`` of your own in place of the config's method; ``draft`` then
-        holds its parameters, if it has any.
+      drafter: a ``Drafter`` of your own in place of the config's method, or ``make(target)``
+        that returns one; ``draft`` then holds its parameters, if it has any.
       rule: a ``Rule`` of your own in place of the config's strategy.
       has_expected: record the rule's closed-form acceptance beside the measured one.
       force_n1: check draft and config, and then draft nothing (see ``new_n1``).
@@ -71,7 +71,7 @@ class SpeculativeDecoder:
         *,
         target_sampler: Samplers | None = None,
         draft_sampler: Samplers | None = None,
-        drafter: Drafter | None = None,
+        drafter: Drafter | Callable[[LoadedModel], Drafter] | None = None,
         rule: Rule | None = None,
         has_expected: bool = False,
         force_n1: bool = False,
@@ -105,7 +105,7 @@ class SpeculativeDecoder:
     def config(self) -> SpeculativeConfig | None:
         """The config with every default filled in; None for plain decoding.
 
-        A rule of your own replaces its strategy.
+        A drafter or a rule of your own is named in place of the method or the strategy.
         """
         return self.resolved_config(self.target_sampler)
 

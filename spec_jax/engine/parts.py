@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from jax.sharding import Mesh
 
-from spec_jax import decoding
+from spec_jax import decoding, named
 from spec_jax.config import GREEDY_BELOW, SamplerConfig, SpeculativeConfig
 from spec_jax.config.asynchronous import AsyncSpecConfig
 from spec_jax.contracts import Drafter, Model, Rule
@@ -35,6 +36,7 @@ class Parts:
       drafter: what drafts.
       config: what drafts and which rule accepts; None: plain decoding.
       rule: a rule that replaces the config's strategy, or None.
+      own_drafter: the name of a drafter that replaces the config's method, or None.
       target_sampler: how the target's tokens are drawn, where a call does not say.
       draft_sampler: how drafts are drawn; None: as the target's tokens.
       has_expected: record the rule's closed-form acceptance.
@@ -52,6 +54,7 @@ class Parts:
     drafter: Drafter
     config: SpeculativeConfig | None
     rule: Rule | None
+    own_drafter: str | None
     target_sampler: Samplers
     draft_sampler: Samplers | None
     has_expected: bool
@@ -81,8 +84,9 @@ class Parts:
         if self.config is None:
             return None
         return self.config.resolve(
-            highest_temperature(samplers), is_sampled=self.drafter.is_sampled
-        )
+            highest_temperature(samplers), is_sampled=self.drafter.is_sampled,
+            drafter=self.own_drafter, rule=self.rule and self.rule.name,
+        )  # fmt: skip
 
     def system(self, samplers: Samplers) -> decoding.System:
         """Returns what is compiled for these samplers: target, drafter, rule and K.
@@ -131,9 +135,9 @@ class Parts:
 def make_parts(
     target: LoadedModel, draft: LoadedModel | LoadedHead | None,
     config: SpeculativeConfig | AsyncSpecConfig | None, *, target_sampler: Samplers | None,
-    draft_sampler: Samplers | None, drafter: Drafter | None, rule: Rule | None, has_expected: bool,
-    force_n1: bool, devices: overlap.Devices | None, timeline: list[overlap.Span] | None,
-    mesh: Mesh | str | None, is_draft_replicated: bool,
+    draft_sampler: Samplers | None, drafter: Drafter | Callable | None, rule: Rule | None,
+    has_expected: bool, force_n1: bool, devices: overlap.Devices | None,
+    timeline: list[overlap.Span] | None, mesh: Mesh | str | None, is_draft_replicated: bool,
 ) -> Parts:  # fmt: skip
     """Resolves the arguments of ``SpeculativeDecoder``.
 
@@ -168,6 +172,8 @@ def make_parts(
     elif config is None and drafter is not None:
         config = SpeculativeConfig()
     target_sampler = SamplerConfig() if target_sampler is None else target_sampler
+    drafter = None if drafter is None else named.to_drafter(drafter, target)
+    rule = None if rule is None else named.to_rule(rule)
     model = assemble.tapped_model(target, draft)
     drafts = drafter or assemble.make_drafter(config, model, draft)
     drafts = assemble.with_adaptive(config, drafts)
@@ -179,9 +185,10 @@ def make_parts(
     is_apart = devices is not None and not (force_n1 or is_fallback)
     loop = overlap.make_loop(devices, timeline, stacklevel=4) if is_apart else decoding
     parts = Parts(
-        target, draft, model, drafts, config, rule, target_sampler, draft_sampler, has_expected,
-        max_tokens, history, AdaptiveState(config.buckets) if is_adaptive else None, loop,
-        is_fallback, where if loop is decoding else None,
+        target, draft, model, drafts, config, rule, drafter and drafter.name, target_sampler,
+        draft_sampler, has_expected, max_tokens, history,
+        AdaptiveState(config.buckets) if is_adaptive else None, loop, is_fallback,
+        where if loop is decoding else None,
     )  # fmt: skip
     _check(parts)
     parts.system(target_sampler)  # a strategy or a rule that cannot be is refused here

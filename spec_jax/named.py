@@ -1,0 +1,151 @@
+"""Rules and drafters of your own: as records, as functions that make them, or by name.
+
+A name is ``module:NAME``, of a module in the current directory or on Python's path.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+import os
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any
+
+from spec_jax.config import STRATEGIES, SpeculativeConfig
+from spec_jax.contracts import Drafter, Rule
+from spec_jax.errors import ConfigError
+from spec_jax.loading import LoadedHead, LoadedModel
+from spec_jax.rules import make_rule
+
+_FORMS = {
+    "rule": "a Rule, or a function without arguments that returns one",
+    "drafter": "a Drafter, or a function of the target, make(target), that returns one",
+}
+
+
+def to_rule(rule: Rule | Callable[[], Rule] | str) -> Rule:
+    """Returns the rule that is meant.
+
+    Args:
+      rule: a ``Rule``; a function without arguments that returns one; the name of a rule of the
+        package, such as "block"; or ``module:NAME`` of one of the first two.
+
+    Raises:
+      ConfigError: there is no such module, name or rule, or it is something else.
+    """
+    if isinstance(rule, str) and ":" not in rule:
+        if rule not in STRATEGIES:
+            raise ConfigError(
+                f"rule is {rule!r}; expected module:NAME, or one of {', '.join(STRATEGIES)}"
+            )
+        return make_rule(SpeculativeConfig(rejection_sampling_strategy=rule))
+    return _make("rule", rule, Rule)
+
+
+def to_drafter(
+    drafter: Drafter | Callable[[LoadedModel], Drafter] | str, target: LoadedModel
+) -> Drafter:
+    """Returns the drafter that is meant.
+
+    Args:
+      drafter: a ``Drafter``; a function of the target that returns one; or ``module:NAME`` of
+        either.
+      target: the model that it drafts for.
+
+    Raises:
+      ConfigError: there is no such module or name, or it is something else.
+    """
+    return _make("drafter", drafter, Drafter, target)
+
+
+def find(name: str, what: str) -> Any:
+    """Returns what ``module:NAME`` names, in a module that is imported if it was not before.
+
+    Args:
+      name: the module with its packages, as in an import, and a name in it.
+      what: what the errors call it, "rule" or "drafter".
+
+    Raises:
+      ConfigError: it is no such name, or the module cannot be imported.
+    """
+    module_name, _, path = name.partition(":")
+    parts = [*module_name.split("."), *path.split(".")]
+    if not all(part.isidentifier() for part in parts) or module_name.endswith(".py"):
+        raise ConfigError(
+            f"{what} is {name!r}; expected module:NAME as in an import, such as "
+            f"my_{what}:{'make' if what == 'drafter' else 'rule'} for my_{what}.py in this folder"
+        )
+    module = _import(module_name, f"{what} is {name!r}")
+    try:
+        return functools.reduce(getattr, path.split("."), module)
+    except AttributeError:
+        close = difflib.get_close_matches(path, vars(module), 1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise ConfigError(
+            f"{what} is {name!r}; {module.__file__} has no name {path!r}{hint}"
+        ) from None
+
+
+def _import(name: str, said: str) -> types.ModuleType:
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # as with `python -m`; last, so that it hides no package
+    importlib.invalidate_caches()  # the file may be newer than the folder's listing
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        lacks = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+        if lacks and f"{name}.".startswith(f"{lacks}."):
+            raise ConfigError(
+                f"{said}; there is no module {lacks!r} in {here} or on Python's path"
+            ) from None
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if f.filename != __file__ and "importlib" not in f.filename]
+        where = f", at {own[0].filename}:{own[0].lineno}" if own else ""
+        raise ConfigError(
+            f"{said}; importing {name} failed: {type(error).__name__}: {error}{where}"
+        ) from error
+
+
+def _make(what: str, given: Any, kind: type, *args: Any) -> Any:
+    """Returns a record of ``kind``, given as itself, as a function of ``args``, or by name."""
+    said = what
+    if isinstance(given, str):
+        said, given = f"{what} {given}", find(given, what)
+    elif callable(given):
+        said = f"{what} {getattr(given, '__qualname__', given)}"
+    if isinstance(given, kind):
+        return given
+    if not callable(given):
+        raise ConfigError(f"{said} is of type {type(given).__name__}; expected {_FORMS[what]}")
+    try:
+        inspect.signature(given).bind(*args)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"{said} takes other arguments ({', '.join(_parameters(given))}); expected "
+            f"{_FORMS[what]}{_hint(what)}"
+        ) from None
+    made = given(*args)
+    if not isinstance(made, kind):
+        hint = "; give models and heads as draft=" * isinstance(made, LoadedModel | LoadedHead)
+        raise ConfigError(
+            f"{said} returned an object of type {type(made).__name__}; expected "
+            f"{_FORMS[what]}{hint}"
+        )
+    return made
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # of some builtins
+        return ["unknown"]
+
+
+def _hint(what: str) -> str:
+    return ": Rule(name, batched(function), is_lossless=...)" if what == "rule" else ""
