@@ -64,6 +64,36 @@ def place(
     return mesh, target, draft, is_draft_replicated
 
 
+def check_same_tokens(target: LoadedModel, draft: LoadedModel | LoadedHead | None) -> None:
+    """Checks that a draft model has the tokens of its target.
+
+    Tokenizers decide where both have one; their embeddings may then be padded to different sizes.
+    Otherwise both must have as many ids, or as many tokens.
+
+    Args:
+      target: the target.
+      draft: what drafts for it; a head has the ids of its target, see ``tapped_model``.
+
+    Raises:
+      ConfigError: the tokens differ, or the draft has no embedding for one of them.
+    """
+    if not isinstance(draft, LoadedModel):
+        return
+    ours, theirs = target.model, draft.model
+    differ, tokens = "the vocabularies differ: ", (ours.last_id + 1, theirs.last_id + 1)
+    has_tokenizers = None not in (target.tokenizer, draft.tokenizer)
+    if has_tokenizers and not target.tokenizer.has_same_vocab(draft.tokenizer):
+        raise ConfigError(
+            f"{differ}{target.name} and {draft.name} give the same ids to different tokens"
+        )
+    is_same = has_tokenizers or theirs.vocab_size == ours.vocab_size or tokens[0] == tokens[1]
+    if not is_same or theirs.vocab_size < tokens[0]:
+        raise ConfigError(
+            f"{differ}target {target.name} has {tokens[0]} tokens, draft {draft.name} has "
+            f"{tokens[1]}"
+        )
+
+
 def tapped_model(target: LoadedModel, draft: LoadedModel | LoadedHead | None) -> Model:
     """Returns the target's functions, with the states that the draft reads.
 

@@ -174,6 +174,8 @@ def make_parts(
     target_sampler = SamplerConfig() if target_sampler is None else target_sampler
     drafter = None if drafter is None else named.to_drafter(drafter, target)
     rule = None if rule is None else named.to_rule(rule)
+    if drafter is None:
+        assemble.check_same_tokens(target, draft)
     model = assemble.tapped_model(target, draft)
     drafts = drafter or assemble.make_drafter(config, model, draft)
     drafts = assemble.with_adaptive(config, drafts)
@@ -196,18 +198,12 @@ def make_parts(
 
 
 def _check(parts: Parts) -> None:
-    """Checks that the vocabularies are one, and that K may vary where it does."""
-    target, draft, drafter = parts.target, parts.draft, parts.drafter
+    """Checks that the drafter has the target's ids, and that K may vary where it does."""
+    target, drafter = parts.target, parts.drafter
     if drafter.vocab_size is not None and drafter.vocab_size != target.model.vocab_size:
         raise ConfigError(
-            f"the vocabularies differ: target {target.name} has {target.model.vocab_size} tokens, "
-            f"draft {drafter.name} has {drafter.vocab_size}"
+            f"the vocabularies differ: target {target.name} has {target.model.vocab_size} ids, "
+            f"drafter {drafter.name} has {drafter.vocab_size}"
         )
     if parts.is_overlapped and parts.adaptive is not None:
         raise ConfigError("is_adaptive is set; an overlapped draft needs a fixed K")
-    a, b = target.tokenizer, getattr(draft, "tokenizer", None)
-    if a is not None and b is not None and not a.has_same_vocab(b):
-        raise ConfigError(
-            f"the vocabularies differ: {target.name} and {draft.name} give the "
-            "same ids to different tokens"
-        )

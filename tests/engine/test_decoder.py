@@ -149,7 +149,7 @@ def test_text_without_a_tokenizer_is_refused():
 
 
 def test_vocabularies_that_differ_are_refused(stories):
-    with pytest.raises(ConfigError, match="target mock-0 has 4 tokens, draft standalone has 5"):
+    with pytest.raises(ConfigError, match="target mock-0 has 4 tokens, draft mock-0 has 5"):
         SpeculativeDecoder(testing.mock_model(4), testing.mock_model(5))
     backend = type(stories.tokenizer.backend).from_str(stories.tokenizer.backend.to_str())
     backend.add_tokens(["<other>"])

@@ -1,12 +1,44 @@
-"""Which of the target's tokens a head can draft."""
+"""Which of the target's ids a draft can propose."""
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spec_jax.contracts import Model
 from spec_jax.errors import WeightsError
+from spec_jax.models.layers import constrain_logits
+
+
+@functools.cache
+def aligned(model: Model, target: Model) -> Model:
+    """Returns a draft model whose logits are over the target's ids.
+
+    Models of one tokenizer may pad their embeddings to different sizes. Ids that the target does
+    not have are cut off, and ids that only pad get -inf, so none of them is ever drafted.
+
+    Args:
+      model: the draft. It must embed every token of the target.
+      target: the model that it drafts for.
+
+    Returns:
+      The same object where nothing has to change.
+    """
+    V, last = target.vocab_size, min(target.last_id, model.last_id)
+    if model.vocab_size == V and model.last_id == last:
+        return model
+
+    def unembed(params, hidden):
+        logits = model.unembed(params, hidden)[..., :V]
+        missing = [(0, 0)] * (logits.ndim - 1) + [(0, V - logits.shape[-1])]
+        logits = jnp.pad(logits, missing, constant_values=-jnp.inf)
+        return constrain_logits(jnp.where(jnp.arange(V) <= last, logits, -jnp.inf))
+
+    num_tokens = None if last == V - 1 else last + 1
+    return model._replace(vocab_size=V, unembed=unembed, num_tokens=num_tokens)
 
 
 def draft_ids(head: dict) -> jax.Array | None:

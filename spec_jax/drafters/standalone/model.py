@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from spec_jax.contracts import CatchUp, Context, Drafter, Model
 from spec_jax.drafters.common.chain import draft_chain
 from spec_jax.drafters.common.tree import draft_tree
+from spec_jax.drafters.common.vocabulary import aligned
 from spec_jax.drafters.registry import DrafterKind
 from spec_jax.errors import ConfigError
 from spec_jax.models.families import family_of_type
@@ -167,7 +168,9 @@ def is_model(hf: Mapping[str, Any], names: AbstractSet[str]) -> bool:
 STANDALONE = DrafterKind(
     name="standalone",
     draft="model",
-    drafter=lambda draft, target, config: standalone(draft.model, config.tree_shape),
+    drafter=lambda draft, target, config: standalone(
+        aligned(draft.model, target), config.tree_shape
+    ),
     pass_width=lambda num_draft, tree: FIRST_TOKENS,
     detect=is_model,
 )

@@ -1,0 +1,139 @@
+"""Pairs of one tokenizer whose embeddings are padded to different sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.tiny_models import LLAMA, random_weights
+from support.tiny_tokenizers import letters
+
+from spec_jax import testing
+from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.drafters.common.vocabulary import aligned
+from spec_jax.drafters.standalone.model import standalone
+from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.errors import ConfigError
+from spec_jax.loading import LoadedModel
+from spec_jax.models import transformer
+from spec_jax.models.config import ModelConfig
+from spec_jax.rules import make_rule
+
+N = 3  # tokens; further ids are padding
+WARM = SamplerConfig(temperature=1.0)
+
+
+def toy(size: int, seed: int) -> LoadedModel:
+    """A toy of N tokens and ``size`` ids. Its table would emit padding with near certainty."""
+    real = np.random.default_rng(seed).standard_normal((N, N, N)).astype(np.float32)
+    table = np.full((size, size, size), 30.0, np.float32)
+    table[:N, :N, :N] = real
+    model = testing.toy_model(size)
+    if size > N:
+        mask = lambda params, hidden: jnp.where(jnp.arange(size) < N, hidden, -jnp.inf)
+        model = model._replace(num_tokens=N, unembed=mask)
+    params = {"logits": jnp.asarray(table.reshape(-1, size)), "real": real}
+    return LoadedModel(f"toy of {size}", model, params, letters(N))
+
+
+def real_logits(params, tokens):
+    a, b = (0, *tokens)[-2:]
+    return params["real"][a, b]
+
+
+@pytest.mark.parametrize("sizes", [(5, 4), (3, 6)], ids=str)
+@pytest.mark.parametrize("strategy", ["greedy", "match"])
+def test_tokens_equal_plain_decodings(sizes, strategy):
+    """The draft is the target with other padding, so that every draft is accepted."""
+    target, draft = (toy(size, 0) for size in sizes)
+    prompts, sampler = [[0, 1], [2], [1, 1, 2]], SamplerConfig() if strategy == "greedy" else WARM
+    plain = SpeculativeDecoder(target, target_sampler=sampler).generate(prompts, 21)
+    config = SpeculativeConfig(num_speculative_tokens=3, rejection_sampling_strategy=strategy)
+    decoder = SpeculativeDecoder(target, draft, config, target_sampler=sampler)
+    rows = decoder.generate(prompts, 21)
+    assert [row.tokens for row in rows] == [row.tokens for row in plain]
+    assert max(max(row.tokens) for row in rows) < N
+    assert decoder.stats.drafted == decoder.stats.accepted > 0
+
+
+@pytest.mark.parametrize("sizes", [(5, 4), (4, 5)], ids=str)
+def test_enumerated_distribution_is_the_targets(sizes):
+    target, draft = toy(sizes[0], 0), toy(sizes[1], 1)
+    V = sizes[0]
+
+    def whole(logits):
+        return np.concatenate([logits, np.full(V - N, -np.inf)])
+
+    def draft_distribution(row, output, drafted):
+        logits = whole(real_logits(draft.params, (*row.prompt, *output, *drafted)))
+        return testing.reference_distribution(logits, row.draft, row.prompt, output)
+
+    testing.certify_rule(
+        make_rule(SpeculativeConfig(rejection_sampling_strategy="residual")),
+        vocab_size=V, num_draft=2, num_tokens=3, target=target.model,
+        drafter=standalone(aligned(draft.model, target.model)),
+        rows=[testing.Row((0, 1), WARM, SamplerConfig(temperature=0.7))],
+        params={"target": target.params, "draft": draft.params},
+        draft_distribution=draft_distribution,
+        logits_of=lambda params, tokens: whole(real_logits(params, tokens)),
+    )  # fmt: skip
+
+
+def test_a_pair_of_equal_sizes_stays_as_it_is():
+    target, draft = toy(5, 0), toy(5, 1)
+    assert aligned(draft.model, target.model) is draft.model
+
+
+def test_padding_is_not_drafted_by_a_model_without_a_tokenizer():
+    target, draft = toy(5, 0), testing.mock_model(5)
+    logits = aligned(draft.model, target.model).unembed(None, jnp.arange(5.0))
+    np.testing.assert_array_equal(logits, [0, 1, 2, -np.inf, -np.inf])
+
+
+def test_tokens_decide_where_there_are_no_tokenizers():
+    blank = lambda model: dataclasses.replace(model, tokenizer=None)
+    SpeculativeDecoder(blank(toy(5, 0)), blank(toy(4, 1)))  # 3 tokens each
+    with pytest.raises(ConfigError, match="target toy of 5 has 3 tokens, draft mock-0 has 4"):
+        SpeculativeDecoder(toy(5, 0), testing.mock_model(4))
+
+
+def test_a_draft_that_lacks_tokens_is_refused():
+    """The tokenizers are equal, and the draft was never resized for the tokens added last."""
+    target = dataclasses.replace(toy(5, 0), tokenizer=letters(5))
+    target = dataclasses.replace(target, model=testing.toy_model(5))
+    draft = dataclasses.replace(toy(4, 1), tokenizer=letters(5))
+    with pytest.raises(ConfigError, match="target toy of 5 has 5 tokens, draft toy of 4 has 3"):
+        SpeculativeDecoder(target, draft)
+
+
+def test_other_tokens_are_refused_whatever_their_number():
+    other = dataclasses.replace(toy(5, 1), tokenizer=letters(4))
+    with pytest.raises(ConfigError, match="different tokens"):
+        SpeculativeDecoder(toy(5, 0), other)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("sizes", "strategy"), [((32, 30), "match"), ((30, 32), "residual")])
+def test_a_padded_pair_decodes_on_a_mesh(sizes, strategy):
+    """The vocabulary is split over "tensor" where it divides: 32 ids do, 30 do not."""
+
+    def model(size: int, seed: int) -> LoadedModel:
+        config: ModelConfig = dataclasses.replace(
+            LLAMA, vocab_size=size, max_position_embeddings=256
+        )
+        functions = transformer.model(config, num_tokens=27)
+        params = random_weights(config, seed)
+        return LoadedModel(f"{size}", functions, params, letters(27), config)
+
+    target, draft = model(sizes[0], 0), model(sizes[1], 1)
+    config = SpeculativeConfig(rejection_sampling_strategy=strategy)
+    results = [
+        SpeculativeDecoder(target, draft, config, target_sampler=WARM, mesh=mesh).generate(
+            [[3, 1, 4], [9]], 16
+        )
+        for mesh in (None, "data:2,tensor:2")
+    ]
+    alone, shared = ([row.tokens for row in rows] for rows in results)
+    assert alone == shared and max(map(max, alone)) < 27
