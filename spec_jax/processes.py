@@ -136,18 +136,6 @@ def any_process(is_true: bool) -> bool:
     return bool(multihost_utils.process_allgather(np.asarray(is_true)).any())
 
 
-def gather(tree: Any) -> Any:
-    """Returns the arrays of a pytree on the host, whole in every process.
-
-    With one process the tree is returned as it is.
-    """
-    if count() == 1:
-        return tree
-    from jax.experimental import multihost_utils
-
-    return multihost_utils.process_allgather(tree, tiled=True)
-
-
 def barrier(name: str) -> None:
     """Waits until every process is here.
 

@@ -66,7 +66,7 @@ def test_two_processes_train_as_one_device_does(what, files, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_sigterm_in_one_process_saves_and_ends_all(tmp_path):
+def test_sigterm_in_one_process_saves_and_ends_all_and_what_is_damaged_stops_all(tmp_path):
     options = ["--config.mesh=data:2", "--config.steps=100000", f"--workdir={tmp_path}"]
     begun = begin(WORKER, options, options)
     for line in begun[0].stdout:
@@ -77,3 +77,11 @@ def test_sigterm_in_one_process_saves_and_ends_all(tmp_path):
     assert [child.returncode for child in begun] == [0, 0], outputs
     (step,) = (path.name for path in (tmp_path / "checkpoints" / "latest").iterdir())
     assert f"SIGTERM: saved at step {step};" in outputs[0]
+
+    # What one of them cannot read stops both, since the other may have read its part.
+    newest = tmp_path / "checkpoints" / "latest" / step
+    for path in newest.rglob("ocdbt.process_1/d/*"):
+        path.write_bytes(path.read_bytes()[:10])
+    outputs = [child.communicate(timeout=150)[0] for child in begin(WORKER, options, options)]
+    assert f"{newest} cannot be read" in outputs[0] and "move it away" in outputs[0]
+    assert [path.name for path in newest.parent.iterdir()] == [step]  # and nothing was renamed

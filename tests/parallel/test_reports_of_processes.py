@@ -1,0 +1,82 @@
+"""Decoding and evaluating in two processes: one writer, and the report of one device."""
+
+import json
+
+import jax
+import pytest
+from support.launched import run
+from support.tiny_models import random_weights
+
+from configs import decode_default, evaluate_zoo
+from experiments.decode import decode
+from experiments.evaluate import evaluate
+from spec_jax.data import python_source, tokens
+from spec_jax.models.checkpoint import save_pretrained
+from spec_jax.models.config import ModelConfig
+from spec_jax.models.tokenizer import Tokenizer
+
+COUNTS = ("emitted", "first", "accepted", "corrected", "bonus", "drafted", "rounds")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A target, a draft and prompts."""
+    folder = tmp_path_factory.mktemp("files")
+    text = python_source.documents("held_out")[0][1]
+    tokenizer = Tokenizer(tokens.train_tokenizer([text], 300))
+    config = ModelConfig(
+        vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    weights = random_weights(config)
+    near = jax.tree.map(lambda w, noise: w + 0.2 * noise, weights, random_weights(config, 1))
+    for name, values in (("target", weights), ("draft", near)):
+        save_pretrained(folder / name, values, config, tokenizer)
+    lines = [json.dumps({"prompt": text[i : i + 12]}) for i in (0, 40, 90, 200)]
+    (folder / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return folder
+
+
+def launch(experiment, values, folder, name="report.json"):
+    """The report that two processes write; a tuple is written with commas."""
+    text = lambda value: ",".join(map(str, value)) if isinstance(value, tuple) else value
+    options = [f"--config.{name}={text(value)}" for name, value in values.items()]
+    code, output = run(
+        2, 2, f"experiments.{experiment}", *options, "--config.mesh=data:2,tensor:2",
+        f"--workdir={folder}",
+    )  # fmt: skip
+    assert code == 0, output
+    return json.loads((folder / name).read_text(encoding="utf-8"))
+
+
+@pytest.mark.exhaustive
+def test_decode(files, tmp_path):
+    values = {
+        "target": str(files / "target"), "draft": str(files / "draft"), "head": "", "mtp": "",
+        "prompts": str(files / "prompts.jsonl"), "num_prompts": 4, "batch": 4,
+        "max_new_tokens": 8, "ks": (2,), "methods": ("plain", "standalone"),
+        "temperatures": (0.0,), "has_stream": False,
+    }  # fmt: skip
+    two = launch("decode", values, tmp_path / "two")
+    config = decode_default.get_config()
+    config.update(values)
+    one = decode(config, tmp_path / "one")
+    counts = lambda report: [[row[name] for name in COUNTS] for row in report["results"]]
+    assert counts(two) == counts(one)
+    assert [row["identical_to_plain"] for row in two["results"]] == [True, True]
+    assert two["results"][1]["accepted"] > 0
+
+
+@pytest.mark.exhaustive
+def test_evaluate(files, tmp_path):
+    values = {
+        "target": str(files / "target"), "drafts": str(files / "draft"),
+        "prompts": str(files / "prompts.jsonl"), "num_prompts": 4, "batch": 4,
+        "max_new_tokens": 8, "num_draft": 2, "has_costs": False,
+    }  # fmt: skip
+    (two,) = launch("evaluate", values, tmp_path / "two", "evaluation.json")["rows"]
+    config = evaluate_zoo.get_config()
+    config.update(values)
+    (one,) = evaluate(config, tmp_path / "one")["rows"]
+    assert two["rounds"] == one["rounds"]
+    assert two["tau"][0] == pytest.approx(one["tau"].value)
