@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from spec_jax.data import python_source
-from spec_jax.data.conversations import Encoder, opening
+from spec_jax.data.conversations import opening
 from spec_jax.data.records import (
     Conversation,
     is_json,
@@ -16,7 +15,7 @@ from spec_jax.data.records import (
     read_objects,
     read_text,
 )
-from spec_jax.engine.request import encode
+from spec_jax.engine.request import encode, encode_messages
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel
 
@@ -127,11 +126,8 @@ class PromptEncoder:
         """
         if not self.is_templated(prompt):
             return encode(self._target, prompt.text)
-        return encode(self._target, self._conversations.prompts(prompt.conversation)[0])
-
-    @functools.cached_property
-    def _conversations(self) -> Encoder:
-        return Encoder(self._target.tokenizer)
+        talk = prompt.conversation
+        return encode_messages(self._target, talk.messages, talk.tools)
 
 
 def fit(

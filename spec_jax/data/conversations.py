@@ -114,17 +114,25 @@ class Encoder:
         Raises:
           ConfigError: The template refuses the conversation.
         """
-        found = []
-        for end in _answered(record.messages):
-            try:
-                text = self.template.render(
-                    record.messages[:end], tools=record.tools, add_generation_prompt=True
-                )
-            except ConfigError as error:
-                raise ConfigError(f"{record.source}: {error}") from error
-            _check_unicode(text, record.source)
-            found.append(self.backend.encode(text, add_special_tokens=False).ids)
-        return found
+        return [
+            self.prompt(record._replace(messages=record.messages[:end]))
+            for end in _answered(record.messages)
+        ]
+
+    def prompt(self, record: Conversation) -> list[int]:
+        """Encodes a whole conversation, up to where its next answer begins.
+
+        Raises:
+          ConfigError: The template refuses the conversation.
+        """
+        try:
+            text = self.template.render(
+                record.messages, tools=record.tools, add_generation_prompt=True
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{record.source}: {error}") from error
+        _check_unicode(text, record.source)
+        return self.backend.encode(text, add_special_tokens=False).ids
 
     def conversation(self, record: Conversation) -> list[Document]:
         """Encodes a conversation as documents with every turn of the assistant marked.

@@ -176,8 +176,8 @@ class DecodeQueue:
     def _checked(self, index: int, prompt: Prompt) -> _Request:
         try:
             ids = self._decoder.encode(prompt)
-        except PromptError as error:
-            raise PromptError(f"prompt {index}: {error}") from error
+        except (ConfigError, PromptError) as error:
+            raise type(error)(f"prompt {index}: {error}") from error
         if len(ids) > self._longest:
             raise PromptError(
                 f"prompt {index} has {len(ids)} tokens; max_prompt_tokens is {self._longest}"

@@ -15,7 +15,7 @@ from spec_jax.engine import request, stats
 from spec_jax.engine.cancellation import CancellationToken, RowCancellation
 from spec_jax.engine.engine import Engine
 from spec_jax.engine.parts import make_parts
-from spec_jax.engine.request import Prompt, make_request
+from spec_jax.engine.request import Messages, Prompt, make_request
 from spec_jax.engine.session import Generation, Session
 from spec_jax.engine.stream import Stream
 from spec_jax.engine.text import TextTracker
@@ -169,19 +169,21 @@ class SpeculativeDecoder:
         return self.engine().params(batch)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Returns the ids of a prompt, checked.
+        """Returns the ids of a text, of ids or of a conversation, checked.
 
         Raises:
           PromptError: an empty prompt, text without a tokenizer, or an id outside of the
             vocabulary.
+          ConfigError: a conversation that the chat template refuses, or there is no template.
         """
         return request.encode(self.target, prompt)
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         max_new_tokens: int | None = None,
         *,
+        messages: Messages | Sequence[Messages] | None = None,
         max_tokens: int | None = None,
         stop: str | Sequence[str] = (),
         stop_tokens: Sequence[int] | None = None,
@@ -201,8 +203,10 @@ class SpeculativeDecoder:
         past outputs. Their distribution does not.)
 
         Args:
-          prompts: a text or its ids; or a list of these.
+          prompts: a text, its ids, or a conversation; or a list of these.
           max_new_tokens: maximum output tokens of a row, 128 by default.
+          messages: in place of prompts: a conversation ``[{"role": "user", "content": "Hi"}]``,
+            or a list of them. The target's chat template makes prompts of them.
           max_tokens: maximum tokens of a row, prompt and output together; in place of
             max_new_tokens.
           stop: strings at which a row ends; the text is cut before them.
@@ -227,20 +231,21 @@ class SpeculativeDecoder:
 
         Raises:
           PromptError: a prompt is empty, too long with its output, or has unknown ids.
+          ConfigError: an option that cannot be, or messages that the chat template refuses.
           Cancelled: every row was cancelled before its first token. (Where only some rows were,
             those return without tokens.)
           InvalidDraftError: the drafter proposed an id outside of the vocabulary; the
             error carries every row's result.
         """
         stream = self._stream(
-            prompts, max_new_tokens, max_tokens=max_tokens, stop=stop, stop_tokens=stop_tokens,
-            sampler=sampler, draft_sampler=draft_sampler, seeds=seeds,
+            prompts, max_new_tokens, messages=messages, max_tokens=max_tokens, stop=stop,
+            stop_tokens=stop_tokens, sampler=sampler, draft_sampler=draft_sampler, seeds=seeds,
             has_pieces=on_token is not None, cancellation_token=cancellation_token,
             rounds_per_sync=rounds_per_sync, pad_to=pad_to,
         )  # fmt: skip
         return stream.drain(on_token)
 
-    def stream(self, prompts, max_new_tokens: int | None = None, **options) -> Stream:
+    def stream(self, prompts=None, max_new_tokens: int | None = None, **options) -> Stream:
         """Streams the text of ``generate``: an iterator, and an asynchronous one.
 
         It takes the arguments of ``generate`` except on_token.
@@ -251,7 +256,7 @@ class SpeculativeDecoder:
         return self._stream(prompts, max_new_tokens, has_pieces=True, **options)
 
     async def generate_async(
-        self, prompts, max_new_tokens: int | None = None, *, on_token=None, **options
+        self, prompts=None, max_new_tokens: int | None = None, *, on_token=None, **options
     ) -> Generation | list[Generation]:
         """Runs ``generate`` without blocking the event loop.
 
@@ -265,12 +270,12 @@ class SpeculativeDecoder:
         return await stream.drain_async(on_token)
 
     def _stream(
-        self, prompts, max_new_tokens, *, has_pieces, max_tokens=None, stop=(), stop_tokens=None,
-        sampler=None, draft_sampler=None, seeds=None, cancellation_token=None,
+        self, prompts, max_new_tokens, *, has_pieces, messages=None, max_tokens=None, stop=(),
+        stop_tokens=None, sampler=None, draft_sampler=None, seeds=None, cancellation_token=None,
         rounds_per_sync=None, pad_to=0,
     ) -> Stream:  # fmt: skip
         """Checks all arguments of a call; nothing is decoded yet."""
-        ids, is_single = request.encode_all(self.target, prompts)
+        ids, is_single = request.encode_all(self.target, prompts, messages)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if "" in stops:
             raise ConfigError("a stop string is empty")

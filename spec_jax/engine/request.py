@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.config import check_integer
+from spec_jax.data.conversations import Encoder
+from spec_jax.data.records import parse_record
 from spec_jax.decoding import System
 from spec_jax.errors import ConfigError, PromptError
 from spec_jax.loading import LoadedModel
 from spec_jax.sampling import Sampler
 
-Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]  # a conversation: objects with a role and a content
+Prompt = str | Sequence[int] | Messages
 
 _MAX_NEW_TOKENS = 128
 _SLOT_BUCKET = 128
 
 
 def encode(target: LoadedModel, prompt: Prompt) -> list[int]:
-    """Returns the ids of a prompt, checked.
+    """Returns the ids of a text, of ids or of a conversation, checked.
 
     Raises:
       PromptError: an empty prompt, text without a tokenizer, or an id outside of the vocabulary.
+      ConfigError: a conversation that the chat template refuses, see ``encode_messages``.
     """
+    if _is_conversation(prompt):
+        return encode_messages(target, prompt)
     if isinstance(prompt, str):
         if target.tokenizer is None:
             raise PromptError(f"{target.name} has no tokenizer: give the prompt as ids")
@@ -47,14 +53,60 @@ def encode(target: LoadedModel, prompt: Prompt) -> list[int]:
     return ids
 
 
-def encode_all(
-    target: LoadedModel, prompts: Prompt | Sequence[Prompt]
-) -> tuple[list[list[int]], bool]:
-    """Returns the ids of every prompt, and whether a single prompt was given.
+def encode_messages(
+    target: LoadedModel, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None
+) -> list[int]:
+    """Returns the ids of a conversation by the target's chat template, ready for its answer.
+
+    Args:
+      target: the model that answers.
+      messages: objects with a role and a content; the last one is not the assistant's.
+      tools: JSON schemas of functions, for templates that show them.
 
     Raises:
-      PromptError: no prompt, or one that cannot be decoded.
+      PromptError: there is no tokenizer, or nothing to answer.
+      ConfigError: there is no chat template, it refuses the conversation, or a message is no
+        object with a role and a text.
     """
+    if target.tokenizer is None:
+        raise PromptError(f"{target.name} has no tokenizer: give the prompt as ids, in prompts")
+    if not target.tokenizer.chat_templates:
+        raise ConfigError(
+            f"the tokenizer of {target.name} has no chat template: give the text in prompts, or "
+            "put the chat_template.jinja of an instruction-tuned model beside tokenizer.json"
+        )
+    record = parse_record({"messages": list(messages), "tools": tools}, "messages")
+    if record.messages[-1]["role"] == "assistant":
+        raise PromptError(
+            "the last message is the assistant's, so there is nothing to answer; end with a "
+            "message of the user, or continue a text with prompts"
+        )
+    return encode(target, Encoder(target.tokenizer).prompt(record))
+
+
+def encode_all(
+    target: LoadedModel, prompts: Prompt | Sequence[Prompt] | None,
+    messages: Messages | Sequence[Messages] | None = None,
+) -> tuple[list[list[int]], bool]:  # fmt: skip
+    """Returns the ids of every prompt or conversation, and whether a single one was given.
+
+    Raises:
+      PromptError: no prompt, or one that cannot be decoded; or both prompts and messages.
+      ConfigError: a conversation that the chat template refuses, see ``encode_messages``.
+    """
+    if (prompts is None) == (messages is None):
+        raise PromptError(
+            f"prompts and messages are both {'missing' if prompts is None else 'given'}; expected "
+            "one of them"
+        )
+    if messages is not None:
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+        if not is_list or not (_is_conversation(messages) or all(map(_is_conversation, messages))):
+            raise PromptError(
+                f"messages is {messages!r:.80}; expected a list of objects with role and content, "
+                "or a list of such lists"
+            )
+        prompts = messages
     if not isinstance(prompts, (str, Sequence, np.ndarray, jax.Array)):
         raise PromptError(f"the prompt {prompts!r} is neither text, ids, nor a list of these")
     is_single = isinstance(prompts, str) or (
@@ -64,6 +116,11 @@ def encode_all(
     if not ids:
         raise PromptError("the batch is empty; decoding needs at least one prompt")
     return ids, is_single
+
+
+def _is_conversation(prompt: Any) -> bool:
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+    return is_list and len(prompt) > 0 and all(isinstance(m, Mapping) for m in prompt)
 
 
 def output_limits(

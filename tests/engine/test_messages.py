@@ -1,0 +1,101 @@
+"""Conversations as prompts: the target's chat template, in code as in experiments."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from support.chat_templates import CHATML, LLAMA3, byte_level
+
+from experiments.common.prompts import Prompt, PromptEncoder
+from spec_jax import DecodeQueue, SpeculativeDecoder, testing
+from spec_jax.data.records import Conversation
+from spec_jax.errors import ConfigError, PromptError
+
+HELLO = [{"role": "user", "content": "What is two and two?"}]
+TALK = [
+    {"role": "system", "content": "Be brief."}, *HELLO,
+    {"role": "assistant", "content": "four"}, {"role": "user", "content": "And a café?"},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    tokenizer = byte_level(CHATML)
+    target = testing.mock_model(tokenizer.vocab_size, contexts=7)
+    return SpeculativeDecoder(dataclasses.replace(target, tokenizer=tokenizer))
+
+
+def with_tokenizer(decoder, tokenizer):
+    return SpeculativeDecoder(dataclasses.replace(decoder.target, tokenizer=tokenizer))
+
+
+def test_a_conversation_is_the_templates_text_without_a_second_start(decoder):
+    text = (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is two and two?<|im_end|>"
+        "\n<|im_start|>assistant\nfour<|im_end|>\n<|im_start|>user\nAnd a café?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    ids = decoder.encode(TALK)
+    backend = decoder.target.tokenizer.backend
+    assert backend.decode(ids, skip_special_tokens=False) == text
+    assert decoder.target.tokenizer.encode(text)[1:] == ids  # which puts <s> in front
+
+
+def test_one_conversation_gives_one_generation_and_several_a_list(decoder):
+    one = decoder.generate(messages=TALK, max_new_tokens=6)
+    both = decoder.generate(messages=[TALK, HELLO], max_new_tokens=6)
+    assert one.tokens == decoder.generate(decoder.encode(TALK), 6).tokens == both[0].tokens
+    (alone,) = decoder.generate(messages=[HELLO], max_new_tokens=6)
+    assert len(both) == 2 and both[1].tokens == alone.tokens
+
+
+def test_streams_and_queues_take_conversations(decoder):
+    text = decoder.generate(messages=HELLO, max_new_tokens=6).text
+    assert "".join(decoder.stream(messages=HELLO, max_new_tokens=6)) == text
+    queue = DecodeQueue(
+        decoder, enumerate([HELLO]), batch=1, max_prompt_tokens=64, max_new_tokens=6
+    )
+    assert next(queue)[1].text == text
+    refused = DecodeQueue(decoder, enumerate([TALK[:3]]), batch=1, max_prompt_tokens=64)
+    with pytest.raises(PromptError, match="prompt 0: the last message is the assistant's"):
+        next(refused)
+
+
+def test_experiments_encode_a_conversation_likewise(decoder):
+    prompt = Prompt("talk", "", Conversation(TALK, None, "file:1"))
+    assert PromptEncoder(decoder.target)(prompt) == decoder.encode(TALK)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"prompts": "Hi", "messages": HELLO}, PromptError, "prompts and messages are both given"),
+        ({}, PromptError, "both missing; expected one of them"),
+        ({"messages": "Hi"}, PromptError, "messages is 'Hi'; expected a list of objects"),
+        ({"messages": ["Hi"]}, PromptError, r"messages is \['Hi'\]; expected a list of objects"),
+        ({"messages": [HELLO, "Hi"]}, PromptError, "expected a list of objects"),
+        ({"messages": TALK[:3]}, PromptError, "last message is the assistant's"),
+        ({"messages": [{"content": "Hi"}]}, ConfigError, "a message has the role None"),
+        ({"messages": []}, PromptError, "the batch is empty"),
+    ],
+    ids=lambda x: "",
+)
+def test_what_is_no_conversation_is_refused(decoder, arguments, error, message):
+    with pytest.raises(error, match=message):
+        decoder.generate(**arguments)
+
+
+def test_a_target_without_a_template_says_what_to_give(decoder):
+    with pytest.raises(ConfigError, match="has no chat template: give the text in prompts, or put"):
+        with_tokenizer(decoder, byte_level()).generate(messages=HELLO)
+    with pytest.raises(PromptError, match="mock-0 has no tokenizer: give the prompt as ids"):
+        SpeculativeDecoder(testing.mock_model()).generate(messages=HELLO)
+    with pytest.raises(ConfigError, match="must take turns"):
+        strict = "{{ raise_exception('must take turns') }}"
+        with_tokenizer(decoder, byte_level(strict)).generate(messages=HELLO)
+
+
+def test_a_start_that_the_template_writes_is_written_once(decoder):
+    ids = with_tokenizer(decoder, byte_level(LLAMA3, bos_token="<s>")).encode(HELLO)
+    assert ids.count(decoder.target.tokenizer.token_id("<s>")) == 1
