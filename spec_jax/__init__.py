@@ -9,6 +9,7 @@
     print(decoder.generate("def binary_search(", max_new_tokens=64).text)
 """
 
+from spec_jax.compilation import enable_compilation_cache
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.config.asynchronous import AsyncSpecConfig
 from spec_jax.drafters.host import host_drafter
@@ -33,6 +34,6 @@ from spec_jax.version import __version__
 __all__ = [
     "AsyncSpecConfig", "CancellationToken", "Cancelled", "DecodeQueue", "Generation",
     "LoadedHead", "LoadedModel", "ModelNotLoaded", "SamplerConfig", "SpeculativeConfig",
-    "SpeculativeDecoder", "Stats", "Stream", "__version__", "host_drafter", "load_draft",
-    "load_head", "load_model", "load_mtp", "make_mesh",
+    "SpeculativeDecoder", "Stats", "Stream", "__version__", "enable_compilation_cache",
+    "host_drafter", "load_draft", "load_head", "load_model", "load_mtp", "make_mesh",
 ]  # fmt: skip

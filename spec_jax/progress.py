@@ -1,12 +1,16 @@
-"""Progress of long work: a bar on a terminal, lines of text elsewhere."""
+"""Progress of long work: a bar on a terminal, lines of text elsewhere; and what takes long."""
 
 from __future__ import annotations
 
+import logging
 import sys
+import threading
 import time
+from typing import TextIO
 
 from tqdm import tqdm
 
+_LOG = logging.getLogger("spec_jax")
 _BAR = "{desc} {bar:24} {n}/{total} {elapsed}<{remaining}{postfix}"
 
 
@@ -63,3 +67,50 @@ class Progress:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+class Notice:
+    """Says what is running once it has taken long, and how long it took when it is closed.
+
+    The line goes to stderr of a terminal, to the output of a notebook's cell, and elsewhere to the
+    logger "spec_jax" as information.
+
+    Args:
+      what: what is running.
+      after_s: how long it runs before anything is said.
+    """
+
+    def __init__(self, what: str, after_s: float = 2.0):
+        self._what, self._begin_s = what, time.monotonic()
+        self._stream = _stream()
+        self._lock, self._is_open, self._is_said = threading.Lock(), True, False
+        self._timer = threading.Timer(after_s, self._say)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _say(self) -> None:
+        with self._lock:
+            if self._is_open:
+                self._is_said = True
+                self._write(f"{self._what} …")
+
+    def close(self) -> None:
+        """Ends the line; says nothing where nothing was said."""
+        self._timer.cancel()
+        with self._lock:
+            self._is_open = False
+            if self._is_said:
+                self._write(f" {time.monotonic() - self._begin_s:.1f} s\n")
+
+    def _write(self, text: str) -> None:
+        if self._stream is None:
+            _LOG.info(text if text.startswith(self._what) else f"{self._what} took{text.rstrip()}")
+        else:
+            print(text, end="", file=self._stream, flush=True)
+
+
+def _stream() -> TextIO | None:
+    """Where somebody reads along: a terminal, or a notebook; None where there is neither."""
+    if "ipykernel" in sys.modules:
+        return sys.stdout
+    return sys.stderr if sys.stderr is not None and sys.stderr.isatty() else None

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict, config_flags
 
 from experiments.common import distributed
-from spec_jax import meshes, processes, sharding
+from spec_jax import compilation, meshes, processes, sharding
 from spec_jax.errors import ConfigError, SpecJaxError
 from spec_jax.loading import LoadedHead, LoadedModel
 
@@ -222,13 +222,14 @@ class MeshOptions(NamedTuple):
 def enable_compilation_cache() -> None:
     """Keeps compiled programs in the user's cache directory, one folder for each jax version.
 
-    ``JAX_COMPILATION_CACHE_DIR`` sets another directory.
+    ``JAX_COMPILATION_CACHE_DIR`` sets another directory, ``XDG_CACHE_HOME`` its parent.
     """
-    if jax.config.jax_compilation_cache_dir is None:
-        root = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        folder = root / "spec_jax" / f"jax-{jax.__version__}"
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    root = os.environ.get("XDG_CACHE_HOME")
+    if root and jax.config.jax_compilation_cache_dir is None:
+        path = pathlib.Path(root) / "spec_jax" / f"jax-{jax.__version__}"
+        compilation.enable_compilation_cache(path)
+    else:
+        compilation.enable_compilation_cache()
 
 
 def command(experiment: str) -> str:

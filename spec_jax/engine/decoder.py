@@ -269,12 +269,60 @@ class SpeculativeDecoder:
         stream = self._stream(prompts, max_new_tokens, has_pieces=on_token is not None, **options)
         return await stream.drain_async(on_token)
 
-    def _stream(
-        self, prompts, max_new_tokens, *, has_pieces, messages=None, max_tokens=None, stop=(),
-        stop_tokens=None, sampler=None, draft_sampler=None, seeds=None, cancellation_token=None,
-        rounds_per_sync=None, pad_to=0,
-    ) -> Stream:  # fmt: skip
-        """Checks all arguments of a call; nothing is decoded yet."""
+    def warmup(
+        self, prompt_lengths: int | Sequence[int], max_new_tokens: int | None = None, *,
+        batch: int = 1, sampler: Samplers | None = None, draft_sampler: Samplers | None = None,
+        stop_tokens: Sequence[int] | None = None, pad_to: int = 0,
+    ) -> float:  # fmt: skip
+        """Compiles what calls with such prompts need, so that they compile nothing.
+
+        It prefills and decodes a round; with adaptive K it also compiles and times every K.
+        Statistics, past outputs and acceptance are left as they are. Programs are shared: lengths
+        up to 16, 32, 64, ... need one prefill, and any number of new tokens that fits the same
+        multiple of 128 slots one round.
+
+        Args:
+          prompt_lengths: tokens of the longest prompt of a call; of several calls, all of them.
+          max_new_tokens: as in ``generate``, like all arguments below.
+          batch: rows that are decoded together.
+          sampler: which features it uses is compiled in; their values are not.
+          draft_sampler: likewise.
+          stop_tokens: how many there are is compiled in.
+          pad_to: as in ``generate``.
+
+        Returns:
+          Seconds of compilation: 0 where everything was compiled before.
+
+        Raises:
+          PromptError: a prompt and its output exceed what target or draft can hold.
+          ConfigError: an argument that ``generate`` would refuse.
+        """
+        lengths = [prompt_lengths] if isinstance(prompt_lengths, int) else prompt_lengths
+        rows, totals = check_integer("batch", batch, 1), stats.RunningStats()
+        for length in lengths:
+            ids = [[0] * check_integer("a prompt's length", length, 1)] * rows
+            session, _ = self._session(
+                self._parts.for_warmup(), totals, ids, max_new_tokens, has_pieces=False,
+                sampler=sampler, draft_sampler=draft_sampler, stop_tokens=stop_tokens,
+                pad_to=pad_to, rounds_per_sync=1,
+            )  # fmt: skip
+            session.step()  # prefills
+            session.step()
+            session.close()
+        return totals.value.compile_s
+
+    def _stream(self, prompts, max_new_tokens, **options) -> Stream:
+        session, is_single = self._session(
+            self._parts, self._totals, prompts, max_new_tokens, **options
+        )
+        return Stream(session, self._worker, is_single=is_single)
+
+    def _session(
+        self, parts, totals, prompts, max_new_tokens, *, has_pieces, messages=None,
+        max_tokens=None, stop=(), stop_tokens=None, sampler=None, draft_sampler=None, seeds=None,
+        cancellation_token=None, rounds_per_sync=None, pad_to=0,
+    ) -> tuple[Session, bool]:  # fmt: skip
+        """Checks all arguments of a call, and whether it is of one prompt; decodes nothing yet."""
         ids, is_single = request.encode_all(self.target, prompts, messages)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if "" in stops:
@@ -285,7 +333,7 @@ class SpeculativeDecoder:
         drafts = self.draft_sampler if draft_sampler is None else draft_sampler
         if rounds_per_sync is not None:
             check_integer("rounds_per_sync", rounds_per_sync, 1)
-        engine, B = self.engine(samplers), len(ids)
+        engine, B = parts.engine(samplers), len(ids)
         V = engine.system.target.vocab_size
         session = Session(
             engine,
@@ -297,10 +345,10 @@ class SpeculativeDecoder:
             ),
             TextTracker(self.target.tokenizer, ids, stops, has_pieces=has_pieces),
             self.row_cancellation(cancellation_token, B),
-            self._totals,
+            totals,
             rounds_per_sync,
         )  # fmt: skip
-        return Stream(session, self._worker, is_single=is_single)
+        return session, is_single
 
     def row_cancellation(self, of_call, batch: int) -> RowCancellation:
         """Which rows are cancelled, by this decoder's token or by the call's own."""

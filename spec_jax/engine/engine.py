@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from spec_jax import decoding
+from spec_jax.compilation import Program
 from spec_jax.decoding import Chunk, DecodeState, Record, System
 from spec_jax.drafters.suffix import History
-from spec_jax.engine.adaptive.runner import AdaptiveRunner, AdaptiveState
+from spec_jax.engine.adaptive.runner import AdaptiveRunner, AdaptiveState, name_of_round
 from spec_jax.engine.request import Request
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.meshes import use_mesh
@@ -64,12 +65,15 @@ class Engine:
     def prefill(self, request: Request) -> DecodeState:
         """Feeds the prompts and samples each row's first token."""
         *arrays, slots = request
-        with use_mesh(self.mesh):
+        B, T = request.tokens.shape
+        program = self._program(f"prefill of batch {B}, {T} tokens", request, T, slots)
+        with use_mesh(self.mesh), program:
             return self._loop.prefill(self.params(), *arrays, system=self.system, slots=slots)
 
     def insert(self, state: DecodeState, row: int, prefix: DecodeState) -> DecodeState:
         """Puts a prefilled request of one row in the place of row ``row``. Donates the state."""
-        with use_mesh(self.mesh):
+        program = self._program("a row's insertion", state, state.tokens.shape)
+        with use_mesh(self.mesh), program:
             return decoding.insert(state, row, prefix, system=self.system)
 
     def generate(
@@ -89,7 +93,8 @@ class Engine:
         if self.mesh is not None:
             for line in whole_rows(batch, self.mesh):
                 log_once(line)
-        with use_mesh(self.mesh):
+        program = self._program(name_of_round(self.system, batch), state, state.tokens.shape)
+        with use_mesh(self.mesh), program:
             args = (state, jnp.asarray(stop), jnp.int32(max_rounds), jnp.int32(min_active))
             if self._adaptive is None:
                 return self._loop.generate(self.params(batch), *args, system=self.system)
@@ -97,6 +102,11 @@ class Engine:
                 params_of = functools.partial(self.params, batch)
                 self._runner = AdaptiveRunner(self.system, params_of, self._adaptive)
             return self._runner(*args)
+
+    def _program(self, what: str, of: Request | DecodeState, *sizes: Any) -> Program:
+        """Names what runs next, for ``Stats.compile_s`` and for who waits for it."""
+        samplers = jax.tree.structure((of.sampler, of.draft_sampler))
+        return Program(what, self.system, samplers, of.stop_tokens.shape, *sizes)
 
     def read(self, state: DecodeState, row: int | None = None) -> Record:
         """Copies what all rows have produced, or one of them, so that the state may be donated."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -123,6 +124,11 @@ class Parts:
             self.system(samplers), self.target, self.draft, self.history, self.adaptive,
             self.loop, self.is_fallback, self.mesh,
         )  # fmt: skip
+
+    def for_warmup(self) -> Parts:
+        """Returns parts whose calls teach these nothing but the costs of each K."""
+        history, adaptive = copy.copy(self.history), copy.copy(self.adaptive)
+        return dataclasses.replace(self, history=history, adaptive=adaptive)
 
     def without_drafts(self) -> Parts:
         """Returns the parts that decode one token a pass."""

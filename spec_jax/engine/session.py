@@ -6,13 +6,13 @@ import dataclasses
 import functools
 import operator
 import threading
-import time
 from collections import deque
 
 import jax
 import numpy as np
 
 from spec_jax import decoding
+from spec_jax.compilation import Timed
 from spec_jax.decoding import Finish
 from spec_jax.engine.cancellation import RowCancellation
 from spec_jax.engine.engine import Engine
@@ -73,7 +73,7 @@ class Session:
         self._rounds_per_sync, self._lock = rounds_per_sync, threading.Lock()
         self._state: decoding.DecodeState | None = None
         self._ending = np.full(cancellation.batch, Finish.RUNNING, np.int32)
-        self._prefill_s = self._decode_s = 0.0
+        self._prefill_s = self._decode_s = self._compile_s = 0.0
         self._rows: list[Generation] = []
         self._error: BaseException | None = None
         self.pieces: deque[tuple[int, str]] = deque()  # row, text
@@ -92,11 +92,7 @@ class Session:
             try:
                 num_rounds = None if self.is_done else self._prepare(is_closing)
                 if num_rounds is not None:
-                    begin = time.perf_counter()
-                    self._state, chunk = self._engine.generate(
-                        self._state, self._ending, num_rounds
-                    )
-                    self._read(chunk, begin)
+                    self._run(num_rounds)
             except Exception as error:
                 self._error, self._state, self.is_done = error, None, True
                 raise
@@ -153,10 +149,12 @@ class Session:
         return min(limit, _ROUNDS_TO_STOPS) if self._tracker.is_needed else limit
 
     def _prefill(self) -> None:
-        self._engine.params(self._cancellation.batch)  # lays weights out: no part of the times
-        begin = time.perf_counter()
-        self._state = jax.block_until_ready(self._engine.prefill(self._request))
-        self._prefill_s = time.perf_counter() - begin
+        with Timed() as layout:  # lays weights out: no part of the times
+            self._engine.params(self._cancellation.batch)
+        with Timed() as timed:
+            self._state = jax.block_until_ready(self._engine.prefill(self._request))
+        self._prefill_s = timed.run_s
+        self._compile_s += layout.compile_s + timed.compile_s
         dropped = self._cancellation.rows()
         self._check_not_all(dropped)
         for row in dropped:
@@ -169,14 +167,17 @@ class Session:
                 "before begins anew after reset()"
             )
 
-    def _read(self, chunk: decoding.Chunk, begin: float) -> None:
-        """Takes in what a step has produced."""
-        finish = np.asarray(chunk.finish)
-        if self._tracker.is_needed:
-            self._ending = self._tracker.look(
-                np.asarray(chunk.tokens), np.asarray(chunk.total), finish
-            )
-        self._decode_s += time.perf_counter() - begin
+    def _run(self, num_rounds: int) -> None:
+        """Runs rounds, and takes in what they have produced."""
+        with Timed() as timed:
+            self._state, chunk = self._engine.generate(self._state, self._ending, num_rounds)
+            finish = np.asarray(chunk.finish)
+            if self._tracker.is_needed:
+                self._ending = self._tracker.look(
+                    np.asarray(chunk.tokens), np.asarray(chunk.total), finish
+                )
+        self._decode_s += timed.run_s
+        self._compile_s += timed.compile_s
         self.pieces.extend(self._tracker.take())
         if (finish != Finish.RUNNING).all():
             self._finish()
@@ -184,14 +185,16 @@ class Session:
             self._state = None
 
     def _finish(self) -> None:
-        record = jax.tree.map(np.asarray, self._engine.read(self._state))
+        with Timed() as timed:
+            record = jax.tree.map(np.asarray, self._engine.read(self._state))
+        self._compile_s += timed.compile_s
         system = self._engine.system
         self._rows = [
             collect(jax.tree.map(lambda x: x[row], record), self._tracker, row, system.depth)
             for row in range(len(self._ending))
         ]
         times = Stats(
-            prefill_s=self._prefill_s, decode_s=self._decode_s,
+            prefill_s=self._prefill_s, decode_s=self._decode_s, compile_s=self._compile_s,
             n1_fallbacks=len(self._rows) if self._engine.is_fallback else 0,
         )
         self._totals.add(functools.reduce(operator.add, (row.stats for row in self._rows), times))

@@ -15,6 +15,9 @@ Conventions.
   n1_fallbacks  rows decoded one token a pass although drafts were asked for, because the target
              cannot undo a rejected token; ``force_n1`` asks for none.
   tau        tokens emitted a round, the target's own included: 1 + accepted drafts.
+  compile_s  time in which programs were compiled, or read from the compilation cache: once for
+             each shape, see ``SpeculativeDecoder.warmup``. With adaptive K also the first timing
+             of each K. No part of prefill_s and decode_s, nor of any rate.
 
 Conditional acceptance of position i is accepted_i / reached_i; unconditional is
 accepted_i / drafted_i. Tokens that were cut off are in no count.
@@ -49,6 +52,7 @@ class Stats:
     n1_fallbacks: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    compile_s: float = 0.0
 
     def __post_init__(self):
         parts = self.first + self.accepted + self.corrected + self.bonus
@@ -80,7 +84,7 @@ class Stats:
 
     @property
     def elapsed_s(self) -> float:
-        """Prefill and decoding together."""
+        """Prefill and decoding together, without compilation."""
         return self.prefill_s + self.decode_s
 
     @property
@@ -109,7 +113,7 @@ class Stats:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens after the first over decoding time."""
+        """Tokens after the first over decoding time, without compilation."""
         return _ratio(self.emitted - self.first, self.decode_s)
 
     def to_dict(self) -> dict:

@@ -35,6 +35,7 @@ Source: PEARL, arXiv 2408.11850.
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import functools
 import time
@@ -251,8 +252,8 @@ class Overlap:
         with ThreadPoolExecutor(1, "draft") as worker:
             while tick - begin < int(max_rounds) and num_active >= max(1, int(min_active)):
                 drafting = worker.submit(
-                    self._timed, "draft", tick, self.devices.draft, pearl.draft_block,
-                    params["draft"], side, outcome, system=system,
+                    contextvars.copy_context().run, self._timed, "draft", tick, self.devices.draft,
+                    pearl.draft_block, params["draft"], side, outcome, system=system,
                 )
                 state, logits = self._timed(
                     "verify", tick, self.devices.target, pearl.score_ahead, params["target"], state,

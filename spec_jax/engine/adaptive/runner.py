@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import decoding, processes
+from spec_jax.compilation import Program, add_span
 from spec_jax.contracts import Rule
 from spec_jax.decoding import Chunk, DecodeState, Kind, System
 from spec_jax.drafters.model_free import without_drafts
@@ -36,6 +37,12 @@ def system_of(system: System, num_draft: int) -> System:
         drafter=without_drafts(system.drafter), rule=plain_rule(system.rule.is_greedy), num_draft=0,
         has_expected=False,
     )  # fmt: skip
+
+
+def name_of_round(system: System, batch: int) -> str:
+    """What is compiled, for people."""
+    K = system.num_draft
+    return f"the round of {f'K={K}' if K else 'plain decoding'} for batch {batch}"
 
 
 def plain_rule(is_greedy: bool) -> Rule:
@@ -134,9 +141,12 @@ class AdaptiveRunner:
             return self._generate(self._max_draft, state, stop, jnp.int32(0), min_active)
         adaptive = self._adaptive
         key = (self._systems[self._max_draft].rule.name, *state.tokens.shape)
-        with adaptive.lock:  # two calls that measure at once would slow each other down
-            if key not in adaptive.costs:
-                state, adaptive.costs[key] = self._measure(state)
+        if key not in adaptive.costs:
+            begin = time.time()
+            with adaptive.lock:  # two calls that measure at once would slow each other down
+                if key not in adaptive.costs:
+                    state, adaptive.costs[key] = self._measure(state)
+            add_span(begin, time.time())
         costs = adaptive.costs[key]
         (k, rounds), tuner = adaptive.tuner.choose(costs, self._lag)
         if self._lag and (k > 0 or self._lag >= self._max_lag):
@@ -157,10 +167,13 @@ class AdaptiveRunner:
         return state, chunk
 
     def _generate(self, k, state, stop, max_rounds, min_active=1):
-        return decoding.generate(
-            self._params_of(k), state, stop, max_rounds, jnp.int32(min_active),
-            system=self._systems[k],
-        )
+        system = self._systems[k]
+        samplers = jax.tree.structure((state.sampler, state.draft_sampler))
+        what = name_of_round(system, len(state.limit))
+        with Program(what, system, samplers, state.stop_tokens.shape, state.tokens.shape):
+            return decoding.generate(
+                self._params_of(k), state, stop, max_rounds, jnp.int32(min_active), system=system
+            )
 
     def _catch_up(self, state: DecodeState) -> DecodeState:
         system = self._systems[self._max_draft]

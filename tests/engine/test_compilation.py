@@ -1,0 +1,225 @@
+"""Compilation is timed apart, said where it is long, done ahead by ``warmup``, and kept on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import itertools
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.tiny_models import LLAMA, random_weights
+
+from spec_jax import compilation, progress, testing
+from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.drafters.eagle.model import EagleConfig
+from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.engine.stats import Stats
+from spec_jax.errors import ConfigError
+from spec_jax.loading import LoadedModel, random_head
+from spec_jax.models import transformer
+
+COMPILE, TRACE = (
+    f"/jax/core/compile/{name}_duration" for name in ("backend_compile", "jaxpr_trace")
+)
+
+
+class Clock:
+    """Stands in for the module ``time``: both of its clocks, moved by hand."""
+
+    _starts = itertools.count(1000, 1000)  # no two tests share a second
+
+    def __init__(self):
+        self.now_s = float(next(self._starts))
+
+    def time(self) -> float:
+        return self.now_s
+
+    perf_counter = time
+
+    def compile(self, seconds: float, event: str = COMPILE) -> None:
+        """Passes time as jax does when it compiles."""
+        jax.monitoring.record_scalar(event, self.now_s)
+        begin, self.now_s = self.now_s, self.now_s + seconds
+        jax.monitoring.record_event_time_span(event, begin, self.now_s)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(compilation, "time", clock)
+    return clock
+
+
+@contextlib.contextmanager
+def counted():
+    """Yields the names of what jax compiles meanwhile, or reads from its cache."""
+    names = []
+
+    def listen(event, begin, end, **about):
+        if event == COMPILE:
+            names.append(about.get("fun_name"))
+
+    jax.monitoring.register_event_time_span_listener(listen)
+    try:
+        yield names
+    finally:
+        jax.monitoring.unregister_event_time_span_listener(listen)
+
+
+def test_compilation_is_no_part_of_the_time_of_a_run(clock):
+    with compilation.Timed() as outer, compilation.Timed() as timed:
+        clock.now_s += 1.0
+        clock.compile(3.0, TRACE)
+        clock.compile(50.0)
+        clock.now_s += 2.0
+    assert (timed.run_s, timed.compile_s) == (outer.run_s, outer.compile_s) == (3.0, 53.0)
+    clock.compile(7.0)  # nobody is timing
+    with compilation.Timed() as timed:
+        clock.now_s += 1.0
+        jax.monitoring.record_event_time_span("/jax/another", 0.0, clock.now_s)
+    assert (timed.run_s, timed.compile_s) == (1.0, 0.0)
+
+
+def test_a_span_within_another_counts_once(clock):
+    with compilation.Timed() as timed:
+        begin = clock.now_s
+        clock.compile(4.0)
+        clock.now_s += 2.0
+        compilation.add_span(begin, clock.now_s)
+    assert (timed.run_s, timed.compile_s) == (0.0, 6.0)
+    assert compilation.union_s([(3, 5), (0, 1), (4, 9), (0.5, 1)]) == 7
+
+
+@pytest.mark.parametrize("key, compile_s", [("same", 5.0), ("other", 0.0)])
+def test_who_waits_for_another_thread_that_compiles_counts_it_too(clock, key, compile_s):
+    def other_thread():
+        with compilation.Program("a round", key):
+            clock.compile(2.0)  # before this thread asks for it
+            asked.set()
+            begun.wait()
+            clock.compile(5.0)
+
+    asked, begun = threading.Event(), threading.Event()
+    thread = threading.Thread(target=other_thread)
+    thread.start()
+    asked.wait()
+    with compilation.Timed() as timed, compilation.Program("a round", "same"):
+        begun.set()
+        thread.join()
+        clock.now_s += 1.0
+    assert (timed.run_s, timed.compile_s) == (6.0 - compile_s, compile_s)
+
+
+def test_what_takes_long_is_said_and_what_does_not_is_not(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(progress, "_stream", lambda: stream)
+    long = progress.Notice("compiling a round", after_s=0.0)
+    long._timer.join()
+    short = progress.Notice("compiling a prefill", after_s=1e3)
+    short.close()
+    long.close()
+    assert stream.getvalue().startswith("compiling a round … ")
+    assert stream.getvalue().endswith(" s\n") and stream.getvalue().count("\n") == 1
+
+
+def test_without_a_reader_it_goes_to_the_log(monkeypatch, caplog):
+    monkeypatch.setattr(progress, "_stream", lambda: None)
+    with caplog.at_level("INFO", "spec_jax"):
+        notice = progress.Notice("compiling a round", after_s=0.0)
+        notice._timer.join()
+        notice.close()
+    first, last = (record.getMessage() for record in caplog.records)
+    assert first == "compiling a round …" and last.startswith("compiling a round took 0.")
+
+
+def test_the_first_call_compiles_and_the_second_does_not():
+    decoder = SpeculativeDecoder(testing.mock_model(9), testing.mock_model(9, 1))
+    found = []
+    for _ in range(2):
+        decoder.reset_stats()
+        with counted() as names:
+            begin_s = time.perf_counter()
+            decoder.generate([1, 2, 3], 20)
+            found.append((decoder.stats, time.perf_counter() - begin_s, len(names)))
+    (first, first_s, num), (second, _, none) = found
+    assert first.compile_s > 0 and num > 0 and second.compile_s == none == 0
+    assert first.prefill_s + first.decode_s + first.compile_s < first_s
+    assert first.elapsed_s == first.prefill_s + first.decode_s
+    assert first.to_dict()["compile_s"] == first.compile_s
+    assert (Stats(compile_s=1.5) + Stats(compile_s=2.0)).compile_s == 3.5
+
+
+def decoders(kind: str) -> SpeculativeDecoder:
+    target, draft = testing.mock_model(11), testing.mock_model(11, 1)
+    if kind == "plain":
+        return SpeculativeDecoder(target)
+    if kind == "suffix":
+        return SpeculativeDecoder(target, config=SpeculativeConfig("suffix"))
+    if kind == "eagle":
+        target = LoadedModel("target", transformer.model(LLAMA), random_weights(LLAMA), None, LLAMA)
+        head = random_head(EagleConfig.of_target(LLAMA, 3), jax.random.key(0))
+        return SpeculativeDecoder(target, head, SpeculativeConfig("eagle", 2))
+    options = {"is_adaptive": True, "adaptive_buckets": (0, 1, 3)} if kind == "adaptive" else {}
+    return SpeculativeDecoder(target, draft, SpeculativeConfig(**options))
+
+
+@pytest.mark.representatives("standalone")
+@pytest.mark.parametrize("kind", ["plain", "standalone", "suffix", "eagle", "adaptive"])
+def test_after_a_warmup_nothing_is_compiled(kind):
+    """Also for a shorter prompt, another length of output, other values of the sampler, rounds one
+    by one, and every K."""
+    decoder = decoders(kind)
+    hot = functools.partial(SamplerConfig, 0.7, top_p=0.9)
+    assert decoder.warmup((3, 20), 40, batch=2, sampler=hot()) > 0
+    assert decoder.stats == Stats()
+    if kind == "adaptive":
+        assert decoder.adaptive.costs and decoder.adaptive.tuner.settled is None
+    ids = np.arange(20) % 9
+    with counted() as names:
+        decoder.generate([ids.tolist(), [1]], 40, sampler=hot(seed=3))
+        decoder.generate([[4, 5]] * 2, 30, sampler=SamplerConfig(1.1, top_p=0.5), rounds_per_sync=1)
+        assert decoder.warmup(3, 40, batch=2, sampler=hot()) == 0
+    assert names == []
+    assert decoder.stats.compile_s == 0
+
+
+def test_a_warmup_refuses_what_a_call_refuses():
+    decoder = SpeculativeDecoder(testing.mock_model(4))
+    with pytest.raises(ConfigError, match="a prompt's length is 0; expected"):
+        decoder.warmup(0, 8)
+    with pytest.raises(ConfigError, match="batch is 0; expected"):
+        decoder.warmup(4, 8, batch=0)
+    with pytest.raises(ConfigError, match="max_new_tokens is 0; expected"):
+        decoder.warmup(4, 0)
+
+
+@pytest.fixture
+def jax_cache():
+    """Puts jax's own settings of its cache back."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation.compilation_cache.reset_cache()
+
+
+def test_programs_are_kept_where_one_says(tmp_path, monkeypatch, jax_cache):
+    given = jax.config.jax_compilation_cache_dir
+    assert str(compilation.enable_compilation_cache()) == given  # one that is set stays
+    folder = tmp_path / "programs"
+    assert compilation.enable_compilation_cache(folder) == folder  # though jax has compiled before
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.jit(lambda x: jnp.sin(x) * 3)(jnp.ones(7))
+    assert any(folder.iterdir())
+    jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.setattr(compilation.pathlib.Path, "home", lambda: tmp_path)
+    usual = tmp_path / ".cache" / "spec_jax" / f"jax-{jax.__version__}"
+    assert compilation.enable_compilation_cache() == usual
+    assert jax.config.jax_compilation_cache_dir == str(usual)
