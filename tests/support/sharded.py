@@ -113,7 +113,9 @@ class Case(NamedTuple):
     @property
     def strategy(self) -> str:
         """The rule's name."""
-        return ANOTHER[self.tree] if self.rule == "another" else self.rule
+        if self.rule != "another":
+            return self.rule
+        return ANOTHER_OF_CHAINS[self.rows] if self.tree == "chain" else "traversal"
 
 
 MEMBERS = {
@@ -124,7 +126,7 @@ MEMBERS = {
     "mtp": ("recycled", "sequential"),
 }
 METHODS = {"eagle3": "eagle", "eagle1": "eagle", "recycled": "mtp", "sequential": "mtp"}
-ANOTHER = {"chain": "block", "static": "traversal", "dynamic": "traversal"}
+ANOTHER_OF_CHAINS = {"even": "block", "odd": "typical-acceptance"}
 FACTORS = Case(
     mesh=NAMES,
     target=tuple(TARGETS),
