@@ -114,6 +114,11 @@ def get_config() -> ConfigDict:
         "python": "",  # the interpreter with torch and transformers; "": this one
         "repeats": 3,
     })
+    # Of your own, for the part "own", with the models and prompts of "zoo": module:make, see
+    # docs/write_a_drafter.md, and module:NAME of a rule, see docs/write_a_rule.md.
+    config.drafter = ""
+    config.rule = ""
+    config.own = ConfigDict({"k": 4})
     # The bars that the medians are compared with.
     config.bars = ConfigDict({
         "verify": 1.35,  # verify pass over plain pass, of the large shape; at most

@@ -13,6 +13,7 @@ Every value can be set on the command line, in the type that it has here:
     --config.methods=standalone --config.temperatures=0.7
     --config.head=PATH --config.trees=3x2x1,59:6:10    an EAGLE head; trees, dynamic ones too
     --config.sampler.top_p=0.9 --config.num_prompts=16
+    --config.drafter=docs.examples.my_drafter:make --config.rule=docs.examples.my_rule:rule
 """
 
 from ml_collections import ConfigDict
@@ -45,6 +46,10 @@ def get_config() -> ConfigDict:
     config.standalone_rules = ("residual",)  # above temperature 0; at 0 it is "greedy"
     config.head_rules = ("residual",)  # of "eagle" and "mtp"
     config.ngram_rules = ("match",)  # of "suffix" too
+    # Of your own, beside these: module:make, see docs/write_a_drafter.md, and module:NAME of a
+    # rule, see docs/write_a_rule.md, or the name of one of the package's.
+    config.drafter = ""
+    config.rule = ""
     config.ngram_max = 3  # the longest suffix that is looked up
     config.ngram_min = 1  # the shortest
     config.sampler = ConfigDict({

@@ -16,6 +16,8 @@ def get_config() -> ConfigDict:
     config = ConfigDict()
     config.target = "zoo/target"  # a zoo name or a Hugging Face directory
     config.drafts = "zoo/draft,zoo/eagle1,zoo/eagle3,zoo/mtp"  # names or directories
+    config.drafter = ""  # one more, of your own: module:make, see docs/write_a_drafter.md
+    config.rule = ""  # module:NAME of a rule of your own, or a name; empty: the default one
     config.dtype = "float32"  # of the weights in memory
     config.mesh = ""  # devices to run on together, such as data:2,tensor:4; empty: one
     config.is_draft_replicated = False  # keep drafts whole on every device of the mesh

@@ -2,6 +2,7 @@
 
     python -m experiments.benchmark
     python -m experiments.benchmark --parts=llama110m,zoo --workdir=runs/benchmark/mine
+    python -m experiments.benchmark --parts=own --config.drafter=docs.examples.my_drafter:make
 
 The parts:
   llama110m     a 110M Llama shape with random weights and synthetic acceptance
@@ -11,6 +12,7 @@ The parts:
   adaptive      adaptive K against plain decoding and the best fixed K
   states        a Mamba-2 shape: what replaying the window costs
   training      training steps at the zoo's size
+  own           a drafter or a rule of your own (--config.drafter, --config.rule), where given
   transformers  the zoo's pair under assisted generation, where torch and transformers are
 
 The run's folder gets benchmark.json and benchmark.md after every part.
@@ -28,6 +30,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from configs import benchmark as default
+from experiments.benchmarks import own
 from experiments.benchmarks.registry import PARTS
 from experiments.common import cli, plots, report
 from experiments.common.tables import table
@@ -36,23 +39,31 @@ from spec_jax.errors import ConfigError
 
 
 def run(
-    config: ConfigDict, workdir: str | pathlib.Path | None = None, parts: Sequence[str] = (*PARTS,)
-) -> dict:
+    config: ConfigDict, workdir: str | pathlib.Path | None = None,
+    parts: Sequence[str] | None = None,
+) -> dict:  # fmt: skip
     """Runs parts and returns the record that benchmark.json holds.
 
     Args:
       config: See ``configs/benchmark.py``.
       workdir: The run's folder; by default runs/benchmark/TIME.
-      parts: Names of ``PARTS``.
+      parts: Names of ``PARTS``; by default all, "own" only if there is anything of the user's.
 
     Raises:
       SpecJaxError: A config or a model that cannot be used.
     """
     config = config.copy_and_resolve_references()
+    if parts is None:
+        parts = [name for name in PARTS if name != "own" or own.is_asked(config)]
     unknown = sorted(set(parts) - set(PARTS))
     if unknown or not parts:
         raise ConfigError(f"parts are {', '.join(parts)!r}; expected some of {', '.join(PARTS)}")
     cli.check_keys(config, default.get_config())
+    if "own" in parts and not own.is_asked(config):
+        raise ConfigError(
+            "part own has nothing to measure; expected --config.drafter=module:make or "
+            "--config.rule=module:NAME"
+        )
     for part in PARTS.values():
         part.check(config)
     folder = cli.open_workdir("benchmark", workdir, "benchmark.json")
@@ -112,5 +123,7 @@ if __name__ == "__main__":
     _CONFIG, _WORKDIR = cli.define_flags(
         default, "Folder of this run's files, a new one; by default runs/benchmark/TIME."
     )
-    _PARTS = flags.DEFINE_list("parts", [*PARTS], "Parts to run.")
+    _PARTS = flags.DEFINE_list(
+        "parts", None, f"Parts to run, of {', '.join(PARTS)}; by default all, own if it is given."
+    )
     cli.run(main)

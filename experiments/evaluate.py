@@ -2,12 +2,15 @@
 
     python -m experiments.evaluate
     python -m experiments.evaluate --config.target=PATH --config.drafts=HEAD1,HEAD2
+    python -m experiments.evaluate --config.drafter=docs.examples.my_drafter:make
 
 Every draft decodes the same prompts in chains of K. The intervals are 95 % confidence intervals
 from resampling the prompts, since rounds of one text are not independent; differences to the
 first draft are taken prompt by prompt. In greedy decoding, the unrolling that trains a head is
 compared with its real drafting at the same round starts ("teacher-forced"): each tests the
-other. A run leaves evaluation.json, evaluation.md and acceptance.png.
+other. A drafter of your own is one more draft, which has real acceptance only; a rule of your own
+accepts in place of the default one, of every draft.
+A run leaves evaluation.json, evaluation.md and acceptance.png.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from ml_collections import ConfigDict
 
 from configs import evaluate_zoo
 from experiments.common import cli, evaluation, plots, report
+from experiments.common.own import Own
 from experiments.common.prompts import fit, load_prompts
+from spec_jax.errors import ConfigError
 from spec_jax.loading import load_draft, load_model
 from spec_jax.progress import Progress
 
@@ -26,7 +31,8 @@ def validate(config: ConfigDict) -> None:
     cli.check_keys(config, evaluate_zoo.get_config())
     cli.require_positive(config, "num_prompts prompt_tokens num_draft batch")
     cli.require(config.max_new_tokens >= 2, config, "max_new_tokens", "2 or more")
-    cli.require(bool(config.drafts), config, "drafts", "names or directories, with commas")
+    has_draft = bool(config.drafts) or bool(config.drafter)
+    cli.require(has_draft, config, "drafts", "names or directories, with commas")
 
 
 def evaluate(config: ConfigDict, workdir: str | None = None) -> dict:
@@ -45,9 +51,12 @@ def evaluate(config: ConfigDict, workdir: str | None = None) -> dict:
     names = [name.strip() for name in config.drafts.split(",")]
     lies = {"mesh": where.mesh, "rules": where.draft_rules}
     drafts = {name: load_draft(name, target, config.dtype, **lies) for name in names if name}
+    own = Own.of(config, target, drafts)
+    if own.tree:
+        raise ConfigError(f"drafter {own.drafter.name} drafts a tree; expected chains, see decode")
     if config.prompts:
         found = load_prompts(config.prompts, config.num_prompts, config.seed)
-        models = [target, *drafts.values()]
+        models = [target, *drafts.values(), *own.limits]
         prompts, num_cut = fit(found, models, config.max_new_tokens, config.prompt_tokens)
     else:
         num_cut, prompts = 0, evaluation.held_out_pieces(
@@ -55,10 +64,11 @@ def evaluate(config: ConfigDict, workdir: str | None = None) -> dict:
         )
     folder = cli.open_workdir("evaluate", workdir, "evaluation.json")
     rows, counts = [], []
-    with Progress(len(drafts) + config.has_costs, "evaluating") as bar:
-        for name, draft in drafts.items():
+    measured = drafts | ({} if own.drafter is None else {own.drafter.name: None})
+    with Progress(len(measured) + config.has_costs, "evaluating") as bar:
+        for name, draft in measured.items():
             bar.now(name)
-            row, count = evaluation.measure(name, draft, target, prompts, config, where)
+            row, count = evaluation.measure(name, draft, target, prompts, config, where, own)
             if counts:
                 row["difference"] = evaluation.differences(count, counts[0])
             rows, counts = [*rows, row], [*counts, count]
@@ -71,7 +81,7 @@ def evaluate(config: ConfigDict, workdir: str | None = None) -> dict:
     rep = {
         "command": cli.command("evaluate"), "config": config.to_dict(),
         "environment": report.environment(), "rows": rows, "num_cut": num_cut,
-        "mesh": where.facts(target, [*drafts.values()], config.batch),
+        "own": own.facts(), "mesh": where.facts(target, [*drafts.values()], config.batch),
     }  # fmt: skip
     text = evaluation.markdown(rep)
     report.write_json(folder / "evaluation.json", rep)

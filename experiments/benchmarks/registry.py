@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 from experiments.benchmarks import (
     adaptive,
     heads,
+    own,
     states,
     streaming,
     synthetic,
@@ -40,5 +41,6 @@ PARTS = {
     "adaptive": Part(adaptive.check, adaptive.measure),
     "states": Part(states.check, states.measure),
     "training": Part(training.check, training.measure),
+    "own": Part(own.check, own.measure),
     "transformers": Part(transformers_peer.check, transformers_peer.measure),
 }

@@ -7,7 +7,7 @@ import pathlib
 import textwrap
 from collections.abc import Sequence
 
-from experiments.common import cli
+from experiments.common import cli, own
 from experiments.common.decode_setup import SOURCES, Setup
 from experiments.common.prompts import PromptEncoder
 from experiments.common.report import (
@@ -53,6 +53,7 @@ def start(setup: Setup) -> dict:
         "config": config.to_dict(),
         "environment": environment(),
         "models": models,
+        "own": bench.own.facts(),
         "mesh": bench.where.facts(bench.target, [*bench.drafts.values()], bench.batch),
         "prompts": {
             "description": f"{len(lengths)} {of}{by}, {min(lengths)} to {max(lengths)} tokens, "
@@ -202,6 +203,7 @@ def write_markdown(folder: pathlib.Path, report: dict, plots: Sequence[str]) -> 
         *(line for name in plots for line in ("", f"![{name}]({name})")),
         "", "## Conditions", "",
         *(f"- {role}: {describe_model(model)}" for role, model in models.items()),
+        *(f"- {line}" for line in own.lines(report["own"])),
         f"- prompts: {report['prompts']['description']}",
         f"- machine: {describe_machine(env)}",
         *(f"- {line}" for line in mesh_lines(report["mesh"])),
@@ -221,7 +223,7 @@ def print_head(report: dict, folder: pathlib.Path) -> None:
     about = {"prompts": report["prompts"]["description"], "folder": folder}
     for name, text in (models | about).items():
         print(f"{name:9}{text}", flush=True)
-    for line in mesh_lines(report["mesh"]):
+    for line in [*own.lines(report["own"]), *mesh_lines(report["mesh"])]:
         print(line, flush=True)
 
 

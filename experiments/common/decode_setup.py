@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 from configs import decode_default
 from experiments.common import cli
 from experiments.common.grid import Bench, Cell, make_cells
+from experiments.common.own import Own
 from experiments.common.prompts import Prompt, fit, load_prompts
 from spec_jax.config import STRATEGIES, SamplerConfig, build
 from spec_jax.drafters.eagle.model import EagleConfig
@@ -152,27 +153,32 @@ class Setup(NamedTuple):
             config.target, config.dtype, scan_layers=config.scan_layers, mesh=where.mesh
         )
         drafts = load_drafts(config, target, where)
+        own = Own.of(config, target, (*METHODS, *drafts))
         where.check_drafts([*drafts.values()])
         labels = {m: [label for label in drafts if label.split("-")[0] == m] for m in SOURCES}
         methods = [label for m in config.methods for label in labels.get(m, [m])]
+        methods += [] if own.drafter is None else [own.drafter.name]
         if not methods:
             keys = ", ".join(f"--config.{SOURCES[m]}=PATH" for m in config.methods)
             raise ConfigError(f"methods are {config.methods}, and nothing drafts for them: {keys}")
         prompts = load_prompts(config.prompts, config.num_prompts, config.seed)
-        models = [target, *drafts.values()]
+        models = [target, *drafts.values(), *own.limits]
         ids, num_cut = fit(prompts, models, config.max_new_tokens, config.max_prompt_tokens)
         bench = Bench(
             target, drafts, ids,
             build(SamplerConfig, {**config.sampler.to_dict(), "seed": config.seed}),
             config.max_new_tokens, config.batch, config.draft_temperature,
             {"ngram_max": config.ngram_max, "ngram_min": config.ngram_min}, config.has_expected,
-            where,
+            where, own,
         )  # fmt: skip
         rules = {"standalone": config.standalone_rules}
         rules |= dict.fromkeys(("ngram", "suffix"), config.ngram_rules)
         rules |= dict.fromkeys([*labels["eagle"], *labels["mtp"]], config.head_rules)
+        if own.drafter is not None:
+            kind = config.standalone_rules if own.drafter.is_sampled else config.ngram_rules
+            rules[own.drafter.name] = kind
         trees = [tree.strip() for tree in config.trees.split(",") if tree.strip()]
-        cells = make_cells(methods, config.ks, config.temperatures, rules, trees)
+        cells = make_cells(methods, config.ks, config.temperatures, rules, trees, own)
         for cell in cells:
             bench.decoder(cell)
         return cls(config, bench, cells, prompts, num_cut)

@@ -12,6 +12,8 @@ from ml_collections import ConfigDict
 from experiments.common import costs, head_eval, report
 from experiments.common.cli import MeshOptions
 from experiments.common.intervals import Interval, bootstrap
+from experiments.common.own import Own
+from experiments.common.own import lines as own_lines
 from experiments.common.tables import table
 from experiments.common.timing import interleave
 from spec_jax.config import GREEDY_BELOW
@@ -76,30 +78,40 @@ def held_out_pieces(target: LoadedModel, n: int, length: int, seed: int) -> list
 
 
 def measure(
-    name: str, draft: Draft, target: LoadedModel, prompts: list[list[int]], config: ConfigDict,
-    where: MeshOptions = MeshOptions(),
-) -> tuple[dict, Counts]:
-    """Decodes all prompts with one draft; returns its row of the report, and its counts."""
+    name: str, draft: Draft | None, target: LoadedModel, prompts: list[list[int]],
+    config: ConfigDict, where: MeshOptions = MeshOptions(), own: Own = Own(),
+) -> tuple[dict, Counts]:  # fmt: skip
+    """Decodes all prompts with one draft; returns its row of the report, and its counts.
+
+    Args:
+      name: The draft's name in the report.
+      draft: The draft; None for the drafter of ``own``.
+      target: The target.
+      prompts: The prompts as ids.
+      config: Of the experiment.
+      where: The devices.
+      own: The user's own drafter, and the rule that accepts.
+    """
     began_s = time.monotonic()
     rows, stats = head_eval.decode(
         target, draft, prompts, num_draft=config.num_draft, batch=config.batch,
         max_new_tokens=config.max_new_tokens, temperature=config.temperature,
-        where=where,
+        where=where, drafter=own.drafter if draft is None else None, rule=own.rule,
     )  # fmt: skip
     counts = Counts.of(rows)
     tau, *accept = bootstrap(counts.rates, len(prompts))
     row = {
         "draft": name,
-        "kind": draft.method,
-        "parameters": draft.num_params,
+        "kind": "own" if draft is None else draft.method,
+        "parameters": draft and draft.num_params,
         "rounds": stats.rounds,
         "tau": tau,
         "accept": accept,
         "looping_share": float(np.mean([tokens.looping_share(r.tokens) for r in rows])),
         "elapsed_s": round(time.monotonic() - began_s, 1),
     }
-    is_recycled = draft.head(target.model) is not None
-    if is_recycled and config.temperature < GREEDY_BELOW:
+    is_recycled = draft is not None and draft.head(target.model) is not None
+    if is_recycled and config.temperature < GREEDY_BELOW and own.rule is None:
         reached, accepted = head_eval.teacher_forced(
             target, draft, prompts, rows, num_draft=config.num_draft
         )
@@ -126,10 +138,11 @@ def markdown(rep: dict) -> str:
     header = ["draft", "parameters", "pass / target's", "rounds", "tau",
               *(f"accepted at {i}" for i in range(1, K + 1)), "looping"]  # fmt: skip
     cells, compared, forced = [], [], []
+    size = lambda row: "–" if row["parameters"] is None else f"{row['parameters']:,}"
     for row in rep["rows"]:
         cost = row.get("cost")
         cells.append([
-            row["draft"], f"{row['parameters']:,}", "" if cost is None else f"{cost:.3f}",
+            row["draft"], size(row), "" if cost is None else f"{cost:.3f}",
             row["rounds"], row["tau"], *row["accept"], f"{row['looping_share']:.0%}",
         ])  # fmt: skip
         if "difference" in row:
@@ -153,6 +166,10 @@ def markdown(rep: dict) -> str:
     if forced:
         text += ["", "Teacher-forced compared with real decoding, from the same round starts:", "",
                  *forced]  # fmt: skip
+    if rep["own"]:
+        text += ["", *(f"- {line}" for line in own_lines(rep["own"]))]
+        text += ["", "A drafter of one's own is measured by real decoding alone, and so is every "
+                 "draft under a rule of one's own; only heads are teacher-forced, greedily."]
     if rep["num_cut"]:
         text += [
             "", f"{rep['num_cut']} prompts had more than {config['prompt_tokens']} tokens, or more "

@@ -6,15 +6,16 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from experiments.common.cli import MeshOptions
+from experiments.common.own import Own
 from experiments.common.timing import interleave
-from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.config import GREEDY_BELOW, SamplerConfig, SpeculativeConfig
 from spec_jax.data.tokens import looping_share
 from spec_jax.engine.decoder import Generation, SpeculativeDecoder
 from spec_jax.engine.stats import Stats
@@ -23,16 +24,19 @@ from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.meshes import mesh_of, use_mesh
 from spec_jax.rules import make_rule
 
+_COPYING = ("ngram", "suffix")  # methods of chains, without logits
+
 
 class Cell(NamedTuple):
     """One row of the table.
 
     Attributes:
-      method: The method or, if there are several heads, the label of one; or "plain".
+      method: The method or, if there are several heads, the label of one; the name of a drafter of
+        the user's own; or "plain".
       k: K, drafted tokens per round; 0 for plain decoding.
       temperature: The temperature of target and draft.
       rule: The acceptance rule; None for the default one.
-      tree: A tree of K nodes, as ``tree_options`` reads it; None for a chain.
+      tree: A tree of K nodes, as ``tree_options`` reads it, or ``Own.tree``; None for a chain.
     """
 
     method: str
@@ -80,6 +84,7 @@ def make_cells(
     temperatures: Sequence[float],
     rules: dict[str, Sequence[str]],
     trees: Sequence[str] = (),
+    own: Own = Own(),
 ) -> list[Cell]:
     """Returns all cells, plain decoding first at each temperature.
 
@@ -89,20 +94,37 @@ def make_cells(
       temperatures: The temperatures; at 0 the rule is "greedy".
       rules: The rules of each method above temperature 0.
       trees: Trees that methods with a model draft beside the chains, see ``tree_options``.
+      own: A drafter that is one more method, and a rule for every drafter that it can serve.
+
+    Raises:
+      ConfigError: The user's rule can serve no row.
     """
-    cells = []
+    cells, own_rules = [], [] if own.rule is None else [own.rule.name]
     nodes = {tree: tree_options(tree)["num_speculative_tokens"] for tree in trees}
     for temperature in temperatures:
         cells.append(Cell("plain", 0, temperature))
         for method in methods:
-            if method != "plain":
-                named = rules[method] if temperature > 0 else ["greedy"]
-                shapes = [(k, None) for k in ks]
-                if method not in ("ngram", "suffix"):
-                    shapes += [(nodes[tree], tree) for tree in trees]
-                cells += [
-                    Cell(method, k, temperature, rule, tree) for rule in named for k, tree in shapes
-                ]
+            if method == "plain":
+                continue
+            is_own = own.drafter is not None and method == own.drafter.name
+            has_logits = own.drafter.is_sampled if is_own else method not in _COPYING
+            shapes = [(k, None) for k in ks]
+            if is_own and own.tree:
+                shapes = [(own.drafter.tree.num_nodes, own.tree)]
+            elif not is_own and has_logits:
+                shapes += [(nodes[tree], tree) for tree in trees]
+            named = rules[method] if temperature > 0 else ["greedy"]
+            cells += [
+                Cell(method, k, temperature, rule, tree)
+                for rule in [*named, *own_rules]
+                for k, tree in shapes
+                if rule in named
+                or own.can_serve(temperature, is_tree=bool(tree), has_logits=has_logits)
+            ]
+    if not {*own_rules} <= {cell.rule for cell in cells}:
+        is_greedy = own.rule.is_greedy
+        needs = "temperature 0: --config.temperatures=0" if is_greedy else "logits, or chains"
+        raise ConfigError(f"rule {own.rule.name!r} can serve no row of the table: it needs {needs}")
     return list(dict.fromkeys(cells))
 
 
@@ -135,6 +157,7 @@ class Bench:
       has_expected: Whether to record the expected acceptance of chains above temperature 0, if
         the rule reads the draft distributions anyway.
       where: The devices; target and drafts lie there already.
+      own: A drafter and a rule of the user's own.
     """
 
     target: LoadedModel
@@ -147,6 +170,7 @@ class Bench:
     ngram: dict[str, int] = dataclasses.field(default_factory=dict)
     has_expected: bool = False
     where: MeshOptions = MeshOptions()
+    own: Own = Own()
 
     def __post_init__(self):
         self._plain: dict[float, list[Run]] = {}  # first runs, by temperature
@@ -169,25 +193,39 @@ class Bench:
         Raises:
           ConfigError: K, rule, temperature or vocabularies do not fit.
         """
-        config = None
+        config, draft, options = None, self.drafts.get(cell.method), {}
         if cell.method != "plain":
-            options = {"num_speculative_tokens": cell.k}
-            options = tree_options(cell.tree) if cell.tree else options
-            options |= self.ngram if cell.method == "ngram" else {}
-            if cell.method == "suffix":  # or a repeat would copy its last output
-                options["suffix_history_tokens"] = 0
-            draft = self.drafts.get(cell.method)
-            method = cell.method if draft is None else draft.method
-            config = SpeculativeConfig(method, rejection_sampling_strategy=cell.rule, **options)
+            config, options = self._config(cell), self._own(cell)
         sampler = dataclasses.replace(self.sampler, temperature=cell.temperature)
         has_expected = self.has_expected and cell.k > 0 and cell.temperature > 0 and not cell.tree
-        if has_expected and cell.method in self.drafts:  # or they would cost time
-            has_expected = make_rule(config).needs_probs
-        draft = self.drafts.get(cell.method)
+        is_sampled = draft is not None
+        if "drafter" in options:
+            is_sampled = self.own.drafter.is_sampled
+        if has_expected and is_sampled:  # or they would cost time
+            has_expected = (options.get("rule") or make_rule(config)).needs_probs
         return SpeculativeDecoder(
             self.target, draft, config, target_sampler=sampler, has_expected=has_expected,
-            **self.where.options(draft),
+            **options, **self.where.options(draft),
         )
+
+    def _own(self, cell: Cell) -> dict[str, Any]:
+        """Returns what a cell has of the user's own, as options of the decoder."""
+        own = {"drafter": (cell.method, self.own.drafter), "rule": (cell.rule, self.own.rule)}
+        return {key: x for key, (name, x) in own.items() if x is not None and x.name == name}
+
+    def _config(self, cell: Cell) -> SpeculativeConfig:
+        options, own = {"num_speculative_tokens": cell.k}, self._own(cell)
+        if cell.tree and "drafter" not in own:
+            options = tree_options(cell.tree)
+        options |= self.ngram if cell.method == "ngram" else {}
+        if cell.method == "suffix":  # or a repeat would copy its last output
+            options["suffix_history_tokens"] = 0
+        if "rule" not in own:
+            options["rejection_sampling_strategy"] = cell.rule
+        if "drafter" not in own:
+            draft = self.drafts.get(cell.method)
+            options["speculative_method"] = cell.method if draft is None else draft.method
+        return SpeculativeConfig(**options)
 
     def run(self, cell: Cell, index: int, **options) -> Run:
         """Decodes batch ``index``; ``options`` are those of ``SpeculativeDecoder.generate``."""
@@ -271,14 +309,14 @@ class Bench:
     def _compare(self, cell: Cell, runs: list[Run], plain_runs: list[Run]) -> dict:
         """Compares the tokens with plain decoding's; None if the rule samples other tokens."""
         ours, theirs = ([row.tokens for run in r for row in run.rows] for r in (runs, plain_runs))
-        rule = self.decoder(cell).system().rule
-        if not (rule.is_greedy or rule.name == "match"):
+        rule, is_cold = self.decoder(cell).system().rule, cell.temperature < GREEDY_BELOW
+        if not (is_cold and rule.is_lossless or rule.name == "match"):
             return {"identical_to_plain": None, "identical_rows": None, "rows": len(ours)}
         same = [a == b for a, b in zip(ours, theirs)]
         gaps = [
             self._gap(i, theirs[i], ours[i])
             for i in range(len(same))
-            if rule.is_greedy and not same[i]
+            if is_cold and not same[i]
         ]
         return {
             "identical_to_plain": all(same), "identical_rows": sum(same), "rows": len(ours),

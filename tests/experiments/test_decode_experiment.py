@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.tiny_models import random_weights
+from support.pairs import tiny_pair
 
 from configs import decode_default, decode_specbench
 from experiments.common import costs, report
@@ -21,11 +21,8 @@ from experiments.common.grid import top_gap
 from experiments.common.prompts import Prompt, PromptEncoder, fit, load_prompts
 from experiments.decode import decode
 from spec_jax import load_model
-from spec_jax.data import python_source, tokens
 from spec_jax.errors import ConfigError, SpecJaxError
-from spec_jax.models import checkpoint, transformer
-from spec_jax.models.config import ModelConfig
-from spec_jax.models.tokenizer import Tokenizer
+from spec_jax.models import transformer
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 KEYS = {
@@ -39,16 +36,7 @@ KEYS = {
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     """Directories of a target and a draft that share a tokenizer of 300 entries."""
-    folder = tmp_path_factory.mktemp("pair")
-    text = [text for _, text in python_source.documents("held_out")[:3]]
-    tokenizer = Tokenizer(tokens.train_tokenizer(text, 300))
-    for name, layers in (("target", 2), ("draft", 1)):
-        config = ModelConfig(
-            vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=layers,
-            num_attention_heads=2, max_position_embeddings=128, bos_token_id=0,
-        )
-        checkpoint.save_pretrained(folder / name, random_weights(config), config, tokenizer)
-    return folder
+    return tiny_pair(tmp_path_factory.mktemp("pair"))
 
 
 def small(pair, **changes):

@@ -1,0 +1,133 @@
+"""A drafter and a rule of one's own in the experiments, by the lines that the documents show."""
+
+import pathlib
+import re
+
+import pytest
+from support.pairs import tiny_pair
+
+from configs import decode_default, evaluate_zoo
+from docs.examples import my_drafter, my_rule
+from experiments import decode, evaluate
+from experiments.common.decode_setup import Setup
+from experiments.common.grid import make_cells
+from experiments.common.own import Own
+from spec_jax import SpeculativeConfig
+from spec_jax.drafters.model_free import NO_DRAFT
+from spec_jax.errors import ConfigError
+from spec_jax.rules import make_rule
+from spec_jax.testing import mock_model
+from spec_jax.tree import Tree
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def shown(page, program):
+    """The parts of one's own that a document's command lines of a program name."""
+    text = re.sub(r"\\\n\s*", "", (ROOT / "docs" / page).read_text(encoding="utf-8"))
+    lines = re.findall(rf"^python -m {program}\b(.*)$", text, re.MULTILINE)
+    return dict(re.findall(r"--(?:config\.)?(drafter|rule)[= ](docs\S+)", " ".join(lines)))
+
+
+OWN = {"drafter": "docs.examples.my_drafter:make", "rule": "docs.examples.my_rule:rule"}
+
+
+@pytest.mark.parametrize("program", ["experiments.decode", "experiments.evaluate"])
+def test_the_documents_show_these_lines(program):
+    drafter, rule = shown("write_a_drafter.md", program), shown("write_a_rule.md", program)
+    assert drafter == {"drafter": OWN["drafter"]} and rule == {"rule": OWN["rule"]}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return tiny_pair(tmp_path_factory.mktemp("own"))
+
+
+def of(module, pair, **changes):
+    config = module.get_config()
+    config.update({"target": str(pair / "target"), "num_prompts": 2, "max_new_tokens": 8})
+    config.update(changes)
+    return config
+
+
+def test_own_parts_are_rows_at_every_k_and_temperature(pair):
+    setup = Setup.of(of(decode_default, pair, ks=(1, 3), methods=("ngram",), **OWN))
+    rows = [(c.method, c.k, c.temperature, c.rule) for c in setup.cells if c.method != "plain"]
+    assert rows == [
+        (method, k, temperature, rule)
+        for temperature in (0.0, 1.0)
+        for method, usual in (("ngram", "match"), ("bigrams", "residual"))
+        for rule in ("greedy" if temperature == 0 else usual, "coin")
+        for k in (1, 3)
+    ]
+    for cell in setup.cells[1:]:
+        config = setup.bench.decoder(cell).config
+        if cell.method != "plain":
+            named = (config.speculative_method, config.rejection_sampling_strategy)
+            assert named == (cell.method, cell.rule)
+    given = [facts["given"] for facts in setup.bench.own.facts().values()]
+    assert given == [OWN["drafter"], OWN["rule"]]
+
+
+def cells_of(own, methods=("ngram", "standalone"), temperatures=(0.0, 1.0), trees=()):
+    rules = dict.fromkeys(("ngram", "standalone", "own"), ("residual",))
+    cells = make_cells(methods, (3,), temperatures, rules, trees, own)
+    return [(c.method, c.tree, c.temperature) for c in cells if c.rule == own.rule.name]
+
+
+def test_a_rule_is_used_where_it_can_serve():
+    rule = make_rule(SpeculativeConfig("standalone", 2, "block"))._replace(name="mine")
+    use = lambda **flags: Own(rule=rule._replace(**flags))
+    both = ("ngram", "standalone")
+    assert cells_of(use(), trees=("2x1",)) == [(m, None, t) for t in (0.0, 1.0) for m in both]
+    assert cells_of(use(needs_logits=True)) == [("standalone", None, t) for t in (0.0, 1.0)]
+    assert cells_of(use(is_greedy=True)) == [(m, None, 0.0) for m in both]
+    trees = cells_of(use(has_trees=True), trees=("2x1",), temperatures=(1.0,))
+    assert trees == [("ngram", None, 1), ("standalone", None, 1), ("standalone", "2x1", 1)]
+    with pytest.raises(ConfigError, match="'mine' can serve no row .* it needs temperature 0"):
+        cells_of(use(is_greedy=True), temperatures=(1.0,))
+    branched = NO_DRAFT._replace(name="own", tree=Tree.branching((2, 1)))
+    own = Own(branched, rule._replace(has_trees=True))
+    assert cells_of(own, ("own",), (1.0,)) == [("own", "tree of 4 nodes", 1.0)]
+
+
+def test_a_name_that_tables_use_is_refused():
+    target, config = mock_model(5), decode_default.get_config()
+    config.drafter = "spec_jax.drafters.model_free:NO_DRAFT"
+    with pytest.raises(ConfigError, match="the name 'plain', .*drafter._replace"):
+        Own.of(config, target, ("plain",))
+    config.update({"drafter": "", "rule": "spec_jax.rules:MATCH"})
+    with pytest.raises(ConfigError, match="the name 'match', which tables use"):
+        Own.of(config, target)
+    config.rule = "match"
+    assert Own.of(config, target).rule is make_rule(SpeculativeConfig("ngram", 2, "match"))
+
+
+@pytest.mark.exhaustive
+def test_own_parts_are_decoded_evaluated_and_reported(pair, tmp_path):
+    """At temperature 0 a lossless rule emits plain decoding's tokens; both reports name both."""
+    config = of(decode_default, pair, methods=("ngram",), has_stream=False, **OWN)
+    rep = decode.decode(config, tmp_path / "decode")
+    for r in rep["results"]:
+        assert r["identical_to_plain"] is True or r["temperature"] == 1
+        assert r["is_lossless"] and r["finish_reasons"] == {"length": 2}
+        has_cost = r["method"] != "bigrams"  # what its draft costs was not measured
+        assert (r["predicted_speedup"] == r["predicted_speedup"]) is has_cost
+    text = (tmp_path / "decode" / "report.md").read_text()
+    assert re.search(r"\| bigrams +\| +3 +\| +1 +\| coin +\|", text)
+    assert f"rule coin: {OWN['rule']}, lossless" in text
+
+    config = of(evaluate_zoo, pair, drafts="", num_draft=2, batch=2, prompt_tokens=16, **OWN)
+    config.has_costs = False
+    (row,) = evaluate.evaluate(config, str(tmp_path / "evaluate"))["rows"]
+    assert row["kind"] == "own" and row["tau"].value >= 1 and "teacher_forced" not in row
+    (text,) = (path.read_text() for path in (tmp_path / "evaluate").glob("*.md"))
+    assert f"drafter bigrams: {OWN['drafter']}, sampled" in text and "real decoding alone" in text
+
+
+def test_the_examples_are_as_short_as_the_documents_say():
+    """30 lines for a drafter and 15 for a rule, from `def` to the end of the function."""
+    import inspect
+
+    assert len(inspect.getsource(my_drafter.make).splitlines()) <= 30
+    assert len(inspect.getsource(my_rule.accept_row).splitlines()) <= 15
