@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import types
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,10 +15,12 @@ from jax.typing import DTypeLike
 
 from spec_jax import zoo
 from spec_jax.drafters import registry
+from spec_jax.drafters.common.vocabulary import resized
 from spec_jax.drafters.loaded import LoadedHead, LoadedModel
 from spec_jax.errors import ConfigError, ModelNotLoaded, WeightsError
 from spec_jax.meshes import to_mesh
 from spec_jax.models import checkpoint, transformer
+from spec_jax.models.files import read_json
 from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.sharding import SHARDED, Rules
 
@@ -26,6 +29,7 @@ __all__ = [
     "load_mtp", "random_head",
 ]  # fmt: skip
 DTYPES = ("float32", "bfloat16", "float16")
+_MAX_PADDING = 1024  # embeddings are padded to multiples of up to this number
 
 
 def check_loaded(role: str, model: Any, kind: type | types.UnionType) -> None:
@@ -124,8 +128,11 @@ def load_draft(
         raise ConfigError(f"method {kind.name!r} has no weights to load: {why}")
     in_parts = mesh is not None and kind.reads_in_parts
     where = {"mesh": mesh, "rules": rules} if in_parts else {}
-    head = kind.read(directory, target, dtype, **where, **overrides)
-    head = dataclasses.replace(head, name=str(name_or_path))
+    as_stated, notes = _with_stated_padding(directory, target)
+    head = kind.read(directory, as_stated, dtype, **where, **overrides)
+    head = dataclasses.replace(head, name=str(name_or_path), notes=(*notes, *head.notes))
+    if as_stated is not target:
+        head, in_parts = head.with_vocab(target.config.vocab_size), False
     return head if mesh is None or in_parts else head.on_mesh(mesh, rules)
 
 
@@ -209,6 +216,30 @@ def _directory(name_or_path: str | pathlib.Path) -> pathlib.Path:
             f"the zoo has {', '.join(zoo.NAMES)}"
         )
     return directory
+
+
+def _with_stated_padding(
+    directory: pathlib.Path, target: LoadedModel
+) -> tuple[LoadedModel, tuple[str, ...]]:
+    """Returns the target as a head's config.json knows it, and a note where that is another size.
+
+    The embedding of a target is padded to a size that its head need not share. The target's
+    tokenizer says how many of the ids are tokens.
+    """
+    hf = read_json(directory / "config.json")
+    inner = hf.get("transformer_layer_config") or hf
+    size = inner.get("vocab_size") if isinstance(inner, Mapping) else None
+    V, num_tokens = target.config.vocab_size, target.model.last_id + 1
+    is_other = isinstance(size, int) and size != V and target.tokenizer is not None
+    if not is_other or not num_tokens <= size < num_tokens + _MAX_PADDING:
+        return target, ()
+    config = dataclasses.replace(target.config, vocab_size=size)
+    params = {**target.params, "embed": resized(target.params["embed"], 0, size)}
+    note = (
+        f"config.json says vocab_size {size}; the target has {V} ids, of which {num_tokens} are "
+        "tokens. The others are padding."
+    )
+    return dataclasses.replace(target, config=config, params=params), (note,)
 
 
 def _check_has_config(target: LoadedModel) -> None:

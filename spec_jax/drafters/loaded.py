@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from spec_jax.contracts import Model
 from spec_jax.drafters import registry
 from spec_jax.drafters.common.head import Head
+from spec_jax.drafters.common.vocabulary import resized
 from spec_jax.meshes import to_mesh
 from spec_jax.models import layout
 from spec_jax.models.families import AnyConfig, family_of
@@ -183,6 +184,32 @@ class LoadedHead:
             return {name: put(where and where.get(name), x) for name, x in params.items()}
 
         return dataclasses.replace(self, params=put(known, self.params))
+
+    def with_vocab(self, vocab_size: int) -> LoadedHead:
+        """Returns the head for a target whose embedding is padded to another size.
+
+        Weights of each of the target's ids are cut, or padded with zeros; further ids never were
+        tokens. On a mesh, place the result by ``on_mesh``.
+
+        Args:
+          vocab_size: V of the target.
+        """
+        old, layer = self.config.target_vocab_size, getattr(self.config, "layer", None)
+        changes = {"target_vocab_size": vocab_size}
+        if layer is not None and layer.vocab_size == old:
+            changes["layer"] = dataclasses.replace(layer, vocab_size=vocab_size)
+
+        def put(table, params):
+            if isinstance(params, dict):
+                return {name: put(table and table.get(name), x) for name, x in params.items()}
+            for axis, name in enumerate(table.axes if table is not None else ()):
+                if name == "vocab" and params.shape[axis] == old:
+                    params = resized(params, axis, vocab_size)
+            return params
+
+        params = put(self.kind.table(self.config), self.params)
+        config = dataclasses.replace(self.config, **changes)
+        return dataclasses.replace(self, config=config, params=params)
 
     def kept_whole(self, mesh: Mesh, rules: Rules = SHARDED) -> list[str]:
         """Returns a sentence for each size that the mesh does not divide, see ``on_mesh``."""

@@ -41,6 +41,14 @@ def aligned(model: Model, target: Model) -> Model:
     return model._replace(vocab_size=V, unembed=unembed, num_tokens=num_tokens)
 
 
+def resized(weight: jax.Array, axis: int, vocab_size: int) -> jax.Array:
+    """Returns a weight with ``vocab_size`` ids along an axis: cut, or padded with zeros."""
+    weight = jax.lax.slice_in_dim(weight, 0, min(weight.shape[axis], vocab_size), axis=axis)
+    missing = [(0, 0)] * weight.ndim
+    missing[axis] = (0, vocab_size - weight.shape[axis])
+    return jnp.pad(weight, missing)
+
+
 def draft_ids(head: dict) -> jax.Array | None:
     """The target's ids i32[U] that a reduced vocabulary holds; None where it is not reduced."""
     return jnp.arange(len(head["d2t"])) + head["d2t"] if "d2t" in head else None  # offsets
