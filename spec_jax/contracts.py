@@ -290,6 +290,10 @@ class Drafter(NamedTuple):
     catch_up: CatchUp | None = None
     rewind: Callable[[Any, jax.Array], Any] | None = None
 
+    def __repr__(self) -> str:
+        drafts = "sampled" if self.is_sampled else "deterministic"
+        return f"Drafter({self.name!r}: {drafts} {'chains' if self.tree is None else 'trees'})"
+
 
 class Rule(NamedTuple):
     """An acceptance rule: a pure function of scores, proposal and noise.
@@ -320,3 +324,7 @@ class Rule(NamedTuple):
     is_greedy: bool = False
     is_joint: bool = False
     has_trees: bool = False
+
+    def __repr__(self) -> str:
+        chains = "chains and trees" if self.has_trees else "chains"
+        return f"Rule({self.name!r}: {'lossless' if self.is_lossless else 'lossy'}, for {chains})"

@@ -74,6 +74,11 @@ def make_mesh(sizes: str | Mapping[str, int], devices: Sequence[Any] | None = No
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
+def mesh_text(mesh: Mesh) -> str:
+    """Returns the text that ``make_mesh`` reads, such as ``data:2,tensor:4``."""
+    return ",".join(f"{name}:{size}" for name, size in mesh.shape.items())
+
+
 def to_mesh(mesh: Mesh | str | None) -> Mesh | None:
     """Returns a mesh that was given as text or made before; None stays None.
 

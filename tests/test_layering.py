@@ -12,7 +12,7 @@ import pytest
 PACKAGE = pathlib.Path(__file__).resolve().parents[1] / "spec_jax"
 # From the ground up: a room imports rooms of lower levels, and modules of its own.
 ROOMS = (
-    ("errors", "version", "progress"), ("meshes", "compilation"),
+    ("errors", "version", "progress"), ("meshes", "compilation", "show"),
     ("shapes", "rng", "tree", "sharding", "processes"),
     ("config", "contracts"), ("sampling",),
     ("models", "rules"), ("drafters/common", "data"), ("train",), ("drafters",),

@@ -9,6 +9,7 @@ from typing import Any
 from spec_jax.config.checks import check, check_integer
 from spec_jax.config.read import build, reads_flat_names
 from spec_jax.config.sampler import SamplerConfig
+from spec_jax.show.summary import short_repr
 
 
 @reads_flat_names
@@ -32,6 +33,8 @@ class AsyncSpecConfig:
     target_sampler: SamplerConfig = SamplerConfig()
     force_n1: bool = False
     max_tokens: int | None = None
+
+    __repr__ = short_repr("spec_k")
 
     def __post_init__(self):
         check_integer("spec_k", self.spec_k, 1)

@@ -10,6 +10,7 @@ from typing import Any
 from spec_jax.config.checks import FLOAT32_MAX, check, is_finite, is_integer, is_number
 from spec_jax.config.read import Record
 from spec_jax.errors import ConfigError
+from spec_jax.show.summary import short_repr
 
 GREEDY_BELOW = 1e-5  # a lower temperature means argmax; it is never divided by
 
@@ -45,6 +46,8 @@ class SamplerConfig(Record):
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
+
+    __repr__ = short_repr("temperature")
 
     def __post_init__(self):
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))

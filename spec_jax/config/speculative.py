@@ -21,6 +21,7 @@ from spec_jax.config.records import (
 )
 from spec_jax.config.sampler import GREEDY_BELOW
 from spec_jax.errors import ConfigError
+from spec_jax.show.summary import short_repr
 from spec_jax.tree import DynamicTree, Tree
 
 # Methods that may be named, and whether they copy tokens; ``drafters.register`` adds to them.
@@ -82,6 +83,8 @@ class SpeculativeConfig:
     suffix: SuffixConfig = SuffixConfig()
     config_file: str | None = None
     section_name: str | None = None
+
+    __repr__ = short_repr("speculative_method", "num_speculative_tokens")
 
     def __post_init__(self):
         K, method = self.num_speculative_tokens, self.speculative_method

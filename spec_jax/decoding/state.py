@@ -84,6 +84,10 @@ class DecodeState:
     counts: Counts | None  # None where no sampler has penalties
     expected: jax.Array | None = None  # f32[B,M], the rule's acceptance where a draft was reached
 
+    def __repr__(self) -> str:
+        shape = getattr(self.tokens, "shape", ())  # while jax looks at structure it is no array
+        return f"DecodeState(tokens {list(shape)})"
+
     @property
     def length(self) -> jax.Array:
         """i32[B], tokens fed to the target."""

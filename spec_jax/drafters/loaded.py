@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -14,7 +15,8 @@ from spec_jax.contracts import Model
 from spec_jax.drafters import registry
 from spec_jax.drafters.common.head import Head
 from spec_jax.drafters.common.vocabulary import resized
-from spec_jax.meshes import to_mesh
+from spec_jax.errors import ConfigError
+from spec_jax.meshes import mesh_of, mesh_text, to_mesh
 from spec_jax.models import layout
 from spec_jax.models.families import AnyConfig, family_of
 from spec_jax.models.params import (
@@ -27,11 +29,12 @@ from spec_jax.models.params import (
 )
 from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.sharding import SHARDED, Rules, kept_whole, place
+from spec_jax.show.summary import Shown, count_text
 from spec_jax.tree import DynamicTree, Tree
 
 
-@dataclasses.dataclass(frozen=True)
-class LoadedModel:
+@dataclasses.dataclass(frozen=True, repr=False)
+class LoadedModel(Shown):
     """A model's functions, its weights and its tokenizer.
 
     Attributes:
@@ -118,9 +121,17 @@ class LoadedModel:
     def num_params(self) -> int | None:
         return None if self.config is None else num_params(self.config)
 
+    def _facts(self) -> dict[str, str]:
+        facts = {"": repr(self.name)}
+        if self.config is not None:
+            facts["family"] = _family(self.config)
+            facts["layers"] = f"{self.config.num_hidden_layers} × {self.config.hidden_size}"
+        facts["vocabulary"] = f"{self.model.last_id + 1:,}"
+        return facts | _weights(self.params, self.num_params)
 
-@dataclasses.dataclass(frozen=True)
-class LoadedHead:
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class LoadedHead(Shown):
     """A head of any kind, or MTP modules, and their weights.
 
     Attributes:
@@ -229,6 +240,16 @@ class LoadedHead:
         """Number of its own parameters, without those that it shares with the target."""
         return sum(w.size for w in jax.tree.leaves(self.params))
 
+    def _facts(self) -> dict[str, str]:
+        config, facts = self.config, {"": repr(self.name)}
+        with contextlib.suppress(ConfigError):  # its kind is not registered
+            facts["method"] = self.method
+        if (layer := getattr(config, "layer", None)) is not None:
+            facts["layer"] = f"{_family(layer)} × {layer.hidden_size}"
+        facts["target"] = f"{config.target_vocab_size:,} ids × {config.target_hidden_size}"
+        facts["taps"] = ", ".join(map(str, config.taps))
+        return facts | _weights(self.params, self.num_params)
+
     def head(self, target: Model) -> Head | None:
         """Its functions for a target with its taps; None of modules that draft one step each."""
         return self.kind.head and self.kind.head(self.config, target)
@@ -254,6 +275,26 @@ class LoadedHead:
             self, pathlib.Path(directory), target, layout=layout, dtype=dtype,
             num_speculative_tokens=num_speculative_tokens,
         )  # fmt: skip
+
+
+def _family(config: AnyConfig) -> str:
+    name = type(config).__name__.removesuffix("Config").lower()
+    return getattr(config, "model_type", name)
+
+
+def _weights(params: Params, count: int | None) -> dict[str, str]:
+    """What is known of a model's weights, in words."""
+    if params is None:
+        return {"weights": "none"}
+    leaves = [x for x in jax.tree.leaves(params) if hasattr(x, "dtype")]
+    count = sum(x.size for x in leaves) if count is None else count
+    facts = {"parameters": count_text(count)}
+    if leaves:
+        facts["dtype"] = max(leaves, key=lambda x: x.size).dtype.name
+    mesh = mesh_of(params)
+    if mesh is not None:
+        facts["mesh"] = mesh_text(mesh)
+    return facts
 
 
 def _num_rows(method: str, batch: int | None, num_draft: int, tree) -> int | None:

@@ -23,9 +23,10 @@ from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.parallel import overlap
 from spec_jax.sampling import Samplers, make_sampler
+from spec_jax.show.summary import Shown
 
 
-class SpeculativeDecoder:
+class SpeculativeDecoder(Shown):
     """Decodes a target model, faster with a draft, without changing its output distribution.
 
     Concurrent calls are safe, from threads and from tasks: each has its own state, and returns what
@@ -100,6 +101,9 @@ class SpeculativeDecoder:
         ignored: draft, config, and a drafter or rule of your own.
         """
         return cls(target, draft, config, force_n1=True, **options)
+
+    def _facts(self) -> dict[str, str]:
+        return self._parts._facts()
 
     @property
     def config(self) -> SpeculativeConfig | None:

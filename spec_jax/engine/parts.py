@@ -21,13 +21,15 @@ from spec_jax.engine.adaptive.runner import AdaptiveState, plain_rule
 from spec_jax.engine.engine import Engine
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel, check_loaded
+from spec_jax.meshes import mesh_text
 from spec_jax.parallel import overlap
 from spec_jax.rules import make_rule
 from spec_jax.sampling import Samplers, highest_temperature
+from spec_jax.show.summary import Shown
 
 
-@dataclasses.dataclass(frozen=True)
-class Parts:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Parts(Shown):
     """The parts of a decoder, which fit each other.
 
     Attributes:
@@ -129,6 +131,22 @@ class Parts:
         """Returns parts whose calls teach these nothing but the costs of each K."""
         history, adaptive = copy.copy(self.history), copy.copy(self.adaptive)
         return dataclasses.replace(self, history=history, adaptive=adaptive)
+
+    def _facts(self) -> dict[str, str]:
+        facts = {"": repr(self.target.name)}
+        if self.num_draft == 0:
+            facts["drafts"] = "none, one token a pass"
+        else:
+            by = "" if self.draft is None else f" {self.draft.name!r}"
+            facts["drafts"] = f"by {self.drafter.name}{by}"
+            facts["K"] = f"up to {self.num_draft}" if self.adaptive else str(self.num_draft)
+            if self.drafter.tree is not None:
+                facts["tree of depth"] = str(self.drafter.tree.depth)
+            facts["rule"] = self.system(self.target_sampler).rule.name
+        facts["temperature"] = f"{highest_temperature(self.target_sampler):g}"
+        if self.mesh is not None:
+            facts["mesh"] = mesh_text(self.mesh)
+        return facts
 
     def without_drafts(self) -> Parts:
         """Returns the parts that decode one token a pass."""

@@ -7,6 +7,7 @@ import functools
 import operator
 import threading
 from collections import deque
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,16 +20,21 @@ from spec_jax.engine.engine import Engine
 from spec_jax.engine.request import Request
 from spec_jax.engine.stats import RunningStats, Stats, row_stats
 from spec_jax.engine.text import TextTracker
-from spec_jax.errors import Cancelled, InvalidDraftError
+from spec_jax.engine.trace import Trace
+from spec_jax.errors import Cancelled, ConfigError, InvalidDraftError
+from spec_jax.show import page
+from spec_jax.show.summary import Shown, cut
 
 # Rounds of a step: with stop strings to find; and when nobody streams, so that a cancellation
 # token that is requested during the call is still seen.
 _ROUNDS_TO_STOPS, ROUNDS_UNWATCHED = 8, 32
 
 
-@dataclasses.dataclass(frozen=True)
-class Generation:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Generation(Shown):
     """What one prompt produced; ``str`` of it is its text.
+
+    A notebook shows its tokens in colour, by where they came from.
 
     Attributes:
       text: the output without the prompt, or None without a tokenizer. The text of a cancelled row
@@ -37,15 +43,44 @@ class Generation:
       finish_reason: "stop_token", "stop_string", "length", "cancelled", or what went wrong:
         "nan_target", "nan_draft", "invalid_draft".
       stats: counts of this row; times are the batch's, in ``SpeculativeDecoder.stats``.
+      trace: where each token came from, and which drafts were rejected.
     """
 
     text: str | None
     tokens: tuple[int, ...]
     finish_reason: str
     stats: Stats
+    trace: Trace | None = dataclasses.field(default=None, compare=False)
 
     def __str__(self) -> str:
         return repr(self) if self.text is None else self.text
+
+    def _facts(self) -> dict[str, str]:
+        text = "" if self.text is None else cut(repr(self.text), 60)
+        counts = {"tokens": str(len(self.tokens)), "tau": f"{self.stats.tau:.2f}"}
+        return {"": text, **counts, "finish": self.finish_reason}
+
+    def _repr_html_(self) -> str:
+        if self.trace is None:
+            return super()._repr_html_()
+        note = f"· {self.stats.tau:.2f} tokens a round · ended by {self.finish_reason}"
+        return page.tokens(self.trace.shown(self.tokens), note)
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draws the tokens of each round: accepted drafts, the target's own, drafts dropped.
+
+        Args:
+          axes: matplotlib axes to draw on; None: a new figure.
+
+        Returns:
+          The matplotlib figure.
+
+        Raises:
+          ConfigError: matplotlib is not installed, or there is no trace.
+        """
+        if self.trace is None:
+            raise ConfigError("this generation has no trace to plot; generate() makes one with it")
+        return self.trace.plot(axes)
 
 
 class Session:
@@ -224,9 +259,14 @@ def collect(record: decoding.Record, tracker: TextTracker, row: int, depth: int)
     n, text, finish = tracker.result(row, ids, Finish(int(record.finish)))
     kept = slice(begin, begin + n)
     expected = None if record.expected is None else record.expected[kept]
+    trace = Trace.of(
+        kind[kept], record.offered[kept], record.rejected[kept], expected, tokens[:begin],
+        tracker.tokenizer,
+    )
     return Generation(
         text=text,
         tokens=tuple(ids[:n]),
         finish_reason=finish.name.lower(),
         stats=row_stats(kind[kept], record.offered[kept], depth, expected),
+        trace=trace,
     )

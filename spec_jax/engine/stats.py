@@ -28,14 +28,17 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from spec_jax.decoding import Kind
+from spec_jax.show import page, plots
+from spec_jax.show.summary import Shown
 
 
-@dataclasses.dataclass(frozen=True)
-class Stats:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Stats(Shown):
     """Counts of one or many rows; ``a + b`` adds them."""
 
     emitted: int = 0
@@ -115,6 +118,46 @@ class Stats:
     def tokens_per_s(self) -> float:
         """Tokens after the first over decoding time, without compilation."""
         return _ratio(self.emitted - self.first, self.decode_s)
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draws acceptance by position, measured and expected, and rounds by accepted drafts.
+
+        Args:
+          axes: two matplotlib axes to draw on; None: a new figure.
+
+        Returns:
+          The matplotlib figure.
+
+        Raises:
+          ConfigError: matplotlib is not installed.
+        """
+        return plots.plot_acceptance(
+            self.acceptance_by_position, self.reached_at, self.expected_by_position, self.lengths,
+            self.tau, axes,
+        )  # fmt: skip
+
+    def _facts(self) -> dict[str, str]:
+        kinds = {name: getattr(self, name) for name in ("first", "accepted", "corrected", "bonus")}
+        parts = ", ".join(f"{count:,} {name}" for name, count in kinds.items() if count)
+        facts = {"tokens": f"{self.emitted:,}" + (f" ({parts})" if parts else "")}
+        facts |= {"rounds": f"{self.rounds:,}", "tau": f"{self.tau:.2f}"}
+        if self.drafted:
+            facts["acceptance"] = f"{self.acceptance_rate:.2f}"
+        if self.decode_s:
+            facts["tokens/s"] = f"{self.tokens_per_s:.1f}"
+        if self.compile_s:
+            facts["compiled in"] = f"{self.compile_s:.1f} s"
+        return facts
+
+    def _repr_html_(self) -> str:
+        two = lambda values: [f"{value:.2f}" for value in values]
+        rows = [
+            ("position in the draft", *map(str, range(1, len(self.drafted_at) + 1))),
+            ("accepted, if reached", *two(self.acceptance_by_position)),
+            ("expected of the rule", *two(self.expected_by_position)),
+            ("drafts reached", *map(str, self.reached_at)),
+        ]
+        return page.table("Stats", [*self._facts().items(), *(r for r in rows if len(r) > 1)])
 
     def to_dict(self) -> dict:
         """Counts and derived rates as plain values for a JSON report."""

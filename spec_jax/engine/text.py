@@ -60,6 +60,11 @@ class TextTracker:
         self._ended: set[int] = set()
 
     @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Turns ids into text; None where there is no text."""
+        return self._tokenizer
+
+    @property
     def is_needed(self) -> bool:
         """Whether the text must be followed before the rows have ended."""
         return self.has_pieces or bool(self._stops)

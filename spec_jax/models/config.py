@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
 from spec_jax.errors import ConfigError
+from spec_jax.show.summary import short_repr
 
 MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
@@ -67,6 +68,8 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+
+    __repr__ = short_repr()
 
     def __post_init__(self):
         if self.rope_type not in ROPE_TYPES:
@@ -241,6 +244,8 @@ class ModelConfig(EqualHeads):
     bos_token_id: int | None = None
     eos_token_id: tuple[int, ...] = ()
     scan_layers: bool = False
+
+    __repr__ = short_repr()
 
     def __post_init__(self):
         set_ = lambda name, value: object.__setattr__(self, name, value)

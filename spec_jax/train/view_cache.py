@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import pathlib
@@ -78,7 +79,8 @@ class ViewCache:
 
 def _fingerprint(target: dict, config: ModelConfig, taps: tuple[int, ...]) -> bytes:
     """Hashes config, taps, and the type, the shape and a few values of every weight."""
-    digest = hashlib.sha256(repr((config, taps)).encode())
+    about = (type(config).__name__, dataclasses.asdict(config), taps)
+    digest = hashlib.sha256(repr(about).encode())
     for path, w in jax.tree_util.tree_leaves_with_path(target):
         some = np.asarray(w[tuple(0 for _ in w.shape[:-1])])
         digest.update(f"{jax.tree_util.keystr(path)} {w.dtype} {w.shape}".encode())

@@ -37,6 +37,7 @@ from spec_jax.models.layout import matmul
 from spec_jax.models.params import check_weights, init_table
 from spec_jax.models.specs import ParamSpec
 from spec_jax.sharding import by_shard, constrain
+from spec_jax.show.summary import short_repr
 from spec_jax.tree import DynamicTree, Tree, check_children
 
 
@@ -72,6 +73,8 @@ class EagleConfig:
     norm_before_residual: bool = False
     norm_output: bool = False
     own_embed: bool = False
+
+    __repr__ = short_repr()
 
     def __post_init__(self):
         def check(ok, message):

@@ -28,6 +28,7 @@ from spec_jax.models.layout import matmul
 from spec_jax.models.params import check_weights, init_table
 from spec_jax.models.specs import ParamSpec
 from spec_jax.sharding import constrain
+from spec_jax.show.summary import short_repr
 from spec_jax.tree import DynamicTree, Tree, check_children
 
 PROTOCOLS = ("recycled", "sequential")
@@ -65,6 +66,8 @@ class MtpConfig:
     has_zero_centred_norms: bool = False
     has_own_embed: bool = False
     has_own_head: bool = False
+
+    __repr__ = short_repr()
 
     def __post_init__(self):
         def check(ok, message):

@@ -26,6 +26,7 @@ from spec_jax.models.families.mamba2 import MixerConfig, mixer, mixer_table, tim
 from spec_jax.models.families.registry import Family, register
 from spec_jax.models.layers import Window, attention, mlp, rms_norm
 from spec_jax.models.specs import ParamSpec, attention_specs, mlp_specs, norm_spec, outer_specs
+from spec_jax.show.summary import short_repr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,8 @@ class BambaConfig(PartialRotary):
 
     has_qk_norm: ClassVar[bool] = False
     scan_layers: ClassVar[bool] = False
+
+    __repr__ = short_repr()
 
     def __post_init__(self):
         set_ = lambda name, value: object.__setattr__(self, name, value)

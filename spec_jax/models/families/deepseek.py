@@ -24,6 +24,7 @@ from spec_jax.models.layers import Window, attend_window, linear, pre_norm_layer
 from spec_jax.models.moe import experts_table, gated, mix_experts, route_in_groups
 from spec_jax.models.rope import rotate
 from spec_jax.models.specs import ParamSpec, gated_specs, linear_specs, norm_spec
+from spec_jax.show.summary import short_repr
 
 _LATENT_EPS = 1e-6  # of the latents' norms, which do not use rms_norm_eps
 
@@ -61,6 +62,8 @@ class DeepseekConfig:
     rope: RopeConfig = RopeConfig()
 
     scan_layers: ClassVar[bool] = False
+
+    __repr__ = short_repr()
 
     def __post_init__(self):
         check_sizes(

@@ -18,6 +18,7 @@ from spec_jax.models.layers import Window, linear, rms_norm
 from spec_jax.models.specs import ParamSpec, linear_specs, norm_spec, outer_specs
 from spec_jax.models.ssm import Inputs, convolve, read, read_chain, write
 from spec_jax.sharding import constrain
+from spec_jax.show.summary import short_repr
 
 
 def time_limits(value: Any) -> tuple[float, float]:
@@ -50,6 +51,8 @@ class MixerConfig:
     time_step_limit: tuple[float, float] = (0.0, math.inf)
     has_conv_bias: bool = True
     has_bias: bool = False
+
+    __repr__ = short_repr()
 
     def __post_init__(self):
         check_sizes(
@@ -97,6 +100,8 @@ class Mamba2Config:
     rotary_dim: ClassVar[int] = 0
     # A state never runs full; this only bounds the tokens that are kept as output.
     max_position_embeddings: ClassVar[int] = 1 << 20
+
+    __repr__ = short_repr()
 
     def __post_init__(self):
         object.__setattr__(self, "time_step_limit", time_limits(self.time_step_limit))

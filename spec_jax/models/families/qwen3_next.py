@@ -20,6 +20,7 @@ from spec_jax.models.layers import Window, attend_window, linear, pre_norm_layer
 from spec_jax.models.moe import experts_table, gated, mix_experts, route
 from spec_jax.models.rope import rotate
 from spec_jax.models.specs import ParamSpec, gated_specs, linear_specs, norm_spec
+from spec_jax.show.summary import short_repr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Qwen3NextConfig(PartialRotary):
     rope: RopeConfig = RopeConfig()
 
     scan_layers: ClassVar[bool] = False
+
+    __repr__ = short_repr()
 
     def __post_init__(self):
         check_sizes(self, *(f.name for f in dataclasses.fields(self) if f.type == "int"))

@@ -1,0 +1,213 @@
+"""Short texts, coloured tokens and plots show what the record says, escaped and bounded."""
+
+from __future__ import annotations
+
+import dataclasses
+import html.parser
+import sys
+
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import pytest
+from support.chat_templates import byte_level
+
+import spec_jax
+from spec_jax import testing
+from spec_jax.config import AdaptiveConfig, TreeConfig
+from spec_jax.contracts import Drafter, Rule
+from spec_jax.decoding import Kind
+from spec_jax.drafters.eagle.model import EagleConfig
+from spec_jax.drafters.mtp.model import MtpConfig
+from spec_jax.engine.stats import row_stats
+from spec_jax.engine.trace import Trace
+from spec_jax.errors import ConfigError
+from spec_jax.models.config import ModelConfig
+from spec_jax.rules import make_rule
+from spec_jax.show import page
+from spec_jax.show.summary import count_text
+
+LONGEST = 300
+F, A, C, B = Kind.FIRST, Kind.ACCEPTED, Kind.CORRECTED, Kind.BONUS
+KINDS, OFFERED = [F, A, C, A, A, B, C], [-1, 2, -1, 2, -1, -1, 1]
+
+
+@pytest.fixture(autouse=True)
+def off_screen():
+    matplotlib.use("Agg")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_level()
+
+
+def generation(tokenizer, ids, kinds, offered, rejected, expected=None):
+    array = lambda values, dtype: np.asarray(values, dtype)
+    kinds, offered = array(kinds, np.int8), array(offered, np.int16)
+    stats = row_stats(kinds, offered, 2, expected)
+    trace = Trace.of(
+        kinds, offered, array(rejected, np.int32), expected, array([0], np.int32), tokenizer
+    )
+    text = None if tokenizer is None else tokenizer.decode(ids)
+    return spec_jax.Generation(text, tuple(ids), "length", stats, trace)
+
+
+def without_tokenizer():
+    return generation(None, range(7), KINDS, OFFERED, [-1, -1, 9, -1, -1, -1, 8])
+
+
+class Reader(html.parser.HTMLParser):
+    """Collects the tags, the text, and what is struck out; tags must be closed in order."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.open, self.text, self.struck = [], [], "", []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "del":
+            self.struck.append(data)
+        else:
+            self.text += data
+
+
+def test_every_repr_is_short_and_names_what_it_is():
+    target = spec_jax.load_model("zoo/target")
+    head = spec_jax.load_draft("zoo/eagle3", target)
+    many = tuple((i, 1.0) for i in range(1000))
+    shown = {
+        "zoo/target": target, "zoo/eagle3": head, "vocabulary 4": testing.mock_model(4),
+        "rule greedy": spec_jax.SpeculativeDecoder(target, head),
+        "one token a pass": spec_jax.SpeculativeDecoder(target),
+        "ngram": spec_jax.SpeculativeConfig("ngram", 8, adaptive=AdaptiveConfig()),
+        "tree=": spec_jax.SpeculativeConfig("eagle", tree=TreeConfig((3, 2, 1))),
+        "logit_bias": spec_jax.SamplerConfig(logit_bias=many),
+        "spec_k": spec_jax.AsyncSpecConfig(), "hidden_size=256": target.config,
+        "version=3": head.config, "tokens 7": without_tokenizer(),
+        "rounds 3": without_tokenizer().stats, "'residual'": make_rule(
+            spec_jax.SpeculativeConfig(rejection_sampling_strategy="residual")
+        ),
+    }  # fmt: skip
+    for name, one in shown.items():
+        assert name in repr(one) and len(repr(one)) <= LONGEST, repr(one)
+    for one in (target, head, shown["rule greedy"], shown["rounds 3"]):
+        assert len(Reader(one._repr_html_()).tags) > 6
+
+
+def test_every_config_and_record_has_a_repr_of_its_own():
+    for kind in (ModelConfig, EagleConfig, MtpConfig, Drafter, Rule):
+        assert "__repr__" in vars(kind), kind
+
+
+def test_a_repr_leaves_out_what_is_at_its_default_and_nothing_else():
+    config = spec_jax.SamplerConfig(top_k=3)
+    assert repr(config) == "SamplerConfig(temperature=0.0, top_k=3)"
+    assert repr(dataclasses.replace(config, seed=7)).endswith("top_k=3, seed=7)")
+
+
+def test_numbers_have_three_digits_and_a_unit():
+    numbers = 999, 1000, 97_246, 1_470_000, 8_030_261_248
+    assert list(map(count_text, numbers)) == ["999", "1.00k", "97.2k", "1.47M", "8.03B"]
+
+
+def test_pieces_join_to_the_text_also_where_tokens_split_characters(tokenizer):
+    text = "a 数🙂 café\n\n  <b>&amp;</b> ñandú ☃"
+    ids = [*tokenizer.encode(text)[1:], tokenizer.token_id("</s>")]
+    assert len(ids) > len(text) - 8, "some of its characters are several tokens"
+    trace = Trace.of(*np.zeros((3, len(ids)), np.int8), None, np.zeros(1, np.int32), tokenizer)
+    pieces = trace.pieces(ids)
+    assert "".join(pieces) == text and "" in pieces and not any("\ufffd" in p for p in pieces)
+
+
+def test_html_has_each_token_in_its_kind_and_rejected_drafts_struck_out(tokenizer):
+    of = lambda text: tokenizer.encode(text)[1:]
+    ids = [of(c)[0] for c in "<a&\n b"] + [tokenizer.token_id("</s>")]
+    rejected = [-1, -1, of("x")[0], -1, -1, -1, of(">")[0]]
+    expected = np.asarray([np.nan, 0.25, 0.5, 1, 1, np.nan, 0.125])
+    found = generation(tokenizer, ids, KINDS, OFFERED, rejected, expected)._repr_html_()
+    read = Reader(found)
+    assert not {"script", "style", "link", "img", "b", "s"} & set(read.tags)
+    assert read.struck == ["x", ">"]
+    assert read.text.endswith("<a&↵\n·b</s>"), "escaped; blanks are visible; special tokens named"
+    for kind, count in {"first": 1, "accepted": 3, "corrected": 2, "bonus": 1}.items():
+        assert f"{kind} {count}" in read.text
+        # Of tokens and of the legend: each has its hint.
+        assert found.count(page.MEANING[kind].replace("'", "&#x27;")) == count + 1
+    assert "round 1, draft 1 of 2, accepted with probability 0.25" in found
+    assert found.count("border-left") == 1 + 3, "the legend, and three rounds"
+
+
+def test_long_outputs_are_cut_and_say_so():
+    tokens = [page.Token("ab", "bonus", "")] * (page.MAX_TOKENS + 1234)
+    assert "1,234 tokens more" in Reader(page.tokens(tokens, "")).text
+
+
+def test_plot_of_a_generation_has_a_bar_for_each_round():
+    (axis,) = without_tokenizer().plot().axes
+    heights = {
+        bars.get_label(): [bar.get_height() for bar in bars] for bars in axis.containers
+    }
+    assert heights["accepted drafts"] == [1, 2, 0]
+    assert heights["corrected"] == [1, 0, 1] and heights["bonus"] == [0, 1, 0]
+    assert heights["drafts that were dropped"] == [1, 0, 1]
+    assert "2.00" in axis.get_title()
+
+
+def test_plot_of_statistics_draws_measured_and_expected_acceptance_on_given_axes():
+    import matplotlib.pyplot as plt
+
+    expected = np.asarray([np.nan, 0.25, 0.5, 1, 1, np.nan, 0.125])
+    stats = generation(None, range(7), KINDS, OFFERED, [-1] * 7, expected).stats
+    figure, axes = plt.subplots(1, 2)
+    assert stats.plot(axes) is figure
+    points, _, (bars,) = axes[0].containers[0]
+    np.testing.assert_allclose(points.get_ydata(), stats.acceptance_by_position)
+    np.testing.assert_allclose(axes[0].lines[-1].get_ydata(), stats.expected_by_position)
+    assert [bar.get_height() for bar in axes[1].patches] == list(stats.lengths) == [1, 1, 1]
+    plt.close(figure)
+    with pytest.raises(ConfigError, match="axes are 1; this plot has 2 panels"):
+        stats.plot(axes[0])
+
+
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(ConfigError, match="pip install matplotlib"):
+        without_tokenizer().plot()
+
+
+def test_nothing_to_show_is_shown_as_nothing():
+    assert "tokens 0" in repr(spec_jax.Stats())
+    Reader(spec_jax.Stats()._repr_html_())
+    empty = spec_jax.Generation("", (), "cancelled", spec_jax.Stats(), None)
+    assert "cancelled" in Reader(empty._repr_html_()).text
+    with pytest.raises(ConfigError, match="no trace"):
+        empty.plot()
+    nothing = generation(None, [], [], [], [])
+    Reader(nothing._repr_html_())
+    assert len(nothing.plot().axes) == len(nothing.stats.plot().axes) - 1 == 1
+
+
+def test_a_decoded_row_remembers_the_drafts_that_were_rejected():
+    """The script proposes the target's own token plus one: each of its first drafts is wrong."""
+    target = testing.mock_model(7)
+    plain = spec_jax.SpeculativeDecoder(target).generate([1, 2], 6)
+    right = jnp.asarray([1, 2, *plain.tokens, 0, 0, 0])
+    wrong = lambda tokens, length, K: (right[length[:, None] + 1 + jnp.arange(K)] + 1) % 7
+    config = spec_jax.SpeculativeConfig(num_speculative_tokens=2)
+    decoder = spec_jax.SpeculativeDecoder(
+        target, config=config, drafter=testing.scripted_drafter(wrong)
+    )
+    row = decoder.generate([1, 2], 6)
+    assert row.tokens == plain.tokens
+    assert row.trace.kinds == ("first", *["corrected"] * 5)
+    assert row.trace.rejected == (-1, *((token + 1) % 7 for token in row.tokens[1:]))
+    assert plain.trace.rejected == (-1,) * 6
