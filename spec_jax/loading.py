@@ -59,8 +59,8 @@ def load_model(
     """Loads a zoo model ("zoo/target", "zoo/draft") or a Hugging Face directory.
 
     Args:
-      name_or_path: a zoo name, or a directory of a Llama, Qwen2, Qwen3, MiMo, Mamba-2 or Bamba
-        model.
+      name_or_path: a zoo name, or a directory of a Llama, Mistral (without a sliding window),
+        Qwen2, Qwen3, MiMo, Mamba-2 or Bamba model.
       dtype: the dtype of the weights in memory, and of the cache.
       scan_layers: stack the layers, which compiles faster for an accelerator and runs slower on a
         CPU.

@@ -17,7 +17,7 @@ MODEL_TYPES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-ALIASES = {"mimo": "qwen2"}  # the same layers under another name
+ALIASES = {"mimo": "qwen2", "mistral": "llama"}  # the same layers under another name
 T = TypeVar("T")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -40,6 +40,33 @@ def check_supported(hf: Mapping[str, Any], **expected: Any) -> None:
     for name, value in expected.items():
         if (hf.get(name) or value) != value:
             raise ConfigError(f"{name} {hf[name]!r} is not supported; expected {value!r}")
+
+
+def _check_sees_all(hf: Mapping[str, Any]) -> None:
+    """Raises a ConfigError if a layer attends to a sliding window of tokens instead of all."""
+    kinds, window = hf.get("layer_types"), hf.get("sliding_window")
+    if kinds is not None and not isinstance(kinds, (list, tuple)):
+        raise ConfigError(f"layer_types is {kinds!r}; expected a list")
+    others = sorted({str(kind) for kind in kinds or ()} - {"full_attention"})
+    if others:
+        said = f"layer_types names {', '.join(others)}"
+    elif hf["model_type"] == "mistral" and hf.get("sliding_window", 4096) is not None:
+        said = f"sliding_window is {hf.get('sliding_window', 'absent, which means 4096')}"
+    elif hf.get("use_sliding_window") and kinds is None:
+        said = f"use_sliding_window is set, with sliding_window {window!r}"
+    else:
+        return
+    longest = hf.get("max_position_embeddings")
+    are_windows = others in ([], ["sliding_attention"])
+    if are_windows and isinstance(window, int) and isinstance(longest, int) and window >= longest:
+        return  # no token is out of sight
+    remedy = " (sliding_window null)" if hf["model_type"] == "mistral" else ""
+    if are_windows and isinstance(window, int):
+        remedy += (
+            f"; up to {window} tokens the two are the same: set max_position_embeddings to "
+            f"{window} to decode no longer texts"
+        )
+    raise ConfigError(f"{said}, which is not supported; expected full attention{remedy}")
 
 
 def eos_tuple(value: Any) -> tuple[int, ...]:
@@ -305,13 +332,11 @@ class ModelConfig(EqualHeads):
         if kind not in list(cls.architectures):
             known = ", ".join([*cls.architectures, *ALIASES])
             raise ConfigError(f"model_type {kind!r} is not supported; known: {known}")
-        hf = {**hf, "model_type": kind}
         check_supported(hf, hidden_act="silu")
-        is_sliding = hf.get("use_sliding_window") and (
-            "layer_types" not in hf or "sliding_attention" in hf["layer_types"]
-        )
-        if is_sliding:
-            raise ConfigError("use_sliding_window is not supported; expected full attention")
+        _check_sees_all(hf)
+        if hf["model_type"] == "mistral":  # its own default
+            hf = {"num_key_value_heads": 8, **hf}
+        hf = {**hf, "model_type": kind}
         return from_fields(cls, hf, "scan_layers")
 
     def to_hf(self) -> dict[str, Any]:

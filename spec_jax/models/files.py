@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from spec_jax import processes
-from spec_jax.errors import WeightsError
+from spec_jax.errors import ConfigError, WeightsError
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:
@@ -27,6 +27,28 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise WeightsError(f"{file} holds a {type(value).__name__}; expected an object")
     return value
+
+
+def check_not_quantised(file: pathlib.Path, hf: Mapping[str, Any]) -> None:
+    """Refuses a config.json that says its weights are quantised.
+
+    Args:
+      file: the config.json, for the message.
+      hf: the object in it.
+
+    Raises:
+      ConfigError: it says so; the message names the method.
+    """
+    for key in ("quantization_config", "compression_config"):
+        if not hf.get(key):
+            continue
+        said = hf[key] if isinstance(hf[key], Mapping) else {}
+        method = said.get("quant_method") or said.get("format") or "a method that it does not name"
+        raise ConfigError(
+            f"{file} has a {key}: weights quantised by {method!r} are not read. Load the weights "
+            "that were quantised, or have transformers write them in full, by model.dequantize() "
+            f"and model.save_pretrained(...); if they are plain, remove {key} from the file"
+        )
 
 
 def write_once(write: Callable[[], None]) -> None:

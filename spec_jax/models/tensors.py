@@ -97,11 +97,15 @@ class StrictReader:
           The weight as it is declared, so linear maps are ``[in, out]``.
 
         Raises:
-          WeightsError: it is missing or has another shape.
+          WeightsError: it is missing, quantised, or has another shape.
         """
-        if not spec.is_linear:
-            return self.take(name, spec.shape).astype(dtype)
-        return self.take(name, spec.shape[::-1]).T.astype(dtype)
+        stored = self.take(name, spec.shape[::-1] if spec.is_linear else spec.shape)
+        if stored.dtype.itemsize == 1 or np.issubdtype(stored.dtype, np.integer):
+            raise WeightsError(
+                f"{self._directory}: tensor {name} has dtype {stored.dtype.name}: quantised "
+                "weights are not read; expected float32, bfloat16 or float16"
+            )
+        return (stored.T if spec.is_linear else stored).astype(dtype)
 
     def finish(self) -> None:
         """Checks that no tensor is left.

@@ -194,6 +194,11 @@ def test_an_unreadable_config_is_named(llama, file, text):
         (dict(model_type=None), "None"),
         (dict(hidden_act="gelu"), "gelu"),
         (dict(use_sliding_window=True), "use_sliding_window"),
+        (dict(layer_types=["full_attention", "sliding_attention"]), "sliding_attention"),
+        (dict(layer_types=["linear_attention"], sliding_window=1 << 20), "linear_attention"),
+        (dict(layer_types="full_attention"), "layer_types is 'full_attention'; expected a list"),
+        (dict(model_type="mistral"), "absent, which means 4096.*null"),
+        (dict(model_type="mistral", sliding_window=512), "window is 512.*max_position_embeddings"),
         (dict(hidden_size=None), "hidden_size"),
         (dict(vocab_size="31"), "vocab_size"),
         (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0)), "dynamic"),
@@ -264,4 +269,58 @@ def test_a_tensor_that_is_not_finite_is_an_error_that_names_it(llama, value):
 
     edit_tensors(llama, spoil)
     with pytest.raises(WeightsError, match=f"{name} holds NaN"):
+        load_pretrained(llama)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(sliding_window=None),
+        dict(sliding_window=LLAMA.max_position_embeddings),  # no token is out of sight
+        dict(sliding_window=None, num_key_value_heads=8, num_attention_heads=8, head_dim=4),
+    ],
+    ids=["no window", "wide", "heads"],
+)
+def test_a_mistral_without_a_sliding_window_is_a_llama(llama, change):
+    edit_json(llama, lambda c: c.update(change))
+    expected = read_config(llama)
+    edit_json(llama, lambda c: c.update(model_type="mistral", architectures=["MistralForCausalLM"]))
+    assert read_config(llama) == expected
+    if "num_key_value_heads" in change:
+        edit_json(llama, lambda c: c.pop("num_key_value_heads"))  # 8 in a Mistral
+        assert read_config(llama) == expected
+
+
+@pytest.mark.parametrize(
+    ("said", "method"),
+    [
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "fp8"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        ({"quantization_config": {"load_in_4bit": True}}, "a method that it does not name"),
+        ({"compression_config": {"format": "pack-quantized"}}, "pack-quantized"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_quantised_weights_are_refused_by_the_name_of_their_method(llama, said, method):
+    """Also where plain weights lie beside it."""
+    edit_json(llama, lambda c: c.update(said))
+    (key,) = said
+    with pytest.raises(ConfigError, match=f"config.json has a {key}: .*{method}.*remove {key}"):
+        load_pretrained(llama)
+    edit_json(llama, lambda c: c.update({key: None}))
+    load_pretrained(llama)
+
+
+@pytest.mark.parametrize("has_scale", [False, True])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+def test_8_bit_weights_are_refused_by_their_dtype(llama, dtype, has_scale):
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def shorten(tensors):
+        tensors[name] = tensors[name].astype(jnp.dtype(dtype))
+        if has_scale:
+            tensors[f"{name}_scale_inv"] = np.ones((1, 1), np.float32)
+
+    edit_tensors(llama, shorten)
+    with pytest.raises(WeightsError, match=f"{name} has dtype {dtype}: quantised weights"):
         load_pretrained(llama)

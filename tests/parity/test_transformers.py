@@ -102,6 +102,21 @@ def test_logits_agree_for_random_configurations(tmp_path, family, rope):
     np.testing.assert_allclose(features, torch.cat(states, dim=-1).numpy(), atol=2e-4)
 
 
+@pytest.mark.parametrize("window", [None, 128])
+def test_a_mistral_that_sees_all_tokens_agrees(tmp_path, window):
+    """No window, or one that is no shorter than the longest text."""
+    config = transformers.MistralConfig(
+        vocab_size=29, hidden_size=16, intermediate_size=20, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=6, max_position_embeddings=128,
+        sliding_window=window,
+    )  # fmt: skip
+    params, own, model = drawn(tmp_path, "Mistral", config)
+    tokens = random_tokens(config.vocab_size)
+    expected = torch_logits(model, tokens)
+    assert np.abs(expected).max() > 0.5
+    np.testing.assert_allclose(whole(params, tokens, config=own), expected, atol=1e-4)
+
+
 SIZES = dict(vocab_size=31, hidden_size=16)
 MAMBA2 = dict(num_hidden_layers=2, num_heads=4, head_dim=8, state_size=6, n_groups=2)
 BAMBA = dict(

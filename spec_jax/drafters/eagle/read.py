@@ -23,7 +23,7 @@ from spec_jax.drafters.eagle.read_config import check_overrides, find_layout, he
 from spec_jax.drafters.loaded import LoadedHead
 from spec_jax.errors import WeightsError
 from spec_jax.models.config import ModelConfig
-from spec_jax.models.files import read_json
+from spec_jax.models.files import check_not_quantised, read_json
 from spec_jax.models.params import table_placement
 from spec_jax.models.parts import Tensor, holds_for_parts, part_at, read_onto, read_parts
 from spec_jax.models.specs import ParamSpec
@@ -77,6 +77,7 @@ def read_head(
     directory = pathlib.Path(directory)
     check_overrides(overrides)
     hf = read_json(directory / "config.json")
+    check_not_quantised(directory / "config.json", hf)
     notes: list[str] = []
     with contextlib.ExitStack() as stack:
         tensors = open_tensors(directory, stack, in_parts=mesh is not None)

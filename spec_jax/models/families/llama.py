@@ -1,4 +1,4 @@
-"""Llama, Qwen2, Qwen3 and MiMo: rotary attention and a gated feed-forward part in every layer."""
+"""Llama, Mistral, Qwen2, Qwen3, MiMo: rotary attention and a gated MLP in every layer."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.config import RopeConfig
-from spec_jax.models.files import read_json
+from spec_jax.models.files import check_not_quantised, read_json
 from spec_jax.models.specs import ParamSpec
 
 
@@ -144,10 +144,11 @@ def read_config(directory: str | pathlib.Path) -> AnyConfig:
 
     Raises:
       WeightsError: there is no config.json, or a file cannot be read.
-      ConfigError: the family is not supported.
+      ConfigError: the family is not supported, or the weights are quantised.
     """
     directory = pathlib.Path(directory)
     hf = read_json(directory / "config.json")
+    check_not_quantised(directory / "config.json", hf)
     generation = directory / "generation_config.json"
     if generation.exists():
         eos = read_json(generation).get("eos_token_id")
