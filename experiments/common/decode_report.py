@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Sequence
 
 from experiments.common import cli, own
+from experiments.common.decode_measure import is_told_apart
 from experiments.common.decode_setup import SOURCES, Setup
 from experiments.common.prompts import PromptEncoder
 from experiments.common.report import (
@@ -23,10 +24,10 @@ from experiments.common.report import (
 from experiments.common.tables import table
 
 _COLUMNS = (
-    "method", "K", "T", "rule", "tok/s", "tau", "accepted at 1, 2, 3 …", "speed-up", "predicted",
-    "identical",
+    "method", "K", "T", "rule", "tau", "accepted at 1, 2, 3 …", "tok/s", "plain tok/s", "speed-up",
+    "95 % interval", "predicted", "identical",
 )  # fmt: skip
-_NUMBERS = ("K", "T", "tok/s", "tau", "speed-up", "predicted")
+_NUMBERS = ("K", "T", "tok/s", "plain tok/s", "tau", "speed-up", "predicted")
 
 
 def start(setup: Setup) -> dict:
@@ -76,7 +77,8 @@ def _row(result: dict) -> list[str]:
     rates = (number(rate, ".2f").replace("0.", ".", 1) for rate in result["acceptance_by_position"])
     identical = {True: "yes", False: "no", None: "–"}[result["identical_to_plain"]]
     if identical == "no":
-        identical = f"no ({result['identical_rows']}/{result['rows']} rows)"
+        ties = ", near ties" if _has_near_ties_alone(result) else ""
+        identical = f"no ({result['identical_rows']}/{result['rows']} rows{ties})"
     elif not result["is_lossless"]:
         identical = "– (lossy)"
     return [
@@ -84,13 +86,29 @@ def _row(result: dict) -> list[str]:
         "–" if is_plain else str(result["k"]),
         f"{result['temperature']:g}",
         "–" if is_plain else result["rule"],
-        number(result["tokens_per_s"], ".0f"),
         number(result["tau"], ".2f"),
         " ".join(rates) or "–",
+        number(result["tokens_per_s"], ".0f"),
+        "–" if is_plain else number(result["plain_tokens_per_s"], ".0f"),
         number(result["speedup"], ".2f", "x"),
+        "–" if is_plain else interval_text(result),
         "–" if is_plain else number(result["predicted_speedup"], ".2f", "x"),
         identical,
     ]
+
+
+def interval_text(result: dict) -> str:
+    """Formats the interval of a speed-up; with a question mark where it includes 1."""
+    low, high = result["speedup_interval"]
+    if not low < high:
+        return "? (one pair)"
+    return f"{low:.2f} to {high:.2f}{'' if is_told_apart(result) else ' ?'}"
+
+
+def _has_near_ties_alone(result: dict) -> bool:
+    found = result["differences"]
+    is_whole = len(found) == result["rows"] - result["identical_rows"]
+    return is_whole and all(d["is_near_tie"] for d in found)
 
 
 def results_table(results: Sequence[dict], *, is_markdown: bool = False) -> str:
@@ -109,15 +127,19 @@ def _shape(result: dict) -> str:
 
 def legend(report: dict) -> list[tuple[str, str]]:
     """Returns what each column means, as ``(column, meaning)``."""
+    count = max((r["num_pairs"] for r in report["results"]), default=1)
+    pairs = "one pair of runs" if count == 1 else f"{count} pairs of runs"
     trees = "trees are named by the children of each depth, as 3x2x1, or by nodes:levels:children"
     return [
         *([("method", trees)] if any(r.get("tree") for r in report["results"]) else []),
         ("K, T", "drafted tokens per round; sampling temperature"),
-        ("tok/s", "decoded tokens per second, without prefill"),
         ("tau", "tokens emitted per target pass, the target's own token included"),
         ("accepted", "share of the drafts at position 1, 2, 3 … that the rule accepted, of those "
          "whose predecessors were all accepted; of a tree, by level"),
-        ("speed-up", "over plain decoding, timed in turns with this row"),
+        ("tok/s", "decoded tokens per second, without prefill and compilation; plain tok/s: those "
+         "of plain decoding, timed in turns with this row"),
+        ("speed-up", f"tok/s over plain tok/s, with its 95 % interval over {pairs}; ? where it is "
+         "not told from 1"),
         ("predicted", "speed-up of chains that acceptance and the costs of passes predict"),
         ("identical", "whether every token equals plain decoding's; – where the rule samples other "
          "tokens of the same distribution"),
@@ -150,21 +172,54 @@ def conclusions(results: Sequence[dict]) -> list[str]:
         if not found:
             continue
         best = max(found, key=lambda r: r["speedup"])
-        same = {True: "identical output", False: "output NOT identical", None: "same distribution"}
         begin = f"Fastest at T={temperature:g}"
         if best["speedup"] < 1:
             begin += " is plain decoding; closest to it"
-        lines.append(
+        how = interval_text(best).replace(" ?", ": not told from 1")
+        said = (
             f"{begin}: {best['method']}, {_shape(best)}, rule {best['rule']}: "
-            f"{best['speedup']:.2f}x plain decoding, {same[best['identical_to_plain']]}"
+            f"{best['speedup']:.2f}x plain decoding ({how}), {_sameness(best)}"
         )
+        close = [r for r in found if r is not best and _overlap(r, best)]
+        names = ", ".join(dict.fromkeys(f"{r['method']} {_shape(r)}" for r in close))
+        lines.append(said + (f"; not told from it: {names}" if close else ""))
     return lines
+
+
+def _sameness(result: dict) -> str:
+    if result["identical_to_plain"] is False:
+        is_rounding = _has_near_ties_alone(result)
+        return "output identical but for near ties" if is_rounding else "output NOT identical"
+    return "identical output" if result["identical_to_plain"] else "same distribution"
+
+
+def _overlap(result: dict, best: dict) -> bool:
+    """Whether the intervals of two speed-ups meet, or one of them has none."""
+    return not result["speedup_interval"][1] < best["speedup_interval"][0]
+
+
+def describe_difference(result: dict, difference: dict, dtype: str) -> str:
+    """Returns a sentence on where a row parts from plain decoding, and whether by rounding."""
+    where = f"{result['method']} {_shape(result)} T={result['temperature']:g}"
+    said = f"{where}: row {difference['row']} parts from plain decoding at token {difference['at']}"
+    if difference["gap"] is None:
+        return f"{said}, where one of the two ends: no near tie"
+    kind = "within" if difference["is_near_tie"] else "NOT within"
+    return (
+        f"{said}; the two tokens' logits in float32 are {difference['gap']:.1e} apart, {kind} "
+        f"the rounding of {dtype} there (up to {difference['rounding']:.1e} each)"
+    )
 
 
 def notes(report: dict) -> list[str]:
     """Returns what a reader must know beside the numbers, after ``report["notes"]``."""
     lines, results = [*report["notes"], *load_note(report["environment"])], report["results"]
     lines += describe_costs(report["costs"])
+    if report["config"]["dtype"] != "float32":
+        lines.append(
+            f"in {report['config']['dtype']} rounding depends on how many tokens a pass feeds, so "
+            "where two logits nearly tie, speculative and plain decoding may take different ones"
+        )
     noise = [abs(1 - r["repeatability"]) for r in results if r.get("repeatability")]
     if noise:
         lines.append(f"plain decoding timed against itself differs by {max(noise):.0%}")
@@ -181,11 +236,8 @@ def notes(report: dict) -> list[str]:
             lines.append(f"{ended} of {r['rows']} rows end at a stop token, T={r['temperature']:g}")
         if faults:
             lines.append(f"{where}: rows stopped early: {faults}")
-        if r.get("smallest_gap_at_difference") is not None:
-            lines.append(
-                f"{where} differs from plain decoding where the two top logits are "
-                f"{r['smallest_gap_at_difference']:.1e} apart or more"
-            )
+        dtype = report["config"]["dtype"]
+        lines += [describe_difference(r, difference, dtype) for difference in r["differences"]]
     return lines
 
 

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from experiments.common.cli import MeshOptions
 from experiments.common.own import Own
-from experiments.common.timing import interleave
-from spec_jax.config import GREEDY_BELOW, SamplerConfig, SpeculativeConfig
-from spec_jax.data.tokens import looping_share
+from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.engine.decoder import Generation, SpeculativeDecoder
-from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel
-from spec_jax.meshes import mesh_of, use_mesh
 from spec_jax.rules import make_rule
 
 _COPYING = ("ngram", "suffix")  # methods of chains, without logits
@@ -133,6 +124,7 @@ class Run(NamedTuple):
 
     prefill_s: float
     decode_s: float
+    compile_s: float
     rows: list[Generation]
 
     @property
@@ -171,10 +163,6 @@ class Bench:
     has_expected: bool = False
     where: MeshOptions = MeshOptions()
     own: Own = Own()
-
-    def __post_init__(self):
-        self._plain: dict[float, list[Run]] = {}  # first runs, by temperature
-        self._plain_s: dict[tuple[float, int], list[float]] = {}  # by temperature and batch
 
     @functools.cached_property
     def longest(self) -> int:
@@ -243,109 +231,5 @@ class Bench:
             [self.prompts[i] for i in chosen], self.max_new_tokens, sampler=target,
             draft_sampler=draft, pad_to=self.longest, **options,
         )
-        return Run(decoder.stats.prefill_s, decoder.stats.decode_s, rows)
-
-    def compile(self, cell: Cell) -> None:
-        """Compiles the programs of a cell."""
-        self.run(cell, 0)
-
-    def measure(self, cell: Cell, repeats: int) -> dict:
-        """Measures one entry of a report's ``results``, without its predicted speed-up.
-
-        In each batch, this cell and plain decoding take turns, so that drift of the machine
-        cancels in their ratio. The time of a batch is the median of its repeats.
-        """
-        plain_cell = Cell("plain", 0, cell.temperature)
-        runs, plain_runs = [], []
-        own_s = plain_s = 0.0
-        for index in self.batches:
-            turns, plain_turns = [], []
-
-            def timer(which: Cell, kept: list[Run]) -> float:
-                kept.append(self.run(which, index))
-                return kept[-1].decode_s
-
-            times = interleave({
-                "plain": functools.partial(timer, plain_cell, plain_turns),
-                "own": functools.partial(timer, cell, turns),
-            }, repeats, is_backwards=bool(index % 2))  # fmt: skip
-            self._plain_s.setdefault((cell.temperature, index), []).extend(times["plain"])
-            own_s += float(np.median(times["own"]))
-            plain_s += float(np.median(times["plain"]))
-            runs.append(turns[0])
-            plain_runs.append(plain_turns[-1])
-        plain_runs = self._plain.setdefault(cell.temperature, plain_runs)
-        stats = functools.reduce(
-            operator.add,
-            (row.stats for run in runs for row in run.rows),
-            Stats(prefill_s=sum(run.prefill_s for run in runs), decode_s=own_s),
-        )
-        tokens, plain_tokens = (sum(run.tokens for run in r) for r in (runs, plain_runs))
-        has_time = tokens and plain_tokens
-        ratio = (plain_s / plain_tokens) / (own_s / tokens) if has_time else float("nan")
-        is_plain = cell.method == "plain"
-        return {
-            **cell._asdict(),
-            **self._describe(cell),
-            "speedup": 1.0 if is_plain else ratio,
-            # Plain decoding timed against itself: the effect of noise on a speed-up.
-            "repeatability": ratio if is_plain else None,
-            **self._compare(cell, runs, plain_runs),
-            **_of_rows([row for run in runs for row in run.rows]),
-            **stats.to_dict(),
-        }
-
-    def refresh_plain(self, results: list[dict], temperature: float) -> None:
-        """Updates the plain row of a temperature with the median of all its timings so far."""
-        row = next(r for r in results if (r["method"], r["temperature"]) == ("plain", temperature))
-        times = [self._plain_s[temperature, index] for index in self.batches]
-        row["decode_s"] = float(sum(map(np.median, times)))
-        row["tokens_per_s"] = (row["emitted"] - row["first"]) / row["decode_s"]
-
-    def _describe(self, cell: Cell) -> dict:
-        rule = self.decoder(cell).system().rule
-        return {"rule": rule.name, "is_lossless": rule.is_lossless}
-
-    def _compare(self, cell: Cell, runs: list[Run], plain_runs: list[Run]) -> dict:
-        """Compares the tokens with plain decoding's; None if the rule samples other tokens."""
-        ours, theirs = ([row.tokens for run in r for row in run.rows] for r in (runs, plain_runs))
-        rule, is_cold = self.decoder(cell).system().rule, cell.temperature < GREEDY_BELOW
-        if not (is_cold and rule.is_lossless or rule.name == "match"):
-            return {"identical_to_plain": None, "identical_rows": None, "rows": len(ours)}
-        same = [a == b for a, b in zip(ours, theirs)]
-        gaps = [
-            self._gap(i, theirs[i], ours[i])
-            for i in range(len(same))
-            if is_cold and not same[i]
-        ]
-        return {
-            "identical_to_plain": all(same), "identical_rows": sum(same), "rows": len(ours),
-            "smallest_gap_at_difference": min(gaps, default=None),
-        }
-
-    def _gap(self, index: int, plain: Sequence[int], other: Sequence[int]) -> float:
-        """Returns the distance of the two top logits where two greedy outputs first differ."""
-        pairs = zip(plain, other)
-        at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain), len(other)))
-        return top_gap(self.target, [*self.prompts[index], *plain[:at]])
-
-
-def top_gap(target: LoadedModel, ids: Sequence[int]) -> float:
-    """Returns the difference of the two largest logits after ``ids``."""
-    model = target.model
-    with use_mesh(mesh_of(target.params)):
-        cache = model.init_cache(target.params, 1, len(ids))
-        hidden = model.forward(target.params, jnp.asarray([ids], jnp.int32), cache).hidden[:, -1]
-        first, second = jax.lax.top_k(model.unembed(target.params, hidden)[0], 2)[0]
-    return float(first - second)
-
-
-def _of_rows(rows: Sequence[Generation]) -> dict:
-    """Returns how rows ended, and the share of their tokens that repeat in loops."""
-    sizes = np.asarray([len(row.tokens) for row in rows])
-    shares = np.asarray([looping_share(row.tokens) for row in rows])
-    reasons = [row.finish_reason for row in rows]
-    return {
-        "looping_share": float((sizes * shares).sum() / max(sizes.sum(), 1)),
-        "finish_reasons": {reason: reasons.count(reason) for reason in sorted(set(reasons))},
-    }
+        stats = decoder.stats
+        return Run(stats.prefill_s, stats.decode_s, stats.compile_s, rows)

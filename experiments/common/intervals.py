@@ -1,7 +1,8 @@
-"""Confidence intervals from resampling the prompts."""
+"""Confidence intervals: of figures by resampling the prompts, and of paired ratios of times."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,15 +14,18 @@ _RESAMPLES = 2000
 
 
 class Interval(NamedTuple):
-    """A figure and its 95 % confidence interval; NaN where a resample leaves it undefined."""
+    """A figure and its 95 % confidence interval, NaN where there is none.
+
+    There is none of a single prompt, nor where a resample leaves the figure undefined.
+    """
 
     value: float
     low: float
     high: float
 
     def __str__(self) -> str:
-        text = f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
-        return text.replace("nan", "–")
+        text = f"{self.value:.3f}".replace("nan", "–")
+        return f"{text} ({self.low:.3f} to {self.high:.3f})" if self.low < self.high else text
 
 
 def bootstrap(figures: Callable[[np.ndarray], np.ndarray], num_prompts: int) -> list[Interval]:
@@ -42,9 +46,40 @@ def bootstrap(figures: Callable[[np.ndarray], np.ndarray], num_prompts: int) -> 
         warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # says that one is NaN
         values = figures(prompts)
         if num_prompts == 1:  # there is nothing to resample
-            return [Interval(float(value), float(value), float(value)) for value in values]
+            return [Interval(float(value), math.nan, math.nan) for value in values]
         found = stats.bootstrap(
             (prompts,), lambda chosen, axis: figures(chosen), vectorized=True,
             method="percentile", n_resamples=_RESAMPLES, rng=np.random.default_rng(0),
         )  # fmt: skip
     return [Interval(*map(float, x)) for x in zip(values, *found.confidence_interval)]
+
+
+def paired_speedup(
+    own_s: np.ndarray, plain_s: np.ndarray, own_tokens: np.ndarray, plain_tokens: np.ndarray
+) -> Interval:
+    """Returns how many times as fast tokens came, and its interval over pairs.
+
+    The figure is the ratio of the totals. The interval is Student's t of the pairs' influence on
+    the ratio's logarithm, so that few pairs make it wide.
+
+    Args:
+      own_s: f64[N], times of N pairs, each of which was timed in turns.
+      plain_s: f64[N], what they are compared with.
+      own_tokens: i64[N], tokens in these times.
+      plain_tokens: i64[N], likewise.
+
+    Returns:
+      The ratio; without an interval for a single pair, and NaN where there are no tokens.
+    """
+    parts = [np.asarray(x, float) for x in (plain_s, own_tokens, own_s, plain_tokens)]
+    if any(part.sum() <= 0 for part in parts):
+        return Interval(math.nan, math.nan, math.nan)
+    time, tokens, own_time, their_tokens = (part.sum() for part in parts)
+    ratio = float(time * tokens / (own_time * their_tokens))
+    n = len(parts[0])
+    if n == 1:
+        return Interval(ratio, math.nan, math.nan)
+    signs = (1, 1, -1, -1)
+    influence = sum(sign * part / part.mean() for sign, part in zip(signs, parts))
+    width = stats.t.ppf(0.975, n - 1) * influence.std(ddof=1) / math.sqrt(n)
+    return Interval(ratio, ratio * math.exp(-width), ratio * math.exp(width))

@@ -1,5 +1,6 @@
 """The decode experiment: a whole run on tiny models, its report, and its refusals."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -15,9 +16,8 @@ import pytest
 from support.pairs import tiny_pair
 
 from configs import decode_default, decode_specbench
-from experiments.common import costs, report
+from experiments.common import costs, near_ties, report
 from experiments.common.decode_setup import resolve
-from experiments.common.grid import top_gap
 from experiments.common.prompts import Prompt, PromptEncoder, fit, load_prompts
 from experiments.decode import decode
 from spec_jax import load_model
@@ -27,7 +27,7 @@ from spec_jax.models import transformer
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 KEYS = {
     "method", "k", "temperature", "rule", "tau", "acceptance_by_position", "tokens_per_s",
-    "speedup", "predicted_speedup", "identical_to_plain", "rounds", "emitted", "first",
+    "speedup", "predicted_speedup", "identical_to_plain", "rounds", "compile_s", "emitted", "first",
     "accepted", "corrected", "bonus", "drafted", "looping_share",
     "expected_by_position",
 }  # fmt: skip
@@ -87,6 +87,12 @@ def test_the_report_holds_every_cell_and_only_valid_json(run):
         assert r["speedup"] > 0 and r["predicted_speedup"] > 0 and r["tokens_per_s"] > 0
         if r["method"] == "plain":
             assert r["speedup"] == r["predicted_speedup"] == r["tau"] == 1
+            assert r["speedup_interval"] is None
+        else:
+            low, high = r["speedup_interval"]
+            assert 0 < low < r["speedup"] < high and r["num_pairs"] == 2
+            ratio = r["tokens_per_s"] / r["plain_tokens_per_s"]
+            assert r["speedup"] == pytest.approx(ratio)
         has_expected = r["temperature"] > 0 and r["k"] > 0
         assert len(r["expected_by_position"]) == (r["k"] if has_expected else 0)
 
@@ -309,8 +315,29 @@ def test_a_pass_is_timed_without_moving_the_cache(pair):
     assert found == costs.Costs(2.0, {"draft": 0.5}, {1: 2.0, 3: 3.0}, 128, 2)
 
 
-def test_the_gap_is_that_of_the_two_best_logits(pair):
-    target, ids = load_model(pair / "target"), [5, 7, 11]
-    logits = transformer.logits(target.params, jnp.asarray([ids]), config=target.config)[0, -1]
-    first, second = np.sort(np.asarray(logits))[::-1][:2]
-    np.testing.assert_allclose(top_gap(target, ids), first - second, rtol=1e-3)
+def test_rounding_is_told_from_a_bug_where_outputs_part(pair):
+    """A token whose logit is the best one's but for a thousandth, and the worst token."""
+    target, prompt = load_model(pair / "target", "bfloat16"), [5, 7, 11]
+    exact = lambda ids: np.asarray(transformer.logits(
+        jax.tree.map(lambda x: x.astype(jnp.float32), target.params), jnp.asarray([ids]),
+        config=target.config,
+    )[0, -1])  # fmt: skip
+    order = np.argsort(exact(prompt))
+    best, twin, worst = int(order[-1]), int(order[-9]), int(order[0])
+    head = "head" if "head" in target.params else "embed"
+    axis = (slice(None), twin) if head == "head" else twin
+    of_best = (slice(None), best) if head == "head" else best
+    weights = target.params[head]
+    weights = weights.at[axis].set(weights[of_best] * 1.004)
+    target = dataclasses.replace(target, params={**target.params, head: weights})
+    logits = exact(prompt)
+    tie = near_ties.examine(target, 3, prompt, [best, 1, 2], [twin, 1, 2])
+    far = near_ties.examine(target, 3, prompt, [best, 1, 2], [worst, 1, 2])
+    assert tie[:2] == far[:2] == (3, 0) and tie.is_near_tie and not far.is_near_tie
+    np.testing.assert_allclose(tie.gap, abs(logits[best] - logits[twin]), rtol=1e-2)
+    np.testing.assert_allclose(far.gap, logits.max() - logits[worst], rtol=1e-3)
+    later = near_ties.examine(target, 0, prompt, [best, 1, 2], [best, 1, 9])
+    after = exact([*prompt, best, 1])
+    assert later.at == 2
+    np.testing.assert_allclose(later.gap, after.max() - min(after[2], after[9]), rtol=1e-3)
+    assert near_ties.examine(target, 0, prompt, [4, 5], [4]).gap is None

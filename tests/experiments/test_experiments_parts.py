@@ -4,10 +4,12 @@ import gzip
 import json
 import math
 
+import numpy as np
 import pytest
 
-from experiments.common import costs, decode_report
+from experiments.common import costs, decode_report, near_ties
 from experiments.common.grid import Cell, make_cells
+from experiments.common.intervals import Interval, bootstrap, paired_speedup
 from experiments.common.prompts import load_prompts
 from spec_jax.engine import stats
 from spec_jax.errors import ConfigError
@@ -80,9 +82,13 @@ def test_a_table_is_aligned_and_shows_what_is_missing():
     row = {
         "method": "plain", "k": 0, "temperature": 0.0, "rule": "greedy", "tokens_per_s": 400.0,
         "tau": 1.0, "acceptance_by_position": [], "speedup": 1.0, "predicted_speedup": 1.0,
-        "identical_to_plain": True, "is_lossless": True,
+        "identical_to_plain": True, "is_lossless": True, "speedup_interval": None,
+        "plain_tokens_per_s": 400.0, "differences": [],
     }  # fmt: skip
-    changed = {"method": "ngram", "k": 2, "acceptance_by_position": [0.5, math.nan]}
+    changed = {
+        "method": "ngram", "k": 2, "acceptance_by_position": [0.5, math.nan],
+        "speedup_interval": [math.nan] * 2,
+    }  # fmt: skip
     other = {**row, **changed, "speedup": math.nan, "identical_to_plain": False}
     lossy = {**other, "rule": "typical-acceptance", "is_lossless": False, "speedup": 0.5}
     other |= {"identical_rows": 3, "rows": 4}
@@ -92,3 +98,74 @@ def test_a_table_is_aligned_and_shows_what_is_missing():
     assert [line[column:] for line in lines[2:]] == ["yes", "no (3/4 rows)", "", "– (lossy)"]
     assert ".50 –" in lines[3] and "nan" not in "".join(lines)
     assert decode_report.conclusions([row, other, lossy]) == []
+
+
+def result(name, low, high, **changes):
+    """A row of a report, as far as its conclusions read it."""
+    return {
+        "method": name, "k": 3, "tree": None, "temperature": 0.0, "rule": "greedy",
+        "is_lossless": True, "speedup": (low * high) ** 0.5, "speedup_interval": [low, high],
+        "identical_to_plain": True, "identical_rows": 4, "rows": 4, "differences": [], **changes,
+    }  # fmt: skip
+
+
+def test_what_ran_too_little_to_tell_is_marked():
+    fast, near, slow = result("a", 1.4, 1.6), result("b", 0.9, 1.5), result("c", 1.1, 1.3)
+    assert decode_report.interval_text(fast) == "1.40 to 1.60"
+    assert decode_report.interval_text(near) == "0.90 to 1.50 ?"
+    assert decode_report.interval_text(result("d", 0.5, 0.9)) == "0.50 to 0.90"  # told: slower
+    alone = result("e", math.nan, math.nan, speedup=2.0)
+    assert decode_report.interval_text(alone) == "? (one pair)"
+    assert decode_report.conclusions([fast, near, slow]) == [
+        "Fastest at T=0: a, K=3, rule greedy: 1.50x plain decoding (1.40 to 1.60), identical "
+        "output; not told from it: b K=3"
+    ]
+    (line,) = decode_report.conclusions([near])
+    assert "(0.90 to 1.50: not told from 1)" in line
+    assert "e K=3" in decode_report.conclusions([fast, alone | {"speedup": 1.0}])[0]
+
+
+def test_a_difference_is_said_to_be_rounding_or_not():
+    tie = near_ties.Difference(2, 7, 0.003, 0.002)
+    bug, end = tie._replace(gap=0.5), near_ties.Difference(1, 9, None, None)
+    assert [d.is_near_tie for d in (tie, bug, end)] == [True, False, False]
+    as_json = lambda *found: [d._asdict() | {"is_near_tie": d.is_near_tie} for d in found]
+    parted = {"identical_to_plain": False, "identical_rows": 3}
+    rounded = result("a", 1.1, 1.2, differences=as_json(tie), **parted)
+    wrong = result("a", 1.1, 1.2, differences=as_json(bug), **parted)
+    assert "identical but for near ties" in decode_report.conclusions([rounded])[0]
+    assert "NOT identical" in decode_report.conclusions([wrong])[0]
+    lines = [decode_report.describe_difference(rounded, d, "bfloat16")
+             for d in as_json(tie, bug, end)]  # fmt: skip
+    assert "row 2 parts from plain decoding at token 7" in lines[0]
+    assert "within the rounding of bfloat16" in lines[0] and "NOT within" in lines[1]
+    assert lines[2].endswith("ends: no near tie")
+
+
+def test_the_interval_of_a_speedup_is_that_of_its_pairs():
+    rng = np.random.default_rng(0)
+    tokens, covered, widths = np.full(6, 31), 0, []
+    for _ in range(400):  # each pair shares the machine's speed, and has noise of its own
+        machine = np.exp(0.3 * rng.standard_normal(6))
+        plain, own = machine * np.exp(0.05 * rng.standard_normal((2, 6))) / [[1.0], [1.5]]
+        found = paired_speedup(own, plain, tokens, tokens)
+        assert found.value == pytest.approx(plain.sum() / own.sum())
+        covered += found.low < 1.5 < found.high
+        widths.append(found.high / found.low)
+    assert 0.91 < covered / 400 < 0.98  # of a 95 % interval
+    assert np.median(widths) < 1.2  # the machine's drift cancels
+    own, plain = np.asarray([1.0, 2.0]), np.asarray([1.4, 3.6])
+    few = paired_speedup(own, plain, tokens[:2], tokens[:2])
+    assert few.low < 1 < few.high  # two pairs tell nothing
+    one = paired_speedup(own[:1], plain[:1], tokens[:1], tokens[:1])
+    assert one.value == pytest.approx(1.4) and math.isnan(one.low) and math.isnan(one.high)
+    assert math.isnan(paired_speedup(own, plain, tokens[:2] * 0, tokens[:2]).value)
+    twice = paired_speedup(own, plain, tokens[:2] * 2, tokens[:2])  # twice the tokens in that time
+    assert twice.value == pytest.approx(2 * few.value)
+
+
+def test_an_interval_of_one_point_is_not_printed():
+    assert str(Interval(0.5, 0.25, 0.75)) == "0.500 (0.250 to 0.750)"
+    assert str(Interval(1.0, 1.0, 1.0)) == str(Interval(1.0, math.nan, math.nan)) == "1.000"
+    assert str(bootstrap(lambda chosen: chosen[None].mean(-1) + 2.0, 1)[0]) == "2.000"
+    assert str(Interval(math.nan, math.nan, math.nan)) == "–"
