@@ -47,11 +47,11 @@ def get_config() -> ConfigDict:
         "is_remat": False,  # recompute activations in the backward pass instead of storing them
     })  # fmt: skip
     config.data = ConfigDict({
-        "text": "stdlib",  # the library's source; or files of texts or conversations, with commas
+        "text": "stdlib",  # the library's source; or files and folders of texts or conversations
         "text_share": 0.5,
         "tests_share": 0.25,  # of the standard library's own tests
         "held_out_share": 0.02,  # of the files' documents; the library has held-out modules
-        "max_length": 2048,  # maximum tokens of a document of a file; 0: no limit
+        "max_length": 0,  # longer documents of files are left out; 0: none, windows cut them
         "responses": placeholder(str),  # a JSONL file of experiments.regenerate
         "responses_share": 0.5,
         "view_cache": placeholder(str),  # a folder that caches the target's states, for sweeps
@@ -67,7 +67,8 @@ def get_config() -> ConfigDict:
     config.eval = ConfigDict({
         "every": 50,  # steps; 0: only at the end
         "num_draft": 5,
-        "prompts": "",  # a file, see experiments/common/prompts.py; "": held-out functions
+        "prompts": "",  # a file, see experiments/common/prompts.py; "": of the held-out text
+        "prompt_tokens": 256,  # maximum tokens of a prompt of the held-out text
         "num_prompts": 16,
         "max_new_tokens": 64,
         "batch": 16,

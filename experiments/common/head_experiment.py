@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import pathlib
-import zlib
 from typing import Any
 
 import jax
@@ -12,15 +11,15 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from configs import train_head_default
-from experiments.common import cli, head_data, head_eval, head_setup
-from experiments.common.prompts import fit, load_prompts
+from experiments.common import cli, head_data, head_eval, head_setup, training_text
+from experiments.common.prompts import fit, load_prompts, room_for_prompt
 from spec_jax import processes
 from spec_jax.config import SpeculativeConfig
 from spec_jax.data.batches import window_batches
 from spec_jax.drafters import registry
 from spec_jax.engine.assemble import make_drafter
 from spec_jax.errors import ConfigError
-from spec_jax.loading import LoadedModel, load_model
+from spec_jax.loading import LoadedHead, LoadedModel, load_model
 from spec_jax.sharding import replicate
 from spec_jax.train.objective import Batch, chain_rates, target_view
 from spec_jax.train.optimizer import make_optimizer
@@ -35,7 +34,10 @@ def validate(config: ConfigDict) -> None:
     check = lambda ok, name, expected: cli.require(ok, config, name, expected)
     cli.require_positive(config, "steps batch log_every")
     cli.require_positive(config, "accumulate", "optimizer")
-    cli.require_positive(config, "num_draft num_prompts max_new_tokens batch windows", "eval")
+    cli.require_positive(
+        config, "num_draft num_prompts prompt_tokens max_new_tokens batch windows", "eval"
+    )
+    training_text.validate(config)
     check(config.eval.every >= 0, "eval.every", "0 (only at the end) or more")
     check(config.length >= 3, "length", "at least 3, a pair and what follows it")
     is_fit = 1 <= config.loss.num_steps <= config.length - 2
@@ -72,12 +74,8 @@ class Experiment:
                 f"length is {config.length}; the target holds {self.target.max_length} tokens"
             )
         self.texts, self.held_out = head_data.load(config, self.target, workdir / "data")
-        self._eval_windows = len(self.held_out.tokens) // config.length
-        if self._eval_windows == 0:
-            raise ConfigError(
-                f"{self.held_out.name} has {len(self.held_out.tokens)} tokens; expected at least "
-                f"{config.length}, a window: hold out more, or shorten the windows"
-            )
+        training_text.check_held_out(self.held_out, config.length, config.data)
+        self._eval_windows = self.held_out.num_windows(config.length)
         shares = [config.data.text_share, config.data.responses_share][: len(self.texts)]
         self._batches = window_batches(
             self.texts, shares, seed=config.seed, batch=config.batch, length=config.length
@@ -112,17 +110,34 @@ class Experiment:
         )
         self._step = self.placement.jit_step(step, self._where)
         self._objective = self.placement.jit(lambda *args: replicate(self.spec.measure(*args)))
-        prompts = load_prompts(config.eval.prompts, config.eval.num_prompts, seed=0)
         head = self.spec.loaded({})
-        self._prompts, _ = fit(prompts, [self.target, head], config.eval.max_new_tokens, None)
+        self._prompts = self._make_prompts(head)
         drafts = SpeculativeConfig(head.method, config.eval.num_draft)
         make_drafter(drafts, self.target.model, head)  # refuses more drafts than there can be
 
+    def _make_prompts(self, head: LoadedHead) -> list[list[int]]:
+        """Returns the prompts that tau is measured on: of a file, or of the held-out text."""
+        options, text = self.config.eval, self.config.data.text
+        models = [self.target, head]
+        if options.prompts or text == training_text.STDLIB:
+            prompts = load_prompts(options.prompts, options.num_prompts, seed=0)
+            return fit(prompts, models, options.max_new_tokens, None)[0]
+        room = room_for_prompt(models, options.max_new_tokens, options.prompt_tokens)
+        return training_text.held_out_prompts(self.held_out, options.num_prompts, room)
+
+    @property
+    def num_prompts(self) -> int:
+        """The number of prompts that tau is measured on; fewer than asked for if text is short."""
+        return len(self._prompts)
+
     def fingerprint(self) -> dict:
         """Returns checksums of the training data; a resumed run must have the same."""
-        crc = lambda x: 0 if x is None else zlib.crc32(np.ascontiguousarray(x))
-        of = lambda text: [text.name, len(text.tokens), crc(text.tokens), crc(text.mask)]
-        return {"data": [of(text) for text in self.texts]}
+        return training_text.fingerprint(self.texts)
+
+    def usage(self) -> list[dict]:
+        """Returns what of each text is used, and what is left out and why."""
+        usage = functools.partial(training_text.usage, length=self.config.length)
+        return [usage(text) for text in (*self.texts, self.held_out)]
 
     def init_state(self) -> TrainState:
         """Returns new parameters, the same for the same seed."""

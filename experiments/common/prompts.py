@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from spec_jax.data import python_source
-from spec_jax.data.conversations import opening
+from spec_jax.data.conversations import Encoder, num_prompts, opening
 from spec_jax.data.records import (
     Conversation,
+    Text,
     is_json,
     parse_record,
     read_objects,
@@ -39,11 +41,11 @@ def load_prompts(path: str, n: int, seed: int) -> list[Prompt]:
 
     Args:
       path: "" for functions of held-out modules of the standard library; otherwise a file,
-        whose rows are taken at even distances. A JSON file (see ``records.is_json``) has objects
-        with ``prompt`` (as in HumanEval), ``text``, ``turns`` (of which the first is used, as in
-        Spec-Bench), or ``messages`` or ``conversations`` as ``parse_record`` takes them (the
-        target writes the first answer). Any other file has one prompt per line. Line ends at the
-        end of a text are removed, since tokenizers join them with what follows.
+        whose rows are taken at even distances. A JSON file (see ``records.is_json``) has rows of
+        the forms of ``records.parse_record``, among them those of HumanEval, Spec-Bench, GSM8K,
+        Alpaca, ShareGPT and UltraChat; of a conversation the target writes the first answer. Any
+        other file has one prompt per line. Line ends at the end of a text are removed, since
+        tokenizers join them with what follows.
       n: The number of prompts.
       seed: Chooses the held-out functions.
 
@@ -73,20 +75,16 @@ def read_rows(path: pathlib.Path) -> list[Prompt]:
 
 def _from_row(row, where: str) -> Prompt:
     """Returns the prompt of one JSON value; ``where`` is its place in the file."""
-    row = row if isinstance(row, dict) else {"text": row}
+    record = parse_record(row, where)
+    row = row if isinstance(row, dict) else {}
     name = row.get("task_id", row.get("question_id", pathlib.Path(where).name))
-    name = f"{name} ({row['category']})" if "category" in row else f"{name}"
-    if "messages" in row or "conversations" in row:
-        return Prompt(name, *_opening(parse_record(row, where)))
-    text, talk = next((row[key] for key in ("prompt", "text") if key in row), None), None
-    if text is None and isinstance(row.get("turns"), list) and row["turns"]:
-        text = row["turns"][0]
-        talk = Conversation([{"role": "user", "content": text}], None, where)
-    if not isinstance(text, str) or not text.strip():
-        raise ConfigError(
-            f"{where} has no text in `turns`, `prompt` or `text`, and no `messages`; its keys: "
-            f"{', '.join(row)}"
-        )
+    return _of_record(record, f"{name} ({row['category']})" if "category" in row else f"{name}")
+
+
+def _of_record(record: Conversation | Text, name: str) -> Prompt:
+    text, talk = (record.text, None) if isinstance(record, Text) else _opening(record)
+    if not text.strip():
+        raise ConfigError(f"{record.source} has an empty prompt; expected a text to continue")
     return Prompt(name, text.rstrip("\n"), talk)
 
 
@@ -112,7 +110,10 @@ class PromptEncoder:
 
     def is_templated(self, prompt: Prompt) -> bool:
         """Returns whether the chat template is used for the prompt."""
-        talk, tokenizer = prompt.conversation, self._target.tokenizer
+        return self._is_chat(prompt.conversation)
+
+    def _is_chat(self, talk: Conversation | None) -> bool:
+        tokenizer = self._target.tokenizer
         if talk is None or tokenizer is None:
             return False
         return len(talk.messages) > 1 or "default" in tokenizer.chat_templates
@@ -128,6 +129,51 @@ class PromptEncoder:
             return encode(self._target, prompt.text)
         talk = prompt.conversation
         return encode_messages(self._target, talk.messages, talk.tools)
+
+    def every(self, record: Conversation | Text) -> list[list[int]]:
+        """Returns the ids of all prompts of a record: one for each answer of a conversation.
+
+        Raises:
+          ConfigError: The chat template refuses the conversation, or there is no prompt.
+          PromptError: The target has no tokenizer.
+        """
+        if isinstance(record, Conversation) and self._is_chat(opening(record)):
+            return self._conversations.prompts(record)
+        return [self(_of_record(record, ""))] if self.count(record) else []
+
+    def count(self, record: Conversation | Text) -> int:
+        """Returns the number of prompts that ``every`` returns."""
+        if isinstance(record, Text):
+            return 1
+        talk = opening(record)
+        return num_prompts(record) if self._is_chat(talk) else int(talk is not None)
+
+    @functools.cached_property
+    def _conversations(self) -> Encoder:
+        return Encoder(self._target.tokenizer)
+
+
+def room_for_prompt(
+    models: Sequence[LoadedModel | LoadedHead], max_new_tokens: int, longest: int | None = None
+) -> int:
+    """Returns the maximum tokens of a prompt.
+
+    Args:
+      models: The target, then the drafts; the smallest maximum length applies.
+      max_new_tokens: The room to leave for new tokens.
+      longest: Another limit, or None.
+
+    Raises:
+      ConfigError: There is no room for a prompt.
+    """
+    smallest = min(models, key=lambda m: m.max_length)
+    room = smallest.max_length - max_new_tokens
+    if room < 1:
+        raise ConfigError(
+            f"max_new_tokens is {max_new_tokens}, which leaves no room for a prompt: "
+            f"{smallest.name} holds {smallest.max_length} tokens"
+        )
+    return min(room, longest or room)
 
 
 def fit(
@@ -150,14 +196,7 @@ def fit(
     Raises:
       ConfigError: There is no room for a prompt.
     """
-    target, smallest = models[0], min(models, key=lambda m: m.max_length)
-    room = smallest.max_length - max_new_tokens
-    if room < 1:
-        raise ConfigError(
-            f"max_new_tokens is {max_new_tokens}, which leaves no room for a prompt: "
-            f"{smallest.name} holds {smallest.max_length} tokens"
-        )
-    room = min(room, longest or room)
+    target, room = models[0], room_for_prompt(models, max_new_tokens, longest)
     begin = target.config.bos_token_id
     whole = list(map(PromptEncoder(target), prompts))
     ids = []

@@ -15,8 +15,8 @@ from experiments.common import cli
 from experiments.common.prompts import PromptEncoder, read_rows
 from spec_jax.config import SamplerConfig, SpeculativeConfig, build
 from spec_jax.data import python_source
-from spec_jax.data.conversations import Encoder, is_held_out, num_prompts
-from spec_jax.data.records import Conversation, holds_conversations, read_records
+from spec_jax.data.records import Conversation, Text, is_json, read_records
+from spec_jax.data.splits import HeldOut, is_document
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.request import check_room
 from spec_jax.errors import ConfigError
@@ -90,25 +90,27 @@ def prompts_of(config, decoder: SpeculativeDecoder) -> tuple[int, Pairs]:
 
     An index always belongs to the same prompt, whatever the number of prompts.
     """
-    if config.prompts and holds_conversations(config.prompts):
-        records = functools.partial(_conversations, config)
-        count = sum(map(num_prompts, records()))
+    path, encoder = pathlib.Path(config.prompts), PromptEncoder(decoder.target)
+    if config.prompts and (path.is_dir() or is_json(path)):
+        held_out = HeldOut.of(read_records(path), config.held_out_share)
+        records = functools.partial(_records, path, held_out)
+        count = sum(map(encoder.count, records()))
         count = min(count, config.num_prompts or count)
-        encoder = Encoder(decoder.target.tokenizer)
-        pairs = enumerate(ids for record in records() for ids in encoder.prompts(record))
+        pairs = enumerate(ids for record in records() for ids in encoder.every(record))
     elif config.prompts:
-        rows = read_rows(pathlib.Path(config.prompts))
+        rows = read_rows(path)
         count = min(len(rows), config.num_prompts or len(rows))
-        pairs = enumerate(map(PromptEncoder(decoder.target), rows))
+        pairs = enumerate(map(encoder, rows))
     else:
         count, pairs = config.num_prompts, _pieces(config, decoder)
     return count, itertools.islice(pairs, count)
 
 
-def _conversations(config) -> Iterator[Conversation]:
-    """Yields the conversations of a file, except those that training holds out."""
-    for record in read_records(config.prompts):
-        if isinstance(record, Conversation) and not is_held_out(record, config.held_out_share):
+def _records(path: pathlib.Path, held_out: HeldOut) -> Iterator[Conversation | Text]:
+    """Yields the records of a file, except the answered conversations that training holds out."""
+    for record in read_records(path):
+        is_answered = isinstance(record, Conversation) and is_document(record)
+        if not is_answered or held_out.part(record, "train") is not None:
             yield record
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import grain
@@ -18,11 +19,22 @@ class Corpus(NamedTuple):
       name: The name of the corpus in error messages.
       tokens: i32[T].
       mask: bool[T], True where the token is to be predicted. None means everywhere.
+      starts: i64[number of documents + 1], where each document begins, and the end of the last.
+        None means that they are not known.
+      counts: What was read and what was left out, see ``read_documents``.
+      notes: Sentences on how it was made.
     """
 
     name: str
     tokens: np.ndarray
     mask: np.ndarray | None = None
+    starts: np.ndarray | None = None
+    counts: Mapping[str, int] = MappingProxyType({})
+    notes: tuple[str, ...] = ()
+
+    def num_windows(self, length: int) -> int:
+        """Returns the number of whole windows; the tokens after the last are not used."""
+        return len(self.tokens) // length
 
     def window(self, index: int, length: int) -> dict[str, np.ndarray]:
         """Returns ``tokens`` i32[length] and ``mask`` bool[length] of window ``index``."""
@@ -62,10 +74,11 @@ def window_batches(
             raise ConfigError(f"the share of {text.name} is {share}; expected 0 or more")
         if share == 0:
             continue
-        count = len(text.tokens) // length
+        count = text.num_windows(length)
         if count == 0:
             raise ConfigError(
-                f"{text.name} has {len(text.tokens)} tokens; expected at least {length}, a window"
+                f"{text.name} has {len(text.tokens)} tokens; expected at least {length}, a window: "
+                "give more text, or shorten the windows"
             )
         if text.mask is not None and not np.any(text.mask):
             raise ConfigError(f"no token of {text.name} is to be predicted: its mask is all false")

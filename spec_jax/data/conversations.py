@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -14,7 +13,7 @@ import tokenizers
 
 from spec_jax.data.chat import ChatTemplate
 from spec_jax.data.records import Conversation, Text, read_records
-from spec_jax.data.splits import check_split, unit_hash
+from spec_jax.data.splits import HeldOut, check_split
 from spec_jax.data.tokens import END_OF_TEXT
 from spec_jax.errors import ConfigError
 from spec_jax.models.tokenizer import Tokenizer
@@ -162,10 +161,9 @@ class Encoder:
             begin with its prompt, or has blocks that hold nothing; or the conversation is not
             Unicode text.
         """
-        roles = [message["role"] for message in record.messages]
-        if "assistant" not in roles:
+        messages = _until_last_answer(record.messages)
+        if not messages:
             return []
-        messages = record.messages[: len(roles) - roles[::-1].index("assistant")]
         try:
             if self.template.has_generation(has_tools=record.tools is not None):
                 text, spans = self.template.render_spans(messages, tools=record.tools)
@@ -232,6 +230,12 @@ def num_prompts(record: Conversation) -> int:
     return len(_answered(record.messages))
 
 
+def _until_last_answer(messages) -> list:
+    """Returns the messages up to the assistant's last turn; none if it has no turn."""
+    roles = [message["role"] for message in messages]
+    return messages[: len(roles) - roles[::-1].index("assistant")] if "assistant" in roles else []
+
+
 def _answered(messages) -> list[int]:
     """Returns the number of messages before each answer, also before one still to be written."""
     roles = [message["role"] for message in messages]
@@ -263,31 +267,16 @@ def token_mask(
     return mask
 
 
-def is_held_out(record: Conversation | Text, share: float) -> bool:
-    """Whether a record belongs to the held-out split, which depends on its content alone.
-
-    The order and the number of the records, their files and the tokenizer do not matter. So
-    equal records are always in the same split, and a larger share holds out the records of a
-    smaller one and more.
-
-    Args:
-      record: A conversation, of which the messages count, or a text.
-      share: The part of the records, in [0, 1], that is held out.
-    """
-    is_text = isinstance(record, Text)
-    content = record.text if is_text else json.dumps(record.messages, sort_keys=True)
-    return unit_hash(content.encode("utf-8", "surrogatepass")) < share
-
-
 def read_documents(
     paths: Iterable[str | os.PathLike],
     encoder: Encoder,
     *,
     split: str = "train",
-    held_out_share: float = 0.0,
+    held_out: HeldOut = HeldOut(),
     max_length: int | None = None,
     is_strict: bool = True,
     counts: collections.Counter | None = None,
+    refusals: list[str] | None = None,
 ) -> Iterator[Document]:
     """Yields the documents of one split, in the order of the files.
 
@@ -295,33 +284,35 @@ def read_documents(
       paths: Files and folders, see ``read_records``.
       encoder: Turns records into documents.
       split: "train" or "held_out".
-      held_out_share: The part of the records that is held out, see ``is_held_out``.
-      max_length: The number of tokens after which a document is cut. None means never.
+      held_out: What is held out; by default nothing.
+      max_length: Documents of more tokens are left out. None means that none is.
       is_strict: Whether a record that cannot be encoded (usually a conversation that the
         template refuses) is an error; else it is skipped and counted.
       counts: Filled while the documents are read: records ("conversations", "texts",
-        "other_split"); those that were skipped ("no_answer" if the assistant has no turn, or
-        none before the cut; "empty"; "refused"); documents that were "cut"; conversations that
+        "other_split"); those that were skipped ("no_answer" if the assistant has no turn that
+        answers; "empty"; "refused"); "messages_after_the_last_answer", which are left out;
+        documents that are "too_long", and their tokens "too_long_tokens"; conversations that
         became "several" documents; and "documents".
+      refusals: Gets the message of the first record that could not be encoded.
 
     Raises:
       ConfigError: An argument is out of range, a record cannot be read, or there is no usable
         document.
     """
     check_split(split)
-    if not 0.0 <= held_out_share < 1.0:
-        raise ConfigError(f"held_out_share is {held_out_share!r}; expected a number in [0, 1)")
     if max_length is not None and max_length < 2:
         raise ConfigError(f"max_length is {max_length}; expected at least 2, or None")
     counts = collections.Counter() if counts is None else counts
-    is_in_split = lambda r: is_held_out(r, held_out_share) == (split == "held_out")
-    return _documents(list(paths), encoder, split, is_in_split, max_length, is_strict, counts)
+    refusals = [] if refusals is None else refusals
+    return _documents(
+        list(paths), encoder, split, held_out, max_length, is_strict, counts, refusals
+    )
 
 
-def _documents(paths, encoder, split, is_in_split, max_length, is_strict, counts):
-    refusal = ""
+def _documents(paths, encoder, split, held_out, max_length, is_strict, counts, refusals):
     for record in (record for path in paths for record in read_records(path)):
-        if not is_in_split(record):
+        record = held_out.part(record, split)
+        if record is None:
             counts["other_split"] += 1
             continue
         is_text = isinstance(record, Text)
@@ -335,22 +326,25 @@ def _documents(paths, encoder, split, is_in_split, max_length, is_strict, counts
             if is_strict:
                 raise
             counts["refused"] += 1
-            refusal = refusal or f" (the first refusal: {error})"
+            if not refusals:
+                refusals.append(str(error))
             continue
-        counts[useless] += not found
+        if found and not is_text:
+            answered = _until_last_answer(record.messages)
+            counts["messages_after_the_last_answer"] += len(record.messages) - len(answered)
         counts["several"] += len(found) > 1
-        for document in found:
+        documents = [one for one in found if one.mask[1:].any()]  # the first is input only
+        counts[useless] += len(found) - len(documents) if found else 1
+        for document in documents:
             if max_length is not None and len(document.ids) > max_length:
-                counts["cut"] += 1
-                ids, mask, source = document
-                document = Document(ids[:max_length], mask[:max_length], source)
-            if document.mask[1:].any():  # the first token is input only
-                counts["documents"] += 1
-                yield document
-            else:
-                counts[useless] += 1
+                counts["too_long"] += 1
+                counts["too_long_tokens"] += len(document.ids)
+                continue
+            counts["documents"] += 1
+            yield document
     if not counts["documents"]:
         seen = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
+        refusal = f" (the first refusal: {refusals[0]})" if refusals else ""
         raise ConfigError(
             f"{', '.join(map(str, paths)) or 'no file'} gave no document for {split} "
             f"({seen or 'no record'}){refusal}; expected at least one conversation with an "

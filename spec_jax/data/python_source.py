@@ -8,6 +8,7 @@ and their tests are never trained on.
 from __future__ import annotations
 
 import ast
+import collections
 import hashlib
 import itertools
 import pathlib
@@ -49,7 +50,9 @@ def stdlib_path() -> pathlib.Path:
     return pathlib.Path(sysconfig.get_path("stdlib"))
 
 
-def documents(split: str, *, tests_share: float = 1.0) -> list[tuple[str, str]]:
+def documents(
+    split: str, *, tests_share: float = 1.0, counts: collections.Counter | None = None
+) -> list[tuple[str, str]]:
     """Reads one split of the corpus.
 
     The result is the same for one installation: files are sorted by name and exact duplicates
@@ -60,6 +63,8 @@ def documents(split: str, *, tests_share: float = 1.0) -> list[tuple[str, str]]:
       split: "train" or "held_out".
       tests_share: The part, in [0, 1], of the standard library's own test files that "train"
         holds. They are chosen by their names alone.
+      counts: Gets the number of "documents", and of files that are left out: of the
+        "other_split", "tests" beyond the share, "duplicates", and "not_code".
 
     Returns:
       Pairs of a name, which is the path below the library with ``/``, and a text.
@@ -72,22 +77,35 @@ def documents(split: str, *, tests_share: float = 1.0) -> list[tuple[str, str]]:
     if not 0.0 <= tests_share <= 1.0:
         raise ConfigError(f"tests_share is {tests_share!r}; expected a number in [0, 1]")
     root = stdlib_path()
+    counts = collections.Counter() if counts is None else counts
     if split == "held_out":
+        counts["documents"] += len(HELD_OUT)
         return [(f"{m}.py", _read_held_out(root, m)) for m in HELD_OUT]
     found, seen = [], set()
     for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
         relative = path.relative_to(root)
-        if _is_skipped(relative) or is_held_out(relative):
+        if _is_skipped(relative):
             continue
-        if _is_test(relative) and unit_hash(relative.as_posix().encode()) >= tests_share:
-            continue
-        text = _read(path)
+        why = _why_left_out(relative, tests_share)
+        text = None if why else _read(path)
         digest = hashlib.sha256(text.encode()).digest() if text else None
-        if text is None or digest in seen or not _is_prose_like(text):
-            continue
-        seen.add(digest)
-        found.append((relative.as_posix(), text))
+        if not why and text is not None and digest in seen:
+            why = "duplicates"
+        if not why and (text is None or not _is_prose_like(text)):
+            why = "not_code"
+        counts[why or "documents"] += 1
+        if not why:
+            seen.add(digest)
+            found.append((relative.as_posix(), text))
     return found
+
+
+def _why_left_out(relative: pathlib.PurePath, tests_share: float) -> str:
+    """Returns the reason why a file is not trained on, of those that its name tells; or ""."""
+    if is_held_out(relative):
+        return "other_split"
+    is_beyond = _is_test(relative) and unit_hash(relative.as_posix().encode()) >= tests_share
+    return "tests" if is_beyond else ""
 
 
 def is_held_out(relative: pathlib.PurePath) -> bool:

@@ -14,8 +14,15 @@ from spec_jax.errors import ConfigError
 
 ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
-    "assistant": "assistant", "system": "system", "tool": "tool", "observation": "tool",
+    "bing": "assistant", "bard": "assistant", "model": "assistant", "assistant": "assistant",
+    "system": "system", "tool": "tool", "function": "tool", "observation": "tool",
 }  # fmt: skip
+FORMS = (
+    "messages", "conversations", "data (a list of texts in turn)", "turns",
+    "instruction (with input and output)", "question (with answer)", "prompt (with completion)",
+    "text",
+)  # fmt: skip
+_ANSWERS = ("output", "answer", "completion", "response")
 
 
 class Conversation(NamedTuple):
@@ -36,10 +43,9 @@ class Text(NamedTuple):
 def read_records(path: str | os.PathLike) -> Iterator[Conversation | Text]:
     """Reads the conversations and texts of one file, or of all files of a folder by name.
 
-    A JSON file (see ``is_json``) holds objects of one of three forms: ``messages``, each with
-    role and content, where content is a string or a list of text parts; ``conversations``, each
-    with from and value as in ShareGPT, with an optional ``system`` and ``tools``; or ``text``.
-    Any other file is one text. All files may be compressed (.gz).
+    A JSON file (see ``is_json``) holds objects of the forms of ``parse_record``. Any other file
+    is one text. All files may be compressed (.gz). Of a folder, hidden files and folders and
+    ``__pycache__`` are not read.
 
     Args:
       path: The file or folder.
@@ -50,8 +56,10 @@ def read_records(path: str | os.PathLike) -> Iterator[Conversation | Text]:
     """
     path = pathlib.Path(path)
     if path.is_dir():
-        files = (f for f in path.rglob("*") if f.is_file() and not f.name.startswith("."))
-        for file in sorted(files, key=lambda f: f.relative_to(path).as_posix()):
+        inside = lambda file: file.relative_to(path)
+        is_hidden = lambda part: part.startswith(".") or part == "__pycache__"
+        files = [f for f in path.rglob("*") if not any(map(is_hidden, inside(f).parts))]
+        for file in sorted(filter(pathlib.Path.is_file, files), key=lambda f: inside(f).as_posix()):
             yield from read_records(file)
         return
     if not path.is_file():
@@ -104,38 +112,71 @@ def read_text(path: pathlib.Path) -> str:
     return _decode(b"".join(_lines(path)), str(path))
 
 
-def holds_conversations(path: str | os.PathLike) -> bool:
-    """Whether a file's first record is a conversation. False if it cannot be read."""
-    try:
-        return isinstance(next(read_records(path), None), Conversation)
-    except ConfigError:
-        return False
-
-
 def parse_record(value: Any, source: str) -> Conversation | Text:
-    """Reads one object of a file as a conversation or a text.
+    """Reads one value of a JSON file as a conversation or a text.
+
+    The first of these keys that is there decides:
+
+    - ``messages``, each with role and content, a string or a list of text parts.
+    - ``conversations``, each with from and value, as in ShareGPT.
+    - ``data``, texts of user and assistant in turn, as in UltraChat.
+    - ``turns``, questions of which the first is used, as in Spec-Bench.
+    - ``instruction`` with ``input`` and ``output``, as in Alpaca.
+    - ``question`` with ``answer``, as in GSM8K.
+    - ``prompt``: a text to continue, as in HumanEval; with ``completion`` a conversation.
+    - ``text``; a string alone is a text too.
+
+    Answers may be missing; they may also be called ``output``, ``answer``, ``completion`` or
+    ``response``. Every conversation may have ``system`` and ``tools``.
 
     Args:
-      value: The parsed JSON object.
+      value: The parsed JSON value.
       source: The file and the line, for error messages.
 
     Raises:
-      ConfigError: The object has none of the forms of ``read_records``.
+      ConfigError: The value has none of these forms.
     """
+    if isinstance(value, str):
+        return Text(value, source)
     if not isinstance(value, dict):
         raise _malformed(source, f"{value!r:.60} is no object")
-    turns = value.get("messages")
-    if turns is None:
-        turns = value.get("conversations")
-    if turns is None and isinstance(value.get("text"), str):
-        return Text(value["text"], source)
-    if not isinstance(turns, list):
-        raise _malformed(source, f"an object with the keys {', '.join(map(repr, value)) or 'none'}")
-    messages = [_message(turn, source) for turn in turns]
-    system = value.get("system")
+    given = {key: x for key, x in value.items() if x is not None}
+    messages = _messages(given, source)
+    if messages is None:
+        text = given.get("prompt", given.get("text"))
+        if not isinstance(text, str):
+            raise _malformed(
+                source, f"an object with the keys {', '.join(map(repr, value)) or 'none'}"
+            )
+        return Text(text, source)
+    system = given.get("system", given.get("system_prompt"))
     if isinstance(system, str) and system and [m["role"] for m in messages[:1]] != ["system"]:
         messages.insert(0, {"role": "system", "content": system})
     return Conversation(messages, _tools(value.get("tools"), source), source)
+
+
+def _messages(given: dict[str, Any], source: str) -> list[dict[str, Any]] | None:
+    """Returns the messages of an object; None if it has no form of a conversation."""
+    for key in ("messages", "conversations"):
+        if isinstance(given.get(key), list):
+            return [_message(turn, source) for turn in given[key]]
+    is_texts = lambda x: isinstance(x, list) and x and all(isinstance(text, str) for text in x)
+    if is_texts(given.get("data")):
+        return _in_turn(given["data"])
+    if is_texts(given.get("turns")):
+        return _in_turn(given["turns"][:1])
+    answers = [given[key] for key in _ANSWERS if isinstance(given.get(key), str)]
+    for key in ("instruction", "question", *(["prompt"] if answers else [])):
+        if isinstance(given.get(key), str):
+            parts = [given[key], given.get("input") if key == "instruction" else None]
+            asked = "\n\n".join(part for part in parts if isinstance(part, str) and part)
+            return _in_turn([asked, *filter(None, answers[:1])])
+    return None
+
+
+def _in_turn(texts: list[str]) -> list[dict[str, Any]]:
+    """Returns the messages of user and assistant, who take turns."""
+    return [{"role": ("user", "assistant")[i % 2], "content": x} for i, x in enumerate(texts)]
 
 
 def _tools(value: Any, source: str) -> list[dict] | None:
@@ -175,8 +216,8 @@ def _message(turn: Any, source: str) -> dict[str, Any]:
 
 def _malformed(source: str, problem: str) -> ConfigError:
     return ConfigError(
-        f"{source}: {problem}. Expected one object a line, or a list of objects, each with "
-        "messages, conversations or text: mend it or leave it out"
+        f"{source}: {problem}. Expected one object a line, or a list of objects, each with one of "
+        f"{', '.join(FORMS)}: mend it or leave it out"
     )
 
 

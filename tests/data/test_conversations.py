@@ -23,8 +23,9 @@ from support.chat_templates import (
 )
 
 from spec_jax.data.chat import ChatTemplate
-from spec_jax.data.conversations import Document, Encoder, is_held_out, read_documents, token_mask
+from spec_jax.data.conversations import Document, Encoder, read_documents, token_mask
 from spec_jax.data.records import Conversation, Text
+from spec_jax.data.splits import HeldOut
 from spec_jax.data.tokens import END_OF_TEXT
 from spec_jax.errors import ConfigError
 
@@ -236,7 +237,7 @@ def test_the_split_is_of_contents_whatever_the_order_and_the_layout(tmp_path):
         read = lambda split, counts=None, file=file: {
             d.ids.tobytes()
             for d in read_documents(
-                [file], encoder, split=split, held_out_share=0.2, counts=counts
+                [file], encoder, split=split, held_out=HeldOut(0.2), counts=counts
             )
         }
         sides.append((read("train", counts), read("held_out")))
@@ -247,45 +248,41 @@ def test_the_split_is_of_contents_whatever_the_order_and_the_layout(tmp_path):
     assert 35 <= len(held_out) <= 85
 
 
-def test_a_smaller_share_is_nested_in_a_larger_one():
-    records = [Text(str(i), "") for i in range(500)]
-    sides = [{r.text for r in records if is_held_out(r, share)} for share in (0, 0.05, 0.3, 1)]
-    assert sides[0] < sides[1] < sides[2] < sides[3] and len(sides[3]) == 500
-
-
 def test_all_documents_of_a_conversation_are_on_one_side(tmp_path):
     lines = [{"messages": talk(f"{i}", "a", f"again {i}", "b")} for i in range(40)]
     file = write_lines(tmp_path / "a.jsonl", lines)
     encoder = Encoder(byte_level(REASONING))
     sides, counts = [], collections.Counter()
     for split in ("train", "held_out"):
-        found = read_documents([file], encoder, split=split, held_out_share=0.3, counts=counts)
+        found = read_documents([file], encoder, split=split, held_out=HeldOut(0.3), counts=counts)
         sides.append(collections.Counter(d.source for d in found))
     assert not sides[0].keys() & sides[1].keys()
     assert set(sides[0].values()) | set(sides[1].values()) == {2}
     assert counts["several"] == 40 and counts["documents"] == 80
 
 
-def test_long_documents_are_cut_and_those_left_without_an_answer_are_counted(tmp_path):
+def test_long_documents_are_whole_or_left_out_and_what_gives_none_is_counted(tmp_path):
     encoder = Encoder(byte_level(CHATML))
     lines = [
-        {"messages": talk("a", "long " * 50)}, {"messages": talk("long " * 90, "b")},
+        {"messages": talk("a", "long " * 50)}, {"messages": talk("long " * 90, "b", "more")},
         {"messages": talk("a", "b")}, {"messages": TALK[:1]}, {"conversations": []},
         {"text": ""}, {"text": "word " * 200},
     ]  # fmt: skip
     file = write_lines(tmp_path / "a.jsonl", lines)
-    whole = {d.source: d for d in read_documents([file], encoder)}
     counts = collections.Counter()
-    found = list(read_documents([file], encoder, max_length=70, counts=counts))
-    assert [d.source[-1] for d in found] == ["1", "3", "7"]
-    for document in found:
-        expected = whole[document.source]
-        assert len(document.ids) == min(70, len(expected.ids))
-        np.testing.assert_array_equal(document.ids, expected.ids[:70])
-        np.testing.assert_array_equal(document.mask, expected.mask[:70])
-    assert {k: v for k, v in counts.items() if v} == {
-        "conversations": 5, "texts": 2, "cut": 3, "no_answer": 3, "empty": 1, "documents": 3,
+    whole = list(read_documents([file], encoder, counts=counts))
+    lengths = [len(d.ids) for d in whole]
+    assert [d.source[-1] for d in whole] == ["1", "2", "3", "7"] and min(lengths) < 70
+    seen = {
+        "conversations": 5, "texts": 2, "no_answer": 2, "empty": 1,
+        "messages_after_the_last_answer": 1,
     }  # fmt: skip
+    assert {k: v for k, v in counts.items() if v} == seen | {"documents": 4}
+    counts = collections.Counter()
+    (short,) = read_documents([file], encoder, max_length=70, counts=counts)
+    np.testing.assert_array_equal(short.ids, whole[2].ids)
+    left_out = {"too_long": 3, "too_long_tokens": sum(lengths) - len(short.ids)}
+    assert {k: v for k, v in counts.items() if v} == seen | {"documents": 1} | left_out
 
 
 def test_a_corpus_without_a_usable_document_is_an_error(tmp_path):
@@ -300,7 +297,7 @@ def test_a_corpus_without_a_usable_document_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"split": "test"}, {"held_out_share": 1.0}, {"max_length": 1}]
+    "arguments", [{"split": "test"}, {"max_length": 1}]
 )
 def test_bad_arguments_are_errors_at_once(arguments):
     with pytest.raises(ConfigError, match="; expected|, or None"):

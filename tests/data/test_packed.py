@@ -11,6 +11,7 @@ from support.chat_templates import CHATML, byte_level, talk
 
 from spec_jax.data.conversations import Document, Encoder, read_documents
 from spec_jax.data.packed import load_packed, write_packed
+from spec_jax.data.splits import HeldOut
 from spec_jax.errors import ConfigError
 
 TOKENIZER = byte_level(CHATML)
@@ -83,7 +84,7 @@ def test_a_corpus_from_files_tells_what_was_read(tmp_path):
     for split in ("train", "held_out"):
         counts = collections.Counter()
         documents = read_documents(
-            [file], Encoder(TOKENIZER), split=split, held_out_share=0.3, counts=counts
+            [file], Encoder(TOKENIZER), split=split, held_out=HeldOut(0.3), counts=counts
         )
         packed = write_packed(
             tmp_path / "out", split, documents, TOKENIZER, sources=[file], counts=counts

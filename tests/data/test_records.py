@@ -7,7 +7,7 @@ import pytest
 from support.chat_templates import TALK, byte_level, sharegpt, write_lines
 
 from spec_jax.data.conversations import Encoder, read_documents
-from spec_jax.data.records import read_records
+from spec_jax.data.records import parse_record, read_records
 from spec_jax.errors import ConfigError
 
 
@@ -36,6 +36,36 @@ def test_every_layout_gives_the_same_messages(tmp_path):
     assert [f.source for f in read_records(whole)][-1] == f"{whole}: object 6"
 
 
+USER, ASKED = {"role": "user", "content": "Q"}, [{"role": "user", "content": "Q"}]
+ANSWERED = [USER, {"role": "assistant", "content": "A"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"question": "Q", "answer": "A"}, ANSWERED),
+        ({"question": "Q", "answer": ["A"]}, ASKED),
+        ({"instruction": "Q", "input": "", "output": "A", "text": "Below is"}, ANSWERED),
+        ({"instruction": "Q", "input": "x", "output": "A"},
+         [{"role": "user", "content": "Q\n\nx"}, ANSWERED[1]]),
+        ({"system_prompt": "S", "question": "Q", "response": "A"},
+         [{"role": "system", "content": "S"}, *ANSWERED]),
+        ({"data": ["Q", "A", "Q"], "id": "0"}, [*ANSWERED, USER]),
+        ({"prompt": "unused", "prompt_id": "0", "messages": ANSWERED}, ANSWERED),
+        ({"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
+         ANSWERED),
+        ({"question_id": 1, "category": "c", "turns": ["Q", "more"]}, ASKED),
+        ({"prompt": "Q", "completion": "A"}, ANSWERED),
+        ({"prompt": "Q", "canonical_solution": "A"}, "Q"),
+        ({"messages": None, "text": "Q"}, "Q"),
+        ("Q", "Q"),
+    ],
+)  # fmt: skip
+def test_rows_of_the_usual_data_sets_are_known(row, expected):
+    record = parse_record(row, "here:1")
+    assert (record.text if isinstance(expected, str) else record.messages) == expected
+
+
 def test_blank_lines_and_marks_of_order_are_no_records(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\n  \n{"text": "b"}')
@@ -47,6 +77,9 @@ def test_other_files_are_one_text_and_folders_are_read_in_order(tmp_path):
     (tmp_path / "sub" / "b.md").write_text("two\n{}\n", encoding="utf-8")
     (tmp_path / "z.txt").write_text("three", encoding="utf-8")
     (tmp_path / ".hidden").write_text("no", encoding="utf-8")
+    for name in (".git", "__pycache__"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.pyc").write_bytes(b"\xff")
     write_lines(tmp_path / "a.jsonl", [{"text": "one"}])
     assert [r.text for r in read_records(tmp_path)] == ["one", "two\n{}\n", "three"]
 
@@ -56,9 +89,11 @@ def test_other_files_are_one_text_and_folders_are_read_in_order(tmp_path):
     [
         ('{"messages": [', "not JSON"),
         ("[" * 100_000, "not JSON"),
-        ('"hello"', "is no object"),
+        ("3", "3 is no object"),
         ("{}", "the keys none"),
-        ('{"prompt": "a", "answer": "b"}', "the keys 'prompt', 'answer'"),
+        ('{"query": "a", "answer": "b"}', "the keys 'query', 'answer'.*messages, .*question"),
+        ('{"data": ["a", 1]}', "the keys 'data'"),
+        ('{"turns": "hello"}', "the keys 'turns'"),
         ('{"messages": "hi"}', "keys 'messages'"),
         ('{"messages": ["hi"]}', "a turn is 'hi'"),
         ('{"messages": [{"content": "a"}]}', "the role None"),

@@ -30,8 +30,9 @@ def test_prompts_come_from_files_of_each_kind(tmp_path):
     with pytest.raises(ConfigError, match="holds 2 prompts; num_prompts asks for 3"):
         load_prompts(str(tmp_path / "c.txt"), 3, 0)
     bad = {
-        "{": r"bad\.jsonl:1: not JSON", '{"a": 1}': "its keys: a", "1": "no text",
-        '{"turns": "hello"}': "its keys: turns", '{"messages": []}': "no message to answer",
+        "{": r"bad\.jsonl:1: not JSON", '{"a": 1}': "the keys 'a'.*instruction", "1": "no object",
+        '{"turns": "hello"}': "the keys 'turns'", '{"text": " "}': "an empty prompt",
+        '{"messages": []}': "no message to answer",
         '{"conversations": [{"from": "x", "value": ""}]}': "a turn is from 'x'",
         '{"messages": [{"role": "user", "content": ""}]}': "no text of the user",
     }  # fmt: skip

@@ -13,8 +13,8 @@ from experiments.common.responses import Responses
 from experiments.regenerate import regenerate
 from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, load_model
 from spec_jax.data import python_source, tokens
-from spec_jax.data.conversations import is_held_out
 from spec_jax.data.records import read_records
+from spec_jax.data.splits import HeldOut, is_document
 from spec_jax.errors import ConfigError, SpecJaxError
 from spec_jax.models import checkpoint
 from spec_jax.models.config import ModelConfig
@@ -171,7 +171,7 @@ def test_a_line_that_is_no_response_is_named(run, tmp_path, line):
         ({"rule": "typical-acceptance"}, "changes the target's distribution; use a lossless one"),
         ({"rule": "match", "draft": ""}, "none without a draft"),
         ({"draft": "no/such"}, "neither a directory nor a zoo name"),
-        ({"prompts": "no/such.jsonl"}, "cannot be read"),
+        ({"prompts": "no/such.jsonl"}, "there is no file no/such.jsonl"),
     ],
 )
 def test_bad_values_are_refused_before_anything_is_made(pair, tmp_path, changes, message):
@@ -222,7 +222,8 @@ def test_every_answer_of_a_conversation_is_written_anew(pair, tmp_path):
     rows = map(json.loads, lines(tmp_path / "run"))
     tokenizer = Tokenizer.from_directory(target)
     found = [tokenizer.decode(row["prompt_ids"]) for row in sorted(rows, key=lambda r: r["index"])]
-    kept = [r for r in read_records(path) if not is_held_out(r, 0.3)]
+    held_out = HeldOut.of(read_records(path), 0.3)
+    kept = [r for r in read_records(path) if held_out.part(r, "train") or not is_document(r)]
     assert 20 < len(kept) < 40
     expected = []
     for record in kept:

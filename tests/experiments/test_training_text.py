@@ -1,0 +1,143 @@
+"""The text of the training experiments: all of it is used or accounted for, some is held out."""
+
+import json
+
+import numpy as np
+import pytest
+from support.chat_templates import CHATML, MISTRAL, TALK, byte_level, talk, write_lines
+
+from configs import train_head_default
+from experiments.common import training_text
+from spec_jax.data.batches import Corpus
+from spec_jax.errors import ConfigError
+
+LENGTH = 258
+
+
+def load(path, folder, template=CHATML, **changes):
+    data = train_head_default.get_config().data
+    data.update(text=str(path), **changes)
+    return training_text.load(data, byte_level(template), folder)
+
+
+def passage(seed, size):
+    """A text of lines that no other seed has."""
+    rng = np.random.default_rng(seed)
+    lines = (f"line {i}: {' '.join(map(str, rng.integers(0, 99, 9)))}\n" for i in range(size))
+    return "".join(lines)[:size]
+
+
+def check_accounts(corpus, length=LENGTH):
+    found = training_text.usage(corpus, length)
+    assert found["tokens_used"] == found["windows"] * length
+    assert found["tokens_read"] == found["tokens_used"] + sum(found["tokens_left_out"].values())
+    assert found["tokens_left_out"]["short tail"] < length
+    return found
+
+
+def test_eight_long_files_are_read_to_their_ends(tmp_path):
+    """They were once cut after 2,048 tokens each, 16,384 in all, without a word."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    texts = [passage(i, 22_500) for i in range(8)]
+    for i, (text, ending) in enumerate(zip(texts, ["txt", "md", "py", "rst"] * 2)):
+        (folder / f"{i}.{ending}").write_text(text)
+    train, held_out = load(folder, tmp_path / "data")
+    tokenizer = byte_level(CHATML)
+    ids = [tokenizer.backend.encode(text, add_special_tokens=False).ids for text in texts]
+    expected = sum(len(x) + 1 for x in ids)  # a separator each
+    assert len(train.tokens) + len(held_out.tokens) == expected > 8 * 2048 * 2
+    read = check_accounts(train)["documents"], check_accounts(held_out)["documents"]
+    assert read == (7, 1)
+    lines = training_text.usage_lines(training_text.usage(held_out, LENGTH))
+    assert f"tokens read {len(held_out.tokens):,}, used " in lines[0]
+    assert lines[-1] == "1 of 8 records are held out, chosen by their contents"
+
+
+def test_a_single_file_is_split_without_overlap(tmp_path):
+    text = passage(0, 90_000)
+    (tmp_path / "book.txt").write_text(text)
+    train, held_out = load(tmp_path / "book.txt", tmp_path / "data")
+    decode = lambda x: byte_level(CHATML).backend.decode(x.tokens.tolist())
+    assert decode(train) + decode(held_out) == text
+    assert len(decode(held_out)) == pytest.approx(16_384, abs=1000)
+    assert "the last 16384 characters of" in held_out.notes[0] and train.notes == ()
+    check_accounts(train)
+
+
+def test_a_folder_of_every_kind_is_read_and_what_is_left_out_is_said(tmp_path):
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    (folder / "book.md").write_text(passage(1, 20_000))
+    (folder / "code.py").write_text(passage(2, 20_000))
+    (folder / "empty.txt").write_text("")
+    odd = [{"role": "user", "content": "twice"}, *TALK]
+    write_lines(folder / "rows.jsonl", [
+        {"messages": TALK}, {"question": "Q", "answer": "A"}, {"messages": odd},
+        {"instruction": "I", "input": "x", "output": "O"}, {"data": ["u", "a"]},
+        {"conversations": [{"from": "human", "value": "u"}]}, {"text": "t"},
+        {"messages": talk("u", "a", "and?")}, "plain",
+    ])  # fmt: skip
+    train, held_out = load(folder, tmp_path / "data", MISTRAL, max_length=8000)
+    found = check_accounts(train)
+    assert found["documents"] == 7
+    assert found["left_out"] == {
+        "no_answer": 1, "empty": 1, "refused": 1, "messages_after_the_last_answer": 1,
+        "too_long": 2,
+    }  # fmt: skip
+    assert found["tokens_left_out"]["too long"] > 30_000
+    text = "\n".join(training_text.usage_lines(found))
+    assert "conversations that the chat template refuses 1" in text
+    assert "the first refusal: " in text and "rows.jsonl:3: " in text and "take turns" in text
+    assert not set(train.tokens.tolist()) - set(range(330))
+    assert check_accounts(held_out)["documents"] == 1
+
+
+def test_windows_that_are_too_few_name_the_key_and_the_numbers(tmp_path):
+    (tmp_path / "a.txt").write_text(passage(0, 300))
+    train, held_out = load(tmp_path / "a.txt", tmp_path / "data")
+    data = train_head_default.get_config().data
+    data.text = "a.txt"
+    with pytest.raises(ConfigError, match=(
+        rf"\(held_out\) has {len(held_out.tokens)} tokens; expected at least 258, a window: give "
+        "more text, raise data.held_out_share, now 0.02, or lower length"
+    )):  # fmt: skip
+        training_text.check_held_out(held_out, 258, data)
+    training_text.check_held_out(held_out, len(held_out.tokens), data)
+
+
+def test_a_single_conversation_cannot_be_split_and_says_what_can(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": TALK}])
+    with pytest.raises(ConfigError, match=(
+        "no document for held_out .*of a single conversation nothing can be held out.*give more"
+    )):  # fmt: skip
+        load(path, tmp_path / "data")
+
+
+def test_packed_text_is_read_again_only_if_its_keys_change(tmp_path, capsys):
+    path = tmp_path / "a.txt"
+    path.write_text(passage(0, 40_000))
+    first = load(path, tmp_path / "data")
+    capsys.readouterr()
+    path.write_text("changed")
+    again = load(path, tmp_path / "data")
+    assert "packing" not in capsys.readouterr().out
+    same = [training_text.fingerprint(found) for found in (first, again)]
+    assert same[0] == same[1]
+    path.write_text(passage(0, 40_000))
+    other = load(path, tmp_path / "data", held_out_share=0.5)
+    assert len(other[1].tokens) > len(first[1].tokens) * 1.1
+
+
+def test_prompts_end_where_answers_begin_or_anywhere_in_a_text(tmp_path):
+    rows = [{"messages": talk(f"question {i}", f"answer {i}", "more", "yes")} for i in range(400)]
+    _, held_out = load(write_lines(tmp_path / "a.jsonl", rows), tmp_path / "data", max_length=99)
+    decode = lambda ids: byte_level(CHATML).backend.decode(ids, skip_special_tokens=False)
+    found = training_text.held_out_prompts(held_out, 9, 64)
+    assert len(found) == 9 and all(decode(ids).endswith("assistant\n") for ids in found)
+    assert len({json.dumps(ids) for ids in found}) == 9
+    text = Corpus("text", np.arange(1000, dtype=np.int32), None, np.asarray([0, 30, 1000]))
+    found = training_text.held_out_prompts(text, 4, 100)
+    assert found[0] == list(range(15)) and [len(x) for x in found[1:]] == [100] * 3
+    assert not set(found[1]) & set(found[2]) and max(found[3]) < 999
+    assert len(training_text.held_out_prompts(text, 99, 100)) == 10
