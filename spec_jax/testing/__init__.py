@@ -14,7 +14,6 @@ from spec_jax.testing.certificate import (
     certify_rule,
     standard_rows,
 )
-from spec_jax.testing.enumeration import CertificateError
 from spec_jax.testing.mocks import (
     ToyCache,
     mock_model,
@@ -25,6 +24,7 @@ from spec_jax.testing.mocks import (
     toy_params,
 )
 from spec_jax.testing.oracles import Row, chi_square, plain_distribution, reference_distribution
+from spec_jax.testing.record import CertificateError
 
 __all__ = [
     "STANDARD_SETTINGS", "CertificateError", "Row", "ToyCache", "certify_decoder",

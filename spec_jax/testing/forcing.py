@@ -1,0 +1,226 @@
+"""Drafts that are forced: given tokens, drawn by the drafter's own functions from pushed noise."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax import decoding
+from spec_jax.contracts import Context, Proposal
+from spec_jax.sampling import Counts, make_sampler
+from spec_jax.testing.oracles import Row
+from spec_jax.testing.record import CertificateError, where
+
+DraftDistribution = Callable[[Row, Sequence[int], Sequence[int]], np.ndarray]
+
+FREE = -1  # a token that the enumeration does not force
+_BUCKET = 8  # histories are padded to a multiple of it, so that settings share programs
+
+
+class Forced(NamedTuple):
+    """Rounds whose drafts were forced; NumPy arrays with one row for each of N items.
+
+    Attributes:
+      items: N times (row, output before the round).
+      weights: f64[N], the probability of the item.
+      contexts: what the drafter saw.
+      logits: f32[N,K+1,V], the target's.
+      proposal: what the drafter returned.
+    """
+
+    items: Sequence[tuple[int, tuple[int, ...]]]
+    weights: np.ndarray
+    contexts: Any
+    logits: np.ndarray
+    proposal: Proposal
+
+    def at(self, index: np.ndarray) -> Forced:
+        """Returns some of the items."""
+        pick = functools.partial(jax.tree.map, lambda x: x[index])
+        return Forced(
+            [self.items[i] for i in index], self.weights[index], pick(self.contexts),
+            self.logits[index], pick(self.proposal),
+        )  # fmt: skip
+
+
+def parents_of(system: decoding.System) -> Sequence[int]:
+    """Returns the parent of each draft's node, which is known before a round."""
+    tree = system.drafter.tree
+    is_chain = tree is None or not system.drafter.is_sampled
+    return range(system.num_draft) if is_chain else tree.parents
+
+
+def possible_drafts(
+    parents: Sequence[int], dist: Callable[[Sequence[int]], np.ndarray] | None
+) -> Iterator[tuple[tuple[int, ...], float]]:
+    """Yields (tokens, probability) of every draft along ``parents``, siblings all different.
+
+    Where siblings have used up the distribution a token is ``FREE``: the drafter's own choice.
+
+    Args:
+      parents: of the nodes.
+      dist: the distribution f64[V] of the next draft after some drafts; None for a deterministic
+        drafter, all of whose tokens are ``FREE``.
+    """
+    K = len(parents)
+    if dist is None:
+        yield (FREE,) * K, 1.0
+        return
+
+    def visit(tokens, weight):
+        i = len(tokens)
+        if i == K:
+            yield tokens, weight
+            return
+        way, node = [], parents[i]
+        while node:
+            way.insert(0, tokens[node - 1])
+            node = parents[node - 1]
+        q = np.array(dist(way))
+        q[[tokens[j] for j in range(i) if parents[j] == parents[i] and tokens[j] != FREE]] = 0.0
+        if q.sum() <= 1e-12:
+            if i + 1 in parents:
+                raise ValueError(f"node {i + 1} has children, and no distribution to draw it from")
+            yield from visit((*tokens, FREE), weight)
+            return
+        for token in np.flatnonzero(q):
+            yield from visit((*tokens, int(token)), weight * q[token] / q.sum())
+
+    yield from visit((), 1.0)
+
+
+def force(
+    system: decoding.System,
+    params: dict[str, Any],
+    rows: Sequence[Row],
+    items: Sequence[tuple[int, tuple[int, ...]]],
+    drafts: np.ndarray,
+    num_tokens: int,
+    batch: int,
+) -> Forced:
+    """Drafts given tokens, by pushing the noise that the drafter draws with, and scores them.
+
+    Args:
+      system: target, drafter, rule and K.
+      params: ``{"target": ..., "draft": ...}``.
+      rows: prompts and samplers.
+      items: N times (row, output before the round).
+      drafts: i64[N,K], the tokens, FREE where nothing is pushed.
+      num_tokens: maximum tokens of an output; longer ones compile other programs.
+      batch: rows drafted at once.
+
+    Returns:
+      The rounds, each of weight 1. Whether the drafts are the ones pushed is not checked.
+
+    Raises:
+      CertificateError: a proposal is at fault.
+    """
+    V, K = system.target.vocab_size, system.num_draft
+    width = max(len(r.prompt) for r in rows) + num_tokens + K + 2
+    width = -(-width // _BUCKET) * _BUCKET
+    contexts = make_contexts(rows, items, width, V)
+    push = np.zeros((len(items), K, V), np.float32)
+    for i, parent in enumerate(parents_of(system)):
+        at = np.flatnonzero(drafts[:, i] != FREE)
+        push[at, parent, drafts[at, i]] = 1e4 * (K - i)  # the first sibling is pushed hardest
+    propose = functools.partial(propose_afresh, system, params)
+    logits, proposal = in_chunks(propose, batch, contexts, push)
+    forced = Forced(items, np.ones(len(items)), contexts, logits, proposal)
+    at = np.flatnonzero(proposal.fault != decoding.Finish.RUNNING)
+    if len(at):
+        row, output = items[at[0]]
+        reason = decoding.Finish(int(proposal.fault[at[0]])).name.lower()
+        raise CertificateError(
+            f"drafter {system.drafter.name!r} makes a proposal that stops the row ({reason}) "
+            f"{where(rows[row], output, K)}"
+        )
+    return forced
+
+
+def draws_as_reported(
+    system: decoding.System, params: dict[str, Any], forced: Forced, batch: int
+) -> np.ndarray:
+    """Returns bool[N]: under ordinary noise each draft is the Gumbel-max draw from its report."""
+    if forced.proposal.probs is None:
+        return np.ones(len(forced.items), bool)
+    gumbel = np.random.default_rng(0).gumbel(size=forced.proposal.probs.shape).astype(np.float32)
+    propose = functools.partial(propose_afresh, system, params)
+    _, drawn = in_chunks(propose, batch, forced.contexts, gumbel)
+    return _draws_as_reported(drawn, gumbel, parents_of(system))
+
+
+def _draws_as_reported(drawn, gumbel, parents) -> np.ndarray:
+    """bool[N], whether each token is its parent's Gumbel-max draw, earlier siblings left out."""
+    probs, is_drawn = np.array(drawn.probs), np.ones(len(drawn.tokens), bool)
+    for i, parent in enumerate(parents):
+        q, token = probs[:, parent], drawn.tokens[:, i]
+        at = np.flatnonzero((q.max(axis=1) > 0) & (i < drawn.n_draft))
+        is_drawn[at] &= is_argmax(token[at], q[at], gumbel[at, parent])
+        np.put_along_axis(q, token[:, None], 0.0, axis=1)
+    return is_drawn
+
+
+def is_argmax(tokens, probs, gumbel) -> np.ndarray:
+    """Whether the tokens are the Gumbel-max draws from ``probs``, near ties aside."""
+    with np.errstate(divide="ignore"):
+        scores = np.log(np.asarray(probs, np.float64)) + gumbel
+    drawn = np.take_along_axis(scores, np.asarray(tokens)[..., None], axis=-1)[..., 0]
+    return drawn >= scores.max(axis=-1) - 1e-3
+
+
+def make_contexts(rows, items, width, V):
+    """The context of every item, as the decoder would hold it."""
+    size = len(items)
+    tokens = np.zeros((size, width), np.int32)
+    length = np.zeros(size, np.int32)
+    seen, output_counts = np.zeros((size, V), bool), np.zeros((size, V), np.int32)
+    for i, (row, output) in enumerate(items):
+        history = (*rows[row].prompt, *output)
+        tokens[i, : len(history)] = history
+        length[i] = len(history) - 1
+        seen[i, list(rows[row].prompt)] = True
+        np.add.at(output_counts[i], list(output), 1)
+    # The samplers of all rows, whichever are left: all calls share programs.
+    of = np.asarray([item[0] for item in items])
+    samplers = [make_sampler(side, len(rows), V) for side in zip(*(row[1:] for row in rows))]
+    sampler, draft_sampler = jax.tree.map(lambda x: np.asarray(x)[of], samplers)
+    return tokens, length, sampler, draft_sampler, Counts(seen, output_counts)
+
+
+def in_chunks(function, chunk, *trees):
+    """Calls ``function`` on NumPy arrays a chunk of rows at a time: one compiled shape."""
+    size = len(jax.tree.leaves(trees)[0])
+    results = []
+    for begin in range(0, size, chunk):
+        index = np.minimum(np.arange(begin, begin + chunk), size - 1)
+        result = function(*jax.tree.map(lambda x: x[index], trees))
+        results.append(jax.tree.map(np.asarray, result))
+    return jax.tree.map(lambda *x: np.concatenate(x)[:size], *results)
+
+
+@functools.partial(jax.jit, static_argnames="system")
+def propose_afresh(system: decoding.System, params, contexts, gumbel):
+    """Prefills both models afresh, drafts with forced noise, scores the window."""
+    tokens, length, sampler, draft_sampler, counts = contexts
+    target, drafter, rule, *_ = system
+    size, width = tokens.shape
+    slots = width + system.lookahead_slots
+    cache = target.init_cache(params["target"], size, slots)
+    fed = target.forward(params["target"], tokens, cache)
+    state = drafter.init(params["draft"], size, slots)
+    pending = jnp.take_along_axis(tokens, length[:, None], axis=1)[:, 0]
+    state = drafter.prefill(params["draft"], state, tokens, length, pending, fed.features)
+    context = Context(
+        tokens, length, draft_sampler, counts, sampler.seed, is_coupled=False, has_probs=True,
+        has_logits=rule.needs_logits, gumbel=gumbel,
+    )
+    proposal, _ = decoding.propose(params["draft"], state, context, system)
+    logits, _, _ = decoding.target_pass(
+        params["target"], fed.cache.commit(length), tokens, proposal.tokens, system, proposal.paths
+    )
+    return logits, proposal
