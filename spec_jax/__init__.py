@@ -9,6 +9,10 @@
     print(decoder.generate("def binary_search(", max_new_tokens=64).text)
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from spec_jax.compilation import enable_compilation_cache
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.config.asynchronous import AsyncSpecConfig
@@ -31,9 +35,26 @@ from spec_jax.loading import (
 from spec_jax.meshes import make_mesh
 from spec_jax.version import __version__
 
+if TYPE_CHECKING:
+    from spec_jax.testing.certification import certify
+
 __all__ = [
     "AsyncSpecConfig", "CancellationToken", "Cancelled", "DecodeQueue", "Generation",
     "LoadedHead", "LoadedModel", "ModelNotLoaded", "SamplerConfig", "SpeculativeConfig",
-    "SpeculativeDecoder", "Stats", "Stream", "__version__", "enable_compilation_cache",
+    "SpeculativeDecoder", "Stats", "Stream", "__version__", "certify", "enable_compilation_cache",
     "host_drafter", "load_draft", "load_head", "load_model", "load_mtp", "make_mesh",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Imports ``certify`` when it is first used: it needs scipy, which is slow to import."""
+    if name == "certify":
+        from spec_jax.testing.certification import certify
+
+        globals()["certify"] = certify
+        return certify
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

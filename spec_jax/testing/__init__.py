@@ -1,5 +1,7 @@
 """Public tools to test rules, drafters and decoders: mocks, oracles and the certificate.
 
+``certify`` makes one certificate of a rule and a drafter from all that follows.
+
 The certificate answers one question: do the emitted tokens have exactly the target's distribution?
 ``certify_rule`` enumerates: it forces every draft, every coin and every last token through
 the functions that the decoder itself calls, multiplies the probabilities, and compares the
@@ -14,6 +16,7 @@ from spec_jax.testing.certificate import (
     certify_rule,
     standard_rows,
 )
+from spec_jax.testing.certification import certify
 from spec_jax.testing.mocks import (
     ToyCache,
     mock_model,
@@ -24,11 +27,11 @@ from spec_jax.testing.mocks import (
     toy_params,
 )
 from spec_jax.testing.oracles import Row, chi_square, plain_distribution, reference_distribution
-from spec_jax.testing.record import CertificateError
+from spec_jax.testing.record import Certificate, CertificateError, Check
 
 __all__ = [
-    "STANDARD_SETTINGS", "CertificateError", "Row", "ToyCache", "certify_decoder",
-    "certify_rule", "chi_square", "mock_model", "plain_distribution", "ragged",
+    "STANDARD_SETTINGS", "Certificate", "CertificateError", "Check", "Row", "ToyCache", "certify",
+    "certify_decoder", "certify_rule", "chi_square", "mock_model", "plain_distribution", "ragged",
     "reference_distribution", "scripted_drafter", "slow_model", "standard_rows", "toy_model",
     "toy_params",
 ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -140,6 +141,36 @@ def verdicts(
     weights = forced.weights[index] * np.repeat(weights, V) * dist
     for i in possible:
         yield index[i], tuple(tokens[i, : n[i] + 1].tolist()), weights[i]
+
+
+def sample_verdicts(
+    rule: Rule, forced: Forced, trials: int, chunk: int = 4096
+) -> Iterator[tuple[int, tuple[int, ...], float]]:
+    """Yields (item, emitted tokens, frequency) of rounds with ordinary noise.
+
+    Args:
+      rule: what accepts.
+      forced: the drafts, which are drawn by their weights.
+      trials: draws for each (row, output).
+      chunk: draws made at once.
+    """
+    free, K, V = np.random.default_rng(3), forced.proposal.tokens.shape[1], forced.logits.shape[2]
+    places = defaultdict(list)
+    for i, item in enumerate(forced.items):
+        places[item].append(i)
+    accept = functools.partial(_accept, rule)
+    for at in places.values():
+        weights = forced.weights[at] / forced.weights[at].sum()
+        index = free.choice(at, size=trials, p=weights)
+        noise = Noise(
+            free.random((trials, K), np.float32),
+            free.gumbel(size=(trials, 1, V)).astype(np.float32),
+        )
+        verdict = in_chunks(
+            lambda index, noise: accept(*_gather(forced, index), noise), chunk, index, noise
+        )
+        for i, n, tokens in zip(index, verdict.n_accept, verdict.tokens):
+            yield i, tuple(tokens[: n + 1].tolist()), 1 / trials
 
 
 def _gather(forced: Forced, index: np.ndarray):

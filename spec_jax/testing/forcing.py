@@ -121,25 +121,33 @@ def force(
       CertificateError: a proposal is at fault.
     """
     V, K = system.target.vocab_size, system.num_draft
-    width = max(len(r.prompt) for r in rows) + num_tokens + K + 2
-    width = -(-width // _BUCKET) * _BUCKET
-    contexts = make_contexts(rows, items, width, V)
+    contexts = make_contexts(rows, items, width_of(rows, num_tokens, K), V)
     push = np.zeros((len(items), K, V), np.float32)
     for i, parent in enumerate(parents_of(system)):
         at = np.flatnonzero(drafts[:, i] != FREE)
         push[at, parent, drafts[at, i]] = 1e4 * (K - i)  # the first sibling is pushed hardest
     propose = functools.partial(propose_afresh, system, params)
     logits, proposal = in_chunks(propose, batch, contexts, push)
-    forced = Forced(items, np.ones(len(items)), contexts, logits, proposal)
+    check_faults(system, rows, items, proposal)
+    return Forced(items, np.ones(len(items)), contexts, logits, proposal)
+
+
+def width_of(rows: Sequence[Row], num_tokens: int, num_draft: int) -> int:
+    """Returns how many tokens the contexts have room for."""
+    width = max(len(row.prompt) for row in rows) + num_tokens + num_draft + 2
+    return -(-width // _BUCKET) * _BUCKET
+
+
+def check_faults(system: decoding.System, rows: Sequence[Row], items, proposal: Proposal) -> None:
+    """Raises a CertificateError where the decoder would stop a row because of the proposal."""
     at = np.flatnonzero(proposal.fault != decoding.Finish.RUNNING)
     if len(at):
         row, output = items[at[0]]
         reason = decoding.Finish(int(proposal.fault[at[0]])).name.lower()
         raise CertificateError(
-            f"drafter {system.drafter.name!r} makes a proposal that stops the row ({reason}) "
-            f"{where(rows[row], output, K)}"
+            f"drafter {system.drafter.name!r} makes a proposal that stops the row ({reason}), "
+            f"{where(rows[row], output, system.num_draft)}"
         )
-    return forced
 
 
 def draws_as_reported(

@@ -46,11 +46,18 @@ class ToyCache:
 
 
 @functools.cache
-def toy_model(vocab_size: int, max_length: int = 1 << 20) -> Model:
+def toy_model(
+    vocab_size: int, max_length: int = 1 << 20, num_tokens: int | None = None
+) -> Model:
     """A model of second order whose parameters are a table ``{"logits": f32[C,V]}``.
 
     After the tokens a, b it looks up row ``(a * V + b) mod C``; C = V * V tells all contexts
     apart, C = 1 none. It reads a and b from its cache. Its features are its logits.
+
+    Args:
+      vocab_size: V.
+      max_length: maximum tokens of a row, prompt and output together.
+      num_tokens: ids from this number on are padding; None means that all ids are tokens.
     """
 
     def init_cache(params, batch, slots):
@@ -72,7 +79,13 @@ def toy_model(vocab_size: int, max_length: int = 1 << 20) -> Model:
         hidden = table[(before * vocab_size + held[rows, slots]) % table.shape[0]]
         return ForwardOutput(hidden, cache.replace(tokens=held), features=hidden)
 
-    return Model(vocab_size, max_length, init_cache, forward, lambda params, hidden: hidden)
+    def unembed(params, hidden):
+        del params
+        if num_tokens is None:
+            return hidden
+        return jnp.where(jnp.arange(vocab_size) < num_tokens, hidden, -jnp.inf)
+
+    return Model(vocab_size, max_length, init_cache, forward, unembed, num_tokens)
 
 
 def slow_model(model: Model, pass_s: float) -> Model:
@@ -101,10 +114,19 @@ def toy_params(
     return {"logits": jnp.asarray(logits, jnp.float32)}
 
 
-def mock_model(vocab_size: int = 4, seed: int = 0, **kwargs) -> LoadedModel:
-    """Returns a toy model for ``SpeculativeDecoder``; keywords go to ``toy_params``."""
+def mock_model(
+    vocab_size: int = 4, seed: int = 0, *, num_tokens: int | None = None, **kwargs
+) -> LoadedModel:
+    """Returns a toy model for ``SpeculativeDecoder``.
+
+    Args:
+      vocab_size: V.
+      seed: of the parameters.
+      num_tokens: ids from this number on are padding; None means that all ids are tokens.
+      **kwargs: of ``toy_params``.
+    """
     params = toy_params(vocab_size, seed, **kwargs)
-    return LoadedModel(f"mock-{seed}", toy_model(vocab_size), params)
+    return LoadedModel(f"mock-{seed}", toy_model(vocab_size, num_tokens=num_tokens), params)
 
 
 def scripted_drafter(propose: Callable[[jax.Array, jax.Array, int], jax.Array]) -> Drafter:

@@ -11,26 +11,118 @@ from spec_jax.errors import SpecJaxError
 from spec_jax.testing.oracles import Row
 
 
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One thing that was proved or tested.
+
+    Attributes:
+      what: a sentence.
+      method: "enumeration", "equality" or "chi-square".
+      error: the largest difference of a probability from what it should be; None if no probability
+        was computed.
+      p_value: of a chi-square test, corrected for the number of tests in this check; None if there
+        was none.
+      trials: how many outcomes were enumerated, or how many draws were made.
+      seconds: how long it took, compilation included.
+    """
+
+    what: str
+    method: str
+    error: float | None = None
+    p_value: float | None = None
+    trials: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        found = []
+        if self.error is not None:
+            found.append(f"error {self.error:.1e}")
+        if self.p_value is not None:
+            found.append(f"p-value {self.p_value:.2g}")
+        found.append(f"{self.trials:,} outcomes")
+        return f"{self.what}: {', '.join(found)}, {self.seconds:.1f} s"
+
+
+@dataclasses.dataclass(frozen=True)
+class Certificate:
+    """What ``certify`` proved of a rule and a drafter, and what it did not.
+
+    Attributes:
+      rule: the name of the rule.
+      drafter: the name of the drafter.
+      vocab_size: V of the models that were enumerated.
+      num_draft: the values of K.
+      settings: the sampling parameters, one text for each row.
+      checks: what was proved or tested, in this order.
+      not_proved: sentences: what was left out, and why.
+      failure: why it is no certificate; None if all checks passed.
+    """
+
+    rule: str
+    drafter: str
+    vocab_size: int
+    num_draft: tuple[int, ...]
+    settings: tuple[str, ...]
+    checks: tuple[Check, ...]
+    not_proved: tuple[str, ...]
+    failure: str | None = None
+
+    @property
+    def max_error(self) -> float:
+        """The largest difference of an enumerated probability from what it should be."""
+        return max((c.error for c in self.checks if c.error is not None), default=0.0)
+
+    @property
+    def min_p_value(self) -> float:
+        """The smallest p-value of the chi-square tests."""
+        return min((c.p_value for c in self.checks if c.p_value is not None), default=1.0)
+
+    @property
+    def seconds(self) -> float:
+        """How long all checks took."""
+        return sum(c.seconds for c in self.checks)
+
+    def __repr__(self) -> str:
+        state = "proved" if self.failure is None else "failed"
+        return (
+            f"Certificate({state}: rule {self.rule!r}, drafter {self.drafter!r}, {len(self.checks)}"
+            f" checks, largest error {self.max_error:.1e}, smallest p-value "
+            f"{self.min_p_value:.2g}, {self.seconds:.0f} s)"
+        )
+
+    def __str__(self) -> str:
+        title = "Certificate" if self.failure is None else "No certificate"
+        lines = [f"{title} of rule {self.rule!r} with drafter {self.drafter!r}"]
+        for method, head in _HEADS.items():
+            lines += [head] * any(c.method == method for c in self.checks)
+            lines += [f"    {c}" for c in self.checks if c.method == method]
+        lines += [f"  Failed: {self.failure}"] * (self.failure is not None)
+        lines += ["  Not proved"] + [f"    {text}" for text in self.not_proved]
+        settings = "; ".join(self.settings)
+        lines += [f"  V = {self.vocab_size}; {len(self.settings)} settings: {settings}"]
+        lines += [f"  Largest error {self.max_error:.1e}, {self.seconds:.0f} s"]
+        return "\n".join(lines)
+
+
+_HEADS = {
+    "enumeration": "  Proved by enumeration",
+    "equality": "  Shown by equality",
+    "chi-square": "  Tested by chi-square",
+}
+
+
 class CertificateError(SpecJaxError, AssertionError):
     """The emitted tokens do not have the target's distribution.
 
     Attributes:
-      certificate: what ``certify`` had proved before it failed; None for other functions.
+      certificate: what ``certify`` had proved before it failed; None from other functions.
     """
 
-    certificate: Any = None
+    certificate: Certificate | None = None
 
 
 class StatementError(CertificateError):
     """A rule does not flip its coins, or does not draw its last token, as its verdict states."""
-
-
-def where(row: Row, output: Sequence[int], num_draft: int) -> str:
-    """Says after which tokens and under which settings something happens."""
-    return (
-        f"after the prompt {row.prompt} and the output {tuple(map(int, output))} "
-        f"(K={num_draft}, {describe(row.target)}; draft: {describe(row.draft)})"
-    )
 
 
 def describe(config: SamplerConfig) -> str:
@@ -44,3 +136,15 @@ def describe(config: SamplerConfig) -> str:
     return ", ".join([f"temperature {config.temperature}", *other])
 
 
+def settings_of(row: Row) -> str:
+    """Returns the settings of target and draft."""
+    ours, theirs = describe(row.target), describe(row.draft)
+    return f"{ours}, draft {'alike' if ours == theirs else theirs}"
+
+
+def where(row: Row, output: Sequence[Any], num_draft: int) -> str:
+    """Says after which tokens and under which settings something happens."""
+    return (
+        f"after the prompt {row.prompt} and the output {tuple(map(int, output))} "
+        f"(K={num_draft}, {settings_of(row)})"
+    )

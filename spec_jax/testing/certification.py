@@ -1,0 +1,256 @@
+"""One certificate for a rule and a drafter."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from spec_jax.contracts import Drafter, Rule
+from spec_jax.loading import LoadedModel
+from spec_jax.named import to_rule
+from spec_jax.progress import Progress
+from spec_jax.testing.forcing import DraftDistribution, draws_as_reported
+from spec_jax.testing.loop import Loop
+from spec_jax.testing.record import (
+    Certificate,
+    CertificateError,
+    Check,
+    settings_of,
+    where,
+)
+from spec_jax.testing.reports import check_draws, first_drafts, force_all
+from spec_jax.testing.rounds import check_round
+from spec_jax.testing.subjects import (
+    Subject,
+    certified_rows,
+    make_subject,
+    other_drafters,
+    prefixes,
+)
+
+MAX_DRAFT = 4
+_BATCH = 512  # rows drafted at once
+_MAX_OUTCOMES = 400_000  # of one enumeration
+_DRAWS = 2048  # of a drafter under each setting
+_PLACES = 1024  # of each setting, in a batch of the loop
+_LENGTH = 8  # tokens that the loop decodes after the first
+
+
+def certify(
+    rule: Rule | Callable[[], Rule] | str | None = None,
+    drafter: Drafter | Callable[[LoadedModel], Drafter] | str | None = None,
+    *,
+    params: Any = None,
+    draft_distribution: DraftDistribution | None = None,
+    trials: int = 8_000,
+    alpha: float = 1e-6,
+    tolerance: float = 1e-6,
+    seed: int = 0,
+) -> Certificate:
+    """Certifies that decoding with a rule and a drafter leaves the target's distribution as it is.
+
+    The target is a toy of few tokens. The drafts, coins and last tokens of rounds of 1 to 4 drafts
+    are enumerated through the functions that the decoder calls, under twelve settings of the
+    sampling parameters; the compiled loop is tested by chi-square, and a drafter against what it
+    reports. The certificate says what was proved and what was not.
+
+    Args:
+      rule: a ``Rule``, a function that returns one, the name of one of the package, or
+        ``module:NAME``; by default "residual".
+      drafter: a ``Drafter``, a function of the target that returns one, or ``module:NAME`` of
+        either. A function is called with small targets; a ``Drafter`` has the vocabulary that it
+        has. By default a toy draft model, and for the rule also a deterministic drafter and a tree.
+      params: the drafter's parameters, if it has any.
+      draft_distribution: ``(row, output, drafted) -> f64[V]``, the distribution that the next draft
+        should have, computed another way. Without it the drafter's own report is compared with its
+        draws.
+      trials: sequences that the loop decodes for each setting.
+      alpha: smallest p-value that passes.
+      tolerance: on the largest difference of a joint probability.
+      seed: of the toy parameters.
+
+    Returns:
+      The certificate; print it.
+
+    Raises:
+      CertificateError: something differs. The message names the shortest text after which a token
+        has another probability than it should, and ``error.certificate`` has the checks that
+        passed before.
+      ConfigError: there is no such rule or drafter, or it cannot be certified with small models.
+    """
+    given = to_rule("residual" if rule is None else rule)
+    # A new function: see ``make_subject``.
+    own_rule = given._replace(accept=lambda *args: given.accept(*args))
+    run = _Run(own_rule, drafter, params, draft_distribution, trials, alpha, tolerance, seed)
+    with Progress(len(run.steps), "certify", every_s=5.0) as progress:
+        for what, step in run.steps:
+            progress.now(what)
+            begin = time.perf_counter()
+            try:
+                check = step()
+            except CertificateError as error:
+                error.certificate = run.certificate(str(error))
+                raise
+            if check is not None:
+                seconds = time.perf_counter() - begin
+                run.checks.append(dataclasses.replace(check, seconds=seconds))
+            progress.step(what)
+    return run.certificate(None)
+
+
+class _Run:
+    """The checks of one certificate, cheap ones first."""
+
+    def __init__(self, rule, drafter, params, stated, trials, alpha, tolerance, seed):
+        self.rule, self.stated, self.trials = rule, stated, trials
+        self.alpha, self.tolerance = alpha, tolerance
+        self.rows = certified_rows(is_greedy=rule.is_greedy)
+        self.main = make_subject(drafter, params, seed)
+        self.others = [] if drafter is not None else other_drafters(rule, self.main)
+        is_fixed = isinstance(drafter, Drafter) and drafter.vocab_size is not None
+        self.padded = None if is_fixed else make_subject(drafter, params, seed, is_padded=True)
+        self.is_forced = True  # the drafter draws with Context.gumbel
+        self.checks: list[Check] = []
+        self.not_proved: list[str] = []
+        self.num_drafts: set[int] = set()
+        self.steps = self._coupled() if rule.is_coupled or rule.is_greedy else self._enumerable()
+
+    def _enumerable(self) -> list[tuple[str, Callable[[], Check | None]]]:
+        """The checks of a rule whose coins can be enumerated."""
+        step = lambda what, function, *args: (what, functools.partial(function, *args))
+        main, is_sampled = self.main, self.main.drafter.is_sampled
+        ks = range(1, MAX_DRAFT + 1) if main.drafter.tree is None else [main.drafter.tree.num_nodes]
+        steps = [step(f"{k} drafts", self._enumerate, main, k) for k in ks]
+        if is_sampled:
+            steps.insert(1, step("draws of the drafter", self._draws))
+        steps += [
+            step(f"drafts of {s.drafter.name}", self._enumerate, s, MAX_DRAFT) for s in self.others
+        ]
+        if self.padded is not None:
+            steps.append(step("a padded vocabulary", self._enumerate, self.padded, 2))
+        return [*steps, step("the compiled loop", self._loop, main)]
+
+    def _coupled(self) -> list[tuple[str, Callable[[], Check | None]]]:
+        """The checks of a rule that emits plain decoding's tokens."""
+        subjects = [self.main, *self.others, *([self.padded] if self.padded else [])]
+        return [(s.drafter.name, functools.partial(self._loop, s)) for s in subjects]
+
+    def _enumerate(self, subject: Subject, num_draft: int) -> Check | None:
+        system = subject.system(self.rule, num_draft)
+        K, V, name = system.num_draft, system.target.vocab_size, subject.drafter.name
+        tokens = V ** min(K, 8) if system.drafter.is_sampled else 1  # an upper bound
+        each = tokens * 2**K * V
+        starts = [prefixes(subject, len(self.rows), size) for size in (3, 2, 1, 0)]
+        starts = [x for x in starts if each * len(x) <= _MAX_OUTCOMES]
+        if not starts:
+            self.not_proved.append(
+                f"{K} drafts of {name}: a round has up to {each:,} outcomes; with a "
+                "function make(target) as drafter the vocabulary is small enough"
+            )
+            return None
+        forced = force_all(
+            system, subject.params, self.rows, starts[0], 3, _BATCH, self.stated
+        )
+        if forced is None:
+            self.is_forced = False
+            return None
+        at = np.flatnonzero(~draws_as_reported(system, subject.params, forced, _BATCH))
+        if len(at):
+            row, output = forced.items[at[0]]
+            raise CertificateError(
+                f"drafter {name!r} draws from another distribution than Proposal.probs, "
+                f"{where(self.rows[row], output, K)}"
+            )
+        self.num_drafts.add(K)
+        is_cut = num_draft == MAX_DRAFT or system.drafter.tree is not None
+        error, count = 0.0, 0
+        for offered in range(K if not is_cut else 0, K + 1):
+            some = forced if offered == K else first_drafts(forced, offered)
+            worst, size = check_round(
+                system, some, self.rows, subject.logits_of, self.tolerance
+            )  # fmt: skip
+            error, count = max(error, worst), count + size
+        drafts = f"0 to {K} of {K} drafts" if is_cut else f"{K} draft{'s' * (K > 1)}"
+        padding = subject is self.padded and ", and no padding of the vocabulary is emitted"
+        return Check(f"{drafts} of {name}{padding or ''}", "enumeration", error, trials=count)
+
+    def _draws(self) -> Check:
+        system = self.main.system(self.rule, MAX_DRAFT)
+        p_value, count = check_draws(
+            system, self.main.params, self.rows, prefixes(self.main, len(self.rows), 0), 3,
+            _DRAWS, _DRAWS, self.alpha,
+        )  # fmt: skip
+        what = f"draws of {self.main.drafter.name} against what it reports"
+        return Check(what, "chi-square", p_value=p_value, trials=count)
+
+    def _loop(self, subject: Subject) -> Check:
+        system = subject.system(self.rule, MAX_DRAFT)
+        V, R = system.target.vocab_size, len(self.rows)
+        size = max(n for n in range(1, 5) if n == 1 or V**n <= 700)
+        loop = Loop(system, subject.params, self.rows, _LENGTH)
+        of = np.tile(np.arange(R), _PLACES)
+        half, B = len(of) // 2, len(of)
+        counts = np.zeros((R, *[V] * size), np.int64)
+
+        def decode(of, seeds, is_checked=False):
+            state = loop.prefill(of, seeds)
+            if is_checked:
+                state = loop.generate(state, 2)
+                loop.check_states(state, of)
+            state = loop.generate(state)
+            if is_checked:
+                loop.check_states(state, of)
+            return loop.output(state, of)
+
+        def count(of, output):
+            np.add.at(counts, (of, *output[:, 1 : 1 + size].T), 1)
+
+        seeds = np.arange(B)
+        first = decode(of, seeds, is_checked=True)
+        if self.rule.is_coupled or self.rule.is_greedy:
+            loop.check_equal(loop.plain(of, seeds), first, of, "by plain decoding")
+        count(of, first)
+        # Half of the rows again, in other places and beside other rows.
+        rest = slice(None, half - 1, -1)
+        moved = decode(
+            np.concatenate([of[:half], of[rest]]), np.concatenate([seeds[:half] + B, seeds[rest]])
+        )
+        loop.check_equal(first[rest], moved[half:], of[rest], "in another place of the batch")
+        count(of[:half], moved[:half])
+        done = B + half
+        while done < self.trials * R:
+            count(of, decode(of, np.arange(done, done + B)))
+            done += B
+        p_value = loop.test(counts, subject.logits_of, self.alpha)
+        what = f"the loop with {system.num_draft} drafts of {subject.drafter.name}"
+        return Check(what, "chi-square", p_value=p_value, trials=done)
+
+    def certificate(self, failure: str | None) -> Certificate:
+        """Returns what has been shown so far, and what has not."""
+        drafter = self.main.drafter
+        open_ends = [f"drafts of depth {MAX_DRAFT + 1} and more"] * (drafter.tree is None)
+        if drafter.is_sampled and self.stated is None:
+            open_ends.append(
+                "the drafter's distribution was not stated, so its own report was compared with "
+                f"{_DRAWS:,} draws under each setting; draft_distribution= states it"
+            )
+        if not self.is_forced:
+            open_ends.append(
+                f"rounds of {drafter.name} were not enumerated: it does not draw with "
+                "Context.gumbel (draft_chain does)"
+            )
+        if self.padded is None:
+            open_ends.append(
+                "a padded vocabulary: give a function make(target) as drafter"
+            )
+        open_ends.append("vocabularies, weights and rounding of real models; several devices")
+        return Certificate(
+            self.rule.name, self.main.drafter.name, self.main.target.model.vocab_size,
+            tuple(sorted(self.num_drafts)), tuple(map(settings_of, self.rows)),
+            tuple(self.checks), (*self.not_proved, *open_ends), failure,
+        )  # fmt: skip

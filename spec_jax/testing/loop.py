@@ -1,0 +1,256 @@
+"""The compiled loop, run with many seeds: its tokens, its states and the places of its rows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax import decoding
+from spec_jax.drafters.model_free import NO_DRAFT
+from spec_jax.sampling import make_sampler
+from spec_jax.testing.forcing import propose_afresh
+from spec_jax.testing.oracles import (
+    Row,
+    chi_square,
+    plain_distribution,
+    reference_distribution,
+)
+from spec_jax.testing.record import CertificateError, settings_of, where
+
+_TOLERANCE = 1e-4  # on probabilities of a state that has been fed token by token
+
+
+class Loop:
+    """Decodes rows of several settings in one batch, as the decoder does.
+
+    Attributes:
+      system: target, drafter, rule and K.
+      params: ``{"target": ..., "draft": ...}``.
+      rows: prompts and samplers; each has the same number of places in the batch.
+      num_tokens: how many tokens follow the first one.
+    """
+
+    def __init__(
+        self, system: decoding.System, params: dict[str, Any], rows: Sequence[Row],
+        num_tokens: int,
+    ):  # fmt: skip
+        self.system, self.params, self.rows, self.num_tokens = system, params, rows, num_tokens
+        self._lengths = np.asarray([len(row.prompt) for row in rows], np.int32)
+        self._prompts = np.zeros((len(rows), self._lengths.max()), np.int32)
+        for row, prompt in zip(self._prompts, (row.prompt for row in rows)):
+            row[: len(prompt)] = prompt
+
+    def prefill(self, of: np.ndarray, seeds: np.ndarray, system=None) -> decoding.DecodeState:
+        """Returns the state after the prompts.
+
+        Args:
+          of: i64[B], which of ``rows`` stands in each place.
+          seeds: i64[B].
+          system: in place of the loop's own.
+        """
+        system, V, B = system or self.system, self.system.target.vocab_size, len(of)
+        lengths = self._lengths[of]
+        limit = lengths + 1 + self.num_tokens
+        # Made of all rows, so that every batch has the same features and so the same program.
+        sides = zip(*(row[1:] for row in self.rows))
+        samplers = [
+            jax.tree.map(lambda x: x[of], make_sampler(side, len(self.rows), V)).replace(
+                seed=jnp.asarray(seeds, jnp.uint32)
+            )
+            for side in sides
+        ]
+        return decoding.prefill(
+            self.params, jnp.asarray(self._prompts[of]), jnp.asarray(lengths), jnp.asarray(limit),
+            jnp.full((B, 1), -1, jnp.int32), *samplers, system=system,
+            slots=int(self._lengths.max()) + self.num_tokens + 2 + self.system.lookahead_slots,
+        )  # fmt: skip
+
+    def generate(
+        self, state: decoding.DecodeState, max_rounds: int = 2**30, system=None
+    ) -> decoding.DecodeState:
+        """Runs rounds, at most ``max_rounds`` of them. Donates the state."""
+        system = system or self.system
+        running = jnp.zeros((len(state.finish),), jnp.int32)
+        return decoding.generate(
+            self.params, state, running, jnp.int32(max_rounds), system=system
+        )[0]
+
+    def output(self, state: decoding.DecodeState, of: np.ndarray) -> np.ndarray:
+        """Returns i64[B,1+num_tokens], what the rows have emitted.
+
+        Raises:
+          CertificateError: a row has stopped for another reason than its length.
+        """
+        finish = np.asarray(state.finish)
+        at = np.flatnonzero(finish != decoding.Finish.LENGTH)
+        tokens = np.asarray(state.tokens)
+        if len(at):
+            row, reason = self.rows[of[at[0]]], decoding.Finish(int(finish[at[0]])).name.lower()
+            total = int(state.total[at[0]])
+            output = tokens[at[0], len(row.prompt) : total]
+            raise CertificateError(
+                f"{self._name()}: a row stops early ({reason}), "
+                f"{where(row, output, self.system.num_draft)}"
+            )
+        index = self._lengths[of][:, None] + np.arange(1 + self.num_tokens)
+        return np.take_along_axis(tokens, index, axis=1).astype(np.int64)
+
+    def plain(self, of: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+        """Returns what plain decoding emits, with the same rule."""
+        plain = self.system._replace(drafter=NO_DRAFT, num_draft=0)
+        state = self.generate(self.prefill(of, seeds, plain), system=plain)
+        return self.output(state, of)
+
+    def check_states(self, state: decoding.DecodeState, of: np.ndarray) -> float:
+        """Compares the drafter's next proposal with the one after a fresh prefill of the text.
+
+        Returns:
+          The largest difference of a probability.
+
+        Raises:
+          CertificateError: they differ.
+        """
+        B, K, V = len(of), self.system.num_draft, self.system.target.vocab_size
+        noise = np.random.default_rng(2).gumbel(size=(1, K, V)).astype(np.float32)
+        noise = np.broadcast_to(noise, (B, K, V))  # of all rows, whatever their place
+        kept = _propose_next(self.system, self.params, state, noise)
+        contexts = (
+            state.tokens, state.length, state.sampler, state.draft_sampler, state.counts
+        )  # fmt: skip
+        _, fresh = propose_afresh(self.system, self.params, contexts, noise)
+        kept, fresh = jax.tree.map(np.asarray, (kept, fresh))
+        alike = kept.n_draft == fresh.n_draft
+        is_offered = np.arange(K) < np.minimum(kept.n_draft, fresh.n_draft)[:, None]
+        error = np.zeros(B)
+        if kept.probs is None:
+            alike &= ((kept.tokens == fresh.tokens) | ~is_offered).all(axis=1)
+            if kept.parents is not None:
+                alike &= ((kept.parents == fresh.parents) | ~is_offered).all(axis=1)
+        else:
+            # After a near tie two chains go on from different drafts: compare up to there.
+            same = np.cumprod(kept.tokens == fresh.tokens, axis=1)
+            same = np.concatenate([np.ones((B, 1), bool), same[:, :-1] > 0], axis=1)
+            off = np.abs(kept.probs - fresh.probs).max(axis=2)
+            error = np.where(is_offered & same, off, 0.0).max(axis=1)
+        at = np.flatnonzero(~alike | ~(error <= _TOLERANCE))
+        if not len(at):
+            return float(error.max())
+        total = np.asarray(state.total)
+        b = at[total[at].argmin()]
+        row, tokens = self.rows[of[b]], np.asarray(state.tokens)[b]
+        output = tokens[len(row.prompt) : total[b]]
+        kinds = np.asarray(state.kind)[b, len(row.prompt) : total[b]]
+        told = ", ".join(decoding.Kind(int(k)).name.lower() for k in kinds)
+        show = lambda p: (p.tokens[b, : p.n_draft[b]].tolist(), _first(p, b))
+        raise CertificateError(
+            f"drafter {self.system.drafter.name!r}: its state after commit is not that of a fresh "
+            f"prefill of the same tokens: it drafts {show(kept)} and should draft {show(fresh)}, "
+            f"{where(row, output, K)}; these tokens were {told}"
+        )
+
+    def check_equal(
+        self, expected: np.ndarray, actual: np.ndarray, of: np.ndarray, how: str
+    ) -> None:
+        """Raises a CertificateError where two outputs differ.
+
+        Args:
+          expected: i64[B,1+num_tokens].
+          actual: likewise.
+          of: i64[B], their rows.
+          how: how the expected ones were decoded.
+        """
+        is_same = expected == actual
+        if is_same.all():
+            return
+        at = is_same.argmin(axis=1)
+        b = np.where(is_same.all(axis=1), len(at), at).argmin()
+        raise CertificateError(
+            f"{self._name()}: token {actual[b, at[b]]} should be {expected[b, at[b]]} as decoded "
+            f"{how}, {where(self.rows[of[b]], actual[b, : at[b]], self.system.num_draft)}"
+        )
+
+    def test(
+        self, counts: np.ndarray, logits_of: Callable[[Sequence[int]], np.ndarray], alpha: float
+    ) -> float:
+        """Returns the p-value of the tokens after the first, corrected for the number of rows.
+
+        Args:
+          counts: i64[R,V,...,V], how often each outcome was seen.
+          logits_of: ``tokens -> f32[V]``, what the target says, computed another way.
+          alpha: smallest p-value that passes.
+
+        Raises:
+          CertificateError: the p-value is smaller.
+        """
+        tests = []
+        for row, seen in zip(self.rows, counts):
+            dist = _joint(row, seen.ndim, logits_of)
+            if (dist > 0).sum() == 1:  # temperature 0: nothing to test but that
+                p_value = 1.0 if seen[dist > 0].sum() == seen.sum() else 0.0
+            else:
+                p_value = chi_square(seen, dist)
+            tests.append((p_value, row, seen, dist))
+        p_value, row, seen, dist = min(tests, key=lambda test: test[0])
+        p_value = min(1.0, p_value * len(tests))
+        if not p_value >= alpha:
+            raise CertificateError(
+                f"{self._name()}: the decoded tokens do not have the target's distribution "
+                f"(chi-square p-value {p_value:.1e}): {_first_difference(row, seen, dist, self)}"
+            )
+        return p_value
+
+    def _name(self) -> str:
+        return f"rule {self.system.rule.name!r}, drafter {self.system.drafter.name!r}"
+
+
+def _first(proposal, b):
+    if proposal.probs is None:
+        return "deterministic"
+    return f"the first from {tuple(round(float(x), 3) for x in proposal.probs[b, 0][:8])}"
+
+
+@functools.partial(jax.jit, static_argnames="system")
+def _propose_next(system: decoding.System, params, state: decoding.DecodeState, gumbel):
+    context = system.context(
+        state.tokens, state.length, state.draft_sampler, state.counts, state.sampler.seed
+    )
+    context = context._replace(is_coupled=False, has_probs=True, gumbel=gumbel)
+    return decoding.propose(params["draft"], state.draft, context, system)[0]
+
+
+def _joint(row: Row, num_tokens: int, logits_of) -> np.ndarray:
+    """f64[V, ..., V], plain decoding's tokens after the first, which is summed over."""
+    first = reference_distribution(logits_of(row.prompt), row.target, row.prompt, ())
+    of = lambda params, tokens: logits_of(tokens)
+    return sum(
+        first[t] * plain_distribution(None, row, int(t), num_tokens, of)
+        for t in np.flatnonzero(first > 1e-12)
+    )
+
+
+def _first_difference(row: Row, seen: np.ndarray, dist: np.ndarray, loop: Loop) -> str:
+    """Says which token after how few others is furthest from its probability."""
+    total = seen.sum()
+    for depth in range(1, seen.ndim + 1):
+        rest = tuple(range(depth, seen.ndim))
+        o, p = seen.sum(axis=rest), dist.sum(axis=rest)
+        off = np.abs(o - total * p) / np.sqrt(np.maximum(total * p, 1e-3))
+        at = np.unravel_index(off.argmax(), off.shape)
+        if off[at] > 6 or depth == seen.ndim:
+            before = at[:-1]
+            seen_before, p_before = (x.sum(axis=-1)[before] for x in (o, p))
+            actual = o[at] / max(seen_before, 1)
+            expected = p[at] / p_before if p_before > 0 else 0.0
+            text = ("any", *map(int, before))
+            return (
+                f"after the prompt {row.prompt} and the output ({', '.join(map(str, text))}), "
+                f"token {int(at[-1])} was drawn with probability {actual:.3f} (of "
+                f"{int(seen_before):,}) and should have {expected:.3f} "
+                f"(K={loop.system.num_draft}, {settings_of(row)})"
+            )
+    raise AssertionError

@@ -1,0 +1,258 @@
+"""What a drafter reports to draw from: as weights of an enumeration, and against its draws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from scipy.stats import chi2
+
+from spec_jax import decoding
+from spec_jax.testing.forcing import (
+    FREE,
+    DraftDistribution,
+    Forced,
+    check_faults,
+    force,
+    in_chunks,
+    make_contexts,
+    parents_of,
+    possible_drafts,
+    propose_afresh,
+    width_of,
+)
+from spec_jax.testing.oracles import Row
+from spec_jax.testing.record import CertificateError, where
+
+
+def all_drafts(system: decoding.System) -> list[tuple[int, ...]]:
+    """Returns all that may be drafted in a round, whatever its probability."""
+    uniform = lambda way: np.ones(system.target.last_id + 1)
+    dist = uniform if system.drafter.is_sampled else None
+    return [draft for draft, _ in possible_drafts(parents_of(system), dist)]
+
+
+def force_all(
+    system: decoding.System, params: dict[str, Any], rows: Sequence[Row],
+    prefixes: Sequence[tuple[int, tuple[int, ...]]], num_tokens: int, batch: int,
+    stated: DraftDistribution | None = None,
+) -> Forced | None:  # fmt: skip
+    """Forces every draft that can be, weighted by the distributions that the drafter reports.
+
+    Args:
+      system: target, drafter, rule and K.
+      params: ``{"target": ..., "draft": ...}``.
+      rows: prompts and samplers.
+      prefixes: (row, output) before the rounds.
+      num_tokens: maximum tokens of an output.
+      batch: rows drafted at once.
+      stated: the distributions that the drafter should report, if they are known.
+
+    Returns:
+      The rounds; the weights of each prefix sum to one. None if the drafter does not draw with
+      ``Context.gumbel``.
+
+    Raises:
+      CertificateError: the drafter does not report distributions, or others than stated.
+    """
+    drafter, parents = system.drafter, parents_of(system)
+    drafts = all_drafts(system)
+    items = [prefix for prefix in prefixes for _ in drafts]
+    wanted = np.asarray(drafts * len(prefixes))
+    forced = force(system, params, rows, items, wanted, num_tokens, batch)
+    if not drafter.is_sampled:
+        return forced
+    reports = _reports(system, rows, forced, wanted, parents, stated)
+    weights, seen, keep = np.zeros(len(items)), set(), []
+    for i, prefix in enumerate(items):
+        draft, weight = _weight(prefix, _drawn(forced, wanted, i), reports, parents)
+        if weight > 0 and (prefix, draft) not in seen:
+            seen.add((prefix, draft))
+            keep.append(i)
+            weights[i] = weight
+    total = {prefix: 0.0 for prefix in prefixes}
+    for i in keep:
+        total[items[i]] += weights[i]
+    if any(abs(x - 1) > 1e-4 for x in total.values()):
+        return None
+    return forced._replace(weights=weights).at(np.asarray(keep))
+
+
+def first_drafts(forced: Forced, offered: int) -> Forced:
+    """Returns the rounds with at most ``offered`` drafts; the others are blank."""
+    proposal, groups = forced.proposal, {}
+    for i, item in enumerate(forced.items):
+        groups.setdefault((item, tuple(proposal.tokens[i, :offered].tolist())), []).append(i)
+    index = np.asarray([group[0] for group in groups.values()])
+    weights = np.asarray([forced.weights[group].sum() for group in groups.values()])
+    some = forced.at(index)
+    is_offered = np.arange(proposal.tokens.shape[1]) < offered
+    blank = lambda x: None if x is None else np.where(is_offered[:, None], x, 0.0).astype(x.dtype)
+    cut = some.proposal.replace(
+        n_draft=np.minimum(some.proposal.n_draft, offered),
+        tokens=np.where(is_offered, some.proposal.tokens, 0),
+        probs=blank(some.proposal.probs), logits=blank(some.proposal.logits),
+    )  # fmt: skip
+    return some._replace(weights=weights, proposal=cut)
+
+
+def _drawn(forced: Forced, wanted, i) -> list[int]:
+    """The tokens that are offered, then those that were pushed."""
+    n = int(forced.proposal.n_draft[i])
+    return [*forced.proposal.tokens[i, :n].tolist(), *wanted[i, n:].tolist()]
+
+
+def _way(draft: Sequence[int], parents: Sequence[int], node: int) -> tuple[int, ...]:
+    """The tokens on the path to a node, its own included."""
+    way = []
+    while node:
+        way.insert(0, draft[node - 1])
+        node = parents[node - 1]
+    return tuple(way)
+
+
+def _reports(system, rows, forced: Forced, wanted, parents, stated):
+    """The distribution f64[V] after each (prefix, way) at which a draft was offered."""
+    reports = {}
+    probs = np.asarray(forced.proposal.probs, np.float64)
+    name, K = system.drafter.name, system.num_draft
+    for i, prefix in enumerate(forced.items):
+        draft = _drawn(forced, wanted, i)
+        row, output = prefix
+        for node in range(int(forced.proposal.n_draft[i])):
+            parent = parents[node]
+            key = prefix, _way(draft, parents, parent)
+            q = probs[i, parent]
+            if key not in reports:
+                if not (q.min() >= 0 and abs(q.sum() - 1) < 1e-3):
+                    raise CertificateError(
+                        f"drafter {name!r} reports {_short(q)} as a distribution, after the drafts "
+                        f"{key[1]}, {where(rows[row], output, K)}"
+                    )
+                reports[key] = q
+                if stated is not None:
+                    should = stated(rows[row], output, key[1])
+                    token = int(np.abs(should - q).argmax())
+                    if abs(should[token] - q[token]) > 1e-4:
+                        raise CertificateError(
+                            f"drafter {name!r} reports probability {q[token]:.3f} for token "
+                            f"{token} and should report {should[token]:.3f}, after the drafts "
+                            f"{key[1]}, {where(rows[row], output, K)}"
+                        )
+            elif np.abs(reports[key] - q).max() > 1e-4:
+                raise CertificateError(
+                    f"drafter {name!r} reports {_short(q)} where it draws token {draft[node]}, and "
+                    f"{_short(reports[key])} where it draws another: the report may not depend on "
+                    f"the draw; after the drafts {key[1]}, {where(rows[row], output, K)}"
+                )
+    return reports
+
+
+def _short(q) -> str:
+    return "(" + ", ".join(f"{x:.3f}" for x in q[:8]) + (", …" if len(q) > 8 else "") + ")"
+
+
+def _weight(prefix, draft, reports, parents):
+    """(draft, probability): tokens that are the drafter's choice, or never offered, are FREE."""
+    draft, weight = list(draft), 1.0
+    for i, parent in enumerate(parents):
+        q = reports.get((prefix, _way(draft, parents, parent)))
+        if q is None:
+            draft[i] = FREE
+            continue
+        left = q.copy()
+        left[[draft[j] for j in range(i) if parents[j] == parent]] = 0.0
+        if left.sum() > 1e-9:
+            weight *= left[draft[i]] / left.sum()
+    return tuple(draft), weight
+
+
+def check_draws(
+    system: decoding.System, params: dict[str, Any], rows: Sequence[Row],
+    prefixes: Sequence[tuple[int, tuple[int, ...]]], num_tokens: int, trials: int, batch: int,
+    alpha: float,
+) -> tuple[float, int]:  # fmt: skip
+    """Tests by chi-square that the drafter draws from what it reports, with noise of its own.
+
+    Args:
+      system: target, drafter, rule and K.
+      params: ``{"target": ..., "draft": ...}``.
+      rows: prompts and samplers.
+      prefixes: (row, output) before the rounds.
+      num_tokens: maximum tokens of an output.
+      trials: seeds for each prefix.
+      batch: rows drafted at once.
+      alpha: smallest p-value that passes.
+
+    Returns:
+      The p-value, corrected for the number of tests, and the number of rounds drafted.
+
+    Raises:
+      CertificateError: the draws have another distribution.
+    """
+    parents, tests, num_rounds = parents_of(system), [], 0
+    contexts = make_contexts(rows, prefixes, width_of(rows, num_tokens, system.num_draft),
+                             system.target.vocab_size)  # fmt: skip
+    propose = jax.jit(lambda contexts: propose_afresh(system, params, contexts, None)[1])
+    for i, (row, output) in enumerate(prefixes):
+        index = np.full(trials, i)
+        seeds = (np.arange(trials) + i * trials).astype(np.uint32)
+        tokens, length, sampler, draft_sampler, counts = jax.tree.map(lambda x: x[index], contexts)
+        samplers = (sampler.replace(seed=seeds), draft_sampler.replace(seed=seeds))
+        proposal = in_chunks(propose, batch, (tokens, length, *samplers, counts))
+        check_faults(system, rows, [prefixes[i]] * trials, proposal)
+        num_rounds += trials
+        for p_value, cell in _tests(proposal, parents):
+            tests.append((p_value, cell, row, output))
+    if not tests:
+        return 1.0, num_rounds
+    p_value, cell, row, output = min(tests, key=lambda test: test[0])
+    p_value = min(1.0, p_value * len(tests))
+    if not p_value >= alpha:
+        drafts, token, seen, size, q = cell
+        raise CertificateError(
+            f"drafter {system.drafter.name!r} draws token {token} with probability "
+            f"{seen / size:.3f} (of {size:,} draws) and reports {q:.3f}, after the drafts "
+            f"{drafts}, {where(rows[row], output, system.num_draft)}"
+        )
+    return p_value, num_rounds
+
+
+def _tests(proposal, parents):
+    """Yields the p-value of every node's tokens, given the drafts before, and the worst cell."""
+    tokens = np.asarray(proposal.tokens, np.int64)
+    probs = np.asarray(proposal.probs, np.float64)
+    V, before = probs.shape[2], np.zeros(len(tokens), np.int64)
+    for i, parent in enumerate(parents):
+        offered = np.flatnonzero(i < proposal.n_draft)
+        statistic, freedom, cells = 0.0, 0, []
+        for code in np.unique(before[offered]):
+            at = offered[before[offered] == code]
+            q = probs[at, parent].mean(axis=0)
+            q[[tokens[at[0], j] for j in range(i) if parents[j] == parent]] = 0.0
+            if q.sum() <= 1e-9:
+                continue  # the drafter's own choice
+            q = q / q.sum()
+            seen = np.bincount(tokens[at, i], minlength=V)
+            drafts = _way(tokens[at[0]].tolist(), parents, parent)
+            for token in range(V):
+                off = (seen[token] - q[token] * len(at)) / np.sqrt(max(q[token] * len(at), 1e-3))
+                cells.append((abs(off), (drafts, token, int(seen[token]), len(at), q[token])))
+            if seen[q <= 1e-9].any():
+                statistic = np.inf
+            expected = q * len(at)
+            is_large = expected >= 5
+            rest = [x[~is_large].sum() for x in (seen, expected)]
+            alone = [(o, e) for o, e in zip(seen[is_large], expected[is_large])]
+            if rest[1] >= 5:
+                alone.append(tuple(rest))
+            if len(alone) > 1:
+                # Without a pooled rest the cells do not sum to the total, and lose no freedom.
+                statistic += sum((o - e) ** 2 / e for o, e in alone)
+                freedom += len(alone) - (rest[1] >= 5 or rest[1] <= 1e-9)
+        if cells and (freedom or np.isinf(statistic)):
+            worst = max(cells, key=lambda cell: cell[0])[1]
+            yield float(chi2.sf(statistic, max(freedom, 1))), worst
+        before = before * V + tokens[:, i]

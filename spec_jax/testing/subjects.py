@@ -1,0 +1,142 @@
+"""What a certificate is about: settings, and drafters with small targets."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax import decoding
+from spec_jax.config import SamplerConfig
+from spec_jax.contracts import Drafter, Rule
+from spec_jax.drafters.common.vocabulary import aligned
+from spec_jax.drafters.standalone.model import standalone
+from spec_jax.errors import ConfigError
+from spec_jax.loading import LoadedModel
+from spec_jax.named import to_drafter
+from spec_jax.testing.certificate import STANDARD_SETTINGS
+from spec_jax.testing.mocks import mock_model, scripted_drafter, toy_model, toy_params
+from spec_jax.testing.oracles import Row, toy_logits
+from spec_jax.tree import Tree
+
+NUM_TOKENS = 3  # of a target that certify makes
+_PADDED, _PADDED_DRAFT = 5, 4  # ids of a target and of a draft whose last ids are padding
+_MAX_VOCAB = 64
+_TREE = Tree((0, 0, 1))
+
+
+def certified_rows(*, is_greedy: bool = False) -> list[Row]:
+    """Returns the settings of ``certify``: prompts of several lengths in one mixed batch.
+
+    Args:
+      is_greedy: only those of temperature 0.
+    """
+    prompts, wide = ((0, 1), (2,), (1, 1, 2)), SamplerConfig(temperature=1.2)
+    settings = list(STANDARD_SETTINGS.values())
+    pairs = [(setting, (setting, wide)[i % 2]) for i, setting in enumerate(settings)]
+    greedy = SamplerConfig(temperature=0.0)
+    pairs += [
+        (SamplerConfig(temperature=0.6, top_p=0.8), SamplerConfig(temperature=1.0)),
+        (SamplerConfig(temperature=1.7, top_p=0.6), SamplerConfig(temperature=0.5)),
+        (greedy, SamplerConfig(temperature=1.0)),
+        (SamplerConfig(temperature=1.0), greedy),
+        (SamplerConfig(temperature=0.0, repetition_penalty=1.5), greedy),
+    ]
+    rows = [Row(prompts[i % 3], *pair) for i, pair in enumerate(pairs)]
+    return [row for row in rows if row.target.temperature == 0 or not is_greedy]
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A drafter, and the small target that it drafts for.
+
+    Attributes:
+      target: the target.
+      drafter: the drafter.
+      params: ``{"target": ..., "draft": ...}``.
+    """
+
+    target: LoadedModel
+    drafter: Drafter
+    params: dict[str, Any]
+
+    def logits_of(self, tokens: Sequence[int]) -> np.ndarray:
+        """Returns f32[V], what the target says after these tokens, without its cache."""
+        logits = np.array(toy_logits(self.params["target"], tokens))
+        logits[self.target.model.last_id + 1 :] = -np.inf
+        return logits
+
+    def system(self, rule: Rule, num_draft: int) -> decoding.System:
+        """Returns what decodes, with ``num_draft`` drafts, or those of the drafter's tree."""
+        tree = self.drafter.tree
+        num_draft = num_draft if tree is None else tree.num_nodes
+        return decoding.System(self.target.model, self.drafter, rule, num_draft)
+
+
+def make_subject(drafter: Any, params: Any, seed: int, *, is_padded: bool = False) -> Subject:
+    """Returns a drafter with a target of three tokens, or of the vocabulary that it has.
+
+    Args:
+      drafter: see ``certify``; None is a toy draft model.
+      params: the drafter's; None: those of a toy model.
+      seed: of the toy parameters.
+      is_padded: the target has ids that only pad its vocabulary.
+
+    Raises:
+      ConfigError: the drafter's vocabulary is too large or too small.
+    """
+    vocab_size = _PADDED if is_padded else NUM_TOKENS
+    if isinstance(drafter, Drafter) and drafter.vocab_size is not None:
+        vocab_size = drafter.vocab_size
+        if not NUM_TOKENS <= vocab_size <= _MAX_VOCAB:
+            raise ConfigError(
+                f"drafter {drafter.name!r} has a vocabulary of {vocab_size} ids, and {NUM_TOKENS} "
+                f"to {_MAX_VOCAB} can be certified; give certify a function make(target) that "
+                "returns the drafter for the target that it is called with"
+            )
+    num_tokens = NUM_TOKENS if is_padded else None
+    target = mock_model(vocab_size, seed, num_tokens=num_tokens)
+    # A new object: nothing that was compiled before is used, since the functions that a drafter
+    # or a rule calls may have changed in the meantime.
+    model = toy_model.__wrapped__(vocab_size, num_tokens=num_tokens)
+    target = dataclasses.replace(target, model=model)
+    if drafter is None:
+        vocab_size = _PADDED_DRAFT if is_padded else vocab_size
+        own = standalone(aligned(toy_model(vocab_size), model))
+    else:
+        own = to_drafter(drafter, target)
+    draft = toy_params(vocab_size, seed + 1) if params is None else params
+    return Subject(target, own, {"target": target.params, "draft": draft})
+
+
+def other_drafters(rule: Rule, subject: Subject) -> list[Subject]:
+    """Returns what else a rule is certified with: a deterministic drafter, a tree of drafts."""
+
+    def count(tokens, length, num_draft):
+        pending = jnp.take_along_axis(tokens, length[:, None], axis=1)
+        return (pending + length[:, None] + jnp.arange(num_draft)) % NUM_TOKENS
+
+    drafters = [scripted_drafter(count)]
+    if rule.has_trees:
+        drafters.append(standalone(toy_model(NUM_TOKENS), _TREE)._replace(name="tree"))
+    return [dataclasses.replace(subject, drafter=drafter) for drafter in drafters]
+
+
+def prefixes(subject: Subject, num_rows: int, max_size: int) -> list[tuple[int, tuple[int, ...]]]:
+    """Returns (row, output) of every output of 1 to ``max_size`` tokens.
+
+    Args:
+      subject: of whose target the tokens are.
+      num_rows: number of rows.
+      max_size: 0 stands for one output of one token.
+    """
+    ids = range(subject.target.model.last_id + 1)
+    outputs = [()]
+    for size in range(1, max_size + 1):
+        outputs += itertools.product(ids, repeat=size)
+    outputs = outputs[1:] or [(1,)]
+    return [(row, tuple(output)) for row in range(num_rows) for output in outputs]
