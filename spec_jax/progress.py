@@ -14,20 +14,55 @@ _LOG = logging.getLogger("spec_jax")
 _BAR = "{desc} {bar:24} {n}/{total} {elapsed}<{remaining}{postfix}"
 
 
+class CellText:
+    """A text in the output of a notebook's cell that changes in place, written to as to a file.
+
+    As on a terminal, what follows a carriage return replaces the line.
+    """
+
+    def __init__(self):
+        self._text = self._shown = ""
+        self._handle = None
+
+    def write(self, text: str) -> int:
+        """Adds text; ``flush`` shows it."""
+        lines = (self._text + text).split("\n")
+        self._text = "\n".join([*(line.rsplit("\r", 1)[-1] for line in lines[:-1]), lines[-1]])
+        return len(text)
+
+    def flush(self) -> None:
+        """Shows what was written."""
+        shown = "\n".join(line.rsplit("\r", 1)[-1] for line in self._text.split("\n"))
+        if shown == self._shown:
+            return
+        self._shown, found = shown, {"text/plain": shown}
+        if self._handle is None:
+            from IPython.display import display
+
+            self._handle = display(found, raw=True, display_id=True)
+        else:
+            self._handle.update(found, raw=True)
+
+
 class Progress:
-    """A bar on a terminal, lines of text elsewhere; both on stderr.
+    """A bar on a terminal or in a notebook, lines of text on stderr elsewhere.
 
     Args:
       total: The number of steps.
       what: What the steps are, for the bar and the lines.
       num_done: Steps that were done before.
       every_s: At least so many seconds between two lines; the last step always has one.
+      delay_s: Seconds before the bar appears.
     """
 
-    def __init__(self, total: int, what: str, *, num_done: int = 0, every_s: float = 0.0):
+    def __init__(
+        self, total: int, what: str, *, num_done: int = 0, every_s: float = 0.0,
+        delay_s: float = 0.0,
+    ):  # fmt: skip
+        cell = {"file": CellText(), "disable": False} if in_notebook() else {"dynamic_ncols": True}
         self._bar = tqdm(
-            total=total, initial=num_done, desc=what, disable=None, leave=False,
-            dynamic_ncols=True, bar_format=_BAR,
+            total=total, initial=num_done, desc=what, leave=False, bar_format=_BAR, delay=delay_s,
+            **{"disable": None, **cell},
         )  # fmt: skip
         self._total, self._what = total, what
         self._every_s, self._said_s = every_s, time.monotonic()
@@ -35,7 +70,7 @@ class Progress:
 
     @property
     def is_bar(self) -> bool:
-        """Whether there is a terminal, and so a bar."""
+        """Whether there is a terminal or a notebook, and so a bar."""
         return not self._bar.disable
 
     def now(self, text: str) -> None:
@@ -109,8 +144,19 @@ class Notice:
             print(text, end="", file=self._stream, flush=True)
 
 
-def _stream() -> TextIO | None:
+def in_notebook() -> bool:
+    """Whether this process runs a notebook's cells."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return getattr(shell, "kernel", None) is not None
+
+
+def is_watched() -> bool:
+    """Whether somebody reads along, on a terminal or in a notebook."""
+    return _stream() is not None
+
+
+def _stream() -> TextIO | CellText | None:
     """Where somebody reads along: a terminal, or a notebook; None where there is neither."""
-    if "ipykernel" in sys.modules:
-        return sys.stdout
+    if in_notebook():
+        return CellText()
     return sys.stderr if sys.stderr is not None and sys.stderr.isatty() else None

@@ -198,6 +198,7 @@ class SpeculativeDecoder(Shown):
         cancellation_token: CancellationToken | Sequence[CancellationToken] | None = None,
         rounds_per_sync: int | None = None,
         pad_to: int = 0,
+        has_progress: bool | None = None,
     ) -> Generation | list[Generation]:
         """Decodes one prompt, or a batch of them at once.
 
@@ -229,6 +230,8 @@ class SpeculativeDecoder(Shown):
             where somebody streams or may cancel, 8 for stop strings, else 32.
           pad_to: make room for prompts of at least this many tokens, so that calls with
             different prompts share one compiled program.
+          has_progress: show the tokens decoded and the time that is left. None: on a terminal or in
+            a notebook, for calls of over two seconds that nobody streams.
 
         Returns:
           A ``Generation``, or a list of them in the order of the prompts.
@@ -247,7 +250,7 @@ class SpeculativeDecoder(Shown):
             has_pieces=on_token is not None, cancellation_token=cancellation_token,
             rounds_per_sync=rounds_per_sync, pad_to=pad_to,
         )  # fmt: skip
-        return stream.drain(on_token)
+        return stream.drain(on_token, has_progress)
 
     def stream(self, prompts=None, max_new_tokens: int | None = None, **options) -> Stream:
         """Streams the text of ``generate``: an iterator, and an asynchronous one.

@@ -111,6 +111,7 @@ class Session:
         self._prefill_s = self._decode_s = self._compile_s = 0.0
         self._rows: list[Generation] = []
         self._error: BaseException | None = None
+        self._chunk: decoding.Chunk | None = None
         self.pieces: deque[tuple[int, str]] = deque()  # row, text
         self.is_done = False
 
@@ -137,6 +138,19 @@ class Session:
                     self._error = Cancelled("the generation was interrupted within a round")
                     self._state, self.is_done = None, True
                 raise
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum output tokens of all rows together."""
+        return int((self._request.limits - self._request.lengths).sum())
+
+    def progress(self) -> tuple[int, int]:
+        """Returns output tokens so far and rows that run; one that ended counts as full."""
+        if self._chunk is None:
+            return 0, len(self._ending)
+        is_running = np.asarray(self._chunk.finish) == Finish.RUNNING
+        total = np.where(is_running, self._chunk.total, self._request.limits)
+        return int((total - np.asarray(self._request.lengths)).sum()), int(is_running.sum())
 
     def close(self) -> None:
         """Ends the rows that are still running, as cancelled."""
@@ -206,7 +220,7 @@ class Session:
         """Runs rounds, and takes in what they have produced."""
         with Timed() as timed:
             self._state, chunk = self._engine.generate(self._state, self._ending, num_rounds)
-            finish = np.asarray(chunk.finish)
+            self._chunk, finish = chunk, np.asarray(chunk.finish)
             if self._tracker.is_needed:
                 self._ending = self._tracker.look(
                     np.asarray(chunk.tokens), np.asarray(chunk.total), finish

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 
 from spec_jax.engine.session import Generation, Session
+from spec_jax.engine.watch import watched
 from spec_jax.errors import Cancelled
 
 Piece = str | tuple[int, str]
@@ -64,12 +65,15 @@ class Stream:
         with contextlib.suppress(RuntimeError):  # the interpreter is on its way out
             self._worker.submit(self._session.close)
 
-    def drain(self, on_token: OnToken | None = None) -> Generation | list[Generation]:
+    def drain(
+        self, on_token: OnToken | None = None, has_progress: bool | None = None
+    ) -> Generation | list[Generation]:
         """Runs to the end, hands every piece to ``on_token``, and returns ``result``."""
-        with self:
+        with self, watched(self._session, has_progress, on_token is not None) as look:
             while (piece := self._take()) is not _END:
                 if piece is None:
                     self._session.step()
+                    look()
                 else:
                     on_token(*self._arguments(piece))
         return self.result

@@ -1,0 +1,83 @@
+"""Progress is shown where somebody reads along, in place, and nowhere else."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+from spec_jax import progress, testing
+from spec_jax.engine import watch
+from spec_jax.engine.decoder import SpeculativeDecoder
+
+
+@pytest.fixture
+def cell(monkeypatch):
+    """A notebook's cell: the list of what its display showed, one entry an update."""
+    shown = []
+    handle = types.SimpleNamespace(update=lambda data, raw: shown.append(data["text/plain"]))
+
+    def display(data, raw, display_id):
+        assert not shown and display_id is True
+        handle.update(data, raw)
+        return handle
+
+    shell = types.SimpleNamespace(kernel=object())
+    for name, members in {
+        "IPython": {"get_ipython": lambda: shell}, "IPython.display": {"display": display},
+    }.items():  # fmt: skip
+        module = types.ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    return shown
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return SpeculativeDecoder(testing.mock_model(7))
+
+
+def test_a_pipe_gets_no_progress_unless_it_asks(decoder, capsys, monkeypatch):
+    monkeypatch.setattr(watch, "_DELAY_S", 0.0)
+    monkeypatch.setattr(watch, "_EVERY_S", 0.0)
+    decoder.generate([[1, 2], [3]], 40)
+    assert capsys.readouterr() == ("", "")
+    decoder.generate([[1, 2], [3]], 40, has_progress=True)
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == "" and lines[0] == "tokens 0/80: 2 rows running"
+    assert lines[-1] == "tokens 80/80: 0 rows running"
+    done = [int(line.split()[1].split("/")[0]) for line in lines]
+    assert done == sorted(done) == [0, 66, 80], "prefill's token and 32 rounds, then the rest"
+
+
+def test_a_notebook_shows_a_long_call_in_place_and_clears_it(decoder, cell, monkeypatch, capsys):
+    assert progress.in_notebook()
+    decoder.generate([1, 2], 40)
+    assert cell == [], "a short call shows nothing"
+    monkeypatch.setattr(watch, "_DELAY_S", 0.0)
+    decoder.generate([1, 2], 40)
+    assert any("tokens" in text and "/40" in text for text in cell) and cell[-1].strip() == ""
+    del cell[:]
+    decoder.generate([1, 2], 40, has_progress=False)
+    assert cell == [] and capsys.readouterr() == ("", "")
+
+
+def test_a_streamed_call_shows_its_text_alone(cell, monkeypatch):
+    monkeypatch.setattr(watch, "_DELAY_S", 0.0)
+    with watch.watched(None, None, True) as look:
+        look()
+    assert cell == []
+
+
+def test_a_text_in_a_cell_changes_as_a_line_of_a_terminal_does(cell):
+    text = progress.CellText()
+    for part in ("compiling a round …", " 3.2 s\n"):
+        print(part, end="", file=text, flush=True)
+    for part in ("\r1/9", "\r2/9", "\r   ", "\r"):
+        text.write(part)
+        text.flush()
+    line = "compiling a round … 3.2 s"
+    assert cell == ["compiling a round …", f"{line}\n", *(f"{line}\n{n}/9" for n in (1, 2)),
+                    f"{line}\n   ", f"{line}\n"]  # fmt: skip
