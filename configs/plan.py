@@ -10,7 +10,7 @@
 Cost: 5 to 120 CPU-seconds for each program, more for a training step of an eagle3 head (1B shape:
 not done after 140), and less than 2 GB of memory. With several values, each combination is one
 program, beside plain decoding's; what a run's folder holds is not compiled again. Expected: a
-table, plan.json and plan.png; small batches gain from drafts, large ones lose.
+table, report.md and plan.png; small batches gain from drafts, large ones lose.
 """
 
 from ml_collections import ConfigDict

@@ -15,7 +15,8 @@ The parts:
   own           a drafter or a rule of your own (--config.drafter, --config.rule), where given
   transformers  the zoo's pair under assisted generation, where torch and transformers are
 
-The run's folder gets benchmark.json and benchmark.md after every part.
+The run's folder gets config.json, environment.json, and after every part report.json and
+report.md.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def run(
     config: ConfigDict, workdir: str | pathlib.Path | None = None,
     parts: Sequence[str] | None = None,
 ) -> dict:  # fmt: skip
-    """Runs parts and returns the record that benchmark.json holds.
+    """Runs parts and returns the record that report.json holds.
 
     Args:
       config: See ``configs/benchmark.py``.
@@ -66,13 +67,11 @@ def run(
         )
     for part in PARTS.values():
         part.check(config)
-    folder = cli.open_workdir("benchmark", workdir, "benchmark.json")
+    folder = cli.open_workdir("benchmark", workdir)
     begin = time.monotonic()
     lines: list[Line] = []
-    record = {
-        "command": cli.command("benchmark"), "environment": report.environment(),
-        "config": config.to_dict(), "parts": {}, "notes": [], "lines": [], "is_complete": False,
-    }  # fmt: skip
+    record = report.begin("benchmark", folder, config.to_dict())
+    record |= {"parts": {}, "notes": [], "lines": [], "is_complete": False}
     for name in [name for name in PARTS if name in parts]:
         result = PARTS[name].measure(config, record["parts"])
         lines += [dataclasses.replace(line, part=name) for line in result.lines]
@@ -87,7 +86,7 @@ def run(
     write(folder, record, lines)
     print(table(HEADER, [line.cells() for line in lines]))
     print("".join(f"\nnote: {note}" for note in _notes(record)))
-    print(f"\n{folder / 'benchmark.md'} written after {time.monotonic() - begin:.0f} s")
+    print(f"\n{folder / 'report.md'} written after {time.monotonic() - begin:.0f} s")
     return record
 
 
@@ -99,19 +98,15 @@ def _notes(record: dict) -> list[str]:
 
 
 def write(folder: pathlib.Path, record: dict, lines: Sequence[Line]) -> None:
-    """Writes benchmark.json and benchmark.md."""
-    report.write_json(folder / "benchmark.json", record)
-    env = record["environment"]
-    text = [
-        "# Benchmark", "", f"`{record['command']}`, {env['time']}", "",
+    """Writes report.json and report.md."""
+    text = report.document(
+        "Benchmark", record,
         "Medians of interleaved repeats, with their quartiles; ratios are taken repeat by "
-        "repeat. Greedy, float32, batch 1, without prefill, unless a line says otherwise.", "",
-        table(HEADER, [line.cells() for line in lines], is_markdown=True), "",
-        *(f"- {note}" for note in _notes(record)),
-        f"- machine: {report.describe_machine(env)}",
-        *(f"- {name} {env[name]}" for name in ("python", "jax", "jaxlib", "spec_jax")), "",
-    ]  # fmt: skip
-    (folder / "benchmark.md").write_text("\n".join(text), encoding="utf-8")
+        "repeat. Greedy, float32, batch 1, without prefill, unless a line says otherwise.",
+        table(HEADER, [line.cells() for line in lines], is_markdown=True),
+        *filter(None, ["\n".join(f"- {note}" for note in _notes(record))]),
+    )  # fmt: skip
+    report.finish(folder, record, text)
 
 
 def main() -> None:

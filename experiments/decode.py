@@ -53,8 +53,7 @@ def decode(config: ConfigDict, workdir: str | None = None) -> dict:
     bench, cells = setup.bench, setup.cells
     folder = cli.open_workdir("decode", workdir)
     rep = decode_report.start(setup)
-    report.write_json(folder / "config.json", rep["config"])
-    report.write_json(folder / "environment.json", rep["environment"])
+    rep |= report.begin("decode", folder, rep["config"])
     decode_report.print_head(rep, folder)
     if setup.config.has_stream:
         first = [c for c in cells if c.temperature == cells[0].temperature]
@@ -67,8 +66,7 @@ def decode(config: ConfigDict, workdir: str | None = None) -> dict:
     plots.plot_speedup(folder / "speedup.png", rep["results"], costs)
     plots.plot_acceptance(folder / "acceptance.png", rep["results"])
     rep |= {"is_complete": True, "elapsed_s": round(time.monotonic() - begin, 1)}
-    report.write_json(folder / "report.json", rep)
-    decode_report.write_markdown(folder, rep, ["speedup.png", "acceptance.png"])
+    report.finish(folder, rep, decode_report.markdown(rep, ["speedup.png", "acceptance.png"]))
     decode_report.print_results(rep, folder)
     return rep
 

@@ -10,7 +10,7 @@ first draft are taken prompt by prompt. In greedy decoding, the unrolling that t
 compared with its real drafting at the same round starts ("teacher-forced"): each tests the
 other. A drafter of your own is one more draft, which has real acceptance only; a rule of your own
 accepts in place of the default one, of every draft.
-A run leaves evaluation.json, evaluation.md and acceptance.png.
+A run leaves config.json, environment.json, report.json, report.md and acceptance.png.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def evaluate(config: ConfigDict, workdir: str | None = None) -> dict:
         num_cut, prompts = 0, evaluation.held_out_pieces(
             target, config.num_prompts, config.prompt_tokens, config.seed
         )
-    folder = cli.open_workdir("evaluate", workdir, "evaluation.json")
+    folder = cli.open_workdir("evaluate", workdir)
+    rep = report.begin("evaluate", folder, config.to_dict())
     rows, counts = [], []
     measured = drafts | ({} if own.drafter is None else {own.drafter.name: None})
     with Progress(len(measured) + config.has_costs, "evaluating") as bar:
@@ -78,16 +79,14 @@ def evaluate(config: ConfigDict, workdir: str | None = None) -> dict:
             found = evaluation.pass_costs(target, drafts, config)
             rows = [row | {"cost": found.get(row["draft"])} for row in rows]
             bar.step("passes")
-    rep = {
-        "command": cli.command("evaluate"), "config": config.to_dict(),
-        "environment": report.environment(), "rows": rows, "num_cut": num_cut,
+    rep |= {
+        "rows": rows, "num_cut": num_cut,
         "own": own.facts(), "mesh": where.facts(target, [*drafts.values()], config.batch),
     }  # fmt: skip
     text = evaluation.markdown(rep)
-    report.write_json(folder / "evaluation.json", rep)
-    report.write_text(folder / "evaluation.md", text)
+    report.finish(folder, rep, text)
     plots.plot_intervals(folder / "acceptance.png", rows)
-    print(f"\n{text}\n{folder / 'evaluation.md'} written")
+    print(f"\n{text}\n{folder / 'report.md'} written")
     return rep
 
 

@@ -6,8 +6,8 @@
 Everything is counted from the target's config and an EAGLE-3 head of its width (or another draft,
 --draft) by the roofline; nothing is compiled or measured. --rate is assumed: the probability that a
 draft is accepted if those before it are. Prints one table for each thing that grows, and by context
-the batch at which speculation stops paying. The run's folder gets growth.json and growth.png.
-Cost: seconds on any machine.
+the batch at which speculation stops paying. The run's folder gets config.json,
+environment.json, report.json, report.md and growth.png. Cost: seconds on any machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from absl import flags
 
 from experiments.common import cli, plots, report
 from experiments.common.plan_draft import find_draft
-from experiments.common.tables import table
+from experiments.common.tables import Section
 from spec_jax.engine.adaptive.policy import expected_tokens
 from spec_jax.errors import ConfigError
 from spec_jax.meshes import parse_mesh
@@ -42,7 +42,7 @@ def run(
     workdir: str | pathlib.Path | None, target_name: str, draft_name: str, topology_name: str,
     setting: Setting, num_draft: int, rate: float,
 ) -> dict:  # fmt: skip
-    """Counts and prints all tables; returns what growth.json holds.
+    """Counts and prints all tables; returns what report.json holds.
 
     Args:
       workdir: The run's folder; by default runs/growth/TIME.
@@ -75,7 +75,11 @@ def run(
             f"of {topology_name}: {base.memory.params / 1e9:.1f} GB of weights and "
             f"{base.memory.cache / 1e9:.1f} GB of caches"
         )
-    folder = cli.open_workdir("growth", workdir, "growth.json")
+    folder = cli.open_workdir("growth", workdir)
+    head = report.begin("growth", folder, {
+        "target": target_name, "draft": draft_name, "topology": topology_name,
+        "batch": setting.batch, "context": setting.context, "k": num_draft, "rate": rate,
+    })  # fmt: skip
     setting, chip = base.setting, topology.chip
 
     def point(k: int, **changes: int) -> dict[str, Any]:
@@ -98,9 +102,8 @@ def run(
         "context": [point(num_draft, context=c) for c in CONTEXTS],
     }
     said = f"{target_name} with {draft_name} on {topology_name}, {setting.mesh}, rate {rate:g}"
-    for name, points in grown.items():
-        print(f"\n{said}: {'by K' if name == 'k' else f'K {num_draft}, by {name}'}")
-        print(_points_table(name, points))
+    by = lambda name: "by K" if name == "k" else f"K {num_draft}, by {name}"
+    sections = [_points(f"{said}: {by(name)}", name, points) for name, points in grown.items()]
     chips = []
     for shape in chip.shapes:
         option = place(Topology.parse(f"{chip.name}:{shape}"), setting)
@@ -111,22 +114,24 @@ def run(
             "plain_ms": option.prediction.plain_s * 1e3, "speedup": option.prediction.speedup,
             "row_tok_s": option.row_tok_s, "chip_tok_s": option.chip_tok_s,
         })  # fmt: skip
-    print(f"\n{said}: batch {setting.batch}, by chips (mesh and K are the fastest that fit)")
-    print(_chips_table(chips))
+    title = f"{said}: batch {setting.batch}, by chips (mesh and K are the fastest that fit)"
+    sections.append(_chips(title, chips))
     frontier = []
     for context in CONTEXTS:
         at = dataclasses.replace(setting, context=context)
         sizes = _sizes_that_fit(target, draft, chip, at)
         stops = {r: _stops(target, draft, r, chip, at, sizes) for r in RATES}
         frontier.append({"context": context, "fits_to": max(sizes, default=0), "stops_at": stops})
-    print(f"\n{said}: the first batch at which no K pays, of the powers of two that fit")
-    print(_frontier_table(frontier))
-    record = {
+    title = f"{said}: the first batch at which no K pays, of the powers of two that fit"
+    sections.append(_frontier(title, frontier))
+    print("\n" + "\n\n".join(section.text() for section in sections))
+    record = head | {
         "target": target_name, "draft": draft_name, "topology": topology_name, "rate": rate,
         "setting": dataclasses.asdict(setting), "grown": grown, "chips": chips,
         "frontier": frontier,
     }  # fmt: skip
-    report.write_json(folder / "growth.json", record)
+    blocks = (section.text(is_markdown=True) for section in sections)
+    report.finish(folder, record, report.document("The floor of a round", record, *blocks))
     plots.plot_growth(folder / "growth.png", grown, chips)
     print(f"{folder / 'growth.png'} written")
     return record
@@ -147,7 +152,7 @@ def _stops(
     return first_loss(sizes, lambda batch: best(target, draft, tokens, chip, at(batch)).speedup)
 
 
-def _points_table(name: str, points: Sequence[dict]) -> str:
+def _points(title: str, name: str, points: Sequence[dict]) -> Section:
     header = (
         "K" if name == "k" else name, "plain ms", "round ms", "HBM GB", "GFLOP", "links MB",
         "collectives", "bound by", "tokens", "tok/s", "speed-up",
@@ -158,10 +163,10 @@ def _points_table(name: str, points: Sequence[dict]) -> str:
          f"{p['tokens']:.2f}", f"{p['tok_s']:,.0f}", f"{p['speedup']:.2f}")
         for p in points
     ]  # fmt: skip
-    return table(header, cells, numbers=tuple(h for h in header if h != "bound by"))
+    return Section(title, header, cells, tuple(h for h in header if h != "bound by"))
 
 
-def _chips_table(chips: Sequence[dict]) -> str:
+def _chips(title: str, chips: Sequence[dict]) -> Section:
     header = ("topology", "chips", "mesh", "GB a device", "lacks GB", "plain ms", "K",
               "speed-up", "tok/s a row", "tok/s a chip")  # fmt: skip
     cells = [
@@ -170,17 +175,17 @@ def _chips_table(chips: Sequence[dict]) -> str:
          str(c["k"]), f"{c['speedup']:.2f}", f"{c['row_tok_s']:,.0f}", f"{c['chip_tok_s']:,.0f}")
         for c in chips
     ]  # fmt: skip
-    return table(header, cells, numbers=tuple(h for h in header if h not in ("topology", "mesh")))
+    return Section(title, header, cells, [h for h in header if h not in ("topology", "mesh")])
 
 
-def _frontier_table(frontier: Sequence[dict]) -> str:
+def _frontier(title: str, frontier: Sequence[dict]) -> Section:
     cells = [
         (f"{f['context']:,}", f"{f['fits_to']:,}",
          *(f"{stop:,}" if stop else "–" for stop in f["stops_at"].values()))
         for f in frontier
     ]  # fmt: skip
     header = ("context", "fits to", *(f"rate {r:g}" for r in RATES))
-    return table(header, cells, numbers=header)
+    return Section(title, header, cells, header)
 
 
 def main() -> None:

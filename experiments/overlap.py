@@ -7,7 +7,8 @@ An overlapped tick should take as long as the longer of the two, a round of the 
 as their sum. The toys sleep, since two real programs would only compete for the processor's cores.
 Either side may be a mesh. On a CPU jax runs one program of several devices at a time: with a mesh
 on both sides a tick takes the sum there, with one on one side the longer of the two.
-The run's folder gets overlap.json and timeline.png. Cost: a few seconds, and compilation.
+The run's folder gets config.json, environment.json, report.json, report.md and timeline.png. Cost:
+a few seconds, and compilation.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy as np
 from absl import flags
 
 from experiments.common import cli, plots, report
-from experiments.common.tables import table
+from experiments.common.tables import Section
 from experiments.common.timing import spread
 from spec_jax import decoding
 from spec_jax.config import SamplerConfig
@@ -43,7 +44,7 @@ def run(
     workdir: str | pathlib.Path | None, draft_ms: float, verify_ms: float, k: int, num_tokens: int,
     draft_mesh: str = "", target_mesh: str = "",
 ) -> dict:
-    """Decodes one row overlapped and as usual; returns what overlap.json holds.
+    """Decodes one row overlapped and as usual; returns what was measured.
 
     Args:
       workdir: The run's folder; by default runs/overlap/TIME.
@@ -77,10 +78,17 @@ def run(
         "draft_beside_verify": spread(beside(timeline)).median,
         "draft_devices": num_devices(draft_mesh), "target_devices": num_devices(target_mesh),
     }  # fmt: skip
-    folder = cli.open_workdir("overlap", workdir, "overlap.json")
-    report.write_json(folder / "overlap.json", record)
+    folder = cli.open_workdir("overlap", workdir)
+    head = report.begin("overlap", folder, {
+        "draft_ms": draft_ms, "verify_ms": verify_ms, "k": k, "tokens": num_tokens,
+        "draft_mesh": draft_mesh, "target_mesh": target_mesh,
+    })  # fmt: skip
+    shown = Section("Drafting beside verification", ("measured", "value"),
+                    [(name, f"{x:.3g}") for name, x in record.items()])  # fmt: skip
+    text = report.document("Overlap", head, shown.text(is_markdown=True))
+    report.finish(folder, head | record, text)
     plots.plot_timeline(folder / "timeline.png", [s for s in timeline if s.tick >= 0])
-    print(table(("measured", "value"), [(name, f"{x:.3g}") for name, x in record.items()]))
+    print(shown.text())
     print(f"{folder / 'timeline.png'} written")
     return record
 

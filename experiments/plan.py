@@ -10,8 +10,8 @@ The library's own program, of decoding or of a training step, is compiled ahead 
 devices, without them and without weights: its memory, collectives, cache copies and HBM bytes are
 counted from the compiled text. Speeds are predicted from the chip's published peaks and from an
 acceptance that is given, or read from a report that has measured it; so they are floors of time,
-not measurements. A run leaves plan.json, plan.md and plan.png; one that was stopped continues with
-the same --workdir.
+not measurements. A run leaves config.json, environment.json, report.json, report.md
+and plan.png; one that was stopped continues with the same --workdir.
 """
 
 from __future__ import annotations
@@ -180,6 +180,7 @@ def run(config: ConfigDict, workdir: str | None = None) -> dict:
     if config.is_compiled:
         check_libtpu([topology for topology, _ in todo])
     folder = pathlib.Path(workdir or cli.open_workdir("plan", None))
+    head = report.begin("plan", folder, config.to_dict())
     describe = functools.cache(plan_cells.describe)
     cells = []
     with Progress(len(todo), "planning") as bar:
@@ -192,17 +193,16 @@ def run(config: ConfigDict, workdir: str | None = None) -> dict:
             bar.step(plan_report.line(cells[-1]))
             jax.clear_caches()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    result = {
-        "config": config.to_dict(), "environment": report.environment(), "cells": cells,
-        "acceptance": acceptance._asdict(),
+    result = head | {
+        "cells": cells, "acceptance": acceptance._asdict(),
         "best": plan_report.best(cells), "peak_memory_bytes": peak,
     }  # fmt: skip
-    report.write_json(folder / "plan.json", result)
-    report.write_text(folder / "plan.md", plan_report.text(result, is_markdown=True))
+    text = report.document("Plan", result, plan_report.text(result, is_markdown=True))
+    report.finish(folder, result, text)
     print(plan_report.text(result))
     if not is_training:
         plan_report.plot(folder / "plan.png", cells)
-    print(f"{folder / 'plan.json'}{'' if is_training else ' and plan.png'} written")
+    print(f"{folder / 'report.md'}{'' if is_training else ' and plan.png'} written")
     return result
 
 

@@ -4,8 +4,8 @@
 
 Every pair of ``common/published.json`` with a known acceptance is predicted from that acceptance,
 the model's shape and the chip's published peaks; no constant is fitted. Prints predicted beside
-published, and the error by group. The run's folder gets published.json and published.png. Cost:
-seconds on any machine.
+published, and the error by group. The run's folder gets config.json, environment.json,
+report.json, report.md and published.png. Cost: seconds on any machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from absl import flags
 
 from experiments.common import cli, plots, report
 from experiments.common.published import GROUPS, NO_TAU, Comparison, compare, load, summarise
-from experiments.common.tables import table
+from experiments.common.tables import Section
 from spec_jax.tree import DynamicTree
 
 HEADER = ("source", "on", "target", "drafter", "K", "B", "task", "tau", "published", "predicted",
@@ -26,39 +26,45 @@ NUMBERS = ("K", "B", "tau", "published", "predicted", "error")
 
 
 def run(workdir: str | pathlib.Path | None) -> dict:
-    """Compares all pairs; returns what published.json holds.
+    """Compares all pairs; returns what report.json holds.
 
     Args:
       workdir: The run's folder; by default runs/published/TIME.
     """
-    folder = cli.open_workdir("published", workdir, "published.json")
+    folder = cli.open_workdir("published", workdir)
+    head = report.begin("published", folder, {})
     rows, file = load()
     found = [compare(row) for row in rows]
     groups = {name: [c for c in found if c.row.group == name] for name in GROUPS}
-    for name, members in groups.items():
-        print(f"\n{name}, {len(members)} pairs")
-        print(table(HEADER, map(_cells, members), numbers=NUMBERS))
     summary = {name: summarise(groups[name]) for name in GROUPS if name != NO_TAU}
-    print("\npredicted over published")
-    print(table(
-        ("group", "pairs", "bias", "median error", "largest", "correlation"),
-        [(name, str(s["rows"]), f"{s['bias']:.2f}x", f"{s['median_error']:.0%}",
-          f"{s['max_error']:.0%}", f"{s['correlation']:.2f}") for name, s in summary.items()],
-        numbers=("pairs", "bias", "median error", "largest", "correlation"),
-    ))  # fmt: skip
     plain = [c for c in found if c.row.plain_tok_s]
-    print("\nplain decoding, tokens/s")
-    print(table(
-        ("source", "on", "target", "B", "published", "at most", "reached"), map(_plain, plain),
-        numbers=("B", "published", "at most", "reached"),
-    ))  # fmt: skip
-    print(f"\nleft out: {sum(count for count, *_ in file['left_out'])} pairs")
-    print(table(("pairs", "of", "because"), [(str(n), *why) for n, *why in file["left_out"]]))
-    record = {
+    sections = [
+        *(Section(f"{name}, {len(members)} pairs", HEADER, [*map(_cells, members)], NUMBERS)
+          for name, members in groups.items()),
+        Section(
+            "predicted over published",
+            ("group", "pairs", "bias", "median error", "largest", "correlation"),
+            [(name, str(s["rows"]), f"{s['bias']:.2f}x", f"{s['median_error']:.0%}",
+              f"{s['max_error']:.0%}", f"{s['correlation']:.2f}") for name, s in summary.items()],
+            ("pairs", "bias", "median error", "largest", "correlation"),
+        ),
+        Section(
+            "plain decoding, tokens/s",
+            ("source", "on", "target", "B", "published", "at most", "reached"),
+            [*map(_plain, plain)], ("B", "published", "at most", "reached"),
+        ),
+        Section(
+            f"left out: {sum(count for count, *_ in file['left_out'])} pairs",
+            ("pairs", "of", "because"), [(str(n), *why) for n, *why in file["left_out"]],
+        ),
+    ]  # fmt: skip
+    print("\n" + "\n\n".join(section.text() for section in sections))
+    record = head | {
         "summary": summary, "sources": file["sources"], "left_out": file["left_out"],
         "pairs": [_record(c) for c in found],
     }  # fmt: skip
-    report.write_json(folder / "published.json", record)
+    blocks = (section.text(is_markdown=True) for section in sections)
+    report.finish(folder, record, report.document("Predicted and published", record, *blocks))
     plots.plot_published(
         folder / "published.png",
         [(c.row.method, c.row.group, c.row.speedup, c.predicted) for c in found

@@ -5,10 +5,10 @@
 
 In a file of conversations, every answer is replaced by one of the target, given the original turns
 before it. Rows that finish are refilled from the queue of prompts. A run leaves config.json,
-responses.jsonl (one line for each prompt: index, prompt_ids, response_ids, text, finish_reason,
-temperature, seed; in the order in which they finished) and report.json. A work directory with
-responses is continued: answered prompts are skipped, and since a response depends only on the
-config and its index, the lines equal those of an uninterrupted run.
+environment.json, responses.jsonl (one line for each prompt: index, prompt_ids, response_ids, text,
+finish_reason, temperature, seed; in the order in which they finished), report.json and report.md. A
+work directory with responses is continued: answered prompts are skipped, and since a response
+depends only on the config and its index, the lines equal those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
         if len(responses) and processes.is_writer():
             known = json.loads(saved.read_text()) if saved.exists() else {}
             cli.check_same(known, resolved, _FREE)
-        report.write_json(saved, resolved)
+        head = report.begin("regenerate", folder, resolved)
         print(f"{len(responses)} prompts are answered; {total} in all", flush=True)
         num_before, begin_s, stats, num_left_out = len(responses), time.monotonic(), Stats(), 0
         waiting: dict[int, list[int]] = {}
@@ -94,9 +94,7 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
                 f"{queue.usage.share:.3f}"
             )
         elapsed_s = time.monotonic() - begin_s
-        result = {
-            "config": resolved,
-            "environment": report.environment(),
+        result = head | {
             "mesh": where.facts(
                 decoder.target, [decoder.draft] if decoder.draft else [], config.batch
             ),
@@ -116,8 +114,21 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
                 "acceptance_rate": stats.acceptance_rate,
             },
         }
-    report.write_json(folder / "report.json", result)
+    report.finish(folder, result, report.document("Responses of the target", result, *said(result)))
     return result
+
+
+def said(result: dict) -> list[str]:
+    """Returns sentences on the responses, and on the session that wrote the last of them."""
+    reasons = ", ".join(f"{n} by {name}" for name, n in result["finish_reasons"].items())
+    session = result["session"]
+    return [
+        f"{result['responses']} responses of {result['tokens']} tokens ({reasons}); "
+        f"{result['left_out']} prompts too long",
+        f"this session: {session['responses']} responses, {session['tokens_per_s']:.0f} tok/s, "
+        f"row-rounds useful {session['useful_share']:.3f} "
+        f"({session['useful_share_with_tail']:.3f} with the tail)",
+    ]
 
 
 def main() -> None:
@@ -125,15 +136,8 @@ def main() -> None:
         raise ConfigError("--workdir is not given; expected a new folder, or a run to continue")
     cli.enable_compilation_cache()
     result = regenerate(_CONFIG.value, _WORKDIR.value)
-    reasons = ", ".join(f"{n} by {name}" for name, n in result["finish_reasons"].items())
-    session = result["session"]
-    print(
-        f"{result['responses']} responses of {result['tokens']} tokens ({reasons}); "
-        f"{result['left_out']} prompts too long\nthis session: {session['responses']} responses, "
-        f"{session['tokens_per_s']:.0f} tok/s, row-rounds useful {session['useful_share']:.3f} "
-        f"({session['useful_share_with_tail']:.3f} with the tail)\n"
-        f"{pathlib.Path(_WORKDIR.value) / 'responses.jsonl'}"
-    )
+    print("\n".join(said(result)))
+    print(pathlib.Path(_WORKDIR.value) / "responses.jsonl")
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@
     python -m experiments.train_head --config.target=PATH --config.data.text=PREFIX --workdir=DIR
 
 A work directory with a checkpoint is resumed, bit for bit; SIGTERM saves a checkpoint and ends the
-run. A run leaves config.json, report.json (what was read of the data, what was left out and why),
-metrics.jsonl, tensorboard/, checkpoints/ (the newest, and the one with the highest tau),
-training.png and export/, a head that spec_jax and other engines load.
+run. A run leaves config.json, environment.json, report.json (with what was read of the data, what
+was left out and why), report.md, metrics.jsonl, tensorboard/, checkpoints/ (the newest, and the one
+with the highest tau), training.png and export/, a head that spec_jax and other engines load.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from configs import train_head_default
-from experiments.common import cli, plots, report, training_text
+from experiments.common import cli, plots, report, training_report, training_text
 from experiments.common.head_experiment import Experiment, validate
 from spec_jax.errors import ConfigError, TrainingError
 from spec_jax.train.checkpoint import Checkpoints
@@ -64,13 +64,14 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
             cli.check_same(saved, resolved, _FREE)
         state = checkpoints.restore(experiment.init_state())
         first = int(state.step)
-        report.write_json(path, resolved)
+        head = report.begin("train_head", workdir, resolved)
         tokens = sum(len(text.tokens) for text in experiment.texts)
-        rep = {"environment": report.environment(), "data": experiment.usage()}
-        report.write_json(workdir / "report.json", rep)
+        head["data"] = experiment.usage()
+        used = ["\n".join(training_text.usage_lines(found)) for found in head["data"]]
+        training_report.write(workdir, "A head", head, used)
         with Log(workdir, first, config.steps) as log:
-            for found in rep["data"]:
-                log.say("\n".join(training_text.usage_lines(found)))
+            for found in used:
+                log.say(found)
             log.say(
                 f"{experiment.spec.num_params / 1e6:.2f}M parameters, {tokens / 1e6:.2f}M "
                 f"training tokens, from step {first} of {config.steps}; tau is measured on "
@@ -109,10 +110,10 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
         tau = of_step[-1] if of_step else float("nan")
     plots.plot_training(workdir / "training.png", metrics)
     experiment.spec.export(workdir / "export", kept.params, experiment.target, config)
-    result = {"tau": tau, "step": step}
-    report.write_json(workdir / "report.json", rep | {"result": result})
+    final = {"tau": tau, "step": step}
+    training_report.write(workdir, "A head", head, used, final, ("training.png",))
     print(f"tau {tau:.2f} at step {step}; exported to {workdir / 'export'}")
-    return result
+    return final
 
 
 def main() -> None:

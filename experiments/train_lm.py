@@ -4,7 +4,8 @@
 
 A work directory with a checkpoint is resumed, bit for bit. With ``config.teacher`` (a zoo name or
 a Hugging Face directory) the loss is the KL divergence to that model, whose tokenizer is used. A
-run leaves config.json, metrics.jsonl, checkpoints/ and export/, a Hugging Face directory.
+run leaves config.json, environment.json, metrics.jsonl, checkpoints/, and at its end report.json,
+report.md and export/, a Hugging Face directory.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from configs import train_zoo_target
-from experiments.common import cli, report
+from experiments.common import cli, report, training_report
 from experiments.common.lm_experiment import Experiment, check_resume, validate
 from spec_jax.errors import ConfigError
 from spec_jax.models import checkpoint
@@ -50,7 +51,8 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
             check_resume(saved, resolved, checkpoints.last_step)
         state = checkpoints.restore(experiment.init_state())
         first = int(state.step)
-        report.write_json(workdir / "config.json", resolved)
+        head = report.begin("train_lm", workdir, resolved)
+        training_report.write(workdir, "A language model", head)
         with Log(workdir, first, config.steps) as log:
             log.say(
                 f"{num_params(experiment.model_config) / 1e6:.2f}M parameters, "
@@ -78,6 +80,7 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
         workdir / "export", state.params, experiment.model_config, experiment.tokenizer,
         dtype="bfloat16",
     )  # fmt: skip
+    training_report.write(workdir, "A language model", head, final=final)
     print(f"exported to {workdir / 'export'}")
     return final
 

@@ -237,15 +237,12 @@ def command(experiment: str) -> str:
     return shlex.join(["python", "-m", f"experiments.{experiment}", *sys.argv[1:]])
 
 
-def open_workdir(
-    experiment: str, workdir: str | pathlib.Path | None, report: str = "report.json"
-) -> pathlib.Path:
+def open_workdir(experiment: str, workdir: str | pathlib.Path | None) -> pathlib.Path:
     """Makes the folder of a run; it must not hold the report of another run.
 
     Args:
       experiment: The experiment's name.
       workdir: The folder; by default runs/EXPERIMENT/TIME.
-      report: The name of the file that a run writes.
 
     Raises:
       ConfigError: The folder cannot be made, or holds a report.
@@ -254,7 +251,7 @@ def open_workdir(
     folder = pathlib.Path(processes.from_writer(workdir or f"runs/{experiment}/{stamp}"))
     if not processes.is_writer():
         return folder
-    if (folder / report).exists():
+    if (folder / "report.json").exists():
         raise ConfigError(f"{folder} holds the report of another run; name another --workdir")
     try:
         folder.mkdir(parents=True, exist_ok=True)

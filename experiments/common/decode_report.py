@@ -7,7 +7,7 @@ import pathlib
 import textwrap
 from collections.abc import Sequence
 
-from experiments.common import cli, own
+from experiments.common import own
 from experiments.common.decode_measure import is_told_apart
 from experiments.common.decode_setup import SOURCES, Setup
 from experiments.common.prompts import PromptEncoder
@@ -15,11 +15,9 @@ from experiments.common.report import (
     PACKAGES,
     describe_machine,
     describe_model,
-    environment,
     facts,
     load_note,
     mesh_lines,
-    write_text,
 )
 from experiments.common.tables import table
 
@@ -50,9 +48,7 @@ def start(setup: Setup) -> dict:
             "tokens are used"
         )
     return {
-        "command": cli.command("decode"),
         "config": config.to_dict(),
-        "environment": environment(),
         "models": models,
         "own": bench.own.facts(),
         "mesh": bench.where.facts(bench.target, [*bench.drafts.values()], bench.batch),
@@ -241,8 +237,8 @@ def notes(report: dict) -> list[str]:
     return lines
 
 
-def write_markdown(folder: pathlib.Path, report: dict, plots: Sequence[str]) -> None:
-    """Writes report.md: conclusions, table, plots, conditions."""
+def markdown(report: dict, plots: Sequence[str]) -> str:
+    """Returns report.md: conclusions, table, plots, conditions."""
     env, models = report["environment"], report["models"]
     read = [(role, note) for role, model in models.items() for note in model["notes"]]
     parts = [
@@ -264,7 +260,7 @@ def write_markdown(folder: pathlib.Path, report: dict, plots: Sequence[str]) -> 
         *(f"- {role}: {note}" for role, note in read),
         "", "Every count and time is in report.json, the resolved config in config.json.",
     ]  # fmt: skip
-    write_text(folder / "report.md", "\n".join(parts) + "\n")
+    return "\n".join(parts) + "\n"
 
 
 def print_head(report: dict, folder: pathlib.Path) -> None:

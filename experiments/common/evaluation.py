@@ -154,7 +154,6 @@ def markdown(rep: dict) -> str:
             forced.append(f"- {row['draft']}: at most {np.nanmax(gaps):.4f} apart, by position")
     numbers = ("parameters", "pass / target's", "rounds", "looping")
     text = [
-        "# Evaluation", "", f"`{rep['command']}`", "",
         f"Chains of {K} drafts, temperature {config['temperature']:g}, {config['num_prompts']} "
         f"prompts, {config['max_new_tokens']} new tokens each. In parentheses: the 95 % confidence "
         "interval over prompts. *Accepted at i*: of the drafts whose predecessors were all "
@@ -175,5 +174,5 @@ def markdown(rep: dict) -> str:
             "", f"{rep['num_cut']} prompts had more than {config['prompt_tokens']} tokens, or more "
             "than the models hold: they lost their beginning, a chat template's too.",
         ]  # fmt: skip
-    about = [f"Machine: {report.describe_machine(rep['environment'])}"]
-    return "\n".join([*text, "", *about, *report.mesh_lines(rep["mesh"]), ""])
+    text += [f"\n{line}" for line in report.mesh_lines(rep["mesh"])]
+    return report.document("Evaluation", rep, "\n".join(text))

@@ -29,9 +29,9 @@ class Acceptance(NamedTuple):
         """Reads rates with commas, or ``PATH`` or ``PATH:ROW`` of a report.
 
         Args:
-          text: The path is that of the report.json of ``experiments.decode`` or of the
-            evaluation.json of ``experiments.evaluate``; ROW counts its rows with drafts from 1, and
-            may be left out where there is one.
+          text: The path is that of the report.json of ``experiments.decode`` or of
+            ``experiments.evaluate``; ROW counts its rows with drafts from 1, and may be left out
+            where there is one.
 
         Raises:
           ConfigError: Neither rates above 0, at most 1, nor a row of a report that has rates.
@@ -74,7 +74,7 @@ def _measured(text: str) -> Acceptance:
     if not found:
         raise ConfigError(
             f"{path} has no row with accepted drafts; expected the report.json of "
-            "experiments.decode or the evaluation.json of experiments.evaluate"
+            "experiments.decode or of experiments.evaluate"
         )
     names = "; ".join(f"{i}: {one.source}" for i, one in enumerate(found, 1))
     if not number and len(found) > 1:

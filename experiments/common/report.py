@@ -1,4 +1,4 @@
-"""What every run's report holds: the environment, the models, the machine."""
+"""The files that every run leaves, and what its report holds: environment, models, machine."""
 
 from __future__ import annotations
 
@@ -7,17 +7,68 @@ import math
 import os
 import pathlib
 import platform
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
 import jax
 
 import spec_jax
+from experiments.common import cli
 from spec_jax import processes
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.models import files
 
+FILES = ("config.json", "environment.json", "report.json", "report.md")  # of every run
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "safetensors")
+
+
+def begin(experiment: str, folder: pathlib.Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes config.json and environment.json of a run that begins.
+
+    Args:
+      experiment: The experiment's name.
+      folder: The folder of the run.
+      config: The resolved config, or the values of the flags.
+
+    Returns:
+      What every report.json begins with: "command", "config", "environment".
+    """
+    if processes.is_writer():
+        folder.mkdir(parents=True, exist_ok=True)
+    head = {"command": cli.command(experiment), "config": config, "environment": environment()}
+    write_json(folder / "config.json", config)
+    write_json(folder / "environment.json", head["environment"])
+    return head
+
+
+def finish(folder: pathlib.Path, rep: Mapping[str, Any], text: str) -> None:
+    """Writes report.json and report.md; also of a run that goes on, after each of its parts.
+
+    Args:
+      folder: The folder of the run.
+      rep: What ``begin`` returned, and what the experiment has found.
+      text: The report as Markdown, see ``document``.
+    """
+    write_json(folder / "report.json", rep)
+    write_text(folder / "report.md", text)
+
+
+def document(title: str, rep: Mapping[str, Any], *blocks: str) -> str:
+    """Returns report.md: the title, the command, blocks of Markdown, and the machine.
+
+    Args:
+      title: The heading.
+      rep: What ``begin`` returned, at least.
+      *blocks: Paragraphs, lists and tables, between which empty lines are put.
+    """
+    env = rep["environment"]
+    about = [
+        f"- machine: {describe_machine(env)}",
+        f"- {', '.join(f'{name} {env[name]}' for name in ('spec_jax', 'python', *PACKAGES))}",
+    ]
+    head = f"# {title}\n\n`{rep['command']}`, {env['time']}"
+    return "\n\n".join([head, *blocks, "\n".join(about)]) + "\n"
 
 
 def environment() -> dict[str, Any]:
@@ -118,5 +169,3 @@ def describe_machine(env: dict) -> str:
     if env["backend"] == "cpu":
         return host
     return f"{len(env['devices'])} x {', '.join(sorted(set(env['devices'])))} on {host}"
-
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 import tabulate
 
@@ -25,3 +26,24 @@ def table(
     style = "pipe" if is_markdown else "simple"
     text = tabulate.tabulate(list(rows), header, style, colalign=align, disable_numparse=True)
     return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+class Section(NamedTuple):
+    """A table with a title, for the screen and for report.md.
+
+    Attributes:
+      title: What the table shows.
+      header: The titles of the columns.
+      rows: The cells, already formatted.
+      numbers: Titles of the columns that are aligned at the right.
+    """
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numbers: Collection[str] = ()
+
+    def text(self, *, is_markdown: bool = False) -> str:
+        """Formats the title, an empty line in Markdown, and the table."""
+        cells = table(self.header, self.rows, numbers=self.numbers, is_markdown=is_markdown)
+        return f"## {self.title}\n\n{cells}" if is_markdown else f"{self.title}\n{cells}"

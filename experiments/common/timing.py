@@ -157,7 +157,7 @@ class Result(NamedTuple):
 
     Attributes:
       lines: Its lines of the table.
-      record: What benchmark.json keeps of it besides.
+      record: What report.json keeps of it besides.
       notes: What the reader of the whole report must know.
     """
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 
 import jax
 import numpy as np
 import pytest
+from support.runs import check_run_files
 
 from configs import benchmark as default
 from experiments import benchmark
@@ -92,13 +92,13 @@ BARS = {
 @pytest.mark.parametrize("part", BARS)
 def test_leaves_a_record_with_every_bar(config, tmp_path, capsys, part):
     record = benchmark.run(config, tmp_path, (part,))
-    assert json.loads((tmp_path / "benchmark.json").read_text())["is_complete"]
+    assert check_run_files(tmp_path, "benchmark")["is_complete"]
     barred = {line["bar"] for line in record["lines"] if line["bar"] is not None}
     assert barred >= {config.bars[name] for name in BARS[part]}
     for line in record["lines"]:
         low, high = line["quartiles"]
         assert line["part"] == part and 0 < low <= line["value"] <= high
-    text, out = (tmp_path / "benchmark.md").read_text(), capsys.readouterr().out
+    text, out = (tmp_path / "report.md").read_text(), capsys.readouterr().out
     assert all(line["what"] in text for line in record["lines"])
     with pytest.raises(ConfigError, match="holds the report of another run"):
         benchmark.run(config, tmp_path, ("zoo",))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.pairs import tiny_pair
+from support.runs import check_run_files
 
 from configs import decode_default, decode_specbench
 from experiments.common import costs, near_ties, report
@@ -62,9 +63,7 @@ def test_a_run_leaves_its_folder(run):
         "speedup.png",
     ]  # fmt: skip
     assert (folder / "speedup.png").read_bytes()[1:4] == b"PNG"
-    environment = json.loads((folder / "environment.json").read_text())
-    assert {"python", "jax", "jaxlib", "numpy", "devices", "cpu_model", "cores"} <= set(environment)
-    assert json.loads((folder / "config.json").read_text())["ks"] == [3]
+    assert check_run_files(folder, "decode")["config"]["ks"] == [3]
     text = (folder / "report.md").read_text()
     assert re.search(r"\| standalone +\| +3 +\| +1 +\| residual +\|", text)
     assert "speedup.png" in text

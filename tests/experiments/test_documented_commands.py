@@ -9,6 +9,8 @@ import types
 
 import pytest
 
+from experiments.common import report
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TEXTS = [
     *(ROOT / name for name in ("README.md", "WORKSPACE.md", "spec_jax/zoo/MODEL_CARD.md")),
@@ -43,3 +45,16 @@ def test_documented_commands_exist(path):
             *sections, name = key.split(".")
             section = functools.reduce(operator.getitem, sections, config)
             assert name in section, f"{path.name}: {experiment} has no key {key}"
+
+
+MAINS = sorted({path.stem for path in (ROOT / "experiments").glob("*.py")} - {"__init__", "launch"})
+
+
+@pytest.mark.parametrize("name", MAINS)
+def test_every_experiment_leaves_its_files_by_the_same_functions(name):
+    """`support.runs.check_run_files` looks at the files themselves, in each experiment's test."""
+    text = (ROOT / "experiments" / f"{name}.py").read_text(encoding="utf-8")
+    assert f'report.begin("{name}", ' in text
+    assert "report.finish(" in text or "training_report.write(" in text
+    for written in re.findall(r"report.write_\w+\(\w+ / \"(\S+)\"", text):
+        assert written not in report.FILES, f"{name} writes {written} by itself"

@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from support.runs import check_run_files
 from support.tiny_models import LLAMA, random_weights
 
 from configs import evaluate_zoo
@@ -46,7 +47,7 @@ def test_a_draft_equal_to_the_target_is_always_accepted(config, tmp_path, capsys
     (same,) = evaluate.evaluate(config, str(tmp_path / "run"))["rows"]
     assert 2 < same["tau"].low <= same["tau"].value <= same["tau"].high <= 3
     np.testing.assert_allclose([x.value for x in same["accept"]], 1)
-    saved = json.loads((tmp_path / "run" / "evaluation.json").read_text(encoding="utf-8"))
+    saved = check_run_files(tmp_path / "run", "evaluate")
     assert saved["rows"][0]["rounds"] == same["rounds"] and same["cost"] > 0
     assert "tau" in capsys.readouterr().out
 
@@ -63,7 +64,7 @@ def test_reports_what_decoding_did(config, tmp_path, capsys):
     gaps = np.subtract(head["teacher_forced"], [x.value for x in head["accept"]])
     assert np.nanmax(np.abs(gaps)) < 0.01
     assert head["cost"] > 0 and same["cost"] > 0
-    saved = json.loads((tmp_path / "run" / "evaluation.json").read_text(encoding="utf-8"))
+    saved = check_run_files(tmp_path / "run", "evaluate")
     assert [row["rounds"] for row in saved["rows"]] == [head["rounds"], same["rounds"]]
     assert (tmp_path / "run" / "acceptance.png").stat().st_size > 5000
     assert "Differences, prompt by prompt" in capsys.readouterr().out

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
+from support.runs import check_run_files
 
 from experiments import growth
 from experiments.common.plan_draft import find_draft
@@ -39,7 +38,7 @@ def test_reports_what_grows_and_where_speculation_stops_paying(tmp_path, capsys)
     assert fits == sorted(fits, reverse=True)
     for f in record["frontier"]:
         assert all(stop is None or stop <= f["fits_to"] for stop in f["stops_at"].values())
-    assert json.loads((tmp_path / "growth.json").read_text())["target"] == "llama-3.1-8b"
+    assert check_run_files(tmp_path, "growth")["target"] == "llama-3.1-8b"
     assert (tmp_path / "growth.png").stat().st_size > 10_000
     assert "by chips" in capsys.readouterr().out
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from support.runs import check_run_files
 
 from configs import plan as default
 from experiments import plan
@@ -46,8 +47,8 @@ def test_floors_alone_yield_the_best_k_of_every_place_and_a_run_is_continued(
     expected = roofline.predict(*models, 2, tokens, CHIPS["h100"], setting)
     assert one["tok_s"] == pytest.approx(expected.tok_s)
     assert plan_report.speedup(one, result["cells"]) == pytest.approx(expected.speedup)
-    for name in ("plan.json", "plan.md", "plan.png"):
-        assert (tmp_path / name).stat().st_size > 0
+    check_run_files(tmp_path, "plan")
+    assert (tmp_path / "plan.png").stat().st_size > 0
     assert "best K" in capsys.readouterr().out
     count = []
     monkeypatch.setattr(plan_cells.roofline, "memory", lambda *args: count.append(args))
@@ -79,7 +80,7 @@ def test_a_tree_has_the_floor_of_its_passes_and_no_predicted_speed(tmp_path, wri
     floor = roofline.decode_round(target, head, nodes[0], setting, tree).floor_s(CHIPS["v5e"])
     assert one["floor_s"] == pytest.approx(floor) and one["tok_s"] is None
     assert found["best"] == []
-    assert "A tree's speed is not predicted" in (tmp_path / "plan.md").read_text()
+    assert "A tree's speed is not predicted" in (tmp_path / "report.md").read_text()
 
 
 def measured(folder: pathlib.Path, **report) -> str:
@@ -101,7 +102,7 @@ def test_measured_acceptance_is_that_of_the_named_row(tmp_path):
     planned = lambda name, **more: plan.run(config(draft="eagle3", **more), str(tmp_path / name))
     chain = planned("chain", acceptance=f"{path}:1", num_draft="1,3,5")
     assert [c["tokens"] for c in chain["cells"]] == pytest.approx([1, 1.6, 1.9, 1.9])
-    assert "row 1, ngram K=3" in (tmp_path / "chain" / "plan.md").read_text()
+    assert "row 1, ngram K=3" in (tmp_path / "chain" / "report.md").read_text()
     tree = planned("tree", acceptance=f"{path}:2", tree="3,2")
     assert tree["cells"][1]["tokens"] == pytest.approx(2.35) and tree["best"][0]["k"] == 9
     for more, message in (
@@ -163,7 +164,7 @@ def compiled_plan(folder: pathlib.Path, num_layers: int, **flags) -> dict:
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return json.loads((folder / "run" / "plan.json").read_text())
+    return json.loads((folder / "run" / "report.json").read_text())
 
 
 needs_libtpu = pytest.mark.skipif(
@@ -183,7 +184,7 @@ def test_a_planned_training_step_holds_its_share_of_weights_and_moments(tmp_path
     assert state == cell["compiled"]["needs"]["aliased"] == pytest.approx(3 * params, rel=0.01)
     assert cell["compiled"]["counted"]["collectives"]["all-gather"][0] > 0
     assert cell["fits"] and cell["tok_s"] is None and report["best"] == []
-    assert "all-gather of" in (tmp_path / "run" / "plan.md").read_text()
+    assert "all-gather of" in (tmp_path / "run" / "report.md").read_text()
 
 
 @pytest.mark.exhaustive

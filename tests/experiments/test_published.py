@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
+from support.runs import check_run_files
 
 from experiments import published as main
 from experiments.common import published
@@ -90,7 +90,7 @@ def test_summary_is_of_ratios():
 
 def test_command_reports_every_pair(tmp_path, capsys):
     record = main.run(tmp_path)
-    assert json.loads((tmp_path / "published.json").read_text())["summary"].keys() == {
+    assert check_run_files(tmp_path, "published")["summary"].keys() == {
         STATED, BORROWED, UNSTATED
     }  # fmt: skip
     assert (tmp_path / "published.png").stat().st_size > 10_000

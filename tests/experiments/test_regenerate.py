@@ -5,6 +5,7 @@ import json
 import shutil
 
 import pytest
+from support.runs import check_run_files
 from support.tiny_models import random_weights
 
 from configs import regenerate_zoo
@@ -90,7 +91,7 @@ def test_every_prompt_is_answered_as_the_decoder_answers_it_alone(run, pair):
     assert set(report["finish_reasons"]) == {"length", "stop_token"}
     assert report["tokens"] == sum(len(row["response_ids"]) for row in rows.values())
     assert report["session"]["useful_share"] == 1
-    assert json.loads((folder / "report.json").read_text())["tokens"] == report["tokens"]
+    assert check_run_files(folder, "regenerate")["tokens"] == report["tokens"]
 
 
 @pytest.mark.exhaustive

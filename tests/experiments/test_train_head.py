@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from support.runs import check_run_files
 from support.tiny_models import random_weights
 
 from configs import (
@@ -102,6 +103,8 @@ def test_a_run_leaves_a_head_that_drafts_as_it_did_when_measured(files, run):
     losses = [line["loss"] for line in lines if "loss" in line]
     assert len(losses) == 4 and np.isfinite(losses).all()
     assert (folder / "training.png").stat().st_size > 10_000
+    rep = check_run_files(folder, "train_head")
+    assert rep["final"] == best and rep["evaluations"] == evaluated
     target = load_model(files / "target")
     head = load_draft(folder / "export", target)
     assert head.config.layer.vocab_size == 200 and head.config.taps == (0, 2)

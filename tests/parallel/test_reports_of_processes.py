@@ -37,7 +37,7 @@ def files(tmp_path_factory):
     return folder
 
 
-def launch(experiment, values, folder, name="report.json"):
+def launch(experiment, values, folder):
     """The report that two processes write; a tuple is written with commas."""
     text = lambda value: ",".join(map(str, value)) if isinstance(value, tuple) else value
     options = [f"--config.{name}={text(value)}" for name, value in values.items()]
@@ -46,7 +46,7 @@ def launch(experiment, values, folder, name="report.json"):
         f"--workdir={folder}",
     )  # fmt: skip
     assert code == 0, output
-    return json.loads((folder / name).read_text(encoding="utf-8"))
+    return json.loads((folder / "report.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.exhaustive
@@ -74,7 +74,7 @@ def test_evaluate(files, tmp_path):
         "prompts": str(files / "prompts.jsonl"), "num_prompts": 4, "batch": 4,
         "max_new_tokens": 8, "num_draft": 2, "has_costs": False,
     }  # fmt: skip
-    (two,) = launch("evaluate", values, tmp_path / "two", "evaluation.json")["rows"]
+    (two,) = launch("evaluate", values, tmp_path / "two")["rows"]
     config = evaluate_zoo.get_config()
     config.update(values)
     (one,) = evaluate(config, tmp_path / "one")["rows"]

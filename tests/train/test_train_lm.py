@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.runs import check_run_files
 
 from configs import train_zoo_draft, train_zoo_target
 from experiments import train_lm
@@ -68,6 +69,7 @@ def stop_after(monkeypatch, step):
 
 def test_loss_falls_and_the_export_is_the_trained_model(tmp_path):
     final = train_lm.train(tiny(), tmp_path)
+    assert check_run_files(tmp_path, "train_lm")["final"] == final
     lines = metrics(tmp_path)
     first, last = (next(x["loss"] for x in ls if "loss" in x) for ls in (lines, lines[::-1]))
     assert last < first - 0.3
