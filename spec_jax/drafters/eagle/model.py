@@ -36,7 +36,7 @@ from spec_jax.models.layers import (
 from spec_jax.models.layout import matmul
 from spec_jax.models.params import check_weights, init_table
 from spec_jax.models.specs import ParamSpec
-from spec_jax.sharding import by_shard, constrain
+from spec_jax.sharding import by_shard, constrain, keep_layout
 from spec_jax.show.summary import short_repr
 from spec_jax.tree import DynamicTree, Tree, check_children
 
@@ -295,8 +295,11 @@ def unembed(params: dict, x: jax.Array, config: EagleConfig, target: Model) -> j
         return logits
 
     def spread(logits, ids):
-        empty = jnp.full((*logits.shape[:-1], config.target_vocab_size), -jnp.inf)
-        return empty.at[..., ids].set(logits)
+        # In one matrix, else a TPU's scatter pads each group of rows to its tiles' 128 lanes.
+        rows = logits.reshape(-1, logits.shape[-1])
+        empty = jnp.full((len(rows), config.target_vocab_size), -jnp.inf)
+        rows = empty.at[:, ids].set(rows, indices_are_sorted=True, unique_indices=True)
+        return keep_layout(rows).reshape(*logits.shape[:-1], -1)
 
     return by_shard(spread, (P("batch"), P()), P("batch"))(logits, ids)
 

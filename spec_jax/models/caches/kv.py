@@ -47,6 +47,42 @@ def put_rows(
     return keep_layout(cache)
 
 
+def take_slots(cache: jax.Array, slots: jax.Array) -> jax.Array:
+    """Reads some slots of each row.
+
+    Args:
+      cache: as in ``put_rows``.
+      slots: i32[B,P].
+
+    Returns:
+      The cache with P slots in place of S.
+    """
+    return jax.lax.platform_dependent(cache, slots, tpu=_slice_slots, default=_gather_slots)
+
+
+def _gather_slots(cache, slots):
+    axis = 1 if cache.ndim == 5 else 0
+    slots = jnp.repeat(slots, cache.shape[axis] // len(slots), axis=0)
+    take = lambda x, at: jnp.take(x, at, axis=-2)
+    return jax.vmap(take, (axis, 0), axis)(cache, slots)
+
+
+def _slice_slots(cache, slots):
+    """One dynamic_slice a slot: for a gather a TPU turns the whole cache."""
+    (B, P), axis = slots.shape, 1 if cache.ndim == 5 else 0
+    size = list(cache.shape)
+    size[axis], size[-2] = size[axis] // B, 1
+
+    def read(b, p):
+        at = [0] * cache.ndim
+        at[axis], at[-2] = b * size[axis], slots[b, p]
+        return jax.lax.dynamic_slice(cache, at, size)
+
+    rows = [jnp.concatenate([read(b, p) for p in range(P)], axis=-2) for b in range(B)]
+    # Without the barrier reading and writing could become one step, which needs a copy.
+    return jax.lax.optimization_barrier(jnp.concatenate(rows, axis=axis))
+
+
 @flax.struct.dataclass
 class KVCache:
     """Keys and values of every layer. Slots stand next to the head dimension.
@@ -177,13 +213,11 @@ class KVCache:
 
     def _gather(self, path) -> KVCache:
         """Copies slots ``path`` (i32[B,P]) of the window to its front."""
-        axis, axes = 1 if self.is_stacked else 0, self._array_axes
+        axes = self._array_axes
 
         def move(cache, slots, start):
             # Read everything before writing: a shifted copy in place may read what it wrote.
-            slots = jnp.repeat(slots, cache.shape[axis] // len(start), axis=0)
-            take = lambda x, at: jnp.take(x, at, axis=-2)
-            return put_rows(cache, jax.vmap(take, (axis, 0), axis)(cache, slots), start)
+            return put_rows(cache, take_slots(cache, slots), start)
 
         move = by_shard(move, (axes, P("batch"), P("batch")), axes)
         each = lambda cache: move(cache, self.length[:, None] + path, self.length)
