@@ -25,7 +25,12 @@ def get_config() -> ConfigDict:
     config.own_batch = 32
     config.own_prompt = 48  # tokens of the training text that it continues
     config.vocab_size = 2048
-    config.tests_share = 0.25  # of the standard library's own tests
+    config.data = ConfigDict({  # every token is trained on, see train_head_default.py
+        "text": "stdlib",  # the library's source; or files and folders of texts or conversations
+        "tests_share": 0.25,  # of the standard library's own tests
+        "held_out_share": 0.02,  # of the files' documents; the library has held-out modules
+        "max_length": 0,  # longer documents of files are left out; 0: none, windows cut them
+    })  # fmt: skip
     config.model = ConfigDict({
         "model_type": "llama",
         "hidden_size": 256,
@@ -51,7 +56,8 @@ def get_config() -> ConfigDict:
     config.eval_length = 512
     config.eval_windows = 16  # during training; the final figures use all windows
     config.eval_every = 200
-    config.eval_prompts = 0  # held-out functions on which a distilled draft is measured
+    config.eval_prompts = 0  # held-out prompts on which a distilled draft is measured
+    config.eval_prompt_tokens = 256  # maximum tokens of a prompt of a held-out text
     config.eval_new_tokens = 64
     config.eval_num_draft = 5
     config.log_every = 10

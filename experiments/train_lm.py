@@ -1,11 +1,13 @@
-"""Trains a small language model on the standard library's source, or distils one.
+r"""Trains a small language model on the standard library's source or texts, or distils one.
 
     python -m experiments.train_lm --config=configs/train_zoo_target.py --workdir=runs/zoo_target
+    python -m experiments.train_lm --config=configs/train_zoo_draft.py --workdir=runs/draft \
+        --config.teacher=PATH --config.data.text=chats.jsonl
 
 A work directory with a checkpoint is resumed, bit for bit. With ``config.teacher`` (a zoo name or
 a Hugging Face directory) the loss is the KL divergence to that model, whose tokenizer is used. A
-run leaves config.json, environment.json, metrics.jsonl, checkpoints/, and at its end report.json,
-report.md and export/, a Hugging Face directory.
+run leaves config.json, environment.json, report.json (with what was read of the data, what was
+left out and why), report.md, metrics.jsonl, checkpoints/ and export/, a Hugging Face directory.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from configs import train_zoo_target
-from experiments.common import cli, report, training_report
+from experiments.common import cli, report, training_report, training_text
 from experiments.common.lm_experiment import Experiment, check_resume, validate
 from spec_jax.errors import ConfigError
 from spec_jax.models import checkpoint
@@ -44,20 +46,28 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
     validate(config)
     workdir = pathlib.Path(workdir).absolute()
     workdir.mkdir(parents=True, exist_ok=True)
-    experiment, resolved = Experiment(config, workdir), json.loads(config.to_json())
+    resolved = json.loads(config.to_json())
     with Checkpoints(workdir / "checkpoints") as checkpoints:
-        if checkpoints.last_step is not None:
-            saved = json.loads((workdir / "config.json").read_text())
-            check_resume(saved, resolved, checkpoints.last_step)
+        path, last = workdir / "config.json", checkpoints.last_step
+        saved = None if last is None else json.loads(path.read_text())
+        if saved is not None:
+            check_resume(saved, resolved | {"data_seen": saved.get("data_seen")}, last)
+        experiment = Experiment(config, workdir)
+        resolved["data_seen"] = experiment.fingerprint()
+        if saved is not None:
+            check_resume(saved, resolved, last)
         state = checkpoints.restore(experiment.init_state())
         first = int(state.step)
-        head = report.begin("train_lm", workdir, resolved)
-        training_report.write(workdir, "A language model", head)
+        head = report.begin("train_lm", workdir, resolved) | {"data": experiment.usage()}
+        used = ["\n".join(training_text.usage_lines(found)) for found in head["data"]]
+        training_report.write(workdir, "A language model", head, used)
         with Log(workdir, first, config.steps) as log:
+            for found in used:
+                log.say(found)
             log.say(
                 f"{num_params(experiment.model_config) / 1e6:.2f}M parameters, "
-                f"{len(experiment.text) / 1e6:.2f}M training tokens, {len(experiment.held_out)} "
-                f"held-out tokens, from step {first} of {config.steps}"
+                f"{len(experiment.text.tokens) / 1e6:.2f}M training tokens, from step {first} of "
+                f"{config.steps}"
             )
             state, is_done = train_loop(
                 state,
@@ -80,7 +90,7 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
         workdir / "export", state.params, experiment.model_config, experiment.tokenizer,
         dtype="bfloat16",
     )  # fmt: skip
-    training_report.write(workdir, "A language model", head, final=final)
+    training_report.write(workdir, "A language model", head, used, final)
     print(f"exported to {workdir / 'export'}")
     return final
 

@@ -12,14 +12,13 @@ from ml_collections import ConfigDict
 
 from configs import train_head_default
 from experiments.common import cli, head_data, head_eval, head_setup, training_text
-from experiments.common.prompts import fit, load_prompts, room_for_prompt
 from spec_jax import processes
 from spec_jax.config import SpeculativeConfig
 from spec_jax.data.batches import window_batches
 from spec_jax.drafters import registry
 from spec_jax.engine.assemble import make_drafter
 from spec_jax.errors import ConfigError
-from spec_jax.loading import LoadedHead, LoadedModel, load_model
+from spec_jax.loading import LoadedModel, load_model
 from spec_jax.sharding import replicate
 from spec_jax.train.objective import Batch, chain_rates, target_view
 from spec_jax.train.optimizer import make_optimizer
@@ -111,19 +110,14 @@ class Experiment:
         self._step = self.placement.jit_step(step, self._where)
         self._objective = self.placement.jit(lambda *args: replicate(self.spec.measure(*args)))
         head = self.spec.loaded({})
-        self._prompts = self._make_prompts(head)
+        options = config.eval
+        self._prompts = training_text.prompts(
+            self.held_out, config.data, [self.target, head], path=options.prompts,
+            num_prompts=options.num_prompts, prompt_tokens=options.prompt_tokens,
+            max_new_tokens=options.max_new_tokens,
+        )  # fmt: skip
         drafts = SpeculativeConfig(head.method, config.eval.num_draft)
         make_drafter(drafts, self.target.model, head)  # refuses more drafts than there can be
-
-    def _make_prompts(self, head: LoadedHead) -> list[list[int]]:
-        """Returns the prompts that tau is measured on: of a file, or of the held-out text."""
-        options, text = self.config.eval, self.config.data.text
-        models = [self.target, head]
-        if options.prompts or text == training_text.STDLIB:
-            prompts = load_prompts(options.prompts, options.num_prompts, seed=0)
-            return fit(prompts, models, options.max_new_tokens, None)[0]
-        room = room_for_prompt(models, options.max_new_tokens, options.prompt_tokens)
-        return training_text.held_out_prompts(self.held_out, options.num_prompts, room)
 
     @property
     def num_prompts(self) -> int:

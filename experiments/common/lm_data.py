@@ -1,16 +1,19 @@
-"""The data of ``experiments.train_lm``: the corpus, and text that a teacher wrote."""
+"""The data of ``experiments.train_lm``: a text, and what a teacher wrote after parts of it."""
 
 from __future__ import annotations
 
 import functools
 import pathlib
+from collections.abc import Callable
 
 import numpy as np
 from ml_collections import ConfigDict
 
+from experiments.common import training_text
 from spec_jax import processes
 from spec_jax.config import SamplerConfig
-from spec_jax.data import python_source, tokens
+from spec_jax.data import tokens
+from spec_jax.data.batches import Corpus, window_batches
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.loading import LoadedModel
 from spec_jax.meshes import mesh_of
@@ -18,32 +21,30 @@ from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.progress import Progress
 
 
-def load_text(config: ConfigDict, teacher: LoadedModel | None):
-    """Returns the tokenizer, training tokens i32[T], held-out tokens, and their text's bytes."""
-    train = python_source.documents("train", tests_share=config.tests_share)
-    held_out = python_source.documents("held_out")
+def load_text(
+    config: ConfigDict, teacher: LoadedModel | None, folder: pathlib.Path
+) -> tuple[Tokenizer, Corpus, Corpus]:
+    """Returns the tokenizer, the text to train on and the held-out text.
+
+    The tokenizer is the teacher's; without a teacher it is trained on the text.
+    """
     if teacher is not None:
         tokenizer = teacher.tokenizer
     else:
-        backend = tokens.train_tokenizer((text for _, text in train), config.vocab_size)
+        texts = training_text.texts_of(config.data)
+        backend = tokens.train_tokenizer(texts, config.vocab_size)
         special = {"bos_token": tokens.END_OF_TEXT, "eos_token": tokens.END_OF_TEXT}
         extra = {
             "clean_up_tokenization_spaces": False,
             "model_max_length": config.model.max_position_embeddings,
         }
         tokenizer = Tokenizer(backend, special | extra)
-    held_out_bytes = sum(len(text.encode()) for _, text in held_out)
-    return (
-        tokenizer,
-        tokens.pack(tokenizer.backend, train),
-        tokens.pack(tokenizer.backend, held_out),
-        held_out_bytes,
-    )
+    return tokenizer, *training_text.load(config.data, tokenizer, folder)
 
 
 def continuations(
-    config: ConfigDict, teacher: LoadedModel | None, text, path: pathlib.Path
-) -> np.ndarray | None:
+    config: ConfigDict, teacher: LoadedModel | None, text: Corpus, path: pathlib.Path
+) -> Corpus | None:
     """Returns training windows that the teacher continued, packed; None if ``own_share`` is 0.
 
     They are sampled once (even batches at temperature 1, odd ones at 0.5) and stored in ``path``,
@@ -51,37 +52,48 @@ def continuations(
     """
     if teacher is None or not config.own_share:
         return None
-    if processes.from_writer(path.exists()):
-        return np.load(path)
+    if not processes.from_writer(path.exists()):
+        whole = _continue(config, teacher, text)
+        if processes.is_writer():
+            partial = path.with_suffix(".partial.npy")
+            np.save(partial, whole)
+            partial.replace(path)
+        processes.from_writer(None)
+    return Corpus("the teacher's text", np.load(path))
+
+
+def _continue(config: ConfigDict, teacher: LoadedModel, text: Corpus) -> np.ndarray:
     decoder = SpeculativeDecoder(teacher, mesh=mesh_of(teacher.params))
-    end, prompt, batch = text[0], config.own_prompt, config.own_batch
+    end, prompt, batch = text.tokens[:1], config.own_prompt, config.own_batch
+    begun = window_batches([text], [1.0], seed=config.seed + 1, batch=batch, length=prompt)
     parts = []
     with Progress(config.own_batches, "the teacher writes", every_s=10) as bar:
         for i in range(config.own_batches):
-            ids = tokens.batch_at(text, i, seed=config.seed + 1, batch=batch, length=prompt - 1)
+            ids = begun[i]["tokens"]
             sampler = SamplerConfig(temperature=0.5 if i % 2 else 1.0, seed=i * batch)
             found = decoder.generate(
                 ids.tolist(), config.length - prompt, sampler=sampler, stop_tokens=()
             )
             for row, generation in zip(ids, found):
-                parts += [[end], row, generation.tokens]
+                parts += [end, row, generation.tokens]
             bar.step(f"batch of {batch} rows")
-    whole = np.concatenate([*parts, [end]]).astype(np.int32)
-    if processes.is_writer():
-        partial = path.with_suffix(".partial.npy")
-        np.save(partial, whole)
-        partial.replace(path)
-    return whole
+    return np.concatenate([*parts, end]).astype(np.int32)
 
 
-def batch_for(config: ConfigDict, text, own, step: int) -> np.ndarray:
-    """Returns the windows of a step: of the text, and of the teacher's ``own`` if there are any.
+def batches(
+    config: ConfigDict, text: Corpus, own: Corpus | None
+) -> Callable[[int], np.ndarray]:
+    """Returns a function of a step that returns its windows, one token longer than their length.
 
-    The last ``long_share`` of the run has longer windows, only of the text.
+    They are of the text, and a share of the teacher's ``own`` if there is any. The last
+    ``long_share`` of the run has longer windows, only of the text.
     """
-    at = functools.partial(tokens.batch_at, step=step, seed=config.seed)
-    if step >= config.steps - round(config.steps * config.long_share):
-        return at(text, batch=config.long_batch, length=config.long_length)
-    n_own = 0 if own is None else round(config.batch * config.own_share)
-    sources = [(text, config.batch - n_own), (own, n_own)]
-    return np.concatenate([at(s, batch=n, length=config.length) for s, n in sources if n])
+    draw = functools.partial(window_batches, seed=config.seed)
+    texts, shares = [text], [1.0]
+    if own is not None:
+        texts, shares = [text, own], [1.0 - config.own_share, config.own_share]
+    usual = draw(texts, shares, batch=config.batch, length=config.length + 1)
+    first_long, longer = config.steps - round(config.steps * config.long_share), None
+    if first_long < config.steps:
+        longer = draw([text], [1.0], batch=config.long_batch, length=config.long_length + 1)
+    return lambda step: (usual if step < first_long else longer)[step]["tokens"]

@@ -11,8 +11,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from configs import train_zoo_target
-from experiments.common import cli, head_eval, lm_data
-from experiments.common.prompts import fit, load_prompts
+from experiments.common import cli, head_eval, lm_data, training_text
 from spec_jax.data import tokens
 from spec_jax.drafters.standalone import objective
 from spec_jax.errors import ConfigError
@@ -27,7 +26,7 @@ from spec_jax.train.step import TrainState, train_step
 
 _FREE = (
     "steps", "log_every", "eval_every", "eval_windows", "eval_prompts", "eval_new_tokens",
-    "eval_num_draft", "checkpoint_every_s", "mesh", "is_fully_sharded",
+    "eval_prompt_tokens", "eval_num_draft", "checkpoint_every_s", "mesh", "is_fully_sharded",
 )  # fmt: skip
 
 
@@ -38,7 +37,8 @@ def validate(config: ConfigDict) -> None:
         config,
         "steps batch length long_batch long_length eval_batch eval_length log_every eval_every",
     )
-    for name in ("long_share", "tests_share", "own_share", "optimizer.decay_share"):
+    training_text.validate(config)
+    for name in ("long_share", "own_share", "optimizer.decay_share"):
         share = config.optimizer.decay_share if "." in name else config[name]
         cli.require(0.0 <= share <= 1.0, config, name, "a number in [0, 1]")
     longest = max(config.length, config.long_length, config.eval_length)
@@ -108,8 +108,11 @@ class Experiment:
             self.placement.check_batch("long_batch", config.long_batch)
         mesh, rules = self.placement.mesh, self.placement.rules
         self.config, self.teacher = config, load_teacher(config, self.placement)
-        self.tokenizer, self.text, self.held_out, self._held_out_bytes = lm_data.load_text(
-            config, self.teacher
+        self.tokenizer, self.text, self.held_out = lm_data.load_text(
+            config, self.teacher, workdir / "data"
+        )
+        training_text.check_held_out(
+            self.held_out, config.eval_length + 1, config.data, "eval_length"
         )
         end = self.tokenizer.token_id(tokens.END_OF_TEXT)
         self.model_config = ModelConfig(
@@ -121,6 +124,7 @@ class Experiment:
         self.own = lm_data.continuations(
             config, self.teacher, self.text, workdir / "continuations.npy"
         )
+        self._batches = lm_data.batches(config, self.text, self.own)
         step = functools.partial(train_step, objective=loss, optimizer=self.optimizer)
         self._where = mesh and self.placement.state_shardings(
             placement("the model", self.model_config, mesh, rules), self._make, self._key()
@@ -146,18 +150,30 @@ class Experiment:
 
     def batch_at(self, step: int) -> np.ndarray:
         """Returns the windows of a step."""
-        return lm_data.batch_for(self.config, self.text, self.own, step)
+        return self._batches(step)
+
+    def fingerprint(self) -> dict:
+        """Returns checksums of the training data; a resumed run must have the same."""
+        return training_text.fingerprint([self.text])
+
+    def usage(self) -> list[dict]:
+        """Returns what of each text is used, and what is left out and why."""
+        trained = [text for text in (self.text, self.own) if text is not None]
+        lengths = [self.config.length + 1] * len(trained) + [self.config.eval_length + 1]
+        return list(map(training_text.usage, [*trained, self.held_out], lengths))
 
     def held_out_figures(self, state: TrainState, n_windows: int | None = None) -> dict:
         """Returns means over held-out windows: all of them, or the first ``n_windows``."""
-        found = tokens.windows(self.held_out, self.config.eval_length)[:n_windows]
+        length = self.config.eval_length + 1
+        count = min(self.held_out.num_windows(length), n_windows or len(self.held_out.tokens))
         sums, size = {}, self.config.eval_batch
-        for i in range(0, len(found), size):
-            part = self.placement.place(found[i : i + size])
+        for i in range(0, count, size):
+            rows = [self.held_out.window(j, length) for j in range(i, min(i + size, count))]
+            part = self.placement.place(np.stack([row["tokens"] for row in rows]))
             value, figures = self._loss(state.params, part, self._teacher_params)
             for name, x in {"loss": value, **figures}.items():
                 sums[name] = sums.get(name, 0.0) + float(x) * len(part)
-        return {name: total / len(found) for name, total in sums.items()}
+        return {name: total / count for name, total in sums.items()}
 
     def evaluate(self, state: TrainState) -> dict:
         """Returns held-out figures; of a draft also tau and acceptance by real decoding."""
@@ -168,8 +184,10 @@ class Experiment:
             return figures
         model = transformer.model(self.model_config, num_tokens=self.tokenizer.num_ids)
         draft = LoadedModel("draft", model, state.params, self.tokenizer, self.model_config)
-        prompts = load_prompts("", config.eval_prompts, seed=0)
-        ids, _ = fit(prompts, [teacher, draft], config.eval_new_tokens, None)
+        ids = training_text.prompts(
+            self.held_out, config.data, [teacher, draft], num_prompts=config.eval_prompts,
+            prompt_tokens=config.eval_prompt_tokens, max_new_tokens=config.eval_new_tokens,
+        )  # fmt: skip
         _, stats = head_eval.decode(
             teacher, draft, ids, num_draft=config.eval_num_draft, batch=len(ids),
             max_new_tokens=config.eval_new_tokens, where=cli.MeshOptions(mesh),
@@ -179,5 +197,7 @@ class Experiment:
     def final_figures(self, state: TrainState) -> dict[str, float]:
         """Returns figures over all held-out windows, and bits per byte of the held-out text."""
         final = self.held_out_figures(state)
-        bits_per_nat_token = len(self.held_out) / self._held_out_bytes / math.log(2)
+        ids = self.held_out.tokens.tolist()
+        num_bytes = len(self.tokenizer.backend.decode(ids, skip_special_tokens=True).encode())
+        bits_per_nat_token = len(ids) / num_bytes / math.log(2)
         return final | {"bits_per_byte": final.get("ce", final["loss"]) * bits_per_nat_token}

@@ -12,6 +12,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from experiments.common import cli
+from experiments.common.prompts import fit, load_prompts, room_for_prompt
 from spec_jax import processes
 from spec_jax.data import packed, python_source, tokens
 from spec_jax.data.batches import Corpus
@@ -19,6 +20,7 @@ from spec_jax.data.conversations import Encoder, read_documents
 from spec_jax.data.records import Text, read_records
 from spec_jax.data.splits import SPLITS, HeldOut
 from spec_jax.errors import ConfigError
+from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.models import files
 from spec_jax.models.tokenizer import Tokenizer
 
@@ -83,7 +85,7 @@ def load(data: ConfigDict, tokenizer: Tokenizer, folder: pathlib.Path) -> tuple[
     found = [_load_packed(folder, split, tokenizer, about) for split in SPLITS]
     if not processes.from_writer(None not in found):
         files.write_once(lambda: _pack(data, tokenizer, folder, about))
-        found = [_load_packed(folder, split, tokenizer, about) for split in SPLITS]
+        found = [packed.load_packed(folder, split, tokenizer) for split in SPLITS]
     return tuple(_of_packed(f"{data.text} ({split})", x) for split, x in zip(SPLITS, found))
 
 
@@ -197,6 +199,31 @@ def held_out_prompts(corpus: Corpus, n: int, length: int) -> list[list[int]]:
     n = min(n, len(places))
     chosen = [places[i * len(places) // n] for i in range(n)]
     return [np.asarray(corpus.tokens[begin:end]).tolist() for begin, end in chosen]
+
+
+def prompts(
+    corpus: Corpus, data: ConfigDict, models: Sequence[LoadedModel | LoadedHead], *, path: str = "",
+    num_prompts: int, prompt_tokens: int, max_new_tokens: int,
+) -> list[list[int]]:
+    """Returns the prompts that a draft is measured on while it is trained.
+
+    Args:
+      corpus: The held-out text.
+      data: The config's ``data``.
+      models: The target, then the draft.
+      path: A file of prompts. "" means prompts of the held-out text, see ``held_out_prompts``, or
+        functions of the library's held-out modules.
+      num_prompts: Their number; fewer if the held-out text has fewer places.
+      prompt_tokens: The maximum tokens of a prompt of the held-out text.
+      max_new_tokens: The tokens that will follow a prompt.
+
+    Raises:
+      ConfigError: A file that cannot be read, or no room for a prompt.
+    """  # fmt: skip
+    if path or data.text == STDLIB:
+        return fit(load_prompts(path, num_prompts, seed=0), models, max_new_tokens, None)[0]
+    room = room_for_prompt(models, max_new_tokens, prompt_tokens)
+    return held_out_prompts(corpus, num_prompts, room)
 
 
 def fingerprint(texts: Sequence[Corpus]) -> dict[str, Any]:

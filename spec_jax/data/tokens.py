@@ -1,4 +1,4 @@
-"""Text as tokens, and tokens as training windows: a tokenizer, packing, batches by step."""
+"""Text as tokens: a tokenizer, packing, and the share of a text that repeats itself."""
 
 from __future__ import annotations
 
@@ -77,62 +77,6 @@ def pack(tokenizer: tokenizers.Tokenizer, documents: Iterable[tuple[str, str]]) 
     for encoding in tokenizer.encode_batch([text for _, text in documents]):
         parts += [encoding.ids, [end]]
     return np.concatenate([np.asarray(part, np.int32) for part in parts])
-
-
-def batch_at(tokens: np.ndarray, step: int, *, seed: int, batch: int, length: int) -> np.ndarray:
-    """Returns the batch of a step, a pure function of the arguments.
-
-    In each epoch every window is drawn once. The order of the windows and the place where the
-    text is cut depend on (seed, epoch) alone.
-
-    Args:
-      tokens: i32[T], the packed text.
-      step: The number of the step, from 0.
-      seed: The seed of the order.
-      batch: The number of windows.
-      length: The number of predicted tokens in a window.
-
-    Returns:
-      i32[batch, length + 1]. A window's first token is only an input, its last only a label.
-
-    Raises:
-      ConfigError: The text is shorter than two windows.
-    """
-    count = (len(tokens) - 1) // length - 1
-    if count < 1:
-        raise ConfigError(
-            f"the text has {len(tokens)} tokens; expected at least {2 * length + 1} for "
-            f"windows of {length}"
-        )
-    rows = []
-    order, cut, known_epoch = None, 0, -1
-    for index in range(step * batch, (step + 1) * batch):
-        epoch, position = divmod(index, count)
-        if epoch != known_epoch:
-            rng = np.random.default_rng((seed, epoch))
-            order, cut, known_epoch = rng.permutation(count), int(rng.integers(length)), epoch
-        start = cut + int(order[position]) * length
-        rows.append(tokens[start : start + length + 1])
-    return np.stack(rows).astype(np.int32)
-
-
-def windows(tokens: np.ndarray, length: int) -> np.ndarray:
-    """Cuts a text into consecutive windows, and drops the rest that does not fill a window.
-
-    Args:
-      tokens: i32[T], the packed text.
-      length: The number of predicted tokens in a window.
-
-    Returns:
-      i32[B, length + 1].
-
-    Raises:
-      ConfigError: The text is shorter than a window.
-    """
-    count = (len(tokens) - 1) // length
-    if count < 1:
-        raise ConfigError(f"the text has {len(tokens)} tokens; expected at least {length + 1}")
-    return np.stack([tokens[i * length : (i + 1) * length + 1] for i in range(count)])
 
 
 def looping_share(tokens: np.ndarray, *, max_period: int = 32, repeats: int = 3) -> float:

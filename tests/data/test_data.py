@@ -1,4 +1,4 @@
-"""The corpus, its split, and windows by step."""
+"""The corpus, its split, its tokenizer, and texts that repeat themselves."""
 
 import ast
 import pathlib
@@ -82,8 +82,6 @@ def test_too_many_prompts_is_an_error():
     lambda: python_source.documents("train", tests_share=1.5),
     lambda: tokens.train_tokenizer(["x"], 100),
     lambda: tokens.train_tokenizer(["x"], 2048),
-    lambda: tokens.batch_at(np.arange(10), 0, seed=0, batch=1, length=8),
-    lambda: tokens.windows(np.arange(4), 8),
 ])  # fmt: skip
 def test_bad_arguments_are_clear_errors(call):
     with pytest.raises(ConfigError, match="expected|fill"):
@@ -106,32 +104,6 @@ def test_packing_separates_documents(tokenizer):
     packed = tokens.pack(tokenizer, [("a", "x = 1\n"), ("b", "y = 2\n")])
     assert packed.dtype == np.int32
     assert list(np.flatnonzero(packed == 0)) == [0, len(packed) // 2, len(packed) - 1]
-
-
-def test_an_epoch_visits_every_window_once():
-    text = np.arange(1001)
-    batches = [tokens.batch_at(text, s, seed=3, batch=4, length=10) for s in range(24)]
-    starts = np.concatenate(batches)[:, 0]
-    count = 1000 // 10 - 1
-    first, second = starts[: len(starts) // 2], starts
-    assert len(set(second[:96])) == 96 and count == 99
-    assert len(set(starts % 10)) == 1 and first.max() < 1000
-    np.testing.assert_array_equal(batches[0][:, 1:] - batches[0][:, :-1], 1)
-
-
-def test_batches_are_a_function_of_the_step_across_epochs():
-    text = np.arange(205)
-    one = [tokens.batch_at(text, s, seed=0, batch=3, length=10) for s in range(30)]
-    again = tokens.batch_at(text, 17, seed=0, batch=3, length=10)
-    np.testing.assert_array_equal(one[17], again)
-    assert len({row[0] % 10 for batch in one for row in batch}) > 1  # epochs cut elsewhere
-    assert (tokens.batch_at(text, 17, seed=1, batch=3, length=10) != again).any()
-
-
-def test_windows_overlap_by_the_target_only():
-    found = tokens.windows(np.arange(25), 8)
-    np.testing.assert_array_equal(found[:, 0], [0, 8, 16])
-    np.testing.assert_array_equal(found[:, -1], [8, 16, 24])
 
 
 @pytest.mark.parametrize(

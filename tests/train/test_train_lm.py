@@ -10,7 +10,6 @@ from support.runs import check_run_files
 
 from configs import train_zoo_draft, train_zoo_target
 from experiments import train_lm
-from experiments.common import lm_data
 from spec_jax.data import python_source
 from spec_jax.errors import ConfigError
 from spec_jax.models import checkpoint, transformer
@@ -56,14 +55,14 @@ def stop_after(monkeypatch, step):
     class Stop(Exception):
         pass
 
-    whole = lm_data.batch_for
+    whole = train_lm.Experiment.batch_at
 
-    def batch_for(config, text, own, at):
+    def batch_at(self, at):
         if at == step:
             raise Stop
-        return whole(config, text, own, at)
+        return whole(self, at)
 
-    monkeypatch.setattr(lm_data, "batch_for", batch_for)
+    monkeypatch.setattr(train_lm.Experiment, "batch_at", batch_at)
     return Stop
 
 
@@ -124,6 +123,24 @@ def test_a_draft_is_distilled_on_a_mesh_as_on_one_device(tmp_path):
     np.testing.assert_array_equal(*written)
 
 
+def test_a_text_of_ones_own_gives_the_same_windows_after_a_restart(tmp_path):
+    text = "".join(text for _, text in python_source.documents("train"))
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    config = tiny(own_share=0.0)
+    config.data.text = str(tmp_path / "a.txt")
+    first, again = (train_lm.Experiment(config, tmp_path / "run") for _ in range(2))
+    assert first.fingerprint() == again.fingerprint()
+    found = [[x.batch_at(step) for step in range(12)] for x in (first, again)]
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    shapes = [x.shape for x in found[0]]
+    assert shapes == [(4, 33)] * 9 + [(2, 65)] * 3  # the last quarter is longer
+    rows = {row.tobytes() for batch in found[0][:9] for row in batch}
+    assert len(rows) == 36  # every window is another one
+    train, held_out = first.usage()
+    assert 0 <= train["tokens_read"] - train["tokens_used"] < train["window_tokens"] == 33
+    assert held_out["windows"] > 0 and "the last" in held_out["notes"][0]
+
+
 @pytest.mark.exhaustive
 def test_resuming_another_experiment_is_refused(tmp_path):
     train_lm.train(tiny(steps=2), tmp_path)
@@ -153,7 +170,8 @@ def test_distillation_approaches_the_teacher(tmp_path):
     [
         ({"steps": 0}, "steps is 0"),
         ({"length": 65}, "max_position_embeddings 64"),
-        ({"tests_share": 1.5}, "tests_share is 1.5"),
+        ({"data": {"text": "stdlib", "tests_share": 1.5, "held_out_share": 0.1, "max_length": 0}},
+         "data.tests_share is 1.5"),
         ({"stepz": 3}, "no key .stepz."),
         ({"mesh": "data:8"}, "batch is 4, which the mesh axis data:8 does not divide"),
     ],
