@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 import types
@@ -13,14 +14,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from spec_jax import zoo
+from spec_jax import hub, zoo
 from spec_jax.drafters import registry
 from spec_jax.drafters.common.vocabulary import resized
 from spec_jax.drafters.loaded import LoadedHead, LoadedModel
 from spec_jax.errors import ConfigError, ModelNotLoaded, WeightsError
 from spec_jax.meshes import to_mesh
 from spec_jax.models import checkpoint, transformer
-from spec_jax.models.files import read_json
+from spec_jax.models.families import read_config
+from spec_jax.models.files import foreign_files, read_json
 from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.sharding import SHARDED, Rules
 
@@ -56,11 +58,12 @@ def load_model(
     name_or_path: str | pathlib.Path, dtype: DTypeLike = "float32", *, scan_layers: bool = False,
     mesh: Mesh | str | None = None, rules: Rules = SHARDED,
 ) -> LoadedModel:
-    """Loads a zoo model ("zoo/target", "zoo/draft") or a Hugging Face directory.
+    """Loads a model of the zoo, of a Hugging Face directory or of the Hugging Face hub.
 
     Args:
-      name_or_path: a zoo name, or a directory of a Llama, Mistral (without a sliding window),
-        Qwen2, Qwen3, MiMo, Mamba-2 or Bamba model.
+      name_or_path: a zoo name ("zoo/target", "zoo/draft"); a directory of a Llama, Mistral (without
+        a sliding window), Qwen2, Qwen3, MiMo, Mamba-2 or Bamba model; or the id of one on the hub,
+        "owner/name" or "owner/name@revision", which is downloaded unless it is in the hub's cache.
       dtype: the dtype of the weights in memory, and of the cache.
       scan_layers: stack the layers, which compiles faster for an accelerator and runs slower on a
         CPU.
@@ -74,9 +77,13 @@ def load_model(
     """  # fmt: skip
     directory, mesh = _directory(name_or_path), to_mesh(mesh)
     dtype = _check_dtype(dtype)
-    params, config = checkpoint.load_pretrained(
-        directory, dtype, scan_layers=scan_layers, mesh=mesh, rules=rules
-    )
+    try:
+        params, config = checkpoint.load_pretrained(
+            directory, dtype, scan_layers=scan_layers, mesh=mesh, rules=rules
+        )
+    except (ConfigError, WeightsError) as error:
+        _explain_a_draft(name_or_path, directory, error)
+        raise
     has_tokenizer = (directory / "tokenizer.json").exists()
     tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None
     num_tokens = tokenizer and min(tokenizer.num_ids, config.vocab_size)
@@ -101,7 +108,7 @@ def load_draft(
     model and its MTP modules is read as the model; ``load_mtp`` reads the modules.
 
     Args:
-      name_or_path: a zoo name or a directory.
+      name_or_path: a zoo name, a directory, or an id of the Hugging Face hub, see ``load_model``.
       target: the model that it drafts for.
       dtype: the dtype of the weights in memory; by default the target's.
       method: the ``speculative_method`` that drafts with it; by default the kind is detected.
@@ -143,7 +150,8 @@ def load_head(
     """Loads an EAGLE head in the layout of EAGLE, SpecForge or vllm-project/speculators.
 
     Args:
-      path: a zoo name, or a directory with the head's config.json and weights.
+      path: a zoo name, a directory with the head's config.json and weights, or an id of the
+        Hugging Face hub.
       target: the model that it drafts for.
       dtype: the dtype of the weights in memory; by default the target's.
       **overrides: what the checkpoint leaves open or says wrongly, such as
@@ -168,7 +176,8 @@ def load_mtp(
     alone, for targets of your own.
 
     Args:
-      path: a zoo name, or the directory of the model or of its modules alone.
+      path: a zoo name, the directory of the model or of its modules alone, or an id of the Hugging
+        Face hub.
       target: the model that they draft for.
       dtype: the dtype of the weights in memory; by default the target's.
       **overrides: what the checkpoint leaves open, such as ``protocol="sequential"``; see
@@ -204,18 +213,27 @@ def random_head(
 
 
 def _directory(name_or_path: str | pathlib.Path) -> pathlib.Path:
-    """Returns the directory of a zoo name, or the path itself.
+    """Returns the directory of a zoo name, a path, or an id of the Hugging Face hub.
 
     Raises:
-      WeightsError: it is neither a directory nor a zoo name.
+      WeightsError: it is none of them.
     """
-    directory = zoo.path(str(name_or_path)) or pathlib.Path(name_or_path)
-    if not directory.is_dir():
+    path = zoo.path(str(name_or_path)) or pathlib.Path(name_or_path)
+    if path.is_dir():
+        return path
+    if path.is_file():
         raise WeightsError(
-            f"{name_or_path} is neither a directory nor a zoo name; "
-            f"the zoo has {', '.join(zoo.NAMES)}"
+            f"{path} is a file; expected the directory of config.json and model.safetensors"
+            f"{foreign_files(path.parent)}"
         )
-    return directory
+    why = f"{name_or_path} is neither a directory nor a zoo name ({', '.join(zoo.NAMES)})"
+    is_hub_id = isinstance(name_or_path, str) and hub.is_id(name_or_path)
+    if not is_hub_id or name_or_path.startswith("zoo/"):
+        raise WeightsError(f"{why}, nor an id of the Hugging Face hub, such as Qwen/Qwen3-0.6B")
+    try:
+        return hub.directory_of(name_or_path)
+    except WeightsError as error:
+        raise WeightsError(f"{why}; on the Hugging Face hub: {error}") from error
 
 
 def _with_stated_padding(
@@ -240,6 +258,24 @@ def _with_stated_padding(
         "tokens. The others are padding."
     )
     return dataclasses.replace(target, config=config, params=params), (note,)
+
+
+def _explain_a_draft(
+    name: str | pathlib.Path, directory: pathlib.Path, error: Exception
+) -> None:
+    """Raises a WeightsError where a directory that does not load as a model holds a draft."""
+    with contextlib.suppress(ConfigError, WeightsError):
+        if isinstance(error, ConfigError) and read_config(directory):
+            return  # the config is a model's, and what was asked for is wrong
+    try:
+        kind = registry.detect(directory)
+    except (ConfigError, WeightsError):
+        return
+    if kind.draft == "head":
+        raise WeightsError(
+            f"{name} is no model: it holds a draft of the kind {kind.name!r}, which is loaded for "
+            f"its target: load_draft({str(name)!r}, target)"
+        ) from error
 
 
 def _check_has_config(target: LoadedModel) -> None:

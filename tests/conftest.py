@@ -20,6 +20,9 @@ os.environ.setdefault("XLA_FLAGS", _FLAGS)
 # Tracing makes many objects and hardly any cycles; looking for them took a tenth of a run.
 gc.set_threshold(100_000, 20, 20)
 
+# No test asks the Hugging Face hub: a name that is no directory is refused at once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 import jax  # noqa: E402
 import pytest  # noqa: E402
 from support import cost  # noqa: E402

@@ -20,9 +20,8 @@ from spec_jax.models.families import AnyConfig, family_of, read_config
 from spec_jax.models.files import write_json, write_once
 from spec_jax.models.params import Params, assemble, declared, outer_table, placement, walk
 from spec_jax.models.parts import Part, Tensor, read_onto, stack
-from spec_jax.models.shards import Shards
 from spec_jax.models.specs import ParamSpec
-from spec_jax.models.tensors import StrictReader, on_host, save_tensors
+from spec_jax.models.tensors import StrictReader, on_host, open_files, save_tensors
 from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.sharding import SHARDED, Rules
 
@@ -39,7 +38,7 @@ def load_pretrained(
     mesh: Mesh | None = None,
     rules: Rules = SHARDED,
 ) -> tuple[Params, AnyConfig]:
-    """Loads a model directory of a registered family, from one safetensors file or many shards.
+    """Loads a model directory of a registered family, from safetensors or the files of torch.
 
     MTP modules in the directory are not read. On a mesh, each process reads what its own devices
     hold, part by part, and never has a whole tensor that is split.
@@ -68,8 +67,8 @@ def load_pretrained(
         raise ConfigError(f"scan_layers: the layers of {directory} are never stacked")
     where = None if mesh is None else placement(str(directory), config, mesh, rules)
     with contextlib.ExitStack() as files:
-        shards = Shards(directory, files)
-        tensors = StrictReader(directory, shards)
+        source = open_files(directory, files)
+        tensors = StrictReader(directory, source)
         is_twice = config.tie_word_embeddings and _HEAD in tensors.left
         ends = _equal_ends(directory, tensors, config).astype(dtype) if is_twice else None
         weights = assemble(
@@ -80,7 +79,7 @@ def load_pretrained(
         tensors.left -= {name for name in tensors.left if name.startswith(_MODULES)}
         tensors.finish()
         params = jax.tree.map(read_onto, weights, *([] if where is None else [where]))
-        _log.info("%s: read %d bytes of tensors in this process", directory, shards.bytes_read)
+        _log.info("%s: read %d bytes of tensors in this process", directory, source.bytes_read)
     return params, config
 
 

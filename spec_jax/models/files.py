@@ -23,10 +23,41 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise WeightsError(
             f"{file.parent} is no Hugging Face model directory: {file.name}: {error}"
+            f"{'' if file.exists() else foreign_files(file.parent)}"
         ) from error
     if not isinstance(value, dict):
         raise WeightsError(f"{file} holds a {type(value).__name__}; expected an object")
     return value
+
+
+_FOREIGN = {
+    "*.gguf": (
+        "it holds GGUF, which is not read. Load the Hugging Face repository that it was made from, "
+        "or convert it where transformers and gguf are: AutoModelForCausalLM.from_pretrained("
+        "DIRECTORY, gguf_file={name!r}).save_pretrained(OUT), and AutoTokenizer likewise"
+    ),
+    "adapter_model.*": (
+        "it holds a LoRA adapter. Merge it into its model where peft is: "
+        "AutoPeftModelForCausalLM.from_pretrained(DIRECTORY).merge_and_unload().save_pretrained(OUT)"
+    ),
+    "consolidated*": (
+        "it holds its publisher's own layout. Load the Hugging Face repository of the model, whose "
+        "files are model*.safetensors"
+    ),
+    "*.bin": "{name} is not a name that is read; expected pytorch_model.bin, or an index of shards",
+}
+
+
+def foreign_files(directory: pathlib.Path) -> str:
+    """Returns what a directory holds in place of readable weights, and what to do; "" if nothing.
+
+    Args:
+      directory: has none of the files that are read.
+    """
+    for pattern, said in _FOREIGN.items():
+        for file in sorted(directory.glob(pattern)):
+            return f": {said.format(name=file.name)}"
+    return ""
 
 
 def check_not_quantised(file: pathlib.Path, hf: Mapping[str, Any]) -> None:

@@ -18,8 +18,6 @@ from spec_jax.models.parts import Part, Tensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-PICKLE = "pytorch_model.bin"
-CONVERT = f"safetensors.torch.save_file(torch.load('{PICKLE}', weights_only=True), '{SINGLE}')"
 _DTYPES = {
     name: np.dtype(dtype)
     for name, dtype in {
@@ -29,6 +27,26 @@ _DTYPES = {
         "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8,
     }.items()
 }  # fmt: skip
+
+
+def weight_files(directory: pathlib.Path, single: str, index: str) -> list[pathlib.Path]:
+    """Returns the files of a directory's tensors: those that an index names, or a single one.
+
+    Args:
+      directory: holds them.
+      single: the name of the single file.
+      index: the name of the index.
+
+    Raises:
+      WeightsError: the index cannot be read.
+    """
+    if not (directory / index).exists():
+        return [directory / single]
+    try:
+        said = json.loads((directory / index).read_text(encoding="utf-8"))
+        return [directory / name for name in sorted(set(said["weight_map"].values()))]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"{directory / index} is no shard index: {error!r}") from error
 
 
 class Shards:
@@ -42,13 +60,13 @@ class Shards:
       bytes_read: of tensors, so far.
 
     Raises:
-      WeightsError: there is no such file, or one cannot be read.
+      WeightsError: a file cannot be read.
     """
 
     def __init__(self, directory: pathlib.Path, stack: contextlib.ExitStack):
         self.bytes_read = 0
         self._where: dict[str, tuple[Any, int, dict]] = {}  # file, its begin in it, what it is
-        for path in self._list(directory):
+        for path in weight_files(directory, SINGLE, INDEX):
             try:
                 with safe_open(path, framework="numpy") as file:  # checks the whole header
                     names = file.keys()
@@ -58,21 +76,6 @@ class Shards:
             except (OSError, SafetensorError) as error:
                 raise WeightsError(f"{path} cannot be read as safetensors: {error}") from error
             self._where.update({name: (file, begin, header[name]) for name in names})
-
-    @staticmethod
-    def _list(directory: pathlib.Path) -> list[pathlib.Path]:
-        if (directory / INDEX).exists():
-            try:
-                index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
-                names = sorted(set(index["weight_map"].values()))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise WeightsError(f"{directory / INDEX} is no shard index: {error!r}") from error
-            return [directory / name for name in names]
-        if (directory / SINGLE).exists():
-            return [directory / SINGLE]
-        has_pickle = (directory / PICKLE).exists()
-        hint = f", only {PICKLE}: where torch is, convert it by {CONVERT}" if has_pickle else ""
-        raise WeightsError(f"{directory} has neither {SINGLE} nor {INDEX}{hint}")
 
     def names(self) -> set[str]:
         """The names of all tensors."""

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import os
 import pathlib
-import pickle
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -22,9 +21,10 @@ from safetensors.numpy import save_file
 
 from spec_jax import processes
 from spec_jax.errors import WeightsError
-from spec_jax.models.files import write_json
+from spec_jax.models.files import foreign_files, write_json
 from spec_jax.models.parts import Part, Tensor
-from spec_jax.models.shards import CONVERT, INDEX, PICKLE, SINGLE, Shards
+from spec_jax.models.pickles import PICKLE, PICKLE_INDEX, Pickles
+from spec_jax.models.shards import INDEX, SINGLE, Shards
 from spec_jax.models.specs import ParamSpec
 
 _DERIVED = ".rotary_emb.inv_freq"  # a buffer that old Llama checkpoints carry along
@@ -35,7 +35,7 @@ class StrictReader:
 
     Args:
       directory: for messages.
-      source: ``Shards``, or another object with ``names() -> set[str]`` and
+      source: ``Shards``, ``Pickles``, or another object with ``names() -> set[str]`` and
         ``tensor(name) -> Tensor``.
 
     Attributes:
@@ -118,66 +118,28 @@ class StrictReader:
             raise WeightsError(f"{self._directory}: unexpected tensors {names}")
 
 
-def open_tensors(
-    directory: pathlib.Path, stack: contextlib.ExitStack, *, in_parts: bool = False
-) -> StrictReader:
-    """Opens a directory's safetensors, or its ``pytorch_model.bin`` if it has none.
+def open_files(directory: pathlib.Path, stack: contextlib.ExitStack) -> Shards | Pickles:
+    """Opens a directory's safetensors, or the files of torch if it has none.
 
     Args:
       directory: of the checkpoint.
       stack: closes the files.
-      in_parts: the tensors must be readable in parts, as those of ``pytorch_model.bin`` are not.
 
     Raises:
       WeightsError: it has neither, or they cannot be read.
     """
-    has_safetensors = (directory / SINGLE).exists() or (directory / INDEX).exists()
-    if has_safetensors:
-        return StrictReader(directory, Shards(directory, stack))
-    if not (directory / PICKLE).exists():
-        raise WeightsError(f"{directory} has neither {SINGLE}, {INDEX} nor {PICKLE}")
-    if in_parts:
-        raise WeightsError(
-            f"{directory / PICKLE} cannot be read in parts, as a mesh asks for: where torch is, "
-            f"convert it by {CONVERT}; or load it without a mesh, then place it by on_mesh(mesh)"
-        )
-    return StrictReader(directory, _Pickle(directory / PICKLE))
-
-
-class _Pickle:
-    """The tensors of one file that torch wrote."""
-
-    def __init__(self, file: pathlib.Path):
-        self._tensors = _load(file)
-
-    def names(self) -> set[str]:
-        return set(self._tensors)
-
-    def tensor(self, name: str) -> Tensor:
-        tensor = self._tensors[name]
-        # NumPy has no bfloat16 of its own.
-        return Tensor.of((tensor.float() if tensor.is_floating_point() else tensor).numpy())
-
-
-def _load(file: pathlib.Path) -> dict:
-    """Returns the tensors by name; nothing else is unpickled."""
-    try:
-        import torch
-    except ImportError as error:
-        raise WeightsError(
-            f"{file} needs torch to be read: install it (pip install torch), or convert the file "
-            f"where torch is: {CONVERT}"
-        ) from error
-    try:
-        tensors = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        raise WeightsError(f"{file} cannot be read by torch: {error}") from error
-    is_sound = isinstance(tensors, dict) and all(
-        isinstance(x, torch.Tensor) for x in tensors.values()
+    if any((directory / name).exists() for name in (SINGLE, INDEX)):
+        return Shards(directory, stack)
+    if any((directory / name).exists() for name in (PICKLE, PICKLE_INDEX)):
+        return Pickles(directory)
+    raise WeightsError(
+        f"{directory} has neither {SINGLE} nor {INDEX} nor {PICKLE}{foreign_files(directory)}"
     )
-    if not is_sound:
-        raise WeightsError(f"{file} holds something else than tensors by name")
-    return tensors
+
+
+def open_tensors(directory: pathlib.Path, stack: contextlib.ExitStack) -> StrictReader:
+    """Opens a directory's files as ``open_files`` does, to take all of their tensors."""
+    return StrictReader(directory, open_files(directory, stack))
 
 
 def on_host(array: ArrayLike) -> np.ndarray:

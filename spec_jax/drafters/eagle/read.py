@@ -80,7 +80,7 @@ def read_head(
     check_not_quantised(directory / "config.json", hf)
     notes: list[str] = []
     with contextlib.ExitStack() as stack:
-        tensors = open_tensors(directory, stack, in_parts=mesh is not None)
+        tensors = open_tensors(directory, stack)
         layout = find_layout(hf, tensors.left)
         fc_in = _num_inputs(directory, tensors)
         config = head_config(hf, layout, tensors.left, fc_in, target_config, overrides, notes)
@@ -123,6 +123,13 @@ def file_name(name: str, spec: ParamSpec, layer: str) -> str:
 
 
 def _num_inputs(directory, tensors: StrictReader) -> int:
+    if "fc.weight" not in tensors.left:
+        is_model = "model.embed_tokens.weight" in tensors.left
+        raise WeightsError(
+            f"{directory}: tensor fc.weight is missing, without which this is no EAGLE head: "
+            f"{'it holds a whole model, which load_model reads; ' if is_model else ''}"
+            "load_draft finds out what drafts are there"
+        )
     shape = tensors.tensor("fc.weight").shape
     if len(shape) != 2:
         raise WeightsError(

@@ -114,7 +114,8 @@ def find_layout(directory: pathlib.Path, hf: Mapping[str, Any], names: set[str])
         return make_layout("DeepSeek", count)
     raise WeightsError(
         f"{directory} has no MTP module: no tensor begins with mtp., model.mtp_layers. or "
-        f"model.layers.{count}. (config.json has {count} layers)"
+        f"model.layers.{count}. (config.json has {count} layers). load_model reads a model, "
+        "load_head an EAGLE head, and load_draft finds out which it is"
     )
 
 

@@ -28,8 +28,9 @@ from spec_jax.models.families import AnyConfig
 from spec_jax.models.files import read_json
 from spec_jax.models.params import table_placement
 from spec_jax.models.parts import Part, Tensor, holds_for_parts, read_onto, read_parts, stack
+from spec_jax.models.pickles import Pickles
 from spec_jax.models.shards import Shards
-from spec_jax.models.tensors import StrictReader
+from spec_jax.models.tensors import StrictReader, open_files
 from spec_jax.sharding import SHARDED, Rules, named
 
 _SCALE = "_scale_inv"
@@ -49,7 +50,7 @@ def read_mtp(
     """Reads the MTP modules of a model's directory.
 
     Args:
-      directory: holds config.json of the model and safetensors, with or without the target's own.
+      directory: holds config.json of the model and tensors, with or without the target's own.
       target_config: the config of the model that they draft for.
       dtype: the dtype of the parameters, except a router's bias, which stays float32. 8-bit tensors
         are multiplied by their scales first.
@@ -73,7 +74,7 @@ def read_mtp(
     directory, notes = pathlib.Path(directory), []
     hf = read_json(directory / "config.json")
     with contextlib.ExitStack() as stack:
-        shards = Shards(directory, stack)
+        shards = open_files(directory, stack)
         layout = find_layout(directory, hf, shards.names())
         numbers = {layout.number(name) for name in shards.names()} - {None}
         config = modules_config(hf, layout, len(numbers), target_config, overrides, notes)
@@ -116,7 +117,7 @@ def _module(
 
 
 def _resolve_end(
-    end: str, config: MtpConfig, layout: Layout, tensors: StrictReader, shards: Shards,
+    end: str, config: MtpConfig, layout: Layout, tensors: StrictReader, shards: Shards | Pickles,
     overrides: Mapping[str, Any], notes: list[str], mesh: Mesh | None, rules: Rules,
 ) -> MtpConfig:
     """Drops copies of the target's embedding ("embed") or head; keeps those that differ."""
@@ -167,7 +168,7 @@ def _block_of(hf: Mapping[str, Any]) -> tuple[int, int]:
 class _Modules:
     """The modules' tensors alone, whole numbers times scales where they are stored so."""
 
-    def __init__(self, directory, shards: Shards, layout: Layout, count: int, block):
+    def __init__(self, directory, shards: Shards | Pickles, layout: Layout, count: int, block):
         self._directory, self._shards, self._block = directory, shards, block
         number = layout.number
         own = {name for name in shards.names() if number(name) is not None}

@@ -1,0 +1,132 @@
+"""Models of the Hugging Face hub: in its cache, or downloaded.
+
+``huggingface_hub`` is imported when it is first needed. Where the cache lies, whether the network
+may be used and who is logged in are its settings.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import pathlib
+import re
+
+from spec_jax.errors import WeightsError
+
+_log = logging.getLogger(__name__)
+_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
+_COMMON = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "chat_template.jinja", "additional_chat_templates/*.jinja",
+)  # fmt: skip
+# Weights by preference: a single file, the index of several, and a pattern of them all.
+_WEIGHTS = (
+    ("model.safetensors", "model.safetensors.index.json", "model*.safetensors"),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model*.bin"),
+)
+
+
+def is_id(name: str) -> bool:
+    """Whether a name has the form of a repository, ``owner/name`` or ``owner/name@revision``."""
+    return _ID.fullmatch(name) is not None
+
+
+def directory_of(name: str, *, cache_dir: str | pathlib.Path | None = None) -> pathlib.Path:
+    """Returns the local directory of a repository's files: cached, or else downloaded.
+
+    Only what is read is downloaded: config, tokenizer, chat templates and safetensors, or the files
+    of torch where there are no safetensors. What is in the cache is used without asking the hub for
+    a newer version.
+
+    Args:
+      name: ``owner/name``, or ``owner/name@revision`` with a branch, a tag or a commit.
+      cache_dir: of the hub's cache; by default its own.
+
+    Raises:
+      WeightsError: it is neither in the cache nor can it be downloaded; the message has the
+        command to run.
+    """
+    try:
+        import huggingface_hub as hub
+    except ImportError as error:
+        raise WeightsError(
+            f"{name} is looked for on the Hugging Face hub, which needs huggingface_hub: "
+            "pip install huggingface_hub"
+        ) from error
+    found = _ID.fullmatch(name)
+    where = {"repo_id": found["repo"], "revision": found["revision"], "cache_dir": cache_dir}
+
+    def download(weights, **options) -> pathlib.Path:
+        single, index, every = weights
+        patterns = [*_COMMON, single, index, every]
+        return pathlib.Path(hub.snapshot_download(**where, allow_patterns=patterns, **options))
+
+    for weights in _WEIGHTS:
+        try:
+            directory = download(weights, local_files_only=True)
+        except Exception:  # versions of the hub raise errors of many types
+            continue
+        if is_whole(directory, weights):
+            return directory
+    try:
+        _log.info("%s is not in the cache of the Hugging Face hub: it is downloaded", name)
+        for weights in _WEIGHTS:
+            directory = download(weights)
+            if is_whole(directory, weights):
+                return directory
+    except Exception as error:
+        raise WeightsError(_why(found["repo"], found["revision"], error)) from error
+    remedy = f"if the download was cut off, run `{_command(found['repo'], found['revision'])}`"
+    if "gguf" in name.lower():
+        remedy = "GGUF is not read: name the repository that it was made from"
+    raise WeightsError(
+        f"{name} has no config.json with model.safetensors or pytorch_model.bin, in {directory}: "
+        f"{remedy}"
+    )
+
+
+def is_whole(directory: pathlib.Path, weights: tuple[str, str, str]) -> bool:
+    """Whether a directory has config.json and all files of the weights.
+
+    Args:
+      directory: of the hub's cache.
+      weights: the names of the single file and of the index, and a pattern.
+    """
+    single, index, _ = weights
+    needed = ["config.json", single]
+    if (directory / index).exists():
+        try:
+            said = json.loads((directory / index).read_text(encoding="utf-8"))
+            needed[1:] = set(said["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return False
+    return all((directory / file).exists() for file in needed)
+
+
+def _command(repo: str, revision: str | None) -> str:
+    return f"hf download {repo}" + (f" --revision {revision}" if revision else "")
+
+
+def _why(repo: str, revision: str | None, error: Exception) -> str:
+    """What to do about an error of the hub."""
+    from huggingface_hub import errors
+
+    command = _command(repo, revision)
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f"{repo} is gated: accept its terms on https://huggingface.co/{repo}, then run "
+            f"`hf auth login` and `{command}`"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{repo} has no revision {revision!r}; expected a branch, a tag or a commit of it"
+    if isinstance(error, (errors.RepositoryNotFoundError, errors.HFValidationError)):
+        return (
+            f"there is no model {repo}, or none that you may read: check the name; if it is "
+            f"private, run `hf auth login` and `{command}`"
+        )
+    said = str(error).partition("\n")[0]
+    return (
+        f"{repo} is not in the cache, and it could not be downloaded: where there is a network, "
+        f"run `{command}`; elsewhere give the directory that holds it "
+        f"({type(error).__name__}: {said})"
+    )

@@ -1,0 +1,101 @@
+"""Reads the tensors of files that torch wrote, where torch is installed."""
+
+from __future__ import annotations
+
+import pathlib
+import pickle
+import zipfile
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax.errors import WeightsError
+from spec_jax.models.parts import Part, Tensor
+from spec_jax.models.shards import SINGLE, weight_files
+
+PICKLE = "pytorch_model.bin"
+PICKLE_INDEX = "pytorch_model.bin.index.json"
+_CONVERT = f"safetensors.torch.save_file(torch.load('{PICKLE}', weights_only=True), '{SINGLE}')"
+# NumPy's names of what torch's ``numpy`` does not know, with a dtype of the same width.
+_OTHER = {
+    "bfloat16": ("int16", jnp.bfloat16),
+    "float8_e4m3fn": ("uint8", jnp.float8_e4m3fn),
+    "float8_e5m2": ("uint8", jnp.float8_e5m2),
+}
+
+
+class Pickles:
+    """The tensors of ``pytorch_model.bin``, or of several such files and their index.
+
+    The files are mapped into memory, and each part is read when it is asked for. Files of torch
+    before 1.6 are read whole.
+
+    Args:
+      directory: holds the files.
+
+    Attributes:
+      bytes_read: of tensors, so far.
+
+    Raises:
+      WeightsError: torch is not installed, or a file cannot be read.
+    """
+
+    def __init__(self, directory: pathlib.Path):
+        self.bytes_read = 0
+        self._tensors: dict[str, Any] = {}
+        for file in weight_files(directory, PICKLE, PICKLE_INDEX):
+            self._tensors.update(_load(file))
+
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+        return set(self._tensors)
+
+    def tensor(self, name: str) -> Tensor:
+        """Returns a tensor as it is stored; nothing of it is read yet.
+
+        Raises:
+          WeightsError: it has a dtype that is not known.
+        """
+        tensor = self._tensors[name]
+        kind = str(tensor.dtype).removeprefix("torch.")
+        if kind in _OTHER:
+            import torch
+
+            width, dtype = _OTHER[kind]
+            tensor = tensor.view(getattr(torch, width))
+            stored = np.dtype(dtype)
+        else:
+            try:
+                stored = tensor[:0].numpy().dtype if tensor.ndim else tensor.numpy().dtype
+            except (TypeError, RuntimeError) as error:
+                raise WeightsError(f"tensor {name} has dtype {kind}: {error}") from error
+
+        def read(part: Part) -> np.ndarray:
+            array = tensor[tuple(slice(r.start, r.stop) for r in part)].numpy().view(stored)
+            self.bytes_read += array.nbytes
+            return array
+
+        return Tensor(tuple(tensor.shape), stored, read)
+
+
+def _load(file: pathlib.Path) -> dict[str, Any]:
+    """Returns the tensors by name; nothing else is unpickled."""
+    try:
+        import torch
+    except ImportError as error:
+        raise WeightsError(
+            f"{file} needs torch to be read: install it (pip install torch), or convert the file "
+            f"where torch is: {_CONVERT}"
+        ) from error
+    try:
+        is_mapped = zipfile.is_zipfile(file)
+        tensors = torch.load(str(file), map_location="cpu", weights_only=True, mmap=is_mapped)
+    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        raise WeightsError(f"{file} cannot be read by torch: {error}") from error
+    is_sound = isinstance(tensors, dict) and all(
+        isinstance(x, torch.Tensor) for x in tensors.values()
+    )
+    if not is_sound:
+        raise WeightsError(f"{file} holds something else than tensors by name")
+    return tensors

@@ -1,0 +1,191 @@
+"""Models of the Hugging Face hub: a cache in the hub's own layout, and no network."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import shutil
+
+import huggingface_hub
+import jax
+import numpy as np
+import pytest
+from huggingface_hub import constants, errors
+from support.tiny_models import LLAMA, random_weights
+from support.tiny_tokenizers import letters
+
+import spec_jax
+from spec_jax import hub
+from spec_jax.drafters.eagle.model import EagleConfig
+from spec_jax.errors import WeightsError
+from spec_jax.loading import random_head
+from spec_jax.models.checkpoint import save_pretrained
+
+COMMIT, OTHER = "0" * 40, "1" * 40
+CONFIG = dataclasses.replace(LLAMA, vocab_size=32)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    save_pretrained(directory, random_weights(CONFIG), CONFIG, letters(31), max_shard_bytes=6000)
+    return directory
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache that is the hub's own, and empty."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def put(cache, repo: str, directory, commit=COMMIT, ref="main", without=()):
+    """Puts a directory into a cache, in the hub's layout."""
+    root = cache / f"models--{repo.replace('/', '--')}"
+    snapshot = root / "snapshots" / commit
+    shutil.copytree(directory, snapshot, ignore=shutil.ignore_patterns(*without))
+    (root / "refs").mkdir(exist_ok=True)
+    (root / "refs" / ref).write_text(commit)
+    return snapshot
+
+
+def online(monkeypatch, answer):
+    """Replaces the download: ``answer(patterns)`` is called with the patterns of each."""
+    real, asked = huggingface_hub.snapshot_download, []
+
+    def snapshot_download(repo_id, *, local_files_only=False, **options):
+        if local_files_only:
+            return real(repo_id, local_files_only=True, **options)
+        asked.append(options["allow_patterns"])
+        return str(answer(options["allow_patterns"]))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return asked
+
+
+def failing(monkeypatch, kind, text="said by the hub"):
+    def answer(patterns):
+        raise kind.__new__(kind, text)  # their arguments differ between versions
+
+    return online(monkeypatch, answer)
+
+
+def test_what_is_in_the_cache_is_loaded_without_a_network(cache, model, monkeypatch):
+    asked = failing(monkeypatch, ConnectionError)
+    put(cache, "owner/tiny", model)
+    loaded, expected = spec_jax.load_model("owner/tiny"), spec_jax.load_model(model)
+    assert loaded.name == "owner/tiny" and loaded.tokenizer.has_same_vocab(letters(31))
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, expected.params)
+    head = random_head(EagleConfig.of_target(CONFIG), jax.random.key(0))
+    head.save(cache / "head", expected)
+    put(cache, "owner/head.v2", cache / "head")
+    for load in (spec_jax.load_head, spec_jax.load_draft):
+        again = load("owner/head.v2", loaded)
+        jax.tree.map(np.testing.assert_array_equal, again.params, head.params)
+    assert not asked
+
+
+def test_a_revision_is_a_branch_or_a_commit(cache, model):
+    first = put(cache, "owner/tiny", model)
+    second = put(cache, "owner/tiny", model, OTHER, "v1.0")
+    assert hub.directory_of("owner/tiny") == first
+    assert hub.directory_of("owner/tiny@v1.0") == hub.directory_of(f"owner/tiny@{OTHER}") == second
+
+
+def test_the_cache_may_lie_elsewhere(tmp_path, model):
+    snapshot = put(tmp_path, "owner/tiny", model)
+    assert hub.directory_of("owner/tiny", cache_dir=tmp_path) == snapshot
+    with pytest.raises(WeightsError, match="`hf download owner/tiny`"):
+        hub.directory_of("owner/tiny", cache_dir=tmp_path / "another")
+
+
+@pytest.mark.parametrize("lost", ["config.json", "model-00002*", "model*"])
+def test_a_cut_off_download_is_taken_up_again(cache, model, monkeypatch, caplog, lost):
+    put(cache, "owner/tiny", model, without=[lost])
+    asked = online(monkeypatch, lambda patterns: model)
+    with caplog.at_level(logging.INFO):
+        assert hub.directory_of("owner/tiny") == model
+    assert len(asked) == 1 and "owner/tiny is not in the cache" in caplog.text
+
+
+def test_only_what_is_read_is_downloaded(cache, tmp_path_factory, model, monkeypatch):
+    """Files of torch are asked for only where there are no safetensors."""
+    asked = online(monkeypatch, lambda patterns: model)
+    hub.directory_of("owner/tiny")
+    chosen = lambda names: {
+        name for name in names
+        if list(huggingface_hub.utils.filter_repo_objects([name], allow_patterns=asked[-1]))
+    }  # fmt: skip
+    unread = {
+        "original/consolidated.00.pth", "consolidated.safetensors", "README.md", "a.gguf",
+        "pytorch_model.bin", "onnx/model.onnx", "adapter_model.safetensors",
+    }  # fmt: skip
+    read = {
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+        "chat_template.jinja", "additional_chat_templates/rag.jinja", "model.safetensors",
+        "model-00001-of-00002.safetensors", "model.safetensors.index.json",
+    }  # fmt: skip
+    assert chosen(read | unread) == read
+
+    old = tmp_path_factory.mktemp("old")
+    for name in ("config.json", "pytorch_model.bin"):
+        (old / name).write_text("{}")
+    asked = online(monkeypatch, lambda patterns: old)
+    assert hub.directory_of("owner/old") == old
+    assert len(asked) == 2 and chosen(read | unread) == (
+        {name for name in read if not name.startswith("model")} | {"pytorch_model.bin"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (errors.GatedRepoError,
+         r"is gated: accept .*co/o/m, .*`hf auth login` and `hf download o/m --revision v2`"),
+        (errors.RepositoryNotFoundError, "no model o/m, or none that you may read.*hf auth login"),
+        (errors.RevisionNotFoundError, "o/m has no revision 'v2'"),
+        (errors.LocalEntryNotFoundError, "network, run `hf download o/m --revision v2`"),
+        (errors.OfflineModeIsEnabled, r"hf download.*\(OfflineModeIsEnabled: said by the hub\)"),
+        (TimeoutError, r"hf download.*\(TimeoutError: said by the hub\)"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_an_error_of_the_hub_says_which_command_to_run(cache, monkeypatch, kind, message):
+    failing(monkeypatch, kind)
+    with pytest.raises(WeightsError, match=f"o/m@v2 is neither a directory nor a zoo .*{message}"):
+        spec_jax.load_model("o/m@v2")
+
+
+@pytest.mark.parametrize(
+    ("repo", "message"),
+    [("o/m", "no config.json with .*if the download was cut off, run `hf download o/m`"),
+     ("o/m-GGUF", "GGUF is not read: name the repository that it was made from")],
+)  # fmt: skip
+def test_a_repository_without_a_model_says_so(cache, tmp_path, monkeypatch, repo, message):
+    online(monkeypatch, lambda patterns: tmp_path)
+    with pytest.raises(WeightsError, match=message):
+        spec_jax.load_model(repo)
+
+
+@pytest.mark.parametrize(
+    "name", ["typo", "a/b/c", "/a/b", "./a", "../a", "~/a", "a/", "a/b@", "zoo/other"]
+)
+def test_a_name_that_is_no_id_does_not_reach_the_hub(monkeypatch, name):
+    asked = failing(monkeypatch, ConnectionError)
+    with pytest.raises(WeightsError, match="nor an id of the Hugging Face hub, such as Qwen/Qw"):
+        spec_jax.load_model(name)
+    assert not asked
+
+
+def test_without_huggingface_hub_it_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
+    with pytest.raises(WeightsError, match="pip install huggingface_hub"):
+        spec_jax.load_model("owner/tiny")
+
+
+def test_a_broken_index_is_read_again(cache, model, monkeypatch):
+    snapshot = put(cache, "owner/tiny", model)
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps([]))
+    asked = online(monkeypatch, lambda patterns: model)
+    assert hub.directory_of("owner/tiny") == model and len(asked) == 1
