@@ -111,7 +111,8 @@ class Proposal:
     # The distribution that the children of a node were really drawn from, by parent node (in a
     # chain, row i-1 belongs to token i). Siblings are drawn without replacement, in the order of
     # their indices. A child drawn after its distribution is used up counts as deterministic.
-    # None: all tokens are deterministic.
+    # None: all tokens are deterministic. The loop replaces it by point masses in rows whose target
+    # takes the argmax: no rule reads what was reported there.
     probs: jax.Array | None = None  # f32[B,K,V]
     logits: jax.Array | None = None  # f32[B,K,V], raw, for rules that compare logits
     is_sound: jax.Array | None = None  # bool[B], False where the draft's logits were not finite
@@ -188,6 +189,7 @@ class Verdict:
     accept_probs: jax.Array  # f32[B,K], given that the draft's parent and turn are reached
     replacement: jax.Array  # f32[B,V]
     path: jax.Array | None = None  # i32[B,P], root and accepted nodes, then 0; None for a chain
+    fault: jax.Array | None = None  # i32[B], why a row cannot go on; set by the loop
 
     @property
     def last(self) -> jax.Array:
@@ -214,6 +216,8 @@ class Context(NamedTuple):
         The certificate chooses every draft through it.
       stop_below: after a draft with a smaller probability than this, by the draft's own logits, no
         further draft of the row is offered; 0 means that all K are offered.
+      is_greedy: bool[B], rows whose target takes the argmax, where no rule reads
+        ``Proposal.probs``; None if that is not known.
     """
 
     tokens: jax.Array
@@ -226,6 +230,7 @@ class Context(NamedTuple):
     has_logits: bool
     gumbel: jax.Array | None = None
     stop_below: float = 0.0
+    is_greedy: jax.Array | None = None
 
 
 class CatchUp(NamedTuple):

@@ -49,13 +49,23 @@ class Cancelled(SpecJaxError, RuntimeError):
     """
 
 
-class InvalidDraftError(SpecJaxError, RuntimeError):
-    """A drafter proposed ids outside of the target's vocabulary, or parents that make no tree.
+class InvalidRowsError(SpecJaxError, RuntimeError):
+    """A drafter or a rule broke its contract in some rows.
 
-    ``generations`` holds what every row of the batch produced: rows of valid drafts are
-    complete, the faulty ones stop where the bad draft was proposed.
+    ``generations`` holds what every row of the batch produced: the faulty ones stop before the
+    round of the fault, the others are complete.
     """
 
     def __init__(self, message: str, generations=()):
         super().__init__(message)
         self.generations = list(generations)
+
+
+class InvalidDraftError(InvalidRowsError):
+    """A drafter proposed ids outside of the target's vocabulary, parents that make no tree, or
+    ``Proposal.probs`` that are no distributions.
+    """
+
+
+class InvalidVerdictError(InvalidRowsError):
+    """A rule accepted what was not offered, emitted what cannot be, or was not finite."""

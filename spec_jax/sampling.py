@@ -54,6 +54,13 @@ class Sampler:
     penalties: Penalties | None = None
     logit_bias: jax.Array | None = None  # f32[B,V]
 
+    @property
+    def is_greedy(self) -> jax.Array:
+        """bool[B], rows that take the argmax."""
+        if self.temperature is None:
+            return jnp.ones(self.seed.shape, bool)
+        return self.temperature < GREEDY_BELOW
+
     def insert_row(self, row: jax.Array | int, other: Sampler) -> Sampler:
         """Replaces row ``row`` by the only row of ``other``.
 
@@ -113,6 +120,25 @@ def init_counts(
     mark = lambda columns: jnp.zeros(V, bool).at[columns].set(True, mode="drop")
     seen = jax.vmap(mark)(jnp.where(is_prompt, tokens, V))
     return Counts(prompt=seen, output=jnp.zeros((B, V), jnp.int32))
+
+
+def check_samplers(**samplers: Samplers | None) -> None:
+    """Checks that arguments are sampler configs.
+
+    Args:
+      **samplers: by name; None is passed over.
+
+    Raises:
+      ConfigError: one is neither a ``SamplerConfig`` nor a list of them.
+    """
+    for name, value in samplers.items():
+        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+        configs = value if is_list else [value]
+        if value is not None and not all(isinstance(x, SamplerConfig) for x in configs):
+            raise ConfigError(
+                f"{name} is {value!r:.200}; expected a SamplerConfig, such as "
+                "SamplerConfig(temperature=1.0), or a list of them"
+            )
 
 
 def highest_temperature(configs: Samplers) -> float:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax import rng
+from spec_jax.decoding.calls import blame, check_state
 from spec_jax.decoding.round import decode_round
 from spec_jax.decoding.state import (
     Chunk,
@@ -131,8 +132,12 @@ def init_state(
 def _prefill_draft(params, tokens, lengths, first, features, *, drafter, slots):
     """Returns the drafter's state after the prompts and each row's ``first`` token."""
     with jax.named_scope("prefill_draft"):
-        draft = drafter.init(params, tokens.shape[0], slots)
-        return constrain_state(drafter.prefill(params, draft, tokens, lengths, first, features))
+        with blame(f"init of drafter {drafter.name!r}", batch=tokens.shape[0], slots=slots):
+            draft = drafter.init(params, tokens.shape[0], slots)
+        given = {"tokens": tokens, "lengths": lengths, "pending": first, "features": features}
+        with blame(f"prefill of drafter {drafter.name!r}", **given, state=draft):
+            draft = drafter.prefill(params, draft, tokens, lengths, first, features)
+        return constrain_state(draft)
 
 
 @functools.partial(jax.jit, static_argnames=("system",), donate_argnames=("state",))
@@ -210,9 +215,13 @@ def insert(
 
 @functools.partial(jax.jit, static_argnames=("system",), donate_argnames=("state",))
 def _insert(state, row, other, *, system):
+    owner = f"insert_row of drafter {system.drafter.name!r}"
+    with blame(owner, state=state.draft, row=row, other=other.draft):
+        draft = system.drafter.insert_row(state.draft, row, other.draft)
+    check_state(owner, state.draft, draft)
     own = {
         "target": state.target.insert_row(row, other.target),
-        "draft": system.drafter.insert_row(state.draft, row, other.draft),
+        "draft": draft,
         "sampler": state.sampler.insert_row(row, other.sampler),
         "draft_sampler": state.draft_sampler.insert_row(row, other.draft_sampler),
     }

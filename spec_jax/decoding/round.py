@@ -23,8 +23,9 @@ import jax.numpy as jnp
 
 from spec_jax import rng
 from spec_jax.contracts import Context, Noise, Proposal, Rule, TargetScores, Verdict
-from spec_jax.decoding.state import DecodeState, Finish, Kind, System, append, apply_limits
-from spec_jax.decoding.validate import has_faulty_scores, validate_proposal
+from spec_jax.decoding.calls import call_accept, call_commit, call_propose, check_state
+from spec_jax.decoding.state import DecodeState, Kind, System, append, apply_limits
+from spec_jax.decoding.validate import find_fault, validate_proposal, validate_verdict
 from spec_jax.errors import ConfigError
 from spec_jax.sampling import Counts, Sampler, process
 from spec_jax.sharding import by_row
@@ -40,11 +41,17 @@ def decode_round(params: dict[str, Any], state: DecodeState, system: System) -> 
 
     Returns:
       The state after the round.
+
+    Raises:
+      ConfigError, ShapeError: at tracing, the drafter or the rule breaks its contract.
     """
+    before = state.draft
     proposal, state = draft(params["draft"], state, system)
     scores, state = verify(params["target"], state, proposal, system)
     verdict = accept(state, proposal, scores, system)
-    return commit(params["draft"], state, proposal, scores, verdict, system)
+    state = commit(params["draft"], state, proposal, scores, verdict, system)
+    check_state(f"propose and commit of drafter {system.drafter.name!r}", before, state.draft)
+    return state
 
 
 def draft(params: Any, state: DecodeState, system: System) -> tuple[Proposal, DecodeState]:
@@ -62,10 +69,11 @@ def draft(params: Any, state: DecodeState, system: System) -> tuple[Proposal, De
     Raises:
       ConfigError: at tracing, drafts for a target that cannot rewind, or a proposal without what
         the rule needs.
-      ShapeError: at tracing, a proposal of another shape than the contract's.
+      ShapeError: at tracing, a proposal of other shapes or dtypes than the contract's.
     """
     context = system.context(
-        state.tokens, state.length, state.draft_sampler, state.counts, state.sampler.seed
+        state.tokens, state.length, state.draft_sampler, state.counts, state.sampler.seed,
+        state.sampler.is_greedy,
     )
     proposal, drafter_state = propose(params, state.draft, context, system)
     return proposal, state.replace(draft=drafter_state)
@@ -87,10 +95,11 @@ def propose(
             f"the target cannot forget rejected drafts, and K is {system.num_draft}: it needs K = 0"
         )
     with jax.named_scope("draft"):
-        proposal, drafter_state = system.drafter.propose(
-            params, drafter_state, context, system.num_draft
-        )
-        return validate_proposal(proposal, system, context.length.shape[0]), drafter_state
+        proposal, drafter_state = call_propose(
+            system.drafter, params, drafter_state, context, system.num_draft,
+            system.target.vocab_size,
+        )  # fmt: skip
+        return validate_proposal(proposal, system, context.is_greedy), drafter_state
 
 
 def verify(
@@ -171,6 +180,13 @@ def accept(
       proposal: what was drafted.
       scores: the target's, of every node.
       system: target, drafter, rule and K.
+
+    Returns:
+      The verdict, made safe to commit.
+
+    Raises:
+      ConfigError, ShapeError: at tracing, a verdict of other types, shapes or dtypes than the
+        contract's.
     """
 
     def decide(sampler, length, proposal, scores):
@@ -178,7 +194,8 @@ def accept(
             system.rule, sampler, length, system.num_draft, system.target.vocab_size,
             proposal.depth,
         )
-        return system.rule.accept(scores, proposal, noise)
+        verdict = call_accept(system.rule, scores, proposal, noise)
+        return validate_verdict(verdict, proposal, system)
 
     with jax.named_scope("accept"):
         # An argmax is found where the logits lie; all else takes whole rows.
@@ -207,8 +224,8 @@ def commit(
             features = jnp.take_along_axis(features, path[:, :, None], axis=1)
         return state.replace(
             target=state.target.commit(n_emit, path),
-            draft=system.drafter.commit(
-                params, state.draft, verdict.tokens, n_emit, features, path
+            draft=call_commit(
+                system.drafter, params, state.draft, verdict.tokens, n_emit, features, path
             ),
         )
 
@@ -231,8 +248,7 @@ def emit(
       The state, and i32[B], how many tokens each row has emitted.
     """
     rule, total = system.rule, state.length + 1
-    is_faulty = has_faulty_scores(rule, scores, proposal, verdict)
-    fault = jnp.where(is_faulty, Finish.NAN_TARGET, proposal.fault)
+    fault = find_fault(rule, scores, proposal, verdict)
     n = verdict.n_accept + 1
     n = n if max_emit is None else jnp.minimum(n, max_emit)
     n_emit, finish = apply_limits(state, verdict.tokens, total, n, fault)

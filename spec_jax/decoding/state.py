@@ -34,6 +34,8 @@ class Finish(enum.IntEnum):
     NAN_TARGET = 5  # the target's logits were not finite, or every token was forbidden
     NAN_DRAFT = 6  # likewise the draft's
     INVALID_DRAFT = 7  # an id outside of the vocabulary, a number not in 0..K, or no tree
+    INVALID_DRAFT_PROBS = 8  # drafts come with what is no distribution, or not their own
+    INVALID_VERDICT = 9  # the rule accepts what was not offered, emits no token, or is not finite
 
 
 class System(NamedTuple):
@@ -56,12 +58,12 @@ class System(NamedTuple):
         """Slots that a round may write after the committed ones."""
         return max(self.num_draft + 1, self.drafter.window)
 
-    def context(self, tokens, length, sampler, counts, request) -> Context:
+    def context(self, tokens, length, sampler, counts, request, is_greedy) -> Context:
         """Builds the drafter's ``Context``; what depends on the rule is filled in here."""
         return Context(
             tokens, length, sampler, counts, request, is_coupled=self.rule.is_coupled,
             has_probs=self.rule.needs_probs or self.has_expected,
-            has_logits=self.rule.needs_logits,
+            has_logits=self.rule.needs_logits, is_greedy=is_greedy,
         )
 
 

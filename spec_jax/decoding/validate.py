@@ -1,4 +1,8 @@
-"""Checks inside the round: of a drafter's proposal and of the target's scores."""
+"""Checks inside the round: of a drafter's proposal, of a rule's verdict, of the target's scores.
+
+They hold for everybody's drafters and rules. A row that fails one ends before this round's tokens,
+with a reason that names who was at fault; the other rows go on.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +12,37 @@ import jax.numpy as jnp
 from spec_jax.contracts import Proposal, Rule, TargetScores, Verdict
 from spec_jax.decoding.state import Finish, System
 from spec_jax.errors import ConfigError
-from spec_jax.shapes import check_shapes
+from spec_jax.sharding import by_row
+
+# Of the sum of a distribution. Added one after the other, 2**18 small float32 numbers may lose
+# 2**18 * 2**-25 of their sum, and the loop must not stop a row for that.
+_SUM_TOLERANCE = 0.01
 
 
-def validate_proposal(proposal: Proposal, system: System, batch: int) -> Proposal:
+def validate_proposal(
+    proposal: Proposal, system: System, is_greedy: jax.Array | None = None
+) -> Proposal:
     """Makes a faulty proposal safe to feed and sets its ``fault``, row by row.
 
+    Where ``is_greedy``, the distributions are replaced by point masses and not checked: the target
+    takes its argmax, and what a draft was drawn from has no part in it.
+
+    Args:
+      proposal: of the contract's shapes.
+      system: target, drafter, rule and K.
+      is_greedy: bool[B], see ``Context``.
+
     Raises:
-      ShapeError: at tracing, an array of another shape than the contract's.
       ConfigError: at tracing, the rule needs what the drafter does not give.
     """
-    drafter, rule, V = system.drafter, system.rule, system.target.vocab_size
-    sizes = {"B": batch, "K": system.num_draft, "V": V}
+    drafter, rule = system.drafter, system.rule
     if proposal.parents is not None:
-        check_shapes(sizes, parents=(proposal.parents, "B K"))
         if system.has_expected:
             raise ConfigError("has_expected is set; expected acceptance is known of chains alone")
         if not rule.has_trees:
             raise ConfigError(
                 f"rule {rule.name!r} accepts chains only; drafter {drafter.name!r} proposes trees"
             )
-    check_shapes(sizes, tokens=(proposal.tokens, "B K"), n_draft=(proposal.n_draft, "B"))
-    for name in ("probs", "logits"):
-        array = getattr(proposal, name)
-        if array is not None:
-            check_shapes(sizes, **{name: (array, "B K V")})
     is_unknown = rule.needs_probs and drafter.is_sampled and proposal.probs is None
     if is_unknown or (rule.needs_logits and proposal.logits is None):
         what = "probs" if is_unknown else "logits"
@@ -49,24 +59,121 @@ def validate_proposal(proposal: Proposal, system: System, batch: int) -> Proposa
         is_valid &= is_before & proposal.paths[:, 1:, 0]
     n_draft = jnp.clip(proposal.n_draft, 0, system.num_draft)
     is_invalid = (offered & ~is_valid).any(axis=1) | (proposal.n_draft != n_draft)
-    fault = jnp.where(is_invalid, Finish.INVALID_DRAFT, Finish.RUNNING)
-    if proposal.is_sound is not None:
-        fault = jnp.where(proposal.is_sound, fault, Finish.NAN_DRAFT)
     tokens = jnp.where(is_valid, proposal.tokens, 0)
+    is_sound = proposal.is_sound
+    proposal = proposal.replace(tokens=tokens, n_draft=n_draft, is_sound=None)
+    fault = jnp.where(is_invalid, Finish.INVALID_DRAFT, Finish.RUNNING)
+    if proposal.probs is not None and system.num_draft > 0:
+        greedy = jnp.zeros(n_draft.shape, bool) if is_greedy is None else is_greedy
+        probs, is_wrong = by_row(_guard_probs)(proposal.replace(logits=None), greedy)
+        proposal = proposal.replace(probs=probs)
+        if rule.needs_probs or system.has_expected:
+            fault = jnp.where(is_wrong & ~is_invalid, Finish.INVALID_DRAFT_PROBS, fault)
+    if rule.needs_logits:
+        is_finite = jnp.isfinite(proposal.logits.max(axis=-1)) | ~proposal.is_offered
+        fault = jnp.where(is_finite.all(axis=1), fault, Finish.NAN_DRAFT)
+    if is_sound is not None:
+        fault = jnp.where(is_sound, fault, Finish.NAN_DRAFT)
     fault = fault.astype(jnp.int32)  # of no weak type, with which programs would compile twice
-    return proposal.replace(tokens=tokens, n_draft=n_draft, is_sound=None, fault=fault)
+    return proposal.replace(fault=fault)
 
 
-def has_faulty_scores(
+def _guard_probs(proposal: Proposal, is_greedy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the distributions that a rule may read, and where the reported ones are none.
+
+    Args:
+      proposal: what was drafted.
+      is_greedy: bool[B].
+
+    Returns:
+      f32[B,K,V], and bool[B].
+    """
+    q, tokens, offered = proposal.probs, proposal.tokens, proposal.is_offered
+    # One pass over q: a negative entry counts as 2, and NaN and infinity stay in the sum.
+    mass = jnp.where(q < 0, 2.0, q).sum(axis=-1)
+    is_wrong = ~(jnp.abs(mass - 1.0) <= _SUM_TOLERANCE)
+    if proposal.parents is None:
+        own = jnp.take_along_axis(q, tokens[:, :, None], axis=2)[:, :, 0]
+        is_wrong |= ~(own > 0)  # no draw could give this token
+        is_read = offered
+        point = tokens[:, :, None] == jnp.arange(q.shape[-1])
+    else:
+        # Children of a node without mass are deterministic, each a point mass of its own.
+        is_wrong &= mass != 0
+        nodes = jnp.arange(tokens.shape[1])
+        is_read = (offered[:, None] & (proposal.parents[:, None] == nodes[:, None])).any(axis=2)
+        point = jnp.zeros((), bool)
+    probs = jnp.where(is_greedy[:, None, None], point.astype(q.dtype), q)
+    return probs, (is_wrong & is_read).any(axis=1) & ~is_greedy
+
+
+def validate_verdict(verdict: Verdict, proposal: Proposal, system: System) -> Verdict:
+    """Makes a faulty verdict safe to commit and sets its ``fault``, row by row.
+
+    Args:
+      verdict: of the contract's shapes.
+      proposal: what was drafted.
+      system: target, drafter, rule and K.
+    """
+    last = proposal.depth
+    n_accept = jnp.clip(verdict.n_accept, 0, last)
+    is_right = verdict.n_accept == n_accept
+    index, n = jnp.arange(last), n_accept[:, None]
+    drafts, is_free = proposal.tokens, ~proposal.is_offered
+    path = verdict.path
+    if path is not None:
+        is_right &= path[:, 0] == 0
+        node = jnp.clip(path[:, 1:], 1, drafts.shape[1])
+        take = lambda x: jnp.take_along_axis(x, node - 1, axis=1)
+        is_way = (node == path[:, 1:]) & (take(proposal.parents) == path[:, :-1])
+        drafts, is_free = take(drafts), take(is_free) | ~is_way
+        path = jnp.clip(path, 0, proposal.tokens.shape[1])
+    is_other = (verdict.tokens[:, :-1] != drafts) | is_free
+    is_right &= ~(is_other & (index < n)).any(axis=1)
+    own = jnp.take_along_axis(verdict.tokens, n, axis=1)[:, 0]
+    is_token = (own >= 0) & (own <= system.target.last_id)
+    own = jnp.where(is_token, own, 0)
+    mass = jnp.take_along_axis(verdict.replacement, own[:, None], axis=1)[:, 0]
+    # The token came from the replacement: one that is not finite shows where the token is.
+    is_right &= is_token & (mass > 0) & jnp.isfinite(mass)
+    clean = verdict.replace(n_accept=n_accept, path=path)
+    is_reached = _is_read(system.rule, proposal, clean)
+    if proposal.parents is None:
+        is_reached = is_reached[:, :-1]
+    else:
+        is_reached = jnp.take_along_axis(is_reached, proposal.parents, axis=1)
+    is_finite = jnp.isfinite(verdict.accept_probs) | ~(is_reached & proposal.is_offered)
+    is_right &= is_finite.all(axis=1)
+    fault = jnp.where(is_right, Finish.RUNNING, Finish.INVALID_VERDICT).astype(jnp.int32)
+    return clean.replace(
+        n_accept=jnp.where(is_right, n_accept, 0),
+        tokens=jnp.where(is_right[:, None], verdict.tokens, 0),
+        path=None if path is None else jnp.where(is_right[:, None], path, 0),
+        fault=fault,
+    )
+
+
+def find_fault(
     rule: Rule, scores: TargetScores, proposal: Proposal, verdict: Verdict
 ) -> jax.Array:
-    """bool[B], whether the target's logits were not finite at a node that the rule has read."""
-    index = jnp.arange(scores.processed.shape[1])
-    if rule.is_joint:
-        is_read = index <= proposal.n_draft[:, None]
-    elif verdict.path is None:
-        is_read = index <= verdict.n_accept[:, None]
-    else:
-        is_read = jnp.take_along_axis(proposal.paths, verdict.last[:, None, None], axis=1)[:, 0]
+    """Returns why each row cannot go on, i32[B], a ``Finish``.
+
+    Scores that are not finite come first: no draft and no verdict is to blame for them.
+    """
     is_finite = jnp.isfinite(scores.processed.max(axis=-1))
-    return (~is_finite & is_read).any(axis=1)
+    is_wrong = verdict.fault != Finish.RUNNING
+    # Which nodes a faulty verdict is made of is not known: any that is offered.
+    is_scored = jnp.arange(is_finite.shape[1]) <= proposal.n_draft[:, None]
+    is_read = _is_read(rule, proposal, verdict) | (is_scored & is_wrong[:, None])
+    fault = jnp.where(proposal.fault == Finish.RUNNING, verdict.fault, proposal.fault)
+    return jnp.where((~is_finite & is_read).any(axis=1), Finish.NAN_TARGET, fault)
+
+
+def _is_read(rule: Rule, proposal: Proposal, verdict: Verdict) -> jax.Array:
+    """bool[B,Q], the nodes whose scores the rule has read."""
+    index = jnp.arange(proposal.tokens.shape[1] + 1)
+    if rule.is_joint:
+        return index <= proposal.n_draft[:, None]
+    if verdict.path is None:
+        return index <= verdict.n_accept[:, None]
+    return jnp.take_along_axis(proposal.paths, verdict.last[:, None, None], axis=1)[:, 0]

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import decoding
+from spec_jax.compilation import Timed
 from spec_jax.config import SamplerConfig, check_integer
 from spec_jax.decoding import Finish
+from spec_jax.engine import faults
 from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.request import Prompt, check_room, make_request, slots_for
 from spec_jax.engine.session import ROUNDS_UNWATCHED, Generation, collect
+from spec_jax.engine.stats import Stats
 from spec_jax.engine.text import TextTracker
 from spec_jax.errors import Cancelled, ConfigError, PromptError
-from spec_jax.sampling import Sampler, Samplers, make_sampler
+from spec_jax.sampling import Sampler, Samplers, check_samplers, make_sampler
 
+_log = logging.getLogger(__name__)
 _Request = tuple[int, list[int]]  # index, ids
 
 
@@ -50,6 +56,9 @@ class DecodeQueue:
     An error of ``prompts``, or of a prompt that cannot be decoded, is raised after the running rows
     have finished and were yielded; an error of decoding itself, after the rows that had finished
     before it were yielded.
+
+    Rows are counted in ``decoder.stats`` when they are yielded. Its ``decode_s`` runs until the
+    rounds have ended, and so holds what the caller does with a row meanwhile.
 
     Args:
       decoder: target, draft and rule.
@@ -92,6 +101,7 @@ class DecodeQueue:
                 "a queue refills rows, which draft and target on devices of their own cannot yet "
                 "do: build its decoder without devices"
             )
+        check_samplers(sampler=sampler, draft_sampler=draft_sampler)
         samplers = decoder.target_sampler if sampler is None else sampler
         drafts = decoder.draft_sampler if draft_sampler is None else draft_sampler
         self._decoder, self._prompts = decoder, iter(prompts)
@@ -142,21 +152,25 @@ class DecodeQueue:
             try:
                 for row, request in zip(free, self._pull(len(free))):
                     rows[row] = request
-                    state = self._engine.insert(state, row, self._start([request]))
+                    state = self._insert(state, row, request)
                 if not rows:
                     break
                 is_over = bool(self._cancellation.rows())
                 ending = jnp.full(B, Finish.CANCELLED if is_over else Finish.RUNNING, jnp.int32)
                 num_rounds = 1 if self._cancellation.is_watched else ROUNDS_UNWATCHED
-                state, chunk = self._engine.generate(state, ending, num_rounds, len(rows))
+                args = (state, ending, num_rounds, len(rows))
+                state, chunk = self._timed("decode_s", self._engine.generate, *args)
+                begin = time.perf_counter()
             except Exception as error:  # what had finished is yielded first
                 self._error = error
                 break
             yield from map(self._collect, finished)  # the host's work, while the device decodes
-            self._count(B * int(chunk.rounds), int(chunk.row_rounds))
             finish = np.asarray(chunk.finish)
+            self._decoder.count(Stats(decode_s=time.perf_counter() - begin))
+            self._count(B * int(chunk.rounds), int(chunk.row_rounds))
             free = [row for row in rows if finish[row] != Finish.RUNNING]
-            finished = [(rows.pop(row), self._engine.read(state, row)) for row in free]
+            read = lambda row: self._timed("decode_s", self._engine.read, state, row)
+            finished = [(rows.pop(row), read(row)) for row in free]
         yield from map(self._collect, finished)
         if self._error is not None:
             raise self._error
@@ -186,11 +200,25 @@ class DecodeQueue:
 
     def _start(self, requests: list[_Request]) -> decoding.DecodeState:
         indices, prompts = [index for index, _ in requests], [ids for _, ids in requests]
-        return self._engine.prefill(make_request(
+        request = make_request(
             self._engine.system, prompts, self._decoder.output_limits(prompts, self._max_new),
             self._sampler(indices), self._draft_sampler(indices), stop_tokens=self._stop_tokens,
             slots=self._slots,
-        ))  # fmt: skip
+        )  # fmt: skip
+        self._engine.params()  # lays weights out: no part of the times
+        prefill = lambda: jax.block_until_ready(self._engine.prefill(request))
+        return self._timed("prefill_s", prefill)
+
+    def _insert(self, state, row: int, request: _Request) -> decoding.DecodeState:
+        prefix = self._start([request])
+        return self._timed("prefill_s", self._engine.insert, state, row, prefix)
+
+    def _timed(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function and adds its time to the decoder's, compilation apart."""
+        with Timed() as timed:
+            result = function(*args)
+        self._decoder.count(Stats(compile_s=timed.compile_s, **{name: timed.run_s}))
+        return result
 
     def _begin(self, requests: list[_Request]) -> decoding.DecodeState:
         """The first batch."""
@@ -199,7 +227,7 @@ class DecodeQueue:
         # Prompts of different lengths cannot be prefilled together: each takes its row from one.
         state = self._start(requests[:1] * len(requests))
         for row, request in list(enumerate(requests))[1:]:
-            state = self._engine.insert(state, row, self._start([request]))
+            state = self._insert(state, row, request)
         return state
 
     def _count(self, row_rounds: int, useful: int) -> None:
@@ -213,6 +241,12 @@ class DecodeQueue:
         tracker = TextTracker(self._decoder.target.tokenizer, [ids])
         generation = collect(jax.device_get(record), tracker, 0, self._engine.system.depth)
         self._engine.remember(generation.tokens)
+        text = faults.describe(Finish(int(record.finish)), self._engine.system)
+        if text is not None:
+            _log.warning("%s, in the row of prompt %s, which stopped there", text, index)
+        self._decoder.count(dataclasses.replace(
+            generation.stats, n1_fallbacks=int(self._engine.is_fallback)
+        ))  # fmt: skip
         return index, generation
 
 

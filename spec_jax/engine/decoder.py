@@ -22,7 +22,7 @@ from spec_jax.engine.text import TextTracker
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.parallel import overlap
-from spec_jax.sampling import Samplers, make_sampler
+from spec_jax.sampling import Samplers, check_samplers, make_sampler
 from spec_jax.show.summary import Shown
 
 
@@ -127,9 +127,17 @@ class SpeculativeDecoder(Shown):
     def stats(self) -> stats.Stats:
         """Counts and times of all calls since ``reset_stats``, cancelled ones included.
 
-        A call is counted when it ends.
+        A call is counted when it ends, a row of a ``DecodeQueue`` when it is yielded.
         """
         return self._totals.value
+
+    def count(self, counted: stats.Stats) -> None:
+        """Adds what was decoded to ``stats``; a ``DecodeQueue`` does so by itself.
+
+        Args:
+          counted: counts and times.
+        """
+        self._totals.add(counted)
 
     def reset_stats(self) -> None:
         """Starts counting again."""
@@ -241,8 +249,9 @@ class SpeculativeDecoder(Shown):
           ConfigError: an option that cannot be, or messages that the chat template refuses.
           Cancelled: every row was cancelled before its first token. (Where only some rows were,
             those return without tokens.)
-          InvalidDraftError: the drafter proposed an id outside of the vocabulary; the
-            error carries every row's result.
+          InvalidDraftError: the drafter proposed an id outside of the vocabulary, or
+            distributions that are none; the error carries every row's result.
+          InvalidVerdictError: likewise, the rule accepted or emitted what cannot be.
         """
         stream = self._stream(
             prompts, max_new_tokens, messages=messages, max_tokens=max_tokens, stop=stop,
@@ -336,6 +345,7 @@ class SpeculativeDecoder(Shown):
             raise ConfigError("a stop string is empty")
         if (stops or has_pieces) and self.target.tokenizer is None:
             raise ConfigError(f"{self.target.name} has no tokenizer, so it has no text to look at")
+        check_samplers(sampler=sampler, draft_sampler=draft_sampler)
         samplers = self.target_sampler if sampler is None else sampler
         drafts = self.draft_sampler if draft_sampler is None else draft_sampler
         if rounds_per_sync is not None:

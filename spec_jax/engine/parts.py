@@ -24,7 +24,7 @@ from spec_jax.loading import LoadedHead, LoadedModel, check_loaded
 from spec_jax.meshes import mesh_text
 from spec_jax.parallel import overlap
 from spec_jax.rules import make_rule
-from spec_jax.sampling import Samplers, highest_temperature
+from spec_jax.sampling import Samplers, check_samplers, highest_temperature
 from spec_jax.show.summary import Shown
 
 
@@ -195,6 +195,7 @@ def make_parts(
         config = SpeculativeConfig(draft.method)
     elif config is None and drafter is not None:
         config = SpeculativeConfig()
+    check_samplers(target_sampler=target_sampler, draft_sampler=draft_sampler)
     target_sampler = SamplerConfig() if target_sampler is None else target_sampler
     drafter = None if drafter is None else named.to_drafter(drafter, target)
     rule = None if rule is None else named.to_rule(rule)

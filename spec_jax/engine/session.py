@@ -15,13 +15,14 @@ import numpy as np
 from spec_jax import decoding
 from spec_jax.compilation import Timed
 from spec_jax.decoding import Finish
+from spec_jax.engine import faults
 from spec_jax.engine.cancellation import RowCancellation
 from spec_jax.engine.engine import Engine
 from spec_jax.engine.request import Request
 from spec_jax.engine.stats import RunningStats, Stats, row_stats
 from spec_jax.engine.text import TextTracker
 from spec_jax.engine.trace import Trace
-from spec_jax.errors import Cancelled, ConfigError, InvalidDraftError
+from spec_jax.errors import Cancelled, ConfigError
 from spec_jax.show import page
 from spec_jax.show.summary import Shown, cut
 
@@ -41,7 +42,8 @@ class Generation(Shown):
         ends with a whole character, while ``tokens`` may hold the beginning of another.
       tokens: the output's ids, a stop token included.
       finish_reason: "stop_token", "stop_string", "length", "cancelled", or what went wrong:
-        "nan_target", "nan_draft", "invalid_draft".
+        "nan_target", "nan_draft", "invalid_draft", "invalid_draft_probs", "invalid_verdict" (see
+        ``faults``).
       stats: counts of this row; times are the batch's, in ``SpeculativeDecoder.stats``.
       trace: where each token came from, and which drafts were rejected.
     """
@@ -161,7 +163,7 @@ class Session:
 
         Raises:
           Cancelled: as ``step``; or the session was closed before its first token.
-          InvalidDraftError: the drafter proposed an id outside of the vocabulary.
+          InvalidDraftError, InvalidVerdictError: see ``faults.error_of``.
           RuntimeError: the session is not done.
         """
         if not self.is_done:
@@ -249,14 +251,7 @@ class Session:
         self._totals.add(functools.reduce(operator.add, (row.stats for row in self._rows), times))
         for row in self._rows:
             self._engine.remember(row.tokens)
-        bad = [i for i, row in enumerate(self._rows) if row.finish_reason == "invalid_draft"]
-        if bad:
-            self._error = InvalidDraftError(
-                f"drafter {system.drafter.name!r} proposed ids outside of the vocabulary "
-                f"0..{system.target.last_id}, or parents that make no tree, in rows {bad}; "
-                "those rows stopped there; all rows' tokens are in this error's `generations`",
-                self._rows,
-            )
+        self._error = faults.error_of(self._rows, system)
 
 
 def collect(record: decoding.Record, tracker: TextTracker, row: int, depth: int) -> Generation:

@@ -226,7 +226,10 @@ class Overlap:
             system=_alone(system), slots=slots,
         )
         # All that the draft needs of the target's side before the first tick.
-        known = (tokens, state.tokens, state.length, state.counts, draft_sampler, sampler.seed)
+        known = (
+            tokens, state.tokens, state.length, state.counts, draft_sampler, sampler.seed,
+            sampler.is_greedy,
+        )  # fmt: skip
         side, outcome = self._timed(
             "prefill", -1, self.devices.draft, pearl.prefill_draft, params["draft"],
             *self._send("draft", known), system=system, slots=slots,

@@ -37,6 +37,7 @@ class DraftSide:
     counts: Counts | None
     sampler: Sampler
     request: jax.Array  # u32[B], the target's seed of each row
+    is_greedy: jax.Array  # bool[B], rows whose target takes the argmax
     ahead: Proposal  # tokens alone
     block: Proposal  # tokens alone, drafted last
     draft: Any  # the drafter's state, of ``length + ahead.n_draft`` tokens
@@ -44,7 +45,8 @@ class DraftSide:
 
 @functools.partial(jax.jit, static_argnames=("system", "slots"))
 def prefill_draft(
-    params, prompts, tokens, length, counts, sampler, request, *, system: System, slots: int
+    params, prompts, tokens, length, counts, sampler, request, is_greedy, *, system: System,
+    slots: int,
 ) -> tuple[DraftSide, Outcome]:
     """Returns the draft's side before the first tick, and an outcome that changes nothing."""
     (B, _), K, drafter = tokens.shape, system.num_draft, system.drafter
@@ -53,7 +55,8 @@ def prefill_draft(
     draft = drafter.prefill(params, draft, prompts, length, first, None)
     none = lambda: Proposal(jnp.zeros((B, K), jnp.int32), jnp.zeros((B,), jnp.int32))
     side = DraftSide(
-        jnp.pad(tokens, ((0, 0), (0, K))), length, counts, sampler, request, none(), none(), draft
+        jnp.pad(tokens, ((0, 0), (0, K))), length, counts, sampler, request, is_greedy, none(),
+        none(), draft,
     )
     outcome = Outcome(
         jnp.zeros((B, K + 1), jnp.int32), jnp.zeros((B,), jnp.int32), jnp.zeros((B,), bool)
@@ -80,7 +83,8 @@ def draft_block(
     ahead = side.ahead
     view = decoding.append(side, {"tokens": ahead.tokens}, side.length + 1, ahead.n_draft)
     context = system.context(
-        view.tokens, side.length + ahead.n_draft, side.sampler, view.counts, side.request
+        view.tokens, side.length + ahead.n_draft, side.sampler, view.counts, side.request,
+        side.is_greedy,
     )
     block, draft = decoding.propose(params, side.draft, context, system)
     side = side.replace(draft=draft, block=Proposal(block.tokens, block.n_draft))

@@ -336,7 +336,7 @@ def test_an_invalid_draft_is_an_error_that_keeps_every_row():
         lambda t, length, K: jnp.where(t[:, :1] == 1, TOY, jnp.ones((t.shape[0], K), jnp.int32))
     )
     d = SpeculativeDecoder(_toy(0), config=config, drafter=outside)
-    with pytest.raises(InvalidDraftError, match="vocabulary 0..10, or parents") as error:
+    with pytest.raises(InvalidDraftError, match=r"vocabulary 0\.\.10, .* in rows \[0\]") as error:
         d.generate(FAULTY_PROMPTS, 8)
     stopped, complete = error.value.generations
     assert stopped.finish_reason == "invalid_draft" and complete.finish_reason == "length"
@@ -346,7 +346,7 @@ def test_a_proposal_that_breaks_the_contract_is_refused():
     target, prompt = _toy(0), [0, 1]
     config = SpeculativeConfig(num_speculative_tokens=2, rejection_sampling_strategy="residual")
     wide = testing.scripted_drafter(lambda tokens, length, K: jnp.zeros((1, 5), jnp.int32))
-    with pytest.raises(ShapeError, match="K=5; expected K=2"):
+    with pytest.raises(ShapeError, match=r"i32\[1,5\], expected i32\[B=1,K=2\]"):
         SpeculativeDecoder(target, config=config, drafter=wide).generate(prompt, 4)
     silent = testing.scripted_drafter(lambda tokens, length, K: jnp.zeros((1, K), jnp.int32))
     silent = silent._replace(is_sampled=True)

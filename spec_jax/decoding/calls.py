@@ -1,0 +1,228 @@
+"""Calls of the functions that a user may bring, checked while a program is traced.
+
+What a drafter or a rule returns is compared with the contract before anything is compiled. An
+error of the function itself passes through, with a note that names the function and the shapes it
+was given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax.contracts import Context, Drafter, Noise, Proposal, Rule, TargetScores, Verdict
+from spec_jax.errors import ConfigError, ShapeError, SpecJaxError
+
+_LISTED = 16  # arrays that a note names
+
+
+def call_propose(
+    drafter: Drafter, params: Any, state: Any, context: Context, num_draft: int, vocab_size: int
+) -> tuple[Proposal, Any]:
+    """Calls ``Drafter.propose``.
+
+    Args:
+      drafter: what drafts.
+      params: its parameters.
+      state: its state.
+      context: what it may read.
+      num_draft: K.
+      vocab_size: V.
+
+    Raises:
+      ConfigError: it returns something else than a pair of a proposal and a state.
+      ShapeError: an array of the proposal has another shape or dtype than the contract's.
+    """
+    owner = f"propose of drafter {drafter.name!r}"
+    with blame(owner, context=context, num_draft=num_draft, state=state):
+        result = drafter.propose(params, state, context, num_draft)
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    if not (is_pair and isinstance(result[0], Proposal)):
+        raise ConfigError(f"{owner} returned {_kind(result)}; expected a pair (Proposal, state)")
+    proposal, _ = result
+    sizes = {"B": context.length.shape[0], "K": num_draft, "V": vocab_size}
+    expected = {"tokens": "i32 B K", "n_draft": "i32 B"}
+    optional = {
+        "probs": "f32 B K V", "logits": "f32 B K V", "parents": "i32 B K", "is_sound": "bool B",
+    }
+    expected |= {name: x for name, x in optional.items() if getattr(proposal, name) is not None}
+    _check_arrays(owner, proposal, expected, sizes)
+    if proposal.parents is not None and not 1 <= proposal.tree_depth <= num_draft:
+        raise ShapeError(
+            f"{owner} returned a tree with tree_depth {proposal.tree_depth}; expected the depth "
+            f"of its deepest node, 1 to {num_draft}"
+        )
+    return result
+
+
+def call_commit(drafter: Drafter, params: Any, state: Any, *args: Any) -> Any:
+    """Calls ``Drafter.commit``.
+
+    Args:
+      drafter: what drafts.
+      params: its parameters.
+      state: its state.
+      *args: tokens, n, features and path.
+    """
+    given = dict(zip(("tokens", "n", "features", "path"), args))
+    with blame(f"commit of drafter {drafter.name!r}", **given, state=state):
+        return drafter.commit(params, state, *args)
+
+
+def call_accept(
+    rule: Rule, scores: TargetScores, proposal: Proposal, noise: Noise
+) -> Verdict:
+    """Calls ``Rule.accept``, for all rows of a batch.
+
+    Args:
+      rule: of acceptance.
+      scores: the target's, of every node.
+      proposal: what was drafted.
+      noise: of this round.
+
+    Raises:
+      ConfigError: the rule returns something else than a verdict.
+      ShapeError: an array of the verdict has another shape or dtype than the contract's; or the
+        rule is written for one row.
+    """
+    owner = f"rule {rule.name!r}"
+    given = {"target": scores, "proposal": proposal, "noise": noise}
+
+    def accept(scores, proposal, noise):
+        verdict = rule.accept(scores, proposal, noise)
+        _check_verdict(owner, verdict, proposal, scores.processed.shape[-1])
+        return verdict
+
+    try:
+        with blame(f"accept of {owner}", **given):
+            return accept(scores, proposal, noise)
+    except Exception as error:
+        if _is_for_one_row(rule, given):
+            raise ShapeError(
+                f"accept of {owner} is written for one row and was given the batch, "
+                f"{_listed(given)}; map it over the rows: "
+                "Rule(..., accept=spec_jax.rules.batched(function))"
+            ) from error
+        raise
+
+
+def _check_verdict(owner: str, verdict: Any, proposal: Proposal, vocab_size: int) -> None:
+    if not isinstance(verdict, Verdict):
+        raise ConfigError(
+            f"accept of {owner} returned {_kind(verdict)}; expected a Verdict(n_accept, tokens, "
+            "accept_probs, replacement)"
+        )
+    B, K = proposal.tokens.shape
+    sizes = {"B": B, "K": K, "V": vocab_size, "P": proposal.depth + 1}
+    expected = {
+        "n_accept": "i32 B", "tokens": "i32 B P", "accept_probs": "f32 B K",
+        "replacement": "f32 B V",
+    }
+    if proposal.parents is not None:
+        expected["path"] = "i32 B P"
+    elif verdict.path is not None:
+        raise ShapeError(f"accept of {owner} returned a path; the drafts are a chain: leave it out")
+    _check_arrays(f"accept of {owner}", verdict, expected, sizes)
+
+
+def _is_for_one_row(rule: Rule, given: Mapping[str, Any]) -> bool:
+    """Whether the rule would serve if it were mapped over the rows."""
+    mapped = rule._replace(accept=jax.vmap(rule.accept))
+    try:
+        scores, proposal, noise = given.values()
+        verdict = jax.eval_shape(mapped.accept, scores, proposal, noise)
+        _check_verdict("", verdict, proposal, scores.processed.shape[-1])
+    except Exception:
+        return False
+    return True
+
+
+def check_state(owner: str, before: Any, after: Any) -> None:
+    """Checks that a drafter's state keeps its structure, shapes and dtypes, as a loop needs.
+
+    Args:
+      owner: the functions that made the new state of the old one.
+      before: the old state.
+      after: the new one.
+
+    Raises:
+      ShapeError: an array has changed, and is named.
+    """
+    old, new = (dict(_leaves(state)) for state in (before, after))
+    for name in [*old, *new]:
+        found, expected = (_text(leaves[name]) if name in leaves else "nothing"
+                           for leaves in (new, old))  # fmt: skip
+        if found != expected:
+            raise ShapeError(
+                f"{owner} made state{name} {found}; expected {expected}, as it was: a loop "
+                "carries a state of one structure"
+            )
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        raise ShapeError(
+            f"{owner} made a state of structure {jax.tree.structure(after)}; expected "
+            f"{jax.tree.structure(before)}, as it was"
+        )
+
+
+@contextlib.contextmanager
+def blame(owner: str, **given: Any) -> Iterator[None]:
+    """Adds a note to an error that is raised inside: who raised it, and what it was given."""
+    try:
+        yield
+    except SpecJaxError:
+        raise
+    except Exception as error:
+        error.add_note(f"raised in {owner}, which was given {_listed(given)}")
+        raise
+
+
+def _check_arrays(
+    owner: str, record: Any, expected: Mapping[str, str], sizes: Mapping[str, int]
+) -> None:
+    kinds = {"i32": np.integer, "f32": np.floating, "bool": np.bool_}
+    wrong = []
+    for name, text in expected.items():
+        kind, *axes = text.split()
+        shape, value = tuple(sizes[axis] for axis in axes), getattr(record, name)
+        is_array = hasattr(value, "shape") and hasattr(value, "dtype")
+        if not (
+            is_array and tuple(value.shape) == shape and jnp.issubdtype(value.dtype, kinds[kind])
+        ):
+            found = _text(value) if is_array else _kind(value)
+            of = ",".join(f"{axis}={size}" for axis, size in zip(axes, shape))
+            wrong.append(f"{name} {found}, expected {kind}[{of}]")
+    if wrong:
+        raise ShapeError(f"{owner} returned " + "; ".join(wrong))
+
+
+def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the path and the value of every leaf."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        yield jax.tree_util.keystr(path), leaf
+
+
+def _listed(given: Mapping[str, Any]) -> str:
+    leaves = [(name + path, x) for name, tree in given.items() for path, x in _leaves(tree)]
+    parts = [f"{name} {_text(leaf)}" for name, leaf in leaves]
+    more = [f"and {len(parts) - _LISTED} more"] if len(parts) > _LISTED else []
+    return ", ".join(parts[:_LISTED] + more)
+
+
+def _text(leaf: Any) -> str:
+    """An array as ``f32[2,4]``, anything else as it prints."""
+    if not hasattr(leaf, "shape"):
+        return repr(leaf)
+    name = str(leaf.dtype)
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i")):
+        name = name.replace(long, short)
+    return f"{name}[{','.join(map(str, leaf.shape))}]"
+
+
+def _kind(value: Any) -> str:
+    article = "an" if type(value).__name__[0] in "aeiouAEIOU" else "a"
+    return "None" if value is None else f"{article} {type(value).__name__}"
