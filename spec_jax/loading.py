@@ -244,7 +244,8 @@ def _with_stated_padding(
     The embedding of a target is padded to a size that its head need not share. The target's
     tokenizer says how many of the ids are tokens.
     """
-    hf = read_json(directory / "config.json")
+    file = directory / "config.json"
+    hf = read_json(file) if file.exists() else {}  # a kind of yours may have none
     inner = hf.get("transformer_layer_config") or hf
     size = inner.get("vocab_size") if isinstance(inner, Mapping) else None
     V, num_tokens = target.config.vocab_size, target.model.last_id + 1

@@ -36,7 +36,7 @@ def encode(target: LoadedModel, prompt: Prompt) -> list[int]:
         return encode_messages(target, prompt)
     if isinstance(prompt, str):
         if target.tokenizer is None:
-            raise PromptError(f"{target.name} has no tokenizer: give the prompt as ids")
+            raise PromptError(_no_tokenizer(target))
         ids = target.tokenizer.encode(prompt)
     else:
         try:
@@ -51,6 +51,14 @@ def encode(target: LoadedModel, prompt: Prompt) -> list[int]:
     if bad:
         raise PromptError(f"the prompt holds id {bad[0]}; {target.name} has ids 0 to {last}")
     return ids
+
+
+def _no_tokenizer(target: LoadedModel) -> str:
+    return (
+        f"{target.name} has no tokenizer: give the prompt as ids; or put a tokenizer.json into its "
+        "directory, which AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers "
+        "makes of a tokenizer.model"
+    )
 
 
 def encode_messages(
@@ -69,7 +77,7 @@ def encode_messages(
         object with a role and a text.
     """
     if target.tokenizer is None:
-        raise PromptError(f"{target.name} has no tokenizer: give the prompt as ids, in prompts")
+        raise PromptError(_no_tokenizer(target))
     if not target.tokenizer.chat_templates:
         raise ConfigError(
             f"the tokenizer of {target.name} has no chat template: give the text in prompts, or "
