@@ -27,6 +27,7 @@ from experiments.common.prompts import Prompt
 
 def show_live(bench: Bench, cell: Cell, prompt: Prompt) -> None:
     """Prints a prompt, dimmed on a terminal, and its continuation as it is decoded."""
+    bench.run(cell, 0)  # compiles, which would tear the text apart
     is_terminal = sys.stdout.isatty()
     print(f"\n── {prompt.name}, live by {cell.label} ".ljust(80, "─"))
     print(f"\033[2m{prompt.text}\033[0m" if is_terminal else prompt.text, end="", flush=True)

@@ -23,7 +23,7 @@ from spec_jax.engine.stats import Stats
 from spec_jax.progress import Progress
 
 
-def run_all(tasks: Mapping[str, Callable[[], None]], what: str) -> None:
+def run_all(tasks: Mapping[str, Callable[[], object]], what: str) -> None:
     """Runs tasks, two at a time, with progress: one compilation alone leaves cores idle.
 
     Several processes run one at a time, since they must run their programs in the same order.
@@ -47,19 +47,9 @@ def cost_slots(bench: Bench, cells: Sequence[Cell]) -> int:
     return -(-needed // 128) * 128
 
 
-def compile_all(
-    bench: Bench, cells: Sequence[Cell]
-) -> tuple[dict[tuple[str, int], Timer], dict[Cell, float]]:
-    """Compiles every program of the run.
-
-    Returns:
-      The timers of the passes by role and width, and how long each cell compiled.
-    """
+def compile_all(bench: Bench, cells: Sequence[Cell]) -> dict[tuple[str, int], Timer]:
+    """Compiles every program of the run; returns the timers of the passes by role and width."""
     timers, slots, batch = {}, cost_slots(bench, cells), bench.batch
-    compile_s: dict[Cell, float] = {}
-
-    def compile_cell(cell: Cell) -> None:
-        compile_s[cell] = bench.run(cell, 0).compile_s
 
     def add_target(width: int) -> None:
         params = bench.target.decoding_params(width * batch)
@@ -70,13 +60,13 @@ def compile_all(
         timer = costs.draft_timer(bench.drafts[method], bench.target, slots, batch)
         timers.update({(method, 1): timer} if timer else {})
 
-    tasks = {cell.label: functools.partial(compile_cell, cell) for cell in cells}
+    tasks = {cell.label: functools.partial(bench.run, cell, 0) for cell in cells}
     for width in sorted({cell.k + 1 for cell in cells if not cell.tree}):
         tasks[f"target pass of {width} tokens"] = functools.partial(add_target, width)
     for method in bench.drafts:
         tasks[f"{method} pass"] = functools.partial(add_draft, method)
     run_all(tasks, "compiling")
-    return timers, compile_s
+    return timers
 
 
 def measure_cell(bench: Bench, cell: Cell, repeats: int) -> dict:
@@ -128,6 +118,7 @@ def measure_cell(bench: Bench, cell: Cell, repeats: int) -> dict:
         **_compare(bench, cell, rows, [row for run in plain_runs for row in run.rows]),
         **_of_rows(rows),
         **stats.to_dict(),
+        "compile_s": bench.compile_s[cell],
     }
 
 
@@ -174,7 +165,7 @@ def measure(
     rep: dict, bench: Bench, cells: Sequence[Cell], repeats: int, folder: pathlib.Path
 ) -> costs.Costs:
     """Fills ``rep["results"]``, saves the report after each row, and returns the passes' costs."""
-    timers, compile_s = compile_all(bench, cells)
+    timers = compile_all(bench, cells)
     with Progress(len(cells) + 1, "measuring") as bar:
         bar.now("passes")
         found = costs.Costs.measure(timers, slots=cost_slots(bench, cells), batch=bench.batch)
@@ -183,7 +174,7 @@ def measure(
         for cell in cells:
             bar.now(cell.label)
             row = measure_cell(bench, cell, repeats)
-            row |= {"predicted_speedup": costs.predict(found, row), "compile_s": compile_s[cell]}
+            row["predicted_speedup"] = costs.predict(found, row)
             rep["results"].append(row)
             report.write_json(folder / "report.json", rep)
             bar.step(f"{cell.label}: {row['speedup']:.2f}x")

@@ -124,7 +124,6 @@ class Run(NamedTuple):
 
     prefill_s: float
     decode_s: float
-    compile_s: float
     rows: list[Generation]
 
     @property
@@ -150,6 +149,7 @@ class Bench:
         the rule reads the draft distributions anyway.
       where: The devices; target and drafts lie there already.
       own: A drafter and a rule of the user's own.
+      compile_s: How long each cell has compiled so far.
     """
 
     target: LoadedModel
@@ -163,6 +163,7 @@ class Bench:
     has_expected: bool = False
     where: MeshOptions = MeshOptions()
     own: Own = Own()
+    compile_s: dict[Cell, float] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def longest(self) -> int:
@@ -232,4 +233,5 @@ class Bench:
             draft_sampler=draft, pad_to=self.longest, **options,
         )
         stats = decoder.stats
-        return Run(stats.prefill_s, stats.decode_s, stats.compile_s, rows)
+        self.compile_s[cell] = self.compile_s.get(cell, 0.0) + stats.compile_s
+        return Run(stats.prefill_s, stats.decode_s, rows)
