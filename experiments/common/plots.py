@@ -1,4 +1,4 @@
-"""The plots of a run, as PNG files."""
+"""The plots of a run, as PNG and PDF files, to be read in grey too."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
+from cycler import cycler
+from scipy import stats
 
 from experiments.common.costs import Costs, predict
 from spec_jax import processes
@@ -23,12 +25,15 @@ _COLORS = {  # Okabe and Ito's palette
     "eagle-1": "#E69F00", "eagle-2": "#F0E442", "eagle-3": "#009E73", "suffix": "#56B4E9",
     "dflash": "#0072B2", "dspark": "#CC79A7",
 }  # fmt: skip
-_MARKERS = "osD^vP"
-_ACCEPTED = "accepted, of the drafts that were reached"
+# A series is told from others by colour, by marker and by line.
+_MARKERS = "osD^vPX*"
+_LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (3, 3)), (0, (1, 3)), (0, (8, 2)))
+_CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C564B")
+_ACCEPTED = "accepted, if reached"
 _STYLE = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
     "axes.titlesize": 11, "legend.frameon": False, "legend.fontsize": 9, "font.size": 10,
-    "figure.dpi": 130,
+    "figure.dpi": 130, "axes.prop_cycle": cycler(color=_CYCLE) + cycler(linestyle=_LINES),
 }  # fmt: skip
 
 
@@ -38,12 +43,18 @@ class _Series(NamedTuple):
     label: str
     color: str
     marker: str
+    line: Any
     results: list[dict]
     is_tree: bool
 
     @property
-    def face(self) -> str:
-        return "none" if self.is_tree else self.color
+    def look(self) -> dict[str, Any]:
+        """Colour, marker and line, as options of a plot; trees are hollow."""
+        face = "none" if self.is_tree else self.color
+        return {
+            "color": self.color, "marker": self.marker, "linestyle": self.line, "linewidth": 1.2,
+            "markerfacecolor": face,
+        }  # fmt: skip
 
 
 def _series(results: Sequence[dict], temperature: float) -> list[_Series]:
@@ -51,14 +62,30 @@ def _series(results: Sequence[dict], temperature: float) -> list[_Series]:
     for r in sorted(results, key=lambda r: r["k"]):
         if r["temperature"] == temperature and r["method"] != "plain":
             found.setdefault((r["method"], r["rule"], bool(r.get("tree"))), []).append(r)
-    rules = list(dict.fromkeys(rule for _, rule, _ in found))
     return [
         _Series(
             f"{method}{' trees' if is_tree else ''}, {rule}", _COLORS.get(method, "0.4"),
-            _MARKERS[rules.index(rule) % len(_MARKERS)], rows, is_tree,
+            _MARKERS[i % len(_MARKERS)], _LINES[i % len(_LINES)], rows, is_tree,
         )
-        for (method, rule, is_tree), rows in sorted(found.items(), reverse=True)
+        for i, ((method, rule, is_tree), rows) in enumerate(sorted(found.items(), reverse=True))
     ]
+
+
+def names_of(paths: Sequence[str]) -> list[str]:
+    """Returns a short name of each draft, another one for each: of runs/mine/export, "mine"."""
+    parts = [[x for x in pathlib.PurePath(path).parts if x != "/"] for path in paths]
+    parts = [p[:-1] if len(p) > 1 and p[-1] == "export" else p for p in parts]
+    whole = [p[:1] == ["zoo"] for p in parts]
+    for length in range(1, 1 + max(map(len, parts), default=0)):
+        found = ["/".join(p if is_zoo else p[-length:]) for p, is_zoo in zip(parts, whole)]
+        if len(set(found)) == len(set(paths)):
+            return found
+    return list(paths)
+
+
+def _beside(at: float, number: int, count: int) -> float:
+    """Where one of ``count`` points at ``at`` is drawn, so that their bars can be told apart."""
+    return at + 0.5 * ((number + 0.5) / count - 0.5)
 
 
 @contextlib.contextmanager
@@ -66,7 +93,10 @@ def panels(
     path: pathlib.Path, columns: int, size: tuple[float, float],
     legend: Mapping[str, Any] = types.MappingProxyType({}), **options: Any,
 ) -> Iterator[Sequence[Any]]:  # fmt: skip
-    """Yields the axes of a figure, and saves it; every axis with labels has a legend."""
+    """Yields the axes of a figure, and saves it; every axis with labels has a legend.
+
+    Beside the PNG file ``path`` there will be a PDF file, for papers.
+    """
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(
             1, columns, figsize=size, squeeze=False, layout="constrained", **options
@@ -77,6 +107,7 @@ def panels(
                 axis.legend(**legend)
         if processes.is_writer():
             figure.savefig(path)
+            figure.savefig(path.with_suffix(".pdf"), metadata={"CreationDate": None})
         plt.close(figure)
 
 
@@ -98,52 +129,69 @@ def _draw(
 
 
 def plot_speedup(path: pathlib.Path, results: Sequence[dict], costs: Costs) -> None:
-    """Draws the speed-up over K: measured points, and the curve that the costs predict."""
+    """Draws the speed-up over K: measured points with their 95 % intervals, and predicted lines."""
 
     def draw(axis, series):
-        axis.axhline(1, color="0.45", linewidth=1, linestyle=":", label="plain decoding")
-        for s in series:
-            speedups, last = [r["speedup"] for r in s.results], s.results[-1]
-            axis.plot(
-                [r["k"] for r in s.results], speedups, s.marker, color=s.color, label=s.label,
-                markerfacecolor=s.face,
-            )  # fmt: skip
+        axis.axhline(1, color="0.45", linewidth=1)
+        for number, s in enumerate(series):
+            look, last = s.look, s.results[-1]
+            x = [_beside(r["k"], number, len(series)) for r in s.results]
+            speedup = np.asarray([r["speedup"] for r in s.results], float)
+            bounds = [r.get("speedup_interval") or (np.nan, np.nan) for r in s.results]
+            low, high = np.asarray(bounds, float).T
+            axis.errorbar(
+                x, speedup, np.maximum([speedup - low, high - speedup], 0), capsize=3,
+                **look | {"linestyle": ""},
+            )
             if not s.is_tree:  # no speed-up is predicted for trees
                 ks = range(1, last["k"] + 1)
                 predicted = [predict(costs, last, k) for k in ks]
-                axis.plot(ks, predicted, "--", color=s.color, linewidth=1.3)
-        axis.plot([], [], "--", color="0.45", linewidth=1.3, label="predicted")
-        axis.set_ylim(bottom=0)
+                axis.plot(ks, predicted, **look | {"marker": ""})
+            axis.plot([], [], label=s.label, **look | ({"linestyle": ""} if s.is_tree else {}))
+        top = axis.get_ylim()[1]
+        axis.set_ylim(-0.03 * top, top)  # a point at zero is seen whole
 
-    _draw(path, results, draw, "K, drafted tokens per round", "speed-up over plain decoding")
+    _draw(
+        path, results, draw, "K, drafted tokens per round (lines: predicted)",
+        "speed-up over plain decoding (bars: 95 %)",
+    )  # fmt: skip
 
 
 def plot_acceptance(path: pathlib.Path, results: Sequence[dict]) -> None:
     """Draws acceptance by position (of a tree, by level) at the largest K.
 
-    Bars show one standard error, dashed lines the expected acceptance.
+    Bars show 95 % intervals of independent rounds, crosses the expected acceptance.
     """
 
     def draw(axis, series):
         has_expected = False
-        for s in series:
+        for number, s in enumerate(series):
             last = s.results[-1]
             rate = np.asarray(last["acceptance_by_position"], float)
-            position = np.arange(1, len(rate) + 1)
-            error = np.sqrt(rate * (1 - rate) / np.maximum(last["reached_at"], 1))
+            position = [_beside(i, number, len(series)) for i in range(1, 1 + len(rate))]
+            low, high = _wilson(last["accepted_at"], last["reached_at"]).T
+            error = np.maximum([rate - low, high - rate], 0)
             axis.errorbar(
-                position, rate, error, color=s.color, marker=s.marker, capsize=3,
-                label=f"{s.label}, K={last['k']}", markerfacecolor=s.face,
-            )  # fmt: skip
+                position, rate, error, capsize=3, label=f"{s.label}, K={last['k']}", **s.look
+            )
             expected = np.asarray(last["expected_by_position"], float)
             if expected.size:
                 has_expected = True
-                axis.plot(position, expected, "--", color=s.color, linewidth=1.3)
+                axis.plot(position, expected, "x", color="black", markersize=7)
         if has_expected:
-            axis.plot([], [], "--", color="0.45", label="expected of the rule")
-        axis.set_ylim(0, 1.03)
+            axis.plot([], [], "x", color="black", label="expected of the rule")
+        axis.set_ylim(-0.03, 1.03)
 
-    _draw(path, results, draw, "position in the draft", _ACCEPTED)
+    _draw(path, results, draw, "position in the draft", f"{_ACCEPTED} (bars: 95 %)")
+
+
+def _wilson(accepted: Sequence[int], reached: Sequence[int]) -> np.ndarray:
+    """Returns Wilson's 95 % interval of each rate, f64[N,2]; NaN where nothing was reached."""
+    none = (np.nan, np.nan)
+    return np.asarray([
+        stats.binomtest(k, n).proportion_ci(method="wilson") if n else none
+        for k, n in zip(accepted, reached)
+    ]).reshape(-1, 2)  # fmt: skip
 
 
 def plot_tree_sizes(path: pathlib.Path, record: Mapping[str, Any]) -> None:
@@ -178,13 +226,14 @@ def plot_training(path: pathlib.Path, lines: Sequence[Mapping[str, float]]) -> N
     shown = (
         ("loss", {"loss": "training", "held_out_loss": "held out"}, lines),
         ("tau, tokens per target pass", {"tau": "tau"}, lines),
-        (_ACCEPTED, positions, [line for line in lines if "tau" in line]),
+        ("accepted in real decoding", positions, [line for line in lines if "tau" in line]),
     )
     with panels(path, len(shown), (11, 3.6)) as axes:
         for axis, (label, names, kept) in zip(axes, shown):
             for name, text in names.items():
                 if points := [(line["step"], line[name]) for line in kept if name in line]:
-                    axis.plot(*zip(*points), label=text)
+                    mark = {"marker": "o", "markersize": 3} if len(points) <= 30 else {}
+                    axis.plot(*zip(*points), label=text, **mark)
             axis.set(xlabel="step", ylabel=label)
 
 
@@ -195,16 +244,19 @@ def plot_intervals(path: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> Non
       path: The PNG file.
       rows: With ``draft``, ``tau`` and ``accept``, of ``experiments.evaluate``.
     """
+    names = names_of([row["draft"] for row in rows])
     with panels(path, 1, (6, 4)) as (axis,):
-        for number, row in enumerate(rows):
-            at = np.arange(1, len(row["accept"]) + 1) + 0.06 * (number - (len(rows) - 1) / 2)
-            value, low, high = np.asarray(row["accept"]).T
+        for number, (name, row) in enumerate(zip(names, rows)):
+            at = [_beside(i, number, len(rows)) for i in range(1, len(row["accept"]) + 1)]
+            value, low, high = np.asarray(row["accept"], float).T
             axis.errorbar(
                 at, value, [value - low, high - value], marker=_MARKERS[number % len(_MARKERS)],
-                capsize=3, label=f"{row['draft']}, tau {row['tau'][0]:.2f}",
+                linestyle=_LINES[number % len(_LINES)], color=_CYCLE[number % len(_CYCLE)],
+                linewidth=1.2, capsize=3, label=f"{name}, tau {row['tau'][0]:.2f}",
             )  # fmt: skip
         axis.set_xticks(range(1, len(rows[0]["accept"]) + 1))
-        axis.set(xlabel="position in the draft", ylabel=_ACCEPTED, ylim=(0, 1.03))
+        axis.set(xlabel="position in the draft", ylabel=f"{_ACCEPTED} (bars: 95 %)",
+                 ylim=(-0.03, 1.03))
 
 
 def plot_timeline(path: pathlib.Path, spans: Sequence[Span]) -> None:

@@ -59,10 +59,11 @@ def run(pair, tmp_path_factory):
 def test_a_run_leaves_its_folder(run):
     folder, _ = run
     assert sorted(path.name for path in folder.iterdir()) == [
-        "acceptance.png", "config.json", "environment.json", "report.json", "report.md",
-        "speedup.png",
+        "acceptance.pdf", "acceptance.png", "config.json", "environment.json", "report.json",
+        "report.md", "speedup.pdf", "speedup.png",
     ]  # fmt: skip
     assert (folder / "speedup.png").read_bytes()[1:4] == b"PNG"
+    assert (folder / "speedup.pdf").read_bytes()[1:4] == b"PDF"
     assert check_run_files(folder, "decode")["config"]["ks"] == [3]
     text = (folder / "report.md").read_text()
     assert re.search(r"\| standalone +\| +3 +\| +1 +\| residual +\|", text)

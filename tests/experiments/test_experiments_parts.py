@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from experiments.common import costs, decode_report, near_ties
+from experiments.common import costs, decode_report, near_ties, plots
 from experiments.common.grid import Cell, make_cells
 from experiments.common.intervals import Interval, bootstrap, paired_speedup
 from experiments.common.prompts import load_prompts
@@ -170,3 +170,21 @@ def test_an_interval_of_one_point_is_not_printed():
     assert str(Interval(1.0, 1.0, 1.0)) == str(Interval(1.0, math.nan, math.nan)) == "1.000"
     assert str(bootstrap(lambda chosen: chosen[None].mean(-1) + 2.0, 1)[0]) == "2.000"
     assert str(Interval(math.nan, math.nan, math.nan)) == "–"
+
+
+def test_plots_have_names_in_place_of_paths():
+    assert plots.names_of(["zoo/eagle3", "runs/mine/export", "/a/b/head"]) == [
+        "zoo/eagle3", "mine", "head",
+    ]  # fmt: skip
+    assert plots.names_of(["runs/a/export", "old/a/export", "x"]) == ["runs/a", "old/a", "x"]
+    assert plots.names_of(["zoo/eagle3", "runs/eagle3"]) == ["zoo/eagle3", "eagle3"]
+    assert plots.names_of(["export"]) == ["export"] and plots.names_of([]) == []
+
+
+def test_every_series_has_a_marker_and_a_line_of_its_own():
+    """So that it can be read in grey."""
+    row = {"k": 3, "temperature": 0.0, "tree": None, "acceptance_by_position": [0.0] * 3}
+    names = ["ngram", "standalone", "eagle-1", "eagle-3", "mtp", "suffix"]
+    found = plots._series([row | {"method": name, "rule": "greedy"} for name in names], 0.0)
+    for part in ("marker", "line", "color"):
+        assert len({getattr(series, part) for series in found}) == len(names)

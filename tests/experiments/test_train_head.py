@@ -98,8 +98,11 @@ def test_a_run_leaves_a_head_that_drafts_as_it_did_when_measured(files, run):
     evaluated = [line for line in lines if "tau" in line]
     assert [line["step"] for line in evaluated] == [2, 4]
     assert best["tau"] == max(line["tau"] for line in evaluated)
-    names = {"held_out_loss", "held_out_accept_1", "accept_2", "tau", "cpu_s"}
+    names = {"held_out_loss", "held_out_teacher_forced_accept_1", "accept_2", "tau", "cpu_s"}
     assert names <= set(evaluated[0])
+    # One tag is one quantity: what real decoding accepts, and what teacher-forcing predicts.
+    assert all("teacher_forced_accept_1" in line for line in lines if "loss" in line)
+    assert all(("accept_1" in line) == ("tau" in line) for line in lines)
     losses = [line["loss"] for line in lines if "loss" in line]
     assert len(losses) == 4 and np.isfinite(losses).all()
     assert (folder / "training.png").stat().st_size > 10_000
