@@ -80,7 +80,7 @@ class Experiment:
             self.texts, shares, seed=config.seed, batch=config.batch, length=config.length
         )
         used = [text for text, share in zip(self.texts, shares) if share > 0]
-        self.spec = head_setup.make_head(config, self.target, self.texts, used)
+        self.spec = head_setup.make_head(config, self.target, self.texts, used, self.placement)
         updates = max(config.steps // config.optimizer.accumulate, 1)
         self.optimizer = make_optimizer(**config.optimizer, steps=updates)
         self.frozen = self.target.params
@@ -105,7 +105,7 @@ class Experiment:
         )  # fmt: skip
         self._make = lambda *args: TrainState.create(self.spec.init(*args), self.optimizer)
         self._where = mesh and self.placement.state_shardings(
-            self.spec.shardings(mesh, rules), self._make, self._key, self.frozen
+            self.spec.shardings(mesh, rules), self._make, self._key, self.frozen, self.spec.given
         )
         self._step = self.placement.jit_step(step, self._where)
         self._objective = self.placement.jit(lambda *args: replicate(self.spec.measure(*args)))
@@ -136,7 +136,7 @@ class Experiment:
     def init_state(self) -> TrainState:
         """Returns new parameters, the same for the same seed."""
         key = jax.random.fold_in(self._key, 1 << 30)
-        return self.placement.create(self._make, self._where, key, self.frozen)
+        return self.placement.create(self._make, self._where, key, self.frozen, self.spec.given)
 
     def batch_at(self, step: int) -> Batch:
         """Returns the batch of a step, a function of the seed and the step."""

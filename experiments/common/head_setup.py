@@ -21,7 +21,9 @@ from spec_jax.drafters.common.warm_start import from_target
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel, load_draft
 from spec_jax.models.params import table_placement
+from spec_jax.models.tensors import on_host
 from spec_jax.sharding import Rules
+from spec_jax.train.placement import Placement
 
 
 class HeadSpec(NamedTuple):
@@ -30,7 +32,8 @@ class HeadSpec(NamedTuple):
     Attributes:
       name: The name of the objective.
       config: The shape of the head.
-      init: ``(key, target's params) -> params``, the trained parameters.
+      init: ``(key, target's params, given) -> params``, the trained parameters.
+      given: The parameters to continue from, on the devices that train them; None for a new head.
       constants: The parameters that are not trained: ``d2t``, or none.
       objective: ``(params, batch, target's params) -> (loss, figures)``, the training loss.
       measure: The same without noise, for evaluation.
@@ -39,7 +42,8 @@ class HeadSpec(NamedTuple):
 
     name: str
     config: registry.HeadConfig
-    init: Callable[[jax.Array, Any], Any]
+    init: Callable[[jax.Array, Any, Any], Any]
+    given: Any | None
     constants: dict[str, jax.Array]
     objective: Callable[..., tuple[jax.Array, dict]]
     measure: Callable[..., tuple[jax.Array, dict]]
@@ -103,10 +107,15 @@ def _options(config: ConfigDict, target: LoadedModel) -> dict[str, Any]:
     return {name: config.head[name] for name in training.options if config.head[name]}
 
 
-def _load_given(config: ConfigDict, target: LoadedModel, options: dict, size: int) -> LoadedHead:
-    """Loads the head to continue from."""
+def _load_given(
+    config: ConfigDict, target: LoadedModel, options: dict, size: int, placement: Placement
+) -> LoadedHead:
+    """Loads the head to continue from; each process reads what its own devices hold."""
     kind, training = registry.objectives()[config.objective]
-    given = load_draft(config.head.init_from, target, "float32", method=kind.name, **options)
+    given = load_draft(
+        config.head.init_from, target, "float32", method=kind.name, mesh=placement.mesh,
+        rules=placement.rules, **options,
+    )  # fmt: skip
     if not training.trains(given.config):
         others = [name for name, way in kind.training.items() if way.trains(given.config)]
         raise ConfigError(
@@ -120,7 +129,8 @@ def _load_given(config: ConfigDict, target: LoadedModel, options: dict, size: in
 
 
 def make_head(
-    config: ConfigDict, target: LoadedModel, texts: Sequence[Corpus], used: Sequence[Corpus]
+    config: ConfigDict, target: LoadedModel, texts: Sequence[Corpus], used: Sequence[Corpus],
+    placement: Placement = Placement(),
 ) -> HeadSpec:
     """Returns the head that a config describes.
 
@@ -129,22 +139,24 @@ def make_head(
       target: The model that the head drafts for.
       texts: All texts, whose ids must be in the target's vocabulary.
       used: The texts that are trained on; a reduced vocabulary has their most frequent tokens.
+      placement: Where the head to continue from is read to.
 
     Raises:
       ConfigError: Options that do not fit, or texts of another vocabulary.
       WeightsError: The head to continue from cannot be read.
-    """
+    """  # fmt: skip
     found = [count_tokens(text, target.config.vocab_size) for text in texts]
     counts = sum(x for x, text in zip(found, texts) if any(text is one for one in used))
     kind, training = registry.objectives()[config.objective]
     objective, options = training.load_objective(), _options(config, target)
-    size, constants = options.pop("draft_vocab_size", 0), {}
+    size, given, constants = options.pop("draft_vocab_size", 0), None, {}
     if config.head.init_from:
-        given = _load_given(config, target, options, size)
-        shape = given.config
-        weights, constants = objective.split(given.params)
+        head = _load_given(config, target, options, size, placement)
+        shape = head.config
+        given, constants = objective.split(head.params)
+        constants = jax.tree.map(lambda x: jnp.asarray(on_host(x)), constants)
         # copies: a training step donates
-        init = lambda key, target_params: jax.tree.map(jnp.array, weights)
+        init = lambda key, target_params, given: jax.tree.map(jnp.array, given)
     else:
         reduced = {"draft_vocab_size": size} if size else {}
         shape = training.new(target.config, **reduced, **options)
@@ -152,17 +164,17 @@ def make_head(
         if reduced:
             constants = {"d2t": jnp.asarray(draft_vocabulary(counts, size))}
 
-        def init(key, target_params):
+        def init(key, target_params, given):
             params, _ = objective.split(fresh(key))
             if not config.head.is_warm_start:
                 return params
             return from_target(params, target_params, target.config, draft_ids(constants))
 
     bind = lambda options: objective.bind(shape, target.model, options, constants)
-    sizes = jax.eval_shape(init, jax.random.key(0), target.params)
+    sizes = jax.eval_shape(init, jax.random.key(0), target.params, given)
     num_params = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(sizes))
     spec = HeadSpec(
-        config.objective, shape, init, constants, bind(config.loss),
+        config.objective, shape, init, given, constants, bind(config.loss),
         bind({**config.loss, "noise": 0.0}), num_params,
     )  # fmt: skip
     spec.layout(target, config)  # what could not be exported is refused before it is trained

@@ -132,18 +132,10 @@ def _pack(data: ConfigDict, tokenizer: Tokenizer, folder: pathlib.Path, about: d
         )  # fmt: skip
         print(f"packing {data.text} for {split}", flush=True)
         made = {"split": held_out.note if split == "held_out" else "", "refusals": refusals}
-        try:
-            packed.write_packed(
-                folder, split, documents, tokenizer, sources=about["paths"], counts=counts,
-                about=about | made,
-            )  # fmt: skip
-        except ConfigError as error:
-            if counts["documents"]:
-                raise
-            raise ConfigError(
-                f"{error} ({held_out.note}): give more text, or set data.held_out_share, now "
-                f"{data.held_out_share}"
-            ) from error
+        packed.write_packed(
+            folder, split, documents, tokenizer, sources=about["paths"], counts=counts,
+            about=about | made,
+        )  # fmt: skip
 
 
 def check_held_out(corpus: Corpus, length: int, data: ConfigDict, name: str = "length") -> None:

@@ -319,7 +319,7 @@ def _documents(paths, encoder, split, held_out, max_length, is_strict, counts, r
         useless = "empty" if is_text else "no_answer"
         counts["texts" if is_text else "conversations"] += 1
         if not is_text:
-            _ = encoder.template  # a tokenizer without one is an error, not a refused record
+            _check_template(encoder, record.source)
         try:
             found = encoder.text(record) if is_text else encoder.conversation(record)
         except ConfigError as error:
@@ -345,11 +345,20 @@ def _documents(paths, encoder, split, held_out, max_length, is_strict, counts, r
     if not counts["documents"]:
         seen = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
         refusal = f" (the first refusal: {refusals[0]})" if refusals else ""
+        why = f" ({held_out.note}): give more text, or another held_out_share"
         raise ConfigError(
             f"{', '.join(map(str, paths)) or 'no file'} gave no document for {split} "
             f"({seen or 'no record'}){refusal}; expected at least one conversation with an "
-            "answer, or one text, in the split"
+            f"answer, or one text, in the split{why if held_out.note else ''}"
         )
+
+
+def _check_template(encoder: Encoder, source: str) -> None:
+    """Raises ConfigError without a chat template, whether or not refusals are skipped."""
+    try:
+        _ = encoder.template
+    except ConfigError as error:
+        raise ConfigError(f"{source} is a conversation, but {error}, or rows of text") from error
 
 
 def _uncut(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:

@@ -91,7 +91,7 @@ class HeldOut(NamedTuple):
                 whole, held = [*whole, at], held + sizes[at]
         longest = max(sizes, key=lambda at: (sizes[at], at))
         if held < few and longest in texts:
-            size = max(int(share * sizes[longest]), min(ENOUGH, sizes[longest] // 4))
+            size = max(int(share * sizes[longest]), min(ENOUGH, sizes[longest] // 4), 1)
             note = f"the last {size} characters of {texts[longest]} are held out"
             return cls(cut=(longest, sizes[longest] - size), note=note)
         if len(sizes) == 1:

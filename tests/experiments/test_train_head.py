@@ -208,12 +208,43 @@ def test_a_head_with_a_reduced_vocabulary_goes_on_with_its_own_ids(files, run, t
     check_goes_on(config, head, tmp_path)
 
 
+@pytest.mark.exhaustive
+def test_a_head_to_go_on_from_is_read_to_the_devices_that_train_it(files, run, tmp_path):
+    mesh = dict(mesh="data:2,tensor:2", is_fully_sharded=True)
+    config = small(files, **mesh, **{"head.init_from": str(run[0] / "export")})
+    config.data.responses = None
+    experiment = train_head.Experiment(config, tmp_path)
+    given, where = experiment.spec.given, experiment.spec.shardings(
+        experiment.placement.mesh, experiment.placement.rules
+    )  # fmt: skip
+    jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim) or 1 / 0, given, where)
+    assert any(x.addressable_shards[0].data.size < x.size for x in jax.tree.leaves(given))
+    traced = jax.make_jaxpr(experiment._make)(experiment._key, experiment.frozen, given)
+    assert sum(np.size(x) for x in traced.consts) < 300  # weights are arguments
+    head = load_draft(run[0] / "export", load_model(files / "target"))
+    for _ in range(2):
+        begun = {**experiment.init_state().params, **experiment.spec.constants}
+        jax.tree.map(np.testing.assert_array_equal, begun, head.params)
+
+
 def test_the_last_state_may_be_exported_in_place_of_the_best(files, run):
     best = run[1]
     last = train_head.train(small(files, export_from="last"), run[0])  # finished: exports alone
     lines = [line for line in read_metrics(run[0] / "metrics.jsonl") if "tau" in line]
     assert last == {"tau": lines[-1]["tau"], "step": 4}
     assert train_head.train(small(files), run[0]) == best
+
+
+def test_tau_is_measured_on_the_held_out_text_unless_prompts_are_named(files, tmp_path):
+    config = small(files, **{"eval.prompts": "", "eval.prompt_tokens": 9, "data.responses": None})
+    experiment = train_head.Experiment(config, tmp_path)
+    train, held_out = (
+        " ".join(map(str, text.tokens)) for text in (*experiment.texts, experiment.held_out)
+    )
+    assert experiment.num_prompts == 3
+    for ids in experiment._prompts:
+        text = " ".join(map(str, ids))
+        assert len(ids) == 9 and text in held_out and text not in train
 
 
 @pytest.mark.exhaustive

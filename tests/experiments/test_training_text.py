@@ -108,8 +108,10 @@ def test_windows_that_are_too_few_name_the_key_and_the_numbers(tmp_path):
 
 def test_a_single_conversation_cannot_be_split_and_says_what_can(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"messages": TALK}])
+    with pytest.raises(ConfigError, match="a.jsonl:1 is a conversation, but the tokenizer has no"):
+        load(path, tmp_path / "data", None)
     with pytest.raises(ConfigError, match=(
-        "no document for held_out .*of a single conversation nothing can be held out.*give more"
+        "no document for held_out .*of a single conversation nothing can be held out.*give "
     )):  # fmt: skip
         load(path, tmp_path / "data")
 

@@ -3,6 +3,7 @@
 import json
 import signal
 
+import jax
 import numpy as np
 import pytest
 from support import train_worker
@@ -10,6 +11,8 @@ from support.launched import begin, run
 from support.tiny_models import random_weights
 
 from spec_jax.data import python_source, tokens
+from spec_jax.drafters.eagle.model import EagleConfig
+from spec_jax.loading import load_model, random_head
 from spec_jax.models import checkpoint
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.tokenizer import Tokenizer
@@ -20,7 +23,7 @@ WORKER = "support.train_worker"
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A target, texts and prompts."""
+    """A target, a head, texts and prompts."""
     folder = tmp_path_factory.mktemp("files")
     documents = python_source.documents("held_out")[:6]
     tokenizer = Tokenizer(tokens.train_tokenizer([text for _, text in documents], 300))
@@ -29,6 +32,8 @@ def files(tmp_path_factory):
         num_attention_heads=2, max_position_embeddings=128,
     )  # fmt: skip
     checkpoint.save_pretrained(folder / "target", random_weights(config), config, tokenizer)
+    head = random_head(EagleConfig.of_target(config, 1), jax.random.key(1))
+    head.save(folder / "head", load_model(folder / "target"))
     pieces = [text[i : i + 400] for _, text in documents for i in range(0, 2000, 400)]
     for name, row in {
         "texts.jsonl": lambda x: {"text": x}, "prompts.jsonl": lambda x: {"prompt": x[:20]},

@@ -54,11 +54,11 @@ def lm_config():
 
 
 def head_config(files):
-    """A head for the target in a folder, on the texts beside it."""
+    """The head in a folder, trained further for the target beside it on the texts beside it."""
     config = train_head_default.get_config()
     config.target, config.data.text = f"{files}/target", f"{files}/texts.jsonl"
     config.data.held_out_share, config.objective = 0.2, "eagle1"
-    config.loss.num_steps = 1
+    config.loss.num_steps, config.head.init_from = 1, f"{files}/head"
     config.steps, config.batch, config.length, config.log_every = STEPS, 4, 18, 1
     config.optimizer.update({"name": "adamw", "lr": 1e-2, "warmup": 1})
     config.eval.update({
