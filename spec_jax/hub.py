@@ -31,7 +31,9 @@ def is_id(name: str) -> bool:
     return _ID.fullmatch(name) is not None
 
 
-def directory_of(name: str, *, cache_dir: str | pathlib.Path | None = None) -> pathlib.Path:
+def directory_of(
+    name: str, *, has_weights: bool = True, cache_dir: str | pathlib.Path | None = None
+) -> pathlib.Path:
     """Returns the local directory of a repository's files: cached, or else downloaded.
 
     Only what is read is downloaded: config, tokenizer, chat templates and safetensors, or the files
@@ -40,6 +42,7 @@ def directory_of(name: str, *, cache_dir: str | pathlib.Path | None = None) -> p
 
     Args:
       name: ``owner/name``, or ``owner/name@revision`` with a branch, a tag or a commit.
+      has_weights: whether the weights are needed too, or the config alone.
       cache_dir: of the hub's cache; by default its own.
 
     Raises:
@@ -56,12 +59,14 @@ def directory_of(name: str, *, cache_dir: str | pathlib.Path | None = None) -> p
     found = _ID.fullmatch(name)
     where = {"repo_id": found["repo"], "revision": found["revision"], "cache_dir": cache_dir}
 
+    choices = _WEIGHTS if has_weights else (("config.json", "", ""),)
+    common = _COMMON if has_weights else _COMMON[:2]
+
     def download(weights, **options) -> pathlib.Path:
-        single, index, every = weights
-        patterns = [*_COMMON, single, index, every]
+        patterns = [*common, *filter(None, weights)]
         return pathlib.Path(hub.snapshot_download(**where, allow_patterns=patterns, **options))
 
-    for weights in _WEIGHTS:
+    for weights in choices:
         try:
             directory = download(weights, local_files_only=True)
         except Exception:  # versions of the hub raise errors of many types
@@ -70,7 +75,7 @@ def directory_of(name: str, *, cache_dir: str | pathlib.Path | None = None) -> p
             return directory
     try:
         _log.info("%s is not in the cache of the Hugging Face hub: it is downloaded", name)
-        for weights in _WEIGHTS:
+        for weights in choices:
             directory = download(weights)
             if is_whole(directory, weights):
                 return directory
@@ -94,7 +99,7 @@ def is_whole(directory: pathlib.Path, weights: tuple[str, str, str]) -> bool:
     """
     single, index, _ = weights
     needed = ["config.json", single]
-    if (directory / index).exists():
+    if (directory / index).is_file():
         try:
             said = json.loads((directory / index).read_text(encoding="utf-8"))
             needed[1:] = set(said["weight_map"].values())

@@ -27,8 +27,8 @@ from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.sharding import SHARDED, Rules
 
 __all__ = [
-    "DTYPES", "LoadedHead", "LoadedModel", "check_loaded", "load_draft", "load_head", "load_model",
-    "load_mtp", "random_head",
+    "DTYPES", "LoadedHead", "LoadedModel", "check_loaded", "find_directory", "load_draft",
+    "load_head", "load_model", "load_mtp", "random_head",
 ]  # fmt: skip
 DTYPES = ("float32", "bfloat16", "float16")
 _MAX_PADDING = 1024  # embeddings are padded to multiples of up to this number
@@ -75,7 +75,7 @@ def load_model(
       WeightsError: there is no such model, or its files are damaged.
       ConfigError: weights cannot have this dtype, or the mesh does not divide the model's heads.
     """  # fmt: skip
-    directory, mesh = _directory(name_or_path), to_mesh(mesh)
+    directory, mesh = find_directory(name_or_path), to_mesh(mesh)
     dtype = _check_dtype(dtype)
     try:
         params, config = checkpoint.load_pretrained(
@@ -122,7 +122,7 @@ def load_draft(
         weights cannot have this dtype, or the mesh does not divide the draft's heads.
     """  # fmt: skip
     _check_has_config(target)
-    directory, mesh = _directory(name_or_path), to_mesh(mesh)
+    directory, mesh = find_directory(name_or_path), to_mesh(mesh)
     kind = registry.find(method) if method is not None else registry.detect(directory)
     dtype = _check_dtype(target.params["embed"].dtype if dtype is None else dtype)
     if kind.draft == "model":
@@ -212,8 +212,11 @@ def random_head(
     return LoadedHead(f"random {name}", config, kind.init_params(config, key, _check_dtype(dtype)))
 
 
-def _directory(name_or_path: str | pathlib.Path) -> pathlib.Path:
-    """Returns the directory of a zoo name, a path, or an id of the Hugging Face hub.
+def find_directory(name_or_path: str | pathlib.Path) -> pathlib.Path:
+    """Returns the directory that a name stands for, as every function here resolves it.
+
+    Args:
+      name_or_path: a zoo name, a directory, or an id of the Hugging Face hub, see ``load_model``.
 
     Raises:
       WeightsError: it is none of them.

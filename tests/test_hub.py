@@ -18,9 +18,10 @@ from support.tiny_tokenizers import letters
 import spec_jax
 from spec_jax import hub
 from spec_jax.drafters.eagle.model import EagleConfig
-from spec_jax.errors import WeightsError
+from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.loading import random_head
 from spec_jax.models.checkpoint import save_pretrained
+from spec_jax.parallel.presets import find_config
 
 COMMIT, OTHER = "0" * 40, "1" * 40
 CONFIG = dataclasses.replace(LLAMA, vocab_size=32)
@@ -189,3 +190,12 @@ def test_a_broken_index_is_read_again(cache, model, monkeypatch):
     (snapshot / "model.safetensors.index.json").write_text(json.dumps([]))
     asked = online(monkeypatch, lambda patterns: model)
     assert hub.directory_of("owner/tiny") == model and len(asked) == 1
+
+
+def test_a_plan_needs_the_config_alone(cache, model, monkeypatch):
+    asked = failing(monkeypatch, ConnectionError)
+    put(cache, "owner/tiny", model, without=["model*", "tokenizer*"])
+    assert find_config("owner/tiny") == dataclasses.replace(CONFIG, scan_layers=True)
+    with pytest.raises(ConfigError, match="expected one of llama.*`hf download owner/other`"):
+        find_config("owner/other")
+    assert asked == [["config.json", "generation_config.json", "config.json"]]

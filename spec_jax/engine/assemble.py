@@ -83,8 +83,10 @@ def check_same_tokens(target: LoadedModel, draft: LoadedModel | LoadedHead | Non
     differ, tokens = "the vocabularies differ: ", (ours.last_id + 1, theirs.last_id + 1)
     has_tokenizers = None not in (target.tokenizer, draft.tokenizer)
     if has_tokenizers and not target.tokenizer.has_same_vocab(draft.tokenizer):
+        count, example = target.tokenizer.differing_tokens(draft.tokenizer)
         raise ConfigError(
-            f"{differ}{target.name} and {draft.name} give the same ids to different tokens"
+            f"{differ}{target.name} and {draft.name} have {count} different tokens, such as "
+            f"{example}"
         )
     is_same = has_tokenizers or theirs.vocab_size == ours.vocab_size or tokens[0] == tokens[1]
     if not is_same or theirs.vocab_size < tokens[0]:

@@ -207,6 +207,14 @@ class Tokenizer:
         """Whether both have the same tokens with the same ids."""
         return self.backend.get_vocab() == other.backend.get_vocab()
 
+    def differing_tokens(self, other: Tokenizer) -> tuple[int, str]:
+        """Returns how many tokens only one of them has, or has under this id; and the first."""
+        ours, theirs = self.backend.get_vocab(), other.backend.get_vocab()
+        found = dict(ours.items() ^ theirs.items())
+        token = min(found, key=lambda token: (found[token], token))
+        ids = [vocab.get(token, "none") for vocab in (ours, theirs)]
+        return len(found), f"{token!r} of id {ids[0]} in the one and {ids[1]} in the other"
+
 
 def _template_files(directory: pathlib.Path) -> dict[str, pathlib.Path]:
     files = {file.stem: file for file in sorted((directory / TEMPLATE_FOLDER).glob("*.jinja"))}

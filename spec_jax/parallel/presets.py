@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
-from spec_jax.errors import ConfigError
+from spec_jax import hub
+from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models.config import ModelConfig, RopeConfig
 from spec_jax.models.families import AnyConfig, family_of, read_config
 
@@ -68,12 +69,13 @@ PRESETS: dict[str, ModelConfig] = {
 
 
 def find_config(name: str) -> AnyConfig:
-    """Returns a preset by its name, or the config of a Hugging Face directory.
+    """Returns a preset by its name, or the config of a Hugging Face directory or of the hub.
 
     Layers are scanned where the family's can be, as suits accelerators.
 
     Args:
-      name: of a preset, or the path of a directory with a config.json, or that of the file.
+      name: of a preset; the path of a directory with a config.json, or that of the file; or an id
+        of the Hugging Face hub, of which the weights are not downloaded.
 
     Raises:
       ConfigError: it is none of these, or the family is not supported.
@@ -83,9 +85,15 @@ def find_config(name: str) -> AnyConfig:
     path = pathlib.Path(name)
     path = path.parent if path.name == "config.json" else path
     if not (path / "config.json").exists():
-        raise ConfigError(
-            f"model is {name!r}; expected one of {', '.join(PRESETS)}, or a directory with a "
-            "config.json"
+        why = (
+            f"model is {name!r}; expected one of {', '.join(PRESETS)}, a directory with a "
+            "config.json, or an id of the Hugging Face hub"
         )
+        if not hub.is_id(name):
+            raise ConfigError(why)
+        try:
+            path = hub.directory_of(name, has_weights=False)
+        except WeightsError as error:
+            raise ConfigError(f"{why}: {error}") from error
     config = read_config(path)
     return dataclasses.replace(config, scan_layers=True) if family_of(config).can_scan else config
