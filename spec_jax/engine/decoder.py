@@ -8,21 +8,19 @@ from concurrent.futures import ThreadPoolExecutor
 from jax.sharding import Mesh
 
 from spec_jax import decoding
-from spec_jax.config import SpeculativeConfig, check_integer
+from spec_jax.config import SpeculativeConfig
 from spec_jax.config.asynchronous import AsyncSpecConfig
 from spec_jax.contracts import Drafter, Rule
-from spec_jax.engine import request, stats
+from spec_jax.engine import call, request, stats
 from spec_jax.engine.cancellation import CancellationToken, RowCancellation
 from spec_jax.engine.engine import Engine
 from spec_jax.engine.parts import make_parts
-from spec_jax.engine.request import Messages, Prompt, make_request
-from spec_jax.engine.session import Generation, Session
+from spec_jax.engine.request import Messages, Prompt
+from spec_jax.engine.session import Generation
 from spec_jax.engine.stream import Stream
-from spec_jax.engine.text import TextTracker
-from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.parallel import overlap
-from spec_jax.sampling import Samplers, check_samplers, make_sampler
+from spec_jax.sampling import Samplers
 from spec_jax.show.summary import Shown
 
 
@@ -210,10 +208,13 @@ class SpeculativeDecoder(Shown):
     ) -> Generation | list[Generation]:
         """Decodes one prompt, or a batch of them at once.
 
-        A row's tokens depend on its prompt, its sampler and its seed, never on the other rows; rows
+        A row's tokens depend on its prompt, its sampler and its seed, not on the other rows; rows
         finish, stream and are cancelled independently. (Under a rule other than "greedy" and
         "match" they also depend on what is drafted: with adaptive K on the Ks, with "suffix" on
-        past outputs. Their distribution does not.)
+        past outputs. Their distribution does not.) This holds up to rounding: where two logits
+        nearly tie, mostly in bfloat16, another size of the batch, or speculative in place of
+        plain decoding, may take the other token, since a program of other shapes rounds in
+        another order. ``experiments.decode`` tells such rows from wrong ones.
 
         Args:
           prompts: a text, its ids, or a conversation; or a list of these.
@@ -314,58 +315,16 @@ class SpeculativeDecoder(Shown):
           ConfigError: an argument that ``generate`` would refuse.
         """
         lengths = [prompt_lengths] if isinstance(prompt_lengths, int) else prompt_lengths
-        rows, totals = check_integer("batch", batch, 1), stats.RunningStats()
-        for length in lengths:
-            ids = [[0] * check_integer("a prompt's length", length, 1)] * rows
-            session, _ = self._session(
-                self._parts.for_warmup(), totals, ids, max_new_tokens, has_pieces=False,
-                sampler=sampler, draft_sampler=draft_sampler, stop_tokens=stop_tokens,
-                pad_to=pad_to, rounds_per_sync=1,
-            )  # fmt: skip
-            session.step()  # prefills
-            session.step()
-            session.close()
-        return totals.value.compile_s
+        return call.warm_up(
+            self._parts, self._token, lengths, max_new_tokens, batch, sampler=sampler,
+            draft_sampler=draft_sampler, stop_tokens=stop_tokens, pad_to=pad_to,
+        )  # fmt: skip
 
     def _stream(self, prompts, max_new_tokens, **options) -> Stream:
-        session, is_single = self._session(
-            self._parts, self._totals, prompts, max_new_tokens, **options
+        session, is_single = call.start(
+            self._parts, self._token, self._totals, prompts, max_new_tokens, **options
         )
         return Stream(session, self._worker, is_single=is_single)
-
-    def _session(
-        self, parts, totals, prompts, max_new_tokens, *, has_pieces, messages=None,
-        max_tokens=None, stop=(), stop_tokens=None, sampler=None, draft_sampler=None, seeds=None,
-        cancellation_token=None, rounds_per_sync=None, pad_to=0,
-    ) -> tuple[Session, bool]:  # fmt: skip
-        """Checks all arguments of a call, and whether it is of one prompt; decodes nothing yet."""
-        ids, is_single = request.encode_all(self.target, prompts, messages)
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        if "" in stops:
-            raise ConfigError("a stop string is empty")
-        if (stops or has_pieces) and self.target.tokenizer is None:
-            raise ConfigError(f"{self.target.name} has no tokenizer, so it has no text to look at")
-        check_samplers(sampler=sampler, draft_sampler=draft_sampler)
-        samplers = self.target_sampler if sampler is None else sampler
-        drafts = self.draft_sampler if draft_sampler is None else draft_sampler
-        if rounds_per_sync is not None:
-            check_integer("rounds_per_sync", rounds_per_sync, 1)
-        engine, B = parts.engine(samplers), len(ids)
-        V = engine.system.target.vocab_size
-        session = Session(
-            engine,
-            make_request(
-                engine.system, ids, self.output_limits(ids, max_new_tokens, max_tokens),
-                make_sampler(samplers, B, V, seeds), make_sampler(drafts or samplers, B, V, seeds),
-                stop_tokens=self.target.stop_tokens if stop_tokens is None else stop_tokens,
-                pad_to=pad_to,
-            ),
-            TextTracker(self.target.tokenizer, ids, stops, has_pieces=has_pieces),
-            self.row_cancellation(cancellation_token, B),
-            totals,
-            rounds_per_sync,
-        )  # fmt: skip
-        return session, is_single
 
     def row_cancellation(self, of_call, batch: int) -> RowCancellation:
         """Which rows are cancelled, by this decoder's token or by the call's own."""
