@@ -28,6 +28,8 @@ class Mutation(NamedTuple):
 
 
 DECODE, RULES = "decoding/test_decode.py", "rules/test_rules.py"
+GUARDS = "decoding/test_guards.py"
+VERDICT = f"{GUARDS}::test_a_verdict_that_cannot_be_ends_its_row_and_is_safe_to_commit"
 TREE, TREE_RULES = "drafters/test_tree.py", "rules/test_tree_rules.py"
 CERTIFICATE, CACHE = "testing/test_certificate.py", "models/test_cache.py"
 ROUNDS = f"{DECODE}::test_a_round_commits_what_it_emits_and_finished_rows_change_nothing"
@@ -68,6 +70,26 @@ MUTATIONS = [
              "proposal.tokens >= 0", FAULTY),
     Mutation("any number of drafts counts", "decoding/validate.py",
              "| (proposal.n_draft != n_draft)", "", FAULTY),
+    # The guards.
+    Mutation("greedy rows read what drafts were drawn from", "decoding/validate.py",
+             "jnp.where(is_greedy[:, None, None], point.astype(q.dtype), q)", "q",
+             f"{GUARDS}::"
+             "test_rows_of_temperature_0_never_read_what_their_drafts_were_drawn_from"),
+    Mutation("a distribution of any sum counts", "decoding/validate.py",
+             "~(jnp.abs(mass - 1.0) <= _SUM_TOLERANCE)", "mass != mass",
+             f"{GUARDS}::"
+             "test_what_is_no_distribution_ends_a_row_that_is_sampled_and_offers_it[0]"),
+    Mutation("a rule accepts what is not offered", "decoding/validate.py",
+             "(verdict.tokens[:, :-1] != drafts) | is_free", "verdict.tokens[:, :-1] != drafts",
+             VERDICT),
+    Mutation("a rule emits what has no probability", "decoding/validate.py",
+             "is_token & (mass > 0) & jnp.isfinite(mass)", "is_token", VERDICT),
+    Mutation("a rule is blamed for the target", "decoding/validate.py",
+             "| (is_scored & is_wrong[:, None])", "",
+             f"{GUARDS}::test_a_target_that_is_not_finite_is_at_fault_before_draft_and_rule"),
+    Mutation("a queue counts its rows twice", "engine/batching.py",
+             "generation.stats, n1_fallbacks", "generation.stats + generation.stats, n1_fallbacks",
+             "engine/test_queue.py::test_samplers_take_turns_and_may_differ_in_what_they_have"),
     Mutation("noise of the position before", "decoding/round.py",
              "rng.Stream.TARGET, start + 1 + i)", "rng.Stream.TARGET, start + i)",
              f"{MATCH}[ngram]"),

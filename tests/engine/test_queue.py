@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ import pytest
 from spec_jax import DecodeQueue, SamplerConfig, SpeculativeConfig, SpeculativeDecoder, decoding
 from spec_jax.config.asynchronous import AsyncSpecConfig
 from spec_jax.engine.cancellation import CancellationToken
+from spec_jax.engine.stats import Stats
 from spec_jax.errors import Cancelled, ConfigError, PromptError
 from spec_jax.loading import LoadedModel
 from spec_jax.models import transformer
@@ -51,6 +54,17 @@ def alone(decoder, index, prompt):
 
 def summary(generation):
     return generation.tokens, generation.finish_reason, generation.stats.rounds
+
+
+stats_of = operator.attrgetter("stats")
+
+
+def sum_of(found):
+    return sum(map(stats_of, found.values()), Stats())
+
+
+def counts(stats):
+    return dataclasses.replace(stats, prefill_s=0.0, decode_s=0.0, compile_s=0.0)
 
 
 def check_alone(decoder):
@@ -95,8 +109,15 @@ def test_samplers_take_turns_and_may_differ_in_what_they_have():
         PROMPTS, NEW, stop_tokens=STOPS, sampler=[turns[i % 3] for i in range(len(PROMPTS))],
         seeds=[turns[i % 3].seed + i for i in range(len(PROMPTS))],
     )
+    decoder.reset_stats()
     queue = DecodeQueue(decoder, enumerate(PROMPTS), batch=2, sampler=turns, **LIMITS)
-    assert {i: g.tokens for i, g in queue} == {i: row.tokens for i, row in enumerate(rows)}
+    found = {}
+    for index, row in queue:
+        found[index] = row
+        assert counts(decoder.stats) == counts(sum_of(found))
+    assert {i: g.tokens for i, g in found.items()} == {i: r.tokens for i, r in enumerate(rows)}
+    assert counts(decoder.stats) == counts(sum(map(stats_of, rows), Stats()))
+    assert decoder.stats.prefill_s > 0 < decoder.stats.decode_s
 
 
 def test_results_come_as_they_finish_and_prompts_are_pulled_as_rows_are_free():
@@ -199,6 +220,7 @@ def test_cancelling_ends_the_rows_that_are_running_and_pulls_no_more(is_own):
     found = dict(first + rest)
     assert sorted(found) == pulled and len(rest) < 9  # as many as ran, or waited to be yielded
     assert {row.finish_reason for _, row in rest} >= {"cancelled"}
+    assert counts(decoder.stats) == counts(sum_of(found))
     token.reset()
     whole = DecodeQueue(
         decoder, ((i, [1 + i % 3]) for i in pulled), batch=4, stop_tokens=STOPS, **limits

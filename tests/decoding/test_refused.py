@@ -1,0 +1,177 @@
+"""Drafters, rules and samplers of wrong types and shapes are refused while a program is traced.
+
+The messages name who broke the contract, what was found and what is expected. Nothing is compiled
+for them: ``jax.eval_shape`` traces the decoder's own functions.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from support.trees import rule
+
+from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, decoding, testing
+from spec_jax.contracts import Noise, Proposal, Rule, TargetScores
+from spec_jax.decoding.calls import call_accept, check_state
+from spec_jax.drafters.model_free import NO_DRAFT
+from spec_jax.engine.batching import DecodeQueue
+from spec_jax.errors import ConfigError, ShapeError
+from spec_jax.rules import batched, chain
+from spec_jax.sampling import make_sampler
+
+V, K = 11, 3
+HOT = SamplerConfig(1.0)
+SYSTEM = decoding.System(testing.toy_model(V), NO_DRAFT, rule("residual"), K)
+
+f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+ROUND = (
+    TargetScores(f32(2, K + 1, V), f32(2, K + 1, V)), Proposal(i32(2, K), i32(2), f32(2, K, V)),
+    Noise(f32(2, K), f32(2, 1, V)),
+)  # fmt: skip
+RESIDUAL = batched(chain.residual)
+
+
+def traced_rule(accept):
+    return jax.eval_shape(functools.partial(call_accept, Rule("mine", accept, True)), *ROUND)
+
+
+@pytest.mark.parametrize(
+    ("accept", "error", "message"),
+    [
+        (chain.residual, ShapeError,
+         r"accept of rule 'mine' is written for one row and was given the batch, .*"
+         r"target.logits f32\[2,4,11\], .*proposal.tokens i32\[2,3\].*rules.batched"),
+        (lambda *args: tuple(jax.tree.leaves(RESIDUAL(*args))), ConfigError,
+         r"rule 'mine' returned a tuple; expected a Verdict\(n_accept, tokens"),
+        (lambda *args: None, ConfigError, "rule 'mine' returned None; expected a Verdict"),
+        (lambda *args: RESIDUAL(*args).replace(n_accept=jnp.zeros(2)), ShapeError,
+         r"rule 'mine' returned n_accept f32\[2\], expected i32\[B=2\](\n|$)"),
+        (lambda *args: RESIDUAL(*args).replace(tokens=jnp.zeros((2, K), jnp.int32),
+                                               replacement=jnp.zeros((2, 1, V))), ShapeError,
+         r"tokens i32\[2,3\], expected i32\[B=2,P=4\]; "
+         r"replacement f32\[2,1,11\], expected f32\[B=2,V=11\]"),
+        (lambda *args: RESIDUAL(*args).replace(accept_probs=None), ShapeError,
+         r"accept_probs None, expected f32\[B=2,K=3\]"),
+        (lambda *args: RESIDUAL(*args).replace(path=jnp.zeros((2, 4), jnp.int32)), ShapeError,
+         "returned a path; the drafts are a chain"),
+    ],
+    ids=["one row", "tuple", "None", "dtype", "shapes", "missing", "path"],
+)  # fmt: skip
+def test_an_ill_shaped_rule_is_refused_with_its_name_and_what_is_expected(accept, error, message):
+    with pytest.raises(error, match=message):
+        traced_rule(accept)
+
+
+def test_a_rules_own_error_passes_with_a_note_of_what_it_was_given():
+    def broken(target, proposal, noise):
+        raise KeyError("temperature")
+
+    with pytest.raises(KeyError, match="temperature") as error:
+        traced_rule(broken)
+    note = error.value.__notes__[0]  # jax may add its own
+    assert note.startswith("raised in accept of rule 'mine', which was given target.logits f32[2")
+
+
+def traced_proposal(propose, num_draft=K):
+    system = SYSTEM._replace(
+        drafter=NO_DRAFT._replace(name="mine", propose=propose, is_sampled=True)
+    )
+    sampler = make_sampler([HOT, HOT], 2, V)
+
+    def run(tokens, length):
+        context = system.context(tokens, length, sampler, None, sampler.seed, sampler.is_greedy)
+        return decoding.propose(None, (), context, system)
+
+    return jax.eval_shape(run, i32(2, 16), i32(2))
+
+
+def drafts(**changes):
+    fields = dict(
+        tokens=jnp.zeros((2, K), jnp.int32), n_draft=jnp.full(2, K, jnp.int32),
+        probs=jnp.full((2, K, V), 1 / V),
+    )  # fmt: skip
+    return lambda *args: (Proposal(**{**fields, **changes}), ())
+
+
+@pytest.mark.parametrize(
+    ("propose", "error", "message"),
+    [
+        (lambda *args: drafts()()[0], ConfigError,
+         r"propose of drafter 'mine' returned a Proposal; expected a pair \(Proposal, state\)"),
+        (lambda *args: (jnp.zeros((2, K), jnp.int32), ()), ConfigError, "a pair"),
+        (lambda *args: None, ConfigError, "returned None; expected a pair"),
+        (drafts(tokens=jnp.zeros(K, jnp.int32)), ShapeError,
+         r"propose of drafter 'mine' returned tokens i32\[3\], expected i32\[B=2,K=3\](\n|$)"),
+        (drafts(tokens=jnp.zeros((2, K))), ShapeError, r"tokens f32\[2,3\], expected i32\["),
+        (drafts(n_draft=K), ShapeError, r"n_draft an int, expected i32\[B=2\]"),
+        (drafts(probs=jnp.zeros((2, K + 1, V))), ShapeError,
+         r"probs f32\[2,4,11\], expected f32\[B=2,K=3,V=11\]"),
+        (drafts(parents=jnp.zeros((2, K), jnp.int32)), ShapeError, "tree_depth 0; expected"),
+    ],
+    ids=["alone", "tokens", "None", "one row", "dtype", "number", "probs", "depth"],
+)  # fmt: skip
+def test_an_ill_shaped_drafter_is_refused_with_its_name_and_what_is_expected(
+    propose, error, message
+):
+    with pytest.raises(error, match=message):
+        traced_proposal(propose)
+
+
+def test_a_drafters_own_error_passes_with_a_note_of_what_it_was_given():
+    def broken(params, state, context, num_draft):
+        return context.tokens @ jnp.zeros(3)
+
+    with pytest.raises(TypeError) as error:
+        traced_proposal(broken)
+    note = error.value.__notes__[0]  # jax may add its own
+    assert note.startswith("raised in propose of drafter 'mine', which was given context.tokens")
+    assert "i32[2,16]" in note and "num_draft 3" in note
+
+
+@pytest.mark.parametrize(
+    ("after", "message"),
+    [
+        ({"last": f32(2), "seen": f32(2, 4)}, r"made state\['last'\] f32\[2\]; expected i32\[2\]"),
+        ({"last": i32(2), "seen": f32(2, 5)}, r"state\['seen'\] f32\[2,5\]; expected f32\[2,4\]"),
+        ({"last": i32(2)}, r"state\['seen'\] nothing; expected f32\[2,4\]"),
+        ({"last": i32(2), "seen": f32(2, 4), "x": i32()}, r"state\['x'\] i32\[\]; expected noth"),
+    ],
+)
+def test_a_state_that_changes_is_refused_and_its_array_named(after, message):
+    before = {"last": i32(2), "seen": f32(2, 4)}
+    check_state("mine", before, before)
+    with pytest.raises(ShapeError, match=message):
+        check_state("mine", before, after)
+
+
+def test_a_drafter_whose_state_changes_in_a_round_is_refused_by_the_decoder():
+    counting = NO_DRAFT._replace(
+        name="counting", init=lambda params, batch, slots: jnp.zeros(batch, jnp.int32),
+        commit=lambda params, state, tokens, n, features, path: state + 0.5 * n,
+    )  # fmt: skip
+    decoder = SpeculativeDecoder(
+        testing.mock_model(V), config=SpeculativeConfig(num_speculative_tokens=K),
+        drafter=counting,
+    )  # fmt: skip
+    with pytest.raises(ShapeError, match=r"commit of drafter 'counting' made state f32\[1\]"):
+        decoder.generate([1], 4)
+
+
+@pytest.mark.parametrize("value", [{"temperature": 1}, 0.7, [HOT, None], "greedy"])
+def test_a_sampler_of_another_type_is_refused_where_it_enters(value):
+    target = testing.mock_model(V)
+    decoder = SpeculativeDecoder(target)
+    queue = functools.partial(DecodeQueue, decoder, [], batch=1, max_prompt_tokens=4)
+    for name, call in {
+        "target_sampler": lambda **option: SpeculativeDecoder(target, **option),
+        "draft_sampler": lambda **option: SpeculativeDecoder(target, **option),
+        "sampler": lambda **option: decoder.generate([1], **option),
+        "sampler ": queue,
+        "draft_sampler ": queue,
+    }.items():
+        with pytest.raises(ConfigError, match=f"^{name.strip()} is .*expected a SamplerConfig"):
+            call(**{name.strip(): value})
