@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from spec_jax.compilation import enable_compilation_cache
@@ -36,24 +37,30 @@ from spec_jax.meshes import make_mesh
 from spec_jax.version import __version__
 
 if TYPE_CHECKING:
+    from spec_jax.fitting import Fitted, fit_head, new_head
     from spec_jax.testing.certification import certify
 
 __all__ = [
-    "AsyncSpecConfig", "CancellationToken", "Cancelled", "DecodeQueue", "Generation",
+    "AsyncSpecConfig", "CancellationToken", "Cancelled", "DecodeQueue", "Fitted", "Generation",
     "LoadedHead", "LoadedModel", "ModelNotLoaded", "SamplerConfig", "SpeculativeConfig",
     "SpeculativeDecoder", "Stats", "Stream", "__version__", "certify", "enable_compilation_cache",
-    "host_drafter", "load_draft", "load_head", "load_model", "load_mtp", "make_mesh",
+    "fit_head", "host_drafter", "load_draft", "load_head", "load_model", "load_mtp", "make_mesh",
+    "new_head",
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
-    """Imports ``certify`` when it is first used: it needs scipy, which is slow to import."""
-    if name == "certify":
-        from spec_jax.testing.certification import certify
+# Imported when they are first used: they need scipy and optax, which are slow to import.
+_LATE = {
+    "certify": "spec_jax.testing.certification", "Fitted": "spec_jax.fitting",
+    "fit_head": "spec_jax.fitting", "new_head": "spec_jax.fitting",
+}  # fmt: skip
 
-        globals()["certify"] = certify
-        return certify
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(_LATE[name]), name)
+    return found
 
 
 def __dir__() -> list[str]:

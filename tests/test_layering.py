@@ -16,7 +16,7 @@ ROOMS = (
     ("shapes", "rng", "tree", "sharding", "processes"),
     ("config", "contracts"), ("sampling",),
     ("models", "rules"), ("drafters/common", "data"), ("train",), ("drafters",),
-    ("decoding", "zoo", "hub"), ("loading",),
+    ("decoding", "zoo", "hub", "fitting"), ("loading",),
     ("named", "engine/adaptive", "engine/cancellation", "parallel"),
     ("engine",), ("parallel/plan",), ("testing",), ("reference",), ("__init__",),
 )  # fmt: skip

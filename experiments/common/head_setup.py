@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,9 +15,8 @@ from ml_collections import ConfigDict
 from configs import train_head_default
 from spec_jax.data.batches import Corpus, count_tokens, draft_vocabulary
 from spec_jax.drafters import registry
-from spec_jax.drafters.common.vocabulary import draft_ids
-from spec_jax.drafters.common.warm_start import from_target
 from spec_jax.errors import ConfigError
+from spec_jax.fitting import initializer
 from spec_jax.loading import LoadedHead, LoadedModel, load_draft
 from spec_jax.models.params import table_placement
 from spec_jax.models.tensors import on_host
@@ -160,15 +158,10 @@ def make_head(
     else:
         reduced = {"draft_vocab_size": size} if size else {}
         shape = training.new(target.config, **reduced, **options)
-        fresh = functools.partial(kind.init_params, shape, dtype="float32")
         if reduced:
             constants = {"d2t": jnp.asarray(draft_vocabulary(counts, size))}
-
-        def init(key, target_params, given):
-            params, _ = objective.split(fresh(key))
-            if not config.head.is_warm_start:
-                return params
-            return from_target(params, target_params, target.config, draft_ids(constants))
+        fresh = initializer(kind, objective, shape, target, constants, config.head.is_warm_start)
+        init = lambda key, target_params, given: fresh(key, target_params)
 
     bind = lambda options: objective.bind(shape, target.model, options, constants)
     sizes = jax.eval_shape(init, jax.random.key(0), target.params, given)

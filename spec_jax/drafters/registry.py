@@ -253,6 +253,27 @@ def detect(directory: pathlib.Path) -> DrafterKind:
     )
 
 
+def objective_of(config: HeadConfig, name: str | None = None) -> Any:
+    """The ``Objective`` that trains heads of a config.
+
+    Args:
+      config: of the head.
+      name: of the objective; None: the first that trains such heads.
+
+    Raises:
+      ConfigError: it does not train them, or there is none.
+    """
+    kind = kind_of(config)
+    ways = {known: way for known, way in kind.training.items() if way.trains(config)}
+    name = name or next(iter(ways), None)
+    if name not in ways:
+        raise ConfigError(
+            f"objective is {name!r}; expected one that trains {kind.name} heads of this config: "
+            f"{', '.join(ways) or 'there is none'}"
+        )
+    return ways[name].load_objective()
+
+
 def objectives() -> dict[str, tuple[DrafterKind, Training]]:
     """Every way of training by its objective's name, with the kind whose heads it trains."""
     return {

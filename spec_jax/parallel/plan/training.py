@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from spec_jax.drafters.loaded import LoadedHead
+from spec_jax.drafters import registry
 from spec_jax.drafters.standalone import objective as standalone
-from spec_jax.errors import ConfigError
 from spec_jax.models import transformer
 from spec_jax.models.families import AnyConfig
 from spec_jax.models.params import init_params
@@ -82,7 +81,7 @@ def trace_train(job: TrainJob, mesh: Mesh) -> Traced:
     else:
         target = without_weights("target", job.target, job.dtype).on_mesh(mesh, where.rules)
         head = without_weights("head", job.head, "float32").on_mesh(mesh, where.rules)
-        objective = _objective(job, head)
+        objective = registry.objective_of(job.head, job.objective)
         trained, constants = objective.split(head.params)
         constants = {name: jnp.zeros(x.shape, x.dtype) for name, x in constants.items()}
         fresh = functools.partial(head.kind.init_params, job.head, dtype="float32")
@@ -104,14 +103,3 @@ def trace_train(job: TrainJob, mesh: Mesh) -> Traced:
     state = place(jax.eval_shape(make), shardings)
     lowered = where.jit_step(step, shardings).lower(state, batch, frozen)
     return Traced(lowered, {"trained": state.params, "frozen": frozen}, state, [], frozenset())
-
-
-def _objective(job: TrainJob, head: LoadedHead) -> Any:
-    ways = {name: way for name, way in head.kind.training.items() if way.trains(job.head)}
-    name = job.objective or next(iter(ways), None)
-    if name not in ways:
-        raise ConfigError(
-            f"objective is {name!r}; expected one that trains {head.kind.name} heads of this "
-            f"config: {', '.join(ways) or 'there is none'}"
-        )
-    return ways[name].load_objective()

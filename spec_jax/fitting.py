@@ -1,0 +1,201 @@
+"""Trains a head in a few lines: ``new_head`` and ``fit_head``, for notebooks and scripts.
+
+``experiments.train_head`` does the same with checkpoints, exact resuming, meshes and several texts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from spec_jax.config.checks import check_integer
+from spec_jax.data.batches import Corpus, count_tokens, draft_vocabulary, window_batches
+from spec_jax.drafters import registry
+from spec_jax.drafters.common.vocabulary import draft_ids
+from spec_jax.drafters.common.warm_start import from_target
+from spec_jax.drafters.loaded import LoadedHead, LoadedModel
+from spec_jax.errors import ConfigError, TrainingError
+from spec_jax.meshes import mesh_of
+from spec_jax.progress import Progress, is_watched
+from spec_jax.train.objective import Batch, Objective, chain_rates, target_view
+from spec_jax.train.optimizer import make_optimizer
+from spec_jax.train.step import TrainState, train_step
+
+LOSS = {"num_steps": 3}  # options of the loss that differ from its own defaults
+
+
+class Fitted(NamedTuple):
+    """What ``fit_head`` returns.
+
+    Attributes:
+      head: the trained head.
+      log: of each step ``step``, ``loss`` and the other figures of the objective, among them
+        ``accept``, the share of drafts by position that were the text's own token; and what
+        ``evaluate`` returned after that step.
+    """
+
+    head: LoadedHead
+    log: list[dict[str, Any]]
+
+
+def new_head(
+    target: LoadedModel, objective: str = "eagle3", text: Corpus | None = None, *,
+    is_warm_start: bool = True, seed: int = 0, **options: Any,
+) -> LoadedHead:  # fmt: skip
+    """Returns an untrained head for a target.
+
+    Args:
+      target: the model that it will draft for.
+      objective: what it will be trained by: "eagle1", "eagle3", "mtp", or one of your own.
+      text: what it will be trained on; only needed for a ``draft_vocab_size``, which keeps its
+        most frequent tokens.
+      is_warm_start: begin with the target's last layer, final norm and output head where their
+        shapes fit; otherwise all weights are random.
+      seed: of the random weights.
+      **options: of the head's shape, such as ``taps`` or ``draft_vocab_size``; see ``of_target``
+        of its config.
+
+    Raises:
+      ConfigError: the objective is unknown, an option does not fit, or the target has no config.
+    """
+    known = registry.objectives()
+    if objective not in known:
+        raise ConfigError(f"objective is {objective!r}; expected one of {', '.join(known)}")
+    if target.config is None:
+        raise ConfigError(f"target {target.name} has no config, so there is nothing to tap")
+    kind, training = known[objective]
+    config, constants = training.new(target.config, **options), {}
+    if size := options.get("draft_vocab_size", 0):
+        if text is None:
+            raise ConfigError(f"draft_vocab_size is {size}; text= says which tokens to keep")
+        counts = count_tokens(text, target.config.vocab_size)
+        constants = {"d2t": jnp.asarray(draft_vocabulary(counts, size))}
+    init = initializer(kind, training.load_objective(), config, target, constants, is_warm_start)
+    params = init(jax.random.key(seed), target.params)
+    return LoadedHead(f"new {objective}", config, {**params, **constants})
+
+
+def initializer(
+    kind: registry.DrafterKind, objective: Objective, config: registry.HeadConfig,
+    target: LoadedModel, constants: Mapping[str, jax.Array], is_warm_start: bool,
+) -> Callable[[jax.Array, Any], dict]:  # fmt: skip
+    """Returns ``(key, target's params) -> params``, a new head's trained parameters in float32.
+
+    Args:
+      kind: of the head.
+      objective: that trains it.
+      config: the head's shape.
+      target: the model that it drafts for.
+      constants: the head's parameters that are not trained.
+      is_warm_start: copy the target's last layer, final norm and output head.
+    """
+
+    def init(key, target_params):
+        params, _ = objective.split(kind.init_params(config, key, "float32"))
+        if not is_warm_start:
+            return params
+        return from_target(params, target_params, target.config, draft_ids(constants))
+
+    return init
+
+
+def fit_head(
+    target: LoadedModel, head: LoadedHead, text: Corpus, steps: int, *, batch: int = 4,
+    length: int = 130, objective: str | None = None, loss: Mapping[str, Any] | None = None,
+    optimizer: optax.GradientTransformation | None = None, seed: int = 0,
+    evaluate: Callable[[LoadedHead], Mapping[str, Any]] | None = None, eval_every: int = 0,
+    has_progress: bool | None = None,
+) -> Fitted:  # fmt: skip
+    """Trains a head for a target on a text; neither head nor target is changed.
+
+    Args:
+      target: the model that it drafts for; its weights stay as they are.
+      head: from ``new_head``, or a loaded one to continue from.
+      text: tokens of the target's tokenizer, see ``spec_jax.data``.
+      steps: how many updates.
+      batch: windows a step.
+      length: tokens of a window, of which all but two are trained on.
+      objective: what trains it; by default the first that trains heads of its kind.
+      loss: options of the objective's loss, such as ``num_steps``, the number of drafts that
+        are unrolled (3 by default).
+      optimizer: of the updates; by default Muon with a warm-up and a decay over ``steps``.
+      seed: of the order of the windows.
+      evaluate: called with the head as it is; what it returns is added to the log.
+      eval_every: steps between two evaluations; there is always one before the first step and
+        one after the last.
+      has_progress: show steps done and time left. None: on a terminal or in a notebook.
+
+    Returns:
+      The trained head and a dict for each step.
+
+    Raises:
+      ConfigError: parts that do not fit each other, or a text that is shorter than a window.
+      TrainingError: a loss or a gradient is not finite.
+    """
+    if mesh_of(target.params) is not None:
+        raise ConfigError("the target lies on a mesh: train with python -m experiments.train_head")
+    check_integer("steps", steps, 1)
+    if not 3 <= length <= target.max_length:
+        raise ConfigError(f"length is {length}; expected 3 to {target.max_length}")
+    count_tokens(text, target.model.vocab_size)  # refuses ids of another vocabulary
+    objective = registry.objective_of(head.config, objective)
+    batches = window_batches([text], [1.0], seed=seed, batch=batch, length=length)
+    if optimizer is None:
+        optimizer = make_optimizer(
+            "muon", steps=steps, warmup=max(1, min(20, steps // 8)), decay_share=0.6, lr=3e-3,
+            matrix_lr=0.02, weight_decay=0.0, clip=0.5,
+        )  # fmt: skip
+    # Copies: a step donates what it is given.
+    trained, constants = objective.split(jax.tree.map(jnp.array, head.params))
+    trained = jax.tree.map(lambda w: w.astype(jnp.float32), trained)
+    bound = objective.bind(head.config, target.model, {**LOSS, **(loss or {})}, constants)
+    step = functools.partial(train_step, objective=bound, optimizer=optimizer)
+    view = functools.partial(target_view, config=target.config, taps=head.config.taps)
+    step, view, key = jax.jit(step, donate_argnums=0), jax.jit(view), jax.random.key(seed)
+    state = TrainState.create(trained, optimizer)
+
+    def evaluated() -> Mapping[str, Any]:
+        if evaluate is None:
+            return {}
+        params = {**jax.tree.map(jnp.array, state.params), **constants}
+        return evaluate(dataclasses.replace(head, params=params))
+
+    log: list[dict[str, Any]] = [{"step": 0, **evaluated()}]
+    is_shown = is_watched() if has_progress is None else has_progress
+    with Progress(steps, "training", every_s=5.0) if is_shown else nullcontext() as bar:
+        for done in range(1, steps + 1):
+            tokens, mask = (jnp.asarray(batches[done - 1][name]) for name in ("tokens", "mask"))
+            window = Batch(
+                tokens, mask, jax.random.fold_in(key, done - 1), view(target.params, tokens)
+            )
+            state, figures = step(state, window, target.params)
+            log.append({"step": done, **_checked(figures, done)})
+            if done == steps or (eval_every and done % eval_every == 0):
+                log[-1] |= evaluated()
+            if bar is not None:
+                bar.step(f"loss {log[-1]['loss']:.3g}")
+    params = {**state.params, **constants}
+    return Fitted(dataclasses.replace(head, name="trained head", params=params), log)
+
+
+def _checked(figures: Mapping[str, jax.Array], step: int) -> dict[str, Any]:
+    """The figures of a step as plain values.
+
+    Raises:
+      TrainingError: the loss or the gradient is not finite.
+    """
+    rates = chain_rates(jax.device_get(figures))
+    found = {name: np.asarray(value, float).tolist() for name, value in rates.items()}
+    for name in ("loss", "grad_norm"):
+        if not math.isfinite(found[name]):
+            raise TrainingError(f"{name} is {found[name]} at step {step}: lower the learning rate")
+    return found

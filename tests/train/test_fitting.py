@@ -1,0 +1,105 @@
+"""``new_head`` begins with the target's weights; ``fit_head`` follows the objective's own loss."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.eagle_heads import TARGET
+from support.tiny_models import random_weights
+
+import spec_jax
+from spec_jax.data.batches import Corpus, window_batches
+from spec_jax.drafters.eagle.objective import eagle3_loss
+from spec_jax.errors import ConfigError, TrainingError
+from spec_jax.models import transformer
+from spec_jax.train.objective import Batch, target_view
+
+TEXT = Corpus("ids", np.random.RandomState(0).randint(0, TARGET.vocab_size, 400).astype(np.int32))
+
+
+@pytest.fixture(scope="module")
+def target():
+    model = transformer.model(TARGET)
+    return spec_jax.LoadedModel("tiny", model, random_weights(TARGET), config=TARGET)
+
+
+def test_a_new_head_begins_with_the_targets_last_layer_and_keeps_frequent_tokens(target):
+    head = spec_jax.new_head(target, "eagle3", TEXT, draft_vocab_size=20)
+    last = target.params["layers"][str(TARGET.num_hidden_layers - 1)]
+    np.testing.assert_array_equal(head.params["o"], last["o"])
+    kept = np.arange(20) + np.asarray(head.params["d2t"])
+    counts = np.bincount(TEXT.tokens, minlength=TARGET.vocab_size)
+    assert counts[kept].min() >= np.delete(counts, kept).max()
+    other = spec_jax.new_head(target, "eagle3", is_warm_start=False)
+    assert not np.array_equal(other.params["o"], last["o"])
+    head.check_params()
+    other.check_params()
+
+
+def test_what_cannot_be_trained_is_refused_before_it_is_compiled(target):
+    head = spec_jax.new_head(target, "eagle3")
+    refused = {
+        "objective is 'eagle4'; expected one of": lambda: spec_jax.new_head(target, "eagle4"),
+        "text= says which": lambda: spec_jax.new_head(target, "eagle3", draft_vocab_size=9),
+        "objective is 'mtp'; expected one that trains eagle heads": lambda: spec_jax.fit_head(
+            target, head, TEXT, 1, length=10, objective="mtp"
+        ),
+        "steps": lambda: spec_jax.fit_head(target, head, TEXT, 0),
+        "length is 2; expected 3 to 256": lambda: spec_jax.fit_head(
+            target, head, TEXT, 1, length=2
+        ),
+        "expected at least 200, a window": lambda: spec_jax.fit_head(
+            target, head, Corpus("short", TEXT.tokens[:99]), 1, length=200
+        ),
+        "tokenised for another model": lambda: spec_jax.fit_head(
+            target, head, Corpus("other", TEXT.tokens + 9), 1, length=20
+        ),
+    }
+    for message, call in refused.items():
+        with pytest.raises(ConfigError, match=message):
+            call()
+
+
+@pytest.mark.exhaustive
+def test_fitting_follows_the_objective_on_the_windows_of_each_step(target):
+    """Two steps of plain gradient descent, against gradients taken here."""
+    head, seen = spec_jax.new_head(target, "eagle3"), []
+    before = jax.tree.map(np.asarray, head.params)
+    fitted = spec_jax.fit_head(
+        target, head, TEXT, 2, batch=3, length=12, optimizer=optax.sgd(0.5), seed=5,
+        evaluate=lambda one: seen.append(one) or {"seen": len(seen)}, eval_every=1,
+    )  # fmt: skip
+    batches = window_batches([TEXT], [1.0], seed=5, batch=3, length=12)
+
+    @jax.jit
+    def gradient(params, tokens):
+        view = target_view(target.params, tokens, config=TARGET, taps=head.config.taps)
+        window = Batch(tokens, jnp.ones(tokens.shape, bool), jax.random.key(0), view)
+        loss = lambda params: eagle3_loss(
+            params, window, target.params, config=head.config, model=target.model, num_steps=3
+        )
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    params = before
+    for number in range(2):
+        (loss, _), grads = gradient(params, jnp.asarray(batches[number]["tokens"]))
+        np.testing.assert_allclose(fitted.log[number + 1]["loss"], loss, rtol=1e-5)
+        params = jax.tree.map(lambda w, g: w - 0.5 * g, params, grads)
+    same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    jax.tree.map(same, fitted.head.params, params)
+    jax.tree.map(np.testing.assert_array_equal, head.params, before)
+    assert [line.get("seen") for line in fitted.log] == [1, 2, 3]
+    jax.tree.map(np.testing.assert_array_equal, seen[0].params, before)
+    jax.tree.map(np.testing.assert_array_equal, seen[-1].params, fitted.head.params)
+
+
+@pytest.mark.exhaustive
+def test_a_loss_that_is_not_finite_ends_the_training(target):
+    head = spec_jax.new_head(target, "eagle3")
+    with pytest.raises(TrainingError, match="at step 2: lower the learning rate"):
+        spec_jax.fit_head(
+            target, head, TEXT, 3, batch=3, length=12, optimizer=optax.sgd(float("inf"))
+        )
