@@ -42,6 +42,6 @@ def get_config() -> ConfigDict:
         "frequency_penalty": 0.0,
     })  # fmt: skip
     config.seed = 0  # chooses the pieces; sampling of prompt i has seed + i
-    config.batch = 32  # rows decoded together; may change between runs
+    config.batch = 32  # rows decoded together; in float32 it may change between runs
     config.log_every_s = 10  # between lines of progress
     return config

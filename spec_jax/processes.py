@@ -176,7 +176,7 @@ def check_same(values: Mapping[str, Any]) -> None:
         more = f" (and {len(different) - 3} more)" if len(different) > 3 else ""
         raise ConfigError(
             f"the processes differ: {'; '.join(different[:3])}{more}; start all of them with the "
-            "same command and the same versions"
+            "same command, the same versions and the same files"
         )
 
 

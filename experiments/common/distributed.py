@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import platform
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -13,6 +14,7 @@ import jax
 from absl import flags, logging
 
 import spec_jax
+from experiments.common import inputs
 from spec_jax import processes
 from spec_jax.errors import ConfigError, SpecJaxError
 
@@ -68,12 +70,13 @@ def running() -> Iterator[None]:
 
 def _settings(values: dict) -> dict:
     """Returns what must be the same in every process."""
-    config = values["config"].to_dict() if "config" in values else {}
+    config = _flat(values["config"].to_dict() if "config" in values else {}, "config.")
     return {
-        **_flat(config, "config."),
+        **config,
+        **inputs.of_config(config),
         "workdir": values.get("workdir"),
         "spec_jax": spec_jax.__version__,
-        "python": ".".join(map(str, sys.version_info[:2])),
+        "python": platform.python_version(),
         **{name: metadata.version(name) for name in _PACKAGES},
         "local devices": jax.local_device_count(),
         "kind of device": jax.local_devices()[0].device_kind,

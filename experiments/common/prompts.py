@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from experiments.common import inputs
 from spec_jax.data import python_source
 from spec_jax.data.conversations import Encoder, num_prompts, opening
 from spec_jax.data.records import (
@@ -194,7 +195,7 @@ def fit(
       The ids, and the number of prompts that were cut.
 
     Raises:
-      ConfigError: There is no room for a prompt.
+      ConfigError: There is no room for a prompt, or another process has other prompts.
     """
     target, room = models[0], room_for_prompt(models, max_new_tokens, longest)
     begin = target.config.bos_token_id
@@ -204,4 +205,5 @@ def fit(
         head = prompt[:1] if prompt[0] == begin and room > 1 else []
         is_long = len(prompt) > room
         ids.append(head + prompt[len(prompt) - room + len(head) :] if is_long else prompt)
+    inputs.check_prompts(ids)
     return ids, sum(len(prompt) > room for prompt in whole)

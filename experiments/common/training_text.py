@@ -219,10 +219,16 @@ def prompts(
 
 
 def fingerprint(texts: Sequence[Corpus]) -> dict[str, Any]:
-    """Returns checksums of training texts; a resumed run must have the same."""
+    """Returns checksums of training texts; a resumed run must have the same.
+
+    Raises:
+      ConfigError: Another process has other texts.
+    """
     crc = lambda x: 0 if x is None else zlib.crc32(np.ascontiguousarray(x))
     of = lambda text: [text.name, len(text.tokens), crc(text.tokens), crc(text.mask)]
-    return {"data": [of(text) for text in texts]}
+    found = [of(text) for text in texts]
+    processes.check_same({name: rest for name, *rest in found})
+    return {"data": found}
 
 
 def usage(corpus: Corpus, length: int) -> dict[str, Any]:

@@ -135,6 +135,19 @@ def test_another_config_is_refused_by_name(run, pair):
     assert lines(run[0]) == before
 
 
+@pytest.mark.parametrize("change", [{"mesh": "data:2"}, {"batch": 2}])
+def test_only_in_float32_a_run_goes_on_with_another_mesh_or_batch(run, pair, tmp_path, change):
+    shutil.copytree(run[0], tmp_path / "run")
+    assert regenerate(small(pair, **change), tmp_path / "run")["session"]["responses"] == 0
+    saved = tmp_path / "run" / "config.json"
+    saved.write_text(json.dumps(json.loads((run[0] / "config.json").read_text()) | {
+        "dtype": "bfloat16",
+    }))  # fmt: skip
+    assert regenerate(small(pair, dtype="bfloat16"), tmp_path / "run")["responses"] == COUNT
+    with pytest.raises(ConfigError, match=f"other values of {next(iter(change))} "):
+        regenerate(small(pair, dtype="bfloat16", **change), tmp_path / "run")
+
+
 def test_other_prompts_of_the_same_config_are_refused(pair, tmp_path):
     file = tmp_path / "prompts.jsonl"
     config = small(pair, prompts=str(file), num_prompts=0, draft="")

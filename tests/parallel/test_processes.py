@@ -4,13 +4,16 @@ import json
 import re
 import time
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from support import decode_worker
 from support.launched import begin, run
 from support.tiny_models import random_weights
 
 from configs import regenerate_zoo
 from experiments import launch
+from experiments.common import inputs
 from experiments.regenerate import regenerate
 from spec_jax import processes
 from spec_jax.data import tokens
@@ -92,12 +95,46 @@ def test_two_processes_regenerate_the_lines_of_one_device(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_different_configurations_are_refused_by_every_process():
-    begun = begin(WORKER, ["--config.number=2"], ["--config.number=3"])
+def test_different_configurations_and_inputs_are_refused_by_every_process(tmp_path):
+    folders = [tmp_path / name for name in ("a", "b")]
+    for size, folder in enumerate(folders, 4):
+        (folder / "model").mkdir(parents=True)
+        (folder / "prompts.txt").write_text(f"{size}")
+        (folder / "model" / "config.json").write_text("{}")
+        save_file({"w": np.zeros(size)}, folder / "model" / "model.safetensors")
+    paths = ["--config.prompts=prompts.txt", "--config.target=model"]
+    begun = begin(
+        WORKER, [*paths, "--config.number=2"], [*paths, "--config.number=3"], folders=folders
+    )
     outputs = [child.communicate(timeout=100)[0] for child in begun]
     assert [child.returncode for child in begun] == [2, 2], outputs
-    said = "the processes differ: config.number is 3 in process 1 and 2 in process 0"
-    assert sum(output.count(said) for output in outputs) == 1, outputs
+    (said,) = (line for line in outputs[0].splitlines() if "the processes differ" in line)
+    assert "config.number is 3 in process 1 and 2 in process 0; what is in model " in said
+    assert "(config.target) is [[2, " in said and "; what is in prompts.txt (config.pro" in said
+    assert "the processes differ" not in outputs[1]
+
+
+@pytest.mark.parametrize("what", ["value", "shape", "config.json", "tokenizer.json", "gone"])
+def test_a_model_is_known_by_its_shapes_and_a_file_by_its_contents(tmp_path, what):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    save_file({"w": np.zeros(4)}, folder / "model.safetensors")
+    values = {"config.target": str(folder), "config.steps": 3, "config.drafts": ("zoo/draft", "")}
+    before = inputs.of_config(values)
+    assert list(before)[0] == f"what is in {folder} (config.target)" and len(before) == 2
+    if what == "gone":
+        assert list(inputs.of_config(values | {"config.target": "no/such"})) == list(before)[1:]
+        return
+    if what.endswith("json"):
+        (folder / what).write_text("[]")
+    else:
+        array = np.ones(4) if what == "value" else np.zeros((2, 2))
+        save_file({"w": array}, folder / "model.safetensors")
+    assert (inputs.of_config(values) == before) == (what == "value")
+    texts = {"config.data.text": str(folder), "config.prompts": str(folder / "config.json")}
+    assert len(inputs.of_config(texts)) == 1  # process 0 alone reads the former
 
 
 @pytest.mark.exhaustive

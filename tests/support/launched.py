@@ -31,8 +31,8 @@ def run(count, devices, module, *arguments):
     return done.returncode, done.stdout
 
 
-def begin(module, *arguments_of_each):
-    """Processes that are started by hand, one for each list of arguments."""
+def begin(module, *arguments_of_each, folders=None):
+    """Processes that are started by hand, one for each list of arguments, each in a folder."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -41,8 +41,8 @@ def begin(module, *arguments_of_each):
         subprocess.Popen(
             [sys.executable, "-m", module, f"--coordinator_address={address}",
              f"--num_processes={count}", f"--process_id={i}", *arguments],
-            env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True,
+            env=environment(), cwd=folders[i] if folders else ROOT, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
         )
         for i, arguments in enumerate(arguments_of_each)
     ]  # fmt: skip

@@ -20,6 +20,8 @@ from spec_jax.errors import ConfigError
 def get_config():
     return ConfigDict({
         "number": 1,
+        "prompts": "",
+        "target": "",
         "who": 1,  # the process that does ``act``
         "act": "none",  # or raise, config, kill, stop, exit
         "is_waiting": False,  # every process sleeps on the host, instead of computing together
