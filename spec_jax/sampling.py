@@ -268,6 +268,8 @@ def _process(logits, sampler, counts, drafted, is_before, *, is_argmax):
     x = x / jnp.where(is_greedy, 1.0, sampler.temperature)[:, None, None]
     if sampler.filters is not None:
         with jax.named_scope("filters"):
+            # Without the barrier XLA may compute x twice, rounded otherwise, and drop all tokens.
+            x = jax.lax.optimization_barrier(x)
             # Written so that NaN stays NaN: it stops its row, with a reason.
             x = jnp.where(x < _threshold(x, sampler.filters)[:, :, None], -jnp.inf, x)
     rows = is_greedy[:, None, None]

@@ -1,5 +1,7 @@
 """Sampling parameters against a brute-force oracle, and draws against their distribution."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -197,6 +199,28 @@ def test_a_forbidden_token_never_returns_even_when_it_is_the_best():
     assert not np.isnan(x).any() and (x[:, 1] == -INF).all()
     np.testing.assert_array_equal(x.argmax(axis=1), 0)
     np.testing.assert_array_equal((x > -INF).sum(axis=1), [1, 3, 1, 1])
+
+
+def test_filters_keep_a_token_however_the_compiler_rounds():
+    """Logits that are computed in the same program, which XLA may compute again with other bits.
+
+    The threshold of one copy then lies above every logit of the other.
+    """
+    config = SamplerConfig(
+        temperature=0.8, top_k=3, top_p=0.9, min_p=0.05, repetition_penalty=1.3,
+        presence_penalty=0.2, frequency_penalty=0.3, logit_bias={1: 0.5},
+    )  # fmt: skip
+    B, draw = 4096, np.random.default_rng(0)
+    x, n = draw.normal(size=(B, 3)).astype(np.float32), draw.integers(0, 5, (B, 3), np.int32)
+    sampler = make_sampler(config, B, 3)
+    as_users_compile = {"xla_backend_optimization_level": 3}
+
+    @functools.partial(jax.jit, compiler_options=as_users_compile)
+    def run(x, n):
+        return process((x * 1.7 + n)[:, None], sampler, Counts(n > 1, n))
+
+    kept = run(x, n)
+    assert jnp.isfinite(kept.max(axis=-1)).all()
 
 
 def test_greedy_without_filters_has_the_same_argmax():
