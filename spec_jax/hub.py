@@ -57,8 +57,9 @@ def directory_of(
             "pip install huggingface_hub"
         ) from error
     found = _ID.fullmatch(name)
+    if found is None:
+        raise WeightsError(f"{name!r} is no id of the Hugging Face hub, such as Qwen/Qwen3-0.6B")
     where = {"repo_id": found["repo"], "revision": found["revision"], "cache_dir": cache_dir}
-
     choices = _WEIGHTS if has_weights else (("config.json", "", ""),)
     common = _COMMON if has_weights else _COMMON[:2]
 
@@ -71,13 +72,13 @@ def directory_of(
             directory = download(weights, local_files_only=True)
         except Exception:  # versions of the hub raise errors of many types
             continue
-        if is_whole(directory, weights):
+        if _is_whole(directory, weights):
             return directory
     try:
         _log.info("%s is not in the cache of the Hugging Face hub: it is downloaded", name)
         for weights in choices:
             directory = download(weights)
-            if is_whole(directory, weights):
+            if _is_whole(directory, weights):
                 return directory
     except Exception as error:
         raise WeightsError(_why(found["repo"], found["revision"], error)) from error
@@ -90,13 +91,8 @@ def directory_of(
     )
 
 
-def is_whole(directory: pathlib.Path, weights: tuple[str, str, str]) -> bool:
-    """Whether a directory has config.json and all files of the weights.
-
-    Args:
-      directory: of the hub's cache.
-      weights: the names of the single file and of the index, and a pattern.
-    """
+def _is_whole(directory: pathlib.Path, weights: tuple[str, str, str]) -> bool:
+    """Whether a directory of the hub's cache has config.json and all files of the weights."""
     single, index, _ = weights
     needed = ["config.json", single]
     if (directory / index).is_file():
