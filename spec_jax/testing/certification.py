@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from spec_jax.contracts import Drafter, Rule
 from spec_jax.loading import LoadedModel
 from spec_jax.named import to_rule
 from spec_jax.progress import Progress
-from spec_jax.testing.forcing import DraftDistribution, draws_as_reported
+from spec_jax.testing.forcing import DraftDistribution, Forced, draws_as_reported
 from spec_jax.testing.loop import Loop
 from spec_jax.testing.record import (
     Certificate,
@@ -38,6 +37,7 @@ _BATCH = 512  # rows drafted at once
 _MAX_OUTCOMES = 400_000  # of one enumeration
 _DRAWS = 2048  # of a drafter under each setting
 _PLACES = 1024  # of each setting, in a batch of the loop
+_ROUNDS = 2  # after which the states are compared, and again at the end
 _LENGTH = 8  # tokens that the loop decodes after the first
 
 
@@ -90,15 +90,11 @@ def certify(
     with Progress(len(run.steps), "certify", every_s=5.0) as progress:
         for what, step in run.steps:
             progress.now(what)
-            begin = time.perf_counter()
             try:
-                check = step()
+                step()
             except CertificateError as error:
                 error.certificate = run.certificate(str(error))
                 raise
-            if check is not None:
-                seconds = time.perf_counter() - begin
-                run.checks.append(dataclasses.replace(check, seconds=seconds))
             progress.step(what)
     return run.certificate(None)
 
@@ -114,13 +110,21 @@ class _Run:
         self.others = [] if drafter is not None else other_drafters(rule, self.main)
         is_fixed = isinstance(drafter, Drafter) and drafter.vocab_size is not None
         self.padded = None if is_fixed else make_subject(drafter, params, seed, is_padded=True)
+        self.toy = self.main if drafter is None else make_subject(None, None, seed)
         self.is_forced = True  # the drafter draws with Context.gumbel
         self.checks: list[Check] = []
+        self._since = time.perf_counter()
         self.not_proved: list[str] = []
         self.num_drafts: set[int] = set()
         self.steps = self._coupled() if rule.is_coupled or rule.is_greedy else self._enumerable()
 
-    def _enumerable(self) -> list[tuple[str, Callable[[], Check | None]]]:
+    def _add(self, what: str, method: str, **found: Any) -> None:
+        """Records a check that has passed."""
+        now = time.perf_counter()
+        self.checks.append(Check(what, method, **found, seconds=now - self._since))
+        self._since = now
+
+    def _enumerable(self) -> list[tuple[str, Callable[[], None]]]:
         """The checks of a rule whose coins can be enumerated."""
         step = lambda what, function, *args: (what, functools.partial(function, *args))
         main, is_sampled = self.main, self.main.drafter.is_sampled
@@ -135,32 +139,37 @@ class _Run:
             steps.append(step("a padded vocabulary", self._enumerate, self.padded, 2))
         return [*steps, step("the compiled loop", self._loop, main)]
 
-    def _coupled(self) -> list[tuple[str, Callable[[], Check | None]]]:
+    def _coupled(self) -> list[tuple[str, Callable[[], None]]]:
         """The checks of a rule that emits plain decoding's tokens."""
         subjects = [self.main, *self.others, *([self.padded] if self.padded else [])]
         return [(s.drafter.name, functools.partial(self._loop, s)) for s in subjects]
 
-    def _enumerate(self, subject: Subject, num_draft: int) -> Check | None:
+    def _enumerate(self, subject: Subject, num_draft: int) -> None:
+        """Every outcome of one round, after many texts."""
+        if subject is self.main and not self.is_forced:
+            subject = self.toy
         system = subject.system(self.rule, num_draft)
         K, V, name = system.num_draft, system.target.vocab_size, subject.drafter.name
-        tokens = V ** min(K, 8) if system.drafter.is_sampled else 1  # an upper bound
-        each = tokens * 2**K * V
+        drafts = V ** min(K, 8) if system.drafter.is_sampled else 1  # an upper bound
+        each = drafts * 2**K * V
         starts = [prefixes(subject, len(self.rows), size) for size in (3, 2, 1, 0)]
         starts = [x for x in starts if each * len(x) <= _MAX_OUTCOMES]
         if not starts:
             self.not_proved.append(
-                f"{K} drafts of {name}: a round has up to {each:,} outcomes; with a "
-                "function make(target) as drafter the vocabulary is small enough"
+                f"{K} drafts of {name}: a round has up to {each:,} outcomes, too many to enumerate"
             )
-            return None
-        forced = force_all(
-            system, subject.params, self.rows, starts[0], 3, _BATCH, self.stated
-        )
+            return
+        forced = force_all(system, subject.params, self.rows, starts[0], 3, _BATCH, self.stated)
         if forced is None:
+            if subject is not self.main:
+                raise CertificateError(f"drafter {name!r} does not draw with Context.gumbel")
             self.is_forced = False
-            return None
+            self._enumerate(subject, num_draft)
+            return
         at = np.flatnonzero(~draws_as_reported(system, subject.params, forced, _BATCH))
         if len(at):
+            if subject is self.main:
+                self._draws()  # says by how much, if it can tell
             row, output = forced.items[at[0]]
             raise CertificateError(
                 f"drafter {name!r} draws from another distribution than Proposal.probs, "
@@ -168,67 +177,81 @@ class _Run:
             )
         self.num_drafts.add(K)
         is_cut = num_draft == MAX_DRAFT or system.drafter.tree is not None
-        error, count = 0.0, 0
-        for offered in range(K if not is_cut else 0, K + 1):
-            some = forced if offered == K else first_drafts(forced, offered)
-            worst, size = check_round(
-                system, some, self.rows, subject.logits_of, self.tolerance
-            )  # fmt: skip
-            error, count = max(error, worst), count + size
+        check = functools.partial(
+            check_round, system, rows=self.rows, logits_of=subject.logits_of,
+            tolerance=self.tolerance,
+        )  # fmt: skip
+        if num_draft == 2 and subject is not self.padded and forced.proposal.probs is not None:
+            self._misreport(check, forced)
+        cuts = [first_drafts(forced, n) for n in range(K)] if is_cut else []
+        errors, counts = zip(*map(check, [*cuts, forced]))
         drafts = f"0 to {K} of {K} drafts" if is_cut else f"{K} draft{'s' * (K > 1)}"
-        padding = subject is self.padded and ", and no padding of the vocabulary is emitted"
-        return Check(f"{drafts} of {name}{padding or ''}", "enumeration", error, trials=count)
+        padding = ", whose target pads its vocabulary" if subject is self.padded else ""
+        what = f"{drafts} of {name}{padding}"
+        self._add(what, "enumeration", error=max(errors), trials=sum(counts))
 
-    def _draws(self) -> Check:
+    def _misreport(self, check: Callable[..., Any], forced: Forced) -> None:
+        """Sees that the enumeration would find a wrong report, where the rule reads it."""
+        flat = np.sqrt(forced.proposal.probs)
+        flat /= np.maximum(flat.sum(axis=2, keepdims=True), 1e-9)
+        wrong = forced._replace(proposal=forced.proposal.replace(probs=flat))
+        error, count = check(wrong, tolerance=np.inf)
+        told = "" if error > self.tolerance else ", which this rule does not read"
+        what = f"a report of q at another temperature than drawn{told}"
+        self._add(what, "control", error=error, trials=count)
+
+    def _draws(self) -> None:
+        """The draws of the drafter, with noise of its own, against what it reports."""
         system = self.main.system(self.rule, MAX_DRAFT)
         p_value, count = check_draws(
             system, self.main.params, self.rows, prefixes(self.main, len(self.rows), 0), 3,
             _DRAWS, _DRAWS, self.alpha,
         )  # fmt: skip
         what = f"draws of {self.main.drafter.name} against what it reports"
-        return Check(what, "chi-square", p_value=p_value, trials=count)
+        self._add(what, "chi-square", p_value=p_value, trials=count)
 
-    def _loop(self, subject: Subject) -> Check:
+    def _loop(self, subject: Subject) -> None:
+        """The compiled loop: its tokens, the drafter's states, the places of the rows."""
         system = subject.system(self.rule, MAX_DRAFT)
-        V, R = system.target.vocab_size, len(self.rows)
+        V, R, name = system.target.vocab_size, len(self.rows), subject.drafter.name
         size = max(n for n in range(1, 5) if n == 1 or V**n <= 700)
         loop = Loop(system, subject.params, self.rows, _LENGTH)
         of = np.tile(np.arange(R), _PLACES)
         half, B = len(of) // 2, len(of)
         counts = np.zeros((R, *[V] * size), np.int64)
 
-        def decode(of, seeds, is_checked=False):
-            state = loop.prefill(of, seeds)
-            if is_checked:
-                state = loop.generate(state, 2)
-                loop.check_states(state, of)
-            state = loop.generate(state)
-            if is_checked:
-                loop.check_states(state, of)
-            return loop.output(state, of)
-
         def count(of, output):
-            np.add.at(counts, (of, *output[:, 1 : 1 + size].T), 1)
+            np.add.at(counts, (of, *output[:, :size].T), 1)
 
         seeds = np.arange(B)
-        first = decode(of, seeds, is_checked=True)
+        state = loop.generate(loop.prefill(of, seeds), _ROUNDS)
+        error = loop.check_states(state, of)
+        state = loop.generate(state)
+        error = max(error, loop.check_states(state, of))
+        what = f"states of {name} after commit and after a fresh prefill of the same tokens"
+        self._add(what, "equality", error=error, trials=2 * B)
+        first = loop.output(state, of)
         if self.rule.is_coupled or self.rule.is_greedy:
             loop.check_equal(loop.plain(of, seeds), first, of, "by plain decoding")
+            what = f"tokens with {system.num_draft} drafts of {name} and of plain decoding"
+            self._add(what, "equality", trials=first.size)
         count(of, first)
         # Half of the rows again, in other places and beside other rows.
         rest = slice(None, half - 1, -1)
-        moved = decode(
+        moved = loop.decode(
             np.concatenate([of[:half], of[rest]]), np.concatenate([seeds[:half] + B, seeds[rest]])
         )
         loop.check_equal(first[rest], moved[half:], of[rest], "in another place of the batch")
+        what = f"tokens with drafts of {name} in other places of the batch, beside other rows"
+        self._add(what, "equality", trials=first[rest].size)
         count(of[:half], moved[:half])
         done = B + half
         while done < self.trials * R:
-            count(of, decode(of, np.arange(done, done + B)))
+            count(of, loop.decode(of, np.arange(done, done + B)))
             done += B
         p_value = loop.test(counts, subject.logits_of, self.alpha)
-        what = f"the loop with {system.num_draft} drafts of {subject.drafter.name}"
-        return Check(what, "chi-square", p_value=p_value, trials=done)
+        what = f"tokens of the compiled loop with {system.num_draft} drafts of {name}"
+        self._add(what, "chi-square", p_value=p_value, trials=done)
 
     def certificate(self, failure: str | None) -> Certificate:
         """Returns what has been shown so far, and what has not."""
@@ -241,13 +264,11 @@ class _Run:
             )
         if not self.is_forced:
             open_ends.append(
-                f"rounds of {drafter.name} were not enumerated: it does not draw with "
-                "Context.gumbel (draft_chain does)"
+                f"rounds of {drafter.name} were not enumerated, but those of a toy draft model: "
+                "it does not draw with Context.gumbel, as draft_chain does"
             )
         if self.padded is None:
-            open_ends.append(
-                "a padded vocabulary: give a function make(target) as drafter"
-            )
+            open_ends.append("a padded vocabulary: give a function make(target) as drafter")
         open_ends.append("vocabularies, weights and rounding of real models; several devices")
         return Certificate(
             self.rule.name, self.main.drafter.name, self.main.target.model.vocab_size,

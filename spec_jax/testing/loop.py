@@ -20,7 +20,8 @@ from spec_jax.testing.oracles import (
     plain_distribution,
     reference_distribution,
 )
-from spec_jax.testing.record import CertificateError, settings_of, where
+from spec_jax.testing.record import CertificateError, short, where
+from spec_jax.testing.rounds import Difference
 
 _TOLERANCE = 1e-4  # on probabilities of a state that has been fed token by token
 
@@ -100,6 +101,10 @@ class Loop:
         index = self._lengths[of][:, None] + np.arange(1 + self.num_tokens)
         return np.take_along_axis(tokens, index, axis=1).astype(np.int64)
 
+    def decode(self, of: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+        """Returns i64[B,1+num_tokens], what rows emit; the arguments are those of ``prefill``."""
+        return self.output(self.generate(self.prefill(of, seeds)), of)
+
     def plain(self, of: np.ndarray, seeds: np.ndarray) -> np.ndarray:
         """Returns what plain decoding emits, with the same rule."""
         plain = self.system._replace(drafter=NO_DRAFT, num_draft=0)
@@ -136,7 +141,8 @@ class Loop:
             same = np.cumprod(kept.tokens == fresh.tokens, axis=1)
             same = np.concatenate([np.ones((B, 1), bool), same[:, :-1] > 0], axis=1)
             off = np.abs(kept.probs - fresh.probs).max(axis=2)
-            error = np.where(is_offered & same, off, 0.0).max(axis=1)
+            off = np.where(is_offered & same, off, 0.0)
+            error = off.max(axis=1)
         at = np.flatnonzero(~alike | ~(error <= _TOLERANCE))
         if not len(at):
             return float(error.max())
@@ -146,11 +152,15 @@ class Loop:
         output = tokens[len(row.prompt) : total[b]]
         kinds = np.asarray(state.kind)[b, len(row.prompt) : total[b]]
         told = ", ".join(decoding.Kind(int(k)).name.lower() for k in kinds)
-        show = lambda p: (p.tokens[b, : p.n_draft[b]].tolist(), _first(p, b))
+        if alike[b]:
+            node = off[b].argmax()
+            show = lambda p: f"draws draft {node + 1} from {short(p.probs[b, node])}"
+        else:
+            show = lambda p: f"drafts {p.tokens[b, : p.n_draft[b]].tolist()}"
         raise CertificateError(
             f"drafter {self.system.drafter.name!r}: its state after commit is not that of a fresh "
-            f"prefill of the same tokens: it drafts {show(kept)} and should draft {show(fresh)}, "
-            f"{where(row, output, K)}; these tokens were {told}"
+            f"prefill of the same tokens: it {show(kept)}, and after a fresh prefill it "
+            f"{show(fresh)}, {where(row, output, K)}; these tokens were {told}"
         )
 
     def check_equal(
@@ -177,7 +187,7 @@ class Loop:
     def test(
         self, counts: np.ndarray, logits_of: Callable[[Sequence[int]], np.ndarray], alpha: float
     ) -> float:
-        """Returns the p-value of the tokens after the first, corrected for the number of rows.
+        """Returns the p-value of the first tokens, corrected for the number of rows.
 
         Args:
           counts: i64[R,V,...,V], how often each outcome was seen.
@@ -208,12 +218,6 @@ class Loop:
         return f"rule {self.system.rule.name!r}, drafter {self.system.drafter.name!r}"
 
 
-def _first(proposal, b):
-    if proposal.probs is None:
-        return "deterministic"
-    return f"the first from {tuple(round(float(x), 3) for x in proposal.probs[b, 0][:8])}"
-
-
 @functools.partial(jax.jit, static_argnames="system")
 def _propose_next(system: decoding.System, params, state: decoding.DecodeState, gumbel):
     context = system.context(
@@ -224,13 +228,11 @@ def _propose_next(system: decoding.System, params, state: decoding.DecodeState, 
 
 
 def _joint(row: Row, num_tokens: int, logits_of) -> np.ndarray:
-    """f64[V, ..., V], plain decoding's tokens after the first, which is summed over."""
+    """f64[V, ..., V], the distribution of plain decoding's first tokens."""
     first = reference_distribution(logits_of(row.prompt), row.target, row.prompt, ())
     of = lambda params, tokens: logits_of(tokens)
-    return sum(
-        first[t] * plain_distribution(None, row, int(t), num_tokens, of)
-        for t in np.flatnonzero(first > 1e-12)
-    )
+    after = [plain_distribution(None, row, t, num_tokens - 1, of) for t in range(len(first))]
+    return np.einsum("v,v...->v...", first, np.stack(after))
 
 
 def _first_difference(row: Row, seen: np.ndarray, dist: np.ndarray, loop: Loop) -> str:
@@ -246,11 +248,6 @@ def _first_difference(row: Row, seen: np.ndarray, dist: np.ndarray, loop: Loop) 
             seen_before, p_before = (x.sum(axis=-1)[before] for x in (o, p))
             actual = o[at] / max(seen_before, 1)
             expected = p[at] / p_before if p_before > 0 else 0.0
-            text = ("any", *map(int, before))
-            return (
-                f"after the prompt {row.prompt} and the output ({', '.join(map(str, text))}), "
-                f"token {int(at[-1])} was drawn with probability {actual:.3f} (of "
-                f"{int(seen_before):,}) and should have {expected:.3f} "
-                f"(K={loop.system.num_draft}, {settings_of(row)})"
-            )
+            text = Difference(row, tuple(map(int, before)), int(at[-1]), actual, expected, 0.0)
+            return f"{text.text(loop.system.num_draft)}, measured in {int(seen_before):,} draws"
     raise AssertionError

@@ -17,7 +17,8 @@ class Check:
 
     Attributes:
       what: a sentence.
-      method: "enumeration", "equality" or "chi-square".
+      method: "enumeration", "chi-square", "equality" (with plain decoding), or "control": a defect
+        that was made on purpose, to see that it is seen.
       error: the largest difference of a probability from what it should be; None if no probability
         was computed.
       p_value: of a chi-square test, corrected for the number of tests in this check; None if there
@@ -70,7 +71,8 @@ class Certificate:
     @property
     def max_error(self) -> float:
         """The largest difference of an enumerated probability from what it should be."""
-        return max((c.error for c in self.checks if c.error is not None), default=0.0)
+        proved = (c for c in self.checks if c.method == "enumeration")
+        return max((c.error for c in proved), default=0.0)
 
     @property
     def min_p_value(self) -> float:
@@ -106,8 +108,9 @@ class Certificate:
 
 _HEADS = {
     "enumeration": "  Proved by enumeration",
-    "equality": "  Shown by equality",
+    "equality": "  Found equal",
     "chi-square": "  Tested by chi-square",
+    "control": "  Made wrong on purpose, and found",
 }
 
 
@@ -140,6 +143,11 @@ def settings_of(row: Row) -> str:
     """Returns the settings of target and draft."""
     ours, theirs = describe(row.target), describe(row.draft)
     return f"{ours}, draft {'alike' if ours == theirs else theirs}"
+
+
+def short(probs: Sequence[float]) -> str:
+    """Returns the first probabilities of a distribution."""
+    return "(" + ", ".join(f"{x:.3f}" for x in probs[:8]) + ", …" * (len(probs) > 8) + ")"
 
 
 def where(row: Row, output: Sequence[Any], num_draft: int) -> str:

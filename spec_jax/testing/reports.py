@@ -24,7 +24,7 @@ from spec_jax.testing.forcing import (
     width_of,
 )
 from spec_jax.testing.oracles import Row
-from spec_jax.testing.record import CertificateError, where
+from spec_jax.testing.record import CertificateError, short, where
 
 
 def all_drafts(system: decoding.System) -> list[tuple[int, ...]]:
@@ -128,7 +128,7 @@ def _reports(system, rows, forced: Forced, wanted, parents, stated):
             if key not in reports:
                 if not (q.min() >= 0 and abs(q.sum() - 1) < 1e-3):
                     raise CertificateError(
-                        f"drafter {name!r} reports {_short(q)} as a distribution, after the drafts "
+                        f"drafter {name!r} reports {short(q)} as a distribution, after the drafts "
                         f"{key[1]}, {where(rows[row], output, K)}"
                     )
                 reports[key] = q
@@ -143,15 +143,11 @@ def _reports(system, rows, forced: Forced, wanted, parents, stated):
                         )
             elif np.abs(reports[key] - q).max() > 1e-4:
                 raise CertificateError(
-                    f"drafter {name!r} reports {_short(q)} where it draws token {draft[node]}, and "
-                    f"{_short(reports[key])} where it draws another: the report may not depend on "
+                    f"drafter {name!r} reports {short(q)} where it draws token {draft[node]}, and "
+                    f"{short(reports[key])} where it draws another: the report may not depend on "
                     f"the draw; after the drafts {key[1]}, {where(rows[row], output, K)}"
                 )
     return reports
-
-
-def _short(q) -> str:
-    return "(" + ", ".join(f"{x:.3f}" for x in q[:8]) + (", …" if len(q) > 8 else "") + ")"
 
 
 def _weight(prefix, draft, reports, parents):
