@@ -26,6 +26,7 @@ from spec_jax.drafters.loaded import LoadedHead, LoadedModel
 from spec_jax.errors import ConfigError, TrainingError
 from spec_jax.meshes import mesh_of
 from spec_jax.progress import Progress, is_watched
+from spec_jax.show import plots
 from spec_jax.train.objective import Batch, Objective, chain_rates, target_view
 from spec_jax.train.optimizer import make_optimizer
 from spec_jax.train.step import TrainState, train_step
@@ -45,6 +46,23 @@ class Fitted(NamedTuple):
 
     head: LoadedHead
     log: list[dict[str, Any]]
+
+    def __repr__(self) -> str:
+        return f"Fitted({self.head!r}, loss {self.log[-1]['loss']:.3g} at step {len(self.log) - 1})"
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draws the loss by step, and each number that evaluations returned.
+
+        Args:
+          axes: matplotlib axes to draw on, one a panel; None: a new figure.
+
+        Returns:
+          The matplotlib figure.
+        """
+        is_number = lambda name: isinstance(self.log[0][name], int | float)
+        names = ["loss", *(n for n in self.log[0] if n not in ("step", "loss") and is_number(n))]
+        points = {n: [(line["step"], line[n]) for line in self.log if n in line] for n in names}
+        return plots.plot_lines(points, "step", axes)
 
 
 def new_head(

@@ -16,6 +16,7 @@ from scipy import stats
 from experiments.common.costs import Costs, predict
 from spec_jax import processes
 from spec_jax.parallel.overlap import Span
+from spec_jax.show.plots import STYLE
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402, the back end comes first
@@ -30,11 +31,9 @@ _MARKERS = "osD^vPX*"
 _LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (3, 3)), (0, (1, 3)), (0, (8, 2)))
 _CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C564B")
 _ACCEPTED = "accepted, if reached"
-_STYLE = {
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
-    "axes.titlesize": 11, "legend.frameon": False, "legend.fontsize": 9, "font.size": 10,
+_STYLE = STYLE | {
     "figure.dpi": 130, "axes.prop_cycle": cycler(color=_CYCLE) + cycler(linestyle=_LINES),
-}  # fmt: skip
+}
 
 
 class _Series(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ STYLE = {
     "axes.axisbelow": True, "axes.titlesize": 11, "legend.frameon": False, "legend.fontsize": 9,
     "font.size": 10,
 }  # fmt: skip
+_LINES = tuple(COLORS[kind] for kind in ("bonus", "accepted", "corrected", "rejected"))
 
 
 @contextlib.contextmanager
@@ -131,3 +132,23 @@ def plot_acceptance(
         for which in (left.xaxis, right.xaxis, right.yaxis):
             which.get_major_locator().set_params(integer=True)
         return left.figure
+
+
+def plot_lines(
+    lines: Mapping[str, Sequence[tuple[float, float]]], label: str, axes: Any = None
+) -> Any:
+    """Draws a panel for each line.
+
+    Args:
+      lines: points (x, y) by the name of y.
+      label: of x.
+      axes: one a line, to draw on; None: a new figure.
+
+    Returns:
+      The matplotlib figure.
+    """
+    with panels(len(lines), axes) as some:
+        for axis, (name, points), color in zip(some, lines.items(), _LINES * len(lines)):
+            axis.plot(*zip(*points), "o-" if len(points) < 50 else "-", color=color)
+            axis.set(xlabel=label, ylabel=name)
+        return some[0].figure

@@ -103,3 +103,19 @@ def test_a_loss_that_is_not_finite_ends_the_training(target):
         spec_jax.fit_head(
             target, head, TEXT, 3, batch=3, length=12, optimizer=optax.sgd(float("inf"))
         )
+
+
+def test_a_fit_is_plotted_as_loss_and_what_evaluations_returned():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    log = [
+        {"step": 0, "tau": 1.0, "texts": ["a"]}, {"step": 1, "loss": 4.0, "accept": [0.5]},
+        {"step": 2, "loss": 3.0, "accept": [0.5], "tau": 1.5, "texts": ["b"]},
+    ]  # fmt: skip
+    fitted = spec_jax.Fitted(None, log)
+    assert repr(fitted) == "Fitted(None, loss 3 at step 2)"
+    left, right = fitted.plot().axes
+    assert (left.get_ylabel(), right.get_ylabel()) == ("loss", "tau")
+    np.testing.assert_array_equal(left.lines[0].get_xydata(), [[1, 4], [2, 3]])
+    np.testing.assert_array_equal(right.lines[0].get_xydata(), [[0, 1], [2, 1.5]])
