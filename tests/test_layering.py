@@ -17,8 +17,8 @@ ROOMS = (
     ("config", "contracts"), ("sampling",),
     ("models", "rules"), ("drafters/common", "data"), ("train",), ("drafters",),
     ("decoding", "zoo", "hub", "fitting"), ("loading",),
-    ("named", "engine/adaptive", "engine/cancellation", "parallel"),
-    ("engine",), ("parallel/plan",), ("testing",), ("reference",), ("__init__",),
+    ("named", "inspection", "engine/adaptive", "engine/cancellation", "parallel"),
+    ("engine",), ("parallel/plan",), ("testing",), ("reference",), ("__init__",), ("__main__",),
 )  # fmt: skip
 LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 # What may not be imported although it lies below; of drafters, only objectives know of training.

@@ -13,6 +13,7 @@ from experiments.common.decode_setup import Setup
 from experiments.common.grid import make_cells
 from experiments.common.own import Own
 from spec_jax import SpeculativeConfig
+from spec_jax.__main__ import main
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.errors import ConfigError
 from spec_jax.rules import make_rule
@@ -32,7 +33,7 @@ def shown(page, program):
 OWN = {"drafter": "docs.examples.my_drafter:make", "rule": "docs.examples.my_rule:rule"}
 
 
-@pytest.mark.parametrize("program", ["experiments.decode", "experiments.evaluate"])
+@pytest.mark.parametrize("program", ["spec_jax", "experiments.decode", "experiments.evaluate"])
 def test_the_documents_show_these_lines(program):
     drafter, rule = shown("write_a_drafter.md", program), shown("write_a_rule.md", program)
     assert drafter == {"drafter": OWN["drafter"]} and rule == {"rule": OWN["rule"]}
@@ -131,3 +132,11 @@ def test_the_examples_are_as_short_as_the_documents_say():
 
     assert len(inspect.getsource(my_drafter.make).splitlines()) <= 30
     assert len(inspect.getsource(my_rule.accept_row).splitlines()) <= 15
+
+
+@pytest.mark.exhaustive
+def test_the_examples_are_certified_by_the_command(capsys):
+    parts = [f"--{key}={name}" for key, name in OWN.items()]
+    assert main(["certify", *parts, "--trials=300"]) == 0
+    out = capsys.readouterr().out
+    assert "rule 'coin' with drafter 'bigrams'" in out and "4 drafts of bigrams: error" in out

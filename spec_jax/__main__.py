@@ -1,0 +1,166 @@
+"""The command line: ``python -m spec_jax generate | certify | inspect``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import sys
+import time
+from collections.abc import Sequence
+
+from spec_jax.errors import ConfigError, SpecJaxError
+from spec_jax.version import __version__
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands; each sets ``run``."""
+    parser = argparse.ArgumentParser(
+        "python -m spec_jax",
+        description="Speculative decoding in JAX. Whole comparisons: python -m experiments.decode.",
+    )
+    parser.add_argument("--version", action="version", version=f"spec_jax {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    _add_generate(commands)
+    _add_certify(commands)
+    _add_inspect(commands)
+    return parser
+
+
+def _add_generate(commands) -> None:
+    command = commands.add_parser(
+        "generate", help="continue a prompt; the text streams to stdout, a summary to stderr",
+        description="Continues a prompt. The text streams to stdout, a summary to stderr.",
+    )  # fmt: skip
+    add = command.add_argument
+    add("target", help="a zoo name, a directory or a hub id, such as zoo/target")
+    add("prompt", help="a text, or - for stdin")
+    add("--draft", metavar="NAME", help="what drafts: a smaller model or a head of the target, by "
+        "name or directory; or ngram or suffix; default: nothing, plain decoding")  # fmt: skip
+    add("--drafter", metavar="MODULE:MAKE", help="a drafter of your own, in place of --draft")
+    add("--rule", metavar="NAME", help="a rule's name, or MODULE:NAME of your own; default: greedy "
+        "at temperature 0, else residual for sampled drafts and match for others")  # fmt: skip
+    add("--k", type=int, default=4, help="drafted tokens a round; default: %(default)s")
+    add("--max-new-tokens", type=int, default=128, help="default: %(default)s")
+    add("--temperature", type=float, default=0.0, help="default: %(default)s, greedy")
+    add("--top-p", type=float, default=1.0, help="default: %(default)s")
+    add("--seed", type=int, default=0, help="default: %(default)s")
+    add("--dtype", default="float32", help="of the weights in memory; default: %(default)s")
+    add("--mesh", help="devices to run on together, such as data:2,tensor:4; default: one")
+    add("--chat", action="store_true", help="the prompt is a user's message, put into the target's "
+        "chat template")  # fmt: skip
+    command.set_defaults(run=generate)
+
+
+def _add_certify(commands) -> None:
+    command = commands.add_parser(
+        "certify", help="prove that a rule and a drafter leave the target's distribution as it is",
+        description="Proves by enumeration that a rule, with a drafter, emits exactly the target's "
+        "distribution, and says what it did not prove.",
+    )  # fmt: skip
+    add = command.add_argument
+    add("--rule", metavar="NAME", help="a rule's name, or MODULE:NAME of your own; default: the "
+        "usual rule of such drafts, residual")  # fmt: skip
+    add("--drafter", metavar="MODULE:MAKE", help="a drafter of your own: a Drafter, or a function "
+        "make(target); default: toy drafters")  # fmt: skip
+    add("--seed", type=int, default=0, help="of the toy models; default: %(default)s")
+    add("--trials", type=int, default=8000, help="texts that the loop decodes for each setting; "
+        "default: %(default)s")  # fmt: skip
+    command.set_defaults(run=certify)
+
+
+def _add_inspect(commands) -> None:
+    command = commands.add_parser(
+        "inspect", help="say what a checkpoint is, without reading its weights",
+        description="Says what a checkpoint is, from its config and the headers of its weights.",
+    )  # fmt: skip
+    command.add_argument("directory", help="a directory, a zoo name or a hub id")
+    command.set_defaults(run=inspect)
+
+
+def generate(args: argparse.Namespace) -> int:
+    """Streams a continuation to stdout; prints one line of statistics to stderr."""
+    import spec_jax
+
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    spec_jax.enable_compilation_cache()
+    target = spec_jax.load_model(args.target, args.dtype, mesh=args.mesh)
+    draft, config = None, None
+    if args.drafter:
+        if args.draft:
+            raise ConfigError("--draft and --drafter are both given; expected one")
+        config = spec_jax.SpeculativeConfig(num_speculative_tokens=args.k)
+    elif args.draft in ("ngram", "suffix"):
+        config = spec_jax.SpeculativeConfig(args.draft, args.k)
+    elif args.draft:
+        draft = spec_jax.load_draft(args.draft, target, args.dtype, mesh=args.mesh)
+        config = spec_jax.SpeculativeConfig(draft.method, args.k)
+    decoder = spec_jax.SpeculativeDecoder(
+        target, draft, config, drafter=args.drafter, rule=args.rule,
+        target_sampler=spec_jax.SamplerConfig(
+            temperature=args.temperature, top_p=args.top_p, seed=args.seed
+        ),
+    )  # fmt: skip
+    said = {"messages": [{"role": "user", "content": prompt}]} if args.chat else {"prompts": prompt}
+    begin_s = time.monotonic()
+    with decoder.stream(max_new_tokens=args.max_new_tokens, **said) as stream:
+        for piece in stream:
+            print(piece, end="", flush=True)
+    print(flush=True)
+    stats, row = decoder.stats, stream.result
+    drafts = ""
+    if stats.drafted:
+        drafts = f"; {stats.tau:.2f} tokens a target pass, {stats.acceptance_rate:.0%} of drafts " \
+            f"accepted by {decoder.config.rejection_sampling_strategy}"  # fmt: skip
+    print(
+        f"{stats.emitted} tokens in {time.monotonic() - begin_s:.1f} s, {stats.compile_s:.1f} s of "
+        f"it compilation, ended by {row.finish_reason}{drafts}",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def certify(args: argparse.Namespace) -> int:
+    """Prints a certificate; returns 1 if there is none."""
+    testing = importlib.import_module("spec_jax.testing.certification")
+    try:
+        print(testing.certify(args.rule, args.drafter, trials=args.trials, seed=args.seed))
+    except testing.CertificateError as error:
+        print(getattr(error, "certificate", None) or error)
+        return 1
+    return 0
+
+
+def inspect(args: argparse.Namespace) -> int:
+    """Prints what a checkpoint is."""
+    print(importlib.import_module("spec_jax.inspection").inspect(args.directory))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit status.
+
+    Args:
+      argv: the arguments; by default those of the process.
+
+    Returns:
+      0, or 1 for a failed certificate, 2 for bad input, and 130 if interrupted.
+    """
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if not hasattr(args, "run"):
+        parser.print_help()
+        return 0
+    logging.getLogger("jax").setLevel(logging.ERROR)  # it names every back end that is missing
+    try:
+        return args.run(args)
+    except SpecJaxError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

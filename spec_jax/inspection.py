@@ -1,0 +1,187 @@
+"""What a checkpoint is, told from its small files and the headers of its weights."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from spec_jax.drafters import registry
+from spec_jax.errors import SpecJaxError, WeightsError
+from spec_jax.loading import find_directory
+from spec_jax.models.families import AnyConfig, read_config
+from spec_jax.models.files import foreign_files, read_json
+from spec_jax.models.params import declared, num_params
+from spec_jax.models.tensors import open_tensors
+from spec_jax.models.tokenizer import Tokenizer
+
+_SHAPE = {  # keys of a config.json that say what a model is, and what they are called here
+    "num_hidden_layers": "layers", "hidden_size": "width", "num_attention_heads": "query heads",
+    "num_heads": "heads", "num_key_value_heads": "key-value heads",
+    "num_nextn_predict_layers": "MTP modules", "draft_vocab_size": "draft vocabulary",
+    "target_hidden_size": "target's width", "max_position_embeddings": "maximum length",
+}  # fmt: skip
+_PICKLES = "pytorch_model*.bin"
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+    """What a directory holds; ``str`` of it is a table.
+
+    Attributes:
+      name: as it was asked for.
+      directory: where it lies.
+      kind: "model", a head's ``speculative_method``, "weights", "tokenizer" or "nothing".
+      num_params: counted from the headers of the weights; None: there are none to count.
+      dtypes: tensors by dtype.
+      num_bytes: of all files.
+      facts: what is known besides, by name.
+      notes: sentences on what a user should know.
+    """
+
+    name: str
+    directory: pathlib.Path
+    kind: str
+    num_params: int | None
+    dtypes: Mapping[str, int]
+    num_bytes: int
+    facts: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        known: dict[str, Any] = {"kind": self.kind, **self.facts}
+        if self.num_params is not None:
+            known["parameters"] = f"{self.num_params:,}"
+            known["dtype"] = ", ".join(f"{n} of {dtype}" for dtype, n in self.dtypes.items())
+        known["bytes"] = f"{self.num_bytes:,} in {self.directory}"
+        width = max(map(len, known))
+        lines = [f"{name:{width}}  {value}" for name, value in known.items()]
+        return "\n".join([self.name, *lines, *(f"note: {note}" for note in self.notes)])
+
+
+def inspect(name_or_path: str | pathlib.Path) -> Inspection:
+    """Tells what a directory holds without reading its weights.
+
+    Args:
+      name_or_path: a zoo name, a directory, or an id of the Hugging Face hub, see ``load_model``.
+
+    Raises:
+      WeightsError: there is no such directory, or a file in it is damaged.
+    """
+    directory = find_directory(name_or_path)
+    files = [path for path in directory.iterdir() if path.is_file()]
+    shapes, notes = _headers(directory)
+    hf = read_json(directory / "config.json") if (directory / "config.json").exists() else {}
+    config, kind = None, "weights" if shapes else "nothing"
+    if hf and shapes:
+        kind, config = _kind(directory, notes)
+    elif hf:
+        notes.append(f"config.json says model_type {hf.get('model_type')!r}; no weights to read")
+    facts = _shape(hf, config)
+    tokenizer = _tokenizer(directory, notes)
+    if tokenizer is not None:
+        kind = "tokenizer" if kind == "nothing" else kind
+        facts |= _tokens(tokenizer, config)
+    if config is not None:
+        facts["tied embeddings"] = "yes" if config.tie_word_embeddings else "no"
+        notes += _compare(config, shapes)
+    is_float = lambda dtype: dtype != "bool" and not dtype.startswith(("int", "uint"))
+    kept = {name: (shape, dtype) for name, (shape, dtype) in shapes.items() if is_float(dtype)}
+    counted = sum(math.prod(shape) for shape, _ in kept.values())
+    return Inspection(
+        str(name_or_path), directory, kind, counted if shapes else None,
+        dict(collections.Counter(dtype for _, dtype in shapes.values())),
+        sum(path.stat().st_size for path in files), facts, tuple(notes),
+    )
+
+
+def _headers(directory: pathlib.Path) -> tuple[dict[str, tuple[tuple[int, ...], str]], list[str]]:
+    """Returns shape and dtype of every safetensors tensor by name, and notes."""
+    is_whole = any((directory / name).exists() for name in
+                   ("model.safetensors", "model.safetensors.index.json"))  # fmt: skip
+    if not is_whole:
+        pickles = sorted(path.name for path in directory.glob(_PICKLES))
+        if pickles:
+            return {}, [f"the weights are files of torch ({', '.join(pickles[:3])}), which are "
+                        "loaded where torch is, and not counted here"]  # fmt: skip
+        why = foreign_files(directory).removeprefix(": ")
+        return {}, [why or "there are no weights"]
+    found = {}
+    with contextlib.ExitStack() as stack:
+        reader = open_tensors(directory, stack)
+        for name in sorted(reader.left):
+            try:
+                tensor = reader.tensor(name)
+                found[name] = tensor.shape, np.dtype(tensor.dtype).name
+            except WeightsError as error:  # a dtype that is not known
+                return found, [str(error)]
+    return found, []
+
+
+def _kind(directory: pathlib.Path, notes: list[str]) -> tuple[str, AnyConfig | None]:
+    """Returns what loads it, and the config of a model."""
+    try:
+        kind = registry.detect(directory)
+    except SpecJaxError as error:
+        notes.append(str(error))
+        return "weights", None
+    if kind.draft == "head":
+        notes.append("load_draft(…, target) reads it, for a target of its width and vocabulary")
+        return kind.name, None
+    try:
+        return "model", read_config(directory)
+    except SpecJaxError as error:  # a family or a layout that is not supported
+        notes.append(f"load_model refuses it: {error}")
+        return "model", None
+
+
+def _shape(hf: Mapping[str, Any], config: AnyConfig | None) -> dict[str, Any]:
+    inner = hf.get("transformer_layer_config") or hf.get("text_config") or {}
+    said = {**hf, **(inner if isinstance(inner, Mapping) else {})}
+    facts = {"family": said["model_type"]} if "model_type" in said else {}
+    facts |= {text: said[key] for key, text in _SHAPE.items() if said.get(key) is not None}
+    if config is not None:
+        facts["stop tokens"] = ", ".join(map(str, config.eos_token_id)) or "none"
+    if "vocab_size" in said:
+        facts["vocabulary"] = f"{said['vocab_size']:,} ids"
+    return facts
+
+
+def _tokenizer(directory: pathlib.Path, notes: list[str]) -> Tokenizer | None:
+    if not (directory / "tokenizer.json").exists():
+        return None
+    try:
+        return Tokenizer.from_directory(directory)
+    except SpecJaxError as error:
+        notes.append(str(error))
+        return None
+
+
+def _tokens(tokenizer: Tokenizer, config: AnyConfig | None) -> dict[str, str]:
+    ids, templates = tokenizer.num_ids, ", ".join(tokenizer.chat_templates)
+    size = ids if config is None else config.vocab_size
+    padding = f", {size - ids:,} of them padding" if size > ids else ""
+    return {"vocabulary": f"{size:,} ids{padding}", "tokenizer": f"yes, {ids:,} ids",
+            "chat template": f"yes ({templates})" if templates else "no"}  # fmt: skip
+
+
+def _compare(config: AnyConfig, shapes: Mapping[str, Any]) -> list[str]:
+    """Returns notes on tensors that the config does not ask for, or that are missing."""
+    asked = {spec.hf_name.format(i=layer) for _, spec, layer in declared(config)}
+    if config.tie_word_embeddings:
+        asked.discard("lm_head.weight")
+    missing, others = sorted(asked - set(shapes)), sorted(set(shapes) - asked)
+    some = lambda names: ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    notes = []
+    if missing:
+        notes.append(f"tensors are missing, {len(missing)}: {some(missing)}")
+    if others:
+        notes.append(f"tensors beside the {num_params(config):,} parameters that config.json asks "
+                     f"for, {len(others)}: {some(others)}")  # fmt: skip
+    return notes

@@ -1,0 +1,128 @@
+"""``python -m spec_jax``: what its commands print, and how they answer bad input."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from support.pairs import tiny_pair
+
+import spec_jax
+from spec_jax.__main__ import main, make_parser
+from spec_jax.inspection import inspect
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return tiny_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(autouse=True)
+def keep_the_tests_cache(monkeypatch):
+    monkeypatch.setattr(spec_jax, "enable_compilation_cache", lambda: None)
+
+
+def test_generate_streams_what_the_library_generates(pair, capsys):
+    options = ["--draft", str(pair / "draft"), "--k", "3", "--max-new-tokens", "12"]
+    assert main(["generate", str(pair / "target"), "def f(x):", *options]) == 0
+    out, err = capsys.readouterr()
+    target, draft = spec_jax.load_model(pair / "target"), spec_jax.load_model(pair / "draft")
+    config = spec_jax.SpeculativeConfig(num_speculative_tokens=3)
+    row = spec_jax.SpeculativeDecoder(target, draft, config).generate("def f(x):", 12)
+    assert out == row.text + "\n"
+    (line,) = err.splitlines()
+    assert line.startswith("12 tokens in ") and "ended by length; " in line
+    assert "tokens a target pass" in line and "accepted by greedy" in line
+
+
+def test_no_command_prints_help_and_every_option_has_its_default(capsys):
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in ("generate", "certify", "inspect"))
+    (commands,) = (a for a in make_parser()._actions if a.dest == "COMMAND" or a.choices)
+    for command in commands.choices.values():
+        for action in command._actions:
+            is_stated = "default" in (action.help or "") or action.default in (None, False)
+            assert action.help and is_stated or action.dest == "help", action
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        (["generate", "no/such/model", "x"], "error: no/such/model is neither a directory nor"),
+        (["certify", "--rule", "residul"], "error: rule is 'residul'; expected module:NAME, or"),
+        (["certify", "--drafter", "no_such:make"], "there is no module 'no_such'"),
+        (["inspect", "no/such/model"], "error: no/such/model is neither a directory nor"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(line, said, capsys):
+    assert main(line) == 2
+    out, err = capsys.readouterr()
+    assert said in err and len(err.splitlines()) == 1 and out == ""
+
+
+@pytest.mark.exhaustive
+def test_the_command_runs_in_a_process_of_its_own():
+    run = lambda *args: subprocess.run(
+        [sys.executable, "-m", "spec_jax", *args], capture_output=True, text=True, timeout=120
+    )
+    done = run("inspect", "zoo/eagle3")
+    assert done.returncode == 0 and "eagle" in done.stdout and done.stderr == ""
+    assert run("generate").returncode == 2 and run().returncode == 0
+
+
+def test_a_model_is_counted_from_its_headers(pair):
+    found, model = inspect(pair / "target"), spec_jax.load_model(pair / "target")
+    assert found.kind == "model" and found.num_params == model.num_params
+    assert found.facts["layers"] == 2 and found.facts["width"] == 16
+    assert found.facts["vocabulary"] == "300 ids" and found.facts["chat template"] == "no"
+    tied = "yes" if model.config.tie_word_embeddings else "no"
+    assert found.facts["tied embeddings"] == tied and set(found.dtypes) == {"float32"}
+    assert found.num_bytes == sum(p.stat().st_size for p in (pair / "target").iterdir())
+    assert found.notes == () and f"parameters       {model.num_params:,}" in str(found)
+
+
+@pytest.mark.parametrize("name, kind", [("eagle1", "eagle"), ("eagle3", "eagle"), ("mtp", "mtp")])
+def test_heads_of_the_zoo_are_told_apart(name, kind):
+    found = inspect(f"zoo/{name}")
+    assert found.kind == kind and "load_draft" in found.notes[0]
+    assert found.num_params > 100_000 and "bfloat16" in found.dtypes
+
+
+def test_what_is_no_model_says_what_it_is(pair, tmp_path):
+    only_tokens = tmp_path / "tokens"
+    only_tokens.mkdir()
+    shutil.copy(pair / "target" / "tokenizer.json", only_tokens)
+    found = inspect(only_tokens)
+    assert found.kind == "tokenizer" and found.num_params is None
+    assert found.notes == ("there are no weights",)
+
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "model-q4.gguf").write_bytes(b"GGUF")
+    assert "it holds GGUF, which is not read" in inspect(tmp_path / "gguf").notes[0]
+
+    torch = shutil.copytree(pair / "target", tmp_path / "torch")
+    (torch / "model.safetensors").rename(torch / "pytorch_model.bin")
+    notes = " ".join(inspect(torch).notes)
+    assert "files of torch (pytorch_model.bin)" in notes
+
+    other = shutil.copytree(pair / "target", tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "model_type": "rwkv"}))
+    found = inspect(other)
+    assert found.num_params and any("'rwkv' is not supported" in note for note in found.notes)
+
+
+def test_padding_and_tensors_that_do_not_fit_are_noted(pair, tmp_path):
+    folder = shutil.copytree(pair / "target", tmp_path / "padded")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 364}))
+    assert inspect(folder).facts["vocabulary"] == "364 ids, 64 of them padding"
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file({**weights, "extra.weight": np.ones(3, "f4")}, folder / "model.safetensors")
+    missing, others = inspect(folder).notes
+    assert missing == "tensors are missing, 1: model.norm.weight" and "extra.weight" in others
