@@ -13,7 +13,7 @@ from support.runs import check_run_files
 from support.tiny_models import LLAMA, random_weights
 
 from experiments import overlap as experiment
-from spec_jax import decoding, rng, testing
+from spec_jax import compilation, decoding, rng, testing
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.decoding import Finish, Kind
 from spec_jax.drafters.standalone.model import standalone
@@ -226,6 +226,9 @@ def test_the_decoder_overlaps_models_with_caches_and_gives_plain_decodings_token
     )
     plain = SpeculativeDecoder(target, target_sampler=samplers)
     assert overlapped.is_overlapped and not plain.is_overlapped
+    loop, clocks = overlapped._parts.loop, []
+    whole = loop._timed
+    loop._timed = lambda *a, **k: (clocks.append(len(compilation._timed.get())), whole(*a, **k))[1]
     for prompts in (PROMPTS, PROMPTS[::-1]):  # the second call finds past outputs and weights
         given = overlapped.generate(prompts, 24)
         expected = plain.generate(prompts, 24)
@@ -234,6 +237,8 @@ def test_the_decoder_overlaps_models_with_caches_and_gives_plain_decodings_token
     assert counts.emitted == counts.first + counts.accepted + counts.corrected + counts.bonus
     assert counts.accepted > 0
     assert {span.what for span in timeline} == {"prefill", "draft", "verify", "accept"}
+    assert set(clocks) == {1}  # what the draft's thread compiles counts as the call's, too
+    assert counts.compile_s > 0
 
 
 @pytest.mark.exhaustive
