@@ -63,7 +63,7 @@ def get_config() -> ConfigDict:
     })  # fmt: skip
     config.draft_temperature = placeholder(float)  # above temperature 0; by default the target's
     config.seed = 0  # chooses the prompts, and seeds sampling
-    config.repeats = 1  # timed runs of each batch; the median counts; of a single batch, each
+    config.repeats = 2  # turns of each batch; their median counts; of a single batch, each
     config.has_stream = True  # show one prompt live first
     config.has_expected = True  # also report the expected acceptance, where it costs nothing
     return config

@@ -4,10 +4,10 @@
     python -m experiments.decode --config.target=PATH --config.draft=PATH --config.ks=2,4,8
     python -m experiments.decode --config.head=PATH --config.trees=3x2x1,59:6:10
 
-Shows one prompt live, then times every method, K and temperature in turns with plain decoding. A
-run leaves a folder (--workdir) with config.json, environment.json, report.json (updated after each
-row), report.md, speedup.png and acceptance.png. Compiled programs are stored in spec_jax/ under
-$XDG_CACHE_HOME or ~/.cache, so that a second run starts fast.
+Shows one prompt live, then every method and K takes turns with plain decoding, prompt by prompt. A
+run leaves a folder (--workdir) with config.json, environment.json, report.json (saved meanwhile,
+too), report.md, and the plots speedup and acceptance as PNG and PDF. Compiled programs are stored
+in spec_jax/ under $XDG_CACHE_HOME or ~/.cache, so that a second run starts fast.
 """
 
 from __future__ import annotations

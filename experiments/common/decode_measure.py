@@ -7,7 +7,8 @@ import functools
 import math
 import operator
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -21,6 +22,8 @@ from spec_jax.data.tokens import looping_share
 from spec_jax.engine.decoder import Generation
 from spec_jax.engine.stats import Stats
 from spec_jax.progress import Progress
+
+_SAVED_EVERY_S = 10.0  # how often a report without all turns is saved
 
 
 def run_all(tasks: Mapping[str, Callable[[], object]], what: str) -> None:
@@ -69,57 +72,100 @@ def compile_all(bench: Bench, cells: Sequence[Cell]) -> dict[tuple[str, int], Ti
     return timers
 
 
-def measure_cell(bench: Bench, cell: Cell, repeats: int) -> dict:
-    """Measures one entry of a report's ``results``, without its predicted speed-up.
+class Tally:
+    """What one cell has done so far.
 
-    In each batch, this cell and plain decoding take turns, so that drift of the machine cancels in
-    their ratio. A batch is a pair, whose times are the medians of its repeats; of a single batch
-    each repeat is a pair.
+    Attributes:
+      runs: The first run of each batch.
+      times_s: The decoding times of each batch, one a turn.
     """
-    plain_cell = Cell("plain", 0, cell.temperature)
-    runs, plain_runs, own_s, plain_s = [], [], [], []
-    for index in bench.batches:
-        turns, plain_turns = [], []
 
-        def timer(which: Cell, kept: list[Run]) -> float:
-            kept.append(bench.run(which, index))
-            return kept[-1].decode_s
+    def __init__(self, bench: Bench, cell: Cell):
+        self.bench, self.cell = bench, cell
+        self.runs: dict[int, Run] = {}
+        self.times_s: dict[int, list[float]] = {}
+        self._differences: dict[int, near_ties.Difference] = {}
 
-        times = interleave({
-            "plain": functools.partial(timer, plain_cell, plain_turns),
-            "own": functools.partial(timer, cell, turns),
-        }, repeats, is_backwards=bool(index % 2))  # fmt: skip
-        own_s.append(times["own"])
-        plain_s.append(times["plain"])
-        runs.append(turns[0])
-        plain_runs.append(plain_turns[0])
-    pairs = (lambda x: x[0]) if len(runs) == 1 else (lambda x: np.median(x, axis=1))
-    own_s, plain_s = pairs(own_s), pairs(plain_s)
-    own_tokens, plain_tokens = (np.asarray([run.tokens for run in r]) for r in (runs, plain_runs))
-    each = lambda tokens: np.broadcast_to(tokens, own_s.shape)
-    speedup = paired_speedup(own_s, plain_s, each(own_tokens), each(plain_tokens))
-    rows, share = [row for run in runs for row in run.rows], len(runs) / len(own_s)
-    stats = functools.reduce(
-        operator.add, (row.stats for row in rows),
-        Stats(prefill_s=sum(run.prefill_s for run in runs), decode_s=float(own_s.sum()) * share),
-    )  # fmt: skip
-    is_plain, rule = cell.method == "plain", bench.decoder(cell).system().rule
-    paired_s = float(plain_s.sum()) * share
-    return {
-        **cell._asdict(),
-        "rule": rule.name,
-        "is_lossless": rule.is_lossless,
-        "speedup": 1.0 if is_plain else speedup.value,
-        "speedup_interval": None if is_plain else [speedup.low, speedup.high],
-        "num_pairs": len(own_s),
-        "plain_tokens_per_s": float(plain_tokens.sum()) / paired_s if paired_s else float("nan"),
-        # Plain decoding timed against itself: the effect of noise on a speed-up.
-        "repeatability": speedup.value if is_plain else None,
-        **_compare(bench, cell, rows, [row for run in plain_runs for row in run.rows]),
-        **_of_rows(rows),
-        **stats.to_dict(),
-        "compile_s": bench.compile_s[cell],
-    }
+    def run(self, index: int) -> float:
+        """Decodes batch ``index`` once; returns the time."""
+        run = self.bench.run(self.cell, index)
+        self.runs.setdefault(index, run)
+        self.times_s.setdefault(index, []).append(run.decode_s)
+        return run.decode_s
+
+    @property
+    def rows(self) -> list[Generation]:
+        """The output of every prompt."""
+        return [row for run in self.runs.values() for row in run.rows]
+
+    @property
+    def pairs(self) -> tuple[np.ndarray, np.ndarray]:
+        """Times and tokens f64[N] of what an interval resamples.
+
+        A batch's time is the median of its turns; of a single batch every turn counts.
+        """
+        times, tokens = [*self.times_s.values()], [run.tokens for run in self.runs.values()]
+        if len(times) == 1:
+            return np.asarray(times[0]), np.full(len(times[0]), tokens[0])
+        return np.asarray([np.median(x) for x in times]), np.asarray(tokens)
+
+    def difference(self, row: int, plain: Tally) -> near_ties.Difference:
+        """Returns where a row parts from plain decoding's; computed once."""
+        if row not in self._differences:
+            self._differences[row] = near_ties.examine(
+                self.bench.target, row, self.bench.prompts[row], plain.rows[row].tokens,
+                self.rows[row].tokens,
+            )  # fmt: skip
+        return self._differences[row]
+
+    def result(self, plain: Tally) -> dict:
+        """Returns the entry of a report's ``results``, without its predicted speed-up.
+
+        Args:
+          plain: Plain decoding, which took turns with this cell.
+        """
+        (own_s, own_tokens), (plain_s, plain_tokens) = self.pairs, plain.pairs
+        speedup = paired_speedup(own_s, plain_s, own_tokens, plain_tokens)
+        share = len(self.runs) / len(own_s)  # of the turns of a single batch
+        prefill_s = sum(run.prefill_s for run in self.runs.values())
+        stats = functools.reduce(
+            operator.add, (row.stats for row in self.rows),
+            Stats(prefill_s=prefill_s, decode_s=float(own_s.sum()) * share),
+        )  # fmt: skip
+        is_plain, rule = self is plain, self.bench.decoder(self.cell).system().rule
+        return {
+            **self.cell._asdict(),
+            "rule": rule.name,
+            "is_lossless": rule.is_lossless,
+            "speedup": 1.0 if is_plain else speedup.value,
+            "speedup_interval": None if is_plain else [speedup.low, speedup.high],
+            "num_pairs": len(own_s),
+            "plain_tokens_per_s": float(plain_tokens.sum() / max(plain_s.sum(), 1e-9)),
+            **_compare(self, plain),
+            **_of_rows(self.rows),
+            **stats.to_dict(),
+            "compile_s": self.bench.compile_s[self.cell],
+        }
+
+
+def take_turns(bench: Bench, cells: Sequence[Cell], repeats: int) -> Iterator[list[Tally]]:
+    """Measures cells of one temperature; yields what they have done after each turn.
+
+    In a turn plain decoding and every cell decode one batch, so that drift of the machine cancels
+    in their ratios, and every other turn runs backwards. The repeats of a batch are as far apart
+    as there are batches.
+
+    Args:
+      bench: What decodes.
+      cells: Plain decoding, then the others.
+      repeats: The number of turns of each batch.
+    """
+    tallies = [Tally(bench, cell) for cell in cells]
+    for turn in range(repeats * len(bench.batches)):
+        repeat, index = divmod(turn, len(bench.batches))
+        timers = {tally.cell: functools.partial(tally.run, index) for tally in tallies}
+        interleave(timers, 1, is_backwards=bool((repeat + index) % 2))
+        yield tallies
 
 
 def is_told_apart(result: Mapping) -> bool:
@@ -128,21 +174,20 @@ def is_told_apart(result: Mapping) -> bool:
     return low > 1 or high < 1
 
 
-def _compare(
-    bench: Bench, cell: Cell, rows: Sequence[Generation], plain_rows: Sequence[Generation]
-) -> dict:
+def _compare(ours: Tally, plain: Tally) -> dict:
     """Compares the tokens with plain decoding's; None if the rule samples other tokens."""
+    bench, cell, rows = ours.bench, ours.cell, ours.rows
     rule, is_cold = bench.decoder(cell).system().rule, cell.temperature < GREEDY_BELOW
     if not (is_cold and rule.is_lossless or rule.name == "match"):
         found = {"identical_to_plain": None, "identical_rows": None}
         return {**found, "rows": len(rows), "differences": []}
-    same = [a.tokens == b.tokens for a, b in zip(rows, plain_rows)]
+    same = [a.tokens == b.tokens for a, b in zip(rows, plain.rows)]
     usual = SamplerConfig()
     penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
     has_raw_logits = all(getattr(bench.sampler, x) == getattr(usual, x) for x in penalties)
     differences = [
-        near_ties.examine(bench.target, i, bench.prompts[i], plain_rows[i].tokens, rows[i].tokens)
-        for i in range(len(rows)) if is_cold and has_raw_logits and not same[i]
+        ours.difference(i, plain) for i in range(len(rows))
+        if is_cold and has_raw_logits and not same[i]
     ]  # fmt: skip
     return {
         "identical_to_plain": all(same), "identical_rows": sum(same), "rows": len(rows),
@@ -164,18 +209,25 @@ def _of_rows(rows: Sequence[Generation]) -> dict:
 def measure(
     rep: dict, bench: Bench, cells: Sequence[Cell], repeats: int, folder: pathlib.Path
 ) -> costs.Costs:
-    """Fills ``rep["results"]``, saves the report after each row, and returns the passes' costs."""
+    """Fills ``rep["results"]``, saves the report meanwhile, and returns the passes' costs."""
     timers = compile_all(bench, cells)
-    with Progress(len(cells) + 1, "measuring") as bar:
+    by_temperature: dict[float, list[Cell]] = {}
+    for cell in cells:
+        by_temperature.setdefault(cell.temperature, []).append(cell)
+    turns = repeats * len(bench.batches)
+    with Progress(turns * len(by_temperature) + 1, "measuring") as bar:
         bar.now("passes")
         found = costs.Costs.measure(timers, slots=cost_slots(bench, cells), batch=bench.batch)
         rep["costs"] = found._asdict()
         bar.step("passes")
-        for cell in cells:
-            bar.now(cell.label)
-            row = measure_cell(bench, cell, repeats)
-            row["predicted_speedup"] = costs.predict(found, row)
-            rep["results"].append(row)
-            report.write_json(folder / "report.json", rep)
-            bar.step(f"{cell.label}: {row['speedup']:.2f}x")
+        saved_s = time.monotonic()
+        for temperature, group in by_temperature.items():
+            before = rep["results"]
+            for turn, tallies in enumerate(take_turns(bench, group, repeats), 1):
+                if turn == turns or time.monotonic() - saved_s > _SAVED_EVERY_S:
+                    rows = [tally.result(tallies[0]) for tally in tallies]
+                    rows = [r | {"predicted_speedup": costs.predict(found, r)} for r in rows]
+                    rep["results"], saved_s = [*before, *rows], time.monotonic()
+                    report.write_json(folder / "report.json", rep)
+                bar.step(f"T={temperature:g}, turn {turn} of {turns}")
     return found

@@ -216,9 +216,6 @@ def notes(report: dict) -> list[str]:
             f"in {report['config']['dtype']} rounding depends on how many tokens a pass feeds, so "
             "where two logits nearly tie, speculative and plain decoding may take different ones"
         )
-    noise = [abs(1 - r["repeatability"]) for r in results if r.get("repeatability")]
-    if noise:
-        lines.append(f"plain decoding timed against itself differs by {max(noise):.0%}")
     share = max((r["looping_share"] for r in results if r["method"] == "plain"), default=0)
     if share > 0.01:
         lines.append(

@@ -17,7 +17,7 @@ from support.pairs import tiny_pair
 from support.runs import check_run_files
 
 from configs import decode_default, decode_specbench
-from experiments.common import costs, near_ties, report
+from experiments.common import costs, decode_measure, near_ties, report
 from experiments.common.decode_setup import resolve
 from experiments.common.prompts import Prompt, PromptEncoder, fit, load_prompts
 from experiments.decode import decode
@@ -120,18 +120,22 @@ def test_heads_modules_and_trees_have_rows_of_their_own(pair, tmp_path, capsys):
     assert "eagle 2x1" in out and "random mtp-recycled" in out
 
 
-def test_the_report_is_saved_after_every_row(pair, tmp_path, monkeypatch):
+def test_the_report_is_saved_meanwhile(pair, tmp_path, monkeypatch):
+    """After every turn that is due, with every row so far: two prompts, twice each."""
     whole, saved = report.write_json, []
 
     def write(path, value):
         whole(path, value)
         if path.name == "report.json":
-            saved.append(len(json.loads(path.read_text())["results"]))
+            results = json.loads(path.read_text())["results"]
+            saved.append([(row["method"], row["rows"], row["num_pairs"]) for row in results])
 
     monkeypatch.setattr(report, "write_json", write)
+    monkeypatch.setattr(decode_measure, "_SAVED_EVERY_S", -1.0)
     config = small(pair, draft="none", temperatures=(0,))
     result = decode(config, tmp_path)
-    assert saved == [1, 2, 2]
+    named = lambda *counts: [(method, *counts) for method in ("plain", "ngram")]
+    assert saved == [named(1, 1), named(2, 2), named(2, 2), named(2, 2), named(2, 2)]
     assert "standalone is left out" in result["notes"][0]
 
 
@@ -250,7 +254,7 @@ def test_the_command_takes_typed_overrides(pair, tmp_path):
         ("plain", 0), ("ngram", 1), ("ngram", 2),
     ]  # fmt: skip
     assert result["config"]["sampler"]["top_k"] == 5 and result["prompts"]["lengths"] == [16, 16]
-    assert "Traceback" not in done.stderr and "measuring 4/4" in done.stderr
+    assert "Traceback" not in done.stderr and "measuring 3/3" in done.stderr
 
 
 def test_long_prompts_lose_their_beginning_but_not_bos(pair):
