@@ -1,5 +1,6 @@
 """Speculative decoding as pure functions over arrays."""
 
+from spec_jax.decoding.calls import call_accept
 from spec_jax.decoding.loop import generate, insert, prefill, read_chunk, read_row, read_rows
 from spec_jax.decoding.round import (
     accept,
@@ -23,11 +24,11 @@ from spec_jax.decoding.state import (
     append,
     apply_limits,
 )
-from spec_jax.decoding.validate import validate_proposal
+from spec_jax.decoding.validate import validate_proposal, validate_verdict
 
 __all__ = [
     "Chunk", "DecodeState", "Finish", "Kind", "Record", "System", "accept", "append",
-    "apply_limits", "commit", "decode_round", "draft", "emit", "generate", "insert", "prefill",
-    "propose", "read_chunk", "read_row", "read_rows", "round_noise", "score", "target_pass",
-    "validate_proposal", "verify",
+    "apply_limits", "call_accept", "commit", "decode_round", "draft", "emit", "generate", "insert",
+    "prefill", "propose", "read_chunk", "read_row", "read_rows", "round_noise", "score",
+    "target_pass", "validate_proposal", "validate_verdict", "verify",
 ]  # fmt: skip

@@ -180,4 +180,5 @@ def _gather(forced: Forced, index: np.ndarray):
 @functools.partial(jax.jit, static_argnames="rule")
 def _accept(rule: Rule, logits, contexts, proposal, noise):
     _, _, sampler, _, counts = contexts
-    return rule.accept(decoding.score(logits, sampler, counts, proposal, rule), proposal, noise)
+    scores = decoding.score(logits, sampler, counts, proposal, rule)
+    return decoding.call_accept(rule, scores, proposal, noise)
