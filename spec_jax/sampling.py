@@ -16,6 +16,7 @@ from spec_jax.config import GREEDY_BELOW, SamplerConfig
 from spec_jax.errors import ConfigError
 from spec_jax.sharding import by_row
 
+_FEW = 4  # entries that a TPU finds sooner one by one than by sorting
 _NARROW = 128  # logits that top-k and top-p try first; all are sorted only if these do not suffice
 
 Samplers = SamplerConfig | Sequence[SamplerConfig]
@@ -344,6 +345,33 @@ def argmax(x: jax.Array) -> jax.Array:
     V = x.shape[-1]
     is_best = (x == x.max(axis=-1, keepdims=True)) | (x != x)
     return jnp.where(is_best, jnp.arange(V, dtype=jnp.int32), V - 1).min(axis=-1)
+
+
+def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """Returns ``jax.lax.top_k``, for which a TPU sorts whole rows. A few it finds one by one here.
+
+    Args:
+      x: f32[...,V].
+      k: at most V.
+
+    Returns:
+      f32[...,k] and i32[...,k].
+    """
+    sort = lambda x: tuple(jax.lax.top_k(x, k))
+    search = functools.partial(_one_by_one, k=k)
+    return jax.lax.platform_dependent(x, tpu=search if k <= _FEW else sort, default=sort)
+
+
+def _one_by_one(x, *, k):
+    index = jnp.arange(x.shape[-1], dtype=jnp.int32)
+    is_taken, found = jnp.zeros(x.shape, bool), []
+    for _ in range(k):
+        best = jnp.where(is_taken, -jnp.inf, x).max(axis=-1, keepdims=True)
+        is_best = ~is_taken & ((x == best) | (x != x))
+        at = jnp.where(is_best, index, len(index) - 1).min(axis=-1, keepdims=True)
+        is_taken |= index == at
+        found.append((best, at))
+    return tuple(jnp.concatenate(parts, axis=-1) for parts in zip(*found))
 
 
 def sample(processed: jax.Array, gumbel: jax.Array) -> jax.Array:

@@ -13,7 +13,16 @@ from scipy import stats
 
 from spec_jax.config import SamplerConfig
 from spec_jax.errors import ConfigError
-from spec_jax.sampling import Counts, argmax, init_counts, make_sampler, process, sample
+from spec_jax.sampling import (
+    Counts,
+    _one_by_one,
+    argmax,
+    init_counts,
+    make_sampler,
+    process,
+    sample,
+    top_k,
+)
 
 INF = float("inf")
 V, T = 40, 4
@@ -371,3 +380,14 @@ def test_argmax_is_the_first_of_the_largest():
     x = jnp.asarray(rows, jnp.float32)
     np.testing.assert_array_equal(argmax(x), jnp.argmax(x, axis=-1))
     assert argmax(x).dtype == jnp.int32
+
+
+def test_the_few_largest_are_those_of_sorting():
+    """On a TPU they are found one by one."""
+    x = np.random.default_rng(0).integers(0, 3, (6, V)).astype(np.float32)  # with ties
+    x[1] = x[2, 2:] = -INF
+    x[3, [5, 9]] = INF
+    for k in (1, 4):
+        expected = jax.lax.top_k(x, k)
+        for found in (top_k(x, k), _one_by_one(x, k=k)):
+            jax.tree.map(np.testing.assert_array_equal, tuple(found), tuple(expected))

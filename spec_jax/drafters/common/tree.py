@@ -13,7 +13,7 @@ from spec_jax import rng
 from spec_jax.contracts import Context, Proposal
 from spec_jax.drafters.common.chain import draw_by_row
 from spec_jax.errors import ConfigError
-from spec_jax.sampling import process
+from spec_jax.sampling import process, top_k
 from spec_jax.sharding import by_row
 from spec_jax.tree import DynamicTree, Tree
 
@@ -103,8 +103,8 @@ def _draft_static(grown: _Grown, context: Context, tree: Tree):
     level = np.zeros(1, int)
     for depth in range(1, tree.depth + 1):
         children = [tree.children(int(node)) for node in level]
-        drawn, dist = _draw_children(grown, level, depth, max(map(len, children)))
-        is_sound &= jnp.isfinite(dist.max(axis=-1)).all(axis=1)
+        drawn, dist, best = _draw_children(grown, level, depth, max(map(len, children)))
+        is_sound &= jnp.isfinite(best).all(axis=1)
         if probs is not None:
             probs = probs.at[:, np.asarray(level)].set(jax.nn.softmax(dist, axis=-1))
         at = [(w, rank, i) for w, own in enumerate(children) for rank, i in enumerate(own)]
@@ -124,23 +124,30 @@ def _draft_static(grown: _Grown, context: Context, tree: Tree):
 
 
 def _draw_children(grown: _Grown, nodes, depth: int, count: int):
-    """``count`` children of each of W nodes, i32[B,W,count], and their distributions f32[B,W,V]."""
+    """Draws ``count`` children of each of W nodes.
+
+    Returns i32[B,W,count], their distributions f32[B,W,V], and f32[B,W], finite if those are.
+    """
 
     def draw(process, context):
         dist = process()
+        if context.sampler.temperature is None:  # the argmax, then the likeliest of the others
+            x = process(is_argmax=True)
+            return top_k(x, count)[1], dist, x.max(axis=-1)
         noisy = dist + _noise(context, nodes, depth, dist.shape)
-        value, first = jax.lax.top_k(noisy, count)
+        value, first = top_k(noisy, count)
         is_drawn = value > -jnp.inf
 
         def fill():
             ranked = jnp.where(dist > -jnp.inf, -jnp.inf, process(is_argmax=True))
-            _, other = jax.lax.top_k(ranked, count)
+            _, other = top_k(ranked, count)
             after = jnp.arange(count) - is_drawn.sum(axis=-1, keepdims=True)
             return jnp.where(
                 is_drawn, first, jnp.take_along_axis(other, jnp.maximum(after, 0), axis=-1)
             )
 
-        return jax.lax.cond(is_drawn.all(), lambda: first, fill), dist
+        drawn = jax.lax.cond(is_drawn.all(), lambda: first, fill)
+        return drawn, dist, dist.max(axis=-1)
 
     return grown.draw(draw)
 
@@ -150,8 +157,6 @@ def _noise(context: Context, nodes, depth: int, shape) -> jax.Array:
     V, nodes = shape[-1], jnp.asarray(nodes)
     if context.gumbel is not None:
         return context.gumbel[:, nodes]
-    if context.sampler.temperature is None:
-        return jnp.zeros(shape, jnp.float32)
     if context.is_coupled:
         keys = rng.keys(context.request, rng.Stream.TARGET, context.length + depth)
         return jnp.broadcast_to(rng.gumbel(keys, V)[:, None], shape)
@@ -167,7 +172,7 @@ def _draft_dynamic(grown: _Grown, context: Context, tree: DynamicTree):
         """The k likeliest children of each node, and the k best of all of these."""
         logp = jax.nn.log_softmax(process(is_argmax=True), axis=-1)
         is_sound = jnp.isfinite(logp.max(axis=-1)).all(axis=1)
-        value, token = jax.lax.top_k(logp, k)  # [B,W,k]
+        value, token = top_k(logp, k)  # [B,W,k]
         value = (value + score[:, :, None]).reshape(len(value), -1)
         return token.reshape(value.shape), value, *jax.lax.top_k(value, k), is_sound
 
