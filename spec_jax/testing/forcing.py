@@ -14,7 +14,7 @@ from spec_jax import decoding
 from spec_jax.contracts import Context, Proposal
 from spec_jax.sampling import Counts, make_sampler
 from spec_jax.testing.oracles import Row
-from spec_jax.testing.record import CertificateError, where
+from spec_jax.testing.record import ProposalError, where
 
 DraftDistribution = Callable[[Row, Sequence[int], Sequence[int]], np.ndarray]
 
@@ -118,7 +118,7 @@ def force(
       The rounds, each of weight 1. Whether the drafts are the ones pushed is not checked.
 
     Raises:
-      CertificateError: a proposal is at fault.
+      ProposalError: a proposal is at fault.
     """
     V, K = system.target.vocab_size, system.num_draft
     contexts = make_contexts(rows, items, width_of(rows, num_tokens, K), V)
@@ -139,12 +139,12 @@ def width_of(rows: Sequence[Row], num_tokens: int, num_draft: int) -> int:
 
 
 def check_faults(system: decoding.System, rows: Sequence[Row], items, proposal: Proposal) -> None:
-    """Raises a CertificateError where the decoder would stop a row because of the proposal."""
+    """Raises a ProposalError where the decoder would stop a row because of the proposal."""
     at = np.flatnonzero(proposal.fault != decoding.Finish.RUNNING)
     if len(at):
         row, output = items[at[0]]
         reason = decoding.Finish(int(proposal.fault[at[0]])).name.lower()
-        raise CertificateError(
+        raise ProposalError(
             f"drafter {system.drafter.name!r} makes a proposal that stops the row ({reason}), "
             f"{where(rows[row], output, system.num_draft)}"
         )

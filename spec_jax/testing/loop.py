@@ -221,7 +221,8 @@ class Loop:
 @functools.partial(jax.jit, static_argnames="system")
 def _propose_next(system: decoding.System, params, state: decoding.DecodeState, gumbel):
     context = system.context(
-        state.tokens, state.length, state.draft_sampler, state.counts, state.sampler.seed
+        state.tokens, state.length, state.draft_sampler, state.counts, state.sampler.seed,
+        is_greedy=None,  # also where no rule would read it, the report is compared
     )
     context = context._replace(is_coupled=False, has_probs=True, gumbel=gumbel)
     return decoding.propose(params["draft"], state.draft, context, system)[0]

@@ -124,6 +124,10 @@ class CertificateError(SpecJaxError, AssertionError):
     certificate: Certificate | None = None
 
 
+class ProposalError(CertificateError):
+    """A drafter makes a proposal at which the decoder stops the row."""
+
+
 class StatementError(CertificateError):
     """A rule does not flip its coins, or does not draw its last token, as its verdict states."""
 
