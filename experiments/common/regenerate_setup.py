@@ -93,8 +93,11 @@ def prompts_of(config, decoder: SpeculativeDecoder) -> tuple[int, Pairs]:
     path, encoder = pathlib.Path(config.prompts), PromptEncoder(decoder.target)
     if config.prompts and (path.is_dir() or is_json(path)):
         held_out = HeldOut.of(read_records(path), config.held_out_share)
-        records = functools.partial(_records, path, held_out)
+        records = lambda: (r for r in read_records(path) if not _is_held_out(r, held_out))
         count = sum(map(encoder.count, records()))
+        num_held_out = sum(_is_held_out(record, held_out) for record in read_records(path))
+        if num_held_out:
+            print(f"{num_held_out} conversations are left out: {held_out.note}", flush=True)
         count = min(count, config.num_prompts or count)
         pairs = enumerate(ids for record in records() for ids in encoder.every(record))
     elif config.prompts:
@@ -106,12 +109,10 @@ def prompts_of(config, decoder: SpeculativeDecoder) -> tuple[int, Pairs]:
     return count, itertools.islice(pairs, count)
 
 
-def _records(path: pathlib.Path, held_out: HeldOut) -> Iterator[Conversation | Text]:
-    """Yields the records of a file, except the answered conversations that training holds out."""
-    for record in read_records(path):
-        is_answered = isinstance(record, Conversation) and is_document(record)
-        if not is_answered or held_out.part(record, "train") is not None:
-            yield record
+def _is_held_out(record: Conversation | Text, held_out: HeldOut) -> bool:
+    """Whether a record is an answered conversation that training holds out."""
+    is_answered = isinstance(record, Conversation) and is_document(record)
+    return is_answered and held_out.part(record, "train") is None
 
 
 def _pieces(config, decoder: SpeculativeDecoder) -> Iterator[tuple[int, list[int]]]:

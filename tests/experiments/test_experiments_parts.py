@@ -27,6 +27,14 @@ def test_prompts_come_from_files_of_each_kind(tmp_path):
     assert found("c.txt", 2) == [("line 1", "one"), ("line 3", "two")]
     (tmp_path / "d.json").write_text('[{"text": "one"},\n"two"]')
     assert found("d.json", 2) == [("d.json: object 1", "one"), ("d.json: object 2", "two")]
+    rows = [
+        {"question": "Q", "answer": "A"}, {"instruction": "Q", "input": "x", "output": "A"},
+        {"data": ["Q", "A"]}, {"conversations": [{"from": "human", "value": "Q"}]},
+    ]  # fmt: skip
+    (tmp_path / "e.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = load_prompts(str(tmp_path / "e.jsonl"), 4, 0)
+    assert [prompt.text for prompt in asked] == ["Q", "Q\n\nx", "Q", "Q"]
+    assert [len(prompt.conversation.messages) for prompt in asked] == [1] * 4  # without answers
     with pytest.raises(ConfigError, match="holds 2 prompts; num_prompts asks for 3"):
         load_prompts(str(tmp_path / "c.txt"), 3, 0)
     bad = {

@@ -210,7 +210,7 @@ def test_a_piece_depends_on_its_index_alone_and_begins_at_a_line(pair, held_out)
 
 
 @pytest.mark.exhaustive
-def test_every_answer_of_a_conversation_is_written_anew(pair, tmp_path):
+def test_every_answer_of_a_conversation_is_written_anew(pair, tmp_path, capsys):
     """By the chat template, the conversations apart that training holds out."""
     target = tmp_path / "target"
     shutil.copytree(pair / "target", target)
@@ -239,6 +239,8 @@ def test_every_answer_of_a_conversation_is_written_anew(pair, tmp_path):
     held_out = HeldOut.of(read_records(path), 0.3)
     kept = [r for r in read_records(path) if held_out.part(r, "train") or not is_document(r)]
     assert 20 < len(kept) < 40
+    said = f"{42 - len(kept)} conversations are left out: 0.3 of the records are held out"
+    assert said in capsys.readouterr().out
     expected = []
     for record in kept:
         text = ""
