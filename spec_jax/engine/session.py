@@ -65,7 +65,7 @@ class Generation(Shown):
     def _repr_html_(self) -> str:
         if self.trace is None:
             return super()._repr_html_()
-        note = f"· {self.stats.tau:.2f} tokens a round · ended by {self.finish_reason}"
+        note = f"{self.stats.tau:.2f} tokens a round · ended by {self.finish_reason}"
         return page.tokens(self.trace.shown(self.tokens), note)
 
     def plot(self, axes: Any = None) -> Any:

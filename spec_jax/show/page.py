@@ -61,7 +61,7 @@ def tokens(shown: Sequence[Token], note: str) -> str:
     rest = f"<em> and {more:,} tokens more</em>" if more > 0 else ""
     return (
         f'<div><div style="font-size:smaller;margin-bottom:.5em">{legend} '
-        f'<span style="{_START}">&nbsp;a round begins</span> {_text(note)}</div>'
+        f'<span style="{_START}">&nbsp;a round begins</span> · {_text(note)}</div>'
         f'<div style="font-family:monospace;white-space:pre-wrap;line-height:1.6">{body}{rest}'
         "</div></div>"
     )
@@ -72,10 +72,15 @@ def table(title: str, rows: Iterable[Sequence[str]]) -> str:
 
     Args:
       title: above the rows.
-      rows: of cells; the first one of each is a name.
+      rows: of cells; the first one of each is a name. A single one beside it takes the whole width.
     """
-    left = 'style="text-align:left"'
-    cells = lambda row: "".join(f"<td {left}>{_text(cell)}</td>" for cell in row[1:])
+    rows, left = list(rows), 'style="text-align:left"'
+    width = max((len(row) for row in rows), default=2) - 1
+
+    def cells(row: Sequence[str]) -> str:
+        span = f' colspan="{width}"' if len(row) == 2 and width > 1 else ""
+        return "".join(f"<td {left}{span}>{_text(cell)}</td>" for cell in row[1:])
+
     lines = "".join(f"<tr><th {left}>{_text(row[0])}</th>{cells(row)}</tr>" for row in rows)
     return f"<table><caption {left}><b>{_text(title)}</b></caption>{lines}</table>"
 
