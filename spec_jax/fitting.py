@@ -169,8 +169,8 @@ def fit_head(
     batches = window_batches([text], [1.0], seed=seed, batch=batch, length=length)
     if optimizer is None:
         optimizer = make_optimizer(
-            "muon", steps=steps, warmup=max(1, min(20, steps // 8)), decay_share=0.6, lr=3e-3,
-            matrix_lr=0.02, weight_decay=0.0, clip=0.5,
+            "muon", steps=steps, warmup=max(1, min(20, steps // 40)), decay_share=0.6,
+            lr=3e-3, matrix_lr=0.03, weight_decay=0.0, clip=0.5,
         )  # fmt: skip
     # Copies: a step donates what it is given.
     trained, constants = objective.split(jax.tree.map(jnp.array, head.params))

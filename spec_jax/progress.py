@@ -59,10 +59,12 @@ class Progress:
         self, total: int, what: str, *, num_done: int = 0, every_s: float = 0.0,
         delay_s: float = 0.0,
     ):  # fmt: skip
-        cell = {"file": CellText(), "disable": False} if in_notebook() else {"dynamic_ncols": True}
+        look = {"disable": None, "dynamic_ncols": True}
+        if in_notebook():  # each bar is an output of its own, so all are at the top
+            look = {"disable": False, "file": CellText(), "position": 0}
         self._bar = tqdm(
             total=total, initial=num_done, desc=what, leave=False, bar_format=_BAR, delay=delay_s,
-            **{"disable": None, **cell},
+            **look,
         )  # fmt: skip
         self._total, self._what = total, what
         self._every_s, self._said_s = every_s, time.monotonic()

@@ -19,7 +19,7 @@ def cell(monkeypatch):
     handle = types.SimpleNamespace(update=lambda data, raw: shown.append(data["text/plain"]))
 
     def display(data, raw, display_id):
-        assert not shown and display_id is True
+        assert display_id is True
         handle.update(data, raw)
         return handle
 
@@ -62,6 +62,14 @@ def test_a_notebook_shows_a_long_call_in_place_and_clears_it(decoder, cell, monk
     del cell[:]
     decoder.generate([1, 2], 40, has_progress=False)
     assert cell == [] and capsys.readouterr() == ("", "")
+
+
+def test_bars_within_bars_have_outputs_of_their_own(cell):
+    with progress.Progress(2, "outer") as outer, progress.Progress(4, "inner") as inner:
+        inner.now("inside")
+        outer.now("outside")
+    assert not any("\x1b" in text or "\n" in text for text in cell)
+    assert any("inner" in text and "inside" in text for text in cell)
 
 
 def test_a_streamed_call_shows_its_text_alone(cell, monkeypatch):
