@@ -18,31 +18,36 @@ def get_config() -> ConfigDict:
     config = ConfigDict()
     config.llama110m = ConfigDict({
         "target": {  # 109,529,856 parameters, the head tied to the embedding
-            "vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048,
-            "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 12,
-            "max_position_embeddings": 1024, "tie_word_embeddings": True,
+            "vocab_size": 32000,  # ids
+            "hidden_size": 768,  # width
+            "intermediate_size": 2048,  # width within the feed-forward layers
+            "num_hidden_layers": 12,  # layers
+            "num_attention_heads": 12,  # query heads
+            "num_key_value_heads": 12,  # key-value heads
+            "max_position_embeddings": 1024,  # maximum tokens of a text
+            "tie_word_embeddings": True,  # whether embedding and output share their weights
         },
         "draft": {  # 9,774,336 parameters
             "vocab_size": 32000, "hidden_size": 256, "intermediate_size": 688,
             "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
             "max_position_embeddings": 1024, "tie_word_embeddings": True,
         },
-        "slots": 1024,
-        "prompt_tokens": 64,
-        "new_tokens": 96,
+        "slots": 1024,  # of the cache
+        "prompt_tokens": 64,  # of every prompt
+        "new_tokens": 96,  # of every output
         "plain_tokens": 24,  # decoded by each plain loop that is tried
-        "k": 4,
-        "conditional_rate": 0.8,  # of every position
-        "repeats": 5,
-        "seed": 0,
+        "k": 4,  # drafted tokens a round
+        "conditional_rate": 0.8,  # acceptance of every position
+        "repeats": 5,  # interleaved timings, whose median counts
+        "seed": 0,  # of random weights and prompts
     })  # fmt: skip
     config.heads = ConfigDict({
         "target": config.llama110m.target.to_dict(),
-        "draft_vocab_size": 8000,
+        "draft_vocab_size": 8000,  # of the head
         "k": 5,  # of the chain
         "tree_nodes": (15, 29, 44, 59),  # sizes of the dynamic tree, without the root
-        "tree_depth": 6,
-        "tree_top_k": 10,
+        "tree_depth": 6,  # levels of the dynamic tree
+        "tree_top_k": 10,  # nodes that each level expands
         "slots": 1024,
         "prompt_tokens": 64,
         "repeats": 5,
@@ -59,8 +64,8 @@ def get_config() -> ConfigDict:
         "seed": 0,
     })
     config.zoo = ConfigDict({
-        "target": "zoo/target",
-        "draft": "zoo/draft",
+        "target": "zoo/target",  # a zoo name or a directory
+        "draft": "zoo/draft",  # likewise
         # Random weights of these shapes replace a zoo model that has not been trained.
         "target_shape": _shape(train_zoo_target.get_config()),
         "draft_shape": _shape(train_zoo_draft.get_config()),
@@ -68,15 +73,21 @@ def get_config() -> ConfigDict:
         "max_prompt_tokens": 256,  # longer prompts lose their beginning
         "new_tokens": 96,
         "plain_tokens": 64,
-        "ks": (1, 2, 3, 4, 5, 6, 7, 8),
-        "batches": (1, 4),
+        "ks": (1, 2, 3, 4, 5, 6, 7, 8),  # drafted tokens a round
+        "batches": (1, 4),  # prompts decoded together
         "repeats": 5,
         "seed": 0,
     })
     config.states = ConfigDict({
         "target": {  # 69,760,608 parameters, half the depth of the published 130M
-            "vocab_size": 32000, "hidden_size": 768, "num_hidden_layers": 12, "num_heads": 24,
-            "head_dim": 64, "state_size": 128, "n_groups": 1, "tie_word_embeddings": True,
+            "vocab_size": 32000,
+            "hidden_size": 768,
+            "num_hidden_layers": 12,
+            "num_heads": 24,  # heads of the state
+            "head_dim": 64,  # width of a head
+            "state_size": 128,  # of each channel
+            "n_groups": 1,  # heads that share their inputs, in so many groups
+            "tie_word_embeddings": True,
         },
         "k": 4,
         "conditional_rate": 0.8,  # of every position
@@ -88,7 +99,7 @@ def get_config() -> ConfigDict:
     config.adaptive = ConfigDict({
         "target": config.llama110m.target.to_dict(),
         "draft": config.llama110m.draft.to_dict(),
-        "buckets": (0, 1, 2, 3, 4, 6, 8),
+        "buckets": (0, 1, 2, 3, 4, 6, 8),  # the Ks that may be chosen
         "rates": (0.0, 0.25, 0.5, 0.75, 1.0),  # of every position
         "batches": (1, 4, 16),
         "slots": 1024,
@@ -100,12 +111,12 @@ def get_config() -> ConfigDict:
     language, head = train_zoo_target.get_config(), train_zoo_eagle3.get_config()
     config.training = ConfigDict({  # as the zoo's own models are trained
         "target": _shape(language),
-        "lm_batch": language.batch,
+        "lm_batch": language.batch,  # windows of a step of the language model
         "draft_vocab_size": head.head.draft_vocab_size,
-        "num_steps": head.loss.num_steps,
-        "batch": head.batch,
-        "length": language.length,
-        "optimizer": head.optimizer.to_dict(),
+        "num_steps": head.loss.num_steps,  # K of training-time test
+        "batch": head.batch,  # windows of a step of the head
+        "length": language.length,  # tokens of a window
+        "optimizer": head.optimizer.to_dict(),  # see configs/train_head_default.py
         "repeats": 5,
         "seed": 0,
     })
@@ -114,11 +125,10 @@ def get_config() -> ConfigDict:
         "python": "",  # the interpreter with torch and transformers; "": this one
         "repeats": 3,
     })
-    # Of your own, for the part "own", with the models and prompts of "zoo": module:make, see
-    # docs/write_a_drafter.md, and module:NAME of a rule, see docs/write_a_rule.md.
-    config.drafter = ""
-    config.rule = ""
-    config.own = ConfigDict({"k": 4})
+    # For the part "own", with the models and prompts of "zoo":
+    config.drafter = ""  # a drafter of your own: module:make, see docs/write_a_drafter.md
+    config.rule = ""  # module:NAME of a rule, see docs/write_a_rule.md, or a name
+    config.own = ConfigDict({"k": 4})  # drafted tokens a round
     # The bars that the medians are compared with.
     config.bars = ConfigDict({
         "verify": 1.35,  # verify pass over plain pass, of the large shape; at most

@@ -36,30 +36,30 @@ def get_config() -> ConfigDict:
     config.prompts = ""  # a file of prompts; empty: held-out functions
     config.num_prompts = 16  # each batch of them is a pair of the speed-ups' intervals
     config.max_prompt_tokens = placeholder(int)  # longer prompts lose their beginning
-    config.max_new_tokens = 32
+    config.max_new_tokens = 32  # output tokens of each prompt
     config.batch = 1  # prompts decoded together
     config.methods = ("plain", "ngram", "standalone", "eagle", "mtp")  # skipped without a draft
     config.ks = (3,)  # drafted tokens per round
     # Trees beside the chains, separated by commas: 3x2x1, children by depth, or 59:6:10, nodes,
     # levels and children of EAGLE-2's dynamic tree.
     config.trees = ""
-    config.temperatures = (0.0, 1.0)
+    config.temperatures = (0.0, 1.0)  # of target and draft; 0: greedy
     config.standalone_rules = ("residual",)  # above temperature 0; at 0 it is "greedy"
     config.head_rules = ("residual",)  # of "eagle" and "mtp"
     config.ngram_rules = ("match",)  # of "suffix" too
-    # Of your own, beside these: module:make, see docs/write_a_drafter.md, and module:NAME of a
-    # rule, see docs/write_a_rule.md, or the name of one of the package's.
+    # A drafter of your own beside the methods: module:make, see docs/write_a_drafter.md.
     config.drafter = ""
+    # A rule beside the others: module:NAME of your own, see docs/write_a_rule.md, or a name.
     config.rule = ""
     config.ngram_max = 3  # the longest suffix that is looked up
     config.ngram_min = 1  # the shortest
     config.sampler = ConfigDict({
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
+        "top_k": 0,  # keep the k likeliest tokens; 0: all
+        "top_p": 1.0,  # keep the likeliest tokens up to this probability
+        "min_p": 0.0,  # drop tokens below this share of the likeliest one
+        "repetition_penalty": 1.0,  # divides logits of tokens in prompt and output; 1: none
+        "presence_penalty": 0.0,  # subtracted from logits of tokens in the output
+        "frequency_penalty": 0.0,  # subtracted once for each time in the output
     })  # fmt: skip
     config.draft_temperature = placeholder(float)  # above temperature 0; by default the target's
     config.seed = 0  # chooses the prompts, and seeds sampling

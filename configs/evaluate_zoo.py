@@ -22,12 +22,12 @@ def get_config() -> ConfigDict:
     config.mesh = ""  # devices to run on together, such as data:2,tensor:4; empty: one
     config.is_draft_replicated = False  # keep drafts whole on every device of the mesh
     config.prompts = ""  # a file, see experiments/common/prompts.py; empty: held-out modules
-    config.num_prompts = 64
+    config.num_prompts = 64  # texts that every draft continues; more: narrower intervals
     config.prompt_tokens = 64  # length of a piece; maximum length of a file's prompts
-    config.max_new_tokens = 96
+    config.max_new_tokens = 96  # output tokens of each prompt
     config.num_draft = 5  # K, of chains
     config.temperature = 0.0  # of target and drafts
     config.batch = 32  # prompts decoded together
     config.has_costs = True  # also time a pass of each draft, at batch 1
-    config.seed = 0
+    config.seed = 0  # chooses the prompts
     return config

@@ -21,7 +21,7 @@ from ml_collections.config_dict import placeholder
 def get_config() -> ConfigDict:
     """Returns the config; sizes are in tokens and steps, learning rates are peak rates."""
     config = ConfigDict()
-    config.seed = 0
+    config.seed = 0  # of the first weights and of the order of the data
     config.target = "zoo/target"  # or a Hugging Face directory
     config.dtype = "float32"  # of the computation; trained parameters stay float32
     config.mesh = ""  # devices to train on together, such as data:4,tensor:2; empty: one
@@ -48,35 +48,41 @@ def get_config() -> ConfigDict:
     })  # fmt: skip
     config.data = ConfigDict({
         "text": "stdlib",  # the library's source; or files and folders of texts or conversations
-        "text_share": 0.5,
+        "text_share": 0.5,  # of the windows that are text, not responses
         "tests_share": 0.25,  # of the standard library's own tests
         "held_out_share": 0.02,  # of the files' documents; the library has held-out modules
         "max_length": 0,  # longer documents of files are left out; 0: none, windows cut them
         "responses": placeholder(str),  # a JSONL file of experiments.regenerate
-        "responses_share": 0.5,
+        "responses_share": 0.5,  # of the windows that are responses
         "view_cache": placeholder(str),  # a folder that caches the target's states, for sweeps
         "view_cache_gb": 10.0,  # its maximum size
     })  # fmt: skip
-    config.steps = 150
-    config.batch = 4
+    config.steps = 150  # training steps of the whole run
+    config.batch = 4  # windows of a step
     config.length = 258  # tokens of a window, of which all but two are trained on
-    config.optimizer = ConfigDict({  # warmup counts updates of "accumulate" steps each
-        "name": "muon", "lr": 3e-3, "matrix_lr": 0.02, "warmup": 20, "decay_share": 0.6,
-        "weight_decay": 0.0, "clip": 0.5, "accumulate": 1,
+    config.optimizer = ConfigDict({
+        "name": "muon",  # muon or adamw
+        "lr": 3e-3,  # peak rate of adamw, and in muon of what is no matrix
+        "matrix_lr": 0.02,  # peak rate of muon's matrices
+        "warmup": 20,  # updates of rising rates
+        "decay_share": 0.6,  # the last part of the run, with falling rates
+        "weight_decay": 0.0,  # share that an update takes off the weights, times the rate
+        "clip": 0.5,  # maximum norm of the gradient
+        "accumulate": 1,  # steps whose gradients make one update
     })  # fmt: skip
     config.eval = ConfigDict({
         "every": 50,  # steps; 0: only at the end
-        "num_draft": 5,
+        "num_draft": 5,  # K when tau is measured
         "prompts": "",  # a file, see experiments/common/prompts.py; "": of the held-out text
         "prompt_tokens": 256,  # maximum tokens of a prompt of the held-out text
-        "num_prompts": 16,
-        "max_new_tokens": 64,
-        "batch": 16,
-        "windows": 16,
+        "num_prompts": 16,  # texts that tau is measured on
+        "max_new_tokens": 64,  # output tokens of each
+        "batch": 16,  # of them decoded together
+        "windows": 16,  # held-out windows for loss and teacher-forced acceptance
     })  # fmt: skip
-    config.log_every = 10
-    config.checkpoint_every_s = 120.0
+    config.log_every = 10  # steps between two lines of metrics.jsonl
+    config.checkpoint_every_s = 120.0  # seconds between two checkpoints
     config.export_layout = ""  # for eagle3: SpecForge (the default), EAGLE-3 or speculators
-    config.export_dtype = "bfloat16"
+    config.export_dtype = "bfloat16"  # of the stored tensors
     config.export_from = "best"  # the state with the highest tau; or "last"
     return config

@@ -21,13 +21,14 @@ from absl import app, flags, logging
 from jax.sharding import Mesh
 from ml_collections import ConfigDict, config_flags
 
-from experiments.common import distributed
+from experiments.common import config_help, distributed
 from spec_jax import compilation, meshes, processes, sharding
 from spec_jax.errors import ConfigError, SpecJaxError
 from spec_jax.loading import LoadedHead, LoadedModel
 
 flags.disclaim_key_flags()  # what is defined here counts as the main module's, for --help
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+_config_files: dict[str, str] = {}  # of the main module, for --help
 
 
 def define_flags(default: types.ModuleType, workdir: str) -> tuple[flags.FlagHolder, ...]:
@@ -40,9 +41,8 @@ def define_flags(default: types.ModuleType, workdir: str) -> tuple[flags.FlagHol
     Returns:
       The two flags.
     """
-    keys = ", ".join(_names(default.get_config()))
-    text = f"Config file; comments in it explain its values, each of which is a typed flag, " \
-        f"--config.KEY=VALUE. Keys: {keys}."  # fmt: skip
+    text = "Config file; each of its values is a typed flag, --config.KEY=VALUE."
+    _config_files["default"] = default.__file__
     distributed.define_flags()
     with _errors_in_one_line():  # the overrides of the command line are looked up here
         config = config_flags.DEFINE_config_file("config", default.__file__, text)
@@ -50,7 +50,14 @@ def define_flags(default: types.ModuleType, workdir: str) -> tuple[flags.FlagHol
 
 
 def run(main: Callable[[], int | None]) -> None:
-    """Parses the flags, calls ``main`` and exits; bad input ends in one line and exit code 2."""
+    """Parses the flags, calls ``main`` and exits; bad input ends in one line and exit code 2.
+
+    ``--help`` prints what the experiment does, its flags, and the keys of its config.
+    """
+    if {"--help", "-h", "--helpfull", "--helpshort"} & set(sys.argv[1:]):
+        with _errors_in_one_line():
+            print(config_help.text(sys.modules["__main__"], sys.argv, _config_files.get("default")))
+        sys.exit(0)
 
     def guarded(argv) -> int:
         try:

@@ -1,0 +1,162 @@
+"""The text of ``--help``: what a config file's own comments say of its keys, and their values."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import pathlib
+import re
+import textwrap
+import tokenize
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from absl import flags
+from ml_collections import ConfigDict
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+_WIDTH = 100
+_KEY = re.compile(r'^\s*(?:config\.([\w.]+)\s*=|"(\w+)":)')
+_UPDATE = re.compile(r"^\s*config\.([\w.]+)\.update\(\{")
+_IMPORTED = re.compile(r"^from configs import ([\w, ]+)$", re.MULTILINE)
+_BASE = re.compile(r"^\s*config = (\w+)\.get_config\(\)", re.MULTILINE)
+
+
+def comments(path: pathlib.Path) -> dict[str, str]:
+    """Returns what the comments of a config file say, by key; dots for keys of sections.
+
+    A comment explains the key on its line; lines of comments, the key on the line below. A file
+    that begins with the config of another one has its comments too.
+
+    Args:
+      path: The config file.
+    """
+    source = path.read_text(encoding="utf-8")
+    base = {}
+    for name in _BASE.findall(source):
+        if (path.parent / f"{name}.py").exists():
+            base |= comments(path.parent / f"{name}.py")
+    found = dict(base)
+    at = {}  # by line: the comment, and whether it stands alone
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        text = token.string.removeprefix("#").strip()
+        if token.type == tokenize.COMMENT and not text.startswith("fmt:"):
+            at[token.start[0]] = text, not token.line[: token.start[1]].strip()
+    above, sections = [], []
+    for number, line in enumerate(source.splitlines(), 1):
+        text, is_alone = at.get(number, ("", False))
+        indent = len(line) - len(line.lstrip())
+        if is_alone:
+            above.append(text)
+            continue
+        if line.strip():
+            while sections and indent <= sections[-1][0]:
+                sections.pop()
+        for name in _names(line):
+            key = ".".join([*(section for _, section in sections), name])
+            said = " ".join([*above, text]).strip()
+            both = "; ".join(filter(None, (base.get(key, "").rstrip("."), said)))
+            found[key] = both if said else found.get(key, "")
+            if line.rstrip().split("#")[0].rstrip().endswith("{"):
+                sections.append((indent, name))
+        if update := _UPDATE.match(line):
+            sections.append((indent, update[1]))
+        above = []
+    return found
+
+
+def _names(line: str) -> list[str]:
+    """The keys that a line sets: one, or several of a section on one line."""
+    first = _KEY.match(line)
+    if first is None:
+        return []
+    if first[1]:
+        return [first[1]]
+    return re.findall(r'"(\w+)":', line.split("#")[0])
+
+
+def load(path: pathlib.Path) -> ConfigDict:
+    """Returns the config of a file."""
+    spec = importlib.util.spec_from_file_location("config_of_help", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config()
+
+
+def meanings(path: pathlib.Path) -> dict[str, tuple[Any, str]]:
+    """Returns the value and the meaning of each key of a config file, in the file's order.
+
+    A key without a comment has that of the first key of the same name in another section, or in a
+    config that the file imports.
+    """
+    known, values = comments(path), {}
+
+    def add(config: Mapping[str, Any], prefix: str) -> None:
+        for name in config:
+            value = config.get(name)
+            if isinstance(value, ConfigDict):
+                add(value, f"{prefix}{name}.")
+            else:
+                values[f"{prefix}{name}"] = value
+
+    add(load(path), "")
+    by_name: dict[str, str] = {}
+    imported = ",".join(_IMPORTED.findall(path.read_text(encoding="utf-8"))).split(",")
+    others = (path.parent / f"{name.strip()}.py" for name in imported if name)
+    for key, said in [*known.items(), *(x for p in others for x in comments(p).items())]:
+        if said:
+            by_name.setdefault(key.rpartition(".")[2], said)
+    order = {key: i for i, key in enumerate(known)}
+    last = len(order)
+    keys = sorted(values, key=lambda key: order.get(key, order.get(key.partition(".")[0], last)))
+    said = lambda key: known.get(key) or by_name.get(key.rpartition(".")[2], "")
+    return {key: (values[key], said(key)) for key in keys}
+
+
+def describe(path: pathlib.Path) -> str:
+    """Returns a line for each key of a config file: its flag with its value, and its meaning."""
+    found = meanings(path).items()
+    return "\n".join(_line(f"  --config.{k}={_plain(value)}", said) for k, (value, said) in found)
+
+
+def _line(flag: str, said: str) -> str:
+    column = 44
+    begin = flag.ljust(column - 2) + "  " if len(flag) <= column - 2 else f"{flag}\n{' ' * column}"
+    if not said:
+        return flag
+    text = textwrap.fill(said, _WIDTH - column, break_on_hyphens=False, break_long_words=False)
+    return begin + text.replace("\n", "\n" + " " * column)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return ",".join(map(str, value))
+    return "" if value is None else str(value)
+
+
+def text(module: types.ModuleType, argv: Sequence[str], config_file: str | None) -> str:
+    """Returns the text of ``--help``: what the experiment does, its flags, the keys of its config.
+
+    Args:
+      module: The main module.
+      argv: The command line; the config file that ``--config`` names is described.
+      config_file: The one that is described otherwise; None: the experiment has no config.
+    """
+    known = flags.FLAGS.get_key_flags_for_module(argv[0])
+    lines = []
+    for flag in sorted(known, key=lambda flag: flag.name):
+        if flag.name == "config":
+            continue
+        default = "" if flag.default is None else _plain(flag.default)
+        lines.append(_line(f"  --{flag.name}={default}", flag.help or ""))
+    parts = [(module.__doc__ or "").strip(), "Flags, with their values by default:", *lines]
+    if config_file is not None:
+        given = [x.partition("=")[2] for x in argv[1:] if x.startswith("--config=")]
+        path = pathlib.Path(given[-1] if given else config_file)
+        shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+        parts += [
+            _line(f"  --config={shown}", "A file of values for the keys below."), "",
+            f"Keys of {shown}, with its values:", describe(path),
+        ]  # fmt: skip
+    return "\n".join([parts[0], "", *parts[1:]])
