@@ -2,7 +2,7 @@
 
     python -m experiments.decode
 
-Cost: under four minutes on two CPU cores, most of it compilation, which a second run finds
+Cost: under three minutes on two quiet CPU cores, half of it compilation, which a second run finds
 in the user's cache. Expected: greedy rows are identical to plain decoding's, and the heads have the
 highest tau. Each speed-up has a 95 % interval over the prompts; what it does not tell from 1 is
 marked by a question mark. More prompts narrow it: --config.num_prompts=64.

@@ -198,6 +198,14 @@ MUTATIONS = [
     Mutation("a weight has an axis that nobody knows", "models/specs.py",
              'axes, hf_name = ("mlp", "embed")', 'axes, hf_name = ("width", "embed")',
              f"{PLACED}::test_every_axis_of_every_weight_has_a_rule_or_stays_whole"),
+    # What is timed.
+    Mutation("compilation counts as decoding", "compilation.py",
+             "self.run_s = total_s - self.compile_s", "self.run_s = total_s",
+             "engine/test_compilation.py::"
+             "test_compilation_is_no_part_of_the_time_of_a_run"),
+    Mutation("a warm-up forgets the samplers", "engine/call.py",
+             "rounds_per_sync=1, **options,", "rounds_per_sync=1,",
+             "engine/test_compilation.py::test_after_a_warmup_nothing_is_compiled[standalone]"),
 ]  # fmt: skip
 
 
