@@ -130,7 +130,11 @@ class Session:
             try:
                 num_rounds = None if self.is_done else self._prepare(is_closing)
                 if num_rounds is not None:
-                    self._run(num_rounds)
+                    with Timed() as timed:
+                        rounds = self._engine.generate(self._state, self._ending, num_rounds)
+                        self._state, self._chunk = rounds
+                        finish = self._look(self._chunk)
+                    self._read(finish, timed)
             except Exception as error:
                 self._error, self._state, self.is_done = error, None, True
                 raise
@@ -218,15 +222,16 @@ class Session:
                 "before begins anew after reset()"
             )
 
-    def _run(self, num_rounds: int) -> None:
-        """Runs rounds, and takes in what they have produced."""
-        with Timed() as timed:
-            self._state, chunk = self._engine.generate(self._state, self._ending, num_rounds)
-            self._chunk, finish = chunk, np.asarray(chunk.finish)
-            if self._tracker.is_needed:
-                self._ending = self._tracker.look(
-                    np.asarray(chunk.tokens), np.asarray(chunk.total), finish
-                )
+    def _look(self, chunk: decoding.Chunk) -> np.ndarray:
+        """Follows the text, and returns each row's ``Finish``."""
+        finish = np.asarray(chunk.finish)
+        if self._tracker.is_needed:
+            tokens, total = np.asarray(chunk.tokens), np.asarray(chunk.total)
+            self._ending = self._tracker.look(tokens, total, finish)
+        return finish
+
+    def _read(self, finish: np.ndarray, timed: Timed) -> None:
+        """Takes in what rounds have produced."""
         self._decode_s += timed.run_s
         self._compile_s += timed.compile_s
         self.pieces.extend(self._tracker.take())
