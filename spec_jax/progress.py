@@ -68,6 +68,7 @@ class Progress:
         )  # fmt: skip
         self._total, self._what = total, what
         self._every_s, self._said_s = every_s, time.monotonic()
+        self._since, self._is_first = (time.monotonic(), num_done), True
         self.num_done = num_done
 
     @property
@@ -93,7 +94,23 @@ class Progress:
         if not self.is_bar and is_due:
             self._said_s = now_s
             line = f"{self._what} {self.num_done}/{self._total}: {text}"
-            print(line, file=sys.stderr, flush=True)
+            print(line + self.left(self.num_done), file=sys.stderr, flush=True)
+
+    def left(self, num_done: int) -> str:
+        """Returns " (about 3 min left)", or "" where that is not known or below five seconds.
+
+        The steps until the first call, which compile, tell of the others in that call alone.
+
+        Args:
+          num_done: The number of steps done.
+        """
+        now_s, (begin_s, before) = time.monotonic(), self._since
+        if num_done <= before:
+            return ""
+        left_s = (now_s - begin_s) / (num_done - before) * (self._total - num_done)
+        if self._is_first:
+            self._since, self._is_first = (now_s, num_done), False
+        return f" (about {duration(left_s)} left)" if left_s >= 5 else ""
 
     def close(self) -> None:
         """Removes the bar."""
@@ -104,6 +121,14 @@ class Progress:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+def duration(seconds: float) -> str:
+    """Returns a time for people: "40 s", "12 min", "3 h 20 min"."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 class Notice:

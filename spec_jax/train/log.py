@@ -84,7 +84,8 @@ class Log:
             if name != "step":
                 self._board.add_scalar(name, value, step)
         if not self._progress.is_bar:
-            print(" ".join(f"{k}={_short(v)}" for k, v in figures.items()), flush=True)
+            line = " ".join(f"{k}={_short(v)}" for k, v in figures.items())
+            print(line + self._progress.left(step), flush=True)
         self._shown |= {k: v for k, v in figures.items() if k in ("loss", "tok_s", "tau")}
 
     def advance(self, step: int) -> None:
