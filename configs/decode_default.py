@@ -2,10 +2,10 @@
 
     python -m experiments.decode
 
-Cost: under three minutes on two quiet CPU cores, half of it compilation, which a second run finds
-in the user's cache. Expected: greedy rows are identical to plain decoding's, and the heads have the
-highest tau. Each speed-up has a 95 % interval over the prompts; what it does not tell from 1 is
-marked by a question mark. More prompts narrow it: --config.num_prompts=64.
+Cost: 133 CPU-seconds, two to three minutes on two quiet cores; a second run finds the compiled
+programs in the user's cache. Expected: greedy rows are identical to plain decoding's, and the heads
+have the highest tau. Each speed-up has a 95 % interval over the prompts; what it does not tell from
+1 is marked by a question mark. More prompts narrow it: --config.num_prompts=64.
 
 Every value can be set on the command line, in the type that it has here:
 
