@@ -6,7 +6,7 @@ import logging
 import sys
 import threading
 import time
-from typing import TextIO
+from typing import ClassVar, TextIO
 
 from tqdm import tqdm
 
@@ -55,6 +55,8 @@ class Progress:
       delay_s: Seconds before the bar appears.
     """
 
+    _bars: ClassVar[list[Progress]] = []  # those on the screen, the outermost first
+
     def __init__(
         self, total: int, what: str, *, num_done: int = 0, every_s: float = 0.0,
         delay_s: float = 0.0,
@@ -70,6 +72,8 @@ class Progress:
         self._every_s, self._said_s = every_s, time.monotonic()
         self._since, self._is_first = (time.monotonic(), num_done), True
         self.num_done = num_done
+        if self.is_bar:
+            self._bars.append(self)
 
     @property
     def is_bar(self) -> bool:
@@ -114,6 +118,8 @@ class Progress:
 
     def close(self) -> None:
         """Removes the bar."""
+        if self in self._bars:
+            self._bars.remove(self)
         self._bar.close()
 
     def __enter__(self) -> Progress:
@@ -134,8 +140,8 @@ def duration(seconds: float) -> str:
 class Notice:
     """Says what is running once it has taken long, and how long it took when it is closed.
 
-    The line goes to stderr of a terminal, to the output of a notebook's cell, and elsewhere to the
-    logger "spec_jax" as information.
+    A bar that is open shows it. Else a line goes to stderr of a terminal, to the output of a
+    notebook's cell, and elsewhere to the logger "spec_jax" as information.
 
     Args:
       what: what is running.
@@ -146,13 +152,19 @@ class Notice:
         self._what, self._begin_s = what, time.monotonic()
         self._stream = _stream()
         self._lock, self._is_open, self._is_said = threading.Lock(), True, False
+        self._bar: Progress | None = None
         self._timer = threading.Timer(after_s, self._say)
         self._timer.daemon = True
         self._timer.start()
 
     def _say(self) -> None:
         with self._lock:
-            if self._is_open:
+            if not self._is_open:
+                return
+            self._bar = next(reversed(Progress._bars), None)
+            if self._bar is not None:
+                self._bar.now(f"{self._what} …")
+            else:
                 self._is_said = True
                 self._write(f"{self._what} …")
 
@@ -161,6 +173,8 @@ class Notice:
         self._timer.cancel()
         with self._lock:
             self._is_open = False
+            if self._bar in Progress._bars:
+                self._bar.now("")
             if self._is_said:
                 self._write(f" {time.monotonic() - self._begin_s:.1f} s\n")
 

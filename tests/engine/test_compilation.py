@@ -128,6 +128,22 @@ def test_what_takes_long_is_said_and_what_does_not_is_not(monkeypatch):
     assert stream.getvalue().endswith(" s\n") and stream.getvalue().count("\n") == 1
 
 
+def test_a_bar_that_is_open_says_it(monkeypatch):
+    stream, said = io.StringIO(), []
+    monkeypatch.setattr(progress, "_stream", lambda: stream)
+    monkeypatch.setattr(progress.Progress, "is_bar", True)
+    with progress.Progress(3, "compiling") as bar:
+        monkeypatch.setattr(bar, "now", said.append)
+        notice = progress.Notice("compiling a round", after_s=0.0)
+        notice._timer.join()
+        notice.close()
+    assert said == ["compiling a round …", ""] and stream.getvalue() == ""
+    late = progress.Notice("compiling a prefill", after_s=0.0)  # after the bar
+    late._timer.join()
+    late.close()
+    assert stream.getvalue().startswith("compiling a prefill … ")
+
+
 def test_without_a_reader_it_goes_to_the_log(monkeypatch, caplog):
     monkeypatch.setattr(progress, "_stream", lambda: None)
     with caplog.at_level("INFO", "spec_jax"):
