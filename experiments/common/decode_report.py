@@ -133,12 +133,12 @@ def legend(report: dict) -> list[tuple[str, str]]:
         ("accepted", "share of the drafts at position 1, 2, 3 … that the rule accepted, of those "
          "whose predecessors were all accepted; of a tree, by level"),
         ("tok/s", "decoded tokens per second, without prefill and compilation; plain tok/s: those "
-         "of plain decoding, timed in turns with this row"),
+         "of plain decoding, which takes turns with all other rows of its temperature"),
         ("speed-up", f"tok/s over plain tok/s, with its 95 % interval over {pairs}; ? where it is "
          "not told from 1"),
         ("predicted", "speed-up of chains that acceptance and the costs of passes predict"),
         ("identical", "whether every token equals plain decoding's; – where the rule samples other "
-         "tokens of the same distribution"),
+         "tokens of the same distribution; near ties: rounding explains every row that parts"),
     ]  # fmt: skip
 
 
