@@ -10,18 +10,20 @@ import os
 import pathlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
 from typing import Any
 
 import jax
 from ml_collections import ConfigDict
 
+import spec_jax
 from experiments.common import report
 from experiments.common.plan_acceptance import Acceptance
 from spec_jax.meshes import make_mesh
 from spec_jax.parallel import plan, roofline
 from spec_jax.parallel.chips import Topology
 
-_VERSION = 2  # of what a cell holds
+_VERSION = 3  # of what a cell holds
 
 
 def label(topology: Topology, job: plan.Job | plan.TrainJob) -> str:
@@ -66,11 +68,21 @@ def _quiet() -> Iterator[None]:
             os.close(stderr)
 
 
+def _libtpu() -> str | None:
+    """The version of the compiler; None where it is not installed."""
+    try:
+        return metadata.version("libtpu")
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def plan_cell(
     folder: pathlib.Path, topology: Topology, job: plan.Job | plan.TrainJob, config: ConfigDict,
     devices_of: Callable[[Topology], Sequence[Any]] | None,
 ) -> dict:  # fmt: skip
     """Returns what a job needs and does on a topology; from the folder if it is there.
+
+    What other versions of spec_jax, jax or libtpu have found is not used.
 
     Args:
       folder: Of finished cells.
@@ -79,9 +91,11 @@ def plan_cell(
       config: The experiment's, of which the names of the models are kept.
       devices_of: ``(topology) -> devices`` to compile for; None compiles nothing.
     """
+    is_compiled = devices_of is not None and topology.is_tpu
     known = {
-        "version": _VERSION, "jax": jax.__version__, "topology": topology.name, "job": repr(job),
-        "is_compiled": devices_of is not None and topology.is_tpu,
+        "version": _VERSION, "topology": topology.name, "job": repr(job),
+        "is_compiled": is_compiled, "spec_jax": spec_jax.__version__, "jax": jax.__version__,
+        "libtpu": _libtpu() if is_compiled else None,
     }  # fmt: skip
     path = folder / f"{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]}.json"
     if path.exists():
