@@ -175,6 +175,9 @@ MUTATIONS = [
              "return jnp.concatenate([last, x[:, :-1]], axis=1)", "return x",
              f"{MTP}::test_drafts_are_the_published_architecture[sequential]"),
     # Sampling.
+    Mutation("filters read logits that are computed twice", "sampling.py",
+             "            x = jax.lax.optimization_barrier(x)\n", "",
+             "test_sampling.py::test_filters_keep_a_token_however_the_compiler_rounds"),
     Mutation("the nucleus is a token short", "sampling.py",
              "jnp.cumsum(prob, axis=-1) - prob", "jnp.cumsum(prob, axis=-1)", PARAMETERS),
     Mutation("a node is penalised for its own token", "sampling.py",
