@@ -81,7 +81,8 @@ class Progress:
         return not self._bar.disable
 
     def now(self, text: str) -> None:
-        """Says what is running."""
+        """Says what is running; a bar that waits to appear appears."""
+        self._bar.delay = 0  # so that it is cleared when it is closed
         self._bar.set_postfix_str(text)
 
     def say(self, text: str) -> None:

@@ -87,6 +87,7 @@ def test_every_repr_is_short_and_names_what_it_is():
     shown = {
         "zoo/target": target, "zoo/eagle3": head, "vocabulary 4": testing.mock_model(4),
         "rule greedy": spec_jax.SpeculativeDecoder(target, head),
+        "mesh data:2,tensor:1": testing.mock_model(4).on_mesh("data:2"),
         "one token a pass": spec_jax.SpeculativeDecoder(target),
         "ngram": spec_jax.SpeculativeConfig("ngram", 8, adaptive=AdaptiveConfig()),
         "tree=": spec_jax.SpeculativeConfig("eagle", tree=TreeConfig((3, 2, 1))),

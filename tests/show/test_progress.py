@@ -72,6 +72,14 @@ def test_bars_within_bars_have_outputs_of_their_own(cell):
     assert any("inner" in text and "inside" in text for text in cell)
 
 
+def test_a_bar_that_had_to_appear_early_is_cleared(cell):
+    with progress.Progress(2, "tokens", delay_s=99.0) as bar:
+        assert cell == []
+        bar.now("compiling a round …")
+        assert "tokens" in cell[-1] and "compiling a round" in cell[-1]
+    assert cell[-1].strip() == ""
+
+
 def test_a_streamed_call_shows_its_text_alone(cell, monkeypatch):
     monkeypatch.setattr(watch, "_DELAY_S", 0.0)
     with watch.watched(None, None, True) as look:
