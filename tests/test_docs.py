@@ -48,5 +48,7 @@ def test_what_a_page_imports_exists(name):
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_runs(name, capsys, forget_kinds):
     run(name, blocks(name))
-    printed = re.findall(r"^\d\S*e-\d\d$", capsys.readouterr().out, re.MULTILINE)
+    out = capsys.readouterr().out
+    printed = re.findall(r"^  Largest error (\S+),", out, re.MULTILINE)
     assert printed and max(map(float, printed)) < 1e-6  # errors of the certificates
+    assert "No certificate" not in out

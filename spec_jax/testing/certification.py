@@ -37,7 +37,7 @@ MAX_DRAFT = 4
 _BATCH = 512  # rows drafted at once
 _MAX_OUTCOMES = 400_000  # of one enumeration
 _DRAWS = 2048  # of a drafter under each setting
-_PLACES = 1024  # of each setting, in a batch of the loop
+_PLACES = 512  # of each setting, in a batch of the loop
 _ROUNDS = 2  # after which the states are compared, and again at the end
 _LENGTH = 8  # tokens that the loop decodes after the first
 
@@ -48,7 +48,7 @@ def certify(
     *,
     params: Any = None,
     draft_distribution: DraftDistribution | None = None,
-    trials: int = 8_000,
+    trials: int = 4_000,
     alpha: float = 1e-6,
     tolerance: float = 1e-6,
     seed: int = 0,

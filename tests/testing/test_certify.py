@@ -1,0 +1,258 @@
+"""One certificate: each defect is found by one call with defaults, and what is right passes.
+
+Each defect also says where it shows: after which text, and how probable a token is and should be.
+What is right and passes as a whole: the pages of docs (``tests/test_docs.py``).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spec_jax
+from spec_jax import rng, sampling, testing
+from spec_jax.contracts import Rule
+from spec_jax.decoding import round as decode_round
+from spec_jax.drafters.standalone.model import standalone
+from spec_jax.errors import ConfigError
+from spec_jax.rules import batched, chain
+from spec_jax.testing import CertificateError, certification
+from spec_jax.testing.reports import first_drafts, force_all
+from spec_jax.testing.rounds import check_round
+from spec_jax.testing.subjects import certified_rows, make_subject, prefixes
+
+WHERE = r"after the prompt \(.*\) and the output \(.*\), token \d has probability [01]\.\d+"
+
+
+def caught(match: str, **kwargs) -> CertificateError:
+    with pytest.raises(CertificateError, match=match) as caught:
+        spec_jax.certify(**kwargs)
+    assert caught.value.certificate.failure == str(caught.value)
+    return caught.value
+
+
+def changed(change):
+    """A function make(target) of a toy draft model whose proposals are changed."""
+
+    def make(target):
+        honest = standalone(target.model)
+
+        def propose(params, state, context, num_draft):
+            proposal, state = honest.propose(params, state, context, num_draft)
+            return change(proposal, context), state
+
+        return honest._replace(name="mutant", propose=propose)
+
+    return make
+
+
+def lossless(accept_row) -> Rule:
+    return Rule("mutant", batched(accept_row), is_lossless=True, needs_probs=True)
+
+
+def test_one_round_of_the_default_drafter_is_proved_for_every_number_of_drafts():
+    """The heart of a certificate, without the loop: one small round, whole and cut."""
+    subject, rows = make_subject(None, None, 0), certified_rows()[:3]
+    system = subject.system(spec_jax.named.to_rule("residual"), 2)
+    forced = force_all(system, subject.params, rows, prefixes(subject, 3, 1), 3, 512)
+    for some in (forced, first_drafts(forced, 1), first_drafts(forced, 0)):
+        np.testing.assert_allclose(some.weights.sum(), 9, rtol=1e-5)  # of 9 texts
+        error, count = check_round(system, some, rows, subject.logits_of, 1e-6)
+        assert error <= 1e-6 and count >= 20
+    doubled = forced._replace(logits=forced.logits * 2)  # the rule is told another target
+    with pytest.raises(CertificateError, match=WHERE):
+        check_round(system, doubled, rows, subject.logits_of, 1e-6)
+
+
+def test_q_at_another_temperature_than_drawn_is_caught():
+    def temper(proposal, context):
+        return proposal.replace(probs=jax.nn.softmax(jnp.log(proposal.probs) / 1.3, axis=-1))
+
+    error = caught(r"draws token \d with probability 0\.\d+ .* reports", drafter=changed(temper))
+    assert "No certificate" in str(error.certificate) and "failed" in repr(error.certificate)
+
+
+def test_a_vocabulary_that_is_too_large_says_what_to_pass():
+    with pytest.raises(ConfigError, match=r"1000 ids.*make\(target\)"):
+        spec_jax.certify(drafter=standalone(testing.toy_model(1000)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [3, 4])
+def test_a_rule_that_is_wrong_at_one_draft_only_is_caught(number):
+    def accept(target, proposal, noise):
+        """Accepts this draft always, if it is reached."""
+        K = proposal.tokens.shape[0]
+        is_it = (jnp.arange(K) == number - 1) & proposal.is_offered
+        drafts = jnp.arange(K), proposal.tokens
+        is_it &= target.probs[drafts] > 0
+        noise = noise.replace(uniforms=jnp.where(is_it, 0.0, noise.uniforms))
+        verdict = chain.residual(target, proposal, noise)
+        return verdict.replace(accept_probs=jnp.where(is_it, 1.0, verdict.accept_probs))
+
+    error = caught(WHERE, rule=lossless(accept))
+    assert f"(K={number}," in str(error) and len(error.certificate.num_draft) == number
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("is_stated", [True, False])
+def test_a_bonus_token_that_is_an_argmax_is_caught(is_stated):
+    def accept(target, proposal, noise):
+        verdict = chain.residual(target, proposal, noise)
+        p = target.probs[verdict.n_accept]
+        token, is_bonus = sampling.argmax(p), verdict.n_accept == proposal.n_draft
+        is_last = jnp.arange(len(verdict.tokens)) == verdict.n_accept
+        verdict = verdict.replace(tokens=jnp.where(is_last & is_bonus, token, verdict.tokens))
+        if not is_stated:  # it says that it draws
+            return verdict
+        point = jax.nn.one_hot(token, len(p))
+        return verdict.replace(replacement=jnp.where(is_bonus, point, verdict.replacement))
+
+    caught(WHERE, rule=lossless(accept))
+
+
+@pytest.mark.exhaustive
+def test_a_row_that_is_greedy_because_its_draft_is_is_caught():
+    def accept(target, proposal, noise):
+        if proposal.probs is None:
+            return chain.residual(target, proposal, noise)
+        is_greedy = proposal.probs.max() > 0.999
+        sampled, greedy = (f(target, proposal, noise) for f in (chain.residual, chain.greedy))
+        return jax.tree.map(lambda x, y: jnp.where(is_greedy, x, y), greedy, sampled)
+
+    caught(WHERE + r".*draft temperature 0\.0", rule=lossless(accept))
+
+
+@pytest.mark.exhaustive
+def test_a_greedy_row_of_the_loop_that_is_drawn_at_its_drafts_temperature_is_caught(monkeypatch):
+    honest = decode_round.verify
+
+    def verify(params, state, proposal, system):
+        own = state.sampler
+        temperature = jnp.where(own.is_greedy, state.draft_sampler.temperature, own.temperature)
+        warm = state.replace(sampler=own.replace(temperature=temperature))
+        scores, state = honest(params, warm, proposal, system)
+        return scores, state.replace(sampler=own)
+
+    monkeypatch.setattr(decode_round, "verify", verify)
+    caught(r"chi-square.*should have [01]\.000.*temperature 0\.0")
+
+
+@pytest.mark.exhaustive
+def test_a_distribution_that_is_no_number_at_temperature_0_is_caught():
+    def divide(proposal, context):
+        t = context.sampler.temperature[:, None, None]
+        return proposal.replace(probs=proposal.probs * t / t)
+
+    caught(r"mutant.*(nan|stops the row).*draft temperature 0\.0", drafter=changed(divide))
+
+
+@pytest.mark.exhaustive
+def test_a_stop_that_looks_at_its_own_token_is_caught():
+    def stop(proposal, context):
+        own = jnp.take_along_axis(proposal.probs, proposal.tokens[:, :, None], axis=2)[:, :, 0]
+        n_draft = jnp.cumprod(own >= 0.35, axis=1).sum(axis=1, dtype=jnp.int32)
+        return proposal.replace(n_draft=n_draft)
+
+    caught(WHERE, drafter=changed(stop))
+
+
+@pytest.mark.exhaustive
+def test_a_report_that_depends_on_the_draw_is_caught():
+    def point(proposal, context):
+        return proposal.replace(probs=jax.nn.one_hot(proposal.tokens, proposal.probs.shape[2]))
+
+    caught("the report may not depend on the draw", drafter=changed(point))
+
+
+@pytest.mark.exhaustive
+def test_a_commit_that_keeps_a_rejected_draft_is_caught():
+    def make(target):
+        honest = standalone(target.model)
+
+        def commit(params, state, tokens, n, features, path):
+            return honest.commit(params, state, tokens, jnp.minimum(n + 1, 3), features, path)
+
+        return honest._replace(name="mutant", commit=commit)
+
+    caught("not that of a fresh prefill.*these tokens were first", drafter=make)
+
+
+@pytest.mark.exhaustive
+def test_a_drafter_that_reads_its_place_in_the_batch_is_caught():
+    def make(target):
+        honest = standalone(target.model)
+
+        def propose(params, state, context, num_draft):
+            place = jnp.arange(len(context.length), dtype=jnp.uint32)
+            sampler = context.sampler.replace(seed=context.sampler.seed + place)
+            context = context._replace(sampler=sampler)
+            return honest.propose(params, state, context, num_draft)
+
+        return honest._replace(name="mutant", propose=propose)
+
+    caught("in another place of the batch", drafter=make)
+
+
+@pytest.mark.exhaustive
+def test_top_p_before_temperature_is_caught(monkeypatch):
+    threshold = sampling._threshold
+
+    def process(logits, sampler, counts, drafted, is_before, *, is_argmax):
+        """As ``sampling._process``, but the filters see the logits before the temperature."""
+        warm = sampler.replace(filters=None)
+        x = honest(logits, warm, counts, drafted, is_before, is_argmax=is_argmax)
+        if is_argmax or sampler.filters is None:
+            return x
+        t = jnp.where(sampler.is_greedy, 1.0, sampler.temperature)[:, None, None]
+        before = jax.lax.optimization_barrier(x * t)
+        is_dropped = before < threshold(before, sampler.filters)[:, :, None]
+        return jnp.where(is_dropped, -jnp.inf, x)
+
+    honest = sampling._process
+    monkeypatch.setattr(sampling, "_process", process)
+    caught(WHERE + ".*top_p")
+
+
+@pytest.mark.exhaustive
+def test_noise_reused_between_draft_and_residual_is_caught(monkeypatch):
+    pack = rng.pack
+
+    def shared(stream, node):
+        is_own = stream != rng.Stream.REPLACE
+        return pack(stream, node) if is_own else pack(rng.Stream.DRAFT, 1)
+
+    monkeypatch.setattr(rng, "pack", shared)
+    caught("chi-square.*measured in")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("is_biased", [False, True])
+def test_a_drafter_with_noise_of_its_own_is_compared_with_its_report(is_biased, monkeypatch):
+    """It cannot be forced, so the rule is enumerated with another, and the certificate says so."""
+    monkeypatch.setattr(certification, "_PLACES", 16)  # Python is called for every row
+
+    def drafts(prefix, k, seed):
+        q = np.full((k, 3), 0.25)
+        q[:, prefix[-1]] = 0.5
+        draw = np.random.default_rng(seed)
+        return [int(draw.choice(3, p=None if is_biased else row)) for row in q], q
+
+    host = spec_jax.host_drafter(drafts, is_sampled=True, vocab_size=3)
+    if is_biased:
+        caught(r"host.* draws token \d with probability 0\.3\d+ .* reports 0", drafter=host)
+        return
+    certificate = spec_jax.certify(drafter=host, trials=100)
+    assert certificate.failure is None and certificate.max_error <= 1e-6
+    assert any("Context.gumbel" in text for text in certificate.not_proved)
+
+
+@pytest.mark.exhaustive
+def test_a_rule_that_emits_plain_decodings_tokens_is_certified_by_equality():
+    make = lambda target: standalone(target.model)  # its parameters are another toy's
+    certificate = spec_jax.certify("match", make, trials=1000)
+    equal = [check.what for check in certificate.checks if check.method == "equality"]
+    assert sum("of plain decoding" in what for what in equal) == 2  # the second pads
+    assert certificate.failure is None and 1e-6 < certificate.min_p_value
