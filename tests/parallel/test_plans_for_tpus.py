@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from spec_jax.config import SamplerConfig
+from spec_jax.config import SamplerConfig, TreeConfig
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.meshes import make_mesh
 from spec_jax.parallel import plan, roofline
 from spec_jax.parallel.chips import Topology
 from spec_jax.parallel.presets import find_config
+from spec_jax.tree import Tree
 
 pytestmark = [
     pytest.mark.measure,
@@ -43,6 +44,7 @@ class Bound(NamedTuple):
       batch, slots: of the job.
       temperature: of the sampler.
       excess: HBM bytes over the analytic count.
+      tree: what is drafted; None means a chain of K.
     """
 
     draft: Any
@@ -52,6 +54,14 @@ class Bound(NamedTuple):
     slots: int = 2048
     temperature: float = 0.0
     excess: float = 1.15
+    tree: TreeConfig | None = None
+
+    @property
+    def num_draft(self) -> int:
+        """Drafted tokens, or nodes."""
+        if self.draft is None:
+            return 0
+        return K if self.tree is None else Tree.branching(self.tree.children).num_nodes
 
 
 def eagle3(target):
@@ -69,6 +79,9 @@ PROGRAMS = {
     "eagle-1": Bound(EagleConfig.of_target(SMALL, 1), 2 * L + 30, 1e9),
     "eagle-3": Bound(eagle3(SMALL), 2 * L + 24, 1e9),
     "eagle-3, 128 rows": Bound(eagle3(SMALL), 2 * L + 24, 1e9, batch=128, slots=1024),
+    "eagle-3, tree": Bound(
+        eagle3(SMALL), 2 * L + 24, 0.1e9, tree=TreeConfig(children=(3, 2, 1))
+    ),
     "mtp": Bound(MtpConfig.of_target(SMALL), 2 * L + 30, 1e9),
 }
 
@@ -76,7 +89,7 @@ PROGRAMS = {
 def compiled(target, topology, mesh, bound):
     topology = Topology.parse(topology)
     job = plan.Job(
-        target=target, draft=bound.draft, num_draft=0 if bound.draft is None else K,
+        target=target, draft=bound.draft, num_draft=bound.num_draft, tree=bound.tree,
         batch=bound.batch, slots=bound.slots, mesh=mesh,
         sampler=SamplerConfig(temperature=bound.temperature),
     )  # fmt: skip
@@ -84,7 +97,9 @@ def compiled(target, topology, mesh, bound):
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     devices = make_mesh(mesh, topology.describe().devices)
     found = plan.compile_and_count(lambda: plan.trace_decode(job, devices))
-    analytic = roofline.decode_round(job.target, job.draft, job.num_draft, job.setting)
+    analytic = roofline.decode_round(
+        job.target, job.draft, job.num_draft, job.setting, job.tree_shape
+    )
     return found, found.counted.hbm_bytes / analytic.work.hbm_bytes
 
 
@@ -95,7 +110,7 @@ def check(found, excess, bound, rows):
     assert set(counted.collectives) <= {"all-reduce", "all-gather"}
     assert counted.num_collectives <= bound.collectives
     assert counted.in_branches == 0
-    assert counted.largest_gather <= rows * (K + 1) * V * 4
+    assert counted.largest_gather <= rows * (bound.num_draft + 1) * V * 4
     assert counted.copies == []
     assert needs.aliased == needs.state
     assert needs.temporaries <= bound.temporaries
