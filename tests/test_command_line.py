@@ -13,6 +13,7 @@ from support.pairs import tiny_pair
 import spec_jax
 from spec_jax.__main__ import main, make_parser
 from spec_jax.inspection import inspect
+from spec_jax.testing import certification
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +63,24 @@ def test_bad_input_is_one_line_and_status_2(line, said, capsys):
     assert main(line) == 2
     out, err = capsys.readouterr()
     assert said in err and len(err.splitlines()) == 1 and out == ""
+
+
+def test_a_certificate_is_printed_and_a_failed_one_is_status_1(monkeypatch, capsys):
+    asked = []
+
+    def certify(rule, drafter, **options):
+        asked.append((rule, drafter, options))
+        if rule == "bad":
+            error = certification.CertificateError("a joint probability differs")
+            error.certificate = "No certificate: a joint probability differs"
+            raise error
+        return "Certificate"
+
+    monkeypatch.setattr(certification, "certify", certify)
+    assert main(["certify", "--rule", "m:r", "--drafter", "m:make", "--trials", "9"]) == 0
+    assert asked == [("m:r", "m:make", {"trials": 9, "seed": 0})]
+    assert main(["certify", "--rule", "bad"]) == 1
+    assert capsys.readouterr().out == "Certificate\nNo certificate: a joint probability differs\n"
 
 
 @pytest.mark.exhaustive
