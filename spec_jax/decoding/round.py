@@ -195,6 +195,8 @@ def accept(
             proposal.depth,
         )
         verdict = call_accept(system.rule, scores, proposal, noise)
+        if system.num_draft == 0 and (system.rule.is_greedy or system.rule.is_coupled):
+            return verdict.replace(fault=jnp.zeros_like(length))  # plain decoding: its own token
         return validate_verdict(verdict, proposal, system)
 
     with jax.named_scope("accept"):
