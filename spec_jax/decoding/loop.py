@@ -165,8 +165,10 @@ def generate(
 
     def one_round(carry):
         rounds, row_rounds, state = carry
-        active = num_active(state)
-        return rounds + 1, row_rounds + active, constrain_state(decode_round(params, state, system))
+        active, after = num_active(state), decode_round(params, state, system)
+        owner = f"propose and commit of drafter {system.drafter.name!r}"
+        check_state(owner, state.draft, after.draft)
+        return rounds + 1, row_rounds + active, constrain_state(after)
 
     carry = (jnp.int32(0), jnp.int32(0), state)
     rounds, row_rounds, state = jax.lax.while_loop(has_work, one_round, carry)

@@ -124,6 +124,7 @@ def test_plain_decoding_emits_the_oracles_stream(target, plain_mixed, plain_gree
         assert tokens_of(d.generate(PROMPTS, NEW)) == expected
 
 
+@pytest.mark.representatives("greedy")
 @pytest.mark.parametrize("strategy", ["greedy", "residual", "block", "match"])
 def test_temperature_zero_emits_the_greedy_stream(target, draft, plain_greedy, strategy):
     """Beside a row that is sampled, where the rule is not for temperature 0 alone."""

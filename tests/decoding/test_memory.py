@@ -183,7 +183,7 @@ def test_unrolled_layers_are_read_where_they_lie(num_draft, batch, draft_layers)
     assert moves_in_loops(text, elements(1, batch) // parts) == []
 
 
-@pytest.mark.representatives("head-dynamic")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "tree, has_head, batch",
     [

@@ -180,6 +180,7 @@ def python_draft(params):
 LIES = {"probs": False}
 
 
+@pytest.mark.exhaustive
 def test_a_sampled_function_under_the_residual_rule_keeps_the_law():
     params = {"target": testing.toy_params(V, 0), "draft": None}
     own = {"logits": np.asarray(testing.toy_params(V, 1, scale=2.0)["logits"])}

@@ -222,7 +222,7 @@ def test_a_dtype_that_weights_cannot_have_is_refused():
         load_model("zoo/draft", "int8")
 
 
-@pytest.mark.representatives("0.0")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_ids_that_pad_the_embedding_are_never_emitted(temperature):
     """The padding's own logits are the largest; drafting them is an error that names the range."""

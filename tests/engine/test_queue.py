@@ -99,6 +99,7 @@ def test_the_batch_changes_nothing(batch):
     assert queue.usage.row_rounds % B == 0 and queue.tail.row_rounds % B == 0
 
 
+@pytest.mark.exhaustive
 def test_samplers_take_turns_and_may_differ_in_what_they_have():
     decoder = SpeculativeDecoder(mock_model(V, 0))
     turns = [

@@ -319,6 +319,7 @@ def test_a_pass_is_timed_without_moving_the_cache(pair):
     assert found == costs.Costs(2.0, {"draft": 0.5}, {1: 2.0, 3: 3.0}, 128, 2)
 
 
+@pytest.mark.exhaustive
 def test_rounding_is_told_from_a_bug_where_outputs_part(pair):
     """A token whose logit is the best one's but for a thousandth, and the worst token."""
     target, prompt = load_model(pair / "target", "bfloat16"), [5, 7, 11]

@@ -144,6 +144,7 @@ def test_enumerated_law_of_a_tree_that_is_cut_is_the_targets(strategy):
     assert certify_rule(rule(strategy), drafter=cut, rows=THREE, num_tokens=3) <= 1e-6
 
 
+@pytest.mark.exhaustive
 def test_enumerated_law_holds_where_siblings_use_up_their_law():
     rows = [Row((0, 1), PLAIN, SamplerConfig(temperature=1.0, top_k=1)),
             Row((1,), PLAIN, SamplerConfig(temperature=0.0))]  # fmt: skip
