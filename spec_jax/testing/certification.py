@@ -38,7 +38,9 @@ _BATCH = 512  # rows drafted at once
 _MAX_OUTCOMES = 400_000  # of one enumeration
 _DRAWS = 2048  # of a drafter under each setting
 _PLACES = 512  # of each setting, in a batch of the loop
+_FOLLOWED = 200  # of these, whose tokens are compared one by one with their distributions
 _ROUNDS = 2  # after which the states are compared, and again at the end
+_CELLS = 700  # of a chi-square test
 _LENGTH = 8  # tokens that the loop decodes after the first
 
 
@@ -225,14 +227,17 @@ class _Run:
         """The compiled loop: its tokens, the drafter's states, the places of the rows."""
         system = subject.system(self.rule, MAX_DRAFT)
         V, R, name = system.target.vocab_size, len(self.rows), subject.drafter.name
-        size = max(n for n in range(1, 5) if n == 1 or V**n <= 700)
+        # The joint distribution of as many tokens as fit a table, the third of the text among them:
+        # the first is prefill's, and what becomes of the second draft shows in the third.
+        size = max(n for n in range(1, 5) if n == 1 or V**n <= _CELLS)
+        begin = max(0, 3 - size)
         loop = Loop(system, subject.params, self.rows, _LENGTH)
         of = np.tile(np.arange(R), _PLACES)
         half, B = len(of) // 2, len(of)
         counts = np.zeros((R, *[V] * size), np.int64)
 
         def count(of, output):
-            np.add.at(counts, (of, *output[:, :size].T), 1)
+            np.add.at(counts, (of, *output[:, begin : begin + size].T), 1)
 
         seeds = np.arange(B)
         state = loop.generate(loop.prefill(of, seeds), _ROUNDS)
@@ -260,9 +265,14 @@ class _Run:
         while done < self.trials * R:
             count(of, loop.decode(of, np.arange(done, done + B)))
             done += B
-        p_value = loop.test(counts, subject.logits_of, self.alpha)
-        what = f"tokens of the compiled loop with {system.num_draft} drafts of {name}"
+        p_value = loop.test(counts, begin, subject.logits_of, self.alpha)
+        which = f"{begin + 1} to {begin + size}" if size > 1 else f"{begin + 1}"
+        what = f"tokens {which} of the compiled loop with {system.num_draft} drafts of {name}"
         self._add(what, "chi-square", p_value=p_value, trials=done)
+        some = first[: R * _FOLLOWED]
+        p_value = loop.test_means(some, of, subject.logits_of, self.alpha)
+        what = f"all tokens after the first, with {system.num_draft} drafts of {name}"
+        self._add(what, "mean probability", p_value=p_value, trials=some[:, 1:].size)
 
     def certificate(self, failure: str | None) -> Certificate:
         """Returns what has been shown so far, and what has not."""

@@ -20,7 +20,7 @@ from spec_jax.testing.oracles import (
     plain_distribution,
     reference_distribution,
 )
-from spec_jax.testing.record import CertificateError, short, where
+from spec_jax.testing.record import CertificateError, settings_of, short, where
 from spec_jax.testing.rounds import Difference
 
 _TOLERANCE = 1e-4  # on probabilities of a state that has been fed token by token
@@ -185,12 +185,14 @@ class Loop:
         )
 
     def test(
-        self, counts: np.ndarray, logits_of: Callable[[Sequence[int]], np.ndarray], alpha: float
-    ) -> float:
-        """Returns the p-value of the first tokens, corrected for the number of rows.
+        self, counts: np.ndarray, begin: int, logits_of: Callable[[Sequence[int]], np.ndarray],
+        alpha: float,
+    ) -> float:  # fmt: skip
+        """Returns the p-value of some tokens, corrected for the number of rows.
 
         Args:
           counts: i64[R,V,...,V], how often each outcome was seen.
+          begin: how many tokens come before the ones that were counted.
           logits_of: ``tokens -> f32[V]``, what the target says, computed another way.
           alpha: smallest p-value that passes.
 
@@ -199,7 +201,7 @@ class Loop:
         """
         tests = []
         for row, seen in zip(self.rows, counts):
-            dist = _joint(row, seen.ndim, logits_of)
+            dist = _joint(row, begin + seen.ndim, logits_of).sum(axis=tuple(range(begin)))
             if (dist > 0).sum() == 1:  # temperature 0: nothing to test but that
                 p_value = 1.0 if seen[dist > 0].sum() == seen.sum() else 0.0
             else:
@@ -210,7 +212,67 @@ class Loop:
         if not p_value >= alpha:
             raise CertificateError(
                 f"{self._name()}: the decoded tokens do not have the target's distribution "
-                f"(chi-square p-value {p_value:.1e}): {_first_difference(row, seen, dist, self)}"
+                f"(chi-square p-value {p_value:.1e}): "
+                f"{_first_difference(row, seen, dist, begin, self)}"
+            )
+        return p_value
+
+    def test_means(
+        self, output: np.ndarray, of: np.ndarray,
+        logits_of: Callable[[Sequence[int]], np.ndarray], alpha: float,
+    ) -> float:  # fmt: skip
+        """Returns the p-value of the mean probability that plain decoding gives to the tokens.
+
+        Drafts that are accepted too readily are less probable than plain decoding's tokens. The
+        test sees this in any vocabulary, where few sequences are emitted twice. All tokens but the
+        first count, each by its distribution after those before it.
+
+        Source: Freedman's inequality for martingales; the p-value is an upper bound.
+
+        Args:
+          output: i64[N,1+num_tokens], of the first N places.
+          of: i64[B], the rows of all places.
+          logits_of: as for ``test``.
+          alpha: smallest p-value that passes.
+
+        Raises:
+          CertificateError: the p-value is smaller, or a token has probability 0.
+        """
+        R, K = len(self.rows), self.system.num_draft
+        found, expected, variance = np.zeros((3, R + 1))  # the last: of all rows together
+
+        @functools.cache
+        def dist_of(r: int, before: tuple[int, ...]) -> np.ndarray:
+            row = self.rows[r]
+            logits = logits_of((*row.prompt, *before))
+            return reference_distribution(logits, row.target, row.prompt, before)
+
+        rows = of[: len(output)]
+        for r, tokens in zip(rows.tolist(), output.tolist()):
+            for i in range(1, len(tokens)):
+                before, token = tuple(tokens[:i]), tokens[i]
+                p = dist_of(r, before)
+                if p[token] == 0:
+                    raise CertificateError(
+                        f"{self._name()}: token {token}, which plain decoding never emits, "
+                        f"{where(self.rows[r], before, K)}"
+                    )
+                mean = p @ p
+                for sums, value in ((found, p[token]), (expected, mean),
+                                    (variance, p @ p**2 - mean**2)):  # fmt: skip
+                    sums[[r, R]] += value
+        off = np.abs(found - expected)
+        p_values = 2 * np.exp(-(off**2) / np.maximum(2 * (variance + off / 3), 1e-9))
+        at = int(p_values.argmin())
+        p_value = min(1.0, float(p_values[at]) * len(p_values))
+        if not p_value >= alpha:
+            count = self.num_tokens * (len(output) if at == R else int((rows == at).sum()))
+            told = "all settings" if at == R else settings_of(self.rows[at])
+            raise CertificateError(
+                f"{self._name()}: the decoded tokens do not have the target's distribution: "
+                f"plain decoding gives them the mean probability {found[at] / count:.4f}, and its "
+                f"own tokens {expected[at] / count:.4f} (p-value {p_value:.1e} over {count:,} "
+                f"tokens; K={K}, {told})"
             )
         return p_value
 
@@ -236,7 +298,9 @@ def _joint(row: Row, num_tokens: int, logits_of) -> np.ndarray:
     return np.einsum("v,v...->v...", first, np.stack(after))
 
 
-def _first_difference(row: Row, seen: np.ndarray, dist: np.ndarray, loop: Loop) -> str:
+def _first_difference(
+    row: Row, seen: np.ndarray, dist: np.ndarray, begin: int, loop: Loop
+) -> str:
     """Says which token after how few others is furthest from its probability."""
     total = seen.sum()
     for depth in range(1, seen.ndim + 1):
@@ -249,6 +313,7 @@ def _first_difference(row: Row, seen: np.ndarray, dist: np.ndarray, loop: Loop) 
             seen_before, p_before = (x.sum(axis=-1)[before] for x in (o, p))
             actual = o[at] / max(seen_before, 1)
             expected = p[at] / p_before if p_before > 0 else 0.0
-            text = Difference(row, tuple(map(int, before)), int(at[-1]), actual, expected, 0.0)
+            output = (*["any"] * begin, *map(int, before))
+            text = Difference(row, output, int(at[-1]), actual, expected, 0.0)
             return f"{text.text(loop.system.num_draft)}, measured in {int(seen_before):,} draws"
     raise AssertionError

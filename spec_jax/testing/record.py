@@ -17,11 +17,12 @@ class Check:
 
     Attributes:
       what: a sentence.
-      method: "enumeration", "chi-square", "equality" (with plain decoding), or "control": a defect
-        that was made on purpose, to see that it is seen.
+      method: "enumeration", "chi-square", "mean probability" (that plain decoding gives to the
+        tokens), "equality" (with plain decoding), or "control": a defect that was made on purpose,
+        to see that it is seen.
       error: the largest difference of a probability from what it should be; None if no probability
         was computed.
-      p_value: of a chi-square test, corrected for the number of tests in this check; None if there
+      p_value: of a test, corrected for the number of tests in this check; None if there
         was none.
       trials: how many outcomes were enumerated, or how many draws were made.
       seconds: how long it took, compilation included.
@@ -76,7 +77,7 @@ class Certificate:
 
     @property
     def min_p_value(self) -> float:
-        """The smallest p-value of the chi-square tests."""
+        """The smallest p-value of the tests."""
         return min((c.p_value for c in self.checks if c.p_value is not None), default=1.0)
 
     @property
@@ -110,6 +111,7 @@ _HEADS = {
     "enumeration": "  Proved by enumeration",
     "equality": "  Found equal",
     "chi-square": "  Tested by chi-square",
+    "mean probability": "  Tested by the mean probability of tokens",
     "control": "  Made wrong on purpose, and found",
 }
 

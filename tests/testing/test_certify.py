@@ -79,9 +79,7 @@ def test_a_vocabulary_that_is_too_large_says_what_to_pass():
         spec_jax.certify(drafter=standalone(testing.toy_model(1000)))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("number", [3, 4])
-def test_a_rule_that_is_wrong_at_one_draft_only_is_caught(number):
+def accepts_draft(number: int) -> Rule:
     def accept(target, proposal, noise):
         """Accepts this draft always, if it is reached."""
         K = proposal.tokens.shape[0]
@@ -92,8 +90,26 @@ def test_a_rule_that_is_wrong_at_one_draft_only_is_caught(number):
         verdict = chain.residual(target, proposal, noise)
         return verdict.replace(accept_probs=jnp.where(is_it, 1.0, verdict.accept_probs))
 
-    error = caught(WHERE, rule=lossless(accept))
+    return lossless(accept)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [3, 4])
+def test_a_rule_that_is_wrong_at_one_draft_only_is_caught(number):
+    error = caught(WHERE, rule=accepts_draft(number))
     assert f"(K={number}," in str(error) and len(error.certificate.num_draft) == number
+
+
+@pytest.mark.exhaustive
+def test_the_loop_tests_the_drafts_of_a_vocabulary_that_is_too_large_to_enumerate():
+    """Of 30 tokens no table holds a joint distribution, and rounds of 2 drafts are not proved."""
+    run = certification._Run(
+        accepts_draft(2), standalone(testing.toy_model(30)), None, None, 1, 1e-6, 1e-6, 0
+    )
+    run.rows = run.rows[:2]
+    with pytest.raises(CertificateError, match=r"mean probability 0\.08\d+, .* 0\.09\d+ \("):
+        run._loop(run.main)
+    assert [c.what[:8] for c in run.checks if c.method == "chi-square"] == ["tokens 3"]
 
 
 @pytest.mark.exhaustive
