@@ -64,7 +64,7 @@ def _add_certify(commands) -> None:
     add("--drafter", metavar="MODULE:MAKE", help="a drafter of your own: a Drafter, or a function "
         "make(target); default: toy drafters")  # fmt: skip
     add("--seed", type=int, default=0, help="of the toy models; default: %(default)s")
-    add("--trials", type=int, default=8000, help="texts that the loop decodes for each setting; "
+    add("--trials", type=int, default=4000, help="texts that the loop decodes for each setting; "
         "default: %(default)s")  # fmt: skip
     command.set_defaults(run=certify)
 

@@ -86,9 +86,8 @@ def find(name: str, what: str) -> Any:
     except AttributeError:
         close = difflib.get_close_matches(path, vars(module), 1)
         hint = f" (did you mean {close[0]}?)" if close else ""
-        raise ConfigError(
-            f"{what} is {name!r}; {module.__file__} has no name {path!r}{hint}"
-        ) from None
+        file = getattr(module, "__file__", None) or f"module {module_name!r}"  # none if built in
+        raise ConfigError(f"{what} is {name!r}; {file} has no name {path!r}{hint}") from None
 
 
 def _import(name: str, said: str) -> types.ModuleType:

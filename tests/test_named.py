@@ -62,6 +62,7 @@ def test_a_module_of_the_current_directory_gives_its_rules_and_drafters():
         ("own_parts.sub:RULE", "importing own_parts.sub failed|no module 'own_parts.sub'"),
         ("own_broken:RULE", "ModuleNotFoundError: No module named 'no_such.*broken.py:2"),
         ("own_typo:RULE", "importing own_typo failed: SyntaxError"),
+        ("sys:RULES", "module 'sys' has no name 'RULES'"),
         ("own_parts:RULES", r"own_parts.py has no name 'RULES' \(did you mean RULE\?\)"),
         ("own_parts:nothing", "own_parts:nothing returned an object of type NoneType"),
         ("own_parts:accept_row", r"arguments \(target, proposal, noise\).*batched\(function\)"),

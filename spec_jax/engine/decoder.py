@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 from jax.sharding import Mesh
 
 from spec_jax import decoding
@@ -40,9 +41,10 @@ class SpeculativeDecoder(Shown):
         ``AsyncSpecConfig`` become the decoder's.
       target_sampler: how the target's tokens are drawn; greedy by default.
       draft_sampler: how drafts are drawn; by default as the target's tokens.
-      drafter: a ``Drafter`` of your own in place of the config's method, or ``make(target)``
-        that returns one; ``draft`` then holds its parameters, if it has any.
-      rule: a ``Rule`` of your own in place of the config's strategy.
+      drafter: a ``Drafter`` of your own in place of the config's method, ``make(target)`` that
+        returns one, or ``module:NAME`` of either; ``draft`` then holds its parameters, if any.
+      rule: a ``Rule`` of your own in place of the config's strategy, a function that returns one,
+        ``module:NAME`` of either, or the name of a rule of the package.
       has_expected: record the rule's closed-form acceptance beside the measured one.
       force_n1: check draft and config, and then draft nothing (see ``new_n1``).
       devices: of draft and target, to draft the next block while the target verifies this one
@@ -70,8 +72,8 @@ class SpeculativeDecoder(Shown):
         *,
         target_sampler: Samplers | None = None,
         draft_sampler: Samplers | None = None,
-        drafter: Drafter | Callable[[LoadedModel], Drafter] | None = None,
-        rule: Rule | None = None,
+        drafter: Drafter | Callable[[LoadedModel], Drafter] | str | None = None,
+        rule: Rule | Callable[[], Rule] | str | None = None,
         has_expected: bool = False,
         force_n1: bool = False,
         devices: overlap.Devices | None = None,
@@ -314,7 +316,7 @@ class SpeculativeDecoder(Shown):
           PromptError: a prompt and its output exceed what target or draft can hold.
           ConfigError: an argument that ``generate`` would refuse.
         """
-        lengths = [prompt_lengths] if isinstance(prompt_lengths, int) else prompt_lengths
+        lengths = [prompt_lengths] if np.ndim(prompt_lengths) == 0 else prompt_lengths
         return call.warm_up(
             self._parts, self._token, lengths, max_new_tokens, batch, sampler=sampler,
             draft_sampler=draft_sampler, stop_tokens=stop_tokens, pad_to=pad_to,

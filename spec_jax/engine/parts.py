@@ -159,9 +159,10 @@ class Parts(Shown):
 def make_parts(
     target: LoadedModel, draft: LoadedModel | LoadedHead | None,
     config: SpeculativeConfig | AsyncSpecConfig | None, *, target_sampler: Samplers | None,
-    draft_sampler: Samplers | None, drafter: Drafter | Callable | None, rule: Rule | None,
-    has_expected: bool, force_n1: bool, devices: overlap.Devices | None,
-    timeline: list[overlap.Span] | None, mesh: Mesh | str | None, is_draft_replicated: bool,
+    draft_sampler: Samplers | None, drafter: Drafter | Callable | str | None,
+    rule: Rule | Callable | str | None, has_expected: bool, force_n1: bool,
+    devices: overlap.Devices | None, timeline: list[overlap.Span] | None,
+    mesh: Mesh | str | None, is_draft_replicated: bool,
 ) -> Parts:  # fmt: skip
     """Resolves the arguments of ``SpeculativeDecoder``.
 

@@ -16,7 +16,11 @@ from spec_jax.models.shards import SINGLE, weight_files
 
 PICKLE = "pytorch_model.bin"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
-_CONVERT = f"safetensors.torch.save_file(torch.load('{PICKLE}', weights_only=True), '{SINGLE}')"
+# Clones: tensors that share memory are refused.
+_CONVERT = (
+    "safetensors.torch.save_file({name: tensor.clone() for name, tensor in "
+    f"torch.load('{PICKLE}', weights_only=True).items()}}, '{SINGLE}')"
+)
 # NumPy's names of what torch's ``numpy`` does not know, with a dtype of the same width.
 _OTHER = {
     "bfloat16": ("int16", jnp.bfloat16),

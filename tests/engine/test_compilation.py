@@ -200,7 +200,7 @@ def test_after_a_warmup_nothing_is_compiled(kind):
     with counted() as names:
         decoder.generate([ids.tolist(), [1]], 40, sampler=hot(seed=3))
         decoder.generate([[4, 5]] * 2, 30, sampler=SamplerConfig(1.1, top_p=0.5), rounds_per_sync=1)
-        assert decoder.warmup(3, 40, batch=2, sampler=hot()) == 0
+        assert decoder.warmup(np.int64(3), 40, batch=2, sampler=hot()) == 0
     assert names == []
     assert decoder.stats.compile_s == 0
 
