@@ -66,6 +66,8 @@ def _add_certify(commands) -> None:
     add("--seed", type=int, default=0, help="of the toy models; default: %(default)s")
     add("--trials", type=int, default=4000, help="texts that the loop decodes for each setting; "
         "default: %(default)s")  # fmt: skip
+    add("--has-memory", action="store_true", help="the drafter's state depends on more than the "
+        "text: do not compare it with the state after a prefill")  # fmt: skip
     command.set_defaults(run=certify)
 
 
@@ -124,7 +126,9 @@ def certify(args: argparse.Namespace) -> int:
     """Prints a certificate; returns 1 if there is none."""
     testing = importlib.import_module("spec_jax.testing.certification")
     try:
-        print(testing.certify(args.rule, args.drafter, trials=args.trials, seed=args.seed))
+        print(testing.certify(
+            args.rule, args.drafter, trials=args.trials, seed=args.seed, has_memory=args.has_memory
+        ))  # fmt: skip
     except testing.CertificateError as error:
         print(getattr(error, "certificate", None) or error)
         return 1

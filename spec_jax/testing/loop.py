@@ -160,7 +160,8 @@ class Loop:
         raise CertificateError(
             f"drafter {self.system.drafter.name!r}: its state after commit is not that of a fresh "
             f"prefill of the same tokens: it {show(kept)}, and after a fresh prefill it "
-            f"{show(fresh)}, {where(row, output, K)}; these tokens were {told}"
+            f"{show(fresh)}, {where(row, output, K)}; these tokens were {told}. If it is meant to "
+            "remember more than the text, pass has_memory=True"
         )
 
     def check_equal(

@@ -196,6 +196,41 @@ def test_a_commit_that_keeps_a_rejected_draft_is_caught():
     caught("not that of a fresh prefill.*these tokens were first", drafter=make)
 
 
+def eager(target):
+    """As right as the drafter that it wraps: it offers as many drafts as were accepted, and one."""
+    honest = standalone(target.model)
+
+    def propose(params, state, context, num_draft):
+        proposal, draft = honest.propose(params, state[0], context, num_draft)
+        return proposal.replace(n_draft=jnp.minimum(num_draft, state[1])), (draft, state[1])
+
+    def commit(params, state, tokens, n, features, path):
+        return honest.commit(params, state[0], tokens, n, features, path), jnp.maximum(n, 1)
+
+    return honest._replace(
+        name="eager", propose=propose, commit=commit,
+        init=lambda params, batch, slots: (
+            honest.init(params, batch, slots), jnp.ones((batch,), jnp.int32)
+        ),
+        prefill=lambda params, state, *args: (honest.prefill(params, state[0], *args), state[1]),
+    )  # fmt: skip
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_a_drafter_that_remembers_more_than_the_text_is_certified_if_that_is_said(has_memory):
+    rule = spec_jax.named.to_rule("residual")
+    run = certification._Run(rule, eager, None, None, 1, 1e-6, 1e-6, 0, has_memory)
+    run.rows = run.rows[:2]
+    if not has_memory:
+        with pytest.raises(CertificateError, match="pass has_memory=True"):
+            run._loop(run.main)
+        return
+    run._loop(run.main)
+    assert {check.method for check in run.checks} >= {"chi-square", "mean probability"}
+    assert "the memory of eager" in str(run.certificate(None))
+
+
 @pytest.mark.exhaustive
 def test_a_drafter_that_reads_its_place_in_the_batch_is_caught():
     def make(target):
