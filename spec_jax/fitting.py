@@ -40,8 +40,8 @@ class Fitted(NamedTuple):
     Attributes:
       head: the trained head.
       log: of each step ``step``, ``loss`` and the other figures of the objective, among them
-        ``accept``, the share of drafts by position that were the text's own token; and what
-        ``evaluate`` returned after that step.
+        ``teacher_forced_accept``, the share of drafts by position that were the text's own token;
+        and what ``evaluate`` returned after that step.
     """
 
     head: LoadedHead

@@ -22,6 +22,7 @@ MEANING = {
     "rejected": "drafted, and rejected",
 }
 MAX_TOKENS = 2000  # that are shown
+_PLAIN = 'class="tex2jax_ignore"'  # in which a notebook takes dollar signs for no formula
 _START = "border-left:2px solid rgba(128,128,128,.8)"
 
 
@@ -60,7 +61,7 @@ def tokens(shown: Sequence[Token], note: str) -> str:
     more = len(shown) - MAX_TOKENS
     rest = f"<em> and {more:,} tokens more</em>" if more > 0 else ""
     return (
-        f'<div><div style="font-size:smaller;margin-bottom:.5em">{legend} '
+        f'<div {_PLAIN}><div style="font-size:smaller;margin-bottom:.5em">{legend} '
         f'<span style="{_START}">&nbsp;a round begins</span> · {_text(note)}</div>'
         f'<div style="font-family:monospace;white-space:pre-wrap;line-height:1.6">{body}{rest}'
         "</div></div>"
@@ -82,7 +83,7 @@ def table(title: str, rows: Iterable[Sequence[str]]) -> str:
         return "".join(f"<td {left}{span}>{_text(cell)}</td>" for cell in row[1:])
 
     lines = "".join(f"<tr><th {left}>{_text(row[0])}</th>{cells(row)}</tr>" for row in rows)
-    return f"<table><caption {left}><b>{_text(title)}</b></caption>{lines}</table>"
+    return f"<table {_PLAIN}><caption {left}><b>{_text(title)}</b></caption>{lines}</table>"
 
 
 def _text(text: str) -> str:

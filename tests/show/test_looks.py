@@ -139,6 +139,7 @@ def test_html_has_each_token_in_its_kind_and_rejected_drafts_struck_out(tokenize
     assert not {"script", "style", "link", "img", "b", "s"} & set(read.tags)
     assert read.struck == ["x", ">"]
     assert read.text.endswith("<a&↵\n·b</s>"), "escaped; blanks are visible; special tokens named"
+    assert found.startswith('<div class="tex2jax_ignore">'), "dollar signs are no formula"
     for kind, count in {"first": 1, "accepted": 3, "corrected": 2, "bonus": 1}.items():
         assert f"{kind} {count}" in read.text
         # Of tokens and of the legend: each has its hint.
