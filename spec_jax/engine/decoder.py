@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -94,7 +95,10 @@ class SpeculativeDecoder(Shown):
         self._worker = ThreadPoolExecutor(1, "spec_jax")  # starts with the first asynchronous call
 
     @classmethod
-    def new_n1(cls, target: LoadedModel, draft=None, config=None, **options) -> SpeculativeDecoder:
+    def new_n1(
+        cls, target: LoadedModel, draft: LoadedModel | LoadedHead | None = None,
+        config: SpeculativeConfig | AsyncSpecConfig | None = None, **options: Any,
+    ) -> SpeculativeDecoder:  # fmt: skip
         """Returns a decoder of the same distribution that runs one token a pass, without drafts.
 
         It is the oracle for a decoder with the same arguments, which are checked and otherwise
@@ -264,7 +268,10 @@ class SpeculativeDecoder(Shown):
         )  # fmt: skip
         return stream.drain(on_token, has_progress)
 
-    def stream(self, prompts=None, max_new_tokens: int | None = None, **options) -> Stream:
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt] | None = None, max_new_tokens: int | None = None,
+        **options: Any,
+    ) -> Stream:  # fmt: skip
         """Streams the text of ``generate``: an iterator, and an asynchronous one.
 
         It takes the arguments of ``generate`` except on_token.
@@ -275,7 +282,8 @@ class SpeculativeDecoder(Shown):
         return self._stream(prompts, max_new_tokens, has_pieces=True, **options)
 
     async def generate_async(
-        self, prompts=None, max_new_tokens: int | None = None, *, on_token=None, **options
+        self, prompts: Prompt | Sequence[Prompt] | None = None, max_new_tokens: int | None = None,
+        *, on_token: Callable[..., Any] | None = None, **options: Any,
     ) -> Generation | list[Generation]:
         """Runs ``generate`` without blocking the event loop.
 
@@ -328,7 +336,9 @@ class SpeculativeDecoder(Shown):
         )
         return Stream(session, self._worker, is_single=is_single)
 
-    def row_cancellation(self, of_call, batch: int) -> RowCancellation:
+    def row_cancellation(
+        self, of_call: CancellationToken | Sequence[CancellationToken] | None, batch: int
+    ) -> RowCancellation:
         """Which rows are cancelled, by this decoder's token or by the call's own."""
         return RowCancellation(self._token, of_call, batch)
 

@@ -132,8 +132,9 @@ def _is_conversation(prompt: Any) -> bool:
 
 
 def output_limits(
-    prompts: Sequence[Sequence[int]], max_new_tokens, max_tokens, default: int | None
-) -> list[int]:
+    prompts: Sequence[Sequence[int]], max_new_tokens: int | None, max_tokens: int | None,
+    default: int | None,
+) -> list[int]:  # fmt: skip
     """Maximum output tokens of each row.
 
     Args:
