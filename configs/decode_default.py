@@ -24,9 +24,9 @@ from ml_collections.config_dict import placeholder
 def get_config() -> ConfigDict:
     """Returns the config; lengths are in tokens."""
     config = ConfigDict()
-    config.target = "zoo/target"  # a zoo name or a Hugging Face directory
+    config.target = "zoo/target"  # a zoo name, a Hugging Face directory or a hub id
     config.draft = "zoo/draft"  # likewise; empty: no draft, so without "standalone"
-    # For "eagle": zoo names or directories of heads; "random-eagle-1", "random-eagle-3".
+    # For "eagle": zoo names, directories or hub ids of heads; "random-eagle-1", "random-eagle-3".
     config.head = "zoo/eagle1,zoo/eagle3"
     config.mtp = "zoo/mtp"  # for "mtp": likewise; "random"
     config.dtype = "float32"  # of the weights in memory

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 def get_config() -> ConfigDict:
     """Returns the config; lengths are in tokens."""
     config = ConfigDict()
-    config.target = "zoo/target"  # a zoo name or a Hugging Face directory
+    config.target = "zoo/target"  # a zoo name, a Hugging Face directory or a hub id
     config.drafts = "zoo/draft,zoo/eagle1,zoo/eagle3,zoo/mtp"  # names or directories
     config.drafter = ""  # one more, of your own: module:make, see docs/write_a_drafter.md
     config.rule = ""  # module:NAME of a rule of your own, or a name; empty: the default one

@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 def get_config() -> ConfigDict:
     """Returns the config; lengths are in tokens."""
     config = ConfigDict()
-    config.target = "zoo/target"  # a zoo name or a Hugging Face directory
+    config.target = "zoo/target"  # a zoo name, a Hugging Face directory or a hub id
     config.draft = ""  # likewise, "ngram" or "suffix"; empty: plain decoding
     config.k = 2  # drafted tokens per round, if there is a draft
     config.rule = ""  # a lossless rule; empty: the default of the draft

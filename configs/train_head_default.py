@@ -22,7 +22,7 @@ def get_config() -> ConfigDict:
     """Returns the config; sizes are in tokens and steps, learning rates are peak rates."""
     config = ConfigDict()
     config.seed = 0  # of the first weights and of the order of the data
-    config.target = "zoo/target"  # or a Hugging Face directory
+    config.target = "zoo/target"  # or a Hugging Face directory, or a hub id
     config.dtype = "float32"  # of the computation; trained parameters stay float32
     config.mesh = ""  # devices to train on together, such as data:4,tensor:2; empty: one
     config.is_fully_sharded = False  # split weights and optimizer states over the data axis too

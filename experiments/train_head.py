@@ -72,10 +72,12 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
         with Log(workdir, first, config.steps) as log:
             for found in used:
                 log.say(found)
+            found, asked = experiment.num_prompts, config.eval.num_prompts
+            few = f" of {asked}: the held-out text has no more places" if found < asked else ""
             log.say(
-                f"{experiment.spec.num_params / 1e6:.2f}M parameters, {tokens / 1e6:.2f}M "
-                f"training tokens, from step {first} of {config.steps}; tau is measured on "
-                f"{experiment.num_prompts} prompts"
+                f"{experiment.spec.num_params / 1e6:.2f}M parameters, "
+                f"{training_report.amount(tokens)} training tokens, from step {first} of "
+                f"{config.steps}; prompts that tau is measured on: {found}{few}"
             )
             state, is_done = train_loop(
                 state,

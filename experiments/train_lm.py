@@ -66,8 +66,8 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
                 log.say(found)
             log.say(
                 f"{num_params(experiment.model_config) / 1e6:.2f}M parameters, "
-                f"{len(experiment.text.tokens) / 1e6:.2f}M training tokens, from step {first} of "
-                f"{config.steps}"
+                f"{training_report.amount(len(experiment.text.tokens))} training tokens, from step "
+                f"{first} of {config.steps}"
             )
             state, is_done = train_loop(
                 state,

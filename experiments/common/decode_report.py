@@ -31,8 +31,10 @@ _NUMBERS = ("K", "T", "tok/s", "plain tok/s", "tau", "speed-up", "predicted")
 def start(setup: Setup) -> dict:
     """Returns the part of a report that is known before anything is measured."""
     config, bench = setup.config, setup.bench
-    of = f"rows of {config.prompts}" if config.prompts else "held-out library functions"
     lengths = [len(ids) for ids in bench.prompts]
+    shortest, s = min(lengths), "s" * (len(lengths) > 1)
+    of = f"row{s} of {config.prompts}" if config.prompts else f"held-out library function{s}"
+    span = f"{max(lengths)}" if len(set(lengths)) == 1 else f"{shortest} to {max(lengths)}"
     is_templated = any(map(PromptEncoder(bench.target).is_templated, setup.prompts))
     by = ", by the chat template" if is_templated else ""
     models, notes = {"target": facts(bench.target, config.dtype)}, []
@@ -53,7 +55,7 @@ def start(setup: Setup) -> dict:
         "own": bench.own.facts(),
         "mesh": bench.where.facts(bench.target, [*bench.drafts.values()], bench.batch),
         "prompts": {
-            "description": f"{len(lengths)} {of}{by}, {min(lengths)} to {max(lengths)} tokens, "
+            "description": f"{len(lengths)} {of}{by}, {span} tokens, "
             f"{config.max_new_tokens} new tokens each, batch {config.batch}",
             "names": [prompt.name for prompt in setup.prompts],
             "lengths": lengths,
@@ -97,7 +99,7 @@ def interval_text(result: dict) -> str:
     """Formats the interval of a speed-up; with a question mark where it includes 1."""
     low, high = result["speedup_interval"]
     if not low < high:
-        return "? (one pair)"
+        return "one pair ?" if result["speedup"] == result["speedup"] else "–"  # NaN: no tokens
     return f"{low:.2f} to {high:.2f}{'' if is_told_apart(result) else ' ?'}"
 
 

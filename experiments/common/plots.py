@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import matplotlib
 import numpy as np
 from cycler import cycler
-from scipy import stats
 
 from experiments.common.costs import Costs, predict
 from spec_jax import processes
 from spec_jax.parallel.overlap import Span
-from spec_jax.show.plots import STYLE
+from spec_jax.show.plots import STYLE, wilson
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402, the back end comes first
@@ -128,9 +127,14 @@ def _draw(
 
 
 def plot_speedup(path: pathlib.Path, results: Sequence[dict], costs: Costs) -> None:
-    """Draws the speed-up over K: measured points with their 95 % intervals, and predicted lines."""
+    """Draws the speed-up over K: measured points with their 95 % intervals, and predicted lines.
+
+    A bar that is longer than the plot is high is cut off.
+    """
+    top = 1.0
 
     def draw(axis, series):
+        nonlocal top
         axis.axhline(1, color="0.45", linewidth=1)
         for number, s in enumerate(series):
             look, last = s.look, s.results[-1]
@@ -138,6 +142,7 @@ def plot_speedup(path: pathlib.Path, results: Sequence[dict], costs: Costs) -> N
             speedup = np.asarray([r["speedup"] for r in s.results], float)
             bounds = [r.get("speedup_interval") or (np.nan, np.nan) for r in s.results]
             low, high = np.asarray(bounds, float).T
+            shown = np.concatenate([speedup, np.minimum(high, 2 * speedup)])
             axis.errorbar(
                 x, speedup, np.maximum([speedup - low, high - speedup], 0), capsize=3,
                 **look | {"linestyle": ""},
@@ -146,9 +151,11 @@ def plot_speedup(path: pathlib.Path, results: Sequence[dict], costs: Costs) -> N
                 ks = range(1, last["k"] + 1)
                 predicted = [predict(costs, last, k) for k in ks]
                 axis.plot(ks, predicted, **look | {"marker": ""})
+                shown = np.append(shown, predicted)
+            top = max(top, *shown[np.isfinite(shown)])
             axis.plot([], [], label=s.label, **look | ({"linestyle": ""} if s.is_tree else {}))
-        top = axis.get_ylim()[1]
-        axis.set_ylim(-0.03 * top, top)  # a point at zero is seen whole
+        # A point at zero is seen whole. The panels share this axis, so the last limits hold.
+        axis.set_ylim(-0.03 * top, 1.05 * top)
 
     _draw(
         path, results, draw, "K, drafted tokens per round (lines: predicted)",
@@ -168,7 +175,7 @@ def plot_acceptance(path: pathlib.Path, results: Sequence[dict]) -> None:
             last = s.results[-1]
             rate = np.asarray(last["acceptance_by_position"], float)
             position = [_beside(i, number, len(series)) for i in range(1, 1 + len(rate))]
-            low, high = _wilson(last["accepted_at"], last["reached_at"]).T
+            low, high = wilson(rate, last["reached_at"]).T
             error = np.maximum([rate - low, high - rate], 0)
             axis.errorbar(
                 position, rate, error, capsize=3, label=f"{s.label}, K={last['k']}", **s.look
@@ -182,15 +189,6 @@ def plot_acceptance(path: pathlib.Path, results: Sequence[dict]) -> None:
         axis.set_ylim(-0.03, 1.03)
 
     _draw(path, results, draw, "position in the draft", f"{_ACCEPTED} (bars: 95 %)")
-
-
-def _wilson(accepted: Sequence[int], reached: Sequence[int]) -> np.ndarray:
-    """Returns Wilson's 95 % interval of each rate, f64[N,2]; NaN where nothing was reached."""
-    none = (np.nan, np.nan)
-    return np.asarray([
-        stats.binomtest(k, n).proportion_ci(method="wilson") if n else none
-        for k, n in zip(accepted, reached)
-    ]).reshape(-1, 2)  # fmt: skip
 
 
 def plot_tree_sizes(path: pathlib.Path, record: Mapping[str, Any]) -> None:

@@ -95,6 +95,23 @@ def plot_rounds(
         return axis.figure
 
 
+def wilson(rate: Sequence[float], reached: Sequence[int]) -> np.ndarray:
+    """Returns Wilson's 95 % interval of each rate, which also rates of 0 and 1 have.
+
+    Args:
+      rate: shares of N samples.
+      reached: their numbers.
+
+    Returns:
+      f64[N,2]; NaN where there is no sample.
+    """
+    rate, reached = np.asarray(rate, float), np.asarray(reached, float)
+    share = 1.959964**2 / np.where(reached > 0, reached, np.nan)  # z^2 / n
+    middle = rate + share / 2
+    width = np.sqrt(share * rate * (1 - rate) + share**2 / 4)
+    return np.stack([middle - width, middle + width], axis=-1) / (1 + share)[..., None]
+
+
 def plot_acceptance(
     rate: Sequence[float], reached: Sequence[int], expected: Sequence[float],
     lengths: Sequence[int], tau: float, axes: Any = None,
@@ -112,18 +129,17 @@ def plot_acceptance(
     Returns:
       The matplotlib figure.
     """
-    rate, reached = np.asarray(rate, float), np.asarray(reached, float)
+    rate, (low, high) = np.asarray(rate, float), wilson(rate, reached).T
     with panels(2, axes) as (left, right):
         position = np.arange(1, len(rate) + 1)
-        error = np.sqrt(rate * (1 - rate) / np.maximum(reached, 1))
         left.errorbar(
-            position, rate, error, fmt="o-", color=COLORS["accepted"], capsize=3,
-            label="measured, ± one standard error",
+            position, rate, np.maximum([rate - low, high - rate], 0), fmt="o-", capsize=3,
+            color=COLORS["accepted"], label="measured (bars: 95 %)",
         )  # fmt: skip
         if len(expected):
             left.plot(position, expected, "--", color="0.45", label="expected of the rule")
         left.set(
-            xlabel="position in the draft", ylabel="accepted, if reached", ylim=(0, 1.05),
+            xlabel="position in the draft", ylabel="accepted, if reached", ylim=(-0.03, 1.05),
             title="acceptance",
         )  # fmt: skip
         left.legend(loc="lower left")

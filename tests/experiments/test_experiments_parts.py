@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy.stats import binomtest
 
 from experiments.common import costs, decode_report, near_ties, plots
 from experiments.common.grid import Cell, make_cells
@@ -13,6 +14,7 @@ from experiments.common.intervals import Interval, bootstrap, paired_speedup
 from experiments.common.prompts import load_prompts
 from spec_jax.engine import stats
 from spec_jax.errors import ConfigError
+from spec_jax.show.plots import wilson
 
 
 def test_prompts_come_from_files_of_each_kind(tmp_path):
@@ -124,7 +126,7 @@ def test_what_ran_too_little_to_tell_is_marked():
     assert decode_report.interval_text(near) == "0.90 to 1.50 ?"
     assert decode_report.interval_text(result("d", 0.5, 0.9)) == "0.50 to 0.90"  # told: slower
     alone = result("e", math.nan, math.nan, speedup=2.0)
-    assert decode_report.interval_text(alone) == "? (one pair)"
+    assert decode_report.interval_text(alone) == "one pair ?"
     assert decode_report.conclusions([fast, near, slow]) == [
         "Fastest at T=0: a, K=3, rule greedy: 1.50x plain decoding (1.40 to 1.60), identical "
         "output; not told from it: b K=3"
@@ -178,6 +180,26 @@ def test_an_interval_of_one_point_is_not_printed():
     assert str(Interval(1.0, 1.0, 1.0)) == str(Interval(1.0, math.nan, math.nan)) == "1.000"
     assert str(bootstrap(lambda chosen: chosen[None].mean(-1) + 2.0, 1)[0]) == "2.000"
     assert str(Interval(math.nan, math.nan, math.nan)) == "–"
+
+
+def test_no_panel_of_speedups_hides_a_point_of_another(tmp_path, monkeypatch):
+    """Panels share their axis: the first one's height must not cut the points of the second."""
+    monkeypatch.setattr(plots.plt, "close", lambda figure: None)
+    row = {"k": 1, "method": "x", "rule": "r", "tree": "1", "speedup_interval": [0.5, 40.0]}
+    cold, warm = (row | {"temperature": t, "speedup": s} for t, s in ((0.0, 1.1), (1.0, 2.0)))
+    plots.plot_speedup(tmp_path / "speedup.png", [cold, warm], costs=None)
+    figure = plots.plt.gcf()
+    assert all(axis.get_ylim()[0] < 0 and 4 < axis.get_ylim()[1] < 5 for axis in figure.axes)
+    monkeypatch.undo()
+    plots.plt.close(figure)
+
+
+def test_intervals_of_rates_are_wilsons():
+    counts = [(0, 3), (19, 19), (7, 11), (0, 0)]
+    found = wilson([k / n if n else math.nan for k, n in counts], [n for _, n in counts])
+    known = [binomtest(k, n).proportion_ci(method="wilson") for k, n in counts[:3]]
+    np.testing.assert_allclose(found[:3], known, atol=1e-6)
+    assert np.isnan(found[3]).all()
 
 
 def test_plots_have_names_in_place_of_paths():
