@@ -19,6 +19,7 @@ def cut(text: str, size: int = MAX_CHARS) -> str:
 
 def count_text(count: int) -> str:
     """Returns a number in three digits and its unit, such as 97.2k or 8.03B."""
+    count = round(count, min(0, 3 - len(str(count))))  # 999,999 is 1.00M
     for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
         if count >= size:
             value = count / size

@@ -234,10 +234,10 @@ class _Run:
         """The compiled loop: its tokens, the drafter's states, the places of the rows."""
         system = subject.system(self.rule, MAX_DRAFT)
         V, R, name = system.target.vocab_size, len(self.rows), subject.drafter.name
-        # The joint distribution of as many tokens as fit a table, the third of the text among them:
-        # the first is prefill's, and what becomes of the second draft shows in the third.
+        # The joint distribution of as many tokens as fit a table; of one only, the second, since
+        # the first is prefill's.
         size = max(n for n in range(1, 5) if n == 1 or V**n <= _CELLS)
-        begin = max(0, 3 - size)
+        begin = int(size == 1)
         loop = Loop(system, subject.params, self.rows, _LENGTH)
         of = np.tile(np.arange(R), _PLACES)
         half, B = len(of) // 2, len(of)

@@ -116,8 +116,9 @@ def test_a_repr_leaves_out_what_is_at_its_default_and_nothing_else():
 
 
 def test_numbers_have_three_digits_and_a_unit():
-    numbers = 999, 1000, 97_246, 1_470_000, 8_030_261_248
-    assert list(map(count_text, numbers)) == ["999", "1.00k", "97.2k", "1.47M", "8.03B"]
+    numbers = 999, 9_999, 97_246, 999_999, 1_470_000, 8_030_261_248
+    texts = ["999", "10.0k", "97.2k", "1.00M", "1.47M", "8.03B"]
+    assert list(map(count_text, numbers)) == texts
 
 
 def test_pieces_join_to_the_text_also_where_tokens_split_characters(tokenizer):
