@@ -103,10 +103,16 @@ def interval_text(result: dict) -> str:
     return f"{low:.2f} to {high:.2f}{'' if is_told_apart(result) else ' ?'}"
 
 
+def _num_unexamined(result: dict) -> int:
+    """Rows that part from plain decoding, and whose logits there were not computed once more."""
+    if result["identical_to_plain"] is not False:
+        return 0
+    return result["rows"] - result["identical_rows"] - len(result["differences"])
+
+
 def _has_near_ties_alone(result: dict) -> bool:
-    found = result["differences"]
-    is_whole = len(found) == result["rows"] - result["identical_rows"]
-    return is_whole and all(d["is_near_tie"] for d in found)
+    is_whole = not _num_unexamined(result)
+    return is_whole and all(d["is_near_tie"] for d in result["differences"])
 
 
 def results_table(results: Sequence[dict], *, is_markdown: bool = False) -> str:
@@ -187,6 +193,8 @@ def conclusions(results: Sequence[dict]) -> list[str]:
 def _sameness(result: dict) -> str:
     if result["identical_to_plain"] is False:
         is_rounding = _has_near_ties_alone(result)
+        if _num_unexamined(result):
+            return f"output identical in {result['identical_rows']} of {result['rows']} rows only"
         return "output identical but for near ties" if is_rounding else "output NOT identical"
     return "identical output" if result["identical_to_plain"] else "same distribution"
 
@@ -233,6 +241,11 @@ def notes(report: dict) -> list[str]:
             lines.append(f"{where}: rows stopped early: {faults}")
         dtype = report["config"]["dtype"]
         lines += [describe_difference(r, difference, dtype) for difference in r["differences"]]
+        if count := _num_unexamined(r):
+            lines.append(
+                f"{where}: {count} of {r['rows']} rows part from plain decoding; whether rounding "
+                "explains it is only examined at temperature 0 without penalties"
+            )
     return lines
 
 

@@ -146,6 +146,8 @@ def test_a_difference_is_said_to_be_rounding_or_not():
     wrong = result("a", 1.1, 1.2, differences=as_json(bug), **parted)
     assert "identical but for near ties" in decode_report.conclusions([rounded])[0]
     assert "NOT identical" in decode_report.conclusions([wrong])[0]
+    sampled = result("a", 1.1, 1.2, temperature=1.0, **parted)  # no logits were computed again
+    assert "output identical in 3 of 4 rows only" in decode_report.conclusions([sampled])[0]
     lines = [decode_report.describe_difference(rounded, d, "bfloat16")
              for d in as_json(tie, bug, end)]  # fmt: skip
     assert "row 2 parts from plain decoding at token 7" in lines[0]
