@@ -73,7 +73,7 @@ def get_config() -> ConfigDict:
     config.eval = ConfigDict({
         "every": 50,  # steps; 0: only at the end
         "num_draft": 5,  # K when tau is measured
-        "prompts": "",  # a file, see experiments/common/prompts.py; "": of the held-out text
+        "prompts": "",  # a file of rows, see docs/train_a_head.md; "": of the held-out text
         "prompt_tokens": 256,  # maximum tokens of a prompt of the held-out text
         "num_prompts": 16,  # texts that tau is measured on
         "max_new_tokens": 64,  # output tokens of each

@@ -41,10 +41,12 @@ def _add_generate(commands) -> None:
     add("--rule", metavar="NAME", help="a rule's name, or MODULE:NAME of your own; default: greedy "
         "at temperature 0, else residual for sampled drafts and match for others")  # fmt: skip
     add("--k", type=int, default=4, help="drafted tokens a round; default: %(default)s")
-    add("--max-new-tokens", type=int, default=128, help="default: %(default)s")
-    add("--temperature", type=float, default=0.0, help="default: %(default)s, greedy")
-    add("--top-p", type=float, default=1.0, help="default: %(default)s")
-    add("--seed", type=int, default=0, help="default: %(default)s")
+    add("--max-new-tokens", type=int, default=128, help="at most; default: %(default)s")
+    add("--temperature", type=float, default=0.0, help="of target and draft; default: "
+        "%(default)s, greedy")  # fmt: skip
+    add("--top-p", type=float, default=1.0, help="sample among the likeliest tokens up to "
+        "this probability; default: %(default)s, all")  # fmt: skip
+    add("--seed", type=int, default=0, help="names the sample; default: %(default)s")
     add("--dtype", default="float32", help="of the weights in memory; default: %(default)s")
     add("--mesh", help="devices to run on together, such as data:2,tensor:4; default: one")
     add("--chat", action="store_true", help="the prompt is a user's message, put into the target's "

@@ -156,8 +156,9 @@ def markdown(rep: dict) -> str:
     text = [
         f"Chains of {K} drafts, temperature {config['temperature']:g}, {config['num_prompts']} "
         f"prompts, {config['max_new_tokens']} new tokens each. In parentheses: the 95 % confidence "
-        "interval over prompts. *Accepted at i*: of the drafts whose predecessors were all "
-        "accepted, the share that was accepted at position i.",
+        "interval over prompts; none where it is one point (the same in all prompts), or where too "
+        "few prompts have rounds that got there. *Accepted at i*: of the drafts whose predecessors "
+        "were all accepted, the share that was accepted at position i.",
         "", table(header, cells, numbers=numbers, is_markdown=True),
     ]  # fmt: skip
     if compared:
