@@ -22,6 +22,7 @@ from configs import train_head_default
 from experiments.common import cli, plots, report, training_report, training_text
 from experiments.common.head_experiment import Experiment, validate
 from spec_jax.errors import ConfigError, TrainingError
+from spec_jax.show.summary import count_text
 from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.log import Log, read_metrics
 from spec_jax.train.loop import train_loop
@@ -76,7 +77,7 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
             few = f" of {asked}: the held-out text has no more places" if found < asked else ""
             log.say(
                 f"{experiment.spec.num_params / 1e6:.2f}M parameters, "
-                f"{training_report.amount(tokens)} training tokens, from step {first} of "
+                f"{count_text(tokens)} training tokens, from step {first} of "
                 f"{config.steps}; prompts that tau is measured on: {found}{few}"
             )
             state, is_done = train_loop(

@@ -24,6 +24,7 @@ from experiments.common.lm_experiment import Experiment, check_resume, validate
 from spec_jax.errors import ConfigError
 from spec_jax.models import checkpoint
 from spec_jax.models.params import num_params
+from spec_jax.show.summary import count_text
 from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.log import Log
 from spec_jax.train.loop import train_loop
@@ -66,7 +67,7 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
                 log.say(found)
             log.say(
                 f"{num_params(experiment.model_config) / 1e6:.2f}M parameters, "
-                f"{training_report.amount(len(experiment.text.tokens))} training tokens, from step "
+                f"{count_text(len(experiment.text.tokens))} training tokens, from step "
                 f"{first} of {config.steps}"
             )
             state, is_done = train_loop(

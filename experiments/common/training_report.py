@@ -11,11 +11,6 @@ from experiments.common.tables import Section
 from spec_jax.train.log import read_metrics
 
 
-def amount(tokens: int) -> str:
-    """Formats a number of tokens: millions, or all digits of a small one."""
-    return f"{tokens / 1e6:.2f}M" if tokens >= 1e6 else f"{tokens:,}"
-
-
 def write(
     folder: pathlib.Path, title: str, head: Mapping[str, Any], said: Sequence[str] = (),
     final: Mapping[str, float] | None = None, plots: Sequence[str] = (),
