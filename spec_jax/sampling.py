@@ -14,7 +14,7 @@ import numpy as np
 
 from spec_jax.config import GREEDY_BELOW, SamplerConfig
 from spec_jax.errors import ConfigError
-from spec_jax.sharding import by_row, keep_layout
+from spec_jax.sharding import by_row, gather_rows
 
 _FEW = 4  # entries that a TPU finds sooner one by one than by sorting
 _NARROW = 128  # logits that top-k and top-p try first; all are sorted only if these do not suffice
@@ -246,8 +246,7 @@ def process(
     """
     run = functools.partial(_process, is_argmax=is_argmax)
     if not is_argmax or sampler.penalties is not None:
-        own = run  # gathered logits may lie by vocabulary, of which a TPU would pad every pass
-        run = by_row(lambda logits, *args: own(keep_layout(logits), *args))
+        run, logits = by_row(run), gather_rows(logits)
     return run(logits, sampler, counts, drafted, is_before)
 
 

@@ -205,6 +205,22 @@ def gather_width(weight: jax.Array, *axes: str | None) -> jax.Array:
     return gather(weight)
 
 
+def gather_rows(x: jax.Array) -> jax.Array:
+    """Gathers the last dimension of an array dtype[B,...,W] as one of a matrix, of all its rows.
+
+    A TPU gathers it in a layout that has the rows last, and pads them to 128: of [B,T,W] it would
+    pad the T, every one of B times.
+    """
+    mesh = ambient()
+    if mesh is None:
+        return x
+    (rows,) = spec(("batch",), x.shape[:1], mesh)
+    matrix = jax.lax.with_sharding_constraint(
+        x.reshape(-1, x.shape[-1]), PartitionSpec(rows, None)
+    )
+    return matrix.reshape(x.shape)
+
+
 def shardings(
     table: Mapping[str, Any], mesh: Mesh, rules: Rules | None = None,
     counts: Mapping[str, int] | None = None,

@@ -84,14 +84,24 @@ def pytest_xdist_make_scheduler(config, log):
 _MAPS = pathlib.Path("/proc/self/maps")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _release_programs():
+def _release_programs(most: int) -> None:
     """Frees compiled programs where they are many: each holds dozens of memory maps, and a process
-    has a limited number of them (65,530 on Linux), beyond which compiling ends in a crash. One
-    module takes up to 30,000."""
-    yield
-    if not _MAPS.exists() or _MAPS.read_bytes().count(b"\n") > 12_000:
+    has a limited number of them (65,530 on Linux), beyond which compiling ends in a crash."""
+    if not _MAPS.exists() or _MAPS.read_bytes().count(b"\n") > most:
         jax.clear_caches()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _release_programs_of_the_module():
+    yield
+    _release_programs(12_000)  # the next one may take 30,000 in its default tier
+
+
+@pytest.fixture(autouse=True)
+def _release_programs_of_the_test(request):
+    yield
+    if request.node.get_closest_marker("exhaustive"):
+        _release_programs(30_000)
 
 
 @pytest.fixture(scope="session")
