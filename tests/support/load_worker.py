@@ -67,7 +67,7 @@ def load(args: argparse.Namespace) -> dict:
     import spec_jax
     from spec_jax import processes
     from spec_jax.meshes import make_mesh
-    from spec_jax.models import checkpoint, parts, shards
+    from spec_jax.models import checkpoint, parts, shards, tensors
 
     if args.process is not None:
         processes.start(f"127.0.0.1:{args.port}", 2, args.process)
@@ -86,7 +86,7 @@ def load(args: argparse.Namespace) -> dict:
             super().__init__(directory, stack)
             readers.append(self)
 
-    checkpoint.Shards = Counted
+    tensors.Shards = Counted
     if args.watch:
         checkpoint.read_onto = watch
     mesh = args.mesh and make_mesh(args.mesh)
