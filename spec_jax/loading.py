@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import pathlib
 import types
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ __all__ = [
     "load_head", "load_model", "load_mtp", "random_head",
 ]  # fmt: skip
 DTYPES = ("float32", "bfloat16", "float16")
+_log = logging.getLogger(__name__)
 _MAX_PADDING = 1024  # embeddings are padded to multiples of up to this number
 
 
@@ -87,6 +89,12 @@ def load_model(
     has_tokenizer = (directory / "tokenizer.json").exists()
     tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None
     num_tokens = tokenizer and min(tokenizer.num_ids, config.vocab_size)
+    if unknown := [token for token in config.eos_token_id if num_tokens and token >= num_tokens]:
+        _log.warning(
+            "%s: stop tokens %s are not in its tokenizer.json, which has %d ids, so they are never "
+            "emitted; add them there if the model was trained with them",
+            directory, unknown, num_tokens,
+        )  # fmt: skip
     return LoadedModel(
         name=str(name_or_path),
         model=transformer.model(config, num_tokens=num_tokens),

@@ -16,8 +16,9 @@ from spec_jax.drafters.common.vocabulary import aligned
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError
-from spec_jax.loading import LoadedModel
+from spec_jax.loading import LoadedModel, load_model
 from spec_jax.models import transformer
+from spec_jax.models.checkpoint import save_pretrained
 from spec_jax.models.config import ModelConfig
 from spec_jax.rules import make_rule
 
@@ -139,3 +140,10 @@ def test_a_padded_pair_decodes_on_a_mesh(sizes, strategy):
     ]
     alone, shared = ([row.tokens for row in rows] for rows in results)
     assert alone == shared and max(map(max, alone)) < 27
+
+
+def test_a_stop_token_that_the_tokenizer_lacks_is_said(tmp_path, caplog):
+    config = dataclasses.replace(LLAMA, vocab_size=16, eos_token_id=(2, 13))
+    save_pretrained(tmp_path, random_weights(config), config, letters(12))
+    assert load_model(tmp_path).stop_tokens == (2, 13)
+    assert "stop tokens [13] are not in its tokenizer.json, which has 12 ids" in caplog.text
