@@ -265,7 +265,7 @@ def _process(logits, sampler, counts, drafted, is_before, *, is_argmax):
     )  # fmt: skip
     if sampler.temperature is None:
         return point()
-    is_greedy = sampler.temperature < GREEDY_BELOW
+    is_greedy = sampler.is_greedy
     x = x / jnp.where(is_greedy, 1.0, sampler.temperature)[:, None, None]
     if sampler.filters is not None:
         with jax.named_scope("filters"):

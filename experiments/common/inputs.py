@@ -64,7 +64,7 @@ def _of_path(name: str) -> list | None:
             sums.append(_of_file(path / "tokenizer.json"))
         return sums + [_of_tensors(file) for file in sorted(path.glob("*.safetensors"))]
     except OSError:
-        return None  # whoever reads it says why
+        return None  # the reader of the file says why
 
 
 def _of_file(path: pathlib.Path) -> list[int]:

@@ -21,6 +21,32 @@ from spec_jax.errors import ConfigError, ShapeError, SpecJaxError
 _LISTED = 16  # arrays that a note names
 
 
+def call_prefill(
+    drafter: Drafter, params: Any, tokens: jax.Array, lengths: jax.Array, pending: jax.Array,
+    features: jax.Array | None, slots: int,
+) -> Any:  # fmt: skip
+    """Calls ``Drafter.init`` and ``Drafter.prefill``.
+
+    Args:
+      drafter: what drafts.
+      params: its parameters.
+      tokens: i32[B,T], the prompts.
+      lengths: i32[B], of them.
+      pending: i32[B], the first token of each row, not fed yet.
+      features: the target's states of the prompts, or None.
+      slots: of the state.
+
+    Returns:
+      The drafter's state after the prompts.
+    """
+    batch = tokens.shape[0]
+    with blame(f"init of drafter {drafter.name!r}", batch=batch, slots=slots):
+        state = drafter.init(params, batch, slots)
+    given = {"tokens": tokens, "lengths": lengths, "pending": pending, "features": features}
+    with blame(f"prefill of drafter {drafter.name!r}", **given, state=state):
+        return drafter.prefill(params, state, tokens, lengths, pending, features)
+
+
 def call_propose(
     drafter: Drafter, params: Any, state: Any, context: Context, num_draft: int, vocab_size: int
 ) -> tuple[Proposal, Any]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax import rng
-from spec_jax.decoding.calls import blame, check_state
+from spec_jax.decoding.calls import blame, call_prefill, check_state
 from spec_jax.decoding.round import decode_round
 from spec_jax.decoding.state import (
     Chunk,
@@ -132,12 +132,9 @@ def init_state(
 def _prefill_draft(params, tokens, lengths, first, features, *, drafter, slots):
     """Returns the drafter's state after the prompts and each row's ``first`` token."""
     with jax.named_scope("prefill_draft"):
-        with blame(f"init of drafter {drafter.name!r}", batch=tokens.shape[0], slots=slots):
-            draft = drafter.init(params, tokens.shape[0], slots)
-        given = {"tokens": tokens, "lengths": lengths, "pending": first, "features": features}
-        with blame(f"prefill of drafter {drafter.name!r}", **given, state=draft):
-            draft = drafter.prefill(params, draft, tokens, lengths, first, features)
-        return constrain_state(draft)
+        return constrain_state(
+            call_prefill(drafter, params, tokens, lengths, first, features, slots)
+        )
 
 
 @functools.partial(jax.jit, static_argnames=("system",), donate_argnames=("state",))

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from spec_jax import decoding
 from spec_jax.contracts import Proposal
 from spec_jax.decoding import DecodeState, System
+from spec_jax.decoding.calls import blame, call_commit, call_prefill
 from spec_jax.sampling import Counts, Sampler
 from spec_jax.sharding import constrain_state, replicate
 
@@ -51,8 +52,8 @@ def prefill_draft(
     """Returns the draft's side before the first tick, and an outcome that changes nothing."""
     (B, _), K, drafter = tokens.shape, system.num_draft, system.drafter
     first = jnp.take_along_axis(tokens, length[:, None], axis=1)[:, 0]
-    draft = drafter.init(params, B, slots + K)  # K more: a block follows what is ahead
-    draft = drafter.prefill(params, draft, prompts, length, first, None)
+    # K slots more: a block follows what is ahead.
+    draft = call_prefill(drafter, params, prompts, length, first, None, slots + K)
     none = lambda: Proposal(jnp.zeros((B, K), jnp.int32), jnp.zeros((B,), jnp.int32))
     side = DraftSide(
         jnp.pad(tokens, ((0, 0), (0, K))), length, counts, sampler, request, is_greedy, none(),
@@ -98,8 +99,11 @@ def _follow_outcome(params, side: DraftSide, outcome: Outcome, drafter) -> Draft
     # The tokens gained are the whole block, or the target's own after all that was ahead.
     own = jnp.take_along_axis(outcome.tokens, side.ahead.n_draft[:, None], axis=1)
     tokens = jnp.where(outcome.is_whole[:, None], side.block.tokens, own)
-    draft = drafter.commit(params, side.draft, tokens, jnp.maximum(gained, 0), None, None)
-    draft = drafter.rewind(draft, jnp.maximum(-gained, 0))
+    draft = call_commit(
+        drafter, params, side.draft, tokens, jnp.maximum(gained, 0), None, None
+    )
+    with blame(f"rewind of drafter {drafter.name!r}", state=draft):
+        draft = drafter.rewind(draft, jnp.maximum(-gained, 0))
     side = decoding.append(side, {"tokens": outcome.tokens}, side.length + 1, outcome.n_emit)
     return side.replace(length=side.length + outcome.n_emit, ahead=ahead, draft=draft)
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from spec_jax import decoding
 from spec_jax.contracts import Context, Proposal
+from spec_jax.decoding.calls import call_prefill
 from spec_jax.sampling import Counts, make_sampler
 from spec_jax.testing.oracles import Row
 from spec_jax.testing.record import ProposalError, where
@@ -220,9 +221,10 @@ def propose_afresh(system: decoding.System, params, contexts, gumbel):
     slots = width + system.lookahead_slots
     cache = target.init_cache(params["target"], size, slots)
     fed = target.forward(params["target"], tokens, cache)
-    state = drafter.init(params["draft"], size, slots)
     pending = jnp.take_along_axis(tokens, length[:, None], axis=1)[:, 0]
-    state = drafter.prefill(params["draft"], state, tokens, length, pending, fed.features)
+    state = call_prefill(
+        drafter, params["draft"], tokens, length, pending, fed.features, slots
+    )
     context = Context(
         tokens, length, draft_sampler, counts, sampler.seed, is_coupled=False, has_probs=True,
         has_logits=rule.needs_logits, gumbel=gumbel,

@@ -1,4 +1,4 @@
-"""Nothing wrong passes silently: drafters and rules that break their contract, whoever wrote them.
+"""Nothing wrong passes silently: drafters and rules that break their contract, ours too.
 
 What can be seen in shapes is refused while tracing, what shows in numbers ends its row with a
 reason. Most is tested on the guards' own functions, a case a row, without a loop.
