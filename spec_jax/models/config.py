@@ -52,7 +52,7 @@ def _check_sees_all(hf: Mapping[str, Any]) -> None:
         said = f"layer_types names {', '.join(others)}"
     elif hf["model_type"] == "mistral" and hf.get("sliding_window", 4096) is not None:
         said = f"sliding_window is {hf.get('sliding_window', 'absent, which means 4096')}"
-    elif hf.get("use_sliding_window") and kinds is None:
+    elif hf.get("use_sliding_window") and kinds is None and _has_window_layers(hf):
         said = f"use_sliding_window is set, with sliding_window {window!r}"
     else:
         return
@@ -67,6 +67,12 @@ def _check_sees_all(hf: Mapping[str, Any]) -> None:
             f"{window} to decode no longer texts"
         )
     raise ConfigError(f"{said}, which is not supported; expected full attention{remedy}")
+
+
+def _has_window_layers(hf: Mapping[str, Any]) -> bool:
+    """Returns whether any layer comes after ``max_window_layers``: those have windows."""
+    first, layers = hf.get("max_window_layers", 0), hf.get("num_hidden_layers")
+    return not (isinstance(first, int) and isinstance(layers, int) and first >= layers)
 
 
 def eos_tuple(value: Any) -> tuple[int, ...]:

@@ -291,6 +291,16 @@ def test_a_mistral_without_a_sliding_window_is_a_llama(llama, change):
         assert read_config(llama) == expected
 
 
+def test_a_qwen2_whose_window_layers_begin_after_its_last_layer_sees_all(llama):
+    expected = read_config(llama)
+    windows = dict(use_sliding_window=True, sliding_window=8)
+    edit_json(llama, lambda c: c.update(windows, max_window_layers=LLAMA.num_hidden_layers))
+    assert read_config(llama) == expected
+    edit_json(llama, lambda c: c.update(max_window_layers=LLAMA.num_hidden_layers - 1))
+    with pytest.raises(ConfigError, match="use_sliding_window"):
+        read_config(llama)
+
+
 @pytest.mark.parametrize(
     ("said", "method"),
     [
