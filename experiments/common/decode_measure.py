@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import itertools
 import math
 import operator
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from experiments.common import costs, near_ties, report
-from experiments.common.grid import Bench, Cell, Run
+from experiments.common.grid import Bench, Cell, Row, Run
 from experiments.common.intervals import paired_speedup
 from experiments.common.timing import Timer, interleave
 from spec_jax import processes
 from spec_jax.config import GREEDY_BELOW, SamplerConfig
 from spec_jax.data.tokens import looping_share
-from spec_jax.engine.decoder import Generation
 from spec_jax.engine.stats import Stats
 from spec_jax.progress import Progress
 
@@ -50,8 +50,16 @@ def cost_slots(bench: Bench, cells: Sequence[Cell]) -> int:
     return -(-needed // 128) * 128
 
 
-def compile_all(bench: Bench, cells: Sequence[Cell]) -> dict[tuple[str, int], Timer]:
-    """Compiles every program of the run; returns the timers of the passes by role and width."""
+def compile_all(
+    bench: Bench, cells: Sequence[Cell], *, has_passes: bool = True
+) -> dict[tuple[str, int], Timer]:
+    """Compiles every program of the run; returns the timers of the passes by role and width.
+
+    Args:
+      bench: What decodes.
+      cells: The cells; each decodes the first batch once.
+      has_passes: Whether to compile the passes, too.
+    """
     timers, slots, batch = {}, cost_slots(bench, cells), bench.batch
 
     def add_target(width: int) -> None:
@@ -64,9 +72,9 @@ def compile_all(bench: Bench, cells: Sequence[Cell]) -> dict[tuple[str, int], Ti
         timers.update({(method, 1): timer} if timer else {})
 
     tasks = {cell.label: functools.partial(bench.run, cell, 0) for cell in cells}
-    for width in sorted({cell.k + 1 for cell in cells if not cell.tree}):
+    for width in sorted({c.k + 1 for c in cells if not c.tree}) if has_passes else ():
         tasks[f"target pass of {width} tokens"] = functools.partial(add_target, width)
-    for method in bench.drafts:
+    for method in bench.drafts if has_passes else ():
         tasks[f"{method} pass"] = functools.partial(add_draft, method)
     run_all(tasks, "compiling")
     return timers
@@ -80,8 +88,15 @@ class Tally:
       times_s: The decoding times of each batch, one a turn.
     """
 
-    def __init__(self, bench: Bench, cell: Cell):
-        self.bench, self.cell = bench, cell
+    def __init__(self, bench: Bench, cell: Cell, max_examined: int | None = None):
+        """Begins with nothing.
+
+        Args:
+          bench: What decodes.
+          cell: The cell.
+          max_examined: How many rows that part from plain decoding's are examined; None: all.
+        """
+        self.bench, self.cell, self.max_examined = bench, cell, max_examined
         self.runs: dict[int, Run] = {}
         self.times_s: dict[int, list[float]] = {}
         self._differences: dict[int, near_ties.Difference] = {}
@@ -93,10 +108,21 @@ class Tally:
         self.times_s.setdefault(index, []).append(run.decode_s)
         return run.decode_s
 
+    def only(self, batches: Collection[int]) -> Tally:
+        """Returns what was done in some of the batches."""
+        part = Tally(self.bench, self.cell, self.max_examined)
+        part.runs = {i: run for i, run in self.runs.items() if i in batches}
+        part.times_s = {i: times for i, times in self.times_s.items() if i in batches}
+        part._differences = self._differences
+        return part
+
     @property
-    def rows(self) -> list[Generation]:
-        """The output of every prompt."""
-        return [row for run in self.runs.values() for row in run.rows]
+    def rows(self) -> dict[int, Row]:
+        """The output of every prompt, by its index."""
+        return {
+            i: row for index, run in self.runs.items()
+            for i, row in zip(self.bench.chosen(index), run.rows)
+        }  # fmt: skip
 
     @property
     def pairs(self) -> tuple[np.ndarray, np.ndarray]:
@@ -129,10 +155,10 @@ class Tally:
         share = len(self.runs) / len(own_s)  # of the turns of a single batch
         prefill_s = sum(run.prefill_s for run in self.runs.values())
         stats = functools.reduce(
-            operator.add, (row.stats for row in self.rows),
+            operator.add, (row.stats for row in self.rows.values()),
             Stats(prefill_s=prefill_s, decode_s=float(own_s.sum()) * share),
         )  # fmt: skip
-        is_plain, rule = self is plain, self.bench.decoder(self.cell).system().rule
+        is_plain, rule = self.cell == plain.cell, self.bench.decoder(self.cell).system().rule
         return {
             **self.cell._asdict(),
             "rule": rule.name,
@@ -142,30 +168,29 @@ class Tally:
             "num_pairs": len(own_s),
             "plain_tokens_per_s": float(plain_tokens.sum() / max(plain_s.sum(), 1e-9)),
             **_compare(self, plain),
-            **_of_rows(self.rows),
+            **_of_rows([*self.rows.values()]),
             **stats.to_dict(),
-            "compile_s": self.bench.compile_s[self.cell],
+            "tokens_per_s": float(own_tokens.sum() / max(own_s.sum(), 1e-9)),
+            "compile_s": self.bench.compile_s.get(self.cell, 0.0),
         }
 
 
-def take_turns(bench: Bench, cells: Sequence[Cell], repeats: int) -> Iterator[list[Tally]]:
-    """Measures cells of one temperature; yields what they have done after each turn.
+def take_turns(
+    tallies: Sequence[Tally], turns: Iterable[tuple[int, int]]
+) -> Iterator[tuple[int, int]]:
+    """Measures cells of one temperature; yields each turn after it.
 
     In a turn plain decoding and every cell decode one batch, so that drift of the machine cancels
-    in their ratios, and every other turn runs backwards. The repeats of a batch are as far apart
-    as there are batches.
+    in their ratios, and every other turn runs backwards.
 
     Args:
-      bench: What decodes.
-      cells: Plain decoding, then the others.
-      repeats: The number of turns of each batch.
+      tallies: Of plain decoding, then of the others.
+      turns: The number of the repeat and of the batch of each turn.
     """
-    tallies = [Tally(bench, cell) for cell in cells]
-    for turn in range(repeats * len(bench.batches)):
-        repeat, index = divmod(turn, len(bench.batches))
+    for repeat, index in turns:
         timers = {tally.cell: functools.partial(tally.run, index) for tally in tallies}
         interleave(timers, 1, is_backwards=bool((repeat + index) % 2))
-        yield tallies
+        yield repeat, index
 
 
 def is_told_apart(result: Mapping) -> bool:
@@ -181,21 +206,20 @@ def _compare(ours: Tally, plain: Tally) -> dict:
     if not (is_cold and rule.is_lossless or rule.name == "match"):
         found = {"identical_to_plain": None, "identical_rows": None}
         return {**found, "rows": len(rows), "differences": []}
-    same = [a.tokens == b.tokens for a, b in zip(rows, plain.rows)]
+    parted = [i for i, row in rows.items() if row.tokens != plain.rows[i].tokens]
     usual = SamplerConfig()
     penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
     has_raw_logits = all(getattr(bench.sampler, x) == getattr(usual, x) for x in penalties)
-    differences = [
-        ours.difference(i, plain) for i in range(len(rows))
-        if is_cold and has_raw_logits and not same[i]
-    ]  # fmt: skip
+    examined = parted[: ours.max_examined] if is_cold and has_raw_logits else []
+    differences = [ours.difference(i, plain) for i in examined]
     return {
-        "identical_to_plain": all(same), "identical_rows": sum(same), "rows": len(rows),
+        "identical_to_plain": not parted, "identical_rows": len(rows) - len(parted),
+        "rows": len(rows),
         "differences": [d._asdict() | {"is_near_tie": d.is_near_tie} for d in differences],
     }
 
 
-def _of_rows(rows: Sequence[Generation]) -> dict:
+def _of_rows(rows: Sequence[Row]) -> dict:
     """Returns how rows ended, and the share of their tokens that repeat in loops."""
     sizes = np.asarray([len(row.tokens) for row in rows])
     shares = np.asarray([looping_share(row.tokens) for row in rows])
@@ -223,7 +247,10 @@ def measure(
         saved_s = time.monotonic()
         for temperature, group in by_temperature.items():
             before = rep["results"]
-            for turn, tallies in enumerate(take_turns(bench, group, repeats), 1):
+            tallies = [Tally(bench, cell) for cell in group]
+            # The repeats of a batch are as far apart as there are batches.
+            order = itertools.product(range(repeats), bench.batches)
+            for turn, _ in enumerate(take_turns(tallies, order), 1):
                 if turn == turns or time.monotonic() - saved_s > _SAVED_EVERY_S:
                     rows = [tally.result(tallies[0]) for tally in tallies]
                     rows = [r | {"predicted_speedup": costs.predict(found, r)} for r in rows]

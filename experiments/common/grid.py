@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from experiments.common import memory
 from experiments.common.cli import MeshOptions
 from experiments.common.own import Own
 from spec_jax.config import SamplerConfig, SpeculativeConfig
-from spec_jax.engine.decoder import Generation, SpeculativeDecoder
+from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.rules import make_rule
@@ -119,17 +122,36 @@ def make_cells(
     return list(dict.fromkeys(cells))
 
 
+class Row(Protocol):
+    """What is read of the output of one prompt, a ``Generation`` or one that was saved."""
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+
+    @property
+    def finish_reason(self) -> str: ...
+
+    @property
+    def stats(self) -> Stats: ...
+
+
 class Run(NamedTuple):
-    """The outputs of one batch of prompts, and their times."""
+    """The outputs of one batch of prompts, their times, and the memory of the process meanwhile."""
 
     prefill_s: float
     decode_s: float
-    rows: list[Generation]
+    rows: Sequence[Row]
+    peak_bytes: int | None = None
 
     @property
     def tokens(self) -> int:
         """Decoded tokens, without the first of each row, which prefill samples."""
         return sum(row.stats.emitted - row.stats.first for row in self.rows)
+
+    @property
+    def passes(self) -> int:
+        """Target passes of the batch, those of the row that takes the most rounds."""
+        return max(row.stats.rounds for row in self.rows)
 
 
 @dataclasses.dataclass(eq=False)
@@ -142,13 +164,15 @@ class Bench:
       prompts: The prompts as ids.
       sampler: The sampler of every row, without temperature; prompt i has seed ``seed + i``.
       max_new_tokens: New tokens of every row.
-      batch: Prompts that are decoded together; divides their number.
+      batch: Prompts that are decoded together.
       draft_temperature: The draft's temperature where the target's is above 0; None for the same.
       ngram: Options of the method "ngram".
       has_expected: Whether to record the expected acceptance of chains above temperature 0, if
         the rule reads the draft distributions anyway.
       where: The devices; target and drafts lie there already.
       own: A drafter and a rule of the user's own.
+      layout: Indices of the prompts of each batch, ``batch`` of them or fewer; by default all
+        prompts in their order. A batch that lacks prompts is filled up with its own ones again.
       compile_s: How long each cell has compiled so far.
     """
 
@@ -163,6 +187,7 @@ class Bench:
     has_expected: bool = False
     where: MeshOptions = MeshOptions()
     own: Own = Own()
+    layout: Sequence[Sequence[int]] = ()
     compile_s: dict[Cell, float] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
@@ -170,10 +195,20 @@ class Bench:
         """Tokens of the longest prompt."""
         return max(map(len, self.prompts))
 
+    def __post_init__(self):
+        if not self.layout:
+            count = len(self.prompts)
+            starts = range(0, count, self.batch)
+            self.layout = [range(i, min(i + self.batch, count)) for i in starts]
+
     @property
     def batches(self) -> range:
         """Indices of the batches."""
-        return range(len(self.prompts) // self.batch)
+        return range(len(self.layout))
+
+    def chosen(self, index: int) -> list[int]:
+        """Returns the prompt of each row of batch ``index``."""
+        return [*itertools.islice(itertools.cycle(self.layout[index]), self.batch)]
 
     @functools.cache  # noqa: B019, a bench lives as long as the program
     def decoder(self, cell: Cell) -> SpeculativeDecoder:
@@ -219,7 +254,7 @@ class Bench:
     def run(self, cell: Cell, index: int, **options) -> Run:
         """Decodes batch ``index``; ``options`` are those of ``SpeculativeDecoder.generate``."""
         decoder = self.decoder(cell)
-        chosen = range(index * self.batch, (index + 1) * self.batch)
+        chosen = self.chosen(index)
         target = [
             dataclasses.replace(decoder.target_sampler, seed=(self.sampler.seed + i) % 2**32)
             for i in chosen
@@ -228,10 +263,11 @@ class Bench:
         if self.draft_temperature is not None and cell.temperature > 0:
             draft = [dataclasses.replace(s, temperature=self.draft_temperature) for s in target]
         decoder.reset_stats()
+        memory.reset_peak()
         rows = decoder.generate(
             [self.prompts[i] for i in chosen], self.max_new_tokens, sampler=target,
             draft_sampler=draft, pad_to=self.longest, **options,
         )
         stats = decoder.stats
         self.compile_s[cell] = self.compile_s.get(cell, 0.0) + stats.compile_s
-        return Run(stats.prefill_s, stats.decode_s, rows)
+        return Run(stats.prefill_s, stats.decode_s, rows, memory.peak_bytes())
