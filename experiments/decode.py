@@ -6,8 +6,8 @@
 
 Shows one prompt live, then every method and K takes turns with plain decoding, prompt by prompt. A
 run leaves a folder (--workdir) with config.json, environment.json, report.json (saved meanwhile,
-too), report.md, and the plots speedup and acceptance as PNG and PDF. Compiled programs are stored
-in spec_jax/ under $XDG_CACHE_HOME or ~/.cache, so that a second run starts fast.
+too), report.md, report.html, and the plots speedup and acceptance as PNG and PDF. Compiled programs
+are stored in spec_jax/ under $XDG_CACHE_HOME or ~/.cache, so that a second run starts fast.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from experiments.common.decode_measure import measure
 from experiments.common.decode_setup import Setup
 from experiments.common.grid import Bench, Cell
 from experiments.common.prompts import Prompt
+from experiments.common.report_page.page import write_page
 
 
 def show_live(bench: Bench, cell: Cell, prompt: Prompt) -> None:
@@ -68,6 +69,7 @@ def decode(config: ConfigDict, workdir: str | None = None) -> dict:
     plots.plot_acceptance(folder / "acceptance.png", rep["results"])
     rep |= {"is_complete": True, "elapsed_s": round(time.monotonic() - begin, 1)}
     report.finish(folder, rep, decode_report.markdown(rep, ["speedup.png", "acceptance.png"]))
+    write_page(folder / "report.html", rep)
     decode_report.print_results(rep, folder)
     return rep
 

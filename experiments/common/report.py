@@ -100,7 +100,7 @@ def _cpu_model() -> str:
 def write_json(path: pathlib.Path, value: Any) -> None:
     """Replaces the whole file at once; NaN is written as null. Of several processes one writes."""
     if processes.is_writer():
-        files.write_json(path, _plain(value))
+        files.write_json(path, plain(value))
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
@@ -109,11 +109,12 @@ def write_text(path: pathlib.Path, text: str) -> None:
         files.write_text(path, text)
 
 
-def _plain(value):
+def plain(value: Any) -> Any:
+    """Returns a value as JSON holds it: keys are strings, NaN and infinities are None."""
     if isinstance(value, dict):
-        return {str(key): _plain(v) for key, v in value.items()}
+        return {str(key): plain(v) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -1,0 +1,1 @@
+"""report.html of a run: one page without a network, with tables, plots and coloured tokens."""

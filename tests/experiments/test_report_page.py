@@ -1,0 +1,282 @@
+"""The page of a run: sections appear with their data, figures are the report's, texts are inert."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from experiments.common.report_page import answers as packing
+from experiments.common.report_page.page import render, write_page
+from spec_jax.show.page import COLORS, MEANING
+
+HOSTILE = (
+    "</script><script>alert(1)</script>", "<img src=x onerror=alert(2)>", "\"'&<!--", "{{ 7*7 }}",
+    "\u202egnp.exe", "日本語 🎉", "", "\ud83d", "\u2028", "x" * 50_000, "\x00\x07",
+)  # fmt: skip
+
+
+def result(method="eagle-3", k=3, temperature=0.0, **changes):
+    """An entry of a report's results; None removes a key."""
+    entry = {
+        "method": method, "k": k, "temperature": temperature, "rule": "greedy", "tree": None,
+        "is_lossless": True, "speedup": 1.4321, "speedup_interval": [1.2111, 1.6543],
+        "plain_tokens_per_s": 512.0, "tokens_per_s": 733.0, "tau": 2.765,
+        "acceptance_by_position": [0.8, 0.71, None], "predicted_speedup": 1.5678,
+        "identical_to_plain": True, "identical_rows": 16, "rows": 16, "differences": [],
+    }  # fmt: skip
+    entry |= changes
+    return {key: value for key, value in entry.items() if key not in changes or value is not None}
+
+
+def plain(temperature=0.0, **changes):
+    return result(
+        "plain", 0, temperature, speedup=1.0, tau=1.0, acceptance_by_position=None,
+        speedup_interval=None, predicted_speedup=None, identical_to_plain=True, **changes,
+    )  # fmt: skip
+
+
+def answer(question="q1", cell="eagle-3 K=3 T=0", pieces=("def", " f", "(", "x"), **changes):
+    """A line of answers.jsonl: the first token, then a round that accepts one draft of two."""
+    n = len(pieces)
+    turn = {
+        "prompt": "Write f.", "prompt_tokens": 3, "tokens": list(range(n)), "pieces": list(pieces),
+        "kinds": ["first", *(("accepted", "corrected")[i % 2] for i in range(n - 1))],
+        "offered": [-1, *((2, -1)[i % 2] for i in range(n - 1))],
+        "rejected": [None, *((None, " bad")[i % 2] for i in range(n - 1))],
+        "decode_s": [0.012, 0.011, 0.010], "finish": "length", "probs": [0.5] * n,
+        "alternatives": [[[pieces[i], 0.5], ["other", 0.25]] for i in range(n)],
+    }  # fmt: skip
+    line = {
+        "cell": cell, "method": "eagle-3", "k": 3, "tree": None, "temperature": 0.0, "batch": 1,
+        "question": question, "category": "writing", "turns": [turn | changes.pop("turn", {})],
+    }  # fmt: skip
+    return line | changes
+
+
+class Page(HTMLParser):
+    """What a browser would see: elements, their attributes, and texts outside of scripts."""
+
+    VOID = {"meta", "img", "br", "input", "hr", "link"}
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self.scripts, self.texts, self._open, self._row = [], [], [], [], None
+        self.rows = []
+        self.feed(text)
+        self.close()
+        assert not self._open, self._open
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self._open.append(tag)
+        if tag == "script":
+            self.scripts.append("")
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_startendtag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag, tag
+
+    def handle_data(self, data):
+        if self._open[-1:] == ["script"]:
+            self.scripts[-1] += data
+            return
+        self.texts.append(data)
+        if {"td", "th"} & set(self._open) and "title" not in self._open:
+            self.rows[-1][-1] += data
+
+    @property
+    def sections(self):
+        return [a["id"] for tag, a in self.elements if tag == "section"]
+
+    def row(self, *begin):
+        """The cells of the first row that begins so."""
+        rows = [[cell.strip() for cell in row] for row in self.rows]
+        return next(row for row in rows if tuple(row[: len(begin)]) == begin)
+
+
+DATA = {  # what each section needs beside a plain report of one cell
+    "headline": {}, "methods": {}, "acceptance": {}, "predicted": {},
+    "over-k": {"results": [plain(), result(k=3), result(k=5)]},
+    "categories": {"results": [result(categories={"qa": {"tau": 2.0, "speedup": 0.9}})]},
+    "batches": {"results": [result(batch=1), result(batch=4, speedup=0.9)]},
+}  # fmt: skip
+
+
+def page_of(results=(), answers=(), **report):
+    return Page(render({"results": results, **report}, answers))
+
+
+def test_a_section_appears_if_its_data_does():
+    usual = {"headline", "methods", "acceptance", "predicted", "conditions"}
+    assert set(page_of([plain(), result()]).sections) == usual
+    for name, report in DATA.items():
+        shown = report.get("results") or [plain(), result()]
+        assert name in page_of(shown).sections
+    assert "tokens" in page_of([result()], [answer()]).sections
+    without = {
+        "acceptance": {"acceptance_by_position": None}, "predicted": {"predicted_speedup": None},
+    }  # fmt: skip
+    for name, changes in without.items():
+        assert set(page_of([result(**changes)]).sections) == usual - {name}
+    assert page_of().sections == ["conditions"]
+    assert set(page_of([plain()]).sections) == {"methods", "conditions"}
+
+
+def test_links_within_the_page_lead_somewhere():
+    found = page_of(DATA["over-k"]["results"], [answer()])
+    ids = {a.get("id") for _, a in found.elements}
+    links = [a["href"] for tag, a in found.elements if tag == "a"]
+    assert links and all(link[0] == "#" and link[1:] in ids for link in links)
+
+
+def test_figures_are_the_reports():
+    found = page_of([plain(), result(), result("mtp", 5, tree="2x2", tau=3.333, speedup=0.5)])
+    row = found.row("eagle-3", "K=3", "0", "greedy", "2.77")
+    assert row[6:9] == ["733", "1.43×", "1.21 to 1.65"] and row[9:] == ["1.57×", "yes"]
+    assert found.row("mtp", "tree 2x2", "0", "greedy", "3.33")[7] == "0.50×"
+    texts = "".join(found.texts)
+    assert "1.43×" in texts and "eagle-3, K=3" in texts and "of 32 outputs" in texts
+    assert found.row("eagle-3, K=3", "0")[2:] == ["1.43×", "1.57×", "0.91"]
+
+
+def test_figures_that_are_not_finite_are_dashes():
+    nan = float("nan")
+    found = page_of([result(speedup=nan, tau=nan, speedup_interval=[nan, nan])], config={"x": nan})
+    row = found.row("eagle-3", "K=3")
+    assert row[4] == "–" and row[7:9] == ["–", ""]
+    assert "headline" not in found.sections
+
+
+def test_the_best_method_is_a_lossless_one():
+    results = [plain(), result(), result("lossy", speedup=9.0, is_lossless=False)]
+    found = page_of(results)
+    assert "eagle-3, K=3" in "".join(found.texts[: found.texts.index("Every method")])
+
+
+def test_categories_and_batches_show_each_figure():
+    categories = {
+        "qa": {"tau": 2.104, "speedup": 0.912, "speedup_interval": [0.8, 1.1], "questions": 80},
+        "math": {"tau": 3.5, "speedup": 2.0},
+    }  # fmt: skip
+    found = page_of([plain(), result(categories=categories)])
+    assert found.row("qa 80") == ["qa 80", "0.91×2.10"] and found.row("math")[1] == "2.00×3.50"
+    assert found.row("all")[1] == "1.43×2.77"  # 2.765 as Python rounds it
+    speeds = {1: 1.5, 4: 1.2, 16: 0.8, 64: 0.4}
+    found = page_of([result(batch=b, speedup=s) for b, s in speeds.items()])
+    assert "stops paying between 4 and 16 rows" in "".join(found.texts)
+
+
+def test_output_that_differs_is_said():
+    same = result(identical_to_plain=False, identical_rows=15)
+    assert page_of([same]).row("eagle-3")[-1] == "15 of 16 rows"
+    tie = same | {"differences": [{"is_near_tie": True}]}
+    assert page_of([tie]).row("eagle-3")[-1] == "15 of 16 rows, near ties"
+    assert page_of([result(identical_to_plain=None)]).row("eagle-3")[-1] == "same distribution"
+    assert page_of([result(is_lossless=False)]).row("eagle-3")[-1] == "lossy rule"
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_no_text_becomes_markup(text, tmp_path):
+    usual = page_of([plain(), result()], [answer()], notes=["n"], command="c", conclusions=["s"])
+    line = answer(
+        question=text, category=text, cell=text, pieces=(text, "b", text, text),
+        turn={"prompt": text, "finish": text, "rejected": [None, None, text, None]},
+    )  # fmt: skip
+    results = [plain(), result(text, rule=text, tree=None)]
+    report = {"results": results, "notes": [text], "command": f"c{text}", "conclusions": [text]}
+    write_page(tmp_path / "report.html", report, [line])
+    found = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    tags = lambda page: [tag for tag, _ in page.elements]
+    assert tags(found) == tags(usual)
+    assert not any(name.startswith("on") for _, a in found.elements for name in a)
+    data = json.loads(found.scripts[0])
+    expected = packing.select([line])
+    assert data == json.loads(json.dumps(expected))
+    assert data["questions"][0]["id"] == text
+
+
+def test_the_page_loads_nothing():
+    report = {"results": [plain(), result()], "config": {"target": "https://x.org/m"}}
+    text = render(report, [answer()])
+    found = Page(text)
+    policy = next(a["content"] for _, a in found.elements if a.get("http-equiv"))
+    assert "default-src 'none'" in policy
+    assert not any(tag in ("link", "iframe", "object", "img") for tag, _ in found.elements)
+    assert not any("src" in a for _, a in found.elements)
+    styles = text[text.index("<style>") : text.index("</style>")]
+    assert "url(" not in styles and "@import" not in styles
+    assert not re.search(r"\bfetch\(|XMLHttpRequest|import\(|innerHTML", text)
+
+
+def test_colours_and_meanings_are_those_of_notebooks():
+    text = render({"results": [result()]}, [answer()])
+    for kind, color in COLORS.items():
+        channels = " ".join(str(int(color[i : i + 2], 16)) for i in (1, 3, 5))
+        assert f"--{kind}: {channels};" in text
+    assert json.loads(Page(text).scripts[1]) == MEANING
+
+
+def test_questions_of_every_category_come_in_turn_within_the_budget():
+    lines = [
+        answer(f"{category}{i}", cell, category=category, pieces=["word", *"abcdefghij"])
+        for category in ("qa", "math", "code") for i in range(10) for cell in ("a", "b")
+    ]  # fmt: skip
+    whole = packing.select(lines)
+    assert len(whole["questions"]) == whole["total"] == 30 and len(whole["units"]) == 60
+    # Both cells decode the same text, and every question has the same prompt.
+    assert len(whole["texts"]) == len(whole["prompts"]) == 1
+    size = lambda found: len(json.dumps(found))
+    few = packing.select(lines, budget=size(whole) // 6)
+    assert size(few) < size(whole) // 4
+    names = [q["id"] for q in few["questions"]]
+    assert names[:4] == ["qa0", "math0", "code0", "qa1"] and len(names) < 15
+    assert size(few) > size(whole) // 8
+    assert {u["question"] for u in few["units"]} == set(range(len(names)))
+    assert len(few["units"]) == 2 * len(names) and few["total"] == 30
+    smallest = packing.select(lines, budget=1)
+    assert len(smallest["units"]) == 1 and smallest["total"] == 30
+
+
+def test_questions_with_probabilities_come_first():
+    bare = {"probs": None, "alternatives": None}
+    lines = [answer(f"q{i}", turn=bare if i != 3 else {}) for i in range(5)]
+    found = packing.select(lines)
+    assert found["questions"][0]["id"] == "q3"
+    assert [("probs" in text) for text in found["texts"]] == [True, False]
+
+
+def test_the_last_line_of_a_unit_and_the_smallest_batch_count():
+    lines = [
+        answer(pieces=("old", "x")), answer(pieces=("wide", "x"), batch=4),
+        answer(pieces=("new", "x")), answer(pieces=("wide", "x"), batch=4),
+    ]  # fmt: skip
+    found = packing.select(lines)
+    assert [text["pieces"][0] for text in found["texts"]] == ["new"] and len(found["units"]) == 1
+    assert found["units"][0]["turns"][0]["ms"] == 11
+
+
+def test_long_answers_are_cut_and_it_is_said():
+    found = packing.select([answer(pieces=["x"] * 2000, turn={"prompt": "p" * 100_000})])
+    turn = found["units"][0]["turns"][0]
+    assert len(turn["kinds"]) == len(turn["offered"]) == packing.MAX_TOKENS
+    assert turn["total"] == 2000
+    assert len(found["texts"][0]["pieces"]) == packing.MAX_TOKENS
+    assert "96,000 characters left out" in found["prompts"][0]["text"]
+    assert packing.select([]) is None and packing.select([answer(turns=[])]) is None
+
+
+def test_pictures_are_part_of_the_page(tmp_path):
+    (tmp_path / "speedup.svg").write_text('<svg xmlns="http://www.w3.org/2000/svg"/>')
+    write_page(tmp_path / "report.html", {"results": []}, (), [tmp_path / "speedup.svg"])
+    found = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    images = [a for tag, a in found.elements if tag == "img"]
+    assert images[0]["src"].startswith("data:image/svg+xml;base64,")
+    assert images[0]["alt"] == "speedup"
