@@ -59,8 +59,8 @@ def run(pair, tmp_path_factory):
 def test_a_run_leaves_its_folder(run):
     folder, _ = run
     assert sorted(path.name for path in folder.iterdir()) == [
-        "acceptance.pdf", "acceptance.png", "config.json", "environment.json", "report.json",
-        "report.html", "report.md", "speedup.pdf", "speedup.png",
+        "acceptance.pdf", "acceptance.png", "config.json", "environment.json", "report.html",
+        "report.json", "report.md", "speedup.pdf", "speedup.png",
     ]  # fmt: skip
     assert (folder / "speedup.png").read_bytes()[1:4] == b"PNG"
     assert (folder / "speedup.pdf").read_bytes()[1:4] == b"PDF"

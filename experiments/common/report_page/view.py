@@ -205,6 +205,11 @@ def _grouped(results: Sequence[Result]) -> dict[tuple[str, bool], list[Result]]:
     return found
 
 
+def _beside(i: int, count: int) -> float:
+    """How far a series is drawn beside its place, of the axis, so that bars do not hide others."""
+    return 0.014 * (i - (count - 1) / 2)
+
+
 def point_of(x: float, r: Result) -> Point:
     """A result's speed-up with its interval, at x."""
     return Point(x, number(r["speedup"]), *bounds(r), title=f"{name(r)}: {speedup_text(r)}")
@@ -220,8 +225,9 @@ def over_k(results: Sequence[Result], looks: Looks) -> list[dict[str, Any]] | No
 
     def draw(of: list[Result], title: str):
         series = []
-        for i, ((method, is_tree), rows) in enumerate(_grouped(of).items()):
-            beside = (i - 2) * 0.015 * (ks[-1] - ks[0])
+        grouped = _grouped(of)
+        for i, ((method, is_tree), rows) in enumerate(grouped.items()):
+            beside = _beside(i, len(grouped)) * (ks[-1] - ks[0])
             look = looks[method]
             predicted = [
                 Point(r["k"], number(r.get("predicted_speedup")), math.nan, math.nan, "")
@@ -289,14 +295,15 @@ def acceptance(results: Sequence[Result], looks: Looks) -> list[dict[str, Any]] 
 
     def draw(of: list[Result], title: str):
         series = []
-        for (method, is_tree), rows in _grouped(of).items():
-            last = rows[-1]
+        grouped = _grouped(of)
+        for i, ((method, is_tree), rows) in enumerate(grouped.items()):
+            last, beside = rows[-1], _beside(i, len(grouped)) * (width - 1)
             rates = [number(rate) for rate in last["acceptance_by_position"]]
             reached = last.get("reached_at") or [0] * len(rates)
             points = [
-                Point(i, rate, low, high, f"{name(last)}, position {i}: {text(rate)} of {count:,}")
-                for i, (rate, count, (low, high)) in enumerate(
-                    zip(rates, reached, wilson(rates, reached)), 1
+                Point(at + beside, rate, low, high, f"{name(last)}: {text(rate)} of {count:,}")
+                for at, rate, count, (low, high) in zip(
+                    range(1, 1 + len(rates)), rates, reached, wilson(rates, reached)
                 )
             ]
             series.append(Series(looks[method], points, is_hollow=is_tree))
