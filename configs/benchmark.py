@@ -125,6 +125,10 @@ def get_config() -> ConfigDict:
         "python": "",  # the interpreter with torch and transformers; "": this one
         "repeats": 3,
     })
+    config.profile = ConfigDict({
+        "head": "zoo/eagle3",  # a head, profiled beside the draft of "zoo"
+        "k": 3,  # drafted tokens a round
+    })
     # For the part "own", with the models and prompts of "zoo":
     config.drafter = ""  # a drafter of your own: module:make, see docs/write_a_drafter.md
     config.rule = ""  # module:NAME of a rule, see docs/write_a_rule.md, or a name

@@ -3,6 +3,7 @@
     python -m experiments.benchmark
     python -m experiments.benchmark --parts=llama110m,zoo --workdir=runs/benchmark/mine
     python -m experiments.benchmark --parts=own --config.drafter=docs.examples.my_drafter:make
+    python -m experiments.benchmark --profile
 
 The parts:
   llama110m     a 110M Llama shape with random weights and synthetic acceptance
@@ -16,7 +17,8 @@ The parts:
   transformers  the zoo's pair under assisted generation, where torch and transformers are
 
 The run's folder gets config.json, environment.json, and after every part report.json and
-report.md.
+report.md. With --profile, rounds of the zoo's drafts are traced into profile/, and the report says
+where their time goes; without --parts nothing else is measured then.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from configs import benchmark as default
-from experiments.benchmarks import own
+from experiments.benchmarks import own, profile
 from experiments.benchmarks.registry import PARTS
-from experiments.common import cli, plots, report
+from experiments.common import cli, plots, profiling, report
 from experiments.common.tables import table
 from experiments.common.timing import HEADER, Line
 from spec_jax.errors import ConfigError
@@ -41,23 +43,28 @@ from spec_jax.errors import ConfigError
 
 def run(
     config: ConfigDict, workdir: str | pathlib.Path | None = None,
-    parts: Sequence[str] | None = None,
+    parts: Sequence[str] | None = None, *, has_profile: bool = False,
 ) -> dict:  # fmt: skip
     """Runs parts and returns the record that report.json holds.
 
     Args:
       config: See ``configs/benchmark.py``.
       workdir: The run's folder; by default runs/benchmark/TIME.
-      parts: Names of ``PARTS``; by default all, "own" only if there is anything of the user's.
+      parts: Names of ``PARTS``; by default all, "own" only if there is anything of the user's, and
+        none with ``has_profile``.
+      has_profile: Whether to trace rounds of the zoo's drafts too.
 
     Raises:
       SpecJaxError: A config or a model that cannot be used.
     """
     config = config.copy_and_resolve_references()
+    if has_profile:
+        profiling.check()
     if parts is None:
-        parts = [name for name in PARTS if name != "own" or own.is_asked(config)]
+        usual = [name for name in PARTS if name != "own" or own.is_asked(config)]
+        parts = [] if has_profile else usual
     unknown = sorted(set(parts) - set(PARTS))
-    if unknown or not parts:
+    if unknown or not (parts or has_profile):
         raise ConfigError(f"parts are {', '.join(parts)!r}; expected some of {', '.join(PARTS)}")
     cli.check_keys(config, default.get_config())
     if "own" in parts and not own.is_asked(config):
@@ -65,7 +72,7 @@ def run(
             "part own has nothing to measure; expected --config.drafter=module:make or "
             "--config.rule=module:NAME"
         )
-    for part in PARTS.values():
+    for part in (*PARTS.values(), profile):
         part.check(config)
     folder = cli.open_workdir("benchmark", workdir)
     begin = time.monotonic()
@@ -82,9 +89,14 @@ def run(
         if name == "heads":
             plots.plot_tree_sizes(folder / "tree.png", result.record)
         write(folder, record, lines)
+    if has_profile:
+        record["profile"] = profile.measure(config, folder / "profile")
     record["is_complete"] = True
     write(folder, record, lines)
-    print(table(HEADER, [line.cells() for line in lines]))
+    if lines:
+        print(table(HEADER, [line.cells() for line in lines]))
+    for section in profiling.sections(record.get("profile", {})):
+        print(f"\n{section.text()}")
     print("".join(f"\nnote: {note}" for note in _notes(record)))
     print(f"\n{folder / 'report.md'} written after {time.monotonic() - begin:.0f} s")
     return record
@@ -104,6 +116,7 @@ def write(folder: pathlib.Path, record: dict, lines: Sequence[Line]) -> None:
         "Medians of interleaved repeats, with their quartiles; ratios are taken repeat by "
         "repeat. Greedy, float32, batch 1, without prefill, unless a line says otherwise.",
         table(HEADER, [line.cells() for line in lines], is_markdown=True),
+        *profiling.document(record.get("profile", {})),
         *filter(None, ["\n".join(f"- {note}" for note in _notes(record))]),
     )  # fmt: skip
     report.finish(folder, record, text)
@@ -111,7 +124,7 @@ def write(folder: pathlib.Path, record: dict, lines: Sequence[Line]) -> None:
 
 def main() -> None:
     cli.enable_compilation_cache()
-    run(_CONFIG.value, _WORKDIR.value, _PARTS.value)
+    run(_CONFIG.value, _WORKDIR.value, _PARTS.value, has_profile=_PROFILE.value)
 
 
 if __name__ == "__main__":
@@ -121,4 +134,5 @@ if __name__ == "__main__":
     _PARTS = flags.DEFINE_list(
         "parts", None, f"Parts to run, of {', '.join(PARTS)}; by default all, own if it is given."
     )
+    _PROFILE = profiling.define_flag()
     cli.run(main)

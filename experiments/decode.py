@@ -3,11 +3,14 @@
     python -m experiments.decode
     python -m experiments.decode --config.target=PATH --config.draft=PATH --config.ks=2,4,8
     python -m experiments.decode --config.head=PATH --config.trees=3x2x1,59:6:10
+    python -m experiments.decode --profile
 
 Shows one prompt live, then every method and K takes turns with plain decoding, prompt by prompt. A
 run leaves a folder (--workdir) with config.json, environment.json, report.json (saved meanwhile,
 too), report.md, report.html, and the plots speedup and acceptance as PNG and PDF. Compiled programs
-are stored in spec_jax/ under $XDG_CACHE_HOME or ~/.cache, so that a second run starts fast.
+are stored in spec_jax/ under $XDG_CACHE_HOME or ~/.cache, so that a second run starts fast. With
+--profile rounds of every row of the table are traced into profile/ of the folder, and the report
+says where their time goes.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import time
 from ml_collections import ConfigDict
 
 from configs import decode_default
-from experiments.common import cli, decode_report, plots, report
+from experiments.common import cli, decode_report, plots, profiling, report
 from experiments.common.decode_measure import measure
 from experiments.common.decode_setup import Setup
 from experiments.common.grid import Bench, Cell
@@ -40,17 +43,22 @@ def show_live(bench: Bench, cell: Cell, prompt: Prompt) -> None:
     )
 
 
-def decode(config: ConfigDict, workdir: str | None = None) -> dict:
+def decode(
+    config: ConfigDict, workdir: str | None = None, *, has_profile: bool = False
+) -> dict:
     """Runs the experiment and returns its report.
 
     Args:
       config: See ``configs/decode_default.py``.
       workdir: The run's folder; by default runs/decode/TIME.
+      has_profile: Whether to trace rounds of every cell too.
 
     Raises:
       SpecJaxError: A config, a model or a prompt that cannot be used.
     """
     begin = time.monotonic()
+    if has_profile:
+        profiling.check()
     setup = Setup.of(config)
     bench, cells = setup.bench, setup.cells
     folder = cli.open_workdir("decode", workdir)
@@ -64,6 +72,8 @@ def decode(config: ConfigDict, workdir: str | None = None) -> dict:
 
     costs = measure(rep, bench, cells, setup.config.repeats, folder)
     rep["notes"] = decode_report.notes(rep)
+    if has_profile:
+        rep["profile"] = profiling.profile_cells(bench, cells, folder / "profile")
     rep["conclusions"] = decode_report.conclusions(rep["results"])
     plots.plot_speedup(folder / "speedup.png", rep["results"], costs)
     plots.plot_acceptance(folder / "acceptance.png", rep["results"])
@@ -76,11 +86,12 @@ def decode(config: ConfigDict, workdir: str | None = None) -> dict:
 
 def main() -> None:
     cli.enable_compilation_cache()
-    decode(_CONFIG.value, _WORKDIR.value)
+    decode(_CONFIG.value, _WORKDIR.value, has_profile=_PROFILE.value)
 
 
 if __name__ == "__main__":
     _CONFIG, _WORKDIR = cli.define_flags(
         decode_default, "Folder of this run, a new one; by default runs/decode/TIME."
     )
+    _PROFILE = profiling.define_flag()
     cli.run(main)

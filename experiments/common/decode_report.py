@@ -7,7 +7,7 @@ import pathlib
 import textwrap
 from collections.abc import Sequence
 
-from experiments.common import own
+from experiments.common import own, profiling
 from experiments.common.decode_measure import is_told_apart
 from experiments.common.decode_setup import SOURCES, Setup
 from experiments.common.prompts import PromptEncoder
@@ -261,6 +261,7 @@ def markdown(report: dict, plots: Sequence[str]) -> str:
         *(["", "Notes:", ""] if report["notes"] else []),
         *(f"- {line}" for line in report["notes"]),
         *(line for name in plots for line in ("", f"![{name}]({name})")),
+        *(line for block in profiling.document(report.get("profile", {})) for line in ("", block)),
         "", "## Conditions", "",
         *(f"- {role}: {describe_model(model)}" for role, model in models.items()),
         *(f"- {line}" for line in own.lines(report["own"])),
@@ -293,6 +294,8 @@ def print_results(report: dict, folder: pathlib.Path) -> None:
     print(f"\n{results_table(report['results'])}\n")
     for name, meaning in legend(report):
         print(fill(f"  {name:11}{meaning}", subsequent_indent=" " * 13))
+    for section in profiling.sections(report.get("profile", {})):
+        print(f"\n{section.text()}")
     for lines in ([f"note: {note}" for note in report["notes"]], report["conclusions"]):
         print("\n" + "\n".join(fill(line, subsequent_indent="  ") for line in lines))
     print(f"\n{folder / 'report.md'}: the whole report, after {report['elapsed_s']:.0f} s")

@@ -159,12 +159,13 @@ def score(
       proposal: what was drafted.
       rule: a greedy one needs no more than the argmax.
     """
-    paths = proposal.paths
-    processed = process(
-        logits, sampler, counts, proposal.tokens, None if paths is None else paths[:, :, 1:],
-        is_argmax=rule.is_greedy,
-    )
-    return TargetScores(logits=logits, processed=processed)
+    with jax.named_scope("verify"):
+        paths = proposal.paths
+        processed = process(
+            logits, sampler, counts, proposal.tokens, None if paths is None else paths[:, :, 1:],
+            is_argmax=rule.is_greedy,
+        )
+        return TargetScores(logits=logits, processed=processed)
 
 
 def accept(
@@ -216,8 +217,8 @@ def commit(
       verdict: the rule's.
       system: target, drafter, rule and K.
     """
-    state, n_emit = emit(state, proposal, scores, verdict, system)
     with jax.named_scope("commit"):
+        state, n_emit = emit(state, proposal, scores, verdict, system)
         features, path = scores.features, verdict.path
         if features is not None and path is not None:
             features = jnp.take_along_axis(features, path[:, :, None], axis=1)

@@ -196,8 +196,9 @@ def pre_norm_layer(attention: Callable[..., Any], mlp: Callable[..., Any]) -> Ca
     """
 
     def decoder_layer(layer, x_BTD, cache, index, window, config):
-        h = rms_norm(x_BTD, layer["attention_norm"], config.rms_norm_eps)
-        h, cache = attention(layer, h, cache, index, window, config)
+        with jax.named_scope("attention"):
+            h = rms_norm(x_BTD, layer["attention_norm"], config.rms_norm_eps)
+            h, cache = attention(layer, h, cache, index, window, config)
         return mlp(layer, x_BTD + h, config), cache
 
     return decoder_layer

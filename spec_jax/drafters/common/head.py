@@ -104,6 +104,10 @@ def head_drafter(head: Head, tree: Tree | DynamicTree | None = None) -> Drafter:
             x, cache = head.feed(params, state, tokens, cache, window_offset, window_mask)
             return x.astype(state.dtype), cache
 
+    def unembed(params, x):
+        with jax.named_scope("unembed"):
+            return head.unembed(params, x)
+
     def init(params, batch, slots):
         cache = head.init_cache(params, batch, slots)
         dtype = jax.tree.leaves(cache)[0].dtype  # of the head's weights
@@ -128,16 +132,16 @@ def head_drafter(head: Head, tree: Tree | DynamicTree | None = None) -> Drafter:
             x, cache = carry
             g = head.recycle(params, x)[:, None]
             x, cache = feed(params, g, token[:, None], cache, node - 2)
-            return head.unembed(params, x[:, 0]), (x[:, 0], cache)
+            return unembed(params, x[:, 0]), (x[:, 0], cache)
 
         def advance_tree(carry, tokens, parent, seen):
             x, cache = carry
             g = head.recycle(params, jnp.take_along_axis(x, parent[:, :, None], axis=1))
             W, X = seen.shape[1:]
             x, cache = feed(params, g, tokens, cache, X - W, seen)
-            return head.unembed(params, x), (x, cache)
+            return unembed(params, x), (x, cache)
 
-        logits = head.unembed(params, state.last)
+        logits = unembed(params, state.last)
         if tree is None or num_draft == 0:
             carry = (state.last, state.cache)
             proposal, (_, cache) = draft_chain(logits, carry, advance, context, num_draft)

@@ -125,7 +125,9 @@ def sequential_drafter(modules: Modules) -> Drafter:
                 read = modules.recycle(params, index - 1, read)
                 own, cache = feed(params, index, read, drafted.out["tokens"][:, :index], cache)
                 x = own[:, -1]
-            _, drafted = drafted.add(modules.unembed(params, index, x), context, index + 1)
+            with jax.named_scope("unembed"):
+                logits = modules.unembed(params, index, x)
+            _, drafted = drafted.add(logits, context, index + 1)
         return drafted.proposal(), state.replace(cache=cache)
 
     return Drafter(

@@ -1,0 +1,239 @@
+"""The stages of a round in a profiler's trace, and the time that each of them takes.
+
+The trace names operations of the compiled program. The program's text says of each of them which
+``jax.named_scope`` it was traced in, and the scopes of ``spec_jax/decoding/round.py`` and of the
+models are the stages.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pathlib
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+STAGES = ("draft", "verify", "accept", "commit")
+PARTS = ("draft_pass", "attention", "ssm", "mlp", "experts", "unembed")
+LOOP = ("loop", "")  # what belongs to no stage: the loop's own condition and counters
+_CONTAINERS = {"while", "conditional", "call"}  # the operations inside of them are events too
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (?:\(.*?\)|\S+) ([\w\-]+)\(")
+_SCOPE = re.compile(r'op_name="([^"]*)"')
+
+Stage = tuple[str, str]  # one of STAGES, and one of PARTS or "" for its other operations
+
+
+class Span(NamedTuple):
+    """One run of an operation.
+
+    Attributes:
+      name: The instruction of the compiled program.
+      begin_ns: When it began.
+      end_ns: When its result was ready.
+    """
+
+    name: str
+    begin_ns: float
+    end_ns: float
+
+
+class StageTime(NamedTuple):
+    """What one stage took.
+
+    Attributes:
+      stage: One of ``STAGES``, or "loop".
+      part: One of ``PARTS``; "" for the stage's other operations.
+      time_ns: The time by the clock, the gap before each operation included.
+      busy_ns: The part of it in which an operation of the stage ran.
+      operations: The number of operations that ran.
+    """
+
+    stage: str
+    part: str
+    time_ns: float
+    busy_ns: float
+    operations: int
+
+
+def stage_of(scope: str) -> Stage:
+    """Returns the stage of a scope such as "jit(generate)/while/body/verify/mlp/mul"."""
+    names = scope.split("/")
+    at = next((i for i, name in enumerate(names) if name in STAGES), None)
+    if at is None:
+        return LOOP
+    return names[at], next((name for name in names[at + 1 :] if name in PARTS), "")
+
+
+def read_program(text: str) -> dict[str, Stage]:
+    """Returns the stage of every instruction of a compiled program but of loops and calls.
+
+    An instruction that the compiler has added has no scope, and counts to the stage of the next
+    one of its computation in the schedule, or else of the one before.
+
+    Args:
+      text: Of the program, as ``Compiled.as_text()`` returns it.
+    """
+    stages: dict[str, Stage] = {}
+    waiting: list[str] = []
+    last: Stage | None = None
+    for line in text.splitlines():
+        if not line.startswith(" "):  # a computation begins or ends
+            stages |= dict.fromkeys(waiting, last or LOOP)
+            waiting, last = [], None
+        elif found := _INSTRUCTION.match(line):
+            name, opcode = found.groups()
+            scope = _SCOPE.search(line)
+            if opcode in _CONTAINERS:
+                continue
+            if scope is None or "/" not in scope[1]:
+                waiting.append(name)
+                continue
+            last = stages[name] = stage_of(scope[1])
+            stages |= dict.fromkeys(waiting, last)
+            waiting = []
+    return stages
+
+
+def read_spans(path: str | pathlib.Path, names: Iterable[str]) -> list[Span]:
+    """Returns the runs of a program's operations in a trace, in the order in which they began.
+
+    Where devices have lines of their own in the trace, those of the busiest device are read.
+
+    Args:
+      path: The ``.xplane.pb`` file of the trace.
+      names: The instructions of the program.
+    """
+    names = frozenset(names)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of jaxlib's own types
+        planes = [*jax.profiler.ProfileData.from_file(str(path)).planes]
+        devices = [plane for plane in planes if plane.name.startswith("/device:")]
+        spans = max((_spans([plane], names) for plane in devices), key=len, default=[])
+        return spans or _spans(planes, names)
+
+
+def _spans(planes: Iterable[Any], names: frozenset[str]) -> list[Span]:
+    begun, ends = [], {}
+    for event in (event for plane in planes for line in plane.lines for event in line.events):
+        stats = dict(event.stats)
+        if event.name.startswith("end: "):  # a CPU says apart when a result is ready
+            ends[stats.get("_c")] = event.start_ns
+            continue
+        name = stats.get("hlo_op", event.name.split(" = ")[0].lstrip("%"))
+        if name in names:
+            begun.append((event.start_ns, event.start_ns + event.duration_ns, name, stats))
+    begun.sort(key=lambda event: event[:2])
+    return [
+        Span(name, begin, max(begin, ends.get(stats.get("_p"), end)))
+        for begin, end, name, stats in begun
+    ]
+
+
+class Moment(NamedTuple):
+    """A stretch of time in which nothing begins and nothing ends.
+
+    Attributes:
+      begin_ns: When it begins.
+      end_ns: When it ends.
+      running: How many operations of each stage run; none where all wait.
+      next: The stage of the operation that begins or ends next.
+    """
+
+    begin_ns: float
+    end_ns: float
+    running: Mapping[Stage, int]
+    next: Stage
+
+
+def moments(spans: Sequence[Span], stages: Mapping[str, Stage]) -> Iterator[Moment]:
+    """Yields the moments from the first operation's begin to the last one's end."""
+    marks = [(span.begin_ns, 1, stages[span.name]) for span in spans]
+    marks += [(span.end_ns, -1, stages[span.name]) for span in spans]
+    marks.sort(key=lambda mark: (mark[0], -mark[1]))
+    running: Counter[Stage] = Counter()
+    for before, mark in zip(marks, marks[1:]):
+        running[before[2]] += before[1]
+        if mark[0] > before[0]:
+            yield Moment(before[0], mark[0], +running, mark[2])
+
+
+def add_up(spans: Sequence[Span], stages: Mapping[str, Stage]) -> list[StageTime]:
+    """Adds up by stage the time from the first operation's begin to the last one's end.
+
+    Every moment counts once. Where operations of several stages run at once, each stage gets its
+    share; where none runs, the moment counts to the stage of the next one, which it prepares.
+
+    Args:
+      spans: The runs of operations.
+      stages: The stage of each operation.
+
+    Returns:
+      One entry for each stage that ran, in the order of ``STAGES`` and ``PARTS``.
+    """
+    count = Counter(stages[span.name] for span in spans)
+    time_ns, busy_ns = Counter(), Counter()
+    for begin, end, running, following in moments(spans, stages):
+        total = sum(running.values())
+        for stage, number in running.items():
+            busy_ns[stage] += (end - begin) * number / total
+        if not running:
+            time_ns[following] += end - begin
+    order = lambda stage: ((*STAGES, "loop").index(stage[0]), (*PARTS, "").index(stage[1]))
+    return [
+        StageTime(*stage, time_ns[stage] + busy_ns[stage], busy_ns[stage], count[stage])
+        for stage in sorted(count, key=order)
+    ]
+
+
+def name_of(stage: Stage) -> str:
+    """Returns a stage's name for a table: "verify: attention"."""
+    of, part = stage
+    if of in ("accept", "loop") and not part:
+        return of
+    return f"{of}: {part.replace('_', ' ') or 'other'}"
+
+
+def write_trace(
+    path: str | pathlib.Path, spans: Sequence[Span], stages: Mapping[str, Stage]
+) -> None:
+    """Writes a trace that Perfetto opens, with one line of stages, one of parts, and operations.
+
+    Args:
+      path: The file, a ``.json.gz``.
+      spans: The runs of operations.
+      stages: The stage of each operation.
+    """
+    lines = {1: "stage", 2: "part", 3: "operations"}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 1, "tid": line, "name": "thread_name", "args": {"name": name}}
+        for line, name in lines.items()
+    ]
+    shown: dict[int, dict[str, Any]] = {}
+    for begin, end, running, following in moments(spans, stages):
+        stage = max(running, key=running.get, default=following)
+        for line, name in ((1, stage[0]), (2, name_of(stage))):
+            last = shown.get(line)
+            if last is not None and last["name"] == name:
+                last["dur"] = end / 1e3 - last["ts"]
+                continue
+            shown[line] = _event(line, name, begin, end)
+            events.append(shown[line])
+    free_ns: list[float] = []  # when each line of operations is free again
+    for span in spans:
+        line = next((i for i, at in enumerate(free_ns) if at <= span.begin_ns), len(free_ns))
+        free_ns[line : line + 1] = [span.end_ns]
+        event = _event(3 + line, span.name, span.begin_ns, span.end_ns)
+        events.append(event | {"args": {"stage": name_of(stages[span.name])}})
+    with gzip.open(path, "wt") as file:
+        json.dump({"traceEvents": events}, file)
+
+
+def _event(line: int, name: str, begin_ns: float, end_ns: float) -> dict[str, Any]:
+    """Returns an event of the Trace Event Format, whose unit is the microsecond."""
+    times = {"ts": begin_ns / 1e3, "dur": (end_ns - begin_ns) / 1e3}
+    return {"ph": "X", "pid": 1, "tid": line, "name": name} | times

@@ -1,0 +1,210 @@
+"""A round's stages in a recorded trace: names from the program's text, every moment once."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+from jax.profiler import ProfileData
+
+from experiments.benchmarks.shapes import random_model
+from experiments.common import profiling, stages
+from experiments.common.grid import Bench, Cell
+from experiments.common.stages import Span, stage_of
+from spec_jax import processes
+from spec_jax.config import SamplerConfig
+from spec_jax.errors import ConfigError
+
+# As XLA prints it: a fusion with a computation of its own, a loop, and a copy without metadata.
+PROGRAM = """HloModule jit_generate, is_scheduled=true
+
+%fused_computation (param_0: f32[4]) -> f32[4] {
+  %param_0 = f32[4]{0} parameter(0)
+  ROOT %multiply.1 = f32[4]{0} multiply(%param_0, %param_0), metadata={op_name="jit(f)/while/body/draft/draft_pass/mlp/mul" stack_frame_id=3}
+}
+
+%body (arg: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %arg = (s32[], /*index=1*/f32[4]{0}) parameter(0)
+  %fusion.1 = f32[4]{0} fusion(%arg), kind=kLoop, calls=%fused_computation, metadata={op_name="jit(f)/while/body/draft/draft_pass/mlp/mul"}
+  %copy.2 = f32[4]{0} copy(%fusion.1)
+  %dot.3 = (f32[4]{0}, s8[0]{0}) custom-call(%copy.2), metadata={op_name="jit(f)/while/body/verify/attention/dot_general"}
+  %while.9 = (s32[], f32[4]{0}) while(%arg), condition=%c, body=%b, metadata={op_name="jit(f)/while/body/verify/while"}
+  %reduce.7 = f32[] reduce(%dot.3), metadata={op_name="reduce_sum"}
+  ROOT %tuple.4 = (s32[], f32[4]{0}) tuple(%arg), metadata={op_name="jit(f)/while/body/verify/jit(take)/add"}
+}
+
+ENTRY %main (p: s32[]) -> s32[] {
+  %add.5 = s32[] add(%p, %p), metadata={op_name="jit(f)/while/cond/lt"}
+  ROOT %copy.6 = s32[] copy(%add.5)
+}
+"""  # noqa: E501
+
+
+def test_a_scope_names_its_stage_and_the_outermost_part():
+    cases = {
+        "jit(generate)/while/body/verify/attention/cond/branch_1_fun/mlp/mul":
+            ("verify", "attention"),
+        "jit(generate)/while/body/draft/while/body/eval_jaxpr/draft_pass/attention/add":
+            ("draft", "draft_pass"),
+        "jit(generate)/while/body/commit/draft_pass/mlp/mul": ("commit", "draft_pass"),
+        "jit(generate)/while/body/accept/vmap()/iota": ("accept", ""),
+        "jit(generate)/while/body/verify/jit(take_along_axis)/draft": ("verify", ""),
+        "jit(generate)/while/body/add": ("loop", ""), "reduce_sum": ("loop", ""),
+    }  # fmt: skip
+    assert {scope: stage_of(scope) for scope in cases} == cases
+    names = [stages.name_of(stage) for stage in cases.values()]
+    assert names[:4] == ["verify: attention", "draft: draft pass", "commit: draft pass", "accept"]
+
+
+def test_a_program_names_the_stage_of_every_operation_but_of_loops():
+    found = stages.read_program(PROGRAM)
+    drafted, attended, other = ("draft", "draft_pass"), ("verify", "attention"), ("verify", "")
+    assert found == {
+        "param_0": drafted, "multiply.1": drafted, "arg": drafted, "fusion.1": drafted,
+        "copy.2": attended,  # it prepares the next operation
+        "dot.3": attended, "reduce.7": other, "tuple.4": other,
+        "add.5": ("loop", ""), "copy.6": ("loop", ""),
+    }  # fmt: skip
+
+
+def _brute_force(spans, kinds):
+    """Goes through the time nanosecond by nanosecond."""
+    total, busy = {}, {}
+    for t in range(int(min(s.begin_ns for s in spans)), int(max(s.end_ns for s in spans))):
+        running = [kinds[s.name] for s in spans if s.begin_ns <= t < s.end_ns]
+        if running:
+            for stage in running:
+                busy[stage] = busy.get(stage, 0) + 1 / len(running)
+                total[stage] = total.get(stage, 0) + 1 / len(running)
+        else:
+            following = min((s for s in spans if s.begin_ns > t), key=lambda s: s.begin_ns)
+            stage = kinds[following.name]
+            total[stage] = total.get(stage, 0) + 1
+    return total, busy
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_moment_counts_once(seed):
+    draw = np.random.default_rng(seed)
+    kinds = dict(zip("abcd", [("verify", "mlp"), ("draft", ""), ("accept", ""), ("loop", "")]))
+    begins = np.sort(draw.choice(400, 24, replace=False))
+    spans = [
+        Span(str(draw.choice(list(kinds))), float(t), float(t + draw.integers(1, 25)))
+        for t in begins
+    ]
+    found = stages.add_up(spans, kinds)
+    total, busy = _brute_force(spans, kinds)
+    end = max(span.end_ns for span in spans)
+    assert sum(stage.time_ns for stage in found) == pytest.approx(end - spans[0].begin_ns)
+    assert {s[:2]: s.time_ns for s in found} == pytest.approx(total)
+    assert {s[:2]: s.busy_ns for s in found} == pytest.approx(busy)
+    assert sum(stage.operations for stage in found) == len(spans)
+    order = [stage.stage for stage in found]
+    assert order == sorted(order, key=["draft", "verify", "accept", "loop"].index)
+    assert stages.add_up([], kinds) == []
+
+
+def _trace(path, planes):
+    """Writes a trace; ``planes`` hold (line, name, begin ns, duration ns, stats) by name."""
+    names = ("hlo_op", "_p", "_c")
+    text = ""
+    for plane, events in planes.items():
+        metadata = {name: i + 1 for i, name in enumerate(dict.fromkeys(e[1] for e in events))}
+        text += f'planes {{ name: "{plane}"\n'
+        for name, i in metadata.items():
+            text += f'event_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }}\n'
+        for i, name in enumerate(names):
+            text += f'stat_metadata {{ key: {i + 1} value {{ id: {i + 1} name: "{name}" }} }}\n'
+        for line, name, begin, duration, given in events:
+            stats = "".join(
+                f"stats {{ metadata_id: {names.index(key) + 1} "
+                + (f'str_value: "{x}"' if isinstance(x, str) else f"int64_value: {x}") + " }"
+                for key, x in given.items()
+            )
+            text += (
+                f'lines {{ id: {line} name: "{line}" events {{ metadata_id: {metadata[name]} '
+                f"offset_ps: {begin * 1000} duration_ps: {duration * 1000} {stats} }} }}\n"
+            )
+        text += "}\n"
+    path.write_bytes(ProfileData.text_proto_to_serialized_xspace(text))
+    return path
+
+
+def test_a_trace_of_a_cpu_says_when_results_are_ready(tmp_path):
+    path = _trace(tmp_path / "cpu.xplane.pb", {"/host:CPU": [
+        (1, "fusion.1", 10, 5, {"hlo_op": "fusion.1", "_p": 7}),
+        (2, "end: fusion.1", 30, 1, {"_c": 7}),  # another thread has ended it
+        (1, "dot.3", 40, 20, {"hlo_op": "dot.3", "_p": 8}),
+        (1, "ThunkExecutor::Execute", 0, 100, {}),
+        (1, "copy", 0, 3, {"hlo_op": "copy"}),  # of another program
+    ]})  # fmt: skip
+    spans = stages.read_spans(path, stages.read_program(PROGRAM))
+    assert spans == [Span("fusion.1", 10, 30), Span("dot.3", 40, 60)]
+
+
+def test_a_trace_of_devices_counts_one_of_them(tmp_path):
+    host = [(1, "dot.3", 0, 90, {"hlo_op": "dot.3"})]
+    one = [(1, "%dot.3 = f32[4] custom-call(%copy.2)", 5, 6, {}), (1, "%other = f32[]", 1, 2, {})]
+    two = [(1, "void kernel<float>()", 5, 6, {"hlo_op": "dot.3"}), one[0]]
+    path = _trace(tmp_path / "x.pb", {"/host:CPU": host, "/device:T:0": one, "/device:T:1": two})
+    assert stages.read_spans(path, {"dot.3"}) == [Span("dot.3", 5, 11)] * 2
+
+
+def test_the_trace_for_perfetto_has_lines_of_stages_parts_and_operations(tmp_path):
+    kinds = {"a": ("draft", "draft_pass"), "b": ("draft", ""), "c": ("verify", "mlp")}
+    spans = [Span("a", 0, 1000), Span("b", 1500, 4000), Span("c", 3900, 9000)]
+    stages.write_trace(tmp_path / "t.json.gz", spans, kinds)
+    events = json.loads(gzip.open(tmp_path / "t.json.gz", "rt").read())["traceEvents"]
+    lines = {}
+    for event in events:
+        if event["ph"] == "X":
+            lines.setdefault(event["tid"], []).append((event["name"], event["ts"], event["dur"]))
+    assert [name for name, *_ in lines[1]] == ["draft", "verify"]
+    assert [name for name, *_ in lines[2]] == ["draft: draft pass", "draft: other", "verify: mlp"]
+    assert lines[1][0] == ("draft", 0, 4) and lines[1][1] == ("verify", 4, 5)
+    assert lines[3] == [("a", 0, 1), ("b", 1.5, 2.5)] and lines[4] == [("c", 3.9, 5.1)]
+
+
+def test_a_table_says_what_is_left_and_why_there_is_none():
+    stage = {"stage": "verify", "part": "mlp", "share": 0.96, "ms": 1.92, "waiting_ms": 0.1,
+             "operations": 80.0}  # fmt: skip
+    record = {"rounds": 9, "round_ms": 2.0, "traced_ms": 3.0, "overhead": 1.5, "covered": 0.96,
+              "stages": [stage], "note": ""}  # fmt: skip
+    (section,) = profiling.sections({"mine": record})
+    assert "mine: a round takes 2.000 ms; traced, 3.000 (1.50 times as long)" in section.title
+    assert section.rows[0] == ("verify: mlp", "1.920", "96.0%", "0.100", "80.0")
+    assert section.rows[1][:3] == ("begin and end of the call", "0.080", "4.0%")
+    (empty,) = profiling.sections({"mine": record | {"stages": [], "note": "nothing was named"}})
+    assert "nothing was named" in empty.title and not empty.rows
+    assert "## Where a round goes" in profiling.document({"mine": record})
+    assert profiling.document({}) == []
+
+
+def test_several_processes_are_refused(monkeypatch):
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    with pytest.raises(ConfigError, match="traces one process; these are 2"):
+        profiling.check()
+
+
+@pytest.mark.exhaustive
+def test_the_stages_of_a_traced_round_add_up_to_it(tmp_path):
+    shape = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 512,
+             "num_attention_heads": 4, "max_position_embeddings": 512}  # fmt: skip
+    target = random_model("target", shape | {"num_hidden_layers": 2}, 0)
+    draft = random_model("draft", shape | {"num_hidden_layers": 1}, 1)
+    bench = Bench(target, {"standalone": draft}, [[1, 2, 3]], SamplerConfig(), 32)
+    cell = Cell("standalone", 2, 0.0, "greedy")
+    (record,) = profiling.profile_cells(bench, [cell], tmp_path).values()
+    folder = tmp_path / "standalone_K=2_T=0_greedy"
+    assert [*folder.glob("plugins/profile/*/*.xplane.pb")]
+    assert json.loads(gzip.open(folder / "stages.trace.json.gz", "rt").read())["traceEvents"]
+    found = {(s["stage"], s["part"]): s for s in record["stages"]}
+    assert {s[0] for s in found} == {"draft", "verify", "accept", "commit", "loop"}
+    # A busy machine begins a call late, which is no stage: CI has neighbours.
+    assert 0.5 < record["covered"] < 1.05, record
+    assert sum(s["ms"] for s in found.values()) == pytest.approx(
+        record["covered"] * record["round_ms"]
+    )
+    # Two layers of attention and of an MLP, in every round.
+    assert found["verify", "mlp"]["operations"] >= 2
+    assert found["verify", "attention"]["ms"] > found["accept", ""]["ms"]
