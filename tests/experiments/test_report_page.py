@@ -174,6 +174,17 @@ def test_categories_and_batches_show_each_figure():
     assert "stops paying between 4 and 16 rows" in "".join(found.texts)
 
 
+def test_a_round_is_shown_beside_plain_decoding_of_as_many_tokens():
+    parts = {"verify": 1.5, "draft": 0.75, "rest": -0.1}
+    found = page_of([
+        plain(round_ms=1.25), result(tau=3.0, round_parts_ms=parts, difference_ms={"x": -0.1}),
+    ])  # fmt: skip
+    titles = "".join(found.texts)
+    assert "verify 1.50 ms, draft 0.75 ms, rest 0.00 ms" in titles
+    assert "plain decoding takes 3.75 ms for as many tokens" in titles
+    assert found.row("eagle-3, K=3", "0")[-1] == "-0.100"
+
+
 def test_output_that_differs_is_said():
     same = result(identical_to_plain=False, identical_rows=15)
     assert page_of([same]).row("eagle-3")[-1] == "15 of 16 rows"
@@ -261,6 +272,16 @@ def test_the_last_line_of_a_unit_and_the_smallest_batch_count():
     found = packing.select(lines)
     assert [text["pieces"][0] for text in found["texts"]] == ["new"] and len(found["units"]) == 1
     assert found["units"][0]["turns"][0]["ms"] == 11
+
+
+def test_memory_holds_some_questions_of_each_category(tmp_path):
+    bare = {"probs": None, "alternatives": None}
+    lines = [answer(f"q{i}", turn=bare if i != 90 else {}) for i in range(100)]
+    (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    found = packing.select(packing.read(tmp_path / "answers.jsonl"))
+    assert found["questions"][0]["id"] == "q90" and found["total"] == 100
+    assert len(found["questions"]) == 9
+    assert list(packing.read(tmp_path / "none.jsonl")) == []
 
 
 def test_long_answers_are_cut_and_it_is_said():

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import json
 import math
+import pathlib
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 BUDGET_BYTES = 300_000  # of all answers of a page
 MAX_TOKENS = 512  # of one turn
+_CANDIDATES = 8  # questions of a category that are kept in memory, and those with probabilities
 _MAX_PROMPT = 4000  # characters
 _MAX_PIECE = 400
 _LETTERS = {"first": "f", "accepted": "a", "corrected": "c", "bonus": "b"}
@@ -38,14 +40,7 @@ def select(answers: Iterable[Mapping[str, Any]], budget: int = BUDGET_BYTES) -> 
       "prompts" and "texts", which turns refer to by number, "units", and "total", the number of
       questions there were.
     """
-    found: dict[str, dict[str, Mapping[str, Any]]] = {}
-    for line in answers:
-        if not line.get("turns"):
-            continue
-        of_question = found.setdefault(str(line["question"]), {})
-        before = of_question.get(line["cell"])
-        if before is None or before.get("batch", 1) >= line.get("batch", 1):
-            of_question[line["cell"]] = line
+    found, total = _candidates(line for line in answers if line.get("turns"))
     if not found:
         return None
     packed = _Packed()
@@ -53,7 +48,35 @@ def select(answers: Iterable[Mapping[str, Any]], budget: int = BUDGET_BYTES) -> 
         units = list(found[question].values())
         if not packed.add(units, budget) and not packed.size:
             packed.add(units[:1], math.inf)
-    return packed.values(total=len(found))
+    return packed.values(total)
+
+
+def read(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+    """Yields the lines of answers.jsonl; none if there is no such file."""
+    if path.exists():
+        with open(path, encoding="utf-8") as file:
+            yield from map(json.loads, file)
+
+
+def _candidates(
+    lines: Iterable[Mapping[str, Any]],
+) -> tuple[dict[str, dict[str, Mapping[str, Any]]], int]:
+    """Lines by question and cell, of some questions of each category, and how many there are."""
+    found: dict[str, dict[str, Mapping[str, Any]]] = {}
+    questions: set[str] = set()
+    of_category: dict[str, int] = {}
+    for line in lines:
+        question, category = str(line["question"]), str(line.get("category") or "")
+        questions.add(question)
+        if question not in found:
+            if of_category.get(category, 0) >= _CANDIDATES and not _has_probs(line):
+                continue
+            of_category[category] = of_category.get(category, 0) + 1
+        cells = found.setdefault(question, {})
+        before = cells.get(line["cell"])
+        if before is None or before.get("batch", 1) >= line.get("batch", 1):
+            cells[line["cell"]] = line
+    return found, len(questions)
 
 
 def _in_turn(found: Mapping[str, Mapping[str, Mapping]]) -> list[str]:

@@ -116,6 +116,33 @@ def interval(
     ).format(width, title, Markup("").join(parts))
 
 
+def stacked(parts: Sequence[float], mark: float, top: float, title: str) -> Markup:
+    """Draws parts of a whole in a row, and a tick at ``mark`` if it is finite and within ``top``.
+
+    Args:
+      parts: Not negative.
+      mark: What the whole is compared with.
+      top: The end of the line, which other rows share.
+      title: What the bar says, for who cannot see it.
+    """
+    width, begin, shapes = 240, 0.0, []
+    for number, part in enumerate(parts):
+        shapes.append(
+            Markup('<rect class="stage s{}" x="{}" y="3" width="{}" height="12"/>').format(
+                number % 3, round(width * begin / top, 1), round(width * part / top, 1)
+            )
+        )
+        begin += part
+    if _is_finite(mark) and mark <= top:
+        shapes.append(
+            Markup('<path class="predicted" d="M{},0V18"/>').format(round(width * mark / top, 1))
+        )
+    return Markup(
+        '<svg class="bar" viewBox="0 0 {0} 18" width="{0}" height="18" role="img">'
+        "<title>{1}</title>{2}</svg>"
+    ).format(width, title, Markup("").join(shapes))
+
+
 def rates(values: Sequence[float | None]) -> Markup:
     """Draws acceptance by position as small columns."""
     known = [v if v is not None and math.isfinite(v) else 0.0 for v in values]

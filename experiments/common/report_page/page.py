@@ -31,9 +31,9 @@ def write_page(
     Args:
       path: The file, report.html. Of several processes one writes.
       report: What report.json holds, with "results" as ``experiments.decode`` makes them, and in
-        each of them, if they were measured, "batch", "peak_bytes", "categories" (by name: "tau",
-        "speedup", "speedup_interval", "questions") and "difference_ms" (by name, a round's
-        milliseconds that the prediction does not explain).
+        each of them, if they were measured, "batch", "peak_bytes", "accept_intervals", "categories"
+        (by name: "tau", "speedup", "speedup_interval", "questions"), "round_ms", "round_parts_ms"
+        (by stage) and "difference_ms" (by name, what the prediction does not explain).
       answers: Lines of answers.jsonl, see ``answers``; some of them are shown token by token.
       plots: SVG or PNG files that are shown too.
     """
@@ -54,7 +54,7 @@ def render(
         version=(report.get("environment") or {}).get("spec_jax", ""),
         about=(report.get("prompts") or {}).get("description"),
         config=report.get("config"),
-        title=report.get("title") or "Speculative decoding compared with plain decoding",
+        title=_title(report),
         command=report.get("command"),
         conclusions=report.get("conclusions") or (),
         notes=report.get("notes") or (),
@@ -93,6 +93,12 @@ def _template() -> jinja2.Template:
 def _channels(color: str) -> str:
     """Turns #RRGGBB into the channels of CSS's rgb()."""
     return " ".join(str(int(color[i : i + 2], 16)) for i in (1, 3, 5))
+
+
+def _title(report: Mapping[str, Any]) -> str:
+    target = (report.get("models") or {}).get("target")
+    of = f" of {target['name']}" if target else ""
+    return f"Speculative decoding{of}, compared with plain decoding"
 
 
 def _image(plot: pathlib.Path) -> dict[str, str]:

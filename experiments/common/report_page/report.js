@@ -45,6 +45,7 @@
       filterRows();
     });
   }
+  filterRows();
 
   for (const button of document.querySelectorAll("[data-copy]")) {
     button.addEventListener("click", async () => {

@@ -187,13 +187,20 @@ def methods_table(results: Sequence[Result], looks: Looks) -> dict[str, Any] | N
 def panels(
     results: Sequence[Result], draw: Callable[[list[Result], str], Any]
 ) -> list[dict[str, Any]]:
-    """One plot for each temperature with drafted results; ``draw(results, title)`` makes it."""
+    """Returns a panel for each temperature with drafted results.
+
+    Args:
+      results: Of all temperatures.
+      draw: Makes the plot of the drafted results of one, with its title, or None; it may add
+        sentences.
+    """
     found = []
     for temperature in _temperatures(results):
         of = [r for r in _drafted(results) if r["temperature"] == temperature]
         title = temperature_name(temperature)
-        if of and (plot := draw(of, title)) is not None:
-            found.append({"title": title, "plot": plot})
+        if of and (drawn := draw(of, title)) is not None:
+            plot, said = drawn if isinstance(drawn, tuple) else (drawn, [])
+            found.append({"title": title, "plot": plot, "said": said})
     return found
 
 
@@ -244,16 +251,15 @@ def over_k(results: Sequence[Result], looks: Looks) -> list[dict[str, Any]] | No
     return panels(shown, draw)
 
 
-def over_batch(results: Sequence[Result], looks: Looks) -> dict[str, Any] | None:
+def over_batch(results: Sequence[Result], looks: Looks) -> list[dict[str, Any]] | None:
     """Plots of speed-up over the batch size of each method's best cell, and where it stops."""
     batches = sorted(set(map(_batch, results)))
     if len(batches) < 2:
         return None
     top, step = charts.nice_top(top_of(results))
-    said = []
 
     def draw(of: list[Result], title: str):
-        series = []
+        series, said = [], []
         for method in dict.fromkeys(r["method"] for r in of):
             own = [r for r in of if r["method"] == method]
             cells: dict[tuple, list[Result]] = {}
@@ -262,17 +268,17 @@ def over_batch(results: Sequence[Result], looks: Looks) -> dict[str, Any] | None
             rows = max(cells.values(), key=lambda rows: (len(rows), number(rows[0]["speedup"])))
             if len(rows) > 1:
                 series.append(Series(looks[method], [point_of(_batch(r), r) for r in rows]))
-                said.append(f"{title}, {name(rows[0])}: {_stops(rows)}")
+                said.append(f"{name(rows[0])}: {_stops(rows)}")
         if not series:
             return None
-        return charts.plot(
+        plot = charts.plot(
             series, title=f"{title}: speed-up over the batch size", x_label="rows decoded together",
             y_label="speed-up over plain decoding", x_ticks=batches, top=top, step=step,
             reference=1, is_log=True,
         )  # fmt: skip
+        return plot, said
 
-    found = panels(results, draw)
-    return {"panels": found, "said": said} if found else None
+    return panels(results, draw) or None
 
 
 def _stops(rows: Sequence[Result]) -> str:
@@ -300,12 +306,14 @@ def acceptance(results: Sequence[Result], looks: Looks) -> list[dict[str, Any]] 
             last, beside = rows[-1], _beside(i, len(grouped)) * (width - 1)
             rates = [number(rate) for rate in last["acceptance_by_position"]]
             reached = last.get("reached_at") or [0] * len(rates)
+            known = last.get("accept_intervals") or wilson(rates, reached)
             points = [
-                Point(at + beside, rate, low, high, f"{name(last)}: {text(rate)} of {count:,}")
-                for at, rate, count, (low, high) in zip(
-                    range(1, 1 + len(rates)), rates, reached, wilson(rates, reached)
+                Point(
+                    at + beside, rate, number(low), number(high),
+                    f"{name(last)}: {text(rate)} of {count:,}",
                 )
-            ]
+                for at, (rate, count, (low, high)) in enumerate(zip(rates, reached, known), 1)
+            ]  # fmt: skip
             series.append(Series(looks[method], points, is_hollow=is_tree))
         return charts.plot(
             series, title=f"{title}: acceptance by position", x_label="position in the draft",
