@@ -1,4 +1,4 @@
-"""The page of a run in a browser: tables sort and filter, tokens are chosen, and texts are inert."""
+"""The page of a run in a browser: tables sort and filter, tokens are chosen, texts are inert."""
 
 import json
 import re
@@ -6,7 +6,7 @@ import shutil
 import subprocess
 
 import pytest
-from test_report_page import HOSTILE, answer, plain, result
+from support.report_entries import HOSTILE, answer, plain, result
 
 from experiments.common.report_page.page import render
 
