@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import io
 import pathlib
@@ -76,6 +77,11 @@ def _names(line: str) -> list[str]:
     return re.findall(r'"(\w+)":', line.split("#")[0])
 
 
+def docstring(path: pathlib.Path) -> str:
+    """Returns the docstring of a file."""
+    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+
+
 def load(path: pathlib.Path) -> ConfigDict:
     """Returns the config of a file."""
     spec = importlib.util.spec_from_file_location("config_of_help", path)
@@ -117,7 +123,7 @@ def meanings(path: pathlib.Path) -> dict[str, tuple[Any, str]]:
 def describe(path: pathlib.Path) -> str:
     """Returns a line for each key of a config file: its flag with its value, and its meaning."""
     found = meanings(path).items()
-    return "\n".join(_line(f"  --config.{k}={_plain(value)}", said) for k, (value, said) in found)
+    return "\n".join(_line(f"  --config.{k}={plain(value)}", said) for k, (value, said) in found)
 
 
 def _line(flag: str, said: str) -> str:
@@ -129,10 +135,25 @@ def _line(flag: str, said: str) -> str:
     return begin + text.replace("\n", "\n" + " " * column)
 
 
-def _plain(value: Any) -> str:
+def plain(value: Any) -> str:
+    """Returns a value as it is typed on the command line."""
     if isinstance(value, (tuple, list)):
         return ",".join(map(str, value))
     return "" if value is None else str(value)
+
+
+def main_flags(main: str) -> list[tuple[str, str, str]]:
+    """Returns name, default value and meaning of each flag that a main module defines.
+
+    Args:
+      main: The main module's file, as in ``sys.argv[0]``. ``--config`` is left out.
+    """
+    known = flags.FLAGS.get_key_flags_for_module(main)
+    return [
+        (flag.name, plain(flag.default), flag.help or "")
+        for flag in sorted(known, key=lambda flag: flag.name)
+        if flag.name != "config"
+    ]
 
 
 def text(module: types.ModuleType, argv: Sequence[str], config_file: str | None) -> str:
@@ -143,13 +164,7 @@ def text(module: types.ModuleType, argv: Sequence[str], config_file: str | None)
       argv: The command line; the config file that ``--config`` names is described.
       config_file: The one that is described otherwise; None: the experiment has no config.
     """
-    known = flags.FLAGS.get_key_flags_for_module(argv[0])
-    lines = []
-    for flag in sorted(known, key=lambda flag: flag.name):
-        if flag.name == "config":
-            continue
-        default = "" if flag.default is None else _plain(flag.default)
-        lines.append(_line(f"  --{flag.name}={default}", flag.help or ""))
+    lines = [_line(f"  --{name}={value}", said) for name, value, said in main_flags(argv[0])]
     parts = [(module.__doc__ or "").strip(), "Flags, with their values by default:", *lines]
     if config_file is not None:
         given = [x.partition("=")[2] for x in argv[1:] if x.startswith("--config=")]

@@ -83,6 +83,8 @@ def _recycled(head, config, target: Model, tree) -> Drafter:
 class DrafterKind:
     """A kind of drafter.
 
+    The fields from ``config_class`` on are for heads; ``config`` stands for an object of it.
+
     Attributes:
       name: the ``speculative_method`` that drafts with it.
       draft: what a decoder needs beside the target: "head", "model" or "none".
@@ -94,9 +96,6 @@ class DrafterKind:
         parameters; None: it reads none.
       detect: ``(hf, names) -> bool``, whether a directory with this config.json and tensors of
         these names holds such a draft.
-
-      The rest is for heads. ``config`` stands for an object of ``config_class``.
-
       config_class: the type of their configs, see ``HeadConfig``.
       head: ``(config, target) -> Head``, or None where one such head does not draft every token.
       table: ``(config) -> {name: ParamSpec}``, nested as the parameters are.

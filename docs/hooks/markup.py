@@ -1,0 +1,92 @@
+"""What becomes of a page's HTML: formulas are drawn by the browser, names lead to the reference."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import html
+import pathlib
+import re
+
+from latex2mathml import converter
+
+_FORMULA = re.compile(
+    r'<(span|div) class="arithmatex">(?:\\\((.*?)\\\)|\\\[(.*?)\\\])</\1>', re.DOTALL
+)
+_MATHJAX = re.compile(r"<script data-mkdocs-jupyter-mathjax.*?</script>\n?", re.DOTALL)
+# Headings, links and blocks of code stay as they are.
+_NAME = re.compile(r"(<(a|h[1-6]|pre)\b.*?</\2>)|<code>([A-Za-z_][\w.]*)(\(\))?</code>", re.DOTALL)
+
+
+def plain_pipes(text: str) -> str:
+    """Returns markdown whose tables have plain pipes in code: the forge wants them escaped there.
+
+    Args:
+      text: Markdown.
+    """
+    code = lambda match: match[0].replace(r"\|", "|")
+    row = lambda match: re.sub(r"`[^`\n]+`", code, match[0])
+    return re.sub(r"^ *\|.*$", row, text, flags=re.MULTILINE)
+
+
+def formulas(page: str) -> str:
+    """Returns a page with its formulas as MathML, which needs no program in the browser."""
+
+    def draw(match: re.Match) -> str:
+        is_block = match[3] is not None
+        latex = html.unescape(match[3] if is_block else match[2])
+        return converter.convert(latex.strip(), display="block" if is_block else "inline")
+
+    return _FORMULA.sub(draw, page)
+
+
+def without_mathjax(page: str) -> str:
+    """Returns a page without the script of mkdocs-jupyter that fetches MathJax from a host."""
+    return _MATHJAX.sub("", page)
+
+
+def known_names(package: pathlib.Path) -> dict[str, str]:
+    """Returns the dotted names of what texts call by a name alone: classes with one of their own.
+
+    What the package offers at its top goes by that name.
+
+    Args:
+      package: The package's folder.
+    """
+    found: dict[str, list[str]] = collections.defaultdict(list)
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        module = ".".join(parts).removesuffix(".__init__")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append(f"{module}.{node.name}")
+    names = {name: places[0] for name, places in found.items() if len(places) == 1}
+    for name in exported(package / "__init__.py"):
+        names[name] = f"{package.name}.{name}"
+    return names
+
+
+def exported(path: pathlib.Path) -> list[str]:
+    """Returns the names in ``__all__`` of a module, without running it."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return [name for name in ast.literal_eval(node.value) if not name.startswith("__")]
+    return []
+
+
+def link_names(page: str, names: dict[str, str]) -> str:
+    """Returns a page whose code that is such a name links to its place in the reference.
+
+    Args:
+      page: HTML.
+      names: What texts call them, and their dotted names.
+    """
+
+    def link(match: re.Match) -> str:
+        text = match[3] or ""
+        dotted = names.get(text) or (text if text.startswith("spec_jax.") else None)
+        if dotted is None:
+            return match[0]
+        return f'<autoref identifier="{dotted}" optional>{match[0]}</autoref>'
+
+    return _NAME.sub(link, page)

@@ -1,0 +1,182 @@
+"""The documentation site: it has a page for everything, its links lead somewhere, it builds."""
+
+from __future__ import annotations
+
+import html.parser
+import importlib
+import os
+import pathlib
+import pkgutil
+import re
+import subprocess
+import sys
+import tomllib
+import urllib.parse
+import venv
+
+import pytest
+import yaml
+from ml_collections import ConfigDict
+
+import spec_jax
+from docs.hooks import links, options
+from experiments.common import config_help
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))
+GENERATED = {"tour.md", "changelog.md", "workspace.md", "reference/command_line.md"}
+
+
+def pages(nav):
+    """The pages of a navigation, with the sections' own."""
+    for entry in nav:
+        value = entry if isinstance(entry, str) else next(iter(entry.values()))
+        if isinstance(value, str):
+            yield value
+        else:
+            yield from pages(value)
+
+
+def documented():
+    """What the pages of the reference document: names of modules and of members."""
+    texts = [path.read_text("utf-8") for path in (DOCS / "reference").glob("*.md")]
+    return [name for text in texts for name in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)]
+
+
+def test_every_document_is_in_the_navigation():
+    files = [*DOCS.rglob("*.md"), *DOCS.rglob("*.ipynb")]
+    written = {str(path.relative_to(DOCS)) for path in files}
+    found = list(pages(CONFIG["nav"]))
+    assert len(found) == len(set(found))
+    assert set(found) == written | GENERATED
+
+
+def test_every_public_name_is_in_the_reference():
+    names = documented()
+    assert len(names) == len(set(names))
+    for name in set(spec_jax.__all__) - {"__version__"}:
+        assert f"spec_jax.{name}" in names
+    for module in pkgutil.iter_modules(spec_jax.__path__, "spec_jax."):
+        is_there = any(f"{name}.".startswith(f"{module.name}.") for name in names)
+        hidden = {"spec_jax.__main__", "spec_jax.version"}  # the command line has a page
+        assert is_there or module.name in hidden, f"{module.name} is on no page of docs/reference"
+
+
+def test_what_the_reference_names_exists():
+    for name in documented():
+        parent, _, member = name.rpartition(".")
+        found = importlib.import_module(parent)
+        assert hasattr(found, member) or importlib.import_module(name)
+
+
+def flat(config, prefix="config."):
+    for key, value in config.items():
+        if isinstance(value, ConfigDict):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"--{prefix}{key}"
+
+
+@pytest.mark.parametrize("name", ["decode_default", "train_zoo_eagle3"])
+def test_the_page_of_an_experiment_has_every_key_of_its_config(name):
+    path = ROOT / "configs" / f"{name}.py"
+    text = options.page("decode", options.Help("What it does.", [("workdir", "", "Folder.")], path))
+    shown = re.findall(r"^\| `(--[\w.]+)` \|", text.partition("## Config `")[2], re.MULTILINE)
+    keys = list(flat(importlib.import_module(f"configs.{name}").get_config()))
+    assert sorted(shown[: len(keys)]) == sorted(keys)
+    assert "| `--workdir` |" in text
+
+
+@pytest.mark.exhaustive
+def test_an_experiment_says_its_flags_and_its_config():
+    code = "from docs.hooks import options; print(options.ask('experiments.decode'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "('workdir', '', 'Folder of this run" in done.stdout
+    assert "decode_default.py" in done.stdout and "('config'" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "link, origin, page, expected",
+    [
+        ("scale.md#a", "docs/write_a_rule.md", "write_a_rule.md", "scale.md#a"),
+        ("../README.md", "docs/decisions.md", "decisions.md", "index.md"),
+        ("docs/scale.md", "README.md", "tour.md", "scale.md"),
+        ("docs/scale.md", "CHANGELOG.md", "reference/x.md", "../scale.md"),
+        ("../mkdocs.yml", "docs/scale.md", "scale.md", "source/mkdocs.yml.md"),
+        ("../experiments", "docs/scale.md", "scale.md", "../experiments"),
+        ("examples/my_rule.py", "docs/scale.md", "scale.md", "source/docs/examples/my_rule.py.md"),
+        ("https://host/README.md", "docs/scale.md", "scale.md", "https://host/README.md"),
+        ("#a", "docs/scale.md", "scale.md", "#a"),
+    ],
+)
+def test_a_link_to_a_file_is_a_link_to_its_page(link, origin, page, expected):
+    is_file = lambda path: (ROOT / path).is_file()
+    assert links.rewrite(f"[a]({link})", origin, page, is_file) == f"[a]({expected})"
+
+
+def test_links_in_code_stay():
+    text = "`[a](b.md)`\n```\n[a](b.md)\n```\n"
+    assert links.rewrite(text, "docs/x.md", "x.md", lambda path: True) == text
+    assert list(links.found(text, "docs/x.md")) == []
+
+
+def test_a_docstring_becomes_prose_and_blocks_of_commands():
+    text = options.prose("Does it.\n\n    python -m a \\\n        --b=1\n\nWith --b a <b>.")
+    assert text == ("Does it.\n\n```sh\npython -m a \\\n    --b=1\n```\n\nWith `--b` a &lt;b>.")
+
+
+def test_versions_of_what_builds_the_site_are_fixed():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    for requirement in extras["optional-dependencies"]["docs"]:
+        assert re.fullmatch(r"[\w-]+==[\w.]+", requirement), requirement
+
+
+class Links(html.parser.HTMLParser):
+    """The links, the places that links may lead to, and what a browser loads by itself."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.links, self.ids, self.loaded = [], set(), []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        values = dict(attributes)
+        self.ids |= {values[key] for key in ("id", "name") if values.get(key)}
+        if tag == "a" and values.get("href"):
+            self.links.append(values["href"])
+        elif tag in {"script", "img", "link", "iframe", "source"}:
+            self.loaded += [values[key] for key in ("src", "href") if values.get(key)]
+
+
+@pytest.mark.measure
+def test_the_site_builds_from_a_clean_environment_without_a_warning(tmp_path):
+    venv.create(tmp_path / "env", with_pip=True)
+    bin_, site = tmp_path / "env" / "bin", tmp_path / "site"
+    install = [bin_ / "pip", "install", "-q", "-e", ".[docs]"]
+    subprocess.run(install, check=True, cwd=ROOT, capture_output=True)
+    build = [bin_ / "mkdocs", "build", "--strict", "--site-dir", site]
+    env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # an advertisement of another program
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr[-3000:]
+
+    found = {path: Links(path.read_text("utf-8")) for path in site.rglob("*.html")}
+    assert {f"experiments/{name}.html" for name in options.experiments()} <= {
+        str(path.relative_to(site)) for path in found
+    }
+    for path, page in found.items():
+        assert not [x for x in page.loaded if re.match(r"(https?:)?//", x)], path
+        if path.name == "404.html":
+            continue
+        for link in page.links:
+            parts = urllib.parse.urlsplit(link)
+            if parts.scheme:
+                continue
+            to = (path.parent / urllib.parse.unquote(parts.path)).resolve() if parts.path else path
+            assert to.exists(), f"{path}: {link}"
+            if parts.fragment and to in found:
+                assert urllib.parse.unquote(parts.fragment) in found[to].ids, f"{path}: {link}"
+    assert "<math" in (site / "notebooks" / "your_own.html").read_text("utf-8")
+    key = config_help.meanings(ROOT / "configs" / "decode_default.py").popitem()[0]
+    assert f"--config.{key}" in (site / "experiments" / "decode.html").read_text("utf-8")
