@@ -182,7 +182,6 @@
     const turn = turnNow(), { ids, pieces } = data.texts[turn.text];
     const span = at(`t${i}`), round = Number(span.dataset.round), kind = KINDS[turn.kinds[i]];
     span.classList.add("on");
-    text.setAttribute("aria-activedescendant", span.id);
     mark(round >= 0 ? round : null);
     const where = roundsOf(turn)[round];
     const drafted = where && where.offered ? `, ${kind === "accepted" ? "draft" : "after draft"} `

@@ -42,9 +42,11 @@ def shape(result: Result) -> str:
 
 
 def name(result: Result) -> str:
-    """Method and shape of a result."""
-    is_plain = result["method"] == "plain"
-    return "plain" if is_plain else f"{result['method']}, {shape(result)}"
+    """Method and shape of a result and, above temperature 0, its rule."""
+    if result["method"] == "plain":
+        return "plain"
+    rule = f", {result['rule']}" if result["temperature"] > 0 and result.get("rule") else ""
+    return f"{result['method']}, {shape(result)}{rule}"
 
 
 def speedup_text(result: Result) -> str:
@@ -204,12 +206,12 @@ def panels(
     return found
 
 
-def _grouped(results: Sequence[Result]) -> dict[tuple[str, bool], list[Result]]:
-    """Results by method and by whether they are trees, each in the order of K."""
-    found: dict[tuple[str, bool], list[Result]] = {}
+def _grouped(results: Sequence[Result]) -> list[tuple[str, bool, list[Result]]]:
+    """Method, whether they are trees, and the results of each rule, in the order of K."""
+    found: dict[tuple, list[Result]] = {}
     for r in sorted(results, key=lambda r: r["k"]):
-        found.setdefault((r["method"], bool(r.get("tree"))), []).append(r)
-    return found
+        found.setdefault((r["method"], bool(r.get("tree")), r.get("rule")), []).append(r)
+    return [(method, is_tree, rows) for (method, is_tree, _), rows in found.items()]
 
 
 def _beside(i: int, count: int) -> float:
@@ -233,7 +235,7 @@ def over_k(results: Sequence[Result], looks: Looks) -> list[dict[str, Any]] | No
     def draw(of: list[Result], title: str):
         series = []
         grouped = _grouped(of)
-        for i, ((method, is_tree), rows) in enumerate(grouped.items()):
+        for i, (method, is_tree, rows) in enumerate(grouped):
             beside = _beside(i, len(grouped)) * (ks[-1] - ks[0])
             look = looks[method]
             predicted = [
@@ -302,7 +304,7 @@ def acceptance(results: Sequence[Result], looks: Looks) -> list[dict[str, Any]] 
     def draw(of: list[Result], title: str):
         series = []
         grouped = _grouped(of)
-        for i, ((method, is_tree), rows) in enumerate(grouped.items()):
+        for i, (method, is_tree, rows) in enumerate(grouped):
             last, beside = rows[-1], _beside(i, len(grouped)) * (width - 1)
             rates = [number(rate) for rate in last["acceptance_by_position"]]
             reached = last.get("reached_at") or [0] * len(rates)
