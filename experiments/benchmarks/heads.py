@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
@@ -20,10 +18,9 @@ from experiments.benchmarks.shapes import (
     random_prompt,
 )
 from experiments.common import cli
-from experiments.common.costs import ITERATIONS, head_timer, pass_timer
-from experiments.common.timing import Line, Result, Timer, loop_timer, measure_all
+from experiments.common.costs import head_timer, pass_timer, refresh_timer
+from experiments.common.timing import Line, Result, Timer, measure_all
 from spec_jax.config import SpeculativeConfig
-from spec_jax.decoding import System
 from spec_jax.drafters.common.head import Head
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.engine.decoder import SpeculativeDecoder
@@ -32,30 +29,6 @@ from spec_jax.loading import LoadedHead, LoadedModel, random_head
 from spec_jax.tree import DynamicTree, paths
 
 ROUNDS = 16  # in one call; a pass over a tree takes tenths of a second on a CPU
-
-
-@functools.partial(jax.jit, static_argnames=("system", "iterations"), donate_argnames="state")
-def _run_refresh(params, state, features, tokens, n, *, system: System, iterations: int):
-    def one_refresh(_, state):
-        # The features depend on the state before, so they are joined again each time.
-        now = features + 1e-9 * state.last.mean()
-        return system.drafter.commit(params, state, tokens, n, now, None)
-
-    return jax.lax.fori_loop(0, iterations, one_refresh, state)
-
-
-def refresh_timer(system: System, params, width: int, slots: int) -> Timer:
-    """Returns the timer of a refresh, in which the head reads ``width`` pairs and keeps none."""
-    state = system.drafter.init(params, 1, slots)
-    half = jnp.full((1,), slots // 2, jnp.int32)
-    state = state.replace(cache=state.cache.commit(half))
-    fed = system.target.forward(params["target"], jnp.zeros((1, width), jnp.int32))
-    tokens, none = jnp.zeros((1, width), jnp.int32), jnp.zeros((1,), jnp.int32)
-    run = functools.partial(
-        _run_refresh, features=fed.features, tokens=tokens, n=none, system=system,
-        iterations=ITERATIONS,
-    )  # fmt: skip
-    return loop_timer(lambda state: run(params, state), state, ITERATIONS)
 
 
 class Case(NamedTuple):
@@ -93,7 +66,9 @@ def case_makers(
             system.target, params["target"], K + 1, slots, 1, ROUNDS, seen=seen
         ),
         "level": lambda: head_timer(head, params["draft"], slots, 1, width, children),
-        "refresh": lambda: refresh_timer(system, params["draft"], system.depth + 1, slots),
+        "refresh": lambda: refresh_timer(
+            system.drafter, system.target, params["draft"], system.depth + 1, slots
+        ),
         "rest": lambda: rest_timer(system, slots),
     }
     kept = makers if has_parts else ("round", "verify")

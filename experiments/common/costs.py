@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.common.timing import Timer, interleave, loop_timer
-from spec_jax.contracts import Model
-from spec_jax.drafters.common.head import Head
+from spec_jax.contracts import Drafter, Model
+from spec_jax.drafters.common.head import Head, head_drafter
+from spec_jax.drafters.standalone.model import FIRST_TOKENS
 from spec_jax.engine import stats
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.meshes import mesh_of, use_mesh
@@ -113,6 +114,52 @@ def head_timer(
     return loop_timer(lambda carry: run(params, carry, seen), carry, ITERATIONS, mesh)
 
 
+@functools.partial(
+    jax.jit, static_argnames=("drafter", "unembed", "iterations"), donate_argnames="carry"
+)
+def _run_refresh(params, carry, features, n, *, drafter: Drafter, unembed, iterations: int):
+    def one_refresh(_, carry):
+        state, tokens = carry
+        # The features depend on the state before, so they are joined again each time.
+        now = features + (1e-9 * state.last.mean()).astype(features.dtype)
+        state = drafter.commit(params, state, tokens, n, now, None)
+        if unembed is not None:
+            tokens = tokens.at[:, 0].set(argmax(unembed(params, state.last)))
+        return state, tokens
+
+    return constrain_state(jax.lax.fori_loop(0, iterations, one_refresh, carry))
+
+
+def refresh_timer(
+    drafter: Drafter, target: Model, params: Params, width: int, slots: int, batch: int = 1,
+    head: Head | None = None,
+) -> Timer:  # fmt: skip
+    """Compiles a loop of a head's refreshes and returns its timer, in milliseconds.
+
+    Args:
+      drafter: The drafter of the head.
+      target: The target's functions, with any taps.
+      params: ``{"head": ..., "target": ...}``.
+      width: Pairs per row that the head reads; it keeps none of them.
+      slots: The slots of the cache, which is half full.
+      batch: B, rows.
+      head: The functions of the head, to score the first draft too, which the last pair predicts.
+    """
+    mesh = mesh_of(params)
+    with use_mesh(mesh):
+        state = drafter.init(params, batch, slots)
+        half, none = (jnp.full((batch,), n, jnp.int32) for n in (slots // 2, 0))
+        tokens = jnp.zeros((batch, width), jnp.int32)
+        hidden = jax.eval_shape(target.forward, params["target"], tokens).hidden
+        features = jnp.ones((*hidden.shape[:2], len(drafter.taps) * hidden.shape[2]), hidden.dtype)
+        state = state.replace(cache=state.cache.commit(half))
+        carry = constrain_state((state, tokens))
+    run = functools.partial(
+        _run_refresh, drafter=drafter, unembed=head and head.unembed, iterations=ITERATIONS
+    )
+    return loop_timer(lambda carry: run(params, carry, features, none), carry, ITERATIONS, mesh)
+
+
 def draft_timer(
     draft: LoadedModel | LoadedHead, target: LoadedModel, slots: int, batch: int
 ) -> Timer | None:
@@ -127,6 +174,37 @@ def draft_timer(
     return head_timer(head, params, slots, batch)
 
 
+def first_timer(
+    draft: LoadedModel | LoadedHead, target: LoadedModel, slots: int, batch: int, k: int
+) -> Timer | None:
+    """Returns the timer of the first pass of a round of k drafts, which scores the first draft.
+
+    A draft model feeds two tokens per row. A head's first pass is its refresh, which feeds k + 1
+    pairs. None if no such pass can be timed.
+
+    Args:
+      draft: What drafts.
+      target: The target.
+      slots: The slots of the caches.
+      batch: B, rows.
+      k: Drafted tokens per round.
+    """
+    layout = target.decoding_params((k + 1) * batch)
+    params = draft.draft_params(layout, batch, k)
+    if isinstance(draft, LoadedModel):
+        return pass_timer(draft.model, params, FIRST_TOKENS, slots, batch, scored=1)
+    head = draft.head(target.model)
+    if head is None:
+        return None
+    drafter = head_drafter(head)
+    return refresh_timer(drafter, target.model, params, k + 1, slots, batch, head)
+
+
+def first_width(draft: LoadedModel | LoadedHead, k: int) -> int:
+    """Returns the tokens per row that ``first_timer`` feeds."""
+    return FIRST_TOKENS if isinstance(draft, LoadedModel) else k + 1
+
+
 class Costs(NamedTuple):
     """Costs of passes that were measured together.
 
@@ -136,6 +214,8 @@ class Costs(NamedTuple):
       verify_ms: Milliseconds of a target pass by its width, with that of width 1.
       slots: The slots of the caches.
       batch: The number of rows.
+      first_ms: Milliseconds of the first pass of a round by its width, by method: of a head, the
+        refresh; see ``first_timer``.
     """
 
     plain_ms: float
@@ -143,30 +223,53 @@ class Costs(NamedTuple):
     verify_ms: dict[int, float]
     slots: int
     batch: int
+    first_ms: dict[str, dict[int, float]] | None = None
 
     @classmethod
     def measure(cls, timers: Mapping[tuple[str, int], Timer], *, slots: int, batch: int) -> Costs:
-        """Runs the timers of passes, named ("target", width) and (method, 1), in turns."""
+        """Runs timers of passes in turns.
+
+        Args:
+          timers: By name: ("target", width); (method, 1) for a draft pass; (method, width) for the
+            first pass of a round, which is wider.
+          slots: The slots of the caches.
+          batch: The number of rows.
+        """
         found = {name: float(np.median(ms)) for name, ms in interleave(timers, REPEATS).items()}
         verify_ms = {width: ms for (role, width), ms in sorted(found.items()) if role == "target"}
-        draft_ms = {role: ms for (role, _), ms in found.items() if role != "target"}
-        return cls(verify_ms[1], draft_ms, verify_ms, slots, batch)
+        drafts = {name: ms for name, ms in found.items() if name[0] != "target"}
+        draft_ms = {role: ms for (role, width), ms in drafts.items() if width == 1}
+        first_ms: dict[str, dict[int, float]] = {}
+        for (role, width), ms in sorted(drafts.items()):
+            if width > 1:
+                first_ms.setdefault(role, {})[width] = ms
+        return cls(verify_ms[1], draft_ms, verify_ms, slots, batch, first_ms)
 
-    def draft_cost(self, method: str) -> float:
+    def draft_cost(self, method: str, k: int = 0) -> float:
         """Returns the cost of one drafted token in plain passes; NaN if it was not measured.
 
-        Copied tokens count as free, and the refresh of a head as the pass of one draft.
+        Args:
+          method: What drafts. Copied tokens count as free.
+          k: Drafted tokens per round: the mean of them, of which the first takes a wider pass,
+            linear between the widths that were measured; 0: the cost of the other passes.
         """
         if method in ("ngram", "suffix"):
             return 0.0
-        return self.draft_ms.get(method, float("nan")) / self.plain_ms
+        pass_ms = self.draft_ms.get(method, float("nan"))
+        first_ms = (self.first_ms or {}).get(method)
+        if k and first_ms:
+            pass_ms += (_between(first_ms, k + 1) - pass_ms) / k
+        return pass_ms / self.plain_ms
 
     def verify_cost(self, k: int) -> float:
         """Returns the cost of a pass of k + 1 tokens in plain passes; linear between widths."""
-        widths = sorted(self.verify_ms)
-        return float(
-            np.interp(k + 1, widths, [self.verify_ms[w] for w in widths]) / self.plain_ms
-        )
+        return _between(self.verify_ms, k + 1) / self.plain_ms
+
+
+def _between(by_width: Mapping[int, float], width: int) -> float:
+    times = {int(w): ms for w, ms in by_width.items()}  # as text in a report
+    widths = sorted(times)
+    return float(np.interp(width, widths, [times[w] for w in widths]))
 
 
 def predict(costs: Costs, result: dict, k: int | None = None) -> float:
@@ -194,5 +297,5 @@ def predict(costs: Costs, result: dict, k: int | None = None) -> float:
         for rate, offered, earlier in zip(result["acceptance_by_position"], before[1:], before)
     ]
     return stats.predicted_speedup(
-        rates[:k], costs.draft_cost(result["method"]), costs.verify_cost(k)
+        rates[:k], costs.draft_cost(result["method"], k), costs.verify_cost(k)
     )

@@ -71,11 +71,20 @@ def compile_all(
         timer = costs.draft_timer(bench.drafts[method], bench.target, slots, batch)
         timers.update({(method, 1): timer} if timer else {})
 
+    def add_first(method: str, k: int) -> None:
+        draft = bench.drafts[method]
+        timer = costs.first_timer(draft, bench.target, slots, batch, k)
+        timers.update({(method, costs.first_width(draft, k)): timer} if timer else {})
+
     tasks = {cell.label: functools.partial(bench.run, cell, 0) for cell in cells}
     for width in sorted({c.k + 1 for c in cells if not c.tree}) if has_passes else ():
         tasks[f"target pass of {width} tokens"] = functools.partial(add_target, width)
-    for method in bench.drafts if has_passes else ():
+    for method, draft in bench.drafts.items() if has_passes else ():
         tasks[f"{method} pass"] = functools.partial(add_draft, method)
+        ks = sorted({c.k for c in cells if c.method == method and not c.tree})
+        for width, k in {costs.first_width(draft, k): k for k in ks}.items():
+            name = f"{method} first pass of {width} tokens"
+            tasks[name] = functools.partial(add_first, method, k)
     run_all(tasks, "compiling")
     return timers
 

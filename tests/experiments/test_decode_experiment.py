@@ -115,6 +115,7 @@ def test_heads_modules_and_trees_have_rows_of_their_own(pair, tmp_path, capsys):
         is_tree = r["tree"] is not None
         assert (r["predicted_speedup"] == r["predicted_speedup"]) is not is_tree  # NaN
     assert set(result["costs"]["draft_ms"]) == {"eagle", "mtp"}
+    assert set(result["costs"]["first_ms"]) == {"eagle", "mtp"}
     assert result["models"]["head"]["vocabulary"] == 150
     out = capsys.readouterr().out
     assert "eagle 2x1" in out and "random mtp-recycled" in out
@@ -316,7 +317,7 @@ def test_a_pass_is_timed_without_moving_the_cache(pair):
     assert timer() > 0 and timer() > 0
     times = {("target", 1): lambda: 2.0, ("target", 3): lambda: 3.0, ("draft", 1): lambda: 0.5}
     found = costs.Costs.measure(times, slots=128, batch=2)
-    assert found == costs.Costs(2.0, {"draft": 0.5}, {1: 2.0, 3: 3.0}, 128, 2)
+    assert found == costs.Costs(2.0, {"draft": 0.5}, {1: 2.0, 3: 3.0}, 128, 2, {})
 
 
 @pytest.mark.exhaustive

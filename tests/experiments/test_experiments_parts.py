@@ -78,6 +78,33 @@ def test_a_prediction_counts_what_is_offered_and_what_passes_cost():
     assert costs.predict(found, half) == stats.predicted_speedup([0.45, *rates[1:]], 0.0, 1.5)
 
 
+def test_a_prediction_counts_the_first_pass_of_a_round_by_its_width():
+    """A head feeds K + 1 pairs first, a draft model two tokens; then K - 1 passes of one."""
+    first = {"eagle": {4: 1.0, 6: 2.0}, "standalone": {2: 0.7}}
+    found = costs.Costs(
+        2.0, {"eagle": 0.4, "standalone": 0.5, "mtp": 0.3}, {1: 2.0, 6: 3.0}, 128, 1, first
+    )
+    round_ms = lambda method, k: found.draft_cost(method, k) * k * found.plain_ms
+    assert round_ms("eagle", 3) == pytest.approx(1.0 + 2 * 0.4)
+    assert round_ms("eagle", 4) == pytest.approx(1.5 + 3 * 0.4)  # between the measured widths
+    assert round_ms("standalone", 5) == pytest.approx(0.7 + 4 * 0.5)
+    assert round_ms("mtp", 3) == pytest.approx(3 * 0.3)  # its first pass was not measured
+    assert found.draft_cost("eagle") == 0.2
+    stored = found._replace(first_ms=json.loads(json.dumps(first)))
+    assert stored.draft_cost("eagle", 3) == found.draft_cost("eagle", 3)
+    seen = {
+        "method": "eagle", "k": 3, "rounds": 10, "drafted_at": [10] * 3,
+        "acceptance_by_position": [0.9, 0.8, 0.7],
+    }  # fmt: skip
+    tokens = 1 + 0.9 + 0.9 * 0.8 + 0.9 * 0.8 * 0.7
+    assert costs.predict(found, seen) == pytest.approx(tokens / ((1.0 + 0.8 + 2.6) / 2.0))
+    times = {("target", 1): 2.0, ("eagle", 1): 0.4, ("eagle", 4): 1.0, ("standalone", 2): 0.7}
+    timers = {name: lambda ms=ms: ms for name, ms in times.items()}
+    measured = costs.Costs.measure(timers, slots=128, batch=1)
+    assert measured.first_ms == {"eagle": {4: 1.0}, "standalone": {2: 0.7}}
+    assert measured.draft_ms == {"eagle": 0.4} and measured.verify_ms == {1: 2.0}
+
+
 def test_cells_of_trees_stand_beside_the_chains():
     rules = {"ngram": ["match"], "standalone": ["residual"]}
     cells = make_cells(["ngram", "standalone"], [2], [1.0], rules, ["3x1", "12:3:4"])
