@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -105,6 +107,20 @@ class SpeculativeDecoder(Shown):
         ignored: draft, config, and a drafter or rule of your own.
         """
         return cls(target, draft, config, force_n1=True, **options)
+
+    def with_parts(self, **parts: Any) -> SpeculativeDecoder:
+        """Returns a decoder of which some parts are others, for tools that examine a decoder.
+
+        The parts are not checked against each other.
+
+        Args:
+          **parts: by name, see ``engine.parts.Parts``.
+        """
+        other = copy.copy(self)
+        other._parts = dataclasses.replace(self._parts, **parts)
+        other._token, other._totals = CancellationToken(), stats.RunningStats()
+        other._worker = ThreadPoolExecutor(1, "spec_jax")
+        return other
 
     def _facts(self) -> dict[str, str]:
         return self._parts._facts()

@@ -17,6 +17,7 @@ from spec_jax.testing.certificate import (
     standard_rows,
 )
 from spec_jax.testing.certification import certify
+from spec_jax.testing.invariant import InvariantPair, invariant_pair
 from spec_jax.testing.mocks import (
     ToyCache,
     mock_model,
@@ -30,8 +31,8 @@ from spec_jax.testing.oracles import Row, chi_square, plain_distribution, refere
 from spec_jax.testing.record import Certificate, CertificateError, Check
 
 __all__ = [
-    "STANDARD_SETTINGS", "Certificate", "CertificateError", "Check", "Row", "ToyCache", "certify",
-    "certify_decoder", "certify_rule", "chi_square", "mock_model", "plain_distribution", "ragged",
-    "reference_distribution", "scripted_drafter", "slow_model", "standard_rows", "toy_model",
-    "toy_params",
+    "STANDARD_SETTINGS", "Certificate", "CertificateError", "Check", "InvariantPair", "Row",
+    "ToyCache", "certify", "certify_decoder", "certify_rule", "chi_square", "invariant_pair",
+    "mock_model", "plain_distribution", "ragged", "reference_distribution", "scripted_drafter",
+    "slow_model", "standard_rows", "toy_model", "toy_params",
 ]  # fmt: skip

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from spec_jax.models.attention import attend
 from spec_jax.models.caches.snapshot import KVCacheSnapshot, check_fits
 from spec_jax.models.layout import attend_prefix
 from spec_jax.sharding import ambient, by_shard, keep_layout
@@ -96,6 +97,8 @@ class KVCache:
     keys: jax.Array | tuple[jax.Array, ...]
     values: jax.Array | tuple[jax.Array, ...]
     length: jax.Array  # i32[B], tokens fed
+    # Attention reads all slots, so that its rounding does not depend on how far they are filled.
+    is_read_whole: bool = flax.struct.field(pytree_node=False, default=False)
 
     @classmethod
     def create(
@@ -127,7 +130,7 @@ class KVCache:
         """The logical axes of the arrays, see ``sharding``."""
         axes = self._array_axes
         arrays = axes if self.is_stacked else (axes,) * len(self.keys)
-        return KVCache(arrays, arrays, P("batch"))
+        return self.replace(keys=arrays, values=arrays, length=P("batch"))
 
     @property
     def _array_axes(self) -> P:
@@ -189,7 +192,8 @@ class KVCache:
         Args and Returns are those of ``layers.attend_window``.
         """  # fmt: skip
         cache = self.write(index, k_BGTH, v_BGTH, window.start)
-        return attend_prefix(q_BTNH, *cache.layer(index), window.mask, scale=scale), cache
+        over = attend if self.is_read_whole else attend_prefix
+        return over(q_BTNH, *cache.layer(index), window.mask, scale=scale), cache
 
     def open_window(self, width: int) -> KVCache:
         """Returns the cache itself: the slots after the committed ones are room enough."""
@@ -233,10 +237,10 @@ class KVCache:
             axis = 1 if self.is_stacked else 0
             return update(full, one, row * one.shape[axis], axis=axis)
 
-        return KVCache(
-            jax.tree.map(put, self.keys, other.keys),
-            jax.tree.map(put, self.values, other.values),
-            self.length.at[row].set(other.length[0]),
+        return self.replace(
+            keys=jax.tree.map(put, self.keys, other.keys),
+            values=jax.tree.map(put, self.values, other.values),
+            length=self.length.at[row].set(other.length[0]),
         )
 
     def _by_layer(self, arrays) -> tuple[jax.Array, ...]:
@@ -265,7 +269,7 @@ class KVCache:
                 return jnp.stack(arrays)
             return tuple(jnp.copy(x).reshape(own.shape) for own, x in zip(ours, arrays))
 
-        return KVCache(
-            lay_out(self.keys, snapshot.keys), lay_out(self.values, snapshot.values),
-            jnp.copy(snapshot.seq_len),
+        return self.replace(
+            keys=lay_out(self.keys, snapshot.keys), values=lay_out(self.values, snapshot.values),
+            length=jnp.copy(snapshot.seq_len),
         )  # fmt: skip
