@@ -8,6 +8,9 @@ the functions that the decoder itself calls, multiplies the probabilities, and c
 joint distribution with brute-force plain decoding. ``certify_decoder`` samples: it runs the jitted
 decoder many times and applies a chi-square test. Both compare with ``plain_distribution``, which
 shares no code with the decoder.
+
+``audit`` answers another one: where greedy decoding with drafts parts from plain decoding, is it
+rounding or a bug? ``invariant_pair`` gives both the same rounding, so that their bits are equal.
 """
 
 from spec_jax.testing.certificate import (
@@ -17,6 +20,7 @@ from spec_jax.testing.certificate import (
     standard_rows,
 )
 from spec_jax.testing.certification import certify
+from spec_jax.testing.divergence import audit, audit_outputs
 from spec_jax.testing.invariant import InvariantPair, invariant_pair
 from spec_jax.testing.mocks import (
     ToyCache,
@@ -29,10 +33,12 @@ from spec_jax.testing.mocks import (
 )
 from spec_jax.testing.oracles import Row, chi_square, plain_distribution, reference_distribution
 from spec_jax.testing.record import Certificate, CertificateError, Check
+from spec_jax.testing.verdict import Audit, RowAudit
 
 __all__ = [
-    "STANDARD_SETTINGS", "Certificate", "CertificateError", "Check", "InvariantPair", "Row",
-    "ToyCache", "certify", "certify_decoder", "certify_rule", "chi_square", "invariant_pair",
-    "mock_model", "plain_distribution", "ragged", "reference_distribution", "scripted_drafter",
-    "slow_model", "standard_rows", "toy_model", "toy_params",
+    "Audit", "Certificate", "CertificateError", "Check", "InvariantPair", "Row", "RowAudit",
+    "STANDARD_SETTINGS", "ToyCache", "audit", "audit_outputs", "certify", "certify_decoder",
+    "certify_rule", "chi_square", "invariant_pair", "mock_model", "plain_distribution", "ragged",
+    "reference_distribution", "scripted_drafter", "slow_model", "standard_rows", "toy_model",
+    "toy_params",
 ]  # fmt: skip

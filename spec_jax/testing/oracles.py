@@ -11,6 +11,24 @@ from scipy.stats import chi2
 from spec_jax.config import GREEDY_BELOW, SamplerConfig
 
 
+def penalised(
+    logits: np.ndarray, config: SamplerConfig, prompt: Sequence[int], output: Sequence[int]
+) -> np.ndarray:
+    """Applies the logit bias and the penalties in float64 NumPy, as ``spec_jax.sampling`` should.
+
+    Args and Returns are those of ``reference_distribution``, of logits f64[V].
+    """
+    x = np.array(logits, np.float64)
+    for token, bias in config.logit_bias:
+        x[token] += bias
+    for token in set(prompt) | set(output):
+        r = config.repetition_penalty
+        x[token] = x[token] / r if x[token] > 0 else x[token] * r
+    for token in set(output):
+        x[token] -= config.presence_penalty + config.frequency_penalty * output.count(token)
+    return x
+
+
 def reference_distribution(
     logits: np.ndarray, config: SamplerConfig, prompt: Sequence[int], output: Sequence[int]
 ) -> np.ndarray:
@@ -25,14 +43,7 @@ def reference_distribution(
     Returns:
       f64[V], a distribution.
     """
-    x = np.array(logits, np.float64)
-    for token, bias in config.logit_bias:
-        x[token] += bias
-    for token in set(prompt) | set(output):
-        r = config.repetition_penalty
-        x[token] = x[token] / r if x[token] > 0 else x[token] * r
-    for token in set(output):
-        x[token] -= config.presence_penalty + config.frequency_penalty * output.count(token)
+    x = penalised(logits, config, prompt, output)
     if config.temperature < GREEDY_BELOW:
         return np.eye(len(x))[int(np.argmax(x))]
     x = x / config.temperature

@@ -1,0 +1,203 @@
+"""Where two greedy decodings part: whether rounding explains it, or only a bug does.
+
+A pass of one token and a pass of K + 1 tokens round in different orders, so where two logits
+nearly tie, plain and speculative decoding may rightly take different tokens. A bug may do the same,
+so the tie alone proves nothing. The audit therefore decodes the rows again, takes the logits that
+each decoding really chose from, out of its own cache, and compares them with one pass over the same
+text in a wider dtype, which has neither a cache nor a window. How far rounding moves logits is not
+assumed: it is how far one such pass in the model's own dtype is off, at the same positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from spec_jax.config import GREEDY_BELOW, SamplerConfig
+from spec_jax.engine import request
+from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.engine.request import Prompt
+from spec_jax.errors import ConfigError
+from spec_jax.loading import LoadedModel
+from spec_jax.sampling import Samplers, highest_temperature
+from spec_jax.testing.oracles import penalised
+from spec_jax.testing.replay import Call, Honest, Replayed, honest_logits, replay
+from spec_jax.testing.verdict import Audit, RowAudit, Trail, first_difference, judge
+
+
+def audit(
+    decoder: SpeculativeDecoder,
+    prompts: Prompt | Sequence[Prompt],
+    max_new_tokens: int | None = None,
+    *,
+    plain: SpeculativeDecoder | None = None,
+    outputs: tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]] | None = None,
+    sampler: Samplers | None = None,
+    stop_tokens: Sequence[int] | None = None,
+    pad_to: int = 0,
+    has_all_rows: bool = False,
+) -> Audit:
+    """Compares greedy decoding with and without drafts, and explains every row that differs.
+
+    Each such row is decoded again with both decoders, in the same batch, one program a round. Its
+    verdict is *bug* unless all of this holds, up to the difference: every token is the best by the
+    logits that it was chosen from; these logits are as near to a pass in float32 as rounding
+    explains, at each position and on average; and by that pass each token is the best but for a
+    near tie.
+
+    Args:
+      decoder: with drafts.
+      prompts: texts, ids or conversations, decoded as one batch.
+      max_new_tokens: maximum output tokens of a row, 128 by default.
+      plain: what it is compared with, any decoder of the same target; by default the same target
+        without drafts.
+      outputs: what the two have decoded, ``plain``'s rows first; by default they decode now.
+      sampler: as in ``SpeculativeDecoder.generate``; of temperature 0.
+      stop_tokens: likewise.
+      pad_to: likewise.
+      has_all_rows: examine also the rows that do not differ, whose logits may be wrong even so.
+
+    Raises:
+      ConfigError: the temperature is above 0, or the outputs are not two of as many rows as there
+        are prompts.
+      PromptError: as in ``SpeculativeDecoder.generate``.
+    """
+    target = decoder.target
+    if plain is None:
+        options = {"target_sampler": decoder.target_sampler, "mesh": decoder.mesh}
+        plain = SpeculativeDecoder(target, **options)
+    samplers = decoder.target_sampler if sampler is None else sampler
+    if highest_temperature(samplers) >= GREEDY_BELOW:
+        raise ConfigError(
+            f"the temperature is {highest_temperature(samplers):g}; an audit compares greedy "
+            "outputs, so it needs temperature 0"
+        )
+    ids, _ = request.encode_all(target, prompts)
+    stops = target.stop_tokens if stop_tokens is None else tuple(stop_tokens)
+    call = Call(ids, decoder.output_limits(ids, max_new_tokens), samplers, stops, pad_to)
+    if outputs is None:
+        options = {"sampler": sampler, "stop_tokens": stops, "pad_to": pad_to}
+        outputs = tuple(
+            [row.tokens for row in d.generate(ids, max_new_tokens, **options)]
+            for d in (plain, decoder)
+        )
+    if len(outputs) != 2 or any(len(rows) != len(ids) for rows in outputs):
+        sizes = " and ".join(str(len(rows)) for rows in outputs)
+        raise ConfigError(
+            f"outputs have {sizes} rows; expected two lists of {len(ids)} rows, one for each prompt"
+        )
+    pairs = {row: pair for row, pair in enumerate(zip(*outputs))}
+    until = {
+        row: len(a) if at is None else at + 1
+        for row, (a, b) in pairs.items()
+        for at in [first_difference(a, b)]
+        if has_all_rows or at is not None
+    }
+    replays = [replay(d, call, until) for d in (plain, decoder)] if until else []
+    configs = [samplers] * len(ids) if isinstance(samplers, SamplerConfig) else samplers
+    rows = tuple(
+        _examine(target, row, ids[row], pairs[row], [found[row] for found in replays], configs[row])
+        for row in until
+    )
+    return Audit(len(ids), rows, decoder.system().num_draft + 1)
+
+
+def audit_outputs(
+    target: LoadedModel, prompt: Sequence[int], first: Sequence[int], second: Sequence[int], *,
+    sampler: SamplerConfig | None = None, row: int = 0,
+) -> RowAudit:
+    """Examines two greedy outputs of one prompt without decoding again.
+
+    It can only tell whether the two tokens nearly tie. A bug may change a token at a near tie, too:
+    ``audit`` looks at the logits that the tokens were chosen from.
+
+    Args:
+      target: the target.
+      prompt: its ids.
+      first: one output.
+      second: the other.
+      sampler: whose penalties apply; by default none do.
+      row: the number of the prompt, for the record.
+    """
+    return _examine(target, row, prompt, (first, second), [], sampler or SamplerConfig())
+
+
+_NAMES = ("plain decoding", "the decoder")
+
+
+def _examine(
+    target: LoadedModel, row: int, prompt: Sequence[int], pair: Sequence[Sequence[int]],
+    replays: Sequence[Replayed], config: SamplerConfig,
+) -> RowAudit:  # fmt: skip
+    """Computes what ``judge`` needs of one row."""
+    at = first_difference(*pair)
+    if at is not None and at == min(map(len, pair)):
+        tokens = tuple(rows[at] if at < len(rows) else None for rows in pair)
+        return RowAudit(row, "bug", ("one of the two outputs ends there",), at, tokens)
+    N = len(pair[0]) if at is None else at + 1
+    honest = honest_logits(target, [*prompt, *pair[0][: N - 1]], len(prompt))
+    of_row = lambda logits: _penalised(logits, config, prompt, pair[0])
+    exact, rounded = of_row(honest.exact), of_row(honest.rounded)
+    best = exact.max(axis=1)
+    gaps = best - exact[range(N), [*pair[0][:N]]]
+    if at is not None:
+        gaps[at] = max(gaps[at], best[at] - exact[at, pair[1][at]])
+    unit = honest.eps * np.abs(exact).max(axis=1)  # of one rounding of a logit
+    rounding = np.maximum(np.abs(exact - rounded).max(axis=1), unit)
+    trails, own = [], []
+    for name, rows, again in zip(_NAMES, pair, replays):
+        trail, logits = _trail(name, rows[:N], again, honest, of_row)
+        trails.append(trail)
+        own.append(logits)
+    verdict, evidence = judge(at, gaps, rounding, trails)
+    known = [max(trail.ratio, default=0.0) for trail in trails]
+    found = RowAudit(
+        row, verdict, evidence, at, deviations=tuple(map(float, known)),
+        pooled=tuple(float(trail.pooled) for trail in trails),
+    )  # fmt: skip
+    if at is None:
+        return found
+    there = [x[at - 1] if 0 < at <= len(x) else None for x in own]
+    is_known = len(there) == 2 and all(x is not None for x in there)
+    difference = float(np.abs(there[0] - there[1]).max()) if is_known else None
+    return dataclasses.replace(
+        found, tokens=tuple(rows[at] for rows in pair), gap=float(gaps[at]),
+        rounding=float(rounding[at]), top2_gaps=tuple(map(_top2_gap, [exact[at], *there])),
+        logit_difference=difference,
+    )  # fmt: skip
+
+
+def _trail(name, output, again: Replayed, honest: Honest, of_row) -> tuple[Trail, np.ndarray]:
+    """Returns the trail of one decoding, and its logits f64[N,V] with penalties."""
+    parts_at = first_difference(output, again.tokens[: len(output)])
+    # Up to the difference the texts are the same, so the logits there still are comparable.
+    n = len(output) if parts_at is None else parts_at + 1
+    raw = np.asarray(again.logits, np.float64)[: max(n - 1, 0), : honest.exact.shape[1]]
+    n = len(raw) + 1
+    exact, rounded = honest.exact[1:n], honest.rounded[1:n]
+    rms = lambda x, axis=None: np.sqrt(np.mean(x**2, axis=axis))
+    if not len(raw):
+        return Trail(name, np.zeros(0), 0.0, np.zeros(0), 0.0, parts_at), raw
+    # No less than the rounding of the logits themselves.
+    noise = np.maximum(rms(rounded - exact, 1), honest.eps / 4 * rms(exact, 1))
+    usual = rms(noise)
+    off = np.where(np.isfinite(raw).all(axis=1), rms(raw - exact, 1), np.inf)
+    logits = of_row(np.concatenate([exact[:1], raw]))[1:]
+    own_gap = logits.max(axis=1) - logits[range(len(raw)), again.tokens[1:n]]
+    tolerance = honest.eps * float(np.abs(logits).max())
+    pooled = float(rms(off) / usual)
+    return Trail(name, off / np.maximum(noise, usual), pooled, own_gap, tolerance, parts_at), logits
+
+
+def _penalised(logits, config, prompt, output) -> np.ndarray:
+    rows = [penalised(x, config, prompt, tuple(output[:i])) for i, x in enumerate(logits)]
+    return np.asarray(rows).reshape(-1, logits.shape[-1])
+
+
+def _top2_gap(logits: np.ndarray | None) -> float | None:
+    if logits is None:
+        return None
+    second, first = np.sort(logits)[-2:]
+    return float(first - second)

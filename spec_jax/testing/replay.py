@@ -1,0 +1,187 @@
+"""A decoding run again round by round, with the logits that each of its tokens came from.
+
+Also the same logits computed independently, in one pass over the whole text.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax import decoding
+from spec_jax.decoding import round as rounds
+from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.engine.request import make_request
+from spec_jax.loading import LoadedModel
+from spec_jax.meshes import mesh_of, use_mesh
+from spec_jax.models import transformer
+from spec_jax.sampling import Samplers, make_sampler
+from spec_jax.sharding import constrain_state, replicate
+
+_BUCKET = 64  # texts are padded to a multiple of it, so that they share programs
+
+
+class Replayed(NamedTuple):
+    """One row, decoded again.
+
+    Attributes:
+      tokens: the output.
+      logits: f32[N,V], raw, that the tokens after the first were chosen from, in the pass and from
+        the cache that the decoder really had.
+      width: tokens of each such pass, K + 1.
+      place: i64[N], at which place of its pass's path each of them stood.
+    """
+
+    tokens: list[int]
+    logits: np.ndarray
+    width: int
+    place: np.ndarray
+
+
+class Call(NamedTuple):
+    """Arguments of the call that is decoded again.
+
+    Attributes:
+      prompts: ids of every row.
+      limits: maximum output tokens of every row.
+      samplers: of the target.
+      stop_tokens: ids at which a row ends.
+      pad_to: see ``SpeculativeDecoder.generate``.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    limits: Sequence[int]
+    samplers: Samplers
+    stop_tokens: Sequence[int]
+    pad_to: int = 0
+
+
+def replay(
+    decoder: SpeculativeDecoder, call: Call, until: Mapping[int, int]
+) -> dict[int, Replayed]:
+    """Decodes a batch again by the rounds of the decoder's system, with its own caches.
+
+    The rounds are the four calls of ``decode_round``, one program a round, so that the logits of
+    each verify pass can be read.
+
+    Args:
+      decoder: what decoded; where it chooses K while decoding, its rounds have the largest K.
+      call: the batch.
+      until: how many output tokens are needed, by row.
+
+    Returns:
+      The rows of ``until``.
+    """
+    engine, B = decoder.engine(call.samplers), len(call.prompts)
+    system, V = engine.system, engine.system.target.vocab_size
+    draft_samplers = decoder.draft_sampler or call.samplers
+    request = make_request(
+        system, call.prompts, call.limits, make_sampler(call.samplers, B, V),
+        make_sampler(draft_samplers, B, V), stop_tokens=call.stop_tokens, pad_to=call.pad_to,
+    )  # fmt: skip
+    found = {row: ([], []) for row in until}
+    begin = np.asarray([len(prompt) for prompt in call.prompts])
+    with use_mesh(engine.mesh):
+        *arrays, slots = request
+        state = decoding.prefill(engine.params(), *arrays, system=system, slots=slots)
+        params, total = engine.params(B), begin + 1
+        is_active = np.asarray(decoding.read_rows(state).finish) == decoding.Finish.RUNNING
+        while any(is_active[row] and total[row] - begin[row] < n for row, n in until.items()):
+            state, *seen = _round(params, state, system=system)
+            logits, after, is_active = map(np.asarray, seen)
+            for row, (rows, places) in found.items():
+                n = int(after[row] - total[row])
+                rows.extend(logits[row, :n])
+                places.extend(range(n))
+            total = after
+        tokens = np.asarray(decoding.read_rows(state).tokens)
+    return {
+        row: Replayed(
+            tokens[row, begin[row] : total[row]].tolist(),
+            np.asarray(rows, np.float32).reshape(-1, V), system.num_draft + 1,
+            np.asarray(places, int),
+        )
+        for row, (rows, places) in found.items()
+    }  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnames="system", donate_argnames="state")
+def _round(params, state, *, system):
+    """``decode_round``, and what the tokens were chosen from: f32[B,P,V] along the accepted path.
+
+    Returns:
+      The state, the logits, i32[B] tokens of prompt and output, bool[B] rows that go on.
+    """
+    proposal, state = rounds.draft(params["draft"], state, system)
+    scores, state = rounds.verify(params["target"], state, proposal, system)
+    verdict = rounds.accept(state, proposal, scores, system)
+    logits = scores.logits
+    if verdict.path is not None:
+        logits = jnp.take_along_axis(logits, verdict.path[:, :, None], axis=1)
+    state = rounds.commit(params["draft"], state, proposal, scores, verdict, system)
+    state = constrain_state(state)
+    return state, *replicate((logits, state.total, state.is_active))
+
+
+class Honest(NamedTuple):
+    """What the target says after each of N prefixes of a text, in one pass without a cache.
+
+    Attributes:
+      exact: f64[N,V], computed in float32; in float64 where the weights are in float32.
+      rounded: f64[N,V], computed in the dtype of the weights.
+      eps: of that dtype.
+    """
+
+    exact: np.ndarray
+    rounded: np.ndarray
+    eps: float
+
+
+def honest_logits(target: LoadedModel, ids: Sequence[int], begin: int) -> Honest:
+    """Computes the logits after ``ids[:begin]``, ``ids[:begin + 1]`` and so on, to all of them.
+
+    A model with a config is run by ``models.transformer``, whatever functions the decoder calls;
+    one of your own by its functions, with a cache that nothing else has written.
+
+    Args:
+      target: the model.
+      ids: the text.
+      begin: tokens of the first prefix, 1 or more.
+    """
+    own = jnp.result_type(*(x.dtype for x in jax.tree.leaves(target.params) if _is_float(x)))
+    tokens = np.zeros((1, -(-len(ids) // _BUCKET) * _BUCKET), np.int32)
+    tokens[0, : len(ids)] = ids
+
+    def run(dtype):
+        cast = lambda x: x.astype(dtype) if _is_float(x) and x.dtype != dtype else x
+        model = target.model if target.config is None else None
+        logits = _one_pass(
+            jnp.asarray(tokens), jax.tree.map(cast, target.params), config=target.config,
+            model=model,
+        )  # fmt: skip
+        return np.asarray(logits, np.float64)[0, begin - 1 : len(ids), : target.model.last_id + 1]
+
+    with use_mesh(mesh_of(target.params)):
+        rounded = run(own)
+        is_wide = own == jnp.float32 and target.config is not None
+        with jax.enable_x64(is_wide):
+            exact = run(jnp.float64 if is_wide else jnp.float32)
+    return Honest(exact, rounded, float(jnp.finfo(own).eps))
+
+
+def _is_float(x) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "model"))
+def _one_pass(tokens, params, *, config, model):
+    """Returns f32[1,T,V]; f64 weights make products in float64, and logits in float32."""
+    if model is None:
+        return replicate(transformer.logits(params, tokens, config=config))
+    cache = model.init_cache(params, *tokens.shape)
+    return replicate(model.unembed(params, model.forward(params, tokens, cache).hidden))

@@ -1,0 +1,184 @@
+"""The verdict on two greedy outputs that part, from recorded numbers: rounding, or a bug."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# In units of the honest pass's error; docs/decisions.md has the measurements.
+LOCAL_FACTOR = 3.0  # of the logits after one prefix
+POOLED_FACTOR = 1.3  # of all of a row, if there are at least
+MIN_POOLED = 8  # of them
+
+
+@dataclasses.dataclass(frozen=True)
+class RowAudit:
+    """What the audit found of one prompt. Positions count output tokens from 0.
+
+    Attributes:
+      row: the number of the prompt.
+      verdict: "identical", "rounding" or "bug".
+      evidence: sentences.
+      at: the position of the first difference; None where there is none.
+      tokens: the two tokens there, of plain decoding and of the other; None where an output ended.
+      gap: how far, in float32, the worse of the two lies below the best logit.
+      rounding: the largest error of a logit there in the dtype of the weights.
+      top2_gaps: of the best two logits there: in float32, in plain decoding's own pass, in the
+        other's; None where that was not decoded again.
+      logit_difference: the largest difference there of the logits of the two passes, of one token
+        and of K + 1.
+      deviations: the largest distance of each decoding's logits from the float32 pass, as a
+        multiple of what rounding explains.
+      pooled: likewise, root mean square of all positions up to the difference.
+    """
+
+    row: int
+    verdict: str
+    evidence: tuple[str, ...] = ()
+    at: int | None = None
+    tokens: tuple[int | None, int | None] | None = None
+    gap: float | None = None
+    rounding: float | None = None
+    top2_gaps: tuple[float | None, ...] = ()
+    logit_difference: float | None = None
+    deviations: tuple[float, ...] = ()
+    pooled: tuple[float, ...] = ()
+
+    @property
+    def is_near_tie(self) -> bool:
+        """Whether rounding explains the difference."""
+        return self.verdict == "rounding"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all fields, for JSON."""
+        return dataclasses.asdict(self) | {"is_near_tie": self.is_near_tie}
+
+    def __str__(self) -> str:
+        where = "" if self.at is None else f" at token {self.at}"
+        return f"row {self.row}: {self.verdict}{where}; " + "; ".join(self.evidence)
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit:
+    """What ``audit`` found of a call.
+
+    Attributes:
+      num_rows: prompts that were compared.
+      rows: those that were examined: the rows that differ, or all.
+      width: K + 1, the tokens of a verify pass.
+    """
+
+    num_rows: int
+    rows: tuple[RowAudit, ...]
+    width: int
+
+    def of(self, verdict: str) -> tuple[RowAudit, ...]:
+        """Returns the rows with this verdict."""
+        return tuple(row for row in self.rows if row.verdict == verdict)
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether no row shows a bug."""
+        return not self.of("bug")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns counts and rows, for JSON."""
+        counts = {verdict: len(self.of(verdict)) for verdict in ("rounding", "bug")}
+        rows = [row.to_dict() for row in self.rows]
+        return {"num_rows": self.num_rows, **counts, "width": self.width, "rows": rows}
+
+    def __str__(self) -> str:
+        parted = [row for row in self.rows if row.at is not None]
+        identical = self.num_rows - len(parted)
+        lines = [
+            f"{self.num_rows} prompts: {identical} with identical outputs, "
+            f"{len(self.of('rounding'))} part by rounding, {len(self.of('bug'))} show a bug"
+        ]
+        return "\n".join([*lines, *(f"  {row}" for row in self.rows if row.verdict != "identical")])
+
+
+def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
+    """Returns the first position at which two outputs differ; None if they are the same."""
+    pairs = zip(first, second)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+    return None if at == len(first) == len(second) else at
+
+
+class Trail(NamedTuple):
+    """What a decoding's own logits say of its tokens, from the second one on.
+
+    Attributes:
+      name: of the decoding, for sentences.
+      ratio: f64[N], how far its logits are from the float32 pass, over what rounding explains.
+      pooled: the same of all positions together, root mean square.
+      own_gap: f64[N], how far its token lies below the best of its own logits.
+      tolerance: what of that gap the rounding of one logit explains.
+      parts_at: where the second run gave another token than the first; None: nowhere.
+    """
+
+    name: str
+    ratio: np.ndarray
+    pooled: float
+    own_gap: np.ndarray
+    tolerance: float
+    parts_at: int | None = None
+
+
+def judge(
+    at: int | None, gaps: np.ndarray, rounding: np.ndarray, trails: Sequence[Trail]
+) -> tuple[str, tuple[str, ...]]:
+    """Returns the verdict on one row and its evidence, from recorded numbers alone.
+
+    Args:
+      at: the position of the first difference; None where there is none.
+      gaps: f64[N], how far, by the float32 pass, the token at each position lies below the best;
+        at the difference the worse of the two.
+      rounding: f64[N], the largest error of a logit at each position.
+      trails: of the decodings that were run again.
+    """
+    wrong, right = [], []
+    for trail in trails:
+        missed = np.flatnonzero(trail.own_gap > trail.tolerance)
+        if len(missed):
+            i = int(missed[0])
+            wrong.append(
+                f"{trail.name} emits a token at {i + 1} that is not the best of its own logits "
+                f"there, but {trail.own_gap[i]:.2g} below"
+            )
+        far = np.flatnonzero(~(trail.ratio <= LOCAL_FACTOR))
+        if len(far):
+            i = int(far[0])
+            wrong.append(
+                f"{trail.name}'s own logits at token {i + 1} are {trail.ratio[i]:.1f} times as far "
+                f"from the float32 pass as rounding explains (at most {LOCAL_FACTOR:g})"
+            )
+        elif len(trail.ratio) >= MIN_POOLED and not trail.pooled <= POOLED_FACTOR:
+            wrong.append(
+                f"{trail.name}'s own logits are on average {trail.pooled:.2f} times as far from "
+                f"the float32 pass as rounding explains (at most {POOLED_FACTOR:g})"
+            )
+        elif len(trail.ratio):
+            right.append(
+                f"{trail.name}'s own logits are as near to the float32 pass as rounding explains "
+                f"({trail.pooled:.2f} times it, at one token {trail.ratio.max():.2f})"
+            )
+        if trail.parts_at is not None:
+            right.append(f"{trail.name}, run again, parts from its output at {trail.parts_at}")
+    far = np.flatnonzero(~(gaps <= 2 * rounding))
+    if len(far):
+        i = int(far[0])
+        wrong.append(
+            f"the token at {i} lies {gaps[i]:.2g} below the best in float32, where rounding moves "
+            f"a logit by up to {rounding[i]:.2g}"
+        )
+    elif at is not None:
+        right.append(
+            f"the two tokens lie within {gaps[at]:.2g} of the best in float32, and rounding moves "
+            f"a logit by up to {rounding[at]:.2g}"
+        )
+    if wrong:
+        return "bug", tuple(wrong)
+    return ("identical" if at is None else "rounding"), tuple(right)

@@ -1,0 +1,164 @@
+"""The audit: rounding is called rounding, and a planted defect a bug, also at a near tie."""
+
+import collections
+import gzip
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from spec_jax import (
+    SamplerConfig,
+    SpeculativeConfig,
+    SpeculativeDecoder,
+    load_draft,
+    load_model,
+)
+from spec_jax.errors import ConfigError
+from spec_jax.testing import RowAudit, audit, audit_outputs, mock_model
+from spec_jax.testing.verdict import Trail, first_difference, judge
+from tests.support.defects import DEFECTS, perturbed_layer
+
+PROMPTS = pathlib.Path(__file__).resolve().parents[3] / "shared/data/prompts/HumanEval.jsonl.gz"
+NOISE = np.asarray([1.0, 0.9, 1.2, 1.0, 0.8, 1.1, 1.0, 1.0, 0.9, 1.7])
+
+
+def trail(ratio=NOISE, pooled=1.02, own_gap=0.0, **options):
+    return Trail("the decoder", ratio, pooled, np.full(len(ratio), own_gap), 1e-3, **options)
+
+
+def judged(at=10, gap=0.01, **options):
+    gaps = np.zeros(11)
+    gaps[-1] = gap
+    return judge(at, gaps, np.full(11, 0.02), [trail(), trail(**options)])[0]
+
+
+def test_a_near_tie_is_rounding_only_if_the_logits_are_right_as_well():
+    assert judged() == "rounding"
+    assert judged(at=None, gap=0.0) == "identical"
+    assert judged(gap=0.05) == "bug"  # no near tie
+    assert judged(ratio=np.where(np.arange(10) == 9, 3.5, NOISE)) == "bug"  # the last pass is off
+    assert judged(ratio=np.where(np.arange(10) == 2, 3.5, NOISE)) == "bug"  # an earlier one
+    assert judged(pooled=1.5) == "bug"  # each a little
+    assert judged(own_gap=0.1) == "bug"  # another token than its own logits'
+    assert judged(ratio=np.full(10, np.nan)) == "bug"
+    assert judged(at=None, gap=0.0, pooled=1.5) == "bug"  # no token differs yet
+
+
+def test_few_positions_are_not_averaged():
+    few = trail(NOISE[:3], pooled=1.5)
+    assert judge(3, np.zeros(4), np.ones(4), [few])[0] == "rounding"
+    assert judge(0, np.zeros(1), np.ones(1), [trail(NOISE[:0], pooled=0.0)])[0] == "rounding"
+
+
+def test_evidence_says_where_and_how_much():
+    verdict, evidence = judge(1, np.asarray([0, 9.0]), np.full(2, 0.1), [trail(own_gap=2.0)])
+    assert verdict == "bug" and "emits a token at 1 that is not the best" in evidence[0]
+    assert "the token at 1 lies 9 below the best in float32" in evidence[1]
+    text = str(RowAudit(3, verdict, evidence, 1))
+    assert text.startswith("row 3: bug at token 1; the decoder emits")
+
+
+def test_the_first_difference_is_found():
+    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2
+    assert first_difference([1, 2], [1, 2]) is None
+
+
+def test_sampled_outputs_and_missing_rows_are_refused():
+    decoder = SpeculativeDecoder(mock_model(), mock_model(seed=1))
+    with pytest.raises(ConfigError, match="temperature is 1; an audit compares greedy"):
+        audit(decoder, [0, 1], sampler=SamplerConfig(temperature=1.0))
+    with pytest.raises(ConfigError, match="outputs have 1 and 2 rows; expected two lists of 1"):
+        audit(decoder, [0, 1], outputs=([[1]], [[1], [2]]))
+
+
+def zoo_decoders(dtype="bfloat16"):
+    target = load_model("zoo/target", dtype)
+    head = load_draft("zoo/eagle3", target)
+    config = SpeculativeConfig("eagle", 5)
+    return SpeculativeDecoder(target), SpeculativeDecoder(target, head, config)
+
+
+def human_eval(target, num):
+    """Endings of the prompts, all of one shape; of the package's own text without the file."""
+    lines = gzip.open(PROMPTS, "rt") if PROMPTS.exists() else []
+    texts = [json.loads(line)["prompt"] for line in lines]
+    ids = [target.tokenizer.encode(text) for text in texts]
+    if not ids:
+        own = target.tokenizer.encode(pathlib.Path(__file__).read_text())
+        ids = [own[i : i + 60] for i in range(0, len(own) - 60, 30)]
+    # Two windows of each long prompt, so that there are 200.
+    windows = [row[-60:] for row in ids] + [row[:60] for row in ids if len(row) >= 120]
+    return [row for row in windows if len(row) >= 40][:num]
+
+
+def audit_all(decoder, plain, prompts, num_tokens, **options):
+    """Audits pairs of prompts; returns the rows examined."""
+    rows = []
+    for i in range(0, len(prompts), 2):
+        rows += audit(
+            decoder, prompts[i : i + 2], num_tokens, plain=plain, stop_tokens=[], pad_to=64,
+            **options,
+        ).rows  # fmt: skip
+    return rows
+
+
+@pytest.mark.exhaustive
+def test_honest_decoding_is_explained_and_planted_defects_are_bugs():
+    plain, decoder = zoo_decoders()
+    prompts = human_eval(decoder.target, 4)
+    honest = audit_all(decoder, plain, prompts, 24, has_all_rows=True)
+    assert len(honest) == 4 and all(row.verdict in ("identical", "rounding") for row in honest)
+    assert max(max(row.pooled) for row in honest) < 1.2
+    for name in ("position_off_by_one", "low_precision_cache"):
+        rows = audit_all(DEFECTS[name](decoder), plain, prompts, 24)
+        assert rows and all(row.verdict == "bug" for row in rows), name
+
+
+@pytest.mark.exhaustive
+def test_penalties_and_caches_that_are_not_the_package_own_are_audited():
+    target, draft = mock_model(), mock_model(seed=1)
+    sampler = SamplerConfig(repetition_penalty=1.3, presence_penalty=0.2)
+    decoder = SpeculativeDecoder(target, draft, target_sampler=sampler)
+    found = audit(decoder, [[0, 1], [2, 1, 0]], 12, has_all_rows=True)
+    assert found.is_explained and found.num_rows == len(found.rows) == 2
+    told = audit(decoder, [0, 1], 12, sampler=SamplerConfig(), outputs=([[2, 1]], [[2, 0]]))
+    assert told.of("bug") and "bug" in str(told) and told.to_dict()["bug"] == 1
+    ends = audit_outputs(target, [0, 1], [4, 5], [4])
+    assert ends.verdict == "bug" and ends.gap is None and ends.tokens == (5, None)
+
+
+@pytest.mark.measure
+def test_every_divergence_of_two_hundred_prompts_is_rounding():
+    plain, decoder = zoo_decoders()
+    rows = audit_all(decoder, plain, human_eval(decoder.target, 200), 32, has_all_rows=True)
+    counts = collections.Counter(row.verdict for row in rows)
+    local = np.asarray([row.deviations for row in rows])
+    pooled = np.asarray([row.pooled for row in rows])
+    worst = f"{local.max():.2f} at a position, {pooled.max():.3f} pooled"
+    print(f"{dict(counts)}; at most {worst}")
+    assert len(rows) == 200 and not counts["bug"] and counts["rounding"] >= 5
+
+
+@pytest.mark.measure
+@pytest.mark.parametrize("name", DEFECTS)
+def test_no_row_of_a_defective_decoder_is_called_rounding(name):
+    plain, decoder = zoo_decoders()
+    rows = audit_all(DEFECTS[name](decoder), plain, human_eval(decoder.target, 200), 32)
+    counts = collections.Counter(row.verdict for row in rows)
+    print(f"{name}: {dict(counts)}")
+    assert counts["bug"] >= 10
+
+
+@pytest.mark.measure
+def test_the_smallest_perturbation_that_is_seen():
+    plain, decoder = zoo_decoders()
+    for size in (0.05, 0.02, 0.01, 0.005):
+        rows = audit_all(
+            perturbed_layer(decoder, size), plain, human_eval(decoder.target, 24), 32,
+            has_all_rows=True,
+        )  # fmt: skip
+        counts = collections.Counter(row.verdict for row in rows)
+        print(f"one layer's weights off by {size:.1%}: {dict(counts)}")
