@@ -2,7 +2,7 @@
 
     python -m experiments.benchmark
     python -m experiments.benchmark --parts=zoo --config.zoo.ks=2,4
-    python -m experiments.benchmark --config.transformers.python=PATH
+    python -m experiments.benchmark --peers --config.transformers.python=PATH
 
 Cost: over an hour on two quiet CPU cores, 42 minutes of it for the part "adaptive". Expected: every
 bar is met on jax 0.12; the figures by processor are in the documentation on measurements.
@@ -69,7 +69,8 @@ def get_config() -> ConfigDict:
         # Random weights of these shapes replace a zoo model that has not been trained.
         "target_shape": _shape(train_zoo_target.get_config()),
         "draft_shape": _shape(train_zoo_draft.get_config()),
-        "num_prompts": 8,  # held-out functions; a multiple of every batch
+        "data": "",  # a file of prompts; "": held-out functions
+        "num_prompts": 8,  # a multiple of every batch
         "max_prompt_tokens": 256,  # longer prompts lose their beginning
         "new_tokens": 96,
         "plain_tokens": 64,
@@ -120,10 +121,14 @@ def get_config() -> ConfigDict:
         "repeats": 5,
         "seed": 0,
     })
-    config.transformers = ConfigDict({
-        "k": 4,  # unless the part "zoo" has run and chosen its best K
-        "python": "",  # the interpreter with torch and transformers; "": this one
+    config.peers = ConfigDict({  # with the models and prompts of "zoo"
+        "ks": (1, 3),  # drafted tokens a round, on both sides
+        "dtypes": ("float32", "bfloat16"),  # of weights and caches, on both sides
+        "head": "zoo/eagle3",  # a zoo name or a directory; "": none
         "repeats": 3,
+    })
+    config.transformers = ConfigDict({
+        "python": "",  # the interpreter with torch and transformers; "": this one
     })
     config.profile = ConfigDict({
         "head": "zoo/eagle3",  # a head, profiled beside the draft of "zoo"
@@ -148,7 +153,7 @@ def get_config() -> ConfigDict:
         "adaptive_fixed": 0.95,  # best fixed K over adaptive, by the table of costs; at least
         "adaptive_clock": 1.10,  # adaptive over either, by the clock; at most
         "training": 0.5,  # FLOP rate of a step over that of its largest products; at least
-        "transformers": 3.0,  # tokens per second over assisted generation; at least
+        "peers": 4.0,  # tokens per second over transformers' assisted generation; at least
     })
     return config
 

@@ -4,6 +4,7 @@
     python -m experiments.benchmark --parts=llama110m,zoo --workdir=runs/benchmark/mine
     python -m experiments.benchmark --parts=own --config.drafter=docs.examples.my_drafter:make
     python -m experiments.benchmark --profile
+    python -m experiments.benchmark --peers --config.transformers.python=PATH
 
 The parts:
   llama110m     a 110M Llama shape with random weights and synthetic acceptance
@@ -14,7 +15,8 @@ The parts:
   states        a Mamba-2 shape: what replaying the window costs
   training      training steps at the zoo's size
   own           a drafter or a rule of your own (--config.drafter, --config.rule), where given
-  transformers  the zoo's pair under assisted generation, where torch and transformers are
+  peers         transformers' assisted generation and prompt lookup on the zoo's models, where torch
+                and transformers are; --peers runs it alone, or after the other --parts
 
 The run's folder gets config.json, environment.json, and after every part report.json and
 report.md. With --profile, rounds of the zoo's drafts are traced into profile/, and the report says
@@ -36,7 +38,7 @@ from configs import benchmark as default
 from experiments.benchmarks import own, profile
 from experiments.benchmarks.registry import PARTS
 from experiments.common import cli, plots, profiling, report
-from experiments.common.tables import table
+from experiments.common.tables import Section, table
 from experiments.common.timing import HEADER, Line
 from spec_jax.errors import ConfigError
 
@@ -77,6 +79,7 @@ def run(
     folder = cli.open_workdir("benchmark", workdir)
     begin = time.monotonic()
     lines: list[Line] = []
+    sections: list[Section] = []
     record = report.begin("benchmark", folder, config.to_dict())
     record |= {"parts": {}, "notes": [], "lines": [], "is_complete": False}
     for name in [name for name in PARTS if name in parts]:
@@ -85,17 +88,18 @@ def run(
         record["lines"] = [line.to_dict() for line in lines]
         record["notes"] += result.notes
         record["parts"][name] = result.record
+        sections += result.sections
         record["elapsed_s"] = round(time.monotonic() - begin, 1)
         if name == "heads":
             plots.plot_tree_sizes(folder / "tree.png", result.record)
-        write(folder, record, lines)
+        write(folder, record, lines, sections)
     if has_profile:
         record["profile"] = profile.measure(config, folder / "profile")
     record["is_complete"] = True
-    write(folder, record, lines)
+    write(folder, record, lines, sections)
     if lines:
         print(table(HEADER, [line.cells() for line in lines]))
-    for section in profiling.sections(record.get("profile", {})):
+    for section in [*sections, *profiling.sections(record.get("profile", {}))]:
         print(f"\n{section.text()}")
     print("".join(f"\nnote: {note}" for note in _notes(record)))
     print(f"\n{folder / 'report.md'} written after {time.monotonic() - begin:.0f} s")
@@ -109,22 +113,31 @@ def _notes(record: dict) -> list[str]:
     return notes
 
 
-def write(folder: pathlib.Path, record: dict, lines: Sequence[Line]) -> None:
+def write(
+    folder: pathlib.Path, record: dict, lines: Sequence[Line], sections: Sequence[Section] = ()
+) -> None:
     """Writes report.json and report.md."""
     text = report.document(
         "Benchmark", record,
         "Medians of interleaved repeats, with their quartiles; ratios are taken repeat by "
         "repeat. Greedy, float32, batch 1, without prefill, unless a line says otherwise.",
         table(HEADER, [line.cells() for line in lines], is_markdown=True),
+        *(section.text(is_markdown=True) for section in sections),
         *profiling.document(record.get("profile", {})),
         *filter(None, ["\n".join(f"- {note}" for note in _notes(record))]),
     )  # fmt: skip
     report.finish(folder, record, text)
 
 
+def chosen(parts: Sequence[str] | None, has_peers: bool) -> Sequence[str] | None:
+    """Returns the parts that the flags ask for; None for all."""
+    return [*(parts or ()), "peers"] if has_peers else parts
+
+
 def main() -> None:
     cli.enable_compilation_cache()
-    run(_CONFIG.value, _WORKDIR.value, _PARTS.value, has_profile=_PROFILE.value)
+    parts = chosen(_PARTS.value, _HAS_PEERS.value)
+    run(_CONFIG.value, _WORKDIR.value, parts, has_profile=_PROFILE.value)
 
 
 if __name__ == "__main__":
@@ -133,6 +146,9 @@ if __name__ == "__main__":
     )
     _PARTS = flags.DEFINE_list(
         "parts", None, f"Parts to run, of {', '.join(PARTS)}; by default all, own if it is given."
+    )
+    _HAS_PEERS = flags.DEFINE_bool(
+        "peers", False, "Run the part peers: alone, or after the parts that --parts names."
     )
     _PROFILE = profiling.define_flag()
     cli.run(main)

@@ -11,11 +11,11 @@ from experiments.benchmarks import (
     adaptive,
     heads,
     own,
+    peers,
     states,
     streaming,
     synthetic,
     training,
-    transformers_peer,
     zoo,
 )
 from experiments.common.timing import Result
@@ -42,5 +42,5 @@ PARTS = {
     "states": Part(states.check, states.measure),
     "training": Part(training.check, training.measure),
     "own": Part(own.check, own.measure),
-    "transformers": Part(transformers_peer.check, transformers_peer.measure),
+    "peers": Part(peers.check, peers.measure),
 }

@@ -53,7 +53,7 @@ def load_pair(config: ConfigDict) -> tuple[Pair, list[list[int]]]:
         prompts = [draw.integers(target.model.vocab_size, size=n).tolist() for n in sizes]
     else:
         encode = SpeculativeDecoder(target).encode
-        texts = [p.text for p in load_prompts("", config.num_prompts, config.seed)]
+        texts = [p.text for p in load_prompts(config.data, config.num_prompts, config.seed)]
         prompts = [encode(text)[-config.max_prompt_tokens :] for text in texts]
     room = max(map(len, prompts)) + config.new_tokens + max(config.ks) + 1
     return Pair(target, draft, -(-room // _BUCKET) * _BUCKET), prompts

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from experiments.common.tables import Section
 from spec_jax.meshes import use_mesh
 from spec_jax.progress import Progress
 
@@ -159,8 +160,10 @@ class Result(NamedTuple):
       lines: Its lines of the table.
       record: What report.json keeps of it besides.
       notes: What the reader of the whole report must know.
+      sections: Tables of its own.
     """
 
     lines: list[Line]
     record: dict[str, Any]
     notes: Sequence[str] = ()
+    sections: Sequence[Section] = ()

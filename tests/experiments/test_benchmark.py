@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 
 import jax
@@ -73,7 +72,6 @@ def config(tmp_path_factory):
     })
     config.adaptive.target.update(TINY)
     config.adaptive.draft.update(DRAFT)
-    config.transformers.repeats = 1
     folder = tmp_path_factory.mktemp("pair")
     for name, shape, seed in (("target", TINY, 0), ("draft", DRAFT, 1)):
         model = random_model(name, shape, seed)
@@ -168,14 +166,6 @@ def test_replay_is_measured_against_the_verify_pass_of_the_same_run(config, tmp_
     assert record["parts"]["states"]["stats"]["rounds"] == loops.ROUNDS
 
 
-def test_says_why_transformers_is_left_out(config, tmp_path, capsys):
-    config = config.copy_and_resolve_references()
-    config.transformers.python = str(tmp_path / "no_python")
-    record = benchmark.run(config, tmp_path, ("transformers",))
-    assert not record["lines"]
-    assert "left out" in record["notes"][0] and "no_python" in capsys.readouterr().out
-
-
 @pytest.mark.exhaustive
 def test_adaptive_is_held_against_plain_and_fixed(config, tmp_path):
     record = benchmark.run(config, tmp_path, ("adaptive",))
@@ -204,18 +194,6 @@ def test_coins_come_up_at_their_rate(pair):
     np.testing.assert_allclose(rates, 0.7, atol=0.06)
 
 
-@pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")),
-    reason="torch and transformers are not installed",
-)
-def test_compares_with_assisted_generation(config, tmp_path):
-    record = benchmark.run(config, tmp_path, ("transformers",))
-    found = record["parts"]["transformers"]
-    assert found["identical_rows"] == found["rows"] == 2
-    assert found["k"] == config.transformers.k
-    assert {line["bar"] for line in record["lines"]} == {config.bars.transformers, None}
-
-
 @pytest.mark.parametrize(
     "section, values, message",
     [
@@ -230,6 +208,8 @@ def test_compares_with_assisted_generation(config, tmp_path):
         ("adaptive", {"buckets": (1, 2)}, r"adaptive.buckets is \(1, 2\)"),
         ("adaptive", {"rates": (1.5,)}, "adaptive.rates"),
         ("adaptive", {"slots": 64}, "adaptive.slots is 64; prompt and rounds need"),
+        ("peers", {"ks": ()}, "peers.ks"),
+        ("peers", {"dtypes": ("float32,float16",)}, "peers.dtypes .* among float32, bfloat16"),
         ("heads", {"draft_vocab_size": 40}, "draft_vocab_size is 40; the target has 31"),
     ],
 )

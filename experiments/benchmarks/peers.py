@@ -1,0 +1,186 @@
+"""The benchmark's part "peers": other systems on the zoo's models and prompts, beside ours.
+
+Each side is a process of its own, see ``worker_lines``. All have the same weights, prompts, K,
+dtype and cores, and decode one prompt after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ml_collections import ConfigDict
+
+from experiments.benchmarks.peers_report import (
+    OURS,
+    THEIRS,
+    Cell,
+    Measured,
+    about,
+    lines_of,
+    record_of,
+    sections_of,
+)
+from experiments.benchmarks.worker_lines import RefusedError, Worker, WorkerError
+from experiments.benchmarks.zoo import DTYPES, load_pair
+from experiments.common import cli
+from experiments.common.timing import Result, measure_all
+from spec_jax.models.checkpoint import save_pretrained
+
+_NGRAM_MAX = 3  # the longest suffix that is looked up, on both sides
+_REST_S = 0.3  # the other process' idle threads spin for a while before they sleep
+_REMEDY = (
+    "install the extra parity, or name an interpreter that has torch and transformers: "
+    "--config.transformers.python=PATH"
+)
+
+
+def check(config: ConfigDict) -> None:
+    """Raises ConfigError if a value is out of range."""
+    c = config.peers
+    cli.require_positive(config, "repeats", "peers")
+    cli.require(c.ks and min(c.ks) >= 1, config, "peers.ks", "integers of 1 or more")
+    is_known = bool(c.dtypes) and set(dtypes(config)) <= set(DTYPES)
+    cli.require(is_known, config, "peers.dtypes", f"names among {', '.join(DTYPES)}")
+
+
+def dtypes(config: ConfigDict) -> list[str]:
+    """Returns the names of ``peers.dtypes``; on the command line they come as one text."""
+    return [name.strip() for entry in config.peers.dtypes for name in entry.split(",")]
+
+
+def cells(ks: Sequence[int], has_head: bool) -> list[Cell]:
+    """Returns everything that is timed, of both sides."""
+    ours = ("ngram", "standalone", *(["head"] if has_head else []))
+    return [
+        Cell(OURS, "plain"), Cell(THEIRS, "plain"), Cell(THEIRS, "assisted", None),
+        *(Cell(OURS, method, k) for k in ks for method in ours),
+        *(Cell(THEIRS, method, k) for k in ks for method in ("lookup", "assisted")),
+    ]  # fmt: skip
+
+
+class Command(NamedTuple):
+    """The command line of a worker, and its environment."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+
+
+def commands(config: ConfigDict) -> dict[str, Command]:
+    """Returns how the worker of each side is started."""
+    python = config.transformers.python
+    theirs = dict(os.environ)
+    if python:  # this interpreter's path would make another one import the wrong packages
+        theirs.pop("PYTHONPATH", None)
+    theirs |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    line = lambda python, name: [python, "-m", f"experiments.benchmarks.{name}_worker"]
+    return {
+        OURS: Command(line(sys.executable, OURS), dict(os.environ)),
+        THEIRS: Command(line(python or sys.executable, THEIRS), theirs),
+    }
+
+
+def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
+    """Compares tokens a second, prefill included."""
+    pair, prompts = load_pair(config.zoo)
+    head, found, notes = config.peers.head, {}, []
+    with tempfile.TemporaryDirectory() as folder:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        setup = {"head": _absolute(head), "threads": cores}
+        for name, model in (("target", pair.target), ("draft", pair.draft)):
+            setup[name] = str(pathlib.Path(folder) / name)
+            save_pretrained(setup[name], model.params, model.config)
+        for dtype in dtypes(config):
+            try:
+                found[dtype] = _measure_dtype(config, setup | {"dtype": dtype}, prompts, notes)
+            except _LeftOut as error:
+                notes.append(str(error))
+                if error.is_final:
+                    break
+    if not found:
+        return Result([], {}, notes)
+    return Result(
+        lines_of(found, head, config.bars.peers), record_of(found, head),
+        [*notes, *about(found)], sections_of(found, head),
+    )  # fmt: skip
+
+
+class _LeftOut(Exception):
+    """One dtype cannot be measured; ``is_final``: no other one either."""
+
+    def __init__(self, message: str, is_final: bool):
+        super().__init__(message)
+        self.is_final = is_final
+
+
+def _absolute(name: str) -> str:
+    """Returns a directory's full path, and anything else unchanged: workers run in another one."""
+    return str(pathlib.Path(name).resolve()) if name and pathlib.Path(name).exists() else name
+
+
+def _measure_dtype(config: ConfigDict, setup: dict, prompts, notes: list[str]) -> Measured:
+    """Returns what was found; what one method refuses is left out, and a note says so."""
+    dtype, made, timers, workers = setup["dtype"], commands(config), {}, {}
+    try:
+        for side in (THEIRS, OURS):
+            command = made[side]
+            try:
+                workers[side] = Worker(
+                    command.arguments, setup, cwd=cli.ROOT, environment=command.environment
+                )
+            except (WorkerError, RefusedError) as error:
+                raise _LeftOut(f"the comparison with {THEIRS} was left out: {side} does not "
+                               f"start ({error}); {_REMEDY}", is_final=True) from error  # fmt: skip
+        for cell in cells(config.peers.ks, bool(config.peers.head)):
+            try:
+                timers[cell] = _Timer(workers[cell.side], cell, prompts, config.zoo.new_tokens)
+            except RefusedError as error:
+                name = cell.label(config.peers.head)
+                notes.append(f"{name} in {dtype} was left out ({error})")
+        label = lambda cell: cell.label(config.peers.head)
+        makers = {label(cell): functools.partial(timers.get, cell) for cell in timers}
+        _, times = measure_all(f"peers, {dtype}", makers, config.peers.repeats)
+        of = lambda name: {cell: getattr(timer, name) for cell, timer in timers.items()}
+        return Measured(
+            {cell: times[label(cell)] for cell in timers}, of("tokens"), of("tau"), of("first_s"),
+            {side: worker.peak_bytes for side, worker in workers.items()},
+            workers[OURS].facts | workers[THEIRS].facts,
+        )  # fmt: skip
+    except WorkerError as error:
+        raise _LeftOut(
+            f"the comparison with {THEIRS} in {dtype} was left out: {error}",
+            is_final=False,
+        ) from error
+    finally:
+        for worker in workers.values():
+            worker.close()
+
+
+class _Timer:
+    """Times all prompts in a worker, in milliseconds per token.
+
+    Attributes:
+      tokens: The output ids of every prompt.
+      tau: Tokens a target pass; None where it is not known.
+      first_s: Seconds of the first run, compilation included.
+    """
+
+    def __init__(self, worker: Worker, cell: Cell, prompts, new_tokens: int):
+        self._worker = worker
+        self._request = {
+            "method": cell.method, "k": cell.k, "prompts": prompts, "max_new_tokens": new_tokens,
+            "ngram_max": _NGRAM_MAX, "is_counted": False,
+        }  # fmt: skip
+        first = worker.ask(self._request | {"is_counted": True})
+        self.tokens, self.tau, self.first_s = (first[n] for n in ("tokens", "tau", "seconds"))
+
+    def __call__(self) -> float:
+        answer = self._worker.ask(self._request)
+        time.sleep(_REST_S)
+        return answer["seconds"] * 1e3 / sum(map(len, answer["tokens"]))

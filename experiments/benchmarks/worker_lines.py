@@ -1,0 +1,151 @@
+"""A process that answers requests, one line of JSON each: both of its ends.
+
+Both ends import the standard library alone, so that the process may run another interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Answers = Callable[[dict], dict]
+
+
+class WorkerError(Exception):
+    """The process ended; the message is the last line that it wrote to stderr."""
+
+
+class RefusedError(Exception):
+    """The process could not do what one request asked, and waits for the next."""
+
+
+class Worker:
+    """A process that has loaded something and answers requests about it.
+
+    Attributes:
+      facts: What it said of itself when it had loaded.
+      peak_bytes: The largest memory that it had used at its last answer, see ``serve``.
+    """
+
+    def __init__(
+        self, command: Sequence[str], setup: Mapping[str, Any], *, cwd: str | pathlib.Path,
+        environment: Mapping[str, str] | None = None,
+    ):  # fmt: skip
+        """Starts the process and waits until it has loaded.
+
+        Args:
+          command: The command line of a program that calls ``serve``.
+          setup: Its first request.
+          cwd: The directory that it runs in.
+          environment: Its environment variables; by default those of this process.
+
+        Raises:
+          WorkerError: It cannot be started, or ended.
+          RefusedError: It could not load what ``setup`` names.
+        """
+        self.peak_bytes = None
+        self._process, self._errors = None, tempfile.TemporaryFile()
+        try:
+            self._process = subprocess.Popen(
+                command, cwd=cwd, env=environment, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
+            )  # fmt: skip
+            self.facts = self.ask(setup)
+        except OSError as error:
+            self.close()
+            raise WorkerError(f"{command[0]} cannot be run: {error.strerror}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Sends one request and waits for its answer.
+
+        Raises:
+          WorkerError: The process ended.
+          RefusedError: It could not do this.
+        """
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass
+        line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait()
+            raise WorkerError(f"the process ended with exit code {code}: {self._last_line()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RefusedError(answer["error"])
+        self.peak_bytes = answer.pop("peak_bytes", None)
+        return answer
+
+    def _last_line(self) -> str:
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it wrote nothing to stderr"
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            self._process.stdin.close()
+            self._process.stdout.close()
+            try:
+                self._process.wait(10)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._errors.close()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def serve(load: Callable[[dict], tuple[dict, Answers]]) -> None:
+    """Answers requests from stdin until it closes.
+
+    Whatever else is printed meanwhile goes to stderr. An error of one request is its answer.
+
+    Args:
+      load: Takes the first request; returns the first answer, and what answers the others. To
+        every answer the largest memory that the process has used so far is added,
+        ``peak_bytes``, or None where the system does not say.
+    """
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def reply(make: Callable[[], dict]) -> None:
+        try:
+            value = make() | {"peak_bytes": peak_bytes()}
+        except Exception as error:
+            traceback.print_exc()
+            value = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(value) + "\n")
+        answers.flush()
+
+    facts, answer = load(json.loads(sys.stdin.readline()))
+    reply(lambda: facts)
+    for line in sys.stdin:
+        reply(lambda: answer(json.loads(line)))
+
+
+def peak_bytes() -> int | None:
+    """Returns the largest memory that this process has used so far; None where Linux is not."""
+    try:
+        # Not getrusage, which counts the process that started this one too.
+        status = pathlib.Path("/proc/self/status").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = re.search(r"VmHWM:\s+(\d+) kB", status)
+    return int(found[1]) * 1024 if found else None
