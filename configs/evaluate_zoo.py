@@ -1,34 +1,58 @@
-"""The acceptance of the zoo's drafts on held-out text, with confidence intervals.
+"""Methods compared with plain decoding of the same tokens: tau, acceptance, speed, by category.
 
     python -m experiments.evaluate
-    python -m experiments.evaluate --config.drafts=zoo/eagle1,runs/mine/export
+    python -m experiments.evaluate --config.drafts=zoo/eagle1,runs/mine/export,ngram
+    python -m experiments.evaluate --config.data=HumanEval.jsonl.gz --config.batches=1,4,16,64
     python -m experiments.evaluate --config.num_prompts=600 --config.max_new_tokens=128
 
-Cost: about two minutes on two CPU cores; the last command decodes about 30,000 rounds per draft.
-Expected: the heads and the module have a higher tau than the standalone draft.
+Cost: about two minutes on two CPU cores. Expected: the heads and the module have a higher tau than
+the standalone draft. docs/evaluate.md explains what comes out.
 """
 
 from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
 
 
 def get_config() -> ConfigDict:
     """Returns the config; lengths are in tokens."""
     config = ConfigDict()
     config.target = "zoo/target"  # a zoo name, a Hugging Face directory or a hub id
-    # Zoo names, directories or hub ids, separated by commas.
-    config.drafts = "zoo/draft,zoo/eagle1,zoo/eagle3,zoo/mtp"
+    # Zoo names, directories or hub ids, separated by commas; "ngram" and "suffix" need no model.
+    config.drafts = "zoo/draft,zoo/eagle1,zoo/eagle3,zoo/mtp,ngram"
     config.drafter = ""  # one more, of your own: module:make, see docs/write_a_drafter.md
-    config.rule = ""  # module:NAME of a rule of your own, or a name; empty: the default one
+    config.rule = ""  # one more, of your own: module:NAME, see docs/write_a_rule.md, or a name
     config.dtype = "float32"  # of the weights in memory
+    config.scan_layers = False  # True compiles faster on accelerators, runs slower on a CPU
     config.mesh = ""  # devices to run on together, such as data:2,tensor:4; empty: one
     config.is_draft_replicated = False  # keep drafts whole on every device of the mesh
-    config.prompts = ""  # a file of rows, see docs/train_a_head.md; empty: held-out modules
-    config.num_prompts = 64  # texts that every draft continues; more: narrower intervals
-    config.prompt_tokens = 64  # length of a piece; maximum length of a file's prompts
-    config.max_new_tokens = 96  # output tokens of each prompt
-    config.num_draft = 5  # K, of chains
-    config.temperature = 0.0  # of target and drafts
-    config.batch = 32  # prompts decoded together
-    config.has_costs = True  # also time a pass of each draft, at batch 1
-    config.seed = 0  # chooses the prompts
+    # Questions: humaneval, gsm8k, mtbench, specbench, or a file; empty: pieces of held-out modules.
+    config.data = ""
+    config.prompts = ""  # another name of data
+    config.categories = ()  # categories or groups to choose from, such as translation; empty: all
+    config.num_prompts = 32  # questions, at even distances; 0: all
+    config.prompt_tokens = 64  # length of a held-out piece
+    config.max_prompt_tokens = placeholder(int)  # longer prompts lose their beginning
+    config.max_new_tokens = 64  # output tokens of each answer
+    config.batches = (1,)  # prompts decoded together; several: a curve, such as 1,4,16,64
+    config.ks = (5,)  # drafted tokens per round
+    # Trees beside the chains, separated by commas: 3x2x1, children by depth, or 59:6:10, nodes,
+    # levels and children of EAGLE-2's dynamic tree.
+    config.trees = ""
+    config.temperatures = (0.0,)  # of target and draft; 0: greedy
+    config.rules = ("residual",)  # above temperature 0; at 0 it is "greedy"
+    config.copying_rules = ("match",)  # likewise, of "ngram" and "suffix"
+    config.ngram_max = 3  # the longest suffix that is looked up
+    config.ngram_min = 1  # the shortest
+    config.sampler = ConfigDict({
+        "top_k": 0,  # keep the k likeliest tokens; 0: all
+        "top_p": 1.0,  # keep the likeliest tokens up to this probability
+        "min_p": 0.0,  # drop tokens below this share of the likeliest one
+        "repetition_penalty": 1.0,  # divides logits of tokens in prompt and output; 1: none
+        "presence_penalty": 0.0,  # subtracted from logits of tokens in the output
+        "frequency_penalty": 0.0,  # subtracted once for each time in the output
+    })  # fmt: skip
+    config.repeats = 2  # turns of each batch; their median counts
+    config.num_shown = 2  # questions of each category whose tokens get their probabilities
+    config.has_teacher_forced = True  # compare greedy heads with the unrolling that trains them
+    config.seed = 0  # chooses the held-out pieces, and seeds sampling
     return config

@@ -1,93 +1,103 @@
-"""Measures drafts by real speculative decoding: tau and acceptance by position, with intervals.
+"""Compares drafters with plain decoding of the same tokens, by category and batch size.
 
     python -m experiments.evaluate
-    python -m experiments.evaluate --config.target=PATH --config.drafts=HEAD1,HEAD2
+    python -m experiments.evaluate --config.target=PATH --config.drafts=HEAD1,HEAD2,ngram
+    python -m experiments.evaluate --config.data=question.jsonl --config.batches=1,4,16,64
     python -m experiments.evaluate --config.drafter=docs.examples.my_drafter:make
 
-Every draft decodes the same prompts in chains of K. The intervals are 95 % confidence intervals
-from resampling the prompts, since rounds of one text are not independent; differences to the
-first draft are taken prompt by prompt. In greedy decoding, the unrolling that trains a head is
-compared with its real drafting at the same round starts ("teacher-forced"): each tests the
-other. A drafter of your own is one more draft, which has real acceptance only; a rule of your own
-accepts in place of the default one, of every draft.
-A run leaves config.json, environment.json, report.json, report.md and acceptance.png.
+Every drafter, K, tree and temperature takes turns with plain decoding, question by question, and
+every turn of a conversation is answered; later turns follow plain decoding's own answers, so that
+all of them answer the same prompts. Intervals are 95 % confidence intervals from resampling the
+questions. Greedy heads are also compared with the unrolling that trains them ("teacher-forced"):
+each tests the other.
+A run leaves config.json, environment.json, report.json, report.md, plots, and answers.jsonl, a line
+for each answer. If it is stopped, the same command with its --workdir goes on.
 """
 
 from __future__ import annotations
 
+import json
+import pathlib
+import time
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from configs import evaluate_zoo
-from experiments.common import cli, evaluation, plots, report
-from experiments.common.own import Own
-from experiments.common.prompts import fit, load_prompts
-from spec_jax.errors import ConfigError
-from spec_jax.loading import load_draft, load_model
-from spec_jax.progress import Progress
+from experiments.common import (
+    cli,
+    decode_report,
+    evaluate_figures,
+    evaluate_plots,
+    evaluate_report,
+    evaluation,
+    plots,
+    report,
+)
+from experiments.common.evaluate_setup import Setup
 
 
-def validate(config: ConfigDict) -> None:
-    """Raises ConfigError if a key is unknown or a value is out of range."""
-    cli.check_keys(config, evaluate_zoo.get_config())
-    cli.require_positive(config, "num_prompts prompt_tokens num_draft batch")
-    cli.require(config.max_new_tokens >= 2, config, "max_new_tokens", "2 or more")
-    has_draft = bool(config.drafts) or bool(config.drafter)
-    cli.require(has_draft, config, "drafts", "names or directories, with commas")
-
-
-def evaluate(config: ConfigDict, workdir: str | None = None) -> dict:
-    """Runs the experiment and returns its report.
+def evaluate(config: ConfigDict, workdir: str | pathlib.Path | None = None) -> dict[str, Any]:
+    """Runs or continues the experiment and returns its report.
 
     Args:
       config: See ``configs/evaluate_zoo.py``.
-      workdir: The run's folder; by default runs/evaluate/TIME.
+      workdir: The run's folder, which is continued if it holds answers; by default
+        runs/evaluate/TIME.
 
     Raises:
-      SpecJaxError: A config, a model or a prompt that cannot be used.
+      SpecJaxError: A config, a target or questions that cannot be used, or a folder of another run.
     """
-    validate(config)
-    where = cli.MeshOptions.of(config)
-    target = load_model(config.target, config.dtype, mesh=where.mesh)
-    names = [name.strip() for name in config.drafts.split(",")]
-    lies = {"mesh": where.mesh, "rules": where.draft_rules}
-    drafts = {name: load_draft(name, target, config.dtype, **lies) for name in names if name}
-    own = Own.of(config, target, drafts)
-    if own.tree:
-        raise ConfigError(f"drafter {own.drafter.name} drafts a tree; expected chains, see decode")
-    if config.prompts:
-        found = load_prompts(config.prompts, config.num_prompts, config.seed)
-        models = [target, *drafts.values(), *own.limits]
-        prompts, num_cut = fit(found, models, config.max_new_tokens, config.prompt_tokens)
-    else:
-        num_cut, prompts = 0, evaluation.held_out_pieces(
-            target, config.num_prompts, config.prompt_tokens, config.seed
+    begin_s = time.monotonic()
+    setup = Setup.of(config)
+    resolved = json.loads(setup.config.to_json())
+    folder = cli.make_workdir("evaluate", workdir)
+    sums = evaluation.check_folder(folder, resolved)
+    run = evaluation.Evaluation(setup, folder)
+    rep = report.begin("evaluate", folder, resolved) | evaluate_report.start(setup)
+    report.write_json(folder / evaluation.INPUTS, sums)
+    decode_report.print_head(rep, folder)
+    if run.num_saved:
+        print(f"{run.num_saved} answers are there; the run goes on", flush=True)
+    stages = run.run()
+    rep["notes"] += run.notes
+    forced = {}
+    for stage in stages:
+        costs = run.costs(stage.bench.batch)
+        if costs is not None:
+            rep["costs"][stage.bench.batch] = costs._asdict()
+        if setup.config.has_teacher_forced and stage.bench.batch == setup.config.batches[0]:
+            forced = evaluate_figures.teacher_forced(setup, stage)
+        entries = evaluate_figures.figures(setup, stage, costs)
+        found = lambda entry, forced: (
+            {"teacher_forced": forced[entry["label"]]} if entry["label"] in forced else {}
         )
-    folder = cli.open_workdir("evaluate", workdir)
-    rep = report.begin("evaluate", folder, config.to_dict())
-    rows, counts = [], []
-    measured = drafts | ({} if own.drafter is None else {own.drafter.name: None})
-    with Progress(len(measured) + config.has_costs, "evaluating") as bar:
-        for name, draft in measured.items():
-            bar.now(name)
-            row, count = evaluation.measure(name, draft, target, prompts, config, where, own)
-            if counts:
-                row["difference"] = evaluation.differences(count, counts[0])
-            rows, counts = [*rows, row], [*counts, count]
-            bar.step(f"{name}: tau {row['tau']}")
-        if config.has_costs:
-            bar.now("passes")
-            found = evaluation.pass_costs(target, drafts, config)
-            rows = [row | {"cost": found.get(row["draft"])} for row in rows]
-            bar.step("passes")
-    rep |= {
-        "rows": rows, "num_cut": num_cut,
-        "own": own.facts(), "mesh": where.facts(target, [*drafts.values()], config.batch),
-    }  # fmt: skip
-    text = evaluation.markdown(rep)
-    report.finish(folder, rep, text)
-    plots.plot_intervals(folder / "acceptance.png", rows)
-    print(f"\n{text}\n{folder / 'report.md'} written")
+        rep["results"] += [entry | found(entry, forced) for entry in entries]
+    rep["notes"] = evaluate_report.notes(rep, setup, run.num_cut)
+    rep |= evaluate_report.finish(rep)
+    names = _plot(folder, rep, run)
+    rep |= {"is_complete": True, "elapsed_s": round(time.monotonic() - begin_s, 1)}
+    report.finish(folder, rep, evaluate_report.markdown(rep, names))
+    evaluate_report.print_results(rep, folder)
     return rep
+
+
+def _plot(folder: pathlib.Path, rep: dict[str, Any], run: evaluation.Evaluation) -> list[str]:
+    """Draws what there is to draw; returns the names of the files."""
+    shown = evaluate_report.first_batch(rep["results"])
+    costs = run.costs(shown[0]["batch"])
+    names = ["acceptance.png"]
+    plots.plot_acceptance(folder / names[0], shown)
+    if costs is not None:
+        names.append("speedup.png")
+        plots.plot_speedup(folder / names[-1], shown, costs)
+    if shown[0]["categories"] and shown[0]["batch"] == 1:
+        names.append("categories.png")
+        evaluate_plots.plot_categories(folder / names[-1], shown)
+    if len({r["batch"] for r in rep["results"]}) > 1:
+        names.append("batches.png")
+        evaluate_plots.plot_batches(folder / names[-1], rep["results"])
+    return names
 
 
 def main() -> None:
@@ -97,6 +107,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     _CONFIG, _WORKDIR = cli.define_flags(
-        evaluate_zoo, "Folder of this run, a new one; by default runs/evaluate/TIME."
+        evaluate_zoo,
+        "Folder of this run, continued if it holds answers; by default runs/evaluate/TIME.",
     )
     cli.run(main)

@@ -244,6 +244,27 @@ def command(experiment: str) -> str:
     return shlex.join(["python", "-m", f"experiments.{experiment}", *sys.argv[1:]])
 
 
+def make_workdir(experiment: str, workdir: str | pathlib.Path | None) -> pathlib.Path:
+    """Makes the folder of a run, which may hold a run already.
+
+    Args:
+      experiment: The experiment's name.
+      workdir: The folder; by default runs/EXPERIMENT/TIME.
+
+    Raises:
+      ConfigError: The folder cannot be made.
+    """
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    folder = pathlib.Path(processes.from_writer(str(workdir or f"runs/{experiment}/{stamp}")))
+    if not processes.is_writer():
+        return folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the folder {folder} cannot be made: {error}") from error
+    return folder
+
+
 def open_workdir(experiment: str, workdir: str | pathlib.Path | None) -> pathlib.Path:
     """Makes the folder of a run; it must not hold the report of another run.
 
@@ -254,15 +275,7 @@ def open_workdir(experiment: str, workdir: str | pathlib.Path | None) -> pathlib
     Raises:
       ConfigError: The folder cannot be made, or holds a report.
     """
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = pathlib.Path(processes.from_writer(workdir or f"runs/{experiment}/{stamp}"))
-    if not processes.is_writer():
-        return folder
-    if (folder / "report.json").exists():
+    folder = make_workdir(experiment, workdir)
+    if processes.is_writer() and (folder / "report.json").exists():
         raise ConfigError(f"{folder} holds the report of another run; name another --workdir")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"the folder {folder} cannot be made: {error}") from error
     return folder
-

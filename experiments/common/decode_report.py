@@ -285,7 +285,7 @@ def print_head(report: dict, folder: pathlib.Path) -> None:
     models = {role: describe_model(model) for role, model in report["models"].items()}
     about = {"prompts": report["prompts"]["description"], "folder": folder}
     for name, text in (models | about).items():
-        print(f"{name:9}{text}", flush=True)
+        print(f"{name:8} {text}", flush=True)
     for line in [*own.lines(report["own"]), *mesh_lines(report["mesh"])]:
         print(line, flush=True)
 

@@ -28,7 +28,7 @@ from spec_jax.loading import (
 
 METHODS = ("plain", "ngram", "standalone", "eagle", "mtp", "suffix")
 SOURCES = {"standalone": "draft", "eagle": "head", "mtp": "mtp"}  # the config's key of each
-_RULES = tuple(s for s in STRATEGIES if s not in ("greedy", "synthetic"))
+RULES = tuple(s for s in STRATEGIES if s not in ("greedy", "synthetic"))
 # Heads with random weights, by method and name: the output is exact, but nothing is accepted.
 RANDOM_HEADS = {
     "eagle": {
@@ -48,33 +48,46 @@ def resolve(config: ConfigDict) -> ConfigDict:
     cli.check_keys(config, decode_default.get_config())
     config = config.copy_and_resolve_references()
     check = lambda ok, name, expected: cli.require(ok, config, name, expected)
-    is_number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool)
-    is_finite = lambda x: is_number(x) and 0 <= x < float("inf")
-    known = dict.fromkeys(("standalone_rules", "ngram_rules", "head_rules"), _RULES)
+    known = dict.fromkeys(("standalone_rules", "ngram_rules", "head_rules"), RULES)
     known = {"methods": METHODS, **known}
     for name in known:
         config[name] = tuple(x.strip() for entry in config[name] for x in str(entry).split(","))
     for name, names in known.items():
         check(set(config[name]) <= set(names), name, f"names among {', '.join(names)}")
-    for name in (*known, "ks", "temperatures"):
+    for name in known:
         check(len(config[name]) > 0, name, "one or more")
-    check(all(type(k) is int and k >= 1 for k in config.ks), "ks", "integers of 1 or more")
-    check(all(map(is_finite, config.temperatures)), "temperatures", "numbers of 0 or more")
-    config.temperatures = tuple(map(float, config.temperatures))
-    for name in ("num_prompts", "batch", "repeats"):
+    for name in ("num_prompts", "batch"):
         check(config[name] >= 1, name, "1 or more")
     is_whole = config.num_prompts % config.batch == 0
     check(is_whole, "num_prompts", f"a multiple of batch {config.batch}")
-    check(config.max_new_tokens >= 2, "max_new_tokens", "2 or more (prefill makes the first)")
-    check((config.max_prompt_tokens or 1) >= 1, "max_prompt_tokens", "1 or more, or none")
-    check(config.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
-    check(config.target != "", "target", "a zoo name or a directory: --config.target=PATH")
+    check_grid(config)
     usual = decode_default.get_config()
     is_other = config.target != usual.target  # the zoo's drafts are for the zoo's target
     for name in SOURCES.values():
         if config[name].lower() == "none" or (is_other and config[name] == usual[name]):
             config[name] = ""
     return config
+
+
+def check_grid(config: ConfigDict) -> None:
+    """Checks what every grid of cells has, and makes its temperatures floats.
+
+    Raises:
+      ConfigError: A value is out of range.
+    """
+    check = lambda ok, name, expected: cli.require(ok, config, name, expected)
+    is_number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool)
+    is_finite = lambda x: is_number(x) and 0 <= x < float("inf")
+    for name in ("ks", "temperatures"):
+        check(len(config[name]) > 0, name, "one or more")
+    check(all(type(k) is int and k >= 1 for k in config.ks), "ks", "integers of 1 or more")
+    check(all(map(is_finite, config.temperatures)), "temperatures", "numbers of 0 or more")
+    config.temperatures = tuple(map(float, config.temperatures))
+    check(config.repeats >= 1, "repeats", "1 or more")
+    check(config.max_new_tokens >= 2, "max_new_tokens", "2 or more (prefill makes the first)")
+    check((config.max_prompt_tokens or 1) >= 1, "max_prompt_tokens", "1 or more, or none")
+    check(config.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
+    check(config.target != "", "target", "a zoo name or a directory: --config.target=PATH")
 
 
 def load_drafts(

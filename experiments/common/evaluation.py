@@ -1,179 +1,314 @@
-"""How ``experiments.evaluate`` measures a draft, and its report."""
+"""How ``experiments.evaluate`` measures: turns, groups of questions, and where a run goes on."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import itertools
+import json
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
-from ml_collections import ConfigDict
+from experiments.common import costs, decode_measure, inputs
+from experiments.common.answers import Group, Probabilities, Saved, key_of, pack, restore, turn_of
+from experiments.common.cli import check_same
+from experiments.common.decode_measure import Tally, take_turns
+from experiments.common.evaluate_setup import Setup
+from experiments.common.grid import Bench, Cell
+from experiments.common.journal import Journal
+from experiments.common.questions import Asker
+from spec_jax import processes
+from spec_jax.errors import ConfigError, PromptError
+from spec_jax.progress import Progress
 
-from experiments.common import costs, head_eval, report
-from experiments.common.cli import MeshOptions
-from experiments.common.intervals import Interval, bootstrap
-from experiments.common.own import Own
-from experiments.common.own import lines as own_lines
-from experiments.common.tables import table
-from experiments.common.timing import interleave
-from spec_jax.config import GREEDY_BELOW
-from spec_jax.data import python_source, tokens
-from spec_jax.engine.decoder import Generation
-from spec_jax.errors import ConfigError
-from spec_jax.loading import LoadedHead, LoadedModel
-
-Draft = LoadedModel | LoadedHead
+ANSWERS, STATE, INPUTS = "answers.jsonl", "state.jsonl", "inputs.json"
+_MAX_EXAMINED = 4  # rows of a cell that part from plain decoding's, since each compiles a pass
 
 
-class Counts(NamedTuple):
-    """What one draft did, by prompt.
+class Stage(NamedTuple):
+    """One temperature and one batch size, at which all cells take turns.
 
     Attributes:
-      tokens: i64[P], tokens emitted in rounds.
-      rounds: i64[P], rounds.
-      reached: i64[P,K], drafts at each position whose predecessors were all accepted.
-      accepted: i64[P,K], those that it accepted.
+      bench: What decodes.
+      tallies: What each cell has done, plain decoding first.
+      groups: Which questions are measured together.
+      prompts: The indices of each question's prompts.
     """
 
-    tokens: np.ndarray
-    rounds: np.ndarray
-    reached: np.ndarray
-    accepted: np.ndarray
+    bench: Bench
+    tallies: list[Tally]
+    groups: list[Group]
+    prompts: list[list[int]]
 
-    @classmethod
-    def of(cls, rows: Sequence[Generation]) -> Counts:
-        """Counts the outputs of one draft."""
-        counts = [(s.emitted - s.first, s.rounds, s.reached_at, s.accepted_at)
-                  for s in (row.stats for row in rows)]  # fmt: skip
-        return cls(*map(np.asarray, zip(*counts)))
+    @property
+    def plain(self) -> Tally:
+        """What plain decoding has done."""
+        return self.tallies[0]
 
-    def rates(self, chosen: np.ndarray) -> np.ndarray:
-        """Tau and the conditional acceptance at each position, over chosen prompts.
+    @property
+    def cells(self) -> list[Cell]:
+        """The cells, plain decoding first."""
+        return [tally.cell for tally in self.tallies]
 
-        Args:
-          chosen: i64[...,P], indices of prompts.
-
-        Returns:
-          f64[1+K,...], NaN where no draft was reached.
-        """
-        tau = self.tokens[chosen].sum(-1) / self.rounds[chosen].sum(-1)
-        accept = self.accepted[chosen].sum(-2) / self.reached[chosen].sum(-2)
-        return np.concatenate([tau[None], np.moveaxis(accept, -1, 0)])
+    def is_done(self, group: Group) -> bool:
+        """Whether the group has been measured."""
+        return group.batches[-1] in self.plain.runs
 
 
-def differences(counts: Counts, first: Counts) -> list[Interval]:
-    """Returns intervals of the rates of ``counts`` less those of ``first``, prompt by prompt."""
-    return bootstrap(lambda i: counts.rates(i) - first.rates(i), len(first.tokens))
-
-
-def held_out_pieces(target: LoadedModel, n: int, length: int, seed: int) -> list[list[int]]:
-    """Returns ids of ``n`` evenly spread pieces of the held-out modules; ``seed`` shifts them."""
-    text = tokens.pack(target.tokenizer.backend, python_source.documents("held_out"))
-    room = len(text) - length
-    if room < n:
-        raise ConfigError(f"num_prompts is {n}; the held-out modules have {room} places")
-    shift = int(np.random.default_rng(seed).integers(room))
-    starts = [(shift + i * room // n) % room for i in range(n)]
-    return [text[start : start + length].tolist() for start in starts]
-
-
-def measure(
-    name: str, draft: Draft | None, target: LoadedModel, prompts: list[list[int]],
-    config: ConfigDict, where: MeshOptions = MeshOptions(), own: Own = Own(),
-) -> tuple[dict, Counts]:  # fmt: skip
-    """Decodes all prompts with one draft; returns its row of the report, and its counts.
+class Evaluation:
+    """A run, of which everything that was saved is done.
 
     Args:
-      name: The draft's name in the report.
-      draft: The draft; None for the drafter of ``own``.
-      target: The target.
-      prompts: The prompts as ids.
-      config: Of the experiment.
-      where: The devices.
-      own: The user's own drafter, and the rule that accepts.
+      setup: What is decoded.
+      folder: The run's folder, with what an earlier session has saved.
+
+    Raises:
+      ConfigError: The folder holds a run of another config, or with other questions or cells.
     """
-    began_s = time.monotonic()
-    rows, stats = head_eval.decode(
-        target, draft, prompts, num_draft=config.num_draft, batch=config.batch,
-        max_new_tokens=config.max_new_tokens, temperature=config.temperature,
-        where=where, drafter=own.drafter if draft is None else None, rule=own.rule,
-    )  # fmt: skip
-    counts = Counts.of(rows)
-    tau, *accept = bootstrap(counts.rates, len(prompts))
-    row = {
-        "draft": name,
-        "kind": "own" if draft is None else draft.method,
-        "parameters": draft and draft.num_params,
-        "rounds": stats.rounds,
-        "tau": tau,
-        "accept": accept,
-        "looping_share": float(np.mean([tokens.looping_share(r.tokens) for r in rows])),
-        "elapsed_s": round(time.monotonic() - began_s, 1),
-    }
-    is_recycled = draft is not None and draft.head(target.model) is not None
-    if is_recycled and config.temperature < GREEDY_BELOW and own.rule is None:
-        reached, accepted = head_eval.teacher_forced(
-            target, draft, prompts, rows, num_draft=config.num_draft
-        )
-        with np.errstate(invalid="ignore"):
-            row["teacher_forced"] = (accepted / reached).tolist()
-    return row, counts
+
+    def __init__(self, setup: Setup, folder: pathlib.Path):
+        self.setup, self.notes = setup, []
+        self._answers, self._state = Journal(folder / ANSWERS), Journal(folder / STATE)
+        self._lines: list[Mapping[str, Any]] = []
+        self._history: dict[tuple[float, int], str] = {}
+        self._costs: dict[int, costs.Costs] = {}
+        self._state.read(self._take, "what an earlier session has saved")
+        self._answers.read(self._lines.append, "an answer")
+        if processes.from_writer(bool(self._lines or self._history)) and processes.count() > 1:
+            raise ConfigError(
+                f"{folder} holds a run, which several processes cannot continue; name another "
+                "--workdir"
+            )
+        sizes = itertools.accumulate((q.num_turns for q in setup.questions.chosen), initial=0)
+        self._places = [[*range(a, b)] for a, b in itertools.pairwise(sizes)]
+        self._ask = Asker(setup.target)
+        self.num_cut = 0
+
+    def _take(self, line: Mapping[str, Any]) -> None:
+        if "costs" in line:
+            found = line["costs"]
+            verify = {int(width): ms for width, ms in found["verify_ms"].items()}
+            self._costs[line["batch"]] = costs.Costs(**{**found, "verify_ms": verify})
+        else:
+            self._history[line["temperature"], line["prompt"]] = line["answer"]
+
+    @property
+    def num_saved(self) -> int:
+        """The answers of earlier sessions."""
+        return len(self._lines)
+
+    def costs(self, batch: int) -> costs.Costs | None:
+        """Returns the costs of passes at a batch size; None if they were not measured."""
+        return self._costs.get(batch)
+
+    def run(self) -> list[Stage]:
+        """Measures what is left; returns all stages, of which those that failed are left out."""
+        with self._answers, self._state:
+            stages = self._stages()
+            self._restore(stages)
+            left = [(s, [g for g in s.groups if not s.is_done(g)]) for s in stages]
+            repeats = self.setup.config.repeats
+            turns = lambda stage: sum(len(group.batches) for group in stage.groups) * repeats
+            open_turns = sum(len(g.batches) for _, groups in left for g in groups) * repeats
+            total = sum(map(turns, stages))
+            bar = None
+            for stage, groups in left:
+                if not groups:
+                    continue
+                if not self._prepare(stage):
+                    stages.remove(stage)
+                    continue
+                if bar is None:  # after the first compilation, of which ETA says nothing
+                    bar = Progress(total, "measuring", num_done=total - open_turns, every_s=2.0)
+                self._measure(stage, groups, bar)
+            if bar is not None:
+                bar.close()
+            return stages
+
+    def _stages(self) -> list[Stage]:
+        """Answers the turns that others follow, and lays out every stage."""
+        stages = []
+        for temperature, cells in self.setup.cells.items():
+            prompts = self._prompts(temperature)
+            for batch in self.setup.config.batches:
+                groups, layout = pack(self._places, batch)
+                bench = self.setup.bench(prompts, batch, layout)
+                tallies = [Tally(bench, cell, _MAX_EXAMINED) for cell in cells]
+                stages.append(Stage(bench, tallies, groups, self._places))
+        self.num_cut = sum(len(p) == self.setup.room for p in stages[0].bench.prompts)
+        return stages
+
+    def _prompts(self, temperature: float) -> list[list[int]]:
+        """Returns the ids of all prompts; plain decoding has answered the turns before each."""
+        asked, setup = self.setup.questions.chosen, self.setup
+        answers = {p: text for (t, p), text in self._history.items() if t == temperature}
+        prompts: list[list[int]] = [[] for places in self._places for _ in places]
+        last = max(question.num_turns for question in asked)
+        for turn in range(last):
+            waiting = []
+            for question, places in zip(asked, self._places):
+                if turn < len(places):
+                    before = [answers[place] for place in places[:turn]]
+                    prompts[places[turn]] = setup.ids(self._ask, question, before)
+                    if turn + 1 < len(places) and places[turn] not in answers:
+                        waiting.append(places[turn])
+            if waiting:
+                answers |= self._answer(temperature, prompts, waiting)
+        inputs.check_prompts(prompts)
+        return prompts
+
+    def _answer(
+        self, temperature: float, prompts: list[list[int]], waiting: Sequence[int]
+    ) -> dict[int, str]:
+        """Lets plain decoding answer prompts that another turn follows, and saves the answers."""
+        batch = self.setup.config.batches[0]
+        layout = [waiting[i : i + batch] for i in range(0, len(waiting), batch)]
+        bench = self.setup.bench(prompts, batch, layout)
+        plain, found = self.setup.cells[temperature][0], {}
+        with Progress(len(layout), f"first turns, T={temperature:g}", every_s=2.0) as bar:
+            for index, chosen in enumerate(layout):
+                rows = dict(zip(bench.chosen(index), bench.run(plain, index).rows))
+                texts = {i: rows[i].text or "" for i in chosen}
+                self._state.append([
+                    {"temperature": temperature, "prompt": i, "answer": text}
+                    for i, text in texts.items()
+                ])  # fmt: skip
+                found |= texts
+                bar.step(f"{len(found)} answers")
+        return found
+
+    def _keys(self, stages: Sequence[Stage]) -> Iterator[tuple[Stage, Group, list[dict[str, Any]]]]:
+        """Yields every group with the keys of its lines, in the order in which they are saved."""
+        for stage in stages:
+            for group in stage.groups:
+                names = [self.setup.questions.chosen[q].name for q in group.questions]
+                yield stage, group, [
+                    key_of(cell, stage.bench.batch, name) for name in names for cell in stage.cells
+                ]
+
+    def _restore(self, stages: Sequence[Stage]) -> None:
+        """Puts what was saved into the stages, and cuts off a group that is not whole."""
+        at = 0
+        for stage, group, keys in self._keys(stages):
+            part = self._lines[at : at + len(keys)]
+            for number, (line, key) in enumerate(zip(part, keys), at + 1):
+                self._check_line(line, key, number)
+            if len(part) < len(keys):
+                break
+            for number, tally in enumerate(stage.tallies):
+                lines = part[number :: len(stage.tallies)]
+                turns = {
+                    place: turn for q, line in zip(group.questions, lines)
+                    for place, turn in zip(stage.prompts[q], line["turns"], strict=True)
+                }  # fmt: skip
+                self._check_prompts(stage, {i: turn["prompt"] for i, turn in turns.items()})
+                for index in group.batches:
+                    restore(tally, index, turns)
+            at += len(keys)
+        if at < len(self._lines):
+            self._answers.truncate(at)
+        self._lines = self._lines[:at]
+
+    def _check_prompts(self, stage: Stage, saved: Mapping[int, str]) -> None:
+        for place, text in saved.items():
+            if text != self._text(stage.bench.prompts[place]):
+                raise ConfigError(
+                    f"{self._answers.path} answers another prompt than this run has: "
+                    f"{text[:60]!r}; expected the questions and the tokenizer that it was begun "
+                    "with, or an empty directory"
+                )
+
+    def _check_line(self, line: Mapping[str, Any], key: Mapping[str, Any], number: int) -> None:
+        said = {name: line.get(name) for name in key}
+        if said != key:
+            name = next(name for name in key if said[name] != key[name])
+            raise ConfigError(
+                f"{self._answers.path}, line {number}: the {name} is {said[name]!r}, and this run "
+                f"has {key[name]!r} there; expected the models and questions that it was begun "
+                "with, or an empty directory"
+            )
+
+    def _prepare(self, stage: Stage) -> bool:
+        """Compiles a stage and measures the costs of its passes; whether it can be measured."""
+        batch = stage.bench.batch
+        try:
+            has_passes = batch not in self._costs
+            timers = decode_measure.compile_all(stage.bench, stage.cells, has_passes=has_passes)
+        except PromptError as error:
+            if batch == 1:
+                raise
+            self.notes.append(f"batch {batch}, T={stage.cells[0].temperature:g}: {error}")
+            return False
+        if has_passes:
+            slots = decode_measure.cost_slots(stage.bench, stage.cells)
+            found = costs.Costs.measure(timers, slots=slots, batch=batch)
+            self._costs[batch] = found
+            self._state.append([{"batch": batch, "costs": found._asdict()}])
+        return True
+
+    def _measure(self, stage: Stage, groups: Sequence[Group], bar: Progress) -> None:
+        repeats, first = self.setup.config.repeats, self.setup.config.batches[0]
+        probs = Probabilities(stage.bench) if stage.bench.batch == first else None
+        shown = self._shown()
+        where = f"T={stage.cells[0].temperature:g}, batch {stage.bench.batch}"
+        for group in groups:
+            order = itertools.product(range(repeats), group.batches)
+            for _ in take_turns(stage.tallies, order):
+                name = self.setup.questions.chosen[group.questions[0]].name
+                bar.step(f"{where}, question {name}")
+            self._answers.append([
+                self._line(stage, tally, group, q, probs if q in shown else None)
+                for q in group.questions for tally in stage.tallies
+            ])  # fmt: skip
+            for tally in stage.tallies:  # traces are on disk now
+                for index in group.batches:
+                    run = tally.runs[index]
+                    rows = [Saved(tuple(r.tokens), r.finish_reason, r.stats) for r in run.rows]
+                    tally.runs[index] = run._replace(rows=rows)
+
+    def _shown(self) -> set[int]:
+        """The first questions of each category, whose tokens get their probabilities."""
+        found: dict[str, list[int]] = {}
+        for number, question in enumerate(self.setup.questions.chosen):
+            found.setdefault(question.category, []).append(number)
+        return {q for some in found.values() for q in some[: self.setup.config.num_shown]}
+
+    def _line(
+        self, stage: Stage, tally: Tally, group: Group, q: int, probs: Probabilities | None
+    ) -> dict[str, Any]:
+        question, bench = self.setup.questions.chosen[q], stage.bench
+        batch_of = {i: index for index in group.batches for i in bench.layout[index]}
+        turns = [
+            turn_of(tally, i, batch_of[i], self._text(bench.prompts[i]), probs)
+            for i in stage.prompts[q]
+        ]
+        key = key_of(tally.cell, bench.batch, question.name)
+        return {**key, "category": question.category, "turns": turns}
+
+    def _text(self, ids: Sequence[int]) -> str:
+        tokenizer = self.setup.target.tokenizer
+        return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
 
 
-def pass_costs(
-    target: LoadedModel, drafts: Mapping[str, Draft], config: ConfigDict
-) -> dict[str, float]:
-    """Measures a draft pass of one token, by draft, in target passes of one token; batch 1."""
-    slots = -(-(config.prompt_tokens + config.max_new_tokens + config.num_draft + 1) // 128) * 128
-    timers = {"": costs.pass_timer(target.model, target.decoding_params(1), 1, slots, 1)}
-    timers |= {name: costs.draft_timer(draft, target, slots, 1) for name, draft in drafts.items()}
-    timers = {name: timer for name, timer in timers.items() if timer is not None}
-    found = {name: np.median(ms) for name, ms in interleave(timers, costs.REPEATS).items()}
-    return {name: float(ms / found[""]) for name, ms in found.items() if name}
+def check_folder(folder: pathlib.Path, config: Mapping[str, Any]) -> dict[str, list]:
+    """Checks that a folder holds nothing, or a run with this config and these inputs.
 
+    Args:
+      folder: The run's folder.
+      config: The resolved config, as JSON values.
 
-def markdown(rep: dict) -> str:
-    """Formats the report as Markdown."""
-    config, first, K = rep["config"], rep["rows"][0], rep["config"]["num_draft"]
-    header = ["draft", "parameters", "pass / target's", "rounds", "tau",
-              *(f"accepted at {i}" for i in range(1, K + 1)), "looping"]  # fmt: skip
-    cells, compared, forced = [], [], []
-    size = lambda row: "–" if row["parameters"] is None else f"{row['parameters']:,}"
-    for row in rep["rows"]:
-        cost = row.get("cost")
-        cells.append([
-            row["draft"], size(row), "" if cost is None else f"{cost:.3f}",
-            row["rounds"], row["tau"], *row["accept"], f"{row['looping_share']:.0%}",
-        ])  # fmt: skip
-        if "difference" in row:
-            tau, *accept = row["difference"]
-            parts = ", ".join(f"at {i} {x}" for i, x in enumerate(accept, 1))
-            compared.append(f"- {row['draft']} less {first['draft']}: tau {tau}; accepted {parts}")
-        if "teacher_forced" in row:
-            gaps = np.abs(np.subtract(row["teacher_forced"], [x.value for x in row["accept"]]))
-            forced.append(f"- {row['draft']}: at most {np.nanmax(gaps):.4f} apart, by position")
-    numbers = ("parameters", "pass / target's", "rounds", "looping")
-    text = [
-        f"Chains of {K} drafts, temperature {config['temperature']:g}, {config['num_prompts']} "
-        f"prompts, {config['max_new_tokens']} new tokens each. In parentheses: the 95 % confidence "
-        "interval over prompts; none where it is one point (the same in all prompts), or where too "
-        "few prompts have rounds that got there. *Accepted at i*: of the drafts whose predecessors "
-        "were all accepted, the share that was accepted at position i.",
-        "", table(header, cells, numbers=numbers, is_markdown=True),
-    ]  # fmt: skip
-    if compared:
-        text += ["", "Differences, prompt by prompt:", "", *compared]
-    if forced:
-        text += ["", "Teacher-forced compared with real decoding, from the same round starts:", "",
-                 *forced]  # fmt: skip
-    if rep["own"]:
-        text += ["", *(f"- {line}" for line in own_lines(rep["own"]))]
-        text += ["", "A drafter of one's own is measured by real decoding alone, and so is every "
-                 "draft under a rule of one's own; only heads are teacher-forced, greedily."]
-    if rep["num_cut"]:
-        text += [
-            "", f"{rep['num_cut']} prompts had more than {config['prompt_tokens']} tokens, or more "
-            "than the models hold: they lost their beginning, a chat template's too.",
-        ]  # fmt: skip
-    text += [f"\n{line}" for line in report.mesh_lines(rep["mesh"])]
-    return report.document("Evaluation", rep, "\n".join(text))
+    Returns:
+      The checksums of the inputs, for inputs.json.
+
+    Raises:
+      ConfigError: It holds another run.
+    """
+    sums = json.loads(json.dumps(inputs.of_config(config)))
+    if not processes.is_writer():
+        return sums
+    saved = folder / "config.json"
+    if saved.exists() and any((folder / name).exists() for name in (ANSWERS, STATE)):
+        check_same(json.loads(saved.read_text(encoding="utf-8")), config)
+        check_same(json.loads((folder / INPUTS).read_text(encoding="utf-8")), sums)
+    elif (folder / "report.json").exists():
+        raise ConfigError(f"{folder} holds the report of another run; name another --workdir")
+    return sums

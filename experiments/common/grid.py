@@ -18,7 +18,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.rules import make_rule
 
-_COPYING = ("ngram", "suffix")  # methods of chains, without logits
+COPYING = ("ngram", "suffix")  # methods of chains, without logits
 
 
 class Cell(NamedTuple):
@@ -101,7 +101,7 @@ def make_cells(
             if method == "plain":
                 continue
             is_own = own.drafter is not None and method == own.drafter.name
-            has_logits = own.drafter.is_sampled if is_own else method not in _COPYING
+            has_logits = own.drafter.is_sampled if is_own else method not in COPYING
             shapes = [(k, None) for k in ks]
             if is_own and own.tree:
                 shapes = [(own.drafter.tree.num_nodes, own.tree)]

@@ -62,11 +62,18 @@ def _series(results: Sequence[dict], temperature: float) -> list[_Series]:
             found.setdefault((r["method"], r["rule"], bool(r.get("tree"))), []).append(r)
     return [
         _Series(
-            f"{method}{' trees' if is_tree else ''}, {rule}", _COLORS.get(method, "0.4"),
+            f"{method}{' trees' if is_tree else ''}, {rule}",
+            _COLORS.get(method, _CYCLE[i % len(_CYCLE)]),
             _MARKERS[i % len(_MARKERS)], _LINES[i % len(_LINES)], rows, is_tree,
         )
         for i, ((method, rule, is_tree), rows) in enumerate(sorted(found.items(), reverse=True))
     ]
+
+
+def look_of(number: int) -> dict[str, Any]:
+    """Returns colour, marker and line of series ``number``, as options of a plot."""
+    looks = {"color": _CYCLE, "marker": _MARKERS, "linestyle": _LINES}
+    return {"linewidth": 1.2} | {name: x[number % len(x)] for name, x in looks.items()}
 
 
 def names_of(paths: Sequence[str]) -> list[str]:
@@ -232,28 +239,6 @@ def plot_training(path: pathlib.Path, lines: Sequence[Mapping[str, float]]) -> N
                     mark = {"marker": "o", "markersize": 3} if len(points) <= 30 else {}
                     axis.plot(*zip(*points), label=text, **mark)
             axis.set(xlabel="step", ylabel=label)
-
-
-def plot_intervals(path: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draws conditional acceptance by position, a line for each draft, with intervals.
-
-    Args:
-      path: The PNG file.
-      rows: With ``draft``, ``tau`` and ``accept``, of ``experiments.evaluate``.
-    """
-    names = names_of([row["draft"] for row in rows])
-    with panels(path, 1, (6, 4)) as (axis,):
-        for number, (name, row) in enumerate(zip(names, rows)):
-            at = [_beside(i, number, len(rows)) for i in range(1, len(row["accept"]) + 1)]
-            value, low, high = np.asarray(row["accept"], float).T
-            axis.errorbar(
-                at, value, [value - low, high - value], marker=_MARKERS[number % len(_MARKERS)],
-                linestyle=_LINES[number % len(_LINES)], color=_CYCLE[number % len(_CYCLE)],
-                linewidth=1.2, capsize=3, label=f"{name}, tau {row['tau'][0]:.2f}",
-            )  # fmt: skip
-        axis.set_xticks(range(1, len(rows[0]["accept"]) + 1))
-        axis.set(xlabel="position in the draft", ylabel=f"{_ACCEPTED} (bars: 95 %)",
-                 ylim=(-0.03, 1.03))
 
 
 def plot_timeline(path: pathlib.Path, spans: Sequence[Span]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import pathlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from experiments.common import inputs
+from experiments.common import data_sources, inputs
 from spec_jax.data import python_source
 from spec_jax.data.conversations import Encoder, num_prompts, opening
 from spec_jax.data.records import (
@@ -37,12 +37,13 @@ class Prompt(NamedTuple):
     conversation: Conversation | None = None
 
 
-def load_prompts(path: str, n: int, seed: int) -> list[Prompt]:
+def load_prompts(data: str, n: int, seed: int) -> list[Prompt]:
     """Returns ``n`` prompts.
 
     Args:
-      path: "" for functions of held-out modules of the standard library; otherwise a file,
-        whose rows are taken at even distances. A JSON file (see ``records.is_json``) has rows of
+      data: "" for functions of held-out modules of the standard library; otherwise the name of a
+        question set, see ``data_sources``, or a file, of which rows are taken at even distances. A
+        JSON file (see ``records.is_json``) has rows of
         the forms of ``records.parse_record``, among them those of HumanEval, Spec-Bench, GSM8K,
         Alpaca, ShareGPT and UltraChat; of a conversation the target writes the first answer. Any
         other file has one prompt per line. Line ends at the end of a text are removed, since
@@ -53,12 +54,20 @@ def load_prompts(path: str, n: int, seed: int) -> list[Prompt]:
     Raises:
       ConfigError: No such file, fewer than n prompts, or a row that is not a prompt.
     """
-    if not path:
+    if not data:
         found = python_source.held_out_prompts(n, seed)
         return [Prompt(prompt.name, prompt.text) for prompt in found]
-    rows = read_rows(pathlib.Path(path))
+    if data_sources.is_name(data):
+        rows = [_from_row(value, source) for value, source in data_sources.rows(data)]
+    else:
+        rows = read_rows(pathlib.Path(data))
     if len(rows) < n:
-        raise ConfigError(f"{path} holds {len(rows)} prompts; num_prompts asks for {n}")
+        raise ConfigError(f"{data} holds {len(rows)} prompts; num_prompts asks for {n}")
+    return evenly(rows, n)
+
+
+def evenly(rows: Sequence[Any], n: int) -> list[Any]:
+    """Returns ``n`` of the rows, at even distances."""
     return [rows[i * len(rows) // n] for i in range(n)]
 
 
@@ -198,12 +207,21 @@ def fit(
       ConfigError: There is no room for a prompt, or another process has other prompts.
     """
     target, room = models[0], room_for_prompt(models, max_new_tokens, longest)
-    begin = target.config.bos_token_id
     whole = list(map(PromptEncoder(target), prompts))
-    ids = []
-    for prompt in whole:
-        head = prompt[:1] if prompt[0] == begin and room > 1 else []
-        is_long = len(prompt) > room
-        ids.append(head + prompt[len(prompt) - room + len(head) :] if is_long else prompt)
+    ids = [cut(prompt, room, target.config.bos_token_id) for prompt in whole]
     inputs.check_prompts(ids)
     return ids, sum(len(prompt) > room for prompt in whole)
+
+
+def cut(prompt: list[int], room: int, begin: int | None) -> list[int]:
+    """Removes the beginning of a prompt that is too long.
+
+    Args:
+      prompt: Its ids.
+      room: The maximum number of ids.
+      begin: The id of BOS, which is kept; None if there is none.
+    """
+    if len(prompt) <= room:
+        return prompt
+    head = prompt[:1] if prompt[0] == begin and room > 1 else []
+    return head + prompt[len(prompt) - room + len(head) :]

@@ -77,7 +77,9 @@ def is_json(path: pathlib.Path) -> bool:
     return name.suffix.lower() in (".json", ".jsonl")
 
 
-def read_objects(path: pathlib.Path) -> Iterator[tuple[Any, str]]:
+def read_objects(
+    path: pathlib.Path, malformed: list[str] | None = None
+) -> Iterator[tuple[Any, str]]:
     """Yields the values of a JSON file, with the place of each for error messages.
 
     A file holds one value a line, or one list. Lines are read one at a time and blank lines are
@@ -85,6 +87,8 @@ def read_objects(path: pathlib.Path) -> Iterator[tuple[Any, str]]:
 
     Args:
       path: The file.
+      malformed: Gets the message of each line that is not UTF-8 or not JSON, and that is then left
+        out; None means that the first one is an error.
 
     Raises:
       ConfigError: The file cannot be read, is not UTF-8 or not JSON; the message says where.
@@ -95,9 +99,15 @@ def read_objects(path: pathlib.Path) -> Iterator[tuple[Any, str]]:
         return
     for number, line in enumerate(_lines(path), 1):
         source = f"{path}:{number}"
-        text = _decode(line, source)
-        if text.strip():
-            yield _parse(text, source), source
+        try:
+            text = _decode(line, source)
+            found = [(_parse(text, source), source)] if text.strip() else []
+        except ConfigError as error:
+            if malformed is None:
+                raise
+            malformed.append(str(error))
+            continue
+        yield from found
 
 
 def read_text(path: pathlib.Path) -> str:

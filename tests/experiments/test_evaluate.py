@@ -1,20 +1,29 @@
 """The experiment that evaluates: figures, their intervals and differences, and what it refuses."""
 
 import json
+import multiprocessing
+import os
+import sys
+import time
 
 import jax
 import numpy as np
 import pytest
+from support import evaluation_run
+from support.pairs import tiny_pair
 from support.runs import check_run_files
 from support.tiny_models import LLAMA, random_weights
 
-from configs import evaluate_zoo
+from configs import evaluate_specbench, evaluate_zoo
 from experiments import evaluate
-from experiments.common.evaluation import Counts, differences
+from experiments.common.evaluate_figures import Counts, differences
+from experiments.common.evaluate_report import pays_until
+from experiments.common.evaluate_setup import Setup, resolve
 from experiments.common.intervals import bootstrap
 from spec_jax.data import python_source, tokens
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.eagle.write import write_head
+from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
 from spec_jax.loading import random_head
 from spec_jax.models.checkpoint import save_pretrained
@@ -37,52 +46,82 @@ def config(tmp_path_factory):
     config.target = str(folder / "target")
     config.drafts = f"{folder / 'head'}, {folder / 'target'}"
     config.prompts = str(folder / "prompts.jsonl")
-    config.update({"num_prompts": 3, "max_new_tokens": 8, "num_draft": 2, "batch": 2})
+    config.update({"num_prompts": 3, "max_new_tokens": 8, "ks": (2,), "batches": (2,)})
     return config
 
 
 def test_a_draft_equal_to_the_target_is_always_accepted(config, tmp_path, capsys):
     config = config.copy_and_resolve_references()
     config.drafts = config.target
-    (same,) = evaluate.evaluate(config, str(tmp_path / "run"))["rows"]
-    assert 2 < same["tau"].low <= same["tau"].value <= same["tau"].high <= 3
-    np.testing.assert_allclose([x.value for x in same["accept"]], 1)
+    plain, same = evaluate.evaluate(config, str(tmp_path / "run"))["results"]
+    low, high = same["tau_interval"]
+    assert 2 < low <= same["tau"] <= high <= 3 and plain["tau"] == 1
+    np.testing.assert_allclose(same["acceptance_by_position"], 1)
+    assert same["identical_to_plain"] and same["speedup"] > 0
     saved = check_run_files(tmp_path / "run", "evaluate")
-    assert saved["rows"][0]["rounds"] == same["rounds"] and same["cost"] > 0
+    assert saved["results"][1]["rounds"] == same["rounds"] and same["draft_cost"] > 0
     assert "tau" in capsys.readouterr().out
 
 
 @pytest.mark.exhaustive
 def test_reports_what_decoding_did(config, tmp_path, capsys):
     rep = evaluate.evaluate(config, str(tmp_path / "run"))
-    head, same = rep["rows"]
-    low, high = same["tau"].low, same["tau"].high
-    assert 2 < low <= same["tau"].value <= high <= 3  # the last round may be cut
-    np.testing.assert_allclose([x.value for x in same["accept"]], 1)
-    assert same["difference"][0].value == pytest.approx(same["tau"].value - head["tau"].value)
-    assert 1 <= head["tau"].value < same["tau"].value
-    gaps = np.subtract(head["teacher_forced"], [x.value for x in head["accept"]])
+    _, head, same = rep["results"]
+    low, high = same["tau_interval"]
+    assert 2 < low <= same["tau"] <= high <= 3  # the last round may be cut
+    np.testing.assert_allclose(same["acceptance_by_position"], 1)
+    assert same["compared_with"] == head["label"]
+    assert same["difference"][0].value == pytest.approx(same["tau"] - head["tau"])
+    assert 1 <= head["tau"] < same["tau"]
+    gaps = np.subtract(head["teacher_forced"], head["acceptance_by_position"])
     assert np.nanmax(np.abs(gaps)) < 0.01
-    assert head["cost"] > 0 and same["cost"] > 0
+    assert head["draft_cost"] > 0 and same["draft_cost"] > 0
+    parts = head["round_parts_ms"]
+    assert sum(parts.values()) == pytest.approx(head["round_ms"]) and parts["verify"] > 0
     saved = check_run_files(tmp_path / "run", "evaluate")
-    assert [row["rounds"] for row in saved["rows"]] == [head["rounds"], same["rounds"]]
+    assert [row["rounds"] for row in saved["results"][1:]] == [head["rounds"], same["rounds"]]
     assert (tmp_path / "run" / "acceptance.png").stat().st_size > 5000
-    assert "Differences, prompt by prompt" in capsys.readouterr().out
+    assert "Differences, question by question" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "name, value, message",
     [
         ("drafts", "", "drafts is ''; expected names"),
-        ("num_draft", 0, "num_draft is 0"),
+        ("ks", (0,), r"ks is \(0,\)"),
         ("max_new_tokens", 1, "max_new_tokens is 1"),
+        ("batches", (0,), r"batches is \(0,\); expected integers of 1 or more"),
+        ("rules", ("greedy",), "rules is .'greedy',.; expected one or more of residual"),
+        ("data", "spec_bench", "data is 'spec_bench'.*did you mean specbench"),
+        ("data", "gsm8k", "data is 'gsm8k' and prompts is .*; expected one of them"),
     ],
 )
 def test_refuses_what_cannot_be(config, name, value, message):
     wrong = config.copy_and_resolve_references()
+    if value == "spec_bench":
+        wrong.prompts = ""
     wrong[name] = value
     with pytest.raises(ConfigError, match=message):
         evaluate.evaluate(wrong)
+
+
+def test_every_config_resolves(config):
+    for module in (evaluate_zoo, evaluate_specbench):
+        other = module.get_config()
+        other.target = config.target
+        assert resolve(other).drafts == "ngram"  # the zoo's drafts are for the zoo's target
+
+
+def test_what_cannot_be_loaded_is_left_out_with_a_note(config):
+    other = config.copy_and_resolve_references()
+    other.drafts = "no/such,ngram"
+    setup = Setup.of(other)
+    assert setup.methods == ["ngram"]
+    assert "no/such is left out: no/such is neither" in setup.notes[0]
+    assert [cell.method for cell in setup.cells[0.0]] == ["plain", "ngram"]
+    other.drafts = "no/such"
+    with pytest.raises(ConfigError, match="nothing drafts for .*no/such is left out"):
+        Setup.of(other)
 
 
 def test_intervals_are_those_of_the_mean_and_of_paired_differences():
@@ -97,3 +136,137 @@ def test_intervals_are_those_of_the_mean_and_of_paired_differences():
     np.testing.assert_allclose(widths, error, rtol=0.15)
     assert np.isnan(never).all() and str(never) == "–"
     assert differences(counts, counts)[0] == (0, 0, 0)  # the same prompts on both sides
+
+
+def test_the_turns_of_a_question_count_together():
+    turn = lambda rounds: Stats(
+        emitted=2 * rounds + 1, first=1, accepted=rounds, bonus=rounds, rounds=rounds,
+        reached_at=(rounds,), accepted_at=(rounds,), drafted_at=(rounds,),
+    )  # fmt: skip
+    row = lambda rounds: type("Row", (), {"stats": turn(rounds)})
+    counts = Counts.of([[row(3), row(4)], [row(5)]])
+    assert counts.rounds.tolist() == [7, 5] and counts.tokens.tolist() == [14, 10]
+    assert counts.accepted.tolist() == [[7], [5]]
+
+
+def test_where_speculation_pays():
+    at = lambda batch, low: {"batch": batch, "speedup_interval": [low, 2.0]}
+    assert pays_until([at(1, 1.1), None, at(16, 1.2)]) == "everywhere"
+    assert pays_until([at(1, 1.1), at(4, 1.2), at(16, 0.9)]) == "at 1, 4"
+    assert pays_until([at(1, 0.9)]) == "nowhere"
+
+
+@pytest.fixture(scope="module")
+def twenty(tmp_path_factory):
+    """A tiny pair, twenty questions, and folder and report of an undisturbed run."""
+    folder = tmp_path_factory.mktemp("twenty")
+    pair = tiny_pair(folder)
+    data = evaluation_run.questions(folder, python_source.documents("held_out")[0][1])
+    rep = evaluate.evaluate(evaluation_run.config_of(pair, data), folder / "run")
+    return pair, data, folder / "run", rep
+
+
+def lines(folder):
+    return (folder / "answers.jsonl").read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.exhaustive
+def test_twenty_questions_end_to_end(twenty):
+    _, data, folder, rep = twenty
+    saved = check_run_files(folder, "evaluate")
+    cells = [(r["temperature"], r["batch"], r["method"]) for r in saved["results"]]
+    assert cells == [
+        (t, b, m) for t in (0, 1) for b in (1, 4) for m in ("plain", "ngram", "draft")
+    ]
+    for r in saved["results"]:
+        assert r["identical_to_plain"] and r["rows"] == 25  # questions, and five second turns
+        parts = r["categories"]
+        assert list(parts) == ["multi-turn conversation", "writing", "coding", "qa"]
+        assert [part["questions"] for part in parts.values()] == [14, 7, 7, 6]
+        assert ("speedup" in parts["qa"]) is (r["batch"] == 1)
+        if r["method"] != "plain":
+            low, high = r["speedup_interval"]
+            assert 0 < low <= r["speedup"] <= high
+    assert f"left out: {data}:8: not JSON" in "".join(saved["notes"])
+    assert "gone is left out" in "".join(saved["notes"])
+    assert {path.suffix for path in folder.glob("batches.*")} == {".png", ".pdf"}
+    found = list(map(json.loads, lines(folder)))
+    assert len(found) == 20 * 3 * 4
+    for line in found:
+        for turn in line["turns"]:
+            count = len(turn["tokens"])
+            assert len(turn["pieces"]) == len(turn["kinds"]) == len(turn["rejected"]) == count
+            assert len(turn["decode_s"]) == 2 and min(turn["decode_s"]) > 0
+            if turn["probs"]:
+                assert line["batch"] == 1 and len(turn["probs"]) == count
+                for prob, best in zip(turn["probs"], turn["alternatives"]):
+                    assert len(best) == 3 and best[0][1] >= prob - 1e-5
+                    assert line["temperature"] > 0 or best[0][1] == pytest.approx(prob, abs=1e-5)
+    shown = [(line["question"], line["cell"]) for line in found if line["turns"][0]["probs"]]
+    assert len(shown) == 3 * 3 * 2  # a question of each category, three cells, two temperatures
+
+
+@pytest.mark.exhaustive
+def test_later_turns_follow_what_plain_decoding_has_answered(twenty):
+    found = [line for line in map(json.loads, lines(twenty[2])) if len(line["turns"]) == 2]
+    assert len(found) == 5 * 3 * 4
+    for line in found:
+        same = lambda other: all(other[n] == line[n] for n in ("temperature", "question", "batch"))
+        (plain,) = (other for other in found if same(other) and other["method"] == "plain")
+        answer = "".join(plain["turns"][0]["pieces"])
+        assert line["turns"][1]["prompt"].startswith(line["turns"][0]["prompt"] + "\n\n" + answer)
+        assert line["turns"][1]["prompt"] == plain["turns"][1]["prompt"]
+
+
+@pytest.mark.exhaustive
+def test_killed_in_the_middle_it_ends_with_the_same_report(twenty, tmp_path):
+    pair, data, folder, rep = twenty
+    config, run = evaluation_run.config_of(pair, data), tmp_path / "run"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([evaluation_run.__name__])
+    cache = str(jax.config.jax_compilation_cache_dir)
+    process = context.Process(
+        target=evaluation_run.run, args=(config.to_json(), str(run), cache)
+    )
+    with pytest.MonkeyPatch.context() as patch:  # Python before 3.12.4 preloads from there alone
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        process.start()
+    for _ in range(12000):
+        if (run / "answers.jsonl").exists() and len(lines(run)) >= 40:
+            break
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    before = lines(run)
+    assert 40 <= len(before) < 240
+    with open(run / "answers.jsonl", "a") as file:
+        file.write(lines(folder)[len(before)][:40])  # what a process killed in mid-line leaves
+    resumed = evaluate.evaluate(config, run)
+    after = lines(run)
+    whole = len(before) // 3 * 3  # a group that is not whole is measured again
+    assert len(after) == 240 and after[: whole - 12] == before[: whole - 12]
+    as_json = lambda path: json.loads((path / "report.json").read_text(encoding="utf-8"))
+    ours, theirs = (evaluation_run.timeless(as_json(path)) for path in (run, folder))
+    assert ours == theirs and len(ours["results"]) == 12
+    assert resumed["is_complete"]
+    again = evaluate.evaluate(config, run)  # nothing is left to do, so that times are the same, too
+    assert lines(run) == after
+    speedups = lambda rep: [r["speedup"] for r in rep["results"]]
+    np.testing.assert_allclose(speedups(again), speedups(resumed), rtol=1e-2)  # rounded in lines
+
+
+@pytest.mark.exhaustive
+def test_another_run_is_refused_by_the_name_of_what_differs(twenty, tmp_path):
+    pair, data, folder, _ = twenty
+    with pytest.raises(ConfigError, match=r"other values of ks \(\[2\], not \[3\]\)"):
+        evaluate.evaluate(evaluation_run.config_of(pair, data, ks=(3,)), folder)
+    text = data.read_text(encoding="utf-8")
+    data.write_text(text.replace('"qa"', '"qb"'), encoding="utf-8")
+    try:
+        with pytest.raises(ConfigError, match=r"other values of what is in .*questions\.jsonl"):
+            evaluate.evaluate(evaluation_run.config_of(pair, data), folder)
+    finally:
+        data.write_text(text, encoding="utf-8")
+    (tmp_path / "report.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds the report of another run"):
+        evaluate.evaluate(evaluation_run.config_of(pair, data), tmp_path)

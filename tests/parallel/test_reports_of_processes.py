@@ -71,12 +71,13 @@ def test_decode(files, tmp_path):
 def test_evaluate(files, tmp_path):
     values = {
         "target": str(files / "target"), "drafts": str(files / "draft"),
-        "prompts": str(files / "prompts.jsonl"), "num_prompts": 4, "batch": 4,
-        "max_new_tokens": 8, "num_draft": 2, "has_costs": False,
+        "data": str(files / "prompts.jsonl"), "num_prompts": 4, "batches": (4,),
+        "max_new_tokens": 8, "ks": (2,), "repeats": 1,
     }  # fmt: skip
-    (two,) = launch("evaluate", values, tmp_path / "two")["rows"]
+    two = launch("evaluate", values, tmp_path / "two")["results"]
     config = evaluate_zoo.get_config()
     config.update(values)
-    (one,) = evaluate(config, tmp_path / "one")["rows"]
-    assert two["rounds"] == one["rounds"]
-    assert two["tau"][0] == pytest.approx(one["tau"].value)
+    one = evaluate(config, tmp_path / "one")["results"]
+    assert [row["rounds"] for row in two] == [row["rounds"] for row in one]
+    assert two[1]["tau"] == pytest.approx(one[1]["tau"]) and two[1]["accepted"] > 0
+    assert two[1]["tau_interval"] == pytest.approx(one[1]["tau_interval"])

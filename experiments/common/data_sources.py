@@ -1,0 +1,124 @@
+"""Question sets by name: loaded by the package ``datasets`` or from the hub, or what to fetch."""
+
+from __future__ import annotations
+
+import difflib
+import pathlib
+from typing import Any, NamedTuple
+
+from spec_jax.data.records import read_objects
+from spec_jax.errors import ConfigError
+
+
+class Source(NamedTuple):
+    """Where a question set lies.
+
+    Attributes:
+      dataset: The arguments of ``datasets.load_dataset``; empty if the hub does not have it.
+      split: The split that holds the questions.
+      file: A file of rows in the dataset's repository of the hub; empty if there is none.
+      url: The publisher's own file.
+    """
+
+    dataset: tuple[str, ...]
+    split: str
+    file: str
+    url: str
+
+
+_GITHUB = "https://raw.githubusercontent.com"
+SOURCES = {
+    "humaneval": Source(
+        ("openai/openai_humaneval",), "test", "",
+        f"{_GITHUB}/openai/human-eval/master/data/HumanEval.jsonl.gz",
+    ),
+    "gsm8k": Source(
+        ("openai/gsm8k", "main"), "test", "",
+        f"{_GITHUB}/openai/grade-school-math/master/grade_school_math/data/test.jsonl",
+    ),
+    "mtbench": Source(
+        ("HuggingFaceH4/mt_bench_prompts",), "train", "raw/question.jsonl",
+        f"{_GITHUB}/lm-sys/FastChat/main/fastchat/llm_judge/data/mt_bench/question.jsonl",
+    ),
+    "specbench": Source(
+        (), "", "", f"{_GITHUB}/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
+    ),
+}  # fmt: skip
+
+
+def is_name(data: str) -> bool:
+    """Whether ``data`` names a question set. A file of that name is given as ./NAME."""
+    return data in SOURCES
+
+
+def check(data: str) -> None:
+    """Raises ConfigError unless ``data`` is empty, the name of a set, or a file."""
+    if not data or is_name(data) or pathlib.Path(data).is_file():
+        return
+    close = difflib.get_close_matches(data.lower(), SOURCES, 1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    raise ConfigError(
+        f"data is {data!r}, which cannot be read{hint}; expected one of {', '.join(SOURCES)}, or "
+        "an existing file of questions"
+    )
+
+
+def rows(name: str) -> list[tuple[Any, str]]:
+    """Returns the rows of a question set, each with its place for messages.
+
+    Args:
+      name: One of ``SOURCES``.
+
+    Raises:
+      ConfigError: It cannot be loaded here; the message says what to install or to fetch.
+    """
+    source, tried = SOURCES[name], []
+    if source.dataset:
+        try:
+            return _by_datasets(name, source)
+        except ImportError:
+            tried.append("the package datasets is not installed (pip install datasets)")
+        except Exception as error:  # of many types: no network, no such file, a changed format
+            tried.append(f"datasets: {_first_line(error)}")
+    if source.file:
+        try:
+            return _from_hub(source)
+        except Exception as error:
+            tried.append(f"hub: {_first_line(error)}")
+    if not source.dataset:
+        tried.append("the hub does not have it")
+    file = source.url.rpartition("/")[2]
+    raise ConfigError(
+        f"data is {name!r}, which is not loaded: {'; '.join(tried)}. Where there is a network, run "
+        f"`curl -LO {source.url}`; then --config.data={file}"
+    )
+
+
+def _by_datasets(name: str, source: Source) -> list[tuple[Any, str]]:
+    import datasets
+
+    found = datasets.load_dataset(*source.dataset, split=source.split)
+    return [(_usual(dict(row)), f"{name}: row {number}") for number, row in enumerate(found, 1)]
+
+
+def _from_hub(source: Source) -> list[tuple[Any, str]]:
+    import huggingface_hub as hub
+
+    where = {"repo_id": source.dataset[0], "filename": source.file, "repo_type": "dataset"}
+    try:
+        path = hub.hf_hub_download(**where, local_files_only=True)
+    except Exception:  # versions of the hub raise errors of many types
+        path = hub.hf_hub_download(**where)
+    return [(_usual(row), source) for row, source in read_objects(pathlib.Path(path))]
+
+
+def _usual(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns a row whose turns are called so, as in MT-bench's own file."""
+    if not isinstance(row.get("prompt"), list):
+        return row
+    names = {"prompt": "turns", "prompt_id": "question_id"}
+    return {names.get(key, key): value for key, value in row.items()}
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -1,0 +1,211 @@
+"""From the config of ``experiments.evaluate`` to models, questions and the grid of cells."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from configs import evaluate_zoo
+from experiments.common import cli, plots, questions
+from experiments.common.decode_setup import METHODS, RULES, check_grid
+from experiments.common.grid import COPYING, Bench, Cell, make_cells
+from experiments.common.own import Own
+from experiments.common.prompts import cut, room_for_prompt
+from experiments.common.questions import Question, Questions
+from spec_jax.config import SamplerConfig, build
+from spec_jax.data import python_source, tokens
+from spec_jax.errors import ConfigError, SpecJaxError
+from spec_jax.loading import LoadedHead, LoadedModel, load_draft, load_model
+
+_TAKEN = ("target", *METHODS)  # what tables and timers call something else
+
+
+def resolve(config: ConfigDict) -> ConfigDict:
+    """Checks a config and returns it with every value in its final form.
+
+    Raises:
+      ConfigError: A key is unknown or missing, or a value is out of range.
+    """
+    cli.check_keys(config, evaluate_zoo.get_config())
+    config = config.copy_and_resolve_references()
+    config.data = one_of_data(config)
+    check = lambda ok, name, expected: cli.require(ok, config, name, expected)
+    for name in ("rules", "copying_rules", "categories"):
+        parts = (x.strip() for entry in config[name] for x in str(entry).split(","))
+        config[name] = tuple(filter(None, parts))
+    for name in ("rules", "copying_rules"):
+        is_known = bool(config[name]) and set(config[name]) <= set(RULES)
+        check(is_known, name, f"one or more of {', '.join(RULES)}")
+    check_grid(config)
+    check(len(config.batches) > 0, "batches", "one or more")
+    are_counts = all(type(b) is int and b >= 1 for b in config.batches)
+    check(are_counts, "batches", "integers of 1 or more")
+    check(config.num_prompts >= (1 if not config.data else 0), "num_prompts",
+          "1 or more; 0 for all questions of a set or a file")  # fmt: skip
+    check(config.num_shown >= 0, "num_shown", "0 or more")
+    check(config.prompt_tokens >= 1, "prompt_tokens", "1 or more")
+    usual = evaluate_zoo.get_config()
+    if config.target != usual.target and config.drafts == usual.drafts:
+        config.drafts = "ngram"  # the zoo's drafts are for the zoo's target
+    check(bool(names_of(config) or config.drafter), "drafts", "names or directories, with commas")
+    return config
+
+
+def one_of_data(config: ConfigDict) -> str:
+    """Returns ``config.data``, or ``config.prompts``, which is another name of it.
+
+    Raises:
+      ConfigError: Both are given, or it is neither a question set nor a file.
+    """
+    if config.data and config.prompts and config.data != config.prompts:
+        raise ConfigError(
+            f"data is {config.data!r} and prompts is {config.prompts!r}; expected one of them"
+        )
+    questions.data_sources.check(config.data or config.prompts)
+    return config.data or config.prompts
+
+
+def names_of(config: ConfigDict) -> list[str]:
+    """Returns the names in ``config.drafts``, each once."""
+    names = (name.strip() for name in config.drafts.split(","))
+    return [*dict.fromkeys(name for name in names if name)]
+
+
+def held_out_pieces(target: LoadedModel, n: int, length: int, seed: int) -> list[list[int]]:
+    """Returns ids of ``n`` evenly spread pieces of the held-out modules; ``seed`` shifts them."""
+    text = tokens.pack(target.tokenizer.backend, python_source.documents("held_out"))
+    room = len(text) - length
+    if room < n:
+        raise ConfigError(f"num_prompts is {n}; the held-out modules have {room} places")
+    shift = int(np.random.default_rng(seed).integers(room))
+    starts = [(shift + i * room // n) % room for i in range(n)]
+    return [text[start : start + length].tolist() for start in starts]
+
+
+class Setup(NamedTuple):
+    """What a run decodes.
+
+    Attributes:
+      config: The resolved config.
+      target: The target.
+      drafts: What drafts for it, by method.
+      methods: All methods but plain decoding, in their order.
+      cells: The cells of each temperature, plain decoding first.
+      questions: The questions.
+      room: The maximum tokens of a prompt.
+      where: The devices.
+      own: A drafter and a rule of the user's own.
+      notes: What was left out.
+    """
+
+    config: ConfigDict
+    target: LoadedModel
+    drafts: dict[str, LoadedModel | LoadedHead]
+    methods: list[str]
+    cells: dict[float, list[Cell]]
+    questions: Questions
+    room: int
+    where: cli.MeshOptions
+    own: Own
+    notes: list[str]
+
+    @classmethod
+    def of(cls, config: ConfigDict) -> Setup:
+        """Loads models and questions; leaves out, with a note, what cannot draft.
+
+        Raises:
+          SpecJaxError: A config, a target or questions that cannot be used; or nothing drafts.
+        """
+        config = resolve(config)
+        where = cli.MeshOptions.of(config)
+        target = load_model(
+            config.target, config.dtype, scan_layers=config.scan_layers, mesh=where.mesh
+        )
+        drafts, methods, notes = _load_drafts(config, target, where)
+        own = Own.of(config, target, (*METHODS, *methods))
+        methods += [] if own.drafter is None else [own.drafter.name]
+        if not methods:
+            raise ConfigError(f"nothing drafts for {target.name}: {'; '.join(notes)}")
+        where.check_drafts([*drafts.values()])
+        found = _questions(config, target)
+        models = [target, *drafts.values(), *own.limits]
+        room = room_for_prompt(models, config.max_new_tokens, config.max_prompt_tokens)
+        cells, more = _cells(config, target, drafts, methods, where, own)
+        return cls(
+            config, target, drafts, methods, cells, found, room, where, own,
+            [*notes, *more, *found.notes],
+        )  # fmt: skip
+
+    def bench(self, prompts: list[list[int]], batch: int, layout: Sequence[Sequence[int]]) -> Bench:
+        """Returns what decodes prompts, ``batch`` at a time, laid out as ``layout`` says."""
+        return _bench(self.config, self.target, self.drafts, self.where, self.own, prompts, batch,
+                      layout)  # fmt: skip
+
+    def ids(self, asker: questions.Asker, question: Question, answers: Sequence[str]) -> list[int]:
+        """Returns the ids of a prompt, without the beginning that exceeds ``room``."""
+        return cut(asker(question, answers), self.room, self.target.config.bos_token_id)
+
+
+def _load_drafts(config: ConfigDict, target: LoadedModel, where: cli.MeshOptions):
+    """Returns drafts by method, all methods, and notes on those that cannot be loaded."""
+    drafts, notes, names, loaded = {}, [], names_of(config), {}
+    for name in names:
+        if name in COPYING:
+            continue
+        try:
+            loaded[name] = load_draft(
+                name, target, config.dtype, mesh=where.mesh, rules=where.draft_rules
+            )
+        except SpecJaxError as error:
+            notes.append(f"{name} is left out: {error}")
+    usable = [name for name in names if name in COPYING or name in loaded]
+    given = [name for name in usable if name in loaded]
+    short = zip(given, plots.names_of(given))
+    longer = lambda name: "/".join((".", *pathlib.PurePath(name).parts)[-2:])
+    labels = {name: longer(name) if label in _TAKEN else label for name, label in short}
+    drafts = {labels[name]: draft for name, draft in loaded.items()}
+    return drafts, [labels.get(name, name) for name in usable], notes
+
+
+def _questions(config: ConfigDict, target: LoadedModel) -> Questions:
+    if config.data:
+        return questions.load(config.data, config.num_prompts, config.categories)
+    pieces = held_out_pieces(target, config.num_prompts, config.prompt_tokens, config.seed)
+    chosen = [Question(f"piece {i}", "pieces", ids=tuple(p)) for i, p in enumerate(pieces, 1)]
+    notes = ["categories are chosen from questions, and these are pieces of text"]
+    return Questions(chosen, "pieces of held-out modules", notes if config.categories else [])
+
+
+def _bench(config, target, drafts, where, own, prompts, batch, layout) -> Bench:
+    sampler = build(SamplerConfig, {**config.sampler.to_dict(), "seed": config.seed})
+    ngram = {"ngram_max": config.ngram_max, "ngram_min": config.ngram_min}
+    return Bench(
+        target, drafts, prompts, sampler, config.max_new_tokens, batch, ngram=ngram, where=where,
+        own=own, layout=layout,
+    )
+
+
+def _cells(config, target, drafts, methods, where, own):
+    """Returns the cells by temperature, without those that cannot be, on which there are notes."""
+    copying = lambda m: m in COPYING or (own.drafter is not None and m == own.drafter.name
+                                         and not own.drafter.is_sampled)  # fmt: skip
+    rules = {m: config.copying_rules if copying(m) else config.rules for m in methods}
+    trees = [tree.strip() for tree in config.trees.split(",") if tree.strip()]
+    cells = make_cells(methods, config.ks, config.temperatures, rules, trees, own)
+    bench, notes, found = _bench(config, target, drafts, where, own, [[0]], 1, [[0]]), [], {}
+    for cell in cells:
+        try:
+            bench.decoder(cell)
+        except ConfigError as error:
+            if cell.method == "plain":
+                raise
+            notes.append(f"{cell.label} is left out: {error}")
+        else:
+            found.setdefault(cell.temperature, []).append(cell)
+    if all(len(group) < 2 for group in found.values()):
+        raise ConfigError(f"there is nothing to compare with plain decoding: {'; '.join(notes)}")
+    return found, notes
