@@ -33,7 +33,9 @@ def get_config() -> ConfigDict:
     config.scan_layers = False  # True compiles faster on accelerators, runs slower on a CPU
     config.mesh = ""  # devices to run on together, such as data:2,tensor:4; empty: one
     config.is_draft_replicated = False  # keep drafts whole on every device of the mesh
-    config.prompts = ""  # a file of prompts; empty: held-out functions
+    # Prompts: humaneval, gsm8k, mtbench, specbench, or a file; empty: held-out functions.
+    config.data = ""
+    config.prompts = ""  # the earlier name of data; where it is given, it counts
     config.num_prompts = 16  # each batch of them is a pair of the speed-ups' intervals
     config.max_prompt_tokens = placeholder(int)  # longer prompts lose their beginning
     config.max_new_tokens = 32  # output tokens of each prompt

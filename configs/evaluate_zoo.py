@@ -27,7 +27,7 @@ def get_config() -> ConfigDict:
     config.is_draft_replicated = False  # keep drafts whole on every device of the mesh
     # Questions: humaneval, gsm8k, mtbench, specbench, or a file; empty: pieces of held-out modules.
     config.data = ""
-    config.prompts = ""  # another name of data
+    config.prompts = ""  # the earlier name of data; where it is given, it counts
     config.categories = ()  # categories or groups to choose from, such as translation; empty: all
     config.num_prompts = 32  # questions, at even distances; 0: all
     config.prompt_tokens = 64  # length of a held-out piece

@@ -10,8 +10,9 @@ every turn of a conversation is answered; later turns follow plain decoding's ow
 all of them answer the same prompts. Intervals are 95 % confidence intervals from resampling the
 questions. Greedy heads are also compared with the unrolling that trains them ("teacher-forced"):
 each tests the other.
-A run leaves config.json, environment.json, report.json, report.md, plots, and answers.jsonl, a line
-for each answer. If it is stopped, the same command with its --workdir goes on.
+A run leaves config.json, environment.json, report.json, report.md, report.html, plots, and
+answers.jsonl, a line for each answer. If it is stopped, the same command with its --workdir goes
+on.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from experiments.common import (
     report,
 )
 from experiments.common.evaluate_setup import Setup
+from experiments.common.report_page.page import write_page
 
 
 def evaluate(config: ConfigDict, workdir: str | pathlib.Path | None = None) -> dict[str, Any]:
@@ -78,6 +80,7 @@ def evaluate(config: ConfigDict, workdir: str | pathlib.Path | None = None) -> d
     names = _plot(folder, rep, run)
     rep |= {"is_complete": True, "elapsed_s": round(time.monotonic() - begin_s, 1)}
     report.finish(folder, rep, evaluate_report.markdown(rep, names))
+    write_page(folder / "report.html", rep, run.answers())
     evaluate_report.print_results(rep, folder)
     return rep
 

@@ -33,7 +33,7 @@ def start(setup: Setup) -> dict:
     config, bench = setup.config, setup.bench
     lengths = [len(ids) for ids in bench.prompts]
     shortest, s = min(lengths), "s" * (len(lengths) > 1)
-    of = f"row{s} of {config.prompts}" if config.prompts else f"held-out library function{s}"
+    of = f"row{s} of {config.data}" if config.data else f"held-out library function{s}"
     span = f"{max(lengths)}" if len(set(lengths)) == 1 else f"{shortest} to {max(lengths)}"
     is_templated = any(map(PromptEncoder(bench.target).is_templated, setup.prompts))
     by = ", by the chat template" if is_templated else ""

@@ -9,7 +9,7 @@ import jax
 from ml_collections import ConfigDict
 
 from configs import decode_default
-from experiments.common import cli
+from experiments.common import cli, data_sources
 from experiments.common.grid import Bench, Cell, make_cells
 from experiments.common.own import Own
 from experiments.common.prompts import Prompt, fit, load_prompts
@@ -63,6 +63,7 @@ def resolve(config: ConfigDict) -> ConfigDict:
     check_grid(config)
     usual = decode_default.get_config()
     is_other = config.target != usual.target  # the zoo's drafts are for the zoo's target
+    config.data = config.prompts or config.data
     for name in SOURCES.values():
         if config[name].lower() == "none" or (is_other and config[name] == usual[name]):
             config[name] = ""
@@ -161,6 +162,7 @@ class Setup(NamedTuple):
           SpecJaxError: A config, a model or a prompt that cannot be used.
         """
         config = resolve(config)
+        data_sources.check(config.data)
         where = cli.MeshOptions.of(config)
         target = load_model(
             config.target, config.dtype, scan_layers=config.scan_layers, mesh=where.mesh
@@ -174,7 +176,7 @@ class Setup(NamedTuple):
         if not methods:
             keys = ", ".join(f"--config.{SOURCES[m]}=PATH" for m in config.methods)
             raise ConfigError(f"methods are {config.methods}, and nothing drafts for them: {keys}")
-        prompts = load_prompts(config.prompts, config.num_prompts, config.seed)
+        prompts = load_prompts(config.data, config.num_prompts, config.seed)
         models = [target, *drafts.values(), *own.limits]
         ids, num_cut = fit(prompts, models, config.max_new_tokens, config.max_prompt_tokens)
         bench = Bench(

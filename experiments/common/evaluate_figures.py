@@ -193,7 +193,8 @@ def _times(
     }
     if cell.tree or not np.isfinite(draft):
         return told
-    verify_ms, draft_ms = found.verify_cost(k) * found.plain_ms, k * draft * found.plain_ms
+    verify_ms = found.verify_cost(k) * found.plain_ms
+    draft_ms = k * found.draft_cost(cell.method, k) * found.plain_ms
     rest, of_plain = own - verify_ms - draft_ms, plain - found.plain_ms
     return told | {
         "round_parts_ms": {"verify": verify_ms, "draft": draft_ms, "rest": rest},

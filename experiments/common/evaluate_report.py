@@ -209,7 +209,7 @@ def legend(rep: Mapping[str, Any]) -> list[str]:
         "of the drafts whose predecessors were all accepted, the share that was accepted at "
         "position i (of a tree, level i); **looping**: share of the tokens that repeat in loops.",
         "- **round**: mean time of a round, which is **verify**, a pass of K + 1 tokens timed "
-        "alone, **draft**, K draft passes timed alone, and the **rest**; of plain decoding, a "
+        "alone, **draft**, its K draft passes timed alone, and the **rest**; of plain decoding, a "
         "token. **pass / target's**: a draft pass over a target pass of one token. **predicted**: "
         "speed-up from acceptance and these passes.",
         "- **peak**: largest resident memory of the whole process while the row was decoded.",

@@ -10,7 +10,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from configs import evaluate_zoo
-from experiments.common import cli, plots, questions
+from experiments.common import cli, data_sources, plots, questions
 from experiments.common.decode_setup import METHODS, RULES, check_grid
 from experiments.common.grid import COPYING, Bench, Cell, make_cells
 from experiments.common.own import Own
@@ -32,7 +32,7 @@ def resolve(config: ConfigDict) -> ConfigDict:
     """
     cli.check_keys(config, evaluate_zoo.get_config())
     config = config.copy_and_resolve_references()
-    config.data = one_of_data(config)
+    config.data = config.prompts or config.data
     check = lambda ok, name, expected: cli.require(ok, config, name, expected)
     for name in ("rules", "copying_rules", "categories"):
         parts = (x.strip() for entry in config[name] for x in str(entry).split(","))
@@ -53,20 +53,6 @@ def resolve(config: ConfigDict) -> ConfigDict:
         config.drafts = "ngram"  # the zoo's drafts are for the zoo's target
     check(bool(names_of(config) or config.drafter), "drafts", "names or directories, with commas")
     return config
-
-
-def one_of_data(config: ConfigDict) -> str:
-    """Returns ``config.data``, or ``config.prompts``, which is another name of it.
-
-    Raises:
-      ConfigError: Both are given, or it is neither a question set nor a file.
-    """
-    if config.data and config.prompts and config.data != config.prompts:
-        raise ConfigError(
-            f"data is {config.data!r} and prompts is {config.prompts!r}; expected one of them"
-        )
-    questions.data_sources.check(config.data or config.prompts)
-    return config.data or config.prompts
 
 
 def names_of(config: ConfigDict) -> list[str]:
@@ -121,6 +107,7 @@ class Setup(NamedTuple):
           SpecJaxError: A config, a target or questions that cannot be used; or nothing drafts.
         """
         config = resolve(config)
+        data_sources.check(config.data)
         where = cli.MeshOptions.of(config)
         target = load_model(
             config.target, config.dtype, scan_layers=config.scan_layers, mesh=where.mesh

@@ -100,6 +100,12 @@ class Evaluation:
         """Returns the costs of passes at a batch size; None if they were not measured."""
         return self._costs.get(batch)
 
+    def answers(self) -> Iterator[dict[str, Any]]:
+        """Reads the lines of answers.jsonl, for the page."""
+        if self._answers.path.exists():
+            with open(self._answers.path, encoding="utf-8") as file:
+                yield from map(json.loads, file)
+
     def run(self) -> list[Stage]:
         """Measures what is left; returns all stages, of which those that failed are left out."""
         with self._answers, self._state:

@@ -128,8 +128,10 @@ def facts(model: LoadedModel | LoadedHead, dtype: str) -> dict[str, Any]:
         config, layers = model.config, model.config.num_hidden_layers
         known["max_length"] = model.model.max_length
     else:
-        config, layers = model.config.layer, getattr(model.config, "num_modules", 1)
-        known["taps"] = list(model.config.taps)
+        layers, known["taps"] = getattr(model.config, "num_modules", 1), list(model.config.taps)
+        config = getattr(model.config, "layer", None)
+        if config is None:  # a kind of head of the user's own
+            return known
     return known | {
         "layers": layers, "width": config.hidden_size, "vocabulary": config.vocab_size
     }
@@ -158,10 +160,8 @@ def describe_model(model: dict) -> str:
     """Returns one line: name, size, shape."""
     size = model["parameters"]
     size = f"{size / 1e6:.2f}M" if size < 1e8 else f"{size / 1e9:.2f}B"
-    return (
-        f"{model['name']}: {size} parameters, layers {model['layers']}, width {model['width']}, "
-        f"vocabulary {model['vocabulary']}, {model['dtype']}"
-    )
+    shape = [f"{key} {model[key]}" for key in ("layers", "width", "vocabulary") if key in model]
+    return f"{model['name']}: {', '.join([f'{size} parameters', *shape, model['dtype']])}"
 
 
 def describe_machine(env: dict) -> str:
