@@ -54,7 +54,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         add(f"experiments/{name}.md", options.page(name, said[name]), f"experiments/{name}.py")
     add("experiments/index.md", options.index(said), "experiments/index.md")
     add("reference/command_line.md", options.command_line(said), "spec_jax/__main__.py")
-    _fill_nav(config)
+    shown = (f.src_uri for f in files.documentation_pages() if not f.inclusion.is_not_in_nav())
+    config.nav = links.complete(config.nav, shown)
 
     texts = [(f"docs/{f.src_uri}", f.content_string) for f in files.documentation_pages()
              if f.src_uri not in _origins and f.src_uri.endswith(".md")]  # fmt: skip
@@ -67,14 +68,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             text = f"# `{path}`\n\n````{{ .{language} linenums='1' }}\n{_read(path)}\n````\n"
             add(page, text, path)
     return files
-
-
-def _fill_nav(config: MkDocsConfig) -> None:
-    for entry in config.nav:
-        if "Experiments" in entry:
-            entry["Experiments"] = ["experiments/index.md"] + [
-                {name: f"experiments/{name}.md"} for name in options.experiments()
-            ]
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
