@@ -97,9 +97,9 @@ def test_links_within_the_page_lead_somewhere():
 
 def test_figures_are_the_reports():
     found = page_of([plain(), result(), result("mtp", 5, tree="2x2", tau=3.333, speedup=0.5)])
-    row = found.row("eagle-3", "K=3", "0", "1.43×", "1.21 to 1.65", "1.57×", "2.77")
-    assert row[8:] == ["733", "greedy", "yes"]
-    assert found.row("mtp", "tree 2x2", "0", "0.50×")[6] == "3.33"
+    row = found.row("eagle-3", "K=3", "1.43×", "1.21 to 1.65", "1.57×", "2.77")
+    assert row[7:] == ["733", "yes"]
+    assert found.row("mtp", "tree 2x2", "0.50×")[5] == "3.33"
     texts = "".join(found.texts)
     assert "1.43×" in texts and "eagle-3, K=3" in texts and "of 32 outputs" in texts
     assert found.row("eagle-3, K=3", "0")[2:] == ["1.43×", "1.57×", "0.91"]
@@ -109,8 +109,17 @@ def test_figures_that_are_not_finite_are_dashes():
     nan = float("nan")
     found = page_of([result(speedup=nan, tau=nan, speedup_interval=[nan, nan])], config={"x": nan})
     row = found.row("eagle-3", "K=3")
-    assert row[3:5] == ["–", ""] and row[6] == "–"
+    assert row[2:4] == ["–", ""] and row[5] == "–"
     assert "headline" not in found.sections
+
+
+def test_a_column_appears_if_its_values_differ():
+    few = page_of([plain(), result()]).rows[0]
+    more = page_of([result(), result(temperature=0.5, rule="residual", batch=4)], [])
+    added = {cell.strip() for cell in more.rows[0]} - {cell.strip() for cell in few}
+    assert added == {"T", "batch", "rule"}
+    row = more.row("eagle-3", "K=3", "0.5", "4", "1.43×")
+    assert row[-2:] == ["residual", "yes"]
 
 
 def test_the_best_method_is_a_lossless_one():

@@ -62,7 +62,7 @@ def test_a_browser_sorts_and_filters_and_shows_tokens(tmp_path):
     first = answer()["turns"][0]
     turns = [first, answer(pieces=("second", "turn"))["turns"][0]]
     lines = [
-        answer(turns=turns), answer(turns=turns, cell="mtp K=3 T=0"),
+        answer(turns=turns), answer(turns=turns, cell="mtp K=3 T=0", method="mtp"),
         answer("q2", pieces=pieces, category="<b>", turn={"prompt": HOSTILE[0]}),
     ]  # fmt: skip
     text = render({"results": results}, lines)
@@ -85,7 +85,7 @@ def test_a_browser_sorts_and_filters_and_shows_tokens(tmp_path):
     assert found["up"] == found["down"][::-1] and found["sorted"] == "descending"
     assert found["cold"] == ["0.50×", "1.00×", "1.25×", "9.75×"]
     assert found["groups"] == ["writing", "<b>"]
-    assert found["cells"] == ["eagle-3 K=3", "mtp K=3"]
+    assert found["cells"] == ["eagle-3, K=3", "mtp, K=3"]
     assert found["tokens"] == ["def", " f", "(", "x"] and found["rejected"] == ["·bad"]
     # Two rounds: one accepts a draft of two and corrects the other, one accepts a draft.
     assert found["starts"] == 2 and found["squares"] == 5
@@ -93,7 +93,7 @@ def test_a_browser_sorts_and_filters_and_shows_tokens(tmp_path):
     assert "corrected" in found["card"] and "token 3, id 2; pass 1" in found["card"]
     assert "in place of ·bad" in found["card"] and "50 %" in found["card"]
     assert found["round"] == [" f", "("]
-    assert found["next"] == ["mtp K=3"] and found["second"] == ["second", "turn"]
+    assert found["next"] == ["mtp, K=3"] and found["second"] == ["second", "turn"]
     assert found["hostile"] == [piece or "▯" for piece in expected(pieces)]
     assert found["prompt"] == HOSTILE[0]
 

@@ -1,7 +1,7 @@
 """Answers of a run, made small enough to stand in a page.
 
 A line of answers.jsonl is what one cell made of one question: ``cell``, ``method``, ``k``,
-``tree``, ``temperature``, ``batch``, ``question``, ``category``, and ``turns``. A turn has
+``tree``, ``rule``, ``temperature``, ``batch``, ``question``, ``category`` and ``turns``. A turn has
 ``prompt``, ``prompt_tokens``, ``tokens``, ``pieces``, ``kinds``, ``offered``, ``rejected``,
 ``decode_s``, ``finish``, and, where one more pass of the target was made, ``probs`` and
 ``alternatives``.
@@ -15,6 +15,8 @@ import pathlib
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+from experiments.common.report_page.view import name
 
 BUDGET_BYTES = 300_000  # of all answers of a page
 MAX_TOKENS = 512  # of one turn
@@ -121,16 +123,15 @@ class _Packed:
         if self.size <= budget:
             return True
         self.size = size
-        for name, count in counts.items():
-            del self._lists[name][count:]
+        for kind, count in counts.items():
+            del self._lists[kind][count:]
         self._numbers = {key: n for key, n in self._numbers.items() if n < counts[key[0]]}
         return False
 
     def _unit(self, line: Mapping[str, Any]) -> None:
-        temperature = line.get("temperature", 0.0)  # which the page chooses beside the cell
         cell = {
-            "label": str(line["cell"]).replace(f" T={temperature:g}", ""),
-            "temperature": temperature, "k": line.get("k", 0), "batch": line.get("batch", 1),
+            "label": name(line), "temperature": line["temperature"], "k": line["k"],
+            "batch": line.get("batch", 1),
         }  # fmt: skip
         question = {"id": str(line["question"]), "category": str(line.get("category") or "")}
         unit = {

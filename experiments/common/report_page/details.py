@@ -104,14 +104,15 @@ def predicted(results: Sequence[Result], looks: Looks) -> dict[str, Any] | None:
         r["temperature"]: number(r.get("round_ms"))
         for r in smallest_batch(results) if r["method"] == "plain"
     }  # fmt: skip
-    longest = max([1e-9, *(sum(_stages(r).values()) for r in shown)])
+    even_ms = lambda r: number(r.get("tau")) * plain_ms.get(r["temperature"], math.nan)
+    ends = [x for r in shown for x in (sum(_stages(r).values()), even_ms(r)) if math.isfinite(x)]
     parts = list(dict.fromkeys(part for r in shown for part in r.get("difference_ms") or ()))
     rows = [
         {
             "name": name(r), "temperature": r["temperature"], "look": looks[r["method"]],
             "measured": r["speedup"], "predicted": r["predicted_speedup"],
             "ratio": number(r["speedup"]) / number(r["predicted_speedup"]),
-            "round": _round(r, plain_ms.get(r["temperature"], math.nan), longest),
+            "round": _round(r, even_ms(r), max(ends)),
             "parts": [(r.get("difference_ms") or {}).get(part) for part in parts],
         }
         for r in shown
@@ -125,12 +126,11 @@ def _stages(result: Result) -> dict[str, float]:
     return {n: max(number(ms), 0.0) for n, ms in (result.get("round_parts_ms") or {}).items()}
 
 
-def _round(result: Result, plain_ms: float, longest: float) -> Markup | None:
-    """A round's parts as a bar, with a tick where plain decoding emits as many tokens."""
+def _round(result: Result, even: float, top: float) -> Markup | None:
+    """A round's parts as a bar, with a tick where plain decoding has emitted as many tokens."""
     if not (stages := _stages(result)):
         return None
-    even = number(result.get("tau")) * plain_ms
     said = ", ".join(f"{stage} {ms:.2f} ms" for stage, ms in stages.items())
     if math.isfinite(even):
         said += f"; plain decoding takes {even:.2f} ms for as many tokens"
-    return charts.stacked(list(stages.values()), even, 1.25 * longest, said)
+    return charts.stacked(list(stages.values()), even, 1.02 * top, said)

@@ -182,7 +182,8 @@ def methods_table(results: Sequence[Result], looks: Looks) -> dict[str, Any] | N
     best = best_of(results)
     return {
         "rows": rows, "temperatures": _temperatures(results), "batches": batches,
-        "has_memory": has_memory, "best": results.index(best) if best is not None else -1,
+        "has_memory": has_memory, "has_rules": len({row["rule"] for row in rows} - {"–"}) > 1,
+        "best": results.index(best) if best is not None else -1,
     }  # fmt: skip
 
 
