@@ -215,26 +215,37 @@ def test_later_turns_follow_what_plain_decoding_has_answered(twenty):
         assert line["turns"][1]["prompt"] == plain["turns"][1]["prompt"]
 
 
-@pytest.mark.exhaustive
-def test_killed_in_the_middle_it_ends_with_the_same_report(twenty, tmp_path):
-    pair, data, folder, rep = twenty
-    config, run = evaluation_run.config_of(pair, data), tmp_path / "run"
+def kill_in_the_middle(config, folder, count):
+    """Runs in a process that is killed once so many answers are there; returns its lines."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([evaluation_run.__name__])
     cache = str(jax.config.jax_compilation_cache_dir)
     process = context.Process(
-        target=evaluation_run.run, args=(config.to_json(), str(run), cache)
+        target=evaluation_run.run, args=(config.to_json(), str(folder), cache)
     )
     with pytest.MonkeyPatch.context() as patch:  # Python before 3.12.4 preloads from there alone
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         process.start()
-    for _ in range(12000):
-        if (run / "answers.jsonl").exists() and len(lines(run)) >= 40:
+    while process.is_alive():
+        if (folder / "answers.jsonl").exists() and len(lines(folder)) >= count:
             break
         time.sleep(0.01)
     process.kill()
     process.join()
-    before = lines(run)
+    return lines(folder)
+
+
+def report_of(folder):
+    """What report.json holds beside times."""
+    found = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    return evaluation_run.timeless(found)
+
+
+@pytest.mark.exhaustive
+def test_killed_in_the_middle_it_ends_with_the_same_report(twenty, tmp_path):
+    pair, data, folder, rep = twenty
+    config, run = evaluation_run.config_of(pair, data), tmp_path / "run"
+    before = kill_in_the_middle(config, run, 40)
     assert 40 <= len(before) < 240
     with open(run / "answers.jsonl", "a") as file:
         file.write(lines(folder)[len(before)][:40])  # what a process killed in mid-line leaves
@@ -242,14 +253,34 @@ def test_killed_in_the_middle_it_ends_with_the_same_report(twenty, tmp_path):
     after = lines(run)
     whole = len(before) // 3 * 3  # a group that is not whole is measured again
     assert len(after) == 240 and after[: whole - 12] == before[: whole - 12]
-    as_json = lambda path: json.loads((path / "report.json").read_text(encoding="utf-8"))
-    ours, theirs = (evaluation_run.timeless(as_json(path)) for path in (run, folder))
-    assert ours == theirs and len(ours["results"]) == 12
+    assert report_of(run) == report_of(folder) and len(resumed["results"]) == 12
     assert resumed["is_complete"]
     again = evaluate.evaluate(config, run)  # nothing is left to do, so that times are the same, too
     assert lines(run) == after
     speedups = lambda rep: [r["speedup"] for r in rep["results"]]
     np.testing.assert_allclose(speedups(again), speedups(resumed), rtol=1e-2)  # rounded in lines
+
+
+@pytest.mark.measure
+def test_spec_bench_to_its_end_and_killed_on_the_way(data_dir, tmp_path):
+    """All 480 questions and 80 second turns; twice, of which once through a SIGKILL."""
+    config = evaluate_zoo.get_config()
+    config.update({
+        "target": str(data_dir / "models" / "stories260K"), "drafts": "ngram", "num_prompts": 0,
+        "data": str(data_dir / "prompts" / "spec_bench_question.jsonl"), "ks": (3,), "repeats": 1,
+        "max_new_tokens": 16, "max_prompt_tokens": 200, "num_shown": 1,
+    })  # fmt: skip
+    before = kill_in_the_middle(config, tmp_path / "killed", 480)
+    assert 480 <= len(before) < 960
+    rep = evaluate.evaluate(config, tmp_path / "killed")
+    after = lines(tmp_path / "killed")
+    assert len(after) == 960 and after[:478] == before[:478]
+    whole = evaluate.evaluate(config, tmp_path / "whole")
+    assert report_of(tmp_path / "killed") == report_of(tmp_path / "whole")
+    plain, ngram = rep["results"]
+    assert ngram["identical_to_plain"] and ngram["rows"] == 560
+    assert [part["questions"] for part in ngram["categories"].values()][0] == 80
+    print(f"killed after {len(before)} answers; {whole['elapsed_s']} s undisturbed; {ngram['tau']}")
 
 
 @pytest.mark.exhaustive

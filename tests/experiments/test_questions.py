@@ -1,0 +1,173 @@
+"""Questions by name and from files: turns, categories, what is left out, and their batches."""
+
+import json
+import sys
+import types
+
+import pytest
+
+from experiments.common import data_sources, questions
+from experiments.common.answers import pack
+from experiments.common.evaluate_figures import categories
+from experiments.common.intervals import paired_speedup, resampled_speedup
+from experiments.common.journal import Journal
+from experiments.common.prompts import load_prompts
+from experiments.common.questions import CONVERSATION, Question
+from spec_jax.errors import ConfigError
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def write(path, rows):
+    path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in rows) + "\n")
+    return str(path)
+
+
+def test_every_form_of_a_row_becomes_a_question(tmp_path):
+    said = lambda text: {"role": "assistant", "content": text}
+    system = {"role": "system", "content": "s"}
+    data = write(tmp_path / "rows.jsonl", [
+        {"question_id": 7, "category": "writing", "turns": ["a", "b"]},
+        {"task_id": "T/1", "prompt": "def f():\n"},
+        {"messages": [system, user("a"), said("no"), user("b"), user("c"), said("no")]},
+        {"question": "1 + 1?", "answer": "2", "id": "sum"},
+        {"system": "s", "turns": ["a", "b"]},
+    ])  # fmt: skip
+    found = questions.load(data, 0).chosen
+    assert [q.name for q in found] == ["7", "T/1", "rows.jsonl:3", "sum", "rows.jsonl:5"]
+    assert [q.category for q in found] == ["writing", "rows", "rows", "rows", "rows"]
+    assert [q.num_turns for q in found] == [2, 1, 2, 1, 2]
+    assert found[0].turns == ((user("a"),), (user("b"),)) and found[1].text == "def f():"
+    assert found[2].turns == ((system, user("a")), (user("b"), user("c")))  # answers are left out
+    assert found[4].turns == ((system, user("a")), (user("b"),))
+    lines = write(tmp_path / "lines.txt", ["one", "", "two"])
+    assert [q.text for q in questions.load(lines, 0).chosen] == ["one", "two"]
+
+
+def test_later_turns_hold_the_answers_before_them():
+    question = Question("q", "c", ((user("a"),), (user("b"),)))
+    chat = question.prompt(["A"], is_templated=True).conversation
+    assert [m["content"] for m in chat.messages] == ["a", "A", "b"]
+    assert [m["role"] for m in chat.messages] == ["user", "assistant", "user"]
+    joined = question.prompt(["A"], is_templated=False)
+    assert joined.text == "a\n\nA\n\nb" and joined.conversation is None
+    first = question.prompt([], is_templated=False)
+    assert first.text == "a" and first.conversation.messages == [user("a")]
+
+
+def test_a_malformed_row_is_named_by_its_line_and_the_rest_goes_on(tmp_path):
+    rows = [{"prompt": "a"}, "{", {"turns": ["b", " "]}, {"x": 1}, {"prompt": " "}, {"prompt": "c"}]
+    data = write(tmp_path / "rows.jsonl", rows)
+    found = questions.load(data, 0)
+    assert [q.text for q in found.chosen] == ["a", "c"]
+    for line, note in zip((2, 3, 4, 5), sorted(found.notes, key=lambda n: n.split(":")[2])):
+        assert note.startswith(f"left out: {data}:{line}")
+    with pytest.raises(ConfigError, match=r"has no question \(.*:1: not JSON"):
+        questions.load(write(tmp_path / "bad.jsonl", ["{"]), 0)
+
+
+def test_categories_are_chosen_and_one_without_questions_is_named(tmp_path):
+    names = ["writing", "qa", "coding", "qa"]
+    data = write(tmp_path / "r.jsonl", [{"prompt": n, "category": n} for n in names])
+    chosen = lambda *wanted: [q.text for q in questions.load(data, 0, wanted).chosen]
+    assert chosen("qa") == ["qa", "qa"] and chosen(CONVERSATION) == ["writing", "coding"]
+    found = questions.load(data, 0, ["qa", "rag"])
+    assert len(found.chosen) == 2 and "no question of the category 'rag'" in found.notes[0]
+    with pytest.raises(ConfigError, match="no question of them; it has multi-turn conversation"):
+        questions.load(data, 0, ["rag"])
+    many = questions.load(data, 9)
+    assert len(many.chosen) == 4 and "has 4 questions, not 9" in many.notes[0]
+    assert [q.name for q in questions.load(data, 2).chosen] == ["r.jsonl:1", "r.jsonl:3"]
+
+
+def test_conversations_are_one_group_of_several_categories():
+    of = lambda name: Question(name, name)
+    asked = [of("qa"), of("writing"), of("rag"), of("coding"), of("writing")]
+    assert categories(asked) == {
+        "qa": [0], CONVERSATION: [1, 3, 4], "writing": [1, 4], "coding": [3], "rag": [2],
+    }  # fmt: skip
+    assert categories([of("qa"), of("qa")]) == {}
+
+
+def test_questions_that_share_a_name_are_numbered(tmp_path):
+    data = write(tmp_path / "r.jsonl", [{"prompt": x, "id": "q"} for x in "abc"])
+    assert [q.name for q in questions.load(data, 0).chosen] == ["q", "q #2", "q #3"]
+
+
+def test_a_name_loads_by_datasets(monkeypatch):
+    asked = []
+    rows = [{"prompt": ["a", "b"], "prompt_id": 3, "category": "math", "reference": []}]
+    load = lambda *names, split: asked.append((*names, split)) or rows
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load))
+    (question,) = questions.load("mtbench", 0).chosen
+    assert question.turns == ((user("a"),), (user("b"),)) and question.name == "3"
+    assert question.category == "math" and asked == [("HuggingFaceH4/mt_bench_prompts", "train")]
+    rows[:] = [{"question": "1 + 1?", "answer": "2"}]
+    assert load_prompts("gsm8k", 1, 0)[0].text == "1 + 1?"
+    assert asked[1] == ("openai/gsm8k", "main", "test")
+
+
+@pytest.mark.parametrize("name", data_sources.SOURCES)
+def test_a_name_that_cannot_be_loaded_says_what_to_fetch(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)  # importing it is an ImportError
+    url = data_sources.SOURCES[name].url
+    with pytest.raises(ConfigError) as caught:
+        data_sources.rows(name)
+    said = str(caught.value)
+    assert f"`curl -LO {url}`; then --config.data={url.rsplit('/')[-1]}" in said
+    assert "pip install datasets" in said or name == "specbench"
+
+
+def test_names_are_told_apart_from_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "gsm8k", ["one"])
+    data_sources.check("gsm8k")
+    assert data_sources.is_name("gsm8k") and not data_sources.is_name("./gsm8k")
+    assert questions.load("./gsm8k", 0).chosen[0].text == "one"
+    with pytest.raises(ConfigError, match=r"'humanevl'.*did you mean humaneval\?"):
+        data_sources.check("humanevl")
+
+
+def test_batches_hold_whole_questions():
+    groups, layout = pack([[0], [1, 2], [3], [4], [5, 6]], 3)
+    assert layout == [[0, 1, 2], [3, 4], [5, 6]] and [g.questions for g in groups] == [
+        (0, 1), (2, 3), (4,),
+    ]  # fmt: skip
+    groups, layout = pack([[0, 1], [2]], 1)
+    assert layout == [[0], [1], [2]]
+    assert [tuple(g) for g in groups] == [((0,), (0, 1)), ((1,), (2,))]
+
+
+def test_a_journal_loses_only_the_line_that_a_kill_cut_off(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    with Journal(path) as journal:
+        journal.append([{"a": 1}, {"a": 2}])
+    with open(path, "a") as file:
+        file.write('{"a": 3')
+    found = []
+    with Journal(path) as journal:
+        journal.read(found.append, "an object")
+        journal.append([{"a": 4}])
+    assert found == [{"a": 1}, {"a": 2}]
+    assert path.read_text() == '{"a": 1}\n{"a": 2}\n{"a": 4}\n'
+    Journal(path).truncate(1)
+    assert path.read_text() == '{"a": 1}\n'
+    path.write_text("{\n")
+    with pytest.raises(ConfigError, match="line 1: .*expected an object"):
+        Journal(path).read(found.append, "an object")
+
+
+def test_a_resampled_speedup_covers_the_ratio_and_few_pairs_are_students():
+    import numpy as np
+
+    draw = np.random.default_rng(0)
+    plain_s = draw.uniform(1, 2, 40)
+    own_s, tokens = plain_s / draw.normal(1.5, 0.1, 40), np.full(40, 10)
+    found = resampled_speedup(own_s, plain_s, tokens, tokens)
+    usual = paired_speedup(own_s, plain_s, tokens, tokens)
+    assert found.value == pytest.approx(usual.value) and found.low < 1.5 < found.high
+    assert found.high - found.low == pytest.approx(usual.high - usual.low, rel=0.2)
+    few = [x[:5] for x in (own_s, plain_s, tokens, tokens)]
+    assert resampled_speedup(*few) == paired_speedup(*few)
