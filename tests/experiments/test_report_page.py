@@ -165,7 +165,7 @@ def test_output_that_differs_is_said():
 def test_no_text_becomes_markup(text, tmp_path):
     usual = page_of([plain(), result()], [answer()], notes=["n"], command="c", conclusions=["s"])
     line = answer(
-        question=text, category=text, cell=text, pieces=(text, "b", text, text),
+        question=text, category=text, cell=text, method=text, pieces=(text, "b", text, text),
         turn={"prompt": text, "finish": text, "rejected": [None, None, text, None]},
     )  # fmt: skip
     results = [plain(), result(text, rule=text, tree=None)]
@@ -204,7 +204,7 @@ def test_colours_and_meanings_are_those_of_notebooks():
 
 def test_questions_of_every_category_come_in_turn_within_the_budget():
     lines = [
-        answer(f"{category}{i}", cell, category=category, pieces=["word", *"abcdefghij"])
+        answer(f"{category}{i}", cell, method=cell, category=category, pieces=["word", *"abcdefgh"])
         for category in ("qa", "math", "code") for i in range(10) for cell in ("a", "b")
     ]  # fmt: skip
     whole = packing.select(lines)
