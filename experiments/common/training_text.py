@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from experiments.common import cli
 from experiments.common.prompts import fit, load_prompts, room_for_prompt
 from spec_jax import processes
-from spec_jax.data import packed, python_source, tokens
+from spec_jax.data import packed, python_source
 from spec_jax.data.batches import Corpus
 from spec_jax.data.conversations import Encoder, read_documents
 from spec_jax.data.records import Text, read_records
@@ -102,7 +102,7 @@ def _of_library(split: str, data: ConfigDict, tokenizer: Tokenizer) -> Corpus:
     options = {"tests_share": data.tests_share} if split == "train" else {}
     found = python_source.documents(split, counts=counts, **options)
     name = "the library's source" if split == "train" else "its held-out modules"
-    return Corpus(name, tokens.pack(tokenizer.backend, found), counts=counts)
+    return Corpus.of_documents(name, tokenizer, found, counts)
 
 
 def _paths(data: ConfigDict) -> list[str]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 import grain
 import numpy as np
 
+from spec_jax.data import tokens
 from spec_jax.errors import ConfigError
+from spec_jax.models.tokenizer import Tokenizer
 
 
 class Corpus(NamedTuple):
@@ -31,6 +33,24 @@ class Corpus(NamedTuple):
     starts: np.ndarray | None = None
     counts: Mapping[str, int] = MappingProxyType({})
     notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of_documents(
+        cls, name: str, tokenizer: Tokenizer, documents: Iterable[tuple[str, str]],
+        counts: Mapping[str, int] = MappingProxyType({}),
+    ) -> Corpus:
+        """Packs documents in memory, see ``tokens.pack``.
+
+        Args:
+          name: The name of the corpus in error messages.
+          tokenizer: The tokenizer of the model that reads the text.
+          documents: Pairs of a name and a text, as ``python_source.documents`` returns them.
+          counts: What was read and what was left out.
+
+        Raises:
+          ConfigError: The tokenizer has no token for the end of a text.
+        """
+        return cls(name, tokens.pack(tokenizer.backend, documents), counts=counts)
 
     def num_windows(self, length: int) -> int:
         """Returns the number of whole windows; the tokens after the last are not used."""
