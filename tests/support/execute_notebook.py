@@ -15,7 +15,7 @@ import nbformat
 from nbclient import NotebookClient
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-_PASSING = re.compile(r"\s*(compiling .*)?")
+_PASSING = re.compile(r"\s*(compiling .*\s*)*")
 
 
 def is_passing(output: dict) -> bool:
