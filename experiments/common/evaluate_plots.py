@@ -10,7 +10,8 @@ import numpy as np
 
 from experiments.common.plots import look_of, panels
 
-_BELOW = {"loc": "upper left", "bbox_to_anchor": (0.0, -0.2), "ncols": 2}
+_BELOW = {"loc": "upper left", "bbox_to_anchor": (0.0, -0.12), "ncols": 2}
+_WIDEST = 1.7  # a bar that is longer than so many times the largest speed-up is cut off
 
 
 def _labels(results: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -23,6 +24,11 @@ def _bars(entries: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]
     bounds = [e["speedup_interval"] or (np.nan, np.nan) for e in entries]
     low, high = np.asarray(bounds, float).T
     return value, np.nan_to_num(np.maximum([value - low, high - value], 0))
+
+
+def _end(entries: Sequence[Mapping[str, Any]]) -> float:
+    """The end of an axis of speed-ups, on which the longest bars are cut off."""
+    return _WIDEST * max([1.0, *(e["speedup"] for e in entries if e["speedup"] == e["speedup"])])
 
 
 def plot_batches(path: pathlib.Path, results: Sequence[Mapping[str, Any]]) -> None:
@@ -43,7 +49,7 @@ def plot_batches(path: pathlib.Path, results: Sequence[Mapping[str, Any]]) -> No
         axis.set_xscale("log", base=2)
         axis.set_xticks(sizes, list(map(str, sizes)))
         axis.set(xlabel="prompts decoded together", ylabel="speed-up over plain (bars: 95 %)")
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, _end(results))
 
 
 def plot_categories(path: pathlib.Path, results: Sequence[Mapping[str, Any]]) -> None:
@@ -55,9 +61,9 @@ def plot_categories(path: pathlib.Path, results: Sequence[Mapping[str, Any]]) ->
     """
     temperatures = list(dict.fromkeys(r["temperature"] for r in results))
     names = list(results[0]["categories"])
+    end = _end([part for r in results for part in r["categories"].values()])
     size = (1.5 + 5.5 * len(temperatures), 1.8 + 0.32 * len(names))
-    below = {"loc": "upper left", "bbox_to_anchor": (0.0, -0.12), "ncols": 2}
-    with panels(path, len(temperatures), size, below, sharey=True) as axes:
+    with panels(path, len(temperatures), size, _BELOW, sharey=True) as axes:
         for axis, temperature in zip(axes, temperatures):
             axis.axvline(1, color="0.45", linewidth=1)
             group = [r for r in results if r["temperature"] == temperature]
@@ -71,7 +77,7 @@ def plot_categories(path: pathlib.Path, results: Sequence[Mapping[str, Any]]) ->
                     **look_of(number) | {"linestyle": "", "markersize": 4},
                 )  # fmt: skip
             kind = "greedy" if temperature == 0 else "sampled"
-            axis.set(title=f"{kind}, temperature {temperature:g}", xlim=(0, None))
-            axis.set(xlabel="speed-up over plain (bars: 95 %)")
+            axis.set(title=f"{kind}, temperature {temperature:g}")
+            axis.set(xlabel="speed-up over plain (bars: 95 %)", xlim=(0, end))
         axes[0].set_yticks(range(len(names)), names)
         axes[0].invert_yaxis()
