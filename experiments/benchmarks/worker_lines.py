@@ -1,6 +1,6 @@
 """A process that answers requests, one line of JSON each: both of its ends.
 
-Both ends import the standard library alone, so that the process may run another interpreter.
+Both ends need the standard library alone, so that the process may run another interpreter.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import re
 import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from experiments.common.memory import peak_bytes
 
 Answers = Callable[[dict], dict]
 
@@ -138,14 +139,3 @@ def serve(load: Callable[[dict], tuple[dict, Answers]]) -> None:
     reply(lambda: facts)
     for line in sys.stdin:
         reply(lambda: answer(json.loads(line)))
-
-
-def peak_bytes() -> int | None:
-    """Returns the largest memory that this process has used so far; None where Linux is not."""
-    try:
-        # Not getrusage, which counts the process that started this one too.
-        status = pathlib.Path("/proc/self/status").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    found = re.search(r"VmHWM:\s+(\d+) kB", status)
-    return int(found[1]) * 1024 if found else None

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pathlib
 import re
 
-import jax
-
 _STATUS = pathlib.Path("/proc/self/status")
 _REFERENCES = pathlib.Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # what Linux takes there for "begin the largest resident size anew"
@@ -34,6 +32,8 @@ def peak_bytes() -> int | None:
 
 def device_peaks() -> dict[str, int]:
     """Returns the most bytes in use so far, by device; a CPU device does not tell."""
+    import jax  # here: processes without jax ask for the host's memory
+
     stats = {str(device): device.memory_stats() or {} for device in jax.local_devices()}
     name = "peak_bytes_in_use"
     return {device: int(found[name]) for device, found in stats.items() if name in found}

@@ -1,6 +1,6 @@
 """KerasHub's speculative sampler itself has the distribution of its rule as restated here.
 
-    pip install keras-hub jax  # in an environment of its own, with pytest
+    pip install -e '.[test]' keras-hub  # in an environment of its own
     KERAS_BACKEND=jax PYTHONPATH=.:tests python -m pytest tests/parity/test_keras_hub.py
 
 Seen with keras-hub 0.32.0 on keras 3.15; see docs/peers.md.
