@@ -21,6 +21,9 @@ def draw(
 ) -> tuple[jax.Array, jax.Array]:
     """Draws the token of one node of each row, and returns the distribution with it.
 
+    Where all rows take the argmax and the rule reads no distribution, it is that before
+    temperature, of the same argmax and finite where the other is: so a step makes one pass less.
+
     Args:
       logits: f32[B,V], the draft's logits at the node's parent.
       context: the sampler and the noise to draw with.
@@ -31,8 +34,13 @@ def draw(
       i32[B] tokens and f32[B,V], the unnormalised log-probabilities they were drawn from.
     """
 
+    is_cold = context.sampler.temperature is None and context.gumbel is None
+
     def run(context, logits, node):
-        processed = process(logits[:, None], context.sampler, context.counts)[:, 0]
+        is_argmax = is_cold and not context.has_probs
+        processed = process(
+            logits[:, None], context.sampler, context.counts, is_argmax=is_argmax
+        )[:, 0]
         if context.gumbel is not None:
             return sample(processed, context.gumbel[:, node - 1]), processed
         if context.sampler.temperature is None:

@@ -1,0 +1,47 @@
+"""The shortcut of greedy drafting: the same tokens and the same faults as by the distribution."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax.config import SamplerConfig
+from spec_jax.contracts import Context
+from spec_jax.drafters.common.chain import Drafted
+from spec_jax.sampling import make_sampler
+
+LOGITS = np.asarray([
+    [0.5, 2.0, -1.0, 2.0],  # a tie: the first one
+    [0.5, np.nan, 3.0, np.nan],
+    [np.inf, 1.0, np.inf, -np.inf],
+    [-np.inf] * 4,
+    [-np.inf, -np.inf, -5.0, -np.inf],
+    [-np.inf, np.nan, np.inf, 0.0],
+], np.float32)  # fmt: skip
+
+
+def draw(has_probs, config):
+    B, V = LOGITS.shape
+    sampler, length = make_sampler(config, B, V), jnp.zeros((B,), jnp.int32)
+    context = Context(
+        jnp.zeros((B, 8), jnp.int32), length, sampler, None, sampler.seed, is_coupled=False,
+        has_probs=has_probs, has_logits=False,
+    )  # fmt: skip
+    token, drafted = Drafted.none(context, 1, V).add(jnp.asarray(LOGITS), context, jnp.int32(1))
+    return np.asarray(token), np.asarray(drafted.is_sound), drafted.out
+
+
+def test_a_greedy_draft_is_the_argmax_and_sound_where_it_is_finite():
+    token, is_sound, out = draw(False, SamplerConfig())
+    np.testing.assert_array_equal(token, np.argmax(LOGITS, axis=1))
+    best = LOGITS[np.arange(len(LOGITS)), token]
+    np.testing.assert_array_equal(is_sound, np.isfinite(best))
+    np.testing.assert_array_equal(out["tokens"][:, 0], token)
+
+
+def test_it_is_the_same_where_the_rule_reads_the_distribution():
+    bias = SamplerConfig(logit_bias={0: 4.0})
+    for config in (SamplerConfig(), bias):
+        (token, is_sound, _), (other, is_other_sound, out) = draw(False, config), draw(True, config)
+        np.testing.assert_array_equal(token, other)
+        np.testing.assert_array_equal(is_sound, is_other_sound)
+        point = np.eye(LOGITS.shape[1])[token[is_sound]]
+        np.testing.assert_array_equal(np.asarray(out["probs"])[is_sound, 0], point)
