@@ -84,6 +84,8 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     """Draws formulas, and links names to the reference."""
     if page.file.src_uri.startswith("source/"):
         return html
+    if page.file.src_uri.endswith(".ipynb"):  # its links are HTML already
+        html = re.sub(r'href="([^":]+)\.(?:md|ipynb)([#"])', r'href="\1.html\2', html)
     return markup.link_names(markup.formulas(html), _NAMES)
 
 
