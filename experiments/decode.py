@@ -21,7 +21,7 @@ import time
 from ml_collections import ConfigDict
 
 from configs import decode_default
-from experiments.common import cli, decode_report, plots, profiling, report
+from experiments.common import auditing, cli, decode_report, plots, profiling, report
 from experiments.common.decode_measure import measure
 from experiments.common.decode_setup import Setup
 from experiments.common.grid import Bench, Cell
@@ -72,6 +72,8 @@ def decode(
 
     costs = measure(rep, bench, cells, setup.config.repeats, folder)
     rep["notes"] = decode_report.notes(rep)
+    if setup.config.has_audit:
+        rep["audit"] = auditing.summary(rep["results"])
     if has_profile:
         rep["profile"] = profiling.profile_cells(bench, cells, folder / "profile")
     rep["conclusions"] = decode_report.conclusions(rep["results"])

@@ -13,15 +13,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 import numpy as np
 
-from experiments.common import costs, near_ties, report
+from experiments.common import auditing, costs, report
 from experiments.common.grid import Bench, Cell, Row, Run
 from experiments.common.intervals import paired_speedup
 from experiments.common.timing import Timer, interleave
 from spec_jax import processes
-from spec_jax.config import GREEDY_BELOW, SamplerConfig
+from spec_jax.config import GREEDY_BELOW
 from spec_jax.data.tokens import looping_share
 from spec_jax.engine.stats import Stats
 from spec_jax.progress import Progress
+from spec_jax.testing import RowAudit
 
 _SAVED_EVERY_S = 10.0  # how often a report without all turns is saved
 
@@ -108,7 +109,7 @@ class Tally:
         self.bench, self.cell, self.max_examined = bench, cell, max_examined
         self.runs: dict[int, Run] = {}
         self.times_s: dict[int, list[float]] = {}
-        self._differences: dict[int, near_ties.Difference] = {}
+        self._differences: dict[int, RowAudit] = {}
 
     def run(self, index: int) -> float:
         """Decodes batch ``index`` once; returns the time."""
@@ -144,13 +145,11 @@ class Tally:
             return np.asarray(times[0]), np.full(len(times[0]), tokens[0])
         return np.asarray([np.median(x) for x in times]), np.asarray(tokens)
 
-    def difference(self, row: int, plain: Tally) -> near_ties.Difference:
-        """Returns where a row parts from plain decoding's; computed once."""
+    def difference(self, row: int, plain: Tally) -> RowAudit:
+        """Returns where a row parts from plain decoding's, and why; computed once."""
         if row not in self._differences:
-            self._differences[row] = near_ties.examine(
-                self.bench.target, row, self.bench.prompts[row], plain.rows[row].tokens,
-                self.rows[row].tokens,
-            )  # fmt: skip
+            found = auditing.examine(self.bench, self.cell, row, self.rows, plain.rows)
+            self._differences |= found
         return self._differences[row]
 
     def result(self, plain: Tally) -> dict:
@@ -216,15 +215,12 @@ def _compare(ours: Tally, plain: Tally) -> dict:
         found = {"identical_to_plain": None, "identical_rows": None}
         return {**found, "rows": len(rows), "differences": []}
     parted = [i for i, row in rows.items() if row.tokens != plain.rows[i].tokens]
-    usual = SamplerConfig()
-    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
-    has_raw_logits = all(getattr(bench.sampler, x) == getattr(usual, x) for x in penalties)
-    examined = parted[: ours.max_examined] if is_cold and has_raw_logits else []
+    examined = parted[: ours.max_examined] if is_cold else []
     differences = [ours.difference(i, plain) for i in examined]
     return {
         "identical_to_plain": not parted, "identical_rows": len(rows) - len(parted),
         "rows": len(rows),
-        "differences": [d._asdict() | {"is_near_tie": d.is_near_tie} for d in differences],
+        "differences": [d.to_dict() for d in differences],
     }
 
 

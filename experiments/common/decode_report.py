@@ -7,7 +7,7 @@ import pathlib
 import textwrap
 from collections.abc import Sequence
 
-from experiments.common import own, profiling
+from experiments.common import auditing, own, profiling
 from experiments.common.decode_measure import is_told_apart
 from experiments.common.decode_setup import SOURCES, Setup
 from experiments.common.prompts import PromptEncoder
@@ -212,6 +212,9 @@ def describe_difference(result: dict, difference: dict, dtype: str) -> str:
     said = f"{where}: row {difference['row']} parts from plain decoding at token {difference['at']}"
     if difference["gap"] is None:
         return f"{said}, where one of the two ends: no near tie"
+    if difference["deviations"]:
+        evidence = "; ".join(difference["evidence"])
+        return f"{said}; the audit's verdict is {difference['verdict']}: {evidence}"
     kind = "within" if difference["is_near_tie"] else "NOT within"
     return (
         f"{said}; the two tokens' logits in float32 are {difference['gap']:.1e} apart, {kind} "
@@ -246,7 +249,7 @@ def notes(report: dict) -> list[str]:
         if count := _num_unexamined(r):
             lines.append(
                 f"{where}: {count} of {r['rows']} rows part from plain decoding; whether rounding "
-                "explains it is only examined at temperature 0 without penalties"
+                "explains it is only examined at temperature 0"
             )
     return lines
 
@@ -263,6 +266,7 @@ def markdown(report: dict, plots: Sequence[str]) -> str:
         *(["", "Notes:", ""] if report["notes"] else []),
         *(f"- {line}" for line in report["notes"]),
         *(line for name in plots for line in ("", f"![{name}]({name})")),
+        *auditing.document(report.get("audit")),
         *(line for block in profiling.document(report.get("profile", {})) for line in ("", block)),
         "", "## Conditions", "",
         *(f"- {role}: {describe_model(model)}" for role, model in models.items()),
@@ -296,6 +300,8 @@ def print_results(report: dict, folder: pathlib.Path) -> None:
     print(f"\n{results_table(report['results'])}\n")
     for name, meaning in legend(report):
         print(fill(f"  {name:11}{meaning}", subsequent_indent=" " * 13))
+    if report.get("audit"):
+        print(f"\n{auditing.audit_table(report['audit'])}\n{fill(auditing.MEANING)}")
     for section in profiling.sections(report.get("profile", {})):
         print(f"\n{section.text()}")
     for lines in ([f"note: {note}" for note in report["notes"]], report["conclusions"]):

@@ -184,7 +184,7 @@ class Setup(NamedTuple):
             build(SamplerConfig, {**config.sampler.to_dict(), "seed": config.seed}),
             config.max_new_tokens, config.batch, config.draft_temperature,
             {"ngram_max": config.ngram_max, "ngram_min": config.ngram_min}, config.has_expected,
-            where, own,
+            where, own, config.has_audit,
         )  # fmt: skip
         rules = {"standalone": config.standalone_rules}
         rules |= dict.fromkeys(("ngram", "suffix"), config.ngram_rules)

@@ -171,6 +171,7 @@ class Bench:
         the rule reads the draft distributions anyway.
       where: The devices; target and drafts lie there already.
       own: A drafter and a rule of the user's own.
+      has_audit: Whether rows that differ from plain decoding's are decoded again, to explain them.
       layout: Indices of the prompts of each batch, ``batch`` of them or fewer; by default all
         prompts in their order. A batch that lacks prompts is filled up with its own ones again.
       compile_s: How long each cell has compiled so far.
@@ -187,6 +188,7 @@ class Bench:
     has_expected: bool = False
     where: MeshOptions = MeshOptions()
     own: Own = Own()
+    has_audit: bool = False
     layout: Sequence[Sequence[int]] = ()
     compile_s: dict[Cell, float] = dataclasses.field(default_factory=dict)
 

@@ -23,7 +23,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel
 from spec_jax.sampling import Samplers, highest_temperature
 from spec_jax.testing.oracles import penalised
-from spec_jax.testing.replay import Call, Honest, Replayed, honest_logits, replay
+from spec_jax.testing.replay import Call, Honest, Passes, Replayed, replay
 from spec_jax.testing.verdict import Audit, RowAudit, Trail, first_difference, judge
 
 
@@ -60,11 +60,16 @@ def audit(
       has_all_rows: examine also the rows that do not differ, whose logits may be wrong even so.
 
     Raises:
-      ConfigError: the temperature is above 0, or the outputs are not two of as many rows as there
-        are prompts.
+      ConfigError: the temperature is above 0, a decoder is overlapped, or the outputs are not two
+        of as many rows as there are prompts.
       PromptError: as in ``SpeculativeDecoder.generate``.
     """
     target = decoder.target
+    if decoder.is_overlapped or plain is not None and plain.is_overlapped:
+        raise ConfigError(
+            "the decoder drafts on devices of its own; an audit runs whole rounds, so give it a "
+            "decoder of the same parts without devices"
+        )
     if plain is None:
         options = {"target_sampler": decoder.target_sampler, "mesh": decoder.mesh}
         plain = SpeculativeDecoder(target, **options)
@@ -97,8 +102,9 @@ def audit(
     }
     replays = [replay(d, call, until) for d in (plain, decoder)] if until else []
     configs = [samplers] * len(ids) if isinstance(samplers, SamplerConfig) else samplers
+    passes = Passes(target)
     rows = tuple(
-        _examine(target, row, ids[row], pairs[row], [found[row] for found in replays], configs[row])
+        _examine(passes, row, ids[row], pairs[row], [found[row] for found in replays], configs[row])
         for row in until
     )
     return Audit(len(ids), rows, decoder.system().num_draft + 1)
@@ -121,14 +127,16 @@ def audit_outputs(
       sampler: whose penalties apply; by default none do.
       row: the number of the prompt, for the record.
     """
-    return _examine(target, row, prompt, (first, second), [], sampler or SamplerConfig())
+    return _examine(
+        Passes(target), row, prompt, (first, second), [], sampler or SamplerConfig()
+    )
 
 
 _NAMES = ("plain decoding", "the decoder")
 
 
 def _examine(
-    target: LoadedModel, row: int, prompt: Sequence[int], pair: Sequence[Sequence[int]],
+    passes: Passes, row: int, prompt: Sequence[int], pair: Sequence[Sequence[int]],
     replays: Sequence[Replayed], config: SamplerConfig,
 ) -> RowAudit:  # fmt: skip
     """Computes what ``judge`` needs of one row."""
@@ -137,7 +145,7 @@ def _examine(
         tokens = tuple(rows[at] if at < len(rows) else None for rows in pair)
         return RowAudit(row, "bug", ("one of the two outputs ends there",), at, tokens)
     N = len(pair[0]) if at is None else at + 1
-    honest = honest_logits(target, [*prompt, *pair[0][: N - 1]], len(prompt))
+    honest = passes.logits([*prompt, *pair[0][: N - 1]], len(prompt))
     of_row = lambda logits: _penalised(logits, config, prompt, pair[0])
     exact, rounded = of_row(honest.exact), of_row(honest.rounded)
     best = exact.max(axis=1)

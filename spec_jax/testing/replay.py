@@ -33,14 +33,10 @@ class Replayed(NamedTuple):
       tokens: the output.
       logits: f32[N,V], raw, that the tokens after the first were chosen from, in the pass and from
         the cache that the decoder really had.
-      width: tokens of each such pass, K + 1.
-      place: i64[N], at which place of its pass's path each of them stood.
     """
 
     tokens: list[int]
     logits: np.ndarray
-    width: int
-    place: np.ndarray
 
 
 class Call(NamedTuple):
@@ -84,7 +80,7 @@ def replay(
         system, call.prompts, call.limits, make_sampler(call.samplers, B, V),
         make_sampler(draft_samplers, B, V), stop_tokens=call.stop_tokens, pad_to=call.pad_to,
     )  # fmt: skip
-    found = {row: ([], []) for row in until}
+    found: dict[int, list[np.ndarray]] = {row: [] for row in until}
     begin = np.asarray([len(prompt) for prompt in call.prompts])
     with use_mesh(engine.mesh):
         *arrays, slots = request
@@ -94,20 +90,17 @@ def replay(
         while any(is_active[row] and total[row] - begin[row] < n for row, n in until.items()):
             state, *seen = _round(params, state, system=system)
             logits, after, is_active = map(np.asarray, seen)
-            for row, (rows, places) in found.items():
-                n = int(after[row] - total[row])
-                rows.extend(logits[row, :n])
-                places.extend(range(n))
+            for row, rows in found.items():
+                rows.extend(logits[row, : int(after[row] - total[row])])
             total = after
         tokens = np.asarray(decoding.read_rows(state).tokens)
     return {
         row: Replayed(
             tokens[row, begin[row] : total[row]].tolist(),
-            np.asarray(rows, np.float32).reshape(-1, V), system.num_draft + 1,
-            np.asarray(places, int),
+            np.asarray(rows, np.float32).reshape(-1, V),
         )
-        for row, (rows, places) in found.items()
-    }  # fmt: skip
+        for row, rows in found.items()
+    }
 
 
 @functools.partial(jax.jit, static_argnames="system", donate_argnames="state")
@@ -142,36 +135,53 @@ class Honest(NamedTuple):
     eps: float
 
 
-def honest_logits(target: LoadedModel, ids: Sequence[int], begin: int) -> Honest:
-    """Computes the logits after ``ids[:begin]``, ``ids[:begin + 1]`` and so on, to all of them.
+class Passes:
+    """Single passes of a target over whole texts, in its own dtype and in a wider one.
 
-    A model with a config is run by ``models.transformer``, whatever functions the decoder calls;
-    one of your own by its functions, with a cache that nothing else has written.
+    A model with a config is run by ``models.transformer``, whatever functions a decoder calls; one
+    of your own by its functions, with a cache that nothing else has written.
 
     Args:
       target: the model.
-      ids: the text.
-      begin: tokens of the first prefix, 1 or more.
     """
-    own = jnp.result_type(*(x.dtype for x in jax.tree.leaves(target.params) if _is_float(x)))
-    tokens = np.zeros((1, -(-len(ids) // _BUCKET) * _BUCKET), np.int32)
-    tokens[0, : len(ids)] = ids
 
-    def run(dtype):
-        cast = lambda x: x.astype(dtype) if _is_float(x) and x.dtype != dtype else x
-        model = target.model if target.config is None else None
-        logits = _one_pass(
-            jnp.asarray(tokens), jax.tree.map(cast, target.params), config=target.config,
-            model=model,
-        )  # fmt: skip
-        return np.asarray(logits, np.float64)[0, begin - 1 : len(ids), : target.model.last_id + 1]
+    def __init__(self, target: LoadedModel):
+        self._target = target
+        leaves = jax.tree.leaves(target.params)
+        self._dtype = jnp.result_type(*(x.dtype for x in leaves if _is_float(x)))
+        self._is_float64 = self._dtype == jnp.float32 and target.config is not None
 
-    with use_mesh(mesh_of(target.params)):
-        rounded = run(own)
-        is_wide = own == jnp.float32 and target.config is not None
-        with jax.enable_x64(is_wide):
-            exact = run(jnp.float64 if is_wide else jnp.float32)
-    return Honest(exact, rounded, float(jnp.finfo(own).eps))
+    @functools.cached_property
+    def _wide(self):
+        dtype = jnp.float64 if self._is_float64 else jnp.float32
+        cast = lambda x: x.astype(dtype) if _is_float(x) else x
+        return jax.tree.map(cast, self._target.params)
+
+    def logits(self, ids: Sequence[int], begin: int) -> Honest:
+        """Computes the logits after ``ids[:begin]``, ``ids[:begin + 1]`` and so on, to all of them.
+
+        Args:
+          ids: the text.
+          begin: tokens of the first prefix, 1 or more.
+        """
+        padded = lambda size: -(-size // _BUCKET) * _BUCKET
+        tokens = np.zeros((1, padded(len(ids))), np.int32)
+        tokens[0, : len(ids)] = ids
+        N = len(ids) - begin + 1
+        at = np.minimum(np.arange(begin - 1, begin - 1 + padded(N)), len(ids) - 1)
+        target = self._target
+        options = {"config": target.config}
+        options["model"] = target.model if target.config is None else None
+
+        def run(params):
+            logits = _one_pass(params, tokens, at.astype(np.int32), **options)
+            return np.asarray(logits, np.float64)[:N, : target.model.last_id + 1]
+
+        with use_mesh(mesh_of(target.params)):
+            rounded = run(target.params)
+            with jax.enable_x64(self._is_float64):
+                exact = run(self._wide)
+        return Honest(exact, rounded, float(jnp.finfo(self._dtype).eps))
 
 
 def _is_float(x) -> bool:
@@ -179,9 +189,11 @@ def _is_float(x) -> bool:
 
 
 @functools.partial(jax.jit, static_argnames=("config", "model"))
-def _one_pass(tokens, params, *, config, model):
-    """Returns f32[1,T,V]; f64 weights make products in float64, and logits in float32."""
+def _one_pass(params, tokens, at, *, config, model):
+    """Returns f32[N,V] after the tokens ``at``; products of float64 weights are in float64."""
     if model is None:
-        return replicate(transformer.logits(params, tokens, config=config))
+        hidden = transformer.forward(params, tokens, config=config).hidden
+        return replicate(transformer.unembed(params, hidden[:, at])[0])
     cache = model.init_cache(params, *tokens.shape)
-    return replicate(model.unembed(params, model.forward(params, tokens, cache).hidden))
+    hidden = model.forward(params, tokens, cache).hidden
+    return replicate(model.unembed(params, hidden[:, at])[0])

@@ -17,13 +17,14 @@ from support.pairs import tiny_pair
 from support.runs import check_run_files
 
 from configs import decode_default, decode_specbench
-from experiments.common import costs, decode_measure, near_ties, report
+from experiments.common import costs, decode_measure, report
 from experiments.common.decode_setup import resolve
 from experiments.common.prompts import Prompt, PromptEncoder, fit, load_prompts
 from experiments.decode import decode
 from spec_jax import load_model
 from spec_jax.errors import ConfigError, SpecJaxError
 from spec_jax.models import transformer
+from spec_jax.testing import audit_outputs
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 KEYS = {
@@ -337,13 +338,14 @@ def test_rounding_is_told_from_a_bug_where_outputs_part(pair):
     weights = weights.at[axis].set(weights[of_best] * 1.004)
     target = dataclasses.replace(target, params={**target.params, head: weights})
     logits = exact(prompt)
-    tie = near_ties.examine(target, 3, prompt, [best, 1, 2], [twin, 1, 2])
-    far = near_ties.examine(target, 3, prompt, [best, 1, 2], [worst, 1, 2])
-    assert tie[:2] == far[:2] == (3, 0) and tie.is_near_tie and not far.is_near_tie
+    tie = audit_outputs(target, prompt, [best, 1, 2], [twin, 1, 2], row=3)
+    far = audit_outputs(target, prompt, [best, 1, 2], [worst, 1, 2], row=3)
+    assert (tie.row, tie.at) == (far.row, far.at) == (3, 0)
+    assert tie.is_near_tie and not far.is_near_tie
     np.testing.assert_allclose(tie.gap, abs(logits[best] - logits[twin]), rtol=1e-2)
     np.testing.assert_allclose(far.gap, logits.max() - logits[worst], rtol=1e-3)
-    later = near_ties.examine(target, 0, prompt, [best, 1, 2], [best, 1, 9])
+    later = audit_outputs(target, prompt, [best, 1, 2], [best, 1, 9])
     after = exact([*prompt, best, 1])
     assert later.at == 2
     np.testing.assert_allclose(later.gap, after.max() - min(after[2], after[9]), rtol=1e-3)
-    assert near_ties.examine(target, 0, prompt, [4, 5], [4]).gap is None
+    assert audit_outputs(target, prompt, [4, 5], [4]).gap is None

@@ -1,5 +1,6 @@
 """The parts of the experiments that need no model: prompts, cells, predictions, tables."""
 
+import dataclasses
 import gzip
 import json
 import math
@@ -8,13 +9,14 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from experiments.common import costs, decode_report, near_ties, plots
+from experiments.common import auditing, costs, decode_report, plots
 from experiments.common.grid import Cell, make_cells
 from experiments.common.intervals import Interval, bootstrap, paired_speedup
 from experiments.common.prompts import load_prompts
 from spec_jax.engine import stats
 from spec_jax.errors import ConfigError
 from spec_jax.show.plots import wilson
+from spec_jax.testing import RowAudit
 
 
 def test_prompts_come_from_files_of_each_kind(tmp_path):
@@ -164,10 +166,10 @@ def test_what_ran_too_little_to_tell_is_marked():
 
 
 def test_a_difference_is_said_to_be_rounding_or_not():
-    tie = near_ties.Difference(2, 7, 0.003, 0.002)
-    bug, end = tie._replace(gap=0.5), near_ties.Difference(1, 9, None, None)
+    tie = RowAudit(2, "rounding", at=7, gap=0.003, rounding=0.002)
+    bug, end = dataclasses.replace(tie, verdict="bug", gap=0.5), RowAudit(1, "bug", at=9)
     assert [d.is_near_tie for d in (tie, bug, end)] == [True, False, False]
-    as_json = lambda *found: [d._asdict() | {"is_near_tie": d.is_near_tie} for d in found]
+    as_json = lambda *found: [d.to_dict() for d in found]
     parted = {"identical_to_plain": False, "identical_rows": 3}
     rounded = result("a", 1.1, 1.2, differences=as_json(tie), **parted)
     wrong = result("a", 1.1, 1.2, differences=as_json(bug), **parted)
@@ -180,6 +182,21 @@ def test_a_difference_is_said_to_be_rounding_or_not():
     assert "row 2 parts from plain decoding at token 7" in lines[0]
     assert "within the rounding of bfloat16" in lines[0] and "NOT within" in lines[1]
     assert lines[2].endswith("ends: no near tie")
+
+
+def test_an_audit_is_summed_up_by_cell():
+    found = RowAudit(2, "rounding", ("they nearly tie",), 7, gap=0.1, rounding=0.1,
+                     deviations=(1.2, 1.4))  # fmt: skip
+    wrong = dataclasses.replace(found, verdict="bug", deviations=(1.0, 9.0))
+    parted = {"identical_to_plain": False, "identical_rows": 2, "tree": None}
+    differences = [found.to_dict(), wrong.to_dict()]
+    ours = result("a", 1.1, 1.2, differences=differences, **parted)
+    sampled = ours | {"identical_rows": None, "differences": []}
+    (audit,) = auditing.summary([result("plain", 1, 1, tree=None), ours, sampled])
+    assert audit["rounding"] == audit["bug"] == 1 and audit["farthest"] == 9.0
+    assert "9.00" in auditing.audit_table([audit])
+    said = decode_report.describe_difference(ours, differences[0], "bfloat16")
+    assert said.endswith("the audit's verdict is rounding: they nearly tie")
 
 
 def test_the_interval_of_a_speedup_is_that_of_its_pairs():

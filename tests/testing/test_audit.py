@@ -1,12 +1,14 @@
 """The audit: rounding is called rounding, and a planted defect a bug, also at a near tie."""
 
 import collections
+import functools
 import gzip
 import json
 import pathlib
 
 import numpy as np
 import pytest
+from support.defects import DEFECTS, perturbed_layer
 
 from spec_jax import (
     SamplerConfig,
@@ -18,7 +20,6 @@ from spec_jax import (
 from spec_jax.errors import ConfigError
 from spec_jax.testing import RowAudit, audit, audit_outputs, mock_model
 from spec_jax.testing.verdict import Trail, first_difference, judge
-from tests.support.defects import DEFECTS, perturbed_layer
 
 PROMPTS = pathlib.Path(__file__).resolve().parents[3] / "shared/data/prompts/HumanEval.jsonl.gz"
 NOISE = np.asarray([1.0, 0.9, 1.2, 1.0, 0.8, 1.1, 1.0, 1.0, 0.9, 1.7])
@@ -74,13 +75,6 @@ def test_sampled_outputs_and_missing_rows_are_refused():
         audit(decoder, [0, 1], outputs=([[1]], [[1], [2]]))
 
 
-def zoo_decoders(dtype="bfloat16"):
-    target = load_model("zoo/target", dtype)
-    head = load_draft("zoo/eagle3", target)
-    config = SpeculativeConfig("eagle", 5)
-    return SpeculativeDecoder(target), SpeculativeDecoder(target, head, config)
-
-
 def human_eval(target, num):
     """Endings of the prompts, all of one shape; of the package's own text without the file."""
     lines = gzip.open(PROMPTS, "rt") if PROMPTS.exists() else []
@@ -94,26 +88,54 @@ def human_eval(target, num):
     return [row for row in windows if len(row) >= 40][:num]
 
 
-def audit_all(decoder, plain, prompts, num_tokens, **options):
-    """Audits pairs of prompts; returns the rows examined."""
-    rows = []
-    for i in range(0, len(prompts), 2):
-        rows += audit(
-            decoder, prompts[i : i + 2], num_tokens, plain=plain, stop_tokens=[], pad_to=64,
-            **options,
-        ).rows  # fmt: skip
-    return rows
+class Zoo:
+    """The zoo in bfloat16: EAGLE-3, K = 5, prompts in pairs, and plain decoding's outputs.
+
+    Args:
+      num_prompts: number of prompts.
+      num_tokens: of each output.
+    """
+
+    def __init__(self, num_prompts, num_tokens):
+        target = load_model("zoo/target", "bfloat16")
+        head = load_draft("zoo/eagle3", target)
+        self.plain = SpeculativeDecoder(target)
+        self.decoder = SpeculativeDecoder(target, head, SpeculativeConfig("eagle", 5))
+        prompts = human_eval(target, num_prompts)
+        assert len(prompts) == num_prompts
+        self.pairs = [prompts[i : i + 2] for i in range(0, num_prompts, 2)]
+        self.num_tokens, self.options = num_tokens, {"stop_tokens": [], "pad_to": 64}
+        self.outputs = [self.decode(self.plain, pair) for pair in self.pairs]
+
+    def decode(self, decoder, pair):
+        rows = decoder.generate(pair, self.num_tokens, **self.options)
+        return [row.tokens for row in rows]
+
+    def audit(self, decoder, **options):
+        """Returns the rows that were examined."""
+        found = []
+        for pair, plain in zip(self.pairs, self.outputs):
+            outputs = (plain, self.decode(decoder, pair))
+            found += audit(
+                decoder, pair, self.num_tokens, plain=self.plain, outputs=outputs,
+                **self.options, **options,
+            ).rows  # fmt: skip
+        return found
+
+
+@functools.cache
+def zoo(num_prompts, num_tokens):
+    return Zoo(num_prompts, num_tokens)
 
 
 @pytest.mark.exhaustive
 def test_honest_decoding_is_explained_and_planted_defects_are_bugs():
-    plain, decoder = zoo_decoders()
-    prompts = human_eval(decoder.target, 4)
-    honest = audit_all(decoder, plain, prompts, 24, has_all_rows=True)
+    run = zoo(4, 24)
+    honest = run.audit(run.decoder, has_all_rows=True)
     assert len(honest) == 4 and all(row.verdict in ("identical", "rounding") for row in honest)
     assert max(max(row.pooled) for row in honest) < 1.2
     for name in ("position_off_by_one", "low_precision_cache"):
-        rows = audit_all(DEFECTS[name](decoder), plain, prompts, 24)
+        rows = run.audit(DEFECTS[name](run.decoder))
         assert rows and all(row.verdict == "bug" for row in rows), name
 
 
@@ -132,8 +154,8 @@ def test_penalties_and_caches_that_are_not_the_package_own_are_audited():
 
 @pytest.mark.measure
 def test_every_divergence_of_two_hundred_prompts_is_rounding():
-    plain, decoder = zoo_decoders()
-    rows = audit_all(decoder, plain, human_eval(decoder.target, 200), 32, has_all_rows=True)
+    run = zoo(200, 32)
+    rows = run.audit(run.decoder, has_all_rows=True)
     counts = collections.Counter(row.verdict for row in rows)
     local = np.asarray([row.deviations for row in rows])
     pooled = np.asarray([row.pooled for row in rows])
@@ -145,20 +167,18 @@ def test_every_divergence_of_two_hundred_prompts_is_rounding():
 @pytest.mark.measure
 @pytest.mark.parametrize("name", DEFECTS)
 def test_no_row_of_a_defective_decoder_is_called_rounding(name):
-    plain, decoder = zoo_decoders()
-    rows = audit_all(DEFECTS[name](decoder), plain, human_eval(decoder.target, 200), 32)
+    run = zoo(40, 32)  # the first of the two hundred
+    rows = run.audit(DEFECTS[name](run.decoder))
     counts = collections.Counter(row.verdict for row in rows)
-    print(f"{name}: {dict(counts)}")
-    assert counts["bug"] >= 10
+    far = sorted(max(row.deviations, default=0.0) for row in rows)
+    print(f"{name}: {dict(counts)}, {far[0]:.1f} to {far[-1]:.1f} times what rounding explains")
+    assert counts["bug"] == len(rows) >= 5
 
 
 @pytest.mark.measure
 def test_the_smallest_perturbation_that_is_seen():
-    plain, decoder = zoo_decoders()
+    run = zoo(40, 32)
     for size in (0.05, 0.02, 0.01, 0.005):
-        rows = audit_all(
-            perturbed_layer(decoder, size), plain, human_eval(decoder.target, 24), 32,
-            has_all_rows=True,
-        )  # fmt: skip
+        rows = run.audit(perturbed_layer(run.decoder, size), has_all_rows=True)
         counts = collections.Counter(row.verdict for row in rows)
         print(f"one layer's weights off by {size:.1%}: {dict(counts)}")
