@@ -53,6 +53,9 @@ def get_config() -> ConfigDict:
     })  # fmt: skip
     config.repeats = 2  # turns of each batch; their median counts
     config.num_shown = 2  # questions of each category whose tokens get their probabilities
+    # Decode greedy rows that differ from plain decoding once more, and say of each whether rounding
+    # or a bug explains it, see docs/audit.md.
+    config.has_audit = False
     config.has_teacher_forced = True  # compare greedy heads with the unrolling that trains them
     config.seed = 0  # chooses the held-out pieces, and seeds sampling
     return config

@@ -26,6 +26,7 @@ from ml_collections import ConfigDict
 
 from configs import evaluate_zoo
 from experiments.common import (
+    auditing,
     cli,
     decode_report,
     evaluate_figures,
@@ -75,6 +76,8 @@ def evaluate(config: ConfigDict, workdir: str | pathlib.Path | None = None) -> d
             {"teacher_forced": forced[entry["label"]]} if entry["label"] in forced else {}
         )
         rep["results"] += [entry | found(entry, forced) for entry in entries]
+    if setup.config.has_audit:
+        rep["audit"] = auditing.summary(rep["results"])
     rep["notes"] = evaluate_report.notes(rep, setup, run.num_cut)
     rep |= evaluate_report.finish(rep)
     names = _plot(folder, rep, run)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from experiments.common.grid import Bench, Cell, Row
 from experiments.common.tables import table
+from spec_jax.config import GREEDY_BELOW
 from spec_jax.testing import RowAudit, audit, audit_outputs
 
 _COLUMNS = (
@@ -61,6 +62,7 @@ def summary(results: Sequence[Mapping]) -> list[dict]:
         }
         for r in results
         if r["method"] != "plain" and r["identical_rows"] is not None
+        and r["temperature"] < GREEDY_BELOW
     ]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.common import decode_report, own, report
+from experiments.common import auditing, decode_report, own, report
 from experiments.common.decode_report import conclusions, interval_text, results_table
 from experiments.common.evaluate_setup import Setup
 from experiments.common.intervals import Interval
@@ -244,7 +244,7 @@ def markdown(rep: Mapping[str, Any], plots: Sequence[str]) -> str:
     blocks += ["", results_table(shown, is_markdown=True), "", *legend(rep)]
     for section in sections(rep):
         blocks += ["", section.text(is_markdown=True)]
-    blocks += _heads(rep)
+    blocks += [*_heads(rep), *auditing.document(rep.get("audit"))]
     if rep["notes"]:
         blocks += ["", "## Notes", "", *(f"- {line}" for line in rep["notes"])]
     blocks += [line for name in plots for line in ("", f"![{name}]({name})")]
@@ -275,6 +275,8 @@ def print_results(rep: Mapping[str, Any], folder: pathlib.Path) -> None:
         print(f"\n{section.text()}")
     for line in _heads(rep):
         print(fill(line.removeprefix("## "), subsequent_indent="  "))
+    if rep.get("audit"):
+        print(f"\n{auditing.audit_table(rep['audit'])}\n{fill(auditing.MEANING)}")
     for lines in ([f"note: {note}" for note in rep["notes"]], rep["conclusions"]):
         print("\n" + "\n".join(fill(line, subsequent_indent="  ") for line in lines))
     print(f"\n{folder / 'report.md'}: the whole report, after {rep['elapsed_s']:.0f} s")

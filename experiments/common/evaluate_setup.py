@@ -172,7 +172,7 @@ def _bench(config, target, drafts, where, own, prompts, batch, layout) -> Bench:
     ngram = {"ngram_max": config.ngram_max, "ngram_min": config.ngram_min}
     return Bench(
         target, drafts, prompts, sampler, config.max_new_tokens, batch, ngram=ngram, where=where,
-        own=own, layout=layout,
+        own=own, layout=layout, has_audit=config.has_audit,
     )
 
 

@@ -138,7 +138,8 @@ class Evaluation:
             for batch in self.setup.config.batches:
                 groups, layout = pack(self._places, batch)
                 bench = self.setup.bench(prompts, batch, layout)
-                tallies = [Tally(bench, cell, _MAX_EXAMINED) for cell in cells]
+                most = None if bench.has_audit else _MAX_EXAMINED
+                tallies = [Tally(bench, cell, most) for cell in cells]
                 stages.append(Stage(bench, tallies, groups, self._places))
         self.num_cut = sum(len(p) == self.setup.room for p in stages[0].bench.prompts)
         return stages

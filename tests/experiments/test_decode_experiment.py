@@ -54,7 +54,7 @@ def small(pair, **changes):
 def run(pair, tmp_path_factory):
     """Folder and report of one run of every method."""
     folder = tmp_path_factory.mktemp("run")
-    return folder, decode(small(pair), folder)
+    return folder, decode(small(pair, has_audit=True), folder)
 
 
 def test_a_run_leaves_its_folder(run):
@@ -75,6 +75,8 @@ def test_the_report_holds_every_cell_and_only_valid_json(run):
     refuse = lambda name: pytest.fail(f"{name} in report.json")
     report_json = json.loads((run[0] / "report.json").read_text(), parse_constant=refuse)
     assert report_json["is_complete"]
+    audits = [(a["method"], a["identical"], a["bug"]) for a in report_json["audit"]]
+    assert audits == [("ngram", 2, 0), ("standalone", 2, 0)]
     cells = [(r["method"], r["k"], r["temperature"], r["rule"]) for r in report_json["results"]]
     assert cells == [
         ("plain", 0, 0, "greedy"), ("ngram", 3, 0, "greedy"), ("standalone", 3, 0, "greedy"),
