@@ -64,7 +64,7 @@ def prefill(
     if T > slots:
         raise ShapeError(f"tokens has shape {tokens.shape}, so T={T}; slots are {slots}")
     # Three programs, each compiled only for what it depends on: drafters, rules and Ks share them.
-    cache, logits, features = _prefill_target(
+    cache, logits, features = prefill_target(
         params["target"], tokens, lengths, target=system.target, slots=slots
     )
     state, first = init_state(
@@ -79,7 +79,7 @@ def prefill(
 
 
 @functools.partial(jax.jit, static_argnames=("target", "slots"))
-def _prefill_target(params, tokens, lengths, *, target, slots):
+def prefill_target(params, tokens, lengths, *, target, slots):
     """Returns the prompts' cache, logits f32[B,1,V] at the last position, and the features."""
     with jax.named_scope("prefill"):
         cache = target.init_cache(params, tokens.shape[0], slots)

@@ -167,7 +167,7 @@ def _examine(
     )  # fmt: skip
     if at is None:
         return found
-    there = [x[at - 1] if 0 < at <= len(x) else None for x in own]
+    there = [x[at] if at < len(x) else None for x in own]
     is_known = len(there) == 2 and all(x is not None for x in there)
     difference = float(np.abs(there[0] - there[1]).max()) if is_known else None
     return dataclasses.replace(
@@ -182,18 +182,16 @@ def _trail(name, output, again: Replayed, honest: Honest, of_row) -> tuple[Trail
     parts_at = first_difference(output, again.tokens[: len(output)])
     # Up to the difference the texts are the same, so the logits there still are comparable.
     n = len(output) if parts_at is None else parts_at + 1
-    raw = np.asarray(again.logits, np.float64)[: max(n - 1, 0), : honest.exact.shape[1]]
-    n = len(raw) + 1
-    exact, rounded = honest.exact[1:n], honest.rounded[1:n]
+    raw = np.asarray(again.logits, np.float64)[:n, : honest.exact.shape[1]]
+    n = len(raw)
+    exact, rounded = honest.exact[:n], honest.rounded[:n]
     rms = lambda x, axis=None: np.sqrt(np.mean(x**2, axis=axis))
-    if not len(raw):
-        return Trail(name, np.zeros(0), 0.0, np.zeros(0), 0.0, parts_at), raw
     # No less than the rounding of the logits themselves.
     noise = np.maximum(rms(rounded - exact, 1), honest.eps / 4 * rms(exact, 1))
     usual = rms(noise)
     off = np.where(np.isfinite(raw).all(axis=1), rms(raw - exact, 1), np.inf)
-    logits = of_row(np.concatenate([exact[:1], raw]))[1:]
-    own_gap = logits.max(axis=1) - logits[range(len(raw)), again.tokens[1:n]]
+    logits = of_row(raw)
+    own_gap = logits.max(axis=1) - logits[range(n), again.tokens[:n]]
     tolerance = honest.eps * float(np.abs(logits).max())
     pooled = float(rms(off) / usual)
     return Trail(name, off / np.maximum(noise, usual), pooled, own_gap, tolerance, parts_at), logits

@@ -40,8 +40,7 @@ def invariant_pair(decoder: SpeculativeDecoder) -> InvariantPair:
     that verifies drafts. Both decoders attend over all slots of their caches, since the usual
     choice of a shorter prefix depends on where a round begins. What remains is that a product
     rounds every row alike, wherever in the window it stands; this holds on the CPUs where it was
-    tested, in bfloat16 and float32. A tree's path
-    has gaps in the window that close when it is committed, so with trees the last bits may differ.
+    tested, in bfloat16 and float32, for chains and trees.
 
     Plain decoding in this mode costs a verify pass for each token, so it is a tool for tests, not
     for comparing times.

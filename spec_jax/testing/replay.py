@@ -15,6 +15,7 @@ import numpy as np
 
 from spec_jax import decoding
 from spec_jax.decoding import round as rounds
+from spec_jax.decoding.loop import prefill_target
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.request import make_request
 from spec_jax.loading import LoadedModel
@@ -31,8 +32,8 @@ class Replayed(NamedTuple):
 
     Attributes:
       tokens: the output.
-      logits: f32[N,V], raw, that the tokens after the first were chosen from, in the pass and from
-        the cache that the decoder really had.
+      logits: f32[N,V], raw, that the tokens were chosen from, in the pass and from the cache that
+        the decoder really had.
     """
 
     tokens: list[int]
@@ -85,6 +86,11 @@ def replay(
     with use_mesh(engine.mesh):
         *arrays, slots = request
         state = decoding.prefill(engine.params(), *arrays, system=system, slots=slots)
+        _, first, _ = prefill_target(
+            engine.params()["target"], *arrays[:2], target=system.target, slots=slots
+        )
+        for row, rows in found.items():
+            rows.append(np.asarray(first)[row, 0])
         params, total = engine.params(B), begin + 1
         is_active = np.asarray(decoding.read_rows(state).finish) == decoding.Finish.RUNNING
         while any(is_active[row] and total[row] - begin[row] < n for row, n in until.items()):

@@ -108,7 +108,7 @@ def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
 
 
 class Trail(NamedTuple):
-    """What a decoding's own logits say of its tokens, from the second one on.
+    """What a decoding's own logits say of its tokens.
 
     Attributes:
       name: of the decoding, for sentences.
@@ -145,14 +145,14 @@ def judge(
         if len(missed):
             i = int(missed[0])
             wrong.append(
-                f"{trail.name} emits a token at {i + 1} that is not the best of its own logits "
+                f"{trail.name} emits a token at {i} that is not the best of its own logits "
                 f"there, but {trail.own_gap[i]:.2g} below"
             )
         far = np.flatnonzero(~(trail.ratio <= LOCAL_FACTOR))
         if len(far):
             i = int(far[0])
             wrong.append(
-                f"{trail.name}'s own logits at token {i + 1} are {trail.ratio[i]:.1f} times as far "
+                f"{trail.name}'s own logits at token {i} are {trail.ratio[i]:.1f} times as far "
                 f"from the float32 pass as rounding explains (at most {LOCAL_FACTOR:g})"
             )
         elif len(trail.ratio) >= MIN_POOLED and not trail.pooled <= POOLED_FACTOR:

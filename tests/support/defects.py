@@ -81,23 +81,25 @@ def perturbed_layer(decoder, size=0.05):
     return in_verify(decoder, change)
 
 
-@flax.struct.dataclass
-class _KeepsRejected(KVCache):
-    def commit(self, n, path=None):
-        """Keeps one rejected draft more than was accepted."""
-        del path
-        return self.replace(length=self.length + jnp.minimum(n + 1, WIDTH) * (n > 0))
-
-
 WIDTH = 6  # K + 1 of the decoders here
 
 
 @flax.struct.dataclass
 class _SkipsCommit(KVCache):
     def commit(self, n, path=None):
-        """Forgets the last token of a round in which every draft was accepted."""
+        """Loses what the last token of a round has written, where drafts were accepted."""
         del path
-        return self.replace(length=self.length + n - (n == WIDTH))
+        last = self.length + n - 1
+        B = len(n)
+        has_drafts = (n > 1) & (n <= WIDTH)
+        is_lost = (jnp.arange(self.slots) == last[:, None]) & has_drafts[:, None]
+
+        def lose(x):
+            rows = jnp.repeat(is_lost, x.shape[0] // B, axis=0)[..., None]
+            return jnp.where(rows, 0, x)
+
+        lost = jax.tree.map(lose, (self.keys, self.values))
+        return self.replace(keys=lost[0], values=lost[1], length=self.length + n)
 
 
 @flax.struct.dataclass
@@ -126,10 +128,6 @@ class _LowCache(KVCache):
         """Stores keys and values in eight bits."""
         low = lambda x: x.astype(jnp.float8_e4m3fn).astype(x.dtype)
         return super().write(layer, low(keys), low(values), start)
-
-
-def kept_rejected(decoder):
-    return with_cache(decoder, _KeepsRejected)
 
 
 def skipped_commit(decoder):
@@ -178,7 +176,7 @@ DEFECTS = {
     make.__name__: make
     for make in (
         position_off_by_one, window_sees_its_future, wrong_rotary_base, perturbed_layer,
-        kept_rejected, skipped_commit, stale_slot, cache_of_another_row, low_precision_cache,
+        skipped_commit, stale_slot, cache_of_another_row, low_precision_cache,
         off_by_one_row, accepts_one_too_many,
     )
 }  # fmt: skip

@@ -55,7 +55,7 @@ def test_few_positions_are_not_averaged():
 
 def test_evidence_says_where_and_how_much():
     verdict, evidence = judge(1, np.asarray([0, 9.0]), np.full(2, 0.1), [trail(own_gap=2.0)])
-    assert verdict == "bug" and "emits a token at 1 that is not the best" in evidence[0]
+    assert verdict == "bug" and "emits a token at 0 that is not the best" in evidence[0]
     assert "the token at 1 lies 9 below the best in float32" in evidence[1]
     text = str(RowAudit(3, verdict, evidence, 1))
     assert text.startswith("row 3: bug at token 1; the decoder emits")

@@ -49,8 +49,7 @@ def test_no_row_of_a_long_run_differs_from_its_invariant_twin(name, dtype):
     parted = sum(a != b for a, b in zip(speculative, usual))
     rates = [f"{d.stats.tokens_per_s:.0f}" for d in decoders]
     print(f"{name} {dtype}: {parted} of 12 rows part from usual plain decoding; tok/s {rates}")
-    if name != "dynamic-tree":  # paths with gaps, which close when they are committed
-        assert speculative == plain
+    assert speculative == plain
 
 
 def test_a_decoder_without_one_width_has_no_invariant_pair():

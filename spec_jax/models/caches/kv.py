@@ -192,8 +192,37 @@ class KVCache:
         Args and Returns are those of ``layers.attend_window``.
         """  # fmt: skip
         cache = self.write(index, k_BGTH, v_BGTH, window.start)
-        over = attend if self.is_read_whole else attend_prefix
-        return over(q_BTNH, *cache.layer(index), window.mask, scale=scale), cache
+        if not self.is_read_whole:
+            return attend_prefix(q_BTNH, *cache.layer(index), window.mask, scale=scale), cache
+        if window.is_seen is not None:
+            return cache._attend_paths(q_BTNH, index, window.is_seen, scale), cache
+        return attend(q_BTNH, *cache.layer(index), window.mask, scale=scale), cache
+
+    def _attend_paths(self, q_BTNH, index, is_seen, scale):
+        """Attends from each node over a copy of the slots in which its path stands in one piece.
+
+        So its sums have the terms at the places that they have once the path is committed.
+        """
+        (B, T, N, H), S, W = q_BTNH.shape, self.slots, is_seen.shape[-1]
+        is_seen = jnp.broadcast_to(is_seen, (B, T, W))
+        slots = jnp.arange(S)
+        place = slots - self.length[:, None]  # i32[B,S], in the window
+        path = jnp.argsort(~is_seen, axis=-1, stable=True)  # i32[B,T,W], what is seen first
+        at = jnp.clip(place, 0, W - 1)[:, None]
+        moved = jnp.take_along_axis(path, jnp.broadcast_to(at, (B, T, S)), axis=2)
+        is_inside = ((place >= 0) & (place < W))[:, None]
+        moved = jnp.where(is_inside, self.length[:, None, None] + moved, slots)
+
+        def gather(x):
+            x = x.reshape(B, 1, -1, S, x.shape[-1])
+            x = jnp.take_along_axis(x, moved[:, :, None, :, None], axis=3)
+            return x.reshape(B * T, -1, S, x.shape[-1])
+
+        mask = slots < (self.length[:, None] + is_seen.sum(axis=2))[:, :, None]
+        keys, values = map(gather, self.layer(index))
+        out = attend(q_BTNH.reshape(B * T, 1, N, H), keys, values, mask.reshape(B * T, 1, S),
+                     scale=scale)  # fmt: skip
+        return out.reshape(B, T, -1)
 
     def open_window(self, width: int) -> KVCache:
         """Returns the cache itself: the slots after the committed ones are room enough."""
