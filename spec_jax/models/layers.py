@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from spec_jax.contracts import Cache
 from spec_jax.models.attention import causal_attention
 from spec_jax.models.config import ModelConfig
-from spec_jax.models.layout import matmul
+from spec_jax.models.layout import find_joined, matmul
 from spec_jax.models.rope import rope_frequencies, rotate
 from spec_jax.sharding import by_row, constrain, gather_width
 
@@ -112,8 +112,15 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def linear(x: jax.Array, layer: dict[str, jax.Array], name: str) -> jax.Array:
-    """Applies the linear map of this name, and its bias if there is one."""
-    y = matmul(x, layer[name])
+    """Applies the linear map of this name, and its bias if there is one.
+
+    Of joined maps the whole product is computed, which XLA does once for all that ask for it.
+    """
+    if name in layer:
+        y = matmul(x, layer[name])
+    else:
+        joined = find_joined(layer, name)
+        y = matmul(x, joined.w)[..., joined.columns(name)]
     return y + layer[f"{name}_bias"] if f"{name}_bias" in layer else y
 
 

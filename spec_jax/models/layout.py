@@ -1,17 +1,18 @@
 """Layouts of the weights that make decoding faster on a CPU; an accelerator uses none of them.
 
-``by_rows`` is the way in. It keeps two copies of the weights beside the ones that were loaded:
+``by_rows`` is the way in. For passes over few tokens it keeps a copy of the weights in which
 
-* A tied output head as an array of its own, since a CPU takes twice the time for a product with
-  the transposed embedding.
-* Linear maps in panels of columns, for passes over few tokens. A CPU multiplies a few rows by
-  ``[in, out]`` in tiles a few columns wide, and so walks down the matrix at a stride of a whole
-  row. In panels ``[P, in, out / P]`` as narrow as a tile, the same product reads memory in order:
-  up to twice as fast for 2 to 16 rows, which is what a verify pass feeds. The price is a copy of
-  the rows for each panel, rows / width of the matrix's own size.
+* a tied output head is an array of its own, since a CPU takes twice the time for a product with
+  the transposed embedding;
+* maps of one input stand side by side in one matrix (``Joined``): fewer products, each of them
+  large enough for several cores;
+* matrices are cut into panels of columns ``[P, in, out / P]``. A CPU multiplies a few rows by
+  ``[in, out]`` in tiles some columns wide, and so walks down the matrix at a stride of a whole
+  row. A panel as wide as a tile is read in order. The price is a copy of the rows for each panel,
+  rows / width of the matrix's own size.
 
-``matmul`` takes a matrix in either form, and ``attend_prefix`` reads no more of a cache than a CPU
-has to.
+``TABLE`` says where panels pay and how wide they are. ``matmul`` takes a matrix in either form, and
+``attend_prefix`` reads no more of a cache than a CPU has to.
 """
 
 from __future__ import annotations
@@ -19,17 +20,84 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from spec_jax.models.attention import attend
 
-MAX_ROWS = 16  # with more, the copies of the rows outgrow the matrix: leave it whole
-_LARGE = 1 << 18  # elements; a larger matrix is read from memory, a smaller one from a cache
+JOINED = (("q", "k", "v"), ("gate", "up"))  # maps that read the same input
 NUM_PREFIXES = 8  # of a cache, among which ``attend_prefix`` chooses
 MIN_SLOTS = 512  # a smaller cache is read whole
+
+
+class Panels(NamedTuple):
+    """How matrices of a kind are laid out for passes over few tokens.
+
+    Attributes:
+      since: the first jax version that this holds for.
+      dtype: of the weights.
+      rows: the least and the most tokens of a pass.
+      is_large: whether this is about matrices of more than ``LARGE`` elements, or about others.
+      widths: columns of a panel; the first that divides the matrix counts, and 0 stands for one
+        panel of all columns. A matrix that none divides stays whole.
+      min_rows: tokens that the product is padded to.
+    """
+
+    since: tuple[int, int]
+    dtype: str
+    rows: tuple[int, int]
+    is_large: bool
+    widths: tuple[int, ...]
+    min_rows: int = 1
+
+
+LARGE = 1 << 19  # elements; a larger matrix is read from memory, others from a cache
+# The first line that fits counts; without one, matrices stay whole and apart. What each line was
+# measured to gain is in docs/measurements.md, "Layouts on a CPU".
+TABLE = (
+    Panels((0, 12), "float32", (1, 1), False, (32, 16)),
+    Panels((0, 12), "float32", (2, 32), False, (64, 32, 16)),
+    Panels((0, 12), "float32", (1, 32), True, (64, 32, 16), min_rows=2),
+    Panels((0, 12), "bfloat16", (1, 1), False, (32, 16)),
+    Panels((0, 12), "bfloat16", (2, 64), False, (0,)),
+    Panels((0, 12), "bfloat16", (1, 32), True, (64, 32, 16), min_rows=2),
+    Panels((0, 0), "float32", (1, 16), False, (32, 16)),
+)
+MAX_ROWS = max(line.rows[1] for line in TABLE)
+
+
+def find(num_rows: int, size: int, dtype: DTypeLike) -> Panels | None:
+    """Returns the line of ``TABLE`` for a product of ``num_rows`` tokens, if there is one.
+
+    Args:
+      num_rows: tokens of the pass, all rows of the batch together.
+      size: elements of the matrix.
+      dtype: of the matrix.
+    """
+    kind = (jnp.dtype(dtype).name, size > LARGE)
+    fits = lambda line: line.rows[0] <= num_rows <= line.rows[1]
+    of_version = lambda line: jax.__version_info__[:2] >= line.since
+    lines = (line for line in TABLE if (line.dtype, line.is_large) == kind)
+    return next((line for line in lines if fits(line) and of_version(line)), None)
+
+
+@flax.struct.dataclass
+class Joined:
+    """Linear maps of one input, side by side in one matrix."""
+
+    w: jax.Array  # dtype[in,sum of widths], or its panels
+    names: tuple[str, ...] = flax.struct.field(pytree_node=False)
+    widths: tuple[int, ...] = flax.struct.field(pytree_node=False)
+
+    def columns(self, name: str) -> slice:
+        """Returns the columns of the map of this name."""
+        i = self.names.index(name)
+        begin = sum(self.widths[:i])
+        return slice(begin, begin + self.widths[i])
 
 
 def by_rows(
@@ -43,8 +111,8 @@ def by_rows(
     Args:
       params: nested dict of weights, of a model or of a head.
       is_tied: the output head is the embedding, ``params["embed"]``.
-      has_panels: every matrix but the embedding is applied by ``matmul``, so that it may be stored
-        in panels.
+      has_panels: every matrix but the embedding is applied by ``layers.linear`` or ``matmul``, so
+        that it may be stored in panels.
 
     Returns:
       ``(num_rows) -> params`` for passes over ``num_rows`` tokens, all rows of the batch
@@ -52,9 +120,20 @@ def by_rows(
     """
     if not _is_on_one_cpu(params):
         return lambda num_rows: params
+    made: dict[Any, dict[str, Any]] = {}
+
+    @functools.cache
+    def lay_out(num_rows: int | None) -> dict[str, Any]:
+        if num_rows is None or num_rows > MAX_ROWS:
+            return made.setdefault(None, whole())
+        like = jax.eval_shape(functools.partial(in_panels, num_rows=num_rows), whole())
+        shapes = (jax.tree.structure(like), *(x.shape for x in jax.tree.leaves(like)))
+        if shapes not in made:
+            made[shapes] = in_panels(whole(), num_rows)
+        return made[shapes]
+
     whole = functools.cache(lambda: with_own_head(params) if is_tied else params)
-    panels = functools.cache(lambda: in_panels(whole()) if has_panels else whole())
-    return lambda num_rows: whole() if num_rows is None or num_rows > MAX_ROWS else panels()
+    return lay_out if has_panels else lambda num_rows: whole()
 
 
 def _is_on_one_cpu(params) -> bool:
@@ -71,27 +150,65 @@ def with_own_head(params: dict[str, Any]) -> dict[str, Any]:
     return params if "head" in params else {**params, "head": jnp.array(params["embed"].T)}
 
 
-def in_panels(params: dict[str, Any]) -> dict[str, Any]:
-    """Returns the same weights with every matrix in panels, but embeddings and stacked layers."""
+def in_panels(params: dict[str, Any], num_rows: int) -> dict[str, Any]:
+    """Returns the same weights with maps of one input joined, and matrices in panels.
 
-    def panels(path, w):
-        is_stacked = path[0].key == "layers" and len(path) == 2
-        return w if w.ndim != 2 or is_stacked or path[-1].key == "embed" else to_panels(w)
+    Embeddings and stacked layers stay as they are, and so does what no line of ``TABLE`` is about.
 
-    return jax.tree.map_with_path(panels, params)
-
-
-def to_panels(w: jax.Array) -> jax.Array:
-    """Returns a matrix dtype[in,out] as panels dtype[P,in,out/P], or whole if they gain nothing.
-
-    They gain nothing in bfloat16, nor for large matrices before jax 0.12.
+    Args:
+      params: nested dict of weights.
+      num_rows: tokens of the passes that they are for.
     """
-    if w.ndim == 3:
-        return w
-    is_large = w.size >= _LARGE
-    width = next((n for n in ((16,) if is_large else (32, 16)) if w.shape[1] % n == 0), None)
-    has_gain = w.dtype == jnp.float32 and (not is_large or jax.__version_info__ >= (0, 12))
-    if width is None or not has_gain:
+    layers = params.get("layers", {})
+    is_stacked = not all(isinstance(layer, dict) for layer in layers.values())
+
+    def panels(name, w):
+        if name == "embed" or (name == "layers" and is_stacked):
+            return w
+        if isinstance(w, dict):
+            return in_panels(w, num_rows)
+        if isinstance(w, Joined):
+            return w.replace(w=to_panels(w.w, num_rows))
+        return to_panels(w, num_rows) if w.ndim == 2 else w
+
+    return {name: panels(name, w) for name, w in join(params, num_rows).items()}
+
+
+def join(params: dict[str, Any], num_rows: int) -> dict[str, Any]:
+    """Returns a layer's weights with the maps of ``JOINED`` side by side, if panels pay."""
+    for names in JOINED:
+        ws = [params.get(name) for name in names]
+        if not all(getattr(w, "ndim", None) == 2 for w in ws):
+            continue
+        size = sum(w.size for w in ws)
+        is_alike = len({(w.shape[0], w.dtype) for w in ws}) == 1
+        if is_alike and find(num_rows, size, ws[0].dtype) is not None:
+            joined = Joined(jnp.concatenate(ws, axis=1), names, tuple(w.shape[1] for w in ws))
+            params = {name: w for name, w in params.items() if name not in names}
+            params["+".join(names)] = joined
+    return params
+
+
+def weight(params: dict[str, Any], name: str, shape: tuple[int, ...]) -> jax.Array:
+    """Returns the weight of this name and shape, whichever layout it is in."""
+    if name in params:
+        w = params[name]
+        return w if w.ndim == len(shape) else from_panels(w)
+    joined = find_joined(params, name)
+    return from_panels(joined.w)[:, joined.columns(name)]
+
+
+def find_joined(params: dict[str, Any], name: str) -> Joined:
+    """Returns the joined maps that contain the one of this name."""
+    return next(w for w in params.values() if isinstance(w, Joined) and name in w.names)
+
+
+def to_panels(w: jax.Array, num_rows: int) -> jax.Array:
+    """Returns a matrix dtype[in,out] as panels dtype[P,in,out/P], or whole if they gain nothing."""
+    line, size = find(num_rows, w.size, w.dtype), w.shape[-1]
+    widths = (n or size for n in (() if line is None else line.widths))
+    width = next((n for n in widths if size % n == 0), None)
+    if w.ndim == 3 or width is None:
         return w
     return jnp.array(w.reshape(w.shape[0], -1, width).transpose(1, 0, 2))
 
@@ -115,10 +232,12 @@ def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
     num_rows = math.prod(x.shape[:-1])
     if w.ndim == 2 or num_rows > MAX_ROWS:
         return x @ from_panels(w)
-    rows = x.reshape(num_rows, -1)
-    if num_rows == 1 and w.size >= _LARGE:
-        rows = jnp.repeat(rows, 2, axis=0)  # a product of one row runs on one thread only
-    y = jnp.einsum("pti,pio->pto", jnp.broadcast_to(rows, (w.shape[0], *rows.shape)), w)
+    rows, line = x.reshape(num_rows, -1), find(num_rows, w.size, w.dtype)
+    if line is not None and num_rows < line.min_rows:
+        rows = jnp.broadcast_to(rows[:1], (line.min_rows, x.shape[-1]))
+    copies = jnp.broadcast_to(rows, (w.shape[0], *rows.shape))
+    # A CPU multiplies bfloat16 faster if float32 is asked for, which it sums in anyway.
+    y = jnp.einsum("pti,pio->pto", copies, w, preferred_element_type=jnp.float32).astype(x.dtype)
     y = y.transpose(1, 0, 2).reshape(len(rows), -1)[:num_rows]
     return y.reshape(*x.shape[:-1], -1)
 

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from spec_jax.errors import WeightsError
 from spec_jax.models.families import AnyConfig, family_of
-from spec_jax.models.layout import from_panels
+from spec_jax.models.layout import weight
 from spec_jax.models.specs import ParamSpec
 from spec_jax.sharding import Rules, check_divides, log_whole, named, shardings
 
@@ -181,11 +181,10 @@ def walk(config: AnyConfig, params: Params) -> Iterator[tuple[ParamSpec, int | N
     """
     layers = params["layers"]
     for name, spec, i in declared(config):
-        if i is None:
-            array = params[name]
+        if i is not None and config.scan_layers:
+            yield spec, i, layers[name][i]
         else:
-            array = layers[name][i] if config.scan_layers else layers[str(i)][name]
-        yield spec, i, from_panels(array) if spec.is_linear else array
+            yield spec, i, weight(params if i is None else layers[str(i)], name, spec.shape)
 
 
 def _time_steps(key, shape):

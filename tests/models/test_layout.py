@@ -1,8 +1,9 @@
-"""A product with panels is the product with the matrix, and the layout never leaves memory."""
+"""A product is the same in every layout, and the layout never leaves memory."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,31 +12,82 @@ import pytest
 from support.tiny_models import LLAMA, random_weights
 
 from spec_jax.loading import LoadedModel
-from spec_jax.models import layout as panels
-from spec_jax.models import transformer
+from spec_jax.models import layout, transformer
 from spec_jax.models.checkpoint import load_pretrained, save_pretrained
+from spec_jax.models.layers import linear
+
+DTYPES = ("float32", "bfloat16")
+ROWS = (*range(1, 18), 32, 33, 65)
 
 
-@pytest.mark.parametrize("shape", [(24, 64), (24, 48), (512, 1024)], ids=str)
-@pytest.mark.parametrize("lead", [(1,), (1, 1), (5,), (2, 3), (4, 32)], ids=str)
-def test_a_product_with_panels_is_the_product_with_the_matrix(shape, lead):
+@functools.partial(jax.jit, static_argnames="counts")
+def products(x, w, counts=ROWS):
+    return [layout.matmul(x[:n], w) for n in counts]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(24, 64), (24, 48), (520, 1024)], ids=str)
+def test_a_product_in_the_layout_of_any_pass_is_the_product_with_the_matrix(shape, dtype):
     draw = np.random.default_rng(0)
-    w = draw.normal(size=shape).astype(np.float32)
-    x = draw.normal(size=(*lead, shape[0])).astype(np.float32)
-    cut = panels.to_panels(jnp.asarray(w))
-    if np.prod(shape) < 1 << 18 or jax.__version_info__ >= (0, 12):
-        assert cut.ndim == 3 and cut.shape[2] in (16, 32)
-    np.testing.assert_array_equal(panels.from_panels(cut), w)
-    found = jax.jit(panels.matmul)(jnp.asarray(x), cut)
-    assert found.shape == (*lead, shape[1])
-    np.testing.assert_allclose(found, x.astype(np.float64) @ w, rtol=0, atol=1e-4)
+    w = jnp.asarray(draw.normal(size=shape), dtype)
+    x = jnp.asarray(draw.normal(size=(ROWS[-1], shape[0])), dtype)
+    want = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    error = {"float32": 1e-4, "bfloat16": 2**-7 * np.abs(want).max()}[dtype]
+    layouts = {cut.shape: cut for n in ROWS if (cut := layout.to_panels(w, n)) is not w}
+    assert layouts or jax.__version_info__ < (0, 12)
+    for cut in layouts.values():
+        np.testing.assert_array_equal(layout.from_panels(cut), w)
+        for n, found in zip(ROWS, products(x, cut), strict=True):
+            assert found.dtype == w.dtype
+            np.testing.assert_allclose(np.asarray(found, np.float64), want[:n], 0, error)
 
 
-@pytest.mark.parametrize(
-    "w", [jnp.ones((8, 24)), jnp.ones((8, 32), jnp.bfloat16)], ids=["width", "bfloat16"]
-)
-def test_a_matrix_that_gains_nothing_stays_as_it_is(w):
-    assert panels.to_panels(w) is w
+def test_leading_axes_are_rows():
+    w = layout.to_panels(jnp.ones((4, 32)), 6)
+    x = jnp.arange(24.0).reshape(2, 3, 4)
+    want = np.repeat(np.asarray(x.sum(-1))[..., None], 32, -1)
+    np.testing.assert_array_equal(layout.matmul(x, w), want)
+
+
+def test_at_most_one_line_of_each_version_is_about_a_product():
+    for n in range(1, layout.MAX_ROWS + 2):
+        for size in (1, layout.LARGE, layout.LARGE + 1, 1 << 40):
+            for dtype in (*DTYPES, "float16"):
+                kind = (dtype, size > layout.LARGE)
+                fit = [
+                    line.since
+                    for line in layout.TABLE
+                    if line.rows[0] <= n <= line.rows[1] and (line.dtype, line.is_large) == kind
+                ]
+                assert fit == sorted(set(fit), reverse=True)  # the newest version comes first
+                line = layout.find(n, size, dtype)
+                newest = [since for since in fit if since <= jax.__version_info__]
+                assert newest == [] if line is None else line.since == newest[0]
+
+
+def test_a_matrix_that_no_panels_divide_stays_whole():
+    w = jnp.ones((8, 24))
+    assert layout.to_panels(w, 1) is w
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_joined_maps_give_what_each_gives_alone_in_one_product(dtype):
+    draw = np.random.default_rng(1)
+    sizes = {"q": 32, "k": 16, "v": 16, "o": 32}
+    layer = {n: jnp.asarray(draw.normal(size=(8, m)), dtype) for n, m in sizes.items()}
+    layer["k_bias"] = jnp.ones((16,), dtype)
+    ours = layout.in_panels(layer, 5)
+    if jax.__version_info__ >= (0, 12):
+        assert set(ours) == {"q+k+v", "o", "k_bias"}
+    apply = jax.jit(lambda layer, x: [linear(x, layer, name) for name in ("q", "k", "v")])
+    x = jnp.asarray(draw.normal(size=(5, 8)), dtype)
+    for found, want in zip(apply(ours, x), apply(layer, x), strict=True):
+        found, want = (np.asarray(y, np.float64) for y in (found, want))
+        np.testing.assert_allclose(found, want, 0, {"float32": 1e-5, "bfloat16": 0.1}[dtype])
+    if "q+k+v" in ours:
+        assert apply.lower(ours, x).compile().as_text().count(" dot(") == 1
+    for name in sizes:
+        np.testing.assert_array_equal(layout.weight(ours, name, layer[name].shape), layer[name])
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
@@ -46,13 +98,15 @@ def test_the_layout_for_a_cpu_changes_no_logits_and_is_not_saved(tmp_path, is_ti
     loaded = LoadedModel("tiny", transformer.model(config), params, config=config)
     ours = loaded.decoding_params(1)
     assert any(w.ndim == 3 for w in jax.tree.leaves(ours["layers"]))
-    jax.tree.map(np.testing.assert_array_equal, panels.in_panels(ours), ours)
+    jax.tree.map(np.testing.assert_array_equal, layout.in_panels(ours, 1), ours)
     tokens = jnp.asarray([[3, 1, 4, 1, 5, 9, 2, 6]])
     want = transformer.logits(params, tokens, config=config)
-    for layout in (ours, loaded.decoding_params(), loaded.decoding_params(17)):
-        found = transformer.logits(layout, tokens, config=config)
+    many = layout.MAX_ROWS + 1
+    for laid_out in (ours, *map(loaded.decoding_params, (None, 8, many))):
+        found = transformer.logits(laid_out, tokens, config=config)
         np.testing.assert_allclose(found, want, rtol=0, atol=1e-4)
-    assert loaded.decoding_params(16) is ours and loaded.decoding_params(17) is not ours
+    assert loaded.decoding_params(4) is loaded.decoding_params(5)
+    assert loaded.decoding_params(many) is loaded.decoding_params() is not ours
     assert ("head" in loaded.params) is not is_tied  # what may be trained is not touched
     save_pretrained(tmp_path, ours, config)
     saved, _ = load_pretrained(tmp_path, jnp.float32)
@@ -60,13 +114,13 @@ def test_the_layout_for_a_cpu_changes_no_logits_and_is_not_saved(tmp_path, is_ti
 
 
 def test_the_copies_of_the_rows_never_outgrow_the_matrix():
-    w = panels.to_panels(jnp.ones((256, 1024)))
-    for num_rows in (5, panels.MAX_ROWS, panels.MAX_ROWS + 1, 100):
-        compiled = jax.jit(panels.matmul).lower(jnp.ones((num_rows, 256)), w).compile()
+    for num_rows in (5, 16, 32, layout.MAX_ROWS, layout.MAX_ROWS + 1, 100):
+        w = layout.to_panels(jnp.ones((256, 1024)), num_rows)
+        compiled = jax.jit(layout.matmul).lower(jnp.ones((num_rows, 256)), w).compile()
         assert compiled.memory_analysis().temp_size_in_bytes <= 1.2 * w.nbytes
 
 
 def test_weights_that_do_not_lie_on_a_cpu_stay_as_they_are():
     elsewhere = {"embed": jax.ShapeDtypeStruct((32, 32), jnp.float32)}  # no array of a CPU's
-    lay_out = panels.by_rows(elsewhere, is_tied=True, has_panels=True)
+    lay_out = layout.by_rows(elsewhere, is_tied=True, has_panels=True)
     assert lay_out(1) is lay_out(None) is elsewhere
