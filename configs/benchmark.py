@@ -69,6 +69,7 @@ def get_config() -> ConfigDict:
         # Random weights of these shapes replace a zoo model that has not been trained.
         "target_shape": _shape(train_zoo_target.get_config()),
         "draft_shape": _shape(train_zoo_draft.get_config()),
+        "head": "zoo/eagle3",  # timed beside the draft; "": no head
         "data": "",  # prompts, as in experiments.decode; "": held-out functions
         "num_prompts": 8,  # a multiple of every batch
         "max_prompt_tokens": 256,  # longer prompts lose their beginning

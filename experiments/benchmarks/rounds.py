@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -16,7 +17,7 @@ from spec_jax.config import SpeculativeConfig
 from spec_jax.decoding import DecodeState, System
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.stats import Stats, predicted_speedup
-from spec_jax.loading import LoadedModel
+from spec_jax.loading import LoadedHead, LoadedModel
 
 
 class Plain(NamedTuple):
@@ -25,20 +26,21 @@ class Plain(NamedTuple):
     Attributes:
       dtype: Of the weights.
       padding: Tokens fed in a pass, of which one counts.
-      has_panels: Whether matrices are laid out in panels.
+      is_laid_out: Whether weights lie as the decoder lays them out for one token a pass.
     """
 
     dtype: str
     padding: int = 1
-    has_panels: bool = False
+    is_laid_out: bool = False
 
 
 PLAIN = {  # the variants among which the fastest is chosen
     "float32": Plain("float32"),
-    "float32 in panels": Plain("float32", has_panels=True),
-    "float32 padded to two rows": Plain("float32", 2, has_panels=True),
+    "float32 laid out": Plain("float32", is_laid_out=True),
+    "float32 padded to two rows": Plain("float32", 2, is_laid_out=True),
     "bfloat16": Plain("bfloat16"),
-    "bfloat16 padded to two rows": Plain("bfloat16", 2),
+    "bfloat16 laid out": Plain("bfloat16", is_laid_out=True),
+    "bfloat16 padded to two rows": Plain("bfloat16", 2, is_laid_out=True),
 }
 
 
@@ -51,16 +53,18 @@ class Pair(NamedTuple):
 
     def params(self, num_rows: int | None = 1, dtype: str = "float32") -> dict:
         """Returns the parameters of both for passes of ``num_rows`` tokens; None for any number."""
-        num_rows = num_rows if dtype == "float32" else None  # bfloat16 has no panels
-        return cast({
-            "target": self.target.decoding_params(num_rows),
-            "draft": self.draft.decoding_params(num_rows),
-        }, dtype)  # fmt: skip
+        lay_out = lambda model: in_dtype(model, dtype).decoding_params(num_rows)
+        return {"target": lay_out(self.target), "draft": lay_out(self.draft)}
 
     def system(self, config: SpeculativeConfig | None = None) -> System:
         """Returns the system for greedy decoding; None for plain decoding, K = 0."""
         draft = None if config is None else self.draft
         return SpeculativeDecoder(self.target, draft, config).system()
+
+
+def in_dtype(model: LoadedModel | LoadedHead, dtype: str) -> Any:
+    """Returns the model or head with its weights in a dtype."""
+    return dataclasses.replace(model, params=cast(model.params, dtype))
 
 
 def try_plain(
@@ -80,8 +84,8 @@ def fastest(times: Mapping[str, np.ndarray], dtype: str | None = None) -> str:
 
 def plain_timer(pair: Pair, states: Sequence[DecodeState], variant: str) -> PlainTimer:
     """Returns the timer of a variant of ``PLAIN``."""
-    dtype, padding, has_panels = PLAIN[variant]
-    params = pair.params(1 if has_panels else None)["target"]
+    dtype, padding, is_laid_out = PLAIN[variant]
+    params = pair.params(padding if is_laid_out else None, dtype)["target"]
     return PlainTimer(pair.target.model, params, states, dtype=dtype, padding=padding)
 
 

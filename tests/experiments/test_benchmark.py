@@ -46,7 +46,7 @@ def config(tmp_path_factory):
     config.llama110m.draft.update(DRAFT)
     config.zoo.update({
         "num_prompts": 2, "max_prompt_tokens": 9, "new_tokens": 8, "plain_tokens": 4,
-        "ks": (1, 2), "batches": (2,), "repeats": 2,
+        "ks": (1, 2), "batches": (2,), "repeats": 2, "head": "",
     })
     config.heads.update({
         "draft_vocab_size": 20, "k": 2, "tree_nodes": (5,), "tree_depth": 2, "tree_top_k": 3,
