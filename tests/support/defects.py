@@ -123,6 +123,14 @@ class _OtherRow(KVCache):
 
 
 @flax.struct.dataclass
+class _OtherLayer(KVCache):
+    def layer(self, index):
+        """Reads the values of the layer before in the third layer."""
+        keys, values = super().layer(index)
+        return keys, super().layer(index - 1)[1] if index == 2 else values
+
+
+@flax.struct.dataclass
 class _LowCache(KVCache):
     def write(self, layer, keys, values, start):
         """Stores keys and values in eight bits."""
@@ -157,19 +165,8 @@ def off_by_one_row(decoder):
     return with_rule(decoder, accept)
 
 
-def accepts_one_too_many(decoder):
-    """The draft after the first rejected one is emitted as well."""
-
-    def accept(rule, scores, proposal, noise):
-        verdict = rule.accept(scores, proposal, noise)
-        K, index = proposal.tokens.shape[1], jnp.arange(proposal.tokens.shape[1] + 1)
-        n = jnp.minimum(verdict.n_accept + 1, K)[:, None]
-        own = jnp.argmax(scores.processed, axis=-1)
-        drafts = jnp.concatenate([proposal.tokens, own[:, -1:]], axis=1)
-        tokens = jnp.where(index < n, drafts, jnp.where(index == n, own, 0))
-        return verdict.replace(n_accept=n[:, 0], tokens=tokens.astype(jnp.int32))
-
-    return with_rule(decoder, accept)
+def cache_of_another_layer(decoder):
+    return with_cache(decoder, _OtherLayer)
 
 
 DEFECTS = {
@@ -177,6 +174,6 @@ DEFECTS = {
     for make in (
         position_off_by_one, window_sees_its_future, wrong_rotary_base, perturbed_layer,
         skipped_commit, stale_slot, cache_of_another_row, low_precision_cache,
-        off_by_one_row, accepts_one_too_many,
+        off_by_one_row, cache_of_another_layer,
     )
 }  # fmt: skip
