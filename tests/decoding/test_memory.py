@@ -215,6 +215,7 @@ class _OneLayer:
     keys: jax.Array  # dtype[1,B,G,S,H]
     values: jax.Array  # dtype[1,B,G,S,H]
     attend = KVCache.attend
+    is_read_whole = False
 
     def layer(self, index):
         return self.keys[index], self.values[index]
