@@ -12,6 +12,7 @@ import jinja2
 from markupsafe import Markup
 
 from experiments.common import report as reports
+from experiments.common.plots import names_of
 from experiments.common.report_page import answers as packing
 from experiments.common.report_page import charts, details, view
 from spec_jax.show.page import COLORS, MEANING
@@ -97,7 +98,7 @@ def _channels(color: str) -> str:
 
 def _title(report: Mapping[str, Any]) -> str:
     target = (report.get("models") or {}).get("target")
-    of = f" of {target['name']}" if target else ""
+    of = f" of {names_of([target['name']])[0]}" if target else ""
     return f"Speculative decoding{of}, compared with plain decoding"
 
 
