@@ -56,6 +56,7 @@ def summary(results: Sequence[Mapping]) -> list[dict]:
     return [
         {
             **{key: r[key] for key in ("method", "k", "tree", "temperature", "rows")},
+            "batch": r.get("batch", 1),
             "identical": r["identical_rows"],
             **{v: sum(d["verdict"] == v for d in r["differences"]) for v in ("rounding", "bug")},
             "farthest": max((x for d in r["differences"] for x in d["deviations"]), default=None),
@@ -68,9 +69,10 @@ def summary(results: Sequence[Mapping]) -> list[dict]:
 
 def audit_table(audits: Sequence[Mapping], *, is_markdown: bool = False) -> str:
     """Formats what ``summary`` returned."""
+    of = lambda a: f", batch {a['batch']}" if len({other["batch"] for other in audits}) > 1 else ""
     rows = [
         [
-            f"{a['method']} {a['tree']}" if a["tree"] else a["method"], str(a["k"]),
+            (f"{a['method']} {a['tree']}" if a["tree"] else a["method"]) + of(a), str(a["k"]),
             f"{a['temperature']:g}",
             *(str(a[key]) for key in ("rows", "identical", "rounding", "bug")),
             "–" if a["farthest"] is None else f"{a['farthest']:.2f}",

@@ -20,6 +20,7 @@ from experiments.common.report import (
     mesh_lines,
 )
 from experiments.common.tables import table
+from spec_jax.config import GREEDY_BELOW
 
 _COLUMNS = (
     "method", "K", "T", "rule", "tau", "accepted at 1, 2, 3 …", "tok/s", "plain tok/s", "speed-up",
@@ -206,9 +207,14 @@ def _overlap(result: dict, best: dict) -> bool:
     return not result["speedup_interval"][1] < best["speedup_interval"][0]
 
 
+def _where(result: dict) -> str:
+    of = f" batch {result['batch']}" if result.get("batch", 1) > 1 else ""
+    return f"{result['method']} {_shape(result)} T={result['temperature']:g}{of}"
+
+
 def describe_difference(result: dict, difference: dict, dtype: str) -> str:
     """Returns a sentence on where a row parts from plain decoding, and whether by rounding."""
-    where = f"{result['method']} {_shape(result)} T={result['temperature']:g}"
+    where = _where(result)
     said = f"{where}: row {difference['row']} parts from plain decoding at token {difference['at']}"
     if difference["gap"] is None:
         return f"{said}, where one of the two ends: no near tie"
@@ -238,7 +244,7 @@ def notes(report: dict) -> list[str]:
         )
     for r in results:
         faults = {k: n for k, n in r["finish_reasons"].items() if k.startswith(("nan", "invalid"))}
-        where = f"{r['method']} {_shape(r)} T={r['temperature']:g}"
+        where = _where(r)
         ended = r["finish_reasons"].get("stop_token", 0)
         if ended and r["method"] == "plain":
             lines.append(f"{ended} of {r['rows']} rows end at a stop token, T={r['temperature']:g}")
@@ -247,9 +253,14 @@ def notes(report: dict) -> list[str]:
         dtype = report["config"]["dtype"]
         lines += [describe_difference(r, difference, dtype) for difference in r["differences"]]
         if count := _num_unexamined(r):
+            is_greedy = r["temperature"] < GREEDY_BELOW
+            why = (
+                "--config.has_audit=True examines them, too" if is_greedy
+                else "whether rounding explains it is only examined at temperature 0"
+            )  # fmt: skip
+            more = "more " * bool(r["differences"])
             lines.append(
-                f"{where}: {count} of {r['rows']} rows part from plain decoding; whether rounding "
-                "explains it is only examined at temperature 0"
+                f"{where}: {count} {more}of {r['rows']} rows part from plain decoding; {why}"
             )
     return lines
 

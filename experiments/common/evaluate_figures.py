@@ -58,6 +58,12 @@ class Counts(NamedTuple):
         return np.concatenate([tau[None], np.moveaxis(accept, -1, 0)])
 
 
+    def intervals(self) -> list[Interval]:
+        """Returns ``rates`` of all questions with their intervals."""
+        tau, *accept = bootstrap(self.rates, len(self.tokens))
+        return [tau.within(1, self.reached.shape[1] + 1), *(x.within(0, 1) for x in accept)]
+
+
 def differences(counts: Counts, first: Counts) -> list[Interval]:
     """Returns intervals of the rates of ``counts`` less those of ``first``, by question."""
     return bootstrap(lambda i: counts.rates(i) - first.rates(i), len(first.tokens))
@@ -77,7 +83,7 @@ def figures(setup: Setup, stage: Stage, found: costs.Costs | None) -> list[dict[
         rows = tally.rows
         by_question = [[rows[i] for i in places] for places in stage.prompts]
         counts[tally.cell] = count = Counts.of(by_question)
-        tau, *accept = bootstrap(count.rates, len(asked))
+        tau, *accept = count.intervals()
         entry = {
             **tally.result(stage.plain),
             "label": tally.cell.label,
@@ -126,7 +132,7 @@ def _order(asked: Sequence[Question], i: int) -> int:
 def _part(stage: Stage, tally: Tally, counts: Counts, chosen: Sequence[int]) -> dict[str, Any]:
     """Returns the figures of some questions; speeds only where each is a batch of its own."""
     part = Counts(*(x[np.asarray(chosen)] for x in counts))
-    tau, *accept = bootstrap(part.rates, len(chosen))
+    tau, *accept = part.intervals()
     found = {
         "questions": len(chosen), "tau": tau.value, "tau_interval": [tau.low, tau.high],
         "acceptance_by_position": [x.value for x in accept],
@@ -194,7 +200,7 @@ def _times(
     if cell.tree or not np.isfinite(draft):
         return told
     verify_ms = found.verify_cost(k) * found.plain_ms
-    draft_ms = k * found.draft_cost(cell.method, k) * found.plain_ms
+    draft_ms = k * found.draft_cost(cell.method, k) * found.plain_ms if k else 0.0
     rest, of_plain = own - verify_ms - draft_ms, plain - found.plain_ms
     return told | {
         "round_parts_ms": {"verify": verify_ms, "draft": draft_ms, "rest": rest},

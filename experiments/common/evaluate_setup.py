@@ -44,6 +44,7 @@ def resolve(config: ConfigDict) -> ConfigDict:
     check(len(config.batches) > 0, "batches", "one or more")
     are_counts = all(type(b) is int and b >= 1 for b in config.batches)
     check(are_counts, "batches", "integers of 1 or more")
+    config.batches = tuple(sorted(set(config.batches)))
     check(config.num_prompts >= (1 if not config.data else 0), "num_prompts",
           "1 or more; 0 for all questions of a set or a file")  # fmt: skip
     check(config.num_shown >= 0, "num_shown", "0 or more")

@@ -313,9 +313,12 @@ def check_folder(folder: pathlib.Path, config: Mapping[str, Any]) -> dict[str, l
     if not processes.is_writer():
         return sums
     saved = folder / "config.json"
-    if saved.exists() and any((folder / name).exists() for name in (ANSWERS, STATE)):
+    is_begun = any((folder / name).exists() for name in (INPUTS, ANSWERS, STATE))
+    if is_begun and saved.exists():
         check_same(json.loads(saved.read_text(encoding="utf-8")), config)
         check_same(json.loads((folder / INPUTS).read_text(encoding="utf-8")), sums)
     elif (folder / "report.json").exists():
         raise ConfigError(f"{folder} holds the report of another run; name another --workdir")
+    elif saved.exists():  # another experiment that is not finished reads it when it goes on
+        check_same(json.loads(saved.read_text(encoding="utf-8")), config)
     return sums

@@ -24,6 +24,10 @@ class Interval(NamedTuple):
     low: float
     high: float
 
+    def within(self, bottom: float, top: float) -> Interval:
+        """Returns the interval without its parts outside of what the figure can be."""
+        return Interval(self.value, max(self.low, bottom), min(self.high, top))
+
     def __str__(self) -> str:
         text = f"{self.value:.3f}".replace("nan", "–")
         return f"{text} ({self.low:.3f} to {self.high:.3f})" if self.low < self.high else text
@@ -33,14 +37,16 @@ def bootstrap(figures: Callable[[np.ndarray], np.ndarray], num_prompts: int) -> 
     """Resamples prompts with replacement and returns the interval of each figure.
 
     Rounds of one text are not independent, so prompts are resampled and not rounds. Every call
-    with the same number of prompts draws the same resamples.
+    with the same number of prompts draws the same resamples. Of fewer than eight prompts the
+    resamples vary too little (their interval of two covers the truth half of the time), so the
+    interval is Student's t of the jackknife.
 
     Args:
       figures: Maps the indices of the chosen prompts, i64[..., P], to f64[N, ...].
       num_prompts: P, the number of prompts.
 
     Returns:
-      N intervals by the percentile method, in the order of ``figures``.
+      N intervals, by the percentile method, in the order of ``figures``.
     """
     prompts = np.arange(num_prompts)
     with np.errstate(invalid="ignore", divide="ignore"), warnings.catch_warnings():
@@ -48,11 +54,22 @@ def bootstrap(figures: Callable[[np.ndarray], np.ndarray], num_prompts: int) -> 
         values = figures(prompts)
         if num_prompts == 1:  # there is nothing to resample
             return [Interval(float(value), math.nan, math.nan) for value in values]
+        if num_prompts < _MIN_RESAMPLED:
+            return _jackknife(figures, values, num_prompts)
         found = stats.bootstrap(
             (prompts,), lambda chosen, axis: figures(chosen), vectorized=True,
             method="percentile", n_resamples=_RESAMPLES, rng=np.random.default_rng(0),
         )  # fmt: skip
     return [Interval(*map(float, x)) for x in zip(values, *found.confidence_interval)]
+
+
+def _jackknife(
+    figures: Callable[[np.ndarray], np.ndarray], values: np.ndarray, n: int
+) -> list[Interval]:
+    """Returns Student's t intervals, from the figures without each of the n prompts."""
+    without = np.asarray([[j for j in range(n) if j != i] for i in range(n)])
+    width = stats.t.ppf(0.975, n - 1) * figures(without).std(axis=-1) * math.sqrt(n - 1)
+    return [Interval(float(x), float(x - w), float(x + w)) for x, w in zip(values, width)]
 
 
 def paired_speedup(

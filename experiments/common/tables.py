@@ -24,8 +24,14 @@ def table(
     """
     align = ["right" if title in numbers else "left" for title in header]
     style = "pipe" if is_markdown else "simple"
+    if is_markdown:  # or a category's name would begin another column
+        header, rows = _escaped(header), map(_escaped, rows)
     text = tabulate.tabulate(list(rows), header, style, colalign=align, disable_numparse=True)
     return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def _escaped(cells: Sequence[str]) -> list[str]:
+    return [cell.replace("|", "\\|") for cell in cells]
 
 
 class Section(NamedTuple):

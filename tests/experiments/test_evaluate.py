@@ -19,6 +19,7 @@ from experiments import evaluate
 from experiments.common.evaluate_figures import Counts, differences
 from experiments.common.evaluate_report import pays_until
 from experiments.common.evaluate_setup import Setup, resolve
+from experiments.common.evaluation import check_folder
 from experiments.common.intervals import bootstrap
 from spec_jax.data import python_source, tokens
 from spec_jax.drafters.eagle.model import EagleConfig
@@ -58,6 +59,8 @@ def test_a_draft_equal_to_the_target_is_always_accepted(config, tmp_path, capsys
     assert 2 < low <= same["tau"] <= high <= 3 and plain["tau"] == 1
     np.testing.assert_allclose(same["acceptance_by_position"], 1)
     assert same["identical_to_plain"] and same["speedup"] > 0
+    for r in (plain, same):
+        assert sum(r["round_parts_ms"].values()) == pytest.approx(r["round_ms"])
     saved = check_run_files(tmp_path / "run", "evaluate")
     assert saved["results"][1]["rounds"] == same["rounds"] and same["draft_cost"] > 0
     assert "tau" in capsys.readouterr().out
@@ -102,6 +105,22 @@ def test_refuses_what_cannot_be(config, name, value, message):
         evaluate.evaluate(wrong)
 
 
+def test_batch_sizes_are_sorted_and_each_is_measured_once(config):
+    other = config.copy_and_resolve_references()
+    other.batches = (16, 1, 16)
+    assert resolve(other).batches == (1, 16)
+
+
+def test_a_folder_of_another_experiment_is_left_alone(tmp_path):
+    config = {"target": "a", "num_prompts": 3}
+    check_folder(tmp_path, config)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check_folder(tmp_path, config)  # killed before anything was saved
+    (tmp_path / "config.json").write_text(json.dumps({"target": "a", "optimizer": {}}))
+    with pytest.raises(ConfigError, match="other values of num_prompts"):
+        check_folder(tmp_path, config)
+
+
 def test_every_config_resolves(config):
     for module in (evaluate_zoo, evaluate_specbench):
         other = module.get_config()
@@ -133,6 +152,18 @@ def test_intervals_are_those_of_the_mean_and_of_paired_differences():
     np.testing.assert_allclose(widths, error, rtol=0.15)
     assert np.isnan(never).all() and str(never) == "–"
     assert differences(counts, counts)[0] == (0, 0, 0)  # the same prompts on both sides
+
+
+@pytest.mark.parametrize("n", [2, 4, 7, 16])
+def test_intervals_of_few_questions_cover_the_truth(n):
+    """Tokens a round are drawn around 2, so that this is the ratio of the means."""
+    draw, hits = np.random.default_rng(n), 0
+    none = np.zeros((n, 4), int)
+    for _ in range(200):
+        rounds, per_round = draw.uniform(20, 40, n), draw.uniform(1.5, 2.5, n)
+        tau = Counts(rounds * per_round, rounds, none, none).intervals()[0]
+        hits += tau.low <= 2.0 <= tau.high
+    assert hits >= 180
 
 
 def test_the_turns_of_a_question_count_together():

@@ -13,6 +13,7 @@ from experiments.common import auditing, costs, decode_report, plots
 from experiments.common.grid import Cell, make_cells
 from experiments.common.intervals import Interval, bootstrap, paired_speedup
 from experiments.common.prompts import load_prompts
+from experiments.common.tables import table
 from spec_jax.engine import stats
 from spec_jax.errors import ConfigError
 from spec_jax.show.plots import wilson
@@ -195,6 +196,8 @@ def test_an_audit_is_summed_up_by_cell():
     (audit,) = auditing.summary([result("plain", 1, 1, tree=None), ours, sampled])
     assert audit["rounding"] == audit["bug"] == 1 and audit["farthest"] == 9.0
     assert "9.00" in auditing.audit_table([audit])
+    both = auditing.audit_table([audit, audit | {"batch": 4}])
+    assert "a, batch 1" in both and "a, batch 4" in both
     said = decode_report.describe_difference(ours, differences[0], "bfloat16")
     assert said.endswith("the audit's verdict is rounding: they nearly tie")
 
@@ -264,3 +267,20 @@ def test_every_series_has_a_marker_and_a_line_of_its_own():
     found = plots._series([row | {"method": name, "rule": "greedy"} for name in names], 0.0)
     for part in ("marker", "line", "color"):
         assert len({getattr(series, part) for series in found}) == len(names)
+
+
+def test_a_table_in_markdown_keeps_its_columns():
+    found = table(["category", "n"], [["a|b", "1"]], is_markdown=True)
+    assert found.splitlines()[-1].startswith("| a\\|b") and table(["x"], [["a|b"]]).endswith("a|b")
+
+
+def test_rows_that_nobody_examined_are_said():
+    parted = {"identical_to_plain": False, "identical_rows": 1, "differences": []}
+    environment = {"load_1min": 0, "cores": 2}
+    config = {"dtype": "float32"}
+    for temperature, why in ((0.0, "has_audit=True examines"), (1.0, "only examined at temp")):
+        r = result("a", 1.1, 1.2, temperature=temperature, finish_reasons={}, looping_share=0,
+                   batch=4, **parted)  # fmt: skip
+        rep = {"notes": [], "environment": environment, "results": [r], "costs": None}
+        (said,) = decode_report.notes({**rep, "config": config})
+        assert why in said and "batch 4: 3 of 4 rows part" in said

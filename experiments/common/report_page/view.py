@@ -285,14 +285,14 @@ def over_batch(results: Sequence[Result], looks: Looks) -> list[dict[str, Any]] 
 
 
 def _stops(rows: Sequence[Result]) -> str:
-    """Where speculation stops paying, of results in the order of the batch size."""
-    slow = [_batch(r) for r in rows if number(r["speedup"]) < 1]
-    if not slow:
-        return f"faster than plain decoding up to {_batch(rows[-1])} rows"
-    fast = [_batch(r) for r in rows if _batch(r) < slow[0]]
-    if not fast:
-        return f"slower than plain decoding from {slow[0]} row{'s' * (slow[0] > 1)} on"
-    return f"stops paying between {fast[-1]} and {slow[0]} rows"
+    """At which batch sizes the interval of the speed-up lies above 1, and at which below."""
+    of = lambda kind: [str(_batch(r)) for r in rows if kind(*bounds(r))]
+    faster, slower = of(lambda low, high: low > 1), of(lambda low, high: high < 1)
+    said = [
+        f"{name} than plain decoding at {', '.join(sizes)} row{'s' * (sizes != ['1'])}"
+        for name, sizes in (("faster", faster), ("slower", slower)) if sizes
+    ]
+    return "; ".join(said) or "not told from plain decoding at any batch size"
 
 
 def acceptance(results: Sequence[Result], looks: Looks) -> list[dict[str, Any]] | None:
