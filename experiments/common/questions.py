@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import collections
+import itertools
+import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -158,10 +159,14 @@ def _rows(data: str, malformed: list[str]) -> list[tuple[Any, str]]:
 
 def _question(value: Any, source: str, usual: str) -> Question:
     """Reads a row; ``usual`` is the category of rows that name none."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{source} holds half of a surrogate pair; expected text") from None
     row = value if isinstance(value, dict) else {}
     place = pathlib.PurePath(source).name
     name = str(next((row[key] for key in _NAMES if row.get(key) is not None), place))
-    category = str(row.get("category") or usual)
+    category = " ".join(str(row.get("category") or usual).split()) or usual
     record = parse_record(value, source)
     if isinstance(record, Text):
         if not record.text.strip():
@@ -193,14 +198,17 @@ def _asked(messages: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def _with_own_names(questions: Sequence[Question]) -> list[Question]:
-    """Numbers those that share a name."""
-    seen: collections.Counter[str] = collections.Counter()
-    found = []
+    """Numbers those that share a name, past the numbers that a file uses itself."""
+    taken, found = {question.name for question in questions}, []
+    seen: set[str] = set()
     for question in questions:
-        seen[question.name] += 1
-        if (again := seen[question.name]) > 1:
-            question = question._replace(name=f"{question.name} #{again}")
-        found.append(question)
+        name = question.name
+        if name in seen:
+            numbered = (f"{question.name} #{again}" for again in itertools.count(2))
+            name = next(other for other in numbered if other not in taken)
+        seen.add(name)
+        taken.add(name)
+        found.append(question._replace(name=name))
     return found
 
 

@@ -59,10 +59,11 @@ def test_later_turns_hold_the_answers_before_them():
 
 def test_a_malformed_row_is_named_by_its_line_and_the_rest_goes_on(tmp_path):
     rows = [{"prompt": "a"}, "{", {"turns": ["b", " "]}, {"x": 1}, {"prompt": " "}, {"prompt": "c"}]
+    rows.append({"prompt": "\ud83d"})
     data = write(tmp_path / "rows.jsonl", rows)
     found = questions.load(data, 0)
     assert [q.text for q in found.chosen] == ["a", "c"]
-    for line, note in zip((2, 3, 4, 5), sorted(found.notes, key=lambda n: n.split(":")[2])):
+    for line, note in zip((2, 3, 4, 5, 7), sorted(found.notes, key=lambda n: n.split(":")[2])):
         assert note.startswith(f"left out: {data}:{line}")
     with pytest.raises(ConfigError, match=r"has no question \(.*:1: not JSON"):
         questions.load(write(tmp_path / "bad.jsonl", ["{"]), 0)
@@ -94,6 +95,9 @@ def test_conversations_are_one_group_of_several_categories():
 def test_questions_that_share_a_name_are_numbered(tmp_path):
     data = write(tmp_path / "r.jsonl", [{"prompt": x, "id": "q"} for x in "abc"])
     assert [q.name for q in questions.load(data, 0).chosen] == ["q", "q #2", "q #3"]
+    rows = [{"prompt": "a", "id": name} for name in ("q", "q", "q #2", "q")]
+    found = questions.load(write(tmp_path / "own.jsonl", rows), 0).chosen
+    assert [q.name for q in found] == ["q", "q #3", "q #2", "q #4"]
 
 
 def test_a_name_loads_by_datasets(monkeypatch):
