@@ -57,6 +57,8 @@ _LATE = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "testing":
+        return importlib.import_module("spec_jax.testing")
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(importlib.import_module(_LATE[name]), name)

@@ -61,7 +61,7 @@ def audit(
 
     Raises:
       ConfigError: the temperature is above 0, a decoder is overlapped, or the outputs are not two
-        of as many rows as there are prompts.
+        of as many rows as there are prompts, or hold an id that the target does not have.
       PromptError: as in ``SpeculativeDecoder.generate``.
     """
     target = decoder.target
@@ -93,6 +93,8 @@ def audit(
         raise ConfigError(
             f"outputs have {sizes} rows; expected two lists of {len(ids)} rows, one for each prompt"
         )
+    for rows in outputs:
+        _check_ids(target, rows)
     pairs = {row: pair for row, pair in enumerate(zip(*outputs))}
     until = {
         row: len(a) if at is None else at + 1
@@ -111,7 +113,7 @@ def audit(
 
 
 def audit_outputs(
-    target: LoadedModel, prompt: Sequence[int], first: Sequence[int], second: Sequence[int], *,
+    target: LoadedModel, prompt: Prompt, first: Sequence[int], second: Sequence[int], *,
     sampler: SamplerConfig | None = None, row: int = 0,
 ) -> RowAudit:
     """Examines two greedy outputs of one prompt without decoding again.
@@ -121,15 +123,28 @@ def audit_outputs(
 
     Args:
       target: the target.
-      prompt: its ids.
+      prompt: the text, ids or conversation that both continue.
       first: one output.
       second: the other.
       sampler: whose penalties apply; by default none do.
       row: the number of the prompt, for the record.
+
+    Raises:
+      ConfigError: an output holds an id that the target does not have.
+      PromptError: as in ``SpeculativeDecoder.generate``.
     """
-    return _examine(
-        Passes(target), row, prompt, (first, second), [], sampler or SamplerConfig()
-    )
+    _check_ids(target, (first, second))
+    ids = request.encode(target, prompt)
+    return _examine(Passes(target), row, ids, (first, second), [], sampler or SamplerConfig())
+
+
+def _check_ids(target: LoadedModel, rows: Sequence[Sequence[int]]) -> None:
+    last = target.model.last_id
+    for row, output in enumerate(rows):
+        if bad := [i for i in output if not 0 <= i <= last]:
+            raise ConfigError(
+                f"output {row} holds id {bad[0]}; {target.name} has ids 0 to {last}"
+            )
 
 
 _NAMES = ("plain decoding", "the decoder")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.defects import DEFECTS, perturbed_layer
 
+import spec_jax
 from spec_jax import (
     SamplerConfig,
     SpeculativeConfig,
@@ -73,6 +74,14 @@ def test_sampled_outputs_and_missing_rows_are_refused():
         audit(decoder, [0, 1], sampler=SamplerConfig(temperature=1.0))
     with pytest.raises(ConfigError, match="outputs have 1 and 2 rows; expected two lists of 1"):
         audit(decoder, [0, 1], outputs=([[1]], [[1], [2]]))
+    with pytest.raises(ConfigError, match="output 0 holds id 99; .* has ids 0 to"):
+        audit(decoder, [0, 1], outputs=([[99]], [[1]]))
+    with pytest.raises(ConfigError, match="output 1 holds id -1"):
+        audit_outputs(decoder.target, [0, 1], [1], [-1])
+
+
+def test_the_package_has_it_without_another_import():
+    assert spec_jax.__getattr__("testing").audit is audit  # as in a process that imports spec_jax
 
 
 def human_eval(target, num):
