@@ -30,8 +30,11 @@ from jax.typing import DTypeLike
 from spec_jax.models.attention import attend
 
 JOINED = (("q", "k", "v"), ("gate", "up"))  # maps that read the same input
-NUM_PREFIXES = 8  # of a cache, among which ``attend_prefix`` chooses
-MIN_SLOTS = 512  # a smaller cache is read whole
+# ``attend_prefix`` reads one or two eighths of a cache, or all of it: the copy of a longer prefix
+# takes more time than its products save. A cache of fewer slots is always read whole.
+PREFIXES = (1, 2)
+NUM_PARTS = 8
+MIN_SLOTS = 512
 
 
 class Panels(NamedTuple):
@@ -263,8 +266,8 @@ def attend_prefix(
 
     if T == 1 or S < MIN_SLOTS or k.ndim == 4:
         return over(S)
-    step = -(-S // NUM_PREFIXES)
-    prefixes = [functools.partial(over, n) for n in (*range(step, S, step), S)]
+    step = -(-S // NUM_PARTS)
+    prefixes = [functools.partial(over, n) for n in (*(i * step for i in PREFIXES), S)]
     last = jnp.where(mask_BTS.any(axis=(0, 1)), jnp.arange(S), 0).max()
-    choose = lambda: jax.lax.switch(last // step, prefixes)
+    choose = lambda: jax.lax.switch(last // step, prefixes)  # beyond the last: the last
     return jax.lax.platform_dependent(cpu=choose, default=prefixes[-1])

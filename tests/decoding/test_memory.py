@@ -25,7 +25,7 @@ from spec_jax.models import layers, transformer
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.families import llama
-from spec_jax.models.layout import NUM_PREFIXES
+from spec_jax.models.layout import NUM_PARTS
 from spec_jax.rules import make_rule
 from spec_jax.sampling import make_sampler
 from spec_jax.tree import DynamicTree, Tree
@@ -179,7 +179,7 @@ def test_unrolled_layers_are_read_where_they_lie(num_draft, batch, draft_layers)
     One query a row reads the cache itself.
     """
     text, _, _ = compiled(num_draft, batch, draft_layers, False)
-    parts = 1 if num_draft else NUM_PREFIXES
+    parts = 1 if num_draft else NUM_PARTS
     assert moves_in_loops(text, elements(1, batch) // parts) == []
 
 

@@ -1,6 +1,6 @@
 """The part "peers" with workers that decode nothing: ratios, tables, and peers that fail.
 
-The real workers are compared in ``tests/parity/test_peers.py``.
+The real workers are compared in ``tests/parity/test_transformers_peers.py``.
 """
 
 from __future__ import annotations

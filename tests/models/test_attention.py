@@ -10,11 +10,11 @@ from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.loading import LoadedModel
 from spec_jax.models import transformer
 from spec_jax.models.attention import attend
-from spec_jax.models.layout import MIN_SLOTS, NUM_PREFIXES, attend_prefix
+from spec_jax.models.layout import MIN_SLOTS, NUM_PARTS, PREFIXES, attend_prefix
 
 S, N, G, H = MIN_SLOTS + 88, 4, 2, 4  # slots that prefixes do not divide
-SIZE = -(-S // NUM_PREFIXES)
-EDGES = [n * SIZE + d for n in range(1, NUM_PREFIXES) for d in (-1, 0, 1)]
+SIZE = -(-S // NUM_PARTS)
+EDGES = [n * SIZE + d for n in range(1, NUM_PARTS) for d in (-1, 0, 1)]
 
 over_prefix, over_all = jax.jit(attend_prefix), jax.jit(attend)
 
@@ -37,7 +37,7 @@ def assert_reads_the_prefix_alone(mask):
     q, k, v = inputs(mask)
     np.testing.assert_allclose(over_prefix(q, k, v, mask), over_all(q, k, v, mask), atol=1e-5)
     last = np.flatnonzero(mask.any(axis=(0, 1)))[-1]
-    past = (last // SIZE + 1) * SIZE
+    past = (last // SIZE + 1) * SIZE if last < PREFIXES[-1] * SIZE else S
     k[:, past:], v[:, past:] = np.nan, np.nan  # which would reach the output, masked or not
     assert np.isfinite(over_prefix(q, k, v, mask)).all()
     if past < S:
@@ -74,7 +74,7 @@ def test_a_layer_of_a_stack_is_read_whole():
 
 @pytest.mark.parametrize(
     "T, slots, platform, num_prefixes",
-    [(5, S, "cpu", NUM_PREFIXES), (1, S, "cpu", 1), (5, MIN_SLOTS - 1, "cpu", 1),
+    [(5, S, "cpu", len(PREFIXES) + 1), (1, S, "cpu", 1), (5, MIN_SLOTS - 1, "cpu", 1),
      (5, S, "tpu", 1), (5, S, "cuda", 1)],
 )  # fmt: skip
 def test_there_is_a_choice_for_several_queries_on_a_cpu_alone(T, slots, platform, num_prefixes):
