@@ -253,6 +253,10 @@ class Bench:
             options["speculative_method"] = cell.method if draft is None else draft.method
         return SpeculativeConfig(**options)
 
+    def has_own_temperature(self, cell: Cell) -> bool:
+        """Returns whether a cell's drafts are drawn at a temperature of their own."""
+        return self.draft_temperature is not None and cell.temperature > 0
+
     def run(self, cell: Cell, index: int, **options) -> Run:
         """Decodes batch ``index``; ``options`` are those of ``SpeculativeDecoder.generate``."""
         decoder = self.decoder(cell)
@@ -262,7 +266,7 @@ class Bench:
             for i in chosen
         ]
         draft = None
-        if self.draft_temperature is not None and cell.temperature > 0:
+        if self.has_own_temperature(cell):
             draft = [dataclasses.replace(s, temperature=self.draft_temperature) for s in target]
         decoder.reset_stats()
         memory.reset_peak()

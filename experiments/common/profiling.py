@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import re
 import shutil
@@ -145,9 +146,12 @@ def profile_cells(bench: Bench, cells: Sequence[Cell], folder: pathlib.Path) -> 
         print(f"tracing {cell.label}", flush=True)
         decoder = bench.decoder(cell)
         engine, V = decoder.engine(), bench.target.model.vocab_size
-        sampler = make_sampler(decoder.target_sampler, bench.batch, V)
+        own = draft = decoder.target_sampler
+        if bench.has_own_temperature(cell):
+            draft = dataclasses.replace(own, temperature=bench.draft_temperature)
+        samplers = [make_sampler(config, bench.batch, V) for config in (own, draft)]
         request = make_request(
-            engine.system, bench.prompts[: bench.batch], bench.max_new_tokens, sampler, sampler,
+            engine.system, bench.prompts[: bench.batch], bench.max_new_tokens, *samplers,
             pad_to=bench.longest,
         )
         found[cell.label] = profile_rounds(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -85,10 +86,24 @@ def read_rows(path: pathlib.Path) -> list[Prompt]:
 
 def _from_row(row, where: str) -> Prompt:
     """Returns the prompt of one JSON value; ``where`` is its place in the file."""
+    check_unicode(row, where)
     record = parse_record(row, where)
     row = row if isinstance(row, dict) else {}
     name = row.get("task_id", row.get("question_id", pathlib.Path(where).name))
     return _of_record(record, f"{name} ({row['category']})" if "category" in row else f"{name}")
+
+
+def check_unicode(row: Any, where: str) -> None:
+    """Raises a ConfigError if a text of a JSON value cannot be encoded.
+
+    Args:
+      row: The value.
+      where: Its place, for the message.
+    """
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{where} holds half of a surrogate pair; expected text") from None
 
 
 def _of_record(record: Conversation | Text, name: str) -> Prompt:

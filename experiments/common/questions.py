@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from experiments.common import data_sources
-from experiments.common.prompts import Prompt, PromptEncoder, evenly
+from experiments.common.prompts import Prompt, PromptEncoder, check_unicode, evenly
 from spec_jax.data.records import (
     Conversation,
     Text,
@@ -159,10 +158,7 @@ def _rows(data: str, malformed: list[str]) -> list[tuple[Any, str]]:
 
 def _question(value: Any, source: str, usual: str) -> Question:
     """Reads a row; ``usual`` is the category of rows that name none."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"{source} holds half of a surrogate pair; expected text") from None
+    check_unicode(value, source)
     row = value if isinstance(value, dict) else {}
     place = pathlib.PurePath(source).name
     name = str(next((row[key] for key in _NAMES if row.get(key) is not None), place))

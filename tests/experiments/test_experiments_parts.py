@@ -45,6 +45,7 @@ def test_prompts_come_from_files_of_each_kind(tmp_path):
     bad = {
         "{": r"bad\.jsonl:1: not JSON", '{"a": 1}': "the keys 'a'.*instruction", "1": "no object",
         '{"turns": "hello"}': "the keys 'turns'", '{"text": " "}': "an empty prompt",
+        '{"text": "\\ud83d"}': "half of a surrogate pair",
         '{"messages": []}': "no message to answer",
         '{"conversations": [{"from": "x", "value": ""}]}': "a turn is from 'x'",
         '{"messages": [{"role": "user", "content": ""}]}': "no text of the user",
