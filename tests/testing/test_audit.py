@@ -158,8 +158,8 @@ def test_penalties_and_caches_that_are_not_the_package_own_are_audited():
     assert found.is_explained and found.num_rows == len(found.rows) == 2
     told = audit(decoder, [0, 1], 12, sampler=SamplerConfig(), outputs=([[2, 1]], [[2, 0]]))
     assert told.of("bug") and "bug" in str(told) and told.to_dict()["bug"] == 1
-    ends = audit_outputs(target, [0, 1], [4, 5], [4])
-    assert ends.verdict == "bug" and ends.gap is None and ends.tokens == (5, None)
+    ends = audit_outputs(target, [0, 1], [3, 2], [3])
+    assert ends.verdict == "bug" and ends.gap is None and ends.tokens == (2, None)
 
 
 def told(rows):
