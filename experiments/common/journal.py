@@ -24,13 +24,16 @@ class Journal:
     def __init__(self, path: pathlib.Path):
         self.path, self._file = path, None
 
-    def read(self, take: Callable[[Mapping[str, Any]], None], expected: str) -> None:
+    def read(
+        self, take: Callable[[Mapping[str, Any]], None], expected: str, fault: str = ""
+    ) -> None:
         """Calls ``take`` with each line's object, and removes what a kill left of a last line.
 
         Args:
           take: Raises ValueError, KeyError or TypeError for an object that is not what it should
             be.
           expected: What a line should be, for the message.
+          fault: What a line is that ``take`` refuses, likewise.
 
         Raises:
           ConfigError: A complete line is no such object.
@@ -46,7 +49,7 @@ class Journal:
                     take(json.loads(line))
                 except (ValueError, KeyError, TypeError) as error:
                     raise ConfigError(
-                        f"{self.path}, line {number}: {error!r}; expected {expected}"
+                        f"{self.path}, line {number}{fault}: {error!r}; expected {expected}"
                     ) from error
                 end += len(line)
             file.truncate(end)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import collections
-import json
 import pathlib
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
+from experiments.common.journal import Journal
 from spec_jax import processes
 from spec_jax.errors import ConfigError
 
@@ -29,30 +29,14 @@ class Responses:
     """
 
     def __init__(self, path: pathlib.Path):
-        self._path, self._file = path, None
+        self._path, self._journal = path, Journal(path)
         self._prompts: dict[int, int] = {}  # index -> checksum of the prompt's ids
         self.finish_reasons: collections.Counter[str] = collections.Counter()
         self.num_tokens = 0
-        if path.exists() and processes.is_writer():
-            self._read()
+        expected = f"a JSON object with {', '.join(_KEYS)}, each index once"
+        self._journal.read(self._count, expected, " is no response")
         known = processes.from_writer([list(self._prompts.items()), self.num_tokens])
         self._prompts, self.num_tokens = dict(map(tuple, known[0])), known[1]
-
-    def _read(self) -> None:
-        with open(self._path, "r+b") as file:
-            end = 0
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    break
-                try:
-                    self._count(json.loads(line))
-                except (ValueError, KeyError, TypeError) as error:
-                    raise ConfigError(
-                        f"{self._path}, line {number} is no response: {error!r}; expected a JSON "
-                        f"object with {', '.join(_KEYS)}, each index once"
-                    ) from error
-                end += len(line)
-            file.truncate(end)
 
     def _count(self, row: Mapping) -> None:
         index, prompt, response, reason = (row[key] for key in _KEYS)
@@ -81,21 +65,15 @@ class Responses:
                 )
 
     def append(self, row: Mapping) -> None:
-        """Writes and flushes one line, so that a killed run loses none."""
+        """Writes one line to the disk, so that a killed run loses none."""
         self._count(row)
-        if not processes.is_writer():
-            return
-        if self._file is None:
-            self._file = open(self._path, "a", encoding="utf-8")
-        self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        self._file.flush()
+        self._journal.append([row])
 
     def __enter__(self) -> Responses:
         return self
 
     def __exit__(self, *_) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._journal.__exit__()
 
 
 def _checksum(ids: list[int]) -> int:
