@@ -10,7 +10,7 @@ import griffe
 
 
 def comment_of(lines: list[str], first: int, last: int) -> str:
-    """Returns the comments above and behind an assignment, as one text.
+    """Returns the comments above and after an assignment, as one text.
 
     Args:
       lines: The lines of the file.
@@ -25,9 +25,9 @@ def comment_of(lines: list[str], first: int, last: int) -> str:
     code = "\n".join(lines[first - 1 : last]).strip()
     found = [t.string for t in tokenize.generate_tokens(io.StringIO(code).readline)
              if t.type == tokenize.COMMENT]  # fmt: skip
-    behind = [x.lstrip("# ") for x in found if not x.startswith("# fmt:")]
-    # The shape stands behind the assignment and comes first.
-    return ". ".join(filter(None, (" ".join(behind).rstrip("."), " ".join(above))))
+    after = [x.lstrip("# ") for x in found if not x.startswith("# fmt:")]
+    # The shape stands after the assignment and comes first.
+    return ". ".join(filter(None, (" ".join(after).rstrip("."), " ".join(above))))
 
 
 class Comments(griffe.Extension):
