@@ -6,12 +6,13 @@
   the transposed embedding;
 * maps of one input stand side by side in one matrix (``Joined``): fewer products, each of them
   large enough for several cores;
-* matrices are cut into panels of columns ``[P, in, out / P]``. A CPU multiplies a few rows by
+* matrices are cut into panels of columns (``InPanels``). A CPU multiplies a few rows by
   ``[in, out]`` in tiles some columns wide, and so walks down the matrix at a stride of a whole
   row. A panel as wide as a tile is read in order. The price is a copy of the rows for each panel,
   rows / width of the matrix's own size.
 
-``TABLE`` says where panels pay and how wide they are. ``matmul`` takes a matrix in either form, and
+``TABLE`` says where panels pay and how wide they are; the benchmark's part "layouts" measures what
+it should say on a machine. ``matmul`` takes a matrix in either form, and
 ``attend_prefix`` reads no more of a cache than a CPU has to.
 """
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -46,8 +47,9 @@ class Panels(NamedTuple):
       rows: the least and the most tokens of a pass.
       is_large: whether this is about matrices of more than ``LARGE`` elements, or about others.
       widths: columns of a panel; the first that divides the matrix counts, and 0 stands for one
-        panel of all columns. A matrix that none divides stays whole.
-      min_rows: tokens that the product is padded to.
+        panel of all columns. A matrix that none divides stays whole. Without any, maps of one
+        input stay apart, too.
+      min_rows: rows that the product of one token is padded to.
     """
 
     since: tuple[int, int]
@@ -60,7 +62,8 @@ class Panels(NamedTuple):
 
 LARGE = 1 << 19  # elements; a larger matrix is read from memory, others from a cache
 # The first line that fits counts; without one, matrices stay whole and apart. What each line was
-# measured to gain is in docs/measurements.md, "Layouts on a CPU".
+# measured to gain is in docs/measurements.md, "Layouts on a CPU". On another machine,
+# ``python -m experiments.benchmark --parts=layouts`` prints the lines that it would put here.
 TABLE = (
     Panels((0, 12), "float32", (1, 1), False, (32, 16)),
     Panels((0, 12), "float32", (2, 32), False, (64, 32, 16)),
@@ -73,26 +76,47 @@ TABLE = (
 MAX_ROWS = max(line.rows[1] for line in TABLE)
 
 
-def find(num_rows: int, size: int, dtype: DTypeLike) -> Panels | None:
-    """Returns the line of ``TABLE`` for a product of ``num_rows`` tokens, if there is one.
+def find(
+    num_rows: int, size: int, dtype: DTypeLike, table: Sequence[Panels] = TABLE
+) -> Panels | None:
+    """Returns the line of a table for a product of ``num_rows`` tokens, if there is one.
 
     Args:
       num_rows: tokens of the pass, all rows of the batch together.
       size: elements of the matrix.
       dtype: of the matrix.
+      table: lines, of which the first that fits counts.
     """
     kind = (jnp.dtype(dtype).name, size > LARGE)
     fits = lambda line: line.rows[0] <= num_rows <= line.rows[1]
     of_version = lambda line: jax.__version_info__[:2] >= line.since
-    lines = (line for line in TABLE if (line.dtype, line.is_large) == kind)
+    lines = (line for line in table if (line.dtype, line.is_large) == kind)
     return next((line for line in lines if fits(line) and of_version(line)), None)
+
+
+@flax.struct.dataclass
+class InPanels:
+    """A matrix dtype[in,out] in panels of its columns.
+
+    Attributes:
+      w: the panels.
+      min_rows: rows that the product of one token is padded to.
+    """
+
+    w: jax.Array  # dtype[P,in,out/P]
+    min_rows: int = flax.struct.field(pytree_node=False, default=1)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the matrix."""
+        return self.w.dtype
 
 
 @flax.struct.dataclass
 class Joined:
     """Linear maps of one input, side by side in one matrix."""
 
-    w: jax.Array  # dtype[in,sum of widths], or its panels
+    w: jax.Array | InPanels  # dtype[in,sum of widths]
     names: tuple[str, ...] = flax.struct.field(pytree_node=False)
     widths: tuple[int, ...] = flax.struct.field(pytree_node=False)
 
@@ -153,14 +177,18 @@ def with_own_head(params: dict[str, Any]) -> dict[str, Any]:
     return params if "head" in params else {**params, "head": jnp.array(params["embed"].T)}
 
 
-def in_panels(params: dict[str, Any], num_rows: int) -> dict[str, Any]:
+def in_panels(
+    params: dict[str, Any], num_rows: int, table: Sequence[Panels] = TABLE
+) -> dict[str, Any]:
     """Returns the same weights with maps of one input joined, and matrices in panels.
 
-    Embeddings and stacked layers stay as they are, and so does what no line of ``TABLE`` is about.
+    Embeddings and stacked layers stay as they are, and so does what no line of the table is about
+    and what is in panels already.
 
     Args:
       params: nested dict of weights.
       num_rows: tokens of the passes that they are for.
+      table: what is laid out, and how.
     """
     layers = params.get("layers", {})
     is_stacked = not all(isinstance(layer, dict) for layer in layers.values())
@@ -169,15 +197,17 @@ def in_panels(params: dict[str, Any], num_rows: int) -> dict[str, Any]:
         if name == "embed" or (name == "layers" and is_stacked):
             return w
         if isinstance(w, dict):
-            return in_panels(w, num_rows)
+            return in_panels(w, num_rows, table)
         if isinstance(w, Joined):
-            return w.replace(w=to_panels(w.w, num_rows))
-        return to_panels(w, num_rows) if w.ndim == 2 else w
+            return w.replace(w=to_panels(w.w, num_rows, table))
+        return to_panels(w, num_rows, table) if getattr(w, "ndim", None) == 2 else w
 
-    return {name: panels(name, w) for name, w in join(params, num_rows).items()}
+    return {name: panels(name, w) for name, w in join(params, num_rows, table).items()}
 
 
-def join(params: dict[str, Any], num_rows: int) -> dict[str, Any]:
+def join(
+    params: dict[str, Any], num_rows: int, table: Sequence[Panels] = TABLE
+) -> dict[str, Any]:
     """Returns a layer's weights with the maps of ``JOINED`` side by side, if panels pay."""
     for names in JOINED:
         ws = [params.get(name) for name in names]
@@ -185,18 +215,18 @@ def join(params: dict[str, Any], num_rows: int) -> dict[str, Any]:
             continue
         size = sum(w.size for w in ws)
         is_alike = len({(w.shape[0], w.dtype) for w in ws}) == 1
-        if is_alike and find(num_rows, size, ws[0].dtype) is not None:
+        line = find(num_rows, size, ws[0].dtype, table) if is_alike else None
+        if line is not None and line.widths:
             joined = Joined(jnp.concatenate(ws, axis=1), names, tuple(w.shape[1] for w in ws))
             params = {name: w for name, w in params.items() if name not in names}
             params["+".join(names)] = joined
     return params
 
 
-def weight(params: dict[str, Any], name: str, shape: tuple[int, ...]) -> jax.Array:
-    """Returns the weight of this name and shape, whichever layout it is in."""
+def weight(params: dict[str, Any], name: str) -> jax.Array:
+    """Returns the weight of this name, whichever layout it is in."""
     if name in params:
-        w = params[name]
-        return w if w.ndim == len(shape) else from_panels(w)
+        return from_panels(params[name])
     joined = find_joined(params, name)
     return from_panels(joined.w)[:, joined.columns(name)]
 
@@ -206,41 +236,48 @@ def find_joined(params: dict[str, Any], name: str) -> Joined:
     return next(w for w in params.values() if isinstance(w, Joined) and name in w.names)
 
 
-def to_panels(w: jax.Array, num_rows: int) -> jax.Array:
-    """Returns a matrix dtype[in,out] as panels dtype[P,in,out/P], or whole if they gain nothing."""
-    line, size = find(num_rows, w.size, w.dtype), w.shape[-1]
+def to_panels(
+    w: jax.Array | InPanels, num_rows: int, table: Sequence[Panels] = TABLE
+) -> jax.Array | InPanels:
+    """Returns a matrix dtype[in,out] in panels, or as it is if they gain nothing."""
+    if isinstance(w, InPanels):
+        return w
+    line, size = find(num_rows, w.size, w.dtype, table), w.shape[1]
     widths = (n or size for n in (() if line is None else line.widths))
     width = next((n for n in widths if size % n == 0), None)
-    if w.ndim == 3 or width is None:
+    if width is None:
         return w
-    return jnp.array(w.reshape(w.shape[0], -1, width).transpose(1, 0, 2))
+    panels = jnp.array(w.reshape(w.shape[0], -1, width).transpose(1, 0, 2))
+    return InPanels(panels, line.min_rows)
 
 
-def from_panels(w: jax.Array) -> jax.Array:
+def from_panels(w: jax.Array | InPanels) -> jax.Array:
     """Returns the matrix dtype[in,out] of what ``to_panels`` returned."""
-    return w if w.ndim == 2 else w.transpose(1, 0, 2).reshape(w.shape[1], -1)
+    if not isinstance(w, InPanels):
+        return w
+    return w.w.transpose(1, 0, 2).reshape(w.w.shape[1], -1)
 
 
-def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+def matmul(x: jax.Array, w: jax.Array | InPanels) -> jax.Array:
     """Returns ``x @ w``, whichever layout ``w`` is in.
 
     Args:
       x: dtype[...,in].
-      w: dtype[in,out], or its panels dtype[P,in,out/P]; with more than ``MAX_ROWS`` rows
-        they are put together first, so pass the whole matrix there.
+      w: dtype[in,out], or its panels; with more than ``MAX_ROWS`` rows they are put together
+        first, so pass the whole matrix there.
 
     Returns:
       dtype[...,out].
     """
     num_rows = math.prod(x.shape[:-1])
-    if w.ndim == 2 or num_rows > MAX_ROWS:
+    if not isinstance(w, InPanels) or num_rows > MAX_ROWS:
         return x @ from_panels(w)
-    rows, line = x.reshape(num_rows, -1), find(num_rows, w.size, w.dtype)
-    if line is not None and num_rows < line.min_rows:
-        rows = jnp.broadcast_to(rows[:1], (line.min_rows, x.shape[-1]))
-    copies = jnp.broadcast_to(rows, (w.shape[0], *rows.shape))
+    rows = x.reshape(num_rows, -1)
+    if num_rows == 1:
+        rows = jnp.broadcast_to(rows, (w.min_rows, x.shape[-1]))
+    copies = jnp.broadcast_to(rows, (w.w.shape[0], *rows.shape))
     # A CPU multiplies bfloat16 faster if float32 is asked for, which it sums in anyway.
-    y = jnp.einsum("pti,pio->pto", copies, w, preferred_element_type=jnp.float32).astype(x.dtype)
+    y = jnp.einsum("pti,pio->pto", copies, w.w, preferred_element_type=jnp.float32).astype(x.dtype)
     y = y.transpose(1, 0, 2).reshape(len(rows), -1)[:num_rows]
     return y.reshape(*x.shape[:-1], -1)
 

@@ -184,7 +184,7 @@ def walk(config: AnyConfig, params: Params) -> Iterator[tuple[ParamSpec, int | N
         if i is not None and config.scan_layers:
             yield spec, i, layers[name][i]
         else:
-            yield spec, i, weight(params if i is None else layers[str(i)], name, spec.shape)
+            yield spec, i, weight(params if i is None else layers[str(i)], name)
 
 
 def _time_steps(key, shape):

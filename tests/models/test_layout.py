@@ -33,7 +33,8 @@ def test_a_product_in_the_layout_of_any_pass_is_the_product_with_the_matrix(shap
     x = jnp.asarray(draw.normal(size=(ROWS[-1], shape[0])), dtype)
     want = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
     error = {"float32": 1e-4, "bfloat16": 2**-7 * np.abs(want).max()}[dtype]
-    layouts = {cut.shape: cut for n in ROWS if (cut := layout.to_panels(w, n)) is not w}
+    cuts = (cut for n in ROWS if (cut := layout.to_panels(w, n)) is not w)
+    layouts = {(cut.w.shape, cut.min_rows): cut for cut in cuts}
     assert layouts or jax.__version_info__ < (0, 12)
     for cut in layouts.values():
         np.testing.assert_array_equal(layout.from_panels(cut), w)
@@ -87,7 +88,37 @@ def test_joined_maps_give_what_each_gives_alone_in_one_product(dtype):
     if "q+k+v" in ours:
         assert apply.lower(ours, x).compile().as_text().count(" dot(") == 1
     for name in sizes:
-        np.testing.assert_array_equal(layout.weight(ours, name, layer[name].shape), layer[name])
+        np.testing.assert_array_equal(layout.weight(ours, name), layer[name])
+
+
+def test_a_table_of_ones_own_says_what_is_joined_and_how_wide_panels_are():
+    layer = {n: jnp.ones((8, m)) for n, m in {"q": 32, "k": 16, "v": 16, "o": 24}.items()}
+    table = lambda *widths: [layout.Panels((0, 0), "float32", (1, 9), False, widths)]
+    apart = layout.in_panels(layer, 5, table())
+    assert {n: id(w) for n, w in apart.items()} == {n: id(w) for n, w in layer.items()}
+    for widths, shape in {(64, 16): (1, 8, 64), (16,): (4, 8, 16), (0,): (1, 8, 64)}.items():
+        ours = layout.in_panels(layer, 5, table(*widths))
+        assert ours["q+k+v"].w.w.shape == shape
+        assert isinstance(ours["o"], layout.InPanels) is (0 in widths)  # 16 does not divide 24
+        assert layout.in_panels(layer, 10, table(*widths)).keys() == layer.keys()  # no such line
+
+
+def test_layouts_that_differ_in_padding_alone_share_no_program():
+    rows = []
+
+    @jax.jit
+    def product(x, w):
+        (dot,) = (e for e in jax.make_jaxpr(layout.matmul)(x, w).eqns if "dot" in str(e.primitive))
+        rows.append(dot.invars[0].aval.shape[1])
+        return layout.matmul(x, w)
+
+    draw, x = jnp.arange(8.0 * 32).reshape(8, 32), jnp.arange(8.0)[None]
+    for min_rows in (1, 2, 1):
+        line = layout.Panels((0, 0), "float32", (1, 9), False, (16,), min_rows)
+        w = layout.to_panels(draw, 4, [line])
+        np.testing.assert_array_equal(product(x, w), x @ draw)
+        np.testing.assert_array_equal(layout.matmul(jnp.ones((3, 8)), w), jnp.ones((3, 8)) @ draw)
+    assert rows == [1, 2]
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
@@ -115,9 +146,10 @@ def test_the_layout_for_a_cpu_changes_no_logits_and_is_not_saved(tmp_path, is_ti
 
 def test_the_copies_of_the_rows_never_outgrow_the_matrix():
     for num_rows in (5, 16, 32, layout.MAX_ROWS, layout.MAX_ROWS + 1, 100):
-        w = layout.to_panels(jnp.ones((256, 1024)), num_rows)
+        matrix = jnp.ones((256, 1024))
+        w = layout.to_panels(matrix, num_rows)
         compiled = jax.jit(layout.matmul).lower(jnp.ones((num_rows, 256)), w).compile()
-        assert compiled.memory_analysis().temp_size_in_bytes <= 1.2 * w.nbytes
+        assert compiled.memory_analysis().temp_size_in_bytes <= 1.2 * matrix.nbytes
 
 
 def test_weights_that_do_not_lie_on_a_cpu_stay_as_they_are():
