@@ -7,9 +7,9 @@
 
 Every drafter, K, tree and temperature takes turns with plain decoding, question by question, and
 every turn of a conversation is answered; later turns follow plain decoding's own answers, so that
-all of them answer the same prompts. Intervals are 95 % confidence intervals from resampling the
-questions. Greedy heads are also compared with the unrolling that trains them ("teacher-forced"):
-each tests the other.
+all of them answer the same prompts. Intervals are 95 % confidence intervals over the questions.
+Greedy heads are also compared with the unrolling that trains them ("teacher-forced"): each tests
+the other.
 A run leaves config.json, environment.json, report.json, report.md, report.html, plots, and
 answers.jsonl, a line for each answer. If it is stopped, the same command with its --workdir goes
 on.

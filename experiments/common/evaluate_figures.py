@@ -13,7 +13,7 @@ from experiments.common.decode_measure import Tally
 from experiments.common.evaluate_setup import Setup
 from experiments.common.evaluation import Stage
 from experiments.common.grid import Cell, Row
-from experiments.common.intervals import Interval, bootstrap, resampled_speedup
+from experiments.common.intervals import Interval, jackknife, paired_speedup
 from experiments.common.questions import Question
 from spec_jax.config import GREEDY_BELOW
 
@@ -44,29 +44,28 @@ class Counts(NamedTuple):
             counts.append((s.emitted - s.first, s.rounds, s.reached_at, s.accepted_at))
         return cls(*map(np.asarray, zip(*counts)))
 
-    def rates(self, chosen: np.ndarray) -> np.ndarray:
-        """Tau and the conditional acceptance at each position, over chosen questions.
-
-        Args:
-          chosen: i64[...,P], indices of questions.
+    @staticmethod
+    def rates(
+        tokens: np.ndarray, rounds: np.ndarray, reached: np.ndarray, accepted: np.ndarray
+    ) -> np.ndarray:
+        """Computes tau and the conditional acceptance at each position from sums of the counts.
 
         Returns:
-          f64[1+K,...], NaN where no draft was reached.
+          f64[...,1+K], NaN where no draft was reached.
         """
-        tau = self.tokens[chosen].sum(-1) / self.rounds[chosen].sum(-1)
-        accept = self.accepted[chosen].sum(-2) / self.reached[chosen].sum(-2)
-        return np.concatenate([tau[None], np.moveaxis(accept, -1, 0)])
-
+        return np.concatenate([(tokens / rounds)[..., None], accepted / reached], axis=-1)
 
     def intervals(self) -> list[Interval]:
         """Returns ``rates`` of all questions with their intervals."""
-        tau, *accept = bootstrap(self.rates, len(self.tokens))
+        tau, *accept = jackknife(self.rates, *self)
         return [tau.within(1, self.reached.shape[1] + 1), *(x.within(0, 1) for x in accept)]
 
 
 def differences(counts: Counts, first: Counts) -> list[Interval]:
     """Returns intervals of the rates of ``counts`` less those of ``first``, by question."""
-    return bootstrap(lambda i: counts.rates(i) - first.rates(i), len(first.tokens))
+    num = len(counts)
+    less = lambda *sums: Counts.rates(*sums[:num]) - Counts.rates(*sums[num:])
+    return jackknife(less, *counts, *first)
 
 
 def figures(setup: Setup, stage: Stage, found: costs.Costs | None) -> list[dict[str, Any]]:
@@ -158,7 +157,7 @@ def _speedup(stage: Stage, tally: Tally, chosen: Sequence[int]) -> Interval:
         own, plain = tally.pairs, stage.plain.pairs
     else:
         own, plain = (_by_question(stage, t, chosen) for t in (tally, stage.plain))
-    return resampled_speedup(own[0], plain[0], own[1], plain[1])
+    return paired_speedup(own[0], plain[0], own[1], plain[1])
 
 
 def _by_question(stage: Stage, tally: Tally, chosen: Sequence[int]) -> tuple[np.ndarray, ...]:

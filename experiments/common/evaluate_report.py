@@ -203,9 +203,9 @@ def legend(rep: Mapping[str, Any]) -> list[str]:
     return [
         f"- The first table is of batch {batch}. Plain decoding takes turns with every row of its "
         f"temperature, {rep['config']['repeats']} times; the median counts.",
-        f"- Intervals are of 95 %, by resampling the {asked} questions (Student's t of fewer than "
-        "eight); ? where a speed-up is not told from 1. Of larger batches the times of batches are "
-        "resampled, of a single one those of its repeats.",
+        f"- Intervals are of 95 %, over the {asked} questions (Student's t of the jackknife); ? "
+        "where a speed-up is not told from 1. Those of larger batches are over batches, of a "
+        "single batch over its repeats.",
         "- **tok/s** and **speed-up** are of decoding: neither prefill nor compilation counts.",
         "- **tau**: tokens emitted per target pass, the target's own included; **accepted at i**: "
         "of the drafts whose predecessors were all accepted, the share that was accepted at "

@@ -20,7 +20,6 @@ from experiments.common.evaluate_figures import Counts, differences
 from experiments.common.evaluate_report import pays_until
 from experiments.common.evaluate_setup import Setup, resolve
 from experiments.common.evaluation import check_folder
-from experiments.common.intervals import bootstrap
 from spec_jax.data import python_source, tokens
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.eagle.write import write_head
@@ -145,7 +144,7 @@ def test_intervals_are_those_of_the_mean_and_of_paired_differences():
     rounds = draw.integers(5, 9, 400)
     accepted = draw.binomial(rounds[:, None], [0.6, 0.0])
     counts = Counts(rounds + accepted[:, 0], rounds, np.stack([rounds, 0 * rounds], 1), accepted)
-    tau, accept, never = bootstrap(counts.rates, 400)
+    tau, accept, never = counts.intervals()
     assert tau.value == pytest.approx(1 + accept.value) and tau.low < 1.6 < tau.high
     error = 1.96 * np.sqrt(0.6 * 0.4 / rounds.sum())
     widths = [accept.high - accept.value, accept.value - accept.low]

@@ -11,7 +11,7 @@ from scipy.stats import binomtest
 
 from experiments.common import auditing, costs, decode_report, plots
 from experiments.common.grid import Cell, make_cells
-from experiments.common.intervals import Interval, bootstrap, paired_speedup
+from experiments.common.intervals import Interval, jackknife, paired_speedup
 from experiments.common.prompts import load_prompts
 from experiments.common.tables import table
 from spec_jax.engine import stats
@@ -225,10 +225,22 @@ def test_the_interval_of_a_speedup_is_that_of_its_pairs():
     assert twice.value == pytest.approx(2 * few.value)
 
 
+@pytest.mark.parametrize("n", [3, 5, 8, 10, 20, 80])
+def test_the_interval_of_a_speedup_covers_the_truth_of_few_and_of_many_questions(n):
+    """Speed-ups of questions are log-normal, and so are the tokens that they have."""
+    rng, num = np.random.default_rng(n), 1000
+    tokens = rng.lognormal(4.0, 0.3, (num, n))
+    own = tokens * rng.lognormal(0.0, 0.4, (num, n)) / 1.5
+    truth = 1.5 / np.exp(0.4**2 / 2)
+    found = [paired_speedup(x, t, t, t) for x, t in zip(own, tokens)]
+    covered = np.mean([x.low <= truth <= x.high for x in found])
+    assert 0.93 <= covered <= 0.97  # of a 95 % interval
+
+
 def test_an_interval_of_one_point_is_not_printed():
     assert str(Interval(0.5, 0.25, 0.75)) == "0.500 (0.250 to 0.750)"
     assert str(Interval(1.0, 1.0, 1.0)) == str(Interval(1.0, math.nan, math.nan)) == "1.000"
-    assert str(bootstrap(lambda chosen: chosen[None].mean(-1) + 2.0, 1)[0]) == "2.000"
+    assert str(jackknife(lambda x: x[..., None], np.asarray([2.0]))[0]) == "2.000"
     assert str(Interval(math.nan, math.nan, math.nan)) == "–"
 
 

@@ -9,7 +9,6 @@ import pytest
 from experiments.common import data_sources, questions
 from experiments.common.answers import pack
 from experiments.common.evaluate_figures import categories
-from experiments.common.intervals import paired_speedup, resampled_speedup
 from experiments.common.journal import Journal
 from experiments.common.prompts import load_prompts
 from experiments.common.questions import CONVERSATION, Question
@@ -161,17 +160,3 @@ def test_a_journal_loses_only_the_line_that_a_kill_cut_off(tmp_path):
     path.write_text("{\n")
     with pytest.raises(ConfigError, match="line 1: .*expected an object"):
         Journal(path).read(found.append, "an object")
-
-
-def test_a_resampled_speedup_covers_the_ratio_and_few_pairs_are_students():
-    import numpy as np
-
-    draw = np.random.default_rng(0)
-    plain_s = draw.uniform(1, 2, 40)
-    own_s, tokens = plain_s / draw.normal(1.5, 0.1, 40), np.full(40, 10)
-    found = resampled_speedup(own_s, plain_s, tokens, tokens)
-    usual = paired_speedup(own_s, plain_s, tokens, tokens)
-    assert found.value == pytest.approx(usual.value) and found.low < 1.5 < found.high
-    assert found.high - found.low == pytest.approx(usual.high - usual.low, rel=0.2)
-    few = [x[:5] for x in (own_s, plain_s, tokens, tokens)]
-    assert resampled_speedup(*few) == paired_speedup(*few)
