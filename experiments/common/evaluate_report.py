@@ -148,11 +148,7 @@ def _categories(group: Sequence[Result], temperature: float) -> list[Section]:
 
 def _groups(categories: Mapping[str, Any]) -> list[str]:
     """The categories without those that are part of another one."""
-    from experiments.common.questions import CONVERSATION, Question
-
-    if CONVERSATION not in categories:
-        return list(categories)
-    return [name for name in categories if Question("", name).group in (name,)]
+    return [name for name, part in categories.items() if part["group"] == name]
 
 
 def _curve(results: Sequence[Result]) -> Section:

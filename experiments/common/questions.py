@@ -21,7 +21,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel
 
 CONVERSATION = "multi-turn conversation"
-# Spec-Bench's groups: MT-bench's categories, ten questions each, are one of its six.
+# Spec-Bench's groups: MT-bench's categories, ten questions of two turns each, are one of its six.
 _OF_CONVERSATION = (
     "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities",
 )  # fmt: skip
@@ -39,6 +39,7 @@ class Question(NamedTuple):
       text: The text to continue; of a conversation, None.
       ids: The tokens of a text that is given as such.
       tools: What a chat template shows as functions.
+      is_of_conversations: Whether its category belongs to the group of conversations.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Question(NamedTuple):
     text: str | None = None
     ids: tuple[int, ...] = ()
     tools: list[dict] | None = None
+    is_of_conversations: bool = False
 
     @property
     def num_turns(self) -> int:
@@ -56,7 +58,7 @@ class Question(NamedTuple):
     @property
     def group(self) -> str:
         """Spec-Bench's group of the category."""
-        return CONVERSATION if self.category in _OF_CONVERSATION else self.category
+        return CONVERSATION if self.is_of_conversations else self.category
 
     def prompt(self, answers: Sequence[str], *, is_templated: bool) -> Prompt:
         """Returns the prompt of the turn that follows ``answers``.
@@ -117,7 +119,8 @@ def load(data: str, n: int, categories: Sequence[str] = ()) -> Questions:
     if not questions:
         why = f" ({malformed[0]})" if malformed else ""
         raise ConfigError(f"{data} has no question{why}; expected one a line")
-    questions, more = _of_categories(_with_own_names(questions), categories, data)
+    questions = _with_groups(_with_own_names(questions))
+    questions, more = _of_categories(questions, categories, data)
     if n > len(questions):
         more.append(f"{data} has {len(questions)} questions, not {n}: all of them are asked")
     chosen = evenly(questions, n) if 0 < n < len(questions) else questions
@@ -206,6 +209,13 @@ def _with_own_names(questions: Sequence[Question]) -> list[Question]:
         taken.add(name)
         found.append(question._replace(name=name))
     return found
+
+
+def _with_groups(questions: Sequence[Question]) -> list[Question]:
+    """Marks the categories of MT-bench's, all of whose questions have several turns."""
+    single = {question.category for question in questions if question.num_turns == 1}
+    grouped = {*_OF_CONVERSATION} - single
+    return [q._replace(is_of_conversations=q.category in grouped) for q in questions]
 
 
 def _of_categories(

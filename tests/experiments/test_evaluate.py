@@ -206,10 +206,10 @@ def test_twenty_questions_end_to_end(twenty):
         (t, b, m) for t in (0, 1) for b in (1, 4) for m in ("plain", "ngram", "draft")
     ]
     for r in saved["results"]:
-        assert r["identical_to_plain"] and r["rows"] == 25  # questions, and five second turns
+        assert r["identical_to_plain"] and r["rows"] == 27  # questions, and seven second turns
         parts = r["categories"]
         assert list(parts) == ["multi-turn conversation", "writing", "coding", "qa"]
-        assert [part["questions"] for part in parts.values()] == [14, 7, 7, 6]
+        assert [part["questions"] for part in parts.values()] == [7, 7, 7, 6]
         assert ("speedup" in parts["qa"]) is (r["batch"] == 1)
         if r["method"] != "plain":
             low, high = r["speedup_interval"]
@@ -236,7 +236,7 @@ def test_twenty_questions_end_to_end(twenty):
 @pytest.mark.exhaustive
 def test_later_turns_follow_what_plain_decoding_has_answered(twenty):
     found = [line for line in map(json.loads, lines(twenty[2])) if len(line["turns"]) == 2]
-    assert len(found) == 5 * 3 * 4
+    assert len(found) == 7 * 3 * 4
     for line in found:
         same = lambda other: all(other[n] == line[n] for n in ("temperature", "question", "batch"))
         (plain,) = (other for other in found if same(other) and other["method"] == "plain")

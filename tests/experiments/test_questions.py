@@ -70,8 +70,8 @@ def test_a_malformed_row_is_named_by_its_line_and_the_rest_goes_on(tmp_path):
 
 def test_categories_are_chosen_and_one_without_questions_is_named(tmp_path):
     names = ["writing", "qa", "coding", "qa"]
-    data = write(tmp_path / "r.jsonl", [{"prompt": n, "category": n} for n in names])
-    chosen = lambda *wanted: [q.text for q in questions.load(data, 0, wanted).chosen]
+    data = write(tmp_path / "r.jsonl", [{"turns": [n, "and?"], "category": n} for n in names])
+    chosen = lambda *wanted: [q.category for q in questions.load(data, 0, wanted).chosen]
     assert chosen("qa") == ["qa", "qa"] and chosen(CONVERSATION) == ["writing", "coding"]
     found = questions.load(data, 0, ["qa", "rag"])
     assert len(found.chosen) == 2 and "no question of the category 'rag'" in found.notes[0]
@@ -82,8 +82,19 @@ def test_categories_are_chosen_and_one_without_questions_is_named(tmp_path):
     assert [q.name for q in questions.load(data, 2).chosen] == ["r.jsonl:1", "r.jsonl:3"]
 
 
+def test_single_questions_of_a_category_of_mt_benchs_are_no_conversations(tmp_path):
+    rows = [
+        {"turns": ["a", "b"], "category": "writing"}, {"turns": ["a", "b"], "category": "math"},
+        {"prompt": "c", "category": "coding"}, {"turns": ["d", "e"], "category": "mine"},
+        {"prompt": "f", "category": "math"},
+    ]  # fmt: skip
+    found = questions.load(write(tmp_path / "r.jsonl", rows), 0).chosen
+    assert [q.group for q in found] == [CONVERSATION, "math", "coding", "mine", "math"]
+    assert [*categories(found)] == [CONVERSATION, "writing", "math", "coding", "mine"]
+
+
 def test_conversations_are_one_group_of_several_categories():
-    of = lambda name: Question(name, name)
+    of = lambda name: Question(name, name, is_of_conversations=name in ("writing", "coding"))
     asked = [of("qa"), of("writing"), of("rag"), of("coding"), of("writing")]
     assert categories(asked) == {
         "qa": [0], CONVERSATION: [1, 3, 4], "writing": [1, 4], "coding": [3], "rag": [2],

@@ -17,12 +17,12 @@ TIMES = re.compile(
 
 
 def questions(folder: pathlib.Path, text: str) -> pathlib.Path:
-    """Twenty questions of three categories; every fourth has two turns, and one line is broken."""
+    """Twenty questions of three categories; those of "writing" have two turns; a line is broken."""
     names = ("writing", "coding", "qa")
     rows = [
         json.dumps({
             "question_id": i, "category": names[i % 3],
-            "turns": [text[9 * i : 9 * i + 12], text[5 * i : 5 * i + 7]][: 2 if i % 4 == 0 else 1],
+            "turns": [text[9 * i : 9 * i + 12], text[5 * i : 5 * i + 7]][: 2 if i % 3 == 0 else 1],
         })
         for i in range(20)
     ]  # fmt: skip
