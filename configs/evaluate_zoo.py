@@ -2,7 +2,7 @@
 
     python -m experiments.evaluate
     python -m experiments.evaluate --config.drafts=zoo/eagle1,runs/mine/export,ngram
-    python -m experiments.evaluate --config.data=HumanEval.jsonl.gz --config.batches=1,4,16,64
+    python -m experiments.evaluate --config.data=HumanEval.jsonl.gz --config.batches=1,4,16,32
     python -m experiments.evaluate --config.num_prompts=600 --config.max_new_tokens=128
 
 Cost: about two minutes on two CPU cores. Expected: the heads and the module have a higher tau than
@@ -33,7 +33,8 @@ def get_config() -> ConfigDict:
     config.prompt_tokens = 64  # length of a held-out piece
     config.max_prompt_tokens = placeholder(int)  # longer prompts lose their beginning
     config.max_new_tokens = 64  # output tokens of each answer
-    config.batches = (1,)  # prompts decoded together; several: a curve, such as 1,4,16,64
+    # Prompts decoded together, at most as many as there are; several: a curve, such as 1,4,16,64.
+    config.batches = (1,)
     config.ks = (5,)  # drafted tokens per round
     # Trees beside the chains, separated by commas: 3x2x1, children by depth, or 59:6:10, nodes,
     # levels and children of EAGLE-2's dynamic tree.

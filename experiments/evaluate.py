@@ -2,7 +2,7 @@
 
     python -m experiments.evaluate
     python -m experiments.evaluate --config.target=PATH --config.drafts=HEAD1,HEAD2,ngram
-    python -m experiments.evaluate --config.data=question.jsonl --config.batches=1,4,16,64
+    python -m experiments.evaluate --config.data=question.jsonl --config.batches=1,4,16,32
     python -m experiments.evaluate --config.drafter=docs.examples.my_drafter:make
 
 Every drafter, K, tree and temperature takes turns with plain decoding, question by question, and

@@ -62,6 +62,20 @@ def names_of(config: ConfigDict) -> list[str]:
     return [*dict.fromkeys(name for name in names if name)]
 
 
+def fitting(batches: Sequence[int], num_prompts: int) -> tuple[tuple[int, ...], list[str]]:
+    """Returns batch sizes of at most as many rows as there are prompts, and notes on the larger.
+
+    A larger batch would hold copies of all its rows, whose tokens would count.
+    """
+    notes = [
+        f"batches of {b} are of {num_prompts}, since there are {num_prompts} prompts; "
+        f"--config.num_prompts={b} asks for more (0: all)"
+        for b in batches
+        if b > num_prompts
+    ]
+    return tuple(sorted({min(b, num_prompts) for b in batches})), notes
+
+
 def held_out_pieces(target: LoadedModel, n: int, length: int, seed: int) -> list[list[int]]:
     """Returns ids of ``n`` evenly spread pieces of the held-out modules; ``seed`` shifts them."""
     text = tokens.pack(target.tokenizer.backend, python_source.documents("held_out"))
@@ -120,12 +134,15 @@ class Setup(NamedTuple):
             raise ConfigError(f"nothing drafts for {target.name}: {'; '.join(notes)}")
         where.check_drafts([*drafts.values()])
         found = _questions(config, target)
+        config.batches, cut_off = fitting(
+            config.batches, sum(question.num_turns for question in found.chosen)
+        )
         models = [target, *drafts.values(), *own.limits]
         room = room_for_prompt(models, config.max_new_tokens, config.max_prompt_tokens)
         cells, more = _cells(config, target, drafts, methods, where, own)
         return cls(
             config, target, drafts, methods, cells, found, room, where, own,
-            [*notes, *more, *found.notes],
+            [*notes, *more, *found.notes, *cut_off],
         )  # fmt: skip
 
     def bench(self, prompts: list[list[int]], batch: int, layout: Sequence[Sequence[int]]) -> Bench:

@@ -18,7 +18,7 @@ from configs import evaluate_specbench, evaluate_zoo
 from experiments import evaluate
 from experiments.common.evaluate_figures import Counts, differences
 from experiments.common.evaluate_report import pays_until
-from experiments.common.evaluate_setup import Setup, resolve
+from experiments.common.evaluate_setup import Setup, fitting, resolve
 from experiments.common.evaluation import check_folder
 from spec_jax.data import python_source, tokens
 from spec_jax.drafters.eagle.model import EagleConfig
@@ -108,6 +108,16 @@ def test_batch_sizes_are_sorted_and_each_is_measured_once(config):
     other = config.copy_and_resolve_references()
     other.batches = (16, 1, 16)
     assert resolve(other).batches == (1, 16)
+
+
+def test_a_batch_holds_no_more_rows_than_there_are_prompts(config):
+    assert fitting((1, 4, 16), 16) == ((1, 4, 16), [])
+    batches, (note, _) = fitting((1, 4, 16, 64), 9)
+    assert batches == (1, 4, 9) and "batches of 16 are of 9, since there are 9 prompts" in note
+    other = config.copy_and_resolve_references()
+    other.update({"drafts": "ngram", "batches": (2, 8)})
+    setup = Setup.of(other)
+    assert setup.config.batches == (2, 3) and "batches of 8 are of 3" in setup.notes[-1]
 
 
 def test_a_folder_of_another_experiment_is_left_alone(tmp_path):
