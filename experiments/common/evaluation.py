@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from experiments.common import costs, decode_measure, inputs
+from experiments.common import costs, decode_measure, inputs, report
 from experiments.common.answers import Group, Probabilities, Saved, key_of, pack, restore, turn_of
 from experiments.common.cli import check_same
 from experiments.common.decode_measure import Tally, take_turns
@@ -21,6 +21,7 @@ from spec_jax.errors import ConfigError, PromptError
 from spec_jax.progress import Progress
 
 ANSWERS, STATE, INPUTS = "answers.jsonl", "state.jsonl", "inputs.json"
+_OF_TIMES = ("cpu_model", "cores", "devices", "spec_jax", "python", "jax", "jaxlib")
 _MAX_EXAMINED = 4  # rows of a cell that part from plain decoding's, since each compiles a pass
 
 
@@ -71,6 +72,7 @@ class Evaluation:
         self._lines: list[Mapping[str, Any]] = []
         self._history: dict[tuple[float, int], str] = {}
         self._costs: dict[int, costs.Costs] = {}
+        self._machines: list[Mapping[str, Any]] = []
         self._state.read(self._take, "what an earlier session has saved")
         self._answers.read(self._lines.append, "an answer")
         if processes.from_writer(bool(self._lines or self._history)) and processes.count() > 1:
@@ -88,6 +90,8 @@ class Evaluation:
             found = line["costs"]
             verify = {int(width): ms for width, ms in found["verify_ms"].items()}
             self._costs[line["batch"]] = costs.Costs(**{**found, "verify_ms": verify})
+        elif "machine" in line:
+            self._machines.append({"machine": line["machine"], "answers": line["answers"]})
         else:
             self._history[line["temperature"], line["prompt"]] = line["answer"]
 
@@ -111,6 +115,7 @@ class Evaluation:
         with self._answers, self._state:
             stages = self._stages()
             self._restore(stages)
+            self._add_machine(report.environment())
             left = [(s, [g for g in s.groups if not s.is_done(g)]) for s in stages]
             repeats = self.setup.config.repeats
             turns = lambda stage: sum(len(group.batches) for group in stage.groups) * repeats
@@ -129,6 +134,16 @@ class Evaluation:
             if bar is not None:
                 bar.close()
             return stages
+
+    def _add_machine(self, environment: Mapping[str, Any]) -> None:
+        """Saves what times depend on, if it is new, and warns where a session has changed it."""
+        machine = {name: environment[name] for name in _OF_TIMES}
+        if not self._machines or self._machines[-1]["machine"] != machine:
+            self._machines.append({"machine": machine, "answers": len(self._lines)})
+            self._state.append(self._machines[-1:])
+        self.notes += notes_of_machines(self._machines)
+        for note in self.notes:
+            print(f"warning: {note}", flush=True)
 
     def _stages(self) -> list[Stage]:
         """Answers the turns that others follow, and lays out every stage."""
@@ -294,6 +309,27 @@ class Evaluation:
     def _text(self, ids: Sequence[int]) -> str:
         tokenizer = self.setup.target.tokenizer
         return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
+
+
+def notes_of_machines(machines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns a sentence if sessions of a run had other machines or versions; else none.
+
+    Args:
+      machines: The values that differ between sessions by name ("machine"), and the answers that
+        were saved before ("answers"), in the order of the sessions.
+    """
+    said = []
+    for before, after in itertools.pairwise(machines):
+        names = [name for name, x in after["machine"].items() if before["machine"][name] != x]
+        changes = (f"{n} {before['machine'][n]} to {after['machine'][n]}" for n in names)
+        said.append(f"after {after['answers']} answers, from {', '.join(changes)}")
+    if not said:
+        return []
+    return [
+        f"the run went on elsewhere ({'; '.join(said)}): times and intervals mix these, though "
+        "each answer took turns with plain decoding on one of them; for figures of one machine, "
+        "run it again in a new --workdir"
+    ]
 
 
 def check_folder(folder: pathlib.Path, config: Mapping[str, Any]) -> dict[str, list]:

@@ -19,7 +19,7 @@ from experiments import evaluate
 from experiments.common.evaluate_figures import Counts, differences
 from experiments.common.evaluate_report import pays_until
 from experiments.common.evaluate_setup import Setup, fitting, resolve
-from experiments.common.evaluation import check_folder
+from experiments.common.evaluation import check_folder, notes_of_machines
 from spec_jax.data import python_source, tokens
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.eagle.write import write_head
@@ -128,6 +128,13 @@ def test_a_folder_of_another_experiment_is_left_alone(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"target": "a", "optimizer": {}}))
     with pytest.raises(ConfigError, match="other values of num_prompts"):
         check_folder(tmp_path, config)
+
+
+def test_a_run_that_went_on_elsewhere_says_so():
+    on = lambda answers, **machine: {"machine": {"cpu_model": "A", **machine}, "answers": answers}
+    assert notes_of_machines([on(0, jax="1")]) == []
+    (note,) = notes_of_machines([on(0, jax="1"), on(40, jax="2"), on(90, jax="2", cpu_model="B")])
+    assert "after 40 answers, from jax 1 to 2; after 90 answers, from cpu_model A to B" in note
 
 
 def test_every_config_resolves(config):
@@ -299,6 +306,12 @@ def test_killed_in_the_middle_it_ends_with_the_same_report(twenty, tmp_path):
     assert lines(run) == after
     speedups = lambda rep: [r["speedup"] for r in rep["results"]]
     np.testing.assert_allclose(speedups(again), speedups(resumed), rtol=1e-2)  # rounded in lines
+    assert "went on elsewhere" not in "".join(again["notes"])
+    state = (run / "state.jsonl").read_text(encoding="utf-8")
+    (run / "state.jsonl").write_text(state.replace('"jax": "', '"jax": "0.'), encoding="utf-8")
+    elsewhere = evaluate.evaluate(config, run)
+    version = jax.__version__
+    assert f"after 240 answers, from jax 0.{version} to {version}" in "".join(elsewhere["notes"])
 
 
 @pytest.mark.measure
