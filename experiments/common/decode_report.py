@@ -145,7 +145,8 @@ def legend(report: dict) -> list[tuple[str, str]]:
          "of plain decoding, which takes turns with all other rows of its temperature"),
         ("speed-up", f"tok/s over plain tok/s, with its 95 % interval over {pairs}; ? where it is "
          "not told from 1"),
-        ("predicted", "speed-up of chains that acceptance and the costs of passes predict"),
+        ("predicted", "speed-up of chains that acceptance and the costs of passes predict"
+         + ", if all rows of a batch end together" * (report["config"]["batch"] > 1)),
         ("identical", "whether every token equals plain decoding's; – where the rule samples other "
          "tokens of the same distribution; near ties: rounding explains every row that parts"),
     ]  # fmt: skip

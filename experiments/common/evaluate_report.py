@@ -209,7 +209,8 @@ def legend(rep: Mapping[str, Any]) -> list[str]:
         "- **round**: mean time of a round, which is **verify**, a pass of K + 1 tokens timed "
         "alone, **draft**, its K draft passes timed alone, and the **rest**; of plain decoding, a "
         "token. **pass / target's**: a draft pass over a target pass of one token. **predicted**: "
-        "speed-up from acceptance and these passes.",
+        "speed-up from acceptance and these passes; of several rows, times the share of them that "
+        "runs in a round, over plain decoding's: a batch goes on until its last row ends.",
         "- **peak**: largest resident memory of the whole process while the row was decoded.",
     ]
 

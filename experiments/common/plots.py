@@ -156,7 +156,9 @@ def plot_speedup(path: pathlib.Path, results: Sequence[dict], costs: Costs) -> N
             )
             if not s.is_tree:  # no speed-up is predicted for trees
                 ks = range(1, last["k"] + 1)
-                predicted = [predict(costs, last, k) for k in ks]
+                predicted = np.asarray([predict(costs, last, k) for k in ks])
+                # Of several rows the table's also counts those that end early.
+                predicted *= last["predicted_speedup"] / predicted[-1]
                 axis.plot(ks, predicted, **look | {"marker": ""})
                 shown = np.append(shown, predicted)
             top = max(top, *shown[np.isfinite(shown)])

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import sys
 import time
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -16,10 +17,11 @@ from support.tiny_models import LLAMA, random_weights
 
 from configs import evaluate_specbench, evaluate_zoo
 from experiments import evaluate
-from experiments.common.evaluate_figures import Counts, differences
+from experiments.common.evaluate_figures import Counts, busy_share, differences
 from experiments.common.evaluate_report import pays_until
 from experiments.common.evaluate_setup import Setup, fitting, resolve
 from experiments.common.evaluation import check_folder, notes_of_machines
+from experiments.common.grid import Run
 from spec_jax.data import python_source, tokens
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.eagle.write import write_head
@@ -28,6 +30,12 @@ from spec_jax.errors import ConfigError
 from spec_jax.loading import random_head
 from spec_jax.models.checkpoint import save_pretrained
 from spec_jax.models.tokenizer import Tokenizer
+
+
+class Row(NamedTuple):
+    """What is counted of an output."""
+
+    stats: Stats
 
 
 @pytest.fixture(scope="module")
@@ -187,10 +195,15 @@ def test_the_turns_of_a_question_count_together():
         emitted=2 * rounds + 1, first=1, accepted=rounds, bonus=rounds, rounds=rounds,
         reached_at=(rounds,), accepted_at=(rounds,), drafted_at=(rounds,),
     )  # fmt: skip
-    row = lambda rounds: type("Row", (), {"stats": turn(rounds)})
-    counts = Counts.of([[row(3), row(4)], [row(5)]])
+    counts = Counts.of([[Row(turn(3)), Row(turn(4))], [Row(turn(5))]])
     assert counts.rounds.tolist() == [7, 5] and counts.tokens.tolist() == [14, 10]
     assert counts.accepted.tolist() == [[7], [5]]
+
+
+def test_rows_that_end_early_leave_a_batch_less_busy():
+    run = lambda *rounds: Run(0.0, 1.0, [Row(Stats(rounds=n)) for n in rounds])
+    assert busy_share([run(7), run(3)]) == 1  # batches of one row
+    assert busy_share([run(8, 4), run(2, 2)]) == 16 / 20  # 12 of 16 rows and rounds, 4 of 4
 
 
 def test_where_speculation_pays():
@@ -230,7 +243,8 @@ def test_twenty_questions_end_to_end(twenty):
         assert ("speedup" in parts["qa"]) is (r["batch"] == 1)
         if r["method"] != "plain":
             low, high = r["speedup_interval"]
-            assert 0 < low <= r["speedup"] <= high
+            assert 0 <= low <= r["speedup"] <= high
+        assert r["busy_share"] == 1 if r["batch"] == 1 else r["busy_share"] <= 1
     assert f"left out: {data}:8: not JSON" in "".join(saved["notes"])
     assert "gone is left out" in "".join(saved["notes"])
     assert {path.suffix for path in folder.glob("batches.*")} == {".png", ".pdf"}
