@@ -188,7 +188,7 @@ def _rounds(shown: Sequence[Result]) -> Section:
             number(r["peak_bytes"] and r["peak_bytes"] / 2**20, ".0f"),
         ])  # fmt: skip
     header = ["method", "T", "round, ms", "verify", "draft", "rest", "pass / target's", "predicted",
-              "measured / predicted", "peak MiB"]  # fmt: skip
+              "measured / predicted", "process peak, MiB"]  # fmt: skip
     return Section("Where a round's time goes", header, rows, header[1:])
 
 
@@ -211,7 +211,8 @@ def legend(rep: Mapping[str, Any]) -> list[str]:
         "token. **pass / target's**: a draft pass over a target pass of one token. **predicted**: "
         "speed-up from acceptance and these passes; of several rows, times the share of them that "
         "runs in a round, over plain decoding's: a batch goes on until its last row ends.",
-        "- **peak**: largest resident memory of the whole process while the row was decoded.",
+        "- **process peak**: largest resident memory of the whole process, with all models of the "
+        "run, while the row was decoded.",
     ]
 
 
