@@ -268,11 +268,14 @@ def finish(rep: dict[str, Any]) -> dict[str, Any]:
 
 
 def print_results(rep: Mapping[str, Any], folder: pathlib.Path) -> None:
-    """Prints the tables, the notes and the conclusions."""
+    """Prints the tables, what their columns mean, the notes and the conclusions."""
     fill = functools.partial(textwrap.fill, width=100, break_on_hyphens=False)
     print(f"\n{results_table(first_batch(rep['results']))}")
     for section in sections(rep):
         print(f"\n{section.text()}")
+    print()
+    for line in legend(rep):
+        print(fill(line.replace("**", ""), subsequent_indent="  "))
     for line in _heads(rep):
         print(fill(line.removeprefix("## "), subsequent_indent="  "))
     if rep.get("audit"):

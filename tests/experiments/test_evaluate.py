@@ -70,7 +70,8 @@ def test_a_draft_equal_to_the_target_is_always_accepted(config, tmp_path, capsys
         assert sum(r["round_parts_ms"].values()) == pytest.approx(r["round_ms"])
     saved = check_run_files(tmp_path / "run", "evaluate")
     assert saved["results"][1]["rounds"] == same["rounds"] and same["draft_cost"] > 0
-    assert "process peak" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "process peak: largest resident memory" in said and "tau: tokens emitted" in said
     assert "process peak, MB" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
 
 
