@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import pathlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from spec_jax.data.records import read_objects
@@ -26,6 +28,7 @@ class Source(NamedTuple):
     url: str
 
 
+_PROBE_S = 5.0  # how long the hub may take to answer
 _GITHUB = "https://raw.githubusercontent.com"
 SOURCES = {
     "humaneval": Source(
@@ -74,24 +77,51 @@ def rows(name: str) -> list[tuple[Any, str]]:
     """
     source, tried = SOURCES[name], []
     if source.dataset:
-        try:
-            return _by_datasets(name, source)
-        except ImportError:
-            tried.append("the package datasets is not installed (pip install datasets)")
-        except Exception as error:  # of many types: no network, no such file, a changed format
-            tried.append(f"datasets: {_first_line(error)}")
-    if source.file:
-        try:
-            return _from_hub(source)
-        except Exception as error:
-            tried.append(f"hub: {_first_line(error)}")
-    if not source.dataset:
+        with _without_retries(source.dataset[0]) as silence:
+            try:
+                return _by_datasets(name, source)
+            except ImportError:
+                tried.append("the package datasets is not installed (pip install datasets)")
+            except Exception as error:  # of many types: no network, no such file, a changed format
+                tried.append(f"datasets: {_first_line(error)}")
+            if source.file:
+                try:
+                    return _from_hub(source)
+                except Exception as error:
+                    tried.append(f"hub: {silence or _first_line(error)}")
+    else:
         tried.append("the hub does not have it")
     file = source.url.rpartition("/")[2]
     raise ConfigError(
         f"data is {name!r}, which is not loaded: {'; '.join(tried)}. Where there is a network, run "
         f"`curl -LO {source.url}`; then --config.data={file}"
     )
+
+
+@contextlib.contextmanager
+def _without_retries(repo: str) -> Iterator[str]:
+    """Yields why the hub cannot be reached, empty if it can.
+
+    Where it does not answer, its libraries only use their caches meanwhile: by themselves each of
+    them would ask it six times, for 23 seconds, and they have no option against that.
+    """
+    import huggingface_hub as hub
+    from huggingface_hub import constants, errors
+
+    before, silence = constants.HF_HUB_OFFLINE, ""
+    if not before:
+        try:
+            url = hub.hf_hub_url(repo, "README.md", repo_type="dataset")
+            hub.get_hf_file_metadata(url, timeout=_PROBE_S)
+        except errors.HfHubHTTPError:  # it has answered
+            pass
+        except Exception as error:  # of the library that the hub's version uses
+            silence = f"it does not answer ({_first_line(error)})"
+    constants.HF_HUB_OFFLINE = before or bool(silence)
+    try:
+        yield silence
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 def _by_datasets(name: str, source: Source) -> list[tuple[Any, str]]:

@@ -134,6 +134,33 @@ def test_a_name_that_cannot_be_loaded_says_what_to_fetch(name, monkeypatch):
     assert "pip install datasets" in said or name == "specbench"
 
 
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
+    """Its libraries would ask again for 23 seconds; offline they use their caches at once."""
+    import huggingface_hub as hub
+    from huggingface_hub import constants
+
+    asked, offline, is_cached = [], [], False
+
+    def probe(url, timeout):
+        asked.append(url)
+        raise OSError("no such host")
+
+    def load(*names, split):
+        offline.append(constants.HF_HUB_OFFLINE)
+        if not is_cached:
+            raise ConnectionError("no network")
+        return [{"prompt": "a"}]
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "get_hf_file_metadata", probe)
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load))
+    with pytest.raises(ConfigError, match=r"hub: it does not answer \(OSError: no such host\)"):
+        data_sources.rows("mtbench")
+    assert len(asked) == 1 and offline == [True] and constants.HF_HUB_OFFLINE is False
+    is_cached = True
+    assert data_sources.rows("humaneval") == [({"prompt": "a"}, "humaneval: row 1")]
+
+
 def test_names_are_told_apart_from_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "gsm8k", ["one"])
