@@ -80,6 +80,15 @@ def get_config() -> ConfigDict:
         "repeats": 5,
         "seed": 0,
     })
+    config.layouts = ConfigDict({
+        "targets": "zoo/target,llama110m",  # zoo names, directories, or the next shape
+        "shape": config.llama110m.target.to_dict(),  # of "llama110m", with random weights
+        "dtypes": "float32,bfloat16",  # of weights and caches
+        "tokens": (1, 2, 4, 5, 6, 9, 16),  # of a pass
+        "slots": 384,
+        "repeats": 9,
+        "seed": 0,
+    })
     config.states = ConfigDict({
         "target": {  # 69,760,608 parameters, half the depth of the published 130M
             "vocab_size": 32000,

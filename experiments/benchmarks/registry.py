@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 from experiments.benchmarks import (
     adaptive,
     heads,
+    layouts,
     own,
     peers,
     states,
@@ -39,6 +40,7 @@ PARTS = {
     "streaming": Part(streaming.check, streaming.measure),
     "zoo": Part(zoo.check, zoo.measure),
     "adaptive": Part(adaptive.check, adaptive.measure),
+    "layouts": Part(layouts.check, layouts.measure),
     "states": Part(states.check, states.measure),
     "training": Part(training.check, training.measure),
     "own": Part(own.check, own.measure),

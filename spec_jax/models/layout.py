@@ -145,7 +145,7 @@ def by_rows(
       ``(num_rows) -> params`` for passes over ``num_rows`` tokens, all rows of the batch
       together. None stands for any number, as in prefill.
     """
-    if not _is_on_one_cpu(params):
+    if not is_on_one_cpu(params):
         return lambda num_rows: params
     made: dict[Any, dict[str, Any]] = {}
 
@@ -163,7 +163,8 @@ def by_rows(
     return lay_out if has_panels else lambda num_rows: whole()
 
 
-def _is_on_one_cpu(params) -> bool:
+def is_on_one_cpu(params: dict[str, Any]) -> bool:
+    """Returns whether all of the arrays lie on one device, and that is a CPU."""
     arrays = (x for x in jax.tree.leaves(params) if isinstance(x, jax.Array))
     devices = set().union(*(x.devices() for x in arrays))
     return len(devices) == 1 and all(device.platform == "cpu" for device in devices)

@@ -1,0 +1,159 @@
+"""The benchmark's part "layouts": whole target passes in every layout of the weights, on a CPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import jax
+from ml_collections import ConfigDict
+
+from experiments.benchmarks.layouts_advice import (
+    OWN,
+    TWO_ROWS,
+    Times,
+    advice,
+    case_lines,
+    names,
+    recommend,
+    section,
+    widths_of,
+)
+from experiments.benchmarks.rounds import in_dtype
+from experiments.benchmarks.shapes import listed, random_model
+from experiments.common import cli
+from experiments.common.costs import ITERATIONS, pass_timer
+from experiments.common.timing import Result, measure_all
+from spec_jax.loading import LoadedModel, load_model
+from spec_jax.models import layout
+from spec_jax.models.families import family_of
+from spec_jax.models.layout import LARGE, MAX_ROWS, InPanels, Panels
+from spec_jax.models.params import Params
+
+DTYPES = ("float32", "bfloat16")
+RANDOM = "llama110m"  # the target with random weights
+_WEIGHTS_READ = 1 << 29  # in one timed call, so that a dispatch does not count
+
+
+def check(config: ConfigDict) -> None:
+    """Raises ConfigError if a value is out of range."""
+    c = config.layouts
+    cli.require_positive(config, "slots repeats", "layouts")
+    require = lambda ok, name, expected: cli.require(ok, config, f"layouts.{name}", expected)
+    require(_names(c.targets), "targets", f"names or directories of models, or {RANDOM}")
+    dtypes = _names(c.dtypes)
+    require(dtypes and set(dtypes) <= set(DTYPES), "dtypes", f"some of {', '.join(DTYPES)}")
+    is_listed = c.tokens and 1 <= min(c.tokens) and max(c.tokens) <= MAX_ROWS
+    require(is_listed, "tokens", f"integers from 1 to {MAX_ROWS}; with more nothing is laid out")
+    require(max(c.tokens) < c.slots, "slots", "more than the tokens of a pass")
+
+
+def _names(text):
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def lay_out(params: Params, name: str, dtype: str) -> Params:
+    """Returns whole weights of a dtype, each matrix of them in the layout of this name."""
+    widths, min_rows = widths_of(name)
+    rows = (1, MAX_ROWS)
+    table = [Panels((0, 0), dtype, rows, size, widths, min_rows) for size in (False, True)]
+    return layout.in_panels(params, 1, table)
+
+
+def pad(params: Params, min_rows: int) -> Params:
+    """Returns the same arrays, for which one token is padded to ``min_rows`` rows."""
+    change = lambda x: x.replace(min_rows=min_rows) if _is_in_panels(x) else x
+    return jax.tree.map(change, params, is_leaf=_is_in_panels)
+
+
+def _is_in_panels(x):
+    return isinstance(x, InPanels)
+
+
+def present(
+    params: Params, dtype: str, tokens: int, table: Sequence[Panels] = layout.TABLE
+) -> str:
+    """Returns the layout that a table chooses; ``OWN`` if none of those compared is the same.
+
+    Args:
+      params: The weights, whole.
+      dtype: Of the weights.
+      tokens: Of a pass.
+      table: By default the one that decoding uses.
+    """
+
+    def form(make):
+        like = jax.eval_shape(make, params)
+        return jax.tree.map(lambda x: x.shape, like if tokens == 1 else pad(like, 1))
+
+    ours = form(lambda p: layout.in_panels(p, tokens, table))
+    same = (n for n in names(tokens) if form(lambda p: lay_out(p, n, dtype)) == ours)
+    return next(same, OWN)
+
+
+def sizes(params: Params, dtype: str) -> list[bool]:
+    """Returns the values of ``Panels.is_large`` that the matrices of whole weights have."""
+    like = jax.eval_shape(lambda p: lay_out(p, "whole, joined", dtype), params)
+    matrices = filter(_is_in_panels, jax.tree.leaves(like, is_leaf=_is_in_panels))
+    return sorted({matrix.w.size > LARGE for matrix in matrices})
+
+
+def measure_passes(
+    title: str, model: LoadedModel, dtype: str, choices: Mapping[int, str], config: ConfigDict
+) -> dict[int, Times]:
+    """Returns the times of every layout, by tokens a pass.
+
+    Args:
+      title: For the progress.
+      model: The target, its weights in the dtype.
+      dtype: Of the weights.
+      choices: What the table chooses, by tokens a pass.
+      config: The part's section.
+    """
+    whole = model.decoding_params(None)
+    made = functools.cache(lambda name: lay_out(whole, name, dtype))
+    passes = max(1, min(ITERATIONS, _WEIGHTS_READ // model.num_params))
+
+    def timer(n, name):
+        if name == OWN:
+            params = model.decoding_params(n)
+        else:  # layouts that differ in padding alone share their arrays
+            params = pad(made(name.removesuffix(TWO_ROWS)), widths_of(name)[1])
+        return pass_timer(model.model, params, n, config.slots, 1, passes)
+
+    # The layouts that are compared follow each other, so that drift meets them alike.
+    cells = [(n, name) for n in choices for name in dict.fromkeys([*names(n), choices[n]])]
+    makers = {cell: functools.partial(timer, *cell) for cell in cells}
+    _, times = measure_all(f"layouts, {title}", makers, config.repeats)
+    return {n: {name: times[m, name] for m, name in cells if m == n} for n in choices}
+
+
+def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
+    """Times every layout of every target and dtype, and says what the table should have here."""
+    config = config.layouts
+    lines, record, notes, sections = [], {}, [], []
+    for name in _names(config.targets):
+        is_random = name == RANDOM
+        model = random_model(name, config.shape, config.seed) if is_random else load_model(name)
+        if not layout.is_on_one_cpu(model.params):
+            return Result([], {}, ["layouts of the weights apply to a CPU only; none was measured"])
+        if not family_of(model.config).has_panels:
+            notes.append(f"the family of {name} has one layout; it was not measured")
+            continue
+        for dtype in _names(config.dtypes):
+            title, cast = f"{name} in {dtype}", in_dtype(model, dtype)
+            whole = cast.decoding_params(None)
+            choices = {n: present(whole, dtype, n) for n in config.tokens}
+            times = measure_passes(title, cast, dtype, choices, config)
+            lines += case_lines(title, times, choices)
+            sections.append(section(title, times, choices))
+            notes.append(advice(title, dtype, times, choices, sizes(whole, dtype)))
+            record[title] = {
+                str(n): {
+                    "choice": choices[n],
+                    "recommended": recommend(times[n], choices[n]),
+                    "times_ms": listed(times[n]),
+                }
+                for n in choices
+            }
+    return Result(lines, record, notes, sections)
