@@ -217,11 +217,13 @@ def describe_difference(result: dict, difference: dict, dtype: str) -> str:
     """Returns a sentence on where a row parts from plain decoding, and whether by rounding."""
     where = _where(result)
     said = f"{where}: row {difference['row']} parts from plain decoding at token {difference['at']}"
-    if difference["gap"] is None:
-        return f"{said}, where one of the two ends: no near tie"
     if difference["deviations"]:
         evidence = "; ".join(difference["evidence"])
         return f"{said}; the audit's verdict is {difference['verdict']}: {evidence}"
+    plain, own = ("none" if t is None else f"id {t}" for t in difference["tokens"])
+    said += f" (plain decoding takes {plain}, this row {own})"
+    if difference["gap"] is None:
+        return f"{said}, where one of the two ends: no near tie"
     kind = "within" if difference["is_near_tie"] else "NOT within"
     return (
         f"{said}; the two tokens' logits in float32 are {difference['gap']:.1e} apart, {kind} "

@@ -24,7 +24,7 @@ from spec_jax.loading import LoadedModel
 from spec_jax.sampling import Samplers, highest_temperature
 from spec_jax.testing.oracles import penalised
 from spec_jax.testing.replay import Call, Honest, Passes, Replayed, replay
-from spec_jax.testing.verdict import Audit, RowAudit, Trail, first_difference, judge
+from spec_jax.testing.verdict import Audit, Choice, RowAudit, Trail, first_difference, judge
 
 
 def audit(
@@ -148,6 +148,7 @@ def _check_ids(target: LoadedModel, rows: Sequence[Sequence[int]]) -> None:
 
 
 _NAMES = ("plain decoding", "the decoder")
+_OUTPUTS = ("the first output", "the second")
 
 
 def _examine(
@@ -156,17 +157,23 @@ def _examine(
 ) -> RowAudit:  # fmt: skip
     """Computes what ``judge`` needs of one row."""
     at = first_difference(*pair)
+    names = _NAMES if replays else _OUTPUTS
     if at is not None and at == min(map(len, pair)):
         tokens = tuple(rows[at] if at < len(rows) else None for rows in pair)
-        return RowAudit(row, "bug", ("one of the two outputs ends there",), at, tokens)
+        (ends, goes_on) = names if tokens[0] is None else names[::-1]
+        token = _shown(passes.target, next(t for t in tokens if t is not None))
+        return RowAudit(row, "bug", (f"{ends} ends there, {goes_on} takes {token}",), at, tokens)
     N = len(pair[0]) if at is None else at + 1
     honest = passes.logits([*prompt, *pair[0][: N - 1]], len(prompt))
     of_row = lambda logits: _penalised(logits, config, prompt, pair[0])
     exact, rounded = of_row(honest.exact), of_row(honest.rounded)
-    best = exact.max(axis=1)
-    gaps = best - exact[range(N), [*pair[0][:N]]]
-    if at is not None:
-        gaps[at] = max(gaps[at], best[at] - exact[at, pair[1][at]])
+    below = exact.max(axis=1) - np.asarray([exact[range(N), [*ids[:N]]] for ids in pair])
+    gaps = below.max(axis=0)
+    choices = [
+        Choice(name, _shown(passes.target, ids[at]), float(gap[at]))
+        for name, ids, gap in zip(names, pair, below)
+        if at is not None
+    ]
     unit = honest.eps * np.abs(exact).max(axis=1)  # of one rounding of a logit
     rounding = np.maximum(np.abs(exact - rounded).max(axis=1), unit)
     trails, own = [], []
@@ -174,7 +181,7 @@ def _examine(
         trail, logits = _trail(name, rows[:N], again, honest, of_row)
         trails.append(trail)
         own.append(logits)
-    verdict, evidence = judge(at, gaps, rounding, trails)
+    verdict, evidence = judge(at, gaps, rounding, trails, choices)
     known = [max(trail.ratio, default=0.0) for trail in trails]
     found = RowAudit(
         row, verdict, evidence, at, deviations=tuple(map(float, known)),
@@ -215,6 +222,14 @@ def _trail(name, output, again: Replayed, honest: Honest, of_row) -> tuple[Trail
 def _penalised(logits, config, prompt, output) -> np.ndarray:
     rows = [penalised(x, config, prompt, tuple(output[:i])) for i, x in enumerate(logits)]
     return np.asarray(rows).reshape(-1, logits.shape[-1])
+
+
+def _shown(target: LoadedModel, token: int) -> str:
+    """Names a token by its id and, if there is a tokenizer, its text."""
+    tokenizer = target.tokenizer
+    if tokenizer is None:
+        return f"id {token}"
+    return f"id {token} ({tokenizer.special_name(token) or tokenizer.decode([token])!r})"
 
 
 def _top2_gap(logits: np.ndarray | None) -> float | None:

@@ -152,7 +152,7 @@ class Passes:
     """
 
     def __init__(self, target: LoadedModel):
-        self._target = target
+        self.target = target
         leaves = jax.tree.leaves(target.params)
         self._dtype = jnp.result_type(*(x.dtype for x in leaves if _is_float(x)))
         self._is_float64 = self._dtype == jnp.float32 and target.config is not None
@@ -161,7 +161,7 @@ class Passes:
     def _wide(self):
         dtype = jnp.float64 if self._is_float64 else jnp.float32
         cast = lambda x: x.astype(dtype) if _is_float(x) else x
-        return jax.tree.map(cast, self._target.params)
+        return jax.tree.map(cast, self.target.params)
 
     def logits(self, ids: Sequence[int], begin: int) -> Honest:
         """Computes the logits after ``ids[:begin]``, ``ids[:begin + 1]`` and so on, to all of them.
@@ -175,7 +175,7 @@ class Passes:
         tokens[0, : len(ids)] = ids
         N = len(ids) - begin + 1
         at = np.minimum(np.arange(begin - 1, begin - 1 + padded(N)), len(ids) - 1)
-        target = self._target
+        target = self.target
         options = {"config": target.config}
         options["model"] = target.model if target.config is None else None
 

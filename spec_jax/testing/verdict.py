@@ -127,9 +127,24 @@ class Trail(NamedTuple):
     parts_at: int | None = None
 
 
+class Choice(NamedTuple):
+    """The token of one output where the two part.
+
+    Attributes:
+      name: of the output, for sentences.
+      token: the token, for sentences.
+      gap: how far it lies below the best by the float32 pass.
+    """
+
+    name: str
+    token: str
+    gap: float
+
+
 def judge(
-    at: int | None, gaps: np.ndarray, rounding: np.ndarray, trails: Sequence[Trail]
-) -> tuple[str, tuple[str, ...]]:
+    at: int | None, gaps: np.ndarray, rounding: np.ndarray, trails: Sequence[Trail],
+    choices: Sequence[Choice] = (),
+) -> tuple[str, tuple[str, ...]]:  # fmt: skip
     """Returns the verdict on one row and its evidence, from recorded numbers alone.
 
     Args:
@@ -138,6 +153,7 @@ def judge(
         at the difference the worse of the two.
       rounding: f64[N], the largest error of a logit at each position.
       trails: of the decodings that were run again.
+      choices: the two tokens at the difference; none where there is none.
     """
     wrong, right = [], []
     for trail in trails:
@@ -167,18 +183,22 @@ def judge(
             )
         if trail.parts_at is not None:
             right.append(f"{trail.name}, run again, parts from its output at {trail.parts_at}")
-    far = np.flatnonzero(~(gaps <= 2 * rounding))
-    if len(far):
-        i = int(far[0])
+    is_far = ~(gaps <= 2 * rounding)
+    shared = np.flatnonzero(is_far[:at])
+    if len(shared):
+        i = int(shared[0])
         wrong.append(
             f"the token at {i} lies {gaps[i]:.2g} below the best in float32, where rounding moves "
             f"a logit by up to {rounding[i]:.2g}"
         )
-    elif at is not None:
-        right.append(
-            f"the two tokens lie within {gaps[at]:.2g} of the best in float32, and rounding moves "
-            f"a logit by up to {rounding[at]:.2g}"
+    is_bug = bool(wrong) or bool(is_far.any())
+    evidence = wrong if is_bug else right
+    if at is not None:
+        taken = (f"{c.name} takes {c.token}, {c.gap:.2g} below the best" for c in choices)
+        evidence.append(
+            f"at {at} {', and '.join(taken)} in float32, where rounding moves a logit by up to "
+            f"{rounding[at]:.2g}"
         )
-    if wrong:
-        return "bug", tuple(wrong)
-    return ("identical" if at is None else "rounding"), tuple(right)
+    if is_bug:
+        return "bug", tuple(evidence)
+    return ("identical" if at is None else "rounding"), tuple(evidence)

@@ -168,8 +168,9 @@ def test_what_ran_too_little_to_tell_is_marked():
 
 
 def test_a_difference_is_said_to_be_rounding_or_not():
-    tie = RowAudit(2, "rounding", at=7, gap=0.003, rounding=0.002)
-    bug, end = dataclasses.replace(tie, verdict="bug", gap=0.5), RowAudit(1, "bug", at=9)
+    tie = RowAudit(2, "rounding", at=7, tokens=(5, 6), gap=0.003, rounding=0.002)
+    bug = dataclasses.replace(tie, verdict="bug", gap=0.5)
+    end = RowAudit(1, "bug", at=9, tokens=(None, 6))
     assert [d.is_near_tie for d in (tie, bug, end)] == [True, False, False]
     as_json = lambda *found: [d.to_dict() for d in found]
     parted = {"identical_to_plain": False, "identical_rows": 3}
@@ -181,7 +182,8 @@ def test_a_difference_is_said_to_be_rounding_or_not():
     assert "output identical in 3 of 4 rows only" in decode_report.conclusions([sampled])[0]
     lines = [decode_report.describe_difference(rounded, d, "bfloat16")
              for d in as_json(tie, bug, end)]  # fmt: skip
-    assert "row 2 parts from plain decoding at token 7" in lines[0]
+    assert "row 2 parts from plain decoding at token 7 (plain decoding takes id 5," in lines[0]
+    assert "(plain decoding takes none, this row id 6)" in lines[2]
     assert "within the rounding of bfloat16" in lines[0] and "NOT within" in lines[1]
     assert lines[2].endswith("ends: no near tie")
 

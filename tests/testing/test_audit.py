@@ -20,7 +20,7 @@ from spec_jax import (
 )
 from spec_jax.errors import ConfigError
 from spec_jax.testing import RowAudit, audit, audit_outputs, mock_model
-from spec_jax.testing.verdict import Trail, first_difference, judge
+from spec_jax.testing.verdict import Choice, Trail, first_difference, judge
 
 PROMPTS = pathlib.Path(__file__).resolve().parents[3] / "shared/data/prompts/HumanEval.jsonl.gz"
 NOISE = np.asarray([1.0, 0.9, 1.2, 1.0, 0.8, 1.1, 1.0, 1.0, 0.9, 1.7])
@@ -55,11 +55,25 @@ def test_few_positions_are_not_averaged():
 
 
 def test_evidence_says_where_and_how_much():
-    verdict, evidence = judge(1, np.asarray([0, 9.0]), np.full(2, 0.1), [trail(own_gap=2.0)])
+    gaps, rounding = np.asarray([0, 9.0]), np.full(2, 0.1)
+    taken = [Choice("plain decoding", "id 5", 0.0), Choice("the decoder", "id 7", 9.0)]
+    verdict, evidence = judge(1, gaps, rounding, [trail(own_gap=2.0)], taken)
     assert verdict == "bug" and "emits a token at 0 that is not the best" in evidence[0]
-    assert "the token at 1 lies 9 below the best in float32" in evidence[1]
+    assert evidence[1] == (
+        "at 1 plain decoding takes id 5, 0 below the best, and the decoder takes id 7, 9 below the "
+        "best in float32, where rounding moves a logit by up to 0.1"
+    )
+    assert "the token at 1 lies 9 below" in judge(None, gaps, rounding, [])[1][0]
     text = str(RowAudit(3, verdict, evidence, 1))
     assert text.startswith("row 3: bug at token 1; the decoder emits")
+
+
+def test_evidence_says_whose_token_is_whose():
+    target = mock_model()
+    texts = "; ".join(audit_outputs(target, [0, 1], [1, 2], [1, 3]).evidence)
+    assert "the first output takes id 2, " in texts and "the second takes id 3, " in texts
+    (ended,) = audit_outputs(target, [0, 1], [1], [1, 3]).evidence
+    assert ended == "the first output ends there, the second takes id 3"
 
 
 def test_the_first_difference_is_found():
