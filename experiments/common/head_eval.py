@@ -67,8 +67,8 @@ def decode(
 
 
 def acceptance_figures(stats: Stats) -> dict[str, object]:
-    """Returns ``tau``, and ``accept``, the conditional acceptance by position."""
-    return {"tau": stats.tau, "accept": np.nan_to_num(stats.acceptance_by_position)}
+    """Returns ``tau``, and ``accept``, by position; NaN where no draft was reached."""
+    return {"tau": stats.tau, "accept": np.asarray(stats.acceptance_by_position)}
 
 
 def teacher_forced(

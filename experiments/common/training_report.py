@@ -28,7 +28,7 @@ def write(
     lines = read_metrics(folder / "metrics.jsonl")
     is_evaluation = lambda line: any(name.startswith("held_out") for name in line)
     found = [line for line in lines if is_evaluation(line)]
-    names = [name for name in (found[-1] if found else {}) if name != "cpu_s"]
+    names = [*dict.fromkeys(name for line in found for name in line if name != "cpu_s")]
     form = lambda value: "" if value is None else f"{value:.4g}"
     blocks = [*said]
     if final is None:

@@ -137,10 +137,13 @@ def chain_figures(drafts: list[jax.Array], batch: Batch, weights: list[jax.Array
 def chain_rates(figures: Mapping) -> dict:
     """Turns the counts of ``chain_figures`` into conditional rates by position.
 
-    They are named ``teacher_forced_accept``: what real decoding accepts is another figure.
+    They are named ``teacher_forced_accept``: what real decoding accepts is another figure. NaN
+    where no position was reached.
     """
     rest = {name: value for name, value in figures.items() if name not in ("reached", "hits")}
     if "hits" in figures:
         hits, reached = np.asarray(figures["hits"]), np.asarray(figures["reached"])
-        rest["teacher_forced_accept"] = hits / np.maximum(reached, 1)
+        is_reached = reached > 0
+        rates = hits / np.where(is_reached, reached, 1)
+        rest["teacher_forced_accept"] = np.where(is_reached, rates, np.nan)
     return rest

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from experiments.common import auditing, costs, decode_report, plots
+from experiments.common import auditing, costs, decode_report, head_eval, plots
 from experiments.common.grid import Cell, make_cells
 from experiments.common.intervals import Interval, jackknife, paired_speedup
 from experiments.common.prompts import load_prompts
@@ -18,6 +18,7 @@ from spec_jax.engine import stats
 from spec_jax.errors import ConfigError
 from spec_jax.show.plots import wilson
 from spec_jax.testing import RowAudit
+from spec_jax.train.log import flatten
 
 
 def test_prompts_come_from_files_of_each_kind(tmp_path):
@@ -237,6 +238,12 @@ def test_the_interval_of_a_speedup_covers_the_truth_of_few_and_of_many_questions
     found = [paired_speedup(x, t, t, t) for x, t in zip(own, tokens)]
     covered = np.mean([x.low <= truth <= x.high for x in found])
     assert 0.93 <= covered <= 0.97  # of a 95 % interval
+
+
+def test_a_position_that_decoding_never_reached_is_not_logged():
+    decoded = stats.Stats(emitted=6, first=1, rounds=4, reached_at=(4, 1, 0), accepted_at=(1, 0, 0))
+    found = flatten(head_eval.acceptance_figures(decoded))
+    assert found == {"tau": 1.25, "accept_1": 0.25, "accept_2": 0.0}
 
 
 def test_an_interval_of_one_point_is_not_printed():

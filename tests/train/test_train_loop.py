@@ -18,6 +18,7 @@ from support.tiny_training import STEPS, fresh, run
 from spec_jax.errors import TrainingError
 from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.log import flatten, read_metrics
+from spec_jax.train.objective import chain_rates
 
 # orbax leaves the threads of a read that failed to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -190,6 +191,13 @@ def test_the_best_state_by_a_figure_is_kept(tmp_path):
         best = checkpoints.restore_best(fresh())
         assert int(best.step) == 4 and same(best.params, seen[4])
         assert not checkpoints.save_best(8, fresh(), 2.5)
+
+
+def test_a_position_that_no_draft_reached_has_no_figure():
+    counts = {"reached": np.asarray([2.0, 0.5, 0.0]), "hits": np.asarray([1.0, 0.5, 0.0])}
+    assert flatten(chain_rates(counts)) == {
+        "teacher_forced_accept_1": 0.5, "teacher_forced_accept_2": 1.0,
+    }  # fmt: skip
 
 
 def test_figures_are_logged_by_step_and_position(tmp_path):
