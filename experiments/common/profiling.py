@@ -33,7 +33,9 @@ _TRACES = 3  # the fastest call is kept: a trace costs time, which is not the ro
 _HEADER = ("stage", "ms a round", "share", "of it waiting", "operations")
 LEGEND = (
     "Milliseconds are those of a round without a trace, divided as the traced round is. Waiting: "
-    "no operation ran, and the runtime prepared the next one. Operations: how many ran in a round."
+    "no operation ran, and the runtime prepared the next one. Operations: how many ran in a round. "
+    "Of each operation the median run counts; beyond the medians: what runs took longer, because a "
+    "core was busy or a product waited for it."
 )
 
 
@@ -107,7 +109,7 @@ def profile_rounds(
         record["stages"].append({
             "stage": stage.stage, "part": stage.part, "share": share,
             "ms": share * record["round_ms"],
-            "waiting_ms": share * record["round_ms"] * (1 - stage.busy_ns / stage.time_ns),
+            "waiting_ms": (stage.time_ns - stage.busy_ns) / 1e6 / traced_ms * record["round_ms"],
             "operations": stage.operations / count,
         })  # fmt: skip
     return record

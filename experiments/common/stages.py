@@ -8,6 +8,7 @@ models are the stages.
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import pathlib
 import re
@@ -17,10 +18,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 STAGES = ("draft", "verify", "accept", "commit")
 PARTS = ("draft_pass", "attention", "ssm", "mlp", "experts", "unembed")
 LOOP = ("loop", "")  # what belongs to no stage: the loop's own condition and counters
+DELAYS = ("delays", "")  # what runs took beyond the median of their operation
 _CONTAINERS = {"while", "conditional", "call"}  # the operations inside of them are events too
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (?:\(.*?\)|\S+) ([\w\-]+)\(")
 _SCOPE = re.compile(r'op_name="([^"]*)"')
@@ -46,9 +49,10 @@ class StageTime(NamedTuple):
     """What one stage took.
 
     Attributes:
-      stage: One of ``STAGES``, or "loop".
+      stage: One of ``STAGES``, "loop", or "delays".
       part: One of ``PARTS``; "" for the stage's other operations.
-      time_ns: The time by the clock, the gap before each operation included.
+      time_ns: The time by the clock, the gap before each operation included: the median run of each
+        operation, times the number of its runs.
       busy_ns: The part of it in which an operation of the stage ran.
       operations: The number of operations that ran.
     """
@@ -140,59 +144,77 @@ class Moment(NamedTuple):
     Attributes:
       begin_ns: When it begins.
       end_ns: When it ends.
-      running: How many operations of each stage run; none where all wait.
-      next: The stage of the operation that begins or ends next.
+      running: The indices of the operations that run; none where all wait.
+      next: That of the operation that begins or ends next.
     """
 
     begin_ns: float
     end_ns: float
-    running: Mapping[Stage, int]
-    next: Stage
+    running: tuple[int, ...]
+    next: int
 
 
-def moments(spans: Sequence[Span], stages: Mapping[str, Stage]) -> Iterator[Moment]:
+def moments(spans: Sequence[Span]) -> Iterator[Moment]:
     """Yields the moments from the first operation's begin to the last one's end."""
-    marks = [(span.begin_ns, 1, stages[span.name]) for span in spans]
-    marks += [(span.end_ns, -1, stages[span.name]) for span in spans]
-    marks.sort(key=lambda mark: (mark[0], -mark[1]))
-    running: Counter[Stage] = Counter()
-    for before, mark in zip(marks, marks[1:]):
-        running[before[2]] += before[1]
-        if mark[0] > before[0]:
-            yield Moment(before[0], mark[0], +running, mark[2])
+    marks = [(span.begin_ns, 0, i) for i, span in enumerate(spans)]
+    marks += [(span.end_ns, 1, i) for i, span in enumerate(spans)]
+    marks.sort()
+    running: dict[int, None] = {}
+    for (begin, is_end, i), (end, _, following) in itertools.pairwise(marks):
+        if is_end:
+            del running[i]
+        else:
+            running[i] = None
+        if end > begin:
+            yield Moment(begin, end, tuple(running), following)
 
 
 def add_up(spans: Sequence[Span], stages: Mapping[str, Stage]) -> list[StageTime]:
     """Adds up by stage the time from the first operation's begin to the last one's end.
 
-    Every moment counts once. Where operations of several stages run at once, each stage gets its
-    share; where none runs, the moment counts to the stage of the next one, which it prepares.
+    Every moment counts once. Where several operations run at once, each gets its share; where none
+    runs, the moment counts to the next one, which it prepares. Of each operation the median run
+    counts, so that a product that once waited for a core does not make its stage look slow. What
+    all runs took beyond their medians is an entry of its own, so that the entries still add up to
+    the whole.
 
     Args:
       spans: The runs of operations.
       stages: The stage of each operation.
 
     Returns:
-      One entry for each stage that ran, in the order of ``STAGES`` and ``PARTS``.
+      One entry for each stage that ran, in the order of ``STAGES`` and ``PARTS``, then the delays.
     """
-    count = Counter(stages[span.name] for span in spans)
-    time_ns, busy_ns = Counter(), Counter()
-    for begin, end, running, following in moments(spans, stages):
-        total = sum(running.values())
-        for stage, number in running.items():
-            busy_ns[stage] += (end - begin) * number / total
-        if not running:
-            time_ns[following] += end - begin
+    if not spans:
+        return []
+    waited_ns, ran_ns = np.zeros((2, len(spans)))
+    for begin, end, running, following in moments(spans):
+        if running:
+            ran_ns[[*running]] += (end - begin) / len(running)
+        else:
+            waited_ns[following] += end - begin
+    runs: dict[str, list[int]] = {}
+    for i, span in enumerate(spans):
+        runs.setdefault(span.name, []).append(i)
+    count, time_ns, busy_ns = Counter(), Counter(), Counter()
+    for name, chosen in runs.items():
+        busy, waiting = (len(chosen) * float(np.median(x[chosen])) for x in (ran_ns, waited_ns))
+        count[stages[name]] += len(chosen)
+        busy_ns[stages[name]] += busy
+        time_ns[stages[name]] += busy + waiting
     order = lambda stage: ((*STAGES, "loop").index(stage[0]), (*PARTS, "").index(stage[1]))
+    rest_ns = float((ran_ns + waited_ns).sum()) - sum(time_ns.values())
     return [
-        StageTime(*stage, time_ns[stage] + busy_ns[stage], busy_ns[stage], count[stage])
-        for stage in sorted(count, key=order)
+        *(StageTime(*s, time_ns[s], busy_ns[s], count[s]) for s in sorted(count, key=order)),
+        StageTime(*DELAYS, rest_ns, rest_ns, 0),
     ]
 
 
 def name_of(stage: Stage) -> str:
     """Returns a stage's name for a table: "verify: attention"."""
     of, part = stage
+    if stage == DELAYS:
+        return "beyond the medians"
     if of in ("accept", "loop") and not part:
         return of
     return f"{of}: {part.replace('_', ' ') or 'other'}"
@@ -214,8 +236,9 @@ def write_trace(
         for line, name in lines.items()
     ]
     shown: dict[int, dict[str, Any]] = {}
-    for begin, end, running, following in moments(spans, stages):
-        stage = max(running, key=running.get, default=following)
+    for begin, end, running, following in moments(spans):
+        of = Counter(stages[spans[i].name] for i in running or (following,))
+        stage = max(of, key=of.get)
         for line, name in ((1, stage[0]), (2, name_of(stage))):
             last = shown.get(line)
             if last is not None and last["name"] == name:

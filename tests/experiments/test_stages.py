@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import statistics
 
 import numpy as np
 import pytest
@@ -69,39 +70,55 @@ def test_a_program_names_the_stage_of_every_operation_but_of_loops():
 
 def _brute_force(spans, kinds):
     """Goes through the time nanosecond by nanosecond."""
-    total, busy = {}, {}
+    busy, waiting = [0.0] * len(spans), [0.0] * len(spans)
     for t in range(int(min(s.begin_ns for s in spans)), int(max(s.end_ns for s in spans))):
-        running = [kinds[s.name] for s in spans if s.begin_ns <= t < s.end_ns]
-        if running:
-            for stage in running:
-                busy[stage] = busy.get(stage, 0) + 1 / len(running)
-                total[stage] = total.get(stage, 0) + 1 / len(running)
-        else:
-            following = min((s for s in spans if s.begin_ns > t), key=lambda s: s.begin_ns)
-            stage = kinds[following.name]
-            total[stage] = total.get(stage, 0) + 1
-    return total, busy
+        running = [i for i, s in enumerate(spans) if s.begin_ns <= t < s.end_ns]
+        for i in running:
+            busy[i] += 1 / len(running)
+        if not running:
+            waiting[min((s.begin_ns, i) for i, s in enumerate(spans) if s.begin_ns > t)[1]] += 1
+    usual = lambda times, kind: sum(
+        statistics.median(runs) * len(runs)
+        for name in kinds if kinds[name] == kind
+        for runs in [[x for x, s in zip(times, spans) if s.name == name]] if runs
+    )  # fmt: skip
+    ran = {kinds[s.name] for s in spans}
+    return {k: usual(busy, k) + usual(waiting, k) for k in ran}, {k: usual(busy, k) for k in ran}
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_moment_counts_once(seed):
     draw = np.random.default_rng(seed)
-    kinds = dict(zip("abcd", [("verify", "mlp"), ("draft", ""), ("accept", ""), ("loop", "")]))
+    stage = [("verify", "mlp"), ("draft", ""), ("accept", ""), ("loop", ""), ("verify", "mlp")]
+    kinds = dict(zip("abcde", stage))
     begins = np.sort(draw.choice(400, 24, replace=False))
     spans = [
         Span(str(draw.choice(list(kinds))), float(t), float(t + draw.integers(1, 25)))
         for t in begins
     ]
-    found = stages.add_up(spans, kinds)
+    *found, delays = stages.add_up(spans, kinds)
     total, busy = _brute_force(spans, kinds)
-    end = max(span.end_ns for span in spans)
-    assert sum(stage.time_ns for stage in found) == pytest.approx(end - spans[0].begin_ns)
+    whole = max(span.end_ns for span in spans) - spans[0].begin_ns
+    assert delays[:2] == ("delays", "") and delays.operations == 0
+    assert sum(stage.time_ns for stage in [*found, delays]) == pytest.approx(whole)
     assert {s[:2]: s.time_ns for s in found} == pytest.approx(total)
     assert {s[:2]: s.busy_ns for s in found} == pytest.approx(busy)
     assert sum(stage.operations for stage in found) == len(spans)
     order = [stage.stage for stage in found]
     assert order == sorted(order, key=["draft", "verify", "accept", "loop"].index)
     assert stages.add_up([], kinds) == []
+
+
+def test_a_product_that_once_waited_for_a_core_does_not_make_its_stage_slow():
+    kinds, spans, at = {"a": ("draft", ""), "b": ("verify", "mlp")}, [], 0.0
+    for i in range(9):
+        for name, took in (("a", 10.0), ("b", 900.0 if i == 4 else 30.0)):
+            spans.append(Span(name, at, at + took))
+            at += took + 1.0
+    draft, verify, delays = stages.add_up(spans, kinds)
+    assert (draft.time_ns, verify.time_ns) == (9 * 11, 9 * 31)  # with the gap before each
+    assert delays.time_ns == 870 - 1  # nothing is before the first
+    assert stages.name_of(delays[:2]) == "beyond the medians"
 
 
 def _trace(path, planes):
@@ -199,7 +216,7 @@ def test_the_stages_of_a_traced_round_add_up_to_it(tmp_path):
     assert [*folder.glob("plugins/profile/*/*.xplane.pb")]
     assert json.loads(gzip.open(folder / "stages.trace.json.gz", "rt").read())["traceEvents"]
     found = {(s["stage"], s["part"]): s for s in record["stages"]}
-    assert {s[0] for s in found} == {"draft", "verify", "accept", "commit", "loop"}
+    assert {s[0] for s in found} == {"draft", "verify", "accept", "commit", "loop", "delays"}
     # A busy machine begins a call late, which is no stage: CI has neighbours.
     assert 0.5 < record["covered"] < 1.05, record
     assert sum(s["ms"] for s in found.values()) == pytest.approx(
