@@ -21,7 +21,7 @@ import time
 from ml_collections import ConfigDict
 
 from configs import decode_default
-from experiments.common import auditing, cli, decode_report, plots, profiling, report
+from experiments.common import answers, auditing, cli, decode_report, plots, profiling, report
 from experiments.common.decode_measure import measure
 from experiments.common.decode_setup import Setup
 from experiments.common.grid import Bench, Cell
@@ -81,7 +81,8 @@ def decode(
     plots.plot_acceptance(folder / "acceptance.png", rep["results"])
     rep |= {"is_complete": True, "elapsed_s": round(time.monotonic() - begin, 1)}
     report.finish(folder, rep, decode_report.markdown(rep, ["speedup.png", "acceptance.png"]))
-    write_page(folder / "report.html", rep)
+    shown = answers.lines_of_first(bench, cells, setup.prompts[0].name)
+    write_page(folder / "report.html", rep, shown)
     decode_report.print_results(rep, folder)
     return rep
 

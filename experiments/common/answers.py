@@ -114,6 +114,29 @@ def turn_of(
     }
 
 
+def lines_of_first(bench: Bench, cells: Sequence[Cell], name: str) -> list[dict[str, Any]]:
+    """Decodes the first batch once more with every cell; returns the lines of its first prompt.
+
+    Args:
+      bench: What decodes.
+      cells: The cells.
+      name: The prompt's.
+    """
+    lines, text = [], text_of(bench.target, bench.prompts[0])
+    for cell in cells:
+        tally = Tally(bench, cell)
+        tally.run(0)
+        turn = turn_of(tally, 0, 0, text, None)
+        lines.append({**key_of(cell, bench.batch, name), "category": "", "turns": [turn]})
+    return lines
+
+
+def text_of(target: LoadedModel, ids: Sequence[int]) -> str:
+    """Returns the text of ids, or the ids themselves if the target has no tokenizer."""
+    tokenizer = target.tokenizer
+    return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
+
+
 _COUNTS = (
     "emitted", "first", "accepted", "corrected", "bonus", "rounds", "drafted_at", "reached_at",
     "accepted_at", "lengths", "n1_fallbacks",

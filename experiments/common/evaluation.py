@@ -9,7 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from experiments.common import costs, decode_measure, inputs, report
-from experiments.common.answers import Group, Probabilities, Saved, key_of, pack, restore, turn_of
+from experiments.common.answers import (
+    Group,
+    Probabilities,
+    Saved,
+    key_of,
+    pack,
+    restore,
+    text_of,
+    turn_of,
+)
 from experiments.common.cli import check_same
 from experiments.common.decode_measure import Tally, take_turns
 from experiments.common.evaluate_setup import Setup
@@ -232,7 +241,7 @@ class Evaluation:
 
     def _check_prompts(self, stage: Stage, saved: Mapping[int, str]) -> None:
         for place, text in saved.items():
-            if text != self._text(stage.bench.prompts[place]):
+            if text != text_of(self.setup.target, stage.bench.prompts[place]):
                 raise ConfigError(
                     f"{self._answers.path} answers another prompt than this run has: "
                     f"{text[:60]!r}; expected the questions and the tokenizer that it was begun "
@@ -300,15 +309,11 @@ class Evaluation:
         question, bench = self.setup.questions.chosen[q], stage.bench
         batch_of = {i: index for index in group.batches for i in bench.layout[index]}
         turns = [
-            turn_of(tally, i, batch_of[i], self._text(bench.prompts[i]), probs)
+            turn_of(tally, i, batch_of[i], text_of(bench.target, bench.prompts[i]), probs)
             for i in stage.prompts[q]
         ]
         key = key_of(tally.cell, bench.batch, question.name)
         return {**key, "category": question.category, "turns": turns}
-
-    def _text(self, ids: Sequence[int]) -> str:
-        tokenizer = self.setup.target.tokenizer
-        return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
 
 
 def notes_of_machines(machines: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -71,6 +71,24 @@ def test_a_run_leaves_its_folder(run):
     assert "speedup.png" in text
 
 
+def test_the_page_shows_the_first_prompts_tokens_by_every_cell(run):
+    folder, rep = run
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    shown = json.loads(re.search(r'id="answers">(.*?)</script>', page)[1])
+    assert len(shown["units"]) == len(rep["results"]) and len(shown["questions"]) == 1
+    assert shown["questions"][0]["id"] == rep["prompts"]["names"][0] in page
+    turns = {
+        (cell["label"], cell["temperature"]): unit["turns"][0]
+        for unit in shown["units"] for cell in [shown["cells"][unit["cell"]]]
+    }  # fmt: skip
+    greedy = [turn for (_, temperature), turn in turns.items() if temperature == 0]
+    assert len({turn["text"] for turn in greedy}) == 1 < len(greedy)  # plain decoding's tokens
+    assert all(len(turn["kinds"]) == turn["total"] == 8 for turn in turns.values())
+    assert set(turns["plain", 0.0]["kinds"]) == {"f", "b"}
+    assert set(turns["standalone, K=3", 0.0]["kinds"]) <= set("fac")  # no draft ends early
+    assert "every answer in" not in page
+
+
 def test_the_report_holds_every_cell_and_only_valid_json(run):
     refuse = lambda name: pytest.fail(f"{name} in report.json")
     report_json = json.loads((run[0] / "report.json").read_text(), parse_constant=refuse)
@@ -93,7 +111,7 @@ def test_the_report_holds_every_cell_and_only_valid_json(run):
             assert r["speedup_interval"] is None
         else:
             low, high = r["speedup_interval"]
-            assert 0 < low < r["speedup"] < high and r["num_pairs"] == 2
+            assert 0 <= low < r["speedup"] < high and r["num_pairs"] == 2
             ratio = r["tokens_per_s"] / r["plain_tokens_per_s"]
             assert r["speedup"] == pytest.approx(ratio)
         has_expected = r["temperature"] > 0 and r["k"] > 0
