@@ -241,7 +241,8 @@ def test_the_interval_of_a_speedup_covers_the_truth_of_few_and_of_many_questions
 
 
 def test_a_position_that_decoding_never_reached_is_not_logged():
-    decoded = stats.Stats(emitted=6, first=1, rounds=4, reached_at=(4, 1, 0), accepted_at=(1, 0, 0))
+    counts = {"emitted": 6, "first": 1, "accepted": 1, "corrected": 4, "rounds": 4}
+    decoded = stats.Stats(**counts, reached_at=(4, 1, 0), accepted_at=(1, 0, 0))
     found = flatten(head_eval.acceptance_figures(decoded))
     assert found == {"tau": 1.25, "accept_1": 0.25, "accept_2": 0.0}
 
