@@ -198,7 +198,7 @@ def legend(rep: Mapping[str, Any]) -> list[str]:
     asked, batch = len(rep["prompts"]["names"]), shown[0]["batch"]
     return [
         f"- The first table is of batch {batch}. Plain decoding takes turns with every row of its "
-        f"temperature, {rep['config']['repeats']} times; the median counts.",
+        f"temperature; the median of {rep['config']['repeats']} counts.",
         f"- Intervals are of 95 %, over the {asked} questions (Student's t of the jackknife); ? "
         "where a speed-up is not told from 1. Those of larger batches are over batches, of a "
         "single batch over its repeats.",
