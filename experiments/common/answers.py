@@ -126,7 +126,7 @@ def lines_of_first(bench: Bench, cells: Sequence[Cell], name: str) -> list[dict[
     for cell in cells:
         tally = Tally(bench, cell)
         tally.run(0)
-        turn = turn_of(tally, 0, 0, text, None)
+        turn = turn_of(tally, 0, 0, text, None) | {"decode_s": []}  # of no turn with plain decoding
         lines.append({**key_of(cell, bench.batch, name), "category": "", "turns": [turn]})
     return lines
 

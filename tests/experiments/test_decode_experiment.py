@@ -84,6 +84,7 @@ def test_the_page_shows_the_first_prompts_tokens_by_every_cell(run):
     greedy = [turn for (_, temperature), turn in turns.items() if temperature == 0]
     assert len({turn["text"] for turn in greedy}) == 1 < len(greedy)  # plain decoding's tokens
     assert all(len(turn["kinds"]) == turn["total"] == 8 for turn in turns.values())
+    assert all(turn["ms"] is None for turn in turns.values())  # it took no turns
     assert set(turns["plain", 0.0]["kinds"]) == {"f", "b"}
     assert set(turns["standalone, K=3", 0.0]["kinds"]) <= set("fac")  # no draft ends early
     assert "every answer in" not in page
