@@ -158,7 +158,9 @@ def get_config() -> ConfigDict:
         "replay": 1.15,  # a round that replays its window over the verify pass alone; at most
         "predicted": 0.9,  # measured over predicted; at least
         "speedup": 1.5,  # speed-up of the zoo pair; at least
-        "draft": 0.15,  # draft pass over target pass, of the zoo pair; at most
+        "draft": 0.15,  # a token of a draft model over a target pass; at most
+        "no_draft": 1.05,  # generate at K = 0 over the fastest plain loop; at most
+        "memory": 1.6,  # plain decoding of the large shape over reading its weights; at most
         "adaptive_plain": 1.03,  # adaptive over plain, by the table of costs; at most
         "adaptive_fixed": 0.95,  # best fixed K over adaptive, by the table of costs; at least
         "adaptive_clock": 1.10,  # adaptive over either, by the clock; at most

@@ -18,7 +18,7 @@ from experiments.benchmarks.shapes import (
     random_prompt,
 )
 from experiments.common import cli
-from experiments.common.costs import head_timer, pass_timer, refresh_timer
+from experiments.common.passes import head_step, pass_timer, refresh_step, steps_timer
 from experiments.common.timing import Line, Result, Timer, measure_all
 from spec_jax.config import SpeculativeConfig
 from spec_jax.drafters.common.head import Head
@@ -65,9 +65,12 @@ def case_makers(
         "verify": lambda: pass_timer(
             system.target, params["target"], K + 1, slots, 1, ROUNDS, seen=seen
         ),
-        "level": lambda: head_timer(head, params["draft"], slots, 1, width, children),
-        "refresh": lambda: refresh_timer(
-            system.drafter, system.target, params["draft"], system.depth + 1, slots
+        "level": lambda: steps_timer(
+            [head_step(head, params["draft"], slots, 1, width, children)], 1
+        ),
+        "refresh": lambda: steps_timer(
+            [refresh_step(system.drafter, system.target, params["draft"], system.depth + 1, slots)],
+            1,
         ),
         "rest": lambda: rest_timer(system, slots),
     }

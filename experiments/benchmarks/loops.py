@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.common.timing import Timer, loop_timer
 from spec_jax import decoding
 from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context, Drafter, ForwardOutput, Model, Proposal
@@ -142,6 +143,19 @@ def _plain(params, tokens, cache, total, limit, stop_tokens, *, model: Model, pa
     carry = (tokens, cache, last, total, is_done)
     tokens, cache, _, total, _ = jax.lax.while_loop(lambda c: ~c[-1].all(), step, carry)
     return tokens, cache, total
+
+
+def read_timer(num_bytes: int, iterations: int = 8) -> Timer:
+    """Returns the timer of reading that many bytes of memory once, in order, in milliseconds."""
+    x = jnp.ones((-(-num_bytes // (4 * 4096)), 4096), jnp.float32)
+
+    @jax.jit
+    def read(x, top):
+        # Each reading depends on the one before; what is compared is one number a row.
+        again = lambda _, top: jnp.minimum(top, (x + 1e-30 * top[:, None]).max(axis=1))
+        return jax.lax.fori_loop(0, iterations, again, top)
+
+    return loop_timer(functools.partial(read, x), jnp.ones(len(x)), iterations)
 
 
 class PlainTimer:

@@ -13,8 +13,8 @@ from experiments.benchmarks.loops import GenerateTimer, start
 from experiments.benchmarks.rounds import Pair, fastest, plain_timer, try_plain
 from experiments.benchmarks.shapes import listed
 from experiments.common import cli
-from experiments.common.costs import pass_timer
 from experiments.common.own import Own
+from experiments.common.passes import pass_timer
 from experiments.common.timing import Line, Result, measure_all
 from spec_jax import named
 from spec_jax.config import SpeculativeConfig

@@ -27,8 +27,9 @@ from experiments.benchmarks.peers_report import (
     record_of,
     sections_of,
 )
+from experiments.benchmarks.rounds import DTYPES
 from experiments.benchmarks.worker_lines import RefusedError, Worker, WorkerError
-from experiments.benchmarks.zoo import DTYPES, load_pair
+from experiments.benchmarks.zoo import load_pair
 from experiments.common import cli
 from experiments.common.timing import Result, measure_all
 from spec_jax.models.checkpoint import save_pretrained

@@ -6,7 +6,7 @@ import pathlib
 
 from ml_collections import ConfigDict
 
-from experiments.benchmarks.zoo import DTYPES
+from experiments.benchmarks.rounds import DTYPES
 from experiments.common import cli
 from experiments.common.grid import Bench, Cell
 from experiments.common.profiling import profile_cells

@@ -11,13 +11,15 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from experiments.benchmarks.loops import ROUNDS, GenerateTimer, PlainTimer, cast, rest_timer, start
-from experiments.common.costs import pass_timer
+from experiments.common.passes import round_timer
 from experiments.common.timing import Line, Timer, measure_all
 from spec_jax.config import SpeculativeConfig
 from spec_jax.decoding import DecodeState, System
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.stats import Stats, predicted_speedup
 from spec_jax.loading import LoadedHead, LoadedModel
+
+DTYPES = ("float32", "bfloat16")
 
 
 class Plain(NamedTuple):
@@ -82,6 +84,14 @@ def fastest(times: Mapping[str, np.ndarray], dtype: str | None = None) -> str:
     return min(names, key=lambda name: float(np.median(times[name])))
 
 
+def generate_timer(
+    system: System, params: Any, states: Sequence[DecodeState], dtype: str
+) -> GenerateTimer:
+    """Returns the timer of whole generations, in ms a token, from states in any dtype."""
+    of_dtype = [s.replace(target=cast(s.target, dtype), draft=cast(s.draft, dtype)) for s in states]
+    return GenerateTimer(system, params, of_dtype)
+
+
 def plain_timer(pair: Pair, states: Sequence[DecodeState], variant: str) -> PlainTimer:
     """Returns the timer of a variant of ``PLAIN``."""
     dtype, padding, is_laid_out = PLAIN[variant]
@@ -89,97 +99,151 @@ def plain_timer(pair: Pair, states: Sequence[DecodeState], variant: str) -> Plai
     return PlainTimer(pair.target.model, params, states, dtype=dtype, padding=padding)
 
 
-def round_makers(
-    pair: Pair, system: System, prompt: Sequence[int], dtype: str = "float32"
-) -> dict[str, Callable[[], Timer]]:
-    """Returns makers of timers of a round and of its parts, each a jitted loop of 64, one row.
+class Rounds(NamedTuple):
+    """Rounds that are timed.
 
-    The first draft pass feeds two tokens and scores one, the other K - 1 feed one.
+    Attributes:
+      system: Target, drafter, rule and K.
+      target: The target.
+      draft: What drafts.
+      params: The parameters of both, laid out for rounds of one row.
+      state: What a long generation begins with.
+      slots: S, of its caches.
+      dtype: Of the weights.
     """
-    K, slots = system.num_draft, pair.slots
-    params = pair.params(K + 1, dtype)
-    target, draft = (pair.target.model, params["target"]), (pair.draft.model, params["draft"])
 
-    def whole_round() -> Timer:
-        max_new_tokens = slots - len(prompt) - K - 1
-        state = start(system, pair.params(None, dtype), [prompt], slots, max_new_tokens)
-        return GenerateTimer(system, params, [state], max_rounds=ROUNDS, unit="round")
+    system: System
+    target: LoadedModel
+    draft: LoadedModel | LoadedHead
+    params: dict[str, Any]
+    state: DecodeState
+    slots: int
+    dtype: str = "float32"
 
-    return {
-        "target": lambda: pass_timer(*target, 1, slots, 1),
-        "verify": lambda: pass_timer(*target, K + 1, slots, 1),
-        "draft": lambda: pass_timer(*draft, 1, slots, 1),
-        "draft first": lambda: pass_timer(*draft, 2, slots, 1, scored=1),
-        "rest": lambda: rest_timer(system, slots),
-        "round": whole_round,
-    }
+    @classmethod
+    def of(
+        cls, target: LoadedModel, draft: LoadedModel | LoadedHead, config: SpeculativeConfig,
+        prompt: Sequence[int], slots: int, dtype: str = "float32",
+    ) -> Rounds:  # fmt: skip
+        """Returns greedy rounds after a prompt.
+
+        Args:
+          target: The target, in float32.
+          draft: What drafts, likewise.
+          config: K and the method.
+          prompt: The prompt as ids.
+          slots: S.
+          dtype: Of the weights.
+        """
+        target, draft = in_dtype(target, dtype), in_dtype(draft, dtype)
+        decoder = SpeculativeDecoder(target, draft, config)
+        system = decoder.system()
+        max_new_tokens = slots - len(prompt) - system.num_draft - 1
+        state = start(system, decoder.params(), [prompt], slots, max_new_tokens)
+        return cls(system, target, draft, decoder.params(1), state, slots, dtype)
+
+    def makers(self) -> dict[str, Callable[[], Timer]]:
+        """Returns makers of timers of a round and of its parts, each a jitted loop of 64, one row.
+
+        "passes" are those of a round in one loop, see ``passes.round_timer``.
+        """
+        K = self.system.num_draft
+        passes = functools.partial(
+            round_timer, self.target, self.draft, slots=self.slots, batch=1, iterations=ROUNDS
+        )
+        return {
+            "target": functools.partial(passes, k=0, num_passes=0),
+            "verify": functools.partial(passes, k=K, num_passes=0),
+            "passes": functools.partial(passes, k=K, num_passes=K),
+            "rest": functools.partial(rest_timer, self.system, self.slots),
+            "round": lambda: GenerateTimer(
+                self.system, self.params, [self.state], max_rounds=ROUNDS, unit="round"
+            ),
+        }
 
 
-def parts_ms(times: Mapping[str, np.ndarray], num_draft: int) -> np.ndarray:
+def parts_ms(times: Mapping[str, np.ndarray]) -> np.ndarray:
     """Returns the sum of a round's parts, by repeat."""
-    return _drafting_ms(times, num_draft) + times["verify"] + times["rest"]
-
-
-def _drafting_ms(times, num_draft):
-    return times["draft first"] + (num_draft - 1) * times["draft"]
+    return times["passes"] + times["rest"]
 
 
 def predict(times: Mapping[str, np.ndarray], stats: Stats, num_draft: int) -> np.ndarray:
     """Returns the speed-up that acceptance and the costs of the parts predict, by repeat."""
-    draft = _drafting_ms(times, num_draft) / num_draft / times["plain"]
+    draft = (times["passes"] - times["verify"]) / num_draft / times["plain"]
     verify = (times["verify"] + times["rest"]) / times["plain"]
     rates = stats.acceptance_by_position
     return np.asarray([predicted_speedup(rates, d, v) for d, v in zip(draft, verify)])
 
 
 def round_lines(
-    times: Mapping[str, np.ndarray], stats: Stats, num_draft: int, bars: ConfigDict,
-    plain_variant: str, dtype: str = "float32", verify_bar: float | None = None,
+    times: Mapping[str, np.ndarray], stats: Stats, rounds: Rounds, bars: ConfigDict,
+    plain_variant: str, verify_bar: float | None = None,
 ) -> list[Line]:
-    """Returns the lines that both pairs of models have.
+    """Returns the lines of a method's round.
 
     Args:
-      times: Of ``round_makers`` and of whole generations: "plain" (the fastest loop),
-        "plain K=0" and "speculative", in ms a token.
+      times: Of ``Rounds.makers`` and of whole generations: "plain" (the fastest loop) and
+        "speculative", in ms a token.
       stats: Of the speculative generation.
-      num_draft: K.
-      bars: ``round`` and ``predicted``.
+      rounds: What was timed.
+      bars: ``round``, ``predicted``, and ``draft`` for a draft model.
       plain_variant: The name of the fastest plain loop.
-      dtype: Of the round and its parts.
       verify_bar: The bar of the verify pass, or None.
     """  # fmt: skip
-    K = num_draft
+    K = rounds.system.num_draft
     measured, predicted = times["plain"] / times["speculative"], predict(times, stats, K)
     rates = ", ".join(f"{r:.2f}" for r in stats.acceptance_by_position)
+    of = f"{rounds.system.drafter.name}, K={K}, {rounds.dtype}"
+    drafting = times["passes"] - times["verify"]
     return [
         Line(
-            f"verify pass of {K + 1} tokens / pass of one", times["verify"] / times["target"],
-            bar=verify_bar, note=dtype,
+            f"{of}: verify pass of {K + 1} tokens / pass of one",
+            times["verify"] / times["target"], bar=verify_bar,
         ),
         Line(
-            f"round, K={K} / sum of its parts", times["round"] / parts_ms(times, K),
-            bar=bars.round,
-            note=f"{dtype}; draft passes really run, verify, rest of the round; each its own loop",
+            f"{of}: a drafted token / pass of one", drafting / K / times["target"],
+            bar=bars.draft if isinstance(rounds.draft, LoadedModel) else None,
+            note="what drafting adds to a loop of verify passes",
         ),
         Line(
-            f"speed-up, K={K}", measured,
+            f"{of}: round / sum of its parts", times["round"] / parts_ms(times), bar=bars.round,
+            note="its passes in a loop of their own, and the rest",
+        ),
+        Line(
+            f"{of}: speed-up", measured,
             note=f"over {plain_variant}; tau {stats.tau:.2f}, accepted {rates}",
         ),
-        Line(f"predicted speed-up, K={K}", predicted, note="from acceptance and the parts"),
-        Line("measured / predicted", measured / predicted, bar=bars.predicted, is_upper=False),
+        Line(f"{of}: predicted speed-up", predicted, note="from acceptance and the parts"),
         Line(
-            "decoding.generate at K=0 / fastest plain loop", times["plain K=0"] / times["plain"],
-            note="what one program for everything costs where nothing is drafted",
+            f"{of}: measured / predicted", measured / predicted, bar=bars.predicted,
+            is_upper=False,
         ),
-        Line("pass of one token", times["target"], "ms", note=dtype),
-        Line(f"pass of {K + 1} tokens", times["verify"], "ms"),
-        Line("draft pass of one token", times["draft"], "ms"),
-        Line("draft pass of two tokens", times["draft first"], "ms"),
-        Line(f"rest of a round, K={K}", times["rest"], "ms", note="noise, rule, limits, commit"),
-        Line(f"round, K={K}", times["round"], "ms"),
+        Line(f"{of}: pass of one token", times["target"], "ms"),
+        Line(f"{of}: pass of {K + 1} tokens", times["verify"], "ms"),
+        Line(f"{of}: all passes of a round", times["passes"], "ms"),
+        Line(f"{of}: rest of a round", times["rest"], "ms", note="noise, rule, limits, commit"),
+        Line(f"{of}: round", times["round"], "ms"),
     ]  # fmt: skip
 
 
-def plain_lines(times: Mapping[str, np.ndarray]) -> list[Line]:
-    """Returns a line for every plain loop that was tried."""
-    return [Line(f"plain loop, {name}", ms, "ms") for name, ms in times.items()]
+def plain_lines(
+    times: Mapping[str, np.ndarray], no_draft: Mapping[str, np.ndarray], bars: ConfigDict
+) -> list[Line]:
+    """Returns a line for every plain loop that was tried, and for ``generate`` without drafts.
+
+    Args:
+      times: Milliseconds a token of each plain loop.
+      no_draft: ``decoding.generate`` at K = 0 over the fastest plain loop, by dtype.
+      bars: ``no_draft``.
+    """
+    return [
+        *(
+            Line(
+                f"decoding.generate at K=0 / fastest plain loop, {dtype}", ratio,
+                bar=bars.no_draft,
+                note="what one program for everything costs where nothing is drafted",
+            )
+            for dtype, ratio in no_draft.items()
+        ),
+        *(Line(f"plain loop, {name}", ms, "ms") for name, ms in times.items()),
+    ]  # fmt: skip

@@ -20,7 +20,7 @@ from experiments.benchmarks.shapes import (
     synthetic_chain,
 )
 from experiments.common import cli
-from experiments.common.costs import pass_timer
+from experiments.common.passes import pass_timer
 from experiments.common.timing import Line, Result, measure_all
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.models.families.mamba2 import Mamba2Config

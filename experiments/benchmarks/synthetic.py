@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
+import jax
+import numpy as np
 from ml_collections import ConfigDict
 
-from experiments.benchmarks.loops import GenerateTimer, start
+from experiments.benchmarks.loops import GenerateTimer, read_timer, start
 from experiments.benchmarks.rounds import (
+    DTYPES,
+    PLAIN,
     Pair,
+    Rounds,
     fastest,
+    generate_timer,
     plain_lines,
     plain_timer,
     round_lines,
-    round_makers,
     try_plain,
 )
 from experiments.benchmarks.shapes import (
@@ -25,7 +31,7 @@ from experiments.benchmarks.shapes import (
     synthetic_chain,
 )
 from experiments.common import cli
-from experiments.common.timing import Result, measure_all
+from experiments.common.timing import Line, Result, measure_all
 
 
 def check(config: ConfigDict) -> None:
@@ -41,24 +47,49 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     """Times plain decoding, speculative decoding, a round and the parts of the round."""
     bars, config = config.bars, config.llama110m
     target, draft = random_pair(config)
-    pair, K = Pair(target, draft, config.slots), config.k
+    pair, slots = Pair(target, draft, config.slots), config.slots
     prompt = random_prompt(target, config)
-    system = pair.system(synthetic_chain(K, config.conditional_rate))
+    chain = synthetic_chain(config.k, config.conditional_rate)
+    rounds = Rounds.of(target, draft, chain, prompt, slots)
     tried = try_plain("llama110m", pair, [prompt], config.plain_tokens, config.repeats)
     variant, plain_system = fastest(tried), pair.system()
+    fastest_in = {dtype: fastest(tried, dtype) for dtype in DTYPES}
     states, plain_states = (
-        [start(s, pair.params(None), [prompt], config.slots, config.new_tokens)]
-        for s in (system, plain_system)
+        [start(s, pair.params(None), [prompt], slots, config.new_tokens)]
+        for s in (rounds.system, plain_system)
     )
+    num_bytes = {
+        dtype: sum(w.nbytes for w in jax.tree.leaves(pair.params(1, dtype)["target"]))
+        for dtype in DTYPES
+    }
     timers, times = measure_all("llama110m", {
-        "plain": lambda: plain_timer(pair, plain_states, variant),
-        "plain K=0": lambda: GenerateTimer(plain_system, pair.params(1), plain_states),
-        "speculative": lambda: GenerateTimer(system, pair.params(K + 1), states),
-        **round_makers(pair, system, prompt),
+        **{f"plain {d}": functools.partial(plain_timer, pair, plain_states, v)
+           for d, v in fastest_in.items()},
+        **{f"plain K=0 {d}": functools.partial(
+            generate_timer, plain_system, pair.params(1, d), plain_states, d
+        ) for d in DTYPES},
+        **{f"weights {d}": functools.partial(read_timer, n) for d, n in num_bytes.items()},
+        "speculative": lambda: GenerateTimer(rounds.system, rounds.params, states),
+        **rounds.makers(),
     }, config.repeats)  # fmt: skip
-    stats = timers["speculative"].stats
-    lines = round_lines(times, stats, K, bars, variant, verify_bar=bars.verify)
-    return Result(lines + plain_lines(tried), {
+    stats, dtype = timers["speculative"].stats, PLAIN[variant].dtype
+    times["plain"] = times[f"plain {dtype}"]
+    lines = [
+        *round_lines(times, stats, rounds, bars, variant, verify_bar=bars.verify),
+        *(
+            Line(
+                f"plain decoding in {d} / reading the weights once",
+                times[f"plain {d}"] / times[f"weights {d}"], bar=bars.memory,
+                note=f"{fastest_in[d]}; {num_bytes[d] / 1e6:.0f} MB at "
+                f"{num_bytes[d] / 1e6 / np.median(times[f'weights {d}']):.0f} GB/s",
+            )
+            for d in DTYPES
+        ),
+        *plain_lines(
+            tried, {d: times[f"plain K=0 {d}"] / times[f"plain {d}"] for d in DTYPES}, bars
+        ),
+    ]  # fmt: skip
+    return Result(lines, {
         "target": facts(target, config.target), "draft": facts(draft, config.draft),
         "weights": "random", "stats": stats.to_dict(), "times_ms": listed(times | tried),
     })  # fmt: skip

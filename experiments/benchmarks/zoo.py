@@ -11,16 +11,17 @@ from typing import NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
-from experiments.benchmarks.loops import GenerateTimer, cast, start
+from experiments.benchmarks.loops import GenerateTimer, PlainTimer, start
 from experiments.benchmarks.rounds import (
-    PLAIN,
+    DTYPES,
     Pair,
+    Rounds,
     fastest,
+    generate_timer,
     in_dtype,
     plain_lines,
     plain_timer,
     round_lines,
-    round_makers,
     try_plain,
 )
 from experiments.benchmarks.shapes import listed, random_model
@@ -29,11 +30,11 @@ from experiments.common.prompts import load_prompts
 from experiments.common.timing import Line, Result, measure_all
 from spec_jax import zoo
 from spec_jax.config import SpeculativeConfig
+from spec_jax.decoding import DecodeState
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel, load_draft, load_model
 
-DTYPES = ("float32", "bfloat16")
 _BUCKET = 128  # slots are a multiple of it, as in the decoder
 
 
@@ -82,8 +83,7 @@ class Cell(NamedTuple):
     dtype: str
 
     def __str__(self) -> str:
-        name = "" if self.method == "standalone" else f"{self.method}, "
-        return f"{name}K={self.k}, {self.dtype}"
+        return f"{self.method}, K={self.k}, {self.dtype}"
 
 
 def load_drafts(pair: Pair, config: ConfigDict) -> dict[str, LoadedModel | LoadedHead]:
@@ -96,16 +96,15 @@ def load_drafts(pair: Pair, config: ConfigDict) -> dict[str, LoadedModel | Loade
 
 
 def advice(
-    plain: np.ndarray, times: Mapping[Cell, np.ndarray], taus: Mapping[Cell, float]
+    gain: Mapping[Cell, float], own: Mapping[Cell, np.ndarray], taus: Mapping[Cell, float]
 ) -> list[str]:
     """Returns what to decode with on this machine, and which Ks are slower than plain decoding.
 
     Args:
-      plain: Milliseconds a token of the fastest plain loop, by repeat.
-      times: The same of each cell.
+      gain: The speed-up of each cell over the fastest plain loop of all.
+      own: The same over that of its dtype, by repeat.
       taus: Tokens a target pass of each cell.
     """
-    gain = {cell: float(np.median(plain / ms)) for cell, ms in times.items()}
     best = max(gain, key=gain.__getitem__)
     fastest = f"{best.method} with K={best.k} in {best.dtype}"
     if gain[best] <= 1:
@@ -115,144 +114,172 @@ def advice(
     notes = [f"recommended on this machine, for text like these prompts: {fastest}"]
     slow = [
         str(cell)
-        for cell in times
-        if gain[cell] < 1 and taus[cell] > taus.get(cell._replace(k=cell.k - 1), 1.0)
+        for cell, values in own.items()
+        if np.median(values) < 1 and taus[cell] > taus.get(cell._replace(k=cell.k - 1), 1.0)
     ]
     if slow:
         notes.append(f"slower than plain decoding although tau still rises: {'; '.join(slow)}")
     return notes
 
 
-def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
-    """Times plain decoding and every K of every draft in both dtypes, then a round and its parts.
+class Timers:
+    """Makes timers of whole generations of the prompts.
 
-    The round is that of the draft model's best K. ``best_k`` of the record is its fastest K by
-    dtype.
+    Attributes:
+      pair: The target, its draft, and the slots of all caches.
+      prompts: The prompts as ids.
+      drafts: What drafts, by method.
+      new_tokens: New tokens of every row.
     """
-    bars, config = config.bars, config.zoo
-    pair, prompts = load_pair(config)
-    drafts = load_drafts(pair, config)
 
-    @functools.cache
-    def decoder(cell: Cell) -> SpeculativeDecoder:
-        target, draft = (
-            model if cell.dtype == "float32" else in_dtype(model, cell.dtype)
-            for model in (pair.target, drafts[cell.method])
-        )
+    def __init__(self, config: ConfigDict):
+        """Loads what the config names."""
+        self.pair, self.prompts = load_pair(config)
+        self.drafts = load_drafts(self.pair, config)
+        self.new_tokens = config.new_tokens
+        # One generation of a method begins where another does: K and dtype do not matter yet.
+        self._begun = functools.cache(self._begin)
+        self._decoder = functools.cache(self._make_decoder)
+
+    def _make_decoder(self, cell, dtype="float32"):
+        """Returns what decodes a cell; None: plain decoding in a dtype."""
+        target = in_dtype(self.pair.target, cell.dtype if cell else dtype)
+        if cell is None:
+            return SpeculativeDecoder(target)
+        draft = in_dtype(self.drafts[cell.method], cell.dtype)
         return SpeculativeDecoder(target, draft, SpeculativeConfig(cell.method, cell.k))
 
-    systems = {k: pair.system(SpeculativeConfig(num_speculative_tokens=k)) for k in config.ks}
-    plain_system = pair.system()
+    def _begin(self, method: str | None, batch: int) -> list[DecodeState]:
+        made = self._decoder(Cell(method, 1, "float32") if method else None)
+        groups = [self.prompts[i : i + batch] for i in range(0, len(self.prompts), batch)]
+        stops, slots, size = self.pair.target.stop_tokens, self.pair.slots, self.new_tokens
+        return [start(made.system(), made.params(), g, slots, size, stops) for g in groups]
 
-    def states(system, batch, params):
-        groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
-        stops = pair.target.stop_tokens
-        return [start(system, params, g, pair.slots, config.new_tokens, stops) for g in groups]
+    def plain(self, variant: str, batch: int = 1) -> PlainTimer:
+        """Returns the timer of a variant of ``PLAIN``."""
+        return plain_timer(self.pair, self._begun(None, batch), variant)
 
-    def timer(system, params, dtype, begin):
-        to = lambda s: s.replace(target=cast(s.target, dtype), draft=cast(s.draft, dtype))
-        return GenerateTimer(system, params, [*map(to, begin)])
+    def generate(
+        self, cell: Cell | None, batch: int = 1, dtype: str = "float32"
+    ) -> GenerateTimer:
+        """Returns the timer of a cell; None: of ``generate`` at K = 0 in a dtype."""
+        made = self._decoder(cell) if cell else self._decoder(None, dtype)
+        begun = self._begun(cell.method if cell else None, batch)
+        return generate_timer(
+            made.system(), made.params(batch), begun, cell.dtype if cell else dtype
+        )
 
-    @functools.cache
-    def begun(method: str):
-        first = decoder(Cell(method, config.ks[0], "float32"))
-        return states(first.system(), 1, first.params())
 
-    def cell_timer(cell: Cell):
-        made = decoder(cell)
-        return timer(made.system(), made.params(1), cell.dtype, begun(cell.method))
+def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
+    """Times plain decoding and every K of every draft in both dtypes, then rounds and their parts.
 
-    tried = try_plain("zoo", pair, prompts[:1], config.plain_tokens, config.repeats)
-    variant, fastest_in = fastest(tried), {d: fastest(tried, d) for d in DTYPES}
-    plain_states = states(plain_system, 1, pair.params(None))
-    plain = functools.partial(plain_timer, pair, plain_states)
-    cells = [Cell(*key) for key in itertools.product(drafts, config.ks, DTYPES)]
-    by_cell, times = measure_all("zoo, every K", {
-        **{f"plain {d}": functools.partial(plain, v) for d, v in fastest_in.items()},
-        **{cell: functools.partial(cell_timer, cell) for cell in cells},
-    }, config.repeats)  # fmt: skip
-    plain_of = {d: times.pop(f"plain {d}") for d in DTYPES}
-    by_cell = {cell: by_cell[cell] for cell in cells}
-    plain_ms = plain_of[PLAIN[variant].dtype]
-    gain = lambda cell: float(np.median(plain_ms / times[cell]))
-    own = [cell for cell in cells if cell.method == "standalone"]
-    best_in = {d: max((c for c in own if c.dtype == d), key=gain) for d in DTYPES}
-    chosen = max(best_in.values(), key=gain)
-    best, dtype = chosen.k, chosen.dtype
-
-    timers, parts = measure_all("zoo, the best K", {
-        **{v: functools.partial(plain, v) for v in {variant, *fastest_in.values()}},
-        "plain K=0": lambda: timer(
-            plain_system, pair.params(1, PLAIN[variant].dtype), PLAIN[variant].dtype, plain_states
-        ),
-        **{f"speculative {d}": functools.partial(by_cell.get, c) for d, c in best_in.items()},
-        **round_makers(pair, systems[best], sorted(prompts, key=len)[len(prompts) // 2], dtype),
-    }, config.repeats)  # fmt: skip
-    parts |= {f"plain {d}": parts[v] for d, v in fastest_in.items()} | {"plain": parts[variant]}
-    parts["speculative"] = parts[f"speculative {dtype}"]
+    Every K has turns of its own with plain decoding in them, so that the drift of a machine meets
+    both. The rounds are those of each method's fastest cell.
+    """
+    bars, c = config.bars, config.zoo
+    make = Timers(c)
+    pair, prompts = make.pair, make.prompts
+    tried = try_plain("zoo", pair, prompts[:1], c.plain_tokens, c.repeats)
+    fastest_in = {dtype: fastest(tried, dtype) for dtype in DTYPES}
+    plains = {
+        ("plain", dtype): functools.partial(make.plain, variant)
+        for dtype, variant in fastest_in.items()
+    }
+    by_cell: dict[Cell, GenerateTimer] = {}
+    times: dict[Cell, np.ndarray] = {}
+    plain_of: dict[tuple[int, str], np.ndarray] = {}
+    for k in c.ks:
+        cells = [Cell(method, k, dtype) for method, dtype in itertools.product(make.drafts, DTYPES)]
+        timers, found = measure_all(f"zoo, K={k}", {
+            **plains, **{cell: functools.partial(make.generate, cell) for cell in cells},
+        }, c.repeats)  # fmt: skip
+        want = {dtype: timers["plain", dtype].tokens for dtype in DTYPES}
+        by_cell |= {cell: timers[cell] for cell in cells}
+        times |= {cell: found[cell] for cell in cells}
+        plain_of |= {(k, dtype): found["plain", dtype] for dtype in DTYPES}
+    total = {d: float(np.median([np.median(plain_of[k, d]) for k in c.ks])) for d in DTYPES}
+    dtype = min(total, key=total.__getitem__)  # of the fastest plain loop of all
+    gains = {cell: plain_of[cell.k, cell.dtype] / ms for cell, ms in times.items()}
+    over_all = {cell: float(np.median(plain_of[cell.k, dtype] / ms)) for cell, ms in times.items()}
+    best = {
+        m: max((cell for cell in times if cell.method == m), key=over_all.get)
+        for m in make.drafts
+    }  # fmt: skip
+    prompt = sorted(prompts, key=len)[len(prompts) // 2]
+    rounds = {
+        m: Rounds.of(
+            pair.target, make.drafts[m], SpeculativeConfig(m, cell.k), prompt, pair.slots,
+            cell.dtype,
+        )
+        for m, cell in best.items()
+    }  # fmt: skip
+    _, parts = measure_all("zoo, the best of each method", {
+        **plains,
+        **{("plain K=0", d): functools.partial(make.generate, None, dtype=d) for d in DTYPES},
+        **{(m, "speculative"): functools.partial(by_cell.get, cell) for m, cell in best.items()},
+        **{(m, part): maker for m, r in rounds.items() for part, maker in r.makers().items()},
+    }, 2 * c.repeats)  # fmt: skip
     batched = {}
-    for batch in config.batches:
-        rows, system, loose = batch * (best + 1), systems[best], pair.params(None)
+    fast = max(best.values(), key=over_all.get)
+    for batch in c.batches:
         _, batched[batch] = measure_all(f"zoo, batch {batch}", {
-            "plain": lambda: plain_timer(pair, states(plain_system, batch, loose), variant),
-            "speculative": lambda: timer(
-                system, pair.params(rows, dtype), dtype, states(system, batch, loose)
-            ),
-        }, config.repeats)  # fmt: skip
+            "plain": functools.partial(make.plain, fastest_in[dtype], batch),
+            "speculative": functools.partial(make.generate, fast, batch),
+        }, c.repeats)  # fmt: skip
 
     # Tokens are compared within a dtype: rounding to bfloat16 moves near ties.
-    want = {d: timers[v].tokens for d, v in fastest_in.items()}
-    stats = {cell: t.stats for cell, t in by_cell.items()}
+    stats = {cell: timer.stats for cell, timer in by_cell.items()}
     same = {
-        cell: sum(a == b for a, b in zip(t.tokens, want[cell.dtype], strict=True))
-        for cell, t in by_cell.items()
+        cell: sum(a == b for a, b in zip(timer.tokens, want[cell.dtype], strict=True))
+        for cell, timer in by_cell.items()
     }
     note = lambda cell: (
         f"tau {stats[cell].tau:.2f}, accepted {stats[cell].acceptance_rate:.0%}, "
         f"{same[cell]} of {len(prompts)} rows identical to plain {cell.dtype}"
     )
+    plain = parts["plain", dtype]
     lines = [
         Line(
-            f"standalone at its best K={best}, {dtype} / fastest plain loop",
-            parts["plain"] / parts["speculative"], bar=bars.speedup, is_upper=False,
-            note=f"over {variant}; {note(chosen)}",
+            f"the fastest, {fast} / fastest plain loop", plain / parts[fast.method, "speculative"],
+            bar=bars.speedup, is_upper=False, note=f"over {fastest_in[dtype]}; {note(fast)}",
         ),
         *(
-            Line(
-                f"the best K={cell.k} of {d} / fastest plain loop of {d}",
-                parts[f"plain {d}"] / parts[f"speculative {d}"],
-                note=f"over {fastest_in[d]}; {note(cell)}",
+            line
+            for m, cell in best.items()
+            for line in round_lines(
+                {part: ms for (name, part), ms in parts.items() if name == m} | {"plain": plain},
+                stats[cell], rounds[m], bars, fastest_in[dtype],
             )
-            for d, cell in best_in.items()
-        ),
-        Line(
-            f"draft pass / target pass, {dtype}", parts["draft"] / parts["target"], bar=bars.draft
-        ),
-        *round_lines(parts, stats[chosen], best, bars, variant, dtype),
-        *(
-            Line(f"speed-up, {cell}", plain_of[cell.dtype] / times[cell], note=note(cell))
-            for cell in cells
         ),
         *(
-            Line(f"speed-up, batch {b}, K={best}, {dtype}", t["plain"] / t["speculative"])
+            Line(f"speed-up, {cell}", ms, note=f"over plain {cell.dtype}; {note(cell)}")
+            for cell, ms in gains.items()
+        ),
+        *(
+            Line(f"speed-up, batch {b}, {fast}", t["plain"] / t["speculative"])
             for b, t in batched.items()
         ),
         *(Line(f"plain, batch {b}", 1e3 / t["plain"], "tok/s") for b, t in batched.items()),
-        *plain_lines(tried),
+        *plain_lines(
+            tried, {d: parts["plain K=0", d] / parts["plain", d] for d in DTYPES}, bars
+        ),
     ]  # fmt: skip
-    named = lambda values: {str(key): value for key, value in values.items()}
-    plains = {"plain": plain_ms, **{f"plain {d}": ms for d, ms in plain_of.items()}}
-    others = {f"parts {name}": ms for name, ms in parts.items()} | tried
+    named = lambda values: {
+        key if isinstance(key, str) else ", ".join(map(str, key)) if type(key) is tuple
+        else str(key): value
+        for key, value in values.items()
+    }  # fmt: skip
     record = {
         "target": {"name": pair.target.name, "parameters": pair.target.num_params},
         "draft": {"name": pair.draft.name, "parameters": pair.draft.num_params},
-        "best_k": {d: cell.k for d, cell in best_in.items()}, "best_dtype": dtype,
-        "slots": pair.slots,
+        "best": {method: cell._asdict() for method, cell in best.items()},
+        "plain_dtype": dtype, "slots": pair.slots,
         "prompt_tokens": [len(p) for p in prompts],
         "stats": named({key: counts.to_dict() for key, counts in stats.items()}),
         "identical_rows": named(same),
-        "times_ms": listed(named(times | plains | others)),
+        "times_ms": listed(named(times | plain_of | parts | tried)),
     }  # fmt: skip
-    if any(math.isnan(rate) for rate in stats[chosen].acceptance_by_position):
+    if any(math.isnan(rate) for rate in stats[fast].acceptance_by_position):
         record["warning"] = "some positions were never reached: their acceptance counts as 0"
-    return Result(lines, record, advice(plain_ms, times, {c: s.tau for c, s in stats.items()}))
+    taus = {cell: counts.tau for cell, counts in stats.items()}
+    return Result(lines, record, advice(over_all, gains, taus))

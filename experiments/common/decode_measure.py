@@ -53,39 +53,23 @@ def cost_slots(bench: Bench, cells: Sequence[Cell]) -> int:
 
 def compile_all(
     bench: Bench, cells: Sequence[Cell], *, has_passes: bool = True
-) -> dict[tuple[str, int], Timer]:
-    """Compiles every program of the run; returns the timers of the passes by role and width.
+) -> dict[costs.Passes, Timer]:
+    """Compiles every program of the run; returns the timers of the passes of rounds.
 
     Args:
       bench: What decodes.
       cells: The cells; each decodes the first batch once.
       has_passes: Whether to compile the passes, too.
     """
-    timers, slots, batch = {}, cost_slots(bench, cells), bench.batch
-
-    def add_target(width: int) -> None:
-        params = bench.target.decoding_params(width * batch)
-        timer = costs.pass_timer(bench.target.model, params, width, slots, batch)
-        timers["target", width] = timer
-
-    def add_draft(method: str) -> None:
-        timer = costs.draft_timer(bench.drafts[method], bench.target, slots, batch)
-        timers.update({(method, 1): timer} if timer else {})
-
-    def add_first(method: str, k: int) -> None:
-        draft = bench.drafts[method]
-        timer = costs.first_timer(draft, bench.target, slots, batch, k)
-        timers.update({(method, costs.first_width(draft, k)): timer} if timer else {})
-
+    timers: dict[costs.Passes, Timer] = {}
     tasks = {cell.label: functools.partial(bench.run, cell, 0) for cell in cells}
-    for width in sorted({c.k + 1 for c in cells if not c.tree}) if has_passes else ():
-        tasks[f"target pass of {width} tokens"] = functools.partial(add_target, width)
-    for method, draft in bench.drafts.items() if has_passes else ():
-        tasks[f"{method} pass"] = functools.partial(add_draft, method)
-        ks = sorted({c.k for c in cells if c.method == method and not c.tree})
-        for width, k in {costs.first_width(draft, k): k for k in ks}.items():
-            name = f"{method} first pass of {width} tokens"
-            tasks[name] = functools.partial(add_first, method, k)
+    if has_passes:
+        ks = {c.method: {d.k for d in cells if d.method == c.method and not d.tree} for c in cells}
+        makers = costs.timer_makers(
+            bench.target, bench.drafts, ks, cost_slots(bench, cells), bench.batch
+        )
+        add = lambda what, make: timers.update({what: make()})
+        tasks |= {str(what): functools.partial(add, what, make) for what, make in makers.items()}
     run_all(tasks, "compiling")
     return timers
 

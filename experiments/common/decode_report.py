@@ -160,9 +160,9 @@ def describe_costs(costs: dict | None) -> list[str]:
     passes = [
         *(f"a verify pass of {w} tokens {ratio(ms)}" for w, ms in costs["verify_ms"].items()
           if int(w) > 1),
-        *(f"a draft pass of {name} {ratio(ms)}" for name, ms in costs["draft_ms"].items()),
-        *(f"the first of a round, of {w} tokens, {ratio(ms)} with {name}"
-          for name, times in (costs.get("first_ms") or {}).items() for w, ms in times.items()),
+        *(f"a draft pass of {name} adds {ratio(ms)}" for name, ms in costs["draft_ms"].items()),
+        *(f"the first of a round of {k} adds {ratio(ms)} with {name}"
+          for name, times in (costs.get("first_ms") or {}).items() for k, ms in times.items()),
     ]  # fmt: skip
     times = f"; relative to it, {', '.join(passes)}" if passes else ""
     return [f"a plain pass of one token takes {costs['plain_ms']:.2f} ms{times}"]

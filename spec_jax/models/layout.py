@@ -290,19 +290,19 @@ def attend_prefix(
     """Attends as ``attend`` does, but on a CPU reads only a prefix of the slots.
 
     The prefix is the shortest of a few that contains every slot seen. It costs a copy of its
-    slots, which pays for several queries but not for one, nor for a layer of a stack, which has
-    been copied already, nor on a mesh, where a choice by all rows would have to cross it. On other
-    platforms all slots are read and nothing is chosen.
+    slots, which does not pay for a layer of a stack, which has been copied already, nor on a mesh,
+    where a choice by all rows would have to cross it. On other platforms all slots are read and
+    nothing is chosen.
 
     Args and Returns are those of ``attend``.
     """  # fmt: skip
-    T, S = mask_BTS.shape[1:]
+    S = mask_BTS.shape[2]
 
     def over(n):
         k_n, v_n, mask = k[..., :n, :], v[..., :n, :], mask_BTS[..., :n]
         return attend(q_BTNH, k_n, v_n, mask, scale=scale)
 
-    if T == 1 or S < MIN_SLOTS or k.ndim == 4:
+    if S < MIN_SLOTS or k.ndim == 4:
         return over(S)
     step = -(-S // NUM_PARTS)
     prefixes = [functools.partial(over, n) for n in (*(i * step for i in PREFIXES), S)]

@@ -17,7 +17,7 @@ from support.pairs import tiny_pair
 from support.runs import check_run_files
 
 from configs import decode_default, decode_specbench
-from experiments.common import costs, decode_measure, report
+from experiments.common import costs, decode_measure, passes, report
 from experiments.common.decode_setup import resolve
 from experiments.common.prompts import Prompt, PromptEncoder, fit, load_prompts
 from experiments.decode import decode
@@ -333,13 +333,17 @@ def test_a_target_without_a_usable_template_continues_what_the_user_alone_has_sa
     assert list(map(target.tokenizer.decode, ids)) == ["x = 1", "x = 1"]
 
 
-def test_a_pass_is_timed_without_moving_the_cache(pair):
-    model = load_model(pair / "draft")
-    timer = costs.pass_timer(model.model, model.params, 3, 128, 2)
+def test_passes_are_timed_without_moving_the_cache(pair):
+    target, draft = load_model(pair / "target"), load_model(pair / "draft")
+    timer = passes.round_timer(target, draft, 2, 2, 128, 2, iterations=2)
     assert timer() > 0 and timer() > 0
-    times = {("target", 1): lambda: 2.0, ("target", 3): lambda: 3.0, ("draft", 1): lambda: 0.5}
-    found = costs.Costs.measure(times, slots=128, batch=2)
-    assert found == costs.Costs(2.0, {"draft": 0.5}, {1: 2.0, 3: 3.0}, 128, 2, {})
+    wanted = costs.timer_makers(
+        target, {"standalone": draft}, {"standalone": {1, 4}, "ngram": {6}}, 128, 1
+    )
+    assert [*wanted] == [
+        *(costs.Passes("target", k) for k in (0, 1, 4, 6)),
+        costs.Passes("standalone", 4, 1), costs.Passes("standalone", 4, 4),
+    ]  # fmt: skip
 
 
 @pytest.mark.exhaustive

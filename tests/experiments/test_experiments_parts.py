@@ -85,13 +85,13 @@ def test_a_prediction_counts_what_is_offered_and_what_passes_cost():
 
 def test_a_prediction_counts_the_first_pass_of_a_round_by_its_width():
     """A head feeds K + 1 pairs first, a draft model two tokens; then K - 1 passes of one."""
-    first = {"eagle": {4: 1.0, 6: 2.0}, "standalone": {2: 0.7}}
+    first = {"eagle": {3: 1.0, 5: 2.0}, "standalone": {5: 0.7}}
     found = costs.Costs(
         2.0, {"eagle": 0.4, "standalone": 0.5, "mtp": 0.3}, {1: 2.0, 6: 3.0}, 128, 1, first
     )
     round_ms = lambda method, k: found.draft_cost(method, k) * k * found.plain_ms
     assert round_ms("eagle", 3) == pytest.approx(1.0 + 2 * 0.4)
-    assert round_ms("eagle", 4) == pytest.approx(1.5 + 3 * 0.4)  # between the measured widths
+    assert round_ms("eagle", 4) == pytest.approx(1.5 + 3 * 0.4)  # between the measured Ks
     assert round_ms("standalone", 5) == pytest.approx(0.7 + 4 * 0.5)
     assert round_ms("mtp", 3) == pytest.approx(3 * 0.3)  # its first pass was not measured
     assert found.draft_cost("eagle") == 0.2
@@ -103,11 +103,24 @@ def test_a_prediction_counts_the_first_pass_of_a_round_by_its_width():
     }  # fmt: skip
     tokens = 1 + 0.9 + 0.9 * 0.8 + 0.9 * 0.8 * 0.7
     assert costs.predict(found, seen) == pytest.approx(tokens / ((1.0 + 0.8 + 2.6) / 2.0))
-    times = {("target", 1): 2.0, ("eagle", 1): 0.4, ("eagle", 4): 1.0, ("standalone", 2): 0.7}
-    timers = {name: lambda ms=ms: ms for name, ms in times.items()}
-    measured = costs.Costs.measure(timers, slots=128, batch=1)
-    assert measured.first_ms == {"eagle": {4: 1.0}, "standalone": {2: 0.7}}
-    assert measured.draft_ms == {"eagle": 0.4} and measured.verify_ms == {1: 2.0}
+
+
+def test_a_pass_of_a_draft_costs_what_it_adds_to_a_round_turn_by_turn():
+    drift = np.asarray([1.0, 3.0, 1.5])  # of the machine, from turn to turn
+    times = {("target", 0): 2.0, ("target", 3): 2.6, ("target", 4): 3.0, ("eagle", 3, 1): 3.6,
+             ("eagle", 4, 1): 4.5, ("eagle", 4, 4): 5.7, ("standalone", 4, 1): 3.7}  # fmt: skip
+    found = costs.Costs.of_times(
+        {costs.Passes(*what): ms * drift for what, ms in times.items()}, slots=128, batch=1
+    )
+    in_median = lambda ms: pytest.approx(1.5 * ms)
+    assert found.plain_ms == in_median(2.0)
+    assert found.verify_ms == {1: in_median(2.0), 4: in_median(2.6), 5: in_median(3.0)}
+    assert found.first_ms == {
+        "eagle": {3: in_median(1.0), 4: in_median(1.5)}, "standalone": {4: in_median(0.7)}
+    }  # fmt: skip
+    assert found.draft_ms == {"eagle": in_median(0.4)}
+    round_ms = found.verify_cost(4) + 4 * found.draft_cost("eagle", 4)
+    assert round_ms * found.plain_ms == in_median(5.7)  # all passes of a round, as measured
 
 
 def test_cells_of_trees_stand_beside_the_chains():
