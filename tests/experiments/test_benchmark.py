@@ -95,7 +95,9 @@ def test_leaves_a_record_with_every_bar(config, tmp_path, capsys, part):
     assert barred >= {config.bars[name] for name in BARS[part]}
     for line in record["lines"]:
         low, high = line["quartiles"]
-        assert line["part"] == part and 0 < low <= line["value"] <= high
+        is_difference = "a drafted token" in line["what"]  # of times that nearly agree here
+        assert line["part"] == part and low <= line["value"] <= high
+        assert is_difference or low > 0
     text, out = (tmp_path / "report.md").read_text(), capsys.readouterr().out
     assert all(line["what"] in text for line in record["lines"])
     with pytest.raises(ConfigError, match="holds the report of another run"):
