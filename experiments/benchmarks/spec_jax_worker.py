@@ -43,12 +43,8 @@ def load(setup: dict):
     def answer(request: dict) -> dict:
         decode = decoder(request["method"], request["k"], request["ngram_max"])
         decode.reset_stats()
-        longest = max(map(len, request["prompts"]))
         begin = time.perf_counter()
-        rows = [
-            decode.generate(ids, request["max_new_tokens"], pad_to=longest)
-            for ids in request["prompts"]
-        ]
+        rows = [decode.generate(ids, request["max_new_tokens"]) for ids in request["prompts"]]
         seconds = time.perf_counter() - begin
         tokens = [list(map(int, row.tokens)) for row in rows]
         return {"seconds": seconds, "tokens": tokens, "tau": decode.stats.tau}
