@@ -22,7 +22,7 @@ from experiments.benchmarks.layouts_advice import (
 from experiments.benchmarks.rounds import in_dtype
 from experiments.benchmarks.shapes import listed, random_model
 from experiments.common import cli
-from experiments.common.costs import ITERATIONS, pass_timer
+from experiments.common.passes import ITERATIONS, pass_timer
 from experiments.common.timing import Result, measure_all
 from spec_jax.loading import LoadedModel, load_model
 from spec_jax.models import layout
