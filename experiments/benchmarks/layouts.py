@@ -38,13 +38,14 @@ _WEIGHTS_READ = 1 << 29  # in one timed call, so that a dispatch does not count
 def check(config: ConfigDict) -> None:
     """Raises ConfigError if a value is out of range."""
     c = config.layouts
-    cli.require_positive(config, "slots repeats", "layouts")
+    cli.require_positive(config, "slots", "layouts")
     require = lambda ok, name, expected: cli.require(ok, config, f"layouts.{name}", expected)
     require(_names(c.targets), "targets", f"names or directories of models, or {RANDOM}")
     dtypes = _names(c.dtypes)
     require(dtypes and set(dtypes) <= set(DTYPES), "dtypes", f"some of {', '.join(DTYPES)}")
     is_listed = c.tokens and 1 <= min(c.tokens) and max(c.tokens) <= MAX_ROWS
     require(is_listed, "tokens", f"integers from 1 to {MAX_ROWS}; with more nothing is laid out")
+    require(c.repeats >= 3, "repeats", "3 or more, whose quartiles tell the noise")
     require(max(c.tokens) < c.slots, "slots", "more than the tokens of a pass")
 
 

@@ -20,6 +20,7 @@ WIDTHS = {  # ``Panels.widths`` of each layout
     "panels of 64, joined": (64, 32, 16),
 }
 TWO_ROWS = ", two rows"  # ends the names of layouts in which one token is padded to two rows
+WORTH = 1.05  # times as fast as the table's choice must be what is recommended in its place
 OWN = "the table's own"  # what the table chooses, where it is none of these
 
 Times = Mapping[str, np.ndarray]  # milliseconds of every repeat, by layout
@@ -44,14 +45,16 @@ def fastest(times: Times) -> str:
 def recommend(times: Times, choice: str) -> str:
     """Returns the fastest layout, or the table's choice if noise alone may part the two.
 
-    The ratios of the two, repeat by repeat, tell: noise may, if their quartiles contain 1.
+    Ratios of the two, repeat by repeat, tell: noise may, if their quartiles contain 1. A median
+    below ``WORTH`` is left alone as well, since copies of one layout differ by as much.
 
     Args:
       times: Of passes of one number of tokens.
       choice: The table's.
     """
     best = fastest(times)
-    return best if spread(times[choice] / times[best]).low > 1 else choice
+    gain = spread(times[choice] / times[best])
+    return best if gain.low > 1 and gain.median >= WORTH else choice
 
 
 def lines_for(

@@ -217,6 +217,7 @@ def test_coins_come_up_at_their_rate(pair):
         ("layouts", {"tokens": (1, 65)}, r"layouts.tokens is \(1, 65\); expected .* 1 to 64"),
         ("layouts", {"dtypes": "float16"}, "layouts.dtypes is 'float16'; expected some of float32"),
         ("layouts", {"slots": 16}, "layouts.slots is 16"),
+        ("layouts", {"repeats": 2}, "layouts.repeats is 2; expected 3 or more"),
         ("peers", {"dtypes": ("float32,float16",)}, "peers.dtypes .* among float32, bfloat16"),
         ("heads", {"draft_vocab_size": 40}, "draft_vocab_size is 40; the target has 31"),
     ],

@@ -109,6 +109,9 @@ def test_a_layout_is_recommended_only_beyond_the_noise():
     assert layouts_advice.recommend(times, "a") == "c"
     assert layouts_advice.recommend(times, "b") == "b"  # too close to c to call
     assert layouts_advice.recommend(times, "c") == "c"
+    times["d"] = 1.04 * times["c"]  # surely slower, by too little for a line of its own
+    assert layouts_advice.recommend(times, "d") == "d"
+    assert layouts_advice.recommend(times | {"d": 1.06 * times["c"]}, "d") == "c"
 
 
 def made_up(**ms):
