@@ -46,7 +46,7 @@ def recommend(times: Times, choice: str) -> str:
     """Returns the fastest layout, or the table's choice if noise alone may part the two.
 
     Ratios of the two, repeat by repeat, tell: noise may, if their quartiles contain 1. A median
-    below ``WORTH`` is left alone as well, since copies of one layout differ by as much.
+    below ``WORTH`` is left alone as well.
 
     Args:
       times: Of passes of one number of tokens.
@@ -102,7 +102,7 @@ def as_text(line: Panels) -> str:
 
 
 def advice(
-    title: str, dtype: str, times: Mapping[int, Times], choices: Mapping[int, str],
+    title: str, dtype: str, again: Mapping[int, Times], choices: Mapping[int, str],
     sizes: Sequence[bool],
 ) -> str:  # fmt: skip
     """Returns what to use on this machine, with lines for the table where it has something else.
@@ -110,17 +110,19 @@ def advice(
     Args:
       title: The model and its dtype.
       dtype: Of its weights.
-      times: By tokens a pass.
+      again: Times of the table's choice and of another layout, by tokens a pass, where that seemed
+        faster.
       choices: What the table chooses, by tokens a pass.
       sizes: The values of ``Panels.is_large`` that its matrices have.
     """
-    found = {n: recommend(times[n], choice) for n, choice in choices.items()}
-    wanted = {n: None if found[n] == choice else found[n] for n, choice in choices.items()}
-    better = [
-        f"{name} for {tokens_text(n)}, {_gain(times[n], choices[n], name):.2f} x as fast"
-        for n, name in wanted.items()
-        if name is not None
-    ]
+    wanted: dict[int, str | None] = dict.fromkeys(choices)
+    better = []
+    for n, times in again.items():
+        name = recommend(times, choices[n])
+        if name != choices[n]:
+            gain = spread(times[choices[n]] / times[name]).median
+            better.append(f"{name} for {tokens_text(n)}, {gain:.2f} x as fast")
+            wanted[n] = name
     text = f"recommended on this machine for {title}: "
     if not better:
         return f"{text}the table's choice"
@@ -136,10 +138,6 @@ def advice(
         lines = lines_for(wanted, dtype, is_large)
         paragraphs.append("\n".join(f"      {as_text(line)}" for line in lines))
     return "\n\n".join(paragraphs)
-
-
-def _gain(times: Times, choice: str, name: str) -> float:
-    return spread(times[choice] / times[name]).median
 
 
 def tokens_text(n: int) -> str:
