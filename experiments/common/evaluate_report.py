@@ -206,11 +206,12 @@ def legend(rep: Mapping[str, Any]) -> list[str]:
         "- **tau**: tokens emitted per target pass, the target's own included; **accepted at i**: "
         "of the drafts whose predecessors were all accepted, the share that was accepted at "
         "position i (of a tree, level i); **looping**: share of the tokens that repeat in loops.",
-        "- **round**: mean time of a round, which is **verify**, a pass of K + 1 tokens timed "
-        "alone, **draft**, its K draft passes timed alone, and the **rest**; of plain decoding, a "
-        "token. **pass / target's**: a draft pass over a target pass of one token. **predicted**: "
-        "speed-up from acceptance and these passes; of several rows, times the share of them that "
-        "runs in a round, over plain decoding's: a batch goes on until its last row ends.",
+        "- **round**: mean time of a round, which is **verify**, a pass of K + 1 tokens, "
+        "**draft**, what its K draft passes add to it in a loop of both, and the **rest**; of "
+        "plain decoding, a token. **pass / target's**: a draft pass after the first of a round "
+        "over a target pass of one token. **predicted**: speed-up from acceptance and these "
+        "passes; of several rows, times the share of them that runs in a round, over plain "
+        "decoding's: a batch goes on until its last row ends.",
         "- **process peak**: largest resident memory of the whole process, with all models of the "
         "run, while the row was decoded.",
     ]
