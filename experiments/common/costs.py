@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.common.passes import can_time, round_timer
+from experiments.common.passes import ITERATIONS, can_time, round_timer
 from experiments.common.timing import Timer, interleave
 from spec_jax.engine import stats
 from spec_jax.loading import LoadedHead, LoadedModel
@@ -40,7 +40,7 @@ class Passes(NamedTuple):
 
 def timer_makers(
     target: LoadedModel, drafts: Mapping[str, LoadedModel | LoadedHead],
-    ks: Mapping[str, Collection[int]], slots: int, batch: int,
+    ks: Mapping[str, Collection[int]], slots: int, batch: int, iterations: int = ITERATIONS,
 ) -> dict[Passes, Callable[[], Timer]]:
     """Returns functions that compile the timers that ``Costs.measure`` takes.
 
@@ -50,6 +50,7 @@ def timer_makers(
       ks: Drafted tokens per round, by method, those that draft without a pass too.
       slots: The slots of the caches.
       batch: B, rows.
+      iterations: The number of rounds in a timed call.
     """
     wanted = [Passes(TARGET, k) for k in sorted({0}.union(*ks.values()))]
     timed = {method: draft for method, draft in drafts.items() if can_time(draft, target)}
@@ -61,7 +62,8 @@ def timer_makers(
         wanted += [Passes(method, k, max(k, 2)) for k in own[-1:]]
     return {
         what: functools.partial(
-            round_timer, target, timed.get(what.method), what.k, what.num_passes, slots, batch
+            round_timer, target, timed.get(what.method), what.k, what.num_passes, slots, batch,
+            iterations,
         )
         for what in wanted
     }
