@@ -19,7 +19,7 @@ from experiments.benchmarks.layouts_advice import (
     section,
     widths_of,
 )
-from experiments.benchmarks.rounds import in_dtype
+from experiments.benchmarks.rounds import DTYPES, in_dtype
 from experiments.benchmarks.shapes import listed, random_model
 from experiments.common import cli
 from experiments.common.passes import ITERATIONS, pass_timer
@@ -31,7 +31,6 @@ from spec_jax.models.layout import LARGE, MAX_ROWS, InPanels, Panels
 from spec_jax.models.params import Params
 from spec_jax.progress import Progress
 
-DTYPES = ("float32", "bfloat16")
 RANDOM = "llama110m"  # the target with random weights
 _WEIGHTS_READ = 1 << 29  # in one timed call, so that a dispatch does not count
 

@@ -10,6 +10,7 @@ import operator
 import pathlib
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -120,7 +121,7 @@ class Tally:
 
     @property
     def pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Times and tokens f64[N] of what an interval resamples.
+        """Times and tokens f64[N] of what an interval is over.
 
         A batch's time is the median of its turns; of a single batch every turn counts.
         """
@@ -219,6 +220,32 @@ def _of_rows(rows: Sequence[Row]) -> dict:
     }
 
 
+def busy_share(runs: Sequence[Run]) -> float:
+    """Returns the share of a batch's rows that run in a round, on average; 1 of single rows.
+
+    A round of a batch takes its time until the last row ends, and rows whose drafts are accepted
+    more often, or that meet a stop token, end earlier. NaN where there was no round.
+    """
+    rounds = sum(row.stats.rounds for run in runs for row in run.rows)
+    of = sum(run.passes * len(run.rows) for run in runs)
+    return rounds / of if of else float("nan")
+
+
+def predicted_speedup(
+    found: costs.Costs, tally: Tally, plain: Tally, result: dict[str, Any]
+) -> float:
+    """Returns the speed-up that acceptance and costs predict for the rows that run.
+
+    Args:
+      found: The costs of passes.
+      tally: A cell's.
+      plain: Plain decoding's.
+      result: The cell's entry of ``results``.
+    """
+    busy, plain_busy = (busy_share([*t.runs.values()]) for t in (tally, plain))
+    return costs.predict(found, result) * busy / plain_busy
+
+
 def measure(
     rep: dict, bench: Bench, cells: Sequence[Cell], repeats: int, folder: pathlib.Path
 ) -> costs.Costs:
@@ -242,7 +269,10 @@ def measure(
             for turn, _ in enumerate(take_turns(tallies, order), 1):
                 if turn == turns or time.monotonic() - saved_s > _SAVED_EVERY_S:
                     rows = [tally.result(tallies[0]) for tally in tallies]
-                    rows = [r | {"predicted_speedup": costs.predict(found, r)} for r in rows]
+                    rows = [
+                        r | {"predicted_speedup": predicted_speedup(found, t, tallies[0], r)}
+                        for t, r in zip(tallies, rows)
+                    ]
                     rep["results"], saved_s = [*before, *rows], time.monotonic()
                     report.write_json(folder / "report.json", rep)
                 bar.step(f"T={temperature:g}, turn {turn} of {turns}")

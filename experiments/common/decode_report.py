@@ -146,7 +146,7 @@ def legend(report: dict) -> list[tuple[str, str]]:
         ("speed-up", f"tok/s over plain tok/s, with its 95 % interval over {pairs}; ? where it is "
          "not told from 1"),
         ("predicted", "speed-up of chains that acceptance and the costs of passes predict"
-         + ", if all rows of a batch end together" * (report["config"]["batch"] > 1)),
+         + ", for the rows that still run" * (report["config"]["batch"] > 1)),
         ("identical", "whether every token equals plain decoding's; – where the rule samples other "
          "tokens of the same distribution; near ties: rounding explains every row that parts"),
     ]  # fmt: skip
@@ -161,7 +161,7 @@ def describe_costs(costs: dict | None) -> list[str]:
         *(f"a verify pass of {w} tokens {ratio(ms)}" for w, ms in costs["verify_ms"].items()
           if int(w) > 1),
         *(f"a draft pass of {name} adds {ratio(ms)}" for name, ms in costs["draft_ms"].items()),
-        *(f"the first of a round of {k} adds {ratio(ms)} with {name}"
+        *(f"the first draft pass of {name} in a round of {k} adds {ratio(ms)}"
           for name, times in (costs.get("first_ms") or {}).items() for k, ms in times.items()),
     ]  # fmt: skip
     times = f"; relative to it, {', '.join(passes)}" if passes else ""

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.common import costs, head_eval
-from experiments.common.decode_measure import Tally
+from experiments.common.decode_measure import Tally, busy_share, predicted_speedup
 from experiments.common.evaluate_setup import Setup
 from experiments.common.evaluation import Stage
-from experiments.common.grid import Cell, Row, Run
+from experiments.common.grid import Cell, Row
 from experiments.common.intervals import Interval, jackknife, paired_speedup
 from experiments.common.questions import Question
 from spec_jax.config import GREEDY_BELOW
@@ -188,14 +188,14 @@ def _times(
     ``difference_ms`` is that rest, of the cell and of plain decoding. The prediction is for the
     rows that run, see ``busy_share``.
     """
-    busy, plain_busy = (busy_share([*t.runs.values()]) for t in (tally, stage.plain))
+    busy = busy_share([*tally.runs.values()])
     if found is None:
         return {"predicted_speedup": None, "busy_share": busy}
     own, plain = (_round_ms(t) for t in (tally, stage.plain))
     k, cell = tally.cell.k, tally.cell
     draft = found.draft_cost(cell.method) if k else 0.0
     told = {
-        "predicted_speedup": costs.predict(found, dict(entry)) * busy / plain_busy,
+        "predicted_speedup": predicted_speedup(found, tally, stage.plain, dict(entry)),
         "busy_share": busy,
         "round_ms": own,
         "draft_cost": draft if k else None,
@@ -209,16 +209,6 @@ def _times(
         "round_parts_ms": {"verify": verify_ms, "draft": draft_ms, "rest": rest},
         "difference_ms": {"rest of a round": rest, "rest of plain": of_plain} if k else {},
     }
-
-
-def busy_share(runs: Sequence[Run]) -> float:
-    """Returns the share of a batch's rows that run in a round, on average; 1 of single rows.
-
-    A round of a batch takes its time until the last row ends, and rows whose drafts are accepted
-    more often, or that meet a stop token, end earlier.
-    """
-    rounds = sum(row.stats.rounds for run in runs for row in run.rows)
-    return rounds / max(sum(run.passes * len(run.rows) for run in runs), 1)
 
 
 def _round_ms(tally: Tally) -> float:

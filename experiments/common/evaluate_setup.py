@@ -68,8 +68,8 @@ def fitting(batches: Sequence[int], num_prompts: int) -> tuple[tuple[int, ...], 
     A larger batch would hold copies of all its rows, whose tokens would count.
     """
     notes = [
-        f"batches of {b} are of {num_prompts}, since there are {num_prompts} prompts; "
-        f"--config.num_prompts={b} asks for more (0: all)"
+        f"batches of {b} are of {num_prompts}, since there are {num_prompts} prompts (turns "
+        "counted); a larger --config.num_prompts asks for more, if the questions have more"
         for b in batches
         if b > num_prompts
     ]

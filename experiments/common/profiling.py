@@ -34,8 +34,8 @@ _HEADER = ("stage", "ms a round", "share", "of it waiting", "operations")
 LEGEND = (
     "Milliseconds are those of a round without a trace, divided as the traced round is. Waiting: "
     "no operation ran, and the runtime prepared the next one. Operations: how many ran in a round. "
-    "Of each operation the median run counts; beyond the medians: what runs took longer, because a "
-    "core was busy or a product waited for it."
+    "Of each operation the median run counts; beyond the medians: what runs took longer than that, "
+    "because a core was busy or because they differ; it may be below zero."
 )
 
 

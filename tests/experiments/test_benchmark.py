@@ -81,8 +81,9 @@ def config(tmp_path_factory):
 
 
 BARS = {
-    "llama110m": ("verify", "round", "predicted"), "heads": ("head_round", "tree_round"),
-    "zoo": ("round", "predicted", "speedup", "draft"), "training": ("training",),
+    "llama110m": ("verify", "round", "predicted", "memory", "no_draft"),
+    "heads": ("head_round", "tree_round"),
+    "zoo": ("round", "predicted", "speedup", "draft", "no_draft"), "training": ("training",),
 }  # fmt: skip
 
 
@@ -116,7 +117,7 @@ def check_best_k(zoo):
     times = {n: np.asarray(ms) for n, ms in zoo["times_ms"].items()}
     gains = {
         (k, dtype): np.median(
-            times[f"{k}, {zoo['plain_dtype']}"] / times[f"standalone, K={k}, {dtype}"]
+            times[f"plain, K={k}, {zoo['plain_dtype']}"] / times[f"standalone, K={k}, {dtype}"]
         )
         for k in (1, 2) for dtype in ("float32", "bfloat16")
     }  # fmt: skip

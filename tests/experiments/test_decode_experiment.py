@@ -17,7 +17,7 @@ from support.pairs import tiny_pair
 from support.runs import check_run_files
 
 from configs import decode_default, decode_specbench
-from experiments.common import costs, decode_measure, passes, report
+from experiments.common import decode_measure, report
 from experiments.common.decode_setup import resolve
 from experiments.common.prompts import Prompt, PromptEncoder, fit, load_prompts
 from experiments.decode import decode
@@ -331,19 +331,6 @@ def test_a_target_without_a_usable_template_continues_what_the_user_alone_has_sa
     assert [p.name for p in prompts] == ["rows.json: object 1", "rows.json: object 2"]
     ids, _ = fit(prompts, [target], 8, None)
     assert list(map(target.tokenizer.decode, ids)) == ["x = 1", "x = 1"]
-
-
-def test_passes_are_timed_without_moving_the_cache(pair):
-    target, draft = load_model(pair / "target"), load_model(pair / "draft")
-    timer = passes.round_timer(target, draft, 2, 2, 128, 2, iterations=2)
-    assert timer() > 0 and timer() > 0
-    wanted = costs.timer_makers(
-        target, {"standalone": draft}, {"standalone": {1, 4}, "ngram": {6}}, 128, 1
-    )
-    assert [*wanted] == [
-        *(costs.Passes("target", k) for k in (0, 1, 4, 6)),
-        costs.Passes("standalone", 4, 1), costs.Passes("standalone", 4, 4),
-    ]  # fmt: skip
 
 
 @pytest.mark.exhaustive

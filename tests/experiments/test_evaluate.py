@@ -1,6 +1,7 @@
 """The experiment that evaluates: figures, their intervals and differences, and what it refuses."""
 
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -17,7 +18,8 @@ from support.tiny_models import LLAMA, random_weights
 
 from configs import evaluate_specbench, evaluate_zoo
 from experiments import evaluate
-from experiments.common.evaluate_figures import Counts, busy_share, differences
+from experiments.common.decode_measure import busy_share
+from experiments.common.evaluate_figures import Counts, differences
 from experiments.common.evaluate_report import pays_until
 from experiments.common.evaluate_setup import Setup, fitting, resolve
 from experiments.common.evaluation import check_folder, notes_of_machines
@@ -205,6 +207,7 @@ def test_the_turns_of_a_question_count_together():
 def test_rows_that_end_early_leave_a_batch_less_busy():
     run = lambda *rounds: Run(0.0, 1.0, [Row(Stats(rounds=n)) for n in rounds])
     assert busy_share([run(7), run(3)]) == 1  # batches of one row
+    assert math.isnan(busy_share([run(0)]))  # prefill's token was a stop token
     assert busy_share([run(8, 4), run(2, 2)]) == 16 / 20  # 12 of 16 rows and rounds, 4 of 4
 
 

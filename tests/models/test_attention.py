@@ -74,10 +74,10 @@ def test_a_layer_of_a_stack_is_read_whole():
 
 @pytest.mark.parametrize(
     "T, slots, platform, num_prefixes",
-    [(5, S, "cpu", len(PREFIXES) + 1), (1, S, "cpu", 1), (5, MIN_SLOTS - 1, "cpu", 1),
-     (5, S, "tpu", 1), (5, S, "cuda", 1)],
+    [(5, S, "cpu", len(PREFIXES) + 1), (1, S, "cpu", len(PREFIXES) + 1),
+     (5, MIN_SLOTS - 1, "cpu", 1), (5, S, "tpu", 1), (5, S, "cuda", 1)],
 )  # fmt: skip
-def test_there_is_a_choice_for_several_queries_on_a_cpu_alone(T, slots, platform, num_prefixes):
+def test_there_is_a_choice_of_prefixes_on_a_cpu_alone(T, slots, platform, num_prefixes):
     mask = np.ones((1, T, slots), bool)
     traced = jax.jit(attend_prefix).trace(*inputs(mask), mask)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
