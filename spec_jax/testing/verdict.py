@@ -92,9 +92,9 @@ class Audit:
 
     def __str__(self) -> str:
         parted = [row for row in self.rows if row.at is not None]
-        identical = self.num_rows - len(parted)
+        identical, plural = self.num_rows - len(parted), "s" * (self.num_rows != 1)
         lines = [
-            f"{self.num_rows} prompts: {identical} with identical outputs, "
+            f"{self.num_rows} prompt{plural}: {identical} with identical outputs, "
             f"{len(self.of('rounding'))} part by rounding, {len(self.of('bug'))} show a bug"
         ]
         return "\n".join([*lines, *(f"  {row}" for row in self.rows if row.verdict != "identical")])
