@@ -104,7 +104,8 @@ def model_step(
         cache = model.init_cache(params, batch, slots)
         cache = cache.commit(jnp.full((batch,), (slots - width) // 2, jnp.int32))
         cache = model.open_window(cache, width)  # nothing is committed, so it is never closed
-    return Step(run, params, (jnp.zeros((batch, width), jnp.int32), cache))
+        tokens = jnp.zeros((batch, width), jnp.int32)
+    return Step(run, params, (tokens, cache))
 
 
 def head_step(
@@ -139,8 +140,9 @@ def head_step(
         cache = head.init_cache(params, batch, slots)
         dtype = jax.tree.leaves(cache)[0].dtype
         cache = cache.commit(jnp.full((batch,), slots // 2, jnp.int32))
-        x, best = jnp.ones((batch, width, head.width), dtype), (batch, width, children)
-    return Step(run, params, (x, jnp.zeros(best, jnp.int32), jnp.zeros(best), cache))
+        x, shape = jnp.ones((batch, width, head.width), dtype), (batch, width, children)
+        best, score = jnp.zeros(shape, jnp.int32), jnp.zeros(shape)
+    return Step(run, params, (x, best, score, cache))
 
 
 def refresh_step(
