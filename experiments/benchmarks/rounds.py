@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from ml_collections import ConfigDict
 
@@ -65,8 +66,12 @@ class Pair(NamedTuple):
 
 
 def in_dtype(model: LoadedModel | LoadedHead, dtype: str) -> Any:
-    """Returns the model or head with its weights in a dtype."""
-    return dataclasses.replace(model, params=cast(model.params, dtype))
+    """Returns the model or head with its weights in a dtype; itself if they are already."""
+    params = cast(model.params, dtype)
+    dtypes = lambda params: [x.dtype for x in jax.tree.leaves(params)]
+    if dtypes(params) == dtypes(model.params):
+        return model
+    return dataclasses.replace(model, params=params)
 
 
 def try_plain(

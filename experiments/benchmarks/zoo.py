@@ -147,13 +147,18 @@ class Timers:
         # One generation of a method begins where another does: K and dtype do not matter yet.
         self._begun = functools.cache(self._begin)
         self._decoder = functools.cache(self._make_decoder)
+        self._in_dtype = functools.cache(self._make_in_dtype)  # whose layouts are made once
+
+    def _make_in_dtype(self, method, dtype):
+        """Returns what drafts, its weights in a dtype; None: the target."""
+        return in_dtype(self.pair.target if method is None else self.drafts[method], dtype)
 
     def _make_decoder(self, cell, dtype="float32"):
         """Returns what decodes a cell; None: plain decoding in a dtype."""
-        target = in_dtype(self.pair.target, cell.dtype if cell else dtype)
+        target = self._in_dtype(None, cell.dtype if cell else dtype)
         if cell is None:
             return SpeculativeDecoder(target)
-        draft = in_dtype(self.drafts[cell.method], cell.dtype)
+        draft = self._in_dtype(cell.method, cell.dtype)
         return SpeculativeDecoder(target, draft, SpeculativeConfig(cell.method, cell.k))
 
     def _begin(self, method: str | None, batch: int) -> list[DecodeState]:

@@ -25,6 +25,7 @@ from spec_jax.models import layers, transformer
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.families import llama
+from spec_jax.models.layout import NUM_PARTS, PREFIXES
 from spec_jax.rules import make_rule
 from spec_jax.sampling import make_sampler
 from spec_jax.tree import DynamicTree, Tree
@@ -173,9 +174,14 @@ class TestGenerate:
 @pytest.mark.representatives("0-1-1", "4-1-2")
 @pytest.mark.parametrize("num_draft, batch, draft_layers", UNROLLED)
 def test_unrolled_layers_are_read_where_they_lie(num_draft, batch, draft_layers):
-    """No whole layer's keys are moved: the products read the cache itself, or a prefix of it."""
+    """No whole layer's keys are moved: the products read the cache itself, or a prefix of it.
+
+    One query a row moves no more than the longest prefix.
+    """
     text, _, _ = compiled(num_draft, batch, draft_layers, False)
-    assert moves_in_loops(text, elements(1, batch)) == []
+    whole = elements(1, batch)
+    smallest = whole if num_draft else whole * max(PREFIXES) // NUM_PARTS + 1
+    assert moves_in_loops(text, smallest) == []
 
 
 @pytest.mark.exhaustive

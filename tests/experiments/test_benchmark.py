@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import numpy as np
 import pytest
+from support.products import products
 from support.runs import check_run_files
 
 from configs import benchmark as default
@@ -124,20 +123,6 @@ def check_best_k(zoo):
     assert (cell["k"], cell["dtype"]) == max(gains, key=gains.get)
 
 
-def products_flops(jaxpr) -> int:
-    """Of every product of a traced program, loops and calls inside it included once."""
-    total = 0
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            inner = math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
-            total += 2 * inner * math.prod(eqn.outvars[0].aval.shape)
-        for value in jax.tree.leaves(list(eqn.params.values())):
-            inner = getattr(value, "jaxpr", value)
-            total += products_flops(inner) if hasattr(inner, "eqns") else 0
-    return total
-
-
 @pytest.mark.representatives("lm_case")
 @pytest.mark.parametrize("make", [training.lm_case, training.eagle3_case])
 def test_model_flops_are_those_of_the_products_in_a_step(make):
@@ -149,7 +134,7 @@ def test_model_flops_are_those_of_the_products_in_a_step(make):
     target = random_model("t", options.target, 0)
     case = make(target, options)
     traced = jax.make_jaxpr(case.run)(case.state).jaxpr
-    assert products_flops(traced) == pytest.approx(case.flops, rel=0.05)
+    assert 2 * products(traced) == pytest.approx(case.flops, rel=0.05)
 
 
 @pytest.mark.exhaustive

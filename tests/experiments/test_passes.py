@@ -1,11 +1,10 @@
 """Timed loops of passes: what runs in them, and that no cache moves."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import pytest
 from support.pairs import tiny_pair
+from support.products import products
 
 from experiments.common import costs, passes
 from spec_jax import load_model
@@ -17,21 +16,6 @@ SLOTS = 128
 def pair(tmp_path_factory):
     folder = tiny_pair(tmp_path_factory.mktemp("pair"))
     return load_model(folder / "target"), load_model(folder / "draft")
-
-
-def products(jaxpr) -> int:
-    """Multiplications of every product of a traced program, each as often as it runs."""
-    total = 0
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            inner = math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
-            total += inner * math.prod(eqn.outvars[0].aval.shape)
-        for value in jax.tree.leaves(list(eqn.params.values())):
-            body = getattr(value, "jaxpr", value)
-            if hasattr(body, "eqns"):
-                total += eqn.params.get("length", 1) * products(body)
-    return total
 
 
 def of_pass(model, params, tokens, scored):
