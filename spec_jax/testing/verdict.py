@@ -10,8 +10,7 @@ import numpy as np
 
 # In units of the honest pass's error; docs/decisions.md has the measurements.
 LOCAL_FACTOR = 3.0  # of the logits after one prefix
-POOLED_FACTOR = 1.3  # of all of a row, if there are at least
-MIN_POOLED = 8  # of them
+POOLED_FACTOR = 1.3  # of all of a row, on average; of fewer than eight see ``pooled_factor``
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +106,14 @@ def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
     return None if at == len(first) == len(second) else at
 
 
+def pooled_factor(num_positions: int) -> float:
+    """Returns how far the logits at so many positions may be from float32 on average.
+
+    As a multiple of what rounding explains: ``LOCAL_FACTOR`` for one, and less the more there are.
+    """
+    return max(POOLED_FACTOR, 1 + (LOCAL_FACTOR - 1) / num_positions)
+
+
 class Trail(NamedTuple):
     """What a decoding's own logits say of its tokens.
 
@@ -171,12 +178,12 @@ def judge(
                 f"{trail.name}'s own logits at token {i} are {trail.ratio[i]:.1f} times as far "
                 f"from the float32 pass as rounding explains (at most {LOCAL_FACTOR:g})"
             )
-        elif len(trail.ratio) >= MIN_POOLED and not trail.pooled <= POOLED_FACTOR:
+        elif (n := len(trail.ratio)) and not trail.pooled <= (limit := pooled_factor(n)):
             wrong.append(
                 f"{trail.name}'s own logits are on average {trail.pooled:.2f} times as far from "
-                f"the float32 pass as rounding explains (at most {POOLED_FACTOR:g})"
+                f"the float32 pass as rounding explains (at most {limit:.2g})"
             )
-        elif len(trail.ratio):
+        elif n:
             right.append(
                 f"{trail.name}'s own logits are as near to the float32 pass as rounding explains "
                 f"({trail.pooled:.2f} times it, at one token {trail.ratio.max():.2f})"

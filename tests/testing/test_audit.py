@@ -48,9 +48,9 @@ def test_a_near_tie_is_rounding_only_if_the_logits_are_right_as_well():
     assert judged(at=None, gap=0.0, pooled=1.5) == "bug"  # no token differs yet
 
 
-def test_few_positions_are_not_averaged():
-    few = trail(NOISE[:3], pooled=1.5)
-    assert judge(3, np.zeros(4), np.ones(4), [few])[0] == "rounding"
+def test_the_average_of_few_positions_may_be_farther_from_float32():
+    few = lambda n, pooled: judge(n, np.zeros(9), np.ones(9), [trail(NOISE[:n], pooled=pooled)])[0]
+    assert few(3, 1.5) == few(7, 1.29) == "rounding" and few(3, 1.7) == few(7, 1.4) == "bug"
     assert judge(0, np.zeros(1), np.ones(1), [trail(NOISE[:0], pooled=0.0)])[0] == "rounding"
 
 
