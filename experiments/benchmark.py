@@ -20,13 +20,15 @@ The parts:
                 and transformers are; --peers runs it alone, or after the other --parts
 
 The run's folder gets config.json, environment.json, and after every part report.json and
-report.md. With --profile, rounds of the zoo's drafts are traced into profile/, and the report says
-where their time goes; without --parts nothing else is measured then.
+report.md. A part that cannot be measured is left out with a note, and the others go on. With
+--profile, rounds of the zoo's drafts are traced into profile/, and the report says where their time
+goes; without --parts nothing else is measured then.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 import time
 from collections.abc import Sequence
@@ -41,7 +43,7 @@ from experiments.benchmarks.registry import PARTS
 from experiments.common import cli, plots, profiling, report
 from experiments.common.tables import Section, table
 from experiments.common.timing import HEADER, Line
-from spec_jax.errors import ConfigError
+from spec_jax.errors import ConfigError, SpecJaxError
 
 
 def run(
@@ -58,7 +60,8 @@ def run(
       has_profile: Whether to trace rounds of the zoo's drafts too.
 
     Raises:
-      SpecJaxError: A config or a model that cannot be used.
+      SpecJaxError: A config that cannot be used, or no part could be measured; a part that fails
+        beside others is left out with a note, and is in the record's "left_out".
     """
     config = config.copy_and_resolve_references()
     if has_profile:
@@ -82,29 +85,50 @@ def run(
     lines: list[Line] = []
     sections: list[Section] = []
     record = report.begin("benchmark", folder, config.to_dict())
-    record |= {"parts": {}, "notes": [], "lines": [], "is_complete": False}
-    for name in [name for name in PARTS if name in parts]:
+    record |= {"parts": {}, "left_out": {}, "notes": [], "lines": [], "is_complete": False}
+
+    def measure(name: str) -> None:
         result = PARTS[name].measure(config, record["parts"])
-        lines += [dataclasses.replace(line, part=name) for line in result.lines]
+        lines.extend(dataclasses.replace(line, part=name) for line in result.lines)
         record["lines"] = [line.to_dict() for line in lines]
         record["notes"] += result.notes
         record["parts"][name] = result.record
-        sections += result.sections
-        record["elapsed_s"] = round(time.monotonic() - begin, 1)
+        sections.extend(result.sections)
         if name == "heads":
             plots.plot_tree_sizes(folder / "tree.png", result.record)
-        write(folder, record, lines, sections)
-    if has_profile:
+
+    def trace() -> None:
         record["profile"] = profile.measure(config, folder / "profile")
-    record["is_complete"] = True
-    write(folder, record, lines, sections)
+
+    steps = {name: functools.partial(measure, name) for name in PARTS if name in parts}
+    steps |= {"--profile": trace} if has_profile else {}
+    errors: list[SpecJaxError] = []
+    try:
+        for name, step in steps.items():
+            try:
+                step()
+            except SpecJaxError as error:  # the other parts go on
+                errors.append(error)
+                record["left_out"][name] = str(error)
+                record["notes"].append(f"{name} is left out: {error}")
+            record["elapsed_s"] = round(time.monotonic() - begin, 1)
+            write(folder, record, lines, sections)
+        record["is_complete"] = len(errors) < len(steps)
+    finally:  # whatever ends the run, what was measured is shown
+        write(folder, record, lines, sections)
+        _show(record, lines, sections)
+        print(f"\n{folder / 'report.md'} written after {time.monotonic() - begin:.0f} s")
+    if len(errors) == len(steps):
+        raise errors[0]
+    return record
+
+
+def _show(record: dict, lines: Sequence[Line], sections: Sequence[Section]) -> None:
     if lines:
         print(table(HEADER, [line.cells() for line in lines]))
     for section in [*sections, *profiling.sections(record.get("profile", {}))]:
         print(f"\n{section.text()}")
     print("".join(f"\nnote: {note}" for note in _notes(record)))
-    print(f"\n{folder / 'report.md'} written after {time.monotonic() - begin:.0f} s")
-    return record
 
 
 def _notes(record: dict) -> list[str]:

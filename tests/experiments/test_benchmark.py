@@ -217,6 +217,38 @@ def test_refuses_values_that_cannot_be(config, tmp_path, section, values, messag
         benchmark.run(config, tmp_path, ("speed",))
 
 
+def test_a_part_that_fails_is_left_out_and_finished_parts_are_shown(
+    config, tmp_path, monkeypatch, capsys
+):
+    def fails(error):
+        def measure(config, records):
+            raise error
+        return measure
+
+    found = timing.Result([timing.Line("what is found", [2.0])], {"a": 1})
+    parts = dict(benchmark.PARTS)
+    parts["zoo"] = parts["zoo"]._replace(measure=fails(ConfigError("no such head")))
+    parts["states"] = parts["states"]._replace(measure=lambda config, records: found)
+    parts["training"] = parts["training"]._replace(measure=fails(RuntimeError("no memory")))
+    monkeypatch.setattr(benchmark, "PARTS", parts)
+
+    record = benchmark.run(config, tmp_path / "a", ("zoo", "states"))
+    assert record["is_complete"] and record["parts"] == {"states": {"a": 1}}
+    assert record["left_out"] == {"zoo": "no such head"}
+    assert "zoo is left out: no such head" in record["notes"]
+    assert "zoo is left out: no such head" in (tmp_path / "a" / "report.md").read_text()
+    capsys.readouterr()
+
+    with pytest.raises(RuntimeError, match="no memory"):  # any other error ends the run
+        benchmark.run(config, tmp_path / "b", ("states", "training"))
+    assert "what is found" in capsys.readouterr().out
+    saved = check_run_files(tmp_path / "b", "benchmark")
+    assert saved["lines"][0]["value"] == 2.0 and not saved["is_complete"]
+
+    with pytest.raises(ConfigError, match="no such head"):  # nothing is left
+        benchmark.run(config, tmp_path / "c", ("zoo",))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", ["float32", "float32 padded to two rows"])
 def test_plain_loops_decode_what_the_decoder_decodes(pair, variant):
