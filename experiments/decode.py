@@ -77,10 +77,10 @@ def decode(
     if has_profile:
         rep["profile"] = profiling.profile_cells(bench, cells, folder / "profile")
     rep["conclusions"] = decode_report.conclusions(rep["results"])
-    plots.plot_speedup(folder / "speedup.png", rep["results"], costs)
-    plots.plot_acceptance(folder / "acceptance.png", rep["results"])
     rep |= {"is_complete": True, "elapsed_s": round(time.monotonic() - begin, 1)}
     report.finish(folder, rep, decode_report.markdown(rep, ["speedup.png", "acceptance.png"]))
+    plots.plot_speedup(folder / "speedup.png", rep["results"], costs)
+    plots.plot_acceptance(folder / "acceptance.png", rep["results"])
     shown = answers.lines_of_first(bench, cells, setup.prompts[0].name)
     write_page(folder / "report.html", rep, shown)
     decode_report.print_results(rep, folder)

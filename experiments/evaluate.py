@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import pathlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -80,30 +81,30 @@ def evaluate(config: ConfigDict, workdir: str | pathlib.Path | None = None) -> d
         rep["audit"] = auditing.summary(rep["results"])
     rep["notes"] = evaluate_report.notes(rep, setup, run.num_cut)
     rep |= evaluate_report.finish(rep)
-    names = _plot(folder, rep, run)
+    drawings = _drawings(rep, run)
     rep |= {"is_complete": True, "elapsed_s": round(time.monotonic() - begin_s, 1)}
-    report.finish(folder, rep, evaluate_report.markdown(rep, names))
+    report.finish(folder, rep, evaluate_report.markdown(rep, [*drawings]))
+    for name, draw in drawings.items():
+        draw(folder / name)
     write_page(folder / "report.html", rep, run.answers())
     evaluate_report.print_results(rep, folder)
     return rep
 
 
-def _plot(folder: pathlib.Path, rep: dict[str, Any], run: evaluation.Evaluation) -> list[str]:
-    """Draws what there is to draw; returns the names of the files."""
+def _drawings(
+    rep: dict[str, Any], run: evaluation.Evaluation
+) -> dict[str, Callable[[pathlib.Path], None]]:
+    """Returns what draws each plot, by the name of its file."""
     shown = evaluate_report.first_batch(rep["results"])
     costs = run.costs(shown[0]["batch"])
-    names = ["acceptance.png"]
-    plots.plot_acceptance(folder / names[0], shown)
+    found = {"acceptance.png": lambda path: plots.plot_acceptance(path, shown)}
     if costs is not None:
-        names.append("speedup.png")
-        plots.plot_speedup(folder / names[-1], shown, costs)
+        found["speedup.png"] = lambda path: plots.plot_speedup(path, shown, costs)
     if shown[0]["categories"] and shown[0]["batch"] == 1:
-        names.append("categories.png")
-        evaluate_plots.plot_categories(folder / names[-1], shown)
+        found["categories.png"] = lambda path: evaluate_plots.plot_categories(path, shown)
     if len({r["batch"] for r in rep["results"]}) > 1:
-        names.append("batches.png")
-        evaluate_plots.plot_batches(folder / names[-1], rep["results"])
-    return names
+        found["batches.png"] = lambda path: evaluate_plots.plot_batches(path, rep["results"])
+    return found
 
 
 def main() -> None:

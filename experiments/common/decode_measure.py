@@ -1,4 +1,4 @@
-"""How ``experiments.decode`` compiles and times the cells of its grid."""
+"""How ``experiments.decode`` and ``experiments.evaluate`` compile and time cells in turns."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from experiments.common.timing import Timer, interleave
 from spec_jax import processes
 from spec_jax.config import GREEDY_BELOW
 from spec_jax.data.tokens import looping_share
+from spec_jax.engine.request import whole_slots
 from spec_jax.engine.stats import Stats
 from spec_jax.progress import Progress
 from spec_jax.testing import RowAudit
@@ -48,8 +49,7 @@ def run_all(tasks: Mapping[str, Callable[[], object]], what: str) -> None:
 def cost_slots(bench: Bench, cells: Sequence[Cell]) -> int:
     """Returns the cache slots of the timed passes: as many as decoding chains has."""
     widest = max(cell.k for cell in cells if not cell.tree)
-    needed = bench.longest + bench.max_new_tokens + widest + 1
-    return -(-needed // 128) * 128
+    return whole_slots(bench.longest + bench.max_new_tokens + widest + 1)
 
 
 def compile_all(

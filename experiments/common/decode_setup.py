@@ -86,7 +86,8 @@ def check_grid(config: ConfigDict) -> None:
     config.temperatures = tuple(map(float, config.temperatures))
     check(config.repeats >= 1, "repeats", "1 or more")
     check(config.max_new_tokens >= 2, "max_new_tokens", "2 or more (prefill makes the first)")
-    check((config.max_prompt_tokens or 1) >= 1, "max_prompt_tokens", "1 or more, or none")
+    longest = config.max_prompt_tokens
+    check(longest is None or longest >= 1, "max_prompt_tokens", "1 or more, or none")
     check(config.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
     check(config.target != "", "target", "a zoo name or a directory: --config.target=PATH")
 

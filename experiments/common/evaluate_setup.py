@@ -177,6 +177,11 @@ def _load_drafts(config: ConfigDict, target: LoadedModel, where: cli.MeshOptions
 
 
 def _questions(config: ConfigDict, target: LoadedModel) -> Questions:
+    if target.tokenizer is None:
+        raise ConfigError(
+            f"{target.name} has no tokenizer, and all questions are text; expected tokenizer.json "
+            "in its directory"
+        )
     if config.data:
         return questions.load(config.data, config.num_prompts, config.categories)
     pieces = held_out_pieces(target, config.num_prompts, config.prompt_tokens, config.seed)

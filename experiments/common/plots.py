@@ -161,7 +161,7 @@ def plot_speedup(path: pathlib.Path, results: Sequence[dict], costs: Costs) -> N
                 predicted *= last["predicted_speedup"] / predicted[-1]
                 axis.plot(ks, predicted, **look | {"marker": ""})
                 shown = np.append(shown, predicted)
-            top = max(top, *shown[np.isfinite(shown)])
+            top = max([top, *shown[np.isfinite(shown)]])
             axis.plot([], [], label=s.label, **look | ({"linestyle": ""} if s.is_tree else {}))
         # A point at zero is seen whole. The panels share this axis, so the last limits hold.
         axis.set_ylim(-0.03 * top, 1.05 * top)

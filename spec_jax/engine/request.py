@@ -264,6 +264,11 @@ def check_room(system: System, longest: int, max_new_tokens: int) -> None:
 def slots_for(system: System, longest: int, max_new_tokens: int) -> int:
     """S and M of a batch whose longest prompt has ``longest`` tokens."""
     slots = max(longest + max_new_tokens + system.lookahead_slots, _width(longest))
+    return whole_slots(slots)
+
+
+def whole_slots(slots: int) -> int:
+    """The number of cache slots that decoding allocates where it needs ``slots``."""
     return -(-slots // _SLOT_BUCKET) * _SLOT_BUCKET
 
 

@@ -69,6 +69,8 @@ def test_a_run_leaves_its_folder(run):
     text = (folder / "report.md").read_text()
     assert re.search(r"\| standalone +\| +3 +\| +1 +\| residual +\|", text)
     assert "speedup.png" in text
+    written = {path.suffix: path.stat().st_mtime_ns for path in folder.glob("[rs][ep]*")}
+    assert written[".md"] <= min(written[".png"], written[".html"])  # a plot that fails costs none
 
 
 def test_the_page_shows_the_first_prompts_tokens_by_every_cell(run):
@@ -193,6 +195,7 @@ def test_the_screen_shows_text_table_and_conclusion(pair, tmp_path, capsys):
         ({"num_prompts": 3, "batch": 2}, "a multiple of batch 2"),
         ({"num_prompts": 0}, "1 or more"),
         ({"max_new_tokens": 1}, "2 or more"),
+        ({"max_prompt_tokens": 0}, "max_prompt_tokens is 0; expected 1 or more, or none"),
         ({"max_new_tokens": 128}, "leaves no room for a prompt: .*target holds 128 tokens"),
         ({"dtype": "int8"}, "float32, bfloat16"),
         ({"target": ""}, "--config.target=PATH"),

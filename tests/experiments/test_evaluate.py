@@ -4,6 +4,7 @@ import json
 import math
 import multiprocessing
 import os
+import shutil
 import sys
 import time
 from typing import NamedTuple
@@ -74,6 +75,8 @@ def test_a_draft_equal_to_the_target_is_always_accepted(config, tmp_path, capsys
     assert saved["results"][1]["rounds"] == same["rounds"] and same["draft_cost"] > 0
     said = capsys.readouterr().out
     assert "process peak: largest resident memory" in said and "tau: tokens emitted" in said
+    of = lambda name: (tmp_path / "run" / name).stat().st_mtime_ns
+    assert of("report.md") <= min(of("acceptance.png"), of("report.html"))  # should one fail
     assert "process peak, MB" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
 
 
@@ -165,6 +168,15 @@ def test_what_cannot_be_loaded_is_left_out_with_a_note(config):
     assert [cell.method for cell in setup.cells[0.0]] == ["plain", "ngram"]
     other.drafts = "no/such"
     with pytest.raises(ConfigError, match="nothing drafts for .*no/such is left out"):
+        Setup.of(other)
+
+
+def test_a_target_without_a_tokenizer_is_refused_before_anything_is_made(config, tmp_path):
+    shutil.copytree(config.target, tmp_path / "target")
+    (tmp_path / "target" / "tokenizer.json").unlink()
+    other = config.copy_and_resolve_references()
+    other.update({"target": str(tmp_path / "target"), "drafts": "ngram", "prompts": ""})
+    with pytest.raises(ConfigError, match="has no tokenizer.*expected tokenizer.json"):
         Setup.of(other)
 
 

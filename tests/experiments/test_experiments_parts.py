@@ -279,6 +279,16 @@ def test_no_panel_of_speedups_hides_a_point_of_another(tmp_path, monkeypatch):
     plots.plt.close(figure)
 
 
+def test_rows_without_a_round_leave_a_plot_without_points(tmp_path):
+    """Where every output ends with prefill's token, nothing has a speed-up."""
+    nan = math.nan
+    row = {"k": 1, "method": "x", "rule": "r", "tree": "1", "temperature": 0.0, "speedup": nan}
+    row |= {"acceptance_by_position": [nan], "reached_at": [0], "expected_by_position": []}
+    plots.plot_speedup(tmp_path / "speedup.png", [row | {"speedup_interval": [nan, nan]}], None)
+    plots.plot_acceptance(tmp_path / "acceptance.png", [row])
+    assert len([*tmp_path.glob("*.png")]) == 2
+
+
 def test_intervals_of_rates_are_wilsons():
     counts = [(0, 3), (19, 19), (7, 11), (0, 0)]
     found = wilson([k / n if n else math.nan for k, n in counts], [n for _, n in counts])
