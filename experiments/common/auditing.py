@@ -16,7 +16,7 @@ _COLUMNS = (
 MEANING = (
     "Audit: rows that differ from plain decoding, explained by rounding or by nothing but a bug; "
     "farthest from float32: how far the logits that any of their tokens was chosen from lie from a "
-    "pass in float32, as a multiple of what rounding explains (3 at most)."
+    "pass in float32, over how far rounding alone moves them (more than 3 is a bug)."
 )
 
 

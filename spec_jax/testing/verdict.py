@@ -30,7 +30,7 @@ class RowAudit:
       logit_difference: the largest difference there of the logits of the two passes, of one token
         and of K + 1.
       deviations: the largest distance of each decoding's logits from the float32 pass, as a
-        multiple of what rounding explains.
+        multiple of that of a pass without a cache in the same dtype.
       pooled: likewise, root mean square of all positions up to the difference.
     """
 
@@ -109,7 +109,7 @@ def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
 def pooled_factor(num_positions: int) -> float:
     """Returns how far the logits at so many positions may be from float32 on average.
 
-    As a multiple of what rounding explains: ``LOCAL_FACTOR`` for one, and less the more there are.
+    In units of the honest pass's error: ``LOCAL_FACTOR`` for one, and less the more there are.
     """
     return max(POOLED_FACTOR, 1 + (LOCAL_FACTOR - 1) / num_positions)
 
@@ -119,7 +119,8 @@ class Trail(NamedTuple):
 
     Attributes:
       name: of the decoding, for sentences.
-      ratio: f64[N], how far its logits are from the float32 pass, over what rounding explains.
+      ratio: f64[N], how far its logits are from the float32 pass, over how far those of the
+        honest pass are.
       pooled: the same of all positions together, root mean square.
       own_gap: f64[N], how far its token lies below the best of its own logits.
       tolerance: what of that gap the rounding of one logit explains.
@@ -176,17 +177,17 @@ def judge(
             i = int(far[0])
             wrong.append(
                 f"{trail.name}'s own logits at token {i} are {trail.ratio[i]:.1f} times as far "
-                f"from the float32 pass as rounding explains (at most {LOCAL_FACTOR:g})"
+                f"from float32 as by rounding alone (limit {LOCAL_FACTOR:g})"
             )
         elif (n := len(trail.ratio)) and not trail.pooled <= (limit := pooled_factor(n)):
             wrong.append(
                 f"{trail.name}'s own logits are on average {trail.pooled:.2f} times as far from "
-                f"the float32 pass as rounding explains (at most {limit:.2g})"
+                f"float32 as by rounding alone (limit {limit:.2g})"
             )
         elif n:
             right.append(
-                f"{trail.name}'s own logits are as near to the float32 pass as rounding explains "
-                f"({trail.pooled:.2f} times it, at one token {trail.ratio.max():.2f})"
+                f"{trail.name}'s own logits are {trail.pooled:.2f} times as far from float32 as by "
+                f"rounding alone, at one token {trail.ratio.max():.2f}"
             )
         if trail.parts_at is not None:
             right.append(f"{trail.name}, run again, parts from its output at {trail.parts_at}")
