@@ -144,6 +144,9 @@ def _measure_dtype(config: ConfigDict, setup: dict, prompts, notes: list[str]) -
             except RefusedError as error:
                 name = cell.label(config.peers.head)
                 notes.append(f"{name} in {dtype} was left out ({error})")
+        for side in (OURS, THEIRS):
+            if not any(cell.side == side for cell in timers):
+                raise WorkerError(f"{side} refused everything")
         label = lambda cell: cell.label(config.peers.head)
         makers = {label(cell): functools.partial(timers.get, cell) for cell in timers}
         _, times = measure_all(f"peers, {dtype}", makers, config.peers.repeats)
@@ -153,7 +156,7 @@ def _measure_dtype(config: ConfigDict, setup: dict, prompts, notes: list[str]) -
             {side: worker.peak_bytes for side, worker in workers.items()},
             workers[OURS].facts | workers[THEIRS].facts,
         )  # fmt: skip
-    except WorkerError as error:
+    except (WorkerError, RefusedError) as error:  # refused in a later repeat
         raise _LeftOut(
             f"the comparison with {THEIRS} in {dtype} was left out: {error}",
             is_final=False,

@@ -5,6 +5,7 @@ Both ends need the standard library alone, so that the process may run another i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -21,7 +22,10 @@ Answers = Callable[[dict], dict]
 
 
 class WorkerError(Exception):
-    """The process ended; the message is the last line that it wrote to stderr."""
+    """The process ended, or what it wrote is no answer; the message says which.
+
+    Of one that ended it holds the last line on stderr.
+    """
 
 
 class RefusedError(Exception):
@@ -49,7 +53,7 @@ class Worker:
           environment: Its environment variables; by default those of this process.
 
         Raises:
-          WorkerError: It cannot be started, or ended.
+          WorkerError: It cannot be started, ended, or does not answer.
           RefusedError: It could not load what ``setup`` names.
         """
         self.peak_bytes = None
@@ -71,7 +75,7 @@ class Worker:
         """Sends one request and waits for its answer.
 
         Raises:
-          WorkerError: The process ended.
+          WorkerError: The process ended, or wrote something else to stdout.
           RefusedError: It could not do this.
         """
         try:
@@ -83,7 +87,12 @@ class Worker:
         if not line:
             code = self._process.wait()
             raise WorkerError(f"the process ended with exit code {code}: {self._last_line()}")
-        answer = json.loads(line)
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):  # of a wrapper around the interpreter, for example
+            raise WorkerError(f"the process wrote {line.strip()[:60]!r} to stdout; expected JSON")
         if "error" in answer:
             raise RefusedError(answer["error"])
         self.peak_bytes = answer.pop("peak_bytes", None)
@@ -97,7 +106,8 @@ class Worker:
     def close(self) -> None:
         """Ends the process."""
         if self._process is not None:
-            self._process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # it has ended, and left a request unread
+                self._process.stdin.close()
             self._process.stdout.close()
             try:
                 self._process.wait(10)

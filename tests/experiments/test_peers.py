@@ -116,6 +116,26 @@ def test_a_process_that_dies_leaves_the_other_dtype(config, tmp_path, monkeypatc
     )
 
 
+def test_a_repeat_that_is_refused_leaves_the_other_dtype(config, tmp_path, monkeypatch):
+    record = run(config, tmp_path, monkeypatch, "late")
+    assert list(record["parts"]["peers"]) == ["bfloat16"] and record["is_complete"]
+    assert "in float32 was left out: MemoryError: out of memory" in record["notes"][0]
+
+
+def test_a_wrapper_that_prints_is_named_in_the_note(config, tmp_path, monkeypatch):
+    record = run(config, tmp_path, monkeypatch, "banner")
+    assert "wrote 'Welcome to a wrapper of python' to stdout" in record["notes"][0]
+    assert record["is_complete"] and not record["parts"]["peers"]
+
+
+def test_a_process_that_ends_between_two_requests_is_an_error_of_its_own(tmp_path):
+    program = "input(); print('{}', flush=True)"
+    with worker_lines.Worker([sys.executable, "-c", program], {}, cwd=tmp_path) as worker:
+        worker._process.wait()
+        with pytest.raises(worker_lines.WorkerError, match="ended with exit code 0"):
+            worker.ask({})
+
+
 def test_errors_of_one_request_are_its_answer_and_prints_are_not(tmp_path):
     command = [sys.executable, fake_peer.__file__, "1", "no_lookup"]
     environment = {"PYTHONPATH": str(peers.cli.ROOT)}

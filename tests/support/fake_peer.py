@@ -3,7 +3,7 @@
 Every run takes SECONDS times what is in ``COSTS``, by its own account.
 
 FAULT: "no_torch" ends it at once, "no_lookup" refuses one method, "dies" ends it at its second
-request of a run with drafts in float32.
+request of a run with drafts in float32, where "late" refuses that; "banner" prints a line first.
 """
 
 import os
@@ -34,6 +34,8 @@ def load(setup):
         if fault == "dies" and setup["dtype"] == "float32" and asked.count("assisted") > 3:
             print("Killed", file=sys.stderr, flush=True)
             os._exit(137)
+        if fault == "late" and setup["dtype"] == "float32" and asked.count("assisted") > 3:
+            raise MemoryError("out of memory")
         tokens = tokens_of(request["prompts"], request["max_new_tokens"])
         if method == "assisted" and request["k"] is None:
             tokens[0] = tokens[0][:-1] + [99]
@@ -44,4 +46,6 @@ def load(setup):
 
 
 if __name__ == "__main__":
+    if "banner" in sys.argv:
+        print("Welcome to a wrapper of python", flush=True)
     serve(load)
