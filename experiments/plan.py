@@ -21,7 +21,6 @@ import functools
 import importlib.util
 import itertools
 import os
-import pathlib
 import resource
 from collections.abc import Iterator
 from typing import Any
@@ -179,7 +178,7 @@ def run(config: ConfigDict, workdir: str | None = None) -> dict:
     todo = list(training_jobs(config) if is_training else jobs(config, acceptance))
     if config.is_compiled:
         check_libtpu([topology for topology, _ in todo])
-    folder = pathlib.Path(workdir or cli.open_workdir("plan", None))
+    folder = cli.make_workdir("plan", workdir)
     head = report.begin("plan", folder, config.to_dict())
     describe = functools.cache(plan_cells.describe)
     cells = []

@@ -52,13 +52,12 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
     where = cli.MeshOptions.of(config)
     decoder = load_decoder(config, where)
     total, prompts = prompts_of(config, decoder)
-    folder = pathlib.Path(workdir)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = cli.make_workdir("regenerate", workdir)
     resolved, saved = json.loads(config.to_json()), folder / "config.json"
     with contextlib.ExitStack() as stack:
         responses = stack.enter_context(Responses(folder / "responses.jsonl"))
         if len(responses) and processes.is_writer():
-            known = json.loads(saved.read_text()) if saved.exists() else {}
+            known = cli.read_saved(saved)
             more = _FREE_IN_FLOAT32 if config.dtype == "float32" else ()
             cli.check_same(known, resolved, (*_FREE, *more))
         head = report.begin("regenerate", folder, resolved)

@@ -50,13 +50,13 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
       TrainingError: A loss that is not finite, or a checkpoint that cannot be saved or read.
     """
     validate(config)
-    workdir = pathlib.Path(workdir).absolute()
+    workdir = cli.make_workdir("train_head", workdir).absolute()
     resolved = json.loads(config.to_json())
     for name in _FREE_DATA:
         del resolved["data"][name]
     with Checkpoints(workdir / "checkpoints") as checkpoints:
         path = workdir / "config.json"
-        saved = json.loads(path.read_text()) if checkpoints.last_step is not None else None
+        saved = cli.read_saved(path) if checkpoints.last_step is not None else None
         if saved is not None:
             cli.check_same(saved, resolved | {"data_seen": saved.get("data_seen")}, _FREE)
         experiment = Experiment(config, workdir)

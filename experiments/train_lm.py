@@ -45,12 +45,11 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
       TrainingError: A loss that is not finite, or a checkpoint that cannot be saved or read.
     """
     validate(config)
-    workdir = pathlib.Path(workdir).absolute()
-    workdir.mkdir(parents=True, exist_ok=True)
+    workdir = cli.make_workdir("train_lm", workdir).absolute()
     resolved = json.loads(config.to_json())
     with Checkpoints(workdir / "checkpoints") as checkpoints:
         path, last = workdir / "config.json", checkpoints.last_step
-        saved = None if last is None else json.loads(path.read_text())
+        saved = None if last is None else cli.read_saved(path)
         if saved is not None:
             check_resume(saved, resolved | {"data_seen": saved.get("data_seen")}, last)
         experiment = Experiment(config, workdir)

@@ -143,6 +143,24 @@ _COUNTS = (
 )  # fmt: skip
 
 
+def _saved(turn: Mapping[str, Any]) -> Saved:
+    counts = {n: tuple(x) if isinstance(x, list) else x for n, x in turn["counts"].items()}
+    return Saved(tuple(turn["tokens"]), turn["finish"], Stats(**counts))
+
+
+def _run(turn: Mapping[str, Any], rows: Sequence[Saved]) -> Run:
+    """Returns the run of a batch, of whose prompts ``turn`` is the first one's."""
+    return Run(turn["prefill_s"], turn["decode_s"][0], rows, turn["peak_bytes"])
+
+
+def check_line(line: Mapping[str, Any]) -> None:
+    """Raises one of ``journal.REFUSED`` unless ``restore`` can read the turns of a line."""
+    for turn in line["turns"]:
+        _run(turn, [_saved(turn)])
+        if not isinstance(turn["prompt"], str):
+            raise TypeError(f"the prompt is {turn['prompt']!r:.60}")
+
+
 def restore(tally: Tally, index: int, turns: Mapping[int, Mapping[str, Any]]) -> None:
     """Puts a batch that was measured earlier into a tally.
 
@@ -151,16 +169,11 @@ def restore(tally: Tally, index: int, turns: Mapping[int, Mapping[str, Any]]) ->
       index: The index of the batch.
       turns: The entries of ``turns`` of its prompts, by index.
     """
-    rows = {}
-    for i in set(tally.bench.chosen(index)):
-        turn = turns[i]
-        counts = {n: tuple(x) if isinstance(x, list) else x for n, x in turn["counts"].items()}
-        rows[i] = Saved(tuple(turn["tokens"]), turn["finish"], Stats(**counts))
-    first = turns[tally.bench.chosen(index)[0]]
-    chosen = [rows[i] for i in tally.bench.chosen(index)]
-    times_s = first["decode_s"]
-    tally.runs[index] = Run(first["prefill_s"], times_s[0], chosen, first["peak_bytes"])
-    tally.times_s[index] = [*times_s]
+    chosen = tally.bench.chosen(index)
+    rows = {i: _saved(turns[i]) for i in set(chosen)}
+    first = turns[chosen[0]]
+    tally.runs[index] = _run(first, [rows[i] for i in chosen])
+    tally.times_s[index] = [*first["decode_s"]]
 
 
 class Probabilities:

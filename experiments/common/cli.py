@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import difflib
 import functools
+import json
 import operator
 import os
 import pathlib
@@ -163,6 +164,25 @@ def check_same(saved: Mapping, config: Mapping, free: Sequence[str] = ()) -> Non
         )
 
 
+def read_saved(path: pathlib.Path) -> Mapping[str, Any]:
+    """Reads an object that a run has saved, such as its config.json.
+
+    Raises:
+      ConfigError: The file is missing or damaged.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+        fault = "it holds no object"
+    except (OSError, ValueError) as error:
+        fault = str(error)
+    raise ConfigError(
+        f"{path} cannot be read ({fault}); the run needs it to go on: put it back, or name another "
+        "--workdir"
+    )
+
+
 class MeshOptions(NamedTuple):
     """The devices that an experiment runs on: ``config.mesh`` and ``config.is_draft_replicated``.
 
@@ -245,14 +265,14 @@ def command(experiment: str) -> str:
 
 
 def make_workdir(experiment: str, workdir: str | pathlib.Path | None) -> pathlib.Path:
-    """Makes the folder of a run, which may hold a run already.
+    """Makes the folder of a run, which may hold a run of this experiment already.
 
     Args:
       experiment: The experiment's name.
       workdir: The folder; by default runs/EXPERIMENT/TIME.
 
     Raises:
-      ConfigError: The folder cannot be made.
+      ConfigError: The folder cannot be made, or holds a run of another experiment.
     """
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = pathlib.Path(processes.from_writer(str(workdir or f"runs/{experiment}/{stamp}")))
@@ -262,20 +282,35 @@ def make_workdir(experiment: str, workdir: str | pathlib.Path | None) -> pathlib
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"the folder {folder} cannot be made: {error}") from error
+    holder = _holder(folder)
+    if holder not in (None, experiment):
+        raise ConfigError(f"{folder} holds a run of experiments.{holder}; name another --workdir")
     return folder
 
 
+def _holder(folder: pathlib.Path) -> str | None:
+    """The experiment that has begun a run in a folder; None if none has, or it did not say."""
+    path = folder / "environment.json"
+    return read_saved(path).get("experiment") if path.exists() else None
+
+
 def open_workdir(experiment: str, workdir: str | pathlib.Path | None) -> pathlib.Path:
-    """Makes the folder of a run; it must not hold the report of another run.
+    """Makes the folder of a run that cannot be continued; it must not hold another run.
+
+    One of the same experiment that has reported nothing yet is begun anew.
 
     Args:
       experiment: The experiment's name.
       workdir: The folder; by default runs/EXPERIMENT/TIME.
 
     Raises:
-      ConfigError: The folder cannot be made, or holds a report.
+      ConfigError: The folder cannot be made, or holds another run.
     """
     folder = make_workdir(experiment, workdir)
-    if processes.is_writer() and (folder / "report.json").exists():
+    if not processes.is_writer():
+        return folder
+    if (folder / "report.json").exists():
         raise ConfigError(f"{folder} holds the report of another run; name another --workdir")
+    if (folder / "config.json").exists() and _holder(folder) != experiment:
+        raise ConfigError(f"{folder} holds the config.json of another run; name another --workdir")
     return folder

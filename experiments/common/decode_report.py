@@ -258,7 +258,7 @@ def notes(report: dict) -> list[str]:
         if count := _num_unexamined(r):
             is_greedy = r["temperature"] < GREEDY_BELOW
             why = (
-                "--config.has_audit=True examines them, too" if is_greedy
+                "--config.has_audit=True with this --workdir examines them, too" if is_greedy
                 else "whether rounding explains it is only examined at temperature 0"
             )  # fmt: skip
             more = "more " * bool(r["differences"])

@@ -13,13 +13,14 @@ from experiments.common.answers import (
     Group,
     Probabilities,
     Saved,
+    check_line,
     key_of,
     pack,
     restore,
     text_of,
     turn_of,
 )
-from experiments.common.cli import check_same
+from experiments.common.cli import check_same, read_saved
 from experiments.common.decode_measure import Tally, take_turns
 from experiments.common.evaluate_setup import Setup
 from experiments.common.grid import Bench, Cell
@@ -31,7 +32,11 @@ from spec_jax.progress import Progress
 
 ANSWERS, STATE, INPUTS = "answers.jsonl", "state.jsonl", "inputs.json"
 _OF_TIMES = ("cpu_model", "cores", "devices", "spec_jax", "python", "jax", "jaxlib")
+_FREE = ("has_audit", "has_teacher_forced")  # computed from answers, also from those of a file
 _MAX_EXAMINED = 4  # rows of a cell that part from plain decoding's, since each compiles a pass
+
+
+_GOES_ON = "delete this line and all after it, and the run goes on from there"
 
 
 class Stage(NamedTuple):
@@ -59,6 +64,11 @@ class Stage(NamedTuple):
         """The cells, plain decoding first."""
         return [tally.cell for tally in self.tallies]
 
+    @property
+    def place(self) -> tuple[float, int]:
+        """Temperature and batch size."""
+        return self.plain.cell.temperature, self.bench.batch
+
     def is_done(self, group: Group) -> bool:
         """Whether the group has been measured."""
         return group.batches[-1] in self.plain.runs
@@ -82,8 +92,9 @@ class Evaluation:
         self._history: dict[tuple[float, int], str] = {}
         self._costs: dict[int, costs.Costs] = {}
         self._machines: list[Mapping[str, Any]] = []
-        self._state.read(self._take, "what an earlier session has saved")
-        self._answers.read(self._lines.append, "an answer")
+        self._left_out: dict[tuple[float, int], str] = {}  # why a stage cannot be measured
+        self._state.read(self._take, f"what an earlier session has saved; {_GOES_ON}")
+        self._answers.read(self._take_answer, f"an answer; {_GOES_ON}")
         if processes.from_writer(bool(self._lines or self._history)) and processes.count() > 1:
             raise ConfigError(
                 f"{folder} holds a run, which several processes cannot continue; name another "
@@ -91,6 +102,7 @@ class Evaluation:
             )
         sizes = itertools.accumulate((q.num_turns for q in setup.questions.chosen), initial=0)
         self._places = [[*range(a, b)] for a, b in itertools.pairwise(sizes)]
+        self._num_turns = {q.name: q.num_turns for q in setup.questions.chosen}
         self._ask = Asker(setup.target)
         self.num_cut = 0
 
@@ -101,8 +113,14 @@ class Evaluation:
             self._costs[line["batch"]] = costs.Costs(**{**found, "verify_ms": verify})
         elif "machine" in line:
             self._machines.append({"machine": line["machine"], "answers": line["answers"]})
+        elif "left_out" in line:
+            self._left_out[line["temperature"], line["batch"]] = line["left_out"]
         else:
             self._history[line["temperature"], line["prompt"]] = line["answer"]
+
+    def _take_answer(self, line: Mapping[str, Any]) -> None:
+        check_line(line)
+        self._lines.append(line)
 
     @property
     def num_saved(self) -> int:
@@ -120,9 +138,13 @@ class Evaluation:
                 yield from map(json.loads, file)
 
     def run(self) -> list[Stage]:
-        """Measures what is left; returns all stages, of which those that failed are left out."""
+        """Measures what is left; returns all stages but those that cannot be measured.
+
+        Raises:
+          ConfigError: What was saved is of another run, or damaged; or no stage can be measured.
+        """
         with self._answers, self._state:
-            stages = self._stages()
+            stages = [stage for stage in self._stages() if stage.place not in self._left_out]
             self._restore(stages)
             self._add_machine(report.environment())
             left = [(s, [g for g in s.groups if not s.is_done(g)]) for s in stages]
@@ -142,6 +164,10 @@ class Evaluation:
                 self._measure(stage, groups, bar)
             if bar is not None:
                 bar.close()
+            why = [*self._left_out.values()]
+            if not stages:
+                raise ConfigError(f"nothing can be measured: {'; '.join(why)}")
+            self.notes += why
             return stages
 
     def _add_machine(self, environment: Mapping[str, Any]) -> None:
@@ -249,7 +275,9 @@ class Evaluation:
                 )
 
     def _check_line(self, line: Mapping[str, Any], key: Mapping[str, Any], number: int) -> None:
-        said = {name: line.get(name) for name in key}
+        key = {**key, "number of turns": self._num_turns[key["question"]]}
+        said = {**line, "number of turns": len(line["turns"])}
+        said = {name: said.get(name) for name in key}
         if said != key:
             name = next(name for name in key if said[name] != key[name])
             raise ConfigError(
@@ -260,14 +288,16 @@ class Evaluation:
 
     def _prepare(self, stage: Stage) -> bool:
         """Compiles a stage and measures the costs of its passes; whether it can be measured."""
-        batch = stage.bench.batch
+        temperature, batch = stage.place
         try:
             has_passes = batch not in self._costs
             timers = decode_measure.compile_all(stage.bench, stage.cells, has_passes=has_passes)
         except PromptError as error:
-            if batch == 1:
+            if batch == 1 or stage.plain.runs:
                 raise
-            self.notes.append(f"batch {batch}, T={stage.cells[0].temperature:g}: {error}")
+            why = f"batch {batch}, T={temperature:g}: {error}"
+            self._state.append([{"temperature": temperature, "batch": batch, "left_out": why}])
+            self._left_out[stage.place] = why
             return False
         if has_passes:
             slots = decode_measure.cost_slots(stage.bench, stage.cells)
@@ -355,11 +385,11 @@ def check_folder(folder: pathlib.Path, config: Mapping[str, Any]) -> dict[str, l
         return sums
     saved = folder / "config.json"
     is_begun = any((folder / name).exists() for name in (INPUTS, ANSWERS, STATE))
-    if is_begun and saved.exists():
-        check_same(json.loads(saved.read_text(encoding="utf-8")), config)
-        check_same(json.loads((folder / INPUTS).read_text(encoding="utf-8")), sums)
+    if is_begun:
+        check_same(read_saved(saved), config, _FREE)
+        check_same(read_saved(folder / INPUTS), sums)
     elif (folder / "report.json").exists():
         raise ConfigError(f"{folder} holds the report of another run; name another --workdir")
     elif saved.exists():  # another experiment that is not finished reads it when it goes on
-        check_same(json.loads(saved.read_text(encoding="utf-8")), config)
+        check_same(read_saved(saved), config, _FREE)
     return sums

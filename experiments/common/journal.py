@@ -11,6 +11,8 @@ from typing import Any
 from spec_jax import processes
 from spec_jax.errors import ConfigError
 
+REFUSED = (ValueError, LookupError, TypeError, AttributeError, AssertionError)
+
 
 class Journal:
     """Appends objects to a file, a line each. Reading cuts off an incomplete last line.
@@ -30,8 +32,7 @@ class Journal:
         """Calls ``take`` with each line's object, and removes what a kill left of a last line.
 
         Args:
-          take: Raises ValueError, KeyError or TypeError for an object that is not what it should
-            be.
+          take: Raises one of ``REFUSED`` for an object that is not what it should be.
           expected: What a line should be, for the message.
           fault: What a line is that ``take`` refuses, likewise.
 
@@ -47,7 +48,7 @@ class Journal:
                     break
                 try:
                     take(json.loads(line))
-                except (ValueError, KeyError, TypeError) as error:
+                except REFUSED as error:
                     raise ConfigError(
                         f"{self.path}, line {number}{fault}: {error!r}; expected {expected}"
                     ) from error

@@ -36,9 +36,10 @@ def begin(experiment: str, folder: pathlib.Path, config: Mapping[str, Any]) -> d
     """
     if processes.is_writer():
         folder.mkdir(parents=True, exist_ok=True)
-    head = {"command": cli.command(experiment), "config": config, "environment": environment()}
+    found = {"experiment": experiment, **environment()}  # cli.make_workdir reads whose folder it is
+    head = {"command": cli.command(experiment), "config": config, "environment": found}
+    write_json(folder / "environment.json", found)
     write_json(folder / "config.json", config)
-    write_json(folder / "environment.json", head["environment"])
     return head
 
 
