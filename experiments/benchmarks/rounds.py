@@ -173,7 +173,11 @@ def parts_ms(times: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def predict(times: Mapping[str, np.ndarray], stats: Stats, num_draft: int) -> np.ndarray:
-    """Returns the speed-up that acceptance and the costs of the parts predict, by repeat."""
+    """Returns the speed-up that acceptance and the costs of the parts predict, by repeat.
+
+    The rest of a round, which is measured here, counts, and the unit is a token of the fastest
+    plain loop. ``experiments.common.costs.predict`` counts passes alone, in passes of one token.
+    """
     draft = (times["passes"] - times["verify"]) / num_draft / times["plain"]
     verify = (times["verify"] + times["rest"]) / times["plain"]
     rates = stats.acceptance_by_position

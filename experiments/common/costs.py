@@ -76,6 +76,10 @@ class Costs(NamedTuple):
     loop of its own a small model would cost less: there it finds its weights in the processor's
     caches, from which the target's drive them out in a round.
 
+    A difference is told from 0 if it is above 0 in three of four turns. Where that of the first
+    pass of a round, or of those after it, is not, all passes of the round are taken to cost the
+    same, which their sum tells.
+
     Attributes:
       plain_ms: Milliseconds of a target pass of one token per row.
       draft_ms: Milliseconds of a draft pass of one token per row, after the first of a round, by
@@ -85,6 +89,7 @@ class Costs(NamedTuple):
       batch: The number of rows.
       first_ms: Milliseconds of the first pass of a round of k drafts, by method and k: of a head,
         the refresh.
+      untold: Passes whose cost is not told from 0, by method: k of a first one, 0 for the others.
     """
 
     plain_ms: float
@@ -93,6 +98,7 @@ class Costs(NamedTuple):
     slots: int
     batch: int
     first_ms: dict[str, dict[int, float]] | None = None
+    untold: dict[str, list[int]] | None = None
 
     @classmethod
     def measure(
@@ -111,21 +117,32 @@ class Costs(NamedTuple):
     @classmethod
     def of_times(cls, times: Mapping[Passes, np.ndarray], *, slots: int, batch: int) -> Costs:
         """Returns the costs that times in milliseconds, of interleaved repeats, tell."""
-        verify_ms, draft_ms = {}, {}
-        first_ms: dict[str, dict[int, float]] = {}
-        for what, ms in sorted(times.items()):
+        verify_ms = {what.k + 1: float(np.median(times[what])) for what in sorted(times)
+                     if not what.num_passes}  # fmt: skip
+        first, later = {}, {}  # by method and k; what passes add turn by turn, as drift meets both
+        for what in sorted(times):
             method, k, num_passes = what
-            if num_passes == 0:
-                verify_ms[k + 1] = float(np.median(ms))
-                continue
-            # Turn by turn: a drift of the machine meets both.
-            before = times[Passes(TARGET, k) if num_passes == 1 else Passes(method, k, 1)]
-            added = max(float(np.median(ms - before)), 0.0)
             if num_passes == 1:
-                first_ms.setdefault(method, {})[k] = added
-            else:
-                draft_ms[method] = added / (num_passes - 1)
-        return cls(verify_ms[1], draft_ms, verify_ms, slots, batch, first_ms)
+                first[method, k] = times[what] - times[Passes(TARGET, k)]
+            elif num_passes:
+                later[method, k] = (times[what] - times[Passes(method, k, 1)]) / (num_passes - 1)
+                if not (_is_told(first[method, k]) and _is_told(later[method, k])):
+                    mean = (times[what] - times[Passes(TARGET, k)]) / num_passes
+                    first[method, k] = later[method, k] = mean
+        first_ms: dict[str, dict[int, float]] = {}
+        for (method, k), ms in first.items():
+            first_ms.setdefault(method, {})[k] = _cost(ms)
+        untold: dict[str, list[int]] = {}
+        passes = [((method, 0), ms) for (method, _), ms in later.items()]
+        for (method, k), ms in [*passes, *first.items()]:
+            if not _is_told(ms):
+                untold.setdefault(method, []).append(k)
+        draft_ms = {method: _cost(ms) for (method, _), ms in later.items()}
+        return cls(verify_ms[1], draft_ms, verify_ms, slots, batch, first_ms, untold)
+
+    def is_told(self, method: str) -> bool:
+        """Returns whether the cost of a method's passes after the first is told from 0."""
+        return 0 not in (self.untold or {}).get(method, ())
 
     def draft_cost(self, method: str, k: int = 0) -> float:
         """Returns the cost of one drafted token in plain passes; NaN if it was not measured.
@@ -148,6 +165,14 @@ class Costs(NamedTuple):
         return _between(self.verify_ms, k + 1) / self.plain_ms
 
 
+def _is_told(added_ms: np.ndarray) -> bool:
+    return bool(np.quantile(added_ms, 0.25) > 0)
+
+
+def _cost(added_ms: np.ndarray) -> float:
+    return max(float(np.median(added_ms)), 0.0)
+
+
 def _between(measured: Mapping[int, float], size: int) -> float:
     times = {int(key): ms for key, ms in measured.items()}  # as text in a report
     sizes = sorted(times)
@@ -156,6 +181,9 @@ def _between(measured: Mapping[int, float], size: int) -> float:
 
 def predict(costs: Costs, result: dict, k: int | None = None) -> float:
     """Returns the speed-up that a result's acceptance predicts, for its own K or a smaller one.
+
+    Of rounds only the passes count: the rest (rule, commit, dispatch) is left out, so what is
+    measured stays below. ``benchmarks.rounds.predict`` has measured it, and counts it.
 
     A rate is the probability that a token is drafted and accepted, since a drafter that copies
     tokens does not always have any.

@@ -157,11 +157,14 @@ def describe_costs(costs: dict | None) -> list[str]:
     if not costs:
         return []
     ratio = lambda ms: f"{ms / costs['plain_ms']:.2f}"
+    untold = costs.get("untold") or {}
+    mark = lambda name, k: " (not told from 0)" if k in untold.get(name, ()) else ""
     passes = [
         *(f"a verify pass of {w} tokens {ratio(ms)}" for w, ms in costs["verify_ms"].items()
           if int(w) > 1),
-        *(f"a draft pass of {name} adds {ratio(ms)}" for name, ms in costs["draft_ms"].items()),
-        *(f"the first draft pass of {name} in a round of {k} adds {ratio(ms)}"
+        *(f"a draft pass of {name} adds {ratio(ms)}{mark(name, 0)}"
+          for name, ms in costs["draft_ms"].items()),
+        *(f"the first draft pass of {name} in a round of {k} adds {ratio(ms)}{mark(name, int(k))}"
           for name, times in (costs.get("first_ms") or {}).items() for k, ms in times.items()),
     ]  # fmt: skip
     times = f"; relative to it, {', '.join(passes)}" if passes else ""

@@ -199,6 +199,7 @@ def _times(
         "busy_share": busy,
         "round_ms": own,
         "draft_cost": draft if k else None,
+        "is_draft_cost_told": found.is_told(cell.method),
     }
     if cell.tree or not np.isfinite(draft):
         return told

@@ -160,12 +160,12 @@ def _curve(results: Sequence[Result]) -> Section:
             for group in by_batch.values()
         ]
         values = [r and f"{r['speedup']:.2f}x ({interval_text(r)})" or "–" for r in same]
-        rows.append([_name(first), f"{first['temperature']:g}", *values, pays_until(same)])
+        rows.append([_name(first), f"{first['temperature']:g}", *values, pays_at(same)])
     header = ["method", "T", *(f"batch {b}" for b in by_batch), "pays"]
     return Section("Speed-up by batch size", header, rows, ("T",))
 
 
-def pays_until(results: Sequence[Result | None]) -> str:
+def pays_at(results: Sequence[Result | None]) -> str:
     """Says at which batch sizes, in their order, the speed-up is told from 1."""
     known = [r for r in results if r is not None]
     paying = [r["batch"] for r in known if (r["speedup_interval"] or [math.nan])[0] > 1]
@@ -177,6 +177,7 @@ def pays_until(results: Sequence[Result | None]) -> str:
 def _rounds(shown: Sequence[Result]) -> Section:
     rows = []
     number = lambda x, form: "–" if x is None or x != x else f"{x:{form}}"
+    untold = lambda r: "" if r.get("is_draft_cost_told", True) else " ?"
     for r in shown:
         parts = r.get("round_parts_ms") or {}
         predicted = r.get("predicted_speedup")
@@ -184,7 +185,8 @@ def _rounds(shown: Sequence[Result]) -> Section:
         rows.append([
             _name(r), f"{r['temperature']:g}", number(r.get("round_ms"), ".3f"),
             *(number(parts.get(name), ".3f") for name in ("verify", "draft", "rest")),
-            number(r.get("draft_cost"), ".3f"), number(predicted, ".2f"), number(ratio, ".2f"),
+            number(r.get("draft_cost"), ".3f") + untold(r),
+            number(predicted, ".2f"), number(ratio, ".2f"),
             number(r["peak_bytes"] and r["peak_bytes"] / 2**20, ".0f"),
         ])  # fmt: skip
     header = ["method", "T", "round, ms", "verify", "draft", "rest", "pass / target's", "predicted",
@@ -209,9 +211,10 @@ def legend(rep: Mapping[str, Any]) -> list[str]:
         "- **round**: mean time of a round, which is **verify**, a pass of K + 1 tokens, "
         "**draft**, what its K draft passes add to it in a loop of both, and the **rest**; of "
         "plain decoding, a token. **pass / target's**: a draft pass after the first of a round "
-        "over a target pass of one token. **predicted**: speed-up from acceptance and these "
-        "passes; of several rows, times the share of them that runs in a round, over plain "
-        "decoding's: a batch goes on until its last row ends.",
+        "over a target pass of one token, ? where it is not told from 0. **predicted**: speed-up "
+        "from acceptance and these passes, without the rest; of several rows, times the share of "
+        "them that runs in a round, over plain decoding's: a batch goes on until its last row "
+        "ends.",
         "- **process peak**: largest resident memory of the whole process, with all models of the "
         "run, while the row was decoded.",
     ]

@@ -21,7 +21,7 @@ from configs import evaluate_specbench, evaluate_zoo
 from experiments import evaluate
 from experiments.common.decode_measure import busy_share
 from experiments.common.evaluate_figures import Counts, differences
-from experiments.common.evaluate_report import pays_until
+from experiments.common.evaluate_report import pays_at
 from experiments.common.evaluate_setup import Setup, fitting, resolve
 from experiments.common.evaluation import check_folder, notes_of_machines
 from experiments.common.grid import Run
@@ -225,9 +225,9 @@ def test_rows_that_end_early_leave_a_batch_less_busy():
 
 def test_where_speculation_pays():
     at = lambda batch, low: {"batch": batch, "speedup_interval": [low, 2.0]}
-    assert pays_until([at(1, 1.1), None, at(16, 1.2)]) == "everywhere"
-    assert pays_until([at(1, 1.1), at(4, 1.2), at(16, 0.9)]) == "at 1, 4"
-    assert pays_until([at(1, 0.9)]) == "nowhere"
+    assert pays_at([at(1, 1.1), None, at(16, 1.2)]) == "everywhere"
+    assert pays_at([at(1, 1.1), at(4, 1.2), at(16, 0.9)]) == "at 1, 4"
+    assert pays_at([at(1, 0.9)]) == "nowhere"
 
 
 @pytest.fixture(scope="module")

@@ -121,6 +121,29 @@ def test_a_pass_of_a_draft_costs_what_it_adds_to_a_round_turn_by_turn():
     assert found.draft_ms == {"eagle": in_median(0.4)}
     round_ms = found.verify_cost(4) + 4 * found.draft_cost("eagle", 4)
     assert round_ms * found.plain_ms == in_median(5.7)  # all passes of a round, as measured
+    assert found.is_told("eagle") and not found.untold
+
+
+def test_a_pass_that_is_not_told_from_0_is_not_said_to_be_free():
+    noise = np.asarray([0.2, -0.3, 0.1, -0.2])
+    of = lambda **times: costs.Costs.of_times(
+        {costs.Passes("target", 0): np.full(4, 2.0), costs.Passes("target", 4): np.full(4, 3.0),
+         costs.Passes("standalone", 4, 1): 3.0 + np.asarray(times["first"]),
+         costs.Passes("standalone", 4, 4): 3.0 + np.asarray(times["every"])}, slots=128, batch=1
+    )  # fmt: skip
+    even = of(first=0.8 + 0 * noise, every=0.8 + noise)  # three passes add less than the noise
+    assert even.draft_ms["standalone"] == even.first_ms["standalone"][4] == pytest.approx(0.1875)
+    assert even.is_told("standalone") and not even.untold
+    assert 4 * even.draft_cost("standalone", 4) * 2.0 == pytest.approx(0.75)  # the median of all
+    assert "not told" not in decode_report.describe_costs(even._asdict())[0]
+    nothing = of(first=noise, every=noise - 0.1)
+    assert nothing.draft_ms == {"standalone": 0.0} and nothing.untold == {"standalone": [0, 4]}
+    (said,) = decode_report.describe_costs(json.loads(json.dumps(nothing._asdict())))
+    assert "a draft pass of standalone adds 0.00 (not told from 0)" in said
+    assert "of standalone in a round of 4 adds 0.00 (not told from 0)" in said
+    result = {"method": "standalone", "k": 4, "rounds": 9, "drafted_at": [9] * 4,
+              "acceptance_by_position": [0.5] * 4}  # fmt: skip
+    assert 0 < costs.predict(nothing, result) < math.inf
 
 
 def test_cells_of_trees_stand_beside_the_chains():
