@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from experiments.common import data_sources, inputs
 from spec_jax.data import python_source
@@ -15,6 +15,7 @@ from spec_jax.data.records import (
     Conversation,
     Text,
     is_json,
+    left_out,
     parse_record,
     read_objects,
     read_text,
@@ -22,6 +23,8 @@ from spec_jax.data.records import (
 from spec_jax.engine.request import encode, encode_messages
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel
+
+T = TypeVar("T")
 
 
 class Prompt(NamedTuple):
@@ -38,7 +41,9 @@ class Prompt(NamedTuple):
     conversation: Conversation | None = None
 
 
-def load_prompts(data: str, n: int, seed: int) -> list[Prompt]:
+def load_prompts(
+    data: str, n: int, seed: int, malformed: list[str] | None = None
+) -> list[Prompt]:
     """Returns ``n`` prompts.
 
     Args:
@@ -51,6 +56,8 @@ def load_prompts(data: str, n: int, seed: int) -> list[Prompt]:
         tokenizers join them with what follows.
       n: The number of prompts.
       seed: Chooses the held-out functions.
+      malformed: Gets the message of each row that is not a prompt, and that is then left out; None
+        means that the first one is an error.
 
     Raises:
       ConfigError: No such file, fewer than n prompts, or a row that is not a prompt.
@@ -59,12 +66,34 @@ def load_prompts(data: str, n: int, seed: int) -> list[Prompt]:
         found = python_source.held_out_prompts(n, seed)
         return [Prompt(prompt.name, prompt.text) for prompt in found]
     if data_sources.is_name(data):
-        rows = [_from_row(value, source) for value, source in data_sources.rows(data)]
+        rows = usable(data_sources.rows(data), _from_row, malformed)
     else:
-        rows = read_rows(pathlib.Path(data))
+        rows = read_rows(pathlib.Path(data), malformed)
     if len(rows) < n:
-        raise ConfigError(f"{data} holds {len(rows)} prompts; num_prompts asks for {n}")
+        why = "".join(f"; left out: {said}" for said in malformed or [])
+        raise ConfigError(f"{data} holds {len(rows)} prompts; num_prompts asks for {n}{why}")
     return evenly(rows, n)
+
+
+def usable(
+    rows: Iterable[tuple[Any, str]], read: Callable[[Any, str], T], malformed: list[str] | None
+) -> list[T]:
+    """Reads rows; one that cannot be used is left out and named, or an error.
+
+    Args:
+      rows: Values, each with its place.
+      read: Returns what a row is, or raises a ConfigError.
+      malformed: Gets the messages of the rows that are left out; None: the first one is an error.
+    """
+    found = []
+    for value, source in rows:
+        try:
+            found.append(read(value, source))
+        except ConfigError as error:
+            if malformed is None:
+                raise
+            malformed.append(left_out(error))
+    return found
 
 
 def evenly(rows: Sequence[Any], n: int) -> list[Any]:
@@ -72,14 +101,14 @@ def evenly(rows: Sequence[Any], n: int) -> list[Any]:
     return [rows[i * len(rows) // n] for i in range(n)]
 
 
-def read_rows(path: pathlib.Path) -> list[Prompt]:
+def read_rows(path: pathlib.Path, malformed: list[str] | None = None) -> list[Prompt]:
     """Returns every prompt of a file, see ``load_prompts``.
 
     Raises:
       ConfigError: No such file, or a row that is not a prompt.
     """
     if is_json(path):
-        return [_from_row(value, source) for value, source in read_objects(path)]
+        return usable(read_objects(path, malformed), _from_row, malformed)
     lines = enumerate(read_text(path).split("\n"), 1)
     return [Prompt(f"line {i}", line.rstrip("\r")) for i, line in lines if line.strip()]
 

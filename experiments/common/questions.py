@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from experiments.common import data_sources
-from experiments.common.prompts import Prompt, PromptEncoder, check_unicode, evenly
+from experiments.common.prompts import Prompt, PromptEncoder, check_unicode, evenly, usable
 from spec_jax.data.records import (
     Conversation,
     Text,
@@ -109,12 +110,7 @@ def load(data: str, n: int, categories: Sequence[str] = ()) -> Questions:
     found = _rows(data, malformed)
     is_set = data_sources.is_name(data)
     usual = data if is_set else pathlib.Path(data).name.partition(".")[0]
-    questions = []
-    for value, source in found:
-        try:
-            questions.append(_question(value, source, usual))
-        except ConfigError as error:
-            malformed.append(str(error))
+    questions = usable(found, functools.partial(_question, usual=usual), malformed)
     notes = [f"left out: {said}" for said in malformed]
     if not questions:
         why = f" ({malformed[0]})" if malformed else ""
@@ -165,7 +161,10 @@ def _question(value: Any, source: str, usual: str) -> Question:
     row = value if isinstance(value, dict) else {}
     place = pathlib.PurePath(source).name
     name = str(next((row[key] for key in _NAMES if row.get(key) is not None), place))
-    category = " ".join(str(row.get("category") or usual).split()) or usual
+    category = row.get("category") or usual
+    if not isinstance(category, str | int | float):
+        raise ConfigError(f"{source}: category is {category!r:.60}; expected a text")
+    category = " ".join(str(category).split()) or usual
     record = parse_record(value, source)
     if isinstance(record, Text):
         if not record.text.strip():

@@ -22,6 +22,15 @@ FORMS = (
     "instruction (with input and output)", "question (with answer)", "prompt (with completion)",
     "text",
 )  # fmt: skip
+_EXPECTED = {  # by the keys of FORMS
+    **dict.fromkeys(("messages", "conversations"), "a list of objects"),
+    **dict.fromkeys(("data", "turns"), "a list of texts, at least one"),
+    **dict.fromkeys(("instruction", "question", "prompt", "text"), "a text"),
+}
+_WHOLE = (
+    f"Expected one object a line, or a list of objects, each with one of {', '.join(FORMS)}"
+)
+_REMEDY = ": mend it or leave it out"
 _ANSWERS = ("output", "answer", "completion", "response")
 
 
@@ -105,7 +114,7 @@ def read_objects(
         except ConfigError as error:
             if malformed is None:
                 raise
-            malformed.append(str(error))
+            malformed.append(left_out(error))
             continue
         yield from found
 
@@ -149,15 +158,13 @@ def parse_record(value: Any, source: str) -> Conversation | Text:
     if isinstance(value, str):
         return Text(value, source)
     if not isinstance(value, dict):
-        raise _malformed(source, f"{value!r:.60} is no object")
+        raise _malformed(source, f"{value!r:.60} is no object. {_WHOLE}")
     given = {key: x for key, x in value.items() if x is not None}
     messages = _messages(given, source)
     if messages is None:
         text = given.get("prompt", given.get("text"))
         if not isinstance(text, str):
-            raise _malformed(
-                source, f"an object with the keys {', '.join(map(repr, value)) or 'none'}"
-            )
+            raise _malformed(source, _what_is_wrong(value))
         return Text(text, source)
     system = given.get("system", given.get("system_prompt"))
     if isinstance(system, str) and system and [m["role"] for m in messages[:1]] != ["system"]:
@@ -224,11 +231,21 @@ def _message(turn: Any, source: str) -> dict[str, Any]:
     return {**turn, "content": content}
 
 
+def _what_is_wrong(value: dict[str, Any]) -> str:
+    """Names the value because of which an object has none of the forms, or all of its keys."""
+    keys = sorted((key for key in _EXPECTED if key in value), key=lambda key: value[key] is None)
+    if not keys:
+        return f"an object with the keys {', '.join(map(repr, value)) or 'none'}. {_WHOLE}"
+    return f"{keys[0]} is {value[keys[0]]!r:.60}; expected {_EXPECTED[keys[0]]}"
+
+
 def _malformed(source: str, problem: str) -> ConfigError:
-    return ConfigError(
-        f"{source}: {problem}. Expected one object a line, or a list of objects, each with one of "
-        f"{', '.join(FORMS)}: mend it or leave it out"
-    )
+    return ConfigError(f"{source}: {problem}{_REMEDY}")
+
+
+def left_out(error: ConfigError) -> str:
+    """Returns the message about an object that is left out, without the advice to do so."""
+    return str(error).removesuffix(_REMEDY)
 
 
 def _is_gzip(path: pathlib.Path) -> bool:
@@ -247,20 +264,16 @@ def _parse(text: str, source: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{source}: not JSON ({error}). Expected one object a line, or one list of objects: "
-            "mend it or leave it out"
-        ) from error
+        problem = f"not JSON ({error}). Expected one object a line, or one list of objects"
+        raise _malformed(source, problem) from error
 
 
 def _decode(data: bytes, source: str) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{source}: byte {error.start + 1} is not UTF-8; expected text: convert it or leave "
-            "it out"
-        ) from error
+        problem = f"byte {error.start + 1} is not UTF-8; expected text in UTF-8"
+        raise _malformed(source, problem) from error
 
 
 def _is_list(path: pathlib.Path) -> bool:

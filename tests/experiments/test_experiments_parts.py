@@ -45,7 +45,7 @@ def test_prompts_come_from_files_of_each_kind(tmp_path):
         load_prompts(str(tmp_path / "c.txt"), 3, 0)
     bad = {
         "{": r"bad\.jsonl:1: not JSON", '{"a": 1}': "the keys 'a'.*instruction", "1": "no object",
-        '{"turns": "hello"}': "the keys 'turns'", '{"text": " "}': "an empty prompt",
+        '{"turns": "hello"}': "turns is 'hello'", '{"text": " "}': "an empty prompt",
         '{"text": "\\ud83d"}': "half of a surrogate pair",
         '{"messages": []}': "no message to answer",
         '{"conversations": [{"from": "x", "value": ""}]}': "a turn is from 'x'",
@@ -347,7 +347,7 @@ def test_rows_that_nobody_examined_are_said():
     parted = {"identical_to_plain": False, "identical_rows": 1, "differences": []}
     environment = {"load_1min": 0, "cores": 2}
     config = {"dtype": "float32"}
-    for temperature, why in ((0.0, "has_audit=True examines"), (1.0, "only examined at temp")):
+    for temperature, why in ((0.0, "has_audit=True with this"), (1.0, "only examined at temp")):
         r = result("a", 1.1, 1.2, temperature=temperature, finish_reasons={}, looping_share=0,
                    batch=4, **parted)  # fmt: skip
         rep = {"notes": [], "environment": environment, "results": [r], "costs": None}

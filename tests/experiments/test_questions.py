@@ -58,12 +58,21 @@ def test_later_turns_hold_the_answers_before_them():
 
 def test_a_malformed_row_is_named_by_its_line_and_the_rest_goes_on(tmp_path):
     rows = [{"prompt": "a"}, "{", {"turns": ["b", " "]}, {"x": 1}, {"prompt": " "}, {"prompt": "c"}]
-    rows.append({"prompt": "\ud83d"})
+    rows += [{"prompt": "\ud83d"}, {"prompt": "d", "category": ["x", "y"]}, {"turns": []}]
     data = write(tmp_path / "rows.jsonl", rows)
     found = questions.load(data, 0)
     assert [q.text for q in found.chosen] == ["a", "c"]
-    for line, note in zip((2, 3, 4, 5, 7), sorted(found.notes, key=lambda n: n.split(":")[2])):
+    assert len(found.notes) == 7 and not any("leave it out" in note for note in found.notes)
+    notes = sorted(found.notes, key=lambda note: note.split(":")[2])
+    for line, note in zip((2, 3, 4, 5, 7, 8, 9), notes):
         assert note.startswith(f"left out: {data}:{line}")
+    for said in ("category is ['x', 'y']; expected a text", "turns is []; expected a list of"):
+        assert said in "".join(found.notes)
+    malformed = []
+    assert [p.text for p in load_prompts(data, 4, 0, malformed)] == ["a", "b", "c", "d"]
+    assert len(malformed) == 5 and malformed[0].startswith(f"{data}:2: not JSON")
+    with pytest.raises(ConfigError, match="num_prompts asks for 5; left out: .*:2: not JSON"):
+        load_prompts(data, 5, 0, [])
     with pytest.raises(ConfigError, match=r"has no question \(.*:1: not JSON"):
         questions.load(write(tmp_path / "bad.jsonl", ["{"]), 0)
 
