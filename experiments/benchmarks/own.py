@@ -20,6 +20,7 @@ from spec_jax import named
 from spec_jax.config import SpeculativeConfig
 from spec_jax.decoding import System
 from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.engine.request import whole_slots
 
 USUAL = "greedy"  # the rule at temperature 0, beside the user's
 
@@ -71,7 +72,7 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     own = Own.of(config, pair.target)
     found = systems(pair, own, K)
     width = next(iter(found.values())).num_draft + 1
-    pair = pair._replace(slots=pair.slots + -(-width // 128) * 128)
+    pair = pair._replace(slots=pair.slots + whole_slots(width))
 
     def timer(system: System, chosen: Sequence, unit: str) -> GenerateTimer:
         params = pair.params(width) | ({"draft": None} if own.drafter else {})

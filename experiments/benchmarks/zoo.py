@@ -32,10 +32,9 @@ from spec_jax import zoo
 from spec_jax.config import SpeculativeConfig
 from spec_jax.decoding import DecodeState
 from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.engine.request import whole_slots
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel, load_draft, load_model
-
-_BUCKET = 128  # slots are a multiple of it, as in the decoder
 
 
 def load(name: str, shape: ConfigDict, seed: int) -> LoadedModel:
@@ -59,7 +58,7 @@ def load_pair(config: ConfigDict) -> tuple[Pair, list[list[int]]]:
         texts = [p.text for p in load_prompts(config.data, config.num_prompts, config.seed)]
         prompts = [encode(text)[-config.max_prompt_tokens :] for text in texts]
     room = max(map(len, prompts)) + config.new_tokens + max(config.ks) + 1
-    return Pair(target, draft, -(-room // _BUCKET) * _BUCKET), prompts
+    return Pair(target, draft, whole_slots(room)), prompts
 
 
 def check(config: ConfigDict) -> None:
