@@ -141,7 +141,7 @@ def get_config() -> ConfigDict:
         "python": "",  # the interpreter with torch and transformers; "": this one
     })
     config.profile = ConfigDict({
-        "head": "zoo/eagle3",  # a head, profiled beside the draft of "zoo"
+        "head": "zoo/eagle3",  # a head, profiled beside the draft of "zoo"; "": none
         "k": 3,  # drafted tokens a round
     })
     # For the part "own", with the models and prompts of "zoo":

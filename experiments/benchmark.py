@@ -87,18 +87,22 @@ def run(
     record = report.begin("benchmark", folder, config.to_dict())
     record |= {"parts": {}, "left_out": {}, "notes": [], "lines": [], "is_complete": False}
 
+    def note(notes: Sequence[str]) -> None:  # several parts have the zoo's prompts
+        record["notes"] += [said for said in notes if said not in record["notes"]]
+
     def measure(name: str) -> None:
         result = PARTS[name].measure(config, record["parts"])
         lines.extend(dataclasses.replace(line, part=name) for line in result.lines)
         record["lines"] = [line.to_dict() for line in lines]
-        record["notes"] += result.notes
+        note(result.notes)
         record["parts"][name] = result.record
         sections.extend(result.sections)
         if name == "heads":
             plots.plot_tree_sizes(folder / "tree.png", result.record)
 
     def trace() -> None:
-        record["profile"] = profile.measure(config, folder / "profile")
+        record["profile"], notes = profile.measure(config, folder / "profile")
+        note(notes)
 
     steps = {name: functools.partial(measure, name) for name in PARTS if name in parts}
     steps |= {"--profile": trace} if has_profile else {}

@@ -68,7 +68,7 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     Models, prompts and repeats are those of the part "zoo".
     """
     c, K = config.zoo, config.own.k
-    pair, prompts = zoo.load_pair(c)
+    pair, (prompts, notes) = zoo.load_pair(c)
     own = Own.of(config, pair.target)
     found = systems(pair, own, K)
     width = next(iter(found.values())).num_draft + 1
@@ -127,4 +127,4 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
         "stats": {label: counts.to_dict() for label, counts in stats.items()},
         "times_ms": listed({key: np.asarray(ms) for key, ms in flat.items()}),
     }  # fmt: skip
-    return Result(lines, record)
+    return Result(lines, record, notes)

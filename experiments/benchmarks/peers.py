@@ -89,8 +89,8 @@ def commands(config: ConfigDict) -> dict[str, Command]:
 
 def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     """Compares tokens a second, prefill included."""
-    pair, prompts = load_pair(config.zoo)
-    head, found, notes = config.peers.head, {}, []
+    pair, (prompts, notes) = load_pair(config.zoo)
+    head, found = config.peers.head, {}
     with tempfile.TemporaryDirectory() as folder:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         setup = {"head": _absolute(head), "threads": cores}

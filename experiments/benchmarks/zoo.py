@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,8 +25,8 @@ from experiments.benchmarks.rounds import (
     try_plain,
 )
 from experiments.benchmarks.shapes import listed, random_model
-from experiments.common import cli
-from experiments.common.prompts import load_prompts
+from experiments.common import cli, data_sources
+from experiments.common.prompts import fit, load_prompts
 from experiments.common.timing import Line, Result, measure_all
 from spec_jax import zoo
 from spec_jax.config import SpeculativeConfig
@@ -45,19 +45,53 @@ def load(name: str, shape: ConfigDict, seed: int) -> LoadedModel:
     return load_model(name)
 
 
-def load_pair(config: ConfigDict) -> tuple[Pair, list[list[int]]]:
-    """Returns the pair and its prompts as ids, which are random without a tokenizer."""
+class Prompts(NamedTuple):
+    """What is decoded.
+
+    Attributes:
+      ids: The prompts as ids.
+      notes: Rows that were left out, and prompts that were cut.
+    """
+
+    ids: list[list[int]]
+    notes: list[str]
+
+    @classmethod
+    def of(
+        cls, config: ConfigDict, models: Sequence[LoadedModel | LoadedHead], n: int
+    ) -> Prompts:
+        """Returns ``n`` prompts as ``experiments.decode`` has them; random ids without a tokenizer.
+
+        Args:
+          config: The section "zoo".
+          models: The target, then the drafts.
+          n: The number of prompts.
+
+        Raises:
+          ConfigError: Too few prompts, or no room for one.
+        """
+        target = models[0]
+        if target.tokenizer is None:
+            draw = np.random.default_rng(config.seed)
+            sizes = draw.integers(1, config.max_prompt_tokens + 1, n)
+            return cls([draw.integers(target.model.vocab_size, size=m).tolist() for m in sizes], [])
+        malformed: list[str] = []
+        found = load_prompts(config.data, n, config.seed, malformed)
+        ids, num_cut = fit(found, models, config.new_tokens, config.max_prompt_tokens)
+        notes = [f"left out: {said}" for said in malformed]
+        if num_cut:
+            longest = max(map(len, ids))
+            notes.append(f"{num_cut} of {n} prompts were too long: their last {longest} tokens are "
+                         "used")  # fmt: skip
+        return cls(ids, notes)
+
+
+def load_pair(config: ConfigDict) -> tuple[Pair, Prompts]:
+    """Returns the pair of the section "zoo", and its prompts."""
     target = load(config.target, config.target_shape, config.seed)
     draft = load(config.draft, config.draft_shape, config.seed + 1)
-    if target.tokenizer is None:
-        draw = np.random.default_rng(config.seed)
-        sizes = draw.integers(1, config.max_prompt_tokens + 1, config.num_prompts)
-        prompts = [draw.integers(target.model.vocab_size, size=n).tolist() for n in sizes]
-    else:
-        encode = SpeculativeDecoder(target).encode
-        texts = [p.text for p in load_prompts(config.data, config.num_prompts, config.seed)]
-        prompts = [encode(text)[-config.max_prompt_tokens :] for text in texts]
-    room = max(map(len, prompts)) + config.new_tokens + max(config.ks) + 1
+    prompts = Prompts.of(config, [target, draft], config.num_prompts)
+    room = max(map(len, prompts.ids)) + config.new_tokens + max(config.ks) + 1
     return Pair(target, draft, whole_slots(room)), prompts
 
 
@@ -67,6 +101,7 @@ def check(config: ConfigDict) -> None:
     names = "num_prompts max_prompt_tokens new_tokens plain_tokens repeats"
     cli.require_positive(config, names, "zoo")
     cli.require(c.ks and min(c.ks) >= 1, config, "zoo.ks", "integers of 1 or more")
+    data_sources.check(c.data)
     for batch in c.batches:
         if batch < 1 or c.num_prompts % batch:
             raise ConfigError(
@@ -85,11 +120,13 @@ class Cell(NamedTuple):
         return f"{self.method}, K={self.k}, {self.dtype}"
 
 
-def load_drafts(pair: Pair, config: ConfigDict) -> dict[str, LoadedModel | LoadedHead]:
-    """Returns what drafts, by method: the draft model, and the head if the config names one."""
-    drafts: dict[str, LoadedModel | LoadedHead] = {"standalone": pair.draft}
-    if config.head:
-        head = load_draft(config.head, pair.target, "float32")
+def with_head(
+    target: LoadedModel, draft: LoadedModel, name: str, dtype: str = "float32"
+) -> dict[str, LoadedModel | LoadedHead]:
+    """Returns what drafts, by method: the draft model, and the head unless its name is empty."""
+    drafts: dict[str, LoadedModel | LoadedHead] = {"standalone": draft}
+    if name:
+        head = load_draft(name, target, dtype)
         drafts[head.method if isinstance(head, LoadedHead) else "standalone"] = head
     return drafts
 
@@ -134,14 +171,15 @@ class Timers:
     Attributes:
       pair: The target, its draft, and the slots of all caches.
       prompts: The prompts as ids.
+      notes: What was left out of them.
       drafts: What drafts, by method.
       new_tokens: New tokens of every row.
     """
 
     def __init__(self, config: ConfigDict):
         """Loads what the config names."""
-        self.pair, self.prompts = load_pair(config)
-        self.drafts = load_drafts(self.pair, config)
+        self.pair, (self.prompts, self.notes) = load_pair(config)
+        self.drafts = with_head(self.pair.target, self.pair.draft, config.head)
         self.new_tokens = config.new_tokens
         # One generation of a method begins where another does: K and dtype do not matter yet.
         self._begun = functools.cache(self._begin)
@@ -297,4 +335,4 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
         record["warning"] = "some positions were never reached: their acceptance counts as 0"
     taus = {cell: counts.tau for cell, counts in stats.items()}
     again = float(np.median(plain / parts[fast.method, "speculative"]))
-    return Result(lines, record, advice(fast, again, gains, taus))
+    return Result(lines, record, [*make.notes, *advice(fast, again, gains, taus)])

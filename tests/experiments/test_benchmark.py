@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -10,12 +13,14 @@ from support.runs import check_run_files
 
 from configs import benchmark as default
 from experiments import benchmark
-from experiments.benchmarks import adaptive, loops, rounds, training
+from experiments.benchmarks import adaptive, loops, profile, rounds, training, zoo
 from experiments.benchmarks.shapes import random_model
 from experiments.common import timing
+from experiments.common.prompts import Prompt
 from spec_jax.config import SpeculativeConfig
 from spec_jax.decoding import System
 from spec_jax.drafters.standalone.model import standalone
+from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
 from spec_jax.models.checkpoint import save_pretrained
@@ -190,6 +195,7 @@ def test_coins_come_up_at_their_rate(pair):
     [
         ("zoo", {"batches": (3,)}, "divisors of num_prompts"),
         ("zoo", {"ks": (0,)}, "zoo.ks"),
+        ("zoo", {"data": "no.jsonl"}, "data is 'no.jsonl', which cannot be read"),
         ("llama110m", {"repeats": 0}, "llama110m.repeats is 0"),
         ("llama110m", {"slots": 16}, "need"),
         ("states", {"slots": 16}, "states.slots is 16; prompt and rounds need"),
@@ -215,6 +221,40 @@ def test_refuses_values_that_cannot_be(config, tmp_path, section, values, messag
         benchmark.run(wrong, tmp_path)
     with pytest.raises(ConfigError, match="parts"):
         benchmark.run(config, tmp_path, ("speed",))
+
+
+def test_prompts_are_those_of_decode_and_malformed_rows_are_left_out(tmp_path, monkeypatch):
+    texts = ["def f(x):\n    return x + 1", "import math", "x = 1"]
+    rows = [json.dumps({"prompt": text}) for text in texts]
+    (tmp_path / "q.jsonl").write_text("\n".join([*rows[:2], "{no", rows[2]]))
+    config = default.get_config()
+    config.zoo.update({"data": str(tmp_path / "q.jsonl"), "num_prompts": 3, "max_prompt_tokens": 7})
+    pair, (ids, notes) = zoo.load_pair(config.zoo)
+    encoded = [SpeculativeDecoder(pair.target).encode(text) for text in texts]
+    assert ids == [tokens[-7:] for tokens in encoded] and len(encoded[0]) > 7
+    assert "left out:" in notes[0] and "q.jsonl:3" in notes[0]
+    assert notes[1:] == ["1 of 3 prompts were too long: their last 7 tokens are used"]
+    config.zoo.update({"data": "", "num_prompts": 1})
+    kept = dataclasses.replace(pair.target.config, bos_token_id=encoded[0][0])
+    target = dataclasses.replace(pair.target, config=kept)
+    monkeypatch.setattr(zoo, "load_prompts", lambda *_: [Prompt("f", texts[0])])
+    ((begin, *rest),) = zoo.Prompts.of(config.zoo, [target], 1).ids
+    assert begin == encoded[0][0] and rest == encoded[0][-6:]  # BOS is kept
+
+
+def test_profile_is_of_the_zoos_prompts_and_of_no_head_without_a_name(tmp_path, monkeypatch):
+    (tmp_path / "q.jsonl").write_text('{no\n{"prompt": "import math"}\n')
+    config = default.get_config()
+    config.zoo.data, config.profile.head = str(tmp_path / "q.jsonl"), ""
+    seen = []
+    keep = lambda bench, cells, folder: seen.append((bench, cells)) or {}
+    monkeypatch.setattr(profile, "profile_cells", keep)
+    record = benchmark.run(config, tmp_path / "run", has_profile=True)
+    assert len(seen) == len(rounds.DTYPES)
+    for bench, cells in seen:
+        assert [cell.method for cell in cells] == ["plain", "standalone"]
+        assert bench.prompts == [SpeculativeDecoder(bench.target).encode("import math")]
+    assert sum("q.jsonl:1" in note for note in record["notes"]) == 1
 
 
 def test_a_part_that_fails_is_left_out_and_finished_parts_are_shown(
