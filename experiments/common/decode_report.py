@@ -38,12 +38,12 @@ def start(setup: Setup) -> dict:
     span = f"{max(lengths)}" if len(set(lengths)) == 1 else f"{shortest} to {max(lengths)}"
     is_templated = any(map(PromptEncoder(bench.target).is_templated, setup.prompts))
     by = ", by the chat template" if is_templated else ""
-    models, notes = {"target": facts(bench.target, config.dtype)}, []
+    models, notes = {"target": facts(bench.target, config.dtype)}, list(setup.notes)
     for method, draft in bench.drafts.items():
         models[SOURCES.get(method, method)] = facts(draft, config.dtype)
     if config.trees and not bench.drafts:
         notes.append("trees are for standalone, eagle and mtp; none of them is given")
-    if "standalone" in config.methods and "standalone" not in bench.drafts:
+    if "standalone" in config.methods and not config.draft:
         notes.append("no draft is given (--config.draft=PATH), so standalone is left out")
     if setup.num_cut:
         notes.append(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 import jax
 from ml_collections import ConfigDict
@@ -16,7 +17,7 @@ from experiments.common.prompts import Prompt, fit, load_prompts
 from spec_jax.config import STRATEGIES, SamplerConfig, build
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.mtp.model import MtpConfig
-from spec_jax.errors import ConfigError
+from spec_jax.errors import ConfigError, SpecJaxError
 from spec_jax.loading import (
     DTYPES,
     LoadedHead,
@@ -26,6 +27,7 @@ from spec_jax.loading import (
     random_head,
 )
 
+T = TypeVar("T")
 METHODS = ("plain", "ngram", "standalone", "eagle", "mtp", "suffix")
 SOURCES = {"standalone": "draft", "eagle": "head", "mtp": "mtp"}  # the config's key of each
 RULES = tuple(s for s in STRATEGIES if s not in ("greedy", "synthetic"))
@@ -92,15 +94,40 @@ def check_grid(config: ConfigDict) -> None:
     check(config.target != "", "target", "a zoo name or a directory: --config.target=PATH")
 
 
+def load_usable(
+    names: Iterable[str], load: Callable[[str], T], notes: list[str]
+) -> list[tuple[str, T]]:
+    """Loads drafts; returns those that can be loaded, with their names.
+
+    Args:
+      names: Their names.
+      load: Loads one by its name, or raises a SpecJaxError.
+      notes: Gets a sentence on each that cannot be loaded, and that is then left out.
+    """
+    found = []
+    for name in names:
+        try:
+            found.append((name, load(name)))
+        except SpecJaxError as error:
+            notes.append(f"{name} is left out: {error}")
+    return found
+
+
 def load_drafts(
-    config: ConfigDict, target: LoadedModel, where: cli.MeshOptions = cli.MeshOptions()
+    config: ConfigDict, target: LoadedModel, where: cli.MeshOptions, notes: list[str]
 ) -> dict[str, LoadedModel | LoadedHead]:
     """Loads the drafts that the config names for ``config.methods``, by label.
 
     The label is the method; several heads are labelled by version: "eagle-1", "eagle-3".
 
+    Args:
+      config: The resolved config.
+      target: The model that is drafted for.
+      where: The devices.
+      notes: See ``load_usable``.
+
     Raises:
-      SpecJaxError: One of them cannot be used.
+      ConfigError: Several models are named for the method "standalone".
     """
     drafts = {}
     for method, key in SOURCES.items():
@@ -110,13 +137,15 @@ def load_drafts(
         if method == "standalone":
             if len(names) > 1:
                 raise ConfigError(f"draft is {config[key]!r}; expected one model")
-            drafts[method] = load_model(
-                names[0], config.dtype, scan_layers=config.scan_layers, mesh=where.mesh,
+            load = functools.partial(
+                load_model, dtype=config.dtype, scan_layers=config.scan_layers, mesh=where.mesh,
                 rules=where.draft_rules,
             )  # fmt: skip
+            drafts.update((method, draft) for _, draft in load_usable(names, load, notes))
             continue
-        loaded = [_load_head(method, name, config, target, where) for name in names]
-        for head in loaded:
+        load = functools.partial(_load_head, method, config=config, target=target, where=where)
+        loaded = load_usable(names, load, notes)
+        for _, head in loaded:
             label = method
             if len(loaded) > 1:
                 version = head.config.version if method == "eagle" else 1 + len(drafts)
@@ -147,6 +176,7 @@ class Setup(NamedTuple):
       cells: The rows of the table to be.
       prompts: The prompts as text.
       num_cut: How many of them lost their beginning.
+      notes: What was left out.
     """
 
     config: ConfigDict
@@ -154,13 +184,16 @@ class Setup(NamedTuple):
     cells: list[Cell]
     prompts: Sequence[Prompt]
     num_cut: int
+    notes: list[str]
 
     @classmethod
     def of(cls, config: ConfigDict) -> Setup:
         """Loads models and prompts, and checks every cell before anything is compiled.
 
+        Drafts that cannot be loaded and rows that are no prompts are left out, with a note.
+
         Raises:
-          SpecJaxError: A config, a model or a prompt that cannot be used.
+          SpecJaxError: A config, a target or prompts that cannot be used; or nothing drafts.
         """
         config = resolve(config)
         data_sources.check(config.data)
@@ -168,16 +201,19 @@ class Setup(NamedTuple):
         target = load_model(
             config.target, config.dtype, scan_layers=config.scan_layers, mesh=where.mesh
         )
-        drafts = load_drafts(config, target, where)
+        notes, malformed = [], []
+        drafts = load_drafts(config, target, where, notes)
         own = Own.of(config, target, (*METHODS, *drafts))
         where.check_drafts([*drafts.values()])
         labels = {m: [label for label in drafts if label.split("-")[0] == m] for m in SOURCES}
         methods = [label for m in config.methods for label in labels.get(m, [m])]
         methods += [] if own.drafter is None else [own.drafter.name]
-        if not methods:
-            keys = ", ".join(f"--config.{SOURCES[m]}=PATH" for m in config.methods)
-            raise ConfigError(f"methods are {config.methods}, and nothing drafts for them: {keys}")
-        prompts = load_prompts(config.data, config.num_prompts, config.seed)
+        if not methods or (notes and set(methods) == {"plain"}):
+            keys = (f"--config.{SOURCES[m]}=PATH" for m in config.methods if m in SOURCES)
+            why = "; ".join([", ".join(keys), *notes])
+            raise ConfigError(f"methods are {config.methods}, and nothing drafts for them: {why}")
+        prompts = load_prompts(config.data, config.num_prompts, config.seed, malformed)
+        notes += [f"left out: {said}" for said in malformed]
         models = [target, *drafts.values(), *own.limits]
         ids, num_cut = fit(prompts, models, config.max_new_tokens, config.max_prompt_tokens)
         bench = Bench(
@@ -197,4 +233,4 @@ class Setup(NamedTuple):
         cells = make_cells(methods, config.ks, config.temperatures, rules, trees, own)
         for cell in cells:
             bench.decoder(cell)
-        return cls(config, bench, cells, prompts, num_cut)
+        return cls(config, bench, cells, prompts, num_cut, notes)

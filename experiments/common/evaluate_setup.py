@@ -11,14 +11,14 @@ from ml_collections import ConfigDict
 
 from configs import evaluate_zoo
 from experiments.common import cli, data_sources, plots, questions
-from experiments.common.decode_setup import METHODS, RULES, check_grid
+from experiments.common.decode_setup import METHODS, RULES, check_grid, load_usable
 from experiments.common.grid import COPYING, Bench, Cell, make_cells
 from experiments.common.own import Own
 from experiments.common.prompts import cut, room_for_prompt
 from experiments.common.questions import Question, Questions
 from spec_jax.config import SamplerConfig, build
 from spec_jax.data import python_source, tokens
-from spec_jax.errors import ConfigError, SpecJaxError
+from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel, load_draft, load_model
 
 _TAKEN = ("target", *METHODS)  # what tables and timers call something else
@@ -157,16 +157,11 @@ class Setup(NamedTuple):
 
 def _load_drafts(config: ConfigDict, target: LoadedModel, where: cli.MeshOptions):
     """Returns drafts by method, all methods, and notes on those that cannot be loaded."""
-    drafts, notes, names, loaded = {}, [], names_of(config), {}
-    for name in names:
-        if name in COPYING:
-            continue
-        try:
-            loaded[name] = load_draft(
-                name, target, config.dtype, mesh=where.mesh, rules=where.draft_rules
-            )
-        except SpecJaxError as error:
-            notes.append(f"{name} is left out: {error}")
+    notes, names = [], names_of(config)
+    load = lambda name: load_draft(
+        name, target, config.dtype, mesh=where.mesh, rules=where.draft_rules
+    )
+    loaded = dict(load_usable([name for name in names if name not in COPYING], load, notes))
     usable = [name for name in names if name in COPYING or name in loaded]
     given = [name for name in usable if name in loaded]
     short = zip(given, plots.names_of(given))

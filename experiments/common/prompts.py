@@ -70,7 +70,7 @@ def load_prompts(
     else:
         rows = read_rows(pathlib.Path(data), malformed)
     if len(rows) < n:
-        why = "".join(f"; left out: {said}" for said in malformed or [])
+        why = f" ({len(malformed)} are left out: {malformed[0]})" if malformed else ""
         raise ConfigError(f"{data} holds {len(rows)} prompts; num_prompts asks for {n}{why}")
     return evenly(rows, n)
 

@@ -17,8 +17,8 @@ from support.pairs import tiny_pair
 from support.runs import check_run_files
 
 from configs import decode_default, decode_specbench
-from experiments.common import decode_measure, report
-from experiments.common.decode_setup import resolve
+from experiments.common import decode_measure, decode_report, report
+from experiments.common.decode_setup import Setup, resolve
 from experiments.common.prompts import Prompt, PromptEncoder, fit, load_prompts
 from experiments.decode import decode
 from spec_jax import load_model
@@ -187,7 +187,8 @@ def test_the_screen_shows_text_table_and_conclusion(pair, tmp_path, capsys):
         ({"temperatures": ("hot",)}, "numbers of 0 or more"),
         ({"methods": ("medusa",)}, "plain, ngram, standalone, eagle, mtp, suffix"),
         ({"methods": ("eagle",)}, "nothing drafts for them: --config.head=PATH"),
-        ({"head": "no/such"}, "no/such is neither a directory nor a zoo name"),
+        ({"methods": ("plain", "eagle"), "head": "no/such"},
+         "nothing drafts for them: --config.head=PATH; no/such is left out: no/such is neither"),
         ({"trees": "3y"}, "the tree is '3y'; expected children by depth"),
         ({"trees": "9:2"}, "the tree is '9:2'"),
         ({"trees": "2", "standalone_rules": ("block",)}, "'block' accepts chains"),
@@ -209,6 +210,19 @@ def test_bad_values_are_refused_before_anything_is_made(pair, tmp_path, changes,
     with pytest.raises(SpecJaxError, match=message):
         decode(small(pair, **changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_what_cannot_be_used_is_left_out_with_a_note(pair, tmp_path):
+    data = tmp_path / "prompts.jsonl"
+    data.write_text('{"prompt": "x = 1"}\n{\n{"prompt": 5}\n"import os"\n', encoding="utf-8")
+    setup = Setup.of(small(
+        pair, head="no/such, random-eagle-3", draft="gone", data=str(data), temperatures=(0,),
+    ))  # fmt: skip
+    assert [cell.method for cell in setup.cells] == ["plain", "ngram", "eagle"]
+    assert [prompt.text for prompt in setup.prompts] == ["x = 1", "import os"]
+    notes = decode_report.start(setup)["notes"]
+    expected = ("gone is left out", "no/such is left out", ":2: not JSON", "prompt is 5")
+    assert len(notes) == 4 and all(said in note for note, said in zip(notes, expected))
 
 
 def test_a_folder_with_a_report_is_refused(run, pair):

@@ -71,7 +71,7 @@ def test_a_malformed_row_is_named_by_its_line_and_the_rest_goes_on(tmp_path):
     malformed = []
     assert [p.text for p in load_prompts(data, 4, 0, malformed)] == ["a", "b", "c", "d"]
     assert len(malformed) == 5 and malformed[0].startswith(f"{data}:2: not JSON")
-    with pytest.raises(ConfigError, match="num_prompts asks for 5; left out: .*:2: not JSON"):
+    with pytest.raises(ConfigError, match=r"num_prompts asks for 5 \(5 are left out: .*:2: not"):
         load_prompts(data, 5, 0, [])
     with pytest.raises(ConfigError, match=r"has no question \(.*:1: not JSON"):
         questions.load(write(tmp_path / "bad.jsonl", ["{"]), 0)
