@@ -1,20 +1,22 @@
-"""Commands of the documents: every experiment, config file and key that they name exists."""
+"""Commands of the documents: every experiment, flag, part, config file and key of them exists."""
 
 import functools
 import importlib
-import operator
 import pathlib
 import re
 import types
 
 import pytest
 
+from experiments.benchmarks import registry
 from experiments.common import report
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TEXTS = [
     *(ROOT / name for name in ("README.md", "WORKSPACE.md", "spec_jax/zoo/MODEL_CARD.md")),
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "configs").glob("*.py")),
+    *sorted((ROOT / "experiments").glob("*.py")),
 ]
 
 
@@ -35,16 +37,51 @@ def default_config(experiment, arguments):
     return default.get_config()
 
 
+def flags_of(experiment):
+    """The names of the experiment's own flags, and of those that it has others define for it."""
+    read = lambda name: (ROOT / "experiments" / f"{name}.py").read_text(encoding="utf-8")
+    text = read(experiment)
+    for call, files in {
+        "cli.define_flags(": ("common/cli", "common/distributed"),
+        "profiling.define_flag(": ("common/profiling",),
+    }.items():
+        text += "".join(map(read, files)) if call in text else ""
+    return {*re.findall(r"DEFINE_\w+\(\s*\"(\w+)\"", text), "help"}
+
+
+@functools.cache
+def usage(experiment, arguments):
+    """What is wrong with the arguments: unknown flags and parts, and keys that the config lacks."""
+    importlib.import_module(f"experiments.{experiment}")
+    given = re.findall(r"(?<!\S)--(\w+)(?![\w.])", arguments)
+    wrong = [f"no flag {name}" for name in given if name not in flags_of(experiment)]
+    for parts in re.findall(r"--parts=([\w,]+)", arguments):
+        wrong += [f"no part {name}" for name in parts.split(",") if name not in registry.PARTS]
+    keys = re.findall(r"--config\.([\w.]+)(=?)", arguments)
+    config = default_config(experiment, arguments) if keys or "--config=" in arguments else {}
+    for key, is_set in keys:
+        *sections, name = key.split(".")
+        section = functools.reduce(lambda found, part: found.get(part, {}), sections, config)
+        if name not in section:
+            wrong.append(f"no key {key}")
+        elif not is_set and not isinstance(section[name], bool):
+            wrong.append(f"key {key} needs a value")
+    return wrong
+
+
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
 def test_documented_commands_exist(path):
     for experiment, arguments in commands(path.read_text(encoding="utf-8")):
-        importlib.import_module(f"experiments.{experiment}")
-        keys = re.findall(r"--config\.([\w.]+)=", arguments)
-        config = default_config(experiment, arguments) if keys or "--config=" in arguments else {}
-        for key in keys:
-            *sections, name = key.split(".")
-            section = functools.reduce(operator.getitem, sections, config)
-            assert name in section, f"{path.name}: {experiment} has no key {key}"
+        assert not usage(experiment, arguments), f"{path.name}: {experiment}{arguments}"
+
+
+def test_wrong_commands_are_found():
+    line = "--peer --parts=zoo,zo --config.zoo.kss=1 --config.zoo.data --config.no.head=x --profile"
+    assert usage("benchmark", line) == [
+        "no flag peer", "no part zo", "no key zoo.kss", "key zoo.data needs a value",
+        "no key no.head",
+    ]  # fmt: skip
+    assert not usage("decode", " --config.has_audit --distributed --workdir=DIR")
 
 
 MAINS = sorted({path.stem for path in (ROOT / "experiments").glob("*.py")} - {"__init__", "launch"})
