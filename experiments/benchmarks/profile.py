@@ -6,7 +6,7 @@ import pathlib
 
 from ml_collections import ConfigDict
 
-from experiments.benchmarks.rounds import DTYPES
+from experiments.benchmarks.rounds import DTYPES, in_dtype
 from experiments.benchmarks.zoo import Prompts, with_head
 from experiments.common import cli
 from experiments.common.grid import Bench, Cell
@@ -32,12 +32,13 @@ def measure(config: ConfigDict, folder: pathlib.Path) -> tuple[dict[str, dict], 
     """
     zoo, K = config.zoo, config.profile.k
     found = {}
+    target = load_model(zoo.target)
+    drafts = with_head(target, load_draft(zoo.draft, target), config.profile.head)
+    prompts, notes = Prompts.of(zoo, [target, *drafts.values()], 1)
     for dtype in DTYPES:
-        target = load_model(zoo.target, dtype)
-        draft = load_draft(zoo.draft, target, dtype)
-        drafts = with_head(target, draft, config.profile.head, dtype)
-        prompts, notes = Prompts.of(zoo, [target, *drafts.values()], 1)
-        bench = Bench(target, drafts, prompts, SamplerConfig(), zoo.new_tokens)
+        of_dtype = {name: in_dtype(draft, dtype) for name, draft in drafts.items()}
+        model = in_dtype(target, dtype)
+        bench = Bench(model, of_dtype, prompts, SamplerConfig(), zoo.new_tokens)
         cells = [Cell("plain", 0, 0.0), *(Cell(name, K, 0.0, "greedy") for name in drafts)]
         records = profile_cells(bench, cells, folder / dtype)
         found |= {f"{label}, {dtype}": record for label, record in records.items()}

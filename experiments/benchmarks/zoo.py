@@ -26,7 +26,7 @@ from experiments.benchmarks.rounds import (
 )
 from experiments.benchmarks.shapes import listed, random_model
 from experiments.common import cli, data_sources
-from experiments.common.prompts import fit, load_prompts
+from experiments.common.prompts import cut_note, fit, load_prompts
 from experiments.common.timing import Line, Result, measure_all
 from spec_jax import zoo
 from spec_jax.config import SpeculativeConfig
@@ -78,12 +78,7 @@ class Prompts(NamedTuple):
         malformed: list[str] = []
         found = load_prompts(config.data, n, config.seed, malformed)
         ids, num_cut = fit(found, models, config.new_tokens, config.max_prompt_tokens)
-        notes = [f"left out: {said}" for said in malformed]
-        if num_cut:
-            longest = max(map(len, ids))
-            notes.append(f"{num_cut} of {n} prompts were too long: their last {longest} tokens are "
-                         "used")  # fmt: skip
-        return cls(ids, notes)
+        return cls(ids, [*(f"left out: {said}" for said in malformed), *cut_note(num_cut, ids)])
 
 
 def load_pair(config: ConfigDict) -> tuple[Pair, Prompts]:
@@ -121,12 +116,12 @@ class Cell(NamedTuple):
 
 
 def with_head(
-    target: LoadedModel, draft: LoadedModel, name: str, dtype: str = "float32"
+    target: LoadedModel, draft: LoadedModel, name: str
 ) -> dict[str, LoadedModel | LoadedHead]:
     """Returns what drafts, by method: the draft model, and the head unless its name is empty."""
     drafts: dict[str, LoadedModel | LoadedHead] = {"standalone": draft}
     if name:
-        head = load_draft(name, target, dtype)
+        head = load_draft(name, target, "float32")
         drafts[head.method if isinstance(head, LoadedHead) else "standalone"] = head
     return drafts
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from experiments.common import auditing, own, profiling
 from experiments.common.decode_measure import is_told_apart
 from experiments.common.decode_setup import SOURCES, Setup
-from experiments.common.prompts import PromptEncoder
+from experiments.common.prompts import PromptEncoder, cut_note
 from experiments.common.report import (
     PACKAGES,
     describe_machine,
@@ -45,11 +45,7 @@ def start(setup: Setup) -> dict:
         notes.append("trees are for standalone, eagle and mtp; none of them is given")
     if "standalone" in config.methods and not config.draft:
         notes.append("no draft is given (--config.draft=PATH), so standalone is left out")
-    if setup.num_cut:
-        notes.append(
-            f"{setup.num_cut} of {len(lengths)} prompts were too long: their last {bench.longest} "
-            "tokens are used"
-        )
+    notes += cut_note(setup.num_cut, bench.prompts)
     return {
         "config": config.to_dict(),
         "models": models,

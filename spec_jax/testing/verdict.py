@@ -10,7 +10,7 @@ import numpy as np
 
 # In units of the honest pass's error; docs/decisions.md has the measurements.
 LOCAL_FACTOR = 3.0  # of the logits after one prefix
-POOLED_FACTOR = 1.3  # of all of a row, on average; of fewer than eight see ``pooled_factor``
+POOLED_FACTOR = 1.3  # of all of a row, on average; of a few positions see ``pooled_factor``
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +165,7 @@ def judge(
     """
     wrong, right = [], []
     for trail in trails:
+        n = len(trail.ratio)
         missed = np.flatnonzero(trail.own_gap > trail.tolerance)
         if len(missed):
             i = int(missed[0])
@@ -179,10 +180,10 @@ def judge(
                 f"{trail.name}'s own logits at token {i} are {trail.ratio[i]:.1f} times as far "
                 f"from float32 as by rounding alone (limit {LOCAL_FACTOR:g})"
             )
-        elif (n := len(trail.ratio)) and not trail.pooled <= (limit := pooled_factor(n)):
+        elif n and not trail.pooled <= pooled_factor(n):
             wrong.append(
                 f"{trail.name}'s own logits are on average {trail.pooled:.2f} times as far from "
-                f"float32 as by rounding alone (limit {limit:.2g})"
+                f"float32 as by rounding alone (limit {pooled_factor(n):.2g})"
             )
         elif n:
             right.append(
