@@ -31,14 +31,11 @@ from experiments.common import (
     cli,
     decode_report,
     evaluate_figures,
-    evaluate_plots,
     evaluate_report,
     evaluation,
-    plots,
     report,
 )
 from experiments.common.evaluate_setup import Setup
-from experiments.common.report_page.page import write_page
 
 
 def evaluate(config: ConfigDict, workdir: str | pathlib.Path | None = None) -> dict[str, Any]:
@@ -86,6 +83,8 @@ def evaluate(config: ConfigDict, workdir: str | pathlib.Path | None = None) -> d
     report.finish(folder, rep, evaluate_report.markdown(rep, [*drawings]))
     for name, draw in drawings.items():
         draw(folder / name)
+    from experiments.common.report_page.page import write_page  # needs jinja2, slow to import
+
     write_page(folder / "report.html", rep, run.answers())
     evaluate_report.print_results(rep, folder)
     return rep
@@ -95,6 +94,8 @@ def _drawings(
     rep: dict[str, Any], run: evaluation.Evaluation
 ) -> dict[str, Callable[[pathlib.Path], None]]:
     """Returns what draws each plot, by the name of its file."""
+    from experiments.common import evaluate_plots, plots  # need matplotlib, slow to import
+
     shown = evaluate_report.first_batch(rep["results"])
     costs = run.costs(shown[0]["batch"])
     found = {"acceptance.png": lambda path: plots.plot_acceptance(path, shown)}

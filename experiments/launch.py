@@ -54,7 +54,7 @@ def launch(
     children = [
         subprocess.Popen(
             [*command, f"--process_id={i}"], env=env, text=True, errors="replace",
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0,
         )
         for i in range(processes)
     ]  # fmt: skip
@@ -67,14 +67,17 @@ def launch(
         reader.start()
 
     def forward(number: int, _) -> None:
-        for child in children:
+        for child in children:  # in groups of their own, so that Ctrl-C reaches them once
             child.send_signal(number)
+        if number == signal.SIGINT:
+            signal.signal(number, before[number])  # another Ctrl-C ends all of them at once
 
-    before = signal.signal(signal.SIGTERM, forward)
+    before = {n: signal.signal(n, forward) for n in (signal.SIGTERM, signal.SIGINT)}
     try:
         return _wait(children)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         for child in children:
             child.kill()
         for reader in readers:

@@ -21,7 +21,6 @@ import functools
 import importlib.util
 import itertools
 import os
-import resource
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,7 +28,7 @@ import jax
 from ml_collections import ConfigDict
 
 from configs import plan as default
-from experiments.common import cli, plan_cells, plan_report, report
+from experiments.common import cli, memory, plan_cells, plan_report, report
 from experiments.common.grid import tree_options
 from experiments.common.plan_acceptance import Acceptance
 from experiments.common.plan_draft import find_draft
@@ -191,10 +190,9 @@ def run(config: ConfigDict, workdir: str | None = None) -> dict:
             cells.append(cell | plan_cells.predict(topology, job, cell, acceptance))
             bar.step(plan_report.line(cells[-1]))
             jax.clear_caches()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     result = head | {
         "cells": cells, "acceptance": acceptance._asdict(),
-        "best": plan_report.best(cells), "peak_memory_bytes": peak,
+        "best": plan_report.best(cells), "peak_memory_bytes": memory.peak_bytes(),
     }  # fmt: skip
     text = report.document("Plan", result, plan_report.text(result, is_markdown=True))
     report.finish(folder, result, text)

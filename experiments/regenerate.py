@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import pathlib
 import time
 from collections.abc import Iterator
@@ -51,7 +52,10 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
     config = resolve(config)
     where = cli.MeshOptions.of(config)
     decoder = load_decoder(config, where)
-    total, prompts = prompts_of(config, decoder)
+    total, prompts, notes = prompts_of(config, decoder)
+    num_said = len(notes)
+    for note in notes:
+        print(note, flush=True)
     folder = cli.make_workdir("regenerate", workdir)
     resolved, saved = json.loads(config.to_json()), folder / "config.json"
     with contextlib.ExitStack() as stack:
@@ -92,9 +96,11 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
             })  # fmt: skip
             stats += row.stats
             bar.step(
-                f"{stats.emitted / (time.monotonic() - begin_s):.0f} tok/s, useful row-rounds "
-                f"{queue.usage.share:.3f}"
+                f"{stats.emitted / (time.monotonic() - begin_s):.0f} tok/s"
+                + useful_text(queue.usage.share)
             )
+        for note in notes[num_said:]:  # found on the way
+            print(note, flush=True)
         elapsed_s = time.monotonic() - begin_s
         result = head | {
             "mesh": where.facts(
@@ -102,6 +108,7 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
             ),
             "prompts": total,
             "left_out": num_left_out,
+            "notes": notes,
             "responses": len(responses),
             "tokens": responses.num_tokens,
             "finish_reasons": dict(responses.finish_reasons),
@@ -116,7 +123,8 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
                 "acceptance_rate": stats.acceptance_rate,
             },
         }
-    report.finish(folder, result, report.document("Responses of the target", result, *said(result)))
+    blocks = [*said(result), *notes]
+    report.finish(folder, result, report.document("Responses of the target", result, *blocks))
     return result
 
 
@@ -127,10 +135,15 @@ def said(result: dict) -> list[str]:
     return [
         f"{result['responses']} responses of {result['tokens']} tokens ({reasons}); "
         f"{result['left_out']} prompts too long",
-        f"this session: {session['responses']} responses, {session['tokens_per_s']:.0f} tok/s, "
-        f"row-rounds useful {session['useful_share']:.3f} "
-        f"({session['useful_share_with_tail']:.3f} with the tail)",
+        f"this session: {session['responses']} responses, {session['tokens_per_s']:.0f} tok/s"
+        + useful_text(session["useful_share"])
+        + useful_text(session["useful_share_with_tail"], " with the tail"),
     ]
+
+
+def useful_text(share: float, of: str = "") -> str:
+    """Returns ", row-rounds useful SHARE" for the end of a sentence, or "" before any round."""
+    return "" if math.isnan(share) else f", row-rounds useful{of} {share:.3f}"
 
 
 def main() -> None:

@@ -4,10 +4,11 @@
     python -m experiments.train_head --config=configs/train_zoo_eagle1.py --workdir=runs/eagle1
     python -m experiments.train_head --config.target=PATH --config.data.text=PREFIX --workdir=DIR
 
-A work directory with a checkpoint is resumed, bit for bit; SIGTERM saves a checkpoint and ends the
-run. A run leaves config.json, environment.json, report.json (with what was read of the data, what
-was left out and why), report.md, metrics.jsonl, tensorboard/, checkpoints/ (the newest, and the one
-with the highest tau), training.png and export/, a head that spec_jax and other engines load.
+A work directory with a checkpoint is resumed, bit for bit; SIGTERM or Ctrl-C saves a checkpoint
+and ends the run. A run leaves config.json, environment.json, report.json (with what was read of the
+data, what was left out and why), report.md, metrics.jsonl, tensorboard/, evaluations.jsonl (what
+each prompt took at each evaluation), checkpoints/ (the newest, and the one with the highest tau),
+training.png and export/, a head that spec_jax and other engines load.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from configs import train_head_default
-from experiments.common import cli, plots, report, training_report, training_text
+from experiments.common import cli, head_choice, report, training_report, training_text
 from experiments.common.head_experiment import Experiment, validate
 from spec_jax.errors import ConfigError, TrainingError
 from spec_jax.show.summary import count_text
@@ -43,7 +44,7 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
       workdir: The run's folder.
 
     Returns:
-      Tau and step of the exported state; None if SIGTERM ended the run.
+      Tau and step of the exported state; None if SIGTERM or Ctrl-C ended the run.
 
     Raises:
       ConfigError: A value that does not fit, or a work directory of another experiment.
@@ -97,6 +98,7 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
                 describe_batch=experiment.describe_batch,
             )
         if not is_done:
+            print(f"to go on: {cli.command('train_head')}")
             return None
         kept, (step, tau) = state, checkpoints.best
         is_last = config.export_from == "last"
@@ -111,11 +113,16 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
         step = int(state.step)
         of_step = [row["tau"] for row in metrics if "tau" in row and row["step"] == step]
         tau = of_step[-1] if of_step else float("nan")
+    from experiments.common import plots  # needs matplotlib, slow to import
+
     plots.plot_training(workdir / "training.png", metrics)
     experiment.spec.export(workdir / "export", kept.params, experiment.target, config)
     final = {"tau": tau, "step": step}
-    training_report.write(workdir, "A head", head, used, final, ("training.png",))
-    print(f"tau {tau:.2f} at step {step}; exported to {workdir / 'export'}")
+    choice = experiment.evaluations.choice(step)
+    said = f"tau {tau:.2f} at step {step}" if choice is None else head_choice.describe(choice)
+    head["choice"] = choice
+    training_report.write(workdir, "A head", head, [said, *used], final, ("training.png",))
+    print(f"{said}; exported to {workdir / 'export'}")
     return final
 
 

@@ -4,10 +4,11 @@ r"""Trains a small language model on the standard library's source or texts, or 
     python -m experiments.train_lm --config=configs/train_zoo_draft.py --workdir=runs/draft \
         --config.teacher=PATH --config.data.text=chats.jsonl
 
-A work directory with a checkpoint is resumed, bit for bit. With ``config.teacher`` (a zoo name or
-a Hugging Face directory) the loss is the KL divergence to that model, whose tokenizer is used. A
-run leaves config.json, environment.json, report.json (with what was read of the data, what was
-left out and why), report.md, metrics.jsonl, checkpoints/ and export/, a Hugging Face directory.
+A work directory with a checkpoint is resumed, bit for bit; SIGTERM or Ctrl-C saves a checkpoint
+and ends the run. With ``config.teacher`` (a zoo name or a Hugging Face directory) the loss is the
+KL divergence to that model, whose tokenizer is used. A run leaves config.json, environment.json,
+report.json (with what was read of the data, what was left out and why), report.md, metrics.jsonl,
+checkpoints/ and export/, a Hugging Face directory.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
       workdir: The run's folder.
 
     Returns:
-      The final held-out figures; None if SIGTERM ended the run.
+      The final held-out figures; None if SIGTERM or Ctrl-C ended the run.
 
     Raises:
       ConfigError: A value that does not fit, or a work directory of another experiment.
@@ -83,6 +84,7 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
                 checkpoint_every_s=config.checkpoint_every_s,
             )
             if not is_done:
+                log.say(f"to go on: {cli.command('train_lm')}")
                 return None
             final = experiment.final_figures(state)
             log.write(config.steps, **{f"final_{k}": v for k, v in final.items()})

@@ -12,11 +12,13 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from spec_jax.compilation import enable_compilation_cache
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.config.asynchronous import AsyncSpecConfig
+from spec_jax.contracts import Observer
 from spec_jax.drafters.host import host_drafter
 from spec_jax.engine.batching import DecodeQueue
 from spec_jax.engine.cancellation import CancellationToken
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncSpecConfig", "CancellationToken", "Cancelled", "DecodeQueue", "Fitted", "Generation",
-    "LoadedHead", "LoadedModel", "ModelNotLoaded", "SamplerConfig", "SpeculativeConfig",
+    "LoadedHead", "LoadedModel", "ModelNotLoaded", "Observer", "SamplerConfig", "SpeculativeConfig",
     "SpeculativeDecoder", "Stats", "Stream", "__version__", "certify", "enable_compilation_cache",
     "fit_head", "host_drafter", "load_draft", "load_head", "load_model", "load_mtp", "make_mesh",
     "new_head",
@@ -66,4 +68,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """The public names and the package's own modules, without what this file imports."""
+    names = [name for name in globals() if name.startswith("__")]
+    modules = [name for name in globals() if f"{__name__}.{name}" in sys.modules]
+    return sorted({*names, *modules, *__all__, "testing"})

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from spec_jax.engine.request import ambiguous_limit
 from spec_jax.errors import ConfigError, SpecJaxError
 from spec_jax.version import __version__
 
@@ -41,7 +42,12 @@ def _add_generate(commands) -> None:
     add("--rule", metavar="NAME", help="a rule's name, or MODULE:NAME of your own; default: greedy "
         "at temperature 0, else residual for sampled drafts and match for others")  # fmt: skip
     add("--k", type=int, default=4, help="drafted tokens a round; default: %(default)s")
-    add("--max-new-tokens", type=int, default=128, help="at most; default: %(default)s")
+    limit = command.add_mutually_exclusive_group()
+    limit.add_argument("--max-new-tokens", type=int, metavar="N", help="of the output, at most; "
+        "default: 128")  # fmt: skip
+    limit.add_argument("--max-length", type=int, metavar="N", help="of prompt and output together, "
+        "at most")  # fmt: skip
+    limit.add_argument("--max-tokens", help=argparse.SUPPRESS)  # refused, with both choices
     add("--temperature", type=float, default=0.0, help="of target and draft; default: "
         "%(default)s, greedy")  # fmt: skip
     add("--top-p", type=float, default=1.0, help="sample among the likeliest tokens up to "
@@ -49,6 +55,7 @@ def _add_generate(commands) -> None:
     add("--seed", type=int, default=0, help="names the sample; default: %(default)s")
     add("--dtype", default="float32", help="of the weights in memory; default: %(default)s")
     add("--mesh", help="devices to run on together, such as data:2,tensor:4; default: one")
+    add("--logprobs", action="store_true", help="print the log-probability of each token to stderr")
     add("--chat", action="store_true", help="the prompt is a user's message, put into the target's "
         "chat template")  # fmt: skip
     command.set_defaults(run=generate)
@@ -86,6 +93,8 @@ def generate(args: argparse.Namespace) -> int:
     """Streams a continuation to stdout; prints one line of statistics to stderr."""
     import spec_jax
 
+    if args.max_tokens is not None:
+        raise ConfigError(ambiguous_limit("--max-tokens", "--max-new-tokens", "--max-length"))
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     spec_jax.enable_compilation_cache()
     target = spec_jax.load_model(args.target, args.dtype, mesh=args.mesh)
@@ -107,11 +116,17 @@ def generate(args: argparse.Namespace) -> int:
     )  # fmt: skip
     said = {"messages": [{"role": "user", "content": prompt}]} if args.chat else {"prompts": prompt}
     begin_s = time.monotonic()
-    with decoder.stream(max_new_tokens=args.max_new_tokens, **said) as stream:
+    said |= {"max_new_tokens": args.max_new_tokens, "max_length": args.max_length}
+    said["logprobs"] = args.logprobs
+    with decoder.stream(**said) as stream:
         for piece in stream:
             print(piece, end="", flush=True)
     print(flush=True)
     stats, row = decoder.stats, stream.result
+    if row.logprobs is not None:
+        pieces = row.trace.pieces(row.tokens)
+        for piece, raw, processed in zip(pieces, *row.logprobs):
+            print(f"{raw:9.4f} {processed:9.4f}  {piece!r}", file=sys.stderr)
     drafts = ""
     if stats.drafted:
         drafts = f"; {stats.tau:.2f} tokens a target pass, {stats.acceptance_rate:.0%} of drafts " \

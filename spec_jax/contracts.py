@@ -8,7 +8,7 @@ a tree, numbered parents first. A chain is a tree without branches.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import flax.struct
 import jax
@@ -119,6 +119,8 @@ class Proposal:
     fault: jax.Array | None = None  # i32[B], why a row cannot go on; set by the loop
     parents: jax.Array | None = None  # i32[B,K], the parent of each token's node; None: a chain
     tree_depth: int = flax.struct.field(pytree_node=False, default=0)  # maximum depth of a node
+    # Of a drafter with a memory and no ``Drafter.num_updates``: how often it had been updated.
+    num_updates: jax.Array | None = None  # u32[B]
 
     @property
     def depth(self) -> int:
@@ -251,6 +253,22 @@ class CatchUp(NamedTuple):
     max_lag: int | None = None
 
 
+@runtime_checkable
+class Memory(Protocol):
+    """What a drafter has learned from earlier outputs. A shallow copy goes on by itself."""
+
+    @property
+    def params(self) -> Any:
+        """The drafter's parameters, which hold the count of updates that they were read after."""
+
+    @property
+    def num_updates(self) -> int:
+        """How often it was updated, see ``Drafter.has_memory``."""
+
+    def add(self, output: Any) -> None:
+        """Learns from the ids of a finished output."""
+
+
 class Drafter(NamedTuple):
     """A way to draft tokens, as pure functions of its parameters and its state.
 
@@ -278,6 +296,17 @@ class Drafter(NamedTuple):
       catch_up: how it skips rounds of K = 0; None if it takes part in them, with 0 drafts.
       rewind: ``(state, n i32[B]) -> state`` without the last n committed tokens, whose place the
         pending token takes; None for a drafter that cannot.
+      has_memory: its proposals depend on earlier outputs, of this call's other rows or of earlier
+        calls, and not only on the row's own text and noise. How often the memory was updated enters
+        the row's noise (see ``rng``); a drafter that remembers without saying so is biased where
+        seeds repeat. It says so by ``num_updates`` or, if it only learns the count as it drafts, by
+        ``Proposal.num_updates``. The count belongs to the memory: it never falls, is saved and
+        copied with it, and is read together with it or later, never earlier.
+      num_updates: ``(params, state) -> u32[] or u32[B]``, called before ``propose``, whose noise
+        then depends on the count; needed where drafts are drawn, not deterministic.
+      find_error: ``(prefix, num_ahead) -> Exception | None``, called on the host for a row with an
+        invalid proposal: what the drafter's Python function raised after this prefix (prompt and
+        output, ids), or after one with up to ``num_ahead`` drafts more. None if it calls none.
     """
 
     name: str
@@ -294,6 +323,9 @@ class Drafter(NamedTuple):
     window: int = 0
     catch_up: CatchUp | None = None
     rewind: Callable[[Any, jax.Array], Any] | None = None
+    has_memory: bool = False
+    num_updates: Callable[[Any, Any], jax.Array] | None = None
+    find_error: Callable[[tuple[int, ...], int], Exception | None] | None = None
 
     def __repr__(self) -> str:
         drafts = "sampled" if self.is_sampled else "deterministic"
@@ -333,3 +365,76 @@ class Rule(NamedTuple):
     def __repr__(self) -> str:
         chains = "chains and trees" if self.has_trees else "chains"
         return f"Rule({self.name!r}: {'lossless' if self.is_lossless else 'lossy'}, for {chains})"
+
+
+class Round(NamedTuple):
+    """One round, as an observer sees it.
+
+    Attributes:
+      proposal: the drafts; ``tokens`` i32[B,K], K = 0 in a round that drafts nothing.
+      scores: the target's scores of every node, features included.
+      verdict: what the rule accepted. Its first ``n_emit`` tokens are emitted.
+      begin: i32[B], index of the first of these among the row's tokens, prompt included.
+      n_emit: i32[B], how many tokens are emitted, after stop tokens and limits; 0 in a row that
+        has finished or stops at a fault.
+    """
+
+    proposal: Proposal
+    scores: TargetScores
+    verdict: Verdict
+    begin: jax.Array
+    n_emit: jax.Array
+
+    @property
+    def nodes(self) -> jax.Array:
+        """i32[B,P], the node whose scores each token of the verdict was taken from."""
+        path, P = self.verdict.path, self.verdict.tokens.shape[1]
+        return jnp.broadcast_to(jnp.arange(P), self.verdict.tokens.shape) if path is None else path
+
+    @property
+    def columns(self) -> jax.Array:
+        """i32[B,P], the index of each token among the row's; -1 for those that are not emitted."""
+        index = jnp.arange(self.verdict.tokens.shape[1])
+        return jnp.where(index < self.n_emit[:, None], self.begin[:, None] + index, -1)
+
+
+class FirstToken(NamedTuple):
+    """The token that prefill samples, as an observer sees it.
+
+    Attributes:
+      scores: the target's, of one node: its arrays are [B,1,...].
+      tokens: i32[B,1].
+      begin: i32[B], its index among the row's tokens: the length of the prompt.
+    """
+
+    scores: TargetScores
+    tokens: jax.Array
+    begin: jax.Array
+
+
+class Observer(NamedTuple):
+    """Watches decoding and keeps what it likes, without changing a token.
+
+    What it has seen is carried through the loop, through streams, adaptive K and refilled rows, as
+    part of the state. Functions must be pure, and two observers are the same if their functions
+    are: make them once, so that compiled programs are shared.
+
+    Attributes:
+      name: the key of what it has seen in ``DecodeState.seen``; of several observers each has one.
+      init: ``(batch, slots) -> seen``, before anything is seen.
+      update: ``(seen, Round) -> seen``, called after every round.
+      first: ``(seen, FirstToken) -> seen``, called by prefill; None: the first token is not seen.
+      is_by_row: every array has the rows first, so that a refilled row begins anew. Otherwise all
+        rows share what is seen, a refilled row adds to it, and its first token is not seen.
+      needs_probs: it reads ``Proposal.probs``, which a drafter may leave out where no rule does.
+      needs_processed: it reads ``TargetScores.processed``, of which a greedy rule needs no more
+        than the argmax.
+    """
+
+    name: str
+    init: Callable[[int, int], Any]
+    update: Callable[[Any, Round], Any]
+    first: Callable[[Any, FirstToken], Any] | None = None
+    is_by_row: bool = True
+    needs_probs: bool = False
+    needs_processed: bool = False

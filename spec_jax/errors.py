@@ -6,6 +6,31 @@ caller may catch either.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
+_SYNONYMS = (  # of other engines and of this package
+    ("num_speculative_tokens", "spec_k", "k", "num_draft", "num_draft_tokens",
+     "num_assistant_tokens"),
+    ("speculative_method", "method"), ("standalone", "draft_model"), ("ngram", "prompt_lookup"),
+    ("ngram_max", "prompt_lookup_max"), ("ngram_min", "prompt_lookup_min"),
+)  # fmt: skip
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Returns " (did you mean NAME?)", or "" where no known name is close.
+
+    Args:
+      name: what was given.
+      known: the names to choose from. A synonym is close, and a name that the given one contains
+        or that contains it.
+    """
+    known, name = list(known), str(name)
+    parts = [x for x in known if len(name) > 2 and (name in x or (len(x) > 2 and x in name))]
+    same = [x for group in _SYNONYMS if name in group for x in group if x in known]
+    close = [*same, *difflib.get_close_matches(name, known, 1), *sorted(parts, key=len)]
+    return f" (did you mean {close[0]}?)" if close else ""
+
 
 class SpecJaxError(Exception):
     """The root: any error that spec_jax raises on purpose."""
@@ -63,7 +88,8 @@ class InvalidRowsError(SpecJaxError, RuntimeError):
 
 class InvalidDraftError(InvalidRowsError):
     """A drafter proposed ids outside of the target's vocabulary, parents that make no tree, or
-    ``Proposal.probs`` that are no distributions.
+    ``Proposal.probs`` that are no distributions; or the function of a ``host_drafter`` raised,
+    whose exception is then the ``__cause__``.
     """
 
 

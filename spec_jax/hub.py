@@ -6,12 +6,12 @@ may be used and who is logged in are its settings.
 
 from __future__ import annotations
 
-import json
 import logging
 import pathlib
 import re
 
 from spec_jax.errors import WeightsError
+from spec_jax.models.shards import weight_files
 
 _log = logging.getLogger(__name__)
 _ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
@@ -67,39 +67,47 @@ def directory_of(
         patterns = [*common, *filter(None, weights)]
         return pathlib.Path(hub.snapshot_download(**where, allow_patterns=patterns, **options))
 
+    refusals: list[str] = []
     for weights in choices:
         try:
             directory = download(weights, local_files_only=True)
         except Exception:  # versions of the hub raise errors of many types
             continue
-        if _is_whole(directory, weights):
+        if _is_whole(directory, weights, refusals):
             return directory
     try:
         _log.info("%s is not in the cache of the Hugging Face hub: it is downloaded", name)
         for weights in choices:
             directory = download(weights)
-            if _is_whole(directory, weights):
+            if _is_whole(directory, weights, refusals):
                 return directory
     except Exception as error:
         raise WeightsError(_why(found["repo"], found["revision"], error)) from error
     remedy = f"if the download was cut off, run `{_command(found['repo'], found['revision'])}`"
     if "gguf" in name.lower():
         remedy = "GGUF is not read: name the repository that it was made from"
+    if refusals:
+        remedy = refusals[-1]
     raise WeightsError(
         f"{name} has no config.json with model.safetensors or pytorch_model.bin, in {directory}: "
         f"{remedy}"
     )
 
 
-def _is_whole(directory: pathlib.Path, weights: tuple[str, str, str]) -> bool:
-    """Whether a directory of the hub's cache has config.json and all files of the weights."""
+def _is_whole(
+    directory: pathlib.Path, weights: tuple[str, str, str], refusals: list[str]
+) -> bool:
+    """Whether a directory of the hub's cache has config.json and all files of the weights.
+
+    ``refusals`` gets the message about an index that is refused.
+    """
     single, index, _ = weights
     needed = ["config.json", single]
     if (directory / index).is_file():
         try:
-            said = json.loads((directory / index).read_text(encoding="utf-8"))
-            needed[1:] = set(said["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError):
+            needed[1:] = weight_files(directory, single, index)
+        except WeightsError as error:
+            refusals.append(str(error))
             return False
     return all((directory / file).exists() for file in needed)
 

@@ -15,10 +15,11 @@ import numpy as np
 from spec_jax.drafters import registry
 from spec_jax.errors import SpecJaxError, WeightsError
 from spec_jax.loading import find_directory
+from spec_jax.models.checks import is_integer, shown
 from spec_jax.models.families import AnyConfig, read_config
 from spec_jax.models.files import foreign_files, read_json
 from spec_jax.models.params import declared, num_params
-from spec_jax.models.tensors import open_tensors
+from spec_jax.models.tensors import check_layers, open_tensors
 from spec_jax.models.tokenizer import Tokenizer
 
 _SHAPE = {  # keys of a config.json that say what a model is, and what they are called here
@@ -43,6 +44,7 @@ class Inspection:
       num_bytes: of all files.
       facts: what is known besides, by name.
       notes: sentences on what a user should know.
+      refused: why ``load_model`` refuses it; None if it does not, or if it is no model.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Inspection:
     num_bytes: int
     facts: Mapping[str, Any]
     notes: tuple[str, ...]
+    refused: str | None = None
 
     def __str__(self) -> str:
         known: dict[str, Any] = {"kind": self.kind, **self.facts}
@@ -62,7 +65,8 @@ class Inspection:
         known["bytes"] = f"{self.num_bytes:,} in {self.directory}"
         width = max(map(len, known))
         lines = [f"{name:{width}}  {value}" for name, value in known.items()]
-        return "\n".join([self.name, *lines, *(f"note: {note}" for note in self.notes)])
+        first = [] if self.refused is None else [f"load_model refuses it: {self.refused}"]
+        return "\n".join([self.name, *first, *lines, *(f"note: {note}" for note in self.notes)])
 
 
 def inspect(name_or_path: str | pathlib.Path) -> Inspection:
@@ -78,10 +82,11 @@ def inspect(name_or_path: str | pathlib.Path) -> Inspection:
     files = [path for path in directory.iterdir() if path.is_file()]
     shapes, notes = _headers(directory)
     hf = read_json(directory / "config.json") if (directory / "config.json").exists() else {}
-    config, kind = None, "weights" if shapes else "nothing"
+    config, kind, refused = None, "weights" if shapes else "nothing", None
     if hf and shapes:
-        kind, config = _kind(directory, notes)
+        kind, config, refused = _kind(directory, len(shapes), notes)
     elif hf:
+        refused = _read(directory)[1]
         notes.append(f"config.json says model_type {hf.get('model_type')!r}; no weights to read")
     facts = _shape(hf, config)
     tokenizer = _tokenizer(directory, notes)
@@ -97,7 +102,7 @@ def inspect(name_or_path: str | pathlib.Path) -> Inspection:
     return Inspection(
         str(name_or_path), directory, kind, counted if shapes else None,
         dict(collections.Counter(dtype for _, dtype in shapes.values())),
-        sum(path.stat().st_size for path in files), facts, tuple(notes),
+        sum(path.stat().st_size for path in files), facts, tuple(notes), refused,
     )
 
 
@@ -124,32 +129,45 @@ def _headers(directory: pathlib.Path) -> tuple[dict[str, tuple[tuple[int, ...], 
     return found, []
 
 
-def _kind(directory: pathlib.Path, notes: list[str]) -> tuple[str, AnyConfig | None]:
-    """Returns what loads it, and the config of a model."""
+def _kind(
+    directory: pathlib.Path, num_tensors: int, notes: list[str]
+) -> tuple[str, AnyConfig | None, str | None]:  # fmt: skip
+    """Returns what loads it, the config of a model, and why a model is refused."""
     try:
         kind = registry.detect(directory)
     except SpecJaxError as error:
         notes.append(str(error))
-        return "weights", None
+        return "weights", None, None
     if kind.draft == "head":
         notes.append("load_draft(…, target) reads it, for a target of its width and vocabulary")
-        return kind.name, None
+        return kind.name, None, None
+    return "model", *_read(directory, num_tensors)
+
+
+def _read(
+    directory: pathlib.Path, num_tensors: int = 0
+) -> tuple[AnyConfig | None, str | None]:
+    """Returns the config of a model, or why it is refused: its family, its values."""
     try:
-        return "model", read_config(directory)
-    except SpecJaxError as error:  # a family or a layout that is not supported
-        notes.append(f"load_model refuses it: {error}")
-        return "model", None
+        config = read_config(directory)
+        if num_tensors:
+            check_layers(directory, config.num_hidden_layers, num_tensors)
+        return config, None
+    except SpecJaxError as error:
+        return None, str(error)
 
 
 def _shape(hf: Mapping[str, Any], config: AnyConfig | None) -> dict[str, Any]:
     inner = hf.get("transformer_layer_config") or hf.get("text_config") or {}
     said = {**hf, **(inner if isinstance(inner, Mapping) else {})}
-    facts = {"family": said["model_type"]} if "model_type" in said else {}
-    facts |= {text: said[key] for key, text in _SHAPE.items() if said.get(key) is not None}
+    plain = lambda value: value if is_integer(value) or isinstance(value, str) else shown(value)
+    facts = {"family": plain(said["model_type"])} if "model_type" in said else {}
+    facts |= {text: plain(said[key]) for key, text in _SHAPE.items() if said.get(key) is not None}
     if config is not None:
         facts["stop tokens"] = ", ".join(map(str, config.eos_token_id)) or "none"
     if "vocab_size" in said:
-        facts["vocabulary"] = f"{said['vocab_size']:,} ids"
+        size = said["vocab_size"]
+        facts["vocabulary"] = f"{f'{size:,}' if is_integer(size) else shown(size)} ids"
     return facts
 
 

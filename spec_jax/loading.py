@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from spec_jax import hub, zoo
+from spec_jax.config import METHODS
 from spec_jax.drafters import registry
 from spec_jax.drafters.common.vocabulary import resized
 from spec_jax.drafters.loaded import LoadedHead, LoadedModel
@@ -127,9 +128,16 @@ def load_draft(
     Raises:
       WeightsError: there is no such directory, or its files are damaged.
       ConfigError: it is for another target or of an unknown kind, the target has no config,
-        weights cannot have this dtype, or the mesh does not divide the draft's heads.
+        weights cannot have this dtype, the mesh does not divide the draft's heads, or the name is
+        that of a method that copies tokens.
     """  # fmt: skip
     _check_has_config(target)
+    asked = str(name_or_path) if method is None else method
+    if METHODS.get(asked) and (method is not None or not pathlib.Path(name_or_path).is_dir()):
+        raise ConfigError(
+            f"{asked!r} copies tokens and has no weights to load; write "
+            f"SpeculativeDecoder(target, config=SpeculativeConfig({asked!r}))"
+        )
     directory, mesh = find_directory(name_or_path), to_mesh(mesh)
     kind = registry.find(method) if method is not None else registry.detect(directory)
     dtype = _check_dtype(target.params["embed"].dtype if dtype is None else dtype)
@@ -139,8 +147,7 @@ def load_draft(
         model = load_model(name_or_path, dtype, mesh=mesh, rules=rules)
         return dataclasses.replace(model, method=kind.name)
     if kind.read is None:
-        why = "it needs no draft" if kind.draft == "none" else "its kind has no `read`"
-        raise ConfigError(f"method {kind.name!r} has no weights to load: {why}")
+        raise ConfigError(f"method {kind.name!r} has no weights to load: its kind has no `read`")
     in_parts = mesh is not None and kind.reads_in_parts
     where = {"mesh": mesh, "rules": rules} if in_parts else {}
     as_stated, notes = _with_stated_padding(directory, target)

@@ -5,7 +5,6 @@ A name is ``module:NAME``, of a module in the current directory or on Python's p
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import inspect
@@ -18,7 +17,7 @@ from typing import Any
 
 from spec_jax.config import STRATEGIES, SpeculativeConfig
 from spec_jax.contracts import Drafter, Rule
-from spec_jax.errors import ConfigError
+from spec_jax.errors import ConfigError, did_you_mean
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.rules import make_rule
 
@@ -84,10 +83,10 @@ def find(name: str, what: str) -> Any:
     try:
         return functools.reduce(getattr, path.split("."), module)
     except AttributeError:
-        close = difflib.get_close_matches(path, vars(module), 1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
         file = getattr(module, "__file__", None) or f"module {module_name!r}"  # none if built in
-        raise ConfigError(f"{what} is {name!r}; {file} has no name {path!r}{hint}") from None
+        raise ConfigError(
+            f"{what} is {name!r}; {file} has no name {path!r}{did_you_mean(path, vars(module))}"
+        ) from None
 
 
 def _import(name: str, said: str) -> types.ModuleType:

@@ -3,15 +3,42 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
-from typing import ClassVar, TextIO
+from typing import Any, ClassVar, TextIO
 
 from tqdm import tqdm
 
 _LOG = logging.getLogger("spec_jax")
-_BAR = "{desc} {bar:24} {n}/{total} {elapsed}<{remaining}{postfix}"
+# By the columns of the terminal that each needs; what is still too long is cut.
+_LAYOUTS = (
+    (72, "{desc} {bar:24} {n}/{total} {elapsed}<{remaining}{postfix}"),
+    (32, "{desc} {n}/{total} {elapsed}<{remaining}{postfix}"),
+    (0, "{n}/{total} <{remaining}{postfix}"),
+)
+_USUAL = (80, 24)  # columns and lines of a terminal that states none
+
+
+class _Bar(tqdm):
+    """A bar that fits the terminal, whatever its size is and becomes."""
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        columns, _ = _size(self.fp)
+        layout = next(text for least, text in _LAYOUTS if columns >= least)
+        # One column stays free: some terminals begin a new line after the last one.
+        return super().format_dict | {"ncols": max(columns - 1, 1), "bar_format": layout}
+
+
+def _size(stream: TextIO | CellText) -> tuple[int, int]:
+    """Returns columns and lines of a terminal, the usual ones where it states none."""
+    try:
+        size = os.get_terminal_size(stream.fileno())
+    except (AttributeError, OSError, ValueError):
+        return _USUAL
+    return size.columns or _USUAL[0], size.lines or _USUAL[1]
 
 
 class CellText:
@@ -61,13 +88,13 @@ class Progress:
         self, total: int, what: str, *, num_done: int = 0, every_s: float = 0.0,
         delay_s: float = 0.0,
     ):  # fmt: skip
-        look = {"disable": None, "dynamic_ncols": True}
+        # tqdm hides bars in the last line of a terminal, also of one that has no other.
+        look = {"disable": None, "nrows": max(_size(sys.stderr)[1], 3)}
         if in_notebook():  # each bar is an output of its own, so all are at the top
             look = {"disable": False, "file": CellText(), "position": 0}
-        self._bar = tqdm(
-            total=total, initial=num_done, desc=what, leave=False, bar_format=_BAR, delay=delay_s,
-            **look,
-        )  # fmt: skip
+        self._bar = _Bar(
+            total=total, initial=num_done, desc=what, leave=False, delay=delay_s, **look
+        )
         self._total, self._what = total, what
         self._every_s, self._said_s = every_s, time.monotonic()
         self._since, self._is_first = (time.monotonic(), num_done), True
@@ -88,6 +115,19 @@ class Progress:
     def say(self, text: str) -> None:
         """Prints a line on stdout without breaking the bar."""
         self._bar.write(text)
+
+    def begin(self, num_done: int) -> None:
+        """Counts time from here: what came before, such as compilation, tells nothing of the rest.
+
+        Args:
+          num_done: The number of steps done.
+        """
+        self._since, self._is_first, self.num_done = (time.monotonic(), num_done), False, num_done
+        bar = self._bar
+        if self.is_bar:
+            bar.n = bar.initial = bar.last_print_n = num_done
+            bar.start_t = bar.last_print_t = time.time()
+            bar.refresh()
 
     def step(self, text: str, count: int = 1) -> None:
         """Counts one step, or several, as done."""

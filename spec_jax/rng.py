@@ -4,6 +4,12 @@ Every draw is keyed by what it is for, never by how many were made before it, by
 slot or by the batch: by (request, stream, position) for the match rule and plain decoding,
 by (request, stream, start of the round, node) for every other rule. A request is its seed.
 Keys are threefry keys, whose draws do not depend on how they are batched.
+
+Where drafts, or K, depend on earlier outputs, the noise that judges them must be independent of
+the noise that made those outputs, also if a request has the same seed. So whatever learns counts
+its updates, and the counts that a row has read so far enter its keys. A round that reads the state
+after c updates depends only on rounds that had read fewer than c, whose keys were others. While
+nothing has been learned the keys are those of a row that has nothing to read.
 """
 
 from __future__ import annotations
@@ -30,8 +36,9 @@ def pack(stream: Stream, node: jax.Array | int | None) -> jax.Array:
 
 
 def keys(
-    seed: jax.Array, stream: Stream, position: jax.Array, node: jax.Array | int | None = None
-) -> jax.Array:
+    seed: jax.Array, stream: Stream, position: jax.Array, node: jax.Array | int | None = None,
+    learned: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
     """Returns one key a row, by one block of threefry.
 
     Seed, stream and node are the words of the block's key and the position its counter, so no
@@ -42,13 +49,24 @@ def keys(
       stream: what the draw is for.
       position: i32[B], of the token, or where the round starts.
       node: i32[B] or i32[], of a draw that the round makes for each node; None: there is one.
+      learned: u32[B,C], updates that the row has read, of each source (see ``Sampler.learned``);
+        None if nothing learns.
 
     Returns:
       key[B].
     """
     words = jnp.stack(jnp.broadcast_arrays(seed, pack(stream, node)), axis=-1)
     named = jax.random.wrap_key_data(words, impl="threefry2x32")
-    return jax.vmap(jax.random.fold_in)(named, jnp.broadcast_to(position, seed.shape))
+    row_keys = jax.vmap(jax.random.fold_in)(named, jnp.broadcast_to(position, seed.shape))
+    return row_keys if learned is None else jax.vmap(_fold_in_counts)(row_keys, learned)
+
+
+def _fold_in_counts(key: jax.Array, counts: jax.Array) -> jax.Array:
+    """A key of its own for all counts u32[C] but zeros, which leave the key as it is."""
+    for source in range(len(counts)):
+        number = counts[source] * len(counts) + source  # no two sources share a number
+        key = jnp.where(counts[source] > 0, jax.random.fold_in(key, number), key)
+    return key
 
 
 def gumbel(row_keys: jax.Array, size: int) -> jax.Array:

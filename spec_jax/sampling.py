@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import operator
 from collections.abc import Sequence
@@ -54,6 +55,9 @@ class Sampler:
     filters: Filters | None = None
     penalties: Penalties | None = None
     logit_bias: jax.Array | None = None  # f32[B,V]
+    # Updates that the row's rounds have read, of the drafter's memory and of the choice of K; they
+    # enter the row's noise (see ``rng``). None where nothing learns from outputs.
+    learned: jax.Array | None = None  # u32[B,2]
 
     @property
     def is_greedy(self) -> jax.Array:
@@ -61,6 +65,15 @@ class Sampler:
         if self.temperature is None:
             return jnp.ones(self.seed.shape, bool)
         return self.temperature < GREEDY_BELOW
+
+    def noting(self, source: Source, num_updates: jax.Array | int) -> Sampler:
+        """Returns the sampler of rows that have read ``num_updates`` (u32[B] or u32[]) updates.
+
+        Where nothing learns it is returned as it is.
+        """
+        if self.learned is None:
+            return self
+        return self.replace(learned=self.learned.at[:, source].set(num_updates))
 
     def insert_row(self, row: jax.Array | int, other: Sampler) -> Sampler:
         """Replaces row ``row`` by the only row of ``other``.
@@ -80,6 +93,13 @@ class Sampler:
                     "the samplers of all rows together, and take the row's from them"
                 )
         return jax.tree.map(lambda full, one: full.at[row].set(one[0]), self, other)
+
+
+class Source(enum.IntEnum):
+    """What learns from outputs: a column of ``Sampler.learned``."""
+
+    MEMORY = 0  # of the drafter
+    TUNER = 1  # which chooses K
 
 
 _FEATURES = {
@@ -158,7 +178,7 @@ def make_sampler(
     configs: Samplers,
     batch: int,
     vocab_size: int,
-    seeds: Sequence[int] | None = None,
+    seeds: Sequence[int] | jax.Array | None = None,
 ) -> Sampler:
     """Lays configs out as arrays.
 
@@ -166,7 +186,7 @@ def make_sampler(
       configs: one for all rows (row i is then seeded ``seed + i``), or one a row.
       batch: B.
       vocab_size: V.
-      seeds: of every row, in place of the configs' own.
+      seeds: of every row, in place of the configs' own; as an array u32[B] also traced.
 
     Returns:
       The sampler, without the features that no config uses.
@@ -180,15 +200,9 @@ def make_sampler(
         configs = [configs] * batch
     else:
         own_seeds = [c.seed for c in configs]
-    try:
-        seeds = own_seeds if seeds is None else list(map(operator.index, seeds))
-    except TypeError:
-        raise ConfigError(f"seeds are {seeds!r}; expected one integer for each row") from None
-    for name, values in (("sampler configs", configs), ("seeds", seeds)):
-        if len(values) != batch:
-            raise ConfigError(f"{len(values)} {name} for {batch} rows; expected one each")
-    if any(not 0 <= s < 2**32 for s in seeds):
-        raise ConfigError(f"seeds are {seeds}; expected integers in [0, 2**32)")
+    if len(configs) != batch:
+        raise ConfigError(f"{len(configs)} sampler configs for {batch} rows; expected one each")
+    seeds = _seed_column(own_seeds if seeds is None else seeds, batch)
     bias = None
     if any(c.logit_bias for c in configs):
         bias = np.zeros((batch, vocab_size), np.float32)
@@ -209,12 +223,29 @@ def make_sampler(
     filters = Filters(column("top_k", jnp.int32), column("top_p"), column("min_p"))
     penalties = Penalties(*(column(f"{f.name}_penalty") for f in dataclasses.fields(Penalties)))
     return Sampler(
-        seed=jnp.asarray(np.asarray(seeds, np.uint32)),
+        seed=seeds,
         temperature=column("temperature") if warm else None,
         filters=filters if has_filters else None,
         penalties=penalties if has_penalties else None,
         logit_bias=None if bias is None else jnp.asarray(bias),
     )
+
+
+def _seed_column(seeds: Sequence[int] | jax.Array, batch: int) -> jax.Array:
+    """Returns seeds as u32[B], checked."""
+    if isinstance(seeds, jax.Array) and seeds.dtype == jnp.uint32:  # perhaps traced
+        if seeds.shape != (batch,):
+            raise ConfigError(f"seeds have shape {seeds.shape}; expected ({batch},)")
+        return seeds
+    try:
+        seeds = list(map(operator.index, seeds))
+    except TypeError:
+        raise ConfigError(f"seeds are {seeds!r}; expected one integer for each row") from None
+    if len(seeds) != batch:
+        raise ConfigError(f"{len(seeds)} seeds for {batch} rows; expected one each")
+    if any(not 0 <= s < 2**32 for s in seeds):
+        raise ConfigError(f"seeds are {seeds}; expected integers in [0, 2**32)")
+    return jnp.asarray(np.asarray(seeds, np.uint32))
 
 
 def process(

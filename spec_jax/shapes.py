@@ -20,7 +20,7 @@ Words:
     pending   the one token that a row has emitted but not yet fed to the target
     length    number of tokens fed
     pos       absolute position
-    tau       tokens emitted per target pass, the bonus token included
+    tau       mean acceptance length: tokens emitted per target pass, the bonus token included
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import contextlib
 import contextvars
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -327,6 +328,16 @@ def _on_shards(function, args, out, in_axes, out_axes):
     return jax.shard_map(
         function, in_specs=specs(in_axes, args), out_specs=specs(out_axes, out), check_vma=False
     )(*args)
+
+
+def copies_of_rows(batch: int) -> int:
+    """Returns on how many devices of the ambient mesh each row lies; 1 without a mesh."""
+    mesh = ambient()
+    if mesh is None:
+        return 1
+    axes = spec(("batch",), (batch,), mesh)[0]
+    split = [axes] if isinstance(axes, str) else axes or ()
+    return mesh.size // math.prod(mesh.shape[axis] for axis in split)
 
 
 def by_row(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,9 +23,10 @@ gc.set_threshold(100_000, 20, 20)
 # No test asks the Hugging Face hub: a name that is no directory is refused at once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
-from support import cost  # noqa: E402
+from support import cost, examples  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -45,11 +46,29 @@ jax.config.update("jax_num_cpu_devices", 8)
 _COSTS = json.loads((ROOT / "tests" / "recorded" / "costs.json").read_text())
 
 
+_EXAMPLES = pathlib.Path(".hypothesis", "examples")
+
+
+def _is_searching(config) -> bool:
+    """Whether tests by Hypothesis search at random: in the exhaustive tier alone."""
+    return config.option.markexpr == "exhaustive"
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if _is_searching(config):
+        terminalreporter.write_line(
+            f"Hypothesis searched at random; examples that fail are printed, kept in {_EXAMPLES} "
+            "and tried first in the next run."
+        )
+
+
 def pytest_configure(config):
     # A test that is named on the command line runs, whichever tier it belongs to.
     has_default_tier = config.option.markexpr == "not exhaustive and not measure"
     if has_default_tier and any("::" in arg for arg in config.args):
         config.option.markexpr = ""
+    name = examples.RANDOM if _is_searching(config) else examples.SAME
+    examples.load_profile(name, config.rootpath / _EXAMPLES)
     if os.environ.get("SPEC_JAX_TEST_COSTS"):
         config.pluginmanager.register(cost.Recorder(os.environ["SPEC_JAX_TEST_COSTS"]))
 
@@ -59,6 +78,9 @@ def pytest_collection_modifyitems(config, items):
     named = any("::" in arg for arg in config.args)
     found = collections.defaultdict(set)
     for item in items:
+        # They run in both tiers: with the same examples in one, with random ones in the other.
+        if _is_searching(config) and hypothesis.is_hypothesis_test(getattr(item, "obj", None)):
+            item.add_marker(pytest.mark.exhaustive)
         marker = item.get_closest_marker("representatives")
         if marker is not None:
             name = item.callspec.id

@@ -84,18 +84,20 @@ def test_rejections_and_fallbacks_add_up():
     assert {"rejected", "elapsed_s", "n1_fallbacks"} <= set(one.to_dict())
 
 
-def test_max_tokens_counts_prompt_and_output_of_each_row(pair):
+def test_the_configs_max_tokens_and_max_length_count_prompt_and_output_of_each_row(pair):
     decoder = SpeculativeDecoder(*pair, AsyncSpecConfig(3, max_tokens=20))
     prompts = [[1], [1, 2, 3, 4], list(range(12))]
     assert [len(row.tokens) for row in decoder.generate(prompts)] == [19, 16, 8]
-    assert [len(row.tokens) for row in decoder.generate(prompts, max_tokens=13)] == [12, 9, 1]
+    assert [len(row.tokens) for row in decoder.generate(prompts, max_length=13)] == [12, 9, 1]
     assert [len(row.tokens) for row in decoder.generate(prompts, 5)] == [5, 5, 5]
-    with pytest.raises(PromptError, match="12 tokens leaves no room.*max_tokens is 12"):
-        decoder.generate(prompts, max_tokens=12)
-    with pytest.raises(ConfigError, match="name one of them"):
-        decoder.generate(prompts, 5, max_tokens=20)
-    with pytest.raises(ConfigError, match="max_tokens is 0"):
-        decoder.generate(prompts, max_tokens=0)
+    with pytest.raises(PromptError, match="12 tokens leaves no room.*max_length is 12"):
+        decoder.generate(prompts, max_length=12)
+    with pytest.raises(ConfigError, match="max_new_tokens is 5.* and max_length 20.*name one"):
+        decoder.generate(prompts, 5, max_length=20)
+    with pytest.raises(ConfigError, match="max_length is 0"):
+        decoder.generate(prompts, max_length=0)
+    with pytest.raises(PromptError, match="max_tokens of the decoder's config is 20"):
+        decoder.output_limits([range(20)])
 
 
 @pytest.mark.parametrize(
@@ -107,8 +109,8 @@ def test_max_tokens_counts_prompt_and_output_of_each_row(pair):
         ({"force_n1": 1}, "force_n1 is 1"),
         ({"target_sampler": None}, "target_sampler is None; expected a SamplerConfig"),
         ({"draft_sampler": 0.5}, "draft_sampler is 0.5"),
-        ({"draft_sampler": {"temperatur": 1}}, "unknown key 'temperatur' in SamplerConfig"),
-        ({"k": 3}, "unknown key 'k' in AsyncSpecConfig; known keys: spec_k"),
+        ({"draft_sampler": {"temperatur": 1}}, "'temperatur' .did you mean temperature"),
+        ({"k": 3}, "unknown key 'k' .did you mean spec_k.. in AsyncSpecConfig; known"),
     ],
     ids=str,
 )

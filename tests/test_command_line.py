@@ -56,6 +56,7 @@ def test_no_command_prints_help_and_every_option_has_its_default(capsys):
         (["generate", "no/such/model", "x"], "error: no/such/model is neither a directory nor"),
         (["certify", "--rule", "residul"], "error: rule is 'residul'; expected module:NAME, or"),
         (["certify", "--drafter", "no_such:make"], "there is no module 'no_such'"),
+        (["generate", "zoo/target", "x", "--max-tokens", "5"], "name --max-new-tokens, which"),
         (["inspect", "no/such/model"], "error: no/such/model is neither a directory nor"),
     ],
 )
@@ -132,7 +133,11 @@ def test_what_is_no_model_says_what_it_is(pair, tmp_path):
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "model_type": "rwkv"}))
     found = inspect(other)
-    assert found.num_params and any("'rwkv' is not supported" in note for note in found.notes)
+    assert found.num_params and "'rwkv' is not supported" in found.refused
+    name, first, *_ = str(found).splitlines()
+    assert first == f"load_model refuses it: {found.refused}" and "write_a_family.md" in first
+    (other / "model.safetensors").unlink()
+    assert "'rwkv' is not supported" in inspect(other).refused
 
 
 def test_padding_and_tensors_that_do_not_fit_are_noted(pair, tmp_path):

@@ -156,7 +156,8 @@ def test_resolve_refuses_a_strategy_that_cannot_serve():
 def test_an_unknown_key_is_named_beside_the_known_ones():
     with pytest.raises(ConfigError) as error:
         SpeculativeConfig.from_dict({"num_draft": 3, "k": 1})
-    assert "'k', 'num_draft' in SpeculativeConfig" in str(error.value)
+    hint = " (did you mean num_speculative_tokens?)"
+    assert f"'k'{hint}, 'num_draft'{hint} in SpeculativeConfig" in str(error.value)
     assert all(f.name in str(error.value) for f in dataclasses.fields(SpeculativeConfig))
 
 
@@ -247,7 +248,13 @@ def test_flat_names_mappings_and_records_say_the_same(flat, nested):
     [
         (dict(ngram=3), "ngram is 3; expected a NgramConfig or a mapping of max, min"),
         (dict(ngram=None), "ngram is None; expected a NgramConfig"),
-        (dict(ngram={"maxx": 3}), "unknown key 'maxx' in NgramConfig; known keys: max, min"),
+        (dict(ngram={"maxx": 3}), r"'maxx' \(did you mean max\?\) in NgramConfig; known"),
+        (dict(method="eagle3", model="x/y"),
+         r"'method' \(did you mean speculative_method\?\), 'model' \(a draft is .*load_draft"),
+        (dict(speculative_method="eagle3"), r"'eagle3' \(did you mean eagle\?\); expected one of"),
+        (dict(speculative_method="draft_model"), r"\(did you mean standalone\?\)"),
+        (dict(num_speculative_token=3), r"\(did you mean num_speculative_tokens\?\)"),
+        (dict(rejection_sampling_strategy="residuals"), r"\(did you mean residual\?\)"),
         (dict(suffix={"max_depth": 0}), "suffix.max_depth is 0; expected an integer of 1"),
         (dict(tree={}), "tree.children, tree.ranks and tree.depth, none of them are given"),
         (dict(tree=TreeConfig((2,)), tree_top_k=3), "tree.top_k is 3 without tree.depth"),
@@ -258,7 +265,7 @@ def test_flat_names_mappings_and_records_say_the_same(flat, nested):
         (dict(is_adaptive=False, adaptive_buckets=(1,)), "None where adaptive is False"),
         (dict(typical={"epsilon": -1}), "typical.epsilon is -1"),
         (dict(section_name="x"), "section_name is 'x' without a config_file"),
-        (dict(num_draft=3), r"unknown key 'num_draft' in .*; known keys: .*ngram \(max, min\)"),
+        (dict(num_draft=3), r"unknown key 'num_draft' .*; known keys: .*ngram \(max, min\)"),
     ],
     ids=str,
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import re
 
 import pytest
 from goldens import record, toys
@@ -37,16 +36,3 @@ def test_what_differs_is_named_cell_by_cell():
         "decode a[1] tokens:\n  old 3\n  new 4", "decode b: only in old", "decode c: only in new",
     ]  # fmt: skip
     assert record.differences(old, json.loads(record.dump(old))) == []
-
-
-def test_every_test_of_before_the_redesign_is_there():
-    """Under its name, in whichever file, or under the one that ``renamed.txt`` gives."""
-    lines = lambda name: [
-        line for line in (GOLDENS / name).read_text().splitlines() if not line.startswith("#")
-    ]
-    before = {line.split("::")[-1].split()[0] for line in lines("test_ids.txt")}
-    renamed = dict(line.split(" -> ") for line in lines("renamed.txt"))
-    text = "\n".join(path.read_text() for path in GOLDENS.parent.rglob("*.py"))
-    now = set(re.findall(r"def (test_\w+)\(", text))
-    lost = {name for name in before if renamed.get(name, name) not in now}
-    assert not lost and len(before) == 600

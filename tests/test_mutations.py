@@ -42,6 +42,7 @@ ROLLED_BACK = f"{CACHE}::test_state_after_accept_and_roll_back_equals_a_fresh_pr
 PARAMETERS = "test_sampling.py::test_every_parameter_and_all_together_in_one_batch_of_mixed_rows"
 SHARDED = "sharding/test_sharded_tokens.py::test_a_mesh_changes_no_token"
 PLACED = "sharding/test_sharding_is_complete.py"
+MEMORY = "decoding/test_memory_of_drafters.py"
 EAGLE, MTP = "drafters/eagle/test_eagle.py", "drafters/mtp/test_mtp.py"
 
 MUTATIONS = [
@@ -89,10 +90,24 @@ MUTATIONS = [
              f"{GUARDS}::test_a_target_that_is_not_finite_is_at_fault_before_draft_and_rule"),
     Mutation("a queue counts its rows twice", "engine/batching.py",
              "generation.stats, n1_fallbacks", "generation.stats + generation.stats, n1_fallbacks",
-             "engine/test_queue.py::test_samplers_take_turns_and_may_differ_in_what_they_have"),
+             "engine/test_queue.py::test_every_prompt_gives_its_greedy_stream"),
     Mutation("noise of the position before", "decoding/round.py",
              "rng.Stream.TARGET, start + 1 + i)", "rng.Stream.TARGET, start + i)",
              f"{MATCH}[ngram]"),
+    Mutation("noise that made what was learned", "rng.py",
+             "return row_keys if learned is None else", "return row_keys if True else",
+             f"{MEMORY}::test_a_second_call_with_the_same_seed_matches_target_distribution[suffix]"),
+    Mutation("drafts are drawn before the count is read", "decoding/round.py",
+             "num_updates = system.drafter.num_updates(params, state.draft)",
+             "num_updates = jnp.uint32(0)",
+             f"{MEMORY}::test_a_second_call_with_the_same_seed_matches_target_distribution[sampled]"),
+    Mutation("each decoder counts what was learned anew", "engine/engine.py",
+             "draft = self._history.params",
+             'draft = {**self._history.params, "num_updates": jnp.uint32(0)}',
+             f"{MEMORY}::test_the_count_of_updates_belongs_to_the_memory_and_not_to_the_decoder"),
+    Mutation("sources that learn share their counts", "rng.py",
+             "counts[source] * len(counts) + source", "counts[source]",
+             f"{MEMORY}::test_every_count_of_every_source_has_noise_of_its_own"),
     Mutation("a row without a finite logit goes on", "decoding/loop.py",
              "~jnp.isfinite(processed.max(axis=-1))", "(processed != processed).all(axis=-1)",
              f"{DECODE}::test_a_row_in_which_every_token_is_forbidden_stops_with_a_reason"),

@@ -57,4 +57,11 @@ def test_lines_of_training_say_it_too(clock, tmp_path, capsys):
     assert [line.partition(" (")[2] for line in lines] == [
         "about 3 h 20 min left)", "about 1 h 6 min left)", "",
     ]  # fmt: skip
+    with Log(tmp_path, 900, 4000) as log:  # resumed
+        clock.now_s += 60  # of compilation
+        log.begin(901)
+        clock.now_s += 9
+        log.write(910, loss=1.0)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.endswith(" (about 52 min left)"), "3,090 steps of a second each"
     assert duration(59.4) == "59 s" and duration(3599) == "1 h 0 min"

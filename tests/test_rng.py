@@ -55,7 +55,7 @@ NAMES = st.tuples(
 )
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50)
 @given(names=st.lists(NAMES, min_size=2, max_size=6, unique=True))
 def test_names_are_packed_without_loss(names):
     """The words of key and counter tell a name back, so equal words mean equal names."""

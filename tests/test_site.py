@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html.parser
 import importlib
+import json
 import os
 import pathlib
 import pkgutil
@@ -17,9 +18,10 @@ import venv
 import pytest
 import yaml
 from ml_collections import ConfigDict
+from support.browser import BROWSER, dump
 
 import spec_jax
-from docs.hooks import links, options
+from docs.hooks import links, options, search
 from experiments.common import config_help
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -128,6 +130,41 @@ def test_a_docstring_becomes_prose_and_blocks_of_commands():
     assert text == ("Does it.\n\n```sh\npython -m a \\\n    --b=1\n```\n\nWith `--b` a &lt;b>.")
 
 
+def _words(text):
+    """The words of a text as the site's search takes them."""
+    (found,) = (p["search"] for p in CONFIG["plugins"] if isinstance(p, dict) and "search" in p)
+    return re.split(found["separator"], re.sub(r"<[^>]+>|&[lg]t;", " ", text.lower()))
+
+
+def test_search_leaves_history_out_and_puts_the_package_first():
+    pages = {"changelog.md", "decisions.md", "reference/spec_jax.md", "reference/reference.md"}
+    assert pages <= set(search.PAGES) <= set(links.in_nav(CONFIG["nav"]))
+    for name, settings in search.PAGES.items():
+        assert ("exclude" in settings) == (name in {"changelog.md", "decisions.md"})
+    boosts = {name: settings.get("boost", 1) for name, settings in search.PAGES.items()}
+    assert max(boosts, key=boosts.get) == "reference/spec_jax.md"
+    assert boosts["reference/reference.md"] < 1  # it has the same names
+    assert _words("spec_jax.SpeculativeDecoder(x)")[:3] == ["spec_jax", "speculativedecoder", "x"]
+
+
+def _check_search(site, home):
+    """The package's own class is found first, and history is not found at all."""
+    place = "reference/spec_jax.html#spec_jax.SpeculativeDecoder"
+    index = json.loads((site / "search" / "search_index.json").read_text("utf-8"))["docs"]
+    assert not [d for d in index if d["location"].startswith(("changelog", "decisions"))]
+    hits = [d for d in index if "speculativedecoder" in _words(d["title"])]
+    assert max(hits, key=lambda d: d.get("boost", 1))["location"] == place and len(hits) > 1
+    if BROWSER is None:
+        return
+    page = dump(
+        f"{(site / 'index.html').as_uri()}?q=SpeculativeDecoder", home,
+        "--allow-file-access-from-files", "--virtual-time-budget=30000",
+    )  # fmt: skip
+    # A result is a page and, below it, its sections; the address holds what is to be marked.
+    shown = re.findall(r'<a href="([^"]*)"[^>]*class="md-search-result__link"', page)
+    assert re.sub(r"\?[^#]*", "", shown[1]) == f"{site.as_uri()}/{place}", shown[:4]
+
+
 def test_versions_of_what_builds_the_site_are_fixed():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     for requirement in extras["optional-dependencies"]["docs"]:
@@ -178,6 +215,7 @@ def test_the_site_builds_from_a_clean_environment_without_a_warning(tmp_path):
             assert to.exists(), f"{path}: {link}"
             if parts.fragment and to in found:
                 assert urllib.parse.unquote(parts.fragment) in found[to].ids, f"{path}: {link}"
+    _check_search(site, tmp_path / "home")
     assert "<math" in (site / "notebooks" / "your_own.html").read_text("utf-8")
     key = config_help.meanings(ROOT / "configs" / "decode_default.py").popitem()[0]
     assert f"--config.{key}" in (site / "experiments" / "decode.html").read_text("utf-8")

@@ -41,7 +41,7 @@ class Help(NamedTuple):
 
 def experiments() -> list[str]:
     """Returns the names of the experiments."""
-    return sorted({p.stem for p in (ROOT / "experiments").glob("*.py")} - {"__init__"})
+    return sorted({p.stem for p in (ROOT / "experiments").glob("*.py")} - {"__init__", "__main__"})
 
 
 def ask(module: str, *arguments: str) -> Help:

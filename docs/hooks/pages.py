@@ -13,7 +13,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
-from docs.hooks import links, markup, options  # noqa: E402
+from docs.hooks import links, markup, options, search  # noqa: E402
 
 _NAMES = markup.known_names(ROOT / "spec_jax")
 _FIRST_SCREEN = "<!-- the first screen of README.md -->"
@@ -71,8 +71,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Shows the README's first screen on the home page, and makes links to files links to pages."""
+    """Shows the README's first screen on the home page, and makes links to files links to pages.
+
+    Whether the search finds a page, and how soon, is set here too.
+    """
     uri = page.file.src_uri
+    if uri in search.PAGES:
+        page.meta["search"] = search.PAGES[uri]
     if uri.startswith("source/"):
         return markdown
     own = links.rewrite(markdown, _origins.get(uri, f"docs/{uri}"), uri, _is_file)

@@ -75,10 +75,12 @@ class Prompts(NamedTuple):
             draw = np.random.default_rng(config.seed)
             sizes = draw.integers(1, config.max_prompt_tokens + 1, n)
             return cls([draw.integers(target.model.vocab_size, size=m).tolist() for m in sizes], [])
-        malformed: list[str] = []
-        found = load_prompts(config.data, n, config.seed, malformed)
+        notes: list[str] = []
+        found = load_prompts(config.data, n, config.seed, notes)
+        if len(found) < n:  # batches divide it
+            raise ConfigError(f"zoo.num_prompts is {n}: {'; '.join(notes)}")
         ids, num_cut = fit(found, models, config.new_tokens, config.max_prompt_tokens)
-        return cls(ids, [*(f"left out: {said}" for said in malformed), *cut_note(num_cut, ids)])
+        return cls(ids, [*notes, *cut_note(num_cut, ids)])
 
 
 def load_pair(config: ConfigDict) -> tuple[Pair, Prompts]:

@@ -109,7 +109,6 @@ def turn_of(
         "finish": row.finish_reason,
         "probs": found[0],
         "alternatives": found[1],
-        "peak_bytes": run.peak_bytes,
         "counts": {name: x for name, x in row.stats.to_dict().items() if name in _COUNTS},
     }
 
@@ -150,7 +149,7 @@ def _saved(turn: Mapping[str, Any]) -> Saved:
 
 def _run(turn: Mapping[str, Any], rows: Sequence[Saved]) -> Run:
     """Returns the run of a batch, of whose prompts ``turn`` is the first one's."""
-    return Run(turn["prefill_s"], turn["decode_s"][0], rows, turn["peak_bytes"])
+    return Run(turn["prefill_s"], turn["decode_s"][0], rows)
 
 
 def check_line(line: Mapping[str, Any]) -> None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from experiments.common.grid import Bench, Cell, Row
 from experiments.common.tables import table
 from spec_jax.config import GREEDY_BELOW
-from spec_jax.testing import RowAudit, audit, audit_outputs
+
+if TYPE_CHECKING:
+    from spec_jax.testing import RowAudit
 
 _COLUMNS = (
-    "method", "K", "T", "rows", "identical", "rounding", "bug", "farthest from float32",
+    "method", "K", "T", "rows", "identical", "not examined", "rounding", "bug",
+    "farthest from float32",
 )  # fmt: skip
 MEANING = (
     "Audit: rows that differ from plain decoding, explained by rounding or by nothing but a bug; "
+    "not examined: rows of which only the tokens were compared; "
     "farthest from float32: how far the logits that any of their tokens was chosen from lie from a "
     "pass in float32, over how far rounding alone moves them (more than 3 is a bug)."
 )
@@ -35,6 +40,8 @@ def examine(
     Returns:
       What was found, by prompt: of this row, and of the others of its batch that differ.
     """
+    from spec_jax.testing import audit, audit_outputs  # needs scipy.stats, slow to import
+
     if not bench.has_audit:
         pair = (plain[row].tokens, rows[row].tokens)
         found = audit_outputs(
@@ -58,6 +65,7 @@ def summary(results: Sequence[Mapping]) -> list[dict]:
             **{key: r[key] for key in ("method", "k", "tree", "temperature", "rows")},
             "batch": r.get("batch", 1),
             "identical": r["identical_rows"],
+            "not_examined": r["rows"] - len(r["differences"]),
             **{v: sum(d["verdict"] == v for d in r["differences"]) for v in ("rounding", "bug")},
             "farthest": max((x for d in r["differences"] for x in d["deviations"]), default=None),
         }
@@ -74,7 +82,7 @@ def audit_table(audits: Sequence[Mapping], *, is_markdown: bool = False) -> str:
         [
             (f"{a['method']} {a['tree']}" if a["tree"] else a["method"]) + of(a), str(a["k"]),
             f"{a['temperature']:g}",
-            *(str(a[key]) for key in ("rows", "identical", "rounding", "bug")),
+            *(str(a[key]) for key in ("rows", "identical", "not_examined", "rounding", "bug")),
             "–" if a["farthest"] is None else f"{a['farthest']:.2f}",
         ]
         for a in audits

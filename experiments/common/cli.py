@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import difflib
 import functools
 import json
 import operator
@@ -24,7 +23,7 @@ from ml_collections import ConfigDict, config_flags
 
 from experiments.common import config_help, distributed
 from spec_jax import compilation, meshes, processes, sharding
-from spec_jax.errors import ConfigError, SpecJaxError
+from spec_jax.errors import ConfigError, SpecJaxError, did_you_mean
 from spec_jax.loading import LoadedHead, LoadedModel
 
 flags.disclaim_key_flags()  # what is defined here counts as the main module's, for --help
@@ -115,9 +114,7 @@ def _names(config: ConfigDict, prefix: str = "") -> list[str]:
 
 
 def _unknown(key: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(key, known, 1)
-    hint = f" (did you mean {close[0]}?)" if close else ""
-    return f"the config has no key {key!r}{hint}; its keys: {', '.join(known)}"
+    return f"the config has no key {key!r}{did_you_mean(key, known)}; its keys: {', '.join(known)}"
 
 
 def check_keys(config: ConfigDict, default: ConfigDict) -> None:
@@ -155,13 +152,27 @@ def require_positive(config: ConfigDict, names: str, prefix: str = "") -> None:
 
 def check_same(saved: Mapping, config: Mapping, free: Sequence[str] = ()) -> None:
     """Raises ConfigError if a run's saved config differs from this one, except in ``free`` keys."""
-    changed = [k for k in config if k not in free and saved.get(k) != config[k]]
+    changed = _changes({k: saved.get(k) for k in config if k not in free},
+                       {k: x for k, x in config.items() if k not in free})  # fmt: skip
     if changed:
+        name, (before, now) = next(iter(changed.items()))
         raise ConfigError(
             f"the work directory holds a run with other values of {', '.join(changed)} "
-            f"({saved.get(changed[0])!r}, not {config[changed[0]]!r}); expected the same config "
-            "or an empty directory"
+            f"({name} was {before!r}, not {now!r}); expected the same config or an empty "
+            "directory"
         )
+
+
+def _changes(before: Mapping, now: Mapping, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Returns the two values of each key that differs, those of sections by their full names."""
+    found = {}
+    for key in dict.fromkeys((*now, *before)):
+        pair = before.get(key), now.get(key)
+        if all(isinstance(x, Mapping) for x in pair):
+            found |= _changes(*pair, f"{prefix}{key}.")
+        elif pair[0] != pair[1]:
+            found[f"{prefix}{key}"] = pair
+    return found
 
 
 def read_saved(path: pathlib.Path) -> Mapping[str, Any]:

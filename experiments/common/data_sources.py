@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import pathlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from spec_jax.data.records import read_objects
-from spec_jax.errors import ConfigError
+from spec_jax.errors import ConfigError, did_you_mean
 
 
 class Source(NamedTuple):
@@ -58,8 +57,7 @@ def check(data: str) -> None:
     """Raises ConfigError unless ``data`` is empty, the name of a set, or a file."""
     if not data or is_name(data) or pathlib.Path(data).is_file():
         return
-    close = difflib.get_close_matches(data.lower(), SOURCES, 1)
-    hint = f" (did you mean {close[0]}?)" if close else ""
+    hint = did_you_mean(data.lower(), SOURCES)
     raise ConfigError(
         f"data is {data!r}, which cannot be read{hint}; expected one of {', '.join(SOURCES)}, or "
         "an existing file of questions"

@@ -10,7 +10,7 @@ import operator
 import pathlib
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,7 +24,9 @@ from spec_jax.data.tokens import looping_share
 from spec_jax.engine.request import whole_slots
 from spec_jax.engine.stats import Stats
 from spec_jax.progress import Progress
-from spec_jax.testing import RowAudit
+
+if TYPE_CHECKING:
+    from spec_jax.testing import RowAudit
 
 _SAVED_EVERY_S = 10.0  # how often a report without all turns is saved
 

@@ -134,13 +134,14 @@ def legend(report: dict) -> list[tuple[str, str]]:
     return [
         *([("method", trees)] if any(r.get("tree") for r in report["results"]) else []),
         ("K, T", "drafted tokens per round; sampling temperature"),
-        ("tau", "tokens emitted per target pass, the target's own token included"),
+        ("tau", "mean acceptance length: tokens emitted per target pass, the target's own token "
+         "included"),
         ("accepted", "share of the drafts at position 1, 2, 3 … that the rule accepted, of those "
          "whose predecessors were all accepted; of a tree, by level"),
         ("tok/s", "decoded tokens per second, without prefill and compilation; plain tok/s: those "
          "of plain decoding, which takes turns with all other rows of its temperature"),
         ("speed-up", f"tok/s over plain tok/s, with its 95 % interval over {pairs}; ? where it is "
-         "not told from 1"),
+         "not significant: the interval includes 1"),
         ("predicted", "speed-up of chains that acceptance and the costs of passes predict"
          + ", for the rows that still run" * (report["config"]["batch"] > 1)),
         ("identical", "whether every token equals plain decoding's; – where the rule samples other "
@@ -180,16 +181,18 @@ def conclusions(results: Sequence[dict]) -> list[str]:
             continue
         best = max(found, key=lambda r: r["speedup"])
         begin = f"Fastest at T={temperature:g}"
-        if best["speedup"] < 1:
-            begin += " is plain decoding; closest to it"
-        how = interval_text(best).replace(" ?", ": not told from 1")
+        if not best["speedup"] > 1:
+            begin = f"Nothing beat plain decoding at T={temperature:g}; closest"
+        has_interval = best["speedup_interval"][0] < best["speedup_interval"][1]
+        why = "not significant: the interval includes 1" if has_interval else "no interval"
+        how = interval_text(best).replace(" ?", f", {why}")
         said = (
             f"{begin}: {best['method']}, {_shape(best)}, rule {best['rule']}: "
             f"{best['speedup']:.2f}x plain decoding ({how}), {_sameness(best)}"
         )
         close = [r for r in found if r is not best and _overlap(r, best)]
         names = ", ".join(dict.fromkeys(f"{r['method']} {_shape(r)}" for r in close))
-        lines.append(said + (f"; not told from it: {names}" if close else ""))
+        lines.append(said + (f"; with overlapping intervals: {names}" if close else ""))
     return lines
 
 

@@ -11,9 +11,9 @@ from ml_collections import ConfigDict
 
 from configs import decode_default
 from experiments.common import cli, data_sources
-from experiments.common.grid import Bench, Cell, make_cells
+from experiments.common.grid import Bench, Cell, make_cells, usable_cells
 from experiments.common.own import Own
-from experiments.common.prompts import Prompt, fit, load_prompts
+from experiments.common.prompts import Prompt, PromptEncoder, encodable, fit, fitting, load_prompts
 from spec_jax.config import STRATEGIES, SamplerConfig, build
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.mtp.model import MtpConfig
@@ -190,7 +190,8 @@ class Setup(NamedTuple):
     def of(cls, config: ConfigDict) -> Setup:
         """Loads models and prompts, and checks every cell before anything is compiled.
 
-        Drafts that cannot be loaded and rows that are no prompts are left out, with a note.
+        Drafts that cannot be loaded or do not fit are left out with a note, as are rows that are no
+        prompts.
 
         Raises:
           SpecJaxError: A config, a target or prompts that cannot be used; or nothing drafts.
@@ -201,7 +202,7 @@ class Setup(NamedTuple):
         target = load_model(
             config.target, config.dtype, scan_layers=config.scan_layers, mesh=where.mesh
         )
-        notes, malformed = [], []
+        notes: list[str] = []
         drafts = load_drafts(config, target, where, notes)
         own = Own.of(config, target, (*METHODS, *drafts))
         where.check_drafts([*drafts.values()])
@@ -212,17 +213,11 @@ class Setup(NamedTuple):
             keys = (f"--config.{SOURCES[m]}=PATH" for m in config.methods if m in SOURCES)
             why = "; ".join([", ".join(keys), *notes])
             raise ConfigError(f"methods are {config.methods}, and nothing drafts for them: {why}")
-        prompts = load_prompts(config.data, config.num_prompts, config.seed, malformed)
-        notes += [f"left out: {said}" for said in malformed]
-        models = [target, *drafts.values(), *own.limits]
-        ids, num_cut = fit(prompts, models, config.max_new_tokens, config.max_prompt_tokens)
-        bench = Bench(
-            target, drafts, ids,
-            build(SamplerConfig, {**config.sampler.to_dict(), "seed": config.seed}),
-            config.max_new_tokens, config.batch, config.draft_temperature,
-            {"ngram_max": config.ngram_max, "ngram_min": config.ngram_min}, config.has_expected,
-            where, own, config.has_audit,
-        )  # fmt: skip
+        prompts = load_prompts(config.data, config.num_prompts, config.seed, notes)
+        place = lambda p: p.name if p.conversation is None else p.conversation.source
+        prompts = encodable(prompts, PromptEncoder(target), place, notes)
+        (config.batch,), cut_off = fitting((config.batch,), len(prompts))
+        notes += cut_off
         rules = {"standalone": config.standalone_rules}
         rules |= dict.fromkeys(("ngram", "suffix"), config.ngram_rules)
         rules |= dict.fromkeys([*labels["eagle"], *labels["mtp"]], config.head_rules)
@@ -231,6 +226,20 @@ class Setup(NamedTuple):
             rules[own.drafter.name] = kind
         trees = [tree.strip() for tree in config.trees.split(",") if tree.strip()]
         cells = make_cells(methods, config.ks, config.temperatures, rules, trees, own)
-        for cell in cells:
-            bench.decoder(cell)
+        sampler = build(SamplerConfig, {**config.sampler.to_dict(), "seed": config.seed})
+        make = functools.partial(
+            Bench, target, sampler=sampler, max_new_tokens=config.max_new_tokens,
+            draft_temperature=config.draft_temperature,
+            ngram={"ngram_max": config.ngram_max, "ngram_min": config.ngram_min},
+            has_expected=config.has_expected, where=where, own=own, has_audit=config.has_audit,
+        )  # fmt: skip
+        cells = usable_cells(make(drafts, [[0]]), cells, notes, is_strict=True)
+        used = {cell.method for cell in cells}
+        if used == {"plain"} and notes and {*methods} != used:
+            why = "; ".join(notes)
+            raise ConfigError(f"there is nothing to compare with plain decoding: {why}")
+        drafts = {method: draft for method, draft in drafts.items() if method in used}
+        models = [target, *drafts.values(), *own.limits]
+        ids, num_cut = fit(prompts, models, config.max_new_tokens, config.max_prompt_tokens)
+        bench = make(drafts, ids, batch=config.batch)
         return cls(config, bench, cells, prompts, num_cut, notes)

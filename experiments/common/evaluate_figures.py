@@ -89,7 +89,6 @@ def figures(setup: Setup, stage: Stage, found: costs.Costs | None) -> list[dict[
             "batch": stage.bench.batch,
             "tau_interval": [tau.low, tau.high],
             "accept_intervals": [[x.low, x.high] for x in accept],
-            "peak_bytes": max((r.peak_bytes or 0 for r in tally.runs.values()), default=0) or None,
             "categories": {
                 name: {"group": asked[chosen[0]].group, **_part(stage, tally, count, chosen)}
                 for name, chosen in parts.items()

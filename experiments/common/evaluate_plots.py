@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.common.plots import look_of, panels
+from experiments.common.plots import look_of, panels, whole_numbers
 
 _BELOW = {"loc": "upper left", "bbox_to_anchor": (0.0, -0.12), "ncols": 2}
 _WIDEST = 1.7  # a bar that is longer than so many times the largest speed-up is cut off
@@ -46,8 +46,7 @@ def plot_batches(path: pathlib.Path, results: Sequence[Mapping[str, Any]]) -> No
             value, error = _bars(same)
             at = [r["batch"] * 1.02**number for r in same]
             axis.errorbar(at, value, error, capsize=3, label=label, **look_of(number))
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(sizes, list(map(str, sizes)))
+        whole_numbers(axis, sizes)
         axis.set(xlabel="prompts decoded together", ylabel="speed-up over plain (bars: 95 %)")
         axis.set_ylim(0, _end(results))
 

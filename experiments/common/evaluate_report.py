@@ -15,7 +15,7 @@ from experiments.common import auditing, decode_report, own, report
 from experiments.common.decode_report import conclusions, interval_text, results_table
 from experiments.common.evaluate_setup import Setup
 from experiments.common.intervals import Interval
-from experiments.common.memory import device_peaks
+from experiments.common.memory import device_peaks, peak_bytes
 from experiments.common.tables import Section
 from spec_jax.config import GREEDY_BELOW
 
@@ -187,10 +187,9 @@ def _rounds(shown: Sequence[Result]) -> Section:
             *(number(parts.get(name), ".3f") for name in ("verify", "draft", "rest")),
             number(r.get("draft_cost"), ".3f") + untold(r),
             number(predicted, ".2f"), number(ratio, ".2f"),
-            number(r["peak_bytes"] and r["peak_bytes"] / 2**20, ".0f"),
         ])  # fmt: skip
     header = ["method", "T", "round, ms", "verify", "draft", "rest", "pass / target's", "predicted",
-              "measured / predicted", "process peak, MiB"]  # fmt: skip
+              "measured / predicted"]  # fmt: skip
     return Section("Where a round's time goes", header, rows, header[1:])
 
 
@@ -202,12 +201,13 @@ def legend(rep: Mapping[str, Any]) -> list[str]:
         f"- The first table is of batch {batch}. Plain decoding takes turns with every row of its "
         f"temperature; the median of {rep['config']['repeats']} counts.",
         f"- Intervals are of 95 %, over the {asked} questions (Student's t of the jackknife); ? "
-        "where a speed-up is not told from 1. Those of larger batches are over batches, of a "
-        "single batch over its repeats.",
+        "where a speed-up is not significant: its interval includes 1. Those of larger batches "
+        "are over batches, of a single batch over its repeats.",
         "- **tok/s** and **speed-up** are of decoding: neither prefill nor compilation counts.",
-        "- **tau**: tokens emitted per target pass, the target's own included; **accepted at i**: "
-        "of the drafts whose predecessors were all accepted, the share that was accepted at "
-        "position i (of a tree, level i); **looping**: share of the tokens that repeat in loops.",
+        "- **tau**: mean acceptance length, tokens emitted per target pass, the target's own "
+        "included; **accepted at i**: of the drafts whose predecessors were all accepted, the "
+        "share that was accepted at position i (of a tree, level i); **looping**: share of the "
+        "tokens that repeat in loops.",
         "- **round**: mean time of a round, which is **verify**, a pass of K + 1 tokens, "
         "**draft**, what its K draft passes add to it in a loop of both, and the **rest**; of "
         "plain decoding, a token. **pass / target's**: a draft pass after the first of a round "
@@ -215,8 +215,6 @@ def legend(rep: Mapping[str, Any]) -> list[str]:
         "from acceptance and these passes, without the rest; of several rows, times the share of "
         "them that runs in a round, over plain decoding's: a batch goes on until its last row "
         "ends.",
-        "- **process peak**: largest resident memory of the whole process, with all models of the "
-        "run, while the row was decoded.",
     ]
 
 
@@ -256,6 +254,9 @@ def markdown(rep: Mapping[str, Any], plots: Sequence[str]) -> str:
     about += [f"- {line}" for line in own.lines(rep["own"])]
     about += [f"- prompts: {rep['prompts']['description']}"]
     about += [f"- {line}" for line in report.mesh_lines(rep["mesh"])]
+    if rep.get("process_peak_bytes"):
+        peak = rep["process_peak_bytes"] / 2**20
+        about += [f"- largest resident memory of the process, with all models: {peak:,.0f} MiB"]
     peaks = rep.get("device_peak_bytes") or {}
     about += [f"- most memory in use on {d}: {b / 2**20:,.0f} MiB" for d, b in peaks.items()]
     return report.document("Evaluation", rep, "\n".join(blocks), "## Conditions", "\n".join(about))
@@ -268,7 +269,10 @@ def finish(rep: dict[str, Any]) -> dict[str, Any]:
     for batch, group in _by_batch(results).items():
         said = conclusions(group)
         found += said if batch == results[0]["batch"] else [f"Batch {batch}: {x}" for x in said]
-    return {"conclusions": found, "device_peak_bytes": device_peaks()}
+    return {
+        "conclusions": found, "process_peak_bytes": peak_bytes(),
+        "device_peak_bytes": device_peaks(),
+    }  # fmt: skip
 
 
 def print_results(rep: Mapping[str, Any], folder: pathlib.Path) -> None:

@@ -10,11 +10,11 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from configs import evaluate_zoo
-from experiments.common import cli, data_sources, plots, questions
+from experiments.common import cli, data_sources, questions, report
 from experiments.common.decode_setup import METHODS, RULES, check_grid, load_usable
-from experiments.common.grid import COPYING, Bench, Cell, make_cells
+from experiments.common.grid import COPYING, Bench, Cell, make_cells, usable_cells
 from experiments.common.own import Own
-from experiments.common.prompts import cut, room_for_prompt
+from experiments.common.prompts import cut, encodable, fitting, room_for_prompt
 from experiments.common.questions import Question, Questions
 from spec_jax.config import SamplerConfig, build
 from spec_jax.data import python_source, tokens
@@ -62,29 +62,26 @@ def names_of(config: ConfigDict) -> list[str]:
     return [*dict.fromkeys(name for name in names if name)]
 
 
-def fitting(batches: Sequence[int], num_prompts: int) -> tuple[tuple[int, ...], list[str]]:
-    """Returns batch sizes of at most as many rows as there are prompts, and notes on the larger.
-
-    A larger batch would hold copies of all its rows, whose tokens would count.
-    """
-    notes = [
-        f"batches of {b} are of {num_prompts}, since there are {num_prompts} prompts (turns "
-        "counted); a larger --config.num_prompts asks for more, if the questions have more"
-        for b in batches
-        if b > num_prompts
-    ]
-    return tuple(sorted({min(b, num_prompts) for b in batches})), notes
-
-
 def held_out_pieces(target: LoadedModel, n: int, length: int, seed: int) -> list[list[int]]:
-    """Returns ids of ``n`` evenly spread pieces of the held-out modules; ``seed`` shifts them."""
-    text = tokens.pack(target.tokenizer.backend, python_source.documents("held_out"))
+    """Returns ids of ``n`` evenly spread pieces of the held-out modules; ``seed`` shifts them.
+
+    A piece begins with BOS if the tokenizer puts it before a text, and has ``length`` ids with it.
+
+    Raises:
+      ConfigError: There are fewer places, or no token that separates documents.
+    """
+    try:
+        text = tokens.pack(target.tokenizer, python_source.documents("held_out"))
+    except ConfigError as error:
+        raise ConfigError(f"{error}, or ask questions of your own: --config.data=FILE") from error
+    begin = [x for x in target.tokenizer.encode("")[:1] if x == target.config.bos_token_id]
+    length = max(length - len(begin), 1)
     room = len(text) - length
     if room < n:
         raise ConfigError(f"num_prompts is {n}; the held-out modules have {room} places")
     shift = int(np.random.default_rng(seed).integers(room))
     starts = [(shift + i * room // n) % room for i in range(n)]
-    return [text[start : start + length].tolist() for start in starts]
+    return [begin + text[start : start + length].tolist() for start in starts]
 
 
 class Setup(NamedTuple):
@@ -137,9 +134,12 @@ class Setup(NamedTuple):
         config.batches, cut_off = fitting(
             config.batches, sum(question.num_turns for question in found.chosen)
         )
+        cells, more = _cells(config, target, drafts, methods, where, own)
+        used = {cell.method for group in cells.values() for cell in group}
+        methods = [method for method in methods if method in used]
+        drafts = {name: draft for name, draft in drafts.items() if name in methods}
         models = [target, *drafts.values(), *own.limits]
         room = room_for_prompt(models, config.max_new_tokens, config.max_prompt_tokens)
-        cells, more = _cells(config, target, drafts, methods, where, own)
         return cls(
             config, target, drafts, methods, cells, found, room, where, own,
             [*notes, *more, *found.notes, *cut_off],
@@ -164,7 +164,7 @@ def _load_drafts(config: ConfigDict, target: LoadedModel, where: cli.MeshOptions
     loaded = dict(load_usable([name for name in names if name not in COPYING], load, notes))
     usable = [name for name in names if name in COPYING or name in loaded]
     given = [name for name in usable if name in loaded]
-    short = zip(given, plots.names_of(given))
+    short = zip(given, report.names_of(given))
     longer = lambda name: "/".join((".", *pathlib.PurePath(name).parts)[-2:])
     labels = {name: longer(name) if label in _TAKEN else label for name, label in short}
     drafts = {labels[name]: draft for name, draft in loaded.items()}
@@ -178,7 +178,10 @@ def _questions(config: ConfigDict, target: LoadedModel) -> Questions:
             "in its directory"
         )
     if config.data:
-        return questions.load(config.data, config.num_prompts, config.categories)
+        found = questions.load(config.data, config.num_prompts, config.categories)
+        place, notes = lambda question: f"question {question.name}", [*found.notes]
+        chosen = encodable(found.chosen, questions.Asker(target), place, notes)
+        return found._replace(chosen=chosen, notes=notes)
     pieces = held_out_pieces(target, config.num_prompts, config.prompt_tokens, config.seed)
     chosen = [Question(f"piece {i}", "pieces", ids=tuple(p)) for i, p in enumerate(pieces, 1)]
     notes = ["categories are chosen from questions, and these are pieces of text"]
@@ -202,15 +205,8 @@ def _cells(config, target, drafts, methods, where, own):
     trees = [tree.strip() for tree in config.trees.split(",") if tree.strip()]
     cells = make_cells(methods, config.ks, config.temperatures, rules, trees, own)
     bench, notes, found = _bench(config, target, drafts, where, own, [[0]], 1, [[0]]), [], {}
-    for cell in cells:
-        try:
-            bench.decoder(cell)
-        except ConfigError as error:
-            if cell.method == "plain":
-                raise
-            notes.append(f"{cell.label} is left out: {error}")
-        else:
-            found.setdefault(cell.temperature, []).append(cell)
+    for cell in usable_cells(bench, cells, notes):
+        found.setdefault(cell.temperature, []).append(cell)
     if all(len(group) < 2 for group in found.values()):
         raise ConfigError(f"there is nothing to compare with plain decoding: {'; '.join(notes)}")
     return found, notes

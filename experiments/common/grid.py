@@ -8,13 +8,12 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from experiments.common import memory
 from experiments.common.cli import MeshOptions
 from experiments.common.own import Own
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.stats import Stats
-from spec_jax.errors import ConfigError
+from spec_jax.errors import ConfigError, SpecJaxError
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.rules import make_rule
 
@@ -122,6 +121,41 @@ def make_cells(
     return list(dict.fromkeys(cells))
 
 
+def usable_cells(
+    bench: Bench, cells: Sequence[Cell], notes: list[str], *, is_strict: bool = False
+) -> list[Cell]:
+    """Returns the cells that can be decoded.
+
+    Args:
+      bench: What decodes; nothing is compiled.
+      cells: Of all methods.
+      notes: Gets a sentence on each cell that is left out; one on a method, all of whose cells are
+        left out for one reason, such as a head of another target.
+      is_strict: Whether only a draft may be left out, none of whose cells can be decoded.
+
+    Raises:
+      ConfigError: Plain decoding is impossible, or another cell that may not be left out.
+    """
+    found, refused = [], {}
+    for cell in cells:
+        try:
+            bench.decoder(cell)
+        except SpecJaxError as error:
+            if cell.method == "plain":
+                raise
+            refused[cell] = error
+        else:
+            found.append(cell)
+    whole = {cell.method for cell in refused} - {cell.method for cell in found}
+    kept = [c for c in refused if c.method not in whole or c.method not in bench.drafts]
+    if is_strict and kept:
+        raise refused[kept[0]]
+    names = {c: c.method if c.method in whole else c.label for c in refused}
+    said = (f"{names[cell]} is left out: {why}" for cell, why in refused.items())
+    notes += dict.fromkeys(said)
+    return found
+
+
 class Row(Protocol):
     """What is read of the output of one prompt, a ``Generation`` or one that was saved."""
 
@@ -136,12 +170,11 @@ class Row(Protocol):
 
 
 class Run(NamedTuple):
-    """The outputs of one batch of prompts, their times, and the memory of the process meanwhile."""
+    """The outputs of one batch of prompts, and their times."""
 
     prefill_s: float
     decode_s: float
     rows: Sequence[Row]
-    peak_bytes: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -269,11 +302,10 @@ class Bench:
         if self.has_own_temperature(cell):
             draft = [dataclasses.replace(s, temperature=self.draft_temperature) for s in target]
         decoder.reset_stats()
-        memory.reset_peak()
         rows = decoder.generate(
             [self.prompts[i] for i in chosen], self.max_new_tokens, sampler=target,
             draft_sampler=draft, pad_to=self.longest, **options,
         )
         stats = decoder.stats
         self.compile_s[cell] = self.compile_s.get(cell, 0.0) + stats.compile_s
-        return Run(stats.prefill_s, stats.decode_s, rows, memory.peak_bytes())
+        return Run(stats.prefill_s, stats.decode_s, rows)

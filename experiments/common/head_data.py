@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import json
 import pathlib
 
 import numpy as np
@@ -14,6 +13,7 @@ from spec_jax.data.batches import Corpus
 from spec_jax.data.conversations import Encoder
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel
+from spec_jax.models.files import parse_json
 
 _WHOLE = ("length", "stop_token", "stop_string")  # how a sound response ends
 
@@ -59,7 +59,7 @@ def responses(path: pathlib.Path, encoder: Encoder) -> Corpus:
     try:
         for line in path.read_text(encoding="utf-8").splitlines():
             number += 1
-            row = json.loads(line)
+            row = parse_json(line)
             if row.get("finish_reason", "length") not in _WHOLE:
                 counts["faults"] += 1
                 continue

@@ -11,7 +11,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from configs import train_head_default
-from experiments.common import cli, head_data, head_eval, head_setup, training_text
+from experiments.common import cli, head_choice, head_data, head_eval, head_setup, training_text
 from spec_jax import processes
 from spec_jax.config import SpeculativeConfig
 from spec_jax.data.batches import window_batches
@@ -116,6 +116,8 @@ class Experiment:
             num_prompts=options.num_prompts, prompt_tokens=options.prompt_tokens,
             max_new_tokens=options.max_new_tokens,
         )  # fmt: skip
+        setting = [self._prompts, options.num_draft, options.max_new_tokens]
+        self.evaluations = head_choice.Evaluations(workdir, setting)
         drafts = SpeculativeConfig(head.method, config.eval.num_draft)
         make_drafter(drafts, self.target.model, head)  # refuses more drafts than there can be
 
@@ -174,11 +176,12 @@ class Experiment:
             sums = jax.tree.map(np.add, sums, found) if sums else found
         n = max(count // size, 1)
         figures = chain_rates(jax.tree.map(lambda x: x / n, sums))
-        _, stats = head_eval.decode(
+        rows, stats = head_eval.decode(
             self.target, self.spec.loaded(params), self._prompts, num_draft=options.num_draft,
             max_new_tokens=options.max_new_tokens, batch=options.batch,
             where=cli.MeshOptions(self.placement.mesh),
         )  # fmt: skip
+        self.evaluations.append(int(state.step), [row.stats for row in rows])
         held_out = {f"held_out_{name}": value for name, value in figures.items()}
         return held_out | head_eval.acceptance_figures(stats)
 

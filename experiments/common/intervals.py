@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
+from scipy.special import stdtrit
 
 
 class Interval(NamedTuple):
@@ -50,7 +50,7 @@ def jackknife(figures: Callable[..., np.ndarray], *parts: np.ndarray) -> list[In
         if n == 1:  # nothing can be left out
             return [Interval(float(value), math.nan, math.nan) for value in values]
         without = figures(*(whole - part for whole, part in zip(sums, parts)))
-        width = stats.t.ppf(0.975, n - 1) * without.std(axis=0) * math.sqrt(n - 1)
+        width = stdtrit(n - 1, 0.975) * without.std(axis=0) * math.sqrt(n - 1)
     return [Interval(float(x), float(x - w), float(x + w)) for x, w in zip(values, width)]
 
 

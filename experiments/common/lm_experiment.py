@@ -114,7 +114,7 @@ class Experiment:
         training_text.check_held_out(
             self.held_out, config.eval_length + 1, config.data, "eval_length"
         )
-        end = self.tokenizer.token_id(tokens.END_OF_TEXT)
+        end = tokens.separator_id(self.tokenizer)
         self.model_config = ModelConfig(
             vocab_size=self.tokenizer.vocab_size, bos_token_id=end, eos_token_id=(end,),
             **config.model,

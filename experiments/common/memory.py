@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import pathlib
 import re
+import sys
 
 _STATUS = pathlib.Path("/proc/self/status")
-_REFERENCES = pathlib.Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"  # what Linux takes there for "begin the largest resident size anew"
-
-
-def reset_peak() -> None:
-    """Begins the host's peak anew; does nothing where the system cannot."""
-    try:
-        _REFERENCES.write_text(_RESET_PEAK)
-    except OSError:
-        pass
 
 
 def peak_bytes() -> int | None:
-    """Returns the largest resident size of the process since ``reset_peak``.
+    """Returns the largest resident size of the process so far.
 
     None where the system does not tell.
     """
     try:
         found = re.search(r"VmHWM:\s*(\d+) kB", _STATUS.read_text())
     except OSError:
+        found = None
+    if found:
+        return int(found[1]) * 1024
+    try:
+        import resource  # Unix has it
+    except ImportError:
         return None
-    return int(found[1]) * 1024 if found else None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def device_peaks() -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Sequence
 
-from experiments.common.plots import panels
+from experiments.common.plots import panels, whole_numbers
 from experiments.common.tables import table
 
 _HEADER = (
@@ -137,9 +137,11 @@ def text(result: dict, is_markdown: bool = False) -> str:
             "", "Bytes are of one device, collectives and HBM bytes of one round. Times are floors "
             "at the chip's published peaks: no measurement, and no program reaches them.",
         ]  # fmt: skip
-    lines += [
-        f"Peak memory of the planner: {result['peak_memory_bytes'] / 1e9:.2f} GB.",
-    ]  # fmt: skip
+    peak = result["peak_memory_bytes"]
+    said = "not known, since this system does not tell it" if peak is None else (
+        f"{peak / 1e9:.2f} GB"
+    )  # fmt: skip
+    lines.append(f"Peak memory of the planner: {said}.")
     return "\n".join(lines)
 
 
@@ -164,5 +166,5 @@ def plot(path: pathlib.Path, cells: Sequence[dict]) -> None:
                     fill = drawn.get_color() if fits else "none"
                     axis.plot(batch, value, "o", color=drawn.get_color(), markerfacecolor=fill)
             axis.set(title=f"{topology}, S={slots}", xlabel="rows (batch)")
-            axis.set_xscale("log", base=2)
+            whole_numbers(axis, {c["batch"] for c in here})
         axes[0].set_ylabel("predicted speed-up, a ratio of floors")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import pathlib
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -13,6 +13,7 @@ import numpy as np
 from cycler import cycler
 
 from experiments.common.costs import Costs, predict
+from experiments.common.ticks import spaced
 from spec_jax import processes
 from spec_jax.parallel.overlap import Span
 from spec_jax.show.plots import STYLE, wilson
@@ -76,18 +77,6 @@ def look_of(number: int) -> dict[str, Any]:
     return {"linewidth": 1.2} | {name: x[number % len(x)] for name, x in looks.items()}
 
 
-def names_of(paths: Sequence[str]) -> list[str]:
-    """Returns a short name of each draft, another one for each: of runs/mine/export, "mine"."""
-    parts = [[x for x in pathlib.PurePath(path).parts if x != "/"] for path in paths]
-    parts = [p[:-1] if len(p) > 1 and p[-1] == "export" else p for p in parts]
-    whole = [p[:1] == ["zoo"] for p in parts]
-    for length in range(1, 1 + max(map(len, parts), default=0)):
-        found = ["/".join(p if is_zoo else p[-length:]) for p, is_zoo in zip(parts, whole)]
-        if len(set(found)) == len(set(paths)):
-            return found
-    return list(paths)
-
-
 def _beside(at: float, number: int, count: int) -> float:
     """Where one of ``count`` points at ``at`` is drawn, so that their bars can be told apart."""
     return at + 0.5 * ((number + 0.5) / count - 0.5)
@@ -116,6 +105,26 @@ def panels(
         plt.close(figure)
 
 
+def whole_numbers(axis: Any, values: Iterable[int] | None = None) -> None:
+    """Labels whole numbers alone below a panel, also if there is one value.
+
+    Args:
+      axis: The panel, after everything is drawn.
+      values: What was tried, on a logarithmic axis; None: the axis is linear.
+    """
+    if values is None:
+        axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+        return
+    if not (values := list(values)):
+        return
+    axis.set_xscale("log", base=2)
+    ticks = spaced(values, room=9 * axis.get_position().width * axis.figure.get_figwidth(),
+                   is_log=True)  # fmt: skip
+    axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
+    axis.set_xticks([], minor=True)
+    axis.set_xlim(min(values) / 2**0.3, max(values) * 2**0.3)
+
+
 def _draw(
     path: pathlib.Path, results: Sequence[dict], draw: Callable[[Any, list[_Series]], None],
     x_label: str, y_label: str,
@@ -129,7 +138,7 @@ def _draw(
             kind = "greedy" if temperature == 0 else "sampled"
             axis.set(title=f"{kind}, temperature {temperature:g}", xlabel=x_label)
             draw(axis, _series(results, temperature))
-            axis.xaxis.get_major_locator().set_params(integer=True)
+            whole_numbers(axis)
         axes[0].set_ylabel(y_label)
 
 
@@ -231,7 +240,7 @@ def plot_training(path: pathlib.Path, lines: Sequence[Mapping[str, float]]) -> N
     positions = {f"accept_{i}": f"position {i}" for i in range(1, 9)}
     shown = (
         ("loss", {"loss": "training", "held_out_loss": "held out"}, lines),
-        ("tau, tokens per target pass", {"tau": "tau"}, lines),
+        ("tau, mean acceptance length", {"tau": "tau"}, lines),
         ("accepted in real decoding", positions, [line for line in lines if "tau" in line]),
     )
     with panels(path, len(shown), (11, 3.6)) as axes:
@@ -315,10 +324,12 @@ def plot_growth(
                 label="round",
             )  # fmt: skip
             if name != "k":
-                axis.set(xscale="log", yscale="log")
+                axis.set(yscale="log")
+            whole_numbers(axis, None if name == "k" else x)
             axis.set(xlabel="K" if name == "k" else name, ylabel="at least, ms")
         x = [c["chips"] for c in chips if not c["shortfall_gb"]]
         for name, marker in (("row_tok_s", "o"), ("chip_tok_s", "s")):
             y = [c[name] for c in chips if not c["shortfall_gb"]]
             axes[-1].plot(x, y, f"-{marker}", markersize=4, label=f"a {name.split('_')[0]}")
-        axes[-1].set(xscale="log", yscale="log", xlabel="chips", ylabel="at most, tokens/s")
+        axes[-1].set(yscale="log", xlabel="chips", ylabel="at most, tokens/s")
+        whole_numbers(axes[-1], x)

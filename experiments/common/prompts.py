@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from experiments.common import data_sources, inputs
@@ -15,10 +15,10 @@ from spec_jax.data.records import (
     Conversation,
     Text,
     is_json,
-    left_out,
     parse_record,
+    read_lines,
     read_objects,
-    read_text,
+    usable,
 )
 from spec_jax.engine.request import encode, encode_messages
 from spec_jax.errors import ConfigError
@@ -41,10 +41,8 @@ class Prompt(NamedTuple):
     conversation: Conversation | None = None
 
 
-def load_prompts(
-    data: str, n: int, seed: int, malformed: list[str] | None = None
-) -> list[Prompt]:
-    """Returns ``n`` prompts.
+def load_prompts(data: str, n: int, seed: int, notes: list[str] | None = None) -> list[Prompt]:
+    """Returns ``n`` prompts, or all of a file that has fewer.
 
     Args:
       data: "" for functions of held-out modules of the standard library; otherwise the name of a
@@ -56,47 +54,51 @@ def load_prompts(
         tokenizers join them with what follows.
       n: The number of prompts.
       seed: Chooses the held-out functions.
-      malformed: Gets the message of each row that is not a prompt, and that is then left out; None
-        means that the first one is an error.
+      notes: Gets a sentence on each row that is not a prompt, and that is left out, and on a number
+        of prompts below ``n``. None means that both are errors.
 
     Raises:
-      ConfigError: No such file, fewer than n prompts, or a row that is not a prompt.
+      ConfigError: No such file, no prompt in it, or what ``notes`` says of errors.
     """
     if not data:
         found = python_source.held_out_prompts(n, seed)
         return [Prompt(prompt.name, prompt.text) for prompt in found]
+    malformed = None if notes is None else []
     if data_sources.is_name(data):
-        rows = usable(data_sources.rows(data), _from_row, malformed)
+        rows = [*usable(data_sources.rows(data), _from_row, malformed)]
     else:
         rows = read_rows(pathlib.Path(data), malformed)
-    if len(rows) < n:
-        why = f" ({len(malformed)} are left out: {malformed[0]})" if malformed else ""
-        raise ConfigError(f"{data} holds {len(rows)} prompts; num_prompts asks for {n}{why}")
-    return evenly(rows, n)
+    if notes is None and len(rows) < n:
+        raise ConfigError(f"{data} holds {len(rows)} prompts; num_prompts asks for {n}")
+    return take(rows, n, data, "prompts", malformed or [], [] if notes is None else notes)
 
 
-def usable(
-    rows: Iterable[tuple[Any, str]], read: Callable[[Any, str], T], malformed: list[str] | None
+def take(
+    rows: Sequence[T], n: int, data: str, what: str, malformed: Sequence[str], notes: list[str]
 ) -> list[T]:
-    """Reads rows; one that cannot be used is left out and named, or an error.
+    """Returns ``n`` of the rows at even distances, or all of them, and says what is left out.
 
     Args:
-      rows: Values, each with its place.
-      read: Returns what a row is, or raises a ConfigError.
-      malformed: Gets the messages of the rows that are left out; None: the first one is an error.
+      rows: What could be read.
+      n: How many; 0, or more than there are: all.
+      data: Where they come from, for messages.
+      what: What they are, in the plural.
+      malformed: The messages of rows that are left out.
+      notes: Gets a sentence on each of them, and one if there are fewer rows than asked for.
+
+    Raises:
+      ConfigError: There is none.
     """
-    found = []
-    for value, source in rows:
-        try:
-            found.append(read(value, source))
-        except ConfigError as error:
-            if malformed is None:
-                raise
-            malformed.append(left_out(error))
-    return found
+    notes += [f"left out: {said}" for said in malformed]
+    if not rows:
+        why = f" ({'; '.join(malformed)})" if malformed else ""
+        raise ConfigError(f"{data} has no {what.removesuffix('s')}{why}; expected one a line")
+    if n > len(rows):
+        notes.append(f"{data} has {len(rows)} {what}, not {n}: all of them are used")
+    return evenly(rows, n) if 0 < n < len(rows) else [*rows]
 
 
-def evenly(rows: Sequence[Any], n: int) -> list[Any]:
+def evenly(rows: Sequence[T], n: int) -> list[T]:
     """Returns ``n`` of the rows, at even distances."""
     return [rows[i * len(rows) // n] for i in range(n)]
 
@@ -104,22 +106,57 @@ def evenly(rows: Sequence[Any], n: int) -> list[Any]:
 def read_rows(path: pathlib.Path, malformed: list[str] | None = None) -> list[Prompt]:
     """Returns every prompt of a file, see ``load_prompts``.
 
+    Args:
+      path: The file.
+      malformed: See ``records.usable``.
+
     Raises:
       ConfigError: No such file, or a row that is not a prompt.
     """
     if is_json(path):
-        return usable(read_objects(path, malformed), _from_row, malformed)
-    lines = enumerate(read_text(path).split("\n"), 1)
-    return [Prompt(f"line {i}", line.rstrip("\r")) for i, line in lines if line.strip()]
+        return [*usable(read_objects(path, malformed), _from_row, malformed)]
+    return [
+        Prompt(f"line {source.rpartition(':')[2]}", text)
+        for text, source in read_lines(path, malformed)
+    ]
 
 
-def _from_row(row, where: str) -> Prompt:
+def _from_row(row: Any, where: str) -> Prompt:
     """Returns the prompt of one JSON value; ``where`` is its place in the file."""
-    check_unicode(row, where)
-    record = parse_record(row, where)
+    record = read_record(row, where)
     row = row if isinstance(row, dict) else {}
     name = row.get("task_id", row.get("question_id", pathlib.Path(where).name))
     return _of_record(record, f"{name} ({row['category']})" if "category" in row else f"{name}")
+
+
+def read_record(row: Any, where: str) -> Conversation | Text:
+    """Returns the record of a JSON value that holds a prompt, which every experiment can use.
+
+    Args:
+      row: The value.
+      where: Its place, for the message.
+
+    Raises:
+      ConfigError: It has none of the forms, a text that cannot be encoded, an empty prompt or turn,
+        no text of the user before its first answer, or a category that is no text.
+    """
+    check_unicode(row, where)
+    record = parse_record(row, where)
+    given = row if isinstance(row, dict) else {}
+    category, turns = given.get("category") or "", given.get("turns")
+    if not isinstance(category, str | int | float):
+        raise ConfigError(f"{where}: category is {category!r:.60}; expected a text")
+    if is_of_turns(record, turns) and not all(isinstance(x, str) and x.strip() for x in turns):
+        raise ConfigError(f"{where} has an empty turn; expected a question in each")
+    _of_record(record, "")
+    return record
+
+
+def is_of_turns(record: Conversation | Text, turns: Any) -> bool:
+    """Whether a record was read of a row's ``turns``, of which it has the first."""
+    if isinstance(record, Text) or not isinstance(turns, list) or not record.messages:
+        return False
+    return record.messages[-1]["content"] == turns[0]
 
 
 def check_unicode(row: Any, where: str) -> None:
@@ -255,6 +292,49 @@ def fit(
     ids = [cut(prompt, room, target.config.bos_token_id) for prompt in whole]
     inputs.check_prompts(ids)
     return ids, sum(len(prompt) > room for prompt in whole)
+
+
+def fitting(batches: Sequence[int], num_prompts: int) -> tuple[tuple[int, ...], list[str]]:
+    """Returns batch sizes of at most as many rows as there are prompts, and notes on the larger.
+
+    A larger batch would hold copies of all its rows, whose tokens would count.
+    """
+    notes = [
+        f"batches of {b} are of {num_prompts}, since there are {num_prompts} prompts (turns "
+        "counted); a larger --config.num_prompts asks for more, if the questions have more"
+        for b in batches
+        if b > num_prompts
+    ]
+    return tuple(sorted({min(b, num_prompts) for b in batches})), notes
+
+
+def encodable(
+    items: Sequence[T], encode: Callable[[T], object], place: Callable[[T], str], notes: list[str]
+) -> list[T]:
+    """Returns what can be encoded, such as conversations that the chat template takes.
+
+    Args:
+      items: Prompts or questions.
+      encode: Encodes one, or raises a ConfigError.
+      place: The place of one, for a note that does not name it.
+      notes: Gets a sentence on each that is left out.
+
+    Raises:
+      ConfigError: None of several can be encoded, or the only one cannot.
+    """
+    found, refused = [], []
+    for item in items:
+        try:
+            encode(item)
+        except ConfigError as error:
+            text = str(error)
+            refused.append(text if text.startswith(place(item)) else f"{place(item)}: {text}")
+        else:
+            found.append(item)
+    if refused and not found:
+        raise ConfigError("; ".join(dict.fromkeys(refused)))
+    notes += [f"left out: {said}" for said in refused]
+    return found
 
 
 def cut_note(num_cut: int, ids: Sequence[Sequence[int]]) -> list[str]:

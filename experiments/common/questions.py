@@ -5,19 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from experiments.common import data_sources
-from experiments.common.prompts import Prompt, PromptEncoder, check_unicode, evenly, usable
-from spec_jax.data.records import (
-    Conversation,
-    Text,
-    is_json,
-    parse_record,
-    read_objects,
-    read_text,
-)
+from experiments.common.prompts import Prompt, PromptEncoder, is_of_turns, read_record, take
+from spec_jax.data.records import Conversation, Text, is_json, read_lines, read_objects, usable
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel
 
@@ -107,19 +100,14 @@ def load(data: str, n: int, categories: Sequence[str] = ()) -> Questions:
       ConfigError: It cannot be read, or has no question of these categories.
     """
     malformed: list[str] = []
-    found = _rows(data, malformed)
     is_set = data_sources.is_name(data)
     usual = data if is_set else pathlib.Path(data).name.partition(".")[0]
-    questions = usable(found, functools.partial(_question, usual=usual), malformed)
-    notes = [f"left out: {said}" for said in malformed]
-    if not questions:
-        why = f" ({malformed[0]})" if malformed else ""
-        raise ConfigError(f"{data} has no question{why}; expected one a line")
-    questions = _with_groups(_with_own_names(questions))
-    questions, more = _of_categories(questions, categories, data)
-    if n > len(questions):
-        more.append(f"{data} has {len(questions)} questions, not {n}: all of them are asked")
-    chosen = evenly(questions, n) if 0 < n < len(questions) else questions
+    read = functools.partial(_question, usual=usual)
+    found = [*usable(_rows(data, malformed), read, malformed)]
+    found, notes, more = _with_groups(_with_own_names(found)), [], []
+    if found:
+        found, more = _of_categories(found, categories, data)
+    chosen = take(found, n, data, "questions", malformed, notes)
     return Questions(chosen, f"questions of {data}", notes + more)
 
 
@@ -143,43 +131,29 @@ class Asker:
         return self._encode(question.prompt(answers, is_templated=self.is_templated))
 
 
-def _rows(data: str, malformed: list[str]) -> list[tuple[Any, str]]:
+def _rows(data: str, malformed: list[str]) -> Iterable[tuple[Any, str]]:
     """Returns the values of a set or a file, each with its place."""
     data_sources.check(data)
     if data_sources.is_name(data):
         return data_sources.rows(data)
     path = pathlib.Path(data)
-    if is_json(path):
-        return [*read_objects(path, malformed)]
-    lines = enumerate(read_text(path).split("\n"), 1)
-    return [(line.rstrip("\r"), f"{path}:{i}") for i, line in lines if line.strip()]
+    return (read_objects if is_json(path) else read_lines)(path, malformed)
 
 
 def _question(value: Any, source: str, usual: str) -> Question:
     """Reads a row; ``usual`` is the category of rows that name none."""
-    check_unicode(value, source)
+    record = read_record(value, source)
     row = value if isinstance(value, dict) else {}
     place = pathlib.PurePath(source).name
     name = str(next((row[key] for key in _NAMES if row.get(key) is not None), place))
-    category = row.get("category") or usual
-    if not isinstance(category, str | int | float):
-        raise ConfigError(f"{source}: category is {category!r:.60}; expected a text")
-    category = " ".join(str(category).split()) or usual
-    record = parse_record(value, source)
+    category = " ".join(str(row.get("category") or usual).split()) or usual
     if isinstance(record, Text):
-        if not record.text.strip():
-            raise ConfigError(f"{source} has an empty prompt; expected a text to continue")
         return Question(name, category, text=record.text.rstrip("\n"))
     messages = record.messages
-    turns = row.get("turns")
-    if isinstance(turns, list) and messages and messages[-1]["content"] == turns[0]:
-        if not all(isinstance(turn, str) and turn.strip() for turn in turns):
-            raise ConfigError(f"{source} has an empty turn; expected a question in each")
-        more = [[{"role": "user", "content": turn}] for turn in turns[1:]]
+    if is_of_turns(record, row.get("turns")):
+        more = [[{"role": "user", "content": turn}] for turn in row["turns"][1:]]
     else:
         messages, *more = _asked(messages) or [[]]
-    if not any(m["role"] == "user" and m["content"] for m in messages):
-        raise ConfigError(f"{source} has no text of the user before its first answer")
     return Question(name, category, (tuple(messages), *map(tuple, more)), tools=record.tools)
 
 

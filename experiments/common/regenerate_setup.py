@@ -7,12 +7,13 @@ import itertools
 import pathlib
 import random
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
 from configs import regenerate_zoo
 from experiments.common import cli
-from experiments.common.prompts import PromptEncoder, read_rows
+from experiments.common.prompts import PromptEncoder, read_record, read_rows
 from spec_jax.config import SamplerConfig, SpeculativeConfig, build
 from spec_jax.data import python_source
 from spec_jax.data.records import Conversation, Text, is_json, read_records
@@ -85,28 +86,69 @@ def load_decoder(
     return decoder
 
 
-def prompts_of(config, decoder: SpeculativeDecoder) -> tuple[int, Pairs]:
-    """Returns the number of prompts, and pairs of an index and the ids of a prompt.
+class Prompts(NamedTuple):
+    """What is answered.
 
-    An index always belongs to the same prompt, whatever the number of prompts.
+    Attributes:
+      count: The number of prompts.
+      pairs: An index and the ids of each. An index always belongs to the same prompt, whatever the
+        number of prompts.
+      notes: Sentences on what is left out; a conversation that the chat template refuses adds one
+        when its turn comes.
     """
-    path, encoder = pathlib.Path(config.prompts), PromptEncoder(decoder.target)
-    if config.prompts and (path.is_dir() or is_json(path)):
-        held_out = HeldOut.of(read_records(path), config.held_out_share)
-        records = lambda: (r for r in read_records(path) if not _is_held_out(r, held_out))
-        count = sum(map(encoder.count, records()))
-        num_held_out = sum(_is_held_out(record, held_out) for record in read_records(path))
+
+    count: int
+    pairs: Pairs
+    notes: list[str]
+
+
+def prompts_of(config: ConfigDict, decoder: SpeculativeDecoder) -> Prompts:
+    """Returns the prompts of a config; rows of a file that are no prompts are left out."""
+    path, encoder, notes = pathlib.Path(config.prompts), PromptEncoder(decoder.target), []
+    if not config.prompts:
+        count = config.num_prompts
+        return Prompts(count, itertools.islice(_pieces(config, decoder), count), notes)
+    malformed: list[str] = []
+    if path.is_dir() or is_json(path):
+        held_out = HeldOut.of(read_records(path, [], read_record), config.held_out_share)
+        every = [*map(encoder.count, _records(path, held_out, malformed))]
+        num_held_out = sum(_is_held_out(r, held_out) for r in read_records(path, [], read_record))
         if num_held_out:
-            print(f"{num_held_out} conversations are left out: {held_out.note}", flush=True)
-        count = min(count, config.num_prompts or count)
-        pairs = enumerate(ids for record in records() for ids in encoder.every(record))
-    elif config.prompts:
-        rows = read_rows(path)
-        count = min(len(rows), config.num_prompts or len(rows))
-        pairs = enumerate(map(encoder, rows))
+            notes.append(f"{num_held_out} conversations are left out: {held_out.note}")
+        pairs = _encoded(encoder, zip(_records(path, held_out, []), every), notes)
+        total = sum(every)
     else:
-        count, pairs = config.num_prompts, _pieces(config, decoder)
-    return count, itertools.islice(pairs, count)
+        rows = read_rows(path, malformed)
+        total, pairs = len(rows), enumerate(map(encoder, rows))
+    notes += [f"left out: {said}" for said in malformed]
+    if not total:
+        raise ConfigError(f"{path} has no prompt ({'; '.join(notes) or 'it is empty'})")
+    if total < config.num_prompts:
+        notes.append(f"{path} has {total} prompts, not {config.num_prompts}: all of them are used")
+    count = min(total, config.num_prompts or total)
+    return Prompts(count, itertools.takewhile(lambda pair: pair[0] < count, pairs), notes)
+
+
+def _records(
+    path: pathlib.Path, held_out: HeldOut, malformed: list[str]
+) -> Iterator[Conversation | Text]:
+    """Yields the records that training does not hold out."""
+    for record in read_records(path, malformed, read_record):
+        if not _is_held_out(record, held_out):
+            yield record
+
+
+def _encoded(
+    encoder: PromptEncoder, records: Iterable[tuple[Conversation | Text, int]], notes: list[str]
+) -> Iterator[tuple[int, list[int]]]:
+    """Yields the prompts of records, given how many each has; a refused one keeps its indices."""
+    first = 0
+    for record, number in records:
+        try:
+            yield from enumerate(encoder.every(record), first)
+        except ConfigError as error:
+            notes.append(f"left out: {error}")
+        first += number
 
 
 def _is_held_out(record: Conversation | Text, held_out: HeldOut) -> bool:

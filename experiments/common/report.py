@@ -7,7 +7,7 @@ import math
 import os
 import pathlib
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -157,6 +157,18 @@ def mesh_lines(mesh: dict | None) -> list[str]:
     return [f"mesh {axes} of {len(mesh['devices'])} devices{drafts}", *mesh["kept_whole"]]
 
 
+def names_of(paths: Sequence[str]) -> list[str]:
+    """Returns a short name of each draft, another one for each: of runs/mine/export, "mine"."""
+    parts = [[x for x in pathlib.PurePath(path).parts if x != "/"] for path in paths]
+    parts = [p[:-1] if len(p) > 1 and p[-1] == "export" else p for p in parts]
+    whole = [p[:1] == ["zoo"] for p in parts]
+    for length in range(1, 1 + max(map(len, parts), default=0)):
+        found = ["/".join(p if is_zoo else p[-length:]) for p, is_zoo in zip(parts, whole)]
+        if len(set(found)) == len(set(paths)):
+            return found
+    return list(paths)
+
+
 def describe_model(model: dict) -> str:
     """Returns one line: name, size, shape."""
     size = model["parameters"]
@@ -166,8 +178,8 @@ def describe_model(model: dict) -> str:
 
 
 def describe_machine(env: dict) -> str:
-    """Returns one line: devices, processor, cores."""
-    host = f"{env['cpu_model']}, {env['cores']} cores"
+    """Returns one line: devices, processor, cores, operating system."""
+    host = f"{env['cpu_model']}, {env['cores']} cores, {env['platform']}"
     if env["backend"] == "cpu":
         return host
     return f"{len(env['devices'])} x {', '.join(sorted(set(env['devices'])))} on {host}"

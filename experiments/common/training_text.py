@@ -213,7 +213,11 @@ def prompts(
       ConfigError: A file that cannot be read, or no room for a prompt.
     """  # fmt: skip
     if path or data.text == STDLIB:
-        return fit(load_prompts(path, num_prompts, seed=0), models, max_new_tokens, None)[0]
+        notes: list[str] = []
+        found = load_prompts(path, num_prompts, 0, notes)
+        for note in notes:
+            print(note, flush=True)
+        return fit(found, models, max_new_tokens, None)[0]
     room = room_for_prompt(models, max_new_tokens, prompt_tokens)
     return held_out_prompts(corpus, num_prompts, room)
 

@@ -24,8 +24,8 @@ class AsyncSpecConfig:
       draft_sampler: how drafts are drawn; None: as the target's tokens.
       target_sampler: how the target's tokens are drawn.
       force_n1: draft nothing: the target decodes one token a pass.
-      max_tokens: maximum tokens of a row, prompt and output together, where a call names no limit
-        of its own; None: the call's default holds.
+      max_tokens: maximum tokens of a row, prompt and output together (what a call names
+        ``max_length``), where a call names no limit; None: the call's default holds.
     """
 
     spec_k: int = 4

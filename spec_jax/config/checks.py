@@ -7,7 +7,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from spec_jax.errors import ConfigError
+from spec_jax.errors import ConfigError, did_you_mean
 
 _INT32_MAX = 2**31 - 1
 FLOAT32_MAX = 3.4e38
@@ -17,6 +17,25 @@ def check(ok: bool, name: str, value: Any, expected: str) -> None:
     """Raises a ``ConfigError`` that names the value and what would be right, unless ``ok``."""
     if not ok:
         raise ConfigError(f"{name} is {value!r}; expected {expected}")
+
+
+def check_name(name: str, value: Any, known: Sequence[str], others: str = "") -> None:
+    """Checks that a value is one of the known names.
+
+    Args:
+      name: what the error calls the value.
+      value: what was given.
+      known: the names.
+      others: what else is accepted, for the message.
+
+    Raises:
+      ConfigError: it is none of them; a known name that is close is suggested.
+    """
+    if not (isinstance(value, str) and value in known):
+        raise ConfigError(
+            f"{name} is {value!r}{did_you_mean(value, known)}; expected {others}one of "
+            f"{', '.join(known)}"
+        )
 
 
 def check_integer(name: str, value: Any, least: int) -> int:

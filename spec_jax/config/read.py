@@ -15,10 +15,23 @@ from typing import Any
 import yaml
 
 from spec_jax.config.checks import check, is_list
-from spec_jax.errors import ConfigError
+from spec_jax.errors import ConfigError, did_you_mean
 
 _ALIASES = {"is_adaptive": "adaptive"}
 DEFAULT_SECTION = "speculative"
+
+
+_A_DRAFT = (
+    " (a draft is loaded and given to the decoder: SpeculativeDecoder(target, "
+    "load_draft(NAME, target), config))"
+)
+
+
+def _hint(key: str, known: list[str]) -> str:
+    """What to write in place of an unknown key, if that can be guessed."""
+    if "speculative_method" in known and key in ("model", "draft", "draft_model", "head"):
+        return _A_DRAFT
+    return did_you_mean(key, known)
 
 
 class Record:
@@ -92,9 +105,11 @@ def _nest(
     unknown = sorted(map(str, set(values) - {*known, *flat}))
     if unknown:
         fields = lambda name: ", ".join(f.name for f in dataclasses.fields(records[name]))
+        names = [*known, *flat, *(name for name in _ALIASES if records)]
+        hinted = [f"{name!r}{_hint(name, names)}" for name in unknown]
         listed = [f"{name} ({fields(name)})" if name in records else name for name in known]
         raise ConfigError(
-            f"unknown key {', '.join(map(repr, unknown))} in {cls.__name__}; "
+            f"unknown key {', '.join(hinted)} in {cls.__name__}; "
             f"known keys: {', '.join(listed)}"
         )
     nested = {key: value for key, value in values.items() if key in known}
@@ -189,7 +204,7 @@ def read_section(config_file: str | pathlib.Path, section_name: str) -> Mapping[
         raise ConfigError(f"config_file {path} has no known suffix: {', '.join(parsers)}")
     try:
         sections = parsers[path.suffix](path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"config_file {path} cannot be read: {error}") from error
     section = sections.get(section_name) if isinstance(sections, Mapping) else None
     if not isinstance(section, Mapping):

@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from spec_jax.config.checks import check, is_integer, is_probability
+from spec_jax.config.checks import check, check_name, is_integer, is_probability
 from spec_jax.config.read import DEFAULT_SECTION, build, reads_flat_names
 from spec_jax.config.records import (
     BUCKETS,
@@ -90,11 +90,9 @@ class SpeculativeConfig:
         K, method = self.num_speculative_tokens, self.speculative_method
         strategy = self.rejection_sampling_strategy
         check(is_integer(K, 1), "num_speculative_tokens", K, "an integer of 1 or more")
-        check(method in METHODS, "speculative_method", method, f"one of {', '.join(METHODS)}")
-        check(
-            strategy is None or strategy in STRATEGIES, "rejection_sampling_strategy", strategy,
-            f"None or one of {', '.join(STRATEGIES)}",
-        )
+        check_name("speculative_method", method, list(METHODS))
+        if strategy is not None:
+            check_name("rejection_sampling_strategy", strategy, STRATEGIES, "None or ")
         if self.tree is not None:
             if self.is_adaptive:
                 raise ConfigError("adaptive and a tree are given; adaptive K drafts chains")

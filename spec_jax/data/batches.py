@@ -48,9 +48,9 @@ class Corpus(NamedTuple):
           counts: What was read and what was left out.
 
         Raises:
-          ConfigError: The tokenizer has no token for the end of a text.
+          ConfigError: The tokenizer has no token that separates documents.
         """
-        return cls(name, tokens.pack(tokenizer.backend, documents), counts=counts)
+        return cls(name, tokens.pack(tokenizer, documents), counts=counts)
 
     def num_windows(self, length: int) -> int:
         """Returns the number of whole windows; the tokens after the last are not used."""

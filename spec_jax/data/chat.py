@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
-from jinja2 import nodes
-
+from spec_jax.data import template_process
+from spec_jax.data.template_program import MARKS, stated_time
 from spec_jax.errors import ConfigError
+from spec_jax.models.files import check_depth
 from spec_jax.models.tokenizer import Tokenizer
 
-_MARKS = "_marks_of_generation"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _PRIVATE_USE = range(0xE000, 0xF900)
 
@@ -28,11 +24,14 @@ class ChatTemplate:
     """The chat templates of a tokenizer, and the variables that they read.
 
     Rendering is the same as in transformers: Jinja in a sandbox, with ``raise_exception``,
-    ``tojson``, ``strftime_now``, loop controls and ``{% generation %}`` blocks.
+    ``tojson``, ``strftime_now``, loop controls and ``{% generation %}`` blocks. A template is a
+    program that comes with a model, so it runs in a process of its own, which all templates share,
+    and may take ``template_process.MAX_SECONDS`` and, where the system bounds memory,
+    ``MAX_BYTES``.
     """
 
     sources: Mapping[str, str]  # template texts by name
-    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # JSON values
     name: str | None = None  # None: "tool_use" for conversations with tools, else "default"
     now: datetime.datetime = dataclasses.field(default_factory=datetime.datetime.now)
 
@@ -49,7 +48,8 @@ class ChatTemplate:
 
         Args:
           tokenizer: A tokenizer that ``Tokenizer.from_directory`` loaded.
-          variables: More variables, such as ``enable_thinking``. They override special tokens.
+          variables: More variables, such as ``enable_thinking``: JSON values. They override
+            special tokens.
           name: The name of the template, if there are several.
           now: The time that ``strftime_now`` shows. None means the time of this call.
 
@@ -92,7 +92,7 @@ class ChatTemplate:
 
     def has_generation(self, *, has_tools: bool = False) -> bool:
         """Whether the template marks the assistant's turns with ``{% generation %}``."""
-        return _compile(self.source(has_tools=has_tools))[1]
+        return self._ask(has_tools, None)["has_generation"]
 
     def render(
         self,
@@ -161,94 +161,38 @@ class ChatTemplate:
         if not messages:
             raise ConfigError("the conversation has no message; expected at least one")
         try:
-            # A copy of plain JSON types, so that a template cannot call methods of the caller's.
-            messages, tools, documents = json.loads(json.dumps([messages, tools, documents]))
-        except (TypeError, ValueError) as error:
+            json.dumps([messages, tools, documents])
+            check_depth([messages, tools, documents])
+        except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"a message holds what JSON cannot: {error}") from error
+        try:
+            json.dumps(dict(self.variables))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"a variable holds what JSON cannot: {error}") from error
         for message in messages:
             if not isinstance(message, dict):
                 raise ConfigError(f"a message is {message!r:.80}; expected an object with a role")
-        template, _ = _compile(self.source(has_tools=tools is not None))
-        try:
-            return template.render({
-                "strftime_now": self.now.strftime,
-                **self.variables,
-                "messages": [_with_reasoning(message) for message in messages],
-                "tools": tools,
-                "documents": documents,
-                "add_generation_prompt": add_generation_prompt,
-                _MARKS: marks,
-            })
-        except Exception as error:  # a template is a program and may fail in any way
-            raise ConfigError(
-                f"the chat template refuses the conversation: {str(error) or type(error).__name__}"
-            ) from error
+        return self._ask(tools is not None, {
+            **self.variables,
+            "messages": [_with_reasoning(message) for message in messages],
+            "tools": tools,
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt,
+            MARKS: marks,
+        })["text"]
 
-
-class _Generation(jinja2.ext.Extension):
-    """``{% generation %} … {% endgeneration %}``; rendering chooses the marks around the text."""
-
-    tags = {"generation"}
-
-    def parse(self, parser):
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-    @jinja2.pass_context
-    def _marked(self, context, caller) -> str:
-        begin, end = context[_MARKS]
-        return begin + caller() + end
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """Refuses names with a leading underscore, through which a template could reach internals."""
-
-    def __init__(*args, **values):
-        self, *rest = args  # not a named argument, as a template may set a name "self"
-        jinja2.utils.Namespace.__init__(self)
-        for name, value in dict(*rest, **values).items():
-            self[name] = value
-
-    def __setitem__(self, name, value):
-        if str(name).startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a namespace may not hold {name!r}")
-        super().__setitem__(name, value)
-
-
-def _dict(*args, **values) -> dict:
-    return dict(*args, **values)
-
-
-_dict.fromkeys = dict.fromkeys
-
-
-def _raise(message):
-    raise jinja2.exceptions.TemplateError(message)
-
-
-def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-@functools.lru_cache(maxsize=32)
-def _compile(source: str) -> tuple[jinja2.Template, bool]:
-    """Returns the template, and whether it has generation blocks."""
-    sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    sandbox.filters["tojson"] = _to_json
-    sandbox.globals |= {"raise_exception": _raise, "dict": _dict, "namespace": _Namespace}
-    try:
-        tree = sandbox.parse(source)
-        found = tree.find_all(nodes.ExtensionAttribute)
-        return sandbox.from_string(source), any(node.name == "_marked" for node in found)
-    except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(
-            f"the chat template cannot be read: line {error.lineno}: {error.message}"
-        ) from error
+    def _ask(self, has_tools: bool, variables: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Returns what the process of templates answers; without variables nothing is rendered."""
+        answer = template_process.ask({
+            "source": self.source(has_tools=has_tools),
+            "variables": variables,
+            "now": stated_time(self.now),
+        })
+        if "unreadable" in answer:
+            raise ConfigError(f"the chat template cannot be read: {answer['unreadable']}")
+        if "refusal" in answer:
+            raise ConfigError(f"the chat template refuses the conversation: {answer['refusal']}")
+        return answer
 
 
 def _with_reasoning(message: dict) -> dict:

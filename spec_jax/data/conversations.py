@@ -6,17 +6,18 @@ import collections
 import functools
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import tokenizers
 
-from spec_jax.data.chat import ChatTemplate
 from spec_jax.data.records import Conversation, Text, read_records
 from spec_jax.data.splits import HeldOut, check_split
-from spec_jax.data.tokens import END_OF_TEXT
+from spec_jax.data.tokens import separator_id, uncut
 from spec_jax.errors import ConfigError
 from spec_jax.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from spec_jax.data.chat import ChatTemplate
 
 
 class Document(NamedTuple):
@@ -54,32 +55,22 @@ class Encoder:
         self.tokenizer = tokenizer
         if template is not None:
             self.template = template
-        self.backend = _uncut(tokenizer.backend)
+        self.backend = uncut(tokenizer.backend)
         if separator is not None:
-            self.separator_id = self._token_id(separator)
+            self.separator_id = separator_id(tokenizer, separator)
         added = self.backend.get_added_tokens_decoder().values()
         self._turn_ends = tuple(token.content for token in added if token.content.strip())
 
     @functools.cached_property
     def separator_id(self) -> int:
         """The id of the token before each document. Prompts have none."""
-        separator = END_OF_TEXT
-        if self.tokenizer.token_id(separator) is None:
-            separator = self.tokenizer.special_tokens.get("eos_token", separator)
-        return self._token_id(separator)
-
-    def _token_id(self, separator: str) -> int:
-        found = self.tokenizer.token_id(separator)
-        if found is None:
-            raise ConfigError(
-                f"the tokenizer has no token {separator!r} to separate documents; expected "
-                "separator to be one of its tokens"
-            )
-        return found
+        return separator_id(self.tokenizer)
 
     @functools.cached_property
     def template(self) -> ChatTemplate:
         """The chat template."""
+        from spec_jax.data.chat import ChatTemplate  # needs jinja2, slow to import
+
         return ChatTemplate.from_tokenizer(self.tokenizer)
 
     def text(self, record: Text) -> list[Document]:
@@ -359,13 +350,3 @@ def _check_template(encoder: Encoder, source: str) -> None:
         _ = encoder.template
     except ConfigError as error:
         raise ConfigError(f"{source} is a conversation, but {error}, or rows of text") from error
-
-
-def _uncut(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """Returns the tokenizer without the truncation and padding that its file may ask for."""
-    if backend.truncation is None and backend.padding is None:
-        return backend
-    copy = tokenizers.Tokenizer.from_str(backend.to_str())
-    copy.no_truncation()
-    copy.no_padding()
-    return copy

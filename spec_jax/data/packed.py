@@ -15,6 +15,7 @@ import numpy as np
 
 from spec_jax.data.conversations import Document
 from spec_jax.errors import ConfigError
+from spec_jax.models.files import parse_json
 from spec_jax.models.tokenizer import Tokenizer
 
 VERSION = 1
@@ -118,7 +119,7 @@ def load_packed(
     tokens_file, mask_file, info_file = _paths(pathlib.Path(directory), name)
     remedy = "expected what write_packed writes: pack the corpus again"
     try:
-        info = json.loads(info_file.read_text(encoding="utf-8"))
+        info = parse_json(info_file.read_text(encoding="utf-8"))
         starts = np.asarray(info.pop("starts"), np.int64)
         tokens, mask = (np.load(path, mmap_mode="r") for path in (tokens_file, mask_file))
         found, version = info["tokenizer"], info["version"]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import pathlib
 import zlib
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 from spec_jax.errors import ConfigError
+from spec_jax.models.files import parse_json
 
 ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
@@ -31,6 +31,7 @@ _WHOLE = (
     f"Expected one object a line, or a list of objects, each with one of {', '.join(FORMS)}"
 )
 _REMEDY = ": mend it or leave it out"
+T = TypeVar("T")
 _ANSWERS = ("output", "answer", "completion", "response")
 
 
@@ -49,7 +50,10 @@ class Text(NamedTuple):
     source: str  # file, and line if the file holds several
 
 
-def read_records(path: str | os.PathLike) -> Iterator[Conversation | Text]:
+def read_records(
+    path: str | os.PathLike, malformed: list[str] | None = None,
+    read: Callable[[Any, str], Conversation | Text] | None = None,
+) -> Iterator[Conversation | Text]:
     """Reads the conversations and texts of one file, or of all files of a folder by name.
 
     A JSON file (see ``is_json``) holds objects of the forms of ``parse_record``. Any other file
@@ -58,6 +62,9 @@ def read_records(path: str | os.PathLike) -> Iterator[Conversation | Text]:
 
     Args:
       path: The file or folder.
+      malformed: Gets the message of each line, object or text that cannot be read, and that is then
+        left out; None means that the first one is an error.
+      read: Reads a JSON value, given its place for messages; by default ``parse_record``.
 
     Raises:
       ConfigError: The file does not exist, is not UTF-8, or has a malformed line or object; the
@@ -69,15 +76,36 @@ def read_records(path: str | os.PathLike) -> Iterator[Conversation | Text]:
         is_hidden = lambda part: part.startswith(".") or part == "__pycache__"
         files = [f for f in path.rglob("*") if not any(map(is_hidden, inside(f).parts))]
         for file in sorted(filter(pathlib.Path.is_file, files), key=lambda f: inside(f).as_posix()):
-            yield from read_records(file)
+            yield from read_records(file, malformed, read)
         return
     if not path.is_file():
         raise ConfigError(f"there is no file {path}; expected conversations or text")
     if is_json(path):
-        for value, source in read_objects(path):
-            yield parse_record(value, source)
+        yield from usable(read_objects(path, malformed), read or parse_record, malformed)
     else:
-        yield Text(read_text(path), str(path))
+        whole = lambda _, source: Text(read_text(path), source)
+        yield from usable([(None, str(path))], whole, malformed)
+
+
+def usable(
+    rows: Iterable[tuple[Any, str]], read: Callable[[Any, str], T], malformed: list[str] | None
+) -> Iterator[T]:
+    """Yields what rows are; one that cannot be used is left out and named, or an error.
+
+    Args:
+      rows: Values, each with its place.
+      read: Returns what a row is, or raises a ConfigError.
+      malformed: Gets the messages of the rows that are left out; None: the first one is an error.
+    """
+    for value, source in rows:
+        try:
+            found = read(value, source)
+        except ConfigError as error:
+            if malformed is None:
+                raise
+            malformed.append(left_out(error))
+        else:
+            yield found
 
 
 def is_json(path: pathlib.Path) -> bool:
@@ -106,17 +134,26 @@ def read_objects(
         for number, value in enumerate(_parse(read_text(path), str(path)), 1):
             yield value, f"{path}: object {number}"
         return
-    for number, line in enumerate(_lines(path), 1):
-        source = f"{path}:{number}"
-        try:
-            text = _decode(line, source)
-            found = [(_parse(text, source), source)] if text.strip() else []
-        except ConfigError as error:
-            if malformed is None:
-                raise
-            malformed.append(left_out(error))
-            continue
-        yield from found
+    parse = lambda text, source: (_parse(text, source), source)
+    yield from usable(read_lines(path, malformed), parse, malformed)
+
+
+def read_lines(
+    path: pathlib.Path, malformed: list[str] | None = None
+) -> Iterator[tuple[str, str]]:
+    """Yields the lines of a file that are not blank, with the place of each for error messages.
+
+    Args:
+      path: The file.
+      malformed: Gets the message of each line that is not UTF-8, and that is then left out; None
+        means that the first one is an error.
+
+    Raises:
+      ConfigError: The file cannot be read, or a line is not UTF-8.
+    """
+    lines = ((line, f"{path}:{number}") for number, line in enumerate(_lines(path), 1))
+    found = usable(lines, lambda line, source: (_decode(line, source), source), malformed)
+    return ((text.rstrip("\r\n"), source) for text, source in found if text.strip())
 
 
 def read_text(path: pathlib.Path) -> str:
@@ -262,8 +299,8 @@ def _lines(path: pathlib.Path) -> Iterator[bytes]:
 
 def _parse(text: str, source: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text)
+    except ValueError as error:
         problem = f"not JSON ({error}). Expected one object a line, or one list of objects"
         raise _malformed(source, problem) from error
 

@@ -9,6 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from spec_jax.errors import ConfigError
+from spec_jax.models.tokenizer import Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -57,8 +58,37 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokeniz
     return tokenizer
 
 
-def pack(tokenizer: tokenizers.Tokenizer, documents: Iterable[tuple[str, str]]) -> np.ndarray:
-    """Concatenates documents, with ``END_OF_TEXT`` before each and at the end.
+def separator_id(tokenizer: Tokenizer, token: str | None = None) -> int:
+    """Returns the id of the token that separates documents.
+
+    Args:
+      tokenizer: The tokenizer of the model that reads the text.
+      token: The token. None means ``END_OF_TEXT`` if the tokenizer has it, else its ``eos_token``.
+
+    Raises:
+      ConfigError: The tokenizer has no such token.
+    """
+    if token is None and tokenizer.token_id(END_OF_TEXT) is None:
+        token = tokenizer.special_tokens.get("eos_token")
+        if token is None:
+            raise ConfigError(
+                f"the tokenizer has no {END_OF_TEXT}, and no eos_token that could separate "
+                "documents in its place: name one of its tokens eos_token in tokenizer_config.json"
+            )
+    token = END_OF_TEXT if token is None else token
+    index = tokenizer.token_id(token)
+    if index is None:
+        raise ConfigError(
+            f"the tokenizer has no token {token!r} to separate documents; set eos_token in "
+            "tokenizer_config.json to one of its tokens"
+        )
+    return index
+
+
+def pack(tokenizer: Tokenizer, documents: Iterable[tuple[str, str]]) -> np.ndarray:
+    """Concatenates documents, with ``separator_id`` before each and at the end.
+
+    The tokenizer adds no special tokens and cuts nothing.
 
     Args:
       tokenizer: The tokenizer to encode with.
@@ -68,15 +98,24 @@ def pack(tokenizer: tokenizers.Tokenizer, documents: Iterable[tuple[str, str]]) 
       i32[T].
 
     Raises:
-      ConfigError: The tokenizer has no ``END_OF_TEXT`` token.
+      ConfigError: The tokenizer has no token that separates documents.
     """
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    if end is None:
-        raise ConfigError(f"the tokenizer has no {END_OF_TEXT} token")
+    end, backend = separator_id(tokenizer), uncut(tokenizer.backend)
     parts = [[end]]
-    for encoding in tokenizer.encode_batch([text for _, text in documents]):
+    texts = [text for _, text in documents]
+    for encoding in backend.encode_batch(texts, add_special_tokens=False):
         parts += [encoding.ids, [end]]
     return np.concatenate([np.asarray(part, np.int32) for part in parts])
+
+
+def uncut(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Returns the tokenizer without the truncation and padding that its file may ask for."""
+    if backend.truncation is None and backend.padding is None:
+        return backend
+    copy = tokenizers.Tokenizer.from_str(backend.to_str())
+    copy.no_truncation()
+    copy.no_padding()
+    return copy
 
 
 def looping_share(tokens: np.ndarray, *, max_period: int = 32, repeats: int = 3) -> float:

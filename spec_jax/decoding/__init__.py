@@ -2,6 +2,7 @@
 
 from spec_jax.decoding.calls import call_accept
 from spec_jax.decoding.loop import generate, insert, prefill, read_chunk, read_row, read_rows
+from spec_jax.decoding.observers import LOGPROBS, Logprobs, expected_acceptance
 from spec_jax.decoding.round import (
     accept,
     commit,
@@ -27,8 +28,9 @@ from spec_jax.decoding.state import (
 from spec_jax.decoding.validate import validate_proposal, validate_verdict
 
 __all__ = [
-    "Chunk", "DecodeState", "Finish", "Kind", "Record", "System", "accept", "append",
-    "apply_limits", "call_accept", "commit", "decode_round", "draft", "emit", "generate", "insert",
-    "prefill", "propose", "read_chunk", "read_row", "read_rows", "round_noise", "score",
-    "target_pass", "validate_proposal", "validate_verdict", "verify",
+    "LOGPROBS", "Chunk", "DecodeState", "Finish", "Kind", "Logprobs", "Record", "System", "accept",
+    "append", "apply_limits", "call_accept", "commit", "decode_round", "draft", "emit",
+    "expected_acceptance", "generate", "insert", "prefill", "propose",
+    "read_chunk", "read_row", "read_rows", "round_noise", "score", "target_pass",
+    "validate_proposal", "validate_verdict", "verify",
 ]  # fmt: skip

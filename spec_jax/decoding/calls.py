@@ -19,6 +19,14 @@ from spec_jax.contracts import Context, Drafter, Noise, Proposal, Rule, TargetSc
 from spec_jax.errors import ConfigError, ShapeError, SpecJaxError
 
 _LISTED = 16  # arrays that a note names
+_READS_A_VALUE = (
+    jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError, jax.errors.NonConcreteBooleanIndexError,
+)  # fmt: skip
+_HINT = (
+    "Python's `if`, `while`, `and`, `int()` and the like need the value of an array, which is not "
+    "known while a program is traced; take jnp.where(condition, a, b) or jax.lax.cond"
+)
 
 
 def call_prefill(
@@ -75,9 +83,18 @@ def call_propose(
     expected = {"tokens": "i32 B K", "n_draft": "i32 B"}
     optional = {
         "probs": "f32 B K V", "logits": "f32 B K V", "parents": "i32 B K", "is_sound": "bool B",
+        "num_updates": "u32 B",
     }
     expected |= {name: x for name, x in optional.items() if getattr(proposal, name) is not None}
     _check_arrays(owner, proposal, expected, sizes)
+    is_counted = proposal.num_updates is not None or drafter.num_updates is not None
+    if is_counted and not drafter.has_memory:
+        raise ConfigError(f"{owner} counts updates of a memory; set has_memory=True")
+    if drafter.has_memory and not is_counted and num_draft > 0:
+        raise ConfigError(
+            f"{owner} returned no num_updates although has_memory is True; return the memory's "
+            "count of updates there, or give the drafter num_updates=(params, state) -> count"
+        )
     if proposal.parents is not None and not 1 <= proposal.tree_depth <= num_draft:
         raise ShapeError(
             f"{owner} returned a tree with tree_depth {proposal.tree_depth}; expected the depth "
@@ -112,7 +129,8 @@ def call_accept(
       noise: of this round.
 
     Raises:
-      ConfigError: the rule returns something else than a verdict.
+      ConfigError: the rule returns something else than a verdict, or branches in Python on the
+        value of an array.
       ShapeError: an array of the verdict has another shape or dtype than the contract's; or the
         rule is written for one row.
     """
@@ -128,7 +146,14 @@ def call_accept(
         with blame(f"accept of {owner}", **given):
             return accept(scores, proposal, noise)
     except Exception as error:
-        if _is_for_one_row(rule, given):
+        of_one_row = _error_on_one_row(rule, given)
+        if isinstance(error, _READS_A_VALUE) or isinstance(of_one_row, _READS_A_VALUE):
+            raise ConfigError(
+                f"accept of {owner} branches on the value of an array: {_HINT}. A rule that is "
+                "written for one row is then mapped over the rows: "
+                "Rule(..., accept=spec_jax.rules.batched(function))"
+            ) from error
+        if of_one_row is None:
             raise ShapeError(
                 f"accept of {owner} is written for one row and was given the batch, "
                 f"{_listed(given)}; map it over the rows: "
@@ -156,16 +181,16 @@ def _check_verdict(owner: str, verdict: Any, proposal: Proposal, vocab_size: int
     _check_arrays(f"accept of {owner}", verdict, expected, sizes)
 
 
-def _is_for_one_row(rule: Rule, given: Mapping[str, Any]) -> bool:
-    """Whether the rule would serve if it were mapped over the rows."""
+def _error_on_one_row(rule: Rule, given: Mapping[str, Any]) -> Exception | None:
+    """Returns the rule's error if it is mapped over the rows; None if it would serve so."""
     mapped = rule._replace(accept=jax.vmap(rule.accept))
     try:
         scores, proposal, noise = given.values()
         verdict = jax.eval_shape(mapped.accept, scores, proposal, noise)
         _check_verdict("", verdict, proposal, scores.processed.shape[-1])
-    except Exception:
-        return False
-    return True
+    except Exception as error:
+        return error
+    return None
 
 
 def check_state(owner: str, before: Any, after: Any) -> None:
@@ -204,13 +229,15 @@ def blame(owner: str, **given: Any) -> Iterator[None]:
         raise
     except Exception as error:
         error.add_note(f"raised in {owner}, which was given {_listed(given)}")
+        if isinstance(error, _READS_A_VALUE):
+            error.add_note(_HINT)
         raise
 
 
 def _check_arrays(
     owner: str, record: Any, expected: Mapping[str, str], sizes: Mapping[str, int]
 ) -> None:
-    kinds = {"i32": np.integer, "f32": np.floating, "bool": np.bool_}
+    kinds = {"i32": np.integer, "u32": np.uint32, "f32": np.floating, "bool": np.bool_}
     wrong = []
     for name, text in expected.items():
         kind, *axes = text.split()

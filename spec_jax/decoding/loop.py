@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from spec_jax import rng
 from spec_jax.decoding.calls import blame, call_prefill, check_state
+from spec_jax.decoding.observers import see_first
 from spec_jax.decoding.round import decode_round
 from spec_jax.decoding.state import (
     Chunk,
@@ -16,12 +17,13 @@ from spec_jax.decoding.state import (
     Finish,
     Kind,
     Record,
+    Shared,
     System,
     append,
     apply_limits,
 )
 from spec_jax.errors import ShapeError
-from spec_jax.sampling import Sampler, argmax, init_counts, process, sample
+from spec_jax.sampling import Sampler, Source, argmax, init_counts, process, sample
 from spec_jax.shapes import check_shapes
 from spec_jax.sharding import constrain_state, replicate
 
@@ -74,8 +76,18 @@ def prefill(
     draft = _prefill_draft(
         params["draft"], tokens, lengths, first, features, drafter=system.drafter, slots=slots
     )
-    expected = jnp.full((B, slots), jnp.nan) if system.has_expected else None
-    return state.replace(target=cache, draft=draft, expected=expected)
+    state = state.replace(target=cache, draft=draft)
+    if system.observers:
+        state = state.replace(
+            seen=see_first(tokens, lengths, logits, state, system=system, slots=slots)
+        )
+    if not system.has_learned:
+        return state
+    nothing = lambda: jnp.zeros((B, len(Source)), jnp.uint32)  # two buffers, as each is donated
+    return state.replace(
+        sampler=state.sampler.replace(learned=nothing()),
+        draft_sampler=state.draft_sampler.replace(learned=nothing()),
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("target", "slots"))
@@ -118,7 +130,6 @@ def init_state(
         sampler=sampler,
         draft_sampler=draft_sampler,
         counts=counts,
-        expected=None,
     )
     is_bad = ~jnp.isfinite(processed.max(axis=-1))
     fault = jnp.where(is_bad, Finish.NAN_TARGET, Finish.RUNNING)
@@ -197,7 +208,7 @@ def insert(
 
     Args:
       state: of the batch.
-      row: i32[], the slot of a finished row.
+      row: i32[], the slot of a finished row; under your own jit it is not checked.
       other: ``prefill`` of one row with the same slots and as many stop tokens.
       system: target, drafter, rule and K.
 
@@ -207,7 +218,7 @@ def insert(
     sizes = check_shapes(tokens=(state.tokens, "B M"), stop_tokens=(state.stop_tokens, "B X"))
     one = {"M": sizes["M"], "X": sizes["X"]}
     check_shapes(one, tokens=(other.tokens, "1 M"), stop_tokens=(other.stop_tokens, "1 X"))
-    if not 0 <= int(row) < sizes["B"]:
+    if not isinstance(row, jax.core.Tracer) and not 0 <= int(row) < sizes["B"]:
         raise ShapeError(f"row is {int(row)}; the batch has rows 0 to {sizes['B'] - 1}")
     return _insert(state, jnp.int32(row), other, system=system)
 
@@ -218,13 +229,17 @@ def _insert(state, row, other, *, system):
     with blame(owner, state=state.draft, row=row, other=other.draft):
         draft = system.drafter.insert_row(state.draft, row, other.draft)
     check_state(owner, state.draft, draft)
+    put = lambda full, one: full.at[row].set(one[0])
     own = {
         "target": state.target.insert_row(row, other.target),
         "draft": draft,
         "sampler": state.sampler.insert_row(row, other.sampler),
         "draft_sampler": state.draft_sampler.insert_row(row, other.draft_sampler),
+        "seen": {
+            name: seen if isinstance(seen, Shared) else jax.tree.map(put, seen, other.seen[name])
+            for name, seen in state.seen.items()
+        },
     }
-    put = lambda full, one: full.at[row].set(one[0])
     rest = [name for name in state.__dataclass_fields__ if name not in own]
     changed = {
         name: jax.tree.map(put, getattr(state, name), getattr(other, name)) for name in rest

@@ -15,19 +15,19 @@ Plain decoding is this round with K = 0.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from spec_jax import rng
-from spec_jax.contracts import Context, Noise, Proposal, Rule, TargetScores, Verdict
+from spec_jax.contracts import Context, Noise, Proposal, Round, Rule, TargetScores, Verdict
 from spec_jax.decoding.calls import call_accept, call_commit, call_propose
+from spec_jax.decoding.observers import watch
 from spec_jax.decoding.state import DecodeState, Kind, System, append, apply_limits
 from spec_jax.decoding.validate import find_fault, validate_proposal, validate_verdict
 from spec_jax.errors import ConfigError
-from spec_jax.sampling import Counts, Sampler, process
+from spec_jax.sampling import Counts, Sampler, Source, process
 from spec_jax.sharding import by_row
 
 
@@ -68,11 +68,16 @@ def draft(params: Any, state: DecodeState, system: System) -> tuple[Proposal, De
         the rule needs.
       ShapeError: at tracing, a proposal of other shapes or dtypes than the contract's.
     """
+    if system.drafter.num_updates is not None:
+        num_updates = system.drafter.num_updates(params, state.draft)
+        state = state.noting(Source.MEMORY, num_updates)
     context = system.context(
         state.tokens, state.length, state.draft_sampler, state.counts, state.sampler.seed,
         state.sampler.is_greedy,
     )
     proposal, drafter_state = propose(params, state.draft, context, system)
+    if proposal.num_updates is not None:
+        state = state.noting(Source.MEMORY, proposal.num_updates)
     return proposal, state.replace(draft=drafter_state)
 
 
@@ -117,7 +122,8 @@ def verify(
     logits, features, cache = target_pass(
         params, state.target, state.tokens, proposal.tokens, system, proposal.paths
     )
-    scores = score(logits, state.sampler, state.counts, proposal, system.rule)
+    is_argmax = system.rule.is_greedy and not any(x.needs_processed for x in system.observers)
+    scores = score(logits, state.sampler, state.counts, proposal, is_argmax=is_argmax)
     return scores.replace(features=features), state.replace(target=cache)
 
 
@@ -148,8 +154,9 @@ def target_pass(
 
 
 def score(
-    logits: jax.Array, sampler: Sampler, counts: Counts | None, proposal: Proposal, rule: Rule
-) -> TargetScores:
+    logits: jax.Array, sampler: Sampler, counts: Counts | None, proposal: Proposal, *,
+    is_argmax: bool = False,
+) -> TargetScores:  # fmt: skip
     """Applies the target's sampling parameters at every node.
 
     Args:
@@ -157,13 +164,13 @@ def score(
       sampler: the target's, by row.
       counts: of prompt and output, the pending token included.
       proposal: what was drafted.
-      rule: a greedy one needs no more than the argmax.
+      is_argmax: no more than the argmax is needed, as by a greedy rule.
     """
     with jax.named_scope("verify"):
         paths = proposal.paths
         processed = process(
             logits, sampler, counts, proposal.tokens, None if paths is None else paths[:, :, 1:],
-            is_argmax=rule.is_greedy,
+            is_argmax=is_argmax,
         )
         return TargetScores(logits=logits, processed=processed)
 
@@ -259,11 +266,9 @@ def emit(
     offered = jnp.where(index == 0, proposal.levels[:, None], -1)
     rejected = jnp.where(index == verdict.n_accept[:, None], rejected[:, None], -1)
     record = {"tokens": verdict.tokens, "kind": kind, "offered": offered, "rejected": rejected}
-    if system.has_expected:
-        expected = functools.partial(_expected, rule)
-        args = (scores.replace(features=None), proposal, verdict)
-        record["expected"] = by_row(expected)(*args)
-    return append(state, record, total, n_emit).replace(finish=finish), n_emit
+    round_ = Round(proposal, scores, verdict, total, n_emit)
+    seen = watch(system, state.seen, lambda observer, seen: observer.update(seen, round_))
+    return append(state, record, total, n_emit).replace(finish=finish, seen=seen), n_emit
 
 
 def round_noise(
@@ -273,7 +278,8 @@ def round_noise(
     """Makes the noise of the round that begins after ``start`` fed tokens.
 
     A coupled rule gets plain decoding's own noise at each position. Every other rule gets fresh
-    noise of this round, because it conditions on draws past the first rejection.
+    noise of this round, because it conditions on draws past the first rejection. Where drafts or K
+    depend on earlier outputs, rounds of K = 0 have fresh noise too (see ``Sampler.learned``).
 
     Args:
       rule: of acceptance.
@@ -283,24 +289,18 @@ def round_noise(
       vocab_size: V.
       depth: of the drafts' tree; None for a chain.
     """
-    seed, B = sampler.seed, start.shape[0]
-    depth = num_draft if depth is None else depth
+    B, depth = start.shape[0], num_draft if depth is None else depth
+
+    def keys(stream, position):
+        return rng.keys(sampler.seed, stream, position, learned=sampler.learned)
+
     if rule.is_coupled:
-        at = lambda i: rng.gumbel(rng.keys(seed, rng.Stream.TARGET, start + 1 + i), vocab_size)
+        at = lambda i: rng.gumbel(keys(rng.Stream.TARGET, start + 1 + i), vocab_size)
         make = lambda: jax.vmap(at, out_axes=1)(jnp.arange(depth + 1))
         shape = (B, depth + 1, vocab_size)
     else:
-        make = lambda: rng.gumbel(rng.keys(seed, rng.Stream.REPLACE, start), vocab_size)[:, None]
+        make = lambda: rng.gumbel(keys(rng.Stream.REPLACE, start), vocab_size)[:, None]
         shape = (B, 1, vocab_size)
     gumbel = jnp.zeros(shape, jnp.float32) if sampler.temperature is None else make()
-    return Noise(rng.uniform(rng.keys(seed, rng.Stream.ACCEPT, start), num_draft), gumbel)
+    return Noise(rng.uniform(keys(rng.Stream.ACCEPT, start), num_draft), gumbel)
 
-
-def _expected(rule: Rule, scores: TargetScores, proposal: Proposal, verdict: Verdict):
-    """f32[B,K+1], the rule's closed-form acceptance where a draft was reached, else NaN."""
-    B, K = proposal.tokens.shape
-    per_node = jax.vmap(jax.vmap(rule.expected_acceptance))
-    value = per_node(scores.probs[:, :-1], proposal.probs, proposal.tokens)
-    reached = jnp.minimum(verdict.n_accept + 1, proposal.n_draft)[:, None]
-    value = jnp.where(jnp.arange(K) < reached, value, jnp.nan)
-    return jnp.concatenate([value, jnp.full((B, 1), jnp.nan)], axis=1)

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from spec_jax.contracts import Context, Drafter, Model, Rule
-from spec_jax.sampling import Counts, Sampler
+from spec_jax.contracts import Context, Drafter, Model, Observer, Rule
+from spec_jax.sampling import Counts, Sampler, Source
 
 
 class Kind(enum.IntEnum):
@@ -45,7 +46,8 @@ class System(NamedTuple):
     drafter: Drafter
     rule: Rule
     num_draft: int
-    has_expected: bool = False  # record the rule's closed-form acceptance as well
+    observers: tuple[Observer, ...] = ()  # what watches the rounds, see ``DecodeState.seen``
+    is_adaptive: bool = False  # K is chosen while decoding, from what was accepted before
 
     @property
     def depth(self) -> int:
@@ -58,13 +60,38 @@ class System(NamedTuple):
         """Slots that a round may write after the committed ones."""
         return max(self.num_draft + 1, self.drafter.window)
 
+    @property
+    def has_learned(self) -> bool:
+        """Whether noise must be independent of what drafter or K have learned from outputs.
+
+        The tokens of a coupled or greedy rule do not depend on drafts.
+        """
+        learns = self.drafter.has_memory or self.is_adaptive
+        return learns and not (self.rule.is_coupled or self.rule.is_greedy)
+
+    @property
+    def needs_probs(self) -> bool:
+        """Whether the rule or an observer reads ``Proposal.probs``."""
+        return self.rule.needs_probs or any(x.needs_probs for x in self.observers)
+
     def context(self, tokens, length, sampler, counts, request, is_greedy) -> Context:
         """Builds the drafter's ``Context``; what depends on the rule is filled in here."""
         return Context(
             tokens, length, sampler, counts, request, is_coupled=self.rule.is_coupled,
-            has_probs=self.rule.needs_probs or self.has_expected,
+            has_probs=self.needs_probs,
             has_logits=self.rule.needs_logits, is_greedy=is_greedy,
         )
+
+
+@flax.struct.dataclass
+class Shared:
+    """What an observer has seen of all rows together; on a mesh every device has all of it."""
+
+    value: Any
+
+    def axes(self) -> Shared:
+        """The logical axes of the arrays, see ``sharding``."""
+        return Shared(jax.tree.map(lambda x: PartitionSpec(), self.value))
 
 
 @flax.struct.dataclass
@@ -84,7 +111,7 @@ class DecodeState:
     sampler: Sampler
     draft_sampler: Sampler
     counts: Counts | None  # None where no sampler has penalties
-    expected: jax.Array | None = None  # f32[B,M], the rule's acceptance where a draft was reached
+    seen: dict[str, Any] = flax.struct.field(default_factory=dict)  # by each observer's name
 
     def __repr__(self) -> str:
         shape = getattr(self.tokens, "shape", ())  # while jax looks at structure it is no array
@@ -103,6 +130,11 @@ class DecodeState:
     @property
     def is_active(self) -> jax.Array:
         return self.finish == Finish.RUNNING
+
+    def noting(self, source: Source, num_updates: jax.Array | int) -> DecodeState:
+        """The state of rows that have read so many updates, see ``Sampler.noting``."""
+        samplers = (x.noting(source, num_updates) for x in (self.sampler, self.draft_sampler))
+        return self.replace(**dict(zip(("sampler", "draft_sampler"), samplers)))
 
 
 class Chunk(NamedTuple):
@@ -127,7 +159,8 @@ class Record(NamedTuple):
     """What is kept of the output: of all rows, or of one row without the batch dimension.
 
     Attributes:
-      tokens, kind, offered, rejected, prompt_length, finish, expected: as in the state.
+      tokens, kind, offered, rejected, prompt_length, finish: as in the state.
+      seen: likewise, of the observers that watch row by row.
     """
 
     tokens: jax.Array
@@ -136,11 +169,12 @@ class Record(NamedTuple):
     rejected: jax.Array
     prompt_length: jax.Array
     finish: jax.Array
-    expected: jax.Array | None
+    seen: dict[str, Any]
 
     @classmethod
     def of(cls, state: DecodeState) -> Record:
-        return cls(*(getattr(state, name) for name in cls._fields))
+        own = {"seen": {k: x for k, x in state.seen.items() if not isinstance(x, Shared)}}
+        return cls(*(own.get(name, getattr(state, name)) for name in cls._fields))
 
 
 def apply_limits(state: DecodeState, tokens, total, n, fault) -> tuple[jax.Array, jax.Array]:
@@ -176,3 +210,4 @@ def append(state, record: dict[str, jax.Array], total, n):
     if state.counts is not None:
         changed["counts"] = state.counts.add(record["tokens"], is_new)
     return state.replace(**changed)
+

@@ -37,8 +37,6 @@ def validate_proposal(
     """
     drafter, rule = system.drafter, system.rule
     if proposal.parents is not None:
-        if system.has_expected:
-            raise ConfigError("has_expected is set; expected acceptance is known of chains alone")
         if not rule.has_trees:
             raise ConfigError(
                 f"rule {rule.name!r} accepts chains only; drafter {drafter.name!r} proposes trees"
@@ -67,7 +65,7 @@ def validate_proposal(
         greedy = jnp.zeros(n_draft.shape, bool) if is_greedy is None else is_greedy
         probs, is_wrong = by_row(_guard_probs)(proposal.replace(logits=None), greedy)
         proposal = proposal.replace(probs=probs)
-        if rule.needs_probs or system.has_expected:
+        if system.needs_probs:
             fault = jnp.where(is_wrong & ~is_invalid, Finish.INVALID_DRAFT_PROBS, fault)
     if rule.needs_logits:
         is_finite = jnp.isfinite(proposal.logits.max(axis=-1)) | ~proposal.is_offered

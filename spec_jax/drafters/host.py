@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import operator
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +15,12 @@ import numpy as np
 from spec_jax import rng
 from spec_jax.contracts import Context, Drafter, Proposal
 from spec_jax.drafters.model_free import NO_DRAFT, model_free
-from spec_jax.errors import ConfigError, InvalidDraftError
-from spec_jax.sharding import by_row
+from spec_jax.errors import ConfigError
+from spec_jax.sharding import by_row, copies_of_rows
 
 _LARGEST = np.iinfo(np.int32).max
+_INVALID = -1  # a number of drafts that the loop refuses, see ``decoding.validate``
+_KEPT = 64  # errors, each with its traceback
 
 
 @functools.cache
@@ -25,14 +29,18 @@ def host_drafter(
     *,
     is_sampled: bool = False,
     vocab_size: int | None = None,
+    num_updates: Callable[[], int] | None = None,
     name: str = "host",
 ) -> Drafter:
     """A drafter that is a Python function; the loop calls it through ``jax.pure_callback``.
 
-    The function is called for every row in every round. It must be pure, since a call may be
-    repeated (on a mesh each device calls it for the rows that it holds) or left out, and must not
-    call JAX. The same function and options return the same drafter, so compiled programs are
-    shared.
+    The function is called for every row in every round. A call may be repeated (on a mesh several
+    devices may call it for the same row) or left out, and must not call JAX. The same function and
+    options return the same drafter, so compiled programs are shared; a new lambda is a new drafter.
+
+    Without ``num_updates`` the function must be pure: what it returns depends on its arguments
+    alone. A function that learns from the prefixes it is given, or from outputs that it is shown,
+    names ``num_updates``, or its output is biased wherever a seed is used twice.
 
         def repeat_last(prefix, k, seed):
             return [prefix[-1]] * k
@@ -53,13 +61,19 @@ def host_drafter(
         with noise made from ``seed``, such as ``np.random.default_rng(seed)``.
       is_sampled: the function returns distributions.
       vocab_size: V, needed with ``is_sampled``.
+      num_updates: returns how often what the function remembers has been updated, such as
+        ``lambda: len(seen)``; read before each call of the function, for its seed, and after it,
+        for the row's noise. It must never fall, also not where the memory is saved and loaded, or
+        forgets. Code that updates the memory from another thread counts first and updates then, and
+        not during a call if the function is sampled. On a mesh each row must lie on one device.
       name: in messages and reports.
 
     Raises:
       ConfigError: ``is_sampled`` without ``vocab_size``.
-      jax.errors.JaxRuntimeError: from the decoder, when the function raises or returns something
-        else; the message names the function's error or the value. Ids that the target does not
-        have raise the decoder's own ``InvalidDraftError``.
+      InvalidDraftError: from the decoder, when the function raises or returns something else, or
+        ids that the target does not have. Its ``__cause__`` is the function's own exception, with
+        its traceback; its ``generations`` are all rows. The row of the error has stopped where it
+        was, the others are complete.
     """
     if is_sampled and vocab_size is None:
         raise ConfigError(f"host drafter {name!r}: is_sampled needs vocab_size, which is None")
@@ -75,14 +89,25 @@ def host_drafter(
                 "tokens": jax.ShapeDtypeStruct((B, num_draft), jnp.int32),
                 "n_draft": jax.ShapeDtypeStruct((B,), jnp.int32),
             }
+            if num_updates is not None:
+                result["num_updates"] = jax.ShapeDtypeStruct((B,), jnp.uint32)
             if has_probs:
                 result["probs"] = jax.ShapeDtypeStruct((B, num_draft, vocab_size), jnp.float32)
             call = functools.partial(draft_rows, result)
             return jax.pure_callback(call, result, tokens, lengths, seeds)
 
         # The root's node, 0: drafters that draw in the loop use those from 1 on.
-        keys = rng.keys(context.sampler.seed, rng.Stream.DRAFT, context.length, jnp.int32(0))
+        keys = rng.keys(
+            context.sampler.seed, rng.Stream.DRAFT, context.length, jnp.int32(0),
+            context.sampler.learned,
+        )  # fmt: skip
         seeds = jax.vmap(jax.random.bits)(keys)
+        if num_updates is not None and (copies := copies_of_rows(len(context.length))) > 1:
+            raise ConfigError(
+                f"host drafter {name!r} remembers (num_updates), and {copies} devices of this mesh "
+                "would call it for the same row; use a mesh of rows alone, data:N, whose N divides "
+                "the batch, or none"
+            )
         # On a mesh every device asks for its own rows.
         out = by_row(draft)(context.tokens, context.length, seeds)
         return Proposal(**out), state
@@ -92,32 +117,91 @@ def host_drafter(
         tokens, lengths, seeds = map(np.asarray, (tokens, lengths, seeds))
         out = {name: np.zeros(of.shape, of.dtype) for name, of in result.items()}
         for row, length in enumerate(lengths):
-            prefix = tuple(tokens[row, : length + 1].tolist())
-            ids, probs = draft_row(prefix, result["tokens"].shape[1], int(seeds[row]))
+            prefix, seed = tuple(tokens[row, : length + 1].tolist()), int(seeds[row])
+            try:
+                if num_updates is None:
+                    ids, probs = draft_row(prefix, result["tokens"].shape[1], seed)
+                else:
+                    with remembering:  # no other row's call learns between count and drafts
+                        seed = _seed_after(seed, read_count())
+                        ids, probs = draft_row(prefix, result["tokens"].shape[1], seed)
+                        out["num_updates"][row] = read_count()
+            except Exception as error:  # the runtime would log it, and hide its type and traceback
+                raised.keep(prefix, error)
+                out["n_draft"][row] = _INVALID
+                continue
+            raised.forget(prefix)
             n = out["n_draft"][row] = len(ids)
             out["tokens"][row, :n] = np.clip(ids, -1, _LARGEST)
             if "probs" in out:
                 out["probs"][row, :n] = probs
         return out
 
+    def read_count() -> int:
+        count = num_updates()
+        if not (hasattr(count, "__index__") and 0 <= operator.index(count) < 2**31):
+            raise ValueError(
+                f"num_updates() returned {count!r}; expected an integer from 0 to 2**31 - 1"
+            )
+        return operator.index(count)
+
     def draft_row(prefix: tuple[int, ...], k: int, seed: int):
         """The function's ids i64[n] and their probabilities f64[n,V] or None, checked."""
-        try:
-            answer = function(prefix, k, seed)
-            if not is_sampled:
-                return _checked_ids(answer, k), None
-            if not (isinstance(answer, tuple) and len(answer) == 2):
-                raise ValueError(f"expected a pair of ids and probabilities, got {answer!r:.200}")
-            ids = _checked_ids(answer[0], k)
-            return ids, _checked_probs(answer[1], ids, vocab_size)
-        except Exception as error:
-            raise InvalidDraftError(
-                f"host drafter {name!r}, after a prefix of {len(prefix)} tokens: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        answer = function(prefix, k, seed)
+        if not is_sampled:
+            return _checked_ids(answer, k), None
+        if not (isinstance(answer, tuple) and len(answer) == 2):
+            raise ValueError(f"expected a pair of ids and probabilities, got {answer!r:.200}")
+        ids = _checked_ids(answer[0], k)
+        return ids, _checked_probs(answer[1], ids, vocab_size)
 
+    raised, remembering = _Raised(), threading.Lock()
     drafter = model_free(name, propose, vocab_size)
-    return drafter._replace(is_sampled=is_sampled)
+    return drafter._replace(
+        is_sampled=is_sampled, has_memory=num_updates is not None, find_error=raised.find
+    )
+
+
+def _seed_after(seed: int, num_updates: int) -> int:
+    """The seed of drafts made from a memory: the same before its first update, then others."""
+    if num_updates == 0:
+        return seed
+    return int(np.random.SeedSequence((seed, num_updates)).generate_state(1)[0])
+
+
+class _Raised:
+    """What a function has raised, by the prefix it was given; the newest are kept.
+
+    An error belongs to a prefix, not to a call, because a pure function raises it again. Concurrent
+    calls therefore find their own errors.
+    """
+
+    def __init__(self):
+        self._errors: dict[tuple[int, ...], Exception] = {}
+        self._lock = threading.Lock()
+
+    def keep(self, prefix: tuple[int, ...], error: Exception) -> None:
+        with self._lock:
+            self._errors.pop(prefix, None)
+            self._errors[prefix] = error
+            while len(self._errors) > _KEPT:
+                del self._errors[next(iter(self._errors))]
+
+    def forget(self, prefix: tuple[int, ...]) -> None:
+        """Drops an older error, after the function has returned for this prefix."""
+        if self._errors:
+            with self._lock:
+                self._errors.pop(prefix, None)
+
+    def find(self, prefix: tuple[int, ...], num_ahead: int = 0) -> Exception | None:
+        """See ``Drafter.find_error``."""
+        n = len(prefix)
+        with self._lock:
+            found = [
+                (len(given), error) for given, error in self._errors.items()
+                if n <= len(given) <= n + num_ahead and given[:n] == prefix
+            ]  # fmt: skip
+        return min(found, key=lambda pair: pair[0])[1] if found else None
 
 
 def _checked_ids(ids: Any, k: int) -> np.ndarray:

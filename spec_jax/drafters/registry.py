@@ -21,7 +21,8 @@ import jax
 from spec_jax.config import METHODS
 from spec_jax.contracts import Drafter, Model
 from spec_jax.drafters.common.head import Head, head_drafter
-from spec_jax.errors import ConfigError
+from spec_jax.errors import ConfigError, did_you_mean
+from spec_jax.models.checks import shown
 from spec_jax.models.files import read_json
 from spec_jax.models.params import Params, ParamSpec, check_weights, init_table
 from spec_jax.models.tensors import open_tensors
@@ -207,7 +208,9 @@ def find(method: str) -> DrafterKind:
       ConfigError: there is none.
     """
     if method not in _KINDS:
-        raise ConfigError(f"no drafter kind {method!r}; known: {', '.join(_KINDS)}")
+        raise ConfigError(
+            f"no drafter kind {method!r}{did_you_mean(method, _KINDS)}; known: {', '.join(_KINDS)}"
+        )
     return _KINDS[method]
 
 
@@ -241,14 +244,15 @@ def detect(directory: pathlib.Path) -> DrafterKind:
     for kind in reversed(_KINDS.values()):
         if kind.detect(hf, names):
             return kind
-    said = {key: hf[key] for key in ("architectures", "model_type", "speculators_model_type")
-            if key in hf}  # fmt: skip
-    some = ", ".join(sorted(names)[:4])
+    keys = ("architectures", "model_type", "speculators_model_type")
+    stated = ", ".join(f"{key} {shown(hf[key])}" for key in keys if key in hf)
+    some = ", ".join(f"{name:.80}" for name in sorted(names)[:4])
     known = ", ".join(kind.name for kind in _KINDS.values() if kind.draft != "none")
     raise ConfigError(
-        f"{directory} holds no known kind of draft: config.json says {said}, and its {len(names)} "
-        f"tensors are {some}, ...; known kinds: {known}. Name one with method=..., or register "
-        "yours with spec_jax.drafters.register"
+        f"{directory} holds no known kind of draft: config.json says "
+        f"{stated or 'no model_type'}, and its {len(names)} tensors are {some}, ...; known "
+        f"kinds: {known}. Name one with method=..., or register yours with "
+        "spec_jax.drafters.register"
     )
 
 

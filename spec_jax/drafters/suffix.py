@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -110,9 +110,8 @@ def continuation(
 def suffix(vocab_size: int, follow: SuffixConfig = SuffixConfig()) -> Drafter:
     """Returns a drafter that copies from each row's own text and from past outputs.
 
-    Its proposals are deterministic and it has no state. Its parameters are past outputs, i32[H]
-    with gaps (see ``History``), the same for every row, or None. The row's own text is preferred
-    if both are equally good.
+    Its proposals are deterministic and it has no state. Its parameters are those of a ``History``,
+    the same for every row, or None. The row's own text is preferred if both are equally good.
 
     Args:
       vocab_size: V of the target.
@@ -128,20 +127,28 @@ def suffix(vocab_size: int, follow: SuffixConfig = SuffixConfig()) -> Drafter:
             last = jnp.where(at >= 0, jnp.take(tokens, at, mode="clip"), GAP)
             find = lambda text: continuation(text, last, num_draft, vocab_size, follow)
             best = find(text)
-            return best if params is None else best.or_better(find(params))
+            return best if params is None else best.or_better(find(params["tokens"]))
 
         best = jax.vmap(one)(context.tokens, context.length)
         offered = jnp.arange(num_draft) < best.n_draft[:, None]
         return Proposal(jnp.where(offered, best.tokens, 0), best.n_draft), state
 
-    return model_free("suffix", propose, vocab_size)
+    def num_updates(params, state):
+        del state
+        return jnp.uint32(0) if params is None else params["num_updates"]
+
+    drafter = model_free("suffix", propose, vocab_size)
+    if follow.history_tokens == 0:
+        return drafter
+    return drafter._replace(has_memory=True, num_updates=num_updates)
 
 
 class History:
     """The latest outputs, at most ``size`` tokens in total; the oldest are dropped first.
 
     The device array is made once for each output that is added, and arrays returned earlier stay
-    valid. Threads may share a history.
+    valid. Threads and decoders may share a history. A copy goes on by itself; pickling saves the
+    outputs with their count.
 
     Args:
       size: H, maximum tokens including the gaps between outputs; 0 keeps nothing.
@@ -149,16 +156,35 @@ class History:
 
     def __init__(self, size: int):
         self._text = np.full((size,), GAP, np.int32)
-        self._tokens: jax.Array | None = None
+        self._num_updates = 0
+        self._params: dict[str, jax.Array] | None = None
         self._lock = threading.Lock()
 
     @property
-    def tokens(self) -> jax.Array | None:
-        """i32[H] for the drafter, the oldest first; None if nothing is kept."""
+    def num_updates(self) -> int:
+        """How many outputs were ever added, those that were dropped since included."""
+        return self._num_updates
+
+    @property
+    def params(self) -> dict[str, jax.Array] | None:
+        """The drafter's parameters; None if nothing is kept.
+
+        ``{"tokens": i32[H], the oldest first, "num_updates": u32[]}``, of one moment.
+        """
         with self._lock:
-            if self._tokens is None and len(self._text):
-                self._tokens = jnp.asarray(self._text)
-            return self._tokens
+            if self._params is None and len(self._text):
+                self._params = {
+                    "tokens": jnp.asarray(self._text), "num_updates": jnp.uint32(self._num_updates)
+                }
+            return self._params
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            return {"text": self._text, "num_updates": self._num_updates}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(0)
+        self._text, self._num_updates = state["text"], state["num_updates"]
 
     def add(self, output) -> None:
         """Appends the ids of a finished output."""
@@ -167,7 +193,8 @@ class History:
         with self._lock:
             joined = np.concatenate([self._text, [GAP], np.asarray(output, np.int32)])
             self._text = joined[-len(self._text) :].astype(np.int32)
-            self._tokens = None
+            self._num_updates += 1
+            self._params = None
 
 
 SUFFIX = DrafterKind(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from numbers import Integral
+from typing import Any, NamedTuple, Never
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +20,23 @@ from spec_jax.decoding import Finish
 from spec_jax.engine import faults
 from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.engine.decoder import SpeculativeDecoder
-from spec_jax.engine.request import Prompt, check_room, make_request, slots_for
+from spec_jax.engine.request import (
+    Prompt,
+    check_room,
+    is_one_prompt,
+    make_request,
+    refuse_options,
+    slots_for,
+)
 from spec_jax.engine.session import ROUNDS_UNWATCHED, Generation, collect
 from spec_jax.engine.stats import Stats
 from spec_jax.engine.text import TextTracker
-from spec_jax.errors import Cancelled, ConfigError, PromptError
+from spec_jax.errors import Cancelled, ConfigError, InvalidDraftError, PromptError
 from spec_jax.sampling import Sampler, Samplers, check_samplers, make_sampler
 
 _log = logging.getLogger(__name__)
 _Request = tuple[int, list[int]]  # index, ids
+Numbered = tuple[int, Prompt]
 
 
 class Usage(NamedTuple):
@@ -48,26 +57,35 @@ class Usage(NamedTuple):
 class DecodeQueue:
     """Decodes a stream of prompts: an iterator of ``(index, Generation)`` in the order they finish.
 
+        prompts = ["def parse_args(", "class Stack:", "import os"]
+        for index, row in spec_jax.DecodeQueue(decoder, prompts, batch=2):
+            print(prompts[index], row.text)
+
     Rounds run until any row finishes; that row takes the next prompt. A prompt's result depends on
     its index alone, never on the batch or the order: with indices 0, 1, 2, ... and one sampler the
-    results equal those of ``decoder.generate`` on all of the prompts. Rows that end by a fault
-    are yielded with its name as their ``finish_reason``.
+    results equal those of ``decoder.generate`` on all of the prompts, unless drafter or K learn
+    from rows that have finished (see there). Rows that end by a fault are yielded with its name as
+    their ``finish_reason``.
 
     An error of ``prompts``, or of a prompt that cannot be decoded, is raised after the running rows
-    have finished and were yielded; an error of decoding itself, after the rows that had finished
-    before it were yielded.
+    have finished and were yielded; so is the InvalidDraftError of a ``host_drafter`` whose function
+    raised. An error of decoding itself is raised after the rows that had finished before it were
+    yielded.
 
     Rows are counted in ``decoder.stats`` when they are yielded. Its ``decode_s`` runs until the
     rounds have ended, and so holds what the caller does with a row meanwhile.
 
     Args:
       decoder: target, draft and rule.
-      prompts: pairs of an index and a prompt, as from ``enumerate``; pulled as rows become free,
-        at most two batches ahead of what is yielded.
+      prompts: texts, ids or conversations, as ``generate`` takes them, which are numbered from 0;
+        or all of them tuples of an index and a prompt. They are pulled as rows become free, at most
+        two batches ahead of what is yielded.
       batch: B, rows decoded together; fewer where there are fewer prompts.
-      max_prompt_tokens: length of the longest prompt to come; sets the number of slots.
+      max_prompt_tokens: length of the longest prompt to come; sets the number of slots. None: all
+        prompts of a list are encoded at once to find out; an iterator needs the number.
       max_new_tokens: maximum output tokens of a row; by default the limit of the decoder's config,
         else 128.
+      max_length: maximum tokens of a row, prompt and output together; in place of max_new_tokens.
       stop_tokens: ids at which a row ends; by default the target's own.
       sampler: in place of the decoder's: one, or several that take turns; ``sampler_of``
         says which one a prompt has, seed included.
@@ -75,27 +93,33 @@ class DecodeQueue:
       cancellation_token: ends the queue, beside the decoder's own token: no more prompts are
         pulled, and the rows that are running are yielded as they are, with the finish_reason
         "cancelled".
+      logprobs: return the log-probabilities of the output tokens, ``Generation.logprobs``.
 
     Raises:
-      ConfigError: a number that cannot be, samplers that the rule cannot serve, or a decoder that
-        overlaps drafting.
-      PromptError: the longest prompt and its output exceed what target or draft can hold;
-        from the iterator, a prompt is longer or no prompt; its index is named.
+      ConfigError: an invalid number, samplers that the rule cannot serve, a decoder that overlaps
+        drafting, or an iterator of prompts without ``max_prompt_tokens``.
+      PromptError: prompts is a single prompt, or the longest prompt and its output exceed what
+        target or draft can hold; from the iterator, a prompt is longer or no prompt; its index is
+        named.
     """
 
     def __init__(
         self,
         decoder: SpeculativeDecoder,
-        prompts: Iterable[tuple[int, Prompt]],
+        prompts: Iterable[Prompt | Numbered],
         *,
         batch: int,
-        max_prompt_tokens: int,
+        max_prompt_tokens: int | None = None,
         max_new_tokens: int | None = None,
+        max_length: int | None = None,
         stop_tokens: Sequence[int] | None = None,
         sampler: Samplers | None = None,
         draft_sampler: Samplers | None = None,
         cancellation_token: CancellationToken | None = None,
+        logprobs: bool = False,
+        **unknown: Never,
     ):
+        refuse_options(unknown, DecodeQueue)
         if decoder.is_overlapped:
             raise ConfigError(
                 "a queue refills rows, which draft and target on devices of their own cannot yet "
@@ -104,13 +128,16 @@ class DecodeQueue:
         check_samplers(sampler=sampler, draft_sampler=draft_sampler)
         samplers = decoder.target_sampler if sampler is None else sampler
         drafts = decoder.draft_sampler if draft_sampler is None else draft_sampler
-        self._decoder, self._prompts = decoder, iter(prompts)
-        self._engine = decoder.engine(samplers)
+        self._decoder = decoder
+        self._engine = decoder.engine(samplers, (decoding.LOGPROBS,) if logprobs else ())
         system = self._engine.system
         self._batch = check_integer("batch", batch, 1)
+        if max_prompt_tokens is None:
+            prompts, max_prompt_tokens = self._encoded(prompts)
         self._longest = check_integer("max_prompt_tokens", max_prompt_tokens, 1)
-        self._max_new = max_new_tokens
-        (limit,) = decoder.output_limits([range(self._longest)], max_new_tokens)
+        self._prompts = _numbered(prompts)
+        self._limits = {"max_new_tokens": max_new_tokens, "max_length": max_length}
+        (limit,) = decoder.output_limits([range(self._longest)], **self._limits)
         check_room(system, self._longest, limit)
         self._slots = slots_for(system, self._longest, limit)
         vocab_size = system.target.vocab_size
@@ -187,11 +214,27 @@ class DecodeQueue:
                 self._is_empty, self._error = True, error
         return found
 
-    def _checked(self, index: int, prompt: Prompt) -> _Request:
+    def _encoded(self, prompts: Iterable[Prompt | Numbered]) -> tuple[list[_Request], int]:
+        """Returns the ids of all prompts of a list, and the length of the longest."""
+        if isinstance(prompts, Iterable) and not isinstance(prompts, Sized):
+            raise ConfigError(
+                f"prompts is a {type(prompts).__name__} and max_prompt_tokens is None: name the "
+                "length of the longest prompt to come, or give the prompts as a list"
+            )
+        requests = [(index, self._encode(index, prompt)) for index, prompt in _numbered(prompts)]
+        return requests, max((len(ids) for _, ids in requests), default=1)
+
+    def _encode(self, index: int, prompt: Prompt) -> list[int]:
         try:
-            ids = self._decoder.encode(prompt)
+            return self._decoder.encode(prompt)
         except (ConfigError, PromptError) as error:
-            raise type(error)(f"prompt {index}: {error}") from error
+            hint = ""
+            if isinstance(prompt, list) and _is_pair(prompt):
+                hint = f"; an index and its prompt are a tuple: ({prompt[0]}, prompt)"
+            raise type(error)(f"prompt {index}: {error}{hint}") from error
+
+    def _checked(self, index: int, prompt: Prompt) -> _Request:
+        ids = self._encode(index, prompt)
         if len(ids) > self._longest:
             raise PromptError(
                 f"prompt {index} has {len(ids)} tokens; max_prompt_tokens is {self._longest}"
@@ -201,7 +244,7 @@ class DecodeQueue:
     def _start(self, requests: list[_Request]) -> decoding.DecodeState:
         indices, prompts = [index for index, _ in requests], [ids for _, ids in requests]
         request = make_request(
-            self._engine.system, prompts, self._decoder.output_limits(prompts, self._max_new),
+            self._engine.system, prompts, self._decoder.output_limits(prompts, **self._limits),
             self._sampler(indices), self._draft_sampler(indices), stop_tokens=self._stop_tokens,
             slots=self._slots,
         )  # fmt: skip
@@ -241,13 +284,60 @@ class DecodeQueue:
         tracker = TextTracker(self._decoder.target.tokenizer, [ids])
         generation = collect(jax.device_get(record), tracker, 0, self._engine.system.depth)
         self._engine.remember(generation.tokens)
-        text = faults.describe(Finish(int(record.finish)), self._engine.system)
-        if text is not None:
+        finish, system = Finish(int(record.finish)), self._engine.system
+        raised = faults.find_raised(finish, system, (*ids, *generation.tokens))
+        text = faults.describe(finish, system, raised)
+        if raised is not None:
+            if self._error is None:
+                self._error = InvalidDraftError(f"prompt {index}: {text}", [generation])
+                self._error.__cause__ = raised
+            self._is_empty = True
+        elif text is not None:
             _log.warning("%s, in the row of prompt %s, which stopped there", text, index)
         self._decoder.count(dataclasses.replace(
             generation.stats, n1_fallbacks=int(self._engine.is_fallback)
         ))  # fmt: skip
         return index, generation
+
+
+def _numbered(prompts: Iterable[Prompt | Numbered]) -> Iterator[Numbered]:
+    """Yields an index and a prompt for each item: as it is given, or counted from 0.
+
+    Raises:
+      PromptError: at once, ``prompts`` is a single prompt or nothing to iterate over; later, only
+        some of the prompts have an index.
+    """
+    if not isinstance(prompts, Iterable):
+        raise PromptError(
+            f"prompts is {prompts!r:.80}; expected a list or an iterator of prompts, or of tuples "
+            "of an index and a prompt"
+        )
+    if is_one_prompt(prompts):
+        raise PromptError(
+            f"prompts is one prompt, {prompts!r:.80}; a queue takes a list of them, [prompt], or "
+            "an iterator"
+        )
+
+    def numbered():
+        has_indices = None  # known from the first item on
+        for i, item in enumerate(prompts):
+            is_numbered = isinstance(item, tuple) and _is_pair(item)
+            if has_indices not in (None, is_numbered):
+                raise PromptError(
+                    f"item {i} of prompts, {item!r:.80}, {'has an' if is_numbered else 'lacks an'} "
+                    "index, unlike those before it; give all prompts as tuples (index, prompt), or "
+                    "none, which numbers them from 0"
+                )
+            has_indices = is_numbered
+            yield item if is_numbered else (i, item)
+
+    return numbered()
+
+
+def _is_pair(item: Sequence[Any]) -> bool:
+    """Whether this is an index and a prompt; two integers are a prompt of two ids."""
+    is_pair = len(item) == 2 and isinstance(item[0], Integral)
+    return is_pair and not isinstance(item[1], Integral)
 
 
 def sampler_of(samplers: Samplers, index: int) -> SamplerConfig:

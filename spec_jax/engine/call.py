@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 
 from spec_jax.config import check_integer
+from spec_jax.decoding import LOGPROBS
 from spec_jax.engine import request
 from spec_jax.engine.cancellation import CancellationToken, RowCancellation
 from spec_jax.engine.parts import Parts
@@ -18,8 +20,9 @@ from spec_jax.sampling import check_samplers, make_sampler
 
 def start(
     parts: Parts, token: CancellationToken, totals: RunningStats, prompts, max_new_tokens, *,
-    has_pieces: bool, messages=None, max_tokens=None, stop=(), stop_tokens=None, sampler=None,
+    has_pieces: bool, messages=None, max_length=None, stop=(), stop_tokens=None, sampler=None,
     draft_sampler=None, seeds=None, cancellation_token=None, rounds_per_sync=None, pad_to=0,
+    logprobs=False,
 ) -> tuple[Session, bool]:  # fmt: skip
     """Checks all arguments of a call, and decodes nothing yet.
 
@@ -48,9 +51,9 @@ def start(
     drafts = parts.draft_sampler if draft_sampler is None else draft_sampler
     if rounds_per_sync is not None:
         check_integer("rounds_per_sync", rounds_per_sync, 1)
-    engine, B = parts.engine(samplers), len(ids)
+    engine, B = parts.engine(samplers, (LOGPROBS,) if logprobs else ()), len(ids)
     V = engine.system.target.vocab_size
-    limits = request.output_limits(ids, max_new_tokens, max_tokens, parts.max_tokens)
+    limits = request.output_limits(ids, max_new_tokens, max_length, parts.max_length)
     session = Session(
         engine,
         make_request(
@@ -66,9 +69,16 @@ def start(
     return session, is_single
 
 
+# The options of ``start`` that the caller of a decoder may give.
+OPTIONS = frozenset(
+    name for name, parameter in inspect.signature(start).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+) - {"has_pieces"}  # fmt: skip
+
+
 def warm_up(
     parts: Parts, token: CancellationToken, lengths: Sequence[int], max_new_tokens: int | None,
-    batch: int, **options,
+    max_length: int | None, batch: int, **options,
 ) -> float:  # fmt: skip
     """Prefills prompts of these lengths and decodes a round; see ``SpeculativeDecoder.warmup``."""
     rows, totals = check_integer("batch", batch, 1), RunningStats()
@@ -76,7 +86,7 @@ def warm_up(
         ids = [[0] * check_integer("a prompt's length", length, 1)] * rows
         session, _ = start(
             parts.for_warmup(), token, totals, ids, max_new_tokens, has_pieces=False,
-            rounds_per_sync=1, **options,
+            max_length=max_length, rounds_per_sync=1, **options,
         )  # fmt: skip
         session.step()  # prefills
         session.step()

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Never
 
 import numpy as np
 from jax.sharding import Mesh
@@ -14,12 +14,12 @@ from jax.sharding import Mesh
 from spec_jax import decoding
 from spec_jax.config import SpeculativeConfig
 from spec_jax.config.asynchronous import AsyncSpecConfig
-from spec_jax.contracts import Drafter, Rule
+from spec_jax.contracts import Drafter, Observer, Rule
 from spec_jax.engine import call, request, stats
 from spec_jax.engine.cancellation import CancellationToken, RowCancellation
 from spec_jax.engine.engine import Engine
 from spec_jax.engine.parts import make_parts
-from spec_jax.engine.request import Messages, Prompt
+from spec_jax.engine.request import Messages, Prompt, refuse_options
 from spec_jax.engine.session import Generation
 from spec_jax.engine.stream import Stream
 from spec_jax.loading import LoadedHead, LoadedModel
@@ -58,6 +58,7 @@ class SpeculativeDecoder(Shown):
         rows are split over "data", weights and caches over "tensor". None: where the target's
         weights lie. Where draft and target are apart, ``devices`` has a mesh of each.
       is_draft_replicated: keep the draft whole on every device of its mesh.
+      observers: what watches the rounds, see ``Observer``; ``Generation.seen`` has what they saw.
 
     Attributes:
       adaptive: costs and acceptance that adaptive decoding has measured; None where K is fixed.
@@ -83,11 +84,13 @@ class SpeculativeDecoder(Shown):
         timeline: list[overlap.Span] | None = None,
         mesh: Mesh | str | None = None,
         is_draft_replicated: bool = False,
+        observers: Sequence[Observer] = (),
     ):
         self._parts = make_parts(
             target, draft, config, target_sampler=target_sampler, draft_sampler=draft_sampler,
             drafter=drafter, rule=rule, has_expected=has_expected, force_n1=force_n1,
             devices=devices, timeline=timeline, mesh=mesh, is_draft_replicated=is_draft_replicated,
+            observers=observers,
         )  # fmt: skip
         self.target, self.draft = self._parts.target, self._parts.draft
         self.target_sampler = self._parts.target_sampler
@@ -185,16 +188,20 @@ class SpeculativeDecoder(Shown):
         """Returns what is compiled for these samplers: target, drafter, rule and K."""
         return self._parts.system(self.target_sampler if samplers is None else samplers)
 
-    def engine(self, samplers: Samplers | None = None) -> Engine:
+    def engine(
+        self, samplers: Samplers | None = None, observers: tuple[Observer, ...] = ()
+    ) -> Engine:
         """Returns what runs one generation: ``prefill``, ``insert`` and ``generate`` on arrays.
 
         Args:
           samplers: of the target; by default the decoder's.
+          observers: beside the decoder's.
 
         Raises:
           ConfigError: the rule cannot serve their temperature.
         """
-        return self._parts.engine(self.target_sampler if samplers is None else samplers)
+        samplers = self.target_sampler if samplers is None else samplers
+        return self._parts.engine(samplers, observers)
 
     def params(self, batch: int | None = None) -> dict:
         """Returns ``{"target": ..., "draft": ...}``, see ``Engine.params``."""
@@ -216,7 +223,7 @@ class SpeculativeDecoder(Shown):
         max_new_tokens: int | None = None,
         *,
         messages: Messages | Sequence[Messages] | None = None,
-        max_tokens: int | None = None,
+        max_length: int | None = None,
         stop: str | Sequence[str] = (),
         stop_tokens: Sequence[int] | None = None,
         sampler: Samplers | None = None,
@@ -226,25 +233,32 @@ class SpeculativeDecoder(Shown):
         cancellation_token: CancellationToken | Sequence[CancellationToken] | None = None,
         rounds_per_sync: int | None = None,
         pad_to: int = 0,
+        logprobs: bool = False,
         has_progress: bool | None = None,
+        **unknown: Never,
     ) -> Generation | list[Generation]:
         """Decodes one prompt, or a batch of them at once.
 
-        A row's tokens depend on its prompt, its sampler and its seed, not on the other rows; rows
-        finish, stream and are cancelled independently. (Under a rule other than "greedy" and
-        "match" they also depend on what is drafted: with adaptive K on the Ks, with "suffix" on
-        past outputs. Their distribution does not.) This holds up to rounding: where two logits
-        nearly tie, mostly in bfloat16, another size of the batch, or speculative in place of
-        plain decoding, may take the other token, since a program of other shapes rounds in
-        another order. ``experiments.decode`` tells such rows from wrong ones.
+        Rows finish, stream and are cancelled independently. A row's tokens depend on its prompt,
+        its sampler and its seed, not on the other rows, and the same seed gives the same text,
+        with one exception: under rules other than "greedy" and "match", adaptive K and drafters
+        that remember earlier outputs ("suffix", a ``host_drafter`` with ``num_updates``) draft by
+        what they have learned, so the text changes, but not its distribution. After each update
+        the row's noise is new, so a seed may be used again. The first call of a new decoder with a
+        fixed K gives the same text each time; adaptive K also depends on measured times. All this
+        holds up to rounding: where two logits nearly tie, mostly in bfloat16, another size of the
+        batch, or speculative in place of plain decoding, may take the other token, since a program
+        of other shapes rounds in another order. ``experiments.decode`` tells such rows from wrong
+        ones.
 
         Args:
           prompts: a text, its ids, or a conversation; or a list of these.
-          max_new_tokens: maximum output tokens of a row, 128 by default.
+          max_new_tokens: maximum output tokens of a row, 128 by default. This is what vLLM and
+            OpenAI call max_tokens, a name that is refused here.
           messages: in place of prompts: a conversation ``[{"role": "user", "content": "Hi"}]``,
             or a list of them. The target's chat template makes prompts of them.
-          max_tokens: maximum tokens of a row, prompt and output together; in place of
-            max_new_tokens.
+          max_length: maximum tokens of a row, prompt and output together, as a model's own
+            ``max_length``; in place of max_new_tokens.
           stop: strings at which a row ends; the text is cut before them.
           stop_tokens: ids at which a row ends; by default the target's own.
           sampler: in place of the decoder's, one for all rows or one a row.
@@ -261,6 +275,7 @@ class SpeculativeDecoder(Shown):
             where somebody streams or may cancel, 8 for stop strings, else 32.
           pad_to: make room for prompts of at least this many tokens, so that calls with
             different prompts share one compiled program.
+          logprobs: return the log-probabilities of the output tokens, ``Generation.logprobs``.
           has_progress: show the tokens decoded and the time that is left. None: on a terminal or in
             a notebook, for calls of over two seconds that nobody streams.
 
@@ -273,14 +288,16 @@ class SpeculativeDecoder(Shown):
           Cancelled: every row was cancelled before its first token. (Where only some rows were,
             those return without tokens.)
           InvalidDraftError: the drafter proposed an id outside of the vocabulary, or
-            distributions that are none; the error carries every row's result.
+            distributions that are none, or the function of a ``host_drafter`` raised; the error
+            carries every row's result.
           InvalidVerdictError: likewise, the rule accepted or emitted what cannot be.
         """
+        refuse_options(unknown, self.generate)
         stream = self._stream(
-            prompts, max_new_tokens, messages=messages, max_tokens=max_tokens, stop=stop,
+            prompts, max_new_tokens, messages=messages, max_length=max_length, stop=stop,
             stop_tokens=stop_tokens, sampler=sampler, draft_sampler=draft_sampler, seeds=seeds,
             has_pieces=on_token is not None, cancellation_token=cancellation_token,
-            rounds_per_sync=rounds_per_sync, pad_to=pad_to,
+            rounds_per_sync=rounds_per_sync, pad_to=pad_to, logprobs=logprobs,
         )  # fmt: skip
         return stream.drain(on_token, has_progress)
 
@@ -295,6 +312,7 @@ class SpeculativeDecoder(Shown):
         Raises:
           PromptError, ConfigError: at once; other errors of ``generate`` come with a piece.
         """
+        refuse_options(options, self.stream, call.OPTIONS)
         return self._stream(prompts, max_new_tokens, has_pieces=True, **options)
 
     async def generate_async(
@@ -308,25 +326,28 @@ class SpeculativeDecoder(Shown):
 
         Args and errors are those of ``generate``.
         """
+        refuse_options(options, self.generate_async, call.OPTIONS)
         options = {"rounds_per_sync": 1, **options}
         stream = self._stream(prompts, max_new_tokens, has_pieces=on_token is not None, **options)
         return await stream.drain_async(on_token)
 
     def warmup(
         self, prompt_lengths: int | Sequence[int], max_new_tokens: int | None = None, *,
-        batch: int = 1, sampler: Samplers | None = None, draft_sampler: Samplers | None = None,
-        stop_tokens: Sequence[int] | None = None, pad_to: int = 0,
+        max_length: int | None = None, batch: int = 1, sampler: Samplers | None = None,
+        draft_sampler: Samplers | None = None, stop_tokens: Sequence[int] | None = None,
+        pad_to: int = 0, **unknown: Never,
     ) -> float:  # fmt: skip
         """Compiles what calls with such prompts need, so that they compile nothing.
 
         It prefills and decodes a round; with adaptive K it also compiles and times every K.
-        Statistics, past outputs and acceptance are left as they are. Programs are shared: lengths
-        up to 16, 32, 64, ... need one prefill, and any number of new tokens that fits the same
-        multiple of 128 slots one round.
+        Statistics, past outputs and acceptance are left as they are, but a ``host_drafter`` is
+        called and may learn. Programs are shared: lengths up to 16, 32, 64, ... need one prefill,
+        and any number of new tokens that fits the same multiple of 128 slots one round.
 
         Args:
           prompt_lengths: tokens of the longest prompt of a call; of several calls, all of them.
           max_new_tokens: as in ``generate``, like all arguments below.
+          max_length: in place of max_new_tokens.
           batch: rows that are decoded together.
           sampler: which features it uses is compiled in; their values are not.
           draft_sampler: likewise.
@@ -340,9 +361,10 @@ class SpeculativeDecoder(Shown):
           PromptError: a prompt and its output exceed what target or draft can hold.
           ConfigError: an argument that ``generate`` would refuse.
         """
+        refuse_options(unknown, self.warmup)
         lengths = [prompt_lengths] if np.ndim(prompt_lengths) == 0 else prompt_lengths
         return call.warm_up(
-            self._parts, self._token, lengths, max_new_tokens, batch, sampler=sampler,
+            self._parts, self._token, lengths, max_new_tokens, max_length, batch, sampler=sampler,
             draft_sampler=draft_sampler, stop_tokens=stop_tokens, pad_to=pad_to,
         )  # fmt: skip
 
@@ -360,7 +382,8 @@ class SpeculativeDecoder(Shown):
 
     def output_limits(
         self, ids: Sequence[Sequence[int]], max_new_tokens: int | None = None,
-        max_tokens: int | None = None,
+        max_length: int | None = None, **unknown: Never,
     ) -> list[int]:  # fmt: skip
         """Maximum output tokens of each row, see ``generate``; by default the config's limit."""
-        return request.output_limits(ids, max_new_tokens, max_tokens, self._parts.max_tokens)
+        refuse_options(unknown, self.output_limits)
+        return request.output_limits(ids, max_new_tokens, max_length, self._parts.max_length)

@@ -46,6 +46,11 @@ class Engine:
         self._adaptive, self._loop = adaptive, loop
         self._runner: AdaptiveRunner | None = None
 
+    @property
+    def num_ahead(self) -> int:
+        """How many drafts the drafter may be ahead of what is emitted, 0 to K - 1."""
+        return 0 if self._loop is decoding else self.system.num_draft - 1
+
     def params(self, batch: int | None = None, num_draft: int | None = None) -> dict[str, Any]:
         """Returns ``{"target": ..., "draft": ...}``, laid out for this many rows.
 
@@ -59,7 +64,7 @@ class Engine:
         if self.system.num_draft > 0 and self._draft is not None:
             draft = self._draft.draft_params(target, batch, K, self.system.drafter.tree)
         elif self.system.num_draft > 0 and self._history is not None:
-            draft = self._history.tokens
+            draft = self._history.params
         return {"target": target, "draft": draft}
 
     def prefill(self, request: Request) -> DecodeState:

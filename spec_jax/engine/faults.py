@@ -22,13 +22,18 @@ _ERRORS = {
 }
 
 
-def describe(finish: Finish, system: System) -> str | None:
+def describe(
+    finish: Finish, system: System, raised: Exception | None = None
+) -> str | None:  # fmt: skip
     """Returns what went wrong, in a sentence without its end; None for a row that ended well.
 
     Args:
       finish: why the row ended.
       system: whose drafter and rule are named.
+      raised: what the drafter's Python function raised, see ``find_raised``.
     """
+    if raised is not None:
+        return f"drafter {system.drafter.name!r} raised {type(raised).__name__}: {raised}"
     drafter, rule = f"drafter {system.drafter.name!r}", f"rule {system.rule.name!r}"
     return {
         Finish.NAN_TARGET:
@@ -47,29 +52,61 @@ def describe(finish: Finish, system: System) -> str | None:
     }.get(finish)  # fmt: skip
 
 
-def error_of(rows: Sequence[Any], system: System) -> Exception | None:
+def error_of(
+    rows: Sequence[Any], system: System, prefixes: Sequence[Sequence[int]], num_ahead: int = 0
+) -> Exception | None:
     """Returns the error that a call raises because of its rows, and logs other faults.
 
     Args:
       rows: every ``Generation`` of the call.
       system: what decoded them.
+      prefixes: the ids of prompt and output of each row.
+      num_ahead: how many drafts the drafter may be ahead of the output.
 
     Returns:
-      An ``InvalidDraftError`` or ``InvalidVerdictError`` that holds the rows, or None.
+      An ``InvalidDraftError`` or ``InvalidVerdictError`` that holds the rows, or None. What a
+      drafter's Python function raised is its ``__cause__``.
     """
     reasons = [Finish[row.finish_reason.upper()] for row in rows]
+    groups: dict[tuple, list[int]] = {}
+    causes = {}
+    for i, finish in enumerate(reasons):
+        if describe(finish, system) is not None:
+            raised = find_raised(finish, system, prefixes[i], num_ahead)
+            key = (finish, raised and (type(raised), str(raised)))
+            groups.setdefault(key, []).append(i)
+            causes.setdefault(key, raised)
+    # What a function raised comes first: it says more than what the loop saw.
     error = None
-    for finish in dict.fromkeys(reasons):
-        text = describe(finish, system)
-        if text is None:
-            continue
-        where = f"{text}, in rows {[i for i, reason in enumerate(reasons) if reason == finish]}"
+    for key in sorted(groups, key=lambda key: causes[key] is None):
+        finish, raised = key[0], causes[key]
+        text = f"{describe(finish, system, raised)}, in rows {groups[key]}"
         if finish not in _ERRORS:
-            _log.warning("%s; those rows stopped there", where)
+            _log.warning("%s; those rows stopped there", text)
         elif error is None:
+            if raised is not None:
+                first = groups[key][0]
+                text += f" (row {first} after {len(prefixes[first])} tokens of prompt and output)"
             error = _ERRORS[finish](
-                f"{where}; those rows stopped there; all rows' tokens are in this error's "
+                f"{text}; those rows stopped there; all rows' tokens are in this error's "
                 "`generations`",
                 rows,
             )
+            error.__cause__ = raised
     return error
+
+
+def find_raised(
+    finish: Finish, system: System, prefix: Sequence[int], num_ahead: int = 0
+) -> Exception | None:
+    """Returns what a drafter's Python function raised and so ended a row, or None.
+
+    Args:
+      finish: why the row ended.
+      system: what decoded it.
+      prefix: the ids of its prompt and output.
+      num_ahead: how many drafts the drafter may be ahead of the output.
+    """
+    if finish != Finish.INVALID_DRAFT or system.drafter.find_error is None:
+        return None
+    return system.drafter.find_error(tuple(map(int, prefix)), num_ahead)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from spec_jax import decoding, named
 from spec_jax.config import GREEDY_BELOW, SamplerConfig, SpeculativeConfig
 from spec_jax.config.asynchronous import AsyncSpecConfig
-from spec_jax.contracts import Drafter, Model, Rule
+from spec_jax.contracts import Drafter, Model, Observer, Rule
 from spec_jax.drafters.common.replicated import replicated
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.drafters.suffix import History
@@ -22,6 +22,7 @@ from spec_jax.engine.engine import Engine
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel, check_loaded
 from spec_jax.meshes import mesh_text
+from spec_jax.models.caches.rewriting import warn_if_rewritten
 from spec_jax.parallel import overlap
 from spec_jax.rules import make_rule
 from spec_jax.sampling import Samplers, check_samplers, highest_temperature
@@ -43,12 +44,13 @@ class Parts(Shown):
       target_sampler: how the target's tokens are drawn, where a call does not say.
       draft_sampler: how drafts are drawn; None: as the target's tokens.
       has_expected: record the rule's closed-form acceptance.
-      max_tokens: maximum tokens of a row, prompt and output together, or None.
+      max_length: maximum tokens of a row, prompt and output together, or None.
       history: past outputs that the drafter copies from, or None.
       adaptive: what adaptive decoding has measured; None where K is fixed.
       loop: what decodes: ``decoding``, or an ``overlap.Overlap``.
       is_fallback: drafts were asked for, and the target cannot rewind.
       mesh: where the programs run; None: on the device of the weights, or overlapped.
+      observers: what watches the rounds.
     """
 
     target: LoadedModel
@@ -61,12 +63,13 @@ class Parts(Shown):
     target_sampler: Samplers
     draft_sampler: Samplers | None
     has_expected: bool
-    max_tokens: int | None
+    max_length: int | None
     history: History | None
     adaptive: AdaptiveState | None
     loop: Any
     is_fallback: bool
     mesh: Mesh | None
+    observers: tuple[Observer, ...] = ()
 
     @property
     def is_overlapped(self) -> bool:
@@ -113,17 +116,27 @@ class Parts(Shown):
                 f"rule {rule.name!r} accepts chains only; trees need 'residual', 'traversal' or "
                 "'match'"
             )
-        has_form = rule.expected_acceptance is not None and self.drafter.tree is None
-        has_expected = self.has_expected and has_form
-        system = decoding.System(self.model, self.drafter, rule, self.num_draft, has_expected)
+        observers = self.observers
+        if self.has_expected and rule.expected_acceptance and self.drafter.tree is None:
+            observers = (*observers, decoding.expected_acceptance(rule))
+        system = decoding.System(
+            self.model, self.drafter, rule, self.num_draft, observers, self.adaptive is not None
+        )
         if self.is_overlapped:
             overlap.check(system)
         return system
 
-    def engine(self, samplers: Samplers) -> Engine:
-        """Returns what runs one generation with these samplers of the target."""
+    def engine(self, samplers: Samplers, observers: tuple[Observer, ...] = ()) -> Engine:
+        """Returns what runs one generation.
+
+        Args:
+          samplers: of the target.
+          observers: of this generation, beside the decoder's.
+        """
+        system = self.system(samplers)
+        system = system._replace(observers=(*system.observers, *observers))
         return Engine(
-            self.system(samplers), self.target, self.draft, self.history, self.adaptive,
+            system, self.target, self.draft, self.history, self.adaptive,
             self.loop, self.is_fallback, self.mesh,
         )  # fmt: skip
 
@@ -162,7 +175,7 @@ def make_parts(
     draft_sampler: Samplers | None, drafter: Drafter | Callable | str | None,
     rule: Rule | Callable | str | None, has_expected: bool, force_n1: bool,
     devices: overlap.Devices | None, timeline: list[overlap.Span] | None,
-    mesh: Mesh | str | None, is_draft_replicated: bool,
+    mesh: Mesh | str | None, is_draft_replicated: bool, observers: Sequence[Observer],
 ) -> Parts:  # fmt: skip
     """Resolves the arguments of ``SpeculativeDecoder``.
 
@@ -181,12 +194,12 @@ def make_parts(
     where, target, draft, is_draft_whole = assemble.place(
         target, draft, mesh, devices, is_draft_replicated
     )
-    max_tokens = None
+    max_length = None
     if isinstance(config, AsyncSpecConfig):
         if target_sampler is not None or draft_sampler is not None:
             raise ConfigError("samplers stand in the AsyncSpecConfig; give them once, there")
         target_sampler, draft_sampler = config.target_sampler, config.draft_sampler
-        force_n1, max_tokens = force_n1 or config.force_n1, config.max_tokens
+        force_n1, max_length = force_n1 or config.force_n1, config.max_tokens
         method = "standalone" if draft is None else draft.method
         has_drafts = not force_n1 or draft is not None or drafter is not None
         config = SpeculativeConfig(method, config.spec_k) if has_drafts else None
@@ -211,16 +224,44 @@ def make_parts(
     is_adaptive = config is not None and config.is_adaptive
     is_fallback = config is not None and not (force_n1 or target.model.can_rewind)
     is_apart = devices is not None and not (force_n1 or is_fallback)
+    states = {"target": (target.model.init_cache, target.params)}
+    if draft is not None and not (force_n1 or is_fallback):
+        is_head = isinstance(draft, LoadedHead)
+        weights = {"head": draft.params, "target": target.params} if is_head else draft.params
+        states["draft"] = (drafts.init, weights)
+    warn_if_rewritten(states, stacklevel=4)
     loop = overlap.make_loop(devices, timeline, stacklevel=4) if is_apart else decoding
     parts = Parts(
         target, draft, model, drafts, config, rule, drafter and drafter.name, target_sampler,
-        draft_sampler, has_expected, max_tokens, history,
+        draft_sampler, has_expected, max_length, history,
         AdaptiveState(config.buckets) if is_adaptive else None, loop, is_fallback,
-        where if loop is decoding else None,
+        where if loop is decoding else None, check_observers(observers),
     )  # fmt: skip
     _check(parts)
     parts.system(target_sampler)  # a strategy or a rule that cannot be is refused here
     return parts.without_drafts() if force_n1 or is_fallback else parts
+
+
+def check_observers(observers: Sequence[Observer]) -> tuple[Observer, ...]:
+    """Returns the observers of a decoder, checked.
+
+    Raises:
+      ConfigError: something else, a name that stands twice or is the package's own, or an observer
+        of all rows together.
+    """
+    names = ["logprobs", "expected"]
+    for observer in observers:
+        if not isinstance(observer, Observer):
+            raise ConfigError(f"observers hold {observer!r:.200}; expected spec_jax.Observer(...)")
+        if observer.name in names:
+            raise ConfigError(f"two observers are called {observer.name!r}; rename one")
+        if not observer.is_by_row:
+            raise ConfigError(
+                f"observer {observer.name!r} watches all rows together, and a decoder returns "
+                "rows; give it to decoding.generate: decoder.system()._replace(observers=...)"
+            )
+        names.append(observer.name)
+    return tuple(observers)
 
 
 def _check(parts: Parts) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ from spec_jax.config import check_integer
 from spec_jax.data.conversations import Encoder
 from spec_jax.data.records import parse_record
 from spec_jax.decoding import System
-from spec_jax.errors import ConfigError, PromptError
+from spec_jax.errors import ConfigError, PromptError, did_you_mean
 from spec_jax.loading import LoadedModel
 from spec_jax.sampling import Sampler
 
@@ -117,13 +118,20 @@ def encode_all(
         prompts = messages
     if not isinstance(prompts, (str, Sequence, np.ndarray, jax.Array)):
         raise PromptError(f"the prompt {prompts!r} is neither text, ids, nor a list of these")
-    is_single = isinstance(prompts, str) or (
-        len(prompts) > 0 and not isinstance(prompts[0], str) and np.ndim(prompts[0]) == 0
-    )
+    is_single = is_one_prompt(prompts)
     ids = [encode(target, p) for p in ([prompts] if is_single else prompts)]
     if not ids:
         raise PromptError("the batch is empty; decoding needs at least one prompt")
     return ids, is_single
+
+
+def is_one_prompt(prompts: Any) -> bool:
+    """Whether this is a prompt by itself, not a collection of them: a text, ids or messages."""
+    if isinstance(prompts, str):
+        return True
+    if not isinstance(prompts, (Sequence, np.ndarray, jax.Array)) or len(prompts) == 0:
+        return False
+    return not isinstance(prompts[0], (str, Sequence)) and np.ndim(prompts[0]) == 0
 
 
 def _is_conversation(prompt: Any) -> bool:
@@ -131,8 +139,46 @@ def _is_conversation(prompt: Any) -> bool:
     return is_list and len(prompt) > 0 and all(isinstance(m, Mapping) for m in prompt)
 
 
+def refuse_options(
+    options: Mapping[str, Any], function: Callable[..., Any], known: Collection[str] = ()
+) -> None:
+    """Refuses the keyword arguments that a function does not take.
+
+    Args:
+      options: the ``**options`` of a call.
+      function: what the caller called; its name and parameters are in the message.
+      known: what ``options`` may hold.
+
+    Raises:
+      ConfigError: ``max_tokens`` is among them; the message has the names to choose from.
+      TypeError: there are others.
+    """
+    unknown = [name for name in options if name not in known]
+    if "max_tokens" in unknown:
+        raise ConfigError(ambiguous_limit("max_tokens", "max_new_tokens", "max_length"))
+    for name in unknown:
+        parameters = inspect.signature(function).parameters.values()
+        stated = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+        hint = did_you_mean(name, [*stated, *known])
+        raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}")
+
+
+def ambiguous_limit(name: str, of_output: str, of_both: str) -> str:
+    """Returns why the name of a limit is refused.
+
+    Args:
+      name: the name that was given.
+      of_output: the name of the limit of the output.
+      of_both: the name of the limit of prompt and output together.
+    """
+    return (
+        f"{name} is ambiguous here; name {of_output}, which counts the output alone (what vLLM "
+        f"and OpenAI call max_tokens), or {of_both}, which counts prompt and output together"
+    )
+
+
 def output_limits(
-    prompts: Sequence[Sequence[int]], max_new_tokens: int | None, max_tokens: int | None,
+    prompts: Sequence[Sequence[int]], max_new_tokens: int | None, max_length: int | None,
     default: int | None,
 ) -> list[int]:  # fmt: skip
     """Maximum output tokens of each row.
@@ -140,27 +186,32 @@ def output_limits(
     Args:
       prompts: ids of every row.
       max_new_tokens: of the output, or None.
-      max_tokens: of prompt and output together, or None.
-      default: ``max_tokens`` where neither is given; None: 128 new ones.
+      max_length: of prompt and output together, or None.
+      default: ``max_tokens`` of the decoder's config, which counts like ``max_length`` and holds
+        where neither is given; None: 128 new ones.
 
     Raises:
       ConfigError: both are given, or no integer above 0.
       PromptError: a prompt leaves no room for output.
     """
-    if max_new_tokens is not None and max_tokens is not None:
-        raise ConfigError("max_new_tokens and max_tokens are given; name one of them")
-    if max_new_tokens is None and max_tokens is None:
-        max_tokens = default
-    if max_tokens is None:
+    if max_new_tokens is not None and max_length is not None:
+        raise ConfigError(
+            f"max_new_tokens is {max_new_tokens} (the output alone) and max_length {max_length} "
+            "(prompt and output together); name one of them"
+        )
+    name, limit = "max_length", max_length
+    if max_new_tokens is None and max_length is None:
+        name, limit = "max_tokens of the decoder's config", default
+    if limit is None:
         limit = _MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens
         return [check_integer("max_new_tokens", limit, 1)] * len(prompts)
     longest = max(map(len, prompts))
-    if longest >= check_integer("max_tokens", max_tokens, 1):
+    if longest >= check_integer(name, limit, 1):
         raise PromptError(
-            f"a prompt of {longest} tokens leaves no room for output: max_tokens is "
-            f"{max_tokens}, prompt and output together"
+            f"a prompt of {longest} tokens leaves no room for output: {name} is {limit}, prompt "
+            "and output together"
         )
-    return [max_tokens - len(prompt) for prompt in prompts]
+    return [limit - len(prompt) for prompt in prompts]
 
 
 class Request(NamedTuple):

@@ -7,7 +7,7 @@ import functools
 import operator
 import threading
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -31,6 +31,19 @@ from spec_jax.show.summary import Shown, cut
 _ROUNDS_TO_STOPS, ROUNDS_UNWATCHED = 8, 32
 
 
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities of a row's output tokens under the target, in nats.
+
+    Attributes:
+      raw: by the model.
+      processed: after all sampling parameters, of the distribution that the token was drawn from;
+        0 at temperature 0.
+    """
+
+    raw: tuple[float, ...]
+    processed: tuple[float, ...]
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Generation(Shown):
     """What one prompt produced; ``str`` of it is its text.
@@ -46,6 +59,8 @@ class Generation(Shown):
         ``faults``).
       stats: counts of this row; times are the batch's, in ``SpeculativeDecoder.stats``.
       trace: where each token came from, and which drafts were rejected.
+      logprobs: of each token, if they were asked for.
+      seen: what the decoder's observers saw, by their names: the arrays of this row.
     """
 
     text: str | None
@@ -53,6 +68,8 @@ class Generation(Shown):
     finish_reason: str
     stats: Stats
     trace: Trace | None = dataclasses.field(default=None, compare=False)
+    logprobs: TokenLogprobs | None = dataclasses.field(default=None, compare=False)
+    seen: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
 
     def __str__(self) -> str:
         return repr(self) if self.text is None else self.text
@@ -146,7 +163,7 @@ class Session:
                 raise
 
     @property
-    def max_tokens(self) -> int:
+    def max_new_tokens(self) -> int:
         """Maximum output tokens of all rows together."""
         return int((self._request.limits - self._request.lengths).sum())
 
@@ -256,7 +273,11 @@ class Session:
         self._totals.add(functools.reduce(operator.add, (row.stats for row in self._rows), times))
         for row in self._rows:
             self._engine.remember(row.tokens)
-        self._error = faults.error_of(self._rows, system)
+        prefixes = [
+            record.tokens[row, : record.prompt_length[row] + (record.kind[row] > 0).sum()]
+            for row in range(len(self._rows))
+        ]
+        self._error = faults.error_of(self._rows, system, prefixes, self._engine.num_ahead)
 
 
 def collect(record: decoding.Record, tracker: TextTracker, row: int, depth: int) -> Generation:
@@ -272,7 +293,13 @@ def collect(record: decoding.Record, tracker: TextTracker, row: int, depth: int)
     ids = tokens[begin : begin + int((kind > 0).sum())].tolist()
     n, text, finish = tracker.result(row, ids, Finish(int(record.finish)))
     kept = slice(begin, begin + n)
-    expected = None if record.expected is None else record.expected[kept]
+    seen = dict(record.seen)
+    expected, logprobs = seen.pop("expected", None), seen.pop("logprobs", None)
+    expected = None if expected is None else expected[kept]
+    if logprobs is not None:
+        logprobs = TokenLogprobs(
+            *(tuple(x[kept].tolist()) for x in (logprobs.raw, logprobs.processed))
+        )
     trace = Trace.of(
         kind[kept], record.offered[kept], record.rejected[kept], expected, tokens[:begin],
         tracker.tokenizer,
@@ -283,4 +310,6 @@ def collect(record: decoding.Record, tracker: TextTracker, row: int, depth: int)
         finish_reason=finish.name.lower(),
         stats=row_stats(kind[kept], record.offered[kept], depth, expected),
         trace=trace,
+        logprobs=logprobs,
+        seen=seen,
     )

@@ -14,7 +14,8 @@ Conventions.
   reached    drafts whose predecessors were all accepted; the rule never looks at later ones.
   n1_fallbacks  rows decoded one token a pass although drafts were asked for, because the target
              cannot undo a rejected token; ``force_n1`` asks for none.
-  tau        tokens emitted a round, the target's own included: 1 + accepted drafts.
+  tau        mean acceptance length: tokens emitted a round, the target's own included, so
+             1 + accepted drafts.
   compile_s  time in which programs were compiled, or read from the compilation cache: once for
              each shape, see ``SpeculativeDecoder.warmup``. With adaptive K also the first timing
              of each K. No part of prefill_s and decode_s, nor of any rate.
@@ -92,7 +93,7 @@ class Stats(Shown):
 
     @property
     def tau(self) -> float:
-        """Mean tokens a round; NaN before the first round."""
+        """Mean acceptance length: tokens a round on average; NaN before the first round."""
         return _ratio(self.emitted - self.first, self.rounds)
 
     @property

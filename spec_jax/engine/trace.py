@@ -85,7 +85,7 @@ class Trace:
             if self.offered[i] >= 0:
                 number, place, count = number + 1, 0, self.offered[i]
             place += 1
-            kind = self.kinds[i]
+            kind = "target" if self.kinds[i] == "bonus" and not count else self.kinds[i]
             hint = f"token {i + 1}, id {tokens[i]}: {page.MEANING[kind]}"
             if number:
                 hint += f"; round {number}"

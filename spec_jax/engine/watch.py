@@ -36,5 +36,5 @@ def watched(
         done, running = session.progress()
         bar.step(f"{running} rows running", done - bar.num_done)
 
-    with Progress(session.max_tokens, "tokens", every_s=_EVERY_S, delay_s=delay_s) as bar:
+    with Progress(session.max_new_tokens, "tokens", every_s=_EVERY_S, delay_s=delay_s) as bar:
         yield look

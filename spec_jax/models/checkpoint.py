@@ -16,12 +16,19 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 
 from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.models.checks import integers_of
 from spec_jax.models.families import AnyConfig, family_of, read_config
 from spec_jax.models.files import write_json, write_once
 from spec_jax.models.params import Params, assemble, declared, outer_table, placement, walk
 from spec_jax.models.parts import Part, Tensor, read_onto, stack
 from spec_jax.models.specs import ParamSpec
-from spec_jax.models.tensors import StrictReader, on_host, open_files, save_tensors
+from spec_jax.models.tensors import (
+    StrictReader,
+    check_layers,
+    on_host,
+    open_files,
+    save_tensors,
+)
 from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.sharding import SHARDED, Rules
 
@@ -65,10 +72,12 @@ def load_pretrained(
         config = dataclasses.replace(config, scan_layers=scan_layers)
     elif scan_layers:
         raise ConfigError(f"scan_layers: the layers of {directory} are never stacked")
-    where = None if mesh is None else placement(str(directory), config, mesh, rules)
     with contextlib.ExitStack() as files:
         source = open_files(directory, files)
+        check_layers(directory, config.num_hidden_layers, len(source.names()))
+        where = None if mesh is None else placement(str(directory), config, mesh, rules)
         tensors = StrictReader(directory, source)
+        tensors.sizes = integers_of(config)
         is_twice = config.tie_word_embeddings and _HEAD in tensors.left
         ends = _equal_ends(directory, tensors, config).astype(dtype) if is_twice else None
         weights = assemble(

@@ -10,6 +10,19 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
 from spec_jax.errors import ConfigError
+from spec_jax.models.checks import (
+    NO_TOKEN,
+    as_declared,
+    check_fields,
+    check_ranges,
+    check_sizes,
+    check_stop_tokens,
+    check_supported,
+    is_number,
+    shown,
+    stated_flag,
+    stated_object,
+)
 from spec_jax.show.summary import short_repr
 
 MODEL_TYPES = {
@@ -20,40 +33,27 @@ MODEL_TYPES = {
 ALIASES = {"mimo": "qwen2", "mistral": "llama"}  # the same layers under another name
 T = TypeVar("T")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
-
-def _check_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{name} is {value!r}; expected a number")
-
-
-def check_sizes(config: Any, *names: str) -> None:
-    """Raises a ConfigError if one of these fields is not a positive integer."""
-    for name in names:
-        value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} is {value!r}; expected a positive integer")
-
-
-def check_supported(hf: Mapping[str, Any], **expected: Any) -> None:
-    """Raises a ConfigError if a key of a config.json has another value than the expected one."""
-    for name, value in expected.items():
-        if (hf.get(name) or value) != value:
-            raise ConfigError(f"{name} {hf[name]!r} is not supported; expected {value!r}")
+EPS_RANGE = (0, 1)  # of the epsilon of a norm
+# What float32 frequencies can be computed from.
+_ROPE_RANGES = {
+    "rope_theta": (2, 1e30), "factor": (1e-6, 1e6), "attention_factor": (1e-6, 1e6),
+    "low_freq_factor": (1e-6, 1e6), "high_freq_factor": (1e-6, 1e6), "beta_fast": (1e-6, 1e6),
+    "beta_slow": (1e-6, 1e6), "mscale": (0, 1e6), "mscale_all_dim": (0, 1e6),
+}  # fmt: skip
 
 
 def _check_sees_all(hf: Mapping[str, Any]) -> None:
     """Raises a ConfigError if a layer attends to a sliding window of tokens instead of all."""
     kinds, window = hf.get("layer_types"), hf.get("sliding_window")
     if kinds is not None and not isinstance(kinds, (list, tuple)):
-        raise ConfigError(f"layer_types is {kinds!r}; expected a list")
+        raise ConfigError(f"layer_types is {shown(kinds)}; expected a list")
     others = sorted({str(kind) for kind in kinds or ()} - {"full_attention"})
     if others:
-        said = f"layer_types names {', '.join(others)}"
+        said = f"layer_types names {', '.join(others):.80}"
     elif hf["model_type"] == "mistral" and hf.get("sliding_window", 4096) is not None:
-        said = f"sliding_window is {hf.get('sliding_window', 'absent, which means 4096')}"
-    elif hf.get("use_sliding_window") and kinds is None and _has_window_layers(hf):
-        said = f"use_sliding_window is set, with sliding_window {window!r}"
+        said = f"sliding_window is {hf.get('sliding_window', 'absent, which means 4096')!s:.80}"
+    elif stated_flag(hf, "use_sliding_window") and kinds is None and _has_window_layers(hf):
+        said = f"use_sliding_window is set, with sliding_window {shown(window)}"
     else:
         return
     longest = hf.get("max_position_embeddings")
@@ -76,8 +76,14 @@ def _has_window_layers(hf: Mapping[str, Any]) -> bool:
 
 
 def eos_tuple(value: Any) -> tuple[int, ...]:
-    """Returns ``eos_token_id`` as a tuple, whether none, one or several are given."""
-    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
+    """Returns ``eos_token_id`` as a tuple, whether none (also written as -1), one or several.
+
+    Raises:
+      ConfigError: one of them is no id.
+    """
+    check_stop_tokens(value, None)
+    ids = value if isinstance(value, (list, tuple)) else () if value is None else (value,)
+    return tuple(dict.fromkeys(token for token in ids if token != NO_TOKEN))
 
 
 def eos_spelling(eos: tuple[int, ...]) -> int | list[int] | None:
@@ -107,12 +113,18 @@ class RopeConfig:
     def __post_init__(self):
         if self.rope_type not in ROPE_TYPES:
             raise ConfigError(
-                f"rope_type {self.rope_type!r} is not supported; known: {', '.join(ROPE_TYPES)}"
+                f"rope_type {shown(self.rope_type)} is not supported; known: "
+                f"{', '.join(ROPE_TYPES)}"
             )
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if "float" in field.type and value is not None:
-                _check_number(field.name, value)
+        check_ranges(self, **_ROPE_RANGES)
+        check_fields(self)
+        if self.original_max_position_embeddings is not None:
+            check_sizes(self, "original_max_position_embeddings")
+        if self.rope_type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise ConfigError(
+                f"low_freq_factor is {self.low_freq_factor} and high_freq_factor "
+                f"{self.high_freq_factor}; expected the first to be smaller"
+            )
         needs_length = self.rope_type in ("llama3", "yarn")
         if needs_length and self.original_max_position_embeddings is None:
             raise ConfigError(
@@ -131,14 +143,12 @@ class RopeConfig:
         """
         raw = {}
         for name in ("rope_scaling", "rope_parameters"):
-            said = hf.get(name) or {}
-            if not isinstance(said, Mapping):
-                raise ConfigError(f"{name} is {said!r}; expected an object")
-            raw.update(said)
-        raw.setdefault("rope_theta", hf.get("rope_theta") or cls.rope_theta)
-        raw["rope_type"] = raw.pop("rope_type", None) or raw.pop("type", None) or "default"
-        raw.pop("type", None)
-        if raw.get("partial_rotary_factor") == 1.0:
+            raw.update(stated_object(hf, name))
+        raw.setdefault("rope_theta", hf.get("rope_theta"))
+        older = raw.pop("type", None)
+        stated = [x for x in (raw.get("rope_type"), older) if x is not None]
+        raw["rope_type"] = stated[0] if stated else "default"
+        if is_number(raw.get("partial_rotary_factor")) and raw["partial_rotary_factor"] == 1:
             del raw["partial_rotary_factor"]
         if raw["rope_type"] == "yarn":
             # Without an original length, the maximum length of the model is meant.
@@ -148,12 +158,12 @@ class RopeConfig:
         unknown = sorted(set(raw) - known)
         if unknown:
             raise ConfigError(
-                f"rope parameters {', '.join(unknown)} are not supported for rope_type "
-                f"{raw['rope_type']!r}"
+                f"rope parameters {', '.join(unknown):.80} are not supported for rope_type "
+                f"{shown(raw['rope_type'])}"
             )
         if raw["rope_type"] in ROPE_TYPES[1:] and raw.get("factor") is None:
-            raise ConfigError(f"rope_type {raw['rope_type']!r} needs a factor")
-        return cls(**{k: v for k, v in raw.items() if v is not None})
+            raise ConfigError(f"rope_type {shown(raw['rope_type'])} needs a factor")
+        return cls(**as_declared(cls, {k: v for k, v in raw.items() if v is not None}))
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the fields that this ``rope_type`` uses, as ``rope_parameters`` holds them."""
@@ -195,11 +205,17 @@ def from_fields(cls: type[T], hf: Mapping[str, Any], *left_out: str) -> T:
       ConfigError: a field is missing or wrong.
     """
     names = [field.name for field in dataclasses.fields(cls) if field.name not in left_out]
+    read = {n: hf[n] for n in names if n != "rope" and hf.get(n) is not None}
+    is_needed = lambda field: field.default is field.default_factory is dataclasses.MISSING
+    missing = {field.name for field in filter(is_needed, dataclasses.fields(cls))} - set(read)
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise ConfigError(f"{', '.join(sorted(missing))} {verb} missing")
+    read = as_declared(cls, read)
     try:
-        read = {n: hf[n] for n in names if n != "rope" and hf.get(n) is not None}
         return cls(**read, **({"rope": RopeConfig.from_hf(hf)} if "rope" in names else {}))
     except TypeError as error:
-        raise ConfigError(f"config.json is incomplete: {error}") from error
+        raise ConfigError(f"a value has a wrong type: {error}") from error
 
 
 class EqualHeads:
@@ -229,7 +245,6 @@ class PartialRotary(EqualHeads):
 
     def check_rotary(self) -> None:
         """Raises a ConfigError if the part is empty, odd or larger than the head."""
-        _check_number("partial_rotary_factor", self.partial_rotary_factor)
         if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
             raise ConfigError(
                 f"partial_rotary_factor {self.partial_rotary_factor} turns {self.rotary_dim} of "
@@ -284,13 +299,16 @@ class ModelConfig(EqualHeads):
         set_ = lambda name, value: object.__setattr__(self, name, value)
         if self.model_type not in self.architectures:
             known = ", ".join(self.architectures)
-            raise ConfigError(f"model_type {self.model_type!r} is not supported; known: {known}")
+            raise ConfigError(
+                f"model_type {shown(self.model_type)} is not supported; known: {known}"
+            )
         check_sizes(
             self, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
             "num_attention_heads", "max_position_embeddings",
             *(n for n in ("num_key_value_heads", "head_dim") if getattr(self, n) is not None),
         )  # fmt: skip
-        _check_number("rms_norm_eps", self.rms_norm_eps)
+        check_fields(self)
+        check_ranges(self, rms_norm_eps=EPS_RANGE)
         if self.num_key_value_heads is None:
             set_("num_key_value_heads", self.num_attention_heads)
         if self.num_attention_heads % self.num_key_value_heads:
@@ -337,7 +355,7 @@ class ModelConfig(EqualHeads):
         kind = ALIASES.get(kind, kind) if isinstance(kind, str) else kind
         if kind not in list(cls.architectures):
             known = ", ".join([*cls.architectures, *ALIASES])
-            raise ConfigError(f"model_type {kind!r} is not supported; known: {known}")
+            raise ConfigError(f"model_type {shown(kind)} is not supported; known: {known}")
         check_supported(hf, hidden_act="silu")
         _check_sees_all(hf)
         if hf["model_type"] == "mistral":  # its own default

@@ -2,14 +2,67 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from spec_jax import processes
 from spec_jax.errors import ConfigError, WeightsError
+
+MAX_DEPTH = 100  # of JSON: what walks over a value may recurse so deeply
+_TOO_DEEP = f"objects and lists are nested over {MAX_DEPTH} levels deep"
+MAX_BYTES = 1 << 29  # of a file that is read at once
+
+
+def parse_json(text: str) -> Any:
+    """Parses a JSON text of bounded depth.
+
+    Raises:
+      ValueError: it is not JSON, or nested too deeply, see ``check_depth``.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    check_depth(value)
+    return value
+
+
+def check_depth(value: Any) -> None:
+    """Raises a ValueError if JSON objects and lists are nested over ``MAX_DEPTH`` levels deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [x for x in level if isinstance(x, (dict, list, tuple))]
+        if not level:
+            return
+        level = [x for one in level for x in (one.values() if isinstance(one, dict) else one)]
+    raise ValueError(_TOO_DEEP)
+
+
+def read_text(file: pathlib.Path) -> str:
+    """Reads a small text file of a directory that may come from anywhere.
+
+    Raises:
+      OSError: there is no such file, or it is a device or a pipe, which may never end.
+      ValueError: it is not UTF-8, or larger than ``MAX_BYTES``.
+    """
+    if file.exists() and not file.is_file():
+        raise OSError(f"{file} is not a regular file")
+    if (size := file.stat().st_size) > MAX_BYTES:
+        raise ValueError(f"it has {size} bytes; expected at most {MAX_BYTES}")
+    return file.read_text(encoding="utf-8")
+
+
+@contextlib.contextmanager
+def naming(file: pathlib.Path) -> Iterator[None]:
+    """Puts the name of a file before the message of a ConfigError that is raised within."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:
@@ -19,7 +72,7 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
       WeightsError: there is no such file, or it holds something else.
     """
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = parse_json(read_text(file))
     except (OSError, ValueError) as error:
         raise WeightsError(
             f"{file.parent} is no Hugging Face model directory: {file.name}: {error}"

@@ -102,4 +102,11 @@ def _load(file: pathlib.Path) -> dict[str, Any]:
     )
     if not is_sound:
         raise WeightsError(f"{file} holds something else than tensors by name")
+    for name, tensor in tensors.items():
+        if tensor.nbytes > tensor.untyped_storage().nbytes():  # the same bytes many times over
+            raise WeightsError(
+                f"{file}: tensor {name} has shape {list(tensor.shape)}, but the file holds "
+                f"{tensor.untyped_storage().nbytes()} bytes of it; expected tensors that are "
+                "stored in full"
+            )
     return tensors

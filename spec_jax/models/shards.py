@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from spec_jax.errors import WeightsError
+from spec_jax.models.checks import shown
+from spec_jax.models.files import parse_json, read_text
 from spec_jax.models.parts import Part, Tensor
 
 SINGLE = "model.safetensors"
@@ -38,15 +39,37 @@ def weight_files(directory: pathlib.Path, single: str, index: str) -> list[pathl
       index: the name of the index.
 
     Raises:
-      WeightsError: the index cannot be read.
+      WeightsError: the index cannot be read, or names a file outside of the directory.
     """
     if not (directory / index).exists():
         return [directory / single]
     try:
-        said = json.loads((directory / index).read_text(encoding="utf-8"))
-        return [directory / name for name in sorted(set(said["weight_map"].values()))]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{directory / index} is no shard index: {error!r}") from error
+        stated = parse_json(read_text(directory / index))
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{directory / index} is no shard index: {error}") from error
+    files = stated.get("weight_map") if isinstance(stated, dict) else None
+    if not isinstance(files, dict) or not files:
+        raise WeightsError(
+            f"{directory / index} is no shard index: weight_map is {shown(files)}; expected an "
+            "object with the file of each tensor"
+        )
+    for name in files.values():
+        if not isinstance(name, str) or not _is_inside(name):
+            raise WeightsError(
+                f"{directory / index}: weight_map names the file {shown(name)}; expected the name "
+                "of a file in the same directory"
+            )
+    return [directory / name for name in sorted(set(files.values()))]
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name stays in its directory on every system; what lies there may be a link.
+
+    The cache of the Hugging Face hub holds links to files elsewhere.
+    """
+    paths = pathlib.PurePosixPath(name), pathlib.PureWindowsPath(name)
+    is_plain = all(not path.anchor and path.parts and ".." not in path.parts for path in paths)
+    return is_plain and "\0" not in name
 
 
 class Shards:
@@ -68,12 +91,14 @@ class Shards:
         self._where: dict[str, tuple[Any, int, dict]] = {}  # file, its begin in it, what it is
         for path in weight_files(directory, SINGLE, INDEX):
             try:
+                if path.exists() and not path.is_file():
+                    raise OSError("it is not a regular file")
                 with safe_open(path, framework="numpy") as file:  # checks the whole header
                     names = file.keys()
                 file = stack.enter_context(open(path, "rb", buffering=0))
                 begin = 8 + int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(begin - 8))
-            except (OSError, SafetensorError) as error:
+                header = parse_json(file.read(begin - 8).decode())
+            except (OSError, ValueError, SafetensorError) as error:
                 raise WeightsError(f"{path} cannot be read as safetensors: {error}") from error
             self._where.update({name: (file, begin, header[name]) for name in names})
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import pathlib
 from collections.abc import Iterable, Sequence
@@ -40,10 +41,11 @@ class StrictReader:
 
     Attributes:
       left: names of the tensors that nobody has taken yet.
+      sizes: the integers of config.json by name, for messages about shapes.
     """
 
     def __init__(self, directory: pathlib.Path, source: Any):
-        self._directory, self._source = directory, source
+        self._directory, self._source, self.sizes = directory, source, {}
         self.left = {name for name in source.names() if not name.endswith(_DERIVED)}
 
     def tensor(self, name: str) -> Tensor:
@@ -80,10 +82,21 @@ class StrictReader:
         if tensor.shape != shape:
             raise WeightsError(
                 f"{self._directory}: tensor {name} has shape {list(tensor.shape)}; "
-                f"config.json asks for {list(shape)}"
+                f"config.json asks for {list(shape)}{self._origin(tensor.shape, shape)}"
             )
         self.left.discard(name)
         return tensor
+
+    def _origin(self, stored: tuple[int, ...], asked: tuple[int, ...]) -> str:
+        """Returns the key of config.json that asks for the first dimension that differs, or ""."""
+        size = next((b for a, b in zip(stored, asked) if a != b), None)
+        origins = [f"{name} is {value}" for name, value in self.sizes.items() if value == size]
+        origins = origins or [
+            f"{name} is {value}, times {other} {factor}"
+            for (name, value), (other, factor) in itertools.combinations(self.sizes.items(), 2)
+            if value * factor == size
+        ]
+        return f" ({origins[0]})" if len(origins) == 1 else ""
 
     def weight(self, name: str, spec: ParamSpec, dtype: DTypeLike) -> Tensor:
         """Takes the tensor of a weight.
@@ -114,7 +127,7 @@ class StrictReader:
           WeightsError: some are left; the message names them.
         """
         if self.left:
-            names = ", ".join(sorted(self.left)[:8])
+            names = ", ".join(f"{name:.80}" for name in sorted(self.left)[:8])
             raise WeightsError(f"{self._directory}: unexpected tensors {names}")
 
 
@@ -140,6 +153,25 @@ def open_files(directory: pathlib.Path, stack: contextlib.ExitStack) -> Shards |
 def open_tensors(directory: pathlib.Path, stack: contextlib.ExitStack) -> StrictReader:
     """Opens a directory's files as ``open_files`` does, to take all of their tensors."""
     return StrictReader(directory, open_files(directory, stack))
+
+
+def check_layers(directory: pathlib.Path, num_layers: int, num_tensors: int) -> None:
+    """Refuses a config.json of more layers than there are tensors, before any is declared.
+
+    Args:
+      directory: for the message.
+      num_layers: what config.json states.
+      num_tensors: how many the headers of the weights name; a layer has at least one.
+
+    Raises:
+      WeightsError: the layers cannot all be there.
+    """
+    if num_layers > num_tensors:
+        raise WeightsError(
+            f"{directory / 'config.json'}: num_hidden_layers is {num_layers}, but the weights hold "
+            f"{num_tensors} tensors, and a layer has at least one; expected the number of layers "
+            "that are stored"
+        )
 
 
 def on_host(array: ArrayLike) -> np.ndarray:

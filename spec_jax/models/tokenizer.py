@@ -12,6 +12,7 @@ import tokenizers
 
 from spec_jax.errors import WeightsError
 from spec_jax.models.detokenize import ByteRuns, Unsettled, unsettled_part
+from spec_jax.models.files import parse_json, read_text
 
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
@@ -47,17 +48,24 @@ class Tokenizer:
         if not file.exists():
             raise WeightsError(f"{directory} has no tokenizer.json")
         try:
-            backend = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
-        except Exception as error:  # the library raises a bare Exception
+            backend = tokenizers.Tokenizer.from_str(read_text(file))
+            has_ids = backend.get_vocab_size(with_added_tokens=True) > 0
+        except BaseException as error:  # the library raises a bare Exception, and Rust's panics
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise WeightsError(f"{file} cannot be read as a tokenizer: {error}") from error
+        if not has_ids:
+            raise WeightsError(f"{file} has an empty vocabulary; expected at least one token")
         config, templates = {}, {}
         file = directory / "tokenizer_config.json"
         try:
             if file.exists():
-                config = json.loads(file.read_text(encoding="utf-8"))
+                config = parse_json(read_text(file))
+                if not isinstance(config, dict):
+                    raise ValueError(f"it holds a {type(config).__name__}; expected an object")
             for name, file in _template_files(directory).items():
-                templates[name] = file.read_text(encoding="utf-8")
-        except ValueError as error:
+                templates[name] = read_text(file)
+        except (OSError, ValueError) as error:
             raise WeightsError(f"{file} cannot be read: {error}") from error
         return cls(backend, {**config, "chat_template": templates} if templates else config)
 

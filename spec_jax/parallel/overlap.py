@@ -181,6 +181,12 @@ def check(system: System) -> None:
         reason = "has no `rewind` to forget a block that is dropped"
     elif system.num_draft == 0:
         reason = "drafts nothing"
+    elif system.has_learned:
+        raise ConfigError(
+            f"drafter {drafter.name!r} drafts from earlier outputs, which overlapped drafting "
+            "supports only under 'greedy' and 'match'; take one of these, or "
+            "suffix_history_tokens=0"
+        )
     else:
         reason = None
     if not system.target.can_rewind:

@@ -88,6 +88,7 @@ def draft_block(
         side.is_greedy,
     )
     block, draft = decoding.propose(params, side.draft, context, system)
+    block = block.replace(num_updates=None)  # read by no rule that runs with a memory here
     side = side.replace(draft=draft, block=Proposal(block.tokens, block.n_draft))
     return constrain_state((block, side))
 
@@ -151,7 +152,9 @@ def accept_chain(
     rows = jnp.minimum(jnp.arange(system.num_draft + 1), ahead.n_draft[:, None])
     logits = jnp.take_along_axis(logits, rows[:, :, None], axis=1)
     chain = join_chain(ahead, block)
-    scores = decoding.score(logits, state.sampler, state.counts, chain, system.rule)
+    scores = decoding.score(
+        logits, state.sampler, state.counts, chain, is_argmax=system.rule.is_greedy
+    )
     verdict = decoding.accept(state, chain, scores, system)
     state, n_emit = decoding.emit(state, chain, scores, verdict, system, num_rows)
     is_whole = (verdict.n_accept == num_rows) & (n_emit == num_rows)

@@ -12,13 +12,14 @@ from typing import NamedTuple
 # Okabe and Ito's palette, which everyone can tell apart.
 COLORS = {
     "first": "#999999", "accepted": "#009E73", "corrected": "#D55E00", "bonus": "#0072B2",
-    "rejected": "#CC79A7",
+    "target": "#0072B2", "rejected": "#CC79A7",
 }  # fmt: skip
 MEANING = {
     "first": "sampled by prefill",
     "accepted": "drafted, and accepted by the rule",
     "corrected": "the target's, in place of a rejected draft",
     "bonus": "the target's, after drafts that were all accepted",
+    "target": "the target's, in a round without drafts",
     "rejected": "drafted, and rejected",
 }
 MAX_TOKENS = 2000  # that are shown

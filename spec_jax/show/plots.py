@@ -90,7 +90,7 @@ def plot_rounds(
         mean = (accepted + has_own).mean() if len(number) else float("nan")
         axis.set(xlabel="round", ylabel="tokens", title=f"{mean:.2f} tokens a round")
         for which in (axis.xaxis, axis.yaxis):
-            which.get_major_locator().set_params(integer=True)
+            which.get_major_locator().set_params(integer=True, min_n_ticks=1)
         axis.legend(ncols=4, loc="upper left", bbox_to_anchor=(0, -0.22), borderaxespad=0)
         return axis.figure
 
@@ -146,7 +146,7 @@ def plot_acceptance(
         right.bar(range(len(lengths)), lengths, 0.85, color=COLORS["accepted"])
         right.set(xlabel="drafts accepted", ylabel="rounds", title=f"tau {tau:.2f}, tokens a round")
         for which in (left.xaxis, right.xaxis, right.yaxis):
-            which.get_major_locator().set_params(integer=True)
+            which.get_major_locator().set_params(integer=True, min_n_ticks=1)
         return left.figure
 
 

@@ -32,13 +32,13 @@ from spec_jax.testing.mocks import (
     toy_params,
 )
 from spec_jax.testing.oracles import Row, chi_square, plain_distribution, reference_distribution
-from spec_jax.testing.record import Certificate, CertificateError, Check
+from spec_jax.testing.record import Certificate, CertificateError, Check, Range
 from spec_jax.testing.verdict import Audit, RowAudit
 
 __all__ = [
-    "Audit", "Certificate", "CertificateError", "Check", "InvariantPair", "Row", "RowAudit",
-    "STANDARD_SETTINGS", "ToyCache", "audit", "audit_outputs", "certify", "certify_decoder",
-    "certify_rule", "chi_square", "invariant_pair", "mock_model", "plain_distribution", "ragged",
-    "reference_distribution", "scripted_drafter", "slow_model", "standard_rows", "toy_model",
-    "toy_params",
+    "Audit", "Certificate", "CertificateError", "Check", "InvariantPair", "Range", "Row",
+    "RowAudit", "STANDARD_SETTINGS", "ToyCache", "audit", "audit_outputs", "certify",
+    "certify_decoder", "certify_rule", "chi_square", "invariant_pair", "mock_model",
+    "plain_distribution", "ragged", "reference_distribution", "scripted_drafter", "slow_model",
+    "standard_rows", "toy_model", "toy_params",
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -9,23 +10,29 @@ from typing import Any
 
 import numpy as np
 
-from spec_jax.contracts import Drafter, Rule
+from spec_jax.config import SuffixConfig
+from spec_jax.contracts import Drafter, Memory, Rule
+from spec_jax.drafters.suffix import History, suffix
 from spec_jax.loading import LoadedModel
 from spec_jax.named import to_rule
 from spec_jax.progress import Progress
-from spec_jax.testing.forcing import DraftDistribution, Forced, draws_as_reported
+from spec_jax.testing.forcing import DraftDistribution, Forced, draws_as_reported, parents_of
 from spec_jax.testing.loop import Loop
+from spec_jax.testing.memory import certify_memory
+from spec_jax.testing.oracles import toy_logits
 from spec_jax.testing.record import (
     Certificate,
     CertificateError,
     Check,
     ProposalError,
+    Range,
     settings_of,
     where,
 )
-from spec_jax.testing.reports import check_draws, first_drafts, force_all
+from spec_jax.testing.reports import check_draws, first_drafts, force_all, reported
 from spec_jax.testing.rounds import check_round
 from spec_jax.testing.subjects import (
+    NUM_TOKENS,
     Subject,
     certified_rows,
     make_subject,
@@ -37,10 +44,11 @@ MAX_DRAFT = 4
 _BATCH = 512  # rows drafted at once
 _MAX_OUTCOMES = 400_000  # of one enumeration
 _DRAWS = 2048  # of a drafter under each setting
-_PLACES = 512  # of each setting, in a batch of the loop
+_PLACES = 300  # of each setting, in a batch of the loop
 _FOLLOWED = 200  # of these, whose tokens are compared one by one with their distributions
 _ROUNDS = 2  # after which the states are compared, and again at the end
 _CELLS = 700  # of a chi-square test
+_REMEMBERED = 31  # tokens of past outputs
 _LENGTH = 8  # tokens that the loop decodes after the first
 
 
@@ -59,9 +67,11 @@ def certify(
     """Certifies that decoding with a rule and a drafter leaves the target's distribution as it is.
 
     The target is a toy of few tokens. The drafts, coins and last tokens of rounds of 1 to 4 drafts
-    are enumerated through the functions that the decoder calls, under twelve settings of the
-    sampling parameters; the compiled loop is tested by chi-square, and a drafter against what it
-    reports. The certificate says what was proved and what was not.
+    are enumerated through the functions that the decoder calls, under twenty-one settings of the
+    sampling parameters, with tokens that are all but sure and others that underflow float32 (see
+    ``Certificate.p`` and ``q``); the compiled loop is tested by chi-square, and a drafter against
+    what it reports. A drafter with a memory decodes prompts again with the same seeds, after it has
+    learned from them. The certificate says what was proved and what was not.
 
     Args:
       rule: a ``Rule``, a function that returns one, the name of one of the package, or
@@ -69,13 +79,14 @@ def certify(
       drafter: a ``Drafter``, a function of the target that returns one, or ``module:NAME`` of
         either. A function is called with small targets; a ``Drafter`` has the vocabulary that it
         has. By default a toy draft model, and for the rule also a deterministic drafter and a tree.
-      params: the drafter's parameters, if it has any.
+      params: the drafter's parameters, if it has any, or its ``Memory``, empty.
       draft_distribution: ``(row, output, drafted) -> f64[V]``, the distribution that the next draft
         should have, computed another way. Without it the drafter's own report is compared with its
         draws.
       trials: sequences that the loop decodes for each setting.
       alpha: smallest p-value that passes.
-      tolerance: on the largest difference of a joint probability.
+      tolerance: on the largest difference of a joint probability; for small ones in proportion to
+        what float32 may lose of them, see ``rounds.compare``.
       seed: of the toy parameters.
       has_memory: the drafter's state depends on more than the text, such as on what was accepted
         or rejected before, so it is not compared with the state after a prefill of the text.
@@ -116,16 +127,23 @@ class _Run:
         self.rule, self.stated, self.trials = rule, stated, trials
         self.alpha, self.tolerance, self.has_memory = alpha, tolerance, has_memory
         self.rows = certified_rows(is_greedy=rule.is_greedy)
+        self.memory = params if isinstance(params, Memory) else None
+        params = params if self.memory is None else self.memory.params
         self.main = make_subject(drafter, params, seed)
         self.others = [] if drafter is not None else other_drafters(rule, self.main)
         is_fixed = isinstance(drafter, Drafter) and drafter.vocab_size is not None
         self.padded = None if is_fixed else make_subject(drafter, params, seed, is_padded=True)
+        # What it remembers is out of reach, and changes from one call to the next.
+        self.is_hidden = self.main.drafter.has_memory and self.memory is None
+        self.has_memory |= self.is_hidden
         self.toy = self.main if drafter is None else make_subject(None, None, seed)
         self.is_forced = True  # the drafter draws with Context.gumbel
         self.checks: list[Check] = []
         self._since = time.perf_counter()
         self.not_proved: list[str] = []
         self.num_drafts: set[int] = set()
+        self.p: list[Range] = []  # of the target's distributions
+        self.q: list[Range] = []  # of the drafters'
         self.steps = self._coupled() if rule.is_coupled or rule.is_greedy else self._enumerable()
 
     def _add(self, what: str, method: str, **found: Any) -> None:
@@ -147,6 +165,8 @@ class _Run:
         ]
         if self.padded is not None:
             steps.append(step("a padded vocabulary", self._pad))
+        if main.drafter.has_memory or self.others:
+            steps.append(step("a memory", self._memory))
         return [*steps, step("the compiled loop", self._loop, main)]
 
     def _coupled(self) -> list[tuple[str, Callable[[], None]]]:
@@ -194,11 +214,15 @@ class _Run:
         if num_draft == 2 and subject is not self.padded and forced.proposal.probs is not None:
             self._misreport(check, forced)
         cuts = [first_drafts(forced, n) for n in range(K)] if is_cut else []
-        errors, counts = zip(*map(check, [*cuts, forced]))
+        found = [check(some) for some in (*cuts, forced)]
+        self.p += [x.p for x in found]
+        q = reported(forced, parents_of(system))
+        self.q += [] if q is None else [q]
         drafts = f"0 to {K} of {K} drafts" if is_cut else f"{K} draft{'s' * (K > 1)}"
         padding = ", whose target pads its vocabulary" if subject is self.padded else ""
         what = f"{drafts} of {name}{padding}"
-        self._add(what, "enumeration", error=max(errors), trials=sum(counts))
+        error, count = max(x.error for x in found), sum(x.num_outcomes for x in found)
+        self._add(what, "enumeration", error=error, trials=count)
 
     def _pad(self) -> None:
         """A target whose last ids only pad its vocabulary."""
@@ -210,15 +234,28 @@ class _Run:
                 f"decoder stops a row that is offered one; {error}"
             )
 
+    def _memory(self) -> None:
+        """Calls with the same prompts and seeds, between which a drafter has learned."""
+        subject, memory = self.main, self.memory
+        if not subject.drafter.has_memory:  # a rule is certified: with one that has
+            memory = History(_REMEMBERED)
+            drafter = suffix(NUM_TOKENS, SuffixConfig(history_tokens=_REMEMBERED))
+            subject = dataclasses.replace(subject, drafter=drafter)
+        p_value, count = certify_memory(
+            subject.system(self.rule, 2), subject.params, memory, toy_logits, alpha=self.alpha
+        )  # fmt: skip
+        what = f"calls with the same seeds, from whose outputs {subject.drafter.name} had learned"
+        self._add(what, "chi-square", p_value=p_value, trials=count)
+
     def _misreport(self, check: Callable[..., Any], forced: Forced) -> None:
         """Sees that the enumeration would find a wrong report, where the rule reads it."""
         flat = np.sqrt(forced.proposal.probs)
         flat /= np.maximum(flat.sum(axis=2, keepdims=True), 1e-9)
         wrong = forced._replace(proposal=forced.proposal.replace(probs=flat))
-        error, count = check(wrong, tolerance=np.inf)
-        told = "" if error > self.tolerance else ", which this rule does not read"
+        found = check(wrong, tolerance=np.inf)
+        told = "" if found.error > self.tolerance else ", which this rule does not read"
         what = f"a report of q at another temperature than drawn{told}"
-        self._add(what, "control", error=error, trials=count)
+        self._add(what, "control", error=found.error, trials=found.num_outcomes)
 
     def _draws(self) -> None:
         """The draws of the drafter, with noise of its own, against what it reports."""
@@ -255,8 +292,12 @@ class _Run:
             error = max(error, loop.check_states(state, of))
             what = f"states of {name} after commit and after a fresh prefill of the same tokens"
             self._add(what, "equality", error=error, trials=2 * B)
+        is_coupled = self.rule.is_coupled or self.rule.is_greedy
+        if is_compared and not is_coupled:
+            what = f"drafts of {name} after the same texts, before and after others were decoded"
+            self._add(what, "equality", trials=loop.check_stateless())
         first = loop.output(state, of)
-        if self.rule.is_coupled or self.rule.is_greedy:
+        if is_coupled:
             loop.check_equal(loop.plain(of, seeds), first, of, "by plain decoding")
             what = f"tokens with {system.num_draft} drafts of {name} and of plain decoding"
             self._add(what, "equality", trials=first.size)
@@ -266,9 +307,14 @@ class _Run:
         moved = loop.decode(
             np.concatenate([of[:half], of[rest]]), np.concatenate([seeds[:half] + B, seeds[rest]])
         )
-        loop.check_equal(first[rest], moved[half:], of[rest], "in another place of the batch")
-        what = f"tokens with drafts of {name} in other places of the batch, beside other rows"
-        self._add(what, "equality", trials=first[rest].size)
+        if is_coupled or not (self.is_hidden and subject is self.main):
+            hint = "" if is_coupled else (
+                ". If the drafter remembers earlier outputs, it must say so, see Drafter.has_memory"
+            )
+            how = "in another place of the batch"
+            loop.check_equal(first[rest], moved[half:], of[rest], how, hint)
+            what = f"tokens with drafts of {name} in other places of the batch, beside other rows"
+            self._add(what, "equality", trials=first[rest].size)
         count(of[:half], moved[:half])
         done = B + half
         while done < self.trials * R:
@@ -279,7 +325,8 @@ class _Run:
         what = f"tokens {which} of the compiled loop with {system.num_draft} drafts of {name}"
         self._add(what, "chi-square", p_value=p_value, trials=done)
         some = first[: R * _FOLLOWED]
-        p_value = loop.test_means(some, of, subject.logits_of, self.alpha)
+        p_value, p = loop.test_means(some, of, subject.logits_of, self.alpha)
+        self.p.append(p)
         what = f"all tokens after the first, with {system.num_draft} drafts of {name}"
         self._add(what, "mean probability", p_value=p_value, trials=some[:, 1:].size)
 
@@ -297,6 +344,11 @@ class _Run:
                 f"rounds of {drafter.name} were not enumerated, but those of a toy draft model: "
                 "it does not draw with Context.gumbel, as draft_chain does"
             )
+        if self.is_hidden:
+            open_ends.append(
+                f"what {drafter.name} remembers of one row and drafts for others: each row of the "
+                "test has a prompt of its own"
+            )
         if self.has_memory:
             open_ends.append(
                 f"the memory of {drafter.name}: rounds were enumerated after a prefill, and its "
@@ -309,4 +361,5 @@ class _Run:
             self.rule.name, self.main.drafter.name, self.main.target.model.vocab_size,
             tuple(sorted(self.num_drafts)), tuple(map(settings_of, self.rows)),
             tuple(self.checks), (*self.not_proved, *open_ends), failure,
+            Range.join(self.p) if self.p else None, Range.join(self.q) if self.q else None,
         )  # fmt: skip

@@ -58,6 +58,7 @@ def audit(
       stop_tokens: likewise.
       pad_to: likewise.
       has_all_rows: examine also the rows that do not differ, whose logits may be wrong even so.
+        By default they are counted as not examined.
 
     Raises:
       ConfigError: the temperature is above 0, a decoder is overlapped, or the outputs are not two
@@ -182,6 +183,8 @@ def _examine(
         trails.append(trail)
         own.append(logits)
     verdict, evidence = judge(at, gaps, rounding, trails, choices)
+    if not replays:
+        evidence = (*evidence, "the logits that the tokens were chosen from were not examined")
     known = [max(trail.ratio, default=0.0) for trail in trails]
     found = RowAudit(
         row, verdict, evidence, at, deviations=tuple(map(float, known)),

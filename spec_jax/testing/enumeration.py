@@ -6,14 +6,16 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import decoding
-from spec_jax.contracts import Noise, Rule
+from spec_jax.contracts import Noise, Proposal, Rule
 from spec_jax.testing.forcing import (
+    AS_WRITTEN,
     FREE,
     DraftDistribution,
     Forced,
@@ -26,6 +28,26 @@ from spec_jax.testing.forcing import (
 )
 from spec_jax.testing.oracles import Row
 from spec_jax.testing.record import CertificateError, StatementError
+
+_MARGIN = 1e-6  # of a coin, and of its logarithm: 16 roundings of float32
+_CLEARLY = 1e-3  # apart: two probabilities whose order no rounding changes
+
+
+class Outcome(NamedTuple):
+    """What may become of a round.
+
+    Attributes:
+      item: the number of the round.
+      emitted: tokens.
+      weight: its probability.
+      rounding: how fast the weight changes with the probabilities of the coins that fail. Near 1
+        a float32 is only known to 6e-8, and so is the chance to fail, however small it is.
+    """
+
+    item: int
+    emitted: tuple[int, ...]
+    weight: float
+    rounding: float
 
 
 def outcomes(
@@ -74,22 +96,25 @@ def outcomes(
         raise CertificateError(
             f"drafter {system.drafter.name!r} draws from another distribution than Proposal.probs"
         )
-    for item, emitted, weight in verdicts(
-        system.rule, forced._replace(weights=np.asarray(weights))
-    ):
-        row, output = items[item]
-        yield row, (*output, *emitted), weight
+    ends, _ = verdicts(system.rule, forced._replace(weights=np.asarray(weights)))
+    for end in ends:
+        row, output = items[end.item]
+        yield row, (*output, *end.emitted), end.weight
 
 
 def verdicts(
     rule: Rule, forced: Forced, chunk: int = 4096
-) -> Iterator[tuple[int, tuple[int, ...], float]]:
-    """Yields (item, emitted tokens, probability) of every outcome of rounds with given drafts.
+) -> tuple[list[Outcome], np.ndarray]:
+    """Returns every outcome of rounds with given drafts.
 
     Args:
       rule: whose coins and last token are forced.
       forced: the drafts.
       chunk: outcomes computed at once.
+
+    Returns:
+      The outcomes, and bool[N]: of which items outcomes may be missing, since a coin is 1, but
+      perhaps only rounded to 1.
 
     Raises:
       StatementError: the rule does not do what it states.
@@ -101,33 +126,43 @@ def verdicts(
         lambda index, noise: accept(*_gather(forced, index), noise), chunk, index, noise
     )
     noise = Noise(np.zeros((size, K), np.float32), np.zeros((size, 1, V), np.float32))
-    verdict = run(np.arange(size), noise)
-    coins = np.asarray(verdict.accept_probs, np.float64)
+    verdict, of_draft = run(np.arange(size), noise)
+    stated = np.asarray(verdict.accept_probs, np.float64)
+    coins = np.minimum(stated, 1.0)
+    may_miss = ((coins == 1) & ~_is_clearly_more(forced.proposal, of_draft)).any(axis=1)
+    # Just inside and just outside of the stated probability: no wider than it is known.
+    margin = _MARGIN * (1 - np.log(np.clip(coins, 2**-126, 1)))
+    last = 1 - 2**-24  # the largest uniform
+    outside = coins * (1 + margin)
 
-    index, uniforms, ends, weights = [], [], [], []
+    index, uniforms, ends, weights, rounding, is_apart = [], [], [], [], [], []
     for heads in itertools.product((True, False), repeat=K):
-        weight = np.where(heads, coins, 1.0 - coins).prod(axis=1)
-        # Just inside and just outside of the stated probability.
-        u = np.where(heads, coins * (1 - 1e-6) - 1e-7, coins * (1 + 1e-6) + 1e-7)
+        chances = np.where(heads, coins, 1.0 - coins)
+        weight = chances.prod(axis=1)
+        u = np.where(heads, coins * (1 - margin), outside)
         keep = np.flatnonzero(weight)
         index.append(keep)
-        uniforms.append(np.clip(u, 0.0, 1 - 2**-24)[keep])
-        ends.append(np.tile(np.where(heads, 0.0, 1 - 2**-24), (len(keep), 1)))
+        uniforms.append(np.clip(u, 0.0, last)[keep])
+        ends.append(np.tile(np.where(heads, 0.0, last), (len(keep), 1)))
         weights.append(weight[keep])
-    index, uniforms, ends, weights = map(np.concatenate, (index, uniforms, ends, weights))
+        rounding.append(np.where(heads, 0.0, weight[:, None] / np.where(chances, chances, 1.0))
+                        .sum(axis=1)[keep])  # fmt: skip
+        is_apart.append((heads | (outside < last)).all(axis=1)[keep])
+    index, uniforms, ends, weights, rounding, is_apart = map(
+        np.concatenate, (index, uniforms, ends, weights, rounding, is_apart)
+    )
     index, uniforms, ends = (np.repeat(x, V, axis=0) for x in (index, uniforms, ends))
     token = np.tile(np.arange(V), len(weights))
     gumbel = 1e4 * np.eye(V, dtype=np.float32)[token][:, None]
-    verdict = run(index, Noise(uniforms.astype(np.float32), gumbel))
+    verdict, _ = run(index, Noise(uniforms.astype(np.float32), gumbel))
     # The coin must flip at the stated probability and nowhere else, and ordinary noise must
     # draw from the stated replacement.
     gumbel = np.random.default_rng(1).gumbel(size=gumbel.shape).astype(np.float32)
-    far = run(index, Noise(ends.astype(np.float32), gumbel))
-    likely = np.repeat(weights, V) > 1e-6
+    far, _ = run(index, Noise(ends.astype(np.float32), gumbel))
     is_same = (far.n_accept == verdict.n_accept) & (
-        np.abs(far.accept_probs - coins[index]).max(axis=1) < 1e-6
+        np.abs(far.accept_probs - stated[index]).max(axis=1) < 1e-6
     )
-    if not is_same[likely].all():
+    if not is_same[np.repeat(is_apart, V)].all():
         raise StatementError(f"rule {rule.name!r} does not flip its coins at accept_probs")
     own = far.tokens[np.arange(len(index)), far.n_accept]
     other_draw = f"rule {rule.name!r} does not draw from its replacement distribution"
@@ -138,15 +173,31 @@ def verdicts(
     possible = np.flatnonzero(dist > 0)
     if (tokens[possible, n[possible]] != token[possible]).any():
         raise StatementError(other_draw)
-    weights = forced.weights[index] * np.repeat(weights, V) * dist
-    for i in possible:
-        yield index[i], tuple(tokens[i, : n[i] + 1].tolist()), weights[i]
+    weights, rounding = (forced.weights[index] * np.repeat(x, V) * dist
+                         for x in (weights, rounding))  # fmt: skip
+    found = [
+        Outcome(int(index[i]), tuple(tokens[i, : n[i] + 1].tolist()), weights[i], rounding[i])
+        for i in possible
+    ]
+    return found, may_miss
+
+
+def _is_clearly_more(proposal: Proposal, of_draft: np.ndarray) -> np.ndarray:
+    """bool[N,K], drafts of a chain that the target surely prefers, without being sure of them.
+
+    So a coin of 1 is not one that was rounded to 1. In a tree it may be: what earlier siblings
+    have left of the two distributions is not known here.
+    """
+    if proposal.probs is None or proposal.parents is not None:
+        return np.zeros(of_draft.shape, bool)
+    q = np.take_along_axis(proposal.probs, proposal.tokens[:, :, None], axis=2)[:, :, 0]
+    return (of_draft > (1 + _CLEARLY) * q) & (of_draft < 1 - _CLEARLY)
 
 
 def sample_verdicts(
     rule: Rule, forced: Forced, trials: int, chunk: int = 4096
-) -> Iterator[tuple[int, tuple[int, ...], float]]:
-    """Yields (item, emitted tokens, frequency) of rounds with ordinary noise.
+) -> Iterator[Outcome]:
+    """Yields rounds with ordinary noise, weighted by their frequency.
 
     Args:
       rule: what accepts.
@@ -166,19 +217,24 @@ def sample_verdicts(
             free.random((trials, K), np.float32),
             free.gumbel(size=(trials, 1, V)).astype(np.float32),
         )
-        verdict = in_chunks(
+        verdict, _ = in_chunks(
             lambda index, noise: accept(*_gather(forced, index), noise), chunk, index, noise
         )
         for i, n, tokens in zip(index, verdict.n_accept, verdict.tokens):
-            yield i, tuple(tokens[: n + 1].tolist()), 1 / trials
+            yield Outcome(int(i), tuple(tokens[: n + 1].tolist()), 1 / trials, 0.0)
 
 
 def _gather(forced: Forced, index: np.ndarray):
     return jax.tree.map(lambda x: x[index], (forced.logits, forced.contexts, forced.proposal))
 
 
-@functools.partial(jax.jit, static_argnames="rule")
+@functools.partial(jax.jit, static_argnames="rule", compiler_options=AS_WRITTEN)
 def _accept(rule: Rule, logits, contexts, proposal, noise):
+    """Returns the verdict, and f32[N,K], the target's probability of every draft."""
     _, _, sampler, _, counts = contexts
-    scores = decoding.score(logits, sampler, counts, proposal, rule)
-    return decoding.call_accept(rule, scores, proposal, noise)
+    scores = decoding.score(logits, sampler, counts, proposal, is_argmax=rule.is_greedy)
+    K = proposal.tokens.shape[1]
+    parents = jnp.arange(K) if proposal.parents is None else proposal.parents
+    rows = jnp.arange(len(logits))[:, None]
+    of_draft = scores.probs[rows, parents, proposal.tokens]
+    return decoding.call_accept(rule, scores, proposal, noise), of_draft

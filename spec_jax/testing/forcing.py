@@ -13,13 +13,18 @@ import numpy as np
 from spec_jax import decoding
 from spec_jax.contracts import Context, Proposal
 from spec_jax.decoding.calls import call_prefill
+from spec_jax.engine.faults import find_raised
 from spec_jax.sampling import Counts, make_sampler
 from spec_jax.testing.oracles import Row
 from spec_jax.testing.record import ProposalError, where
 
 DraftDistribution = Callable[[Row, Sequence[int], Sequence[int]], np.ndarray]
 
+# XLA may compute in float32 what is written in bfloat16, and would hide what other devices do.
+AS_WRITTEN = {"xla_allow_excess_precision": False}
 FREE = -1  # a token that the enumeration does not force
+SMALLEST = 2.0**-126  # float32 above 0
+_HAIR = 3e-3  # by so much a draft outweighs the other tokens; a near tie is nearer
 _BUCKET = 8  # histories are padded to a multiple of it, so that settings share programs
 
 
@@ -127,9 +132,12 @@ def force(
     for i, parent in enumerate(parents_of(system)):
         at = np.flatnonzero(drafts[:, i] != FREE)
         push[at, parent, drafts[at, i]] = 1e4 * (K - i)  # the first sibling is pushed hardest
-    propose = functools.partial(propose_afresh, system, params)
+    propose = functools.partial(_propose_as_written, system, params)
     logits, proposal = in_chunks(propose, batch, contexts, push)
-    check_faults(system, rows, items, proposal)
+    # No ordinary noise draws a token whose probability underflows: see ``draws_as_reported``.
+    is_drawn = (proposal.tokens == drafts) & (np.arange(K) < proposal.n_draft[:, None])
+    is_never = (is_drawn & (_of_drafts(proposal, parents_of(system)) == 0)).any(axis=1)
+    check_faults(system, rows, items, proposal, ~is_never)
     return Forced(items, np.ones(len(items)), contexts, logits, proposal)
 
 
@@ -139,28 +147,71 @@ def width_of(rows: Sequence[Row], num_tokens: int, num_draft: int) -> int:
     return -(-width // _BUCKET) * _BUCKET
 
 
-def check_faults(system: decoding.System, rows: Sequence[Row], items, proposal: Proposal) -> None:
-    """Raises a ProposalError where the decoder would stop a row because of the proposal."""
-    at = np.flatnonzero(proposal.fault != decoding.Finish.RUNNING)
+def check_faults(
+    system: decoding.System, rows: Sequence[Row], items, proposal: Proposal, is_checked=True
+) -> None:
+    """Raises a ProposalError where the decoder would stop a row because of the proposal.
+
+    Args:
+      system: whose drafter it is.
+      rows: prompts and samplers.
+      items: N times (row, output before the round).
+      proposal: what the drafter returned.
+      is_checked: bool[N].
+    """
+    at = np.flatnonzero((proposal.fault != decoding.Finish.RUNNING) & is_checked)
     if len(at):
         row, output = items[at[0]]
-        reason = decoding.Finish(int(proposal.fault[at[0]])).name.lower()
+        finish = decoding.Finish(int(proposal.fault[at[0]]))
+        raised = find_raised(finish, system, (*rows[row].prompt, *output))
+        what = f"makes a proposal that stops the row ({finish.name.lower()})"
+        if raised is not None:
+            what = f"raised {type(raised).__name__}: {raised}"
         raise ProposalError(
-            f"drafter {system.drafter.name!r} makes a proposal that stops the row ({reason}), "
+            f"drafter {system.drafter.name!r} {what}, "
             f"{where(rows[row], output, system.num_draft)}"
-        )
+        ) from raised
+
+
+def _of_drafts(proposal: Proposal, parents: Sequence[int]) -> np.ndarray:
+    """f32[N,K], the reported probability of each draft; 1 where nothing is reported."""
+    if proposal.probs is None:
+        return np.ones(proposal.tokens.shape, np.float32)
+    rows = np.arange(len(proposal.tokens))[:, None]
+    return np.asarray(proposal.probs)[rows, list(parents), proposal.tokens]
 
 
 def draws_as_reported(
     system: decoding.System, params: dict[str, Any], forced: Forced, batch: int
 ) -> np.ndarray:
-    """Returns bool[N]: under ordinary noise each draft is the Gumbel-max draw from its report."""
+    """Returns bool[N]: each draft is the Gumbel-max draw from its report.
+
+    Under ordinary noise, and under noise that outweighs the report, so that all tokens are equally
+    near to being drawn, and the drafts themselves nearer by a hair: tokens that are drawn once in
+    a million times are compared as sharply as others.
+    """
     if forced.proposal.probs is None:
         return np.ones(len(forced.items), bool)
     gumbel = np.random.default_rng(0).gumbel(size=forced.proposal.probs.shape).astype(np.float32)
-    propose = functools.partial(propose_afresh, system, params)
-    _, drawn = in_chunks(propose, batch, forced.contexts, gumbel)
-    return _draws_as_reported(drawn, gumbel, parents_of(system))
+    parents = parents_of(system)
+    propose = functools.partial(_propose_as_written, system, params)
+    noises = (gumbel, _outweighing(forced.proposal, parents))
+    drawn = [in_chunks(propose, batch, forced.contexts, noise)[1] for noise in noises]
+    is_drawn = [_draws_as_reported(x, noise, parents) for x, noise in zip(drawn, noises)]
+    return np.logical_and(*is_drawn)
+
+
+def _outweighing(proposal: Proposal, parents: Sequence[int]) -> np.ndarray:
+    """f32[N,K,V]: -ln q and a little more for the drafts, the first sibling's most.
+
+    A token of probability 0 has at most the smallest float32.
+    """
+    noise = -np.log(np.maximum(proposal.probs, SMALLEST), dtype=np.float32)
+    noise[np.asarray(proposal.probs) == 0] -= 1
+    rows = np.arange(len(noise))
+    for i, parent in enumerate(parents):
+        noise[rows, parent, proposal.tokens[:, i]] += _HAIR * list(parents[i:]).count(parent)
+    return noise
 
 
 def _draws_as_reported(drawn, gumbel, parents) -> np.ndarray:
@@ -212,7 +263,6 @@ def in_chunks(function, chunk, *trees):
     return jax.tree.map(lambda *x: np.concatenate(x)[:size], *results)
 
 
-@functools.partial(jax.jit, static_argnames="system")
 def propose_afresh(system: decoding.System, params, contexts, gumbel):
     """Prefills both models afresh, drafts with forced noise, scores the window."""
     tokens, length, sampler, draft_sampler, counts = contexts
@@ -234,3 +284,8 @@ def propose_afresh(system: decoding.System, params, contexts, gumbel):
         params["target"], fed.cache.commit(length), tokens, proposal.tokens, system, proposal.paths
     )
     return logits, proposal
+
+
+_propose_as_written = jax.jit(
+    propose_afresh, static_argnames="system", compiler_options=AS_WRITTEN
+)

@@ -12,15 +12,16 @@ import numpy as np
 
 from spec_jax import decoding
 from spec_jax.drafters.model_free import NO_DRAFT
+from spec_jax.engine.faults import find_raised
 from spec_jax.sampling import make_sampler
 from spec_jax.testing.forcing import propose_afresh
 from spec_jax.testing.oracles import (
     Row,
-    chi_square,
+    goodness_of_fit,
     plain_distribution,
     reference_distribution,
 )
-from spec_jax.testing.record import CertificateError, settings_of, short, where
+from spec_jax.testing.record import CertificateError, Range, settings_of, short, where
 from spec_jax.testing.rounds import Difference
 
 _TOLERANCE = 1e-4  # on probabilities of a state that has been fed token by token
@@ -41,6 +42,7 @@ class Loop:
         num_tokens: int,
     ):  # fmt: skip
         self.system, self.params, self.rows, self.num_tokens = system, params, rows, num_tokens
+        self._asked: tuple[Any, Any, Any] | None = None  # contexts, noise, proposal
         self._lengths = np.asarray([len(row.prompt) for row in rows], np.int32)
         self._prompts = np.zeros((len(rows), self._lengths.max()), np.int32)
         for row, prompt in zip(self._prompts, (row.prompt for row in rows)):
@@ -91,13 +93,16 @@ class Loop:
         at = np.flatnonzero(finish != decoding.Finish.LENGTH)
         tokens = np.asarray(state.tokens)
         if len(at):
-            row, reason = self.rows[of[at[0]]], decoding.Finish(int(finish[at[0]])).name.lower()
-            total = int(state.total[at[0]])
-            output = tokens[at[0], len(row.prompt) : total]
+            row, reason = self.rows[of[at[0]]], decoding.Finish(int(finish[at[0]]))
+            text = tokens[at[0], : int(state.total[at[0]])]
+            raised = find_raised(reason, self.system, text)
+            why = reason.name.lower()
+            if raised is not None:
+                why = f"the drafter raised {type(raised).__name__}: {raised}"
             raise CertificateError(
-                f"{self._name()}: a row stops early ({reason}), "
-                f"{where(row, output, self.system.num_draft)}"
-            )
+                f"{self._name()}: a row stops early ({why}), "
+                f"{where(row, text[len(row.prompt) :], self.system.num_draft)}"
+            ) from raised
         index = self._lengths[of][:, None] + np.arange(1 + self.num_tokens)
         return np.take_along_axis(tokens, index, axis=1).astype(np.int64)
 
@@ -127,7 +132,9 @@ class Loop:
         contexts = (
             state.tokens, state.length, state.sampler, state.draft_sampler, state.counts
         )  # fmt: skip
-        _, fresh = propose_afresh(self.system, self.params, contexts, noise)
+        _, fresh = _propose_afresh(self.system, self.params, contexts, noise)
+        if self._asked is None:  # on the host, since the state's arrays are donated
+            self._asked = jax.tree.map(np.asarray, (contexts, noise, fresh))
         kept, fresh = jax.tree.map(np.asarray, (kept, fresh))
         alike = kept.n_draft == fresh.n_draft
         is_offered = np.arange(K) < np.minimum(kept.n_draft, fresh.n_draft)[:, None]
@@ -161,12 +168,35 @@ class Loop:
             f"drafter {self.system.drafter.name!r}: its state after commit is not that of a fresh "
             f"prefill of the same tokens: it {show(kept)}, and after a fresh prefill it "
             f"{show(fresh)}, {where(row, output, K)}; these tokens were {told}. If it is meant to "
-            "remember more than the text, pass has_memory=True"
+            "remember more than the row's text, pass has_memory=True; if it remembers other "
+            "outputs, it must say so itself (Drafter.has_memory, host_drafter(num_updates=...))"
         )
 
+    def check_stateless(self) -> int:
+        """Compares what is proposed after some texts with what was, before much was decoded.
+
+        Returns:
+          How many texts, those of the first call of ``check_states``.
+
+        Raises:
+          CertificateError: the drafts differ, so the drafter remembers what it does not say.
+        """
+        contexts, noise, before = self._asked
+        _, after = _propose_afresh(self.system, self.params, contexts, noise)
+        names = [name for name in ("tokens", "n_draft", "probs", "parents")
+                 if getattr(before, name) is not None]  # fmt: skip
+        if not all(np.array_equal(getattr(before, x), getattr(after, x)) for x in names):
+            raise CertificateError(
+                f"drafter {self.system.drafter.name!r} proposed different drafts for the same "
+                "texts later on, so it remembers earlier outputs. Declare it (Drafter.has_memory, "
+                "host_drafter(num_updates=...)), or outputs are biased where a seed is reused"
+            )
+        return len(before.tokens)
+
     def check_equal(
-        self, expected: np.ndarray, actual: np.ndarray, of: np.ndarray, how: str
-    ) -> None:
+        self, expected: np.ndarray, actual: np.ndarray, of: np.ndarray, how: str,
+        hint: str = "",
+    ) -> None:  # fmt: skip
         """Raises a CertificateError where two outputs differ.
 
         Args:
@@ -174,6 +204,7 @@ class Loop:
           actual: likewise.
           of: i64[B], their rows.
           how: how the expected ones were decoded.
+          hint: what else it may be, for the end of the message.
         """
         is_same = expected == actual
         if is_same.all():
@@ -182,7 +213,7 @@ class Loop:
         b = np.where(is_same.all(axis=1), len(at), at).argmin()
         raise CertificateError(
             f"{self._name()}: token {actual[b, at[b]]} should be {expected[b, at[b]]} as decoded "
-            f"{how}, {where(self.rows[of[b]], actual[b, : at[b]], self.system.num_draft)}"
+            f"{how}, {where(self.rows[of[b]], actual[b, : at[b]], self.system.num_draft)}{hint}"
         )
 
     def test(
@@ -203,11 +234,9 @@ class Loop:
         tests = []
         for row, seen in zip(self.rows, counts):
             dist = _joint(row, begin + seen.ndim, logits_of).sum(axis=tuple(range(begin)))
-            if (dist > 0).sum() == 1:  # temperature 0: nothing to test but that
-                p_value = 1.0 if seen[dist > 0].sum() == seen.sum() else 0.0
-            else:
-                p_value = chi_square(seen, dist)
-            tests.append((p_value, row, seen, dist))
+            while seen.ndim > 1 and seen.sum() * dist.max() < 5:  # too few draws: of fewer tokens
+                seen, dist = seen.sum(axis=-1), dist.sum(axis=-1)
+            tests.append((goodness_of_fit(seen, dist), row, seen, dist))
         p_value, row, seen, dist = min(tests, key=lambda test: test[0])
         p_value = min(1.0, p_value * len(tests))
         if not p_value >= alpha:
@@ -221,7 +250,7 @@ class Loop:
     def test_means(
         self, output: np.ndarray, of: np.ndarray,
         logits_of: Callable[[Sequence[int]], np.ndarray], alpha: float,
-    ) -> float:  # fmt: skip
+    ) -> tuple[float, Range]:  # fmt: skip
         """Returns the p-value of the mean probability that plain decoding gives to the tokens.
 
         Drafts that are accepted too readily are less probable than plain decoding's tokens. The
@@ -236,17 +265,23 @@ class Loop:
           logits_of: as for ``test``.
           alpha: smallest p-value that passes.
 
+        Returns:
+          The p-value, and the probabilities of plain decoding after all these texts.
+
         Raises:
           CertificateError: the p-value is smaller, or a token has probability 0.
         """
         R, K = len(self.rows), self.system.num_draft
         found, expected, variance = np.zeros((3, R + 1))  # the last: of all rows together
+        ranges = []
 
         @functools.cache
         def dist_of(r: int, before: tuple[int, ...]) -> np.ndarray:
             row = self.rows[r]
             logits = logits_of((*row.prompt, *before))
-            return reference_distribution(logits, row.target, row.prompt, before)
+            dist = reference_distribution(logits, row.target, row.prompt, before)
+            ranges.append(Range.of(dist))
+            return dist
 
         rows = of[: len(output)]
         for r, tokens in zip(rows.tolist(), output.tolist()):
@@ -275,7 +310,7 @@ class Loop:
                 f"own tokens {expected[at] / count:.4f} (p-value {p_value:.1e} over {count:,} "
                 f"tokens; K={K}, {told})"
             )
-        return p_value
+        return p_value, Range.join(ranges)
 
     def _name(self) -> str:
         return f"rule {self.system.rule.name!r}, drafter {self.system.drafter.name!r}"
@@ -289,6 +324,9 @@ def _propose_next(system: decoding.System, params, state: decoding.DecodeState, 
     )
     context = context._replace(is_coupled=False, has_probs=True, gumbel=gumbel)
     return decoding.propose(params["draft"], state.draft, context, system)[0]
+
+
+_propose_afresh = jax.jit(propose_afresh, static_argnames="system")
 
 
 def _joint(row: Row, num_tokens: int, logits_of) -> np.ndarray:
@@ -315,6 +353,6 @@ def _first_difference(
             actual = o[at] / max(seen_before, 1)
             expected = p[at] / p_before if p_before > 0 else 0.0
             output = (*["any"] * begin, *map(int, before))
-            text = Difference(row, output, int(at[-1]), actual, expected, 0.0)
+            text = Difference(row, output, int(at[-1]), actual, expected, 0.0, 0.0)
             return f"{text.text(loop.system.num_draft)}, measured in {int(seen_before):,} draws"
     raise AssertionError

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.stats import chi2
+from scipy.stats import binom, chi2
 
 from spec_jax.config import GREEDY_BELOW, SamplerConfig
 
@@ -109,6 +109,22 @@ def plain_distribution(
 
     visit((pending,), 1.0)
     return dist
+
+
+def goodness_of_fit(observed: np.ndarray, dist: np.ndarray) -> float:
+    """Returns the p-value of ``chi_square``, also where one outcome is nearly sure.
+
+    If all others together are expected fewer than 5 times, it is the binomial probability that they
+    are seen so often. The arguments are those of ``chi_square``.
+    """
+    observed, dist = np.ravel(observed), np.ravel(dist)
+    is_other = np.arange(len(dist)) != dist.argmax()
+    total, rest = observed.sum(), dist[is_other].sum()
+    if total * rest >= 5:
+        return chi_square(observed, dist)
+    if observed[dist <= 0].any():
+        return 0.0
+    return float(binom.sf(observed[is_other].sum() - 1, total, rest))
 
 
 def chi_square(observed: np.ndarray, dist: np.ndarray) -> float:

@@ -3,12 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from spec_jax.config import SamplerConfig
 from spec_jax.errors import SpecJaxError
 from spec_jax.testing.oracles import Row
+
+
+class Range(NamedTuple):
+    """Probabilities of tokens, from the smallest to the largest, as float32 can hold them.
+
+    Attributes:
+      low: the smallest above 0.
+      gap: how far the largest below 1 lies below 1; 1 if there is none.
+    """
+
+    low: float = 1.0
+    gap: float = 1.0
+
+    @classmethod
+    def of(cls, probs: np.ndarray) -> Range:
+        """Returns the range of distributions f64[...,V]."""
+        probs = np.asarray(probs, np.float64).reshape(-1, np.shape(probs)[-1])
+        best = probs.argmax(axis=1)
+        others = probs.copy()
+        others[np.arange(len(probs)), best] = 0.0
+        gaps = others.sum(axis=1)  # more exact than 1 - p
+        above = lambda x, least: x[x >= least].min(initial=1.0)
+        return cls(above(probs, 2.0**-126), above(gaps, 2.0**-24))
+
+    @classmethod
+    def join(cls, ranges: Iterable[Range]) -> Range:
+        """Returns the range of all probabilities of some ranges."""
+        return cls(*(min(x) for x in zip(cls(), *ranges)))
+
+    def __str__(self) -> str:
+        if self.low == 1:
+            return "only 0 and 1"
+        return f"{self.low:.1e} to 1 - {self.gap:.1e}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +93,8 @@ class Certificate:
       checks: what was proved or tested, in this order.
       not_proved: sentences: what was left out, and why.
       failure: why it is no certificate; None if all checks passed.
+      p: the target's probabilities of tokens, in all contexts that were enumerated or decoded.
+      q: the drafter's, as it reported them; None if none were.
     """
 
     rule: str
@@ -68,6 +105,8 @@ class Certificate:
     checks: tuple[Check, ...]
     not_proved: tuple[str, ...]
     failure: str | None = None
+    p: Range | None = None
+    q: Range | None = None
 
     @property
     def max_error(self) -> float:
@@ -103,6 +142,8 @@ class Certificate:
         lines += ["  Not proved"] + [f"    {text}" for text in self.not_proved]
         settings = "; ".join(self.settings)
         lines += [f"  V = {self.vocab_size}; {len(self.settings)} settings: {settings}"]
+        tested = (f"{name} from {x}" for name, x in (("p", self.p), ("q", self.q)) if x is not None)
+        lines += [f"  Tested: {'; '.join(tested)}"] * (self.p is not None)
         lines += [f"  Largest error {self.max_error:.1e}, {self.seconds:.0f} s"]
         return "\n".join(lines)
 
@@ -151,9 +192,18 @@ def settings_of(row: Row) -> str:
     return f"{ours}, draft {'alike' if ours == theirs else theirs}"
 
 
+def probability(x: float) -> str:
+    """Returns a probability with three digits, also one near 0 or 1."""
+    if 0 < abs(x) < 1e-3:
+        return f"{x:.2e}"
+    if 2**-24 <= 1 - x < 1e-3:
+        return f"1 - {1 - x:.2e}"
+    return f"{x:.3f}"
+
+
 def short(probs: Sequence[float]) -> str:
     """Returns the first probabilities of a distribution."""
-    return "(" + ", ".join(f"{x:.3f}" for x in probs[:8]) + ", …" * (len(probs) > 8) + ")"
+    return "(" + ", ".join(map(probability, probs[:8])) + ", …" * (len(probs) > 8) + ")"
 
 
 def where(row: Row, output: Sequence[Any], num_draft: int) -> str:

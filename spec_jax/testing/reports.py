@@ -12,6 +12,7 @@ from scipy.stats import chi2
 from spec_jax import decoding
 from spec_jax.testing.forcing import (
     FREE,
+    SMALLEST,
     DraftDistribution,
     Forced,
     check_faults,
@@ -24,7 +25,10 @@ from spec_jax.testing.forcing import (
     width_of,
 )
 from spec_jax.testing.oracles import Row
-from spec_jax.testing.record import CertificateError, short, where
+from spec_jax.testing.record import CertificateError, Range, probability, short, where
+
+_SAME = 1e-4  # the largest distance of two reports of one distribution, see ``_off``
+_RARE = 1e-30
 
 
 def all_drafts(system: decoding.System) -> list[tuple[int, ...]]:
@@ -134,14 +138,15 @@ def _reports(system, rows, forced: Forced, wanted, parents, stated):
                 reports[key] = q
                 if stated is not None:
                     should = stated(rows[row], output, key[1])
-                    token = int(np.abs(should - q).argmax())
-                    if abs(should[token] - q[token]) > 1e-4:
+                    off = _off(should, q)
+                    token = int(off.argmax())
+                    if off[token] > _SAME:
                         raise CertificateError(
-                            f"drafter {name!r} reports probability {q[token]:.3f} for token "
-                            f"{token} and should report {should[token]:.3f}, after the drafts "
-                            f"{key[1]}, {where(rows[row], output, K)}"
+                            f"drafter {name!r} reports probability {probability(q[token])} for "
+                            f"token {token} and should report {probability(should[token])}, after "
+                            f"the drafts {key[1]}, {where(rows[row], output, K)}"
                         )
-            elif np.abs(reports[key] - q).max() > 1e-4:
+            elif _off(reports[key], q).max() > _SAME:
                 raise CertificateError(
                     f"drafter {name!r} reports {short(q)} where it draws token {draft[node]}, and "
                     f"{short(reports[key])} where it draws another: the report may not depend on "
@@ -150,18 +155,35 @@ def _reports(system, rows, forced: Forced, wanted, parents, stated):
     return reports
 
 
+def _off(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """f64[V], how far two distributions are apart, relative to the larger of two probabilities."""
+    larger = np.maximum(p, q)
+    return np.abs(p - q) / np.maximum(larger, _RARE) * (larger > SMALLEST)
+
+
+def reported(forced: Forced, parents: Sequence[int]) -> Range | None:
+    """Returns the range of the distributions that drafts were drawn from; None if not reported."""
+    if forced.proposal.probs is None:
+        return None
+    offered = np.arange(len(parents)) < forced.proposal.n_draft[:, None]
+    probs = np.asarray(forced.proposal.probs)[:, list(parents)]
+    return Range.of(probs[offered])
+
+
 def _weight(prefix, draft, reports, parents):
     """(draft, probability): tokens that are the drafter's choice, or never offered, are FREE."""
-    draft, weight = list(draft), 1.0
+    drawn, draft, weight = draft, list(draft), 1.0
     for i, parent in enumerate(parents):
-        q = reports.get((prefix, _way(draft, parents, parent)))
+        q = reports.get((prefix, _way(drawn, parents, parent)))
         if q is None:
             draft[i] = FREE
             continue
         left = q.copy()
-        left[[draft[j] for j in range(i) if parents[j] == parent]] = 0.0
-        if left.sum() > 1e-9:
+        left[[drawn[j] for j in range(i) if parents[j] == parent]] = 0.0
+        if left.sum() > 0:
             weight *= left[draft[i]] / left.sum()
+        else:
+            draft[i] = FREE
     return tuple(draft), weight
 
 
@@ -210,7 +232,8 @@ def check_draws(
         drafts, token, seen, size, q = cell
         raise CertificateError(
             f"drafter {system.drafter.name!r} draws token {token} with probability "
-            f"{seen / size:.3f} (of {size:,} draws) and reports {q:.3f}, after the drafts "
+            f"{probability(seen / size)} (of {size:,} draws) and reports {probability(q)}, after "
+            f"the drafts "
             f"{drafts}, {where(rows[row], output, system.num_draft)}"
         )
     return p_value, num_rounds

@@ -1,11 +1,18 @@
 """Whether one round, followed by plain decoding, leaves the distribution plain decoding's.
 
 If it does after every text, any number of rounds does, since the noise of each round is its own.
+
+Probabilities may be tiny, so each is compared by what float32 may lose of it. A logit of size L is
+rounded by 6e-8 L, so a probability p is known to about 6e-8 p (1 + |ln p|). A coin near 1 is known
+to 6e-8, and so is the chance that it fails: the tokens that follow a failure may gain or lose that,
+each by its share. Where a coin may have been rounded to 1 it is not known which tokens lose it, and
+all of them are compared without regard to their size.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -13,13 +20,20 @@ from typing import NamedTuple
 import numpy as np
 
 from spec_jax import decoding
-from spec_jax.testing.enumeration import sample_verdicts, verdicts
+from spec_jax.testing.enumeration import Outcome, sample_verdicts, verdicts
 from spec_jax.testing.forcing import Forced
 from spec_jax.testing.oracles import Row, reference_distribution
-from spec_jax.testing.record import CertificateError, StatementError, settings_of
+from spec_jax.testing.record import (
+    CertificateError,
+    Range,
+    StatementError,
+    probability,
+    settings_of,
+)
 
 _SAMPLES = 4096  # draws after each text, where a rule does not do what it states
 _SAMPLED_TOLERANCE = 0.05  # more than six standard deviations of such a probability
+_UNDERFLOW = 2**-104  # times a tolerance of 1e-6: four times the smallest float32
 
 
 class Difference(NamedTuple):
@@ -32,6 +46,8 @@ class Difference(NamedTuple):
       actual: its probability.
       expected: the probability that it should have.
       error: how far the joint probability of the round's tokens is off.
+      excess: the error, over how fast this probability changes with roundings; the tolerance is
+        for it.
     """
 
     row: Row
@@ -40,90 +56,128 @@ class Difference(NamedTuple):
     actual: float
     expected: float
     error: float
+    excess: float
 
     def text(self, num_draft: int) -> str:
         """Says what differs, and where."""
         return (
             f"after the prompt {self.row.prompt} and the output {self.output}, token {self.token} "
-            f"has probability {self.actual:.3f} and should have {self.expected:.3f} "
+            f"has probability {probability(self.actual)} and should have "
+            f"{probability(self.expected)} "
             f"(K={num_draft}, {settings_of(self.row)})"
         )
 
 
+class Comparison(NamedTuple):
+    """Rounds compared with plain decoding.
+
+    Attributes:
+      error: the largest error of a joint probability.
+      num_outcomes: how many outcomes there were.
+      p: the probabilities that the target gave.
+      first: the difference after the shortest output, the largest of these; None where all errors
+        are within the tolerance.
+    """
+
+    error: float
+    num_outcomes: int
+    p: Range
+    first: Difference | None = None
+
+
 def compare(
-    found: Iterable[tuple[int, tuple[int, ...], float]],
+    found: Iterable[Outcome],
     forced: Forced,
     rows: Sequence[Row],
     logits_of: Callable[[Sequence[int]], np.ndarray],
     tolerance: float,
-) -> tuple[float, Difference | None]:
-    """Returns the largest error of a joint probability, and the first difference.
+    may_miss: np.ndarray | None = None,
+) -> Comparison:
+    """Compares the outcomes of rounds with plain decoding.
 
     Args:
-      found: (item, emitted tokens, probability) of all outcomes; those of one (row, output) have
-        probability 1 together.
+      found: all outcomes; those of one (row, output) have probability 1 together.
       forced: of which the items are.
       rows: prompts and samplers.
       logits_of: ``tokens -> f32[V]``, what the target says, computed another way.
-      tolerance: on the error.
-
-    Returns:
-      The error, and the difference after the shortest output, the largest of these; None where
-      all errors are within the tolerance.
+      tolerance: on the errors; 1e-6 is 16 roundings of float32.
+      may_miss: bool[N], see ``verdicts``; None: all errors are compared without regard to the size
+        of the probability, as frequencies are.
     """
-    after = {item: defaultdict(float) for item in set(forced.items)}
-    for item, emitted, weight in found:
+    after = {item: defaultdict(lambda: np.zeros(2)) for item in set(forced.items)}
+    missed = dict.fromkeys(after, 0.0 if may_miss is not None else 1.0)
+    for i in [] if may_miss is None else np.flatnonzero(may_miss):
+        missed[forced.items[i]] += forced.weights[i]
+    num_outcomes = 0
+    for item, emitted, *weight in found:
+        num_outcomes += 1
         after[forced.items[item]][emitted] += weight
-    worst, first = 0.0, None
+    worst, first, ranges = 0.0, None, []
     for (row, output), ends in after.items():
-        for difference in _differences(ends, rows[row], output, logits_of):
+        differences = _differences(ends, missed[row, output], rows[row], output, logits_of)
+        for difference, dist in differences:
             worst = max(worst, difference.error)
-            is_wrong = not difference.error <= tolerance
+            ranges.append(Range.of(dist))
+            is_wrong = not difference.excess <= tolerance
             if is_wrong and (first is None or _rank(difference) < _rank(first)):
                 first = difference
-    return worst, first
+    return Comparison(worst, num_outcomes, Range.join(ranges), first)
 
 
 def _rank(difference: Difference):
     return len(difference.output), -abs(difference.actual - difference.expected)
 
 
-def _differences(ends, row: Row, output, logits_of):
+def _differences(ends, missed: float, row: Row, output, logits_of):
     """Yields the largest difference after every text that a round can have begun.
 
     Args:
-      ends: the probability of each sequence of emitted tokens.
+      ends: weight and rounding of each sequence of emitted tokens.
+      missed: in how much of the rounds some outcomes may be missing.
+      row: prompt and samplers.
+      output: the tokens before the round.
+      logits_of: see ``compare``.
     """
-    through = defaultdict(float)  # the round emits this and more
+    through = defaultdict(lambda: np.zeros(2))  # the round emits this and more
     for emitted, weight in ends.items():
         for n in range(len(emitted)):
             through[emitted[:n]] += weight
-    # Emitted so far; its probability; that of plain decoding; the part where the round has ended.
-    todo = [((), 1.0, 1.0, 0.0)]
+    ending = defaultdict(float)
+    for emitted, (weight, _) in ends.items():
+        ending[emitted[:-1]] += weight
+    # Each token has a share of what the round leaves to its last token.
+    share = lambda x, emitted: x[0] / ending[emitted[:-1]] * through[emitted[:-1]][0]
+    ends = {emitted: x + (0.0, share(x, emitted)) for emitted, x in ends.items() if x[0] > 0}
+    none = np.zeros(2)
+    # Emitted so far; its probability; that of plain decoding; how many roundings that has; the
+    # part where the round has ended.
+    todo = [((), 1.0, 1.0, 0.0, none)]
     while todo:
-        emitted, actual, expected, ended = todo.pop()
+        emitted, actual, expected, steps, ended = todo.pop()
         text = (*output, *emitted)
         dist = reference_distribution(
             logits_of((*row.prompt, *text)), row.target, row.prompt, text
         )
         largest = None
-        for token, p in enumerate(dist):
-            longer = (*emitted, token)
-            now_ended = ended * p + ends.get(longer, 0.0)
-            now = through.get(longer, 0.0) + now_ended
-            error = abs(now - expected * p)
-            if largest is None or not error <= largest.error:
+        for token, p in enumerate(dist.tolist()):
+            longer, joint = (*emitted, token), expected * p
+            now_ended = ended * p + ends.get(longer, none)
+            now, rounding = through.get(longer, none) + now_ended
+            more = steps + 1 + (abs(math.log(p)) if p > 0 else 0.0)
+            scale = min(1.0, joint * more + rounding + missed) + _UNDERFLOW
+            error = abs(now - joint)
+            if largest is None or not error / scale <= largest.excess:
                 ratio = now / actual if actual > 0 else 0.0
-                largest = Difference(row, text, token, ratio, float(p), float(error))
-            if through.get(longer, 0.0) > 0:
-                todo.append((longer, now, expected * p, now_ended))
-        yield largest
+                largest = Difference(row, text, token, ratio, p, error, error / scale)
+            if longer in through:
+                todo.append((longer, now, joint, more, now_ended))
+        yield largest, dist
 
 
 def check_round(
     system: decoding.System, forced: Forced, rows: Sequence[Row],
     logits_of: Callable[[Sequence[int]], np.ndarray], tolerance: float,
-) -> tuple[float, int]:  # fmt: skip
+) -> Comparison:  # fmt: skip
     """Enumerates the outcomes of rounds and compares them with plain decoding.
 
     Args:
@@ -131,10 +185,7 @@ def check_round(
       forced: the drafts; the weights of each (row, output) sum to one.
       rows: prompts and samplers.
       logits_of: ``tokens -> f32[V]``, what the target says, computed another way.
-      tolerance: on the error of a joint probability.
-
-    Returns:
-      The largest error, and the number of outcomes.
+      tolerance: on the errors, see ``compare``.
 
     Raises:
       CertificateError: a difference; the message says where.
@@ -144,17 +195,17 @@ def check_round(
         compare, forced=forced, rows=rows, logits_of=logits_of
     )
     try:
-        found = list(verdicts(system.rule, forced))
+        found, may_miss = verdicts(system.rule, forced)
     except StatementError as error:
         # What the verdict states cannot be summed over; what the rule does can be sampled.
         sampled = sample_verdicts(system.rule, forced, _SAMPLES)
-        _, first = judge(sampled, tolerance=_SAMPLED_TOLERANCE)
+        first = judge(sampled, tolerance=_SAMPLED_TOLERANCE).first
         if first is None:
             raise
         raise StatementError(
             f"{error}: {first.text(system.num_draft)}, measured in {_SAMPLES:,} draws"
         ) from None
-    error, first = judge(found, tolerance=tolerance)
-    if first is not None:
-        raise CertificateError(f"{name}: {first.text(system.num_draft)}")
-    return error, len(found)
+    comparison = judge(found, tolerance=tolerance, may_miss=may_miss)
+    if comparison.first is not None:
+        raise CertificateError(f"{name}: {comparison.first.text(system.num_draft)}")
+    return comparison

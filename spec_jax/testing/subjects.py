@@ -29,8 +29,30 @@ _MAX_VOCAB = 64
 _TREE = Tree((0, 0, 1))
 
 
+def _biased(*bias: tuple[int, float]) -> SamplerConfig:
+    return SamplerConfig(temperature=1.0, logit_bias=bias)
+
+
+# Target and draft. A bias of e.g. 7 makes a token of a toy model a thousand times as probable, in
+# some of its contexts more and in some less.
+_EXTREMES = (
+    (_biased((0, 3.5)), _biased((0, 4.5))),  # nearly sure: .9 to .99
+    (_biased((0, 6.5)), _biased((0, 7.5))),  # .999
+    (_biased((0, 9.0)), _biased((0, 13.8))),  # .9999, and the draft 1 - 1e-6
+    (_biased((0, 13.8)), _biased((0, 9.0))),
+    (_biased((2, -12.0)), _biased((1, -40.0))),  # tokens that are rare for one of the two
+    (_biased((2, -60.0)), _biased((2, -30.0))),  # for both
+    (_biased((1, -86.5)), _biased((2, -86.5))),  # at the end of float32's range
+    (_biased((0, 110.0)), _biased((0, 110.0))),  # all but one of them underflow
+    (SamplerConfig(temperature=1e8),) * 2,  # equal
+)
+
+
 def certified_rows(*, is_greedy: bool = False) -> list[Row]:
     """Returns the settings of ``certify``: prompts of several lengths in one mixed batch.
+
+    They lead to contexts whose distributions are wide, peaked, equal, or have tokens of tiny
+    probability, on the target's and on the draft's side.
 
     Args:
       is_greedy: only those of temperature 0.
@@ -38,6 +60,7 @@ def certified_rows(*, is_greedy: bool = False) -> list[Row]:
     prompts, wide = ((0, 1), (2,), (1, 1, 2)), SamplerConfig(temperature=1.2)
     settings = list(STANDARD_SETTINGS.values())
     pairs = [(setting, (setting, wide)[i % 2]) for i, setting in enumerate(settings)]
+    pairs += _EXTREMES
     greedy = SamplerConfig(temperature=0.0)
     pairs += [
         (SamplerConfig(temperature=0.6, top_p=0.8), SamplerConfig(temperature=1.0)),

@@ -65,8 +65,9 @@ class Audit:
     """What ``audit`` found of a call.
 
     Attributes:
-      num_rows: prompts that were compared.
-      rows: those that were examined: the rows that differ, or all.
+      num_rows: prompts whose outputs were compared.
+      rows: those that were examined: the rows that differ, or all. Of the others only the tokens
+        are known to be equal.
       width: K + 1, the tokens of a verify pass.
     """
 
@@ -79,24 +80,35 @@ class Audit:
         return tuple(row for row in self.rows if row.verdict == verdict)
 
     @property
+    def num_not_examined(self) -> int:
+        """How many rows were not examined, since their outputs are identical."""
+        return self.num_rows - len(self.rows)
+
+    @property
     def is_explained(self) -> bool:
-        """Whether no row shows a bug."""
+        """Whether no examined row shows a bug, so that every row that differs is explained."""
         return not self.of("bug")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns counts and rows, for JSON."""
-        counts = {verdict: len(self.of(verdict)) for verdict in ("rounding", "bug")}
+        counts = {verdict: len(self.of(verdict)) for verdict in _DESCRIPTIONS}
+        counts["not_examined"] = self.num_not_examined
         rows = [row.to_dict() for row in self.rows]
         return {"num_rows": self.num_rows, **counts, "width": self.width, "rows": rows}
 
     def __str__(self) -> str:
-        parted = [row for row in self.rows if row.at is not None]
-        identical, plural = self.num_rows - len(parted), "s" * (self.num_rows != 1)
-        lines = [
-            f"{self.num_rows} prompt{plural}: {identical} with identical outputs, "
-            f"{len(self.of('rounding'))} part by rounding, {len(self.of('bug'))} show a bug"
-        ]
+        plural, count = "s" * (self.num_rows != 1), len(self.rows)
+        parts = []
+        if count:
+            kinds = (f"{len(self.of(verdict))} {text}" for verdict, text in _DESCRIPTIONS.items())
+            parts.append(f"{count} examined ({', '.join(kinds)})")
+        if self.num_not_examined:
+            parts.append(f"{self.num_not_examined} not examined, with identical outputs")
+        lines = [f"{self.num_rows} prompt{plural}: {', '.join(parts)}"]
         return "\n".join([*lines, *(f"  {row}" for row in self.rows if row.verdict != "identical")])
+
+
+_DESCRIPTIONS = {"identical": "identical", "rounding": "explained by rounding", "bug": "with a bug"}
 
 
 def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:

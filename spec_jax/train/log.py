@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
-import resource
+import time
 from collections.abc import Mapping
 
 import numpy as np
@@ -73,8 +73,7 @@ class Log:
         """
         if not self._is_writer:
             return
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        cpu_s = self._before_s + used.ru_utime + used.ru_stime
+        cpu_s = self._before_s + time.process_time()
         figures = {"step": step, **flatten(figures), "cpu_s": round(cpu_s, 1)}
         try:
             with open(self._path, "a", encoding="utf-8") as file:
@@ -91,6 +90,16 @@ class Log:
             line = " ".join(f"{k}={_short(v)}" for k, v in figures.items())
             print(line + self._progress.left(step), flush=True)
         self._shown |= {k: v for k, v in figures.items() if k in ("loss", "tok_s", "tau")}
+
+    def begin(self, step: int) -> None:
+        """Counts time from here: the time left is estimated from the steps after ``step``."""
+        if self._is_writer:
+            self._progress.begin(step)
+
+    def now(self, text: str) -> None:
+        """Says on the bar what is running."""
+        if self._is_writer:
+            self._progress.now(text)
 
     def advance(self, step: int) -> None:
         """Moves the bar to a step. Without a terminal there is none, and ``write`` prints."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import signal
 import threading
 import time
@@ -13,33 +15,60 @@ import jax
 import numpy as np
 
 from spec_jax import processes
+from spec_jax.compilation import Program, Timed
 from spec_jax.errors import TrainingError
 from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.log import Log
 from spec_jax.train.step import TrainState
 
+_SAME_S = 0.5  # programs such as timeout send a Ctrl-C on, which then arrives twice
+
 
 class Preemption:
-    """Turns SIGTERM into a flag, so that a run can save and end.
+    """Turns SIGTERM and the first Ctrl-C into a flag, so that a run can save and end.
 
-    Used as a context manager. It does nothing outside of the main thread.
+    Another Ctrl-C ends the run at once. Used as a context manager. It does nothing outside of the
+    main thread.
+
+    Args:
+      clock: returns the seconds since some point in time.
+
+    Attributes:
+      asked_by: "SIGTERM" or "Ctrl-C" once one of them has come; "" before.
     """
 
-    def __init__(self):
-        self.is_asked = False
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self.asked_by, self._asked_s = "", -math.inf
+        self._old: dict[int, Any] = {}
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the run was asked to save and end."""
+        return bool(self.asked_by)
 
     def __enter__(self) -> Preemption:
-        self._old = None
         if threading.current_thread() is threading.main_thread():
-            self._old = signal.signal(signal.SIGTERM, self._ask)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._old[number] = signal.signal(number, self._ask)
         return self
 
-    def _ask(self, *_):
-        self.is_asked = True
+    def _ask(self, number: int, _) -> None:
+        if number == signal.SIGTERM:
+            self.asked_by = "SIGTERM"
+            return
+        is_first, now_s = self._asked_s == -math.inf, self._clock()
+        if is_first:
+            self.asked_by, self._asked_s = "Ctrl-C", now_s
+            with contextlib.suppress(OSError):  # print is not safe in a signal handler
+                os.write(2, b"\nCtrl-C: saving and ending; again: ending at once\n")
+        elif now_s - self._asked_s > _SAME_S:
+            raise KeyboardInterrupt
 
     def __exit__(self, *_) -> None:
-        if self._old is not None:
-            signal.signal(signal.SIGTERM, self._old)
+        for number, handler in self._old.items():
+            if handler is not None:
+                signal.signal(number, handler)
 
 
 def train_loop(
@@ -59,9 +88,10 @@ def train_loop(
     checkpoint_every_s: float = 300.0,
     describe_batch: Callable[[int], str] = lambda step: "",
 ) -> tuple[TrainState, bool]:
-    """Trains from ``state.step`` to ``num_steps``, or until SIGTERM asks it to save and end.
+    """Trains from ``state.step`` to ``num_steps``, or until SIGTERM or Ctrl-C ends the run.
 
-    A state is saved only after all losses and gradients up to it were found to be finite. Several
+    Either of them saves a checkpoint first; a second Ctrl-C ends the run at once. A state is saved
+    only after all losses and gradients up to it were found to be finite. Several
     processes save and end at the same steps: those that are logged.
 
     Args:
@@ -117,10 +147,14 @@ def train_loop(
     window: list[dict] = []
     with Preemption() as preemption:
         for step in range(first, num_steps):
-            batch = batch_at(step)
+            with Timed(), Program("the training step"):  # which say that it is compiled
+                batch = batch_at(step)
+                state, metrics = step_fn(state, batch)
             seen += tokens_per_step(batch)
-            state, metrics = step_fn(state, batch)
             done = step + 1
+            if step == first:
+                jax.block_until_ready(metrics)
+                log.begin(done)
             pending.append((done, metrics))
             is_last, is_asked = done == num_steps, preemption.is_asked
             is_due = time.monotonic() - saved_s > checkpoint_every_s
@@ -135,6 +169,7 @@ def train_loop(
             if evaluate and (is_last or (eval_every and done % eval_every == 0)):
                 flush(is_logged=False)
                 paused_s = time.monotonic()
+                log.now("evaluating")
                 figures = evaluate(state)
                 log.write(done, **figures)
                 if best_by is not None:
@@ -147,7 +182,8 @@ def train_loop(
                 saved_s = time.monotonic()
             if is_asked and not is_last:
                 checkpoints.wait()
-                log.say(f"SIGTERM: saved at step {done}; the same command goes on from there")
+                by = preemption.asked_by or "SIGTERM in another process"
+                log.say(f"{by}: saved at step {done}; the same command goes on from there")
                 return state, False
     checkpoints.wait()
     return state, True

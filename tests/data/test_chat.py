@@ -2,10 +2,15 @@
 
 import datetime
 import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import pytest
 import tokenizers
 
+from spec_jax.data import template_process
 from spec_jax.data.chat import ChatTemplate
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models.tokenizer import Tokenizer
@@ -15,6 +20,7 @@ MESSAGES = [
     {"role": "user", "content": "1 < 2?"},
     {"role": "assistant", "content": "Yes & no."},
 ]
+DEEP = json.loads("[" * 300 + "]" * 300)
 TURNS = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}"
     "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
@@ -87,7 +93,119 @@ def test_what_a_template_refuses_or_may_not_do_is_a_clear_error(source, message)
         template(source).render(MESSAGES)
 
 
-@pytest.mark.parametrize("messages", [[], ["hi"], [{"role": object()}], [{"role": {1}}]])
+SLOW = "{% for i in range(99999) %}{% for j in range(2000) %}{% endfor %}{% endfor %}"  # seconds
+NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ 9 ** (9 ** 9) }}", r"\*\* makes a value of size"),
+        ("{{ 'x' * 10 ** 10 }}{{ [0] * 10 ** 10 }}", r"\* makes a value of size 1e\+10"),
+        ("{{ '%999999999d' % 1 }}", "% makes a value of size"),
+        ("{{ '%-*d' % (10 ** 10, 1) }}", "% makes a value of size"),
+        ("{{ range(10 ** 9) | list }}", "Range too big"),
+        ("{{ 'x' | center(10 ** 11) }}", "takes more than 512 MiB of memory"),
+        ("{{ '%99999999999d' | format(1) }}", "takes more than 512 MiB of memory"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
+        ("{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}", "more than 16777216 characters"),
+        ("{% for i in [1] %}" * 30 + "{% endfor %}" * 30, "cannot be read: line"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "cannot be read: maximum recursion"),
+    ],
+)
+def test_what_a_template_may_use_up_is_bounded(source, message):
+    with pytest.raises(ConfigError, match=message):
+        template(source).render(MESSAGES)
+
+
+def test_a_template_that_runs_too_long_is_ended_and_the_next_one_renders(monkeypatch):
+    monkeypatch.setattr(template_process, "MAX_SECONDS", 0.3)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"takes more than 0\.3 seconds; check the template"):
+            template(NESTED).render(MESSAGES)
+    monkeypatch.undo()
+    assert template("{{ messages | length }}").render(MESSAGES) == "3"
+
+
+@pytest.mark.parametrize("has_alarm", [True, False], ids=["alarm", "timer"])
+def test_a_process_renders_until_it_is_ended(monkeypatch, has_alarm):
+    monkeypatch.setattr(template_process, "_HAS_ALARM", has_alarm)
+    process = template_process.TemplateProcess()
+    now = ["2024-03-05", None, None]
+    request = {"source": "{{ x }}", "variables": {"x": "é\ud800"}, "now": now}
+    try:
+        assert process.ask(request) == {"text": "é\ud800"}
+        first = process._process
+        assert process.ask(request)["text"] and process._process is first
+        with pytest.raises(ConfigError, match="takes more than"):
+            process.ask({**request, "source": SLOW, "variables": {}}, 0.3)
+        first = process._process
+        assert first is None and process.ask(request)["text"]
+        process._process.kill()  # by anybody
+        process._process.wait()
+        assert process.ask(request)["text"]
+    finally:
+        process.close()
+
+
+# Of the packages, only these modules are imported: a process with the threads of jax is not forked.
+_FORKS = """
+import os, pathlib, signal, sys, types
+root = pathlib.Path(sys.argv[1])
+for name in ("spec_jax", "spec_jax.data"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [str(root.joinpath(*name.split(".")))]
+from spec_jax.data import template_process
+
+def render(source):
+    request = {"source": source, "variables": {}, "now": ["2024-03-05", None, None]}
+    return template_process.ask(request)["text"], template_process._shared._process.pid
+
+text, first = render("a")
+with template_process._shared._lock:  # as where another thread renders at this moment
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # ends a child that waits for that thread, which it does not have
+        text, process = render("b")
+        template_process._shared.close()
+        os._exit(0 if text == "b" and process != first else 1)
+assert os.waitpid(child, 0)[1] == 0, "the child needs its parent's process"
+assert render("c") == ("c", first)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_a_forked_process_has_one_of_its_own():
+    root = pathlib.Path(template_process.__file__).parents[2]
+    command = [sys.executable, "-c", _FORKS, str(root)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_python_without_jinja_is_an_error_that_says_so(monkeypatch):
+    process = template_process.TemplateProcess()
+    monkeypatch.setattr(template_process, "_LIBRARIES", ())
+    with pytest.raises(ConfigError, match=r"No module named 'jinja2'.*that can import jinja2"):
+        process.ask({"source": "a", "variables": {}, "now": ["2024-03-05", None, None]})
+
+
+@pytest.mark.parametrize("executable", [None, ""])
+def test_an_embedded_python_is_an_error_that_says_so(monkeypatch, executable):
+    monkeypatch.setattr(sys, "executable", executable)
+    message = rf"where Python is embedded\): expected sys\.executable, {executable!r}, to be"
+    with pytest.raises(ConfigError, match=message):
+        template_process.TemplateProcess().ask({"source": "a", "variables": None, "now": None})
+
+
+def test_the_time_has_its_zone_where_templates_run():
+    zone = datetime.timezone(datetime.timedelta(hours=-3, minutes=-30), "NST")
+    now = datetime.datetime(2024, 3, 5, 6, 7, 8, 9, tzinfo=zone)
+    found = ChatTemplate({"default": "{{ strftime_now('%c %f %z %Z') }}"}, now=now)
+    assert found.render(MESSAGES) == now.strftime("%c %f %z %Z")
+
+
+@pytest.mark.parametrize("messages", [[], ["hi"], [{"role": object()}], [{"role": {1}}],
+                                      [{"role": DEEP}]])  # fmt: skip
 def test_messages_that_are_none_are_clear_errors(messages):
     with pytest.raises(ConfigError, match="message"):
         template(TURNS).render(messages)

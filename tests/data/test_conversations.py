@@ -207,7 +207,7 @@ def test_text_is_marked_whole_after_a_separator():
     assert Encoder(tokenizer).text(Text("", "t")) == []
     plain = byte_level(special=("<s>", "</s>"))
     assert Encoder(plain).text(Text("two", "t"))[0].ids[0] == plain.token_id("</s>")
-    with pytest.raises(ConfigError, match=r"'<end>' to separate"):
+    with pytest.raises(ConfigError, match=r"'<end>' to separate documents; set eos_token in"):
         Encoder(plain, separator="<end>")
     with pytest.raises(ConfigError, match="no token"):
         Encoder(byte_level(special=("<s>",))).text(Text("two", "t"))

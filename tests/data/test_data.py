@@ -5,9 +5,11 @@ import pathlib
 
 import numpy as np
 import pytest
+from support.chat_templates import byte_level
 
 from spec_jax.data import python_source, tokens
 from spec_jax.errors import ConfigError
+from spec_jax.models.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +103,22 @@ def test_indentation_is_one_token(tokenizer):
 
 
 def test_packing_separates_documents(tokenizer):
-    packed = tokens.pack(tokenizer, [("a", "x = 1\n"), ("b", "y = 2\n")])
+    packed = tokens.pack(Tokenizer(tokenizer), [("a", "x = 1\n"), ("b", "y = 2\n")])
     assert packed.dtype == np.int32
     assert list(np.flatnonzero(packed == 0)) == [0, len(packed) // 2, len(packed) - 1]
+
+
+def test_packing_uses_the_end_token_of_another_tokenizer_and_cuts_nothing():
+    foreign = byte_level(special=("<s>", "</s>"))
+    foreign.backend.enable_truncation(3)
+    assert len(foreign.encode("x = 1\n")) == 3
+    packed = tokens.pack(foreign, [("a", "x = 1\n"), ("b", "y = 2\n")])
+    end = foreign.token_id("</s>")
+    assert list(np.flatnonzero(packed == end)) == [0, len(packed) // 2, len(packed) - 1]
+    assert foreign.decode(packed.tolist()) == "x = 1\ny = 2\n"
+    for nameless in (byte_level(special=("<s>",)), Tokenizer(byte_level(special=("<s>",)).backend)):
+        with pytest.raises(ConfigError, match="separate documents.* tokenizer_config.json"):
+            tokens.pack(nameless, [("a", "x")])
 
 
 @pytest.mark.parametrize(

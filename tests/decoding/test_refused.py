@@ -66,6 +66,20 @@ def test_an_ill_shaped_rule_is_refused_with_its_name_and_what_is_expected(accept
         traced_rule(accept)
 
 
+def branches(target, proposal, noise):
+    """Written for one row; its branch is Python's."""
+    if proposal.n_draft > 1:
+        return chain.residual(target, proposal, noise)
+    return chain.greedy(target, proposal, noise)
+
+
+@pytest.mark.parametrize("accept", [branches, batched(branches)], ids=["one row", "batched"])
+def test_a_rule_that_branches_in_python_is_told_what_to_write(accept):
+    message = r"rule 'mine' branches on the value .*jnp.where\(.*accept=spec_jax.rules.batched"
+    with pytest.raises(ConfigError, match=message):
+        traced_rule(accept)
+
+
 def test_a_rules_own_error_passes_with_a_note_of_what_it_was_given():
     def broken(target, proposal, noise):
         raise KeyError("temperature")
@@ -119,6 +133,15 @@ def test_an_ill_shaped_drafter_is_refused_with_its_name_and_what_is_expected(
 ):
     with pytest.raises(error, match=message):
         traced_proposal(propose)
+
+
+def test_a_drafter_that_branches_in_python_is_told_what_to_write():
+    def branches(params, state, context, num_draft):
+        return drafts()() if context.length[0] > 3 else drafts(n_draft=jnp.zeros(2, jnp.int32))()
+
+    with pytest.raises(jax.errors.TracerBoolConversionError) as error:
+        traced_proposal(branches)
+    assert any("take jnp.where(condition, a, b)" in note for note in error.value.__notes__)
 
 
 def test_a_drafters_own_error_passes_with_a_note_of_what_it_was_given():

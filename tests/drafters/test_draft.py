@@ -25,7 +25,7 @@ def by_hand(history, K, longest, shortest):
     return []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.integers(0, 3), min_size=1, max_size=WIDTH - 2),
     st.sampled_from([(3, 1), (2, 2)]),

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import functools
+import traceback
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.tiny_tokenizers import bytes_alone
 
 import spec_jax
 from spec_jax import SamplerConfig, testing
 from spec_jax.contracts import Context
 from spec_jax.drafters.ngram import ngram
-from spec_jax.errors import ConfigError
+from spec_jax.errors import ConfigError, InvalidDraftError
+from spec_jax.parallel.overlap import Devices
 from spec_jax.rules import registry
 from spec_jax.sampling import make_sampler
 
@@ -101,6 +106,20 @@ def answer(prefix, k, seed):
     return ANSWER["value"]
 
 
+def assert_refused(host, message):
+    """Every row's number of drafts is one that the loop refuses, and its error is found."""
+    tokens, length, seeds = rows()
+    proposal = propose(tokens, length, seeds, drafter=host)
+    assert proposal.n_draft.tolist() == [-1] * B and not proposal.tokens.any()
+    for row, n in zip(np.asarray(tokens), np.asarray(length)):
+        error = host.find_error(tuple(row[: n + 1].tolist()), 0)
+        with pytest.raises(ValueError, match=message):
+            raise error
+    ANSWER["value"] = ([], []) if host.is_sampled else []  # what is mended is forgotten
+    jax.block_until_ready(propose(tokens, length, seeds, drafter=host))
+    assert host.find_error((), M) is None
+
+
 @pytest.mark.parametrize(
     "value, message",
     [
@@ -116,8 +135,7 @@ def answer(prefix, k, seed):
 def test_faulty_tokens_are_named(value, message):
     ANSWER.clear()
     ANSWER["value"] = value
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f"host drafter 'mine'.*{message}"):
-        jax.block_until_ready(propose(*rows(), drafter=spec_jax.host_drafter(answer, name="mine")))
+    assert_refused(spec_jax.host_drafter(answer), message)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +154,7 @@ def test_faulty_tokens_are_named(value, message):
 def test_faulty_probabilities_are_named(value, message):
     ANSWER.clear()
     ANSWER["value"] = value
-    host = spec_jax.host_drafter(answer, is_sampled=True, vocab_size=V)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-        jax.block_until_ready(propose(*rows(), drafter=host))
+    assert_refused(spec_jax.host_drafter(answer, is_sampled=True, vocab_size=V), message)
 
 
 def test_fewer_drafts_than_k_and_none_are_drafts_too():
@@ -240,21 +256,99 @@ def test_tokens_are_plain_decodings(strategy):
     assert decoder.stats.accepted > decoder.stats.rejected
 
 
-def test_an_error_of_the_function_reaches_the_caller_and_ids_out_of_range_name_their_row():
+def raise_late(prefix, k, seed):
+    """Raises in rows that begin with 1, once their output has two tokens."""
+    if prefix[0] == 1 and len(prefix) > 4:
+        return {}["no such prefix"]
+    return [0] * k
+
+
+def run_alone(decoder, prompts):
+    decoder.generate(prompts[0], 8)
+
+
+def run_batch(decoder, prompts):
+    decoder.generate(prompts, 8)
+
+
+def run_stream(decoder, prompts):
+    prompts = decoder.stream(prompts, 8)
+    assert {row for row, _ in prompts} == {0, 1, 2}
+
+
+def run_async(decoder, prompts):
+    asyncio.run(decoder.generate_async(prompts, 8))
+
+
+def run_queue(decoder, prompts):
+    prompts, done = [*prompts[1:], prompts[0], *[[2]] * 50], []
+    try:
+        for index, row in spec_jax.DecodeQueue(decoder, prompts, batch=2, max_new_tokens=8):
+            done.append((index, row.finish_reason))
+    finally:
+        assert (2, "invalid_draft") in done and 3 <= len(done) < 9, done
+
+
+@pytest.mark.parametrize("run", [run_alone, run_batch, run_stream, run_async, run_queue])
+def test_an_exception_of_the_function_is_the_cause_and_the_runtime_logs_nothing(run, capfd):
+    config = spec_jax.SpeculativeConfig(num_speculative_tokens=K)
+    target = dataclasses.replace(testing.mock_model(V), tokenizer=bytes_alone())
+    decoder = spec_jax.SpeculativeDecoder(
+        target, drafter=spec_jax.host_drafter(raise_late), config=config
+    )
+    message = "drafter 'host' raised KeyError: 'no such prefix'"
+    with pytest.raises(InvalidDraftError, match=message) as caught:
+        run(decoder, [[1, 2, 3], [2, 3], [0]])
+    cause = caught.value.__cause__
+    assert type(cause) is KeyError
+    assert traceback.extract_tb(cause.__traceback__)[-1].name == "raise_late"
+    reasons = [row.finish_reason for row in caught.value.generations]
+    assert reasons[0] == "invalid_draft" and set(reasons[1:]) <= {"length"}
+    assert capfd.readouterr().err == ""
+
+
+def test_ids_out_of_range_name_their_row_and_no_older_exception():
     ANSWER.clear()
     config = spec_jax.SpeculativeConfig(num_speculative_tokens=K)
-    target = testing.mock_model(V)
     decoder = spec_jax.SpeculativeDecoder(
-        target, drafter=spec_jax.host_drafter(answer), config=config
+        testing.mock_model(V), drafter=spec_jax.host_drafter(answer), config=config
     )
     ANSWER["raise"] = "no such prefix"
-    with pytest.raises(jax.errors.JaxRuntimeError, match="after a prefix of 4 tokens: KeyError: "
-                       "'no such prefix'"):
+    with pytest.raises(InvalidDraftError, match=r"no such prefix', in rows \[0\] \(row 0 after 4 "):
         decoder.generate([1, 2, 3], max_new_tokens=4)
     ANSWER.clear()
     for ids in ([V], [-1], [2**40]):
         ANSWER["value"] = ids
-        with pytest.raises(spec_jax.errors.InvalidDraftError):
+        with pytest.raises(InvalidDraftError, match="outside of the vocabulary") as caught:
             decoder.generate([1, 2, 3], max_new_tokens=4)
+        assert caught.value.__cause__ is None
     ANSWER["value"] = [1]
     assert len(decoder.generate([1, 2, 3], max_new_tokens=4).tokens) == 4
+
+
+@pytest.mark.exhaustive
+def test_an_exception_reaches_the_caller_from_devices_of_its_own():
+    config = spec_jax.SpeculativeConfig(num_speculative_tokens=K)
+    first, second = jax.devices()[:2]
+    decoder = spec_jax.SpeculativeDecoder(
+        testing.mock_model(V), drafter=spec_jax.host_drafter(raise_late), config=config,
+        devices=Devices(draft=first, target=second),
+    )
+    with pytest.raises(InvalidDraftError, match="raised KeyError: 'no such prefix'") as caught:
+        decoder.generate([[1, 2, 3], [2, 3]], 8)
+    assert type(caught.value.__cause__) is KeyError
+    assert [row.finish_reason for row in caught.value.generations] == ["invalid_draft", "length"]
+
+
+@pytest.mark.exhaustive
+def test_a_certificate_names_what_the_function_raised():
+    host = spec_jax.host_drafter(raise_late)
+    params = {"target": testing.toy_params(3, 0), "draft": None}
+    config = spec_jax.SpeculativeConfig(rejection_sampling_strategy="residual")
+    rows = [row._replace(prompt=(1, 2, 2)) for row in testing.standard_rows()[:1]]
+    with pytest.raises(testing.CertificateError, match="raised KeyError: 'no such") as caught:
+        testing.certify_rule(
+            registry.make_rule(config), num_tokens=3, rows=rows, params=params, batch=8,
+            drafter=host,
+        )  # fmt: skip
+    assert type(caught.value.__cause__) is KeyError

@@ -104,7 +104,7 @@ def test_it_is_evaluated(files, tmp_path):
     config.prompts = str(files / "prompts.jsonl")
     config.update({"num_prompts": 3, "max_new_tokens": 8, "ks": (2,), "batches": (2,)})
     plain, row = evaluate.evaluate(config, str(tmp_path / "run"))["results"]
-    assert row["method"] == "head" and row["tau"] >= 1 and row["draft_cost"] > 0
+    assert row["method"] == "head" and row["tau"] >= 1 and row["draft_cost"] >= 0
     assert plain["tau"] == 1
     gaps = np.subtract(row["teacher_forced"], row["acceptance_by_position"])
     assert np.nanmax(np.abs(gaps)) < 0.01

@@ -146,9 +146,14 @@ def test_a_kind_that_takes_what_another_has_is_refused():
         load_draft(zoo.path("zoo/draft"), TARGET, method="mine")
 
 
-def test_a_method_without_weights_has_none_to_load(tmp_path):
-    with pytest.raises(ConfigError, match="'ngram' has no weights to load: it needs no draft"):
-        load_draft(tmp_path, load_model("zoo/draft"), method="ngram")
+def test_a_method_without_weights_has_none_to_load_and_says_what_to_write(tmp_path):
+    target, message = load_model("zoo/draft"), r"'ngram' copies .*SpeculativeConfig\('ngram'\)\)"
+    with pytest.raises(ConfigError, match=message):
+        load_draft(tmp_path, target, method="ngram")
+    with pytest.raises(ConfigError, match=message):
+        load_draft("ngram", target)
+    with pytest.raises(ConfigError, match=r"no drafter kind 'eagle3' \(did you mean eagle\?\)"):
+        load_draft(tmp_path, target, method="eagle3")
 
 
 @pytest.mark.parametrize(

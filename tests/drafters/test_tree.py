@@ -112,7 +112,7 @@ SYSTEMS = {
 }
 
 
-@pytest.mark.representatives("match-eagle-3-dynamic")
+@pytest.mark.representatives("match-standalone-dynamic")
 @pytest.mark.parametrize(
     ("strategy", "name", "shape"),
     [

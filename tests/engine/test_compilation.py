@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import itertools
+import re
 import threading
 import time
 
@@ -151,7 +152,7 @@ def test_without_a_reader_it_goes_to_the_log(monkeypatch, caplog):
         notice._timer.join()
         notice.close()
     first, last = (record.getMessage() for record in caplog.records)
-    assert first == "compiling a round …" and last.startswith("compiling a round took 0.")
+    assert first == "compiling a round …" and re.match(r"compiling a round took \d+\.\d s$", last)
 
 
 def test_the_first_call_compiles_and_the_second_does_not():
@@ -239,3 +240,14 @@ def test_programs_are_kept_where_one_says(tmp_path, monkeypatch, jax_cache):
     usual = tmp_path / ".cache" / "spec_jax" / f"jax-{jax.__version__}"
     assert compilation.enable_compilation_cache() == usual
     assert jax.config.jax_compilation_cache_dir == str(usual)
+
+
+def test_a_damaged_program_among_those_that_are_kept_is_compiled_again(tmp_path, jax_cache):
+    """A run that is killed leaves half a file, and one that reads may meet one that writes."""
+    compilation.enable_compilation_cache(tmp_path)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    compiled = lambda: jax.jit(lambda x: jnp.sin(x) * 5)(jnp.ones(7))
+    expected = compiled()
+    for path in tmp_path.glob("*-cache"):
+        path.write_bytes(path.read_bytes()[:100])
+    np.testing.assert_array_equal(compiled(), expected)

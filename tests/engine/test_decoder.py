@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from support.tiny_models import LLAMA, random_weights
 from spec_jax import testing
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.decoding import Kind
+from spec_jax.engine.batching import DecodeQueue
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.stats import Stats, predicted_speedup, row_stats
 from spec_jax.errors import ConfigError, InvalidDraftError, PromptError, WeightsError
@@ -208,6 +211,38 @@ def test_a_target_that_is_not_loaded_is_named():
 def test_slips_in_a_call_are_named(stories, options, message):
     with pytest.raises(ConfigError, match=message):
         SpeculativeDecoder(stories).generate("A dog", **options)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda decoder, **limit: decoder.generate([1, 2], **limit),
+        lambda decoder, **limit: decoder.stream([1, 2], **limit),
+        lambda decoder, **limit: asyncio.run(decoder.generate_async([1, 2], **limit)),
+        lambda decoder, **limit: decoder.warmup(2, **limit),
+        lambda decoder, **limit: decoder.output_limits([[1, 2]], **limit),
+        lambda decoder, **limit: DecodeQueue(
+            decoder, [[1, 2]], batch=1, max_prompt_tokens=2, **limit
+        ),
+    ],
+    ids=["generate", "stream", "generate_async", "warmup", "output_limits", "queue"],
+)
+def test_a_limit_that_may_count_either_way_is_refused_with_both_names(decoder, call, request):
+    both = r"max_new_tokens, which counts the output alone.*max_length, which counts prompt and"
+    with pytest.raises(ConfigError, match=f"max_tokens is ambiguous here; name {both}"):
+        call(decoder, max_tokens=16)
+    name = {"queue": "DecodeQueue"}.get(request.node.callspec.id, request.node.callspec.id)
+    unexpected = rf"^{name}\(\) got an unexpected keyword argument"
+    with pytest.raises(TypeError, match=rf"{unexpected} 'max_lenght' \(did you mean max_length\?"):
+        call(decoder, max_lenght=16)
+    for internal in ("token", "part", "total", "has_pieces", "unknow"):
+        with pytest.raises(TypeError, match=f"{unexpected} '{internal}'") as raised:
+            call(decoder, **{internal: 3})
+        assert not re.search(r"mean (token|parts|totals|has_pieces|unknown)\?", str(raised.value))
+    with pytest.raises(ConfigError, match="max_new_tokens is 5 .* max_length 16 .*name one"):
+        call(decoder, max_new_tokens=5, max_length=16)
+    with pytest.raises(PromptError, match="2 tokens leaves no room for output: max_length is 2"):
+        call(decoder, max_length=2)
 
 
 @pytest.mark.exhaustive

@@ -53,6 +53,7 @@ def test_an_eagle_head_leaves_the_text_as_it_is(target, plain, config):
     assert decoder.stats.emitted == 60
 
 
+@pytest.mark.exhaustive
 def test_modules_leave_the_text_as_it_is(target, plain):
     decoder = SpeculativeDecoder(target, modules())  # the method follows from the draft
     assert decoder.config.is_mtp()

@@ -53,10 +53,9 @@ def test_one_conversation_gives_one_generation_and_several_a_list(decoder):
 def test_streams_and_queues_take_conversations(decoder):
     text = decoder.generate(messages=HELLO, max_new_tokens=6).text
     assert "".join(decoder.stream(messages=HELLO, max_new_tokens=6)) == text
-    queue = DecodeQueue(
-        decoder, enumerate([HELLO]), batch=1, max_prompt_tokens=64, max_new_tokens=6
-    )
-    assert next(queue)[1].text == text
+    for prompts in ([HELLO], enumerate([HELLO])):
+        queue = DecodeQueue(decoder, prompts, batch=1, max_prompt_tokens=64, max_new_tokens=6)
+        assert [(i, row.text) for i, row in queue] == [(0, text)]
     refused = DecodeQueue(decoder, enumerate([TALK[:3]]), batch=1, max_prompt_tokens=64)
     with pytest.raises(PromptError, match="prompt 0: the last message is the assistant's"):
         next(refused)

@@ -72,8 +72,10 @@ def check_alone(decoder):
     assert len({len(tokens) for tokens, *_ in expected.values()}) > 2
     pairs = list(enumerate(PROMPTS))
     for order in (pairs, pairs[::-1]):
-        found = {i: summary(g) for i, g in DecodeQueue(decoder, order, batch=3, **LIMITS)}
-        assert found == expected
+        decoder.reset_stats()
+        rows = dict(DecodeQueue(decoder, order, batch=3, **LIMITS))
+        assert {i: summary(g) for i, g in rows.items()} == expected
+        assert counts(decoder.stats) == counts(sum_of(rows))
 
 
 @pytest.mark.exhaustive
@@ -119,6 +121,16 @@ def test_samplers_take_turns_and_may_differ_in_what_they_have():
     assert {i: g.tokens for i, g in found.items()} == {i: r.tokens for i, r in enumerate(rows)}
     assert counts(decoder.stats) == counts(sum(map(stats_of, rows), Stats()))
     assert decoder.stats.prefill_s > 0 < decoder.stats.decode_s
+
+
+def test_plain_prompts_are_numbered_from_0_and_the_longest_of_a_list_is_found():
+    decoder = SpeculativeDecoder(mock_model(V, 0))
+    expected = dict(DecodeQueue(decoder, enumerate(PROMPTS), batch=2, **LIMITS))
+    tuples = [tuple(prompt) for prompt in PROMPTS]  # (11, 3) is two ids, no number and prompt
+    for prompts in (PROMPTS, tuples, iter(PROMPTS), np.array(PROMPTS, object)):
+        assert dict(DecodeQueue(decoder, prompts, batch=2, **LIMITS)) == expected
+    found = dict(DecodeQueue(decoder, tuples, batch=2, **LIMITS | {"max_prompt_tokens": None}))
+    assert found == expected
 
 
 def test_results_come_as_they_finish_and_prompts_are_pulled_as_rows_are_free():
@@ -259,14 +271,40 @@ def test_an_error_of_decoding_is_raised_after_what_had_finished_is_yielded(monke
 
 
 @pytest.mark.exhaustive
-def test_the_limit_of_the_decoders_config_counts_the_prompt():
+def test_max_length_and_the_limit_of_the_decoders_config_count_the_prompt():
     decoder = SpeculativeDecoder(mock_model(V, 0), config=AsyncSpecConfig(
         max_tokens=25, force_n1=True, target_sampler=SamplerConfig(1.0)
     ))  # fmt: skip
-    queue = DecodeQueue(decoder, enumerate(PROMPTS), batch=3, max_prompt_tokens=20, stop_tokens=())
-    assert {i: len(row.tokens) for i, row in queue} == {
-        i: 25 - len(prompt) for i, prompt in enumerate(PROMPTS)
-    }
+    for options, limit in (({}, 25), ({"max_length": 23}, 23)):
+        queue = DecodeQueue(
+            decoder, enumerate(PROMPTS), batch=3, max_prompt_tokens=20, stop_tokens=(), **options
+        )
+        assert {i: len(row.tokens) for i, row in queue} == {
+            i: limit - len(prompt) for i, prompt in enumerate(PROMPTS)
+        }
+
+
+@pytest.mark.parametrize(
+    "prompts, error, message",
+    [
+        ("a text", PromptError, r"prompts is one prompt, 'a text'; .* list of them, \[prompt\]"),
+        ([1, 2, 3], PromptError, r"prompts is one prompt, \[1, 2, 3\]"),
+        ([{"role": "user", "content": "Hi"}], PromptError, "prompts is one prompt"),
+        (iter([[1]]), ConfigError, "list_iterator and max_prompt_tokens is None: name the length"),
+        ([[1], []], PromptError, "prompt 1: the prompt is empty"),
+        (None, PromptError, "prompts is None; expected a list or an iterator of prompts, or of"),
+        ([(1, [0, 1]), [1, 2, 3]], PromptError, r"item 1 .*, \[1, 2, 3\], lacks an index, unlike"),
+        ([[1, 2, 3], (0, [0, 1])], PromptError, r"item 1 .*, \(0, \[0, 1\]\), has an index"),
+        ([[7, [0, 1]]], PromptError, r"integer ids; an index .* are a tuple: \(7, prompt\)"),
+    ],
+    ids=[
+        "text", "ids", "conversation", "iterator", "bad", "none", "some indices", "late indices",
+        "lists",
+    ],
+)  # fmt: skip
+def test_prompts_that_a_queue_cannot_number_or_measure_are_refused(prompts, error, message):
+    with pytest.raises(error, match=message):
+        DecodeQueue(SpeculativeDecoder(mock_model(V, 0)), prompts, batch=2)
 
 
 def test_an_empty_queue_yields_nothing():
@@ -281,8 +319,10 @@ def test_an_empty_queue_yields_nothing():
         ({"max_prompt_tokens": 0}, ConfigError, "max_prompt_tokens is 0"),
         ({"max_new_tokens": 60}, PromptError, "a prompt of 20 tokens and 60 new ones make 80"),
         ({"sampler": []}, ConfigError, "the list of sampler configs is empty"),
+        ({"prompts": None}, PromptError, "prompts is None; expected a list or an iterator"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_decoded(pair, changes, error, message):
     with pytest.raises(error, match=message):
-        DecodeQueue(SpeculativeDecoder(pair[0]), [], **{"batch": 2, **LIMITS, **changes})
+        options = {"prompts": [], "batch": 2, **LIMITS, **changes}
+        DecodeQueue(SpeculativeDecoder(pair[0]), **options)

@@ -85,7 +85,7 @@ def test_rows_of_a_batch_stream_and_finish_for_themselves(decoder):
 
     rows = decoder.generate(["a", "數"], NEW, stop="🎉aé數🎉a", on_token=on_token)
     assert [pieces[0], pieces[1]] == [row.text for row in rows] == ["é數", ""]
-    rows = decoder.generate(["數", "a"], max_tokens=20)
+    rows = decoder.generate(["數", "a"], max_length=20)
     assert [len(row.tokens) for row in rows] == [17, 19]
 
 

@@ -21,7 +21,7 @@ from experiments.common import decode_measure, decode_report, report
 from experiments.common.decode_setup import Setup, resolve
 from experiments.common.prompts import Prompt, PromptEncoder, fit, load_prompts
 from experiments.decode import decode
-from spec_jax import load_model
+from spec_jax import load_model, zoo
 from spec_jax.errors import ConfigError, SpecJaxError
 from spec_jax.models import transformer
 from spec_jax.testing import audit_outputs
@@ -87,7 +87,7 @@ def test_the_page_shows_the_first_prompts_tokens_by_every_cell(run):
     assert len({turn["text"] for turn in greedy}) == 1 < len(greedy)  # plain decoding's tokens
     assert all(len(turn["kinds"]) == turn["total"] == 8 for turn in turns.values())
     assert all(turn["ms"] is None for turn in turns.values())  # it took no turns
-    assert set(turns["plain", 0.0]["kinds"]) == {"f", "b"}
+    assert set(turns["plain", 0.0]["kinds"]) == {"f", "t"}  # nothing was drafted
     assert set(turns["standalone, K=3", 0.0]["kinds"]) <= set("fac")  # no draft ends early
     assert "every answer in" not in page
 
@@ -169,8 +169,9 @@ def test_the_screen_shows_text_table_and_conclusion(pair, tmp_path, capsys):
     decode(config, tmp_path)
     out = capsys.readouterr().out
     name = load_prompts("", 2, 0)[0].name
-    for part in (name, "live by ngram K=3", "tok/s", "speed-up", "Fastest at T=0", "report.md"):
+    for part in (name, "live by ngram K=3", "tok/s", "speed-up", "report.md"):
         assert part in out
+    assert re.search(r"(Fastest|Nothing beat plain decoding) at T=0", out)
     lines = out.splitlines()
     table = lines[next(i for i, line in enumerate(lines) if line.startswith("method")) :][:4]
     column = table[0].index("identical")
@@ -216,13 +217,21 @@ def test_what_cannot_be_used_is_left_out_with_a_note(pair, tmp_path):
     data = tmp_path / "prompts.jsonl"
     data.write_text('{"prompt": "x = 1"}\n{\n{"prompt": 5}\n"import os"\n', encoding="utf-8")
     setup = Setup.of(small(
-        pair, head="no/such, random-eagle-3", draft="gone", data=str(data), temperatures=(0,),
+        pair, head="no/such, random-eagle-3", data=str(data), temperatures=(0,),
+        draft=str(zoo.path("zoo/draft")),
+        num_prompts=16, batch=4, ks=(1, 2),
     ))  # fmt: skip
-    assert [cell.method for cell in setup.cells] == ["plain", "ngram", "eagle"]
+    assert [*dict.fromkeys(cell.method for cell in setup.cells)] == ["plain", "ngram", "eagle"]
+    assert [*setup.bench.drafts] == ["eagle"] and setup.bench.batch == 2
     assert [prompt.text for prompt in setup.prompts] == ["x = 1", "import os"]
     notes = decode_report.start(setup)["notes"]
-    expected = ("gone is left out", "no/such is left out", ":2: not JSON", "prompt is 5")
-    assert len(notes) == 4 and all(said in note for note, said in zip(notes, expected))
+    expected = (
+        "no/such is left out", ":2: not JSON", "prompt is 5", "has 2 prompts, not 16",
+        "batches of 4 are of 2", "standalone is left out: the vocabularies differ",
+    )  # fmt: skip
+    assert len(notes) == 6 and all(said in note for note, said in zip(notes, expected))
+    with pytest.raises(ConfigError, match="nothing to compare .*the vocabularies differ"):
+        Setup.of(small(pair, methods=("standalone",), draft=str(zoo.path("zoo/draft"))))
 
 
 def test_a_folder_with_a_report_is_refused(run, pair):

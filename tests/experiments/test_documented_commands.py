@@ -8,6 +8,7 @@ import types
 
 import pytest
 
+from experiments import __main__ as index
 from experiments.benchmarks import registry
 from experiments.common import report
 
@@ -84,7 +85,18 @@ def test_wrong_commands_are_found():
     assert not usage("decode", " --config.has_audit --distributed --workdir=DIR")
 
 
-MAINS = sorted({path.stem for path in (ROOT / "experiments").glob("*.py")} - {"__init__", "launch"})
+NAMES = {path.stem for path in (ROOT / "experiments").glob("*.py")} - {"__init__", "__main__"}
+
+
+def test_experiments_are_listed_with_a_sentence_and_a_command():
+    found = {one.name: one for one in index.experiments()}
+    assert {*found} == NAMES
+    for name, one in found.items():
+        assert one.sentence.endswith(".") and not usage(*commands(one.command)[0])
+        assert f"python -m experiments.{name}" in index.text()
+
+
+MAINS = sorted(NAMES - {"launch"})
 
 
 @pytest.mark.parametrize("name", MAINS)

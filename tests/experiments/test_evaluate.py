@@ -4,6 +4,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import shutil
 import sys
 import time
@@ -74,10 +75,13 @@ def test_a_draft_equal_to_the_target_is_always_accepted(config, tmp_path, capsys
     saved = check_run_files(tmp_path / "run", "evaluate")
     assert saved["results"][1]["rounds"] == same["rounds"] and same["draft_cost"] > 0
     said = capsys.readouterr().out
-    assert "process peak: largest resident memory" in said and "tau: tokens emitted" in said
+    text = (tmp_path / "run" / "report.md").read_text(encoding="utf-8")
+    assert "process peak" not in said and "tau: mean acceptance length" in said
+    (peak,) = re.findall(r"memory of the process, with all models: ([\d,]+) MiB", text)
+    assert 50 < int(peak.replace(",", "")) < 1e5, "one figure of the run, none of a row"
     of = lambda name: (tmp_path / "run" / name).stat().st_mtime_ns
     assert of("report.md") <= min(of("acceptance.png"), of("report.html"))  # should one fail
-    assert "process peak, MB" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert f"{peak} MiB" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.exhaustive
@@ -161,10 +165,14 @@ def test_every_config_resolves(config):
 
 def test_what_cannot_be_loaded_is_left_out_with_a_note(config):
     other = config.copy_and_resolve_references()
-    other.drafts = "no/such,ngram"
+    other.drafts, other.ks = "no/such,ngram,zoo/draft", (2, 3)
     setup = Setup.of(other)
-    assert setup.methods == ["ngram"]
+    assert setup.methods == ["ngram"] and not setup.drafts
     assert "no/such is left out: no/such is neither" in setup.notes[0]
+    misfits = [note for note in setup.notes if note.startswith("zoo/draft is left out: the vocab")]
+    assert len(misfits) == 1, "not one for every K"
+    other.ks = (2,)
+    setup = Setup.of(other)
     assert [cell.method for cell in setup.cells[0.0]] == ["plain", "ngram"]
     other.drafts = "no/such"
     with pytest.raises(ConfigError, match="nothing drafts for .*no/such is left out"):
@@ -370,7 +378,7 @@ def test_spec_bench_to_its_end_and_killed_on_the_way(data_dir, tmp_path):
 @pytest.mark.exhaustive
 def test_another_run_is_refused_by_the_name_of_what_differs(twenty, tmp_path):
     pair, data, folder, _ = twenty
-    with pytest.raises(ConfigError, match=r"other values of ks \(\[2\], not \[3\]\)"):
+    with pytest.raises(ConfigError, match=r"other values of ks \(ks was \[2\], not \[3\]\)"):
         evaluate.evaluate(evaluation_run.config_of(pair, data, ks=(3,)), folder)
     text = data.read_text(encoding="utf-8")
     data.write_text(text.replace('"qa"', '"qb"'), encoding="utf-8")

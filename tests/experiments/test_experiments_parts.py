@@ -1,15 +1,27 @@
 """The parts of the experiments that need no model: prompts, cells, predictions, tables."""
 
+import ast
 import dataclasses
 import gzip
 import json
 import math
+import pathlib
+import sys
 
 import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from experiments.common import auditing, costs, decode_report, head_eval, plots
+from experiments.common import (
+    auditing,
+    costs,
+    decode_report,
+    head_eval,
+    memory,
+    plan_report,
+    plots,
+    report,
+)
 from experiments.common.grid import Cell, make_cells
 from experiments.common.intervals import Interval, jackknife, paired_speedup
 from experiments.common.prompts import load_prompts
@@ -19,6 +31,8 @@ from spec_jax.errors import ConfigError
 from spec_jax.show.plots import wilson
 from spec_jax.testing import RowAudit
 from spec_jax.train.log import flatten
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def test_prompts_come_from_files_of_each_kind(tmp_path):
@@ -197,11 +211,20 @@ def test_what_ran_too_little_to_tell_is_marked():
     assert decode_report.interval_text(alone) == "one pair ?"
     assert decode_report.conclusions([fast, near, slow]) == [
         "Fastest at T=0: a, K=3, rule greedy: 1.50x plain decoding (1.40 to 1.60), identical "
-        "output; not told from it: b K=3"
+        "output; with overlapping intervals: b K=3"
     ]
     (line,) = decode_report.conclusions([near])
-    assert "(0.90 to 1.50: not told from 1)" in line
+    assert "(0.90 to 1.50, not significant: the interval includes 1)" in line
     assert "e K=3" in decode_report.conclusions([fast, alone | {"speedup": 1.0}])[0]
+    assert "2.00x plain decoding (one pair, no interval)" in decode_report.conclusions([alone])[0]
+
+
+def test_where_nothing_is_faster_the_conclusion_says_so():
+    slow, slower = result("ngram", 0.6, 0.64), result("b", 0.3, 0.4)
+    assert decode_report.conclusions([slower, slow]) == [
+        "Nothing beat plain decoding at T=0; closest: ngram, K=3, rule greedy: 0.62x plain "
+        "decoding (0.60 to 0.64), identical output"
+    ]
 
 
 def test_a_difference_is_said_to_be_rounding_or_not():
@@ -235,7 +258,9 @@ def test_an_audit_is_summed_up_by_cell():
     sampled = ours | {"identical_rows": None, "differences": []}
     (audit,) = auditing.summary([result("plain", 1, 1, tree=None), ours, sampled])
     assert audit["rounding"] == audit["bug"] == 1 and audit["farthest"] == 9.0
-    assert "9.00" in auditing.audit_table([audit])
+    assert audit["identical"] == audit["not_examined"] == 2 and audit["rows"] == 4
+    lines = auditing.audit_table([audit]).splitlines()
+    assert "not examined" in lines[0] and "9.00" in lines[-1]
     both = auditing.audit_table([audit, audit | {"batch": 4}])
     assert "a, batch 1" in both and "a, batch 4" in both
     said = decode_report.describe_difference(ours, differences[0], "bfloat16")
@@ -321,12 +346,33 @@ def test_intervals_of_rates_are_wilsons():
 
 
 def test_plots_have_names_in_place_of_paths():
-    assert plots.names_of(["zoo/eagle3", "runs/mine/export", "/a/b/head"]) == [
+    assert report.names_of(["zoo/eagle3", "runs/mine/export", "/a/b/head"]) == [
         "zoo/eagle3", "mine", "head",
     ]  # fmt: skip
-    assert plots.names_of(["runs/a/export", "old/a/export", "x"]) == ["runs/a", "old/a", "x"]
-    assert plots.names_of(["zoo/eagle3", "runs/eagle3"]) == ["zoo/eagle3", "eagle3"]
-    assert plots.names_of(["export"]) == ["export"] and plots.names_of([]) == []
+    assert report.names_of(["runs/a/export", "old/a/export", "x"]) == ["runs/a", "old/a", "x"]
+    assert report.names_of(["zoo/eagle3", "runs/eagle3"]) == ["zoo/eagle3", "eagle3"]
+    assert report.names_of(["export"]) == ["export"] and report.names_of([]) == []
+
+
+def test_no_module_needs_unix_to_be_imported():
+    for path in (*(ROOT / "spec_jax").rglob("*.py"), *(ROOT / "experiments").rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            names = [x.name for x in node.names] if isinstance(node, ast.Import) else [
+                getattr(node, "module", None)
+            ]  # fmt: skip
+            assert not {*names} & {"resource", "fcntl", "termios", "pwd", "grp", "pty"}, path
+
+
+def test_memory_that_the_system_does_not_tell_is_left_out(tmp_path, monkeypatch):
+    assert memory.peak_bytes() > 1e7
+    monkeypatch.setattr(memory, "_STATUS", tmp_path / "status")
+    assert memory.peak_bytes() > 1e7, "elsewhere on Unix"
+    monkeypatch.setitem(sys.modules, "resource", None)
+    assert memory.peak_bytes() is None
+    config = {"program": "decode", "target": "a", "draft": "", "dtype": "float32"}
+    about = {"acceptance": {"source": "given"}, "config": config, "cells": [], "best": []}
+    result = {**about, "peak_memory_bytes": None}
+    assert "planner: not known" in plan_report.text(result)
 
 
 def test_every_series_has_a_marker_and_a_line_of_its_own():

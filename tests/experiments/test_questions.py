@@ -5,18 +5,29 @@ import sys
 import types
 
 import pytest
+from support.chat_templates import byte_level
 
+from configs import regenerate_zoo
 from experiments.common import data_sources, questions
 from experiments.common.answers import pack
 from experiments.common.evaluate_figures import categories
+from experiments.common.evaluate_setup import held_out_pieces
 from experiments.common.journal import Journal
-from experiments.common.prompts import load_prompts
+from experiments.common.prompts import PromptEncoder, encodable, load_prompts
 from experiments.common.questions import CONVERSATION, Question
+from experiments.common.regenerate_setup import prompts_of
 from spec_jax.errors import ConfigError
+from spec_jax.models.tokenizer import Tokenizer
 
 
 def user(text):
     return {"role": "user", "content": text}
+
+
+def target_of(tokenizer):
+    """What encodes prompts, without a model."""
+    model = types.SimpleNamespace(last_id=tokenizer.num_ids - 1)
+    return types.SimpleNamespace(tokenizer=tokenizer, model=model, name="toy")
 
 
 def write(path, rows):
@@ -63,18 +74,58 @@ def test_a_malformed_row_is_named_by_its_line_and_the_rest_goes_on(tmp_path):
     found = questions.load(data, 0)
     assert [q.text for q in found.chosen] == ["a", "c"]
     assert len(found.notes) == 7 and not any("leave it out" in note for note in found.notes)
-    notes = sorted(found.notes, key=lambda note: note.split(":")[2])
-    for line, note in zip((2, 3, 4, 5, 7, 8, 9), notes):
+    for line, note in zip((2, 3, 4, 5, 7, 8, 9), found.notes):
         assert note.startswith(f"left out: {data}:{line}")
     for said in ("category is ['x', 'y']; expected a text", "turns is []; expected a list of"):
         assert said in "".join(found.notes)
-    malformed = []
-    assert [p.text for p in load_prompts(data, 4, 0, malformed)] == ["a", "b", "c", "d"]
-    assert len(malformed) == 5 and malformed[0].startswith(f"{data}:2: not JSON")
-    with pytest.raises(ConfigError, match=r"num_prompts asks for 5 \(5 are left out: .*:2: not"):
-        load_prompts(data, 5, 0, [])
     with pytest.raises(ConfigError, match=r"has no question \(.*:1: not JSON"):
         questions.load(write(tmp_path / "bad.jsonl", ["{"]), 0)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.txt"])
+def test_one_file_is_the_same_prompts_in_every_experiment(tmp_path, name):
+    """Where more are asked for than there are, and some lines are no prompts."""
+    rows = ['{"prompt": "a"}', "{", '{"turns": ["b", " "]}', '{"prompt": "c"}', "\xff"]
+    lines = "\n".join([*rows, ""] if name == "rows.jsonl" else ["a", "", "c", "\xff", "d"])
+    path = tmp_path / name
+    path.write_bytes(lines.encode("latin-1"))
+    notes = []
+    decoded = [p.text for p in load_prompts(str(path), 16, 0, notes)]
+    asked = questions.load(str(path), 16)
+    config = regenerate_zoo.get_config()
+    config.update({"prompts": str(path), "num_prompts": 16})
+    target = target_of(byte_level())
+    count, pairs, said = prompts_of(config, types.SimpleNamespace(target=target))
+    answered = [target.tokenizer.decode(ids) for _, ids in pairs]
+    assert decoded == [q.text for q in asked.chosen] == answered == (
+        ["a", "c"] if name == "rows.jsonl" else ["a", "c", "d"]
+    )  # fmt: skip
+    assert count == len(answered) and len(notes) == (4 if name == "rows.jsonl" else 2)
+    of = lambda some: [note.replace("questions", "prompts") for note in some]
+    assert notes == of(asked.notes) == said
+    assert notes[-1] == f"{path} has {count} prompts, not 16: all of them are used"
+
+
+def test_conversations_that_the_chat_template_refuses_are_left_out(tmp_path):
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
+        "{% endif %}{{ m.content }}{% endfor %}"
+    )
+    target = target_of(byte_level(template))
+    talks = [[user("a")], [{"role": "system", "content": "s"}, user("b")], [user("c")]]
+    path = write(tmp_path / "talks.jsonl", [{"messages": talk} for talk in talks])
+    config = regenerate_zoo.get_config()
+    config.update({"prompts": path, "num_prompts": 0, "held_out_share": 0.0})
+    count, pairs, notes = prompts_of(config, types.SimpleNamespace(target=target))
+    assert count == 3 and [index for index, _ in pairs] == [0, 2], "of those that stay"
+    assert len(notes) == 1 and f"left out: {path}:2: " in notes[0] and "no system" in notes[0]
+    notes = []
+    place = lambda p: p.conversation.source
+    kept = encodable(load_prompts(path, 3, 0), PromptEncoder(target), place, notes)
+    assert [prompt.text for prompt in kept] == ["a", "c"]
+    assert len(notes) == 1 and f"left out: {path}:2: " in notes[0] and "no system" in notes[0]
+    with pytest.raises(ConfigError, match="talks.jsonl:2: .*no system"):
+        encodable(load_prompts(path, 3, 0)[1:2], PromptEncoder(target), place, notes)
 
 
 def test_categories_are_chosen_and_one_without_questions_is_named(tmp_path):
@@ -207,3 +258,15 @@ def test_a_journal_loses_only_the_line_that_a_kill_cut_off(tmp_path):
     path.write_text("{\n")
     with pytest.raises(ConfigError, match="line 1: .*expected an object"):
         Journal(path).read(found.append, "an object")
+
+
+def test_pieces_for_another_target_begin_as_its_tokenizer_begins_a_text():
+    foreign = byte_level(special=("<s>", "</s>"), eos_token="</s>")
+    target = types.SimpleNamespace(tokenizer=foreign, config=types.SimpleNamespace(bos_token_id=0))
+    pieces = held_out_pieces(target, 3, 9, seed=0)
+    assert [(len(piece), piece[0], piece.count(0)) for piece in pieces] == [(9, 0, 1)] * 3
+    target.config.bos_token_id = 1  # not what the tokenizer puts first
+    assert 0 not in held_out_pieces(target, 1, 9, seed=0)[0]
+    target.tokenizer = Tokenizer(foreign.backend)
+    with pytest.raises(ConfigError, match="separate documents.*--config.data=FILE"):
+        held_out_pieces(target, 1, 9, seed=0)

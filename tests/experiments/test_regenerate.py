@@ -11,7 +11,7 @@ from support.tiny_models import random_weights
 from configs import regenerate_zoo
 from experiments.common import regenerate_setup as experiment
 from experiments.common.responses import Responses
-from experiments.regenerate import regenerate
+from experiments.regenerate import regenerate, said
 from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, load_model
 from spec_jax.data import python_source, tokens
 from spec_jax.data.records import read_records
@@ -125,12 +125,14 @@ def test_a_finished_run_has_nothing_left_to_do(run, pair):
     before = lines(run[0])
     report = regenerate(small(pair), run[0])
     assert report["session"]["responses"] == 0 and report["responses"] == COUNT
+    assert said(report)[1] == "this session: 0 responses, 0 tok/s", "no share of no round"
     assert lines(run[0]) == before
 
 
 def test_another_config_is_refused_by_name(run, pair):
     before = lines(run[0])
-    with pytest.raises(ConfigError, match=r"other values of max_new_tokens, temperatures \(8, not"):
+    message = r"other values of max_new_tokens, temperatures \(max_new_tokens was 8, not 9\)"
+    with pytest.raises(ConfigError, match=message):
         regenerate(small(pair, max_new_tokens=9, temperatures=(1.0,)), run[0])
     assert lines(run[0]) == before
 

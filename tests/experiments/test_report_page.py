@@ -128,6 +128,19 @@ def test_the_best_method_is_a_lossless_one():
     assert "eagle-3, K=3" in "".join(found.texts[: found.texts.index("Every method")])
 
 
+def test_where_nothing_is_faster_the_page_says_so_and_marks_no_row():
+    marked = lambda page: [a for _, a in page.elements if a.get("class") == "best"]
+    slow = result("ngram", speedup=0.62, speedup_interval=[0.6, 0.64])
+    found = page_of([plain(), slow, result("mtp", speedup=0.5, speedup_interval=[0.4, 0.6])])
+    texts = " ".join(" ".join(found.texts).split())
+    assert "Nothing beat plain decoding closest: ngram, K=3, 0.62× " in texts
+    assert "Fastest" not in texts and "slower than plain decoding" in texts
+    assert marked(found) == []
+    assert marked(page_of([plain(), result(speedup_interval=[0.9, 1.9])])) == []  # not significant
+    found = page_of([plain(), slow, result()])
+    assert "Fastest" in "".join(found.texts) and len(marked(found)) == 1
+
+
 def test_categories_and_batches_show_each_figure():
     categories = {
         "qa": {"tau": 2.104, "speedup": 0.912, "speedup_interval": [0.8, 1.1], "questions": 80},
@@ -201,6 +214,11 @@ def test_colours_and_meanings_are_those_of_notebooks():
         channels = " ".join(str(int(color[i : i + 2], 16)) for i in (1, 3, 5))
         assert f"--{kind}: {channels};" in text
     assert json.loads(Page(text).scripts[1]) == MEANING
+
+
+def test_a_token_of_a_round_without_drafts_is_no_bonus():
+    kinds = ["first", "bonus", "bonus", "accepted", "bonus"]
+    assert packing._letters(kinds, [-1, 0, 1, -1, -1]) == "ftbab"
 
 
 def test_questions_of_every_category_come_in_turn_within_the_budget():

@@ -2,16 +2,14 @@
 
 import json
 import re
-import shutil
-import subprocess
 
 import pytest
+from support import page_picture
+from support.browser import dump, needs_browser
 from support.report_entries import HOSTILE, answer, plain, result
 
 from experiments.common.report_page.page import render
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
 BEGIN = "window.errors = []; window.onerror = (...said) => { errors.push(String(said)); };"
 END = """
 const all = (query) => [...document.querySelectorAll(query)];
@@ -43,6 +41,14 @@ found.next = texts("#tv-cells [aria-checked=true] b");
 all("#tv-turn button")[1].click(); found.second = texts("#tv-text .t");
 question.value = "1"; question.dispatchEvent(new Event("change"));
 found.hostile = texts("#tv-text .t"); found.prompt = texts("#tv-prompt")[0];
+const box = document.querySelector("#methods .wide");
+const state = () => [box.classList.contains("cut"), box.classList.contains("ended"),
+  getComputedStyle(box, "::before").content, getComputedStyle(box).maskImage !== "none"];
+const resize = (width) => {
+  box.style.width = width; window.dispatchEvent(new Event("resize")); return state();
+};
+found.phone = resize("350px"); box.scrollLeft = 1e6; box.dispatchEvent(new Event("scroll"));
+found.scrolled = state(); found.desktop = resize("3000px");
 found.errors = errors; found.images = all("img").length; found.scripts = all("script").length;
 document.body.replaceChildren(Object.assign(document.createElement("pre"),
   { textContent: JSON.stringify(found) }));
@@ -50,7 +56,7 @@ document.body.replaceChildren(Object.assign(document.createElement("pre"),
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(BROWSER is None, reason=f"no browser: none of {', '.join(NAMES)} is there")
+@needs_browser
 def test_a_browser_sorts_and_filters_and_shows_tokens(tmp_path):
     speeds = (1.25, 0.5, 9.75)
     results = [
@@ -69,16 +75,17 @@ def test_a_browser_sorts_and_filters_and_shows_tokens(tmp_path):
     text = text.replace("<body>", f"<body><script>{BEGIN}</script>")
     path = tmp_path / "report.html"
     path.write_text(text.replace("</body>", f"<script>{END}</script></body>"), encoding="utf-8")
-    dumped = subprocess.run(
-        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/home",
-         "--dump-dom", path.as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
-    ).stdout  # fmt: skip
+    dumped = dump(path.as_uri(), tmp_path / "home")
     said = re.search(r"<pre>(.*)</pre>", dumped, re.DOTALL)[1]
     for name, char in (("lt", "<"), ("gt", ">"), ("nbsp", "\xa0"), ("amp", "&")):
         said = said.replace(f"&{name};", char)
     found = json.loads(said)
 
+    # A table in a phone's width says that there is more, and fades at the edge.
+    more, back = '"scroll sideways for more columns →"', '"← scroll back"'
+    assert found["phone"] == [True, False, more, True]
+    assert found["scrolled"] == [True, True, back, False]
+    assert found["desktop"][0] is False and found["desktop"][2] == "none"
     assert found["errors"] == [] and found["images"] == 0 and found["scripts"] == 5
     assert found["begin"] == ["1.00×", "1.25×", "0.50×", "9.75×", "1.00×", "2.00×"]
     assert found["down"] == ["9.75×", "2.00×", "1.25×", "1.00×", "1.00×", "0.50×"]
@@ -102,3 +109,16 @@ def expected(pieces):
     """The pieces as they are shown: long ones lose their middle."""
     return [p[:200] + " … 49,600 characters left out … " + p[-200:] if len(p) > 400 else p
             for p in pieces]  # fmt: skip
+
+
+@pytest.mark.exhaustive
+@needs_browser
+def test_pictures_of_a_page_are_as_large_as_the_documents_show_them(tmp_path):
+    page, found = tmp_path / "report.html", []
+    page.write_text(render({"results": [plain(), result()]}, [answer()]), encoding="utf-8")
+    for number, shown in enumerate(("--height=900", "--tokens=0,2")):
+        page_picture.main([str(page), str(tmp_path / f"{number}.png"), shown])
+        data = (tmp_path / f"{number}.png").read_bytes()
+        assert data[:8] == b"\x89PNG\r\n\x1a\n"
+        found.append([int.from_bytes(data[i : i + 4]) for i in (16, 20)])
+    assert found == [[1240, 900], [1240, 1120]]

@@ -311,6 +311,10 @@ def test_responses_of_another_vocabulary_are_refused(files, tmp_path):
 def test_another_experiment_in_the_folder_is_refused(files, run):
     with pytest.raises(ConfigError, match="other values of seed"):
         train_head.train(small(files, seed=1), run[0])
+    rate = small(files).optimizer.lr
+    message = rf"other values of optimizer\.lr \(optimizer.lr was {rate}, not 9"
+    with pytest.raises(ConfigError, match=message):
+        train_head.train(small(files, **{"optimizer.lr": 9.0}), run[0])
 
 
 @pytest.mark.parametrize("module", CONFIGS, ids=lambda m: m.__name__.split(".")[-1])

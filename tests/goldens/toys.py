@@ -126,7 +126,7 @@ def _ends(kind, shape):
     made = decoder(kind, "residual", SHAPES[shape])
     with_stop = made.generate(PROMPTS, NEW, stop_tokens=[5])
     short = [made.generate(PROMPTS, n, stop_tokens=()) for n in (1, 2, 7)]
-    total = made.generate(PROMPTS, max_tokens=20, stop_tokens=())
+    total = made.generate(PROMPTS, **common.of_both(made, 20), stop_tokens=())
     seeded = made.generate(PROMPTS, NEW, stop_tokens=(), seeds=[5, 6, 7, 8], rounds_per_sync=2)
     return [row for found in (with_stop, *short, total, seeded) for row in common.rows(found)]
 

@@ -365,7 +365,7 @@ def test_a_mesh_that_does_not_divide_the_heads_is_refused_before_anything_is_rea
     save_pretrained(tmp_path, random_weights(LLAMA), LLAMA)
     with pytest.raises(ConfigError, match=r"4 heads, which the mesh axis tensor:8 does not divide"):
         spec_jax.load_model(tmp_path, mesh=mesh("data:1,tensor:8"))
-    assert not opened
+    assert all(shards.bytes_read == 0 for shards in opened)  # headers at most
     target = spec_jax.load_model(tmp_path)
     for config in (EagleConfig.of_target(LLAMA, version=3), MtpConfig.of_target(LLAMA)):
         head = random_head(config, jax.random.key(0))

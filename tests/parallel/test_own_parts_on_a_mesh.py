@@ -113,3 +113,8 @@ def test_an_error_of_a_hosts_function_reaches_the_caller_from_a_mesh():
     one = SpeculativeDecoder(TARGET, config=config, drafter=wrong, mesh=mesh("data:2,tensor:4"))
     with pytest.raises(InvalidDraftError, match=r"outside of the vocabulary.*in rows \[0, 1\]"):
         one.generate(PROMPTS[:2], 6)
+    wrong = host_drafter(lambda prefix, k, seed: {}["no such key"])
+    one = SpeculativeDecoder(TARGET, config=config, drafter=wrong, mesh=mesh("data:2,tensor:4"))
+    with pytest.raises(InvalidDraftError, match=r"KeyError: 'no such key', in rows \[0, 1\]") as it:
+        one.generate(PROMPTS[:2], 6)
+    assert type(it.value.__cause__) is KeyError

@@ -1,7 +1,12 @@
 """Several processes: they decode what one does, agree before they begin, and stop together."""
 
 import json
+import os
+import pathlib
 import re
+import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -23,6 +28,7 @@ from spec_jax.models.config import ModelConfig
 from spec_jax.models.tokenizer import Tokenizer
 
 WORKER = "support.process_worker"
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def test_one_process_needs_no_other():
@@ -157,6 +163,20 @@ def test_the_others_stop_within_a_minute_of_a_kill_and_name_it(is_waiting):
     assert took_s < 60
     for output in (outputs[0], outputs[2]):
         assert f"process 1 has stopped: no sign of life for 30 s (pid {begun[1].pid}" in output
+
+
+def test_ctrl_c_reaches_launched_processes_once_and_the_launcher_waits_for_them():
+    command = [sys.executable, "-m", "experiments.launch", "--processes=2", "support.interrupted"]
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path},
+        start_new_session=True,
+    ) as launcher:  # fmt: skip
+        began = [launcher.stdout.readline() for _ in range(2)]
+        os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
+        ended = launcher.communicate(timeout=60)[0].splitlines()
+    assert sorted(began) == ["[0] ready\n", "[1] ready\n"] and launcher.returncode == 0
+    assert sorted(ended) == ["[0] interrupted 1 times", "[1] interrupted 1 times"]
 
 
 @pytest.mark.exhaustive

@@ -8,7 +8,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from spec_jax.drafters.eagle.model import EagleConfig
@@ -159,13 +159,24 @@ _CHIPS = st.sampled_from(sorted(CHIPS)).map(CHIPS.get)
 _DRAFTS = st.sampled_from(sorted(DRAFTS)).map(DRAFTS.get)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(_SETTINGS, _CHIPS, _DRAFTS, st.integers(1, 3), st.floats(0, 1))
+# Bound by its links, with and without more context.
+@example(Setting(batch=64, context=0, mesh="tensor:8"), CHIPS["a100-pcie"], "ngram", 1, 0.5)
 def test_more_of_anything_is_never_faster(setting, chip, draft, num_draft, rate):
+    a_round = lambda setting: decode_round(TARGET, draft, num_draft, setting)
     floor = lambda setting, k=num_draft: decode_round(TARGET, draft, k, setting).floor_s(chip)
     change = lambda **fields: dataclasses.replace(setting, **fields)
     assert floor(change(batch=2 * setting.batch)) >= floor(setting)
-    assert floor(change(context=setting.context + 1000)) > floor(setting)
+    longer = change(context=setting.context + 1000)
+    assert floor(longer) >= floor(setting)
+    # Memory and arithmetic grow with the context, links do not.
+    before, after = (a_round(s).work.times_s(chip) for s in (setting, longer))
+    assert all(after[name] > before[name] for name in ("memory", "arithmetic"))
+    assert after["links"] == before["links"]
+    is_bound_by_links = lambda one: max(times := one.work.times_s(chip), key=times.get) == "links"
+    if not all(map(is_bound_by_links, a_round(longer).passes)):
+        assert floor(longer) > floor(setting)
     assert floor(setting, num_draft - 1) < floor(setting)
     faster = dataclasses.replace(chip, hbm_bytes_s=2 * chip.hbm_bytes_s, flops_s=2 * chip.flops_s)
     assert decode_round(TARGET, draft, num_draft, setting).floor_s(faster) <= floor(setting)

@@ -81,7 +81,7 @@ def test_sigterm_in_one_process_saves_and_ends_all_and_what_is_damaged_stops_all
     outputs = [child.communicate(timeout=150)[0] for child in begun]
     assert [child.returncode for child in begun] == [0, 0], outputs
     (step,) = (path.name for path in (tmp_path / "checkpoints" / "latest").iterdir())
-    assert f"SIGTERM: saved at step {step};" in outputs[0]
+    assert f"SIGTERM in another process: saved at step {step};" in outputs[0]
 
     # What one of them cannot read stops both, since the other may have read its part.
     newest = tmp_path / "checkpoints" / "latest" / step

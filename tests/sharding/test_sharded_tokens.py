@@ -24,6 +24,14 @@ ONE = Case(
     mesh="data:2,tensor:4", target="llama", drafter="standalone", member="first", tree="chain",
     rule="match", sampling="bare", layers="separate", draft="sharded", rows="even", drive="call",
 )  # fmt: skip
+SMALL = ONE._replace(mesh="data:2,tensor:2")  # of four of the eight devices
+# EAGLE-3 in a chain and n-grams, on recurrent targets, in streams: pairs alone do not bring these.
+CHAINS = [
+    SMALL._replace(drafter="eagle", rule="residual", drive="stream"),
+    SMALL._replace(target="mamba2", drafter="eagle", drive="stream"),
+    SMALL._replace(target="bamba", drafter="mtp", rule="residual", drive="stream"),
+    SMALL._replace(target="mamba2", drafter="copies", rule="another", drive="stream"),
+]
 
 
 def name(case):
@@ -42,6 +50,14 @@ def test_a_mesh_changes_no_token():
 @pytest.mark.parametrize("case", COVERING, ids=name)
 def test_every_pair_of_choices_gives_the_tokens_of_one_device(case):
     check(case)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", CHAINS, ids=name)
+def test_chains_on_a_part_of_the_devices_give_the_tokens_of_one(case):
+    found = decode(case, is_sharded=True)
+    assert found == decode(case, is_sharded=False)
+    assert sum(row[3].accepted for row in found if len(row) == 4) > 0  # the others are pieces
 
 
 def product_of(mesh, drafter):

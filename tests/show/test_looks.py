@@ -149,6 +149,12 @@ def test_html_has_each_token_in_its_kind_and_rejected_drafts_struck_out(tokenize
     assert found.count("border-left") == 1 + 3, "the legend, and three rounds"
 
 
+def test_no_token_of_plain_decoding_follows_drafts(tokenizer):
+    ids = tokenizer.encode("abc")[1:]
+    found = Reader(generation(tokenizer, ids, [F, B, B], [-1, 0, 0], [-1] * 3)._repr_html_())
+    assert "target 2" in found.text and "bonus" not in found.text
+
+
 def test_long_outputs_are_cut_and_say_so():
     tokens = [page.Token("ab", "bonus", "")] * (page.MAX_TOKENS + 1234)
     assert "1,234 tokens more" in Reader(page.tokens(tokens, "")).text

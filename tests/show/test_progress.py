@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import types
 
@@ -70,6 +72,39 @@ def test_bars_within_bars_have_outputs_of_their_own(cell):
         outer.now("outside")
     assert not any("\x1b" in text or "\n" in text for text in cell)
     assert any("inner" in text and "inside" in text for text in cell)
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="pseudo-terminals are Unix's")
+@pytest.mark.parametrize(
+    "rows, columns, shown",
+    [
+        (24, 100, "training █████████████▊           23/40 00:00<"),
+        (24, 40, "training 23/40 00:00<"),
+        (2, 10, "23/40 <"),
+        (1, 1, "2"),
+        (0, 0, "training █████████████▊           23/40 00:00<"),  # it states no size
+    ],
+)
+def test_a_bar_fits_a_terminal_of_any_size(monkeypatch, rows, columns, shown):
+    main, side = os.openpty()
+    termios = pytest.importorskip("termios")
+    termios.tcsetwinsize(side, (rows, columns))
+    with os.fdopen(side, "w", encoding="utf-8") as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", stream)
+        with progress.Progress(40, "training", num_done=20) as bar:
+            bar._bar.mininterval = 0.0
+            bar.begin(21)
+            bar.step("loss=1.234, tok_s=12345, tau=2.5", 2)
+    parts = [b""]
+    with contextlib.suppress(OSError):  # how a terminal without a writer ends on Linux
+        while part := os.read(main, 1 << 16):
+            parts.append(part)
+    os.close(main)
+    text = b"".join(parts).decode("utf-8")
+    lines = text.split("\r")
+    assert any(line.startswith(shown) for line in lines), lines
+    assert max(map(len, lines)) <= max((columns or 80) - 1, 1) and "\n" not in text
+    assert lines[-1] == "" and not lines[-2].strip(), "the bar is removed"
 
 
 def test_a_bar_that_had_to_appear_early_is_cleared(cell):

@@ -2,14 +2,20 @@
 
     python tests/support/execute_notebook.py docs/notebooks/quick_start.ipynb [OUTPUT]
 
-Bars and notices of compilation, which were there while it ran, are left out.
+The kernel is as Jupyter starts it for a user who has installed the package: it runs in the
+notebook's own folder, and of this checkout it can import ``spec_jax`` alone. Bars and notices of
+compilation, which were there while it ran, are left out.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pathlib
 import re
 import sys
+import tempfile
+from collections.abc import Iterator
 
 import nbformat
 from nbclient import NotebookClient
@@ -26,11 +32,25 @@ def is_passing(output: dict) -> bool:
     )
 
 
+@contextlib.contextmanager
+def installed() -> Iterator[dict[str, str]]:
+    """Yields an environment in which this checkout's ``spec_jax`` is installed, and nothing else.
+
+    Whatever ``PYTHONPATH`` named is gone: in its place is a folder with a link to the package.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        link = pathlib.Path(folder) / "spec_jax"
+        link.symlink_to(ROOT / "spec_jax", target_is_directory=True)
+        yield os.environ | {"PYTHONPATH": folder}
+
+
 def main(path: str, to: str | None = None) -> None:
     notebook = nbformat.read(path, as_version=4)
-    resources = {"metadata": {"path": str(ROOT)}}
+    resources = {"metadata": {"path": str(pathlib.Path(path).resolve().parent)}}
     about = {name: dict(notebook.metadata[name]) for name in ("kernelspec", "language_info")}
-    NotebookClient(notebook, timeout=1200, kernel_name="python3", resources=resources).execute()
+    client = NotebookClient(notebook, timeout=1200, kernel_name="python3", resources=resources)
+    with installed() as environment:
+        client.execute(env=environment)
     notebook.metadata = about
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)

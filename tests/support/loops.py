@@ -37,7 +37,7 @@ def decode_round(params, state, system):
     nameless = system.rule._replace(
         name="", accept=None, expected_acceptance=None, is_lossless=True, is_joint=False
     )
-    alike = system if system.has_expected else system._replace(
+    alike = system if system.observers else system._replace(
         rule=_ALIKE.setdefault(nameless, system.rule)
     )  # fmt: skip
     proposal, scores, state = _draft_and_verify(params, state, system=alike)

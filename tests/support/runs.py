@@ -17,4 +17,5 @@ def check_run_files(folder: pathlib.Path, experiment: str) -> dict:
     text = (folder / "report.md").read_text(encoding="utf-8")
     assert text.startswith("# ") and f"`{rep['command']}`" in text
     assert environment["cpu_model"] in text and f"jax {environment['jax']}" in text
+    assert environment["platform"] in text
     return rep

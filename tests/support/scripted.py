@@ -14,7 +14,7 @@ class Script:
 
     def __init__(self, ks, max_lag=10**9):
         self._ks, self._turn, self.accepted = ks, 0, np.zeros(BUCKETS[-1], int)
-        self._max_lag = max_lag
+        self._max_lag, self.num_updates = max_lag, 0
 
     def choose(self, costs, lag=0):
         del costs
@@ -27,6 +27,7 @@ class Script:
         assert len(accepted_at) == BUCKETS[-1] and not any(accepted_at[num_draft:])
         assert all(a >= b for a, b in zip([row_rounds, *accepted_at], accepted_at))
         self.accepted += accepted_at
+        self.num_updates += 1
         return self
 
     def _lag(self):

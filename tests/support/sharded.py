@@ -234,7 +234,7 @@ def _row(row) -> tuple[Any, ...]:
 def _call(decoder, prompts, batch):
     """Twice, since suffix decoding copies from what the first call gave."""
     del batch
-    calls = [decoder.generate(prompts, max_tokens=MAX, pad_to=8) for _ in range(2)]
+    calls = [decoder.generate(prompts, max_length=MAX, pad_to=8) for _ in range(2)]
     return [_row(row) for rows in calls for row in rows]
 
 
@@ -242,7 +242,7 @@ def _adaptive(decoder, prompts, batch):
     """K is what a script says, round by round."""
     del batch
     decoder.adaptive.tuner, decoder.adaptive.costs = Script((3, 0, 0, 1, 0, 3)), Known()
-    return [_row(row) for row in decoder.generate(prompts, max_tokens=MAX, pad_to=8)]
+    return [_row(row) for row in decoder.generate(prompts, max_length=MAX, pad_to=8)]
 
 
 class AfterLooks(CancellationToken):
@@ -258,7 +258,7 @@ def _stream(decoder, prompts, batch):
     pieces = []
     tokens = [AfterLooks() if row == 1 else None for row in range(batch)]
     rows = decoder.generate(
-        prompts, max_tokens=MAX, pad_to=8, cancellation_token=tokens,
+        prompts, max_length=MAX, pad_to=8, cancellation_token=tokens,
         on_token=lambda row, piece: pieces.append((row, piece)),
     )  # fmt: skip
     return [*map(_row, rows), *pieces]

@@ -59,7 +59,7 @@ def test_the_certificate_refuses_it_and_accepts_point_masses():
         forced = force_all(system, subject.params, rows, prefixes(subject, 2, 1), 2, 64)
         return check_round(system, forced, rows, subject.logits_of, 1e-6)
 
-    error, count = check(to_rule("residual"))
-    assert error <= 1e-6 and count > 10
+    found = check(to_rule("residual"))
+    assert found.error <= 1e-6 and found.num_outcomes > 10
     with pytest.raises(CertificateError, match=r"token \d has probability [01]\.\d+ and should"):
         check(argmax_drafts.rule)

@@ -1,6 +1,7 @@
 """The audit: rounding is called rounding, and a planted defect a bug, also at a near tie."""
 
 import collections
+import dataclasses
 import functools
 import gzip
 import json
@@ -19,7 +20,7 @@ from spec_jax import (
     load_model,
 )
 from spec_jax.errors import ConfigError
-from spec_jax.testing import RowAudit, audit, audit_outputs, mock_model
+from spec_jax.testing import Audit, RowAudit, audit, audit_outputs, mock_model
 from spec_jax.testing.verdict import Choice, Trail, first_difference, judge
 
 PROMPTS = pathlib.Path(__file__).resolve().parents[3] / "shared/data/prompts/HumanEval.jsonl.gz"
@@ -74,6 +75,23 @@ def test_evidence_says_whose_token_is_whose():
     assert "the first output takes id 2, " in texts and "the second takes id 3, " in texts
     (ended,) = audit_outputs(target, [0, 1], [1], [1, 3]).evidence
     assert ended == "the first output ends there, the second takes id 3"
+
+
+def test_rows_that_were_not_examined_are_said_to_be_so_and_never_counted_as_clean():
+    bug, tie = RowAudit(1, "bug", ("off",), 4), RowAudit(2, "rounding", ("a tie",), 7)
+    assert str(Audit(3, (), 6)) == "3 prompts: 3 not examined, with identical outputs"
+    some = Audit(9, (bug, tie), 6)
+    assert str(some).splitlines()[0] == (
+        "9 prompts: 2 examined (0 identical, 1 explained by rounding, 1 with a bug), 7 not "
+        "examined, with identical outputs"
+    )
+    counts = {"identical": 0, "rounding": 1, "bug": 1, "not_examined": 7}
+    assert counts.items() <= some.to_dict().items() and some.num_not_examined == 7
+    every = Audit(2, (RowAudit(0, "identical"), dataclasses.replace(bug, at=None)), 6)
+    assert str(every).startswith("2 prompts: 2 examined (1 identical, 0 explained by rounding, 1 ")
+    assert "not examined" not in str(every)
+    told = audit_outputs(mock_model(), [0, 1], [1, 2], [1, 2])
+    assert "were not examined" in told.evidence[-1]
 
 
 def test_the_first_difference_is_found():
@@ -161,6 +179,21 @@ def test_honest_decoding_is_explained_and_planted_defects_are_bugs():
     for name in ("position_off_by_one", "low_precision_cache"):
         rows = run.audit(DEFECTS[name](run.decoder))
         assert rows and all(row.verdict == "bug" for row in rows), name
+
+
+@pytest.mark.exhaustive
+def test_decoding_on_a_mesh_is_explained_and_a_planted_defect_is_a_bug():
+    target = load_model("zoo/target")
+    prompts, options = human_eval(target, 2), {"stop_tokens": [], "pad_to": 120}
+    parts = (target, load_draft("zoo/eagle3", target), SpeculativeConfig("eagle", 5))
+    alone = [row.tokens for row in SpeculativeDecoder(target).generate(prompts, 24, **options)]
+    decoder = SpeculativeDecoder(*parts, mesh="data:2,tensor:2")
+    honest = audit(decoder, prompts, 24, has_all_rows=True, **options)
+    assert [row.verdict for row in honest.rows] == ["identical"] * 2
+    assert [row.tokens for row in decoder.generate(prompts, 24, **options)] == alone
+    wrong = DEFECTS["position_off_by_one"](decoder)
+    found = audit(wrong, prompts, 24, has_all_rows=True, **options)
+    assert [row.verdict for row in found.rows] == ["bug"] * 2
 
 
 @pytest.mark.exhaustive

@@ -23,7 +23,7 @@ from spec_jax.testing.reports import first_drafts, force_all
 from spec_jax.testing.rounds import check_round
 from spec_jax.testing.subjects import certified_rows, make_subject, prefixes
 
-WHERE = r"after the prompt \(.*\) and the output \(.*\), token \d has probability [01]\.\d+"
+WHERE = r"after the prompt \(.*\) and the output \(.*\), token \d has probability (1 - )?\d\.\d+"
 
 
 def caught(match: str, **kwargs) -> CertificateError:
@@ -59,8 +59,8 @@ def test_one_round_of_the_default_drafter_is_proved_for_every_number_of_drafts()
     forced = force_all(system, subject.params, rows, prefixes(subject, 3, 1), 3, 512)
     for some in (forced, first_drafts(forced, 1), first_drafts(forced, 0)):
         np.testing.assert_allclose(some.weights.sum(), 9, rtol=1e-5)  # of 9 texts
-        error, count = check_round(system, some, rows, subject.logits_of, 1e-6)
-        assert error <= 1e-6 and count >= 20
+        found = check_round(system, some, rows, subject.logits_of, 1e-6)
+        assert found.error <= 1e-6 and found.num_outcomes >= 20
     doubled = forced._replace(logits=forced.logits * 2)  # the rule is told another target
     with pytest.raises(CertificateError, match=WHERE):
         check_round(system, doubled, rows, subject.logits_of, 1e-6)
@@ -293,7 +293,7 @@ def test_a_drafter_with_noise_of_its_own_is_compared_with_its_report(is_biased, 
 
     host = spec_jax.host_drafter(drafts, is_sampled=True, vocab_size=3)
     if is_biased:
-        caught(r"host.* draws token \d with probability 0\.3\d+ .* reports 0", drafter=host)
+        caught(r"host.* draws token \d with probability 0\.[23]\d+ .* reports 0", drafter=host)
         return
     certificate = spec_jax.certify(drafter=host, trials=100)
     assert certificate.failure is None and certificate.max_error <= 1e-6

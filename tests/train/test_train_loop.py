@@ -1,5 +1,6 @@
 """The training loop: killed, asked to stop, fed with NaN, its files damaged, its disk full."""
 
+import functools
 import json
 import multiprocessing
 import os
@@ -8,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+import types
 
 import jax
 import numpy as np
@@ -15,7 +17,9 @@ import pytest
 from support import tiny_training
 from support.tiny_training import STEPS, fresh, run
 
+from spec_jax import compilation
 from spec_jax.errors import TrainingError
+from spec_jax.train import loop
 from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.log import flatten, read_metrics
 from spec_jax.train.objective import chain_rates
@@ -91,6 +95,39 @@ def test_sigterm_saves_and_exits_with_0(tmp_path, undisturbed):
         assert checkpoints.last_step == done < STEPS
     state, is_done = run(tmp_path)
     assert is_done and same(jax.device_get(state), undisturbed[1])
+
+
+def test_the_first_ctrl_c_saves_and_another_ends_at_once(tmp_path, capsys, monkeypatch):
+    said, rarely = [], {"checkpoint_every_s": 1e9}
+    monkeypatch.setattr(
+        compilation, "Notice", lambda what: said.append(what) or types.SimpleNamespace(close=list)
+    )
+
+    def press(step):
+        if step == 5:
+            jax.jit(lambda x: x + 5)(1.0)  # as the first step compiles
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    _, is_done = run(tmp_path, on_step=press, **rarely)
+    assert not is_done and signal.getsignal(signal.SIGINT) == before
+    assert "Ctrl-C: saved at step 6; the same command goes on from there" in capsys.readouterr().out
+    assert "compiling the training step" in said
+    preemption = functools.partial(loop.Preemption, clock=lambda: clock_s[0])
+    monkeypatch.setattr(loop, "Preemption", preemption)
+
+    def press_again(step):
+        for now_s in (7.0, 7.4, 7.6):  # the second one is the first, sent on by another program
+            clock_s[0] = now_s
+            signal.raise_signal(signal.SIGINT)
+            pressed.append(step)
+
+    pressed, clock_s = [], [0.0]
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, on_step=press_again, **rarely)
+    assert pressed == [6, 6]
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        assert checkpoints.last_step == 6, "where the same command goes on from"
 
 
 def copy_of(folder, tmp_path):

@@ -9,6 +9,7 @@ A line of answers.jsonl is what one cell made of one question: ``cell``, ``metho
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import pathlib
@@ -23,7 +24,7 @@ MAX_TOKENS = 512  # of one turn
 _CANDIDATES = 8  # questions of a category that are kept in memory, and those with probabilities
 _MAX_PROMPT = 4000  # characters
 _MAX_PIECE = 400
-_LETTERS = {"first": "f", "accepted": "a", "corrected": "c", "bonus": "b"}
+_LETTERS = {"first": "f", "accepted": "a", "corrected": "c", "bonus": "b", "target": "t"}
 
 
 def select(answers: Iterable[Mapping[str, Any]], budget: int = BUDGET_BYTES) -> dict | None:
@@ -163,7 +164,7 @@ class _Packed:
         return {
             "prompt": self._number("prompts", prompt),
             "text": self._number("texts", text),
-            "kinds": "".join(_LETTERS[kind] for kind in kinds[:n]),
+            "kinds": _letters(kinds[:n], part("offered")),
             "offered": part("offered"),
             "rejected": rejected,
             "total": len(turn["kinds"]),
@@ -173,6 +174,15 @@ class _Packed:
 
     def values(self, total: int) -> dict[str, Any]:
         return self._lists | {"total": total}
+
+
+def _letters(kinds: Sequence[str], offered: Sequence[int]) -> str:
+    """Returns a letter for each token; a bonus of a round without drafts is the target's own."""
+    letters, count = [], None
+    for kind, drafts in itertools.zip_longest(kinds, offered, fillvalue=-1):
+        count = drafts if drafts >= 0 else count
+        letters.append(_LETTERS["target" if kind == "bonus" and count == 0 else kind])
+    return "".join(letters)
 
 
 def _rounded(p: float | None) -> float | None:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
+from experiments.common.ticks import spaced
+
 # Marks that tell series apart without colours, around (0, 0).
 _MARKS = (
     "M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0z", "M-3.5,-3.5h7v7h-7z", "M0,-4.8L4.6,3.4L-4.6,3.4z",
@@ -16,6 +18,7 @@ _MARKS = (
 )  # fmt: skip
 _WIDTH, _HEIGHT = 440, 270
 _LEFT, _RIGHT, _TOP, _BOTTOM = 40, 12, 10, 40
+_ROOM = 46  # digits below a plot, in the larger type of a narrow screen
 
 
 class Look(NamedTuple):
@@ -171,7 +174,8 @@ def plot(
       series: What is drawn.
       title: What the plot shows, for who cannot see it.
       x_label, y_label: The axes' names.
-      x_ticks: Values of x that are named; the axis reaches a little beyond them.
+      x_ticks: Values of x that are named, but for those whose labels would overlap; the axis
+        reaches a little beyond them.
       top: The end of the y axis, which begins at 0.
       step: Between the ticks of y.
       reference: A value of y that is marked across the plot.
@@ -193,7 +197,7 @@ def plot(
                 '<text x="{}" y="{}" text-anchor="end">{}</text>'
             ).format(_LEFT, _WIDTH - _RIGHT, _LEFT - 6, y + 4, f"{i * step:g}", y=y)
         )
-    for x in x_ticks:
+    for x in spaced(x_ticks, room=_ROOM, is_log=is_log):
         parts.append(
             Markup('<text x="{}" y="{}" text-anchor="middle">{}</text>').format(
                 at_x(x), _HEIGHT - _BOTTOM + 17, f"{x:g}"

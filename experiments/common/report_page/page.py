@@ -12,7 +12,6 @@ import jinja2
 from markupsafe import Markup
 
 from experiments.common import report as reports
-from experiments.common.plots import names_of
 from experiments.common.report_page import answers as packing
 from experiments.common.report_page import charts, details, view
 from spec_jax.show.page import COLORS, MEANING
@@ -32,7 +31,7 @@ def write_page(
     Args:
       path: The file, report.html. Of several processes one writes.
       report: What report.json holds, with "results" as ``experiments.decode`` makes them, and in
-        each of them, if they were measured, "batch", "peak_bytes", "accept_intervals", "categories"
+        each of them, if they were measured, "batch", "accept_intervals", "categories"
         (by name: "tau", "speedup", "speedup_interval", "questions"), "round_ms", "round_parts_ms"
         (by stage) and "difference_ms" (by name, what the prediction does not explain).
       answers: Lines of answers.jsonl, see ``answers``; some of them are shown token by token.
@@ -98,7 +97,7 @@ def _channels(color: str) -> str:
 
 def _title(report: Mapping[str, Any]) -> str:
     target = (report.get("models") or {}).get("target")
-    of = f" of {names_of([target['name']])[0]}" if target else ""
+    of = f" of {reports.names_of([target['name']])[0]}" if target else ""
     return f"Speculative decoding{of}, compared with plain decoding"
 
 
@@ -115,6 +114,8 @@ def _conditions(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     env = report.get("environment")
     if env:
         rows.append(("machine", reports.describe_machine(env)))
+        if report.get("process_peak_bytes"):
+            rows.append(("process peak", f"{report['process_peak_bytes'] / 2**20:,.0f} MiB"))
         names = [name for name in ("spec_jax", "python", *reports.PACKAGES) if name in env]
         rows.append(("versions", ", ".join(f"{name} {env[name]}" for name in names)))
         rows.append(("time", env["time"]))

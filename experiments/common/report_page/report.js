@@ -28,6 +28,20 @@
     button.addEventListener("click", () => sortBy(button.closest("th")));
   }
 
+  // A table that is wider than its box says so, until its last column is in sight.
+  const boxes = [...document.querySelectorAll(".wide")];
+
+  function hint() {
+    for (const box of boxes) {
+      box.classList.toggle("cut", box.scrollWidth > box.clientWidth + 1);
+      box.classList.toggle("ended", box.scrollLeft + box.clientWidth >= box.scrollWidth - 1);
+    }
+  }
+
+  for (const box of boxes) box.addEventListener("scroll", hint, { passive: true });
+  for (const part of document.querySelectorAll("details")) part.addEventListener("toggle", hint);
+  window.addEventListener("resize", hint);
+
   // Rows of a temperature or a batch size are hidden and shown.
   const filters = [...document.querySelectorAll("[data-filter]")];
 
@@ -36,6 +50,7 @@
     for (const row of document.querySelectorAll("#methods tbody tr")) {
       row.hidden = off.some((button) => row.dataset[button.dataset.filter] === button.dataset.value);
     }
+    hint();
   }
 
   for (const button of filters) {

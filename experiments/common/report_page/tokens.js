@@ -4,7 +4,7 @@
   if (!stored) return;
   const data = JSON.parse(stored.textContent);
   const meaning = JSON.parse(document.getElementById("meaning").textContent);
-  const KINDS = { f: "first", a: "accepted", c: "corrected", b: "bonus" };
+  const KINDS = { f: "first", a: "accepted", c: "corrected", b: "bonus", t: "target" };
   const at = (id) => document.getElementById(`tv-${id}`);
   const card = at("card"), text = at("text");
   const state = { question: 0, temperature: null, cell: null, turn: 0, token: -1, isByOdds: false };

@@ -48,7 +48,10 @@ def draw(
         if context.is_coupled:
             keys = rng.keys(context.request, rng.Stream.TARGET, context.length + node)
         else:
-            keys = rng.keys(context.sampler.seed, rng.Stream.DRAFT, context.length, node)
+            keys = rng.keys(
+                context.sampler.seed, rng.Stream.DRAFT, context.length, node,
+                context.sampler.learned,
+            )  # fmt: skip
         return sample(processed, rng.gumbel(keys, logits.shape[-1])), processed
 
     return draw_by_row(run, context._replace(counts=counts), logits, jnp.int32(node))

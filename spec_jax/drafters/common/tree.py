@@ -160,8 +160,8 @@ def _noise(context: Context, nodes, depth: int, shape) -> jax.Array:
     if context.is_coupled:
         keys = rng.keys(context.request, rng.Stream.TARGET, context.length + depth)
         return jnp.broadcast_to(rng.gumbel(keys, V)[:, None], shape)
-    seed, start = context.sampler.seed, context.length
-    one = lambda node: rng.gumbel(rng.keys(seed, rng.Stream.DRAFT, start, node + 1), V)
+    seed, start, learned = context.sampler.seed, context.length, context.sampler.learned
+    one = lambda node: rng.gumbel(rng.keys(seed, rng.Stream.DRAFT, start, node + 1, learned), V)
     return jax.vmap(one, out_axes=1)(nodes)
 
 

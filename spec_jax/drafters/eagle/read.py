@@ -22,8 +22,9 @@ from spec_jax.drafters.eagle.model import EagleConfig, head_table
 from spec_jax.drafters.eagle.read_config import check_overrides, find_layout, head_config
 from spec_jax.drafters.loaded import LoadedHead
 from spec_jax.errors import WeightsError
+from spec_jax.models.checks import integers_of
 from spec_jax.models.config import ModelConfig
-from spec_jax.models.files import check_not_quantised, read_json
+from spec_jax.models.files import check_not_quantised, naming, read_json
 from spec_jax.models.params import table_placement
 from spec_jax.models.parts import Tensor, holds_for_parts, part_at, read_onto, read_parts
 from spec_jax.models.specs import ParamSpec
@@ -81,9 +82,12 @@ def read_head(
     notes: list[str] = []
     with contextlib.ExitStack() as stack:
         tensors = open_tensors(directory, stack)
-        layout = find_layout(hf, tensors.left)
+        with naming(directory / "config.json"):
+            layout = find_layout(hf, tensors.left)
         fc_in = _num_inputs(directory, tensors)
-        config = head_config(hf, layout, tensors.left, fc_in, target_config, overrides, notes)
+        with naming(directory / "config.json"):
+            config = head_config(hf, layout, tensors.left, fc_in, target_config, overrides, notes)
+        tensors.sizes = integers_of(config.layer)
         if EMBED in tensors.left and not config.own_embed:
             is_told = "own_embed" in overrides
             config = _share_embed(

@@ -12,6 +12,7 @@ from typing import Any
 
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.models.checks import is_integer, shown, stated_flag, stated_object
 from spec_jax.models.config import ModelConfig
 
 EAGLE_1, EAGLE_3, SPECFORGE, SPECULATORS = "EAGLE-1", "EAGLE-3", "SpecForge", "speculators"
@@ -33,12 +34,13 @@ def find_layout(hf: Mapping[str, Any], names: set[str]) -> str:
       ConfigError: a speculators head is not of EAGLE-3, or a part of config.json is no object.
     """
     for name in ("eagle_config", "transformer_layer_config"):
-        if not isinstance(hf.get(name) or {}, Mapping):
-            raise ConfigError(f"{name} is {hf[name]!r} in config.json; expected an object")
+        stated_object(hf, name)
     if "transformer_layer_config" in hf or "speculators_model_type" in hf:
         kind = hf.get("speculators_model_type", "eagle3")
         if kind != "eagle3":
-            raise ConfigError(f"speculators_model_type {kind!r} is not supported; known: 'eagle3'")
+            raise ConfigError(
+                f"speculators_model_type {shown(kind)} is not supported; known: 'eagle3'"
+            )
         return SPECULATORS
     is_new = any(n.startswith("midlayer.") or n.endswith(".hidden_norm.weight") for n in names)
     if not is_new:
@@ -119,40 +121,51 @@ def _layer(hf, layout, names, target, notes) -> ModelConfig:
     _check_target(hf, inner, target)
     kinds = inner.get("layer_types") or ()
     if not isinstance(kinds, (list, tuple)) or "sliding_attention" in kinds:
-        raise ConfigError(f"layer_types is {kinds!r}; expected a list of full attention alone")
-    if layout != EAGLE_1:
-        inner["vocab_size"] = _said(hf, "draft_vocab_size") or inner.get("vocab_size")
+        raise ConfigError(f"layer_types is {shown(kinds)}; expected a list of full attention alone")
+    draft_size = _said(hf, "draft_vocab_size")
+    if layout != EAGLE_1 and draft_size is not None:
+        if not is_integer(draft_size) or draft_size < 1:
+            raise ConfigError(
+                f"draft_vocab_size is {shown(draft_size)}; expected a positive integer"
+            )
+        inner["vocab_size"] = draft_size
     if layout != SPECULATORS:
         inner["model_type"] = _layer_type(inner, notes)
-        if inner.get("attention_bias") and not any(n.endswith("q_proj.bias") for n in names):
+        has_biases = any(name.endswith("q_proj.bias") for name in names)
+        if stated_flag(inner, "attention_bias") and not has_biases:
             inner["attention_bias"] = False
             notes.append(
                 "config.json says attention_bias, yet there is no q_proj.bias: it is off, as in "
                 "the projects that train such heads."
             )
-    rope = (inner, inner.get("rope_parameters") or {}, inner.get("rope_scaling") or {})
-    if not any(said.get("rope_theta") for said in rope):
+    rope = (inner, *(stated_object(inner, name) for name in ("rope_parameters", "rope_scaling")))
+    if all(stated.get("rope_theta") is None for stated in rope):
         notes.append("config.json names no rope_theta; 10000 is assumed, whatever the target's is.")
     return ModelConfig.from_hf({**inner, "tie_word_embeddings": False})
 
 
 def _layer_type(inner, notes) -> str:
     """Heads outside of speculators have a Llama layer, with biases on q, k, v where they say so."""
-    kind, stated = "qwen2" if inner.get("qkv_bias") else "llama", inner.get("model_type")
+    kind, stated = "qwen2" if stated_flag(inner, "qkv_bias") else "llama", inner.get("model_type")
     if stated not in (None, kind):
-        notes.append(f"config.json says model_type {stated!r}; the head's layer is read as {kind}.")
+        notes.append(
+            f"config.json says model_type {shown(stated)}; the head's layer is read as {kind}."
+        )
     return kind
 
 
 def _check_target(hf, inner, target) -> None:
-    vocab, width = inner.get("vocab_size"), _said(hf, "target_hidden_size")
-    width = width or inner.get("hidden_size")
-    for what, ours, theirs in (
-        ("vocabulary", vocab, target.vocab_size), ("width", width, target.hidden_size)
-    ):  # fmt: skip
+    width, width_key = _said(hf, "target_hidden_size"), "target_hidden_size"
+    if width is None:
+        width, width_key = inner.get("hidden_size"), "hidden_size"
+    for what, key, ours, theirs in (
+        ("vocabulary", "vocab_size", inner.get("vocab_size"), target.vocab_size),
+        ("width", width_key, width, target.hidden_size),
+    ):
         if ours != theirs:
             raise ConfigError(
-                f"the head is for a target of {what} {ours!r}; this one has {theirs}"
+                f"the head is for a target of {what} {shown(ours)}; this one has {theirs} "
+                f"(by the key {key})"
             )
 
 
@@ -178,12 +191,7 @@ def _flags(hf, layout, names, notes, overrides) -> dict[str, bool]:
 
 
 def _flag(hf, name, default) -> bool:
-    value = _said(hf, name)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} is {value!r} in config.json; expected true or false")
-    return value
+    return stated_flag({name: _said(hf, name)}, name, default)
 
 
 def _flag_or_tensor(hf, name, names, notes) -> bool:
@@ -227,12 +235,12 @@ def _taps(hf, layout, fc_in, target, overrides, notes) -> tuple[int, ...]:
         notes.append(f"taps are {taps}: the caller says so.")
     elif layout == EAGLE_1:
         taps = (L + 1,)
-    elif _said(hf, "use_aux_hidden_state") is False:
+    elif not _flag(hf, "use_aux_hidden_state", True):
         raise ConfigError("use_aux_hidden_state is false; only heads of tapped states are known")
     elif _said(hf, "taps") is not None:
         taps = _said(hf, "taps")
         if not isinstance(taps, list):
-            raise ConfigError(f"taps is {taps!r} in config.json; expected a list of layers")
+            raise ConfigError(f"taps is {shown(taps)} in config.json; expected a list of layers")
         taps = tuple(taps)
         notes.append(f"taps are {taps}: config.json says so.")
     else:
@@ -240,8 +248,8 @@ def _taps(hf, layout, fc_in, target, overrides, notes) -> tuple[int, ...]:
     wrong = [i for i in taps if not _is_id(i) or i > L + 1]
     if wrong:
         raise ConfigError(
-            f"taps {taps} do not exist: a target of {L} layers has 0 to {L}, and {L + 1} after "
-            "its final norm"
+            f"taps {shown(taps)} do not exist: a target of {L} layers has 0 to {L}, and {L + 1} "
+            "after its final norm"
         )
     if layout != EAGLE_1 and fc_in != len(taps) * width:
         states = f"{fc_in // width}" if fc_in % width == 0 else f"{fc_in / width:.2f}"
@@ -265,10 +273,11 @@ def _named_taps(ids, layout, num_layers, notes) -> tuple[int, ...]:
     if not ids:
         return ()
     if not isinstance(ids, list) or not all(map(_is_id, ids)):
-        raise ConfigError(f"{AUX} is {ids!r}; expected a list of layers from 0")
+        raise ConfigError(f"{AUX} is {shown(ids)}; expected a list of layers from 0")
     if max(ids) > num_layers:
         raise ConfigError(
-            f"{AUX} is {ids}; the target has {num_layers} layers. Pass taps=... to say otherwise"
+            f"{AUX} is {shown(ids)}; the target has {num_layers} layers. Pass taps=... to say "
+            "otherwise"
         )
     after = tuple(i + 1 for i in ids)
     is_after = layout != SPECULATORS and ids[0] == 1 and max(ids) < num_layers

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.models.checks import is_integer, shown, stated_object
 from spec_jax.models.families import AnyConfig, family_of_type
 from spec_jax.models.specs import ParamSpec
 
-_LAYER_ID = re.compile(r"model\.layers\.(\d+)\.")
+_LAYER_ID = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 LAYOUTS = ("DeepSeek", "Qwen3-Next", "MiMo")
 SAID = "mtp_config"  # of config.json: what no project has a key for, and SAID_FIELDS are there
 SAID_FIELDS = ("protocol", "taps", "recycles_normed")
@@ -50,7 +51,7 @@ class Layout(NamedTuple):
         """Returns the module, counted from 0, that a tensor belongs to; None for the target's."""
         if self.name == "Qwen3-Next":
             return 0 if tensor.startswith("mtp.") else None
-        match = re.match(re.escape(self.prefix).replace(r"\{i\}", r"(\d+)"), tensor)
+        match = re.match(re.escape(self.prefix).replace(r"\{i\}", "([0-9]{1,9})"), tensor)
         index = -1 if match is None else int(match[1]) - self.first
         return index if index >= 0 else None
 
@@ -107,8 +108,10 @@ def find_layout(directory: pathlib.Path, hf: Mapping[str, Any], names: set[str])
         return make_layout("Qwen3-Next", count)
     if any(name.startswith("model.mtp_layers.") for name in names):
         return make_layout("MiMo", count)
-    if not isinstance(count, int):
-        raise ConfigError(f"num_hidden_layers is {count!r}; expected how many the target has")
+    if not is_integer(count) or count < 1:
+        raise ConfigError(
+            f"num_hidden_layers is {shown(count)}; expected how many the target has"
+        )
     ids = (int(match[1]) for match in map(_LAYER_ID.match, names) if match)
     if any(i >= count for i in ids):
         return make_layout("DeepSeek", count)
@@ -126,7 +129,7 @@ def layer_config(hf: Mapping[str, Any]) -> AnyConfig:
       ConfigError: modules of such a model are not supported.
     """
     kind = hf.get("model_type")
-    kind = kind if isinstance(kind, str) else repr(kind)
+    kind = kind if isinstance(kind, str) else shown(kind)
     layer = family_of_type(kind, for_modules=True).config.from_hf(hf)
     return dataclasses.replace(layer, num_hidden_layers=1)
 
@@ -153,6 +156,9 @@ def modules_config(
     unknown = sorted(set(overrides) - set(known))
     if unknown:
         raise ConfigError(f"no option {', '.join(unknown)}; known: {', '.join(known)}")
+    for name in _COUNTS:
+        if hf.get(name) is not None and (not is_integer(hf[name]) or hf[name] < 0):
+            raise ConfigError(f"{name} is {shown(hf[name])}; expected how many modules are stored")
     said = next((hf[name] for name in _COUNTS if hf.get(name)), num_stored)
     count = overrides.get("num_modules", said)
     after_norm = target.num_hidden_layers + 1
@@ -169,7 +175,7 @@ def modules_config(
                             "does not say, so compare the acceptance at the second draft"),
         "has_zero_centred_norms": (layout.is_zero_centred, f"as {layout.name}'s norms are"),
     }  # fmt: skip
-    choices |= _said(hf)
+    choices |= _stated(hf)
     for name, (value, why) in choices.items():
         is_told = name in overrides
         value = overrides[name] if is_told else value
@@ -178,13 +184,11 @@ def modules_config(
     return MtpConfig.of_target(target, layer=layer_config(hf), **{**values, **overrides})
 
 
-def _said(hf: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    said = hf.get(SAID) or {}
-    if not isinstance(said, Mapping):
-        raise ConfigError(f"{SAID} is {said!r} in config.json; expected an object")
+def _stated(hf: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    stated = stated_object(hf, SAID)
     as_tuple = lambda value: tuple(value) if isinstance(value, list) else value
     return {
-        name: (as_tuple(said[name]), "config.json says so")
+        name: (as_tuple(stated[name]), "config.json says so")
         for name in SAID_FIELDS
-        if said.get(name) is not None
+        if stated.get(name) is not None
     }

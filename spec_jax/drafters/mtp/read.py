@@ -24,8 +24,9 @@ from spec_jax.drafters.loaded import LoadedHead
 from spec_jax.drafters.mtp.layout import Layout, find_layout, modules_config
 from spec_jax.drafters.mtp.model import MtpConfig, mtp_table
 from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.models.checks import integers_of, shown, stated_object
 from spec_jax.models.families import AnyConfig
-from spec_jax.models.files import read_json
+from spec_jax.models.files import naming, read_json
 from spec_jax.models.params import table_placement
 from spec_jax.models.parts import Part, Tensor, holds_for_parts, read_onto, read_parts, stack
 from spec_jax.models.pickles import Pickles
@@ -75,11 +76,20 @@ def read_mtp(
     hf = read_json(directory / "config.json")
     with contextlib.ExitStack() as stack:
         shards = open_files(directory, stack)
-        layout = find_layout(directory, hf, shards.names())
-        numbers = {layout.number(name) for name in shards.names()} - {None}
-        config = modules_config(hf, layout, len(numbers), target_config, overrides, notes)
-        source = _Modules(directory, shards, layout, config.num_modules, _block_of(hf))
+        with naming(directory / "config.json"):
+            layout = find_layout(directory, hf, shards.names())
+            numbers = {layout.number(name) for name in shards.names()} - {None}
+            config = modules_config(hf, layout, len(numbers), target_config, overrides, notes)
+            block = _block_of(hf)
+        if config.num_modules > len(shards.names()):  # before a list of their names is made
+            raise WeightsError(
+                f"{directory}: num_modules is {config.num_modules}, but the weights hold "
+                f"{len(shards.names())} tensors, and a module has at least one; expected at most "
+                f"the {len(numbers)} modules that are stored"
+            )
+        source = _Modules(directory, shards, layout, config.num_modules, block)
         tensors = StrictReader(directory, source)
+        tensors.sizes = integers_of(config.layer)
         for end in ("embed", "head"):
             config = _resolve_end(
                 end, config, layout, tensors, shards, overrides, notes, mesh, rules
@@ -156,12 +166,10 @@ def _is_equal(a: Tensor, b: Tensor, where: Sharding | None) -> bool:
 
 def _block_of(hf: Mapping[str, Any]) -> tuple[int, int]:
     """The block of an 8-bit matrix that shares one scale."""
-    quantised = hf.get("quantization_config") or {}
-    block = quantised.get("weight_block_size") if isinstance(quantised, Mapping) else None
-    block = block or _BLOCK
+    block = stated_object(hf, "quantization_config").get("weight_block_size") or _BLOCK
     is_pair = isinstance(block, (list, tuple)) and len(block) == 2
     if not is_pair or not all(type(size) is int and size > 0 for size in block):
-        raise ConfigError(f"weight_block_size is {block!r}; expected rows and columns")
+        raise ConfigError(f"weight_block_size is {shown(block)}; expected rows and columns")
     return tuple(block)
 
 

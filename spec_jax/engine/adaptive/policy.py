@@ -71,6 +71,7 @@ class Tuner:
       settled: the K that was found best; None before the first choice.
       rounds: how many rounds the last choice was for.
       credit_ms: time that may be spent on trials.
+      num_updates: how often it has observed; part of the noise of what it chooses (see ``rng``).
     """
 
     reached: tuple[float, ...]
@@ -78,6 +79,7 @@ class Tuner:
     settled: int | None = None
     rounds: int = MIN_ROUNDS
     credit_ms: float = 0.0
+    num_updates: int = 0
 
     @classmethod
     def fresh(cls, max_draft: int) -> Tuner:
@@ -152,7 +154,8 @@ class Tuner:
             accepted.append(share * kept + new_accepted)
         credit_ms = self.credit_ms + EXPLORED_SHARE * time_ms
         return dataclasses.replace(
-            self, reached=tuple(reached), accepted=tuple(accepted), credit_ms=credit_ms
+            self, reached=tuple(reached), accepted=tuple(accepted), credit_ms=credit_ms,
+            num_updates=self.num_updates + 1,
         )
 
 

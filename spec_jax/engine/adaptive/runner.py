@@ -23,7 +23,8 @@ from spec_jax.decoding import Chunk, DecodeState, Kind, System
 from spec_jax.drafters.model_free import without_drafts
 from spec_jax.engine.adaptive.policy import Costs, Tuner
 from spec_jax.rules import GREEDY, MATCH
-from spec_jax.sharding import constrain
+from spec_jax.sampling import Source
+from spec_jax.sharding import constrain, constrain_state
 
 _TIMED_ROUNDS, _TIMED_REPEATS = 4, 2
 CATCH_UP = 32  # tokens of one catch-up pass, where the slots allow it
@@ -34,9 +35,8 @@ def system_of(system: System, num_draft: int) -> System:
     if num_draft > 0:
         return system._replace(num_draft=num_draft)
     return system._replace(
-        drafter=without_drafts(system.drafter), rule=plain_rule(system.rule.is_greedy), num_draft=0,
-        has_expected=False,
-    )  # fmt: skip
+        drafter=without_drafts(system.drafter), rule=plain_rule(system.rule.is_greedy), num_draft=0
+    )
 
 
 def name_of_round(system: System, batch: int) -> str:
@@ -60,6 +60,12 @@ def catch_up(params, state: DecodeState, *, system: System) -> DecodeState:
     return state.replace(draft=draft)
 
 
+@functools.partial(jax.jit, donate_argnames=("state",))
+def note_tuner(state: DecodeState, num_updates: jax.Array) -> DecodeState:
+    """Makes the noise of the next rounds independent of what K is chosen by. Donates the state."""
+    return constrain_state(state.noting(Source.TUNER, num_updates))
+
+
 @jax.jit
 def count_tokens(state: DecodeState) -> jax.Array:
     """i32[B], tokens of the prompt and the output so far."""
@@ -80,7 +86,8 @@ class AdaptiveState:
     """What adaptive decoding has learned: acceptance, and times by batch size and slots.
 
     Concurrent calls may share it: its values are replaced, never changed. When two calls observe at
-    the same time, the counts of the later one are kept.
+    the same time, the counts of the later one are kept. Times are measured, not learned from
+    outputs, so they are not counted as updates.
 
     Args:
       buckets: the Ks to choose among, in ascending order.
@@ -149,6 +156,8 @@ class AdaptiveRunner:
             add_span(begin, time.time())
         costs = adaptive.costs[key]
         (k, rounds), tuner = adaptive.tuner.choose(costs, self._lag)
+        if state.sampler.learned is not None:
+            state = note_tuner(state, jnp.uint32(tuner.num_updates))
         if self._lag and (k > 0 or self._lag >= self._max_lag):
             state, self._lag = self._catch_up(state), 0
         if k == 0:

@@ -14,14 +14,15 @@ from jax.typing import DTypeLike
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.caches.state import HybridCache, StateCache
-from spec_jax.models.config import (
-    PartialRotary,
-    RopeConfig,
+from spec_jax.models.checks import (
+    check_fields,
+    check_ranges,
     check_sizes,
     check_supported,
-    eos_spelling,
-    eos_tuple,
+    is_integer,
+    shown,
 )
+from spec_jax.models.config import EPS_RANGE, PartialRotary, RopeConfig, eos_spelling, eos_tuple
 from spec_jax.models.families.mamba2 import MixerConfig, mixer, mixer_table, time_limits
 from spec_jax.models.families.registry import Family, register
 from spec_jax.models.layers import Window, attention, mlp, rms_norm
@@ -66,6 +67,8 @@ class BambaConfig(PartialRotary):
 
     def __post_init__(self):
         set_ = lambda name, value: object.__setattr__(self, name, value)
+        if self.mamba_d_head == "auto":
+            set_("mamba_d_head", None)
         if self.num_key_value_heads is None:
             set_("num_key_value_heads", self.num_attention_heads)
         check_sizes(
@@ -73,12 +76,14 @@ class BambaConfig(PartialRotary):
             "num_attention_heads", "num_key_value_heads", "mamba_n_heads",
             "max_position_embeddings",
         )  # fmt: skip
+        check_fields(self)
+        check_ranges(self, rms_norm_eps=EPS_RANGE)
         width, D = self.mamba_expand * self.hidden_size, self.hidden_size
-        if self.mamba_d_head in (None, "auto"):
+        if self.mamba_d_head is None:
             set_("mamba_d_head", width // self.mamba_n_heads)
+        check_sizes(self, "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
         set_("time_step_limit", time_limits(self.time_step_limit))
         set_("eos_token_id", eos_tuple(self.eos_token_id))
-        set_("attn_layer_indices", tuple(sorted(self.attn_layer_indices)))
         if self.mixer.width != width:
             raise ConfigError(
                 f"mamba_n_heads {self.mamba_n_heads} of {self.mamba_d_head} make "
@@ -92,12 +97,15 @@ class BambaConfig(PartialRotary):
                 f"num_key_value_heads {G}"
             )
         self.check_rotary()
-        L = self.num_hidden_layers
-        if not self.attn_layer_indices or not set(self.attn_layer_indices) < set(range(L)):
+        L, layers = self.num_hidden_layers, self.attn_layer_indices
+        is_list = isinstance(layers, (list, tuple)) and all(map(is_integer, layers))
+        if not is_list or not set() < set(layers) < set(range(L)):
+            stated = shown(list(layers) if is_list else layers)
             raise ConfigError(
-                f"attn_layer_indices is {list(self.attn_layer_indices)}; expected some of the "
-                f"layers 0 to {L - 1}, and not all of them"
+                f"attn_layer_indices is {stated}; expected some of the layers 0 to {L - 1}, and "
+                "not all of them"
             )
+        set_("attn_layer_indices", tuple(sorted(set(layers))))
 
     @property
     def mixer(self) -> MixerConfig:

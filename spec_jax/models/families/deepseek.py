@@ -18,7 +18,8 @@ import jax.numpy as jnp
 
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.kv import KVCache
-from spec_jax.models.config import RopeConfig, check_sizes, check_supported, from_fields
+from spec_jax.models.checks import check_fields, check_ranges, check_sizes, check_supported
+from spec_jax.models.config import EPS_RANGE, RopeConfig, from_fields
 from spec_jax.models.families.registry import Family, register
 from spec_jax.models.layers import Window, attend_window, linear, pre_norm_layer, rms_norm
 from spec_jax.models.moe import experts_table, gated, mix_experts, route_in_groups
@@ -71,6 +72,8 @@ class DeepseekConfig:
             "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
             "max_position_embeddings", *(["q_lora_rank"] if self.q_lora_rank is not None else []),
         )  # fmt: skip
+        check_fields(self)
+        check_ranges(self, rms_norm_eps=EPS_RANGE)
         if self.qk_rope_head_dim % 2:
             raise ConfigError(
                 f"qk_rope_head_dim {self.qk_rope_head_dim} is odd; rotary embedding needs it even"
@@ -81,7 +84,10 @@ class DeepseekConfig:
         if not self.is_sparse:
             check_sizes(self, "intermediate_size")
             return
-        check_sizes(self, "n_routed_experts", "moe_intermediate_size", "num_experts_per_tok")
+        check_sizes(
+            self, "n_routed_experts", "moe_intermediate_size", "num_experts_per_tok", "n_group",
+            "topk_group", *(["n_shared_experts"] if self.n_shared_experts else []),
+        )  # fmt: skip
         X, groups, kept = self.n_routed_experts, self.n_group, self.topk_group
         if X % groups or kept > groups:
             raise ConfigError(

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.state import StateCache
-from spec_jax.models.config import RopeConfig, check_sizes, eos_spelling, eos_tuple, from_fields
+from spec_jax.models.checks import check_fields, check_ranges, check_sizes, check_supported, shown
+from spec_jax.models.config import EPS_RANGE, RopeConfig, eos_spelling, eos_tuple, from_fields
 from spec_jax.models.families.registry import Family, register
 from spec_jax.models.layers import Window, linear, rms_norm
 from spec_jax.models.specs import ParamSpec, linear_specs, norm_spec, outer_specs
@@ -29,11 +30,13 @@ def time_limits(value: Any) -> tuple[float, float]:
     """
     plain = lambda x: x.get("__float__") if isinstance(x, Mapping) else x
     try:
-        low, high = (float(plain(x)) for x in value or (0.0, math.inf))
-    except (TypeError, ValueError):
+        low, high = (float(plain(x)) for x in ((0.0, math.inf) if value is None else value))
+    except (TypeError, ValueError, OverflowError):
         low, high = 1.0, 0.0
     if not 0 <= low < high:
-        raise ConfigError(f"time_step_limit is {value!r}; expected two numbers, ascending from 0")
+        raise ConfigError(
+            f"time_step_limit is {shown(value)}; expected two numbers, ascending from 0"
+        )
     return low, high
 
 
@@ -84,7 +87,7 @@ class Mamba2Config:
     state_size: int = 128
     n_groups: int = 8
     conv_kernel: int = 4
-    expand: int = 2
+    expand: float = 2
     layer_norm_epsilon: float = 1e-5
     time_step_limit: tuple[float, float] = (0.0, math.inf)
     use_conv_bias: bool = True
@@ -104,9 +107,11 @@ class Mamba2Config:
     __repr__ = short_repr()
 
     def __post_init__(self):
+        check_sizes(self, "vocab_size", "hidden_size", "num_hidden_layers")
+        check_fields(self)
+        check_ranges(self, layer_norm_epsilon=EPS_RANGE)
         object.__setattr__(self, "time_step_limit", time_limits(self.time_step_limit))
         object.__setattr__(self, "eos_token_id", eos_tuple(self.eos_token_id))
-        check_sizes(self, "vocab_size", "num_hidden_layers")
         if self.mixer.width != int(self.expand * self.hidden_size):
             raise ConfigError(
                 f"num_heads {self.num_heads} of head_dim {self.head_dim} make {self.mixer.width}; "
@@ -135,8 +140,8 @@ class Mamba2Config:
         Raises:
           ConfigError: the activation is not supported, or a field is missing or wrong.
         """
-        if hf.get("hidden_act", "silu") not in ("silu", "swish"):
-            raise ConfigError(f"hidden_act {hf['hidden_act']!r} is not supported; expected 'silu'")
+        if hf.get("hidden_act") != "swish":  # another name of the same
+            check_supported(hf, hidden_act="silu")
         return from_fields(cls, hf)
 
     def to_hf(self) -> dict[str, Any]:

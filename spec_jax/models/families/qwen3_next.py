@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.kv import KVCache
-from spec_jax.models.config import PartialRotary, RopeConfig, check_sizes, check_supported
+from spec_jax.models.checks import check_fields, check_ranges, check_sizes, check_supported
+from spec_jax.models.config import EPS_RANGE, PartialRotary, RopeConfig
 from spec_jax.models.families.registry import Family, register
 from spec_jax.models.layers import Window, attend_window, linear, pre_norm_layer, rms_norm
 from spec_jax.models.moe import experts_table, gated, mix_experts, route
@@ -50,6 +51,8 @@ class Qwen3NextConfig(PartialRotary):
 
     def __post_init__(self):
         check_sizes(self, *(f.name for f in dataclasses.fields(self) if f.type == "int"))
+        check_fields(self)
+        check_ranges(self, rms_norm_eps=EPS_RANGE)
         N, G, X = self.num_attention_heads, self.num_key_value_heads, self.num_experts
         if N % G:
             raise ConfigError(

@@ -235,7 +235,7 @@ def test_sparse_offsets_pass_where_the_mask_confirms_them():
         ("eagle-3", {"layer_types": 3}, "layer_types is 3"),
         ("eagle-3", {"rope_scaling": "linear"}, "rope_scaling is 'linear'; expected an object"),
         ("eagle-3", {"rope_theta": "x"}, "rope_theta is 'x'; expected a number"),
-        ("eagle-3", {"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; expected a number"),
+        ("eagle-3", {"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; expected a finite number"),
         ("eagle-3", {"target_hidden_size": "16"}, "width '16'; this one has 16"),
         ("eagle-3", {"hidden_act": "gelu"}, "gelu"),
         ("eagle-3", {"intermediate_size": None}, "intermediate_size"),

@@ -246,7 +246,7 @@ def test_a_write_that_fails_leaves_the_files_that_were_there(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [("taps", 3, "taps is 3 in config.json; expected a list"), ("taps", [2, "4"], "do not exist"),
-     ("own_embed", "yes", "own_embed is 'yes' in config.json; expected true or false")],
+     ("own_embed", "yes", "own_embed is 'yes'; expected true or false")],
 )  # fmt: skip
 def test_our_own_keys_are_checked_when_they_are_read(tmp_path, key, value, message):
     hf = write(tmp_path, EAGLE_3, "EAGLE-3")

@@ -188,7 +188,7 @@ def test_modules_for_another_target_or_without_a_weight_are_refused(tmp_path):
 def test_our_own_key_is_checked_when_it_is_read(tmp_path):
     hf = write(tmp_path, make(LLAMA))
     for value, message in (
-        (3, "mtp_config is 3 in config.json; expected an object"),
+        (3, "mtp_config is 3; expected an object"),
         ({"taps": 3}, "taps are 3; expected a tuple"),
         ({"protocol": "none"}, "protocol is 'none'; known"),
     ):

@@ -1,0 +1,150 @@
+"""The process in which chat templates are rendered: started once, ended when it takes too long."""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from spec_jax.errors import ConfigError
+
+MAX_SECONDS = 10.0  # of one rendering
+MAX_BYTES = 1 << 29  # of the process's memory, where the system can bound it
+_START_SECONDS = 60.0
+_HAS_ALARM = hasattr(signal, "setitimer")  # by which the process ends itself
+_FAULTS = {  # what is wrong with a template, by the sign in an answer
+    "is_too_late": "takes more than {:g} seconds",
+    "is_too_large": f"takes more than {MAX_BYTES >> 20} MiB of memory",
+    "is_broken": "breaks the process that renders it",
+}
+_REMEDY = (
+    "check the template before trusting it; if it is fine, render the conversation yourself and "
+    "pass text"
+)
+_PROGRAM = pathlib.Path(__file__).with_name("template_program.py")
+_LIBRARIES = ("jinja2", "markupsafe")
+
+
+class TemplateProcess:
+    """A process that renders one template at a time, for every template and thread of this one.
+
+    It starts with the first request, and again after one that it did not survive.
+    """
+
+    def __init__(self):
+        self._process: subprocess.Popen | None = None
+        self._lock = threading.Lock()
+
+    def ask(self, request: Mapping[str, Any], seconds: float | None = None) -> dict[str, Any]:
+        """Sends a request and returns its answer, see ``template_program.answer_of``.
+
+        Args:
+          request: JSON values by name.
+          seconds: how long to wait; then the process is ended. None means ``MAX_SECONDS``.
+
+        Raises:
+          ConfigError: there is no answer within that time or within the memory, or the process
+            cannot be started.
+        """
+        seconds = MAX_SECONDS if seconds is None else seconds
+        line = json.dumps({**request, "seconds": seconds}).encode() + b"\n"
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self.close()
+                self._start()
+            answer = self._exchange(line, seconds, has_timer=not _HAS_ALARM)
+            for sign, fault in _FAULTS.items():
+                if sign in answer:
+                    self.close()
+                    raise ConfigError(f"the chat template {fault.format(seconds)}; {_REMEDY}")
+            return answer
+
+    def close(self) -> None:
+        """Ends the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                try:
+                    pipe.close()
+                except OSError:  # what was left to write
+                    pass
+
+    def _start(self) -> None:
+        specs = map(importlib.util.find_spec, _LIBRARIES)
+        folders = {str(pathlib.Path(spec.origin).parent.parent) for spec in specs if spec}
+        start = {"folders": sorted(folders), "max_bytes": MAX_BYTES, "has_alarm": _HAS_ALARM}
+        try:
+            if not sys.executable:
+                raise ValueError("no program of Python is known, as where Python is embedded")
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_PROGRAM)], stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+            line = json.dumps(start).encode() + b"\n"
+            answer = self._exchange(line, _START_SECONDS, has_timer=True)
+            fault = answer.get("fault", "it does not answer" if answer else "")
+        except (OSError, ValueError) as error:
+            fault = str(error)
+        if fault:
+            self.close()
+            raise ConfigError(
+                "chat templates are rendered in a process of their own, and it cannot be started "
+                f"({fault}): expected sys.executable, {sys.executable!r}, to be the path of a "
+                "Python that can import jinja2"
+            )
+
+    def _exchange(self, line: bytes, seconds: float, *, has_timer: bool) -> dict[str, Any]:
+        """Returns the answer to a line, or why there is none."""
+        process, is_late = self._process, threading.Event()
+        timer = threading.Timer(seconds, lambda: (is_late.set(), process.kill()))
+        timer.daemon = True
+        if has_timer:
+            timer.start()
+        try:
+            process.stdin.write(line)
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except OSError:
+            answer = b""
+        except BaseException:  # an interrupt: an answer that comes later must not be read
+            self.close()
+            raise
+        finally:
+            timer.cancel()
+        if answer.endswith(b"\n"):
+            return json.loads(answer)
+        status = process.wait()
+        has_alarmed = hasattr(signal, "SIGALRM") and status == -signal.SIGALRM
+        self.close()
+        return {"is_too_late": True} if is_late.is_set() or has_alarmed else {"is_broken": True}
+
+
+_shared = TemplateProcess()
+_inherited: list[TemplateProcess] = []  # of the process that this one was forked from
+
+
+def ask(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Calls ``TemplateProcess.ask`` of the one process that all templates share."""
+    return _shared.ask(request)
+
+
+def _leave_to_parent() -> None:
+    """Called in a process that was just forked, which must not share its parent's pipes."""
+    global _shared
+    _inherited.append(_shared)
+    _shared = TemplateProcess()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
+atexit.register(lambda: _shared.close())

@@ -1,0 +1,158 @@
+"""Observers: how they are called, and those of the package."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from spec_jax.contracts import FirstToken, Observer, Round, Rule, TargetScores
+from spec_jax.decoding.calls import blame, check_state
+from spec_jax.decoding.state import DecodeState, Shared, System
+from spec_jax.errors import ConfigError
+from spec_jax.sampling import init_counts, process
+from spec_jax.sharding import by_row, constrain_state
+
+
+def watch(
+    system: System, seen: dict[str, Any], look: Callable[[Observer, Any], Any]
+) -> dict[str, Any]:
+    """Returns what every observer has seen after one more look.
+
+    Args:
+      system: whose observers they are.
+      seen: before, by the observers' names.
+      look: ``(observer, seen) -> seen`` of one observer.
+
+    Raises:
+      ShapeError: at tracing, an observer changes the structure, a shape or a dtype of its carry.
+    """
+    after = {}
+    for observer in system.observers:
+        owner, own = f"observer {observer.name!r}", seen[observer.name]
+        before = own if observer.is_by_row else own.value
+        with blame(owner, seen=before), jax.named_scope(f"observe_{observer.name}"):
+            new = look(observer, before)
+        check_state(owner, before, new)
+        after[observer.name] = new if observer.is_by_row else Shared(new)
+    return after
+
+
+@functools.partial(jax.jit, static_argnames=("system", "slots"))
+def see_first(
+    tokens: jax.Array, lengths: jax.Array, logits: jax.Array, state: DecodeState, *,
+    system: System, slots: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Returns what the observers have seen after prefill: each row's first token.
+
+    Args:
+      tokens: i32[B,T], the prompts.
+      lengths: i32[B].
+      logits: f32[B,1,V], the target's after the prompts, raw.
+      state: with the first tokens.
+      system: whose observers they are.
+      slots: M.
+    """
+    B, V = len(lengths), logits.shape[-1]
+    counts = init_counts(tokens, lengths, V, state.sampler, state.draft_sampler)
+    scores = TargetScores(logits, process(logits, state.sampler, counts))
+    first = FirstToken(
+        scores, jnp.take_along_axis(state.tokens, lengths[:, None], axis=1), lengths
+    )
+    seen = {x.name: x.init(B, slots) for x in system.observers}
+    seen = {x.name: seen[x.name] if x.is_by_row else Shared(seen[x.name])
+            for x in system.observers}  # fmt: skip
+    look = lambda observer, own: own if observer.first is None else observer.first(own, first)
+    return constrain_state(watch(system, seen, look))
+
+
+def put(seen: jax.Array, columns: jax.Array, values: jax.Array) -> jax.Array:
+    """Writes values into each row at its own columns.
+
+    Args:
+      seen: dtype[B,M].
+      columns: i32[B,P]; what is negative or beyond M is dropped.
+      values: dtype[B,P].
+    """
+    M = seen.shape[1]
+    one = lambda row, at, new: row.at[at].set(new, mode="drop")
+    return jax.vmap(one)(seen, jnp.where(columns < 0, M, columns), values)
+
+
+@flax.struct.dataclass
+class Logprobs:
+    """Log-probabilities of each token of a row under the target, in nats; 0 in the prompt."""
+
+    raw: jax.Array  # f32[B,M], by the model
+    processed: jax.Array  # f32[B,M], after all sampling parameters: what it was drawn from
+
+
+def _logprobs_of(scores: TargetScores, nodes: jax.Array, tokens: jax.Array) -> list[jax.Array]:
+    """Two f32[B,P], raw and processed, of the tokens after the nodes i32[B,P]."""
+
+    def run(logits, processed, nodes, tokens):
+        def of(x):
+            rows = jnp.arange(len(x))[:, None]
+            return x[rows, nodes, tokens] - jax.nn.logsumexp(x, axis=-1)[rows, nodes]
+
+        return [of(logits.astype(jnp.float32)), of(processed)]
+
+    return by_row(run)(scores.logits, scores.processed, nodes, tokens)
+
+
+def _note(seen: Logprobs, columns: jax.Array, values: list[jax.Array]) -> Logprobs:
+    raw, processed = values
+    return Logprobs(put(seen.raw, columns, raw), put(seen.processed, columns, processed))
+
+
+def _see_round(seen: Logprobs, of: Round) -> Logprobs:
+    return _note(seen, of.columns, _logprobs_of(of.scores, of.nodes, of.verdict.tokens))
+
+
+def _see_first(seen: Logprobs, of: FirstToken) -> Logprobs:
+    values = _logprobs_of(of.scores, jnp.zeros_like(of.tokens), of.tokens)
+    return _note(seen, of.begin[:, None], values)
+
+
+LOGPROBS = Observer(
+    name="logprobs",
+    init=lambda batch, slots: Logprobs(jnp.zeros((batch, slots)), jnp.zeros((batch, slots))),
+    update=_see_round,
+    first=_see_first,
+    needs_processed=True,
+)
+"""Log-probabilities of all output tokens: ``state.seen["logprobs"]`` is a ``Logprobs``."""
+
+
+@functools.cache
+def expected_acceptance(rule: Rule) -> Observer:
+    """Returns the observer of the rule's closed form: f32[B,M] where a draft was reached, or NaN.
+
+    Args:
+      rule: with ``expected_acceptance``, of chains.
+    """
+
+    def update(seen: jax.Array, of: Round) -> jax.Array:
+        K = of.proposal.tokens.shape[1]
+        if K == 0:
+            return seen
+        if of.proposal.parents is not None:
+            raise ConfigError("has_expected is set; expected acceptance is known of chains alone")
+
+        def run(scores, proposal, n_accept):
+            value = jax.vmap(jax.vmap(rule.expected_acceptance))(
+                scores.probs[:, :-1], proposal.probs, proposal.tokens
+            )
+            reached = jnp.minimum(n_accept + 1, proposal.n_draft)[:, None]
+            return jnp.where(jnp.arange(K) < reached, value, jnp.nan)
+
+        scores = of.scores.replace(features=None)
+        value = by_row(run)(scores, of.proposal, of.verdict.n_accept)
+        return put(seen, of.columns[:, :K], value)
+
+    init = lambda batch, slots: jnp.full((batch, slots), jnp.nan)
+    return Observer("expected", init, update, needs_probs=True)

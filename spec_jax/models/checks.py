@@ -1,0 +1,176 @@
+"""Checks of what a config.json states, before anything is built from it.
+
+Files come from strangers, so every value is checked where it enters: its type, and the range in
+which it means something.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from spec_jax.errors import ConfigError
+
+MAX_SIZE = 2**31 - 1  # ids, positions and shapes are 32-bit integers on every device
+NO_TOKEN = -1  # where an id is expected: there is none
+_MAX_SIZES = {"num_hidden_layers": 10_000}  # each layer is declared, so its number costs memory
+_EXPECTED = {
+    "bool": "true or false", "int": "a 32-bit integer", "float": "a finite number", "str": "a text",
+}  # fmt: skip
+
+
+def shown(value: Any) -> str:
+    """Returns a value as messages show it: cut, as a stranger's file may hold any amount."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def is_integer(value: Any) -> bool:
+    """Whether a value is an integer of 32 bits, and not a boolean."""
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    return is_int and -MAX_SIZE <= value <= MAX_SIZE
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number, and not a boolean."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float can hold
+        return False
+
+
+_HOLDS = {
+    "bool": lambda value: isinstance(value, bool), "int": is_integer, "float": is_number,
+    "str": lambda value: isinstance(value, str),
+}  # fmt: skip
+
+
+def _kind_of(field: dataclasses.Field) -> tuple[str, str]:
+    """Returns the name of a field's declared type and, after the first bar, of the others."""
+    names = field.type if isinstance(field.type, str) else field.type.__name__
+    kind, _, others = names.partition(" | ")
+    return kind, others
+
+
+def as_declared(cls: type, stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values of a config.json for a dataclass, in the types of its fields where they fit.
+
+    Files hold 0 and 1 for booleans, 4096.0 for integers, and limits of positions that no 32-bit
+    integer can hold. Other values stay as they are, for ``check_fields``.
+
+    Args:
+      cls: the dataclass.
+      stated: values by the names of its fields.
+    """
+    kinds = {field.name: _kind_of(field)[0] for field in dataclasses.fields(cls)}
+    values = dict(stated)
+    for name, value in stated.items():
+        if kinds[name] == "bool":
+            values[name] = _as_flag(value)
+        elif kinds[name] == "int" and isinstance(value, float) and value.is_integer():
+            values[name] = value = int(value)
+        if name == "max_position_embeddings" and type(value) is int:
+            values[name] = min(value, MAX_SIZE)
+    return values
+
+
+def _as_flag(value: Any) -> Any:
+    return bool(value) if type(value) is int and value in (0, 1) else value
+
+
+def check_fields(config: Any) -> None:
+    """Checks that the fields of a dataclass have the types that are declared.
+
+    Fields of other types than bool, int, float and str, or these and None, are left to the class.
+
+    Raises:
+      ConfigError: a field has another type, is not finite, or is an integer of over 32 bits.
+    """
+    for field in dataclasses.fields(config):
+        kind, rest = _kind_of(field)
+        value = getattr(config, field.name)
+        if kind not in _HOLDS or rest not in ("", "None") or (value is None and rest):
+            continue
+        if not _HOLDS[kind](value):
+            raise ConfigError(f"{field.name} is {shown(value)}; expected {_EXPECTED[kind]}")
+
+
+def integers_of(config: Any) -> dict[str, int]:
+    """Returns the fields of a dataclass that are integers, by name."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {name: value for name, value in values.items() if is_integer(value)}
+
+
+def check_sizes(config: Any, *names: str) -> None:
+    """Raises a ConfigError if one of these fields is not a positive integer, or is too large."""
+    for name in names:
+        value, limit = getattr(config, name), _MAX_SIZES.get(name, MAX_SIZE)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name} is {shown(value)}; expected a positive integer")
+        if value > limit:
+            raise ConfigError(f"{name} is {shown(value)}; expected at most {limit}")
+
+
+def check_ranges(config: Any, **ranges: tuple[float, float]) -> None:
+    """Raises a ConfigError if a field is neither None nor a number from the first to the second."""
+    for name, (low, high) in ranges.items():
+        value = getattr(config, name)
+        if value is not None and not (is_number(value) and low <= value <= high):
+            raise ConfigError(
+                f"{name} is {shown(value)}; expected a number from {low:g} to {high:g}"
+            )
+
+
+def check_supported(hf: Mapping[str, Any], **expected: Any) -> None:
+    """Raises a ConfigError if a key of a config.json has another value than the expected one."""
+    for name, value in expected.items():
+        stated = hf.get(name)
+        if stated not in (None, "") and stated != value:
+            raise ConfigError(f"{name} {shown(stated)} is not supported; expected {value!r}")
+
+
+def stated_flag(hf: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """Returns a key of a config.json that is true, false, 1 or 0, or the default without it.
+
+    Raises:
+      ConfigError: it is something else.
+    """
+    value = _as_flag(hf.get(name))
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {shown(value)}; expected true or false")
+    return value
+
+
+def stated_object(hf: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Returns a key of a config.json that is an object; if it is absent or false, an empty one.
+
+    Raises:
+      ConfigError: it is something else.
+    """
+    value = hf.get(name)
+    if value is None or value is False:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} is {shown(value)}; expected an object")
+    return value
+
+
+def check_stop_tokens(value: Any, vocab_size: Any) -> None:
+    """Raises a ConfigError if a stop token of an ``eos_token_id`` is no id of the vocabulary.
+
+    ``NO_TOKEN`` is no error.
+    """
+    ids = value if isinstance(value, (list, tuple)) else () if value is None else (value,)
+    size = vocab_size if is_integer(vocab_size) else MAX_SIZE
+    for token in ids:
+        if not is_integer(token) or not (0 <= token < size or token == NO_TOKEN):
+            raise ConfigError(
+                f"eos_token_id is {shown(value)}; expected an id from 0 to {size - 1}, or a list "
+                "of such ids"
+            )

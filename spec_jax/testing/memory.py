@@ -1,0 +1,111 @@
+"""Drafters that remember earlier outputs: prompts decoded again with the same seeds.
+
+Where a drafter learns from outputs, the noise that judges its drafts must not be the noise that
+made these outputs. Enumeration forces the noise, so it does not see whether noise is used twice.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax import decoding
+from spec_jax.config import SamplerConfig
+from spec_jax.contracts import Context, Drafter, Memory
+from spec_jax.sampling import make_sampler
+from spec_jax.testing.oracles import LogitsOf, Row, goodness_of_fit, plain_distribution
+from spec_jax.testing.record import CertificateError
+
+_NUM_TOKENS = 3  # whose joint distribution is tested
+_NUM_CALLS = 3
+
+
+def a_memory_each(drafter: Drafter) -> Drafter:
+    """Returns a drafter without a state, with other parameters for each row.
+
+    Every array of its parameters has the rows first.
+    """
+
+    def propose(params, state, context: Context, num_draft: int):
+        fields = {name: getattr(context, name) for name in _BY_ROW}
+
+        def one(params, fields):
+            row = context._replace(**jax.tree.map(lambda x: x[None], fields))
+            return jax.tree.map(lambda x: x[0], drafter.propose(params, (), row, num_draft)[0])
+
+        return jax.vmap(one)(params, fields), state
+
+    return drafter._replace(propose=propose)
+
+
+_BY_ROW = ("tokens", "length", "sampler", "counts", "request", "gumbel", "is_greedy")
+
+
+def certify_memory(
+    system: decoding.System, params: dict[str, Any], memory: Memory | None, logits_of: LogitsOf,
+    *, rows: int = 2048, alpha: float = 1e-6,
+) -> tuple[float, int]:  # fmt: skip
+    """Tests three calls with the same prompts and seeds, between which the drafter learns.
+
+    Each row has a memory of its own, or, if the drafter keeps its memory to itself, a prompt of
+    its own, so that what it learns from one row is not blurred by the others.
+
+    Args:
+      system: target, drafter, rule and K; the drafter has a memory.
+      params: ``{"target": ..., "draft": ...}``, of which the draft's are replaced by the memory's.
+      memory: what learns from outputs, copied for each row; None: the drafter does so by itself.
+      logits_of: ``(params, tokens) -> f32[V]`` of the target.
+      rows: how many prompts are decoded; each has a seed of its own.
+      alpha: smallest p-value that passes.
+
+    Returns:
+      The smallest p-value, and how many sequences were decoded.
+
+    Raises:
+      CertificateError: the tokens of a call do not have the target's distribution.
+    """
+    V, warm = system.target.vocab_size, SamplerConfig(temperature=1.0)
+    last = (0, 1)  # the target reads no more of a prompt
+    width = 0 if memory is not None else int(np.ceil(np.log(rows) / np.log(V)))
+    own = np.arange(rows)[:, None] // V ** np.arange(width) % V
+    prompts = np.concatenate([own, np.tile(last, (rows, 1))], axis=1).astype(np.int32)
+    length, size = prompts.shape[1], 1 + _NUM_TOKENS
+    memories = None if memory is None else [copy.copy(memory) for _ in range(rows)]
+    if memories is not None:
+        system = system._replace(drafter=a_memory_each(system.drafter))
+    row = Row(last, warm, warm)
+    first = jax.nn.softmax(logits_of(params["target"], last))
+    expected = sum(
+        float(first[t]) * plain_distribution(params["target"], row, t, _NUM_TOKENS, logits_of)
+        for t in range(V) if first[t] > 0
+    )  # fmt: skip
+    full = lambda value: jnp.full((rows,), value, jnp.int32)
+    sampler, p_value = make_sampler(warm, rows, V, range(rows)), 1.0
+    for call in range(_NUM_CALLS):
+        if memories is not None:
+            each = [memory.params for memory in memories]
+            params = {**params, "draft": jax.tree.map(lambda *x: np.stack(x), *each)}
+        state = decoding.prefill(
+            params, jnp.asarray(prompts), full(length), full(length + size), full(-1)[:, None],
+            sampler, sampler, system=system, slots=length + size + system.lookahead_slots,
+        )  # fmt: skip
+        state, _ = decoding.generate(params, state, full(0), jnp.int32(2**30), system=system)
+        output = np.asarray(state.tokens)[:, length : length + size]
+        for kept, tokens in zip(memories or [], output):
+            kept.add(tokens)
+        counts = np.zeros((V,) * _NUM_TOKENS, np.int64)
+        np.add.at(counts, tuple(output[:, 1:].T), 1)
+        p_value = min(p_value, goodness_of_fit(counts, expected))
+        if not p_value >= alpha:
+            raise CertificateError(
+                f"rule {system.rule.name!r}, drafter {system.drafter.name!r}: in call {call + 1} "
+                "with the same prompts and seeds the tokens do not have the target's distribution "
+                f"(chi-square p-value {p_value:.1e} over {rows:,} rows): noise was used again "
+                "that had made what the drafter learned from. Its num_updates must count every "
+                "update of the memory, before the memory is read"
+            )
+    return p_value, _NUM_CALLS * rows

@@ -1,0 +1,39 @@
+"""The axes of plots: whole numbers that were tried, with labels that fit."""
+
+import math
+
+import numpy as np
+
+from experiments.common import plan_report, plots, ticks
+
+
+def test_a_plot_of_one_value_has_whole_ticks(tmp_path, monkeypatch):
+    """Of one K, and of one batch on a logarithmic axis; what was tried is labelled if it fits."""
+    monkeypatch.setattr(plots.plt, "close", lambda figure: None)
+    shown = lambda axis: [t for t in axis.get_xticks() if np.prod(axis.get_xlim() - t) <= 0]
+    figure = lambda: plots.plt.figure(plots.plt.get_fignums()[-1])
+    row = {"k": 3, "rule": "r", "tree": "3", "temperature": 0.0, "speedup": 1.1}
+    plots.plot_speedup(tmp_path / "a.png", [row | {"method": m} for m in "ab"], costs=None)
+    assert shown(figure().axes[0]) == [3.0]
+    cell = {"topology": "t", "mesh": "m", "fits": True}
+    tried = {64: [12], 128: [3, 4, 5]}
+    cells = [cell | {"slots": slots, "batch": b, "k": k, "tok_s": 1.0 + k}
+             for slots, batches in tried.items() for b in batches for k in (0, 2)]  # fmt: skip
+    plan_report.plot(tmp_path / "b.png", cells)
+    for axis, batches in zip(figure().axes, tried.values(), strict=True):
+        assert shown(axis) == batches and not [*axis.get_xticks(minor=True)]
+        assert [label.get_text() for label in axis.get_xticklabels()] == [*map(str, batches)]
+    monkeypatch.undo()
+    plots.plt.close("all")
+
+
+def test_labels_that_would_overlap_are_left_out():
+    sizes = [2**i for i in range(18)]
+    assert ticks.spaced(sizes, room=200, is_log=True) == sizes
+    few = ticks.spaced(sizes, room=40, is_log=True)
+    assert few[:4] == sizes[:4] and len(few) < 15 and set(few) < set(sizes)
+    assert ticks.spaced([8, 1, 2, 9, 2], room=12) == [1, 8] and ticks.spaced([7], room=3) == [7]
+    # Two labels and a space between them need the room of all their digits.
+    widths = [len(str(n)) + 1 for n in few]
+    centers = [40 * math.log2(n) / 17 for n in few]
+    assert all(b - a >= (v + w) / 2 for a, b, v, w in zip(centers, centers[1:], widths, widths[1:]))

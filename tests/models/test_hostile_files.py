@@ -1,0 +1,265 @@
+"""Model directories of strangers: what they state is refused where it is read, and named."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from support.published_heads import TARGET, write_head
+from support.tiny_models import (
+    BAMBA,
+    DEEPSEEK,
+    LLAMA,
+    MAMBA2,
+    QWEN2,
+    QWEN3_NEXT,
+    random_weights,
+)
+from support.tiny_tokenizers import letters
+
+from spec_jax.data.records import read_records
+from spec_jax.drafters.eagle.read import read_head
+from spec_jax.drafters.mtp.read import read_mtp
+from spec_jax.errors import ConfigError, SpecJaxError, WeightsError
+from spec_jax.inspection import inspect
+from spec_jax.models.checkpoint import load_pretrained, save_pretrained
+from spec_jax.models.families import family_of_type, read_config
+from spec_jax.models.shards import INDEX, SINGLE
+from spec_jax.models.tokenizer import Tokenizer
+
+BASES = {"llama": LLAMA, "qwen2": QWEN2, "mamba2": MAMBA2, "bamba": BAMBA}
+MODULES = {"deepseek_v3": DEEPSEEK, "qwen3_next": QWEN3_NEXT}
+NO_LENGTHS = (-1, 0, True, 2.5, "2", [1])
+NO_SIZES = (10**12, 10**400, *NO_LENGTHS)
+NO_FLAGS = ("no", "false", 2, 1.0, [True])
+NO_NUMBERS = (math.nan, math.inf, -1, True, "1e-5", 10**400, [1])
+DEEP = "[" * 100_000 + "]" * 100_000
+SIZES = {
+    "llama": ("num_hidden_layers", "hidden_size", "vocab_size", "intermediate_size", "head_dim",
+              "num_attention_heads", "num_key_value_heads"),
+    "mamba2": ("num_hidden_layers", "num_heads", "state_size", "n_groups", "conv_kernel"),
+    "bamba": ("num_hidden_layers", "mamba_n_heads", "mamba_d_head", "mamba_d_state"),
+    "deepseek_v3": ("n_routed_experts", "num_experts_per_tok", "n_group", "kv_lora_rank"),
+    "qwen3_next": ("num_experts", "moe_intermediate_size", "num_attention_heads"),
+}  # fmt: skip
+WRONG = {  # by family: values by key; a key of the rotary embedding stands in its object
+    **{kind: {key: NO_SIZES for key in keys} for kind, keys in SIZES.items()},
+    "qwen2": {"tie_word_embeddings": NO_FLAGS, "use_sliding_window": NO_FLAGS},
+}
+WRONG["llama"] |= {
+    "max_position_embeddings": NO_LENGTHS,
+    "rms_norm_eps": NO_NUMBERS, "tie_word_embeddings": NO_FLAGS, "attention_bias": NO_FLAGS,
+    "rope_theta": (*NO_NUMBERS, 0), "rope_parameters": ("linear", [1]), "layer_types": (3,),
+    "eos_token_id": (31, -2, True, 2.0, "2", [2, "3"], [1.5], [31], {"a": 1}),
+    "rope_parameters.factor": NO_NUMBERS, "rope_parameters.high_freq_factor": (*NO_NUMBERS, 1.0),
+    "rope_parameters.original_max_position_embeddings": NO_SIZES,
+}  # fmt: skip
+WRONG["mamba2"] |= {"layer_norm_epsilon": NO_NUMBERS, "use_conv_bias": NO_FLAGS}
+WRONG["bamba"] |= {
+    "rope_parameters.partial_rotary_factor": NO_NUMBERS,
+    "attn_layer_indices": (3, [True], ["a"]),
+}
+WRONG["deepseek_v3"] |= {"routed_scaling_factor": NO_NUMBERS[:2], "norm_topk_prob": NO_FLAGS}
+LLAMA3 = {"rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 64}
+
+
+def write_config(directory, kind, key, value):
+    """A config.json of a family with one other value."""
+    hf = {**BASES, **MODULES}[kind].to_hf()
+    group, _, name = key.rpartition(".")
+    if key == "rope_theta":
+        del hf["rope_parameters"]  # the older spelling
+    elif group and kind == "llama":
+        hf[group] = dict(LLAMA3)
+    (hf[group] if group else hf)[name] = value
+    (directory / "config.json").write_text(json.dumps(hf))
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_value_that_means_nothing_is_refused_with_its_file_key_and_value(tmp_path, kind):
+    for key, values in WRONG[kind].items():
+        for value in values:
+            write_config(tmp_path, kind, key, value)
+            hf = json.loads((tmp_path / "config.json").read_text()) if value != 10**400 else None
+            with pytest.raises(SpecJaxError) as caught:
+                if kind in BASES or hf is None:
+                    read_config(tmp_path)
+                else:  # read for MTP modules alone
+                    family_of_type(kind, for_modules=True).config.from_hf(hf)
+            message = str(caught.value)
+            assert len(message) < 500
+            if hf is not None:
+                assert "expected" in message and key.rpartition(".")[2] in message
+                assert repr(value)[:70] in message or "10000" in message
+            assert kind in MODULES or "config.json" in message
+
+
+def test_values_that_mean_what_was_expected_are_read_as_it(tmp_path):
+    """JSON that other languages wrote, and other spellings of nothing."""
+    yarn = {"rope_type": "yarn", "factor": 2.0}
+    hf = LLAMA.to_hf() | {"rope_theta": 1e4, "rope_scaling": yarn | {"truncate": False}}
+    del hf["rope_parameters"]
+    sizes = {"hidden_size": float(LLAMA.hidden_size), "max_position_embeddings": 4096.0}
+    length = {"original_max_position_embeddings": 4096.0}
+    for stated, same in (
+        ({"tie_word_embeddings": 1, "attention_bias": 0, "use_sliding_window": 0, **sizes},
+         {"tie_word_embeddings": True, "attention_bias": False, "max_position_embeddings": 4096}),
+        ({"rope_scaling": yarn | length | {"truncate": 0}},
+         {"rope_scaling": yarn | {"truncate": False, "original_max_position_embeddings": 4096}}),
+        ({"rope_scaling": False, "hidden_act": ""}, {"rope_scaling": None}),
+        ({"eos_token_id": -1}, {"eos_token_id": None}),
+        ({"eos_token_id": [2, -1]}, {"eos_token_id": 2}),
+        ({"max_position_embeddings": 10**30} | (other := {"rope_scaling": None}),
+         {"max_position_embeddings": 2**31 - 1} | other),
+    ):  # fmt: skip
+        (tmp_path / "config.json").write_text(json.dumps(hf | stated))
+        config = read_config(tmp_path)
+        (tmp_path / "config.json").write_text(json.dumps(hf | same))
+        assert config == read_config(tmp_path)
+        assert type(config.hidden_size) is type(config.max_position_embeddings) is int
+        assert type(config.attention_bias) is type(config.rope.truncate) is bool
+
+
+def test_an_absent_key_is_named_after_its_file(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match=r"/config\.json: hidden_size, .*vocab_size are missing$"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["llama", "bamba"])
+def test_layers_that_are_not_there_are_refused_before_any_is_declared(tmp_path, kind):
+    write_config(tmp_path, kind, "num_hidden_layers", 10**9)
+    with pytest.raises(ConfigError, match=r"config\.json: num_hidden_layers is 1000000000"):
+        read_config(tmp_path)
+    save_pretrained(tmp_path, random_weights(BASES[kind]), BASES[kind])
+    write_config(tmp_path, kind, "num_hidden_layers", 9999)
+    message = r"config\.json: num_hidden_layers is 9999, but the weights hold \d+ tensors"
+    with pytest.raises(WeightsError, match=message):
+        load_pretrained(tmp_path)
+    assert "num_hidden_layers is 9999" in inspect(tmp_path).refused
+
+
+def test_a_shape_names_the_keys_that_ask_for_it(tmp_path):
+    save_pretrained(tmp_path, random_weights(LLAMA), LLAMA)
+    for key, origin in {
+        "vocab_size": r"asks for \[1000000000, 16\] \(vocab_size is 1000000000\)",
+        "num_attention_heads": r"num_attention_heads is 1000000000, times head_dim 4",
+    }.items():
+        hf = {**LLAMA.to_hf(), key: 10**9}
+        (tmp_path / "config.json").write_text(json.dumps(hf))
+        with pytest.raises(WeightsError, match=origin):
+            load_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["eagle-1", "eagle-3", "specforge", "speculators"])
+def test_a_head_of_impossible_sizes_is_refused(tmp_path, name):
+    for key, value in [
+        ("num_hidden_layers", 10**9), ("num_attention_heads", 0), ("rms_norm_eps", math.nan),
+        ("rope_theta", -1.0), ("attention_bias", "no"), ("intermediate_size", 2.5),
+        ("eos_token_id", [2, "3"]), ("max_position_embeddings", -1),
+    ]:  # fmt: skip
+        is_inner = name == "speculators"
+        write_head(tmp_path, name)
+        hf = json.loads((tmp_path / "config.json").read_text())
+        (hf["transformer_layer_config"] if is_inner else hf)[key] = value
+        hf.pop("rope_parameters", None)
+        (tmp_path / "config.json").write_text(json.dumps(hf))
+        message = rf"config\.json: .*{key}.* {re.escape(repr(value))}"
+        with pytest.raises(ConfigError, match=message):
+            read_head(tmp_path, TARGET)
+
+
+@pytest.mark.parametrize("count", [10**9, -1, True, 1.0, "1"])
+def test_modules_that_are_not_there_are_refused(tmp_path, count):
+    hf = {**LLAMA.to_hf(), "model_type": "mimo", "num_nextn_predict_layers": count}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    tensors = {"model.mtp_layers.0.x": np.zeros(1), f"model.layers.{'9' * 5000}.x": np.zeros(1)}
+    save_file(tensors, tmp_path / SINGLE)
+    with pytest.raises(SpecJaxError, match=f"(num_nextn_predict_layers|num_modules) is {count!r}"):
+        read_mtp(tmp_path, LLAMA)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer_config.json",
+                                  "tokenizer.json", INDEX])  # fmt: skip
+def test_json_of_any_depth_and_files_that_never_end_are_refused(tmp_path, file):
+    save_pretrained(tmp_path, random_weights(LLAMA), LLAMA, letters(31))
+
+    def load():
+        load_pretrained(tmp_path)
+        Tokenizer.from_directory(tmp_path)
+
+    load()
+    for text in (DEEP, '{"a":' * 5000 + "1" + "}" * 5000, '{"a": 1' + "0" * 5000 + "}"):
+        (tmp_path / file).write_text(text)
+        with pytest.raises(WeightsError, match=file):
+            load()
+    (tmp_path / file).unlink()
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / file)
+        with pytest.raises(WeightsError, match=f"{file}.*not a regular file"):
+            load()
+
+
+def test_a_prompt_of_any_depth_is_refused_by_its_line(tmp_path):
+    for row in (DEEP, '{"messages": [{"role": "user", "content": ' + "[" * 200 + "]" * 200 + "}]}"):
+        (tmp_path / "rows.jsonl").write_text(f'{{"text": "a"}}\n{row}\n')
+        with pytest.raises(ConfigError, match=r"rows\.jsonl:2: not JSON \(.* nested over 100"):
+            list(read_records(tmp_path / "rows.jsonl"))
+
+
+def test_stop_tokens_out_of_range_name_the_file_that_states_them(tmp_path):
+    write_config(tmp_path, "llama", "eos_token_id", 2)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 31]}')
+    message = r"generation_config\.json: eos_token_id is \[2, 31\]; expected an id from 0 to 30"
+    with pytest.raises(ConfigError, match=message):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("outside", ["../{}", "{}", "a/../../{}", "..\\{}", "C:\\{}", "", "."])
+def test_an_index_names_files_of_its_own_directory(tmp_path, outside):
+    tensors = {"a": np.zeros(3, np.float32)}
+    save_file(tensors, tmp_path / "other.safetensors")
+    directory = tmp_path / "model"
+    save_pretrained(directory, random_weights(LLAMA), LLAMA, max_shard_bytes=4000)
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    for file in directory.glob("*.safetensors"):  # as in the cache of the hub
+        file.rename(blobs / file.name)
+        file.symlink_to(blobs / file.name)
+    load_pretrained(directory)
+    index = json.loads((directory / INDEX).read_text())
+    where = tmp_path / "other.safetensors" if outside == "{}" else "other.safetensors"
+    name = outside.format(where)
+    index["weight_map"]["a"] = name
+    (directory / INDEX).write_text(json.dumps(index))
+    message = rf"{INDEX}: weight_map names the file '.*expected the name of a file in the same"
+    with pytest.raises(WeightsError, match=message):
+        load_pretrained(directory)
+
+
+def test_a_tokenizer_that_its_library_cannot_take_is_refused(tmp_path):
+    letters(31).save(tmp_path)
+    sound = json.loads((tmp_path / "tokenizer.json").read_text())
+    panics = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    empty = {"type": "WordLevel", "vocab": {}, "unk_token": "a"}
+    for change, message in (
+        ({"normalizer": panics}, "cannot be read as a tokenizer"),
+        ({"model": empty, "added_tokens": []}, "has an empty vocabulary"),
+    ):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(sound | change))
+        with pytest.raises(WeightsError, match=message):
+            Tokenizer.from_directory(tmp_path)
+
+
+def test_a_pickled_tensor_that_repeats_its_bytes_is_refused(tmp_path):
+    torch = pytest.importorskip("torch")
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA.to_hf(), "vocab_size": 10**6}))
+    tensors = {"model.embed_tokens.weight": torch.zeros(1, 16).expand(10**6, 16)}
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    with pytest.raises(WeightsError, match=r"shape \[1000000, 16\], but the file holds 64 bytes"):
+        load_pretrained(tmp_path)
