@@ -6,7 +6,7 @@ Cost: about ten minutes on two CPU cores, at about 600 tokens per second. Expect
 with 2,000 lines, of which one in forty ends at a stop token; every round of a row is useful until
 the last prompt has been taken.
 
-    --config.prompts=FILE.jsonl      prompts, see experiments/common/prompts.py, or conversations
+    --config.prompts=FILE.jsonl      prompts, see comparison/prompts.py, or conversations
     --config.target=PATH --config.temperatures=0.0,1.0
     --config.draft=PATH --config.k=4   a draft for speed; or "ngram", "suffix", or empty: none
 """

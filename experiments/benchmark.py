@@ -40,9 +40,10 @@ from ml_collections import ConfigDict
 from configs import benchmark as default
 from experiments.benchmarks import own, profile
 from experiments.benchmarks.registry import PARTS
-from experiments.common import cli, plots, profiling, report
-from experiments.common.tables import Section, table
-from experiments.common.timing import HEADER, Line
+from experiments.benchmarks.table import HEADER, Line
+from experiments.comparison import profiling
+from experiments.run import cli, plots, report
+from experiments.run.tables import Section, table
 from spec_jax.errors import ConfigError, SpecJaxError
 
 

@@ -21,11 +21,12 @@ import time
 from ml_collections import ConfigDict
 
 from configs import decode_default
-from experiments.common import answers, auditing, cli, decode_report, profiling, report
-from experiments.common.decode_measure import measure
-from experiments.common.decode_setup import Setup
-from experiments.common.grid import Bench, Cell
-from experiments.common.prompts import Prompt
+from experiments.comparison import answers, auditing, decode_report, profiling
+from experiments.comparison.decode_measure import measure
+from experiments.comparison.decode_setup import Setup
+from experiments.comparison.prompts import Prompt
+from experiments.run import cli, report
+from spec_jax.evaluation.grid import Bench, Cell
 
 
 def show_live(bench: Bench, cell: Cell, prompt: Prompt) -> None:
@@ -78,8 +79,8 @@ def decode(
     rep["conclusions"] = decode_report.conclusions(rep["results"])
     rep |= {"is_complete": True, "elapsed_s": round(time.monotonic() - begin, 1)}
     report.finish(folder, rep, decode_report.markdown(rep, ["speedup.png", "acceptance.png"]))
-    from experiments.common import plots  # needs matplotlib, slow to import
-    from experiments.common.report_page.page import write_page  # needs jinja2, likewise
+    from experiments.comparison.page.page import write_page  # needs jinja2, likewise
+    from experiments.run import plots  # needs matplotlib, slow to import
 
     plots.plot_speedup(folder / "speedup.png", rep["results"], costs)
     plots.plot_acceptance(folder / "acceptance.png", rep["results"])

@@ -26,16 +26,15 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from configs import evaluate_zoo
-from experiments.common import (
+from experiments.comparison import (
     auditing,
-    cli,
     decode_report,
     evaluate_figures,
     evaluate_report,
     evaluation,
-    report,
 )
-from experiments.common.evaluate_setup import Setup
+from experiments.comparison.evaluate_setup import Setup
+from experiments.run import cli, report
 
 
 def evaluate(config: ConfigDict, workdir: str | pathlib.Path | None = None) -> dict[str, Any]:
@@ -83,7 +82,7 @@ def evaluate(config: ConfigDict, workdir: str | pathlib.Path | None = None) -> d
     report.finish(folder, rep, evaluate_report.markdown(rep, [*drawings]))
     for name, draw in drawings.items():
         draw(folder / name)
-    from experiments.common.report_page.page import write_page  # needs jinja2, slow to import
+    from experiments.comparison.page.page import write_page  # needs jinja2, slow to import
 
     write_page(folder / "report.html", rep, run.answers())
     evaluate_report.print_results(rep, folder)
@@ -94,7 +93,8 @@ def _drawings(
     rep: dict[str, Any], run: evaluation.Evaluation
 ) -> dict[str, Callable[[pathlib.Path], None]]:
     """Returns what draws each plot, by the name of its file."""
-    from experiments.common import evaluate_plots, plots  # need matplotlib, slow to import
+    from experiments.comparison import evaluate_plots  # need matplotlib, slow to import
+    from experiments.run import plots  # need matplotlib, slow to import
 
     shown = evaluate_report.first_batch(rep["results"])
     costs = run.costs(shown[0]["batch"])

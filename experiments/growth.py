@@ -20,16 +20,16 @@ from typing import Any
 import jax
 from absl import flags
 
-from experiments.common import cli, plots, report
-from experiments.common.plan_draft import find_draft
-from experiments.common.tables import Section
+from experiments.planning.plan_draft import find_draft
+from experiments.run import cli, plots, report
+from experiments.run.tables import Section
 from spec_jax.engine.adaptive.policy import expected_tokens
 from spec_jax.errors import ConfigError
 from spec_jax.meshes import parse_mesh
-from spec_jax.parallel.chips import Chip, Topology
-from spec_jax.parallel.choose import options
-from spec_jax.parallel.presets import find_config
-from spec_jax.parallel.roofline import Setting, best, decode_round, first_loss, memory, predict
+from spec_jax.planning.chips import Chip, Topology
+from spec_jax.planning.choose import options
+from spec_jax.planning.presets import find_config
+from spec_jax.planning.roofline import Setting, best, decode_round, first_loss, memory, predict
 
 MAX_K = 15
 KS = (0, 1, 2, 3, 5, 7, 10, 15)

@@ -24,15 +24,15 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from experiments.common import cli, plots, report
-from experiments.common.tables import Section
-from experiments.common.timing import spread
+from experiments.run import cli, plots, report
+from experiments.run.tables import Section
 from spec_jax import decoding
 from spec_jax.config import SamplerConfig
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.errors import ConfigError
+from spec_jax.evaluation.timing import spread
 from spec_jax.meshes import make_mesh, parse_mesh
-from spec_jax.parallel.overlap import Devices, Overlap, Span
+from spec_jax.overlap.overlap import Devices, Overlap, Span
 from spec_jax.rules import GREEDY
 from spec_jax.sampling import make_sampler
 from spec_jax.testing import slow_model, toy_model, toy_params

@@ -28,16 +28,18 @@ import jax
 from ml_collections import ConfigDict
 
 from configs import plan as default
-from experiments.common import cli, memory, plan_cells, plan_report, report
-from experiments.common.grid import tree_options
-from experiments.common.plan_acceptance import Acceptance
-from experiments.common.plan_draft import find_draft
+from experiments.planning import plan_cells, plan_report
+from experiments.planning.plan_acceptance import Acceptance
+from experiments.planning.plan_draft import find_draft
+from experiments.run import cli, memory, report
+from spec_jax import planning as plan
 from spec_jax.config import SamplerConfig, SpeculativeConfig, TreeConfig
 from spec_jax.errors import ConfigError
-from spec_jax.parallel import choose, plan
-from spec_jax.parallel.chips import Topology
-from spec_jax.parallel.presets import find_config
-from spec_jax.parallel.roofline import Setting
+from spec_jax.evaluation.grid import tree_options
+from spec_jax.planning import choose
+from spec_jax.planning.chips import Topology
+from spec_jax.planning.presets import find_config
+from spec_jax.planning.roofline import Setting
 from spec_jax.progress import Progress
 
 # Without a TPU, its library looks for one in the cloud, locks itself and writes pages of warnings.

@@ -15,9 +15,9 @@ import pathlib
 import jax
 from absl import flags
 
-from experiments.common import cli, plots, report
-from experiments.common.published import GROUPS, NO_TAU, Comparison, compare, load, summarise
-from experiments.common.tables import Section
+from experiments.planning.published import GROUPS, NO_TAU, Comparison, compare, load, summarise
+from experiments.run import cli, plots, report
+from experiments.run.tables import Section
 from spec_jax.tree import DynamicTree
 
 HEADER = ("source", "on", "target", "drafter", "K", "B", "task", "tau", "published", "predicted",

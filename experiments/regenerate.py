@@ -23,13 +23,14 @@ from collections.abc import Iterator
 from ml_collections import ConfigDict
 
 from configs import regenerate_zoo
-from experiments.common import cli, report
-from experiments.common.regenerate_setup import load_decoder, prompts_of, resolve
-from experiments.common.responses import Responses
+from experiments.run import cli, report
+from experiments.run.regenerate_setup import load_decoder, prompts_of, resolve
+from experiments.run.responses import Responses
 from spec_jax import processes
 from spec_jax.engine.batching import DecodeQueue, sampler_of
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
+from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.progress import Progress
 
 # Changes of these change no response; of the latter only in float32, since in bfloat16 the order
@@ -50,7 +51,7 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
         another experiment.
     """
     config = resolve(config)
-    where = cli.MeshOptions.of(config)
+    where = MeshOptions.of(config)
     decoder = load_decoder(config, where)
     total, prompts, notes = prompts_of(config, decoder)
     num_said = len(notes)

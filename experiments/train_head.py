@@ -20,8 +20,9 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from configs import train_head_default
-from experiments.common import cli, head_choice, report, training_report, training_text
-from experiments.common.head_experiment import Experiment, validate
+from experiments.run import cli, report
+from experiments.training import head_choice, training_report, training_text
+from experiments.training.head_experiment import Experiment, validate
 from spec_jax.errors import ConfigError, TrainingError
 from spec_jax.show.summary import count_text
 from spec_jax.train.checkpoint import Checkpoints
@@ -113,7 +114,7 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
         step = int(state.step)
         of_step = [row["tau"] for row in metrics if "tau" in row and row["step"] == step]
         tau = of_step[-1] if of_step else float("nan")
-    from experiments.common import plots  # needs matplotlib, slow to import
+    from experiments.run import plots  # needs matplotlib, slow to import
 
     plots.plot_training(workdir / "training.png", metrics)
     experiment.spec.export(workdir / "export", kept.params, experiment.target, config)

@@ -20,8 +20,9 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from configs import train_zoo_target
-from experiments.common import cli, report, training_report, training_text
-from experiments.common.lm_experiment import Experiment, check_resume, validate
+from experiments.run import cli, report
+from experiments.training import training_report, training_text
+from experiments.training.lm_experiment import Experiment, check_resume, validate
 from spec_jax.errors import ConfigError
 from spec_jax.models import checkpoint
 from spec_jax.models.params import num_params

@@ -93,6 +93,8 @@ def start(
         ) from error
     if count() > 1:
         _watch = _Watch()
+        barrier("start")
+        any_process(False)  # Gloo waits 30 s for the first collective; here all arrive together
 
 
 def from_writer(value: Any) -> Any:

@@ -21,7 +21,7 @@ from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.loading import random_head
 from spec_jax.models.checkpoint import save_pretrained
-from spec_jax.parallel.presets import find_config
+from spec_jax.planning.presets import find_config
 
 COMMIT, OTHER = "0" * 40, "1" * 40
 CONFIG = dataclasses.replace(LLAMA, vocab_size=32)

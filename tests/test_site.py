@@ -22,7 +22,7 @@ from support.browser import BROWSER, dump
 
 import spec_jax
 from docs.hooks import links, options, search
-from experiments.common import config_help
+from experiments.run import config_help
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

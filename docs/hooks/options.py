@@ -18,7 +18,7 @@ from typing import NamedTuple
 from absl import flags
 from ml_collections import config_flags
 
-from experiments.common import config_help
+from experiments.run import config_help
 
 ROOT = config_help.ROOT
 _COMMANDS = ("generate", "certify", "inspect")  # of python -m spec_jax
@@ -63,7 +63,7 @@ def ask_all() -> dict[str, Help]:
     calls = {name: (f"experiments.{name}",) for name in experiments()}
     calls |= {f"spec_jax {name}": ("spec_jax", name) for name in _COMMANDS}
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["experiments.common.cli", "experiments.common.plots"])
+    context.set_forkserver_preload(["experiments.run.cli", "experiments.run.plots"])
     with concurrent.futures.ProcessPoolExecutor(2, context, max_tasks_per_child=1) as pool:
         asked = {name: pool.submit(ask, *call) for name, call in calls.items()}
         return {name: future.result() for name, future in asked.items()}

@@ -23,8 +23,8 @@ from ml_collections import ConfigDict
 
 from experiments.benchmarks.loops import start
 from experiments.benchmarks.shapes import check_slots, random_pair, synthetic_chain
-from experiments.common import cli
-from experiments.common.timing import Line, Result
+from experiments.benchmarks.table import Line, Result
+from experiments.run import cli
 from spec_jax import decoding, rng
 from spec_jax.contracts import Context, Drafter
 from spec_jax.decoding import DecodeState, System

@@ -17,14 +17,15 @@ from experiments.benchmarks.shapes import (
     random_model,
     random_prompt,
 )
-from experiments.common import cli
-from experiments.common.passes import head_step, pass_timer, refresh_step, steps_timer
-from experiments.common.timing import Line, Result, Timer, measure_all
+from experiments.benchmarks.table import Line, Result
+from experiments.run import cli
 from spec_jax.config import SpeculativeConfig
 from spec_jax.drafters.common.head import Head
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError
+from spec_jax.evaluation.passes import head_step, pass_timer, refresh_step, steps_timer
+from spec_jax.evaluation.timing import Timer, measure_all
 from spec_jax.loading import LoadedHead, LoadedModel, random_head
 from spec_jax.tree import DynamicTree, paths
 

@@ -21,9 +21,10 @@ from experiments.benchmarks.layouts_advice import (
 )
 from experiments.benchmarks.rounds import DTYPES, in_dtype
 from experiments.benchmarks.shapes import listed, random_model
-from experiments.common import cli
-from experiments.common.passes import ITERATIONS, pass_timer
-from experiments.common.timing import Result, interleave, measure_all
+from experiments.benchmarks.table import Result
+from experiments.run import cli
+from spec_jax.evaluation.passes import ITERATIONS, pass_timer
+from spec_jax.evaluation.timing import interleave, measure_all
 from spec_jax.loading import LoadedModel, load_model
 from spec_jax.models import layout
 from spec_jax.models.families import family_of

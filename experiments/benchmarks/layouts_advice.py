@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
-from experiments.common.tables import Section
-from experiments.common.timing import Line, spread
+from experiments.benchmarks.table import Line
+from experiments.run.tables import Section
+from spec_jax.evaluation.timing import spread
 from spec_jax.models import layout
 from spec_jax.models.layout import LARGE, MAX_ROWS, Panels
 

@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.common.timing import Timer
 from spec_jax import decoding
 from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context, Drafter, ForwardOutput, Model, Proposal
 from spec_jax.decoding import DecodeState, System
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.engine.stats import Stats, row_stats
+from spec_jax.evaluation.timing import Timer
 from spec_jax.sampling import argmax, make_sampler
 from spec_jax.tree import DynamicTree, Tree
 

@@ -12,15 +12,16 @@ from experiments.benchmarks import zoo
 from experiments.benchmarks.loops import GenerateTimer, start
 from experiments.benchmarks.rounds import Pair, fastest, plain_timer, try_plain
 from experiments.benchmarks.shapes import listed
-from experiments.common import cli
-from experiments.common.own import Own
-from experiments.common.passes import pass_timer
-from experiments.common.timing import Line, Result, measure_all
+from experiments.benchmarks.table import Line, Result
+from experiments.run import cli
 from spec_jax import named
 from spec_jax.config import SpeculativeConfig
 from spec_jax.decoding import System
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.request import whole_slots
+from spec_jax.evaluation.own import Own
+from spec_jax.evaluation.passes import pass_timer
+from spec_jax.evaluation.timing import measure_all
 
 USUAL = "greedy"  # the rule at temperature 0, beside the user's
 

@@ -28,10 +28,11 @@ from experiments.benchmarks.peers_report import (
     sections_of,
 )
 from experiments.benchmarks.rounds import DTYPES
+from experiments.benchmarks.table import Result
 from experiments.benchmarks.worker_lines import RefusedError, Worker, WorkerError
 from experiments.benchmarks.zoo import load_pair
-from experiments.common import cli
-from experiments.common.timing import Result, measure_all
+from experiments.run import cli
+from spec_jax.evaluation.timing import measure_all
 from spec_jax.models.checkpoint import save_pretrained
 
 _NGRAM_MAX = 3  # the longest suffix that is looked up, on both sides

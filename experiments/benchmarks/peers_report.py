@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.benchmarks.shapes import listed
-from experiments.common.tables import Section
-from experiments.common.timing import Line, spread
+from experiments.benchmarks.table import Line
+from experiments.run.tables import Section
+from spec_jax.evaluation.timing import spread
 
 OURS, THEIRS = "spec_jax", "transformers"
 _NAMES = {"lookup": "prompt lookup", "assisted": "assisted generation"}

@@ -8,10 +8,10 @@ from ml_collections import ConfigDict
 
 from experiments.benchmarks.rounds import DTYPES, in_dtype
 from experiments.benchmarks.zoo import Prompts, with_head
-from experiments.common import cli
-from experiments.common.grid import Bench, Cell
-from experiments.common.profiling import profile_cells
+from experiments.comparison.profiling import profile_cells
+from experiments.run import cli
 from spec_jax.config import SamplerConfig
+from spec_jax.evaluation.grid import Bench, Cell
 from spec_jax.loading import load_draft, load_model
 
 

@@ -19,7 +19,7 @@ from experiments.benchmarks import (
     training,
     zoo,
 )
-from experiments.common.timing import Result
+from experiments.benchmarks.table import Result
 
 
 class Part(NamedTuple):

@@ -12,12 +12,13 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from experiments.benchmarks.loops import ROUNDS, GenerateTimer, PlainTimer, cast, rest_timer, start
-from experiments.common.passes import round_timer
-from experiments.common.timing import Line, Timer, measure_all
+from experiments.benchmarks.table import Line
 from spec_jax.config import SpeculativeConfig
 from spec_jax.decoding import DecodeState, System
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.stats import Stats, predicted_speedup
+from spec_jax.evaluation.passes import round_timer
+from spec_jax.evaluation.timing import Timer, measure_all
 from spec_jax.loading import LoadedHead, LoadedModel
 
 DTYPES = ("float32", "bfloat16")
@@ -176,7 +177,7 @@ def predict(times: Mapping[str, np.ndarray], stats: Stats, num_draft: int) -> np
     """Returns the speed-up that acceptance and the costs of the parts predict, by repeat.
 
     The rest of a round, which is measured here, counts, and the unit is a token of the fastest
-    plain loop. ``experiments.common.costs.predict`` counts passes alone, in passes of one token.
+    plain loop. ``spec_jax.evaluation.costs.predict`` counts passes alone, in passes of one token.
     """
     draft = (times["passes"] - times["verify"]) / num_draft / times["plain"]
     verify = (times["verify"] + times["rest"]) / times["plain"]

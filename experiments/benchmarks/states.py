@@ -19,10 +19,11 @@ from experiments.benchmarks.shapes import (
     random_prompt,
     synthetic_chain,
 )
-from experiments.common import cli
-from experiments.common.passes import pass_timer
-from experiments.common.timing import Line, Result, measure_all
+from experiments.benchmarks.table import Line, Result
+from experiments.run import cli
 from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.evaluation.passes import pass_timer
+from spec_jax.evaluation.timing import measure_all
 from spec_jax.models.families.mamba2 import Mamba2Config
 
 

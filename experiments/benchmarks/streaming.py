@@ -13,9 +13,10 @@ from ml_collections import ConfigDict
 from tokenizers import decoders, models, pre_tokenizers
 
 from experiments.benchmarks.shapes import listed, random_pair, random_prompt, synthetic_chain
-from experiments.common import cli
-from experiments.common.timing import Line, Result, Timer, measure_all
+from experiments.benchmarks.table import Line, Result
+from experiments.run import cli
 from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.evaluation.timing import Timer, measure_all
 from spec_jax.models.tokenizer import Tokenizer
 
 _NO_STOP = 2**31 - 1

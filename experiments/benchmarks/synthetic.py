@@ -30,8 +30,9 @@ from experiments.benchmarks.shapes import (
     random_prompt,
     synthetic_chain,
 )
-from experiments.common import cli
-from experiments.common.timing import Line, Result, measure_all
+from experiments.benchmarks.table import Line, Result
+from experiments.run import cli
+from spec_jax.evaluation.timing import measure_all
 
 
 def check(config: ConfigDict) -> None:

@@ -13,11 +13,12 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from experiments.benchmarks.shapes import facts, listed, random_model
-from experiments.common import cli
-from experiments.common.timing import Line, Result, Timer, loop_timer, measure_all
+from experiments.benchmarks.table import Line, Result
+from experiments.run import cli
 from spec_jax.drafters.eagle.model import EagleConfig, head_table, init_head
 from spec_jax.drafters.eagle.objective import EAGLE3
 from spec_jax.drafters.standalone import objective as lm
+from spec_jax.evaluation.timing import Timer, loop_timer, measure_all
 from spec_jax.loading import LoadedModel
 from spec_jax.models.params import num_params
 from spec_jax.train.objective import Batch, target_view

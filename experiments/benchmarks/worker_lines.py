@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from experiments.common.memory import peak_bytes
+from experiments.run.memory import peak_bytes
 
 Answers = Callable[[dict], dict]
 

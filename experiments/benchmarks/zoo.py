@@ -25,15 +25,17 @@ from experiments.benchmarks.rounds import (
     try_plain,
 )
 from experiments.benchmarks.shapes import listed, random_model
-from experiments.common import cli, data_sources
-from experiments.common.prompts import cut_note, fit, load_prompts
-from experiments.common.timing import Line, Result, measure_all
+from experiments.benchmarks.table import Line, Result
+from experiments.comparison.prompts import cut_note, fit, load_prompts
+from experiments.run import cli
 from spec_jax import zoo
 from spec_jax.config import SpeculativeConfig
+from spec_jax.data import data_sources
 from spec_jax.decoding import DecodeState
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.request import whole_slots
 from spec_jax.errors import ConfigError
+from spec_jax.evaluation.timing import measure_all
 from spec_jax.loading import LoadedHead, LoadedModel, load_draft, load_model
 
 

@@ -17,7 +17,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.meshes import mesh_of, to_mesh
 from spec_jax.models import transformer
-from spec_jax.parallel.overlap import Devices, mesh_of_side
+from spec_jax.overlap.overlap import Devices, mesh_of_side
 from spec_jax.sharding import REPLICATED, SHARDED
 
 

@@ -23,7 +23,7 @@ from spec_jax.engine.request import Messages, Prompt, refuse_options
 from spec_jax.engine.session import Generation
 from spec_jax.engine.stream import Stream
 from spec_jax.loading import LoadedHead, LoadedModel
-from spec_jax.parallel import overlap
+from spec_jax.overlap import overlap
 from spec_jax.sampling import Samplers
 from spec_jax.show.summary import Shown
 

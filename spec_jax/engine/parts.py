@@ -23,7 +23,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel, check_loaded
 from spec_jax.meshes import mesh_text
 from spec_jax.models.caches.rewriting import warn_if_rewritten
-from spec_jax.parallel import overlap
+from spec_jax.overlap import overlap
 from spec_jax.rules import make_rule
 from spec_jax.sampling import Samplers, check_samplers, highest_temperature
 from spec_jax.show.summary import Shown

@@ -34,7 +34,7 @@ from spec_jax.engine.adaptive.policy import Costs, Tuner
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError, InvalidDraftError
 from spec_jax.loading import LoadedModel
-from spec_jax.parallel import overlap
+from spec_jax.overlap import overlap
 from spec_jax.rules import MATCH, make_rule
 from spec_jax.sampling import make_sampler
 

@@ -18,7 +18,7 @@ from spec_jax import SamplerConfig, testing
 from spec_jax.contracts import Context
 from spec_jax.drafters.ngram import ngram
 from spec_jax.errors import ConfigError, InvalidDraftError
-from spec_jax.parallel.overlap import Devices
+from spec_jax.overlap.overlap import Devices
 from spec_jax.rules import registry
 from spec_jax.sampling import make_sampler
 

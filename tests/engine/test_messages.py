@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from support.chat_templates import CHATML, LLAMA3, byte_level
 
-from experiments.common.prompts import Prompt, PromptEncoder
+from experiments.comparison.prompts import Prompt, PromptEncoder
 from spec_jax import DecodeQueue, SpeculativeDecoder, testing
 from spec_jax.data.records import Conversation
 from spec_jax.errors import ConfigError, PromptError

@@ -15,14 +15,14 @@ from configs import benchmark as default
 from experiments import benchmark
 from experiments.benchmarks import adaptive, loops, profile, rounds, training, zoo
 from experiments.benchmarks.shapes import random_model
-from experiments.common import timing
-from experiments.common.prompts import Prompt
+from experiments.comparison.prompts import Prompt
 from spec_jax.config import SpeculativeConfig
 from spec_jax.decoding import System
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
+from spec_jax.evaluation import timing
 from spec_jax.models.checkpoint import save_pretrained
 from spec_jax.rules import make_rule
 

@@ -17,10 +17,11 @@ from support.pairs import tiny_pair
 from support.runs import check_run_files
 
 from configs import decode_default, decode_specbench
-from experiments.common import decode_measure, decode_report, report
-from experiments.common.decode_setup import Setup, resolve
-from experiments.common.prompts import Prompt, PromptEncoder, fit, load_prompts
+from experiments.comparison import decode_measure, decode_report
+from experiments.comparison.decode_setup import Setup, resolve
+from experiments.comparison.prompts import Prompt, PromptEncoder, fit, load_prompts
 from experiments.decode import decode
+from experiments.run import report
 from spec_jax import load_model, zoo
 from spec_jax.errors import ConfigError, SpecJaxError
 from spec_jax.models import transformer

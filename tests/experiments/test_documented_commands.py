@@ -10,7 +10,7 @@ import pytest
 
 from experiments import __main__ as index
 from experiments.benchmarks import registry
-from experiments.common import report
+from experiments.run import report
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TEXTS = [
@@ -43,8 +43,8 @@ def flags_of(experiment):
     read = lambda name: (ROOT / "experiments" / f"{name}.py").read_text(encoding="utf-8")
     text = read(experiment)
     for call, files in {
-        "cli.define_flags(": ("common/cli", "common/distributed"),
-        "profiling.define_flag(": ("common/profiling",),
+        "cli.define_flags(": ("run/cli", "run/distributed"),
+        "profiling.define_flag(": ("comparison/profiling",),
     }.items():
         text += "".join(map(read, files)) if call in text else ""
     return {*re.findall(r"DEFINE_\w+\(\s*\"(\w+)\"", text), "help"}

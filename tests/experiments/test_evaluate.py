@@ -20,17 +20,17 @@ from support.tiny_models import LLAMA, random_weights
 
 from configs import evaluate_specbench, evaluate_zoo
 from experiments import evaluate
-from experiments.common.decode_measure import busy_share
-from experiments.common.evaluate_figures import Counts, differences
-from experiments.common.evaluate_report import pays_at
-from experiments.common.evaluate_setup import Setup, fitting, resolve
-from experiments.common.evaluation import check_folder, notes_of_machines
-from experiments.common.grid import Run
+from experiments.comparison.decode_measure import busy_share
+from experiments.comparison.evaluate_figures import Counts, differences
+from experiments.comparison.evaluate_report import pays_at
+from experiments.comparison.evaluate_setup import Setup, fitting, resolve
+from experiments.comparison.evaluation import check_folder, notes_of_machines
 from spec_jax.data import python_source, tokens
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.eagle.write import write_head
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
+from spec_jax.evaluation.grid import Run
 from spec_jax.loading import random_head
 from spec_jax.models.checkpoint import save_pretrained
 from spec_jax.models.tokenizer import Tokenizer

@@ -12,22 +12,16 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from experiments.common import (
-    auditing,
-    costs,
-    decode_report,
-    head_eval,
-    memory,
-    plan_report,
-    plots,
-    report,
-)
-from experiments.common.grid import Cell, make_cells
-from experiments.common.intervals import Interval, jackknife, paired_speedup
-from experiments.common.prompts import load_prompts
-from experiments.common.tables import table
+from experiments.comparison import auditing, decode_report
+from experiments.comparison.prompts import load_prompts
+from experiments.planning import plan_report
+from experiments.run import plots, report
+from experiments.run.tables import table
 from spec_jax.engine import stats
 from spec_jax.errors import ConfigError
+from spec_jax.evaluation import costs, head_eval, memory
+from spec_jax.evaluation.grid import Cell, make_cells
+from spec_jax.intervals import Interval, jackknife, paired_speedup
 from spec_jax.show.plots import wilson
 from spec_jax.testing import RowAudit
 from spec_jax.train.log import flatten

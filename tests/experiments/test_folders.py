@@ -6,10 +6,12 @@ import pytest
 from support.pairs import tiny_pair
 
 from configs import evaluate_zoo
-from experiments.common import cli, costs, decode_measure, evaluation, report
-from experiments.common.answers import text_of
-from experiments.common.evaluate_setup import Setup
+from experiments.comparison import decode_measure, evaluation
+from experiments.comparison.answers import text_of
+from experiments.comparison.evaluate_setup import Setup
+from experiments.run import cli, report
 from spec_jax.errors import ConfigError, PromptError
+from spec_jax.evaluation import costs
 
 
 def test_no_experiment_begins_in_the_folder_of_another_ones_run(tmp_path):

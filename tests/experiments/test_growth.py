@@ -6,10 +6,10 @@ import pytest
 from support.runs import check_run_files
 
 from experiments import growth
-from experiments.common.plan_draft import find_draft
+from experiments.planning.plan_draft import find_draft
 from spec_jax.errors import ConfigError
-from spec_jax.parallel.presets import PRESETS
-from spec_jax.parallel.roofline import Setting
+from spec_jax.planning.presets import PRESETS
+from spec_jax.planning.roofline import Setting
 
 SETTING = Setting(batch=8, context=2048)
 

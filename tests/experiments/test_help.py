@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from experiments.common import config_help
+from experiments.run import config_help
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.py") if path.stem != "__init__")

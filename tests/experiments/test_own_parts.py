@@ -9,13 +9,13 @@ from support.pairs import tiny_pair
 from configs import decode_default, evaluate_zoo
 from docs.examples import my_drafter, my_rule
 from experiments import decode, evaluate
-from experiments.common.decode_setup import Setup
-from experiments.common.grid import make_cells
-from experiments.common.own import Own
+from experiments.comparison.decode_setup import Setup
 from spec_jax import SpeculativeConfig
 from spec_jax.__main__ import main
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.errors import ConfigError
+from spec_jax.evaluation.grid import make_cells
+from spec_jax.evaluation.own import Own
 from spec_jax.rules import make_rule
 from spec_jax.testing import mock_model
 from spec_jax.tree import Tree

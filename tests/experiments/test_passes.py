@@ -6,8 +6,8 @@ import pytest
 from support.pairs import tiny_pair
 from support.products import products
 
-from experiments.common import costs, passes
 from spec_jax import load_model
+from spec_jax.evaluation import costs, passes
 
 SLOTS = 128
 

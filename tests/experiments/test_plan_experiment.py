@@ -18,13 +18,12 @@ from support.runs import check_run_files
 import spec_jax
 from configs import plan as default
 from experiments import plan
-from experiments.common import plan_cells, plan_report
-from experiments.common.plan_draft import find_draft
+from experiments.planning import plan_cells, plan_report
+from experiments.planning.plan_draft import find_draft
 from spec_jax.errors import ConfigError
-from spec_jax.parallel import roofline
-from spec_jax.parallel.chips import CHIPS, Topology
-from spec_jax.parallel.plan import Job
-from spec_jax.parallel.presets import PRESETS
+from spec_jax.planning import Job, roofline
+from spec_jax.planning.chips import CHIPS, Topology
+from spec_jax.planning.presets import PRESETS
 from spec_jax.tree import DynamicTree, Tree
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

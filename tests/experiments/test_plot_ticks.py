@@ -4,7 +4,8 @@ import math
 
 import numpy as np
 
-from experiments.common import plan_report, plots, ticks
+from experiments.planning import plan_report
+from experiments.run import plots, ticks
 
 
 def test_a_plot_of_one_value_has_whole_ticks(tmp_path, monkeypatch):

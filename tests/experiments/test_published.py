@@ -8,10 +8,10 @@ import pytest
 from support.runs import check_run_files
 
 from experiments import published as main
-from experiments.common import published
-from experiments.common.published import BORROWED, GROUPS, NO_TAU, STATED, UNSTATED, compare
-from spec_jax.parallel.presets import PRESETS
-from spec_jax.parallel.roofline import decode_round
+from experiments.planning import published
+from experiments.planning.published import BORROWED, GROUPS, NO_TAU, STATED, UNSTATED, compare
+from spec_jax.planning.presets import PRESETS
+from spec_jax.planning.roofline import decode_round
 
 ROWS, FILE = published.load()
 

@@ -8,14 +8,15 @@ import pytest
 from support.chat_templates import byte_level
 
 from configs import regenerate_zoo
-from experiments.common import data_sources, questions
-from experiments.common.answers import pack
-from experiments.common.evaluate_figures import categories
-from experiments.common.evaluate_setup import held_out_pieces
-from experiments.common.journal import Journal
-from experiments.common.prompts import PromptEncoder, encodable, load_prompts
-from experiments.common.questions import CONVERSATION, Question
-from experiments.common.regenerate_setup import prompts_of
+from experiments.comparison import questions
+from experiments.comparison.answers import pack
+from experiments.comparison.evaluate_figures import categories
+from experiments.comparison.evaluate_setup import held_out_pieces
+from experiments.comparison.prompts import PromptEncoder, encodable, load_prompts
+from experiments.comparison.questions import CONVERSATION, Question
+from experiments.run.journal import Journal
+from experiments.run.regenerate_setup import prompts_of
+from spec_jax.data import data_sources
 from spec_jax.errors import ConfigError
 from spec_jax.models.tokenizer import Tokenizer
 

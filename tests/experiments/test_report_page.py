@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 import pytest
 from support.report_entries import HOSTILE, answer, plain, result
 
-from experiments.common.report_page import answers as packing
-from experiments.common.report_page.page import render, write_page
+from experiments.comparison.page import answers as packing
+from experiments.comparison.page.page import render, write_page
 from spec_jax.show.page import COLORS, MEANING
 
 

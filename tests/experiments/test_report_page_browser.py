@@ -8,7 +8,7 @@ from support import page_picture
 from support.browser import dump, needs_browser
 from support.report_entries import HOSTILE, answer, plain, result
 
-from experiments.common.report_page.page import render
+from experiments.comparison.page.page import render
 
 BEGIN = "window.errors = []; window.onerror = (...said) => { errors.push(String(said)); };"
 END = """

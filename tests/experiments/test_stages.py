@@ -9,12 +9,13 @@ import pytest
 from jax.profiler import ProfileData
 
 from experiments.benchmarks.shapes import random_model
-from experiments.common import profiling, stages
-from experiments.common.grid import Bench, Cell
-from experiments.common.stages import Span, stage_of
+from experiments.comparison import profiling
 from spec_jax import processes
 from spec_jax.config import SamplerConfig
 from spec_jax.errors import ConfigError
+from spec_jax.evaluation import stages
+from spec_jax.evaluation.grid import Bench, Cell
+from spec_jax.evaluation.stages import Span, stage_of
 
 # As XLA prints it: a fusion with a computation of its own, a loop, and a copy without metadata.
 PROGRAM = """HloModule jit_generate, is_scheduled=true

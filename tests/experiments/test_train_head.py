@@ -18,7 +18,7 @@ from configs import (
     train_zoo_mtp,
 )
 from experiments import train_head
-from experiments.common import head_setup
+from experiments.training import head_setup
 from spec_jax.data import python_source, tokens
 from spec_jax.data.batches import Corpus
 from spec_jax.engine.decoder import SpeculativeDecoder

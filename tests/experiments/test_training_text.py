@@ -7,7 +7,7 @@ import pytest
 from support.chat_templates import CHATML, MISTRAL, TALK, byte_level, talk, write_lines
 
 from configs import train_head_default
-from experiments.common import training_text
+from experiments.training import training_text
 from spec_jax.data.batches import Corpus
 from spec_jax.errors import ConfigError
 

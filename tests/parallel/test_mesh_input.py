@@ -9,16 +9,17 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from support.tiny_models import LLAMA, random_weights
 
 from configs import decode_default, evaluate_zoo, regenerate_zoo
-from experiments.common import cli, report
-from experiments.common.regenerate_setup import load_decoder
 from experiments.overlap import make_sides
+from experiments.run import report
+from experiments.run.regenerate_setup import load_decoder
 from spec_jax import SpeculativeConfig, SpeculativeDecoder, meshes, sharding
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.errors import ConfigError
+from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.loading import LoadedModel, random_head
 from spec_jax.models import transformer
-from spec_jax.parallel import overlap
-from spec_jax.parallel.overlap import mesh_of_side
+from spec_jax.overlap import overlap
+from spec_jax.overlap.overlap import mesh_of_side
 
 TARGET = LoadedModel("tiny", transformer.model(LLAMA), random_weights(LLAMA), config=LLAMA)
 TOO_MANY = f"data:{len(jax.devices()) + 1}"
@@ -102,20 +103,20 @@ def test_what_a_mesh_does_not_divide_is_said():
 @pytest.mark.parametrize("experiment", [decode_default, evaluate_zoo, regenerate_zoo])
 def test_experiments_refuse_before_they_load(experiment):
     config = experiment.get_config()
-    assert cli.MeshOptions.of(config) == (None, False)
+    assert MeshOptions.of(config) == (None, False)
     config.is_draft_replicated = True
     with pytest.raises(ConfigError, match="expected a mesh too"):
-        cli.MeshOptions.of(config)
+        MeshOptions.of(config)
     config.mesh = TOO_MANY
     with pytest.raises(ConfigError, match="jax sees"):
-        cli.MeshOptions.of(config)
+        MeshOptions.of(config)
 
 
 def test_an_experiment_without_a_draft_has_none_to_replicate():
     config = regenerate_zoo.get_config()
     config.update({"mesh": "data:1", "is_draft_replicated": True})
     with pytest.raises(ConfigError, match="expected a draft model or a head too"):
-        load_decoder(config, cli.MeshOptions.of(config))
+        load_decoder(config, MeshOptions.of(config))
 
 
 def test_a_report_says_the_mesh_and_what_lies_whole_on_it():
@@ -128,7 +129,7 @@ def test_a_report_says_the_mesh_and_what_lies_whole_on_it():
     first, *rest = report.mesh_lines(known)
     assert first == "mesh data:2,tensor:4 of 8 devices, drafts whole on each" and rest == facts
     assert report.mesh_lines(None) == []
-    options = cli.MeshOptions(one_device())
+    options = MeshOptions(one_device())
     assert options.facts(TARGET, batch=3)["kept_whole"] == []
     assert options.facts(TARGET)["axes"] == {"data": 1, "tensor": 1}
 

@@ -18,8 +18,8 @@ from support.tiny_models import random_weights
 
 from configs import regenerate_zoo
 from experiments import launch
-from experiments.common import inputs
 from experiments.regenerate import regenerate
+from experiments.run import inputs
 from spec_jax import processes
 from spec_jax.data import tokens
 from spec_jax.errors import ConfigError
@@ -146,7 +146,7 @@ def test_a_model_is_known_by_its_shapes_and_a_file_by_its_contents(tmp_path, wha
 @pytest.mark.exhaustive
 def test_an_error_in_one_process_stops_the_others():
     code, output = run(2, 1, WORKER, "--config.act=config")
-    assert code == 2
+    assert code == 2, output
     assert "[1] process 1 of 2: error: a file that one process lacks" in output
     assert "[0] process 1 has stopped: a file that one process lacks" in output
 

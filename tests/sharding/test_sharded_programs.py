@@ -10,7 +10,7 @@ from support.meshes import mesh
 from support.sharded import LLAMA, Case, make_decoder
 
 from spec_jax import decoding
-from spec_jax.parallel import hlo, traffic
+from spec_jax.planning import hlo, traffic
 from spec_jax.sampling import make_sampler
 from spec_jax.sharding import named, state_axes
 

@@ -11,7 +11,7 @@ import sys
 from ml_collections import ConfigDict
 from support.tiny_models import random_weights
 
-from experiments.common import cli
+from experiments.run import cli
 from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, processes
 from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.loading import LoadedModel

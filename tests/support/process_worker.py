@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from experiments.common import cli
+from experiments.run import cli
 from spec_jax import processes
 from spec_jax.errors import ConfigError
 

@@ -3,7 +3,7 @@
 import json
 import pathlib
 
-from experiments.common import report
+from experiments.run import report
 
 
 def check_run_files(folder: pathlib.Path, experiment: str) -> dict:

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from configs import train_head_default, train_zoo_target
 from experiments import train_head, train_lm
-from experiments.common import cli
+from experiments.run import cli
 from spec_jax.data import python_source
 
 STEPS = 6

@@ -10,13 +10,13 @@ import optax
 import pytest
 from support.tiny_models import LLAMA, random_weights
 
-from experiments.common import head_eval
 from spec_jax.drafters.eagle.model import EagleConfig, eagle_head
 from spec_jax.drafters.eagle.objective import eagle1_loss, eagle3_loss, smooth_l1
 from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.drafters.mtp.objective import mtp_loss
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError
+from spec_jax.evaluation import head_eval
 from spec_jax.loading import LoadedModel, random_head
 from spec_jax.models import transformer
 from spec_jax.train import losses

@@ -14,8 +14,8 @@ from spec_jax.drafters.eagle.model import EagleConfig, head_table
 from spec_jax.errors import ConfigError, TrainingError
 from spec_jax.models import checkpoint, transformer
 from spec_jax.models.params import head_counts, init_table, param_shardings
-from spec_jax.parallel import hlo, traffic
-from spec_jax.parallel.presets import find_config
+from spec_jax.planning import hlo, traffic
+from spec_jax.planning.presets import find_config
 from spec_jax.sharding import shardings
 from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.placement import Placement, device_bytes, follow_params

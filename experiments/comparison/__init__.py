@@ -1,0 +1,1 @@
+"""Drafters and rules compared with plain decoding: ``decode`` and ``evaluate``."""

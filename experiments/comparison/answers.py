@@ -1,0 +1,241 @@
+"""The lines of answers.jsonl: what one cell answered to one question, and its times."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.comparison.decode_measure import Tally
+from spec_jax.config import GREEDY_BELOW
+from spec_jax.engine.decoder import Generation
+from spec_jax.engine.stats import Stats
+from spec_jax.evaluation.grid import Bench, Cell, Run
+from spec_jax.loading import LoadedModel
+from spec_jax.meshes import mesh_of, use_mesh
+from spec_jax.sharding import replicate
+
+_ALTERNATIVES = 3  # the likeliest tokens at each place that the page shows
+_CONTEXT = 64  # ids before a token that its text may depend on
+
+
+class Saved(NamedTuple):
+    """The output of one prompt, as it was read from a line."""
+
+    tokens: tuple[int, ...]
+    finish_reason: str
+    stats: Stats
+
+
+class Group(NamedTuple):
+    """Questions that are measured and saved together.
+
+    Attributes:
+      questions: Their indices.
+      batches: The indices of the batches that hold their prompts, and nothing else.
+    """
+
+    questions: tuple[int, ...]
+    batches: tuple[int, ...]
+
+
+def pack(prompts: Sequence[Sequence[int]], batch: int) -> tuple[list[Group], list[list[int]]]:
+    """Lays prompts out in batches, so that the turns of a question are in one group.
+
+    Args:
+      prompts: The indices of each question's prompts.
+      batch: Prompts that are decoded together.
+
+    Returns:
+      The groups, and the prompts of each batch.
+    """
+    groups, layout, members, rows = [], [], [], []
+
+    def close() -> None:
+        parts = [rows[i : i + batch] for i in range(0, len(rows), batch)]
+        numbers = range(len(layout), len(layout) + len(parts))
+        groups.append(Group(tuple(members), tuple(numbers)))
+        layout.extend(parts)
+
+    for number, indices in enumerate(prompts):
+        if rows and len(rows) + len(indices) > batch:
+            close()
+            members, rows = [], []
+        members, rows = [*members, number], [*rows, *indices]
+    close()
+    return groups, layout
+
+
+def key_of(cell: Cell, batch: int, question: str) -> dict[str, Any]:
+    """Returns the part of a line that says what it answers, and how."""
+    return {
+        "cell": cell.label, "method": cell.method, "k": cell.k, "tree": cell.tree,
+        "rule": cell.rule, "temperature": cell.temperature, "batch": batch, "question": question,
+    }  # fmt: skip
+
+
+def turn_of(
+    tally: Tally, prompt: int, index: int, text: str, probs: Probabilities | None
+) -> dict[str, Any]:
+    """Returns the entry of a line's ``turns`` for one prompt.
+
+    Args:
+      tally: What the cell has done.
+      prompt: The index of the prompt.
+      index: That of its batch.
+      text: The text of the prompt.
+      probs: Computes the target's probabilities; None to leave them out.
+    """
+    bench, run = tally.bench, tally.runs[index]
+    row: Generation = tally.rows[prompt]
+    trace, tokens = row.trace, [*row.tokens]
+    shown = trace.shown(tokens)
+    temperature = tally.cell.temperature
+    found = (None, None) if probs is None else probs(bench.prompts[prompt], tokens, temperature)
+    return {
+        "prompt": text,
+        "prompt_tokens": len(bench.prompts[prompt]),
+        "tokens": tokens,
+        "pieces": [token.text for token in shown],
+        "kinds": [*trace.kinds[: len(tokens)]],
+        "offered": [*trace.offered[: len(tokens)]],
+        "rejected": [token.rejected for token in shown],
+        "decode_s": [round(s, 6) for s in tally.times_s[index]],
+        "prefill_s": round(run.prefill_s, 6),
+        "finish": row.finish_reason,
+        "probs": found[0],
+        "alternatives": found[1],
+        "counts": {name: x for name, x in row.stats.to_dict().items() if name in _COUNTS},
+    }
+
+
+def lines_of_first(bench: Bench, cells: Sequence[Cell], name: str) -> list[dict[str, Any]]:
+    """Decodes the first batch once more with every cell; returns the lines of its first prompt.
+
+    Args:
+      bench: What decodes.
+      cells: The cells.
+      name: The prompt's.
+    """
+    lines, text = [], text_of(bench.target, bench.prompts[0])
+    for cell in cells:
+        tally = Tally(bench, cell)
+        tally.run(0)
+        turn = turn_of(tally, 0, 0, text, None) | {"decode_s": []}  # of no turn with plain decoding
+        lines.append({**key_of(cell, bench.batch, name), "category": "", "turns": [turn]})
+    return lines
+
+
+def text_of(target: LoadedModel, ids: Sequence[int]) -> str:
+    """Returns the text of ids, or the ids themselves if the target has no tokenizer."""
+    tokenizer = target.tokenizer
+    return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
+
+
+_COUNTS = (
+    "emitted", "first", "accepted", "corrected", "bonus", "rounds", "drafted_at", "reached_at",
+    "accepted_at", "lengths", "n1_fallbacks",
+)  # fmt: skip
+
+
+def _saved(turn: Mapping[str, Any]) -> Saved:
+    counts = {n: tuple(x) if isinstance(x, list) else x for n, x in turn["counts"].items()}
+    return Saved(tuple(turn["tokens"]), turn["finish"], Stats(**counts))
+
+
+def _run(turn: Mapping[str, Any], rows: Sequence[Saved]) -> Run:
+    """Returns the run of a batch, of whose prompts ``turn`` is the first one's."""
+    return Run(turn["prefill_s"], turn["decode_s"][0], rows)
+
+
+def check_line(line: Mapping[str, Any]) -> None:
+    """Raises one of ``journal.REFUSED`` unless ``restore`` can read the turns of a line."""
+    for turn in line["turns"]:
+        _run(turn, [_saved(turn)])
+        if not isinstance(turn["prompt"], str):
+            raise TypeError(f"the prompt is {turn['prompt']!r:.60}")
+
+
+def restore(tally: Tally, index: int, turns: Mapping[int, Mapping[str, Any]]) -> None:
+    """Puts a batch that was measured earlier into a tally.
+
+    Args:
+      tally: Of the cell.
+      index: The index of the batch.
+      turns: The entries of ``turns`` of its prompts, by index.
+    """
+    chosen = tally.bench.chosen(index)
+    rows = {i: _saved(turns[i]) for i in set(chosen)}
+    first = turns[chosen[0]]
+    tally.runs[index] = _run(first, [rows[i] for i in chosen])
+    tally.times_s[index] = [*first["decode_s"]]
+
+
+class Probabilities:
+    """The target's probability of each token of an output, and its likeliest tokens there.
+
+    They come from one pass over prompt and output, at the temperature of the output (at 1 if that
+    is greedy), without filters and penalties.
+
+    Args:
+      bench: The longest prompt and output fit into what it decodes.
+    """
+
+    def __init__(self, bench: Bench):
+        self._target, self._new = bench.target, bench.max_new_tokens
+        self._slots = bench.longest + bench.max_new_tokens
+        self._known: dict[Any, tuple[list[float], list[list]]] = {}
+
+    def __call__(
+        self, prompt: Sequence[int], tokens: Sequence[int], temperature: float
+    ) -> tuple[list[float], list[list[tuple[str, float]]]]:
+        """Returns the probability of each token, and the likeliest ones with theirs.
+
+        Args:
+          prompt: The ids of the prompt.
+          tokens: The ids of the output.
+          temperature: That of the output.
+        """
+        key = (*prompt, -1, *tokens), temperature
+        if key not in self._known:
+            self._known[key] = self._compute(prompt, tokens, temperature)
+        return self._known[key]
+
+    def _compute(self, prompt, tokens, temperature):
+        padded = np.zeros((1, self._slots), np.int32)
+        padded[0, : len(prompt) + len(tokens)] = [*prompt, *tokens]
+        heat = 1.0 if temperature < GREEDY_BELOW else temperature
+        target = self._target
+        with use_mesh(mesh_of(target.params)):
+            probs, best, ids = map(np.asarray, _pass(
+                target.params, padded, np.int32(len(prompt)), np.float32(heat),
+                model=target.model, new=self._new,
+            ))  # fmt: skip
+        whole, alternatives = [*prompt, *tokens], []
+        for i in range(len(tokens)):
+            before = whole[max(0, len(prompt) + i - _CONTEXT) : len(prompt) + i]
+            pairs = zip(ids[i].tolist(), best[i].tolist())
+            alternatives.append([[_piece(target, before, t), round(p, 5)] for t, p in pairs])
+        return [round(p, 5) for p in probs[: len(tokens)].tolist()], alternatives
+
+
+@functools.partial(jax.jit, static_argnames=("model", "new"))
+def _pass(params, tokens, begin, heat, *, model, new: int):
+    cache = model.init_cache(params, 1, tokens.shape[1])
+    hidden = model.forward(params, tokens, cache).hidden
+    hidden = jax.lax.dynamic_slice_in_dim(hidden, begin - 1, new, axis=1)
+    probs = jax.nn.softmax(model.unembed(params, hidden)[0].astype(jnp.float32) / heat, axis=-1)
+    drawn = jax.lax.dynamic_slice_in_dim(tokens[0], begin, new)
+    best, ids = jax.lax.top_k(probs, _ALTERNATIVES)
+    return replicate((jnp.take_along_axis(probs, drawn[:, None], -1)[:, 0], best, ids))
+
+
+def _piece(target: LoadedModel, before: Sequence[int], token: int) -> str:
+    if target.tokenizer is None:
+        return str(token)
+    text = target.tokenizer.decode_after(before, [token])
+    return text or target.tokenizer.special_name(token) or ""

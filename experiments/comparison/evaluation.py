@@ -1,0 +1,397 @@
+"""How ``experiments.evaluate`` measures: turns, groups of questions, and where a run goes on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from experiments.comparison import decode_measure
+from experiments.comparison.answers import (
+    Group,
+    Probabilities,
+    Saved,
+    check_line,
+    key_of,
+    pack,
+    restore,
+    text_of,
+    turn_of,
+)
+from experiments.comparison.decode_measure import Tally, take_turns
+from experiments.comparison.evaluate_setup import Setup
+from experiments.comparison.questions import Asker
+from experiments.run import inputs, report
+from experiments.run.cli import check_same, read_saved
+from experiments.run.journal import Journal
+from spec_jax import processes
+from spec_jax.errors import ConfigError, PromptError
+from spec_jax.evaluation import costs
+from spec_jax.evaluation.grid import Bench, Cell
+from spec_jax.progress import Progress
+
+ANSWERS, STATE, INPUTS = "answers.jsonl", "state.jsonl", "inputs.json"
+_OF_TIMES = ("cpu_model", "cores", "devices", "spec_jax", "python", "jax", "jaxlib")
+_FREE = ("has_audit", "has_teacher_forced")  # computed from answers, also from those of a file
+_MAX_EXAMINED = 4  # rows of a cell that part from plain decoding's, since each compiles a pass
+
+
+_GOES_ON = "delete this line and all after it, and the run goes on from there"
+
+
+class Stage(NamedTuple):
+    """One temperature and one batch size, at which all cells take turns.
+
+    Attributes:
+      bench: What decodes.
+      tallies: What each cell has done, plain decoding first.
+      groups: Which questions are measured together.
+      prompts: The indices of each question's prompts.
+    """
+
+    bench: Bench
+    tallies: list[Tally]
+    groups: list[Group]
+    prompts: list[list[int]]
+
+    @property
+    def plain(self) -> Tally:
+        """What plain decoding has done."""
+        return self.tallies[0]
+
+    @property
+    def cells(self) -> list[Cell]:
+        """The cells, plain decoding first."""
+        return [tally.cell for tally in self.tallies]
+
+    @property
+    def place(self) -> tuple[float, int]:
+        """Temperature and batch size."""
+        return self.plain.cell.temperature, self.bench.batch
+
+    def is_done(self, group: Group) -> bool:
+        """Whether the group has been measured."""
+        return group.batches[-1] in self.plain.runs
+
+
+class Evaluation:
+    """A run, of which everything that was saved is done.
+
+    Args:
+      setup: What is decoded.
+      folder: The run's folder, with what an earlier session has saved.
+
+    Raises:
+      ConfigError: The folder holds a run of another config, or with other questions or cells.
+    """
+
+    def __init__(self, setup: Setup, folder: pathlib.Path):
+        self.setup, self.notes = setup, []
+        self._answers, self._state = Journal(folder / ANSWERS), Journal(folder / STATE)
+        self._lines: list[Mapping[str, Any]] = []
+        self._history: dict[tuple[float, int], str] = {}
+        self._costs: dict[int, costs.Costs] = {}
+        self._machines: list[Mapping[str, Any]] = []
+        self._left_out: dict[tuple[float, int], str] = {}  # why a stage cannot be measured
+        self._state.read(self._take, f"what an earlier session has saved; {_GOES_ON}")
+        self._answers.read(self._take_answer, f"an answer; {_GOES_ON}")
+        if processes.from_writer(bool(self._lines or self._history)) and processes.count() > 1:
+            raise ConfigError(
+                f"{folder} holds a run, which several processes cannot continue; name another "
+                "--workdir"
+            )
+        sizes = itertools.accumulate((q.num_turns for q in setup.questions.chosen), initial=0)
+        self._places = [[*range(a, b)] for a, b in itertools.pairwise(sizes)]
+        self._num_turns = {q.name: q.num_turns for q in setup.questions.chosen}
+        self._ask = Asker(setup.target)
+        self.num_cut = 0
+
+    def _take(self, line: Mapping[str, Any]) -> None:
+        if "costs" in line:
+            found = line["costs"]
+            verify = {int(width): ms for width, ms in found["verify_ms"].items()}
+            self._costs[line["batch"]] = costs.Costs(**{**found, "verify_ms": verify})
+        elif "machine" in line:
+            self._machines.append({"machine": line["machine"], "answers": line["answers"]})
+        elif "left_out" in line:
+            self._left_out[line["temperature"], line["batch"]] = line["left_out"]
+        else:
+            self._history[line["temperature"], line["prompt"]] = line["answer"]
+
+    def _take_answer(self, line: Mapping[str, Any]) -> None:
+        check_line(line)
+        self._lines.append(line)
+
+    @property
+    def num_saved(self) -> int:
+        """The answers of earlier sessions."""
+        return len(self._lines)
+
+    def costs(self, batch: int) -> costs.Costs | None:
+        """Returns the costs of passes at a batch size; None if they were not measured."""
+        return self._costs.get(batch)
+
+    def answers(self) -> Iterator[dict[str, Any]]:
+        """Reads the lines of answers.jsonl, for the page."""
+        if self._answers.path.exists():
+            with open(self._answers.path, encoding="utf-8") as file:
+                yield from map(json.loads, file)
+
+    def run(self) -> list[Stage]:
+        """Measures what is left; returns all stages but those that cannot be measured.
+
+        Raises:
+          ConfigError: What was saved is of another run, or damaged; or no stage can be measured.
+        """
+        with self._answers, self._state:
+            stages = [stage for stage in self._stages() if stage.place not in self._left_out]
+            self._restore(stages)
+            self._add_machine(report.environment())
+            left = [(s, [g for g in s.groups if not s.is_done(g)]) for s in stages]
+            repeats = self.setup.config.repeats
+            turns = lambda stage: sum(len(group.batches) for group in stage.groups) * repeats
+            open_turns = sum(len(g.batches) for _, groups in left for g in groups) * repeats
+            total = sum(map(turns, stages))
+            bar = None
+            for stage, groups in left:
+                if not groups:
+                    continue
+                if not self._prepare(stage):
+                    stages.remove(stage)
+                    continue
+                if bar is None:  # after the first compilation, of which ETA says nothing
+                    bar = Progress(total, "measuring", num_done=total - open_turns, every_s=2.0)
+                self._measure(stage, groups, bar)
+            if bar is not None:
+                bar.close()
+            why = [*self._left_out.values()]
+            if not stages:
+                raise ConfigError(f"nothing can be measured: {'; '.join(why)}")
+            self.notes += why
+            return stages
+
+    def _add_machine(self, environment: Mapping[str, Any]) -> None:
+        """Saves what times depend on, if it is new, and warns where a session has changed it."""
+        machine = {name: environment[name] for name in _OF_TIMES}
+        if not self._machines or self._machines[-1]["machine"] != machine:
+            self._machines.append({"machine": machine, "answers": len(self._lines)})
+            self._state.append(self._machines[-1:])
+        self.notes += notes_of_machines(self._machines)
+        for note in self.notes:
+            print(f"warning: {note}", flush=True)
+
+    def _stages(self) -> list[Stage]:
+        """Answers the turns that others follow, and lays out every stage."""
+        stages = []
+        for temperature, cells in self.setup.cells.items():
+            prompts = self._prompts(temperature)
+            for batch in self.setup.config.batches:
+                groups, layout = pack(self._places, batch)
+                bench = self.setup.bench(prompts, batch, layout)
+                most = None if bench.has_audit else _MAX_EXAMINED
+                tallies = [Tally(bench, cell, most) for cell in cells]
+                stages.append(Stage(bench, tallies, groups, self._places))
+        self.num_cut = sum(len(p) == self.setup.room for p in stages[0].bench.prompts)
+        return stages
+
+    def _prompts(self, temperature: float) -> list[list[int]]:
+        """Returns the ids of all prompts; plain decoding has answered the turns before each."""
+        asked, setup = self.setup.questions.chosen, self.setup
+        answers = {p: text for (t, p), text in self._history.items() if t == temperature}
+        prompts: list[list[int]] = [[] for places in self._places for _ in places]
+        last = max(question.num_turns for question in asked)
+        for turn in range(last):
+            waiting = []
+            for question, places in zip(asked, self._places):
+                if turn < len(places):
+                    before = [answers[place] for place in places[:turn]]
+                    prompts[places[turn]] = setup.ids(self._ask, question, before)
+                    if turn + 1 < len(places) and places[turn] not in answers:
+                        waiting.append(places[turn])
+            if waiting:
+                answers |= self._answer(temperature, prompts, waiting)
+        inputs.check_prompts(prompts)
+        return prompts
+
+    def _answer(
+        self, temperature: float, prompts: list[list[int]], waiting: Sequence[int]
+    ) -> dict[int, str]:
+        """Lets plain decoding answer prompts that another turn follows, and saves the answers."""
+        batch = self.setup.config.batches[0]
+        layout = [waiting[i : i + batch] for i in range(0, len(waiting), batch)]
+        bench = self.setup.bench(prompts, batch, layout)
+        plain, found = self.setup.cells[temperature][0], {}
+        with Progress(len(layout), f"first turns, T={temperature:g}", every_s=2.0) as bar:
+            for index, chosen in enumerate(layout):
+                rows = dict(zip(bench.chosen(index), bench.run(plain, index).rows))
+                texts = {i: rows[i].text or "" for i in chosen}
+                self._state.append([
+                    {"temperature": temperature, "prompt": i, "answer": text}
+                    for i, text in texts.items()
+                ])  # fmt: skip
+                found |= texts
+                bar.step(f"{len(found)} answers")
+        return found
+
+    def _keys(self, stages: Sequence[Stage]) -> Iterator[tuple[Stage, Group, list[dict[str, Any]]]]:
+        """Yields every group with the keys of its lines, in the order in which they are saved."""
+        for stage in stages:
+            for group in stage.groups:
+                names = [self.setup.questions.chosen[q].name for q in group.questions]
+                yield stage, group, [
+                    key_of(cell, stage.bench.batch, name) for name in names for cell in stage.cells
+                ]
+
+    def _restore(self, stages: Sequence[Stage]) -> None:
+        """Puts what was saved into the stages, and cuts off a group that is not whole."""
+        at = 0
+        for stage, group, keys in self._keys(stages):
+            part = self._lines[at : at + len(keys)]
+            for number, (line, key) in enumerate(zip(part, keys), at + 1):
+                self._check_line(line, key, number)
+            if len(part) < len(keys):
+                break
+            for number, tally in enumerate(stage.tallies):
+                lines = part[number :: len(stage.tallies)]
+                turns = {
+                    place: turn for q, line in zip(group.questions, lines)
+                    for place, turn in zip(stage.prompts[q], line["turns"], strict=True)
+                }  # fmt: skip
+                self._check_prompts(stage, {i: turn["prompt"] for i, turn in turns.items()})
+                for index in group.batches:
+                    restore(tally, index, turns)
+            at += len(keys)
+        if at < len(self._lines):
+            self._answers.truncate(at)
+        self._lines = self._lines[:at]
+
+    def _check_prompts(self, stage: Stage, saved: Mapping[int, str]) -> None:
+        for place, text in saved.items():
+            if text != text_of(self.setup.target, stage.bench.prompts[place]):
+                raise ConfigError(
+                    f"{self._answers.path} answers another prompt than this run has: "
+                    f"{text[:60]!r}; expected the questions and the tokenizer that it was begun "
+                    "with, or an empty directory"
+                )
+
+    def _check_line(self, line: Mapping[str, Any], key: Mapping[str, Any], number: int) -> None:
+        key = {**key, "number of turns": self._num_turns[key["question"]]}
+        said = {**line, "number of turns": len(line["turns"])}
+        said = {name: said.get(name) for name in key}
+        if said != key:
+            name = next(name for name in key if said[name] != key[name])
+            raise ConfigError(
+                f"{self._answers.path}, line {number}: the {name} is {said[name]!r}, and this run "
+                f"has {key[name]!r} there; expected the models and questions that it was begun "
+                "with, or an empty directory"
+            )
+
+    def _prepare(self, stage: Stage) -> bool:
+        """Compiles a stage and measures the costs of its passes; whether it can be measured."""
+        temperature, batch = stage.place
+        try:
+            has_passes = batch not in self._costs
+            timers = decode_measure.compile_all(stage.bench, stage.cells, has_passes=has_passes)
+        except PromptError as error:
+            if batch == 1 or stage.plain.runs:
+                raise
+            why = f"batch {batch}, T={temperature:g}: {error}"
+            self._state.append([{"temperature": temperature, "batch": batch, "left_out": why}])
+            self._left_out[stage.place] = why
+            return False
+        if has_passes:
+            slots = decode_measure.cost_slots(stage.bench, stage.cells)
+            found = costs.Costs.measure(timers, slots=slots, batch=batch)
+            self._costs[batch] = found
+            self._state.append([{"batch": batch, "costs": found._asdict()}])
+        return True
+
+    def _measure(self, stage: Stage, groups: Sequence[Group], bar: Progress) -> None:
+        repeats, first = self.setup.config.repeats, self.setup.config.batches[0]
+        probs = Probabilities(stage.bench) if stage.bench.batch == first else None
+        shown = self._shown()
+        where = f"T={stage.cells[0].temperature:g}, batch {stage.bench.batch}"
+        for group in groups:
+            order = itertools.product(range(repeats), group.batches)
+            for _ in take_turns(stage.tallies, order):
+                name = self.setup.questions.chosen[group.questions[0]].name
+                bar.step(f"{where}, question {name}")
+            self._answers.append([
+                self._line(stage, tally, group, q, probs if q in shown else None)
+                for q in group.questions for tally in stage.tallies
+            ])  # fmt: skip
+            for tally in stage.tallies:  # traces are on disk now
+                for index in group.batches:
+                    run = tally.runs[index]
+                    rows = [Saved(tuple(r.tokens), r.finish_reason, r.stats) for r in run.rows]
+                    tally.runs[index] = run._replace(rows=rows)
+
+    def _shown(self) -> set[int]:
+        """The first questions of each category, whose tokens get their probabilities."""
+        found: dict[str, list[int]] = {}
+        for number, question in enumerate(self.setup.questions.chosen):
+            found.setdefault(question.category, []).append(number)
+        return {q for some in found.values() for q in some[: self.setup.config.num_shown]}
+
+    def _line(
+        self, stage: Stage, tally: Tally, group: Group, q: int, probs: Probabilities | None
+    ) -> dict[str, Any]:
+        question, bench = self.setup.questions.chosen[q], stage.bench
+        batch_of = {i: index for index in group.batches for i in bench.layout[index]}
+        turns = [
+            turn_of(tally, i, batch_of[i], text_of(bench.target, bench.prompts[i]), probs)
+            for i in stage.prompts[q]
+        ]
+        key = key_of(tally.cell, bench.batch, question.name)
+        return {**key, "category": question.category, "turns": turns}
+
+
+def notes_of_machines(machines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns a sentence if sessions of a run had other machines or versions; else none.
+
+    Args:
+      machines: The values that differ between sessions by name ("machine"), and the answers that
+        were saved before ("answers"), in the order of the sessions.
+    """
+    said = []
+    for before, after in itertools.pairwise(machines):
+        names = [name for name, x in after["machine"].items() if before["machine"][name] != x]
+        changes = (f"{n} {before['machine'][n]} to {after['machine'][n]}" for n in names)
+        said.append(f"after {after['answers']} answers, from {', '.join(changes)}")
+    if not said:
+        return []
+    return [
+        f"the run went on elsewhere ({'; '.join(said)}): times and intervals mix these, though "
+        "each answer took turns with plain decoding on one of them; for figures of one machine, "
+        "run it again in a new --workdir"
+    ]
+
+
+def check_folder(folder: pathlib.Path, config: Mapping[str, Any]) -> dict[str, list]:
+    """Checks that a folder holds nothing, or a run with this config and these inputs.
+
+    Args:
+      folder: The run's folder.
+      config: The resolved config, as JSON values.
+
+    Returns:
+      The checksums of the inputs, for inputs.json.
+
+    Raises:
+      ConfigError: It holds another run.
+    """
+    sums = json.loads(json.dumps(inputs.of_config(config)))
+    if not processes.is_writer():
+        return sums
+    saved = folder / "config.json"
+    is_begun = any((folder / name).exists() for name in (INPUTS, ANSWERS, STATE))
+    if is_begun:
+        check_same(read_saved(saved), config, _FREE)
+        check_same(read_saved(folder / INPUTS), sums)
+    elif (folder / "report.json").exists():
+        raise ConfigError(f"{folder} holds the report of another run; name another --workdir")
+    elif saved.exists():  # another experiment that is not finished reads it when it goes on
+        check_same(read_saved(saved), config, _FREE)
+    return sums

@@ -1,0 +1,197 @@
+"""Answers of a run, made small enough to stand in a page.
+
+A line of answers.jsonl is what one cell made of one question: ``cell``, ``method``, ``k``,
+``tree``, ``rule``, ``temperature``, ``batch``, ``question``, ``category`` and ``turns``. A turn has
+``prompt``, ``prompt_tokens``, ``tokens``, ``pieces``, ``kinds``, ``offered``, ``rejected``,
+``decode_s``, ``finish``, and, where one more pass of the target was made, ``probs`` and
+``alternatives``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import pathlib
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from experiments.comparison.page.view import name
+
+BUDGET_BYTES = 300_000  # of all answers of a page
+MAX_TOKENS = 512  # of one turn
+_CANDIDATES = 8  # questions of a category that are kept in memory, and those with probabilities
+_MAX_PROMPT = 4000  # characters
+_MAX_PIECE = 400
+_LETTERS = {"first": "f", "accepted": "a", "corrected": "c", "bonus": "b", "target": "t"}
+
+
+def select(answers: Iterable[Mapping[str, Any]], budget: int = BUDGET_BYTES) -> dict | None:
+    """Chooses questions of every category in turn until the budget is spent, and packs them.
+
+    Questions whose target probabilities are known come first. A question that does not fit with all
+    of its cells is left out, but for the first one, of which one cell is packed in any case.
+
+    Args:
+      answers: Lines of answers.jsonl. Of several lines of one cell, batch and question the last
+        one counts, and of several batches the smallest one is shown.
+      budget: The size of the packed answers as JSON, in bytes.
+
+    Returns:
+      Plain values for the page's script, None if there are no answers: "cells", "questions",
+      "prompts" and "texts", which turns refer to by number, "units", and "total", the number of
+      questions there were.
+    """
+    found, total = _candidates(line for line in answers if line.get("turns"))
+    if not found:
+        return None
+    packed = _Packed()
+    for question in _in_turn(found):
+        units = list(found[question].values())
+        if not packed.add(units, budget) and not packed.size:
+            packed.add(units[:1], math.inf)
+    return packed.values(total)
+
+
+def read(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+    """Yields the lines of answers.jsonl; none if there is no such file."""
+    if path.exists():
+        with open(path, encoding="utf-8") as file:
+            yield from map(json.loads, file)
+
+
+def _candidates(
+    lines: Iterable[Mapping[str, Any]],
+) -> tuple[dict[str, dict[str, Mapping[str, Any]]], int]:
+    """Lines by question and cell, of some questions of each category, and how many there are."""
+    found: dict[str, dict[str, Mapping[str, Any]]] = {}
+    questions: set[str] = set()
+    of_category: dict[str, int] = {}
+    for line in lines:
+        question, category = str(line["question"]), str(line.get("category") or "")
+        questions.add(question)
+        if question not in found:
+            if of_category.get(category, 0) >= _CANDIDATES and not _has_probs(line):
+                continue
+            of_category[category] = of_category.get(category, 0) + 1
+        cells = found.setdefault(question, {})
+        before = cells.get(line["cell"])
+        if before is None or before.get("batch", 1) >= line.get("batch", 1):
+            cells[line["cell"]] = line
+    return found, len(questions)
+
+
+def _in_turn(found: Mapping[str, Mapping[str, Mapping]]) -> list[str]:
+    """The questions, one of each category after another, those with probabilities first."""
+    by_category: dict[str, list[str]] = {}
+    has_probs = {q: any(map(_has_probs, units.values())) for q, units in found.items()}
+    for question in sorted(found, key=lambda q: not has_probs[q]):
+        line = next(iter(found[question].values()))
+        by_category.setdefault(str(line.get("category") or ""), []).append(question)
+    longest = max(map(len, by_category.values()))
+    turns = [q[i] for i in range(longest) for q in by_category.values() if i < len(q)]
+    return sorted(turns, key=lambda q: not has_probs[q])
+
+
+def _has_probs(line: Mapping[str, Any]) -> bool:
+    return any(turn.get("probs") for turn in line["turns"])
+
+
+class _Packed:
+    """Units whose equal texts and prompts are stored once."""
+
+    def __init__(self):
+        self.size, self._numbers = 0, {}
+        self._lists: dict[str, list] = {
+            name: [] for name in ("cells", "questions", "prompts", "texts", "units")
+        }
+
+    def _number(self, name: str, value: Any) -> int:
+        """Where a value stands in its list; it is appended if it is new."""
+        text = json.dumps(value)
+        if (name, text) not in self._numbers:
+            self._numbers[name, text] = len(self._lists[name])
+            self._lists[name].append(value)
+            self.size += len(text)
+        return self._numbers[name, text]
+
+    def add(self, lines: Sequence[Mapping[str, Any]], budget: float) -> bool:
+        """Adds all lines, or none of them if they do not fit; returns whether they did."""
+        size, counts = self.size, {name: len(values) for name, values in self._lists.items()}
+        for line in lines:
+            self._unit(line)
+        if self.size <= budget:
+            return True
+        self.size = size
+        for kind, count in counts.items():
+            del self._lists[kind][count:]
+        self._numbers = {key: n for key, n in self._numbers.items() if n < counts[key[0]]}
+        return False
+
+    def _unit(self, line: Mapping[str, Any]) -> None:
+        cell = {
+            "label": name(line), "temperature": line["temperature"], "k": line["k"],
+            "batch": line.get("batch", 1),
+        }  # fmt: skip
+        question = {"id": str(line["question"]), "category": str(line.get("category") or "")}
+        unit = {
+            "cell": self._number("cells", cell),
+            "question": self._number("questions", question),
+            "turns": [self._turn(turn) for turn in line["turns"]],
+        }
+        self._number("units", unit)
+
+    def _turn(self, turn: Mapping[str, Any]) -> dict[str, Any]:
+        kinds, pieces = turn["kinds"][:MAX_TOKENS], turn["pieces"][:MAX_TOKENS]
+        n = min(len(kinds), len(pieces))
+        part = lambda name: list(turn.get(name) or ())[:n]
+        text = {"ids": part("tokens"), "pieces": [_cut(p or "", _MAX_PIECE) for p in pieces[:n]]}
+        if any(p is not None for p in part("probs")):
+            text["probs"] = [_rounded(p) for p in part("probs")]
+            text["alternatives"] = [
+                [[_cut(str(piece), 40), _rounded(p)] for piece, p in found or ()]
+                for found in part("alternatives")
+            ]
+        rejected = {
+            i: _cut(str(draft), _MAX_PIECE)
+            for i, draft in enumerate(part("rejected")) if draft is not None
+        }  # fmt: skip
+        prompt = {
+            "text": _cut(turn.get("prompt") or "", _MAX_PROMPT), "tokens": turn.get("prompt_tokens")
+        }
+        times = [t for t in turn.get("decode_s") or () if t is not None]
+        return {
+            "prompt": self._number("prompts", prompt),
+            "text": self._number("texts", text),
+            "kinds": _letters(kinds[:n], part("offered")),
+            "offered": part("offered"),
+            "rejected": rejected,
+            "total": len(turn["kinds"]),
+            "ms": round(statistics.median(times) * 1e3, 2) if times else None,
+            "finish": str(turn.get("finish") or ""),
+        }
+
+    def values(self, total: int) -> dict[str, Any]:
+        return self._lists | {"total": total}
+
+
+def _letters(kinds: Sequence[str], offered: Sequence[int]) -> str:
+    """Returns a letter for each token; a bonus of a round without drafts is the target's own."""
+    letters, count = [], None
+    for kind, drafts in itertools.zip_longest(kinds, offered, fillvalue=-1):
+        count = drafts if drafts >= 0 else count
+        letters.append(_LETTERS["target" if kind == "bonus" and count == 0 else kind])
+    return "".join(letters)
+
+
+def _rounded(p: float | None) -> float | None:
+    return None if p is None or not math.isfinite(p) else round(float(p), 4)
+
+
+def _cut(text: str, size: int) -> str:
+    """The text, without its middle if it is longer than ``size``."""
+    if len(text) <= size:
+        return text
+    half = size // 2
+    return f"{text[:half]} … {len(text) - 2 * half:,} characters left out … {text[-half:]}"

@@ -1,0 +1,1 @@
+"""Plans of a deployment, and published speed-ups."""

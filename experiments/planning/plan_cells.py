@@ -1,0 +1,174 @@
+"""One cell of a plan: a job on a topology, compiled once and kept, and its predicted speed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+import spec_jax
+from experiments.planning.plan_acceptance import Acceptance
+from experiments.run import report
+from spec_jax import planning as plan
+from spec_jax.meshes import make_mesh
+from spec_jax.planning import roofline
+from spec_jax.planning.chips import Topology
+
+_VERSION = 3  # of what a cell holds
+
+
+def label(topology: Topology, job: plan.Job | plan.TrainJob) -> str:
+    """Returns a name for messages."""
+    if isinstance(job, plan.TrainJob):
+        return f"{topology.name} {job.mesh} B={job.batch} S={job.length} training"
+    tree = f" tree {tree_name(job)}" if job.tree else ""
+    drafts = f" {job.method} K={job.num_draft}{tree}" if job.method else " plain"
+    return f"{topology.name} {job.mesh} B={job.batch} S={job.slots}{drafts}"
+
+
+def tree_name(job: plan.Job) -> str:
+    """Returns the name of a job's tree, as ``grid.tree_options`` reads it; "" of a chain."""
+    if job.tree is None:
+        return ""
+    if job.tree.children is not None:
+        return "x".join(map(str, job.tree.children))
+    tree = job.tree_shape
+    return f"{tree.num_nodes}:{tree.depth}:{tree.top_k}"
+
+
+def describe(topology: Topology) -> Any:
+    """Returns the devices of a topology; what libtpu writes meanwhile is left out."""
+    with _quiet():
+        return topology.describe().devices
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps what libraries write to stderr, and shows it if they fail."""
+    with tempfile.TemporaryFile() as kept:
+        stderr = os.dup(2)
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            kept.seek(0)
+            os.write(stderr, kept.read())
+            raise
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+
+
+def _libtpu() -> str | None:
+    """The version of the compiler; None where it is not installed."""
+    try:
+        return metadata.version("libtpu")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def plan_cell(
+    folder: pathlib.Path, topology: Topology, job: plan.Job | plan.TrainJob, config: ConfigDict,
+    devices_of: Callable[[Topology], Sequence[Any]] | None,
+) -> dict:  # fmt: skip
+    """Returns what a job needs and does on a topology; from the folder if it is there.
+
+    What other versions of spec_jax, jax or libtpu have found is not used.
+
+    Args:
+      folder: Of finished cells.
+      topology: The chips.
+      job: What is decoded, or trained.
+      config: The experiment's, of which the names of the models are kept.
+      devices_of: ``(topology) -> devices`` to compile for; None compiles nothing.
+    """
+    is_compiled = devices_of is not None and topology.is_tpu
+    known = {
+        "version": _VERSION, "topology": topology.name, "job": repr(job),
+        "is_compiled": is_compiled, "spec_jax": spec_jax.__version__, "jax": jax.__version__,
+        "libtpu": _libtpu() if is_compiled else None,
+    }  # fmt: skip
+    path = folder / f"{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]}.json"
+    if path.exists():
+        return json.loads(path.read_text(encoding="utf-8"))
+    is_training = isinstance(job, plan.TrainJob)
+    cell = (_training_cell if is_training else _decoding_cell)(topology, job, config)
+    if known["is_compiled"]:
+        mesh = make_mesh(job.mesh, devices_of(topology))
+        trace = plan.trace_train if is_training else plan.trace_decode
+        compiled = plan.compile_and_count(lambda: trace(job, mesh))
+        lacks = compiled.shortfall(topology.chip)
+        cell["compiled"] = dataclasses.asdict(compiled) | {"shortfall": lacks}
+    folder.mkdir(parents=True, exist_ok=True)
+    report.write_json(path, known | cell)
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _training_cell(topology: Topology, job: plan.TrainJob, config: ConfigDict) -> dict:
+    """Of a training step no floor is modelled."""
+    return {
+        "target": config.target, "draft": "" if job.head is None else config.draft,
+        "topology": topology.name, "mesh": job.mesh, "batch": job.batch, "slots": job.length,
+        "k": 0, "tree": "", "hbm_per_device": topology.chip.per_device.hbm_bytes,
+        "analytic": None, "compiled": None,
+    }  # fmt: skip
+
+
+def _decoding_cell(topology: Topology, job: plan.Job, config: ConfigDict) -> dict:
+    models = job.target, job.draft
+    round_ = roofline.decode_round(*models, job.num_draft, job.setting, job.tree_shape)
+    static = roofline.memory(job.target, job.draft if job.num_draft else None, job.setting)
+    chip = topology.chip
+    return {
+        "target": config.target, "draft": config.draft if job.num_draft else "",
+        "topology": topology.name, "mesh": job.mesh, "batch": job.batch, "slots": job.slots,
+        "k": job.num_draft, "tree": tree_name(job), "hbm_per_device": chip.per_device.hbm_bytes,
+        "analytic": {
+            "hbm_bytes": round_.work.hbm_bytes, "flops": round_.work.flops,
+            "collectives": round_.work.collectives, "floor_s": round_.floor_s(chip),
+            "params": static.params, "cache": static.cache, "shortfall": static.shortfall(chip),
+        },
+        "compiled": None,
+    }  # fmt: skip
+
+
+def predict(
+    topology: Topology, job: plan.Job | plan.TrainJob, cell: dict, acceptance: Acceptance
+) -> dict:
+    """Returns the floor of a round's time, and tokens a second at most.
+
+    The floor is the analytic one, or what the compiled program's HBM bytes need if that is more.
+    Rates of a chain say nothing about a tree, whose tokens and speed are then None. Of a
+    training step nothing is predicted.
+
+    Args:
+      topology: The chips.
+      job: What is decoded, or trained.
+      cell: Of ``plan_cell``.
+      acceptance: Of a chain, or of the tree.
+    """
+    shortfall = (cell["compiled"] or cell["analytic"])["shortfall"]
+    fit = {"fits": shortfall == 0, "shortfall": shortfall}
+    if isinstance(job, plan.TrainJob):
+        return {"floor_s": None, "tokens": None, "tok_s": None} | fit
+    counted = (cell["compiled"] or {}).get("counted")
+    memory_s = counted["hbm_bytes"] / topology.chip.per_device.hbm_bytes_s if counted else 0.0
+    floor_s = max(cell["analytic"]["floor_s"], memory_s)
+    if job.tree is None:
+        tokens = acceptance.tokens(job.num_draft)[-1] if job.num_draft else 1.0
+    else:
+        levels = job.tree_shape.depth
+        tokens = acceptance.tokens(levels)[-1] if acceptance.tree else None
+    return {
+        "floor_s": floor_s, "tokens": tokens, "tok_s": tokens and job.batch * tokens / floor_s,
+    } | fit  # fmt: skip

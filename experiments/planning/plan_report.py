@@ -1,0 +1,170 @@
+"""The table and the plot of a plan."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+
+from experiments.run.plots import panels, whole_numbers
+from experiments.run.tables import table
+
+_HEADER = (
+    "topology", "mesh", "B", "S", "K", "fits", "GB", "cache GB", "temp GB", "copies", "collectives",
+    "coll. MB", "HBM GB", "of floor", "floor ms", "tok/s", "speed-up", "CPU s",
+)  # fmt: skip
+
+
+def _group(cell: dict) -> tuple:
+    return cell["topology"], cell["mesh"], cell["batch"], cell["slots"]
+
+
+def speedup(cell: dict, cells: Sequence[dict]) -> float | None:
+    """Returns the predicted speed over plain decoding's at the same place; None without one."""
+    if cell["tok_s"] is None:
+        return None
+    plain = next(c for c in cells if _group(c) == _group(cell) and c["k"] == 0)
+    return cell["tok_s"] / plain["tok_s"]
+
+
+def best(cells: Sequence[dict]) -> list[dict]:
+    """Returns the K with the highest predicted speed of every place, among those that fit.
+
+    A place where a speed is not predicted has none.
+    """
+    found = []
+    unknown = {_group(c) for c in cells if c["tok_s"] is None}
+    for group in dict.fromkeys(_group(c) for c in cells if _group(c) not in unknown):
+        fitting = [c for c in cells if _group(c) == group and c["fits"]]
+        names = dict(zip(("topology", "mesh", "batch", "slots"), group))
+        if not fitting:
+            found.append(names | {"k": None, "tok_s": 0.0, "speedup": 0.0})
+            continue
+        one = max(fitting, key=lambda c: c["tok_s"])
+        said = {"k": one["k"], "tok_s": one["tok_s"], "speedup": speedup(one, cells)}
+        found.append(names | said)
+    return found
+
+
+def _name(cell: dict) -> str:
+    what = f"K={cell['k']}" if cell["k"] else "plain" if cell["analytic"] else "training"
+    what += f" tree {cell['tree']}" if cell["tree"] else ""
+    return f"{cell['topology']} {cell['mesh']} B={cell['batch']} S={cell['slots']} {what}"
+
+
+def _by_kind(cell: dict) -> str:
+    kinds = cell["compiled"]["counted"]["collectives"].items()
+    return ", ".join(f"{n} {kind} of {size / 1e6:,.1f} MB" for kind, (n, size) in kinds) or \
+        "no collectives"  # fmt: skip
+
+
+def line(cell: dict) -> str:
+    """Returns one line on a cell."""
+    fit = "fits" if cell["fits"] else f"lacks {cell['shortfall'] / 1e9:.2f} GB a device"
+    speed = "" if cell["tok_s"] is None else f", at most {cell['tok_s']:,.0f} tokens a second"
+    return f"{_name(cell)}: {fit}{speed}"
+
+
+def _row(cell: dict, cells: Sequence[dict]) -> list[str]:
+    gb = lambda x: f"{x / 1e9:.2f}"
+    compiled, analytic = cell["compiled"], cell["analytic"]
+    fits = "yes" if cell["fits"] else f"lacks {gb(cell['shortfall'])}"
+    K = f"{cell['k']} ({cell['tree']})" if cell["tree"] else str(cell["k"])
+    row = [cell["topology"], cell["mesh"], str(cell["batch"]), str(cell["slots"]), K, fits]
+    counted = compiled and compiled["counted"]
+    needs = compiled["needs"] if compiled else None
+    total = needs["total"] if needs else analytic["params"] + analytic["cache"]
+    row += [gb(total), gb(analytic["cache"]) if analytic else "-"]
+    row.append(gb(needs["temporaries"]) if counted else "-")
+    if counted:
+        kinds = counted["collectives"].values()
+        row += [
+            str(len(counted["copies"])), str(sum(n for n, _ in kinds)),
+            f"{sum(size for _, size in kinds) / 1e6:.1f}", gb(counted["hbm_bytes"]),
+            f"{counted['hbm_bytes'] / analytic['hbm_bytes']:.3f}" if analytic else "-",
+        ]  # fmt: skip
+    else:
+        known = (str(analytic["collectives"]), gb(analytic["hbm_bytes"])) if analytic else "--"
+        row += ["-", known[0], "-", known[1], "-"]
+    row.append(f"{cell['floor_s'] * 1e3:.2f}" if analytic else "-")
+    is_predicted = cell["tok_s"] is not None
+    row += [f"{cell['tok_s']:,.0f}", f"{speedup(cell, cells):.2f}"] if is_predicted else ["-"] * 2
+    row.append(f"{compiled['cpu_s']:.0f}" if compiled else "-")
+    return row
+
+
+def text(result: dict, is_markdown: bool = False) -> str:
+    """Returns the table, the best K of every place, and what the figures are."""
+    cells, config = result["cells"], result["config"]
+    rows = [_row(cell, cells) for cell in cells]
+    is_training = config["program"] == "train"
+    about = [
+        f"{config['target']}, draft {config['draft'] or 'none'}, {config['dtype']}, acceptance "
+        f"{result['acceptance']['source']}", "",
+    ]  # fmt: skip
+    if is_training:
+        head = cells[0]["draft"]
+        what = f"the {head} head of {config['target']}" if head else config["target"]
+        how = ", fully sharded" if config["is_fully_sharded"] else ""
+        about = [f"One training step of {what}{how}", ""]
+    lines = [
+        *about,
+        table(_HEADER, rows, numbers=_HEADER[2:5] + _HEADER[6:], is_markdown=is_markdown), "",
+    ]  # fmt: skip
+    counted = [cell for cell in cells if cell["compiled"] and cell["compiled"]["counted"]]
+    lines += [f"{_name(cell)}: {_by_kind(cell)}" for cell in counted] + [""] * bool(counted)
+    for one in result["best"]:
+        where = f"{one['topology']} {one['mesh']} B={one['batch']} S={one['slots']}"
+        if one["k"] is None:
+            said = "nothing fits"
+        elif one["k"] == 0:
+            said = f"speculation does not pay: plain decoding, at most {one['tok_s']:,.0f} tokens/s"
+        else:
+            said = f"best K = {one['k']}: {one['speedup']:.2f} times plain, at most " \
+                f"{one['tok_s']:,.0f} tokens/s"  # fmt: skip
+        lines.append(f"{where}: {said}")
+    if any(cell["tree"] and cell["tok_s"] is None for cell in cells):
+        lines.append(
+            "A tree's speed is not predicted: acceptance by position is that of a chain, and "
+            "none of this tree's was measured. Its floor and its counts stand above."
+        )
+    if is_training:
+        lines.append(
+            "Bytes are of one device, collectives and HBM bytes of one step. S is the length of a "
+            "window. No floor of a step's time is modelled."
+        )
+    else:
+        lines += [
+            "", "Bytes are of one device, collectives and HBM bytes of one round. Times are floors "
+            "at the chip's published peaks: no measurement, and no program reaches them.",
+        ]  # fmt: skip
+    peak = result["peak_memory_bytes"]
+    said = "not known, since this system does not tell it" if peak is None else (
+        f"{peak / 1e9:.2f} GB"
+    )  # fmt: skip
+    lines.append(f"Peak memory of the planner: {said}.")
+    return "\n".join(lines)
+
+
+def plot(path: pathlib.Path, cells: Sequence[dict]) -> None:
+    """Draws the predicted speed-up over the batch, one panel for each topology and context.
+
+    Above the dotted line speculation pays. Open marks do not fit. Trees without a prediction are
+    left out.
+    """
+    cells = [c for c in cells if c["tok_s"] is not None]
+    places = list(dict.fromkeys((c["topology"], c["slots"]) for c in cells))
+    size = (1.2 + 4.3 * len(places), 4.6)
+    with panels(path, len(places), size, sharey=True) as axes:
+        for axis, (topology, slots) in zip(axes, places):
+            here = [c for c in cells if (c["topology"], c["slots"]) == (topology, slots)]
+            axis.axhline(1, color="0.45", linewidth=1, linestyle=":", label="plain decoding")
+            for k in sorted({c["k"] for c in here} - {0}):
+                points = [(c["batch"], speedup(c, cells), c["fits"]) for c in here if c["k"] == k]
+                points.sort()
+                (drawn,) = axis.plot([p[0] for p in points], [p[1] for p in points], label=f"K={k}")
+                for batch, value, fits in points:
+                    fill = drawn.get_color() if fits else "none"
+                    axis.plot(batch, value, "o", color=drawn.get_color(), markerfacecolor=fill)
+            axis.set(title=f"{topology}, S={slots}", xlabel="rows (batch)")
+            whole_numbers(axis, {c["batch"] for c in here})
+        axes[0].set_ylabel("predicted speed-up, a ratio of floors")

@@ -1,0 +1,1 @@
+"""Flags, folders, tables and journals that every experiment has."""

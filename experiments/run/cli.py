@@ -1,0 +1,262 @@
+"""What the mains share: typed flags, checks of configs, one-line errors, folders of runs."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import json
+import operator
+import os
+import pathlib
+import re
+import shlex
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from absl import app, flags, logging
+from ml_collections import ConfigDict, config_flags
+
+from experiments.run import config_help, distributed
+from spec_jax import compilation, processes
+from spec_jax.errors import ConfigError, SpecJaxError, did_you_mean
+
+flags.disclaim_key_flags()  # what is defined here counts as the main module's, for --help
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+_config_files: dict[str, str] = {}  # of the main module, for --help
+
+
+def define_flags(default: types.ModuleType, workdir: str) -> tuple[flags.FlagHolder, ...]:
+    """Defines ``--config``, each value of which is a flag too, and ``--workdir``.
+
+    Args:
+      default: The module of ``configs/`` that is used unless ``--config`` names another file.
+      workdir: The help text of ``--workdir``.
+
+    Returns:
+      The two flags.
+    """
+    text = "Config file; each of its values is a typed flag, --config.KEY=VALUE."
+    _config_files["default"] = default.__file__
+    distributed.define_flags()
+    with _errors_in_one_line():  # the overrides of the command line are looked up here
+        config = config_flags.DEFINE_config_file("config", default.__file__, text)
+    return config, flags.DEFINE_string("workdir", None, workdir)
+
+
+def run(main: Callable[[], int | None]) -> None:
+    """Parses the flags, calls ``main`` and exits; bad input ends in one line and exit code 2.
+
+    ``--help`` prints what the experiment does, its flags, and the keys of its config.
+    """
+    if {"--help", "-h", "--helpfull", "--helpshort"} & set(sys.argv[1:]):
+        with _errors_in_one_line():
+            print(config_help.text(sys.modules["__main__"], sys.argv, _config_files.get("default")))
+        sys.exit(0)
+
+    def guarded(argv) -> int:
+        try:
+            if len(argv) > 1:
+                raise ConfigError(f"unexpected argument {argv[1]!r}; values are --config.KEY=VALUE")
+            if not flags.FLAGS["verbosity"].present:
+                logging.set_verbosity(logging.WARNING)  # jax names every back end that is missing
+            with distributed.running():
+                return main() or 0
+        except SpecJaxError as error:
+            return _fail(error)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 130
+
+    app.run(guarded, flags_parser=_parse_flags)
+
+
+def _fail(error) -> int:
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2
+
+
+def _parse_flags(argv: list[str]) -> list[str]:
+    with _errors_in_one_line():
+        arguments = flags.FLAGS(argv)
+        if "config" in flags.FLAGS:
+            flags.FLAGS["config"].value.keys()  # a file that cannot be loaded raises only here
+        return arguments
+
+
+@contextlib.contextmanager
+def _errors_in_one_line():
+    try:
+        yield
+    except (AttributeError, KeyError) as error:  # how ml_collections reports an unknown key
+        key, close = re.search(r"\w+", str(error)), re.search(r'Did you mean "(\w+)', str(error))
+        hint = f" (did you mean {close[1]}?)" if close else ""
+        sys.exit(_fail(f"the config has no key {key[0]!r}{hint}; --help lists its keys"))
+    except (flags.Error, OSError, SyntaxError, TypeError, ValueError) as error:
+        text = re.sub(r"invalid literal for int.*", "expected an integer", str(error))
+        sys.exit(_fail(re.sub(r"could not convert string.*", "expected a number", text)))
+
+
+def _names(config: ConfigDict, prefix: str = "") -> list[str]:
+    nested = lambda key: isinstance(config.get(key), ConfigDict)
+    return [
+        name
+        for key in config
+        for name in (
+            _names(config[key], f"{prefix}{key}.") if nested(key) else [f"{prefix}{key}"]
+        )
+    ]
+
+
+def _unknown(key: str, known: Sequence[str]) -> str:
+    return f"the config has no key {key!r}{did_you_mean(key, known)}; its keys: {', '.join(known)}"
+
+
+def check_keys(config: ConfigDict, default: ConfigDict) -> None:
+    """Raises ConfigError unless a config file has exactly the keys of the default one."""
+    have, known = _names(config), _names(default)
+    for key in have:
+        if key not in known:
+            raise ConfigError(_unknown(key, known))
+    missing = [key for key in known if key not in have]
+    if missing:
+        raise ConfigError(f"the config lacks {', '.join(missing)}")
+
+
+def require(is_ok: bool, config: ConfigDict, name: str, expected: str) -> None:
+    """Raises ConfigError, with the name and the value of a key, unless the check has passed.
+
+    Args:
+      is_ok: The outcome of the check.
+      config: The config that was checked.
+      name: The key, with dots for those of nested configs.
+      expected: What the value should have been.
+    """
+    if not is_ok:
+        value = functools.reduce(operator.getitem, name.split("."), config)
+        raise ConfigError(f"{name} is {value!r}; expected {expected}")
+
+
+def require_positive(config: ConfigDict, names: str, prefix: str = "") -> None:
+    """Raises ConfigError unless the keys ``names``, in one string, are integers of 1 or more."""
+    for name in names.split():
+        section = config[prefix] if prefix else config
+        full = f"{prefix}.{name}" if prefix else name
+        require(section[name] >= 1, config, full, "a positive integer")
+
+
+def check_same(saved: Mapping, config: Mapping, free: Sequence[str] = ()) -> None:
+    """Raises ConfigError if a run's saved config differs from this one, except in ``free`` keys."""
+    changed = _changes({k: saved.get(k) for k in config if k not in free},
+                       {k: x for k, x in config.items() if k not in free})  # fmt: skip
+    if changed:
+        name, (before, now) = next(iter(changed.items()))
+        raise ConfigError(
+            f"the work directory holds a run with other values of {', '.join(changed)} "
+            f"({name} was {before!r}, not {now!r}); expected the same config or an empty "
+            "directory"
+        )
+
+
+def _changes(before: Mapping, now: Mapping, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Returns the two values of each key that differs, those of sections by their full names."""
+    found = {}
+    for key in dict.fromkeys((*now, *before)):
+        pair = before.get(key), now.get(key)
+        if all(isinstance(x, Mapping) for x in pair):
+            found |= _changes(*pair, f"{prefix}{key}.")
+        elif pair[0] != pair[1]:
+            found[f"{prefix}{key}"] = pair
+    return found
+
+
+def read_saved(path: pathlib.Path) -> Mapping[str, Any]:
+    """Reads an object that a run has saved, such as its config.json.
+
+    Raises:
+      ConfigError: The file is missing or damaged.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+        fault = "it holds no object"
+    except (OSError, ValueError) as error:
+        fault = str(error)
+    raise ConfigError(
+        f"{path} cannot be read ({fault}); the run needs it to go on: put it back, or name another "
+        "--workdir"
+    )
+
+
+def enable_compilation_cache() -> None:
+    """Keeps compiled programs in the user's cache directory, one folder for each jax version.
+
+    ``JAX_COMPILATION_CACHE_DIR`` sets another directory, ``XDG_CACHE_HOME`` its parent.
+    """
+    root = os.environ.get("XDG_CACHE_HOME")
+    if root and jax.config.jax_compilation_cache_dir is None:
+        path = pathlib.Path(root) / "spec_jax" / f"jax-{jax.__version__}"
+        compilation.enable_compilation_cache(path)
+    else:
+        compilation.enable_compilation_cache()
+
+
+def command(experiment: str) -> str:
+    """Returns the command line of this run, for its report."""
+    return shlex.join(["python", "-m", f"experiments.{experiment}", *sys.argv[1:]])
+
+
+def make_workdir(experiment: str, workdir: str | pathlib.Path | None) -> pathlib.Path:
+    """Makes the folder of a run, which may hold a run of this experiment already.
+
+    Args:
+      experiment: The experiment's name.
+      workdir: The folder; by default runs/EXPERIMENT/TIME.
+
+    Raises:
+      ConfigError: The folder cannot be made, or holds a run of another experiment.
+    """
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    folder = pathlib.Path(processes.from_writer(str(workdir or f"runs/{experiment}/{stamp}")))
+    if not processes.is_writer():
+        return folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the folder {folder} cannot be made: {error}") from error
+    holder = _holder(folder)
+    if holder not in (None, experiment):
+        raise ConfigError(f"{folder} holds a run of experiments.{holder}; name another --workdir")
+    return folder
+
+
+def _holder(folder: pathlib.Path) -> str | None:
+    """The experiment that has begun a run in a folder; None if none has, or it did not say."""
+    path = folder / "environment.json"
+    return read_saved(path).get("experiment") if path.exists() else None
+
+
+def open_workdir(experiment: str, workdir: str | pathlib.Path | None) -> pathlib.Path:
+    """Makes the folder of a run that cannot be continued; it must not hold another run.
+
+    One of the same experiment that has reported nothing yet is begun anew.
+
+    Args:
+      experiment: The experiment's name.
+      workdir: The folder; by default runs/EXPERIMENT/TIME.
+
+    Raises:
+      ConfigError: The folder cannot be made, or holds another run.
+    """
+    folder = make_workdir(experiment, workdir)
+    if not processes.is_writer():
+        return folder
+    if (folder / "report.json").exists():
+        raise ConfigError(f"{folder} holds the report of another run; name another --workdir")
+    if (folder / "config.json").exists() and _holder(folder) != experiment:
+        raise ConfigError(f"{folder} holds the config.json of another run; name another --workdir")
+    return folder

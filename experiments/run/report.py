@@ -1,0 +1,185 @@
+"""The files that every run leaves, and what its report holds: environment, models, machine."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import pathlib
+import platform
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+import jax
+
+import spec_jax
+from experiments.run import cli
+from spec_jax import processes
+from spec_jax.loading import LoadedHead, LoadedModel
+from spec_jax.models import files
+
+FILES = ("config.json", "environment.json", "report.json", "report.md")  # of every run
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "safetensors")
+
+
+def begin(experiment: str, folder: pathlib.Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes config.json and environment.json of a run that begins.
+
+    Args:
+      experiment: The experiment's name.
+      folder: The folder of the run.
+      config: The resolved config, or the values of the flags.
+
+    Returns:
+      What every report.json begins with: "command", "config", "environment".
+    """
+    if processes.is_writer():
+        folder.mkdir(parents=True, exist_ok=True)
+    found = {"experiment": experiment, **environment()}  # cli.make_workdir reads whose folder it is
+    head = {"command": cli.command(experiment), "config": config, "environment": found}
+    write_json(folder / "environment.json", found)
+    write_json(folder / "config.json", config)
+    return head
+
+
+def finish(folder: pathlib.Path, rep: Mapping[str, Any], text: str) -> None:
+    """Writes report.json and report.md; also of a run that goes on, after each of its parts.
+
+    Args:
+      folder: The folder of the run.
+      rep: What ``begin`` returned, and what the experiment has found.
+      text: The report as Markdown, see ``document``.
+    """
+    write_json(folder / "report.json", rep)
+    write_text(folder / "report.md", text)
+
+
+def document(title: str, rep: Mapping[str, Any], *blocks: str) -> str:
+    """Returns report.md: the title, the command, blocks of Markdown, and the machine.
+
+    Args:
+      title: The heading.
+      rep: What ``begin`` returned, at least.
+      *blocks: Paragraphs, lists and tables, between which empty lines are put.
+    """
+    env = rep["environment"]
+    about = [
+        f"- machine: {describe_machine(env)}",
+        f"- {', '.join(f'{name} {env[name]}' for name in ('spec_jax', 'python', *PACKAGES))}",
+    ]
+    head = f"# {title}\n\n`{rep['command']}`, {env['time']}"
+    return "\n\n".join([head, *blocks, "\n".join(about)]) + "\n"
+
+
+def environment() -> dict[str, Any]:
+    """Returns versions, devices and machine, as this process sees them."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return {
+        "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "spec_jax": spec_jax.__version__,
+        **{name: metadata.version(name) for name in PACKAGES},
+        "backend": jax.default_backend(),
+        "devices": [str(device.device_kind) for device in jax.devices()],
+        "cpu_model": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
+        "load_1min": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        return next(named)
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+    """Replaces the whole file at once; NaN is written as null. Of several processes one writes."""
+    if processes.is_writer():
+        files.write_json(path, plain(value))
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+    """Replaces the whole file at once. Of several processes one writes."""
+    if processes.is_writer():
+        files.write_text(path, text)
+
+
+def plain(value: Any) -> Any:
+    """Returns a value as JSON holds it: keys are strings, NaN and infinities are None."""
+    if isinstance(value, dict):
+        return {str(key): plain(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def facts(model: LoadedModel | LoadedHead, dtype: str) -> dict[str, Any]:
+    """Returns a model or a head for ``report["models"]``."""
+    known = {
+        "name": model.name, "parameters": model.num_params, "dtype": dtype,
+        "notes": list(getattr(model, "notes", ())),  # how an ambiguous checkpoint was read
+    }  # fmt: skip
+    if isinstance(model, LoadedModel):
+        config, layers = model.config, model.config.num_hidden_layers
+        known["max_length"] = model.model.max_length
+    else:
+        layers, known["taps"] = getattr(model.config, "num_modules", 1), list(model.config.taps)
+        config = getattr(model.config, "layer", None)
+        if config is None:  # a kind of head of the user's own
+            return known
+    return known | {
+        "layers": layers, "width": config.hidden_size, "vocabulary": config.vocab_size
+    }
+
+
+def load_note(env: dict) -> list[str]:
+    """Returns a sentence for the notes if the machine was busy when the run began."""
+    if not env["load_1min"] or env["load_1min"] <= env["cores"] / 2:
+        return []
+    return [
+        f"the machine was busy at the start (load {env['load_1min']:g} on {env['cores']} cores): "
+        "trust ratios more than times, and measure again on a quiet one"
+    ]
+
+
+def mesh_lines(mesh: dict | None) -> list[str]:
+    """Returns sentences on the mesh of ``MeshOptions.facts``; none without one."""
+    if mesh is None:
+        return []
+    axes = ",".join(f"{name}:{size}" for name, size in mesh["axes"].items())
+    drafts = ", drafts whole on each" if mesh["is_draft_replicated"] else ""
+    return [f"mesh {axes} of {len(mesh['devices'])} devices{drafts}", *mesh["kept_whole"]]
+
+
+def names_of(paths: Sequence[str]) -> list[str]:
+    """Returns a short name of each draft, another one for each: of runs/mine/export, "mine"."""
+    parts = [[x for x in pathlib.PurePath(path).parts if x != "/"] for path in paths]
+    parts = [p[:-1] if len(p) > 1 and p[-1] == "export" else p for p in parts]
+    whole = [p[:1] == ["zoo"] for p in parts]
+    for length in range(1, 1 + max(map(len, parts), default=0)):
+        found = ["/".join(p if is_zoo else p[-length:]) for p, is_zoo in zip(parts, whole)]
+        if len(set(found)) == len(set(paths)):
+            return found
+    return list(paths)
+
+
+def describe_model(model: dict) -> str:
+    """Returns one line: name, size, shape."""
+    size = model["parameters"]
+    size = f"{size / 1e6:.2f}M" if size < 1e8 else f"{size / 1e9:.2f}B"
+    shape = [f"{key} {model[key]}" for key in ("layers", "width", "vocabulary") if key in model]
+    return f"{model['name']}: {', '.join([f'{size} parameters', *shape, model['dtype']])}"
+
+
+def describe_machine(env: dict) -> str:
+    """Returns one line: devices, processor, cores, operating system."""
+    host = f"{env['cpu_model']}, {env['cores']} cores, {env['platform']}"
+    if env["backend"] == "cpu":
+        return host
+    return f"{len(env['devices'])} x {', '.join(sorted(set(env['devices'])))} on {host}"

@@ -1,0 +1,279 @@
+"""The text that the training experiments read: packed, split, and accounted for."""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from experiments.comparison.prompts import fit, load_prompts, room_for_prompt
+from experiments.run import cli
+from spec_jax import processes
+from spec_jax.data import packed, python_source
+from spec_jax.data.batches import Corpus
+from spec_jax.data.conversations import Encoder, read_documents
+from spec_jax.data.records import Text, read_records
+from spec_jax.data.splits import SPLITS, HeldOut
+from spec_jax.errors import ConfigError
+from spec_jax.loading import LoadedHead, LoadedModel
+from spec_jax.models import files
+from spec_jax.models.tokenizer import Tokenizer
+
+STDLIB = "stdlib"
+_REASONS = {  # of what is left out, by the names in a corpus' counts
+    "no_answer": "conversations without an answer",
+    "empty": "empty texts",
+    "refused": "conversations that the chat template refuses",
+    "messages_after_the_last_answer": "messages after the last answer",
+    "faults": "responses that ended with a fault",
+    "duplicates": "files that occur twice",
+    "not_code": "files that are no code",
+    "tests": "test files beyond data.tests_share",
+    "too_long": "documents longer than data.max_length",
+}
+
+
+def validate(config: ConfigDict) -> None:
+    """Raises ConfigError if a value of ``config.data`` is out of range."""
+    data = config.data
+    for name, ok, expected in (
+        ("tests_share", 0 <= data.tests_share <= 1, "a number in [0, 1]"),
+        ("held_out_share", 0 < data.held_out_share < 1, "a number above 0 and below 1"),
+        ("max_length", data.max_length == 0 or data.max_length >= 2, "0 (no limit), or 2 or more"),
+    ):
+        cli.require(ok, config, f"data.{name}", expected)
+
+
+def texts_of(data: ConfigDict) -> Iterator[str]:
+    """Yields the texts of ``data.text`` that are trained on, for training a tokenizer."""
+    if data.text == STDLIB:
+        for _, text in python_source.documents("train", tests_share=data.tests_share):
+            yield text
+        return
+    held_out = HeldOut.of(_records(data), data.held_out_share)
+    for record in _records(data):
+        part = held_out.part(record, "train")
+        if isinstance(part, Text):
+            yield part.text
+        elif part is not None:
+            yield "\n".join(message["content"] or "" for message in part.messages)
+
+
+def load(data: ConfigDict, tokenizer: Tokenizer, folder: pathlib.Path) -> tuple[Corpus, Corpus]:
+    """Returns the text to train on and the held-out text.
+
+    Args:
+      data: ``text`` names the sources: "stdlib", or files and folders separated by commas. See
+        ``configs/train_head_default.py`` for the other keys.
+      tokenizer: The tokenizer, with its chat template.
+      folder: The folder for packed documents; those that it has are not packed again.
+
+    Raises:
+      ConfigError: A file that cannot be read, another vocabulary, or a split without text.
+    """
+    if data.text == STDLIB:
+        return tuple(_of_library(split, data, tokenizer) for split in SPLITS)
+    about = {
+        "paths": _paths(data), "held_out_share": data.held_out_share,
+        "max_length": data.max_length,
+    }  # fmt: skip
+    found = [_load_packed(folder, split, tokenizer, about) for split in SPLITS]
+    if not processes.from_writer(None not in found):
+        files.write_once(lambda: _pack(data, tokenizer, folder, about))
+        found = [packed.load_packed(folder, split, tokenizer) for split in SPLITS]
+    return tuple(_of_packed(f"{data.text} ({split})", x) for split, x in zip(SPLITS, found))
+
+
+def _of_packed(name: str, found: packed.Packed) -> Corpus:
+    info = found.info
+    notes = [info["split"], *(f"the first refusal: {text}" for text in info["refusals"])]
+    return Corpus(
+        name, found.tokens, found.mask, found.starts, info["counts"], tuple(filter(None, notes))
+    )
+
+
+def _of_library(split: str, data: ConfigDict, tokenizer: Tokenizer) -> Corpus:
+    counts = collections.Counter()
+    options = {"tests_share": data.tests_share} if split == "train" else {}
+    found = python_source.documents(split, counts=counts, **options)
+    name = "the library's source" if split == "train" else "its held-out modules"
+    return Corpus.of_documents(name, tokenizer, found, counts)
+
+
+def _paths(data: ConfigDict) -> list[str]:
+    return [path.strip() for path in data.text.split(",")]
+
+
+def _records(data: ConfigDict) -> Iterator:
+    return (record for path in _paths(data) for record in read_records(path))
+
+
+def _load_packed(folder, split, tokenizer, about) -> packed.Packed | None:
+    try:
+        found = packed.load_packed(folder, split, tokenizer)
+    except ConfigError:
+        return None
+    return found if {name: found.info.get(name) for name in about} == about else None
+
+
+def _pack(data: ConfigDict, tokenizer: Tokenizer, folder: pathlib.Path, about: dict) -> None:
+    """Packs both splits. Of several processes the first one does, and all read its files."""
+    held_out, encoder = HeldOut.of(_records(data), data.held_out_share), Encoder(tokenizer)
+    for split in SPLITS:
+        counts, refusals = collections.Counter(), []
+        documents = read_documents(
+            about["paths"], encoder, split=split, held_out=held_out, counts=counts,
+            max_length=data.max_length or None, is_strict=False, refusals=refusals,
+        )  # fmt: skip
+        print(f"packing {data.text} for {split}", flush=True)
+        made = {"split": held_out.note if split == "held_out" else "", "refusals": refusals}
+        packed.write_packed(
+            folder, split, documents, tokenizer, sources=about["paths"], counts=counts,
+            about=about | made,
+        )  # fmt: skip
+
+
+def check_held_out(corpus: Corpus, length: int, data: ConfigDict, name: str = "length") -> None:
+    """Checks that a held-out text has a window.
+
+    Args:
+      corpus: The held-out text.
+      length: The tokens of a window.
+      data: The config's ``data``.
+      name: The key that the window's length comes from.
+
+    Raises:
+      ConfigError: The text is shorter.
+    """
+    if corpus.num_windows(length) == 0:
+        split = "" if data.text == STDLIB else (
+            f"raise data.held_out_share, now {data.held_out_share}, "
+        )  # fmt: skip
+        raise ConfigError(
+            f"{corpus.name} has {len(corpus.tokens)} tokens; expected at least {length}, a window: "
+            f"give more text, {split}or lower {name}"
+        )
+
+
+def held_out_prompts(corpus: Corpus, n: int, length: int) -> list[list[int]]:
+    """Takes prompts from a held-out text, at even distances.
+
+    A prompt of a conversation ends where an answer of the assistant begins, a prompt of a text
+    anywhere; both begin with their document or ``length`` tokens before. Every prompt is another
+    place.
+
+    Args:
+      corpus: A text whose documents are known.
+      n: The number of prompts; fewer if the text has fewer places.
+      length: The maximum tokens of a prompt.
+
+    Returns:
+      The ids of each prompt.
+    """
+    starts = np.asarray([0, len(corpus.tokens)]) if corpus.starts is None else corpus.starts
+    places = []
+    for begin, end in zip(starts[:-1].tolist(), starts[1:].tolist()):
+        mask = np.ones(end - begin, bool)
+        if corpus.mask is not None:
+            mask = np.asarray(corpus.mask[begin:end])
+        if mask.all():
+            ends = range(begin + length, end, length) if end - begin > length else [
+                begin + (end - begin + 1) // 2
+            ]  # fmt: skip
+        else:
+            ends = (begin + 1 + np.flatnonzero(mask[1:] & ~mask[:-1])).tolist()
+        places += [(max(begin, at - length), at) for at in ends]
+    n = min(n, len(places))
+    chosen = [places[i * len(places) // n] for i in range(n)]
+    return [np.asarray(corpus.tokens[begin:end]).tolist() for begin, end in chosen]
+
+
+def prompts(
+    corpus: Corpus, data: ConfigDict, models: Sequence[LoadedModel | LoadedHead], *, path: str = "",
+    num_prompts: int, prompt_tokens: int, max_new_tokens: int,
+) -> list[list[int]]:
+    """Returns the prompts that a draft is measured on while it is trained.
+
+    Args:
+      corpus: The held-out text.
+      data: The config's ``data``.
+      models: The target, then the draft.
+      path: A file of prompts. "" means prompts of the held-out text, see ``held_out_prompts``, or
+        functions of the library's held-out modules.
+      num_prompts: Their number; fewer if the held-out text has fewer places.
+      prompt_tokens: The maximum tokens of a prompt of the held-out text.
+      max_new_tokens: The tokens that will follow a prompt.
+
+    Raises:
+      ConfigError: A file that cannot be read, or no room for a prompt.
+    """  # fmt: skip
+    if path or data.text == STDLIB:
+        notes: list[str] = []
+        found = load_prompts(path, num_prompts, 0, notes)
+        for note in notes:
+            print(note, flush=True)
+        return fit(found, models, max_new_tokens, None)[0]
+    room = room_for_prompt(models, max_new_tokens, prompt_tokens)
+    return held_out_prompts(corpus, num_prompts, room)
+
+
+def fingerprint(texts: Sequence[Corpus]) -> dict[str, Any]:
+    """Returns checksums of training texts; a resumed run must have the same.
+
+    Raises:
+      ConfigError: Another process has other texts.
+    """
+    crc = lambda x: 0 if x is None else zlib.crc32(np.ascontiguousarray(x))
+    of = lambda text: [text.name, len(text.tokens), crc(text.tokens), crc(text.mask)]
+    found = [of(text) for text in texts]
+    processes.check_same({name: rest for name, *rest in found})
+    return {"data": found}
+
+
+def usage(corpus: Corpus, length: int) -> dict[str, Any]:
+    """Returns what of a text is used in windows, and what is left out and why, for a report.
+
+    Args:
+      corpus: The text.
+      length: The tokens of a window.
+    """
+    count, counts = corpus.num_windows(length), corpus.counts
+    used = count * length
+    mask = np.ones(used, bool) if corpus.mask is None else corpus.mask[:used]
+    left_out = {name: counts[name] for name in _REASONS if counts.get(name)}
+    too_long = counts.get("too_long_tokens", 0)
+    return {
+        "name": corpus.name,
+        "documents": counts.get("documents"),
+        "tokens_read": len(corpus.tokens) + too_long,
+        "tokens_used": used,
+        "tokens_predicted": int(np.sum(mask)),
+        "tokens_left_out": {
+            "short tail": len(corpus.tokens) - used, **({"too long": too_long} if too_long else {}),
+        },
+        "windows": count,
+        "window_tokens": length,
+        "left_out": left_out,
+        "notes": list(corpus.notes),
+    }  # fmt: skip
+
+
+def usage_lines(found: dict[str, Any]) -> list[str]:
+    """Returns sentences on the usage of a text, for the log."""
+    known = [] if found["documents"] is None else [f"documents {found['documents']:,}"]
+    known += [
+        f"tokens read {found['tokens_read']:,}",
+        f"used {found['tokens_used']:,} in {found['windows']:,} windows of "
+        f"{found['window_tokens']} ({found['tokens_predicted']:,} to predict)",
+        f"left over at the end {found['tokens_left_out']['short tail']:,}",
+    ]
+    lines = [f"{found['name']}: {', '.join(known)}"]
+    reasons = [f"{_REASONS[name]} {count:,}" for name, count in found["left_out"].items()]
+    if "too long" in found["tokens_left_out"]:
+        reasons.append(f"their tokens {found['tokens_left_out']['too long']:,}")
+    return lines + [f"left out: {', '.join(reasons)}" for _ in reasons[:1]] + found["notes"]

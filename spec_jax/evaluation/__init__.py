@@ -1,0 +1,1 @@
+"""Comparisons of drafters with plain decoding, for notebooks and experiments."""

@@ -1,0 +1,211 @@
+"""What the passes of a round cost, and the speed-up that costs and acceptance predict."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from spec_jax.engine import stats
+from spec_jax.evaluation.passes import ITERATIONS, can_time, round_timer
+from spec_jax.evaluation.timing import Timer, interleave
+from spec_jax.loading import LoadedHead, LoadedModel
+
+REPEATS = 9
+TARGET = "target"
+
+
+class Passes(NamedTuple):
+    """Passes of a round that are timed in one loop, see ``passes.round_timer``.
+
+    Attributes:
+      method: What drafts; ``TARGET`` if nothing does.
+      k: Drafted tokens per round: the target is fed k + 1 tokens per row.
+      num_passes: Passes of the draft.
+    """
+
+    method: str
+    k: int
+    num_passes: int = 0
+
+    def __str__(self) -> str:
+        target = f"target pass of {self.k + 1} tokens"
+        if not self.num_passes:
+            return target
+        passes = "first pass" if self.num_passes == 1 else f"{self.num_passes} passes"
+        return f"{target} and {passes} of {self.method}"
+
+
+def timer_makers(
+    target: LoadedModel, drafts: Mapping[str, LoadedModel | LoadedHead],
+    ks: Mapping[str, Collection[int]], slots: int, batch: int, iterations: int = ITERATIONS,
+) -> dict[Passes, Callable[[], Timer]]:
+    """Returns functions that compile the timers that ``Costs.measure`` takes.
+
+    Args:
+      target: The target.
+      drafts: What drafts, by method; those whose passes cannot be timed are left out.
+      ks: Drafted tokens per round, by method, those that draft without a pass too.
+      slots: The slots of the caches.
+      batch: B, rows.
+      iterations: The number of rounds in a timed call.
+    """
+    wanted = [Passes(TARGET, k) for k in sorted({0}.union(*ks.values()))]
+    timed = {method: draft for method, draft in drafts.items() if can_time(draft, target)}
+    for method, draft in timed.items():
+        own = sorted(set(ks.get(method, ())) - {0})
+        # The first pass of a draft model is the same for every K; a head's feeds K + 1 pairs.
+        first = own[-1:] if isinstance(draft, LoadedModel) else own
+        wanted += [Passes(method, k, 1) for k in first]
+        wanted += [Passes(method, k, max(k, 2)) for k in own[-1:]]
+    return {
+        what: functools.partial(
+            round_timer, target, timed.get(what.method), what.k, what.num_passes, slots, batch,
+            iterations,
+        )
+        for what in wanted
+    }
+
+
+class Costs(NamedTuple):
+    """Costs of passes that were measured together.
+
+    The cost of a draft's pass is what it adds to a loop of the passes before it in a round. In a
+    loop of its own a small model would cost less: there it finds its weights in the processor's
+    caches, from which the target's drive them out in a round.
+
+    A difference is told from 0 if it is above 0 in three of four turns. Where that of the first
+    pass of a round, or of those after it, is not, all passes of the round are taken to cost the
+    same, which their sum tells.
+
+    Attributes:
+      plain_ms: Milliseconds of a target pass of one token per row.
+      draft_ms: Milliseconds of a draft pass of one token per row, after the first of a round, by
+        method.
+      verify_ms: Milliseconds of a target pass by its width, with that of width 1.
+      slots: The slots of the caches.
+      batch: The number of rows.
+      first_ms: Milliseconds of the first pass of a round of k drafts, by method and k: of a head,
+        the refresh.
+      untold: Passes whose cost is not told from 0, by method: k of a first one, 0 for the others.
+    """
+
+    plain_ms: float
+    draft_ms: dict[str, float]
+    verify_ms: dict[int, float]
+    slots: int
+    batch: int
+    first_ms: dict[str, dict[int, float]] | None = None
+    untold: dict[str, list[int]] | None = None
+
+    @classmethod
+    def measure(
+        cls, timers: Mapping[Passes, Timer], *, slots: int, batch: int, repeats: int = REPEATS
+    ) -> Costs:
+        """Runs timers in turns.
+
+        Args:
+          timers: The timers of ``timer_makers``.
+          slots: The slots of the caches.
+          batch: The number of rows.
+          repeats: The number of turns.
+        """
+        return cls.of_times(interleave(timers, repeats), slots=slots, batch=batch)
+
+    @classmethod
+    def of_times(cls, times: Mapping[Passes, np.ndarray], *, slots: int, batch: int) -> Costs:
+        """Returns the costs that times in milliseconds, of interleaved repeats, tell."""
+        verify_ms = {what.k + 1: float(np.median(times[what])) for what in sorted(times)
+                     if not what.num_passes}  # fmt: skip
+        first, later = {}, {}  # by method and k; what passes add turn by turn, as drift meets both
+        for what in sorted(times):
+            method, k, num_passes = what
+            if num_passes == 1:
+                first[method, k] = times[what] - times[Passes(TARGET, k)]
+            elif num_passes:
+                later[method, k] = (times[what] - times[Passes(method, k, 1)]) / (num_passes - 1)
+                if not (_is_told(first[method, k]) and _is_told(later[method, k])):
+                    mean = (times[what] - times[Passes(TARGET, k)]) / num_passes
+                    first[method, k] = later[method, k] = mean
+        first_ms: dict[str, dict[int, float]] = {}
+        for (method, k), ms in first.items():
+            first_ms.setdefault(method, {})[k] = _cost(ms)
+        untold: dict[str, list[int]] = {}
+        passes = [((method, 0), ms) for (method, _), ms in later.items()]
+        for (method, k), ms in [*passes, *first.items()]:
+            if not _is_told(ms):
+                untold.setdefault(method, []).append(k)
+        draft_ms = {method: _cost(ms) for (method, _), ms in later.items()}
+        return cls(verify_ms[1], draft_ms, verify_ms, slots, batch, first_ms, untold)
+
+    def is_told(self, method: str) -> bool:
+        """Returns whether the cost of a method's passes after the first is told from 0."""
+        return 0 not in (self.untold or {}).get(method, ())
+
+    def draft_cost(self, method: str, k: int = 0) -> float:
+        """Returns the cost of one drafted token in plain passes; NaN if it was not measured.
+
+        Args:
+          method: What drafts. Copied tokens count as free.
+          k: Drafted tokens per round: the mean of them, of which the first takes a wider pass,
+            linear between the ks that were measured; 0: the cost of the other passes.
+        """
+        if method in ("ngram", "suffix"):
+            return 0.0
+        pass_ms = self.draft_ms.get(method, float("nan"))
+        first_ms = (self.first_ms or {}).get(method)
+        if k and first_ms:
+            pass_ms += (_between(first_ms, k) - pass_ms) / k
+        return pass_ms / self.plain_ms
+
+    def verify_cost(self, k: int) -> float:
+        """Returns the cost of a pass of k + 1 tokens in plain passes; linear between widths."""
+        return _between(self.verify_ms, k + 1) / self.plain_ms
+
+
+def _is_told(added_ms: np.ndarray) -> bool:
+    return bool(np.quantile(added_ms, 0.25) > 0)
+
+
+def _cost(added_ms: np.ndarray) -> float:
+    return max(float(np.median(added_ms)), 0.0)
+
+
+def _between(measured: Mapping[int, float], size: int) -> float:
+    times = {int(key): ms for key, ms in measured.items()}  # as text in a report
+    sizes = sorted(times)
+    return float(np.interp(size, sizes, [times[key] for key in sizes]))
+
+
+def predict(costs: Costs, result: dict, k: int | None = None) -> float:
+    """Returns the speed-up that a result's acceptance predicts, for its own K or a smaller one.
+
+    Of rounds only the passes count: the rest (rule, commit, dispatch) is left out, so what is
+    measured stays below. ``benchmarks.rounds.predict`` has measured it, and counts it.
+
+    A rate is the probability that a token is drafted and accepted, since a drafter that copies
+    tokens does not always have any.
+
+    Args:
+      costs: The costs of the passes.
+      result: An entry of a report's ``results``.
+      k: Drafted tokens per round; by default the result's.
+
+    Returns:
+      The speed-up; NaN for a tree, whose passes were not measured.
+    """
+    if result.get("tree"):
+        return float("nan")
+    k = result["k"] if k is None else k
+    if k == 0:
+        return 1.0
+    before = [result["rounds"], *result["drafted_at"]]
+    rates = [
+        rate * offered / earlier if earlier else float("nan")
+        for rate, offered, earlier in zip(result["acceptance_by_position"], before[1:], before)
+    ]
+    return stats.predicted_speedup(
+        rates[:k], costs.draft_cost(result["method"], k), costs.verify_cost(k)
+    )

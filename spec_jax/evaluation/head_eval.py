@@ -1,0 +1,125 @@
+"""Evaluates a draft by real speculative decoding, and a head by the same rounds, teacher-forced."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.contracts import Drafter, Rule
+from spec_jax.drafters import registry
+from spec_jax.engine.decoder import Generation, SpeculativeDecoder
+from spec_jax.engine.stats import Stats
+from spec_jax.evaluation.mesh import MeshOptions
+from spec_jax.loading import LoadedHead, LoadedModel
+from spec_jax.meshes import mesh_of, use_mesh
+from spec_jax.sharding import replicate
+from spec_jax.train.objective import target_view
+from spec_jax.train.unroll import unroll
+
+_BUCKET = 64  # sequences are padded to multiples, so that few shapes compile
+
+
+def decode(
+    target: LoadedModel, draft: LoadedModel | LoadedHead | None, prompts: Sequence[Sequence[int]],
+    *, num_draft: int, max_new_tokens: int, batch: int, temperature: float = 0.0,
+    where: MeshOptions = MeshOptions(), drafter: Drafter | None = None, rule: Rule | None = None,
+) -> tuple[list[Generation], Stats]:
+    """Decodes prompts in chains of ``num_draft``, ``batch`` rows at a time.
+
+    Rows do not end at stop tokens, so that every prompt has the same weight.
+
+    Args:
+      target: The target.
+      draft: The draft; None where there is a ``drafter``.
+      prompts: The prompts as ids.
+      num_draft: K.
+      max_new_tokens: New tokens of every prompt.
+      batch: Rows at a time; the last batch may have fewer.
+      temperature: The temperature of target and draft.
+      where: The devices.
+      drafter: A drafter of the user's own, in place of a draft.
+      rule: The rule that accepts; None for the default one.
+
+    Returns:
+      The output of each prompt, and the counts and times of all together.
+    """  # fmt: skip
+    method = {} if draft is None else {"speculative_method": draft.method}
+    config = SpeculativeConfig(num_speculative_tokens=num_draft, **method)
+    sampler = SamplerConfig(temperature=temperature)
+    decoder = SpeculativeDecoder(
+        target, draft, config, target_sampler=sampler, drafter=drafter, rule=rule,
+        **where.options(draft),
+    )
+    longest = max(map(len, prompts))
+    rows = []
+    for begin in range(0, len(prompts), batch):
+        part = [list(p) for p in prompts[begin : begin + batch]]
+        rows += decoder.generate(
+            part, max_new_tokens, stop_tokens=(), pad_to=longest,
+            seeds=range(begin, begin + len(part)),
+        )  # fmt: skip
+    return rows, decoder.stats
+
+
+def acceptance_figures(stats: Stats) -> dict[str, object]:
+    """Returns ``tau``, and ``accept``, by position; NaN where no draft was reached."""
+    return {"tau": stats.tau, "accept": np.asarray(stats.acceptance_by_position)}
+
+
+def teacher_forced(
+    target: LoadedModel, head: LoadedHead, prompts: Sequence[Sequence[int]],
+    rows: Sequence[Generation], *, num_draft: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Repeats the rounds of a greedy ``decode`` with the unrolling that trains the head.
+
+    Every sequence is fed at once. A draft is compared with the text wherever the decoder's rule
+    looked at it: at the same round starts, after the same accepted drafts. This tests the mask and
+    the shifts of training against the cache of decoding.
+
+    Args:
+      target: The target.
+      head: A recycled head.
+      prompts: The prompts as ids.
+      rows: The outputs of ``decode``.
+      num_draft: K.
+
+    Returns:
+      i64[K] twice: how many drafts the rule reached at each position, and how many it accepted.
+    """  # fmt: skip
+    draft = _draft_table(head.config, target.model, target.config, num_draft)
+    reached, accepted = np.zeros((2, num_draft), np.int64)
+    for prompt, row in zip(prompts, rows):
+        text = np.asarray([*prompt, *row.tokens], np.int32)
+        padded = np.zeros(-(-(len(text) + 2) // _BUCKET) * _BUCKET, np.int32)
+        padded[: len(text)] = text
+        with use_mesh(mesh_of(target.params)):
+            drafts = np.asarray(draft(target.params, head.params, padded[None]))[:, 0]
+        pending = len(prompt)
+        while pending + 1 < len(text):
+            true_next = text[pending + 1 : pending + 1 + num_draft]
+            is_right = drafts[: len(true_next), pending - 1] == true_next
+            n = int(np.argmin([*is_right, False]))
+            reached[: min(n + 1, len(true_next))] += 1
+            accepted[:n] += 1
+            pending += n + 1
+    return reached, accepted
+
+
+@functools.cache
+def _draft_table(config, model, target_config, num_draft: int):
+    """Returns ``(target's params, head's, tokens i32[1,T+2]) -> i32[K,1,T]``, greedy drafts."""
+    head = registry.kind_of(config).head(config, model)
+
+    @jax.jit
+    def table(target_params, head_params, tokens):
+        params = {"head": head_params, "target": target_params}
+        view = target_view(target_params, tokens, config=target_config, taps=config.taps)
+        states = unroll(head, params, view.features, tokens, num_draft)
+        return replicate(jnp.stack([jnp.argmax(head.unembed(params, x), -1) for x in states]))
+
+    return table

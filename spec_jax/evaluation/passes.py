@@ -1,0 +1,237 @@
+"""Timers of passes of models, each a compiled loop: of one pass, or of all that a round makes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax.contracts import Drafter, Model
+from spec_jax.drafters.common.head import Head, head_drafter
+from spec_jax.drafters.standalone.model import FIRST_TOKENS
+from spec_jax.evaluation.timing import Timer, loop_timer
+from spec_jax.loading import LoadedHead, LoadedModel
+from spec_jax.meshes import mesh_of, use_mesh
+from spec_jax.models.params import Params
+from spec_jax.sampling import argmax
+from spec_jax.sharding import constrain_state
+
+ITERATIONS = 64  # in one timed call, so that a dispatch does not count
+
+
+class Step(NamedTuple):
+    """A pass in a timed loop.
+
+    Attributes:
+      run: ``(params, token, carry) -> (token, carry)``. It reads the token i32[B] that the step
+        before it returned, so the compiler can neither drop nor overlap a pass.
+      params: The weights that it reads.
+      carry: What it reads and changes: a cache that is half full, and its tokens.
+    """
+
+    run: Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
+    params: Params
+    carry: Any
+
+
+def steps_timer(steps: Sequence[Step], batch: int, iterations: int = ITERATIONS) -> Timer:
+    """Compiles a loop of steps, one after the other; returns its timer, in ms per iteration.
+
+    Args:
+      steps: The steps of an iteration.
+      batch: B, the rows of each.
+      iterations: The number of iterations in a call.
+    """
+    params, carries = [step.params for step in steps], [step.carry for step in steps]
+
+    def body(params, carry):
+        token, *carries = carry
+        for i, step in enumerate(steps):
+            token, carries[i] = step.run(params[i], token, carries[i])
+        return token, *carries
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def run(params, carry):
+        return constrain_state(
+            jax.lax.fori_loop(0, iterations, lambda _, carry: body(params, carry), carry)
+        )
+
+    mesh = mesh_of(params)
+    with use_mesh(mesh):
+        carry = constrain_state((jnp.zeros((batch,), jnp.int32), *carries))
+    return loop_timer(functools.partial(run, params), carry, iterations, mesh)
+
+
+def repeated(step: Step, count: int) -> Step:
+    """Returns a step that runs another ``count`` times in a loop, as a chain is drafted."""
+
+    def run(params, token, carry):
+        again = lambda _, state: step.run(params, *state)
+        return jax.lax.fori_loop(0, count, again, (token, carry))
+
+    return step._replace(run=run)
+
+
+def model_step(
+    model: Model, params: Params, width: int, slots: int, batch: int,
+    scored: int | None = None, seen: jax.Array | None = None,
+) -> Step:  # fmt: skip
+    """Returns a pass of a model: forward, unembedding and argmax of ``width`` tokens per row.
+
+    Args:
+      model: The target or the draft.
+      params: Its weights.
+      width: T, tokens per row; K + 1 for a verify pass.
+      slots: S, the slots of the cache.
+      batch: B, rows.
+      scored: How many of the last tokens are unembedded; by default all. The first pass of a
+        draft feeds two tokens and scores one.
+      seen: bool[1,T,T], which tokens of a tree each token attends to; None for a chain.
+    """
+    scored = width if scored is None else scored
+
+    def run(params, token, carry):
+        tokens, cache = carry
+        tokens = tokens.at[:, 0].set(token)
+        output = model.forward(params, tokens, cache, window_mask=seen)
+        best = argmax(model.unembed(params, output.hidden[:, -scored:]))
+        return best[:, -1], (tokens.at[:, -scored:].set(best), output.cache)
+
+    with use_mesh(mesh_of(params)):
+        cache = model.init_cache(params, batch, slots)
+        cache = cache.commit(jnp.full((batch,), (slots - width) // 2, jnp.int32))
+        cache = model.open_window(cache, width)  # nothing is committed, so it is never closed
+        tokens = jnp.zeros((batch, width), jnp.int32)
+    return Step(run, params, (tokens, cache))
+
+
+def head_step(
+    head: Head, params: Params, slots: int, batch: int, width: int = 1, children: int = 1
+) -> Step:
+    """Returns a pass of a head with its scores, after the first of a round.
+
+    Args:
+      head: The functions of the head.
+      params: ``{"head": ..., "target": ...}``.
+      slots: The slots of the cache.
+      batch: B, rows.
+      width: Drafts per row and pass; 1 for a chain.
+      children: The number of children of each draft of a tree.
+    """
+    seen = None if width == 1 else jnp.eye(width, dtype=bool)[None]
+
+    def run(params, token, carry):
+        x, best, score, cache = carry
+        best = best.at[:, 0, 0].set(token)
+        x, cache = head.feed(params, head.recycle(params, x), best[:, :, 0], cache, 0, seen)
+        x, logits = x.astype(carry[0].dtype), head.unembed(params, x)
+        if seen is None:
+            best = argmax(logits)[:, :, None]
+        else:
+            logp = jax.nn.log_softmax(logits, axis=-1)
+            # All of the best are carried: if only one is read, XLA sorts the whole vocabulary.
+            score, best = jax.lax.top_k(logp + score[:, :, :1], children)
+        return best[:, 0, 0], (x, best, score, cache)
+
+    with use_mesh(mesh_of(params)):
+        cache = head.init_cache(params, batch, slots)
+        dtype = jax.tree.leaves(cache)[0].dtype
+        cache = cache.commit(jnp.full((batch,), slots // 2, jnp.int32))
+        x, shape = jnp.ones((batch, width, head.width), dtype), (batch, width, children)
+        best, score = jnp.zeros(shape, jnp.int32), jnp.zeros(shape)
+    return Step(run, params, (x, best, score, cache))
+
+
+def refresh_step(
+    drafter: Drafter, target: Model, params: Params, width: int, slots: int, batch: int = 1,
+    head: Head | None = None,
+) -> Step:  # fmt: skip
+    """Returns the refresh of a head after a verify pass, of which it keeps no pair.
+
+    Args:
+      drafter: The drafter of the head.
+      target: The target's functions, with any taps.
+      params: ``{"head": ..., "target": ...}``.
+      width: Pairs per row that the head reads.
+      slots: The slots of the cache.
+      batch: B, rows.
+      head: The functions of the head, to score the first draft too, which the last pair predicts.
+    """
+
+    def run(params, token, carry):
+        state, tokens, features, n = carry
+        # The features depend on the state before, so they are joined again each time.
+        now = features + (1e-9 * state.last.mean()).astype(features.dtype)
+        state = drafter.commit(params, state, tokens.at[:, 0].set(token), n, now, None)
+        if head is not None:
+            token = argmax(head.unembed(params, state.last))
+        return token, (state, tokens, features, n)
+
+    with use_mesh(mesh_of(params)):
+        state = drafter.init(params, batch, slots)
+        half, none = (jnp.full((batch,), n, jnp.int32) for n in (slots // 2, 0))
+        tokens = jnp.zeros((batch, width), jnp.int32)
+        hidden = jax.eval_shape(target.forward, params["target"], tokens).hidden
+        features = jnp.ones((*hidden.shape[:2], len(drafter.taps) * hidden.shape[2]), hidden.dtype)
+        state = state.replace(cache=state.cache.commit(half))
+    return Step(run, params, (state, tokens, features, none))
+
+
+def pass_timer(
+    model: Model, params: Params, width: int, slots: int, batch: int,
+    iterations: int = ITERATIONS, seen: jax.Array | None = None,
+) -> Timer:  # fmt: skip
+    """Returns the timer of a pass of a model in a loop of its own; see ``model_step``."""
+    step = model_step(model, params, width, slots, batch, seen=seen)
+    return steps_timer([step], batch, iterations)
+
+
+def round_timer(
+    target: LoadedModel, draft: LoadedModel | LoadedHead | None, k: int, num_passes: int,
+    slots: int, batch: int, iterations: int = ITERATIONS,
+) -> Timer:  # fmt: skip
+    """Returns the timer of the passes of a round: the target's, and after it those of the draft.
+
+    They stand in one loop, since a pass that stands alone finds its weights in the processor's
+    caches, from which the others drive them out in a round.
+
+    Args:
+      target: The target, which is fed k + 1 tokens per row.
+      draft: What drafts; see ``can_time``. None if no pass does.
+      k: Drafted tokens per round.
+      num_passes: Passes of the draft. The first scores the first draft: a draft model feeds it two
+        tokens per row, and a head's is its refresh, which feeds k + 1 pairs. The others feed one
+        token per row.
+      slots: The slots of the caches.
+      batch: B, rows.
+      iterations: The number of rounds in a call.
+    """
+    params = target.decoding_params((k + 1) * batch)
+    steps = [model_step(target.model, params, k + 1, slots, batch)]
+    if num_passes:
+        params = draft.draft_params(params, batch, k)
+        first, later = _draft_steps(target, draft, params, k, slots, batch)
+        steps += [first, repeated(later, num_passes - 1)][:num_passes]
+    return steps_timer(steps, batch, iterations)
+
+
+def _draft_steps(target, draft, params, k, slots, batch):
+    """Returns the first pass of a round, and one of the others."""
+    if isinstance(draft, LoadedModel):
+        step = functools.partial(
+            model_step, draft.model, params, slots=slots, batch=batch, scored=1
+        )
+        return step(width=FIRST_TOKENS), step(width=1)
+    head = draft.head(target.model)
+    refresh = refresh_step(
+        head_drafter(head), target.model, params, k + 1, slots, batch, head
+    )
+    return refresh, head_step(head, params, slots, batch)
+
+
+def can_time(draft: LoadedModel | LoadedHead, target: LoadedModel) -> bool:
+    """Returns whether the passes of a draft can be timed apart from its drafter."""
+    return isinstance(draft, LoadedModel) or draft.head(target.model) is not None

@@ -1,0 +1,331 @@
+"""Drafting on some devices while the target verifies on others.
+
+A row may have ``ahead`` drafts p_1..p_m, m in 0..K-1: drafted, and not yet verified. In one tick,
+at the same time,
+
+  - the target scores [pending | p_1..p_m], m + 1 tokens;
+  - the draft assumes that p_1..p_m are accepted and drafts a block d_1..d_K after them.
+
+Then the rule decides on the chain [p_1..p_m, d_1], for which the m + 1 scores suffice. If the whole
+chain is accepted, d_2..d_K are ahead, and no further token is emitted, since it has no score yet.
+Otherwise the row emits what was accepted and the target's own token, drops the rest of the chain
+and of the block, and has nothing ahead. With m = 0 a tick is PEARL's pre-verify, else its
+post-verify.
+
+Invariants.
+  1. A tick emits 1..m+1 tokens for every active row. The target's cache holds the tokens that were
+     fed, one is pending, and padding after the m-th draft counts for nothing.
+  2. emitted = first + accepted + corrected + bonus, as in ``decoding``; a bonus token occurs only
+     where a drafter offers no block. The drafts of a tick are those of its chain; a dropped block
+     is in no count.
+  3. The distribution is the target's. Every draft of a chain was drawn after its true prefix, is
+     considered once, and by a rule that looks at nothing past the first rejection. Acceptance and
+     replacement noise is keyed by the tick's start, and no two ticks start at the same place. The
+     draft's noise is keyed by where its block begins. A later block begins there again only if the
+     earlier one was dropped before its first draft was considered, so only the later block
+     depends on that noise. A rule that is joint over the chain would need the scores of d_2..d_K:
+     it is refused.
+  4. With the match rule the tokens are plain decoding's, since its noise is keyed by position.
+
+Only tokens and the distributions that a rule reads cross between the devices: the block one way,
+the outcome of the chain the other way. The target's side decides and tells the draft's.
+
+Source: PEARL, arXiv 2408.11850.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import functools
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from spec_jax import decoding
+from spec_jax.contracts import Proposal
+from spec_jax.decoding.state import Chunk, DecodeState, System
+from spec_jax.drafters.model_free import NO_DRAFT
+from spec_jax.errors import ConfigError
+from spec_jax.meshes import to_mesh, use_mesh
+from spec_jax.overlap import pearl
+from spec_jax.overlap.pearl import DraftSide, Outcome
+from spec_jax.sharding import place_state
+
+Side = jax.Device | Sharding | Mesh
+
+_KEPT = 3  # of a side's parameters
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """Where draft and target run: one device each, a mesh of several, or a sharding over them.
+
+    On a mesh, from ``make_mesh``, rows, weights and caches are split as those of a decoder on one
+    mesh are:
+
+        half = jax.devices()[:4], jax.devices()[4:]
+        draft, target = (make_mesh("tensor:4", devices) for devices in half)
+        decoder = SpeculativeDecoder(..., devices=Devices(draft=draft, target=target))
+
+    With a sharding, everything that arrives is sharded so. Parameters already placed on these
+    devices keep their sharding.
+
+    Raises:
+      ConfigError: a side is none of these, or a mesh has other axes than ``make_mesh`` makes.
+    """
+
+    draft: Side
+    target: Side
+
+    def __post_init__(self):
+        for name in ("draft", "target"):
+            side = getattr(self, name)
+            if not isinstance(side, Side):
+                raise ConfigError(
+                    f"the {name}'s devices are {side!r}; expected a device, a Mesh of several, or "
+                    "a Sharding over them"
+                )
+            if isinstance(side, Mesh):
+                to_mesh(side)
+
+    @property
+    def shared(self) -> set[jax.Device]:
+        """Devices that belong to both sides."""
+        return _devices(self.draft) & _devices(self.target)
+
+
+def _devices(side: Side) -> set[jax.Device]:
+    if isinstance(side, Mesh):
+        return set(side.devices.flat)
+    return side.device_set if isinstance(side, Sharding) else {side}
+
+
+def mesh_of_side(side: Side) -> Mesh | None:
+    """Returns the mesh that a side's programs run on; None of a device or a sharding."""
+    return side if isinstance(side, Mesh) else None
+
+
+class Span(NamedTuple):
+    """One entry of the timeline.
+
+    Attributes:
+      what: "prefill", "draft", "verify" or "accept"; the last includes the transfer to the target.
+      tick: counted from 0; -1 for prefill.
+      devices: their names.
+      begin_s, end_s: from ``time.perf_counter``; results are ready at the end.
+    """
+
+    what: str
+    tick: int
+    devices: str
+    begin_s: float
+    end_s: float
+
+
+class SplitState(NamedTuple):
+    """Stands in ``DecodeState.draft`` while draft and target are on devices of their own."""
+
+    ahead: Proposal  # on the target's devices, with the distributions that the rule reads
+    side: DraftSide  # on the draft's
+    outcome: Outcome  # on the draft's, of the last tick
+    tick: int
+
+
+def make_loop(
+    devices: Devices, timeline: list[Span] | None = None, stacklevel: int = 2
+) -> Overlap | Any:
+    """Returns a loop for these devices: an object with ``prefill`` and ``generate``.
+
+    Where the sides share a device it is ``decoding`` itself, and a warning says so.
+
+    Args:
+      devices: of draft and target.
+      timeline: a list that receives a ``Span`` for everything that runs.
+      stacklevel: of the warning.
+
+    Raises:
+      ConfigError: ``devices`` is not a ``Devices``.
+    """
+    if not isinstance(devices, Devices):
+        raise ConfigError(f"devices are {devices!r}; expected overlap.Devices(draft, target)")
+    if devices.shared:
+        names = _names(devices.shared)
+        warnings.warn(
+            f"draft and target share {names} and would only take turns there, so they are not "
+            "overlapped: the usual loop decodes, where the parameters are. jax sees "
+            f"{len(jax.devices())} device(s); give each side its own",
+            stacklevel=stacklevel,
+        )
+        return decoding
+    return Overlap(devices, timeline)
+
+
+def check(system: System) -> None:
+    """Checks that drafting can run ahead of verification.
+
+    Raises:
+      ConfigError: it cannot.
+    """
+    drafter, rule = system.drafter, system.rule
+    if drafter.taps:
+        reason = "reads the target's states, which are not there when it runs ahead"
+    elif drafter.tree is not None:
+        reason = "drafts trees, and what runs ahead is a chain"
+    elif drafter.rewind is None:
+        reason = "has no `rewind` to forget a block that is dropped"
+    elif system.num_draft == 0:
+        reason = "drafts nothing"
+    elif system.has_learned:
+        raise ConfigError(
+            f"drafter {drafter.name!r} drafts from earlier outputs, which overlapped drafting "
+            "supports only under 'greedy' and 'match'; take one of these, or "
+            "suffix_history_tokens=0"
+        )
+    else:
+        reason = None
+    if not system.target.can_rewind:
+        raise ConfigError("the target cannot forget rejected drafts, so nothing is drafted for it")
+    if reason is not None:
+        raise ConfigError(f"drafter {drafter.name!r} cannot be overlapped: it {reason}")
+    if rule.is_joint:
+        raise ConfigError(
+            f"rule {rule.name!r} looks at drafts past the first rejection, which have no "
+            "scores yet when drafting is overlapped: take 'greedy', 'residual' or 'match'"
+        )
+
+
+class Overlap:
+    """``decoding.prefill`` and ``decoding.generate`` with draft and target on devices of their own.
+
+    Args:
+      devices: of draft and target, none of them shared.
+      timeline: a list that receives a ``Span`` for everything that runs.
+    """
+
+    def __init__(self, devices: Devices, timeline: list[Span] | None = None):
+        if devices.shared:
+            raise ConfigError(f"draft and target share {_names(devices.shared)}; see make_loop")
+        self.devices, self.timeline = devices, timeline
+        self._placed: dict[str, tuple] = {"target": (), "draft": ()}
+
+    def prefill(
+        self, params, tokens, lengths, limit, stop_tokens, sampler, draft_sampler, *,
+        system: System, slots: int,
+    ) -> DecodeState:  # fmt: skip
+        """As ``decoding.prefill``; ``draft`` of the state is an ``SplitState``.
+
+        Raises:
+          ConfigError: see ``check``; or the draft's cache cannot go back.
+          ShapeError: as ``decoding.prefill``.
+        """
+        check(system)
+        params = self._place(params)
+        state = self._timed(
+            "prefill", -1, self.devices.target, decoding.prefill, {**params, "draft": None}, tokens,
+            lengths, limit, stop_tokens, sampler, draft_sampler,
+            system=_alone(system), slots=slots,
+        )
+        # All that the draft needs of the target's side before the first tick.
+        known = (
+            tokens, state.tokens, state.length, state.counts, draft_sampler, sampler.seed,
+            sampler.is_greedy,
+        )  # fmt: skip
+        side, outcome = self._timed(
+            "prefill", -1, self.devices.draft, pearl.prefill_draft, params["draft"],
+            *self._send("draft", known), system=system, slots=slots,
+        )
+        with use_mesh(mesh_of_side(self.devices.draft)):
+            block = jax.eval_shape(
+                functools.partial(pearl.draft_block, system=system), params["draft"], side, outcome
+            )[0]
+        ahead = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), block)
+        return state.replace(draft=SplitState(self._send("target", ahead), side, outcome, 0))
+
+    def generate(
+        self, params, state: DecodeState, stop: jax.Array, max_rounds: jax.Array | int,
+        min_active: jax.Array | int = 1, *, system: System,
+    ) -> tuple[DecodeState, Chunk]:  # fmt: skip
+        """As ``decoding.generate``, a round being a tick. Donates the state."""
+        params = self._place(params)
+        (ahead, side, outcome, tick), state = state.draft, state.replace(draft=())
+        begin, row_ticks = tick, 0
+        state = state.replace(finish=jnp.where(state.is_active, stop, state.finish))
+        num_active = int(state.is_active.sum())
+        # On a CPU a small program runs in the thread that calls it: the draft gets its own.
+        with ThreadPoolExecutor(1, "draft") as worker:
+            while tick - begin < int(max_rounds) and num_active >= max(1, int(min_active)):
+                drafting = worker.submit(
+                    contextvars.copy_context().run, self._timed, "draft", tick, self.devices.draft,
+                    pearl.draft_block, params["draft"], side, outcome, system=system,
+                )
+                state, logits = self._timed(
+                    "verify", tick, self.devices.target, pearl.score_ahead, params["target"], state,
+                    ahead.tokens, system=_alone(system),
+                )
+                block, side = drafting.result()
+                state, ahead, outcome, active = self._timed(
+                    "accept", tick, self.devices.target, self._accept, state, ahead, block,
+                    logits, system=_alone(system),
+                )
+                outcome = self._send("draft", outcome)
+                tick, row_ticks, num_active = tick + 1, row_ticks + num_active, int(active)
+        with use_mesh(mesh_of_side(self.devices.target)):
+            chunk = decoding.read_chunk(state, jnp.int32(tick - begin), jnp.int32(row_ticks))
+        return state.replace(draft=SplitState(ahead, side, outcome, tick)), chunk
+
+    def _accept(self, state, ahead, block, logits, *, system):
+        return pearl.accept_chain(state, ahead, self._send("target", block), logits, system=system)
+
+    def _send(self, name: str, tree):
+        side = getattr(self.devices, name)
+        return place_state(tree, side) if isinstance(side, Mesh) else jax.device_put(tree, side)
+
+    def _place(self, params) -> dict:
+        """Places the parameters on their sides; copies are made once and kept.
+
+        The last few of each side are kept: prefill and rounds use different layouts, and the
+        parameters of a drafter that copies from past outputs change.
+        """
+
+        def placed(name):
+            given = params[name]
+            for known, copy in self._placed[name]:
+                if known is given:
+                    return copy
+            copy = _put(given, getattr(self.devices, name))
+            self._placed[name] = ((given, copy), *self._placed[name][: _KEPT - 1])
+            return copy
+
+        return {name: placed(name) for name in ("target", "draft")}
+
+    def _timed(self, what: str, tick: int, side: Side, function, *args, **kwargs):
+        begin = time.perf_counter()
+        with use_mesh(mesh_of_side(side)):
+            result = jax.block_until_ready(function(*args, **kwargs))
+        if self.timeline is not None:
+            end = time.perf_counter()
+            self.timeline.append(Span(what, tick, _names(_devices(side)), begin, end))
+        return result
+
+
+def _alone(system: System) -> System:
+    """The system of the target's side alone, so that all drafters share its programs."""
+    return system._replace(drafter=NO_DRAFT)
+
+
+def _names(devices: set[jax.Device]) -> str:
+    return ", ".join(str(d) for d in sorted(devices, key=lambda d: d.id))
+
+
+def _put(tree, side: Side):
+    there = _devices(side)
+    is_there = lambda x: isinstance(x, jax.Array) and x.sharding.device_set == there
+    is_sharded = lambda x: len(there) > 1 and is_there(x)
+    where = NamedSharding(side, PartitionSpec()) if isinstance(side, Mesh) else side
+    return jax.tree.map(lambda x: x if is_sharded(x) else jax.device_put(x, where), tree)

@@ -1,0 +1,10 @@
+"""Plans of programs: compiled ahead of time, without weights and without the devices."""
+
+from spec_jax.planning.compiled import Compiled, Counted, Needs, compile_and_count
+from spec_jax.planning.programs import Job, Traced, trace_decode
+from spec_jax.planning.training import TrainJob, trace_train
+
+__all__ = [
+    "Compiled", "Counted", "Job", "Needs", "Traced", "TrainJob", "compile_and_count",
+    "trace_decode", "trace_train",
+]  # fmt: skip

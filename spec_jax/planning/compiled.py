@@ -1,0 +1,175 @@
+"""Compiles a traced program and counts what it needs and moves on each device."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from typing import Any
+
+import jax
+
+from spec_jax.planning import hlo, traffic
+from spec_jax.planning.chips import Chip
+from spec_jax.planning.programs import Traced
+from spec_jax.train.placement import device_bytes
+
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_OUT_OF_MEMORY = re.compile(  # two wordings
+    r"Used ([\d.]+)([KMGT]?)\w* of [\d.]+\w* hbm"
+    r"|memory required .*?\(([\d.]+)([KMGT]?)\w*\) exceeds available HBM \([\d.]+\w*\)"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Counted:
+    """What a compiled program does in a round of decoding, or in a step of training.
+
+    Attributes:
+      collectives: count and bytes of each kind, every branch included.
+      in_branches: collectives in branches of conditionals.
+      largest_gather: bytes of the largest all-gather's result.
+      hbm_bytes: read from HBM and written to it.
+      copies: copies of a cache, in the loop and at entry, as (name, times, bytes, place).
+      call_hbm_bytes: what a call moves apart from its rounds.
+      unknown_loops: loops whose trip count the program does not say; each is counted once.
+      heaviest: bytes, name and place of the instructions that move most.
+    """
+
+    collectives: dict[str, tuple[int, int]]
+    in_branches: int
+    largest_gather: int
+    hbm_bytes: int
+    copies: list[tuple[str, int, int, str]]
+    call_hbm_bytes: int
+    unknown_loops: list[str]
+    heaviest: list[tuple[int, str, str]]
+
+    @property
+    def num_collectives(self) -> int:
+        return sum(count for count, _ in self.collectives.values())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Bytes on each device.
+
+    Attributes:
+      params: of weights.
+      cache: of keys, values and states of models.
+      arguments: of all that the program is given, padded as the compiler lays it out; weights and
+        cache included, and what a head shares with its target once.
+      temporaries: beside arguments and results.
+      state: of the arrays that are returned in place of those that are given.
+      aliased: those of them that need no memory of their own.
+      total: of everything together, at the same time.
+    """
+
+    params: int
+    cache: int
+    arguments: int = 0
+    temporaries: int = 0
+    state: int = 0
+    aliased: int = 0
+    total: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """One compiled program.
+
+    Attributes:
+      needs: bytes on each device. Where the compiler has refused, ``total`` is what it says.
+      counted: what it does; None where the compiler has refused.
+      refusal: why the compiler has refused, or "".
+      wall_s: seconds to trace and compile it.
+      cpu_s: seconds of processors that this took.
+    """
+
+    needs: Needs
+    counted: Counted | None
+    refusal: str
+    wall_s: float
+    cpu_s: float
+
+    def shortfall(self, chip: Chip | None) -> int:
+        """The bytes that a device lacks; 0 if it fits, or without a chip."""
+        if chip is None:
+            return 0
+        return max(0, int(self.needs.total - chip.per_device.hbm_bytes))
+
+
+def compile_and_count(trace: Any) -> Compiled:
+    """Compiles a program. That it does not fit is a result.
+
+    Args:
+      trace: ``() -> Traced``.
+    """
+    begin = time.perf_counter(), time.process_time()
+    passed = lambda: dict(
+        wall_s=time.perf_counter() - begin[0], cpu_s=time.process_time() - begin[1]
+    )
+    traced: Traced = trace()
+    params, cache = device_bytes(traced.params), device_bytes(traced.cache)
+    try:
+        compiled = traced.lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        used = _OUT_OF_MEMORY.search(str(error))
+        if used is None:
+            raise
+        number, unit = (found for found in used.groups() if found is not None)
+        total = max(int(float(number) * _UNITS.get(unit, 1)), params + cache)
+        needs = Needs(params=params, cache=cache, total=total)
+        refusal = f"the compiler refuses: {used.group(0)}"
+        return Compiled(needs=needs, counted=None, refusal=refusal, **passed())
+    times = passed()
+    program = hlo.read(compiled.as_text())
+    memory = compiled.memory_analysis()
+    state, aliased = _returned(program, len(jax.tree.leaves(traced.state)))
+    arguments = memory.argument_size_in_bytes - _given_twice(program)
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    needs = Needs(
+        params=params, cache=cache, arguments=arguments, temporaries=memory.temp_size_in_bytes,
+        state=state, aliased=aliased, total=arguments + memory.temp_size_in_bytes + results,
+    )
+    return Compiled(needs=needs, counted=_count(program, traced), refusal="", **times)
+
+
+def _returned(program: hlo.Program, num_state: int) -> tuple[int, int]:
+    """Bytes of the state that is returned, and those of them that alias an argument."""
+    results = program.computations[program.entry].root.arrays[:num_state]
+    sizes = [array.padded_bytes for array in results]
+    return sum(sizes), sum(size for i, size in enumerate(sizes) if i in program.aliased)
+
+
+def _given_twice(program: hlo.Program) -> int:
+    """Bytes of the target's weights that a head is given again: they are the same arrays."""
+    entry = program.computations[program.entry].instructions.values()
+    names = ((i, i.op_name.replace("\\'", "'")) for i in entry if i.opcode == "parameter")
+    shared = [i for i, name in names if name.startswith("params['draft']['target']")]
+    return sum(array.padded_bytes for i in shared for array in i.arrays)
+
+
+def _count(program: hlo.Program, traced: Traced) -> Counted:
+    has_rounds = program.has_rounds
+    steps = program.round() if has_rounds else program.call()
+    entry = program.call() if has_rounds else []
+    moved, once = traffic.count(program, steps), traffic.count(program, entry)
+    kinds = sorted({c.kind for c in moved.collectives})
+    copies = [
+        (copy.name, copy.times, copy.array.padded_bytes, place)
+        for place, part in (("round", steps), ("entry", entry))
+        for copy in traffic.cache_copies(program, part, traced.copied) if not copy.is_prefetch
+    ]  # fmt: skip
+    inner = {s.instruction.name for s in steps if s.instruction.opcode == "while"}
+    unknown = [name for name, trips in program.loops().items() if trips is None and name in inner]
+    return Counted(
+        collectives={kind: (moved.count(kind), moved.collective_bytes(kind)) for kind in kinds},
+        in_branches=sum(c.times for c in moved.in_branches),
+        largest_gather=moved.largest_gather,
+        hbm_bytes=moved.hbm_bytes,
+        copies=copies,
+        call_hbm_bytes=once.hbm_bytes,
+        unknown_loops=unknown,
+        heaviest=moved.heaviest(8),
+    )

@@ -1,0 +1,196 @@
+"""The programs that a plan compiles: the library's own, traced with shapes in place of arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from spec_jax import decoding
+from spec_jax.config import SamplerConfig, SpeculativeConfig, TreeConfig
+from spec_jax.drafters import registry
+from spec_jax.drafters.loaded import LoadedHead, LoadedModel
+from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.models import transformer
+from spec_jax.models.families import AnyConfig
+from spec_jax.models.params import init_params
+from spec_jax.planning.roofline import Setting
+from spec_jax.sampling import make_sampler
+from spec_jax.sharding import named, state_axes
+from spec_jax.tree import DynamicTree, Tree
+
+_NUM_STOPS = 2  # stop tokens of a row
+_PROMPT = 16  # width of the prompts that the shapes of the state are taken from
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is decoded, and on what mesh.
+
+    Attributes:
+      target: the target's config.
+      draft: None for plain decoding; "ngram" or "suffix"; the config of a standalone draft, or of
+        a head.
+      num_draft: K; 0 without a draft. A static tree says it itself.
+      tree: what is drafted; None means a chain.
+      batch: B, rows over all devices.
+      slots: S, slots of the cache for each row.
+      mesh: sizes of the mesh, such as "data:2,tensor:4".
+      dtype: of weights and caches.
+      sampler: of every row.
+      strategy: the rule of acceptance; None means the default.
+      is_draft_replicated: the draft lies whole on every device.
+    """
+
+    target: AnyConfig
+    draft: Any = None
+    num_draft: int = 0
+    tree: TreeConfig | None = None
+    batch: int = 8
+    slots: int = 2048
+    mesh: str = "data:1,tensor:1"
+    dtype: str = "bfloat16"
+    sampler: SamplerConfig = SamplerConfig()
+    strategy: str | None = None
+    is_draft_replicated: bool = False
+
+    @property
+    def method(self) -> str | None:
+        """The ``speculative_method``; None for plain decoding."""
+        if self.draft is None or (self.num_draft == 0 and self.tree is None):
+            return None
+        if isinstance(self.draft, str):
+            return registry.find(self.draft).name
+        is_head = hasattr(self.draft, "taps")
+        return registry.kind_of(self.draft).name if is_head else "standalone"
+
+    @property
+    def config(self) -> SpeculativeConfig | None:
+        """What the decoder is told; None for plain decoding."""
+        if self.method is None:
+            return None
+        K = {"num_speculative_tokens": self.num_draft} if self.num_draft else {}
+        return SpeculativeConfig(
+            self.method, tree=self.tree, rejection_sampling_strategy=self.strategy, **K
+        )
+
+    @property
+    def tree_shape(self) -> Tree | DynamicTree | None:
+        """The tree that is drafted; None for a chain."""
+        return None if self.config is None else self.config.tree_shape
+
+    @property
+    def setting(self) -> Setting:
+        """What the analytic model is told."""
+        return Setting(
+            self.batch, self.slots, self.mesh, self.dtype, is_sampled=self.sampler.temperature > 0,
+            is_draft_replicated=self.is_draft_replicated,
+        )  # fmt: skip
+
+    def decoder(self, mesh: Mesh) -> SpeculativeDecoder:
+        """Returns the decoder, with the shapes of weights in their place.
+
+        Raises:
+          ConfigError: the parts do not fit each other or the mesh.
+        """
+        draft = None
+        if self.method is not None and not isinstance(self.draft, str):
+            draft = without_weights("draft", self.draft, self.dtype)
+        return SpeculativeDecoder(
+            without_weights("target", self.target, self.dtype), draft, self.config,
+            target_sampler=self.sampler, mesh=mesh, is_draft_replicated=self.is_draft_replicated,
+        )  # fmt: skip
+
+
+def without_weights(role: str, config: Any, dtype: str) -> LoadedModel | LoadedHead:
+    """Returns a model or a head of which only the shapes of the weights are known.
+
+    Args:
+      role: "target" or "draft", for messages.
+      config: of the model or the head.
+      dtype: of the weights.
+    """
+    if hasattr(config, "taps"):
+        kind = registry.kind_of(config)
+        init = lambda: kind.init_params(config, jax.random.key(0), jnp.dtype(dtype))
+        return LoadedHead(f"the {role}", config, jax.eval_shape(init))
+    params = jax.eval_shape(lambda: init_params(config, jax.random.key(0), jnp.dtype(dtype)))
+    model = transformer.model(config)
+    stops = config.eos_token_id
+    return LoadedModel(f"the {role}", model, params, config=config, stop_tokens=stops)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A program that is ready to be compiled.
+
+    Attributes:
+      lowered: it, for the devices of the mesh.
+      params: shapes and shardings of the weights that it reads, each array once.
+      state: likewise of what it is given, and returns.
+      cache: the arrays of the state that hold keys, values or other states of models.
+      copied: shapes that a copy of a cache would have: whole, of one device, of one layer.
+    """
+
+    lowered: Any
+    params: Any
+    state: Any
+    cache: list[jax.ShapeDtypeStruct]
+    copied: frozenset[tuple[int, ...]]
+
+
+def trace_decode(job: Job, mesh: Mesh) -> Traced:
+    """Traces ``decoding.generate`` for a job.
+
+    Args:
+      job: what is decoded.
+      mesh: the devices.
+    """
+    decoder = job.decoder(mesh)
+    engine = decoder.engine()
+    params = jax.tree.map(_shape, engine.params(job.batch))
+    B, X = job.batch, _NUM_STOPS
+    row = lambda *more: jax.ShapeDtypeStruct((B, *more), jnp.int32)
+    sampler = jax.tree.map(_shape, make_sampler(job.sampler, B, job.target.vocab_size))
+    prefill = functools.partial(decoding.prefill, system=engine.system, slots=job.slots)
+    with jax.set_mesh(mesh):
+        state = jax.eval_shape(
+            prefill, params, row(_PROMPT), row(), row(), row(X), sampler, sampler
+        )
+        axes = state_axes(state)
+        state = jax.tree.map(
+            lambda x, axes: x.update(sharding=named(axes, x.shape, mesh)), state, axes
+        )
+        one = jax.ShapeDtypeStruct((), jnp.int32)
+        stop = row().update(sharding=named(("batch",), (B,), mesh))
+        lowered = decoding.generate.lower(params, state, stop, one, one, system=engine.system)
+    weights = {"target": params["target"], "draft": params["draft"]}
+    if isinstance(params["draft"], dict) and "head" in params["draft"]:
+        weights["draft"] = params["draft"]["head"]  # beside it stands the target, which it shares
+    cache, copied = [], set()
+    parts = ((state.target, axes.target), (state.draft, axes.draft))
+    for x, names in zip(*(jax.tree.leaves(part) for part in zip(*parts))):
+        if x.ndim >= 3 and jnp.issubdtype(x.dtype, jnp.floating):
+            cache.append(x)
+            copied |= _copied(x, names)
+    return Traced(lowered, weights, state, cache, frozenset(copied))
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
+
+
+def _copied(x: jax.ShapeDtypeStruct, axes) -> set[tuple[int, ...]]:
+    """The shapes of an array, of a device's part of it, and of one layer of either."""
+    found = {tuple(x.shape), tuple(x.sharding.shard_shape(x.shape))}
+    if "layers" in axes:
+        found |= {shape[1:] for shape in found}
+    if "kv_heads" in axes:
+        at = tuple(axes).index("kv_heads") - len(axes)  # rows and heads may be one dimension
+        merge = lambda s: (*s[: at - 1], s[at - 1] * s[at], *s[at + 1 :])
+        found |= {merge(shape) for shape in found}
+    return found

@@ -1,0 +1,252 @@
+"""The floor of a decode round's time, and the speed that it and acceptance predict.
+
+No constant here is fitted. A pass takes at least as long as the slowest of memory, arithmetic and
+links at their published peaks (``chips``), and the passes of a round depend on each other, so their
+floors add up. Left out are kernel launches, the host, activations, the latency of links, and
+whatever a program reads twice: a real round is slower.
+
+Source: the roofline is that of Williams, Waterman and Patterson, 2009; the round is that of
+``decoding/round.py``, with theorem 3.8 of Leviathan et al., arXiv 2211.17192.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from spec_jax.drafters.registry import find
+from spec_jax.drafters.standalone.model import FIRST_TOKENS
+from spec_jax.errors import ConfigError
+from spec_jax.planning.chips import Chip
+from spec_jax.planning.work import Setting, Stack, Work
+from spec_jax.tree import DynamicTree, Tree
+
+__all__ = [
+    "Memory", "Pass", "Prediction", "Round", "Setting", "Stack", "Work", "best", "decode_round",
+    "first_loss", "memory", "predict",
+]  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """Passes of a round that are alike.
+
+    Attributes:
+      name: "verify", "refresh" (a head reads the target's new states) or "draft".
+      count: how many there are.
+      work: of one of them.
+    """
+
+    name: str
+    count: int
+    work: Work
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One round of decoding on one device."""
+
+    passes: tuple[Pass, ...]
+
+    @property
+    def work(self) -> Work:
+        """Of all passes."""
+        return sum((one.work * one.count for one in self.passes), Work())
+
+    def floor_s(self, chip: Chip) -> float:
+        """The sum of the passes' floors: passes of a round depend on each other."""
+        return sum(one.count * one.work.floor_s(chip) for one in self.passes)
+
+
+def decode_round(
+    target: Any, draft: Any = None, num_draft: int = 0, setting: Setting = Setting(),
+    tree: Tree | DynamicTree | None = None,
+) -> Round:  # fmt: skip
+    """Counts the passes of one round, as the package's drafters run them.
+
+    Args:
+      target: the target's config.
+      draft: None for plain decoding; "ngram" or "suffix"; the config of a standalone draft, or of
+        a head (``EagleConfig``, ``MtpConfig`` or that of a registered kind).
+      num_draft: K. For a tree, the number of its nodes.
+      setting: batch, context, mesh and dtype.
+      tree: what is drafted; None means a chain.
+
+    Raises:
+      ConfigError: K is not the tree's number of nodes, there is no draft for it, or the draft is of
+        no known kind.
+    """
+    if num_draft < 0 or (tree is not None and tree.num_nodes != num_draft):
+        nodes = "0 or more" if tree is None else f"the tree's {tree.num_nodes} nodes"
+        raise ConfigError(f"num_draft is {num_draft}; expected {nodes}")
+    if draft is None and num_draft:
+        raise ConfigError(f"num_draft is {num_draft} without a draft; expected 0")
+    own = Stack.of(target, setting)
+    if draft is None or num_draft == 0:
+        return Round((Pass("verify", 1, own.run(setting, 1, 1)),))
+    verify = Pass("verify", 1, own.run(setting, num_draft + 1, num_draft + 1))
+    if isinstance(draft, str):
+        if find(draft).draft != "none":
+            raise ConfigError(f"draft is {draft!r}; expected the config of a model or a head")
+        return Round((verify,))
+    levels = [1] * (num_draft - 1) if tree is None else _levels_fed(tree)
+    if not hasattr(draft, "taps"):
+        stack = Stack.of(draft, setting, is_draft=True)
+        first = Pass("draft", 1, stack.run(setting, FIRST_TOKENS, 1))
+        return Round((verify, first, *(_level(stack, setting, width) for width in levels)))
+    width = 1 + (num_draft if tree is None else tree.depth)
+    if getattr(draft, "protocol", None) == "sequential":
+        return Round((verify, *_sequential(own, draft, setting, num_draft)))
+    stack = Stack.of(draft, setting, is_draft=True)
+    scorer = stack if stack.head else own
+    refresh = Pass("refresh", 1, stack.run(setting, width, 1, scorer))
+    again = Stack.of(draft, setting, is_draft=True, is_recycled=True)
+    return Round((verify, refresh, *(_level(again, setting, n, scorer) for n in levels)))
+
+
+def _level(stack: Stack, setting: Setting, width: int, scorer: Stack | None = None) -> Pass:
+    return Pass("draft", 1, stack.run(setting, width, width, scorer))
+
+
+def _levels_fed(tree: Tree | DynamicTree) -> list[int]:
+    """Tokens a row of every pass that drafts the tree after its first level."""
+    if isinstance(tree, DynamicTree):
+        return [tree.top_k] * (tree.depth - 1)
+    inner = [tree.depths[node] for node in set(tree.parents) - {0}]
+    return [inner.count(depth) for depth in range(1, tree.depth)]
+
+
+def _sequential(own: Stack, draft: Any, setting: Setting, num_draft: int) -> list[Pass]:
+    """Every module is refreshed; draft i + 1 feeds i tokens to module i."""
+    passes = []
+    for i in range(draft.num_modules):
+        stack = Stack.of(draft, setting, is_draft=True, module=i)
+        scorer = stack if stack.head else own
+        work = stack.run(setting, num_draft + 1, int(i == 0), scorer)
+        passes.append(Pass("refresh", 1, work))
+        if 0 < i < num_draft:
+            passes.append(Pass("draft", 1, stack.run(setting, i, 1, scorer)))
+    return passes
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device that stay between rounds.
+
+    Attributes:
+      params: of target and draft.
+      cache: of target and draft, with ``Setting.context`` slots a row.
+    """
+
+    params: float
+    cache: float
+
+    @property
+    def total(self) -> float:
+        return self.params + self.cache
+
+    def shortfall(self, chip: Chip) -> float:
+        """The bytes that a device of the chip lacks; 0 if everything fits without temporaries."""
+        return max(0.0, self.total - chip.per_device.hbm_bytes)
+
+
+def memory(target: Any, draft: Any = None, setting: Setting = Setting()) -> Memory:
+    """Returns what target and draft occupy on one device; arguments as in ``decode_round``."""
+    stacks = [Stack.of(target, setting)]
+    if draft is not None and not isinstance(draft, str):
+        count = getattr(draft, "num_modules", 1)
+        stacks += [Stack.of(draft, setting, is_draft=True, module=i) for i in range(count)]
+    params = setting.itemsize * sum(stack.num_params for stack in stacks)
+    row = sum(stack.slot_bytes * setting.context + stack.fixed_bytes for stack in stacks)
+    return Memory(params, setting.rows * row)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What a round's floor and its accepted tokens amount to.
+
+    Attributes:
+      num_draft: K.
+      tokens: expected tokens of a row's round, the target's own included.
+      plain_s: floor of a round of plain decoding.
+      round_s: floor of this round.
+      batch: rows over all devices.
+    """
+
+    num_draft: int
+    tokens: float
+    plain_s: float
+    round_s: float
+    batch: int
+
+    @property
+    def plain_tok_s(self) -> float:
+        """Tokens a second of plain decoding, of all rows: at most so many."""
+        return self.batch / self.plain_s
+
+    @property
+    def tok_s(self) -> float:
+        """Tokens a second of all rows: at most so many."""
+        return self.batch * self.tokens / self.round_s
+
+    @property
+    def speedup(self) -> float:
+        """Over plain decoding. Both are floors, so their ratio may err to either side."""
+        return self.tok_s / self.plain_tok_s
+
+
+def predict(
+    target: Any, draft: Any, num_draft: int, tokens: float, chip: Chip,
+    setting: Setting = Setting(), tree: Tree | DynamicTree | None = None,
+) -> Prediction:  # fmt: skip
+    """Predicts the speed with speculation, and without it.
+
+    Args:
+      target: the target's config.
+      draft: see ``decode_round``.
+      num_draft: K.
+      tokens: expected tokens of a row's round (tau), between 1 and K + 1.
+      chip: what it runs on.
+      setting: batch, context, mesh and dtype.
+      tree: what is drafted; None means a chain.
+
+    Raises:
+      ConfigError: a round cannot emit so many tokens.
+    """
+    most = 1 + (num_draft if tree is None else tree.depth)
+    if not 1 <= tokens <= most:
+        raise ConfigError(f"tokens is {tokens}; a round of K = {num_draft} emits 1 to {most}")
+    plain = decode_round(target, setting=setting).floor_s(chip)
+    one = decode_round(target, draft, num_draft, setting, tree).floor_s(chip)
+    return Prediction(num_draft, tokens, plain, one, setting.batch)
+
+
+def best(
+    target: Any, draft: Any, tokens: Sequence[float], chip: Chip, setting: Setting = Setting()
+) -> Prediction:
+    """Returns the prediction of the K with the highest speed; K = 0 is plain decoding.
+
+    Args:
+      target: the target's config.
+      draft: see ``decode_round``.
+      tokens: expected tokens of a round for K = 0, 1, ..., as ``adaptive.policy.expected_tokens``
+        returns them from acceptance rates.
+      chip: what it runs on.
+      setting: batch, context, mesh and dtype.
+    """
+    each = (predict(target, draft, k, t, chip, setting) for k, t in enumerate(tokens))
+    return max(each, key=lambda prediction: prediction.tok_s)
+
+
+def first_loss(sizes: Sequence[int], speedup: Callable[[int], float]) -> int | None:
+    """Returns the first size, of a batch or a context, at which speculation no longer pays.
+
+    Args:
+      sizes: in the order in which they are tried.
+      speedup: of one size.
+
+    Returns:
+      The size; None if it pays at all of them.
+    """
+    return next((size for size in sizes if speedup(size) <= 1), None)

@@ -1,0 +1,373 @@
+"""What a compiled program moves: collectives over the mesh, bytes of HBM, copies of a cache.
+
+HBM bytes are estimated from the instructions that run, each as often as it does, since the
+compiler's own analysis counts a loop's body once. An instruction reads its operands and writes its
+results; inside of a fusion nothing else is read or written. Slices count by their size, also where
+a fusion takes them of an operand, and an update in place by what it writes. Arrays in on-chip
+memory and scalars are free. Of a conditional the dearest branch counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+from spec_jax.planning.hlo import Array, Computation, Instruction, Program, Step
+
+COLLECTIVES = (
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all",
+    "collective-permute", "collective-broadcast",
+)  # fmt: skip
+_NOTHING = (  # neither read nor written
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional",
+    "call", "after-all", "partition-id", "replica-id", "opt-barrier", "domain", "async-start",
+)  # fmt: skip
+_MOVED = ("bitcast", "convert", "copy", "reshape", "transpose")  # fused: nothing but other indices
+_SLICES = ("dynamic-slice", "slice", "gather")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A collective that runs.
+
+    Attributes:
+      kind: such as "all-reduce".
+      num_bytes: of a device's operands or results, whichever are larger: of a gather the results.
+      group: number of devices that take part together; 0 if the text does not say it.
+      times: how often it runs.
+      op_name: where it stands in the traced program.
+      in_branch: it stands in a branch of a conditional.
+    """
+
+    kind: str
+    num_bytes: int
+    group: int
+    times: int
+    op_name: str
+    in_branch: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """What one instruction reads from HBM and writes to it, each time that it runs."""
+
+    step: Step
+    read: int
+    written: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """An instruction that makes another array of a cache's shape.
+
+    Attributes:
+      name: of the instruction.
+      kind: its opcode, or of a fusion that of its root.
+      array: what it makes.
+      times: how often it runs.
+      is_prefetch: it moves the array between HBM and on-chip memory as it is.
+      op_name: where it stands in the traced program.
+    """
+
+    name: str
+    kind: str
+    array: Array
+    times: int
+    is_prefetch: bool
+    op_name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What a round, or a call without its rounds, moves on each device.
+
+    Attributes:
+      collectives: all that run, in every branch of every conditional.
+      moves: what is read and written, by instruction.
+    """
+
+    collectives: tuple[Collective, ...]
+    moves: tuple[Move, ...]
+
+    def count(self, kind: str | None = None) -> int:
+        """Returns how many collectives run, of one kind or of all."""
+        return sum(c.times for c in self.collectives if kind in (None, c.kind))
+
+    def collective_bytes(self, kind: str | None = None) -> int:
+        """Returns the bytes of the collectives, of one kind or of all."""
+        return sum(c.times * c.num_bytes for c in self.collectives if kind in (None, c.kind))
+
+    @property
+    def in_branches(self) -> tuple[Collective, ...]:
+        """The collectives in branches of conditionals."""
+        return tuple(c for c in self.collectives if c.in_branch)
+
+    @property
+    def largest_gather(self) -> int:
+        """The bytes of the largest all-gather's result."""
+        return max((c.num_bytes for c in self.collectives if c.kind == "all-gather"), default=0)
+
+    @property
+    def hbm_bytes(self) -> int:
+        """Bytes read and written, with the dearest branch of each conditional."""
+        return _total(self.moves, 0)
+
+    def heaviest(self, n: int = 10) -> list[tuple[int, str, str]]:
+        """Returns the n instructions that move most: bytes, name and place in the program."""
+        by_bytes = lambda m: (m.read + m.written) * m.step.times
+        ranked = sorted(self.moves, key=by_bytes, reverse=True)[:n]
+        return [(by_bytes(m), m.step.instruction.name, m.step.instruction.op_name) for m in ranked]
+
+
+def _total(moves: Iterable[Move], depth: int) -> int:
+    """Bytes of moves that are in the same branches up to ``depth``."""
+    total, inside = 0, {}
+    for move in moves:
+        branch = move.step.branch[depth:]
+        if branch:
+            conditional, taken = branch[0]
+            inside.setdefault(conditional, {}).setdefault(taken, []).append(move)
+        else:
+            total += (move.read + move.written) * move.step.times
+    return total + sum(
+        max(_total(taken, depth + 1) for taken in branches.values()) for branches in inside.values()
+    )
+
+
+def of_round(program: Program) -> Traffic:
+    """Returns what one iteration of the outermost loop moves, see ``Program.round``."""
+    return count(program, program.round())
+
+
+def of_call(program: Program) -> Traffic:
+    """Returns what a call moves apart from its rounds, see ``Program.call``."""
+    return count(program, program.call())
+
+
+def count(program: Program, steps: Sequence[Step]) -> Traffic:
+    """Returns what instructions move.
+
+    Args:
+      program: that they are of.
+      steps: the instructions that run.
+    """
+    collectives, seen = [], set()
+    for step in steps:
+        i = step.instruction
+        if i.kind not in COLLECTIVES:
+            continue
+        # A collective that is spread over several fusions has the same channel in each of them.
+        channel = re.search(r"channel_id=(\d+)", i.attributes)
+        if step.is_fused and channel:
+            if channel.group(1) in seen:
+                continue
+            seen.add(channel.group(1))
+        operands = _operands(step)
+        size = max(_size(operands), _size(_results(i, operands)))
+        collectives.append(
+            Collective(i.kind, size, _group(i), step.times, i.op_name, bool(step.branch))
+        )
+    moves = []
+    for step in steps:
+        if step.is_fused or step.instruction.opcode in _NOTHING:
+            continue
+        if step.instruction.opcode.endswith(("-done", "-update")):
+            continue
+        read, written = _moved(program, step)
+        if read or written:
+            moves.append(Move(step, read, written))
+    return Traffic(tuple(collectives), tuple(moves))
+
+
+def cache_copies(
+    program: Program, steps: Sequence[Step], shapes: Iterable[Sequence[int]]
+) -> list[Copy]:
+    """Returns the instructions that copy, transpose or gather an array of a cache's shape.
+
+    A slice of one layer counts if it is written to HBM: on the way to on-chip memory it is merely
+    read.
+
+    Args:
+      program: that the steps are of.
+      steps: the instructions that run.
+      shapes: of the caches, in any order of dimensions: whole, of one device, of one layer.
+    """
+    wanted = {_shape_key(shape) for shape in shapes}
+    kinds = ("copy", "transpose", "all-gather", "dynamic-slice", "slice")
+    copies = []
+    for step in steps:
+        i, kind, source = step.instruction, step.instruction.kind, None
+        if step.is_fused or i.opcode.endswith("-done"):
+            continue
+        if kind == "fusion":
+            root = program.computations[i.called["calls"]].root
+            while root.opcode == "bitcast" and root.operands:
+                root = program.computations[i.called["calls"]].instructions[root.operands[0]]
+            kind = root.opcode
+        operands = _operands(step)
+        if kind not in kinds:
+            continue
+        for array in _results(i, operands):
+            if _shape_key(array.dims) not in wanted:
+                continue
+            if "slice" in kind and array.space:
+                continue
+            source = operands[0] if operands else None
+            is_prefetch = (
+                kind == "copy" and source is not None and source.space != array.space
+                and (source.dims, source.layout) == (array.dims, array.layout)
+            )  # fmt: skip
+            copies.append(Copy(i.name, kind, array, step.times, is_prefetch, i.op_name))
+    return copies
+
+
+def _shape_key(dims: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(n for n in dims if n != 1))
+
+
+def _operands(step: Step) -> tuple[Array, ...]:
+    named = step.computation.instructions
+    return tuple(itertools.chain.from_iterable(named[n].arrays for n in step.instruction.operands))
+
+
+def _results(i: Instruction, operands: tuple[Array, ...]) -> tuple[Array, ...]:
+    """The arrays that it makes; an asynchronous start also repeats its operands."""
+    if i.opcode == "copy-start":
+        return i.arrays[:1]
+    if not i.opcode.endswith("-start") or i.opcode == "all-reduce-start":
+        return i.arrays
+    rest = i.arrays[len(operands) :]
+    return tuple(a for a in rest if a.dims) or rest[:1]
+
+
+def _size(arrays: Iterable[Array]) -> int:
+    return sum(a.num_bytes for a in arrays)
+
+
+def _group(i: Instruction) -> int:
+    """The number of devices in a group."""
+    if "source_target_pairs" in i.attributes:
+        return 2
+    found = re.search(r"replica_groups=(.*?)(?:, [a-z_]+=|$)", i.attributes)
+    text = found.group(1) if found else ""
+    if text.startswith("["):
+        return int(re.match(r"\[\d+,(\d+)\]", text).group(1))
+    if text.startswith("mesh"):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", text))
+        over = re.findall(r"'(\w+)'", text[text.index("]") :])
+        return math.prod(int(sizes[name]) for name in over)
+    first = re.match(r"\{\{([\d,]*)\}", text)
+    return first.group(1).count(",") + 1 if first else 0
+
+
+def _moved(program: Program, step: Step) -> tuple[int, int]:
+    """Bytes that an instruction reads from HBM and writes to it."""
+    i, computation = step.instruction, step.computation
+    if "AllocateBuffer" in i.attributes:
+        return 0, 0
+    fused = program.computations[i.called["calls"]] if i.opcode == "fusion" else None
+    read, operands = 0, [computation.instructions[n] for n in i.operands]
+    for index, operand in enumerate(operands):
+        if len(operand.arrays) != 1 or not _is_in_hbm(operand.arrays[0]):
+            continue
+        array = operand.arrays[0]
+        if fused is None:
+            part = _part_read(i, index)
+        else:
+            part = _part_used(program, fused, fused.parameters[index])
+        read += _scaled(array, part)
+    if fused is None:
+        parts = [_part_written(i, [o.arrays for o in operands])]
+    else:
+        parts = _parts_written(fused)
+    results = _results(i, tuple(a for o in operands for a in o.arrays))
+    parts = parts if len(parts) == len(results) else [None] * len(results)
+    written = sum(_scaled(a, part) for a, part in zip(results, parts) if _is_in_hbm(a))
+    return read, written
+
+
+def _is_in_hbm(array: Array) -> bool:
+    return array.space == 0 and bool(array.dims)
+
+
+def _scaled(array: Array, elements: int | None) -> int:
+    """Bytes of so many elements of an array, at most all of it; None: all."""
+    whole = math.prod(array.dims)
+    if elements is None or elements >= whole:
+        return array.padded_bytes
+    return array.padded_bytes * elements // whole
+
+
+def _elements(i: Instruction) -> int:
+    """Elements of what a slice makes."""
+    sizes = [math.prod(a.dims) for a in i.arrays]
+    return sizes[1] if i.opcode.endswith("-start") else sizes[0]
+
+
+def _part_read(i: Instruction, index: int) -> int | None:
+    """Elements that an instruction reads of an operand; None: all."""
+    if index == 0:
+        if i.kind in _SLICES:
+            return _elements(i)
+        if i.kind in ("dynamic-update-slice", "scatter"):
+            return 0
+    return None
+
+
+def _part_written(i: Instruction, operands: list[tuple[Array, ...]]) -> int | None:
+    """Elements that an instruction writes of its result; None: all."""
+    updates = {"dynamic-update-slice": 1, "scatter": 2}.get(i.kind)
+    return None if updates is None else math.prod(operands[updates][0].dims)
+
+
+def _part_used(
+    program: Program, fused: Computation, name: str, outer: tuple[tuple[Computation, str], ...] = ()
+) -> int | None:
+    """Elements of a value that a fusion reads; None: all.
+
+    ``outer`` has the fusions that this one stands in, each with the name of the inner one in it.
+    """
+    total = 0
+    if fused.root.name == name:
+        if not outer:
+            return None
+        part = _part_used(program, *outer[-1], outer[:-1])
+        if part is None:
+            return None
+        total += part
+    for user, index in fused.users.get(name, []):
+        if user.opcode in _MOVED:
+            part = _part_used(program, fused, user.name, outer)
+        elif user.opcode == "fusion":
+            inner = program.computations[user.called["calls"]]
+            above = (*outer, (fused, user.name))
+            part = _part_used(program, inner, inner.parameters[index], above)
+        else:
+            part = _part_read(user, index)
+        if part is None:
+            return None
+        total += part
+    return total
+
+
+def _parts_written(fused: Computation) -> list[int | None]:
+    """For each result of a fusion, the elements that are written; None: all."""
+    root = fused.root
+    outputs = [fused.instructions[n] for n in root.operands] if root.opcode == "tuple" else [root]
+
+    def part(i: Instruction) -> int | None:
+        while i.opcode in _MOVED:
+            i = fused.instructions[i.operands[0]]
+        if i.kind not in ("dynamic-update-slice", "scatter"):
+            return None
+        own = _part_written(i, [fused.instructions[n].arrays for n in i.operands])
+        into = fused.instructions[i.operands[0]]
+        while into.opcode in _MOVED:
+            into = fused.instructions[into.operands[0]]
+        before = 0 if into.opcode == "parameter" else part(into)
+        return None if before is None else own + before
+
+    return [part(i) for i in outputs]

@@ -1,0 +1,105 @@
+"""The training programs that a plan compiles: one step of a language model, or of a head."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from spec_jax.drafters import registry
+from spec_jax.drafters.standalone import objective as standalone
+from spec_jax.models import transformer
+from spec_jax.models.families import AnyConfig
+from spec_jax.models.params import init_params
+from spec_jax.planning.programs import Traced, without_weights
+from spec_jax.sharding import named, place
+from spec_jax.train.objective import Batch, target_view
+from spec_jax.train.optimizer import make_optimizer
+from spec_jax.train.placement import Placement
+from spec_jax.train.step import TrainState, train_step
+
+_OPTIMIZER = dict(
+    steps=1000, warmup=10, decay_share=0.1, lr=1e-3, matrix_lr=1e-2, weight_decay=0.1, clip=1.0
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainJob:
+    """What is trained, and on what mesh. Weights and their updates are float32.
+
+    Attributes:
+      target: the config of the language model that is trained, or of a head's target.
+      head: the config of the head that is trained; None: the model.
+      objective: of the head, such as "eagle3"; None: the one of its kind that trains it.
+      batch: B, windows over all devices.
+      length: W, tokens of a window.
+      mesh: sizes of the mesh, such as "data:8".
+      is_fully_sharded: weights and the optimizer's states are split over the data axis too.
+      dtype: in which a head and its target compute; a language model computes in float32.
+      optimizer: "adamw" or "muon".
+    """
+
+    target: AnyConfig
+    head: Any = None
+    objective: str | None = None
+    batch: int = 8
+    length: int = 2048
+    mesh: str = "data:1,tensor:1"
+    is_fully_sharded: bool = False
+    dtype: str = "bfloat16"
+    optimizer: str = "adamw"
+
+
+def trace_train(job: TrainJob, mesh: Mesh) -> Traced:
+    """Traces one training step, as ``experiments.train_lm`` or ``experiments.train_head`` runs it.
+
+    A head's step is given the target's states, which a program of its own has computed.
+
+    Args:
+      job: what is trained.
+      mesh: the devices.
+
+    Raises:
+      ConfigError: the mesh does not divide the batch or the heads, or the head has no such
+        objective.
+    """
+    where = Placement.of(mesh, job.is_fully_sharded)
+    where.check_batch("batch", job.batch)
+    optimizer = make_optimizer(job.optimizer, **_OPTIMIZER)
+    rows = named(("batch",), (job.batch, job.length), mesh)
+    windows = jax.ShapeDtypeStruct((job.batch, job.length), jnp.int32, sharding=rows)
+    if job.head is None:
+        model = without_weights("model", job.target, "float32").on_mesh(mesh, where.rules)
+        trained, frozen, batch = model.params, None, windows
+        init = lambda: init_params(job.target, jax.random.key(0))
+        loss = functools.partial(standalone.lm_loss, config=job.target)
+        step = functools.partial(train_step, objective=loss, optimizer=optimizer)
+    else:
+        target = without_weights("target", job.target, job.dtype).on_mesh(mesh, where.rules)
+        head = without_weights("head", job.head, "float32").on_mesh(mesh, where.rules)
+        objective = registry.objective_of(job.head, job.objective)
+        trained, constants = objective.split(head.params)
+        constants = {name: jnp.zeros(x.shape, x.dtype) for name, x in constants.items()}
+        fresh = functools.partial(head.kind.init_params, job.head, dtype="float32")
+        init = lambda: objective.split(fresh(jax.random.key(0)))[0]
+        model = transformer.model(job.target, job.head.taps)
+        step = functools.partial(
+            train_step, objective=objective.bind(job.head, model, {}, constants),
+            optimizer=optimizer, dtype=None if job.dtype == "float32" else job.dtype,
+        )  # fmt: skip
+        frozen = target.params
+        is_predicted = jax.ShapeDtypeStruct(windows.shape, jnp.bool_, sharding=rows)
+        read = functools.partial(target_view, config=job.target, taps=job.head.taps)
+        split = lambda x: x.update(sharding=named(("batch",), x.shape, mesh))
+        view = jax.tree.map(split, jax.eval_shape(read, frozen, windows))
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        batch = Batch(windows, is_predicted, key, view)
+    make = lambda: TrainState.create(init(), optimizer)
+    shardings = where.state_shardings(jax.tree.map(lambda x: x.sharding, trained), make)
+    state = place(jax.eval_shape(make), shardings)
+    lowered = where.jit_step(step, shardings).lower(state, batch, frozen)
+    return Traced(lowered, {"trained": state.params, "frozen": frozen}, state, [], frozenset())

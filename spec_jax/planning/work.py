@@ -1,0 +1,274 @@
+"""What one pass of a model or a head costs on one device, counted from its config.
+
+Every pass reads its weights and the cache once, writes the cache entries of its tokens, and writes
+and reads the logits that it scores. Weights are counted from the tables that families and heads
+declare, caches from their initial state, and both as ``sharding`` splits them; so whatever is
+registered is counted. Other activations are not: they may stay on the chip, as on small batches the
+logits may too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType
+
+from spec_jax.drafters.eagle.model import EagleConfig
+from spec_jax.drafters.registry import kind_of
+from spec_jax.errors import ConfigError
+from spec_jax.meshes import parse_mesh
+from spec_jax.models.families import family_of
+from spec_jax.models.params import head_counts, layer_tables, outer_table
+from spec_jax.models.specs import ParamSpec
+from spec_jax.planning.chips import Chip
+from spec_jax.sharding import REPLICATED, SHARDED, Rules, spec, state_axes
+
+_LOGIT_BYTES = 4  # float32, whatever the weights are
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How models are run.
+
+    Attributes:
+      batch: B, rows over all devices.
+      context: slots of each row that attention reads: the tokens before the round for programs
+        that read just those, S for this library's, which read the whole cache.
+      mesh: sizes of the mesh, such as "data:2,tensor:4".
+      dtype: of weights and caches.
+      is_sampled: rows are not greedy, so that every device needs whole rows of logits.
+      is_draft_replicated: the draft lies whole on every device; only its rows are split.
+    """
+
+    batch: int = 1
+    context: int = 1024
+    mesh: str = "data:1,tensor:1"
+    dtype: str = "bfloat16"
+    is_sampled: bool = False
+    is_draft_replicated: bool = False
+
+    def __post_init__(self):
+        parse_mesh(self.mesh)
+        if self.batch < 1 or self.context < 0:
+            raise ConfigError(
+                f"batch is {self.batch} and context {self.context}; expected at least one row, and "
+                "no negative context"
+            )
+
+    @functools.cached_property
+    def abstract_mesh(self) -> AbstractMesh:
+        """The mesh without devices."""
+        names, sizes = zip(*parse_mesh(self.mesh).items())
+        return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+
+    @property
+    def num_devices(self) -> int:
+        return self.abstract_mesh.size
+
+    @functools.cached_property
+    def rows(self) -> int:
+        """Rows on one device: all of them if the mesh does not divide them."""
+        return _local(("batch",), (self.batch,), self.abstract_mesh, SHARDED, {})
+
+    @property
+    def itemsize(self) -> int:
+        return jnp.dtype(self.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one device does.
+
+    Attributes:
+      flops: floating-point operations; a multiply-add counts as two.
+      hbm_bytes: read from and written to its memory.
+      link_bytes: sent to other devices.
+      collectives: how many times devices exchange arrays of activations or logits.
+    """
+
+    flops: float = 0.0
+    hbm_bytes: float = 0.0
+    link_bytes: float = 0.0
+    collectives: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        names = [field.name for field in dataclasses.fields(self)]
+        return Work(*(getattr(self, name) + getattr(other, name) for name in names))
+
+    def __mul__(self, times: int) -> Work:
+        return Work(*(times * value for value in dataclasses.astuple(self)))
+
+    def times_s(self, chip: Chip) -> dict[str, float]:
+        """Seconds that memory, arithmetic and links need at the peaks of a device of the chip."""
+        device = chip.per_device
+        times = {"memory": self.hbm_bytes / device.hbm_bytes_s}
+        times["arithmetic"] = self.flops / device.flops_s
+        times["links"] = self.link_bytes / device.link_bytes_s
+        return times
+
+    def floor_s(self, chip: Chip) -> float:
+        """The least time: all three overlap perfectly, and the slowest decides."""
+        return max(self.times_s(chip).values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """The weights and the cache that a pass goes through, counted on one device.
+
+    Attributes:
+      matrices: elements of the maps that every token is multiplied with.
+      vectors: elements of norms, biases and the like.
+      width: D, the width of an embedding's row.
+      embed: elements of an embedding that is read by rows only.
+      head: elements of the output head.
+      vocab: logits a token, of the device's part.
+      is_vocab_split: other devices have other logits.
+      reduced: widths of the products that devices have to add up, in total.
+      num_reduced: how many products those are.
+      slot_bytes: the cache's bytes for one slot of a row.
+      fixed_bytes: the cache's bytes for a row that do not grow with its slots.
+      queries: query heads per key-value head.
+    """
+
+    matrices: int = 0
+    vectors: int = 0
+    width: int = 0
+    embed: int = 0
+    head: int = 0
+    vocab: int = 0
+    is_vocab_split: bool = False
+    reduced: int = 0
+    num_reduced: int = 0
+    slot_bytes: float = 0.0
+    fixed_bytes: float = 0.0
+    queries: float = 1.0
+
+    @classmethod
+    def of(
+        cls, config: Any, setting: Setting, *, is_draft: bool = False, module: int = 0,
+        is_recycled: bool = False,
+    ) -> Stack:
+        """Counts a model, or a head of any registered kind.
+
+        Args:
+          config: of the model or the head.
+          setting: its mesh and dtype count.
+          is_draft: whether it lies as drafts do.
+          module: which module, of a head that has several.
+          is_recycled: the pass reads the head's own states, so what joins the target's is not run.
+        """  # fmt: skip
+        is_replicated = is_draft and setting.is_draft_replicated
+        mesh = setting.abstract_mesh
+        return _stack(config, mesh, is_replicated, setting.dtype, module, is_recycled)
+
+    @property
+    def num_params(self) -> int:
+        """Elements of all weights on the device."""
+        return self.matrices + self.vectors + self.head + self.embed
+
+    def run(
+        self, setting: Setting, tokens: int, scored: int = 0, scorer: Stack | None = None
+    ) -> Work:
+        """Returns the work of one pass.
+
+        Args:
+          setting: batch, context and dtype of the pass.
+          tokens: T, fed in each row.
+          scored: how many of them are given logits.
+          scorer: whose output head is used; None: its own, or that of none.
+        """
+        scorer = scorer or self
+        rows, item, size = setting.rows, setting.itemsize, setting.abstract_mesh.shape["tensor"]
+        fed, logits = rows * tokens, rows * scored * scorer.vocab
+        flops = 2 * fed * self.matrices + 2 * rows * scored * scorer.head
+        flops += 2 * fed * self.queries * self.slot_bytes / item * setting.context
+        flops += 4 * fed * self.fixed_bytes / item  # a state is updated, then read out
+        read = item * (self.matrices + self.vectors + fed * self.width)
+        read += rows * (self.slot_bytes * setting.context + self.fixed_bytes)
+        read += item * scorer.head * (scored > 0) + _LOGIT_BYTES * logits
+        written = fed * self.slot_bytes + rows * self.fixed_bytes + _LOGIT_BYTES * logits
+        sent = 2 * (size - 1) / size * item * fed * self.reduced  # all-reduces around a ring
+        is_gathered = setting.is_sampled and scored > 0 and scorer.is_vocab_split
+        if is_gathered:
+            sent += (size - 1) * _LOGIT_BYTES * logits
+            read += size * _LOGIT_BYTES * logits
+            written += size * _LOGIT_BYTES * logits
+        return Work(flops, read + written, sent, self.num_reduced + is_gathered)
+
+
+def _local(axes, shape, mesh, rules: Rules, counts: Mapping[str, int]) -> int:
+    """Elements of one device's part of an array."""
+    split = [axis for axis in spec(axes, shape, mesh, rules, counts) if axis is not None]
+    return math.prod(shape) // math.prod(mesh.shape[axis] for axis in split)
+
+
+def _cache_bytes(config: Any, mesh: AbstractMesh, rules: Rules, dtype: str) -> tuple[float, float]:
+    """The bytes of a row on one device: those of each slot, and those that do not grow."""
+
+    def size(slots: int) -> float:
+        init = functools.partial(
+            family_of(config).init_cache, config, mesh.shape["data"], slots, jnp.dtype(dtype)
+        )
+        with jax.sharding.use_abstract_mesh(mesh):
+            state = jax.eval_shape(init)
+        leaves = zip(jax.tree.leaves(state), jax.tree.leaves(state_axes(state)), strict=True)
+        return sum(
+            _local(axes, x.shape, mesh, rules, {}) * x.dtype.itemsize
+            for x, axes in leaves if jnp.issubdtype(x.dtype, jnp.floating)
+        )  # fmt: skip
+
+    one, two = size(1), size(2)
+    return two - one, 2 * one - two
+
+
+@functools.lru_cache(maxsize=1024)
+def _stack(
+    config: Any, mesh: AbstractMesh, is_replicated: bool, dtype: str, module: int,
+    is_recycled: bool,
+) -> Stack:  # fmt: skip
+    rules = REPLICATED if is_replicated else SHARDED
+    is_head = hasattr(config, "taps")
+    layer = config.layer if is_head else config
+    if is_head:
+        table = kind_of(config).table(config)
+        outer, layers = dict(table.get(str(module), table)), []
+        if is_recycled and isinstance(config, EagleConfig) and config.version == 3:
+            outer = {n: p for n, p in outer.items() if not n.startswith(("fc", "input_norm"))}
+    else:
+        outer, layers = dict(outer_table(config)), layer_tables(config)
+    head, embed = outer.pop("head", None), outer.pop("embed", None)
+    counts = head_counts(layer)
+    local = lambda p: _local(p.axes, p.shape, mesh, rules, counts)
+
+    def is_summed(p: ParamSpec) -> bool:  # into the residual stream, over a split input
+        return p.axes[-1] == "embed" and len(p.axes) > 1 and local(p) < math.prod(p.shape)
+
+    specs = [p for table in (outer, *layers) for p in table.values()]
+    V = config.target_vocab_size if is_head else config.vocab_size
+    shared = ParamSpec((V, layer.hidden_size), ("vocab", "embed"), "")  # with the target
+    summed = [p.shape[-1] for p in (*specs, embed or shared) if is_summed(p)]
+    if head is None and not is_head:  # tied: the embedding is read whole to score
+        head, embed = embed._replace(axes=embed.axes[::-1], shape=embed.shape[::-1]), None
+    vocab = 0 if head is None else _local(head.axes[1:], head.shape[1:], mesh, rules, counts)
+    slot, fixed = _cache_bytes(layer, mesh, rules, dtype)
+    heads, groups = (getattr(layer, f"num_{name}_heads", 1) for name in ("attention", "key_value"))
+    return Stack(
+        matrices=sum(local(p) for p in specs if p.is_linear),
+        vectors=sum(local(p) for p in specs if not p.is_linear),
+        width=layer.hidden_size,
+        embed=0 if embed is None else local(embed),
+        head=0 if head is None else local(head),
+        vocab=vocab,
+        is_vocab_split=head is not None and vocab < head.shape[1],
+        reduced=sum(summed),
+        num_reduced=len(summed),
+        slot_bytes=slot,
+        fixed_bytes=fixed,
+        queries=heads / groups,
+    )

@@ -1,0 +1,383 @@
+"""Overlapped drafting on devices of its own: tokens, counts, distribution, and mutations."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.runs import check_run_files
+from support.tiny_models import LLAMA, random_weights
+
+from experiments import overlap as experiment
+from spec_jax import compilation, decoding, rng, testing
+from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.decoding import Finish, Kind
+from spec_jax.drafters.standalone.model import standalone
+from spec_jax.engine import stats
+from spec_jax.engine.batching import DecodeQueue
+from spec_jax.engine.cancellation import CancellationToken
+from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.errors import ConfigError
+from spec_jax.loading import LoadedModel
+from spec_jax.models import transformer
+from spec_jax.overlap import overlap, pearl
+from spec_jax.rules import MATCH, make_rule
+from spec_jax.sampling import make_sampler
+from spec_jax.testing.oracles import toy_logits
+
+V, K, NEW = 11, 3, 16
+MODEL = testing.toy_model(V)
+PARAMS = {"target": testing.toy_params(V, 0), "draft": testing.toy_params(V, 0)}
+RESIDUAL = make_rule(SpeculativeConfig(rejection_sampling_strategy="residual"))
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 5], [9], [3, 1]]
+SAMPLERS = [
+    SamplerConfig(temperature=1.0, seed=11),
+    SamplerConfig(temperature=0.0, repetition_penalty=1.3, seed=12),
+    SamplerConfig(
+        temperature=0.8, top_k=9, top_p=0.9, min_p=0.02, presence_penalty=0.4,
+        frequency_penalty=0.3, logit_bias=((3, 1.0), (4, -np.inf)), seed=13,
+    ),
+    SamplerConfig(temperature=1.3, seed=14),
+]  # fmt: skip
+LENGTHS = np.asarray([len(p) for p in PROMPTS], np.int32)
+
+
+@functools.cache
+def devices():
+    target, draft = jax.devices()[:2]
+    return overlap.Devices(draft=draft, target=target)
+
+
+def erring(rewind=None):
+    """The target as its own draft, with the match rule's noise: right but at each fifth position.
+
+    By where it stands it offers no draft, two or K of them.
+    """
+    honest = standalone(MODEL)
+
+    def propose(params, state, context, num_draft):
+        proposal, state = honest.propose(params, state, context, num_draft)
+        position = context.length[:, None] + 1 + jnp.arange(num_draft)
+        wrong = (proposal.tokens + 1) % V
+        return proposal.replace(tokens=jnp.where(position % 5 == 0, wrong, proposal.tokens)), state
+
+    drafter = honest._replace(name="erring", propose=propose, rewind=rewind or honest.rewind)
+    few = lambda length: jnp.where(length % 4 == 1, 2, K)
+    return testing.ragged(drafter, lambda length: jnp.where(length % 7 == 3, 0, few(length)))
+
+
+ERRING = erring()
+
+
+def run(loop, drafter=ERRING, stop=-1, limits=(NEW,) * 4, rounds=2**30, ending=None, look=None):
+    """What the rows of ``PROMPTS`` decode to: records of the rows, and the rounds it took.
+
+    ``look`` is shown the state after each call, ``ending`` is given to each.
+    """
+    system = decoding.System(MODEL, drafter, MATCH, K)
+    tokens = np.zeros((4, 8), np.int32)
+    for row, prompt in enumerate(PROMPTS):
+        tokens[row, : len(prompt)] = prompt
+    sampler = make_sampler(SAMPLERS, 4, V)
+    state = loop.prefill(
+        PARAMS, jnp.asarray(tokens), jnp.asarray(LENGTHS), jnp.asarray(LENGTHS + limits),
+        jnp.full((4, 1), stop), sampler, sampler, system=system,
+        slots=8 + NEW + system.lookahead_slots,
+    )
+    total, end = 0, jnp.zeros(4, jnp.int32)
+    while True:
+        state, chunk = loop.generate(PARAMS, state, end, jnp.int32(rounds), system=system)
+        total += int(chunk.rounds)
+        if look is not None:
+            look(state)
+        end = end if ending is None else jnp.asarray(ending, jnp.int32)
+        if (np.asarray(chunk.finish) != Finish.RUNNING).all():
+            break
+    record = jax.tree.map(np.asarray, decoding.Record.of(state))
+    return [jax.tree.map(lambda x: x[row], record) for row in range(4)], total
+
+
+def output(record):
+    begin = int(record.prompt_length)
+    return record.tokens[begin : begin + int((record.kind > 0).sum())].tolist()
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Plain decoding in NumPy: only the noise's name is shared."""
+    rows = []
+    for prompt, config in zip(PROMPTS, SAMPLERS):
+        seeds = jnp.full((8 + NEW,), config.seed, jnp.uint32)
+        keys = rng.keys(seeds, rng.Stream.TARGET, jnp.arange(8 + NEW))
+        noise, out = np.asarray(rng.gumbel(keys, V)), []
+        while len(out) < NEW:
+            logits = toy_logits(PARAMS["target"], [*prompt, *out])
+            law = testing.reference_distribution(logits, config, prompt, out)
+            with np.errstate(divide="ignore"):
+                out.append(int(np.argmax(np.log(law) + noise[len(prompt) + len(out)])))
+        rows.append(out)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def timeline():
+    return []
+
+
+@pytest.fixture(scope="module")
+def loop(timeline):
+    return overlap.make_loop(devices(), timeline)
+
+
+@pytest.fixture(scope="module")
+def decoded(loop):
+    return run(loop)
+
+
+def test_emits_exactly_the_plain_stream_for_mixed_rows(decoded, plain):
+    assert [output(row) for row in decoded[0]] == plain
+
+
+def test_accepts_all_that_is_right_and_counts_it(decoded):
+    """Fails where a block is not drafted behind its true prefix."""
+    total = stats.Stats()
+    for row in decoded[0]:
+        position, kind = np.arange(len(row.kind)), row.kind
+        assert (position[kind == Kind.CORRECTED] % 5 == 0).all()
+        assert (position[kind == Kind.ACCEPTED] % 5 != 0).all()
+        begin, n = int(row.prompt_length), int((kind > 0).sum())
+        s = stats.row_stats(kind[begin : begin + n], row.offered[begin : begin + n], K)
+        assert s.emitted == NEW == s.first + s.accepted + s.corrected + s.bonus and s.first == 1
+        total += s
+    assert total.corrected > 0 and total.bonus > 0 and min(total.lengths) > 0
+    assert max(row.offered.max() for row in decoded[0]) == K
+
+
+def check_side(state):
+    """The draft's cache is a token behind what is ahead, and holds what is committed."""
+    side = jax.tree.map(np.asarray, state.draft.side)
+    cache = side.draft.cache
+    np.testing.assert_array_equal(cache.length, side.length + side.ahead.n_draft - 1)
+    for row, n in enumerate(np.minimum(cache.length, side.length + 1)):
+        np.testing.assert_array_equal(cache.tokens[row, :n], side.tokens[row, :n])
+
+
+def test_the_drafts_state_is_that_of_its_prefix_kept_or_rolled_back(loop):
+    run(loop, rounds=1, look=check_side)
+
+
+def test_stop_tokens_limits_and_chunks_of_ticks_cut_the_plain_stream(loop, plain):
+    limits = (NEW, 5, 1, 9)
+    stop = plain[0][6]
+    expected = [out[:limit] for out, limit in zip(plain, limits)]
+    expected = [out[: out.index(stop) + 1] if stop in out else out for out in expected]
+    rows, whole = run(loop, stop=stop, limits=limits)
+    assert [output(row) for row in rows] == expected
+    reasons = [Finish.STOP_TOKEN if stop in out else Finish.LENGTH for out in expected]
+    assert [int(row.finish) for row in rows] == reasons
+    pieces, total = run(loop, stop=stop, limits=limits, rounds=2)
+    assert [output(row) for row in pieces] == expected and total == whole
+
+
+def test_a_row_that_is_cancelled_leaves_the_others_as_they_are(loop, plain):
+    rows, _ = run(loop, rounds=2, ending=[0, Finish.CANCELLED, 0, 0])
+    assert [output(rows[i]) for i in (0, 2, 3)] == [plain[i] for i in (0, 2, 3)]
+    assert output(rows[1]) == plain[1][: len(output(rows[1]))]
+    assert rows[1].finish == Finish.CANCELLED
+
+
+@pytest.mark.exhaustive
+def test_a_side_may_be_a_sharding_over_several_devices(plain):
+    draft, *two = jax.devices()[:3]
+    mesh = jax.sharding.Mesh(np.asarray(two), "x")
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    rows, _ = run(overlap.make_loop(overlap.Devices(draft, whole)))
+    assert [output(row) for row in rows] == plain
+
+
+# ----------------------------------------------------------- models with caches, by the decoder
+
+
+def loaded(name, noise=0.0):
+    """A Llama; with noise on its weights it drafts well for the one without, and not always."""
+    moved = lambda w: w + noise * np.random.RandomState(w.size % 2**31).standard_normal(w.shape)
+    params = jax.tree.map(lambda w: jnp.asarray(moved(w), w.dtype), random_weights(LLAMA))
+    return LoadedModel(name, transformer.model(LLAMA), params, config=LLAMA)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("method", ["standalone", "ngram", "suffix"])
+@pytest.mark.parametrize("temperature", [0.0, 0.2])
+def test_the_decoder_overlaps_models_with_caches_and_gives_plain_decodings_tokens(
+    method, temperature
+):
+    target = loaded("target")
+    draft = loaded("draft", 0.01) if method == "standalone" else None
+    samplers = [SamplerConfig(temperature, seed=row) for row in range(4)]
+    strategy = "match" if temperature else "greedy"
+    config = SpeculativeConfig(method, K, rejection_sampling_strategy=strategy)
+    timeline = []
+    overlapped = SpeculativeDecoder(
+        target, draft, config, devices=devices(), timeline=timeline, target_sampler=samplers
+    )
+    plain = SpeculativeDecoder(target, target_sampler=samplers)
+    assert overlapped.is_overlapped and not plain.is_overlapped
+    loop, clocks = overlapped._parts.loop, []
+    whole = loop._timed
+    loop._timed = lambda *a, **k: (clocks.append(len(compilation._timed.get())), whole(*a, **k))[1]
+    for prompts in (PROMPTS, PROMPTS[::-1]):  # the second call finds past outputs and weights
+        given = overlapped.generate(prompts, 24)
+        expected = plain.generate(prompts, 24)
+        assert [row.tokens for row in given] == [row.tokens for row in expected]
+    counts = overlapped.stats
+    assert counts.emitted == counts.first + counts.accepted + counts.corrected + counts.bonus
+    assert counts.accepted > 0
+    assert {span.what for span in timeline} == {"prefill", "draft", "verify", "accept"}
+    assert set(clocks) == {1}  # what the draft's thread compiles counts as the call's, too
+    assert counts.compile_s > 0
+
+
+@pytest.mark.exhaustive
+def test_an_overlapped_decoder_is_cancelled_between_ticks_and_goes_on_afterwards():
+    decoder = SpeculativeDecoder(loaded("target"), loaded("draft", 0.01), devices=devices())
+    expected = decoder.generate([1, 2, 3], 24).tokens
+
+    class AfterLooks(CancellationToken):
+        def watch(self):
+            looks = itertools.count()
+            return lambda: next(looks) > 5
+
+    cut = decoder.generate([1, 2, 3], 24, cancellation_token=AfterLooks())
+    assert cut.finish_reason == "cancelled" and 0 < len(cut.tokens) < 24
+    assert cut.tokens == expected[: len(cut.tokens)]
+    assert decoder.generate([1, 2, 3], 24).tokens == expected
+
+
+def test_what_an_overlapped_decoder_cannot_do_is_named():
+    target, draft = loaded("target"), loaded("draft", 0.01)
+    with pytest.raises(ConfigError, match="a queue refills rows"):
+        DecodeQueue(
+            SpeculativeDecoder(target, draft, devices=devices()), [(0, [1])], batch=1,
+            max_prompt_tokens=2,
+        )
+    with pytest.raises(ConfigError, match="an overlapped draft needs a fixed K"):
+        config = SpeculativeConfig("standalone", 3, is_adaptive=True)
+        SpeculativeDecoder(target, draft, config, devices=devices())
+    with pytest.raises(ConfigError, match="drafts nothing"):
+        SpeculativeDecoder(target, devices=devices())
+    assert not SpeculativeDecoder.new_n1(target, draft, devices=devices()).is_overlapped
+
+
+@pytest.mark.exhaustive
+def test_draft_and_verify_of_a_tick_run_at_the_same_time_on_their_own_devices(tmp_path):
+    record = experiment.run(tmp_path, draft_ms=20, verify_ms=40, k=2, num_tokens=6)
+    assert record["draft_beside_verify"] > 0
+    assert check_run_files(tmp_path, "overlap")["tick_ms"] == record["tick_ms"]
+    assert (tmp_path / "timeline.png").stat().st_size
+
+
+def test_the_timeline_names_what_ran_where(decoded, timeline):
+    names = {(s.what, s.devices) for s in timeline}
+    target, draft = map(str, jax.devices()[:2])
+    assert names == {
+        ("prefill", target), ("prefill", draft), ("draft", draft), ("verify", target),
+        ("accept", target),
+    }  # fmt: skip
+    assert all(span.begin_s < span.end_s for span in timeline)
+
+
+# ------------------------------------------------------------------- the law, and mutations
+
+
+def certify():
+    return testing.certify_decoder(
+        RESIDUAL, num_draft=3, trials=100_000, loop=overlap.Overlap(devices())
+    )
+
+
+@pytest.mark.exhaustive
+def test_residual_has_the_targets_joint_law():
+    assert certify() > 1e-3
+
+
+@pytest.fixture
+def mutate(monkeypatch):
+    """Puts a function in another's place; programs of before and of the mutant are forgotten."""
+
+    def forget_programs():
+        for program in (pearl.draft_block, pearl.score_ahead, pearl.accept_chain):
+            program.clear_cache()
+
+    def put(owner, name, function):
+        forget_programs()
+        monkeypatch.setattr(owner, name, function)
+
+    yield put
+    monkeypatch.undo()
+    forget_programs()
+
+
+@pytest.mark.exhaustive
+def test_mutation_laws_that_stay_behind_their_tokens_are_caught(mutate):
+    honest = pearl.remaining_ahead
+    mutate(
+        pearl, "remaining_ahead",
+        lambda block, is_whole: honest(block, is_whole).replace(probs=block.probs),
+    )  # fmt: skip
+    with pytest.raises(testing.CertificateError):
+        certify()
+
+
+def is_plain(loop, plain):
+    return [output(row) for row in run(loop)[0]] == plain
+
+
+@pytest.mark.exhaustive
+def test_mutation_a_dropped_block_that_is_kept_is_caught(mutate, loop):
+    """It keeps the law, as any draft does, but is accepted by chance alone."""
+    honest = pearl.remaining_ahead
+    mutate(pearl, "remaining_ahead", lambda block, is_whole: honest(block, block.n_draft > 0))
+    with pytest.raises(AssertionError):
+        test_accepts_all_that_is_right_and_counts_it(run(loop))
+
+
+@pytest.mark.exhaustive
+def test_mutation_a_block_judged_by_the_row_before_is_caught(monkeypatch, loop, plain):
+    honest = pearl.score_ahead
+
+    def late(*args, **kwargs):
+        state, logits = honest(*args, **kwargs)
+        return state, logits.at[:, 1:].set(logits[:, :-1])
+
+    monkeypatch.setattr(pearl, "score_ahead", late)
+    assert not is_plain(loop, plain)
+
+
+@pytest.mark.exhaustive
+def test_mutation_the_token_behind_a_whole_chain_is_caught(mutate, loop, plain):
+    honest = decoding.emit
+    mutate(decoding, "emit", lambda *args: honest(*args[:-1], args[-1] + 1))
+    assert not is_plain(loop, plain)
+
+
+@pytest.mark.exhaustive
+def test_mutation_a_draft_that_is_not_rolled_back_is_caught(loop):
+    forgetful = erring(rewind=lambda state, n: state)
+    with pytest.raises(AssertionError):
+        run(loop, forgetful, rounds=1, look=check_side)
+
+
+def test_each_program_is_compiled_once():
+    programs = (pearl.draft_block, pearl.score_ahead, pearl.accept_chain)
+    decoder = SpeculativeDecoder(
+        testing.mock_model(9), testing.mock_model(9, 1),
+        SpeculativeConfig(num_speculative_tokens=3), devices=devices(),
+    )  # fmt: skip
+    before = [program._cache_size() for program in programs]
+    for _ in range(2):
+        decoder.generate([1, 2], 12)
+    assert [program._cache_size() for program in programs] == [n + 1 for n in before]

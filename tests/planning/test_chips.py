@@ -1,0 +1,76 @@
+"""Chips and topologies: sizes, one device of a chip, and refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+from spec_jax.errors import ConfigError
+from spec_jax.planning.chips import CHIPS, Topology
+
+TPUS = [name for name in CHIPS if Topology.parse(f"{name}:{CHIPS[name].shapes[0]}").is_tpu]
+
+
+@pytest.mark.parametrize(
+    "name, chips, devices",
+    [("v5e:2x4", 8, 8), ("v5p:4x4x4", 64, 64), ("v6e:16x16", 256, 256), ("tpu7x:2x2x2", 8, 16),
+     ("v4:2x2x1", 4, 4), ("h100:8", 8, 8)],
+)  # fmt: skip
+def test_topology_has_its_chips_and_devices(name, chips, devices):
+    topology = Topology.parse(name)
+    assert (topology.num_chips, topology.num_devices, topology.name) == (chips, devices, name)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [("v9:2x2", "known chips: v4, v5e"), ("v5e:3x3", "'v5e:3x3'; shapes of v5e: 1x1, 2x2"),
+     ("v5e", "shapes of v5e"), ("v5p:2x4", "shapes of v5p: 1x1x1"), ("2x4", "such as v5e:2x4"),
+     ("h100:3", "shapes of h100: 1, 2, 4, 8")],
+)  # fmt: skip
+def test_unknown_topology_is_refused_with_those_that_exist(name, message):
+    with pytest.raises(ConfigError, match=message):
+        Topology.parse(name)
+
+
+def test_gpus_are_not_compiled_for():
+    with pytest.raises(ConfigError, match="only TPUs"):
+        Topology.parse("h100:1").describe()
+
+
+def test_devices_of_a_chip_share_its_figures():
+    chip = CHIPS["tpu7x"]
+    device = chip.per_device
+    assert device.devices == 1
+    for field in ("hbm_bytes", "hbm_bytes_s", "flops_s", "link_bytes_s"):
+        assert chip.devices * getattr(device, field) == getattr(chip, field)
+    assert CHIPS["v5p"].per_device == CHIPS["v5p"]
+
+
+def test_pods_agree_with_the_published_sums():
+    # Google also publishes pods: 256 chips of v6e reach 234.9 PFLOP/s, of v5e 50.63.
+    for name, pflops in (("v6e", 234.9), ("v5e", 50.63)):
+        pod = 256 * CHIPS[name].flops_s / 1e15
+        assert pod == pytest.approx(pflops, rel=5e-3)
+    for chip in CHIPS.values():
+        assert all(value for value in dataclasses.asdict(chip).values()), chip.name
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra tpu")
+def test_libtpu_knows_every_tpu_topology_with_as_many_devices():
+    code = (
+        "from spec_jax.planning.chips import CHIPS, Topology\n"
+        f"for name in {TPUS}:\n"
+        "    for shape in CHIPS[name].shapes:\n"
+        "        topology = Topology.parse(f'{name}:{shape}')\n"
+        "        found = len(topology.describe().devices)\n"
+        "        assert found == topology.num_devices, (topology.name, found)\n"
+    )
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+    env["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+    subprocess.run([sys.executable, "-c", code], check=True, env=env)

@@ -1,0 +1,214 @@
+"""The reader of compiled programs: against numbers worked out by hand, and against programs that
+are compiled for eight CPU devices with known collectives."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from spec_jax.errors import ConfigError
+from spec_jax.meshes import make_mesh
+from spec_jax.planning import hlo, traffic
+
+# Three layers of weights 256x512 and a cache [3,4,2,128,128], as a TPU's compiler writes it: a
+# round reads a slice of the weights in each layer, writes a row of the cache in place, and has a
+# conditional of which one branch gathers.
+TPU = """\
+HloModule jit_generate, is_scheduled=true
+
+%add (x: bf16[], y: bf16[]) -> bf16[] {
+  %x = bf16[] parameter(0)
+  %y = bf16[] parameter(1)
+  ROOT %sum = bf16[] add(%x, %y)
+}
+
+%inner_slice (p.0: bf16[3,256,512], p.1: s32[]) -> bf16[256,512] {
+  %p.0 = bf16[3,256,512]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %p.1 = s32[]{:T(128)} parameter(1)
+  %zero.0 = s32[]{:T(128)} constant(0)
+  %slice.0 = bf16[1,256,512]{2,1,0:T(8,128)(2,1)} dynamic-slice(%p.0, %p.1, %zero.0, %zero.0), dynamic_slice_sizes={1,256,512}
+  ROOT %flat.0 = bf16[256,512]{1,0:T(8,128)(2,1)} bitcast(%slice.0)
+}
+
+%product (p.2: bf16[4,256], p.3: bf16[3,256,512], p.4: s32[]) -> bf16[4,512] {
+  %p.2 = bf16[4,256]{1,0:T(4,128)(2,1)S(1)} parameter(0)
+  %p.3 = bf16[3,256,512]{2,1,0:T(8,128)(2,1)} parameter(1)
+  %p.4 = s32[]{:T(128)} parameter(2)
+  %w.0 = bf16[256,512]{1,0:T(8,128)(2,1)} fusion(%p.3, %p.4), kind=kLoop, calls=%inner_slice
+  ROOT %dot.0 = bf16[4,512]{1,0:T(4,128)(2,1)S(1)} convolution(%p.2, %w.0), dim_labels=bf_io->bf
+}
+
+%layer (carry: (s32[], bf16[4,256], bf16[3,256,512], bf16[3,4,2,128,128])) -> (s32[], bf16[4,256], bf16[3,256,512], bf16[3,4,2,128,128]) {
+  %one = s32[]{:T(128)} constant(1)
+  %none = s32[]{:T(128)} constant(0)
+  %carry = (s32[]{:T(128)}, bf16[4,256]{1,0:T(4,128)(2,1)S(1)}, bf16[3,256,512]{2,1,0:T(8,128)(2,1)}, /*index=3*/bf16[3,4,2,128,128]{4,3,2,1,0:T(8,128)(2,1)}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%carry), index=0
+  %act = bf16[4,256]{1,0:T(4,128)(2,1)S(1)} get-tuple-element(%carry), index=1
+  %w = bf16[3,256,512]{2,1,0:T(8,128)(2,1)} get-tuple-element(%carry), index=2
+  %cache = bf16[3,4,2,128,128]{4,3,2,1,0:T(8,128)(2,1)} get-tuple-element(%carry), index=3
+  %fusion.1 = bf16[4,512]{1,0:T(4,128)(2,1)S(1)} fusion(%act, %w, %i), kind=kOutput, calls=%product
+  %reduced = bf16[4,512]{1,0:T(4,128)(2,1)S(1)} all-reduce(%fusion.1), channel_id=1, replica_groups=[2,4]<=[8], use_global_device_ids=true, to_apply=%add, metadata={op_name="jit(generate)/while/body/verify/dot_general"}
+  %rows = bf16[1,1,2,1,128]{4,3,2,1,0:T(8,128)(2,1)S(1)} bitcast(%reduced)
+  %written = bf16[3,4,2,128,128]{4,3,2,1,0:T(8,128)(2,1)} dynamic-update-slice(%cache, %rows, %i, %none, %none, /*index=5*/%none, %none)
+  %next = s32[]{:T(128)S(6)} add(%i, %one)
+  ROOT %out = (s32[]{:T(128)}, bf16[4,256]{1,0:T(4,128)(2,1)S(1)}, bf16[3,256,512]{2,1,0:T(8,128)(2,1)}, bf16[3,4,2,128,128]{4,3,2,1,0:T(8,128)(2,1)}) tuple(%next, %act, %w, %written)
+}
+
+%layers_left (carry.1: (s32[], bf16[4,256], bf16[3,256,512], bf16[3,4,2,128,128])) -> pred[] {
+  %carry.1 = (s32[]{:T(128)}, bf16[4,256]{1,0:T(4,128)(2,1)S(1)}, bf16[3,256,512]{2,1,0:T(8,128)(2,1)}, bf16[3,4,2,128,128]{4,3,2,1,0:T(8,128)(2,1)}) parameter(0)
+  %num_layers = s32[]{:T(128)S(6)} constant(3)
+  %i.1 = s32[]{:T(128)S(6)} get-tuple-element(%carry.1), index=0
+  ROOT %is_less = pred[]{:T(512)S(6)} compare(%i.1, %num_layers), direction=LT
+}
+
+%gathers (p.5: bf16[4,64]) -> bf16[4,512] {
+  %p.5 = bf16[4,64]{1,0:T(4,128)(2,1)} parameter(0)
+  %start = (bf16[4,64]{1,0:T(4,128)(2,1)}, bf16[4,512]{1,0:T(4,128)(2,1)}) all-gather-start(%p.5), channel_id=2, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={1}
+  ROOT %done = bf16[4,512]{1,0:T(4,128)(2,1)} all-gather-done(%start)
+}
+
+%stays (p.6: bf16[4,64]) -> bf16[4,512] {
+  %p.6 = bf16[4,64]{1,0:T(4,128)(2,1)} parameter(0)
+  %grown = bf16[4,512]{1,0:T(4,128)(2,1)S(1)} broadcast(%p.6), dimensions={0,1}
+  ROOT %padded = bf16[4,512]{1,0:T(4,128)(2,1)S(1)} negate(%grown)
+}
+
+%round (state: (s32[], bf16[4,256], bf16[3,256,512], bf16[3,4,2,128,128], bf16[4,64])) -> (s32[], bf16[4,256], bf16[3,256,512], bf16[3,4,2,128,128], bf16[4,64]) {
+  %state = (s32[]{:T(128)}, bf16[4,256]{1,0:T(4,128)(2,1)}, bf16[3,256,512]{2,1,0:T(8,128)(2,1)}, bf16[3,4,2,128,128]{4,3,2,1,0:T(8,128)(2,1)}, bf16[4,64]{1,0:T(4,128)(2,1)}) parameter(0)
+  %n = s32[]{:T(128)S(6)} get-tuple-element(%state), index=0
+  %act.1 = bf16[4,256]{1,0:T(4,128)(2,1)} get-tuple-element(%state), index=1
+  %w.1 = bf16[3,256,512]{2,1,0:T(8,128)(2,1)} get-tuple-element(%state), index=2
+  %cache.1 = bf16[3,4,2,128,128]{4,3,2,1,0:T(8,128)(2,1)} get-tuple-element(%state), index=3
+  %few = bf16[4,64]{1,0:T(4,128)(2,1)} get-tuple-element(%state), index=4
+  %moving = (bf16[4,256]{1,0:T(4,128)(2,1)S(1)}, bf16[4,256]{1,0:T(4,128)(2,1)}, u32[]{:S(2)}) copy-start(%act.1)
+  %moved = bf16[4,256]{1,0:T(4,128)(2,1)S(1)} copy-done(%moving)
+  %begin = s32[]{:T(128)S(6)} constant(0)
+  %first = s32[]{:T(128)S(6)} copy(%begin)
+  %inner = (s32[]{:T(128)}, bf16[4,256]{1,0:T(4,128)(2,1)S(1)}, bf16[3,256,512]{2,1,0:T(8,128)(2,1)}, bf16[3,4,2,128,128]{4,3,2,1,0:T(8,128)(2,1)}) tuple(%first, %moved, %w.1, %cache.1)
+  %scan = (s32[]{:T(128)}, bf16[4,256]{1,0:T(4,128)(2,1)S(1)}, bf16[3,256,512]{2,1,0:T(8,128)(2,1)}, bf16[3,4,2,128,128]{4,3,2,1,0:T(8,128)(2,1)}) while(%inner), condition=%layers_left, body=%layer
+  %which = pred[]{:T(512)S(6)} custom-call(%n), custom_call_target="Choose"
+  %chosen = bf16[4,512]{1,0:T(4,128)(2,1)} conditional(%which, %few, %few), branch_computations={%gathers, %stays}
+  %cache.2 = bf16[3,4,2,128,128]{4,3,2,1,0:T(8,128)(2,1)} get-tuple-element(%scan), index=3
+  ROOT %again = (s32[]{:T(128)}, bf16[4,256]{1,0:T(4,128)(2,1)}, bf16[3,256,512]{2,1,0:T(8,128)(2,1)}, bf16[3,4,2,128,128]{4,3,2,1,0:T(8,128)(2,1)}, bf16[4,64]{1,0:T(4,128)(2,1)}) tuple(%n, %act.1, %w.1, %cache.2, %few)
+}
+
+%has_work (state.1: (s32[], bf16[4,256], bf16[3,256,512], bf16[3,4,2,128,128], bf16[4,64])) -> pred[] {
+  %state.1 = (s32[]{:T(128)}, bf16[4,256]{1,0:T(4,128)(2,1)}, bf16[3,256,512]{2,1,0:T(8,128)(2,1)}, bf16[3,4,2,128,128]{4,3,2,1,0:T(8,128)(2,1)}, bf16[4,64]{1,0:T(4,128)(2,1)}) parameter(0)
+  %n.1 = s32[]{:T(128)S(6)} get-tuple-element(%state.1), index=0
+  %all = s32[]{:T(128)S(6)} all-reduce(%n.1), channel_id=3, replica_groups=mesh['data'=2,'tensor'=4] {'data'}, to_apply=%add
+  %bound = s32[]{:T(128)S(6)} custom-call(), custom_call_target="Bound"
+  ROOT %has = pred[]{:T(512)S(6)} compare(%all, %bound), direction=LT
+}
+
+ENTRY %main (a.0: s32[], a.1: bf16[4,256], a.2: bf16[3,256,512], a.3: bf16[3,4,2,128,128], a.4: bf16[4,64]) -> bf16[3,4,2,128,128] {
+  %a.0 = s32[]{:T(128)S(6)} parameter(0)
+  %a.1 = bf16[4,256]{1,0:T(4,128)(2,1)} parameter(1)
+  %a.2 = bf16[3,256,512]{2,1,0:T(8,128)(2,1)} parameter(2)
+  %a.3 = bf16[3,4,2,128,128]{4,3,2,1,0:T(8,128)(2,1)} parameter(3)
+  %a.4 = bf16[4,64]{1,0:T(4,128)(2,1)} parameter(4)
+  %relaid = bf16[3,4,2,128,128]{4,2,3,1,0:T(8,128)(2,1)} copy(%a.3)
+  %begin.1 = (s32[]{:T(128)}, bf16[4,256]{1,0:T(4,128)(2,1)}, bf16[3,256,512]{2,1,0:T(8,128)(2,1)}, bf16[3,4,2,128,128]{4,3,2,1,0:T(8,128)(2,1)}, bf16[4,64]{1,0:T(4,128)(2,1)}) tuple(%a.0, %a.1, %a.2, %relaid, %a.4)
+  %rounds = (s32[]{:T(128)}, bf16[4,256]{1,0:T(4,128)(2,1)}, bf16[3,256,512]{2,1,0:T(8,128)(2,1)}, bf16[3,4,2,128,128]{4,3,2,1,0:T(8,128)(2,1)}, bf16[4,64]{1,0:T(4,128)(2,1)}) while(%begin.1), condition=%has_work, body=%round
+  ROOT %result = bf16[3,4,2,128,128]{4,3,2,1,0:T(8,128)(2,1)} get-tuple-element(%rounds), index=3
+}
+"""  # noqa: E501
+CACHE = (3, 4, 2, 128, 128)
+
+
+@pytest.fixture(scope="module")
+def tpu() -> hlo.Program:
+    return hlo.read(TPU)
+
+
+def test_a_round_is_one_pass_of_the_loop_that_depends_on_data_times_its_inner_loops(tpu):
+    assert tpu.loops() == {"scan": 3, "rounds": None}
+    times = {step.instruction.name: step.times for step in tpu.round()}
+    assert (times["fusion.1"], times["is_less"], times["chosen"], times["has"]) == (3, 4, 1, 1)
+    assert "relaid" in {step.instruction.name for step in tpu.call()}
+    assert "relaid" not in times
+
+
+def test_collectives_of_conditions_and_of_every_branch_are_counted_once_each(tpu):
+    moved = traffic.of_round(tpu)
+    assert moved.count("all-reduce") == 3 + 1 and moved.count("all-gather") == 1
+    assert moved.collective_bytes("all-reduce") == 3 * 4 * 512 * 2 + 4
+    assert moved.largest_gather == 4 * 512 * 2
+    assert [c.kind for c in moved.in_branches] == ["all-gather"]
+    groups = {(c.kind, c.num_bytes): c.group for c in moved.collectives}
+    assert groups == {("all-reduce", 4096): 4, ("all-reduce", 4): 2, ("all-gather", 4096): 8}
+    assert "verify" in moved.collectives[1].op_name
+
+
+def test_hbm_bytes_are_slices_updates_and_the_dearer_branch(tpu):
+    weights = 3 * 256 * 512 * 2  # a layer's slice, in each of three layers
+    rows = 3 * 2 * 128 * 2  # written in place; the rows come from on-chip memory
+    prefetch = 4 * 256 * 2
+    gathered, stays = (4 * 128 + 4 * 512) * 2, 4 * 128 * 2  # 64 is padded to 128
+    total = traffic.of_round(tpu).hbm_bytes
+    assert total == weights + rows + prefetch + max(gathered, stays)
+
+
+def test_tiles_pad_the_fastest_dimensions(tpu):
+    array = lambda text: hlo._arrays(text)[0]
+    assert array("bf16[8,64]{1,0:T(8,128)(2,1)}").padded_bytes == 8 * 128 * 2
+    assert array("s32[4,1]{0,1:T(1,128)S(1)}").padded_bytes == 128 * 4
+    assert array("f32[5,3]").padded_bytes == array("f32[5,3]").num_bytes == 60
+    assert array("pred[]{:T(512)}").num_bytes == 1
+    assert array("s32[4,1]{0,1:T(1,128)S(1)}").space == 1
+
+
+def test_copies_of_a_cache_are_found_at_entry_and_not_where_it_is_written_in_place(tpu):
+    find = functools.partial(traffic.cache_copies, tpu, shapes=[CACHE])
+    (copy,) = find(tpu.call())
+    assert (copy.name, copy.kind, copy.times, copy.is_prefetch) == ("relaid", "copy", 1, False)
+    assert find(tpu.round()) == []
+    (move,) = traffic.cache_copies(tpu, tpu.round(), [(4, 256)])
+    assert move.is_prefetch
+
+
+def test_text_that_is_no_program_is_refused():
+    with pytest.raises(ConfigError, match="no entry"):
+        hlo.read("module @jit_f {}")
+    with pytest.raises(ConfigError, match="depends on its data"):
+        hlo.read("ENTRY %f (x: f32[]) -> f32[] {\n  ROOT %x = f32[] parameter(0)\n}").round()
+
+
+def test_a_program_of_this_jax_is_read_as_it_was_written():
+    mesh, L, K, D = make_mesh("data:2,tensor:4"), 3, 2, 16
+
+    def step(weights, x, n, is_wide):
+        def layer(x, w):
+            return jnp.tanh(x @ w[0]) @ w[1], None
+
+        def one_round(carry):
+            i, x = carry
+            for _ in range(K):
+                x, _ = jax.lax.scan(layer, x, weights)
+            gathered = lambda x: jax.lax.all_gather(x, "data", axis=0).sum(0)
+            rows = P("data")
+            local = jax.shard_map(gathered, in_specs=rows, out_specs=rows, check_vma=False)
+            return i + 1, jax.lax.cond(is_wide, local, lambda x: x, x)
+
+        return jax.lax.while_loop(lambda c: (c[0] < n) & (c[1].max() < 9), one_round, (0, x))
+
+    shape = lambda *s, spec: jax.ShapeDtypeStruct(
+        s, jnp.float32, sharding=jax.sharding.NamedSharding(mesh, spec)
+    )
+    columns, rows = P(None, None, "tensor"), P(None, "tensor", None)
+    weights = (shape(L, D, 4 * D, spec=columns), shape(L, 4 * D, D, spec=rows))
+    x = shape(4, D, spec=P("data", None))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(step).lower(weights, x, 7, True).compile()
+    program = hlo.read(compiled.as_text())
+    assert sorted(n for n in program.loops().values() if n is not None) == [L] * K
+    moved = traffic.of_round(program)
+    activations = [c for c in moved.collectives if c.group == 4 and c.num_bytes == 2 * D * 4]
+    assert sum(c.times for c in activations) == K * L
+    (gather,) = moved.in_branches
+    assert (gather.kind, gather.num_bytes, gather.group) == ("all-gather", 4 * D * 4, 2)
+    # Weights and their slices: at least read once a pass.
+    assert moved.hbm_bytes >= K * L * 2 * D * D * 4

@@ -1,0 +1,232 @@
+"""Rounds and predictions: sums by hand, what must grow with what, and the compiled program."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from spec_jax.drafters.eagle.model import EagleConfig
+from spec_jax.drafters.mtp.model import MtpConfig
+from spec_jax.engine.adaptive.policy import expected_tokens
+from spec_jax.engine.stats import predicted_speedup
+from spec_jax.errors import ConfigError
+from spec_jax.meshes import make_mesh
+from spec_jax.models import transformer
+from spec_jax.models.config import ModelConfig
+from spec_jax.models.params import param_shardings
+from spec_jax.planning.chips import CHIPS, Chip
+from spec_jax.planning.presets import PRESETS
+from spec_jax.planning.roofline import (
+    Setting,
+    Stack,
+    Work,
+    best,
+    decode_round,
+    first_loss,
+    memory,
+    predict,
+)  # fmt: skip
+from spec_jax.sharding import replicate
+from spec_jax.tree import DynamicTree, Tree
+
+TARGET, DRAFT = PRESETS["llama-3.1-8b"], PRESETS["llama-3.2-1b"]
+EAGLE = EagleConfig.of_target(TARGET, draft_vocab_size=32000)
+MTP = MtpConfig.of_target(TARGET)
+MODULES = MtpConfig.of_target(TARGET, num_modules=3, protocol="sequential")
+DRAFTS = {"ngram": "ngram", "standalone": DRAFT, "eagle": EAGLE, "mtp": MTP, "modules": MODULES}
+CHIP = Chip("of round figures", 1e9, 1e9, 1e12, 1e8, "a test", ("1",))
+
+
+def test_pass_takes_what_the_slowest_of_the_three_takes():
+    assert Work(1e12, 1e9, 1e8).floor_s(CHIP) == 1
+    for work, slowest in ((Work(3e12, 2e9, 0), 3), (Work(1e12, 5e9, 0), 5), (Work(0, 0, 7e8), 7)):
+        assert work.floor_s(CHIP) == slowest
+    half = dataclasses.replace(CHIP, devices=2)  # one of its two devices
+    assert Work(1e12, 1e9, 1e8).floor_s(half) == 2
+
+
+def test_plain_8b_on_one_h100_is_bound_by_its_weights():
+    # 16.06 GB of weights but for the embedding's rows, at 3.35 TB/s.
+    setting = Setting(context=0)
+    floor = decode_round(TARGET, setting=setting).floor_s(CHIPS["h100"])
+    by_hand = 2 * (8_030_261_248 - 128256 * 4096) / 3.35e12
+    assert floor == pytest.approx(by_hand, rel=1e-3)
+    assert 1 / floor == pytest.approx(223, rel=1e-2)
+
+
+def test_rounds_have_the_passes_that_the_drafters_run():
+    named = lambda draft, *args: [
+        (one.name, one.count) for one in decode_round(TARGET, draft, *args).passes
+    ]
+    assert named(None) == [("verify", 1)]
+    assert named("ngram", 5) == [("verify", 1)]
+    assert named(DRAFT, 3) == [("verify", 1), *[("draft", 1)] * 3]
+    assert named(EAGLE, 3) == [("verify", 1), ("refresh", 1), *[("draft", 1)] * 2]
+    assert named(MODULES, 2) == [
+        ("verify", 1), ("refresh", 1), ("refresh", 1), ("draft", 1), ("refresh", 1)
+    ]  # fmt: skip
+    assert named(EAGLE, 0) == named(None)
+
+
+def test_passes_feed_what_the_drafters_feed():
+    setting = Setting(context=100)
+    run = lambda stack, *args: stack.run(setting, *args)
+    target, again = Stack.of(TARGET, setting), Stack.of(EAGLE, setting, is_recycled=True)
+    head = Stack.of(EAGLE, setting)
+    passes = [one.work for one in decode_round(TARGET, EAGLE, 3, setting).passes]
+    assert passes == [run(target, 4, 4), run(head, 4, 1), run(again, 1, 1), run(again, 1, 1)]
+    # The first pass of a standalone draft feeds two tokens.
+    draft = Stack.of(DRAFT, setting)
+    passes = [one.work for one in decode_round(TARGET, DRAFT, 2, setting).passes]
+    assert passes == [run(target, 3, 3), run(draft, 2, 1), run(draft, 1, 1)]
+    # A module without an output head scores with the target's.
+    module = Stack.of(MTP, setting)
+    assert decode_round(TARGET, MTP, 1, setting).passes[1].work == run(module, 2, 1, target)
+    # Trees: a level a pass. The root has three children, of which two have one each.
+    tree = Tree((0, 0, 0, 1, 2))
+    passes = [one.work for one in decode_round(TARGET, EAGLE, 5, setting, tree).passes]
+    assert passes == [run(target, 6, 6), run(head, 3, 1), run(again, 2, 2)]
+    dynamic = DynamicTree(60, 8, 10)
+    passes = [one.work for one in decode_round(TARGET, EAGLE, 60, setting, dynamic).passes]
+    assert passes == [run(target, 61, 61), run(head, 9, 1), *[run(again, 10, 10)] * 7]
+
+
+def test_round_is_the_sum_of_its_passes():
+    one = decode_round(TARGET, EAGLE, 3)
+    assert one.work == sum((p.work for p in one.passes), Work())
+    assert one.floor_s(CHIP) == pytest.approx(sum(p.work.floor_s(CHIP) for p in one.passes))
+
+
+def test_prediction_is_leviathans_formula_with_the_costs_of_the_floor():
+    rates, setting, chip = (0.8, 0.6, 0.5), Setting(batch=2), CHIPS["a100"]
+    tokens = expected_tokens(rates)
+    found = predict(TARGET, "ngram", 3, tokens[3], chip, setting)
+    verify = decode_round(TARGET, "ngram", 3, setting).floor_s(chip)
+    plain = decode_round(TARGET, setting=setting).floor_s(chip)
+    assert found.speedup == pytest.approx(predicted_speedup(rates, 0.0, verify / plain))
+    assert found.plain_tok_s == pytest.approx(2 / plain)
+    assert found.tok_s == pytest.approx(2 * tokens[3] / verify)
+
+
+def test_best_is_the_fastest_and_plain_where_nothing_is_accepted():
+    chip = CHIPS["v5e"]
+    tokens = expected_tokens([0.7] * 8)
+    found = best(TARGET, EAGLE, tokens, chip)
+    each = [predict(TARGET, EAGLE, k, t, chip).tok_s for k, t in enumerate(tokens)]
+    assert found.num_draft == each.index(max(each)) and 0 < found.num_draft < 8
+    assert best(TARGET, EAGLE, [1.0] * 5, chip).num_draft == 0
+    # Copied tokens cost nothing while memory is the limit, so all of them are worth it.
+    assert best(TARGET, "ngram", tokens, chip).num_draft == 8
+
+
+def test_speculation_stops_paying_at_a_batch_that_fills_the_arithmetic():
+    speedup = lambda batch: predict(
+        TARGET, EAGLE, 5, 3.0, CHIPS["v5e"], Setting(batch=batch, context=512)
+    ).speedup  # fmt: skip
+    sizes = [2**i for i in range(12)]
+    size = first_loss(sizes, speedup)
+    assert speedup(size) <= 1 < speedup(size // 2)
+    assert first_loss(sizes[:2], speedup) is None
+
+
+def test_memory_is_weights_and_caches():
+    setting = Setting(batch=4, context=100)
+    found = memory(TARGET, DRAFT, setting)
+    assert found.params == 2 * (8_030_261_248 + 1_235_814_400)
+    assert found.cache == 4 * 100 * 2 * 2 * 8 * (32 * 128 + 16 * 64)
+    assert found.total == found.params + found.cache
+    assert memory(TARGET, "ngram", setting) == memory(TARGET, None, setting)
+    v5e = CHIPS["v5e"]
+    assert found.shortfall(v5e) == found.total - 16e9
+    assert memory(TARGET, DRAFT, dataclasses.replace(setting, mesh="tensor:4")).shortfall(v5e) == 0
+    more = memory(TARGET, MODULES, setting).params - memory(TARGET, None, setting).params
+    assert more == 3 * 2 * Stack.of(MODULES, setting).num_params
+
+
+_SETTINGS = st.builds(
+    Setting,
+    batch=st.sampled_from([1, 4, 8, 64]), context=st.integers(0, 10_000),
+    mesh=st.sampled_from(["data:1", "data:2,tensor:4", "tensor:8", "data:4"]),
+    is_sampled=st.booleans(), is_draft_replicated=st.booleans(),
+)  # fmt: skip
+_CHIPS = st.sampled_from(sorted(CHIPS)).map(CHIPS.get)
+_DRAFTS = st.sampled_from(sorted(DRAFTS)).map(DRAFTS.get)
+
+
+@settings(max_examples=60)
+@given(_SETTINGS, _CHIPS, _DRAFTS, st.integers(1, 3), st.floats(0, 1))
+# Bound by its links, with and without more context.
+@example(Setting(batch=64, context=0, mesh="tensor:8"), CHIPS["a100-pcie"], "ngram", 1, 0.5)
+def test_more_of_anything_is_never_faster(setting, chip, draft, num_draft, rate):
+    a_round = lambda setting: decode_round(TARGET, draft, num_draft, setting)
+    floor = lambda setting, k=num_draft: decode_round(TARGET, draft, k, setting).floor_s(chip)
+    change = lambda **fields: dataclasses.replace(setting, **fields)
+    assert floor(change(batch=2 * setting.batch)) >= floor(setting)
+    longer = change(context=setting.context + 1000)
+    assert floor(longer) >= floor(setting)
+    # Memory and arithmetic grow with the context, links do not.
+    before, after = (a_round(s).work.times_s(chip) for s in (setting, longer))
+    assert all(after[name] > before[name] for name in ("memory", "arithmetic"))
+    assert after["links"] == before["links"]
+    is_bound_by_links = lambda one: max(times := one.work.times_s(chip), key=times.get) == "links"
+    if not all(map(is_bound_by_links, a_round(longer).passes)):
+        assert floor(longer) > floor(setting)
+    assert floor(setting, num_draft - 1) < floor(setting)
+    faster = dataclasses.replace(chip, hbm_bytes_s=2 * chip.hbm_bytes_s, flops_s=2 * chip.flops_s)
+    assert decode_round(TARGET, draft, num_draft, setting).floor_s(faster) <= floor(setting)
+    # A round costs a plain one at least, so nothing gains more than the tokens that it emits.
+    tokens = expected_tokens([rate] * num_draft)[-1]
+    found = predict(TARGET, draft, num_draft, tokens, chip, setting)
+    assert found.speedup <= found.tokens + 1e-9
+    one = decode_round(TARGET, draft, num_draft, change(mesh="data:1")).work
+    shared = decode_round(TARGET, draft, num_draft, setting).work
+    assert shared.flops <= one.flops
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [(lambda: decode_round(TARGET, EAGLE, -1), "num_draft is -1"),
+     (lambda: decode_round(TARGET, EAGLE, 4, tree=Tree((0, 0))), "the tree's 2 nodes"),
+     (lambda: decode_round(TARGET, None, 4), "num_draft is 4 without a draft"),
+     (lambda: decode_round(TARGET, "eagle", 4), "draft is 'eagle'"),
+     (lambda: decode_round(TARGET, "nothing", 4), "no drafter kind 'nothing'"),
+     (lambda: predict(TARGET, EAGLE, 2, 3.5, CHIPS["v5e"]), "tokens is 3.5; .* emits 1 to 3"),
+     (lambda: predict(TARGET, EAGLE, 2, 0.5, CHIPS["v5e"]), "tokens is 0.5")],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(call, message):
+    with pytest.raises(ConfigError, match=message):
+        call()
+
+
+@pytest.mark.exhaustive
+def test_collectives_are_those_of_the_compiled_program():
+    config = ModelConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+    setting = Setting(batch=4, context=16, mesh="data:2,tensor:2", dtype="float32")
+    mesh = make_mesh(setting.mesh)
+
+    def one_pass(params, tokens, cache):
+        output = transformer.forward(params, tokens, cache, config=config)
+        return transformer.unembed(params, output.hidden), replicate(tokens)
+
+    with jax.set_mesh(mesh):
+        shapes = jax.eval_shape(lambda key: (
+            transformer.init_params(config, key), jnp.zeros((4, 3), jnp.int32),
+            transformer.init_cache(config, 4, 16),
+        ), jax.random.key(0))  # fmt: skip
+        params = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes[0],
+            param_shardings(config, mesh),
+        )  # fmt: skip
+        text = jax.jit(one_pass).lower(params, *shapes[1:]).compile().as_text()
+    # Those of activations: f32[2,3,32] on each device, or with rows and tokens merged.
+    found = re.findall(r"= f32\[(?:2,3|6),32\]\S* all-reduce", text)
+    assert len(found) == Stack.of(config, setting).run(setting, 3, 3).collectives == 2 * 3 + 1

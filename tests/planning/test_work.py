@@ -1,0 +1,174 @@
+"""What a pass costs, against published sizes, real arrays, sums by hand and XLA's own count."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from spec_jax.drafters.eagle.model import EagleConfig, head_table
+from spec_jax.drafters.mtp.model import MtpConfig
+from spec_jax.errors import ConfigError
+from spec_jax.meshes import make_mesh
+from spec_jax.models import transformer
+from spec_jax.models.config import ModelConfig
+from spec_jax.models.families.bamba import BambaConfig
+from spec_jax.models.params import num_params, param_shardings
+from spec_jax.planning.presets import PRESETS, find_config
+from spec_jax.planning.work import Setting, Stack, Work
+from spec_jax.sharding import spec, state_axes
+
+# 4 query heads, 2 key-value heads of 8.
+SMALL = ModelConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+)  # fmt: skip
+MESH = "data:2,tensor:2"
+
+
+@pytest.mark.parametrize(
+    "name, count",
+    [("llama-3.1-8b", 8_030_261_248), ("llama-3.1-70b", 70_553_706_496),
+     ("llama-3.2-1b", 1_235_814_400), ("qwen3-8b", 8_190_735_360), ("qwen3-32b", 32_762_123_264),
+     ("qwen3-14b", 14_768_307_200), ("vicuna-7b", 6_738_415_616), ("vicuna-13b", 13_015_864_320),
+     ("vicuna-33b", 32_528_943_616)],
+)  # fmt: skip
+def test_presets_have_the_published_numbers_of_parameters(name, count):
+    config = find_config(name)
+    assert num_params(config) == count
+    # A tied embedding is the output head, so it is counted once here too.
+    assert Stack.of(config, Setting()).num_params == count
+
+
+def test_config_of_a_directory_is_found_and_anything_else_refused(tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,'
+        ' "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}'
+    )
+    for path in (tmp_path, tmp_path / "config.json"):
+        config = find_config(str(path))
+        assert (num_params(config), config.scan_layers) == (num_params(SMALL), True)
+    with pytest.raises(ConfigError, match="'llama-9b'; expected one of llama-3.1-8b"):
+        find_config("llama-9b")
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-32b", "llama-3.2-1b"])
+def test_one_device_holds_what_the_shardings_of_the_weights_say(name):
+    config, mesh = PRESETS[name], make_mesh(MESH)
+    shapes = jax.eval_shape(lambda key: transformer.init_params(config, key), jax.random.key(0))
+    parts = jax.tree.map(lambda x, s: math.prod(s.shard_shape(x.shape)), shapes,
+                         param_shardings(config, mesh))  # fmt: skip
+    assert Stack.of(config, Setting(mesh=MESH)).num_params == sum(jax.tree.leaves(parts))
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_one_device_holds_its_part_of_the_cache(tensor):
+    # Four devices along "tensor" do not divide two key-value heads: each holds both.
+    setting = Setting(mesh=f"data:2,tensor:{tensor}", dtype="float32")
+    mesh = make_mesh(setting.mesh)
+    with jax.set_mesh(mesh):
+        cache = transformer.init_cache(SMALL, 4, 16)
+    parts = [
+        x.nbytes // math.prod(mesh.shape[name] for name in spec(axes, x.shape, mesh) if name)
+        for x, axes in zip(jax.tree.leaves(cache), jax.tree.leaves(state_axes(cache)))
+        if x.dtype == jnp.float32
+    ]
+    stack = Stack.of(SMALL, setting)
+    assert stack.slot_bytes * 16 * 2 + stack.fixed_bytes == sum(parts)  # 4 rows over data:2
+    assert stack.slot_bytes == 2 * 2 * (2 / min(tensor, 2) if tensor < 4 else 2) * 8 * 4
+
+
+def test_pass_is_the_sum_written_by_hand():
+    B, T, S, D, F, V, L = 3, 5, 16, 32, 48, 64, 2
+    work = Stack.of(SMALL, Setting(batch=B, context=S)).run(Setting(batch=B, context=S), T, T)
+    maps = L * (D * 32 + 2 * D * 16 + 32 * D + 3 * D * F)
+    norms, entry = L * 2 * D + D, L * 2 * 16  # entry: keys and values of a slot
+    attention = L * 2 * 2 * B * T * 32 * S  # scores and sums, over all query heads
+    assert work.flops == 2 * B * T * (maps + D * V) + attention
+    weights, rows, logits = 2 * (maps + norms + D * V), 2 * B * T * D, 2 * 4 * B * T * V
+    assert work.hbm_bytes == weights + rows + 2 * entry * B * (S + T) + logits
+    assert (work.link_bytes, work.collectives) == (0, 0)
+
+
+def test_shards_are_summed_after_every_layer_and_logits_gathered_where_they_are_sampled():
+    setting = Setting(batch=4, context=16, mesh=MESH)
+    one, rows, T, D, V = Stack.of(SMALL, setting), 2, 3, 32, 64
+    greedy = one.run(setting, T, T)
+    # Attention and feed-forward part of both layers, and the embedding whose rows are split.
+    assert greedy.collectives == 2 * 2 + 1
+    assert greedy.link_bytes == 5 * (2 * 1 / 2) * rows * T * D * 2
+    sampled = one.run(Setting(batch=4, context=16, mesh=MESH, is_sampled=True), T, T)
+    assert sampled.collectives == greedy.collectives + 1
+    assert sampled.link_bytes - greedy.link_bytes == 4 * rows * T * V / 2
+    assert one.run(setting, T).hbm_bytes < greedy.hbm_bytes  # nothing is scored
+
+
+@pytest.mark.parametrize("scored", [1, 4])
+def test_arithmetic_is_what_xla_counts(scored):
+    config = ModelConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+    )  # fmt: skip
+    B, T, S = 2, 4, 64
+
+    def one_pass(params, tokens, cache):
+        output = transformer.forward(params, tokens, cache, config=config)
+        return transformer.unembed(params, output.hidden[:, -scored:])
+
+    shapes = jax.eval_shape(lambda key: (
+        transformer.init_params(config, key), jnp.zeros((B, T), jnp.int32),
+        transformer.init_cache(config, B, S),
+    ), jax.random.key(0))  # fmt: skip
+    counted = jax.jit(one_pass).lower(*shapes).cost_analysis()["flops"]
+    setting = Setting(batch=B, context=S, dtype="float32")
+    predicted = Stack.of(config, setting).run(setting, T, scored).flops
+    # XLA also counts norms, softmax and masks, element by element.
+    assert predicted <= counted <= 1.08 * predicted
+
+
+def test_every_family_is_counted_with_what_its_cache_keeps():
+    bamba = BambaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, attn_layer_indices=(1,),
+        mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8,
+    )  # fmt: skip
+    stack = Stack.of(bamba, Setting())
+    assert stack.num_params == num_params(bamba)
+    assert stack.slot_bytes == 2 * 2 * 8 * 2  # one of its layers attends
+    assert stack.fixed_bytes > 0
+    assert Stack.of(SMALL, Setting()).fixed_bytes == 0
+
+
+def test_head_reads_the_targets_states_once_a_round():
+    config = EagleConfig.of_target(PRESETS["llama-3.1-8b"], draft_vocab_size=32000)
+    whole = Stack.of(config, Setting())
+    sizes = {name: math.prod(p.shape) for name, p in head_table(config).items()}
+    assert whole.num_params == sum(sizes.values())
+    again = Stack.of(config, Setting(), is_recycled=True)
+    assert whole.num_params - again.num_params == sizes["fc"] == 3 * 4096 * 4096
+    module = MtpConfig.of_target(PRESETS["qwen3-8b"])
+    assert Stack.of(module, Setting(), is_recycled=True) == Stack.of(module, Setting())
+    assert Stack.of(module, Setting()).head == 0  # the target's
+
+
+def test_replicated_draft_is_whole_on_every_device():
+    draft = PRESETS["llama-3.2-1b"]
+    setting = Setting(mesh="data:2,tensor:4", is_draft_replicated=True)
+    stack = Stack.of(draft, setting, is_draft=True)
+    assert (stack.num_params, stack.num_reduced) == (num_params(draft), 0)
+    assert Stack.of(draft, setting).num_params < num_params(draft) / 3.9
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"batch": 0}, {"context": -1}, {"mesh": "data:0"}, {"mesh": "model:2"}]
+)
+def test_setting_that_cannot_be_is_refused(wrong):
+    with pytest.raises(ConfigError, match=str(next(iter(wrong.values())))):
+        Setting(**wrong)
+
+
+def test_work_adds_up():
+    one = Work(1, 2, 3, 4)
+    assert one + one == one * 2 == Work(2, 4, 6, 8)
