@@ -13,7 +13,7 @@ from support.runs import check_run_files
 
 from configs import benchmark as default
 from experiments import benchmark
-from experiments.benchmarks import adaptive, loops, profile, rounds, training, zoo
+from experiments.benchmarks import adaptive, loops, profile, rounds, table, training, zoo
 from experiments.benchmarks.shapes import random_model
 from experiments.comparison.prompts import Prompt
 from spec_jax.config import SpeculativeConfig
@@ -265,7 +265,7 @@ def test_a_part_that_fails_is_left_out_and_finished_parts_are_shown(
             raise error
         return measure
 
-    found = timing.Result([timing.Line("what is found", [2.0])], {"a": 1})
+    found = table.Result([table.Line("what is found", [2.0])], {"a": 1})
     parts = dict(benchmark.PARTS)
     parts["zoo"] = parts["zoo"]._replace(measure=fails(ConfigError("no such head")))
     parts["states"] = parts["states"]._replace(measure=lambda config, records: found)
@@ -342,11 +342,11 @@ def test_turns_are_interleaved_and_change_direction():
 def test_a_line_knows_whether_its_bar_is_met():
     values = [1.0, 2.0, 3.0]
     assert timing.spread(values) == (2.0, 1.5, 2.5)
-    met = lambda bar, **options: timing.Line("w", values, "x", bar, **options).is_met
+    met = lambda bar, **options: table.Line("w", values, "x", bar, **options).is_met
     assert met(2.0) and not met(1.9)
     assert met(2.0, is_upper=False) and not met(2.1, is_upper=False)
     assert met(None) is None
-    assert timing.Line("w", [float("nan")], "x", 1.0).is_met is False
+    assert table.Line("w", [float("nan")], "x", 1.0).is_met is False
 
 
 def test_the_part_of_ones_own_needs_something_of_ones_own(config, tmp_path):

@@ -19,7 +19,8 @@ from experiments.run import plots, report
 from experiments.run.tables import table
 from spec_jax.engine import stats
 from spec_jax.errors import ConfigError
-from spec_jax.evaluation import costs, head_eval, memory
+from experiments.run import memory
+from spec_jax.evaluation import costs, head_eval
 from spec_jax.evaluation.grid import Cell, make_cells
 from spec_jax.intervals import Interval, jackknife, paired_speedup
 from spec_jax.show.plots import wilson
