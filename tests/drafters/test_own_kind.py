@@ -13,6 +13,7 @@ from support.tiny_models import LLAMA, random_weights
 
 from configs import evaluate_zoo, train_head_default
 from experiments import evaluate, train_head
+from experiments.training.head import HeadExperiment
 from spec_jax import SpeculativeConfig, SpeculativeDecoder, load_draft, load_model
 from spec_jax.config import SamplerConfig
 from spec_jax.data import python_source, tokens
@@ -129,8 +130,8 @@ def test_it_is_trained_and_exported(files, target, tmp_path):
     assert head.method == "gate" and head.config.taps == (1,)
     config.head.init_from = str(tmp_path / "run" / "export")
     config.head.taps = ()
-    state = train_head.Experiment(config, tmp_path / "further").init_state()
+    state = HeadExperiment(config, tmp_path / "further").init_state()
     jax.tree.map(np.testing.assert_array_equal, state.params, head.params)
     config.head.num_modules = 2
     with pytest.raises(ConfigError, match="head.num_modules is 2; it is an option of mtp, not of"):
-        train_head.Experiment(config, tmp_path / "further")
+        HeadExperiment(config, tmp_path / "further")

@@ -10,7 +10,6 @@ import pytest
 
 from experiments import __main__ as index
 from experiments.benchmarks import registry
-from experiments.run import report
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TEXTS = [
@@ -94,16 +93,3 @@ def test_experiments_are_listed_with_a_sentence_and_a_command():
     for name, one in found.items():
         assert one.sentence.endswith(".") and not usage(*commands(one.command)[0])
         assert f"python -m experiments.{name}" in index.text()
-
-
-MAINS = sorted(NAMES - {"launch"})
-
-
-@pytest.mark.parametrize("name", MAINS)
-def test_every_experiment_leaves_its_files_by_the_same_functions(name):
-    """`support.runs.check_run_files` looks at the files themselves, in each experiment's test."""
-    text = (ROOT / "experiments" / f"{name}.py").read_text(encoding="utf-8")
-    assert f'report.begin("{name}", ' in text
-    assert "report.finish(" in text or "training_report.write(" in text
-    for written in re.findall(r"report.write_\w+\(\w+ / \"(\S+)\"", text):
-        assert written not in report.FILES, f"{name} writes {written} by itself"

@@ -15,11 +15,10 @@ from scipy.stats import binomtest
 from experiments.comparison import auditing, decode_report
 from experiments.comparison.prompts import load_prompts
 from experiments.planning import plan_report
-from experiments.run import plots, report
+from experiments.run import memory, plots, report
 from experiments.run.tables import table
 from spec_jax.engine import stats
 from spec_jax.errors import ConfigError
-from experiments.run import memory
 from spec_jax.evaluation import costs, head_eval
 from spec_jax.evaluation.grid import Cell, make_cells
 from spec_jax.intervals import Interval, jackknife, paired_speedup

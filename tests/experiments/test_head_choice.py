@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from experiments.training.head_choice import EVALUATIONS, Evaluations, describe
+from experiments.training.choice import EVALUATIONS, Evaluations, describe
 from spec_jax.engine.stats import Stats
 
 TAKEN = {20: (8, 9, 8, 7), 40: (4, 5, 4, 4), 60: (5, 5, 4, 4)}  # rounds of 12 tokens each

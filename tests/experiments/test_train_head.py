@@ -18,7 +18,7 @@ from configs import (
     train_zoo_mtp,
 )
 from experiments import train_head
-from experiments.training import head_setup
+from experiments.training.head import HeadExperiment, make_head
 from spec_jax.data import python_source, tokens
 from spec_jax.data.batches import Corpus
 from spec_jax.engine.decoder import SpeculativeDecoder
@@ -116,7 +116,7 @@ def test_a_run_leaves_a_head_that_drafts_as_it_did_when_measured(files, run):
     head = load_draft(folder / "export", target)
     assert head.config.layer.vocab_size == 200 and head.config.taps == (0, 2)
     config = small(files)
-    experiment = train_head.Experiment(config, folder)
+    experiment = HeadExperiment(config, folder)
     params = {name: w for name, w in head.params.items() if name != "d2t"}
     figures = experiment.evaluate(experiment.init_state().replace(params=params))
     assert figures["tau"] == pytest.approx(best["tau"])
@@ -127,7 +127,7 @@ def test_a_stopped_run_goes_on_to_the_same_head(files, run, tmp_path, monkeypatc
     class Stopped(Exception):
         pass
 
-    whole = train_head.Experiment.batch_at
+    whole = HeadExperiment.batch_at
 
     def batch_at(self, step):
         if step == 3:
@@ -137,7 +137,7 @@ def test_a_stopped_run_goes_on_to_the_same_head(files, run, tmp_path, monkeypatc
     config = small(files, checkpoint_every_s=0.0)
     config.data.view_cache = str(tmp_path / "views")  # which changes no number either
     with monkeypatch.context() as patch:
-        patch.setattr(train_head.Experiment, "batch_at", batch_at)
+        patch.setattr(HeadExperiment, "batch_at", batch_at)
         with pytest.raises(Stopped):
             train_head.train(config, tmp_path / "run")
     best = train_head.train(config, tmp_path / "run")
@@ -152,7 +152,7 @@ def test_a_run_on_a_mesh_goes_on_on_another_with_the_same_losses(files, run, tmp
     class Stopped(Exception):
         pass
 
-    whole = train_head.Experiment.batch_at
+    whole = HeadExperiment.batch_at
 
     def batch_at(self, step):
         if step == 3:
@@ -161,7 +161,7 @@ def test_a_run_on_a_mesh_goes_on_on_another_with_the_same_losses(files, run, tmp
 
     config = small(files, checkpoint_every_s=0.0, mesh="data:2,tensor:2", is_fully_sharded=True)
     with monkeypatch.context() as patch:
-        patch.setattr(train_head.Experiment, "batch_at", batch_at)
+        patch.setattr(HeadExperiment, "batch_at", batch_at)
         with pytest.raises(Stopped):
             train_head.train(config, tmp_path)
     config.update(mesh="data:2", is_fully_sharded=False)
@@ -193,7 +193,7 @@ def test_every_objective_trains_and_exports(files, tmp_path, objective):
 def check_goes_on(config, head, folder):
     """A run from the exported head begins with its very weights, and trains them."""
     config.head.init_from = str(folder / "export")
-    experiment = train_head.Experiment(config, folder / "further")
+    experiment = HeadExperiment(config, folder / "further")
     state = experiment.init_state()
     begun = {**state.params, **experiment.spec.constants}
     assert experiment.spec.config == head.config
@@ -217,7 +217,7 @@ def test_a_head_to_go_on_from_is_read_to_the_devices_that_train_it(files, run, t
     mesh = dict(mesh="data:2,tensor:2", is_fully_sharded=True)
     config = small(files, **mesh, **{"head.init_from": str(run[0] / "export")})
     config.data.responses = None
-    experiment = train_head.Experiment(config, tmp_path)
+    experiment = HeadExperiment(config, tmp_path)
     given, where = experiment.spec.given, experiment.spec.shardings(
         experiment.placement.mesh, experiment.placement.rules
     )  # fmt: skip
@@ -241,17 +241,17 @@ def test_the_last_state_may_be_exported_in_place_of_the_best(files, run):
 
 def test_tau_is_measured_on_the_held_out_text_unless_prompts_are_named(files, tmp_path):
     config = small(files, **{"eval.prompts": "", "eval.prompt_tokens": 9, "data.responses": None})
-    experiment = train_head.Experiment(config, tmp_path)
+    experiment = HeadExperiment(config, tmp_path)
     tokens_of = experiment.held_out.tokens.tolist()
     pieces = {tuple(tokens_of[i : i + 9]) for i in range(len(tokens_of))}
-    assert experiment.num_prompts == 3 and {len(ids) for ids in experiment._prompts} == {9}
+    assert len(experiment._prompts) == 3 and {len(ids) for ids in experiment._prompts} == {9}
     assert set(map(tuple, experiment._prompts)) < pieces
 
 
 @pytest.mark.exhaustive
 def test_bfloat16_keeps_float32_weights(files, tmp_path):
     config = small(files, dtype="bfloat16", steps=2)
-    experiment = train_head.Experiment(config, tmp_path)
+    experiment = HeadExperiment(config, tmp_path)
     state, metrics = experiment.step(experiment.init_state(), experiment.batch_at(0))
     assert {w.dtype.name for w in jax.tree.leaves(state.params)} == {"float32"}
     assert np.isfinite(float(metrics["loss"]))
@@ -331,9 +331,9 @@ def test_configs_make_the_head_that_they_name(files, module):
     config.head.draft_vocab_size = min(config.head.draft_vocab_size, 200)
     config.head.taps = tuple(min(tap, 3 - i) for i, tap in enumerate(config.head.taps))
     text = Corpus("text", np.arange(300, dtype=np.int32))
-    spec = head_setup.make_head(config, target, [text], [text])
+    spec = make_head(config, target, [text], [text])
     assert spec.name == config.objective and spec.layout(target, config) != ""
     if config.objective != "eagle3":
         config.head.norm_before_residual = True
         with pytest.raises(ConfigError, match="option of eagle3"):
-            head_setup.make_head(config, target, [text], [text])
+            make_head(config, target, [text], [text])

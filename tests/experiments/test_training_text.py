@@ -7,7 +7,7 @@ import pytest
 from support.chat_templates import CHATML, MISTRAL, TALK, byte_level, talk, write_lines
 
 from configs import train_head_default
-from experiments.training import training_text
+from experiments.training import text as texts
 from spec_jax.data.batches import Corpus
 from spec_jax.errors import ConfigError
 
@@ -17,7 +17,7 @@ LENGTH = 258
 def load(path, folder, template=CHATML, **changes):
     data = train_head_default.get_config().data
     data.update(text=str(path), **changes)
-    return training_text.load(data, byte_level(template), folder)
+    return texts.load(data, byte_level(template), folder)
 
 
 def passage(seed, size):
@@ -28,7 +28,7 @@ def passage(seed, size):
 
 
 def check_accounts(corpus, length=LENGTH):
-    found = training_text.usage(corpus, length)
+    found = texts.usage(corpus, length)
     assert found["tokens_used"] == found["windows"] * length
     assert found["tokens_read"] == found["tokens_used"] + sum(found["tokens_left_out"].values())
     assert found["tokens_left_out"]["short tail"] < length
@@ -39,17 +39,17 @@ def test_eight_long_files_are_read_to_their_ends(tmp_path):
     """They were once cut after 2,048 tokens each, 16,384 in all, without a word."""
     folder = tmp_path / "texts"
     folder.mkdir()
-    texts = [passage(i, 22_500) for i in range(8)]
-    for i, (text, ending) in enumerate(zip(texts, ["txt", "md", "py", "rst"] * 2)):
+    written = [passage(i, 22_500) for i in range(8)]
+    for i, (text, ending) in enumerate(zip(written, ["txt", "md", "py", "rst"] * 2)):
         (folder / f"{i}.{ending}").write_text(text)
     train, held_out = load(folder, tmp_path / "data")
     tokenizer = byte_level(CHATML)
-    ids = [tokenizer.backend.encode(text, add_special_tokens=False).ids for text in texts]
+    ids = [tokenizer.backend.encode(text, add_special_tokens=False).ids for text in written]
     expected = sum(len(x) + 1 for x in ids)  # a separator each
     assert len(train.tokens) + len(held_out.tokens) == expected > 8 * 2048 * 2
     read = check_accounts(train)["documents"], check_accounts(held_out)["documents"]
     assert read == (7, 1)
-    lines = training_text.usage_lines(training_text.usage(held_out, LENGTH))
+    lines = texts.usage_lines(texts.usage(held_out, LENGTH))
     assert f"tokens read {len(held_out.tokens):,}, used " in lines[0]
     assert lines[-1] == "1 of 8 records are held out, chosen by their contents"
 
@@ -86,7 +86,7 @@ def test_a_folder_of_every_kind_is_read_and_what_is_left_out_is_said(tmp_path):
         "too_long": 2,
     }  # fmt: skip
     assert found["tokens_left_out"]["too long"] > 30_000
-    text = "\n".join(training_text.usage_lines(found))
+    text = "\n".join(texts.usage_lines(found))
     assert "conversations that the chat template refuses 1" in text
     assert "the first refusal: " in text and "rows.jsonl:3: " in text and "take turns" in text
     assert not set(train.tokens.tolist()) - set(range(330))
@@ -102,8 +102,8 @@ def test_windows_that_are_too_few_name_the_key_and_the_numbers(tmp_path):
         rf"\(held_out\) has {len(held_out.tokens)} tokens; expected at least 258, a window: give "
         "more text, raise data.held_out_share, now 0.02, or lower length"
     )):  # fmt: skip
-        training_text.check_held_out(held_out, 258, data)
-    training_text.check_held_out(held_out, len(held_out.tokens), data)
+        texts.check_held_out(held_out, 258, data)
+    texts.check_held_out(held_out, len(held_out.tokens), data)
 
 
 def test_a_single_conversation_cannot_be_split_and_says_what_can(tmp_path):
@@ -124,7 +124,7 @@ def test_packed_text_is_read_again_only_if_its_keys_change(tmp_path, capsys):
     path.write_text("changed")
     again = load(path, tmp_path / "data")
     assert "packing" not in capsys.readouterr().out
-    same = [training_text.fingerprint(found) for found in (first, again)]
+    same = [texts.fingerprint(found) for found in (first, again)]
     assert same[0] == same[1]
     path.write_text(passage(0, 40_000))
     other = load(path, tmp_path / "data", held_out_share=0.5)
@@ -135,11 +135,11 @@ def test_prompts_end_where_answers_begin_or_anywhere_in_a_text(tmp_path):
     rows = [{"messages": talk(f"question {i}", f"answer {i}", "more", "yes")} for i in range(400)]
     _, held_out = load(write_lines(tmp_path / "a.jsonl", rows), tmp_path / "data", max_length=99)
     decode = lambda ids: byte_level(CHATML).backend.decode(ids, skip_special_tokens=False)
-    found = training_text.held_out_prompts(held_out, 9, 64)
+    found = texts.held_out_prompts(held_out, 9, 64)
     assert len(found) == 9 and all(decode(ids).endswith("assistant\n") for ids in found)
     assert len({json.dumps(ids) for ids in found}) == 9
     text = Corpus("text", np.arange(1000, dtype=np.int32), None, np.asarray([0, 30, 1000]))
-    found = training_text.held_out_prompts(text, 4, 100)
+    found = texts.held_out_prompts(text, 4, 100)
     assert found[0] == list(range(15)) and [len(x) for x in found[1:]] == [100] * 3
     assert not set(found[1]) & set(found[2]) and max(found[3]) < 999
-    assert len(training_text.held_out_prompts(text, 99, 100)) == 10
+    assert len(texts.held_out_prompts(text, 99, 100)) == 10

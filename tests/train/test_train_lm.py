@@ -10,6 +10,7 @@ from support.runs import check_run_files
 
 from configs import train_zoo_draft, train_zoo_target
 from experiments import train_lm
+from experiments.training.lm import LmExperiment
 from spec_jax.data import python_source
 from spec_jax.errors import ConfigError
 from spec_jax.models import checkpoint, transformer
@@ -55,14 +56,14 @@ def stop_after(monkeypatch, step):
     class Stop(Exception):
         pass
 
-    whole = train_lm.Experiment.batch_at
+    whole = LmExperiment.batch_at
 
     def batch_at(self, at):
         if at == step:
             raise Stop
         return whole(self, at)
 
-    monkeypatch.setattr(train_lm.Experiment, "batch_at", batch_at)
+    monkeypatch.setattr(LmExperiment, "batch_at", batch_at)
     return Stop
 
 
@@ -128,7 +129,7 @@ def test_a_text_of_ones_own_gives_the_same_windows_after_a_restart(tmp_path):
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     config = tiny(own_share=0.0)
     config.data.text = str(tmp_path / "a.txt")
-    first, again = (train_lm.Experiment(config, tmp_path / "run") for _ in range(2))
+    first, again = (LmExperiment(config, tmp_path / "run") for _ in range(2))
     assert first.fingerprint() == again.fingerprint()
     found = [[x.batch_at(step) for step in range(12)] for x in (first, again)]
     jax.tree.map(np.testing.assert_array_equal, *found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import pathlib
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -12,17 +13,28 @@ from ml_collections import ConfigDict
 
 from configs import train_zoo_target
 from experiments.run import cli
-from experiments.training import lm_data, training_text
+from experiments.training import text as texts
+from experiments.training.run import Experiment, Exported
+from spec_jax import processes
+from spec_jax.config import SamplerConfig
 from spec_jax.data import tokens
+from spec_jax.data.batches import Corpus, window_batches
 from spec_jax.drafters.standalone import objective
+from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError
 from spec_jax.evaluation import head_eval
 from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.loading import LoadedModel, load_model
-from spec_jax.models import transformer
+from spec_jax.meshes import mesh_of
+from spec_jax.models import checkpoint, transformer
 from spec_jax.models.config import ModelConfig
-from spec_jax.models.params import placement
+from spec_jax.models.params import num_params, placement
+from spec_jax.models.tokenizer import Tokenizer
+from spec_jax.progress import Progress
 from spec_jax.sharding import replicate
+from spec_jax.show.summary import count_text
+from spec_jax.train.checkpoint import Checkpoints
+from spec_jax.train.log import Log
 from spec_jax.train.optimizer import decay_begin, make_optimizer
 from spec_jax.train.placement import Placement
 from spec_jax.train.step import TrainState, train_step
@@ -40,7 +52,7 @@ def validate(config: ConfigDict) -> None:
         config,
         "steps batch length long_batch long_length eval_batch eval_length log_every eval_every",
     )
-    training_text.validate(config)
+    texts.validate(config)
     for name in ("long_share", "own_share", "optimizer.decay_share"):
         share = config.optimizer.decay_share if "." in name else config[name]
         cli.require(0.0 <= share <= 1.0, config, name, "a number in [0, 1]")
@@ -101,8 +113,86 @@ def check_resume(saved: dict, config: dict, step: int) -> None:
             )
 
 
-class Experiment:
+def load_text(
+    config: ConfigDict, teacher: LoadedModel | None, folder: pathlib.Path
+) -> tuple[Tokenizer, Corpus, Corpus]:
+    """Returns the tokenizer, the text to train on and the held-out text.
+
+    The tokenizer is the teacher's; without a teacher it is trained on the text.
+    """
+    if teacher is not None:
+        tokenizer = teacher.tokenizer
+    else:
+        documents = texts.texts_of(config.data)
+        backend = tokens.train_tokenizer(documents, config.vocab_size)
+        special = {"bos_token": tokens.END_OF_TEXT, "eos_token": tokens.END_OF_TEXT}
+        extra = {
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": config.model.max_position_embeddings,
+        }
+        tokenizer = Tokenizer(backend, special | extra)
+    return tokenizer, *texts.load(config.data, tokenizer, folder)
+
+
+def continuations(
+    config: ConfigDict, teacher: LoadedModel | None, text: Corpus, path: pathlib.Path
+) -> Corpus | None:
+    """Returns training windows that the teacher continued, packed; None if ``own_share`` is 0.
+
+    They are sampled once (even batches at temperature 1, odd ones at 0.5) and stored in ``path``,
+    so that a resumed run has the same tokens.
+    """
+    if teacher is None or not config.own_share:
+        return None
+    if not processes.from_writer(path.exists()):
+        whole = _continue(config, teacher, text)
+        if processes.is_writer():
+            partial = path.with_suffix(".partial.npy")
+            np.save(partial, whole)
+            partial.replace(path)
+        processes.from_writer(None)
+    return Corpus("the teacher's text", np.load(path))
+
+
+def _continue(config: ConfigDict, teacher: LoadedModel, text: Corpus) -> np.ndarray:
+    decoder = SpeculativeDecoder(teacher, mesh=mesh_of(teacher.params))
+    end, prompt, batch = text.tokens[:1], config.own_prompt, config.own_batch
+    begun = window_batches([text], [1.0], seed=config.seed + 1, batch=batch, length=prompt)
+    parts = []
+    with Progress(config.own_batches, "the teacher writes", every_s=10) as bar:
+        for i in range(config.own_batches):
+            ids = begun[i]["tokens"]
+            sampler = SamplerConfig(temperature=0.5 if i % 2 else 1.0, seed=i * batch)
+            found = decoder.generate(
+                ids.tolist(), config.length - prompt, sampler=sampler, stop_tokens=()
+            )
+            for row, generation in zip(ids, found):
+                parts += [end, row, generation.tokens]
+            bar.step(f"batch of {batch} rows")
+    return np.concatenate([*parts, end]).astype(np.int32)
+
+
+def batches(config: ConfigDict, text: Corpus, own: Corpus | None) -> Callable[[int], np.ndarray]:
+    """Returns a function of a step that returns its windows, one token longer than their length.
+
+    They are of the text, and a share of the teacher's ``own`` if there is any. The last
+    ``long_share`` of the run has longer windows, only of the text.
+    """
+    draw = functools.partial(window_batches, seed=config.seed)
+    sources, shares = [text], [1.0]
+    if own is not None:
+        sources, shares = [text, own], [1.0 - config.own_share, config.own_share]
+    usual = draw(sources, shares, batch=config.batch, length=config.length + 1)
+    first_long, longer = config.steps - round(config.steps * config.long_share), None
+    if first_long < config.steps:
+        longer = draw([text], [1.0], batch=config.long_batch, length=config.long_length + 1)
+    return lambda step: (usual if step < first_long else longer)[step]["tokens"]
+
+
+class LmExperiment(Experiment):
     """Data, model, loss, and the functions that the training loop calls."""
+
+    title = "A language model"
 
     def __init__(self, config: ConfigDict, workdir: pathlib.Path):
         self.placement = Placement.of(config.mesh, config.is_fully_sharded)
@@ -111,12 +201,8 @@ class Experiment:
             self.placement.check_batch("long_batch", config.long_batch)
         mesh, rules = self.placement.mesh, self.placement.rules
         self.config, self.teacher = config, load_teacher(config, self.placement)
-        self.tokenizer, self.text, self.held_out = lm_data.load_text(
-            config, self.teacher, workdir / "data"
-        )
-        training_text.check_held_out(
-            self.held_out, config.eval_length + 1, config.data, "eval_length"
-        )
+        self.tokenizer, self.text, self.held_out = load_text(config, self.teacher, workdir / "data")
+        texts.check_held_out(self.held_out, config.eval_length + 1, config.data, "eval_length")
         end = tokens.separator_id(self.tokenizer)
         self.model_config = ModelConfig(
             vocab_size=self.tokenizer.vocab_size, bos_token_id=end, eos_token_id=(end,),
@@ -124,10 +210,8 @@ class Experiment:
         )  # fmt: skip
         self.optimizer = make_optimizer(**config.optimizer, steps=config.steps)
         loss = make_loss(config, self.model_config, self.teacher)
-        self.own = lm_data.continuations(
-            config, self.teacher, self.text, workdir / "continuations.npy"
-        )
-        self._batches = lm_data.batches(config, self.text, self.own)
+        self.own = continuations(config, self.teacher, self.text, workdir / "continuations.npy")
+        self._batches = batches(config, self.text, self.own)
         step = functools.partial(train_step, objective=loss, optimizer=self.optimizer)
         self._where = mesh and self.placement.state_shardings(
             placement("the model", self.model_config, mesh, rules), self._make, self._key()
@@ -135,6 +219,18 @@ class Experiment:
         self._step = self.placement.jit_step(step, self._where)
         self._loss = self.placement.jit(lambda *args: replicate(loss(*args)))
         self._teacher_params = None if self.teacher is None else self.teacher.params
+        self.trained = [self.text]
+        read = [text for text in (self.text, self.own) if text is not None]
+        self.windows = [(text, config.length + 1) for text in read]
+        self.windows += [(self.held_out, config.eval_length + 1)]
+        self.summary = (
+            f"{num_params(self.model_config) / 1e6:.2f}M parameters, "
+            f"{count_text(len(self.text.tokens))} training tokens"
+        )
+        self.loop = {
+            "tokens_per_step": lambda batch: batch.shape[0] * (batch.shape[1] - 1),
+            "eval_every": config.eval_every,
+        }
 
     def init_state(self) -> TrainState:
         """Returns new parameters, the same for the same seed."""
@@ -154,16 +250,6 @@ class Experiment:
     def batch_at(self, step: int) -> np.ndarray:
         """Returns the windows of a step."""
         return self._batches(step)
-
-    def fingerprint(self) -> dict:
-        """Returns checksums of the training data; a resumed run must have the same."""
-        return training_text.fingerprint([self.text])
-
-    def usage(self) -> list[dict]:
-        """Returns what of each text is used, and what is left out and why."""
-        trained = [text for text in (self.text, self.own) if text is not None]
-        lengths = [self.config.length + 1] * len(trained) + [self.config.eval_length + 1]
-        return list(map(training_text.usage, [*trained, self.held_out], lengths))
 
     def held_out_figures(self, state: TrainState, n_windows: int | None = None) -> dict:
         """Returns means over held-out windows: all of them, or the first ``n_windows``."""
@@ -187,7 +273,7 @@ class Experiment:
             return figures
         model = transformer.model(self.model_config, num_tokens=self.tokenizer.num_ids)
         draft = LoadedModel("draft", model, state.params, self.tokenizer, self.model_config)
-        ids = training_text.prompts(
+        ids = texts.prompts(
             self.held_out, config.data, [teacher, draft], num_prompts=config.eval_prompts,
             prompt_tokens=config.eval_prompt_tokens, max_new_tokens=config.eval_new_tokens,
         )  # fmt: skip
@@ -197,10 +283,16 @@ class Experiment:
         )  # fmt: skip
         return figures | head_eval.acceptance_figures(stats)
 
-    def final_figures(self, state: TrainState) -> dict[str, float]:
-        """Returns figures over all held-out windows, and bits per byte of the held-out text."""
+    def export(
+        self, folder: pathlib.Path, state: TrainState, saved: Checkpoints, log: Log
+    ) -> Exported:
+        """Exports the last state, with figures over all held-out windows and bits per byte."""
         final = self.held_out_figures(state)
         ids = self.held_out.tokens.tolist()
         num_bytes = len(self.tokenizer.backend.decode(ids, skip_special_tokens=True).encode())
         bits_per_nat_token = len(ids) / num_bytes / math.log(2)
-        return final | {"bits_per_byte": final.get("ce", final["loss"]) * bits_per_nat_token}
+        final["bits_per_byte"] = final.get("ce", final["loss"]) * bits_per_nat_token
+        log.write(self.config.steps, **{f"final_{name}": x for name, x in final.items()})
+        model = (state.params, self.model_config, self.tokenizer)
+        checkpoint.save_pretrained(folder / "export", *model, dtype="bfloat16")
+        return Exported(final)

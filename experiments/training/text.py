@@ -22,9 +22,11 @@ from spec_jax.data.splits import SPLITS, HeldOut
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.models import files
+from spec_jax.models.files import parse_json
 from spec_jax.models.tokenizer import Tokenizer
 
 STDLIB = "stdlib"
+_WHOLE = ("length", "stop_token", "stop_string")  # how a sound response ends
 _REASONS = {  # of what is left out, by the names in a corpus' counts
     "no_answer": "conversations without an answer",
     "empty": "empty texts",
@@ -138,6 +140,47 @@ def _pack(data: ConfigDict, tokenizer: Tokenizer, folder: pathlib.Path, about: d
         )  # fmt: skip
 
 
+def load_responses(path: pathlib.Path, tokenizer: Tokenizer) -> Corpus:
+    """Packs the rows of ``experiments.regenerate``; only the response tokens are trained on.
+
+    Rows that ended with a fault are skipped and counted. A separator is put between rows that
+    have none.
+
+    Args:
+      path: The JSONL file.
+      tokenizer: The target's tokenizer.
+
+    Raises:
+      ConfigError: No such file, or a row without ``prompt_ids`` and ``response_ids``.
+    """
+    encoder = Encoder(tokenizer)
+    ids, mask, number, counts = [], [], 0, collections.Counter()
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            number += 1
+            row = parse_json(line)
+            if row.get("finish_reason", "length") not in _WHOLE:
+                counts["faults"] += 1
+                continue
+            counts["documents"] += 1
+            prompt, response = row["prompt_ids"], row["response_ids"]
+            if prompt[0] != encoder.separator_id:
+                prompt = [encoder.separator_id, *prompt]
+            ids += [prompt, response]
+            mask += [np.zeros(len(prompt), bool), np.ones(len(response), bool)]
+    except OSError as error:
+        raise ConfigError(f"the responses {path} cannot be read: {error}") from error
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise ConfigError(
+            f"{path}, line {number} is no response ({error!r}); expected what "
+            "experiments.regenerate writes"
+        ) from error
+    if not ids:
+        raise ConfigError(f"{path} holds no response; run experiments.regenerate")
+    tokens, is_response = np.concatenate(ids).astype(np.int32), np.concatenate(mask)
+    return Corpus(str(path), tokens, is_response, counts=counts)
+
+
 def check_held_out(corpus: Corpus, length: int, data: ConfigDict, name: str = "length") -> None:
     """Checks that a held-out text has a window.
 
@@ -194,8 +237,14 @@ def held_out_prompts(corpus: Corpus, n: int, length: int) -> list[list[int]]:
 
 
 def prompts(
-    corpus: Corpus, data: ConfigDict, models: Sequence[LoadedModel | LoadedHead], *, path: str = "",
-    num_prompts: int, prompt_tokens: int, max_new_tokens: int,
+    corpus: Corpus,
+    data: ConfigDict,
+    models: Sequence[LoadedModel | LoadedHead],
+    *,
+    path: str = "",
+    num_prompts: int,
+    prompt_tokens: int,
+    max_new_tokens: int,
 ) -> list[list[int]]:
     """Returns the prompts that a draft is measured on while it is trained.
 

@@ -1,0 +1,389 @@
+"""The experiment of ``experiments.train_head``: from a config to a head, its data and loss."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from configs import train_head_default
+from experiments.run import cli
+from experiments.training import text as texts
+from experiments.training.choice import Evaluations, describe
+from experiments.training.run import Experiment, Exported
+from spec_jax import processes
+from spec_jax.config import SpeculativeConfig
+from spec_jax.data.batches import Corpus, count_tokens, draft_vocabulary, window_batches
+from spec_jax.drafters import registry
+from spec_jax.engine.assemble import make_drafter
+from spec_jax.errors import ConfigError, TrainingError
+from spec_jax.evaluation import head_eval
+from spec_jax.evaluation.mesh import MeshOptions
+from spec_jax.fitting import initializer
+from spec_jax.loading import LoadedHead, LoadedModel, load_draft, load_model
+from spec_jax.models.params import table_placement
+from spec_jax.models.tensors import on_host
+from spec_jax.sharding import Rules, replicate
+from spec_jax.show.summary import count_text
+from spec_jax.train.checkpoint import Checkpoints
+from spec_jax.train.log import Log, read_metrics
+from spec_jax.train.objective import Batch, chain_rates, target_view
+from spec_jax.train.optimizer import make_optimizer
+from spec_jax.train.placement import Placement
+from spec_jax.train.step import TrainState, cast, train_step
+from spec_jax.train.view_cache import ViewCache
+
+
+class HeadSpec(NamedTuple):
+    """A head to train.
+
+    Attributes:
+      name: The name of the objective.
+      config: The shape of the head.
+      init: ``(key, target's params, given) -> params``, the trained parameters.
+      given: The parameters to continue from, on the devices that train them; None for a new head.
+      constants: The parameters that are not trained: ``d2t``, or none.
+      objective: ``(params, batch, target's params) -> (loss, figures)``, the training loss.
+      measure: The same without noise, for evaluation.
+      num_params: The number of trained parameters.
+    """
+
+    name: str
+    config: registry.HeadConfig
+    init: Callable[[jax.Array, Any, Any], Any]
+    given: Any | None
+    constants: dict[str, jax.Array]
+    objective: Callable[..., tuple[jax.Array, dict]]
+    measure: Callable[..., tuple[jax.Array, dict]]
+    num_params: int
+
+    def shardings(self, mesh: Mesh, rules: Rules) -> Any:
+        """Returns where the trained parameters lie on a mesh, nested as they are.
+
+        Args:
+          mesh: The devices.
+          rules: Which dimensions are split.
+
+        Raises:
+          ConfigError: The mesh does not divide the heads of the layer.
+        """
+        table = registry.kind_of(self.config).table(self.config)
+        return table_placement(self.name, getattr(self.config, "layer", None), table, mesh, rules)
+
+    def loaded(self, params) -> LoadedHead:
+        """Returns the head as the decoder takes it."""
+        return LoadedHead(self.name, self.config, {**params, **self.constants})
+
+    def layout(self, target: LoadedModel, config: ConfigDict) -> str | None:
+        """Returns the layout of the export: the config's, or the first that can describe the head.
+
+        Raises:
+          ConfigError: No layout can.
+        """
+        kind = registry.kind_of(self.config)
+        asked, num_draft = config.export_layout or None, config.eval.num_draft
+        return kind.pick_layout(self.config, target, asked, num_draft)
+
+    def export(self, folder: pathlib.Path, params, target: LoadedModel, config: ConfigDict):
+        """Writes the head in the layout that the config names."""
+        self.loaded(params).save(
+            folder, target, layout=config.export_layout or None, dtype=config.export_dtype,
+            num_speculative_tokens=config.eval.num_draft,
+        )  # fmt: skip
+
+
+def _options(config: ConfigDict, target: LoadedModel) -> dict[str, Any]:
+    """Returns the options of ``config.head`` that the objective takes and that are set.
+
+    Raises:
+      ConfigError: An option of other objectives is set.
+    """
+    known = registry.objectives()
+    usual = train_head_default.get_config().head
+    if config.head.draft_vocab_size == target.config.vocab_size:
+        config.head.draft_vocab_size = 0
+    for name, value in config.head.items():
+        takers = [objective for objective, (_, way) in known.items() if name in way.options]
+        if takers and config.objective not in takers and value != usual[name]:
+            raise ConfigError(
+                f"head.{name} is {value!r}; it is an option of {' and '.join(takers)}, not of "
+                f"{config.objective}: leave it {usual[name]!r}"
+            )
+    _, training = known[config.objective]
+    return {name: config.head[name] for name in training.options if config.head[name]}
+
+
+def _load_given(
+    config: ConfigDict, target: LoadedModel, options: dict, size: int, placement: Placement
+) -> LoadedHead:
+    """Loads the head to continue from; each process reads what its own devices hold."""
+    kind, training = registry.objectives()[config.objective]
+    given = load_draft(
+        config.head.init_from, target, "float32", method=kind.name, mesh=placement.mesh,
+        rules=placement.rules, **options,
+    )  # fmt: skip
+    if not training.trains(given.config):
+        others = [name for name, way in kind.training.items() if way.trains(given.config)]
+        raise ConfigError(
+            f"head.init_from is {given.name}, a head of {' or '.join(others)}; the objective is "
+            f"{config.objective}"
+        )
+    found = len(given.params["d2t"]) if "d2t" in given.params else target.config.vocab_size
+    if size not in (0, found):
+        raise ConfigError(f"head.draft_vocab_size is {size}; {given.name} drafts {found} ids")
+    return given
+
+
+def make_head(
+    config: ConfigDict,
+    target: LoadedModel,
+    texts: Sequence[Corpus],
+    used: Sequence[Corpus],
+    placement: Placement = Placement(),
+) -> HeadSpec:
+    """Returns the head that a config describes.
+
+    Args:
+      config: See ``configs/train_head_default.py``.
+      target: The model that the head drafts for.
+      texts: All texts, whose ids must be in the target's vocabulary.
+      used: The texts that are trained on; a reduced vocabulary has their most frequent tokens.
+      placement: Where the head to continue from is read to.
+
+    Raises:
+      ConfigError: Options that do not fit, or texts of another vocabulary.
+      WeightsError: The head to continue from cannot be read.
+    """  # fmt: skip
+    found = [count_tokens(text, target.config.vocab_size) for text in texts]
+    counts = sum(x for x, text in zip(found, texts) if any(text is one for one in used))
+    kind, training = registry.objectives()[config.objective]
+    objective, options = training.load_objective(), _options(config, target)
+    size, given, constants = options.pop("draft_vocab_size", 0), None, {}
+    if config.head.init_from:
+        head = _load_given(config, target, options, size, placement)
+        shape = head.config
+        given, constants = objective.split(head.params)
+        constants = jax.tree.map(lambda x: jnp.asarray(on_host(x)), constants)
+        # copies: a training step donates
+        init = lambda key, target_params, given: jax.tree.map(jnp.array, given)
+    else:
+        reduced = {"draft_vocab_size": size} if size else {}
+        shape = training.new(target.config, **reduced, **options)
+        if reduced:
+            constants = {"d2t": jnp.asarray(draft_vocabulary(counts, size))}
+        fresh = initializer(kind, objective, shape, target, constants, config.head.is_warm_start)
+        init = lambda key, target_params, given: fresh(key, target_params)
+
+    bind = lambda options: objective.bind(shape, target.model, options, constants)
+    sizes = jax.eval_shape(init, jax.random.key(0), target.params, given)
+    num_params = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(sizes))
+    spec = HeadSpec(
+        config.objective, shape, init, given, constants, bind(config.loss),
+        bind({**config.loss, "noise": 0.0}), num_params,
+    )  # fmt: skip
+    spec.layout(target, config)  # what could not be exported is refused before it is trained
+    return spec
+
+
+def validate(config: ConfigDict) -> None:
+    """Raises ConfigError if a key is unknown or a value cannot be trained with."""
+    cli.check_keys(config, train_head_default.get_config())
+    check = lambda ok, name, expected: cli.require(ok, config, name, expected)
+    cli.require_positive(config, "steps batch log_every")
+    cli.require_positive(config, "accumulate", "optimizer")
+    cli.require_positive(
+        config, "num_draft num_prompts prompt_tokens max_new_tokens batch windows", "eval"
+    )
+    texts.validate(config)
+    check(config.eval.every >= 0, "eval.every", "0 (only at the end) or more")
+    check(config.length >= 3, "length", "at least 3, a pair and what follows it")
+    is_fit = 1 <= config.loss.num_steps <= config.length - 2
+    check(is_fit, "loss.num_steps", f"1 to {config.length - 2}")
+    known = registry.objectives()
+    check(config.objective in known, "objective", f"one of {', '.join(known)}")
+    _, training = known[config.objective]
+    layouts = training.layouts
+    is_known = config.export_layout in ("", *layouts)
+    check(is_known, "export_layout", f"one of {', '.join(layouts)}, or ''")
+    check(config.export_from in ("best", "last"), "export_from", "best or last")
+    check(config.dtype in ("float32", "bfloat16"), "dtype", "float32 or bfloat16")
+
+
+class HeadExperiment(Experiment):
+    """Target, data, head, and the functions that the training loop calls.
+
+    Args:
+      config: See ``configs/train_head_default.py``.
+      workdir: The run's folder, for packed documents.
+
+    Raises:
+      ConfigError: A value that does not fit the target or the data.
+    """
+
+    title = "A head"
+
+    def __init__(self, config: ConfigDict, workdir: pathlib.Path):
+        self.config = config
+        self.placement = Placement.of(config.mesh, config.is_fully_sharded)
+        self.placement.check_batch("batch", config.batch)
+        mesh, rules = self.placement.mesh, self.placement.rules
+        self.target: LoadedModel = load_model(config.target, config.dtype, mesh=mesh, rules=rules)
+        if config.length > self.target.max_length:
+            raise ConfigError(
+                f"length is {config.length}; the target holds {self.target.max_length} tokens"
+            )
+        tokenizer = self.target.tokenizer
+        if tokenizer is None:
+            raise ConfigError(
+                f"{self.target.name} has no tokenizer; expected tokenizer.json beside it"
+            )
+        text, self.held_out = texts.load(config.data, tokenizer, workdir / "data")
+        self.texts = [text]
+        if config.data.responses:
+            path = pathlib.Path(config.data.responses)
+            self.texts.append(texts.load_responses(path, tokenizer))
+        texts.check_held_out(self.held_out, config.length, config.data)
+        self._eval_windows = self.held_out.num_windows(config.length)
+        shares = [config.data.text_share, config.data.responses_share][: len(self.texts)]
+        self._batches = window_batches(
+            self.texts, shares, seed=config.seed, batch=config.batch, length=config.length
+        )
+        used = [text for text, share in zip(self.texts, shares) if share > 0]
+        self.spec = make_head(config, self.target, self.texts, used, self.placement)
+        updates = max(config.steps // config.optimizer.accumulate, 1)
+        self.optimizer = make_optimizer(**config.optimizer, steps=updates)
+        self.frozen = self.target.params
+        self._key = jax.random.key(config.seed)
+        taps = self.spec.config.taps
+        view = functools.partial(target_view, config=self.target.config, taps=taps)
+        self._view = self.placement.jit(view)
+        self._views = None
+        if config.data.view_cache:
+            if processes.count() > 1:
+                raise ConfigError(
+                    f"data.view_cache is {config.data.view_cache}, but there are "
+                    f"{processes.count()} processes, none of which holds a whole view: leave it out"
+                )
+            max_bytes = int(config.data.view_cache_gb * 1e9)
+            self._views = ViewCache(
+                config.data.view_cache, max_bytes, self.frozen, self.target.config, taps
+            )
+        step = functools.partial(
+            train_step, objective=self.spec.objective, optimizer=self.optimizer,
+            dtype=None if config.dtype == "float32" else config.dtype,
+        )  # fmt: skip
+        self._make = lambda *args: TrainState.create(self.spec.init(*args), self.optimizer)
+        self._where = mesh and self.placement.state_shardings(
+            self.spec.shardings(mesh, rules), self._make, self._key, self.frozen, self.spec.given
+        )
+        self._step = self.placement.jit_step(step, self._where)
+        self._objective = self.placement.jit(lambda *args: replicate(self.spec.measure(*args)))
+        head = self.spec.loaded({})
+        options = config.eval
+        self._prompts = texts.prompts(
+            self.held_out, config.data, [self.target, head], path=options.prompts,
+            num_prompts=options.num_prompts, prompt_tokens=options.prompt_tokens,
+            max_new_tokens=options.max_new_tokens,
+        )  # fmt: skip
+        setting = [self._prompts, options.num_draft, options.max_new_tokens]
+        self.evaluations = Evaluations(workdir, setting)
+        drafts = SpeculativeConfig(head.method, config.eval.num_draft)
+        make_drafter(drafts, self.target.model, head)  # refuses more drafts than there can be
+        self.trained = self.texts
+        self.windows = [(text, config.length) for text in (*self.texts, self.held_out)]
+        count, asked = len(self._prompts), options.num_prompts
+        few = f" of {asked}: the held-out text has no more places" if count < asked else ""
+        num_tokens = sum(len(text.tokens) for text in self.texts)
+        self.summary = (
+            f"{self.spec.num_params / 1e6:.2f}M parameters, {count_text(num_tokens)} training "
+            f"tokens, tau on {count} prompts{few}"
+        )
+        self.loop = {
+            "tokens_per_step": lambda batch: batch.tokens.size,
+            "summarise": chain_rates,
+            "eval_every": options.every,
+            "best_by": "tau",
+            "describe_batch": self._describe,
+        }
+
+    def init_state(self) -> TrainState:
+        """Returns new parameters, the same for the same seed."""
+        key = jax.random.fold_in(self._key, 1 << 30)
+        return self.placement.create(self._make, self._where, key, self.frozen, self.spec.given)
+
+    def batch_at(self, step: int) -> Batch:
+        """Returns the batch of a step, a function of the seed and the step."""
+        found = self._batches[step]
+        return self._with_view(found["tokens"], found["mask"], step)
+
+    def _with_view(self, tokens, mask, step: int) -> Batch:
+        key = jax.random.fold_in(self._key, step)
+        compute = lambda tokens: self._view(self.frozen, self.placement.place(tokens))
+        view = compute(tokens) if self._views is None else self._views.view(tokens, compute)
+        return self.placement.place(Batch(tokens, mask, key, view))
+
+    def _describe(self, step: int) -> str:
+        """Returns a text that names the windows of a step."""
+        found = [f"{self.texts[t].name}, {i}" for t, i in self._batches[step]["window"].tolist()]
+        return f"windows of {self.config.length} tokens: {'; '.join(found)}"
+
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict]:
+        """Trains one step."""
+        return self._step(state, batch, self.frozen)
+
+    def evaluate(self, state: TrainState) -> dict:
+        """Returns teacher-forced figures on held-out windows, and tau by real decoding."""
+        options = self.config.eval
+        params = cast(state.params, self.config.dtype)
+        sums: dict[str, Any] = {}
+        count = min(options.windows, self._eval_windows)
+        size = min(self.config.batch, count)
+        for begin in range(0, count - size + 1, size):
+            rows = [self.held_out.window(i, self.config.length) for i in range(begin, begin + size)]
+            tokens, mask = (np.stack([row[name] for row in rows]) for name in ("tokens", "mask"))
+            batch = self._with_view(tokens, mask, 0)
+            loss, figures = self._objective(params, batch, self.frozen)
+            found = jax.device_get({"loss": loss, **figures})
+            sums = jax.tree.map(np.add, sums, found) if sums else found
+        n = max(count // size, 1)
+        figures = chain_rates(jax.tree.map(lambda x: x / n, sums))
+        rows, stats = head_eval.decode(
+            self.target, self.spec.loaded(params), self._prompts, num_draft=options.num_draft,
+            max_new_tokens=options.max_new_tokens, batch=options.batch,
+            where=MeshOptions(self.placement.mesh),
+        )  # fmt: skip
+        self.evaluations.append(int(state.step), [row.stats for row in rows])
+        held_out = {f"held_out_{name}": value for name, value in figures.items()}
+        return held_out | head_eval.acceptance_figures(stats)
+
+    def export(
+        self, folder: pathlib.Path, state: TrainState, saved: Checkpoints, log: Log
+    ) -> Exported:
+        """Exports the state with the highest tau, or the last one if the config says so."""
+        (step, tau), is_last = saved.best, self.config.export_from == "last"
+        if not is_last:
+            try:
+                state = saved.restore_best(state)
+            except TrainingError as error:
+                log.say(f"{error}; the last state is exported instead")
+                is_last = True
+        metrics = read_metrics(folder / "metrics.jsonl")
+        if is_last:
+            step = int(state.step)
+            taus = [row["tau"] for row in metrics if "tau" in row and row["step"] == step]
+            tau = taus[-1] if taus else float("nan")
+        from experiments.run import plots  # needs matplotlib, slow to import
+
+        plots.plot_training(folder / "training.png", metrics)
+        self.spec.export(folder / "export", state.params, self.target, self.config)
+        choice = self.evaluations.choice(step)
+        summary = f"tau {tau:.2f} at step {step}" if choice is None else describe(choice)
+        figures = {"tau": tau, "step": step}
+        return Exported(figures, summary, ("training.png",), {"choice": choice})

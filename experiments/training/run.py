@@ -1,0 +1,207 @@
+"""What every training experiment does: it begins or resumes a run, trains, and reports."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from absl import logging
+from ml_collections import ConfigDict
+
+from experiments.run import cli, report
+from experiments.run.tables import Section
+from experiments.training import text as texts
+from spec_jax.data.batches import Corpus
+from spec_jax.errors import ConfigError
+from spec_jax.train.checkpoint import Checkpoints
+from spec_jax.train.log import Log, read_metrics
+from spec_jax.train.loop import train_loop
+from spec_jax.train.step import TrainState
+
+
+class Exported(NamedTuple):
+    """What a finished run has exported.
+
+    Attributes:
+      figures: Its figures by name.
+      summary: A sentence on it; empty if the figures say all.
+      plots: Files of the run's folder that the report shows.
+      record: Further entries of report.json.
+    """
+
+    figures: dict[str, float]
+    summary: str = ""
+    plots: Sequence[str] = ()
+    record: Mapping[str, Any] = {}
+
+
+class Experiment:
+    """What a run trains. A subclass sets the attributes and defines the other methods.
+
+    Attributes:
+      title: The heading of the report.
+      trained: The texts whose checksums a resumed run must share.
+      windows: Every text that is read, with the tokens of its windows.
+      summary: What is trained on what, for the log.
+      loop: Further arguments of ``train_loop``, which differ between experiments.
+    """
+
+    title: str
+    trained: Sequence[Corpus]
+    windows: Sequence[tuple[Corpus, int]]
+    summary: str
+    loop: Mapping[str, Any]
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns checksums of the training data; a resumed run must have the same."""
+        return texts.fingerprint(self.trained)
+
+    def usage(self) -> list[dict]:
+        """Returns what of each text is used, and what is left out and why."""
+        return [texts.usage(corpus, length) for corpus, length in self.windows]
+
+    def init_state(self) -> TrainState:
+        """Returns new parameters, the same for the same seed."""
+        raise NotImplementedError
+
+    def batch_at(self, step: int) -> Any:
+        """Returns the batch of a step, a function of the seed and the step."""
+        raise NotImplementedError
+
+    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
+        """Trains one step."""
+        raise NotImplementedError
+
+    def evaluate(self, state: TrainState) -> dict:
+        """Returns held-out figures."""
+        raise NotImplementedError
+
+    def export(self, folder: pathlib.Path, state: TrainState, saved: Checkpoints, log: Log):
+        """Exports a state of the finished run.
+
+        Args:
+          folder: The folder of the run; the export is its ``export``.
+          state: The last state.
+          saved: The checkpoints of the run.
+          log: Gets further figures.
+
+        Returns:
+          An ``Exported``.
+        """
+        raise NotImplementedError
+
+
+def train(
+    make: Callable[[ConfigDict, pathlib.Path], Experiment],
+    name: str,
+    config: ConfigDict,
+    workdir: str | pathlib.Path,
+    check_resume: Callable[[dict, dict, int], None],
+    hidden: Sequence[str] = (),
+) -> dict[str, float] | None:
+    """Runs or resumes an experiment.
+
+    Args:
+      make: Makes the experiment from the config and the run's folder.
+      name: The module of the main.
+      config: The experiment's config, which was validated.
+      workdir: The run's folder.
+      check_resume: Called with the saved config, this one and the last step; raises ConfigError if
+        the run cannot go on with it.
+      hidden: Keys of ``config.data`` that are not part of the saved config.
+
+    Returns:
+      The figures of the export; None if SIGTERM or Ctrl-C ended the run.
+
+    Raises:
+      ConfigError: The work directory holds another experiment.
+      TrainingError: A loss that is not finite, or a checkpoint that cannot be saved or read.
+    """
+    folder = cli.make_workdir(name, workdir).absolute()
+    resolved = json.loads(config.to_json())
+    for key in hidden:
+        del resolved["data"][key]
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        last = checkpoints.last_step
+        saved = None if last is None else cli.read_saved(folder / "config.json")
+        if saved is not None:  # before the data is read, which may take long
+            check_resume(saved, resolved | {"data_seen": saved.get("data_seen")}, last)
+        experiment = make(config, folder)
+        resolved["data_seen"] = experiment.fingerprint()
+        if saved is not None:
+            check_resume(saved, resolved, last)
+        state = checkpoints.restore(experiment.init_state())
+        first = int(state.step)
+        entries = report.begin(name, folder, resolved) | {"data": experiment.usage()}
+        used = ["\n".join(texts.usage_lines(usage)) for usage in entries["data"]]
+        _write_report(folder, experiment.title, entries, used)
+        with Log(folder, first, config.steps) as log:
+            for line in used:
+                log.say(line)
+            log.say(f"{experiment.summary}, from step {first} of {config.steps}")
+            state, is_done = train_loop(
+                state,
+                step_fn=experiment.step,
+                batch_at=experiment.batch_at,
+                num_steps=config.steps,
+                checkpoints=checkpoints,
+                log=log,
+                log_every=config.log_every,
+                evaluate=experiment.evaluate,
+                checkpoint_every_s=config.checkpoint_every_s,
+                **experiment.loop,
+            )
+            if not is_done:
+                log.say(f"to go on: {cli.command(name)}")
+                return None
+            exported = experiment.export(folder, state, checkpoints, log)
+    blocks = [exported.summary] if exported.summary else []
+    _write_report(folder, experiment.title, entries, [*blocks, *used], exported)
+    print("; ".join([*blocks, f"exported to {folder / 'export'}"]))
+    return exported.figures
+
+
+def _write_report(
+    folder: pathlib.Path,
+    title: str,
+    entries: Mapping[str, Any],
+    blocks: Sequence[str],
+    exported: Exported | None = None,
+) -> None:
+    """Writes report.json and report.md; without ``exported`` the run has not ended."""
+    lines = read_metrics(folder / "metrics.jsonl")
+    evaluations = [line for line in lines if any(name.startswith("held_out") for name in line)]
+    names = [*dict.fromkeys(n for line in evaluations for n in line if n != "cpu_s")]
+    shown = lambda value: "" if value is None else f"{value:.4g}"
+    blocks, final = [*blocks], None
+    if exported is None:
+        blocks.append("The run has not ended.")
+    else:
+        final = exported.figures
+        rows = [(name, shown(value)) for name, value in final.items()]
+        blocks.append(Section("Exported", ("figure", "value"), rows).text(is_markdown=True))
+        entries = {**entries, **exported.record}
+    if evaluations:
+        rows = [[shown(line.get(name)) for name in names] for line in evaluations]
+        blocks.append(Section("Evaluations", names, rows, names).text(is_markdown=True))
+    if exported is not None:
+        blocks += [f"![{name}]({name})" for name in exported.plots]
+    blocks.append("Every logged figure is in metrics.jsonl.")
+    rep = {**entries, "final": final, "evaluations": evaluations, "is_complete": final is not None}
+    rep["cpu_s"] = max((line["cpu_s"] for line in lines), default=None)
+    report.finish(folder, rep, report.document(title, rep, *blocks))
+
+
+def main(train: Callable[[ConfigDict, str], object], config: ConfigDict, workdir: str) -> None:
+    """Runs a main of training with its flags.
+
+    Raises:
+      ConfigError: No work directory is given.
+    """
+    if not workdir:
+        raise ConfigError("--workdir is not given; expected the folder to train or resume in")
+    logging.set_verbosity(logging.WARNING)  # orbax logs every step of a save
+    cli.enable_compilation_cache()
+    train(config, workdir)
