@@ -40,7 +40,7 @@ from spec_jax.version import __version__
 
 if TYPE_CHECKING:
     from spec_jax.fitting import Fitted, fit_head, new_head
-    from spec_jax.testing.certification import certify
+    from spec_jax.testing.certificate.certify import certify
 
 __all__ = [
     "AsyncSpecConfig", "CancellationToken", "Cancelled", "DecodeQueue", "Fitted", "Generation",
@@ -53,7 +53,7 @@ __all__ = [
 
 # Imported when they are first used: they need scipy and optax, which are slow to import.
 _LATE = {
-    "certify": "spec_jax.testing.certification", "Fitted": "spec_jax.fitting",
+    "certify": "spec_jax.testing.certificate.certify", "Fitted": "spec_jax.fitting",
     "fit_head": "spec_jax.fitting", "new_head": "spec_jax.fitting",
 }  # fmt: skip
 

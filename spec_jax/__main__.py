@@ -141,7 +141,7 @@ def generate(args: argparse.Namespace) -> int:
 
 def certify(args: argparse.Namespace) -> int:
     """Prints a certificate; returns 1 if there is none."""
-    testing = importlib.import_module("spec_jax.testing.certification")
+    testing = importlib.import_module("spec_jax.testing.certificate.certify")
     try:
         print(testing.certify(
             args.rule, args.drafter, trials=args.trials, seed=args.seed, has_memory=args.has_memory

@@ -13,7 +13,7 @@ from support.pairs import tiny_pair
 import spec_jax
 from spec_jax.__main__ import main, make_parser
 from spec_jax.inspection import inspect
-from spec_jax.testing import certification
+from spec_jax.testing.certificate import certify as certification
 
 
 @pytest.fixture(scope="module")

@@ -13,15 +13,17 @@ shares no code with the decoder.
 rounding or a bug? ``invariant_pair`` gives both the same rounding, so that their bits are equal.
 """
 
-from spec_jax.testing.certificate import (
+from spec_jax.testing.auditing.audit import audit, audit_outputs
+from spec_jax.testing.auditing.invariant import InvariantPair, invariant_pair
+from spec_jax.testing.auditing.verdict import Audit, RowAudit
+from spec_jax.testing.certificate.certify import certify
+from spec_jax.testing.certificate.checks import (
     STANDARD_SETTINGS,
     certify_decoder,
     certify_rule,
     standard_rows,
 )
-from spec_jax.testing.certification import certify
-from spec_jax.testing.divergence import audit, audit_outputs
-from spec_jax.testing.invariant import InvariantPair, invariant_pair
+from spec_jax.testing.certificate.records import Certificate, CertificateError, Check, Range
 from spec_jax.testing.mocks import (
     ToyCache,
     mock_model,
@@ -32,8 +34,6 @@ from spec_jax.testing.mocks import (
     toy_params,
 )
 from spec_jax.testing.oracles import Row, chi_square, plain_distribution, reference_distribution
-from spec_jax.testing.record import Certificate, CertificateError, Check, Range
-from spec_jax.testing.verdict import Audit, RowAudit
 
 __all__ = [
     "Audit", "Certificate", "CertificateError", "Check", "InvariantPair", "Range", "Row",

@@ -22,7 +22,7 @@ from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.loading import LoadedModel
 from spec_jax.rules import make_rule
 from spec_jax.sampling import make_sampler
-from spec_jax.testing.memory import a_memory_each
+from spec_jax.testing.certificate.memory import a_memory_each
 
 DIST = np.array([0.45, 0.3, 0.2, 0.05])  # of the target after every text
 TARGET = {"logits": jnp.log(jnp.asarray(DIST, jnp.float32))[None]}

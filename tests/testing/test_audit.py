@@ -21,7 +21,7 @@ from spec_jax import (
 )
 from spec_jax.errors import ConfigError
 from spec_jax.testing import Audit, RowAudit, audit, audit_outputs, mock_model
-from spec_jax.testing.verdict import Choice, Trail, first_difference, judge
+from spec_jax.testing.auditing.verdict import Choice, Trail, first_difference, judge
 
 PROMPTS = pathlib.Path(__file__).resolve().parents[3] / "shared/data/prompts/HumanEval.jsonl.gz"
 NOISE = np.asarray([1.0, 0.9, 1.2, 1.0, 0.8, 1.1, 1.0, 1.0, 0.9, 1.7])

@@ -18,10 +18,11 @@ from spec_jax.decoding import round as decode_round
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.errors import ConfigError
 from spec_jax.rules import batched, chain
-from spec_jax.testing import CertificateError, certification
-from spec_jax.testing.reports import first_drafts, force_all
-from spec_jax.testing.rounds import check_round
-from spec_jax.testing.subjects import certified_rows, make_subject, prefixes
+from spec_jax.testing import CertificateError
+from spec_jax.testing.certificate import certify as certification
+from spec_jax.testing.certificate.reported import first_drafts, force_all
+from spec_jax.testing.certificate.rounds import check_round
+from spec_jax.testing.certificate.subjects import certified_rows, make_subject, prefixes
 
 WHERE = r"after the prompt \(.*\) and the output \(.*\), token \d has probability (1 - )?\d\.\d+"
 

@@ -19,12 +19,17 @@ from spec_jax.drafters.standalone.model import standalone
 from spec_jax.named import to_rule
 from spec_jax.rules import batched, by_shape, chain, tree
 from spec_jax.testing import CertificateError
-from spec_jax.testing.forcing import draws_as_reported
+from spec_jax.testing.certificate.forcing import draws_as_reported
+from spec_jax.testing.certificate.records import Range, probability
+from spec_jax.testing.certificate.reported import force_all, reported
+from spec_jax.testing.certificate.rounds import check_round
+from spec_jax.testing.certificate.subjects import (
+    certified_rows,
+    make_subject,
+    other_drafters,
+    prefixes,
+)
 from spec_jax.testing.oracles import goodness_of_fit
-from spec_jax.testing.record import Range, probability
-from spec_jax.testing.reports import force_all, reported
-from spec_jax.testing.rounds import check_round
-from spec_jax.testing.subjects import certified_rows, make_subject, other_drafters, prefixes
 
 
 def accepts_when_sure(threshold):

@@ -20,16 +20,16 @@ from typing import NamedTuple
 import numpy as np
 
 from spec_jax import decoding
-from spec_jax.testing.enumeration import Outcome, sample_verdicts, verdicts
-from spec_jax.testing.forcing import Forced
-from spec_jax.testing.oracles import Row, reference_distribution
-from spec_jax.testing.record import (
+from spec_jax.testing.certificate.enumeration import Outcome, sample_verdicts, verdicts
+from spec_jax.testing.certificate.forcing import Forced
+from spec_jax.testing.certificate.records import (
     CertificateError,
     Range,
     StatementError,
     probability,
     settings_of,
 )
+from spec_jax.testing.oracles import Row, reference_distribution
 
 _SAMPLES = 4096  # draws after each text, where a rule does not do what it states
 _SAMPLED_TOLERANCE = 0.05  # more than six standard deviations of such a probability

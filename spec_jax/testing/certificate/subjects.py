@@ -18,7 +18,7 @@ from spec_jax.drafters.standalone.model import standalone
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel
 from spec_jax.named import to_drafter
-from spec_jax.testing.certificate import STANDARD_SETTINGS
+from spec_jax.testing.certificate.checks import STANDARD_SETTINGS
 from spec_jax.testing.mocks import mock_model, scripted_drafter, toy_model, toy_params
 from spec_jax.testing.oracles import Row, toy_logits
 from spec_jax.tree import Tree

@@ -16,11 +16,15 @@ from spec_jax.drafters.suffix import History, suffix
 from spec_jax.loading import LoadedModel
 from spec_jax.named import to_rule
 from spec_jax.progress import Progress
-from spec_jax.testing.forcing import DraftDistribution, Forced, draws_as_reported, parents_of
-from spec_jax.testing.loop import Loop
-from spec_jax.testing.memory import certify_memory
-from spec_jax.testing.oracles import toy_logits
-from spec_jax.testing.record import (
+from spec_jax.testing.certificate.forcing import (
+    DraftDistribution,
+    Forced,
+    draws_as_reported,
+    parents_of,
+)
+from spec_jax.testing.certificate.loop import Loop
+from spec_jax.testing.certificate.memory import certify_memory
+from spec_jax.testing.certificate.records import (
     Certificate,
     CertificateError,
     Check,
@@ -29,9 +33,9 @@ from spec_jax.testing.record import (
     settings_of,
     where,
 )
-from spec_jax.testing.reports import check_draws, first_drafts, force_all, reported
-from spec_jax.testing.rounds import check_round
-from spec_jax.testing.subjects import (
+from spec_jax.testing.certificate.reported import check_draws, first_drafts, force_all, reported
+from spec_jax.testing.certificate.rounds import check_round
+from spec_jax.testing.certificate.subjects import (
     NUM_TOKENS,
     Subject,
     certified_rows,
@@ -39,6 +43,7 @@ from spec_jax.testing.subjects import (
     other_drafters,
     prefixes,
 )
+from spec_jax.testing.oracles import toy_logits
 
 MAX_DRAFT = 4
 _BATCH = 512  # rows drafted at once

@@ -22,9 +22,16 @@ from spec_jax.engine.request import Prompt
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel
 from spec_jax.sampling import Samplers, highest_temperature
+from spec_jax.testing.auditing.replay import Call, Honest, Passes, Replayed, replay
+from spec_jax.testing.auditing.verdict import (
+    Audit,
+    Choice,
+    RowAudit,
+    Trail,
+    first_difference,
+    judge,
+)
 from spec_jax.testing.oracles import penalised
-from spec_jax.testing.replay import Call, Honest, Passes, Replayed, replay
-from spec_jax.testing.verdict import Audit, Choice, RowAudit, Trail, first_difference, judge
 
 
 def audit(

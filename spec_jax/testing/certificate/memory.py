@@ -17,8 +17,8 @@ from spec_jax import decoding
 from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context, Drafter, Memory
 from spec_jax.sampling import make_sampler
+from spec_jax.testing.certificate.records import CertificateError
 from spec_jax.testing.oracles import LogitsOf, Row, goodness_of_fit, plain_distribution
-from spec_jax.testing.record import CertificateError
 
 _NUM_TOKENS = 3  # whose joint distribution is tested
 _NUM_CALLS = 3

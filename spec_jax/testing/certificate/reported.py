@@ -10,7 +10,7 @@ import numpy as np
 from scipy.stats import chi2
 
 from spec_jax import decoding
-from spec_jax.testing.forcing import (
+from spec_jax.testing.certificate.forcing import (
     FREE,
     SMALLEST,
     DraftDistribution,
@@ -24,8 +24,8 @@ from spec_jax.testing.forcing import (
     propose_afresh,
     width_of,
 )
+from spec_jax.testing.certificate.records import CertificateError, Range, probability, short, where
 from spec_jax.testing.oracles import Row
-from spec_jax.testing.record import CertificateError, Range, probability, short, where
 
 _SAME = 1e-4  # the largest distance of two reports of one distribution, see ``_off``
 _RARE = 1e-30

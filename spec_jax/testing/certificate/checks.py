@@ -14,8 +14,9 @@ from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Drafter, Model, Rule
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.sampling import make_sampler
-from spec_jax.testing.enumeration import outcomes
-from spec_jax.testing.forcing import DraftDistribution
+from spec_jax.testing.certificate.enumeration import outcomes
+from spec_jax.testing.certificate.forcing import DraftDistribution
+from spec_jax.testing.certificate.records import CertificateError
 from spec_jax.testing.mocks import ragged, toy_model, toy_params
 from spec_jax.testing.oracles import (
     LogitsOf,
@@ -25,7 +26,6 @@ from spec_jax.testing.oracles import (
     reference_distribution,
     toy_logits,
 )
-from spec_jax.testing.record import CertificateError
 
 STANDARD_SETTINGS = {
     "temperature 0.7": SamplerConfig(temperature=0.7),

@@ -15,8 +15,8 @@ from spec_jax.contracts import Context, Proposal
 from spec_jax.decoding.calls import call_prefill
 from spec_jax.engine.faults import find_raised
 from spec_jax.sampling import Counts, make_sampler
+from spec_jax.testing.certificate.records import ProposalError, where
 from spec_jax.testing.oracles import Row
-from spec_jax.testing.record import ProposalError, where
 
 DraftDistribution = Callable[[Row, Sequence[int], Sequence[int]], np.ndarray]
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from spec_jax import decoding
 from spec_jax.contracts import Noise, Proposal, Rule
-from spec_jax.testing.forcing import (
+from spec_jax.testing.certificate.forcing import (
     AS_WRITTEN,
     FREE,
     DraftDistribution,
@@ -26,8 +26,8 @@ from spec_jax.testing.forcing import (
     parents_of,
     possible_drafts,
 )
+from spec_jax.testing.certificate.records import CertificateError, StatementError
 from spec_jax.testing.oracles import Row
-from spec_jax.testing.record import CertificateError, StatementError
 
 _MARGIN = 1e-6  # of a coin, and of its logarithm: 16 roundings of float32
 _CLEARLY = 1e-3  # apart: two probabilities whose order no rounding changes

@@ -14,15 +14,15 @@ from spec_jax import decoding
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.engine.faults import find_raised
 from spec_jax.sampling import make_sampler
-from spec_jax.testing.forcing import propose_afresh
+from spec_jax.testing.certificate.forcing import propose_afresh
+from spec_jax.testing.certificate.records import CertificateError, Range, settings_of, short, where
+from spec_jax.testing.certificate.rounds import Difference
 from spec_jax.testing.oracles import (
     Row,
     goodness_of_fit,
     plain_distribution,
     reference_distribution,
 )
-from spec_jax.testing.record import CertificateError, Range, settings_of, short, where
-from spec_jax.testing.rounds import Difference
 
 _TOLERANCE = 1e-4  # on probabilities of a state that has been fed token by token
 

@@ -1,0 +1,1 @@
+"""Why two greedy decodings differ: rounding, or a bug."""

@@ -1,0 +1,1 @@
+"""Proof that emitted tokens have the target's distribution, by enumeration and by sampling."""
