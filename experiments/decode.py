@@ -24,17 +24,18 @@ from configs import decode_default
 from experiments.comparison import answers, auditing, decode_report, profiling
 from experiments.comparison.decode_measure import measure
 from experiments.comparison.decode_setup import Setup
-from experiments.comparison.prompts import Prompt
 from experiments.run import cli, report
+from spec_jax.data.questions import Question
 from spec_jax.evaluation.grid import Bench, Cell
 
 
-def show_live(bench: Bench, cell: Cell, prompt: Prompt) -> None:
+def show_live(bench: Bench, cell: Cell, question: Question) -> None:
     """Prints a prompt, dimmed on a terminal, and its continuation as it is decoded."""
     bench.run(cell, 0)  # compiles, which would tear the text apart
     is_terminal = sys.stdout.isatty()
-    print(f"\n── {prompt.name}, live by {cell.label} ".ljust(80, "─"))
-    print(f"\033[2m{prompt.text}\033[0m" if is_terminal else prompt.text, end="", flush=True)
+    text = question.plain_text()
+    print(f"\n── {question.name}, live by {cell.label} ".ljust(80, "─"))
+    print(f"\033[2m{text}\033[0m" if is_terminal else text, end="", flush=True)
     send = lambda row, piece: print(piece, end="", flush=True) if row == 0 else None
     stats = bench.run(cell, 0, on_token=send).rows[0].stats
     print(

@@ -26,15 +26,15 @@ from experiments.benchmarks.rounds import (
 )
 from experiments.benchmarks.shapes import listed, random_model
 from experiments.benchmarks.table import Line, Result
-from experiments.comparison.prompts import cut_note, fit, load_prompts
 from experiments.run import cli
 from spec_jax import zoo
 from spec_jax.config import SpeculativeConfig
-from spec_jax.data import data_sources
+from spec_jax.data import questions, sources
 from spec_jax.decoding import DecodeState
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.request import whole_slots
 from spec_jax.errors import ConfigError
+from spec_jax.evaluation.prompts import cut_note, fit
 from spec_jax.evaluation.timing import measure_all
 from spec_jax.loading import LoadedHead, LoadedModel, load_draft, load_model
 
@@ -77,8 +77,7 @@ class Prompts(NamedTuple):
             draw = np.random.default_rng(config.seed)
             sizes = draw.integers(1, config.max_prompt_tokens + 1, n)
             return cls([draw.integers(target.model.vocab_size, size=m).tolist() for m in sizes], [])
-        notes: list[str] = []
-        found = load_prompts(config.data, n, config.seed, notes)
+        found, _, notes = questions.load(config.data, n, seed=config.seed)
         if len(found) < n:  # batches divide it
             raise ConfigError(f"zoo.num_prompts is {n}: {'; '.join(notes)}")
         ids, num_cut = fit(found, models, config.new_tokens, config.max_prompt_tokens)
@@ -100,7 +99,7 @@ def check(config: ConfigDict) -> None:
     names = "num_prompts max_prompt_tokens new_tokens plain_tokens repeats"
     cli.require_positive(config, names, "zoo")
     cli.require(c.ks and min(c.ks) >= 1, config, "zoo.ks", "integers of 1 or more")
-    data_sources.check(c.data)
+    sources.check(c.data)
     for batch in c.batches:
         if batch < 1 or c.num_prompts % batch:
             raise ConfigError(

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from experiments.comparison import auditing, profiling
 from experiments.comparison.decode_measure import is_told_apart
 from experiments.comparison.decode_setup import SOURCES, Setup
-from experiments.comparison.prompts import PromptEncoder, cut_note
 from experiments.run.report import (
     PACKAGES,
     describe_machine,
@@ -22,6 +21,7 @@ from experiments.run.report import (
 from experiments.run.tables import table
 from spec_jax.config import GREEDY_BELOW
 from spec_jax.evaluation import own
+from spec_jax.evaluation.prompts import PromptEncoder, cut_note
 
 _COLUMNS = (
     "method", "K", "T", "rule", "tau", "accepted at 1, 2, 3 …", "tok/s", "plain tok/s", "speed-up",

@@ -10,23 +10,17 @@ import jax
 from ml_collections import ConfigDict
 
 from configs import decode_default
-from experiments.comparison.prompts import (
-    Prompt,
-    PromptEncoder,
-    encodable,
-    fit,
-    fitting,
-    load_prompts,
-)
 from experiments.run import cli
 from spec_jax.config import STRATEGIES, SamplerConfig, build
-from spec_jax.data import data_sources
+from spec_jax.data import questions, sources
+from spec_jax.data.questions import Question
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.errors import ConfigError, SpecJaxError
 from spec_jax.evaluation.grid import Bench, Cell, make_cells, usable_cells
 from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.evaluation.own import Own
+from spec_jax.evaluation.prompts import PromptEncoder, encodable, fit, fitting
 from spec_jax.loading import (
     DTYPES,
     LoadedHead,
@@ -191,7 +185,7 @@ class Setup(NamedTuple):
     config: ConfigDict
     bench: Bench
     cells: list[Cell]
-    prompts: Sequence[Prompt]
+    prompts: Sequence[Question]
     num_cut: int
     notes: list[str]
 
@@ -206,7 +200,7 @@ class Setup(NamedTuple):
           SpecJaxError: A config, a target or prompts that cannot be used; or nothing drafts.
         """
         config = resolve(config)
-        data_sources.check(config.data)
+        sources.check(config.data)
         where = MeshOptions.of(config)
         target = load_model(
             config.target, config.dtype, scan_layers=config.scan_layers, mesh=where.mesh
@@ -222,9 +216,9 @@ class Setup(NamedTuple):
             keys = (f"--config.{SOURCES[m]}=PATH" for m in config.methods if m in SOURCES)
             why = "; ".join([", ".join(keys), *notes])
             raise ConfigError(f"methods are {config.methods}, and nothing drafts for them: {why}")
-        prompts = load_prompts(config.data, config.num_prompts, config.seed, notes)
-        place = lambda p: p.name if p.conversation is None else p.conversation.source
-        prompts = encodable(prompts, PromptEncoder(target), place, notes)
+        loaded = questions.load(config.data, config.num_prompts, seed=config.seed)
+        notes += loaded.notes
+        prompts = encodable(loaded.chosen, PromptEncoder(target), notes)
         (config.batch,), cut_off = fitting((config.batch,), len(prompts))
         notes += cut_off
         rules = {"standalone": config.standalone_rules}

@@ -11,8 +11,8 @@ import numpy as np
 from experiments.comparison.decode_measure import Tally, busy_share, predicted_speedup
 from experiments.comparison.evaluate_setup import Setup
 from experiments.comparison.evaluation import Stage
-from experiments.comparison.questions import Question
 from spec_jax.config import GREEDY_BELOW
+from spec_jax.data.questions import Question
 from spec_jax.evaluation import costs, head_eval
 from spec_jax.evaluation.grid import Cell, Row
 from spec_jax.intervals import Interval, jackknife, paired_speedup

@@ -10,17 +10,16 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from configs import evaluate_zoo
-from experiments.comparison import questions
 from experiments.comparison.decode_setup import METHODS, RULES, check_grid, load_usable
-from experiments.comparison.prompts import cut, encodable, fitting, room_for_prompt
-from experiments.comparison.questions import Question, Questions
 from experiments.run import cli, report
 from spec_jax.config import SamplerConfig, build
-from spec_jax.data import data_sources, python_source, tokens
+from spec_jax.data import python_source, questions, sources, tokens
+from spec_jax.data.questions import Question, Questions
 from spec_jax.errors import ConfigError
 from spec_jax.evaluation.grid import COPYING, Bench, Cell, make_cells, usable_cells
 from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.evaluation.own import Own
+from spec_jax.evaluation.prompts import PromptEncoder, cut, encodable, fitting, room_for_prompt
 from spec_jax.loading import LoadedHead, LoadedModel, load_draft, load_model
 
 _TAKEN = ("target", *METHODS)  # what tables and timers call something else
@@ -121,7 +120,7 @@ class Setup(NamedTuple):
           SpecJaxError: A config, a target or questions that cannot be used; or nothing drafts.
         """
         config = resolve(config)
-        data_sources.check(config.data)
+        sources.check(config.data)
         where = MeshOptions.of(config)
         target = load_model(
             config.target, config.dtype, scan_layers=config.scan_layers, mesh=where.mesh
@@ -152,7 +151,7 @@ class Setup(NamedTuple):
         return _bench(self.config, self.target, self.drafts, self.where, self.own, prompts, batch,
                       layout)  # fmt: skip
 
-    def ids(self, asker: questions.Asker, question: Question, answers: Sequence[str]) -> list[int]:
+    def ids(self, asker: PromptEncoder, question: Question, answers: Sequence[str]) -> list[int]:
         """Returns the ids of a prompt, without the beginning that exceeds ``room``."""
         return cut(asker(question, answers), self.room, self.target.config.bos_token_id)
 
@@ -181,8 +180,8 @@ def _questions(config: ConfigDict, target: LoadedModel) -> Questions:
         )
     if config.data:
         found = questions.load(config.data, config.num_prompts, config.categories)
-        place, notes = lambda question: f"question {question.name}", [*found.notes]
-        chosen = encodable(found.chosen, questions.Asker(target), place, notes)
+        notes = [*found.notes]
+        chosen = encodable(found.chosen, PromptEncoder(target), notes)
         return found._replace(chosen=chosen, notes=notes)
     pieces = held_out_pieces(target, config.num_prompts, config.prompt_tokens, config.seed)
     chosen = [Question(f"piece {i}", "pieces", ids=tuple(p)) for i, p in enumerate(pieces, 1)]

@@ -22,7 +22,6 @@ from experiments.comparison.answers import (
 )
 from experiments.comparison.decode_measure import Tally, take_turns
 from experiments.comparison.evaluate_setup import Setup
-from experiments.comparison.questions import Asker
 from experiments.run import inputs, report
 from experiments.run.cli import check_same, read_saved
 from experiments.run.journal import Journal
@@ -30,6 +29,7 @@ from spec_jax import processes
 from spec_jax.errors import ConfigError, PromptError
 from spec_jax.evaluation import costs
 from spec_jax.evaluation.grid import Bench, Cell
+from spec_jax.evaluation.prompts import PromptEncoder, check_same_prompts
 from spec_jax.progress import Progress
 
 ANSWERS, STATE, INPUTS = "answers.jsonl", "state.jsonl", "inputs.json"
@@ -105,7 +105,7 @@ class Evaluation:
         sizes = itertools.accumulate((q.num_turns for q in setup.questions.chosen), initial=0)
         self._places = [[*range(a, b)] for a, b in itertools.pairwise(sizes)]
         self._num_turns = {q.name: q.num_turns for q in setup.questions.chosen}
-        self._ask = Asker(setup.target)
+        self._ask = PromptEncoder(setup.target)
         self.num_cut = 0
 
     def _take(self, line: Mapping[str, Any]) -> None:
@@ -212,7 +212,7 @@ class Evaluation:
                         waiting.append(places[turn])
             if waiting:
                 answers |= self._answer(temperature, prompts, waiting)
-        inputs.check_prompts(prompts)
+        check_same_prompts(prompts)
         return prompts
 
     def _answer(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import pathlib
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from spec_jax import processes, zoo
+from spec_jax import zoo
 
 _FIRST = 64 << 20  # bytes of a file that are read
 _BY_THE_FIRST = ("config.data.text",)  # what process 0 alone reads
@@ -33,19 +33,6 @@ def of_config(values: Mapping[str, Any]) -> dict[str, list]:
             if known is not None:
                 found[f"what is in {name} ({key})"] = known
     return found
-
-
-def check_prompts(prompts: Sequence[Sequence[int]]) -> None:
-    """Checks that every process has the same prompts.
-
-    Args:
-      prompts: The ids of each prompt.
-
-    Raises:
-      ConfigError: In every process, where one has others.
-    """
-    text = json.dumps([list(map(int, prompt)) for prompt in prompts])
-    processes.check_same({"the prompts": [len(prompts), zlib.crc32(text.encode())]})
 
 
 def _of_path(name: str) -> list | None:

@@ -12,16 +12,17 @@ from typing import NamedTuple
 from ml_collections import ConfigDict
 
 from configs import regenerate_zoo
-from experiments.comparison.prompts import PromptEncoder, read_record, read_rows
 from experiments.run import cli
 from spec_jax.config import SamplerConfig, SpeculativeConfig, build
 from spec_jax.data import python_source
+from spec_jax.data.questions import read, read_record
 from spec_jax.data.records import Conversation, Text, is_json, read_records
 from spec_jax.data.splits import HeldOut, is_document
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.request import check_room
 from spec_jax.errors import ConfigError
 from spec_jax.evaluation.mesh import MeshOptions
+from spec_jax.evaluation.prompts import PromptEncoder
 from spec_jax.loading import DTYPES, load_model
 
 _CHARS_A_TOKEN = 16  # more than tokens of code have on average
@@ -119,7 +120,7 @@ def prompts_of(config: ConfigDict, decoder: SpeculativeDecoder) -> Prompts:
         pairs = _encoded(encoder, zip(_records(path, held_out, []), every), notes)
         total = sum(every)
     else:
-        rows = read_rows(path, malformed)
+        rows = read(config.prompts, malformed)
         total, pairs = len(rows), enumerate(map(encoder, rows))
     notes += [f"left out: {said}" for said in malformed]
     if not total:

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from experiments.comparison.prompts import fit, load_prompts, room_for_prompt
 from experiments.run import cli
 from spec_jax import processes
-from spec_jax.data import packed, python_source
+from spec_jax.data import packed, python_source, questions
 from spec_jax.data.batches import Corpus
 from spec_jax.data.conversations import Encoder, read_documents
 from spec_jax.data.records import Text, read_records
 from spec_jax.data.splits import SPLITS, HeldOut
 from spec_jax.errors import ConfigError
+from spec_jax.evaluation.prompts import fit, room_for_prompt
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.models import files
 from spec_jax.models.files import parse_json
@@ -262,11 +262,10 @@ def prompts(
       ConfigError: A file that cannot be read, or no room for a prompt.
     """  # fmt: skip
     if path or data.text == STDLIB:
-        notes: list[str] = []
-        found = load_prompts(path, num_prompts, 0, notes)
-        for note in notes:
+        loaded = questions.load(path, num_prompts)
+        for note in loaded.notes:
             print(note, flush=True)
-        return fit(found, models, max_new_tokens, None)[0]
+        return fit(loaded.chosen, models, max_new_tokens, None)[0]
     room = room_for_prompt(models, max_new_tokens, prompt_tokens)
     return held_out_prompts(corpus, num_prompts, room)
 

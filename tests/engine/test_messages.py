@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 from support.chat_templates import CHATML, LLAMA3, byte_level
 
-from experiments.comparison.prompts import Prompt, PromptEncoder
 from spec_jax import DecodeQueue, SpeculativeDecoder, testing
-from spec_jax.data.records import Conversation
+from spec_jax.data.questions import Question
 from spec_jax.errors import ConfigError, PromptError
+from spec_jax.evaluation.prompts import PromptEncoder
 
 HELLO = [{"role": "user", "content": "What is two and two?"}]
 TALK = [
@@ -62,7 +62,7 @@ def test_streams_and_queues_take_conversations(decoder):
 
 
 def test_experiments_encode_a_conversation_likewise(decoder):
-    prompt = Prompt("talk", "", Conversation(TALK, None, "file:1"))
+    prompt = Question("talk", turns=(tuple(TALK),))
     assert PromptEncoder(decoder.target)(prompt) == decoder.encode(TALK)
 
 

@@ -15,8 +15,9 @@ from configs import benchmark as default
 from experiments import benchmark
 from experiments.benchmarks import adaptive, loops, profile, rounds, table, training, zoo
 from experiments.benchmarks.shapes import random_model
-from experiments.comparison.prompts import Prompt
 from spec_jax.config import SpeculativeConfig
+from spec_jax.data import questions
+from spec_jax.data.questions import Question, Questions
 from spec_jax.decoding import System
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine.decoder import SpeculativeDecoder
@@ -237,7 +238,8 @@ def test_prompts_are_those_of_decode_and_malformed_rows_are_left_out(tmp_path, m
     config.zoo.update({"data": "", "num_prompts": 1})
     kept = dataclasses.replace(pair.target.config, bos_token_id=encoded[0][0])
     target = dataclasses.replace(pair.target, config=kept)
-    monkeypatch.setattr(zoo, "load_prompts", lambda *_: [Prompt("f", texts[0])])
+    function = Questions([Question("f", text=texts[0])], "", [])
+    monkeypatch.setattr(questions, "load", lambda *_, **__: function)
     ((begin, *rest),) = zoo.Prompts.of(config.zoo, [target], 1).ids
     assert begin == encoded[0][0] and rest == encoded[0][-6:]  # BOS is kept
 

@@ -19,11 +19,13 @@ from support.runs import check_run_files
 from configs import decode_default, decode_specbench
 from experiments.comparison import decode_measure, decode_report
 from experiments.comparison.decode_setup import Setup, resolve
-from experiments.comparison.prompts import Prompt, PromptEncoder, fit, load_prompts
 from experiments.decode import decode
 from experiments.run import report
 from spec_jax import load_model, zoo
+from spec_jax.data import questions
+from spec_jax.data.questions import Question
 from spec_jax.errors import ConfigError, SpecJaxError
+from spec_jax.evaluation.prompts import PromptEncoder, fit
 from spec_jax.models import transformer
 from spec_jax.testing import audit_outputs
 
@@ -169,7 +171,7 @@ def test_the_screen_shows_text_table_and_conclusion(pair, tmp_path, capsys):
     config = small(pair, has_stream=True, temperatures=(0,), methods=("ngram",), has_expected=False)
     decode(config, tmp_path)
     out = capsys.readouterr().out
-    name = load_prompts("", 2, 0)[0].name
+    name = questions.load("", 2).chosen[0].name
     for part in (name, "live by ngram K=3", "tok/s", "speed-up", "report.md"):
         assert part in out
     assert re.search(r"(Fastest|Nothing beat plain decoding) at T=0", out)
@@ -227,7 +229,7 @@ def test_what_cannot_be_used_is_left_out_with_a_note(pair, tmp_path):
     assert [prompt.text for prompt in setup.prompts] == ["x = 1", "import os"]
     notes = decode_report.start(setup)["notes"]
     expected = (
-        "no/such is left out", ":2: not JSON", "prompt is 5", "has 2 prompts, not 16",
+        "no/such is left out", ":2: not JSON", "prompt is 5", "has 2 questions, not 16",
         "batches of 4 are of 2", "standalone is left out: the vocabularies differ",
     )  # fmt: skip
     assert len(notes) == 6 and all(said in note for note, said in zip(notes, expected))
@@ -312,10 +314,11 @@ def test_long_prompts_lose_their_beginning_but_not_bos(pair):
     text = "<|endoftext|>" + "x = 1\n" * 200
     whole = target.tokenizer.encode(text)
     assert whole[0] == target.config.bos_token_id
-    (ids, short), num_cut = fit([Prompt("", text), Prompt("", "x")], [target, draft], 28, None)
+    asked = [Question("", text=text), Question("", text="x")]
+    (ids, short), num_cut = fit(asked, [target, draft], 28, None)
     assert num_cut == 1 and len(ids) == 100 and ids == whole[:1] + whole[-99:]
     assert short == target.tokenizer.encode("x")
-    assert len(fit([Prompt("", text)], [target], 28, 10)[0][0]) == 10
+    assert len(fit([Question("", text=text)], [target], 28, 10)[0][0]) == 10
 
 
 def test_conversations_become_prompts_by_the_targets_chat_template(pair, tmp_path):
@@ -333,7 +336,7 @@ def test_conversations_become_prompts_by_the_targets_chat_template(pair, tmp_pat
     for name, (row, expected) in rows.items():
         path = tmp_path / f"{name}.jsonl"
         path.write_text(json.dumps(row) + "\n")
-        prompts = load_prompts(str(path), 1, 0)
+        prompts = questions.load(str(path), 1).chosen
         ((ids,), _) = fit(prompts, [chat], 8, None)
         assert chat.tokenizer.decode(ids) == expected
         assert PromptEncoder(chat).is_templated(prompts[0]) is (name != "text")
@@ -354,7 +357,7 @@ def test_a_target_without_a_usable_template_continues_what_the_user_alone_has_sa
     path = tmp_path / "rows.json"
     say = [{"role": "user", "content": "x = 1"}, {"role": "assistant", "content": "y"}]
     path.write_text(json.dumps([{"turns": ["x = 1"]}, {"messages": say}], indent=1))
-    prompts = load_prompts(str(path), 2, 0)
+    prompts = questions.load(str(path), 2).chosen
     assert [p.name for p in prompts] == ["rows.json: object 1", "rows.json: object 2"]
     ids, _ = fit(prompts, [target], 8, None)
     assert list(map(target.tokenizer.decode, ids)) == ["x = 1", "x = 1"]

@@ -13,10 +13,10 @@ import pytest
 from scipy.stats import binomtest
 
 from experiments.comparison import auditing, decode_report
-from experiments.comparison.prompts import load_prompts
 from experiments.planning import plan_report
 from experiments.run import memory, plots, report
 from experiments.run.tables import table
+from spec_jax.data import questions
 from spec_jax.engine import stats
 from spec_jax.errors import ConfigError
 from spec_jax.evaluation import costs, head_eval
@@ -35,10 +35,11 @@ def test_prompts_come_from_files_of_each_kind(tmp_path):
     with gzip.open(tmp_path / "b.jsonl.gz", "wt") as file:
         file.write(json.dumps({"task_id": "T/0", "prompt": "def f():\n"}) + "\n\n")
     (tmp_path / "c.txt").write_text("one\n\ntwo\n")
-    found = lambda name, n: [prompt[:2] for prompt in load_prompts(str(tmp_path / name), n, 0)]
-    assert found("a.jsonl", 2) == [("0 (c)", "q0"), ("2 (c)", "q2")]
+    load = lambda name, n: questions.load(str(tmp_path / name), n).chosen
+    found = lambda name, n: [(q.name, q.plain_text()) for q in load(name, n)]
+    assert found("a.jsonl", 2) == [("0", "q0"), ("2", "q2")]
     assert found("b.jsonl.gz", 1) == [("T/0", "def f():")]
-    assert found("c.txt", 2) == [("line 1", "one"), ("line 3", "two")]
+    assert found("c.txt", 2) == [("c.txt:1", "one"), ("c.txt:3", "two")]
     (tmp_path / "d.json").write_text('[{"text": "one"},\n"two"]')
     assert found("d.json", 2) == [("d.json: object 1", "one"), ("d.json: object 2", "two")]
     rows = [
@@ -46,11 +47,9 @@ def test_prompts_come_from_files_of_each_kind(tmp_path):
         {"data": ["Q", "A"]}, {"conversations": [{"from": "human", "value": "Q"}]},
     ]  # fmt: skip
     (tmp_path / "e.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    asked = load_prompts(str(tmp_path / "e.jsonl"), 4, 0)
-    assert [prompt.text for prompt in asked] == ["Q", "Q\n\nx", "Q", "Q"]
-    assert [len(prompt.conversation.messages) for prompt in asked] == [1] * 4  # without answers
-    with pytest.raises(ConfigError, match="holds 2 prompts; num_prompts asks for 3"):
-        load_prompts(str(tmp_path / "c.txt"), 3, 0)
+    asked = load("e.jsonl", 4)
+    assert [question.plain_text() for question in asked] == ["Q", "Q\n\nx", "Q", "Q"]
+    assert [len(question.messages()) for question in asked] == [1] * 4  # without answers
     bad = {
         "{": r"bad\.jsonl:1: not JSON", '{"a": 1}': "the keys 'a'.*instruction", "1": "no object",
         '{"turns": "hello"}': "turns is 'hello'", '{"text": " "}': "an empty prompt",
@@ -62,10 +61,10 @@ def test_prompts_come_from_files_of_each_kind(tmp_path):
     for text, message in bad.items():
         (tmp_path / "bad.jsonl").write_text(text)
         with pytest.raises(ConfigError, match=message):
-            load_prompts(str(tmp_path / "bad.jsonl"), 1, 0)
+            load("bad.jsonl", 1)
     (tmp_path / "bad.gz").write_bytes(b"no gzip")
     with pytest.raises(ConfigError, match="cannot be read"):
-        load_prompts(str(tmp_path / "bad.gz"), 1, 0)
+        load("bad.gz", 1)
 
 
 def test_cells_are_named_once_and_plain_comes_first():

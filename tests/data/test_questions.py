@@ -8,16 +8,15 @@ import pytest
 from support.chat_templates import byte_level
 
 from configs import regenerate_zoo
-from experiments.comparison import questions
 from experiments.comparison.answers import pack
 from experiments.comparison.evaluate_figures import categories
 from experiments.comparison.evaluate_setup import held_out_pieces
-from experiments.comparison.prompts import PromptEncoder, encodable, load_prompts
-from experiments.comparison.questions import CONVERSATION, Question
 from experiments.run.journal import Journal
 from experiments.run.regenerate_setup import prompts_of
-from spec_jax.data import data_sources
+from spec_jax.data import questions, sources
+from spec_jax.data.questions import CONVERSATION, Question
 from spec_jax.errors import ConfigError
+from spec_jax.evaluation.prompts import PromptEncoder, encodable
 from spec_jax.models.tokenizer import Tokenizer
 
 
@@ -59,13 +58,11 @@ def test_every_form_of_a_row_becomes_a_question(tmp_path):
 
 def test_later_turns_hold_the_answers_before_them():
     question = Question("q", "c", ((user("a"),), (user("b"),)))
-    chat = question.prompt(["A"], is_templated=True).conversation
-    assert [m["content"] for m in chat.messages] == ["a", "A", "b"]
-    assert [m["role"] for m in chat.messages] == ["user", "assistant", "user"]
-    joined = question.prompt(["A"], is_templated=False)
-    assert joined.text == "a\n\nA\n\nb" and joined.conversation is None
-    first = question.prompt([], is_templated=False)
-    assert first.text == "a" and first.conversation.messages == [user("a")]
+    chat = question.messages(["A"])
+    assert [m["content"] for m in chat] == ["a", "A", "b"]
+    assert [m["role"] for m in chat] == ["user", "assistant", "user"]
+    assert question.plain_text(["A"]) == "a\n\nA\n\nb"
+    assert question.plain_text() == "a" and question.messages() == [user("a")]
 
 
 def test_a_malformed_row_is_named_by_its_line_and_the_rest_goes_on(tmp_path):
@@ -90,20 +87,17 @@ def test_one_file_is_the_same_prompts_in_every_experiment(tmp_path, name):
     lines = "\n".join([*rows, ""] if name == "rows.jsonl" else ["a", "", "c", "\xff", "d"])
     path = tmp_path / name
     path.write_bytes(lines.encode("latin-1"))
-    notes = []
-    decoded = [p.text for p in load_prompts(str(path), 16, 0, notes)]
     asked = questions.load(str(path), 16)
     config = regenerate_zoo.get_config()
     config.update({"prompts": str(path), "num_prompts": 16})
     target = target_of(byte_level())
     count, pairs, said = prompts_of(config, types.SimpleNamespace(target=target))
     answered = [target.tokenizer.decode(ids) for _, ids in pairs]
-    assert decoded == [q.text for q in asked.chosen] == answered == (
-        ["a", "c"] if name == "rows.jsonl" else ["a", "c", "d"]
-    )  # fmt: skip
+    expected = ["a", "c"] if name == "rows.jsonl" else ["a", "c", "d"]
+    assert [q.text for q in asked.chosen] == answered == expected
+    notes = [note.replace("questions", "prompts") for note in asked.notes]
     assert count == len(answered) and len(notes) == (4 if name == "rows.jsonl" else 2)
-    of = lambda some: [note.replace("questions", "prompts") for note in some]
-    assert notes == of(asked.notes) == said
+    assert notes == said
     assert notes[-1] == f"{path} has {count} prompts, not 16: all of them are used"
 
 
@@ -121,12 +115,12 @@ def test_conversations_that_the_chat_template_refuses_are_left_out(tmp_path):
     assert count == 3 and [index for index, _ in pairs] == [0, 2], "of those that stay"
     assert len(notes) == 1 and f"left out: {path}:2: " in notes[0] and "no system" in notes[0]
     notes = []
-    place = lambda p: p.conversation.source
-    kept = encodable(load_prompts(path, 3, 0), PromptEncoder(target), place, notes)
-    assert [prompt.text for prompt in kept] == ["a", "c"]
-    assert len(notes) == 1 and f"left out: {path}:2: " in notes[0] and "no system" in notes[0]
+    kept = encodable(questions.load(path, 3).chosen, PromptEncoder(target), notes)
+    assert [question.plain_text() for question in kept] == ["a", "c"]
+    assert len(notes) == 1 and "no system" in notes[0]
+    assert notes[0].startswith("left out: question talks.jsonl:2: ")
     with pytest.raises(ConfigError, match="talks.jsonl:2: .*no system"):
-        encodable(load_prompts(path, 3, 0)[1:2], PromptEncoder(target), place, notes)
+        encodable(questions.load(path, 3).chosen[1:2], PromptEncoder(target), notes)
 
 
 def test_categories_are_chosen_and_one_without_questions_is_named(tmp_path):
@@ -180,16 +174,16 @@ def test_a_name_loads_by_datasets(monkeypatch):
     assert question.turns == ((user("a"),), (user("b"),)) and question.name == "3"
     assert question.category == "math" and asked == [("HuggingFaceH4/mt_bench_prompts", "train")]
     rows[:] = [{"question": "1 + 1?", "answer": "2"}]
-    assert load_prompts("gsm8k", 1, 0)[0].text == "1 + 1?"
+    assert questions.load("gsm8k", 1).chosen[0].plain_text() == "1 + 1?"
     assert asked[1] == ("openai/gsm8k", "main", "test")
 
 
-@pytest.mark.parametrize("name", data_sources.SOURCES)
+@pytest.mark.parametrize("name", sources.SOURCES)
 def test_a_name_that_cannot_be_loaded_says_what_to_fetch(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)  # importing it is an ImportError
-    url = data_sources.SOURCES[name].url
+    url = sources.SOURCES[name].url
     with pytest.raises(ConfigError) as caught:
-        data_sources.rows(name)
+        sources.rows(name)
     said = str(caught.value)
     assert f"`curl -LO {url}`; then --config.data={url.rsplit('/')[-1]}" in said
     assert "pip install datasets" in said or name == "specbench"
@@ -216,20 +210,20 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
     monkeypatch.setattr(hub, "get_hf_file_metadata", probe)
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load))
     with pytest.raises(ConfigError, match=r"hub: it does not answer \(OSError: no such host\)"):
-        data_sources.rows("mtbench")
+        sources.rows("mtbench")
     assert len(asked) == 1 and offline == [True] and constants.HF_HUB_OFFLINE is False
     is_cached = True
-    assert data_sources.rows("humaneval") == [({"prompt": "a"}, "humaneval: row 1")]
+    assert sources.rows("humaneval") == [({"prompt": "a"}, "humaneval: row 1")]
 
 
 def test_names_are_told_apart_from_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "gsm8k", ["one"])
-    data_sources.check("gsm8k")
-    assert data_sources.is_name("gsm8k") and not data_sources.is_name("./gsm8k")
+    sources.check("gsm8k")
+    assert sources.is_name("gsm8k") and not sources.is_name("./gsm8k")
     assert questions.load("./gsm8k", 0).chosen[0].text == "one"
     with pytest.raises(ConfigError, match=r"'humanevl'.*did you mean humaneval\?"):
-        data_sources.check("humanevl")
+        sources.check("humanevl")
 
 
 def test_batches_hold_whole_questions():

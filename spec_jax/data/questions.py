@@ -1,0 +1,314 @@
+"""Questions: texts to continue and conversations to answer, with categories and turns."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from spec_jax.data import python_source, sources
+from spec_jax.data.conversations import opening
+from spec_jax.data.records import (
+    Conversation,
+    Text,
+    is_json,
+    parse_record,
+    read_lines,
+    read_objects,
+    usable,
+)
+from spec_jax.errors import ConfigError
+
+CONVERSATION = "multi-turn conversation"
+# Spec-Bench's groups: MT-bench's categories, ten questions of two turns each, are one of its six.
+_MT_BENCH = "writing roleplay reasoning math coding extraction stem humanities".split()
+_NAMES = ("task_id", "question_id", "id")
+_CONTINUED = "\n\n"  # between turns and answers, where there is no chat template
+T = TypeVar("T")
+
+
+class Question(NamedTuple):
+    """A text to continue, or the user's side of a conversation.
+
+    Attributes:
+      name: Unique among the questions of a set.
+      category: Its category; the data's name where the file names none.
+      turns: The messages before each answer; of a text, none.
+      text: The text to continue; of a conversation, None.
+      ids: The tokens of a text that is given as such.
+      tools: What a chat template shows as functions.
+      is_of_conversations: Whether its category belongs to the group of conversations.
+    """
+
+    name: str
+    category: str = ""
+    turns: tuple[tuple[dict[str, Any], ...], ...] = ()
+    text: str | None = None
+    ids: tuple[int, ...] = ()
+    tools: list[dict] | None = None
+    is_of_conversations: bool = False
+
+    @property
+    def num_turns(self) -> int:
+        """The number of prompts, each of which is answered."""
+        return len(self.turns) or 1
+
+    @property
+    def group(self) -> str:
+        """Spec-Bench's group of the category."""
+        return CONVERSATION if self.is_of_conversations else self.category
+
+    def messages(self, answers: Sequence[str] = ()) -> list[dict[str, Any]]:
+        """Returns the conversation up to the turn that follows ``answers``; none of a text."""
+        messages = [*(self.turns[0] if self.turns else ())]
+        for answer, asked in zip(answers, self.turns[1:]):
+            messages += [{"role": "assistant", "content": answer}, *asked]
+        return messages
+
+    def plain_text(self, answers: Sequence[str] = ()) -> str:
+        """Returns the prompt for a target without a chat template.
+
+        Turns and answers are joined by empty lines. Line ends at the end are removed, since
+        tokenizers join them with what follows.
+        """
+        if self.text is not None:
+            return self.text
+        texts = [m["content"] for m in self.messages(answers) if m["content"]]
+        return _CONTINUED.join(texts).rstrip("\n")
+
+
+class Questions(NamedTuple):
+    """The questions of a run, and what must be said of them.
+
+    Attributes:
+      chosen: The questions.
+      source: What they are, for the report.
+      notes: Lines that were left out, categories without questions.
+    """
+
+    chosen: list[Question]
+    source: str
+    notes: list[str]
+
+
+def load(data: str, n: int, categories: Sequence[str] = (), seed: int = 0) -> Questions:
+    """Loads questions by name or from a file; malformed rows are left out and named.
+
+    A JSON file (see ``records.is_json``) has rows of the forms of ``records.parse_record``, among
+    them those of HumanEval, Spec-Bench, GSM8K, Alpaca, ShareGPT and UltraChat. Any other file has
+    one text per line.
+
+    Args:
+      data: "" for functions of held-out modules of the standard library; otherwise the name of a
+        question set, see ``sources``, or a file.
+      n: How many, at even distances; 0, or more than there are: all.
+      categories: Categories and groups to choose from; empty: all.
+      seed: Chooses the held-out functions.
+
+    Raises:
+      ConfigError: The data cannot be read, or has no question of these categories.
+    """
+    if not data:
+        functions = python_source.held_out_prompts(n, seed)
+        chosen = [Question(f.name, "functions", text=f.text) for f in functions]
+        return Questions(chosen, "functions of held-out modules of the standard library", [])
+    malformed: list[str] = []
+    questions = _with_groups(_with_unique_names(read(data, malformed)))
+    notes: list[str] = []
+    missing: list[str] = []
+    if questions:
+        questions, missing = _of_categories(questions, categories, data)
+    chosen = take(questions, n, data, "questions", malformed, notes)
+    return Questions(chosen, f"questions of {data}", notes + missing)
+
+
+def read(data: str, malformed: list[str] | None = None) -> list[Question]:
+    """Returns every question of a set or a file.
+
+    Args:
+      data: The name of a question set, or a file, see ``load``.
+      malformed: Gets a message on each row that is left out; None: the first one is an error.
+
+    Raises:
+      ConfigError: The data cannot be read, or a row is not a question.
+    """
+    sources.check(data)
+    path, is_set = pathlib.Path(data), sources.is_name(data)
+    usual = data if is_set else path.name.partition(".")[0]
+    if is_set:
+        rows: Iterable[tuple[Any, str]] = sources.rows(data)
+    else:
+        rows = (read_objects if is_json(path) else read_lines)(path, malformed)
+    return [*usable(rows, functools.partial(_question, usual=usual), malformed)]
+
+
+def take(
+    rows: Sequence[T], n: int, data: str, what: str, malformed: Sequence[str], notes: list[str]
+) -> list[T]:
+    """Returns ``n`` of the rows at even distances, or all of them, and says what is left out.
+
+    Args:
+      rows: What could be read.
+      n: How many; 0, or more than there are: all.
+      data: Where they come from, for messages.
+      what: What they are, in the plural.
+      malformed: The messages of rows that are left out.
+      notes: Gets a sentence on each of them, and one if there are fewer rows than asked for.
+
+    Raises:
+      ConfigError: There is none.
+    """
+    notes += [f"left out: {message}" for message in malformed]
+    if not rows:
+        why = f" ({'; '.join(malformed)})" if malformed else ""
+        raise ConfigError(f"{data} has no {what.removesuffix('s')}{why}; expected one a line")
+    if n > len(rows):
+        notes.append(f"{data} has {len(rows)} {what}, not {n}: all of them are used")
+    if not 0 < n < len(rows):
+        return [*rows]
+    return [rows[i * len(rows) // n] for i in range(n)]
+
+
+def read_record(row: Any, source: str) -> Conversation | Text:
+    """Returns the record of a JSON value that holds a prompt, which every experiment can use.
+
+    Args:
+      row: The value.
+      source: Its place, for the message.
+
+    Raises:
+      ConfigError: It has none of the forms, a text that cannot be encoded, an empty prompt or turn,
+        no text of the user before its first answer, or a category that is no text.
+    """
+    check_unicode(row, source)
+    record = parse_record(row, source)
+    fields = row if isinstance(row, dict) else {}
+    category, turns = fields.get("category") or "", fields.get("turns")
+    if not isinstance(category, str | int | float):
+        raise ConfigError(f"{source}: category is {category!r:.60}; expected a text")
+    if _is_of_turns(record, turns) and not all(isinstance(x, str) and x.strip() for x in turns):
+        raise ConfigError(f"{source} has an empty turn; expected a question in each")
+    if not _first_text(record).strip():
+        raise ConfigError(f"{record.source} has an empty prompt; expected a text to continue")
+    return record
+
+
+def check_unicode(row: Any, source: str) -> None:
+    """Raises a ConfigError if a text of a JSON value cannot be encoded.
+
+    Args:
+      row: The value.
+      source: Its place, for the message.
+    """
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{source} holds half of a surrogate pair; expected text") from None
+
+
+def _first_text(record: Conversation | Text) -> str:
+    """Returns a text, or the first one that the user wrote before the first answer."""
+    if isinstance(record, Text):
+        return record.text
+    before = opening(record)
+    if before is None:
+        raise ConfigError(f"{record.source} has no message to answer")
+    texts = [m["content"] for m in before.messages if m["role"] == "user" and m["content"]]
+    if not texts:
+        raise ConfigError(f"{record.source} has no text of the user before its first answer")
+    return texts[0]
+
+
+def _is_of_turns(record: Conversation | Text, turns: Any) -> bool:
+    """Whether a record was read of a row's ``turns``, of which it has the first."""
+    if isinstance(record, Text) or not isinstance(turns, list) or not record.messages:
+        return False
+    return record.messages[-1]["content"] == turns[0]
+
+
+def _question(value: Any, source: str, usual: str) -> Question:
+    """Reads a row; ``usual`` is the category of rows that name none."""
+    record = read_record(value, source)
+    row = value if isinstance(value, dict) else {}
+    place = pathlib.PurePath(source).name
+    name = str(next((row[key] for key in _NAMES if row.get(key) is not None), place))
+    category = " ".join(str(row.get("category") or usual).split()) or usual
+    return of_record(record, name, category, row.get("turns"))
+
+
+def of_record(
+    record: Conversation | Text, name: str = "", category: str = "", turns: Any = None
+) -> Question:
+    """Returns the question of a record.
+
+    Args:
+      record: A text or a conversation, whose answers are left out.
+      name: A name for reports.
+      category: Its category.
+      turns: The ``turns`` of the row that the record was read from, if it has them.
+    """
+    if isinstance(record, Text):
+        return Question(name, category, text=record.text.rstrip("\n"))
+    messages = record.messages
+    if _is_of_turns(record, turns):
+        more = [[{"role": "user", "content": turn}] for turn in turns[1:]]
+    else:
+        messages, *more = _asked(messages) or [[]]
+    return Question(name, category, (tuple(messages), *map(tuple, more)), tools=record.tools)
+
+
+def _asked(messages: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Returns the messages before each answer, without the answers."""
+    parts: list[list[dict[str, Any]]] = [[]]
+    for number, message in enumerate(messages):
+        is_answer = message["role"] == "assistant" and number > 0
+        if is_answer and parts[-1]:
+            parts.append([])
+        elif not is_answer:
+            parts[-1].append(message)
+    return [part for part in parts if part]
+
+
+def _with_unique_names(questions: Sequence[Question]) -> list[Question]:
+    """Numbers those that share a name, past the numbers that a file uses itself."""
+    taken, unique = {question.name for question in questions}, []
+    seen: set[str] = set()
+    for question in questions:
+        name = question.name
+        if name in seen:
+            numbered = (f"{question.name} #{again}" for again in itertools.count(2))
+            name = next(other for other in numbered if other not in taken)
+        seen.add(name)
+        taken.add(name)
+        unique.append(question._replace(name=name))
+    return unique
+
+
+def _with_groups(questions: Sequence[Question]) -> list[Question]:
+    """Marks the categories of MT-bench's, all of whose questions have several turns."""
+    single = {question.category for question in questions if question.num_turns == 1}
+    grouped = {*_MT_BENCH} - single
+    return [q._replace(is_of_conversations=q.category in grouped) for q in questions]
+
+
+def _of_categories(
+    questions: list[Question], categories: Sequence[str], data: str
+) -> tuple[list[Question], list[str]]:
+    """Returns the questions of some categories, and a note on each that has none."""
+    if not categories:
+        return questions, []
+    known = [*dict.fromkeys(name for q in questions for name in (q.group, q.category))]
+    missing = [name for name in categories if name not in known]
+    chosen = [q for q in questions if q.category in categories or q.group in categories]
+    if not chosen:
+        raise ConfigError(
+            f"categories are {', '.join(categories)}, and {data} has no question of them; it has "
+            f"{', '.join(known)}"
+        )
+    return chosen, [
+        f"{data} has no question of the category {name!r}; it has {', '.join(known)}"
+        for name in missing
+    ]

@@ -1,0 +1,199 @@
+"""Questions as ids that target and drafts have room for."""
+
+from __future__ import annotations
+
+import functools
+import json
+import zlib
+from collections.abc import Sequence
+
+from spec_jax import processes
+from spec_jax.data.conversations import Encoder, num_prompts, opening
+from spec_jax.data.questions import Question, of_record
+from spec_jax.data.records import Conversation, Text
+from spec_jax.engine.request import encode, encode_messages
+from spec_jax.errors import ConfigError
+from spec_jax.loading import LoadedHead, LoadedModel
+
+
+class PromptEncoder:
+    """Encodes questions as ids, conversations with the target's chat template.
+
+    A target without a template continues a conversation as a text.
+    """
+
+    def __init__(self, target: LoadedModel):
+        self._target = target
+        tokenizer = target.tokenizer
+        self._has_template = tokenizer is not None and "default" in tokenizer.chat_templates
+
+    def is_templated(self, question: Question, answers: Sequence[str] = ()) -> bool:
+        """Returns whether the chat template is used for the turn that follows ``answers``.
+
+        A conversation that opens with several messages needs it.
+        """
+        if self._target.tokenizer is None or not question.turns:
+            return False
+        return self._has_template or (not answers and len(question.turns[0]) > 1)
+
+    def __call__(self, question: Question, answers: Sequence[str] = ()) -> list[int]:
+        """Returns the ids of the turn that follows ``answers``.
+
+        Raises:
+          ConfigError: The chat template refuses the conversation, or there is no template.
+          PromptError: The target has no tokenizer.
+        """
+        if question.ids:
+            return [*question.ids]
+        if not self.is_templated(question, answers):
+            return encode(self._target, question.plain_text(answers))
+        return encode_messages(self._target, question.messages(answers), question.tools)
+
+    def every(self, record: Conversation | Text) -> list[list[int]]:
+        """Returns the ids of all prompts of a record: one for each answer of a conversation.
+
+        Raises:
+          ConfigError: The chat template refuses the conversation, or there is no prompt.
+          PromptError: The target has no tokenizer.
+        """
+        if isinstance(record, Conversation) and self.is_templated(of_record(record)):
+            return self._conversations.prompts(record)
+        return [self(of_record(record))] if self.count(record) else []
+
+    def count(self, record: Conversation | Text) -> int:
+        """Returns the number of prompts that ``every`` returns."""
+        if isinstance(record, Text):
+            return 1
+        if opening(record) is None:
+            return 0
+        return num_prompts(record) if self.is_templated(of_record(record)) else 1
+
+    @functools.cached_property
+    def _conversations(self) -> Encoder:
+        return Encoder(self._target.tokenizer)
+
+
+def room_for_prompt(
+    models: Sequence[LoadedModel | LoadedHead], max_new_tokens: int, longest: int | None = None
+) -> int:
+    """Returns the maximum tokens of a prompt.
+
+    Args:
+      models: The target, then the drafts; the smallest maximum length applies.
+      max_new_tokens: The room to leave for new tokens.
+      longest: Another limit, or None.
+
+    Raises:
+      ConfigError: There is no room for a prompt.
+    """
+    smallest = min(models, key=lambda m: m.max_length)
+    room = smallest.max_length - max_new_tokens
+    if room < 1:
+        raise ConfigError(
+            f"max_new_tokens is {max_new_tokens}, which leaves no room for a prompt: "
+            f"{smallest.name} holds {smallest.max_length} tokens"
+        )
+    return min(room, longest or room)
+
+
+def fit(
+    questions: Sequence[Question], models: Sequence[LoadedModel | LoadedHead],
+    max_new_tokens: int, longest: int | None,
+) -> tuple[list[list[int]], int]:
+    """Encodes the first turn of questions and cuts the beginning of those that are too long.
+
+    A token that the tokenizer puts first (BOS) is kept.
+
+    Args:
+      questions: Texts and conversations.
+      models: The target, then the drafts; the smallest maximum length applies.
+      max_new_tokens: The room to leave for new tokens.
+      longest: The maximum tokens of a prompt, or None.
+
+    Returns:
+      The ids, and the number of prompts that were cut.
+
+    Raises:
+      ConfigError: There is no room for a prompt, or another process has other prompts.
+    """
+    target, room = models[0], room_for_prompt(models, max_new_tokens, longest)
+    whole = list(map(PromptEncoder(target), questions))
+    ids = [cut(prompt, room, target.config.bos_token_id) for prompt in whole]
+    check_same_prompts(ids)
+    return ids, sum(len(prompt) > room for prompt in whole)
+
+
+def check_same_prompts(prompts: Sequence[Sequence[int]]) -> None:
+    """Checks that every process has the same prompts.
+
+    Args:
+      prompts: The ids of each prompt.
+
+    Raises:
+      ConfigError: In every process, where one has others.
+    """
+    text = json.dumps([list(map(int, prompt)) for prompt in prompts])
+    processes.check_same({"the prompts": [len(prompts), zlib.crc32(text.encode())]})
+
+
+def fitting(batches: Sequence[int], num_prompts: int) -> tuple[tuple[int, ...], list[str]]:
+    """Returns batch sizes of at most as many rows as there are prompts, and notes on the larger.
+
+    A larger batch would hold copies of all its rows, whose tokens would count.
+    """
+    notes = [
+        f"batches of {b} are of {num_prompts}, since there are {num_prompts} prompts (turns "
+        "counted); a larger --config.num_prompts asks for more, if the questions have more"
+        for b in batches
+        if b > num_prompts
+    ]
+    return tuple(sorted({min(b, num_prompts) for b in batches})), notes
+
+
+def encodable(
+    questions: Sequence[Question], encode: PromptEncoder, notes: list[str]
+) -> list[Question]:
+    """Returns the questions that can be encoded, such as those that the chat template takes.
+
+    Args:
+      questions: The questions.
+      encode: Encodes the first turn of one.
+      notes: Gets a sentence on each that is left out.
+
+    Raises:
+      ConfigError: None of several can be encoded, or the only one cannot.
+    """
+    kept, refused = [], []
+    for question in questions:
+        try:
+            encode(question)
+        except ConfigError as error:
+            refused.append(f"question {question.name}: {error}")
+        else:
+            kept.append(question)
+    if refused and not kept:
+        raise ConfigError("; ".join(refused))
+    notes += [f"left out: {message}" for message in refused]
+    return kept
+
+
+def cut_note(num_cut: int, ids: Sequence[Sequence[int]]) -> list[str]:
+    """Returns a sentence on the prompts that ``fit`` has cut, if there are any."""
+    if not num_cut:
+        return []
+    longest = max(map(len, ids))
+    return [f"{num_cut} of {len(ids)} prompts were too long: their last {longest} tokens are used"]
+
+
+def cut(prompt: list[int], room: int, begin: int | None) -> list[int]:
+    """Removes the beginning of a prompt that is too long.
+
+    Args:
+      prompt: Its ids.
+      room: The maximum number of ids.
+      begin: The id of BOS, which is kept; None if there is none.
+    """
+    if len(prompt) <= room:
+        return prompt
+    head = prompt[:1] if prompt[0] == begin and room > 1 else []
+    return head + prompt[len(prompt) - room + len(head) :]
