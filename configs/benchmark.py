@@ -144,10 +144,6 @@ def get_config() -> ConfigDict:
         "head": "zoo/eagle3",  # a head, profiled beside the draft of "zoo"; "": none
         "k": 3,  # drafted tokens a round
     })
-    # For the part "own", with the models and prompts of "zoo":
-    config.drafter = ""  # a drafter of your own: module:make, see docs/write_a_drafter.md
-    config.rule = ""  # module:NAME of a rule, see docs/write_a_rule.md, or a name
-    config.own = ConfigDict({"k": 4})  # drafted tokens a round
     # The bars that the medians are compared with.
     config.bars = ConfigDict({
         "verify": 1.35,  # verify pass over plain pass, of the large shape; at most

@@ -1,7 +1,7 @@
 """Any pair of Hugging Face directories on the questions of Spec-Bench, or on any prompts file.
 
     python -m experiments.decode --config=configs/decode_specbench.py \\
-        --config.target=PATH --config.draft=PATH --config.data=question.jsonl
+        --config.target=PATH --config.drafts=PATH,ngram --config.data=question.jsonl
 
 Cost: with models of a billion parameters, hours on a CPU and minutes on an accelerator; add
 ``--config.dtype=bfloat16 --config.scan_layers`` there. Expected: greedy rows are identical to plain
@@ -12,13 +12,14 @@ close the two best tokens were.
 from ml_collections import ConfigDict
 
 from configs import decode_default
+from configs.evaluate_zoo import RENAMED as RENAMED
 
 
 def get_config() -> ConfigDict:
     """Returns the default config for longer prompts; set target and draft."""
     config = decode_default.get_config()
     config.target = ""
-    config.draft = ""
+    config.drafts = "ngram"
     config.data = "specbench"
     config.num_prompts = 13  # one per category
     config.max_prompt_tokens = 384

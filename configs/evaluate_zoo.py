@@ -12,6 +12,13 @@ the standalone draft. docs/evaluate.md explains what comes out.
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
+# Earlier names of keys, for a message.
+RENAMED = {
+    **dict.fromkeys(("draft", "head", "mtp", "methods"), "drafts"), "prompts": "data",
+    **dict.fromkeys(("standalone_rules", "head_rules"), "rules"), "ngram_rules": "copying_rules",
+    "batch": "batches", "num_draft": "ks",
+}  # fmt: skip
+
 
 def get_config() -> ConfigDict:
     """Returns the config; lengths are in tokens."""
@@ -19,15 +26,15 @@ def get_config() -> ConfigDict:
     config.target = "zoo/target"  # a zoo name, a Hugging Face directory or a hub id
     # Zoo names, directories or hub ids, separated by commas; "ngram" and "suffix" need no model.
     config.drafts = "zoo/draft,zoo/eagle1,zoo/eagle3,zoo/mtp,ngram"
-    config.drafter = ""  # one more, of your own: module:make, see docs/write_a_drafter.md
-    config.rule = ""  # one more, of your own: module:NAME, see docs/write_a_rule.md, or a name
+    config.drafter = ""  # a custom one: module:make, see docs/write_a_drafter.md
+    config.rule = ""  # a custom one: module:NAME, see docs/write_a_rule.md, or a name
     config.dtype = "float32"  # of the weights in memory
     config.scan_layers = False  # True compiles faster on accelerators, runs slower on a CPU
     config.mesh = ""  # devices to run on together, such as data:2,tensor:4; empty: one
     config.is_draft_replicated = False  # keep drafts whole on every device of the mesh
-    # Questions: humaneval, gsm8k, mtbench, specbench, or a file; empty: pieces of held-out modules.
-    config.data = ""
-    config.prompts = ""  # the earlier name of data; where it is given, it counts
+    # Questions: humaneval, gsm8k, mtbench, specbench, or a file; "pieces" or "functions" of
+    # held-out modules of the standard library.
+    config.data = "pieces"
     config.categories = ()  # categories or groups to choose from, such as translation; empty: all
     config.num_prompts = 32  # questions, at even distances; 0: all
     config.prompt_tokens = 64  # length of a held-out piece
@@ -35,7 +42,9 @@ def get_config() -> ConfigDict:
     config.max_new_tokens = 64  # output tokens of each answer
     # Prompts decoded together, at most as many as there are; several: a curve, such as 1,4,16,64.
     config.batches = (1,)
-    config.ks = (5,)  # drafted tokens per round
+    # Drafted tokens per round, of every draft: 3 or 2,4,8; empty: the K of each in best_k, or 3.
+    config.ks = (5,)
+    config.best_k = ""  # NAME=K, separated by commas
     # Trees beside the chains, separated by commas: 3x2x1, children by depth, or 59:6:10, nodes,
     # levels and children of EAGLE-2's dynamic tree.
     config.trees = ""
@@ -52,7 +61,13 @@ def get_config() -> ConfigDict:
         "presence_penalty": 0.0,  # subtracted from logits of tokens in the output
         "frequency_penalty": 0.0,  # subtracted once for each time in the output
     })  # fmt: skip
+    config.draft_temperature = placeholder(float)  # above temperature 0; by default the target's
     config.repeats = 2  # turns of each batch; their median counts
+    # "group" keeps the repeats of a question together and saves each question; "spread" spreads
+    # repeats over the run, against drift of the machine, and saves each temperature.
+    config.order = "group"
+    config.has_stream = False  # show one prompt live first
+    config.has_expected = False  # also report the rule's expected acceptance, if it costs nothing
     config.num_shown = 2  # questions of each category whose tokens get their probabilities
     # Decode greedy rows that differ from plain decoding once more, and say of each whether rounding
     # or a bug explains it, see docs/audit.md.

@@ -2,7 +2,6 @@
 
     python -m experiments.benchmark
     python -m experiments.benchmark --parts=llama110m,zoo --workdir=runs/benchmark/mine
-    python -m experiments.benchmark --parts=own --config.drafter=docs.examples.my_drafter:make
     python -m experiments.benchmark --profile
     python -m experiments.benchmark --peers --config.transformers.python=PATH
 
@@ -15,7 +14,6 @@ The parts:
   layouts       a target pass in every layout of the weights, on a CPU, and what to use there
   states        a Mamba-2 shape: what replaying the window costs
   training      training steps at the zoo's size
-  own           a drafter or a rule of your own (--config.drafter, --config.rule), where given
   peers         transformers' assisted generation and prompt lookup on the zoo's models, where torch
                 and transformers are; --peers runs it alone, or after the other --parts
 
@@ -38,13 +36,13 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from configs import benchmark as default
-from experiments.benchmarks import own, profile
+from experiments.benchmarks import profile
 from experiments.benchmarks.registry import PARTS
 from experiments.benchmarks.table import HEADER, Line
-from experiments.comparison import profiling
 from experiments.run import cli, plots, report
-from experiments.run.tables import Section, table
 from spec_jax.errors import ConfigError, SpecJaxError
+from spec_jax.evaluation import profile as round_profile
+from spec_jax.show.tables import Section, table
 
 
 def run(
@@ -56,8 +54,7 @@ def run(
     Args:
       config: See ``configs/benchmark.py``.
       workdir: The run's folder; by default runs/benchmark/TIME.
-      parts: Names of ``PARTS``; by default all, "own" only if there is anything of the user's, and
-        none with ``has_profile``.
+      parts: Names of ``PARTS``; by default all, and none with ``has_profile``.
       has_profile: Whether to trace rounds of the zoo's drafts too.
 
     Raises:
@@ -66,19 +63,13 @@ def run(
     """
     config = config.copy_and_resolve_references()
     if has_profile:
-        profiling.check()
+        round_profile.check()
     if parts is None:
-        usual = [name for name in PARTS if name != "own" or own.is_asked(config)]
-        parts = [] if has_profile else usual
+        parts = [] if has_profile else [*PARTS]
     unknown = sorted(set(parts) - set(PARTS))
     if unknown or not (parts or has_profile):
         raise ConfigError(f"parts are {', '.join(parts)!r}; expected some of {', '.join(PARTS)}")
     cli.check_keys(config, default.get_config())
-    if "own" in parts and not own.is_asked(config):
-        raise ConfigError(
-            "part own has nothing to measure; expected --config.drafter=module:make or "
-            "--config.rule=module:NAME"
-        )
     for part in (*PARTS.values(), profile):
         part.check(config)
     folder = cli.open_workdir("benchmark", workdir)
@@ -102,7 +93,9 @@ def run(
             plots.plot_tree_sizes(folder / "tree.png", result.record)
 
     def trace() -> None:
-        record["profile"], notes = profile.measure(config, folder / "profile")
+        profiles, notes = profile.measure(config, folder / "profile")
+        record["profile"] = {label: x.to_dict() for label, x in profiles.items()}
+        sections.extend(round_profile.sections(profiles))
         note(notes)
 
     steps = {name: functools.partial(measure, name) for name in PARTS if name in parts}
@@ -131,7 +124,7 @@ def run(
 def _show(record: dict, lines: Sequence[Line], sections: Sequence[Section]) -> None:
     if lines:
         print(table(HEADER, [line.cells() for line in lines]))
-    for section in [*sections, *profiling.sections(record.get("profile", {}))]:
+    for section in sections:
         print(f"\n{section.text()}")
     print("".join(f"\nnote: {note}" for note in _notes(record)))
 
@@ -153,7 +146,7 @@ def write(
         "repeat. Greedy, float32, batch 1, without prefill, unless a line says otherwise.",
         table(HEADER, [line.cells() for line in lines], is_markdown=True),
         *(section.text(is_markdown=True) for section in sections),
-        *profiling.document(record.get("profile", {})),
+        *([round_profile.LEGEND] if "profile" in record else []),
         *filter(None, ["\n".join(f"- {note}" for note in _notes(record))]),
     )  # fmt: skip
     report.finish(folder, record, text)
@@ -175,10 +168,10 @@ if __name__ == "__main__":
         default, "Folder of this run's files, a new one; by default runs/benchmark/TIME."
     )
     _PARTS = flags.DEFINE_list(
-        "parts", None, f"Parts to run, of {', '.join(PARTS)}; by default all, own if it is given."
+        "parts", None, f"Parts to run, of {', '.join(PARTS)}; by default all."
     )
     _HAS_PEERS = flags.DEFINE_bool(
         "peers", False, "Run the part peers: alone, or after the parts that --parts names."
     )
-    _PROFILE = profiling.define_flag()
+    _PROFILE = cli.define_profile()
     cli.run(main)

@@ -22,7 +22,6 @@ from absl import flags
 
 from experiments.planning.plan_draft import find_draft
 from experiments.run import cli, plots, report
-from experiments.run.tables import Section
 from spec_jax.engine.adaptive.policy import expected_tokens
 from spec_jax.errors import ConfigError
 from spec_jax.meshes import parse_mesh
@@ -30,6 +29,7 @@ from spec_jax.planning.chips import Chip, Topology
 from spec_jax.planning.choose import options
 from spec_jax.planning.presets import find_config
 from spec_jax.planning.roofline import Setting, best, decode_round, first_loss, memory, predict
+from spec_jax.show.tables import Section
 
 MAX_K = 15
 KS = (0, 1, 2, 3, 5, 7, 10, 15)

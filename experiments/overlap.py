@@ -25,7 +25,6 @@ import numpy as np
 from absl import flags
 
 from experiments.run import cli, plots, report
-from experiments.run.tables import Section
 from spec_jax import decoding
 from spec_jax.config import SamplerConfig
 from spec_jax.drafters.standalone.model import standalone
@@ -35,6 +34,7 @@ from spec_jax.meshes import make_mesh, parse_mesh
 from spec_jax.overlap.overlap import Devices, Overlap, Span
 from spec_jax.rules import GREEDY
 from spec_jax.sampling import make_sampler
+from spec_jax.show.tables import Section
 from spec_jax.testing import slow_model, toy_model, toy_params
 
 VOCAB_SIZE = 8

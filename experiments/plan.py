@@ -35,7 +35,7 @@ from experiments.run import cli, memory, report
 from spec_jax import planning as plan
 from spec_jax.config import SamplerConfig, SpeculativeConfig, TreeConfig
 from spec_jax.errors import ConfigError
-from spec_jax.evaluation.grid import tree_options
+from spec_jax.evaluation.cells import tree_options
 from spec_jax.planning import choose
 from spec_jax.planning.chips import Topology
 from spec_jax.planning.presets import find_config

@@ -17,7 +17,7 @@ from absl import flags
 
 from experiments.planning.published import GROUPS, NO_TAU, Comparison, compare, load, summarise
 from experiments.run import cli, plots, report
-from experiments.run.tables import Section
+from spec_jax.show.tables import Section
 from spec_jax.tree import DynamicTree
 
 HEADER = ("source", "on", "target", "drafter", "K", "B", "task", "tau", "published", "predicted",

@@ -23,9 +23,15 @@ from experiments.training import run
 from experiments.training.head import HeadExperiment, validate
 
 _FREE = (
-    "log_every", "checkpoint_every_s", "export_layout", "export_dtype", "export_from", "eval",
-    "mesh", "is_fully_sharded",
-)  # fmt: skip
+    "log_every",
+    "checkpoint_every_s",
+    "export_layout",
+    "export_dtype",
+    "export_from",
+    "eval",
+    "mesh",
+    "is_fully_sharded",
+)
 _FREE_DATA = ("view_cache", "view_cache_gb")
 
 
@@ -52,5 +58,5 @@ if __name__ == "__main__":
     _CONFIG, _WORKDIR = cli.define_flags(
         train_head_default,
         "Folder of checkpoints, metrics and the exported head; resumed if it has any.",
-    )  # fmt: skip
+    )
     cli.run(lambda: run.main(train, _CONFIG.value, _WORKDIR.value))

@@ -45,5 +45,5 @@ if __name__ == "__main__":
     _CONFIG, _WORKDIR = cli.define_flags(
         train_zoo_target,
         "Folder of checkpoints, metrics and the exported model; resumed if it has any.",
-    )  # fmt: skip
+    )
     cli.run(lambda: run.main(train, _CONFIG.value, _WORKDIR.value))

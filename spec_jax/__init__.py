@@ -39,13 +39,15 @@ from spec_jax.meshes import make_mesh
 from spec_jax.version import __version__
 
 if TYPE_CHECKING:
+    from spec_jax.evaluation.compare import compare
     from spec_jax.fitting import Fitted, fit_head, new_head
     from spec_jax.testing.certificate.certify import certify
 
 __all__ = [
     "AsyncSpecConfig", "CancellationToken", "Cancelled", "DecodeQueue", "Fitted", "Generation",
     "LoadedHead", "LoadedModel", "ModelNotLoaded", "Observer", "SamplerConfig", "SpeculativeConfig",
-    "SpeculativeDecoder", "Stats", "Stream", "__version__", "certify", "enable_compilation_cache",
+    "SpeculativeDecoder", "Stats", "Stream", "__version__", "certify", "compare",
+    "enable_compilation_cache",
     "fit_head", "host_drafter", "load_draft", "load_head", "load_model", "load_mtp", "make_mesh",
     "new_head",
 ]  # fmt: skip
@@ -53,7 +55,8 @@ __all__ = [
 
 # Imported when they are first used: they need scipy and optax, which are slow to import.
 _LATE = {
-    "certify": "spec_jax.testing.certificate.certify", "Fitted": "spec_jax.fitting",
+    "certify": "spec_jax.testing.certificate.certify",
+    "compare": "spec_jax.evaluation.compare", "Fitted": "spec_jax.fitting",
     "fit_head": "spec_jax.fitting", "new_head": "spec_jax.fitting",
 }  # fmt: skip
 

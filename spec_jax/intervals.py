@@ -24,9 +24,26 @@ class Interval(NamedTuple):
         """Returns the interval without its parts outside of what the figure can be."""
         return Interval(self.value, max(self.low, bottom), min(self.high, top))
 
+    @property
+    def bounds(self) -> list[float]:
+        """Both ends."""
+        return [self.low, self.high]
+
+    @property
+    def excludes_1(self) -> bool:
+        """Whether the interval exists and does not include 1: a ratio is significant."""
+        return self.low > 1 or self.high < 1
+
+    def __format__(self, spec: str) -> str:
+        """Formats figure and interval, such as "1.25 (1.10 to 1.40)"; a dash if there is none."""
+        spec = spec or ".3f"
+        if self.value is None or math.isnan(self.value):
+            return "–"
+        text = f"{self.value:{spec}}"
+        return f"{text} ({self.low:{spec}} to {self.high:{spec}})" if self.low < self.high else text
+
     def __str__(self) -> str:
-        text = f"{self.value:.3f}".replace("nan", "–")
-        return f"{text} ({self.low:.3f} to {self.high:.3f})" if self.low < self.high else text
+        return f"{self:.3f}"
 
 
 def jackknife(figures: Callable[..., np.ndarray], *parts: np.ndarray) -> list[Interval]:

@@ -19,7 +19,6 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
-NEEDS_CHECKOUT = {"choose_a_method_and_k"}  # the functions that measure are not public yet
 MAX_CPU_S = 180.0  # three minutes, where nothing else runs
 SHOWN = {"stream", "display_data", "execute_result"}  # text, tables, plots; no errors
 

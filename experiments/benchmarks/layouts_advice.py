@@ -8,10 +8,10 @@ import jax
 import numpy as np
 
 from experiments.benchmarks.table import Line
-from experiments.run.tables import Section
 from spec_jax.evaluation.timing import spread
 from spec_jax.models import layout
 from spec_jax.models.layout import LARGE, MAX_ROWS, Panels
+from spec_jax.show.tables import Section
 
 WIDTHS = {  # ``Panels.widths`` of each layout
     "whole, apart": (),

@@ -9,8 +9,8 @@ import numpy as np
 
 from experiments.benchmarks.shapes import listed
 from experiments.benchmarks.table import Line
-from experiments.run.tables import Section
 from spec_jax.evaluation.timing import spread
+from spec_jax.show.tables import Section
 
 OURS, THEIRS = "spec_jax", "transformers"
 _NAMES = {"lookup": "prompt lookup", "assisted": "assisted generation"}

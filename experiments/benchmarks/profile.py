@@ -8,10 +8,11 @@ from ml_collections import ConfigDict
 
 from experiments.benchmarks.rounds import DTYPES, in_dtype
 from experiments.benchmarks.zoo import Prompts, with_head
-from experiments.comparison.profiling import profile_cells
 from experiments.run import cli
 from spec_jax.config import SamplerConfig
-from spec_jax.evaluation.grid import Bench, Cell
+from spec_jax.evaluation.bench import Bench
+from spec_jax.evaluation.cells import Cell
+from spec_jax.evaluation.profile import RoundProfile, profile_cells
 from spec_jax.loading import load_draft, load_model
 
 
@@ -20,7 +21,7 @@ def check(config: ConfigDict) -> None:
     cli.require_positive(config, "k", "profile")
 
 
-def measure(config: ConfigDict, folder: pathlib.Path) -> tuple[dict[str, dict], list[str]]:
+def measure(config: ConfigDict, folder: pathlib.Path) -> tuple[dict[str, RoundProfile], list[str]]:
     """Traces greedy rounds of plain decoding, of the zoo's draft and of a head, of one prompt.
 
     Args:

@@ -11,7 +11,6 @@ from experiments.benchmarks import (
     adaptive,
     heads,
     layouts,
-    own,
     peers,
     states,
     streaming,
@@ -43,6 +42,5 @@ PARTS = {
     "layouts": Part(layouts.check, layouts.measure),
     "states": Part(states.check, states.measure),
     "training": Part(training.check, training.measure),
-    "own": Part(own.check, own.measure),
     "peers": Part(peers.check, peers.measure),
 }

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from experiments.run.tables import Section
 from spec_jax.evaluation.timing import Spread, spread
+from spec_jax.show.tables import Section
 
 HEADER = ("part", "measured", "median", "quartiles", "bar", "met", "note")
 

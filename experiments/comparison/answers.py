@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.comparison.decode_measure import Tally
 from spec_jax.config import GREEDY_BELOW
 from spec_jax.engine.decoder import Generation
 from spec_jax.engine.stats import Stats
-from spec_jax.evaluation.grid import Bench, Cell, Run
+from spec_jax.evaluation.bench import Bench, Run
+from spec_jax.evaluation.cells import Cell
+from spec_jax.evaluation.compare import Tally
 from spec_jax.loading import LoadedModel
 from spec_jax.meshes import mesh_of, use_mesh
 from spec_jax.sharding import replicate
@@ -43,12 +44,16 @@ class Group(NamedTuple):
     batches: tuple[int, ...]
 
 
-def pack(prompts: Sequence[Sequence[int]], batch: int) -> tuple[list[Group], list[list[int]]]:
+def pack(
+    prompts: Sequence[Sequence[int]], batch: int, *, is_spread: bool = False
+) -> tuple[list[Group], list[list[int]]]:
     """Lays prompts out in batches, so that the turns of a question are in one group.
 
     Args:
       prompts: The indices of each question's prompts.
       batch: Prompts that are decoded together.
+      is_spread: Whether all questions are one group, so that the repeats of a prompt are spread
+        over the run.
 
     Returns:
       The groups, and the prompts of each batch.
@@ -67,15 +72,23 @@ def pack(prompts: Sequence[Sequence[int]], batch: int) -> tuple[list[Group], lis
             members, rows = [], []
         members, rows = [*members, number], [*rows, *indices]
     close()
+    if is_spread:
+        groups = [Group(tuple(range(len(prompts))), tuple(range(len(layout))))]
     return groups, layout
 
 
 def key_of(cell: Cell, batch: int, question: str) -> dict[str, Any]:
     """Returns the part of a line that says what it answers, and how."""
     return {
-        "cell": cell.label, "method": cell.method, "k": cell.k, "tree": cell.tree,
-        "rule": cell.rule, "temperature": cell.temperature, "batch": batch, "question": question,
-    }  # fmt: skip
+        "cell": cell.label,
+        "method": cell.method,
+        "k": cell.k,
+        "tree": cell.tree,
+        "rule": cell.rule,
+        "temperature": cell.temperature,
+        "batch": batch,
+        "question": question,
+    }
 
 
 def turn_of(
@@ -113,23 +126,6 @@ def turn_of(
     }
 
 
-def lines_of_first(bench: Bench, cells: Sequence[Cell], name: str) -> list[dict[str, Any]]:
-    """Decodes the first batch once more with every cell; returns the lines of its first prompt.
-
-    Args:
-      bench: What decodes.
-      cells: The cells.
-      name: The prompt's.
-    """
-    lines, text = [], text_of(bench.target, bench.prompts[0])
-    for cell in cells:
-        tally = Tally(bench, cell)
-        tally.run(0)
-        turn = turn_of(tally, 0, 0, text, None) | {"decode_s": []}  # of no turn with plain decoding
-        lines.append({**key_of(cell, bench.batch, name), "category": "", "turns": [turn]})
-    return lines
-
-
 def text_of(target: LoadedModel, ids: Sequence[int]) -> str:
     """Returns the text of ids, or the ids themselves if the target has no tokenizer."""
     tokenizer = target.tokenizer
@@ -137,9 +133,19 @@ def text_of(target: LoadedModel, ids: Sequence[int]) -> str:
 
 
 _COUNTS = (
-    "emitted", "first", "accepted", "corrected", "bonus", "rounds", "drafted_at", "reached_at",
-    "accepted_at", "lengths", "n1_fallbacks",
-)  # fmt: skip
+    "emitted",
+    "first",
+    "accepted",
+    "corrected",
+    "bonus",
+    "rounds",
+    "drafted_at",
+    "reached_at",
+    "accepted_at",
+    "lengths",
+    "n1_fallbacks",
+    "expected_at",
+)
 
 
 def _saved(turn: Mapping[str, Any]) -> Saved:
@@ -211,10 +217,17 @@ class Probabilities:
         heat = 1.0 if temperature < GREEDY_BELOW else temperature
         target = self._target
         with use_mesh(mesh_of(target.params)):
-            probs, best, ids = map(np.asarray, _pass(
-                target.params, padded, np.int32(len(prompt)), np.float32(heat),
-                model=target.model, new=self._new,
-            ))  # fmt: skip
+            probs, best, ids = map(
+                np.asarray,
+                _pass(
+                    target.params,
+                    padded,
+                    np.int32(len(prompt)),
+                    np.float32(heat),
+                    model=target.model,
+                    new=self._new,
+                ),
+            )
         whole, alternatives = [*prompt, *tokens], []
         for i in range(len(tokens)):
             before = whole[max(0, len(prompt) + i - _CONTEXT) : len(prompt) + i]

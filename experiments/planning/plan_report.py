@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Sequence
 
 from experiments.run.plots import panels, whole_numbers
-from experiments.run.tables import table
+from spec_jax.show.tables import table
 
 _HEADER = (
     "topology", "mesh", "B", "S", "K", "fits", "GB", "cache GB", "temp GB", "copies", "collectives",

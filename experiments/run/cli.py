@@ -42,9 +42,17 @@ def define_flags(default: types.ModuleType, workdir: str) -> tuple[flags.FlagHol
     text = "Config file; each of its values is a typed flag, --config.KEY=VALUE."
     _config_files["default"] = default.__file__
     distributed.define_flags()
-    with _errors_in_one_line():  # the overrides of the command line are looked up here
+    with _errors_in_one_line(getattr(default, "RENAMED", {})):  # looks up the overrides
         config = config_flags.DEFINE_config_file("config", default.__file__, text)
     return config, flags.DEFINE_string("workdir", None, workdir)
+
+
+def define_profile() -> flags.FlagHolder:
+    """Defines ``--profile``."""
+    return flags.DEFINE_bool(
+        "profile", False, "Also trace decoding rounds: profile/ of the run's folder, and a table "
+        "of the time by stage.",
+    )  # fmt: skip
 
 
 def run(main: Callable[[], int | None]) -> None:
@@ -88,12 +96,13 @@ def _parse_flags(argv: list[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _errors_in_one_line():
+def _errors_in_one_line(renamed: Mapping[str, str] = types.MappingProxyType({})):
     try:
         yield
     except (AttributeError, KeyError) as error:  # how ml_collections reports an unknown key
         key, close = re.search(r"\w+", str(error)), re.search(r'Did you mean "(\w+)', str(error))
         hint = f" (did you mean {close[1]}?)" if close else ""
+        hint = f" (it is {renamed[key[0]]} now)" if key[0] in renamed else hint
         sys.exit(_fail(f"the config has no key {key[0]!r}{hint}; --help lists its keys"))
     except (flags.Error, OSError, SyntaxError, TypeError, ValueError) as error:
         text = re.sub(r"invalid literal for int.*", "expected an integer", str(error))
@@ -111,16 +120,21 @@ def _names(config: ConfigDict, prefix: str = "") -> list[str]:
     ]
 
 
-def _unknown(key: str, known: Sequence[str]) -> str:
-    return f"the config has no key {key!r}{did_you_mean(key, known)}; its keys: {', '.join(known)}"
+def check_keys(
+    config: ConfigDict, default: ConfigDict, renamed: Mapping[str, str] = types.MappingProxyType({})
+) -> None:
+    """Raises ConfigError unless a config file has exactly the keys of the default one.
 
-
-def check_keys(config: ConfigDict, default: ConfigDict) -> None:
-    """Raises ConfigError unless a config file has exactly the keys of the default one."""
+    Args:
+      config: The config.
+      default: The default one.
+      renamed: The present names of earlier keys.
+    """
     have, known = _names(config), _names(default)
     for key in have:
         if key not in known:
-            raise ConfigError(_unknown(key, known))
+            hint = f"; it is {renamed[key]} now" if key in renamed else did_you_mean(key, known)
+            raise ConfigError(f"the config has no key {key!r}{hint}; its keys: {', '.join(known)}")
     missing = [key for key in known if key not in have]
     if missing:
         raise ConfigError(f"the config lacks {', '.join(missing)}")

@@ -5,81 +5,38 @@ from __future__ import annotations
 import contextlib
 import pathlib
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import matplotlib
-import numpy as np
 from cycler import cycler
 
 from experiments.run.ticks import spaced
 from spec_jax import processes
-from spec_jax.evaluation.costs import Costs, predict
 from spec_jax.overlap.overlap import Span
-from spec_jax.show.plots import STYLE, wilson
+from spec_jax.show.plots import STYLE
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402, the back end comes first
 
-_COLORS = {  # Okabe and Ito's palette
+COLORS = {  # Okabe and Ito's palette
     "standalone": "#0072B2", "ngram": "#D55E00", "eagle": "#009E73", "mtp": "#CC79A7",
     "eagle-1": "#E69F00", "eagle-2": "#F0E442", "eagle-3": "#009E73", "suffix": "#56B4E9",
     "dflash": "#0072B2", "dspark": "#CC79A7",
 }  # fmt: skip
 # A series is told from others by colour, by marker and by line.
-_MARKERS = "osD^vPX*"
-_LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (3, 3)), (0, (1, 3)), (0, (8, 2)))
-_CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C564B")
-_ACCEPTED = "accepted, if reached"
+MARKERS = "osD^vPX*"
+LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (3, 3)), (0, (1, 3)), (0, (8, 2)))
+CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C564B")
 _STYLE = STYLE | {
-    "figure.dpi": 130, "axes.prop_cycle": cycler(color=_CYCLE) + cycler(linestyle=_LINES),
+    "figure.dpi": 130, "axes.prop_cycle": cycler(color=CYCLE) + cycler(linestyle=LINES),
 }
-
-
-class _Series(NamedTuple):
-    """Results of one method and rule at one temperature, chains or trees, in the order of K."""
-
-    label: str
-    color: str
-    marker: str
-    line: Any
-    results: list[dict]
-    is_tree: bool
-
-    @property
-    def look(self) -> dict[str, Any]:
-        """Colour, marker and line, as options of a plot; trees are hollow."""
-        face = "none" if self.is_tree else self.color
-        return {
-            "color": self.color, "marker": self.marker, "linestyle": self.line, "linewidth": 1.2,
-            "markerfacecolor": face,
-        }  # fmt: skip
-
-
-def _series(results: Sequence[dict], temperature: float) -> list[_Series]:
-    found: dict[tuple[str, str, bool], list[dict]] = {}
-    for r in sorted(results, key=lambda r: r["k"]):
-        if r["temperature"] == temperature and r["method"] != "plain":
-            found.setdefault((r["method"], r["rule"], bool(r.get("tree"))), []).append(r)
-    return [
-        _Series(
-            f"{method}{' trees' if is_tree else ''}, {rule}",
-            _COLORS.get(method, _CYCLE[i % len(_CYCLE)]),
-            _MARKERS[i % len(_MARKERS)], _LINES[i % len(_LINES)], rows, is_tree,
-        )
-        for i, ((method, rule, is_tree), rows) in enumerate(sorted(found.items(), reverse=True))
-    ]
 
 
 def look_of(number: int) -> dict[str, Any]:
     """Returns colour, marker and line of series ``number``, as options of a plot."""
-    looks = {"color": _CYCLE, "marker": _MARKERS, "linestyle": _LINES}
+    looks = {"color": CYCLE, "marker": MARKERS, "linestyle": LINES}
     return {"linewidth": 1.2} | {name: x[number % len(x)] for name, x in looks.items()}
-
-
-def _beside(at: float, number: int, count: int) -> float:
-    """Where one of ``count`` points at ``at`` is drawn, so that their bars can be told apart."""
-    return at + 0.5 * ((number + 0.5) / count - 0.5)
 
 
 @contextlib.contextmanager
@@ -123,90 +80,6 @@ def whole_numbers(axis: Any, values: Iterable[int] | None = None) -> None:
     axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
     axis.set_xticks([], minor=True)
     axis.set_xlim(min(values) / 2**0.3, max(values) * 2**0.3)
-
-
-def _draw(
-    path: pathlib.Path, results: Sequence[dict], draw: Callable[[Any, list[_Series]], None],
-    x_label: str, y_label: str,
-) -> None:  # fmt: skip
-    """Saves one panel for each temperature; ``draw(axis, series)`` fills it."""
-    temperatures = list(dict.fromkeys(r["temperature"] for r in results))
-    size = (1.2 + 4.3 * len(temperatures), 5.2)
-    below = {"loc": "upper left", "bbox_to_anchor": (0.0, -0.16), "ncols": 2}
-    with panels(path, len(temperatures), size, below, sharey=True) as axes:
-        for axis, temperature in zip(axes, temperatures):
-            kind = "greedy" if temperature == 0 else "sampled"
-            axis.set(title=f"{kind}, temperature {temperature:g}", xlabel=x_label)
-            draw(axis, _series(results, temperature))
-            whole_numbers(axis)
-        axes[0].set_ylabel(y_label)
-
-
-def plot_speedup(path: pathlib.Path, results: Sequence[dict], costs: Costs) -> None:
-    """Draws the speed-up over K: measured points with their 95 % intervals, and predicted lines.
-
-    A bar that is longer than the plot is high is cut off.
-    """
-    top = 1.0
-
-    def draw(axis, series):
-        nonlocal top
-        axis.axhline(1, color="0.45", linewidth=1)
-        for number, s in enumerate(series):
-            look, last = s.look, s.results[-1]
-            x = [_beside(r["k"], number, len(series)) for r in s.results]
-            speedup = np.asarray([r["speedup"] for r in s.results], float)
-            bounds = [r.get("speedup_interval") or (np.nan, np.nan) for r in s.results]
-            low, high = np.asarray(bounds, float).T
-            shown = np.concatenate([speedup, np.minimum(high, 2 * speedup)])
-            axis.errorbar(
-                x, speedup, np.maximum([speedup - low, high - speedup], 0), capsize=3,
-                **look | {"linestyle": ""},
-            )
-            if not s.is_tree:  # no speed-up is predicted for trees
-                ks = range(1, last["k"] + 1)
-                predicted = np.asarray([predict(costs, last, k) for k in ks])
-                # Of several rows the table's also counts those that end early.
-                predicted *= last["predicted_speedup"] / predicted[-1]
-                axis.plot(ks, predicted, **look | {"marker": ""})
-                shown = np.append(shown, predicted)
-            top = max([top, *shown[np.isfinite(shown)]])
-            axis.plot([], [], label=s.label, **look | ({"linestyle": ""} if s.is_tree else {}))
-        # A point at zero is seen whole. The panels share this axis, so the last limits hold.
-        axis.set_ylim(-0.03 * top, 1.05 * top)
-
-    _draw(
-        path, results, draw, "K, drafted tokens per round (lines: predicted)",
-        "speed-up over plain decoding (bars: 95 %)",
-    )  # fmt: skip
-
-
-def plot_acceptance(path: pathlib.Path, results: Sequence[dict]) -> None:
-    """Draws acceptance by position (of a tree, by level) at the largest K.
-
-    Bars show 95 % intervals of independent rounds, crosses the expected acceptance.
-    """
-
-    def draw(axis, series):
-        has_expected = False
-        for number, s in enumerate(series):
-            last = s.results[-1]
-            rate = np.asarray(last["acceptance_by_position"], float)
-            position = [_beside(i, number, len(series)) for i in range(1, 1 + len(rate))]
-            low, high = wilson(rate, last["reached_at"]).T
-            error = np.maximum([rate - low, high - rate], 0)
-            axis.errorbar(
-                position, rate, error, capsize=3, label=f"{s.label}, K={last['k']}", **s.look
-            )
-            expected = np.asarray(last["expected_by_position"], float)
-            if expected.size:
-                has_expected = True
-                axis.plot(position, expected, "x", color="black", markersize=7)
-        if has_expected:
-            axis.plot([], [], "x", color="black", label="expected of the rule")
-        axis.set_ylim(-0.03, 1.03)
-
-    _draw(path, results, draw, "position in the draft", f"{_ACCEPTED} (bars: 95 %)")
 
 
 def plot_tree_sizes(path: pathlib.Path, record: Mapping[str, Any]) -> None:
@@ -286,7 +159,7 @@ def plot_published(
       pairs: The drafter's name, the group, the published and the predicted speed-up of each pair.
     """
     groups = list(dict.fromkeys(group for _, group, *_ in pairs))
-    marker = dict(zip(sorted({method for method, *_ in pairs}), _MARKERS))
+    marker = dict(zip(sorted({method for method, *_ in pairs}), MARKERS))
     limits = [0.8, 1.05 * max(max(pair[2:]) for pair in pairs)]
     with panels(path, len(groups), (4.0 * len(groups), 4.2), sharex=True, sharey=True) as axes:
         for axis, group in zip(axes, groups):
@@ -298,7 +171,7 @@ def plot_published(
             for method, points in sorted(found.items()):
                 axis.plot(
                     *zip(*points), marker.get(method, "o"), label=method,
-                    color=_COLORS.get(method, "0.4"), markersize=5, markeredgecolor="0.3",
+                    color=COLORS.get(method, "0.4"), markersize=5, markeredgecolor="0.3",
                     markeredgewidth=0.4,
                 )  # fmt: skip
             axis.set(title=group, xlabel="published speed-up", xlim=limits, ylim=limits)
@@ -320,7 +193,7 @@ def plot_growth(
             x = [p[name] for p in points]
             axis.plot(x, [p["plain_ms"] for p in points], ":", color="0.45", label="plain")
             axis.plot(
-                x, [p["round_ms"] for p in points], "-o", markersize=4, color=_COLORS["eagle"],
+                x, [p["round_ms"] for p in points], "-o", markersize=4, color=COLORS["eagle"],
                 label="round",
             )  # fmt: skip
             if name != "k":

@@ -48,9 +48,11 @@ class Evaluations:
           rows: What each prompt took, in their order.
         """
         line = {
-            "step": step, "setting": self._setting,
-            "tokens": [s.emitted - s.first for s in rows], "rounds": [s.rounds for s in rows],
-        }  # fmt: skip
+            "step": step,
+            "setting": self._setting,
+            "tokens": [s.emitted - s.first for s in rows],
+            "rounds": [s.rounds for s in rows],
+        }
         with self._journal:
             self._journal.append([line])
         self._lines[step] = line
@@ -75,9 +77,12 @@ class Evaluations:
         own = self._counts(step)
         tau = _tau(own)
         found = {
-            "step": step, "tau": tau.value, "interval": [tau.low, tau.high],
-            "prompts": len(own[0]), "evaluated": len(self._lines),
-        }  # fmt: skip
+            "step": step,
+            "tau": tau.value,
+            "interval": [tau.low, tau.high],
+            "prompts": len(own[0]),
+            "evaluated": len(self._lines),
+        }
         taus = {s: _tau(self._counts(s)).value for s in self._lines if s != step}
         taus = {s: value for s, value in taus.items() if not math.isnan(value)}
         if not taus:
@@ -93,9 +98,11 @@ class Evaluations:
             lambda t, r, u, q: np.stack([t / r - u / q], axis=-1), *own, *theirs
         )
         return found | {
-            "other": other, "other_tau": taus[other], "difference": difference.value,
+            "other": other,
+            "other_tau": taus[other],
+            "difference": difference.value,
             "difference_interval": [difference.low, difference.high],
-        }  # fmt: skip
+        }
 
     def _counts(self, step: int) -> list[np.ndarray]:
         return [np.asarray(self._lines[step][name], float) for name in ("tokens", "rounds")]

@@ -24,7 +24,7 @@ from spec_jax.data.batches import Corpus, count_tokens, draft_vocabulary, window
 from spec_jax.drafters import registry
 from spec_jax.engine.assemble import make_drafter
 from spec_jax.errors import ConfigError, TrainingError
-from spec_jax.evaluation import head_eval
+from spec_jax.evaluation import teacher_forced
 from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.fitting import initializer
 from spec_jax.loading import LoadedHead, LoadedModel, load_draft, load_model
@@ -94,9 +94,12 @@ class HeadSpec(NamedTuple):
     def export(self, folder: pathlib.Path, params, target: LoadedModel, config: ConfigDict):
         """Writes the head in the layout that the config names."""
         self.loaded(params).save(
-            folder, target, layout=config.export_layout or None, dtype=config.export_dtype,
+            folder,
+            target,
+            layout=config.export_layout or None,
+            dtype=config.export_dtype,
             num_speculative_tokens=config.eval.num_draft,
-        )  # fmt: skip
+        )
 
 
 def _options(config: ConfigDict, target: LoadedModel) -> dict[str, Any]:
@@ -126,9 +129,14 @@ def _load_given(
     """Loads the head to continue from; each process reads what its own devices hold."""
     kind, training = registry.objectives()[config.objective]
     given = load_draft(
-        config.head.init_from, target, "float32", method=kind.name, mesh=placement.mesh,
-        rules=placement.rules, **options,
-    )  # fmt: skip
+        config.head.init_from,
+        target,
+        "float32",
+        method=kind.name,
+        mesh=placement.mesh,
+        rules=placement.rules,
+        **options,
+    )
     if not training.trains(given.config):
         others = [name for name, way in kind.training.items() if way.trains(given.config)]
         raise ConfigError(
@@ -160,7 +168,7 @@ def make_head(
     Raises:
       ConfigError: Options that do not fit, or texts of another vocabulary.
       WeightsError: The head to continue from cannot be read.
-    """  # fmt: skip
+    """
     found = [count_tokens(text, target.config.vocab_size) for text in texts]
     counts = sum(x for x, text in zip(found, texts) if any(text is one for one in used))
     kind, training = registry.objectives()[config.objective]
@@ -185,9 +193,15 @@ def make_head(
     sizes = jax.eval_shape(init, jax.random.key(0), target.params, given)
     num_params = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(sizes))
     spec = HeadSpec(
-        config.objective, shape, init, given, constants, bind(config.loss),
-        bind({**config.loss, "noise": 0.0}), num_params,
-    )  # fmt: skip
+        config.objective,
+        shape,
+        init,
+        given,
+        constants,
+        bind(config.loss),
+        bind({**config.loss, "noise": 0.0}),
+        num_params,
+    )
     spec.layout(target, config)  # what could not be exported is refused before it is trained
     return spec
 
@@ -276,9 +290,11 @@ class HeadExperiment(Experiment):
                 config.data.view_cache, max_bytes, self.frozen, self.target.config, taps
             )
         step = functools.partial(
-            train_step, objective=self.spec.objective, optimizer=self.optimizer,
+            train_step,
+            objective=self.spec.objective,
+            optimizer=self.optimizer,
             dtype=None if config.dtype == "float32" else config.dtype,
-        )  # fmt: skip
+        )
         self._make = lambda *args: TrainState.create(self.spec.init(*args), self.optimizer)
         self._where = mesh and self.placement.state_shardings(
             self.spec.shardings(mesh, rules), self._make, self._key, self.frozen, self.spec.given
@@ -288,10 +304,14 @@ class HeadExperiment(Experiment):
         head = self.spec.loaded({})
         options = config.eval
         self._prompts = texts.prompts(
-            self.held_out, config.data, [self.target, head], path=options.prompts,
-            num_prompts=options.num_prompts, prompt_tokens=options.prompt_tokens,
+            self.held_out,
+            config.data,
+            [self.target, head],
+            path=options.prompts,
+            num_prompts=options.num_prompts,
+            prompt_tokens=options.prompt_tokens,
             max_new_tokens=options.max_new_tokens,
-        )  # fmt: skip
+        )
         setting = [self._prompts, options.num_draft, options.max_new_tokens]
         self.evaluations = Evaluations(workdir, setting)
         drafts = SpeculativeConfig(head.method, config.eval.num_draft)
@@ -354,14 +374,18 @@ class HeadExperiment(Experiment):
             sums = jax.tree.map(np.add, sums, found) if sums else found
         n = max(count // size, 1)
         figures = chain_rates(jax.tree.map(lambda x: x / n, sums))
-        rows, stats = head_eval.decode(
-            self.target, self.spec.loaded(params), self._prompts, num_draft=options.num_draft,
-            max_new_tokens=options.max_new_tokens, batch=options.batch,
-            where=MeshOptions(self.placement.mesh),
-        )  # fmt: skip
+        rows, stats = teacher_forced.decode(
+            self.target,
+            self.spec.loaded(params),
+            self._prompts,
+            num_draft=options.num_draft,
+            max_new_tokens=options.max_new_tokens,
+            batch=options.batch,
+            devices=MeshOptions(self.placement.mesh),
+        )
         self.evaluations.append(int(state.step), [row.stats for row in rows])
         held_out = {f"held_out_{name}": value for name, value in figures.items()}
-        return held_out | head_eval.acceptance_figures(stats)
+        return held_out | teacher_forced.acceptance_figures(stats)
 
     def export(
         self, folder: pathlib.Path, state: TrainState, saved: Checkpoints, log: Log

@@ -22,7 +22,7 @@ from spec_jax.data.batches import Corpus, window_batches
 from spec_jax.drafters.standalone import objective
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError
-from spec_jax.evaluation import head_eval
+from spec_jax.evaluation import teacher_forced
 from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.loading import LoadedModel, load_model
 from spec_jax.meshes import mesh_of
@@ -40,9 +40,18 @@ from spec_jax.train.placement import Placement
 from spec_jax.train.step import TrainState, train_step
 
 _FREE = (
-    "steps", "log_every", "eval_every", "eval_windows", "eval_prompts", "eval_new_tokens",
-    "eval_prompt_tokens", "eval_num_draft", "checkpoint_every_s", "mesh", "is_fully_sharded",
-)  # fmt: skip
+    "steps",
+    "log_every",
+    "eval_every",
+    "eval_windows",
+    "eval_prompts",
+    "eval_new_tokens",
+    "eval_prompt_tokens",
+    "eval_num_draft",
+    "checkpoint_every_s",
+    "mesh",
+    "is_fully_sharded",
+)
 
 
 def validate(config: ConfigDict) -> None:
@@ -84,9 +93,12 @@ def make_loss(config: ConfigDict, model_config: ModelConfig, teacher: LoadedMode
     if teacher is None:
         return functools.partial(objective.lm_loss, config=model_config)
     return functools.partial(
-        objective.distill_loss, config=model_config, teacher_config=teacher.config,
-        ce_weight=config.ce_weight, divergence=config.divergence,
-    )  # fmt: skip
+        objective.distill_loss,
+        config=model_config,
+        teacher_config=teacher.config,
+        ce_weight=config.ce_weight,
+        divergence=config.divergence,
+    )
 
 
 def check_resume(saved: dict, config: dict, step: int) -> None:
@@ -205,9 +217,11 @@ class LmExperiment(Experiment):
         texts.check_held_out(self.held_out, config.eval_length + 1, config.data, "eval_length")
         end = tokens.separator_id(self.tokenizer)
         self.model_config = ModelConfig(
-            vocab_size=self.tokenizer.vocab_size, bos_token_id=end, eos_token_id=(end,),
+            vocab_size=self.tokenizer.vocab_size,
+            bos_token_id=end,
+            eos_token_id=(end,),
             **config.model,
-        )  # fmt: skip
+        )
         self.optimizer = make_optimizer(**config.optimizer, steps=config.steps)
         loss = make_loss(config, self.model_config, self.teacher)
         self.own = continuations(config, self.teacher, self.text, workdir / "continuations.npy")
@@ -274,14 +288,23 @@ class LmExperiment(Experiment):
         model = transformer.model(self.model_config, num_tokens=self.tokenizer.num_ids)
         draft = LoadedModel("draft", model, state.params, self.tokenizer, self.model_config)
         ids = texts.prompts(
-            self.held_out, config.data, [teacher, draft], num_prompts=config.eval_prompts,
-            prompt_tokens=config.eval_prompt_tokens, max_new_tokens=config.eval_new_tokens,
-        )  # fmt: skip
-        _, stats = head_eval.decode(
-            teacher, draft, ids, num_draft=config.eval_num_draft, batch=len(ids),
-            max_new_tokens=config.eval_new_tokens, where=MeshOptions(mesh),
-        )  # fmt: skip
-        return figures | head_eval.acceptance_figures(stats)
+            self.held_out,
+            config.data,
+            [teacher, draft],
+            num_prompts=config.eval_prompts,
+            prompt_tokens=config.eval_prompt_tokens,
+            max_new_tokens=config.eval_new_tokens,
+        )
+        _, stats = teacher_forced.decode(
+            teacher,
+            draft,
+            ids,
+            num_draft=config.eval_num_draft,
+            batch=len(ids),
+            max_new_tokens=config.eval_new_tokens,
+            devices=MeshOptions(mesh),
+        )
+        return figures | teacher_forced.acceptance_figures(stats)
 
     def export(
         self, folder: pathlib.Path, state: TrainState, saved: Checkpoints, log: Log

@@ -11,10 +11,10 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from experiments.run import cli, report
-from experiments.run.tables import Section
 from experiments.training import text as texts
 from spec_jax.data.batches import Corpus
 from spec_jax.errors import ConfigError
+from spec_jax.show.tables import Section
 from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.log import Log, read_metrics
 from spec_jax.train.loop import train_loop

@@ -81,9 +81,10 @@ def load(data: ConfigDict, tokenizer: Tokenizer, folder: pathlib.Path) -> tuple[
     if data.text == STDLIB:
         return tuple(_of_library(split, data, tokenizer) for split in SPLITS)
     about = {
-        "paths": _paths(data), "held_out_share": data.held_out_share,
+        "paths": _paths(data),
+        "held_out_share": data.held_out_share,
         "max_length": data.max_length,
-    }  # fmt: skip
+    }
     found = [_load_packed(folder, split, tokenizer, about) for split in SPLITS]
     if not processes.from_writer(None not in found):
         files.write_once(lambda: _pack(data, tokenizer, folder, about))
@@ -129,15 +130,26 @@ def _pack(data: ConfigDict, tokenizer: Tokenizer, folder: pathlib.Path, about: d
     for split in SPLITS:
         counts, refusals = collections.Counter(), []
         documents = read_documents(
-            about["paths"], encoder, split=split, held_out=held_out, counts=counts,
-            max_length=data.max_length or None, is_strict=False, refusals=refusals,
-        )  # fmt: skip
+            about["paths"],
+            encoder,
+            split=split,
+            held_out=held_out,
+            counts=counts,
+            max_length=data.max_length or None,
+            is_strict=False,
+            refusals=refusals,
+        )
         print(f"packing {data.text} for {split}", flush=True)
         made = {"split": held_out.note if split == "held_out" else "", "refusals": refusals}
         packed.write_packed(
-            folder, split, documents, tokenizer, sources=about["paths"], counts=counts,
+            folder,
+            split,
+            documents,
+            tokenizer,
+            sources=about["paths"],
+            counts=counts,
             about=about | made,
-        )  # fmt: skip
+        )
 
 
 def load_responses(path: pathlib.Path, tokenizer: Tokenizer) -> Corpus:
@@ -194,9 +206,11 @@ def check_held_out(corpus: Corpus, length: int, data: ConfigDict, name: str = "l
       ConfigError: The text is shorter.
     """
     if corpus.num_windows(length) == 0:
-        split = "" if data.text == STDLIB else (
-            f"raise data.held_out_share, now {data.held_out_share}, "
-        )  # fmt: skip
+        split = (
+            ""
+            if data.text == STDLIB
+            else (f"raise data.held_out_share, now {data.held_out_share}, ")
+        )
         raise ConfigError(
             f"{corpus.name} has {len(corpus.tokens)} tokens; expected at least {length}, a window: "
             f"give more text, {split}or lower {name}"
@@ -225,9 +239,11 @@ def held_out_prompts(corpus: Corpus, n: int, length: int) -> list[list[int]]:
         if corpus.mask is not None:
             mask = np.asarray(corpus.mask[begin:end])
         if mask.all():
-            ends = range(begin + length, end, length) if end - begin > length else [
-                begin + (end - begin + 1) // 2
-            ]  # fmt: skip
+            ends = (
+                range(begin + length, end, length)
+                if end - begin > length
+                else [begin + (end - begin + 1) // 2]
+            )
         else:
             ends = (begin + 1 + np.flatnonzero(mask[1:] & ~mask[:-1])).tolist()
         places += [(max(begin, at - length), at) for at in ends]
@@ -260,7 +276,7 @@ def prompts(
 
     Raises:
       ConfigError: A file that cannot be read, or no room for a prompt.
-    """  # fmt: skip
+    """
     if path or data.text == STDLIB:
         loaded = questions.load(path, num_prompts)
         for note in loaded.notes:
@@ -302,13 +318,14 @@ def usage(corpus: Corpus, length: int) -> dict[str, Any]:
         "tokens_used": used,
         "tokens_predicted": int(np.sum(mask)),
         "tokens_left_out": {
-            "short tail": len(corpus.tokens) - used, **({"too long": too_long} if too_long else {}),
+            "short tail": len(corpus.tokens) - used,
+            **({"too long": too_long} if too_long else {}),
         },
         "windows": count,
         "window_tokens": length,
         "left_out": left_out,
         "notes": list(corpus.notes),
-    }  # fmt: skip
+    }
 
 
 def usage_lines(found: dict[str, Any]) -> list[str]:

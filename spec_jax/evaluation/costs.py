@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spec_jax.engine import stats
+from spec_jax.engine.stats import predicted_speedup
+from spec_jax.evaluation.cells import COPYING
 from spec_jax.evaluation.passes import ITERATIONS, can_time, round_timer
+from spec_jax.evaluation.results import CellResult
 from spec_jax.evaluation.timing import Timer, interleave
 from spec_jax.loading import LoadedHead, LoadedModel
 
@@ -39,8 +41,12 @@ class Passes(NamedTuple):
 
 
 def timer_makers(
-    target: LoadedModel, drafts: Mapping[str, LoadedModel | LoadedHead],
-    ks: Mapping[str, Collection[int]], slots: int, batch: int, iterations: int = ITERATIONS,
+    target: LoadedModel,
+    drafts: Mapping[str, LoadedModel | LoadedHead],
+    ks: Mapping[str, Collection[int]],
+    slots: int,
+    batch: int,
+    iterations: int = ITERATIONS,
 ) -> dict[Passes, Callable[[], Timer]]:
     """Returns functions that compile the timers that ``Costs.measure`` takes.
 
@@ -62,7 +68,13 @@ def timer_makers(
         wanted += [Passes(method, k, max(k, 2)) for k in own[-1:]]
     return {
         what: functools.partial(
-            round_timer, target, timed.get(what.method), what.k, what.num_passes, slots, batch,
+            round_timer,
+            target,
+            timed.get(what.method),
+            what.k,
+            what.num_passes,
+            slots,
+            batch,
             iterations,
         )
         for what in wanted
@@ -76,9 +88,8 @@ class Costs(NamedTuple):
     loop of its own a small model would cost less: there it finds its weights in the processor's
     caches, from which the target's drive them out in a round.
 
-    A difference is told from 0 if it is above 0 in three of four turns. Where that of the first
-    pass of a round, or of those after it, is not, all passes of the round are taken to cost the
-    same, which their sum tells.
+    A cost is significant if it is above 0 in three of four turns. Where that of the first pass of
+    a round, or of those after it, is not, all passes of the round are taken to cost the same.
 
     Attributes:
       plain_ms: Milliseconds of a target pass of one token per row.
@@ -89,7 +100,8 @@ class Costs(NamedTuple):
       batch: The number of rows.
       first_ms: Milliseconds of the first pass of a round of k drafts, by method and k: of a head,
         the refresh.
-      untold: Passes whose cost is not told from 0, by method: k of a first one, 0 for the others.
+      insignificant: Passes whose cost is not significant, by method: k of a first one, 0 for the
+        others.
     """
 
     plain_ms: float
@@ -98,7 +110,23 @@ class Costs(NamedTuple):
     slots: int
     batch: int
     first_ms: dict[str, dict[int, float]] | None = None
-    untold: dict[str, list[int]] | None = None
+    insignificant: dict[str, list[int]] | None = None
+
+    @classmethod
+    def of_models(
+        cls,
+        target: LoadedModel,
+        drafts: Mapping[str, LoadedModel | LoadedHead],
+        ks: Mapping[str, Collection[int]],
+        *,
+        slots: int,
+        batch: int = 1,
+        repeats: int = REPEATS,
+    ) -> Costs:
+        """Compiles and times passes; see ``timer_makers`` and ``measure``."""
+        makers = timer_makers(target, drafts, ks, slots, batch, max(1, ITERATIONS // batch))
+        timers = {passes: make() for passes, make in makers.items()}
+        return cls.measure(timers, slots=slots, batch=batch, repeats=repeats)
 
     @classmethod
     def measure(
@@ -116,9 +144,12 @@ class Costs(NamedTuple):
 
     @classmethod
     def of_times(cls, times: Mapping[Passes, np.ndarray], *, slots: int, batch: int) -> Costs:
-        """Returns the costs that times in milliseconds, of interleaved repeats, tell."""
-        verify_ms = {what.k + 1: float(np.median(times[what])) for what in sorted(times)
-                     if not what.num_passes}  # fmt: skip
+        """Returns the costs that times in milliseconds, of interleaved repeats, show."""
+        verify_ms = {
+            what.k + 1: float(np.median(times[what]))
+            for what in sorted(times)
+            if not what.num_passes
+        }
         first, later = {}, {}  # by method and k; what passes add turn by turn, as drift meets both
         for what in sorted(times):
             method, k, num_passes = what
@@ -126,23 +157,23 @@ class Costs(NamedTuple):
                 first[method, k] = times[what] - times[Passes(TARGET, k)]
             elif num_passes:
                 later[method, k] = (times[what] - times[Passes(method, k, 1)]) / (num_passes - 1)
-                if not (_is_told(first[method, k]) and _is_told(later[method, k])):
+                if not (_is_significant(first[method, k]) and _is_significant(later[method, k])):
                     mean = (times[what] - times[Passes(TARGET, k)]) / num_passes
                     first[method, k] = later[method, k] = mean
         first_ms: dict[str, dict[int, float]] = {}
         for (method, k), ms in first.items():
             first_ms.setdefault(method, {})[k] = _cost(ms)
-        untold: dict[str, list[int]] = {}
+        insignificant: dict[str, list[int]] = {}
         passes = [((method, 0), ms) for (method, _), ms in later.items()]
         for (method, k), ms in [*passes, *first.items()]:
-            if not _is_told(ms):
-                untold.setdefault(method, []).append(k)
+            if not _is_significant(ms):
+                insignificant.setdefault(method, []).append(k)
         draft_ms = {method: _cost(ms) for (method, _), ms in later.items()}
-        return cls(verify_ms[1], draft_ms, verify_ms, slots, batch, first_ms, untold)
+        return cls(verify_ms[1], draft_ms, verify_ms, slots, batch, first_ms, insignificant)
 
-    def is_told(self, method: str) -> bool:
-        """Returns whether the cost of a method's passes after the first is told from 0."""
-        return 0 not in (self.untold or {}).get(method, ())
+    def is_significant(self, method: str) -> bool:
+        """Returns whether the cost of a method's passes after the first is significant."""
+        return 0 not in (self.insignificant or {}).get(method, ())
 
     def draft_cost(self, method: str, k: int = 0) -> float:
         """Returns the cost of one drafted token in plain passes; NaN if it was not measured.
@@ -152,7 +183,7 @@ class Costs(NamedTuple):
           k: Drafted tokens per round: the mean of them, of which the first takes a wider pass,
             linear between the ks that were measured; 0: the cost of the other passes.
         """
-        if method in ("ngram", "suffix"):
+        if method in COPYING:
             return 0.0
         pass_ms = self.draft_ms.get(method, float("nan"))
         first_ms = (self.first_ms or {}).get(method)
@@ -165,7 +196,7 @@ class Costs(NamedTuple):
         return _between(self.verify_ms, k + 1) / self.plain_ms
 
 
-def _is_told(added_ms: np.ndarray) -> bool:
+def _is_significant(added_ms: np.ndarray) -> bool:
     return bool(np.quantile(added_ms, 0.25) > 0)
 
 
@@ -179,33 +210,30 @@ def _between(measured: Mapping[int, float], size: int) -> float:
     return float(np.interp(size, sizes, [times[key] for key in sizes]))
 
 
-def predict(costs: Costs, result: dict, k: int | None = None) -> float:
+def predict(costs: Costs, result: CellResult, k: int | None = None) -> float:
     """Returns the speed-up that a result's acceptance predicts, for its own K or a smaller one.
 
     Of rounds only the passes count: the rest (rule, commit, dispatch) is left out, so what is
-    measured stays below. ``benchmarks.rounds.predict`` has measured it, and counts it.
-
-    A rate is the probability that a token is drafted and accepted, since a drafter that copies
-    tokens does not always have any.
+    measured stays below. A rate is the probability that a token is drafted and accepted, since a
+    drafter that copies tokens does not always have any.
 
     Args:
       costs: The costs of the passes.
-      result: An entry of a report's ``results``.
+      result: What was measured.
       k: Drafted tokens per round; by default the result's.
 
     Returns:
       The speed-up; NaN for a tree, whose passes were not measured.
     """
-    if result.get("tree"):
+    cell, stats = result.cell, result.stats
+    if cell.tree:
         return float("nan")
-    k = result["k"] if k is None else k
+    k = cell.k if k is None else k
     if k == 0:
         return 1.0
-    before = [result["rounds"], *result["drafted_at"]]
+    before = [stats.rounds, *stats.drafted_at]
     rates = [
         rate * offered / earlier if earlier else float("nan")
-        for rate, offered, earlier in zip(result["acceptance_by_position"], before[1:], before)
+        for rate, offered, earlier in zip(stats.acceptance_by_position, before[1:], before)
     ]
-    return stats.predicted_speedup(
-        rates[:k], costs.draft_cost(result["method"], k), costs.verify_cost(k)
-    )
+    return predicted_speedup(rates[:k], costs.draft_cost(cell.method, k), costs.verify_cost(k))

@@ -52,9 +52,11 @@ class MeshOptions(NamedTuple):
         return {"mesh": self.mesh, "is_draft_replicated": is_whole}
 
     def facts(
-        self, target: LoadedModel, drafts: Sequence[LoadedModel | LoadedHead] = (),
+        self,
+        target: LoadedModel,
+        drafts: Sequence[LoadedModel | LoadedHead] = (),
         batch: int | None = None,
-    ) -> dict[str, Any] | None:  # fmt: skip
+    ) -> dict[str, Any] | None:
         """Returns the mesh for a report, and what it does not divide; None without a mesh.
 
         Args:

@@ -76,9 +76,14 @@ def repeated(step: Step, count: int) -> Step:
 
 
 def model_step(
-    model: Model, params: Params, width: int, slots: int, batch: int,
-    scored: int | None = None, seen: jax.Array | None = None,
-) -> Step:  # fmt: skip
+    model: Model,
+    params: Params,
+    width: int,
+    slots: int,
+    batch: int,
+    scored: int | None = None,
+    seen: jax.Array | None = None,
+) -> Step:
     """Returns a pass of a model: forward, unembedding and argmax of ``width`` tokens per row.
 
     Args:
@@ -146,9 +151,14 @@ def head_step(
 
 
 def refresh_step(
-    drafter: Drafter, target: Model, params: Params, width: int, slots: int, batch: int = 1,
+    drafter: Drafter,
+    target: Model,
+    params: Params,
+    width: int,
+    slots: int,
+    batch: int = 1,
     head: Head | None = None,
-) -> Step:  # fmt: skip
+) -> Step:
     """Returns the refresh of a head after a verify pass, of which it keeps no pair.
 
     Args:
@@ -181,18 +191,28 @@ def refresh_step(
 
 
 def pass_timer(
-    model: Model, params: Params, width: int, slots: int, batch: int,
-    iterations: int = ITERATIONS, seen: jax.Array | None = None,
-) -> Timer:  # fmt: skip
+    model: Model,
+    params: Params,
+    width: int,
+    slots: int,
+    batch: int,
+    iterations: int = ITERATIONS,
+    seen: jax.Array | None = None,
+) -> Timer:
     """Returns the timer of a pass of a model in a loop of its own; see ``model_step``."""
     step = model_step(model, params, width, slots, batch, seen=seen)
     return steps_timer([step], batch, iterations)
 
 
 def round_timer(
-    target: LoadedModel, draft: LoadedModel | LoadedHead | None, k: int, num_passes: int,
-    slots: int, batch: int, iterations: int = ITERATIONS,
-) -> Timer:  # fmt: skip
+    target: LoadedModel,
+    draft: LoadedModel | LoadedHead | None,
+    k: int,
+    num_passes: int,
+    slots: int,
+    batch: int,
+    iterations: int = ITERATIONS,
+) -> Timer:
     """Returns the timer of the passes of a round: the target's, and after it those of the draft.
 
     They stand in one loop, since a pass that stands alone finds its weights in the processor's
@@ -226,9 +246,7 @@ def _draft_steps(target, draft, params, k, slots, batch):
         )
         return step(width=FIRST_TOKENS), step(width=1)
     head = draft.head(target.model)
-    refresh = refresh_step(
-        head_drafter(head), target.model, params, k + 1, slots, batch, head
-    )
+    refresh = refresh_step(head_drafter(head), target.model, params, k + 1, slots, batch, head)
     return refresh, head_step(head, params, slots, batch)
 
 

@@ -97,8 +97,10 @@ def room_for_prompt(
 
 
 def fit(
-    questions: Sequence[Question], models: Sequence[LoadedModel | LoadedHead],
-    max_new_tokens: int, longest: int | None,
+    questions: Sequence[Question],
+    models: Sequence[LoadedModel | LoadedHead],
+    max_new_tokens: int,
+    longest: int | None,
 ) -> tuple[list[list[int]], int]:
     """Encodes the first turn of questions and cuts the beginning of those that are too long.
 

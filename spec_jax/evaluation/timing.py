@@ -40,9 +40,12 @@ def loop_timer(
 
 
 def interleave(
-    timers: Mapping[Any, Timer], repeats: int,
-    on_turn: Callable[[str], None] = lambda text: None, *, is_backwards: bool = False,
-) -> dict[Any, np.ndarray]:  # fmt: skip
+    timers: Mapping[Any, Timer],
+    repeats: int,
+    on_turn: Callable[[str], None] = lambda text: None,
+    *,
+    is_backwards: bool = False,
+) -> dict[Any, np.ndarray]:
     """Times A B C ... C B A ..., so that drift of the machine meets all alike.
 
     Every other turn runs backwards: what one timer does to the next (a cold cache) then

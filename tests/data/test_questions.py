@@ -9,8 +9,8 @@ from support.chat_templates import byte_level
 
 from configs import regenerate_zoo
 from experiments.comparison.answers import pack
-from experiments.comparison.evaluate_figures import categories
-from experiments.comparison.evaluate_setup import held_out_pieces
+from experiments.comparison.run import categories
+from experiments.comparison.setup import held_out_pieces
 from experiments.run.journal import Journal
 from experiments.run.regenerate_setup import prompts_of
 from spec_jax.data import questions, sources

@@ -349,25 +349,3 @@ def test_a_line_knows_whether_its_bar_is_met():
     assert met(2.0, is_upper=False) and not met(2.1, is_upper=False)
     assert met(None) is None
     assert table.Line("w", [float("nan")], "x", 1.0).is_met is False
-
-
-def test_the_part_of_ones_own_needs_something_of_ones_own(config, tmp_path):
-    own = config.copy_and_resolve_references()
-    with pytest.raises(ConfigError, match="nothing to measure; expected --config.drafter=module:m"):
-        benchmark.run(own, tmp_path, ("own",))
-    own.rule = "docs.examples.my_rule:rul"
-    with pytest.raises(ConfigError, match=r"no name 'rul' \(did you mean rule\?\)"):
-        benchmark.run(own, tmp_path / "never", ("zoo",))
-    assert not (tmp_path / "never").exists()
-
-
-@pytest.mark.exhaustive
-def test_a_drafter_and_a_rule_of_ones_own_have_lines(config, tmp_path):
-    own = config.copy_and_resolve_references()
-    own.update({"drafter": "docs.examples.my_drafter:make", "rule": "docs.examples.my_rule:rule"})
-    own.own.k = 2
-    record = benchmark.run(own, tmp_path, ("own",))
-    whats = [line["what"] for line in record["lines"]]
-    assert {"speed-up, bigrams, K=2, rule coin", "round under coin / under greedy"} <= {*whats}
-    assert all(line["value"] > 0 for line in record["lines"])
-    assert set(record["parts"]["own"]["identical_rows"].values()) == {2}

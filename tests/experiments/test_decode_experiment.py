@@ -17,15 +17,17 @@ from support.pairs import tiny_pair
 from support.runs import check_run_files
 
 from configs import decode_default, decode_specbench
-from experiments.comparison import decode_measure, decode_report
-from experiments.comparison.decode_setup import Setup, resolve
+from experiments.comparison import report as reports
+from experiments.comparison.setup import Setup, resolve
 from experiments.decode import decode
-from experiments.run import report
-from spec_jax import load_model, zoo
+from spec_jax import load_model
 from spec_jax.data import questions
 from spec_jax.data.questions import Question
+from spec_jax.drafters.eagle.model import EagleConfig
+from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.errors import ConfigError, SpecJaxError
 from spec_jax.evaluation.prompts import PromptEncoder, fit
+from spec_jax.loading import random_head
 from spec_jax.models import transformer
 from spec_jax.testing import audit_outputs
 
@@ -47,8 +49,8 @@ def pair(tmp_path_factory):
 def small(pair, **changes):
     config = decode_default.get_config()
     config.update({
-        "target": str(pair / "target"), "draft": str(pair / "draft"), "num_prompts": 2,
-        "max_new_tokens": 8, "ks": (3,), "has_stream": False, **changes,
+        "target": str(pair / "target"), "drafts": f"ngram,{pair / 'draft'}", "num_prompts": 2,
+        "max_new_tokens": 8, "has_stream": False, **changes,
     })  # fmt: skip
     return config
 
@@ -63,36 +65,36 @@ def run(pair, tmp_path_factory):
 def test_a_run_leaves_its_folder(run):
     folder, _ = run
     assert sorted(path.name for path in folder.iterdir()) == [
-        "acceptance.pdf", "acceptance.png", "config.json", "environment.json", "report.html",
-        "report.json", "report.md", "speedup.pdf", "speedup.png",
+        "acceptance.pdf", "acceptance.png", "answers.jsonl", "config.json", "environment.json",
+        "inputs.json", "report.html", "report.json", "report.md", "speedup.pdf", "speedup.png",
+        "state.jsonl",
     ]  # fmt: skip
     assert (folder / "speedup.png").read_bytes()[1:4] == b"PNG"
     assert (folder / "speedup.pdf").read_bytes()[1:4] == b"PDF"
-    assert check_run_files(folder, "decode")["config"]["ks"] == [3]
+    assert check_run_files(folder, "decode")["config"]["ks"] == []
     text = (folder / "report.md").read_text()
-    assert re.search(r"\| standalone +\| +3 +\| +1 +\| residual +\|", text)
+    assert re.search(r"\| draft +\| +3 +\| +1 +\| residual +\|", text)
     assert "speedup.png" in text
     written = {path.suffix: path.stat().st_mtime_ns for path in folder.glob("[rs][ep]*")}
     assert written[".md"] <= min(written[".png"], written[".html"])  # a plot that fails costs none
 
 
-def test_the_page_shows_the_first_prompts_tokens_by_every_cell(run):
+def test_the_page_shows_the_tokens_of_every_cell(run):
     folder, rep = run
     page = (folder / "report.html").read_text(encoding="utf-8")
     shown = json.loads(re.search(r'id="answers">(.*?)</script>', page)[1])
-    assert len(shown["units"]) == len(rep["results"]) and len(shown["questions"]) == 1
+    assert len(shown["units"]) == 2 * len(rep["results"]) and len(shown["questions"]) == 2
     assert shown["questions"][0]["id"] == rep["prompts"]["names"][0] in page
     turns = {
         (cell["label"], cell["temperature"]): unit["turns"][0]
-        for unit in shown["units"] for cell in [shown["cells"][unit["cell"]]]
+        for unit in shown["units"] if unit["question"] == 0
+        for cell in [shown["cells"][unit["cell"]]]
     }  # fmt: skip
     greedy = [turn for (_, temperature), turn in turns.items() if temperature == 0]
     assert len({turn["text"] for turn in greedy}) == 1 < len(greedy)  # plain decoding's tokens
     assert all(len(turn["kinds"]) == turn["total"] == 8 for turn in turns.values())
-    assert all(turn["ms"] is None for turn in turns.values())  # it took no turns
     assert set(turns["plain", 0.0]["kinds"]) == {"f", "t"}  # nothing was drafted
-    assert set(turns["standalone, K=3", 0.0]["kinds"]) <= set("fac")  # no draft ends early
-    assert "every answer in" not in page
+    assert set(turns["draft, K=3", 0.0]["kinds"]) <= set("fac")  # no draft ends early
 
 
 def test_the_report_holds_every_cell_and_only_valid_json(run):
@@ -100,11 +102,11 @@ def test_the_report_holds_every_cell_and_only_valid_json(run):
     report_json = json.loads((run[0] / "report.json").read_text(), parse_constant=refuse)
     assert report_json["is_complete"]
     audits = [(a["method"], a["identical"], a["bug"]) for a in report_json["audit"]]
-    assert audits == [("ngram", 2, 0), ("standalone", 2, 0)]
+    assert audits == [("ngram", 2, 0), ("draft", 2, 0)]
     cells = [(r["method"], r["k"], r["temperature"], r["rule"]) for r in report_json["results"]]
     assert cells == [
-        ("plain", 0, 0, "greedy"), ("ngram", 3, 0, "greedy"), ("standalone", 3, 0, "greedy"),
-        ("plain", 0, 1, "match"), ("ngram", 3, 1, "match"), ("standalone", 3, 1, "residual"),
+        ("plain", 0, 0, "greedy"), ("ngram", 3, 0, "greedy"), ("draft", 3, 0, "greedy"),
+        ("plain", 0, 1, "match"), ("ngram", 3, 1, "match"), ("draft", 3, 1, "residual"),
     ]  # fmt: skip
     for r in report_json["results"]:
         assert set(r) >= KEYS
@@ -126,11 +128,16 @@ def test_the_report_holds_every_cell_and_only_valid_json(run):
 
 @pytest.mark.exhaustive
 def test_heads_modules_and_trees_have_rows_of_their_own(pair, tmp_path, capsys):
+    target = load_model(pair / "target")
+    shapes = {"eagle": EagleConfig.of_target(target.config, 3, 150),
+              "mtp": MtpConfig.of_target(target.config)}  # fmt: skip
+    for name, shape in shapes.items():
+        random_head(shape, jax.random.key(0)).save(tmp_path / name, target)
+    paths = [tmp_path / name for name in shapes]
     config = small(
-        pair, draft="", head="random-eagle-3", mtp="random", trees="2x1, 5:2:3", ks=(2,),
-        temperatures=(0,), methods=("eagle", "mtp"),
-    )  # fmt: skip
-    result = decode(config, tmp_path)
+        pair, drafts=",".join(map(str, paths)), trees="2x1, 5:2:3", ks=(2,), temperatures=(0,)
+    )
+    result = decode(config, tmp_path / "run")
     cells = [(r["method"], r["k"], r["tree"]) for r in result["results"]]
     assert cells == [("plain", 0, None)] + [
         (method, k, tree)
@@ -141,34 +148,26 @@ def test_heads_modules_and_trees_have_rows_of_their_own(pair, tmp_path, capsys):
         assert r["identical_to_plain"] and len(r["drafted_at"]) == (2 if r["k"] else 0)
         is_tree = r["tree"] is not None
         assert (r["predicted_speedup"] == r["predicted_speedup"]) is not is_tree  # NaN
-    assert set(result["costs"]["draft_ms"]) == {"eagle", "mtp"}
-    assert set(result["costs"]["first_ms"]) == {"eagle", "mtp"}
-    assert result["models"]["head"]["vocabulary"] == 150
-    out = capsys.readouterr().out
-    assert "eagle 2x1" in out and "random mtp-recycled" in out
+    assert set(result["costs"][1]["draft_ms"]) == {"eagle", "mtp"}
+    assert set(result["costs"][1]["first_ms"]) == {"eagle", "mtp"}
+    assert result["models"]["eagle"]["vocabulary"] == 150
+    assert "eagle 2x1" in capsys.readouterr().out
 
 
-def test_the_report_is_saved_meanwhile(pair, tmp_path, monkeypatch):
-    """After every turn that is due, with every row so far: two prompts, twice each."""
-    whole, saved = report.write_json, []
-
-    def write(path, value):
-        whole(path, value)
-        if path.name == "report.json":
-            results = json.loads(path.read_text())["results"]
-            saved.append([(row["method"], row["rows"], row["num_pairs"]) for row in results])
-
-    monkeypatch.setattr(report, "write_json", write)
-    monkeypatch.setattr(decode_measure, "_SAVED_EVERY_S", -1.0)
-    config = small(pair, draft="none", temperatures=(0,))
-    result = decode(config, tmp_path)
-    named = lambda *counts: [(method, *counts) for method in ("plain", "ngram")]
-    assert saved == [named(1, 1), named(2, 2), named(2, 2), named(2, 2), named(2, 2)]
-    assert "standalone is left out" in result["notes"][0]
+def test_each_draft_has_a_k_of_its_own_unless_ks_says_otherwise(pair):
+    path = str(pair / "draft")
+    ks = lambda **changes: {
+        c.method: c.k for c in Setup.of(small(pair, temperatures=(0,), **changes)).cells[0.0]
+    }
+    assert ks() == {"plain": 0, "ngram": 3, "draft": 3}
+    assert ks(best_k=f"ngram=5,{path}=2") == {"plain": 0, "ngram": 5, "draft": 2}
+    assert ks(best_k=f"ngram=5,{path}=2", ks=(4,)) == {"plain": 0, "ngram": 4, "draft": 4}
+    with pytest.raises(ConfigError, match="best_k has 'ngram'; expected NAME=K"):
+        ks(best_k="ngram")
 
 
 def test_the_screen_shows_text_table_and_conclusion(pair, tmp_path, capsys):
-    config = small(pair, has_stream=True, temperatures=(0,), methods=("ngram",), has_expected=False)
+    config = small(pair, has_stream=True, temperatures=(0,), drafts="ngram", has_expected=False)
     decode(config, tmp_path)
     out = capsys.readouterr().out
     name = questions.load("", 2).chosen[0].name
@@ -186,18 +185,15 @@ def test_the_screen_shows_text_table_and_conclusion(pair, tmp_path, capsys):
     [
         ({"ks": (0,)}, r"ks is \(0,\); expected integers of 1 or more"),
         ({"ks": ("x",)}, "expected integers"),
-        ({"ks": ()}, "expected one or more"),
+        ({"temperatures": ()}, "expected one or more"),
         ({"temperatures": (-0.5,)}, "numbers of 0 or more"),
         ({"temperatures": ("hot",)}, "numbers of 0 or more"),
-        ({"methods": ("medusa",)}, "plain, ngram, standalone, eagle, mtp, suffix"),
-        ({"methods": ("eagle",)}, "nothing drafts for them: --config.head=PATH"),
-        ({"methods": ("plain", "eagle"), "head": "no/such"},
-         "nothing drafts for them: --config.head=PATH; no/such is left out: no/such is neither"),
+        ({"drafts": ""}, "drafts is ''; expected names"),
+        ({"drafts": "no/such"}, "nothing drafts for .*no/such is left out: no/such is neither"),
+        ({"order": "random"}, "spread or group"),
         ({"trees": "3y"}, "the tree is '3y'; expected children by depth"),
         ({"trees": "9:2"}, "the tree is '9:2'"),
-        ({"trees": "2", "standalone_rules": ("block",)}, "'block' accepts chains"),
-        ({"standalone_rules": ("greedy",)}, "residual, block, traversal, match"),
-        ({"num_prompts": 3, "batch": 2}, "a multiple of batch 2"),
+        ({"rules": ("greedy",)}, "residual, block, traversal, match"),
         ({"num_prompts": 0}, "1 or more"),
         ({"max_new_tokens": 1}, "2 or more"),
         ({"max_prompt_tokens": 0}, "max_prompt_tokens is 0; expected 1 or more, or none"),
@@ -205,9 +201,9 @@ def test_the_screen_shows_text_table_and_conclusion(pair, tmp_path, capsys):
         ({"dtype": "int8"}, "float32, bfloat16"),
         ({"target": ""}, "--config.target=PATH"),
         ({"target": "no/such"}, "neither a directory nor a zoo name"),
-        ({"prompts": "no/such.jsonl"}, "cannot be read"),
+        ({"data": "no/such.jsonl"}, "cannot be read"),
         ({"sampler": {"top_p": 2.0}}, "top_p is 2.0"),
-        ({"ngram_min": 5}, "ngram.min <= ngram.max"),
+        ({"ngram_min": 5, "drafts": "ngram"}, "ngram.min <= ngram.max"),
     ],
 )
 def test_bad_values_are_refused_before_anything_is_made(pair, tmp_path, changes, message):
@@ -220,26 +216,28 @@ def test_what_cannot_be_used_is_left_out_with_a_note(pair, tmp_path):
     data = tmp_path / "prompts.jsonl"
     data.write_text('{"prompt": "x = 1"}\n{\n{"prompt": 5}\n"import os"\n', encoding="utf-8")
     setup = Setup.of(small(
-        pair, head="no/such, random-eagle-3", data=str(data), temperatures=(0,),
-        draft=str(zoo.path("zoo/draft")),
-        num_prompts=16, batch=4, ks=(1, 2),
+        pair, drafts="ngram,no/such,zoo/draft", data=str(data), temperatures=(0,),
+        num_prompts=16, batches=(4,), ks=(1, 2),
     ))  # fmt: skip
-    assert [*dict.fromkeys(cell.method for cell in setup.cells)] == ["plain", "ngram", "eagle"]
-    assert [*setup.bench.drafts] == ["eagle"] and setup.bench.batch == 2
-    assert [prompt.text for prompt in setup.prompts] == ["x = 1", "import os"]
-    notes = decode_report.start(setup)["notes"]
+    assert [*dict.fromkeys(cell.method for cell in setup.cells[0.0])] == ["plain", "ngram"]
+    assert [*setup.drafts] == ["ngram"] and setup.config.batches == (2,)
+    assert [prompt.text for prompt in setup.questions.chosen] == ["x = 1", "import os"]
+    notes = reports.start(setup)["notes"]
     expected = (
-        "no/such is left out", ":2: not JSON", "prompt is 5", "has 2 questions, not 16",
-        "batches of 4 are of 2", "standalone is left out: the vocabularies differ",
+        "no/such is left out", "zoo/draft is left out: the vocabularies differ", ":2: not JSON",
+        "prompt is 5", "has 2 questions, not 16", "batches of 4 are of 2",
     )  # fmt: skip
     assert len(notes) == 6 and all(said in note for note, said in zip(notes, expected))
     with pytest.raises(ConfigError, match="nothing to compare .*the vocabularies differ"):
-        Setup.of(small(pair, methods=("standalone",), draft=str(zoo.path("zoo/draft"))))
+        Setup.of(small(pair, drafts="zoo/draft"))
 
 
-def test_a_folder_with_a_report_is_refused(run, pair):
-    with pytest.raises(ConfigError, match="another --workdir"):
-        decode(small(pair), run[0])
+def test_a_folder_of_another_run_is_refused_and_a_finished_one_goes_on(run, pair, capsys):
+    with pytest.raises(ConfigError, match="other values of max_new_tokens"):
+        decode(small(pair, max_new_tokens=9), run[0])
+    again = decode(small(pair, has_audit=True), run[0])
+    assert "12 answers are there" in capsys.readouterr().out
+    assert [r["rounds"] for r in again["results"]] == [r["rounds"] for r in run[1]["results"]]
 
 
 def test_a_config_file_with_other_keys_is_refused(pair):
@@ -252,14 +250,18 @@ def test_a_config_file_with_other_keys_is_refused(pair):
         del config["num_prompt"], config["seed"]
     with pytest.raises(ConfigError, match="lacks seed"):
         resolve(config)
+    with config.unlocked():
+        config.head = "x"
+    with pytest.raises(ConfigError, match="no key 'head'; it is drafts now"):
+        resolve(config)
 
 
 def test_every_config_resolves(pair):
     for module in (decode_default, decode_specbench):
         config = module.get_config()
         config.target = str(pair / "target")
-        config.methods = ("plain,ngram",)  # as --config.methods=plain,ngram arrives
-        assert resolve(config).methods == ("plain", "ngram")
+        config.rules = ("residual,block",)  # as --config.rules=residual,block arrives
+        assert resolve(config).rules == ("residual", "block")
 
 
 def command(*args):
@@ -279,6 +281,7 @@ def command(*args):
     [
         (["--config.num_prompt=3"], "no key 'num_prompt' (did you mean num_prompts?)"),
         (["--config.num_prompts=many"], "--config.num_prompts=many: expected an integer"),
+        (["--config.draft=zoo/draft"], "no key 'draft' (it is drafts now)"),
         (["--config.target=no/such"], "no/such is neither a directory nor a zoo name"),
         (["--config=no/such.py"], "No such file or directory: 'no/such.py'"),
         (["words"], "unexpected argument 'words'"),
@@ -294,10 +297,10 @@ def test_the_command_answers_bad_input_in_one_line(args, message):
 @pytest.mark.exhaustive
 def test_the_command_takes_typed_overrides(pair, tmp_path):
     done = command(
-        f"--config.target={pair / 'target'}", f"--config.draft={pair / 'draft'}",
-        "--config.ks=1,2", "--config.temperatures=0.5", "--config.methods=ngram",
+        f"--config.target={pair / 'target'}", "--config.drafts=ngram",
+        "--config.ks=1,2", "--config.temperatures=0.5",
         "--config.sampler.top_k=5", "--config.draft_temperature=0.7", "--config.num_prompts=2",
-        "--config.batch=2", "--config.max_new_tokens=4", "--config.has_expected=false",
+        "--config.batches=2", "--config.max_new_tokens=4", "--config.has_expected=false",
         "--config.max_prompt_tokens=16", f"--workdir={tmp_path / 'run'}",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -305,8 +308,9 @@ def test_the_command_takes_typed_overrides(pair, tmp_path):
     assert [(r["method"], r["k"]) for r in result["results"]] == [
         ("plain", 0), ("ngram", 1), ("ngram", 2),
     ]  # fmt: skip
-    assert result["config"]["sampler"]["top_k"] == 5 and result["prompts"]["lengths"] == [16, 16]
-    assert "Traceback" not in done.stderr and "measuring 3/3" in done.stderr
+    assert result["config"]["sampler"]["top_k"] == 5
+    assert "truncated to the maximum of 16 tokens" in "".join(result["notes"])
+    assert "Traceback" not in done.stderr and "measuring 2/2" in done.stderr
 
 
 def test_long_prompts_lose_their_beginning_but_not_bos(pair):

@@ -43,7 +43,7 @@ def flags_of(experiment):
     text = read(experiment)
     for call, files in {
         "cli.define_flags(": ("run/cli", "run/distributed"),
-        "profiling.define_flag(": ("comparison/profiling",),
+        "cli.define_profile(": ("run/cli",),
     }.items():
         text += "".join(map(read, files)) if call in text else ""
     return {*re.findall(r"DEFINE_\w+\(\s*\"(\w+)\"", text), "help"}

@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import time
+import types
 from typing import NamedTuple
 
 import jax
@@ -20,17 +21,19 @@ from support.tiny_models import LLAMA, random_weights
 
 from configs import evaluate_specbench, evaluate_zoo
 from experiments import evaluate
-from experiments.comparison.decode_measure import busy_share
-from experiments.comparison.evaluate_figures import Counts, differences
-from experiments.comparison.evaluate_report import pays_at
-from experiments.comparison.evaluate_setup import Setup, fitting, resolve
-from experiments.comparison.evaluation import check_folder, notes_of_machines
+from experiments.comparison.report import pays_at
+from experiments.comparison.session import check_folder, notes_of_machines
+from experiments.comparison.setup import Setup, resolve
 from spec_jax.data import python_source, tokens
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.eagle.write import write_head
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
-from spec_jax.evaluation.grid import Run
+from spec_jax.evaluation.bench import Run
+from spec_jax.evaluation.compare import Tally
+from spec_jax.evaluation.prompts import fitting
+from spec_jax.evaluation.results import Counts
+from spec_jax.intervals import Interval
 from spec_jax.loading import random_head
 from spec_jax.models.checkpoint import save_pretrained
 from spec_jax.models.tokenizer import Tokenizer
@@ -57,7 +60,7 @@ def config(tmp_path_factory):
     config = evaluate_zoo.get_config()
     config.target = str(folder / "target")
     config.drafts = f"{folder / 'head'}, {folder / 'target'}"
-    config.prompts = str(folder / "prompts.jsonl")
+    config.data = str(folder / "prompts.jsonl")
     config.update({"num_prompts": 3, "max_new_tokens": 8, "ks": (2,), "batches": (2,)})
     return config
 
@@ -76,7 +79,7 @@ def test_a_draft_equal_to_the_target_is_always_accepted(config, tmp_path, capsys
     assert saved["results"][1]["rounds"] == same["rounds"] and same["draft_cost"] > 0
     said = capsys.readouterr().out
     text = (tmp_path / "run" / "report.md").read_text(encoding="utf-8")
-    assert "process peak" not in said and "tau: mean acceptance length" in said
+    assert "process peak" not in said and "mean acceptance length" in said
     (peak,) = re.findall(r"memory of the process, with all models: ([\d,]+) MiB", text)
     assert 50 < int(peak.replace(",", "")) < 1e5, "one figure of the run, none of a row"
     of = lambda name: (tmp_path / "run" / name).stat().st_mtime_ns
@@ -113,7 +116,7 @@ def test_reports_what_decoding_did(config, tmp_path, capsys):
         ("max_new_tokens", 1, "max_new_tokens is 1"),
         ("batches", (0,), r"batches is \(0,\); expected integers of 1 or more"),
         ("rules", ("greedy",), "rules is .'greedy',.; expected one or more of residual"),
-        ("prompts", "spec_bench", "data is 'spec_bench'.*did you mean specbench"),
+        ("data", "spec_bench", "data is 'spec_bench'.*did you mean specbench"),
     ],
 )
 def test_refuses_what_cannot_be(config, name, value, message):
@@ -167,7 +170,7 @@ def test_what_cannot_be_loaded_is_left_out_with_a_note(config):
     other = config.copy_and_resolve_references()
     other.drafts, other.ks = "no/such,ngram,zoo/draft", (2, 3)
     setup = Setup.of(other)
-    assert setup.methods == ["ngram"] and not setup.drafts
+    assert [*setup.drafts] == ["ngram"] and not setup.loaded
     assert "no/such is left out: no/such is neither" in setup.notes[0]
     misfits = [note for note in setup.notes if note.startswith("zoo/draft is left out: the vocab")]
     assert len(misfits) == 1, "not one for every K"
@@ -183,7 +186,7 @@ def test_a_target_without_a_tokenizer_is_refused_before_anything_is_made(config,
     shutil.copytree(config.target, tmp_path / "target")
     (tmp_path / "target" / "tokenizer.json").unlink()
     other = config.copy_and_resolve_references()
-    other.update({"target": str(tmp_path / "target"), "drafts": "ngram", "prompts": ""})
+    other.update({"target": str(tmp_path / "target"), "drafts": "ngram", "data": "pieces"})
     with pytest.raises(ConfigError, match="has no tokenizer.*expected tokenizer.json"):
         Setup.of(other)
 
@@ -193,13 +196,13 @@ def test_intervals_are_those_of_the_mean_and_of_paired_differences():
     rounds = draw.integers(5, 9, 400)
     accepted = draw.binomial(rounds[:, None], [0.6, 0.0])
     counts = Counts(rounds + accepted[:, 0], rounds, np.stack([rounds, 0 * rounds], 1), accepted)
-    tau, accept, never = counts.intervals()
+    tau, (accept, never) = counts.intervals()
     assert tau.value == pytest.approx(1 + accept.value) and tau.low < 1.6 < tau.high
     error = 1.96 * np.sqrt(0.6 * 0.4 / rounds.sum())
     widths = [accept.high - accept.value, accept.value - accept.low]
     np.testing.assert_allclose(widths, error, rtol=0.15)
     assert np.isnan(never).all() and str(never) == "–"
-    assert differences(counts, counts)[0] == (0, 0, 0)  # the same prompts on both sides
+    assert counts.less(counts)[0] == (0, 0, 0)  # the same prompts on both sides
 
 
 @pytest.mark.parametrize("n", [2, 4, 7, 16])
@@ -226,13 +229,19 @@ def test_the_turns_of_a_question_count_together():
 
 def test_rows_that_end_early_leave_a_batch_less_busy():
     run = lambda *rounds: Run(0.0, 1.0, [Row(Stats(rounds=n)) for n in rounds])
-    assert busy_share([run(7), run(3)]) == 1  # batches of one row
-    assert math.isnan(busy_share([run(0)]))  # prefill's token was a stop token
-    assert busy_share([run(8, 4), run(2, 2)]) == 16 / 20  # 12 of 16 rows and rounds, 4 of 4
+
+    def busy_share(*runs):
+        tally = Tally(None, None)
+        tally.runs = dict(enumerate(runs))
+        return tally.busy_share
+
+    assert busy_share(run(7), run(3)) == 1  # batches of one row
+    assert math.isnan(busy_share(run(0)))  # prefill's token was a stop token
+    assert busy_share(run(8, 4), run(2, 2)) == 16 / 20  # 12 of 16 rows and rounds, 4 of 4
 
 
 def test_where_speculation_pays():
-    at = lambda batch, low: {"batch": batch, "speedup_interval": [low, 2.0]}
+    at = lambda batch, low: types.SimpleNamespace(batch=batch, speedup=Interval(1.5, low, 2.0))
     assert pays_at([at(1, 1.1), None, at(16, 1.2)]) == "everywhere"
     assert pays_at([at(1, 1.1), at(4, 1.2), at(16, 0.9)]) == "at 1, 4"
     assert pays_at([at(1, 0.9)]) == "nowhere"

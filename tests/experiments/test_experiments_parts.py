@@ -7,23 +7,26 @@ import json
 import math
 import pathlib
 import sys
+import types
 
 import numpy as np
 import pytest
 from scipy.stats import binomtest
+from support.results import counts, result
 
-from experiments.comparison import auditing, decode_report
+from experiments.comparison import plots as comparison_plots
+from experiments.comparison import report as reports
 from experiments.planning import plan_report
 from experiments.run import memory, plots, report
-from experiments.run.tables import table
 from spec_jax.data import questions
 from spec_jax.engine import stats
 from spec_jax.errors import ConfigError
-from spec_jax.evaluation import costs, head_eval
-from spec_jax.evaluation.grid import Cell, make_cells
+from spec_jax.evaluation import costs, summary, teacher_forced
+from spec_jax.evaluation.cells import Cell, make_cells
 from spec_jax.intervals import Interval, jackknife, paired_speedup
 from spec_jax.show.plots import wilson
-from spec_jax.testing import RowAudit
+from spec_jax.show.tables import table
+from spec_jax.testing import RowAudit, mock_model
 from spec_jax.train.log import flatten
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -67,9 +70,12 @@ def test_prompts_come_from_files_of_each_kind(tmp_path):
         load("bad.gz", 1)
 
 
+DRAFTS = {"ngram": None, "standalone": mock_model(5)}
+
+
 def test_cells_are_named_once_and_plain_comes_first():
-    rules = {"ngram": ["match"], "standalone": ["residual", "residual"]}
-    cells = make_cells(["ngram", "plain", "standalone"], [2, 4], [0.0, 1.0], rules)
+    ks = dict.fromkeys(DRAFTS, [2, 4])
+    cells = make_cells(DRAFTS, ks, [0.0, 1.0], ["residual", "residual"])
     assert cells[0] == Cell("plain", 0, 0.0) and cells[5] == Cell("plain", 0, 1.0)
     assert len(cells) == len(set(cells)) == 10
     assert {c.rule for c in cells if c.temperature == 0 and c.k} == {"greedy"}
@@ -79,15 +85,14 @@ def test_a_prediction_counts_what_is_offered_and_what_passes_cost():
     found = costs.Costs(2.0, {"standalone": 0.5}, {1: 2.0, 5: 3.0}, slots=128, batch=1)
     assert found.verify_cost(2) == 1.25 and found.draft_cost("ngram") == 0
     assert math.isnan(found.draft_cost("mtp"))
-    full = {
-        "method": "standalone", "k": 4, "rounds": 10, "drafted_at": [10] * 4,
-        "acceptance_by_position": [0.9, 0.8, 0.7, math.nan],
-    }  # fmt: skip
-    rates = full["acceptance_by_position"]
+    seen = counts([10] * 4, [9, 8, 7, 0])
+    full = result("standalone", k=4, stats=seen)
+    rates = [0.9, 0.8, 0.7, 0.0]
     assert costs.predict(found, full) == stats.predicted_speedup(rates, 0.25, 1.5)
     assert costs.predict(found, full, 2) == stats.predicted_speedup(rates[:2], 0.25, 1.25)
-    half = {**full, "method": "ngram", "drafted_at": [5, 5, 5, 5]}
+    half = result("ngram", k=4, stats=counts([10] * 4, [9, 8, 7, 0], [5, 5, 5, 5]))
     assert costs.predict(found, half) == stats.predicted_speedup([0.45, *rates[1:]], 0.0, 1.5)
+    assert math.isnan(costs.predict(found, result(tree="2x1")))
 
 
 def test_a_prediction_counts_the_first_pass_of_a_round_by_its_width():
@@ -104,10 +109,7 @@ def test_a_prediction_counts_the_first_pass_of_a_round_by_its_width():
     assert found.draft_cost("eagle") == 0.2
     stored = found._replace(first_ms=json.loads(json.dumps(first)))
     assert stored.draft_cost("eagle", 3) == found.draft_cost("eagle", 3)
-    seen = {
-        "method": "eagle", "k": 3, "rounds": 10, "drafted_at": [10] * 3,
-        "acceptance_by_position": [0.9, 0.8, 0.7],
-    }  # fmt: skip
+    seen = result("eagle", stats=counts([10] * 3, [9, 8, 7]))
     tokens = 1 + 0.9 + 0.9 * 0.8 + 0.9 * 0.8 * 0.7
     assert costs.predict(found, seen) == pytest.approx(tokens / ((1.0 + 0.8 + 2.6) / 2.0))
 
@@ -128,10 +130,10 @@ def test_a_pass_of_a_draft_costs_what_it_adds_to_a_round_turn_by_turn():
     assert found.draft_ms == {"eagle": in_median(0.4)}
     round_ms = found.verify_cost(4) + 4 * found.draft_cost("eagle", 4)
     assert round_ms * found.plain_ms == in_median(5.7)  # all passes of a round, as measured
-    assert found.is_told("eagle") and not found.untold
+    assert found.is_significant("eagle") and not found.insignificant
 
 
-def test_a_pass_that_is_not_told_from_0_is_not_said_to_be_free():
+def test_a_pass_whose_cost_is_not_significant_is_not_said_to_be_free():
     noise = np.asarray([0.2, -0.3, 0.1, -0.2])
     of = lambda **times: costs.Costs.of_times(
         {costs.Passes("target", 0): np.full(4, 2.0), costs.Passes("target", 4): np.full(4, 3.0),
@@ -140,81 +142,61 @@ def test_a_pass_that_is_not_told_from_0_is_not_said_to_be_free():
     )  # fmt: skip
     even = of(first=0.8 + 0 * noise, every=0.8 + noise)  # three passes add less than the noise
     assert even.draft_ms["standalone"] == even.first_ms["standalone"][4] == pytest.approx(0.1875)
-    assert even.is_told("standalone") and not even.untold
+    assert even.is_significant("standalone") and not even.insignificant
     assert 4 * even.draft_cost("standalone", 4) * 2.0 == pytest.approx(0.75)  # the median of all
-    assert "not told" not in decode_report.describe_costs(even._asdict())[0]
+    assert "not significant" not in reports.describe_costs(even)
     nothing = of(first=noise, every=noise - 0.1)
-    assert nothing.draft_ms == {"standalone": 0.0} and nothing.untold == {"standalone": [0, 4]}
-    (said,) = decode_report.describe_costs(json.loads(json.dumps(nothing._asdict())))
-    assert "a draft pass of standalone adds 0.00 (not told from 0)" in said
-    assert "of standalone in a round of 4 adds 0.00 (not told from 0)" in said
-    result = {"method": "standalone", "k": 4, "rounds": 9, "drafted_at": [9] * 4,
-              "acceptance_by_position": [0.5] * 4}  # fmt: skip
-    assert 0 < costs.predict(nothing, result) < math.inf
+    assert nothing.draft_ms == {"standalone": 0.0}
+    assert nothing.insignificant == {"standalone": [0, 4]}
+    said = reports.describe_costs(nothing)
+    assert "a draft pass of standalone adds 0.00 (not significant)" in said
+    assert "of standalone in a round of 4 adds 0.00 (not significant)" in said
+    halves = result("standalone", k=4, stats=counts([9] * 4, [4] * 4, rounds=9))
+    assert 0 < costs.predict(nothing, halves) < math.inf
 
 
 def test_cells_of_trees_stand_beside_the_chains():
-    rules = {"ngram": ["match"], "standalone": ["residual"]}
-    cells = make_cells(["ngram", "standalone"], [2], [1.0], rules, ["3x1", "12:3:4"])
+    ks = dict.fromkeys(DRAFTS, [2])
+    cells = make_cells(DRAFTS, ks, [1.0], trees=["3x1", "12:3:4"])
     assert cells[1:] == [
         Cell("ngram", 2, 1.0, "match"), Cell("standalone", 2, 1.0, "residual"),
         Cell("standalone", 6, 1.0, "residual", "3x1"),
         Cell("standalone", 12, 1.0, "residual", "12:3:4"),
     ]  # fmt: skip
-    assert cells[-1].label == "standalone tree 12:3:4 T=1 residual"
 
 
-def test_a_table_is_aligned_and_shows_what_is_missing():
-    row = {
-        "method": "plain", "k": 0, "temperature": 0.0, "rule": "greedy", "tokens_per_s": 400.0,
-        "tau": 1.0, "acceptance_by_position": [], "speedup": 1.0, "predicted_speedup": 1.0,
-        "identical_to_plain": True, "is_lossless": True, "speedup_interval": None,
-        "plain_tokens_per_s": 400.0, "differences": [],
-    }  # fmt: skip
-    changed = {
-        "method": "ngram", "k": 2, "acceptance_by_position": [0.5, math.nan],
-        "speedup_interval": [math.nan] * 2,
-    }  # fmt: skip
-    other = {**row, **changed, "speedup": math.nan, "identical_to_plain": False}
-    lossy = {**other, "rule": "typical-acceptance", "is_lossless": False, "speedup": 0.5}
-    other |= {"identical_rows": 3, "rows": 4}
-    lossy |= {"identical_to_plain": None, "temperature": 1.0}
-    lines = decode_report.results_table([row, other, lossy]).splitlines()
+def test_a_table_has_a_dash_for_what_is_missing():
+    row = result("plain", speedup=1.0, k=0)
+    other = result("ngram", k=2, speedup=math.nan, stats=counts([2, 0], [1, 0]), identical_rows=3)
+    lossy = result("ngram", k=2, speedup=0.5, rule="typical-acceptance", is_lossless=False,
+                   identical_rows=None, temperature=1.0)  # fmt: skip
+    lines = summary.results_table([row, other, lossy]).splitlines()
     column = lines[0].index("identical")
     assert [line[column:] for line in lines[2:]] == ["yes", "no (3/4 rows)", "", "– (lossy)"]
     assert ".50 –" in lines[3] and "nan" not in "".join(lines)
-    assert decode_report.conclusions([row, other, lossy]) == []
-
-
-def result(name, low, high, **changes):
-    """A row of a report, as far as its conclusions read it."""
-    return {
-        "method": name, "k": 3, "tree": None, "temperature": 0.0, "rule": "greedy",
-        "is_lossless": True, "speedup": (low * high) ** 0.5, "speedup_interval": [low, high],
-        "identical_to_plain": True, "identical_rows": 4, "rows": 4, "differences": [], **changes,
-    }  # fmt: skip
+    assert summary.conclusions([row, other, lossy]) == []
 
 
 def test_what_ran_too_little_to_tell_is_marked():
     fast, near, slow = result("a", 1.4, 1.6), result("b", 0.9, 1.5), result("c", 1.1, 1.3)
-    assert decode_report.interval_text(fast) == "1.40 to 1.60"
-    assert decode_report.interval_text(near) == "0.90 to 1.50 ?"
-    assert decode_report.interval_text(result("d", 0.5, 0.9)) == "0.50 to 0.90"  # told: slower
+    assert summary.interval_text(fast) == "1.40 to 1.60"
+    assert summary.interval_text(near) == "0.90 to 1.50 ?"
+    assert summary.interval_text(result("d", 0.5, 0.9)) == "0.50 to 0.90"  # told: slower
     alone = result("e", math.nan, math.nan, speedup=2.0)
-    assert decode_report.interval_text(alone) == "one pair ?"
-    assert decode_report.conclusions([fast, near, slow]) == [
+    assert summary.interval_text(alone) == "one pair ?"
+    assert summary.conclusions([fast, near, slow]) == [
         "Fastest at T=0: a, K=3, rule greedy: 1.50x plain decoding (1.40 to 1.60), identical "
         "output; with overlapping intervals: b K=3"
     ]
-    (line,) = decode_report.conclusions([near])
+    (line,) = summary.conclusions([near])
     assert "(0.90 to 1.50, not significant: the interval includes 1)" in line
-    assert "e K=3" in decode_report.conclusions([fast, alone | {"speedup": 1.0}])[0]
-    assert "2.00x plain decoding (one pair, no interval)" in decode_report.conclusions([alone])[0]
+    assert "e K=3" in summary.conclusions([fast, result("e", speedup=1.0)])[0]
+    assert "2.00x plain decoding (one pair, no interval)" in summary.conclusions([alone])[0]
 
 
 def test_where_nothing_is_faster_the_conclusion_says_so():
     slow, slower = result("ngram", 0.6, 0.64), result("b", 0.3, 0.4)
-    assert decode_report.conclusions([slower, slow]) == [
+    assert summary.conclusions([slower, slow]) == [
         "Nothing beat plain decoding at T=0; closest: ngram, K=3, rule greedy: 0.62x plain "
         "decoding (0.60 to 0.64), identical output"
     ]
@@ -225,17 +207,13 @@ def test_a_difference_is_said_to_be_rounding_or_not():
     bug = dataclasses.replace(tie, verdict="bug", gap=0.5)
     end = RowAudit(1, "bug", at=9, tokens=(None, 6))
     assert [d.is_near_tie for d in (tie, bug, end)] == [True, False, False]
-    as_json = lambda *found: [d.to_dict() for d in found]
-    parted = {"identical_to_plain": False, "identical_rows": 3}
-    rounded = result("a", 1.1, 1.2, differences=as_json(tie), **parted)
-    wrong = result("a", 1.1, 1.2, differences=as_json(bug), **parted)
-    assert "identical but for near ties" in decode_report.conclusions([rounded])[0]
-    assert "NOT identical" in decode_report.conclusions([wrong])[0]
-    sampled = result("a", 1.1, 1.2, temperature=1.0, **parted)  # no logits were computed again
-    assert "output identical in 3 of 4 rows only" in decode_report.conclusions([sampled])[0]
-    lines = [decode_report.describe_difference(rounded, d, "bfloat16")
-             for d in as_json(tie, bug, end)]  # fmt: skip
-    assert "row 2 parts from plain decoding at token 7 (plain decoding takes id 5," in lines[0]
+    of = lambda *found, **more: result("a", 1.1, 1.2, differences=found, identical_rows=3, **more)
+    assert "identical but for near ties" in summary.conclusions([of(tie)])[0]
+    assert "NOT identical" in summary.conclusions([of(bug)])[0]
+    sampled = of(temperature=1.0)  # no logits were computed again
+    assert "output identical in 3 of 4 rows only" in summary.conclusions([sampled])[0]
+    lines = [reports.describe_difference(of(tie), d, "bfloat16") for d in (tie, bug, end)]
+    assert "row 2 diverges from plain decoding at token 7 (plain decoding takes id 5," in lines[0]
     assert "(plain decoding takes none, this row id 6)" in lines[2]
     assert "within the rounding of bfloat16" in lines[0] and "NOT within" in lines[1]
     assert lines[2].endswith("ends: no near tie")
@@ -245,18 +223,16 @@ def test_an_audit_is_summed_up_by_cell():
     found = RowAudit(2, "rounding", ("they nearly tie",), 7, gap=0.1, rounding=0.1,
                      deviations=(1.2, 1.4))  # fmt: skip
     wrong = dataclasses.replace(found, verdict="bug", deviations=(1.0, 9.0))
-    parted = {"identical_to_plain": False, "identical_rows": 2, "tree": None}
-    differences = [found.to_dict(), wrong.to_dict()]
-    ours = result("a", 1.1, 1.2, differences=differences, **parted)
-    sampled = ours | {"identical_rows": None, "differences": []}
-    (audit,) = auditing.summary([result("plain", 1, 1, tree=None), ours, sampled])
+    ours = result("a", 1.1, 1.2, differences=(found, wrong), identical_rows=2)
+    sampled = dataclasses.replace(ours, identical_rows=None, differences=())
+    (audit,) = reports.audit_summary([result("plain", 1, 1), ours, sampled])
     assert audit["rounding"] == audit["bug"] == 1 and audit["farthest"] == 9.0
     assert audit["identical"] == audit["not_examined"] == 2 and audit["rows"] == 4
-    lines = auditing.audit_table([audit]).splitlines()
+    lines = reports.audit_table([ours]).splitlines()
     assert "not examined" in lines[0] and "9.00" in lines[-1]
-    both = auditing.audit_table([audit, audit | {"batch": 4}])
+    both = reports.audit_table([ours, dataclasses.replace(ours, batch=4)])
     assert "a, batch 1" in both and "a, batch 4" in both
-    said = decode_report.describe_difference(ours, differences[0], "bfloat16")
+    said = reports.describe_difference(ours, found, "bfloat16")
     assert said.endswith("the audit's verdict is rounding: they nearly tie")
 
 
@@ -297,7 +273,7 @@ def test_the_interval_of_a_speedup_covers_the_truth_of_few_and_of_many_questions
 def test_a_position_that_decoding_never_reached_is_not_logged():
     counts = {"emitted": 6, "first": 1, "accepted": 1, "corrected": 4, "rounds": 4}
     decoded = stats.Stats(**counts, reached_at=(4, 1, 0), accepted_at=(1, 0, 0))
-    found = flatten(head_eval.acceptance_figures(decoded))
+    found = flatten(teacher_forced.acceptance_figures(decoded))
     assert found == {"tau": 1.25, "accept_1": 0.25, "accept_2": 0.0}
 
 
@@ -311,9 +287,11 @@ def test_an_interval_of_one_point_is_not_printed():
 def test_no_panel_of_speedups_hides_a_point_of_another(tmp_path, monkeypatch):
     """Panels share their axis: the first one's height must not cut the points of the second."""
     monkeypatch.setattr(plots.plt, "close", lambda figure: None)
-    row = {"k": 1, "method": "x", "rule": "r", "tree": "1", "speedup_interval": [0.5, 40.0]}
-    cold, warm = (row | {"temperature": t, "speedup": s} for t, s in ((0.0, 1.1), (1.0, 2.0)))
-    plots.plot_speedup(tmp_path / "speedup.png", [cold, warm], costs=None)
+    row = lambda temperature, value: result(
+        "x", 0.5, 40.0, value, k=1, tree="1", temperature=temperature
+    )
+    results = [row(0.0, 1.1), row(1.0, 2.0)]
+    comparison_plots.plot_speedup(tmp_path / "speedup.png", results, costs=None)
     figure = plots.plt.gcf()
     assert all(axis.get_ylim()[0] < 0 and 4 < axis.get_ylim()[1] < 5 for axis in figure.axes)
     monkeypatch.undo()
@@ -322,11 +300,9 @@ def test_no_panel_of_speedups_hides_a_point_of_another(tmp_path, monkeypatch):
 
 def test_rows_without_a_round_leave_a_plot_without_points(tmp_path):
     """Where every output ends with prefill's token, nothing has a speed-up."""
-    nan = math.nan
-    row = {"k": 1, "method": "x", "rule": "r", "tree": "1", "temperature": 0.0, "speedup": nan}
-    row |= {"acceptance_by_position": [nan], "reached_at": [0], "expected_by_position": []}
-    plots.plot_speedup(tmp_path / "speedup.png", [row | {"speedup_interval": [nan, nan]}], None)
-    plots.plot_acceptance(tmp_path / "acceptance.png", [row])
+    row = result("x", speedup=math.nan, k=1, tree="1", stats=counts([0], [0]))
+    comparison_plots.plot_speedup(tmp_path / "speedup.png", [row], None)
+    comparison_plots.plot_acceptance(tmp_path / "acceptance.png", [row])
     assert len([*tmp_path.glob("*.png")]) == 2
 
 
@@ -370,9 +346,8 @@ def test_memory_that_the_system_does_not_tell_is_left_out(tmp_path, monkeypatch)
 
 def test_every_series_has_a_marker_and_a_line_of_its_own():
     """So that it can be read in grey."""
-    row = {"k": 3, "temperature": 0.0, "tree": None, "acceptance_by_position": [0.0] * 3}
     names = ["ngram", "standalone", "eagle-1", "eagle-3", "mtp", "suffix"]
-    found = plots._series([row | {"method": name, "rule": "greedy"} for name in names], 0.0)
+    found = comparison_plots._series([result(name) for name in names], 0.0)
     for part in ("marker", "line", "color"):
         assert len({getattr(series, part) for series in found}) == len(names)
 
@@ -383,12 +358,9 @@ def test_a_table_in_markdown_keeps_its_columns():
 
 
 def test_rows_that_nobody_examined_are_said():
-    parted = {"identical_to_plain": False, "identical_rows": 1, "differences": []}
-    environment = {"load_1min": 0, "cores": 2}
-    config = {"dtype": "float32"}
+    rep = {"notes": [], "environment": {"load_1min": 0, "cores": 2}, "own": {}}
+    setup = types.SimpleNamespace(config=types.SimpleNamespace(dtype="float32"), room=0)
     for temperature, why in ((0.0, "has_audit=True with this"), (1.0, "only examined at temp")):
-        r = result("a", 1.1, 1.2, temperature=temperature, finish_reasons={}, looping_share=0,
-                   batch=4, **parted)  # fmt: skip
-        rep = {"notes": [], "environment": environment, "results": [r], "costs": None}
-        (said,) = decode_report.notes({**rep, "config": config})
-        assert why in said and "batch 4: 3 of 4 rows part" in said
+        r = result("a", 1.1, 1.2, temperature=temperature, batch=4, identical_rows=1)
+        (said,) = reports.notes(rep, [r], {}, setup, 0)
+        assert why in said and "batch 4: 3 of 4 rows diverge" in said

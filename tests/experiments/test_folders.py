@@ -6,9 +6,9 @@ import pytest
 from support.pairs import tiny_pair
 
 from configs import evaluate_zoo
-from experiments.comparison import decode_measure, evaluation
-from experiments.comparison.answers import text_of
-from experiments.comparison.evaluate_setup import Setup
+from experiments.comparison import session
+from experiments.comparison.answers import key_of, text_of
+from experiments.comparison.setup import Setup
 from experiments.run import cli, report
 from spec_jax.errors import ConfigError, PromptError
 from spec_jax.evaluation import costs
@@ -64,7 +64,7 @@ def refused(monkeypatch):
             "counts": {"emitted": 1, "first": 1},
         }  # fmt: skip
         name = self.setup.questions.chosen[q].name
-        return {**evaluation.key_of(tally.cell, stage.bench.batch, name), "turns": [found]}
+        return {**key_of(tally.cell, stage.bench.batch, name), "turns": [found]}
 
     def measure(self, stage, groups, bar):
         for group in groups:
@@ -73,20 +73,20 @@ def refused(monkeypatch):
                 for q in group.questions for tally in stage.tallies
             ])  # fmt: skip
 
-    monkeypatch.setattr(decode_measure, "compile_all", compile_all)
+    monkeypatch.setattr(session, "compile_all", compile_all)
     found = costs.Costs(1.0, {}, {1: 1.0}, 128, 1)
     monkeypatch.setattr(costs.Costs, "measure", lambda *_, **__: found)
-    monkeypatch.setattr(evaluation.Evaluation, "_line", line)
-    monkeypatch.setattr(evaluation.Evaluation, "_measure", measure)
+    monkeypatch.setattr(session.Evaluation, "_line", line)
+    monkeypatch.setattr(session.Evaluation, "_measure", measure)
     return sizes
 
 
 def test_what_is_left_out_once_stays_out_when_the_run_goes_on(setup, refused, tmp_path):
     refused.add(2)
-    first = evaluation.Evaluation(setup, tmp_path)
+    first = session.Evaluation(setup, tmp_path)
     assert [stage.bench.batch for stage in first.run()] == [3]
     refused.clear()
-    again = evaluation.Evaluation(setup, tmp_path)
+    again = session.Evaluation(setup, tmp_path)
     (stage,) = again.run()
     assert stage.bench.batch == 3 and again.num_saved == 6  # of plain decoding and ngram
     assert stage.plain.rows[1].tokens == (5,)
@@ -97,7 +97,7 @@ def test_a_run_of_which_nothing_can_be_measured_says_why(setup, refused, tmp_pat
     refused.update((2, 3))
     for _ in range(2):
         with pytest.raises(ConfigError, match="measured: batch 2, .*no room for 2; batch 3, T=0"):
-            evaluation.Evaluation(setup, tmp_path).run()
+            session.Evaluation(setup, tmp_path).run()
 
 
 @pytest.mark.parametrize(
@@ -113,29 +113,29 @@ def test_a_run_of_which_nothing_can_be_measured_says_why(setup, refused, tmp_pat
     ],
 )  # fmt: skip
 def test_a_damaged_line_is_named_with_the_remedy(setup, refused, tmp_path, damage, message):
-    evaluation.Evaluation(setup, tmp_path).run()
-    path = tmp_path / evaluation.ANSWERS
+    session.Evaluation(setup, tmp_path).run()
+    path = tmp_path / session.ANSWERS
     first, second, *more = path.read_text(encoding="utf-8").splitlines(keepends=True)
     path.write_text(first + damage(second.rstrip()) + "\n" + "".join(more), encoding="utf-8")
     with pytest.raises(ConfigError, match=f"answers.jsonl, {message}"):
-        evaluation.Evaluation(setup, tmp_path).run()
+        session.Evaluation(setup, tmp_path).run()
     path.write_text(first, encoding="utf-8")  # as it says
-    assert len(evaluation.Evaluation(setup, tmp_path).run()) == 2
+    assert len(session.Evaluation(setup, tmp_path).run()) == 2
     assert len(path.read_text(encoding="utf-8").splitlines()) == 12
 
 
 def test_damaged_configs_and_inputs_are_named(tmp_path):
     config = {"target": "a", "has_audit": False}
-    (tmp_path / evaluation.ANSWERS).write_text("")
-    for name in ("config.json", evaluation.INPUTS):
+    (tmp_path / session.ANSWERS).write_text("")
+    for name in ("config.json", session.INPUTS):
         path = tmp_path / name
         for text in (None, "", "[]"):
             if text is not None:
                 path.write_text(text)
             with pytest.raises(ConfigError, match=f"{name} cannot be read .*name another"):
-                evaluation.check_folder(tmp_path, config)
+                session.check_folder(tmp_path, config)
         path.write_text(json.dumps(config) if name == "config.json" else "{}")
-    assert evaluation.check_folder(tmp_path, config) == {}
-    evaluation.check_folder(tmp_path, config | {"has_audit": True})  # of the answers that are there
+    assert session.check_folder(tmp_path, config) == {}
+    session.check_folder(tmp_path, config | {"has_audit": True})  # of the answers that are there
     with pytest.raises(ConfigError, match="other values of target"):
-        evaluation.check_folder(tmp_path, config | {"target": "b"})
+        session.check_folder(tmp_path, config | {"target": "b"})

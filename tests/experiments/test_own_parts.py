@@ -9,13 +9,12 @@ from support.pairs import tiny_pair
 from configs import decode_default, evaluate_zoo
 from docs.examples import my_drafter, my_rule
 from experiments import decode, evaluate
-from experiments.comparison.decode_setup import Setup
+from experiments.comparison.setup import Setup
 from spec_jax import SpeculativeConfig
 from spec_jax.__main__ import main
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.errors import ConfigError
-from spec_jax.evaluation.grid import make_cells
-from spec_jax.evaluation.own import Own
+from spec_jax.evaluation.cells import make_cells
 from spec_jax.rules import make_rule
 from spec_jax.testing import mock_model
 from spec_jax.tree import Tree
@@ -52,8 +51,9 @@ def of(module, pair, **changes):
 
 
 def test_own_parts_are_rows_at_every_k_and_temperature(pair):
-    setup = Setup.of(of(decode_default, pair, ks=(1, 3), methods=("ngram",), **OWN))
-    rows = [(c.method, c.k, c.temperature, c.rule) for c in setup.cells if c.method != "plain"]
+    setup = Setup.of(of(decode_default, pair, ks=(1, 3), drafts="ngram", **OWN))
+    cells = [cell for group in setup.cells.values() for cell in group if not cell.is_plain]
+    rows = [(c.method, c.k, c.temperature, c.rule) for c in cells]
     assert rows == [
         (method, k, temperature, rule)
         for temperature in (0.0, 1.0)
@@ -61,53 +61,51 @@ def test_own_parts_are_rows_at_every_k_and_temperature(pair):
         for rule in ("greedy" if temperature == 0 else usual, "coin")
         for k in (1, 3)
     ]
-    for cell in setup.cells[1:]:
-        config = setup.bench.decoder(cell).config
-        if cell.method != "plain":
-            named = (config.speculative_method, config.rejection_sampling_strategy)
-            assert named == (cell.method, cell.rule)
-    given = [facts["given"] for facts in setup.bench.own.facts().values()]
+    bench = setup.bench([[0]], 1, [[0]])
+    for cell in cells:
+        config = bench.decoder(cell).config
+        named = (config.speculative_method, config.rejection_sampling_strategy)
+        assert named == (cell.method, cell.rule)
+    given = [facts["given"] for facts in setup.custom.values()]
     assert given == [OWN["drafter"], OWN["rule"]]
 
 
-def cells_of(own, methods=("ngram", "standalone"), temperatures=(0.0, 1.0), trees=()):
-    rules = dict.fromkeys(("ngram", "standalone", "own"), ("residual",))
-    cells = make_cells(methods, (3,), temperatures, rules, trees, own)
-    return [(c.method, c.tree, c.temperature) for c in cells if c.rule == own.rule.name]
+def cells_of(rule, drafts, temperatures=(0.0, 1.0), trees=()):
+    cells = make_cells(
+        drafts, dict.fromkeys(drafts, (3,)), temperatures, trees=trees, custom_rule=rule
+    )
+    return [(c.method, c.tree, c.temperature) for c in cells if c.rule == rule.name]
 
 
 def test_a_rule_is_used_where_it_can_serve():
     rule = make_rule(SpeculativeConfig("standalone", 2, "block"))._replace(name="mine")
-    use = lambda **flags: Own(rule=rule._replace(**flags))
-    both = ("ngram", "standalone")
-    assert cells_of(use(), trees=("2x1",)) == [(m, None, t) for t in (0.0, 1.0) for m in both]
-    assert cells_of(use(needs_logits=True)) == [("standalone", None, t) for t in (0.0, 1.0)]
-    assert cells_of(use(is_greedy=True)) == [(m, None, 0.0) for m in both]
-    trees = cells_of(use(has_trees=True), trees=("2x1",), temperatures=(1.0,))
+    both = {"ngram": None, "standalone": mock_model(5)}
+    of = lambda *args, **flags: cells_of(rule._replace(**flags), both, *args)
+    assert cells_of(rule, both, trees=("2x1",)) == [(m, None, t) for t in (0.0, 1.0) for m in both]
+    assert of(needs_logits=True) == [("standalone", None, t) for t in (0.0, 1.0)]
+    assert of(is_greedy=True) == [(m, None, 0.0) for m in both]
+    trees = of((1.0,), ("2x1",), has_trees=True)
     assert trees == [("ngram", None, 1), ("standalone", None, 1), ("standalone", "2x1", 1)]
-    with pytest.raises(ConfigError, match="'mine' can serve no row .* it needs temperature 0"):
-        cells_of(use(is_greedy=True), temperatures=(1.0,))
+    with pytest.raises(ConfigError, match="'mine' can accept no draft .* it needs temperature 0"):
+        of((1.0,), is_greedy=True)
     branched = NO_DRAFT._replace(name="own", tree=Tree.branching((2, 1)))
-    own = Own(branched, rule._replace(has_trees=True))
-    assert cells_of(own, ("own",), (1.0,)) == [("own", "tree of 4 nodes", 1.0)]
+    found = cells_of(rule._replace(has_trees=True), {"own": branched}, (1.0,))
+    assert found == [("own", "of 4 nodes", 1.0)]
 
 
-def test_a_name_that_tables_use_is_refused():
-    target, config = mock_model(5), decode_default.get_config()
-    config.drafter = "spec_jax.drafters.model_free:NO_DRAFT"
+def test_a_name_that_tables_use_is_refused(pair):
+    of_config = lambda **changes: Setup.of(of(decode_default, pair, drafts="ngram", **changes))
     with pytest.raises(ConfigError, match="the name 'plain', .*drafter._replace"):
-        Own.of(config, target, ("plain",))
-    config.update({"drafter": "", "rule": "spec_jax.rules:MATCH"})
+        of_config(drafter="spec_jax.drafters.model_free:NO_DRAFT")
     with pytest.raises(ConfigError, match="the name 'match', which tables use"):
-        Own.of(config, target)
-    config.rule = "match"
-    assert Own.of(config, target).rule is make_rule(SpeculativeConfig("ngram", 2, "match"))
+        of_config(rule="spec_jax.rules:MATCH")
+    assert of_config(rule="match").rule is make_rule(SpeculativeConfig("ngram", 2, "match"))
 
 
 @pytest.mark.exhaustive
 def test_own_parts_are_decoded_evaluated_and_reported(pair, tmp_path):
     """At temperature 0 a lossless rule emits plain decoding's tokens; both reports name both."""
-    config = of(decode_default, pair, methods=("ngram",), has_stream=False, **OWN)
+    config = of(decode_default, pair, drafts="ngram", has_stream=False, **OWN)
     rep = decode.decode(config, tmp_path / "decode")
     for r in rep["results"]:
         assert r["identical_to_plain"] is True or r["temperature"] == 1

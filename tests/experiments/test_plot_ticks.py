@@ -3,7 +3,9 @@
 import math
 
 import numpy as np
+from support.results import result
 
+from experiments.comparison.plots import plot_speedup
 from experiments.planning import plan_report
 from experiments.run import plots, ticks
 
@@ -13,8 +15,8 @@ def test_a_plot_of_one_value_has_whole_ticks(tmp_path, monkeypatch):
     monkeypatch.setattr(plots.plt, "close", lambda figure: None)
     shown = lambda axis: [t for t in axis.get_xticks() if np.prod(axis.get_xlim() - t) <= 0]
     figure = lambda: plots.plt.figure(plots.plt.get_fignums()[-1])
-    row = {"k": 3, "rule": "r", "tree": "3", "temperature": 0.0, "speedup": 1.1}
-    plots.plot_speedup(tmp_path / "a.png", [row | {"method": m} for m in "ab"], costs=None)
+    results = [result(name, 1.0, 1.2, tree="3") for name in "ab"]
+    plot_speedup(tmp_path / "a.png", results, costs=None)
     assert shown(figure().axes[0]) == [3.0]
     cell = {"topology": "t", "mesh": "m", "fits": True}
     tried = {64: [12], 128: [3, 4, 5]}

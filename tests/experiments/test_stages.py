@@ -1,5 +1,6 @@
 """A round's stages in a recorded trace: names from the program's text, every moment once."""
 
+import dataclasses
 import gzip
 import json
 import statistics
@@ -9,12 +10,13 @@ import pytest
 from jax.profiler import ProfileData
 
 from experiments.benchmarks.shapes import random_model
-from experiments.comparison import profiling
 from spec_jax import processes
 from spec_jax.config import SamplerConfig
 from spec_jax.errors import ConfigError
+from spec_jax.evaluation import profile as profiling
 from spec_jax.evaluation import stages
-from spec_jax.evaluation.grid import Bench, Cell
+from spec_jax.evaluation.bench import Bench
+from spec_jax.evaluation.cells import Cell
 from spec_jax.evaluation.stages import Span, stage_of
 
 # As XLA prints it: a fusion with a computation of its own, a loop, and a copy without metadata.
@@ -184,15 +186,14 @@ def test_the_trace_for_perfetto_has_lines_of_stages_parts_and_operations(tmp_pat
 
 
 def test_a_table_says_what_is_left_and_why_there_is_none():
-    stage = {"stage": "verify", "part": "mlp", "share": 0.96, "ms": 1.92, "waiting_ms": 0.1,
-             "operations": 80.0}  # fmt: skip
-    record = {"rounds": 9, "round_ms": 2.0, "traced_ms": 3.0, "overhead": 1.5, "covered": 0.96,
-              "stages": [stage], "note": ""}  # fmt: skip
+    stage = profiling.StageTime("verify", "mlp", 1.92, 0.96, 0.1, 80.0)
+    record = profiling.RoundProfile(9, 2.0, 3.0, 0.96, (stage,))
     (section,) = profiling.sections({"mine": record})
     assert "mine: a round takes 2.000 ms; traced, 3.000 (1.50 times as long)" in section.title
     assert section.rows[0] == ("verify: mlp", "1.920", "96.0%", "0.100", "80.0")
     assert section.rows[1][:3] == ("begin and end of the call", "0.080", "4.0%")
-    (empty,) = profiling.sections({"mine": record | {"stages": [], "note": "nothing was named"}})
+    unnamed = dataclasses.replace(record, stages=(), note="nothing was named")
+    (empty,) = profiling.sections({"mine": unnamed})
     assert "nothing was named" in empty.title and not empty.rows
     assert "## Where a round goes" in profiling.document({"mine": record})
     assert profiling.document({}) == []
@@ -216,13 +217,12 @@ def test_the_stages_of_a_traced_round_add_up_to_it(tmp_path):
     folder = tmp_path / "standalone_K=2_T=0_greedy"
     assert [*folder.glob("plugins/profile/*/*.xplane.pb")]
     assert json.loads(gzip.open(folder / "stages.trace.json.gz", "rt").read())["traceEvents"]
-    found = {(s["stage"], s["part"]): s for s in record["stages"]}
+    found = {(s.stage, s.part): s for s in record.stages}
     assert {s[0] for s in found} == {"draft", "verify", "accept", "commit", "loop", "delays"}
     # A busy machine begins a call late, which is no stage: CI has neighbours.
-    assert 0.5 < record["covered"] < 1.05, record
-    assert sum(s["ms"] for s in found.values()) == pytest.approx(
-        record["covered"] * record["round_ms"]
-    )
+    assert 0.5 < record.covered < 1.05, record
+    total_ms = sum(s.ms for s in found.values())
+    assert total_ms == pytest.approx(record.covered * record.round_ms)
     # Two layers of attention and of an MLP, in every round.
-    assert found["verify", "mlp"]["operations"] >= 2
-    assert found["verify", "attention"]["ms"] > found["accept", ""]["ms"]
+    assert found["verify", "mlp"].operations >= 2
+    assert found["verify", "attention"].ms > found["accept", ""].ms

@@ -16,7 +16,7 @@ from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.drafters.mtp.objective import mtp_loss
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError
-from spec_jax.evaluation import head_eval
+from spec_jax.evaluation import teacher_forced
 from spec_jax.loading import LoadedModel, random_head
 from spec_jax.models import transformer
 from spec_jax.train import losses
@@ -90,10 +90,10 @@ def test_teacher_forced_rounds_are_the_decoders(name):
     """Drafts reached and accepted, by position, though one side never decodes and the other never
     reads a true token after a round's start."""
     head = trained(name)
-    rows, stats = head_eval.decode(
+    rows, stats = teacher_forced.decode(
         TARGET, head, PROMPTS, num_draft=K, max_new_tokens=40, batch=4
     )
-    reached, accepted = head_eval.teacher_forced(TARGET, head, PROMPTS, rows, num_draft=K)
+    reached, accepted = teacher_forced.unrolled(TARGET, head, PROMPTS, rows, num_draft=K)
     assert tuple(reached) == stats.reached_at and tuple(accepted) == stats.accepted_at
     assert accepted[1] > 0  # a second draft was right, so recycling was tried
 

@@ -131,9 +131,11 @@ class _Packed:
 
     def _unit(self, line: Mapping[str, Any]) -> None:
         cell = {
-            "label": name(line), "temperature": line["temperature"], "k": line["k"],
+            "label": name(line),
+            "temperature": line["temperature"],
+            "k": line["k"],
             "batch": line.get("batch", 1),
-        }  # fmt: skip
+        }
         question = {"id": str(line["question"]), "category": str(line.get("category") or "")}
         unit = {
             "cell": self._number("cells", cell),
@@ -155,10 +157,12 @@ class _Packed:
             ]
         rejected = {
             i: _cut(str(draft), _MAX_PIECE)
-            for i, draft in enumerate(part("rejected")) if draft is not None
-        }  # fmt: skip
+            for i, draft in enumerate(part("rejected"))
+            if draft is not None
+        }
         prompt = {
-            "text": _cut(turn.get("prompt") or "", _MAX_PROMPT), "tokens": turn.get("prompt_tokens")
+            "text": _cut(turn.get("prompt") or "", _MAX_PROMPT),
+            "tokens": turn.get("prompt_tokens"),
         }
         times = [t for t in turn.get("decode_s") or () if t is not None]
         return {

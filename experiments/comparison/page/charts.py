@@ -12,10 +12,13 @@ from experiments.run.ticks import spaced
 
 # Marks that tell series apart without colours, around (0, 0).
 _MARKS = (
-    "M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0z", "M-3.5,-3.5h7v7h-7z", "M0,-4.8L4.6,3.4L-4.6,3.4z",
-    "M0,-5L5,0L0,5L-5,0z", "M0,4.8L4.6,-3.4L-4.6,-3.4z",
+    "M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0z",
+    "M-3.5,-3.5h7v7h-7z",
+    "M0,-4.8L4.6,3.4L-4.6,3.4z",
+    "M0,-5L5,0L0,5L-5,0z",
+    "M0,4.8L4.6,-3.4L-4.6,-3.4z",
     "M-5,-1.7h3.3v-3.3h3.4v3.3h3.3v3.4h-3.3v3.3h-3.4v-3.3h-3.3z",
-)  # fmt: skip
+)
 _WIDTH, _HEIGHT = 440, 270
 _LEFT, _RIGHT, _TOP, _BOTTOM = 40, 12, 10, 40
 _ROOM = 46  # digits below a plot, in the larger type of a narrow screen
@@ -82,9 +85,15 @@ def nice_top(value: float) -> tuple[float, float]:
 
 
 def interval(
-    value: float, low: float, high: float, top: float, *, predicted: float = math.nan,
-    title: str = "", width: int = 132,
-) -> Markup:  # fmt: skip
+    value: float,
+    low: float,
+    high: float,
+    top: float,
+    *,
+    predicted: float = math.nan,
+    title: str = "",
+    width: int = 132,
+) -> Markup:
     """Draws a speed-up with its interval on a line from 0 to ``top``, beside a mark at 1.
 
     Args:
@@ -108,9 +117,7 @@ def interval(
             )
         )
     if _is_finite(predicted):
-        parts.append(
-            Markup('<path class="predicted" d="M{0},3V15"/>').format(at(predicted))
-        )
+        parts.append(Markup('<path class="predicted" d="M{0},3V15"/>').format(at(predicted)))
     if _is_finite(value):
         parts.append(Markup('<circle class="{}" cx="{}" cy="9" r="4"/>').format(kind, at(value)))
     return Markup(
@@ -164,10 +171,17 @@ def rates(values: Sequence[float | None]) -> Markup:
 
 
 def plot(
-    series: Sequence[Series], *, title: str, x_label: str, y_label: str,
-    x_ticks: Sequence[float], top: float, step: float, reference: float | None = None,
+    series: Sequence[Series],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    x_ticks: Sequence[float],
+    top: float,
+    step: float,
+    reference: float | None = None,
     is_log: bool = False,
-) -> Markup:  # fmt: skip
+) -> Markup:
     """Draws series of points with intervals over shared axes.
 
     Args:
@@ -229,9 +243,7 @@ def _draw(series: Series, at_x, at_y) -> Markup:
     if series.has_line and len(points) > 1:
         path = "M" + "L".join(f"{at_x(p.x)},{at_y(p.y)}" for p in points)
         dash = Markup(' stroke-dasharray="4 4"') if series.is_dashed else ""
-        parts.append(
-            Markup('<path class="line" d="{}" stroke="{}"{}/>').format(path, color, dash)
-        )
+        parts.append(Markup('<path class="line" d="{}" stroke="{}"{}/>').format(path, color, dash))
     for p in points if series.has_marks else ():
         bar = Markup("")
         if _is_finite(p.low, p.high):

@@ -51,16 +51,21 @@ def by_category(results: Sequence[Result], looks: Looks) -> list[dict[str, Any]]
         cells = _best_cells([r for r in shown if r["temperature"] == temperature])
         categories = dict.fromkeys(c for r in cells for c in r["categories"])
         rows = [
-            {"category": c, "cells": [_heat(r, r["categories"].get(c)) for r in cells],
-             "questions": max((number(r["categories"].get(c, {}).get("questions"))
-                               for r in cells), default=math.nan)}
+            {
+                "category": c,
+                "cells": [_heat(r, r["categories"].get(c)) for r in cells],
+                "questions": max(
+                    (number(r["categories"].get(c, {}).get("questions")) for r in cells),
+                    default=math.nan,
+                ),
+            }
             for c in categories
-        ]  # fmt: skip
+        ]
         total = {"category": "all", "cells": [_heat(r, r) for r in cells]}
         heads = [{"name": name(r), "look": looks[r["method"]]} for r in cells]
-        maps.append({
-            "title": temperature_name(temperature), "heads": heads, "rows": rows, "total": total,
-        })  # fmt: skip
+        maps.append(
+            {"title": temperature_name(temperature), "heads": heads, "rows": rows, "total": total}
+        )
     return maps or None
 
 
@@ -71,52 +76,69 @@ def _heat(result: Result, found: Mapping[str, Any] | None) -> dict[str, Any]:
     interval = "" if math.isnan(low) else f", 95 % {low:.2f} to {high:.2f}"
     said = f"{name(result)}: {text(found.get('speedup'))}×{interval}, tau {text(found.get('tau'))}"
     return {
-        "speedup": text(found.get("speedup"), ".2f", "×"), "tau": text(found.get("tau")),
-        "shade": shade(number(found.get("speedup"))), "title": said,
-    }  # fmt: skip
+        "speedup": text(found.get("speedup"), ".2f", "×"),
+        "tau": text(found.get("tau")),
+        "shade": shade(number(found.get("speedup"))),
+        "title": said,
+    }
 
 
 def predicted(results: Sequence[Result], looks: Looks) -> dict[str, Any] | None:
     """Plots and rows of measured over predicted speed-ups, and where the difference went."""
     shown = [
-        r for r in smallest_batch(results)
+        r
+        for r in smallest_batch(results)
         if r["method"] != "plain" and math.isfinite(number(r.get("predicted_speedup")))
-    ]  # fmt: skip
+    ]
     if not shown:
         return None
     top, step = charts.nice_top(top_of(shown, 1.2))
     ticks = [i * step for i in range(int(top / step + 1.5))]
 
     def draw(of: list[Result], title: str) -> Markup:
-        series = [charts.Series(
-            charts.PLAIN, [charts.Point(x, x, math.nan, math.nan, "") for x in (0, top)],
-            is_dashed=True, has_marks=False,
-        )]  # fmt: skip
+        series = [
+            charts.Series(
+                charts.PLAIN,
+                [charts.Point(x, x, math.nan, math.nan, "") for x in (0, top)],
+                is_dashed=True,
+                has_marks=False,
+            )
+        ]
         for r in of:
             point = point_of(number(r["predicted_speedup"]), r)
             series.append(charts.Series(looks[r["method"]], [point], is_hollow=bool(r.get("tree"))))
         return charts.plot(
-            series, title=f"{title}: measured over predicted speed-up", x_ticks=ticks, top=top,
-            x_label="predicted speed-up", y_label="measured speed-up", step=step, reference=1,
-        )  # fmt: skip
+            series,
+            title=f"{title}: measured over predicted speed-up",
+            x_ticks=ticks,
+            top=top,
+            x_label="predicted speed-up",
+            y_label="measured speed-up",
+            step=step,
+            reference=1,
+        )
 
     plain_ms = {
         r["temperature"]: number(r.get("round_ms"))
-        for r in smallest_batch(results) if r["method"] == "plain"
-    }  # fmt: skip
+        for r in smallest_batch(results)
+        if r["method"] == "plain"
+    }
     even_ms = lambda r: number(r.get("tau")) * plain_ms.get(r["temperature"], math.nan)
     ends = [x for r in shown for x in (sum(_stages(r).values()), even_ms(r)) if math.isfinite(x)]
     parts = list(dict.fromkeys(part for r in shown for part in r.get("difference_ms") or ()))
     rows = [
         {
-            "name": name(r), "temperature": r["temperature"], "look": looks[r["method"]],
-            "measured": r["speedup"], "predicted": r["predicted_speedup"],
+            "name": name(r),
+            "temperature": r["temperature"],
+            "look": looks[r["method"]],
+            "measured": r["speedup"],
+            "predicted": r["predicted_speedup"],
             "ratio": number(r["speedup"]) / number(r["predicted_speedup"]),
             "round": _round(r, even_ms(r), max(ends)),
             "parts": [(r.get("difference_ms") or {}).get(part) for part in parts],
         }
         for r in shown
-    ]  # fmt: skip
+    ]
     stages = list(dict.fromkeys(stage for r in shown for stage in _stages(r)))
     return {"rows": rows, "parts": parts, "stages": stages, "panels": panels(shown, draw)}
 

@@ -80,9 +80,12 @@ def render(
 @functools.cache
 def _template() -> jinja2.Template:
     env = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_FOLDER), autoescape=True, trim_blocks=True,
-        lstrip_blocks=True, undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
+        loader=jinja2.FileSystemLoader(_FOLDER),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
     env.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     env.filters["number"] = lambda value: "" if view.text(value) == "–" else f"{value:.6g}"
     env.filters["fixed"] = view.text

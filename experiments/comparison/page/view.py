@@ -113,19 +113,29 @@ def headline(results: Sequence[Result]) -> dict[str, Any] | None:
     rows = sum(r.get("rows", 0) for r in greedy)
     same = sum(r.get("identical_rows") or 0 for r in greedy)
     return {
-        "name": name(best), "temperature": temperature_name(best["temperature"]),
+        "name": name(best),
+        "temperature": temperature_name(best["temperature"]),
         "is_faster": best["speedup"] > 1,
-        "speedup": text(best["speedup"], ".2f"), "interval": speedup_text(best),
+        "speedup": text(best["speedup"], ".2f"),
+        "interval": speedup_text(best),
         "bounds": None if math.isnan(low) else f"{low:.2f} to {high:.2f}",
-        "verdict": verdict, "tau": text(best.get("tau")),
+        "verdict": verdict,
+        "tau": text(best.get("tau")),
         "tokens_per_s": text(best.get("tokens_per_s"), ",.0f"),
         "plain_tokens_per_s": text(best.get("plain_tokens_per_s"), ",.0f"),
-        "compared": len(greedy), "rows": rows, "same": same,
+        "compared": len(greedy),
+        "rows": rows,
+        "same": same,
         "bar": charts.interval(
-            best["speedup"], low, high, top, predicted=number(best.get("predicted_speedup")),
-            title=speedup_text(best), width=280,
+            best["speedup"],
+            low,
+            high,
+            top,
+            predicted=number(best.get("predicted_speedup")),
+            title=speedup_text(best),
+            width=280,
         ),
-    }  # fmt: skip
+    }
 
 
 def _identical(result: Result) -> tuple[str, str]:
@@ -158,31 +168,49 @@ def methods_table(results: Sequence[Result], looks: Looks) -> dict[str, Any] | N
         said, kind = _identical(r)
         is_plain = r["method"] == "plain"
         values = list(r.get("acceptance_by_position") or ())
-        rows.append({
-            "method": r["method"], "look": looks[r["method"]], "shape": shape(r),
-            "k": r["k"], "temperature": r["temperature"], "batch": _batch(r),
-            "rule": "–" if is_plain else r.get("rule") or "–", "is_plain": is_plain,
-            "tau": r.get("tau"), "tau_text": text(r.get("tau")),
-            "first_rate": number(values[0]) if values else math.nan,
-            "rates": charts.rates(values) if values else "–",
-            "tokens_per_s": r.get("tokens_per_s"),
-            "tokens_per_s_text": text(r.get("tokens_per_s"), ",.0f"),
-            "speedup": r["speedup"], "speedup_text": text(r["speedup"], ".2f", "×"),
-            "interval": "" if math.isnan(low) else f"{low:.2f} to {high:.2f}",
-            "bar": "" if is_plain else charts.interval(
-                number(r["speedup"]), low, high, top,
-                predicted=number(r.get("predicted_speedup")), title=speedup_text(r),
-            ),
-            "predicted": r.get("predicted_speedup"),
-            "predicted_text": "–" if is_plain else text(r.get("predicted_speedup"), ".2f", "×"),
-            "identical": said, "identical_kind": kind,
-        })  # fmt: skip
+        rows.append(
+            {
+                "method": r["method"],
+                "look": looks[r["method"]],
+                "shape": shape(r),
+                "k": r["k"],
+                "temperature": r["temperature"],
+                "batch": _batch(r),
+                "rule": "–" if is_plain else r.get("rule") or "–",
+                "is_plain": is_plain,
+                "tau": r.get("tau"),
+                "tau_text": text(r.get("tau")),
+                "first_rate": number(values[0]) if values else math.nan,
+                "rates": charts.rates(values) if values else "–",
+                "tokens_per_s": r.get("tokens_per_s"),
+                "tokens_per_s_text": text(r.get("tokens_per_s"), ",.0f"),
+                "speedup": r["speedup"],
+                "speedup_text": text(r["speedup"], ".2f", "×"),
+                "interval": "" if math.isnan(low) else f"{low:.2f} to {high:.2f}",
+                "bar": ""
+                if is_plain
+                else charts.interval(
+                    number(r["speedup"]),
+                    low,
+                    high,
+                    top,
+                    predicted=number(r.get("predicted_speedup")),
+                    title=speedup_text(r),
+                ),
+                "predicted": r.get("predicted_speedup"),
+                "predicted_text": "–" if is_plain else text(r.get("predicted_speedup"), ".2f", "×"),
+                "identical": said,
+                "identical_kind": kind,
+            }
+        )
     best = best_of(results)
     return {
-        "rows": rows, "temperatures": _temperatures(results), "batches": batches,
+        "rows": rows,
+        "temperatures": _temperatures(results),
+        "batches": batches,
         "has_rules": len({row["rule"] for row in rows} - {"–"}) > 1,
         "best": results.index(best) if best is not None and bounds(best)[0] > 1 else -1,
-    }  # fmt: skip
+    }
 
 
 def panels(
@@ -245,9 +273,15 @@ def over_k(results: Sequence[Result], looks: Looks) -> list[dict[str, Any]] | No
             points = [point_of(r["k"] + beside, r) for r in rows]
             series.append(Series(look, points, is_hollow=is_tree, has_line=False))
         return charts.plot(
-            series, title=f"{title}: speed-up over K", y_label="speed-up over plain decoding",
-            x_label="K, drafted tokens a round", x_ticks=ks, top=top, step=step, reference=1,
-        )  # fmt: skip
+            series,
+            title=f"{title}: speed-up over K",
+            y_label="speed-up over plain decoding",
+            x_label="K, drafted tokens a round",
+            x_ticks=ks,
+            top=top,
+            step=step,
+            reference=1,
+        )
 
     return panels(shown, draw)
 
@@ -273,10 +307,16 @@ def over_batch(results: Sequence[Result], looks: Looks) -> list[dict[str, Any]] 
         if not series:
             return None
         plot = charts.plot(
-            series, title=f"{title}: speed-up over the batch size", x_label="rows decoded together",
-            y_label="speed-up over plain decoding", x_ticks=batches, top=top, step=step,
-            reference=1, is_log=True,
-        )  # fmt: skip
+            series,
+            title=f"{title}: speed-up over the batch size",
+            x_label="rows decoded together",
+            y_label="speed-up over plain decoding",
+            x_ticks=batches,
+            top=top,
+            step=step,
+            reference=1,
+            is_log=True,
+        )
         return plot, said
 
     return panels(results, draw) or None
@@ -288,7 +328,8 @@ def _stops(rows: Sequence[Result]) -> str:
     faster, slower = of(lambda low, high: low > 1), of(lambda low, high: high < 1)
     said = [
         f"{name} than plain decoding at {', '.join(sizes)} row{'s' * (sizes != ['1'])}"
-        for name, sizes in (("faster", faster), ("slower", slower)) if sizes
+        for name, sizes in (("faster", faster), ("slower", slower))
+        if sizes
     ]
     return "; ".join(said) or "no significant difference from plain decoding at any batch size"
 
@@ -310,15 +351,23 @@ def acceptance(results: Sequence[Result], looks: Looks) -> list[dict[str, Any]] 
             known = last.get("accept_intervals") or wilson(rates, reached)
             points = [
                 Point(
-                    at + beside, rate, number(low), number(high),
+                    at + beside,
+                    rate,
+                    number(low),
+                    number(high),
                     f"{name(last)}: {text(rate)} of {count:,}",
                 )
                 for at, (rate, count, (low, high)) in enumerate(zip(rates, reached, known), 1)
-            ]  # fmt: skip
+            ]
             series.append(Series(looks[method], points, is_hollow=is_tree))
         return charts.plot(
-            series, title=f"{title}: acceptance by position", x_label="position in the draft",
-            y_label="share accepted, if reached", x_ticks=range(1, width + 1), top=1.0, step=0.2,
-        )  # fmt: skip
+            series,
+            title=f"{title}: acceptance by position",
+            x_label="position in the draft",
+            y_label="share accepted, if reached",
+            x_ticks=range(1, width + 1),
+            top=1.0,
+            step=0.2,
+        )
 
     return panels(shown, draw)

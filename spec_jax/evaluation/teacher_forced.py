@@ -25,9 +25,17 @@ _BUCKET = 64  # sequences are padded to multiples, so that few shapes compile
 
 
 def decode(
-    target: LoadedModel, draft: LoadedModel | LoadedHead | None, prompts: Sequence[Sequence[int]],
-    *, num_draft: int, max_new_tokens: int, batch: int, temperature: float = 0.0,
-    where: MeshOptions = MeshOptions(), drafter: Drafter | None = None, rule: Rule | None = None,
+    target: LoadedModel,
+    draft: LoadedModel | LoadedHead | None,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_draft: int,
+    max_new_tokens: int,
+    batch: int,
+    temperature: float = 0.0,
+    devices: MeshOptions = MeshOptions(),
+    drafter: Drafter | None = None,
+    rule: Rule | None = None,
 ) -> tuple[list[Generation], Stats]:
     """Decodes prompts in chains of ``num_draft``, ``batch`` rows at a time.
 
@@ -41,28 +49,36 @@ def decode(
       max_new_tokens: New tokens of every prompt.
       batch: Rows at a time; the last batch may have fewer.
       temperature: The temperature of target and draft.
-      where: The devices.
+      devices: The devices.
       drafter: A drafter of the user's own, in place of a draft.
       rule: The rule that accepts; None for the default one.
 
     Returns:
       The output of each prompt, and the counts and times of all together.
-    """  # fmt: skip
+    """
     method = {} if draft is None else {"speculative_method": draft.method}
     config = SpeculativeConfig(num_speculative_tokens=num_draft, **method)
     sampler = SamplerConfig(temperature=temperature)
     decoder = SpeculativeDecoder(
-        target, draft, config, target_sampler=sampler, drafter=drafter, rule=rule,
-        **where.options(draft),
+        target,
+        draft,
+        config,
+        target_sampler=sampler,
+        drafter=drafter,
+        rule=rule,
+        **devices.options(draft),
     )
     longest = max(map(len, prompts))
     rows = []
     for begin in range(0, len(prompts), batch):
         part = [list(p) for p in prompts[begin : begin + batch]]
         rows += decoder.generate(
-            part, max_new_tokens, stop_tokens=(), pad_to=longest,
+            part,
+            max_new_tokens,
+            stop_tokens=(),
+            pad_to=longest,
             seeds=range(begin, begin + len(part)),
-        )  # fmt: skip
+        )
     return rows, decoder.stats
 
 
@@ -71,9 +87,13 @@ def acceptance_figures(stats: Stats) -> dict[str, object]:
     return {"tau": stats.tau, "accept": np.asarray(stats.acceptance_by_position)}
 
 
-def teacher_forced(
-    target: LoadedModel, head: LoadedHead, prompts: Sequence[Sequence[int]],
-    rows: Sequence[Generation], *, num_draft: int,
+def unrolled(
+    target: LoadedModel,
+    head: LoadedHead,
+    prompts: Sequence[Sequence[int]],
+    rows: Sequence[Generation],
+    *,
+    num_draft: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Repeats the rounds of a greedy ``decode`` with the unrolling that trains the head.
 
@@ -90,7 +110,7 @@ def teacher_forced(
 
     Returns:
       i64[K] twice: how many drafts the rule reached at each position, and how many it accepted.
-    """  # fmt: skip
+    """
     draft = _draft_table(head.config, target.model, target.config, num_draft)
     reached, accepted = np.zeros((2, num_draft), np.int64)
     for prompt, row in zip(prompts, rows):

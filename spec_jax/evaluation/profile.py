@@ -1,4 +1,4 @@
-"""``--profile``: traces decoding rounds and says by stage where their time goes."""
+"""Traces decoding rounds and says by stage where their time goes."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 from jax.sharding import Mesh
 
-from experiments.run.tables import Section
 from spec_jax import decoding, processes
 from spec_jax.decoding import DecodeState, System
 from spec_jax.engine.request import make_request
 from spec_jax.errors import ConfigError
 from spec_jax.evaluation import stages
-from spec_jax.evaluation.grid import Bench, Cell
+from spec_jax.evaluation.bench import Bench
+from spec_jax.evaluation.cells import Cell
 from spec_jax.meshes import use_mesh
 from spec_jax.sampling import make_sampler
+from spec_jax.show.tables import Section
 
 ROUNDS = 32  # at most, in one call
 _CALLS = 7  # without a trace; the median counts
@@ -39,12 +39,46 @@ LEGEND = (
 )
 
 
-def define_flag() -> flags.FlagHolder:
-    """Defines ``--profile``."""
-    return flags.DEFINE_bool(
-        "profile", False, "Also trace decoding rounds: profile/ of the run's folder, and a table "
-        "of the time by stage.",
-    )  # fmt: skip
+class StageTime(NamedTuple):
+    """The time of a stage of a round, or of a part of one."""
+
+    stage: str
+    part: str
+    ms: float  # of a round
+    share: float
+    waiting_ms: float
+    operations: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundProfile:
+    """Where the time of a round goes.
+
+    Attributes:
+      rounds: The rounds of a call.
+      round_ms: Milliseconds of a round without a trace.
+      traced_ms: With it.
+      covered: The share of the traced round that the stages add up to.
+      stages: The stages, in their order.
+      note: Why there are no stages; empty if there are.
+    """
+
+    rounds: int
+    round_ms: float
+    traced_ms: float
+    covered: float
+    stages: tuple[StageTime, ...] = ()
+    note: str = ""
+
+    @property
+    def overhead(self) -> float:
+        """How many times as long a traced round takes."""
+        return self.traced_ms / self.round_ms
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the values for report.json."""
+        stages = [stage._asdict() for stage in self.stages]
+        return dataclasses.asdict(self) | {"overhead": self.overhead, "stages": stages}
 
 
 def check() -> None:
@@ -56,9 +90,14 @@ def check() -> None:
 
 
 def profile_rounds(
-    system: System, params: Any, state: DecodeState, folder: pathlib.Path, *,
-    rounds: int = ROUNDS, mesh: Mesh | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    system: System,
+    params: Any,
+    state: DecodeState,
+    folder: pathlib.Path,
+    *,
+    rounds: int = ROUNDS,
+    mesh: Mesh | None = None,
+) -> RoundProfile:
     """Times rounds without a trace, traces them, and adds their time up by stage.
 
     Args:
@@ -71,10 +110,7 @@ def profile_rounds(
       mesh: The devices that it runs on; None: those of its arrays.
 
     Returns:
-      ``rounds`` of a call, ``round_ms`` without a trace and ``traced_ms`` with it, ``overhead``,
-      the second over the first; ``covered``, the share of the traced round that the stages add up
-      to; ``stages``, a list of ``stage``, ``part``, ``ms`` of a round, ``share``, ``waiting_ms``
-      and ``operations``; and ``note``, empty or why there is none.
+      The profile.
     """
     args = (jnp.zeros_like(state.finish), jnp.int32(rounds), jnp.int32(1))
 
@@ -91,28 +127,28 @@ def profile_rounds(
         call_ms, counts = zip(*(call() for _ in range(_CALLS)))
         count = max(counts[0], 1)
         traced_ms, spans = _trace(call, folder, program)
-    found = stages.add_up(spans, program)
-    record = {
-        "rounds": counts[0], "round_ms": float(np.median(call_ms)) / count,
-        "traced_ms": traced_ms / count, "stages": [], "note": "",
-    }  # fmt: skip
-    record["overhead"] = record["traced_ms"] / record["round_ms"]
-    total_ms = sum(stage.time_ns for stage in found) / 1e6
-    record["covered"] = total_ms / traced_ms
-    if not found:
+    totals = stages.add_up(spans, program)
+    round_ms = float(np.median(call_ms)) / count
+    total_ms = sum(stage.time_ns for stage in totals) / 1e6
+    profile = RoundProfile(counts[0], round_ms, traced_ms / count, total_ms / traced_ms)
+    if not totals:
         platform = jax.tree.leaves(state)[0].devices().pop().platform
-        record["note"] = f"the profiler of {platform} has named no operation of the program"
-        return record
+        note = f"the profiler of {platform} has named no operation of the program"
+        return dataclasses.replace(profile, note=note)
     stages.write_trace(folder / "stages.trace.json.gz", spans, program)
-    for stage in found:
-        share = stage.time_ns / 1e6 / traced_ms
-        record["stages"].append({
-            "stage": stage.stage, "part": stage.part, "share": share,
-            "ms": share * record["round_ms"],
-            "waiting_ms": (stage.time_ns - stage.busy_ns) / 1e6 / traced_ms * record["round_ms"],
-            "operations": stage.operations / count,
-        })  # fmt: skip
-    return record
+    share = lambda ns: ns / 1e6 / traced_ms
+    times = tuple(
+        StageTime(
+            s.stage,
+            s.part,
+            share(s.time_ns) * round_ms,
+            share(s.time_ns),
+            share(s.time_ns - s.busy_ns) * round_ms,
+            s.operations / count,
+        )
+        for s in totals
+    )
+    return dataclasses.replace(profile, stages=times)
 
 
 def _trace(call, folder, program) -> tuple[float, list[stages.Span]]:
@@ -132,8 +168,10 @@ def _trace(call, folder, program) -> tuple[float, list[stages.Span]]:
     return best, [] if path is None else stages.read_spans(path, program)
 
 
-def profile_cells(bench: Bench, cells: Sequence[Cell], folder: pathlib.Path) -> dict[str, dict]:
-    """Profiles the first batch of every cell of a grid.
+def profile_cells(
+    bench: Bench, cells: Sequence[Cell], folder: pathlib.Path
+) -> dict[str, RoundProfile]:
+    """Profiles the first batch of every cell.
 
     Args:
       bench: What decodes.
@@ -141,36 +179,41 @@ def profile_cells(bench: Bench, cells: Sequence[Cell], folder: pathlib.Path) -> 
       folder: Gets a folder for each cell.
 
     Returns:
-      The record of ``profile_rounds`` of each cell, by its label.
+      The profile of each cell, by its label.
     """
-    found = {}
+    profiles = {}
     for cell in cells:
-        print(f"tracing {cell.label}", flush=True)
         decoder = bench.decoder(cell)
         engine, V = decoder.engine(), bench.target.model.vocab_size
-        own = draft = decoder.target_sampler
-        if bench.has_own_temperature(cell):
-            draft = dataclasses.replace(own, temperature=bench.draft_temperature)
-        samplers = [make_sampler(config, bench.batch, V) for config in (own, draft)]
+        target = draft = decoder.target_sampler
+        if bench.has_draft_temperature(cell):
+            draft = dataclasses.replace(target, temperature=bench.draft_temperature)
+        samplers = [make_sampler(config, bench.batch, V) for config in (target, draft)]
         request = make_request(
-            engine.system, bench.prompts[: bench.batch], bench.max_new_tokens, *samplers,
+            engine.system,
+            bench.prompts[: bench.batch],
+            bench.max_new_tokens,
+            *samplers,
             pad_to=bench.longest,
         )
-        found[cell.label] = profile_rounds(
-            engine.system, engine.params(bench.batch), engine.prefill(request),
-            folder / re.sub(r"[^\w.=-]+", "_", cell.label), mesh=bench.where.mesh,
-        )  # fmt: skip
-    return found
+        profiles[cell.label] = profile_rounds(
+            engine.system,
+            engine.params(bench.batch),
+            engine.prefill(request),
+            folder / re.sub(r"[^\w.=-]+", "_", cell.label),
+            mesh=bench.devices.mesh,
+        )
+    return profiles
 
 
-def document(records: Mapping[str, dict]) -> list[str]:
+def document(records: Mapping[str, RoundProfile]) -> list[str]:
     """Returns the blocks of report.md: a heading, what the columns mean, and the tables."""
     tables = [f"#{section.text(is_markdown=True)}" for section in sections(records)]
     return ["## Where a round goes", LEGEND, *tables] if tables else []
 
 
-def sections(records: Mapping[str, dict]) -> list[Section]:
-    """Returns a table of stages for each record of ``profile_rounds``.
+def sections(records: Mapping[str, RoundProfile]) -> list[Section]:
+    """Returns a table of stages for each profile.
 
     Args:
       records: The records by what was profiled.
@@ -178,21 +221,24 @@ def sections(records: Mapping[str, dict]) -> list[Section]:
     return [_section(label, record) for label, record in records.items()]
 
 
-def _section(label: str, record: dict) -> Section:
+def _section(label: str, record: RoundProfile) -> Section:
     line = lambda name, ms, share, waiting, count: (
-        name, f"{ms:.3f}", f"{share:.1%}", f"{waiting:.3f}", f"{count:.1f}"
+        name,
+        f"{ms:.3f}",
+        f"{share:.1%}",
+        f"{waiting:.3f}",
+        f"{count:.1f}",
     )
     rows = [
-        line(stages.name_of((s["stage"], s["part"])), s["ms"], s["share"], s["waiting_ms"],
-             s["operations"])
-        for s in record["stages"]
-    ]  # fmt: skip
-    rest = 1 - record["covered"]
-    rows.append(line("begin and end of the call", rest * record["round_ms"], rest, 0, 0))
+        line(stages.name_of((s.stage, s.part)), s.ms, s.share, s.waiting_ms, s.operations)
+        for s in record.stages
+    ]
+    rest = 1 - record.covered
+    rows.append(line("begin and end of the call", rest * record.round_ms, rest, 0, 0))
     title = (
-        f"{label}: a round takes {record['round_ms']:.3f} ms; traced, "
-        f"{record['traced_ms']:.3f} ({record['overhead']:.2f} times as long)"
+        f"{label}: a round takes {record.round_ms:.3f} ms; traced, "
+        f"{record.traced_ms:.3f} ({record.overhead:.2f} times as long)"
     )
-    if record["note"]:
-        return Section(f"{title}; {record['note']}", _HEADER, [])
+    if record.note:
+        return Section(f"{title}; {record.note}", _HEADER, [])
     return Section(title, _HEADER, rows, _HEADER[1:])

@@ -1,14 +1,13 @@
-"""How ``experiments.evaluate`` measures: turns, groups of questions, and where a run goes on."""
+"""How a comparison is measured: turns, groups of questions, and where a run goes on."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from experiments.comparison import decode_measure
 from experiments.comparison.answers import (
     Group,
     Probabilities,
@@ -20,22 +19,24 @@ from experiments.comparison.answers import (
     text_of,
     turn_of,
 )
-from experiments.comparison.decode_measure import Tally, take_turns
-from experiments.comparison.evaluate_setup import Setup
+from experiments.comparison.setup import Setup
 from experiments.run import inputs, report
 from experiments.run.cli import check_same, read_saved
 from experiments.run.journal import Journal
 from spec_jax import processes
+from spec_jax.data.questions import Question
 from spec_jax.errors import ConfigError, PromptError
 from spec_jax.evaluation import costs
-from spec_jax.evaluation.grid import Bench, Cell
+from spec_jax.evaluation.bench import Bench
+from spec_jax.evaluation.cells import Cell
+from spec_jax.evaluation.compare import Tally, compile_all, cost_slots, take_turns
 from spec_jax.evaluation.prompts import PromptEncoder, check_same_prompts
 from spec_jax.progress import Progress
 
 ANSWERS, STATE, INPUTS = "answers.jsonl", "state.jsonl", "inputs.json"
 _OF_TIMES = ("cpu_model", "cores", "devices", "spec_jax", "python", "jax", "jaxlib")
 _FREE = ("has_audit", "has_teacher_forced")  # computed from answers, also from those of a file
-_MAX_EXAMINED = 4  # rows of a cell that part from plain decoding's, since each compiles a pass
+_MAX_EXAMINED = 4  # rows of a cell that diverge from plain decoding, since each compiles a pass
 
 
 _GOES_ON = "delete this line and all after it, and the run goes on from there"
@@ -139,8 +140,13 @@ class Evaluation:
             with open(self._answers.path, encoding="utf-8") as file:
                 yield from map(json.loads, file)
 
-    def run(self) -> list[Stage]:
+    def run(
+        self, show_live: Callable[[Bench, Sequence[Cell], Question], None] | None = None
+    ) -> list[Stage]:
         """Measures what is left; returns all stages but those that cannot be measured.
+
+        Args:
+          show_live: Called before a new run with what decodes, the cells and a question.
 
         Raises:
           ConfigError: What was saved is of another run, or damaged; or no stage can be measured.
@@ -149,6 +155,9 @@ class Evaluation:
             stages = [stage for stage in self._stages() if stage.place not in self._left_out]
             self._restore(stages)
             self._add_machine(report.environment())
+            if show_live is not None and stages and not self._lines:
+                first = stages[0]
+                show_live(first.bench, first.cells, self.setup.questions.chosen[0])
             left = [(s, [g for g in s.groups if not s.is_done(g)]) for s in stages]
             repeats = self.setup.config.repeats
             turns = lambda stage: sum(len(group.batches) for group in stage.groups) * repeats
@@ -188,7 +197,8 @@ class Evaluation:
         for temperature, cells in self.setup.cells.items():
             prompts = self._prompts(temperature)
             for batch in self.setup.config.batches:
-                groups, layout = pack(self._places, batch)
+                is_spread = self.setup.config.order == "spread"
+                groups, layout = pack(self._places, batch, is_spread=is_spread)
                 bench = self.setup.bench(prompts, batch, layout)
                 most = None if bench.has_audit else _MAX_EXAMINED
                 tallies = [Tally(bench, cell, most) for cell in cells]
@@ -227,10 +237,12 @@ class Evaluation:
             for index, chosen in enumerate(layout):
                 rows = dict(zip(bench.chosen(index), bench.run(plain, index).rows))
                 texts = {i: rows[i].text or "" for i in chosen}
-                self._state.append([
-                    {"temperature": temperature, "prompt": i, "answer": text}
-                    for i, text in texts.items()
-                ])  # fmt: skip
+                self._state.append(
+                    [
+                        {"temperature": temperature, "prompt": i, "answer": text}
+                        for i, text in texts.items()
+                    ]
+                )
                 found |= texts
                 bar.step(f"{len(found)} answers")
         return found
@@ -240,9 +252,15 @@ class Evaluation:
         for stage in stages:
             for group in stage.groups:
                 names = [self.setup.questions.chosen[q].name for q in group.questions]
-                yield stage, group, [
-                    key_of(cell, stage.bench.batch, name) for name in names for cell in stage.cells
-                ]
+                yield (
+                    stage,
+                    group,
+                    [
+                        key_of(cell, stage.bench.batch, name)
+                        for name in names
+                        for cell in stage.cells
+                    ],
+                )
 
     def _restore(self, stages: Sequence[Stage]) -> None:
         """Puts what was saved into the stages, and cuts off a group that is not whole."""
@@ -256,9 +274,10 @@ class Evaluation:
             for number, tally in enumerate(stage.tallies):
                 lines = part[number :: len(stage.tallies)]
                 turns = {
-                    place: turn for q, line in zip(group.questions, lines)
+                    place: turn
+                    for q, line in zip(group.questions, lines)
                     for place, turn in zip(stage.prompts[q], line["turns"], strict=True)
-                }  # fmt: skip
+                }
                 self._check_prompts(stage, {i: turn["prompt"] for i, turn in turns.items()})
                 for index in group.batches:
                     restore(tally, index, turns)
@@ -293,7 +312,7 @@ class Evaluation:
         temperature, batch = stage.place
         try:
             has_passes = batch not in self._costs
-            timers = decode_measure.compile_all(stage.bench, stage.cells, has_passes=has_passes)
+            timers = compile_all(stage.bench, stage.cells, has_passes=has_passes)
         except PromptError as error:
             if batch == 1 or stage.plain.runs:
                 raise
@@ -302,7 +321,7 @@ class Evaluation:
             self._left_out[stage.place] = why
             return False
         if has_passes:
-            slots = decode_measure.cost_slots(stage.bench, stage.cells)
+            slots = cost_slots(stage.bench, stage.cells)
             found = costs.Costs.measure(timers, slots=slots, batch=batch)
             self._costs[batch] = found
             self._state.append([{"batch": batch, "costs": found._asdict()}])
@@ -312,16 +331,18 @@ class Evaluation:
         repeats, first = self.setup.config.repeats, self.setup.config.batches[0]
         probs = Probabilities(stage.bench) if stage.bench.batch == first else None
         shown = self._shown()
-        where = f"T={stage.cells[0].temperature:g}, batch {stage.bench.batch}"
+        where = f"T={stage.cells[0].temperature:g}, {stage.bench.batch} at a time"
         for group in groups:
             order = itertools.product(range(repeats), group.batches)
-            for _ in take_turns(stage.tallies, order):
-                name = self.setup.questions.chosen[group.questions[0]].name
-                bar.step(f"{where}, question {name}")
-            self._answers.append([
-                self._line(stage, tally, group, q, probs if q in shown else None)
-                for q in group.questions for tally in stage.tallies
-            ])  # fmt: skip
+            for _, index in take_turns(stage.tallies, order):
+                bar.step(f"{where}, batch {index + 1} of {len(stage.bench.layout)}")
+            self._answers.append(
+                [
+                    self._line(stage, tally, group, q, probs if q in shown else None)
+                    for q in group.questions
+                    for tally in stage.tallies
+                ]
+            )
             for tally in stage.tallies:  # traces are on disk now
                 for index in group.batches:
                     run = tally.runs[index]

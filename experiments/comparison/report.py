@@ -1,0 +1,466 @@
+"""The report of a comparison: its tables, its sentences, and report.md."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from experiments.comparison.setup import Setup
+from experiments.run import report
+from spec_jax.evaluation import profile
+from spec_jax.evaluation.costs import Costs
+from spec_jax.evaluation.prompts import PromptEncoder
+from spec_jax.evaluation.results import CellResult
+from spec_jax.evaluation.summary import MEANINGS, conclusions, interval_text, number, results_table
+from spec_jax.show.tables import Section, table
+
+if TYPE_CHECKING:
+    from spec_jax.testing import RowAudit
+
+_AUDIT = (
+    "method",
+    "K",
+    "T",
+    "rows",
+    "identical",
+    "not examined",
+    "rounding",
+    "bug",
+    "farthest from float32",
+)
+_AUDIT_MEANING = (
+    "Audit: rows that differ from plain decoding, explained by rounding or by nothing but a bug; "
+    "not examined: rows of which only the tokens were compared; "
+    "farthest from float32: how far the logits that any of their tokens was chosen from lie from a "
+    "pass in float32, over how far rounding alone moves them (more than 3 is a bug)."
+)
+_MORE = {  # columns of the other tables
+    "accepted at i": "acceptance at position i, given that all earlier drafts were accepted",
+    "looping": "share of the tokens that repeat in loops",
+    "round": "mean time of a round: verify, a pass of K + 1 tokens; draft, what its K draft passes "
+    "add to it in a loop of both; and the rest; of plain decoding, a token",
+    "pass / target's": "a draft pass after the first of a round over a target pass of one token; "
+    "? = not significant",
+}
+
+
+def start(setup: Setup) -> dict[str, Any]:
+    """Returns the part of a report that is known before anything is measured."""
+    config, target, asked = setup.config, setup.target, setup.questions.chosen
+    models = {"target": report.facts(target, config.dtype)}
+    models |= {name: report.facts(draft, config.dtype) for name, draft in setup.loaded.items()}
+    turns = sum(question.num_turns for question in asked)
+    more = f" with {turns} turns" if turns > len(asked) else ""
+    is_templated = any(map(PromptEncoder(target).is_templated, asked))
+    by = ", by the chat template" if is_templated else ""
+    return {
+        "models": models,
+        "own": setup.custom,
+        "mesh": setup.devices.facts(target, [*setup.loaded.values()], max(config.batches)),
+        "prompts": {
+            "description": f"{len(asked)} {setup.questions.source}{more}{by}, at most "
+            f"{config.max_new_tokens} new tokens each",
+            "names": [question.name for question in asked],
+            "categories": [question.category for question in asked],
+        },
+        "notes": list(setup.notes),
+        "costs": {},
+        "results": [],
+        "is_complete": False,
+    }
+
+
+def describe_costs(costs: Costs) -> str:
+    """Returns a sentence on what passes cost."""
+    ratio = lambda ms: f"{ms / costs.plain_ms:.2f}"
+    unsure = costs.insignificant or {}
+    mark = lambda name, k: " (not significant)" if k in unsure.get(name, ()) else ""
+    passes = [
+        *(f"a verify pass of {w} tokens {ratio(ms)}" for w, ms in costs.verify_ms.items() if w > 1),
+        *(
+            f"a draft pass of {name} adds {ratio(ms)}{mark(name, 0)}"
+            for name, ms in costs.draft_ms.items()
+        ),
+        *(
+            f"the first draft pass of {name} in a round of {k} adds {ratio(ms)}{mark(name, int(k))}"
+            for name, times in (costs.first_ms or {}).items()
+            for k, ms in times.items()
+        ),
+    ]
+    relative = f"; relative to it, {', '.join(passes)}" if passes else ""
+    return f"a plain pass of one token takes {costs.plain_ms:.2f} ms{relative}"
+
+
+def describe_difference(result: CellResult, difference: RowAudit, dtype: str) -> str:
+    """Returns a sentence on where a row diverges from plain decoding, and whether by rounding."""
+    text = (
+        f"{_place(result)}: row {difference.row} diverges from plain decoding at token "
+        f"{difference.at}"
+    )
+    if difference.deviations:
+        evidence = "; ".join(difference.evidence)
+        return f"{text}; the audit's verdict is {difference.verdict}: {evidence}"
+    plain, ours = ("none" if t is None else f"id {t}" for t in difference.tokens)
+    text += f" (plain decoding takes {plain}, this row {ours})"
+    if difference.gap is None:
+        return f"{text}, where one of the two ends: no near tie"
+    kind = "within" if difference.is_near_tie else "NOT within"
+    return (
+        f"{text}; the two tokens' logits in float32 are {difference.gap:.1e} apart, {kind} "
+        f"the rounding of {dtype} there (up to {difference.rounding:.1e} each)"
+    )
+
+
+def _place(result: CellResult) -> str:
+    of = f" batch {result.batch}" if result.batch > 1 else ""
+    return f"{result.cell.method} {result.cell.shape} T={result.cell.temperature:g}{of}"
+
+
+def notes(
+    rep: Mapping[str, Any],
+    results: Sequence[CellResult],
+    costs: Mapping[int, Costs],
+    setup: Setup,
+    num_cut: int,
+) -> list[str]:
+    """Returns what a reader must know beside the numbers, after ``rep["notes"]``."""
+    lines, dtype = [*rep["notes"], *report.load_note(rep["environment"])], setup.config.dtype
+    if dtype != "float32":
+        lines.append(
+            f"in {dtype} some outputs diverge from plain decoding where the top two logits nearly "
+            "tie, because passes of several tokens round in another order"
+        )
+    plain = [r for r in results if r.cell.is_plain]
+    share = max((r.looping_share for r in plain), default=0)
+    if share > 0.01:
+        lines.append(
+            f"up to {share:.0%} of plain decoding's tokens repeat in loops, which are easy to draft"
+        )
+    for r in results:
+        faults = {k: n for k, n in r.finish_reasons.items() if k.startswith(("nan", "invalid"))}
+        ended = r.finish_reasons.get("stop_token", 0)
+        if ended and r.cell.is_plain:
+            lines.append(f"{ended} of {r.rows} rows end at a stop token, T={r.cell.temperature:g}")
+        if faults:
+            lines.append(f"{_place(r)}: rows stopped early: {faults}")
+        lines += [describe_difference(r, difference, dtype) for difference in r.differences]
+        if count := r.num_unexamined:
+            why = "whether rounding explains it is only examined at temperature 0"
+            if r.cell.is_greedy:
+                why = "--config.has_audit=True with this --workdir examines them, too"
+            more = "more " * bool(r.differences)
+            lines.append(
+                f"{_place(r)}: {count} {more}of {r.rows} rows diverge from plain decoding; {why}"
+            )
+    several = len(costs) > 1
+    lines += [f"batch {b}: " * several + describe_costs(found) for b, found in costs.items()]
+    if num_cut:
+        lines.append(
+            f"{num_cut} prompts were truncated to the maximum of {setup.room} tokens: they lost "
+            "their beginning, a chat template's too"
+        )
+    if rep["own"]:
+        lines.append(
+            "custom drafters have no predicted speed-up, and only heads under the package's own "
+            "greedy rule are teacher-forced"
+        )
+    return lines
+
+
+def by_batch(results: Sequence[CellResult]) -> dict[int, list[CellResult]]:
+    """Returns the results of each batch size."""
+    groups: dict[int, list[CellResult]] = {}
+    for r in results:
+        groups.setdefault(r.batch, []).append(r)
+    return groups
+
+
+def first_batch(results: Sequence[CellResult]) -> list[CellResult]:
+    """The results of the first batch size, which all tables but the curve show."""
+    return next(iter(by_batch(results).values()), [])
+
+
+def sections(results: Sequence[CellResult]) -> list[Section]:
+    """Returns the tables after the first one."""
+    shown = first_batch(results)
+    tables = [_acceptance(shown)]
+    for temperature in dict.fromkeys(r.cell.temperature for r in shown):
+        group = [r for r in shown if r.cell.temperature == temperature]
+        if group[0].categories:
+            tables += _categories(group, temperature)
+    if len(by_batch(results)) > 1:
+        tables.append(_curve(results))
+    return [*tables, _rounds(shown)]
+
+
+def _acceptance(shown: Sequence[CellResult]) -> Section:
+    rows, widest = [], max((len(r.acceptance) for r in shown), default=0)
+    for r in (r for r in shown if not r.cell.is_plain):
+        accepted = [f"{x:.2f}" for x in r.acceptance]
+        padding = [""] * (widest - len(accepted))
+        rows.append(
+            [
+                r.cell.name,
+                f"{r.cell.temperature:g}",
+                f"{r.tau:.2f}",
+                *accepted,
+                *padding,
+                f"{r.looping_share:.0%}",
+            ]
+        )
+    header = ["method", "T", "tau", *(f"accepted at {i}" for i in range(1, widest + 1)), "looping"]
+    return Section("Tokens per target pass", header, rows, ("T", "looping"))
+
+
+def _categories(group: Sequence[CellResult], temperature: float) -> list[Section]:
+    """Returns speed-ups and tau by category, a column for each method."""
+    drafted, known = [r for r in group if not r.cell.is_plain], group[0].categories
+    total = sum(part.questions for name, part in known.items() if part.group == name)
+
+    def section(what: str, figure: Callable[[Any], Any]) -> Section:
+        text = lambda of: (f"{figure(of(r)):.2f}" for r in drafted)
+        line = lambda name, count, of: [name, str(count), *text(of)]
+        rows = [line(n, x.questions, lambda r, n=n: r.categories[n]) for n, x in known.items()]
+        rows.append(line("all", total, lambda r: r))
+        title = f"{what} by category, temperature {temperature:g}"
+        header = ["category", "questions", *(r.cell.name for r in drafted)]
+        return Section(title, header, rows, ("questions",))
+
+    tables = [section("Tau", lambda x: x.tau)]
+    if next(iter(known.values())).speedup is not None:
+        tables.insert(0, section("Speed-up", lambda x: x.speedup))
+    return tables
+
+
+def _curve(results: Sequence[CellResult]) -> Section:
+    groups, rows = by_batch(results), []
+    for first in (r for r in first_batch(results) if not r.cell.is_plain):
+        same = [next((r for r in g if r.cell == first.cell), None) for g in groups.values()]
+        values = [r and f"{r.speedup.value:.2f}x ({interval_text(r)})" or "–" for r in same]
+        rows.append([first.cell.name, f"{first.cell.temperature:g}", *values, pays_at(same)])
+    header = ["method", "T", *(f"batch {b}" for b in groups), "pays"]
+    return Section("Speed-up by batch size", header, rows, ("T",))
+
+
+def pays_at(results: Sequence[CellResult | None]) -> str:
+    """Says at which batch sizes, in their order, the speed-up is significantly above 1."""
+    known = [r for r in results if r is not None]
+    paying = [r.batch for r in known if r.speedup.low > 1]
+    if not paying:
+        return "nowhere"
+    return "everywhere" if len(paying) == len(known) else f"at {', '.join(map(str, paying))}"
+
+
+def _rounds(shown: Sequence[CellResult]) -> Section:
+    rows = []
+    for r in (r for r in shown if r.round_time is not None):
+        time, predicted = r.round_time, r.predicted_speedup
+        ratio = None if not predicted or r.cell.is_plain else r.speedup.value / predicted
+        mark = "" if time.is_draft_cost_significant else " ?"
+        parts = (time.round_ms, time.verify_ms, time.draft_ms, time.rest_ms)
+        rows.append(
+            [
+                r.cell.name,
+                f"{r.cell.temperature:g}",
+                *(number(ms, ".3f") for ms in parts),
+                number(time.draft_cost, ".3f") + mark,
+                number(predicted),
+                number(ratio),
+            ]
+        )
+    header = [
+        "method",
+        "T",
+        "round, ms",
+        "verify",
+        "draft",
+        "rest",
+        "pass / target's",
+        "predicted",
+        "measured / predicted",
+    ]
+    return Section("Where a round's time goes", header, rows, header[1:])
+
+
+def legend(results: Sequence[CellResult], config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns what each column means, as ``(column, meaning)``."""
+    repeats = f"; the median of {config['repeats']} turns counts"
+    meanings = {**MEANINGS, "tok/s": MEANINGS["tok/s"] + repeats}
+    shown = ["K", "T", "tau", "accepted at 1, 2, 3 …", "tok/s", "plain tok/s", "95 % interval"]
+    if any(r.cell.tree for r in results):
+        shown = ["method", *shown]
+    return [(name, meanings[name]) for name in [*shown, "predicted", "identical"]]
+
+
+def _audits(results: Sequence[CellResult]) -> list[CellResult]:
+    return [
+        r
+        for r in results
+        if not r.cell.is_plain and r.identical_rows is not None and r.cell.is_greedy
+    ]
+
+
+def audit_summary(results: Sequence[CellResult]) -> list[dict[str, Any]]:
+    """Returns what the audits of each greedy result found, for report.json."""
+    return [
+        {
+            "method": r.cell.method,
+            "k": r.cell.k,
+            "tree": r.cell.tree,
+            "temperature": r.cell.temperature,
+            "rows": r.rows,
+            "batch": r.batch,
+            "identical": r.identical_rows,
+            "not_examined": r.rows - len(r.differences),
+            **{v: sum(d.verdict == v for d in r.differences) for v in ("rounding", "bug")},
+            "farthest": max((x for d in r.differences for x in d.deviations), default=None),
+        }
+        for r in _audits(results)
+    ]
+
+
+def audit_table(results: Sequence[CellResult], *, is_markdown: bool = False) -> str:
+    """Formats what the audits of each greedy result found."""
+    several = len(by_batch(results)) > 1
+    rows = []
+    for r, found in zip(_audits(results), audit_summary(results)):
+        of = f", batch {r.batch}" if several else ""
+        name = f"{r.cell.method} {r.cell.tree}" if r.cell.tree else r.cell.method
+        counts = (str(found[key]) for key in "rows identical not_examined rounding bug".split())
+        rows.append(
+            [
+                name + of,
+                str(r.cell.k),
+                f"{r.cell.temperature:g}",
+                *counts,
+                number(found["farthest"]),
+            ]
+        )
+    return table(_AUDIT, rows, numbers=_AUDIT[1:], is_markdown=is_markdown)
+
+
+def _differences(results: Sequence[CellResult]) -> list[str]:
+    """Differences to the first draft, and teacher-forced beside real decoding."""
+    compared, forced = [], []
+    for r in first_batch(results):
+        name = f"{r.cell.name}, T={r.cell.temperature:g}"
+        if r.difference:
+            tau, *accept = r.difference
+            parts = ", ".join(f"at {i} {x}" for i, x in enumerate(accept, 1))
+            compared.append(f"- {name}, less {r.compared_with}: tau {tau}; accepted {parts}")
+        if r.teacher_forced:
+            gaps = np.abs(np.subtract(r.teacher_forced, [x.value for x in r.acceptance]))
+            forced.append(f"- {name}: at most {np.nanmax(gaps):.4f} apart, by position")
+    lines = []
+    if compared:
+        lines += ["", "## Differences, question by question", "", *compared]
+    if forced:
+        lines += [
+            "",
+            "## Teacher-forced",
+            "",
+            "The unrolling that trains a head compared with its "
+            "real drafting, from the same round starts:",
+            "",
+            *forced,
+        ]
+    return lines
+
+
+def custom_lines(facts: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Returns a sentence on the custom drafter and rule."""
+    return [f"{key} {x['name']}: {x['given']}, {x['is']}" for key, x in facts.items()]
+
+
+def markdown(
+    title: str,
+    rep: Mapping[str, Any],
+    results: Sequence[CellResult],
+    profiles: Mapping[str, profile.RoundProfile],
+    plots: Sequence[str],
+) -> str:
+    """Returns report.md: conclusions, tables, plots, conditions."""
+    shown = first_batch(results)
+    blocks = [f"- {line}" for line in rep["conclusions"]]
+    blocks += ["", results_table(shown, is_markdown=True), ""]
+    meanings = [*legend(shown, rep["config"]), *_MORE.items()]
+    blocks += [f"- **{name}**: {meaning}" for name, meaning in meanings]
+    for section in sections(results):
+        blocks += ["", section.text(is_markdown=True)]
+    blocks += _differences(results)
+    if rep.get("audit"):
+        blocks += ["", audit_table(results, is_markdown=True), "", _AUDIT_MEANING]
+    blocks += [line for block in profile.document(profiles) for line in ("", block)]
+    if rep["notes"]:
+        blocks += ["", "## Notes", "", *(f"- {line}" for line in rep["notes"])]
+    blocks += [line for name in plots for line in ("", f"![{name}]({name})")]
+    about = [f"- {role}: {report.describe_model(m)}" for role, m in rep["models"].items()]
+    about += [f"- {line}" for line in custom_lines(rep["own"])]
+    about += [f"- prompts: {rep['prompts']['description']}"]
+    about += [f"- {line}" for line in report.mesh_lines(rep["mesh"])]
+    about += [
+        f"- how {role} was read: {note}"
+        for role, model in rep["models"].items()
+        for note in model["notes"]
+    ]
+    if rep.get("process_peak_bytes"):
+        peak = rep["process_peak_bytes"] / 2**20
+        about += [f"- largest resident memory of the process, with all models: {peak:,.0f} MiB"]
+    peaks = rep.get("device_peak_bytes") or {}
+    about += [f"- most memory in use on {d}: {b / 2**20:,.0f} MiB" for d, b in peaks.items()]
+    return report.document(title, rep, "\n".join(blocks), "## Conditions", "\n".join(about))
+
+
+def conclude(results: Sequence[CellResult]) -> list[str]:
+    """Returns the conclusions of every batch size."""
+    lines = []
+    for batch, group in by_batch(results).items():
+        found = conclusions(group)
+        lines += found if batch == results[0].batch else [f"Batch {batch}: {x}" for x in found]
+    return lines
+
+
+def print_head(rep: Mapping[str, Any], folder: pathlib.Path) -> None:
+    """Prints what is compared, and where the report will be."""
+    env = rep["environment"]
+    print(f"spec_jax {env['spec_jax']}, jax {env['jax']}, {report.describe_machine(env)}")
+    for role, model in rep["models"].items():
+        print(f"{'target' if role == 'target' else 'draft':8} {report.describe_model(model)}")
+    print(f"prompts  {rep['prompts']['description']}\nfolder   {folder}", flush=True)
+    for line in [*custom_lines(rep["own"]), *report.mesh_lines(rep["mesh"])]:
+        print(line, flush=True)
+
+
+def print_results(
+    rep: Mapping[str, Any],
+    results: Sequence[CellResult],
+    profiles: Mapping[str, profile.RoundProfile],
+    folder: pathlib.Path,
+    *,
+    is_short: bool,
+) -> None:
+    """Prints the tables, what their columns mean, the notes and the conclusions."""
+    fill = functools.partial(textwrap.fill, width=100, break_on_hyphens=False)
+    shown = first_batch(results)
+    print(f"\n{results_table(shown)}\n")
+    meanings = legend(shown, rep["config"])
+    if not is_short:
+        for section in sections(results):
+            print(f"{section.text()}\n")
+        meanings += _MORE.items()
+    for name, meaning in meanings:
+        print(fill(f"  {name.partition(' at 1')[0]:15} {meaning}", subsequent_indent=" " * 18))
+    for line in [] if is_short else _differences(results):
+        print(fill(line.removeprefix("## "), subsequent_indent="  "))
+    if rep.get("audit"):
+        print(f"\n{audit_table(results)}\n{fill(_AUDIT_MEANING)}")
+    for section in profile.sections(profiles):
+        print(f"\n{section.text()}")
+    for lines in ([f"note: {note}" for note in rep["notes"]], rep["conclusions"]):
+        print("\n" + "\n".join(fill(line, subsequent_indent="  ") for line in lines))
+    print(f"\n{folder / 'report.md'}: the whole report, after {rep['elapsed_s']:.0f} s")

@@ -1,0 +1,177 @@
+"""One run of a comparison, from its config to its report."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from experiments.comparison import report as reports
+from experiments.comparison import session
+from experiments.comparison.setup import Setup
+from experiments.run import cli, report
+from experiments.run.memory import device_peaks, peak_bytes
+from spec_jax.data.questions import Question
+from spec_jax.evaluation import profile, teacher_forced
+from spec_jax.evaluation.bench import Bench
+from spec_jax.evaluation.cells import Cell
+from spec_jax.evaluation.compare import results_of
+from spec_jax.evaluation.costs import Costs
+from spec_jax.evaluation.results import CellResult
+
+
+def run(
+    name: str,
+    title: str,
+    config: ConfigDict,
+    workdir: str | pathlib.Path | None = None,
+    *,
+    has_profile: bool = False,
+    is_short: bool = False,
+) -> dict[str, Any]:
+    """Runs or continues a comparison and returns its report.
+
+    Args:
+      name: The experiment.
+      title: The heading of the report.
+      config: See ``configs/evaluate_zoo.py``.
+      workdir: The run's folder, which is continued if it holds answers; by default runs/NAME/TIME.
+      has_profile: Whether to trace rounds of every cell, too.
+      is_short: Whether the screen shows the first table only; the report has all.
+
+    Raises:
+      SpecJaxError: A config, a target or questions that cannot be used, or a folder of another run.
+    """
+    begin_s = time.monotonic()
+    if has_profile:
+        profile.check()
+    setup = Setup.of(config)
+    resolved = json.loads(setup.config.to_json())
+    folder = cli.make_workdir(name, workdir)
+    sums = session.check_folder(folder, resolved)
+    evaluation = session.Evaluation(setup, folder)
+    rep = report.begin(name, folder, resolved) | {"title": title} | reports.start(setup)
+    report.write_json(folder / session.INPUTS, sums)
+    reports.print_head(rep, folder)
+    if evaluation.num_saved:
+        print(f"{evaluation.num_saved} answers are there; the run goes on", flush=True)
+    stages = evaluation.run(show_live if setup.config.has_stream else None)
+    rep["notes"] += evaluation.notes
+    results, costs = [], {}
+    for stage in stages:
+        batch = stage.bench.batch
+        costs |= {batch: evaluation.costs(batch)} if evaluation.costs(batch) else {}
+        has_forced = setup.config.has_teacher_forced and batch == setup.config.batches[0]
+        results += _results(setup, stage, costs.get(batch), has_forced)
+    profiles: dict[str, profile.RoundProfile] = {}
+    if has_profile:
+        for stage in stages:
+            cells = stage.cells
+            profiles |= profile.profile_cells(stage.bench, cells, folder / "profile")
+        rep["profile"] = {label: x.to_dict() for label, x in profiles.items()}
+    if setup.config.has_audit:
+        rep["audit"] = reports.audit_summary(results)
+    rep["costs"] = {batch: x._asdict() for batch, x in costs.items()}
+    rep["notes"] = reports.notes(rep, results, costs, setup, evaluation.num_cut)
+    rep |= {
+        "results": [result.to_dict() for result in results],
+        "conclusions": reports.conclude(results),
+        "process_peak_bytes": peak_bytes(),
+        "device_peak_bytes": device_peaks(),
+    }
+    drawings = _drawings(results, costs)
+    rep |= {"is_complete": True, "elapsed_s": round(time.monotonic() - begin_s, 1)}
+    report.finish(folder, rep, reports.markdown(title, rep, results, profiles, [*drawings]))
+    for file, draw in drawings.items():
+        draw(folder / file)
+    from experiments.comparison.page.page import write_page  # needs jinja2, slow to import
+
+    write_page(folder / "report.html", rep, evaluation.answers())
+    reports.print_results(rep, results, profiles, folder, is_short=is_short)
+    return rep
+
+
+def show_live(bench: Bench, cells: Sequence[Cell], question: Question) -> None:
+    """Prints a prompt, dimmed on a terminal, and its continuation as it is decoded."""
+    has_model = [cell for cell in cells if bench.drafts.get(cell.method) is not None]
+    name = (has_model or cells)[-1].method
+    same = [cell for cell in cells if cell.method == name]
+    cell, text = same[len(same) // 2], question.plain_text()
+    if question.ids:
+        text = bench.target.tokenizer.decode(question.ids)
+    bench.run(cell, 0)  # compiles, which would tear the text apart
+    print(f"\n── {question.name}, live by {cell.label} ".ljust(80, "─"))
+    print(f"\033[2m{text}\033[0m" if sys.stdout.isatty() else text, end="", flush=True)
+    send = lambda row, piece: print(piece, end="", flush=True) if row == 0 else None
+    stats = bench.run(cell, 0, on_token=send).rows[0].stats
+    print(
+        f"\n{'─' * 79}\n{stats.emitted} tokens, {stats.first} by prefill and the rest in "
+        f"{stats.rounds} target passes; {stats.accepted} of {stats.drafted} drafts accepted\n"
+    )
+
+
+def _results(
+    setup: Setup, stage: session.Stage, costs: Costs | None, has_forced: bool
+) -> list[CellResult]:
+    results = results_of(stage.tallies, stage.prompts, costs, categories(setup.questions.chosen))
+    if not has_forced:
+        return results
+    forced = []
+    for tally, result in zip(stage.tallies, results):
+        cell, draft = tally.cell, setup.loaded.get(tally.cell.method)
+        is_head = draft is not None and draft.head(setup.target.model) is not None
+        if is_head and not cell.tree and cell.is_greedy and cell.rule == "greedy":
+            prompts = [stage.bench.prompts[i] for i in tally.rows]
+            reached, accepted = teacher_forced.unrolled(
+                setup.target, draft, prompts, [*tally.rows.values()], num_draft=cell.k
+            )
+            with np.errstate(invalid="ignore"):
+                rates = tuple((accepted / reached).tolist())
+            result = dataclasses.replace(result, teacher_forced=rates)
+        forced.append(result)
+    return forced
+
+
+def categories(asked: Sequence[Question]) -> dict[str, tuple[str, list[int]]]:
+    """Returns the group and the questions of each group and, if it has several, its categories.
+
+    Empty if there is one category only.
+    """
+    if len({question.category for question in asked}) < 2:
+        return {}
+    first = {}
+    for i, question in enumerate(asked):
+        first.setdefault(question.group, i)
+    order = sorted(range(len(asked)), key=lambda i: first[asked[i].group])
+    parts: dict[str, tuple[str, list[int]]] = {}
+    for group, members in itertools.groupby(order, lambda i: asked[i].group):
+        parts[group] = group, [*members]
+        for i in parts[group][1]:
+            if asked[i].category != group:
+                parts.setdefault(asked[i].category, (group, []))[1].append(i)
+    return parts
+
+
+def _drawings(
+    results: Sequence[CellResult], costs: dict[int, Costs]
+) -> dict[str, Callable[[pathlib.Path], None]]:
+    """Returns what draws each plot, by the name of its file."""
+    from experiments.comparison import plots  # needs matplotlib, slow to import
+
+    shown = reports.first_batch(results)
+    drawings = {"acceptance.png": lambda path: plots.plot_acceptance(path, shown)}
+    if (known := costs.get(shown[0].batch)) is not None:
+        drawings["speedup.png"] = lambda path: plots.plot_speedup(path, shown, known)
+    if shown[0].categories and shown[0].batch == 1:
+        drawings["categories.png"] = lambda path: plots.plot_categories(path, shown)
+    if len(reports.by_batch(results)) > 1:
+        drawings["batches.png"] = lambda path: plots.plot_batches(path, results)
+    return drawings

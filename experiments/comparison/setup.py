@@ -1,0 +1,298 @@
+"""From a config to models, questions and the cells of a comparison."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from configs import evaluate_zoo
+from experiments.run import cli, report
+from spec_jax import named
+from spec_jax.config import STRATEGIES, SamplerConfig, build
+from spec_jax.contracts import Drafter, Rule
+from spec_jax.data import python_source, questions, sources, tokens
+from spec_jax.data.questions import Question, Questions
+from spec_jax.errors import ConfigError, SpecJaxError
+from spec_jax.evaluation.bench import Bench, usable_cells
+from spec_jax.evaluation.cells import COPYING, PLAIN, Cell, Draft, make_cells
+from spec_jax.evaluation.mesh import MeshOptions
+from spec_jax.evaluation.prompts import PromptEncoder, cut, encodable, fitting, room_for_prompt
+from spec_jax.loading import DTYPES, LoadedModel, load_draft, load_model
+
+RULES = tuple(s for s in STRATEGIES if s not in ("greedy", "synthetic"))
+_TAKEN = ("target", PLAIN, *COPYING)  # names that tables and timers use for something else
+_PIECES = ("", "pieces")  # of config.data: pieces of held-out modules
+_FUNCTIONS = "functions"  # likewise: functions of held-out modules
+
+
+def resolve(config: ConfigDict) -> ConfigDict:
+    """Checks a config and returns it with every value in its final form.
+
+    Raises:
+      ConfigError: A key is unknown or missing, or a value is out of range.
+    """
+    cli.check_keys(config, evaluate_zoo.get_config(), evaluate_zoo.RENAMED)
+    config = config.copy_and_resolve_references()
+    check = lambda ok, name, expected: cli.require(ok, config, name, expected)
+    for name in ("rules", "copying_rules", "categories"):
+        parts = (x.strip() for entry in config[name] for x in str(entry).split(","))
+        config[name] = tuple(filter(None, parts))
+    for name in ("rules", "copying_rules"):
+        is_known = bool(config[name]) and set(config[name]) <= set(RULES)
+        check(is_known, name, f"one or more of {', '.join(RULES)}")
+    is_number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool)
+    is_finite = lambda x: is_number(x) and 0 <= x < float("inf")
+    for name in ("batches", "temperatures"):
+        check(len(config[name]) > 0, name, "one or more")
+    are_counts = lambda values: all(type(x) is int and x >= 1 for x in values)
+    check(are_counts(config.ks), "ks", "integers of 1 or more, or none for each draft's own K")
+    check(are_counts(config.batches), "batches", "integers of 1 or more")
+    check(all(map(is_finite, config.temperatures)), "temperatures", "numbers of 0 or more")
+    config.temperatures = tuple(map(float, config.temperatures))
+    config.batches = tuple(sorted(set(config.batches)))
+    check(config.repeats >= 1, "repeats", "1 or more")
+    check(config.order in ("spread", "group"), "order", "spread or group")
+    check(config.max_new_tokens >= 2, "max_new_tokens", "2 or more (prefill makes the first)")
+    longest = config.max_prompt_tokens
+    check(longest is None or longest >= 1, "max_prompt_tokens", "1 or more, or none")
+    check(config.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
+    check(config.target != "", "target", "a zoo name or a directory: --config.target=PATH")
+    has_all = config.data not in (*_PIECES, _FUNCTIONS)
+    check(
+        config.num_prompts >= (0 if has_all else 1),
+        "num_prompts",
+        "1 or more; 0 for all questions of a set or a file",
+    )
+    check(config.num_shown >= 0, "num_shown", "0 or more")
+    check(config.prompt_tokens >= 1, "prompt_tokens", "1 or more")
+    usual = evaluate_zoo.get_config()
+    if config.target != usual.target and config.drafts == usual.drafts:
+        config.drafts = "ngram"  # the zoo's drafts are for the zoo's target
+    check(bool(_names(config.drafts) or config.drafter), "drafts", "names or paths, with commas")
+    best_k(config)
+    return config
+
+
+def _names(text: str) -> list[str]:
+    """Returns the names in a text, separated by commas, each once."""
+    names = (name.strip() for name in text.split(","))
+    return [*dict.fromkeys(name for name in names if name)]
+
+
+def best_k(config: ConfigDict) -> dict[str, int]:
+    """Returns the K of each draft that ``config.best_k`` names.
+
+    Raises:
+      ConfigError: An entry is not NAME=K.
+    """
+    found = {}
+    for entry in _names(config.best_k):
+        name, _, k = entry.rpartition("=")
+        if not (name and k.isdigit() and int(k) >= 1):
+            raise ConfigError(f"best_k has {entry!r}; expected NAME=K with K of 1 or more")
+        found[name] = int(k)
+    return found
+
+
+def held_out_pieces(target: LoadedModel, n: int, length: int, seed: int) -> list[list[int]]:
+    """Returns ids of ``n`` evenly spread pieces of the held-out modules; ``seed`` shifts them.
+
+    A piece begins with BOS if the tokenizer puts it before a text, and has ``length`` ids with it.
+
+    Raises:
+      ConfigError: There are fewer places, or no token that separates documents.
+    """
+    try:
+        text = tokens.pack(target.tokenizer, python_source.documents("held_out"))
+    except ConfigError as error:
+        raise ConfigError(f"{error}, or ask your own questions: --config.data=FILE") from error
+    begin = [x for x in target.tokenizer.encode("")[:1] if x == target.config.bos_token_id]
+    length = max(length - len(begin), 1)
+    room = len(text) - length
+    if room < n:
+        raise ConfigError(f"num_prompts is {n}; the held-out modules have {room} places")
+    shift = int(np.random.default_rng(seed).integers(room))
+    starts = [(shift + i * room // n) % room for i in range(n)]
+    return [begin + text[start : start + length].tolist() for start in starts]
+
+
+class Setup(NamedTuple):
+    """What a run decodes.
+
+    Attributes:
+      config: The resolved config.
+      target: The target.
+      drafts: What drafts for it, by name.
+      rule: A custom rule, or None.
+      cells: The cells of each temperature, plain decoding first.
+      questions: The questions.
+      room: The maximum tokens of a prompt.
+      devices: The devices.
+      notes: What was left out.
+    """
+
+    config: ConfigDict
+    target: LoadedModel
+    drafts: dict[str, Draft]
+    rule: Rule | None
+    cells: dict[float, list[Cell]]
+    questions: Questions
+    room: int
+    devices: MeshOptions
+    notes: list[str]
+
+    @classmethod
+    def of(cls, config: ConfigDict) -> Setup:
+        """Loads models and questions; leaves out, with a note, what cannot draft.
+
+        Raises:
+          SpecJaxError: A config, a target or questions that cannot be used; or nothing drafts.
+        """
+        config = resolve(config)
+        if config.data not in (*_PIECES, _FUNCTIONS):
+            sources.check(config.data)
+        devices = MeshOptions.of(config)
+        target = load_model(
+            config.target, config.dtype, scan_layers=config.scan_layers, mesh=devices.mesh
+        )
+        drafts, ks, notes = _load_drafts(config, target, devices)
+        rule = _custom_rule(config)
+        loaded = [d for d in drafts.values() if d is not None and not isinstance(d, Drafter)]
+        devices.check_drafts(loaded)
+        asked = _questions(config, target)
+        num_prompts = sum(question.num_turns for question in asked.chosen)
+        config.batches, cut_off = fitting(config.batches, num_prompts)
+        setup = cls(config, target, drafts, rule, {}, asked, 0, devices, notes)
+        cells: dict[float, list[Cell]] = {}
+        every = make_cells(
+            drafts,
+            ks,
+            config.temperatures,
+            config.rules,
+            config.copying_rules,
+            _names(config.trees),
+            rule,
+        )
+        for cell in usable_cells(setup.bench([[0]], 1, [[0]]), every, notes):
+            cells.setdefault(cell.temperature, []).append(cell)
+        used = {cell.method for group in cells.values() for cell in group}
+        drafts = {name: draft for name, draft in drafts.items() if name in used}
+        models = [target, *(d for d in drafts.values() if getattr(d, "max_length", None))]
+        room = room_for_prompt(models, config.max_new_tokens, config.max_prompt_tokens)
+        notes = [*notes, *asked.notes, *cut_off]
+        return setup._replace(drafts=drafts, cells=cells, room=room, notes=notes)
+
+    @property
+    def loaded(self) -> dict[str, Draft]:
+        """The drafts that are models or heads."""
+        known = self.drafts.items()
+        return {n: d for n, d in known if d is not None and not isinstance(d, Drafter)}
+
+    @property
+    def custom(self) -> dict[str, dict[str, str]]:
+        """The custom drafter and rule for a report, by "drafter" and "rule"."""
+        facts = {}
+        for draft in self.drafts.values():
+            if isinstance(draft, Drafter):
+                kind = "sampled" if draft.is_sampled else "deterministic"
+                facts["drafter"] = {"name": draft.name, "is": kind, "given": self.config.drafter}
+        if self.rule is not None:
+            kind = "lossless, as it states" if self.rule.is_lossless else "lossy"
+            facts["rule"] = {"name": self.rule.name, "is": kind, "given": self.config.rule}
+        return facts
+
+    def bench(self, prompts: list[list[int]], batch: int, layout: Sequence[Sequence[int]]) -> Bench:
+        """Returns what decodes prompts, ``batch`` at a time, laid out as ``layout`` says."""
+        config = self.config
+        sampler = build(SamplerConfig, {**config.sampler.to_dict(), "seed": config.seed})
+        return Bench(
+            self.target,
+            self.drafts,
+            prompts,
+            sampler,
+            config.max_new_tokens,
+            batch,
+            draft_temperature=config.draft_temperature,
+            ngram={"ngram_max": config.ngram_max, "ngram_min": config.ngram_min},
+            has_expected=config.has_expected,
+            devices=self.devices,
+            rule=self.rule,
+            has_audit=config.has_audit,
+            layout=layout,
+        )
+
+    def ids(self, encode: PromptEncoder, question: Question, answers: Sequence[str]) -> list[int]:
+        """Returns the ids of a prompt, without the beginning that exceeds ``room``."""
+        return cut(encode(question, answers), self.room, self.target.config.bos_token_id)
+
+
+def _load_drafts(
+    config: ConfigDict, target: LoadedModel, devices: MeshOptions
+) -> tuple[dict[str, Draft], dict[str, Sequence[int]], list[str]]:
+    """Returns drafts by name, the Ks of each, and notes on those that cannot be loaded."""
+    notes: list[str] = []
+    loaded: dict[str, Draft] = {}
+    for name in _names(config.drafts):
+        try:
+            loaded[name] = (
+                None
+                if name in COPYING
+                else load_draft(
+                    name, target, config.dtype, mesh=devices.mesh, rules=devices.draft_rules
+                )
+            )
+        except SpecJaxError as error:
+            notes.append(f"{name} is left out: {error}")
+    paths = [name for name in loaded if name not in COPYING]
+    longer = lambda name: "/".join((".", *pathlib.PurePath(name).parts)[-2:])
+    short = dict(zip(paths, report.names_of(paths)))
+    labels = {name: longer(name) if label in _TAKEN else label for name, label in short.items()}
+    drafts = {labels.get(name, name): draft for name, draft in loaded.items()}
+    best = best_k(config)
+    ks = {labels.get(name, name): config.ks or (best.get(name, 3),) for name in loaded}
+    if config.drafter:
+        drafter = named.to_drafter(config.drafter, target)
+        if drafter.name in (*_TAKEN, *drafts):
+            _refuse_name("drafter", config.drafter, drafter.name)
+        drafts[drafter.name], ks[drafter.name] = drafter, config.ks or (3,)
+    if not drafts:
+        raise ConfigError(f"nothing drafts for {target.name}: {'; '.join(notes)}")
+    return drafts, ks, notes
+
+
+def _custom_rule(config: ConfigDict) -> Rule | None:
+    if not config.rule:
+        return None
+    rule = named.to_rule(config.rule)
+    if ":" in config.rule and rule.name in STRATEGIES:
+        _refuse_name("rule", config.rule, rule.name)
+    return rule
+
+
+def _refuse_name(what: str, given: str, name: str) -> None:
+    raise ConfigError(
+        f"{what} {given} has the name {name!r}, which tables use for another; give it a unique "
+        f"name: {what}._replace(name=...)"
+    )
+
+
+def _questions(config: ConfigDict, target: LoadedModel) -> Questions:
+    if target.tokenizer is None:
+        raise ConfigError(
+            f"{target.name} has no tokenizer, and all questions are text; expected tokenizer.json "
+            "in its directory"
+        )
+    if config.data in _PIECES:
+        pieces = held_out_pieces(target, config.num_prompts, config.prompt_tokens, config.seed)
+        chosen = [Question(f"piece {i}", "pieces", ids=tuple(p)) for i, p in enumerate(pieces, 1)]
+        notes = ["categories are chosen from questions, and these are pieces of text"]
+        return Questions(chosen, "pieces of held-out modules", notes if config.categories else [])
+    data = "" if config.data == _FUNCTIONS else config.data
+    asked = questions.load(data, config.num_prompts, config.categories, config.seed)
+    notes = [*asked.notes]
+    chosen = encodable(asked.chosen, PromptEncoder(target), notes)
+    return asked._replace(chosen=chosen, notes=notes)

@@ -1,0 +1,209 @@
+"""Decodes one set of prompts with any cell of a comparison."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.contracts import Drafter, Rule
+from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.engine.stats import Stats
+from spec_jax.errors import ConfigError, SpecJaxError
+from spec_jax.evaluation.cells import Cell, Draft, has_logits, tree_options
+from spec_jax.evaluation.mesh import MeshOptions
+from spec_jax.loading import LoadedModel
+from spec_jax.rules import make_rule
+
+
+class Row(Protocol):
+    """What is read of the output of one prompt, a ``Generation`` or one that was saved."""
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+
+    @property
+    def finish_reason(self) -> str: ...
+
+    @property
+    def stats(self) -> Stats: ...
+
+
+class Run(NamedTuple):
+    """The outputs of one batch of prompts, and their times."""
+
+    prefill_s: float
+    decode_s: float
+    rows: Sequence[Row]
+
+    @property
+    def tokens(self) -> int:
+        """Decoded tokens, without the first of each row, which prefill samples."""
+        return sum(row.stats.emitted - row.stats.first for row in self.rows)
+
+    @property
+    def passes(self) -> int:
+        """Target passes of the batch, those of the row that takes the most rounds."""
+        return max(row.stats.rounds for row in self.rows)
+
+
+@dataclasses.dataclass(eq=False)
+class Bench:
+    """Decodes one set of prompts with any cell of the grid, in shapes that all calls share.
+
+    Attributes:
+      target: The target.
+      drafts: What drafts, by name; None: "ngram" and "suffix", which copy tokens.
+      prompts: The prompts as ids.
+      sampler: The sampler of every row, without temperature; prompt i has seed ``seed + i``.
+      max_new_tokens: New tokens of every row.
+      batch: Prompts that are decoded together.
+      draft_temperature: The draft's temperature where the target's is above 0; None for the same.
+      ngram: Options of the method "ngram".
+      has_expected: Whether to record the expected acceptance of chains above temperature 0, if
+        the rule reads the draft distributions anyway.
+      devices: The devices; target and drafts are there already.
+      rule: A custom rule, or None.
+      has_audit: Whether rows that differ from plain decoding's are decoded again, to explain them.
+      layout: Indices of the prompts of each batch, ``batch`` of them or fewer; by default all
+        prompts in their order. A batch that lacks prompts is filled up with its own ones again.
+      compile_s: How long each cell has compiled so far.
+    """
+
+    target: LoadedModel
+    drafts: Mapping[str, Draft]
+    prompts: list[list[int]]
+    sampler: SamplerConfig
+    max_new_tokens: int
+    batch: int = 1
+    draft_temperature: float | None = None
+    ngram: dict[str, int] = dataclasses.field(default_factory=dict)
+    has_expected: bool = False
+    devices: MeshOptions = MeshOptions()
+    rule: Rule | None = None
+    has_audit: bool = False
+    layout: Sequence[Sequence[int]] = ()
+    compile_s: dict[Cell, float] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self.prompts))
+
+    def __post_init__(self):
+        if not self.layout:
+            count = len(self.prompts)
+            starts = range(0, count, self.batch)
+            self.layout = [range(i, min(i + self.batch, count)) for i in starts]
+
+    @property
+    def batches(self) -> range:
+        """Indices of the batches."""
+        return range(len(self.layout))
+
+    def chosen(self, index: int) -> list[int]:
+        """Returns the prompt of each row of batch ``index``."""
+        return [*itertools.islice(itertools.cycle(self.layout[index]), self.batch)]
+
+    @functools.cache  # noqa: B019, a bench lives as long as the program
+    def decoder(self, cell: Cell) -> SpeculativeDecoder:
+        """Returns the decoder of a cell.
+
+        Raises:
+          ConfigError: K, rule, temperature or vocabularies do not fit.
+        """
+        sampler = dataclasses.replace(self.sampler, temperature=cell.temperature)
+        if cell.is_plain:
+            return SpeculativeDecoder(
+                self.target, target_sampler=sampler, **self.devices.options(None)
+            )
+        draft, config = self.drafts[cell.method], self._config(cell)
+        rule = self.rule if self.rule is not None and self.rule.name == cell.rule else None
+        drafter = draft if isinstance(draft, Drafter) else None
+        loaded = None if drafter else draft
+        has_expected = self.has_expected and not cell.is_greedy and not cell.tree
+        if has_expected and has_logits(draft):  # or the probabilities would cost time
+            has_expected = (rule or make_rule(config)).needs_probs
+        return SpeculativeDecoder(
+            self.target,
+            loaded,
+            config,
+            target_sampler=sampler,
+            has_expected=has_expected,
+            drafter=drafter,
+            rule=rule,
+            **self.devices.options(loaded),
+        )
+
+    def _config(self, cell: Cell) -> SpeculativeConfig:
+        draft, options = self.drafts[cell.method], {"num_speculative_tokens": cell.k}
+        if not isinstance(draft, Drafter):
+            options = tree_options(cell.tree) if cell.tree else options
+            options["speculative_method"] = cell.method if draft is None else draft.method
+        options |= self.ngram if cell.method == "ngram" else {}
+        if cell.method == "suffix":  # or a repeat would copy its last output
+            options["suffix_history_tokens"] = 0
+        if cell.rule != (self.rule and self.rule.name):
+            options["rejection_sampling_strategy"] = cell.rule
+        return SpeculativeConfig(**options)
+
+    def has_draft_temperature(self, cell: Cell) -> bool:
+        """Returns whether a cell's drafts are drawn at another temperature than the target's."""
+        return self.draft_temperature is not None and cell.temperature > 0
+
+    def run(self, cell: Cell, index: int, **options) -> Run:
+        """Decodes batch ``index``; ``options`` are those of ``SpeculativeDecoder.generate``."""
+        decoder = self.decoder(cell)
+        chosen = self.chosen(index)
+        target = [
+            dataclasses.replace(decoder.target_sampler, seed=(self.sampler.seed + i) % 2**32)
+            for i in chosen
+        ]
+        draft = None
+        if self.has_draft_temperature(cell):
+            draft = [dataclasses.replace(s, temperature=self.draft_temperature) for s in target]
+        decoder.reset_stats()
+        rows = decoder.generate(
+            [self.prompts[i] for i in chosen],
+            self.max_new_tokens,
+            sampler=target,
+            draft_sampler=draft,
+            pad_to=self.longest,
+            **options,
+        )
+        stats = decoder.stats
+        self.compile_s[cell] = self.compile_s.get(cell, 0.0) + stats.compile_s
+        return Run(stats.prefill_s, stats.decode_s, rows)
+
+
+def usable_cells(bench: Bench, cells: Sequence[Cell], notes: list[str]) -> list[Cell]:
+    """Returns the cells that can be decoded.
+
+    Args:
+      bench: What decodes; nothing is compiled.
+      cells: The cells of all drafts.
+      notes: Gets a sentence on each cell that is left out; one on a draft, all of whose cells are
+        left out for one reason, such as a head of another target.
+
+    Raises:
+      ConfigError: Plain decoding is impossible, or nothing else is possible.
+    """
+    usable, refused = [], {}
+    for cell in cells:
+        try:
+            bench.decoder(cell)
+        except SpecJaxError as error:
+            if cell.is_plain:
+                raise
+            refused[cell] = error
+        else:
+            usable.append(cell)
+    whole = {cell.method for cell in refused} - {cell.method for cell in usable}
+    names = {c: c.method if c.method in whole else c.label for c in refused}
+    notes += dict.fromkeys(f"{names[cell]} is left out: {why}" for cell, why in refused.items())
+    if all(cell.is_plain for cell in usable):
+        raise ConfigError(f"there is nothing to compare with plain decoding: {'; '.join(notes)}")
+    return usable

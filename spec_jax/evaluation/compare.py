@@ -1,0 +1,507 @@
+"""Drafts compared with plain decoding of the same prompts, in turns."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from spec_jax import processes
+from spec_jax.config import SamplerConfig
+from spec_jax.contracts import Drafter, Rule
+from spec_jax.data.tokens import looping_share
+from spec_jax.engine.request import encode_all, whole_slots
+from spec_jax.engine.stats import Stats
+from spec_jax.errors import ConfigError
+from spec_jax.evaluation import costs as pass_costs
+from spec_jax.evaluation import summary
+from spec_jax.evaluation.bench import Bench, Row, Run, usable_cells
+from spec_jax.evaluation.cells import COPYING, PLAIN, Cell, Draft, make_cells
+from spec_jax.evaluation.results import NONE, CategoryResult, CellResult, Counts, RoundTime
+from spec_jax.evaluation.timing import Timer, interleave
+from spec_jax.intervals import Interval, paired_speedup
+from spec_jax.loading import LoadedHead, LoadedModel, load_draft, load_model
+from spec_jax.progress import Progress
+
+if TYPE_CHECKING:
+    from spec_jax.testing import RowAudit
+
+_MIN_QUESTIONS = 4  # of a category; an interval of fewer says nothing
+
+
+def run_all(tasks: Mapping[str, Callable[[], object]], what: str) -> None:
+    """Runs tasks, two at a time, with progress: one compilation alone leaves cores idle.
+
+    Several processes run one at a time, since they must run their programs in the same order.
+    """
+    at_once = 2 if processes.count() == 1 else 1
+    with Progress(len(tasks), what) as bar, concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+        futures = {pool.submit(task): name for name, task in tasks.items()}
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                future.result()
+                bar.step(futures[future])
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def cost_slots(bench: Bench, cells: Sequence[Cell]) -> int:
+    """Returns the cache slots of the timed passes: as many as decoding chains has."""
+    widest = max(cell.k for cell in cells if not cell.tree)
+    return whole_slots(bench.longest + bench.max_new_tokens + widest + 1)
+
+
+def compile_all(
+    bench: Bench, cells: Sequence[Cell], *, has_passes: bool = True
+) -> dict[pass_costs.Passes, Timer]:
+    """Compiles every program of the run; returns the timers of the passes of rounds.
+
+    Args:
+      bench: What decodes.
+      cells: The cells; each decodes the first batch once.
+      has_passes: Whether to compile the passes, too.
+    """
+    timers: dict[pass_costs.Passes, Timer] = {}
+    tasks = {cell.label: functools.partial(bench.run, cell, 0) for cell in cells}
+    if has_passes:
+        ks = {c.method: {d.k for d in cells if d.method == c.method and not d.tree} for c in cells}
+        drafts = {n: d for n, d in bench.drafts.items() if isinstance(d, LoadedModel | LoadedHead)}
+        makers = pass_costs.timer_makers(
+            bench.target, drafts, ks, cost_slots(bench, cells), bench.batch
+        )
+        add = lambda what, make: timers.update({what: make()})
+        tasks |= {str(what): functools.partial(add, what, make) for what, make in makers.items()}
+    run_all(tasks, "compiling")
+    return timers
+
+
+class Tally:
+    """What one cell has done so far.
+
+    Attributes:
+      runs: The first run of each batch.
+      times_s: The decoding times of each batch, one a turn.
+    """
+
+    def __init__(self, bench: Bench, cell: Cell, max_examined: int | None = None):
+        """Begins with nothing.
+
+        Args:
+          bench: What decodes.
+          cell: The cell.
+          max_examined: How many rows that diverge from plain decoding are examined; None: all.
+        """
+        self.bench, self.cell, self.max_examined = bench, cell, max_examined
+        self.runs: dict[int, Run] = {}
+        self.times_s: dict[int, list[float]] = {}
+        self._differences: dict[int, RowAudit] = {}
+
+    def run(self, index: int) -> float:
+        """Decodes batch ``index`` once; returns the time."""
+        run = self.bench.run(self.cell, index)
+        self.runs.setdefault(index, run)
+        self.times_s.setdefault(index, []).append(run.decode_s)
+        return run.decode_s
+
+    @property
+    def rows(self) -> dict[int, Row]:
+        """The output of every prompt, by its index."""
+        batches = ((self.bench.chosen(index), run.rows) for index, run in self.runs.items())
+        return {i: row for chosen, rows in batches for i, row in zip(chosen, rows)}
+
+    @property
+    def pairs(self) -> tuple[np.ndarray, np.ndarray]:
+        """Times and tokens f64[N] of what an interval is over.
+
+        A batch's time is the median of its turns; of a single batch every turn counts.
+        """
+        times, tokens = [*self.times_s.values()], [run.tokens for run in self.runs.values()]
+        if len(times) == 1:
+            return np.asarray(times[0]), np.full(len(times[0]), tokens[0])
+        return np.asarray([np.median(x) for x in times]), np.asarray(tokens)
+
+    @property
+    def busy_share(self) -> float:
+        """The share of a batch's rows that run in a round, on average; 1 of single rows.
+
+        A round of a batch takes its time until the last row ends, and rows whose drafts are
+        accepted more often, or that meet a stop token, end earlier. NaN where there was no round.
+        """
+        runs = [*self.runs.values()]
+        rounds = sum(row.stats.rounds for run in runs for row in run.rows)
+        most = sum(run.passes * len(run.rows) for run in runs)
+        return rounds / most if most else float("nan")
+
+    @property
+    def round_ms(self) -> float:
+        """The mean time of a round of a batch."""
+        seconds = sum(float(np.median(times)) for times in self.times_s.values())
+        return 1e3 * seconds / max(sum(run.passes for run in self.runs.values()), 1)
+
+    def of_questions(self, questions: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Times and tokens f64[P] of questions, given the prompts of each; of batches of one."""
+        batch_of = {self.bench.layout[index][0]: index for index in self.runs}
+        batches = [[batch_of[i] for i in prompts] for prompts in questions]
+        times = [sum(np.median(self.times_s[b]) for b in chosen) for chosen in batches]
+        tokens = [sum(self.runs[b].tokens for b in chosen) for chosen in batches]
+        return np.asarray(times), np.asarray(tokens)
+
+    def difference(self, row: int, plain: Tally) -> RowAudit:
+        """Returns where a row diverges from plain decoding, and why; computed once."""
+        if row not in self._differences:
+            self._differences |= self._examine(row, self.rows, plain.rows)
+        return self._differences[row]
+
+    def _examine(
+        self, row: int, rows: Mapping[int, Row], plain: Mapping[int, Row]
+    ) -> dict[int, RowAudit]:
+        """Examines a greedy row; with an audit its whole batch is decoded again."""
+        from spec_jax.testing import audit, audit_outputs  # needs scipy.stats, slow to import
+
+        bench = self.bench
+        if not bench.has_audit:
+            pair = (plain[row].tokens, rows[row].tokens)
+            prompt, sampler = bench.prompts[row], bench.sampler
+            return {row: audit_outputs(bench.target, prompt, *pair, sampler=sampler, row=row)}
+        chosen = next(c for c in map(bench.chosen, bench.batches) if row in c)
+        outputs = tuple([rows_of[i].tokens for i in chosen] for rows_of in (plain, rows))
+        audited = audit(
+            bench.decoder(self.cell),
+            [bench.prompts[i] for i in chosen],
+            bench.max_new_tokens,
+            outputs=outputs,
+            plain=bench.decoder(Cell(PLAIN, 0, self.cell.temperature)),
+            pad_to=bench.longest,
+        )
+        return {chosen[r.row]: dataclasses.replace(r, row=chosen[r.row]) for r in audited.rows}
+
+
+def take_turns(
+    tallies: Sequence[Tally], turns: Iterable[tuple[int, int]]
+) -> Iterator[tuple[int, int]]:
+    """Measures cells of one temperature; yields each turn after it.
+
+    In a turn plain decoding and every cell decode one batch, so that drift of the machine cancels
+    in their ratios, and every other turn runs backwards.
+
+    Args:
+      tallies: Of plain decoding, then of the others.
+      turns: The number of the repeat and of the batch of each turn.
+    """
+    for repeat, index in turns:
+        timers = {tally.cell: functools.partial(tally.run, index) for tally in tallies}
+        interleave(timers, 1, is_backwards=bool((repeat + index) % 2))
+        yield repeat, index
+
+
+def results_of(
+    tallies: Sequence[Tally],
+    questions: Sequence[Sequence[int]],
+    costs: pass_costs.Costs | None = None,
+    categories: Mapping[str, tuple[str, Sequence[int]]] | None = None,
+) -> list[CellResult]:
+    """Returns what was measured of each cell of one temperature and batch size.
+
+    Args:
+      tallies: Plain decoding first.
+      questions: The indices of each question's prompts; intervals are over questions.
+      costs: The costs of passes, if they were measured.
+      categories: The group and the questions of each category.
+    """
+    plain, counts, results = tallies[0], {}, []
+    for tally in tallies:
+        rows, cell = tally.rows, tally.cell
+        counts[cell] = count = Counts.of([[rows[i] for i in prompts] for prompts in questions])
+        result = _result(tally, plain, questions, count)
+        parts = {
+            name: _category(tally, plain, count, questions, group, chosen)
+            for name, (group, chosen) in (categories or {}).items()
+        }
+        result = dataclasses.replace(result, categories=parts)
+        first = _first_of_same_k([t.cell for t in tallies], cell)
+        if first is not None:
+            difference = count.less(counts[first])
+            result = dataclasses.replace(result, compared_with=first.label, difference=difference)
+        results.append(_with_costs(result, tally, plain, costs))
+    return results
+
+
+def _result(
+    tally: Tally, plain: Tally, questions: Sequence[Sequence[int]], count: Counts
+) -> CellResult:
+    (own_s, own_tokens), (plain_s, plain_tokens) = tally.pairs, plain.pairs
+    share = len(tally.runs) / len(own_s)  # of the turns of a single batch
+    stats = functools.reduce(
+        operator.add,
+        (row.stats for row in tally.rows.values()),
+        Stats(
+            prefill_s=sum(run.prefill_s for run in tally.runs.values()),
+            decode_s=float(own_s.sum()) * share,
+        ),
+    )
+    rule = tally.bench.decoder(tally.cell).system().rule
+    tau, acceptance = count.intervals()
+    identical, differences = _compare(tally, plain)
+    rows = [*tally.rows.values()]
+    sizes = np.asarray([len(row.tokens) for row in rows])
+    loops = np.asarray([looping_share(row.tokens) for row in rows])
+    reasons = [row.finish_reason for row in rows]
+    return CellResult(
+        tally.cell._replace(rule=rule.name),
+        tally.bench.batch,
+        rule.is_lossless,
+        _speedup(tally, plain, questions),
+        float(own_tokens.sum() / max(own_s.sum(), 1e-9)),
+        float(plain_tokens.sum() / max(plain_s.sum(), 1e-9)),
+        len(own_s),
+        stats,
+        tau,
+        acceptance,
+        len(rows),
+        identical,
+        differences,
+        float((sizes * loops).sum() / max(sizes.sum(), 1)),
+        {reason: reasons.count(reason) for reason in sorted(set(reasons))},
+        tally.bench.compile_s.get(tally.cell, 0.0),
+        busy_share=tally.busy_share,
+    )
+
+
+def _compare(tally: Tally, plain: Tally) -> tuple[int | None, tuple[RowAudit, ...]]:
+    """Counts rows with plain decoding's tokens; None if the rule samples other tokens."""
+    rule, is_greedy = tally.bench.decoder(tally.cell).system().rule, tally.cell.is_greedy
+    if not (is_greedy and rule.is_lossless or rule.name == "match"):
+        return None, ()
+    rows, expected = tally.rows, plain.rows
+    diverged = [i for i, row in rows.items() if row.tokens != expected[i].tokens]
+    examined = diverged[: tally.max_examined] if is_greedy else []
+    return len(rows) - len(diverged), tuple(tally.difference(i, plain) for i in examined)
+
+
+def _speedup(tally: Tally, plain: Tally, questions: Sequence[Sequence[int]]) -> Interval:
+    """The speed-up over pairs: of questions, or of batches of several of them."""
+    if tally is plain:
+        return NONE._replace(value=1.0)
+    if tally.bench.batch > 1 or len(tally.runs) == 1:
+        (own_s, own_tokens), (plain_s, plain_tokens) = tally.pairs, plain.pairs
+    else:
+        own_s, own_tokens = tally.of_questions(questions)
+        plain_s, plain_tokens = plain.of_questions(questions)
+    return paired_speedup(own_s, plain_s, own_tokens, plain_tokens)
+
+
+def _category(tally, plain, counts, questions, group, chosen) -> CategoryResult:
+    """Returns the figures of some questions."""
+    tau, acceptance = Counts(*(x[np.asarray(chosen)] for x in counts)).intervals()
+    result = CategoryResult(group, len(chosen), tau, acceptance)
+    if tally.bench.batch > 1:
+        return result
+    questions = [questions[i] for i in chosen]
+    speedup = _speedup(tally, plain, questions)
+    if len(chosen) < _MIN_QUESTIONS:
+        speedup = NONE._replace(value=speedup.value)
+    rate = lambda times, tokens: float(tokens.sum() / max(times.sum(), 1e-9))
+    return result._replace(
+        tokens_per_s=rate(*tally.of_questions(questions)),
+        plain_tokens_per_s=rate(*plain.of_questions(questions)),
+        speedup=speedup,
+    )
+
+
+def _first_of_same_k(cells: Sequence[Cell], cell: Cell) -> Cell | None:
+    """The first draft's chain of the same K, with which another one's is compared."""
+    if cell.tree or not cell.k:
+        return None
+    first = next(c for c in cells if c.k == cell.k and not c.tree)
+    return None if first.method == cell.method else first
+
+
+def _with_costs(
+    result: CellResult, tally: Tally, plain: Tally, costs: pass_costs.Costs | None
+) -> CellResult:
+    """Adds the predicted speed-up, for the rows that run, and of what a round consists."""
+    if costs is None:
+        return result
+    cell, round_ms = tally.cell, tally.round_ms
+    draft_cost = costs.draft_cost(cell.method) if cell.k else 0.0
+    predicted = pass_costs.predict(costs, result) * result.busy_share / plain.busy_share
+    known = RoundTime(
+        round_ms,
+        draft_cost=draft_cost if cell.k else None,
+        is_draft_cost_significant=costs.is_significant(cell.method),
+    )
+    if not cell.tree and np.isfinite(draft_cost):
+        verify_ms, draft_ms = costs.verify_cost(cell.k) * costs.plain_ms, 0.0
+        if cell.k:
+            draft_ms = cell.k * costs.draft_cost(cell.method, cell.k) * costs.plain_ms
+        rest_ms, plain_rest_ms = round_ms - verify_ms - draft_ms, plain.round_ms - costs.plain_ms
+        known = known._replace(
+            verify_ms=verify_ms, draft_ms=draft_ms, rest_ms=rest_ms, plain_rest_ms=plain_rest_ms
+        )
+    return dataclasses.replace(result, predicted_speedup=predicted, round_time=known)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What ``compare`` has measured.
+
+    Attributes:
+      title: What was compared.
+      results: One record a cell, plain decoding first at each temperature.
+      costs: The costs of passes; None if they were not measured.
+      notes: What was left out, and why.
+    """
+
+    title: str
+    results: tuple[CellResult, ...]
+    costs: pass_costs.Costs | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def conclusions(self) -> list[str]:
+        """One sentence for each temperature: its fastest lossless draft."""
+        return summary.conclusions(self.results)
+
+    def __str__(self) -> str:
+        notes = [f"note: {note}" for note in self.notes]
+        table = summary.results_table(self.results)
+        return "\n".join([self.title, "", table, "", *self.conclusions, *notes])
+
+    def _repr_html_(self) -> str:
+        return summary.html_table(self.title, self.results, [*self.conclusions, *self.notes])
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draws the speed-up of every cell with its interval, a panel for each temperature.
+
+        Args:
+          axes: matplotlib axes to draw on, one for each temperature; None: a new figure.
+
+        Returns:
+          The matplotlib figure.
+        """
+        return summary.plot_speedups(self.results, axes)
+
+
+def compare(
+    target: LoadedModel | str,
+    drafts: Any,
+    prompts: Sequence[Any],
+    *,
+    ks: int | Sequence[int] | Mapping[str, Sequence[int]] = (3,),
+    trees: Sequence[str] = (),
+    temperatures: Sequence[float] = (0.0,),
+    rules: Sequence[str] = ("residual",),
+    copying_rules: Sequence[str] = ("match",),
+    rule: Rule | None = None,
+    max_new_tokens: int = 64,
+    batch: int = 1,
+    repeats: int = 2,
+    sampler: SamplerConfig = SamplerConfig(),
+    has_costs: bool = True,
+) -> Comparison:
+    """Compares drafts with plain decoding of the same prompts.
+
+    Plain decoding and every draft take turns, prompt by prompt, so that drift of the machine
+    cancels in their ratios. Intervals are 95 % confidence intervals over the prompts, Student's t
+    of the jackknife; at least four prompts are needed for useful ones.
+
+    Args:
+      target: The target, or a name or path that ``load_model`` takes.
+      drafts: One draft or several: a model, a head, a ``Drafter``, a name or path that
+        ``load_draft`` takes, "ngram" or "suffix"; or a dict of them by name.
+      prompts: Texts, lists of ids, or conversations.
+      ks: K, drafted tokens per round: one or several, or those of each draft by its name.
+      trees: Trees that drafts with logits draft beside chains, as "3x2x1" or "59:6:10".
+      temperatures: Of target and draft; at 0 decoding is greedy.
+      rules: Acceptance rules above temperature 0 of drafts with logits.
+      copying_rules: Those of drafts without logits, such as "ngram".
+      rule: A custom rule beside them.
+      max_new_tokens: New tokens of every prompt.
+      batch: Prompts that are decoded together.
+      repeats: Turns of each batch; their median counts.
+      sampler: Filters and penalties; prompt i has seed ``sampler.seed + i``.
+      has_costs: Whether to time passes, which predicts speed-ups.
+
+    Returns:
+      A ``Comparison``, with a table, a plot and an HTML representation.
+
+    Raises:
+      ConfigError: Drafts or values that cannot be compared.
+      PromptError: A prompt that cannot be decoded.
+    """
+    target = load_model(target) if isinstance(target, str) else target
+    named = name_drafts(target, drafts)
+    if not prompts or batch < 1 or repeats < 1:
+        raise ConfigError(
+            f"there are {len(prompts)} prompts, batch is {batch} and repeats {repeats}; expected 1 "
+            "or more of each"
+        )
+    ids, _ = encode_all(target, list(prompts))
+    by_name = ks if isinstance(ks, Mapping) else dict.fromkeys(named, ks)
+    if set(by_name) != set(named):
+        raise ConfigError(f"ks are of {', '.join(by_name)}; the drafts are {', '.join(named)}")
+    by_name = {name: (k,) if isinstance(k, int) else tuple(k) for name, k in by_name.items()}
+    cells = make_cells(named, by_name, temperatures, rules, copying_rules, trees, rule)
+    bench = Bench(target, named, ids, sampler, max_new_tokens, min(batch, len(ids)), rule=rule)
+    notes: list[str] = []
+    cells = usable_cells(bench, cells, notes)
+    timers = compile_all(bench, cells, has_passes=has_costs)
+    costs = None
+    if has_costs:
+        costs = pass_costs.Costs.measure(timers, slots=cost_slots(bench, cells), batch=bench.batch)
+    results: list[CellResult] = []
+    groups = {t: [c for c in cells if c.temperature == t] for t in dict.fromkeys(temperatures)}
+    turns = [*itertools.product(range(repeats), bench.batches)]
+    with Progress(len(turns) * len(groups), "measuring") as bar:
+        for temperature, group in groups.items():
+            tallies = [Tally(bench, cell, 4) for cell in group]
+            for _ in take_turns(tallies, turns):
+                bar.step(f"T={temperature:g}")
+            results += results_of(tallies, [[i] for i in range(len(ids))], costs)
+    title = (
+        f"{target.name}: {len(ids)} prompts, {max_new_tokens} new tokens each, batch {bench.batch}"
+    )
+    return Comparison(title, tuple(results), costs, tuple(notes))
+
+
+def name_drafts(target: LoadedModel, drafts: Any) -> dict[str, Draft]:
+    """Returns drafts by name, loaded.
+
+    Args:
+      target: The model that is drafted for.
+      drafts: See ``compare``.
+
+    Raises:
+      ConfigError: No draft, or something else.
+    """
+    if not isinstance(drafts, Mapping):
+        is_one = isinstance(drafts, str | LoadedModel | LoadedHead | Drafter)
+        given = [drafts] if is_one else list(drafts)
+        names = [draft if isinstance(draft, str) else draft.name for draft in given]
+        drafts = {_unique(name, names[:i]): d for i, (name, d) in enumerate(zip(names, given))}
+    if not drafts or PLAIN in drafts:
+        raise ConfigError(f"drafts are {list(drafts)}; expected one or more, none named {PLAIN!r}")
+    loaded: dict[str, Draft] = {}
+    for name, draft in drafts.items():
+        if isinstance(draft, str):
+            loaded[name] = None if draft in COPYING else load_draft(draft, target)
+        elif isinstance(draft, LoadedModel | LoadedHead | Drafter):
+            loaded[name] = draft
+        else:
+            raise ConfigError(
+                f"draft {name!r} is of type {type(draft).__name__}; expected a model, a head, a "
+                f"Drafter, a name or path, or one of {', '.join(COPYING)}"
+            )
+    return loaded
+
+
+def _unique(name: str, before: Collection[str]) -> str:
+    count = list(before).count(name)
+    return f"{name} #{count + 1}" if count else name

@@ -1,0 +1,242 @@
+"""What a comparison has measured of a cell."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from spec_jax.engine.stats import Stats
+from spec_jax.evaluation.bench import Row
+from spec_jax.evaluation.cells import Cell
+from spec_jax.intervals import Interval, jackknife
+
+if TYPE_CHECKING:
+    from spec_jax.testing import RowAudit
+
+NONE = Interval(math.nan, math.nan, math.nan)
+
+
+class Counts(NamedTuple):
+    """What one cell did, by question.
+
+    Attributes:
+      tokens: i64[P], tokens emitted in rounds.
+      rounds: i64[P], rounds.
+      reached: i64[P,K], drafts at each position whose predecessors were all accepted.
+      accepted: i64[P,K], those that it accepted.
+    """
+
+    tokens: np.ndarray
+    rounds: np.ndarray
+    reached: np.ndarray
+    accepted: np.ndarray
+
+    @classmethod
+    def of(cls, questions: Sequence[Sequence[Row]]) -> Counts:
+        """Counts the outputs of one cell, the turns of each question together."""
+        counts = []
+        for rows in questions:
+            s = sum((row.stats for row in rows[1:]), rows[0].stats)
+            counts.append((s.emitted - s.first, s.rounds, s.reached_at, s.accepted_at))
+        return cls(*map(np.asarray, zip(*counts)))
+
+    @staticmethod
+    def rates(
+        tokens: np.ndarray, rounds: np.ndarray, reached: np.ndarray, accepted: np.ndarray
+    ) -> np.ndarray:
+        """Computes tau and the conditional acceptance at each position from sums of the counts.
+
+        Returns:
+          f64[...,1+K], NaN where no draft was reached.
+        """
+        return np.concatenate([(tokens / rounds)[..., None], accepted / reached], axis=-1)
+
+    def intervals(self) -> tuple[Interval, tuple[Interval, ...]]:
+        """Returns tau and the acceptance by position of all questions, with their intervals."""
+        tau, *accept = jackknife(self.rates, *self)
+        return tau.within(1, self.reached.shape[1] + 1), tuple(x.within(0, 1) for x in accept)
+
+    def less(self, other: Counts) -> tuple[Interval, ...]:
+        """Returns intervals of the rates of these counts less those of others, by question."""
+        num = len(self)
+        less = lambda *sums: Counts.rates(*sums[:num]) - Counts.rates(*sums[num:])
+        return tuple(jackknife(less, *self, *other))
+
+
+class CategoryResult(NamedTuple):
+    """The figures of the questions of one category; speeds only of batches of one prompt."""
+
+    group: str
+    questions: int
+    tau: Interval
+    acceptance: tuple[Interval, ...]
+    tokens_per_s: float | None = None
+    plain_tokens_per_s: float | None = None
+    speedup: Interval | None = None
+
+    def to_dict(self, is_plain: bool) -> dict[str, Any]:
+        """Returns an entry of ``categories`` of report.json."""
+        entry = {
+            "group": self.group,
+            "questions": self.questions,
+            "tau": self.tau.value,
+            "tau_interval": self.tau.bounds,
+            "acceptance_by_position": [x.value for x in self.acceptance],
+        }
+        if self.speedup is None:
+            return entry
+        return entry | {
+            "tokens_per_s": self.tokens_per_s,
+            "plain_tokens_per_s": self.plain_tokens_per_s,
+            "speedup": self.speedup.value,
+            "speedup_interval": None if is_plain else self.speedup.bounds,
+        }
+
+
+class RoundTime(NamedTuple):
+    """Of what a round consists, in milliseconds.
+
+    Attributes:
+      round_ms: The mean time of a round of a batch; of plain decoding, of a token.
+      verify_ms: A pass of K + 1 tokens; None of a tree, whose passes were not measured.
+      draft_ms: What its K draft passes add; None where they were not measured.
+      rest_ms: Acceptance, commits and dispatch.
+      plain_rest_ms: The same rest of plain decoding.
+      draft_cost: A draft pass after the first of a round over a target pass of one token.
+      is_draft_cost_significant: Whether that cost differs from 0.
+    """
+
+    round_ms: float
+    verify_ms: float | None = None
+    draft_ms: float | None = None
+    rest_ms: float | None = None
+    plain_rest_ms: float | None = None
+    draft_cost: float | None = None
+    is_draft_cost_significant: bool = True
+
+    def to_dict(self, is_plain: bool) -> dict[str, Any]:
+        """Returns the entries of report.json."""
+        entry = {
+            "round_ms": self.round_ms,
+            "draft_cost": self.draft_cost,
+            "is_draft_cost_told": self.is_draft_cost_significant,
+        }
+        if self.verify_ms is None:
+            return entry
+        rest = {"rest of a round": self.rest_ms, "rest of plain": self.plain_rest_ms}
+        parts = {"verify": self.verify_ms, "draft": self.draft_ms, "rest": self.rest_ms}
+        return entry | {"round_parts_ms": parts, "difference_ms": {} if is_plain else rest}
+
+
+@dataclasses.dataclass(frozen=True)
+class CellResult:
+    """What was measured of a cell beside plain decoding of the same prompts.
+
+    Attributes:
+      cell: The cell; its rule is the name of the one that was used.
+      batch: B, prompts decoded together.
+      is_lossless: Whether the rule keeps the target's distribution.
+      speedup: Tokens per second over those of plain decoding; of plain decoding 1.
+      tokens_per_s: Decoded tokens per second, without prefill and compilation.
+      plain_tokens_per_s: Those of plain decoding, which took turns with the cell.
+      num_pairs: The pairs of times that the interval of the speed-up is over.
+      stats: Counts and times of all rows.
+      tau: Mean acceptance length, tokens emitted per target pass.
+      acceptance: By position, of the drafts whose predecessors were all accepted, the share
+        that was accepted; of a tree, by level.
+      rows: The number of prompts.
+      identical_rows: Rows whose tokens equal plain decoding's; None where the rule samples other
+        tokens of the same distribution.
+      differences: Rows that diverge from plain decoding, as far as they were examined.
+      looping_share: The share of tokens that repeat in loops.
+      finish_reasons: Rows by how they ended.
+      compile_s: Seconds of compilation.
+      predicted_speedup: The speed-up that acceptance and the costs of passes predict; None if
+        it is not known, NaN of a tree.
+      busy_share: The share of the rows that run in a round, on average.
+      round_time: Of what a round consists; None if passes were not measured.
+      categories: By category, if there are several.
+      compared_with: The label of the first draft's cell of the same K; empty if there is none.
+      difference: Tau and acceptance less that cell's, by question.
+      teacher_forced: The acceptance of the unrolling that trains the head, by position.
+    """
+
+    cell: Cell
+    batch: int
+    is_lossless: bool
+    speedup: Interval
+    tokens_per_s: float
+    plain_tokens_per_s: float
+    num_pairs: int
+    stats: Stats
+    tau: Interval
+    acceptance: tuple[Interval, ...]
+    rows: int
+    identical_rows: int | None
+    differences: tuple[RowAudit, ...] = ()
+    looping_share: float = 0.0
+    finish_reasons: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    compile_s: float = 0.0
+    predicted_speedup: float | None = None
+    busy_share: float = math.nan
+    round_time: RoundTime | None = None
+    categories: Mapping[str, CategoryResult] = dataclasses.field(default_factory=dict)
+    compared_with: str = ""
+    difference: tuple[Interval, ...] = ()
+    teacher_forced: tuple[float, ...] = ()
+
+    @property
+    def is_identical(self) -> bool | None:
+        """Whether every token equals plain decoding's; None where that is not asked."""
+        return None if self.identical_rows is None else self.identical_rows == self.rows
+
+    @property
+    def num_unexamined(self) -> int:
+        """Rows that diverge from plain decoding and were not examined."""
+        if self.is_identical is not False:
+            return 0
+        return self.rows - self.identical_rows - len(self.differences)
+
+    @property
+    def has_near_ties_alone(self) -> bool:
+        """Whether rounding explains every row that diverges from plain decoding."""
+        return not self.num_unexamined and all(d.is_near_tie for d in self.differences)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the entry of ``results`` of report.json."""
+        is_plain = self.cell.is_plain
+        entry = {
+            **self.cell._asdict(),
+            "label": self.cell.label,
+            "batch": self.batch,
+            "is_lossless": self.is_lossless,
+            "speedup": self.speedup.value,
+            "speedup_interval": None if is_plain else self.speedup.bounds,
+            "num_pairs": self.num_pairs,
+            "plain_tokens_per_s": self.plain_tokens_per_s,
+            "identical_to_plain": self.is_identical,
+            "identical_rows": self.identical_rows,
+            "rows": self.rows,
+            "differences": [d.to_dict() for d in self.differences],
+            "looping_share": self.looping_share,
+            "finish_reasons": dict(self.finish_reasons),
+            **self.stats.to_dict(),
+            "tokens_per_s": self.tokens_per_s,
+            "compile_s": self.compile_s,
+            "tau_interval": self.tau.bounds,
+            "accept_intervals": [x.bounds for x in self.acceptance],
+            "categories": {n: x.to_dict(is_plain) for n, x in self.categories.items()},
+            "predicted_speedup": self.predicted_speedup,
+            "busy_share": self.busy_share,
+        }
+        if self.round_time is not None:
+            entry |= self.round_time.to_dict(is_plain)
+        if self.difference:
+            entry |= {"compared_with": self.compared_with, "difference": self.difference}
+        if self.teacher_forced:
+            entry["teacher_forced"] = list(self.teacher_forced)
+        return entry

@@ -1,0 +1,156 @@
+"""The table of a comparison, what its columns mean, and its conclusions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from spec_jax.evaluation.results import CellResult
+from spec_jax.show import page
+from spec_jax.show.plots import panels
+from spec_jax.show.tables import table
+
+MEANINGS = {
+    "method": "what drafts; trees are named by the children of each depth, as 3x2x1, or by "
+    "nodes:levels:children",
+    "K": "drafted tokens per round",
+    "T": "sampling temperature of target and draft; 0 is greedy",
+    "rule": "the acceptance rule",
+    "tau": "mean acceptance length: tokens emitted per target pass, the target's own token "
+    "included",
+    "accepted at 1, 2, 3 …": "acceptance at each position, given that all earlier drafts were "
+    "accepted; of a tree, by level",
+    "tok/s": "decoded tokens per second, without prefill and compilation",
+    "plain tok/s": "those of plain decoding, which takes turns with all other rows of its "
+    "temperature",
+    "speed-up": "tok/s over plain tok/s",
+    "95 % interval": "of the speed-up, Student's t of the jackknife over prompts; ? = not "
+    "significant: the interval includes 1",
+    "predicted": "speed-up of chains that acceptance and the costs of passes predict",
+    "identical": "whether every token equals plain decoding's; – where the rule samples other "
+    "tokens of the same distribution; near ties: rounding explains every row that diverges",
+}
+_NUMBERS = ("K", "T", "tok/s", "plain tok/s", "tau", "speed-up", "predicted")
+
+
+def number(value: float | None, form: str = ".2f", unit: str = "") -> str:
+    """Formats a number; a dash where there is none."""
+    return "–" if value is None or math.isnan(value) else f"{value:{form}}{unit}"
+
+
+def interval_text(result: CellResult) -> str:
+    """Formats the interval of a speed-up; with a question mark where it includes 1."""
+    speedup = result.speedup
+    if not speedup.low < speedup.high:
+        return "–" if math.isnan(speedup.value) else "one pair ?"
+    return f"{speedup.low:.2f} to {speedup.high:.2f}{'' if speedup.excludes_1 else ' ?'}"
+
+
+def _row(result: CellResult) -> list[str]:
+    cell, is_plain = result.cell, result.cell.is_plain
+    rates = (number(x.value).replace("0.", ".", 1) for x in result.acceptance)
+    identical = {True: "yes", False: "no", None: "–"}[result.is_identical]
+    if identical == "no":
+        ties = ", near ties" if result.has_near_ties_alone else ""
+        identical = f"no ({result.identical_rows}/{result.rows} rows{ties})"
+    elif not result.is_lossless:
+        identical = "– (lossy)"
+    return [
+        f"{cell.method} {cell.tree}" if cell.tree else cell.method,
+        "–" if is_plain else str(cell.k),
+        f"{cell.temperature:g}",
+        "–" if is_plain else cell.rule,
+        number(result.tau.value),
+        " ".join(rates) or "–",
+        number(result.tokens_per_s, ".0f"),
+        "–" if is_plain else number(result.plain_tokens_per_s, ".0f"),
+        number(result.speedup.value, ".2f", "x"),
+        "–" if is_plain else interval_text(result),
+        "–" if is_plain else number(result.predicted_speedup, ".2f", "x"),
+        identical,
+    ]
+
+
+def results_table(results: Sequence[CellResult], *, is_markdown: bool = False) -> str:
+    """Formats the results; as text, with one blank line between temperatures."""
+    rows = []
+    for before, result in zip([None, *results], results):
+        if before and not is_markdown and result.cell.temperature != before.cell.temperature:
+            rows.append([""] * len(MEANINGS))
+        rows.append(_row(result))
+    return table([*MEANINGS], rows, numbers=_NUMBERS, is_markdown=is_markdown)
+
+
+def html_table(title: str, results: Sequence[CellResult], sentences: Sequence[str]) -> str:
+    """Returns the results as HTML, for a notebook."""
+    rows = [[*MEANINGS], *map(_row, results)]
+    return page.table(title, [*rows, *(["", line] for line in sentences)])
+
+
+def conclusions(results: Sequence[CellResult]) -> list[str]:
+    """Returns one line for each temperature: its fastest lossless draft."""
+    lines = []
+    for temperature in dict.fromkeys(r.cell.temperature for r in results):
+        known = [
+            r
+            for r in results
+            if r.cell.temperature == temperature
+            and not r.cell.is_plain
+            and r.is_lossless
+            and not math.isnan(r.speedup.value)
+        ]
+        if not known:
+            continue
+        best = max(known, key=lambda r: r.speedup.value)
+        begin = f"Fastest at T={temperature:g}"
+        if not best.speedup.value > 1:
+            begin = f"Nothing beat plain decoding at T={temperature:g}; closest"
+        has_interval = best.speedup.low < best.speedup.high
+        why = "not significant: the interval includes 1" if has_interval else "no interval"
+        line = (
+            f"{begin}: {best.cell.method}, {best.cell.shape}, rule {best.cell.rule}: "
+            f"{best.speedup.value:.2f}x plain decoding "
+            f"({interval_text(best).replace(' ?', f', {why}')}), {_sameness(best)}"
+        )
+        close = [r for r in known if r is not best and not r.speedup.high < best.speedup.low]
+        names = ", ".join(dict.fromkeys(f"{r.cell.method} {r.cell.shape}" for r in close))
+        lines.append(line + (f"; with overlapping intervals: {names}" if close else ""))
+    return lines
+
+
+def _sameness(result: CellResult) -> str:
+    if result.is_identical is False:
+        if result.num_unexamined:
+            return f"output identical in {result.identical_rows} of {result.rows} rows only"
+        is_rounding = result.has_near_ties_alone
+        return "output identical but for near ties" if is_rounding else "output NOT identical"
+    return "identical output" if result.is_identical else "same distribution"
+
+
+def plot_speedups(results: Sequence[CellResult], axes: Any = None) -> Any:
+    """Draws the speed-up of every cell with its interval, a panel for each temperature.
+
+    Args:
+      results: The results.
+      axes: matplotlib axes to draw on, one for each temperature; None: a new figure.
+
+    Returns:
+      The matplotlib figure.
+    """
+    drafted = [r for r in results if not r.cell.is_plain]
+    temperatures = list(dict.fromkeys(r.cell.temperature for r in drafted))
+    with panels(len(temperatures), axes, (5.0, 1.2 + 0.32 * len(drafted))) as drawn:
+        for axis, temperature in zip(drawn, temperatures):
+            shown = [r for r in drafted if r.cell.temperature == temperature]
+            value = np.asarray([r.speedup.value for r in shown], float)
+            ends = np.asarray([r.speedup.bounds for r in shown], float).T
+            error = np.nan_to_num(np.abs(ends - value))
+            axis.axvline(1, color="0.45", linewidth=1)
+            axis.errorbar(value, range(len(shown)), xerr=error, fmt="o", capsize=3)
+            axis.set_yticks(range(len(shown)), [r.cell.name for r in shown])
+            axis.invert_yaxis()
+            axis.set(title=f"T={temperature:g}", xlabel="speed-up over plain decoding (bars: 95 %)")
+        return drawn[0].figure
