@@ -348,7 +348,7 @@ def _with_costs(
     return dataclasses.replace(result, predicted_speedup=predicted, round_time=known)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Comparison:
     """What ``compare`` has measured.
 
@@ -373,6 +373,8 @@ class Comparison:
         notes = [f"note: {note}" for note in self.notes]
         table = summary.results_table(self.results)
         return "\n".join([self.title, "", table, "", *self.conclusions, *notes])
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         return summary.html_table(self.title, self.results, [*self.conclusions, *self.notes])
