@@ -1,0 +1,118 @@
+"""``spec_jax.compare``: a table with intervals in three lines, from independent arithmetic."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from support.pairs import tiny_pair
+
+import spec_jax
+from spec_jax.drafters.model_free import NO_DRAFT
+from spec_jax.errors import ConfigError, PromptError
+from spec_jax.evaluation import compare as comparing
+from spec_jax.evaluation.bench import Bench
+from spec_jax.evaluation.cells import Cell
+from spec_jax.evaluation.compare import Tally, name_drafts, results_of
+
+PROMPTS = ["x = 1", "import os", "def f(", "for i in"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return tiny_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def comparison(pair):
+    """Of a cell of a notebook: two drafts with intervals."""
+    target = spec_jax.load_model(pair / "target")
+    drafts = {"twin": target, "ngram": "ngram"}
+    return spec_jax.compare(target, drafts, PROMPTS, ks=2, max_new_tokens=6, has_costs=False)
+
+
+def test_two_drafts_are_compared_in_three_lines(comparison):
+    plain, twin, ngram = comparison.results
+    assert [r.cell for r in comparison.results] == [
+        Cell("plain", 0, 0.0, "greedy"), Cell("twin", 2, 0.0, "greedy"),
+        Cell("ngram", 2, 0.0, "greedy"),
+    ]  # fmt: skip
+    assert all(r.is_identical and r.rows == r.num_pairs == 4 for r in comparison.results)
+    assert all(x.value == 1 for x in twin.acceptance), "the target's own drafts are all accepted"
+    assert 2 < twin.tau.value <= 3 and plain.tau.value == 1
+    for r in (twin, ngram):
+        assert r.speedup.value == pytest.approx(r.tokens_per_s / r.plain_tokens_per_s)
+        assert 0 <= r.speedup.low < r.speedup.value < r.speedup.high
+    assert math.isnan(plain.speedup.low) and plain.speedup.value == 1
+
+
+def test_it_shows_as_text_as_html_and_as_a_plot(comparison):
+    text, html = str(comparison), comparison._repr_html_()
+    for part in ("twin", "ngram", "95 % interval", "at T=0"):
+        assert part in text and part in html
+    assert repr(comparison) == text and "<script" not in html
+    figure = comparison.plot()
+    (axis,) = figure.axes
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["twin K=2", "ngram K=2"]
+
+
+def test_figures_are_those_of_independent_arithmetic(pair, monkeypatch):
+    """With made-up times: in turn r prompt i takes plain decoding 2 (i + 1) r, the draft i + 1."""
+    target = spec_jax.load_model(pair / "target")
+    ids = [target.tokenizer.encode(prompt) for prompt in PROMPTS]
+    bench = Bench(target, {"ngram": None}, ids, spec_jax.SamplerConfig(), 6)
+    real = Bench.run
+    calls = itertools.count()
+
+    def run(self, cell, index):
+        next(calls)
+        turn = sum(1 for _ in turns[cell, index])
+        turns[cell, index].append(0)
+        seconds = 2.0 * (index + 1) * (turn + 1) if cell.is_plain else index + 1.0
+        return real(self, cell, index)._replace(decode_s=seconds)
+
+    cells = [Cell("plain", 0, 0.0), Cell("ngram", 2, 0.0, "greedy")]
+    turns = {(cell, i): [] for cell in cells for i in range(4)}
+    monkeypatch.setattr(Bench, "run", run)
+    tallies = [Tally(bench, cell) for cell in cells]
+    for _ in comparing.take_turns(tallies, itertools.product(range(3), bench.batches)):
+        pass
+    assert next(calls) == 2 * 4 * 3
+    _, result = results_of(tallies, [[0, 1], [2], [3]])
+    plain_s, own_s = np.asarray([4.0, 8, 12, 16]), np.asarray([1.0, 2, 3, 4])  # medians of three
+    assert result.speedup.value == pytest.approx(4.0)
+    assert result.plain_tokens_per_s == pytest.approx(4 * 5 / plain_s.sum())
+    assert result.tokens_per_s == pytest.approx(4 * 5 / own_s.sum())
+    stats = [row.stats for row in tallies[1].rows.values()]
+    rounds = np.asarray([stats[0].rounds + stats[1].rounds, stats[2].rounds, stats[3].rounds])
+    assert result.tau.value == pytest.approx(20 / rounds.sum())
+    without = np.asarray([10, 15, 15]) / (rounds.sum() - rounds)  # a question left out at a time
+    width = 4.302653 * without.std() * math.sqrt(2)  # Student's t, two degrees of freedom
+    assert result.tau.high == pytest.approx(min(result.tau.value + width, 3.0), rel=1e-5)
+
+
+def test_drafts_are_named_by_what_is_given(pair):
+    target = spec_jax.load_model(pair / "target")
+    path = str(pair / "draft")
+    named = name_drafts(target, [path, "ngram", target, target, NO_DRAFT._replace(name="mine")])
+    assert [*named] == [path, "ngram", target.name, f"{target.name} #2", "mine"]
+    assert named["ngram"] is None and named[path].num_params > 0
+    assert [*name_drafts(target, "suffix")] == ["suffix"]
+
+
+@pytest.mark.parametrize(
+    "drafts, changes, message",
+    [
+        ([], {}, r"drafts are \[\]; expected one or more"),
+        ({"plain": "ngram"}, {}, "none named 'plain'"),
+        ({"x": 3}, {}, "draft 'x' is of type int; expected a model, a head"),
+        ("ngram", {"ks": {"other": (1,)}}, "ks are of other; the drafts are ngram"),
+        ("ngram", {"batch": 0}, "batch is 0"),
+        ("ngram", {"prompts": []}, "there are 0 prompts"),
+        ("zoo/draft", {}, "nothing to compare .*the vocabularies differ"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(pair, drafts, changes, message):
+    prompts = changes.pop("prompts", PROMPTS)
+    with pytest.raises((ConfigError, PromptError), match=message):
+        spec_jax.compare(str(pair / "target"), drafts, prompts, **changes)
