@@ -27,7 +27,7 @@ from experiments.run import cli, report
 from experiments.run.regenerate_setup import load_decoder, prompts_of, resolve
 from experiments.run.responses import Responses
 from spec_jax import processes
-from spec_jax.engine.batching import DecodeQueue, sampler_of
+from spec_jax.engine.queue import DecodeQueue, sampler_of
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
 from spec_jax.evaluation.mesh import MeshOptions

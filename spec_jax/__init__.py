@@ -20,10 +20,10 @@ from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.config.asynchronous import AsyncSpecConfig
 from spec_jax.contracts import Observer
 from spec_jax.drafters.host import host_drafter
-from spec_jax.engine.batching import DecodeQueue
 from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.engine.decoder import SpeculativeDecoder
-from spec_jax.engine.session import Generation
+from spec_jax.engine.generation import Generation
+from spec_jax.engine.queue import DecodeQueue
 from spec_jax.engine.stats import Stats
 from spec_jax.engine.stream import Stream
 from spec_jax.errors import Cancelled, ModelNotLoaded

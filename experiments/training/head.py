@@ -22,7 +22,7 @@ from spec_jax import processes
 from spec_jax.config import SpeculativeConfig
 from spec_jax.data.batches import Corpus, count_tokens, draft_vocabulary, window_batches
 from spec_jax.drafters import registry
-from spec_jax.engine.assemble import make_drafter
+from spec_jax.engine.build import make_drafter
 from spec_jax.errors import ConfigError, TrainingError
 from spec_jax.evaluation import teacher_forced
 from spec_jax.evaluation.mesh import MeshOptions

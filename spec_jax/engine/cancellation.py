@@ -20,7 +20,7 @@ class CancellationToken:
     def __init__(self):
         self._lock = threading.Lock()
         self._times, self._is_cancelled = 0, False
-        self.is_held = False  # somebody outside of the decoder that made it has it
+        self.is_exposed = False  # the token has been handed out
 
     @property
     def is_cancelled(self) -> bool:
@@ -60,9 +60,11 @@ class RowCancellation:
     """
 
     def __init__(
-        self, of_decoder: CancellationToken,
-        of_call: CancellationToken | Sequence[CancellationToken | None] | None, batch: int,
-    ):  # fmt: skip
+        self,
+        of_decoder: CancellationToken,
+        of_call: CancellationToken | Sequence[CancellationToken | None] | None,
+        batch: int,
+    ):
         is_one = isinstance(of_call, CancellationToken | None)
         tokens = [of_call] * batch if is_one else of_call
         is_fit = isinstance(tokens, Sequence) and len(tokens) == batch
@@ -78,12 +80,12 @@ class RowCancellation:
 
     @property
     def is_watched(self) -> bool:
-        """Whether somebody may cancel: a token was given, or the decoder's was asked for."""
+        """Whether cancellation is possible: a token was given, or the decoder's was handed out."""
         return self._is_watched_here if self._is_watched is None else self._is_watched
 
     @property
     def _is_watched_here(self) -> bool:
-        return self._has_own or self._of_decoder.is_held
+        return self._has_own or self._of_decoder.is_exposed
 
     def rows(self) -> list[int]:
         """The rows that are cancelled by now."""

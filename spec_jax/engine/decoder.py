@@ -8,24 +8,88 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Never
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from spec_jax import decoding
-from spec_jax.config import SpeculativeConfig
+from spec_jax.config import SpeculativeConfig, check_integer
 from spec_jax.config.asynchronous import AsyncSpecConfig
 from spec_jax.contracts import Drafter, Observer, Rule
-from spec_jax.engine import call, request, stats
+from spec_jax.decoding import LOGPROBS
+from spec_jax.engine import request, stats
+from spec_jax.engine.build import Parts, make_parts
 from spec_jax.engine.cancellation import CancellationToken, RowCancellation
 from spec_jax.engine.engine import Engine
-from spec_jax.engine.parts import make_parts
+from spec_jax.engine.generation import Generation
+from spec_jax.engine.options import NAMES, GenerateOptions
 from spec_jax.engine.request import Messages, Prompt, refuse_options
-from spec_jax.engine.session import Generation
+from spec_jax.engine.session import Session
 from spec_jax.engine.stream import Stream
+from spec_jax.engine.text import TextTracker
+from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel
+from spec_jax.meshes import mesh_of
 from spec_jax.overlap import overlap
-from spec_jax.sampling import Samplers
+from spec_jax.sampling import Samplers, check_samplers, make_sampler
 from spec_jax.show.summary import Shown
+
+
+def start(
+    parts: Parts,
+    token: CancellationToken,
+    totals: stats.RunningStats,
+    prompts,
+    max_new_tokens,
+    options: GenerateOptions,
+    *,
+    has_pieces: bool,
+) -> tuple[Session, bool]:
+    """Checks all arguments of a call, and decodes nothing yet.
+
+    Args:
+      parts: of the decoder.
+      token: the decoder's, which cancels every call.
+      totals: gets the statistics of the call.
+      prompts, max_new_tokens, options: see ``SpeculativeDecoder.generate``.
+      has_pieces: whether the text is streamed.
+
+    Returns:
+      What runs the call, and whether it is of a single prompt.
+
+    Raises:
+      PromptError, ConfigError: see ``SpeculativeDecoder.generate``.
+    """
+    target = parts.target
+    ids, is_single = request.encode_all(target, prompts, options.messages)
+    stops = (options.stop,) if isinstance(options.stop, str) else tuple(options.stop)
+    if "" in stops:
+        raise ConfigError("a stop string is empty")
+    if (stops or has_pieces) and target.tokenizer is None:
+        raise ConfigError(f"{target.name} has no tokenizer, so it has no text to look at")
+    check_samplers(sampler=options.sampler, draft_sampler=options.draft_sampler)
+    samplers = parts.target_sampler if options.sampler is None else options.sampler
+    drafts = parts.draft_sampler if options.draft_sampler is None else options.draft_sampler
+    if options.rounds_per_sync is not None:
+        check_integer("rounds_per_sync", options.rounds_per_sync, 1)
+    engine, B = parts.engine(samplers, (LOGPROBS,) if options.logprobs else ()), len(ids)
+    V = engine.system.target.vocab_size
+    limits = request.output_limits(ids, max_new_tokens, options.max_length, parts.max_length)
+    ends = target.stop_tokens if options.stop_tokens is None else options.stop_tokens
+    made = request.make_request(
+        engine.system,
+        ids,
+        limits,
+        make_sampler(samplers, B, V, options.seeds),
+        make_sampler(drafts or samplers, B, V, options.seeds),
+        stop_tokens=ends,
+        pad_to=options.pad_to,
+    )
+    tracker = TextTracker(target.tokenizer, ids, stops, has_pieces=has_pieces)
+    cancellation = RowCancellation(token, options.cancellation_token, B)
+    session = Session(engine, made, tracker, cancellation, totals, options.rounds_per_sync)
+    return session, is_single
 
 
 class SpeculativeDecoder(Shown):
@@ -87,11 +151,21 @@ class SpeculativeDecoder(Shown):
         observers: Sequence[Observer] = (),
     ):
         self._parts = make_parts(
-            target, draft, config, target_sampler=target_sampler, draft_sampler=draft_sampler,
-            drafter=drafter, rule=rule, has_expected=has_expected, force_n1=force_n1,
-            devices=devices, timeline=timeline, mesh=mesh, is_draft_replicated=is_draft_replicated,
+            target,
+            draft,
+            config,
+            target_sampler=target_sampler,
+            draft_sampler=draft_sampler,
+            drafter=drafter,
+            rule=rule,
+            has_expected=has_expected,
+            force_n1=force_n1,
+            devices=devices,
+            timeline=timeline,
+            mesh=mesh,
+            is_draft_replicated=is_draft_replicated,
             observers=observers,
-        )  # fmt: skip
+        )
         self.target, self.draft = self._parts.target, self._parts.draft
         self.target_sampler = self._parts.target_sampler
         self.draft_sampler = self._parts.draft_sampler
@@ -101,9 +175,12 @@ class SpeculativeDecoder(Shown):
 
     @classmethod
     def new_n1(
-        cls, target: LoadedModel, draft: LoadedModel | LoadedHead | None = None,
-        config: SpeculativeConfig | AsyncSpecConfig | None = None, **options: Any,
-    ) -> SpeculativeDecoder:  # fmt: skip
+        cls,
+        target: LoadedModel,
+        draft: LoadedModel | LoadedHead | None = None,
+        config: SpeculativeConfig | AsyncSpecConfig | None = None,
+        **options: Any,
+    ) -> SpeculativeDecoder:
         """Returns a decoder of the same distribution that runs one token a pass, without drafts.
 
         It is the oracle for a decoder with the same arguments, which are checked and otherwise
@@ -123,6 +200,31 @@ class SpeculativeDecoder(Shown):
         other._parts = dataclasses.replace(self._parts, **parts)
         other._token, other._totals = CancellationToken(), stats.RunningStats()
         other._worker = ThreadPoolExecutor(1, "spec_jax")
+        return other
+
+    def with_params(self, target: Any = None, draft: Any = None) -> SpeculativeDecoder:
+        """Returns a decoder with other weights, which runs the same compiled programs.
+
+        For training: sample, update the weights, and go on sampling without compiling. On a CPU the
+        weights are laid out anew for decoding. What the decoder has learned is shared.
+
+        Args:
+          target: the target's parameters, nested as ``decoder.target.params``; None: the same.
+          draft: the draft's or the head's, likewise.
+
+        Raises:
+          ConfigError: there is no draft, or parameters have other names, shapes or dtypes.
+        """
+        models = {}
+        for name, params in (("target", target), ("draft", draft)):
+            if params is None:
+                continue
+            model = getattr(self._parts, name)
+            if model is None:
+                raise ConfigError("params of a draft are given; this decoder has none")
+            models[name] = dataclasses.replace(model, params=_like(params, model.params, name))
+        other = self.with_parts(**models)
+        other.target, other.draft = other._parts.target, other._parts.draft
         return other
 
     def _facts(self) -> dict[str, str]:
@@ -173,7 +275,7 @@ class SpeculativeDecoder(Shown):
         Once this property has been read, every call checks the token after each round. A call that
         was already running does so within 32 rounds, or as many as it was told to run at once.
         """
-        self._token.is_held = True
+        self._token.is_exposed = True
         return self._token
 
     def resolved_config(self, samplers: Samplers) -> SpeculativeConfig | None:
@@ -272,39 +374,49 @@ class SpeculativeDecoder(Shown):
           cancellation_token: cancels the call, or one token a row, in addition to the decoder's
             own token. What was decoded is returned, with the finish_reason "cancelled".
           rounds_per_sync: rounds between two checks of tokens and cancellation; by default 1
-            where somebody streams or may cancel, 8 for stop strings, else 32.
+            if the call streams or can be cancelled, 8 for stop strings, else 32.
           pad_to: make room for prompts of at least this many tokens, so that calls with
             different prompts share one compiled program.
           logprobs: return the log-probabilities of the output tokens, ``Generation.logprobs``.
           has_progress: show the tokens decoded and the time that is left. None: on a terminal or in
-            a notebook, for calls of over two seconds that nobody streams.
+            a notebook, for non-streaming calls longer than two seconds.
 
         Returns:
           A ``Generation``, or a list of them in the order of the prompts.
 
         Raises:
           PromptError: a prompt is empty, too long with its output, or has unknown ids.
-          ConfigError: an option that cannot be, or messages that the chat template refuses.
+          ConfigError: an invalid option, or messages that the chat template refuses.
           Cancelled: every row was cancelled before its first token. (Where only some rows were,
             those return without tokens.)
           InvalidDraftError: the drafter proposed an id outside of the vocabulary, or
             distributions that are none, or the function of a ``host_drafter`` raised; the error
             carries every row's result.
-          InvalidVerdictError: likewise, the rule accepted or emitted what cannot be.
+          InvalidVerdictError: likewise, the rule returned an inconsistent Verdict.
         """
         refuse_options(unknown, self.generate)
-        stream = self._stream(
-            prompts, max_new_tokens, messages=messages, max_length=max_length, stop=stop,
-            stop_tokens=stop_tokens, sampler=sampler, draft_sampler=draft_sampler, seeds=seeds,
-            has_pieces=on_token is not None, cancellation_token=cancellation_token,
-            rounds_per_sync=rounds_per_sync, pad_to=pad_to, logprobs=logprobs,
-        )  # fmt: skip
+        options = GenerateOptions(
+            messages,
+            max_length,
+            stop,
+            stop_tokens,
+            sampler,
+            draft_sampler,
+            seeds,
+            cancellation_token,
+            rounds_per_sync,
+            pad_to,
+            logprobs,
+        )
+        stream = self._stream(prompts, max_new_tokens, options, on_token is not None)
         return stream.drain(on_token, has_progress)
 
     def stream(
-        self, prompts: Prompt | Sequence[Prompt] | None = None, max_new_tokens: int | None = None,
+        self,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        max_new_tokens: int | None = None,
         **options: Any,
-    ) -> Stream:  # fmt: skip
+    ) -> Stream:
         """Streams the text of ``generate``: an iterator, and an asynchronous one.
 
         It takes the arguments of ``generate`` except on_token.
@@ -312,12 +424,16 @@ class SpeculativeDecoder(Shown):
         Raises:
           PromptError, ConfigError: at once; other errors of ``generate`` come with a piece.
         """
-        refuse_options(options, self.stream, call.OPTIONS)
-        return self._stream(prompts, max_new_tokens, has_pieces=True, **options)
+        refuse_options(options, self.stream, NAMES)
+        return self._stream(prompts, max_new_tokens, GenerateOptions(**options), True)
 
     async def generate_async(
-        self, prompts: Prompt | Sequence[Prompt] | None = None, max_new_tokens: int | None = None,
-        *, on_token: Callable[..., Any] | None = None, **options: Any,
+        self,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        max_new_tokens: int | None = None,
+        *,
+        on_token: Callable[..., Any] | None = None,
+        **options: Any,
     ) -> Generation | list[Generation]:
         """Runs ``generate`` without blocking the event loop.
 
@@ -326,17 +442,24 @@ class SpeculativeDecoder(Shown):
 
         Args and errors are those of ``generate``.
         """
-        refuse_options(options, self.generate_async, call.OPTIONS)
-        options = {"rounds_per_sync": 1, **options}
-        stream = self._stream(prompts, max_new_tokens, has_pieces=on_token is not None, **options)
+        refuse_options(options, self.generate_async, NAMES)
+        options = GenerateOptions(**{"rounds_per_sync": 1, **options})
+        stream = self._stream(prompts, max_new_tokens, options, on_token is not None)
         return await stream.drain_async(on_token)
 
     def warmup(
-        self, prompt_lengths: int | Sequence[int], max_new_tokens: int | None = None, *,
-        max_length: int | None = None, batch: int = 1, sampler: Samplers | None = None,
-        draft_sampler: Samplers | None = None, stop_tokens: Sequence[int] | None = None,
-        pad_to: int = 0, **unknown: Never,
-    ) -> float:  # fmt: skip
+        self,
+        prompt_lengths: int | Sequence[int],
+        max_new_tokens: int | None = None,
+        *,
+        max_length: int | None = None,
+        batch: int = 1,
+        sampler: Samplers | None = None,
+        draft_sampler: Samplers | None = None,
+        stop_tokens: Sequence[int] | None = None,
+        pad_to: int = 0,
+        **unknown: Never,
+    ) -> float:
         """Compiles what calls with such prompts need, so that they compile nothing.
 
         It prefills and decodes a round; with adaptive K it also compiles and times every K.
@@ -363,14 +486,42 @@ class SpeculativeDecoder(Shown):
         """
         refuse_options(unknown, self.warmup)
         lengths = [prompt_lengths] if np.ndim(prompt_lengths) == 0 else prompt_lengths
-        return call.warm_up(
-            self._parts, self._token, lengths, max_new_tokens, max_length, batch, sampler=sampler,
-            draft_sampler=draft_sampler, stop_tokens=stop_tokens, pad_to=pad_to,
-        )  # fmt: skip
+        rows, totals = check_integer("batch", batch, 1), stats.RunningStats()
+        options = GenerateOptions(
+            max_length=max_length,
+            stop_tokens=stop_tokens,
+            sampler=sampler,
+            draft_sampler=draft_sampler,
+            rounds_per_sync=1,
+            pad_to=pad_to,
+        )
+        for length in lengths:
+            ids = [[0] * check_integer("a prompt's length", length, 1)] * rows
+            session, _ = start(
+                self._parts.for_warmup(),
+                self._token,
+                totals,
+                ids,
+                max_new_tokens,
+                options,
+                has_pieces=False,
+            )
+            session.step()  # prefills
+            session.step()
+            session.close()
+        return totals.value.compile_s
 
-    def _stream(self, prompts, max_new_tokens, **options) -> Stream:
-        session, is_single = call.start(
-            self._parts, self._token, self._totals, prompts, max_new_tokens, **options
+    def _stream(
+        self, prompts, max_new_tokens, options: GenerateOptions, has_pieces: bool
+    ) -> Stream:
+        session, is_single = start(
+            self._parts,
+            self._token,
+            self._totals,
+            prompts,
+            max_new_tokens,
+            options,
+            has_pieces=has_pieces,
         )
         return Stream(session, self._worker, is_single=is_single)
 
@@ -381,9 +532,36 @@ class SpeculativeDecoder(Shown):
         return RowCancellation(self._token, of_call, batch)
 
     def output_limits(
-        self, ids: Sequence[Sequence[int]], max_new_tokens: int | None = None,
-        max_length: int | None = None, **unknown: Never,
-    ) -> list[int]:  # fmt: skip
+        self,
+        ids: Sequence[Sequence[int]],
+        max_new_tokens: int | None = None,
+        max_length: int | None = None,
+        **unknown: Never,
+    ) -> list[int]:
         """Maximum output tokens of each row, see ``generate``; by default the config's limit."""
         refuse_options(unknown, self.output_limits)
         return request.output_limits(ids, max_new_tokens, max_length, self._parts.max_length)
+
+
+def _like(params: Any, present: Any, name: str) -> Any:
+    """Returns parameters where the present ones lie.
+
+    Raises:
+      ConfigError: they differ from the present ones in names, shapes or dtypes.
+    """
+    leaves, structure = jax.tree.flatten_with_path(params)
+    expected, present_structure = jax.tree.flatten_with_path(present)
+    if structure != present_structure:
+        names = {jax.tree_util.keystr(path) for path, _ in leaves}
+        known = {jax.tree_util.keystr(path) for path, _ in expected}
+        differing = sorted(names ^ known)
+        raise ConfigError(f"the {name}'s params have other names: {', '.join(differing[:3])}")
+    for (path, x), (_, old) in zip(leaves, expected):
+        if (x.shape, x.dtype) != (old.shape, old.dtype):
+            raise ConfigError(
+                f"the {name}'s params{jax.tree_util.keystr(path)} are {x.dtype}{list(x.shape)}; "
+                f"expected {old.dtype}{list(old.shape)}"
+            )
+    if mesh_of(present) is None:  # committed arrays would need other programs
+        return jax.tree.map(jnp.asarray, params)
+    return jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), params, present)

@@ -37,10 +37,16 @@ class Engine:
     """
 
     def __init__(
-        self, system: System, target: LoadedModel, draft: LoadedModel | LoadedHead | None = None,
-        history: History | None = None, adaptive: AdaptiveState | None = None,
-        loop: Any = decoding, is_fallback: bool = False, mesh: Mesh | None = None,
-    ):  # fmt: skip
+        self,
+        system: System,
+        target: LoadedModel,
+        draft: LoadedModel | LoadedHead | None = None,
+        history: History | None = None,
+        adaptive: AdaptiveState | None = None,
+        loop: Any = decoding,
+        is_fallback: bool = False,
+        mesh: Mesh | None = None,
+    ):
         self.system, self.is_fallback, self.mesh = system, is_fallback, mesh
         self._target, self._draft, self._history = target, draft, history
         self._adaptive, self._loop = adaptive, loop

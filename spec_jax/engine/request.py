@@ -94,9 +94,10 @@ def encode_messages(
 
 
 def encode_all(
-    target: LoadedModel, prompts: Prompt | Sequence[Prompt] | None,
+    target: LoadedModel,
+    prompts: Prompt | Sequence[Prompt] | None,
     messages: Messages | Sequence[Messages] | None = None,
-) -> tuple[list[list[int]], bool]:  # fmt: skip
+) -> tuple[list[list[int]], bool]:
     """Returns the ids of every prompt or conversation, and whether a single one was given.
 
     Raises:
@@ -178,9 +179,11 @@ def ambiguous_limit(name: str, of_output: str, of_both: str) -> str:
 
 
 def output_limits(
-    prompts: Sequence[Sequence[int]], max_new_tokens: int | None, max_length: int | None,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int | None,
+    max_length: int | None,
     default: int | None,
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """Maximum output tokens of each row.
 
     Args:

@@ -1,13 +1,13 @@
-"""What a call of a decoder produced, and the session that runs its rounds."""
+"""The session that runs the rounds of a call, and its progress."""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import functools
 import operator
 import threading
 from collections import deque
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
@@ -15,91 +15,20 @@ import numpy as np
 from spec_jax import decoding
 from spec_jax.compilation import Timed
 from spec_jax.decoding import Finish
-from spec_jax.engine import faults
 from spec_jax.engine.cancellation import RowCancellation
 from spec_jax.engine.engine import Engine
+from spec_jax.engine.generation import Generation, collect, error_of
 from spec_jax.engine.request import Request
-from spec_jax.engine.stats import RunningStats, Stats, row_stats
+from spec_jax.engine.stats import RunningStats, Stats
 from spec_jax.engine.text import TextTracker
-from spec_jax.engine.trace import Trace
-from spec_jax.errors import Cancelled, ConfigError
-from spec_jax.show import page
-from spec_jax.show.summary import Shown, cut
+from spec_jax.errors import Cancelled
+from spec_jax.progress import Progress, is_watched
 
 # Rounds of a step: with stop strings to find; and when nobody streams, so that a cancellation
 # token that is requested during the call is still seen.
 _ROUNDS_TO_STOPS, ROUNDS_UNWATCHED = 8, 32
-
-
-class TokenLogprobs(NamedTuple):
-    """Log-probabilities of a row's output tokens under the target, in nats.
-
-    Attributes:
-      raw: by the model.
-      processed: after all sampling parameters, of the distribution that the token was drawn from;
-        0 at temperature 0.
-    """
-
-    raw: tuple[float, ...]
-    processed: tuple[float, ...]
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Generation(Shown):
-    """What one prompt produced; ``str`` of it is its text.
-
-    A notebook shows its tokens in colour, by where they came from.
-
-    Attributes:
-      text: the output without the prompt, or None without a tokenizer. The text of a cancelled row
-        ends with a whole character, while ``tokens`` may hold the beginning of another.
-      tokens: the output's ids, a stop token included.
-      finish_reason: "stop_token", "stop_string", "length", "cancelled", or what went wrong:
-        "nan_target", "nan_draft", "invalid_draft", "invalid_draft_probs", "invalid_verdict" (see
-        ``faults``).
-      stats: counts of this row; times are the batch's, in ``SpeculativeDecoder.stats``.
-      trace: where each token came from, and which drafts were rejected.
-      logprobs: of each token, if they were asked for.
-      seen: what the decoder's observers saw, by their names: the arrays of this row.
-    """
-
-    text: str | None
-    tokens: tuple[int, ...]
-    finish_reason: str
-    stats: Stats
-    trace: Trace | None = dataclasses.field(default=None, compare=False)
-    logprobs: TokenLogprobs | None = dataclasses.field(default=None, compare=False)
-    seen: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
-
-    def __str__(self) -> str:
-        return repr(self) if self.text is None else self.text
-
-    def _facts(self) -> dict[str, str]:
-        text = "" if self.text is None else cut(repr(self.text), 60)
-        counts = {"tokens": str(len(self.tokens)), "tau": f"{self.stats.tau:.2f}"}
-        return {"": text, **counts, "finish": self.finish_reason}
-
-    def _repr_html_(self) -> str:
-        if self.trace is None:
-            return super()._repr_html_()
-        note = f"{self.stats.tau:.2f} tokens a round · ended by {self.finish_reason}"
-        return page.tokens(self.trace.shown(self.tokens), note)
-
-    def plot(self, axes: Any = None) -> Any:
-        """Draws the tokens of each round: accepted drafts, the target's own, drafts dropped.
-
-        Args:
-          axes: matplotlib axes to draw on; None: a new figure.
-
-        Returns:
-          The matplotlib figure.
-
-        Raises:
-          ConfigError: matplotlib is not installed, or there is no trace.
-        """
-        if self.trace is None:
-            raise ConfigError("this generation has no trace to plot; generate() makes one with it")
-        return self.trace.plot(axes)
+_DELAY_S = 2.0  # before a bar appears unasked
+_EVERY_S = 5.0  # between two lines where there is no bar
 
 
 class Session:
@@ -119,9 +48,14 @@ class Session:
     """
 
     def __init__(
-        self, engine: Engine, request: Request, tracker: TextTracker,
-        cancellation: RowCancellation, totals: RunningStats, rounds_per_sync: int | None = None,
-    ):  # fmt: skip
+        self,
+        engine: Engine,
+        request: Request,
+        tracker: TextTracker,
+        cancellation: RowCancellation,
+        totals: RunningStats,
+        rounds_per_sync: int | None = None,
+    ):
         self._engine, self._request, self._tracker = engine, request, tracker
         self._cancellation, self._totals = cancellation, totals
         self._rounds_per_sync, self._lock = rounds_per_sync, threading.Lock()
@@ -184,7 +118,7 @@ class Session:
 
         Raises:
           Cancelled: as ``step``; or the session was closed before its first token.
-          InvalidDraftError, InvalidVerdictError: see ``faults.error_of``.
+          InvalidDraftError, InvalidVerdictError: see ``generation.error_of``.
           RuntimeError: the session is not done.
         """
         if not self.is_done:
@@ -267,7 +201,9 @@ class Session:
             for row in range(len(self._ending))
         ]
         times = Stats(
-            prefill_s=self._prefill_s, decode_s=self._decode_s, compile_s=self._compile_s,
+            prefill_s=self._prefill_s,
+            decode_s=self._decode_s,
+            compile_s=self._compile_s,
             n1_fallbacks=len(self._rows) if self._engine.is_fallback else 0,
         )
         self._totals.add(functools.reduce(operator.add, (row.stats for row in self._rows), times))
@@ -277,39 +213,31 @@ class Session:
             record.tokens[row, : record.prompt_length[row] + (record.kind[row] > 0).sum()]
             for row in range(len(self._rows))
         ]
-        self._error = faults.error_of(self._rows, system, prefixes, self._engine.num_ahead)
+        self._error = error_of(self._rows, system, prefixes, self._engine.num_ahead)
 
 
-def collect(record: decoding.Record, tracker: TextTracker, row: int, depth: int) -> Generation:
-    """Turns one row's record, on the host, into a ``Generation``.
+@contextlib.contextmanager
+def watched(
+    session: Session, has_progress: bool | None, is_streamed: bool
+) -> Iterator[Callable[[], None]]:
+    """Yields a function that shows how far a session is, to be called after each of its steps.
 
     Args:
-      record: of the row alone.
-      tracker: has followed the row's text.
-      row: its number there.
-      depth: maximum number of drafts that a round accepts.
+      session: what is run.
+      has_progress: whether it is shown; None: for long sessions, on a terminal or in a notebook.
+      is_streamed: whether the text is streamed.
     """
-    begin, tokens, kind = int(record.prompt_length), record.tokens, record.kind
-    ids = tokens[begin : begin + int((kind > 0).sum())].tolist()
-    n, text, finish = tracker.result(row, ids, Finish(int(record.finish)))
-    kept = slice(begin, begin + n)
-    seen = dict(record.seen)
-    expected, logprobs = seen.pop("expected", None), seen.pop("logprobs", None)
-    expected = None if expected is None else expected[kept]
-    if logprobs is not None:
-        logprobs = TokenLogprobs(
-            *(tuple(x[kept].tolist()) for x in (logprobs.raw, logprobs.processed))
-        )
-    trace = Trace.of(
-        kind[kept], record.offered[kept], record.rejected[kept], expected, tokens[:begin],
-        tracker.tokenizer,
-    )
-    return Generation(
-        text=text,
-        tokens=tuple(ids[:n]),
-        finish_reason=finish.name.lower(),
-        stats=row_stats(kind[kept], record.offered[kept], depth, expected),
-        trace=trace,
-        logprobs=logprobs,
-        seen=seen,
-    )
+    delay_s = _DELAY_S if has_progress is None else 0.0
+    if has_progress is None:
+        is_main = threading.current_thread() is threading.main_thread()
+        has_progress = is_watched() and is_main and not is_streamed
+    if not has_progress:
+        yield lambda: None
+        return
+
+    def look() -> None:
+        done, running = session.progress()
+        bar.step(f"{running} rows running", done - bar.num_done)
+
+    with Progress(session.max_new_tokens, "tokens", every_s=_EVERY_S, delay_s=delay_s) as bar:
+        yield look

@@ -133,9 +133,13 @@ class Stats(Shown):
           ConfigError: matplotlib is not installed.
         """
         return plots.plot_acceptance(
-            self.acceptance_by_position, self.reached_at, self.expected_by_position, self.lengths,
-            self.tau, axes,
-        )  # fmt: skip
+            self.acceptance_by_position,
+            self.reached_at,
+            self.expected_by_position,
+            self.lengths,
+            self.tau,
+            axes,
+        )
 
     def _facts(self) -> dict[str, str]:
         kinds = {name: getattr(self, name) for name in ("first", "accepted", "corrected", "bonus")}
@@ -163,8 +167,15 @@ class Stats(Shown):
     def to_dict(self) -> dict:
         """Counts and derived rates as plain values for a JSON report."""
         derived = (
-            "drafted", "rejected", "elapsed_s", "tau", "acceptance_rate", "acceptance_by_position",
-            "unconditional_acceptance_by_position", "expected_by_position", "tokens_per_s",
+            "drafted",
+            "rejected",
+            "elapsed_s",
+            "tau",
+            "acceptance_rate",
+            "acceptance_by_position",
+            "unconditional_acceptance_by_position",
+            "expected_by_position",
+            "tokens_per_s",
         )
         listed = lambda v: list(v) if isinstance(v, tuple) else v
         values = dataclasses.asdict(self) | {n: getattr(self, n) for n in derived}
@@ -194,10 +205,7 @@ def _ratio(a: float, b: float) -> float:
 
 
 def row_stats(
-    kind: np.ndarray,
-    offered: np.ndarray,
-    num_draft: int,
-    expected: np.ndarray | None = None,
+    kind: np.ndarray, offered: np.ndarray, num_draft: int, expected: np.ndarray | None = None
 ) -> Stats:
     """Counts one row from its record.
 

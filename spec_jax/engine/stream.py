@@ -8,8 +8,8 @@ import inspect
 from collections.abc import Callable
 from concurrent.futures import Executor
 
-from spec_jax.engine.session import Generation, Session
-from spec_jax.engine.watch import watched
+from spec_jax.engine.generation import Generation
+from spec_jax.engine.session import Session, watched
 from spec_jax.errors import Cancelled
 
 Piece = str | tuple[int, str]

@@ -17,7 +17,7 @@ from spec_jax.contracts import Context, Noise, Proposal, Rule, TargetScores, Ver
 from spec_jax.decoding import Finish
 from spec_jax.decoding.validate import find_fault, validate_proposal, validate_verdict
 from spec_jax.drafters.model_free import model_free
-from spec_jax.engine.batching import DecodeQueue
+from spec_jax.engine.queue import DecodeQueue
 from spec_jax.errors import InvalidDraftError, InvalidVerdictError
 from spec_jax.rules import batched, chain
 from spec_jax.sampling import sample

@@ -14,8 +14,8 @@ from support.scripted import BUCKETS, Known, Script
 from spec_jax import decoding, testing
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.contracts import Observer
-from spec_jax.engine.batching import DecodeQueue
 from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.engine.queue import DecodeQueue
 from spec_jax.errors import ConfigError, ShapeError
 from spec_jax.sampling import make_sampler
 

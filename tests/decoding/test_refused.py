@@ -17,7 +17,7 @@ from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, decod
 from spec_jax.contracts import Noise, Proposal, Rule, TargetScores
 from spec_jax.decoding.calls import call_accept, check_state
 from spec_jax.drafters.model_free import NO_DRAFT
-from spec_jax.engine.batching import DecodeQueue
+from spec_jax.engine.queue import DecodeQueue
 from spec_jax.errors import ConfigError, ShapeError
 from spec_jax.rules import batched, chain
 from spec_jax.sampling import make_sampler

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,9 +14,9 @@ from support.tiny_models import LLAMA, random_weights
 
 from spec_jax import testing
 from spec_jax.config import SamplerConfig, SpeculativeConfig
-from spec_jax.decoding import Kind
-from spec_jax.engine.batching import DecodeQueue
+from spec_jax.decoding import Kind, loop
 from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.engine.queue import DecodeQueue
 from spec_jax.engine.stats import Stats, predicted_speedup, row_stats
 from spec_jax.errors import ConfigError, InvalidDraftError, PromptError, WeightsError
 from spec_jax.loading import LoadedModel, load_model
@@ -342,3 +343,38 @@ def test_tokens_of_a_finished_row_hold_their_stop_token(stories, plain_rows):
     row = SpeculativeDecoder(stories).generate(PROMPTS[0], 60, stop_tokens=[token])
     assert row.tokens[-1] == token and row.finish_reason == "stop_token"
     assert jnp.asarray(row.tokens).shape[0] == plain_rows[0].tokens.index(token) + 1
+
+
+def test_other_weights_need_no_other_programs():
+    """As reinforcement learning needs it: sample, update the weights, sample again."""
+    target, draft = (load_model(f"zoo/{name}") for name in ("target", "draft"))
+    decoder = SpeculativeDecoder(target, draft, SpeculativeConfig("standalone", 2))
+    before = decoder.generate("def f(", 8).tokens
+    scaled = jax.tree.map(lambda x: x * 1.5 if x.ndim > 1 else x, target.params)
+    decoder.warmup(4, 8)
+    programs = (loop.prefill_target, loop.generate)
+    compiled = [program._cache_size() for program in programs]
+    other = decoder.with_params(target=scaled)
+    tokens = other.generate("def f(", 8).tokens
+    assert [program._cache_size() for program in programs] == compiled
+    fresh = dataclasses.replace(target, params=scaled)
+    assert tokens == SpeculativeDecoder(fresh).generate("def f(", 8).tokens
+    assert decoder.generate("def f(", 8).tokens == before
+    assert other.target.params is not target.params and other.with_params(draft=draft.params)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda p: {**p, "more": p["embed"]}, r"params have other names: \['more'\]"),
+        (lambda p: {**p, "embed": p["embed"][:-1]}, r"are float32\[2047, 256\]; expected"),
+        (lambda p: {**p, "embed": p["embed"].astype("bfloat16")}, "are bfloat16.*; expected fl"),
+    ],
+)
+def test_other_weights_are_of_the_same_shapes(change, message):
+    target = load_model("zoo/target")
+    decoder = SpeculativeDecoder(target)
+    with pytest.raises(ConfigError, match=message):
+        decoder.with_params(target=change(target.params))
+    with pytest.raises(ConfigError, match="params of a draft are given; this decoder has none"):
+        decoder.with_params(draft=target.params)

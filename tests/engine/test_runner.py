@@ -24,9 +24,9 @@ from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine.adaptive import runner
 from spec_jax.engine.adaptive.policy import Plan
 from spec_jax.engine.adaptive.runner import AdaptiveRunner, AdaptiveState
-from spec_jax.engine.batching import DecodeQueue
 from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.engine.queue import DecodeQueue
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel, random_head
 from spec_jax.models import transformer

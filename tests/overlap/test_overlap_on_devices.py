@@ -18,9 +18,9 @@ from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.decoding import Finish, Kind
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine import stats
-from spec_jax.engine.batching import DecodeQueue
 from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.engine.queue import DecodeQueue
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel
 from spec_jax.models import transformer

@@ -19,8 +19,8 @@ from spec_jax.contracts import Drafter, Rule
 from spec_jax.decoding import Kind
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.mtp.model import MtpConfig
+from spec_jax.engine.generation import Trace
 from spec_jax.engine.stats import row_stats
-from spec_jax.engine.trace import Trace
 from spec_jax.errors import ConfigError
 from spec_jax.models.config import ModelConfig
 from spec_jax.rules import make_rule

@@ -10,7 +10,7 @@ import types
 import pytest
 
 from spec_jax import progress, testing
-from spec_jax.engine import watch
+from spec_jax.engine import session as watch
 from spec_jax.engine.decoder import SpeculativeDecoder
 
 

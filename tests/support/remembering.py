@@ -17,8 +17,8 @@ from spec_jax.drafters.common.chain import draft_chain
 from spec_jax.drafters.model_free import model_free
 from spec_jax.drafters.suffix import GAP, suffix
 from spec_jax.engine.adaptive.policy import Plan
-from spec_jax.engine.batching import DecodeQueue
 from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.engine.queue import DecodeQueue
 from spec_jax.loading import LoadedModel
 from spec_jax.rules import make_rule
 from spec_jax.sampling import make_sampler

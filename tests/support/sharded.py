@@ -22,8 +22,8 @@ from support.tiny_tokenizers import letters
 from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.mtp.model import MtpConfig
-from spec_jax.engine.batching import DecodeQueue
 from spec_jax.engine.cancellation import CancellationToken
+from spec_jax.engine.queue import DecodeQueue
 from spec_jax.loading import LoadedHead, LoadedModel, random_head
 from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig

@@ -130,7 +130,11 @@ class Tuner:
         return Plan(settled, rounds), chosen
 
     def observe(
-        self, num_draft: int, rounds: int, row_rounds: int, accepted_at: Sequence[int],
+        self,
+        num_draft: int,
+        rounds: int,
+        row_rounds: int,
+        accepted_at: Sequence[int],
         time_ms: float,
     ) -> Tuner:
         """Returns the tuner after the rounds of a plan have been observed.
@@ -154,7 +158,10 @@ class Tuner:
             accepted.append(share * kept + new_accepted)
         credit_ms = self.credit_ms + EXPLORED_SHARE * time_ms
         return dataclasses.replace(
-            self, reached=tuple(reached), accepted=tuple(accepted), credit_ms=credit_ms,
+            self,
+            reached=tuple(reached),
+            accepted=tuple(accepted),
+            credit_ms=credit_ms,
             num_updates=self.num_updates + 1,
         )
 

@@ -119,9 +119,7 @@ class AdaptiveRunner:
       plans: K and number of rounds of every chunk that was run.
     """
 
-    def __init__(
-        self, system: System, params_of: Callable[[int], dict], adaptive: AdaptiveState
-    ):
+    def __init__(self, system: System, params_of: Callable[[int], dict], adaptive: AdaptiveState):
         self._systems = {k: system_of(system, k) for k in adaptive.buckets}
         self._params_of = params_of
         self._max_draft = max(adaptive.buckets)
@@ -133,7 +131,10 @@ class AdaptiveRunner:
         self.plans: list[tuple[int, int]] = []
 
     def __call__(
-        self, state: DecodeState, stop: jax.Array, max_rounds: jax.Array | int,
+        self,
+        state: DecodeState,
+        stop: jax.Array,
+        max_rounds: jax.Array | int,
         min_active: jax.Array | int = 1,
     ) -> tuple[DecodeState, Chunk]:
         """Chooses K and runs at most ``max_rounds`` rounds with it. Donates the state.

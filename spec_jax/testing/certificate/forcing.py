@@ -13,7 +13,7 @@ import numpy as np
 from spec_jax import decoding
 from spec_jax.contracts import Context, Proposal
 from spec_jax.decoding.calls import call_prefill
-from spec_jax.engine.faults import find_raised
+from spec_jax.engine.generation import find_raised
 from spec_jax.sampling import Counts, make_sampler
 from spec_jax.testing.certificate.records import ProposalError, where
 from spec_jax.testing.oracles import Row

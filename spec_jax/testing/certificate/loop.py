@@ -12,7 +12,7 @@ import numpy as np
 
 from spec_jax import decoding
 from spec_jax.drafters.model_free import NO_DRAFT
-from spec_jax.engine.faults import find_raised
+from spec_jax.engine.generation import find_raised
 from spec_jax.sampling import make_sampler
 from spec_jax.testing.certificate.forcing import propose_afresh
 from spec_jax.testing.certificate.records import CertificateError, Range, settings_of, short, where

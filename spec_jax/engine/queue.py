@@ -17,9 +17,9 @@ from spec_jax import decoding
 from spec_jax.compilation import Timed
 from spec_jax.config import SamplerConfig, check_integer
 from spec_jax.decoding import Finish
-from spec_jax.engine import faults
 from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.engine.generation import Generation, collect, describe_fault, find_raised
 from spec_jax.engine.request import (
     Prompt,
     check_room,
@@ -28,7 +28,7 @@ from spec_jax.engine.request import (
     refuse_options,
     slots_for,
 )
-from spec_jax.engine.session import ROUNDS_UNWATCHED, Generation, collect
+from spec_jax.engine.session import ROUNDS_UNWATCHED
 from spec_jax.engine.stats import Stats
 from spec_jax.engine.text import TextTracker
 from spec_jax.errors import Cancelled, ConfigError, InvalidDraftError, PromptError
@@ -244,10 +244,14 @@ class DecodeQueue:
     def _start(self, requests: list[_Request]) -> decoding.DecodeState:
         indices, prompts = [index for index, _ in requests], [ids for _, ids in requests]
         request = make_request(
-            self._engine.system, prompts, self._decoder.output_limits(prompts, **self._limits),
-            self._sampler(indices), self._draft_sampler(indices), stop_tokens=self._stop_tokens,
+            self._engine.system,
+            prompts,
+            self._decoder.output_limits(prompts, **self._limits),
+            self._sampler(indices),
+            self._draft_sampler(indices),
+            stop_tokens=self._stop_tokens,
             slots=self._slots,
-        )  # fmt: skip
+        )
         self._engine.params()  # lays weights out: no part of the times
         prefill = lambda: jax.block_until_ready(self._engine.prefill(request))
         return self._timed("prefill_s", prefill)
@@ -285,8 +289,8 @@ class DecodeQueue:
         generation = collect(jax.device_get(record), tracker, 0, self._engine.system.depth)
         self._engine.remember(generation.tokens)
         finish, system = Finish(int(record.finish)), self._engine.system
-        raised = faults.find_raised(finish, system, (*ids, *generation.tokens))
-        text = faults.describe(finish, system, raised)
+        raised = find_raised(finish, system, (*ids, *generation.tokens))
+        text = describe_fault(finish, system, raised)
         if raised is not None:
             if self._error is None:
                 self._error = InvalidDraftError(f"prompt {index}: {text}", [generation])
@@ -294,9 +298,9 @@ class DecodeQueue:
             self._is_empty = True
         elif text is not None:
             _log.warning("%s, in the row of prompt %s, which stopped there", text, index)
-        self._decoder.count(dataclasses.replace(
-            generation.stats, n1_fallbacks=int(self._engine.is_fallback)
-        ))  # fmt: skip
+        self._decoder.count(
+            dataclasses.replace(generation.stats, n1_fallbacks=int(self._engine.is_fallback))
+        )
         return index, generation
 
 

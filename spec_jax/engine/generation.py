@@ -1,0 +1,345 @@
+"""What a prompt produced: its text, where each token came from, and what went wrong.
+
+A faulty row's ``finish_reason`` names who was at fault. Numbers that went wrong in a model are
+logged. What only wrong code can do, in a drafter or in a rule, is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spec_jax import decoding
+from spec_jax.decoding import Finish, Kind, System
+from spec_jax.engine.stats import Stats, row_stats
+from spec_jax.engine.text import TextTracker
+from spec_jax.errors import ConfigError, InvalidDraftError, InvalidVerdictError
+from spec_jax.models.tokenizer import Tokenizer
+from spec_jax.show import page, plots
+from spec_jax.show.summary import Shown, cut
+
+_log = logging.getLogger(__name__)
+
+_ERRORS = {
+    Finish.INVALID_DRAFT: InvalidDraftError,
+    Finish.INVALID_DRAFT_PROBS: InvalidDraftError,
+    Finish.INVALID_VERDICT: InvalidVerdictError,
+}
+_CONTEXT = 64  # ids of the prompt that are kept: the text of the output may depend on the last ones
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """Where each output token of a row came from.
+
+    Attributes:
+      kinds: of each token: "first", "accepted", "corrected" or "bonus".
+      offered: drafts offered by the round that begins at each token, else -1.
+      rejected: the id of the draft that each corrected token replaces, else -1. Where a tree had
+        several at this place, it is the first of them.
+      expected: the rule's closed-form acceptance of the draft at each place that was reached, else
+        NaN; empty if it was not recorded.
+      prompt: the last ids of the prompt.
+      tokenizer: turns ids into text, or None.
+    """
+
+    kinds: tuple[str, ...]
+    offered: tuple[int, ...]
+    rejected: tuple[int, ...]
+    expected: tuple[float, ...]
+    prompt: tuple[int, ...]
+    tokenizer: Tokenizer | None
+
+    @classmethod
+    def of(
+        cls,
+        kind: np.ndarray,
+        offered: np.ndarray,
+        rejected: np.ndarray,
+        expected: np.ndarray | None,
+        prompt: np.ndarray,
+        tokenizer: Tokenizer | None,
+    ) -> Trace:
+        """Makes the trace of a row from its record, on the host.
+
+        Args:
+          kind, offered, rejected, expected: of the output tokens, see ``decoding.DecodeState``.
+          prompt: ids of the prompt.
+          tokenizer: turns ids into text, or None.
+        """
+        return cls(
+            tuple(Kind(k).name.lower() for k in kind.tolist()),
+            tuple(offered.tolist()),
+            tuple(rejected.tolist()),
+            () if expected is None else tuple(expected.tolist()),
+            tuple(prompt[-_CONTEXT:].tolist()),
+            tokenizer,
+        )
+
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """Returns the text that each output token adds, "" for one that ends inside a character.
+
+        Args:
+          tokens: of the output, or the first of them.
+        """
+        if self.tokenizer is None:
+            return [f"{token} " for token in tokens]
+        tracker = TextTracker(self.tokenizer, [self.prompt], has_pieces=True)
+        row, begin = np.asarray([[*self.prompt, *tokens]]), len(self.prompt)
+        pieces = []
+        for n in range(1, len(tokens) + 1):
+            end = Finish.LENGTH if n == len(tokens) else Finish.RUNNING
+            tracker.look(row, [begin + n], [end])
+            pieces.append("".join(text for _, text in tracker.take()))
+        return pieces
+
+    def shown(self, tokens: Sequence[int]) -> list[page.Token]:
+        """Returns the output's tokens as ``page.tokens`` shows them.
+
+        Args:
+          tokens: of the output.
+        """
+        tokens, found, number, place, count = tokens[: len(self.kinds)], [], 0, 0, 0
+        for i, text in enumerate(self.pieces(tokens)):
+            if self.offered[i] >= 0:
+                number, place, count = number + 1, 0, self.offered[i]
+            place += 1
+            kind = "target" if self.kinds[i] == "bonus" and not count else self.kinds[i]
+            hint = f"token {i + 1}, id {tokens[i]}: {page.MEANING[kind]}"
+            if number:
+                hint += f"; round {number}"
+            if kind == "accepted":
+                hint += f", draft {place} of {count}"
+            if self.expected and not math.isnan(self.expected[i]):
+                hint += f", accepted with probability {self.expected[i]:.2f}"
+            if self.tokenizer is not None and not text:
+                text = self.tokenizer.special_name(tokens[i]) or ""
+            rejected = None
+            if self.rejected[i] >= 0:
+                rejected = self._draft([*self.prompt, *tokens[:i]], self.rejected[i])
+            found.append(page.Token(text, kind, hint, rejected, self.offered[i] >= 0))
+        return found
+
+    def _draft(self, context: Sequence[int], token: int) -> str:
+        """The text that a draft would have added."""
+        if self.tokenizer is None:
+            return str(token)
+        text = self.tokenizer.decode_after(context[-_CONTEXT:], [token])
+        return text or self.tokenizer.special_name(token) or ""
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draws the tokens of each round; returns the figure, see ``plots.plot_rounds``."""
+        starts = [i for i, count in enumerate(self.offered) if count >= 0]
+        rounds = [
+            self.kinds[begin:end] for begin, end in zip(starts, [*starts[1:], len(self.kinds)])
+        ]
+        return plots.plot_rounds(
+            [kinds.count("accepted") for kinds in rounds],
+            [kinds[-1] if kinds[-1] != "accepted" else "" for kinds in rounds],
+            [self.offered[i] for i in starts],
+            axes,
+        )
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities of a row's output tokens under the target, in nats.
+
+    Attributes:
+      raw: by the model.
+      processed: after all sampling parameters, of the distribution that the token was drawn from;
+        0 at temperature 0.
+    """
+
+    raw: tuple[float, ...]
+    processed: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Generation(Shown):
+    """What one prompt produced; ``str`` of it is its text.
+
+    A notebook shows its tokens in colour, by where they came from.
+
+    Attributes:
+      text: the output without the prompt, or None without a tokenizer. The text of a cancelled row
+        ends with a whole character, while ``tokens`` may hold the beginning of another.
+      tokens: the output's ids, a stop token included.
+      finish_reason: "stop_token", "stop_string", "length", "cancelled", or what went wrong:
+        "nan_target", "nan_draft", "invalid_draft", "invalid_draft_probs", "invalid_verdict".
+      stats: counts of this row; times are the batch's, in ``SpeculativeDecoder.stats``.
+      trace: where each token came from, and which drafts were rejected.
+      logprobs: of each token, if they were asked for.
+      seen: what the decoder's observers saw, by their names: the arrays of this row.
+    """
+
+    text: str | None
+    tokens: tuple[int, ...]
+    finish_reason: str
+    stats: Stats
+    trace: Trace | None = dataclasses.field(default=None, compare=False)
+    logprobs: TokenLogprobs | None = dataclasses.field(default=None, compare=False)
+    seen: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
+
+    def __str__(self) -> str:
+        return repr(self) if self.text is None else self.text
+
+    def _facts(self) -> dict[str, str]:
+        text = "" if self.text is None else cut(repr(self.text), 60)
+        counts = {"tokens": str(len(self.tokens)), "tau": f"{self.stats.tau:.2f}"}
+        return {"": text, **counts, "finish": self.finish_reason}
+
+    def _repr_html_(self) -> str:
+        if self.trace is None:
+            return super()._repr_html_()
+        note = f"{self.stats.tau:.2f} tokens a round · ended by {self.finish_reason}"
+        return page.tokens(self.trace.shown(self.tokens), note)
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draws the tokens of each round: accepted drafts, the target's own, drafts dropped.
+
+        Args:
+          axes: matplotlib axes to draw on; None: a new figure.
+
+        Returns:
+          The matplotlib figure.
+
+        Raises:
+          ConfigError: matplotlib is not installed, or there is no trace.
+        """
+        if self.trace is None:
+            raise ConfigError("this generation has no trace to plot; generate() makes one with it")
+        return self.trace.plot(axes)
+
+
+def collect(record: decoding.Record, tracker: TextTracker, row: int, depth: int) -> Generation:
+    """Turns one row's record, on the host, into a ``Generation``.
+
+    Args:
+      record: of the row alone.
+      tracker: has followed the row's text.
+      row: its number there.
+      depth: maximum number of drafts that a round accepts.
+    """
+    begin, tokens, kind = int(record.prompt_length), record.tokens, record.kind
+    ids = tokens[begin : begin + int((kind > 0).sum())].tolist()
+    n, text, finish = tracker.result(row, ids, Finish(int(record.finish)))
+    kept = slice(begin, begin + n)
+    seen = dict(record.seen)
+    expected, logprobs = seen.pop("expected", None), seen.pop("logprobs", None)
+    expected = None if expected is None else expected[kept]
+    if logprobs is not None:
+        logprobs = TokenLogprobs(
+            *(tuple(x[kept].tolist()) for x in (logprobs.raw, logprobs.processed))
+        )
+    trace = Trace.of(
+        kind[kept],
+        record.offered[kept],
+        record.rejected[kept],
+        expected,
+        tokens[:begin],
+        tracker.tokenizer,
+    )
+    return Generation(
+        text=text,
+        tokens=tuple(ids[:n]),
+        finish_reason=finish.name.lower(),
+        stats=row_stats(kind[kept], record.offered[kept], depth, expected),
+        trace=trace,
+        logprobs=logprobs,
+        seen=seen,
+    )
+
+
+def describe_fault(finish: Finish, system: System, raised: Exception | None = None) -> str | None:
+    """Returns what went wrong, in a sentence without its end; None for a row that ended well.
+
+    Args:
+      finish: why the row ended.
+      system: whose drafter and rule are named.
+      raised: what the drafter's Python function raised, see ``find_raised``.
+    """
+    if raised is not None:
+        return f"drafter {system.drafter.name!r} raised {type(raised).__name__}: {raised}"
+    drafter, rule = f"drafter {system.drafter.name!r}", f"rule {system.rule.name!r}"
+    return {
+        Finish.NAN_TARGET: "the target's logits were not finite, or every token was forbidden",
+        Finish.NAN_DRAFT: f"the logits of {drafter} were not finite",
+        Finish.INVALID_DRAFT: (
+            f"{drafter} proposed ids outside of the vocabulary 0..{system.target.last_id}, a "
+            f"number of drafts outside of 0..{system.num_draft}, or parents that make no tree"
+        ),
+        Finish.INVALID_DRAFT_PROBS: (
+            f"{drafter} put into Proposal.probs what is no distribution (each row is finite, not "
+            "negative, and sums to 1), or gives the token that was drawn probability 0"
+        ),
+        Finish.INVALID_VERDICT: (
+            f"{rule} returned an inconsistent Verdict: n_accept counts drafts that were not "
+            "offered, tokens are not these drafts and one token of positive probability in "
+            "replacement, or accept_probs are not finite"
+        ),
+    }.get(finish)
+
+
+def error_of(
+    rows: Sequence[Any], system: System, prefixes: Sequence[Sequence[int]], num_ahead: int = 0
+) -> Exception | None:
+    """Returns the error that a call raises because of its rows, and logs other faults.
+
+    Args:
+      rows: every ``Generation`` of the call.
+      system: what decoded them.
+      prefixes: the ids of prompt and output of each row.
+      num_ahead: how many drafts the drafter may be ahead of the output.
+
+    Returns:
+      An ``InvalidDraftError`` or ``InvalidVerdictError`` that holds the rows, or None. What a
+      drafter's Python function raised is its ``__cause__``.
+    """
+    reasons = [Finish[row.finish_reason.upper()] for row in rows]
+    groups: dict[tuple, list[int]] = {}
+    causes = {}
+    for i, finish in enumerate(reasons):
+        if describe_fault(finish, system) is not None:
+            raised = find_raised(finish, system, prefixes[i], num_ahead)
+            key = (finish, raised and (type(raised), str(raised)))
+            groups.setdefault(key, []).append(i)
+            causes.setdefault(key, raised)
+    # What a function raised comes first: it says more than what the loop saw.
+    error = None
+    for key in sorted(groups, key=lambda key: causes[key] is None):
+        finish, raised = key[0], causes[key]
+        text = f"{describe_fault(finish, system, raised)}, in rows {groups[key]}"
+        if finish not in _ERRORS:
+            _log.warning("%s; those rows stopped there", text)
+        elif error is None:
+            if raised is not None:
+                first = groups[key][0]
+                text += f" (row {first} after {len(prefixes[first])} tokens of prompt and output)"
+            error = _ERRORS[finish](
+                f"{text}; those rows stopped there; all rows' tokens are in this error's "
+                "`generations`",
+                rows,
+            )
+            error.__cause__ = raised
+    return error
+
+
+def find_raised(
+    finish: Finish, system: System, prefix: Sequence[int], num_ahead: int = 0
+) -> Exception | None:
+    """Returns what a drafter's Python function raised and so ended a row, or None.
+
+    Args:
+      finish: why the row ended.
+      system: what decoded it.
+      prefix: the ids of its prompt and output.
+      num_ahead: how many drafts the drafter may be ahead of the output.
+    """
+    if finish != Finish.INVALID_DRAFT or system.drafter.find_error is None:
+        return None
+    return system.drafter.find_error(tuple(map(int, prefix)), num_ahead)

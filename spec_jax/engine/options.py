@@ -1,0 +1,30 @@
+"""The options of a call of ``SpeculativeDecoder.generate``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from spec_jax.engine.cancellation import CancellationToken
+from spec_jax.engine.request import Messages
+from spec_jax.sampling import Samplers
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateOptions:
+    """What ``generate``, ``stream`` and ``generate_async`` take beside prompts."""
+
+    messages: Messages | Sequence[Messages] | None = None
+    max_length: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_tokens: Sequence[int] | None = None
+    sampler: Samplers | None = None
+    draft_sampler: Samplers | None = None
+    seeds: Sequence[int] | None = None
+    cancellation_token: CancellationToken | Sequence[CancellationToken] | None = None
+    rounds_per_sync: int | None = None
+    pad_to: int = 0
+    logprobs: bool = False
+
+
+NAMES = frozenset(field.name for field in dataclasses.fields(GenerateOptions))
