@@ -82,7 +82,7 @@ def get_config() -> ConfigDict:
     })  # fmt: skip
     config.log_every = 10  # steps between two lines of metrics.jsonl
     config.checkpoint_every_s = 120.0  # seconds between two checkpoints
-    config.export_layout = ""  # for eagle3: SpecForge (the default), EAGLE-3 or speculators
+    config.export_format = ""  # for eagle3: SpecForge (the default), EAGLE-3 or speculators
     config.export_dtype = "bfloat16"  # of the stored tensors
     config.export_from = "best"  # the state with the highest tau; or "last"
     return config

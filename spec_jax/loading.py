@@ -162,7 +162,7 @@ def load_head(
     path: str | pathlib.Path, target: LoadedModel, dtype: DTypeLike | None = None,
     **overrides: Any,
 ) -> LoadedHead:
-    """Loads an EAGLE head in the layout of EAGLE, SpecForge or vllm-project/speculators.
+    """Loads an EAGLE head in the format of EAGLE, SpecForge or vllm-project/speculators.
 
     Args:
       path: a zoo name, a directory with the head's config.json and weights, or an id of the

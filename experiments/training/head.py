@@ -81,22 +81,22 @@ class HeadSpec(NamedTuple):
         """Returns the head as the decoder takes it."""
         return LoadedHead(self.name, self.config, {**params, **self.constants})
 
-    def layout(self, target: LoadedModel, config: ConfigDict) -> str | None:
-        """Returns the layout of the export: the config's, or the first that can describe the head.
+    def format(self, target: LoadedModel, config: ConfigDict) -> str | None:
+        """Returns the format of the export: the config's, or the first that can express the head.
 
         Raises:
-          ConfigError: No layout can.
+          ConfigError: No format can.
         """
         kind = registry.kind_of(self.config)
-        asked, num_draft = config.export_layout or None, config.eval.num_draft
-        return kind.pick_layout(self.config, target, asked, num_draft)
+        asked, num_draft = config.export_format or None, config.eval.num_draft
+        return kind.pick_format(self.config, target, asked, num_draft)
 
     def export(self, folder: pathlib.Path, params, target: LoadedModel, config: ConfigDict):
-        """Writes the head in the layout that the config names."""
+        """Writes the head in the format that the config names."""
         self.loaded(params).save(
             folder,
             target,
-            layout=config.export_layout or None,
+            format=config.export_format or None,
             dtype=config.export_dtype,
             num_speculative_tokens=config.eval.num_draft,
         )
@@ -202,7 +202,7 @@ def make_head(
         bind({**config.loss, "noise": 0.0}),
         num_params,
     )
-    spec.layout(target, config)  # what could not be exported is refused before it is trained
+    spec.format(target, config)  # what could not be exported is refused before it is trained
     return spec
 
 
@@ -223,9 +223,9 @@ def validate(config: ConfigDict) -> None:
     known = registry.objectives()
     check(config.objective in known, "objective", f"one of {', '.join(known)}")
     _, training = known[config.objective]
-    layouts = training.layouts
-    is_known = config.export_layout in ("", *layouts)
-    check(is_known, "export_layout", f"one of {', '.join(layouts)}, or ''")
+    formats = training.formats
+    is_known = config.export_format in ("", *formats)
+    check(is_known, "export_format", f"one of {', '.join(formats)}, or ''")
     check(config.export_from in ("best", "last"), "export_from", "best or last")
     check(config.dtype in ("float32", "bfloat16"), "dtype", "float32 or bfloat16")
 

@@ -139,14 +139,14 @@ class LoadedHead(Shown):
       config: its shape and meaning, its ``taps`` among them; its type says the kind.
       params: what the drafter takes as ``params["head"]``.
       notes: sentences on how an ambiguous checkpoint was read.
-      layout: the layout that it was read from; None: it was not read.
+      format: the checkpoint format that it was read from; None: it was not read.
     """
 
     name: str
     config: registry.HeadConfig
     params: Params
     notes: tuple[str, ...] = ()
-    layout: str | None = None
+    format: str | None = None
 
     @property
     def kind(self) -> registry.DrafterKind:
@@ -255,26 +255,30 @@ class LoadedHead(Shown):
         return self.kind.head and self.kind.head(self.config, target)
 
     def save(
-        self, directory: str | pathlib.Path, target: LoadedModel, *, layout: str | None = None,
-        dtype: str | None = None, num_speculative_tokens: int = 3,
+        self,
+        directory: str | pathlib.Path,
+        target: LoadedModel,
+        *,
+        format: str | None = None,
+        dtype: str | None = None,
+        num_speculative_tokens: int = 3,
     ) -> None:
         """Writes a directory that ``load_draft`` reads as the same head.
 
         Args:
-          directory: of the head alone, made if absent; what it holds is written over.
+          directory: a directory for the head alone, created if absent; its files are overwritten.
           target: the model that it drafts for.
-          layout: a layout of the kind; by default the first that can express the whole config.
-          dtype: of the stored tensors; None: the dtype of the weights.
-          num_speculative_tokens: tokens drafted a round, for layouts that say it.
+          format: a checkpoint format of the kind, such as "SpecForge" or "speculators"; by default
+            the first that can express the whole config.
+          dtype: the dtype of the stored tensors; by default the weights' own.
+          num_speculative_tokens: tokens drafted a round, for formats that state it.
 
         Raises:
-          ConfigError: the layout cannot express something of the head's.
+          ConfigError: the format cannot express the head's config.
           WeightsError: a weight is missing or has another shape.
-        """  # fmt: skip
-        self.kind.write(
-            self, pathlib.Path(directory), target, layout=layout, dtype=dtype,
-            num_speculative_tokens=num_speculative_tokens,
-        )  # fmt: skip
+        """
+        options = {"dtype": dtype, "num_speculative_tokens": num_speculative_tokens}
+        self.kind.write(self, pathlib.Path(directory), target, format=format, **options)
 
 
 def _family(config: AnyConfig) -> str:

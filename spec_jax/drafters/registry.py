@@ -54,14 +54,14 @@ class Training:
         when it is first used: drafters do not import ``train``.
       new: ``(target_config, **options) -> HeadConfig`` of a new head.
       options: the options of ``experiments.train_head``'s ``head`` that ``new`` takes.
-      layouts: names of the layouts that an export may ask for.
+      formats: names of the checkpoint formats that an export may ask for.
       trains: ``(config) -> bool``, whether heads of this config are trained by this objective.
     """
 
     objective: Any
     new: Callable[..., HeadConfig]
     options: tuple[str, ...] = ()
-    layouts: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
     trains: Callable[[Any], bool] = lambda config: True
 
     def load_objective(self) -> Any:
@@ -110,10 +110,10 @@ class DrafterKind:
         ``LoadedModel`` that it drafts for.
       reads_in_parts: ``read`` also takes the keywords ``mesh`` and ``rules`` and places the weights
         there; heads of other kinds are read whole before they are placed.
-      write: ``(head, directory, target, *, layout, dtype, num_speculative_tokens)``, the opposite;
-        ``layout`` may be None.
-      pick_layout: ``(config, target, layout, num_speculative_tokens) -> layout`` that is written.
-        Raises ConfigError where it has no words for the config.
+      write: ``(head, directory, target, *, format, dtype, num_speculative_tokens)``, the opposite;
+        ``format`` may be None.
+      pick_format: ``(config, target, format, num_speculative_tokens) -> format`` that is written.
+        Raises ConfigError if no format can express the config.
       training: how they are trained, by the objective's name.
     """
 
@@ -132,7 +132,7 @@ class DrafterKind:
     read: Callable[..., Any] | None = None
     reads_in_parts: bool = False
     write: Callable[..., None] | None = None
-    pick_layout: Callable[..., str | None] = lambda config, target, layout, num_tokens: layout
+    pick_format: Callable[..., str | None] = lambda config, target, format, num_tokens: format
     training: Mapping[str, Training] = dataclasses.field(default_factory=dict)
 
     def make_drafter(self, draft: Any, target: Model, config: Any) -> Drafter:

@@ -25,8 +25,8 @@ from experiments.comparison.report import pays_at
 from experiments.comparison.session import check_folder, notes_of_machines
 from experiments.comparison.setup import Setup, resolve
 from spec_jax.data import python_source, tokens
+from spec_jax.drafters.eagle.checkpoint import write_head
 from spec_jax.drafters.eagle.model import EagleConfig
-from spec_jax.drafters.eagle.write import write_head
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
 from spec_jax.evaluation.bench import Run
@@ -54,7 +54,7 @@ def config(tmp_path_factory):
     shape = LLAMA.__class__(**{**LLAMA.__dict__, "vocab_size": 300, "max_position_embeddings": 64})
     save_pretrained(folder / "target", random_weights(shape), shape, tokenizer)
     head = random_head(EagleConfig.of_target(shape, 1), jax.random.key(1))
-    write_head(folder / "head", head.config, head.params, layout="EAGLE-1", target_config=shape)
+    write_head(folder / "head", head.config, head.params, format="EAGLE-1", target_config=shape)
     lines = [json.dumps({"prompt": text[0][i : i + 9]}) for i in (0, 40, 90)]
     (folder / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
     config = evaluate_zoo.get_config()

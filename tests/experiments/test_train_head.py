@@ -273,7 +273,7 @@ def test_bfloat16_keeps_float32_weights(files, tmp_path):
         ({"mesh": "data:4"}, "batch is 2, which the mesh axis data:4 does not divide"),
         ({"is_fully_sharded": True}, "is_fully_sharded is True, but there is no mesh"),
         ({"export_from": "first"}, "export_from is 'first'; expected best or last"),
-        ({"export_layout": "EAGLE-1"}, "export_layout is 'EAGLE-1'; expected one of SpecForge"),
+        ({"export_format": "EAGLE-1"}, "export_format is 'EAGLE-1'; expected one of SpecForge"),
     ],
 )
 def test_bad_values_are_clear_errors(files, tmp_path, changes, message):
@@ -332,7 +332,7 @@ def test_configs_make_the_head_that_they_name(files, module):
     config.head.taps = tuple(min(tap, 3 - i) for i, tap in enumerate(config.head.taps))
     text = Corpus("text", np.arange(300, dtype=np.int32))
     spec = make_head(config, target, [text], [text])
-    assert spec.name == config.objective and spec.layout(target, config) != ""
+    assert spec.name == config.objective and spec.format(target, config) != ""
     if config.objective != "eagle3":
         config.head.norm_before_residual = True
         with pytest.raises(ConfigError, match="option of eagle3"):

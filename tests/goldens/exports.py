@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import inspect
 import json
 import pathlib
 import tempfile
@@ -14,7 +15,7 @@ import jax
 from goldens import common, tiny
 from goldens.find import find
 
-LAYOUTS = {"EAGLE-1": "eagle1", "EAGLE-3": "eagle3", "SpecForge": "eagle3", "speculators": "eagle3"}
+FORMATS = {"EAGLE-1": "eagle1", "EAGLE-3": "eagle3", "SpecForge": "eagle3", "speculators": "eagle3"}
 DTYPES = ("float32", "bfloat16")
 
 
@@ -32,20 +33,26 @@ def _hashes(write: Callable[[pathlib.Path], None]) -> dict[str, str]:
         return found
 
 
+def _format(write, name):
+    """The keyword of a format, which earlier trees call a layout."""
+    return {"format" if "format" in inspect.signature(write).parameters else "layout": name}
+
+
 def _model(dtype):
     target, save = tiny.llama(), find("save_pretrained")
     return _hashes(lambda to: save(to, target.params, target.config, dtype=dtype))
 
 
-def _head(layout, dtype):
-    head, target = tiny.head(LAYOUTS[layout]), tiny.llama()
-    options = {"layout": layout, "target_config": target.config, "dtype": dtype}
-    if layout == "speculators":
+def _head(format, dtype):
+    head, target = tiny.head(FORMATS[format]), tiny.llama()
+    write = find("write_head")
+    options = _format(write, format) | {"target_config": target.config, "dtype": dtype}
+    if format == "speculators":
         options |= {"verifier": "some/target", "target_embed": target.params["embed"]}
-    return _hashes(lambda to: find("write_head")(to, head.config, head.params, **options))
+    return _hashes(lambda to: write(to, head.config, head.params, **options))
 
 
-def _modules(layout, dtype):
+def _modules(format, dtype):
     target = tiny.llama().config
     layer, changes = {
         "MiMo": lambda: (dataclasses.replace(target, model_type="qwen2"),
@@ -61,23 +68,22 @@ def _modules(layout, dtype):
             head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6,
             shared_expert_intermediate_size=10, partial_rotary_factor=0.5,
         ), {"has_zero_centred_norms": True}),
-    }[layout]()  # fmt: skip
+    }[format]()  # fmt: skip
     layer = dataclasses.replace(layer, num_hidden_layers=1)
     config = find("MtpConfig").of_target(target, layer=layer, **changes)
     params = common.values(find("random_head")(config, jax.random.key(0)).params)
     write = find("write_mtp")
-    return _hashes(lambda to: write(
-        to, config, params, target_config=target, layout=layout, dtype=dtype
-    ))
+    options = _format(write, format) | {"target_config": target, "dtype": dtype}
+    return _hashes(lambda to: write(to, config, params, **options))
 
 
 def cells() -> dict[str, Callable[[], dict[str, str]]]:
-    """Every layout and dtype by name, as a function that writes it."""
+    """Every format and dtype by name, as a function that writes it."""
     found = {}
     for dtype in DTYPES:
         found[f"model/{dtype}"] = functools.partial(_model, dtype)
-        for layout in LAYOUTS:
-            found[f"head/{layout}/{dtype}"] = functools.partial(_head, layout, dtype)
-        for layout in ("MiMo", "DeepSeek", "Qwen3-Next"):
-            found[f"modules/{layout}/{dtype}"] = functools.partial(_modules, layout, dtype)
+        for format in FORMATS:
+            found[f"head/{format}/{dtype}"] = functools.partial(_head, format, dtype)
+        for format in ("MiMo", "DeepSeek", "Qwen3-Next"):
+            found[f"modules/{format}/{dtype}"] = functools.partial(_modules, format, dtype)
     return found

@@ -23,8 +23,8 @@ from support.tiny_models import (
 from support.tiny_tokenizers import letters
 
 from spec_jax.data.records import read_records
-from spec_jax.drafters.eagle.read import read_head
-from spec_jax.drafters.mtp.read import read_mtp
+from spec_jax.drafters.eagle.checkpoint import read_head
+from spec_jax.drafters.mtp.checkpoint import read_mtp
 from spec_jax.errors import ConfigError, SpecJaxError, WeightsError
 from spec_jax.inspection import inspect
 from spec_jax.models.checkpoint import load_pretrained, save_pretrained

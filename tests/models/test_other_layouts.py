@@ -71,11 +71,11 @@ def test_a_draft_that_is_loaded_as_a_model_says_what_it_is(tmp_path, target, kin
 
 
 def test_a_model_that_is_loaded_as_a_head_says_what_it_is(tmp_path, model, target):
-    with pytest.raises(WeightsError, match="no EAGLE head: it holds a whole model, which load_mod"):
+    with pytest.raises(WeightsError, match="which every EAGLE head has; load_model reads"):
         spec_jax.load_head(model, target)
-    with pytest.raises(WeightsError, match="no MTP module.*load_model reads a model, load_head an"):
+    with pytest.raises(WeightsError, match="no MTP module.*Use load_model for a model, load_h"):
         spec_jax.load_mtp(model, target)
-    with pytest.raises(WeightsError, match="fc.weight is missing.*load_draft finds out"):
+    with pytest.raises(WeightsError, match="fc.weight is missing.*load_draft detects"):
         spec_jax.load_head(head_of(target, tmp_path, "mtp"), target)
 
 

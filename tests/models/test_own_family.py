@@ -17,8 +17,8 @@ from configs import evaluate_zoo, train_head_default
 from experiments import evaluate, train_head
 from spec_jax import LoadedHead, SpeculativeConfig, SpeculativeDecoder, load_draft, load_model
 from spec_jax.data import python_source, tokens
+from spec_jax.drafters.mtp.checkpoint import write_mtp
 from spec_jax.drafters.mtp.model import MtpConfig, init_mtp
-from spec_jax.drafters.mtp.write import write_mtp
 from spec_jax.errors import ConfigError
 from spec_jax.models import transformer
 from spec_jax.models.checkpoint import load_pretrained, save_pretrained

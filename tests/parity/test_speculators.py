@@ -13,6 +13,7 @@ from support.tiny_models import LLAMA, QWEN3, random_tensor, random_tokens, rand
 from spec_jax import SpeculativeConfig, SpeculativeDecoder, load_head, load_model
 from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context
+from spec_jax.drafters.eagle.checkpoint import write_head
 from spec_jax.drafters.eagle.model import (
     EagleConfig,
     forward,
@@ -21,7 +22,6 @@ from spec_jax.drafters.eagle.model import (
     recycle,
     unembed,
 )
-from spec_jax.drafters.eagle.write import write_head
 from spec_jax.loading import LoadedHead
 from spec_jax.models import transformer
 from spec_jax.models.checkpoint import save_pretrained
@@ -75,7 +75,7 @@ def target_path(tmp_path_factory):
 
 def export(head, directory, target_path):
     write_head(
-        directory, head.config, head.params, layout="speculators", target_config=TARGET,
+        directory, head.config, head.params, format="speculators", target_config=TARGET,
         target_embed=random_weights(TARGET)["embed"], verifier=os.fspath(target_path),
     )  # fmt: skip
 

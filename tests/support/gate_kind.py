@@ -44,7 +44,7 @@ def read(directory, target, dtype):
     return LoadedHead(str(directory), GateConfig(tuple(said[0]), *said[1:]), params)
 
 
-def write(head, directory, target, *, layout, dtype, num_speculative_tokens):
+def write(head, directory, target, *, format, dtype, num_speculative_tokens):
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: np.asarray(w, dtype) for name, w in head.params.items()}
     save_file(tensors, directory / "model.safetensors")

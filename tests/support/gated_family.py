@@ -48,5 +48,5 @@ register(Family(
     layer_tables=lambda config: [layer_table(config)] * config.num_hidden_layers,
     outer_table=outer_specs,
     can_scan=True,
-    mtp_layouts=("DeepSeek",),
+    mtp_formats=("DeepSeek",),
 ))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Heads in the layouts of their projects: config.json, tensors, and what they should be read as."""
+"""Heads in the formats of their projects: config.json, tensors, and what they should be read as."""
 
 from __future__ import annotations
 

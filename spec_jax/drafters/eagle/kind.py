@@ -8,90 +8,64 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-import jax.numpy as jnp
-
-from spec_jax.drafters.eagle.model import (
-    EagleConfig,
-    check_head,
-    eagle,
-    eagle_head,
-    head_table,
-    init_head,
-)
-from spec_jax.drafters.eagle.read import read_head
-from spec_jax.drafters.eagle.read_config import EAGLE_1, EAGLE_3, SPECFORGE, SPECULATORS
-from spec_jax.drafters.eagle.write import write_head
-from spec_jax.drafters.eagle.write_config import head_json
+from spec_jax.drafters.eagle import model
+from spec_jax.drafters.eagle.checkpoint import read_head, write_head
+from spec_jax.drafters.eagle.formats import SPECULATORS, formats_of, head_json
+from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.loaded import LoadedHead, LoadedModel
 from spec_jax.drafters.registry import DrafterKind, Training
 from spec_jax.errors import ConfigError
 from spec_jax.models.families import family_of
 
-# What config.json or the tensors of drafters have that join states by an ``fc`` too: DFlash and
-# its kin draft a block of masks, P-EAGLE continues an EAGLE-3 head with them.
-_OTHER_KEYS = ("dflash_config", "block_size", "parallel_drafting", "mask_token_id", "ptd_token_id",
-               "pard_token")  # fmt: skip
-_OTHER_TENSORS = {"hidden_norm.weight", "mask_hidden"}
-# The layouts of each version, the first by default.
-LAYOUTS = {1: (EAGLE_1,), 3: (SPECFORGE, EAGLE_3, SPECULATORS)}
+# Keys and tensors of drafters that also join states by an ``fc`` and draft several tokens a pass:
+# DFlash and its kin, and P-EAGLE. A directory with one of them is no EAGLE head.
+_BLOCK_KEYS = {"dflash_config", "block_size", "parallel_drafting", "mask_token_id", "ptd_token_id"}
+_BLOCK_KEYS |= {"pard_token"}
+_BLOCK_TENSORS = {"hidden_norm.weight", "mask_hidden"}
 
 
 def is_eagle(hf: Mapping[str, Any], names: AbstractSet[str]) -> bool:
-    """Whether a directory holds an EAGLE head.
-
-    Its states are joined by ``fc``, as other drafters' are, and it has one layer. It says nothing
-    of masks, blocks, or another kind of speculators'.
+    """Whether a directory holds an EAGLE head: ``fc``, one layer, and no sign of another drafter.
 
     Args:
       hf: the parsed config.json.
-      names: of the tensors.
+      names: the names of the tensors.
     """
     layers = {name.split(".")[1] for name in names if name.startswith("layers.")}
-    is_other = hf.get("speculators_model_type", "eagle3") != "eagle3" or any(
-        hf.get(key) is not None and hf[key] is not False for key in _OTHER_KEYS
-    )
-    return "fc.weight" in names and layers <= {"0"} and not (is_other or _OTHER_TENSORS & names)
+    is_other = hf.get("speculators_model_type", "eagle3") != "eagle3" or _BLOCK_TENSORS & names
+    is_block = any(hf.get(key) is not None and hf[key] is not False for key in _BLOCK_KEYS)
+    return "fc.weight" in names and layers <= {"0"} and not is_other and not is_block
 
 
-def pick_layout(
-    config: EagleConfig, target: LoadedModel, layout: str | None, num_speculative_tokens: int
+def pick_format(
+    config: EagleConfig, target: LoadedModel, format: str | None, num_speculative_tokens: int
 ) -> str:
-    """The layout to write a head in: the one that is asked for, or the first that can say it.
+    """Returns the format to write a head in: the given one, or the first that can express it.
 
     Raises:
-      ConfigError: none has words for the whole config.
+      ConfigError: no format can express this config.
     """
-    refusals = []
-    for name in (layout,) if layout else LAYOUTS[config.version]:
+    refusals = {}
+    for name in (format,) if format else formats_of(config.version):
         try:
-            head_json(
-                config, name, target.config, verifier=target.name,
-                num_speculative_tokens=num_speculative_tokens,
-            )  # fmt: skip
+            head_json(config, name, target.config, num_speculative_tokens, target.name)
             return name
         except ConfigError as error:
-            refusals.append(error)
-    raise refusals[-1]
-
-
-def _read(
-    directory: pathlib.Path, target: LoadedModel, dtype: jnp.dtype, **overrides
-) -> LoadedHead:
-    embed = target.params["embed"]
-    return read_head(directory, target.config, dtype, target_embed=embed, **overrides)
+            refusals[name] = str(error)
+    if len(set(refusals.values())) == 1:
+        raise ConfigError(refusals[name])
+    listed = "; ".join(f"{name}: {message}" for name, message in refusals.items())
+    raise ConfigError(f"no format can express this config: {listed}")
 
 
 def _write(
-    head: LoadedHead, directory: pathlib.Path, target: LoadedModel, *, layout: str | None,
-    dtype: str | None, num_speculative_tokens: int,
-) -> None:  # fmt: skip
-    layout = pick_layout(head.config, target, layout, num_speculative_tokens)
-    named = {"target_embed": target.params["embed"], "verifier": target.name}
-    write_head(
-        directory, head.config, head.params, layout=layout, target_config=target.config,
-        dtype=dtype, num_speculative_tokens=num_speculative_tokens,
-        **(named if layout == SPECULATORS else {}),
-    )  # fmt: skip
+    head: LoadedHead, directory: pathlib.Path, target: LoadedModel, *, format: str | None, **options
+) -> None:
+    format = pick_format(head.config, target, format, options["num_speculative_tokens"])
+    options |= {"format": format, "target_config": target.config, "verifier": target.name}
+    if format == SPECULATORS:
+        options["target_embed"] = target.params["embed"]
+    write_head(directory, head.config, head.params, **options)
 
 
 def _training(version: int, *options: str) -> Training:
@@ -99,25 +73,27 @@ def _training(version: int, *options: str) -> Training:
         objective=f"spec_jax.drafters.eagle.objective:EAGLE{version}",
         new=functools.partial(EagleConfig.of_target, version=version),
         options=options,
-        layouts=LAYOUTS[version],
+        formats=formats_of(version),
         trains=lambda config: config.version == version,
     )
 
 
 EAGLE = DrafterKind(
     name="eagle",
-    drafter=lambda draft, target, config: eagle(draft.config, target, config.tree_shape),
+    drafter=lambda draft, target, config: model.eagle(draft.config, target, config.tree_shape),
     detect=is_eagle,
     config_class=EagleConfig,
-    head=eagle_head,
-    table=head_table,
-    init=init_head,
-    check=check_head,
+    head=model.eagle_head,
+    table=model.head_table,
+    init=model.init_head,
+    check=model.check_head,
     has_panels=lambda config: family_of(config.layer).has_panels,
-    read=_read,
+    read=lambda directory, target, dtype, **overrides: read_head(
+        directory, target.config, dtype, target_embed=target.params["embed"], **overrides
+    ),
     reads_in_parts=True,
     write=_write,
-    pick_layout=pick_layout,
+    pick_format=pick_format,
     training={
         "eagle1": _training(1),
         "eagle3": _training(3, "draft_vocab_size", "taps", "norm_before_residual"),

@@ -114,7 +114,10 @@ class EagleConfig:
 
     @classmethod
     def of_target(
-        cls, target: ModelConfig, version: int = 3, draft_vocab_size: int | None = None,
+        cls,
+        target: ModelConfig,
+        version: int = 3,
+        draft_vocab_size: int | None = None,
         **changes: Any,
     ) -> EagleConfig:
         """Returns the config of a head with the target's layer and width.
@@ -146,20 +149,19 @@ class EagleConfig:
             sizes = {f.name: getattr(target, f.name) for f in dataclasses.fields(ModelConfig)}
             target = ModelConfig(**sizes | {"model_type": "llama"})
         unrolled = {"scan_layers": False} if target.scan_layers else {}
-        return cls(**{
-            "version": version,
-            "layer": dataclasses.replace(target, **size, **unrolled),
-            "target_hidden_size": target.hidden_size,
-            "target_vocab_size": V,
-            "taps": (L + 1,) if version == 1 else tuple(usual),
-            **changes,
-        })  # fmt: skip
+        layer = dataclasses.replace(target, **size, **unrolled)
+        taps = (L + 1,) if version == 1 else tuple(usual)
+        values = {"layer": layer, "target_hidden_size": target.hidden_size, "taps": taps}
+        return cls(version, **{**values, "target_vocab_size": V, **changes})
 
 
 def head_table(config: EagleConfig) -> dict[str, ParamSpec]:
-    """Returns the weights of a head by name; if U < V there is also ``d2t``, i32[U]."""
+    """Returns the weights of a head by name; if U < V there is also ``d2t``, i32[U].
+
+    In a checkpoint, "model.layers.{i}." is the prefix of its format, see ``Format``.
+    """
     D, Dt, E = config.layer.hidden_size, config.target_hidden_size, len(config.taps)
-    norm = lambda size: ParamSpec((size,), ("embed",), "", init="ones")
+    norm = lambda size, name: ParamSpec((size,), ("embed",), f"{name}.weight", init="ones")
     is_old = config.version == 1
     size_in = D + Dt if is_old else E * Dt
     table = {"fc": ParamSpec((size_in, D), ("features", "embed"), "fc.weight", is_linear=True)}
@@ -169,15 +171,17 @@ def head_table(config: EagleConfig) -> dict[str, ParamSpec]:
     if config.fc_bias:
         table["fc_bias"] = ParamSpec((D,), ("embed",), "fc.bias", init="zeros")
     if config.fc_norm:
-        table |= {f"fc_norm_{i}": norm(Dt) for i in range(E)}
+        table |= {f"fc_norm_{i}": norm(Dt, f"fc_norm.{i}") for i in range(E)}
     if config.norm_before_fc:
-        table["input_norm"] = norm(E * Dt)
+        table["input_norm"] = norm(E * Dt, "input_norm")
     layer = layer_table(config.layer)
     del layer["attention_norm"]
     if not is_old:
         for name in ("q", "k", "v"):
             layer[name] = layer[name]._replace(shape=(2 * D, layer[name].shape[1]))
-        table |= {name: norm(D) for name in ("embed_norm", "hidden_norm", "norm")}
+        table["embed_norm"] = norm(D, "model.layers.{i}.input_layernorm")
+        table["hidden_norm"] = norm(D, "model.layers.{i}.hidden_norm")
+        table["norm"] = norm(D, "norm")
         U = config.layer.vocab_size
         table["head"] = ParamSpec((D, U), ("embed", "vocab"), "lm_head.weight", is_linear=True)
     return table | layer
@@ -230,8 +234,14 @@ def join_features(head: dict, features: jax.Array, config: EagleConfig) -> jax.A
 
 
 def forward(
-    head: dict, embed: jax.Array, state: jax.Array, tokens: jax.Array, cache: KVCache | None,
-    *, config: EagleConfig, window_offset: int | jax.Array = 0,
+    head: dict,
+    embed: jax.Array,
+    state: jax.Array,
+    tokens: jax.Array,
+    cache: KVCache | None,
+    *,
+    config: EagleConfig,
+    window_offset: int | jax.Array = 0,
     window_mask: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache | None]:
     """Runs the head over pairs of a state and the token after it.
@@ -248,12 +258,10 @@ def forward(
 
     Returns:
       dtype[B,T,D], the residual stream, and the cache with the window written.
-    """  # fmt: skip
+    """
     layer, eps = config.layer, config.layer.rms_norm_eps
     e = embed_tokens(embed, tokens)
-    window = Window.after(
-        layer, cache, *tokens.shape, window_offset, window_mask=window_mask
-    )
+    window = Window.after(layer, cache, *tokens.shape, window_offset, window_mask=window_mask)
     if config.version == 1:
         both = constrain(jnp.concatenate([e, state], axis=-1), "batch")  # its halves split alike
         x = constrain(linear(both, head, "fc"), "batch")
@@ -312,10 +320,8 @@ def eagle_head(config: EagleConfig, target: Model) -> Head:
 
     def feed(params, state, tokens, cache, window_offset, window_mask):
         embed = params["head" if config.own_embed else "target"]["embed"]
-        return forward(
-            params["head"], embed, state, tokens, cache, config=config,
-            window_offset=window_offset, window_mask=window_mask,
-        )
+        window = {"window_offset": window_offset, "window_mask": window_mask}
+        return forward(params["head"], embed, state, tokens, cache, config=config, **window)
 
     return Head(
         name=config.name,
@@ -332,9 +338,7 @@ def eagle_head(config: EagleConfig, target: Model) -> Head:
 
 
 @functools.cache
-def eagle(
-    config: EagleConfig, target: Model, tree: Tree | DynamicTree | None = None
-) -> Drafter:
+def eagle(config: EagleConfig, target: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
     """Returns the drafter of a head.
 
     Its parameters are ``{"head": the head's, "target": the target's}``. It shares the target's

@@ -26,8 +26,15 @@ def smooth_l1(x: jax.Array) -> jax.Array:
 
 
 def eagle1_loss(
-    head: dict, batch: Batch, target: dict, *, config: EagleConfig, model: Model,
-    feature_weight: float = 1.0, token_weight: float = 0.1, noise: float = 0.0,
+    head: dict,
+    batch: Batch,
+    target: dict,
+    *,
+    config: EagleConfig,
+    model: Model,
+    feature_weight: float = 1.0,
+    token_weight: float = 0.1,
+    noise: float = 0.0,
 ) -> tuple[jax.Array, dict]:
     """Computes smooth L1 to the target's next feature, plus cross-entropy to its distribution.
 
@@ -47,7 +54,7 @@ def eagle1_loss(
 
     Returns:
       The loss, and ``feature_loss``, ``token_loss`` in nats, ``reached`` and ``hits`` f32[1].
-    """  # fmt: skip
+    """
     T = batch.tokens.shape[1] - 2
     params = {"head": head, "target": target}
     features = batch.view.features
@@ -68,8 +75,15 @@ def eagle1_loss(
 
 
 def eagle3_loss(
-    head: dict, batch: Batch, target: dict, *, config: EagleConfig, model: Model,
-    num_steps: int = 7, decay: float = 0.8, divergence: str = "cross-entropy",
+    head: dict,
+    batch: Batch,
+    target: dict,
+    *,
+    config: EagleConfig,
+    model: Model,
+    num_steps: int = 7,
+    decay: float = 0.8,
+    divergence: str = "cross-entropy",
     is_remat: bool = False,
 ) -> tuple[jax.Array, dict]:
     """Computes the decayed sum over K steps of the divergence from the target's distribution.
@@ -93,14 +107,12 @@ def eagle3_loss(
 
     Returns:
       The loss, and f32[K] ``loss_by_step`` in nats, ``reached`` and ``hits``.
-    """  # fmt: skip
+    """
     B, W = batch.tokens.shape
     T = W - 2
     params = {"head": head, "target": target}
-    states = unroll(
-        eagle_head(config, model), params, batch.view.features, batch.tokens, num_steps,
-        is_remat=is_remat,
-    )  # fmt: skip
+    run, features = eagle_head(config, model), batch.view.features
+    states = unroll(run, params, features, batch.tokens, num_steps, is_remat=is_remat)
     p = model.unembed(target, batch.view.hidden[:, 1:])
     is_known, ids = jnp.ones((B, W - 1), bool), eagle.draft_ids(head)
     if ids is not None:

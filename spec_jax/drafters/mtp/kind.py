@@ -11,10 +11,9 @@ from spec_jax.config import SpeculativeConfig
 from spec_jax.contracts import Drafter, Model
 from spec_jax.drafters.common.head import Head
 from spec_jax.drafters.loaded import LoadedHead, LoadedModel
-from spec_jax.drafters.mtp.layout import find_layout
+from spec_jax.drafters.mtp.checkpoint import read_mtp, write_mtp
+from spec_jax.drafters.mtp.formats import find_format
 from spec_jax.drafters.mtp.model import MtpConfig, check_mtp, init_mtp, mtp, mtp_head, mtp_table
-from spec_jax.drafters.mtp.read import read_mtp
-from spec_jax.drafters.mtp.write import write_mtp
 from spec_jax.drafters.registry import DrafterKind, Training
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models.families import family_of
@@ -28,7 +27,7 @@ def is_mtp(hf: Mapping[str, Any], names: AbstractSet[str]) -> bool:
       names: of the tensors.
     """
     try:
-        find_layout(pathlib.Path(), hf, names)
+        find_format(pathlib.Path(), hf, names)
     except (ConfigError, WeightsError):
         return False
     return "model.embed_tokens.weight" not in names
@@ -43,15 +42,9 @@ def _head(config: MtpConfig, target: Model) -> Head | None:
     return mtp_head(config, target) if config.protocol == "recycled" else None
 
 
-def _write(
-    head: LoadedHead, directory: pathlib.Path, target: LoadedModel, *, layout: str | None,
-    dtype: str | None, num_speculative_tokens: int,
-) -> None:  # fmt: skip
-    del num_speculative_tokens  # no layout says it
-    write_mtp(
-        directory, head.config, head.params, target_config=target.config, layout=layout,
-        dtype=dtype,
-    )  # fmt: skip
+def _write(head: LoadedHead, directory: pathlib.Path, target: LoadedModel, **options) -> None:
+    del options["num_speculative_tokens"]  # no format states it
+    write_mtp(directory, head.config, head.params, target_config=target.config, **options)
 
 
 MTP = DrafterKind(

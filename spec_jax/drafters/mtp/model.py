@@ -93,9 +93,7 @@ class MtpConfig:
         check(not self.layer.scan_layers, "scan_layers is set; a module has one layer")
         is_tap = isinstance(self.taps, tuple) and len(self.taps) == 1 and type(self.taps[0]) is int
         check(is_tap, f"taps are {self.taps!r}; expected a tuple of the one state that is read")
-        for name in (
-            "recycles_normed", "has_zero_centred_norms", "has_own_embed", "has_own_head"
-        ):  # fmt: skip
+        for name in ("recycles_normed", "has_zero_centred_norms", "has_own_embed", "has_own_head"):
             value = getattr(self, name)
             check(isinstance(value, bool), f"{name} is {value!r}; expected True or False")
         D, width = self.layer.hidden_size, self.target_hidden_size
@@ -122,13 +120,10 @@ class MtpConfig:
           **changes: fields that differ from this.
         """
         unrolled = {"scan_layers": False} if target.scan_layers else {}
-        return cls(**{
-            "layer": dataclasses.replace(target, num_hidden_layers=1, **unrolled),
-            "target_hidden_size": target.hidden_size,
-            "target_vocab_size": target.vocab_size,
-            "taps": (target.num_hidden_layers + 1,),
-            **changes,
-        })  # fmt: skip
+        layer = dataclasses.replace(target, num_hidden_layers=1, **unrolled)
+        sizes = {"target_hidden_size": target.hidden_size, "target_vocab_size": target.vocab_size}
+        taps = (target.num_hidden_layers + 1,)
+        return cls(**{"layer": layer, **sizes, "taps": taps, **changes})
 
     def check_num_draft(self, num_draft: int) -> None:
         """Raises a ConfigError if the modules cannot draft so many tokens a round."""
@@ -197,8 +192,15 @@ def _module(params: dict, index: int, config: MtpConfig) -> dict[str, jax.Array]
 
 
 def forward(
-    params: dict, state: jax.Array, tokens: jax.Array, cache: KVCache | None, *, config: MtpConfig,
-    index: int = 0, window_offset: int | jax.Array = 0, window_mask: jax.Array | None = None,
+    params: dict,
+    state: jax.Array,
+    tokens: jax.Array,
+    cache: KVCache | None,
+    *,
+    config: MtpConfig,
+    index: int = 0,
+    window_offset: int | jax.Array = 0,
+    window_mask: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache | None]:
     """Runs one module over states and the tokens after them.
 
@@ -214,7 +216,7 @@ def forward(
 
     Returns:
       dtype[B,T,D], the residual stream, and the cache with the window written.
-    """  # fmt: skip
+    """
     module, layer = _module(params, index, config), config.layer
     embed = module["embed"] if config.has_own_embed else params["target"]["embed"]
     e = rms_norm(embed_tokens(embed, tokens), module["embed_norm"], layer.rms_norm_eps)
@@ -277,9 +279,7 @@ def mtp_head(config: MtpConfig, target: Model) -> Head:
 
 
 @functools.cache
-def mtp(
-    config: MtpConfig, target: Model, tree: Tree | DynamicTree | None = None
-) -> Drafter:
+def mtp(config: MtpConfig, target: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
     """Returns the drafter of MTP modules, by the protocol of their config.
 
     Their parameters are ``{"head": the modules', "target": the target's}``. Modules without an
@@ -302,7 +302,7 @@ def mtp(
             "sequential modules draft chains; leave the tree out, or read the modules with "
             "protocol='recycled'"
         )
-    return sequential_drafter(Modules(
+    modules = Modules(
         **_common(config),
         num_modules=config.num_modules,
         feed=lambda params, index, state, tokens, cache: forward(
@@ -312,4 +312,5 @@ def mtp(
         unembed=lambda params, index, x: unembed(
             params, x, config=config, target=target, index=index
         ),
-    ))  # fmt: skip
+    )
+    return sequential_drafter(modules)

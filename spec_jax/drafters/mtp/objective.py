@@ -17,8 +17,16 @@ LABELS = ("text", "target")
 
 
 def mtp_loss(
-    head: dict, batch: Batch, target: dict, *, config: MtpConfig, model: Model,
-    num_steps: int = 3, decay: float | None = None, labels: str = "text", is_remat: bool = False,
+    head: dict,
+    batch: Batch,
+    target: dict,
+    *,
+    config: MtpConfig,
+    model: Model,
+    num_steps: int = 3,
+    decay: float | None = None,
+    labels: str = "text",
+    is_remat: bool = False,
 ) -> tuple[jax.Array, dict]:
     """Computes the weighted mean of the cross-entropy over depths.
 
@@ -46,17 +54,15 @@ def mtp_loss(
 
     Raises:
       ConfigError: The labels are unknown.
-    """  # fmt: skip
+    """
     if labels not in LABELS:
         raise ConfigError(f"labels are {labels!r}; expected one of {', '.join(LABELS)}")
     T = batch.tokens.shape[1] - 2
     params = {"head": head, "target": target}
     if config.protocol == "recycled":
         modules = [0] * num_steps
-        states = unroll(
-            mtp_head(config, model), params, batch.view.features, batch.tokens, num_steps,
-            is_remat=is_remat,
-        )  # fmt: skip
+        run, features = mtp_head(config, model), batch.view.features
+        states = unroll(run, params, features, batch.tokens, num_steps, is_remat=is_remat)
     else:
         modules = list(range(config.num_modules))
         states = _sequential_states(params, batch, config)

@@ -261,5 +261,5 @@ register(Family(
     model_types=("deepseek_v3",),
     layer=pre_norm_layer(attention, mlp),
     layer_tables=lambda config: [layer_table(config)] * config.num_hidden_layers,
-    mtp_layouts=("DeepSeek",),
+    mtp_formats=("DeepSeek",),
 ))  # fmt: skip

@@ -29,5 +29,5 @@ register(Family(
     outer_table=outer_specs,
     can_scan=True,
     has_panels=True,
-    mtp_layouts=("DeepSeek", "MiMo"),
+    mtp_formats=("DeepSeek", "MiMo"),
 ))  # fmt: skip

@@ -159,5 +159,5 @@ register(Family(
     model_types=("qwen3_next",),
     layer=pre_norm_layer(attention, mlp),
     layer_tables=lambda config: [layer_table(config)] * config.num_hidden_layers,
-    mtp_layouts=("Qwen3-Next",),
+    mtp_formats=("Qwen3-Next",),
 ))  # fmt: skip

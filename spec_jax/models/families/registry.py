@@ -63,7 +63,7 @@ class Family(NamedTuple):
       can_scan: the layers are all alike, so they may be stacked and scanned.
       has_panels: every matrix but ``embed`` is applied by ``layers.linear``, so a CPU may store
         them in panels, see ``models/layout.py``.
-      mtp_layouts: names of the layouts (see ``drafters/mtp/layout.py``) that can hold MTP modules
+      mtp_formats: names of the formats (see ``drafters/mtp/formats.py``) that can hold MTP modules
         with such a layer, whose cache must be a ``KVCache``. Empty if modules are not supported.
         The names of a layer's weights must differ from those of a module (``fc``, ``norm``,
         ``embed``, ``head``, ``embed_norm``, ``hidden_norm``).
@@ -77,7 +77,7 @@ class Family(NamedTuple):
     init_cache: Callable[..., Any] = KVCache.create
     can_scan: bool = False
     has_panels: bool = False
-    mtp_layouts: tuple[str, ...] = ()
+    mtp_formats: tuple[str, ...] = ()
 
 
 _FAMILIES: dict[type, Family] = {}
@@ -129,7 +129,7 @@ def family_of_type(model_type: Any, *, for_modules: bool = False) -> Family:
     Raises:
       ConfigError: there is none.
     """
-    is_suitable = lambda family: family.mtp_layouts if for_modules else family.outer_table
+    is_suitable = lambda family: family.mtp_formats if for_modules else family.outer_table
     families = [family for family in _FAMILIES.values() if is_suitable(family)]
     for family in families:
         if model_type in family.model_types:

@@ -27,8 +27,8 @@ from support.published_heads import (
 from support.tiny_models import random_tensor, random_tokens, random_weights
 
 from spec_jax.drafters.common.vocabulary import check_offsets
+from spec_jax.drafters.eagle.checkpoint import read_head
 from spec_jax.drafters.eagle.model import forward, head_table, join_features, recycle, unembed
-from spec_jax.drafters.eagle.read import read_head
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models import transformer
 from spec_jax.models.config import RopeConfig
@@ -275,9 +275,9 @@ def notes_of(directory, **overrides):
         ("eagle-3", [3, 6, 8], (3, 6, 8), "states before those layers"),
         ("eagle-3", [1, 3, 7], (2, 4, 8), r"outputs of those layers: taps are \(2, 4, 8\)"),
         ("eagle-3", [1, 4, 8], (1, 4, 8), "states before those layers"),  # layer 8 is none
-        ("specforge", [3, 4, 6], (3, 4, 6), r"Pass taps=\(4, 5, 7\) where"),
+        ("specforge", [3, 4, 6], (3, 4, 6), r"Pass taps=\(4, 5, 7\) if"),
         ("speculators", None, (2, 4, 5), "usual"),
-        ("speculators", [1, 3, 4], (1, 3, 4), r"Pass taps=\(2, 4, 5\) where"),
+        ("speculators", [1, 3, 4], (1, 3, 4), r"Pass taps=\(2, 4, 5\) if"),
     ],
 )
 def test_numbering_of_tapped_layers_is_resolved_and_said(tmp_path, name, ids, taps, message):

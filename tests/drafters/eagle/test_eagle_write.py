@@ -1,4 +1,4 @@
-"""Heads written in the layouts of other projects: read back bit for bit, and what is refused."""
+"""Heads written in the formats of other projects: read back bit for bit, and what is refused."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from support.published_heads import IDS, LAYER, MASK, SMALL, TAPS, TARGET, D, U,
 from support.tiny_models import random_tensor, random_weights
 
 import spec_jax
+from spec_jax.drafters.eagle.checkpoint import read_head, write_head
 from spec_jax.drafters.eagle.model import EagleConfig, head_table
-from spec_jax.drafters.eagle.read import read_head
-from spec_jax.drafters.eagle.write import write_head
 from spec_jax.errors import ConfigError, WeightsError
-from spec_jax.loading import LoadedModel
+from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.models import tensors, transformer
 from spec_jax.models.config import RopeConfig
 
@@ -27,7 +26,7 @@ L = TARGET.num_hidden_layers
 EMBED = random_weights(TARGET)["embed"]
 EAGLE_1 = EagleConfig(1, LAYER, D, V, (L + 1,))
 EAGLE_3 = EagleConfig(3, SMALL, D, V, TAPS)
-LAYOUTS = {"EAGLE-1": EAGLE_1, "EAGLE-3": EAGLE_3, "SpecForge": EAGLE_3, "speculators": EAGLE_3}
+FORMATS = {"EAGLE-1": EAGLE_1, "EAGLE-3": EAGLE_3, "SpecForge": EAGLE_3, "speculators": EAGLE_3}
 WHOLE = dict(layer=LAYER)
 BIASED = dataclasses.replace(SMALL, attention_bias=True, mlp_bias=True, eos_token_id=(2, 7))
 NARROW = dict(layer=dataclasses.replace(SMALL, hidden_size=10), own_embed=True)
@@ -58,11 +57,11 @@ SAYABLE = {
         *SHARED, dict(own_embed=True), dict(layer=QWEN3), dict(layer=BIASED), dict(taps=(1, 3, 7)),
     ],
 }  # fmt: skip
-CASES = [(layout, change) for layout, changes in SAYABLE.items() for change in changes]
+CASES = [(format, change) for format, changes in SAYABLE.items() for change in changes]
 
 
-def make(layout, **change):
-    return dataclasses.replace(LAYOUTS[layout], **change)
+def make(format, **change):
+    return dataclasses.replace(FORMATS[format], **change)
 
 
 def params_of(config, dtype=jnp.float32):
@@ -73,11 +72,11 @@ def params_of(config, dtype=jnp.float32):
     return params
 
 
-def write(directory, config, layout, params=None, **options):
-    if layout == "speculators":
+def write(directory, config, format, params=None, **options):
+    if format == "speculators":
         options = {"verifier": "some/target", "target_embed": EMBED, **options}
     params = params_of(config) if params is None else params
-    write_head(directory, config, params, layout=layout, target_config=TARGET, **options)
+    write_head(directory, config, params, format=format, target_config=TARGET, **options)
     return json.loads((directory / "config.json").read_text())
 
 
@@ -88,24 +87,24 @@ def assert_same(read, config, params):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(("layout", "change"), CASES, ids=str)
-def test_what_is_written_is_read_back_bit_for_bit(tmp_path, layout, change, dtype):
-    config = make(layout, **change)
+@pytest.mark.parametrize(("format", "change"), CASES, ids=str)
+def test_what_is_written_is_read_back_bit_for_bit(tmp_path, format, change, dtype):
+    config = make(format, **change)
     params = params_of(config, dtype)
-    write(tmp_path, config, layout, params)
+    write(tmp_path, config, format, params)
     assert {f.name for f in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
     for embed in (None, EMBED):  # whether the reader can compare or not
         read = read_head(tmp_path, TARGET, dtype, target_embed=embed)
-        assert read.layout == layout
+        assert read.format == format
         assert_same(read, config, params)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_head_of_a_targets_own_kind_loads_in_one_call(tmp_path, layout):
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_head_of_a_targets_own_kind_loads_in_one_call(tmp_path, format):
     target = LoadedModel("tiny", transformer.model(TARGET), random_weights(TARGET), config=TARGET)
-    config = EagleConfig.of_target(TARGET, 1 if layout == "EAGLE-1" else 3)
+    config = EagleConfig.of_target(TARGET, 1 if format == "EAGLE-1" else 3)
     params = params_of(config)
-    write(tmp_path, config, layout, params)
+    write(tmp_path, config, format, params)
     assert_same(spec_jax.load_head(tmp_path, target), config, params)
 
 
@@ -120,24 +119,24 @@ def test_weights_are_stored_in_the_dtype_asked_for(tmp_path):
     np.testing.assert_array_equal(stored["t2d"], MASK)
 
 
-def test_no_layout_leaves_a_flag_to_be_guessed(tmp_path):
+def test_no_format_leaves_a_flag_to_be_guessed(tmp_path):
     flags = {"norm_before_residual", "norm_before_fc", "fc_norm"}
     size = {"vocab_size": V, "tie_word_embeddings": False, "num_hidden_layers": 1, "head_dim": 6}
     rope = {"rope_theta": 1e4, "rope_scaling": None,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}  # fmt: skip
-    for layout in ("EAGLE-3", "SpecForge", "speculators"):
-        hf = write(tmp_path, EAGLE_3, layout)
+    for format in ("EAGLE-3", "SpecForge", "speculators"):
+        hf = write(tmp_path, EAGLE_3, format)
         assert all(hf[name] is False for name in flags)
         assert hf["draft_vocab_size"] == U
-        layer = hf["transformer_layer_config"] if layout == "speculators" else hf
+        layer = hf["transformer_layer_config"] if format == "speculators" else hf
         assert {n: layer[n] for n in (*size, *rope)} == size | rope
         # To SpecForge of old, false meant that what is scored is not normalised.
-        assert ("norm_output" in hf) == (layout != "SpecForge")
-        assert write(tmp_path, make(layout, norm_output=True), layout)["norm_output"] is True
+        assert ("norm_output" in hf) == (format != "SpecForge")
+        assert write(tmp_path, make(format, norm_output=True), format)["norm_output"] is True
 
 
 @pytest.mark.parametrize(
-    ("layout", "taps", "ids", "name"),
+    ("format", "taps", "ids", "name"),
     [
         ("EAGLE-3", TAPS, [2, 4, 5], "LlamaForCausalLM"),
         ("SpecForge", TAPS, [1, 3, 4], "LlamaForCausalLMEagle3"),
@@ -145,29 +144,29 @@ def test_no_layout_leaves_a_flag_to_be_guessed(tmp_path):
         ("speculators", TAPS, [2, 4, 5], "Eagle3Speculator"),
     ],
 )
-def test_tapped_layers_are_numbered_as_the_layouts_loaders_count(
-    tmp_path, layout, taps, ids, name
+def test_tapped_layers_are_numbered_as_the_formats_loaders_count(
+    tmp_path, format, taps, ids, name
 ):
-    hf = write(tmp_path, make(layout, taps=taps), layout)
+    hf = write(tmp_path, make(format, taps=taps), format)
     assert hf["architectures"] == [name]
-    part = hf["eagle_config"] if layout == "SpecForge" else hf
+    part = hf["eagle_config"] if format == "SpecForge" else hf
     assert part["eagle_aux_hidden_state_layer_ids"] == ids
 
 
 def test_another_width_than_the_targets_is_said_and_its_own_is_not(tmp_path):
-    for layout in ("EAGLE-3", "SpecForge"):
-        assert "target_hidden_size" not in write(tmp_path, EAGLE_3, layout)
-        assert write(tmp_path, make(layout, **NARROW), layout)["target_hidden_size"] == D
+    for format in ("EAGLE-3", "SpecForge"):
+        assert "target_hidden_size" not in write(tmp_path, EAGLE_3, format)
+        assert write(tmp_path, make(format, **NARROW), format)["target_hidden_size"] == D
     assert write(tmp_path, EAGLE_3, "speculators")["target_hidden_size"] is None
 
 
 def test_an_embedding_is_written_where_loaders_take_it_from_the_file(tmp_path):
-    def has_embed(layout, **options):
-        write(tmp_path, make(layout), layout, **options)
+    def has_embed(format, **options):
+        write(tmp_path, make(format), format, **options)
         return "embed_tokens.weight" in load_file(tmp_path / "model.safetensors")
 
-    for layout in ("EAGLE-1", "EAGLE-3"):
-        assert not has_embed(layout) and has_embed(layout, target_embed=EMBED)
+    for format in ("EAGLE-1", "EAGLE-3"):
+        assert not has_embed(format) and has_embed(format, target_embed=EMBED)
         assert not read_head(tmp_path, TARGET, target_embed=EMBED).config.own_embed
     assert not has_embed("SpecForge", target_embed=EMBED)
     assert has_embed("speculators")
@@ -191,28 +190,43 @@ def test_speculators_config_names_the_verifier_and_the_drafts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("layout", "config", "message"),
+    ("format", "config", "message"),
     [
-        ("eagle", EAGLE_3, "layout is 'eagle'; known: EAGLE-1, EAGLE-3, SpecForge, speculators"),
-        ("EAGLE-3", EAGLE_1, "version 1 has no place in the layout EAGLE-3; expected version 3"),
-        ("EAGLE-1", EAGLE_3, "version 3 has no place in the layout EAGLE-1; expected version 1"),
-        ("EAGLE-1", make("EAGLE-1", taps=(4,)), r"taps is \(4,\); in the layout .* as \(9,\)"),
+        ("eagle", EAGLE_3, "format is 'eagle'; known: EAGLE-1, SpecForge, EAGLE-3, speculators"),
+        ("EAGLE-3", EAGLE_1, "EAGLE-3 is for heads of version 3; this one is of 1"),
+        ("EAGLE-1", EAGLE_3, "EAGLE-1 is for heads of version 1; this one is of 3"),
+        ("EAGLE-1", make("EAGLE-1", taps=(4,)), r"taps is \(4,\); in the format .* as \(9,\)"),
         ("EAGLE-3", make("EAGLE-3", taps=(2, L + 1)), r"\(2, 9\) hold 9, the state after the"),
         ("EAGLE-3", make("EAGLE-3", taps=(2, L + 2)), r"taps \(2, 10\) do not exist"),
         ("EAGLE-3", make("EAGLE-3", layer=QWEN3), "layer.model_type is 'qwen3'; .* as 'llama'"),
-        ("speculators", make("EAGLE-3", layer=QWEN2), "'qwen2' is not known to speculators"),
-        ("speculators", make("EAGLE-3", fc_bias=True), "fc_bias is True; speculators joins"),
-        ("SpecForge", make("EAGLE-3", taps=(1, 3, 7)), r"\(1, 3, 7\) begin with 1.*use the layout"),
+        ("speculators", make("EAGLE-3", layer=QWEN2), "'qwen2' is unknown to speculators"),
+        ("speculators", make("EAGLE-3", fc_bias=True), "fc_bias is True; .* as False"),
+        ("SpecForge", make("EAGLE-3", taps=(1, 3, 7)), r"is \(1, 3, 7\); .* as \(2, 4, 8\)"),
         ("SpecForge", make("EAGLE-3", layer=BIASED), "biases, which SGLang leaves out"),
         ("SpecForge", make("EAGLE-3", layer=QWEN2), "biases, which SGLang leaves out"),
-        ("SpecForge", make("EAGLE-3", own_embed=True), "own_embed is True and the head as wide"),
+        ("SpecForge", make("EAGLE-3", own_embed=True), "own_embed is True, which SGLang ignores"),
         ("EAGLE-3", make("EAGLE-3", target_vocab_size=40), "vocabulary 40; this one has 31"),
     ],
 )
-def test_what_a_layout_cannot_say_is_refused(tmp_path, layout, config, message):
+def test_what_a_format_cannot_express_is_refused(tmp_path, format, config, message):
     with pytest.raises(ConfigError, match=message):
-        write(tmp_path, config, layout)
+        write(tmp_path, config, format)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_default_format_is_the_first_that_can_express_the_head(tmp_path):
+    target = LoadedModel("tiny", transformer.model(TARGET), random_weights(TARGET), config=TARGET)
+
+    def save(config):
+        LoadedHead("head", config, params_of(config)).save(tmp_path, target)
+        return spec_jax.load_head(tmp_path, target).format
+
+    assert save(EAGLE_1) == "EAGLE-1" and save(EAGLE_3) == "SpecForge"
+    assert save(make("EAGLE-3", taps=(1, 3, 7))) == "EAGLE-3"
+    assert save(make("EAGLE-3", layer=QWEN3)) == "speculators"
+    message = "no format can express this config: SpecForge: .*'qwen3'.*; speculators: fc_bias is"
+    with pytest.raises(ConfigError, match=message):
+        save(make("EAGLE-3", layer=QWEN3, fc_bias=True))
 
 
 def test_weights_that_are_not_the_configs_are_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""MTP modules of other projects: each layout written by hand and read back, and what is refused."""
+"""MTP modules of other projects: each format written by hand and read back, and what is refused."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from safetensors.numpy import load_file, save_file
 from support.tiny_models import LLAMA, QWEN2, random_tensor, random_weights
 
 import spec_jax
+from spec_jax.drafters.mtp.checkpoint import read_mtp
 from spec_jax.drafters.mtp.model import mtp, mtp_table
-from spec_jax.drafters.mtp.read import read_mtp
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models import transformer
 from spec_jax.models.checkpoint import save_pretrained
@@ -116,14 +116,14 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_each_layout_is_read_as_its_own_tensors(tmp_path, kind):
+def test_each_format_is_read_as_its_own_tensors(tmp_path, kind):
     i = FIRST[kind]
     tensors = tensors_of(kind, [i])
     write(tmp_path, kind, tensors)
     read = read_mtp(tmp_path, TARGET)
     name, order, is_zero_centred = EXPECTED[kind]
     config, module = read.config, read.params["0"]
-    assert (read.layout, config.order) == (name, order)
+    assert (read.format, config.order) == (name, order)
     assert config.has_zero_centred_norms is is_zero_centred
     assert (config.taps, config.protocol, config.num_modules) == ((L + 1,), "recycled", 1)
     assert config.recycles_normed and not config.has_own_embed and not config.has_own_head

@@ -1,4 +1,4 @@
-"""MTP modules written in the layouts of other projects: read back bit for bit, and what is not."""
+"""MTP modules written in the formats of other projects: read back bit for bit, and what is not."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from support.tiny_models import (
 )
 
 import spec_jax
+from spec_jax.drafters.mtp.checkpoint import read_mtp, write_mtp
 from spec_jax.drafters.mtp.model import MtpConfig, mtp_head, mtp_table
-from spec_jax.drafters.mtp.read import read_mtp
-from spec_jax.drafters.mtp.write import write_mtp
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.loading import LoadedModel
 from spec_jax.models import transformer
@@ -79,13 +78,13 @@ def write(directory, config, params=None, **options):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(("layout", "layer", "changes"), CASES)
-def test_what_is_written_is_read_back_bit_for_bit(tmp_path, layout, layer, changes, dtype):
+@pytest.mark.parametrize(("format", "layer", "changes"), CASES)
+def test_what_is_written_is_read_back_bit_for_bit(tmp_path, format, layer, changes, dtype):
     config = make(layer, **changes)
     params = params_of(config, dtype)
     write(tmp_path, config, params)
     read = read_mtp(tmp_path, LLAMA, dtype)
-    assert (read.layout, read.config) == (layout, config)
+    assert (read.format, read.config) == (format, config)
     dtypes = lambda tree: jax.tree.map(lambda w: w.dtype.name, tree)
     assert dtypes(read.params) == dtypes(params)
     jax.tree.map(np.testing.assert_array_equal, read.params, params)
@@ -117,12 +116,12 @@ def outputs(config, params):
 
 
 @pytest.mark.parametrize(
-    ("layout", "order"), [("MiMo", "embedding-first"), ("DeepSeek", "hidden-first")]
+    ("format", "order"), [("MiMo", "embedding-first"), ("DeepSeek", "hidden-first")]
 )
-def test_an_explicit_layout_changes_the_order_and_not_the_function(tmp_path, layout, order):
+def test_an_explicit_format_changes_the_order_and_not_the_function(tmp_path, format, order):
     config = make(QWEN2, order=order)
     params = params_of(config)
-    hf = write(tmp_path, config, params, layout=layout)
+    hf = write(tmp_path, config, params, format=format)
     read = read_mtp(tmp_path, LLAMA)
     other = ({"embedding-first", "hidden-first"} - {order}).pop()
     assert read.config == dataclasses.replace(config, order=other)
@@ -131,7 +130,7 @@ def test_an_explicit_layout_changes_the_order_and_not_the_function(tmp_path, lay
     np.testing.assert_allclose(
         outputs(read.config, read.params), outputs(config, params), rtol=0, atol=1e-5
     )
-    assert hf["model_type"] == ("mimo" if layout == "MiMo" else "qwen2")
+    assert hf["model_type"] == ("mimo" if format == "MiMo" else "qwen2")
 
 
 def test_config_and_tensors_are_those_that_servers_look_for(tmp_path):
@@ -152,23 +151,23 @@ def test_config_and_tensors_are_those_that_servers_look_for(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "layout", "message"),
+    ("config", "format", "message"),
     [
-        (make(LLAMA), "mimo", "layout is 'mimo'; known: DeepSeek, Qwen3-Next, MiMo"),
-        (make(DEEPSEEK), "MiMo", "DeepseekConfig has no place in the layout MiMo; use DeepSeek"),
-        (make(LLAMA), "Qwen3-Next", "in the layout Qwen3-Next; use DeepSeek or MiMo"),
+        (make(LLAMA), "mimo", "format is 'mimo'; known: DeepSeek, Qwen3-Next, MiMo"),
+        (make(DEEPSEEK), "MiMo", "MiMo cannot hold a layer of DeepseekConfig; use DeepSeek"),
+        (make(LLAMA), "Qwen3-Next", "Qwen3-Next cannot hold a layer of .*; use DeepSeek or MiMo"),
         (make(QWEN3_NEXT), None, "has_zero_centred_norms is False; loaders of Qwen3-Next"),
         (make(LLAMA, **CENTRED), None, "has_zero_centred_norms is True; loaders of DeepSeek"),
         (
             make(QWEN3_NEXT, num_modules=2, protocol="sequential", **CENTRED), None,
-            "num_modules is 2; the layout Qwen3-Next names one",
+            "num_modules is 2; the format Qwen3-Next holds one",
         ),
-        (make(QWEN2, has_own_head=True), "MiMo", "modules in the layout MiMo share the target's"),
+        (make(QWEN2, has_own_head=True), "MiMo", "modules in the format MiMo share the target's"),
     ],
 )  # fmt: skip
-def test_what_a_layout_cannot_say_is_refused(tmp_path, config, layout, message):
+def test_what_a_format_cannot_express_is_refused(tmp_path, config, format, message):
     with pytest.raises(ConfigError, match=message):
-        write(tmp_path, config, layout=layout)
+        write(tmp_path, config, format=format)
     assert not list(tmp_path.iterdir())
 
 

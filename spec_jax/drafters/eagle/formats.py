@@ -1,0 +1,401 @@
+"""The checkpoint formats of EAGLE heads: how config.json states a head, for reading and writing.
+
+The same key means different things in different projects, and some keys are left out. ``FORMATS``,
+``OPTIONS`` and ``DOUBTS`` hold what differs. Reading appends a note for every choice that a file
+leaves open; writing leaves none open, and refuses what a format's loaders would read as something
+else. Two keys are used by this project alone: ``own_embed``, and ``taps``, the states before the
+layers of these numbers.
+
+Source: the loaders of SafeAILab/EAGLE, SpecForge, SGLang, vLLM and vllm-project/speculators 0.9.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from spec_jax.drafters.eagle.model import EagleConfig, head_table
+from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.models.checks import is_integer, shown, stated_flag, stated_object
+from spec_jax.models.config import ModelConfig
+from spec_jax.models.specs import ParamSpec
+
+EAGLE_1, EAGLE_3, SPECFORGE, SPECULATORS = "EAGLE-1", "EAGLE-3", "SpecForge", "speculators"
+_LAYER, _IDS = "transformer_layer_config", "eagle_aux_hidden_state_layer_ids"
+_USES_IDS = "use_aux_hidden_state"
+
+
+class Format(NamedTuple):
+    """A project's convention for the files of a head.
+
+    Attributes:
+      version: the version of EAGLE.
+      prefix: how the names of the layer's tensors begin.
+      architecture: in config.json; None means the architecture of the layer's family.
+    """
+
+    version: int
+    prefix: str
+    architecture: str | None = None
+
+
+FORMATS = {  # of each version, the preferred one first
+    EAGLE_1: Format(1, "layers.0."),
+    SPECFORGE: Format(3, "midlayer.", "LlamaForCausalLMEagle3"),
+    EAGLE_3: Format(3, "midlayer."),
+    SPECULATORS: Format(3, "layers.0.", "Eagle3Speculator"),
+}
+
+
+class Option(NamedTuple):
+    """How config.json states an option of ``EagleConfig``, at its top or in ``eagle_config``.
+
+    Attributes:
+      key: its key.
+      versions: the versions of EAGLE that have it.
+      tensor: the tensor that shows that it is on, where the key is absent.
+    """
+
+    key: str
+    versions: tuple[int, ...] = (3,)
+    tensor: str | None = None
+
+
+OPTIONS = {
+    "fc_bias": Option("bias", versions=(1, 3)),
+    "norm_before_residual": Option("norm_before_residual"),
+    "norm_before_fc": Option("norm_before_fc", tensor="input_norm.weight"),
+    "fc_norm": Option("fc_norm", tensor="fc_norm.0.weight"),
+    "norm_output": Option("norm_output"),
+    "own_embed": Option("own_embed", versions=(1, 3)),
+}
+# What loaders of a format disagree about, by the key's value; None means an absent key.
+DOUBTS = {
+    (SPECULATORS, "norm_before_residual", None): "config.json does not say norm_before_residual; "
+    "False is assumed, as in speculators itself, though vLLM then assumes True: try "
+    "norm_before_residual=True if few drafts are accepted.",
+    (SPECFORGE, "norm_output", True): "norm_output is true: the recycled state is normalised, as "
+    "SGLang and vLLM read it. SpecForge before September 2026 meant only that the scored state is "
+    "normalised: pass norm_output=False for a head that it trained.",
+    (SPECFORGE, "norm_output", False): "norm_output is false: the recycled state is not "
+    "normalised, the scored state is. SpecForge before September 2026 did not normalise the scored "
+    "state either, which is not supported: expect few accepted drafts of such a head.",
+}
+
+
+def formats_of(version: int) -> tuple[str, ...]:
+    """Returns the names of the formats of a version of EAGLE, the preferred one first."""
+    return tuple(name for name, fmt in FORMATS.items() if fmt.version == version)
+
+
+def file_name(spec: ParamSpec, prefix: str) -> str:
+    """Returns the name of a weight in a file whose tensors of the layer have this prefix."""
+    return spec.hf_name.replace("model.layers.{i}.", prefix)
+
+
+def find_format(hf: Mapping[str, Any], names: set[str]) -> str:
+    """Returns the name of the format of a head's directory.
+
+    Args:
+      hf: the parsed config.json.
+      names: the names of the tensors.
+
+    Raises:
+      ConfigError: a head of speculators is not of EAGLE-3, or a part of config.json is not an
+        object.
+    """
+    for name in ("eagle_config", _LAYER):
+        stated_object(hf, name)
+    if _LAYER in hf or "speculators_model_type" in hf:
+        kind = hf.get("speculators_model_type", "eagle3")
+        if kind != "eagle3":
+            message = f"speculators_model_type {shown(kind)} is not supported; known: 'eagle3'"
+            raise ConfigError(message)
+        return SPECULATORS
+    if not any(n.startswith("midlayer.") or n.endswith(".hidden_norm.weight") for n in names):
+        return EAGLE_1
+    architectures, specforge = hf.get("architectures"), FORMATS[SPECFORGE].architecture
+    is_specforge = isinstance(architectures, list) and specforge in architectures
+    return SPECFORGE if is_specforge or "eagle_config" in hf else EAGLE_3
+
+
+# -------------------------------------------------------------------------------- reading
+
+
+def check_overrides(overrides: Mapping[str, Any]) -> None:
+    """Raises a ConfigError if an argument instead of config.json has an unknown name or type."""
+    for name, value in overrides.items():
+        if name != "taps" and name not in OPTIONS:
+            raise ConfigError(f"{name} is no option of a head; known: taps, {', '.join(OPTIONS)}")
+        expected = "a tuple of layers" if name == "taps" else "True or False"
+        if not isinstance(value, (tuple, list) if name == "taps" else bool):
+            raise ConfigError(f"{name} is {value!r}; expected {expected}")
+
+
+def head_config(
+    hf: dict, names: set[str], fc_in: int, target: ModelConfig, overrides: dict, notes: list[str]
+) -> EagleConfig:
+    """Returns the config of a head.
+
+    Args:
+      hf: the parsed config.json.
+      names: the names of the tensors.
+      fc_in: number of input features of ``fc.weight``.
+      target: the config of the model that it drafts for.
+      overrides: values that take precedence over config.json, see ``check_overrides``.
+      notes: a sentence is appended for every choice that config.json leaves open.
+
+    Raises:
+      ConfigError: the head is for another target, or is not supported.
+      WeightsError: ``fc.weight`` takes other states than config.json names.
+    """
+    format, width = find_format(hf, names), target.hidden_size
+    version, layer = FORMATS[format].version, _layer(hf, format, names, target, notes)
+    is_narrow = layer.hidden_size != width
+    options = {name: overrides[name] for name in OPTIONS if name in overrides}
+    notes += [f"{name} is {value}: the caller says so." for name, value in options.items()]
+    defaults = {"fc_bias": version == 1, "own_embed": version == 3 and is_narrow}
+    for name, (key, versions, tensor) in OPTIONS.items():
+        if name in overrides or version not in versions:
+            continue
+        stated = _stated(hf, key)
+        options[name] = stated_flag({key: stated}, key, defaults.get(name, tensor in names))
+        if stated is None and tensor in names:
+            notes.append(f"config.json does not say {key}; it is on, since there is {tensor}.")
+        if (format, key, stated) in DOUBTS:
+            notes.append(DOUBTS[format, key, stated])
+    taps = _taps(hf, format, target, overrides, notes)
+    if version == 3 and fc_in != len(taps) * width:
+        states = f"{fc_in // width}" if fc_in % width == 0 else f"{fc_in / width:.2f}"
+        raise WeightsError(
+            f"fc.weight takes {fc_in} features, {states} states of the target's width {width}; "
+            f"taps {taps} are {len(taps)} states"
+        )
+    return EagleConfig(version, layer, width, target.vocab_size, taps, **options)
+
+
+def _stated(hf: Mapping[str, Any], key: str) -> Any:
+    """The value of a key at the top level or else in ``eagle_config``; None if it is in neither."""
+    value = hf.get(key)
+    return stated_object(hf, "eagle_config").get(key) if value is None else value
+
+
+def _layer(hf, format, names, target, notes) -> ModelConfig:
+    layer = dict(stated_object(hf, _LAYER) if format == SPECULATORS else hf)
+    width, width_key = _stated(hf, "target_hidden_size"), "target_hidden_size"
+    if width is None:
+        width, width_key = layer.get("hidden_size"), "hidden_size"
+    for what, key, value, expected in (
+        ("vocabulary", "vocab_size", layer.get("vocab_size"), target.vocab_size),
+        ("width", width_key, width, target.hidden_size),
+    ):
+        if value != expected:
+            raise ConfigError(
+                f"the head is for a target of {what} {shown(value)}; this one has {expected} "
+                f"(by the key {key})"
+            )
+    kinds = layer.get("layer_types") or ()
+    if not isinstance(kinds, (list, tuple)) or "sliding_attention" in kinds:
+        raise ConfigError(f"layer_types is {shown(kinds)}; expected a list of full attention alone")
+    size = _stated(hf, "draft_vocab_size")
+    if format != EAGLE_1 and size is not None:
+        if not is_integer(size) or size < 1:
+            raise ConfigError(f"draft_vocab_size is {shown(size)}; expected a positive integer")
+        layer["vocab_size"] = size
+    if format != SPECULATORS:
+        # Elsewhere a head's layer is Llama's, with biases on q, k and v where config.json says so.
+        kind, stated = (
+            "qwen2" if stated_flag(layer, "qkv_bias") else "llama",
+            layer.get("model_type"),
+        )
+        if stated not in (None, kind):
+            notes.append(
+                f"config.json says model_type {shown(stated)}; the layer is read as {kind}."
+            )
+        layer["model_type"] = kind
+        has_biases = any(name.endswith("q_proj.bias") for name in names)
+        if stated_flag(layer, "attention_bias") and not has_biases:
+            layer["attention_bias"] = False
+            notes.append(
+                "config.json says attention_bias, but there is no q_proj.bias: it is off, as in "
+                "the projects that train such heads."
+            )
+    rope = (layer, *(stated_object(layer, name) for name in ("rope_parameters", "rope_scaling")))
+    if all(stated.get("rope_theta") is None for stated in rope):
+        notes.append("config.json has no rope_theta; 10000 is assumed, whatever the target's is.")
+    return ModelConfig.from_hf({**layer, "tie_word_embeddings": False})
+
+
+def _taps(hf, format, target, overrides, notes) -> tuple[int, ...]:
+    L, stated = target.num_hidden_layers, _stated(hf, "taps")
+    if "taps" in overrides:
+        taps = tuple(overrides["taps"])
+        notes.append(f"taps are {taps}: the caller says so.")
+    elif format == EAGLE_1:
+        taps = (L + 1,)
+    elif not stated_flag({_USES_IDS: _stated(hf, _USES_IDS)}, _USES_IDS, True):
+        raise ConfigError(f"{_USES_IDS} is false; only heads of tapped states are known")
+    elif stated is not None:
+        if not isinstance(stated, list):
+            raise ConfigError(f"taps is {shown(stated)} in config.json; expected a list of layers")
+        taps = tuple(stated)
+        notes.append(f"taps are {taps}: config.json says so.")
+    else:
+        taps = _taps_of_ids(_stated(hf, _IDS), format, L, notes)
+    if not all(_is_layer(tap, L + 1) for tap in taps):
+        raise ConfigError(
+            f"taps {shown(taps)} do not exist: a target of {L} layers has 0 to {L}, and {L + 1} "
+            "after its final norm"
+        )
+    return taps
+
+
+def _is_layer(value: Any, last: float) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= last
+
+
+def _taps_of_ids(ids, format, num_layers, notes) -> tuple[int, ...]:
+    """The states before a layer that the ids of config.json mean, or the usual states.
+
+    The project's trainers count outputs of layers or states before them. An id of 1 first is
+    the former's usual choice; an id of ``num_layers`` has no layer and proves the latter.
+    """
+    if not ids:
+        taps = low, middle, high = 2, num_layers // 2, num_layers - 3
+        if not low < middle < high:
+            raise ConfigError(
+                f"config.json does not say {_IDS}, and a target of {num_layers} layers is too "
+                f"shallow for the usual taps {taps}, which need 7 or more; pass taps=..."
+            )
+        notes.append(f"config.json does not say {_IDS}; taps are the usual {taps}.")
+        return taps
+    if not isinstance(ids, list) or not all(_is_layer(i, float("inf")) for i in ids):
+        raise ConfigError(f"{_IDS} is {shown(ids)}; expected a list of layers from 0")
+    if max(ids) > num_layers:
+        raise ConfigError(
+            f"{_IDS} is {shown(ids)}; the target has {num_layers} layers: pass taps=..."
+        )
+    before, after = tuple(ids), tuple(i + 1 for i in ids)
+    if format != SPECULATORS and ids[0] == 1 and max(ids) < num_layers:
+        notes.append(
+            f"{_IDS} {ids} begins with 1 and so is read as the outputs of those layers: taps are "
+            f"{after}. Pass taps={before} if the ids mean the states before those layers."
+        )
+        return after
+    notes.append(f"{_IDS} {ids} is read as the states before those layers: taps are {before}.")
+    if max(ids) < num_layers and (ids[0] == 1 or format == SPECFORGE):
+        notes.append(f"Pass taps={after} if the ids mean the outputs of those layers.")
+    return before
+
+
+# -------------------------------------------------------------------------------- writing
+
+
+def head_json(
+    config: EagleConfig, format: str, target: ModelConfig, num_tokens: int, verifier: str | None
+) -> dict[str, Any]:
+    """Returns the config.json of a head, the inverse of ``head_config``.
+
+    Args:
+      config: the head's.
+      format: a name in ``FORMATS``.
+      target: the config of the model it drafts for.
+      num_tokens: K, stated by the format "speculators".
+      verifier: the target's name or path, stated by the format "speculators".
+
+    Raises:
+      ConfigError: the format cannot express the head's config, or its loaders would read it as
+        something else.
+    """
+    _check_loaders(config, format, target)
+    is_speculators, is_narrow = format == SPECULATORS, _is_narrow(config)
+    layer = config.layer.to_hf() | config.layer.rope.spellings()
+    (architecture,) = layer.pop("architectures")
+    layer |= {"tie_word_embeddings": False, "vocab_size": config.target_vocab_size}
+    hf = {"own_embed": config.own_embed}
+    if not is_speculators:
+        hf |= layer | {"bias": config.fc_bias}
+        hf |= {"qkv_bias": True} if config.layer.model_type == "qwen2" else {}
+    hf["architectures"] = [FORMATS[format].architecture or architecture]
+    if is_speculators:
+        hf |= {"speculators_model_type": "eagle3", "speculators_version": "0.9.0"}
+    if format != EAGLE_1:
+        hf["draft_vocab_size"] = config.layer.vocab_size
+        # Most loaders ask whether the key is there, not for its value: EAGLE's own then leaves
+        # the head without the target's embedding.
+        if is_speculators or is_narrow:
+            hf["target_hidden_size"] = config.target_hidden_size if is_narrow else None
+        norms = {name: getattr(config, name) for name in OPTIONS if "norm" in name}
+        if format == SPECFORGE and not config.norm_output:
+            del norms["norm_output"]  # see DOUBTS
+        ids = {_IDS: list(config.taps)}
+        if format == EAGLE_3:
+            hf |= norms | ids | {"taps": list(config.taps)}
+        elif format == SPECFORGE:
+            if config.taps[0] == 2:  # SGLang counts outputs of layers if the first id is 1
+                ids = {_IDS: [tap - 1 for tap in config.taps]}
+            hf |= norms | {"eagle_config": ids | {_USES_IDS: True} | norms}
+        else:
+            proposal = _speculators(num_tokens, verifier, target)
+            hf |= ids | norms | {_LAYER: layer, "speculators_config": proposal}
+    _check_is_read(hf, config, format, target)
+    return hf
+
+
+def _is_narrow(config: EagleConfig) -> bool:
+    return config.target_hidden_size != config.layer.hidden_size
+
+
+def _check_loaders(config: EagleConfig, format: str, target: ModelConfig) -> None:
+    """Raises a ConfigError if other loaders of a format misread a config that this one reads."""
+
+    def refuse(is_refused, message):
+        if is_refused:
+            raise ConfigError(message)
+
+    refuse(format not in FORMATS, f"format is {format!r}; known: {', '.join(FORMATS)}")
+    version, layer = FORMATS[format].version, config.layer
+    is_other = config.version != version
+    refuse(is_other, f"{format} is for heads of version {version}; this one is of {config.version}")
+    last, taps = target.num_hidden_layers + 1, config.taps
+    is_last = version == 3 and last in taps
+    refuse(is_last, f"taps {taps} hold {last}, the state after the final norm, unknown to loaders")
+    if format == SPECFORGE:
+        has_biases, advice = layer.attention_bias or layer.mlp_bias, "use EAGLE-3 or speculators"
+        refuse(has_biases, f"the layer has biases, which SGLang leaves out; {advice}")
+        is_lost = config.own_embed and not _is_narrow(config)
+        refuse(is_lost, f"own_embed is True, which SGLang ignores at the target's width; {advice}")
+    if format == SPECULATORS:
+        kind, known = layer.model_type, ("llama", "qwen3")
+        refuse(kind not in known, f"a layer of {kind!r} is unknown to speculators; known: {known}")
+
+
+def _check_is_read(hf, config: EagleConfig, format: str, target: ModelConfig) -> None:
+    """Raises a ConfigError if a config.json is read as another config than it was written from."""
+    table = head_table(config)
+    names = {file_name(spec, FORMATS[format].prefix) for spec in table.values()}
+    read = head_config(hf, names, table["fc"].shape[0], target, {}, [])
+    layer = dataclasses.replace(config.layer, tie_word_embeddings=False)  # a head ties nothing
+    expected = dataclasses.replace(config, layer=layer)
+    for prefix, a, b in (("layer.", layer, read.layer), ("", expected, read)):
+        for field in dataclasses.fields(a):
+            value, read_value = getattr(a, field.name), getattr(b, field.name)
+            if value != read_value:
+                raise ConfigError(
+                    f"{prefix}{field.name} is {value!r}; in the format {format} it would be read "
+                    f"as {read_value!r}; known formats: {', '.join(formats_of(config.version))}"
+                )
+
+
+def _speculators(num_tokens: int, verifier: str | None, target: ModelConfig) -> dict[str, Any]:
+    if not isinstance(num_tokens, int) or num_tokens < 1:
+        raise ConfigError(f"num_speculative_tokens is {num_tokens!r}; expected 1 or more")
+    if not isinstance(verifier, str):
+        raise ConfigError(f"verifier is {verifier!r}; expected the target's name or path")
+    proposal = {"proposal_type": "greedy", "speculative_tokens": num_tokens}
+    proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
+    stated = {"algorithm": "eagle3", "default_proposal_method": "greedy"}
+    architectures = [target.architectures[target.model_type]]
+    model = {"name_or_path": verifier, "architectures": architectures}
+    return stated | {"proposal_methods": [proposal], "verifier": model}

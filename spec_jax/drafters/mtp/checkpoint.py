@@ -1,0 +1,317 @@
+"""Reads and writes MTP modules in the formats of DeepSeek-V3, Qwen3-Next and MiMo.
+
+Reading is strict: a missing, unexpected or misshapen tensor of the modules is an error that names
+it. What a checkpoint leaves open is decided here, and each decision is reported in a note. The
+target's tensors in the same directory are only read to compare a module's embedding and head with
+them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, Sharding
+from jax.typing import DTypeLike
+
+from spec_jax.drafters.loaded import LoadedHead
+from spec_jax.drafters.mtp.formats import (
+    FORMATS,
+    Format,
+    find_format,
+    format_of,
+    modules_config,
+    modules_json,
+)
+from spec_jax.drafters.mtp.model import MtpConfig, check_mtp, mtp_table
+from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.models.checkpoint import as_stored
+from spec_jax.models.checks import integers_of, shown, stated_object
+from spec_jax.models.families import AnyConfig, family_of
+from spec_jax.models.files import naming, read_json, write_json, write_once
+from spec_jax.models.params import table_placement
+from spec_jax.models.parts import Part, Tensor, holds_for_parts, read_onto, read_parts, stack
+from spec_jax.models.pickles import Pickles
+from spec_jax.models.shards import Shards
+from spec_jax.models.tensors import StrictReader, on_host, open_files, save_tensors
+from spec_jax.sharding import SHARDED, Rules, named
+
+_SCALE = "_scale_inv"
+_BLOCK = (128, 128)
+_TARGET_EMBED, _TARGET_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def read_mtp(
+    directory: str | pathlib.Path,
+    target_config: AnyConfig,
+    dtype: DTypeLike = jnp.float32,
+    *,
+    mesh: Mesh | None = None,
+    rules: Rules = SHARDED,
+    **overrides: Any,
+) -> LoadedHead:
+    """Reads the MTP modules of a model's directory.
+
+    Args:
+      directory: holds config.json of the model and tensors, with or without the target's own.
+      target_config: the config of the model that they draft for.
+      dtype: the dtype of the parameters, except a router's bias, which stays float32. 8-bit tensors
+        are multiplied by their scales first.
+      mesh: the devices to place the parameters on, each process reading what its own devices hold;
+        None: jax's default device.
+      rules: which dimensions are split over the mesh.
+      **overrides: fields of ``MtpConfig`` instead of what is derived: ``num_modules`` (further
+        modules are not read), ``protocol``, ``order``, ``taps``, ``recycles_normed``,
+        ``has_zero_centred_norms``, ``has_own_embed``, ``has_own_head``.
+
+    Returns:
+      The modules, with parameters ``{"0": {...}, "1": {...}}`` and a note for everything that the
+      checkpoint leaves open and how it was read.
+
+    Raises:
+      WeightsError: an unreadable file; a tensor of the modules that is missing, unexpected, of
+        another shape than config.json says, or not finite.
+      ConfigError: an override that does not exist; layers that are not supported; modules for
+        another target; a mesh that does not divide their heads.
+    """
+    directory, notes = pathlib.Path(directory), []
+    hf = read_json(directory / "config.json")
+    with contextlib.ExitStack() as stack:
+        shards = open_files(directory, stack)
+        names = shards.names()
+        with naming(directory / "config.json"):
+            fmt = find_format(directory, hf, names)
+            numbers = {fmt.number(name) for name in names} - {None}
+            config = modules_config(hf, fmt, len(numbers), target_config, overrides, notes)
+            block = _block_of(hf)
+        if config.num_modules > len(names):  # before a list of their names is made
+            raise WeightsError(
+                f"{directory}: num_modules is {config.num_modules}, but the weights hold "
+                f"{len(names)} tensors, and a module has at least one; expected at most the "
+                f"{len(numbers)} modules that are stored"
+            )
+        source = _Modules(directory, shards, fmt, config.num_modules, block)
+        tensors = StrictReader(directory, source)
+        tensors.sizes = integers_of(config.layer)
+        for end in ("embed", "head"):
+            field = f"has_own_{end}"
+            spec = mtp_table(dataclasses.replace(config, **{field: True}))[end]
+            shape, axes = (x[::-1] if spec.is_linear else x for x in (spec.shape, spec.axes))
+            sharding = None if mesh is None else named(axes, shape, mesh, rules)
+            stored = [fmt.tensor(end, spec, i) for i in range(config.num_modules)]
+            stored = [name for name in stored if name in tensors.left]
+            is_own, why = overrides.get(field), "as the caller says"
+            if is_own is None:
+                is_own, why = _compare_end(end, stored, tensors, shards, sharding)
+            notes.append(f"{field} = {is_own!r}: {why}.")
+            config = dataclasses.replace(config, **{field: is_own})
+            for tensor in () if is_own else [tensors.take(name, shape) for name in stored]:
+                if field in overrides:
+                    read_parts(tensor, sharding)  # damaged files are refused all the same
+        weights = {
+            str(i): _module(tensors, fmt, config, i, dtype) for i in range(config.num_modules)
+        }
+        tensors.finish()
+        shardings = []
+        if mesh is not None:
+            table = dict.fromkeys(weights, mtp_table(config))
+            shardings = [table_placement(str(directory), config.layer, table, mesh, rules)]
+        params = jax.tree.map(read_onto, weights, *shardings)
+    return LoadedHead(str(directory), config, params, tuple(notes), fmt.name)
+
+
+def _module(
+    tensors: StrictReader, fmt: Format, config: MtpConfig, index: int, dtype: DTypeLike
+) -> dict[str, Tensor]:
+    """The weights of one module, of which nothing is read yet."""
+
+    def leaf(name, spec):
+        # Biases that move a choice differ by less than a short float resolves.
+        leaf_dtype = jnp.float32 if name == "router_bias" else dtype
+        take = lambda spec, e=0: tensors.weight(fmt.tensor(name, spec, index, e), spec, leaf_dtype)
+        if "{e}" not in spec.hf_name:
+            return take(spec)
+        count, *shape = spec.shape
+        one = spec._replace(shape=tuple(shape), axes=spec.axes[1:])
+        return stack([take(one, e) for e in range(count)])
+
+    return {name: leaf(name, spec) for name, spec in mtp_table(config).items()}
+
+
+def _compare_end(
+    end: str,
+    stored: list[str],
+    tensors: StrictReader,
+    shards: Shards | Pickles,
+    sharding: Sharding | None,
+) -> tuple[bool, str]:
+    """Whether modules have an embedding or output head of their own, and why."""
+    original = _TARGET_HEAD if end == "head" and _TARGET_HEAD in shards.names() else _TARGET_EMBED
+    if not stored:
+        return False, "the modules have none and share the target's"
+    if original not in shards.names():
+        return True, f"{original} is not here to be compared with {stored[0]}"
+    whole = shards.tensor(original)
+    for tensor in map(tensors.tensor, stored):
+        is_equal = lambda part: np.array_equal(tensor.read(part), whole.read(part))
+        if tensor.shape != whole.shape or not holds_for_parts(is_equal, whole.shape, sharding):
+            return True, f"{stored[0]} differs from {original}"
+    return False, f"{stored[0]} is a copy of {original}"
+
+
+def _block_of(hf: Mapping[str, Any]) -> tuple[int, int]:
+    """The block of an 8-bit matrix that shares one scale."""
+    block = stated_object(hf, "quantization_config").get("weight_block_size") or _BLOCK
+    is_pair = isinstance(block, (list, tuple)) and len(block) == 2
+    if not is_pair or not all(type(size) is int and size > 0 for size in block):
+        raise ConfigError(f"weight_block_size is {shown(block)}; expected rows and columns")
+    return tuple(block)
+
+
+class _Modules:
+    """The modules' tensors alone, whole numbers times scales where they are stored so."""
+
+    def __init__(self, directory, shards: Shards | Pickles, fmt: Format, count: int, block):
+        self._directory, self._shards, self._block = directory, shards, block
+        numbers = {name: fmt.number(name) for name in shards.names()}
+        self._names = {name for name, i in numbers.items() if i is not None and i < count}
+
+    def names(self) -> set[str]:
+        """All but the scales of tensors that are there."""
+        return self._names - {f"{name}{_SCALE}" for name in self._names}
+
+    def tensor(self, name: str) -> Tensor:
+        stored, scale = self._shards.tensor(name), f"{name}{_SCALE}"
+        if scale not in self._names:
+            if stored.dtype.itemsize == 1:
+                raise WeightsError(
+                    f"{self._directory}: tensor {scale} is missing, of {stored.dtype.name} {name}"
+                )
+            return stored
+        factors = self._shards.tensor(scale)
+        expected = tuple(-(-n // b) for n, b in zip(stored.shape, self._block))
+        if len(stored.shape) != 2 or factors.shape != expected:
+            raise WeightsError(
+                f"{self._directory}: tensor {scale} has shape {list(factors.shape)}; {name} of "
+                f"shape {list(stored.shape)} has {list(expected)} blocks of {list(self._block)}"
+            )
+
+        def read(part: Part) -> np.ndarray:
+            within = list(zip(part, self._block))
+            blocks = tuple(range(r.start // b, -(-r.stop // b)) for r, b in within)
+            scales = factors.read(blocks).astype(np.float32)
+            for axis, (r, b) in enumerate(within):
+                scales = scales.take(np.asarray(r) // b - r.start // b, axis=axis)
+            return stored.read(part).astype(np.float32) * scales
+
+        return Tensor(stored.shape, np.dtype(np.float32), read)
+
+
+# -------------------------------------------------------------------------------- writing
+
+
+def write_mtp(
+    directory: str | pathlib.Path,
+    config: MtpConfig,
+    params: dict[str, dict[str, jax.Array]],
+    *,
+    target_config: AnyConfig,
+    format: str | None = None,
+    dtype: DTypeLike | None = None,
+) -> None:
+    """Writes a directory that ``read_mtp`` reads as the same modules.
+
+    Layers of DeepSeek-V3 and Qwen3-Next are written under their families' names. Layers of
+    Llama, Qwen2 and Qwen3 get MiMo's names where the hidden state is joined first and
+    DeepSeek's where the embedding is, since that order goes with the names. Servers know MiMo's
+    names with a Qwen2 layer alone: pass ``format="MiMo"`` for them.
+
+    Where an explicit format has the other order, the halves of the joining map change places:
+    what is read back computes the same, and its ``order`` is the format's. ``taps``,
+    ``protocol`` and ``recycles_normed`` are stated under a key that servers do not read.
+    Files get their final names when they are complete.
+
+    Args:
+      directory: a directory for the modules alone, created if absent; its files are overwritten.
+      config: the modules'.
+      params: their weights.
+      target_config: the config of the model that they draft for.
+      format: "DeepSeek", "Qwen3-Next" or "MiMo"; by default what the layer and order imply.
+      dtype: the dtype to store; by default the weights' own. A router's bias stays float32.
+
+    Raises:
+      ConfigError: the format cannot express the modules' config.
+      WeightsError: a weight is missing or misshapen.
+    """
+    directory, L = pathlib.Path(directory), target_config.num_hidden_layers
+    fmt = format_of(format or _default_format(config), L)
+    for message in _objections(config, fmt, target_config):
+        raise ConfigError(message)
+    check_mtp(config, params)
+    dtype = jnp.dtype(params["0"]["fc"].dtype if dtype is None else dtype)
+    tensors: dict[str, np.ndarray] = {}
+    for i in range(config.num_modules):
+        tensors |= _stored_module(config, params[str(i)], fmt, i, dtype)
+    hf = modules_json(config, fmt, L)
+    read = modules_config(hf, fmt, config.num_modules, target_config, {}, [])
+    ends = {name: getattr(config, name) for name in ("has_own_embed", "has_own_head")}
+    if dataclasses.replace(read, **ends) != dataclasses.replace(config, order=fmt.order):
+        raise ConfigError(f"the layer {config.layer} would be read as {read.layer}")
+    save_tensors(directory, [tensors.items()])
+    hf |= {"dtype": dtype.name, "torch_dtype": dtype.name}
+    write_once(lambda: write_json(directory / "config.json", hf))
+
+
+def _default_format(config: MtpConfig) -> str:
+    """The format of the layer's family that joins in the modules' order, or else its first."""
+    names = family_of(config.layer).mtp_formats
+    if not names:
+        raise ConfigError(f"no format is known for MTP modules of {type(config.layer).__name__}")
+    return next((name for name in names if FORMATS[name].order == config.order), names[0])
+
+
+def _objections(config: MtpConfig, fmt: Format, target: AnyConfig) -> Iterator[str]:
+    """Yields what a format cannot express, or its loaders misread."""
+    known = family_of(config.layer).mtp_formats
+    if fmt.name not in known:
+        kind = type(config.layer).__name__
+        yield f"the format {fmt.name} cannot hold a layer of {kind}; use {' or '.join(known)}"
+    for what, size, expected in (
+        ("width", config.target_hidden_size, target.hidden_size),
+        ("vocabulary", config.target_vocab_size, target.vocab_size),
+    ):
+        if size != expected:
+            yield f"the modules are for a target of {what} {size}; this one has {expected}"
+    if config.has_zero_centred_norms != fmt.is_zero_centred:
+        yield (
+            f"has_zero_centred_norms is {config.has_zero_centred_norms}; loaders of {fmt.name} "
+            f"assume {fmt.is_zero_centred}"
+        )
+    if fmt.is_single and config.num_modules > 1:
+        yield f"num_modules is {config.num_modules}; the format {fmt.name} holds one"
+    if not fmt.has_own_ends and (config.has_own_embed or config.has_own_head):
+        yield (
+            f"has_own_embed or has_own_head is True; modules in the format {fmt.name} share the "
+            "target's"
+        )
+
+
+def _stored_module(
+    config: MtpConfig, params, fmt: Format, index: int, dtype
+) -> dict[str, np.ndarray]:
+    """The tensors of one module by their names in the file."""
+    tensors = {}
+    for name, spec in mtp_table(config).items():
+        stored_dtype = jnp.float32 if name == "router_bias" else dtype
+        array = on_host(params[name])
+        if name == "fc" and config.order != fmt.order:
+            array = np.roll(array, config.layer.hidden_size, axis=0)
+        for expert, part in enumerate(array) if "{e}" in spec.hf_name else [(0, array)]:
+            tensors[fmt.tensor(name, spec, index, expert)] = as_stored(part, spec, stored_dtype)
+    return tensors
