@@ -90,10 +90,8 @@ def read_head(
         is_midlayer = any(name.startswith("midlayer.") for name in tensors.left)
         prefix = "midlayer." if is_midlayer else "layers.0."
         table, shardings = head_table(config), {}
-        weights = {
-            name: tensors.weight(file_name(spec, prefix), spec, dtype)
-            for name, spec in table.items()
-        }
+        read = lambda spec: tensors.weight(file_name(spec, prefix), spec, dtype)
+        weights = {name: read(spec) for name, spec in table.items()}
         if config.version == 3:
             weights |= _draft_vocabulary(directory, tensors, config)
         tensors.finish()
@@ -150,11 +148,9 @@ def write_head(
     check_head(config, params)
     dtype = jnp.dtype(params["fc"].dtype if dtype is None else dtype)
     U, V = config.layer.vocab_size, config.target_vocab_size
-    prefix = formats.FORMATS[format].prefix
-    tensors = {
-        file_name(spec, prefix): as_stored(params[name], spec, dtype)
-        for name, spec in head_table(config).items()
-    }
+    prefix, table = formats.FORMATS[format].prefix, head_table(config)
+    stored = {name: as_stored(params[name], spec, dtype) for name, spec in table.items()}
+    tensors = {file_name(table[name], prefix): array for name, array in stored.items()}
     # SpecForge's own converter asks for the tables of ids where the vocabularies are equal, too.
     if config.version == 3 and (U < V or format == SPECFORGE):
         d2t = on_host(params.get("d2t", np.zeros(U, np.int32)))  # offsets from draft ids
@@ -174,12 +170,9 @@ def write_head(
 def _num_inputs(directory, tensors: StrictReader) -> int:
     if "fc.weight" not in tensors.left:
         is_model = "model.embed_tokens.weight" in tensors.left
-        advice = (
-            "load_model reads a model" if is_model else "load_draft detects the kind of a draft"
-        )
-        raise WeightsError(
-            f"{directory}: tensor fc.weight is missing, which every EAGLE head has; {advice}"
-        )
+        advice = "load_model reads a model" if is_model else "load_draft detects the kind"
+        message = f"tensor fc.weight is missing, which every EAGLE head has; {advice}"
+        raise WeightsError(f"{directory}: {message}")
     shape = tensors.tensor("fc.weight").shape
     if len(shape) != 2:
         raise WeightsError(f"{directory}: tensor fc.weight has shape {[*shape]}; expected a matrix")

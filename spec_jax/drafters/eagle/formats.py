@@ -191,10 +191,8 @@ def _layer(hf, format, names, target, notes) -> ModelConfig:
         ("width", width_key, width, target.hidden_size),
     ):
         if value != expected:
-            raise ConfigError(
-                f"the head is for a target of {what} {shown(value)}; this one has {expected} "
-                f"(by the key {key})"
-            )
+            message = f"the head is for a target of {what} {shown(value)}; this one has {expected}"
+            raise ConfigError(f"{message} (by the key {key})")
     kinds = layer.get("layer_types") or ()
     if not isinstance(kinds, (list, tuple)) or "sliding_attention" in kinds:
         raise ConfigError(f"layer_types is {shown(kinds)}; expected a list of full attention alone")
@@ -205,22 +203,15 @@ def _layer(hf, format, names, target, notes) -> ModelConfig:
         layer["vocab_size"] = size
     if format != SPECULATORS:
         # Elsewhere a head's layer is Llama's, with biases on q, k and v where config.json says so.
-        kind, stated = (
-            "qwen2" if stated_flag(layer, "qkv_bias") else "llama",
-            layer.get("model_type"),
-        )
-        if stated not in (None, kind):
-            notes.append(
-                f"config.json says model_type {shown(stated)}; the layer is read as {kind}."
-            )
+        kind = "qwen2" if stated_flag(layer, "qkv_bias") else "llama"
+        if layer.get("model_type") not in (None, kind):
+            stated = shown(layer["model_type"])
+            notes.append(f"config.json says model_type {stated}; the layer is read as {kind}.")
         layer["model_type"] = kind
         has_biases = any(name.endswith("q_proj.bias") for name in names)
         if stated_flag(layer, "attention_bias") and not has_biases:
             layer["attention_bias"] = False
-            notes.append(
-                "config.json says attention_bias, but there is no q_proj.bias: it is off, as in "
-                "the projects that train such heads."
-            )
+            notes.append("config.json says attention_bias; it is off, as there is no q_proj.bias.")
     rope = (layer, *(stated_object(layer, name) for name in ("rope_parameters", "rope_scaling")))
     if all(stated.get("rope_theta") is None for stated in rope):
         notes.append("config.json has no rope_theta; 10000 is assumed, whatever the target's is.")
@@ -244,10 +235,8 @@ def _taps(hf, format, target, overrides, notes) -> tuple[int, ...]:
     else:
         taps = _taps_of_ids(_stated(hf, _IDS), format, L, notes)
     if not all(_is_layer(tap, L + 1) for tap in taps):
-        raise ConfigError(
-            f"taps {shown(taps)} do not exist: a target of {L} layers has 0 to {L}, and {L + 1} "
-            "after its final norm"
-        )
+        known = f"a target of {L} layers has 0 to {L}, and {L + 1} after its final norm"
+        raise ConfigError(f"taps {shown(taps)} do not exist: {known}")
     return taps
 
 
@@ -264,18 +253,14 @@ def _taps_of_ids(ids, format, num_layers, notes) -> tuple[int, ...]:
     if not ids:
         taps = low, middle, high = 2, num_layers // 2, num_layers - 3
         if not low < middle < high:
-            raise ConfigError(
-                f"config.json does not say {_IDS}, and a target of {num_layers} layers is too "
-                f"shallow for the usual taps {taps}, which need 7 or more; pass taps=..."
-            )
+            message = f"a target of {num_layers} layers is too shallow for the usual taps {taps}"
+            raise ConfigError(f"config.json does not say {_IDS}, and {message}; pass taps=...")
         notes.append(f"config.json does not say {_IDS}; taps are the usual {taps}.")
         return taps
     if not isinstance(ids, list) or not all(_is_layer(i, float("inf")) for i in ids):
         raise ConfigError(f"{_IDS} is {shown(ids)}; expected a list of layers from 0")
     if max(ids) > num_layers:
-        raise ConfigError(
-            f"{_IDS} is {shown(ids)}; the target has {num_layers} layers: pass taps=..."
-        )
+        raise ConfigError(f"{_IDS} is {shown(ids)}; the target has {num_layers} layers: pass taps")
     before, after = tuple(ids), tuple(i + 1 for i in ids)
     if format != SPECULATORS and ids[0] == 1 and max(ids) < num_layers:
         notes.append(
@@ -359,16 +344,16 @@ def _check_loaders(config: EagleConfig, format: str, target: ModelConfig) -> Non
     is_other = config.version != version
     refuse(is_other, f"{format} is for heads of version {version}; this one is of {config.version}")
     last, taps = target.num_hidden_layers + 1, config.taps
-    is_last = version == 3 and last in taps
-    refuse(is_last, f"taps {taps} hold {last}, the state after the final norm, unknown to loaders")
+    has_last = version == 3 and last in taps
+    refuse(has_last, f"taps {taps} hold {last}, the state after the final norm, unknown to loaders")
     if format == SPECFORGE:
         has_biases, advice = layer.attention_bias or layer.mlp_bias, "use EAGLE-3 or speculators"
         refuse(has_biases, f"the layer has biases, which SGLang leaves out; {advice}")
         is_lost = config.own_embed and not _is_narrow(config)
         refuse(is_lost, f"own_embed is True, which SGLang ignores at the target's width; {advice}")
     if format == SPECULATORS:
-        kind, known = layer.model_type, ("llama", "qwen3")
-        refuse(kind not in known, f"a layer of {kind!r} is unknown to speculators; known: {known}")
+        is_known = layer.model_type in ("llama", "qwen3")
+        refuse(not is_known, f"{format} knows layers of llama and qwen3, not {layer.model_type!r}")
 
 
 def _check_is_read(hf, config: EagleConfig, format: str, target: ModelConfig) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -91,11 +92,8 @@ def read_mtp(
             config = modules_config(hf, fmt, len(numbers), target_config, overrides, notes)
             block = _block_of(hf)
         if config.num_modules > len(names):  # before a list of their names is made
-            raise WeightsError(
-                f"{directory}: num_modules is {config.num_modules}, but the weights hold "
-                f"{len(names)} tensors, and a module has at least one; expected at most the "
-                f"{len(numbers)} modules that are stored"
-            )
+            message = f"num_modules is {config.num_modules}; {len(numbers)} modules are stored"
+            raise WeightsError(f"{directory}: {message}, in {len(names)} tensors")
         source = _Modules(directory, shards, fmt, config.num_modules, block)
         tensors = StrictReader(directory, source)
         tensors.sizes = integers_of(config.layer)
@@ -114,9 +112,8 @@ def read_mtp(
             for tensor in () if is_own else [tensors.take(name, shape) for name in stored]:
                 if field in overrides:
                     read_parts(tensor, sharding)  # damaged files are refused all the same
-        weights = {
-            str(i): _module(tensors, fmt, config, i, dtype) for i in range(config.num_modules)
-        }
+        read = lambda i: _module(tensors, fmt, config, i, dtype)
+        weights = {str(i): read(i) for i in range(config.num_modules)}
         tensors.finish()
         shardings = []
         if mesh is not None:
@@ -145,11 +142,7 @@ def _module(
 
 
 def _compare_end(
-    end: str,
-    stored: list[str],
-    tensors: StrictReader,
-    shards: Shards | Pickles,
-    sharding: Sharding | None,
+    end: str, stored: list[str], tensors: StrictReader, shards: Shards, sharding: Sharding | None
 ) -> tuple[bool, str]:
     """Whether modules have an embedding or output head of their own, and why."""
     original = _TARGET_HEAD if end == "head" and _TARGET_HEAD in shards.names() else _TARGET_EMBED
@@ -190,9 +183,8 @@ class _Modules:
         stored, scale = self._shards.tensor(name), f"{name}{_SCALE}"
         if scale not in self._names:
             if stored.dtype.itemsize == 1:
-                raise WeightsError(
-                    f"{self._directory}: tensor {scale} is missing, of {stored.dtype.name} {name}"
-                )
+                message = f"tensor {scale} is missing, of {stored.dtype.name} {name}"
+                raise WeightsError(f"{self._directory}: {message}")
             return stored
         factors = self._shards.tensor(scale)
         expected = tuple(-(-n // b) for n, b in zip(stored.shape, self._block))
@@ -251,13 +243,18 @@ def write_mtp(
     """
     directory, L = pathlib.Path(directory), target_config.num_hidden_layers
     fmt = format_of(format or _default_format(config), L)
-    for message in _objections(config, fmt, target_config):
-        raise ConfigError(message)
+    _check_format(config, fmt, target_config)
     check_mtp(config, params)
     dtype = jnp.dtype(params["0"]["fc"].dtype if dtype is None else dtype)
     tensors: dict[str, np.ndarray] = {}
-    for i in range(config.num_modules):
-        tensors |= _stored_module(config, params[str(i)], fmt, i, dtype)
+    leaves = itertools.product(range(config.num_modules), mtp_table(config).items())
+    for i, (name, spec) in leaves:
+        leaf_dtype = jnp.float32 if name == "router_bias" else dtype
+        array = on_host(params[str(i)][name])
+        if name == "fc" and config.order != fmt.order:
+            array = np.roll(array, config.layer.hidden_size, axis=0)
+        for expert, part in enumerate(array) if "{e}" in spec.hf_name else [(0, array)]:
+            tensors[fmt.tensor(name, spec, i, expert)] = as_stored(part, spec, leaf_dtype)
     hf = modules_json(config, fmt, L)
     read = modules_config(hf, fmt, config.num_modules, target_config, {}, [])
     ends = {name: getattr(config, name) for name in ("has_own_embed", "has_own_head")}
@@ -276,42 +273,26 @@ def _default_format(config: MtpConfig) -> str:
     return next((name for name in names if FORMATS[name].order == config.order), names[0])
 
 
-def _objections(config: MtpConfig, fmt: Format, target: AnyConfig) -> Iterator[str]:
-    """Yields what a format cannot express, or its loaders misread."""
-    known = family_of(config.layer).mtp_formats
-    if fmt.name not in known:
-        kind = type(config.layer).__name__
-        yield f"the format {fmt.name} cannot hold a layer of {kind}; use {' or '.join(known)}"
+def _check_format(config: MtpConfig, fmt: Format, target: AnyConfig) -> None:
+    """Raises a ConfigError if a format cannot express a config, or its loaders misread it."""
+
+    def refuse(is_refused, message):
+        if is_refused:
+            raise ConfigError(message)
+
+    known, kind = family_of(config.layer).mtp_formats, type(config.layer).__name__
+    use, name = " or ".join(known), fmt.name
+    refuse(name not in known, f"the format {name} cannot hold a layer of {kind}; use {use}")
     for what, size, expected in (
         ("width", config.target_hidden_size, target.hidden_size),
         ("vocabulary", config.target_vocab_size, target.vocab_size),
     ):
-        if size != expected:
-            yield f"the modules are for a target of {what} {size}; this one has {expected}"
-    if config.has_zero_centred_norms != fmt.is_zero_centred:
-        yield (
-            f"has_zero_centred_norms is {config.has_zero_centred_norms}; loaders of {fmt.name} "
-            f"assume {fmt.is_zero_centred}"
-        )
-    if fmt.is_single and config.num_modules > 1:
-        yield f"num_modules is {config.num_modules}; the format {fmt.name} holds one"
-    if not fmt.has_own_ends and (config.has_own_embed or config.has_own_head):
-        yield (
-            f"has_own_embed or has_own_head is True; modules in the format {fmt.name} share the "
-            "target's"
-        )
-
-
-def _stored_module(
-    config: MtpConfig, params, fmt: Format, index: int, dtype
-) -> dict[str, np.ndarray]:
-    """The tensors of one module by their names in the file."""
-    tensors = {}
-    for name, spec in mtp_table(config).items():
-        stored_dtype = jnp.float32 if name == "router_bias" else dtype
-        array = on_host(params[name])
-        if name == "fc" and config.order != fmt.order:
-            array = np.roll(array, config.layer.hidden_size, axis=0)
-        for expert, part in enumerate(array) if "{e}" in spec.hf_name else [(0, array)]:
-            tensors[fmt.tensor(name, spec, index, expert)] = as_stored(part, spec, stored_dtype)
-    return tensors
+        message = f"the modules are for a target of {what} {size}; this one has {expected}"
+        refuse(size != expected, message)
+    norms, count = config.has_zero_centred_norms, config.num_modules
+    message = f"has_zero_centred_norms is {norms}; loaders of {name} assume {fmt.is_zero_centred}"
+    refuse(norms != fmt.is_zero_centred, message)
+    refuse(fmt.is_single and count > 1, f"num_modules is {count}; the format {name} holds one")
+    has_ends = config.has_own_embed or config.has_own_head
+    message = f"has_own_embed or has_own_head is True; modules in the format {name} share both"
+    refuse(has_ends and not fmt.has_own_ends, message)

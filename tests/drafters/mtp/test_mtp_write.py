@@ -162,7 +162,7 @@ def test_config_and_tensors_are_those_that_servers_look_for(tmp_path):
             make(QWEN3_NEXT, num_modules=2, protocol="sequential", **CENTRED), None,
             "num_modules is 2; the format Qwen3-Next holds one",
         ),
-        (make(QWEN2, has_own_head=True), "MiMo", "modules in the format MiMo share the target's"),
+        (make(QWEN2, has_own_head=True), "MiMo", "modules in the format MiMo share both"),
     ],
 )  # fmt: skip
 def test_what_a_format_cannot_express_is_refused(tmp_path, config, format, message):
