@@ -171,7 +171,10 @@ class DynamicTree:
         return self.top_k if self.depth > 1 else 0
 
 
-def check_children(tree: Tree | DynamicTree | None, num_tokens: int, whose: str) -> None:
+AnyTree = Tree | DynamicTree
+
+
+def check_children(tree: AnyTree | None, num_tokens: int, whose: str) -> None:
     """Checks that no node has more children than a vocabulary has tokens.
 
     Args:

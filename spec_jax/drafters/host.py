@@ -38,9 +38,9 @@ def host_drafter(
     devices may call it for the same row) or left out, and must not call JAX. The same function and
     options return the same drafter, so compiled programs are shared; a new lambda is a new drafter.
 
-    Without ``num_updates`` the function must be pure: what it returns depends on its arguments
-    alone. A function that learns from the prefixes it is given, or from outputs that it is shown,
-    names ``num_updates``, or its output is biased wherever a seed is used twice.
+    Without ``num_updates`` the function must be pure: its result depends on its arguments only. A
+    function that learns from its prefixes or from outputs needs ``num_updates``; otherwise its
+    output is biased wherever a seed is used twice.
 
         def repeat_last(prefix, k, seed):
             return [prefix[-1]] * k
@@ -48,9 +48,9 @@ def host_drafter(
         drafter = spec_jax.host_drafter(repeat_last)
         decoder = spec_jax.SpeculativeDecoder(target, drafter=drafter, config=config)
 
-    Every lossless rule stays lossless: without probabilities whatever the function returns, with
-    them if the tokens were drawn from the rows that it returns, and if whether a token is offered
-    depends on the tokens before it alone.
+    Every lossless rule stays lossless. Without probabilities this holds for any function; with
+    them, if the tokens are drawn from the returned distributions and whether a token is offered
+    depends only on the tokens before it.
 
     Args:
       function: ``(prefix, k, seed)``. ``prefix`` is the row's prompt and output so far, the
@@ -63,9 +63,9 @@ def host_drafter(
       vocab_size: V, needed with ``is_sampled``.
       num_updates: returns how often what the function remembers has been updated, such as
         ``lambda: len(seen)``; read before each call of the function, for its seed, and after it,
-        for the row's noise. It must never fall, also not where the memory is saved and loaded, or
-        forgets. Code that updates the memory from another thread counts first and updates then, and
-        not during a call if the function is sampled. On a mesh each row must lie on one device.
+        for the row's noise. It must never decrease, not even when the memory is loaded or cleared.
+        Another thread that updates the memory increments the count first, and not during a call if
+        the function is sampled. On a mesh each row must lie on one device.
       name: in messages and reports.
 
     Raises:
@@ -97,10 +97,8 @@ def host_drafter(
             return jax.pure_callback(call, result, tokens, lengths, seeds)
 
         # The root's node, 0: drafters that draw in the loop use those from 1 on.
-        keys = rng.keys(
-            context.sampler.seed, rng.Stream.DRAFT, context.length, jnp.int32(0),
-            context.sampler.learned,
-        )  # fmt: skip
+        sampler, root = context.sampler, jnp.int32(0)
+        keys = rng.keys(sampler.seed, rng.Stream.DRAFT, context.length, root, sampler.learned)
         seeds = jax.vmap(jax.random.bits)(keys)
         if num_updates is not None and (copies := copies_of_rows(len(context.length))) > 1:
             raise ConfigError(
@@ -170,10 +168,10 @@ def _seed_after(seed: int, num_updates: int) -> int:
 
 
 class _Raised:
-    """What a function has raised, by the prefix it was given; the newest are kept.
+    """The newest exceptions of a function, by the prefix of the call.
 
-    An error belongs to a prefix, not to a call, because a pure function raises it again. Concurrent
-    calls therefore find their own errors.
+    An error belongs to a prefix, not to a call, because a pure function raises it again; so
+    concurrent calls find their own errors.
     """
 
     def __init__(self):
@@ -197,11 +195,9 @@ class _Raised:
         """See ``Drafter.find_error``."""
         n = len(prefix)
         with self._lock:
-            found = [
-                (len(given), error) for given, error in self._errors.items()
-                if n <= len(given) <= n + num_ahead and given[:n] == prefix
-            ]  # fmt: skip
-        return min(found, key=lambda pair: pair[0])[1] if found else None
+            is_ahead = lambda given: n <= len(given) <= n + num_ahead and given[:n] == prefix
+            matches = filter(is_ahead, self._errors)
+            return self._errors.get(min(matches, key=len, default=None))
 
 
 def _checked_ids(ids: Any, k: int) -> np.ndarray:

@@ -30,7 +30,7 @@ from spec_jax.models.params import (
 from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.sharding import SHARDED, Rules, kept_whole, place
 from spec_jax.show.summary import Shown, count_text
-from spec_jax.tree import DynamicTree, Tree
+from spec_jax.tree import AnyTree
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -42,7 +42,7 @@ class LoadedModel(Shown):
       model: its functions.
       params: its weights.
       tokenizer: None: prompts are ids.
-      config: None for a model of your own (see ``spec_jax.testing`` for small ones).
+      config: None for a custom model (see ``spec_jax.testing`` for small ones).
       stop_tokens: ids that end a row.
       method: the ``speculative_method`` that drafts with it.
     """
@@ -63,7 +63,7 @@ class LoadedModel(Shown):
     def decoding_params(self, num_rows: int | None = None) -> Params:
         """The weights laid out for passes over ``num_rows`` tokens in total; None: any number.
 
-        They are ``params`` itself except on a CPU, see ``models/layout.py``.
+        On other devices than a CPU they are ``params`` itself, see ``models/layout.py``.
         """
         return self._by_rows(num_rows)
 
@@ -76,7 +76,7 @@ class LoadedModel(Shown):
         return layout.by_rows(self.params, is_tied=is_tied, has_panels=has_panels)
 
     def on_mesh(self, mesh: Mesh | str, rules: Rules = SHARDED) -> LoadedModel:
-        """Returns the model with its weights on a mesh; one without a config lies whole on it.
+        """Returns the model with its weights on a mesh, replicated for a model without a config.
 
         Args:
           mesh: the devices.
@@ -86,11 +86,10 @@ class LoadedModel(Shown):
           ConfigError: the mesh does not divide the heads of the model.
         """
         mesh = to_mesh(mesh)
-        if self.config is None:
-            where = NamedSharding(mesh, PartitionSpec())
-        else:
-            where = placement(self.name, self.config, mesh, rules)
-        return dataclasses.replace(self, params=place(self.params, where))
+        sharding = NamedSharding(mesh, PartitionSpec())
+        if self.config is not None:
+            sharding = placement(self.name, self.config, mesh, rules)
+        return dataclasses.replace(self, params=place(self.params, sharding))
 
     def kept_whole(self, mesh: Mesh, rules: Rules = SHARDED) -> list[str]:
         """Returns a sentence for each size that the mesh does not divide, see ``on_mesh``."""
@@ -100,17 +99,16 @@ class LoadedModel(Shown):
         return kept_whole(self.name, table, mesh, rules, counts)
 
     def draft_params(
-        self, target: Params, batch: int | None, num_draft: int,
-        tree: Tree | DynamicTree | None = None,
+        self, target: Params, batch: int | None, num_draft: int, tree: AnyTree | None = None
     ) -> Params:
         """The parameters of the drafter that this model makes.
 
         Args:
           target: the target's parameters, for drafters that share some of them.
-          batch: rows that are decoded together, for the layout that suits them; None: any.
+          batch: number of rows that are decoded together; None: any.
           num_draft: K.
-          tree: what is drafted; None: a chain.
-        """  # fmt: skip
+          tree: the shape of the drafts; None: a chain.
+        """
         del target
         return self.decoding_params(_num_rows(self.method, batch, num_draft, tree))
 
@@ -187,14 +185,14 @@ class LoadedHead(Shown):
         """Returns the head with its weights on a mesh, see ``LoadedModel``."""
         mesh = to_mesh(mesh)
         layer, table = getattr(self.config, "layer", None), self.kind.table(self.config)
-        known = table_placement(self.name, layer, table, mesh, rules)
+        shardings = table_placement(self.name, layer, table, mesh, rules)
 
-        def put(where, params):
+        def put(sharding, params):
             if not isinstance(params, dict):
-                return place(params, where or NamedSharding(mesh, PartitionSpec()))
-            return {name: put(where and where.get(name), x) for name, x in params.items()}
+                return place(params, sharding or NamedSharding(mesh, PartitionSpec()))
+            return {name: put(sharding and sharding.get(name), x) for name, x in params.items()}
 
-        return dataclasses.replace(self, params=put(known, self.params))
+        return dataclasses.replace(self, params=put(shardings, self.params))
 
     def with_vocab(self, vocab_size: int) -> LoadedHead:
         """Returns the head for a target whose embedding is padded to another size.
@@ -228,9 +226,8 @@ class LoadedHead(Shown):
         return kept_whole(self.name, table, mesh, rules, head_counts(layer))
 
     def draft_params(
-        self, target: Params, batch: int | None, num_draft: int,
-        tree: Tree | DynamicTree | None = None,
-    ) -> Params:  # fmt: skip
+        self, target: Params, batch: int | None, num_draft: int, tree: AnyTree | None = None
+    ) -> Params:
         """The parameters of the drafter that this head makes, see ``LoadedModel``."""
         head = self.decoding_params(_num_rows(self.method, batch, num_draft, tree))
         return {"head": head, "target": target}

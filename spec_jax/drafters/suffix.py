@@ -173,9 +173,8 @@ class History:
         """
         with self._lock:
             if self._params is None and len(self._text):
-                self._params = {
-                    "tokens": jnp.asarray(self._text), "num_updates": jnp.uint32(self._num_updates)
-                }
+                count = jnp.uint32(self._num_updates)
+                self._params = {"tokens": jnp.asarray(self._text), "num_updates": count}
             return self._params
 
     def __getstate__(self) -> dict[str, Any]:

@@ -21,8 +21,9 @@ def draw(
 ) -> tuple[jax.Array, jax.Array]:
     """Draws the token of one node of each row, and returns the distribution with it.
 
-    Where all rows take the argmax and the rule reads no distribution, it is that before
-    temperature, of the same argmax and finite where the other is: so a step makes one pass less.
+    If all rows take the argmax and the rule reads no distribution, it is the distribution before
+    temperature, which has the same argmax and is finite for the same rows; a step then makes one
+    pass less.
 
     Args:
       logits: f32[B,V], the draft's logits at the node's parent.
@@ -37,21 +38,18 @@ def draw(
     is_cold = context.sampler.temperature is None and context.gumbel is None
 
     def run(context, logits, node):
+        sampler, start = context.sampler, context.length
         is_argmax = is_cold and not context.has_probs
-        processed = process(
-            logits[:, None], context.sampler, context.counts, is_argmax=is_argmax
-        )[:, 0]
+        rows = logits[:, None]
+        processed = process(rows, sampler, context.counts, is_argmax=is_argmax)[:, 0]
         if context.gumbel is not None:
             return sample(processed, context.gumbel[:, node - 1]), processed
-        if context.sampler.temperature is None:
+        if sampler.temperature is None:
             return argmax(processed), processed
         if context.is_coupled:
-            keys = rng.keys(context.request, rng.Stream.TARGET, context.length + node)
+            keys = rng.keys(context.request, rng.Stream.TARGET, start + node)
         else:
-            keys = rng.keys(
-                context.sampler.seed, rng.Stream.DRAFT, context.length, node,
-                context.sampler.learned,
-            )  # fmt: skip
+            keys = rng.keys(sampler.seed, rng.Stream.DRAFT, start, node, sampler.learned)
         return sample(processed, rng.gumbel(keys, logits.shape[-1])), processed
 
     return draw_by_row(run, context._replace(counts=counts), logits, jnp.int32(node))
@@ -127,8 +125,8 @@ class Drafted:
         is_sound = self.is_sound & (jnp.isfinite(dist.max(axis=-1)) | ~self.is_going)
         n_draft, is_going = self.n_draft + self.is_going, self.is_going
         if context.stop_below > 0:
-            own = jax.nn.softmax(logits, axis=-1)  # before temperature, which may leave one token
-            confidence = jnp.take_along_axis(own, token[:, None], axis=-1)[:, 0]
+            probs = jax.nn.softmax(logits, axis=-1)  # before temperature, which may leave one token
+            confidence = jnp.take_along_axis(probs, token[:, None], axis=-1)[:, 0]
             is_going &= confidence >= context.stop_below
         return token, Drafted(out, counts, is_sound, n_draft, is_going)
 

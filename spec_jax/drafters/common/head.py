@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from spec_jax.contracts import Context, Drafter
 from spec_jax.drafters.common.chain import draft_chain
 from spec_jax.drafters.common.tree import draft_tree
-from spec_jax.tree import DynamicTree, Tree
+from spec_jax.tree import AnyTree, DynamicTree
 
 
 class Head(NamedTuple):
@@ -89,7 +89,7 @@ def tokens_after(tokens: jax.Array, lengths: jax.Array, pending: jax.Array) -> j
     return jax.vmap(lambda row, n, token: row.at[n - 1].set(token))(after, lengths, pending)
 
 
-def head_drafter(head: Head, tree: Tree | DynamicTree | None = None) -> Drafter:
+def head_drafter(head: Head, tree: AnyTree | None = None) -> Drafter:
     """Returns the drafter of a head, which runs one pass a level.
 
     The first level needs no pass: the refresh at the end of the last round has computed it.

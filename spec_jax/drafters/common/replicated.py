@@ -1,4 +1,4 @@
-"""Keeps a draft whole on every device of a mesh, for drafts too small to be worth splitting."""
+"""Replicates a draft on every device of a mesh, for drafts too small to be worth splitting."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class WholeState:
 def replicated(drafter: Drafter) -> Drafter:
     """Returns the drafter, which now splits its rows over a mesh and nothing else.
 
-    Its weights have to lie whole on every device too; without a mesh nothing changes.
+    Its weights must be replicated too; without a mesh nothing changes.
 
     Args:
       drafter: of any kind, as it is decoded with: what wraps it comes first.

@@ -15,7 +15,7 @@ from spec_jax.drafters.common.chain import draw_by_row
 from spec_jax.errors import ConfigError
 from spec_jax.sampling import process, top_k
 from spec_jax.sharding import by_row
-from spec_jax.tree import DynamicTree, Tree
+from spec_jax.tree import AnyTree, DynamicTree, Tree
 
 # ``(carry, tokens i32[B,W], parent i32[B|1,W], seen bool[B|1,W,X]) -> (logits f32[B,W,V],
 # carry)``: feeds W nodes after the X - W that were fed since the last round. Node w is a child of
@@ -62,8 +62,7 @@ class _Grown:
 
 
 def draft_tree(
-    logits: jax.Array, carry: Any, advance: Advance, context: Context, num_draft: int,
-    tree: Tree | DynamicTree,
+    logits: jax.Array, carry: Any, advance: Advance, context: Context, num_draft: int, tree: AnyTree
 ) -> tuple[Proposal, Any, jax.Array]:
     """Drafts one tree for each row.
 
@@ -115,11 +114,10 @@ def _draft_static(grown: _Grown, context: Context, tree: Tree):
         if depth < tree.depth:
             fed_at[level - 1] = grown.fed.shape[1] + np.arange(len(level))
             grown.feed(tokens[:, level - 1], of[is_inner][None])
-    proposal = Proposal(
-        tokens, jnp.full((B,), K, jnp.int32), probs=probs, is_sound=is_sound,
-        parents=jnp.broadcast_to(jnp.asarray(tree.parents, jnp.int32), (B, K)),
-        tree_depth=tree.depth,
-    )
+    parents = jnp.broadcast_to(jnp.asarray(tree.parents, jnp.int32), (B, K))
+    shape = {"parents": parents, "tree_depth": tree.depth}
+    n_draft = jnp.full((B,), K, jnp.int32)
+    proposal = Proposal(tokens, n_draft, probs=probs, is_sound=is_sound, **shape)
     return proposal, grown.carry, jnp.broadcast_to(jnp.asarray(fed_at), (B, K))
 
 
@@ -206,9 +204,7 @@ def _draft_dynamic(grown: _Grown, context: Context, tree: DynamicTree):
 
     tokens, parents, fed_at = by_row(choose)(seen)
     n_draft = jnp.full((B,), K, jnp.int32)
-    proposal = Proposal(
-        tokens, n_draft, is_sound=is_sound, parents=parents, tree_depth=tree.depth
-    )
+    proposal = Proposal(tokens, n_draft, is_sound=is_sound, parents=parents, tree_depth=tree.depth)
     return proposal, grown.carry, fed_at
 
 

@@ -38,7 +38,7 @@ from spec_jax.models.params import check_weights, init_table
 from spec_jax.models.specs import ParamSpec
 from spec_jax.sharding import by_shard, constrain, keep_layout
 from spec_jax.show.summary import short_repr
-from spec_jax.tree import DynamicTree, Tree, check_children
+from spec_jax.tree import AnyTree, check_children
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,7 +338,7 @@ def eagle_head(config: EagleConfig, target: Model) -> Head:
 
 
 @functools.cache
-def eagle(config: EagleConfig, target: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
+def eagle(config: EagleConfig, target: Model, tree: AnyTree | None = None) -> Drafter:
     """Returns the drafter of a head.
 
     Its parameters are ``{"head": the head's, "target": the target's}``. It shares the target's

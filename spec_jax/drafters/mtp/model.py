@@ -29,7 +29,7 @@ from spec_jax.models.params import check_weights, init_table
 from spec_jax.models.specs import ParamSpec
 from spec_jax.sharding import constrain
 from spec_jax.show.summary import short_repr
-from spec_jax.tree import DynamicTree, Tree, check_children
+from spec_jax.tree import AnyTree, check_children
 
 PROTOCOLS = ("recycled", "sequential")
 ORDERS = ("embedding-first", "hidden-first")
@@ -279,7 +279,7 @@ def mtp_head(config: MtpConfig, target: Model) -> Head:
 
 
 @functools.cache
-def mtp(config: MtpConfig, target: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
+def mtp(config: MtpConfig, target: Model, tree: AnyTree | None = None) -> Drafter:
     """Returns the drafter of MTP modules, by the protocol of their config.
 
     Their parameters are ``{"head": the modules', "target": the target's}``. Modules without an

@@ -18,7 +18,7 @@ from spec_jax.drafters.common.vocabulary import aligned
 from spec_jax.drafters.registry import DrafterKind
 from spec_jax.errors import ConfigError
 from spec_jax.models.families import family_of_type
-from spec_jax.tree import DynamicTree, Tree, check_children
+from spec_jax.tree import AnyTree, DynamicTree, check_children
 
 FIRST_TOKENS = 2  # a row, fed by the first pass of a round
 
@@ -32,7 +32,7 @@ class StandaloneState:
 
 
 @functools.cache
-def standalone(model: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
+def standalone(model: Model, tree: AnyTree | None = None) -> Drafter:
     """Returns the drafter that decodes ``model``: K passes for a chain, one a level for a tree.
 
     Its cache holds one token less than the target's, and the first pass of a round feeds the last
@@ -66,9 +66,7 @@ def standalone(model: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
 
         def feed(tokens, cache, window_offset, **kwargs):
             with jax.named_scope("draft_pass"):
-                output = model.forward(
-                    params, tokens, cache, window_offset=window_offset, **kwargs
-                )
+                output = model.forward(params, tokens, cache, window_offset=window_offset, **kwargs)
                 return output.hidden, output.cache
 
         def advance(cache, token, node):
@@ -90,9 +88,7 @@ def standalone(model: Model, tree: Tree | DynamicTree | None = None) -> Drafter:
         if tree is None or num_draft == 0:
             proposal, cache = draft_chain(logits, cache, advance, context, num_draft)
             return proposal, state.replace(cache=cache)
-        proposal, cache, fed_at = draft_tree(
-            logits, cache, advance_tree, context, num_draft, tree
-        )
+        proposal, cache, fed_at = draft_tree(logits, cache, advance_tree, context, num_draft, tree)
         return proposal, StandaloneState(cache, fed_at)
 
     def commit(params, state, tokens, n, features, path):

@@ -29,8 +29,14 @@ def lm_loss(
 
 
 def distill_loss(
-    params: dict, batch: jax.Array, teacher: dict, *, config: ModelConfig,
-    teacher_config: ModelConfig, ce_weight: float = 0.0, divergence: str = "forward-kl",
+    params: dict,
+    batch: jax.Array,
+    teacher: dict,
+    *,
+    config: ModelConfig,
+    teacher_config: ModelConfig,
+    ce_weight: float = 0.0,
+    divergence: str = "forward-kl",
 ) -> tuple[jax.Array, dict]:
     """Computes the mean divergence from the teacher, plus the weighted cross-entropy of the text.
 
@@ -49,7 +55,7 @@ def distill_loss(
     Returns:
       The loss, and means over the windows' positions: ``kl`` and ``ce`` in nats,
       ``top1_agreement`` and ``acceptance`` (at temperature 1) in [0, 1].
-    """  # fmt: skip
+    """
     measure = losses.make_divergence(divergence)
     p = jax.lax.stop_gradient(transformer.logits(teacher, batch[:, :-1], config=teacher_config))
     q = transformer.logits(params, batch[:, :-1], config=config)
