@@ -27,6 +27,12 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def require(is_met: bool, message: str) -> None:
+    """Raises a ConfigError with this message unless a condition is met."""
+    if not is_met:
+        raise ConfigError(message)
+
+
 def is_integer(value: Any) -> bool:
     """Whether a value is an integer of 32 bits, and not a boolean."""
     is_int = isinstance(value, int) and not isinstance(value, bool)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from spec_jax.drafters.eagle.model import EagleConfig, head_table
 from spec_jax.errors import ConfigError, WeightsError
-from spec_jax.models.checks import is_integer, shown, stated_flag, stated_object
+from spec_jax.models.checks import is_integer, require, shown, stated_flag, stated_object
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.specs import ParamSpec
 
@@ -109,9 +109,8 @@ def find_format(hf: Mapping[str, Any], names: set[str]) -> str:
         stated_object(hf, name)
     if _LAYER in hf or "speculators_model_type" in hf:
         kind = hf.get("speculators_model_type", "eagle3")
-        if kind != "eagle3":
-            message = f"speculators_model_type {shown(kind)} is not supported; known: 'eagle3'"
-            raise ConfigError(message)
+        message = f"speculators_model_type {shown(kind)} is not supported; known: 'eagle3'"
+        require(kind == "eagle3", message)
         return SPECULATORS
     if not any(n.startswith("midlayer.") or n.endswith(".hidden_norm.weight") for n in names):
         return EAGLE_1
@@ -126,11 +125,11 @@ def find_format(hf: Mapping[str, Any], names: set[str]) -> str:
 def check_overrides(overrides: Mapping[str, Any]) -> None:
     """Raises a ConfigError if an argument instead of config.json has an unknown name or type."""
     for name, value in overrides.items():
-        if name != "taps" and name not in OPTIONS:
-            raise ConfigError(f"{name} is no option of a head; known: taps, {', '.join(OPTIONS)}")
+        known = ("taps", *OPTIONS)
+        require(name in known, f"{name} is no option of a head; known: {', '.join(known)}")
         expected = "a tuple of layers" if name == "taps" else "True or False"
-        if not isinstance(value, (tuple, list) if name == "taps" else bool):
-            raise ConfigError(f"{name} is {value!r}; expected {expected}")
+        is_right = isinstance(value, (tuple, list) if name == "taps" else bool)
+        require(is_right, f"{name} is {value!r}; expected {expected}")
 
 
 def head_config(
@@ -190,16 +189,15 @@ def _layer(hf, format, names, target, notes) -> ModelConfig:
         ("vocabulary", "vocab_size", layer.get("vocab_size"), target.vocab_size),
         ("width", width_key, width, target.hidden_size),
     ):
-        if value != expected:
-            message = f"the head is for a target of {what} {shown(value)}; this one has {expected}"
-            raise ConfigError(f"{message} (by the key {key})")
+        message = f"the head is for a target of {what} {shown(value)}; this one has {expected}"
+        require(value == expected, f"{message} (by the key {key})")
     kinds = layer.get("layer_types") or ()
-    if not isinstance(kinds, (list, tuple)) or "sliding_attention" in kinds:
-        raise ConfigError(f"layer_types is {shown(kinds)}; expected a list of full attention alone")
+    is_full = isinstance(kinds, (list, tuple)) and "sliding_attention" not in kinds
+    require(is_full, f"layer_types is {shown(kinds)}; expected a list of full attention alone")
     size = _stated(hf, "draft_vocab_size")
     if format != EAGLE_1 and size is not None:
-        if not is_integer(size) or size < 1:
-            raise ConfigError(f"draft_vocab_size is {shown(size)}; expected a positive integer")
+        is_size = is_integer(size) and size > 0
+        require(is_size, f"draft_vocab_size is {shown(size)}; expected a positive integer")
         layer["vocab_size"] = size
     if format != SPECULATORS:
         # Elsewhere a head's layer is Llama's, with biases on q, k and v where config.json says so.
@@ -228,15 +226,15 @@ def _taps(hf, format, target, overrides, notes) -> tuple[int, ...]:
     elif not stated_flag({_USES_IDS: _stated(hf, _USES_IDS)}, _USES_IDS, True):
         raise ConfigError(f"{_USES_IDS} is false; only heads of tapped states are known")
     elif stated is not None:
-        if not isinstance(stated, list):
-            raise ConfigError(f"taps is {shown(stated)} in config.json; expected a list of layers")
+        is_list = isinstance(stated, list)
+        require(is_list, f"taps is {shown(stated)} in config.json; expected a list of layers")
         taps = tuple(stated)
         notes.append(f"taps are {taps}: config.json says so.")
     else:
         taps = _taps_of_ids(_stated(hf, _IDS), format, L, notes)
-    if not all(_is_layer(tap, L + 1) for tap in taps):
-        known = f"a target of {L} layers has 0 to {L}, and {L + 1} after its final norm"
-        raise ConfigError(f"taps {shown(taps)} do not exist: {known}")
+    known = f"a target of {L} layers has 0 to {L}, and {L + 1} after its final norm"
+    exist = all(_is_layer(tap, L + 1) for tap in taps)
+    require(exist, f"taps {shown(taps)} do not exist: {known}")
     return taps
 
 
@@ -252,15 +250,15 @@ def _taps_of_ids(ids, format, num_layers, notes) -> tuple[int, ...]:
     """
     if not ids:
         taps = low, middle, high = 2, num_layers // 2, num_layers - 3
-        if not low < middle < high:
-            message = f"a target of {num_layers} layers is too shallow for the usual taps {taps}"
-            raise ConfigError(f"config.json does not say {_IDS}, and {message}; pass taps=...")
+        message = f"a target of {num_layers} layers is too shallow for the usual taps {taps}"
+        message = f"config.json does not say {_IDS}, and {message}; pass taps=..."
+        require(low < middle < high, message)
         notes.append(f"config.json does not say {_IDS}; taps are the usual {taps}.")
         return taps
-    if not isinstance(ids, list) or not all(_is_layer(i, float("inf")) for i in ids):
-        raise ConfigError(f"{_IDS} is {shown(ids)}; expected a list of layers from 0")
-    if max(ids) > num_layers:
-        raise ConfigError(f"{_IDS} is {shown(ids)}; the target has {num_layers} layers: pass taps")
+    are_layers = isinstance(ids, list) and all(_is_layer(i, float("inf")) for i in ids)
+    require(are_layers, f"{_IDS} is {shown(ids)}; expected a list of layers from 0")
+    message = f"{_IDS} is {shown(ids)}; the target has {num_layers} layers: pass taps=..."
+    require(max(ids) <= num_layers, message)
     before, after = tuple(ids), tuple(i + 1 for i in ids)
     if format != SPECULATORS and ids[0] == 1 and max(ids) < num_layers:
         notes.append(
@@ -335,25 +333,21 @@ def _is_narrow(config: EagleConfig) -> bool:
 def _check_loaders(config: EagleConfig, format: str, target: ModelConfig) -> None:
     """Raises a ConfigError if other loaders of a format misread a config that this one reads."""
 
-    def refuse(is_refused, message):
-        if is_refused:
-            raise ConfigError(message)
-
-    refuse(format not in FORMATS, f"format is {format!r}; known: {', '.join(FORMATS)}")
-    version, layer = FORMATS[format].version, config.layer
-    is_other = config.version != version
-    refuse(is_other, f"{format} is for heads of version {version}; this one is of {config.version}")
+    require(format in FORMATS, f"format is {format!r}; known: {', '.join(FORMATS)}")
+    layer, (version, *_) = config.layer, FORMATS[format]
+    message = f"{format} is for heads of version {version}; this one is of {config.version}"
+    require(config.version == version, message)
     last, taps = target.num_hidden_layers + 1, config.taps
-    has_last = version == 3 and last in taps
-    refuse(has_last, f"taps {taps} hold {last}, the state after the final norm, unknown to loaders")
+    message = f"taps {taps} hold {last}, the state after the final norm, unknown to loaders"
+    require(version == 1 or last not in taps, message)
     if format == SPECFORGE:
         has_biases, advice = layer.attention_bias or layer.mlp_bias, "use EAGLE-3 or speculators"
-        refuse(has_biases, f"the layer has biases, which SGLang leaves out; {advice}")
-        is_lost = config.own_embed and not _is_narrow(config)
-        refuse(is_lost, f"own_embed is True, which SGLang ignores at the target's width; {advice}")
+        require(not has_biases, f"the layer has biases, which SGLang leaves out; {advice}")
+        message = f"own_embed is True, which SGLang ignores at the target's width; {advice}"
+        require(_is_narrow(config) or not config.own_embed, message)
     if format == SPECULATORS:
         is_known = layer.model_type in ("llama", "qwen3")
-        refuse(not is_known, f"{format} knows layers of llama and qwen3, not {layer.model_type!r}")
+        require(is_known, f"{format} knows layers of llama and qwen3, not {layer.model_type!r}")
 
 
 def _check_is_read(hf, config: EagleConfig, format: str, target: ModelConfig) -> None:
@@ -374,10 +368,10 @@ def _check_is_read(hf, config: EagleConfig, format: str, target: ModelConfig) ->
 
 
 def _speculators(num_tokens: int, verifier: str | None, target: ModelConfig) -> dict[str, Any]:
-    if not isinstance(num_tokens, int) or num_tokens < 1:
-        raise ConfigError(f"num_speculative_tokens is {num_tokens!r}; expected 1 or more")
-    if not isinstance(verifier, str):
-        raise ConfigError(f"verifier is {verifier!r}; expected the target's name or path")
+    is_count = isinstance(num_tokens, int) and num_tokens > 0
+    require(is_count, f"num_speculative_tokens is {num_tokens!r}; expected 1 or more")
+    is_name = isinstance(verifier, str)
+    require(is_name, f"verifier is {verifier!r}; expected the target's name or path")
     proposal = {"proposal_type": "greedy", "speculative_tokens": num_tokens}
     proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
     stated = {"algorithm": "eagle3", "default_proposal_method": "greedy"}

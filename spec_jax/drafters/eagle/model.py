@@ -22,6 +22,7 @@ from spec_jax.drafters.common.head import Head, head_drafter
 from spec_jax.drafters.common.vocabulary import draft_ids
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.kv import KVCache
+from spec_jax.models.checks import require
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.families.llama import layer_table
 from spec_jax.models.layers import (
@@ -77,30 +78,24 @@ class EagleConfig:
     __repr__ = short_repr()
 
     def __post_init__(self):
-        def check(ok, message):
-            if not ok:
-                raise ConfigError(message)
-
-        check(self.version in (1, 3), f"version is {self.version!r}; expected 1 or 3")
+        require(self.version in (1, 3), f"version is {self.version!r}; expected 1 or 3")
         layers = self.layer.num_hidden_layers
-        check(layers == 1, f"the head has {layers} layers; expected 1")
-        check(not self.layer.scan_layers, "scan_layers is set; a head has one layer")
+        require(layers == 1, f"the head has {layers} layers; expected 1")
+        require(not self.layer.scan_layers, "scan_layers is set; a head has one layer")
         is_old = self.version == 1
         options = (self.fc_norm, self.norm_before_fc, self.norm_before_residual, self.norm_output)
-        check(not (is_old and any(options)), "norms are options of version 3")
-        check(
-            not (self.fc_norm and self.norm_before_fc),
-            "fc_norm and norm_before_fc are both on; expected one of them, as no head has both",
-        )
-        check(len(self.taps) > 0, "taps are empty; a head reads one state or more")
-        check(not is_old or len(self.taps) == 1, f"version 1 reads one state, not {self.taps}")
+        require(not (is_old and any(options)), "norms are options of version 3")
+        has_both = self.fc_norm and self.norm_before_fc
+        require(not has_both, "fc_norm and norm_before_fc are both on; expected one of them")
+        require(len(self.taps) > 0, "taps are empty; a head reads one state or more")
+        require(not is_old or len(self.taps) == 1, f"version 1 reads one state, not {self.taps}")
         U, V = self.layer.vocab_size, self.target_vocab_size
-        check(U <= V, f"the draft vocabulary {U} is larger than the target's {V}")
+        require(U <= V, f"the draft vocabulary {U} is larger than the target's {V}")
         D, width = self.layer.hidden_size, self.target_hidden_size
-        check(not is_old or U == V, f"version 1 scores by the target's head: {V} ids, not {U}")
+        require(not is_old or U == V, f"version 1 scores by the target's head: {V} ids, not {U}")
         has_width = D == width or (self.own_embed and not is_old)
         shared = "target's head that scores it" if is_old else "embedding that it shares"
-        check(has_width, f"the head's width is {D}; the {shared} has {width}")
+        require(has_width, f"the head's width is {D}; the {shared} has {width}")
 
     @property
     def name(self) -> str:

@@ -33,7 +33,7 @@ from spec_jax.drafters.mtp.formats import (
 from spec_jax.drafters.mtp.model import MtpConfig, check_mtp, mtp_table
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models.checkpoint import as_stored
-from spec_jax.models.checks import integers_of, shown, stated_object
+from spec_jax.models.checks import integers_of, require, shown, stated_object
 from spec_jax.models.families import AnyConfig, family_of
 from spec_jax.models.files import naming, read_json, write_json, write_once
 from spec_jax.models.params import table_placement
@@ -162,8 +162,8 @@ def _block_of(hf: Mapping[str, Any]) -> tuple[int, int]:
     """The block of an 8-bit matrix that shares one scale."""
     block = stated_object(hf, "quantization_config").get("weight_block_size") or _BLOCK
     is_pair = isinstance(block, (list, tuple)) and len(block) == 2
-    if not is_pair or not all(type(size) is int and size > 0 for size in block):
-        raise ConfigError(f"weight_block_size is {shown(block)}; expected rows and columns")
+    is_block = is_pair and all(type(size) is int and size > 0 for size in block)
+    require(is_block, f"weight_block_size is {shown(block)}; expected rows and columns")
     return tuple(block)
 
 
@@ -275,24 +275,20 @@ def _default_format(config: MtpConfig) -> str:
 
 def _check_format(config: MtpConfig, fmt: Format, target: AnyConfig) -> None:
     """Raises a ConfigError if a format cannot express a config, or its loaders misread it."""
-
-    def refuse(is_refused, message):
-        if is_refused:
-            raise ConfigError(message)
-
     known, kind = family_of(config.layer).mtp_formats, type(config.layer).__name__
     use, name = " or ".join(known), fmt.name
-    refuse(name not in known, f"the format {name} cannot hold a layer of {kind}; use {use}")
+    require(name in known, f"the format {name} cannot hold a layer of {kind}; use {use}")
     for what, size, expected in (
         ("width", config.target_hidden_size, target.hidden_size),
         ("vocabulary", config.target_vocab_size, target.vocab_size),
     ):
         message = f"the modules are for a target of {what} {size}; this one has {expected}"
-        refuse(size != expected, message)
+        require(size == expected, message)
     norms, count = config.has_zero_centred_norms, config.num_modules
     message = f"has_zero_centred_norms is {norms}; loaders of {name} assume {fmt.is_zero_centred}"
-    refuse(norms != fmt.is_zero_centred, message)
-    refuse(fmt.is_single and count > 1, f"num_modules is {count}; the format {name} holds one")
+    require(norms == fmt.is_zero_centred, message)
+    is_held = count == 1 or not fmt.is_single
+    require(is_held, f"num_modules is {count}; the format {name} holds one")
     has_ends = config.has_own_embed or config.has_own_head
     message = f"has_own_embed or has_own_head is True; modules in the format {name} share both"
-    refuse(has_ends and not fmt.has_own_ends, message)
+    require(fmt.has_own_ends or not has_ends, message)

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from spec_jax.drafters.mtp.model import MtpConfig
-from spec_jax.errors import ConfigError, WeightsError
-from spec_jax.models.checks import is_integer, shown, stated_object
+from spec_jax.errors import WeightsError
+from spec_jax.models.checks import is_integer, require, shown, stated_object
 from spec_jax.models.families import AnyConfig, family_of_type
 from spec_jax.models.specs import ParamSpec
 
@@ -99,8 +99,7 @@ def format_of(name: str, num_layers: int) -> Format:
     Raises:
       ConfigError: another name.
     """
-    if name not in FORMATS:
-        raise ConfigError(f"format is {name!r}; known: {', '.join(FORMATS)}")
+    require(name in FORMATS, f"format is {name!r}; known: {', '.join(FORMATS)}")
     return FORMATS[name]._replace(name=name, first=num_layers if name == "DeepSeek" else 0)
 
 
@@ -120,8 +119,8 @@ def find_format(directory: pathlib.Path, hf: Mapping[str, Any], names: set[str])
     for name in ("Qwen3-Next", "MiMo"):
         if any(tensor.startswith(FORMATS[name].start) for tensor in names):
             return format_of(name, count)
-    if not is_integer(count) or count < 1:
-        raise ConfigError(f"num_hidden_layers is {shown(count)}; expected how many the target has")
+    is_count = is_integer(count) and count > 0
+    require(is_count, f"num_hidden_layers is {shown(count)}; expected how many the target has")
     fmt = format_of("DeepSeek", count)
     if any(fmt.number(name) is not None for name in names):
         return fmt
@@ -159,11 +158,11 @@ def modules_config(
     """
     known = [field.name for field in dataclasses.fields(MtpConfig)][3:]  # not the target's sizes
     unknown = sorted(set(overrides) - set(known))
-    if unknown:
-        raise ConfigError(f"no option {', '.join(unknown)}; known: {', '.join(known)}")
+    require(not unknown, f"no option {', '.join(unknown)}; known: {', '.join(known)}")
     for name in _COUNTS:
-        if hf.get(name) is not None and (not is_integer(hf[name]) or hf[name] < 0):
-            raise ConfigError(f"{name} is {shown(hf[name])}; expected how many modules are stored")
+        value = 0 if hf.get(name) is None else hf[name]
+        is_count = is_integer(value) and value >= 0
+        require(is_count, f"{name} is {shown(value)}; expected how many modules are stored")
     stated_count = next((hf[name] for name in _COUNTS if hf.get(name)), num_stored)
     count = overrides.get("num_modules", stated_count)
     protocol = "recycled" if count == 1 else "sequential"

@@ -22,6 +22,7 @@ from spec_jax.drafters.common.head import Head, head_drafter
 from spec_jax.drafters.common.sequential import Modules, check_num_draft, sequential_drafter
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.kv import KVCache
+from spec_jax.models.checks import require
 from spec_jax.models.families import AnyConfig, family_of
 from spec_jax.models.layers import Window, constrain_logits, embed_tokens, linear, rms_norm
 from spec_jax.models.layout import matmul
@@ -70,36 +71,27 @@ class MtpConfig:
     __repr__ = short_repr()
 
     def __post_init__(self):
-        def check(ok, message):
-            if not ok:
-                raise ConfigError(message)
-
-        def check_among(name, known):
+        for name, known in (("protocol", PROTOCOLS), ("order", ORDERS)):
             value = getattr(self, name)
-            check(value in known, f"{name} is {value!r}; known: {', '.join(known)}")
-
-        check_among("protocol", PROTOCOLS)
-        check_among("order", ORDERS)
+            require(value in known, f"{name} is {value!r}; known: {', '.join(known)}")
         count = self.num_modules
         is_count = type(count) is int and count > 0
-        check(is_count, f"num_modules is {count!r}; expected a positive integer")
-        check(
-            count == 1 or self.protocol == "sequential",
-            f"num_modules is {count}, but recycled drafting uses one module: set it to 1, for "
-            "the first, or protocol to 'sequential'",
-        )
+        require(is_count, f"num_modules is {count!r}; expected a positive integer")
+        message = "recycled drafting uses one module: set it to 1, or protocol to 'sequential'"
+        is_used = count == 1 or self.protocol == "sequential"
+        require(is_used, f"num_modules is {count}, but {message}")
         layers = self.layer.num_hidden_layers
-        check(layers == 1, f"a module has {layers} layers; expected 1")
-        check(not self.layer.scan_layers, "scan_layers is set; a module has one layer")
+        require(layers == 1, f"a module has {layers} layers; expected 1")
+        require(not self.layer.scan_layers, "scan_layers is set; a module has one layer")
         is_tap = isinstance(self.taps, tuple) and len(self.taps) == 1 and type(self.taps[0]) is int
-        check(is_tap, f"taps are {self.taps!r}; expected a tuple of the one state that is read")
+        require(is_tap, f"taps are {self.taps!r}; expected a tuple of the one state that is read")
         for name in ("recycles_normed", "has_zero_centred_norms", "has_own_embed", "has_own_head"):
             value = getattr(self, name)
-            check(isinstance(value, bool), f"{name} is {value!r}; expected True or False")
+            require(isinstance(value, bool), f"{name} is {value!r}; expected True or False")
         D, width = self.layer.hidden_size, self.target_hidden_size
-        check(D == width, f"the modules' width is {D}; the target's is {width}")
+        require(D == width, f"the modules' width is {D}; the target's is {width}")
         U, V = self.layer.vocab_size, self.target_vocab_size
-        check(U == V, f"the modules' vocabulary has {U} ids; the target's has {V}")
+        require(U == V, f"the modules' vocabulary has {U} ids; the target's has {V}")
 
     @property
     def name(self) -> str:
