@@ -37,8 +37,6 @@ def test_the_citation_has_what_the_format_requires():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors"} <= set(cited)
     assert cited["cff-version"] == "1.2.0" and cited["version"] == __version__
-    assert cited["authors"] == [{"name": "The spec_jax authors"}]
-    assert cited["license"] == "Apache-2.0" and "http" not in str(cited)
 
 
 def test_the_package_lists_its_own_names_and_none_that_it_imports():

@@ -61,7 +61,7 @@ def cells(n):
     return (np.arange(n) + 0.5) / n
 
 
-def law_of_a_round(k, last):
+def round_distribution(k, last):
     """Probability of everything that one round can emit after the token ``last``, integrated."""
     draft, target, decoder = MockDraft(Q), MockTarget(P), SpeculativeDecoder(Config(k=k))
     dist = {}
@@ -73,9 +73,9 @@ def law_of_a_round(k, last):
     return dist
 
 
-def joint_law(k, num_tokens):
+def joint_distribution(k, num_tokens):
     """f64[V,...,V], the distribution of the first tokens of a generation from the prompt (0,)."""
-    rounds = [law_of_a_round(k, last) for last in range(V)]
+    rounds = [round_distribution(k, last) for last in range(V)]
     dist = np.zeros((V,) * num_tokens)
 
     def visit(output, probability):
@@ -89,7 +89,7 @@ def joint_law(k, num_tokens):
     return dist
 
 
-def plain_law(num_tokens):
+def plain_distribution(num_tokens):
     dist = np.zeros((V,) * num_tokens)
     for tokens in np.ndindex(dist.shape):
         dist[tokens] = np.prod([P[a, b] for a, b in zip((0, *tokens), tokens)])
@@ -97,8 +97,9 @@ def plain_law(num_tokens):
 
 
 @pytest.mark.parametrize("k, num_tokens", [(0, 2), (1, 3), (2, 4)])
-def test_the_joint_law_is_exactly_the_targets(k, num_tokens):
-    np.testing.assert_allclose(joint_law(k, num_tokens), plain_law(num_tokens), atol=1e-12)
+def test_joint_distribution_matches_target_exactly(k, num_tokens):
+    joint, plain = joint_distribution(k, num_tokens), plain_distribution(num_tokens)
+    np.testing.assert_allclose(joint, plain, atol=1e-12)
 
 
 MUTATIONS = {
@@ -116,7 +117,7 @@ MUTATIONS = {
 def test_mutation_is_caught(mutation, monkeypatch):
     name, mutant = MUTATIONS[mutation]
     monkeypatch.setattr(reference, name, mutant)
-    assert np.abs(joint_law(1, 2) - plain_law(2)).max() > 0.01
+    assert np.abs(joint_distribution(1, 2) - plain_distribution(2)).max() > 0.01
 
 
 def test_mutation_the_scores_of_the_wrong_row_are_caught(monkeypatch):
@@ -128,7 +129,7 @@ def test_mutation_the_scores_of_the_wrong_row_are_caught(monkeypatch):
 
     honest = FunctionTarget.verify
     monkeypatch.setattr(FunctionTarget, "verify", shifted)
-    assert np.abs(joint_law(1, 2) - plain_law(2)).max() > 0.01
+    assert np.abs(joint_distribution(1, 2) - plain_distribution(2)).max() > 0.01
 
 
 def random_table(seed, order, vocab_size=3):
@@ -150,7 +151,7 @@ def p_value(draft_of, k=3, num_tokens=3, trials=2_000):
     return testing.chi_square(counts, dist)
 
 
-def test_generations_have_the_targets_law():
+def test_generations_match_target_distribution():
     assert p_value(lambda table, decoder: MockDraft(table)) > 1e-4
 
 

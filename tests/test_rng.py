@@ -91,15 +91,15 @@ def test_the_default_generator_does_not_matter():
 
 
 @pytest.mark.parametrize(
-    ("draw", "law"), [(rng.uniform, stats.uniform), (rng.gumbel, stats.gumbel_r)]
+    ("draw", "expected"), [(rng.uniform, stats.uniform), (rng.gumbel, stats.gumbel_r)]
 )
-def test_draws_follow_their_law_within_and_across_keys(draw, law):
+def test_draws_match_their_distribution_within_and_across_keys(draw, expected):
     keys = rng.keys(jnp.full(400, 5, jnp.uint32), Stream.ACCEPT, jnp.arange(400))
     x = np.asarray(draw(keys, 50))
     assert x.dtype == np.float32 and x.shape == (400, 50) and np.isfinite(x).all()
     for sample in (x.ravel(), x[:, 0]):
-        assert stats.kstest(sample, law.cdf).pvalue > 1e-4
-    neighbours = law.cdf(x[:-1].ravel()), law.cdf(x[1:].ravel())
+        assert stats.kstest(sample, expected.cdf).pvalue > 1e-4
+    neighbours = expected.cdf(x[:-1].ravel()), expected.cdf(x[1:].ravel())
     assert abs(np.corrcoef(*neighbours)[0, 1]) < 4.5 / np.sqrt(x[1:].size)
 
 

@@ -264,7 +264,7 @@ def test_counts_add_only_what_is_new_and_count_repeats():
     assert not new.prompt.any()
 
 
-def test_draws_follow_the_processed_law_and_never_take_a_dropped_token():
+def test_draws_match_the_processed_distribution_and_never_take_a_dropped_token():
     dist = jnp.log(jnp.asarray([0.5, 0.25, 0.0, 0.2, 0.05])) + 3.0  # unnormalised
     gumbel = jax.random.gumbel(jax.random.key(0), (40_000, 5))
     tokens = sample(jnp.broadcast_to(dist, gumbel.shape), gumbel)

@@ -197,7 +197,7 @@ LIES = {"probs": False}
 
 
 @pytest.mark.exhaustive
-def test_a_sampled_function_under_the_residual_rule_keeps_the_law():
+def test_a_sampled_function_with_residual_matches_target_distribution():
     params = {"target": testing.toy_params(V, 0), "draft": None}
     own = {"logits": np.asarray(testing.toy_params(V, 1, scale=2.0)["logits"])}
     host = spec_jax.host_drafter(python_draft(own), is_sampled=True, vocab_size=V)
@@ -215,7 +215,7 @@ def test_a_sampled_function_under_the_residual_rule_keeps_the_law():
         LIES["probs"] = False
 
 
-def test_a_deterministic_function_under_the_residual_rule_keeps_the_law_exactly():
+def test_a_deterministic_function_with_residual_matches_target_distribution_exactly():
     def repeat(prefix, k, seed):
         return [(prefix[-1] + i) % 3 for i in range(len(prefix) % (k + 1))]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pathlib
 
 import jax
 import numpy as np
@@ -54,10 +53,6 @@ def files(tmp_path_factory):
 @pytest.fixture(scope="module")
 def target(files):
     return load_model(files / "target")
-
-
-def test_its_definition_is_short():
-    assert len(pathlib.Path(gate_kind.__file__).read_text().splitlines()) <= 60
 
 
 def test_it_is_found_read_and_written(files, target, tmp_path):

@@ -149,7 +149,7 @@ def test_the_oldest_outputs_are_forgotten_first():
     assert empty.params is None and empty.num_updates == 0
 
 
-def test_the_law_is_the_targets():
+def test_suffix_drafts_match_target_distribution():
     rule = make_rule(SpeculativeConfig(rejection_sampling_strategy="residual"))
     past = History(8)
     past.add([0, 1, 1, 2, 0, 1])

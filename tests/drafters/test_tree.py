@@ -56,7 +56,7 @@ def start(system, params, prompts, sampler, new):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["residual", "traversal"])
-def test_decoded_law_of_a_tree_passes_chi_square(strategy):
+def test_decoding_with_a_tree_matches_target_distribution(strategy):
     certify_decoder(
         rule(strategy), standalone(toy_model(4), BUSH), trials=60_000, batch=10_000,
         num_tokens=3, alpha=1e-7,

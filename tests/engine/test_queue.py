@@ -156,8 +156,8 @@ def test_results_come_as_they_finish_and_prompts_are_pulled_as_rows_are_free():
 @pytest.mark.exhaustive
 def test_rows_stay_busy_over_a_thousand_prompts_of_geometric_output_length():
     stop, B, count = 0, 16, 1000
-    law = np.array([1 / 50, 0.3, 0.4, 0.28])
-    params = {"logits": jnp.asarray(np.log(law)[None], jnp.float32)}
+    probs = np.array([1 / 50, 0.3, 0.4, 0.28])
+    params = {"logits": jnp.asarray(np.log(probs)[None], jnp.float32)}
     target = LoadedModel("iid", toy_model(4), params, stop_tokens=(stop,))
     decoder = SpeculativeDecoder(target, target_sampler=SamplerConfig(1.0))
     decoding.generate.clear_cache()

@@ -1,4 +1,4 @@
-"""K that changes on the way: the tokens, the law and the draft's state stay what they should."""
+"""Adaptive K: tokens, their distribution and the draft's state stay what they should be."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_a_call_that_is_cancelled_measures_nothing_first():
     assert decoder.adaptive.costs == {}
 
 
-# ------------------------------------------------------------------------ the law
+# ---------------------------------------------------------------- the distribution
 
 RESIDUAL = make_rule(SpeculativeConfig(rejection_sampling_strategy="residual"))
 BLOCK = make_rule(SpeculativeConfig(rejection_sampling_strategy="block"))
@@ -270,7 +270,7 @@ def stopping_too_early(drafter, stop_below):
     "rule, case", [(RESIDUAL, "by past"), (RESIDUAL, "confidence"), (BLOCK, "confidence")],
     ids=lambda value: getattr(value, "name", value),
 )  # fmt: skip
-def test_the_law_is_the_targets(rule, case):
+def test_adaptive_k_matches_target_distribution(rule, case):
     drafter = standalone(testing.toy_model(3))
     drafter = by_past(drafter) if case == "by past" else with_confidence_stop(drafter, 0.35)
     assert certify(rule, drafter=drafter) <= 1e-6
@@ -282,7 +282,7 @@ def test_mutation_stopping_before_an_unlikely_token_is_caught():
 
 
 @pytest.mark.exhaustive
-def test_the_tokens_of_adaptive_decoding_have_the_targets_law():
+def test_adaptive_decoding_matches_target_distribution():
     """Chi-square of the jitted decoder while K goes up and down."""
     V, size, num_tokens = 3, 20_000, 3
     params = {"target": testing.toy_params(V, 0), "draft": testing.toy_params(V, 1)}
@@ -307,8 +307,8 @@ def test_the_tokens_of_adaptive_decoding_have_the_targets_law():
         testing.oracles.toy_logits(params["target"], row.prompt), row.target, row.prompt, ()
     )
     after = functools.partial(testing.plain_distribution, params["target"], row)
-    law = sum(first[t] * after(t, num_tokens) for t in range(V))
-    assert testing.chi_square(counts, law) > 1e-6
+    expected = sum(first[t] * after(t, num_tokens) for t in range(V))
+    assert testing.chi_square(counts, expected) > 1e-6
 
 
 @pytest.mark.exhaustive

@@ -229,7 +229,7 @@ def test_each_config_has_one_model_and_the_table_counts_its_random_weights():
         assert num_params(config) == sum(x.size for x in jax.tree.leaves(random_weights(config)))
 
 
-def test_initial_weights_are_reproducible_and_of_the_declared_law():
+def test_initial_weights_are_reproducible_and_of_the_declared_distribution():
     first, again, other = (init_params(QWEN3, jax.random.key(k)) for k in (1, 1, 2))
     jax.tree.map(np.testing.assert_array_equal, first, again)
     layer = first["layers"]["0"]

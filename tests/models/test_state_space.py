@@ -129,7 +129,7 @@ TARGETS = {
 DRAFT = TARGETS["Mamba-2"]
 
 
-def what_it_says(config, params):
+def plain_logits(config, params):
     """``logits_of`` without a cache, for the certificate."""
 
     @functools.cache
@@ -147,11 +147,11 @@ def what_it_says(config, params):
 def test_certificate_by_enumeration(name):
     config = TARGETS[name]
     params = {"target": random_weights(config), "draft": nearly(DRAFT, 0.5)}
-    law_of_draft = what_it_says(DRAFT, params["draft"])
+    logits_of_draft = plain_logits(DRAFT, params["draft"])
 
     def draft_distribution(row, output, drafted):
         history = [*output, *drafted]
-        logits = law_of_draft(None, (*row.prompt, *history))
+        logits = logits_of_draft(None, (*row.prompt, *history))
         return reference_distribution(logits, row.draft, row.prompt, history)
 
     cold, warm = SamplerConfig(temperature=0.7, top_k=2), SamplerConfig(temperature=1.0)
@@ -161,7 +161,7 @@ def test_certificate_by_enumeration(name):
         num_tokens=3, drafter=standalone(transformer.model(DRAFT)),
         draft_distribution=draft_distribution, params=params, target=transformer.model(config),
         batch=16,
-        logits_of=what_it_says(config, params["target"]),
+        logits_of=plain_logits(config, params["target"]),
     )  # fmt: skip
 
 
@@ -172,7 +172,7 @@ def test_certificate_of_the_decoder_with_a_mamba2_target_and_draft():
         make_rule(SpeculativeConfig(rejection_sampling_strategy="residual")),
         standalone(transformer.model(DRAFT)), vocab_size=V, num_draft=2, num_tokens=3,
         trials=8_000, batch=8_000, params=params, target=transformer.model(DRAFT),
-        logits_of=what_it_says(DRAFT, params["target"]),
+        logits_of=plain_logits(DRAFT, params["target"]),
     )  # fmt: skip
 
 

@@ -212,7 +212,7 @@ def eagle1_losses(
     directory, head_params, layer_config, batches, *, lrs, noises=None, weight_regression=1.0,
     weight_cross_entropy=0.1, dtype=torch.float32,
 ):
-    """EAGLE-1: regression of the next state and cross-entropy of the two laws.
+    """EAGLE-1: regression of the next state and cross-entropy of the two distributions.
 
     Args:
       noises: None, or an array [B,R,D] or None a batch, added to the states that the head reads.
@@ -247,10 +247,10 @@ def eagle3_losses(
     norm_output=False, norm_before_residual=False, fc_norm=False, norm_before_fc=False,
     dtype=torch.float32,
 ):
-    """EAGLE-3: cross-entropy of the two laws over steps that read the head's own states.
+    """EAGLE-3: cross-entropy of two distributions over steps that read the head's states.
 
-    A token whose target law peaks outside of the draft vocabulary adds no loss and counts in
-    the mean.
+    A token whose target peaks outside of the draft vocabulary adds no loss and counts in the
+    mean.
 
     Args:
       taps: which states of ``Target`` the head reads.
@@ -277,10 +277,10 @@ def eagle3_losses(
             e = target.embed(tokens[:, 1 + j : 1 + j + R])
             x, seen = eagle3_step(p, e, state, j, seen, layer_config, norm_before_residual)
             normed = rms_norm(x, p["norm"], layer_config)
-            law = slice(1 + j, 1 + j + R)
-            entropy = soft_cross_entropy(normed @ p["head"], logits[:, law][..., draft_ids])
+            after = slice(1 + j, 1 + j + R)
+            entropy = soft_cross_entropy(normed @ p["head"], logits[:, after][..., draft_ids])
             mask = weight[:, 2 + j : 2 + j + R]
-            total = total + decay**j * weighted_mean(entropy * is_in_draft[:, law], mask)
+            total = total + decay**j * weighted_mean(entropy * is_in_draft[:, after], mask)
             state = normed if norm_output else x
         return total
 

@@ -116,9 +116,9 @@ def plain():
         noise, out = np.asarray(rng.gumbel(keys, V)), []
         while len(out) < NEW:
             logits = toy_logits(PARAMS["target"], [*prompt, *out])
-            law = testing.reference_distribution(logits, config, prompt, out)
+            probs = testing.reference_distribution(logits, config, prompt, out)
             with np.errstate(divide="ignore"):
-                out.append(int(np.argmax(np.log(law) + noise[len(prompt) + len(out)])))
+                out.append(int(np.argmax(np.log(probs) + noise[len(prompt) + len(out)])))
         rows.append(out)
     return rows
 
@@ -290,7 +290,7 @@ def test_the_timeline_names_what_ran_where(decoded, timeline):
     assert all(span.begin_s < span.end_s for span in timeline)
 
 
-# ------------------------------------------------------------------- the law, and mutations
+# ------------------------------------------------- the distribution, and mutations
 
 
 def certify():
@@ -300,7 +300,7 @@ def certify():
 
 
 @pytest.mark.exhaustive
-def test_residual_has_the_targets_joint_law():
+def test_residual_matches_target_joint_distribution():
     assert certify() > 1e-3
 
 
@@ -322,7 +322,7 @@ def mutate(monkeypatch):
 
 
 @pytest.mark.exhaustive
-def test_mutation_laws_that_stay_behind_their_tokens_are_caught(mutate):
+def test_mutation_distributions_that_lag_their_tokens_are_caught(mutate):
     honest = pearl.remaining_ahead
     mutate(
         pearl, "remaining_ahead",
@@ -338,7 +338,7 @@ def is_plain(loop, plain):
 
 @pytest.mark.exhaustive
 def test_mutation_a_dropped_block_that_is_kept_is_caught(mutate, loop):
-    """It keeps the law, as any draft does, but is accepted by chance alone."""
+    """It keeps the distribution, as any draft does, but is accepted by chance alone."""
     honest = pearl.remaining_ahead
     mutate(pearl, "remaining_ahead", lambda block, is_whole: honest(block, block.n_draft > 0))
     with pytest.raises(AssertionError):

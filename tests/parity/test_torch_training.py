@@ -216,13 +216,13 @@ def test_reduced_vocabulary_is_a_restriction_of_the_target(directory):
     total, left_out = 0.0, 0
     for b in range(B):
         for t in range(W - 2):
-            law = logits[b, t + 1].detach().numpy().astype(np.float64)
-            if law.argmax() not in ids:
+            target_logits = logits[b, t + 1].detach().numpy().astype(np.float64)
+            if target_logits.argmax() not in ids:
                 left_out += mask[b, t + 2]
             elif mask[b, t + 2]:
                 q = dict(zip(ids, scores[b, t].log_softmax(-1).tolist()))
-                mass = sum(np.exp(law[i]) for i in ids)
-                total -= sum(np.exp(law[i]) / mass * q[i] for i in ids)
+                mass = sum(np.exp(target_logits[i]) for i in ids)
+                total -= sum(np.exp(target_logits[i]) / mass * q[i] for i in ids)
     assert 0 < left_out < mask[:, 2:].sum()
     np.testing.assert_allclose(losses, total / mask[:, 2:].sum(), rtol=1e-5)
 

@@ -178,7 +178,7 @@ def test_drafts_past_a_rows_own_count_are_never_looked_at(case, strategy, n_draf
     assert np.asarray(a.n_accept).max() <= n_draft
 
 
-def test_equal_laws_accept_everything_and_an_empty_residual_falls_back_to_p(case):
+def test_equal_distributions_accept_everything_and_an_empty_residual_falls_back_to_p(case):
     _, _, scores, proposal, noise = case
     same = proposal.replace(probs=scores.probs[:, :K])
     for strategy in ("residual", "block"):
@@ -192,7 +192,7 @@ def test_equal_laws_accept_everything_and_an_empty_residual_falls_back_to_p(case
     np.testing.assert_allclose(np.asarray(verdict.replacement).sum(-1), 1, rtol=1e-5)
 
 
-def test_disjoint_laws_accept_nothing():
+def test_disjoint_distributions_accept_nothing():
     p = jnp.log(jnp.asarray([[[0.5, 0.5, 0.0, 0.0]] * 2]))
     proposal = Proposal(jnp.asarray([[2]]), jnp.asarray([1]), jnp.asarray([[[0.0, 0.0, 0.5, 0.5]]]))
     noise = Noise(jnp.zeros((1, 1)), jnp.zeros((1, 1, 4)))

@@ -112,9 +112,9 @@ def test_on_a_chain_a_tree_rule_is_the_chain_rule(name, is_sampled):
 def test_deterministic_children_are_recursive_rejection_from_point_masses():
     scores, proposal, uniforms, draw = random_round(BUSH.parents, is_sampled=False)
     noise = Noise(uniforms, draw.gumbel(size=(256, 1, 4)).astype(np.float32))
-    no_law = proposal.replace(probs=jnp.zeros((256, 6, 4)))  # every child is a free choice
+    no_probs = proposal.replace(probs=jnp.zeros((256, 6, 4)))  # every child is a free choice
     a = jax.jit(batched(tree.deterministic_children))(scores, proposal, noise)
-    b = jax.jit(batched(tree.recursive_rejection))(scores, no_law, noise)
+    b = jax.jit(batched(tree.recursive_rejection))(scores, no_probs, noise)
     np.testing.assert_array_equal(a.tokens, b.tokens)
     np.testing.assert_allclose(a.accept_probs, b.accept_probs, atol=1e-5)
     np.testing.assert_allclose(a.replacement, b.replacement, atol=1e-5)
@@ -132,20 +132,20 @@ TINY = Tree((0, 0, 1))
 
 
 @pytest.mark.parametrize("strategy", ["residual", "traversal"])
-def test_enumerated_law_of_a_sampled_tree_is_the_targets(strategy):
+def test_a_sampled_tree_matches_target_distribution(strategy):
     drafter = standalone(toy_model(3), TINY)
     assert certify_rule(rule(strategy), drafter=drafter, rows=THREE, num_tokens=3) <= 1e-6
 
 
 @pytest.mark.representatives("residual")
 @pytest.mark.parametrize("strategy", ["residual", "traversal"])
-def test_enumerated_law_of_a_tree_that_is_cut_is_the_targets(strategy):
+def test_a_truncated_tree_matches_target_distribution(strategy):
     cut = ragged(standalone(toy_model(3), TINY), lambda length: length % 4)
     assert certify_rule(rule(strategy), drafter=cut, rows=THREE, num_tokens=3) <= 1e-6
 
 
 @pytest.mark.exhaustive
-def test_enumerated_law_holds_where_siblings_use_up_their_law():
+def test_siblings_that_exhaust_the_draft_match_target_distribution():
     rows = [Row((0, 1), PLAIN, SamplerConfig(temperature=1.0, top_k=1)),
             Row((1,), PLAIN, SamplerConfig(temperature=0.0))]  # fmt: skip
     for strategy in ("residual", "traversal"):
@@ -155,7 +155,7 @@ def test_enumerated_law_holds_where_siblings_use_up_their_law():
 
 @pytest.mark.representatives("traversal")
 @pytest.mark.parametrize("strategy", ["residual", "traversal"])
-def test_enumerated_law_of_a_dynamic_tree_is_the_targets(strategy):
+def test_a_dynamic_tree_matches_target_distribution(strategy):
     drafter = standalone(toy_model(3), DynamicTree(4, 2, 2))
     assert certify_rule(rule(strategy), drafter=drafter, rows=THREE, num_tokens=3) <= 1e-6
 

@@ -35,7 +35,7 @@ def rule(strategy):
 @pytest.mark.representatives("own-residual", "own-block")
 @pytest.mark.parametrize("strategy", ["residual", "block"])
 @pytest.mark.parametrize("draft", [None, SamplerConfig(temperature=1.0)], ids=["same", "own"])
-def test_enumerated_law_is_the_targets_for_every_setting_in_one_batch(strategy, draft):
+def test_every_setting_in_one_batch_matches_target_distribution(strategy, draft):
     assert certify_rule(rule(strategy), rows=testing.standard_rows(draft)) <= 1e-6
 
 
@@ -44,14 +44,14 @@ def test_enumerated_law_is_the_targets_for_every_setting_in_one_batch(strategy, 
 @pytest.mark.parametrize(
     "name, vocab_size, num_draft", [("all together", 5, 2), ("penalties", 4, 3)]
 )
-def test_enumerated_law_is_the_targets_at_other_sizes(strategy, name, vocab_size, num_draft):
+def test_other_sizes_match_target_distribution(strategy, name, vocab_size, num_draft):
     setting = testing.STANDARD_SETTINGS[name]
     rows = [Row((1, 2), setting, SamplerConfig(temperature=1.2))]
     certify_rule(rule(strategy), vocab_size=vocab_size, num_draft=num_draft, rows=rows)
 
 
 @pytest.mark.parametrize("strategy", ["residual", "block"])
-def test_enumerated_law_is_the_targets_for_a_deterministic_drafter(strategy):
+def test_a_deterministic_drafter_matches_target_distribution(strategy):
     certify_rule(rule(strategy), drafter=ngram())
 
 
@@ -136,7 +136,7 @@ def test_mutation_coins_that_hide_their_probability_are_caught():
         certify_rule(rule("residual")._replace(accept=batched(verify)))
 
 
-def test_mutation_last_token_drawn_from_another_law_is_caught():
+def test_mutation_last_token_drawn_from_another_distribution_is_caught():
     def verify(target, proposal, noise):
         verdict = chain.residual(target, proposal, noise)
         token = sample(3 * jnp.log(verdict.replacement), noise.gumbel[0])
@@ -214,7 +214,7 @@ def test_mutation_inclusive_boundary_is_caught_by_a_uniform_of_zero():
     "strategy, trials",
     [("residual", 5_000), ("residual", 200_000), ("block", 200_000), ("match", 200_000)],
 )
-def test_decoded_tokens_have_the_targets_joint_law(strategy, trials):
+def test_decoding_matches_target_joint_distribution(strategy, trials):
     certify_decoder(
         rule(strategy), alpha=ALPHA / NUM_CHI_SQUARE, trials=trials, batch=min(trials, 20_000),
         loop=optimised,
@@ -231,7 +231,7 @@ def test_decoded_tokens_have_the_targets_joint_law(strategy, trials):
     ],
     ids=["residual", "block", "match"],
 )
-def test_decoded_tokens_have_the_targets_law_at_vocabulary_4096(strategy, setting):
+def test_decoding_matches_target_distribution_at_vocabulary_4096(strategy, setting):
     """A first token that is certain leads to a context whose distribution is wide."""
     V = 4096
     params = {name: testing.toy_params(V, seed, contexts=2, scale=3.0) for name, seed in

@@ -47,7 +47,7 @@ from spec_jax.testing import (
 from spec_jax.testing.oracles import toy_logits
 from spec_jax.tree import Tree
 
-# ------------------------------------------------------------- the law, by enumeration
+# ---------------------------------------------- the target's distribution, by enumeration
 
 # Heads for toy targets of four ids, whose features are their logits. Version 3 drafts three.
 TOY_LAYER = dataclasses.replace(
@@ -66,7 +66,7 @@ TOY_ROWS = [
 
 
 def toy_head(config=TOY):
-    """Parameters of target and head, and the law of the head's drafts by ``NumpyHead``."""
+    """Parameters of target and head, and the distribution of the head's drafts by ``NumpyHead``."""
     target = {**toy_params(4, 0), "embed": jnp.asarray(random_tensor("embed", (4, 4), 0))}
     head = head_of(config)
     params = {"target": target, "draft": {"head": head, "target": target}}
@@ -97,12 +97,12 @@ def certify_head(strategy, shape=None, params=None, config=TOY):
 @pytest.mark.representatives("residual-chain")
 @pytest.mark.parametrize("shape", [None, Tree((0, 0, 1))], ids=["chain", "tree"])
 @pytest.mark.parametrize("strategy", ["residual", "traversal"])
-def test_enumerated_law_under_a_reduced_vocabulary_is_the_targets(strategy, shape):
+def test_a_reduced_vocabulary_matches_target_distribution_by_enumeration(strategy, shape):
     assert certify_head(strategy, shape) <= 1e-6
 
 
 @pytest.mark.exhaustive
-def test_enumerated_law_under_version_1_is_the_targets():
+def test_version_1_matches_target_distribution_by_enumeration():
     assert certify_head("block", config=TOY_1) <= 1e-6
 
 
@@ -115,7 +115,7 @@ def test_mutation_offsets_taken_for_ids_are_caught_by_enumeration():
 
 
 @pytest.mark.exhaustive
-def test_decoded_law_under_a_reduced_vocabulary_passes_chi_square():
+def test_decoding_with_a_reduced_vocabulary_matches_target_distribution():
     params, _ = toy_head()
     certify_decoder(
         make_rule(SpeculativeConfig(rejection_sampling_strategy="residual")),

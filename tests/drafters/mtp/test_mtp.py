@@ -42,7 +42,7 @@ from spec_jax.testing import certify_decoder, toy_model, toy_params
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("protocol", ["recycled", "sequential"])
-def test_decoded_law_under_modules_passes_chi_square(protocol):
+def test_decoding_with_modules_matches_target_distribution(protocol):
     """A toy target of four ids, whose features are its logits."""
     layer = dataclasses.replace(TARGET, vocab_size=4, hidden_size=4, head_dim=4)
     modules = 2 if protocol == "sequential" else 1
