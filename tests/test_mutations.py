@@ -1,9 +1,9 @@
 """Mutations of each invariant, rule, cache and drafter, each of which the default tier kills.
 
-    pytest -m measure tests/test_mutations.py    # about ten CPU-seconds each
+    pytest -m measure tests/test_mutations.py    # about five CPU-seconds each
 
 Each changes one expression of a copy of the package, in which the named test must then fail;
-``support/mutants.py`` has the notation. The exhaustive tier tries those that ``IN_CI`` names.
+``support/mutants.py`` has the notation. The exhaustive tier tries those that are marked *.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MUTATIONS = mutants.read("""
     kinds are exchanged
         round.emit: f_(x_, Kind.CORRECTED, Kind.BONUS) -> f_(x_, Kind.BONUS, Kind.CORRECTED)
         test_every_kind_is_recorded_where_it_happened
-    finished rows go on
+    * finished rows go on
         apply_limits: state.is_active & x_ -> x_
         test_stop_token_inside_a_block_cuts_what_follows[self]
     one token more than the limit
@@ -50,7 +50,7 @@ MUTATIONS = mutants.read("""
     a rule accepts what is not offered
         validate_verdict: (verdict.tokens[:, :-1] != y_) | x_ -> verdict.tokens[:, :-1] != y_
         test_a_verdict_that_cannot_be_ends_its_row_and_is_safe_to_commit
-    a rule emits what has no probability
+    * a rule emits what has no probability
         validate_verdict: x_ & (mass > 0) & jnp.isfinite(mass) -> x_
         test_a_verdict_that_cannot_be_ends_its_row_and_is_safe_to_commit
     a rule is blamed for the target
@@ -59,7 +59,7 @@ MUTATIONS = mutants.read("""
     a queue counts its rows twice
         DecodeQueue._collect: generation.stats -> generation.stats + generation.stats
         test_every_prompt_gives_its_greedy_stream
-    noise of the position before
+    * noise of the position before
         round_noise: rng.gumbel(keys(x_, start + 1 + i), v_) -> rng.gumbel(keys(x_, start + i), v_)
         test_match_emits_exactly_the_plain_stream_for_mixed_rows[ngram]
     noise that made what was learned
@@ -80,7 +80,7 @@ MUTATIONS = mutants.read("""
     residual: what has no probability is accepted
         chain.residual: x_ * q_d < p_d -> x_ * q_d <= p_d
         test_mutation_inclusive_boundary_is_caught_by_a_uniform_of_zero
-    residual: replaced from the target itself
+    * residual: replaced from the target itself
         chain.residual: jnp.maximum(p_ - q_, 0.0) -> p_
         test_every_setting_in_one_batch_matches_target_distribution[own-residual]
     block: more than certain
@@ -101,13 +101,13 @@ MUTATIONS = mutants.read("""
     siblings are drawn again
         tree._without: q.at[node, token].set(0.0) -> q
         test_a_sampled_tree_matches_target_distribution[residual]
-    traversal: a leaf takes too much away
+    * traversal: a leaf takes too much away
         traversal.take_leaf: mass + 1.0 - w[v] -> mass + 1.0
         test_a_sampled_tree_matches_target_distribution[traversal]
     every depth has the root's noise
         tree.match: noise.gumbel[depths_] -> noise.gumbel[0 * depths_]
         test_on_a_chain_a_tree_rule_is_the_chain_rule[match-sampled]
-    one index for all rows
+    * one index for all rows
         KVCache.commit: self.length + n -> self.length + n.max()
         test_state_after_accept_and_roll_back_equals_a_fresh_prefill
     all rows write where the first does
@@ -122,7 +122,7 @@ MUTATIONS = mutants.read("""
     the convolution forgets what is new
         LayerState.commit: jax.vmap(x_)(inputs, n) -> jax.vmap(x_)(inputs, 0 * n)
         test_state_after_accept_and_roll_back_equals_a_fresh_prefill
-    replay feeds every pass in full
+    * replay feeds every pass in full
         caches.replay.replay: n - begin -> n
         test_a_restored_snapshot_and_the_tokens_since_give_a_fresh_prefill
     standalone: the last prompt token is fed twice
@@ -137,7 +137,7 @@ MUTATIONS = mutants.read("""
     suffix: the rarest continuation wins
         suffix.continuation: jnp.argmax(counts) -> jnp.argmin(counts)
         test_the_most_frequent_continuation_is_followed
-    head: its second draft is a position late
+    * head: its second draft is a position late
         head_drafter.propose: node - 2 -> node - 1
         test_two_recycled_steps_are_the_published_architecture[eagle-3]
     head: what drafting wrote is read
@@ -158,7 +158,7 @@ MUTATIONS = mutants.read("""
     filters read logits that are computed twice
         sampling._process: jax.lax.optimization_barrier(x_) -> x_
         test_filters_keep_a_token_however_the_compiler_rounds
-    the nucleus is a token short
+    * the nucleus is a token short
         sampling._threshold: jnp.cumsum(prob_, axis=-1) - prob_ -> jnp.cumsum(prob_, axis=-1)
         test_every_parameter_and_all_together_in_one_batch_of_mixed_rows
     a node is penalised for its own token
@@ -173,7 +173,7 @@ MUTATIONS = mutants.read("""
     rows are not split
         sharding.SHARDED: "batch" -> "no axis"
         test_what_is_large_in_a_state_is_split_over_all_devices[scanned]
-    a cache takes its heads for rows
+    * a cache takes its heads for rows
         KVCache._array_axes: P(x_, "batch", "kv_heads", ...) -> P(x_, "kv_heads", "batch", ...)
         test_every_array_of_every_state_says_its_axes[scanned]
     a weight has an axis that nobody knows
@@ -186,7 +186,6 @@ MUTATIONS = mutants.read("""
         warm_up: options -> {}
         test_after_a_warmup_nothing_is_compiled[standalone]
 """)
-IN_CI = ()
 
 
 def test_every_mutation_changes_one_place_and_names_its_test():
@@ -208,7 +207,7 @@ def copy(tmp_path_factory):
 
 
 def _tier(mutation):
-    mark = pytest.mark.exhaustive if mutation.name in IN_CI else pytest.mark.measure
+    mark = pytest.mark.exhaustive if mutation.is_in_ci else pytest.mark.measure
     return pytest.param(mutation, marks=mark, id=mutation.name)
 
 
@@ -218,15 +217,9 @@ def test_the_default_tier_kills(mutation, copy):
     original = (copy / file).read_text(encoding="utf-8")
     (copy / file).write_text(text, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider"]
-    if "[" not in mutation.test:
-        command += ["-m", "not exhaustive"]
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(copy)}
-    done = subprocess.run(
-        [*command, mutants.find_test(mutation)],
-        cwd=copy,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    tier = [] if "[" in mutation.test else ["-m", "not exhaustive"]
+    command += [*tier, mutants.find_test(mutation)]
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(copy)}
+    done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
     (copy / file).write_text(original, encoding="utf-8")
     assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-2000:]

@@ -23,13 +23,17 @@ class Mutation(NamedTuple):
     old: str  # the pattern of one expression there
     new: str  # its replacement
     test: str  # of the default tier, which fails
+    is_in_ci: bool
 
 
 def read(table: str) -> list[Mutation]:
-    """Reads mutations of three lines: ``name``, ``place: old -> new``, ``test``."""
+    """Reads mutations of three lines: name (``* name`` in CI), ``place: old -> new``, test."""
     lines = [line.strip() for line in table.strip().splitlines()]
-    edits = [re.fullmatch(r"([\w.]+): (.+) -> (.+)", line).groups() for line in lines[1::3]]
-    return [Mutation(name, *edit, test) for name, edit, test in zip(lines[::3], edits, lines[2::3])]
+    mutations = []
+    for name, edit, test in zip(lines[::3], lines[1::3], lines[2::3]):
+        edit = re.fullmatch(r"([\w.]+): (.+) -> (.+)", edit).groups()
+        mutations.append(Mutation(name.removeprefix("* "), *edit, test, name[0] == "*"))
+    return mutations
 
 
 def find_test(mutation: Mutation) -> str:
