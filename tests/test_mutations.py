@@ -183,7 +183,7 @@ MUTATIONS = mutants.read("""
         Timed.__exit__: total_ - self.compile_s -> total_
         test_compilation_is_no_part_of_the_time_of_a_run
     a warm-up forgets the samplers
-        warm_up: options -> {}
+        SpeculativeDecoder.warmup: GenerateOptions(...) -> GenerateOptions(rounds_per_sync=1)
         test_after_a_warmup_nothing_is_compiled[standalone]
 """)
 
