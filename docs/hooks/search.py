@@ -10,4 +10,9 @@ PAGES: dict[str, dict[str, Any]] = {
     "reference/reference.md": {"boost": 0.5},  # the same names again, in NumPy
     "changelog.md": {"exclude": True},
     "decisions.md": {"exclude": True},
+    **dict.fromkeys(
+        (f"decisions/{room}.md" for room in
+         "core engine models devices training evaluation project".split()),
+        {"exclude": True},
+    ),
 }
