@@ -74,10 +74,9 @@ def target_path(tmp_path_factory):
 
 
 def export(head, directory, target_path):
-    write_head(
-        directory, head.config, head.params, format="speculators", target_config=TARGET,
-        target_embed=random_weights(TARGET)["embed"], verifier=os.fspath(target_path),
-    )  # fmt: skip
+    embed, verifier = random_weights(TARGET)["embed"], os.fspath(target_path)
+    options = {"target_config": TARGET, "target_embed": embed, "verifier": verifier}
+    write_head(directory, head.config, head.params, format="speculators", **options)
 
 
 def load_theirs(directory):
@@ -95,12 +94,10 @@ def their_logits(model, features, tokens):
     """Logits f32[STEPS,T,U] of every row and step, the tokens of later steps given."""
     found = []
     handle = model.lm_head.register_forward_hook(lambda m, x, y: found.append(y[0].numpy()))
+    inputs = [torch.from_numpy(x)[None] for x in (features, tokens)]
+    ids = {"document_ids": torch.zeros(1, T, dtype=torch.long)}
     with torch.no_grad():
-        model(
-            torch.from_numpy(features)[None], torch.from_numpy(tokens)[None],
-            document_ids=torch.zeros(1, T, dtype=torch.long),
-            position_ids=torch.arange(T)[None], ttt_steps=STEPS,
-        )  # fmt: skip
+        model(*inputs, **ids, position_ids=torch.arange(T)[None], ttt_steps=STEPS)
     handle.remove()
     return np.stack(found)
 
@@ -161,13 +158,11 @@ PROMPTS = [[3, 1, 4], [1, 5, 9, 2]]
 
 
 def drafts_of(decoder):
-    """What is drafted first behind each prompt."""
+    """What is drafted first after each prompt."""
     system, sampler = decoder.system(), make_sampler(SamplerConfig(), len(PROMPTS), V)
     state = start(decoder, PROMPTS, 8, sampler)
-    context = Context(
-        state.tokens, state.length, sampler, state.counts, sampler.seed,
-        is_coupled=False, has_probs=False, has_logits=False,
-    )  # fmt: skip
+    reads = {"is_coupled": False, "has_probs": False, "has_logits": False}
+    context = Context(state.tokens, state.length, sampler, state.counts, sampler.seed, **reads)
     params = decoder.params()["draft"]
     return system.drafter.propose(params, state.draft, context, system.num_draft)[0].tokens
 

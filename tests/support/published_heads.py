@@ -16,28 +16,26 @@ V, U, D, F, L, TAPS = 31, 20, 16, 24, 8, (2, 4, 5)
 TARGET = dataclasses.replace(LLAMA, num_hidden_layers=L, rope=RopeConfig(rope_theta=5e5))
 IDS = np.sort(np.random.RandomState(0).permutation(V)[:U])  # of the target, that it drafts
 MASK = np.isin(np.arange(V), IDS)
-LAYER = ModelConfig(  # with head counts, eps and a rotary base of its own
-    vocab_size=V, hidden_size=D, intermediate_size=F, num_hidden_layers=1, num_attention_heads=2,
-    num_key_value_heads=1, head_dim=6, rms_norm_eps=1e-5, max_position_embeddings=64,
-)  # fmt: skip
+SIZES = dict(hidden_size=D, intermediate_size=F, num_hidden_layers=1, num_attention_heads=2)
+SIZES |= dict(num_key_value_heads=1, head_dim=6, rms_norm_eps=1e-5, max_position_embeddings=64)
+LAYER = ModelConfig(vocab_size=V, **SIZES)  # with head counts, eps and a rotary base of its own
 SMALL = dataclasses.replace(LAYER, vocab_size=U)
-CONFIG = {
-    "model_type": "llama", "vocab_size": V, "hidden_size": D, "intermediate_size": F,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 6,
-    "rms_norm_eps": 1e-5, "max_position_embeddings": 64, "hidden_act": "silu",
-    "rope_theta": 10000.0,
-}  # fmt: skip
+CONFIG = {"model_type": "llama", "vocab_size": V, **SIZES}
+CONFIG |= {"hidden_act": "silu", "rope_theta": 10000.0}
 EAGLE_3 = {**CONFIG, "architectures": ["LlamaForCausalLM"], "draft_vocab_size": U}
-SPECFORGE = {
-    **CONFIG, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": U,
-    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
-}  # fmt: skip
+IDS_KEY = "eagle_aux_hidden_state_layer_ids"
+SPECFORGE = {**EAGLE_3, "architectures": ["LlamaForCausalLMEagle3"]}
+SPECFORGE["eagle_config"] = {IDS_KEY: [1, 3, 4]}
 SPECULATORS = {
-    "speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"],
-    "draft_vocab_size": U, "target_hidden_size": None, "norm_before_residual": True,
-    "norm_before_fc": False, "fc_norm": False, "norm_output": False,
-    "eagle_aux_hidden_state_layer_ids": [2, 4, 5], "transformer_layer_config": CONFIG,
-}  # fmt: skip
+    "speculators_model_type": "eagle3",
+    "architectures": ["Eagle3Speculator"],
+    "draft_vocab_size": U,
+    "target_hidden_size": None,
+    "norm_before_residual": True,
+    **dict.fromkeys(("norm_before_fc", "fc_norm", "norm_output"), False),
+    IDS_KEY: [2, 4, 5],
+    "transformer_layer_config": CONFIG,
+}
 
 
 def attention_and_mlp(layer, width_in, width=D):
@@ -74,64 +72,68 @@ def eagle_3_names(layer, width=D, vocab=U, num_states=3):
 
 FC_NORMS = {f"fc_norm.{i}.weight": (f"fc_norm_{i}", (D,)) for i in range(3)}
 INPUT_NORM = {"input_norm.weight": ("input_norm", (3 * D,))}
-QKV_BIASES = {f"layers.0.self_attn.{n}_proj.bias": (f"{n}_bias", (12 if n == "q" else 6,))
-              for n in "qkv"}  # fmt: skip
+BIASES = {"q": 12, "k": 6, "v": 6}
+QKV_BIASES = {
+    f"layers.0.self_attn.{n}_proj.bias": (f"{n}_bias", (size,)) for n, size in BIASES.items()
+}
 QK_NORMS = {f"layers.0.self_attn.{n}.weight": (n, (6,)) for n in ("q_norm", "k_norm")}
 MIDLAYER, LAYERS = eagle_3_names("midlayer."), eagle_3_names("layers.0.")
+NARROW = {**eagle_3_names("midlayer.", width=10), "embed_tokens.weight": ("embed", (V, 10))}
+NO_BIAS = {name: x for name, x in EAGLE_1_NAMES.items() if name != "fc.bias"}
+VERSION_1 = EagleConfig(1, LAYER, D, V, (L + 1,))
+VERSION_3 = EagleConfig(3, SMALL, D, V, TAPS)
 
-# config.json, names in the file, what it should be read as
+
+def head(stated, names, config=VERSION_3, layer=None, **changes):
+    """config.json, names in the file, and the config with these changes, of itself or its layer."""
+    layer = dataclasses.replace(config.layer, **(layer or {}))
+    return stated, names, dataclasses.replace(config, layer=layer, **changes)
+
+
+NORMED = {"norm_before_fc": True, "norm_output": True}
+QWEN3 = {**SPECULATORS, "transformer_layer_config": {**CONFIG, "model_type": "qwen3"}}
 HEADS = {
-    "eagle-1": (
-        CONFIG, EAGLE_1_NAMES, EagleConfig(1, LAYER, D, V, (L + 1,), fc_bias=True),
+    "eagle-1": head(CONFIG, EAGLE_1_NAMES, VERSION_1, fc_bias=True),
+    "eagle-1 without a bias": head({**CONFIG, "bias": False}, NO_BIAS, VERSION_1),
+    "eagle-1 of qwen2": head(
+        {**CONFIG, "qkv_bias": True, "model_type": "qwen2"},
+        {**EAGLE_1_NAMES, **QKV_BIASES},
+        dataclasses.replace(VERSION_1, fc_bias=True),
+        layer={"model_type": "qwen2"},
     ),
-    "eagle-1 without a bias": (
-        {**CONFIG, "bias": False}, {n: x for n, x in EAGLE_1_NAMES.items() if n != "fc.bias"},
-        EagleConfig(1, LAYER, D, V, (L + 1,)),
+    "eagle-3": head(EAGLE_3, MIDLAYER),
+    "eagle-3 whole vocabulary": head(
+        {**EAGLE_3, "draft_vocab_size": V},
+        eagle_3_names("midlayer.", vocab=V),
+        layer={"vocab_size": V},
     ),
-    "eagle-1 of qwen2": (
-        {**CONFIG, "qkv_bias": True, "model_type": "qwen2"}, {**EAGLE_1_NAMES, **QKV_BIASES},
-        EagleConfig(
-            1, dataclasses.replace(LAYER, model_type="qwen2"), D, V, (L + 1,), fc_bias=True
-        ),
-    ),
-    "eagle-3": (EAGLE_3, MIDLAYER, EagleConfig(3, SMALL, D, V, TAPS)),
-    "eagle-3 whole vocabulary": (
-        {**EAGLE_3, "draft_vocab_size": V}, eagle_3_names("midlayer.", vocab=V),
-        EagleConfig(3, LAYER, D, V, TAPS),
-    ),
-    "eagle-3 narrow": (
+    "eagle-3 narrow": head(
         {**EAGLE_3, "hidden_size": 10, "target_hidden_size": D},
-        {**eagle_3_names("midlayer.", width=10), "embed_tokens.weight": ("embed", (V, 10))},
-        EagleConfig(
-            3, dataclasses.replace(SMALL, hidden_size=10), D, V, TAPS, own_embed=True
-        ),
+        NARROW,
+        layer={"hidden_size": 10},
+        own_embed=True,
     ),
-    "specforge": (SPECFORGE, MIDLAYER, EagleConfig(3, SMALL, D, V, TAPS)),
-    "specforge fc_norm": (
-        {**SPECFORGE, "fc_norm": True, "norm_output": True}, {**MIDLAYER, **FC_NORMS},
-        EagleConfig(3, SMALL, D, V, TAPS, fc_norm=True, norm_output=True),
+    "specforge": head(SPECFORGE, MIDLAYER),
+    "specforge fc_norm": head(
+        {**SPECFORGE, "fc_norm": True, "norm_output": True},
+        {**MIDLAYER, **FC_NORMS},
+        fc_norm=True,
+        norm_output=True,
     ),
-    "speculators": (
-        SPECULATORS, LAYERS, EagleConfig(3, SMALL, D, V, TAPS, norm_before_residual=True),
+    "speculators": head(SPECULATORS, LAYERS, norm_before_residual=True),
+    "speculators norms": head(
+        {**SPECULATORS, **NORMED, "norm_before_residual": False}, {**LAYERS, **INPUT_NORM}, **NORMED
     ),
-    "speculators norms": (
-        {**SPECULATORS, "norm_before_fc": True, "norm_output": True, "norm_before_residual": False},
-        {**LAYERS, **INPUT_NORM},
-        EagleConfig(3, SMALL, D, V, TAPS, norm_before_fc=True, norm_output=True),
+    "speculators fc_norm": head(
+        {**SPECULATORS, "fc_norm": True},
+        {**LAYERS, **FC_NORMS},
+        norm_before_residual=True,
+        fc_norm=True,
     ),
-    "speculators fc_norm": (
-        {**SPECULATORS, "fc_norm": True}, {**LAYERS, **FC_NORMS},
-        EagleConfig(3, SMALL, D, V, TAPS, norm_before_residual=True, fc_norm=True),
+    "speculators qwen3": head(
+        QWEN3, {**LAYERS, **QK_NORMS}, layer={"model_type": "qwen3"}, norm_before_residual=True
     ),
-    "speculators qwen3": (
-        {**SPECULATORS, "transformer_layer_config": {**CONFIG, "model_type": "qwen3"}},
-        {**LAYERS, **QK_NORMS},
-        EagleConfig(
-            3, dataclasses.replace(SMALL, model_type="qwen3"), D, V, TAPS,
-            norm_before_residual=True,
-        ),
-    ),
-}  # fmt: skip
+}
 
 
 def tensors_of(names):

@@ -67,6 +67,6 @@ MTP = DrafterKind(
             objective="spec_jax.drafters.mtp.objective:MTP",
             new=MtpConfig.of_target,
             options=("taps", "num_modules", "protocol"),
-        ),
+        )
     },
 )

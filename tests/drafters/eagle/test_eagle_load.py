@@ -7,13 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.published_heads import (
-    HEADS,
-    TARGET,
-    D,
-    V,
-    write_head,
-)
+from support.published_heads import HEADS, TARGET, D, V, write_head
 from support.tiny_models import random_tensor, random_weights
 
 import spec_jax

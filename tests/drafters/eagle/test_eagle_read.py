@@ -35,7 +35,7 @@ from spec_jax.models.config import RopeConfig
 
 
 def outputs(params, config):
-    """States and logits of pairs behind random features, and of a recycled step."""
+    """States and logits of pairs after random features, and of a recycled step."""
     model = transformer.model(TARGET)
     both = {"head": jax.tree.map(jnp.asarray, params), "target": random_weights(TARGET)}
     embed = both["head" if config.own_embed else "target"]["embed"]
@@ -57,10 +57,8 @@ def test_a_published_head_is_the_same_head_built_directly(tmp_path, name):
     assert head.params.keys() == params.keys()
     assert head.params.keys() - {"d2t"} == head_table(expected).keys()
     jax.tree.map(np.testing.assert_array_equal, head.params, params)
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        outputs(head.params, head.config), outputs(params, expected),
-    )  # fmt: skip
+    read, built = outputs(head.params, head.config), outputs(params, expected)
+    jax.tree.map(np.testing.assert_array_equal, read, built)
 
 
 def test_weights_have_the_dtype_asked_for_and_offsets_stay_integers(tmp_path):
@@ -280,14 +278,14 @@ def notes_of(directory, **overrides):
         ("speculators", [1, 3, 4], (1, 3, 4), r"Pass taps=\(2, 4, 5\) if"),
     ],
 )
-def test_numbering_of_tapped_layers_is_resolved_and_said(tmp_path, name, ids, taps, message):
+def test_numbering_of_tapped_layers_is_resolved_and_noted(tmp_path, name, ids, taps, message):
     directory = write_head(tmp_path, name, eagle_aux_hidden_state_layer_ids=ids)
     config, notes = notes_of(directory)
     assert config.taps == taps
     assert re.search(message, notes)
 
 
-def test_biases_that_only_the_config_tells_of_are_off_and_said(tmp_path):
+def test_biases_without_a_tensor_are_off_and_noted(tmp_path):
     config, notes = notes_of(write_head(tmp_path, attention_bias=True))
     assert not config.layer.attention_bias and "there is no q_proj.bias" in notes
 
@@ -299,14 +297,14 @@ def test_default_taps_need_a_target_deep_enough(tmp_path):
     assert read_head(tmp_path, shallow, taps=(1, 3, 6)).config.taps == (1, 3, 6)
 
 
-def test_an_explicit_argument_wins_and_is_said(tmp_path):
+def test_an_explicit_argument_wins_and_is_noted(tmp_path):
     directory = write_head(tmp_path, "specforge", norm_output=True)
     config, notes = notes_of(
         directory, taps=(0, 4, 8), norm_output=False, norm_before_residual=True
     )
     assert (config.taps, config.norm_output, config.norm_before_residual) == ((0, 4, 8), 0, 1)
-    for said in ("taps are (0, 4, 8): the caller", "norm_output is False: the caller"):
-        assert said in notes
+    for note in ("taps are (0, 4, 8): the caller", "norm_output is False: the caller"):
+        assert note in notes
     assert "SpecForge before" not in notes and "outputs of those layers" not in notes
 
 
@@ -320,12 +318,12 @@ def test_an_explicit_argument_wins_and_is_said(tmp_path):
         ({"taps": ("0", 4, 5)}, "do not exist"),
     ],
 )
-def test_an_argument_that_cannot_be_is_refused(tmp_path, overrides, message):
+def test_an_invalid_argument_is_refused(tmp_path, overrides, message):
     with pytest.raises(ConfigError, match=message):
         read_head(write_head(tmp_path), TARGET, **overrides)
 
 
-def test_what_specforge_means_by_norm_output_is_said(tmp_path):
+def test_what_specforge_means_by_norm_output_is_noted(tmp_path):
     on, notes = notes_of(write_head(tmp_path, "specforge", norm_output=True))
     assert on.norm_output and "pass norm_output=False" in notes
     off, notes = notes_of(write_head(tmp_path, "specforge", norm_output=False))
@@ -334,14 +332,14 @@ def test_what_specforge_means_by_norm_output_is_said(tmp_path):
     assert not absent.norm_output and "norm_output" not in notes
 
 
-def test_a_speculators_head_that_does_not_say_its_residual_is_said(tmp_path):
+def test_a_speculators_head_without_its_residual_is_noted(tmp_path):
     config, notes = notes_of(write_head(tmp_path, "speculators", norm_before_residual=None))
     assert not config.norm_before_residual
     assert "does not say norm_before_residual" in notes
     assert "norm_before_residual" not in notes_of(write_head(tmp_path, "speculators"))[1]
 
 
-def test_norms_that_only_the_tensors_tell_of_are_read_and_said(tmp_path):
+def test_norms_without_a_key_are_read_and_noted(tmp_path):
     norms = {n: zeros(*shape) for n, (_, shape) in FC_NORMS.items()}
     config, notes = notes_of(write_head(tmp_path, "specforge", tensors=norms))
     assert config.fc_norm and "fc_norm; it is on" in notes

@@ -42,22 +42,18 @@ NORMS = [
     )
 ]
 SHARED = [*NORMS, WHOLE, NARROW, dict(layer=SCALED), dict(taps=(0, 3)), dict(taps=(2, 4, 7, L))]
-SAYABLE = {
-    "EAGLE-1": [
-        {}, dict(fc_bias=True), dict(own_embed=True),
-        dict(layer=dataclasses.replace(LAYER, model_type="qwen2")),
-        dict(layer=dataclasses.replace(LAYER, rope=YARN, attention_bias=True)),
-    ],
-    "EAGLE-3": [
-        *SHARED, dict(own_embed=True, fc_bias=True), dict(layer=QWEN2), dict(layer=BIASED),
-        dict(taps=(1, 3, 7)),
-    ],
+FREE = [dict(layer=BIASED), dict(taps=(1, 3, 7))]  # of formats without SGLang's limits
+EAGLE_1_LAYERS = [
+    dict(layer=dataclasses.replace(LAYER, model_type="qwen2")),
+    dict(layer=dataclasses.replace(LAYER, rope=YARN, attention_bias=True)),
+]
+EXPRESSIBLE = {
+    "EAGLE-1": [{}, dict(fc_bias=True), dict(own_embed=True), *EAGLE_1_LAYERS],
+    "EAGLE-3": [*SHARED, *FREE, dict(own_embed=True, fc_bias=True), dict(layer=QWEN2)],
     "SpecForge": [*SHARED, dict(fc_bias=True), dict(taps=(3, 5))],
-    "speculators": [
-        *SHARED, dict(own_embed=True), dict(layer=QWEN3), dict(layer=BIASED), dict(taps=(1, 3, 7)),
-    ],
-}  # fmt: skip
-CASES = [(format, change) for format, changes in SAYABLE.items() for change in changes]
+    "speculators": [*SHARED, *FREE, dict(own_embed=True), dict(layer=QWEN3)],
+}
+CASES = [(format, change) for format, changes in EXPRESSIBLE.items() for change in changes]
 
 
 def make(format, **change):
@@ -122,8 +118,8 @@ def test_weights_are_stored_in_the_dtype_asked_for(tmp_path):
 def test_no_format_leaves_a_flag_to_be_guessed(tmp_path):
     flags = {"norm_before_residual", "norm_before_fc", "fc_norm"}
     size = {"vocab_size": V, "tie_word_embeddings": False, "num_hidden_layers": 1, "head_dim": 6}
-    rope = {"rope_theta": 1e4, "rope_scaling": None,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}  # fmt: skip
+    both = {"rope_type": "default", "rope_theta": 1e4}
+    rope = {"rope_theta": 1e4, "rope_scaling": None, "rope_parameters": both}
     for format in ("EAGLE-3", "SpecForge", "speculators"):
         hf = write(tmp_path, EAGLE_3, format)
         assert all(hf[name] is False for name in flags)
@@ -144,16 +140,14 @@ def test_no_format_leaves_a_flag_to_be_guessed(tmp_path):
         ("speculators", TAPS, [2, 4, 5], "Eagle3Speculator"),
     ],
 )
-def test_tapped_layers_are_numbered_as_the_formats_loaders_count(
-    tmp_path, format, taps, ids, name
-):
+def test_tapped_layers_are_numbered_as_the_formats_loaders_count(tmp_path, format, taps, ids, name):
     hf = write(tmp_path, make(format, taps=taps), format)
     assert hf["architectures"] == [name]
     part = hf["eagle_config"] if format == "SpecForge" else hf
     assert part["eagle_aux_hidden_state_layer_ids"] == ids
 
 
-def test_another_width_than_the_targets_is_said_and_its_own_is_not(tmp_path):
+def test_only_a_width_other_than_the_targets_is_stated(tmp_path):
     for format in ("EAGLE-3", "SpecForge"):
         assert "target_hidden_size" not in write(tmp_path, EAGLE_3, format)
         assert write(tmp_path, make(format, **NARROW), format)["target_hidden_size"] == D
@@ -177,10 +171,11 @@ def test_an_embedding_is_written_where_loaders_take_it_from_the_file(tmp_path):
 
 
 def test_speculators_config_names_the_verifier_and_the_drafts(tmp_path):
-    said = write(tmp_path, EAGLE_3, "speculators", num_speculative_tokens=5)["speculators_config"]
+    hf = write(tmp_path, EAGLE_3, "speculators", num_speculative_tokens=5)
+    stated = hf["speculators_config"]
     verifier = {"name_or_path": "some/target", "architectures": ["LlamaForCausalLM"]}
-    assert said["verifier"] == verifier and said["algorithm"] == "eagle3"
-    assert said["proposal_methods"][0]["speculative_tokens"] == 5
+    assert stated["verifier"] == verifier and stated["algorithm"] == "eagle3"
+    assert stated["proposal_methods"][0]["speculative_tokens"] == 5
     for options, message in (
         (dict(verifier=None), "verifier is None; expected the target's name"),
         (dict(num_speculative_tokens=0), "num_speculative_tokens is 0; expected 1 or more"),
@@ -259,9 +254,12 @@ def test_a_write_that_fails_leaves_the_files_that_were_there(tmp_path, monkeypat
 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
-    [("taps", 3, "taps is 3 in config.json; expected a list"), ("taps", [2, "4"], "do not exist"),
-     ("own_embed", "yes", "own_embed is 'yes'; expected true or false")],
-)  # fmt: skip
+    [
+        ("taps", 3, "taps is 3 in config.json; expected a list"),
+        ("taps", [2, "4"], "do not exist"),
+        ("own_embed", "yes", "own_embed is 'yes'; expected true or false"),
+    ],
+)
 def test_our_own_keys_are_checked_when_they_are_read(tmp_path, key, value, message):
     hf = write(tmp_path, EAGLE_3, "EAGLE-3")
     (tmp_path / "config.json").write_text(json.dumps(hf | {key: value}))

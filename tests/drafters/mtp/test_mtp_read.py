@@ -26,66 +26,59 @@ COMMON = dict(
     vocab_size=V, hidden_size=D, num_hidden_layers=L, max_position_embeddings=64, rms_norm_eps=1e-6
 )
 NORMS = {"input_layernorm": (D,), "post_attention_layernorm": (D,)}
-GATED = lambda prefix, F: {
-    f"{prefix}.gate_proj": (F, D), f"{prefix}.up_proj": (F, D), f"{prefix}.down_proj": (D, F)
-}  # fmt: skip
-EXPERTS = {k: v for e in range(X) for k, v in GATED(f"mlp.experts.{e}", 6).items()}
-LAYERS = {
-    "deepseek_v3": NORMS | EXPERTS | GATED("mlp.shared_experts", 6) | {
-        "self_attn.q_a_proj": (8, D), "self_attn.q_a_layernorm": (8,),
-        "self_attn.q_b_proj": (12, 8), "self_attn.kv_a_proj_with_mqa": (8, D),
-        "self_attn.kv_a_layernorm": (6,), "self_attn.kv_b_proj": (18, 6),
-        "self_attn.o_proj": (D, 10), "mlp.gate": (X, D),
-    },
-    "qwen3_next": NORMS | EXPERTS | GATED("mlp.shared_expert", 10) | {
-        "self_attn.q_proj": (64, D), "self_attn.k_proj": (16, D), "self_attn.v_proj": (16, D),
-        "self_attn.o_proj": (D, 32), "self_attn.q_norm": (8,), "self_attn.k_norm": (8,),
-        "mlp.gate": (X, D), "mlp.shared_expert_gate": (1, D),
-    },
-    "mimo": NORMS | GATED("mlp", 24) | {
-        "self_attn.q_proj": (16, D), "self_attn.k_proj": (8, D), "self_attn.v_proj": (8, D),
-        "self_attn.o_proj": (D, 16),
-    },
-}  # fmt: skip
+INSIDE = lambda prefix, **shapes: {f"{prefix}.{name}": shape for name, shape in shapes.items()}
+GATED = lambda prefix, F: INSIDE(prefix, gate_proj=(F, D), up_proj=(F, D), down_proj=(D, F))
+ROUTED = {k: v for e in range(X) for k, v in GATED(f"mlp.experts.{e}", 6).items()}
+ROUTED |= {"mlp.gate": (X, D)}
+LAYERS = {  # shapes [out, in]
+    "deepseek_v3": NORMS
+    | ROUTED
+    | GATED("mlp.shared_experts", 6)
+    | INSIDE("self_attn", q_a_proj=(8, D), q_a_layernorm=(8,), q_b_proj=(12, 8), o_proj=(D, 10))
+    | INSIDE("self_attn", kv_a_proj_with_mqa=(8, D), kv_a_layernorm=(6,), kv_b_proj=(18, 6)),
+    "qwen3_next": NORMS
+    | ROUTED
+    | GATED("mlp.shared_expert", 10)
+    | INSIDE("self_attn", q_proj=(64, D), k_proj=(16, D), v_proj=(16, D), o_proj=(D, 32))
+    | INSIDE("self_attn", q_norm=(8,), k_norm=(8,))
+    | INSIDE("mlp", shared_expert_gate=(1, D)),
+    "mimo": NORMS
+    | GATED("mlp", 24)
+    | INSIDE("self_attn", q_proj=(16, D), k_proj=(8, D), v_proj=(8, D), o_proj=(D, 16)),
+}
+SHARED = dict(num_experts_per_tok=2, moe_intermediate_size=6)
 CONFIGS = {
-    "deepseek_v3": dict(
-        num_attention_heads=2, q_lora_rank=8, kv_lora_rank=6, qk_nope_head_dim=4,
-        qk_rope_head_dim=2, v_head_dim=5, n_routed_experts=X, moe_intermediate_size=6,
-        num_experts_per_tok=2, n_shared_experts=1, n_group=2, topk_group=1,
-        scoring_func="sigmoid", topk_method="noaux_tc", routed_scaling_factor=2.5,
-    ),
-    "qwen3_next": dict(
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=X,
-        num_experts_per_tok=2, moe_intermediate_size=6, shared_expert_intermediate_size=10,
-        partial_rotary_factor=0.5, rope_theta=10000.0, rope_scaling=None,
-    ),
+    "deepseek_v3": SHARED
+    | dict(num_attention_heads=2, q_lora_rank=8, kv_lora_rank=6, qk_nope_head_dim=4)
+    | dict(qk_rope_head_dim=2, v_head_dim=5, n_routed_experts=X, n_shared_experts=1)
+    | dict(n_group=2, topk_group=1, scoring_func="sigmoid", topk_method="noaux_tc")
+    | dict(routed_scaling_factor=2.5),
+    "qwen3_next": SHARED
+    | dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=X)
+    | dict(partial_rotary_factor=0.5, rope_theta=10000.0, rope_scaling=None)
+    | dict(shared_expert_intermediate_size=10),
     "mimo": dict(num_attention_heads=4, num_key_value_heads=2, intermediate_size=24),
-}  # fmt: skip
-OUTER = {  # ours -> theirs
-    "deepseek_v3": {
-        "embed_norm": "model.layers.{i}.enorm", "hidden_norm": "model.layers.{i}.hnorm",
-        "fc": "model.layers.{i}.eh_proj", "norm": "model.layers.{i}.shared_head.norm",
-    },
-    "qwen3_next": {
-        "embed_norm": "mtp.pre_fc_norm_embedding", "hidden_norm": "mtp.pre_fc_norm_hidden",
-        "fc": "mtp.fc", "norm": "mtp.norm",
-    },
-    "mimo": {
-        "embed_norm": "model.mtp_layers.{i}.token_layernorm",
-        "hidden_norm": "model.mtp_layers.{i}.hidden_layernorm",
-        "fc": "model.mtp_layers.{i}.input_proj", "norm": "model.mtp_layers.{i}.final_layernorm",
-    },
-}  # fmt: skip
-PREFIX = {
-    "deepseek_v3": "model.layers.{i}.", "qwen3_next": "mtp.layers.{i}.",
-    "mimo": "model.mtp_layers.{i}.",
-}  # fmt: skip
+}
+PREFIX = {"deepseek_v3": "model.layers.{i}.", "qwen3_next": "mtp.layers.{i}."}
+PREFIX["mimo"] = "model.mtp_layers.{i}."
+THEIRS = {
+    "deepseek_v3": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    "qwen3_next": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+    "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+}
+OUTER = {  # our names -> theirs
+    kind: {
+        ours: ("mtp." if kind == "qwen3_next" else PREFIX[kind]) + name
+        for ours, name in zip(("embed_norm", "hidden_norm", "fc", "norm"), names)
+    }
+    for kind, names in THEIRS.items()
+}
 
 
 def tensors_of(kind, ids):
     """Random tensors of the modules of these ids, and two of the target's."""
-    shapes = {"model.embed_tokens.weight": (V, D), "lm_head.weight": (V, D),
-              "model.layers.0.mlp.some.weight": (3,)}  # fmt: skip
+    shapes = {"model.embed_tokens.weight": (V, D), "lm_head.weight": (V, D)}
+    shapes["model.layers.0.mlp.some.weight"] = (3,)
     for i in ids:
         outer = {ours: name.format(i=i) for ours, name in OUTER[kind].items()}
         shapes |= {f"{outer[n]}.weight": (D,) for n in ("embed_norm", "hidden_norm", "norm")}
@@ -181,12 +174,10 @@ def test_several_modules_draft_one_after_the_other_unless_fewer_are_asked_for(tm
         read_mtp(tmp_path, TARGET, num_modules=3)
 
 
-def test_what_is_ambiguous_can_be_said_otherwise(tmp_path):
+def test_what_a_checkpoint_leaves_open_can_be_overridden(tmp_path):
     write(tmp_path, "mimo", tensors_of("mimo", [0]))
-    changes = dict(
-        order="embedding-first", taps=(L,), recycles_normed=False, has_zero_centred_norms=True,
-        protocol="sequential",
-    )  # fmt: skip
+    changes = dict(order="embedding-first", taps=(L,), protocol="sequential")
+    changes |= dict(recycles_normed=False, has_zero_centred_norms=True)
     read = read_mtp(tmp_path, TARGET, **changes)
     assert {name: getattr(read.config, name) for name in changes} == changes
     assert "order = 'embedding-first': as the caller says." in read.notes
@@ -286,10 +277,12 @@ def test_a_config_that_does_not_fit_is_refused(tmp_path):
     refused("weight_block_size is 3", quantization_config={"weight_block_size": 3})
     refused(r"model_type \"\['a'\]\" are not supported", model_type=["a"])
     for override, message in (
-        ({"taps": 3}, "taps are 3; expected a tuple"), ({"taps": [3]}, r"taps are \[3\]"),
-        ({"taps": ("3",)}, "expected a tuple of the one state"), ({"num_modules": True}, "is True"),
+        ({"taps": 3}, "taps are 3; expected a tuple"),
+        ({"taps": [3]}, r"taps are \[3\]"),
+        ({"taps": ("3",)}, "expected a tuple of the one state"),
+        ({"num_modules": True}, "is True"),
         ({"recycles_normed": "no"}, "recycles_normed is 'no'; expected True or False"),
-    ):  # fmt: skip
+    ):
         write(tmp_path, "deepseek_v3", tensors)
         with pytest.raises(ConfigError, match=message):
             read_mtp(tmp_path, TARGET, **override)
@@ -300,8 +293,9 @@ def test_a_config_that_does_not_fit_is_refused(tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_mimo_directory_is_target_and_draft(tmp_path):
-    config = dataclasses.replace(QWEN2, num_attention_heads=4, num_key_value_heads=2, head_dim=4,
-                                 tie_word_embeddings=False, max_position_embeddings=64)  # fmt: skip
+    size = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=4)
+    size |= dict(tie_word_embeddings=False, max_position_embeddings=64)
+    config = dataclasses.replace(QWEN2, **size)
     save_pretrained(tmp_path, random_weights(config), config)
     whole = load_file(tmp_path / "model.safetensors")
     whole |= {k: v for k, v in tensors_of("mimo", [0]).items() if "mtp_layers" in k}

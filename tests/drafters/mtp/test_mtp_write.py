@@ -36,6 +36,7 @@ CENTRED = dict(has_zero_centred_norms=True)
 HIDDEN_FIRST = dict(order="hidden-first")
 ALL_OTHER = dict(taps=(L,), recycles_normed=False, protocol="sequential")
 OWN_ENDS = dict(has_own_embed=True, has_own_head=True)
+TWO = dict(num_modules=2, protocol="sequential", has_zero_centred_norms=True)
 CASES = [
     ("MiMo", QWEN2, HIDDEN_FIRST),
     ("MiMo", LLAMA, HIDDEN_FIRST),
@@ -158,13 +159,10 @@ def test_config_and_tensors_are_those_that_servers_look_for(tmp_path):
         (make(LLAMA), "Qwen3-Next", "Qwen3-Next cannot hold a layer of .*; use DeepSeek or MiMo"),
         (make(QWEN3_NEXT), None, "has_zero_centred_norms is False; loaders of Qwen3-Next"),
         (make(LLAMA, **CENTRED), None, "has_zero_centred_norms is True; loaders of DeepSeek"),
-        (
-            make(QWEN3_NEXT, num_modules=2, protocol="sequential", **CENTRED), None,
-            "num_modules is 2; the format Qwen3-Next holds one",
-        ),
+        (make(QWEN3_NEXT, **TWO), None, "num_modules is 2; the format Qwen3-Next holds one"),
         (make(QWEN2, has_own_head=True), "MiMo", "modules in the format MiMo share both"),
     ],
-)  # fmt: skip
+)
 def test_what_a_format_cannot_express_is_refused(tmp_path, config, format, message):
     with pytest.raises(ConfigError, match=message):
         write(tmp_path, config, format=format)
