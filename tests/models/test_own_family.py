@@ -107,7 +107,7 @@ def test_heads_are_trained_for_it_evaluated_and_exported(tmp_path, objective):
     export = str(tmp_path / "run" / "export")
     config = evaluate_zoo.get_config()
     config.target, config.drafts = str(tmp_path / "target"), export
-    config.prompts = str(tmp_path / "prompts.jsonl")
+    config.data = str(tmp_path / "prompts.jsonl")
     config.update({"num_prompts": 3, "max_new_tokens": 8, "ks": (2,), "batches": (1,)})
     _, row = evaluate.evaluate(config, str(tmp_path / "evaluation"))["results"]
     assert row["method"] == "run" and row["tau"] >= 1 and row["identical_to_plain"]
