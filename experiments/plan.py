@@ -34,6 +34,7 @@ from experiments.planning.plan_draft import find_draft
 from experiments.run import cli, memory, report
 from spec_jax import planning as plan
 from spec_jax.config import SamplerConfig, SpeculativeConfig, TreeConfig
+from spec_jax.drafters.registry import kind_of_draft
 from spec_jax.errors import ConfigError
 from spec_jax.evaluation.cells import tree_options
 from spec_jax.planning import choose
@@ -94,7 +95,8 @@ def training_jobs(config: ConfigDict) -> Iterator[tuple[Topology, plan.TrainJob]
     """Yields every combination of training steps to plan."""
     target = find_config(config.target)
     draft = find_draft(config.draft, target, config.draft_vocab_size)
-    head = draft if hasattr(draft, "taps") else None
+    is_head = draft is not None and kind_of_draft(draft).draft == "head"
+    head = draft if is_head else None
     topologies = [Topology.parse(name) for name in config.topology.split(",")]
     what = "to train, which is planned by compiling for TPUs alone"
     cli.require(config.is_compiled, config, "is_compiled", f"True {what}")

@@ -97,7 +97,7 @@ def new_head(
             raise ConfigError(f"draft_vocab_size is {size}; text= says which tokens to keep")
         counts = count_tokens(text, target.config.vocab_size)
         constants = {"d2t": jnp.asarray(draft_vocabulary(counts, size))}
-    init = initializer(kind, training.load_objective(), config, target, constants, is_warm_start)
+    init = initializer(kind, training.objective(), config, target, constants, is_warm_start)
     params = init(jax.random.key(seed), target.params)
     return LoadedHead(f"new {objective}", config, {**params, **constants})
 

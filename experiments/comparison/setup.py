@@ -18,13 +18,12 @@ from spec_jax.data import python_source, questions, sources, tokens
 from spec_jax.data.questions import Question, Questions
 from spec_jax.errors import ConfigError, SpecJaxError
 from spec_jax.evaluation.bench import Bench, usable_cells
-from spec_jax.evaluation.cells import COPYING, PLAIN, Cell, Draft, make_cells
+from spec_jax.evaluation.cells import PLAIN, Cell, Draft, copying_methods, make_cells
 from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.evaluation.prompts import PromptEncoder, cut, encodable, fitting, room_for_prompt
 from spec_jax.loading import DTYPES, LoadedModel, load_draft, load_model
 
 RULES = tuple(s for s in STRATEGIES if s not in ("greedy", "synthetic"))
-_TAKEN = ("target", PLAIN, *COPYING)  # names that tables and timers use for something else
 _PIECES = ("", "pieces")  # of config.data: pieces of held-out modules
 _FUNCTIONS = "functions"  # likewise: functions of held-out modules
 
@@ -236,27 +235,28 @@ def _load_drafts(
     """Returns drafts by name, the Ks of each, and notes on those that cannot be loaded."""
     notes: list[str] = []
     loaded: dict[str, Draft] = {}
+    taken = ("target", PLAIN, *copying_methods())  # names that tables and timers use
     for name in _names(config.drafts):
         try:
             loaded[name] = (
                 None
-                if name in COPYING
+                if name in copying_methods()
                 else load_draft(
                     name, target, config.dtype, mesh=devices.mesh, rules=devices.draft_rules
                 )
             )
         except SpecJaxError as error:
             notes.append(f"{name} is left out: {error}")
-    paths = [name for name in loaded if name not in COPYING]
+    paths = [name for name in loaded if name not in copying_methods()]
     longer = lambda name: "/".join((".", *pathlib.PurePath(name).parts)[-2:])
     short = dict(zip(paths, report.names_of(paths)))
-    labels = {name: longer(name) if label in _TAKEN else label for name, label in short.items()}
+    labels = {name: longer(name) if label in taken else label for name, label in short.items()}
     drafts = {labels.get(name, name): draft for name, draft in loaded.items()}
     best = best_k(config)
     ks = {labels.get(name, name): config.ks or (best.get(name, 3),) for name in loaded}
     if config.drafter:
         drafter = named.to_drafter(config.drafter, target)
-        if drafter.name in (*_TAKEN, *drafts):
+        if drafter.name in (*taken, *drafts):
             _refuse_name("drafter", config.drafter, drafter.name)
         drafts[drafter.name], ks[drafter.name] = drafter, config.ks or (3,)
     if not drafts:

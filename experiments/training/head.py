@@ -172,7 +172,7 @@ def make_head(
     found = [count_tokens(text, target.config.vocab_size) for text in texts]
     counts = sum(x for x, text in zip(found, texts) if any(text is one for one in used))
     kind, training = registry.objectives()[config.objective]
-    objective, options = training.load_objective(), _options(config, target)
+    objective, options = training.objective(), _options(config, target)
     size, given, constants = options.pop("draft_vocab_size", 0), None, {}
     if config.head.init_from:
         head = _load_given(config, target, options, size, placement)

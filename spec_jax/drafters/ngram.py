@@ -64,5 +64,6 @@ def ngram(ngram_max: int = 3, ngram_min: int = 1) -> Drafter:
 NGRAM = DrafterKind(
     name="ngram",
     draft="none",
+    passes=lambda config, num_draft, tree: (),
     drafter=lambda draft, target, config: ngram(config.ngram.max, config.ngram.min),
 )

@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import pathlib
-import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -23,10 +23,11 @@ from spec_jax.contracts import Drafter, Model
 from spec_jax.drafters.common.head import Head, head_drafter
 from spec_jax.errors import ConfigError, did_you_mean
 from spec_jax.models.checks import shown
+from spec_jax.models.families import family_of
 from spec_jax.models.files import read_json
 from spec_jax.models.params import Params, ParamSpec, check_weights, init_table
 from spec_jax.models.tensors import open_tensors
-from spec_jax.tree import DynamicTree, Tree
+from spec_jax.tree import AnyTree, DynamicTree, Tree
 
 
 class HeadConfig(Protocol):
@@ -45,29 +46,75 @@ class HeadConfig(Protocol):
     max_length: int
 
 
+class DraftPass(NamedTuple):
+    """Passes of a round that are alike, as the planner, the timers and the prediction read them.
+
+    Attributes:
+      name: "refresh", where a head reads the target's new states, or "draft".
+      width: tokens that it feeds in each row.
+      scored: how many of them are given logits.
+      count: how many there are.
+      part: the key of ``DrafterKind.parts`` whose weights and cache it goes through; None: the
+        first.
+      unread: beginnings of the names of that part's weights that it does not read.
+    """
+
+    name: str
+    width: int
+    scored: int
+    count: int = 1
+    part: str | None = None
+    unread: tuple[str, ...] = ()
+
+
+def level_passes(
+    num_draft: int, tree: AnyTree | None, unread: tuple[str, ...] = ()
+) -> tuple[DraftPass, ...]:
+    """Returns the passes of a round after the one that scores the first level.
+
+    Args:
+      num_draft: K; of a tree, the number of its nodes.
+      tree: the shape of the drafts; None: a chain.
+      unread: see ``DraftPass``.
+    """
+    if tree is None:
+        widths = [1] * (num_draft - 1)
+    elif isinstance(tree, DynamicTree):
+        widths = [tree.top_k] * (tree.depth - 1)
+    else:
+        inner = [tree.depths[node] for node in set(tree.parents) - {0}]
+        widths = [inner.count(depth) for depth in range(1, tree.depth)]
+    groups = itertools.groupby(widths)
+    return tuple(DraftPass("draft", n, n, len([*same]), unread=unread) for n, same in groups)
+
+
+def recycled_passes(
+    config: Any, num_draft: int, tree: AnyTree | None, unread: tuple[str, ...] = ()
+) -> tuple[DraftPass, ...]:
+    """Returns the passes of a head that drafts from its own states: a refresh, then the levels."""
+    del config
+    width = 1 + (num_draft if tree is None else tree.depth)
+    return (DraftPass("refresh", width, 1), *level_passes(num_draft, tree, unread))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Training:
     """One way to train the heads of a kind.
 
     Attributes:
-      objective: a ``train.objective.Objective``, or the "module:name" of one, which is imported
-        when it is first used: drafters do not import ``train``.
+      objective: returns the ``train.objective.Objective``; a function, since drafters do not import
+        ``train`` before a head is trained.
       new: ``(target_config, **options) -> HeadConfig`` of a new head.
       options: the options of ``experiments.train_head``'s ``head`` that ``new`` takes.
       formats: names of the checkpoint formats that an export may ask for.
       trains: ``(config) -> bool``, whether heads of this config are trained by this objective.
     """
 
-    objective: Any
+    objective: Callable[[], Any]
     new: Callable[..., HeadConfig]
     options: tuple[str, ...] = ()
     formats: tuple[str, ...] = ()
     trains: Callable[[Any], bool] = lambda config: True
-
-    def load_objective(self) -> Any:
-        """The ``Objective``, imported if need be."""
-        named = self.objective
-        return pkgutil.resolve_name(named) if isinstance(named, str) else named
 
 
 def _widest_pass(num_draft: int, tree: Tree | DynamicTree | None) -> int:
@@ -92,6 +139,8 @@ class DrafterKind:
       drafter: ``(draft, target, config) -> Drafter`` from a ``LoadedHead``, ``LoadedModel`` or
         None, the target's ``Model`` with the head's taps and the ``SpeculativeConfig``. None: the
         usual drafter of ``head``, see ``drafters/common/head.py``.
+      passes: ``(config, num_draft, tree) -> [DraftPass]``, what a round runs beside the verify
+        pass, of the config of a draft model or a head.
       pass_width: ``(num_draft, tree) -> int``, maximum tokens a row that one pass of it feeds.
       history: ``(config) -> suffix.History``, what keeps the past outputs that are the drafter's
         parameters; None: it reads none.
@@ -100,6 +149,8 @@ class DrafterKind:
       config_class: the type of their configs, see ``HeadConfig``.
       head: ``(config, target) -> Head``, or None where one such head does not draft every token.
       table: ``(config) -> {name: ParamSpec}``, nested as the parameters are.
+      parts: ``(config) -> {key: table}``, parts of the head that each have a cache; None: the
+        whole ``table`` under the key "".
       init: ``(config, key, dtype) -> params``; None: all parameters of a flat ``table``. A
         parameter ``d2t`` is a reduced vocabulary, filled from the data and not trained.
       check: ``(config, params, owner)``, raises WeightsError where the parameters are not those of
@@ -120,12 +171,14 @@ class DrafterKind:
     name: str
     draft: str = "head"
     drafter: Callable[..., Drafter] | None = None
+    passes: Callable[..., Sequence[DraftPass]] = recycled_passes
     pass_width: Callable[[int, Tree | DynamicTree | None], int] = _widest_pass
     history: Callable[[Any], Any] | None = None
     detect: Callable[[Mapping[str, Any], AbstractSet[str]], bool] = lambda hf, names: False
     config_class: type | None = None
     head: Callable[[Any, Model], Head | None] | None = None
     table: Callable[[Any], Mapping[str, ParamSpec]] | None = None
+    parts: Callable[[Any], Mapping[str, Mapping[str, ParamSpec]]] | None = None
     init: Callable[..., Params] | None = None
     check: Callable[..., None] | None = None
     has_panels: Callable[[Any], bool] = lambda config: False
@@ -140,6 +193,10 @@ class DrafterKind:
         if self.drafter is not None:
             return self.drafter(draft, target, config)
         return _recycled(self.head, draft.config, target, config.tree_shape)
+
+    def parts_of(self, config: HeadConfig) -> Mapping[str, Mapping[str, ParamSpec]]:
+        """The tables of the parts of a head, see ``parts``."""
+        return {"": self.table(config)} if self.parts is None else self.parts(config)
 
     def init_params(self, config: HeadConfig, key: jax.Array, dtype: Any) -> Params:
         """Random parameters of a head, see ``init``. The key is consumed."""
@@ -229,6 +286,25 @@ def kind_of(config: HeadConfig) -> DrafterKind:
     )
 
 
+def kind_of_draft(draft: Any) -> DrafterKind:
+    """The kind that drafts with something that needs no weights yet.
+
+    Args:
+      draft: the name of a method, the config of a head, or the config of a draft model.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    if isinstance(draft, str):
+        return find(draft)
+    is_head = any(kind.config_class is type(draft) for kind in _KINDS.values())
+    if not is_head:
+        with contextlib.suppress(ConfigError):
+            family_of(draft)
+            return next(kind for kind in _KINDS.values() if kind.draft == "model")
+    return kind_of(draft)
+
+
 def detect(directory: pathlib.Path) -> DrafterKind:
     """The kind of draft that a directory holds, by its config.json and its tensors.
 
@@ -274,7 +350,7 @@ def objective_of(config: HeadConfig, name: str | None = None) -> Any:
             f"objective is {name!r}; expected one that trains {kind.name} heads of this config: "
             f"{', '.join(ways) or 'there is none'}"
         )
-    return ways[name].load_objective()
+    return ways[name].objective()
 
 
 def objectives() -> dict[str, tuple[DrafterKind, Training]]:

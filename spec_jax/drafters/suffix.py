@@ -199,6 +199,7 @@ class History:
 SUFFIX = DrafterKind(
     name="suffix",
     draft="none",
+    passes=lambda config, num_draft, tree: (),
     history=lambda config: History(config.suffix.history_tokens),
     drafter=lambda draft, target, config: suffix(target.vocab_size, config.suffix),
 )

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from spec_jax.config import GREEDY_BELOW, SpeculativeConfig
+from spec_jax.config import GREEDY_BELOW, METHODS, SpeculativeConfig
 from spec_jax.contracts import Drafter, Rule
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel
 
 PLAIN = "plain"
-COPYING = ("ngram", "suffix")  # methods that copy tokens, and so need no draft
-Draft = LoadedModel | LoadedHead | Drafter | None  # None: the name is one of COPYING
+Draft = LoadedModel | LoadedHead | Drafter | None  # None: the name is a method that copies
 
 
 class Cell(NamedTuple):
@@ -84,6 +83,11 @@ def tree_options(text: str) -> dict:
             "children of a dynamic tree, as 59:6:10"
         ) from None
     return options | {"num_speculative_tokens": SpeculativeConfig(**options).tree_shape.num_nodes}
+
+
+def copying_methods() -> tuple[str, ...]:
+    """Returns the methods that copy tokens, and so need no draft."""
+    return tuple(name for name, is_copying in METHODS.items() if is_copying)
 
 
 def has_logits(draft: Draft) -> bool:

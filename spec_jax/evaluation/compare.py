@@ -22,7 +22,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.evaluation import costs as pass_costs
 from spec_jax.evaluation import summary
 from spec_jax.evaluation.bench import Bench, Row, Run, usable_cells
-from spec_jax.evaluation.cells import COPYING, PLAIN, Cell, Draft, make_cells
+from spec_jax.evaluation.cells import PLAIN, Cell, Draft, copying_methods, make_cells
 from spec_jax.evaluation.results import NONE, CategoryResult, CellResult, Counts, RoundTime
 from spec_jax.evaluation.timing import Timer, interleave
 from spec_jax.intervals import Interval, paired_speedup
@@ -493,13 +493,13 @@ def name_drafts(target: LoadedModel, drafts: Any) -> dict[str, Draft]:
     loaded: dict[str, Draft] = {}
     for name, draft in drafts.items():
         if isinstance(draft, str):
-            loaded[name] = None if draft in COPYING else load_draft(draft, target)
+            loaded[name] = None if draft in copying_methods() else load_draft(draft, target)
         elif isinstance(draft, LoadedModel | LoadedHead | Drafter):
             loaded[name] = draft
         else:
             raise ConfigError(
                 f"draft {name!r} is of type {type(draft).__name__}; expected a model, a head, a "
-                f"Drafter, a name or path, or one of {', '.join(COPYING)}"
+                f"Drafter, a name or path, or one of {', '.join(copying_methods())}"
             )
     return loaded
 

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from spec_jax.drafters import registry
 from spec_jax.engine.stats import predicted_speedup
-from spec_jax.evaluation.cells import COPYING
+from spec_jax.evaluation.cells import copying_methods
 from spec_jax.evaluation.passes import ITERATIONS, can_time, round_timer
 from spec_jax.evaluation.results import CellResult
 from spec_jax.evaluation.timing import Timer, interleave
@@ -62,8 +63,8 @@ def timer_makers(
     timed = {method: draft for method, draft in drafts.items() if can_time(draft, target)}
     for method, draft in timed.items():
         own = sorted(set(ks.get(method, ())) - {0})
-        # The first pass of a draft model is the same for every K; a head's feeds K + 1 pairs.
-        first = own[-1:] if isinstance(draft, LoadedModel) else own
+        passes = registry.find(draft.method).passes
+        first = {passes(draft.config, k, None)[0].width: k for k in own}.values()
         wanted += [Passes(method, k, 1) for k in first]
         wanted += [Passes(method, k, max(k, 2)) for k in own[-1:]]
     return {
@@ -183,7 +184,7 @@ class Costs(NamedTuple):
           k: Drafted tokens per round: the mean of them, of which the first takes a wider pass,
             linear between the ks that were measured; 0: the cost of the other passes.
         """
-        if method in COPYING:
+        if method in copying_methods():
             return 0.0
         pass_ms = self.draft_ms.get(method, float("nan"))
         first_ms = (self.first_ms or {}).get(method)

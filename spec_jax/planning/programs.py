@@ -63,10 +63,7 @@ class Job:
         """The ``speculative_method``; None for plain decoding."""
         if self.draft is None or (self.num_draft == 0 and self.tree is None):
             return None
-        if isinstance(self.draft, str):
-            return registry.find(self.draft).name
-        is_head = hasattr(self.draft, "taps")
-        return registry.kind_of(self.draft).name if is_head else "standalone"
+        return registry.kind_of_draft(self.draft).name
 
     @property
     def config(self) -> SpeculativeConfig | None:
@@ -114,8 +111,8 @@ def without_weights(role: str, config: Any, dtype: str) -> LoadedModel | LoadedH
       config: of the model or the head.
       dtype: of the weights.
     """
-    if hasattr(config, "taps"):
-        kind = registry.kind_of(config)
+    kind = registry.kind_of_draft(config)
+    if kind.draft == "head":
         init = lambda: kind.init_params(config, jax.random.key(0), jnp.dtype(dtype))
         return LoadedHead(f"the {role}", config, jax.eval_shape(init))
     params = jax.eval_shape(lambda: init_params(config, jax.random.key(0), jnp.dtype(dtype)))

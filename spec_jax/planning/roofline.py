@@ -15,8 +15,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spec_jax.drafters.registry import find
-from spec_jax.drafters.standalone.model import FIRST_TOKENS
+from spec_jax.drafters.registry import kind_of_draft
 from spec_jax.errors import ConfigError
 from spec_jax.planning.chips import Chip
 from spec_jax.planning.work import Setting, Stack, Work
@@ -86,48 +85,16 @@ def decode_round(
     if draft is None or num_draft == 0:
         return Round((Pass("verify", 1, own.run(setting, 1, 1)),))
     verify = Pass("verify", 1, own.run(setting, num_draft + 1, num_draft + 1))
-    if isinstance(draft, str):
-        if find(draft).draft != "none":
-            raise ConfigError(f"draft is {draft!r}; expected the config of a model or a head")
-        return Round((verify,))
-    levels = [1] * (num_draft - 1) if tree is None else _levels_fed(tree)
-    if not hasattr(draft, "taps"):
-        stack = Stack.of(draft, setting, is_draft=True)
-        first = Pass("draft", 1, stack.run(setting, FIRST_TOKENS, 1))
-        return Round((verify, first, *(_level(stack, setting, width) for width in levels)))
-    width = 1 + (num_draft if tree is None else tree.depth)
-    if getattr(draft, "protocol", None) == "sequential":
-        return Round((verify, *_sequential(own, draft, setting, num_draft)))
-    stack = Stack.of(draft, setting, is_draft=True)
-    scorer = stack if stack.head else own
-    refresh = Pass("refresh", 1, stack.run(setting, width, 1, scorer))
-    again = Stack.of(draft, setting, is_draft=True, is_recycled=True)
-    return Round((verify, refresh, *(_level(again, setting, n, scorer) for n in levels)))
-
-
-def _level(stack: Stack, setting: Setting, width: int, scorer: Stack | None = None) -> Pass:
-    return Pass("draft", 1, stack.run(setting, width, width, scorer))
-
-
-def _levels_fed(tree: Tree | DynamicTree) -> list[int]:
-    """Tokens a row of every pass that drafts the tree after its first level."""
-    if isinstance(tree, DynamicTree):
-        return [tree.top_k] * (tree.depth - 1)
-    inner = [tree.depths[node] for node in set(tree.parents) - {0}]
-    return [inner.count(depth) for depth in range(1, tree.depth)]
-
-
-def _sequential(own: Stack, draft: Any, setting: Setting, num_draft: int) -> list[Pass]:
-    """Every module is refreshed; draft i + 1 feeds i tokens to module i."""
-    passes = []
-    for i in range(draft.num_modules):
-        stack = Stack.of(draft, setting, is_draft=True, module=i)
+    kind = kind_of_draft(draft)
+    if isinstance(draft, str) and kind.draft != "none":
+        raise ConfigError(f"draft is {draft!r}; expected the config of a model or a head")
+    passes = [verify]
+    for one in kind.passes(draft, num_draft, tree):
+        stack = Stack.of(draft, setting, is_draft=True, part=one.part, unread=one.unread)
         scorer = stack if stack.head else own
-        work = stack.run(setting, num_draft + 1, int(i == 0), scorer)
-        passes.append(Pass("refresh", 1, work))
-        if 0 < i < num_draft:
-            passes.append(Pass("draft", 1, stack.run(setting, i, 1, scorer)))
-    return passes
+        work = stack.run(setting, one.width, one.scored, scorer)
+        passes.append(Pass(one.name, one.count, work))
+    return Round(tuple(passes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,8 +122,9 @@ def memory(target: Any, draft: Any = None, setting: Setting = Setting()) -> Memo
     """Returns what target and draft occupy on one device; arguments as in ``decode_round``."""
     stacks = [Stack.of(target, setting)]
     if draft is not None and not isinstance(draft, str):
-        count = getattr(draft, "num_modules", 1)
-        stacks += [Stack.of(draft, setting, is_draft=True, module=i) for i in range(count)]
+        kind = kind_of_draft(draft)
+        parts = kind.parts_of(draft) if kind.draft == "head" else (None,)
+        stacks += [Stack.of(draft, setting, is_draft=True, part=part) for part in parts]
     params = setting.itemsize * sum(stack.num_params for stack in stacks)
     row = sum(stack.slot_bytes * setting.context + stack.fixed_bytes for stack in stacks)
     return Memory(params, setting.rows * row)

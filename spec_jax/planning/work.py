@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
-from spec_jax.drafters.eagle.model import EagleConfig
-from spec_jax.drafters.registry import kind_of
+from spec_jax.drafters.registry import kind_of_draft
 from spec_jax.errors import ConfigError
 from spec_jax.meshes import parse_mesh
 from spec_jax.models.families import family_of
@@ -151,8 +150,8 @@ class Stack:
 
     @classmethod
     def of(
-        cls, config: Any, setting: Setting, *, is_draft: bool = False, module: int = 0,
-        is_recycled: bool = False,
+        cls, config: Any, setting: Setting, *, is_draft: bool = False, part: str | None = None,
+        unread: tuple[str, ...] = (),
     ) -> Stack:
         """Counts a model, or a head of any registered kind.
 
@@ -160,12 +159,12 @@ class Stack:
           config: of the model or the head.
           setting: its mesh and dtype count.
           is_draft: whether it lies as drafts do.
-          module: which module, of a head that has several.
-          is_recycled: the pass reads the head's own states, so what joins the target's is not run.
+          part: of a head that has several, see ``DrafterKind.parts``; None: the first.
+          unread: beginnings of the names of weights that are not read.
         """  # fmt: skip
         is_replicated = is_draft and setting.is_draft_replicated
         mesh = setting.abstract_mesh
-        return _stack(config, mesh, is_replicated, setting.dtype, module, is_recycled)
+        return _stack(config, mesh, is_replicated, setting.dtype, part, unread)
 
     @property
     def num_params(self) -> int:
@@ -229,17 +228,17 @@ def _cache_bytes(config: Any, mesh: AbstractMesh, rules: Rules, dtype: str) -> t
 
 @functools.lru_cache(maxsize=1024)
 def _stack(
-    config: Any, mesh: AbstractMesh, is_replicated: bool, dtype: str, module: int,
-    is_recycled: bool,
+    config: Any, mesh: AbstractMesh, is_replicated: bool, dtype: str, part: str | None,
+    unread: tuple[str, ...],
 ) -> Stack:  # fmt: skip
     rules = REPLICATED if is_replicated else SHARDED
-    is_head = hasattr(config, "taps")
+    kind = kind_of_draft(config)
+    is_head = kind.draft == "head"
     layer = config.layer if is_head else config
     if is_head:
-        table = kind_of(config).table(config)
-        outer, layers = dict(table.get(str(module), table)), []
-        if is_recycled and isinstance(config, EagleConfig) and config.version == 3:
-            outer = {n: p for n, p in outer.items() if not n.startswith(("fc", "input_norm"))}
+        parts = kind.parts_of(config)
+        table, layers = parts[next(iter(parts)) if part is None else part], []
+        outer = {n: p for n, p in table.items() if not n.startswith(unread)}
     else:
         outer, layers = dict(outer_table(config)), layer_tables(config)
     head, embed = outer.pop("head", None), outer.pop("embed", None)

@@ -51,10 +51,16 @@ def write(head, directory, target, *, format, dtype, num_speculative_tokens):
     (directory / "config.json").write_text(json.dumps({"gate": dataclasses.astuple(head.config)}))
 
 
+def objective():
+    from support import gate_loss  # imports this module
+
+    return gate_loss.GATE
+
+
 spec = lambda D, name: ParamSpec((2 * D, D), ("features", "embed"), name)
 KIND = DrafterKind(
     name="gate", config_class=GateConfig, head=head, read=read, write=write,
     table=lambda config: {n: spec(config.target_hidden_size, n) for n in ("gate", "value")},
     detect=lambda hf, names: "gate" in hf,
-    training={"gate": Training(objective="support.gate_loss:GATE", new=new, options=("taps",))},
+    training={"gate": Training(objective=objective, new=new, options=("taps",))},
 )  # fmt: skip

@@ -13,9 +13,10 @@ from spec_jax.drafters.eagle.checkpoint import read_head, write_head
 from spec_jax.drafters.eagle.formats import SPECULATORS, formats_of, head_json
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.loaded import LoadedHead, LoadedModel
-from spec_jax.drafters.registry import DrafterKind, Training
+from spec_jax.drafters.registry import DrafterKind, Training, recycled_passes
 from spec_jax.errors import ConfigError
 from spec_jax.models.families import family_of
+from spec_jax.tree import AnyTree
 
 # Keys and tensors of drafters that also join states by an ``fc`` and draft several tokens a pass:
 # DFlash and its kin, and P-EAGLE. A directory with one of them is no EAGLE head.
@@ -68,9 +69,21 @@ def _write(
     write_head(directory, head.config, head.params, **options)
 
 
+def _passes(config: EagleConfig, num_draft: int, tree: AnyTree | None):
+    """Later passes of EAGLE-3 read the head's own states, so the target's are not joined again."""
+    unread = ("fc", "input_norm") if config.version == 3 else ()
+    return recycled_passes(config, num_draft, tree, unread)
+
+
+def _objective(version: int):
+    from spec_jax.drafters.eagle import objective  # imports train
+
+    return {1: objective.EAGLE1, 3: objective.EAGLE3}[version]
+
+
 def _training(version: int, *options: str) -> Training:
     return Training(
-        objective=f"spec_jax.drafters.eagle.objective:EAGLE{version}",
+        objective=functools.partial(_objective, version),
         new=functools.partial(EagleConfig.of_target, version=version),
         options=options,
         formats=formats_of(version),
@@ -84,6 +97,7 @@ EAGLE = DrafterKind(
     detect=is_eagle,
     config_class=EagleConfig,
     head=model.eagle_head,
+    passes=_passes,
     table=model.head_table,
     init=model.init_head,
     check=model.check_head,

@@ -14,9 +14,10 @@ from spec_jax.drafters.loaded import LoadedHead, LoadedModel
 from spec_jax.drafters.mtp.checkpoint import read_mtp, write_mtp
 from spec_jax.drafters.mtp.formats import find_format
 from spec_jax.drafters.mtp.model import MtpConfig, check_mtp, init_mtp, mtp, mtp_head, mtp_table
-from spec_jax.drafters.registry import DrafterKind, Training
+from spec_jax.drafters.registry import DrafterKind, DraftPass, Training, recycled_passes
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models.families import family_of
+from spec_jax.tree import AnyTree
 
 
 def is_mtp(hf: Mapping[str, Any], names: AbstractSet[str]) -> bool:
@@ -47,12 +48,34 @@ def _write(head: LoadedHead, directory: pathlib.Path, target: LoadedModel, **opt
     write_mtp(directory, head.config, head.params, target_config=target.config, **options)
 
 
+def _passes(config: MtpConfig, num_draft: int, tree: AnyTree | None) -> list[DraftPass]:
+    """Recycled: one module drafts all. Sequential: every module is refreshed, and draft i + 1
+    feeds i tokens to module i.
+    """
+    if config.protocol == "recycled":
+        return [*recycled_passes(config, num_draft, tree)]
+    passes = []
+    for i in range(config.num_modules):
+        passes.append(DraftPass("refresh", num_draft + 1, int(i == 0), part=str(i)))
+        if 0 < i < num_draft:
+            passes.append(DraftPass("draft", i, 1, part=str(i)))
+    return passes
+
+
+def _objective():
+    from spec_jax.drafters.mtp import objective  # imports train
+
+    return objective.MTP
+
+
 MTP = DrafterKind(
     name="mtp",
     drafter=_drafter,
     detect=is_mtp,
     config_class=MtpConfig,
     head=_head,
+    passes=_passes,
+    parts=lambda config: {str(i): mtp_table(config) for i in range(config.num_modules)},
     table=lambda config: {str(i): mtp_table(config) for i in range(config.num_modules)},
     init=init_mtp,
     check=check_mtp,
@@ -64,7 +87,7 @@ MTP = DrafterKind(
     write=_write,
     training={
         "mtp": Training(
-            objective="spec_jax.drafters.mtp.objective:MTP",
+            objective=_objective,
             new=MtpConfig.of_target,
             options=("taps", "num_modules", "protocol"),
         )
