@@ -14,10 +14,13 @@ from ml_collections.config_dict import placeholder
 
 # Earlier names of keys, for a message.
 RENAMED = {
-    **dict.fromkeys(("draft", "head", "mtp", "methods"), "drafts"), "prompts": "data",
-    **dict.fromkeys(("standalone_rules", "head_rules"), "rules"), "ngram_rules": "copying_rules",
-    "batch": "batches", "num_draft": "ks",
-}  # fmt: skip
+    **dict.fromkeys(("draft", "head", "mtp", "methods"), "drafts"),
+    "prompts": "data",
+    **dict.fromkeys(("standalone_rules", "head_rules"), "rules"),
+    "ngram_rules": "copying_rules",
+    "batch": "batches",
+    "num_draft": "ks",
+}
 
 
 def get_config() -> ConfigDict:
@@ -53,14 +56,16 @@ def get_config() -> ConfigDict:
     config.copying_rules = ("match",)  # likewise, of "ngram" and "suffix"
     config.ngram_max = 3  # the longest suffix that is looked up
     config.ngram_min = 1  # the shortest
-    config.sampler = ConfigDict({
-        "top_k": 0,  # keep the k likeliest tokens; 0: all
-        "top_p": 1.0,  # keep the likeliest tokens up to this probability
-        "min_p": 0.0,  # drop tokens below this share of the likeliest one
-        "repetition_penalty": 1.0,  # divides logits of tokens in prompt and output; 1: none
-        "presence_penalty": 0.0,  # subtracted from logits of tokens in the output
-        "frequency_penalty": 0.0,  # subtracted once for each time in the output
-    })  # fmt: skip
+    config.sampler = ConfigDict(
+        {
+            "top_k": 0,  # keep the k likeliest tokens; 0: all
+            "top_p": 1.0,  # keep the likeliest tokens up to this probability
+            "min_p": 0.0,  # drop tokens below this share of the likeliest one
+            "repetition_penalty": 1.0,  # divides logits of tokens in prompt and output; 1: none
+            "presence_penalty": 0.0,  # subtracted from logits of tokens in the output
+            "frequency_penalty": 0.0,  # subtracted once for each time in the output
+        }
+    )
     config.draft_temperature = placeholder(float)  # above temperature 0; by default the target's
     config.repeats = 2  # turns of each batch; their median counts
     # "group" keeps the repeats of a question together and saves each question; "spread" spreads

@@ -33,14 +33,16 @@ def get_config() -> ConfigDict:
     config.tests_share = 0.25  # of the standard library's own tests
     config.max_new_tokens = 192  # maximum output tokens of a response
     config.temperatures = (0.0, 1.0)  # prompt i has number i modulo their count
-    config.sampler = ConfigDict({
-        "top_k": 0,  # keep the k likeliest tokens; 0: all
-        "top_p": 1.0,  # keep the likeliest tokens up to this probability
-        "min_p": 0.0,  # drop tokens below this share of the likeliest one
-        "repetition_penalty": 1.0,  # divides logits of tokens in prompt and output; 1: none
-        "presence_penalty": 0.0,  # subtracted from logits of tokens in the output
-        "frequency_penalty": 0.0,  # subtracted once for each time in the output
-    })  # fmt: skip
+    config.sampler = ConfigDict(
+        {
+            "top_k": 0,  # keep the k likeliest tokens; 0: all
+            "top_p": 1.0,  # keep the likeliest tokens up to this probability
+            "min_p": 0.0,  # drop tokens below this share of the likeliest one
+            "repetition_penalty": 1.0,  # divides logits of tokens in prompt and output; 1: none
+            "presence_penalty": 0.0,  # subtracted from logits of tokens in the output
+            "frequency_penalty": 0.0,  # subtracted once for each time in the output
+        }
+    )
     config.seed = 0  # chooses the pieces; sampling of prompt i has seed + i
     config.batch = 32  # rows decoded together; in float32 it may change between runs
     config.log_every_s = 10  # between lines of progress

@@ -27,59 +27,69 @@ def get_config() -> ConfigDict:
     config.mesh = ""  # devices to train on together, such as data:4,tensor:2; empty: one
     config.is_fully_sharded = False  # split weights and optimizer states over the data axis too
     config.objective = "eagle3"  # eagle1, eagle3 or mtp
-    config.head = ConfigDict({
-        "draft_vocab_size": 0,  # U, for eagle3: the most frequent tokens of the data; 0: all
-        "taps": (),  # of the target, see spec_jax.models.transformer.forward; (): as published
-        "norm_before_residual": False,  # for eagle3: normalise the start of the residual stream
-        "is_warm_start": True,  # begin with the target's last layer and output head
-        "init_from": "",  # a zoo name or directory of a head to continue from; it keeps its shape
-        "num_modules": 1,  # for mtp
-        "protocol": "recycled",  # for mtp: one module for all drafts; "sequential": one for each
-    })  # fmt: skip
-    config.loss = ConfigDict({
-        "num_steps": 3,  # K of training-time test
-        "decay": 0.8,  # step j has weight decay ** j
-        "divergence": "cross-entropy",  # for eagle3, see spec_jax/train/losses.py
-        "labels": "target",  # for mtp: the target's distribution; or "text"
-        "noise": 0.0,  # added to the features of eagle1
-        "feature_weight": 1.0,  # for eagle1
-        "token_weight": 0.1,  # for eagle1
-        "is_remat": False,  # recompute activations in the backward pass instead of storing them
-    })  # fmt: skip
-    config.data = ConfigDict({
-        "text": "stdlib",  # the library's source; or files and folders of texts or conversations
-        "text_share": 0.5,  # of the windows that are text, not responses
-        "tests_share": 0.25,  # of the standard library's own tests
-        "held_out_share": 0.02,  # of the files' documents; the library has held-out modules
-        "max_length": 0,  # longer documents of files are left out; 0: none, windows cut them
-        "responses": placeholder(str),  # a JSONL file of experiments.regenerate
-        "responses_share": 0.5,  # of the windows that are responses
-        "view_cache": placeholder(str),  # a folder that caches the target's states, for sweeps
-        "view_cache_gb": 10.0,  # its maximum size
-    })  # fmt: skip
+    config.head = ConfigDict(
+        {
+            "draft_vocab_size": 0,  # U, for eagle3: the most frequent tokens of the data; 0: all
+            "taps": (),  # of the target, see spec_jax.models.transformer.forward; (): as published
+            "norm_before_residual": False,  # for eagle3: normalise the start of the residual stream
+            "is_warm_start": True,  # begin with the target's last layer and output head
+            "init_from": "",  # a zoo name or directory of a head to continue from
+            "num_modules": 1,  # for mtp
+            "protocol": "recycled",  # for mtp: one module for all; "sequential": one for each
+        }
+    )
+    config.loss = ConfigDict(
+        {
+            "num_steps": 3,  # K of training-time test
+            "decay": 0.8,  # step j has weight decay ** j
+            "divergence": "cross-entropy",  # for eagle3, see spec_jax/train/losses.py
+            "labels": "target",  # for mtp: the target's distribution; or "text"
+            "noise": 0.0,  # added to the features of eagle1
+            "feature_weight": 1.0,  # for eagle1
+            "token_weight": 0.1,  # for eagle1
+            "is_remat": False,  # recompute activations in the backward pass instead of storing them
+        }
+    )
+    config.data = ConfigDict(
+        {
+            "text": "stdlib",  # the library's source; or files and folders, comma-separated
+            "text_share": 0.5,  # of the windows that are text, not responses
+            "tests_share": 0.25,  # of the standard library's own tests
+            "held_out_share": 0.02,  # of the files' documents; the library has held-out modules
+            "max_length": 0,  # longer documents of files are left out; 0: none, windows cut them
+            "responses": placeholder(str),  # a JSONL file of experiments.regenerate
+            "responses_share": 0.5,  # of the windows that are responses
+            "view_cache": placeholder(str),  # a folder that caches the target's states, for sweeps
+            "view_cache_gb": 10.0,  # its maximum size
+        }
+    )
     config.steps = 150  # training steps of the whole run
     config.batch = 4  # windows of a step
     config.length = 258  # tokens of a window, of which all but two are trained on
-    config.optimizer = ConfigDict({
-        "name": "muon",  # muon or adamw
-        "lr": 3e-3,  # peak rate of adamw, and in muon of what is no matrix
-        "matrix_lr": 0.02,  # peak rate of muon's matrices
-        "warmup": 20,  # updates of rising rates
-        "decay_share": 0.6,  # the last part of the run, with falling rates
-        "weight_decay": 0.0,  # share that an update takes off the weights, times the rate
-        "clip": 0.5,  # maximum norm of the gradient
-        "accumulate": 1,  # steps whose gradients make one update
-    })  # fmt: skip
-    config.eval = ConfigDict({
-        "every": 50,  # steps; 0: only at the end
-        "num_draft": 5,  # K when tau is measured
-        "prompts": "",  # a file of rows, see docs/train_a_head.md; "": of the held-out text
-        "prompt_tokens": 256,  # maximum tokens of a prompt of the held-out text
-        "num_prompts": 16,  # texts that tau is measured on
-        "max_new_tokens": 64,  # output tokens of each
-        "batch": 16,  # of them decoded together
-        "windows": 16,  # held-out windows for loss and teacher-forced acceptance
-    })  # fmt: skip
+    config.optimizer = ConfigDict(
+        {
+            "name": "muon",  # muon or adamw
+            "lr": 3e-3,  # peak rate of adamw, and in muon of what is no matrix
+            "matrix_lr": 0.02,  # peak rate of muon's matrices
+            "warmup": 20,  # updates of rising rates
+            "decay_share": 0.6,  # the last part of the run, with falling rates
+            "weight_decay": 0.0,  # share that an update takes off the weights, times the rate
+            "clip": 0.5,  # maximum norm of the gradient
+            "accumulate": 1,  # steps whose gradients make one update
+        }
+    )
+    config.eval = ConfigDict(
+        {
+            "every": 50,  # steps; 0: only at the end
+            "num_draft": 5,  # K when tau is measured
+            "prompts": "",  # a file of rows, see docs/train_a_head.md; "": of the held-out text
+            "prompt_tokens": 256,  # maximum tokens of a prompt of the held-out text
+            "num_prompts": 16,  # texts that tau is measured on
+            "max_new_tokens": 64,  # output tokens of each
+            "batch": 16,  # of them decoded together
+            "windows": 16,  # held-out windows for loss and teacher-forced acceptance
+        }
+    )
     config.log_every = 10  # steps between two lines of metrics.jsonl
     config.checkpoint_every_s = 120.0  # seconds between two checkpoints
     config.export_format = ""  # for eagle3: SpecForge (the default), EAGLE-3 or speculators

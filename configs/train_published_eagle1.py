@@ -26,9 +26,9 @@ def get_config() -> ConfigDict:
     config.steps = 800_000
     config.batch = 4
     config.length = 2048  # tokens of a window, of which all but two are trained on
-    config.optimizer.update({
-        "name": "adamw", "lr": 3e-5, "warmup": 2000, "decay_share": 0.01, "clip": 0.5,
-    })  # fmt: skip
+    config.optimizer.update(
+        {"name": "adamw", "lr": 3e-5, "warmup": 2000, "decay_share": 0.01, "clip": 0.5}
+    )
     config.eval.update({"every": 5000, "num_prompts": 64, "max_new_tokens": 256})
     config.checkpoint_every_s = 900.0
     return config

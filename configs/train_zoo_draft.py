@@ -19,13 +19,15 @@ def get_config() -> ConfigDict:
     """Returns the target's config with a smaller model, a teacher, and cheaper steps."""
     config = train_zoo_target.get_config()
     config.teacher = "zoo/target"
-    config.model.update({
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    })  # fmt: skip
+    config.model.update(
+        {
+            "hidden_size": 128,
+            "intermediate_size": 384,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        }
+    )
     config.own_share = 0.25
     config.steps = 2500
     config.batch = 4

@@ -25,38 +25,44 @@ def get_config() -> ConfigDict:
     config.own_batch = 32  # windows of each
     config.own_prompt = 48  # tokens of the training text that it continues
     config.vocab_size = 2048  # of the tokenizer that is trained; a teacher brings its own
-    config.data = ConfigDict({  # every token is trained on, see train_head_default.py
-        "text": "stdlib",  # the library's source; or files and folders of texts or conversations
-        "tests_share": 0.25,  # of the standard library's own tests
-        "held_out_share": 0.02,  # of the files' documents; the library has held-out modules
-        "max_length": 0,  # longer documents of files are left out; 0: none, windows cut them
-    })  # fmt: skip
-    config.model = ConfigDict({
-        "model_type": "llama",  # the family; all keys as in a config.json
-        "hidden_size": 256,  # width
-        "intermediate_size": 544,  # width within the feed-forward layers
-        "num_hidden_layers": 8,  # layers
-        "num_attention_heads": 8,  # query heads
-        "num_key_value_heads": 4,  # key-value heads; fewer: each serves several queries
-        "head_dim": 32,  # width of a head
-        "max_position_embeddings": 1024,  # maximum tokens of a text
-        "tie_word_embeddings": True,  # whether embedding and output share their weights
-    })  # fmt: skip
+    config.data = ConfigDict(
+        {  # every token is trained on, see train_head_default.py
+            "text": "stdlib",  # the library's source; or files and folders, comma-separated
+            "tests_share": 0.25,  # of the standard library's own tests
+            "held_out_share": 0.02,  # of the files' documents; the library has held-out modules
+            "max_length": 0,  # longer documents of files are left out; 0: none, windows cut them
+        }
+    )
+    config.model = ConfigDict(
+        {
+            "model_type": "llama",  # the family; all keys as in a config.json
+            "hidden_size": 256,  # width
+            "intermediate_size": 544,  # width within the feed-forward layers
+            "num_hidden_layers": 8,  # layers
+            "num_attention_heads": 8,  # query heads
+            "num_key_value_heads": 4,  # key-value heads; fewer: each serves several queries
+            "head_dim": 32,  # width of a head
+            "max_position_embeddings": 1024,  # maximum tokens of a text
+            "tie_word_embeddings": True,  # whether embedding and output share their weights
+        }
+    )
     config.steps = 1400  # training steps of the whole run
     config.batch = 12  # windows of a step
     config.length = 256  # tokens of a window
     config.long_share = 0.12  # the last part of the run, on longer windows
     config.long_batch = 3  # windows of a step in that part
     config.long_length = 1024  # tokens of a window in that part
-    config.optimizer = ConfigDict({
-        "name": "muon",  # muon or adamw
-        "lr": 3e-3,  # peak rate of adamw, and in muon of what is no matrix
-        "matrix_lr": 0.02,  # peak rate of muon's matrices
-        "warmup": 60,  # updates of rising rates
-        "decay_share": 0.4,  # the last part of the run, with falling rates
-        "weight_decay": 0.0,  # share that an update takes off the weights, times the rate
-        "clip": 1.0,  # maximum norm of the gradient
-    })  # fmt: skip
+    config.optimizer = ConfigDict(
+        {
+            "name": "muon",  # muon or adamw
+            "lr": 3e-3,  # peak rate of adamw, and in muon of what is no matrix
+            "matrix_lr": 0.02,  # peak rate of muon's matrices
+            "warmup": 60,  # updates of rising rates
+            "decay_share": 0.4,  # the last part of the run, with falling rates
+            "weight_decay": 0.0,  # share that an update takes off the weights, times the rate
+            "clip": 1.0,  # maximum norm of the gradient
+        }
+    )
     config.eval_batch = 8  # held-out windows evaluated together
     config.eval_length = 512  # tokens of a held-out window
     config.eval_windows = 16  # during training; the final figures use all windows

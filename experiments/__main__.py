@@ -33,9 +33,7 @@ def experiments() -> Iterator[Experiment]:
         if path.stem.startswith("__"):
             continue
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        command = re.search(
-            rf"python -m experiments\.{path.stem}\b.*", re.sub(r"\\\n", "", text)
-        )
+        command = re.search(rf"python -m experiments\.{path.stem}\b.*", re.sub(r"\\\n", "", text))
         words = command[0].split() if command else []
         yield Experiment(path.stem, text.partition("\n")[0], " ".join(words))
 

@@ -46,9 +46,12 @@ from spec_jax.show.tables import Section, table
 
 
 def run(
-    config: ConfigDict, workdir: str | pathlib.Path | None = None,
-    parts: Sequence[str] | None = None, *, has_profile: bool = False,
-) -> dict:  # fmt: skip
+    config: ConfigDict,
+    workdir: str | pathlib.Path | None = None,
+    parts: Sequence[str] | None = None,
+    *,
+    has_profile: bool = False,
+) -> dict:
     """Runs parts and returns the record that report.json holds.
 
     Args:
@@ -141,14 +144,15 @@ def write(
 ) -> None:
     """Writes report.json and report.md."""
     text = report.document(
-        "Benchmark", record,
+        "Benchmark",
+        record,
         "Medians of interleaved repeats, with their quartiles; ratios are taken repeat by "
         "repeat. Greedy, float32, batch 1, without prefill, unless a line says otherwise.",
         table(HEADER, [line.cells() for line in lines], is_markdown=True),
         *(section.text(is_markdown=True) for section in sections),
         *([round_profile.LEGEND] if "profile" in record else []),
         *filter(None, ["\n".join(f"- {note}" for note in _notes(record))]),
-    )  # fmt: skip
+    )
     report.finish(folder, record, text)
 
 

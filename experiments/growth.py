@@ -39,9 +39,14 @@ RATES = (0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 def run(
-    workdir: str | pathlib.Path | None, target_name: str, draft_name: str, topology_name: str,
-    setting: Setting, num_draft: int, rate: float,
-) -> dict:  # fmt: skip
+    workdir: str | pathlib.Path | None,
+    target_name: str,
+    draft_name: str,
+    topology_name: str,
+    setting: Setting,
+    num_draft: int,
+    rate: float,
+) -> dict:
     """Counts and prints all tables; returns what report.json holds.
 
     Args:
@@ -76,10 +81,19 @@ def run(
             f"{base.memory.cache / 1e9:.1f} GB of caches"
         )
     folder = cli.open_workdir("growth", workdir)
-    head = report.begin("growth", folder, {
-        "target": target_name, "draft": draft_name, "topology": topology_name,
-        "batch": setting.batch, "context": setting.context, "k": num_draft, "rate": rate,
-    })  # fmt: skip
+    head = report.begin(
+        "growth",
+        folder,
+        {
+            "target": target_name,
+            "draft": draft_name,
+            "topology": topology_name,
+            "batch": setting.batch,
+            "context": setting.context,
+            "k": num_draft,
+            "rate": rate,
+        },
+    )
     setting, chip = base.setting, topology.chip
 
     def point(k: int, **changes: int) -> dict[str, Any]:
@@ -88,13 +102,20 @@ def run(
         found = predict(target, draft, k, tokens[k], chip, at)
         times = one.work.times_s(chip)
         return {
-            "k": k, "batch": at.batch, "context": at.context,
-            "plain_ms": found.plain_s * 1e3, "round_ms": found.round_s * 1e3,
-            "hbm_gb": one.work.hbm_bytes / 1e9, "gflop": one.work.flops / 1e9,
-            "link_mb": one.work.link_bytes / 1e6, "collectives": one.work.collectives,
-            "bound_by": max(times, key=times.get), "tokens": found.tokens, "tok_s": found.tok_s,
+            "k": k,
+            "batch": at.batch,
+            "context": at.context,
+            "plain_ms": found.plain_s * 1e3,
+            "round_ms": found.round_s * 1e3,
+            "hbm_gb": one.work.hbm_bytes / 1e9,
+            "gflop": one.work.flops / 1e9,
+            "link_mb": one.work.link_bytes / 1e6,
+            "collectives": one.work.collectives,
+            "bound_by": max(times, key=times.get),
+            "tokens": found.tokens,
+            "tok_s": found.tok_s,
             "speedup": found.speedup,
-        }  # fmt: skip
+        }
 
     grown = {
         "k": [point(k) for k in KS],
@@ -107,13 +128,20 @@ def run(
     chips = []
     for shape in chip.shapes:
         option = place(Topology.parse(f"{chip.name}:{shape}"), setting)
-        chips.append({
-            "topology": option.topology.name, "chips": option.topology.num_chips,
-            "mesh": option.setting.mesh, "gb_a_device": option.memory.total / 1e9,
-            "shortfall_gb": option.shortfall / 1e9, "k": option.prediction.num_draft,
-            "plain_ms": option.prediction.plain_s * 1e3, "speedup": option.prediction.speedup,
-            "row_tok_s": option.row_tok_s, "chip_tok_s": option.chip_tok_s,
-        })  # fmt: skip
+        chips.append(
+            {
+                "topology": option.topology.name,
+                "chips": option.topology.num_chips,
+                "mesh": option.setting.mesh,
+                "gb_a_device": option.memory.total / 1e9,
+                "shortfall_gb": option.shortfall / 1e9,
+                "k": option.prediction.num_draft,
+                "plain_ms": option.prediction.plain_s * 1e3,
+                "speedup": option.prediction.speedup,
+                "row_tok_s": option.row_tok_s,
+                "chip_tok_s": option.chip_tok_s,
+            }
+        )
     title = f"{said}: batch {setting.batch}, by chips (mesh and K are the fastest that fit)"
     sections.append(_chips(title, chips))
     frontier = []
@@ -126,10 +154,15 @@ def run(
     sections.append(_frontier(title, frontier))
     print("\n" + "\n\n".join(section.text() for section in sections))
     record = head | {
-        "target": target_name, "draft": draft_name, "topology": topology_name, "rate": rate,
-        "setting": dataclasses.asdict(setting), "grown": grown, "chips": chips,
+        "target": target_name,
+        "draft": draft_name,
+        "topology": topology_name,
+        "rate": rate,
+        "setting": dataclasses.asdict(setting),
+        "grown": grown,
+        "chips": chips,
         "frontier": frontier,
-    }  # fmt: skip
+    }
     blocks = (section.text(is_markdown=True) for section in sections)
     report.finish(folder, record, report.document("The floor of a round", record, *blocks))
     plots.plot_growth(folder / "growth.png", grown, chips)
@@ -154,36 +187,77 @@ def _stops(
 
 def _points(title: str, name: str, points: Sequence[dict]) -> Section:
     header = (
-        "K" if name == "k" else name, "plain ms", "round ms", "HBM GB", "GFLOP", "links MB",
-        "collectives", "bound by", "tokens", "tok/s", "speed-up",
-    )  # fmt: skip
+        "K" if name == "k" else name,
+        "plain ms",
+        "round ms",
+        "HBM GB",
+        "GFLOP",
+        "links MB",
+        "collectives",
+        "bound by",
+        "tokens",
+        "tok/s",
+        "speed-up",
+    )
     cells = [
-        (f"{p[name]:,}", f"{p['plain_ms']:.2f}", f"{p['round_ms']:.2f}", f"{p['hbm_gb']:.2f}",
-         f"{p['gflop']:,.0f}", f"{p['link_mb']:.1f}", str(p["collectives"]), p["bound_by"],
-         f"{p['tokens']:.2f}", f"{p['tok_s']:,.0f}", f"{p['speedup']:.2f}")
+        (
+            f"{p[name]:,}",
+            f"{p['plain_ms']:.2f}",
+            f"{p['round_ms']:.2f}",
+            f"{p['hbm_gb']:.2f}",
+            f"{p['gflop']:,.0f}",
+            f"{p['link_mb']:.1f}",
+            str(p["collectives"]),
+            p["bound_by"],
+            f"{p['tokens']:.2f}",
+            f"{p['tok_s']:,.0f}",
+            f"{p['speedup']:.2f}",
+        )
         for p in points
-    ]  # fmt: skip
+    ]
     return Section(title, header, cells, tuple(h for h in header if h != "bound by"))
 
 
 def _chips(title: str, chips: Sequence[dict]) -> Section:
-    header = ("topology", "chips", "mesh", "GB a device", "lacks GB", "plain ms", "K",
-              "speed-up", "tok/s a row", "tok/s a chip")  # fmt: skip
+    header = (
+        "topology",
+        "chips",
+        "mesh",
+        "GB a device",
+        "lacks GB",
+        "plain ms",
+        "K",
+        "speed-up",
+        "tok/s a row",
+        "tok/s a chip",
+    )
     cells = [
-        (c["topology"], str(c["chips"]), c["mesh"], f"{c['gb_a_device']:.1f}",
-         f"{c['shortfall_gb']:.1f}" if c["shortfall_gb"] else "–", f"{c['plain_ms']:.2f}",
-         str(c["k"]), f"{c['speedup']:.2f}", f"{c['row_tok_s']:,.0f}", f"{c['chip_tok_s']:,.0f}")
+        (
+            c["topology"],
+            str(c["chips"]),
+            c["mesh"],
+            f"{c['gb_a_device']:.1f}",
+            f"{c['shortfall_gb']:.1f}" if c["shortfall_gb"] else "–",
+            f"{c['plain_ms']:.2f}",
+            str(c["k"]),
+            f"{c['speedup']:.2f}",
+            f"{c['row_tok_s']:,.0f}",
+            f"{c['chip_tok_s']:,.0f}",
+        )
         for c in chips
-    ]  # fmt: skip
+    ]
     return Section(title, header, cells, [h for h in header if h not in ("topology", "mesh")])
 
 
 def _frontier(title: str, frontier: Sequence[dict]) -> Section:
     cells = [
-        (f"{f['context']:,}", f"{f['fits_to']:,}",
-         *(f"{stop:,}" if stop else "–" for stop in f["stops_at"].values()))
+        (
+            f"{f['context']:,}",
+            f"{f['fits_to']:,}",
+            *(f"{stop:,}" if stop else "–" for stop in f["stops_at"].values()),
+        )
         for f in frontier
-    ]  # fmt: skip
+    ]
     header = ("context", "fits to", *(f"rate {r:g}" for r in RATES))
     return Section(title, header, cells, header)
 
@@ -192,9 +266,8 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # shapes alone are looked at
     setting = Setting(batch=_BATCH.value, context=_CONTEXT.value)
     run(
-        _WORKDIR.value, _TARGET.value, _DRAFT.value, _TOPOLOGY.value, setting, _K.value,
-        _RATE.value,
-    )  # fmt: skip
+        _WORKDIR.value, _TARGET.value, _DRAFT.value, _TOPOLOGY.value, setting, _K.value, _RATE.value
+    )
 
 
 if __name__ == "__main__":

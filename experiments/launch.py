@@ -53,11 +53,16 @@ def launch(
     command += [f"--coordinator_address=127.0.0.1:{port}", f"--num_processes={processes}"]
     children = [
         subprocess.Popen(
-            [*command, f"--process_id={i}"], env=env, text=True, errors="replace",
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0,
+            [*command, f"--process_id={i}"],
+            env=env,
+            text=True,
+            errors="replace",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            process_group=0,
         )
         for i in range(processes)
-    ]  # fmt: skip
+    ]
     printing = threading.Lock()
     readers = [
         threading.Thread(target=_pass_on, args=(i, child, printing), daemon=True)
@@ -114,9 +119,10 @@ def _wait(children: Sequence[subprocess.Popen]) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Reads the command line and runs the experiment that it names."""
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.launch", description=__doc__,
+        prog="python -m experiments.launch",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("--processes", type=int, required=True, help="how many to start")
     parser.add_argument("--devices", type=int, help="CPU devices of each process")
     parser.add_argument("experiment", help="its module, such as experiments.decode")

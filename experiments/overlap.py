@@ -41,8 +41,13 @@ VOCAB_SIZE = 8
 
 
 def run(
-    workdir: str | pathlib.Path | None, draft_ms: float, verify_ms: float, k: int, num_tokens: int,
-    draft_mesh: str = "", target_mesh: str = "",
+    workdir: str | pathlib.Path | None,
+    draft_ms: float,
+    verify_ms: float,
+    k: int,
+    num_tokens: int,
+    draft_mesh: str = "",
+    target_mesh: str = "",
 ) -> dict:
     """Decodes one row overlapped and as usual; returns what was measured.
 
@@ -72,19 +77,37 @@ def run(
     usual = _ticks_ms(decoding, system, num_tokens)
     both, longer = k * draft_ms + verify_ms, max(k * draft_ms, verify_ms)
     record = {
-        "k": k, "draft_ms": k * draft_ms, "verify_ms": verify_ms, "longer_ms": longer,
-        "sum_ms": both, "tick_ms": overlapped, "round_ms": usual,
-        "tick_over_longer": overlapped / longer, "round_over_sum": usual / both,
+        "k": k,
+        "draft_ms": k * draft_ms,
+        "verify_ms": verify_ms,
+        "longer_ms": longer,
+        "sum_ms": both,
+        "tick_ms": overlapped,
+        "round_ms": usual,
+        "tick_over_longer": overlapped / longer,
+        "round_over_sum": usual / both,
         "draft_beside_verify": spread(beside(timeline)).median,
-        "draft_devices": num_devices(draft_mesh), "target_devices": num_devices(target_mesh),
-    }  # fmt: skip
+        "draft_devices": num_devices(draft_mesh),
+        "target_devices": num_devices(target_mesh),
+    }
     folder = cli.open_workdir("overlap", workdir)
-    head = report.begin("overlap", folder, {
-        "draft_ms": draft_ms, "verify_ms": verify_ms, "k": k, "tokens": num_tokens,
-        "draft_mesh": draft_mesh, "target_mesh": target_mesh,
-    })  # fmt: skip
-    shown = Section("Drafting beside verification", ("measured", "value"),
-                    [(name, f"{x:.3g}") for name, x in record.items()])  # fmt: skip
+    head = report.begin(
+        "overlap",
+        folder,
+        {
+            "draft_ms": draft_ms,
+            "verify_ms": verify_ms,
+            "k": k,
+            "tokens": num_tokens,
+            "draft_mesh": draft_mesh,
+            "target_mesh": target_mesh,
+        },
+    )
+    shown = Section(
+        "Drafting beside verification",
+        ("measured", "value"),
+        [(name, f"{x:.3g}") for name, x in record.items()],
+    )
     text = report.document("Overlap", head, shown.text(is_markdown=True))
     report.finish(folder, head | record, text)
     plots.plot_timeline(folder / "timeline.png", [s for s in timeline if s.tick >= 0])
@@ -122,8 +145,15 @@ def _ticks_ms(loop: ModuleType | Overlap, system: decoding.System, num_tokens: i
     one = lambda value: jnp.full((1,), value, jnp.int32)
     none = jnp.full((1, 1), -1, jnp.int32)
     state = loop.prefill(
-        params, jnp.ones((1, 2), jnp.int32), one(2), one(2 + 1 + num_tokens), none, sampler,
-        sampler, system=system, slots=num_tokens + system.lookahead_slots + 3,
+        params,
+        jnp.ones((1, 2), jnp.int32),
+        one(2),
+        one(2 + 1 + num_tokens),
+        none,
+        sampler,
+        sampler,
+        system=system,
+        slots=num_tokens + system.lookahead_slots + 3,
     )
     state, _ = loop.generate(params, state, one(0), jnp.int32(1), system=system)
     begin = time.perf_counter()
@@ -153,9 +183,14 @@ def main() -> None:
     number = num_devices(_DRAFT_MESH.value) + num_devices(_TARGET_MESH.value)
     jax.config.update("jax_num_cpu_devices", number)
     run(
-        _WORKDIR.value, _DRAFT_MS.value, _VERIFY_MS.value, _K.value, _TOKENS.value,
-        _DRAFT_MESH.value, _TARGET_MESH.value,
-    )  # fmt: skip
+        _WORKDIR.value,
+        _DRAFT_MS.value,
+        _VERIFY_MS.value,
+        _K.value,
+        _TOKENS.value,
+        _DRAFT_MESH.value,
+        _TARGET_MESH.value,
+    )
 
 
 if __name__ == "__main__":

@@ -45,9 +45,11 @@ from spec_jax.progress import Progress
 
 # Without a TPU, its library looks for one in the cloud, locks itself and writes pages of warnings.
 _LIBTPU = {
-    "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_STDERR_LOG_LEVEL": "3",
     "TPU_MIN_LOG_LEVEL": "3",
-}  # fmt: skip
+}
 
 
 def numbers(config: ConfigDict, name: str) -> list[int]:
@@ -106,10 +108,18 @@ def training_jobs(config: ConfigDict) -> Iterator[tuple[Topology, plan.TrainJob]
     for topology, batch, length in sizes:
         mesh = config.mesh or f"data:{topology.num_devices}"
         check_devices(topology, mesh)
-        yield topology, plan.TrainJob(
-            target=target, head=head, batch=batch, length=length, mesh=mesh, dtype=config.dtype,
-            is_fully_sharded=config.is_fully_sharded,
-        )  # fmt: skip
+        yield (
+            topology,
+            plan.TrainJob(
+                target=target,
+                head=head,
+                batch=batch,
+                length=length,
+                mesh=mesh,
+                dtype=config.dtype,
+                is_fully_sharded=config.is_fully_sharded,
+            ),
+        )
 
 
 def jobs(config: ConfigDict, acceptance: Acceptance) -> Iterator[tuple[Topology, plan.Job]]:
@@ -127,16 +137,21 @@ def jobs(config: ConfigDict, acceptance: Acceptance) -> Iterator[tuple[Topology,
         )
     tokens = acceptance.tokens(largest)
     sizes = itertools.product(
-        map(Topology.parse, config.topology.split(",")), numbers(config, "batch"),
+        map(Topology.parse, config.topology.split(",")),
+        numbers(config, "batch"),
         numbers(config, "slots"),
-    )  # fmt: skip
+    )
     for topology, batch, slots in sizes:
         job = plan.Job(
-            target=target, draft=draft, batch=batch, slots=slots, dtype=config.dtype,
+            target=target,
+            draft=draft,
+            batch=batch,
+            slots=slots,
+            dtype=config.dtype,
             mesh=config.mesh or f"data:1,tensor:{topology.num_devices}",
             sampler=SamplerConfig(temperature=config.temperature, top_k=config.top_k),
             is_draft_replicated=config.is_draft_replicated,
-        )  # fmt: skip
+        )
         if not config.mesh:
             found = choose.options(target, draft, tokens, topology, job.setting)
             if not found:
@@ -195,9 +210,11 @@ def run(config: ConfigDict, workdir: str | None = None) -> dict:
             bar.step(plan_report.line(cells[-1]))
             jax.clear_caches()
     result = head | {
-        "cells": cells, "acceptance": acceptance._asdict(),
-        "best": plan_report.best(cells), "peak_memory_bytes": memory.peak_bytes(),
-    }  # fmt: skip
+        "cells": cells,
+        "acceptance": acceptance._asdict(),
+        "best": plan_report.best(cells),
+        "peak_memory_bytes": memory.peak_bytes(),
+    }
     text = report.document("Plan", result, plan_report.text(result, is_markdown=True))
     report.finish(folder, result, text)
     print(plan_report.text(result))

@@ -69,9 +69,9 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
         print(f"{len(responses)} prompts are answered; {total} in all", flush=True)
         num_before, begin_s, stats, num_left_out = len(responses), time.monotonic(), Stats(), 0
         waiting: dict[int, list[int]] = {}
-        bar = stack.enter_context(Progress(
-            total, "prompts", num_done=num_before, every_s=config.log_every_s
-        ))  # fmt: skip
+        bar = stack.enter_context(
+            Progress(total, "prompts", num_done=num_before, every_s=config.log_every_s)
+        )
 
         def queued() -> Iterator[tuple[int, list[int]]]:
             nonlocal num_left_out
@@ -84,17 +84,25 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
                 yield index, ids
 
         queue = DecodeQueue(
-            decoder, queued(), batch=config.batch, max_prompt_tokens=config.max_prompt_tokens,
+            decoder,
+            queued(),
+            batch=config.batch,
+            max_prompt_tokens=config.max_prompt_tokens,
             max_new_tokens=config.max_new_tokens,
-        )  # fmt: skip
+        )
         for index, row in queue:
             sampler = sampler_of(decoder.target_sampler, index)
-            responses.append({
-                "index": index, "prompt_ids": waiting.pop(index),
-                "response_ids": list(row.tokens), "text": row.text,
-                "finish_reason": row.finish_reason, "temperature": sampler.temperature,
-                "seed": sampler.seed,
-            })  # fmt: skip
+            responses.append(
+                {
+                    "index": index,
+                    "prompt_ids": waiting.pop(index),
+                    "response_ids": list(row.tokens),
+                    "text": row.text,
+                    "finish_reason": row.finish_reason,
+                    "temperature": sampler.temperature,
+                    "seed": sampler.seed,
+                }
+            )
             stats += row.stats
             bar.step(
                 f"{stats.emitted / (time.monotonic() - begin_s):.0f} tok/s"
@@ -158,7 +166,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     _CONFIG, _WORKDIR = cli.define_flags(
-        regenerate_zoo,
-        "Folder of config, responses and report; continued if it has responses.",
-    )  # fmt: skip
+        regenerate_zoo, "Folder of config, responses and report; continued if it has responses."
+    )
     cli.run(main)

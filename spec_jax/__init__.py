@@ -1,12 +1,12 @@
 """Speculative decoding in JAX: lossless by proof, for TPU, GPU and CPU.
 
-    import spec_jax
+import spec_jax
 
-    target = spec_jax.load_model("zoo/target")
-    draft = spec_jax.load_model("zoo/draft")
-    config = spec_jax.SpeculativeConfig(num_speculative_tokens=4)
-    decoder = spec_jax.SpeculativeDecoder(target, draft, config)
-    print(decoder.generate("def binary_search(", max_new_tokens=64).text)
+target = spec_jax.load_model("zoo/target")
+draft = spec_jax.load_model("zoo/draft")
+config = spec_jax.SpeculativeConfig(num_speculative_tokens=4)
+decoder = spec_jax.SpeculativeDecoder(target, draft, config)
+print(decoder.generate("def binary_search(", max_new_tokens=64).text)
 """
 
 from __future__ import annotations
@@ -27,14 +27,7 @@ from spec_jax.engine.queue import DecodeQueue
 from spec_jax.engine.stats import Stats
 from spec_jax.engine.stream import Stream
 from spec_jax.errors import Cancelled, ModelNotLoaded
-from spec_jax.loading import (
-    LoadedHead,
-    LoadedModel,
-    load_draft,
-    load_head,
-    load_model,
-    load_mtp,
-)
+from spec_jax.loading import LoadedHead, LoadedModel, load_draft, load_head, load_model, load_mtp
 from spec_jax.meshes import make_mesh
 from spec_jax.version import __version__
 
@@ -44,21 +37,44 @@ if TYPE_CHECKING:
     from spec_jax.testing.certificate.certify import certify
 
 __all__ = [
-    "AsyncSpecConfig", "CancellationToken", "Cancelled", "DecodeQueue", "Fitted", "Generation",
-    "LoadedHead", "LoadedModel", "ModelNotLoaded", "Observer", "SamplerConfig", "SpeculativeConfig",
-    "SpeculativeDecoder", "Stats", "Stream", "__version__", "certify", "compare",
+    "AsyncSpecConfig",
+    "CancellationToken",
+    "Cancelled",
+    "DecodeQueue",
+    "Fitted",
+    "Generation",
+    "LoadedHead",
+    "LoadedModel",
+    "ModelNotLoaded",
+    "Observer",
+    "SamplerConfig",
+    "SpeculativeConfig",
+    "SpeculativeDecoder",
+    "Stats",
+    "Stream",
+    "__version__",
+    "certify",
+    "compare",
     "enable_compilation_cache",
-    "fit_head", "host_drafter", "load_draft", "load_head", "load_model", "load_mtp", "make_mesh",
+    "fit_head",
+    "host_drafter",
+    "load_draft",
+    "load_head",
+    "load_model",
+    "load_mtp",
+    "make_mesh",
     "new_head",
-]  # fmt: skip
+]
 
 
 # Imported when they are first used: they need scipy and optax, which are slow to import.
 _LATE = {
     "certify": "spec_jax.testing.certificate.certify",
-    "compare": "spec_jax.evaluation.compare", "Fitted": "spec_jax.fitting",
-    "fit_head": "spec_jax.fitting", "new_head": "spec_jax.fitting",
-}  # fmt: skip
+    "compare": "spec_jax.evaluation.compare",
+    "Fitted": "spec_jax.fitting",
+    "fit_head": "spec_jax.fitting",
+    "new_head": "spec_jax.fitting",
+}
 
 
 def __getattr__(name: str) -> Any:

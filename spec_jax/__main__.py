@@ -30,61 +30,100 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_generate(commands) -> None:
     command = commands.add_parser(
-        "generate", help="continue a prompt; the text streams to stdout, a summary to stderr",
+        "generate",
+        help="continue a prompt; the text streams to stdout, a summary to stderr",
         description="Continues a prompt. The text streams to stdout, a summary to stderr.",
-    )  # fmt: skip
+    )
     add = command.add_argument
     add("target", help="a zoo name, a directory or a hub id, such as zoo/target")
     add("prompt", help="a text, or - for stdin")
-    add("--draft", metavar="NAME", help="what drafts: a smaller model or a head of the target, by "
-        "name or directory; or ngram or suffix; default: nothing, plain decoding")  # fmt: skip
+    add(
+        "--draft",
+        metavar="NAME",
+        help="what drafts: a smaller model or a head of the target, by "
+        "name or directory; or ngram or suffix; default: nothing, plain decoding",
+    )
     add("--drafter", metavar="MODULE:MAKE", help="a drafter of your own, in place of --draft")
-    add("--rule", metavar="NAME", help="a rule's name, or MODULE:NAME of your own; default: greedy "
-        "at temperature 0, else residual for sampled drafts and match for others")  # fmt: skip
+    add(
+        "--rule",
+        metavar="NAME",
+        help="a rule's name, or MODULE:NAME of your own; default: greedy "
+        "at temperature 0, else residual for sampled drafts and match for others",
+    )
     add("--k", type=int, default=4, help="drafted tokens a round; default: %(default)s")
     limit = command.add_mutually_exclusive_group()
-    limit.add_argument("--max-new-tokens", type=int, metavar="N", help="of the output, at most; "
-        "default: 128")  # fmt: skip
-    limit.add_argument("--max-length", type=int, metavar="N", help="of prompt and output together, "
-        "at most")  # fmt: skip
+    limit.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help="of the output, at most; default: 128"
+    )
+    limit.add_argument(
+        "--max-length", type=int, metavar="N", help="of prompt and output together, at most"
+    )
     limit.add_argument("--max-tokens", help=argparse.SUPPRESS)  # refused, with both choices
-    add("--temperature", type=float, default=0.0, help="of target and draft; default: "
-        "%(default)s, greedy")  # fmt: skip
-    add("--top-p", type=float, default=1.0, help="sample among the likeliest tokens up to "
-        "this probability; default: %(default)s, all")  # fmt: skip
+    add(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="of target and draft; default: %(default)s, greedy",
+    )
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample among the likeliest tokens up to this probability; default: %(default)s, all",
+    )
     add("--seed", type=int, default=0, help="names the sample; default: %(default)s")
     add("--dtype", default="float32", help="of the weights in memory; default: %(default)s")
     add("--mesh", help="devices to run on together, such as data:2,tensor:4; default: one")
     add("--logprobs", action="store_true", help="print the log-probability of each token to stderr")
-    add("--chat", action="store_true", help="the prompt is a user's message, put into the target's "
-        "chat template")  # fmt: skip
+    add(
+        "--chat",
+        action="store_true",
+        help="the prompt is a user's message, put into the target's chat template",
+    )
     command.set_defaults(run=generate)
 
 
 def _add_certify(commands) -> None:
     command = commands.add_parser(
-        "certify", help="prove that a rule and a drafter leave the target's distribution as it is",
+        "certify",
+        help="prove that a rule and a drafter leave the target's distribution as it is",
         description="Proves by enumeration that a rule, with a drafter, emits exactly the target's "
         "distribution, and says what it did not prove.",
-    )  # fmt: skip
+    )
     add = command.add_argument
-    add("--rule", metavar="NAME", help="a rule's name, or MODULE:NAME of your own; default: the "
-        "usual rule of such drafts, residual")  # fmt: skip
-    add("--drafter", metavar="MODULE:MAKE", help="a drafter of your own: a Drafter, or a function "
-        "make(target); default: toy drafters")  # fmt: skip
+    add(
+        "--rule",
+        metavar="NAME",
+        help="a rule's name, or MODULE:NAME of your own; default: the "
+        "usual rule of such drafts, residual",
+    )
+    add(
+        "--drafter",
+        metavar="MODULE:MAKE",
+        help="a drafter of your own: a Drafter, or a function make(target); default: toy drafters",
+    )
     add("--seed", type=int, default=0, help="of the toy models; default: %(default)s")
-    add("--trials", type=int, default=4000, help="texts that the loop decodes for each setting; "
-        "default: %(default)s")  # fmt: skip
-    add("--has-memory", action="store_true", help="the drafter's state depends on more than the "
-        "text: do not compare it with the state after a prefill")  # fmt: skip
+    add(
+        "--trials",
+        type=int,
+        default=4000,
+        help="texts that the loop decodes for each setting; default: %(default)s",
+    )
+    add(
+        "--has-memory",
+        action="store_true",
+        help="the drafter's state depends on more than the "
+        "text: do not compare it with the state after a prefill",
+    )
     command.set_defaults(run=certify)
 
 
 def _add_inspect(commands) -> None:
     command = commands.add_parser(
-        "inspect", help="say what a checkpoint is, without reading its weights",
+        "inspect",
+        help="say what a checkpoint is, without reading its weights",
         description="Says what a checkpoint is, from its config and the headers of its weights.",
-    )  # fmt: skip
+    )
     command.add_argument("directory", help="a directory, a zoo name or a hub id")
     command.set_defaults(run=inspect)
 
@@ -109,11 +148,15 @@ def generate(args: argparse.Namespace) -> int:
         draft = spec_jax.load_draft(args.draft, target, args.dtype, mesh=args.mesh)
         config = spec_jax.SpeculativeConfig(draft.method, args.k)
     decoder = spec_jax.SpeculativeDecoder(
-        target, draft, config, drafter=args.drafter, rule=args.rule,
+        target,
+        draft,
+        config,
+        drafter=args.drafter,
+        rule=args.rule,
         target_sampler=spec_jax.SamplerConfig(
             temperature=args.temperature, top_p=args.top_p, seed=args.seed
         ),
-    )  # fmt: skip
+    )
     said = {"messages": [{"role": "user", "content": prompt}]} if args.chat else {"prompts": prompt}
     begin_s = time.monotonic()
     said |= {"max_new_tokens": args.max_new_tokens, "max_length": args.max_length}
@@ -129,8 +172,10 @@ def generate(args: argparse.Namespace) -> int:
             print(f"{raw:9.4f} {processed:9.4f}  {piece!r}", file=sys.stderr)
     drafts = ""
     if stats.drafted:
-        drafts = f"; {stats.tau:.2f} tokens a target pass, {stats.acceptance_rate:.0%} of drafts " \
-            f"accepted by {decoder.config.rejection_sampling_strategy}"  # fmt: skip
+        drafts = (
+            f"; {stats.tau:.2f} tokens a target pass, {stats.acceptance_rate:.0%} of drafts "
+            f"accepted by {decoder.config.rejection_sampling_strategy}"
+        )
     print(
         f"{stats.emitted} tokens in {time.monotonic() - begin_s:.1f} s, {stats.compile_s:.1f} s of "
         f"it compilation, ended by {row.finish_reason}{drafts}",
@@ -143,9 +188,15 @@ def certify(args: argparse.Namespace) -> int:
     """Prints a certificate; returns 1 if there is none."""
     testing = importlib.import_module("spec_jax.testing.certificate.certify")
     try:
-        print(testing.certify(
-            args.rule, args.drafter, trials=args.trials, seed=args.seed, has_memory=args.has_memory
-        ))  # fmt: skip
+        print(
+            testing.certify(
+                args.rule,
+                args.drafter,
+                trials=args.trials,
+                seed=args.seed,
+                has_memory=args.has_memory,
+            )
+        )
     except testing.CertificateError as error:
         print(getattr(error, "certificate", None) or error)
         return 1

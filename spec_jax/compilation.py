@@ -16,11 +16,13 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from spec_jax.progress import Notice
 
-_EVENTS = frozenset((
-    "/jax/core/compile/jaxpr_trace_duration",
-    "/jax/core/compile/jaxpr_to_mlir_module_duration",
-    "/jax/core/compile/backend_compile_duration",  # or reading from the compilation cache
-))  # fmt: skip
+_EVENTS = frozenset(
+    (
+        "/jax/core/compile/jaxpr_trace_duration",
+        "/jax/core/compile/jaxpr_to_mlir_module_duration",
+        "/jax/core/compile/backend_compile_duration",  # or reading from the compilation cache
+    )
+)
 _KEPT_OVER_S = 0.3  # programs that took longer to compile are kept on disk
 
 

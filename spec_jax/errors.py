@@ -10,11 +10,20 @@ import difflib
 from collections.abc import Iterable
 
 _SYNONYMS = (  # of other engines and of this package
-    ("num_speculative_tokens", "spec_k", "k", "num_draft", "num_draft_tokens",
-     "num_assistant_tokens"),
-    ("speculative_method", "method"), ("standalone", "draft_model"), ("ngram", "prompt_lookup"),
-    ("ngram_max", "prompt_lookup_max"), ("ngram_min", "prompt_lookup_min"),
-)  # fmt: skip
+    (
+        "num_speculative_tokens",
+        "spec_k",
+        "k",
+        "num_draft",
+        "num_draft_tokens",
+        "num_assistant_tokens",
+    ),
+    ("speculative_method", "method"),
+    ("standalone", "draft_model"),
+    ("ngram", "prompt_lookup"),
+    ("ngram_max", "prompt_lookup_max"),
+    ("ngram_min", "prompt_lookup_min"),
+)
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:

@@ -66,9 +66,14 @@ class Fitted(NamedTuple):
 
 
 def new_head(
-    target: LoadedModel, objective: str = "eagle3", text: Corpus | None = None, *,
-    is_warm_start: bool = True, seed: int = 0, **options: Any,
-) -> LoadedHead:  # fmt: skip
+    target: LoadedModel,
+    objective: str = "eagle3",
+    text: Corpus | None = None,
+    *,
+    is_warm_start: bool = True,
+    seed: int = 0,
+    **options: Any,
+) -> LoadedHead:
     """Returns an untrained head for a target.
 
     Args:
@@ -103,9 +108,13 @@ def new_head(
 
 
 def initializer(
-    kind: registry.DrafterKind, objective: Objective, config: registry.HeadConfig,
-    target: LoadedModel, constants: Mapping[str, jax.Array], is_warm_start: bool,
-) -> Callable[[jax.Array, Any], dict]:  # fmt: skip
+    kind: registry.DrafterKind,
+    objective: Objective,
+    config: registry.HeadConfig,
+    target: LoadedModel,
+    constants: Mapping[str, jax.Array],
+    is_warm_start: bool,
+) -> Callable[[jax.Array, Any], dict]:
     """Returns ``(key, target's params) -> params``, a new head's trained parameters in float32.
 
     Args:
@@ -127,12 +136,21 @@ def initializer(
 
 
 def fit_head(
-    target: LoadedModel, head: LoadedHead, text: Corpus, steps: int, *, batch: int = 4,
-    length: int = 130, objective: str | None = None, loss: Mapping[str, Any] | None = None,
-    optimizer: optax.GradientTransformation | None = None, seed: int = 0,
-    evaluate: Callable[[LoadedHead], Mapping[str, Any]] | None = None, eval_every: int = 0,
+    target: LoadedModel,
+    head: LoadedHead,
+    text: Corpus,
+    steps: int,
+    *,
+    batch: int = 4,
+    length: int = 130,
+    objective: str | None = None,
+    loss: Mapping[str, Any] | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    seed: int = 0,
+    evaluate: Callable[[LoadedHead], Mapping[str, Any]] | None = None,
+    eval_every: int = 0,
     has_progress: bool | None = None,
-) -> Fitted:  # fmt: skip
+) -> Fitted:
     """Trains a head for a target on a text; neither head nor target is changed.
 
     Args:
@@ -169,9 +187,15 @@ def fit_head(
     batches = window_batches([text], [1.0], seed=seed, batch=batch, length=length)
     if optimizer is None:
         optimizer = make_optimizer(
-            "muon", steps=steps, warmup=max(1, min(20, steps // 40)), decay_share=0.6,
-            lr=3e-3, matrix_lr=0.03, weight_decay=0.0, clip=0.5,
-        )  # fmt: skip
+            "muon",
+            steps=steps,
+            warmup=max(1, min(20, steps // 40)),
+            decay_share=0.6,
+            lr=3e-3,
+            matrix_lr=0.03,
+            weight_decay=0.0,
+            clip=0.5,
+        )
     # Copies: a step donates what it is given.
     trained, constants = objective.split(jax.tree.map(jnp.array, head.params))
     trained = jax.tree.map(lambda w: w.astype(jnp.float32), trained)

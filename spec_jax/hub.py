@@ -16,9 +16,13 @@ from spec_jax.models.shards import weight_files
 _log = logging.getLogger(__name__)
 _ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
 _COMMON = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-    "chat_template.jinja", "additional_chat_templates/*.jinja",
-)  # fmt: skip
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+)
 # Weights by preference: a single file, the index of several, and a pattern of them all.
 _WEIGHTS = (
     ("model.safetensors", "model.safetensors.index.json", "model*.safetensors"),
@@ -94,9 +98,7 @@ def directory_of(
     )
 
 
-def _is_whole(
-    directory: pathlib.Path, weights: tuple[str, str, str], refusals: list[str]
-) -> bool:
+def _is_whole(directory: pathlib.Path, weights: tuple[str, str, str], refusals: list[str]) -> bool:
     """Whether a directory of the hub's cache has config.json and all files of the weights.
 
     ``refusals`` gets the message about an index that is refused.

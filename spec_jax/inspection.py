@@ -23,11 +23,16 @@ from spec_jax.models.tensors import check_layers, open_tensors
 from spec_jax.models.tokenizer import Tokenizer
 
 _SHAPE = {  # keys of a config.json that say what a model is, and what they are called here
-    "num_hidden_layers": "layers", "hidden_size": "width", "num_attention_heads": "query heads",
-    "num_heads": "heads", "num_key_value_heads": "key-value heads",
-    "num_nextn_predict_layers": "MTP modules", "draft_vocab_size": "draft vocabulary",
-    "target_hidden_size": "target's width", "max_position_embeddings": "maximum length",
-}  # fmt: skip
+    "num_hidden_layers": "layers",
+    "hidden_size": "width",
+    "num_attention_heads": "query heads",
+    "num_heads": "heads",
+    "num_key_value_heads": "key-value heads",
+    "num_nextn_predict_layers": "MTP modules",
+    "draft_vocab_size": "draft vocabulary",
+    "target_hidden_size": "target's width",
+    "max_position_embeddings": "maximum length",
+}
 _PICKLES = "pytorch_model*.bin"
 
 
@@ -100,21 +105,31 @@ def inspect(name_or_path: str | pathlib.Path) -> Inspection:
     kept = {name: (shape, dtype) for name, (shape, dtype) in shapes.items() if is_float(dtype)}
     counted = sum(math.prod(shape) for shape, _ in kept.values())
     return Inspection(
-        str(name_or_path), directory, kind, counted if shapes else None,
+        str(name_or_path),
+        directory,
+        kind,
+        counted if shapes else None,
         dict(collections.Counter(dtype for _, dtype in shapes.values())),
-        sum(path.stat().st_size for path in files), facts, tuple(notes), refused,
+        sum(path.stat().st_size for path in files),
+        facts,
+        tuple(notes),
+        refused,
     )
 
 
 def _headers(directory: pathlib.Path) -> tuple[dict[str, tuple[tuple[int, ...], str]], list[str]]:
     """Returns shape and dtype of every safetensors tensor by name, and notes."""
-    is_whole = any((directory / name).exists() for name in
-                   ("model.safetensors", "model.safetensors.index.json"))  # fmt: skip
+    is_whole = any(
+        (directory / name).exists()
+        for name in ("model.safetensors", "model.safetensors.index.json")
+    )
     if not is_whole:
         pickles = sorted(path.name for path in directory.glob(_PICKLES))
         if pickles:
-            return {}, [f"the weights are files of torch ({', '.join(pickles[:3])}), which are "
-                        "loaded where torch is, and not counted here"]  # fmt: skip
+            return {}, [
+                f"the weights are files of torch ({', '.join(pickles[:3])}), which are "
+                "loaded where torch is, and not counted here"
+            ]
         why = foreign_files(directory).removeprefix(": ")
         return {}, [why or "there are no weights"]
     found = {}
@@ -131,7 +146,7 @@ def _headers(directory: pathlib.Path) -> tuple[dict[str, tuple[tuple[int, ...], 
 
 def _kind(
     directory: pathlib.Path, num_tensors: int, notes: list[str]
-) -> tuple[str, AnyConfig | None, str | None]:  # fmt: skip
+) -> tuple[str, AnyConfig | None, str | None]:
     """Returns what loads it, the config of a model, and why a model is refused."""
     try:
         kind = registry.detect(directory)
@@ -144,9 +159,7 @@ def _kind(
     return "model", *_read(directory, num_tensors)
 
 
-def _read(
-    directory: pathlib.Path, num_tensors: int = 0
-) -> tuple[AnyConfig | None, str | None]:
+def _read(directory: pathlib.Path, num_tensors: int = 0) -> tuple[AnyConfig | None, str | None]:
     """Returns the config of a model, or why it is refused: its family, its values."""
     try:
         config = read_config(directory)
@@ -185,8 +198,11 @@ def _tokens(tokenizer: Tokenizer, config: AnyConfig | None) -> dict[str, str]:
     ids, templates = tokenizer.num_ids, ", ".join(tokenizer.chat_templates)
     size = ids if config is None else config.vocab_size
     padding = f", {size - ids:,} of them padding" if size > ids else ""
-    return {"vocabulary": f"{size:,} ids{padding}", "tokenizer": f"yes, {ids:,} ids",
-            "chat template": f"yes ({templates})" if templates else "no"}  # fmt: skip
+    return {
+        "vocabulary": f"{size:,} ids{padding}",
+        "tokenizer": f"yes, {ids:,} ids",
+        "chat template": f"yes ({templates})" if templates else "no",
+    }
 
 
 def _compare(config: AnyConfig, shapes: Mapping[str, Any]) -> list[str]:
@@ -200,6 +216,8 @@ def _compare(config: AnyConfig, shapes: Mapping[str, Any]) -> list[str]:
     if missing:
         notes.append(f"tensors are missing, {len(missing)}: {some(missing)}")
     if others:
-        notes.append(f"tensors beside the {num_params(config):,} parameters that config.json asks "
-                     f"for, {len(others)}: {some(others)}")  # fmt: skip
+        notes.append(
+            f"tensors beside the {num_params(config):,} parameters that config.json asks "
+            f"for, {len(others)}: {some(others)}"
+        )
     return notes

@@ -26,12 +26,20 @@ from spec_jax.models import checkpoint, transformer
 from spec_jax.models.families import read_config
 from spec_jax.models.files import foreign_files, read_json
 from spec_jax.models.tokenizer import Tokenizer
-from spec_jax.sharding import SHARDED, Rules
+from spec_jax.sharding import SHARDED, AxisRules
 
 __all__ = [
-    "DTYPES", "LoadedHead", "LoadedModel", "check_loaded", "find_directory", "load_draft",
-    "load_head", "load_model", "load_mtp", "random_head",
-]  # fmt: skip
+    "DTYPES",
+    "LoadedHead",
+    "LoadedModel",
+    "check_loaded",
+    "find_directory",
+    "load_draft",
+    "load_head",
+    "load_model",
+    "load_mtp",
+    "random_head",
+]
 DTYPES = ("float32", "bfloat16", "float16")
 _log = logging.getLogger(__name__)
 _MAX_PADDING = 1024  # embeddings are padded to multiples of up to this number
@@ -58,8 +66,12 @@ def check_loaded(role: str, model: Any, kind: type | types.UnionType) -> None:
 
 
 def load_model(
-    name_or_path: str | pathlib.Path, dtype: DTypeLike = "float32", *, scan_layers: bool = False,
-    mesh: Mesh | str | None = None, rules: Rules = SHARDED,
+    name_or_path: str | pathlib.Path,
+    dtype: DTypeLike = "float32",
+    *,
+    scan_layers: bool = False,
+    mesh: Mesh | str | None = None,
+    axis_rules: AxisRules = SHARDED,
 ) -> LoadedModel:
     """Loads a model of the zoo, of a Hugging Face directory or of the Hugging Face hub.
 
@@ -72,17 +84,17 @@ def load_model(
         CPU.
       mesh: the devices to place the weights on. Each process reads what its own devices hold, part
         by part, and never has a whole tensor that is split. None: jax's default device.
-      rules: which dimensions are split over the mesh.
+      axis_rules: which dimensions are split over the mesh.
 
     Raises:
       WeightsError: there is no such model, or its files are damaged.
       ConfigError: weights cannot have this dtype, or the mesh does not divide the model's heads.
-    """  # fmt: skip
+    """
     directory, mesh = find_directory(name_or_path), to_mesh(mesh)
     dtype = _check_dtype(dtype)
     try:
         params, config = checkpoint.load_pretrained(
-            directory, dtype, scan_layers=scan_layers, mesh=mesh, rules=rules
+            directory, dtype, scan_layers=scan_layers, mesh=mesh, axis_rules=axis_rules
         )
     except (ConfigError, WeightsError) as error:
         _explain_a_draft(name_or_path, directory, error)
@@ -94,8 +106,10 @@ def load_model(
         _log.warning(
             "%s: stop tokens %s are not in its tokenizer.json, which has %d ids, so they are never "
             "emitted; add them there if the model was trained with them",
-            directory, unknown, num_tokens,
-        )  # fmt: skip
+            directory,
+            unknown,
+            num_tokens,
+        )
     return LoadedModel(
         name=str(name_or_path),
         model=transformer.model(config, num_tokens=num_tokens),
@@ -107,8 +121,13 @@ def load_model(
 
 
 def load_draft(
-    name_or_path: str | pathlib.Path, target: LoadedModel, dtype: DTypeLike | None = None, *,
-    method: str | None = None, mesh: Mesh | str | None = None, rules: Rules = SHARDED,
+    name_or_path: str | pathlib.Path,
+    target: LoadedModel,
+    dtype: DTypeLike | None = None,
+    *,
+    method: str | None = None,
+    mesh: Mesh | str | None = None,
+    axis_rules: AxisRules = SHARDED,
     **overrides: Any,
 ) -> LoadedModel | LoadedHead:
     """Loads whatever drafts for a target: a model, an EAGLE head, MTP modules, or a kind of yours.
@@ -122,7 +141,7 @@ def load_draft(
       dtype: the dtype of the weights in memory; by default the target's.
       method: the ``speculative_method`` that drafts with it; by default the kind is detected.
       mesh: the devices to place the weights on, see ``load_model``.
-      rules: which dimensions are split over the mesh; ``sharding.REPLICATED`` for none.
+      axis_rules: which dimensions are split over the mesh; ``sharding.REPLICATED`` for none.
       **overrides: what the checkpoint of a head leaves open, see ``load_head`` and ``load_mtp``.
 
     Raises:
@@ -130,7 +149,7 @@ def load_draft(
       ConfigError: it is for another target or of an unknown kind, the target has no config,
         weights cannot have this dtype, the mesh does not divide the draft's heads, or the name is
         that of a method that copies tokens.
-    """  # fmt: skip
+    """
     _check_has_config(target)
     asked = str(name_or_path) if method is None else method
     if METHODS.get(asked) and (method is not None or not pathlib.Path(name_or_path).is_dir()):
@@ -144,23 +163,22 @@ def load_draft(
     if kind.draft == "model":
         if overrides:
             raise ConfigError(f"{name_or_path} is a model; {', '.join(overrides)} is for heads")
-        model = load_model(name_or_path, dtype, mesh=mesh, rules=rules)
+        model = load_model(name_or_path, dtype, mesh=mesh, axis_rules=axis_rules)
         return dataclasses.replace(model, method=kind.name)
     if kind.read is None:
         raise ConfigError(f"method {kind.name!r} has no weights to load: its kind has no `read`")
     in_parts = mesh is not None and kind.reads_in_parts
-    where = {"mesh": mesh, "rules": rules} if in_parts else {}
+    where = {"mesh": mesh, "axis_rules": axis_rules} if in_parts else {}
     as_stated, notes = _with_stated_padding(directory, target)
     head = kind.read(directory, as_stated, dtype, **where, **overrides)
     head = dataclasses.replace(head, name=str(name_or_path), notes=(*notes, *head.notes))
     if as_stated is not target:
         head, in_parts = head.with_vocab(target.config.vocab_size), False
-    return head if mesh is None or in_parts else head.on_mesh(mesh, rules)
+    return head if mesh is None or in_parts else head.on_mesh(mesh, axis_rules)
 
 
 def load_head(
-    path: str | pathlib.Path, target: LoadedModel, dtype: DTypeLike | None = None,
-    **overrides: Any,
+    path: str | pathlib.Path, target: LoadedModel, dtype: DTypeLike | None = None, **overrides: Any
 ) -> LoadedHead:
     """Loads an EAGLE head in the format of EAGLE, SpecForge or vllm-project/speculators.
 
@@ -171,7 +189,8 @@ def load_head(
       dtype: the dtype of the weights in memory; by default the target's.
       **overrides: what the checkpoint leaves open or says wrongly, such as
         ``taps=(2, 16, 29)`` or ``norm_output=True``; see ``EagleConfig``. What was decided
-        without them is in the result's ``notes``. Also ``mesh`` and ``rules``, see ``load_draft``.
+        without them is in the result's ``notes``. Also ``mesh`` and ``axis_rules``, see
+        ``load_draft``.
 
     Raises:
       WeightsError: there is no such directory, or its files are damaged.
@@ -182,8 +201,7 @@ def load_head(
 
 
 def load_mtp(
-    path: str | pathlib.Path, target: LoadedModel, dtype: DTypeLike | None = None,
-    **overrides: Any,
+    path: str | pathlib.Path, target: LoadedModel, dtype: DTypeLike | None = None, **overrides: Any
 ) -> LoadedHead:
     """Loads the MTP modules of a DeepSeek-V3, Qwen3-Next or MiMo directory.
 
@@ -197,7 +215,7 @@ def load_mtp(
       dtype: the dtype of the weights in memory; by default the target's.
       **overrides: what the checkpoint leaves open, such as ``protocol="sequential"``; see
         ``MtpConfig``. What was decided without them is in the result's ``notes``. Also ``mesh``
-        and ``rules``, see ``load_draft``.
+        and ``axis_rules``, see ``load_draft``.
 
     Raises:
       WeightsError: there is no such directory, or its files are damaged.
@@ -279,9 +297,7 @@ def _with_stated_padding(
     return dataclasses.replace(target, config=config, params=params), (note,)
 
 
-def _explain_a_draft(
-    name: str | pathlib.Path, directory: pathlib.Path, error: Exception
-) -> None:
+def _explain_a_draft(name: str | pathlib.Path, directory: pathlib.Path, error: Exception) -> None:
     """Raises a WeightsError where a directory that does not load as a model holds a draft."""
     with contextlib.suppress(ConfigError, WeightsError):
         if isinstance(error, ConfigError) and read_config(directory):

@@ -53,10 +53,9 @@ def make_mesh(sizes: str | Mapping[str, int], devices: Sequence[Any] | None = No
     count, said = math.prod(shape), ",".join(f"{n}:{s}" for n, s in sizes.items())
     if count > len(devices):
         platform = devices[0].platform
-        hint = (
-            f"; to try it on a CPU, set XLA_FLAGS=--xla_force_host_platform_device_count={count} "
-            "before Python starts"
-        ) if platform == "cpu" else ""
+        flag = f"--xla_force_host_platform_device_count={count}"
+        hint = f"; to try it on a CPU, set XLA_FLAGS={flag} before Python starts"
+        hint = hint if platform == "cpu" else ""
         raise ConfigError(
             f"mesh {said} needs {count} devices; jax sees {len(devices)} ({platform}){hint}"
         )

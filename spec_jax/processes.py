@@ -54,9 +54,11 @@ def is_writer() -> bool:
 
 
 def start(
-    coordinator_address: str | None = None, num_processes: int | None = None,
-    process_id: int | None = None, timeout_s: int = 300,
-) -> None:  # fmt: skip
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    timeout_s: int = 300,
+) -> None:
     """Joins the other processes. Called once, before jax touches a device.
 
     Without arguments the cluster is detected: Cloud TPU, Slurm, Kubernetes, Open MPI.
@@ -82,9 +84,11 @@ def start(
     jax.config.update("jax_enable_preemption_service", False)  # SIGTERM stays with the program
     try:
         jax.distributed.initialize(
-            *given, initialization_timeout=timeout_s, heartbeat_timeout_seconds=RUNTIME_SILENT_S,
+            *given,
+            initialization_timeout=timeout_s,
+            heartbeat_timeout_seconds=RUNTIME_SILENT_S,
             cluster_detection_method="deactivate" if is_explicit else None,
-        )  # fmt: skip
+        )
     except Exception as error:  # jax and the runtime raise of many kinds
         raise ConfigError(
             f"jax.distributed did not start: {' '.join(str(error).split())[:300]}; it detects "
@@ -244,8 +248,12 @@ class _Watch:
             elif now - since > SILENT_S:
                 self._silent.add(name)
                 _, host, pid = json.loads(text)
-                self._say(name, f"no sign of life for {SILENT_S:.0f} s (pid {pid} on {host}): it "
-                          "was killed, or its machine is gone", 1)  # fmt: skip
+                self._say(
+                    name,
+                    f"no sign of life for {SILENT_S:.0f} s (pid {pid} on {host}): it "
+                    "was killed, or its machine is gone",
+                    1,
+                )
 
     def _stopped(self) -> dict[int, tuple[str, int]]:
         found = {int(k): tuple(json.loads(v)) for k, v in _read("stopped").items()}

@@ -85,9 +85,14 @@ class Progress:
     _bars: ClassVar[list[Progress]] = []  # those on the screen, the outermost first
 
     def __init__(
-        self, total: int, what: str, *, num_done: int = 0, every_s: float = 0.0,
+        self,
+        total: int,
+        what: str,
+        *,
+        num_done: int = 0,
+        every_s: float = 0.0,
         delay_s: float = 0.0,
-    ):  # fmt: skip
+    ):
         # tqdm hides bars in the last line of a terminal, also of one that has no other.
         look = {"disable": None, "nrows": max(_size(sys.stderr)[1], 3)}
         if in_notebook():  # each bar is an output of its own, so all are at the top

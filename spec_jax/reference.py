@@ -101,9 +101,7 @@ def draw(probs: np.ndarray, uniform: float) -> int:
     return int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
 
 
-def accept(
-    proposal: DraftProposal, scores: TargetScores, uniforms: np.ndarray
-) -> tuple[int, int]:
+def accept(proposal: DraftProposal, scores: TargetScores, uniforms: np.ndarray) -> tuple[int, int]:
     """Decides how many of n drafts are accepted, and which token comes after them.
 
     Args:
@@ -254,8 +252,9 @@ class SpeculativeMetrics:
 def _check(proposal: DraftProposal, scores: TargetScores) -> None:
     n = len(proposal.tokens)
     for kind, rows, height in (
-        (ErrorKind.SCORES, scores.logprobs, n + 1), (ErrorKind.PROPOSAL, proposal.logprobs, n),
-    ):  # fmt: skip
+        (ErrorKind.SCORES, scores.logprobs, n + 1),
+        (ErrorKind.PROPOSAL, proposal.logprobs, n),
+    ):
         if np.ndim(rows) != 2 or len(rows) != height:
             raise SpeculativeError(
                 kind, f"logprobs has shape {np.shape(rows)}; expected ({height}, V)"
@@ -349,14 +348,21 @@ class _Loaded:
             raise SpeculativeError(
                 ErrorKind.LENGTH,
                 f"{len(everything)} tokens are more than the {limit} of {self.loaded.name}",
-            )  # fmt: skip
+            )
         padded = jnp.asarray(everything + (0,) * (-len(everything) % 32), jnp.int32)  # few shapes
         logits = np.asarray(_logits(self.loaded.params, padded, model=self.loaded.model))
-        return TargetScores(_log(np.stack([
-            reference_distribution(logits[n - 1], self.sampler, everything[:start],
-                                   everything[start:n])
-            for n in range(len(prefix), len(everything) + 1)
-        ])))  # fmt: skip
+        return TargetScores(
+            _log(
+                np.stack(
+                    [
+                        reference_distribution(
+                            logits[n - 1], self.sampler, everything[:start], everything[start:n]
+                        )
+                        for n in range(len(prefix), len(everything) + 1)
+                    ]
+                )
+            )
+        )
 
 
 def as_target(

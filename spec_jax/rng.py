@@ -36,9 +36,12 @@ def pack(stream: Stream, node: jax.Array | int | None) -> jax.Array:
 
 
 def keys(
-    seed: jax.Array, stream: Stream, position: jax.Array, node: jax.Array | int | None = None,
+    seed: jax.Array,
+    stream: Stream,
+    position: jax.Array,
+    node: jax.Array | int | None = None,
     learned: jax.Array | None = None,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Returns one key a row, by one block of threefry.
 
     Seed, stream and node are the words of the block's key and the position its counter, so no

@@ -103,8 +103,10 @@ class Source(enum.IntEnum):
 
 
 _FEATURES = {
-    "temperature": "a temperature", "filters": "filters (top_k, top_p, min_p)",
-    "penalties": "penalties", "logit_bias": "a logit bias",
+    "temperature": "a temperature",
+    "filters": "filters (top_k, top_p, min_p)",
+    "penalties": "penalties",
+    "logit_bias": "a logit bias",
 }
 
 
@@ -118,9 +120,7 @@ class Counts:
     def add(self, tokens: jax.Array, is_new: jax.Array) -> Counts:
         """Counts the tokens i32[B,T] where ``is_new`` bool[B,T]."""
         add = lambda output, at, new: output.at[at].add(new)
-        return self.replace(
-            output=jax.vmap(add)(self.output, tokens, is_new.astype(jnp.int32))
-        )
+        return self.replace(output=jax.vmap(add)(self.output, tokens, is_new.astype(jnp.int32)))
 
 
 def init_counts(
@@ -175,10 +175,7 @@ def highest_temperature(configs: Samplers) -> float:
 
 
 def make_sampler(
-    configs: Samplers,
-    batch: int,
-    vocab_size: int,
-    seeds: Sequence[int] | jax.Array | None = None,
+    configs: Samplers, batch: int, vocab_size: int, seeds: Sequence[int] | jax.Array | None = None
 ) -> Sampler:
     """Lays configs out as arrays.
 
@@ -292,8 +289,9 @@ def _process(logits, sampler, counts, drafted, is_before, *, is_argmax):
         return x
     point = lambda: jnp.where(
         jnp.arange(x.shape[-1]) == argmax(x)[..., None],
-        jnp.where(jnp.isfinite(x), 0.0, x), -jnp.inf,
-    )  # fmt: skip
+        jnp.where(jnp.isfinite(x), 0.0, x),
+        -jnp.inf,
+    )
     if sampler.temperature is None:
         return point()
     is_greedy = sampler.is_greedy

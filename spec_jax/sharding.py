@@ -1,7 +1,7 @@
 """Where arrays lie on a mesh of devices.
 
-Dimensions have logical names ("batch", "heads", "vocab"), and ``Rules`` say which axis of the mesh
-each of them is split over. Weights declare their names in ``ParamSpec.axes``, states in a method
+Dimensions have logical names ("batch", "heads", "vocab"), and ``AxisRules`` say which axis of the
+mesh each of them is split over. Weights declare their names in ``ParamSpec.axes``, states in a method
 ``axes``. A dimension that the mesh does not divide is left whole, and so is every dimension that
 has no rule; where an array lies never changes a value.
 
@@ -25,9 +25,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spec_jax.errors import ConfigError, ShapeError
 
-Rules = Mapping[str, str]
+AxisRules = Mapping[str, str]
 
-SHARDED: Rules = {
+SHARDED: AxisRules = {
     "batch": "data",
     "heads": "tensor",
     "kv_heads": "tensor",
@@ -40,40 +40,40 @@ SHARDED: Rules = {
 }
 """Rows over "data", the width of every layer over "tensor"."""
 
-REPLICATED: Rules = {"batch": "data"}
+REPLICATED: AxisRules = {"batch": "data"}
 """Rows over "data" and everything else whole: for drafts too small to be worth splitting."""
 
-FULLY_SHARDED: Rules = {**SHARDED, "embed": "data"}
+FULLY_SHARDED: AxisRules = {**SHARDED, "embed": "data"}
 """For weights and optimizer states in training: the model's width also over "data"."""
 
 _log = logging.getLogger(__name__)
-_rules = contextvars.ContextVar("rules", default=SHARDED)
+_rules = contextvars.ContextVar("axis_rules", default=SHARDED)
 
 
 @contextlib.contextmanager
-def use_rules(rules: Rules) -> Iterator[None]:
-    """Applies other rules than ``SHARDED`` to what is traced inside."""
-    token = _rules.set(rules)
+def use_axis_rules(axis_rules: AxisRules) -> Iterator[None]:
+    """Applies other axis_rules than ``SHARDED`` to what is traced inside."""
+    token = _rules.set(axis_rules)
     try:
         yield
     finally:
         _rules.reset(token)
 
 
-def check_divides(owner: str, counts: Mapping[str, int], mesh: Mesh, rules: Rules) -> None:
+def check_divides(owner: str, counts: Mapping[str, int], mesh: Mesh, axis_rules: AxisRules) -> None:
     """Checks that a mesh divides the query heads and the state heads of a model.
 
     Args:
       owner: the model's name.
       counts: the numbers of heads by logical axis.
       mesh: the devices.
-      rules: which dimensions are split.
+      axis_rules: which dimensions are split.
 
     Raises:
       ConfigError: it does not divide them. (Key-value heads are then kept whole.)
     """
     for name, count in counts.items():
-        over = rules.get(name)
+        over = axis_rules.get(name)
         size = mesh.shape.get(over, 1)
         if count % size and name != "kv_heads":
             fit = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
@@ -85,38 +85,46 @@ def check_divides(owner: str, counts: Mapping[str, int], mesh: Mesh, rules: Rule
 
 
 def kept_whole(
-    owner: str, table: Mapping[str, Any], mesh: Mesh, rules: Rules, counts: Mapping[str, int]
+    owner: str,
+    table: Mapping[str, Any],
+    mesh: Mesh,
+    axis_rules: AxisRules,
+    counts: Mapping[str, int],
 ) -> list[str]:
-    """Returns a sentence for each size that rules would split and the mesh does not divide.
+    """Returns a sentence for each size that axis_rules would split and the mesh does not divide.
 
     Args:
       owner: the model's name.
       table: of ``ParamSpec``, by name, or of such tables.
       mesh: the devices.
-      rules: which dimensions are split.
+      axis_rules: which dimensions are split.
       counts: of logical axes that hold whole units, see ``spec``.
     """
     said: dict[str, None] = {}
     for entry in table.values():
         if not hasattr(entry, "axes"):
-            said |= dict.fromkeys(kept_whole(owner, entry, mesh, rules, counts))
+            said |= dict.fromkeys(kept_whole(owner, entry, mesh, axis_rules, counts))
             continue
         for name, size in zip(entry.axes, entry.shape):
-            lines = _whole(name, counts.get(name, size), mesh, rules)
+            lines = _whole(name, counts.get(name, size), mesh, axis_rules)
             said |= dict.fromkeys(f"{owner}: {line}" for line in lines)
     return [*said]
 
 
 def log_whole(
-    owner: str, table: Mapping[str, Any], mesh: Mesh, rules: Rules, counts: Mapping[str, int]
+    owner: str,
+    table: Mapping[str, Any],
+    mesh: Mesh,
+    axis_rules: AxisRules,
+    counts: Mapping[str, int],
 ) -> None:
     """Logs ``kept_whole``, each sentence once."""
-    for line in kept_whole(owner, table, mesh, rules, counts):
+    for line in kept_whole(owner, table, mesh, axis_rules, counts):
         log_once(line)
 
 
-def _whole(name: str, size: int, mesh: Mesh, rules: Rules) -> list[str]:
-    over = rules.get(name)
+def _whole(name: str, size: int, mesh: Mesh, axis_rules: AxisRules) -> list[str]:
+    over = axis_rules.get(name)
     if size % mesh.shape.get(over, 1) == 0:
         return []
     return [
@@ -143,24 +151,27 @@ def ambient() -> Any | None:
 
 
 def spec(
-    axes: Sequence[str | None], shape: Sequence[int], mesh: Any, rules: Rules | None = None,
+    axes: Sequence[str | None],
+    shape: Sequence[int],
+    mesh: Any,
+    axis_rules: AxisRules | None = None,
     counts: Mapping[str, int] | None = None,
-) -> PartitionSpec:  # fmt: skip
+) -> PartitionSpec:
     """Returns how an array is split.
 
     Args:
       axes: the logical name of each dimension; None and missing ones at the end are whole.
       shape: of the array.
       mesh: whose axes it is split over.
-      rules: by default those of ``use_rules``.
+      axis_rules: by default those of ``use_axis_rules``.
       counts: of logical axes that hold whole units, such as heads: the number that has to divide
         in place of the dimension's size.
     """
-    rules = _rules.get() if rules is None else rules
+    axis_rules = _rules.get() if axis_rules is None else axis_rules
     used: set[str] = set()
 
     def split(name, size):
-        over = rules.get(name)
+        over = axis_rules.get(name)
         size = size if counts is None else counts.get(name, size)
         if over in used or over not in mesh.shape or size % mesh.shape[over]:
             return None
@@ -171,11 +182,14 @@ def spec(
 
 
 def named(
-    axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh, rules: Rules | None = None,
+    axes: Sequence[str | None],
+    shape: Sequence[int],
+    mesh: Mesh,
+    axis_rules: AxisRules | None = None,
     counts: Mapping[str, int] | None = None,
-) -> NamedSharding:  # fmt: skip
+) -> NamedSharding:
     """Returns ``spec`` as a sharding over the mesh."""
-    return NamedSharding(mesh, spec(axes, shape, mesh, rules, counts))
+    return NamedSharding(mesh, spec(axes, shape, mesh, axis_rules, counts))
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
@@ -192,7 +206,7 @@ def gather_width(weight: jax.Array, *axes: str | None) -> jax.Array:
     """Gathers a weight whose width is split over the data axis, as in ``FULLY_SHARDED``.
 
     Its gradient is split as the weight was. For weights that are not used in a matrix product, such
-    as the embedding. Under other rules it is the identity.
+    as the embedding. Under other axis_rules it is the identity.
 
     Args:
       weight: the weight.
@@ -216,22 +230,23 @@ def gather_rows(x: jax.Array) -> jax.Array:
     if mesh is None:
         return x
     (rows,) = spec(("batch",), x.shape[:1], mesh)
-    matrix = jax.lax.with_sharding_constraint(
-        x.reshape(-1, x.shape[-1]), PartitionSpec(rows, None)
-    )
+    matrix = jax.lax.with_sharding_constraint(x.reshape(-1, x.shape[-1]), PartitionSpec(rows, None))
     return matrix.reshape(x.shape)
 
 
 def shardings(
-    table: Mapping[str, Any], mesh: Mesh, rules: Rules | None = None,
+    table: Mapping[str, Any],
+    mesh: Mesh,
+    axis_rules: AxisRules | None = None,
     counts: Mapping[str, int] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Returns the shardings of the weights of a table of ``ParamSpec``, nested as the table is."""
     return {
-        name: named(entry.axes, entry.shape, mesh, rules, counts)
-        if hasattr(entry, "axes") else shardings(entry, mesh, rules, counts)
+        name: named(entry.axes, entry.shape, mesh, axis_rules, counts)
+        if hasattr(entry, "axes")
+        else shardings(entry, mesh, axis_rules, counts)
         for name, entry in table.items()
-    }  # fmt: skip
+    }
 
 
 def keep_layout(x: jax.Array) -> jax.Array:
@@ -297,9 +312,7 @@ def replicate(tree: Any) -> Any:
     return jax.tree.map(constrain, tree)
 
 
-def by_shard(
-    function: Callable[..., Any], in_axes: Any, out_axes: Any
-) -> Callable[..., Any]:
+def by_shard(function: Callable[..., Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:
     """Returns a function that runs on each device with the device's own part of the arrays.
 
     Without a mesh it is the function itself.

@@ -23,8 +23,11 @@ def comment_of(lines: list[str], first: int, last: int) -> str:
             break
         above.insert(0, line.strip().lstrip("# "))
     code = "\n".join(lines[first - 1 : last]).strip()
-    found = [t.string for t in tokenize.generate_tokens(io.StringIO(code).readline)
-             if t.type == tokenize.COMMENT]  # fmt: skip
+    found = [
+        t.string
+        for t in tokenize.generate_tokens(io.StringIO(code).readline)
+        if t.type == tokenize.COMMENT
+    ]
     after = [x.lstrip("# ") for x in found if not x.startswith("# fmt:")]
     # The shape stands after the assignment and comes first.
     return ". ".join(filter(None, (" ".join(after).rstrip("."), " ".join(above))))
@@ -39,9 +42,13 @@ class Comments(griffe.Extension):
         fields = {
             name: _said(field)
             for name, field in cls.members.items()
-            if field.is_attribute and not field.is_alias and "property" not in field.labels
-            and field.annotation and field.docstring is None and not name.startswith("_")
-        }  # fmt: skip
+            if field.is_attribute
+            and not field.is_alias
+            and "property" not in field.labels
+            and field.annotation
+            and field.docstring is None
+            and not name.startswith("_")
+        }
         lines = [f"  {name}: {comment}" for name, comment in fields.items() if comment]
         if lines and "Attributes:" not in text:
             if cls.docstring is None:

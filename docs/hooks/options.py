@@ -127,16 +127,22 @@ def page(name: str, said: Help) -> str:
     if not said.flags:  # its parser is argparse's
         return "\n".join([*lines, f"```text\n{said.text}```"])
     lines.append(prose(said.text.partition("\nFlags, with their values by default:")[0]))
-    lines += ["\n## Flags\n", _table(("flag", "default", "meaning"), [
-        (f"--{flag}", value, _sentence(text)) for flag, value, text in said.flags
-    ])]  # fmt: skip
+    lines += [
+        "\n## Flags\n",
+        _table(
+            ("flag", "default", "meaning"),
+            [(f"--{flag}", value, _sentence(text)) for flag, value, text in said.flags],
+        ),
+    ]
     if said.config is None:
         return "\n".join(lines)
     default = _keys(said.config)
     lines += [
         f"\n## Config `{said.config.relative_to(ROOT)}`\n",
-        prose(config_help.docstring(said.config)), "\n### Keys\n", _sections(default, "####"),
-    ]  # fmt: skip
+        prose(config_help.docstring(said.config)),
+        "\n### Keys\n",
+        _sections(default, "####"),
+    ]
     for path in _others(name, said.config):
         rows = {k: row for k, row in _keys(path).items() if row[:2] != default.get(k, ("",))[:2]}
         lines += [f"\n## Config `{path.relative_to(ROOT)}`\n", prose(config_help.docstring(path))]

@@ -57,8 +57,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     shown = (f.src_uri for f in files.documentation_pages() if not f.inclusion.is_not_in_nav())
     config.nav = links.complete(config.nav, shown)
 
-    texts = [(f"docs/{f.src_uri}", f.content_string) for f in files.documentation_pages()
-             if f.src_uri not in _origins and f.src_uri.endswith(".md")]  # fmt: skip
+    texts = [
+        (f"docs/{f.src_uri}", f.content_string)
+        for f in files.documentation_pages()
+        if f.src_uri not in _origins and f.src_uri.endswith(".md")
+    ]
     texts += [(origin, _read(origin)) for origin in ("README.md", "CHANGELOG.md", "WORKSPACE.md")]
     sources = {path for origin, text in texts for path in links.found(text, origin)}
     for path in sorted(sources):

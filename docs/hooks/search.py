@@ -11,8 +11,10 @@ PAGES: dict[str, dict[str, Any]] = {
     "changelog.md": {"exclude": True},
     "decisions.md": {"exclude": True},
     **dict.fromkeys(
-        (f"decisions/{room}.md" for room in
-         "core engine models devices training evaluation project".split()),
+        (
+            f"decisions/{room}.md"
+            for room in "core engine models devices training evaluation project".split()
+        ),
         {"exclude": True},
     ),
 }

@@ -53,10 +53,11 @@ def coined(drafter: Drafter) -> Drafter:
 
     inner = lambda function: lambda params, *args: function(params["draft"], *args)
     return drafter._replace(
-        propose=propose, window=CATCH_UP,
+        propose=propose,
+        window=CATCH_UP,
         **{n: inner(getattr(drafter, n)) for n in ("init", "prefill", "commit")},
         catch_up=drafter.catch_up._replace(run=inner(drafter.catch_up.run)),
-    )  # fmt: skip
+    )
 
 
 class Case(NamedTuple):
@@ -163,21 +164,26 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
         for batch in config.batches:
             prompts = tokens.integers(target.model.vocab_size, size=(batch, config.prompt_tokens))
             case = Case(
-                target, draft, system, prompts.tolist(), config.slots, config.rounds,
+                target,
+                draft,
+                system,
+                prompts.tolist(),
+                config.slots,
+                config.rounds,
                 AdaptiveState(config.buckets),
             )
             found = [_measure_rate(case, rate, config, bar.step) for rate in config.rates]
             (costs,) = case.adaptive.costs.values()
             batches[batch] = {
-                "round_ms": costs.round_ms, "replay_ms": costs.catch_up_ms, "rates": found,
+                "round_ms": costs.round_ms,
+                "replay_ms": costs.catch_up_ms,
+                "rates": found,
             }
             lines += _lines(batch, found, bars)
     return Result(lines, {"weights": "random", "batches": batches})
 
 
-def _measure_rate(
-    case: Case, rate: float, config: ConfigDict, say: Callable[[str], None]
-) -> dict:
+def _measure_rate(case: Case, rate: float, config: ConfigDict, say: Callable[[str], None]) -> dict:
     """Returns the ratios of one rate, by repeat."""
     state, max_k = case.start(), max(config.buckets)
     case.adaptive.tuner = Tuner.fresh(max_k)
@@ -198,12 +204,14 @@ def _measure_rate(
     clock = times[None] / emitted
     fixed = times[best] / (case.rounds * tokens[best])
     return {
-        "rate": rate, "best_k": best, "plans": plans,
+        "rate": rate,
+        "best_k": best,
+        "plans": plans,
         "priced / plain": (priced / per_token[0]).tolist(),
         "best fixed / priced": (per_token[best] / priced).tolist(),
         "clock / plain": (clock / (times[0] / case.rounds)).tolist(),
         "clock / best fixed": (clock / fixed).tolist(),
-    }  # fmt: skip
+    }
 
 
 def _lines(batch: int, found: Sequence[dict], bars) -> list[Line]:

@@ -10,13 +10,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from experiments.benchmarks.loops import GenerateTimer, rest_timer, some_parents, start
-from experiments.benchmarks.shapes import (
-    check_slots,
-    facts,
-    listed,
-    random_model,
-    random_prompt,
-)
+from experiments.benchmarks.shapes import check_slots, facts, listed, random_model, random_prompt
 from experiments.benchmarks.table import Line, Result
 from experiments.run import cli
 from spec_jax.config import SpeculativeConfig
@@ -125,20 +119,28 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
         makers |= case_makers(case, head, prompt, config.slots, has_parts=has_parts)
     _, times = measure_all("heads", makers, config.repeats)
     median = lambda case, what: float(np.median(times[case.name, what]))
-    return Result(_lines(times, chain, trees, bars, config.k), {
-        "target": facts(target, config.target), "weights": "random",
-        "tree_sizes": [n + 1 for n in sizes],
-        "round_ms": [median(case, "round") for case in trees],
-        "verify_ms": [median(case, "verify") for case in trees],
-        "chain_round_ms": median(chain, "round"),
-        "plain_ms": float(np.median(times[plain])), "times_ms": listed(times),
-    })  # fmt: skip
+    return Result(
+        _lines(times, chain, trees, bars, config.k),
+        {
+            "target": facts(target, config.target),
+            "weights": "random",
+            "tree_sizes": [n + 1 for n in sizes],
+            "round_ms": [median(case, "round") for case in trees],
+            "verify_ms": [median(case, "verify") for case in trees],
+            "chain_round_ms": median(chain, "round"),
+            "plain_ms": float(np.median(times[plain])),
+            "times_ms": listed(times),
+        },
+    )
 
 
 def _lines(
-    times: Mapping[tuple[str, str], np.ndarray], chain: Case, trees: Sequence[Case],
-    bars: ConfigDict, k: int,
-) -> list[Line]:  # fmt: skip
+    times: Mapping[tuple[str, str], np.ndarray],
+    chain: Case,
+    trees: Sequence[Case],
+    bars: ConfigDict,
+    k: int,
+) -> list[Line]:
     plain_ms, lines = times["plain", "pass"], []
     size = trees[-1].decoder.system().num_draft + 1
     for case, label, bar in (
@@ -151,12 +153,16 @@ def _lines(
             "out: the first draft's scores, growing the tree, moving the path"
         )
         lines += [
-            Line(f"{label} / sum of its parts", own["round"] / parts_ms(own, case.counts), bar=bar,
-                 note=note),
+            Line(
+                f"{label} / sum of its parts",
+                own["round"] / parts_ms(own, case.counts),
+                bar=bar,
+                note=note,
+            ),
             Line(f"{label} / plain pass", own["round"] / plain_ms),
             Line(f"{label}, one head pass", own["level"], "ms"),
             *(Line(f"{label}, {part}", own[part], "ms") for part in ("refresh", "verify", "rest")),
-        ]  # fmt: skip
+        ]
     for case in (chain, *trees):
         lines.append(Line(f"round, {case.name}", times[case.name, "round"], "ms"))
     return [*lines, Line("plain pass of one token", plain_ms, "ms")]

@@ -72,9 +72,7 @@ def _is_in_panels(x):
     return isinstance(x, InPanels)
 
 
-def present(
-    params: Params, dtype: str, tokens: int, table: Sequence[Panels] = layout.TABLE
-) -> str:
+def present(params: Params, dtype: str, tokens: int, table: Sequence[Panels] = layout.TABLE) -> str:
     """Returns the layout that a table chooses; ``OWN`` if none of those compared is the same.
 
     Args:

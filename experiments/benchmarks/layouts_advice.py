@@ -59,9 +59,11 @@ def recommend(times: Times, choice: str) -> str:
 
 
 def lines_for(
-    wanted: Mapping[int, str | None], dtype: str, is_large: bool,
+    wanted: Mapping[int, str | None],
+    dtype: str,
+    is_large: bool,
     table: Sequence[Panels] = layout.TABLE,
-) -> list[Panels]:  # fmt: skip
+) -> list[Panels]:
     """Returns the lines that a table should have for one dtype and size of matrices.
 
     Args:
@@ -103,9 +105,12 @@ def as_text(line: Panels) -> str:
 
 
 def advice(
-    title: str, dtype: str, again: Mapping[int, Times], choices: Mapping[int, str],
+    title: str,
+    dtype: str,
+    again: Mapping[int, Times],
+    choices: Mapping[int, str],
     sizes: Sequence[bool],
-) -> str:  # fmt: skip
+) -> str:
     """Returns what to use on this machine, with lines for the table where it has something else.
 
     Args:
@@ -146,9 +151,7 @@ def tokens_text(n: int) -> str:
     return f"{n} {'token' if n == 1 else 'tokens'}"
 
 
-def case_lines(
-    title: str, times: Mapping[int, Times], choices: Mapping[int, str]
-) -> list[Line]:
+def case_lines(title: str, times: Mapping[int, Times], choices: Mapping[int, str]) -> list[Line]:
     """Returns a line for each number of tokens: the table's choice over the fastest layout."""
     lines = []
     for n, choice in choices.items():
@@ -170,6 +173,8 @@ def section(title: str, times: Mapping[int, Times], choices: Mapping[int, str]) 
     rows = dict.fromkeys(name for n in times for name in times[n])
     header = ["layout", *map(str, times)]
     return Section(
-        f"{title}: ms of a pass by its tokens; * is the table's choice", header,
-        [[name, *(cell(n, name) for n in times)] for name in rows], header[1:],
-    )  # fmt: skip
+        f"{title}: ms of a pass by its tokens; * is the table's choice",
+        header,
+        [[name, *(cell(n, name) for n in times)] for name in rows],
+        header[1:],
+    )

@@ -37,7 +37,11 @@ def cast(tree, dtype):
 
 
 def start(
-    system: System, params, prompts: Sequence[Sequence[int]], slots: int, max_new_tokens: int,
+    system: System,
+    params,
+    prompts: Sequence[Sequence[int]],
+    slots: int,
+    max_new_tokens: int,
     stop_tokens: Sequence[int] = (),
 ) -> DecodeState:
     """Prefills one batch of prompts for greedy decoding with any K.
@@ -49,7 +53,7 @@ def start(
       slots: S, enough for prompt, output and the last window.
       max_new_tokens: New tokens of every row.
       stop_tokens: The tokens that end a row.
-    """  # fmt: skip
+    """
     lengths = np.asarray([len(p) for p in prompts], np.int32)
     width = min(slots, max(16, 1 << (int(lengths.max()) - 1).bit_length()))
     tokens = np.zeros((len(prompts), width), np.int32)
@@ -58,8 +62,15 @@ def start(
     stops = np.tile(np.asarray([*stop_tokens, -1], np.int32), (len(prompts), 1))
     sampler = make_sampler(SamplerConfig(), len(prompts), system.target.vocab_size)
     state = decoding.prefill(
-        params, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(lengths + max_new_tokens),
-        jnp.asarray(stops), sampler, sampler, system=system, slots=slots,
+        params,
+        jnp.asarray(tokens),
+        jnp.asarray(lengths),
+        jnp.asarray(lengths + max_new_tokens),
+        jnp.asarray(stops),
+        sampler,
+        sampler,
+        system=system,
+        slots=slots,
     )
     return jax.block_until_ready(state)
 
@@ -73,9 +84,14 @@ class GenerateTimer:
     """
 
     def __init__(
-        self, system: System, params, states: Sequence[DecodeState], *,
-        max_rounds: int = _NO_LIMIT, unit: str = "token",
-    ):  # fmt: skip
+        self,
+        system: System,
+        params,
+        states: Sequence[DecodeState],
+        *,
+        max_rounds: int = _NO_LIMIT,
+        unit: str = "token",
+    ):
         """Compiles and runs once.
 
         Args:
@@ -106,9 +122,7 @@ class GenerateTimer:
             for row, (first, end) in enumerate(zip(final.prompt_length, chunk.total)):
                 kept = slice(int(first), int(end))
                 self.tokens.append(tokens[row, kept].tolist())
-                rows.append(
-                    row_stats(kind[row, kept], offered[row, kept], self._system.depth)
-                )
+                rows.append(row_stats(kind[row, kept], offered[row, kept], self._system.depth))
         self.stats = functools.reduce(operator.add, rows, Stats())
         if self._is_round and num_rounds == 0:
             raise ValueError("no round was run: the states have no room for one")
@@ -182,7 +196,11 @@ class PlainTimer:
             carry = jax.block_until_ready(jax.tree.map(jnp.copy, (tokens, cache, total)))
             begin = time.perf_counter()
             out, _, end = _plain(
-                self._params, *carry, s.limit, s.stop_tokens, model=self._model,
+                self._params,
+                *carry,
+                s.limit,
+                s.stop_tokens,
+                model=self._model,
                 padding=self._padding,
             )
             jax.block_until_ready((out, end))

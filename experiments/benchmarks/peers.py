@@ -61,10 +61,12 @@ def cells(ks: Sequence[int], has_head: bool) -> list[Cell]:
     """Returns everything that is timed, of both sides."""
     ours = ("ngram", "standalone", *(["head"] if has_head else []))
     return [
-        Cell(OURS, "plain"), Cell(THEIRS, "plain"), Cell(THEIRS, "assisted", None),
+        Cell(OURS, "plain"),
+        Cell(THEIRS, "plain"),
+        Cell(THEIRS, "assisted", None),
         *(Cell(OURS, method, k) for k in ks for method in ours),
         *(Cell(THEIRS, method, k) for k in ks for method in ("lookup", "assisted")),
-    ]  # fmt: skip
+    ]
 
 
 class Command(NamedTuple):
@@ -108,9 +110,11 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     if not found:
         return Result([], {}, notes)
     return Result(
-        lines_of(found, head, config.bars.peers), record_of(found, head),
-        [*notes, *about(found)], sections_of(found, head),
-    )  # fmt: skip
+        lines_of(found, head, config.bars.peers),
+        record_of(found, head),
+        [*notes, *about(found)],
+        sections_of(found, head),
+    )
 
 
 class _LeftOut(Exception):
@@ -137,8 +141,11 @@ def _measure_dtype(config: ConfigDict, setup: dict, prompts, notes: list[str]) -
                     command.arguments, setup, cwd=cli.ROOT, environment=command.environment
                 )
             except (WorkerError, RefusedError) as error:
-                raise _LeftOut(f"the comparison with {THEIRS} was left out: {side} does not "
-                               f"start ({error}); {_REMEDY}", is_final=True) from error  # fmt: skip
+                raise _LeftOut(
+                    f"the comparison with {THEIRS} was left out: {side} does not "
+                    f"start ({error}); {_REMEDY}",
+                    is_final=True,
+                ) from error
         for cell in cells(config.peers.ks, bool(config.peers.head)):
             try:
                 timers[cell] = _Timer(workers[cell.side], cell, prompts, config.zoo.new_tokens)
@@ -153,14 +160,16 @@ def _measure_dtype(config: ConfigDict, setup: dict, prompts, notes: list[str]) -
         _, times = measure_all(f"peers, {dtype}", makers, config.peers.repeats)
         of = lambda name: {cell: getattr(timer, name) for cell, timer in timers.items()}
         return Measured(
-            {cell: times[label(cell)] for cell in timers}, of("tokens"), of("tau"), of("first_s"),
+            {cell: times[label(cell)] for cell in timers},
+            of("tokens"),
+            of("tau"),
+            of("first_s"),
             {side: worker.peak_bytes for side, worker in workers.items()},
             workers[OURS].facts | workers[THEIRS].facts,
-        )  # fmt: skip
+        )
     except (WorkerError, RefusedError) as error:  # refused in a later repeat
         raise _LeftOut(
-            f"the comparison with {THEIRS} in {dtype} was left out: {error}",
-            is_final=False,
+            f"the comparison with {THEIRS} in {dtype} was left out: {error}", is_final=False
         ) from error
     finally:
         for worker in workers.values():
@@ -179,9 +188,13 @@ class _Timer:
     def __init__(self, worker: Worker, cell: Cell, prompts, new_tokens: int):
         self._worker = worker
         self._request = {
-            "method": cell.method, "k": cell.k, "prompts": prompts, "max_new_tokens": new_tokens,
-            "ngram_max": _NGRAM_MAX, "is_counted": False,
-        }  # fmt: skip
+            "method": cell.method,
+            "k": cell.k,
+            "prompts": prompts,
+            "max_new_tokens": new_tokens,
+            "ngram_max": _NGRAM_MAX,
+            "is_counted": False,
+        }
         first = worker.ask(self._request | {"is_counted": True})
         self.tokens, self.tau, self.first_s = (first[n] for n in ("tokens", "tau", "seconds"))
 

@@ -116,25 +116,41 @@ def lines_of(found: Mapping[str, Measured], head: str, bar: float) -> list[Line]
             ratio = measured.ratio(cell, cell.peer)
             if ratio is not None:
                 same = measured.same_rows(cell, cell.peer)
-                lines.append(Line(
-                    f"{cell.label(head)} / {cell.peer.label(head)}, {dtype}", ratio,
-                    bar=bar if cell.method in _BARRED else None, is_upper=False,
-                    note=f"tokens a second, prefill included; {same} of {rows} rows identical",
-                ))  # fmt: skip
+                lines.append(
+                    Line(
+                        f"{cell.label(head)} / {cell.peer.label(head)}, {dtype}",
+                        ratio,
+                        bar=bar if cell.method in _BARRED else None,
+                        is_upper=False,
+                        note=f"tokens a second, prefill included; {same} of {rows} rows identical",
+                    )
+                )
         ours, theirs = measured.best(OURS), measured.best(THEIRS)
-        lines.append(Line(
-            f"fastest of {OURS} / fastest of {THEIRS}, {dtype}", measured.ratio(ours, theirs),
-            note=f"{ours.label(head)} / {theirs.label(head)}",
-        ))  # fmt: skip
+        lines.append(
+            Line(
+                f"fastest of {OURS} / fastest of {THEIRS}, {dtype}",
+                measured.ratio(ours, theirs),
+                note=f"{ours.label(head)} / {theirs.label(head)}",
+            )
+        )
     return lines
 
 
 def sections_of(found: Mapping[str, Measured], head: str) -> list[Section]:
     """Returns a table of the systems, and one of their processes."""
     header = (
-        "dtype", "system", "method", "K", "tokens/s", "x own plain", "tau", "x peer",
-        "rows as own plain", "rows as peer", "first run, s",
-    )  # fmt: skip
+        "dtype",
+        "system",
+        "method",
+        "K",
+        "tokens/s",
+        "x own plain",
+        "tau",
+        "x peer",
+        "rows as own plain",
+        "rows as peer",
+        "first run, s",
+    )
     median = lambda values: "" if values is None else f"{spread(values).median:.2f}"
     rows = []
     for dtype, measured in found.items():
@@ -143,18 +159,26 @@ def sections_of(found: Mapping[str, Measured], head: str) -> list[Section]:
             count = lambda n: "" if n is None else f"{n}{of}"
             tau = measured.tau[cell]
             is_plain = cell == cell.plain
-            rows.append([
-                dtype, cell.side, cell.name(head), cell.k_text,
-                f"{1e3 / spread(measured.ms[cell]).median:.0f}",
-                "" if is_plain else median(measured.ratio(cell, cell.plain)),
-                "" if tau is None else f"{tau:.2f}", median(measured.ratio(cell, cell.peer)),
-                "" if is_plain else count(measured.same_rows(cell, cell.plain)),
-                count(measured.same_rows(cell, cell.peer)), f"{measured.first_s[cell]:.1f}",
-            ])  # fmt: skip
+            rows.append(
+                [
+                    dtype,
+                    cell.side,
+                    cell.name(head),
+                    cell.k_text,
+                    f"{1e3 / spread(measured.ms[cell]).median:.0f}",
+                    "" if is_plain else median(measured.ratio(cell, cell.plain)),
+                    "" if tau is None else f"{tau:.2f}",
+                    median(measured.ratio(cell, cell.peer)),
+                    "" if is_plain else count(measured.same_rows(cell, cell.plain)),
+                    count(measured.same_rows(cell, cell.peer)),
+                    f"{measured.first_s[cell]:.1f}",
+                ]
+            )
     processes = [
         [dtype, side, "" if peak is None else f"{peak / 1e6:.0f}"]
-        for dtype, measured in found.items() for side, peak in measured.peak_bytes.items()
-    ]  # fmt: skip
+        for dtype, measured in found.items()
+        for side, peak in measured.peak_bytes.items()
+    ]
     return [
         Section("Peers", header, rows, _NUMBERS),
         Section("Peers' processes", ("dtype", "system", "peak memory, MB"), processes, _NUMBERS),
@@ -172,7 +196,8 @@ def record_of(found: Mapping[str, Measured], head: str) -> dict[str, Any]:
     """Returns what report.json keeps, by dtype."""
     return {
         dtype: {
-            "versions": dict(measured.facts), "peak_bytes": dict(measured.peak_bytes),
+            "versions": dict(measured.facts),
+            "peak_bytes": dict(measured.peak_bytes),
             "rows": len(next(iter(measured.tokens.values()))),
             "times_ms": listed({c.label(head): ms for c, ms in measured.ms.items()}),
             "tau": {c.label(head): tau for c, tau in measured.tau.items()},

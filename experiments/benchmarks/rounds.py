@@ -128,9 +128,14 @@ class Rounds(NamedTuple):
 
     @classmethod
     def of(
-        cls, target: LoadedModel, draft: LoadedModel | LoadedHead, config: SpeculativeConfig,
-        prompt: Sequence[int], slots: int, dtype: str = "float32",
-    ) -> Rounds:  # fmt: skip
+        cls,
+        target: LoadedModel,
+        draft: LoadedModel | LoadedHead,
+        config: SpeculativeConfig,
+        prompt: Sequence[int],
+        slots: int,
+        dtype: str = "float32",
+    ) -> Rounds:
         """Returns greedy rounds after a prompt.
 
         Args:
@@ -186,8 +191,12 @@ def predict(times: Mapping[str, np.ndarray], stats: Stats, num_draft: int) -> np
 
 
 def round_lines(
-    times: Mapping[str, np.ndarray], stats: Stats, rounds: Rounds, bars: ConfigDict,
-    plain_variant: str, verify_bar: float | None = None,
+    times: Mapping[str, np.ndarray],
+    stats: Stats,
+    rounds: Rounds,
+    bars: ConfigDict,
+    plain_variant: str,
+    verify_bar: float | None = None,
 ) -> list[Line]:
     """Returns the lines of a method's round.
 
@@ -199,7 +208,7 @@ def round_lines(
       bars: ``round``, ``predicted``, and ``draft`` for a draft model.
       plain_variant: The name of the fastest plain loop.
       verify_bar: The bar of the verify pass, or None.
-    """  # fmt: skip
+    """
     K = rounds.system.num_draft
     measured, predicted = times["plain"] / times["speculative"], predict(times, stats, K)
     rates = ", ".join(f"{r:.2f}" for r in stats.acceptance_by_position)
@@ -208,32 +217,36 @@ def round_lines(
     return [
         Line(
             f"{of}: verify pass of {K + 1} tokens / pass of one",
-            times["verify"] / times["target"], bar=verify_bar,
+            times["verify"] / times["target"],
+            bar=verify_bar,
         ),
         Line(
-            f"{of}: a drafted token / pass of one", drafting / K / times["target"],
+            f"{of}: a drafted token / pass of one",
+            drafting / K / times["target"],
             bar=bars.draft if isinstance(rounds.draft, LoadedModel) else None,
             note="what drafting adds to a loop of verify passes",
         ),
         Line(
-            f"{of}: round / sum of its parts", times["round"] / parts_ms(times), bar=bars.round,
+            f"{of}: round / sum of its parts",
+            times["round"] / parts_ms(times),
+            bar=bars.round,
             note="its passes in a loop of their own, and the rest",
         ),
         Line(
-            f"{of}: speed-up", measured,
+            f"{of}: speed-up",
+            measured,
             note=f"over {plain_variant}; tau {stats.tau:.2f}, accepted {rates}",
         ),
         Line(f"{of}: predicted speed-up", predicted, note="from acceptance and the parts"),
         Line(
-            f"{of}: measured / predicted", measured / predicted, bar=bars.predicted,
-            is_upper=False,
+            f"{of}: measured / predicted", measured / predicted, bar=bars.predicted, is_upper=False
         ),
         Line(f"{of}: pass of one token", times["target"], "ms"),
         Line(f"{of}: pass of {K + 1} tokens", times["verify"], "ms"),
         Line(f"{of}: all passes of a round", times["passes"], "ms"),
         Line(f"{of}: rest of a round", times["rest"], "ms", note="noise, rule, limits, commit"),
         Line(f"{of}: round", times["round"], "ms"),
-    ]  # fmt: skip
+    ]
 
 
 def plain_lines(
@@ -249,11 +262,12 @@ def plain_lines(
     return [
         *(
             Line(
-                f"decoding.generate at K=0 / fastest plain loop, {dtype}", ratio,
+                f"decoding.generate at K=0 / fastest plain loop, {dtype}",
+                ratio,
                 bar=bars.no_draft,
                 note="what one program for everything costs where nothing is drafted",
             )
             for dtype, ratio in no_draft.items()
         ),
         *(Line(f"plain loop, {name}", ms, "ms") for name, ms in times.items()),
-    ]  # fmt: skip
+    ]

@@ -47,9 +47,10 @@ def random_prompt(target: LoadedModel, config: ConfigDict) -> list[int]:
 def synthetic_chain(k: int, rate: float) -> SpeculativeConfig:
     """Returns the config of a chain whose every position is accepted at one rate."""
     return SpeculativeConfig(
-        num_speculative_tokens=k, rejection_sampling_strategy="synthetic",
+        num_speculative_tokens=k,
+        rejection_sampling_strategy="synthetic",
         synthetic_conditional_rates=(rate,) * k,
-    )  # fmt: skip
+    )
 
 
 def check_slots(config: ConfigDict, part: str, need: int, what: str = "rounds") -> None:

@@ -53,24 +53,35 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
         return GenerateTimer(system, params, [state], max_rounds=ROUNDS, unit="round")
 
     passes = lambda width: pass_timer(target.model, target.decoding_params(width), width, slots, 1)
-    timers, times = measure_all("states", {
-        "target": lambda: passes(1),
-        "verify": lambda: passes(K + 1),
-        "rest": lambda: rest_timer(system, slots),
-        "round": lambda: rounds(system),
-        "N=1": lambda: rounds(SpeculativeDecoder(target).system()),
-    }, config.repeats)  # fmt: skip
+    timers, times = measure_all(
+        "states",
+        {
+            "target": lambda: passes(1),
+            "verify": lambda: passes(K + 1),
+            "rest": lambda: rest_timer(system, slots),
+            "round": lambda: rounds(system),
+            "N=1": lambda: rounds(SpeculativeDecoder(target).system()),
+        },
+        config.repeats,
+    )
     rest = times["round"] - times["rest"]
     lines = [
         Line(
-            f"round, K={K}, free drafts / verify pass alone", times["round"] / times["verify"],
-            bar=bars.replay, note="verify, replay of the accepted inputs, rest of the round",
+            f"round, K={K}, free drafts / verify pass alone",
+            times["round"] / times["verify"],
+            bar=bars.replay,
+            note="verify, replay of the accepted inputs, rest of the round",
         ),
         Line("the same without the rest of the round", rest / times["verify"]),
         Line(f"verify pass of {K + 1} tokens / pass of one", times["verify"] / times["target"]),
         Line("round at N=1 / pass of one", times["N=1"] / times["target"]),
-    ]  # fmt: skip
-    return Result(lines, {
-        "target": facts(target, config.target), "weights": "random",
-        "stats": timers["round"].stats.to_dict(), "times_ms": listed(times),
-    })  # fmt: skip
+    ]
+    return Result(
+        lines,
+        {
+            "target": facts(target, config.target),
+            "weights": "random",
+            "stats": timers["round"].stats.to_dict(),
+            "times_ms": listed(times),
+        },
+    )

@@ -44,9 +44,12 @@ def _drain_async(stream) -> int:
 
 
 def timer(
-    decoder: SpeculativeDecoder, prompt: list[int], new_tokens: int, *,
+    decoder: SpeculativeDecoder,
+    prompt: list[int],
+    new_tokens: int,
+    *,
     drain: Callable[..., int] | None = None,
-) -> Timer:  # fmt: skip
+) -> Timer:
     """Returns the timer of whole generations, in milliseconds per token, without prefill.
 
     Args:
@@ -84,21 +87,29 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     speculative = synthetic_chain(config.k, config.conditional_rate)
     decoder = SpeculativeDecoder(target, draft, speculative)
     make = functools.partial(timer, decoder, random_prompt(target, config), config.new_tokens)
-    _, times = measure_all("streaming", {
-        "whole": make,
-        "stream": functools.partial(make, drain=_drain),
-        "async": functools.partial(make, drain=_drain_async),
-    }, config.repeats)  # fmt: skip
+    _, times = measure_all(
+        "streaming",
+        {
+            "whole": make,
+            "stream": functools.partial(make, drain=_drain),
+            "async": functools.partial(make, drain=_drain_async),
+        },
+        config.repeats,
+    )
     stats, name = decoder.stats, "for piece in stream / one uninterrupted loop"
     lines = [
         Line(
-            name, times["stream"] / times["whole"], bar=bars.streaming,
+            name,
+            times["stream"] / times["whole"],
+            bar=bars.streaming,
             note=f"K={config.k}, tau {stats.tau:.2f}; text handed out after every round",
         ),
         Line(
-            f"async {name}", times["async"] / times["whole"], bar=bars.streaming,
+            f"async {name}",
+            times["async"] / times["whole"],
+            bar=bars.streaming,
             note="the same, through an event loop and the decoder's thread",
         ),
         Line("one uninterrupted loop", times["whole"], "ms", note="per token"),
-    ]  # fmt: skip
+    ]
     return Result(lines, {"stats": stats.to_dict(), "times_ms": listed(times)})

@@ -66,16 +66,25 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
         for s in (rounds.system, plain_system)
     )
     num_bytes = {dtype: _bytes_read(pair.params(1, dtype)["target"]) for dtype in DTYPES}
-    timers, times = measure_all("llama110m", {
-        **{f"plain {d}": functools.partial(plain_timer, pair, plain_states, v)
-           for d, v in fastest_in.items()},
-        **{f"plain K=0 {d}": functools.partial(
-            generate_timer, plain_system, pair.params(1, d), plain_states, d
-        ) for d in DTYPES},
-        **{f"weights {d}": functools.partial(read_timer, n) for d, n in num_bytes.items()},
-        "speculative": lambda: GenerateTimer(rounds.system, rounds.params, states),
-        **rounds.makers(),
-    }, config.repeats)  # fmt: skip
+    timers, times = measure_all(
+        "llama110m",
+        {
+            **{
+                f"plain {d}": functools.partial(plain_timer, pair, plain_states, v)
+                for d, v in fastest_in.items()
+            },
+            **{
+                f"plain K=0 {d}": functools.partial(
+                    generate_timer, plain_system, pair.params(1, d), plain_states, d
+                )
+                for d in DTYPES
+            },
+            **{f"weights {d}": functools.partial(read_timer, n) for d, n in num_bytes.items()},
+            "speculative": lambda: GenerateTimer(rounds.system, rounds.params, states),
+            **rounds.makers(),
+        },
+        config.repeats,
+    )
     stats, dtype = timers["speculative"].stats, PLAIN[variant].dtype
     times["plain"] = times[f"plain {dtype}"]
     lines = [
@@ -83,7 +92,8 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
         *(
             Line(
                 f"plain decoding in {d} / reading the weights once",
-                times[f"plain {d}"] / times[f"weights {d}"], bar=bars.memory,
+                times[f"plain {d}"] / times[f"weights {d}"],
+                bar=bars.memory,
                 note=f"{fastest_in[d]}; {num_bytes[d] / 1e6:.0f} MB at "
                 f"{num_bytes[d] / 1e6 / np.median(times[f'weights {d}']):.0f} GB/s",
             )
@@ -92,8 +102,14 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
         *plain_lines(
             tried, {d: times[f"plain K=0 {d}"] / times[f"plain {d}"] for d in DTYPES}, bars
         ),
-    ]  # fmt: skip
-    return Result(lines, {
-        "target": facts(target, config.target), "draft": facts(draft, config.draft),
-        "weights": "random", "stats": stats.to_dict(), "times_ms": listed(times | tried),
-    })  # fmt: skip
+    ]
+    return Result(
+        lines,
+        {
+            "target": facts(target, config.target),
+            "draft": facts(draft, config.draft),
+            "weights": "random",
+            "stats": stats.to_dict(),
+            "times_ms": listed(times | tried),
+        },
+    )

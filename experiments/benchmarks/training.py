@@ -158,14 +158,21 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     for case in cases:
         lines += [
             Line(
-                f"{case.name}: model FLOP utilisation", case.flops / times[case.name] / rate,
-                bar=bars.training, is_upper=False, note="6 x parameters + attention, over the rate "
+                f"{case.name}: model FLOP utilisation",
+                case.flops / times[case.name] / rate,
+                bar=bars.training,
+                is_upper=False,
+                note="6 x parameters + attention, over the rate "
                 "of the largest products alone, forward and back",
             ),
             Line(f"{case.name}: tokens trained on", case.tokens / times[case.name] * 1e3, "tok/s"),
-        ]  # fmt: skip
+        ]
     lines.append(Line("largest products alone, GFLOP/s", rate / 1e6, ""))
-    return Result(lines, {
-        "target": facts(target, config.target), "times_ms": listed(times),
-        "flops": {case.name: case.flops for case in cases},
-    })  # fmt: skip
+    return Result(
+        lines,
+        {
+            "target": facts(target, config.target),
+            "times_ms": listed(times),
+            "flops": {case.name: case.flops for case in cases},
+        },
+    )

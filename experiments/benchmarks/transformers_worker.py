@@ -58,10 +58,13 @@ def load(setup: dict):
     def generate(request: dict, ids: list[int]) -> list[int]:
         tokens = torch.tensor([ids])
         out = target.generate(
-            tokens, attention_mask=torch.ones_like(tokens), do_sample=False, pad_token_id=0,
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            do_sample=False,
+            pad_token_id=0,
             max_new_tokens=request["max_new_tokens"],
             **options(request["method"], request["k"], request["ngram_max"]),
-        )  # fmt: skip
+        )
         return out[0, len(ids) :].tolist()
 
     def answer(request: dict) -> dict:
@@ -78,9 +81,11 @@ def load(setup: dict):
         return {"seconds": seconds, "tokens": outputs, "tau": tau}
 
     return {
-        "torch": torch.__version__, "transformers": transformers.__version__,
-        "threads": torch.get_num_threads(), "python": sys.version.split()[0],
-    }, answer  # fmt: skip
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "threads": torch.get_num_threads(),
+        "python": sys.version.split()[0],
+    }, answer
 
 
 if __name__ == "__main__":

@@ -41,9 +41,13 @@ class Worker:
     """
 
     def __init__(
-        self, command: Sequence[str], setup: Mapping[str, Any], *, cwd: str | pathlib.Path,
+        self,
+        command: Sequence[str],
+        setup: Mapping[str, Any],
+        *,
+        cwd: str | pathlib.Path,
         environment: Mapping[str, str] | None = None,
-    ):  # fmt: skip
+    ):
         """Starts the process and waits until it has loaded.
 
         Args:
@@ -60,9 +64,14 @@ class Worker:
         self._process, self._errors = None, tempfile.TemporaryFile()
         try:
             self._process = subprocess.Popen(
-                command, cwd=cwd, env=environment, text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
-            )  # fmt: skip
+                command,
+                cwd=cwd,
+                env=environment,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+            )
             self.facts = self.ask(setup)
         except OSError as error:
             self.close()

@@ -59,9 +59,7 @@ class Prompts(NamedTuple):
     notes: list[str]
 
     @classmethod
-    def of(
-        cls, config: ConfigDict, models: Sequence[LoadedModel | LoadedHead], n: int
-    ) -> Prompts:
+    def of(cls, config: ConfigDict, models: Sequence[LoadedModel | LoadedHead], n: int) -> Prompts:
         """Returns ``n`` prompts as ``experiments.decode`` has them; random ids without a tokenizer.
 
         Args:
@@ -206,9 +204,7 @@ class Timers:
         """Returns the timer of a variant of ``PLAIN``."""
         return plain_timer(self.pair, self._begun(None, batch), variant)
 
-    def generate(
-        self, cell: Cell | None, batch: int = 1, dtype: str = "float32"
-    ) -> GenerateTimer:
+    def generate(self, cell: Cell | None, batch: int = 1, dtype: str = "float32") -> GenerateTimer:
         """Returns the timer of a cell; None: of ``generate`` at K = 0 in a dtype."""
         made = self._decoder(cell) if cell else self._decoder(None, dtype)
         begun = self._begun(cell.method if cell else None, batch)
@@ -237,9 +233,11 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     plain_of: dict[tuple[str, str, str], np.ndarray] = {}
     for k in c.ks:
         cells = [Cell(method, k, dtype) for method, dtype in itertools.product(make.drafts, DTYPES)]
-        timers, found = measure_all(f"zoo, K={k}", {
-            **plains, **{cell: functools.partial(make.generate, cell) for cell in cells},
-        }, c.repeats)  # fmt: skip
+        timers, found = measure_all(
+            f"zoo, K={k}",
+            {**plains, **{cell: functools.partial(make.generate, cell) for cell in cells}},
+            c.repeats,
+        )
         want = {dtype: timers["plain", dtype].tokens for dtype in DTYPES}
         by_cell |= {cell: timers[cell] for cell in cells}
         times |= {cell: found[cell] for cell in cells}
@@ -251,30 +249,43 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     gains = {cell: beside(cell, cell.dtype) / ms for cell, ms in times.items()}
     over_all = {cell: float(np.median(beside(cell, dtype) / ms)) for cell, ms in times.items()}
     best = {
-        m: max((cell for cell in times if cell.method == m), key=over_all.get)
-        for m in make.drafts
-    }  # fmt: skip
+        m: max((cell for cell in times if cell.method == m), key=over_all.get) for m in make.drafts
+    }
     prompt = sorted(prompts, key=len)[len(prompts) // 2]
     rounds = {
         m: Rounds.of(
-            pair.target, make.drafts[m], SpeculativeConfig(m, cell.k), prompt, pair.slots,
+            pair.target,
+            make.drafts[m],
+            SpeculativeConfig(m, cell.k),
+            prompt,
+            pair.slots,
             cell.dtype,
         )
         for m, cell in best.items()
-    }  # fmt: skip
-    _, parts = measure_all("zoo, the best of each method", {
-        **plains,
-        **{("plain K=0", d): functools.partial(make.generate, None, dtype=d) for d in DTYPES},
-        **{(m, "speculative"): functools.partial(by_cell.get, cell) for m, cell in best.items()},
-        **{(m, part): maker for m, r in rounds.items() for part, maker in r.makers().items()},
-    }, 2 * c.repeats)  # fmt: skip
+    }
+    _, parts = measure_all(
+        "zoo, the best of each method",
+        {
+            **plains,
+            **{("plain K=0", d): functools.partial(make.generate, None, dtype=d) for d in DTYPES},
+            **{
+                (m, "speculative"): functools.partial(by_cell.get, cell) for m, cell in best.items()
+            },
+            **{(m, part): maker for m, r in rounds.items() for part, maker in r.makers().items()},
+        },
+        2 * c.repeats,
+    )
     batched = {}
     fast = max(best.values(), key=over_all.get)
     for batch in c.batches:
-        _, batched[batch] = measure_all(f"zoo, batch {batch}", {
-            "plain": functools.partial(make.plain, fastest_in[dtype], batch),
-            "speculative": functools.partial(make.generate, fast, batch),
-        }, c.repeats)  # fmt: skip
+        _, batched[batch] = measure_all(
+            f"zoo, batch {batch}",
+            {
+                "plain": functools.partial(make.plain, fastest_in[dtype], batch),
+                "speculative": functools.partial(make.generate, fast, batch),
+            },
+            c.repeats,
+        )
 
     # Tokens are compared within a dtype: rounding to bfloat16 moves near ties.
     stats = {cell: timer.stats for cell, timer in by_cell.items()}
@@ -289,15 +300,21 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     plain = parts["plain", dtype]
     lines = [
         Line(
-            f"the fastest, {fast} / fastest plain loop", plain / parts[fast.method, "speculative"],
-            bar=bars.speedup, is_upper=False, note=f"over {fastest_in[dtype]}; {note(fast)}",
+            f"the fastest, {fast} / fastest plain loop",
+            plain / parts[fast.method, "speculative"],
+            bar=bars.speedup,
+            is_upper=False,
+            note=f"over {fastest_in[dtype]}; {note(fast)}",
         ),
         *(
             line
             for m, cell in best.items()
             for line in round_lines(
                 {part: ms for (name, part), ms in parts.items() if name == m} | {"plain": plain},
-                stats[cell], rounds[m], bars, fastest_in[dtype],
+                stats[cell],
+                rounds[m],
+                bars,
+                fastest_in[dtype],
             )
         ),
         *(
@@ -309,25 +326,27 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
             for b, t in batched.items()
         ),
         *(Line(f"plain, batch {b}", 1e3 / t["plain"], "tok/s") for b, t in batched.items()),
-        *plain_lines(
-            tried, {d: parts["plain K=0", d] / parts["plain", d] for d in DTYPES}, bars
-        ),
-    ]  # fmt: skip
+        *plain_lines(tried, {d: parts["plain K=0", d] / parts["plain", d] for d in DTYPES}, bars),
+    ]
     named = lambda values: {
-        key if isinstance(key, str) else ", ".join(map(str, key)) if type(key) is tuple
+        key
+        if isinstance(key, str)
+        else ", ".join(map(str, key))
+        if type(key) is tuple
         else str(key): value
         for key, value in values.items()
-    }  # fmt: skip
+    }
     record = {
         "target": {"name": pair.target.name, "parameters": pair.target.num_params},
         "draft": {"name": pair.draft.name, "parameters": pair.draft.num_params},
         "best": {method: cell._asdict() for method, cell in best.items()},
-        "plain_dtype": dtype, "slots": pair.slots,
+        "plain_dtype": dtype,
+        "slots": pair.slots,
         "prompt_tokens": [len(p) for p in prompts],
         "stats": named({key: counts.to_dict() for key, counts in stats.items()}),
         "identical_rows": named(same),
         "times_ms": listed(named(times | plain_of | parts | tried)),
-    }  # fmt: skip
+    }
     reached = (rate for cell in best.values() for rate in stats[cell].acceptance_by_position)
     if any(map(math.isnan, reached)):
         record["warning"] = "some positions were never reached: their acceptance counts as 0"

@@ -242,7 +242,11 @@ def _load_drafts(
                 None
                 if name in copying_methods()
                 else load_draft(
-                    name, target, config.dtype, mesh=devices.mesh, rules=devices.draft_rules
+                    name,
+                    target,
+                    config.dtype,
+                    mesh=devices.mesh,
+                    axis_rules=devices.draft_axis_rules,
                 )
             )
         except SpecJaxError as error:

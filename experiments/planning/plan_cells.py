@@ -78,9 +78,12 @@ def _libtpu() -> str | None:
 
 
 def plan_cell(
-    folder: pathlib.Path, topology: Topology, job: plan.Job | plan.TrainJob, config: ConfigDict,
+    folder: pathlib.Path,
+    topology: Topology,
+    job: plan.Job | plan.TrainJob,
+    config: ConfigDict,
     devices_of: Callable[[Topology], Sequence[Any]] | None,
-) -> dict:  # fmt: skip
+) -> dict:
     """Returns what a job needs and does on a topology; from the folder if it is there.
 
     What other versions of spec_jax, jax or libtpu have found is not used.
@@ -94,10 +97,14 @@ def plan_cell(
     """
     is_compiled = devices_of is not None and topology.is_tpu
     known = {
-        "version": _VERSION, "topology": topology.name, "job": repr(job),
-        "is_compiled": is_compiled, "spec_jax": spec_jax.__version__, "jax": jax.__version__,
+        "version": _VERSION,
+        "topology": topology.name,
+        "job": repr(job),
+        "is_compiled": is_compiled,
+        "spec_jax": spec_jax.__version__,
+        "jax": jax.__version__,
         "libtpu": _libtpu() if is_compiled else None,
-    }  # fmt: skip
+    }
     path = folder / f"{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]}.json"
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))
@@ -117,11 +124,18 @@ def plan_cell(
 def _training_cell(topology: Topology, job: plan.TrainJob, config: ConfigDict) -> dict:
     """Of a training step no floor is modelled."""
     return {
-        "target": config.target, "draft": "" if job.head is None else config.draft,
-        "topology": topology.name, "mesh": job.mesh, "batch": job.batch, "slots": job.length,
-        "k": 0, "tree": "", "hbm_per_device": topology.chip.per_device.hbm_bytes,
-        "analytic": None, "compiled": None,
-    }  # fmt: skip
+        "target": config.target,
+        "draft": "" if job.head is None else config.draft,
+        "topology": topology.name,
+        "mesh": job.mesh,
+        "batch": job.batch,
+        "slots": job.length,
+        "k": 0,
+        "tree": "",
+        "hbm_per_device": topology.chip.per_device.hbm_bytes,
+        "analytic": None,
+        "compiled": None,
+    }
 
 
 def _decoding_cell(topology: Topology, job: plan.Job, config: ConfigDict) -> dict:
@@ -130,16 +144,26 @@ def _decoding_cell(topology: Topology, job: plan.Job, config: ConfigDict) -> dic
     static = roofline.memory(job.target, job.draft if job.num_draft else None, job.setting)
     chip = topology.chip
     return {
-        "target": config.target, "draft": config.draft if job.num_draft else "",
-        "topology": topology.name, "mesh": job.mesh, "batch": job.batch, "slots": job.slots,
-        "k": job.num_draft, "tree": tree_name(job), "hbm_per_device": chip.per_device.hbm_bytes,
+        "target": config.target,
+        "draft": config.draft if job.num_draft else "",
+        "topology": topology.name,
+        "mesh": job.mesh,
+        "batch": job.batch,
+        "slots": job.slots,
+        "k": job.num_draft,
+        "tree": tree_name(job),
+        "hbm_per_device": chip.per_device.hbm_bytes,
         "analytic": {
-            "hbm_bytes": round_.work.hbm_bytes, "flops": round_.work.flops,
-            "collectives": round_.work.collectives, "floor_s": round_.floor_s(chip),
-            "params": static.params, "cache": static.cache, "shortfall": static.shortfall(chip),
+            "hbm_bytes": round_.work.hbm_bytes,
+            "flops": round_.work.flops,
+            "collectives": round_.work.collectives,
+            "floor_s": round_.floor_s(chip),
+            "params": static.params,
+            "cache": static.cache,
+            "shortfall": static.shortfall(chip),
         },
         "compiled": None,
-    }  # fmt: skip
+    }
 
 
 def predict(
@@ -170,5 +194,7 @@ def predict(
         levels = job.tree_shape.depth
         tokens = acceptance.tokens(levels)[-1] if acceptance.tree else None
     return {
-        "floor_s": floor_s, "tokens": tokens, "tok_s": tokens and job.batch * tokens / floor_s,
-    } | fit  # fmt: skip
+        "floor_s": floor_s,
+        "tokens": tokens,
+        "tok_s": tokens and job.batch * tokens / floor_s,
+    } | fit

@@ -24,9 +24,11 @@ def find_draft(name: str, target: AnyConfig, draft_vocab_size: int = 32000) -> A
       ConfigError: there is none of this name.
     """
     heads = {
-        "": lambda: None, "ngram": lambda: "ngram", "mtp": lambda: MtpConfig.of_target(target),
+        "": lambda: None,
+        "ngram": lambda: "ngram",
+        "mtp": lambda: MtpConfig.of_target(target),
         "eagle3": lambda: EagleConfig.of_target(target, draft_vocab_size=draft_vocab_size),
-    }  # fmt: skip
+    }
     if name in heads:
         return heads[name]()
     try:

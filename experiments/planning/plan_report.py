@@ -9,9 +9,25 @@ from experiments.run.plots import panels, whole_numbers
 from spec_jax.show.tables import table
 
 _HEADER = (
-    "topology", "mesh", "B", "S", "K", "fits", "GB", "cache GB", "temp GB", "copies", "collectives",
-    "coll. MB", "HBM GB", "of floor", "floor ms", "tok/s", "speed-up", "CPU s",
-)  # fmt: skip
+    "topology",
+    "mesh",
+    "B",
+    "S",
+    "K",
+    "fits",
+    "GB",
+    "cache GB",
+    "temp GB",
+    "copies",
+    "collectives",
+    "coll. MB",
+    "HBM GB",
+    "of floor",
+    "floor ms",
+    "tok/s",
+    "speed-up",
+    "CPU s",
+)
 
 
 def _group(cell: dict) -> tuple:
@@ -53,8 +69,10 @@ def _name(cell: dict) -> str:
 
 def _by_kind(cell: dict) -> str:
     kinds = cell["compiled"]["counted"]["collectives"].items()
-    return ", ".join(f"{n} {kind} of {size / 1e6:,.1f} MB" for kind, (n, size) in kinds) or \
-        "no collectives"  # fmt: skip
+    return (
+        ", ".join(f"{n} {kind} of {size / 1e6:,.1f} MB" for kind, (n, size) in kinds)
+        or "no collectives"
+    )
 
 
 def line(cell: dict) -> str:
@@ -78,10 +96,12 @@ def _row(cell: dict, cells: Sequence[dict]) -> list[str]:
     if counted:
         kinds = counted["collectives"].values()
         row += [
-            str(len(counted["copies"])), str(sum(n for n, _ in kinds)),
-            f"{sum(size for _, size in kinds) / 1e6:.1f}", gb(counted["hbm_bytes"]),
+            str(len(counted["copies"])),
+            str(sum(n for n, _ in kinds)),
+            f"{sum(size for _, size in kinds) / 1e6:.1f}",
+            gb(counted["hbm_bytes"]),
             f"{counted['hbm_bytes'] / analytic['hbm_bytes']:.3f}" if analytic else "-",
-        ]  # fmt: skip
+        ]
     else:
         known = (str(analytic["collectives"]), gb(analytic["hbm_bytes"])) if analytic else "--"
         row += ["-", known[0], "-", known[1], "-"]
@@ -99,8 +119,9 @@ def text(result: dict, is_markdown: bool = False) -> str:
     is_training = config["program"] == "train"
     about = [
         f"{config['target']}, draft {config['draft'] or 'none'}, {config['dtype']}, acceptance "
-        f"{result['acceptance']['source']}", "",
-    ]  # fmt: skip
+        f"{result['acceptance']['source']}",
+        "",
+    ]
     if is_training:
         head = cells[0]["draft"]
         what = f"the {head} head of {config['target']}" if head else config["target"]
@@ -108,8 +129,9 @@ def text(result: dict, is_markdown: bool = False) -> str:
         about = [f"One training step of {what}{how}", ""]
     lines = [
         *about,
-        table(_HEADER, rows, numbers=_HEADER[2:5] + _HEADER[6:], is_markdown=is_markdown), "",
-    ]  # fmt: skip
+        table(_HEADER, rows, numbers=_HEADER[2:5] + _HEADER[6:], is_markdown=is_markdown),
+        "",
+    ]
     counted = [cell for cell in cells if cell["compiled"] and cell["compiled"]["counted"]]
     lines += [f"{_name(cell)}: {_by_kind(cell)}" for cell in counted] + [""] * bool(counted)
     for one in result["best"]:
@@ -119,8 +141,10 @@ def text(result: dict, is_markdown: bool = False) -> str:
         elif one["k"] == 0:
             said = f"speculation does not pay: plain decoding, at most {one['tok_s']:,.0f} tokens/s"
         else:
-            said = f"best K = {one['k']}: {one['speedup']:.2f} times plain, at most " \
-                f"{one['tok_s']:,.0f} tokens/s"  # fmt: skip
+            said = (
+                f"best K = {one['k']}: {one['speedup']:.2f} times plain, at most "
+                f"{one['tok_s']:,.0f} tokens/s"
+            )
         lines.append(f"{where}: {said}")
     if any(cell["tree"] and cell["tok_s"] is None for cell in cells):
         lines.append(
@@ -134,13 +158,16 @@ def text(result: dict, is_markdown: bool = False) -> str:
         )
     else:
         lines += [
-            "", "Bytes are of one device, collectives and HBM bytes of one round. Times are floors "
+            "",
+            "Bytes are of one device, collectives and HBM bytes of one round. Times are floors "
             "at the chip's published peaks: no measurement, and no program reaches them.",
-        ]  # fmt: skip
+        ]
     peak = result["peak_memory_bytes"]
-    said = "not known, since this system does not tell it" if peak is None else (
-        f"{peak / 1e9:.2f} GB"
-    )  # fmt: skip
+    said = (
+        "not known, since this system does not tell it"
+        if peak is None
+        else (f"{peak / 1e9:.2f} GB")
+    )
     lines.append(f"Peak memory of the planner: {said}.")
     return "\n".join(lines)
 

@@ -25,17 +25,44 @@ from spec_jax.tree import DynamicTree, Tree
 PATH = pathlib.Path(__file__).with_name("published.json")
 CONTEXT = 512  # of rows whose source does not say it; at batch 1 it hardly matters
 STATED, BORROWED, UNSTATED, NO_TAU = (
-    "hardware and tau stated", "tau of another source", "hardware not stated", "tau not stated",
-)  # fmt: skip
+    "hardware and tau stated",
+    "tau of another source",
+    "hardware not stated",
+    "tau not stated",
+)
 GROUPS = (STATED, BORROWED, UNSTATED, NO_TAU)
 # Where no hardware is named, the prediction is that of each of these; see ``Row.chips``.
 USUAL = ("a100:1", "h100:1", "rtx3090:1")
 # EAGLE-1's static tree, ``mc_sim_7b_63`` in the authors' repository.
-EAGLE_1_TREE = Tree.from_paths([
-    [0], [1], [2], [3], [0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [2, 0], [2, 1], [3, 0],
-    [0, 0, 0], [0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 1, 1], [0, 2, 0], [0, 2, 1], [1, 0, 0],
-    [0, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 0, 0], [0, 0, 0, 0, 1],
-])  # fmt: skip
+EAGLE_1_TREE = Tree.from_paths(
+    [
+        [0],
+        [1],
+        [2],
+        [3],
+        [0, 0],
+        [0, 1],
+        [0, 2],
+        [1, 0],
+        [1, 1],
+        [2, 0],
+        [2, 1],
+        [3, 0],
+        [0, 0, 0],
+        [0, 0, 1],
+        [0, 0, 2],
+        [0, 1, 0],
+        [0, 1, 1],
+        [0, 2, 0],
+        [0, 2, 1],
+        [1, 0, 0],
+        [0, 0, 0, 0],
+        [0, 0, 0, 1],
+        [0, 0, 0, 2],
+        [0, 0, 0, 0, 0],
+        [0, 0, 0, 0, 1],
+    ]
+)
 
 
 class Row(NamedTuple):
@@ -92,11 +119,23 @@ def _rows(run: dict[str, Any]) -> list[Row]:
         else:
             group = BORROWED if {"tau_from", "baseline_from"} & set(run) else STATED
         setting = Setting(batch, run.get("context", CONTEXT), run.get("mesh", "tensor:1"))
-        rows.append(Row(
-            run["source"], group, topologies, run["target"], run["method"],
-            tree.num_nodes if tree else run["num_draft"], tree, setting, task,
-            run["temperature"], tau, speedup, plain[i] if i < len(plain) else None,
-        ))  # fmt: skip
+        rows.append(
+            Row(
+                run["source"],
+                group,
+                topologies,
+                run["target"],
+                run["method"],
+                tree.num_nodes if tree else run["num_draft"],
+                tree,
+                setting,
+                task,
+                run["temperature"],
+                tau,
+                speedup,
+                plain[i] if i < len(plain) else None,
+            )
+        )
     return rows
 
 
@@ -174,12 +213,17 @@ def compare(row: Row) -> Comparison:
     for name in row.topologies:
         chip = Topology.parse(name).chip
         tau = math.nan if row.tau is None else row.tau
-        found.append(Prediction(
-            row.num_draft, tau, plain.floor_s(chip), one.floor_s(chip), row.setting.batch
-        ))  # fmt: skip
+        found.append(
+            Prediction(
+                row.num_draft, tau, plain.floor_s(chip), one.floor_s(chip), row.setting.batch
+            )
+        )
     speedups, first = [p.speedup for p in found], found[0]
     return Comparison(
-        row, min(speedups), max(speedups), row.speedup * first.round_s / first.plain_s,
+        row,
+        min(speedups),
+        max(speedups),
+        row.speedup * first.round_s / first.plain_s,
         first.plain_tok_s,
     )
 

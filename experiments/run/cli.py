@@ -50,9 +50,11 @@ def define_flags(default: types.ModuleType, workdir: str) -> tuple[flags.FlagHol
 def define_profile() -> flags.FlagHolder:
     """Defines ``--profile``."""
     return flags.DEFINE_bool(
-        "profile", False, "Also trace decoding rounds: profile/ of the run's folder, and a table "
+        "profile",
+        False,
+        "Also trace decoding rounds: profile/ of the run's folder, and a table "
         "of the time by stage.",
-    )  # fmt: skip
+    )
 
 
 def run(main: Callable[[], int | None]) -> None:
@@ -114,9 +116,7 @@ def _names(config: ConfigDict, prefix: str = "") -> list[str]:
     return [
         name
         for key in config
-        for name in (
-            _names(config[key], f"{prefix}{key}.") if nested(key) else [f"{prefix}{key}"]
-        )
+        for name in (_names(config[key], f"{prefix}{key}.") if nested(key) else [f"{prefix}{key}"])
     ]
 
 
@@ -164,8 +164,10 @@ def require_positive(config: ConfigDict, names: str, prefix: str = "") -> None:
 
 def check_same(saved: Mapping, config: Mapping, free: Sequence[str] = ()) -> None:
     """Raises ConfigError if a run's saved config differs from this one, except in ``free`` keys."""
-    changed = _changes({k: saved.get(k) for k in config if k not in free},
-                       {k: x for k, x in config.items() if k not in free})  # fmt: skip
+    changed = _changes(
+        {k: saved.get(k) for k in config if k not in free},
+        {k: x for k, x in config.items() if k not in free},
+    )
     if changed:
         name, (before, now) = next(iter(changed.items()))
         raise ConfigError(

@@ -171,7 +171,9 @@ def text(module: types.ModuleType, argv: Sequence[str], config_file: str | None)
         path = pathlib.Path(given[-1] if given else config_file)
         shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
         parts += [
-            _line(f"  --config={shown}", "A file of values for the keys below."), "",
-            f"Keys of {shown}, with its values:", describe(path),
-        ]  # fmt: skip
+            _line(f"  --config={shown}", "A file of values for the keys below."),
+            "",
+            f"Keys of {shown}, with its values:",
+            describe(path),
+        ]
     return "\n".join([parts[0], "", *parts[1:]])

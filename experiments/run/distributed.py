@@ -27,16 +27,19 @@ def define_flags() -> None:
     if "distributed" in flags.FLAGS:
         return
     flags.DEFINE_bool(
-        "distributed", False, "Run with the other processes of the cluster, which is detected: "
+        "distributed",
+        False,
+        "Run with the other processes of the cluster, which is detected: "
         "Cloud TPU, Slurm, Kubernetes, Open MPI.",
-    )  # fmt: skip
+    )
     flags.DEFINE_string("coordinator_address", None, "Elsewhere: HOST:PORT of process 0.")
     flags.DEFINE_integer("num_processes", None, "Elsewhere: the number of processes.", 1)
     flags.DEFINE_integer("process_id", None, "Elsewhere: the number of this one, from 0.", 0)
     flags.DEFINE_string(
-        "log_dir_of_processes", None,
+        "log_dir_of_processes",
+        None,
         "Where processes other than the first write what they print; by default nowhere.",
-    )  # fmt: skip
+    )
 
 
 @contextlib.contextmanager

@@ -20,16 +20,24 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402, the back end comes first
 
 COLORS = {  # Okabe and Ito's palette
-    "standalone": "#0072B2", "ngram": "#D55E00", "eagle": "#009E73", "mtp": "#CC79A7",
-    "eagle-1": "#E69F00", "eagle-2": "#F0E442", "eagle-3": "#009E73", "suffix": "#56B4E9",
-    "dflash": "#0072B2", "dspark": "#CC79A7",
-}  # fmt: skip
+    "standalone": "#0072B2",
+    "ngram": "#D55E00",
+    "eagle": "#009E73",
+    "mtp": "#CC79A7",
+    "eagle-1": "#E69F00",
+    "eagle-2": "#F0E442",
+    "eagle-3": "#009E73",
+    "suffix": "#56B4E9",
+    "dflash": "#0072B2",
+    "dspark": "#CC79A7",
+}
 # A series is told from others by colour, by marker and by line.
 MARKERS = "osD^vPX*"
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (3, 3)), (0, (1, 3)), (0, (8, 2)))
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C564B")
 _STYLE = STYLE | {
-    "figure.dpi": 130, "axes.prop_cycle": cycler(color=CYCLE) + cycler(linestyle=LINES),
+    "figure.dpi": 130,
+    "axes.prop_cycle": cycler(color=CYCLE) + cycler(linestyle=LINES),
 }
 
 
@@ -41,9 +49,12 @@ def look_of(number: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def panels(
-    path: pathlib.Path, columns: int, size: tuple[float, float],
-    legend: Mapping[str, Any] = types.MappingProxyType({}), **options: Any,
-) -> Iterator[Sequence[Any]]:  # fmt: skip
+    path: pathlib.Path,
+    columns: int,
+    size: tuple[float, float],
+    legend: Mapping[str, Any] = types.MappingProxyType({}),
+    **options: Any,
+) -> Iterator[Sequence[Any]]:
     """Yields the axes of a figure, and saves it; every axis with labels has a legend.
 
     Beside the PNG file ``path`` there will be a PDF file, for papers.
@@ -75,8 +86,9 @@ def whole_numbers(axis: Any, values: Iterable[int] | None = None) -> None:
     if not (values := list(values)):
         return
     axis.set_xscale("log", base=2)
-    ticks = spaced(values, room=9 * axis.get_position().width * axis.figure.get_figwidth(),
-                   is_log=True)  # fmt: skip
+    ticks = spaced(
+        values, room=9 * axis.get_position().width * axis.figure.get_figwidth(), is_log=True
+    )
     axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
     axis.set_xticks([], minor=True)
     axis.set_xlim(min(values) / 2**0.3, max(values) * 2**0.3)
@@ -94,8 +106,9 @@ def plot_tree_sizes(path: pathlib.Path, record: Mapping[str, Any]) -> None:
         axis.plot(sizes, record["round_ms"], "o-", color="#0072B2", label="round")
         axis.plot(sizes, record["verify_ms"], "s-", color="#D55E00", label="its verify pass")
         for name, style, label in (
-            ("plain", ":", "plain pass of one token"), ("chain_round", "--", "round of the chain"),
-        ):  # fmt: skip
+            ("plain", ":", "plain pass of one token"),
+            ("chain_round", "--", "round of the chain"),
+        ):
             value = record[f"{name}_ms"]
             axis.axhline(value, color="0.45", linewidth=1, linestyle=style, label=label)
         axis.set(title="EAGLE-3 dynamic tree", xlabel="nodes, with the root", xticks=sizes)
@@ -140,8 +153,9 @@ def plot_timeline(path: pathlib.Path, spans: Sequence[Span]) -> None:
             for row, devices in enumerate(rows):
                 bars = [
                     ((s.begin_s - start) * 1e3, (s.end_s - s.begin_s) * 1e3)
-                    for s in spans if (s.what, s.devices) == (what, devices)
-                ]  # fmt: skip
+                    for s in spans
+                    if (s.what, s.devices) == (what, devices)
+                ]
                 axis.broken_barh(bars, (row - 0.35, 0.7), color=color, edgecolor="w", linewidth=0.5)
             axis.plot([], [], "s", color=color, label=what)
         axis.set_yticks(range(len(rows)), rows)
@@ -149,9 +163,7 @@ def plot_timeline(path: pathlib.Path, spans: Sequence[Span]) -> None:
         axis.legend(ncols=len(colors), loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
-def plot_published(
-    path: pathlib.Path, pairs: Sequence[tuple[str, str, float, float]]
-) -> None:
+def plot_published(path: pathlib.Path, pairs: Sequence[tuple[str, str, float, float]]) -> None:
     """Draws predicted over published speed-up, a panel for each group.
 
     Args:
@@ -170,10 +182,14 @@ def plot_published(
                     found.setdefault(method, []).append(tuple(point))
             for method, points in sorted(found.items()):
                 axis.plot(
-                    *zip(*points), marker.get(method, "o"), label=method,
-                    color=COLORS.get(method, "0.4"), markersize=5, markeredgecolor="0.3",
+                    *zip(*points),
+                    marker.get(method, "o"),
+                    label=method,
+                    color=COLORS.get(method, "0.4"),
+                    markersize=5,
+                    markeredgecolor="0.3",
                     markeredgewidth=0.4,
-                )  # fmt: skip
+                )
             axis.set(title=group, xlabel="published speed-up", xlim=limits, ylim=limits)
         axes[0].set_ylabel("predicted from tau, shapes and peaks")
 
@@ -193,9 +209,13 @@ def plot_growth(
             x = [p[name] for p in points]
             axis.plot(x, [p["plain_ms"] for p in points], ":", color="0.45", label="plain")
             axis.plot(
-                x, [p["round_ms"] for p in points], "-o", markersize=4, color=COLORS["eagle"],
+                x,
+                [p["round_ms"] for p in points],
+                "-o",
+                markersize=4,
+                color=COLORS["eagle"],
                 label="round",
-            )  # fmt: skip
+            )
             if name != "k":
                 axis.set(yscale="log")
             whole_numbers(axis, None if name == "k" else x)

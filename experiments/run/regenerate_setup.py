@@ -52,9 +52,7 @@ def resolve(config: ConfigDict) -> ConfigDict:
     return config
 
 
-def load_decoder(
-    config: ConfigDict, where: MeshOptions = MeshOptions()
-) -> SpeculativeDecoder:
+def load_decoder(config: ConfigDict, where: MeshOptions = MeshOptions()) -> SpeculativeDecoder:
     """Loads target and draft of a config.
 
     Raises:
@@ -71,7 +69,7 @@ def load_decoder(
     if config.draft:
         has_model = config.draft not in ("ngram", "suffix")
         method = "standalone" if has_model else config.draft
-        draft = load(config.draft, rules=where.draft_rules) if has_model else None
+        draft = load(config.draft, axis_rules=where.draft_axis_rules) if has_model else None
         speculative = SpeculativeConfig(
             method, config.k, rejection_sampling_strategy=config.rule or None
         )
@@ -161,12 +159,11 @@ def _is_held_out(record: Conversation | Text, held_out: HeldOut) -> bool:
 
 def _pieces(config, decoder: SpeculativeDecoder) -> Iterator[tuple[int, list[int]]]:
     texts = python_source.train_pieces(
-        config.seed, max_chars=_CHARS_A_TOKEN * config.max_prompt_tokens,
+        config.seed,
+        max_chars=_CHARS_A_TOKEN * config.max_prompt_tokens,
         tests_share=config.tests_share,
-    )  # fmt: skip
+    )
     for index, text in enumerate(texts):
         draw = random.Random(f"{config.seed} {index} length")
         length = draw.randint(config.min_prompt_tokens, config.max_prompt_tokens)
         yield index, decoder.encode(text)[:length]
-
-

@@ -122,9 +122,11 @@ def plain(value: Any) -> Any:
 def facts(model: LoadedModel | LoadedHead, dtype: str) -> dict[str, Any]:
     """Returns a model or a head for ``report["models"]``."""
     known = {
-        "name": model.name, "parameters": model.num_params, "dtype": dtype,
+        "name": model.name,
+        "parameters": model.num_params,
+        "dtype": dtype,
         "notes": list(getattr(model, "notes", ())),  # how an ambiguous checkpoint was read
-    }  # fmt: skip
+    }
     if isinstance(model, LoadedModel):
         config, layers = model.config, model.config.num_hidden_layers
         known["max_length"] = model.model.max_length
@@ -133,9 +135,7 @@ def facts(model: LoadedModel | LoadedHead, dtype: str) -> dict[str, Any]:
         config = getattr(model.config, "layer", None)
         if config is None:  # a kind of head of the user's own
             return known
-    return known | {
-        "layers": layers, "width": config.hidden_size, "vocabulary": config.vocab_size
-    }
+    return known | {"layers": layers, "width": config.hidden_size, "vocabulary": config.vocab_size}
 
 
 def load_note(env: dict) -> list[str]:

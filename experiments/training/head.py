@@ -30,7 +30,7 @@ from spec_jax.fitting import initializer
 from spec_jax.loading import LoadedHead, LoadedModel, load_draft, load_model
 from spec_jax.models.params import table_placement
 from spec_jax.models.tensors import on_host
-from spec_jax.sharding import Rules, replicate
+from spec_jax.sharding import AxisRules, replicate
 from spec_jax.show.summary import count_text
 from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.log import Log, read_metrics
@@ -64,18 +64,20 @@ class HeadSpec(NamedTuple):
     measure: Callable[..., tuple[jax.Array, dict]]
     num_params: int
 
-    def shardings(self, mesh: Mesh, rules: Rules) -> Any:
+    def shardings(self, mesh: Mesh, axis_rules: AxisRules) -> Any:
         """Returns where the trained parameters lie on a mesh, nested as they are.
 
         Args:
           mesh: The devices.
-          rules: Which dimensions are split.
+          axis_rules: Which dimensions are split.
 
         Raises:
           ConfigError: The mesh does not divide the heads of the layer.
         """
         table = registry.kind_of(self.config).table(self.config)
-        return table_placement(self.name, getattr(self.config, "layer", None), table, mesh, rules)
+        return table_placement(
+            self.name, getattr(self.config, "layer", None), table, mesh, axis_rules
+        )
 
     def loaded(self, params) -> LoadedHead:
         """Returns the head as the decoder takes it."""
@@ -134,7 +136,7 @@ def _load_given(
         "float32",
         method=kind.name,
         mesh=placement.mesh,
-        rules=placement.rules,
+        axis_rules=placement.axis_rules,
         **options,
     )
     if not training.trains(given.config):
@@ -247,8 +249,10 @@ class HeadExperiment(Experiment):
         self.config = config
         self.placement = Placement.of(config.mesh, config.is_fully_sharded)
         self.placement.check_batch("batch", config.batch)
-        mesh, rules = self.placement.mesh, self.placement.rules
-        self.target: LoadedModel = load_model(config.target, config.dtype, mesh=mesh, rules=rules)
+        mesh, axis_rules = self.placement.mesh, self.placement.axis_rules
+        self.target: LoadedModel = load_model(
+            config.target, config.dtype, mesh=mesh, axis_rules=axis_rules
+        )
         if config.length > self.target.max_length:
             raise ConfigError(
                 f"length is {config.length}; the target holds {self.target.max_length} tokens"
@@ -297,7 +301,11 @@ class HeadExperiment(Experiment):
         )
         self._make = lambda *args: TrainState.create(self.spec.init(*args), self.optimizer)
         self._where = mesh and self.placement.state_shardings(
-            self.spec.shardings(mesh, rules), self._make, self._key, self.frozen, self.spec.given
+            self.spec.shardings(mesh, axis_rules),
+            self._make,
+            self._key,
+            self.frozen,
+            self.spec.given,
         )
         self._step = self.placement.jit_step(step, self._where)
         self._objective = self.placement.jit(lambda *args: replicate(self.spec.measure(*args)))

@@ -82,7 +82,7 @@ def load_teacher(config: ConfigDict, placement: Placement) -> LoadedModel | None
     """
     if not config.teacher:
         return None
-    teacher = load_model(config.teacher, mesh=placement.mesh, rules=placement.rules)
+    teacher = load_model(config.teacher, mesh=placement.mesh, axis_rules=placement.axis_rules)
     if teacher.tokenizer is None:
         raise ConfigError(f"the teacher {config.teacher} has no tokenizer; expected tokenizer.json")
     return teacher
@@ -211,7 +211,7 @@ class LmExperiment(Experiment):
         self.placement.check_batch("batch", config.batch)
         if round(config.steps * config.long_share):
             self.placement.check_batch("long_batch", config.long_batch)
-        mesh, rules = self.placement.mesh, self.placement.rules
+        mesh, axis_rules = self.placement.mesh, self.placement.axis_rules
         self.config, self.teacher = config, load_teacher(config, self.placement)
         self.tokenizer, self.text, self.held_out = load_text(config, self.teacher, workdir / "data")
         texts.check_held_out(self.held_out, config.eval_length + 1, config.data, "eval_length")
@@ -228,7 +228,7 @@ class LmExperiment(Experiment):
         self._batches = batches(config, self.text, self.own)
         step = functools.partial(train_step, objective=loss, optimizer=self.optimizer)
         self._where = mesh and self.placement.state_shardings(
-            placement("the model", self.model_config, mesh, rules), self._make, self._key()
+            placement("the model", self.model_config, mesh, axis_rules), self._make, self._key()
         )
         self._step = self.placement.jit_step(step, self._where)
         self._loss = self.placement.jit(lambda *args: replicate(loss(*args)))

@@ -16,7 +16,19 @@ from spec_jax.config.sampler import GREEDY_BELOW, SamplerConfig
 from spec_jax.config.speculative import METHODS, STRATEGIES, SpeculativeConfig
 
 __all__ = [
-    "AdaptiveConfig", "AsyncSpecConfig", "BUCKETS", "GREEDY_BELOW", "METHODS", "NgramConfig",
-    "STRATEGIES", "SamplerConfig", "SpeculativeConfig", "SuffixConfig", "SyntheticConfig",
-    "TreeConfig", "TypicalConfig", "build", "check_integer",
-]  # fmt: skip
+    "AdaptiveConfig",
+    "AsyncSpecConfig",
+    "BUCKETS",
+    "GREEDY_BELOW",
+    "METHODS",
+    "NgramConfig",
+    "STRATEGIES",
+    "SamplerConfig",
+    "SpeculativeConfig",
+    "SuffixConfig",
+    "SyntheticConfig",
+    "TreeConfig",
+    "TypicalConfig",
+    "build",
+    "check_integer",
+]

@@ -81,9 +81,7 @@ def _flat_names(cls) -> dict[str, tuple[str, dataclasses.Field]]:
     }
 
 
-def _nest(
-    cls, values: Mapping[str, Any], below: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def _nest(cls, values: Mapping[str, Any], below: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Moves flat names into mappings under the names of their records.
 
     Args:
@@ -109,8 +107,7 @@ def _nest(
         hinted = [f"{name!r}{_hint(name, names)}" for name in unknown]
         listed = [f"{name} ({fields(name)})" if name in records else name for name in known]
         raise ConfigError(
-            f"unknown key {', '.join(hinted)} in {cls.__name__}; "
-            f"known keys: {', '.join(listed)}"
+            f"unknown key {', '.join(hinted)} in {cls.__name__}; known keys: {', '.join(listed)}"
         )
     nested = {key: value for key, value in values.items() if key in known}
     for key, value in values.items():
@@ -197,7 +194,9 @@ def read_section(config_file: str | pathlib.Path, section_name: str) -> Mapping[
     """
     path = pathlib.Path(config_file)
     parsers = {
-        ".yaml": yaml.safe_load, ".yml": yaml.safe_load, ".toml": tomllib.loads,
+        ".yaml": yaml.safe_load,
+        ".yml": yaml.safe_load,
+        ".toml": tomllib.loads,
         ".json": json.loads,
     }
     if path.suffix not in parsers:

@@ -52,7 +52,11 @@ class SamplerConfig(Record):
     def __post_init__(self):
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
         for name in (
-            "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
             "frequency_penalty",
         ):
             value = getattr(self, name)
@@ -61,9 +65,7 @@ class SamplerConfig(Record):
         check(is_integer(self.top_k), "top_k", self.top_k, "an integer of 0 or more")
         check(1e-30 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
         check(0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1]")
-        check(
-            self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0"
-        )
+        check(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0")
         is_seed = isinstance(self.seed, numbers.Integral) and not isinstance(self.seed, bool)
         is_seed = is_seed and 0 <= self.seed < 2**32
         check(is_seed, "seed", self.seed, "an integer in [0, 2**32)")

@@ -27,8 +27,14 @@ from spec_jax.tree import DynamicTree, Tree
 # Methods that may be named, and whether they copy tokens; ``drafters.register`` adds to them.
 METHODS: dict[str, bool] = {}
 STRATEGIES = (
-    "greedy", "residual", "block", "traversal", "match", "typical-acceptance",
-    "logit-comparison", "synthetic",
+    "greedy",
+    "residual",
+    "block",
+    "traversal",
+    "match",
+    "typical-acceptance",
+    "logit-comparison",
+    "synthetic",
 )
 
 
@@ -187,9 +193,13 @@ class SpeculativeConfig:
         return self.rejection_sampling_strategy == "logit-comparison"
 
     def resolve(
-        self, temperature: float, *, is_sampled: bool, drafter: str | None = None,
+        self,
+        temperature: float,
+        *,
+        is_sampled: bool,
+        drafter: str | None = None,
         rule: str | None = None,
-    ) -> SpeculativeConfig:  # fmt: skip
+    ) -> SpeculativeConfig:
         """Fills in the strategy, and the names of what stands in for method and strategy.
 
         Args:

@@ -36,7 +36,10 @@ class Corpus(NamedTuple):
 
     @classmethod
     def of_documents(
-        cls, name: str, tokenizer: Tokenizer, documents: Iterable[tuple[str, str]],
+        cls,
+        name: str,
+        tokenizer: Tokenizer,
+        documents: Iterable[tuple[str, str]],
         counts: Mapping[str, int] = MappingProxyType({}),
     ) -> Corpus:
         """Packs documents in memory, see ``tokens.pack``.

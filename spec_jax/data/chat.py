@@ -172,22 +172,27 @@ class ChatTemplate:
         for message in messages:
             if not isinstance(message, dict):
                 raise ConfigError(f"a message is {message!r:.80}; expected an object with a role")
-        return self._ask(tools is not None, {
-            **self.variables,
-            "messages": [_with_reasoning(message) for message in messages],
-            "tools": tools,
-            "documents": documents,
-            "add_generation_prompt": add_generation_prompt,
-            MARKS: marks,
-        })["text"]
+        return self._ask(
+            tools is not None,
+            {
+                **self.variables,
+                "messages": [_with_reasoning(message) for message in messages],
+                "tools": tools,
+                "documents": documents,
+                "add_generation_prompt": add_generation_prompt,
+                MARKS: marks,
+            },
+        )["text"]
 
     def _ask(self, has_tools: bool, variables: Mapping[str, Any] | None) -> dict[str, Any]:
         """Returns what the process of templates answers; without variables nothing is rendered."""
-        answer = template_process.ask({
-            "source": self.source(has_tools=has_tools),
-            "variables": variables,
-            "now": stated_time(self.now),
-        })
+        answer = template_process.ask(
+            {
+                "source": self.source(has_tools=has_tools),
+                "variables": variables,
+                "now": stated_time(self.now),
+            }
+        )
         if "unreadable" in answer:
             raise ConfigError(f"the chat template cannot be read: {answer['unreadable']}")
         if "refusal" in answer:

@@ -234,9 +234,7 @@ def _answered(messages) -> list[int]:
     return given + ([len(roles)] if roles and roles[-1] != "assistant" else [])
 
 
-def token_mask(
-    offsets: Sequence[tuple[int, int]], spans: Iterable[tuple[int, int]]
-) -> np.ndarray:
+def token_mask(offsets: Sequence[tuple[int, int]], spans: Iterable[tuple[int, int]]) -> np.ndarray:
     """Finds the tokens that hold a character of one of the spans.
 
     Args:

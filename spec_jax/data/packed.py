@@ -89,10 +89,13 @@ def write_packed(
             "tokenizer": fingerprint(tokenizer),
             "sources": [str(source) for source in sources],
             "counts": {
-                **counted, "documents": len(starts) - 1, "tokens": starts[-1], "trained": trained,
+                **counted,
+                "documents": len(starts) - 1,
+                "tokens": starts[-1],
+                "trained": trained,
             },
             "starts": starts.tolist(),
-        }  # fmt: skip
+        }
         partial[2].write_text(json.dumps(info) + "\n", encoding="utf-8")
         info_file.unlink(missing_ok=True)
         for source, target in zip(partial, paths):

@@ -22,16 +22,39 @@ from spec_jax.errors import ConfigError
 
 # Readable modules that are a single file in Python 3.11 to 3.14.
 HELD_OUT = (
-    "bisect", "calendar", "colorsys", "configparser", "csv", "difflib", "fileinput",
-    "fractions", "graphlib", "heapq", "netrc", "queue", "sched", "shlex", "statistics",
+    "bisect",
+    "calendar",
+    "colorsys",
+    "configparser",
+    "csv",
+    "difflib",
+    "fileinput",
+    "fractions",
+    "graphlib",
+    "heapq",
+    "netrc",
+    "queue",
+    "sched",
+    "shlex",
+    "statistics",
     "textwrap",
-)  # fmt: skip
+)
 
 # Installed packages, generated tables, and deliberately broken files of the test suite.
-_SKIPPED_DIRECTORIES = frozenset({
-    "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data", "lib2to3",
-    "lib-dynload", "bad_coding", "badsyntax", "encoded_modules",
-})  # fmt: skip
+_SKIPPED_DIRECTORIES = frozenset(
+    {
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+        "encodings",
+        "pydoc_data",
+        "lib2to3",
+        "lib-dynload",
+        "bad_coding",
+        "badsyntax",
+        "encoded_modules",
+    }
+)
 _SKIPPED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "bad_", "badsyntax")
 _MAX_LINE = 300  # characters; longer lines are tables, not code
 _MAX_DIGIT_SHARE = 0.2  # of the non-blank characters

@@ -13,23 +13,35 @@ from spec_jax.errors import ConfigError
 from spec_jax.models.files import parse_json
 
 ROLES = {
-    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
-    "bing": "assistant", "bard": "assistant", "model": "assistant", "assistant": "assistant",
-    "system": "system", "tool": "tool", "function": "tool", "observation": "tool",
-}  # fmt: skip
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
 FORMS = (
-    "messages", "conversations", "data (a list of texts in turn)", "turns",
-    "instruction (with input and output)", "question (with answer)", "prompt (with completion)",
+    "messages",
+    "conversations",
+    "data (a list of texts in turn)",
+    "turns",
+    "instruction (with input and output)",
+    "question (with answer)",
+    "prompt (with completion)",
     "text",
-)  # fmt: skip
+)
 _EXPECTED = {  # by the keys of FORMS
     **dict.fromkeys(("messages", "conversations"), "a list of objects"),
     **dict.fromkeys(("data", "turns"), "a list of texts, at least one"),
     **dict.fromkeys(("instruction", "question", "prompt", "text"), "a text"),
 }
-_WHOLE = (
-    f"Expected one object a line, or a list of objects, each with one of {', '.join(FORMS)}"
-)
+_WHOLE = f"Expected one object a line, or a list of objects, each with one of {', '.join(FORMS)}"
 _REMEDY = ": mend it or leave it out"
 T = TypeVar("T")
 _ANSWERS = ("output", "answer", "completion", "response")
@@ -51,7 +63,8 @@ class Text(NamedTuple):
 
 
 def read_records(
-    path: str | os.PathLike, malformed: list[str] | None = None,
+    path: str | os.PathLike,
+    malformed: list[str] | None = None,
     read: Callable[[Any, str], Conversation | Text] | None = None,
 ) -> Iterator[Conversation | Text]:
     """Reads the conversations and texts of one file, or of all files of a folder by name.
@@ -138,9 +151,7 @@ def read_objects(
     yield from usable(read_lines(path, malformed), parse, malformed)
 
 
-def read_lines(
-    path: pathlib.Path, malformed: list[str] | None = None
-) -> Iterator[tuple[str, str]]:
+def read_lines(path: pathlib.Path, malformed: list[str] | None = None) -> Iterator[tuple[str, str]]:
     """Yields the lines of a file that are not blank, with the place of each for error messages.
 
     Args:

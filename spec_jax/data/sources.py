@@ -31,21 +31,27 @@ _PROBE_S = 5.0  # how long the hub may take to answer
 _GITHUB = "https://raw.githubusercontent.com"
 SOURCES = {
     "humaneval": Source(
-        ("openai/openai_humaneval",), "test", "",
+        ("openai/openai_humaneval",),
+        "test",
+        "",
         f"{_GITHUB}/openai/human-eval/master/data/HumanEval.jsonl.gz",
     ),
     "gsm8k": Source(
-        ("openai/gsm8k", "main"), "test", "",
+        ("openai/gsm8k", "main"),
+        "test",
+        "",
         f"{_GITHUB}/openai/grade-school-math/master/grade_school_math/data/test.jsonl",
     ),
     "mtbench": Source(
-        ("HuggingFaceH4/mt_bench_prompts",), "train", "raw/question.jsonl",
+        ("HuggingFaceH4/mt_bench_prompts",),
+        "train",
+        "raw/question.jsonl",
         f"{_GITHUB}/lm-sys/FastChat/main/fastchat/llm_judge/data/mt_bench/question.jsonl",
     ),
     "specbench": Source(
         (), "", "", f"{_GITHUB}/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
     ),
-}  # fmt: skip
+}
 
 
 def is_name(data: str) -> bool:

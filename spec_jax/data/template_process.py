@@ -87,9 +87,11 @@ class TemplateProcess:
             if not sys.executable:
                 raise ValueError("no program of Python is known, as where Python is embedded")
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_PROGRAM)], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+                [sys.executable, "-I", "-S", str(_PROGRAM)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
             line = json.dumps(start).encode() + b"\n"
             answer = self._exchange(line, _START_SECONDS, has_timer=True)
             fault = answer.get("fault", "it does not answer" if answer else "")

@@ -20,9 +20,11 @@ from spec_jax.errors import ConfigError, ShapeError, SpecJaxError
 
 _LISTED = 16  # arrays that a note names
 _READS_A_VALUE = (
-    jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError, jax.errors.NonConcreteBooleanIndexError,
-)  # fmt: skip
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
 _HINT = (
     "Python's `if`, `while`, `and`, `int()` and the like need the value of an array, which is not "
     "known while a program is traced; take jnp.where(condition, a, b) or jax.lax.cond"
@@ -30,9 +32,14 @@ _HINT = (
 
 
 def call_prefill(
-    drafter: Drafter, params: Any, tokens: jax.Array, lengths: jax.Array, pending: jax.Array,
-    features: jax.Array | None, slots: int,
-) -> Any:  # fmt: skip
+    drafter: Drafter,
+    params: Any,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    pending: jax.Array,
+    features: jax.Array | None,
+    slots: int,
+) -> Any:
     """Calls ``Drafter.init`` and ``Drafter.prefill``.
 
     Args:
@@ -82,7 +89,10 @@ def call_propose(
     sizes = {"B": context.length.shape[0], "K": num_draft, "V": vocab_size}
     expected = {"tokens": "i32 B K", "n_draft": "i32 B"}
     optional = {
-        "probs": "f32 B K V", "logits": "f32 B K V", "parents": "i32 B K", "is_sound": "bool B",
+        "probs": "f32 B K V",
+        "logits": "f32 B K V",
+        "parents": "i32 B K",
+        "is_sound": "bool B",
         "num_updates": "u32 B",
     }
     expected |= {name: x for name, x in optional.items() if getattr(proposal, name) is not None}
@@ -117,9 +127,7 @@ def call_commit(drafter: Drafter, params: Any, state: Any, *args: Any) -> Any:
         return drafter.commit(params, state, *args)
 
 
-def call_accept(
-    rule: Rule, scores: TargetScores, proposal: Proposal, noise: Noise
-) -> Verdict:
+def call_accept(rule: Rule, scores: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
     """Calls ``Rule.accept``, for all rows of a batch.
 
     Args:
@@ -171,7 +179,9 @@ def _check_verdict(owner: str, verdict: Any, proposal: Proposal, vocab_size: int
     B, K = proposal.tokens.shape
     sizes = {"B": B, "K": K, "V": vocab_size, "P": proposal.depth + 1}
     expected = {
-        "n_accept": "i32 B", "tokens": "i32 B P", "accept_probs": "f32 B K",
+        "n_accept": "i32 B",
+        "tokens": "i32 B P",
+        "accept_probs": "f32 B K",
         "replacement": "f32 B V",
     }
     if proposal.parents is not None:
@@ -206,8 +216,9 @@ def check_state(owner: str, before: Any, after: Any) -> None:
     """
     old, new = (dict(_leaves(state)) for state in (before, after))
     for name in [*old, *new]:
-        found, expected = (_text(leaves[name]) if name in leaves else "nothing"
-                           for leaves in (new, old))  # fmt: skip
+        found, expected = (
+            _text(leaves[name]) if name in leaves else "nothing" for leaves in (new, old)
+        )
         if found != expected:
             raise ShapeError(
                 f"{owner} made state{name} {found}; expected {expected}, as it was: a loop "

@@ -60,8 +60,12 @@ def prefill(
     """
     B, T = tokens.shape
     check_shapes(
-        {"B": B}, lengths=(lengths, "B"), limit=(limit, "B"), stop_tokens=(stop_tokens, "B X"),
-        seed=(sampler.seed, "B"), draft_seed=(draft_sampler.seed, "B"),
+        {"B": B},
+        lengths=(lengths, "B"),
+        limit=(limit, "B"),
+        stop_tokens=(stop_tokens, "B X"),
+        seed=(sampler.seed, "B"),
+        draft_seed=(draft_sampler.seed, "B"),
     )
     if T > slots:
         raise ShapeError(f"tokens has shape {tokens.shape}, so T={T}; slots are {slots}")
@@ -70,8 +74,15 @@ def prefill(
         params["target"], tokens, lengths, target=system.target, slots=slots
     )
     state, first = init_state(
-        tokens, lengths, limit, stop_tokens, sampler, draft_sampler, logits,
-        is_argmax=system.rule.is_greedy, slots=slots,
+        tokens,
+        lengths,
+        limit,
+        stop_tokens,
+        sampler,
+        draft_sampler,
+        logits,
+        is_argmax=system.rule.is_greedy,
+        slots=slots,
     )
     draft = _prefill_draft(
         params["draft"], tokens, lengths, first, features, drafter=system.drafter, slots=slots
@@ -150,8 +161,13 @@ def _prefill_draft(params, tokens, lengths, first, features, *, drafter, slots):
 
 @functools.partial(jax.jit, static_argnames=("system",), donate_argnames=("state",))
 def generate(
-    params, state: DecodeState, stop: jax.Array, max_rounds: jax.Array,
-    min_active: jax.Array | int = 1, *, system: System,
+    params,
+    state: DecodeState,
+    stop: jax.Array,
+    max_rounds: jax.Array,
+    min_active: jax.Array | int = 1,
+    *,
+    system: System,
 ) -> tuple[DecodeState, Chunk]:
     """Runs rounds until every row has finished, or ``max_rounds`` of them. Donates the state.
 
@@ -163,7 +179,7 @@ def generate(
       min_active: i32[], 1 or more: return as soon as fewer rows are active, so that finished
         rows can be replaced (see ``insert``).
       system: target, drafter, rule and K.
-    """  # fmt: skip
+    """
     state = state.replace(finish=jnp.where(state.is_active, stop, state.finish))
     num_active = lambda state: state.is_active.sum(dtype=jnp.int32)
 
@@ -241,7 +257,5 @@ def _insert(state, row, other, *, system):
         },
     }
     rest = [name for name in state.__dataclass_fields__ if name not in own]
-    changed = {
-        name: jax.tree.map(put, getattr(state, name), getattr(other, name)) for name in rest
-    }
+    changed = {name: jax.tree.map(put, getattr(state, name), getattr(other, name)) for name in rest}
     return constrain_state(state.replace(**own, **changed))

@@ -44,9 +44,14 @@ def watch(
 
 @functools.partial(jax.jit, static_argnames=("system", "slots"))
 def see_first(
-    tokens: jax.Array, lengths: jax.Array, logits: jax.Array, state: DecodeState, *,
-    system: System, slots: int,
-) -> dict[str, Any]:  # fmt: skip
+    tokens: jax.Array,
+    lengths: jax.Array,
+    logits: jax.Array,
+    state: DecodeState,
+    *,
+    system: System,
+    slots: int,
+) -> dict[str, Any]:
     """Returns what the observers have seen after prefill: each row's first token.
 
     Args:
@@ -60,12 +65,9 @@ def see_first(
     B, V = len(lengths), logits.shape[-1]
     counts = init_counts(tokens, lengths, V, state.sampler, state.draft_sampler)
     scores = TargetScores(logits, process(logits, state.sampler, counts))
-    first = FirstToken(
-        scores, jnp.take_along_axis(state.tokens, lengths[:, None], axis=1), lengths
-    )
+    first = FirstToken(scores, jnp.take_along_axis(state.tokens, lengths[:, None], axis=1), lengths)
     seen = {x.name: x.init(B, slots) for x in system.observers}
-    seen = {x.name: seen[x.name] if x.is_by_row else Shared(seen[x.name])
-            for x in system.observers}  # fmt: skip
+    seen = {x.name: seen[x.name] if x.is_by_row else Shared(seen[x.name]) for x in system.observers}
     look = lambda observer, own: own if observer.first is None else observer.first(own, first)
     return constrain_state(watch(system, seen, look))
 

@@ -72,7 +72,11 @@ def draft(params: Any, state: DecodeState, system: System) -> tuple[Proposal, De
         num_updates = system.drafter.num_updates(params, state.draft)
         state = state.noting(Source.MEMORY, num_updates)
     context = system.context(
-        state.tokens, state.length, state.draft_sampler, state.counts, state.sampler.seed,
+        state.tokens,
+        state.length,
+        state.draft_sampler,
+        state.counts,
+        state.sampler.seed,
         state.sampler.is_greedy,
     )
     proposal, drafter_state = propose(params, state.draft, context, system)
@@ -98,9 +102,13 @@ def propose(
         )
     with jax.named_scope("draft"):
         proposal, drafter_state = call_propose(
-            system.drafter, params, drafter_state, context, system.num_draft,
+            system.drafter,
+            params,
+            drafter_state,
+            context,
+            system.num_draft,
             system.target.vocab_size,
-        )  # fmt: skip
+        )
         return validate_proposal(proposal, system, context.is_greedy), drafter_state
 
 
@@ -128,9 +136,13 @@ def verify(
 
 
 def target_pass(
-    params: Any, cache: Any, tokens: jax.Array, drafts: jax.Array, system: System,
+    params: Any,
+    cache: Any,
+    tokens: jax.Array,
+    drafts: jax.Array,
+    system: System,
     window_mask: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array | None, Any]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array | None, Any]:
     """Feeds [pending | drafts] to the target.
 
     Args:
@@ -154,9 +166,13 @@ def target_pass(
 
 
 def score(
-    logits: jax.Array, sampler: Sampler, counts: Counts | None, proposal: Proposal, *,
+    logits: jax.Array,
+    sampler: Sampler,
+    counts: Counts | None,
+    proposal: Proposal,
+    *,
     is_argmax: bool = False,
-) -> TargetScores:  # fmt: skip
+) -> TargetScores:
     """Applies the target's sampling parameters at every node.
 
     Args:
@@ -169,15 +185,17 @@ def score(
     with jax.named_scope("verify"):
         paths = proposal.paths
         processed = process(
-            logits, sampler, counts, proposal.tokens, None if paths is None else paths[:, :, 1:],
+            logits,
+            sampler,
+            counts,
+            proposal.tokens,
+            None if paths is None else paths[:, :, 1:],
             is_argmax=is_argmax,
         )
         return TargetScores(logits=logits, processed=processed)
 
 
-def accept(
-    state: DecodeState, proposal: Proposal, scores: TargetScores, system: System
-) -> Verdict:
+def accept(state: DecodeState, proposal: Proposal, scores: TargetScores, system: System) -> Verdict:
     """Lets the rule decide which drafts are accepted, with this round's own noise.
 
     Args:
@@ -196,8 +214,7 @@ def accept(
 
     def decide(sampler, length, proposal, scores):
         noise = round_noise(
-            system.rule, sampler, length, system.num_draft, system.target.vocab_size,
-            proposal.depth,
+            system.rule, sampler, length, system.num_draft, system.target.vocab_size, proposal.depth
         )
         verdict = call_accept(system.rule, scores, proposal, noise)
         if system.num_draft == 0 and (system.rule.is_greedy or system.rule.is_coupled):
@@ -211,9 +228,13 @@ def accept(
 
 
 def commit(
-    params: Any, state: DecodeState, proposal: Proposal, scores: TargetScores, verdict: Verdict,
+    params: Any,
+    state: DecodeState,
+    proposal: Proposal,
+    scores: TargetScores,
+    verdict: Verdict,
     system: System,
-) -> DecodeState:  # fmt: skip
+) -> DecodeState:
     """Writes down what is emitted and moves both caches to it; rejected drafts are forgotten.
 
     Args:
@@ -238,9 +259,13 @@ def commit(
 
 
 def emit(
-    state: DecodeState, proposal: Proposal, scores: TargetScores, verdict: Verdict,
-    system: System, max_emit: jax.Array | None = None,
-) -> tuple[DecodeState, jax.Array]:  # fmt: skip
+    state: DecodeState,
+    proposal: Proposal,
+    scores: TargetScores,
+    verdict: Verdict,
+    system: System,
+    max_emit: jax.Array | None = None,
+) -> tuple[DecodeState, jax.Array]:
     """Appends the accepted drafts and the target's own token, cut by stop tokens and limits.
 
     Args:
@@ -272,7 +297,11 @@ def emit(
 
 
 def round_noise(
-    rule: Rule, sampler: Sampler, start: jax.Array, num_draft: int, vocab_size: int,
+    rule: Rule,
+    sampler: Sampler,
+    start: jax.Array,
+    num_draft: int,
+    vocab_size: int,
     depth: int | None = None,
 ) -> Noise:
     """Makes the noise of the round that begins after ``start`` fed tokens.
@@ -303,4 +332,3 @@ def round_noise(
         shape = (B, 1, vocab_size)
     gumbel = jnp.zeros(shape, jnp.float32) if sampler.temperature is None else make()
     return Noise(rng.uniform(keys(rng.Stream.ACCEPT, start), num_draft), gumbel)
-

@@ -77,9 +77,15 @@ class System(NamedTuple):
     def context(self, tokens, length, sampler, counts, request, is_greedy) -> Context:
         """Builds the drafter's ``Context``; what depends on the rule is filled in here."""
         return Context(
-            tokens, length, sampler, counts, request, is_coupled=self.rule.is_coupled,
+            tokens,
+            length,
+            sampler,
+            counts,
+            request,
+            is_coupled=self.rule.is_coupled,
             has_probs=self.needs_probs,
-            has_logits=self.rule.needs_logits, is_greedy=is_greedy,
+            has_logits=self.rule.needs_logits,
+            is_greedy=is_greedy,
         )
 
 
@@ -210,4 +216,3 @@ def append(state, record: dict[str, jax.Array], total, n):
     if state.counts is not None:
         changed["counts"] = state.counts.add(record["tokens"], is_new)
     return state.replace(**changed)
-

@@ -151,9 +151,7 @@ def validate_verdict(verdict: Verdict, proposal: Proposal, system: System) -> Ve
     )
 
 
-def find_fault(
-    rule: Rule, scores: TargetScores, proposal: Proposal, verdict: Verdict
-) -> jax.Array:
+def find_fault(rule: Rule, scores: TargetScores, proposal: Proposal, verdict: Verdict) -> jax.Array:
     """Returns why each row cannot go on, i32[B], a ``Finish``.
 
     Scores that are not finite come first: no draft and no verdict is to blame for them.

@@ -28,7 +28,7 @@ from spec_jax.models.params import (
     table_placement,
 )
 from spec_jax.models.tokenizer import Tokenizer
-from spec_jax.sharding import SHARDED, Rules, kept_whole, place
+from spec_jax.sharding import SHARDED, AxisRules, kept_whole, place
 from spec_jax.show.summary import Shown, count_text
 from spec_jax.tree import AnyTree
 
@@ -75,12 +75,12 @@ class LoadedModel(Shown):
         has_panels = family_of(self.config).has_panels
         return layout.by_rows(self.params, is_tied=is_tied, has_panels=has_panels)
 
-    def on_mesh(self, mesh: Mesh | str, rules: Rules = SHARDED) -> LoadedModel:
+    def on_mesh(self, mesh: Mesh | str, axis_rules: AxisRules = SHARDED) -> LoadedModel:
         """Returns the model with its weights on a mesh, replicated for a model without a config.
 
         Args:
           mesh: the devices.
-          rules: which dimensions are split.
+          axis_rules: which dimensions are split.
 
         Raises:
           ConfigError: the mesh does not divide the heads of the model.
@@ -88,15 +88,15 @@ class LoadedModel(Shown):
         mesh = to_mesh(mesh)
         sharding = NamedSharding(mesh, PartitionSpec())
         if self.config is not None:
-            sharding = placement(self.name, self.config, mesh, rules)
+            sharding = placement(self.name, self.config, mesh, axis_rules)
         return dataclasses.replace(self, params=place(self.params, sharding))
 
-    def kept_whole(self, mesh: Mesh, rules: Rules = SHARDED) -> list[str]:
+    def kept_whole(self, mesh: Mesh, axis_rules: AxisRules = SHARDED) -> list[str]:
         """Returns a sentence for each size that the mesh does not divide, see ``on_mesh``."""
         if self.config is None:
             return []
         counts, table = head_counts(self.config), all_tables(self.config)
-        return kept_whole(self.name, table, mesh, rules, counts)
+        return kept_whole(self.name, table, mesh, axis_rules, counts)
 
     def draft_params(
         self, target: Params, batch: int | None, num_draft: int, tree: AnyTree | None = None
@@ -181,11 +181,11 @@ class LoadedHead(Shown):
     def _by_rows(self) -> Callable[[int | None], Params]:
         return layout.by_rows(self.params, has_panels=self.kind.has_panels(self.config))
 
-    def on_mesh(self, mesh: Mesh | str, rules: Rules = SHARDED) -> LoadedHead:
+    def on_mesh(self, mesh: Mesh | str, axis_rules: AxisRules = SHARDED) -> LoadedHead:
         """Returns the head with its weights on a mesh, see ``LoadedModel``."""
         mesh = to_mesh(mesh)
         layer, table = getattr(self.config, "layer", None), self.kind.table(self.config)
-        shardings = table_placement(self.name, layer, table, mesh, rules)
+        shardings = table_placement(self.name, layer, table, mesh, axis_rules)
 
         def put(sharding, params):
             if not isinstance(params, dict):
@@ -220,10 +220,10 @@ class LoadedHead(Shown):
         config = dataclasses.replace(self.config, **changes)
         return dataclasses.replace(self, config=config, params=params)
 
-    def kept_whole(self, mesh: Mesh, rules: Rules = SHARDED) -> list[str]:
+    def kept_whole(self, mesh: Mesh, axis_rules: AxisRules = SHARDED) -> list[str]:
         """Returns a sentence for each size that the mesh does not divide, see ``on_mesh``."""
         layer, table = getattr(self.config, "layer", None), self.kind.table(self.config)
-        return kept_whole(self.name, table, mesh, rules, head_counts(layer))
+        return kept_whole(self.name, table, mesh, axis_rules, head_counts(layer))
 
     def draft_params(
         self, target: Params, batch: int | None, num_draft: int, tree: AnyTree | None = None

@@ -159,8 +159,8 @@ class DrafterKind:
         ``layout.matmul``.
       read: ``(directory, target, dtype, **overrides) -> LoadedHead``, ``target`` being the
         ``LoadedModel`` that it drafts for.
-      reads_in_parts: ``read`` also takes the keywords ``mesh`` and ``rules`` and places the weights
-        there; heads of other kinds are read whole before they are placed.
+      reads_in_parts: ``read`` also takes the keywords ``mesh`` and ``axis_rules`` and places the
+        weights there; heads of other kinds are read whole before they are placed.
       write: ``(head, directory, target, *, format, dtype, num_speculative_tokens)``, the opposite;
         ``format`` may be None.
       pick_format: ``(config, target, format, num_speculative_tokens) -> format`` that is written.

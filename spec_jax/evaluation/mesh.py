@@ -37,7 +37,7 @@ class MeshOptions(NamedTuple):
         return cls(mesh, config.is_draft_replicated)
 
     @property
-    def draft_rules(self) -> sharding.Rules:
+    def draft_axis_rules(self) -> sharding.AxisRules:
         """Which dimensions of a draft are split over the mesh."""
         return sharding.REPLICATED if self.is_draft_replicated else sharding.SHARDED
 
@@ -68,7 +68,7 @@ class MeshOptions(NamedTuple):
             return None
         whole = target.kept_whole(self.mesh)
         for draft in drafts:
-            whole += draft.kept_whole(self.mesh, self.draft_rules)
+            whole += draft.kept_whole(self.mesh, self.draft_axis_rules)
         return {
             "axes": dict(self.mesh.shape),
             "devices": [str(device) for device in self.mesh.devices.flat],

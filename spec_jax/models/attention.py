@@ -9,7 +9,11 @@ import jax.numpy as jnp
 
 
 def attend(
-    q_BTNH: jax.Array, k: jax.Array, v: jax.Array, mask_BTS: jax.Array, *,
+    q_BTNH: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask_BTS: jax.Array,
+    *,
     scale: float | None = None,
 ) -> jax.Array:
     """Attends from T queries over S slots. The softmax is computed in float32.
@@ -23,7 +27,7 @@ def attend(
 
     Returns:
       dtype[B,T,N*H], where H is the width of the values.
-    """  # fmt: skip
+    """
     B, T, N, H = q_BTNH.shape
     *lead, S, _ = k.shape
     G = math.prod(lead) // B
@@ -46,7 +50,11 @@ def block_size(num_rows: int) -> int:
 
 
 def causal_attention(
-    q_BTNH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, *, block: int | None = None,
+    q_BTNH: jax.Array,
+    k_BGTH: jax.Array,
+    v_BGTH: jax.Array,
+    *,
+    block: int | None = None,
     scale: float | None = None,
 ) -> jax.Array:
     """Attends within whole sequences: every token sees itself and the tokens before it.
@@ -63,7 +71,7 @@ def causal_attention(
 
     Returns:
       dtype[B,T,N*H], where H is the width of the values.
-    """  # fmt: skip
+    """
     T = q_BTNH.shape[1]
     block = block or block_size(T)
     outs = []

@@ -22,15 +22,9 @@ from spec_jax.models.files import write_json, write_once
 from spec_jax.models.params import Params, assemble, declared, outer_table, placement, walk
 from spec_jax.models.parts import Part, Tensor, read_onto, stack
 from spec_jax.models.specs import ParamSpec
-from spec_jax.models.tensors import (
-    StrictReader,
-    check_layers,
-    on_host,
-    open_files,
-    save_tensors,
-)
+from spec_jax.models.tensors import StrictReader, check_layers, on_host, open_files, save_tensors
 from spec_jax.models.tokenizer import Tokenizer
-from spec_jax.sharding import SHARDED, Rules
+from spec_jax.sharding import SHARDED, AxisRules
 
 _log = logging.getLogger(__name__)
 _HEAD = "lm_head.weight"
@@ -43,7 +37,7 @@ def load_pretrained(
     *,
     scan_layers: bool = False,
     mesh: Mesh | None = None,
-    rules: Rules = SHARDED,
+    axis_rules: AxisRules = SHARDED,
 ) -> tuple[Params, AnyConfig]:
     """Loads a model directory of a registered family, from safetensors or the files of torch.
 
@@ -55,7 +49,7 @@ def load_pretrained(
       dtype: of the returned parameters.
       scan_layers: stack the layers, see ``ModelConfig``.
       mesh: the devices to place the parameters on; None: jax's default device.
-      rules: which dimensions are split over the mesh.
+      axis_rules: which dimensions are split over the mesh.
 
     Returns:
       The parameters and their config.
@@ -75,7 +69,7 @@ def load_pretrained(
     with contextlib.ExitStack() as files:
         source = open_files(directory, files)
         check_layers(directory, config.num_hidden_layers, len(source.names()))
-        where = None if mesh is None else placement(str(directory), config, mesh, rules)
+        where = None if mesh is None else placement(str(directory), config, mesh, axis_rules)
         tensors = StrictReader(directory, source)
         tensors.sizes = integers_of(config)
         is_twice = config.tie_word_embeddings and _HEAD in tensors.left

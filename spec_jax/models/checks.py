@@ -17,8 +17,11 @@ MAX_SIZE = 2**31 - 1  # ids, positions and shapes are 32-bit integers on every d
 NO_TOKEN = -1  # where an id is expected: there is none
 _MAX_SIZES = {"num_hidden_layers": 10_000}  # each layer is declared, so its number costs memory
 _EXPECTED = {
-    "bool": "true or false", "int": "a 32-bit integer", "float": "a finite number", "str": "a text",
-}  # fmt: skip
+    "bool": "true or false",
+    "int": "a 32-bit integer",
+    "float": "a finite number",
+    "str": "a text",
+}
 
 
 def shown(value: Any) -> str:
@@ -50,9 +53,11 @@ def is_number(value: Any) -> bool:
 
 
 _HOLDS = {
-    "bool": lambda value: isinstance(value, bool), "int": is_integer, "float": is_number,
+    "bool": lambda value: isinstance(value, bool),
+    "int": is_integer,
+    "float": is_number,
     "str": lambda value: isinstance(value, str),
-}  # fmt: skip
+}
 
 
 def _kind_of(field: dataclasses.Field) -> tuple[str, str]:

@@ -36,10 +36,16 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 EPS_RANGE = (0, 1)  # of the epsilon of a norm
 # What float32 frequencies can be computed from.
 _ROPE_RANGES = {
-    "rope_theta": (2, 1e30), "factor": (1e-6, 1e6), "attention_factor": (1e-6, 1e6),
-    "low_freq_factor": (1e-6, 1e6), "high_freq_factor": (1e-6, 1e6), "beta_fast": (1e-6, 1e6),
-    "beta_slow": (1e-6, 1e6), "mscale": (0, 1e6), "mscale_all_dim": (0, 1e6),
-}  # fmt: skip
+    "rope_theta": (2, 1e30),
+    "factor": (1e-6, 1e6),
+    "attention_factor": (1e-6, 1e6),
+    "low_freq_factor": (1e-6, 1e6),
+    "high_freq_factor": (1e-6, 1e6),
+    "beta_fast": (1e-6, 1e6),
+    "beta_slow": (1e-6, 1e6),
+    "mscale": (0, 1e6),
+    "mscale_all_dim": (0, 1e6),
+}
 
 
 def _check_sees_all(hf: Mapping[str, Any]) -> None:
@@ -171,12 +177,20 @@ class RopeConfig:
             "default": (),
             "linear": ("factor",),
             "llama3": (
-                "factor", "low_freq_factor", "high_freq_factor",
+                "factor",
+                "low_freq_factor",
+                "high_freq_factor",
                 "original_max_position_embeddings",
             ),
             "yarn": (
-                "factor", "original_max_position_embeddings", "attention_factor",
-                "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
+                "factor",
+                "original_max_position_embeddings",
+                "attention_factor",
+                "beta_fast",
+                "beta_slow",
+                "mscale",
+                "mscale_all_dim",
+                "truncate",
             ),
         }[self.rope_type]
         fields = ("rope_type", "rope_theta", *names)
@@ -303,10 +317,15 @@ class ModelConfig(EqualHeads):
                 f"model_type {shown(self.model_type)} is not supported; known: {known}"
             )
         check_sizes(
-            self, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-            "num_attention_heads", "max_position_embeddings",
+            self,
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "max_position_embeddings",
             *(n for n in ("num_key_value_heads", "head_dim") if getattr(self, n) is not None),
-        )  # fmt: skip
+        )
         check_fields(self)
         check_ranges(self, rms_norm_eps=EPS_RANGE)
         if self.num_key_value_heads is None:

@@ -38,8 +38,13 @@ class Window(NamedTuple):
 
     @classmethod
     def after(
-        cls, config: ModelConfig, cache: Cache | None, batch: int, num_tokens: int,
-        window_offset: int | jax.Array = 0, positions: jax.Array | None = None,
+        cls,
+        config: ModelConfig,
+        cache: Cache | None,
+        batch: int,
+        num_tokens: int,
+        window_offset: int | jax.Array = 0,
+        positions: jax.Array | None = None,
         window_mask: jax.Array | None = None,
     ) -> Window:
         """Returns the window of the next tokens of every row.
@@ -54,7 +59,7 @@ class Window(NamedTuple):
             the number of tokens that it sees before itself.
           window_mask: bool[B|1,T,W], which of the window's first W slots each token sees, its
             own included, beside all committed slots. By default all up to its own.
-        """  # fmt: skip
+        """
         length = jnp.zeros((batch,), jnp.int32) if cache is None else cache.length
         start = length + window_offset
         slots_BT = start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
@@ -125,8 +130,12 @@ def linear(x: jax.Array, layer: dict[str, jax.Array], name: str) -> jax.Array:
 
 
 def attention(
-    layer: dict[str, jax.Array], x_BTC: jax.Array, cache: Cache | None, index: int | jax.Array,
-    window: Window, config: ModelConfig,
+    layer: dict[str, jax.Array],
+    x_BTC: jax.Array,
+    cache: Cache | None,
+    index: int | jax.Array,
+    window: Window,
+    config: ModelConfig,
 ) -> tuple[jax.Array, Cache | None]:
     """Applies self-attention to normalised inputs, without the residual.
 
@@ -140,7 +149,7 @@ def attention(
 
     Returns:
       dtype[B,T,D], and the cache with the window written.
-    """  # fmt: skip
+    """
     B, T, _ = x_BTC.shape
 
     def heads(name, n, axis):
@@ -161,8 +170,13 @@ def attention(
 
 
 def attend_window(
-    q_BTNH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, cache: Cache | None,
-    index: int | jax.Array, window: Window, scale: float | None = None,
+    q_BTNH: jax.Array,
+    k_BGTH: jax.Array,
+    v_BGTH: jax.Array,
+    cache: Cache | None,
+    index: int | jax.Array,
+    window: Window,
+    scale: float | None = None,
 ) -> tuple[jax.Array, Cache | None]:
     """Attends from the window over the cache and the window itself.
 
@@ -177,7 +191,7 @@ def attend_window(
 
     Returns:
       dtype[B,T,N*H], where H is the width of the values, and the cache with the window written.
-    """  # fmt: skip
+    """
     if cache is None:
         return causal_attention(q_BTNH, k_BGTH, v_BGTH, scale=scale), None
     return cache.attend(q_BTNH, k_BGTH, v_BGTH, index, window, scale)

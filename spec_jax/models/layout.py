@@ -206,9 +206,7 @@ def in_panels(
     return {name: panels(name, w) for name, w in join(params, num_rows, table).items()}
 
 
-def join(
-    params: dict[str, Any], num_rows: int, table: Sequence[Panels] = TABLE
-) -> dict[str, Any]:
+def join(params: dict[str, Any], num_rows: int, table: Sequence[Panels] = TABLE) -> dict[str, Any]:
     """Returns a layer's weights with the maps of ``JOINED`` side by side, if panels pay."""
     for names in JOINED:
         ws = [params.get(name) for name in names]
@@ -284,7 +282,11 @@ def matmul(x: jax.Array, w: jax.Array | InPanels) -> jax.Array:
 
 
 def attend_prefix(
-    q_BTNH: jax.Array, k: jax.Array, v: jax.Array, mask_BTS: jax.Array, *,
+    q_BTNH: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask_BTS: jax.Array,
+    *,
     scale: float | None = None,
 ) -> jax.Array:
     """Attends as ``attend`` does, but on a CPU reads only a prefix of the slots.
@@ -295,7 +297,7 @@ def attend_prefix(
     nothing is chosen.
 
     Args and Returns are those of ``attend``.
-    """  # fmt: skip
+    """
     S = mask_BTS.shape[2]
 
     def over(n):

@@ -26,9 +26,7 @@ def gated(layer: dict[str, jax.Array], x_BTD: jax.Array, prefix: str = "") -> ja
     return linear(h, layer, f"{prefix}down")
 
 
-def mix_experts(
-    layer: dict[str, jax.Array], x_BTD: jax.Array, weights_BTX: jax.Array
-) -> jax.Array:
+def mix_experts(layer: dict[str, jax.Array], x_BTD: jax.Array, weights_BTX: jax.Array) -> jax.Array:
     """Returns the weighted sum of all experts' outputs.
 
     Every expert runs for every token, even with weight zero. That is exact and needs no gather,
@@ -65,8 +63,14 @@ def route(logits: jax.Array, *, num_chosen: int, is_normalised: bool) -> jax.Arr
 
 
 def route_in_groups(
-    logits: jax.Array, bias: jax.Array, *, num_chosen: int, num_groups: int, groups_chosen: int,
-    is_normalised: bool, factor: float,
+    logits: jax.Array,
+    bias: jax.Array,
+    *,
+    num_chosen: int,
+    num_groups: int,
+    groups_chosen: int,
+    is_normalised: bool,
+    factor: float,
 ) -> jax.Array:
     """Returns the experts' weights by sigmoid scores, in the best groups of experts.
 
@@ -86,7 +90,7 @@ def route_in_groups(
 
     Returns:
       f32[B,T,X], zero for experts that are not chosen.
-    """  # fmt: skip
+    """
     scores = jax.nn.sigmoid(logits)
     choice = (scores + bias).reshape(*logits.shape[:-1], num_groups, -1)
     best = jax.lax.top_k(choice, min(2, choice.shape[-1]))[0].sum(axis=-1)

@@ -15,7 +15,7 @@ from spec_jax.errors import WeightsError
 from spec_jax.models.families import AnyConfig, family_of
 from spec_jax.models.layout import weight
 from spec_jax.models.specs import ParamSpec
-from spec_jax.sharding import Rules, check_divides, log_whole, named, shardings
+from spec_jax.sharding import AxisRules, check_divides, log_whole, named, shardings
 
 _STD = 0.02  # of random weights
 Params = dict[str, Any]
@@ -66,9 +66,10 @@ def _stack(arrays: Sequence[Any]) -> Any:
 
 
 def assemble(
-    config: AnyConfig, leaf: Callable[[ParamSpec, int | None], Any],
+    config: AnyConfig,
+    leaf: Callable[[ParamSpec, int | None], Any],
     stack: Callable[[Sequence[Any]], Any] = _stack,
-) -> Params:  # fmt: skip
+) -> Params:
     """Builds a model's parameters from a function that returns one weight.
 
     Args:
@@ -103,13 +104,13 @@ def head_counts(config: Any) -> dict[str, int]:
     return counts if mixer is None else counts | {"state_heads": mixer.num_heads}
 
 
-def param_shardings(config: AnyConfig, mesh: Mesh, rules: Rules | None = None) -> Params:
+def param_shardings(config: AnyConfig, mesh: Mesh, axis_rules: AxisRules | None = None) -> Params:
     """Returns where a model's weights lie on a mesh, nested as its parameters are.
 
     Args:
       config: the model's shape.
       mesh: the devices.
-      rules: by default those of ``sharding.use_rules``.
+      axis_rules: by default those of ``sharding.use_axis_rules``.
     """
     counts = head_counts(config)
 
@@ -117,29 +118,29 @@ def param_shardings(config: AnyConfig, mesh: Mesh, rules: Rules | None = None) -
         axes, shape = spec.axes, spec.shape
         if layer is not None and config.scan_layers:
             axes, shape = ("layers", *axes), (config.num_hidden_layers, *shape)
-        return named(axes, shape, mesh, rules, counts)
+        return named(axes, shape, mesh, axis_rules, counts)
 
     return assemble(config, leaf, stack=lambda layers: layers[0])
 
 
-def placement(owner: str, config: AnyConfig, mesh: Mesh, rules: Rules) -> Params:
+def placement(owner: str, config: AnyConfig, mesh: Mesh, axis_rules: AxisRules) -> Params:
     """Returns ``param_shardings``, of a mesh that divides the model's heads.
 
     Args:
       owner: the model's name, for messages.
       config: the model's shape.
       mesh: the devices.
-      rules: which dimensions are split.
+      axis_rules: which dimensions are split.
 
     Raises:
       ConfigError: the mesh does not divide the heads.
     """
-    _check_heads(owner, config, all_tables(config), mesh, rules)
-    return param_shardings(config, mesh, rules)
+    _check_heads(owner, config, all_tables(config), mesh, axis_rules)
+    return param_shardings(config, mesh, axis_rules)
 
 
 def table_placement(
-    owner: str, layer: Any, table: Mapping[str, Any], mesh: Mesh, rules: Rules
+    owner: str, layer: Any, table: Mapping[str, Any], mesh: Mesh, axis_rules: AxisRules
 ) -> Params:
     """Returns where the weights of a head's table lie, of a mesh that divides its heads.
 
@@ -148,22 +149,22 @@ def table_placement(
       layer: the config of its layer, if it has one.
       table: the declared weights, nested as the parameters are.
       mesh: the devices.
-      rules: which dimensions are split.
+      axis_rules: which dimensions are split.
 
     Raises:
       ConfigError: the mesh does not divide the heads.
     """
-    _check_heads(owner, layer, table, mesh, rules)
-    return shardings(table, mesh, rules, head_counts(layer))
+    _check_heads(owner, layer, table, mesh, axis_rules)
+    return shardings(table, mesh, axis_rules, head_counts(layer))
 
 
 def _check_heads(
-    owner: str, config: Any, table: Mapping[str, Any], mesh: Mesh, rules: Rules
+    owner: str, config: Any, table: Mapping[str, Any], mesh: Mesh, axis_rules: AxisRules
 ) -> None:
     """Refuses a mesh that does not divide the heads, and logs what else it does not divide."""
     counts = head_counts(config)
-    check_divides(owner, counts, mesh, rules)
-    log_whole(owner, table, mesh, rules, counts)
+    check_divides(owner, counts, mesh, axis_rules)
+    log_whole(owner, table, mesh, axis_rules, counts)
 
 
 def declared(config: AnyConfig) -> Iterator[tuple[str, ParamSpec, int | None]]:
@@ -203,9 +204,8 @@ _INITS = {
 
 
 def init_table(
-    table: Mapping[str, ParamSpec], key: jax.Array, dtype: DTypeLike = jnp.float32,
-    one: float = 1.0,
-) -> dict[str, jax.Array]:  # fmt: skip
+    table: Mapping[str, ParamSpec], key: jax.Array, dtype: DTypeLike = jnp.float32, one: float = 1.0
+) -> dict[str, jax.Array]:
     """Returns random weights of one table, such as a head's, all from one normal distribution.
 
     Args:

@@ -41,8 +41,10 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[jax.Array, float]
 def _yarn(rope: RopeConfig, head_dim: int, freq: jax.Array) -> tuple[jax.Array, float]:
     def dimension(rotations):  # which rotates this many times over the original length
         length = rope.original_max_position_embeddings
-        return head_dim * math.log(length / (rotations * 2 * math.pi)) / (
-            2 * math.log(rope.rope_theta)
+        return (
+            head_dim
+            * math.log(length / (rotations * 2 * math.pi))
+            / (2 * math.log(rope.rope_theta))
         )
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)

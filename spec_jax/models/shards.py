@@ -22,12 +22,23 @@ INDEX = "model.safetensors.index.json"
 _DTYPES = {
     name: np.dtype(dtype)
     for name, dtype in {
-        "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16,
-        "F8_E4M3": jnp.float8_e4m3fn, "F8_E5M2": jnp.float8_e5m2, "BOOL": np.bool_,
-        "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8,
-        "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8,
+        "F64": np.float64,
+        "F32": np.float32,
+        "F16": np.float16,
+        "BF16": jnp.bfloat16,
+        "F8_E4M3": jnp.float8_e4m3fn,
+        "F8_E5M2": jnp.float8_e5m2,
+        "BOOL": np.bool_,
+        "I64": np.int64,
+        "I32": np.int32,
+        "I16": np.int16,
+        "I8": np.int8,
+        "U64": np.uint64,
+        "U32": np.uint32,
+        "U16": np.uint16,
+        "U8": np.uint8,
     }.items()
-}  # fmt: skip
+}
 
 
 def weight_files(directory: pathlib.Path, single: str, index: str) -> list[pathlib.Path]:

@@ -38,8 +38,15 @@ def norm_spec(size: int, hf: str, axis: str = "embed") -> ParamSpec:
 
 
 def linear_specs(
-    table: dict[str, ParamSpec], name: str, d_in: int, d_out: int, axes: tuple[str, str], hf: str,
-    *, has_bias: bool = False, init: str = "normal",
+    table: dict[str, ParamSpec],
+    name: str,
+    d_in: int,
+    d_out: int,
+    axes: tuple[str, str],
+    hf: str,
+    *,
+    has_bias: bool = False,
+    init: str = "normal",
 ) -> None:
     """Adds a linear map to a table, and its bias if it has one.
 
@@ -52,7 +59,7 @@ def linear_specs(
       hf: the external name, without ``.weight`` or ``.bias``.
       has_bias: whether there is a bias.
       init: of the map, see ``ParamSpec``; a bias begins with zeros.
-    """  # fmt: skip
+    """
     table[name] = ParamSpec((d_in, d_out), axes, f"{hf}.weight", is_linear=True, init=init)
     if has_bias:
         table[f"{name}_bias"] = ParamSpec((d_out,), axes[1:], f"{hf}.bias", init="zeros")
@@ -68,8 +75,14 @@ def attention_specs(config: Any, prefix: str) -> dict[str, ParamSpec]:
     linear_specs(table, "k", D, GH, ("embed", "kv_heads"), f"{prefix}k_proj", has_bias=bias)
     linear_specs(table, "v", D, GH, ("embed", "kv_heads"), f"{prefix}v_proj", has_bias=bias)
     linear_specs(
-        table, "o", NH, D, ("heads", "embed"), f"{prefix}o_proj",
-        has_bias=config.has_output_bias, init="residual",
+        table,
+        "o",
+        NH,
+        D,
+        ("heads", "embed"),
+        f"{prefix}o_proj",
+        has_bias=config.has_output_bias,
+        init="residual",
     )
     if config.has_qk_norm:
         for name in ("q_norm", "k_norm"):
@@ -102,9 +115,13 @@ def gated_specs(
 def mlp_specs(config: Any, prefix: str) -> dict[str, ParamSpec]:
     """Returns the weights of ``layers.mlp``; their external names begin with ``prefix``."""
     return gated_specs(
-        "", prefix.removesuffix("."), config.hidden_size, config.intermediate_size,
-        has_bias=config.mlp_bias, init="residual",
-    )  # fmt: skip
+        "",
+        prefix.removesuffix("."),
+        config.hidden_size,
+        config.intermediate_size,
+        has_bias=config.mlp_bias,
+        init="residual",
+    )
 
 
 def outer_specs(

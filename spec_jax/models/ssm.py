@@ -63,8 +63,12 @@ def write(held: jax.Array | None, new: jax.Array, offset: int | jax.Array) -> ja
 
 
 def convolve(
-    before_BRC: jax.Array, raw_BWC: jax.Array, weight_CR: jax.Array, num_tokens: int,
-    offset: int | jax.Array, is_seen: jax.Array | None = None,
+    before_BRC: jax.Array,
+    raw_BWC: jax.Array,
+    weight_CR: jax.Array,
+    num_tokens: int,
+    offset: int | jax.Array,
+    is_seen: jax.Array | None = None,
 ) -> jax.Array:
     """Applies the depthwise causal convolution to T tokens of a window.
 
@@ -79,7 +83,7 @@ def convolve(
 
     Returns:
       dtype[B,T,C].
-    """  # fmt: skip
+    """
     taps = weight_CR.shape[1]
     inputs = jnp.concatenate([before_BRC, raw_BWC.astype(before_BRC.dtype)], axis=1)
     if is_seen is None:

@@ -116,17 +116,13 @@ def _open_window(cache: Cache, width: int) -> Cache:
     return cache.open_window(width)
 
 
-def init_cache(
-    config: AnyConfig, batch: int, slots: int, dtype: DTypeLike = jnp.float32
-) -> Cache:
+def init_cache(config: AnyConfig, batch: int, slots: int, dtype: DTypeLike = jnp.float32) -> Cache:
     """Returns an empty cache, of the kind that the layers take, for ``batch`` rows of ``slots``."""
     return family_of(config).init_cache(config, batch, slots, dtype)
 
 
 @functools.cache
-def model(
-    config: AnyConfig, taps: tuple[int, ...] = (), num_tokens: int | None = None
-) -> Model:
+def model(config: AnyConfig, taps: tuple[int, ...] = (), num_tokens: int | None = None) -> Model:
     """Returns the ``Model`` of this shape, the functions that decoder and drafters call.
 
     Equal arguments return the same object, so compiled programs are shared.

@@ -215,9 +215,18 @@ class Overlap:
         self._placed: dict[str, tuple] = {"target": (), "draft": ()}
 
     def prefill(
-        self, params, tokens, lengths, limit, stop_tokens, sampler, draft_sampler, *,
-        system: System, slots: int,
-    ) -> DecodeState:  # fmt: skip
+        self,
+        params,
+        tokens,
+        lengths,
+        limit,
+        stop_tokens,
+        sampler,
+        draft_sampler,
+        *,
+        system: System,
+        slots: int,
+    ) -> DecodeState:
         """As ``decoding.prefill``; ``draft`` of the state is an ``SplitState``.
 
         Raises:
@@ -227,18 +236,39 @@ class Overlap:
         check(system)
         params = self._place(params)
         state = self._timed(
-            "prefill", -1, self.devices.target, decoding.prefill, {**params, "draft": None}, tokens,
-            lengths, limit, stop_tokens, sampler, draft_sampler,
-            system=_alone(system), slots=slots,
+            "prefill",
+            -1,
+            self.devices.target,
+            decoding.prefill,
+            {**params, "draft": None},
+            tokens,
+            lengths,
+            limit,
+            stop_tokens,
+            sampler,
+            draft_sampler,
+            system=_alone(system),
+            slots=slots,
         )
         # All that the draft needs of the target's side before the first tick.
         known = (
-            tokens, state.tokens, state.length, state.counts, draft_sampler, sampler.seed,
+            tokens,
+            state.tokens,
+            state.length,
+            state.counts,
+            draft_sampler,
+            sampler.seed,
             sampler.is_greedy,
-        )  # fmt: skip
+        )
         side, outcome = self._timed(
-            "prefill", -1, self.devices.draft, pearl.prefill_draft, params["draft"],
-            *self._send("draft", known), system=system, slots=slots,
+            "prefill",
+            -1,
+            self.devices.draft,
+            pearl.prefill_draft,
+            params["draft"],
+            *self._send("draft", known),
+            system=system,
+            slots=slots,
         )
         with use_mesh(mesh_of_side(self.devices.draft)):
             block = jax.eval_shape(
@@ -248,9 +278,15 @@ class Overlap:
         return state.replace(draft=SplitState(self._send("target", ahead), side, outcome, 0))
 
     def generate(
-        self, params, state: DecodeState, stop: jax.Array, max_rounds: jax.Array | int,
-        min_active: jax.Array | int = 1, *, system: System,
-    ) -> tuple[DecodeState, Chunk]:  # fmt: skip
+        self,
+        params,
+        state: DecodeState,
+        stop: jax.Array,
+        max_rounds: jax.Array | int,
+        min_active: jax.Array | int = 1,
+        *,
+        system: System,
+    ) -> tuple[DecodeState, Chunk]:
         """As ``decoding.generate``, a round being a tick. Donates the state."""
         params = self._place(params)
         (ahead, side, outcome, tick), state = state.draft, state.replace(draft=())
@@ -261,17 +297,38 @@ class Overlap:
         with ThreadPoolExecutor(1, "draft") as worker:
             while tick - begin < int(max_rounds) and num_active >= max(1, int(min_active)):
                 drafting = worker.submit(
-                    contextvars.copy_context().run, self._timed, "draft", tick, self.devices.draft,
-                    pearl.draft_block, params["draft"], side, outcome, system=system,
+                    contextvars.copy_context().run,
+                    self._timed,
+                    "draft",
+                    tick,
+                    self.devices.draft,
+                    pearl.draft_block,
+                    params["draft"],
+                    side,
+                    outcome,
+                    system=system,
                 )
                 state, logits = self._timed(
-                    "verify", tick, self.devices.target, pearl.score_ahead, params["target"], state,
-                    ahead.tokens, system=_alone(system),
+                    "verify",
+                    tick,
+                    self.devices.target,
+                    pearl.score_ahead,
+                    params["target"],
+                    state,
+                    ahead.tokens,
+                    system=_alone(system),
                 )
                 block, side = drafting.result()
                 state, ahead, outcome, active = self._timed(
-                    "accept", tick, self.devices.target, self._accept, state, ahead, block,
-                    logits, system=_alone(system),
+                    "accept",
+                    tick,
+                    self.devices.target,
+                    self._accept,
+                    state,
+                    ahead,
+                    block,
+                    logits,
+                    system=_alone(system),
                 )
                 outcome = self._send("draft", outcome)
                 tick, row_ticks, num_active = tick + 1, row_ticks + num_active, int(active)

@@ -46,7 +46,16 @@ class DraftSide:
 
 @functools.partial(jax.jit, static_argnames=("system", "slots"))
 def prefill_draft(
-    params, prompts, tokens, length, counts, sampler, request, is_greedy, *, system: System,
+    params,
+    prompts,
+    tokens,
+    length,
+    counts,
+    sampler,
+    request,
+    is_greedy,
+    *,
+    system: System,
     slots: int,
 ) -> tuple[DraftSide, Outcome]:
     """Returns the draft's side before the first tick, and an outcome that changes nothing."""
@@ -56,8 +65,15 @@ def prefill_draft(
     draft = call_prefill(drafter, params, prompts, length, first, None, slots + K)
     none = lambda: Proposal(jnp.zeros((B, K), jnp.int32), jnp.zeros((B,), jnp.int32))
     side = DraftSide(
-        jnp.pad(tokens, ((0, 0), (0, K))), length, counts, sampler, request, is_greedy, none(),
-        none(), draft,
+        jnp.pad(tokens, ((0, 0), (0, K))),
+        length,
+        counts,
+        sampler,
+        request,
+        is_greedy,
+        none(),
+        none(),
+        draft,
     )
     outcome = Outcome(
         jnp.zeros((B, K + 1), jnp.int32), jnp.zeros((B,), jnp.int32), jnp.zeros((B,), bool)
@@ -84,7 +100,11 @@ def draft_block(
     ahead = side.ahead
     view = decoding.append(side, {"tokens": ahead.tokens}, side.length + 1, ahead.n_draft)
     context = system.context(
-        view.tokens, side.length + ahead.n_draft, side.sampler, view.counts, side.request,
+        view.tokens,
+        side.length + ahead.n_draft,
+        side.sampler,
+        view.counts,
+        side.request,
         side.is_greedy,
     )
     block, draft = decoding.propose(params, side.draft, context, system)
@@ -100,9 +120,7 @@ def _follow_outcome(params, side: DraftSide, outcome: Outcome, drafter) -> Draft
     # The tokens gained are the whole block, or the target's own after all that was ahead.
     own = jnp.take_along_axis(outcome.tokens, side.ahead.n_draft[:, None], axis=1)
     tokens = jnp.where(outcome.is_whole[:, None], side.block.tokens, own)
-    draft = call_commit(
-        drafter, params, side.draft, tokens, jnp.maximum(gained, 0), None, None
-    )
+    draft = call_commit(drafter, params, side.draft, tokens, jnp.maximum(gained, 0), None, None)
     with blame(f"rewind of drafter {drafter.name!r}", state=draft):
         draft = drafter.rewind(draft, jnp.maximum(-gained, 0))
     side = decoding.append(side, {"tokens": outcome.tokens}, side.length + 1, outcome.n_emit)
@@ -132,9 +150,8 @@ def score_ahead(
 
 @functools.partial(jax.jit, static_argnames="system", donate_argnames=("state", "ahead"))
 def accept_chain(
-    state: DecodeState, ahead: Proposal, block: Proposal, logits: jax.Array, *,
-    system: System,
-) -> tuple[DecodeState, Proposal, Outcome, jax.Array]:  # fmt: skip
+    state: DecodeState, ahead: Proposal, block: Proposal, logits: jax.Array, *, system: System
+) -> tuple[DecodeState, Proposal, Outcome, jax.Array]:
     """Ends a tick: the rule decides on [ahead | the block's first draft], and the target commits.
 
     Args:

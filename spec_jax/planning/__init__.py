@@ -5,6 +5,13 @@ from spec_jax.planning.programs import Job, Traced, trace_decode
 from spec_jax.planning.training import TrainJob, trace_train
 
 __all__ = [
-    "Compiled", "Counted", "Job", "Needs", "Traced", "TrainJob", "compile_and_count",
-    "trace_decode", "trace_train",
-]  # fmt: skip
+    "Compiled",
+    "Counted",
+    "Job",
+    "Needs",
+    "Traced",
+    "TrainJob",
+    "compile_and_count",
+    "trace_decode",
+    "trace_train",
+]

@@ -54,9 +54,13 @@ class Chip:
         """
         share = lambda figure: figure / self.devices
         return dataclasses.replace(
-            self, devices=1, hbm_bytes=share(self.hbm_bytes), flops_s=share(self.flops_s),
-            hbm_bytes_s=share(self.hbm_bytes_s), link_bytes_s=share(self.link_bytes_s),
-        )  # fmt: skip
+            self,
+            devices=1,
+            hbm_bytes=share(self.hbm_bytes),
+            flops_s=share(self.flops_s),
+            hbm_bytes_s=share(self.hbm_bytes_s),
+            link_bytes_s=share(self.link_bytes_s),
+        )
 
 
 # Google publishes inter-chip bandwidth in both directions together (1,200 GB/s for v5p, whose
@@ -71,35 +75,69 @@ _CHIPS = (
     # Two TensorCores, each with its half of the memory, are two devices: same page.
     Chip("tpu7x", 192 * _GIB, 7380 * _GB, 2307 * _TERA, 600 * _GB, f"{_CLOUD}/tpu7x", _CUBIC, 2),
     Chip(
-        "a100", 80 * _GB, 2039 * _GB, 312 * _TERA, 300 * _GB,
-        f"{_NVIDIA} A100 datasheet, column A100 80GB SXM", _SERVER,
+        "a100",
+        80 * _GB,
+        2039 * _GB,
+        312 * _TERA,
+        300 * _GB,
+        f"{_NVIDIA} A100 datasheet, column A100 80GB SXM",
+        _SERVER,
     ),
     Chip(
-        "a100-40gb", 40 * _GB, 1555 * _GB, 312 * _TERA, 300 * _GB,
-        f"{_NVIDIA} A100 datasheet of 2020, column A100 40GB SXM", _SERVER,
+        "a100-40gb",
+        40 * _GB,
+        1555 * _GB,
+        312 * _TERA,
+        300 * _GB,
+        f"{_NVIDIA} A100 datasheet of 2020, column A100 40GB SXM",
+        _SERVER,
     ),
     Chip(
-        "a100-pcie", 80 * _GB, 1935 * _GB, 312 * _TERA, 32 * _GB,
-        f"{_NVIDIA} A100 datasheet, column A100 80GB PCIe (without an NVLink bridge)", _SERVER,
+        "a100-pcie",
+        80 * _GB,
+        1935 * _GB,
+        312 * _TERA,
+        32 * _GB,
+        f"{_NVIDIA} A100 datasheet, column A100 80GB PCIe (without an NVLink bridge)",
+        _SERVER,
     ),
     Chip(
-        "h100", 80 * _GB, 3350 * _GB, 989.4 * _TERA, 450 * _GB,
-        f"{_NVIDIA} H100 datasheet, column H100 SXM, without sparsity", _SERVER,
+        "h100",
+        80 * _GB,
+        3350 * _GB,
+        989.4 * _TERA,
+        450 * _GB,
+        f"{_NVIDIA} H100 datasheet, column H100 SXM, without sparsity",
+        _SERVER,
     ),
     Chip(
-        "h200", 141 * _GB, 4800 * _GB, 989.4 * _TERA, 450 * _GB,
-        f"{_NVIDIA} H200 datasheet, column H200 SXM, without sparsity", _SERVER,
+        "h200",
+        141 * _GB,
+        4800 * _GB,
+        989.4 * _TERA,
+        450 * _GB,
+        f"{_NVIDIA} H200 datasheet, column H200 SXM, without sparsity",
+        _SERVER,
     ),
     Chip(
-        "b200", 180 * _GB, 8000 * _GB, 2250 * _TERA, 900 * _GB,
-        f"{_NVIDIA} HGX B200 datasheet, one of eight, without sparsity", _SERVER,
+        "b200",
+        180 * _GB,
+        8000 * _GB,
+        2250 * _TERA,
+        900 * _GB,
+        f"{_NVIDIA} HGX B200 datasheet, one of eight, without sparsity",
+        _SERVER,
     ),
     Chip(
-        "rtx3090", 24 * _GB, 936 * _GB, 71 * _TERA, 56 * _GB,
+        "rtx3090",
+        24 * _GB,
+        936 * _GB,
+        71 * _TERA,
+        56 * _GB,
         f"{_NVIDIA} GA102 whitepaper, GeForce RTX 3090: bfloat16 summed in float32, NVLink bridge",
         _SERVER[:2],
     ),
-)  # fmt: skip
+)
 CHIPS: dict[str, Chip] = {chip.name: chip for chip in _CHIPS}
 
 
@@ -130,9 +168,7 @@ class Topology:
             )
         chip = CHIPS[kind]
         if shape not in chip.shapes:
-            raise ConfigError(
-                f"topology is {name!r}; shapes of {kind}: {', '.join(chip.shapes)}"
-            )
+            raise ConfigError(f"topology is {name!r}; shapes of {kind}: {', '.join(chip.shapes)}")
         return cls(chip, tuple(int(size) for size in shape.split("x")))
 
     @property

@@ -68,9 +68,12 @@ def meshes(target: Any, topology: Topology, batch: int) -> list[str]:
 
 
 def options(
-    target: Any, draft: Any, tokens: Sequence[float], topology: Topology,
+    target: Any,
+    draft: Any,
+    tokens: Sequence[float],
+    topology: Topology,
     setting: Setting = Setting(),
-) -> list[Option]:  # fmt: skip
+) -> list[Option]:
     """Returns every mesh with its best K: those that fit first, and of these the fastest first.
 
     Args:

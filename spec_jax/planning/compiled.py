@@ -129,8 +129,13 @@ def compile_and_count(trace: Any) -> Compiled:
     arguments = memory.argument_size_in_bytes - _given_twice(program)
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     needs = Needs(
-        params=params, cache=cache, arguments=arguments, temporaries=memory.temp_size_in_bytes,
-        state=state, aliased=aliased, total=arguments + memory.temp_size_in_bytes + results,
+        params=params,
+        cache=cache,
+        arguments=arguments,
+        temporaries=memory.temp_size_in_bytes,
+        state=state,
+        aliased=aliased,
+        total=arguments + memory.temp_size_in_bytes + results,
     )
     return Compiled(needs=needs, counted=_count(program, traced), refusal="", **times)
 
@@ -159,8 +164,9 @@ def _count(program: hlo.Program, traced: Traced) -> Counted:
     copies = [
         (copy.name, copy.times, copy.array.padded_bytes, place)
         for place, part in (("round", steps), ("entry", entry))
-        for copy in traffic.cache_copies(program, part, traced.copied) if not copy.is_prefetch
-    ]  # fmt: skip
+        for copy in traffic.cache_copies(program, part, traced.copied)
+        if not copy.is_prefetch
+    ]
     inner = {s.instruction.name for s in steps if s.instruction.opcode == "while"}
     unknown = [name for name, trips in program.loops().items() if trips is None and name in inner]
     return Counted(

@@ -23,7 +23,8 @@ _HEAD = re.compile(r"(ENTRY )?%?([^\s(]+) \(.*\) -> .*\{$")
 _LINE = re.compile(r"\s+(ROOT )?%?([^\s=]+) = ")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _TRIPS = re.compile(r'known_trip_count"?\s*[:=]\s*\{\s*"?n"?\s*[:=]\s*"?(\d+)')
-_CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([^\s,)}]+)")  # fmt: skip # noqa: E501
+_CALLERS = "calls|to_apply|body|condition|true_computation|false_computation"
+_CALLED = re.compile(rf"\b({_CALLERS})=%?([^\s,)}}]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FREE = ("bitcast", "copy", "copy-done", "copy-start", "convert", "reshape")  # keep a constant
@@ -78,9 +79,12 @@ def _arrays(text: str) -> tuple[Array, ...]:
         ints = lambda x: tuple(int(n) for n in re.findall(r"\d+", x))
         found.append(
             Array(
-                dtype, ints(dims), ints(order), ints(tile.group(1)) if tile else (),
+                dtype,
+                ints(dims),
+                ints(order),
+                ints(tile.group(1)) if tile else (),
                 int(space.group(1)) if space else 0,
-            )  # fmt: skip
+            )
         )
     return tuple(found)
 
@@ -147,9 +151,10 @@ class Computation:
     def parameters(self) -> dict[int, str]:
         """The names of its parameters by number."""
         return {
-            int(i.attributes.split(",")[0]): i.name for i in self.instructions.values()
+            int(i.attributes.split(",")[0]): i.name
+            for i in self.instructions.values()
             if i.opcode == "parameter"
-        }  # fmt: skip
+        }
 
     @functools.cached_property
     def users(self) -> dict[str, list[tuple[Instruction, int]]]:
@@ -227,8 +232,9 @@ class Program:
         return {
             i.name: self.trips(computation, i)
             for computation in self.computations.values()
-            for i in computation.instructions.values() if i.opcode == "while"
-        }  # fmt: skip
+            for i in computation.instructions.values()
+            if i.opcode == "while"
+        }
 
     def trips(self, computation: Computation, loop: Instruction) -> int | None:
         """Returns how often a loop of this computation runs, or None.
@@ -269,16 +275,21 @@ class Program:
     def _outer_loop(self) -> Instruction | None:
         entry = self.computations[self.entry]
         loops = [
-            i for i in entry.instructions.values()
+            i
+            for i in entry.instructions.values()
             if i.opcode == "while" and self.trips(entry, i) is None
-        ]  # fmt: skip
+        ]
         size = lambda i: sum(1 for _ in self._walk(i.called["body"], 1))
         return max(loops, key=size, default=None)
 
     def _walk(
-        self, name: str, times: int, branch: tuple[tuple[str, str], ...] = (),
-        is_fused: bool = False, skip: str | None = None,
-    ) -> Iterator[Step]:  # fmt: skip
+        self,
+        name: str,
+        times: int,
+        branch: tuple[tuple[str, str], ...] = (),
+        is_fused: bool = False,
+        skip: str | None = None,
+    ) -> Iterator[Step]:
         computation = self.computations[name]
         for i in computation.instructions.values():
             if i.name == skip:
@@ -354,9 +365,13 @@ def _instruction(begin: re.Match, rest: str) -> Instruction:
     if opcode in ("constant", "parameter"):  # what is in the brackets names no operand
         inside, attributes = "", f"{inside}, {attributes}" if opcode == "parameter" else inside
     return Instruction(
-        begin.group(2), opcode, _arrays(shape), tuple(_names(inside)), attributes,
+        begin.group(2),
+        opcode,
+        _arrays(shape),
+        tuple(_names(inside)),
+        attributes,
         begin.group(1) is not None,
-    )  # fmt: skip
+    )
 
 
 def _close(text: str, start: int) -> int:

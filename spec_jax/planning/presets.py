@@ -22,23 +22,42 @@ def _llama3(factor: float, **sizes) -> ModelConfig:
 
 def _qwen3(**sizes) -> ModelConfig:
     return ModelConfig(
-        model_type="qwen3", vocab_size=151936, num_key_value_heads=8, head_dim=128,
-        max_position_embeddings=40960, rope=RopeConfig(rope_theta=1e6), scan_layers=True, **sizes,
-    )  # fmt: skip
+        model_type="qwen3",
+        vocab_size=151936,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        rope=RopeConfig(rope_theta=1e6),
+        scan_layers=True,
+        **sizes,
+    )
 
 
 PRESETS: dict[str, ModelConfig] = {
     "llama-3.1-8b": _llama3(
-        8, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
-        num_attention_heads=32, num_key_value_heads=8,
+        8,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
     ),
     "llama-3.1-70b": _llama3(
-        8, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
-        num_attention_heads=64, num_key_value_heads=8,
+        8,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
     ),
     "llama-3.2-1b": _llama3(
-        32, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
-        num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=True,
+        32,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        tie_word_embeddings=True,
     ),
     "qwen3-8b": _qwen3(
         hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32
@@ -50,22 +69,37 @@ PRESETS: dict[str, ModelConfig] = {
         hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64
     ),
     "qwen3-0.6b": _qwen3(
-        hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
         tie_word_embeddings=True,
     ),
     "vicuna-7b": _llama(
-        vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
-        num_attention_heads=32, max_position_embeddings=2048,
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        max_position_embeddings=2048,
     ),
     "vicuna-13b": _llama(
-        vocab_size=32000, hidden_size=5120, intermediate_size=13824, num_hidden_layers=40,
-        num_attention_heads=40, max_position_embeddings=2048,
+        vocab_size=32000,
+        hidden_size=5120,
+        intermediate_size=13824,
+        num_hidden_layers=40,
+        num_attention_heads=40,
+        max_position_embeddings=2048,
     ),
     "vicuna-33b": _llama(
-        vocab_size=32000, hidden_size=6656, intermediate_size=17920, num_hidden_layers=60,
-        num_attention_heads=52, max_position_embeddings=2048,
+        vocab_size=32000,
+        hidden_size=6656,
+        intermediate_size=17920,
+        num_hidden_layers=60,
+        num_attention_heads=52,
+        max_position_embeddings=2048,
     ),
-}  # fmt: skip
+}
 
 
 def find_config(name: str) -> AnyConfig:

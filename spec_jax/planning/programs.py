@@ -84,9 +84,13 @@ class Job:
     def setting(self) -> Setting:
         """What the analytic model is told."""
         return Setting(
-            self.batch, self.slots, self.mesh, self.dtype, is_sampled=self.sampler.temperature > 0,
+            self.batch,
+            self.slots,
+            self.mesh,
+            self.dtype,
+            is_sampled=self.sampler.temperature > 0,
             is_draft_replicated=self.is_draft_replicated,
-        )  # fmt: skip
+        )
 
     def decoder(self, mesh: Mesh) -> SpeculativeDecoder:
         """Returns the decoder, with the shapes of weights in their place.
@@ -98,9 +102,13 @@ class Job:
         if self.method is not None and not isinstance(self.draft, str):
             draft = without_weights("draft", self.draft, self.dtype)
         return SpeculativeDecoder(
-            without_weights("target", self.target, self.dtype), draft, self.config,
-            target_sampler=self.sampler, mesh=mesh, is_draft_replicated=self.is_draft_replicated,
-        )  # fmt: skip
+            without_weights("target", self.target, self.dtype),
+            draft,
+            self.config,
+            target_sampler=self.sampler,
+            mesh=mesh,
+            is_draft_replicated=self.is_draft_replicated,
+        )
 
 
 def without_weights(role: str, config: Any, dtype: str) -> LoadedModel | LoadedHead:

@@ -22,9 +22,19 @@ from spec_jax.planning.work import Setting, Stack, Work
 from spec_jax.tree import DynamicTree, Tree
 
 __all__ = [
-    "Memory", "Pass", "Prediction", "Round", "Setting", "Stack", "Work", "best", "decode_round",
-    "first_loss", "memory", "predict",
-]  # fmt: skip
+    "Memory",
+    "Pass",
+    "Prediction",
+    "Round",
+    "Setting",
+    "Stack",
+    "Work",
+    "best",
+    "decode_round",
+    "first_loss",
+    "memory",
+    "predict",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +69,12 @@ class Round:
 
 
 def decode_round(
-    target: Any, draft: Any = None, num_draft: int = 0, setting: Setting = Setting(),
+    target: Any,
+    draft: Any = None,
+    num_draft: int = 0,
+    setting: Setting = Setting(),
     tree: Tree | DynamicTree | None = None,
-) -> Round:  # fmt: skip
+) -> Round:
     """Counts the passes of one round, as the package's drafters run them.
 
     Args:
@@ -165,9 +178,14 @@ class Prediction:
 
 
 def predict(
-    target: Any, draft: Any, num_draft: int, tokens: float, chip: Chip,
-    setting: Setting = Setting(), tree: Tree | DynamicTree | None = None,
-) -> Prediction:  # fmt: skip
+    target: Any,
+    draft: Any,
+    num_draft: int,
+    tokens: float,
+    chip: Chip,
+    setting: Setting = Setting(),
+    tree: Tree | DynamicTree | None = None,
+) -> Prediction:
     """Predicts the speed with speculation, and without it.
 
     Args:

@@ -18,13 +18,30 @@ from collections.abc import Iterable, Sequence
 from spec_jax.planning.hlo import Array, Computation, Instruction, Program, Step
 
 COLLECTIVES = (
-    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all",
-    "collective-permute", "collective-broadcast",
-)  # fmt: skip
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
 _NOTHING = (  # neither read nor written
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional",
-    "call", "after-all", "partition-id", "replica-id", "opt-barrier", "domain", "async-start",
-)  # fmt: skip
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "while",
+    "conditional",
+    "call",
+    "after-all",
+    "partition-id",
+    "replica-id",
+    "opt-barrier",
+    "domain",
+    "async-start",
+)
 _MOVED = ("bitcast", "convert", "copy", "reshape", "transpose")  # fused: nothing but other indices
 _SLICES = ("dynamic-slice", "slice", "gather")
 
@@ -217,9 +234,11 @@ def cache_copies(
                 continue
             source = operands[0] if operands else None
             is_prefetch = (
-                kind == "copy" and source is not None and source.space != array.space
+                kind == "copy"
+                and source is not None
+                and source.space != array.space
                 and (source.dims, source.layout) == (array.dims, array.layout)
-            )  # fmt: skip
+            )
             copies.append(Copy(i.name, kind, array, step.times, is_prefetch, i.op_name))
     return copies
 

@@ -73,14 +73,14 @@ def trace_train(job: TrainJob, mesh: Mesh) -> Traced:
     rows = named(("batch",), (job.batch, job.length), mesh)
     windows = jax.ShapeDtypeStruct((job.batch, job.length), jnp.int32, sharding=rows)
     if job.head is None:
-        model = without_weights("model", job.target, "float32").on_mesh(mesh, where.rules)
+        model = without_weights("model", job.target, "float32").on_mesh(mesh, where.axis_rules)
         trained, frozen, batch = model.params, None, windows
         init = lambda: init_params(job.target, jax.random.key(0))
         loss = functools.partial(standalone.lm_loss, config=job.target)
         step = functools.partial(train_step, objective=loss, optimizer=optimizer)
     else:
-        target = without_weights("target", job.target, job.dtype).on_mesh(mesh, where.rules)
-        head = without_weights("head", job.head, "float32").on_mesh(mesh, where.rules)
+        target = without_weights("target", job.target, job.dtype).on_mesh(mesh, where.axis_rules)
+        head = without_weights("head", job.head, "float32").on_mesh(mesh, where.axis_rules)
         objective = registry.objective_of(job.head, job.objective)
         trained, constants = objective.split(head.params)
         constants = {name: jnp.zeros(x.shape, x.dtype) for name, x in constants.items()}
@@ -88,9 +88,11 @@ def trace_train(job: TrainJob, mesh: Mesh) -> Traced:
         init = lambda: objective.split(fresh(jax.random.key(0)))[0]
         model = transformer.model(job.target, job.head.taps)
         step = functools.partial(
-            train_step, objective=objective.bind(job.head, model, {}, constants),
-            optimizer=optimizer, dtype=None if job.dtype == "float32" else job.dtype,
-        )  # fmt: skip
+            train_step,
+            objective=objective.bind(job.head, model, {}, constants),
+            optimizer=optimizer,
+            dtype=None if job.dtype == "float32" else job.dtype,
+        )
         frozen = target.params
         is_predicted = jax.ShapeDtypeStruct(windows.shape, jnp.bool_, sharding=rows)
         read = functools.partial(target_view, config=job.target, taps=job.head.taps)

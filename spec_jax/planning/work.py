@@ -26,7 +26,7 @@ from spec_jax.models.families import family_of
 from spec_jax.models.params import head_counts, layer_tables, outer_table
 from spec_jax.models.specs import ParamSpec
 from spec_jax.planning.chips import Chip
-from spec_jax.sharding import REPLICATED, SHARDED, Rules, spec, state_axes
+from spec_jax.sharding import REPLICATED, SHARDED, AxisRules, spec, state_axes
 
 _LOGIT_BYTES = 4  # float32, whatever the weights are
 
@@ -150,7 +150,12 @@ class Stack:
 
     @classmethod
     def of(
-        cls, config: Any, setting: Setting, *, is_draft: bool = False, part: str | None = None,
+        cls,
+        config: Any,
+        setting: Setting,
+        *,
+        is_draft: bool = False,
+        part: str | None = None,
         unread: tuple[str, ...] = (),
     ) -> Stack:
         """Counts a model, or a head of any registered kind.
@@ -161,7 +166,7 @@ class Stack:
           is_draft: whether it lies as drafts do.
           part: of a head that has several, see ``DrafterKind.parts``; None: the first.
           unread: beginnings of the names of weights that are not read.
-        """  # fmt: skip
+        """
         is_replicated = is_draft and setting.is_draft_replicated
         mesh = setting.abstract_mesh
         return _stack(config, mesh, is_replicated, setting.dtype, part, unread)
@@ -201,13 +206,15 @@ class Stack:
         return Work(flops, read + written, sent, self.num_reduced + is_gathered)
 
 
-def _local(axes, shape, mesh, rules: Rules, counts: Mapping[str, int]) -> int:
+def _local(axes, shape, mesh, axis_rules: AxisRules, counts: Mapping[str, int]) -> int:
     """Elements of one device's part of an array."""
-    split = [axis for axis in spec(axes, shape, mesh, rules, counts) if axis is not None]
+    split = [axis for axis in spec(axes, shape, mesh, axis_rules, counts) if axis is not None]
     return math.prod(shape) // math.prod(mesh.shape[axis] for axis in split)
 
 
-def _cache_bytes(config: Any, mesh: AbstractMesh, rules: Rules, dtype: str) -> tuple[float, float]:
+def _cache_bytes(
+    config: Any, mesh: AbstractMesh, axis_rules: AxisRules, dtype: str
+) -> tuple[float, float]:
     """The bytes of a row on one device: those of each slot, and those that do not grow."""
 
     def size(slots: int) -> float:
@@ -218,9 +225,10 @@ def _cache_bytes(config: Any, mesh: AbstractMesh, rules: Rules, dtype: str) -> t
             state = jax.eval_shape(init)
         leaves = zip(jax.tree.leaves(state), jax.tree.leaves(state_axes(state)), strict=True)
         return sum(
-            _local(axes, x.shape, mesh, rules, {}) * x.dtype.itemsize
-            for x, axes in leaves if jnp.issubdtype(x.dtype, jnp.floating)
-        )  # fmt: skip
+            _local(axes, x.shape, mesh, axis_rules, {}) * x.dtype.itemsize
+            for x, axes in leaves
+            if jnp.issubdtype(x.dtype, jnp.floating)
+        )
 
     one, two = size(1), size(2)
     return two - one, 2 * one - two
@@ -228,10 +236,14 @@ def _cache_bytes(config: Any, mesh: AbstractMesh, rules: Rules, dtype: str) -> t
 
 @functools.lru_cache(maxsize=1024)
 def _stack(
-    config: Any, mesh: AbstractMesh, is_replicated: bool, dtype: str, part: str | None,
+    config: Any,
+    mesh: AbstractMesh,
+    is_replicated: bool,
+    dtype: str,
+    part: str | None,
     unread: tuple[str, ...],
-) -> Stack:  # fmt: skip
-    rules = REPLICATED if is_replicated else SHARDED
+) -> Stack:
+    axis_rules = REPLICATED if is_replicated else SHARDED
     kind = kind_of_draft(config)
     is_head = kind.draft == "head"
     layer = config.layer if is_head else config
@@ -243,7 +255,7 @@ def _stack(
         outer, layers = dict(outer_table(config)), layer_tables(config)
     head, embed = outer.pop("head", None), outer.pop("embed", None)
     counts = head_counts(layer)
-    local = lambda p: _local(p.axes, p.shape, mesh, rules, counts)
+    local = lambda p: _local(p.axes, p.shape, mesh, axis_rules, counts)
 
     def is_summed(p: ParamSpec) -> bool:  # into the residual stream, over a split input
         return p.axes[-1] == "embed" and len(p.axes) > 1 and local(p) < math.prod(p.shape)
@@ -254,8 +266,8 @@ def _stack(
     summed = [p.shape[-1] for p in (*specs, embed or shared) if is_summed(p)]
     if head is None and not is_head:  # tied: the embedding is read whole to score
         head, embed = embed._replace(axes=embed.axes[::-1], shape=embed.shape[::-1]), None
-    vocab = 0 if head is None else _local(head.axes[1:], head.shape[1:], mesh, rules, counts)
-    slot, fixed = _cache_bytes(layer, mesh, rules, dtype)
+    vocab = 0 if head is None else _local(head.axes[1:], head.shape[1:], mesh, axis_rules, counts)
+    slot, fixed = _cache_bytes(layer, mesh, axis_rules, dtype)
     heads, groups = (getattr(layer, f"num_{name}_heads", 1) for name in ("attention", "key_value"))
     return Stack(
         matrices=sum(local(p) for p in specs if p.is_linear),

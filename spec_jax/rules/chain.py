@@ -146,7 +146,7 @@ def typical_acceptance(epsilon: float, delta: float) -> Callable[..., Verdict]:
 
     def accept(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
         p = target.probs
-        is_accepted = (_at(p[:-1], proposal.tokens) > _typical_threshold(p[:-1], epsilon, delta))
+        is_accepted = _at(p[:-1], proposal.tokens) > _typical_threshold(p[:-1], epsilon, delta)
         return own_token(is_accepted & proposal.is_offered, p, proposal, noise)
 
     return accept
@@ -157,9 +157,7 @@ def _typical_threshold(p, epsilon, delta):
     return jnp.minimum(epsilon, delta * jnp.exp(-entropy))
 
 
-def own_token(
-    is_accepted: jax.Array, p: jax.Array, proposal: Proposal, noise: Noise
-) -> Verdict:
+def own_token(is_accepted: jax.Array, p: jax.Array, proposal: Proposal, noise: Noise) -> Verdict:
     """The verdict of a lossy rule, which draws the token after the accepted ones from p itself.
 
     Args:

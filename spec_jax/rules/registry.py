@@ -51,23 +51,39 @@ def by_shape(
 
 
 MATCH = Rule(
-    "match", by_shape(chain.match, tree.match), is_lossless=True,
-    expected_acceptance=chain.expected_match, is_coupled=True, has_trees=True,
+    "match",
+    by_shape(chain.match, tree.match),
+    is_lossless=True,
+    expected_acceptance=chain.expected_match,
+    is_coupled=True,
+    has_trees=True,
 )
 GREEDY = Rule(
-    "greedy", by_shape(chain.greedy, tree.greedy), is_lossless=True,
-    expected_acceptance=chain.expected_greedy, is_greedy=True, has_trees=True,
+    "greedy",
+    by_shape(chain.greedy, tree.greedy),
+    is_lossless=True,
+    expected_acceptance=chain.expected_greedy,
+    is_greedy=True,
+    has_trees=True,
 )
 _FIXED = (
     GREEDY,
     Rule(
-        "residual", by_shape(chain.residual, tree.residual), is_lossless=True,
-        expected_acceptance=chain.expected_residual, needs_probs=True, has_trees=True,
+        "residual",
+        by_shape(chain.residual, tree.residual),
+        is_lossless=True,
+        expected_acceptance=chain.expected_residual,
+        needs_probs=True,
+        has_trees=True,
     ),
     Rule("block", batched(chain.block), is_lossless=True, needs_probs=True, is_joint=True),
     Rule(
-        "traversal", by_shape(chain.block, tree.traversal), is_lossless=True, needs_probs=True,
-        is_joint=True, has_trees=True,
+        "traversal",
+        by_shape(chain.block, tree.traversal),
+        is_lossless=True,
+        needs_probs=True,
+        is_joint=True,
+        has_trees=True,
     ),
     MATCH,
     Rule("logit-comparison", batched(chain.logit_comparison), is_lossless=False, needs_logits=True),
@@ -101,7 +117,9 @@ def make_rule(config: SpeculativeConfig) -> Rule:
 def _typical_rule(config: TypicalConfig) -> Rule:
     args = (config.epsilon, config.delta)
     return Rule(
-        "typical-acceptance", batched(chain.typical_acceptance(*args)), is_lossless=False,
+        "typical-acceptance",
+        batched(chain.typical_acceptance(*args)),
+        is_lossless=False,
         expected_acceptance=chain.expected_typical(*args),
     )
 

@@ -11,9 +11,13 @@ from typing import NamedTuple
 
 # Okabe and Ito's palette, which everyone can tell apart.
 COLORS = {
-    "first": "#999999", "accepted": "#009E73", "corrected": "#D55E00", "bonus": "#0072B2",
-    "target": "#0072B2", "rejected": "#CC79A7",
-}  # fmt: skip
+    "first": "#999999",
+    "accepted": "#009E73",
+    "corrected": "#D55E00",
+    "bonus": "#0072B2",
+    "target": "#0072B2",
+    "rejected": "#CC79A7",
+}
 MEANING = {
     "first": "sampled by prefill",
     "accepted": "drafted, and accepted by the rule",
@@ -56,8 +60,9 @@ def tokens(shown: Sequence[Token], note: str) -> str:
     counts["rejected"] = sum(token.rejected is not None for token in shown)
     legend = " ".join(
         f'<span style="{_style(kind)}" title="{_text(MEANING[kind])}">{kind} {count}</span>'
-        for kind, count in counts.items() if count
-    )  # fmt: skip
+        for kind, count in counts.items()
+        if count
+    )
     body = "".join(map(_token, shown[:MAX_TOKENS]))
     more = len(shown) - MAX_TOKENS
     rest = f"<em> and {more:,} tokens more</em>" if more > 0 else ""

@@ -12,10 +12,16 @@ from spec_jax.errors import ConfigError
 from spec_jax.show.page import COLORS
 
 STYLE = {
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
-    "axes.axisbelow": True, "axes.titlesize": 11, "legend.frameon": False, "legend.fontsize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "axes.axisbelow": True,
+    "axes.titlesize": 11,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
     "font.size": 10,
-}  # fmt: skip
+}
 _LINES = tuple(COLORS[kind] for kind in ("bonus", "accepted", "corrected", "rejected"))
 
 
@@ -84,9 +90,13 @@ def plot_rounds(
         dropped = np.maximum(offered - accepted, 0)
         if dropped.any():
             bar(
-                dropped, accepted + has_own, color="none", edgecolor="0.6", linewidth=0.8,
+                dropped,
+                accepted + has_own,
+                color="none",
+                edgecolor="0.6",
+                linewidth=0.8,
                 label="drafts that were dropped",
-            )  # fmt: skip
+            )
         mean = (accepted + has_own).mean() if len(number) else float("nan")
         axis.set(xlabel="round", ylabel="tokens", title=f"{mean:.2f} tokens a round")
         for which in (axis.xaxis, axis.yaxis):
@@ -113,9 +123,13 @@ def wilson(rate: Sequence[float], reached: Sequence[int]) -> np.ndarray:
 
 
 def plot_acceptance(
-    rate: Sequence[float], reached: Sequence[int], expected: Sequence[float],
-    lengths: Sequence[int], tau: float, axes: Any = None,
-) -> Any:  # fmt: skip
+    rate: Sequence[float],
+    reached: Sequence[int],
+    expected: Sequence[float],
+    lengths: Sequence[int],
+    tau: float,
+    axes: Any = None,
+) -> Any:
     """Draws acceptance by position, and how often a round accepted how many drafts.
 
     Args:
@@ -133,15 +147,22 @@ def plot_acceptance(
     with panels(2, axes) as (left, right):
         position = np.arange(1, len(rate) + 1)
         left.errorbar(
-            position, rate, np.maximum([rate - low, high - rate], 0), fmt="o-", capsize=3,
-            color=COLORS["accepted"], label="measured (bars: 95 %)",
-        )  # fmt: skip
+            position,
+            rate,
+            np.maximum([rate - low, high - rate], 0),
+            fmt="o-",
+            capsize=3,
+            color=COLORS["accepted"],
+            label="measured (bars: 95 %)",
+        )
         if len(expected):
             left.plot(position, expected, "--", color="0.45", label="expected of the rule")
         left.set(
-            xlabel="position in the draft", ylabel="accepted, if reached", ylim=(-0.03, 1.05),
+            xlabel="position in the draft",
+            ylabel="accepted, if reached",
+            ylim=(-0.03, 1.05),
             title="acceptance",
-        )  # fmt: skip
+        )
         left.legend(loc="lower left")
         right.bar(range(len(lengths)), lengths, 0.85, color=COLORS["accepted"])
         right.set(xlabel="drafts accepted", ylabel="rounds", title=f"tau {tau:.2f}, tokens a round")

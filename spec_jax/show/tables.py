@@ -11,9 +11,12 @@ tabulate.MIN_PADDING = 0  # titles are as narrow as their cells
 
 
 def table(
-    header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Collection[str] = (),
+    header: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    numbers: Collection[str] = (),
     is_markdown: bool = False,
-) -> str:  # fmt: skip
+) -> str:
     """Formats rows of text as a table with aligned columns.
 
     Args:

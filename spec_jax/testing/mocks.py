@@ -46,9 +46,7 @@ class ToyCache:
 
 
 @functools.cache
-def toy_model(
-    vocab_size: int, max_length: int = 1 << 20, num_tokens: int | None = None
-) -> Model:
+def toy_model(vocab_size: int, max_length: int = 1 << 20, num_tokens: int | None = None) -> Model:
     """A model of second order whose parameters are a table ``{"logits": f32[C,V]}``.
 
     After the tokens a, b it looks up row ``(a * V + b) mod C``; C = V * V tells all contexts
@@ -152,8 +150,10 @@ def ragged(drafter: Drafter, n_draft: Callable[[jax.Array], jax.Array]) -> Draft
         is_offered = jnp.arange(num_draft) < n[:, None]
         blank = lambda x: None if x is None else jnp.where(is_offered[:, :, None], x, 0.0)
         return proposal.replace(
-            n_draft=n, tokens=jnp.where(is_offered, proposal.tokens, 0),
-            probs=blank(proposal.probs), logits=blank(proposal.logits),
+            n_draft=n,
+            tokens=jnp.where(is_offered, proposal.tokens, 0),
+            probs=blank(proposal.probs),
+            logits=blank(proposal.logits),
         ), state
 
     return drafter._replace(name=f"ragged {drafter.name}", propose=propose)

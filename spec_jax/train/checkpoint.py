@@ -116,8 +116,9 @@ class Checkpoints:
         Raises:
           TrainingError: A state could not be written.
         """
-        self._guarded(None, lambda: (self._latest.wait_until_finished(),
-                                     self._best.wait_until_finished()))
+        self._guarded(
+            None, lambda: (self._latest.wait_until_finished(), self._best.wait_until_finished())
+        )
 
     def restore(self, state: Any, say: Callable[[str], object] = print) -> Any:
         """Returns the newest state that can be read, or ``state`` if nothing was saved.

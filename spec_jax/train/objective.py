@@ -52,7 +52,10 @@ class Objective(NamedTuple):
     constants: tuple[str, ...] = ()
 
     def bind(
-        self, config: Any, model: Model, options: Mapping[str, Any],
+        self,
+        config: Any,
+        model: Model,
+        options: Mapping[str, Any],
         constants: Mapping[str, jax.Array],
     ) -> Callable[[dict, Batch, dict], tuple[jax.Array, dict]]:
         """Returns the loss as ``train_step`` takes it.
@@ -65,7 +68,7 @@ class Objective(NamedTuple):
 
         Returns:
           ``(params, batch, target) -> (loss, figures)``, where ``params`` are trained.
-        """  # fmt: skip
+        """
         known = inspect.signature(self.loss).parameters
         options = {name: value for name, value in options.items() if name in known}
         loss = functools.partial(self.loss, config=config, model=model, **options)

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spec_jax.errors import ConfigError
 from spec_jax.meshes import to_mesh, use_mesh
-from spec_jax.sharding import FULLY_SHARDED, SHARDED, Rules, named, use_rules
+from spec_jax.sharding import FULLY_SHARDED, SHARDED, AxisRules, named, use_axis_rules
 from spec_jax.train.step import TrainState
 
 
@@ -89,7 +89,7 @@ class Placement:
         return cls(mesh, is_fully_sharded)
 
     @property
-    def rules(self) -> Rules:
+    def axis_rules(self) -> AxisRules:
         """Which dimensions of the weights are split."""
         return FULLY_SHARDED if self.is_fully_sharded else SHARDED
 
@@ -141,7 +141,7 @@ class Placement:
 
         @functools.partial(jax.jit, **options)
         def traced(*args):
-            with use_rules(self.rules):
+            with use_axis_rules(self.axis_rules):
                 return function(*args)
 
         def on_mesh(method):

@@ -35,8 +35,12 @@ def cast(tree: Any, dtype: DTypeLike | None) -> Any:
 
 
 def train_step(
-    state: TrainState, batch: Any, frozen: Any = None, *,
-    objective: Callable[..., tuple[jax.Array, dict]], optimizer: optax.GradientTransformation,
+    state: TrainState,
+    batch: Any,
+    frozen: Any = None,
+    *,
+    objective: Callable[..., tuple[jax.Array, dict]],
+    optimizer: optax.GradientTransformation,
     dtype: DTypeLike | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Computes one update. It is pure: jit it with the state donated.
@@ -52,7 +56,7 @@ def train_step(
 
     Returns:
       The next state, and the figures: ``loss``, ``grad_norm`` and the objective's own.
-    """  # fmt: skip
+    """
     run = lambda params: objective(cast(params, dtype), batch, frozen)
     (value, figures), grads = jax.value_and_grad(run, has_aux=True)(state.params)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)

@@ -40,7 +40,12 @@ class UnrolledCache:
         return cls((), (), jnp.zeros((batch,), jnp.int32), num_rows)
 
     def attend(
-        self, q_BTNH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, index: Any, window: Any,
+        self,
+        q_BTNH: jax.Array,
+        k_BGTH: jax.Array,
+        v_BGTH: jax.Array,
+        index: Any,
+        window: Any,
         scale: float | None = None,
     ) -> tuple[jax.Array, UnrolledCache]:
         """Computes the attention of one step's rows, see ``layers.attend_window``."""
@@ -83,7 +88,12 @@ def shifted(x: jax.Array, by: int, num_rows: int) -> jax.Array:
 
 
 def unroll(
-    head: Head, params: dict, features: jax.Array, tokens: jax.Array, num_steps: int, *,
+    head: Head,
+    params: dict,
+    features: jax.Array,
+    tokens: jax.Array,
+    num_steps: int,
+    *,
     is_remat: bool = False,
 ) -> list[jax.Array]:
     """Computes the head's states of every pair of a sequence, for K steps.
@@ -99,7 +109,7 @@ def unroll(
     Returns:
       K arrays dtype[B,T,D]. Row t of step j (from 0) predicts token t + 2 + j. The last j rows
       of step j are meaningless, as the tokens that they join lie outside of the window.
-    """  # fmt: skip
+    """
     B, T = tokens.shape[0], tokens.shape[1] - 2
     feed = jax.checkpoint(head.feed, static_argnums=(4,)) if is_remat else head.feed
     state = head.join(params, features[:, :T])

@@ -37,9 +37,13 @@ class ViewCache:
     """
 
     def __init__(
-        self, folder: str | pathlib.Path, max_bytes: int, target: dict, config: ModelConfig,
+        self,
+        folder: str | pathlib.Path,
+        max_bytes: int,
+        target: dict,
+        config: ModelConfig,
         taps: tuple[int, ...],
-    ):  # fmt: skip
+    ):
         if max_bytes < 0:
             raise ConfigError(f"max_bytes is {max_bytes}; expected 0 or more")
         self.folder, self._max_bytes = pathlib.Path(folder), max_bytes

@@ -24,11 +24,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.models import transformer
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.sampling import make_sampler
-from spec_jax.testing import (
-    certify_decoder,
-    toy_model,
-    toy_params,
-)
+from spec_jax.testing import certify_decoder, toy_model, toy_params
 from spec_jax.tree import DynamicTree, Tree
 
 

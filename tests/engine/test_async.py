@@ -8,13 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support.circle import (
-    NEW,
-    SOFT,
-    TEXT,
-    check_counts,
-    within,
-)
+from support.circle import NEW, SOFT, TEXT, check_counts, within
 
 
 def test_the_event_loop_goes_on_while_a_round_runs(decoder, on_round):

@@ -9,21 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from support.circle import (
-    FEW,
-    NEW,
-    TEXT,
-    check_counts,
-    check_whole,
-    circle,
-    within,
-)
+from support.circle import FEW, NEW, TEXT, check_counts, check_whole, circle, within
 
-from spec_jax import (
-    CancellationToken,
-    Cancelled,
-    SpeculativeDecoder,
-)
+from spec_jax import CancellationToken, Cancelled, SpeculativeDecoder
 from spec_jax.errors import ConfigError
 
 

@@ -9,21 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from support.circle import (
-    CIRCLE,
-    FEW,
-    NEW,
-    TEXT,
-    check_counts,
-    check_whole,
-)
+from support.circle import CIRCLE, FEW, NEW, TEXT, check_counts, check_whole
 
-from spec_jax import (
-    Cancelled,
-    SamplerConfig,
-    SpeculativeDecoder,
-    decoding,
-)
+from spec_jax import Cancelled, SamplerConfig, SpeculativeDecoder, decoding
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel
 from spec_jax.models.tokenizer import Tokenizer

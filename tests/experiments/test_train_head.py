@@ -219,7 +219,7 @@ def test_a_head_to_go_on_from_is_read_to_the_devices_that_train_it(files, run, t
     config.data.responses = None
     experiment = HeadExperiment(config, tmp_path)
     given, where = experiment.spec.given, experiment.spec.shardings(
-        experiment.placement.mesh, experiment.placement.rules
+        experiment.placement.mesh, experiment.placement.axis_rules
     )  # fmt: skip
     jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim) or 1 / 0, given, where)
     assert any(x.addressable_shards[0].data.size < x.size for x in jax.tree.leaves(given))

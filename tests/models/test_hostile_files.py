@@ -11,15 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support.published_heads import TARGET, write_head
-from support.tiny_models import (
-    BAMBA,
-    DEEPSEEK,
-    LLAMA,
-    MAMBA2,
-    QWEN2,
-    QWEN3_NEXT,
-    random_weights,
-)
+from support.tiny_models import BAMBA, DEEPSEEK, LLAMA, MAMBA2, QWEN2, QWEN3_NEXT, random_weights
 from support.tiny_tokenizers import letters
 
 from spec_jax.data.records import read_records

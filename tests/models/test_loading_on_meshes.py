@@ -116,7 +116,7 @@ def test_a_model_on_a_mesh_is_the_model_read_whole(tmp_path, name, sizes, scan_l
     options = dict(scan_layers=scan_layers)
     for rules in (SHARDED, FULLY_SHARDED):
         params, read = load_pretrained(
-            tmp_path, jnp.bfloat16, **options, mesh=mesh(sizes), rules=rules
+            tmp_path, jnp.bfloat16, **options, mesh=mesh(sizes), axis_rules=rules
         )
         whole, expected = load_pretrained(tmp_path, jnp.bfloat16, **options)
         assert read == expected
@@ -130,7 +130,7 @@ def test_a_model_that_is_read_onto_a_mesh_stays_where_it_is(name):
     model = spec_jax.load_model(name, mesh=where)
     assert_same(model.params, spec_jax.load_model(name).params)
     assert buffers(model.on_mesh(where).params) == buffers(model.params)
-    whole = spec_jax.load_draft("zoo/draft", model, mesh=where, rules=REPLICATED)
+    whole = spec_jax.load_draft("zoo/draft", model, mesh=where, axis_rules=REPLICATED)
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(whole.params))
 
 
@@ -176,7 +176,7 @@ def test_heads_of_the_zoo_are_read_onto_a_mesh(name):
 @pytest.mark.parametrize("factor", [1, 2], ids=["copy", "own"])
 def test_a_heads_copy_of_the_embedding_is_compared_part_by_part(llama, tmp_path, factor):
     where = mesh("data:1,tensor:8")
-    target = spec_jax.load_model(llama, mesh=where, rules=FULLY_SHARDED)
+    target = spec_jax.load_model(llama, mesh=where, axis_rules=FULLY_SHARDED)
     head = random_head(EagleConfig.of_target(target.config, version=3), jax.random.key(0))
     head.save(tmp_path / "head", target)
     embed = factor * np.asarray(target.params["embed"])
@@ -265,7 +265,7 @@ def test_parts_are_those_of_the_whole_tensor(tmp_path):
 @pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scanned"])
 def test_a_model_on_a_mesh_is_written_file_by_file(llama, tmp_path, monkeypatch, scan_layers):
     params, config = load_pretrained(
-        llama, mesh=mesh("data:2,tensor:4"), rules=FULLY_SHARDED, scan_layers=scan_layers
+        llama, mesh=mesh("data:2,tensor:4"), axis_rules=FULLY_SHARDED, scan_layers=scan_layers
     )
     steps, write, as_stored = [], tensors_module.save_file, checkpoint.as_stored
 

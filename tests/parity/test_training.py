@@ -11,16 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="parity needs torch (extra 'parity')")
 pytest.importorskip("transformers", reason="parity needs transformers (extra 'parity')")
 import oracles.torch_training as oracle  # noqa: E402
-from test_torch_training import (  # noqa: E402
-    OPTIONS,
-    TAPS,
-    B,
-    V,
-    W,
-    drawn,
-    eagle_head,
-    save_target,
-)
+from test_torch_training import OPTIONS, TAPS, B, V, W, drawn, eagle_head, save_target  # noqa: E402
 
 from spec_jax.drafters.eagle.model import EagleConfig  # noqa: E402
 from spec_jax.drafters.eagle.objective import eagle1_loss, eagle3_loss  # noqa: E402

@@ -15,13 +15,7 @@ from spec_jax.contracts import Noise, Proposal, TargetScores
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.errors import ConfigError
 from spec_jax.rules import batched, by_shape, chain, tree
-from spec_jax.testing import (
-    CertificateError,
-    Row,
-    certify_rule,
-    ragged,
-    toy_model,
-)
+from spec_jax.testing import CertificateError, Row, certify_rule, ragged, toy_model
 from spec_jax.tree import DynamicTree, Tree, paths
 
 # ----------------------------------------------------------------------------- shapes

@@ -17,8 +17,8 @@ MESH = "data:2,tensor:2"
 
 
 def test_a_decoder_leaves_weights_as_they_are_split():
-    target = load_model("zoo/draft", mesh=MESH, rules=FULLY_SHARDED)
-    draft = load_draft("zoo/draft", target, mesh=MESH, rules=REPLICATED)
+    target = load_model("zoo/draft", mesh=MESH, axis_rules=FULLY_SHARDED)
+    draft = load_draft("zoo/draft", target, mesh=MESH, axis_rules=REPLICATED)
     decoder = SpeculativeDecoder(target, draft)
     assert decoder.target.params is target.params
     assert decoder.draft.params is draft.params

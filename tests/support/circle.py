@@ -13,12 +13,7 @@ import numpy as np
 import pytest
 from support.tiny_tokenizers import bytes_alone
 
-from spec_jax import (
-    SamplerConfig,
-    SpeculativeConfig,
-    SpeculativeDecoder,
-    decoding,
-)
+from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, decoding
 from spec_jax.loading import LoadedModel
 from spec_jax.testing import toy_model
 

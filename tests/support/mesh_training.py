@@ -82,12 +82,12 @@ class Run:
             loss, init = self._head(name)
             counts, table = head_counts(self.config.layer), registry.kind_of(self.config).table
             if mesh:
-                on = (self.placement.mesh, self.placement.rules)
+                on = (self.placement.mesh, self.placement.axis_rules)
                 where = shardings(table(self.config), *on, counts)
         else:
             loss, init = self._model(name)
             if mesh:
-                where = param_shardings(self.config, self.placement.mesh, self.placement.rules)
+                where = param_shardings(self.config, self.placement.mesh, self.placement.axis_rules)
         self.make = lambda: TrainState.create(init(), self.optimizer)
         self.where = self.placement.state_shardings(where, self.make)
         self.state = self.placement.create(self.make, self.where)
@@ -97,7 +97,7 @@ class Run:
     def _freeze(self, config, seed):
         self.frozen = transformer.init_params(config, jax.random.key(seed))
         if self.placement.mesh is not None:
-            where = param_shardings(config, self.placement.mesh, self.placement.rules)
+            where = param_shardings(config, self.placement.mesh, self.placement.axis_rules)
             self.frozen = jax.device_put(self.frozen, where)
 
     def _model(self, name):

@@ -8,14 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from support.tiny_models import (
-    DEEPSEEK,
-    LLAMA,
-    QWEN3,
-    QWEN3_NEXT,
-    random_tensor,
-    random_weights,
-)
+from support.tiny_models import DEEPSEEK, LLAMA, QWEN3, QWEN3_NEXT, random_tensor, random_weights
 
 from spec_jax import decoding
 from spec_jax.config import SamplerConfig, SpeculativeConfig

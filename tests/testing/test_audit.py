@@ -12,13 +12,7 @@ import pytest
 from support.defects import DEFECTS, perturbed_layer
 
 import spec_jax
-from spec_jax import (
-    SamplerConfig,
-    SpeculativeConfig,
-    SpeculativeDecoder,
-    load_draft,
-    load_model,
-)
+from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, load_draft, load_model
 from spec_jax.errors import ConfigError
 from spec_jax.testing import Audit, RowAudit, audit, audit_outputs, mock_model
 from spec_jax.testing.auditing.verdict import Choice, Trail, first_difference, judge

@@ -91,8 +91,8 @@ def test_memory_of_an_8b_model_and_its_head():
     for is_fully_sharded, text in itertools.product((False, True), ("data:8", "data:2,tensor:4")):
         placement = Placement.of(text, is_fully_sharded)
         where = {
-            "model": param_shardings(config, placement.mesh, placement.rules),
-            "head": shardings(names, placement.mesh, placement.rules, head_counts(head.layer)),
+            "model": param_shardings(config, placement.mesh, placement.axis_rules),
+            "head": shardings(names, placement.mesh, placement.axis_rules, head_counts(head.layer)),
         }
         line = f"{text}{', fully sharded' * is_fully_sharded}:"
         for name, params in init.items():
@@ -113,7 +113,7 @@ def bytes_of(placement, where):
 
 def test_fully_sharded_states_take_an_eighth_of_the_memory():
     placement = Placement.of("data:8", is_fully_sharded=True)
-    where = param_shardings(MODEL, placement.mesh, placement.rules)
+    where = param_shardings(MODEL, placement.mesh, placement.axis_rules)
     whole = jax.tree.map(lambda x: placement.replicated, where)
     assert bytes_of(placement, whole) == 8 * bytes_of(placement, where)
 
@@ -194,7 +194,7 @@ def test_bad_input_is_refused(mesh, is_fully_sharded, batch, message):
 def test_an_export_has_the_same_bytes(tmp_path):
     placement = Placement.of("data:2,tensor:4", is_fully_sharded=True)
     params = transformer.init_params(MODEL, jax.random.key(0))
-    split = jax.device_put(params, param_shardings(MODEL, placement.mesh, placement.rules))
+    split = jax.device_put(params, param_shardings(MODEL, placement.mesh, placement.axis_rules))
     assert len(split["embed"].addressable_shards[0].data) == MODEL.vocab_size // 4
     for name, weights in (("whole", params), ("split", split)):
         checkpoint.save_pretrained(tmp_path / name, weights, MODEL, dtype="bfloat16")

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from spec_jax.contracts import CatchUp, Drafter
-from spec_jax.sharding import REPLICATED, state_axes, use_rules
+from spec_jax.sharding import REPLICATED, state_axes, use_axis_rules
 
 
 @flax.struct.dataclass
@@ -43,7 +43,7 @@ def replicated(drafter: Drafter) -> Drafter:
 
         def run(*args):
             args = (x.state if isinstance(x, WholeState) else x for x in args)
-            with use_rules(REPLICATED):
+            with use_axis_rules(REPLICATED):
                 result = function(*args)
             if has_proposal:
                 return result[0], WholeState(result[1])

@@ -31,7 +31,7 @@ from spec_jax.models.params import check_weights, table_placement
 from spec_jax.models.parts import Tensor, holds_for_parts, part_at, read_onto, read_parts
 from spec_jax.models.specs import ParamSpec
 from spec_jax.models.tensors import StrictReader, on_host, open_tensors, save_tensors
-from spec_jax.sharding import SHARDED, Rules, named
+from spec_jax.sharding import SHARDED, AxisRules, named
 
 _EMBED = "embed_tokens.weight"
 # Two copies of one embedding may differ by their rounding to bfloat16 or float16.
@@ -45,7 +45,7 @@ def read_head(
     *,
     target_embed: jax.Array | None = None,
     mesh: Mesh | None = None,
-    rules: Rules = SHARDED,
+    axis_rules: AxisRules = SHARDED,
     **overrides: Any,
 ) -> LoadedHead:
     """Reads a head's config.json and weights.
@@ -58,7 +58,7 @@ def read_head(
         Without it, a copy of the same width is assumed to be the target's.
       mesh: the devices to place the parameters on, each process reading what its own devices hold;
         None: jax's default device.
-      rules: which dimensions are split over the mesh.
+      axis_rules: which dimensions are split over the mesh.
       **overrides: ``taps`` or an option of ``EagleConfig``, instead of what config.json says.
 
     Returns:
@@ -86,18 +86,18 @@ def read_head(
         tensors.sizes = integers_of(config.layer)
         if _EMBED in tensors.left and not config.own_embed:
             compared = None if "own_embed" in overrides else target_embed
-            config = _share_embed(tensors, config, compared, notes, mesh, rules)
+            config = _share_embed(tensors, config, compared, notes, mesh, axis_rules)
         is_midlayer = any(name.startswith("midlayer.") for name in tensors.left)
         prefix = "midlayer." if is_midlayer else "layers.0."
         table, shardings = head_table(config), {}
+        if mesh is not None:  # refuses a mesh before a weight is read
+            shardings = table_placement(str(directory), config.layer, table, mesh, axis_rules)
+            shardings["d2t"] = NamedSharding(mesh, PartitionSpec())
         read = lambda spec: tensors.weight(file_name(spec, prefix), spec, dtype)
         weights = {name: read(spec) for name, spec in table.items()}
         if config.version == 3:
             weights |= _draft_vocabulary(directory, tensors, config)
         tensors.finish()
-        if mesh is not None:
-            shardings = table_placement(str(directory), config.layer, table, mesh, rules)
-            shardings["d2t"] = NamedSharding(mesh, PartitionSpec())
         params = {name: read_onto(tensor, shardings.get(name)) for name, tensor in weights.items()}
     return LoadedHead(str(directory), config, params, tuple(notes), format)
 
@@ -180,12 +180,12 @@ def _num_inputs(directory, tensors: StrictReader) -> int:
 
 
 def _share_embed(
-    tensors, config: EagleConfig, target_embed, notes, mesh: Mesh | None, rules: Rules
+    tensors, config: EagleConfig, target_embed, notes, mesh: Mesh | None, axis_rules: AxisRules
 ) -> EagleConfig:
     """Drops the head's embedding if it is the target's; otherwise sets ``own_embed``."""
     shape = (config.target_vocab_size, config.layer.hidden_size)
     if target_embed is None:
-        sharding = None if mesh is None else named(("vocab", "embed"), shape, mesh, rules)
+        sharding = None if mesh is None else named(("vocab", "embed"), shape, mesh, axis_rules)
         read_parts(tensors.take(_EMBED, shape), sharding)  # damaged files are refused all the same
         notes.append(f"{_EMBED} is left out, uncompared: the head shares the target's embedding.")
     elif _is_close(tensors.tensor(_EMBED), jnp.asarray(target_embed)):

@@ -41,7 +41,7 @@ from spec_jax.models.parts import Part, Tensor, holds_for_parts, read_onto, read
 from spec_jax.models.pickles import Pickles
 from spec_jax.models.shards import Shards
 from spec_jax.models.tensors import StrictReader, on_host, open_files, save_tensors
-from spec_jax.sharding import SHARDED, Rules, named
+from spec_jax.sharding import SHARDED, AxisRules, named
 
 _SCALE = "_scale_inv"
 _BLOCK = (128, 128)
@@ -54,7 +54,7 @@ def read_mtp(
     dtype: DTypeLike = jnp.float32,
     *,
     mesh: Mesh | None = None,
-    rules: Rules = SHARDED,
+    axis_rules: AxisRules = SHARDED,
     **overrides: Any,
 ) -> LoadedHead:
     """Reads the MTP modules of a model's directory.
@@ -66,7 +66,7 @@ def read_mtp(
         are multiplied by their scales first.
       mesh: the devices to place the parameters on, each process reading what its own devices hold;
         None: jax's default device.
-      rules: which dimensions are split over the mesh.
+      axis_rules: which dimensions are split over the mesh.
       **overrides: fields of ``MtpConfig`` instead of what is derived: ``num_modules`` (further
         modules are not read), ``protocol``, ``order``, ``taps``, ``recycles_normed``,
         ``has_zero_centred_norms``, ``has_own_embed``, ``has_own_head``.
@@ -101,7 +101,7 @@ def read_mtp(
             field = f"has_own_{end}"
             spec = mtp_table(dataclasses.replace(config, **{field: True}))[end]
             shape, axes = (x[::-1] if spec.is_linear else x for x in (spec.shape, spec.axes))
-            sharding = None if mesh is None else named(axes, shape, mesh, rules)
+            sharding = None if mesh is None else named(axes, shape, mesh, axis_rules)
             stored = [fmt.tensor(end, spec, i) for i in range(config.num_modules)]
             stored = [name for name in stored if name in tensors.left]
             is_own, why = overrides.get(field), "as the caller says"
@@ -118,7 +118,7 @@ def read_mtp(
         shardings = []
         if mesh is not None:
             table = dict.fromkeys(weights, mtp_table(config))
-            shardings = [table_placement(str(directory), config.layer, table, mesh, rules)]
+            shardings = [table_placement(str(directory), config.layer, table, mesh, axis_rules)]
         params = jax.tree.map(read_onto, weights, *shardings)
     return LoadedHead(str(directory), config, params, tuple(notes), fmt.name)
 

@@ -145,7 +145,7 @@ class Tuner:
           row_rounds: the same, summed over the rows that were active.
           accepted_at: accepted drafts by position, summed over rows.
           time_ms: time that the rounds took.
-        """  # fmt: skip
+        """
         keep = DECAY**rounds
         reached, accepted = [], []
         news = list(itertools.pairwise((row_rounds, *accepted_at[:num_draft])))

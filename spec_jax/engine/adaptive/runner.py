@@ -144,7 +144,7 @@ class AdaptiveRunner:
 
         Returns:
           What ``decoding.generate`` returns.
-        """  # fmt: skip
+        """
         if max_rounds == 0:  # only to end rows, or to read the state
             return self._generate(self._max_draft, state, stop, jnp.int32(0), min_active)
         adaptive = self._adaptive
@@ -194,9 +194,10 @@ class AdaptiveRunner:
         copy = jax.tree.map(jnp.copy, state)
         limit = state.tokens.shape[1] - self._systems[self._max_draft].lookahead_slots
         return copy.replace(
-            limit=jnp.full_like(state.limit, limit), finish=jnp.zeros_like(state.finish),
+            limit=jnp.full_like(state.limit, limit),
+            finish=jnp.zeros_like(state.finish),
             stop_tokens=jnp.full_like(state.stop_tokens, -1),
-        )  # fmt: skip
+        )
 
     def _measure(self, state: DecodeState) -> tuple[DecodeState, Costs]:
         """Compiles every program, then times a few rounds of each K on copies of the state."""

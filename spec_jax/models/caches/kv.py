@@ -102,7 +102,11 @@ class KVCache:
 
     @classmethod
     def create(
-        cls, config: Any, batch: int, slots: int, dtype: DTypeLike = jnp.float32,
+        cls,
+        config: Any,
+        batch: int,
+        slots: int,
+        dtype: DTypeLike = jnp.float32,
         num_layers: int | None = None,
     ) -> KVCache:
         """Creates an empty cache for ``batch`` rows of ``slots`` tokens.
@@ -113,7 +117,7 @@ class KVCache:
           slots: S.
           dtype: of keys and values.
           num_layers: number of layers that attend; by default all layers of the model.
-        """  # fmt: skip
+        """
         L = config.num_hidden_layers if num_layers is None else num_layers
         G = config.num_key_value_heads
 
@@ -184,13 +188,18 @@ class KVCache:
         return self.replace(keys=into(self.keys, keys), values=into(self.values, values))
 
     def attend(
-        self, q_BTNH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, index: int | jax.Array,
-        window: Any, scale: float | None = None,
+        self,
+        q_BTNH: jax.Array,
+        k_BGTH: jax.Array,
+        v_BGTH: jax.Array,
+        index: int | jax.Array,
+        window: Any,
+        scale: float | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """Writes the window's keys and values, and attends over all slots that each token sees.
 
         Args and Returns are those of ``layers.attend_window``.
-        """  # fmt: skip
+        """
         cache = self.write(index, k_BGTH, v_BGTH, window.start)
         if not self.is_read_whole:
             return attend_prefix(q_BTNH, *cache.layer(index), window.mask, scale=scale), cache
@@ -220,8 +229,9 @@ class KVCache:
 
         mask = slots < (self.length[:, None] + is_seen.sum(axis=2))[:, :, None]
         keys, values = map(gather, self.layer(index))
-        out = attend(q_BTNH.reshape(B * T, 1, N, H), keys, values, mask.reshape(B * T, 1, S),
-                     scale=scale)  # fmt: skip
+        out = attend(
+            q_BTNH.reshape(B * T, 1, N, H), keys, values, mask.reshape(B * T, 1, S), scale=scale
+        )
         return out.reshape(B, T, -1)
 
     def open_window(self, width: int) -> KVCache:
@@ -299,6 +309,7 @@ class KVCache:
             return tuple(jnp.copy(x).reshape(own.shape) for own, x in zip(ours, arrays))
 
         return self.replace(
-            keys=lay_out(self.keys, snapshot.keys), values=lay_out(self.values, snapshot.values),
+            keys=lay_out(self.keys, snapshot.keys),
+            values=lay_out(self.values, snapshot.values),
             length=jnp.copy(snapshot.seq_len),
-        )  # fmt: skip
+        )

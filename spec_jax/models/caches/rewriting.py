@@ -56,9 +56,11 @@ def warn_if_rewritten(
 
 def _has_rewritten(init: Callable[..., Any], params: Any) -> bool:
     platforms = {
-        device.platform for x in jax.tree.leaves(params) if isinstance(x, jax.Array)
+        device.platform
+        for x in jax.tree.leaves(params)
+        if isinstance(x, jax.Array)
         for device in x.devices()
-    }  # fmt: skip
+    }
     if not any(is_rewritten(jnp.bfloat16, platform) for platform in platforms):
         return False
     state = jax.eval_shape(lambda params: init(params, 1, 8), params)

@@ -44,9 +44,11 @@ class LayerState:
         zeros = lambda *shape, dtype=jnp.float32: jnp.zeros((B, width, *shape), dtype)
         dtype = self.conv.dtype
         window = Inputs(
-            raw=zeros(C, dtype=dtype), u=zeros(N, H), log_decay=zeros(N),
+            raw=zeros(C, dtype=dtype),
+            u=zeros(N, H),
+            log_decay=zeros(N),
             b=zeros((C - N * H) // (2 * Z), Z, dtype=dtype),
-        )  # fmt: skip
+        )
         return self.replace(window=window)
 
     def commit(self, n: jax.Array, path: jax.Array | None) -> LayerState:

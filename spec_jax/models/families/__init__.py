@@ -19,6 +19,15 @@ from spec_jax.models.families.registry import (
 )
 
 __all__ = [
-    "AnyConfig", "Family", "bamba", "deepseek", "family_of", "family_of_type", "llama", "mamba2",
-    "qwen3_next", "read_config", "register",
-]  # fmt: skip
+    "AnyConfig",
+    "Family",
+    "bamba",
+    "deepseek",
+    "family_of",
+    "family_of_type",
+    "llama",
+    "mamba2",
+    "qwen3_next",
+    "read_config",
+    "register",
+]

@@ -72,10 +72,16 @@ class BambaConfig(PartialRotary):
         if self.num_key_value_heads is None:
             set_("num_key_value_heads", self.num_attention_heads)
         check_sizes(
-            self, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-            "num_attention_heads", "num_key_value_heads", "mamba_n_heads",
+            self,
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "mamba_n_heads",
             "max_position_embeddings",
-        )  # fmt: skip
+        )
         check_fields(self)
         check_ranges(self, rms_norm_eps=EPS_RANGE)
         width, D = self.mamba_expand * self.hidden_size, self.hidden_size
@@ -111,10 +117,17 @@ class BambaConfig(PartialRotary):
     def mixer(self) -> MixerConfig:
         """The shape of the mixer of each state-space layer."""
         return MixerConfig(
-            self.hidden_size, self.mamba_n_heads, self.mamba_d_head, self.mamba_d_state,
-            self.mamba_n_groups, self.mamba_d_conv, self.rms_norm_eps, self.time_step_limit,
-            self.mamba_conv_bias, self.mamba_proj_bias,
-        )  # fmt: skip
+            self.hidden_size,
+            self.mamba_n_heads,
+            self.mamba_d_head,
+            self.mamba_d_state,
+            self.mamba_n_groups,
+            self.mamba_d_conv,
+            self.rms_norm_eps,
+            self.time_step_limit,
+            self.mamba_conv_bias,
+            self.mamba_proj_bias,
+        )
 
     @property
     def head_dim(self) -> int:
@@ -151,11 +164,13 @@ class BambaConfig(PartialRotary):
         return hf | {
             "rope_parameters": self.rope.to_hf()
             | {"partial_rotary_factor": self.partial_rotary_factor},
-            "eos_token_id": eos_spelling(self.eos_token_id), "hidden_act": "silu",
+            "eos_token_id": eos_spelling(self.eos_token_id),
+            "hidden_act": "silu",
             "attn_layer_indices": list(self.attn_layer_indices),
             "time_step_limit": list(self.time_step_limit),
-            "model_type": "bamba", "architectures": ["BambaForCausalLM"],
-        }  # fmt: skip
+            "model_type": "bamba",
+            "architectures": ["BambaForCausalLM"],
+        }
 
 
 def layer_tables(config: BambaConfig) -> list[dict[str, ParamSpec]]:
@@ -184,10 +199,14 @@ def init_cache(
 
 
 def decoder_layer(
-    layer: dict[str, jax.Array], x_BTD: jax.Array, cache: HybridCache | None, index: int,
-    window: Window, config: BambaConfig,
+    layer: dict[str, jax.Array],
+    x_BTD: jax.Array,
+    cache: HybridCache | None,
+    index: int,
+    window: Window,
+    config: BambaConfig,
 ) -> tuple[jax.Array, HybridCache | None]:
-    """Applies one layer with its residuals, see ``Family.layer``."""  # fmt: skip
+    """Applies one layer with its residuals, see ``Family.layer``."""
     h = rms_norm(x_BTD, layer["attention_norm"], config.rms_norm_eps)
     at = config.place(index)
     if config.is_attention(index):
@@ -199,12 +218,14 @@ def decoder_layer(
     return mlp(layer, x_BTD + h, config), cache
 
 
-register(Family(
-    config=BambaConfig,
-    model_types=("bamba",),
-    layer=decoder_layer,
-    layer_tables=layer_tables,
-    outer_table=lambda config: outer_specs(config, norm="model.final_layernorm"),
-    init_cache=init_cache,
-    has_panels=True,
-))  # fmt: skip
+register(
+    Family(
+        config=BambaConfig,
+        model_types=("bamba",),
+        layer=decoder_layer,
+        layer_tables=layer_tables,
+        outer_table=lambda config: outer_specs(config, norm="model.final_layernorm"),
+        init_cache=init_cache,
+        has_panels=True,
+    )
+)

@@ -68,10 +68,18 @@ class DeepseekConfig:
 
     def __post_init__(self):
         check_sizes(
-            self, "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
-            "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
-            "max_position_embeddings", *(["q_lora_rank"] if self.q_lora_rank is not None else []),
-        )  # fmt: skip
+            self,
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "kv_lora_rank",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "v_head_dim",
+            "max_position_embeddings",
+            *(["q_lora_rank"] if self.q_lora_rank is not None else []),
+        )
         check_fields(self)
         check_ranges(self, rms_norm_eps=EPS_RANGE)
         if self.qk_rope_head_dim % 2:
@@ -85,9 +93,14 @@ class DeepseekConfig:
             check_sizes(self, "intermediate_size")
             return
         check_sizes(
-            self, "n_routed_experts", "moe_intermediate_size", "num_experts_per_tok", "n_group",
-            "topk_group", *(["n_shared_experts"] if self.n_shared_experts else []),
-        )  # fmt: skip
+            self,
+            "n_routed_experts",
+            "moe_intermediate_size",
+            "num_experts_per_tok",
+            "n_group",
+            "topk_group",
+            *(["n_shared_experts"] if self.n_shared_experts else []),
+        )
         X, groups, kept = self.n_routed_experts, self.n_group, self.topk_group
         if X % groups or kept > groups:
             raise ConfigError(
@@ -149,10 +162,16 @@ class DeepseekConfig:
         """Returns the keys of config.json that ``from_hf`` and transformers read."""
         hf = {n: x for n, x in dataclasses.asdict(self).items() if x is not None and n != "rope"}
         router = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-        return hf | (router if self.is_sparse else {}) | {
-            "rope_parameters": self.rope.to_hf(), "model_type": "deepseek_v3",
-            "hidden_act": "silu", "architectures": ["DeepseekV3ForCausalLM"],
-        }  # fmt: skip
+        return (
+            hf
+            | (router if self.is_sparse else {})
+            | {
+                "rope_parameters": self.rope.to_hf(),
+                "model_type": "deepseek_v3",
+                "hidden_act": "silu",
+                "architectures": ["DeepseekV3ForCausalLM"],
+            }
+        )
 
 
 def layer_table(config: DeepseekConfig) -> dict[str, ParamSpec]:
@@ -209,13 +228,17 @@ def _turn(x_BTNH: jax.Array, window: Window, config: DeepseekConfig) -> jax.Arra
 
 
 def attention(
-    layer: dict[str, jax.Array], x_BTD: jax.Array, cache: KVCache | None, index: int,
-    window: Window, config: DeepseekConfig,
+    layer: dict[str, jax.Array],
+    x_BTD: jax.Array,
+    cache: KVCache | None,
+    index: int,
+    window: Window,
+    config: DeepseekConfig,
 ) -> tuple[jax.Array, KVCache | None]:
     """Applies latent attention to normalised inputs, without the residual.
 
     Args and Returns are those of ``layers.attention``.
-    """  # fmt: skip
+    """
     B, T, _ = x_BTD.shape
     N, nope, rank = config.num_attention_heads, config.qk_nope_head_dim, config.kv_lora_rank
     if config.q_lora_rank is None:
@@ -233,9 +256,7 @@ def attention(
     k = jnp.concatenate([kv[..., :nope], turned], axis=-1).transpose(0, 2, 1, 3)
     v = kv[..., nope:].transpose(0, 2, 1, 3)
     with jax.named_scope("attention"):
-        out, cache = attend_window(
-            q, k, v, cache, index, window, scale=config.attention_scale
-        )
+        out, cache = attend_window(q, k, v, cache, index, window, scale=config.attention_scale)
         return linear(out, layer, "o"), cache
 
 
@@ -247,19 +268,24 @@ def mlp(layer: dict[str, jax.Array], x_BTD: jax.Array, config: DeepseekConfig) -
             return x_BTD + gated(layer, h)
         logits = h.astype(jnp.float32) @ layer["router"].astype(jnp.float32)
         weights = route_in_groups(
-            logits, layer["router_bias"].astype(jnp.float32),
-            num_chosen=config.num_experts_per_tok, num_groups=config.n_group,
-            groups_chosen=config.topk_group, is_normalised=config.norm_topk_prob,
+            logits,
+            layer["router_bias"].astype(jnp.float32),
+            num_chosen=config.num_experts_per_tok,
+            num_groups=config.n_group,
+            groups_chosen=config.topk_group,
+            is_normalised=config.norm_topk_prob,
             factor=config.routed_scaling_factor,
-        )  # fmt: skip
+        )
         x = x_BTD + mix_experts(layer, h, weights)
         return x + gated(layer, h, "shared_") if config.n_shared_experts else x
 
 
-register(Family(
-    config=DeepseekConfig,
-    model_types=("deepseek_v3",),
-    layer=pre_norm_layer(attention, mlp),
-    layer_tables=lambda config: [layer_table(config)] * config.num_hidden_layers,
-    mtp_formats=("DeepSeek",),
-))  # fmt: skip
+register(
+    Family(
+        config=DeepseekConfig,
+        model_types=("deepseek_v3",),
+        layer=pre_norm_layer(attention, mlp),
+        layer_tables=lambda config: [layer_table(config)] * config.num_hidden_layers,
+        mtp_formats=("DeepSeek",),
+    )
+)

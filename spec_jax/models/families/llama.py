@@ -21,13 +21,15 @@ def layer_table(config: ModelConfig) -> dict[str, ParamSpec]:
 
 decoder_layer = pre_norm_layer(attention, mlp)
 
-register(Family(
-    config=ModelConfig,
-    model_types=(*MODEL_TYPES, *ALIASES),
-    layer=decoder_layer,
-    layer_tables=lambda config: [layer_table(config)] * config.num_hidden_layers,
-    outer_table=outer_specs,
-    can_scan=True,
-    has_panels=True,
-    mtp_formats=("DeepSeek", "MiMo"),
-))  # fmt: skip
+register(
+    Family(
+        config=ModelConfig,
+        model_types=(*MODEL_TYPES, *ALIASES),
+        layer=decoder_layer,
+        layer_tables=lambda config: [layer_table(config)] * config.num_hidden_layers,
+        outer_table=outer_specs,
+        can_scan=True,
+        has_panels=True,
+        mtp_formats=("DeepSeek", "MiMo"),
+    )
+)

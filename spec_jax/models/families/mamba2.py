@@ -123,10 +123,17 @@ class Mamba2Config:
     def mixer(self) -> MixerConfig:
         """The shape of each layer's mixer."""
         return MixerConfig(
-            self.hidden_size, self.num_heads, self.head_dim, self.state_size, self.n_groups,
-            self.conv_kernel, self.layer_norm_epsilon, self.time_step_limit,
-            self.use_conv_bias, self.use_bias,
-        )  # fmt: skip
+            self.hidden_size,
+            self.num_heads,
+            self.head_dim,
+            self.state_size,
+            self.n_groups,
+            self.conv_kernel,
+            self.layer_norm_epsilon,
+            self.time_step_limit,
+            self.use_conv_bias,
+            self.use_bias,
+        )
 
     @property
     def rms_norm_eps(self) -> float:
@@ -147,10 +154,12 @@ class Mamba2Config:
     def to_hf(self) -> dict[str, Any]:
         """Returns the config.json that transformers loads as the same model."""
         return dataclasses.asdict(self) | {
-            "eos_token_id": eos_spelling(self.eos_token_id), "hidden_act": "silu",
-            "model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"],
+            "eos_token_id": eos_spelling(self.eos_token_id),
+            "hidden_act": "silu",
+            "model_type": "mamba2",
+            "architectures": ["Mamba2ForCausalLM"],
             "time_step_limit": list(self.time_step_limit),
-        }  # fmt: skip
+        }
 
 
 def mixer_table(config: MixerConfig, prefix: str) -> dict[str, ParamSpec]:
@@ -166,7 +175,13 @@ def mixer_table(config: MixerConfig, prefix: str) -> dict[str, ParamSpec]:
     axes, bias = ("embed", "state_inputs"), config.has_bias
     linear_specs(table, "in", D, width + C + N, axes, f"{prefix}in_proj", has_bias=bias)
     linear_specs(
-        table, "out", width, D, ("state_heads", "embed"), f"{prefix}out_proj", has_bias=bias,
+        table,
+        "out",
+        width,
+        D,
+        ("state_heads", "embed"),
+        f"{prefix}out_proj",
+        has_bias=bias,
         init="residual",
     )
     shape, axes = (C, 1, config.conv_kernel), ("channels", "one", "reach")
@@ -174,8 +189,10 @@ def mixer_table(config: MixerConfig, prefix: str) -> dict[str, ParamSpec]:
     if config.has_conv_bias:
         table["conv_bias"] = ParamSpec((C,), ("channels",), f"{prefix}conv1d.bias", init="zeros")
     for name, hf, init in (
-        ("time_bias", "dt_bias", "time step"), ("decay", "A_log", "decay"), ("skip", "D", "ones"),
-    ):  # fmt: skip
+        ("time_bias", "dt_bias", "time step"),
+        ("decay", "A_log", "decay"),
+        ("skip", "D", "ones"),
+    ):
         table[name] = ParamSpec((N,), ("state_heads",), f"{prefix}{hf}", init=init)
     table["gate_norm"] = norm_spec(width, f"{prefix}norm", "state_heads")
     return table
@@ -190,8 +207,12 @@ def layer_tables(config: Mamba2Config) -> list[dict[str, ParamSpec]]:
 
 
 def mixer(
-    layer: dict[str, jax.Array], x_BTD: jax.Array, cache: StateCache | None, index: int,
-    window: Window, config: MixerConfig,
+    layer: dict[str, jax.Array],
+    x_BTD: jax.Array,
+    cache: StateCache | None,
+    index: int,
+    window: Window,
+    config: MixerConfig,
 ) -> tuple[jax.Array, StateCache | None]:
     """Applies the state-space part of a layer to normalised inputs, without the residual.
 
@@ -205,7 +226,7 @@ def mixer(
 
     Returns:
       dtype[B,T,D], and the cache with the window written.
-    """  # fmt: skip
+    """
     B, T, _ = x_BTD.shape
     N, H, G, Z = config.num_heads, config.head_dim, config.n_groups, config.state_size
     with jax.named_scope("ssm"):
@@ -229,9 +250,11 @@ def mixer(
         x = constrain(x.reshape(B, T, N, H), "batch", None, "state_heads").astype(jnp.float32)
         c = c.reshape(B, T, G, Z)
         inputs = Inputs(
-            raw=raw, u=put("u", dt[..., None] * x), b=put("b", b.reshape(B, T, G, Z)),
+            raw=raw,
+            u=put("u", dt[..., None] * x),
+            b=put("b", b.reshape(B, T, G, Z)),
             log_decay=put("log_decay", -dt * jnp.exp(layer["decay"].astype(jnp.float32))),
-        )  # fmt: skip
+        )
         y = _read(held.ssm, inputs, c, window)
         y += layer["skip"].astype(jnp.float32)[:, None] * x
         y = y.reshape(B, T, -1) * jax.nn.silu(gate.astype(jnp.float32))
@@ -254,24 +277,30 @@ def _read(state: jax.Array, inputs: Inputs, c: jax.Array, window: Window) -> jax
 
 
 def decoder_layer(
-    layer: dict[str, jax.Array], x_BTD: jax.Array, cache: StateCache | None, index: int,
-    window: Window, config: Mamba2Config,
+    layer: dict[str, jax.Array],
+    x_BTD: jax.Array,
+    cache: StateCache | None,
+    index: int,
+    window: Window,
+    config: Mamba2Config,
 ) -> tuple[jax.Array, StateCache | None]:
-    """Applies one layer with its residuals, see ``Family.layer``."""  # fmt: skip
+    """Applies one layer with its residuals, see ``Family.layer``."""
     norm = layer["mixer_norm"]
     h = rms_norm(x_BTD.astype(norm.dtype), norm, config.rms_norm_eps)
     h, cache = mixer(layer, h, cache, index, window, config.mixer)
     return (x_BTD.astype(jnp.float32) if config.residual_in_fp32 else x_BTD) + h, cache
 
 
-register(Family(
-    config=Mamba2Config,
-    model_types=("mamba2",),
-    layer=decoder_layer,
-    layer_tables=layer_tables,
-    outer_table=lambda config: outer_specs(config, "backbone.embeddings", "backbone.norm_f"),
-    init_cache=lambda config, batch, slots, dtype: StateCache.create(
-        config.mixer, config.num_hidden_layers, batch, dtype
-    ),
-    has_panels=True,
-))  # fmt: skip
+register(
+    Family(
+        config=Mamba2Config,
+        model_types=("mamba2",),
+        layer=decoder_layer,
+        layer_tables=layer_tables,
+        outer_table=lambda config: outer_specs(config, "backbone.embeddings", "backbone.norm_f"),
+        init_cache=lambda config, batch, slots, dtype: StateCache.create(
+            config.mixer, config.num_hidden_layers, batch, dtype
+        ),
+        has_panels=True,
+    )
+)

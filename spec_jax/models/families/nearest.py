@@ -17,15 +17,25 @@ _GUIDE = "docs/write_a_family.md"
 _SHOWN = 3  # tensors that are named
 
 _BY_KEY = {  # what a key asks for, unless its value changes nothing; no family here has it
-    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
-        "a mixture of experts in place of the MLP",
+    (
+        "num_experts",
+        "num_local_experts",
+        "n_routed_experts",
+        "moe_num_experts",
+    ): "a mixture of experts in place of the MLP",
     ("kv_lora_rank",): "multi-head latent attention",
     ("linear_num_key_heads", "linear_attn_config"): "layers of linear attention",
     ("attn_logit_softcapping", "final_logit_softcapping"): "soft caps on logits",
     ("query_pre_attn_scalar",): "an attention scale that is not 1 / sqrt(head_dim)",
-    ("embedding_multiplier", "scale_emb", "residual_multiplier", "attention_multiplier",
-     "logits_scaling", "logit_scale", "scale_depth"):
-        "multipliers of embeddings, residuals, attention or logits",
+    (
+        "embedding_multiplier",
+        "scale_emb",
+        "residual_multiplier",
+        "attention_multiplier",
+        "logits_scaling",
+        "logit_scale",
+        "scale_depth",
+    ): "multipliers of embeddings, residuals, attention or logits",
     ("no_rope_layers", "no_rope_layer_interval"): "layers without rotary positions",
     ("rope_local_base_freq",): "two rotary bases",
     ("alibi", "n_positions"): "positions that are not rotary",
@@ -34,20 +44,38 @@ _BY_KEY = {  # what a key asks for, unless its value changes nothing; no family 
     ("clip_qkv",): "clipped queries, keys and values",
     ("vision_config", "audio_config"): "images or sound beside the text",
     ("is_encoder_decoder",): "an encoder",
-}  # fmt: skip
+}
 _BY_TYPE = {  # what neither keys nor tensors show, by the beginning of the model_type
     "gemma": "norms that multiply by 1 + weight, and embeddings times sqrt(hidden_size)",
     "cohere": "rotary positions of interleaved pairs",
     "glm": "rotary positions of interleaved pairs",
 }
 _SMALL = {  # a model of any family, to see the names of its tensors
-    "vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6,
-    "layer_norm_epsilon": 1e-6, "max_position_embeddings": 64, "attn_layer_indices": [1],
-    "num_heads": 8, "state_size": 8, "n_groups": 1, "expand": 2, "conv_kernel": 4,
-    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1,
-    "mamba_expand": 2, "mamba_d_conv": 4, "eos_token_id": 1, "sliding_window": None,
-}  # fmt: skip
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "layer_norm_epsilon": 1e-6,
+    "max_position_embeddings": 64,
+    "attn_layer_indices": [1],
+    "num_heads": 8,
+    "state_size": 8,
+    "n_groups": 1,
+    "expand": 2,
+    "conv_kernel": 4,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "mamba_d_conv": 4,
+    "eos_token_id": 1,
+    "sliding_window": None,
+}
 
 
 def explain(hf: Mapping[str, Any], names: Iterable[str], families: Iterable[Any]) -> str:
@@ -63,8 +91,9 @@ def explain(hf: Mapping[str, Any], names: Iterable[str], families: Iterable[Any]
     theirs = {_place(name) for name in names}
     known = {
         kind: _places(family, {**_SMALL, "model_type": kind, **_flags(text)})
-        for family in families for kind in family.model_types
-    }  # fmt: skip
+        for family in families
+        for kind in family.model_types
+    }
     kind = _nearest(str(hf.get("model_type")), text, theirs, known)
     missing = _features(text)
     others, lacking = sorted(theirs - known[kind]), sorted(known[kind] - theirs)

@@ -77,10 +77,13 @@ class Qwen3NextConfig(PartialRotary):
         hf = {name: value for name, value in dataclasses.asdict(self).items() if name != "rope"}
         part = {"partial_rotary_factor": self.partial_rotary_factor}
         return hf | {
-            "rope_parameters": self.rope.to_hf() | part, "model_type": "qwen3_next",
-            "hidden_act": "silu", "architectures": ["Qwen3NextForCausalLM"],
-            "decoder_sparse_step": 1, "mlp_only_layers": [],
-        }  # fmt: skip
+            "rope_parameters": self.rope.to_hf() | part,
+            "model_type": "qwen3_next",
+            "hidden_act": "silu",
+            "architectures": ["Qwen3NextForCausalLM"],
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
 
 
 def layer_table(config: Qwen3NextConfig) -> dict[str, ParamSpec]:
@@ -111,20 +114,22 @@ def layer_table(config: Qwen3NextConfig) -> dict[str, ParamSpec]:
             (D, 1), ("embed", "one"), f"{hf}.shared_expert_gate.weight", is_linear=True
         ),
         **experts_table(f"{hf}.experts", X, D, config.moe_intermediate_size),
-        **gated_specs(
-            "shared_", f"{hf}.shared_expert", D, config.shared_expert_intermediate_size
-        ),
+        **gated_specs("shared_", f"{hf}.shared_expert", D, config.shared_expert_intermediate_size),
     }
 
 
 def attention(
-    layer: dict[str, jax.Array], x_BTD: jax.Array, cache: KVCache | None, index: int,
-    window: Window, config: Qwen3NextConfig,
+    layer: dict[str, jax.Array],
+    x_BTD: jax.Array,
+    cache: KVCache | None,
+    index: int,
+    window: Window,
+    config: Qwen3NextConfig,
 ) -> tuple[jax.Array, KVCache | None]:
     """Applies gated attention to normalised inputs, without the residual.
 
     Args and Returns are those of ``layers.attention``.
-    """  # fmt: skip
+    """
     B, T, _ = x_BTD.shape
     H = config.head_dim
     heads = lambda name: linear(x_BTD, layer, name).reshape(B, T, -1, H)
@@ -148,16 +153,19 @@ def mlp(layer: dict[str, jax.Array], x_BTD: jax.Array, config: Qwen3NextConfig) 
         h = rms_norm(x_BTD, layer["mlp_norm"], config.rms_norm_eps)
         weights = route(
             linear(h, layer, "router").astype(jnp.float32),
-            num_chosen=config.num_experts_per_tok, is_normalised=config.norm_topk_prob,
-        )  # fmt: skip
+            num_chosen=config.num_experts_per_tok,
+            is_normalised=config.norm_topk_prob,
+        )
         shared = jax.nn.sigmoid(linear(h, layer, "shared_scale")) * gated(layer, h, "shared_")
         return x_BTD + mix_experts(layer, h, weights) + shared
 
 
-register(Family(
-    config=Qwen3NextConfig,
-    model_types=("qwen3_next",),
-    layer=pre_norm_layer(attention, mlp),
-    layer_tables=lambda config: [layer_table(config)] * config.num_hidden_layers,
-    mtp_formats=("Qwen3-Next",),
-))  # fmt: skip
+register(
+    Family(
+        config=Qwen3NextConfig,
+        model_types=("qwen3_next",),
+        layer=pre_norm_layer(attention, mlp),
+        layer_tables=lambda config: [layer_table(config)] * config.num_hidden_layers,
+        mtp_formats=("Qwen3-Next",),
+    )
+)

@@ -121,8 +121,13 @@ def audit(
 
 
 def audit_outputs(
-    target: LoadedModel, prompt: Prompt, first: Sequence[int], second: Sequence[int], *,
-    sampler: SamplerConfig | None = None, row: int = 0,
+    target: LoadedModel,
+    prompt: Prompt,
+    first: Sequence[int],
+    second: Sequence[int],
+    *,
+    sampler: SamplerConfig | None = None,
+    row: int = 0,
 ) -> RowAudit:
     """Examines two greedy outputs of one prompt without decoding again.
 
@@ -150,9 +155,7 @@ def _check_ids(target: LoadedModel, rows: Sequence[Sequence[int]]) -> None:
     last = target.model.last_id
     for row, output in enumerate(rows):
         if bad := [i for i in output if not 0 <= i <= last]:
-            raise ConfigError(
-                f"output {row} holds id {bad[0]}; {target.name} has ids 0 to {last}"
-            )
+            raise ConfigError(f"output {row} holds id {bad[0]}; {target.name} has ids 0 to {last}")
 
 
 _NAMES = ("plain decoding", "the decoder")
@@ -160,9 +163,13 @@ _OUTPUTS = ("the first output", "the second")
 
 
 def _examine(
-    passes: Passes, row: int, prompt: Sequence[int], pair: Sequence[Sequence[int]],
-    replays: Sequence[Replayed], config: SamplerConfig,
-) -> RowAudit:  # fmt: skip
+    passes: Passes,
+    row: int,
+    prompt: Sequence[int],
+    pair: Sequence[Sequence[int]],
+    replays: Sequence[Replayed],
+    config: SamplerConfig,
+) -> RowAudit:
     """Computes what ``judge`` needs of one row."""
     at = first_difference(*pair)
     names = _NAMES if replays else _OUTPUTS
@@ -194,19 +201,26 @@ def _examine(
         evidence = (*evidence, "the logits that the tokens were chosen from were not examined")
     known = [max(trail.ratio, default=0.0) for trail in trails]
     found = RowAudit(
-        row, verdict, evidence, at, deviations=tuple(map(float, known)),
+        row,
+        verdict,
+        evidence,
+        at,
+        deviations=tuple(map(float, known)),
         pooled=tuple(float(trail.pooled) for trail in trails),
-    )  # fmt: skip
+    )
     if at is None:
         return found
     there = [x[at] if at < len(x) else None for x in own]
     is_known = len(there) == 2 and all(x is not None for x in there)
     difference = float(np.abs(there[0] - there[1]).max()) if is_known else None
     return dataclasses.replace(
-        found, tokens=tuple(rows[at] for rows in pair), gap=float(gaps[at]),
-        rounding=float(rounding[at]), top2_gaps=tuple(map(_top2_gap, [exact[at], *there])),
+        found,
+        tokens=tuple(rows[at] for rows in pair),
+        gap=float(gaps[at]),
+        rounding=float(rounding[at]),
+        top2_gaps=tuple(map(_top2_gap, [exact[at], *there])),
         logit_difference=difference,
-    )  # fmt: skip
+    )
 
 
 def _trail(name, output, again: Replayed, honest: Honest, of_row) -> tuple[Trail, np.ndarray]:

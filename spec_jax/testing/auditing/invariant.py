@@ -60,9 +60,13 @@ def invariant_pair(decoder: SpeculativeDecoder) -> InvariantPair:
     system, is_greedy = decoder.system(), highest_temperature(decoder.target_sampler) < GREEDY_BELOW
     model = read_whole(system.target)
     plain = decoder.with_parts(
-        model=model, drafter=never_accepted(system.drafter.tree, system.drafter.window),
-        rule=plain_rule(is_greedy), own_drafter="never-accepted", history=None, has_expected=False,
-    )  # fmt: skip
+        model=model,
+        drafter=never_accepted(system.drafter.tree, system.drafter.window),
+        rule=plain_rule(is_greedy),
+        own_drafter="never-accepted",
+        history=None,
+        has_expected=False,
+    )
     return InvariantPair(decoder.with_parts(model=model), plain)
 
 

@@ -78,9 +78,14 @@ def replay(
     system, V = engine.system, engine.system.target.vocab_size
     draft_samplers = decoder.draft_sampler or call.samplers
     request = make_request(
-        system, call.prompts, call.limits, make_sampler(call.samplers, B, V),
-        make_sampler(draft_samplers, B, V), stop_tokens=call.stop_tokens, pad_to=call.pad_to,
-    )  # fmt: skip
+        system,
+        call.prompts,
+        call.limits,
+        make_sampler(call.samplers, B, V),
+        make_sampler(draft_samplers, B, V),
+        stop_tokens=call.stop_tokens,
+        pad_to=call.pad_to,
+    )
     found: dict[int, list[np.ndarray]] = {row: [] for row in until}
     begin = np.asarray([len(prompt) for prompt in call.prompts])
     with use_mesh(engine.mesh):

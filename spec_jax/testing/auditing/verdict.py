@@ -162,9 +162,12 @@ class Choice(NamedTuple):
 
 
 def judge(
-    at: int | None, gaps: np.ndarray, rounding: np.ndarray, trails: Sequence[Trail],
+    at: int | None,
+    gaps: np.ndarray,
+    rounding: np.ndarray,
+    trails: Sequence[Trail],
     choices: Sequence[Choice] = (),
-) -> tuple[str, tuple[str, ...]]:  # fmt: skip
+) -> tuple[str, tuple[str, ...]]:
     """Returns the verdict on one row and its evidence, from recorded numbers alone.
 
     Args:

@@ -213,9 +213,12 @@ class _Run:
         self.num_drafts.add(K)
         is_cut = num_draft == MAX_DRAFT or system.drafter.tree is not None
         check = functools.partial(
-            check_round, system, rows=self.rows, logits_of=subject.logits_of,
+            check_round,
+            system,
+            rows=self.rows,
+            logits_of=subject.logits_of,
             tolerance=self.tolerance,
-        )  # fmt: skip
+        )
         if num_draft == 2 and subject is not self.padded and forced.proposal.probs is not None:
             self._misreport(check, forced)
         cuts = [first_drafts(forced, n) for n in range(K)] if is_cut else []
@@ -248,7 +251,7 @@ class _Run:
             subject = dataclasses.replace(subject, drafter=drafter)
         p_value, count = certify_memory(
             subject.system(self.rule, 2), subject.params, memory, toy_logits, alpha=self.alpha
-        )  # fmt: skip
+        )
         what = f"calls with the same seeds, from whose outputs {subject.drafter.name} had learned"
         self._add(what, "chi-square", p_value=p_value, trials=count)
 
@@ -266,9 +269,15 @@ class _Run:
         """The draws of the drafter, with noise of its own, against what it reports."""
         system = self.main.system(self.rule, MAX_DRAFT)
         p_value, count = check_draws(
-            system, self.main.params, self.rows, prefixes(self.main, len(self.rows), 0), 3,
-            _DRAWS, _DRAWS, self.alpha,
-        )  # fmt: skip
+            system,
+            self.main.params,
+            self.rows,
+            prefixes(self.main, len(self.rows), 0),
+            3,
+            _DRAWS,
+            _DRAWS,
+            self.alpha,
+        )
         what = f"draws of {self.main.drafter.name} against what it reports"
         self._add(what, "chi-square", p_value=p_value, trials=count)
 
@@ -313,9 +322,8 @@ class _Run:
             np.concatenate([of[:half], of[rest]]), np.concatenate([seeds[:half] + B, seeds[rest]])
         )
         if is_coupled or not (self.is_hidden and subject is self.main):
-            hint = "" if is_coupled else (
-                ". If the drafter remembers earlier outputs, it must say so, see Drafter.has_memory"
-            )
+            hint = ". If the drafter remembers outputs, it must say so, see Drafter.has_memory"
+            hint = "" if is_coupled else hint
             how = "in another place of the batch"
             loop.check_equal(first[rest], moved[half:], of[rest], how, hint)
             what = f"tokens with drafts of {name} in other places of the batch, beside other rows"
@@ -363,8 +371,14 @@ class _Run:
             open_ends.append("a padded vocabulary: give a function make(target) as drafter")
         open_ends.append("vocabularies, weights and rounding of real models; several devices")
         return Certificate(
-            self.rule.name, self.main.drafter.name, self.main.target.model.vocab_size,
-            tuple(sorted(self.num_drafts)), tuple(map(settings_of, self.rows)),
-            tuple(self.checks), (*self.not_proved, *open_ends), failure,
-            Range.join(self.p) if self.p else None, Range.join(self.q) if self.q else None,
-        )  # fmt: skip
+            self.rule.name,
+            self.main.drafter.name,
+            self.main.target.model.vocab_size,
+            tuple(sorted(self.num_drafts)),
+            tuple(map(settings_of, self.rows)),
+            tuple(self.checks),
+            (*self.not_proved, *open_ends),
+            failure,
+            Range.join(self.p) if self.p else None,
+            Range.join(self.q) if self.q else None,
+        )

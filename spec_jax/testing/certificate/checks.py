@@ -37,8 +37,14 @@ STANDARD_SETTINGS = {
         temperature=1.0, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.4
     ),
     "all together": SamplerConfig(
-        temperature=0.8, top_k=3, top_p=0.9, min_p=0.05, repetition_penalty=1.3,
-        presence_penalty=0.2, frequency_penalty=0.3, logit_bias=((1, 0.5),),
+        temperature=0.8,
+        top_k=3,
+        top_p=0.9,
+        min_p=0.05,
+        repetition_penalty=1.3,
+        presence_penalty=0.2,
+        frequency_penalty=0.3,
+        logit_bias=((1, 0.5),),
     ),
 }
 
@@ -109,9 +115,19 @@ def certify_rule(
         raise CertificateError(f"{rule.name} emits plain decoding's tokens: certify by equality")
     if drafter is None:
         again = functools.partial(
-            certify_rule, rule, vocab_size=vocab_size, num_draft=num_draft, num_tokens=num_tokens,
-            rows=rows, draft_distribution=draft_distribution, params=params, target=target,
-            logits_of=logits_of, batch=batch, seed=seed, tolerance=tolerance,
+            certify_rule,
+            rule,
+            vocab_size=vocab_size,
+            num_draft=num_draft,
+            num_tokens=num_tokens,
+            rows=rows,
+            draft_distribution=draft_distribution,
+            params=params,
+            target=target,
+            logits_of=logits_of,
+            batch=batch,
+            seed=seed,
+            tolerance=tolerance,
         )
         whole = standalone(toy_model(vocab_size))
         cut = ragged(whole, lambda length: length % (num_draft + 1))
@@ -214,9 +230,15 @@ def certify_decoder(
     for begin in range(0, trials, batch):
         seeds = [seed * trials + begin + i for i in range(batch)]
         state = loop.prefill(
-            params, tokens, full(length), full(length + 1 + num_tokens),
-            jnp.full((batch, 1), -1, jnp.int32), make_sampler(row.target, batch, V, seeds),
-            make_sampler(row.draft, batch, V, seeds), system=system, slots=slots,
+            params,
+            tokens,
+            full(length),
+            full(length + 1 + num_tokens),
+            jnp.full((batch, 1), -1, jnp.int32),
+            make_sampler(row.target, batch, V, seeds),
+            make_sampler(row.draft, batch, V, seeds),
+            system=system,
+            slots=slots,
         )
         state, _ = loop.generate(params, state, full(0), jnp.int32(2**30), system=system)
         out = np.asarray(state.tokens)[:, length + 1 : length + 1 + num_tokens]

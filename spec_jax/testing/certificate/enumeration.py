@@ -102,9 +102,7 @@ def outcomes(
         yield row, (*output, *end.emitted), end.weight
 
 
-def verdicts(
-    rule: Rule, forced: Forced, chunk: int = 4096
-) -> tuple[list[Outcome], np.ndarray]:
+def verdicts(rule: Rule, forced: Forced, chunk: int = 4096) -> tuple[list[Outcome], np.ndarray]:
     """Returns every outcome of rounds with given drafts.
 
     Args:
@@ -145,8 +143,11 @@ def verdicts(
         uniforms.append(np.clip(u, 0.0, last)[keep])
         ends.append(np.tile(np.where(heads, 0.0, last), (len(keep), 1)))
         weights.append(weight[keep])
-        rounding.append(np.where(heads, 0.0, weight[:, None] / np.where(chances, chances, 1.0))
-                        .sum(axis=1)[keep])  # fmt: skip
+        rounding.append(
+            np.where(heads, 0.0, weight[:, None] / np.where(chances, chances, 1.0)).sum(axis=1)[
+                keep
+            ]
+        )
         is_apart.append((heads | (outside < last)).all(axis=1)[keep])
     index, uniforms, ends, weights, rounding, is_apart = map(
         np.concatenate, (index, uniforms, ends, weights, rounding, is_apart)
@@ -173,8 +174,9 @@ def verdicts(
     possible = np.flatnonzero(dist > 0)
     if (tokens[possible, n[possible]] != token[possible]).any():
         raise StatementError(other_draw)
-    weights, rounding = (forced.weights[index] * np.repeat(x, V) * dist
-                         for x in (weights, rounding))  # fmt: skip
+    weights, rounding = (
+        forced.weights[index] * np.repeat(x, V) * dist for x in (weights, rounding)
+    )
     found = [
         Outcome(int(index[i]), tuple(tokens[i, : n[i] + 1].tolist()), weights[i], rounding[i])
         for i in possible

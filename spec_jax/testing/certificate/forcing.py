@@ -49,9 +49,12 @@ class Forced(NamedTuple):
         """Returns some of the items."""
         pick = functools.partial(jax.tree.map, lambda x: x[index])
         return Forced(
-            [self.items[i] for i in index], self.weights[index], pick(self.contexts),
-            self.logits[index], pick(self.proposal),
-        )  # fmt: skip
+            [self.items[i] for i in index],
+            self.weights[index],
+            pick(self.contexts),
+            self.logits[index],
+            pick(self.proposal),
+        )
 
 
 def parents_of(system: decoding.System) -> Sequence[int]:
@@ -168,8 +171,7 @@ def check_faults(
         if raised is not None:
             what = f"raised {type(raised).__name__}: {raised}"
         raise ProposalError(
-            f"drafter {system.drafter.name!r} {what}, "
-            f"{where(rows[row], output, system.num_draft)}"
+            f"drafter {system.drafter.name!r} {what}, {where(rows[row], output, system.num_draft)}"
         ) from raised
 
 
@@ -272,12 +274,17 @@ def propose_afresh(system: decoding.System, params, contexts, gumbel):
     cache = target.init_cache(params["target"], size, slots)
     fed = target.forward(params["target"], tokens, cache)
     pending = jnp.take_along_axis(tokens, length[:, None], axis=1)[:, 0]
-    state = call_prefill(
-        drafter, params["draft"], tokens, length, pending, fed.features, slots
-    )
+    state = call_prefill(drafter, params["draft"], tokens, length, pending, fed.features, slots)
     context = Context(
-        tokens, length, draft_sampler, counts, sampler.seed, is_coupled=False, has_probs=True,
-        has_logits=rule.needs_logits, gumbel=gumbel,
+        tokens,
+        length,
+        draft_sampler,
+        counts,
+        sampler.seed,
+        is_coupled=False,
+        has_probs=True,
+        has_logits=rule.needs_logits,
+        gumbel=gumbel,
     )
     proposal, _ = decoding.propose(params["draft"], state, context, system)
     logits, _, _ = decoding.target_pass(
@@ -286,6 +293,4 @@ def propose_afresh(system: decoding.System, params, contexts, gumbel):
     return logits, proposal
 
 
-_propose_as_written = jax.jit(
-    propose_afresh, static_argnames="system", compiler_options=AS_WRITTEN
-)
+_propose_as_written = jax.jit(propose_afresh, static_argnames="system", compiler_options=AS_WRITTEN)

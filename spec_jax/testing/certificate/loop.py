@@ -38,9 +38,8 @@ class Loop:
     """
 
     def __init__(
-        self, system: decoding.System, params: dict[str, Any], rows: Sequence[Row],
-        num_tokens: int,
-    ):  # fmt: skip
+        self, system: decoding.System, params: dict[str, Any], rows: Sequence[Row], num_tokens: int
+    ):
         self.system, self.params, self.rows, self.num_tokens = system, params, rows, num_tokens
         self._asked: tuple[Any, Any, Any] | None = None  # contexts, noise, proposal
         self._lengths = np.asarray([len(row.prompt) for row in rows], np.int32)
@@ -68,10 +67,15 @@ class Loop:
             for side in sides
         ]
         return decoding.prefill(
-            self.params, jnp.asarray(self._prompts[of]), jnp.asarray(lengths), jnp.asarray(limit),
-            jnp.full((B, 1), -1, jnp.int32), *samplers, system=system,
+            self.params,
+            jnp.asarray(self._prompts[of]),
+            jnp.asarray(lengths),
+            jnp.asarray(limit),
+            jnp.full((B, 1), -1, jnp.int32),
+            *samplers,
+            system=system,
             slots=int(self._lengths.max()) + self.num_tokens + 2 + self.system.lookahead_slots,
-        )  # fmt: skip
+        )
 
     def generate(
         self, state: decoding.DecodeState, max_rounds: int = 2**30, system=None
@@ -79,9 +83,9 @@ class Loop:
         """Runs rounds, at most ``max_rounds`` of them. Donates the state."""
         system = system or self.system
         running = jnp.zeros((len(state.finish),), jnp.int32)
-        return decoding.generate(
-            self.params, state, running, jnp.int32(max_rounds), system=system
-        )[0]
+        return decoding.generate(self.params, state, running, jnp.int32(max_rounds), system=system)[
+            0
+        ]
 
     def output(self, state: decoding.DecodeState, of: np.ndarray) -> np.ndarray:
         """Returns i64[B,1+num_tokens], what the rows have emitted.
@@ -129,9 +133,7 @@ class Loop:
         noise = np.random.default_rng(2).gumbel(size=(1, K, V)).astype(np.float32)
         noise = np.broadcast_to(noise, (B, K, V))  # of all rows, whatever their place
         kept = _propose_next(self.system, self.params, state, noise)
-        contexts = (
-            state.tokens, state.length, state.sampler, state.draft_sampler, state.counts
-        )  # fmt: skip
+        contexts = (state.tokens, state.length, state.sampler, state.draft_sampler, state.counts)
         _, fresh = _propose_afresh(self.system, self.params, contexts, noise)
         if self._asked is None:  # on the host, since the state's arrays are donated
             self._asked = jax.tree.map(np.asarray, (contexts, noise, fresh))
@@ -183,8 +185,11 @@ class Loop:
         """
         contexts, noise, before = self._asked
         _, after = _propose_afresh(self.system, self.params, contexts, noise)
-        names = [name for name in ("tokens", "n_draft", "probs", "parents")
-                 if getattr(before, name) is not None]  # fmt: skip
+        names = [
+            name
+            for name in ("tokens", "n_draft", "probs", "parents")
+            if getattr(before, name) is not None
+        ]
         if not all(np.array_equal(getattr(before, x), getattr(after, x)) for x in names):
             raise CertificateError(
                 f"drafter {self.system.drafter.name!r} proposed different drafts for the same "
@@ -194,9 +199,8 @@ class Loop:
         return len(before.tokens)
 
     def check_equal(
-        self, expected: np.ndarray, actual: np.ndarray, of: np.ndarray, how: str,
-        hint: str = "",
-    ) -> None:  # fmt: skip
+        self, expected: np.ndarray, actual: np.ndarray, of: np.ndarray, how: str, hint: str = ""
+    ) -> None:
         """Raises a CertificateError where two outputs differ.
 
         Args:
@@ -217,9 +221,12 @@ class Loop:
         )
 
     def test(
-        self, counts: np.ndarray, begin: int, logits_of: Callable[[Sequence[int]], np.ndarray],
+        self,
+        counts: np.ndarray,
+        begin: int,
+        logits_of: Callable[[Sequence[int]], np.ndarray],
         alpha: float,
-    ) -> float:  # fmt: skip
+    ) -> float:
         """Returns the p-value of some tokens, corrected for the number of rows.
 
         Args:
@@ -248,9 +255,12 @@ class Loop:
         return p_value
 
     def test_means(
-        self, output: np.ndarray, of: np.ndarray,
-        logits_of: Callable[[Sequence[int]], np.ndarray], alpha: float,
-    ) -> tuple[float, Range]:  # fmt: skip
+        self,
+        output: np.ndarray,
+        of: np.ndarray,
+        logits_of: Callable[[Sequence[int]], np.ndarray],
+        alpha: float,
+    ) -> tuple[float, Range]:
         """Returns the p-value of the mean probability that plain decoding gives to the tokens.
 
         Drafts that are accepted too readily are less probable than plain decoding's tokens. The
@@ -294,8 +304,11 @@ class Loop:
                         f"{where(self.rows[r], before, K)}"
                     )
                 mean = p @ p
-                for sums, value in ((found, p[token]), (expected, mean),
-                                    (variance, p @ p**2 - mean**2)):  # fmt: skip
+                for sums, value in (
+                    (found, p[token]),
+                    (expected, mean),
+                    (variance, p @ p**2 - mean**2),
+                ):
                     sums[[r, R]] += value
         off = np.abs(found - expected)
         p_values = 2 * np.exp(-(off**2) / np.maximum(2 * (variance + off / 3), 1e-9))
@@ -319,7 +332,11 @@ class Loop:
 @functools.partial(jax.jit, static_argnames="system")
 def _propose_next(system: decoding.System, params, state: decoding.DecodeState, gumbel):
     context = system.context(
-        state.tokens, state.length, state.draft_sampler, state.counts, state.sampler.seed,
+        state.tokens,
+        state.length,
+        state.draft_sampler,
+        state.counts,
+        state.sampler.seed,
         is_greedy=None,  # also where no rule would read it, the report is compared
     )
     context = context._replace(is_coupled=False, has_probs=True, gumbel=gumbel)
@@ -337,9 +354,7 @@ def _joint(row: Row, num_tokens: int, logits_of) -> np.ndarray:
     return np.einsum("v,v...->v...", first, np.stack(after))
 
 
-def _first_difference(
-    row: Row, seen: np.ndarray, dist: np.ndarray, begin: int, loop: Loop
-) -> str:
+def _first_difference(row: Row, seen: np.ndarray, dist: np.ndarray, begin: int, loop: Loop) -> str:
     """Says which token after how few others is furthest from its probability."""
     total = seen.sum()
     for depth in range(1, seen.ndim + 1):

@@ -46,9 +46,14 @@ _BY_ROW = ("tokens", "length", "sampler", "counts", "request", "gumbel", "is_gre
 
 
 def certify_memory(
-    system: decoding.System, params: dict[str, Any], memory: Memory | None, logits_of: LogitsOf,
-    *, rows: int = 2048, alpha: float = 1e-6,
-) -> tuple[float, int]:  # fmt: skip
+    system: decoding.System,
+    params: dict[str, Any],
+    memory: Memory | None,
+    logits_of: LogitsOf,
+    *,
+    rows: int = 2048,
+    alpha: float = 1e-6,
+) -> tuple[float, int]:
     """Tests three calls with the same prompts and seeds, between which the drafter learns.
 
     Each row has a memory of its own, or, if the drafter keeps its memory to itself, a prompt of
@@ -81,8 +86,9 @@ def certify_memory(
     first = jax.nn.softmax(logits_of(params["target"], last))
     expected = sum(
         float(first[t]) * plain_distribution(params["target"], row, t, _NUM_TOKENS, logits_of)
-        for t in range(V) if first[t] > 0
-    )  # fmt: skip
+        for t in range(V)
+        if first[t] > 0
+    )
     full = lambda value: jnp.full((rows,), value, jnp.int32)
     sampler, p_value = make_sampler(warm, rows, V, range(rows)), 1.0
     for call in range(_NUM_CALLS):
@@ -90,9 +96,16 @@ def certify_memory(
             each = [memory.params for memory in memories]
             params = {**params, "draft": jax.tree.map(lambda *x: np.stack(x), *each)}
         state = decoding.prefill(
-            params, jnp.asarray(prompts), full(length), full(length + size), full(-1)[:, None],
-            sampler, sampler, system=system, slots=length + size + system.lookahead_slots,
-        )  # fmt: skip
+            params,
+            jnp.asarray(prompts),
+            full(length),
+            full(length + size),
+            full(-1)[:, None],
+            sampler,
+            sampler,
+            system=system,
+            slots=length + size + system.lookahead_slots,
+        )
         state, _ = decoding.generate(params, state, full(0), jnp.int32(2**30), system=system)
         output = np.asarray(state.tokens)[:, length : length + size]
         for kept, tokens in zip(memories or [], output):

@@ -39,10 +39,14 @@ def all_drafts(system: decoding.System) -> list[tuple[int, ...]]:
 
 
 def force_all(
-    system: decoding.System, params: dict[str, Any], rows: Sequence[Row],
-    prefixes: Sequence[tuple[int, tuple[int, ...]]], num_tokens: int, batch: int,
+    system: decoding.System,
+    params: dict[str, Any],
+    rows: Sequence[Row],
+    prefixes: Sequence[tuple[int, tuple[int, ...]]],
+    num_tokens: int,
+    batch: int,
     stated: DraftDistribution | None = None,
-) -> Forced | None:  # fmt: skip
+) -> Forced | None:
     """Forces every draft that can be, weighted by the distributions that the drafter reports.
 
     Args:
@@ -97,8 +101,9 @@ def first_drafts(forced: Forced, offered: int) -> Forced:
     cut = some.proposal.replace(
         n_draft=np.minimum(some.proposal.n_draft, offered),
         tokens=np.where(is_offered, some.proposal.tokens, 0),
-        probs=blank(some.proposal.probs), logits=blank(some.proposal.logits),
-    )  # fmt: skip
+        probs=blank(some.proposal.probs),
+        logits=blank(some.proposal.logits),
+    )
     return some._replace(weights=weights, proposal=cut)
 
 
@@ -188,10 +193,15 @@ def _weight(prefix, draft, reports, parents):
 
 
 def check_draws(
-    system: decoding.System, params: dict[str, Any], rows: Sequence[Row],
-    prefixes: Sequence[tuple[int, tuple[int, ...]]], num_tokens: int, trials: int, batch: int,
+    system: decoding.System,
+    params: dict[str, Any],
+    rows: Sequence[Row],
+    prefixes: Sequence[tuple[int, tuple[int, ...]]],
+    num_tokens: int,
+    trials: int,
+    batch: int,
     alpha: float,
-) -> tuple[float, int]:  # fmt: skip
+) -> tuple[float, int]:
     """Tests by chi-square that the drafter draws from what it reports, with noise of its own.
 
     Args:
@@ -211,8 +221,9 @@ def check_draws(
       CertificateError: the draws have another distribution.
     """
     parents, tests, num_rounds = parents_of(system), [], 0
-    contexts = make_contexts(rows, prefixes, width_of(rows, num_tokens, system.num_draft),
-                             system.target.vocab_size)  # fmt: skip
+    contexts = make_contexts(
+        rows, prefixes, width_of(rows, num_tokens, system.num_draft), system.target.vocab_size
+    )
     propose = jax.jit(lambda contexts: propose_afresh(system, params, contexts, None)[1])
     for i, (row, output) in enumerate(prefixes):
         index = np.full(trials, i)

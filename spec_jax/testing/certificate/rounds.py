@@ -155,9 +155,7 @@ def _differences(ends, missed: float, row: Row, output, logits_of):
     while todo:
         emitted, actual, expected, steps, ended = todo.pop()
         text = (*output, *emitted)
-        dist = reference_distribution(
-            logits_of((*row.prompt, *text)), row.target, row.prompt, text
-        )
+        dist = reference_distribution(logits_of((*row.prompt, *text)), row.target, row.prompt, text)
         largest = None
         for token, p in enumerate(dist.tolist()):
             longer, joint = (*emitted, token), expected * p
@@ -175,9 +173,12 @@ def _differences(ends, missed: float, row: Row, output, logits_of):
 
 
 def check_round(
-    system: decoding.System, forced: Forced, rows: Sequence[Row],
-    logits_of: Callable[[Sequence[int]], np.ndarray], tolerance: float,
-) -> Comparison:  # fmt: skip
+    system: decoding.System,
+    forced: Forced,
+    rows: Sequence[Row],
+    logits_of: Callable[[Sequence[int]], np.ndarray],
+    tolerance: float,
+) -> Comparison:
     """Enumerates the outcomes of rounds and compares them with plain decoding.
 
     Args:
@@ -191,9 +192,7 @@ def check_round(
       CertificateError: a difference; the message says where.
     """
     name = f"rule {system.rule.name!r}, drafter {system.drafter.name!r}"
-    judge = functools.partial(
-        compare, forced=forced, rows=rows, logits_of=logits_of
-    )
+    judge = functools.partial(compare, forced=forced, rows=rows, logits_of=logits_of)
     try:
         found, may_miss = verdicts(system.rule, forced)
     except StatementError as error:

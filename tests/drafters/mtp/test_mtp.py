@@ -24,12 +24,7 @@ from support.mtp_modules import (
     run,
     system_of,
 )
-from support.tiny_models import (
-    DEEPSEEK,
-    QWEN3_NEXT,
-    plain,
-    random_tensor,
-)
+from support.tiny_models import DEEPSEEK, QWEN3_NEXT, plain, random_tensor
 
 from spec_jax import decoding
 from spec_jax.config import SamplerConfig, SpeculativeConfig
