@@ -1,9 +1,9 @@
 """Where arrays lie on a mesh of devices.
 
 Dimensions have logical names ("batch", "heads", "vocab"), and ``AxisRules`` say which axis of the
-mesh each of them is split over. Weights declare their names in ``ParamSpec.axes``, states in a method
-``axes``. A dimension that the mesh does not divide is left whole, and so is every dimension that
-has no rule; where an array lies never changes a value.
+mesh each of them is split over. Weights declare their names in ``ParamSpec.axes``, states in a
+method ``axes``. A dimension that the mesh does not divide is replicated, and so is every dimension
+that has no rule; where an array lies never changes a value.
 
 ``jax.set_mesh`` makes a mesh known to the functions below while a program is traced. Without one
 they do nothing, and the compiled program is that of one device.
