@@ -32,9 +32,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
 
 # Compiled programs are kept between workers and runs. Each jax version keeps its own.
-_CACHE = pathlib.Path(
-    os.environ.get("SPEC_JAX_TEST_CACHE", tempfile.gettempdir())
-) / f"spec_jax_test_cache_{jax.__version__}"
+_FOLDER = pathlib.Path(os.environ.get("SPEC_JAX_TEST_CACHE", tempfile.gettempdir()))
+_CACHE = _FOLDER / f"spec_jax_test_cache_{jax.__version__}"
 jax.config.update("jax_compilation_cache_dir", str(_CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 jax.config.update("jax_platforms", "cpu")

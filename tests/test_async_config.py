@@ -100,20 +100,19 @@ def test_the_configs_max_tokens_and_max_length_count_prompt_and_output_of_each_r
         decoder.output_limits([range(20)])
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"spec_k": 0}, "spec_k is 0; expected an integer of 1"),
-        ({"spec_k": 2.5}, "spec_k is 2.5"),
-        ({"max_tokens": 1}, "max_tokens is 1; expected an integer of 2"),
-        ({"force_n1": 1}, "force_n1 is 1"),
-        ({"target_sampler": None}, "target_sampler is None; expected a SamplerConfig"),
-        ({"draft_sampler": 0.5}, "draft_sampler is 0.5"),
-        ({"draft_sampler": {"temperatur": 1}}, "'temperatur' .did you mean temperature"),
-        ({"k": 3}, "unknown key 'k' .did you mean spec_k.. in AsyncSpecConfig; known"),
-    ],
-    ids=str,
-)
+INVALID = [
+    ({"spec_k": 0}, "spec_k is 0; expected an integer of 1"),
+    ({"spec_k": 2.5}, "spec_k is 2.5"),
+    ({"max_tokens": 1}, "max_tokens is 1; expected an integer of 2"),
+    ({"force_n1": 1}, "force_n1 is 1"),
+    ({"target_sampler": None}, "target_sampler is None; expected a SamplerConfig"),
+    ({"draft_sampler": 0.5}, "draft_sampler is 0.5"),
+    ({"draft_sampler": {"temperatur": 1}}, "'temperatur' .did you mean temperature"),
+    ({"k": 3}, "unknown key 'k' .did you mean spec_k.. in AsyncSpecConfig; known"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), INVALID, ids=str)
 def test_slips_in_the_config_are_named(values, message):
     with pytest.raises(ConfigError, match=message):
         AsyncSpecConfig.from_dict(values)
@@ -132,9 +131,12 @@ def test_the_config_comes_from_plain_values(pair):
 def test_models_that_are_not_loaded_are_named(pair):
     bare = dataclasses.replace(pair[0], params=None)
     for model, message in [
-        ("zoo/target", "'zoo/target'.*load_model"), (pathlib.Path("x"), "load_model"),
-        (LLAMA, "ModelConfig"), (pair[0].model, "Model"), (bare, "mock-0 has no weights"),
-    ]:  # fmt: skip
+        ("zoo/target", "'zoo/target'.*load_model"),
+        (pathlib.Path("x"), "load_model"),
+        (LLAMA, "ModelConfig"),
+        (pair[0].model, "Model"),
+        (bare, "mock-0 has no weights"),
+    ]:
         with pytest.raises(ModelNotLoaded, match=f"target (is )?.*{message}"):
             SpeculativeDecoder(model)
         with pytest.raises(ModelNotLoaded, match=f"draft (is )?.*{message}"):

@@ -50,16 +50,16 @@ def test_no_command_prints_help_and_every_option_has_its_default(capsys):
             assert action.help and is_stated or action.dest == "help", action
 
 
-@pytest.mark.parametrize(
-    "line, said",
-    [
-        (["generate", "no/such/model", "x"], "error: no/such/model is neither a directory nor"),
-        (["certify", "--rule", "residul"], "error: rule is 'residul'; expected module:NAME, or"),
-        (["certify", "--drafter", "no_such:make"], "there is no module 'no_such'"),
-        (["generate", "zoo/target", "x", "--max-tokens", "5"], "name --max-new-tokens, which"),
-        (["inspect", "no/such/model"], "error: no/such/model is neither a directory nor"),
-    ],
-)
+LINES = [
+    (["generate", "no/such/model", "x"], "error: no/such/model is neither a directory nor"),
+    (["certify", "--rule", "residul"], "error: rule is 'residul'; expected module:NAME, or"),
+    (["certify", "--drafter", "no_such:make"], "there is no module 'no_such'"),
+    (["generate", "zoo/target", "x", "--max-tokens", "5"], "name --max-new-tokens, which"),
+    (["inspect", "no/such/model"], "error: no/such/model is neither a directory nor"),
+]
+
+
+@pytest.mark.parametrize("line, said", LINES)
 def test_bad_input_is_one_line_and_status_2(line, said, capsys):
     assert main(line) == 2
     out, err = capsys.readouterr()

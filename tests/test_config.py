@@ -20,24 +20,18 @@ from spec_jax.config import (
 )
 from spec_jax.errors import ConfigError, SpecJaxError
 
+NAN, INF = float("nan"), float("inf")
+INVALID_FIELDS = dict(temperature=[-0.1, NAN, INF, "0.5", None, True], top_k=[-1, 1.5, True])
+INVALID_FIELDS |= dict(top_p=[0.0, 1.01], min_p=[-0.1, 1.1], repetition_penalty=[0.0])
+INVALID_FIELDS |= dict(presence_penalty=[INF], frequency_penalty=[NAN], seed=[-1, 2**32, 1.0])
+INVALID_FIELDS |= dict(logit_bias=[((-1, 1.0),), ((0, INF),), ((0, NAN),), (("a", 1.0),)])
 
-@pytest.mark.parametrize(
-    ("name", "wrong"),
-    [
-        ("temperature", -0.1), ("temperature", float("nan")), ("temperature", float("inf")),
-        ("temperature", "0.5"), ("temperature", None), ("temperature", True),
-        ("top_k", -1), ("top_k", 1.5), ("top_k", True),
-        ("top_p", 0.0), ("top_p", 1.01), ("min_p", -0.1), ("min_p", 1.1),
-        ("repetition_penalty", 0.0), ("presence_penalty", float("inf")),
-        ("frequency_penalty", float("nan")),
-        ("seed", -1), ("seed", 2**32), ("seed", 1.0),
-        ("logit_bias", ((-1, 1.0),)), ("logit_bias", ((0, float("inf")),)),
-        ("logit_bias", ((0, float("nan")),)), ("logit_bias", (("a", 1.0),)),
-    ],
-)
-def test_a_wrong_sampler_value_is_an_error_that_names_it(name, wrong):
-    with pytest.raises(ConfigError, match=name):
-        SamplerConfig(**{name: wrong})
+
+@pytest.mark.parametrize("name", INVALID_FIELDS)
+def test_a_wrong_sampler_value_is_an_error_that_names_it(name):
+    for wrong in INVALID_FIELDS[name]:
+        with pytest.raises(ConfigError, match=name):
+            SamplerConfig(**{name: wrong})
 
 
 def test_the_edges_of_every_sampler_range_are_allowed():
@@ -112,7 +106,8 @@ def test_exactly_one_method_predicate_holds():
 
 def test_rule_predicates_follow_the_strategy():
     ask = {
-        "greedy": "uses_greedy_rejection", "typical-acceptance": "uses_typical_acceptance",
+        "greedy": "uses_greedy_rejection",
+        "typical-acceptance": "uses_typical_acceptance",
         "logit-comparison": "uses_logit_comparison",
     }
     for strategy in (None, *STRATEGIES):
@@ -122,20 +117,20 @@ def test_rule_predicates_follow_the_strategy():
         assert answers == {name: name == strategy for name in ask}
 
 
-@pytest.mark.parametrize(
-    ("values", "temperature", "is_sampled", "expected"),
-    [
-        ({}, 0.0, True, "greedy"),
-        ({}, 0.0, False, "greedy"),
-        ({}, 0.8, True, "residual"),
-        ({}, 0.8, False, "match"),
-        ({"synthetic_mean_length": 2.0}, 0.0, True, "synthetic"),
-        ({"synthetic_mean_length": 2.0}, 0.8, False, "synthetic"),
-        ({"rejection_sampling_strategy": "block"}, 0.0, True, "block"),
-        ({"rejection_sampling_strategy": "match"}, 0.8, True, "match"),
-        ({"rejection_sampling_strategy": "logit-comparison"}, 0.8, True, "logit-comparison"),
-    ],
-)
+VALUES = [
+    ({}, 0.0, True, "greedy"),
+    ({}, 0.0, False, "greedy"),
+    ({}, 0.8, True, "residual"),
+    ({}, 0.8, False, "match"),
+    ({"synthetic_mean_length": 2.0}, 0.0, True, "synthetic"),
+    ({"synthetic_mean_length": 2.0}, 0.8, False, "synthetic"),
+    ({"rejection_sampling_strategy": "block"}, 0.0, True, "block"),
+    ({"rejection_sampling_strategy": "match"}, 0.8, True, "match"),
+    ({"rejection_sampling_strategy": "logit-comparison"}, 0.8, True, "logit-comparison"),
+]
+
+
+@pytest.mark.parametrize(("values", "temperature", "is_sampled", "expected"), VALUES)
 def test_resolve_fills_the_strategy_and_nothing_else(values, temperature, is_sampled, expected):
     config = SpeculativeConfig(num_speculative_tokens=4, **values)
     resolved = config.resolve(temperature, is_sampled=is_sampled)
@@ -162,45 +157,46 @@ def test_an_unknown_key_is_named_beside_the_known_ones():
 
 
 def test_harmless_spellings_of_a_number_are_taken():
-    config = SpeculativeConfig.from_dict({
-        "num_speculative_tokens": "3", "typical_epsilon": "1e-2", "typical_delta": 1,
-        "ngram_max": 4.0, "synthetic_acceptance_rates": [0.5, 0.5, 0.25],
-    })
-    assert config == SpeculativeConfig(
-        num_speculative_tokens=3, typical_epsilon=0.01, typical_delta=1.0, ngram_max=4,
-        synthetic_acceptance_rates=(0.5, 0.5, 0.25),
+    config = SpeculativeConfig.from_dict(
+        {
+            "num_speculative_tokens": "3",
+            "typical_epsilon": "1e-2",
+            "typical_delta": 1,
+            "ngram_max": 4.0,
+            "synthetic_acceptance_rates": [0.5, 0.5, 0.25],
+        }
     )
+    options = dict(typical_delta=1.0, ngram_max=4, synthetic_acceptance_rates=(0.5, 0.5, 0.25))
+    assert config == SpeculativeConfig(num_speculative_tokens=3, typical_epsilon=0.01, **options)
     assert type(config.num_speculative_tokens) is type(config.ngram.max) is int
     assert type(config.typical.delta) is float
     sampler = build(SamplerConfig, {"temperature": "0.5", "top_k": 7.0, "logit_bias": [[3, -1]]})
     assert sampler == SamplerConfig(temperature=0.5, top_k=7, logit_bias=((3, -1.0),))
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"num_speculative_tokens": "2.5"}, {"num_speculative_tokens": "three"},
-        {"num_speculative_tokens": "0"}, {"num_speculative_tokens": True},
-        {"speculative_method": 3},
-    ],
-    ids=str,
-)
+INVALID_OPTIONS = [
+    {"num_speculative_tokens": "2.5"},
+    {"num_speculative_tokens": "three"},
+    {"num_speculative_tokens": "0"},
+    {"num_speculative_tokens": True},
+    {"speculative_method": 3},
+]
+
+
+@pytest.mark.parametrize("values", INVALID_OPTIONS, ids=str)
 def test_spellings_that_are_no_number_are_refused(values):
     with pytest.raises(ConfigError, match=next(iter(values))):
         SpeculativeConfig.from_dict(values)
 
 
-SECTION = {
-    "speculative_method": "ngram", "num_speculative_tokens": 5, "ngram_max": 4,
-    "rejection_sampling_strategy": "match",
-}
+SECTION = dict(speculative_method="ngram", num_speculative_tokens=5, ngram_max=4)
+SECTION |= dict(rejection_sampling_strategy="match")
 AS_TOML = "[{}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in SECTION.items())
 AS_YAML = "{}:\n" + "".join(f"  {k}: {v}\n" for k, v in SECTION.items())
 
 
 @pytest.mark.parametrize(
-    ("suffix", "text"),
-    [(".toml", AS_TOML), (".yaml", AS_YAML), (".yml", AS_YAML), (".json", None)],
+    ("suffix", "text"), [(".toml", AS_TOML), (".yaml", AS_YAML), (".yml", AS_YAML), (".json", None)]
 )
 def test_a_section_of_a_file_is_read_in_every_format(tmp_path, suffix, text):
     file = tmp_path / f"config{suffix}"
@@ -214,27 +210,26 @@ def test_a_section_of_a_file_is_read_in_every_format(tmp_path, suffix, text):
         SpeculativeConfig.from_file(file)
 
 
-@pytest.mark.parametrize(
-    ("flat", "nested"),
-    [
-        (dict(ngram_max=4), dict(ngram=NgramConfig(max=4))),
-        (dict(suffix_min_prob=0.5), dict(suffix=SuffixConfig(min_prob=0.5))),
-        (dict(typical_delta=0.2), dict(typical=TypicalConfig(delta=0.2))),
-        (dict(synthetic_mean_length=2), dict(synthetic=SyntheticConfig(mean_length=2))),
-        (dict(synthetic_mean_length=None), {}),
-        (dict(tree=[2, 1]), dict(tree=TreeConfig((2, 1)))),
-        (dict(tree=[[0], [1], [0, 0]]), dict(tree=TreeConfig(ranks=((0,), (1,), (0, 0))))),
-        (
-            dict(num_speculative_tokens=8, tree_depth=3, tree_top_k=4),
-            dict(num_speculative_tokens=8, tree=TreeConfig(depth=3, top_k=4)),
-        ),
-        (dict(is_adaptive=True), dict(adaptive=AdaptiveConfig())),
-        (dict(adaptive=True, adaptive_buckets=[1, 3]), dict(adaptive=AdaptiveConfig((1, 3)))),
-        (dict(adaptive_buckets=[1, 3]), dict(adaptive=AdaptiveConfig((1, 3)))),
-        (dict(is_adaptive=False, tree_depth=None), dict(adaptive=None)),
-    ],
-    ids=str,
-)
+SPELLINGS = [
+    (dict(ngram_max=4), dict(ngram=NgramConfig(max=4))),
+    (dict(suffix_min_prob=0.5), dict(suffix=SuffixConfig(min_prob=0.5))),
+    (dict(typical_delta=0.2), dict(typical=TypicalConfig(delta=0.2))),
+    (dict(synthetic_mean_length=2), dict(synthetic=SyntheticConfig(mean_length=2))),
+    (dict(synthetic_mean_length=None), {}),
+    (dict(tree=[2, 1]), dict(tree=TreeConfig((2, 1)))),
+    (dict(tree=[[0], [1], [0, 0]]), dict(tree=TreeConfig(ranks=((0,), (1,), (0, 0))))),
+    (
+        dict(num_speculative_tokens=8, tree_depth=3, tree_top_k=4),
+        dict(num_speculative_tokens=8, tree=TreeConfig(depth=3, top_k=4)),
+    ),
+    (dict(is_adaptive=True), dict(adaptive=AdaptiveConfig())),
+    (dict(adaptive=True, adaptive_buckets=[1, 3]), dict(adaptive=AdaptiveConfig((1, 3)))),
+    (dict(adaptive_buckets=[1, 3]), dict(adaptive=AdaptiveConfig((1, 3)))),
+    (dict(is_adaptive=False, tree_depth=None), dict(adaptive=None)),
+]
+
+
+@pytest.mark.parametrize(("flat", "nested"), SPELLINGS, ids=str)
 def test_flat_names_mappings_and_records_say_the_same(flat, nested):
     config = SpeculativeConfig(**nested)
     assert SpeculativeConfig(**flat) == config == SpeculativeConfig.from_dict(flat)
@@ -243,32 +238,33 @@ def test_flat_names_mappings_and_records_say_the_same(flat, nested):
     assert SpeculativeConfig(**as_mappings) == config and hash(config) == hash(config)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (dict(ngram=3), "ngram is 3; expected a NgramConfig or a mapping of max, min"),
-        (dict(ngram=None), "ngram is None; expected a NgramConfig"),
-        (dict(ngram={"maxx": 3}), r"'maxx' \(did you mean max\?\) in NgramConfig; known"),
-        (dict(method="eagle3", model="x/y"),
-         r"'method' \(did you mean speculative_method\?\), 'model' \(a draft is .*load_draft"),
-        (dict(speculative_method="eagle3"), r"'eagle3' \(did you mean eagle\?\); expected one of"),
-        (dict(speculative_method="draft_model"), r"\(did you mean standalone\?\)"),
-        (dict(num_speculative_token=3), r"\(did you mean num_speculative_tokens\?\)"),
-        (dict(rejection_sampling_strategy="residuals"), r"\(did you mean residual\?\)"),
-        (dict(suffix={"max_depth": 0}), "suffix.max_depth is 0; expected an integer of 1"),
-        (dict(tree={}), "tree.children, tree.ranks and tree.depth, none of them are given"),
-        (dict(tree=TreeConfig((2,)), tree_top_k=3), "tree.top_k is 3 without tree.depth"),
-        (dict(tree={"children": [2, 0]}), r"the tree branches \(2, 0\)"),
-        (dict(tree={"ranks": [[1]]}), r"the tree lists \[1\] and not \[0\]"),
-        (dict(adaptive={"buckets": [0]}), r"adaptive.buckets is \(0,\); expected ascending"),
-        (dict(adaptive=3), "adaptive is 3; expected a bool or an AdaptiveConfig"),
-        (dict(is_adaptive=False, adaptive_buckets=(1,)), "None where adaptive is False"),
-        (dict(typical={"epsilon": -1}), "typical.epsilon is -1"),
-        (dict(section_name="x"), "section_name is 'x' without a config_file"),
-        (dict(num_draft=3), r"unknown key 'num_draft' .*; known keys: .*ngram \(max, min\)"),
-    ],
-    ids=str,
-)
+INVALID_VALUES = [
+    (dict(ngram=3), "ngram is 3; expected a NgramConfig or a mapping of max, min"),
+    (dict(ngram=None), "ngram is None; expected a NgramConfig"),
+    (dict(ngram={"maxx": 3}), r"'maxx' \(did you mean max\?\) in NgramConfig; known"),
+    (
+        dict(method="eagle3", model="x/y"),
+        r"'method' \(did you mean speculative_method\?\), 'model' \(a draft is .*load_draft",
+    ),
+    (dict(speculative_method="eagle3"), r"'eagle3' \(did you mean eagle\?\); expected one of"),
+    (dict(speculative_method="draft_model"), r"\(did you mean standalone\?\)"),
+    (dict(num_speculative_token=3), r"\(did you mean num_speculative_tokens\?\)"),
+    (dict(rejection_sampling_strategy="residuals"), r"\(did you mean residual\?\)"),
+    (dict(suffix={"max_depth": 0}), "suffix.max_depth is 0; expected an integer of 1"),
+    (dict(tree={}), "tree.children, tree.ranks and tree.depth, none of them are given"),
+    (dict(tree=TreeConfig((2,)), tree_top_k=3), "tree.top_k is 3 without tree.depth"),
+    (dict(tree={"children": [2, 0]}), r"the tree branches \(2, 0\)"),
+    (dict(tree={"ranks": [[1]]}), r"the tree lists \[1\] and not \[0\]"),
+    (dict(adaptive={"buckets": [0]}), r"adaptive.buckets is \(0,\); expected ascending"),
+    (dict(adaptive=3), "adaptive is 3; expected a bool or an AdaptiveConfig"),
+    (dict(is_adaptive=False, adaptive_buckets=(1,)), "None where adaptive is False"),
+    (dict(typical={"epsilon": -1}), "typical.epsilon is -1"),
+    (dict(section_name="x"), "section_name is 'x' without a config_file"),
+    (dict(num_draft=3), r"unknown key 'num_draft' .*; known keys: .*ngram \(max, min\)"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), INVALID_VALUES, ids=str)
 def test_a_record_refuses_what_cannot_be_by_name(values, message):
     with pytest.raises(ConfigError, match=message):
         SpeculativeConfig(**values)
@@ -317,15 +313,21 @@ def test_arguments_win_over_the_file(tmp_path):
         SpeculativeConfig(config_file=file)
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("a.toml", "[speculative"), ("a.json", "{"), ("a.yaml", "a: [1"), ("a.yaml", ""),
-        ("a.json", "[1]"), ("a.json", '{"speculative": 3}'), ("a.ini", "[speculative]"),
-        ("a.toml", None), ("a.json", '{"speculative": {"num_drafts": 3}}'),
-        ("a.yaml", "speculative: {num_speculative_tokens: 0}"),
-    ],
-)
+NAMES = [
+    ("a.toml", "[speculative"),
+    ("a.json", "{"),
+    ("a.yaml", "a: [1"),
+    ("a.yaml", ""),
+    ("a.json", "[1]"),
+    ("a.json", '{"speculative": 3}'),
+    ("a.ini", "[speculative]"),
+    ("a.toml", None),
+    ("a.json", '{"speculative": {"num_drafts": 3}}'),
+    ("a.yaml", "speculative: {num_speculative_tokens: 0}"),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), NAMES)
 def test_a_file_that_cannot_serve_is_an_error(tmp_path, name, text):
     if text is not None:
         (tmp_path / name).write_text(text)
@@ -352,9 +354,7 @@ def test_an_explicit_none_wins(tmp_path):
     chosen = SpeculativeConfig(is_adaptive=True, adaptive_buckets=(0, 4))
     assert dataclasses.replace(chosen, adaptive_buckets=None).adaptive.buckets is None
     file = tmp_path / "c.yaml"
-    file.write_text(
-        "speculative: {num_speculative_tokens: 8, tree_depth: 3, tree_top_k: 2}"
-    )
+    file.write_text("speculative: {num_speculative_tokens: 8, tree_depth: 3, tree_top_k: 2}")
     assert SpeculativeConfig(config_file=file).tree.top_k == 2
     config = SpeculativeConfig(config_file=file, tree_top_k=None)
     assert (config.tree.depth, config.tree.top_k) == (3, None)

@@ -12,7 +12,10 @@ from spec_jax.drafters import registry
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 CERTIFIED = ("README.md", "docs/write_a_drafter.md", "docs/write_a_rule.md")  # they certify, too
 PAGES = (
-    *CERTIFIED, "docs/audit.md", "docs/bring_a_model.md", "docs/evaluate.md",
+    *CERTIFIED,
+    "docs/audit.md",
+    "docs/bring_a_model.md",
+    "docs/evaluate.md",
     "docs/write_a_family.md",
 )
 

@@ -58,10 +58,10 @@ def test_failing_examples_are_kept_and_printed_where_the_search_is_random(tmp_pa
         drawn = tmp_path / "drawn"
         drawn.unlink(missing_ok=True)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-m", tier]
+        options = dict(capture_output=True, env=os.environ | {"PYTHONPATH": str(conftest.parent)})
         done = subprocess.run(
-            [*command, "--rootdir", tmp_path, "test_planted.py"], cwd=tmp_path, text=True,
-            capture_output=True, env=os.environ | {"PYTHONPATH": str(conftest.parent)},
-        )  # fmt: skip
+            [*command, "--rootdir", tmp_path, "test_planted.py"], cwd=tmp_path, text=True, **options
+        )
         assert done.returncode == 1, done.stdout + done.stderr
         return done.stdout, drawn.read_text().splitlines()
 

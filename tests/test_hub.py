@@ -115,18 +115,23 @@ def test_only_what_is_read_is_downloaded(cache, tmp_path_factory, model, monkeyp
     asked = online(monkeypatch, lambda patterns: model)
     hub.directory_of("owner/tiny")
     chosen = lambda names: {
-        name for name in names
+        name
+        for name in names
         if list(huggingface_hub.utils.filter_repo_objects([name], allow_patterns=asked[-1]))
-    }  # fmt: skip
+    }
     unread = {
-        "original/consolidated.00.pth", "consolidated.safetensors", "README.md", "a.gguf",
-        "pytorch_model.bin", "onnx/model.onnx", "adapter_model.safetensors",
-    }  # fmt: skip
+        *(
+            "original/consolidated.00.pth consolidated.safetensors README.md a.gguf "
+            "pytorch_model.bin onnx/model.onnx adapter_model.safetensors"
+        ).split()
+    }
     read = {
-        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-        "chat_template.jinja", "additional_chat_templates/rag.jinja", "model.safetensors",
-        "model-00001-of-00002.safetensors", "model.safetensors.index.json",
-    }  # fmt: skip
+        *(
+            "config.json generation_config.json tokenizer.json tokenizer_config.json "
+            "chat_template.jinja additional_chat_templates/rag.jinja model.safetensors "
+            "model-00001-of-00002.safetensors model.safetensors.index.json"
+        ).split()
+    }
     assert chosen(read | unread) == read
 
     old = tmp_path_factory.mktemp("old")
@@ -139,30 +144,33 @@ def test_only_what_is_read_is_downloaded(cache, tmp_path_factory, model, monkeyp
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (errors.GatedRepoError,
-         r"is gated: accept .*co/o/m, .*`hf auth login` and `hf download o/m --revision v2`"),
-        (errors.RepositoryNotFoundError, "no model o/m, or none that you may read.*hf auth login"),
-        (errors.RevisionNotFoundError, "o/m has no revision 'v2'"),
-        (errors.LocalEntryNotFoundError, "network, run `hf download o/m --revision v2`"),
-        (errors.OfflineModeIsEnabled, r"hf download.*\(OfflineModeIsEnabled: said by the hub\)"),
-        (TimeoutError, r"hf download.*\(TimeoutError: said by the hub\)"),
-    ],
-    ids=lambda x: getattr(x, "__name__", ""),
-)
+KINDS = [
+    (
+        errors.GatedRepoError,
+        r"is gated: accept .*co/o/m, .*`hf auth login` and `hf download o/m --revision v2`",
+    ),
+    (errors.RepositoryNotFoundError, "no model o/m, or none that you may read.*hf auth login"),
+    (errors.RevisionNotFoundError, "o/m has no revision 'v2'"),
+    (errors.LocalEntryNotFoundError, "network, run `hf download o/m --revision v2`"),
+    (errors.OfflineModeIsEnabled, r"hf download.*\(OfflineModeIsEnabled: said by the hub\)"),
+    (TimeoutError, r"hf download.*\(TimeoutError: said by the hub\)"),
+]
+
+
+@pytest.mark.parametrize(("kind", "message"), KINDS, ids=lambda x: getattr(x, "__name__", ""))
 def test_an_error_of_the_hub_says_which_command_to_run(cache, monkeypatch, kind, message):
     failing(monkeypatch, kind)
     with pytest.raises(WeightsError, match=f"o/m@v2 is neither a directory nor a zoo .*{message}"):
         spec_jax.load_model("o/m@v2")
 
 
-@pytest.mark.parametrize(
-    ("repo", "message"),
-    [("o/m", "no config.json with .*if the download was cut off, run `hf download o/m`"),
-     ("o/m-GGUF", "GGUF is not read: name the repository that it was made from")],
-)  # fmt: skip
+REPOS = [
+    ("o/m", "no config.json with .*if the download was cut off, run `hf download o/m`"),
+    ("o/m-GGUF", "GGUF is not read: name the repository that it was made from"),
+]
+
+
+@pytest.mark.parametrize(("repo", "message"), REPOS)
 def test_a_repository_without_a_model_says_so(cache, tmp_path, monkeypatch, repo, message):
     online(monkeypatch, lambda patterns: tmp_path)
     with pytest.raises(WeightsError, match=message):

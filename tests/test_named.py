@@ -53,37 +53,37 @@ def test_a_module_of_the_current_directory_gives_its_rules_and_drafters():
     assert named.to_rule("block") is make_rule(SpeculativeConfig("standalone", 2, "block"))
 
 
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        ("residul", "rule is 'residul'; expected module:NAME, or one of greedy, residual"),
-        ("own_parts.py:RULE", "expected module:NAME as in an import, such as my_rule:rule"),
-        ("no_such:RULE", "there is no module 'no_such' in .*or on Python's path"),
-        ("own_parts.sub:RULE", "importing own_parts.sub failed|no module 'own_parts.sub'"),
-        ("own_broken:RULE", "ModuleNotFoundError: No module named 'no_such.*broken.py:2"),
-        ("own_typo:RULE", "importing own_typo failed: SyntaxError"),
-        ("sys:RULES", "module 'sys' has no name 'RULES'"),
-        ("own_parts:RULES", r"own_parts.py has no name 'RULES' \(did you mean RULE\?\)"),
-        ("own_parts:nothing", "own_parts:nothing returned an object of type NoneType"),
-        ("own_parts:accept_row", r"arguments \(target, proposal, noise\).*batched\(function\)"),
-        ("own_parts:DRAFTER", "rule own_parts:DRAFTER is of type Drafter; expected a Rule"),
-    ],
-)  # fmt: skip
+INVALID_NAMES = [
+    ("residul", "rule is 'residul'; expected module:NAME, or one of greedy, residual"),
+    ("own_parts.py:RULE", "expected module:NAME as in an import, such as my_rule:rule"),
+    ("no_such:RULE", "there is no module 'no_such' in .*or on Python's path"),
+    ("own_parts.sub:RULE", "importing own_parts.sub failed|no module 'own_parts.sub'"),
+    ("own_broken:RULE", "ModuleNotFoundError: No module named 'no_such.*broken.py:2"),
+    ("own_typo:RULE", "importing own_typo failed: SyntaxError"),
+    ("sys:RULES", "module 'sys' has no name 'RULES'"),
+    ("own_parts:RULES", r"own_parts.py has no name 'RULES' \(did you mean RULE\?\)"),
+    ("own_parts:nothing", "own_parts:nothing returned an object of type NoneType"),
+    ("own_parts:accept_row", r"arguments \(target, proposal, noise\).*batched\(function\)"),
+    ("own_parts:DRAFTER", "rule own_parts:DRAFTER is of type Drafter; expected a Rule"),
+]
+
+
+@pytest.mark.parametrize("name, message", INVALID_NAMES)
 def test_what_is_no_rule_is_refused_by_name(name, message):
     with pytest.raises(ConfigError, match=message):
         named.to_rule(name)
 
 
-@pytest.mark.parametrize(
-    "drafter, message",
-    [
-        ("ngram", "expected module:NAME as in an import, such as my_drafter:make"),
-        ("own_parts:rule", r"takes other arguments \(\); expected a Drafter, or .*make\(target\)"),
-        ("own_parts:loaded", "of type LoadedModel; .*; give models and heads as draft="),
-        (lambda target: 3, "lambda.* returned an object of type int; expected a Drafter"),
-        (3, "drafter is of type int; expected a Drafter"),
-    ],
-)  # fmt: skip
+DRAFTERS = [
+    ("ngram", "expected module:NAME as in an import, such as my_drafter:make"),
+    ("own_parts:rule", r"takes other arguments \(\); expected a Drafter, or .*make\(target\)"),
+    ("own_parts:loaded", "of type LoadedModel; .*; give models and heads as draft="),
+    (lambda target: 3, "lambda.* returned an object of type int; expected a Drafter"),
+    (3, "drafter is of type int; expected a Drafter"),
+]
+
+
+@pytest.mark.parametrize("drafter, message", DRAFTERS)
 def test_what_is_no_drafter_is_refused(drafter, message):
     with pytest.raises(ConfigError, match=message):
         SpeculativeDecoder(mock_model(5), drafter=drafter)

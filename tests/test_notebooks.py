@@ -100,10 +100,8 @@ def test_a_notebook_runs_in_its_own_folder_and_sees_the_package_alone(tmp_path):
         "print([name for name, spec in found.items() if spec])",
         "print(pathlib.Path(found['spec_jax'].origin).resolve())",
     )
-    cell = {
-        "cell_type": "code", "source": "\n".join(lines), "metadata": {}, "outputs": [],
-        "execution_count": None, "id": "a",
-    }  # fmt: skip
+    cell = dict(cell_type="code", source="\n".join(lines), metadata={}, outputs=[])
+    cell |= dict(execution_count=None, id="a")
     about = json.loads(NOTEBOOKS[0].read_text("utf-8"))
     path = tmp_path / "own" / "n.ipynb"
     path.parent.mkdir()

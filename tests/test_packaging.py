@@ -41,6 +41,10 @@ def test_the_citation_has_what_the_format_requires():
 
 def test_the_package_lists_its_own_names_and_none_that_it_imports():
     listed = {name for name in dir(spec_jax) if not name.startswith("__")}
-    modules = {name for name in listed if hasattr(getattr(spec_jax, name), "__path__")
-               or (ROOT / "spec_jax" / f"{name}.py").is_file()}  # fmt: skip
+    modules = {
+        name
+        for name in listed
+        if hasattr(getattr(spec_jax, name), "__path__")
+        or (ROOT / "spec_jax" / f"{name}.py").is_file()
+    }
     assert listed - modules == {*spec_jax.__all__} - {"__version__"} and "testing" in modules

@@ -55,8 +55,10 @@ def test_lines_of_training_say_it_too(clock, tmp_path, capsys):
         log.write(4000, loss=0.5)
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(" (")[2] for line in lines] == [
-        "about 3 h 20 min left)", "about 1 h 6 min left)", "",
-    ]  # fmt: skip
+        "about 3 h 20 min left)",
+        "about 1 h 6 min left)",
+        "",
+    ]
     with Log(tmp_path, 900, 4000) as log:  # resumed
         clock.now_s += 60  # of compilation
         log.begin(901)

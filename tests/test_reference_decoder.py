@@ -108,9 +108,10 @@ MUTATIONS = {
     "a rejected draft is replaced from p": ("adjusted_distribution", lambda p, q: p),
     "a rejected draft is replaced from q": ("adjusted_distribution", lambda p, q: q),
     "the replacement is the most likely": (
-        "adjusted_distribution", lambda p, q: np.eye(V)[np.argmax(p - q)],
+        "adjusted_distribution",
+        lambda p, q: np.eye(V)[np.argmax(p - q)],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
@@ -271,22 +272,21 @@ def answers(proposal=None, scores=None):
     return types.SimpleNamespace(propose=propose), types.SimpleNamespace(verify=verify)
 
 
-@pytest.mark.parametrize(
-    "kind, message, models",
-    [
-        (ErrorKind.PROPOSAL, r"shape \(1, 3\); expected \(2, V\)",
-         answers(DraftProposal((0, 1), np.log(Q[:1])))),
-        (ErrorKind.PROPOSAL, "sum to", answers(DraftProposal((0, 1), np.log(Q[:2] / 2)))),
-        (ErrorKind.PROPOSAL, "token 7", answers(DraftProposal((0, 7), np.log(Q[:2])))),
-        (ErrorKind.PROPOSAL, "3 drafts; expected at most 2",
-         answers(DraftProposal((0, 1, 2), np.log(Q)), TargetScores(np.log(np.tile(Q[0], (4, 1)))))),
-        (ErrorKind.SCORES, r"shape \(2, 3\); expected \(3, V\)",
-         answers(scores=TargetScores(np.log(Q[:2])))),
-        (ErrorKind.SCORES, "sum to", answers(scores=TargetScores(np.zeros((3, 3))))),
-        (ErrorKind.VOCABULARY, "3 ids, the target 4",
-         answers(scores=TargetScores(np.log(np.full((3, 4), 0.25))))),
-    ],
-)  # fmt: skip
+drafted = lambda ids, probs: DraftProposal(ids, np.log(probs))
+TOO_FEW, FOUR_IDS = TargetScores(np.log(Q[:2])), TargetScores(np.log(np.full((3, 4), 0.25)))
+LONG = answers(drafted((0, 1, 2), Q), TargetScores(np.log(np.tile(Q[0], (4, 1)))))
+KINDS = [
+    (ErrorKind.PROPOSAL, r"shape \(1, 3\); expected \(2, V\)", answers(drafted((0, 1), Q[:1]))),
+    (ErrorKind.PROPOSAL, "sum to", answers(drafted((0, 1), Q[:2] / 2))),
+    (ErrorKind.PROPOSAL, "token 7", answers(drafted((0, 7), Q[:2]))),
+    (ErrorKind.PROPOSAL, "3 drafts; expected at most 2", LONG),
+    (ErrorKind.SCORES, r"shape \(2, 3\); expected \(3, V\)", answers(scores=TOO_FEW)),
+    (ErrorKind.SCORES, "sum to", answers(scores=TargetScores(np.zeros((3, 3))))),
+    (ErrorKind.VOCABULARY, "3 ids, the target 4", answers(scores=FOUR_IDS)),
+]
+
+
+@pytest.mark.parametrize("kind, message, models", KINDS)
 def test_answers_that_cannot_be_are_named(kind, message, models):
     with pytest.raises(SpeculativeError, match=message) as error:
         SpeculativeDecoder(Config(k=2)).generate(*models, (0,))

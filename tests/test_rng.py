@@ -22,9 +22,12 @@ def data(*args):
 
 def test_a_draw_does_not_depend_on_slot_batch_size_or_company():
     position = jnp.asarray([4, 9, 1, 0])
-    draw = jax.jit(lambda s, p: (
-        rng.gumbel(rng.keys(s, Stream.TARGET, p), 6), rng.uniform(rng.keys(s, Stream.ACCEPT, p), 6)
-    ))
+    draw = jax.jit(
+        lambda s, p: (
+            rng.gumbel(rng.keys(s, Stream.TARGET, p), 6),
+            rng.uniform(rng.keys(s, Stream.ACCEPT, p), 6),
+        )
+    )
     whole = draw(SEEDS, position)
     for rows in ([3, 1, 2, 0], [2], [1, 1, 0, 1, 2]):
         part = draw(SEEDS[jnp.array(rows)], position[jnp.array(rows)])
@@ -50,7 +53,9 @@ def test_every_name_has_a_key_of_its_own():
 
 
 NAMES = st.tuples(
-    st.integers(0, 2**32 - 1), st.sampled_from(Stream), st.integers(0, 2**31 - 1),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(Stream),
+    st.integers(0, 2**31 - 1),
     st.none() | st.integers(0, 2**28 - 1),
 )
 
@@ -69,9 +74,7 @@ def test_names_are_packed_without_loss(names):
 
 def test_streams_are_fixed_numbers():
     assert max(Stream) < 8  # ``pack`` has no room for more
-    assert {s.name: int(s) for s in Stream} == {
-        "TARGET": 0, "DRAFT": 1, "ACCEPT": 2, "REPLACE": 3,
-    }
+    assert {s.name: int(s) for s in Stream} == {"TARGET": 0, "DRAFT": 1, "ACCEPT": 2, "REPLACE": 3}
 
 
 def test_draws_are_the_same_on_every_version():

@@ -28,6 +28,8 @@ INF = float("inf")
 V, T = 40, 4
 run = jax.jit(process, static_argnames="is_argmax")
 
+PENALTIES = dict(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.3)
+PENALTIES |= dict(logit_bias={1: 1.0, 2: -INF})
 EACH = {
     "plain": SamplerConfig(temperature=1.0),
     "greedy": SamplerConfig(),
@@ -43,10 +45,7 @@ EACH = {
     "frequency": SamplerConfig(temperature=1.0, frequency_penalty=0.7),
     "bias": SamplerConfig(temperature=1.0, logit_bias={0: 2.5, 5: -INF, 39: -3.0}),
     "greedy, penalties": SamplerConfig(frequency_penalty=2.0, repetition_penalty=2.0),
-    "all": SamplerConfig(
-        temperature=0.8, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.3,
-        presence_penalty=0.4, frequency_penalty=0.3, logit_bias={1: 1.0, 2: -INF},
-    ),
+    "all": SamplerConfig(temperature=0.8, top_k=20, top_p=0.9, min_p=0.05, **PENALTIES),
 }
 
 
@@ -116,7 +115,9 @@ def test_penalties_at_each_node_equal_a_recount_of_the_drafts_before_it(node):
     np.testing.assert_allclose(tree[:, node], alone[:, 0], rtol=1e-6)
     if node:
         stale = run(
-            logits[:, node : node + 1], sampler, counts_of(prompts, outputs, V),
+            logits[:, node : node + 1],
+            sampler,
+            counts_of(prompts, outputs, V),
             jnp.zeros((3, 0), jnp.int32),
         )
         assert np.abs(np.asarray(stale[:, 0] - tree[:, node])).max() > 0.1
@@ -136,12 +137,17 @@ WIDE_CASES = {
 }
 
 
-@pytest.mark.parametrize("names", [
+FILTER_SETS = [
     ["top-p, peaked", "top-k at the narrow width", "narrow top-k, wide top-p"],  # narrow suffices
     ["top-p, flat", "top-p, peaked", "top-k at the narrow width"],
     ["narrow top-k, wide top-p", "top-k one more", "top-p, peaked"],
     ["top-k above the narrow width", "both wide", "wide top-k, narrow top-p"],
-], ids=["none is wide", "one by top-p", "one by top-k", "all"])
+]
+
+
+@pytest.mark.parametrize(
+    "names", FILTER_SETS, ids=["none is wide", "one by top-p", "one by top-k", "all"]
+)
 def test_large_vocabularies_take_the_narrow_and_the_wide_path(names):
     logits, *history = scene(3, vocab=WIDE, nodes=2, seed=7, scale=1.0)
     configs = []
@@ -195,13 +201,12 @@ def test_any_mix_of_parameters_equals_the_oracle(configs, seed):
 def test_a_forbidden_token_never_returns_even_when_it_is_the_best():
     logits = np.tile(np.float32([3, 9, 1, 2]), (4, 1, 1))
     forbid = dict(logit_bias={1: -INF})
+    options = dict(temperature=1.0, top_p=0.5, min_p=0.1, repetition_penalty=2.0)
     configs = [
-        SamplerConfig(**forbid), SamplerConfig(temperature=1.0, **forbid),
+        SamplerConfig(**forbid),
+        SamplerConfig(temperature=1.0, **forbid),
         SamplerConfig(temperature=1.0, top_k=1, **forbid),
-        SamplerConfig(
-            temperature=1.0, top_p=0.5, min_p=0.1, repetition_penalty=2.0, **forbid,
-            frequency_penalty=-1.0,
-        ),
+        SamplerConfig(**options, **forbid, frequency_penalty=-1.0),
     ]
     counts = Counts(jnp.ones((4, 4), bool), jnp.full((4, 4), 2))
     x = np.asarray(run(logits, make_sampler(configs, 4, 4), counts, None))[:, 0]
@@ -215,10 +220,10 @@ def test_filters_keep_a_token_however_the_compiler_rounds():
 
     The threshold of one copy then lies above every logit of the other.
     """
-    config = SamplerConfig(
-        temperature=0.8, top_k=3, top_p=0.9, min_p=0.05, repetition_penalty=1.3,
-        presence_penalty=0.2, frequency_penalty=0.3, logit_bias={1: 0.5},
-    )  # fmt: skip
+    options = dict(
+        repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.3, logit_bias={1: 0.5}
+    )
+    config = SamplerConfig(temperature=0.8, top_k=3, top_p=0.9, min_p=0.05, **options)
     B, draw = 4096, np.random.default_rng(0)
     x, n = draw.normal(size=(B, 3)).astype(np.float32), draw.integers(0, 5, (B, 3), np.int32)
     sampler = make_sampler(config, B, 3)
@@ -332,16 +337,16 @@ def test_rows_of_one_config_get_seeds_that_follow_and_wrap():
     assert make_sampler(own, 3, V, seeds=[7, 8, 9]).seed.tolist() == [7, 8, 9]
 
 
-@pytest.mark.parametrize(
-    ("args", "named"),
-    [
-        (([SamplerConfig()] * 2, 3, V), "2 sampler configs for 3 rows"),
-        ((SamplerConfig(), 3, V, [1, 2]), "2 seeds for 3 rows"),
-        ((SamplerConfig(), 2, V, [1, -2]), "seeds are"),
-        ((SamplerConfig(), 2, V, [1, 2**32]), "seeds are"),
-        ((SamplerConfig(logit_bias={40: 1.0}), 3, V), "token 40; the vocabulary is 40"),
-    ],
-)
+INVALID_ARGS = [
+    (([SamplerConfig()] * 2, 3, V), "2 sampler configs for 3 rows"),
+    ((SamplerConfig(), 3, V, [1, 2]), "2 seeds for 3 rows"),
+    ((SamplerConfig(), 2, V, [1, -2]), "seeds are"),
+    ((SamplerConfig(), 2, V, [1, 2**32]), "seeds are"),
+    ((SamplerConfig(logit_bias={40: 1.0}), 3, V), "token 40; the vocabulary is 40"),
+]
+
+
+@pytest.mark.parametrize(("args", "named"), INVALID_ARGS)
 def test_a_sampler_that_does_not_fit_its_batch_is_an_error(args, named):
     with pytest.raises(ConfigError, match=named):
         make_sampler(*args)
@@ -355,13 +360,15 @@ def test_insert_row_replaces_one_row_of_every_parameter():
     jax.tree.map(np.testing.assert_array_equal, full, expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "feature"),
-    [
-        ("bias", "logit bias"), ("presence", "penalties"), ("min-p", "filters"),
-        ("greedy", "temperature"),
-    ],
-)
+NAMES = [
+    ("bias", "logit bias"),
+    ("presence", "penalties"),
+    ("min-p", "filters"),
+    ("greedy", "temperature"),
+]
+
+
+@pytest.mark.parametrize(("name", "feature"), NAMES)
 def test_a_row_needs_a_batch_that_was_made_with_its_features(name, feature):
     plain, other = make_sampler(EACH["plain"], 2, V), make_sampler(EACH[name], 1, V)
     with pytest.raises(ConfigError, match=f"only one has .*{feature}"):
@@ -374,9 +381,13 @@ def test_a_row_needs_a_batch_that_was_made_with_its_features(name, feature):
 def test_argmax_is_the_first_of_the_largest():
     nan, inf = float("nan"), float("inf")
     rows = [
-        [1, 3, 3, 2], [-inf, -inf, -inf, -inf], [inf, 1, inf, 0], [0, nan, 5, nan],
-        [nan, nan, nan, nan], [-0.0, 0.0, -1, -2],
-    ]  # fmt: skip
+        [1, 3, 3, 2],
+        [-inf, -inf, -inf, -inf],
+        [inf, 1, inf, 0],
+        [0, nan, 5, nan],
+        [nan, nan, nan, nan],
+        [-0.0, 0.0, -1, -2],
+    ]
     x = jnp.asarray(rows, jnp.float32)
     np.testing.assert_array_equal(argmax(x), jnp.argmax(x, axis=-1))
     assert argmax(x).dtype == jnp.int32

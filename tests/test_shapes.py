@@ -9,10 +9,8 @@ from spec_jax.shapes import check_shapes
 
 
 def test_sizes_are_read_off_and_agree():
-    sizes = check_shapes(
-        tokens=(jnp.zeros((2, 5)), "B T"), logits=(np.zeros((2, 5, 7)), "B T V"),
-        scalar=(np.zeros(()), ""),
-    )
+    options = dict(logits=(np.zeros((2, 5, 7)), "B T V"), scalar=(np.zeros(()), ""))
+    sizes = check_shapes(tokens=(jnp.zeros((2, 5)), "B T"), **options)
     assert sizes == {"B": 2, "T": 5, "V": 7}
 
 

@@ -50,9 +50,10 @@ def test_a_page_without_a_place_stands_at_the_end_of_its_section():
     nav = [{"Home": "index.md"}, {"Guides": [{"A": "a.md"}]}, {"Notebooks": []}]
     pages = ["index.md", "a.md", "c.md", "b.md", "notebooks/n.ipynb"]
     assert links.complete(nav, pages) == [
-        {"Home": "index.md"}, {"Guides": [{"A": "a.md"}, "b.md", "c.md"]},
+        {"Home": "index.md"},
+        {"Guides": [{"A": "a.md"}, "b.md", "c.md"]},
         {"Notebooks": ["notebooks/n.ipynb"]},
-    ]  # fmt: skip
+    ]
 
 
 def test_every_public_name_is_in_the_reference():
@@ -100,20 +101,20 @@ def test_an_experiment_says_its_flags_and_its_config():
     assert "decode_default.py" in done.stdout and "('config'" not in done.stdout
 
 
-@pytest.mark.parametrize(
-    "link, origin, page, expected",
-    [
-        ("scale.md#a", "docs/write_a_rule.md", "write_a_rule.md", "scale.md#a"),
-        ("../README.md", "docs/decisions.md", "decisions.md", "index.md"),
-        ("docs/scale.md", "README.md", "tour.md", "scale.md"),
-        ("docs/scale.md", "CHANGELOG.md", "reference/x.md", "../scale.md"),
-        ("../mkdocs.yml", "docs/scale.md", "scale.md", "source/mkdocs.yml.md"),
-        ("../experiments", "docs/scale.md", "scale.md", "../experiments"),
-        ("examples/my_rule.py", "docs/scale.md", "scale.md", "source/docs/examples/my_rule.py.md"),
-        ("https://host/README.md", "docs/scale.md", "scale.md", "https://host/README.md"),
-        ("#a", "docs/scale.md", "scale.md", "#a"),
-    ],
-)
+LINKS = [
+    ("scale.md#a", "docs/write_a_rule.md", "write_a_rule.md", "scale.md#a"),
+    ("../README.md", "docs/decisions.md", "decisions.md", "index.md"),
+    ("docs/scale.md", "README.md", "tour.md", "scale.md"),
+    ("docs/scale.md", "CHANGELOG.md", "reference/x.md", "../scale.md"),
+    ("../mkdocs.yml", "docs/scale.md", "scale.md", "source/mkdocs.yml.md"),
+    ("../experiments", "docs/scale.md", "scale.md", "../experiments"),
+    ("examples/my_rule.py", "docs/scale.md", "scale.md", "source/docs/examples/my_rule.py.md"),
+    ("https://host/README.md", "docs/scale.md", "scale.md", "https://host/README.md"),
+    ("#a", "docs/scale.md", "scale.md", "#a"),
+]
+
+
+@pytest.mark.parametrize("link, origin, page, expected", LINKS)
 def test_a_link_to_a_file_is_a_link_to_its_page(link, origin, page, expected):
     is_file = lambda path: (ROOT / path).is_file()
     assert links.rewrite(f"[a]({link})", origin, page, is_file) == f"[a]({expected})"
@@ -158,9 +159,11 @@ def _check_search(site, home):
     if BROWSER is None:
         return
     page = dump(
-        f"{(site / 'index.html').as_uri()}?q=SpeculativeDecoder", home,
-        "--allow-file-access-from-files", "--virtual-time-budget=30000",
-    )  # fmt: skip
+        f"{(site / 'index.html').as_uri()}?q=SpeculativeDecoder",
+        home,
+        "--allow-file-access-from-files",
+        "--virtual-time-budget=30000",
+    )
     # A result is a page and, below it, its sections; the address holds what is to be marked.
     shown = re.findall(r'<a href="([^"]*)"[^>]*class="md-search-result__link"', page)
     assert re.sub(r"\?[^#]*", "", shown[1]) == f"{site.as_uri()}/{place}", shown[:4]

@@ -58,26 +58,28 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
         "for step in range(50): ds[step]\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
     )
+    options = dict(check=True, capture_output=True, text=True, cwd=".")
     peak_kb = [
-        int(subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path / f"{n}.npy"), str(n)], check=True,
-            capture_output=True, text=True, cwd=".",
-        ).stdout)
+        int(
+            subprocess.run(
+                [sys.executable, "-c", code, str(tmp_path / f"{n}.npy"), str(n)], **options
+            ).stdout
+        )
         for n in (1 << 20, 1 << 28)
-    ]  # fmt: skip
+    ]
     assert peak_kb[1] < peak_kb[0] + 30_000
 
 
-@pytest.mark.parametrize(
-    ("texts", "shares", "message"),
-    [
-        ([], [], "0 texts have 0 shares"),
-        ([A], [-1], "share of a is -1"),
-        ([A], [0], "every share is 0"),
-        ([Corpus("short", A.tokens[:9])], [1], "short has 9 tokens; expected at least 10"),
-        ([Corpus("c", A.tokens, np.zeros(1000, bool))], [1], "no token of c is to be predicted"),
-    ],
-)
+TEXTS = [
+    ([], [], "0 texts have 0 shares"),
+    ([A], [-1], "share of a is -1"),
+    ([A], [0], "every share is 0"),
+    ([Corpus("short", A.tokens[:9])], [1], "short has 9 tokens; expected at least 10"),
+    ([Corpus("c", A.tokens, np.zeros(1000, bool))], [1], "no token of c is to be predicted"),
+]
+
+
+@pytest.mark.parametrize(("texts", "shares", "message"), TEXTS)
 def test_texts_that_cannot_be_drawn_from_are_refused(texts, shares, message):
     with pytest.raises(ConfigError, match=message):
         window_batches(texts, shares, seed=0, **SIZE)

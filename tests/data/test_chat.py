@@ -42,21 +42,21 @@ def test_special_tokens_and_messages_are_variables():
     )
 
 
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("{{ messages[1].content | tojson }}", '"1 < 2?"'),
-        ('{{ {"b": "é", "a": 1} | tojson(sort_keys=true) }}', '{"a": 1, "b": "é"}'),
-        ("{{ [1, 2] | tojson(indent=1) }}", "[\n 1,\n 2\n]"),
-        ("{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}x{% endfor %}", "x"),
-        ("  {% if true %}\n  y\n  {% endif %}\n", "  y\n"),
-        ("{{ tools is none }}{{ documents is none }}{{ unknown }}", "TrueTrue"),
-        ("{% set n = namespace(i=1) %}{% set n.i = n.i + 1 %}{{ n.i }}", "2"),
-        ("{{ dict(a=1).a }}{{ dict.fromkeys(['k'], 0) }}", "1{'k': 0}"),
-        ("{{ strftime_now('%d %b %Y') }}", "05 Mar 2024"),
-        ("{{ greeting }}", "hi"),
-    ],
-)
+SOURCES = [
+    ("{{ messages[1].content | tojson }}", '"1 < 2?"'),
+    ('{{ {"b": "é", "a": 1} | tojson(sort_keys=true) }}', '{"a": 1, "b": "é"}'),
+    ("{{ [1, 2] | tojson(indent=1) }}", "[\n 1,\n 2\n]"),
+    ("{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}x{% endfor %}", "x"),
+    ("  {% if true %}\n  y\n  {% endif %}\n", "  y\n"),
+    ("{{ tools is none }}{{ documents is none }}{{ unknown }}", "TrueTrue"),
+    ("{% set n = namespace(i=1) %}{% set n.i = n.i + 1 %}{{ n.i }}", "2"),
+    ("{{ dict(a=1).a }}{{ dict.fromkeys(['k'], 0) }}", "1{'k': 0}"),
+    ("{{ strftime_now('%d %b %Y') }}", "05 Mar 2024"),
+    ("{{ greeting }}", "hi"),
+]
+
+
+@pytest.mark.parametrize(("source", "expected"), SOURCES)
 def test_templates_have_what_they_expect(source, expected):
     now = datetime.datetime(2024, 3, 5)
     found = ChatTemplate({"default": source}, {"greeting": "hi"}, now=now)
@@ -74,20 +74,20 @@ def test_absent_values_are_absent_and_reasoning_has_every_name():
     )
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages[9].content }}", "refuses the conversation"),
-        ("{{ 1 + 'a' }}", "refuses the conversation"),
-        ("{{ messages.append(1) }}", "refuses the conversation"),
-        ("{{ dict.update(messages[0], {'role': 'x'}) }}", "refuses the conversation"),
-        ("{{ ''.__class__.__mro__ }}", "refuses the conversation"),
-        ("{% set n = namespace() %}{% set n._i = 1 %}", "may not hold '_i'"),
-        ("\n{% if %}", "cannot be read: line 2"),
-        ("{% generation %}", "cannot be read: line 1"),
-    ],
-)
+INVALID_SOURCES = [
+    ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+    ("{{ messages[9].content }}", "refuses the conversation"),
+    ("{{ 1 + 'a' }}", "refuses the conversation"),
+    ("{{ messages.append(1) }}", "refuses the conversation"),
+    ("{{ dict.update(messages[0], {'role': 'x'}) }}", "refuses the conversation"),
+    ("{{ ''.__class__.__mro__ }}", "refuses the conversation"),
+    ("{% set n = namespace() %}{% set n._i = 1 %}", "may not hold '_i'"),
+    ("\n{% if %}", "cannot be read: line 2"),
+    ("{% generation %}", "cannot be read: line 1"),
+]
+
+
+@pytest.mark.parametrize(("source", "message"), INVALID_SOURCES)
 def test_what_a_template_refuses_or_may_not_do_is_a_clear_error(source, message):
     with pytest.raises(ConfigError, match=message):
         template(source).render(MESSAGES)
@@ -97,22 +97,22 @@ SLOW = "{% for i in range(99999) %}{% for j in range(2000) %}{% endfor %}{% endf
 NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("{{ 9 ** (9 ** 9) }}", r"\*\* makes a value of size"),
-        ("{{ 'x' * 10 ** 10 }}{{ [0] * 10 ** 10 }}", r"\* makes a value of size 1e\+10"),
-        ("{{ '%999999999d' % 1 }}", "% makes a value of size"),
-        ("{{ '%-*d' % (10 ** 10, 1) }}", "% makes a value of size"),
-        ("{{ range(10 ** 9) | list }}", "Range too big"),
-        ("{{ 'x' | center(10 ** 11) }}", "takes more than 512 MiB of memory"),
-        ("{{ '%99999999999d' | format(1) }}", "takes more than 512 MiB of memory"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
-        ("{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}", "more than 16777216 characters"),
-        ("{% for i in [1] %}" * 30 + "{% endfor %}" * 30, "cannot be read: line"),
-        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "cannot be read: maximum recursion"),
-    ],
-)
+REFUSED = [
+    ("{{ 9 ** (9 ** 9) }}", r"\*\* makes a value of size"),
+    ("{{ 'x' * 10 ** 10 }}{{ [0] * 10 ** 10 }}", r"\* makes a value of size 1e\+10"),
+    ("{{ '%999999999d' % 1 }}", "% makes a value of size"),
+    ("{{ '%-*d' % (10 ** 10, 1) }}", "% makes a value of size"),
+    ("{{ range(10 ** 9) | list }}", "Range too big"),
+    ("{{ 'x' | center(10 ** 11) }}", "takes more than 512 MiB of memory"),
+    ("{{ '%99999999999d' | format(1) }}", "takes more than 512 MiB of memory"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
+    ("{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}", "more than 16777216 characters"),
+    ("{% for i in [1] %}" * 30 + "{% endfor %}" * 30, "cannot be read: line"),
+    ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "cannot be read: maximum recursion"),
+]
+
+
+@pytest.mark.parametrize(("source", "message"), REFUSED)
 def test_what_a_template_may_use_up_is_bounded(source, message):
     with pytest.raises(ConfigError, match=message):
         template(source).render(MESSAGES)
@@ -204,8 +204,9 @@ def test_the_time_has_its_zone_where_templates_run():
     assert found.render(MESSAGES) == now.strftime("%c %f %z %Z")
 
 
-@pytest.mark.parametrize("messages", [[], ["hi"], [{"role": object()}], [{"role": {1}}],
-                                      [{"role": DEEP}]])  # fmt: skip
+@pytest.mark.parametrize(
+    "messages", [[], ["hi"], [{"role": object()}], [{"role": {1}}], [{"role": DEEP}]]
+)
 def test_messages_that_are_none_are_clear_errors(messages):
     with pytest.raises(ConfigError, match="message"):
         template(TURNS).render(messages)
@@ -259,11 +260,15 @@ def test_a_block_whose_place_is_lost_is_an_error():
 
 def test_special_tokens_come_from_every_form_of_the_config():
     tokenizer = word_tokenizer(
-        bos_token="<s>", eos_token={"__type": "AddedToken", "content": "</s>"}, pad_token=None,
-        add_bos_token=True, image_token="<img>", extra_special_tokens={"end_token": "<end>"},
+        bos_token="<s>",
+        eos_token={"__type": "AddedToken", "content": "</s>"},
+        pad_token=None,
+        add_bos_token=True,
+        image_token="<img>",
+        extra_special_tokens={"end_token": "<end>"},
         chat_template="{{ bos_token }}{{ eos_token }}{{ pad_token }}{{ image_token }}"
         "{{ end_token }}{{ add_bos_token }}",
-    )  # fmt: skip
+    )
     assert ChatTemplate.from_tokenizer(tokenizer).render(MESSAGES) == "<s></s><img><end>"
     ours = ChatTemplate.from_tokenizer(tokenizer, variables={"eos_token": "E", "pad_token": "P"})
     assert ours.render(MESSAGES) == "<s>EP<img><end>"
@@ -318,8 +323,9 @@ def test_a_tokenizer_without_templates_saves_none(tmp_path):
     word_tokenizer(chat_template="old").save(tmp_path)
     word_tokenizer().save(tmp_path)
     assert sorted(file.name for file in tmp_path.glob("*.*")) == [
-        "tokenizer.json", "tokenizer_config.json"
-    ]  # fmt: skip
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
     assert "chat_template" not in Tokenizer.from_directory(tmp_path).config
 
 

@@ -160,16 +160,17 @@ def test_generation_blocks_that_mark_nothing_are_refused():
 
 
 def test_tools_reach_the_template():
-    tokenizer = byte_level([
-        {"name": "default", "template": CHATML}, {"name": "tool_use", "template": TOOLS},
-    ])  # fmt: skip
+    tokenizer = byte_level(
+        [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": TOOLS}]
+    )
     call = {"function": {"name": "add", "arguments": {"a": "<2>"}}}
     messages = [TALK[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
     messages += [{"role": "tool", "content": "4"}, TALK[1]]
     (document,) = encode(tokenizer, messages, tools=[{"name": "add"}])
     assert marked(tokenizer, document) == [
-        '<tool>{"name": "add", "arguments": {"a": "<2>"}}<|im_end|>', ANSWERS[0] + "<|im_end|>",
-    ]  # fmt: skip
+        '<tool>{"name": "add", "arguments": {"a": "<2>"}}<|im_end|>',
+        ANSWERS[0] + "<|im_end|>",
+    ]
     assert '{"name": "add"}\n<|im_end|>' in text_of(tokenizer, document)
 
 
@@ -264,19 +265,20 @@ def test_all_documents_of_a_conversation_are_on_one_side(tmp_path):
 def test_long_documents_are_whole_or_left_out_and_what_gives_none_is_counted(tmp_path):
     encoder = Encoder(byte_level(CHATML))
     lines = [
-        {"messages": talk("a", "long " * 50)}, {"messages": talk("long " * 90, "b", "more")},
-        {"messages": talk("a", "b")}, {"messages": TALK[:1]}, {"conversations": []},
-        {"text": ""}, {"text": "word " * 200},
-    ]  # fmt: skip
+        {"messages": talk("a", "long " * 50)},
+        {"messages": talk("long " * 90, "b", "more")},
+        {"messages": talk("a", "b")},
+        {"messages": TALK[:1]},
+        {"conversations": []},
+        {"text": ""},
+        {"text": "word " * 200},
+    ]
     file = write_lines(tmp_path / "a.jsonl", lines)
     counts = collections.Counter()
     whole = list(read_documents([file], encoder, counts=counts))
     lengths = [len(d.ids) for d in whole]
     assert [d.source[-1] for d in whole] == ["1", "2", "3", "7"] and min(lengths) < 70
-    seen = {
-        "conversations": 5, "texts": 2, "no_answer": 2, "empty": 1,
-        "messages_after_the_last_answer": 1,
-    }  # fmt: skip
+    seen = dict(conversations=5, texts=2, no_answer=2, empty=1, messages_after_the_last_answer=1)
     assert {k: v for k, v in counts.items() if v} == seen | {"documents": 4}
     counts = collections.Counter()
     (short,) = read_documents([file], encoder, max_length=70, counts=counts)
@@ -296,9 +298,7 @@ def test_a_corpus_without_a_usable_document_is_an_error(tmp_path):
         list(read_documents([], encoder))
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"split": "test"}, {"max_length": 1}]
-)
+@pytest.mark.parametrize("arguments", [{"split": "test"}, {"max_length": 1}])
 def test_bad_arguments_are_errors_at_once(arguments):
     with pytest.raises(ConfigError, match="; expected|, or None"):
         read_documents([], Encoder(byte_level()), **arguments)

@@ -44,18 +44,18 @@ def test_documents_are_deterministic_and_the_test_share_is_nested():
     assert set(none) <= set(some)
 
 
-@pytest.mark.parametrize(
-    ("relative", "expected"),
-    [
-        ("heapq.py", True),
-        ("test/test_heapq.py", True),
-        ("test/test_csv_dialects.py", True),
-        ("test/test_queue/test_simple.py", True),
-        ("asyncio/queues.py", False),
-        ("idlelib/textview.py", False),
-        ("test/test_cmd.py", False),
-    ],
-)
+PATHS = [
+    ("heapq.py", True),
+    ("test/test_heapq.py", True),
+    ("test/test_csv_dialects.py", True),
+    ("test/test_queue/test_simple.py", True),
+    ("asyncio/queues.py", False),
+    ("idlelib/textview.py", False),
+    ("test/test_cmd.py", False),
+]
+
+
+@pytest.mark.parametrize(("relative", "expected"), PATHS)
 def test_held_out_paths(relative, expected):
     assert python_source.is_held_out(pathlib.PurePosixPath(relative)) is expected
 
@@ -79,12 +79,15 @@ def test_too_many_prompts_is_an_error():
         python_source.held_out_prompts(100_000, seed=0)
 
 
-@pytest.mark.parametrize("call", [
+CALLS = [
     lambda: python_source.documents("test"),
     lambda: python_source.documents("train", tests_share=1.5),
     lambda: tokens.train_tokenizer(["x"], 100),
     lambda: tokens.train_tokenizer(["x"], 2048),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
 def test_bad_arguments_are_clear_errors(call):
     with pytest.raises(ConfigError, match="expected|fill"):
         call()
@@ -121,20 +124,20 @@ def test_packing_uses_the_end_token_of_another_tokenizer_and_cuts_nothing():
             tokens.pack(nameless, [("a", "x")])
 
 
-@pytest.mark.parametrize(
-    ("sequence", "expected"),
-    [
-        ([], 0.0),
-        ([1, 2, 3, 4], 0.0),
-        ([7, 7], 0.0),
-        ([7, 7, 7], 1.0),
-        ([1, 2, 1, 2, 3], 0.0),
-        ([1, 2, 1, 2, 1, 2, 9, 8], 6 / 8),
-        ([9, 1, 2, 3] + [4, 5, 6] * 3 + [4], 10 / 14),
-        (list(range(40)) * 3, 0.0),  # a longer period than counted
-        (list(range(32)) * 3, 1.0),
-    ],
-)
+SEQUENCES = [
+    ([], 0.0),
+    ([1, 2, 3, 4], 0.0),
+    ([7, 7], 0.0),
+    ([7, 7, 7], 1.0),
+    ([1, 2, 1, 2, 3], 0.0),
+    ([1, 2, 1, 2, 1, 2, 9, 8], 6 / 8),
+    ([9, 1, 2, 3] + [4, 5, 6] * 3 + [4], 10 / 14),
+    (list(range(40)) * 3, 0.0),  # a longer period than counted
+    (list(range(32)) * 3, 1.0),
+]
+
+
+@pytest.mark.parametrize(("sequence", "expected"), SEQUENCES)
 def test_looping_share(sequence, expected):
     assert tokens.looping_share(sequence) == pytest.approx(expected)
 

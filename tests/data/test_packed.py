@@ -31,10 +31,10 @@ def test_documents_come_back_with_their_bounds(tmp_path):
     rng = np.random.default_rng(0)
     documents = [document(*rng.integers(0, 300, n)) for n in (3, 1, 700, 12)]
     folder = tmp_path / "new" / "folder"
-    packed = write_packed(
-        folder, "train", documents, TOKENIZER, sources=[tmp_path / "a.jsonl"],
-        counts={"cut": 2}, about={"tokenizer_name": "tiny"},
-    )  # fmt: skip
+    options = dict(
+        sources=[tmp_path / "a.jsonl"], counts={"cut": 2}, about={"tokenizer_name": "tiny"}
+    )
+    packed = write_packed(folder, "train", documents, TOKENIZER, **options)
     assert names(folder) == FILES
     assert packed.starts.tolist() == [0, 3, 4, 704, 716]
     for i, (ids, mask, _) in enumerate(documents):
@@ -127,16 +127,16 @@ def test_a_stop_between_the_files_leaves_no_corpus_of_two_halves(tmp_path, monke
         load_packed(tmp_path, "train")
 
 
-@pytest.mark.parametrize(
-    ("documents", "message"),
-    [
-        ([], "no document for train; expected"),
-        ([document(1), document(999, source="b:7")], "b:7: ids from 999 to 999; expected"),
-        ([document(1, -1)], "ids from -1 to 1"),
-        ([document()], "at least one id"),
-        ([Document(np.arange(3), np.ones(2, bool), "x")], "x: 3 ids with a mask of 2"),
-    ],
-)
+DOCUMENTS = [
+    ([], "no document for train; expected"),
+    ([document(1), document(999, source="b:7")], "b:7: ids from 999 to 999; expected"),
+    ([document(1, -1)], "ids from -1 to 1"),
+    ([document()], "at least one id"),
+    ([Document(np.arange(3), np.ones(2, bool), "x")], "x: 3 ids with a mask of 2"),
+]
+
+
+@pytest.mark.parametrize(("documents", "message"), DOCUMENTS)
 def test_documents_that_cannot_be_packed_are_errors(tmp_path, documents, message):
     with pytest.raises(ConfigError, match=message):
         write_packed(tmp_path, "train", documents, TOKENIZER)

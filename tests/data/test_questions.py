@@ -38,13 +38,14 @@ def write(path, rows):
 def test_every_form_of_a_row_becomes_a_question(tmp_path):
     said = lambda text: {"role": "assistant", "content": text}
     system = {"role": "system", "content": "s"}
-    data = write(tmp_path / "rows.jsonl", [
+    rows = [
         {"question_id": 7, "category": "writing", "turns": ["a", "b"]},
         {"task_id": "T/1", "prompt": "def f():\n"},
         {"messages": [system, user("a"), said("no"), user("b"), user("c"), said("no")]},
         {"question": "1 + 1?", "answer": "2", "id": "sum"},
         {"system": "s", "turns": ["a", "b"]},
-    ])  # fmt: skip
+    ]
+    data = write(tmp_path / "rows.jsonl", rows)
     found = questions.load(data, 0).chosen
     assert [q.name for q in found] == ["7", "T/1", "rows.jsonl:3", "sum", "rows.jsonl:5"]
     assert [q.category for q in found] == ["writing", "rows", "rows", "rows", "rows"]
@@ -139,10 +140,12 @@ def test_categories_are_chosen_and_one_without_questions_is_named(tmp_path):
 
 def test_single_questions_of_a_category_of_mt_benchs_are_no_conversations(tmp_path):
     rows = [
-        {"turns": ["a", "b"], "category": "writing"}, {"turns": ["a", "b"], "category": "math"},
-        {"prompt": "c", "category": "coding"}, {"turns": ["d", "e"], "category": "mine"},
+        {"turns": ["a", "b"], "category": "writing"},
+        {"turns": ["a", "b"], "category": "math"},
+        {"prompt": "c", "category": "coding"},
+        {"turns": ["d", "e"], "category": "mine"},
         {"prompt": "f", "category": "math"},
-    ]  # fmt: skip
+    ]
     found = questions.load(write(tmp_path / "r.jsonl", rows), 0).chosen
     assert [q.group for q in found] == [CONVERSATION, "math", "coding", "mine", "math"]
     assert [*categories(found)] == [CONVERSATION, "writing", "math", "coding", "mine"]
@@ -152,8 +155,12 @@ def test_conversations_are_one_group_of_several_categories():
     of = lambda name: Question(name, name, is_of_conversations=name in ("writing", "coding"))
     asked = [of("qa"), of("writing"), of("rag"), of("coding"), of("writing")]
     assert {name: members for name, (_, members) in categories(asked).items()} == {
-        "qa": [0], CONVERSATION: [1, 3, 4], "writing": [1, 4], "coding": [3], "rag": [2],
-    }  # fmt: skip
+        "qa": [0],
+        CONVERSATION: [1, 3, 4],
+        "writing": [1, 4],
+        "coding": [3],
+        "rag": [2],
+    }
     assert categories([of("qa"), of("qa")]) == {}
 
 
@@ -229,8 +236,10 @@ def test_names_are_told_apart_from_files(tmp_path, monkeypatch):
 def test_batches_hold_whole_questions():
     groups, layout = pack([[0], [1, 2], [3], [4], [5, 6]], 3)
     assert layout == [[0, 1, 2], [3, 4], [5, 6]] and [g.questions for g in groups] == [
-        (0, 1), (2, 3), (4,),
-    ]  # fmt: skip
+        (0, 1),
+        (2, 3),
+        (4,),
+    ]
     groups, layout = pack([[0, 1], [2]], 1)
     assert layout == [[0], [1], [2]]
     assert [tuple(g) for g in groups] == [((0,), (0, 1)), ((1,), (2,))]

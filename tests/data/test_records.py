@@ -18,10 +18,13 @@ def test_every_layout_gives_the_same_messages(tmp_path):
         for m in messages
     ]
     records = [
-        {"messages": messages}, sharegpt(messages), {"messages": parts},
-        {"conversations": messages}, {"system": "S\u2028", **sharegpt(TALK)},
+        {"messages": messages},
+        sharegpt(messages),
+        {"messages": parts},
+        {"conversations": messages},
+        {"system": "S\u2028", **sharegpt(TALK)},
         {"text": "unused", "messages": messages, "tools": ""},
-    ]  # fmt: skip
+    ]
     lines = write_lines(tmp_path / "a.jsonl", records)
     whole = tmp_path / "b.json"
     whole.write_text("\ufeff\n " + json.dumps(records, indent=1, ensure_ascii=False), "utf-8")
@@ -40,27 +43,30 @@ USER, ASKED = {"role": "user", "content": "Q"}, [{"role": "user", "content": "Q"
 ANSWERED = [USER, {"role": "assistant", "content": "A"}]
 
 
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ({"question": "Q", "answer": "A"}, ANSWERED),
-        ({"question": "Q", "answer": ["A"]}, ASKED),
-        ({"instruction": "Q", "input": "", "output": "A", "text": "Below is"}, ANSWERED),
-        ({"instruction": "Q", "input": "x", "output": "A"},
-         [{"role": "user", "content": "Q\n\nx"}, ANSWERED[1]]),
-        ({"system_prompt": "S", "question": "Q", "response": "A"},
-         [{"role": "system", "content": "S"}, *ANSWERED]),
-        ({"data": ["Q", "A", "Q"], "id": "0"}, [*ANSWERED, USER]),
-        ({"prompt": "unused", "prompt_id": "0", "messages": ANSWERED}, ANSWERED),
-        ({"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
-         ANSWERED),
-        ({"question_id": 1, "category": "c", "turns": ["Q", "more"]}, ASKED),
-        ({"prompt": "Q", "completion": "A"}, ANSWERED),
-        ({"prompt": "Q", "canonical_solution": "A"}, "Q"),
-        ({"messages": None, "text": "Q"}, "Q"),
-        ("Q", "Q"),
-    ],
-)  # fmt: skip
+ROWS = [
+    ({"question": "Q", "answer": "A"}, ANSWERED),
+    ({"question": "Q", "answer": ["A"]}, ASKED),
+    ({"instruction": "Q", "input": "", "output": "A", "text": "Below is"}, ANSWERED),
+    (
+        {"instruction": "Q", "input": "x", "output": "A"},
+        [{"role": "user", "content": "Q\n\nx"}, ANSWERED[1]],
+    ),
+    (
+        {"system_prompt": "S", "question": "Q", "response": "A"},
+        [{"role": "system", "content": "S"}, *ANSWERED],
+    ),
+    ({"data": ["Q", "A", "Q"], "id": "0"}, [*ANSWERED, USER]),
+    ({"prompt": "unused", "prompt_id": "0", "messages": ANSWERED}, ANSWERED),
+    ({"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]}, ANSWERED),
+    ({"question_id": 1, "category": "c", "turns": ["Q", "more"]}, ASKED),
+    ({"prompt": "Q", "completion": "A"}, ANSWERED),
+    ({"prompt": "Q", "canonical_solution": "A"}, "Q"),
+    ({"messages": None, "text": "Q"}, "Q"),
+    ("Q", "Q"),
+]
+
+
+@pytest.mark.parametrize(("row", "expected"), ROWS)
 def test_rows_of_the_usual_data_sets_are_known(row, expected):
     record = parse_record(row, "here:1")
     assert (record.text if isinstance(expected, str) else record.messages) == expected
@@ -84,32 +90,32 @@ def test_other_files_are_one_text_and_folders_are_read_in_order(tmp_path):
     assert [r.text for r in read_records(tmp_path)] == ["one", "two\n{}\n", "three"]
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"messages": [', "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        ("3", "3 is no object"),
-        ("{}", "the keys none"),
-        ('{"query": "a", "answer": "b"}', "the keys 'query', 'answer'.*messages, .*question"),
-        ('{"data": ["a", 1]}', r"data is \['a', 1\]; expected a list of texts"),
-        ('{"turns": "hello"}', "turns is 'hello'; expected a list of texts"),
-        ('{"turns": []}', r"turns is \[\]; expected a list of texts, at least one"),
-        ('{"text": null, "prompt": 5}', "prompt is 5; expected a text"),
-        ('{"prompt": null}', "prompt is None; expected a text"),
-        ('{"messages": "hi"}', "messages is 'hi'; expected a list of objects"),
-        ('{"messages": ["hi"]}', "a turn is 'hi'"),
-        ('{"messages": [{"content": "a"}]}', "the role None"),
-        ('{"messages": [{"role": "user"}]}', "the content None"),
-        ('{"messages": [{"role": "user", "content": 3}]}', "the content 3"),
-        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "text only"),
-        ('{"conversations": [{"from": "bot", "value": "a"}]}', "from 'bot'.*one of human"),
-        ('{"conversations": [{"from": "gpt", "value": null}]}', "the value None"),
-        ('{"conversations": [{"from": ["gpt"], "value": "a"}]}', r"from \['gpt'\]"),
-        ('{"messages": [], "tools": 3}', "tools are 3"),
-        ('{"messages": [], "tools": "[1"}', "not JSON"),
-    ],
-)
+LINES = [
+    ('{"messages": [', "not JSON"),
+    ("[" * 100_000, "not JSON"),
+    ("3", "3 is no object"),
+    ("{}", "the keys none"),
+    ('{"query": "a", "answer": "b"}', "the keys 'query', 'answer'.*messages, .*question"),
+    ('{"data": ["a", 1]}', r"data is \['a', 1\]; expected a list of texts"),
+    ('{"turns": "hello"}', "turns is 'hello'; expected a list of texts"),
+    ('{"turns": []}', r"turns is \[\]; expected a list of texts, at least one"),
+    ('{"text": null, "prompt": 5}', "prompt is 5; expected a text"),
+    ('{"prompt": null}', "prompt is None; expected a text"),
+    ('{"messages": "hi"}', "messages is 'hi'; expected a list of objects"),
+    ('{"messages": ["hi"]}', "a turn is 'hi'"),
+    ('{"messages": [{"content": "a"}]}', "the role None"),
+    ('{"messages": [{"role": "user"}]}', "the content None"),
+    ('{"messages": [{"role": "user", "content": 3}]}', "the content 3"),
+    ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "text only"),
+    ('{"conversations": [{"from": "bot", "value": "a"}]}', "from 'bot'.*one of human"),
+    ('{"conversations": [{"from": "gpt", "value": null}]}', "the value None"),
+    ('{"conversations": [{"from": ["gpt"], "value": "a"}]}', r"from \['gpt'\]"),
+    ('{"messages": [], "tools": 3}', "tools are 3"),
+    ('{"messages": [], "tools": "[1"}', "not JSON"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), LINES)
 def test_a_malformed_line_is_named_with_its_remedy(tmp_path, line, message):
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "fine"}\n' + line + "\n", encoding="utf-8")

@@ -44,9 +44,10 @@ def test_of_many_records_the_share_is_held_out_and_only_the_first_are_read():
 
 @pytest.mark.parametrize("count", [4, 8, 30])
 def test_of_few_records_some_are_held_out_whole(count):
-    records = texts(count, 20_000) + [Text("", "empty"), talk("without an answer", 0)._replace(
-        messages=[{"role": "user", "content": "x" * 10 ** 6}]
-    )]  # fmt: skip
+    records = texts(count, 20_000) + [
+        Text("", "empty"),
+        talk("without an answer", 0)._replace(messages=[{"role": "user", "content": "x" * 10**6}]),
+    ]
     found = HeldOut.of(records, 1e-9)
     train, held_out = sides(records[:count], found)
     assert len(held_out) == 1 and len(train) == count - 1 and not set(train) & set(held_out)

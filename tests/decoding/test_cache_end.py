@@ -30,10 +30,10 @@ COLD = [SamplerConfig()] * len(ROOMS)
 
 
 def case(target, drafter, member="first", tree="chain", rule="match", drive="call"):
-    return Case(
-        mesh="", target=target, drafter=drafter, member=member, tree=tree, rule=rule,
-        sampling="bare", layers="separate", draft="sharded", rows="even", drive=drive,
-    )  # fmt: skip
+    options = dict(
+        rule=rule, sampling="bare", layers="separate", draft="sharded", rows="even", drive=drive
+    )
+    return Case(mesh="", target=target, drafter=drafter, member=member, tree=tree, **options)
 
 
 def host(target, rule):

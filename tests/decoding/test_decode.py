@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import loops
+from support.decoders import MIXED_SAMPLERS as MIXED
 from support.decoders import start
 
 from spec_jax import decoding, rng, testing
@@ -25,14 +26,6 @@ from spec_jax.sampling import make_sampler
 
 V, TOY, NEW = 37, 11, 12
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 5, 6], [9]]
-MIXED = [
-    SamplerConfig(temperature=1.0, seed=11),
-    SamplerConfig(temperature=0.0, repetition_penalty=1.3, seed=12),
-    SamplerConfig(
-        temperature=0.8, top_k=9, top_p=0.9, min_p=0.02, presence_penalty=0.4,
-        frequency_penalty=0.3, logit_bias=((3, 1.0), (4, -np.inf)), seed=13,
-    ),
-]
 COLD = [dataclasses.replace(config, temperature=0.0) for config in MIXED]
 
 
@@ -67,8 +60,9 @@ def plain_tokens(model, prompt, config, new=NEW):
         padded = jnp.asarray([history + [0] * (24 - len(history))])
         logits = _last_logits(model.params, padded, len(history), model.config)
         p = testing.reference_distribution(np.asarray(logits), config, prompt, output)
-        key = rng.keys(jnp.asarray([config.seed], jnp.uint32), rng.Stream.TARGET,
-                       jnp.asarray([len(history)]))
+        key = rng.keys(
+            jnp.asarray([config.seed], jnp.uint32), rng.Stream.TARGET, jnp.asarray([len(history)])
+        )
         with np.errstate(divide="ignore"):
             output.append(int(np.argmax(np.log(p) + np.asarray(rng.gumbel(key, V))[0])))
     return output
@@ -178,8 +172,9 @@ def test_mutation_draft_rollback_left_out_lowers_acceptance(target):
     stale = testing.ragged(forgetful, lambda length: 1 + length % 3)
     rates = []
     for drafter in (noisy, stale):
-        d = SpeculativeDecoder(target, target, SpeculativeConfig(num_speculative_tokens=3),
-                               drafter=drafter)
+        d = SpeculativeDecoder(
+            target, target, SpeculativeConfig(num_speculative_tokens=3), drafter=drafter
+        )
         d.generate(PROMPTS, 21)
         rates.append(d.stats.acceptance_rate)
     assert rates[0] == 1 and rates[1] < 0.9
@@ -367,7 +362,8 @@ def test_every_kind_is_recorded_where_it_happened():
         return jnp.where(is_wrong, (window + 1) % TOY, window)
 
     d = SpeculativeDecoder(
-        target, config=SpeculativeConfig(num_speculative_tokens=2),
+        target,
+        config=SpeculativeConfig(num_speculative_tokens=2),
         drafter=testing.scripted_drafter(propose),
     )
     state = start(d, [[0, 1]], 6, make_sampler(SamplerConfig(), 1, TOY))

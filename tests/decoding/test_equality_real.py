@@ -45,10 +45,8 @@ def stories_pair(stories):
     """The story model with its first two layers as draft: a draft that is often right."""
     config = dataclasses.replace(stories.config, num_hidden_layers=2)
     layers = {i: stories.params["layers"][i] for i in ("0", "1")}
-    truncated = dataclasses.replace(
-        stories, config=config, model=transformer.model(config),
-        params={**stories.params, "layers": layers},
-    )
+    options = dict(model=transformer.model(config), params={**stories.params, "layers": layers})
+    truncated = dataclasses.replace(stories, config=config, **options)
     names = ["Lily", "Tom", "The dog", "Once upon a time", "A girl", "Mom", "One day", "He"]
     verbs = ["went to", "saw", "wanted", "was", "liked", "said to"]
     prompts = [f"{n} {v}" for n in names for v in verbs]
@@ -104,10 +102,8 @@ def test_speculative_tokens_equal_plain_ones(shape, strategy, request):
     fixture, plain = ("zoo", "plain_zoo") if model == "zoo" else ("stories_pair", "plain_stories")
     target, small, prompts = request.getfixturevalue(fixture)
     plain = request.getfixturevalue(plain)(strategy)
-    config = SpeculativeConfig(
-        "ngram" if drafter == "ngram" else "standalone",
-        num_speculative_tokens=K, rejection_sampling_strategy=strategy,
-    )
+    options = dict(num_speculative_tokens=K, rejection_sampling_strategy=strategy)
+    config = SpeculativeConfig("ngram" if drafter == "ngram" else "standalone", **options)
     draft = {"ngram": None, "self": target}.get(drafter, small)
     decoder = SpeculativeDecoder(target, draft, config, target_sampler=SAMPLERS[strategy])
     choose = random.Random(f"{shape} {strategy}")

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.trees import BUSH, rule
+from support.decoders import rule
+from support.trees import BUSH
 
 from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, decoding, testing
 from spec_jax.contracts import Context, Noise, Proposal, Rule, TargetScores, Verdict
@@ -25,9 +26,7 @@ from spec_jax.sampling import sample
 V, K = 11, 3
 PROMPTS = [[1, 2, 3], [4, 5], [9], [2, 7, 1]]
 HOT, COLD = SamplerConfig(1.0), SamplerConfig(0.0)
-CONFIG = SpeculativeConfig(
-    num_speculative_tokens=K, rejection_sampling_strategy="residual"
-)  # fmt: skip
+CONFIG = SpeculativeConfig(num_speculative_tokens=K, rejection_sampling_strategy="residual")
 
 
 def careless(divide_by=lambda sampler: sampler.temperature):
@@ -39,9 +38,11 @@ def careless(divide_by=lambda sampler: sampler.temperature):
         tokens, probs = [], []
         for node in range(num_draft):
             logits = params["logits"][token] / divide_by(context.sampler)[:, None]
-            noise = jax.vmap(lambda seed, at: jax.random.gumbel(
-                jax.random.fold_in(jax.random.key(seed), at), (V,)
-            ))(context.sampler.seed, context.length + 1000 * node)  # fmt: skip
+            noise = jax.vmap(
+                lambda seed, at: jax.random.gumbel(
+                    jax.random.fold_in(jax.random.key(seed), at), (V,)
+                )
+            )(context.sampler.seed, context.length + 1000 * node)
             probs.append(jax.nn.softmax(logits))
             token = sample(logits, noise)
             tokens.append(token)
@@ -60,10 +61,10 @@ def careless_decoder(samplers, **options):
     table = target.params["logits"]
     table = jnp.where(jnp.arange(V)[:, None] % 2 == 0, table, jnp.roll(table, 1, axis=1))
     draft.params["logits"] = table - table.max(axis=1, keepdims=True)
+    settings = dict(drafter=careless(**options), target_sampler=samplers)
     return SpeculativeDecoder(
-        target, draft, SpeculativeConfig("standalone", K, "residual"), drafter=careless(**options),
-        target_sampler=samplers,
-    )  # fmt: skip
+        target, draft, SpeculativeConfig("standalone", K, "residual"), **settings
+    )
 
 
 def test_rows_of_temperature_0_never_read_what_their_drafts_were_drawn_from():
@@ -90,8 +91,9 @@ def test_a_distribution_of_nan_stops_its_row_and_names_the_drafter(caplog):
     stopped, complete = error.value.generations
     assert (stopped.finish_reason, len(stopped.tokens)) == ("invalid_draft_probs", 1)
     assert (complete.finish_reason, len(complete.tokens)) == ("length", 9)
-    rows = DecodeQueue(decoder, enumerate(PROMPTS[:2]), batch=2, max_prompt_tokens=3,
-                       max_new_tokens=9)  # fmt: skip
+    rows = DecodeQueue(
+        decoder, enumerate(PROMPTS[:2]), batch=2, max_prompt_tokens=3, max_new_tokens=9
+    )
     assert {i: row.finish_reason for i, row in rows} == {0: "invalid_draft_probs", 1: "length"}
     assert "drafter 'careless' put into Proposal.probs" in caplog.text
     assert "prompt 0, which stopped there" in caplog.text
@@ -151,10 +153,8 @@ def test_what_is_no_distribution_ends_a_row_that_is_sampled_and_offers_it(positi
 
 
 def test_on_a_tree_a_node_without_children_needs_no_distribution_and_zeros_are_free_choices():
-    shape = dict(
-        tokens=jnp.tile(jnp.asarray([1, 2, 3]), (len(CASES), 1)),
-        parents=jnp.tile(jnp.asarray([0, 0, 1]), (len(CASES), 1)), tree_depth=2,
-    )  # fmt: skip
+    options = dict(parents=jnp.tile(jnp.asarray([0, 0, 1]), (len(CASES), 1)), tree_depth=2)
+    shape = dict(tokens=jnp.tile(jnp.asarray([1, 2, 3]), (len(CASES), 1)), **options)
     sound = (*SOUND, "zero", "not its own")
     wanted = [0 if name in sound else Finish.INVALID_DRAFT_PROBS for name in CASES]
     assert probs_faults(proposal_of(CASES.values(), 0, **shape)).tolist() == wanted
@@ -184,14 +184,14 @@ def test_a_rule_takes_the_argmax_in_greedy_rows_whatever_was_reported(name, pare
         parents=None if parents is None else jnp.tile(jnp.asarray(parents), (size, 1)),
         tree_depth=0 if parents is None else BUSH.depth,
     )
-    noise = Noise(jnp.asarray(draw.random((size, num_draft)), jnp.float32),
-                  jnp.asarray(draw.gumbel(size=(size, 1, V)), jnp.float32))  # fmt: skip
+    noise = Noise(
+        jnp.asarray(draw.random((size, num_draft)), jnp.float32),
+        jnp.asarray(draw.gumbel(size=(size, 1, V)), jnp.float32),
+    )
     system = SYSTEM._replace(rule=rule(name), num_draft=num_draft)
     guarded = validate_proposal(proposal, system, jnp.ones(size, bool))
     assert not guarded.fault.any()
-    found, expected = (
-        jax.jit(rule(of).accept)(scores, guarded, noise) for of in (name, "greedy")
-    )
+    found, expected = (jax.jit(rule(of).accept)(scores, guarded, noise) for of in (name, "greedy"))
     np.testing.assert_array_equal(found.n_accept, expected.n_accept)
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     assert int(found.n_accept.max()) > 1
@@ -236,16 +236,19 @@ def verdicts(cases, **shared):
     rows = [{**GOOD, **shared, **changes} for changes in cases]
     column = lambda name, dtype: jnp.asarray(np.stack([row[name] for row in rows]), dtype)
     return Verdict(
-        column("n_accept", jnp.int32), column("tokens", jnp.int32),
-        column("accept_probs", jnp.float32), column("replacement", jnp.float32),
+        column("n_accept", jnp.int32),
+        column("tokens", jnp.int32),
+        column("accept_probs", jnp.float32),
+        column("replacement", jnp.float32),
         None if "path" not in rows[0] else column("path", jnp.int32),
-    )  # fmt: skip
+    )
 
 
 def drafted(size, **changes):
     """Three drafts, of which two are offered."""
     proposal = Proposal(
-        jnp.tile(jnp.asarray(DRAFTS, jnp.int32), (size, 1)), jnp.full(size, 2, jnp.int32),
+        jnp.tile(jnp.asarray(DRAFTS, jnp.int32), (size, 1)),
+        jnp.full(size, 2, jnp.int32),
         fault=jnp.zeros(size, jnp.int32),
     )
     return proposal.replace(**changes)
@@ -265,13 +268,9 @@ def test_a_rule_that_reads_every_node_must_have_every_coin():
     cases = [VERDICTS[name][0] for name in ("good", "a coin of nan")]
     joint = SYSTEM._replace(rule=rule("block"))
     # Nothing is accepted: the second coin would not be reached.
-    found = validate_verdict(
-        verdicts(cases, n_accept=0, tokens=[8, 0, 0, 0]), drafted(2), joint
-    )
+    found = validate_verdict(verdicts(cases, n_accept=0, tokens=[8, 0, 0, 0]), drafted(2), joint)
     assert found.fault.tolist() == [Finish.RUNNING, Finish.INVALID_VERDICT]
-    found = validate_verdict(
-        verdicts(cases, n_accept=0, tokens=[8, 0, 0, 0]), drafted(2), SYSTEM
-    )
+    found = validate_verdict(verdicts(cases, n_accept=0, tokens=[8, 0, 0, 0]), drafted(2), SYSTEM)
     assert not found.fault.any()
 
 
@@ -322,10 +321,8 @@ def test_a_rule_that_divides_by_zero_is_named_and_other_rows_are_whole():
         return verdict.replace(tokens=jnp.where(at, token, verdict.tokens), replacement=rest)
 
     once = testing.scripted_drafter(lambda tokens, length, K: jnp.tile(tokens[:, :1], (1, K)))
-    decoder = SpeculativeDecoder(
-        testing.mock_model(V), config=CONFIG, drafter=once,
-        rule=Rule("hasty", batched(accept_row), is_lossless=False), target_sampler=HOT,
-    )  # fmt: skip
+    options = dict(rule=Rule("hasty", batched(accept_row), is_lossless=False), target_sampler=HOT)
+    decoder = SpeculativeDecoder(testing.mock_model(V), config=CONFIG, drafter=once, **options)
     with pytest.raises(InvalidVerdictError, match=r"'hasty'.*in rows \[0\]") as error:
         decoder.generate(PROMPTS[:2], 9)
     stopped, complete = error.value.generations

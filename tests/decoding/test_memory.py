@@ -41,27 +41,32 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
 def config(num_layers: int, scan_layers: bool = False) -> ModelConfig:
-    return ModelConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=SLOTS,
-        tie_word_embeddings=True, scan_layers=scan_layers,
+    settings = dict(
+        max_position_embeddings=SLOTS, tie_word_embeddings=True, scan_layers=scan_layers
     )
+    options = dict(
+        num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=2, **settings
+    )
+    return ModelConfig(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, **options)
 
 
 TARGET_LAYERS = 4  # a layer is then an eighth of the cache, keys and values
 
 
 def lower(
-    num_draft, batch=1, draft_layers=1, scan_layers=False, strategy="greedy", model=None,
-    tree=None, has_head=False,
+    num_draft,
+    batch=1,
+    draft_layers=1,
+    scan_layers=False,
+    strategy="greedy",
+    model=None,
+    tree=None,
+    has_head=False,
 ):
     """Arguments of ``decoding.generate`` by shape alone, and the bytes of both caches."""
     target, draft = config(TARGET_LAYERS, scan_layers), config(draft_layers, scan_layers)
-    rule = make_rule(
-        SpeculativeConfig(
-            num_speculative_tokens=max(num_draft, 1), rejection_sampling_strategy=strategy
-        )
-    )
+    options = dict(num_speculative_tokens=max(num_draft, 1), rejection_sampling_strategy=strategy)
+    rule = make_rule(SpeculativeConfig(**options))
     drafter = standalone(transformer.model(draft), tree) if num_draft else NO_DRAFT
     key = jax.random.key(0)
     weights = lambda c: jax.eval_shape(functools.partial(transformer.init_params, c), key)
@@ -77,8 +82,14 @@ def lower(
     i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     state = jax.eval_shape(
         functools.partial(decoding.prefill, system=system, slots=SLOTS),
-        params, i32(batch, 16), i32(batch), i32(batch), i32(batch, 1), sampler, sampler,
-    )  # fmt: skip
+        params,
+        i32(batch, 16),
+        i32(batch),
+        i32(batch),
+        i32(batch, 1),
+        sampler,
+        sampler,
+    )
     arguments = (params, state, i32(batch), i32())
     return arguments, system, _bytes((state.target, state.draft))
 
@@ -152,7 +163,7 @@ def compiled(num_draft, batch, draft_layers, scan_layers):
 
 
 @pytest.mark.representatives(
-    "K0-B1-draft1-unrolled", "K4-B1-draft2-unrolled", "K0-B2-draft1-scanned",
+    "K0-B1-draft1-unrolled", "K4-B1-draft2-unrolled", "K0-B2-draft1-scanned"
 )
 @pytest.mark.parametrize("num_draft, batch, draft_layers, scan_layers", CASES)
 class TestGenerate:
@@ -188,11 +199,13 @@ def test_unrolled_layers_are_read_where_they_lie(num_draft, batch, draft_layers)
 @pytest.mark.parametrize(
     "tree, has_head, batch",
     [
-        (None, True, 1), (Tree.branching((2, 2)), True, 2), (DynamicTree(12, 3, 4), True, 1),
+        (None, True, 1),
+        (Tree.branching((2, 2)), True, 2),
+        (DynamicTree(12, 3, 4), True, 1),
         (DynamicTree(12, 3, 4), False, 2),
     ],
     ids=["head-chain", "head-static", "head-dynamic", "standalone-dynamic"],
-)  # fmt: skip
+)
 def test_heads_and_trees_move_no_cache(tree, has_head, batch):
     """The accepted path is gathered slot by slot, and the window's mask is no copy of a cache."""
     num_draft = 4 if tree is None else tree.num_nodes

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracles.sampling import processed_row
+from support.decoders import prefill
 from support.scripted import BUCKETS, Known, Script
 
 from spec_jax import decoding, testing
@@ -17,14 +18,14 @@ from spec_jax.contracts import Observer
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.queue import DecodeQueue
 from spec_jax.errors import ConfigError, ShapeError
-from spec_jax.sampling import make_sampler
 
 V, NEW = 7, 12
 PROMPTS = [[1, 2], [3], [4, 4, 0]]
 SAMPLERS = [
-    SamplerConfig(), SamplerConfig(temperature=0.8, seed=3, top_k=4),
+    SamplerConfig(),
+    SamplerConfig(temperature=0.8, seed=3, top_k=4),
     SamplerConfig(temperature=1.0, seed=4, presence_penalty=0.5, repetition_penalty=1.2),
-]  # fmt: skip
+]
 
 
 def count_rounds(seen, of):
@@ -44,10 +45,8 @@ def mocks():
 
 @pytest.fixture(scope="module")
 def decoder(mocks):
-    config = SpeculativeConfig(
-        "standalone", 3, is_adaptive=True, adaptive_buckets=BUCKETS,
-        rejection_sampling_strategy="residual",
-    )  # fmt: skip
+    options = dict(adaptive_buckets=BUCKETS, rejection_sampling_strategy="residual")
+    config = SpeculativeConfig("standalone", 3, is_adaptive=True, **options)
     return SpeculativeDecoder(*mocks, config, observers=[COUNTS])
 
 
@@ -127,12 +126,8 @@ def test_rows_on_a_mesh_see_what_they_see_on_one_device(mocks):
 
 
 def start_rows(system, params, prompts, seeds):
-    B, T = len(prompts), len(prompts[0])
-    sampler, full = make_sampler(SAMPLERS[1], B, V, seeds), lambda value: jnp.full((B,), value)
-    return decoding.prefill(
-        params, jnp.asarray(prompts), full(T), full(T + NEW), full(-1)[:, None], sampler, sampler,
-        system=system, slots=T + NEW + 4,
-    )  # fmt: skip
+    T = len(prompts[0])
+    return prefill(system, params, prompts, NEW, SAMPLERS[1], seeds, slots=T + NEW + 4, width=T)
 
 
 def test_a_replay_buffer_of_all_rows_is_filled_under_jit(mocks):
@@ -181,20 +176,21 @@ def test_a_replay_buffer_of_all_rows_is_filled_under_jit(mocks):
     rows = np.asarray(state.tokens)
     expected = sorted(
         (int(row[i]), *table[row[i - 2] * V + row[i - 1]].tolist())
-        for row in rows for i in range(3, 2 + NEW)
-    )  # fmt: skip
+        for row in rows
+        for i in range(3, 2 + NEW)
+    )
     found = zip(np.asarray(seen["tokens"][:n]).tolist(), np.asarray(seen["logits"][:n]).tolist())
     np.testing.assert_allclose(sorted((t, *x) for t, x in found), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "observer, message",
-    [
-        (print, "expected spec_jax.Observer"),
-        (COUNTS._replace(name="logprobs"), "two observers are called 'logprobs'; rename one"),
-        (COUNTS._replace(is_by_row=False), "watches all rows together"),
-    ],
-)
+OBSERVERS = [
+    (print, "expected spec_jax.Observer"),
+    (COUNTS._replace(name="logprobs"), "two observers are called 'logprobs'; rename one"),
+    (COUNTS._replace(is_by_row=False), "watches all rows together"),
+]
+
+
+@pytest.mark.parametrize("observer, message", OBSERVERS)
 def test_refuses_what_it_cannot_return(mocks, observer, message):
     with pytest.raises(ConfigError, match=message):
         SpeculativeDecoder(*mocks, observers=[observer])

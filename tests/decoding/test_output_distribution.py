@@ -21,10 +21,13 @@ from spec_jax import SamplerConfig
 from spec_jax.engine.request import slots_for
 
 CASES = [
-    *((d, r) for d in ("suffix", "ngram", "host", "sampled-host", "adaptive", "confidence")
-      for r in ("residual", "block")),
+    *(
+        (d, r)
+        for d in ("suffix", "ngram", "host", "sampled-host", "adaptive", "confidence")
+        for r in ("residual", "block")
+    ),
     *((d, r) for d in ("tree", "dynamic-tree") for r in ("residual", "traversal")),
-]  # fmt: skip
+]
 FEW, MANY = 4096, 65_536
 COUNTING = (0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2)
 INSIDE = [

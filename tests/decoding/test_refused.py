@@ -11,7 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from support.trees import rule
+from support.decoders import rule
 
 from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, decoding, testing
 from spec_jax.contracts import Noise, Proposal, Rule, TargetScores
@@ -29,9 +29,10 @@ SYSTEM = decoding.System(testing.toy_model(V), NO_DRAFT, rule("residual"), K)
 f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
 i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
 ROUND = (
-    TargetScores(f32(2, K + 1, V), f32(2, K + 1, V)), Proposal(i32(2, K), i32(2), f32(2, K, V)),
+    TargetScores(f32(2, K + 1, V), f32(2, K + 1, V)),
+    Proposal(i32(2, K), i32(2), f32(2, K, V)),
     Noise(f32(2, K), f32(2, 1, V)),
-)  # fmt: skip
+)
 RESIDUAL = batched(chain.residual)
 
 
@@ -39,28 +40,41 @@ def traced_rule(accept):
     return jax.eval_shape(functools.partial(call_accept, Rule("mine", accept, True)), *ROUND)
 
 
-@pytest.mark.parametrize(
-    ("accept", "error", "message"),
-    [
-        (chain.residual, ShapeError,
-         r"accept of rule 'mine' is written for one row and was given the batch, .*"
-         r"target.logits f32\[2,4,11\], .*proposal.tokens i32\[2,3\].*rules.batched"),
-        (lambda *args: tuple(jax.tree.leaves(RESIDUAL(*args))), ConfigError,
-         r"rule 'mine' returned a tuple; expected a Verdict\(n_accept, tokens"),
-        (lambda *args: None, ConfigError, "rule 'mine' returned None; expected a Verdict"),
-        (lambda *args: RESIDUAL(*args).replace(n_accept=jnp.zeros(2)), ShapeError,
-         r"rule 'mine' returned n_accept f32\[2\], expected i32\[B=2\](\n|$)"),
-        (lambda *args: RESIDUAL(*args).replace(tokens=jnp.zeros((2, K), jnp.int32),
-                                               replacement=jnp.zeros((2, 1, V))), ShapeError,
-         r"tokens i32\[2,3\], expected i32\[B=2,P=4\]; "
-         r"replacement f32\[2,1,11\], expected f32\[B=2,V=11\]"),
-        (lambda *args: RESIDUAL(*args).replace(accept_probs=None), ShapeError,
-         r"accept_probs None, expected f32\[B=2,K=3\]"),
-        (lambda *args: RESIDUAL(*args).replace(path=jnp.zeros((2, 4), jnp.int32)), ShapeError,
-         "returned a path; the drafts are a chain"),
-    ],
-    ids=["one row", "tuple", "None", "dtype", "shapes", "missing", "path"],
-)  # fmt: skip
+def verdicts(**changes):
+    return lambda *args: RESIDUAL(*args).replace(**changes)
+
+
+SHAPES = (
+    r"tokens i32\[2,3\], expected i32\[B=2,P=4\]; "
+    r"replacement f32\[2,1,11\], expected f32\[B=2,V=11\]"
+)
+ONE_ROW = (
+    r"accept of rule 'mine' is written for one row and was given the batch, .*"
+    r"target.logits f32\[2,4,11\], .*proposal.tokens i32\[2,3\].*rules.batched"
+)
+DTYPE = r"rule 'mine' returned n_accept f32\[2\], expected i32\[B=2\](\n|$)"
+TUPLE = r"rule 'mine' returned a tuple; expected a Verdict\(n_accept, tokens"
+TWO = dict(tokens=jnp.zeros((2, K), jnp.int32), replacement=jnp.zeros((2, 1, V)))
+ILL_SHAPED = {
+    "one row": (chain.residual, ShapeError, ONE_ROW),
+    "tuple": (lambda *args: tuple(jax.tree.leaves(RESIDUAL(*args))), ConfigError, TUPLE),
+    "None": (lambda *args: None, ConfigError, "rule 'mine' returned None; expected a Verdict"),
+    "dtype": (verdicts(n_accept=jnp.zeros(2)), ShapeError, DTYPE),
+    "shapes": (verdicts(**TWO), ShapeError, SHAPES),
+    "missing": (
+        verdicts(accept_probs=None),
+        ShapeError,
+        r"accept_probs None, expected f32\[B=2,K=3\]",
+    ),
+    "path": (
+        verdicts(path=jnp.zeros((2, 4), jnp.int32)),
+        ShapeError,
+        "returned a path; the drafts are a",
+    ),
+}
+
+
+@pytest.mark.parametrize("accept, error, message", ILL_SHAPED.values(), ids=list(ILL_SHAPED))
 def test_an_ill_shaped_rule_is_refused_with_its_name_and_what_is_expected(accept, error, message):
     with pytest.raises(error, match=message):
         traced_rule(accept)
@@ -104,30 +118,27 @@ def traced_proposal(propose, num_draft=K):
 
 
 def drafts(**changes):
-    fields = dict(
-        tokens=jnp.zeros((2, K), jnp.int32), n_draft=jnp.full(2, K, jnp.int32),
-        probs=jnp.full((2, K, V), 1 / V),
-    )  # fmt: skip
+    options = dict(n_draft=jnp.full(2, K, jnp.int32), probs=jnp.full((2, K, V), 1 / V))
+    fields = dict(tokens=jnp.zeros((2, K), jnp.int32), **options)
     return lambda *args: (Proposal(**{**fields, **changes}), ())
 
 
-@pytest.mark.parametrize(
-    ("propose", "error", "message"),
-    [
-        (lambda *args: drafts()()[0], ConfigError,
-         r"propose of drafter 'mine' returned a Proposal; expected a pair \(Proposal, state\)"),
-        (lambda *args: (jnp.zeros((2, K), jnp.int32), ()), ConfigError, "a pair"),
-        (lambda *args: None, ConfigError, "returned None; expected a pair"),
-        (drafts(tokens=jnp.zeros(K, jnp.int32)), ShapeError,
-         r"propose of drafter 'mine' returned tokens i32\[3\], expected i32\[B=2,K=3\](\n|$)"),
-        (drafts(tokens=jnp.zeros((2, K))), ShapeError, r"tokens f32\[2,3\], expected i32\["),
-        (drafts(n_draft=K), ShapeError, r"n_draft an int, expected i32\[B=2\]"),
-        (drafts(probs=jnp.zeros((2, K + 1, V))), ShapeError,
-         r"probs f32\[2,4,11\], expected f32\[B=2,K=3,V=11\]"),
-        (drafts(parents=jnp.zeros((2, K), jnp.int32)), ShapeError, "tree_depth 0; expected"),
-    ],
-    ids=["alone", "tokens", "None", "one row", "dtype", "number", "probs", "depth"],
-)  # fmt: skip
+PAIR = r"propose of drafter 'mine' returned a Proposal; expected a pair \(Proposal, state\)"
+ONE = r"propose of drafter 'mine' returned tokens i32\[3\], expected i32\[B=2,K=3\](\n|$)"
+WIDE = r"probs f32\[2,4,11\], expected f32\[B=2,K=3,V=11\]"
+ILL_DRAFTED = {
+    "alone": (lambda *args: drafts()()[0], ConfigError, PAIR),
+    "tokens": (lambda *args: (jnp.zeros((2, K), jnp.int32), ()), ConfigError, "a pair"),
+    "None": (lambda *args: None, ConfigError, "returned None; expected a pair"),
+    "one row": (drafts(tokens=jnp.zeros(K, jnp.int32)), ShapeError, ONE),
+    "dtype": (drafts(tokens=jnp.zeros((2, K))), ShapeError, r"tokens f32\[2,3\], expected i32\["),
+    "number": (drafts(n_draft=K), ShapeError, r"n_draft an int, expected i32\[B=2\]"),
+    "probs": (drafts(probs=jnp.zeros((2, K + 1, V))), ShapeError, WIDE),
+    "depth": (drafts(parents=jnp.zeros((2, K), "i4")), ShapeError, "tree_depth 0; expected"),
+}
+
+
+@pytest.mark.parametrize("propose, error, message", ILL_DRAFTED.values(), ids=list(ILL_DRAFTED))
 def test_an_ill_shaped_drafter_is_refused_with_its_name_and_what_is_expected(
     propose, error, message
 ):
@@ -155,15 +166,15 @@ def test_a_drafters_own_error_passes_with_a_note_of_what_it_was_given():
     assert "i32[2,16]" in note and "num_draft 3" in note
 
 
-@pytest.mark.parametrize(
-    ("after", "message"),
-    [
-        ({"last": f32(2), "seen": f32(2, 4)}, r"made state\['last'\] f32\[2\]; expected i32\[2\]"),
-        ({"last": i32(2), "seen": f32(2, 5)}, r"state\['seen'\] f32\[2,5\]; expected f32\[2,4\]"),
-        ({"last": i32(2)}, r"state\['seen'\] nothing; expected f32\[2,4\]"),
-        ({"last": i32(2), "seen": f32(2, 4), "x": i32()}, r"state\['x'\] i32\[\]; expected noth"),
-    ],
-)
+INVALID_STATES = [
+    ({"last": f32(2), "seen": f32(2, 4)}, r"made state\['last'\] f32\[2\]; expected i32\[2\]"),
+    ({"last": i32(2), "seen": f32(2, 5)}, r"state\['seen'\] f32\[2,5\]; expected f32\[2,4\]"),
+    ({"last": i32(2)}, r"state\['seen'\] nothing; expected f32\[2,4\]"),
+    ({"last": i32(2), "seen": f32(2, 4), "x": i32()}, r"state\['x'\] i32\[\]; expected noth"),
+]
+
+
+@pytest.mark.parametrize(("after", "message"), INVALID_STATES)
 def test_a_state_that_changes_is_refused_and_its_array_named(after, message):
     before = {"last": i32(2), "seen": f32(2, 4)}
     check_state("mine", before, before)
@@ -173,13 +184,13 @@ def test_a_state_that_changes_is_refused_and_its_array_named(after, message):
 
 def test_a_drafter_whose_state_changes_in_a_round_is_refused_by_the_decoder():
     counting = NO_DRAFT._replace(
-        name="counting", init=lambda params, batch, slots: jnp.zeros(batch, jnp.int32),
+        name="counting",
+        init=lambda params, batch, slots: jnp.zeros(batch, jnp.int32),
         commit=lambda params, state, tokens, n, features, path: state + 0.5 * n,
-    )  # fmt: skip
+    )
     decoder = SpeculativeDecoder(
-        testing.mock_model(V), config=SpeculativeConfig(num_speculative_tokens=K),
-        drafter=counting,
-    )  # fmt: skip
+        testing.mock_model(V), config=SpeculativeConfig(num_speculative_tokens=K), drafter=counting
+    )
     with pytest.raises(ShapeError, match=r"commit of drafter 'counting' made state f32\[1\]"):
         decoder.generate([1], 4)
 

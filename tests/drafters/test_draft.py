@@ -27,8 +27,7 @@ def by_hand(history, K, longest, shortest):
 
 @settings(max_examples=200)
 @given(
-    st.lists(st.integers(0, 3), min_size=1, max_size=WIDTH - 2),
-    st.sampled_from([(3, 1), (2, 2)]),
+    st.lists(st.integers(0, 3), min_size=1, max_size=WIDTH - 2), st.sampled_from([(3, 1), (2, 2)])
 )
 def test_lookup_is_the_search_by_hand(history, sizes):
     tokens = np.full(WIDTH, 9, np.int32)
@@ -39,16 +38,16 @@ def test_lookup_is_the_search_by_hand(history, sizes):
     assert np.asarray(copied).tolist() == expected + [0] * (4 - len(expected))
 
 
-@pytest.mark.parametrize(
-    "history, expected",
-    [
-        ([1, 2, 3, 1, 2], [3, 1, 2]),  # what followed "1 2" before
-        ([1, 2, 5, 2, 6, 2], [6, 2]),  # the latest "2", up to the end of the row
-        ([1, 2, 3], []),
-        ([7], []),
-        ([4, 4, 4], [4]),
-    ],
-)
+HISTORIES = [
+    ([1, 2, 3, 1, 2], [3, 1, 2]),  # what followed "1 2" before
+    ([1, 2, 5, 2, 6, 2], [6, 2]),  # the latest "2", up to the end of the row
+    ([1, 2, 3], []),
+    ([7], []),
+    ([4, 4, 4], [4]),
+]
+
+
+@pytest.mark.parametrize("history, expected", HISTORIES)
 def test_lookup_copies_what_followed(history, expected):
     assert by_hand(history, 3, 3, 1) == expected
     tokens = np.zeros(WIDTH, np.int32)

@@ -29,10 +29,8 @@ B, K, V, M = 3, 3, 4, 12
 def propose(tokens, length, seeds, *, drafter, num_draft=K, has_probs=True):
     """What a drafter without parameters or state proposes for ragged rows."""
     sampler = make_sampler(SamplerConfig(), len(tokens), V).replace(seed=seeds)
-    context = Context(
-        tokens, length, sampler, None, seeds, is_coupled=False, has_probs=has_probs,
-        has_logits=False,
-    )  # fmt: skip
+    options = dict(is_coupled=False, has_probs=has_probs, has_logits=False)
+    context = Context(tokens, length, sampler, None, seeds, **options)
     return drafter.propose(None, (), context, num_draft)[0]
 
 
@@ -77,8 +75,9 @@ def test_the_seed_is_the_rows_own_and_the_positions():
     length = jnp.int32([4, 7, 7])
     jax.block_until_ready(propose(tokens, length, seeds, drafter=host))
     first = dict(asked)
-    assert set(first) == {tuple(np.asarray(tokens)[b, : n + 1].tolist()) for b, n in
-                          enumerate(np.asarray(length))}
+    assert set(first) == {
+        tuple(np.asarray(tokens)[b, : n + 1].tolist()) for b, n in enumerate(np.asarray(length))
+    }
     asked.clear()
     order = jnp.int32([2, 0, 1])
     jax.block_until_ready(propose(tokens[order], length[order], seeds[order], drafter=host))
@@ -202,10 +201,10 @@ def test_a_sampled_function_with_residual_matches_target_distribution():
     own = {"logits": np.asarray(testing.toy_params(V, 1, scale=2.0)["logits"])}
     host = spec_jax.host_drafter(python_draft(own), is_sampled=True, vocab_size=V)
     config = spec_jax.SpeculativeConfig(rejection_sampling_strategy="residual")
+    options = dict(num_tokens=2, trials=4_000, batch=4_000, params=params)
     certify = functools.partial(
-        testing.certify_decoder, registry.make_rule(config), host, num_tokens=2, trials=4_000,
-        batch=4_000, params=params,
-    )  # fmt: skip
+        testing.certify_decoder, registry.make_rule(config), host, **options
+    )
     certify(alpha=1e-4)
     LIES["probs"] = True
     try:
@@ -222,10 +221,8 @@ def test_a_deterministic_function_with_residual_matches_target_distribution_exac
     config = spec_jax.SpeculativeConfig(rejection_sampling_strategy="residual")
     rows = testing.standard_rows()[-2:]
     params = {"target": testing.toy_params(3, 0), "draft": None}
-    testing.certify_rule(
-        registry.make_rule(config), num_tokens=3, rows=rows, params=params, batch=64,
-        drafter=spec_jax.host_drafter(repeat),
-    )  # fmt: skip
+    options = dict(rows=rows, params=params, batch=64, drafter=spec_jax.host_drafter(repeat))
+    testing.certify_rule(registry.make_rule(config), num_tokens=3, **options)
 
 
 @pytest.mark.parametrize("strategy", ["match", "greedy"])
@@ -242,11 +239,12 @@ def test_tokens_are_plain_decodings(strategy):
     known = {"logits": np.asarray(target.params["logits"])}
     samplers = [SamplerConfig(t if strategy == "match" else 0.0, seed=9) for t in (0.6, 0.0, 0.3)]
     options = dict(
-        drafter=spec_jax.host_drafter(after_greedy), target_sampler=samplers,
+        drafter=spec_jax.host_drafter(after_greedy),
+        target_sampler=samplers,
         config=spec_jax.SpeculativeConfig(
             num_speculative_tokens=K, rejection_sampling_strategy=strategy
         ),
-    )  # fmt: skip
+    )
     prompts = [[1, 2, 3], [0], [2, 2]]
     decoder = spec_jax.SpeculativeDecoder(target, **options)
     plain = spec_jax.SpeculativeDecoder.new_n1(target, **options)
@@ -330,9 +328,9 @@ def test_ids_out_of_range_name_their_row_and_no_older_exception():
 def test_an_exception_reaches_the_caller_from_devices_of_its_own():
     config = spec_jax.SpeculativeConfig(num_speculative_tokens=K)
     first, second = jax.devices()[:2]
+    options = dict(config=config, devices=Devices(draft=first, target=second))
     decoder = spec_jax.SpeculativeDecoder(
-        testing.mock_model(V), drafter=spec_jax.host_drafter(raise_late), config=config,
-        devices=Devices(draft=first, target=second),
+        testing.mock_model(V), drafter=spec_jax.host_drafter(raise_late), **options
     )
     with pytest.raises(InvalidDraftError, match="raised KeyError: 'no such prefix'") as caught:
         decoder.generate([[1, 2, 3], [2, 3]], 8)
@@ -347,8 +345,6 @@ def test_a_certificate_names_what_the_function_raised():
     config = spec_jax.SpeculativeConfig(rejection_sampling_strategy="residual")
     rows = [row._replace(prompt=(1, 2, 2)) for row in testing.standard_rows()[:1]]
     with pytest.raises(testing.CertificateError, match="raised KeyError: 'no such") as caught:
-        testing.certify_rule(
-            registry.make_rule(config), num_tokens=3, rows=rows, params=params, batch=8,
-            drafter=host,
-        )  # fmt: skip
+        options = dict(num_tokens=3, rows=rows, params=params, batch=8, drafter=host)
+        testing.certify_rule(registry.make_rule(config), **options)
     assert type(caught.value.__cause__) is KeyError

@@ -71,19 +71,19 @@ def test_it_is_found_read_and_written(files, target, tmp_path):
     register(gate_kind.KIND)
 
 
+OPTIONS = [{}, {"tree": (2, 1)}, {"adaptive": {"buckets": (0, 2)}}]
+
+
 @pytest.mark.representatives("chain")
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"tree": (2, 1)}, {"adaptive": {"buckets": (0, 2)}}],
-    ids=["chain", "tree", "adaptive"],
-)
+@pytest.mark.parametrize("options", OPTIONS, ids=["chain", "tree", "adaptive"])
 def test_it_decodes_speculatively(files, target, options):
     """The target's own tokens, greedily and by chance, whatever the head drafts."""
     head = load_draft(files / "head", target)
     config = SpeculativeConfig(
-        "gate", rejection_sampling_strategy="match",
+        "gate",
+        rejection_sampling_strategy="match",
         **({"num_speculative_tokens": 2} if not options else options),
-    )  # fmt: skip
+    )
     samplers = [SamplerConfig(), SamplerConfig(temperature=1.0, seed=3)]
     decoder = SpeculativeDecoder(target, head, config)
     fast, slow = (
@@ -115,10 +115,8 @@ def test_it_is_trained_and_exported(files, target, tmp_path):
     config.loss.num_steps = 2
     config.steps, config.batch, config.length, config.log_every = 4, 2, 18, 1
     config.optimizer.update({"name": "adamw", "lr": 1e-2, "warmup": 1})
-    config.eval.update({
-        "every": 4, "num_draft": 2, "prompts": str(files / "prompts.jsonl"), "num_prompts": 3,
-        "max_new_tokens": 8, "batch": 3, "windows": 2,
-    })  # fmt: skip
+    options = dict(num_prompts=3, max_new_tokens=8, batch=3, windows=2)
+    config.eval.update(every=4, num_draft=2, prompts=str(files / "prompts.jsonl"), **options)
     config.export_dtype = "float32"
     assert train_head.train(config, tmp_path / "run")["tau"] >= 1
     head = load_draft(tmp_path / "run" / "export", target)

@@ -21,9 +21,12 @@ from spec_jax.models import transformer
 
 TARGET = LoadedModel("tiny", transformer.model(LLAMA), random_weights(LLAMA), config=LLAMA)
 DFLASH_LAYER = (
-    "input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.q_proj.weight",
-    "self_attn.q_norm.weight", "mlp.gate_proj.weight",
-)  # fmt: skip
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "self_attn.q_proj.weight",
+    "self_attn.q_norm.weight",
+    "mlp.gate_proj.weight",
+)
 
 
 def zeros(*names):
@@ -37,27 +40,23 @@ def dflash(num_layers):
 
 EAGLE_3_TENSORS = tensors_of(HEADS["eagle-3"][1])
 # What joins states by ``fc.weight`` and is no EAGLE head, as the projects publish it.
+DFLASH = dict(CONFIG, model_type="qwen3", architectures=["DFlashDraftModel"], block_size=16)
+DFLASH |= dict(dflash_config={"mask_token_id": 30, "target_layer_ids": [1, 3]})
+OF_SPECULATORS = dict(
+    SPECULATORS, speculators_model_type="dflash", architectures=["DFlashSpeculator"]
+)
+DSPARK = dict(CONFIG, architectures=["Qwen3DSparkModel"], markov_rank=4, block_size=7)
+MARKOV = zeros("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
+JOINED = zeros("fc.weight", *(f"layers.0.{name}" for name in DFLASH_LAYER))
 OTHERS = {
-    "DFlash": (
-        {**CONFIG, "model_type": "qwen3", "architectures": ["DFlashDraftModel"], "block_size": 16,
-         "dflash_config": {"mask_token_id": 30, "target_layer_ids": [1, 3]}},
-        dflash(2),
-    ),
+    "DFlash": (DFLASH, dflash(2)),
     "DFlash of one layer, as its tensors say": (CONFIG, dflash(1)),
-    "DFlash of speculators": (
-        {**SPECULATORS, "speculators_model_type": "dflash", "architectures": ["DFlashSpeculator"]},
-        zeros("fc.weight", *(f"layers.0.{name}" for name in DFLASH_LAYER)),
-    ),
-    "DSpark": (
-        {**CONFIG, "architectures": ["Qwen3DSparkModel"], "markov_rank": 4, "block_size": 7},
-        dflash(1) | zeros("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"),
-    ),
-    "P-EAGLE": (
-        {**EAGLE_3, "parallel_drafting": True, "ptd_token_id": 0}, EAGLE_3_TENSORS,
-    ),
+    "DFlash of speculators": (OF_SPECULATORS, JOINED),
+    "DSpark": (DSPARK, dflash(1) | MARKOV),
+    "P-EAGLE": ({**EAGLE_3, "parallel_drafting": True, "ptd_token_id": 0}, EAGLE_3_TENSORS),
     "P-EAGLE, as its tensors say": (EAGLE_3, EAGLE_3_TENSORS | zeros("mask_hidden")),
     "several layers": (EAGLE_3, EAGLE_3_TENSORS | zeros("layers.1.mlp.up_proj.weight")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -77,20 +76,20 @@ def test_fc_weight_alone_makes_no_eagle_head(tmp_path, name):
     assert "fc.weight" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("hf", "names", "kind"),
-    [
-        ({"num_hidden_layers": 2}, {"model.embed_tokens.weight"}, "standalone"),
-        (MAMBA2.to_hf(), {"backbone.embeddings.weight"}, "standalone"),
-        ({"num_hidden_layers": 2}, {"model.embed_tokens.weight", "mtp.fc.weight"}, "standalone"),
-        ({"num_hidden_layers": 2}, {"mtp.fc.weight"}, "mtp"),
-        ({"num_hidden_layers": 2}, {"model.mtp_layers.0.input_proj.weight"}, "mtp"),
-        ({"num_hidden_layers": 2}, {"model.layers.2.eh_proj.weight"}, "mtp"),
-        ({"num_hidden_layers": 2}, {"model.layers.1.mlp.up_proj.weight"}, None),
-        ({}, {"model.layers.2.eh_proj.weight"}, None),
-        ({"mask_token_id": 0}, {"fc.weight", "midlayer.mlp.up_proj.weight"}, None),
-    ],
-)
+HF_CONFIGS = [
+    ({"num_hidden_layers": 2}, {"model.embed_tokens.weight"}, "standalone"),
+    (MAMBA2.to_hf(), {"backbone.embeddings.weight"}, "standalone"),
+    ({"num_hidden_layers": 2}, {"model.embed_tokens.weight", "mtp.fc.weight"}, "standalone"),
+    ({"num_hidden_layers": 2}, {"mtp.fc.weight"}, "mtp"),
+    ({"num_hidden_layers": 2}, {"model.mtp_layers.0.input_proj.weight"}, "mtp"),
+    ({"num_hidden_layers": 2}, {"model.layers.2.eh_proj.weight"}, "mtp"),
+    ({"num_hidden_layers": 2}, {"model.layers.1.mlp.up_proj.weight"}, None),
+    ({}, {"model.layers.2.eh_proj.weight"}, None),
+    ({"mask_token_id": 0}, {"fc.weight", "midlayer.mlp.up_proj.weight"}, None),
+]
+
+
+@pytest.mark.parametrize(("hf", "names", "kind"), HF_CONFIGS)
 def test_config_and_tensors_decide_together(tmp_path, hf, names, kind):
     directory = write(tmp_path, hf, zeros(*names))
     if kind is None:
@@ -103,9 +102,12 @@ def test_config_and_tensors_decide_together(tmp_path, hf, names, kind):
 def test_the_zoo_is_told_apart():
     kinds = {name: registry.detect(zoo.path(name)).name for name in zoo.NAMES}
     assert kinds == {
-        "zoo/target": "standalone", "zoo/draft": "standalone", "zoo/eagle1": "eagle",
-        "zoo/eagle3": "eagle", "zoo/mtp": "mtp",
-    }  # fmt: skip
+        "zoo/target": "standalone",
+        "zoo/draft": "standalone",
+        "zoo/eagle1": "eagle",
+        "zoo/eagle3": "eagle",
+        "zoo/mtp": "mtp",
+    }
 
 
 HEAD_CONFIGS = {
@@ -156,14 +158,14 @@ def test_a_method_without_weights_has_none_to_load_and_says_what_to_write(tmp_pa
         load_draft(tmp_path, target, method="eagle3")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"draft": "modle"}, "draft is 'modle'; expected one of head, model, none"),
-        ({"draft": "none"}, "has no `drafter`, and no `head`"),
-        ({"head": lambda config, target: None}, "is of heads and has no `config_class`"),
-    ],
-)
+CHANGES = [
+    ({"draft": "modle"}, "draft is 'modle'; expected one of head, model, none"),
+    ({"draft": "none"}, "has no `drafter`, and no `head`"),
+    ({"head": lambda config, target: None}, "is of heads and has no `config_class`"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), CHANGES)
 def test_a_record_that_lacks_something_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         registry.register(registry.DrafterKind(name="x", **changes))

@@ -103,9 +103,10 @@ streams = lambda most: st.lists(st.integers(0, VOCAB - 2), min_size=1, max_size=
 
 @settings(max_examples=150)
 @given(
-    st.lists(streams(WIDTH - 2), min_size=3, max_size=3), st.lists(streams(5), max_size=4),
+    st.lists(streams(WIDTH - 2), min_size=3, max_size=3),
+    st.lists(streams(5), max_size=4),
     st.sampled_from(FOLLOWS),
-)  # fmt: skip
+)
 def test_drafts_are_those_of_counting_by_hand(histories, outputs, follow):
     kept = [t for output in outputs for t in [GAP, *output]][-PAST:]
     kept = [int(t) for t in kept]
@@ -121,18 +122,18 @@ def test_drafts_are_those_of_counting_by_hand(histories, outputs, follow):
     assert drafted(histories, outputs, follow) == expected
 
 
-@pytest.mark.parametrize(
-    "history, outputs, expected",
-    [
-        ([1, 2, 0, 1, 2], [], [0, 1]),  # two tokens matched: two are drafted
-        ([1, 2, 0, 2, 0, 2], [], [0, 2]),
-        ([0, 1, 0, 1, 0, 2, 0], [], [1]),  # "0 1" twice, "0 2" once
-        ([0, 1, 2], [], []),
-        ([1], [[1, 2, 2]], [2]),  # from a past output
-        ([0, 1], [[2, 0], [1, 2]], [2]),  # a match does not reach over a gap
-        ([0, 1], [[0, 1], [2]], []),  # nor does what is copied
-    ],
-)
+HISTORIES = [
+    ([1, 2, 0, 1, 2], [], [0, 1]),  # two tokens matched: two are drafted
+    ([1, 2, 0, 2, 0, 2], [], [0, 2]),
+    ([0, 1, 0, 1, 0, 2, 0], [], [1]),  # "0 1" twice, "0 2" once
+    ([0, 1, 2], [], []),
+    ([1], [[1, 2, 2]], [2]),  # from a past output
+    ([0, 1], [[2, 0], [1, 2]], [2]),  # a match does not reach over a gap
+    ([0, 1], [[0, 1], [2]], []),  # nor does what is copied
+]
+
+
+@pytest.mark.parametrize("history, outputs, expected", HISTORIES)
 def test_the_most_frequent_continuation_is_followed(history, outputs, expected):
     assert drafted([history], outputs, SuffixConfig()) == [expected]
 
@@ -172,17 +173,17 @@ def test_outputs_help_the_next_call_and_change_nothing():
     assert accepted[1] > 20 > accepted[0]  # the sampled row repeats itself in the second call
 
 
-@pytest.mark.parametrize(
-    "values, message",
-    [
-        ({"suffix_max_depth": 0}, "suffix.max_depth is 0; expected an integer of 1 or more"),
-        ({"suffix_history_tokens": -1}, "suffix.history_tokens"),
-        ({"suffix_min_prob": 1.5}, r"suffix.min_prob is 1.5; expected a number in \[0, 1\]"),
-        ({"suffix_max_factor": -1.0}, "suffix.max_factor"),
-        ({"suffix_max_offset": float("nan")}, "suffix.max_offset"),
-        ({"tree": (2, 1)}, "'suffix' drafts chains"),
-    ],
-)
+INVALID = [
+    ({"suffix_max_depth": 0}, "suffix.max_depth is 0; expected an integer of 1 or more"),
+    ({"suffix_history_tokens": -1}, "suffix.history_tokens"),
+    ({"suffix_min_prob": 1.5}, r"suffix.min_prob is 1.5; expected a number in \[0, 1\]"),
+    ({"suffix_max_factor": -1.0}, "suffix.max_factor"),
+    ({"suffix_max_offset": float("nan")}, "suffix.max_offset"),
+    ({"tree": (2, 1)}, "'suffix' drafts chains"),
+]
+
+
+@pytest.mark.parametrize("values, message", INVALID)
 def test_refuses_options_that_cannot_be(values, message):
     with pytest.raises(ConfigError, match=message):
         SpeculativeConfig("suffix", **values)

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.eagle_heads import CONFIGS, HOT, PROMPTS, V, np_draft, prefill, run, system_of
+from support.decoders import prefill, rule
+from support.eagle_heads import CONFIGS, HOT, PROMPTS, V, np_draft, run, system_of
 from support.tiny_models import LLAMA, plain, random_weights
-from support.trees import BUSH, GROWN, rule
+from support.trees import BUSH, GROWN
 
 from spec_jax import decoding
 from spec_jax.config import SamplerConfig
@@ -29,34 +30,22 @@ from spec_jax.tree import DynamicTree, Tree
 
 
 def decoded(system, params, prompts, sampler, new):
-    state = start(system, params, prompts, sampler, new)
+    state = prefill(system, params, prompts, new, sampler, slots=96)
     none = jnp.zeros(len(prompts), jnp.int32)
     state, _ = decoding.generate(params, state, none, jnp.int32(10**6), system=system)
     kinds, offered = np.asarray(state.kind), np.asarray(state.offered)
     rows = [
-        stats.row_stats(kinds[i, len(p) :][: new], offered[i, len(p) :][: new], system.depth)
+        stats.row_stats(kinds[i, len(p) :][:new], offered[i, len(p) :][:new], system.depth)
         for i, p in enumerate(prompts)
     ]
     return state, sum(rows[1:], rows[0])
 
 
-def start(system, params, prompts, sampler, new):
-    lengths = jnp.asarray([len(p) for p in prompts])
-    tokens = jnp.asarray([[*p, *[0] * (16 - len(p))] for p in prompts])
-    sampler = make_sampler(sampler, len(prompts), system.target.vocab_size)
-    return decoding.prefill(
-        params, tokens, lengths, lengths + new, jnp.full((len(prompts), 1), -1), sampler, sampler,
-        system=system, slots=96,
-    )
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["residual", "traversal"])
 def test_decoding_with_a_tree_matches_target_distribution(strategy):
-    certify_decoder(
-        rule(strategy), standalone(toy_model(4), BUSH), trials=60_000, batch=10_000,
-        num_tokens=3, alpha=1e-7,
-    )
+    options = dict(trials=60_000, batch=10_000, num_tokens=3, alpha=1e-7)
+    certify_decoder(rule(strategy), standalone(toy_model(4), BUSH), **options)
 
 
 # -------------------------------------------------------------------------- mutations
@@ -112,13 +101,17 @@ SYSTEMS = {
 @pytest.mark.parametrize(
     ("strategy", "name", "shape"),
     [
-        ("greedy", "standalone", BUSH), ("greedy", "standalone", GROWN),
-        ("match", "standalone", BUSH), ("match", "standalone", GROWN),
-        ("greedy", "eagle-1", GROWN), ("match", "eagle-1", BUSH),
-        ("greedy", "eagle-3", BUSH), ("match", "eagle-3", GROWN),
+        ("greedy", "standalone", BUSH),
+        ("greedy", "standalone", GROWN),
+        ("match", "standalone", BUSH),
+        ("match", "standalone", GROWN),
+        ("greedy", "eagle-1", GROWN),
+        ("match", "eagle-1", BUSH),
+        ("greedy", "eagle-3", BUSH),
+        ("match", "eagle-3", GROWN),
     ],
     ids=lambda value: {BUSH: "static", GROWN: "dynamic"}.get(value, value),
-)  # fmt: skip
+)
 def test_emits_exactly_the_plain_tokens(name, strategy, shape):
     system, params = SYSTEMS[name](strategy, shape)
     sampler = SamplerConfig() if strategy == "greedy" else HOT
@@ -133,9 +126,9 @@ def test_emits_exactly_the_plain_tokens(name, strategy, shape):
 @functools.partial(jax.jit, static_argnames="system")
 def proposal_of(system, params, state):
     greedy = make_sampler(SamplerConfig(), len(state.finish), system.target.vocab_size)
+    options = dict(is_coupled=False, has_probs=False, has_logits=False)
     context = Context(
-        state.tokens, state.length, greedy, state.counts, state.sampler.seed, is_coupled=False,
-        has_probs=False, has_logits=False,
+        state.tokens, state.length, greedy, state.counts, state.sampler.seed, **options
     )
     return system.drafter.propose(params["draft"], state.draft, context, system.num_draft)[0]
 
@@ -146,22 +139,19 @@ def proposal_after(system, params, tokens, length, counts):
     output = system.target.forward(params["target"], tokens)
     draft = system.drafter.init(params["draft"], 1, tokens.shape[1] + system.lookahead_slots)
     pending = tokens[:, length[0]]
-    draft = system.drafter.prefill(
-        params["draft"], draft, tokens, length, pending, output.features
-    )
+    draft = system.drafter.prefill(params["draft"], draft, tokens, length, pending, output.features)
     greedy = make_sampler(SamplerConfig(), 1, V)
-    context = Context(
-        tokens, length, greedy, counts, greedy.seed, is_coupled=False, has_probs=False,
-        has_logits=False,
-    )
+    options = dict(is_coupled=False, has_probs=False, has_logits=False)
+    context = Context(tokens, length, greedy, counts, greedy.seed, **options)
     return system.drafter.propose(params["draft"], draft, context, system.num_draft)[0]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("name", "shape"), [("standalone", GROWN), ("eagle-3", BUSH), ("eagle-3", GROWN)],
+    ("name", "shape"),
+    [("standalone", GROWN), ("eagle-3", BUSH), ("eagle-3", GROWN)],
     ids=["standalone-dynamic", "eagle-3-static", "eagle-3-dynamic"],
-)  # fmt: skip
+)
 def test_a_tree_after_ten_rounds_is_that_after_a_fresh_prefill(name, shape):
     if name == "standalone":
         system, params = lm_system("match", shape, doubt=0.3)
@@ -169,7 +159,7 @@ def test_a_tree_after_ten_rounds_is_that_after_a_fresh_prefill(name, shape):
         system, params = eagle_system(name, "match", shape)
     prompts = [[3, 1, 4, 1, 5], [2, 7]]
     hot = dataclasses.replace(HOT, seed=2)  # one with which each of the trees has a draft accepted
-    state, chunk = run(system, params, start(system, params, prompts, hot, 45), 10)
+    state, chunk = run(system, params, prefill(system, params, prompts, 45, hot, slots=96), 10)
     assert chunk.rounds == 10 and (np.asarray(state.kind) == decoding.Kind.ACCEPTED).any()
     old = proposal_of(system, params, state)
     for row in range(2):
@@ -188,7 +178,7 @@ def test_a_dynamic_tree_is_grown_as_published():
     shape = DynamicTree(num_nodes=8, depth=3, top_k=2)
     params = {"target": toy_params(5, 0), "draft": toy_params(5, 1)}
     system = decoding.System(toy_model(5), standalone(toy_model(5), shape), rule("greedy"), 8)
-    state = start(system, params, [[1, 2], [3]], SamplerConfig(), 20)
+    state = prefill(system, params, [[1, 2], [3]], 20, SamplerConfig(), slots=96)
     proposal = proposal_of(system, params, state)
     table = np.asarray(params["draft"]["logits"], np.float64)
     logp = table - np.log(np.exp(table).sum(axis=1, keepdims=True))
@@ -232,7 +222,7 @@ def test_a_dynamic_tree_compiles_once():
     shapes = set()
     for prompts in (PROMPTS, [[5], [1, 2, 3, 4], [9, 9]]):
         state, _ = decoded(system, params, prompts, SamplerConfig(), 12)
-        again = start(system, params, prompts, SamplerConfig(), 12)
+        again = prefill(system, params, prompts, 12, SamplerConfig(), slots=96)
         shapes |= set(map(tuple, np.asarray(proposal_of(system, params, again).parents)))
     assert decoding.generate._cache_size() == before + 1 and len(shapes) > 1
 
@@ -245,15 +235,14 @@ def test_statistics_of_a_tree_count_its_levels():
     assert counted.acceptance_by_position[0] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("strategy", "shape", "K", "message"),
-    [
-        ("block", BUSH, 6, "rule 'block' accepts chains only; drafter 'standalone' proposes trees"),
-        ("greedy", BUSH, 5, "K is 5; the tree has 6 nodes"),
-        ("greedy", DynamicTree(40, 2, 40), 40, "40 children .*; the draft's vocabulary has 31"),
-    ],
-    ids=str,
-)
+STRATEGIES = [
+    ("block", BUSH, 6, "rule 'block' accepts chains only; drafter 'standalone' proposes trees"),
+    ("greedy", BUSH, 5, "K is 5; the tree has 6 nodes"),
+    ("greedy", DynamicTree(40, 2, 40), 40, "40 children .*; the draft's vocabulary has 31"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "shape", "K", "message"), STRATEGIES, ids=str)
 def test_a_tree_that_does_not_fit_is_refused(strategy, shape, K, message):
     with pytest.raises(ConfigError, match=message):
         system, params = lm_system(strategy, shape)
@@ -278,7 +267,7 @@ def test_a_proposal_that_is_no_tree_stops_its_row():
         return proposal.replace(parents=proposal.parents.at[0, 2].set(5)), state
 
     broken = system._replace(drafter=system.drafter._replace(propose=propose))
-    state = start(broken, params, PROMPTS, SamplerConfig(), 8)
+    state = prefill(broken, params, PROMPTS, 8, SamplerConfig(), slots=96)
     none = jnp.zeros(len(PROMPTS), jnp.int32)
     state, _ = decoding.generate(params, state, none, jnp.int32(10**6), system=broken)
     wanted = [decoding.Finish.INVALID_DRAFT, decoding.Finish.LENGTH, decoding.Finish.LENGTH]

@@ -126,9 +126,12 @@ def test_1000_random_moments(decoder):
         return asyncio.run(run())
 
     ways = [
-        lambda: by_thread(CancellationToken()), lambda: by_thread(decoder.cancellation_token),
-        by_callback, by_closing, by_task,
-    ]  # fmt: skip
+        lambda: by_thread(CancellationToken()),
+        lambda: by_thread(decoder.cancellation_token),
+        by_callback,
+        by_closing,
+        by_task,
+    ]
 
     with ThreadPoolExecutor(1) as canceller:
         for i in range(1000):

@@ -70,10 +70,10 @@ def test_stop_strings_cut_text_and_counts(speculative, plain_rows, stop):
 
 def test_pieces_of_text_join_to_the_text(speculative):
     pieces: dict[int, list[str]] = {}
-    rows = speculative.generate(
-        PROMPTS, 40, stop="park",
-        on_token=lambda row, piece: pieces.setdefault(row, []).append(piece),
+    options = dict(
+        stop="park", on_token=lambda row, piece: pieces.setdefault(row, []).append(piece)
     )
+    rows = speculative.generate(PROMPTS, 40, **options)
     for row, generation in enumerate(rows):
         assert "".join(pieces[row]) == generation.text
         assert len(pieces[row]) > 2
@@ -116,16 +116,16 @@ def test_seeds_reproduce_and_differ(stories):
 # -------------------------------------------------------------------------- bad input
 
 
-@pytest.mark.parametrize(
-    "prompt, message",
-    [
-        ([], "empty"),
-        ([[1, 2], []], "empty"),
-        ([1, 512], "id 512"),
-        ([-1], "id -1"),
-        ([1] * 500, "holds 512"),
-    ],
-)
+INVALID_PROMPTS = [
+    ([], "empty"),
+    ([[1, 2], []], "empty"),
+    ([1, 512], "id 512"),
+    ([-1], "id -1"),
+    ([1] * 500, "holds 512"),
+]
+
+
+@pytest.mark.parametrize("prompt, message", INVALID_PROMPTS)
 def test_bad_prompts_are_refused_before_any_work(speculative, prompt, message):
     with pytest.raises(PromptError, match=message):
         speculative.generate(prompt, 60)
@@ -175,16 +175,15 @@ def test_parts_that_do_not_fit_are_refused(stories):
         SpeculativeDecoder(stories, config=greedy, target_sampler=SamplerConfig(0.5))
 
 
-@pytest.mark.parametrize(
-    ("args", "options", "message"),
-    [
-        ((SpeculativeConfig("ngram"),), {}, "draft is a SpeculativeConfig"),
-        ((), {"config": {"num_speculative_tokens": 2}}, "config is .*SpeculativeConfig"),
-        (("zoo/draft",), {}, "draft is 'zoo/draft'.*load_model"),
-        ((), {"target_sampler": SamplerConfig(temperature=1.0), "rule": GREEDY}, "temperature 0"),
-    ],
-    ids=lambda x: "",
-)
+INVALID_ARGS = [
+    ((SpeculativeConfig("ngram"),), {}, "draft is a SpeculativeConfig"),
+    ((), {"config": {"num_speculative_tokens": 2}}, "config is .*SpeculativeConfig"),
+    (("zoo/draft",), {}, "draft is 'zoo/draft'.*load_model"),
+    ((), {"target_sampler": SamplerConfig(temperature=1.0), "rule": GREEDY}, "temperature 0"),
+]
+
+
+@pytest.mark.parametrize(("args", "options", "message"), INVALID_ARGS, ids=lambda x: "")
 def test_slips_in_the_constructor_are_named(stories, args, options, message):
     with pytest.raises(ConfigError, match=message):
         SpeculativeDecoder(stories, *args, **options)
@@ -195,38 +194,36 @@ def test_a_target_that_is_not_loaded_is_named():
         SpeculativeDecoder("zoo/target")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"stop_tokens": 2}, "stop_tokens is 2; expected a list"),
-        ({"stop_tokens": [2.7]}, "a stop token is 2.7"),
-        ({"stop_tokens": [2**40]}, "a stop token is"),
-        ({"seeds": 3}, "seeds are 3"),
-        ({"seeds": [1.5]}, "seeds are"),
-        ({"rounds_per_sync": 1.5}, "rounds_per_sync is 1.5"),
-        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({"max_new_tokens": True}, "max_new_tokens is True"),
-    ],
-    ids=str,
-)
+INVALID_OPTIONS = [
+    ({"stop_tokens": 2}, "stop_tokens is 2; expected a list"),
+    ({"stop_tokens": [2.7]}, "a stop token is 2.7"),
+    ({"stop_tokens": [2**40]}, "a stop token is"),
+    ({"seeds": 3}, "seeds are 3"),
+    ({"seeds": [1.5]}, "seeds are"),
+    ({"rounds_per_sync": 1.5}, "rounds_per_sync is 1.5"),
+    ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+    ({"max_new_tokens": True}, "max_new_tokens is True"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), INVALID_OPTIONS, ids=str)
 def test_slips_in_a_call_are_named(stories, options, message):
     with pytest.raises(ConfigError, match=message):
         SpeculativeDecoder(stories).generate("A dog", **options)
 
 
+CALLS = [
+    lambda decoder, **limit: decoder.generate([1, 2], **limit),
+    lambda decoder, **limit: decoder.stream([1, 2], **limit),
+    lambda decoder, **limit: asyncio.run(decoder.generate_async([1, 2], **limit)),
+    lambda decoder, **limit: decoder.warmup(2, **limit),
+    lambda decoder, **limit: decoder.output_limits([[1, 2]], **limit),
+    lambda decoder, **limit: DecodeQueue(decoder, [[1, 2]], batch=1, max_prompt_tokens=2, **limit),
+]
+
+
 @pytest.mark.parametrize(
-    "call",
-    [
-        lambda decoder, **limit: decoder.generate([1, 2], **limit),
-        lambda decoder, **limit: decoder.stream([1, 2], **limit),
-        lambda decoder, **limit: asyncio.run(decoder.generate_async([1, 2], **limit)),
-        lambda decoder, **limit: decoder.warmup(2, **limit),
-        lambda decoder, **limit: decoder.output_limits([[1, 2]], **limit),
-        lambda decoder, **limit: DecodeQueue(
-            decoder, [[1, 2]], batch=1, max_prompt_tokens=2, **limit
-        ),
-    ],
-    ids=["generate", "stream", "generate_async", "warmup", "output_limits", "queue"],
+    "call", CALLS, ids=["generate", "stream", "generate_async", "warmup", "output_limits", "queue"]
 )
 def test_a_limit_that_may_count_either_way_is_refused_with_both_names(decoder, call, request):
     both = r"max_new_tokens, which counts the output alone.*max_length, which counts prompt and"
@@ -266,14 +263,18 @@ def test_ids_that_pad_the_embedding_are_never_emitted(temperature):
     weights = random_weights(config)
     head = weights["head"].at[:, used:].mul(50.0)
     padded = LoadedModel(
-        "padded", transformer.model(config, num_tokens=used), {**weights, "head": head},
+        "padded",
+        transformer.model(config, num_tokens=used),
+        {**weights, "head": head},
         config=config,
     )
     sampler = SamplerConfig(temperature=temperature)
     draft = dataclasses.replace(padded, name="same")
     plain = SpeculativeDecoder(padded, target_sampler=sampler).generate([1, 2], 30)
     fast = SpeculativeDecoder(
-        padded, draft, SpeculativeConfig(rejection_sampling_strategy="match"),
+        padded,
+        draft,
+        SpeculativeConfig(rejection_sampling_strategy="match"),
         target_sampler=sampler,
     ).generate([1, 2], 30)
     assert max(plain.tokens) < used and fast.tokens == plain.tokens
@@ -320,10 +321,8 @@ def test_statistics_that_do_not_add_up_are_an_error():
 
 def test_expected_acceptance_is_near_the_measured_one():
     target, draft = testing.mock_model(6, 0), testing.mock_model(6, 1)
-    d = SpeculativeDecoder(
-        target, draft, SpeculativeConfig(num_speculative_tokens=3),
-        target_sampler=SamplerConfig(temperature=1.0), has_expected=True,
-    )
+    options = dict(target_sampler=SamplerConfig(temperature=1.0), has_expected=True)
+    d = SpeculativeDecoder(target, draft, SpeculativeConfig(num_speculative_tokens=3), **options)
     d.generate([[i % 6] for i in range(400)], 40)
     measured, expected = d.stats.acceptance_by_position, d.stats.expected_by_position
     for a, e, n in zip(measured, expected, d.stats.reached_at):
@@ -363,14 +362,14 @@ def test_other_weights_need_no_other_programs():
     assert other.target.params is not target.params and other.with_params(draft=draft.params)
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (lambda p: {**p, "more": p["embed"]}, r"params have other names: \['more'\]"),
-        (lambda p: {**p, "embed": p["embed"][:-1]}, r"are float32\[2047, 256\]; expected"),
-        (lambda p: {**p, "embed": p["embed"].astype("bfloat16")}, "are bfloat16.*; expected fl"),
-    ],
-)
+INVALID_CHANGES = [
+    (lambda p: {**p, "more": p["embed"]}, r"params have other names: \['more'\]"),
+    (lambda p: {**p, "embed": p["embed"][:-1]}, r"are float32\[2047, 256\]; expected"),
+    (lambda p: {**p, "embed": p["embed"].astype("bfloat16")}, "are bfloat16.*; expected fl"),
+]
+
+
+@pytest.mark.parametrize("change, message", INVALID_CHANGES)
 def test_other_weights_are_of_the_same_shapes(change, message):
     target = load_model("zoo/target")
     decoder = SpeculativeDecoder(target)

@@ -41,12 +41,11 @@ def modules(**changes):
     return LoadedHead("modules", config, init_mtp(config, jax.random.key(0)))
 
 
+CASES = [{}, {"tree": (2, 2, 1)}, {"tree_depth": 3, "tree_top_k": 3, "num_speculative_tokens": 8}]
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "config",
-    [{}, {"tree": (2, 2, 1)}, {"tree_depth": 3, "tree_top_k": 3, "num_speculative_tokens": 8}],
-    ids=["chain", "static", "dynamic"],
-)
+@pytest.mark.parametrize("config", CASES, ids=["chain", "static", "dynamic"])
 def test_an_eagle_head_leaves_the_text_as_it_is(target, plain, config):
     decoder = SpeculativeDecoder(target, eagle_head(), SpeculativeConfig("eagle", **config))
     assert [g.tokens for g in decoder.generate(PROMPTS, 20)] == plain
@@ -74,9 +73,7 @@ def test_recycled_modules_draft_trees_and_sequential_ones_do_not(target, plain):
     decoder = SpeculativeDecoder(target, modules(), config)
     assert [g.tokens for g in decoder.generate(PROMPTS, 20)] == plain
     with pytest.raises(ConfigError, match="sequential modules draft chains"):
-        SpeculativeDecoder(
-            target, modules(protocol="sequential", num_modules=6), config
-        )
+        SpeculativeDecoder(target, modules(protocol="sequential", num_modules=6), config)
 
 
 def test_the_config_says_which_tree():
@@ -87,24 +84,23 @@ def test_the_config_says_which_tree():
     assert SpeculativeConfig().tree_shape is None
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"tree": (2, 1), "num_speculative_tokens": 5}, "is 5; the tree has 4 nodes"),
-        ({"tree": (2, 1), "tree_depth": 2}, "name one of them"),
-        ({"tree": (2, (1,))}, "children by depth, or nodes by their ranks"),
-        ({"tree": "22"}, "tree is '22'"),
-        ({"tree": ()}, "children by depth"),
-        ({"tree_depth": 0}, "tree.depth is 0"),
-        ({"tree_top_k": 4}, "tree.top_k is 4 without tree.depth"),
-        ({"speculative_method": "ngram", "tree": (2,)}, "'ngram' drafts chains"),
-        ({"tree": [[0], ["a"]]}, "children by depth, or nodes by their ranks"),
-        ({"tree": ["3", "2"]}, "children by depth, or nodes by their ranks"),
-        ({"num_speculative_tokens": "5", "tree_depth": 2}, "num_speculative_tokens is '5'"),
-        ({"num_speculative_tokens": 99, "tree_depth": 2, "tree_top_k": 2}, "have 2 to 6"),
-    ],
-    ids=str,
-)
+INVALID_VALUES = [
+    ({"tree": (2, 1), "num_speculative_tokens": 5}, "is 5; the tree has 4 nodes"),
+    ({"tree": (2, 1), "tree_depth": 2}, "name one of them"),
+    ({"tree": (2, (1,))}, "children by depth, or nodes by their ranks"),
+    ({"tree": "22"}, "tree is '22'"),
+    ({"tree": ()}, "children by depth"),
+    ({"tree_depth": 0}, "tree.depth is 0"),
+    ({"tree_top_k": 4}, "tree.top_k is 4 without tree.depth"),
+    ({"speculative_method": "ngram", "tree": (2,)}, "'ngram' drafts chains"),
+    ({"tree": [[0], ["a"]]}, "children by depth, or nodes by their ranks"),
+    ({"tree": ["3", "2"]}, "children by depth, or nodes by their ranks"),
+    ({"num_speculative_tokens": "5", "tree_depth": 2}, "num_speculative_tokens is '5'"),
+    ({"num_speculative_tokens": 99, "tree_depth": 2, "tree_top_k": 2}, "have 2 to 6"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), INVALID_VALUES, ids=str)
 def test_a_config_whose_tree_cannot_be_is_refused(values, message):
     with pytest.raises(ConfigError, match=message):
         SpeculativeConfig(**values)

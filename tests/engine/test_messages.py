@@ -14,9 +14,11 @@ from spec_jax.evaluation.prompts import PromptEncoder
 
 HELLO = [{"role": "user", "content": "What is two and two?"}]
 TALK = [
-    {"role": "system", "content": "Be brief."}, *HELLO,
-    {"role": "assistant", "content": "four"}, {"role": "user", "content": "And a café?"},
-]  # fmt: skip
+    {"role": "system", "content": "Be brief."},
+    *HELLO,
+    {"role": "assistant", "content": "four"},
+    {"role": "user", "content": "And a café?"},
+]
 
 
 @pytest.fixture(scope="module")
@@ -66,20 +68,19 @@ def test_experiments_encode_a_conversation_likewise(decoder):
     assert PromptEncoder(decoder.target)(prompt) == decoder.encode(TALK)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"prompts": "Hi", "messages": HELLO}, PromptError, "prompts and messages are both given"),
-        ({}, PromptError, "both missing; expected one of them"),
-        ({"messages": "Hi"}, PromptError, "messages is 'Hi'; expected a list of objects"),
-        ({"messages": ["Hi"]}, PromptError, r"messages is \['Hi'\]; expected a list of objects"),
-        ({"messages": [HELLO, "Hi"]}, PromptError, "expected a list of objects"),
-        ({"messages": TALK[:3]}, PromptError, "last message is the assistant's"),
-        ({"messages": [{"content": "Hi"}]}, ConfigError, "a message has the role None"),
-        ({"messages": []}, PromptError, "the batch is empty"),
-    ],
-    ids=lambda x: "",
-)
+ARGUMENTS = [
+    ({"prompts": "Hi", "messages": HELLO}, PromptError, "prompts and messages are both given"),
+    ({}, PromptError, "both missing; expected one of them"),
+    ({"messages": "Hi"}, PromptError, "messages is 'Hi'; expected a list of objects"),
+    ({"messages": ["Hi"]}, PromptError, r"messages is \['Hi'\]; expected a list of objects"),
+    ({"messages": [HELLO, "Hi"]}, PromptError, "expected a list of objects"),
+    ({"messages": TALK[:3]}, PromptError, "last message is the assistant's"),
+    ({"messages": [{"content": "Hi"}]}, ConfigError, "a message has the role None"),
+    ({"messages": []}, PromptError, "the batch is empty"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), ARGUMENTS, ids=lambda x: "")
 def test_what_is_no_conversation_is_refused(decoder, arguments, error, message):
     with pytest.raises(error, match=message):
         decoder.generate(**arguments)

@@ -74,13 +74,16 @@ def test_enumerated_distribution_is_the_targets(sizes):
 
     testing.certify_rule(
         make_rule(SpeculativeConfig(rejection_sampling_strategy="residual")),
-        vocab_size=V, num_draft=2, num_tokens=3, target=target.model,
+        vocab_size=V,
+        num_draft=2,
+        num_tokens=3,
+        target=target.model,
         drafter=standalone(aligned(draft.model, target.model)),
         rows=[testing.Row((0, 1), WARM, SamplerConfig(temperature=0.7))],
         params={"target": target.params, "draft": draft.params},
         draft_distribution=draft_distribution,
         logits_of=lambda params, tokens: whole(real_logits(params, tokens)),
-    )  # fmt: skip
+    )
 
 
 def test_a_pair_of_equal_sizes_stays_as_it_is():

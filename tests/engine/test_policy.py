@@ -52,13 +52,18 @@ def simulate(table, rates, batch, rounds=1000, seed=0, catch_up_ms=0.05):
     return spent / tokens * batch, tuple(ks)
 
 
-@pytest.mark.parametrize(
-    "table, batch",
-    [
-        ("processor", 1), ("processor", 4), ("small models", 1), ("small models", 4),
-        ("accelerator", 1), ("accelerator", 16), ("large batch", 16),
-    ],
-)
+BATCHES = [
+    ("processor", 1),
+    ("processor", 4),
+    ("small models", 1),
+    ("small models", 4),
+    ("accelerator", 1),
+    ("accelerator", 16),
+    ("large batch", 16),
+]
+
+
+@pytest.mark.parametrize("table, batch", BATCHES)
 def test_never_slower_than_plain_and_near_the_best_fixed_k(table, batch):
     for tenths in range(11):
         rates = (tenths / 10,) * 8
@@ -112,9 +117,11 @@ def test_old_counts_fade_but_never_vanish():
 
 def test_k_stays_unless_another_is_clearly_better():
     tuner = observed(row_rounds=1000, accepted_at=(500, 0, 0, 0))  # E(1) is 1.5
-    settled = lambda ms, last: tuner.__class__(
-        tuner.reached, tuner.accepted, settled=last
-    ).choose(Costs({0: 1.0, 1: ms}))[0].num_draft
+    settled = lambda ms, last: (
+        tuner.__class__(tuner.reached, tuner.accepted, settled=last)
+        .choose(Costs({0: 1.0, 1: ms}))[0]
+        .num_draft
+    )
     assert settled(1.495, 0) == 0 and settled(1.495, 1) == 1
     assert settled(1.45, 0) == 1 and settled(1.55, 1) == 0
 

@@ -105,13 +105,15 @@ def test_the_batch_changes_nothing(batch):
 def test_samplers_take_turns_and_may_differ_in_what_they_have():
     decoder = SpeculativeDecoder(mock_model(V, 0))
     turns = [
-        SamplerConfig(1.0, seed=3), SamplerConfig(0.0, repetition_penalty=1.5),
+        SamplerConfig(1.0, seed=3),
+        SamplerConfig(0.0, repetition_penalty=1.5),
         SamplerConfig(0.7, top_k=5, logit_bias=((4, -np.inf),), seed=9),
-    ]  # fmt: skip
-    rows = decoder.generate(
-        PROMPTS, NEW, stop_tokens=STOPS, sampler=[turns[i % 3] for i in range(len(PROMPTS))],
+    ]
+    options = dict(
+        sampler=[turns[i % 3] for i in range(len(PROMPTS))],
         seeds=[turns[i % 3].seed + i for i in range(len(PROMPTS))],
     )
+    rows = decoder.generate(PROMPTS, NEW, stop_tokens=STOPS, **options)
     decoder.reset_stats()
     queue = DecodeQueue(decoder, enumerate(PROMPTS), batch=2, sampler=turns, **LIMITS)
     found = {}
@@ -163,9 +165,8 @@ def test_rows_stay_busy_over_a_thousand_prompts_of_geometric_output_length():
     decoding.generate.clear_cache()
     before = decoding.generate._cache_size()
     queue = DecodeQueue(
-        decoder, ((i, [1]) for i in range(count)), batch=B, max_prompt_tokens=1,
-        max_new_tokens=360,
-    )  # fmt: skip
+        decoder, ((i, [1]) for i in range(count)), batch=B, max_prompt_tokens=1, max_new_tokens=360
+    )
     lengths, rounds = {}, 0
     for index, row in queue:
         lengths[index] = len(row.tokens)
@@ -179,14 +180,14 @@ def test_rows_stay_busy_over_a_thousand_prompts_of_geometric_output_length():
     assert decoding.generate._cache_size() == before + 1
 
 
-@pytest.mark.parametrize(
-    "bad, message",
-    [
-        ([1] * 21, "prompt 77 has 21 tokens; max_prompt_tokens is 20"),
-        ([], "prompt 77: the prompt is empty"),
-        ([V], f"prompt 77: the prompt holds id {V}"),
-    ],
-)
+BADS = [
+    ([1] * 21, "prompt 77 has 21 tokens; max_prompt_tokens is 20"),
+    ([], "prompt 77: the prompt is empty"),
+    ([V], f"prompt 77: the prompt holds id {V}"),
+]
+
+
+@pytest.mark.parametrize("bad, message", BADS)
 @pytest.mark.parametrize("position", [0, 1, 5])
 def test_a_bad_prompt_is_named_after_what_was_running_is_yielded(bad, message, position):
     decoder = SpeculativeDecoder(mock_model(V, 0))
@@ -223,9 +224,13 @@ def test_cancelling_ends_the_rows_that_are_running_and_pulls_no_more(is_own):
     token = CancellationToken() if is_own else decoder.cancellation_token
     limits = dict(max_prompt_tokens=1, max_new_tokens=200, sampler=SamplerConfig(1.0))
     queue = DecodeQueue(
-        decoder, prompts(), batch=4, cancellation_token=token if is_own else None,
-        stop_tokens=STOPS, **limits,
-    )  # fmt: skip
+        decoder,
+        prompts(),
+        batch=4,
+        cancellation_token=token if is_own else None,
+        stop_tokens=STOPS,
+        **limits,
+    )
     first = [next(queue) for _ in range(3)]
     assert all(row.finish_reason == "stop_token" for _, row in first)
     token.cancel()
@@ -272,9 +277,10 @@ def test_an_error_of_decoding_is_raised_after_what_had_finished_is_yielded(monke
 
 @pytest.mark.exhaustive
 def test_max_length_and_the_limit_of_the_decoders_config_count_the_prompt():
-    decoder = SpeculativeDecoder(mock_model(V, 0), config=AsyncSpecConfig(
-        max_tokens=25, force_n1=True, target_sampler=SamplerConfig(1.0)
-    ))  # fmt: skip
+    decoder = SpeculativeDecoder(
+        mock_model(V, 0),
+        config=AsyncSpecConfig(max_tokens=25, force_n1=True, target_sampler=SamplerConfig(1.0)),
+    )
     for options, limit in (({}, 25), ({"max_length": 23}, 23)):
         queue = DecodeQueue(
             decoder, enumerate(PROMPTS), batch=3, max_prompt_tokens=20, stop_tokens=(), **options
@@ -298,10 +304,17 @@ def test_max_length_and_the_limit_of_the_decoders_config_count_the_prompt():
         ([[7, [0, 1]]], PromptError, r"integer ids; an index .* are a tuple: \(7, prompt\)"),
     ],
     ids=[
-        "text", "ids", "conversation", "iterator", "bad", "none", "some indices", "late indices",
+        "text",
+        "ids",
+        "conversation",
+        "iterator",
+        "bad",
+        "none",
+        "some indices",
+        "late indices",
         "lists",
     ],
-)  # fmt: skip
+)
 def test_prompts_that_a_queue_cannot_number_or_measure_are_refused(prompts, error, message):
     with pytest.raises(error, match=message):
         DecodeQueue(SpeculativeDecoder(mock_model(V, 0)), prompts, batch=2)
@@ -312,16 +325,16 @@ def test_an_empty_queue_yields_nothing():
     assert list(queue) == [] and np.isnan(queue.usage.share)
 
 
-@pytest.mark.parametrize(
-    "changes, error, message",
-    [
-        ({"batch": 0}, ConfigError, "batch is 0; expected an integer of 1 or more"),
-        ({"max_prompt_tokens": 0}, ConfigError, "max_prompt_tokens is 0"),
-        ({"max_new_tokens": 60}, PromptError, "a prompt of 20 tokens and 60 new ones make 80"),
-        ({"sampler": []}, ConfigError, "the list of sampler configs is empty"),
-        ({"prompts": None}, PromptError, "prompts is None; expected a list or an iterator"),
-    ],
-)
+CHANGES = [
+    ({"batch": 0}, ConfigError, "batch is 0; expected an integer of 1 or more"),
+    ({"max_prompt_tokens": 0}, ConfigError, "max_prompt_tokens is 0"),
+    ({"max_new_tokens": 60}, PromptError, "a prompt of 20 tokens and 60 new ones make 80"),
+    ({"sampler": []}, ConfigError, "the list of sampler configs is empty"),
+    ({"prompts": None}, PromptError, "prompts is None; expected a list or an iterator"),
+]
+
+
+@pytest.mark.parametrize("changes, error, message", CHANGES)
 def test_what_cannot_be_is_refused_before_anything_is_decoded(pair, changes, error, message):
     with pytest.raises(error, match=message):
         options = {"prompts": [], "batch": 2, **LIMITS, **changes}

@@ -77,10 +77,8 @@ def test_emits_exactly_the_plain_stream(mocks, plain, method):
 def test_a_queue_takes_turns_of_k_too(mocks, plain):
     decoder = adaptive(*mocks, rejection_sampling_strategy="match")
     decoder.adaptive.tuner, decoder.adaptive.costs = Script((0, 0, 3)), Known()
-    queue = DecodeQueue(
-        decoder, enumerate(PROMPTS), batch=2, max_prompt_tokens=3, max_new_tokens=30,
-        sampler=SAMPLERS,
-    )  # fmt: skip
+    options = dict(batch=2, max_prompt_tokens=3, max_new_tokens=30, sampler=SAMPLERS)
+    queue = DecodeQueue(decoder, enumerate(PROMPTS), **options)
     # A queue seeds by index on top of each sampler's own seed; row 0 is greedy.
     assert dict(queue)[0].tokens == plain[0].tokens
 
@@ -90,10 +88,8 @@ def proposals(system, params, draft, state, num_draft=3):
 
     @jax.jit
     def propose(params, draft, tokens, length, counts):
-        context = Context(
-            tokens, length, sampler, counts, sampler.seed, is_coupled=False, has_probs=False,
-            has_logits=True,
-        )
+        options = dict(is_coupled=False, has_probs=False, has_logits=True)
+        context = Context(tokens, length, sampler, counts, sampler.seed, **options)
         return system.drafter.propose(params, draft, context, num_draft)[0]
 
     proposal = propose(params["draft"], draft, state.tokens, state.length, state.counts)
@@ -265,11 +261,11 @@ def stopping_too_early(drafter, stop_below):
     return drafter._replace(propose=propose)
 
 
+RULES = [(RESIDUAL, "by past"), (RESIDUAL, "confidence"), (BLOCK, "confidence")]
+
+
 @pytest.mark.representatives("residual-by past", "block-confidence")
-@pytest.mark.parametrize(
-    "rule, case", [(RESIDUAL, "by past"), (RESIDUAL, "confidence"), (BLOCK, "confidence")],
-    ids=lambda value: getattr(value, "name", value),
-)  # fmt: skip
+@pytest.mark.parametrize("rule, case", RULES, ids=lambda value: getattr(value, "name", value))
 def test_adaptive_k_matches_target_distribution(rule, case):
     drafter = standalone(testing.toy_model(3))
     drafter = by_past(drafter) if case == "by past" else with_confidence_stop(drafter, 0.35)
@@ -290,10 +286,16 @@ def test_adaptive_decoding_matches_target_distribution():
     row = ROWS[0]
     full = lambda value: jnp.full((size,), value, jnp.int32)
     state = decoding.prefill(
-        params, jnp.tile(jnp.asarray(row.prompt, jnp.int32), (size, 1)), full(2),
-        full(3 + num_tokens), full(-1)[:, None], make_sampler(row.target, size, V),
-        make_sampler(row.draft, size, V), system=system, slots=16,
-    )  # fmt: skip
+        params,
+        jnp.tile(jnp.asarray(row.prompt, jnp.int32), (size, 1)),
+        full(2),
+        full(3 + num_tokens),
+        full(-1)[:, None],
+        make_sampler(row.target, size, V),
+        make_sampler(row.draft, size, V),
+        system=system,
+        slots=16,
+    )
     learned = AdaptiveState(BUCKETS)
     learned.tuner, learned.costs = Script((1, 0, 3)), Known()
     pacer = AdaptiveRunner(system, lambda k: params, learned)
@@ -324,23 +326,23 @@ def test_a_confident_draft_goes_on_and_an_unsure_one_ends(mocks):
     assert short.stats.rounds == offered[0] > offered[1] > offered[2]
 
 
-@pytest.mark.parametrize(
-    "values, message",
-    [
-        ({"is_adaptive": False, "adaptive_buckets": (0, 2)}, "None where adaptive is False"),
-        ({"is_adaptive": True, "adaptive_buckets": (2, 1)}, "ascending integers"),
-        ({"is_adaptive": True, "adaptive_buckets": (0,)}, "ascending integers"),
-        (
-            {"is_adaptive": True, "adaptive_buckets": (0, 4), "num_speculative_tokens": 3},
-            "num_speculative_tokens is 3; adaptive.buckets end with 4",
-        ),
-        ({"is_adaptive": True, "tree": (2, 1)}, "adaptive K drafts chains"),
-        ({"is_adaptive": "yes"}, "adaptive is 'yes'; expected a bool"),
-        ({"confidence_threshold": 1.5}, "confidence_threshold is 1.5"),
-        ({"confidence_threshold": 0.4, "tree": (2, 1)}, "drafts a tree"),
-        ({"confidence_threshold": 0.4, "speculative_method": "suffix"}, "copies tokens"),
-    ],
-)
+VALUES = [
+    ({"is_adaptive": False, "adaptive_buckets": (0, 2)}, "None where adaptive is False"),
+    ({"is_adaptive": True, "adaptive_buckets": (2, 1)}, "ascending integers"),
+    ({"is_adaptive": True, "adaptive_buckets": (0,)}, "ascending integers"),
+    (
+        {"is_adaptive": True, "adaptive_buckets": (0, 4), "num_speculative_tokens": 3},
+        "num_speculative_tokens is 3; adaptive.buckets end with 4",
+    ),
+    ({"is_adaptive": True, "tree": (2, 1)}, "adaptive K drafts chains"),
+    ({"is_adaptive": "yes"}, "adaptive is 'yes'; expected a bool"),
+    ({"confidence_threshold": 1.5}, "confidence_threshold is 1.5"),
+    ({"confidence_threshold": 0.4, "tree": (2, 1)}, "drafts a tree"),
+    ({"confidence_threshold": 0.4, "speculative_method": "suffix"}, "copies tokens"),
+]
+
+
+@pytest.mark.parametrize("values, message", VALUES)
 def test_refuses_options_that_cannot_be(values, message):
     with pytest.raises(ConfigError, match=message):
         SpeculativeConfig(**values)

@@ -34,9 +34,10 @@ def comparison(pair):
 def test_two_drafts_are_compared_in_three_lines(comparison):
     plain, twin, ngram = comparison.results
     assert [r.cell for r in comparison.results] == [
-        Cell("plain", 0, 0.0, "greedy"), Cell("twin", 2, 0.0, "greedy"),
+        Cell("plain", 0, 0.0, "greedy"),
+        Cell("twin", 2, 0.0, "greedy"),
         Cell("ngram", 2, 0.0, "greedy"),
-    ]  # fmt: skip
+    ]
     assert all(r.is_identical and r.rows == r.num_pairs == 4 for r in comparison.results)
     assert all(x.value == 1 for x in twin.acceptance), "the target's own drafts are all accepted"
     assert 2 < twin.tau.value <= 3 and plain.tau.value == 1
@@ -100,18 +101,18 @@ def test_drafts_are_named_by_what_is_given(pair):
     assert [*name_drafts(target, "suffix")] == ["suffix"]
 
 
-@pytest.mark.parametrize(
-    "drafts, changes, message",
-    [
-        ([], {}, r"drafts are \[\]; expected one or more"),
-        ({"plain": "ngram"}, {}, "none named 'plain'"),
-        ({"x": 3}, {}, "draft 'x' is of type int; expected a model, a head"),
-        ("ngram", {"ks": {"other": (1,)}}, "ks are of other; the drafts are ngram"),
-        ("ngram", {"batch": 0}, "batch is 0"),
-        ("ngram", {"prompts": []}, "there are 0 prompts"),
-        ("zoo/draft", {}, "nothing to compare .*the vocabularies differ"),
-    ],
-)
+DRAFTS = [
+    ([], {}, r"drafts are \[\]; expected one or more"),
+    ({"plain": "ngram"}, {}, "none named 'plain'"),
+    ({"x": 3}, {}, "draft 'x' is of type int; expected a model, a head"),
+    ("ngram", {"ks": {"other": (1,)}}, "ks are of other; the drafts are ngram"),
+    ("ngram", {"batch": 0}, "batch is 0"),
+    ("ngram", {"prompts": []}, "there are 0 prompts"),
+    ("zoo/draft", {}, "nothing to compare .*the vocabularies differ"),
+]
+
+
+@pytest.mark.parametrize("drafts, changes, message", DRAFTS)
 def test_what_cannot_be_compared_is_refused(pair, drafts, changes, message):
     prompts = changes.pop("prompts", PROMPTS)
     with pytest.raises((ConfigError, PromptError), match=message):

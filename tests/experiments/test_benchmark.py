@@ -27,11 +27,9 @@ from spec_jax.evaluation import timing
 from spec_jax.models.checkpoint import save_pretrained
 from spec_jax.rules import make_rule
 
-TINY = {
-    "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-}  # fmt: skip
+TINY = dict(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
+TINY |= dict(num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256)
+TINY |= dict(tie_word_embeddings=True)
 DRAFT = {**TINY, "num_hidden_layers": 1}
 
 
@@ -43,38 +41,29 @@ def pair():
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     config = default.get_config()
-    config.llama110m.update({
-        "slots": 128, "prompt_tokens": 5, "new_tokens": 12, "plain_tokens": 4, "k": 2,
-        "repeats": 2,
-    })
+    config.llama110m.update(
+        slots=128, prompt_tokens=5, new_tokens=12, plain_tokens=4, k=2, repeats=2
+    )
     config.llama110m.target.update(TINY)
     config.llama110m.draft.update(DRAFT)
-    config.zoo.update({
-        "num_prompts": 2, "max_prompt_tokens": 9, "new_tokens": 8, "plain_tokens": 4,
-        "ks": (1, 2), "batches": (2,), "repeats": 2, "head": "",
-    })
-    config.heads.update({
-        "draft_vocab_size": 20, "k": 2, "tree_nodes": (5,), "tree_depth": 2, "tree_top_k": 3,
-        "slots": 128, "prompt_tokens": 5, "repeats": 2,
-    })
+    options = dict(new_tokens=8, plain_tokens=4, ks=(1, 2), batches=(2,), repeats=2, head="")
+    config.zoo.update(num_prompts=2, max_prompt_tokens=9, **options)
+    settings = dict(tree_depth=2, tree_top_k=3, slots=128, prompt_tokens=5, repeats=2)
+    config.heads.update(draft_vocab_size=20, k=2, tree_nodes=(5,), **settings)
     config.heads.target.update(TINY)
-    config.training.update({
-        "lm_batch": 2, "draft_vocab_size": 24, "num_steps": 2, "batch": 2, "length": 16,
-        "repeats": 2,
-    })
+    config.training.update(
+        lm_batch=2, draft_vocab_size=24, num_steps=2, batch=2, length=16, repeats=2
+    )
     config.training.target.update(TINY)
     config.streaming.update({"prompt_tokens": 5, "new_tokens": 12, "k": 2, "repeats": 2})
     config.streaming.target.update(TINY)
     config.streaming.draft.update(DRAFT)
     config.states.update({"k": 2, "slots": 256, "prompt_tokens": 5, "repeats": 2})
-    config.states.target.update({
-        "vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2,
-        "head_dim": 16, "state_size": 4,
-    })
-    config.adaptive.update({
-        "buckets": (0, 2), "rates": (0.0, 0.9), "batches": (2,), "slots": 128,
-        "prompt_tokens": 5, "rounds": 12, "repeats": 2,
-    })
+    config.states.target.update(
+        vocab_size=31, hidden_size=16, num_hidden_layers=1, num_heads=2, head_dim=16, state_size=4
+    )
+    config.adaptive.update(buckets=(0, 2), rates=(0.0, 0.9), batches=(2,), slots=128)
+    config.adaptive.update(prompt_tokens=5, rounds=12, repeats=2)
     config.adaptive.target.update(TINY)
     config.adaptive.draft.update(DRAFT)
     folder = tmp_path_factory.mktemp("pair")
@@ -85,11 +74,9 @@ def config(tmp_path_factory):
     return config
 
 
-BARS = {
-    "llama110m": ("verify", "round", "predicted", "memory", "no_draft"),
-    "heads": ("head_round", "tree_round"),
-    "zoo": ("round", "predicted", "speedup", "draft", "no_draft"), "training": ("training",),
-}  # fmt: skip
+BARS = dict(llama110m=("verify", "round", "predicted", "memory", "no_draft"))
+BARS |= dict(heads=("head_round", "tree_round"))
+BARS |= dict(zoo=("round", "predicted", "speedup", "draft", "no_draft"), training=("training",))
 
 
 @pytest.mark.exhaustive
@@ -124,8 +111,9 @@ def check_best_k(zoo):
         (k, dtype): np.median(
             times[f"plain, K={k}, {zoo['plain_dtype']}"] / times[f"standalone, K={k}, {dtype}"]
         )
-        for k in (1, 2) for dtype in ("float32", "bfloat16")
-    }  # fmt: skip
+        for k in (1, 2)
+        for dtype in ("float32", "bfloat16")
+    }
     assert (cell["k"], cell["dtype"]) == max(gains, key=gains.get)
 
 
@@ -176,10 +164,8 @@ def test_adaptive_is_held_against_plain_and_fixed(config, tmp_path):
 
 @pytest.mark.exhaustive
 def test_coins_come_up_at_their_rate(pair):
-    rule = make_rule(SpeculativeConfig(
-        num_speculative_tokens=3, rejection_sampling_strategy="synthetic",
-        synthetic_mean_length=4.0,
-    ))  # fmt: skip
+    options = dict(rejection_sampling_strategy="synthetic", synthetic_mean_length=4.0)
+    rule = make_rule(SpeculativeConfig(num_speculative_tokens=3, **options))
     drafter = adaptive.coined(standalone(pair.draft.model))
     system = System(pair.target.model, drafter, rule, 3)
     params = {"target": pair.target.params, "draft": {"draft": pair.draft.params, "rate": 0.7}}
@@ -191,30 +177,30 @@ def test_coins_come_up_at_their_rate(pair):
     np.testing.assert_allclose(rates, 0.7, atol=0.06)
 
 
-@pytest.mark.parametrize(
-    "section, values, message",
-    [
-        ("zoo", {"batches": (3,)}, "divisors of num_prompts"),
-        ("zoo", {"ks": (0,)}, "zoo.ks"),
-        ("zoo", {"data": "no.jsonl"}, "data is 'no.jsonl', which cannot be read"),
-        ("llama110m", {"repeats": 0}, "llama110m.repeats is 0"),
-        ("llama110m", {"slots": 16}, "need"),
-        ("states", {"slots": 16}, "states.slots is 16; prompt and rounds need"),
-        ("heads", {"slots": 16}, "heads.slots is 16; prompt and rounds need"),
-        ("heads", {"tree_nodes": (90,)}, "90 nodes; 2 levels of 3 have"),
-        ("heads", {"tree_depth": 1}, "tree_depth of 2 or more"),
-        ("adaptive", {"buckets": (1, 2)}, r"adaptive.buckets is \(1, 2\)"),
-        ("adaptive", {"rates": (1.5,)}, "adaptive.rates"),
-        ("adaptive", {"slots": 64}, "adaptive.slots is 64; prompt and rounds need"),
-        ("peers", {"ks": ()}, "peers.ks"),
-        ("layouts", {"tokens": (1, 65)}, r"layouts.tokens is \(1, 65\); expected .* 1 to 64"),
-        ("layouts", {"dtypes": "float16"}, "layouts.dtypes is 'float16'; expected some of float32"),
-        ("layouts", {"slots": 16}, "layouts.slots is 16"),
-        ("layouts", {"repeats": 2}, "layouts.repeats is 2; expected 3 or more"),
-        ("peers", {"dtypes": ("float32,float16",)}, "peers.dtypes .* among float32, bfloat16"),
-        ("heads", {"draft_vocab_size": 40}, "draft_vocab_size is 40; the target has 31"),
-    ],
-)
+SECTIONS = [
+    ("zoo", {"batches": (3,)}, "divisors of num_prompts"),
+    ("zoo", {"ks": (0,)}, "zoo.ks"),
+    ("zoo", {"data": "no.jsonl"}, "data is 'no.jsonl', which cannot be read"),
+    ("llama110m", {"repeats": 0}, "llama110m.repeats is 0"),
+    ("llama110m", {"slots": 16}, "need"),
+    ("states", {"slots": 16}, "states.slots is 16; prompt and rounds need"),
+    ("heads", {"slots": 16}, "heads.slots is 16; prompt and rounds need"),
+    ("heads", {"tree_nodes": (90,)}, "90 nodes; 2 levels of 3 have"),
+    ("heads", {"tree_depth": 1}, "tree_depth of 2 or more"),
+    ("adaptive", {"buckets": (1, 2)}, r"adaptive.buckets is \(1, 2\)"),
+    ("adaptive", {"rates": (1.5,)}, "adaptive.rates"),
+    ("adaptive", {"slots": 64}, "adaptive.slots is 64; prompt and rounds need"),
+    ("peers", {"ks": ()}, "peers.ks"),
+    ("layouts", {"tokens": (1, 65)}, r"layouts.tokens is \(1, 65\); expected .* 1 to 64"),
+    ("layouts", {"dtypes": "float16"}, "layouts.dtypes is 'float16'; expected some of float32"),
+    ("layouts", {"slots": 16}, "layouts.slots is 16"),
+    ("layouts", {"repeats": 2}, "layouts.repeats is 2; expected 3 or more"),
+    ("peers", {"dtypes": ("float32,float16",)}, "peers.dtypes .* among float32, bfloat16"),
+    ("heads", {"draft_vocab_size": 40}, "draft_vocab_size is 40; the target has 31"),
+]
+
+
+@pytest.mark.parametrize("section, values, message", SECTIONS)
 def test_refuses_values_that_cannot_be(config, tmp_path, section, values, message):
     wrong = config.copy_and_resolve_references()
     wrong[section].update(values)
@@ -265,6 +251,7 @@ def test_a_part_that_fails_is_left_out_and_finished_parts_are_shown(
     def fails(error):
         def measure(config, records):
             raise error
+
         return measure
 
     found = table.Result([table.Line("what is found", [2.0])], {"a": 1})
@@ -295,9 +282,7 @@ def test_a_part_that_fails_is_left_out_and_finished_parts_are_shown(
 @pytest.mark.parametrize("variant", ["float32", "float32 padded to two rows"])
 def test_plain_loops_decode_what_the_decoder_decodes(pair, variant):
     prompts = [[3, 4, 5], [7, 1, 2, 9, 8, 8]]
-    begin = lambda *stops: [
-        loops.start(pair.system(), pair.params(None), prompts, 128, 9, stops)
-    ]
+    begin = lambda *stops: [loops.start(pair.system(), pair.params(None), prompts, 128, 9, stops)]
     stop = loops.GenerateTimer(pair.system(), pair.params(), begin()).tokens[1][4]
     states = begin(stop)
     ours = loops.GenerateTimer(pair.system(), pair.params(), states)
@@ -312,9 +297,7 @@ def test_plain_loops_decode_what_the_decoder_decodes(pair, variant):
 def test_a_round_is_timed_over_the_rounds_it_ran(pair):
     system = pair.system(SpeculativeConfig(num_speculative_tokens=2))
     state = loops.start(system, pair.params(), [[3, 4, 5]], 128, 100)
-    timer = loops.GenerateTimer(
-        system, pair.params(), [state], max_rounds=5, unit="round"
-    )
+    timer = loops.GenerateTimer(system, pair.params(), [state], max_rounds=5, unit="round")
     assert timer.stats.rounds == 5
     free = loops.rest_timer(system, slots=256)
     assert free.stats.rounds == loops.ROUNDS
@@ -322,10 +305,8 @@ def test_a_round_is_timed_over_the_rounds_it_ran(pair):
 
 
 def test_prediction_is_the_parts_over_plain_decoding():
-    times = {
-        "passes": np.asarray([14.0]), "verify": np.asarray([10.0]), "rest": np.asarray([3.0]),
-        "plain": np.asarray([8.0]),
-    }  # fmt: skip
+    times = dict(passes=np.asarray([14.0]), verify=np.asarray([10.0]), rest=np.asarray([3.0]))
+    times |= dict(plain=np.asarray([8.0]))
     assert rounds.parts_ms(times)[0] == 14 + 3
     stats = Stats(reached_at=(4, 2, 1), accepted_at=(2, 1, 1))
     tokens = 1 + 0.5 + 0.25 + 0.25

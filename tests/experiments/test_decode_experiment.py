@@ -32,12 +32,11 @@ from spec_jax.models import transformer
 from spec_jax.testing import audit_outputs
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-KEYS = {
-    "method", "k", "temperature", "rule", "tau", "acceptance_by_position", "tokens_per_s",
-    "speedup", "predicted_speedup", "identical_to_plain", "rounds", "compile_s", "emitted", "first",
-    "accepted", "corrected", "bonus", "drafted", "looping_share",
-    "expected_by_position",
-}  # fmt: skip
+KEYS = set(
+    "method k temperature rule tau acceptance_by_position tokens_per_s speedup predicted_speedup "
+    "identical_to_plain rounds compile_s emitted first accepted corrected bonus drafted "
+    "looping_share expected_by_position".split()
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +47,9 @@ def pair(tmp_path_factory):
 
 def small(pair, **changes):
     config = decode_default.get_config()
-    config.update({
-        "target": str(pair / "target"), "drafts": f"ngram,{pair / 'draft'}", "num_prompts": 2,
-        "max_new_tokens": 8, "has_stream": False, **changes,
-    })  # fmt: skip
+    config.update(target=str(pair / "target"), drafts=f"ngram,{pair / 'draft'}", num_prompts=2)
+    config.update(max_new_tokens=8, has_stream=False)
+    config.update(changes)
     return config
 
 
@@ -64,11 +62,13 @@ def run(pair, tmp_path_factory):
 
 def test_a_run_leaves_its_folder(run):
     folder, _ = run
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "acceptance.pdf", "acceptance.png", "answers.jsonl", "config.json", "environment.json",
-        "inputs.json", "report.html", "report.json", "report.md", "speedup.pdf", "speedup.png",
-        "state.jsonl",
-    ]  # fmt: skip
+    assert (
+        sorted(path.name for path in folder.iterdir())
+        == (
+            "acceptance.pdf acceptance.png answers.jsonl config.json environment.json "
+            "inputs.json report.html report.json report.md speedup.pdf speedup.png state.jsonl"
+        ).split()
+    )
     assert (folder / "speedup.png").read_bytes()[1:4] == b"PNG"
     assert (folder / "speedup.pdf").read_bytes()[1:4] == b"PDF"
     assert check_run_files(folder, "decode")["config"]["ks"] == []
@@ -87,9 +87,10 @@ def test_the_page_shows_the_tokens_of_every_cell(run):
     assert shown["questions"][0]["id"] == rep["prompts"]["names"][0] in page
     turns = {
         (cell["label"], cell["temperature"]): unit["turns"][0]
-        for unit in shown["units"] if unit["question"] == 0
+        for unit in shown["units"]
+        if unit["question"] == 0
         for cell in [shown["cells"][unit["cell"]]]
-    }  # fmt: skip
+    }
     greedy = [turn for (_, temperature), turn in turns.items() if temperature == 0]
     assert len({turn["text"] for turn in greedy}) == 1 < len(greedy)  # plain decoding's tokens
     assert all(len(turn["kinds"]) == turn["total"] == 8 for turn in turns.values())
@@ -105,9 +106,13 @@ def test_the_report_holds_every_cell_and_only_valid_json(run):
     assert audits == [("ngram", 2, 0), ("draft", 2, 0)]
     cells = [(r["method"], r["k"], r["temperature"], r["rule"]) for r in report_json["results"]]
     assert cells == [
-        ("plain", 0, 0, "greedy"), ("ngram", 3, 0, "greedy"), ("draft", 3, 0, "greedy"),
-        ("plain", 0, 1, "match"), ("ngram", 3, 1, "match"), ("draft", 3, 1, "residual"),
-    ]  # fmt: skip
+        ("plain", 0, 0, "greedy"),
+        ("ngram", 3, 0, "greedy"),
+        ("draft", 3, 0, "greedy"),
+        ("plain", 0, 1, "match"),
+        ("ngram", 3, 1, "match"),
+        ("draft", 3, 1, "residual"),
+    ]
     for r in report_json["results"]:
         assert set(r) >= KEYS
         assert r["emitted"] == r["first"] + r["accepted"] + r["corrected"] + r["bonus"] == 16
@@ -129,8 +134,10 @@ def test_the_report_holds_every_cell_and_only_valid_json(run):
 @pytest.mark.exhaustive
 def test_heads_modules_and_trees_have_rows_of_their_own(pair, tmp_path, capsys):
     target = load_model(pair / "target")
-    shapes = {"eagle": EagleConfig.of_target(target.config, 3, 150),
-              "mtp": MtpConfig.of_target(target.config)}  # fmt: skip
+    shapes = {
+        "eagle": EagleConfig.of_target(target.config, 3, 150),
+        "mtp": MtpConfig.of_target(target.config),
+    }
     for name, shape in shapes.items():
         random_head(shape, jax.random.key(0)).save(tmp_path / name, target)
     paths = [tmp_path / name for name in shapes]
@@ -180,32 +187,32 @@ def test_the_screen_shows_text_table_and_conclusion(pair, tmp_path, capsys):
     assert [row[column:] for row in table[2:]] == ["yes", "yes"]
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"ks": (0,)}, r"ks is \(0,\); expected integers of 1 or more"),
-        ({"ks": ("x",)}, "expected integers"),
-        ({"temperatures": ()}, "expected one or more"),
-        ({"temperatures": (-0.5,)}, "numbers of 0 or more"),
-        ({"temperatures": ("hot",)}, "numbers of 0 or more"),
-        ({"drafts": ""}, "drafts is ''; expected names"),
-        ({"drafts": "no/such"}, "nothing drafts for .*no/such is left out: no/such is neither"),
-        ({"order": "random"}, "spread or group"),
-        ({"trees": "3y"}, "the tree is '3y'; expected children by depth"),
-        ({"trees": "9:2"}, "the tree is '9:2'"),
-        ({"rules": ("greedy",)}, "residual, block, traversal, match"),
-        ({"num_prompts": 0}, "1 or more"),
-        ({"max_new_tokens": 1}, "2 or more"),
-        ({"max_prompt_tokens": 0}, "max_prompt_tokens is 0; expected 1 or more, or none"),
-        ({"max_new_tokens": 128}, "leaves no room for a prompt: .*target holds 128 tokens"),
-        ({"dtype": "int8"}, "float32, bfloat16"),
-        ({"target": ""}, "--config.target=PATH"),
-        ({"target": "no/such"}, "neither a directory nor a zoo name"),
-        ({"data": "no/such.jsonl"}, "cannot be read"),
-        ({"sampler": {"top_p": 2.0}}, "top_p is 2.0"),
-        ({"ngram_min": 5, "drafts": "ngram"}, "ngram.min <= ngram.max"),
-    ],
-)
+CHANGES = [
+    ({"ks": (0,)}, r"ks is \(0,\); expected integers of 1 or more"),
+    ({"ks": ("x",)}, "expected integers"),
+    ({"temperatures": ()}, "expected one or more"),
+    ({"temperatures": (-0.5,)}, "numbers of 0 or more"),
+    ({"temperatures": ("hot",)}, "numbers of 0 or more"),
+    ({"drafts": ""}, "drafts is ''; expected names"),
+    ({"drafts": "no/such"}, "nothing drafts for .*no/such is left out: no/such is neither"),
+    ({"order": "random"}, "spread or group"),
+    ({"trees": "3y"}, "the tree is '3y'; expected children by depth"),
+    ({"trees": "9:2"}, "the tree is '9:2'"),
+    ({"rules": ("greedy",)}, "residual, block, traversal, match"),
+    ({"num_prompts": 0}, "1 or more"),
+    ({"max_new_tokens": 1}, "2 or more"),
+    ({"max_prompt_tokens": 0}, "max_prompt_tokens is 0; expected 1 or more, or none"),
+    ({"max_new_tokens": 128}, "leaves no room for a prompt: .*target holds 128 tokens"),
+    ({"dtype": "int8"}, "float32, bfloat16"),
+    ({"target": ""}, "--config.target=PATH"),
+    ({"target": "no/such"}, "neither a directory nor a zoo name"),
+    ({"data": "no/such.jsonl"}, "cannot be read"),
+    ({"sampler": {"top_p": 2.0}}, "top_p is 2.0"),
+    ({"ngram_min": 5, "drafts": "ngram"}, "ngram.min <= ngram.max"),
+]
+
+
+@pytest.mark.parametrize("changes, message", CHANGES)
 def test_bad_values_are_refused_before_anything_is_made(pair, tmp_path, changes, message):
     with pytest.raises(SpecJaxError, match=message):
         decode(small(pair, **changes), tmp_path / "run")
@@ -215,18 +222,20 @@ def test_bad_values_are_refused_before_anything_is_made(pair, tmp_path, changes,
 def test_what_cannot_be_used_is_left_out_with_a_note(pair, tmp_path):
     data = tmp_path / "prompts.jsonl"
     data.write_text('{"prompt": "x = 1"}\n{\n{"prompt": 5}\n"import os"\n', encoding="utf-8")
-    setup = Setup.of(small(
-        pair, drafts="ngram,no/such,zoo/draft", data=str(data), temperatures=(0,),
-        num_prompts=16, batches=(4,), ks=(1, 2),
-    ))  # fmt: skip
+    options = dict(data=str(data), temperatures=(0,), num_prompts=16, batches=(4,), ks=(1, 2))
+    setup = Setup.of(small(pair, drafts="ngram,no/such,zoo/draft", **options))
     assert [*dict.fromkeys(cell.method for cell in setup.cells[0.0])] == ["plain", "ngram"]
     assert [*setup.drafts] == ["ngram"] and setup.config.batches == (2,)
     assert [prompt.text for prompt in setup.questions.chosen] == ["x = 1", "import os"]
     notes = reports.start(setup)["notes"]
     expected = (
-        "no/such is left out", "zoo/draft is left out: the vocabularies differ", ":2: not JSON",
-        "prompt is 5", "has 2 questions, not 16", "batches of 4 are of 2",
-    )  # fmt: skip
+        "no/such is left out",
+        "zoo/draft is left out: the vocabularies differ",
+        ":2: not JSON",
+        "prompt is 5",
+        "has 2 questions, not 16",
+        "batches of 4 are of 2",
+    )
     assert len(notes) == 6 and all(said in note for note, said in zip(notes, expected))
     with pytest.raises(ConfigError, match="nothing to compare .*the vocabularies differ"):
         Setup.of(small(pair, drafts="zoo/draft"))
@@ -266,27 +275,27 @@ def test_every_config_resolves(pair):
 
 def command(*args):
     environment = {
-        **os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
-    }  # fmt: skip
-    return subprocess.run(
-        [sys.executable, "-m", "experiments.decode", *map(str, args)], cwd=ROOT, env=environment,
-        capture_output=True, text=True, timeout=300,
-    )
+    }
+    options = dict(cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run([sys.executable, "-m", "experiments.decode", *map(str, args)], **options)
+
+
+ARGS = [
+    (["--config.num_prompt=3"], "no key 'num_prompt' (did you mean num_prompts?)"),
+    (["--config.num_prompts=many"], "--config.num_prompts=many: expected an integer"),
+    (["--config.draft=zoo/draft"], "no key 'draft' (it is drafts now)"),
+    (["--config.target=no/such"], "no/such is neither a directory nor a zoo name"),
+    (["--config=no/such.py"], "No such file or directory: 'no/such.py'"),
+    (["words"], "unexpected argument 'words'"),
+]
 
 
 @pytest.mark.representatives("args0-no key 'num_prompt' (did you mean num_prompts?)")
-@pytest.mark.parametrize(
-    "args, message",
-    [
-        (["--config.num_prompt=3"], "no key 'num_prompt' (did you mean num_prompts?)"),
-        (["--config.num_prompts=many"], "--config.num_prompts=many: expected an integer"),
-        (["--config.draft=zoo/draft"], "no key 'draft' (it is drafts now)"),
-        (["--config.target=no/such"], "no/such is neither a directory nor a zoo name"),
-        (["--config=no/such.py"], "No such file or directory: 'no/such.py'"),
-        (["words"], "unexpected argument 'words'"),
-    ],
-)
+@pytest.mark.parametrize("args, message", ARGS)
 def test_the_command_answers_bad_input_in_one_line(args, message):
     done = command(*args)
     assert done.returncode == 2
@@ -296,18 +305,18 @@ def test_the_command_answers_bad_input_in_one_line(args, message):
 
 @pytest.mark.exhaustive
 def test_the_command_takes_typed_overrides(pair, tmp_path):
-    done = command(
-        f"--config.target={pair / 'target'}", "--config.drafts=ngram",
-        "--config.ks=1,2", "--config.temperatures=0.5",
-        "--config.sampler.top_k=5", "--config.draft_temperature=0.7", "--config.num_prompts=2",
-        "--config.batches=2", "--config.max_new_tokens=4", "--config.has_expected=false",
-        "--config.max_prompt_tokens=16", f"--workdir={tmp_path / 'run'}",
-    )  # fmt: skip
+    overrides = f"target={pair / 'target'} drafts=ngram ks=1,2 temperatures=0.5 num_prompts=2"
+    overrides += " sampler.top_k=5 draft_temperature=0.7 batches=2 max_new_tokens=4"
+    overrides += " has_expected=false max_prompt_tokens=16"
+    flags = [f"--config.{override}" for override in overrides.split()]
+    done = command(*flags, f"--workdir={tmp_path / 'run'}")
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "run" / "report.json").read_text())
     assert [(r["method"], r["k"]) for r in result["results"]] == [
-        ("plain", 0), ("ngram", 1), ("ngram", 2),
-    ]  # fmt: skip
+        ("plain", 0),
+        ("ngram", 1),
+        ("ngram", 2),
+    ]
     assert result["config"]["sampler"]["top_k"] == 5
     assert "truncated to the maximum of 16 tokens" in "".join(result["notes"])
     assert "Traceback" not in done.stderr and "measuring 2/2" in done.stderr
@@ -371,10 +380,13 @@ def test_a_target_without_a_usable_template_continues_what_the_user_alone_has_sa
 def test_rounding_is_told_from_a_bug_where_outputs_part(pair):
     """A token whose logit is the best one's but for a thousandth, and the worst token."""
     target, prompt = load_model(pair / "target", "bfloat16"), [5, 7, 11]
-    exact = lambda ids: np.asarray(transformer.logits(
-        jax.tree.map(lambda x: x.astype(jnp.float32), target.params), jnp.asarray([ids]),
-        config=target.config,
-    )[0, -1])  # fmt: skip
+    exact = lambda ids: np.asarray(
+        transformer.logits(
+            jax.tree.map(lambda x: x.astype(jnp.float32), target.params),
+            jnp.asarray([ids]),
+            config=target.config,
+        )[0, -1]
+    )
     order = np.argsort(exact(prompt))
     best, twin, worst = int(order[-1]), int(order[-9]), int(order[0])
     head = "head" if "head" in target.params else "embed"

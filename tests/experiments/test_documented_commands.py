@@ -78,9 +78,12 @@ def test_documented_commands_exist(path):
 def test_wrong_commands_are_found():
     line = "--peer --parts=zoo,zo --config.zoo.kss=1 --config.zoo.data --config.no.head=x --profile"
     assert usage("benchmark", line) == [
-        "no flag peer", "no part zo", "no key zoo.kss", "key zoo.data needs a value",
+        "no flag peer",
+        "no part zo",
+        "no key zoo.kss",
+        "key zoo.data needs a value",
         "no key no.head",
-    ]  # fmt: skip
+    ]
     assert not usage("decode", " --config.has_audit --distributed --workdir=DIR")
 
 

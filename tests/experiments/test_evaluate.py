@@ -108,17 +108,17 @@ def test_reports_what_decoding_did(config, tmp_path, capsys):
     assert "Differences, question by question" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "name, value, message",
-    [
-        ("drafts", "", "drafts is ''; expected names"),
-        ("ks", (0,), r"ks is \(0,\)"),
-        ("max_new_tokens", 1, "max_new_tokens is 1"),
-        ("batches", (0,), r"batches is \(0,\); expected integers of 1 or more"),
-        ("rules", ("greedy",), "rules is .'greedy',.; expected one or more of residual"),
-        ("data", "spec_bench", "data is 'spec_bench'.*did you mean specbench"),
-    ],
-)
+NAMES = [
+    ("drafts", "", "drafts is ''; expected names"),
+    ("ks", (0,), r"ks is \(0,\)"),
+    ("max_new_tokens", 1, "max_new_tokens is 1"),
+    ("batches", (0,), r"batches is \(0,\); expected integers of 1 or more"),
+    ("rules", ("greedy",), "rules is .'greedy',.; expected one or more of residual"),
+    ("data", "spec_bench", "data is 'spec_bench'.*did you mean specbench"),
+]
+
+
+@pytest.mark.parametrize("name, value, message", NAMES)
 def test_refuses_what_cannot_be(config, name, value, message):
     wrong = config.copy_and_resolve_references()
     wrong[name] = value
@@ -219,9 +219,15 @@ def test_intervals_of_few_questions_cover_the_truth(n):
 
 def test_the_turns_of_a_question_count_together():
     turn = lambda rounds: Stats(
-        emitted=2 * rounds + 1, first=1, accepted=rounds, bonus=rounds, rounds=rounds,
-        reached_at=(rounds,), accepted_at=(rounds,), drafted_at=(rounds,),
-    )  # fmt: skip
+        emitted=2 * rounds + 1,
+        first=1,
+        accepted=rounds,
+        bonus=rounds,
+        rounds=rounds,
+        reached_at=(rounds,),
+        accepted_at=(rounds,),
+        drafted_at=(rounds,),
+    )
     counts = Counts.of([[Row(turn(3)), Row(turn(4))], [Row(turn(5))]])
     assert counts.rounds.tolist() == [7, 5] and counts.tokens.tolist() == [14, 10]
     assert counts.accepted.tolist() == [[7], [5]]
@@ -266,9 +272,7 @@ def test_twenty_questions_end_to_end(twenty):
     _, data, folder, rep = twenty
     saved = check_run_files(folder, "evaluate")
     cells = [(r["temperature"], r["batch"], r["method"]) for r in saved["results"]]
-    assert cells == [
-        (t, b, m) for t in (0, 1) for b in (1, 4) for m in ("plain", "ngram", "draft")
-    ]
+    assert cells == [(t, b, m) for t in (0, 1) for b in (1, 4) for m in ("plain", "ngram", "draft")]
     for r in saved["results"]:
         assert r["identical_to_plain"] and r["rows"] == 27  # questions, and seven second turns
         parts = r["categories"]
@@ -366,11 +370,10 @@ def test_killed_in_the_middle_it_ends_with_the_same_report(twenty, tmp_path):
 def test_spec_bench_to_its_end_and_killed_on_the_way(data_dir, tmp_path):
     """All 480 questions and 80 second turns; twice, of which once through a SIGKILL."""
     config = evaluate_zoo.get_config()
-    config.update({
-        "target": str(data_dir / "models" / "stories260K"), "drafts": "ngram", "num_prompts": 0,
-        "data": str(data_dir / "prompts" / "spec_bench_question.jsonl"), "ks": (3,), "repeats": 1,
-        "max_new_tokens": 16, "max_prompt_tokens": 200, "num_shown": 1,
-    })  # fmt: skip
+    options = dict(ks=(3,), repeats=1, max_new_tokens=16, max_prompt_tokens=200, num_shown=1)
+    config.update(target=str(data_dir / "models" / "stories260K"), drafts="ngram", num_prompts=0)
+    config.update(data=str(data_dir / "prompts" / "spec_bench_question.jsonl"))
+    config.update(options)
     before = kill_in_the_middle(config, tmp_path / "killed", 480)
     assert 480 <= len(before) < 960
     rep = evaluate.evaluate(config, tmp_path / "killed")

@@ -46,21 +46,26 @@ def test_prompts_come_from_files_of_each_kind(tmp_path):
     (tmp_path / "d.json").write_text('[{"text": "one"},\n"two"]')
     assert found("d.json", 2) == [("d.json: object 1", "one"), ("d.json: object 2", "two")]
     rows = [
-        {"question": "Q", "answer": "A"}, {"instruction": "Q", "input": "x", "output": "A"},
-        {"data": ["Q", "A"]}, {"conversations": [{"from": "human", "value": "Q"}]},
-    ]  # fmt: skip
+        {"question": "Q", "answer": "A"},
+        {"instruction": "Q", "input": "x", "output": "A"},
+        {"data": ["Q", "A"]},
+        {"conversations": [{"from": "human", "value": "Q"}]},
+    ]
     (tmp_path / "e.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     asked = load("e.jsonl", 4)
     assert [question.plain_text() for question in asked] == ["Q", "Q\n\nx", "Q", "Q"]
     assert [len(question.messages()) for question in asked] == [1] * 4  # without answers
     bad = {
-        "{": r"bad\.jsonl:1: not JSON", '{"a": 1}': "the keys 'a'.*instruction", "1": "no object",
-        '{"turns": "hello"}': "turns is 'hello'", '{"text": " "}': "an empty prompt",
+        "{": r"bad\.jsonl:1: not JSON",
+        '{"a": 1}': "the keys 'a'.*instruction",
+        "1": "no object",
+        '{"turns": "hello"}': "turns is 'hello'",
+        '{"text": " "}': "an empty prompt",
         '{"text": "\\ud83d"}': "half of a surrogate pair",
         '{"messages": []}': "no message to answer",
         '{"conversations": [{"from": "x", "value": ""}]}': "a turn is from 'x'",
         '{"messages": [{"role": "user", "content": ""}]}': "no text of the user",
-    }  # fmt: skip
+    }
     for text, message in bad.items():
         (tmp_path / "bad.jsonl").write_text(text)
         with pytest.raises(ConfigError, match=message):
@@ -116,8 +121,15 @@ def test_a_prediction_counts_the_first_pass_of_a_round_by_its_width():
 
 def test_a_pass_of_a_draft_costs_what_it_adds_to_a_round_turn_by_turn():
     drift = np.asarray([1.0, 3.0, 1.5])  # of the machine, from turn to turn
-    times = {("target", 0): 2.0, ("target", 3): 2.6, ("target", 4): 3.0, ("eagle", 3, 1): 3.6,
-             ("eagle", 4, 1): 4.5, ("eagle", 4, 4): 5.7, ("standalone", 4, 1): 3.7}  # fmt: skip
+    times = {
+        ("target", 0): 2.0,
+        ("target", 3): 2.6,
+        ("target", 4): 3.0,
+        ("eagle", 3, 1): 3.6,
+        ("eagle", 4, 1): 4.5,
+        ("eagle", 4, 4): 5.7,
+        ("standalone", 4, 1): 3.7,
+    }
     found = costs.Costs.of_times(
         {costs.Passes(*what): ms * drift for what, ms in times.items()}, slots=128, batch=1
     )
@@ -125,8 +137,9 @@ def test_a_pass_of_a_draft_costs_what_it_adds_to_a_round_turn_by_turn():
     assert found.plain_ms == in_median(2.0)
     assert found.verify_ms == {1: in_median(2.0), 4: in_median(2.6), 5: in_median(3.0)}
     assert found.first_ms == {
-        "eagle": {3: in_median(1.0), 4: in_median(1.5)}, "standalone": {4: in_median(0.7)}
-    }  # fmt: skip
+        "eagle": {3: in_median(1.0), 4: in_median(1.5)},
+        "standalone": {4: in_median(0.7)},
+    }
     assert found.draft_ms == {"eagle": in_median(0.4)}
     round_ms = found.verify_cost(4) + 4 * found.draft_cost("eagle", 4)
     assert round_ms * found.plain_ms == in_median(5.7)  # all passes of a round, as measured
@@ -136,10 +149,15 @@ def test_a_pass_of_a_draft_costs_what_it_adds_to_a_round_turn_by_turn():
 def test_a_pass_whose_cost_is_not_significant_is_not_said_to_be_free():
     noise = np.asarray([0.2, -0.3, 0.1, -0.2])
     of = lambda **times: costs.Costs.of_times(
-        {costs.Passes("target", 0): np.full(4, 2.0), costs.Passes("target", 4): np.full(4, 3.0),
-         costs.Passes("standalone", 4, 1): 3.0 + np.asarray(times["first"]),
-         costs.Passes("standalone", 4, 4): 3.0 + np.asarray(times["every"])}, slots=128, batch=1
-    )  # fmt: skip
+        {
+            costs.Passes("target", 0): np.full(4, 2.0),
+            costs.Passes("target", 4): np.full(4, 3.0),
+            costs.Passes("standalone", 4, 1): 3.0 + np.asarray(times["first"]),
+            costs.Passes("standalone", 4, 4): 3.0 + np.asarray(times["every"]),
+        },
+        slots=128,
+        batch=1,
+    )
     even = of(first=0.8 + 0 * noise, every=0.8 + noise)  # three passes add less than the noise
     assert even.draft_ms["standalone"] == even.first_ms["standalone"][4] == pytest.approx(0.1875)
     assert even.is_significant("standalone") and not even.insignificant
@@ -159,17 +177,18 @@ def test_cells_of_trees_stand_beside_the_chains():
     ks = dict.fromkeys(DRAFTS, [2])
     cells = make_cells(DRAFTS, ks, [1.0], trees=["3x1", "12:3:4"])
     assert cells[1:] == [
-        Cell("ngram", 2, 1.0, "match"), Cell("standalone", 2, 1.0, "residual"),
+        Cell("ngram", 2, 1.0, "match"),
+        Cell("standalone", 2, 1.0, "residual"),
         Cell("standalone", 6, 1.0, "residual", "3x1"),
         Cell("standalone", 12, 1.0, "residual", "12:3:4"),
-    ]  # fmt: skip
+    ]
 
 
 def test_a_table_has_a_dash_for_what_is_missing():
     row = result("plain", speedup=1.0, k=0)
     other = result("ngram", k=2, speedup=math.nan, stats=counts([2, 0], [1, 0]), identical_rows=3)
-    lossy = result("ngram", k=2, speedup=0.5, rule="typical-acceptance", is_lossless=False,
-                   identical_rows=None, temperature=1.0)  # fmt: skip
+    options = dict(is_lossless=False, identical_rows=None, temperature=1.0)
+    lossy = result("ngram", k=2, speedup=0.5, rule="typical-acceptance", **options)
     lines = summary.results_table([row, other, lossy]).splitlines()
     column = lines[0].index("identical")
     assert [line[column:] for line in lines[2:]] == ["yes", "no (3/4 rows)", "", "– (lossy)"]
@@ -220,8 +239,9 @@ def test_a_difference_is_said_to_be_rounding_or_not():
 
 
 def test_an_audit_is_summed_up_by_cell():
-    found = RowAudit(2, "rounding", ("they nearly tie",), 7, gap=0.1, rounding=0.1,
-                     deviations=(1.2, 1.4))  # fmt: skip
+    found = RowAudit(
+        2, "rounding", ("they nearly tie",), 7, gap=0.1, rounding=0.1, deviations=(1.2, 1.4)
+    )
     wrong = dataclasses.replace(found, verdict="bug", deviations=(1.0, 9.0))
     ours = result("a", 1.1, 1.2, differences=(found, wrong), identical_rows=2)
     sampled = dataclasses.replace(ours, identical_rows=None, differences=())
@@ -316,8 +336,10 @@ def test_intervals_of_rates_are_wilsons():
 
 def test_plots_have_names_in_place_of_paths():
     assert report.names_of(["zoo/eagle3", "runs/mine/export", "/a/b/head"]) == [
-        "zoo/eagle3", "mine", "head",
-    ]  # fmt: skip
+        "zoo/eagle3",
+        "mine",
+        "head",
+    ]
     assert report.names_of(["runs/a/export", "old/a/export", "x"]) == ["runs/a", "old/a", "x"]
     assert report.names_of(["zoo/eagle3", "runs/eagle3"]) == ["zoo/eagle3", "eagle3"]
     assert report.names_of(["export"]) == ["export"] and report.names_of([]) == []
@@ -326,9 +348,11 @@ def test_plots_have_names_in_place_of_paths():
 def test_no_module_needs_unix_to_be_imported():
     for path in (*(ROOT / "spec_jax").rglob("*.py"), *(ROOT / "experiments").rglob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            names = [x.name for x in node.names] if isinstance(node, ast.Import) else [
-                getattr(node, "module", None)
-            ]  # fmt: skip
+            names = (
+                [x.name for x in node.names]
+                if isinstance(node, ast.Import)
+                else [getattr(node, "module", None)]
+            )
             assert not {*names} & {"resource", "fcntl", "termios", "pwd", "grp", "pty"}, path
 
 

@@ -40,10 +40,10 @@ def setup(tmp_path_factory):
     rows = [{"turns": [text]} for text in ("x = 1", "import os", "def f(")]
     (folder / "q.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     config = evaluate_zoo.get_config()
-    config.update({
-        "target": str(tiny_pair(folder) / "target"), "drafts": "ngram", "num_prompts": 0,
-        "data": str(folder / "q.jsonl"), "max_new_tokens": 4, "ks": (2,), "batches": (2, 3),
-    })  # fmt: skip
+    options = dict(
+        num_prompts=0, data=str(folder / "q.jsonl"), max_new_tokens=4, ks=(2,), batches=(2, 3)
+    )
+    config.update(target=str(tiny_pair(folder) / "target"), drafts="ngram", **options)
     return Setup.of(config)
 
 
@@ -58,20 +58,21 @@ def refused(monkeypatch):
         return {}
 
     def line(self, stage, tally, group, q, probs):
-        found = {
-            "prompt": text_of(stage.bench.target, stage.bench.prompts[q]), "tokens": [5],
-            "finish": "length", "decode_s": [0.5, 0.5], "prefill_s": 0.1, "peak_bytes": None,
-            "counts": {"emitted": 1, "first": 1},
-        }  # fmt: skip
+        found = dict(prompt=text_of(stage.bench.target, stage.bench.prompts[q]), tokens=[5])
+        found |= dict(finish="length", decode_s=[0.5, 0.5], prefill_s=0.1, peak_bytes=None)
+        found |= dict(counts={"emitted": 1, "first": 1})
         name = self.setup.questions.chosen[q].name
         return {**key_of(tally.cell, stage.bench.batch, name), "turns": [found]}
 
     def measure(self, stage, groups, bar):
         for group in groups:
-            self._answers.append([
-                self._line(stage, tally, group, q, None)
-                for q in group.questions for tally in stage.tallies
-            ])  # fmt: skip
+            self._answers.append(
+                [
+                    self._line(stage, tally, group, q, None)
+                    for q in group.questions
+                    for tally in stage.tallies
+                ]
+            )
 
     monkeypatch.setattr(session, "compile_all", compile_all)
     found = costs.Costs(1.0, {}, {1: 1.0}, 128, 1)
@@ -100,18 +101,20 @@ def test_a_run_of_which_nothing_can_be_measured_says_why(setup, refused, tmp_pat
             session.Evaluation(setup, tmp_path).run()
 
 
-@pytest.mark.parametrize(
-    "damage, message",
-    [
-        (lambda line: "[1]", "line 2: TypeError.*expected an answer; delete this line and all"),
-        (lambda line: "{", "line 2: JSONDecodeError"),
-        (lambda line: line.replace('"turns"', '"turn"'), "line 2: KeyError.'turns'"),
-        (lambda line: line.replace("[0.5, 0.5]", "[]"), "line 2: IndexError"),
-        (lambda line: line.replace('"emitted": 1', '"emitted": 2'), "line 2: AssertionError"),
-        (lambda line: line.replace('"turns": [', '"turns": [], "more": ['),
-         "line 2: the number of turns is 0, and this run has 1 there"),
-    ],
-)  # fmt: skip
+DAMAGES = [
+    (lambda line: "[1]", "line 2: TypeError.*expected an answer; delete this line and all"),
+    (lambda line: "{", "line 2: JSONDecodeError"),
+    (lambda line: line.replace('"turns"', '"turn"'), "line 2: KeyError.'turns'"),
+    (lambda line: line.replace("[0.5, 0.5]", "[]"), "line 2: IndexError"),
+    (lambda line: line.replace('"emitted": 1', '"emitted": 2'), "line 2: AssertionError"),
+    (
+        lambda line: line.replace('"turns": [', '"turns": [], "more": ['),
+        "line 2: the number of turns is 0, and this run has 1 there",
+    ),
+]
+
+
+@pytest.mark.parametrize("damage, message", DAMAGES)
 def test_a_damaged_line_is_named_with_the_remedy(setup, refused, tmp_path, damage, message):
     session.Evaluation(setup, tmp_path).run()
     path = tmp_path / session.ANSWERS

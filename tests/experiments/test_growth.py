@@ -15,10 +15,8 @@ SETTING = Setting(batch=8, context=2048)
 
 
 def run(workdir, **changes):
-    arguments = {
-        "target_name": "llama-3.1-8b", "draft_name": "eagle3", "topology_name": "v5e:2x4",
-        "setting": SETTING, "num_draft": 5, "rate": 0.75,
-    }  # fmt: skip
+    arguments = dict(target_name="llama-3.1-8b", draft_name="eagle3", topology_name="v5e:2x4")
+    arguments |= dict(setting=SETTING, num_draft=5, rate=0.75)
     return growth.run(workdir, **arguments | changes)
 
 
@@ -43,14 +41,17 @@ def test_reports_what_grows_and_where_speculation_stops_paying(tmp_path, capsys)
     assert "by chips" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [({"rate": 1.5}, "rate is 1.5"), ({"num_draft": 16}, "k 16; .* 1 to 15"),
-     ({"topology_name": "v5e:1x1"}, "lacks 3.1 GB .* v5e:1x1: 16.9 GB of weights"),
-     ({"target_name": "llama-9b"}, "'llama-9b'; expected one of"),
-     ({"draft_name": "eagle-9"}, "'eagle-9'; expected one of"),
-     ({"draft_name": ""}, "draft is empty")],
-)  # fmt: skip
+CHANGES = [
+    ({"rate": 1.5}, "rate is 1.5"),
+    ({"num_draft": 16}, "k 16; .* 1 to 15"),
+    ({"topology_name": "v5e:1x1"}, "lacks 3.1 GB .* v5e:1x1: 16.9 GB of weights"),
+    ({"target_name": "llama-9b"}, "'llama-9b'; expected one of"),
+    ({"draft_name": "eagle-9"}, "'eagle-9'; expected one of"),
+    ({"draft_name": ""}, "draft is empty"),
+]
+
+
+@pytest.mark.parametrize("changes, message", CHANGES)
 def test_what_cannot_be_planned_is_refused(changes, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         run(tmp_path, **changes)

@@ -13,9 +13,7 @@ TAKEN = {20: (8, 9, 8, 7), 40: (4, 5, 4, 4), 60: (5, 5, 4, 4)}  # rounds of 12 t
 
 
 def rows(rounds):
-    return [
-        Stats(emitted=13, first=1, accepted=12 - n, bonus=n, rounds=n) for n in rounds
-    ]  # fmt: skip
+    return [Stats(emitted=13, first=1, accepted=12 - n, bonus=n, rounds=n) for n in rounds]
 
 
 def test_a_step_is_compared_with_the_next_best_prompt_by_prompt(tmp_path):

@@ -31,9 +31,12 @@ def test_comments_belong_to_the_keys_beside_and_below_them(tmp_path):
     )
     found = config_help.meanings(tmp_path / "base.py")
     assert found == {
-        "ks": ((2, 4), "drafted tokens"), "name": ("# no comment", "Above it, on two lines."),
-        "sampler.top_k": (0, "how many"), "sampler.inner.a": (1, "deep"), "top_k": (7, "how many"),
-    }  # fmt: skip
+        "ks": ((2, 4), "drafted tokens"),
+        "name": ("# no comment", "Above it, on two lines."),
+        "sampler.top_k": (0, "how many"),
+        "sampler.inner.a": (1, "deep"),
+        "top_k": (7, "how many"),
+    }
     (tmp_path / "derived.py").write_text(
         "import sys\nsys.path.insert(0, __file__.rpartition('/')[0])\nimport base\n\n\n"
         "def get_config():\n    config = base.get_config()\n    config.ks = (3,)  # one is enough\n"

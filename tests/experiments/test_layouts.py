@@ -18,10 +18,8 @@ from spec_jax.models import layout
 from spec_jax.models.checkpoint import save_pretrained
 from spec_jax.models.layout import InPanels, Panels
 
-SIZES = {
-    "hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
-}  # fmt: skip
+SIZES = dict(hidden_size=64, intermediate_size=64, vocab_size=64, num_hidden_layers=1)
+SIZES |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=32)
 LAYER = {  # the shapes of a layer, and an embedding
     "embed": jax.ShapeDtypeStruct((64, 48), jnp.float32),
     "q": jax.ShapeDtypeStruct((64, 64), jnp.float32),
@@ -38,8 +36,7 @@ def shapes(name):
     laid_out = jax.eval_shape(lambda p: layouts.lay_out(p, name, "float32"), LAYER)
     inner = {n: getattr(w, "w", w) if n == "q+k+v" else w for n, w in laid_out.items()}
     return {
-        n: (w.w.shape, w.min_rows) if isinstance(w, InPanels) else w.shape
-        for n, w in inner.items()
+        n: (w.w.shape, w.min_rows) if isinstance(w, InPanels) else w.shape for n, w in inner.items()
     }
 
 
@@ -47,13 +44,17 @@ def test_a_layout_is_what_its_name_says():
     assert shapes("whole, apart") == {n: w.shape for n, w in LAYER.items()}
     for rows, end in ((1, ""), (2, ", two rows")):
         assert shapes(f"whole, joined{end}") == {
-            "embed": (64, 48), "q+k+v": ((1, 64, 128), rows), "o": ((1, 64, 96), rows),
+            "embed": (64, 48),
+            "q+k+v": ((1, 64, 128), rows),
+            "o": ((1, 64, 96), rows),
             "down": ((1, 64, 9216), rows),
-        }  # fmt: skip
+        }
         assert shapes(f"panels of 64, joined{end}") == {  # 64 does not divide 96, 32 does
-            "embed": (64, 48), "q+k+v": ((2, 64, 64), rows), "o": ((3, 64, 32), rows),
+            "embed": (64, 48),
+            "q+k+v": ((2, 64, 64), rows),
+            "o": ((3, 64, 32), rows),
             "down": ((144, 64, 64), rows),
-        }  # fmt: skip
+        }
         assert shapes(f"panels of 16, joined{end}")["o"] == ((6, 64, 16), rows)
     assert layouts.sizes(LAYER, "float32") == [False, True]
     assert layouts.sizes({"o": LAYER["o"]}, "float32") == [False]
@@ -157,9 +158,7 @@ def test_a_run_times_every_layout_and_says_what_to_use(tmp_path):
     model = random_model("m", dataclasses.replace(LLAMA, **SIZES), 0)
     save_pretrained(tmp_path / "m", model.params, model.config)
     config, name = default.get_config(), str(tmp_path / "m")
-    config.layouts.update(
-        {"targets": name, "dtypes": "bfloat16", "tokens": (1, 3), "slots": 32, "repeats": 3}
-    )
+    config.layouts.update(targets=name, dtypes="bfloat16", tokens=(1, 3), slots=32, repeats=3)
     record = benchmark.run(config, tmp_path / "run", ("layouts",))
     cases = record["parts"]["layouts"][f"{name} in bfloat16"]
     assert {n: [*case["times_ms"]] for n, case in cases.items()} == {"1": ALL, "3": ALL[:5]}

@@ -118,8 +118,9 @@ def test_own_parts_are_decoded_evaluated_and_reported(pair, tmp_path):
     config = of(evaluate_zoo, pair, drafts="", ks=(2,), batches=(2,), prompt_tokens=16, **OWN)
     rows = evaluate.evaluate(config, str(tmp_path / "evaluate"))["results"]
     assert [(r["method"], r["rule"]) for r in rows[1:]] == [
-        ("bigrams", "greedy"), ("bigrams", "coin"),
-    ]  # fmt: skip
+        ("bigrams", "greedy"),
+        ("bigrams", "coin"),
+    ]
     for r in rows[1:]:
         assert r["tau"] >= 1 and "teacher_forced" not in r and r["identical_to_plain"]
     (text,) = (path.read_text() for path in (tmp_path / "evaluate").glob("*.md"))

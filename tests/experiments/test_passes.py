@@ -67,5 +67,6 @@ def test_what_is_timed_is_what_the_costs_of_every_k_need(pair):
     )
     assert [*wanted] == [
         *(costs.Passes("target", k) for k in (0, 1, 4, 6)),
-        costs.Passes("standalone", 4, 1), costs.Passes("standalone", 4, 4),
-    ]  # fmt: skip
+        costs.Passes("standalone", 4, 1),
+        costs.Passes("standalone", 4, 4),
+    ]

@@ -20,11 +20,9 @@ from experiments.benchmarks.peers_report import OURS, THEIRS, Cell
 from experiments.benchmarks.shapes import random_model
 from spec_jax.models.checkpoint import save_pretrained
 
-SHAPE = {
-    "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-}  # fmt: skip
+SHAPE = dict(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=1)
+SHAPE |= dict(num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256)
+SHAPE |= dict(tie_word_embeddings=True)
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +37,8 @@ def models(tmp_path_factory):
 @pytest.fixture
 def config(models):
     config = default.get_config()
-    config.zoo.update({
-        "target": str(models / "target"), "draft": str(models / "draft"), "num_prompts": 2,
-        "max_prompt_tokens": 9, "new_tokens": 8, "batches": (1,),
-    })  # fmt: skip
+    options = dict(num_prompts=2, max_prompt_tokens=9, new_tokens=8, batches=(1,))
+    config.zoo.update(target=str(models / "target"), draft=str(models / "draft"), **options)
     config.peers.update({"ks": (2,), "repeats": 1})
     return config
 
@@ -111,8 +107,9 @@ def test_a_method_that_a_peer_refuses_is_left_out_alone(config, tmp_path, monkey
 def test_a_process_that_dies_leaves_the_other_dtype(config, tmp_path, monkeypatch):
     record = run(config, tmp_path, monkeypatch, "dies")
     assert list(record["parts"]["peers"]) == ["bfloat16"] and record["is_complete"]
-    assert "in float32 was left out: the process ended with exit code 137: Killed" in (
-        record["notes"][0]
+    assert (
+        "in float32 was left out: the process ended with exit code 137: Killed"
+        in (record["notes"][0])
     )
 
 

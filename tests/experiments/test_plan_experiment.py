@@ -42,9 +42,7 @@ def test_floors_alone_yield_the_best_k_of_every_place_and_a_run_is_continued(
     sweep = config(topology="v5e:2x4,h100:8", batch="8,256", num_draft="2,5", acceptance="0.8,0.6")
     result = plan.run(sweep, str(tmp_path))
     assert len(result["cells"]) == 2 * 2 * 3 and len(result["best"]) == 4
-    (one,) = [
-        c for c in result["cells"] if (c["topology"], c["batch"], c["k"]) == ("h100:8", 8, 2)
-    ]
+    (one,) = [c for c in result["cells"] if (c["topology"], c["batch"], c["k"]) == ("h100:8", 8, 2)]
     setting = roofline.Setting(8, 2048, one["mesh"])
     models = PRESETS["llama-3.1-8b"], PRESETS["llama-3.2-1b"]
     tokens = 1 + 0.8 + 0.8 * 0.6
@@ -72,9 +70,7 @@ class Found:
 
 def test_what_another_version_compiled_is_compiled_again(tmp_path, monkeypatch):
     numbers = itertools.count()
-    monkeypatch.setattr(
-        plan_cells.plan, "compile_and_count", lambda trace: Found(next(numbers))
-    )
+    monkeypatch.setattr(plan_cells.plan, "compile_and_count", lambda trace: Found(next(numbers)))
     topology, job = Topology.parse("v5e:1x1"), Job(target=PRESETS["llama-3.2-1b"])
 
     def found():
@@ -101,9 +97,9 @@ def test_the_best_k_is_one_that_fits():
     assert plan_report.best([cell(0, 10, False)])[0]["k"] is None
 
 
-@pytest.mark.parametrize("written, name, nodes", [
-    ("3,2", "3x2", (3 + 6, 2)), ("8:3:4", "8:3:4", (8, 3)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "written, name, nodes", [("3,2", "3x2", (3 + 6, 2)), ("8:3:4", "8:3:4", (8, 3))]
+)
 def test_a_tree_has_the_floor_of_its_passes_and_no_predicted_speed(tmp_path, written, name, nodes):
     found = plan.run(config(draft="eagle3", tree=written, num_draft="7"), str(tmp_path))
     plain, one = found["cells"]
@@ -127,13 +123,16 @@ def measured(folder: pathlib.Path, **report) -> str:
 
 def decoded(method="plain", k=0, tree=None, accepted=()):
     """A row of 100 rounds in a report of ``experiments.decode``."""
-    return {"method": method, "k": k, "tree": tree, "temperature": 0.0, "rule": "greedy",
-            "rounds": 100, "accepted_at": list(accepted)}  # fmt: skip
+    fields = dict(method=method, k=k, tree=tree, temperature=0.0, rule="greedy", rounds=100)
+    return fields | dict(accepted_at=list(accepted))
 
 
 def test_measured_acceptance_is_that_of_the_named_row(tmp_path):
-    rows = [decoded(), decoded("ngram", 3, accepted=(60, 30, 0)),
-            decoded("eagle", 9, "3x2", accepted=(90, 45))]  # fmt: skip
+    rows = [
+        decoded(),
+        decoded("ngram", 3, accepted=(60, 30, 0)),
+        decoded("eagle", 9, "3x2", accepted=(90, 45)),
+    ]
     path = measured(tmp_path, results=rows)
     planned = lambda name, **more: plan.run(config(draft="eagle3", **more), str(tmp_path / name))
     chain = planned("chain", acceptance=f"{path}:1", num_draft="1,3,5")
@@ -156,7 +155,7 @@ def test_measured_acceptance_is_that_of_the_named_row(tmp_path):
         planned("none", acceptance=measured(tmp_path, results=[decoded()]))
 
 
-@pytest.mark.parametrize("changes, message", [
+CHANGES = [
     ({"topology": "v9:2x2"}, "known chips: v4, v5e"),
     ({"topology": "v5e:3x3"}, "shapes of v5e: 1x1"),
     ({"mesh": "data:2,tensor:2"}, "has 4 devices; v5e:2x4 has 8"),
@@ -173,7 +172,10 @@ def test_measured_acceptance_is_that_of_the_named_row(tmp_path):
     ({"tree": "3,y"}, "the tree is '3xy'; expected children by depth"),
     ({"tree": "3,2", "draft": ""}, "tree is '3,2'; expected none without a draft"),
     ({"tree": "3,2", "draft": "ngram"}, "'ngram' drafts chains"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize("changes, message", CHANGES)
 def test_plans_that_cannot_be_are_refused(changes, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         plan.run(config(**changes), str(tmp_path))
@@ -188,11 +190,9 @@ def test_without_libtpu_the_message_says_how_to_install_it(monkeypatch, tmp_path
 
 def compiled_plan(folder: pathlib.Path, num_layers: int, **flags) -> dict:
     """Runs the command on a small model; returns its report."""
-    hf = {
-        "model_type": "llama", "vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 4096,
-        "num_hidden_layers": num_layers, "num_attention_heads": 8, "num_key_value_heads": 8,
-        "head_dim": 128, "max_position_embeddings": 4096,
-    }  # fmt: skip
+    hf = dict(model_type="llama", vocab_size=8192, hidden_size=1024, intermediate_size=4096)
+    hf |= dict(num_hidden_layers=num_layers, num_attention_heads=8, num_key_value_heads=8)
+    hf |= dict(head_dim=128, max_position_embeddings=4096)
     (folder / "config.json").write_text(json.dumps(hf))
     flags |= {"target": folder, "topology": "v5e:2x2", "batch": 8}
     command = [sys.executable, "-m", "experiments.plan", f"--workdir={folder / 'run'}"]

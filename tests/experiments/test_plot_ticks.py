@@ -20,8 +20,12 @@ def test_a_plot_of_one_value_has_whole_ticks(tmp_path, monkeypatch):
     assert shown(figure().axes[0]) == [3.0]
     cell = {"topology": "t", "mesh": "m", "fits": True}
     tried = {64: [12], 128: [3, 4, 5]}
-    cells = [cell | {"slots": slots, "batch": b, "k": k, "tok_s": 1.0 + k}
-             for slots, batches in tried.items() for b in batches for k in (0, 2)]  # fmt: skip
+    cells = [
+        cell | {"slots": slots, "batch": b, "k": k, "tok_s": 1.0 + k}
+        for slots, batches in tried.items()
+        for b in batches
+        for k in (0, 2)
+    ]
     plan_report.plot(tmp_path / "b.png", cells)
     for axis, batches in zip(figure().axes, tried.values(), strict=True):
         assert shown(axis) == batches and not [*axis.get_xticks(minor=True)]

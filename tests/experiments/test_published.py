@@ -33,15 +33,18 @@ def test_every_pair_has_a_source_and_could_have_happened():
 def test_means_of_table_1_are_those_that_the_paper_prints():
     # EAGLE-3, arXiv 2503.01840, table 1, column "Mean": speed-up and tau.
     means = {
-        ("vicuna-13b", "eagle-3", 0): (5.51, 6.62), ("vicuna-13b", "eagle-1", 1): (2.44, 3.45),
-        ("llama-3.1-8b", "eagle-2", 1): (2.80, 3.62), ("llama-3.1-70b", "eagle-2", 0): (2.85, 3.78),
+        ("vicuna-13b", "eagle-3", 0): (5.51, 6.62),
+        ("vicuna-13b", "eagle-1", 1): (2.44, 3.45),
+        ("llama-3.1-8b", "eagle-2", 1): (2.80, 3.62),
+        ("llama-3.1-70b", "eagle-2", 0): (2.85, 3.78),
         ("llama-3.1-70b", "eagle-3", 1): (3.95, 5.66),
-    }  # fmt: skip
+    }
     for key, mean in means.items():
         found = [
-            (r.speedup, r.tau) for r in ROWS
+            (r.speedup, r.tau)
+            for r in ROWS
             if (r.target, r.method, r.temperature) == key and r.source == "eagle-3, table 1"
-        ][:5]  # fmt: skip
+        ][:5]
         average = [sum(column) / 5 for column in zip(*found)]
         assert average == pytest.approx(mean, abs=0.011), key
 
@@ -90,9 +93,7 @@ def test_summary_is_of_ratios():
 
 def test_command_reports_every_pair(tmp_path, capsys):
     record = main.run(tmp_path)
-    assert check_run_files(tmp_path, "published")["summary"].keys() == {
-        STATED, BORROWED, UNSTATED
-    }  # fmt: skip
+    assert check_run_files(tmp_path, "published")["summary"].keys() == {STATED, BORROWED, UNSTATED}
     assert (tmp_path / "published.png").stat().st_size > 10_000
     assert len(record["pairs"]) == len(ROWS)
     printed = capsys.readouterr().out

@@ -40,21 +40,22 @@ def pair(tmp_path_factory, held_out):
     folder = tmp_path_factory.mktemp("pair")
     tokenizer = Tokenizer(tokens.train_tokenizer([text for _, text in held_out], 300))
     for seed, name in enumerate(("target", "draft")):
+        options = dict(
+            num_attention_heads=2, max_position_embeddings=64, eos_token_id=tuple(range(5, 60))
+        )
         config = ModelConfig(
-            vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-            num_attention_heads=2, max_position_embeddings=64, eos_token_id=tuple(range(5, 60)),
-        )  # fmt: skip
+            vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=1, **options
+        )
         checkpoint.save_pretrained(folder / name, random_weights(config, seed), config, tokenizer)
     return folder
 
 
 def small(pair, **changes):
     config = regenerate_zoo.get_config()
-    config.update({
-        "target": str(pair / "target"), "draft": str(pair / "draft"), "num_prompts": COUNT,
-        "min_prompt_tokens": 2, "max_prompt_tokens": 12, "max_new_tokens": NEW, "batch": 3,
-        "log_every_s": 0, "temperatures": (1.0, 0.5), **changes,
-    })  # fmt: skip
+    config.update(target=str(pair / "target"), draft=str(pair / "draft"), num_prompts=COUNT)
+    config.update(min_prompt_tokens=2, max_prompt_tokens=12, max_new_tokens=NEW, batch=3)
+    config.update(log_every_s=0, temperatures=(1.0, 0.5))
+    config.update(changes)
     return config
 
 
@@ -142,9 +143,9 @@ def test_only_in_float32_a_run_goes_on_with_another_mesh_or_batch(run, pair, tmp
     shutil.copytree(run[0], tmp_path / "run")
     assert regenerate(small(pair, **change), tmp_path / "run")["session"]["responses"] == 0
     saved = tmp_path / "run" / "config.json"
-    saved.write_text(json.dumps(json.loads((run[0] / "config.json").read_text()) | {
-        "dtype": "bfloat16",
-    }))  # fmt: skip
+    saved.write_text(
+        json.dumps(json.loads((run[0] / "config.json").read_text()) | {"dtype": "bfloat16"})
+    )
     assert regenerate(small(pair, dtype="bfloat16"), tmp_path / "run")["responses"] == COUNT
     with pytest.raises(ConfigError, match=f"other values of {next(iter(change))} "):
         regenerate(small(pair, dtype="bfloat16", **change), tmp_path / "run")
@@ -173,23 +174,23 @@ def test_a_line_that_is_no_response_is_named(run, tmp_path, line):
     assert len(path.read_text().splitlines()) == 2
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"batch": 0}, "batch is 0; expected 1 or more"),
-        ({"num_prompts": 0}, "num_prompts is 0"),
-        ({"min_prompt_tokens": 13}, "at most max_prompt_tokens 12"),
-        ({"temperatures": ()}, "temperatures is .*; expected one or more"),
-        ({"temperatures": (-1.0,)}, "temperature is -1.0; expected 0 or more"),
-        ({"tests_share": 2.0}, r"a number in \[0, 1\]"),
-        ({"dtype": "int8"}, "float32, bfloat16"),
-        ({"max_new_tokens": 60}, "a prompt of 12 tokens and 60 new ones make 72"),
-        ({"rule": "typical-acceptance"}, "changes the target's distribution; use a lossless one"),
-        ({"rule": "match", "draft": ""}, "none without a draft"),
-        ({"draft": "no/such"}, "neither a directory nor a zoo name"),
-        ({"prompts": "no/such.jsonl"}, "there is no file no/such.jsonl"),
-    ],
-)
+CHANGES = [
+    ({"batch": 0}, "batch is 0; expected 1 or more"),
+    ({"num_prompts": 0}, "num_prompts is 0"),
+    ({"min_prompt_tokens": 13}, "at most max_prompt_tokens 12"),
+    ({"temperatures": ()}, "temperatures is .*; expected one or more"),
+    ({"temperatures": (-1.0,)}, "temperature is -1.0; expected 0 or more"),
+    ({"tests_share": 2.0}, r"a number in \[0, 1\]"),
+    ({"dtype": "int8"}, "float32, bfloat16"),
+    ({"max_new_tokens": 60}, "a prompt of 12 tokens and 60 new ones make 72"),
+    ({"rule": "typical-acceptance"}, "changes the target's distribution; use a lossless one"),
+    ({"rule": "match", "draft": ""}, "none without a draft"),
+    ({"draft": "no/such"}, "neither a directory nor a zoo name"),
+    ({"prompts": "no/such.jsonl"}, "there is no file no/such.jsonl"),
+]
+
+
+@pytest.mark.parametrize("changes, message", CHANGES)
 def test_bad_values_are_refused_before_anything_is_made(pair, tmp_path, changes, message):
     with pytest.raises(SpecJaxError, match=message):
         regenerate(small(pair, **changes), tmp_path / "run")
@@ -199,8 +200,9 @@ def test_bad_values_are_refused_before_anything_is_made(pair, tmp_path, changes,
 def test_a_piece_depends_on_its_index_alone_and_begins_at_a_line(pair, held_out):
     config = small(pair, draft="")
     decoder = experiment.load_decoder(config)
-    few, many = (list(experiment.prompts_of(small(pair, num_prompts=n), decoder)[1])
-                 for n in (5, 40))
+    few, many = (
+        list(experiment.prompts_of(small(pair, num_prompts=n), decoder)[1]) for n in (5, 40)
+    )
     assert few == many[:5] and len({len(ids) for _, ids in many}) > 5
     texts = list(itertools.islice(python_source.train_pieces(0, max_chars=80), 40))
     assert texts == list(itertools.islice(python_source.train_pieces(0, max_chars=80), 40))
@@ -223,17 +225,14 @@ def test_every_answer_of_a_conversation_is_written_anew(pair, tmp_path, capsys):
     (target / "chat_template.jinja").write_text(template, encoding="utf-8")
     say = lambda *turns: {
         "messages": [
-            {"role": ("user", "assistant")[i % 2], "content": text}
-            for i, text in enumerate(turns)
+            {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)
         ]
     }
     chats = [say("x", "y", "z", "w"), say("u"), *(say(f"{i}", "v") for i in range(40))]
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps(chat) + "\n" for chat in chats), encoding="utf-8")
-    config = small(
-        pair, target=str(target), draft="", prompts=str(path), num_prompts=0,
-        held_out_share=0.3, max_prompt_tokens=24, max_new_tokens=2, temperatures=(0.0,),
-    )  # fmt: skip
+    options = dict(held_out_share=0.3, max_prompt_tokens=24, max_new_tokens=2, temperatures=(0.0,))
+    config = small(pair, target=str(target), draft="", prompts=str(path), num_prompts=0, **options)
     regenerate(config, tmp_path / "run")
     rows = map(json.loads, lines(tmp_path / "run"))
     tokenizer = Tokenizer.from_directory(target)

@@ -61,11 +61,14 @@ class Page(HTMLParser):
 
 
 DATA = {  # what each section needs beside a plain report of one cell
-    "headline": {}, "methods": {}, "acceptance": {}, "predicted": {},
+    "headline": {},
+    "methods": {},
+    "acceptance": {},
+    "predicted": {},
     "over-k": {"results": [plain(), result(k=3), result(k=5)]},
     "categories": {"results": [result(categories={"qa": {"tau": 2.0, "speedup": 0.9}})]},
     "batches": {"results": [result(batch=1), result(batch=4, speedup=0.9)]},
-}  # fmt: skip
+}
 
 
 def page_of(results=(), answers=(), **report):
@@ -80,8 +83,9 @@ def test_a_section_appears_if_its_data_does():
         assert name in page_of(shown).sections
     assert "tokens" in page_of([result()], [answer()]).sections
     without = {
-        "acceptance": {"acceptance_by_position": None}, "predicted": {"predicted_speedup": None},
-    }  # fmt: skip
+        "acceptance": {"acceptance_by_position": None},
+        "predicted": {"predicted_speedup": None},
+    }
     for name, changes in without.items():
         assert set(page_of([result(**changes)]).sections) == usual - {name}
     assert page_of().sections == ["conditions"]
@@ -145,7 +149,7 @@ def test_categories_and_batches_show_each_figure():
     categories = {
         "qa": {"tau": 2.104, "speedup": 0.912, "speedup_interval": [0.8, 1.1], "questions": 80},
         "math": {"tau": 3.5, "speedup": 2.0},
-    }  # fmt: skip
+    }
     found = page_of([plain(), result(categories=categories)])
     assert found.row("qa 80") == ["qa 80", "0.91×2.10"] and found.row("math")[1] == "2.00×3.50"
     assert found.row("all")[1] == "1.43×2.77"  # 2.765 as Python rounds it
@@ -157,9 +161,9 @@ def test_categories_and_batches_show_each_figure():
 
 def test_a_round_is_shown_beside_plain_decoding_of_as_many_tokens():
     parts = {"verify": 1.5, "draft": 0.75, "rest": -0.1}
-    found = page_of([
-        plain(round_ms=1.25), result(tau=3.0, round_parts_ms=parts, difference_ms={"x": -0.1}),
-    ])  # fmt: skip
+    found = page_of(
+        [plain(round_ms=1.25), result(tau=3.0, round_parts_ms=parts, difference_ms={"x": -0.1})]
+    )
     titles = "".join(found.texts)
     assert "verify 1.50 ms, draft 0.75 ms, rest 0.00 ms" in titles
     assert "plain decoding takes 3.75 ms for as many tokens" in titles
@@ -178,10 +182,11 @@ def test_output_that_differs_is_said():
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_no_text_becomes_markup(text, tmp_path):
     usual = page_of([plain(), result()], [answer()], notes=["n"], command="c", conclusions=["s"])
-    line = answer(
-        question=text, category=text, cell=text, method=text, pieces=(text, "b", text, text),
+    options = dict(
+        pieces=(text, "b", text, text),
         turn={"prompt": text, "finish": text, "rejected": [None, None, text, None]},
-    )  # fmt: skip
+    )
+    line = answer(question=text, category=text, cell=text, method=text, **options)
     results = [plain(), result(text, rule=text, tree=None)]
     report = {"results": results, "notes": [text], "command": f"c{text}", "conclusions": [text]}
     write_page(tmp_path / "report.html", report, [line])
@@ -224,8 +229,10 @@ def test_a_token_of_a_round_without_drafts_is_no_bonus():
 def test_questions_of_every_category_come_in_turn_within_the_budget():
     lines = [
         answer(f"{category}{i}", cell, method=cell, category=category, pieces=["word", *"abcdefgh"])
-        for category in ("qa", "math", "code") for i in range(10) for cell in ("a", "b")
-    ]  # fmt: skip
+        for category in ("qa", "math", "code")
+        for i in range(10)
+        for cell in ("a", "b")
+    ]
     whole = packing.select(lines)
     assert len(whole["questions"]) == whole["total"] == 30 and len(whole["units"]) == 60
     # Both cells decode the same text, and every question has the same prompt.
@@ -252,9 +259,11 @@ def test_questions_with_probabilities_come_first():
 
 def test_the_last_line_of_a_unit_and_the_smallest_batch_count():
     lines = [
-        answer(pieces=("old", "x")), answer(pieces=("wide", "x"), batch=4),
-        answer(pieces=("new", "x")), answer(pieces=("wide", "x"), batch=4),
-    ]  # fmt: skip
+        answer(pieces=("old", "x")),
+        answer(pieces=("wide", "x"), batch=4),
+        answer(pieces=("new", "x")),
+        answer(pieces=("wide", "x"), batch=4),
+    ]
     found = packing.select(lines)
     assert [text["pieces"][0] for text in found["texts"]] == ["new"] and len(found["units"]) == 1
     assert found["units"][0]["turns"][0]["ms"] == 11

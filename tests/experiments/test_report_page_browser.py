@@ -60,17 +60,20 @@ document.body.replaceChildren(Object.assign(document.createElement("pre"),
 def test_a_browser_sorts_and_filters_and_shows_tokens(tmp_path):
     speeds = (1.25, 0.5, 9.75)
     results = [
-        plain(), *(result(k=k, speedup=s) for k, s in enumerate(speeds, 1)),
-        plain(1.0), result(temperature=1.0, speedup=2.0),
-    ]  # fmt: skip
+        plain(),
+        *(result(k=k, speedup=s) for k, s in enumerate(speeds, 1)),
+        plain(1.0),
+        result(temperature=1.0, speedup=2.0),
+    ]
     # What a browser cannot keep in a page: half a character, and zero.
     pieces = [text.replace("\x00", "") for text in HOSTILE if text != "\ud83d"]
     first = answer()["turns"][0]
     turns = [first, answer(pieces=("second", "turn"))["turns"][0]]
     lines = [
-        answer(turns=turns), answer(turns=turns, cell="mtp K=3 T=0", method="mtp"),
+        answer(turns=turns),
+        answer(turns=turns, cell="mtp K=3 T=0", method="mtp"),
         answer("q2", pieces=pieces, category="<b>", turn={"prompt": HOSTILE[0]}),
-    ]  # fmt: skip
+    ]
     text = render({"results": results}, lines)
     text = text.replace("<body>", f"<body><script>{BEGIN}</script>")
     path = tmp_path / "report.html"
@@ -107,8 +110,10 @@ def test_a_browser_sorts_and_filters_and_shows_tokens(tmp_path):
 
 def expected(pieces):
     """The pieces as they are shown: long ones lose their middle."""
-    return [p[:200] + " … 49,600 characters left out … " + p[-200:] if len(p) > 400 else p
-            for p in pieces]  # fmt: skip
+    return [
+        p[:200] + " … 49,600 characters left out … " + p[-200:] if len(p) > 400 else p
+        for p in pieces
+    ]
 
 
 @pytest.mark.exhaustive

@@ -46,15 +46,20 @@ ENTRY %main (p: s32[]) -> s32[] {
 
 def test_a_scope_names_its_stage_and_the_outermost_part():
     cases = {
-        "jit(generate)/while/body/verify/attention/cond/branch_1_fun/mlp/mul":
-            ("verify", "attention"),
-        "jit(generate)/while/body/draft/while/body/eval_jaxpr/draft_pass/attention/add":
-            ("draft", "draft_pass"),
+        "jit(generate)/while/body/verify/attention/cond/branch_1_fun/mlp/mul": (
+            "verify",
+            "attention",
+        ),
+        "jit(generate)/while/body/draft/while/body/eval_jaxpr/draft_pass/attention/add": (
+            "draft",
+            "draft_pass",
+        ),
         "jit(generate)/while/body/commit/draft_pass/mlp/mul": ("commit", "draft_pass"),
         "jit(generate)/while/body/accept/vmap()/iota": ("accept", ""),
         "jit(generate)/while/body/verify/jit(take_along_axis)/draft": ("verify", ""),
-        "jit(generate)/while/body/add": ("loop", ""), "reduce_sum": ("loop", ""),
-    }  # fmt: skip
+        "jit(generate)/while/body/add": ("loop", ""),
+        "reduce_sum": ("loop", ""),
+    }
     assert {scope: stage_of(scope) for scope in cases} == cases
     names = [stages.name_of(stage) for stage in cases.values()]
     assert names[:4] == ["verify: attention", "draft: draft pass", "commit: draft pass", "accept"]
@@ -64,11 +69,17 @@ def test_a_program_names_the_stage_of_every_operation_but_of_loops():
     found = stages.read_program(PROGRAM)
     drafted, attended, other = ("draft", "draft_pass"), ("verify", "attention"), ("verify", "")
     assert found == {
-        "param_0": drafted, "multiply.1": drafted, "arg": drafted, "fusion.1": drafted,
+        "param_0": drafted,
+        "multiply.1": drafted,
+        "arg": drafted,
+        "fusion.1": drafted,
         "copy.2": attended,  # it prepares the next operation
-        "dot.3": attended, "reduce.7": other, "tuple.4": other,
-        "add.5": ("loop", ""), "copy.6": ("loop", ""),
-    }  # fmt: skip
+        "dot.3": attended,
+        "reduce.7": other,
+        "tuple.4": other,
+        "add.5": ("loop", ""),
+        "copy.6": ("loop", ""),
+    }
 
 
 def _brute_force(spans, kinds):
@@ -82,9 +93,11 @@ def _brute_force(spans, kinds):
             waiting[min((s.begin_ns, i) for i, s in enumerate(spans) if s.begin_ns > t)[1]] += 1
     usual = lambda times, kind: sum(
         statistics.median(runs) * len(runs)
-        for name in kinds if kinds[name] == kind
-        for runs in [[x for x, s in zip(times, spans) if s.name == name]] if runs
-    )  # fmt: skip
+        for name in kinds
+        if kinds[name] == kind
+        for runs in [[x for x, s in zip(times, spans) if s.name == name]]
+        if runs
+    )
     ran = {kinds[s.name] for s in spans}
     return {k: usual(busy, k) + usual(waiting, k) for k in ran}, {k: usual(busy, k) for k in ran}
 
@@ -138,7 +151,8 @@ def _trace(path, planes):
         for line, name, begin, duration, given in events:
             stats = "".join(
                 f"stats {{ metadata_id: {names.index(key) + 1} "
-                + (f'str_value: "{x}"' if isinstance(x, str) else f"int64_value: {x}") + " }"
+                + (f'str_value: "{x}"' if isinstance(x, str) else f"int64_value: {x}")
+                + " }"
                 for key, x in given.items()
             )
             text += (
@@ -151,13 +165,18 @@ def _trace(path, planes):
 
 
 def test_a_trace_of_a_cpu_says_when_results_are_ready(tmp_path):
-    path = _trace(tmp_path / "cpu.xplane.pb", {"/host:CPU": [
-        (1, "fusion.1", 10, 5, {"hlo_op": "fusion.1", "_p": 7}),
-        (2, "end: fusion.1", 30, 1, {"_c": 7}),  # another thread has ended it
-        (1, "dot.3", 40, 20, {"hlo_op": "dot.3", "_p": 8}),
-        (1, "ThunkExecutor::Execute", 0, 100, {}),
-        (1, "copy", 0, 3, {"hlo_op": "copy"}),  # of another program
-    ]})  # fmt: skip
+    path = _trace(
+        tmp_path / "cpu.xplane.pb",
+        {
+            "/host:CPU": [
+                (1, "fusion.1", 10, 5, {"hlo_op": "fusion.1", "_p": 7}),
+                (2, "end: fusion.1", 30, 1, {"_c": 7}),  # another thread has ended it
+                (1, "dot.3", 40, 20, {"hlo_op": "dot.3", "_p": 8}),
+                (1, "ThunkExecutor::Execute", 0, 100, {}),
+                (1, "copy", 0, 3, {"hlo_op": "copy"}),  # of another program
+            ]
+        },
+    )
     spans = stages.read_spans(path, stages.read_program(PROGRAM))
     assert spans == [Span("fusion.1", 10, 30), Span("dot.3", 40, 60)]
 
@@ -207,8 +226,13 @@ def test_several_processes_are_refused(monkeypatch):
 
 @pytest.mark.exhaustive
 def test_the_stages_of_a_traced_round_add_up_to_it(tmp_path):
-    shape = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 512,
-             "num_attention_heads": 4, "max_position_embeddings": 512}  # fmt: skip
+    shape = {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+    }
     target = random_model("target", shape | {"num_hidden_layers": 2}, 0)
     draft = random_model("draft", shape | {"num_hidden_layers": 1}, 1)
     bench = Bench(target, {"standalone": draft}, [[1, 2, 3]], SamplerConfig(), 32)

@@ -30,9 +30,14 @@ from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.train.log import read_metrics
 
 CONFIGS = (
-    train_head_default, train_zoo_eagle1, train_zoo_eagle3, train_zoo_mtp,
-    train_published_eagle1, train_published_eagle3, train_published_mtp,
-)  # fmt: skip
+    train_head_default,
+    train_zoo_eagle1,
+    train_zoo_eagle3,
+    train_zoo_mtp,
+    train_published_eagle1,
+    train_published_eagle3,
+    train_published_mtp,
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +46,8 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     documents = python_source.documents("held_out")[:6]
     tokenizer = Tokenizer(tokens.train_tokenizer([text for _, text in documents], 300))
-    config = ModelConfig(
-        vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
-        num_attention_heads=2, max_position_embeddings=128,
-    )  # fmt: skip
+    options = dict(num_hidden_layers=3, num_attention_heads=2, max_position_embeddings=128)
+    config = ModelConfig(vocab_size=300, hidden_size=16, intermediate_size=24, **options)
     # What all embeddings share makes one token likely, which four steps teach a head to draft.
     params = random_weights(config)
     params["embed"] = params["embed"] + 1
@@ -60,9 +63,10 @@ def files(tmp_path_factory):
     target = load_model(folder / "target")
     prompts = [target.tokenizer.encode(piece)[:6] for piece in pieces[:12]]
     rows = SpeculativeDecoder(target).generate(prompts, 40)
-    write("responses.jsonl", [
-        {"prompt_ids": prompt, "response_ids": row.tokens} for prompt, row in zip(prompts, rows)
-    ])  # fmt: skip
+    write(
+        "responses.jsonl",
+        [{"prompt_ids": prompt, "response_ids": row.tokens} for prompt, row in zip(prompts, rows)],
+    )
     return folder
 
 
@@ -76,10 +80,8 @@ def small(files, **changes):
     config.loss.num_steps = 2
     config.steps, config.batch, config.length, config.log_every = 4, 2, 18, 1
     config.optimizer.update({"name": "adamw", "lr": 1e-2, "warmup": 1})
-    config.eval.update({
-        "every": 2, "num_draft": 2, "prompts": str(files / "prompts.jsonl"), "num_prompts": 3,
-        "max_new_tokens": 12, "batch": 3, "windows": 4,
-    })  # fmt: skip
+    options = dict(num_prompts=3, max_new_tokens=12, batch=3, windows=4)
+    config.eval.update(every=2, num_draft=2, prompts=str(files / "prompts.jsonl"), **options)
     config.export_dtype = "float32"
     for name, value in changes.items():
         node, last = config, name
@@ -218,9 +220,10 @@ def test_a_head_to_go_on_from_is_read_to_the_devices_that_train_it(files, run, t
     config = small(files, **mesh, **{"head.init_from": str(run[0] / "export")})
     config.data.responses = None
     experiment = HeadExperiment(config, tmp_path)
-    given, where = experiment.spec.given, experiment.spec.shardings(
-        experiment.placement.mesh, experiment.placement.axis_rules
-    )  # fmt: skip
+    given, where = (
+        experiment.spec.given,
+        experiment.spec.shardings(experiment.placement.mesh, experiment.placement.axis_rules),
+    )
     jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim) or 1 / 0, given, where)
     assert any(x.addressable_shards[0].data.size < x.size for x in jax.tree.leaves(given))
     traced = jax.make_jaxpr(experiment._make)(experiment._key, experiment.frozen, given)
@@ -257,37 +260,37 @@ def test_bfloat16_keeps_float32_weights(files, tmp_path):
     assert np.isfinite(float(metrics["loss"]))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"steps": 0}, "steps is 0"),
-        ({"objective": "eagle2"}, "objective is 'eagle2'; expected one of eagle1, eagle3, mtp"),
-        ({"loss.num_steps": 17}, "loss.num_steps is 17; expected 1 to 16"),
-        ({"length": 2}, "length is 2; expected at least 3"),
-        ({"objective": "mtp"}, "200; it is an option of eagle3, not of mtp"),
-        ({"head.draft_vocab_size": 301}, "draft vocabulary 301 is larger"),
-        ({"loss.divergence": "l2"}, "divergence is 'l2'"),
-        ({"data.responses": "nowhere.jsonl"}, "responses nowhere.jsonl cannot be read"),
-        ({"data.text": "nowhere.jsonl"}, "nowhere.jsonl"),
-        ({"dtype": "float16"}, "dtype is 'float16'"),
-        ({"mesh": "data:4"}, "batch is 2, which the mesh axis data:4 does not divide"),
-        ({"is_fully_sharded": True}, "is_fully_sharded is True, but there is no mesh"),
-        ({"export_from": "first"}, "export_from is 'first'; expected best or last"),
-        ({"export_format": "EAGLE-1"}, "export_format is 'EAGLE-1'; expected one of SpecForge"),
-    ],
-)
+CHANGES = [
+    ({"steps": 0}, "steps is 0"),
+    ({"objective": "eagle2"}, "objective is 'eagle2'; expected one of eagle1, eagle3, mtp"),
+    ({"loss.num_steps": 17}, "loss.num_steps is 17; expected 1 to 16"),
+    ({"length": 2}, "length is 2; expected at least 3"),
+    ({"objective": "mtp"}, "200; it is an option of eagle3, not of mtp"),
+    ({"head.draft_vocab_size": 301}, "draft vocabulary 301 is larger"),
+    ({"loss.divergence": "l2"}, "divergence is 'l2'"),
+    ({"data.responses": "nowhere.jsonl"}, "responses nowhere.jsonl cannot be read"),
+    ({"data.text": "nowhere.jsonl"}, "nowhere.jsonl"),
+    ({"dtype": "float16"}, "dtype is 'float16'"),
+    ({"mesh": "data:4"}, "batch is 2, which the mesh axis data:4 does not divide"),
+    ({"is_fully_sharded": True}, "is_fully_sharded is True, but there is no mesh"),
+    ({"export_from": "first"}, "export_from is 'first'; expected best or last"),
+    ({"export_format": "EAGLE-1"}, "export_format is 'EAGLE-1'; expected one of SpecForge"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), CHANGES)
 def test_bad_values_are_clear_errors(files, tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         train_head.train(small(files, **changes), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"objective": "eagle1", "head.draft_vocab_size": 0}, "a head of eagle3; the objective"),
-        ({"head.draft_vocab_size": 100}, "draft_vocab_size is 100; .* drafts 200 ids"),
-    ],
-)
+INVALID_CHANGES = [
+    ({"objective": "eagle1", "head.draft_vocab_size": 0}, "a head of eagle3; the objective"),
+    ({"head.draft_vocab_size": 100}, "draft_vocab_size is 100; .* drafts 200 ids"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), INVALID_CHANGES)
 def test_a_head_of_another_kind_to_go_on_from_is_refused(files, run, tmp_path, changes, message):
     config = small(files, **changes, **{"head.init_from": str(run[0] / "export")})
     with pytest.raises(ConfigError, match=message):

@@ -72,19 +72,24 @@ def test_a_folder_of_every_kind_is_read_and_what_is_left_out_is_said(tmp_path):
     (folder / "code.py").write_text(passage(2, 20_000))
     (folder / "empty.txt").write_text("")
     odd = [{"role": "user", "content": "twice"}, *TALK]
-    write_lines(folder / "rows.jsonl", [
-        {"messages": TALK}, {"question": "Q", "answer": "A"}, {"messages": odd},
-        {"instruction": "I", "input": "x", "output": "O"}, {"data": ["u", "a"]},
-        {"conversations": [{"from": "human", "value": "u"}]}, {"text": "t"},
-        {"messages": talk("u", "a", "and?")}, "plain",
-    ])  # fmt: skip
+    rows = [
+        {"messages": TALK},
+        {"question": "Q", "answer": "A"},
+        {"messages": odd},
+        {"instruction": "I", "input": "x", "output": "O"},
+        {"data": ["u", "a"]},
+        {"conversations": [{"from": "human", "value": "u"}]},
+        {"text": "t"},
+        {"messages": talk("u", "a", "and?")},
+        "plain",
+    ]
+    write_lines(folder / "rows.jsonl", rows)
     train, held_out = load(folder, tmp_path / "data", MISTRAL, max_length=8000)
     found = check_accounts(train)
     assert found["documents"] == 7
-    assert found["left_out"] == {
-        "no_answer": 1, "empty": 1, "refused": 1, "messages_after_the_last_answer": 1,
-        "too_long": 2,
-    }  # fmt: skip
+    assert found["left_out"] == dict(
+        no_answer=1, empty=1, refused=1, messages_after_the_last_answer=1, too_long=2
+    )
     assert found["tokens_left_out"]["too long"] > 30_000
     text = "\n".join(texts.usage_lines(found))
     assert "conversations that the chat template refuses 1" in text
@@ -98,10 +103,11 @@ def test_windows_that_are_too_few_name_the_key_and_the_numbers(tmp_path):
     train, held_out = load(tmp_path / "a.txt", tmp_path / "data")
     data = train_head_default.get_config().data
     data.text = "a.txt"
-    with pytest.raises(ConfigError, match=(
-        rf"\(held_out\) has {len(held_out.tokens)} tokens; expected at least 258, a window: give "
-        "more text, raise data.held_out_share, now 0.02, or lower length"
-    )):  # fmt: skip
+    message = (
+        rf"\(held_out\) has {len(held_out.tokens)} tokens; expected at least 258, a window: "
+        "give more text, raise data.held_out_share, now 0.02, or lower length"
+    )
+    with pytest.raises(ConfigError, match=message):
         texts.check_held_out(held_out, 258, data)
     texts.check_held_out(held_out, len(held_out.tokens), data)
 
@@ -110,9 +116,8 @@ def test_a_single_conversation_cannot_be_split_and_says_what_can(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"messages": TALK}])
     with pytest.raises(ConfigError, match="a.jsonl:1 is a conversation, but the tokenizer has no"):
         load(path, tmp_path / "data", None)
-    with pytest.raises(ConfigError, match=(
-        "no document for held_out .*of a single conversation nothing can be held out.*give "
-    )):  # fmt: skip
+    message = "no document for held_out .*of a single conversation nothing can be held out.*give "
+    with pytest.raises(ConfigError, match=message):
         load(path, tmp_path / "data")
 
 

@@ -53,9 +53,11 @@ def draft():
 @functools.cache
 def head(kind: str):
     """A head with random values for the toy, whose features are its logits."""
+    options = dict(
+        num_attention_heads=2, num_key_value_heads=1, head_dim=4, max_position_embeddings=256
+    )
     layer = find("ModelConfig")(
-        vocab_size=V, hidden_size=V, intermediate_size=10, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=4, max_position_embeddings=256,
+        vocab_size=V, hidden_size=V, intermediate_size=10, num_hidden_layers=1, **options
     )
     make = {
         "eagle1": lambda: find("EagleConfig").of_target(layer, 1, taps=(2,)),
@@ -143,13 +145,15 @@ def _queue(kind, strategy):
     found = spec_jax.DecodeQueue(
         made, prompts, batch=2, max_prompt_tokens=8, max_new_tokens=NEW, stop_tokens=[5]
     )
-    return [{"index": index, **common.row(result)} for index, result in sorted(
-        found, key=lambda pair: pair[0]
-    )]
+    return [
+        {"index": index, **common.row(result)}
+        for index, result in sorted(found, key=lambda pair: pair[0])
+    ]
 
 
 def overlapped(devices) -> dict[str, Callable[[], list[dict]]]:
     """Cells of drafting beside verification; they need devices of draft and target."""
+
     def cell(kind, strategy):
         return decoded(decoder(kind, strategy, SHAPES["chain"], devices=devices))
 
@@ -157,7 +161,7 @@ def overlapped(devices) -> dict[str, Callable[[], list[dict]]]:
         f"overlap/{kind}/{strategy}": functools.partial(cell, kind, strategy)
         for kind in ("standalone", "ngram")
         for strategy in ("greedy", "residual", "match")
-    }  # fmt: skip
+    }
 
 
 def cells() -> dict[str, Callable[[], list[dict]]]:
@@ -172,8 +176,10 @@ def cells() -> dict[str, Callable[[], list[dict]]]:
         for strategy in ("greedy", "match"):
             found[f"toy/{kind}/{strategy}/adaptive"] = functools.partial(_adaptive, kind, strategy)
     for kind, strategy in (
-        ("standalone", "greedy"), ("standalone", "residual"), ("eagle3", "match"),
+        ("standalone", "greedy"),
+        ("standalone", "residual"),
+        ("eagle3", "match"),
         ("suffix", "residual"),
-    ):  # fmt: skip
+    ):
         found[f"toy/{kind}/{strategy}/queue"] = functools.partial(_queue, kind, strategy)
     return found

@@ -21,14 +21,24 @@ CHAIN = {"num_speculative_tokens": 4}
 STATIC = {"tree": (3, 2, 1)}
 DYNAMIC = {"tree_depth": 3, "tree_top_k": 4, "num_speculative_tokens": 10}
 GREEDY = {
-    "plain": CHAIN, "standalone": CHAIN, "ngram": CHAIN, "suffix": CHAIN, "eagle1": CHAIN,
-    "eagle3": CHAIN, "mtp": CHAIN, "standalone/static": STATIC, "eagle3/dynamic": DYNAMIC,
-}  # fmt: skip
+    "plain": CHAIN,
+    "standalone": CHAIN,
+    "ngram": CHAIN,
+    "suffix": CHAIN,
+    "eagle1": CHAIN,
+    "eagle3": CHAIN,
+    "mtp": CHAIN,
+    "standalone/static": STATIC,
+    "eagle3/dynamic": DYNAMIC,
+}
 SAMPLED = {
-    ("plain", "match"): CHAIN, ("standalone", "residual"): CHAIN, ("eagle3", "block"): CHAIN,
-    ("eagle1", "match"): CHAIN, ("ngram", "match"): CHAIN,
+    ("plain", "match"): CHAIN,
+    ("standalone", "residual"): CHAIN,
+    ("eagle3", "block"): CHAIN,
+    ("eagle1", "match"): CHAIN,
+    ("ngram", "match"): CHAIN,
     ("eagle3/static", "traversal"): STATIC,
-}  # fmt: skip
+}
 
 
 @functools.cache

@@ -72,11 +72,16 @@ def test_a_layer_of_a_stack_is_read_whole():
     np.testing.assert_allclose(over_prefix(q, *of_stack, mask), over_all(q, k, v, mask), atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "T, slots, platform, num_prefixes",
-    [(5, S, "cpu", len(PREFIXES) + 1), (1, S, "cpu", len(PREFIXES) + 1),
-     (5, MIN_SLOTS - 1, "cpu", 1), (5, S, "tpu", 1), (5, S, "cuda", 1)],
-)  # fmt: skip
+WINDOWS = [
+    (5, S, "cpu", len(PREFIXES) + 1),
+    (1, S, "cpu", len(PREFIXES) + 1),
+    (5, MIN_SLOTS - 1, "cpu", 1),
+    (5, S, "tpu", 1),
+    (5, S, "cuda", 1),
+]
+
+
+@pytest.mark.parametrize("T, slots, platform, num_prefixes", WINDOWS)
 def test_there_is_a_choice_of_prefixes_on_a_cpu_alone(T, slots, platform, num_prefixes):
     mask = np.ones((1, T, slots), bool)
     traced = jax.jit(attend_prefix).trace(*inputs(mask), mask)
@@ -93,10 +98,8 @@ def test_decoding_across_prefixes_emits_the_plain_tokens(tree):
     noisy = jax.tree.map(lambda w: w * (1 + 0.1 * draw(w.shape).astype(np.float32)), params)
     model = transformer.model(LLAMA)
     target, draft = (LoadedModel("tiny", model, p, config=LLAMA) for p in (params, noisy))
-    config = SpeculativeConfig(
-        num_speculative_tokens=4 if tree is None else 6, tree=tree,
-        rejection_sampling_strategy="greedy",
-    )
+    options = dict(tree=tree, rejection_sampling_strategy="greedy")
+    config = SpeculativeConfig(num_speculative_tokens=4 if tree is None else 6, **options)
     prompts = [[1, 2, 3], [*range(30)] * 3]
     fast = SpeculativeDecoder(target, draft, config).generate(prompts, 320)
     slow = SpeculativeDecoder(target).generate(prompts, 320)

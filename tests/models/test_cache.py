@@ -74,8 +74,9 @@ def assert_same_state(config, cache, other):
     """Equal in contents, and in the logits that come next."""
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5),
-        contents(cache.snapshot()), contents(other.snapshot()),
-    )  # fmt: skip
+        contents(cache.snapshot()),
+        contents(other.snapshot()),
+    )
     np.testing.assert_allclose(what_follows(config, cache), what_follows(config, other), atol=5e-5)
 
 

@@ -55,8 +55,10 @@ def test_what_is_saved_loads_as_the_same_model(tmp_path, config, shard_bytes):
     assert_same(loaded, params)
     assert again == config
     if shard_bytes == 2000:
-        assert all(sum(x.nbytes for x in load_file(f).values()) <= 2000 or len(load_file(f)) == 1
-                   for f in files)
+        assert all(
+            sum(x.nbytes for x in load_file(f).values()) <= 2000 or len(load_file(f)) == 1
+            for f in files
+        )
         index = json.loads((tmp_path / INDEX).read_text())
         assert index["metadata"]["total_size"] == sum(x.nbytes for x in jax.tree.leaves(params))
 
@@ -122,10 +124,15 @@ def test_a_missing_tensor_is_named(llama):
 
 
 def test_unexpected_tensors_are_named(llama):
-    edit_tensors(llama, lambda t: t.update({
-        "model.layers.2.mlp.up_proj.weight": np.zeros(3),  # the config has two layers
-        "model.layers.0.self_attn.q_proj.bias": np.zeros(16),
-    }))
+    edit_tensors(
+        llama,
+        lambda t: t.update(
+            {
+                "model.layers.2.mlp.up_proj.weight": np.zeros(3),  # the config has two layers
+                "model.layers.0.self_attn.q_proj.bias": np.zeros(16),
+            }
+        ),
+    )
     with pytest.raises(WeightsError, match="unexpected") as error:
         load_pretrained(llama)
     assert "model.layers.2.mlp.up_proj.weight" in str(error.value)
@@ -219,9 +226,10 @@ def test_both_spellings_of_the_rotary_keys_are_the_same_model(llama, type_key):
     scaling = dict(
         factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
     )
-    edit_json(llama, lambda c: c.update(
-        rope_parameters={type_key: "llama3", "rope_theta": 5e5, **scaling}
-    ))
+    edit_json(
+        llama,
+        lambda c: c.update(rope_parameters={type_key: "llama3", "rope_theta": 5e5, **scaling}),
+    )
     new = read_config(llama)
 
     def old_spelling(config):
@@ -272,15 +280,14 @@ def test_a_tensor_that_is_not_finite_is_an_error_that_names_it(llama, value):
         load_pretrained(llama)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        dict(sliding_window=None),
-        dict(sliding_window=LLAMA.max_position_embeddings),  # no token is out of sight
-        dict(sliding_window=None, num_key_value_heads=8, num_attention_heads=8, head_dim=4),
-    ],
-    ids=["no window", "wide", "heads"],
-)
+CHANGES = [
+    dict(sliding_window=None),
+    dict(sliding_window=LLAMA.max_position_embeddings),  # no token is out of sight
+    dict(sliding_window=None, num_key_value_heads=8, num_attention_heads=8, head_dim=4),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=["no window", "wide", "heads"])
 def test_a_mistral_without_a_sliding_window_is_a_llama(llama, change):
     edit_json(llama, lambda c: c.update(change))
     expected = read_config(llama)
@@ -301,16 +308,15 @@ def test_a_qwen2_whose_window_layers_begin_after_its_last_layer_sees_all(llama):
         read_config(llama)
 
 
-@pytest.mark.parametrize(
-    ("said", "method"),
-    [
-        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "fp8"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
-        ({"quantization_config": {"load_in_4bit": True}}, "a method that it does not name"),
-        ({"compression_config": {"format": "pack-quantized"}}, "pack-quantized"),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "",
-)
+STATED = [
+    ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "fp8"),
+    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+    ({"quantization_config": {"load_in_4bit": True}}, "a method that it does not name"),
+    ({"compression_config": {"format": "pack-quantized"}}, "pack-quantized"),
+]
+
+
+@pytest.mark.parametrize(("said", "method"), STATED, ids=lambda x: x if isinstance(x, str) else "")
 def test_quantised_weights_are_refused_by_the_name_of_their_method(llama, said, method):
     """Also where plain weights lie beside it."""
     edit_json(llama, lambda c: c.update(said))

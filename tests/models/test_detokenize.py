@@ -106,13 +106,20 @@ def test_long_rows_are_followed_by_their_last_tokens_alone(kind, is_cancelled):
             assert counting.num_decoded < 120 * len(ids)  # all of it each time: 300 an id
 
 
-@pytest.mark.parametrize("decoder", [
-    None, decoders.BPEDecoder("a"), decoders.WordPiece("a"), decoders.Metaspace(), decoders.CTC(),
+DECODERS = [
+    None,
+    decoders.BPEDecoder("a"),
+    decoders.WordPiece("a"),
+    decoders.Metaspace(),
+    decoders.CTC(),
     decoders.Sequence([decoders.Metaspace(), decoders.ByteFallback()]),
     decoders.Sequence([decoders.Fuse(), decoders.Replace("aa", "b")]),
     decoders.Sequence([decoders.Fuse(), decoders.ByteFallback()]),
     decoders.Sequence([decoders.ByteLevel(), decoders.Strip("b", 1, 2)]),
-], ids=str)  # fmt: skip
+]
+
+
+@pytest.mark.parametrize("decoder", DECODERS, ids=str)
 def test_settled_is_settled_by_every_decoder(decoder):
     tokenizer, rng = with_decoder(decoder) if decoder else no_decoder(), np.random.default_rng(1)
     for _ in range(100):

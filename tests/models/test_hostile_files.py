@@ -32,25 +32,37 @@ NO_FLAGS = ("no", "false", 2, 1.0, [True])
 NO_NUMBERS = (math.nan, math.inf, -1, True, "1e-5", 10**400, [1])
 DEEP = "[" * 100_000 + "]" * 100_000
 SIZES = {
-    "llama": ("num_hidden_layers", "hidden_size", "vocab_size", "intermediate_size", "head_dim",
-              "num_attention_heads", "num_key_value_heads"),
+    "llama": (
+        "num_hidden_layers",
+        "hidden_size",
+        "vocab_size",
+        "intermediate_size",
+        "head_dim",
+        "num_attention_heads",
+        "num_key_value_heads",
+    ),
     "mamba2": ("num_hidden_layers", "num_heads", "state_size", "n_groups", "conv_kernel"),
     "bamba": ("num_hidden_layers", "mamba_n_heads", "mamba_d_head", "mamba_d_state"),
     "deepseek_v3": ("n_routed_experts", "num_experts_per_tok", "n_group", "kv_lora_rank"),
     "qwen3_next": ("num_experts", "moe_intermediate_size", "num_attention_heads"),
-}  # fmt: skip
+}
 WRONG = {  # by family: values by key; a key of the rotary embedding stands in its object
     **{kind: {key: NO_SIZES for key in keys} for kind, keys in SIZES.items()},
     "qwen2": {"tie_word_embeddings": NO_FLAGS, "use_sliding_window": NO_FLAGS},
 }
 WRONG["llama"] |= {
     "max_position_embeddings": NO_LENGTHS,
-    "rms_norm_eps": NO_NUMBERS, "tie_word_embeddings": NO_FLAGS, "attention_bias": NO_FLAGS,
-    "rope_theta": (*NO_NUMBERS, 0), "rope_parameters": ("linear", [1]), "layer_types": (3,),
+    "rms_norm_eps": NO_NUMBERS,
+    "tie_word_embeddings": NO_FLAGS,
+    "attention_bias": NO_FLAGS,
+    "rope_theta": (*NO_NUMBERS, 0),
+    "rope_parameters": ("linear", [1]),
+    "layer_types": (3,),
     "eos_token_id": (31, -2, True, 2.0, "2", [2, "3"], [1.5], [31], {"a": 1}),
-    "rope_parameters.factor": NO_NUMBERS, "rope_parameters.high_freq_factor": (*NO_NUMBERS, 1.0),
+    "rope_parameters.factor": NO_NUMBERS,
+    "rope_parameters.high_freq_factor": (*NO_NUMBERS, 1.0),
     "rope_parameters.original_max_position_embeddings": NO_SIZES,
-}  # fmt: skip
+}
 WRONG["mamba2"] |= {"layer_norm_epsilon": NO_NUMBERS, "use_conv_bias": NO_FLAGS}
 WRONG["bamba"] |= {
     "rope_parameters.partial_rotary_factor": NO_NUMBERS,
@@ -99,16 +111,22 @@ def test_values_that_mean_what_was_expected_are_read_as_it(tmp_path):
     sizes = {"hidden_size": float(LLAMA.hidden_size), "max_position_embeddings": 4096.0}
     length = {"original_max_position_embeddings": 4096.0}
     for stated, same in (
-        ({"tie_word_embeddings": 1, "attention_bias": 0, "use_sliding_window": 0, **sizes},
-         {"tie_word_embeddings": True, "attention_bias": False, "max_position_embeddings": 4096}),
-        ({"rope_scaling": yarn | length | {"truncate": 0}},
-         {"rope_scaling": yarn | {"truncate": False, "original_max_position_embeddings": 4096}}),
+        (
+            {"tie_word_embeddings": 1, "attention_bias": 0, "use_sliding_window": 0, **sizes},
+            {"tie_word_embeddings": True, "attention_bias": False, "max_position_embeddings": 4096},
+        ),
+        (
+            {"rope_scaling": yarn | length | {"truncate": 0}},
+            {"rope_scaling": yarn | {"truncate": False, "original_max_position_embeddings": 4096}},
+        ),
         ({"rope_scaling": False, "hidden_act": ""}, {"rope_scaling": None}),
         ({"eos_token_id": -1}, {"eos_token_id": None}),
         ({"eos_token_id": [2, -1]}, {"eos_token_id": 2}),
-        ({"max_position_embeddings": 10**30} | (other := {"rope_scaling": None}),
-         {"max_position_embeddings": 2**31 - 1} | other),
-    ):  # fmt: skip
+        (
+            {"max_position_embeddings": 10**30} | (other := {"rope_scaling": None}),
+            {"max_position_embeddings": 2**31 - 1} | other,
+        ),
+    ):
         (tmp_path / "config.json").write_text(json.dumps(hf | stated))
         config = read_config(tmp_path)
         (tmp_path / "config.json").write_text(json.dumps(hf | same))
@@ -151,10 +169,15 @@ def test_a_shape_names_the_keys_that_ask_for_it(tmp_path):
 @pytest.mark.parametrize("name", ["eagle-1", "eagle-3", "specforge", "speculators"])
 def test_a_head_of_impossible_sizes_is_refused(tmp_path, name):
     for key, value in [
-        ("num_hidden_layers", 10**9), ("num_attention_heads", 0), ("rms_norm_eps", math.nan),
-        ("rope_theta", -1.0), ("attention_bias", "no"), ("intermediate_size", 2.5),
-        ("eos_token_id", [2, "3"]), ("max_position_embeddings", -1),
-    ]:  # fmt: skip
+        ("num_hidden_layers", 10**9),
+        ("num_attention_heads", 0),
+        ("rms_norm_eps", math.nan),
+        ("rope_theta", -1.0),
+        ("attention_bias", "no"),
+        ("intermediate_size", 2.5),
+        ("eos_token_id", [2, "3"]),
+        ("max_position_embeddings", -1),
+    ]:
         is_inner = name == "speculators"
         write_head(tmp_path, name)
         hf = json.loads((tmp_path / "config.json").read_text())
@@ -176,8 +199,10 @@ def test_modules_that_are_not_there_are_refused(tmp_path, count):
         read_mtp(tmp_path, LLAMA)
 
 
-@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer_config.json",
-                                  "tokenizer.json", INDEX])  # fmt: skip
+FILES = ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", INDEX]
+
+
+@pytest.mark.parametrize("file", FILES)
 def test_json_of_any_depth_and_files_that_never_end_are_refused(tmp_path, file):
     save_pretrained(tmp_path, random_weights(LLAMA), LLAMA, letters(31))
 

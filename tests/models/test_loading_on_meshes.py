@@ -107,12 +107,11 @@ def test_a_model_on_a_mesh_is_the_model_read_whole(tmp_path, name, sizes, scan_l
         pytest.skip("its layers are never stacked")
     save_pretrained(tmp_path, random_weights(config), config, max_shard_bytes=9000)
     if config.tie_word_embeddings:  # and the head is stored again
-        (file,) = [f for f in tmp_path.glob("*.safetensors")
-                   if "model.embed_tokens.weight" in load_file(f)]  # fmt: skip
+        (file,) = [
+            f for f in tmp_path.glob("*.safetensors") if "model.embed_tokens.weight" in load_file(f)
+        ]
         tensors = load_file(file)
-        save_file(
-            tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}, file
-        )
+        save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}, file)
     options = dict(scan_layers=scan_layers)
     for rules in (SHARDED, FULLY_SHARDED):
         params, read = load_pretrained(
@@ -139,12 +138,14 @@ HEADS = {
     "eagle-3": lambda target: EagleConfig.of_target(target, version=3),
     **{
         f"mtp of {name}": lambda target, layer=layer: MtpConfig.of_target(
-            target, layer=dataclasses.replace(layer, num_hidden_layers=1), num_modules=2,
+            target,
+            layer=dataclasses.replace(layer, num_hidden_layers=1),
+            num_modules=2,
             protocol="sequential",
         )
         for name, layer in LAYERS.items()
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.representatives("eagle-3-data:2,tensor:4", "mtp of deepseek experts-data:1,tensor:8")
@@ -336,7 +337,7 @@ def test_a_value_that_only_one_device_reads_is_found(llama, at):
         (lambda t: t.update({NAME: t[NAME].astype(np.complex64)}), f"{NAME} has dtype C64; known"),
     ],
     ids=["missing", "unexpected", "shape", "dtype"],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_named_before_anything_is_read(llama, opened, change, message):
     edit(llama, change)
     with pytest.raises(WeightsError, match=message):

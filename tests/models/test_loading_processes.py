@@ -27,10 +27,10 @@ TESTS = pathlib.Path(__file__).resolve().parents[1]
 
 def start(*arguments) -> subprocess.Popen:
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
+    options = dict(text=True, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     return subprocess.Popen(
-        [sys.executable, load_worker.__file__, "load", *map(str, arguments)], text=True, env=env,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        [sys.executable, load_worker.__file__, "load", *map(str, arguments)], **options
+    )
 
 
 def result(process: subprocess.Popen) -> dict:

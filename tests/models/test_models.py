@@ -192,23 +192,22 @@ def numpy_frequencies(rope, head_dim):
 LONG = dict(factor=8.0, original_max_position_embeddings=4096)
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        RopeConfig(),
-        RopeConfig(rope_theta=5e5),
-        RopeConfig("linear", factor=3.0),
-        RopeConfig("llama3", rope_theta=5e5, **LONG),
-        RopeConfig("llama3", low_freq_factor=2.0, high_freq_factor=32.0, **LONG),
-        RopeConfig("yarn", **LONG),
-        RopeConfig("yarn", rope_theta=1e6, beta_fast=16.0, beta_slow=2.0, **LONG),
-        RopeConfig("yarn", truncate=False, **LONG),
-        RopeConfig("yarn", attention_factor=0.7, **LONG),
-        RopeConfig("yarn", mscale=0.8, mscale_all_dim=1.3, **LONG),
-        RopeConfig("yarn", factor=1.0, original_max_position_embeddings=4096),
-    ],
-    ids=lambda r: r.rope_type,
-)
+ROPES = [
+    RopeConfig(),
+    RopeConfig(rope_theta=5e5),
+    RopeConfig("linear", factor=3.0),
+    RopeConfig("llama3", rope_theta=5e5, **LONG),
+    RopeConfig("llama3", low_freq_factor=2.0, high_freq_factor=32.0, **LONG),
+    RopeConfig("yarn", **LONG),
+    RopeConfig("yarn", rope_theta=1e6, beta_fast=16.0, beta_slow=2.0, **LONG),
+    RopeConfig("yarn", truncate=False, **LONG),
+    RopeConfig("yarn", attention_factor=0.7, **LONG),
+    RopeConfig("yarn", mscale=0.8, mscale_all_dim=1.3, **LONG),
+    RopeConfig("yarn", factor=1.0, original_max_position_embeddings=4096),
+]
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda r: r.rope_type)
 def test_rotary_frequencies_equal_the_published_formulas(rope):
     freq, factor = rope_frequencies(rope, 32)
     expected, expected_factor = numpy_frequencies(rope, 32)
@@ -220,9 +219,9 @@ def test_rotary_frequencies_equal_the_published_formulas(rope):
 
 
 def test_each_config_has_one_model_and_the_table_counts_its_random_weights():
-    assert transformer.model(LLAMA) is transformer.model(ModelConfig(**{
-        **TINY, "num_attention_heads": 4, "num_key_value_heads": 2,
-    }))
+    assert transformer.model(LLAMA) is transformer.model(
+        ModelConfig(**{**TINY, "num_attention_heads": 4, "num_key_value_heads": 2})
+    )
     assert transformer.model(LLAMA).vocab_size == 31
     assert transformer.model(LLAMA).max_length == LLAMA.max_position_embeddings
     for config in FAMILIES:
@@ -240,18 +239,19 @@ def test_initial_weights_are_reproducible_and_of_the_declared_distribution():
         assert not np.array_equal(a.get("head", a.get("q")), b.get("head", b.get("q")))
 
 
+INVALID_CONFIGS = [
+    (dict(model_type="gpt2"), "gpt2"),
+    (dict(num_key_value_heads=3), "num_key_value_heads 3"),
+    (dict(num_key_value_heads=0), "num_key_value_heads is 0"),
+    (dict(num_attention_heads=3, num_key_value_heads=3), "hidden_size 16"),
+    (dict(head_dim=5), "head_dim 5"),
+    (dict(vocab_size=0), "vocab_size is 0"),
+    (dict(num_hidden_layers=1.5), "num_hidden_layers is 1.5"),
+]
+
+
 @pytest.mark.parametrize(
-    ("wrong", "named"),
-    [
-        (dict(model_type="gpt2"), "gpt2"),
-        (dict(num_key_value_heads=3), "num_key_value_heads 3"),
-        (dict(num_key_value_heads=0), "num_key_value_heads is 0"),
-        (dict(num_attention_heads=3, num_key_value_heads=3), "hidden_size 16"),
-        (dict(head_dim=5), "head_dim 5"),
-        (dict(vocab_size=0), "vocab_size is 0"),
-        (dict(num_hidden_layers=1.5), "num_hidden_layers is 1.5"),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "",
+    ("wrong", "named"), INVALID_CONFIGS, ids=lambda x: x if isinstance(x, str) else ""
 )
 def test_an_impossible_model_shape_is_an_error_that_names_the_field(wrong, named):
     with pytest.raises(ConfigError, match=named):

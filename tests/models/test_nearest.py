@@ -16,27 +16,31 @@ GUIDE = r"\. docs/write_a_family.md says how"
 ROWS = {"num_attention_heads": 8, "hidden_act": "silu", "rms_norm_eps": 1e-5}
 
 
+GEMMA = dict(hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256, head_dim=256)
+GEMMA |= dict(ROWS, model_type="gemma2", attn_logit_softcapping=50.0)
+SOFT_CAPS = "soft caps on logits; the activation 'gelu_pytorch_tanh'; norms that multiply"
+GPT2 = dict(model_type="gpt2", n_positions=1024, layer_norm_epsilon=1e-5)
+TEXT = dict(ROWS, model_type="mistral", sliding_window=8)
+MISTRAL = dict(model_type="mistral3", vision_config={"depth": 2}, text_config=TEXT)
+GRANITE = dict(ROWS, model_type="granite", logits_scaling=1.0)
+CONFIGS = [
+    (dict(ROWS, model_type="qwen3_moe", num_experts=128), "qwen3", "a mixture of experts"),
+    (dict(ROWS, model_type="mixtral", num_local_experts=8), "mistral", "a mixture of"),
+    (GEMMA, "llama", SOFT_CAPS),
+    (dict(ROWS, model_type="falcon_h1", mamba_n_heads=8), "bamba", None),
+    (dict(model_type="mamba", state_size=16), "mamba2", None),
+    (GPT2, "llama", "positions that are not rotary; LayerNorm in place of RMSNorm"),
+    (MISTRAL, "mistral", "images or sound beside the text; sliding-window attention"),
+    (dict(GRANITE, logits_scaling=8.0, residual_multiplier=1.0), "llama", "multipliers of"),
+    (GRANITE, "llama", None),
+]
+
+
 @pytest.mark.parametrize(
     "config, nearest, missing",
-    [
-        ({**ROWS, "model_type": "qwen3_moe", "num_experts": 128}, "qwen3", "a mixture of experts"),
-        ({**ROWS, "model_type": "mixtral", "num_local_experts": 8}, "mistral", "a mixture of"),
-        ({**ROWS, "model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh",
-          "query_pre_attn_scalar": 256, "head_dim": 256, "attn_logit_softcapping": 50.0},
-         "llama", "soft caps on logits; the activation 'gelu_pytorch_tanh'; norms that multiply"),
-        ({**ROWS, "model_type": "falcon_h1", "mamba_n_heads": 8}, "bamba", None),
-        ({"model_type": "mamba", "state_size": 16}, "mamba2", None),
-        ({"model_type": "gpt2", "n_positions": 1024, "layer_norm_epsilon": 1e-5}, "llama",
-         "positions that are not rotary; LayerNorm in place of RMSNorm"),
-        ({"model_type": "mistral3", "vision_config": {"depth": 2},
-          "text_config": {**ROWS, "model_type": "mistral", "sliding_window": 8}}, "mistral",
-         "images or sound beside the text; sliding-window attention"),
-        ({**ROWS, "model_type": "granite", "logits_scaling": 8.0, "residual_multiplier": 1.0},
-         "llama", "multipliers of"),
-        ({**ROWS, "model_type": "granite", "logits_scaling": 1.0}, "llama", None),
-    ],
+    CONFIGS,
     ids=lambda x: x["model_type"] if isinstance(x, dict) else None,
-)  # fmt: skip
+)
 def test_the_keys_of_a_config_say_what_is_missing(tmp_path, config, nearest, missing):
     (tmp_path / "config.json").write_text(json.dumps(config))
     needs = "its files show no difference" if missing is None else f"what .* needs.*: {missing}"

@@ -35,15 +35,15 @@ def head_of(target, directory, kind):
     return directory
 
 
-@pytest.mark.parametrize(
-    ("file", "message"),
-    [
-        ("tiny-Q4_K_M.gguf", "GGUF, which is not read.*gguf_file='tiny-Q4_K_M.gguf'"),
-        ("adapter_model.safetensors", "LoRA adapter.*merge_and_unload"),
-        ("consolidated.00.pth", "its publisher's own layout"),
-        ("weights.bin", "weights.bin is not a name that is read; expected pytorch_model.bin"),
-    ],
-)
+FILES = [
+    ("tiny-Q4_K_M.gguf", "GGUF, which is not read.*gguf_file='tiny-Q4_K_M.gguf'"),
+    ("adapter_model.safetensors", "LoRA adapter.*merge_and_unload"),
+    ("consolidated.00.pth", "its publisher's own layout"),
+    ("weights.bin", "weights.bin is not a name that is read; expected pytorch_model.bin"),
+]
+
+
+@pytest.mark.parametrize(("file", "message"), FILES)
 @pytest.mark.parametrize("has_config", [True, False])
 def test_files_of_other_layouts_are_told_apart(tmp_path, model, file, message, has_config):
     (tmp_path / file).write_bytes(b"")

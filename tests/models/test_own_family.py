@@ -52,8 +52,9 @@ def test_it_loads_and_is_exported(directories, tmp_path):
     tokens = np.asarray([[3, 1, 4, 1, 5]])
     np.testing.assert_allclose(
         transformer.logits(stacked, tokens, config=config),
-        transformer.logits(params, tokens, config=GATED), atol=1e-5,
-    )  # fmt: skip
+        transformer.logits(params, tokens, config=GATED),
+        atol=1e-5,
+    )
 
 
 def test_its_layer_is_what_runs():
@@ -99,10 +100,8 @@ def test_heads_are_trained_for_it_evaluated_and_exported(tmp_path, objective):
     config.data.text, config.data.held_out_share = str(tmp_path / "texts.jsonl"), 0.2
     config.loss.num_steps = 2
     config.steps, config.batch, config.length, config.log_every = 4, 2, 18, 1
-    config.eval.update({
-        "every": 4, "num_draft": 2, "prompts": str(tmp_path / "prompts.jsonl"), "num_prompts": 3,
-        "max_new_tokens": 8, "batch": 3, "windows": 2,
-    })  # fmt: skip
+    options = dict(num_prompts=3, max_new_tokens=8, batch=3, windows=2)
+    config.eval.update(every=4, num_draft=2, prompts=str(tmp_path / "prompts.jsonl"), **options)
     train_head.train(config, tmp_path / "run")
     export = str(tmp_path / "run" / "export")
     config = evaluate_zoo.get_config()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from oracles.state_space import run_mamba2
 from safetensors.numpy import load_file, save_file
+from support.decoders import rule
 from support.tiny_models import BAMBA, LLAMA, MAMBA2, random_tokens, random_weights
 
 from spec_jax import DecodeQueue, SamplerConfig, SpeculativeConfig, SpeculativeDecoder, decoding
@@ -22,13 +23,11 @@ from spec_jax.models.families.bamba import BambaConfig
 from spec_jax.models.families.mamba2 import Mamba2Config
 from spec_jax.models.params import init_params, num_params
 from spec_jax.models.ssm import CHUNK
-from spec_jax.rules import make_rule
 from spec_jax.testing import Row, certify_decoder, certify_rule, reference_distribution
 
-ODD = dataclasses.replace(
-    MAMBA2, n_groups=1, conv_kernel=3, use_conv_bias=False, use_bias=True,
-    time_step_limit=(0.6, 0.9), tie_word_embeddings=True,
-)  # fmt: skip
+_ODD = dict(n_groups=1, conv_kernel=3, use_conv_bias=False, use_bias=True)
+_ODD |= dict(time_step_limit=(0.6, 0.9), tie_word_embeddings=True)
+ODD = dataclasses.replace(MAMBA2, **_ODD)
 whole = jax.jit(transformer.logits, static_argnames="config")
 
 
@@ -156,24 +155,28 @@ def test_certificate_by_enumeration(name):
 
     cold, warm = SamplerConfig(temperature=0.7, top_k=2), SamplerConfig(temperature=1.0)
     certify_rule(
-        make_rule(SpeculativeConfig(rejection_sampling_strategy="residual")),
-        rows=[Row((0, 1), warm, warm), Row((2, 1, 0), cold, warm)], vocab_size=V, num_draft=2,
-        num_tokens=3, drafter=standalone(transformer.model(DRAFT)),
-        draft_distribution=draft_distribution, params=params, target=transformer.model(config),
+        rule("residual"),
+        rows=[Row((0, 1), warm, warm), Row((2, 1, 0), cold, warm)],
+        vocab_size=V,
+        num_draft=2,
+        num_tokens=3,
+        drafter=standalone(transformer.model(DRAFT)),
+        draft_distribution=draft_distribution,
+        params=params,
+        target=transformer.model(config),
         batch=16,
         logits_of=plain_logits(config, params["target"]),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.exhaustive
 def test_certificate_of_the_decoder_with_a_mamba2_target_and_draft():
     params = {"target": random_weights(DRAFT), "draft": nearly(DRAFT, 0.5)}
-    certify_decoder(
-        make_rule(SpeculativeConfig(rejection_sampling_strategy="residual")),
-        standalone(transformer.model(DRAFT)), vocab_size=V, num_draft=2, num_tokens=3,
-        trials=8_000, batch=8_000, params=params, target=transformer.model(DRAFT),
-        logits_of=plain_logits(DRAFT, params["target"]),
-    )  # fmt: skip
+    settings = dict(
+        target=transformer.model(DRAFT), logits_of=plain_logits(DRAFT, params["target"])
+    )
+    options = dict(num_draft=2, num_tokens=3, trials=8_000, batch=8_000, params=params, **settings)
+    certify_decoder(rule("residual"), standalone(transformer.model(DRAFT)), vocab_size=V, **options)
 
 
 def test_a_model_that_can_neither_rewind_nor_replay_is_no_draft():
@@ -198,9 +201,13 @@ def test_a_target_that_can_neither_rewind_nor_replay_takes_one_token_a_pass():
 
 def test_a_system_that_would_draft_for_such_a_target_is_refused():
     model = transformer.model(MAMBA2)._replace(can_rewind=False)
-    system = SpeculativeDecoder(
-        loaded("target", MAMBA2, random_weights(MAMBA2)), None, SpeculativeConfig("ngram", 2)
-    ).system()._replace(target=model)
+    system = (
+        SpeculativeDecoder(
+            loaded("target", MAMBA2, random_weights(MAMBA2)), None, SpeculativeConfig("ngram", 2)
+        )
+        .system()
+        ._replace(target=model)
+    )
     with pytest.raises(ConfigError, match="cannot forget rejected drafts, and K is 2"):
         decoding.propose(None, None, None, system)
 
@@ -239,23 +246,23 @@ def test_random_weights_begin_as_published():
     assert num_params(MAMBA2) == num_params(dataclasses.replace(MAMBA2, residual_in_fp32=False))
 
 
-@pytest.mark.parametrize(
-    "config, changes, message",
-    [
-        (MAMBA2, dict(head_dim=7), "num_heads 4 of head_dim 7 make 28; expand 2 of hidden_size 16"),
-        (MAMBA2, dict(n_groups=3), "4 heads do not divide into 3 groups"),
-        (MAMBA2, dict(state_size=0), "state_size is 0; expected a positive integer"),
-        (MAMBA2, dict(time_step_limit=(0.5, 0.1)), "two numbers, ascending from 0"),
-        (MAMBA2, dict(time_step_limit="often"), "time_step_limit is 'often'"),
-        (BAMBA, dict(attn_layer_indices=(1, 3)), r"attn_layer_indices is \[1, 3\]; expected some"),
-        (BAMBA, dict(attn_layer_indices=()), "expected some of the layers 0 to 2, and not all"),
-        (BAMBA, dict(mamba_d_head=5), "mamba_n_heads 4 of 5 make 20; mamba_expand 2"),
-        (MAMBA2, dict(time_step_limit=0.5), "time_step_limit is 0.5; expected two numbers"),
-        (BAMBA, dict(partial_rotary_factor="0.5"), "factor is '0.5'; expected a finite number"),
-        (BAMBA, dict(partial_rotary_factor=0.3), "turns 1 of 4 dimensions; expected an even"),
-        (BAMBA, dict(num_attention_heads=3), "num_attention_heads 3 must divide hidden_size 16"),
-    ],
-)
+CONFIGS = [
+    (MAMBA2, dict(head_dim=7), "num_heads 4 of head_dim 7 make 28; expand 2 of hidden_size 16"),
+    (MAMBA2, dict(n_groups=3), "4 heads do not divide into 3 groups"),
+    (MAMBA2, dict(state_size=0), "state_size is 0; expected a positive integer"),
+    (MAMBA2, dict(time_step_limit=(0.5, 0.1)), "two numbers, ascending from 0"),
+    (MAMBA2, dict(time_step_limit="often"), "time_step_limit is 'often'"),
+    (BAMBA, dict(attn_layer_indices=(1, 3)), r"attn_layer_indices is \[1, 3\]; expected some"),
+    (BAMBA, dict(attn_layer_indices=()), "expected some of the layers 0 to 2, and not all"),
+    (BAMBA, dict(mamba_d_head=5), "mamba_n_heads 4 of 5 make 20; mamba_expand 2"),
+    (MAMBA2, dict(time_step_limit=0.5), "time_step_limit is 0.5; expected two numbers"),
+    (BAMBA, dict(partial_rotary_factor="0.5"), "factor is '0.5'; expected a finite number"),
+    (BAMBA, dict(partial_rotary_factor=0.3), "turns 1 of 4 dimensions; expected an even"),
+    (BAMBA, dict(num_attention_heads=3), "num_attention_heads 3 must divide hidden_size 16"),
+]
+
+
+@pytest.mark.parametrize("config, changes, message", CONFIGS)
 def test_a_config_that_cannot_be_is_refused(config, changes, message):
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(config, **changes)
@@ -278,13 +285,11 @@ def test_config_json_reads_back(config):
 def test_a_queue_takes_prompts_of_different_lengths():
     """They cannot be prefilled together: what pads the shorter would stay in its state."""
     target = loaded("target", MAMBA2, random_weights(MAMBA2))
-    decoder = SpeculativeDecoder(dataclasses.replace(
-        target, model=target.model._replace(can_rewind=False)
-    ))  # fmt: skip
+    decoder = SpeculativeDecoder(
+        dataclasses.replace(target, model=target.model._replace(can_rewind=False))
+    )
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11]]
     expected = [decoder.generate(prompt, 6).tokens for prompt in prompts]
-    queue = DecodeQueue(
-        decoder, enumerate(prompts), batch=3, max_prompt_tokens=5, max_new_tokens=6
-    )
+    queue = DecodeQueue(decoder, enumerate(prompts), batch=3, max_prompt_tokens=5, max_new_tokens=6)
     found = dict(queue)
     assert [found[i].tokens for i in range(4)] == expected

@@ -19,10 +19,8 @@ def byte_level(vocab_size=270, add_start=False):
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator([TEXT * 9], trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet,
-        show_progress=False,
-    ))
+    options = dict(special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator([TEXT * 9], trainers.BpeTrainer(vocab_size=vocab_size, **options))
     if add_start:
         backend.post_processor = processors.TemplateProcessing(
             "<s> $A", special_tokens=[("<s>", 0)]

@@ -22,8 +22,12 @@ def run_mixer(layer, h, config):
       config: a ``MixerConfig``.
     """
     N, H, G, Z, R = (
-        config.num_heads, config.head_dim, config.n_groups, config.state_size, config.conv_kernel,
-    )  # fmt: skip
+        config.num_heads,
+        config.head_dim,
+        config.n_groups,
+        config.state_size,
+        config.conv_kernel,
+    )
     width, C = N * H, config.conv_dim
     state, last = np.zeros((N, H, Z)), np.zeros((R, C))
     out = np.zeros_like(h)

@@ -179,6 +179,7 @@ def train(modules, loss_of, batches, lrs, dtype):
       lrs: a learning rate a batch.
       dtype: of the weights.
     """
+
     def tensor(array):
         array = np.asarray(array)
         if np.issubdtype(array.dtype, np.integer):
@@ -209,8 +210,16 @@ def train(modules, loss_of, batches, lrs, dtype):
 
 
 def eagle1_losses(
-    directory, head_params, layer_config, batches, *, lrs, noises=None, weight_regression=1.0,
-    weight_cross_entropy=0.1, dtype=torch.float32,
+    directory,
+    head_params,
+    layer_config,
+    batches,
+    *,
+    lrs,
+    noises=None,
+    weight_regression=1.0,
+    weight_cross_entropy=0.1,
+    dtype=torch.float32,
 ):
     """EAGLE-1: regression of the next state and cross-entropy of the two distributions.
 
@@ -243,8 +252,19 @@ def eagle1_losses(
 
 
 def eagle3_losses(
-    directory, head_params, layer_config, batches, *, lrs, taps, num_steps=7, decay=0.8,
-    norm_output=False, norm_before_residual=False, fc_norm=False, norm_before_fc=False,
+    directory,
+    head_params,
+    layer_config,
+    batches,
+    *,
+    lrs,
+    taps,
+    num_steps=7,
+    decay=0.8,
+    norm_output=False,
+    norm_before_residual=False,
+    fc_norm=False,
+    norm_before_fc=False,
     dtype=torch.float32,
 ):
     """EAGLE-3: cross-entropy of two distributions over steps that read the head's states.
@@ -289,7 +309,14 @@ def eagle3_losses(
 
 
 def mtp_recycled_losses(
-    directory, head_params, layer_config, batches, *, lrs, num_steps=3, beta=0.6,
+    directory,
+    head_params,
+    layer_config,
+    batches,
+    *,
+    lrs,
+    num_steps=3,
+    beta=0.6,
     dtype=torch.float32,
 ):
     """One MTP module that reads its own normalised output: cross-entropy of the true tokens.

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.decoders import MIXED_SAMPLERS, rule
 from support.runs import check_run_files
 from support.tiny_models import LLAMA, random_weights
 
@@ -25,24 +26,16 @@ from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel
 from spec_jax.models import transformer
 from spec_jax.overlap import overlap, pearl
-from spec_jax.rules import MATCH, make_rule
+from spec_jax.rules import MATCH
 from spec_jax.sampling import make_sampler
 from spec_jax.testing.oracles import toy_logits
 
 V, K, NEW = 11, 3, 16
 MODEL = testing.toy_model(V)
 PARAMS = {"target": testing.toy_params(V, 0), "draft": testing.toy_params(V, 0)}
-RESIDUAL = make_rule(SpeculativeConfig(rejection_sampling_strategy="residual"))
+RESIDUAL = rule("residual")
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 5], [9], [3, 1]]
-SAMPLERS = [
-    SamplerConfig(temperature=1.0, seed=11),
-    SamplerConfig(temperature=0.0, repetition_penalty=1.3, seed=12),
-    SamplerConfig(
-        temperature=0.8, top_k=9, top_p=0.9, min_p=0.02, presence_penalty=0.4,
-        frequency_penalty=0.3, logit_bias=((3, 1.0), (4, -np.inf)), seed=13,
-    ),
-    SamplerConfig(temperature=1.3, seed=14),
-]  # fmt: skip
+SAMPLERS = [*MIXED_SAMPLERS, SamplerConfig(temperature=1.3, seed=14)]
 LENGTHS = np.asarray([len(p) for p in PROMPTS], np.int32)
 
 
@@ -84,8 +77,14 @@ def run(loop, drafter=ERRING, stop=-1, limits=(NEW,) * 4, rounds=2**30, ending=N
         tokens[row, : len(prompt)] = prompt
     sampler = make_sampler(SAMPLERS, 4, V)
     state = loop.prefill(
-        PARAMS, jnp.asarray(tokens), jnp.asarray(LENGTHS), jnp.asarray(LENGTHS + limits),
-        jnp.full((4, 1), stop), sampler, sampler, system=system,
+        PARAMS,
+        jnp.asarray(tokens),
+        jnp.asarray(LENGTHS),
+        jnp.asarray(LENGTHS + limits),
+        jnp.full((4, 1), stop),
+        sampler,
+        sampler,
+        system=system,
         slots=8 + NEW + system.lookahead_slots,
     )
     total, end = 0, jnp.zeros(4, jnp.int32)
@@ -260,10 +259,8 @@ def test_an_overlapped_decoder_is_cancelled_between_ticks_and_goes_on_afterwards
 def test_what_an_overlapped_decoder_cannot_do_is_named():
     target, draft = loaded("target"), loaded("draft", 0.01)
     with pytest.raises(ConfigError, match="a queue refills rows"):
-        DecodeQueue(
-            SpeculativeDecoder(target, draft, devices=devices()), [(0, [1])], batch=1,
-            max_prompt_tokens=2,
-        )
+        options = dict(batch=1, max_prompt_tokens=2)
+        DecodeQueue(SpeculativeDecoder(target, draft, devices=devices()), [(0, [1])], **options)
     with pytest.raises(ConfigError, match="an overlapped draft needs a fixed K"):
         config = SpeculativeConfig("standalone", 3, is_adaptive=True)
         SpeculativeDecoder(target, draft, config, devices=devices())
@@ -284,9 +281,12 @@ def test_the_timeline_names_what_ran_where(decoded, timeline):
     names = {(s.what, s.devices) for s in timeline}
     target, draft = map(str, jax.devices()[:2])
     assert names == {
-        ("prefill", target), ("prefill", draft), ("draft", draft), ("verify", target),
+        ("prefill", target),
+        ("prefill", draft),
+        ("draft", draft),
+        ("verify", target),
         ("accept", target),
-    }  # fmt: skip
+    }
     assert all(span.begin_s < span.end_s for span in timeline)
 
 
@@ -325,9 +325,10 @@ def mutate(monkeypatch):
 def test_mutation_distributions_that_lag_their_tokens_are_caught(mutate):
     honest = pearl.remaining_ahead
     mutate(
-        pearl, "remaining_ahead",
+        pearl,
+        "remaining_ahead",
         lambda block, is_whole: honest(block, is_whole).replace(probs=block.probs),
-    )  # fmt: skip
+    )
     with pytest.raises(testing.CertificateError):
         certify()
 
@@ -374,9 +375,11 @@ def test_mutation_a_draft_that_is_not_rolled_back_is_caught(loop):
 def test_each_program_is_compiled_once():
     programs = (pearl.draft_block, pearl.score_ahead, pearl.accept_chain)
     decoder = SpeculativeDecoder(
-        testing.mock_model(9), testing.mock_model(9, 1),
-        SpeculativeConfig(num_speculative_tokens=3), devices=devices(),
-    )  # fmt: skip
+        testing.mock_model(9),
+        testing.mock_model(9, 1),
+        SpeculativeConfig(num_speculative_tokens=3),
+        devices=devices(),
+    )
     before = [program._cache_size() for program in programs]
     for _ in range(2):
         decoder.generate([1, 2], 12)

@@ -44,7 +44,7 @@ def one_device(names=meshes.MESH_AXES, kind=AxisType.Auto):
         (one_device(kind=AxisType.Explicit), r"expected AxisType.Auto for each"),
     ],
     ids=["axis", "zero", "twice", "word", "empty", "tuple", "too many", "names", "explicit"],
-)  # fmt: skip
+)
 def test_a_mesh_that_cannot_be_is_named(mesh, message):
     with pytest.raises(ConfigError, match=message):
         SpeculativeDecoder(TARGET, mesh=mesh)
@@ -56,21 +56,20 @@ def test_sizes_by_name_are_checked_as_text_is():
         meshes.make_mesh({"rows": 2})
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"is_draft_replicated": True}, "is_draft_replicated is set, and there is no mesh"),
-        (
-            {"is_draft_replicated": True, "mesh": one_device()},
-            "is_draft_replicated is set, and there is no draft",
-        ),
-        (
-            {"devices": overlap.Devices(*jax.devices()[:1] * 2), "mesh": one_device()},
-            "devices and mesh are both given.*a mesh for each side",
-        ),
-    ],
-    ids=["no mesh", "no draft", "overlap"],
-)
+OPTIONS = [
+    ({"is_draft_replicated": True}, "is_draft_replicated is set, and there is no mesh"),
+    (
+        {"is_draft_replicated": True, "mesh": one_device()},
+        "is_draft_replicated is set, and there is no draft",
+    ),
+    (
+        {"devices": overlap.Devices(*jax.devices()[:1] * 2), "mesh": one_device()},
+        "devices and mesh are both given.*a mesh for each side",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), OPTIONS, ids=["no mesh", "no draft", "overlap"])
 def test_options_that_need_others_are_refused(options, message):
     config = SpeculativeConfig("ngram", 2)
     with pytest.raises(ConfigError, match=message):
@@ -92,8 +91,9 @@ def test_what_a_mesh_does_not_divide_is_said():
     mesh = AbstractMesh((2, 4), meshes.MESH_AXES)
     whole = "is not divided by the mesh axis tensor:4, so every device along it holds all of it"
     assert TARGET.kept_whole(mesh) == [
-        f"tiny: vocab of size 31 {whole}", f"tiny: kv heads of size 2 {whole}",
-    ]  # fmt: skip
+        f"tiny: vocab of size 31 {whole}",
+        f"tiny: kv heads of size 2 {whole}",
+    ]
     head = random_head(EagleConfig.of_target(LLAMA, 3, 12), jax.random.key(0))
     assert f"{head.name}: kv heads of size 2 {whole}" in head.kept_whole(mesh)
     assert head.kept_whole(mesh, sharding.REPLICATED) == []
@@ -122,10 +122,9 @@ def test_an_experiment_without_a_draft_has_none_to_replicate():
 def test_a_report_says_the_mesh_and_what_lies_whole_on_it():
     mesh = AbstractMesh((2, 4), meshes.MESH_AXES)
     facts = TARGET.kept_whole(mesh)
-    known = {
-        "axes": {"data": 2, "tensor": 4}, "devices": ["d"] * 8, "is_draft_replicated": True,
-        "kept_whole": facts,
-    }  # fmt: skip
+    known = dict(
+        axes={"data": 2, "tensor": 4}, devices=["d"] * 8, is_draft_replicated=True, kept_whole=facts
+    )
     first, *rest = report.mesh_lines(known)
     assert first == "mesh data:2,tensor:4 of 8 devices, drafts whole on each" and rest == facts
     assert report.mesh_lines(None) == []

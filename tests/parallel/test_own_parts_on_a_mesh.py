@@ -58,16 +58,19 @@ def bigrams() -> Drafter:
         last = jnp.take_along_axis(whole, n[:, None], axis=1)[:, 0]
         return {"seen": count(state["seen"], whole, n), "last": last}
 
-    return Drafter(
-        "bigrams", None, None, is_sampled=False,
+    options = dict(
         init=lambda params, batch, slots: {
-            "seen": jnp.zeros((batch, V, V)), "last": jnp.zeros((batch,), jnp.int32),
+            "seen": jnp.zeros((batch, V, V)),
+            "last": jnp.zeros((batch,), jnp.int32),
         },
-        prefill=prefill, propose=propose, commit=commit,
+        prefill=prefill,
+        propose=propose,
+        commit=commit,
         insert_row=lambda state, row, other: jax.tree.map(
             lambda a, b: a.at[row].set(b[0]), state, other
         ),
-    )  # fmt: skip
+    )
+    return Drafter("bigrams", None, None, is_sampled=False, **options)
 
 
 HOST = host_drafter(after_each, is_sampled=True, vocab_size=V)

@@ -70,29 +70,34 @@ def test_two_processes_decode_what_one_device_decodes(tmp_path):
 def test_two_processes_regenerate_the_lines_of_one_device(tmp_path):
     text = ["def f(x):\n    return x + 1\n", "for i in range(10):\n    print(i)\n"]
     tokenizer = Tokenizer(tokens.train_tokenizer(text * 20, 280))
+    options = dict(
+        num_attention_heads=4, max_position_embeddings=64, eos_token_id=tuple(range(5, 30))
+    )
     config = ModelConfig(
-        vocab_size=288, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-        num_attention_heads=4, max_position_embeddings=64, eos_token_id=tuple(range(5, 30)),
-    )  # fmt: skip
+        vocab_size=288, hidden_size=16, intermediate_size=24, num_hidden_layers=1, **options
+    )
     for seed, name in enumerate(("target", "draft")):
         weights = random_weights(config, seed)
         checkpoint.save_pretrained(tmp_path / name, weights, config, tokenizer)
     prompts = [f"def f{i}(x): return {i}" for i in range(7)]
     lines = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
     (tmp_path / "prompts.jsonl").write_text(lines)
-    values = {
-        "target": str(tmp_path / "target"), "draft": str(tmp_path / "draft"), "num_prompts": 0,
-        "prompts": str(tmp_path / "prompts.jsonl"), "max_prompt_tokens": 32, "batch": 4,
-        "max_new_tokens": 8, "log_every_s": 0, "temperatures": (1.0,),
-    }  # fmt: skip
+    values = dict(target=str(tmp_path / "target"), draft=str(tmp_path / "draft"), num_prompts=0)
+    values |= dict(prompts=str(tmp_path / "prompts.jsonl"), max_prompt_tokens=32, batch=4)
+    values |= dict(max_new_tokens=8, log_every_s=0, temperatures=(1.0,))
     alone = regenerate_zoo.get_config()
     alone.update(values)
     regenerate(alone, tmp_path / "alone")
     flags = [f"--config.{key}={value}" for key, value in values.items() if key != "temperatures"]
     code, output = run(
-        2, 2, "experiments.regenerate", f"--workdir={tmp_path / 'two'}", *flags,
-        "--config.mesh=data:2,tensor:2", "--config.temperatures=1.0",
-    )  # fmt: skip
+        2,
+        2,
+        "experiments.regenerate",
+        f"--workdir={tmp_path / 'two'}",
+        *flags,
+        "--config.mesh=data:2,tensor:2",
+        "--config.temperatures=1.0",
+    )
     assert code == 0, output
     read = lambda name: sorted((tmp_path / name / "responses.jsonl").read_text().splitlines())
     assert read("two") == read("alone") and len(read("two")) == len(prompts)
@@ -168,10 +173,8 @@ def test_the_others_stop_within_a_minute_of_a_kill_and_name_it(is_waiting):
 def test_ctrl_c_reaches_launched_processes_once_and_the_launcher_waits_for_them():
     command = [sys.executable, "-m", "experiments.launch", "--processes=2", "support.interrupted"]
     path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path},
-        start_new_session=True,
-    ) as launcher:  # fmt: skip
+    options = dict(text=True, env=os.environ | {"PYTHONPATH": path}, start_new_session=True)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, **options) as launcher:
         began = [launcher.stdout.readline() for _ in range(2)]
         os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
         ended = launcher.communicate(timeout=60)[0].splitlines()

@@ -24,10 +24,8 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     text = python_source.documents("held_out")[0][1]
     tokenizer = Tokenizer(tokens.train_tokenizer([text], 300))
-    config = ModelConfig(
-        vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-        num_attention_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
+    options = dict(num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=64)
+    config = ModelConfig(vocab_size=300, hidden_size=16, intermediate_size=24, **options)
     weights = random_weights(config)
     near = jax.tree.map(lambda w, noise: w + 0.2 * noise, weights, random_weights(config, 1))
     for name, values in (("target", weights), ("draft", near)):
@@ -42,21 +40,23 @@ def launch(experiment, values, folder):
     text = lambda value: ",".join(map(str, value)) if isinstance(value, tuple) else value
     options = [f"--config.{name}={text(value)}" for name, value in values.items()]
     code, output = run(
-        2, 2, f"experiments.{experiment}", *options, "--config.mesh=data:2,tensor:2",
+        2,
+        2,
+        f"experiments.{experiment}",
+        *options,
+        "--config.mesh=data:2,tensor:2",
         f"--workdir={folder}",
-    )  # fmt: skip
+    )
     assert code == 0, output
     return json.loads((folder / "report.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.exhaustive
 def test_decode(files, tmp_path):
-    values = {
-        "target": str(files / "target"), "draft": str(files / "draft"), "head": "", "mtp": "",
-        "prompts": str(files / "prompts.jsonl"), "num_prompts": 4, "batch": 4,
-        "max_new_tokens": 8, "ks": (2,), "methods": ("plain", "standalone"),
-        "temperatures": (0.0,), "has_stream": False,
-    }  # fmt: skip
+    values = dict(target=str(files / "target"), draft=str(files / "draft"), head="", mtp="")
+    values |= dict(prompts=str(files / "prompts.jsonl"), num_prompts=4, batch=4, max_new_tokens=8)
+    values |= dict(ks=(2,), methods=("plain", "standalone"), temperatures=(0.0,))
+    values |= dict(has_stream=False)
     two = launch("decode", values, tmp_path / "two")
     config = decode_default.get_config()
     config.update(values)
@@ -69,11 +69,9 @@ def test_decode(files, tmp_path):
 
 @pytest.mark.exhaustive
 def test_evaluate(files, tmp_path):
-    values = {
-        "target": str(files / "target"), "drafts": str(files / "draft"),
-        "data": str(files / "prompts.jsonl"), "num_prompts": 4, "batches": (4,),
-        "max_new_tokens": 8, "ks": (2,), "repeats": 1,
-    }  # fmt: skip
+    values = dict(target=str(files / "target"), drafts=str(files / "draft"))
+    values |= dict(data=str(files / "prompts.jsonl"), num_prompts=4, batches=(4,))
+    values |= dict(max_new_tokens=8, ks=(2,), repeats=1)
     two = launch("evaluate", values, tmp_path / "two")["results"]
     config = evaluate_zoo.get_config()
     config.update(values)

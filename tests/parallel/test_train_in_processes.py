@@ -27,17 +27,16 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     documents = python_source.documents("held_out")[:6]
     tokenizer = Tokenizer(tokens.train_tokenizer([text for _, text in documents], 300))
-    config = ModelConfig(
-        vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-        num_attention_heads=2, max_position_embeddings=128,
-    )  # fmt: skip
+    options = dict(num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=128)
+    config = ModelConfig(vocab_size=300, hidden_size=16, intermediate_size=24, **options)
     checkpoint.save_pretrained(folder / "target", random_weights(config), config, tokenizer)
     head = random_head(EagleConfig.of_target(config, 1), jax.random.key(1))
     head.save(folder / "head", load_model(folder / "target"))
     pieces = [text[i : i + 400] for _, text in documents for i in range(0, 2000, 400)]
     for name, row in {
-        "texts.jsonl": lambda x: {"text": x}, "prompts.jsonl": lambda x: {"prompt": x[:20]},
-    }.items():  # fmt: skip
+        "texts.jsonl": lambda x: {"text": x},
+        "prompts.jsonl": lambda x: {"prompt": x[:20]},
+    }.items():
         (folder / name).write_text("".join(json.dumps(row(x)) + "\n" for x in pieces))
     return folder
 
@@ -56,9 +55,15 @@ def check_same(one, other):
 def test_two_processes_train_as_one_device_does(what, files, tmp_path):
     alone, two = tmp_path / "alone", tmp_path / "two"
     code, output = run(
-        2, 2, WORKER, f"--config.what={what}", f"--config.files={files}", f"--workdir={two}",
-        "--config.mesh=data:2,tensor:2", f"--config.is_fully_sharded={what == 'lm'}",
-    )  # fmt: skip
+        2,
+        2,
+        WORKER,
+        f"--config.what={what}",
+        f"--config.files={files}",
+        f"--workdir={two}",
+        "--config.mesh=data:2,tensor:2",
+        f"--config.is_fully_sharded={what == 'lm'}",
+    )
     assert code == 0, output
     final = train_worker.train(what, alone, files)
     check_same(alone, two)

@@ -23,29 +23,21 @@ from support.tiny_models import random_tensor  # noqa: E402
 
 transformers.utils.logging.disable_progress_bar()
 FILE = TESTS / "recorded" / "reference.json"
-SIZE = dict(
-    vocab_size=13, hidden_size=16, intermediate_size=10, num_attention_heads=4,
-    max_position_embeddings=64,
-)
-LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+SIZE = dict(vocab_size=13, hidden_size=16, intermediate_size=10, num_attention_heads=4)
+SIZE |= dict(max_position_embeddings=64)
+LLAMA3 = dict(rope_type="llama3", rope_theta=100.0, factor=8.0, low_freq_factor=1.0)
+LLAMA3 |= dict(high_freq_factor=4.0, original_max_position_embeddings=16)
+LINEAR = dict(rope_type="linear", rope_theta=10000.0, factor=3.0)
+YARN = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=16)
+BIASES = dict(attention_bias=True, mlp_bias=True, head_dim=8, rope_parameters=LLAMA3)
+ONE_LAYER = dict(num_hidden_layers=1, num_key_value_heads=2, tie_word_embeddings=True)
 MODELS = {
     "llama": ("Llama", dict(num_hidden_layers=2, num_key_value_heads=2, tie_word_embeddings=True)),
-    "llama, biases, llama3": ("Llama", dict(
-        num_hidden_layers=1, attention_bias=True, mlp_bias=True, head_dim=8,
-        rope_parameters=dict(rope_type="llama3", rope_theta=100.0, factor=8.0, **LLAMA3),
-    )),
+    "llama, biases, llama3": ("Llama", dict(num_hidden_layers=1, **BIASES)),
     "qwen2": ("Qwen2", dict(num_hidden_layers=2, num_key_value_heads=1)),
-    "qwen2, linear": ("Qwen2", dict(
-        num_hidden_layers=1, num_key_value_heads=2, tie_word_embeddings=True,
-        rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=3.0),
-    )),
+    "qwen2, linear": ("Qwen2", dict(ONE_LAYER, rope_parameters=LINEAR)),
     "qwen3": ("Qwen3", dict(num_hidden_layers=2, num_key_value_heads=2, head_dim=6)),
-    "qwen3, yarn": ("Qwen3", dict(
-        num_hidden_layers=1, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True,
-        rope_parameters=dict(
-            rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=16
-        ),
-    )),
+    "qwen3, yarn": ("Qwen3", dict(ONE_LAYER, head_dim=8, rope_parameters=YARN)),
 }
 PROCESSORS = [
     dict(temperature=0.6),
@@ -70,23 +62,18 @@ def record_model(name, family, values):
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
         saved = json.loads((pathlib.Path(directory) / "config.json").read_text())
-    return {
-        "name": name, "config": saved, "shapes": shapes, "tokens": tokens[0].tolist(),
-        "last_logits": logits.round(6).astype(float).round(6).tolist(),
-    }
+    fields = dict(name=name, config=saved, shapes=shapes, tokens=tokens[0].tolist())
+    return fields | dict(last_logits=logits.round(6).astype(float).round(6).tolist())
 
 
 def record_processors():
     draw = np.random.RandomState(3)
     logits = (1.5 * draw.standard_normal(24)).round(3).astype(np.float32)
     seen = draw.randint(0, 24, 8)
-    classes = {
-        "repetition_penalty": transformers.RepetitionPenaltyLogitsProcessor,
-        "temperature": transformers.TemperatureLogitsWarper,
-        "top_k": transformers.TopKLogitsWarper,
-        "top_p": transformers.TopPLogitsWarper,
-        "min_p": transformers.MinPLogitsWarper,
-    }
+    classes = dict(repetition_penalty=transformers.RepetitionPenaltyLogitsProcessor)
+    classes |= dict(temperature=transformers.TemperatureLogitsWarper)
+    classes |= dict(top_k=transformers.TopKLogitsWarper, top_p=transformers.TopPLogitsWarper)
+    classes |= dict(min_p=transformers.MinPLogitsWarper)
     results = []
     for config in PROCESSORS:
         scores = torch.from_numpy(logits.copy())[None]
@@ -95,8 +82,7 @@ def record_processors():
                 scores = make(config[parameter])(torch.from_numpy(seen)[None], scores)
         kept = [None if x == -np.inf else round(x, 6) for x in scores[0].tolist()]
         results.append({"config": config, "processed": kept})
-    return {"logits": logits.astype(float).round(3).tolist(), "seen": seen.tolist(),
-            "results": results}
+    return dict(logits=logits.astype(float).round(3).tolist(), seen=seen.tolist(), results=results)
 
 
 def record_greedy(directory):
@@ -104,8 +90,11 @@ def record_greedy(directory):
     model = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
     prompt = tokenizer(PROMPT, return_tensors="pt")
     tokens = model.generate(
-        **{n: prompt[n] for n in ("input_ids", "attention_mask")}, max_new_tokens=NUM_NEW,
-        do_sample=False, eos_token_id=None, pad_token_id=0,
+        **{n: prompt[n] for n in ("input_ids", "attention_mask")},
+        max_new_tokens=NUM_NEW,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
     )[0].tolist()
     n = prompt["input_ids"].shape[1]
     return {"prompt": PROMPT, "prompt_ids": tokens[:n], "new_ids": tokens[n:]}
@@ -114,12 +103,9 @@ def record_greedy(directory):
 def main(directory=None):
     recorded = json.loads(FILE.read_text()) if FILE.exists() else {}
     greedy = record_greedy(directory) if directory else recorded.get("stories260K")
-    value = {
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "models": [record_model(name, *args) for name, args in MODELS.items()],
-        "processors": record_processors(),
-        "stories260K": greedy,
-    }
+    value = dict(versions={"torch": torch.__version__, "transformers": transformers.__version__})
+    value |= dict(models=[record_model(name, *args) for name, args in MODELS.items()])
+    value |= dict(processors=record_processors(), stories260K=greedy)
     FILE.parent.mkdir(exist_ok=True)
     FILE.write_text(json.dumps(value, separators=(",", ":")) + "\n")
     print(f"{FILE.relative_to(TESTS.parent)}: {FILE.stat().st_size} bytes")

@@ -25,7 +25,7 @@ transformers = pytest.importorskip(
 )
 
 CALL = {"function": {"name": "add", "arguments": {"a": "<2> & 'é'", "n": None}}}
-SCHEMA = {"type": "function", "function": {"name": "add", "description": "a < b, \"é\""}}
+SCHEMA = {"type": "function", "function": {"name": "add", "description": 'a < b, "é"'}}
 SYSTEM = {"role": "system", "content": "Be <brief> & kind.\n"}
 TALKS = {
     "one turn": talk("What is two?", "That is four."),
@@ -45,7 +45,7 @@ TALKS = {
         {"role": "tool", "content": "4"},
         {"role": "assistant", "content": "four"},
     ],
-}  # fmt: skip
+}
 
 
 def both(tokenizer, folder):
@@ -74,36 +74,35 @@ def test_renderings_agree(tmp_path, template, tools):
             found = outcome(
                 lambda: renderer.render(messages, tools=tools, add_generation_prompt=prompt)
             )
-            expected = outcome(lambda: theirs.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=prompt, tokenize=False
-            ))
+            options = dict(tools=tools, add_generation_prompt=prompt, tokenize=False)
+            expected = outcome(lambda: theirs.apply_chat_template(messages, **options))
             assert found == expected, (name, prompt)
             n_rendered += found is not None
     assert n_rendered >= 8
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ messages | tojson }}{{ messages | tojson(indent=2) }}",
-        "{{ {'b': 1, 'a': '<é>'} | tojson(sort_keys=true, separators=(',', ':')) }}",
-        "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m }}{% endfor %}",
-        "  {%- if true %}  \n\n  a\n  {% endif %}  b  \n{# c #}\n d\n\n",
-        "{{ tools is none }}{{ documents is none }}{{ no_such }}{{ pad_token }}{{ image_token }}",
-        "{{ bos_token ~ eos_token }}{{ dict(a=1) }}{{ dict.fromkeys('ab') }}",
-        "{% set n = namespace(i=0, self=2) %}{% for m in messages %}{% set n.i = n.i + 1 %}"
-        "{% endfor %}{{ n.i }}{{ n.self }}",
-        "{{ messages[0].content.split(' ')[-1][::-1] }}{{ extra }}{{ messages[-1]['role'][:3] }}",
-        "{{ strftime_now('%Y') | length }}",
-        "{{ raise_exception('no') }}",
-        "{{ messages.append(messages[0]) }}",
-        "{{ messages[0].content.__class__ }}",
-        "{% set n = namespace() %}{% set n._x = 1 %}",
-        "{{ missing.attribute }}",
-        "{{ messages[0].content + 1 }}",
-        "{% generation %}{{ messages[0].content }}",
-    ],
-)  # fmt: skip
+SOURCES = [
+    "{{ messages | tojson }}{{ messages | tojson(indent=2) }}",
+    "{{ {'b': 1, 'a': '<é>'} | tojson(sort_keys=true, separators=(',', ':')) }}",
+    "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m }}{% endfor %}",
+    "  {%- if true %}  \n\n  a\n  {% endif %}  b  \n{# c #}\n d\n\n",
+    "{{ tools is none }}{{ documents is none }}{{ no_such }}{{ pad_token }}{{ image_token }}",
+    "{{ bos_token ~ eos_token }}{{ dict(a=1) }}{{ dict.fromkeys('ab') }}",
+    "{% set n = namespace(i=0, self=2) %}{% for m in messages %}{% set n.i = n.i + 1 %}"
+    "{% endfor %}{{ n.i }}{{ n.self }}",
+    "{{ messages[0].content.split(' ')[-1][::-1] }}{{ extra }}{{ messages[-1]['role'][:3] }}",
+    "{{ strftime_now('%Y') | length }}",
+    "{{ raise_exception('no') }}",
+    "{{ messages.append(messages[0]) }}",
+    "{{ messages[0].content.__class__ }}",
+    "{% set n = namespace() %}{% set n._x = 1 %}",
+    "{{ missing.attribute }}",
+    "{{ messages[0].content + 1 }}",
+    "{% generation %}{{ messages[0].content }}",
+]
+
+
+@pytest.mark.parametrize("source", SOURCES)
 def test_the_language_of_templates_agrees(tmp_path, source):
     tokenizer = byte_level(source, pad_token=None, image_token="<img>", model_max_length=99)
     ours, theirs = both(tokenizer, tmp_path)
@@ -150,18 +149,29 @@ def test_marks_of_generation_blocks_agree(tmp_path, make, template, talk_name):
 
 # Each family's template with blocks around what our marks should be without any.
 ANSWERED = {
-    "ChatML": [("{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' "
-        "+ '\\n' }}",
-        "{{- '<|im_start|>' + message.role + '\\n' }}{% if message.role == 'assistant' %}"
-        "{% generation %}{{- message.content + '<|im_end|>' }}{% endgeneration %}{% else %}"
-        "{{- message.content + '<|im_end|>' }}{% endif %}{{- '\\n' }}")],
-    "Llama 3": [("{{- head + message['content'] | trim + '<|eot_id|>' }}",
-        "{{- head }}{% if message.role == 'assistant' %}"
-        "{% generation %}{{- message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}"
-        "{% else %}{{- message['content'] | trim + '<|eot_id|>' }}{% endif %}")],
-    "Mistral": [("{{- ' ' + turn.content + eos_token }}",
-        "{% generation %}{{- ' ' + turn.content + eos_token }}{% endgeneration %}")],
-}  # fmt: skip
+    "ChatML": [
+        (
+            "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}",
+            "{{- '<|im_start|>' + message.role + '\\n' }}{% if message.role == 'assistant' %}"
+            "{% generation %}{{- message.content + '<|im_end|>' }}{% endgeneration %}{% else %}"
+            "{{- message.content + '<|im_end|>' }}{% endif %}{{- '\\n' }}",
+        )
+    ],
+    "Llama 3": [
+        (
+            "{{- head + message['content'] | trim + '<|eot_id|>' }}",
+            "{{- head }}{% if message.role == 'assistant' %}"
+            "{% generation %}{{- message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}"
+            "{% else %}{{- message['content'] | trim + '<|eot_id|>' }}{% endif %}",
+        )
+    ],
+    "Mistral": [
+        (
+            "{{- ' ' + turn.content + eos_token }}",
+            "{% generation %}{{- ' ' + turn.content + eos_token }}{% endgeneration %}",
+        )
+    ],
+}
 
 
 @pytest.mark.parametrize("template", ANSWERED)
@@ -197,11 +207,14 @@ def test_a_document_a_turn_is_what_generation_would_see(tmp_path):
         assert not document.mask[: len(prompt) + 1].any() and document.mask[len(prompt) + 1]
 
 
-@pytest.mark.parametrize("stored", [
+STORED = [
     "{{ messages[0].content }}{{ bos_token }}",
     [{"name": "default", "template": "D{{ eos_token }}"}, {"name": "tool_use", "template": TOOLS}],
     {"default": "D", "rag": "R"},
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize("stored", STORED)
 def test_stored_templates_are_read_alike(tmp_path, stored):
     tokenizer = byte_level()
     tokenizer.save(tmp_path)

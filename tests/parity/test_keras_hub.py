@@ -37,9 +37,9 @@ def first_tokens(batch, base_sampler):
     def one(seed):
         with keras.StatelessScope(state_mapping=[(state, jnp.stack([jnp.uint32(0), seed]))]):
             prompt = jnp.zeros((batch, 3), jnp.int32)
-            return sampler(
-                next=None, prompt=prompt, index=1, draft_next=draft, verify_next=verify
-            )[0, 1]
+            return sampler(next=None, prompt=prompt, index=1, draft_next=draft, verify_next=verify)[
+                0, 1
+            ]
 
     return np.asarray(jax.jit(jax.vmap(one))(jnp.arange(SEEDS, dtype=jnp.uint32)))
 

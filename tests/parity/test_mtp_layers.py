@@ -26,27 +26,20 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next  # 
 
 V, D, K = 31, 16, 3
 TARGET = dataclasses.replace(LLAMA, max_position_embeddings=256)
-YARN = dict(
-    rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=16,
-    mscale=0.7, mscale_all_dim=1.2,
-)  # fmt: skip
-SIZE = dict(
-    vocab_size=V, hidden_size=D, intermediate_size=20, num_hidden_layers=1, num_attention_heads=2,
-    num_key_value_heads=2, kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=5,
-    max_position_embeddings=256, rms_norm_eps=1e-5,
-    rope_parameters=dict(rope_type="default", rope_theta=100.0),
-)  # fmt: skip
-SPARSE = dict(
-    n_routed_experts=8, moe_intermediate_size=6, num_experts_per_tok=3, n_shared_experts=2,
-    n_group=4, topk_group=2, norm_topk_prob=True, routed_scaling_factor=2.5,
-)  # fmt: skip
-QWEN = dict(
-    model_type="qwen3_next", vocab_size=V, hidden_size=D, num_hidden_layers=1, head_dim=8,
-    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, rms_norm_eps=1e-5,
-    num_experts=6, num_experts_per_tok=2, moe_intermediate_size=6,
-    shared_expert_intermediate_size=10,
-    rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5),
-)  # fmt: skip
+YARN = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=16)
+YARN |= dict(mscale=0.7, mscale_all_dim=1.2)
+SIZE = dict(vocab_size=V, hidden_size=D, intermediate_size=20, num_hidden_layers=1)
+SIZE |= dict(num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=6, qk_nope_head_dim=4)
+SIZE |= dict(qk_rope_head_dim=4, v_head_dim=5, max_position_embeddings=256, rms_norm_eps=1e-5)
+SIZE |= dict(rope_parameters=dict(rope_type="default", rope_theta=100.0))
+SPARSE = dict(n_routed_experts=8, moe_intermediate_size=6, num_experts_per_tok=3)
+SPARSE |= dict(n_shared_experts=2, n_group=4, topk_group=2, norm_topk_prob=True)
+SPARSE |= dict(routed_scaling_factor=2.5)
+QWEN = dict(model_type="qwen3_next", vocab_size=V, hidden_size=D, num_hidden_layers=1)
+QWEN |= dict(head_dim=8, num_attention_heads=4, num_key_value_heads=2)
+QWEN |= dict(max_position_embeddings=256, rms_norm_eps=1e-5, num_experts=6, num_experts_per_tok=2)
+QWEN |= dict(moe_intermediate_size=6, shared_expert_intermediate_size=10)
+QWEN |= dict(rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5))
 MODULES = {
     "dense": dict(q_lora_rank=8),
     "dense, plain queries, yarn": dict(q_lora_rank=None, rope_parameters=YARN),
@@ -88,8 +81,9 @@ class TorchModule:
             )
             layer = deepseek_v3.DeepseekV3DecoderLayer
             rotary, make_norm = (
-                deepseek_v3.DeepseekV3RotaryEmbedding, deepseek_v3.DeepseekV3RMSNorm
-            )  # fmt: skip
+                deepseek_v3.DeepseekV3RotaryEmbedding,
+                deepseek_v3.DeepseekV3RMSNorm,
+            )
         self.layer, self.rotary = layer(config, 0).eval(), rotary(config)
         own = {
             k.removeprefix("model.layers.0."): v
@@ -108,10 +102,8 @@ class TorchModule:
         T = x.shape[1]
         position = torch.arange(T)[None]
         mask = torch.full((T, T), -torch.inf).triu(1)[None, None]
-        return self.layer(
-            x, attention_mask=mask, position_ids=position,
-            position_embeddings=self.rotary(x, position),
-        )[0]  # fmt: skip
+        options = dict(position_ids=position, position_embeddings=self.rotary(x, position))
+        return self.layer(x, attention_mask=mask, **options)[0]
 
 
 def tensors_of(config):
@@ -133,8 +125,9 @@ def params_of(config, tensors):
         turn = lambda x: x.T if spec.is_linear else x
         if "{e}" not in spec.hf_name:
             return jnp.asarray(turn(tensors[spec.hf_name.format(i=0)]))
-        return jnp.stack([turn(tensors[spec.hf_name.format(i=0, e=e)])
-                          for e in range(spec.shape[0])])
+        return jnp.stack(
+            [turn(tensors[spec.hf_name.format(i=0, e=e)]) for e in range(spec.shape[0])]
+        )
 
     return {name: leaf(spec) for name, spec in mtp_table(config).items()}
 
@@ -157,10 +150,8 @@ def test_recycled_steps_are_those_of_transformers_layers(name):
     state = drafter.prefill(params, state, fed, lengths, pending, features)
     counts = Counts(jnp.zeros((2, V), bool), jnp.zeros((2, V), jnp.int32))
     sampler = make_sampler(SamplerConfig(), 2, V)
-    context = Context(
-        jnp.asarray(tokens), lengths, sampler, counts, sampler.seed, is_coupled=False,
-        has_probs=False, has_logits=True,
-    )  # fmt: skip
+    options = dict(is_coupled=False, has_probs=False, has_logits=True)
+    context = Context(jnp.asarray(tokens), lengths, sampler, counts, sampler.seed, **options)
     proposal, _ = drafter.propose(params, state, context, K)
 
     module = TorchModule(values, tensors)

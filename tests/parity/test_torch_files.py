@@ -36,8 +36,10 @@ def pickled(directory, num_files=1, **options):
     if num_files == 1:
         torch.save(tensors, directory / PICKLE, **options)
         return directory
-    where = {name: f"pytorch_model-0000{i % num_files + 1}-of-0000{num_files}.bin"
-             for i, name in enumerate(sorted(tensors))}  # fmt: skip
+    where = {
+        name: f"pytorch_model-0000{i % num_files + 1}-of-0000{num_files}.bin"
+        for i, name in enumerate(sorted(tensors))
+    }
     for file in set(where.values()):
         torch.save({n: x for n, x in tensors.items() if where[n] == file}, directory / file)
     (directory / f"{PICKLE}.index.json").write_text(json.dumps({"weight_map": where}))

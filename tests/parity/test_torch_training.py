@@ -32,11 +32,18 @@ OPTIONS = {
 def save_target(path, family="Llama", **options):
     """A random target of two layers."""
     config = getattr(transformers, f"{family}Config")(
-        vocab_size=V, hidden_size=16, intermediate_size=20, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=6, rms_norm_eps=1e-5,
-        initializer_range=0.3, rope_parameters=dict(rope_type="default", rope_theta=100.0),
+        vocab_size=V,
+        hidden_size=16,
+        intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=6,
+        rms_norm_eps=1e-5,
+        initializer_range=0.3,
+        rope_parameters=dict(rope_type="default", rope_theta=100.0),
         **options,
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     for name, x in model.named_parameters():
@@ -81,32 +88,43 @@ def batch(seed=0):
 
 def runs(directory):
     """Every kind of training as a function of batches, lrs and options."""
-    bind = lambda losses, made, **fixed: lambda batches, lrs, **options: losses(
-        directory, *made, batches, lrs=lrs, **{**fixed, **options}
+    bind = lambda losses, made, **fixed: (
+        lambda batches, lrs, **options: losses(
+            directory, *made, batches, lrs=lrs, **{**fixed, **options}
+        )
     )
     noise = np.random.RandomState(5).standard_normal((B, W - 2, 16))
     return {
         "eagle-1": bind(oracle.eagle1_losses, eagle_head(directory, version=1, fc_bias=True)),
         "eagle-1, noise": lambda batches, lrs: oracle.eagle1_losses(
-            directory, *eagle_head(directory, version=1), batches, lrs=lrs,
+            directory,
+            *eagle_head(directory, version=1),
+            batches,
+            lrs=lrs,
             noises=[noise] * len(batches),
         ),
         **{
             f"eagle-3, {name}": bind(
-                oracle.eagle3_losses, eagle_head(directory, 15, taps=TAPS, **options),
-                taps=TAPS, num_steps=3, **options,
+                oracle.eagle3_losses,
+                eagle_head(directory, 15, taps=TAPS, **options),
+                taps=TAPS,
+                num_steps=3,
+                **options,
             )
             for name, options in OPTIONS.items()
         },
         "mtp, recycled": bind(oracle.mtp_recycled_losses, mtp_modules(directory, 1)),
         "mtp, sequential": bind(oracle.mtp_sequential_losses, mtp_modules(directory, 3)),
-    }  # fmt: skip
+    }
 
 
 RUNS = [
-    "eagle-1", "eagle-1, noise", *(f"eagle-3, {name}" for name in OPTIONS), "mtp, recycled",
+    "eagle-1",
+    "eagle-1, noise",
+    *(f"eagle-3, {name}" for name in OPTIONS),
+    "mtp, recycled",
     "mtp, sequential",
-]  # fmt: skip
+]
 
 
 def tensors(params):
@@ -266,10 +284,8 @@ def test_a_weight_that_no_loss_reads_is_an_error(directory):
     head, layer = eagle_head(directory)
     head["input_norm"] = np.ones(48, np.float32)
     with pytest.raises(ValueError, match="input_norm"):
-        oracle.eagle3_losses(
-            directory, head, layer, [batch()], lrs=[0.0],
-            taps=EagleConfig.of_target(read_config(directory)).taps,
-        )  # fmt: skip
+        options = dict(lrs=[0.0], taps=EagleConfig.of_target(read_config(directory)).taps)
+        oracle.eagle3_losses(directory, head, layer, [batch()], **options)
 
 
 def test_query_and_key_norms_are_read(directory):

@@ -33,9 +33,7 @@ def target(request, tmp_path_factory):
 
 def batches():
     draw = np.random.RandomState(7)
-    return [
-        (draw.randint(0, V, (B, W)), draw.random_sample((B, W)) < 0.8) for _ in range(STEPS)
-    ]
+    return [(draw.randint(0, V, (B, W)), draw.random_sample((B, W)) < 0.8) for _ in range(STEPS)]
 
 
 def ours(target, head, config, objective):

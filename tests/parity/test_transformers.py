@@ -29,8 +29,13 @@ ROPES = {
     ),
     "yarn": dict(factor=4.0, original_max_position_embeddings=32),
     "yarn, all": dict(
-        factor=4.0, original_max_position_embeddings=32, beta_fast=16.0, beta_slow=2.0,
-        mscale=0.7, mscale_all_dim=1.2, truncate=False,
+        factor=4.0,
+        original_max_position_embeddings=32,
+        beta_fast=16.0,
+        beta_slow=2.0,
+        mscale=0.7,
+        mscale_all_dim=1.2,
+        truncate=False,
     ),
 }
 whole = jax.jit(transformer.logits, static_argnames="config")
@@ -105,11 +110,10 @@ def test_logits_agree_for_random_configurations(tmp_path, family, rope):
 @pytest.mark.parametrize("window", [None, 128])
 def test_a_mistral_that_sees_all_tokens_agrees(tmp_path, window):
     """No window, or one that is no shorter than the longest text."""
-    config = transformers.MistralConfig(
-        vocab_size=29, hidden_size=16, intermediate_size=20, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=6, max_position_embeddings=128,
-        sliding_window=window,
-    )  # fmt: skip
+    options = dict(vocab_size=29, hidden_size=16, intermediate_size=20, num_hidden_layers=2)
+    options |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=6)
+    options |= dict(max_position_embeddings=128, sliding_window=window)
+    config = transformers.MistralConfig(**options)
     params, own, model = drawn(tmp_path, "Mistral", config)
     tokens = random_tokens(config.vocab_size)
     expected = torch_logits(model, tokens)
@@ -119,25 +123,20 @@ def test_a_mistral_that_sees_all_tokens_agrees(tmp_path, window):
 
 SIZES = dict(vocab_size=31, hidden_size=16)
 MAMBA2 = dict(num_hidden_layers=2, num_heads=4, head_dim=8, state_size=6, n_groups=2)
-BAMBA = dict(
-    intermediate_size=24, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-    attn_layer_indices=[1], mamba_n_heads=4, mamba_d_state=6,
-)
+BAMBA = dict(intermediate_size=24, num_hidden_layers=3, num_attention_heads=4)
+BAMBA |= dict(num_key_value_heads=2, attn_layer_indices=[1], mamba_n_heads=4, mamba_d_state=6)
+ODD = dict(MAMBA2, n_groups=1, conv_kernel=3, use_conv_bias=False, use_bias=True)
+ODD |= dict(time_step_limit=(0.6, 0.9), tie_word_embeddings=True, residual_in_fp32=False)
+HALF = dict(rope_type="linear", factor=2.0, rope_theta=500.0, partial_rotary_factor=1.0)
+ODD_BAMBA = dict(BAMBA, attn_layer_indices=[0, 2], mamba_n_groups=2, mamba_conv_bias=False)
+ODD_BAMBA |= dict(mamba_proj_bias=True, attention_bias=True, mlp_bias=True)
+ODD_BAMBA |= dict(time_step_limit=[0.1, 0.7], tie_word_embeddings=True, rope_parameters=HALF)
 STATE_SPACE = {
     "usual": ("Mamba2", MAMBA2),
-    "odd": ("Mamba2", dict(
-        MAMBA2, n_groups=1, conv_kernel=3, use_conv_bias=False, use_bias=True,
-        time_step_limit=(0.6, 0.9), tie_word_embeddings=True, residual_in_fp32=False,
-    )),
+    "odd": ("Mamba2", ODD),
     "hybrid": ("Bamba", BAMBA),
-    "odd hybrid": ("Bamba", dict(
-        BAMBA, attn_layer_indices=[0, 2], mamba_n_groups=2, mamba_conv_bias=False,
-        mamba_proj_bias=True, attention_bias=True, mlp_bias=True, time_step_limit=[0.1, 0.7],
-        tie_word_embeddings=True, rope_parameters=dict(
-            rope_type="linear", factor=2.0, rope_theta=500.0, partial_rotary_factor=1.0
-        ),
-    )),
-}  # fmt: skip
+    "odd hybrid": ("Bamba", ODD_BAMBA),
+}
 
 
 @pytest.mark.parametrize("name", STATE_SPACE)
@@ -204,9 +203,11 @@ def test_greedy_text_of_a_real_model_agrees_token_for_token(data_dir):
         pytest.skip("the stories260K model is not among the real inputs")
     prompt = Tokenizer.from_directory(directory).encode("Once upon a time")
     model = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
+    options = dict(max_new_tokens=200, do_sample=False, eos_token_id=None, pad_token_id=0)
     theirs = model.generate(
-        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        max_new_tokens=200, do_sample=False, eos_token_id=None, pad_token_id=0,
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        **options,
     )[0].tolist()
     params, config = load_pretrained(directory)
     assert len(theirs) == len(prompt) + 200
@@ -217,12 +218,13 @@ def test_transformers_reads_our_tokenizer_alike(data_dir, tmp_path):
     tokenizer = Tokenizer.from_directory(data_dir / "models" / "stories260K")
     save_pretrained(tmp_path, random_weights(LLAMA), LLAMA, tokenizer=tokenizer)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    text = "Once upon a time, there was a café.\n  Lily said: \"Hi!\""
+    text = 'Once upon a time, there was a café.\n  Lily said: "Hi!"'
     ids = tokenizer.encode(text)
     assert theirs(text)["input_ids"] == ids and len(ids) > 10
     assert theirs.decode(ids, skip_special_tokens=True) == tokenizer.decode(ids)
 
 
+WARM = dict(temperature=1.3, logit_bias={1: 1.0})
 PROCESSORS = {
     "temperature": SamplerConfig(temperature=0.6),
     "top-k": SamplerConfig(temperature=1.0, top_k=7),
@@ -232,10 +234,7 @@ PROCESSORS = {
     "reward": SamplerConfig(temperature=1.0, repetition_penalty=0.8),
     "bias": SamplerConfig(temperature=1.0, logit_bias={3: 2.0, 4: -float("inf")}),
     "truncation": SamplerConfig(temperature=0.7, top_k=30, top_p=0.9, min_p=0.02),
-    "all": SamplerConfig(
-        temperature=1.3, top_k=40, top_p=0.95, min_p=0.05, repetition_penalty=1.2,
-        logit_bias={1: 1.0},
-    ),
+    "all": SamplerConfig(top_k=40, top_p=0.95, min_p=0.05, repetition_penalty=1.2, **WARM),
 }
 
 
@@ -271,7 +270,8 @@ def test_processors_agree(vocab):
     ours = np.asarray(jax.jit(process)(logits[:, None], sampler, counts))[:, 0]
     for row, (name, config) in enumerate(PROCESSORS.items()):
         theirs = their_scores(
-            config, torch.from_numpy(history[row : row + 1]),
+            config,
+            torch.from_numpy(history[row : row + 1]),
             torch.from_numpy(logits[row : row + 1].copy()),
         )[0]
         np.testing.assert_allclose(ours[row], theirs, rtol=1e-5, atol=1e-5, err_msg=name)

@@ -11,11 +11,9 @@ from spec_jax.models.checkpoint import save_pretrained
 pytest.importorskip("torch", reason="parity needs torch (extra 'parity')")
 pytest.importorskip("transformers", reason="parity needs transformers (extra 'parity')")
 
-SHAPE = {
-    "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-}  # fmt: skip
+SHAPE = dict(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
+SHAPE |= dict(num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256)
+SHAPE |= dict(tie_word_embeddings=True)
 
 
 def test_a_peer_decodes_the_same_tokens(tmp_path):
@@ -23,10 +21,8 @@ def test_a_peer_decodes_the_same_tokens(tmp_path):
     # The draft is the target itself: every draft of a model is accepted.
     target = random_model("target", SHAPE, 0)
     save_pretrained(tmp_path / "target", target.params, target.config)
-    config.zoo.update({
-        "target": str(tmp_path / "target"), "draft": str(tmp_path / "target"), "num_prompts": 2,
-        "max_prompt_tokens": 9, "new_tokens": 13, "batches": (1,),
-    })  # fmt: skip
+    options = dict(num_prompts=2, max_prompt_tokens=9, new_tokens=13, batches=(1,))
+    config.zoo.update(target=str(tmp_path / "target"), draft=str(tmp_path / "target"), **options)
     config.peers.update({"ks": (2,), "dtypes": ("float32",), "head": "", "repeats": 1})
     record = benchmark.run(config, tmp_path / "run", ("peers",))
     found = record["parts"]["peers"]["float32"]

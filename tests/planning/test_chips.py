@@ -16,22 +16,33 @@ from spec_jax.planning.chips import CHIPS, Topology
 TPUS = [name for name in CHIPS if Topology.parse(f"{name}:{CHIPS[name].shapes[0]}").is_tpu]
 
 
-@pytest.mark.parametrize(
-    "name, chips, devices",
-    [("v5e:2x4", 8, 8), ("v5p:4x4x4", 64, 64), ("v6e:16x16", 256, 256), ("tpu7x:2x2x2", 8, 16),
-     ("v4:2x2x1", 4, 4), ("h100:8", 8, 8)],
-)  # fmt: skip
+SHAPES = [
+    ("v5e:2x4", 8, 8),
+    ("v5p:4x4x4", 64, 64),
+    ("v6e:16x16", 256, 256),
+    ("tpu7x:2x2x2", 8, 16),
+    ("v4:2x2x1", 4, 4),
+    ("h100:8", 8, 8),
+]
+
+
+@pytest.mark.parametrize("name, chips, devices", SHAPES)
 def test_topology_has_its_chips_and_devices(name, chips, devices):
     topology = Topology.parse(name)
     assert (topology.num_chips, topology.num_devices, topology.name) == (chips, devices, name)
 
 
-@pytest.mark.parametrize(
-    "name, message",
-    [("v9:2x2", "known chips: v4, v5e"), ("v5e:3x3", "'v5e:3x3'; shapes of v5e: 1x1, 2x2"),
-     ("v5e", "shapes of v5e"), ("v5p:2x4", "shapes of v5p: 1x1x1"), ("2x4", "such as v5e:2x4"),
-     ("h100:3", "shapes of h100: 1, 2, 4, 8")],
-)  # fmt: skip
+INVALID_NAMES = [
+    ("v9:2x2", "known chips: v4, v5e"),
+    ("v5e:3x3", "'v5e:3x3'; shapes of v5e: 1x1, 2x2"),
+    ("v5e", "shapes of v5e"),
+    ("v5p:2x4", "shapes of v5p: 1x1x1"),
+    ("2x4", "such as v5e:2x4"),
+    ("h100:3", "shapes of h100: 1, 2, 4, 8"),
+]
+
+
+@pytest.mark.parametrize("name, message", INVALID_NAMES)
 def test_unknown_topology_is_refused_with_those_that_exist(name, message):
     with pytest.raises(ConfigError, match=message):
         Topology.parse(name)

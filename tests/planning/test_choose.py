@@ -19,8 +19,10 @@ TOKENS = expected_tokens([0.75] * 5)
 
 def test_meshes_use_all_devices_and_divide_heads_and_rows():
     assert meshes(TARGET, Topology.parse("v5e:2x4"), 4) == [
-        "data:4,tensor:2", "data:2,tensor:4", "data:1,tensor:8"
-    ]  # fmt: skip
+        "data:4,tensor:2",
+        "data:2,tensor:4",
+        "data:1,tensor:8",
+    ]
     # 64 devices are more than the 32 query heads, and one row has to be somewhere.
     found = meshes(TARGET, Topology.parse("v5p:4x4x4"), 1)
     assert [parse_mesh(mesh)["tensor"] for mesh in found] == [1, 2, 4, 8, 16, 32]

@@ -27,10 +27,9 @@ from spec_jax.train.placement import device_bytes
 
 MESH = "data:2,tensor:4"
 L, B, S, G, H = 3, 4, 128, 4, 8
-TARGET = ModelConfig(
-    num_hidden_layers=L, num_attention_heads=8, num_key_value_heads=G, head_dim=H, hidden_size=32,
-    intermediate_size=64, vocab_size=64, scan_layers=True,
-)  # fmt: skip
+_TARGET = dict(num_hidden_layers=L, num_attention_heads=8, num_key_value_heads=G, head_dim=H)
+_TARGET |= dict(hidden_size=32, intermediate_size=64, vocab_size=64, scan_layers=True)
+TARGET = ModelConfig(**_TARGET)
 JOB = plan.Job(target=TARGET, batch=B, slots=S, mesh=MESH, dtype="float32")
 
 

@@ -80,20 +80,16 @@ PROGRAMS = {
     "eagle-1": Bound(EagleConfig.of_target(SMALL, 1), 2 * L + 30, 1e9),
     "eagle-3": Bound(eagle3(SMALL), 2 * L + 24, 1e9),
     "eagle-3, 128 rows": Bound(eagle3(SMALL), 2 * L + 24, 1e9, batch=128, slots=1024),
-    "eagle-3, tree": Bound(
-        eagle3(SMALL), 2 * L + 24, 0.1e9, tree=TreeConfig(children=(3, 2, 1))
-    ),
+    "eagle-3, tree": Bound(eagle3(SMALL), 2 * L + 24, 0.1e9, tree=TreeConfig(children=(3, 2, 1))),
     "mtp": Bound(MtpConfig.of_target(SMALL), 2 * L + 30, 1e9),
 }
 
 
 def compiled(target, topology, mesh, bound):
     topology = Topology.parse(topology)
-    job = plan.Job(
-        target=target, draft=bound.draft, num_draft=bound.num_draft, tree=bound.tree,
-        batch=bound.batch, slots=bound.slots, mesh=mesh,
-        sampler=SamplerConfig(temperature=bound.temperature),
-    )  # fmt: skip
+    settings = dict(mesh=mesh, sampler=SamplerConfig(temperature=bound.temperature))
+    options = dict(tree=bound.tree, batch=bound.batch, slots=bound.slots, **settings)
+    job = plan.Job(target=target, draft=bound.draft, num_draft=bound.num_draft, **options)
     # Without a TPU, its library looks for one in the cloud and locks itself.
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     devices = make_mesh(mesh, topology.describe().devices)
@@ -106,8 +102,10 @@ def compiled(target, topology, mesh, bound):
 
 def check(found, excess, bound, rows):
     counted, needs = found.counted, found.needs
-    print(f"{counted.num_collectives} collectives, {needs.temporaries / 1e9:.3f} GB of "
-          f"temporaries, {excess:.3f} of the analytic HBM bytes, {found.cpu_s:.0f} CPU-seconds")
+    print(
+        f"{counted.num_collectives} collectives, {needs.temporaries / 1e9:.3f} GB of "
+        f"temporaries, {excess:.3f} of the analytic HBM bytes, {found.cpu_s:.0f} CPU-seconds"
+    )
     assert set(counted.collectives) <= {"all-reduce", "all-gather"}
     assert counted.num_collectives <= bound.collectives
     assert counted.in_branches == 0

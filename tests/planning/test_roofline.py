@@ -31,7 +31,7 @@ from spec_jax.planning.roofline import (
     first_loss,
     memory,
     predict,
-)  # fmt: skip
+)
 from spec_jax.sharding import replicate
 from spec_jax.tree import DynamicTree, Tree
 
@@ -69,8 +69,12 @@ def test_rounds_have_the_passes_that_the_drafters_run():
     assert named(DRAFT, 3) == [("verify", 1), ("draft", 1), ("draft", 2)]
     assert named(EAGLE, 3) == [("verify", 1), ("refresh", 1), ("draft", 2)]
     assert named(MODULES, 2) == [
-        ("verify", 1), ("refresh", 1), ("refresh", 1), ("draft", 1), ("refresh", 1)
-    ]  # fmt: skip
+        ("verify", 1),
+        ("refresh", 1),
+        ("refresh", 1),
+        ("draft", 1),
+        ("refresh", 1),
+    ]
     assert named(EAGLE, 0) == named(None)
 
 
@@ -131,9 +135,9 @@ def test_best_is_the_fastest_and_plain_where_nothing_is_accepted():
 
 
 def test_speculation_stops_paying_at_a_batch_that_fills_the_arithmetic():
-    speedup = lambda batch: predict(
-        TARGET, EAGLE, 5, 3.0, CHIPS["v5e"], Setting(batch=batch, context=512)
-    ).speedup  # fmt: skip
+    speedup = lambda batch: (
+        predict(TARGET, EAGLE, 5, 3.0, CHIPS["v5e"], Setting(batch=batch, context=512)).speedup
+    )
     sizes = [2**i for i in range(12)]
     size = first_loss(sizes, speedup)
     assert speedup(size) <= 1 < speedup(size // 2)
@@ -154,12 +158,10 @@ def test_memory_is_weights_and_caches():
     assert more == 3 * 2 * Stack.of(MODULES, setting).num_params
 
 
-_SETTINGS = st.builds(
-    Setting,
-    batch=st.sampled_from([1, 4, 8, 64]), context=st.integers(0, 10_000),
-    mesh=st.sampled_from(["data:1", "data:2,tensor:4", "tensor:8", "data:4"]),
-    is_sampled=st.booleans(), is_draft_replicated=st.booleans(),
-)  # fmt: skip
+_FIELDS = dict(batch=st.sampled_from([1, 4, 8, 64]), context=st.integers(0, 10_000))
+_FIELDS |= dict(mesh=st.sampled_from(["data:1", "data:2,tensor:4", "tensor:8", "data:4"]))
+_FIELDS |= dict(is_sampled=st.booleans(), is_draft_replicated=st.booleans())
+_SETTINGS = st.builds(Setting, **_FIELDS)
 _CHIPS = st.sampled_from(sorted(CHIPS)).map(CHIPS.get)
 _DRAFTS = st.sampled_from(sorted(DRAFTS)).map(DRAFTS.get)
 
@@ -194,16 +196,18 @@ def test_more_of_anything_is_never_faster(setting, chip, draft, num_draft, rate)
     assert shared.flops <= one.flops
 
 
-@pytest.mark.parametrize(
-    "call, message",
-    [(lambda: decode_round(TARGET, EAGLE, -1), "num_draft is -1"),
-     (lambda: decode_round(TARGET, EAGLE, 4, tree=Tree((0, 0))), "the tree's 2 nodes"),
-     (lambda: decode_round(TARGET, None, 4), "num_draft is 4 without a draft"),
-     (lambda: decode_round(TARGET, "eagle", 4), "draft is 'eagle'"),
-     (lambda: decode_round(TARGET, "nothing", 4), "no drafter kind 'nothing'"),
-     (lambda: predict(TARGET, EAGLE, 2, 3.5, CHIPS["v5e"]), "tokens is 3.5; .* emits 1 to 3"),
-     (lambda: predict(TARGET, EAGLE, 2, 0.5, CHIPS["v5e"]), "tokens is 0.5")],
-)  # fmt: skip
+CALLS = [
+    (lambda: decode_round(TARGET, EAGLE, -1), "num_draft is -1"),
+    (lambda: decode_round(TARGET, EAGLE, 4, tree=Tree((0, 0))), "the tree's 2 nodes"),
+    (lambda: decode_round(TARGET, None, 4), "num_draft is 4 without a draft"),
+    (lambda: decode_round(TARGET, "eagle", 4), "draft is 'eagle'"),
+    (lambda: decode_round(TARGET, "nothing", 4), "no drafter kind 'nothing'"),
+    (lambda: predict(TARGET, EAGLE, 2, 3.5, CHIPS["v5e"]), "tokens is 3.5; .* emits 1 to 3"),
+    (lambda: predict(TARGET, EAGLE, 2, 0.5, CHIPS["v5e"]), "tokens is 0.5"),
+]
+
+
+@pytest.mark.parametrize("call, message", CALLS)
 def test_what_cannot_be_is_refused(call, message):
     with pytest.raises(ConfigError, match=message):
         call()
@@ -211,10 +215,8 @@ def test_what_cannot_be_is_refused(call, message):
 
 @pytest.mark.exhaustive
 def test_collectives_are_those_of_the_compiled_program():
-    config = ModelConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-    )  # fmt: skip
+    options = dict(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    config = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=48, **options)
     setting = Setting(batch=4, context=16, mesh="data:2,tensor:2", dtype="float32")
     mesh = make_mesh(setting.mesh)
 
@@ -223,14 +225,19 @@ def test_collectives_are_those_of_the_compiled_program():
         return transformer.unembed(params, output.hidden), replicate(tokens)
 
     with jax.set_mesh(mesh):
-        shapes = jax.eval_shape(lambda key: (
-            transformer.init_params(config, key), jnp.zeros((4, 3), jnp.int32),
-            transformer.init_cache(config, 4, 16),
-        ), jax.random.key(0))  # fmt: skip
+        shapes = jax.eval_shape(
+            lambda key: (
+                transformer.init_params(config, key),
+                jnp.zeros((4, 3), jnp.int32),
+                transformer.init_cache(config, 4, 16),
+            ),
+            jax.random.key(0),
+        )
         params = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes[0],
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            shapes[0],
             param_shardings(config, mesh),
-        )  # fmt: skip
+        )
         text = jax.jit(one_pass).lower(params, *shapes[1:]).compile().as_text()
     # Those of activations: f32[2,3,32] on each device, or with rows and tokens merged.
     found = re.findall(r"= f32\[(?:2,3|6),32\]\S* all-reduce", text)

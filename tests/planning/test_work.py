@@ -21,20 +21,26 @@ from spec_jax.planning.work import Setting, Stack, Work
 from spec_jax.sharding import spec, state_axes
 
 # 4 query heads, 2 key-value heads of 8.
-SMALL = ModelConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-)  # fmt: skip
+_SMALL = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+_SMALL |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+SMALL = ModelConfig(**_SMALL)
 MESH = "data:2,tensor:2"
 
 
-@pytest.mark.parametrize(
-    "name, count",
-    [("llama-3.1-8b", 8_030_261_248), ("llama-3.1-70b", 70_553_706_496),
-     ("llama-3.2-1b", 1_235_814_400), ("qwen3-8b", 8_190_735_360), ("qwen3-32b", 32_762_123_264),
-     ("qwen3-14b", 14_768_307_200), ("vicuna-7b", 6_738_415_616), ("vicuna-13b", 13_015_864_320),
-     ("vicuna-33b", 32_528_943_616)],
-)  # fmt: skip
+NUM_PARAMS = [
+    ("llama-3.1-8b", 8_030_261_248),
+    ("llama-3.1-70b", 70_553_706_496),
+    ("llama-3.2-1b", 1_235_814_400),
+    ("qwen3-8b", 8_190_735_360),
+    ("qwen3-32b", 32_762_123_264),
+    ("qwen3-14b", 14_768_307_200),
+    ("vicuna-7b", 6_738_415_616),
+    ("vicuna-13b", 13_015_864_320),
+    ("vicuna-33b", 32_528_943_616),
+]
+
+
+@pytest.mark.parametrize("name, count", NUM_PARAMS)
 def test_presets_have_the_published_numbers_of_parameters(name, count):
     config = find_config(name)
     assert num_params(config) == count
@@ -58,8 +64,9 @@ def test_config_of_a_directory_is_found_and_anything_else_refused(tmp_path):
 def test_one_device_holds_what_the_shardings_of_the_weights_say(name):
     config, mesh = PRESETS[name], make_mesh(MESH)
     shapes = jax.eval_shape(lambda key: transformer.init_params(config, key), jax.random.key(0))
-    parts = jax.tree.map(lambda x, s: math.prod(s.shard_shape(x.shape)), shapes,
-                         param_shardings(config, mesh))  # fmt: skip
+    parts = jax.tree.map(
+        lambda x, s: math.prod(s.shard_shape(x.shape)), shapes, param_shardings(config, mesh)
+    )
     assert Stack.of(config, Setting(mesh=MESH)).num_params == sum(jax.tree.leaves(parts))
 
 
@@ -107,20 +114,22 @@ def test_shards_are_summed_after_every_layer_and_logits_gathered_where_they_are_
 
 @pytest.mark.parametrize("scored", [1, 4])
 def test_arithmetic_is_what_xla_counts(scored):
-    config = ModelConfig(
-        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-    )  # fmt: skip
+    options = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+    config = ModelConfig(vocab_size=512, hidden_size=128, intermediate_size=256, **options)
     B, T, S = 2, 4, 64
 
     def one_pass(params, tokens, cache):
         output = transformer.forward(params, tokens, cache, config=config)
         return transformer.unembed(params, output.hidden[:, -scored:])
 
-    shapes = jax.eval_shape(lambda key: (
-        transformer.init_params(config, key), jnp.zeros((B, T), jnp.int32),
-        transformer.init_cache(config, B, S),
-    ), jax.random.key(0))  # fmt: skip
+    shapes = jax.eval_shape(
+        lambda key: (
+            transformer.init_params(config, key),
+            jnp.zeros((B, T), jnp.int32),
+            transformer.init_cache(config, B, S),
+        ),
+        jax.random.key(0),
+    )
     counted = jax.jit(one_pass).lower(*shapes).cost_analysis()["flops"]
     setting = Setting(batch=B, context=S, dtype="float32")
     predicted = Stack.of(config, setting).run(setting, T, scored).flops
@@ -129,11 +138,9 @@ def test_arithmetic_is_what_xla_counts(scored):
 
 
 def test_every_family_is_counted_with_what_its_cache_keeps():
-    bamba = BambaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, attn_layer_indices=(1,),
-        mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8,
-    )  # fmt: skip
+    settings = dict(attn_layer_indices=(1,), mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8)
+    options = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, **settings)
+    bamba = BambaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, **options)
     stack = Stack.of(bamba, Setting())
     assert stack.num_params == num_params(bamba)
     assert stack.slot_bytes == 2 * 2 * 8 * 2  # one of its layers attends

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.decoders import rule
 
 from spec_jax.config import STRATEGIES, SpeculativeConfig
 from spec_jax.contracts import Noise, Proposal, TargetScores
@@ -15,14 +18,7 @@ from spec_jax.rules import batched, chain, make_rule, synthetic_rates
 V, K, B = 6, 3, 4000
 
 
-def make(strategy, **kwargs):
-    if strategy == "synthetic":
-        kwargs.setdefault("synthetic_acceptance_rate", 0.5)
-    return make_rule(
-        SpeculativeConfig(
-            num_speculative_tokens=K, rejection_sampling_strategy=strategy, **kwargs
-        )
-    )
+make = functools.partial(rule, num_speculative_tokens=K)
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +71,10 @@ def test_acceptance_is_the_closed_form(case, strategy):
     rule = make(strategy)
     verdict = rule.accept(scores, proposal, one_noise(rule, noise))
     expected = np.mean(
-        [rule.expected_acceptance(jnp.asarray(p[0]), jnp.asarray(q[0]), int(t))
-         for t in np.asarray(proposal.tokens)[:200, 0]]
+        [
+            rule.expected_acceptance(jnp.asarray(p[0]), jnp.asarray(q[0]), int(t))
+            for t in np.asarray(proposal.tokens)[:200, 0]
+        ]
         if strategy == "greedy"
         else rule.expected_acceptance(jnp.asarray(p[0]), jnp.asarray(q[0]), 0)
     )
@@ -135,9 +133,9 @@ def test_closed_forms_of_a_deterministic_draft():
 
 def test_typical_acceptance_uses_medusas_threshold():
     # Of the second row the entropy decides: its threshold is 0.082.
-    p = np.array([
-        [0.5, 0.3, 0.12, 0.08], [0.31, 0.305, 0.3, 0.085], [0.97, 0.01, 0.01, 0.01], [0.25] * 4,
-    ])  # fmt: skip
+    p = np.array(
+        [[0.5, 0.3, 0.12, 0.08], [0.31, 0.305, 0.3, 0.085], [0.97, 0.01, 0.01, 0.01], [0.25] * 4]
+    )
     entropy = -(p * np.log(p + 1e-5)).sum(-1)
     threshold = np.minimum(0.09, 0.3 * np.exp(-entropy))
     rule = make_rule(SpeculativeConfig(rejection_sampling_strategy="typical-acceptance"))
@@ -201,18 +199,18 @@ def test_disjoint_distributions_accept_nothing():
         assert int(verdict.n_accept[0]) == 0 and int(verdict.tokens[0, 0]) in (0, 1)
 
 
-@pytest.mark.parametrize(
-    "kwargs, expected",
-    [
-        ({"synthetic_conditional_rates": (0.9, 0.5, 0.1, 0.0)}, (0.9, 0.5, 0.1)),
-        ({"synthetic_acceptance_rates": (0.8, 0.4, 0.0)}, (0.8, 0.5, 0.0)),
-        ({"synthetic_acceptance_rates": (0.0, 0.0, 0.0)}, (0.0, 0.0, 0.0)),
-        ({"synthetic_mean_length": 3.0}, (1.0, 1.0, 0.0)),
-        ({"synthetic_mean_length": 1.25}, (0.25, 0.0, 0.0)),
-        ({"synthetic_acceptance_rate": 0.0}, (0.0, 0.0, 0.0)),
-        ({"synthetic_acceptance_rate": 1.0}, (1.0, 1.0, 1.0)),
-    ],
-)
+KWARGS = [
+    ({"synthetic_conditional_rates": (0.9, 0.5, 0.1, 0.0)}, (0.9, 0.5, 0.1)),
+    ({"synthetic_acceptance_rates": (0.8, 0.4, 0.0)}, (0.8, 0.5, 0.0)),
+    ({"synthetic_acceptance_rates": (0.0, 0.0, 0.0)}, (0.0, 0.0, 0.0)),
+    ({"synthetic_mean_length": 3.0}, (1.0, 1.0, 0.0)),
+    ({"synthetic_mean_length": 1.25}, (0.25, 0.0, 0.0)),
+    ({"synthetic_acceptance_rate": 0.0}, (0.0, 0.0, 0.0)),
+    ({"synthetic_acceptance_rate": 1.0}, (1.0, 1.0, 1.0)),
+]
+
+
+@pytest.mark.parametrize("kwargs, expected", KWARGS)
 def test_synthetic_rates_by_each_meaning(kwargs, expected):
     config = SpeculativeConfig(num_speculative_tokens=K, **kwargs)
     np.testing.assert_allclose(synthetic_rates(config.synthetic, K), expected, atol=1e-12)
@@ -228,8 +226,9 @@ def test_synthetic_mean_rate_solves_for_the_published_base(num_draft, b):
 
 def test_synthetic_acceptance_has_the_stated_rates(case):
     _, _, scores, proposal, noise = case
-    rule = make("synthetic", synthetic_acceptance_rate=None,
-                synthetic_conditional_rates=(0.9, 0.5, 0.2))
+    rule = make(
+        "synthetic", synthetic_acceptance_rate=None, synthetic_conditional_rates=(0.9, 0.5, 0.2)
+    )
     verdict = rule.accept(scores, proposal, one_noise(rule, noise))
     for i, rate in enumerate((0.9, 0.5, 0.2)):
         n = (np.asarray(verdict.n_accept) >= i).sum()
@@ -239,8 +238,14 @@ def test_synthetic_acceptance_has_the_stated_rates(case):
 def test_rules_declare_what_they_are():
     lossless = {s: make(s).is_lossless for s in STRATEGIES}
     assert lossless == {
-        "greedy": True, "residual": True, "block": True, "traversal": True, "match": True,
-        "typical-acceptance": False, "logit-comparison": False, "synthetic": False,
+        "greedy": True,
+        "residual": True,
+        "block": True,
+        "traversal": True,
+        "match": True,
+        "typical-acceptance": False,
+        "logit-comparison": False,
+        "synthetic": False,
     }
     assert make("residual") is make("residual")
     with pytest.raises(ConfigError, match="resolve"):

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.trees import BUSH, PLAIN, rule
+from support.decoders import rule
+from support.trees import BUSH, PLAIN
 
 from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Noise, Proposal, TargetScores
@@ -28,21 +29,21 @@ def test_a_tree_is_described_by_branching_paths_or_parents():
     assert (BUSH.num_nodes, BUSH.depth, BUSH.max_children, BUSH.num_fed) == (6, 3, 2, 3)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Tree((0, 3, 0)), "node 2 of the tree has parent 3"),
-        (lambda: Tree((0, 1, 0)), "order of their depths"),
-        (lambda: Tree(()), "one node or more"),
-        (lambda: Tree.branching((2, 0)), r"branches \(2, 0\)"),
-        (lambda: Tree.from_paths([[0], [1, 0]]), r"lists \[1, 0\] and not \[1\]"),
-        (lambda: Tree.from_paths([[0], [2]]), r"lists \[2\] and not \[1\]"),
-        (lambda: Tree.from_paths([[0], [0]]), r"lists \[0\] twice"),
-        (lambda: Tree.from_paths([[]]), r"lists \[\] as a node"),
-        (lambda: DynamicTree(60, 2, 3), "60 nodes; 2 levels of 3 have 2 to 12"),
-        (lambda: DynamicTree(4, 2, 0), "top_k of the tree is 0"),
-    ],
-)  # fmt: skip
+INVALID_PROPOSALS = [
+    (lambda: Tree((0, 3, 0)), "node 2 of the tree has parent 3"),
+    (lambda: Tree((0, 1, 0)), "order of their depths"),
+    (lambda: Tree(()), "one node or more"),
+    (lambda: Tree.branching((2, 0)), r"branches \(2, 0\)"),
+    (lambda: Tree.from_paths([[0], [1, 0]]), r"lists \[1, 0\] and not \[1\]"),
+    (lambda: Tree.from_paths([[0], [2]]), r"lists \[2\] and not \[1\]"),
+    (lambda: Tree.from_paths([[0], [0]]), r"lists \[0\] twice"),
+    (lambda: Tree.from_paths([[]]), r"lists \[\] as a node"),
+    (lambda: DynamicTree(60, 2, 3), "60 nodes; 2 levels of 3 have 2 to 12"),
+    (lambda: DynamicTree(4, 2, 0), "top_k of the tree is 0"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), INVALID_PROPOSALS)
 def test_a_tree_that_cannot_be_is_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
@@ -84,7 +85,7 @@ def accepted(rule, scores, proposal, noise):
 
 
 @pytest.mark.representatives(
-    "residual-sampled", "traversal-deterministic", "match-sampled", "greedy-deterministic",
+    "residual-sampled", "traversal-deterministic", "match-sampled", "greedy-deterministic"
 )
 @pytest.mark.parametrize("is_sampled", [True, False], ids=["sampled", "deterministic"])
 @pytest.mark.parametrize("name", ["residual", "traversal", "match", "greedy"])
@@ -118,10 +119,11 @@ THREE = [
     Row((0, 1), SamplerConfig(temperature=0.7), PLAIN),
     Row((2,), SamplerConfig(temperature=1.0, top_k=2), SamplerConfig(temperature=1.3)),
     Row(
-        (1, 1, 2), SamplerConfig(temperature=1.0, repetition_penalty=1.4, frequency_penalty=0.4),
+        (1, 1, 2),
+        SamplerConfig(temperature=1.0, repetition_penalty=1.4, frequency_penalty=0.4),
         SamplerConfig(temperature=1.0, presence_penalty=0.3),
     ),
-]  # fmt: skip
+]
 TINY = Tree((0, 0, 1))
 
 
@@ -140,8 +142,10 @@ def test_a_truncated_tree_matches_target_distribution(strategy):
 
 @pytest.mark.exhaustive
 def test_siblings_that_exhaust_the_draft_match_target_distribution():
-    rows = [Row((0, 1), PLAIN, SamplerConfig(temperature=1.0, top_k=1)),
-            Row((1,), PLAIN, SamplerConfig(temperature=0.0))]  # fmt: skip
+    rows = [
+        Row((0, 1), PLAIN, SamplerConfig(temperature=1.0, top_k=1)),
+        Row((1,), PLAIN, SamplerConfig(temperature=0.0)),
+    ]
     for strategy in ("residual", "traversal"):
         drafter = standalone(toy_model(3), TINY)
         certify_rule(rule(strategy), drafter=drafter, rows=rows, num_tokens=3)

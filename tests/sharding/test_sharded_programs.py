@@ -15,10 +15,8 @@ from spec_jax.sampling import make_sampler
 from spec_jax.sharding import named, state_axes
 
 L, B, T = LLAMA.num_hidden_layers, 8, 8
-USUAL = dict(
-    mesh="data:2,tensor:4", target="llama", member="first", tree="chain", sampling="bare",
-    layers="separate", draft="sharded", rows="even", drive="call",
-)  # fmt: skip
+USUAL = dict(mesh="data:2,tensor:4", target="llama", member="first", tree="chain")
+USUAL |= dict(sampling="bare", layers="separate", draft="sharded", rows="even", drive="call")
 
 
 def round_of(**changes):
@@ -34,8 +32,9 @@ def round_of(**changes):
         )
 
     with jax.set_mesh(over):
-        state = jax.eval_shape(start, params, jnp.zeros((B, T), jnp.int32), row, row[:, None],
-                               sampler)  # fmt: skip
+        state = jax.eval_shape(
+            start, params, jnp.zeros((B, T), jnp.int32), row, row[:, None], sampler
+        )
         placed = lambda x, axes: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=named(axes, x.shape, over)
         )
@@ -64,7 +63,7 @@ DRAFTED = 2 * L + 2 * K * COPY + 2 * (K + 1) + 4
         (DRAFTED, dict(drafter="standalone", rule="residual", sampling="filtered")),
     ],
     ids=["plain", "plain sampled", "standalone", "standalone sampled"],
-)  # fmt: skip
+)
 def test_a_round_sends_little_and_copies_no_cache(bound, changes):
     moved, program, shapes = round_of(**changes)
     assert 2 * L < moved.count() <= bound

@@ -20,10 +20,10 @@ from support.sharded import Case, decode, is_feasible
 FACTORS = sharded.FACTORS._asdict()
 COVERING = [Case(**chosen) for chosen in covering(FACTORS, is_feasible, tries=10)]
 MAIN = ("mesh", "target", "drafter", "member", "tree", "rule")
-ONE = Case(
-    mesh="data:2,tensor:4", target="llama", drafter="standalone", member="first", tree="chain",
-    rule="match", sampling="bare", layers="separate", draft="sharded", rows="even", drive="call",
-)  # fmt: skip
+_ONE = dict(mesh="data:2,tensor:4", target="llama", drafter="standalone", member="first")
+_ONE |= dict(tree="chain", rule="match", sampling="bare", layers="separate", draft="sharded")
+_ONE |= dict(rows="even", drive="call")
+ONE = Case(**_ONE)
 SMALL = ONE._replace(mesh="data:2,tensor:2")  # of four of the eight devices
 # EAGLE-3 in a chain and n-grams, on recurrent targets, in streams: pairs alone do not bring these.
 CHAINS = [
@@ -75,9 +75,10 @@ def product_of(mesh, drafter):
 @pytest.mark.parametrize("drafter", FACTORS["drafter"])
 def test_the_product_of_choices_gives_the_tokens_of_one_device(mesh, drafter):
     different = [
-        case for case in product_of(mesh, drafter)
+        case
+        for case in product_of(mesh, drafter)
         if decode(case, is_sharded=True) != decode(case, is_sharded=False)
-    ]  # fmt: skip
+    ]
     assert different == []
 
 

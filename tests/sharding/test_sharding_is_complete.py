@@ -24,16 +24,11 @@ from spec_jax.sampling import make_sampler
 from spec_jax.sharding import FULLY_SHARDED, REPLICATED, SHARDED, spec, state_axes
 
 # Dimensions that no device has a part of, with a reason for each.
-WHOLE = {
-    "embed": "the residual stream; FULLY_SHARDED splits it in training",
-    "head_dim": "heads are split as a whole",
-    "latent": "every head reads all of it",
-    "channels": "of a convolution, whose parts are not those of the heads",
-    "reach": "of a convolution: four",
-    "one": "of size one",
-    "layers": "a scan goes through them",
-    "slots": "every token attends to all of them",
-}
+WHOLE = dict(embed="the residual stream; FULLY_SHARDED splits it in training")
+WHOLE |= dict(head_dim="heads are split as a whole", latent="every head reads all of it")
+WHOLE |= dict(channels="of a convolution, whose parts are not those of the heads")
+WHOLE |= dict(reach="of a convolution: four", one="of size one")
+WHOLE |= dict(layers="a scan goes through them", slots="every token attends to all of them")
 TARGETS = [*tiny_models.FAMILIES, *tiny_models.STATE_FAMILIES]
 LAYERS = [tiny_models.DEEPSEEK, tiny_models.QWEN3_NEXT]
 HEADS = [*eagle_heads.CONFIGS.values(), *mtp_modules.CONFIGS.values()]
@@ -74,10 +69,10 @@ def test_every_rule_is_used():
 
 
 def case(drafter, target, **changes):
-    usual = dict(
-        mesh="data:2,tensor:4", member="first", tree="chain", rule="residual",
-        sampling="filtered", layers="separate", draft="sharded", rows="even", drive="call",
-    )  # fmt: skip
+    options = dict(
+        sampling="filtered", layers="separate", draft="sharded", rows="even", drive="call"
+    )
+    usual = dict(mesh="data:2,tensor:4", member="first", tree="chain", rule="residual", **options)
     return Case(drafter=drafter, target=target, **{**usual, **changes})
 
 
@@ -144,9 +139,10 @@ BY_ROWS = (".conv", ".raw", ".b", ".last", ".features")
 
 
 @pytest.mark.representatives("scanned")
-@pytest.mark.parametrize("name", [
-    name for name, case in CASES.items() if case.target != "grouped" and case.draft == "sharded"
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [name for name, case in CASES.items() if case.target != "grouped" and case.draft == "sharded"],
+)
 def test_what_is_large_in_a_state_is_split_over_all_devices(name):
     found = [leaf for leaf in leaves(name) if leaf[1].size > B * SLOTS]
     assert found
@@ -161,10 +157,8 @@ def split_into(parts, mesh):
     return math.prod(mesh.shape[axis] for axis in parts if axis is not None)
 
 
-BIG = dict(
-    vocab_size=4096, hidden_size=256, intermediate_size=1024, num_hidden_layers=2,
-    num_attention_heads=8,
-)  # fmt: skip
+BIG = dict(vocab_size=4096, hidden_size=256, intermediate_size=1024, num_hidden_layers=2)
+BIG |= dict(num_attention_heads=8)
 CONFIGS = {
     "separate": ModelConfig(**BIG),
     "scanned": ModelConfig(**BIG, scan_layers=True),

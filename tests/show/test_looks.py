@@ -81,19 +81,22 @@ def test_every_repr_is_short_and_names_what_it_is():
     head = spec_jax.load_draft("zoo/eagle3", target)
     many = tuple((i, 1.0) for i in range(1000))
     shown = {
-        "zoo/target": target, "zoo/eagle3": head, "vocabulary 4": testing.mock_model(4),
+        "zoo/target": target,
+        "zoo/eagle3": head,
+        "vocabulary 4": testing.mock_model(4),
         "rule greedy": spec_jax.SpeculativeDecoder(target, head),
         "mesh data:2,tensor:1": testing.mock_model(4).on_mesh("data:2"),
         "one token a pass": spec_jax.SpeculativeDecoder(target),
         "ngram": spec_jax.SpeculativeConfig("ngram", 8, adaptive=AdaptiveConfig()),
         "tree=": spec_jax.SpeculativeConfig("eagle", tree=TreeConfig((3, 2, 1))),
         "logit_bias": spec_jax.SamplerConfig(logit_bias=many),
-        "spec_k": spec_jax.AsyncSpecConfig(), "hidden_size=256": target.config,
-        "version=3": head.config, "tokens 7": without_tokenizer(),
-        "rounds 3": without_tokenizer().stats, "'residual'": make_rule(
-            spec_jax.SpeculativeConfig(rejection_sampling_strategy="residual")
-        ),
-    }  # fmt: skip
+        "spec_k": spec_jax.AsyncSpecConfig(),
+        "hidden_size=256": target.config,
+        "version=3": head.config,
+        "tokens 7": without_tokenizer(),
+        "rounds 3": without_tokenizer().stats,
+        "'residual'": make_rule(spec_jax.SpeculativeConfig(rejection_sampling_strategy="residual")),
+    }
     for name, one in shown.items():
         assert name in repr(one) and len(repr(one)) <= LONGEST, repr(one)
     for one in (target, head, shown["rule greedy"], shown["rounds 3"]):
@@ -153,9 +156,7 @@ def test_long_outputs_are_cut_and_say_so():
 
 def test_plot_of_a_generation_has_a_bar_for_each_round():
     (axis,) = without_tokenizer().plot().axes
-    heights = {
-        bars.get_label(): [bar.get_height() for bar in bars] for bars in axis.containers
-    }
+    heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axis.containers}
     assert heights["accepted drafts"] == [1, 2, 0]
     assert heights["corrected"] == [1, 0, 1] and heights["bonus"] == [0, 1, 0]
     assert heights["drafts that were dropped"] == [1, 0, 1]

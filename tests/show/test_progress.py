@@ -27,8 +27,9 @@ def cell(monkeypatch):
 
     shell = types.SimpleNamespace(kernel=object())
     for name, members in {
-        "IPython": {"get_ipython": lambda: shell}, "IPython.display": {"display": display},
-    }.items():  # fmt: skip
+        "IPython": {"get_ipython": lambda: shell},
+        "IPython.display": {"display": display},
+    }.items():
         module = types.ModuleType(name)
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
@@ -74,17 +75,17 @@ def test_bars_within_bars_have_outputs_of_their_own(cell):
     assert any("inner" in text and "inside" in text for text in cell)
 
 
+ROWS = [
+    (24, 100, "training █████████████▊           23/40 00:00<"),
+    (24, 40, "training 23/40 00:00<"),
+    (2, 10, "23/40 <"),
+    (1, 1, "2"),
+    (0, 0, "training █████████████▊           23/40 00:00<"),  # it states no size
+]
+
+
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="pseudo-terminals are Unix's")
-@pytest.mark.parametrize(
-    "rows, columns, shown",
-    [
-        (24, 100, "training █████████████▊           23/40 00:00<"),
-        (24, 40, "training 23/40 00:00<"),
-        (2, 10, "23/40 <"),
-        (1, 1, "2"),
-        (0, 0, "training █████████████▊           23/40 00:00<"),  # it states no size
-    ],
-)
+@pytest.mark.parametrize("rows, columns, shown", ROWS)
 def test_a_bar_fits_a_terminal_of_any_size(monkeypatch, rows, columns, shown):
     main, side = os.openpty()
     termios = pytest.importorskip("termios")
@@ -130,5 +131,10 @@ def test_a_text_in_a_cell_changes_as_a_line_of_a_terminal_does(cell):
         text.write(part)
         text.flush()
     line = "compiling a round … 3.2 s"
-    assert cell == ["compiling a round …", f"{line}\n", *(f"{line}\n{n}/9" for n in (1, 2)),
-                    f"{line}\n   ", f"{line}\n"]  # fmt: skip
+    assert cell == [
+        "compiling a round …",
+        f"{line}\n",
+        *(f"{line}\n{n}/9" for n in (1, 2)),
+        f"{line}\n   ",
+        f"{line}\n",
+    ]

@@ -102,14 +102,19 @@ REASONING = """\
 {%- endif %}"""
 
 TEMPLATES = {
-    "ChatML": CHATML, "Llama 3": LLAMA3, "Mistral": MISTRAL, "Gemma": GEMMA,
-    "generation": GENERATION, "tools": TOOLS, "reasoning": REASONING,
-}  # fmt: skip
+    "ChatML": CHATML,
+    "Llama 3": LLAMA3,
+    "Mistral": MISTRAL,
+    "Gemma": GEMMA,
+    "generation": GENERATION,
+    "tools": TOOLS,
+    "reasoning": REASONING,
+}
 
-SPECIAL = [
-    "<s>", "</s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>",
-    "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "<unk>",
-]  # fmt: skip
+SPECIAL = (
+    "<s> </s> <|endoftext|> <|im_start|> <|im_end|> <|start_header_id|> "
+    "<|end_header_id|> <|eot_id|> <start_of_turn> <end_of_turn> <unk>"
+).split()
 TEXT = "What is two and two? That is four, \n\n and a café is a café. user assistant system 数 🙂 "
 
 
@@ -118,14 +123,12 @@ def byte_level(template=None, *, trim=False, special=tuple(SPECIAL), **config) -
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.train_from_iterator([TEXT * 3], trainers.BpeTrainer(
-        vocab_size=330, special_tokens=list(special), show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    ))
-    start = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
-    backend.post_processor = processors.Sequence(
-        [processors.ByteLevel(trim_offsets=trim), start]
+    options = dict(show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    backend.train_from_iterator(
+        [TEXT * 3], trainers.BpeTrainer(vocab_size=330, special_tokens=list(special), **options)
     )
+    start = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    backend.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=trim), start])
     return _with_config(backend, template, config)
 
 
@@ -135,17 +138,22 @@ def metaspace(template=None, **config) -> Tokenizer:
     backend.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
-    backend.decoder = decoders.Sequence([
-        decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-        decoders.Strip(" ", 1, 0),
-    ])  # fmt: skip
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     byte_tokens = [f"<0x{i:02X}>" for i in range(256)]
-    backend.train_from_iterator([w for w in TEXT.encode("ascii", "ignore").decode().split()],
-        trainers.BpeTrainer(
-            vocab_size=360, special_tokens=SPECIAL + byte_tokens, show_progress=False,
-            initial_alphabet=[*"abcdefghijklmnopqrstuvwxyzTWYB▁ ?,.!:{}[]\"|_\n"],
-        ),
-    )  # fmt: skip
+    options = dict(
+        show_progress=False, initial_alphabet=[*'abcdefghijklmnopqrstuvwxyzTWYB▁ ?,.!:{}[]"|_\n']
+    )
+    backend.train_from_iterator(
+        [w for w in TEXT.encode("ascii", "ignore").decode().split()],
+        trainers.BpeTrainer(vocab_size=360, special_tokens=SPECIAL + byte_tokens, **options),
+    )
     return _with_config(backend, template, config)
 
 

@@ -18,10 +18,9 @@ from spec_jax.loading import LoadedModel
 from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig
 
-CONFIG = ModelConfig(
-    vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-    num_attention_heads=4, num_key_value_heads=4,
-)  # fmt: skip
+_CONFIG = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1)
+_CONFIG |= dict(num_attention_heads=4, num_key_value_heads=4)
+CONFIG = ModelConfig(**_CONFIG)
 PROMPTS = ([3, 1, 4], [1, 5, 9, 2, 6], [5, 3], [5, 8, 9, 7])
 NEW = 12
 

@@ -1,9 +1,51 @@
-"""A decoder's first state, for tests that drive the loop themselves."""
+"""Rules, first states and drafts, for tests that drive the loop themselves."""
 
 from __future__ import annotations
 
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from spec_jax import decoding
+from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.contracts import Context
 from spec_jax.engine.request import make_request
+from spec_jax.rules import make_rule
+from spec_jax.sampling import make_sampler
+
+PENALISED = dict(presence_penalty=0.4, frequency_penalty=0.3, logit_bias=((3, 1.0), (4, -np.inf)))
+MIXED_SAMPLERS = [
+    SamplerConfig(temperature=1.0, seed=11),
+    SamplerConfig(temperature=0.0, repetition_penalty=1.3, seed=12),
+    SamplerConfig(temperature=0.8, top_k=9, top_p=0.9, min_p=0.02, seed=13, **PENALISED),
+]
+
+
+def rule(strategy: str, **options):
+    if strategy == "synthetic":
+        options.setdefault("synthetic_acceptance_rate", 0.5)
+    return make_rule(SpeculativeConfig(rejection_sampling_strategy=strategy, **options))
+
+
+def prefill(system, params, prompts, new, sampler=None, seeds=None, slots=64, width=16):
+    """The state after ragged prompts; ``new``: how many tokens all rows, or each, may emit."""
+    B = len(prompts)
+    sampler = make_sampler(sampler or SamplerConfig(), B, system.target.vocab_size, seeds)
+    lengths = jnp.asarray([len(prompt) for prompt in prompts])
+    tokens = jnp.asarray([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts])
+    request = tokens, lengths, lengths + jnp.asarray(new), jnp.full((B, 1), -1), sampler, sampler
+    return decoding.prefill(params, *request, system=system, slots=slots)
+
+
+@functools.partial(jax.jit, static_argnames="system")
+def propose(system, params, state):
+    """The greedy drafts of every row."""
+    greedy = make_sampler(SamplerConfig(), len(state.finish), system.target.vocab_size)
+    request = state.tokens, state.length, greedy, state.counts, state.sampler.seed
+    context = Context(*request, is_coupled=False, has_probs=True, has_logits=True)
+    return system.drafter.propose(params["draft"], state.draft, context, system.num_draft)[0]
 
 
 def start(decoder, prompts, max_new_tokens, sampler, system=None, **options):

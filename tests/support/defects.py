@@ -62,9 +62,7 @@ def window_sees_its_future(decoder):
 def wrong_rotary_base(decoder):
     config = decoder.target.config
     rope = dataclasses.replace(config.rope, rope_theta=2 * config.rope.rope_theta)
-    other = transformer.model(
-        dataclasses.replace(config, rope=rope), decoder.system().drafter.taps
-    )
+    other = transformer.model(dataclasses.replace(config, rope=rope), decoder.system().drafter.taps)
     change = lambda forward, params, tokens, cache: other.forward(params, tokens, cache)
     return in_verify(decoder, change)
 
@@ -172,8 +170,15 @@ def cache_of_another_layer(decoder):
 DEFECTS = {
     make.__name__: make
     for make in (
-        position_off_by_one, window_sees_its_future, wrong_rotary_base, perturbed_layer,
-        skipped_commit, stale_slot, cache_of_another_row, low_precision_cache,
-        off_by_one_row, cache_of_another_layer,
+        position_off_by_one,
+        window_sees_its_future,
+        wrong_rotary_base,
+        perturbed_layer,
+        skipped_commit,
+        stale_slot,
+        cache_of_another_row,
+        low_precision_cache,
+        off_by_one_row,
+        cache_of_another_layer,
     )
-}  # fmt: skip
+}

@@ -8,15 +8,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from support.decoders import prefill, propose, rule  # noqa: F401
 from support.tiny_models import LLAMA, random_tensor, random_weights
 
 from spec_jax import decoding
-from spec_jax.config import SamplerConfig, SpeculativeConfig
-from spec_jax.contracts import Context
+from spec_jax.config import SamplerConfig
 from spec_jax.drafters.eagle.model import EagleConfig, eagle, head_table
 from spec_jax.models import transformer
-from spec_jax.rules import make_rule
-from spec_jax.sampling import make_sampler
 
 V, U, D, SLOTS = 31, 20, 16, 64
 TARGET = dataclasses.replace(LLAMA, max_position_embeddings=256)
@@ -52,10 +50,9 @@ def head_of(config):
 
 def system_of(config, strategy="greedy", num_draft=3):
     target = transformer.model(TARGET, config.taps)
-    rule = make_rule(SpeculativeConfig(rejection_sampling_strategy=strategy))
     params = {"target": random_weights(TARGET)}
     params["draft"] = {"head": head_of(config), "target": params["target"]}
-    return decoding.System(target, eagle(config, target), rule, num_draft), params
+    return decoding.System(target, eagle(config, target), rule(strategy), num_draft), params
 
 
 # ------------------------------------------------------------------------ NumPy reference
@@ -155,27 +152,6 @@ def np_draft(config, params, prompt, pending, num_draft):
 
 
 HOT = SamplerConfig(temperature=3.0)  # coupled noise then often gives both the same token
-
-
-@functools.partial(jax.jit, static_argnames="system")
-def propose(system, params, state):
-    """The greedy drafts of every row."""
-    greedy = make_sampler(SamplerConfig(), len(state.finish), V)
-    context = Context(
-        state.tokens, state.length, greedy, state.counts, state.sampler.seed,
-        is_coupled=False, has_probs=True, has_logits=True,
-    )
-    return system.drafter.propose(params["draft"], state.draft, context, system.num_draft)[0]
-
-
-def prefill(system, params, prompts, new, sampler=None, seeds=None):
-    sampler = make_sampler(sampler or SamplerConfig(), len(prompts), V, seeds)
-    lengths = jnp.asarray([len(p) for p in prompts])
-    tokens = jnp.asarray([[*p, *[0] * (16 - len(p))] for p in prompts])
-    return decoding.prefill(
-        params, tokens, lengths, lengths + new, jnp.full((len(prompts), 1), -1), sampler, sampler,
-        system=system, slots=SLOTS,
-    )
 
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7], [2, 7]]

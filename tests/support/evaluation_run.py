@@ -11,21 +11,18 @@ from experiments import evaluate
 
 # What depends on the clock, or on what else the machine does.
 TIMES = re.compile(
-    r"(.*_s|.*_ms|speedup.*|predicted_speedup|.*tokens_per_s|.*peak_bytes|(is_)?draft_cost(_told)?|costs|command|"
-    r"conclusions|notes|environment)$"
+    r"(.*_s|.*_ms|speedup.*|predicted_speedup|.*tokens_per_s|.*peak_bytes|costs|command|"
+    r"(is_)?draft_cost(_told)?|conclusions|notes|environment)$"
 )
 
 
 def questions(folder: pathlib.Path, text: str) -> pathlib.Path:
     """Twenty questions of three categories; those of "writing" have two turns; a line is broken."""
     names = ("writing", "coding", "qa")
-    rows = [
-        json.dumps({
-            "question_id": i, "category": names[i % 3],
-            "turns": [text[9 * i : 9 * i + 12], text[5 * i : 5 * i + 7]][: 2 if i % 3 == 0 else 1],
-        })
-        for i in range(20)
-    ]  # fmt: skip
+    rows = []
+    for i in range(20):
+        turns = [text[9 * i : 9 * i + 12], text[5 * i : 5 * i + 7]][: 2 if i % 3 == 0 else 1]
+        rows.append(json.dumps(dict(question_id=i, category=names[i % 3], turns=turns)))
     path = folder / "questions.jsonl"
     path.write_text("\n".join([*rows[:7], '{"turns": ', *rows[7:]]) + "\n", encoding="utf-8")
     return path
@@ -34,11 +31,11 @@ def questions(folder: pathlib.Path, text: str) -> pathlib.Path:
 def config_of(pair: pathlib.Path, data: pathlib.Path, **changes):
     """The config of a run on a tiny pair, with a draft that is not there."""
     config = evaluate_zoo.get_config()
-    config.update({
-        "target": str(pair / "target"), "drafts": f"ngram,{pair / 'draft'},{pair / 'gone'}",
-        "data": str(data), "num_prompts": 0, "max_new_tokens": 6, "ks": (2,), "batches": (1, 4),
-        "temperatures": (0.0, 1.0), "rules": ("match",), "num_shown": 1, **changes,
-    })  # fmt: skip
+    drafts = f"ngram,{pair / 'draft'},{pair / 'gone'}"
+    config.update(target=str(pair / "target"), drafts=drafts, data=str(data), num_prompts=0)
+    config.update(max_new_tokens=6, ks=(2,), batches=(1, 4), temperatures=(0.0, 1.0))
+    config.update(rules=("match",), num_shown=1)
+    config.update(changes)
     return config
 
 

@@ -15,10 +15,9 @@ except ImportError:
 SAME, RANDOM = "same", "random"
 # Both state everything that Hypothesis would choose by itself where it sees a CI service. Its
 # check of slow strategies reads a clock, which says more about the machine than about the test.
-_COMMON = {
-    "deadline": None, "print_blob": True,
-    "suppress_health_check": [hypothesis.HealthCheck.too_slow],
-}  # fmt: skip
+_COMMON = dict(
+    deadline=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 
 
 def load_profile(name: str, folder: pathlib.Path) -> None:

@@ -27,8 +27,10 @@ _PASSING = re.compile(r"\s*(compiling .*\s*)*")
 def is_passing(output: dict) -> bool:
     """Whether an output is what is left of a bar or of a notice."""
     data = output.get("data", {})
-    return output["output_type"] == "display_data" and set(data) == {"text/plain"} and bool(
-        _PASSING.fullmatch(data["text/plain"])
+    return (
+        output["output_type"] == "display_data"
+        and set(data) == {"text/plain"}
+        and bool(_PASSING.fullmatch(data["text/plain"]))
     )
 
 

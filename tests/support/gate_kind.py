@@ -30,11 +30,17 @@ def head(config, target):
         return state + jax.nn.sigmoid(gate) * value, cache
 
     return Head(
-        "gate", config.target_vocab_size, config.max_length, config.taps, config.target_hidden_size,
+        "gate",
+        config.target_vocab_size,
+        config.max_length,
+        config.taps,
+        config.target_hidden_size,
         init_cache=lambda params, batch, slots: NoCache(jnp.zeros((batch, 0))),
-        join=lambda params, features: features, feed=feed, recycle=lambda params, x: x,
+        join=lambda params, features: features,
+        feed=feed,
+        recycle=lambda params, x: x,
         unembed=lambda params, x: target.unembed(params["target"], x),
-    )  # fmt: skip
+    )
 
 
 def read(directory, target, dtype):
@@ -59,8 +65,12 @@ def objective():
 
 spec = lambda D, name: ParamSpec((2 * D, D), ("features", "embed"), name)
 KIND = DrafterKind(
-    name="gate", config_class=GateConfig, head=head, read=read, write=write,
+    name="gate",
+    config_class=GateConfig,
+    head=head,
+    read=read,
+    write=write,
     table=lambda config: {n: spec(config.target_hidden_size, n) for n in ("gate", "value")},
     detect=lambda hf, names: "gate" in hf,
     training={"gate": Training(objective=objective, new=new, options=("taps",))},
-)  # fmt: skip
+)

@@ -41,12 +41,14 @@ def decoder_layer(layer, x_BTD: jax.Array, cache, index, window: Window, config:
     return x_BTD + jnp.tanh(layer["alpha"]) * attended + fed, cache
 
 
-register(Family(
-    config=GatedConfig,
-    model_types=("gated",),
-    layer=decoder_layer,
-    layer_tables=lambda config: [layer_table(config)] * config.num_hidden_layers,
-    outer_table=outer_specs,
-    can_scan=True,
-    mtp_formats=("DeepSeek",),
-))  # fmt: skip
+register(
+    Family(
+        config=GatedConfig,
+        model_types=("gated",),
+        layer=decoder_layer,
+        layer_tables=lambda config: [layer_table(config)] * config.num_hidden_layers,
+        outer_table=outer_specs,
+        can_scan=True,
+        mtp_formats=("DeepSeek",),
+    )
+)

@@ -24,10 +24,9 @@ def environment():
 def run(count, devices, module, *arguments):
     """Exit code and output of a run through the launcher."""
     command = [sys.executable, "-m", "experiments.launch", f"--processes={count}"]
-    done = subprocess.run(
-        [*command, f"--devices={devices}", module, *arguments], env=environment(), cwd=ROOT,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500,
-    )  # fmt: skip
+    command += [f"--devices={devices}", module, *arguments]
+    options = dict(env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(command, cwd=ROOT, timeout=500, **options)
     return done.returncode, done.stdout
 
 
@@ -37,12 +36,11 @@ def begin(module, *arguments_of_each, folders=None):
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     count = len(arguments_of_each)
+    command = [sys.executable, "-m", module, f"--coordinator_address={address}"]
+    command += [f"--num_processes={count}"]
+    options = dict(env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    folders = folders or [ROOT] * count
     return [
-        subprocess.Popen(
-            [sys.executable, "-m", module, f"--coordinator_address={address}",
-             f"--num_processes={count}", f"--process_id={i}", *arguments],
-            env=environment(), cwd=folders[i] if folders else ROOT, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True,
-        )
+        subprocess.Popen([*command, f"--process_id={i}", *arguments], cwd=folders[i], **options)
         for i, arguments in enumerate(arguments_of_each)
-    ]  # fmt: skip
+    ]

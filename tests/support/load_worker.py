@@ -29,15 +29,13 @@ def make(directory: str, scale: int = 1) -> None:
     from spec_jax.models.params import assemble
 
     random = np.random.default_rng(0)
-    config = ModelConfig(
-        vocab_size=32000 // scale, hidden_size=1024 // scale, intermediate_size=4096 // scale,
-        num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=8,
-    )  # fmt: skip
+    settings = dict(vocab_size=32000 // scale, hidden_size=1024 // scale)
+    settings |= dict(intermediate_size=4096 // scale, num_hidden_layers=8, num_attention_heads=16)
+    settings |= dict(num_key_value_heads=8)
+    config = ModelConfig(**settings)
     draw = lambda spec, layer: random.standard_normal(spec.shape, np.float32).astype(jnp.bfloat16)
-    save_pretrained(
-        directory, assemble(config, draw, np.stack), config, dtype="bfloat16",
-        max_shard_bytes=100_000_000 // scale**2,
-    )  # fmt: skip
+    options = dict(dtype="bfloat16", max_shard_bytes=100_000_000 // scale**2)
+    save_pretrained(directory, assemble(config, draw, np.stack), config, **options)
 
 
 def status(name: str) -> int:
@@ -93,24 +91,19 @@ def load(args: argparse.Namespace) -> dict:
     options = {} if mesh is None or args.whole else {"mesh": mesh}
     forget_peak()
     before, chars, begin = status("VmRSS"), chars_read(), time.perf_counter()
-    model = spec_jax.load_model(
-        args.directory, args.dtype, scan_layers=args.scan, **options
-    )
+    model = spec_jax.load_model(args.directory, args.dtype, scan_layers=args.scan, **options)
     if args.whole and mesh is not None:
         model = model.on_mesh(mesh)
     jax.block_until_ready(model.params)
     seconds = time.perf_counter() - begin
     leaves = jax.tree.leaves(model.params)
-    result = {
-        "seconds": round(seconds, 2),
-        "bytes_of_devices": sum(map(buffers, leaves)),
-        "bytes_at_peak": status("VmHWM") - before if not args.watch else None,
-        "bytes_of_reader": max(held, default=None),
-        "largest_part": max(s.data.nbytes for x in leaves for s in x.addressable_shards),
-        "largest_array": max(x.nbytes for x in leaves),
-        "bytes_read": sum(reader.bytes_read for reader in readers),
-        "bytes_read_by_kernel": chars_read() - chars,
-    }  # fmt: skip
+    result = dict(seconds=round(seconds, 2), bytes_of_devices=sum(map(buffers, leaves)))
+    result |= dict(bytes_at_peak=status("VmHWM") - before if not args.watch else None)
+    result |= dict(bytes_of_reader=max(held, default=None))
+    result |= dict(largest_part=max(s.data.nbytes for x in leaves for s in x.addressable_shards))
+    result |= dict(largest_array=max(x.nbytes for x in leaves))
+    result |= dict(bytes_read=sum(reader.bytes_read for reader in readers))
+    result |= dict(bytes_read_by_kernel=chars_read() - chars)
     if args.save:
         checkpoint.save_pretrained(
             args.save, model.params, model.config, dtype=args.dtype, max_shard_bytes=2_000_000

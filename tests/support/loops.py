@@ -37,9 +37,11 @@ def decode_round(params, state, system):
     nameless = system.rule._replace(
         name="", accept=None, expected_acceptance=None, is_lossless=True, is_joint=False
     )
-    alike = system if system.observers else system._replace(
-        rule=_ALIKE.setdefault(nameless, system.rule)
-    )  # fmt: skip
+    alike = (
+        system
+        if system.observers
+        else system._replace(rule=_ALIKE.setdefault(nameless, system.rule))
+    )
     proposal, scores, state = _draft_and_verify(params, state, system=alike)
     return _accept_and_commit(params["draft"], state, proposal, scores, system=system)
 

@@ -116,9 +116,12 @@ class Row:
 
 
 def calls(
-    make: Callable[[], SpeculativeDecoder], rows: Sequence[Row], trials: int, batch: int,
+    make: Callable[[], SpeculativeDecoder],
+    rows: Sequence[Row],
+    trials: int,
+    batch: int,
     **options: Any,
-) -> Iterator[tuple[list[np.ndarray], Stats]]:  # fmt: skip
+) -> Iterator[tuple[list[np.ndarray], Stats]]:
     """Decodes rows of each kind in turn, every row of every call with a seed of its own.
 
     Args:
@@ -136,7 +139,10 @@ def calls(
     for first in range(0, trials, batch):
         decoder = make()
         found = decoder.generate(
-            prompts, sampler=samplers, seeds=range(first, first + batch), has_progress=False,
+            prompts,
+            sampler=samplers,
+            seeds=range(first, first + batch),
+            has_progress=False,
             **options,
         )
         assert {row.finish_reason for row in found} == {"length"}

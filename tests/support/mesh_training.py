@@ -22,14 +22,12 @@ from spec_jax.train.placement import Placement
 from spec_jax.train.step import TrainState, train_step
 
 # Four key-value heads: a tensor axis of eight does not divide them.
-MODEL = ModelConfig(
-    vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-    num_attention_heads=8, num_key_value_heads=4, head_dim=4, tie_word_embeddings=True,
-)  # fmt: skip
-DRAFT = ModelConfig(
-    vocab_size=96, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-    num_attention_heads=8, num_key_value_heads=8, head_dim=2,
-)  # fmt: skip
+_MODEL = dict(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+_MODEL |= dict(num_attention_heads=8, num_key_value_heads=4, head_dim=4, tie_word_embeddings=True)
+MODEL = ModelConfig(**_MODEL)
+_DRAFT = dict(vocab_size=96, hidden_size=16, intermediate_size=32, num_hidden_layers=1)
+_DRAFT |= dict(num_attention_heads=8, num_key_value_heads=8, head_dim=2)
+DRAFT = ModelConfig(**_DRAFT)
 HEADS = {
     "eagle1": (EAGLE1, EagleConfig.of_target(MODEL, 1), {}),
     "eagle3": (EAGLE3, EagleConfig.of_target(MODEL, 3, 64), {"num_steps": 3}),

@@ -8,15 +8,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from support import decoders
+from support.decoders import propose, rule  # noqa: F401
 from support.tiny_models import DEEPSEEK, LLAMA, QWEN3, QWEN3_NEXT, random_tensor, random_weights
 
 from spec_jax import decoding
-from spec_jax.config import SamplerConfig, SpeculativeConfig
-from spec_jax.contracts import Context
+from spec_jax.config import SamplerConfig
 from spec_jax.drafters.mtp.model import MtpConfig, mtp, mtp_table
 from spec_jax.models import transformer
-from spec_jax.rules import make_rule
-from spec_jax.sampling import make_sampler
 
 V, D, SLOTS, K = 31, 16, 64, 3
 TARGET = dataclasses.replace(LLAMA, max_position_embeddings=256)
@@ -30,10 +29,13 @@ CONFIGS = {
     ),
     "sequential": of_target(protocol="sequential", num_modules=K),
     "sequential before the norm": of_target(
-        protocol="sequential", num_modules=K, recycles_normed=False, order="hidden-first",
+        protocol="sequential",
+        num_modules=K,
+        recycles_normed=False,
+        order="hidden-first",
         taps=(TARGET.num_hidden_layers,),
     ),
-}  # fmt: skip
+}
 KINDS = {"qwen3": QWEN3, "deepseek": DEEPSEEK, "qwen3-next": QWEN3_NEXT}
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7], [2]]
 HOT = SamplerConfig(temperature=3.0)  # coupled noise then often gives both the same token
@@ -53,10 +55,9 @@ def modules_of(config):
 
 def system_of(config, strategy="greedy", num_draft=K):
     target = transformer.model(TARGET, config.taps)
-    rule = make_rule(SpeculativeConfig(rejection_sampling_strategy=strategy))
     params = {"target": random_weights(TARGET)}
     params["draft"] = {"head": modules_of(config), "target": params["target"]}
-    return decoding.System(target, mtp(config, target), rule, num_draft), params
+    return decoding.System(target, mtp(config, target), rule(strategy), num_draft), params
 
 
 # ------------------------------------------------------------------------ NumPy reference
@@ -123,8 +124,7 @@ def np_draft(config, params, tokens, num_draft=K):
     features = features_of(transformer.model(TARGET, config.taps), params, fed)
     features = np.asarray(features[0, : len(tokens) - 1], np.float64)
     modules = [
-        NumpyModule(config, module, params["target"])
-        for module in params["draft"]["head"].values()
+        NumpyModule(config, module, params["target"]) for module in params["draft"]["head"].values()
     ]
     tokens, n, logits = list(tokens), len(features), []
     states = features
@@ -146,25 +146,8 @@ def np_draft(config, params, tokens, num_draft=K):
 # ------------------------------------------------------------------------------- the loop
 
 
-@functools.partial(jax.jit, static_argnames="system")
-def propose(system, params, state):
-    """The greedy drafts of every row."""
-    greedy = make_sampler(SamplerConfig(), len(state.finish), V)
-    context = Context(
-        state.tokens, state.length, greedy, state.counts, state.sampler.seed,
-        is_coupled=False, has_probs=True, has_logits=True,
-    )
-    return system.drafter.propose(params["draft"], state.draft, context, system.num_draft)[0]
-
-
 def prefill(system, params, new, sampler=None, prompts=PROMPTS):
-    sampler = make_sampler(sampler or SamplerConfig(), len(prompts), V)
-    lengths = jnp.asarray([len(p) for p in prompts])
-    tokens = jnp.asarray([[*p, *[0] * (16 - len(p))] for p in prompts])
-    return decoding.prefill(
-        params, tokens, lengths, lengths + jnp.asarray(new), jnp.full((len(prompts), 1), -1),
-        sampler, sampler, system=system, slots=SLOTS,
-    )
+    return decoders.prefill(system, params, prompts, new, sampler)
 
 
 def run(system, params, state, rounds):

@@ -7,6 +7,8 @@ from spec_jax import decoding
 
 prefill = decoding.prefill
 generate = jax.jit(
-    decoding.generate.__wrapped__, static_argnames=("system",), donate_argnames=("state",),
+    decoding.generate.__wrapped__,
+    static_argnames=("system",),
+    donate_argnames=("state",),
     compiler_options={"xla_backend_optimization_level": 1},
-)  # fmt: skip
+)

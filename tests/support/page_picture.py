@@ -46,9 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         copy = pathlib.Path(folder) / "page.html"
         copy.write_text(text, encoding="utf-8")
         browse(
-            copy.as_uri(), pathlib.Path(folder) / "home", f"--window-size={WIDTH},{args.height}",
-            "--hide-scrollbars", f"--screenshot={args.picture.resolve()}",
-        )  # fmt: skip
+            copy.as_uri(),
+            pathlib.Path(folder) / "home",
+            f"--window-size={WIDTH},{args.height}",
+            "--hide-scrollbars",
+            f"--screenshot={args.picture.resolve()}",
+        )
 
 
 if __name__ == "__main__":

@@ -15,9 +15,8 @@ def tiny_pair(folder: pathlib.Path) -> pathlib.Path:
     text = [text for _, text in python_source.documents("held_out")[:3]]
     tokenizer = Tokenizer(tokens.train_tokenizer(text, 300))
     for name, layers in (("target", 2), ("draft", 1)):
-        config = ModelConfig(
-            vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=layers,
-            num_attention_heads=2, max_position_embeddings=128, bos_token_id=0,
-        )
+        settings = dict(num_attention_heads=2, max_position_embeddings=128, bos_token_id=0)
+        options = dict(num_hidden_layers=layers, **settings)
+        config = ModelConfig(vocab_size=300, hidden_size=16, intermediate_size=24, **options)
         checkpoint.save_pretrained(folder / name, random_weights(config), config, tokenizer)
     return folder

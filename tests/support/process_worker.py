@@ -1,6 +1,6 @@
 """What one of several processes runs in tests: it agrees, computes, and may fail in many ways.
 
-    PYTHONPATH=tests python -m experiments.launch --processes=2 support.process_worker --config...
+PYTHONPATH=tests python -m experiments.launch --processes=2 support.process_worker --config...
 """
 
 import os
@@ -18,14 +18,16 @@ from spec_jax.errors import ConfigError
 
 
 def get_config():
-    return ConfigDict({
-        "number": 1,
-        "prompts": "",
-        "target": "",
-        "who": 1,  # the process that does ``act``
-        "act": "none",  # or raise, config, kill, stop, exit
-        "is_waiting": False,  # every process sleeps on the host, instead of computing together
-    })  # fmt: skip
+    return ConfigDict(
+        {
+            "number": 1,
+            "prompts": "",
+            "target": "",
+            "who": 1,  # the process that does ``act``
+            "act": "none",  # or raise, config, kill, stop, exit
+            "is_waiting": False,  # every process sleeps on the host, instead of computing together
+        }
+    )
 
 
 def act(name):

@@ -57,10 +57,8 @@ class SampledMemories:
     def __init__(self, rows: int):
         self._last, self._count = np.zeros((rows, NUM_TOKENS + K), np.int32), 0
         drafter = model_free("sampled memory", self._propose, V)
-        self.drafter = drafter._replace(
-            is_sampled=True, has_memory=True,
-            num_updates=lambda params, state: params["num_updates"],
-        )  # fmt: skip
+        options = dict(has_memory=True, num_updates=lambda params, state: params["num_updates"])
+        self.drafter = drafter._replace(is_sampled=True, **options)
 
     def prompts(self, rows: int) -> np.ndarray:
         return np.tile(np.arange(3, dtype=np.int32), (rows, 1))
@@ -125,10 +123,9 @@ def calls(memories, rule: str, rows: int, num_calls: int) -> list[np.ndarray]:
     sampler = make_sampler(SamplerConfig(temperature=1.0), rows, V, range(rows))
     for _ in range(num_calls):
         params = {"target": TARGET, "draft": memories.params}
-        state = decoding.prefill(
-            params, jnp.asarray(prompts), full(size), full(size + NUM_TOKENS), full(-1)[:, None],
-            sampler, sampler, system=system, slots=size + NUM_TOKENS + K + 1,
-        )  # fmt: skip
+        request = jnp.asarray(prompts), full(size), full(size + NUM_TOKENS), full(-1)[:, None]
+        slots = size + NUM_TOKENS + K + 1
+        state = decoding.prefill(params, *request, sampler, sampler, system=system, slots=slots)
         state, _ = decoding.generate(params, state, full(0), jnp.int32(99), system=system)
         outputs.append(np.asarray(state.tokens)[:, size : size + NUM_TOKENS])
         memories.add(outputs[-1])
@@ -224,10 +221,8 @@ def trials(source: str, num_trials: int, num_calls: int) -> list[np.ndarray]:
             decoder = make(config=config, drafter=host.drafter)
         if source == "queue":
             samplers = [dataclasses.replace(sampler, seed=seed - i) for i in range(num_calls)]
-            rows = DecodeQueue(
-                decoder, enumerate([[0, 1, 2]] * num_calls), batch=1, max_prompt_tokens=3,
-                max_new_tokens=NUM_TOKENS, sampler=samplers,
-            )  # fmt: skip
+            options = dict(max_prompt_tokens=3, max_new_tokens=NUM_TOKENS, sampler=samplers)
+            rows = DecodeQueue(decoder, enumerate([[0, 1, 2]] * num_calls), batch=1, **options)
             for index, row in rows:
                 outputs[index, trial] = row.tokens
         elif source == "rows":

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from support import tiny_models
 from support.meshes import NAMES, mesh
 from support.scripted import BUCKETS, Known, Script
 from support.tiny_models import random_tensor, random_weights
@@ -27,10 +28,6 @@ from spec_jax.engine.queue import DecodeQueue
 from spec_jax.loading import LoadedHead, LoadedModel, random_head
 from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig
-from spec_jax.models.families.bamba import BambaConfig
-from spec_jax.models.families.deepseek import DeepseekConfig
-from spec_jax.models.families.mamba2 import Mamba2Config
-from spec_jax.models.families.qwen3_next import Qwen3NextConfig
 
 V, D, K, MAX = 16, 32, 3, 22
 STOP = 5
@@ -41,41 +38,42 @@ LLAMA = ModelConfig(**SIZES, num_attention_heads=8, max_position_embeddings=256)
 GROUPED = dataclasses.replace(
     LLAMA, vocab_size=V - 1, num_key_value_heads=2, tie_word_embeddings=True
 )
+WIDTHS = dict(vocab_size=V, hidden_size=D)
+BAMBA_SIZES = dict(num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=256)
 TARGETS = {
     "llama": LLAMA,
     "grouped": GROUPED,
-    "mamba2": Mamba2Config(
-        vocab_size=V, hidden_size=D, num_hidden_layers=2, num_heads=8, head_dim=8, state_size=6,
-        n_groups=2, conv_kernel=4,
+    "mamba2": dataclasses.replace(tiny_models.MAMBA2, **WIDTHS, num_heads=8),
+    "bamba": dataclasses.replace(
+        tiny_models.BAMBA, **SIZES, **BAMBA_SIZES, mamba_n_heads=8, mamba_d_head=8
     ),
-    "bamba": BambaConfig(
-        **SIZES, num_attention_heads=8, num_key_value_heads=8, attn_layer_indices=(1,),
-        mamba_n_heads=8, mamba_d_state=6, mamba_d_conv=3, max_position_embeddings=256,
-    ),
-}  # fmt: skip
-MODULES = {  # the layer of MTP modules for each target
+}
+# The layer of MTP modules for each target.
+QWEN = dict(num_attention_heads=8, num_experts=8, shared_expert_intermediate_size=16)
+DEEPSEEK = dict(num_attention_heads=8, n_routed_experts=8, n_group=4, max_position_embeddings=256)
+MODULES = {
     "llama": LLAMA,
-    "grouped": Qwen3NextConfig(
-        vocab_size=V - 1, hidden_size=D, num_attention_heads=8, num_key_value_heads=2, head_dim=8,
-        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=6,
-        shared_expert_intermediate_size=16, partial_rotary_factor=0.5,
-        max_position_embeddings=256,
+    "grouped": dataclasses.replace(
+        tiny_models.QWEN3_NEXT, vocab_size=V - 1, hidden_size=D, max_position_embeddings=256, **QWEN
     ),
-    "mamba2": DeepseekConfig(
-        vocab_size=V, hidden_size=D, num_attention_heads=8, q_lora_rank=8, kv_lora_rank=6,
-        qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=5, n_routed_experts=8,
-        moe_intermediate_size=6, num_experts_per_tok=2, n_shared_experts=1, n_group=4,
-        topk_group=2, max_position_embeddings=256,
-    ),
+    "mamba2": dataclasses.replace(tiny_models.DEEPSEEK, **WIDTHS, **DEEPSEEK),
     "bamba": LLAMA,
-}  # fmt: skip
+}
 TREES = {
     "chain": {"num_speculative_tokens": K},
     "static": {"tree": (2, 1, 1)},
     "dynamic": {"tree_depth": 2, "tree_top_k": 2, "num_speculative_tokens": 4},
 }
-PROMPTS = [[1, 2, 3], [4, 9, 6, 7, 8, 9, 10], [2], [3, 1, 4, 1, 9], [9, 9], [7, 8, 7, 8],
-           [11, 3, 2, 1, 12, 13], [14, 2, 3]]  # fmt: skip
+PROMPTS = [
+    [1, 2, 3],
+    [4, 9, 6, 7, 8, 9, 10],
+    [2],
+    [3, 1, 4, 1, 9],
+    [9, 9],
+    [7, 8, 7, 8],
+    [11, 3, 2, 1, 12, 13],
+    [14, 2, 3],
+]
 PENALISED = dict(repetition_penalty=1.2, presence_penalty=0.2, frequency_penalty=0.3)
 SAMPLERS = {
     ("greedy", "bare"): [{}],
@@ -118,28 +116,16 @@ class Case(NamedTuple):
         return ANOTHER_OF_CHAINS[self.rows] if self.tree == "chain" else "traversal"
 
 
-MEMBERS = {
-    "plain": ("plain",),
-    "copies": ("ngram", "suffix"),
-    "standalone": ("standalone",),
-    "eagle": ("eagle3", "eagle1"),
-    "mtp": ("recycled", "sequential"),
-}
+MEMBERS = dict(plain=("plain",), copies=("ngram", "suffix"), standalone=("standalone",))
+MEMBERS |= dict(eagle=("eagle3", "eagle1"), mtp=("recycled", "sequential"))
 METHODS = {"eagle3": "eagle", "eagle1": "eagle", "recycled": "mtp", "sequential": "mtp"}
 ANOTHER_OF_CHAINS = {"even": "block", "odd": "typical-acceptance"}
-FACTORS = Case(
-    mesh=NAMES,
-    target=tuple(TARGETS),
-    drafter=tuple(MEMBERS),
-    member=("first", "second"),
-    tree=tuple(TREES),
-    rule=("greedy", "match", "residual", "another"),
-    sampling=("bare", "filtered"),
-    layers=("separate", "scanned"),
-    draft=("sharded", "replicated"),
-    rows=("even", "odd"),
-    drive=("call", "stream", "queue", "adaptive"),
-)  # fmt: skip
+_FACTORS = dict(mesh=NAMES, target=tuple(TARGETS), drafter=tuple(MEMBERS))
+_FACTORS |= dict(member=("first", "second"), tree=tuple(TREES))
+_FACTORS |= dict(rule=("greedy", "match", "residual", "another"), sampling=("bare", "filtered"))
+_FACTORS |= dict(layers=("separate", "scanned"), draft=("sharded", "replicated"))
+_FACTORS |= dict(rows=("even", "odd"), drive=("call", "stream", "queue", "adaptive"))
+FACTORS = Case(**_FACTORS)
 
 
 def is_feasible(**chosen: str) -> bool:
@@ -257,17 +243,15 @@ def _stream(decoder, prompts, batch):
     """Piece by piece, and the second row is cancelled."""
     pieces = []
     tokens = [AfterLooks() if row == 1 else None for row in range(batch)]
-    rows = decoder.generate(
-        prompts, max_length=MAX, pad_to=8, cancellation_token=tokens,
-        on_token=lambda row, piece: pieces.append((row, piece)),
-    )  # fmt: skip
+    options = dict(
+        pad_to=8, cancellation_token=tokens, on_token=lambda row, piece: pieces.append((row, piece))
+    )
+    rows = decoder.generate(prompts, max_length=MAX, **options)
     return [*map(_row, rows), *pieces]
 
 
 def _queue(decoder, prompts, batch):
     """More requests than rows, so that some are put in the place of finished ones."""
     requests = enumerate([*prompts, *PROMPTS[:3]])
-    found = DecodeQueue(
-        decoder, requests, batch=batch, max_prompt_tokens=8, max_new_tokens=MAX - 8
-    )
+    found = DecodeQueue(decoder, requests, batch=batch, max_prompt_tokens=8, max_new_tokens=MAX - 8)
     return [(index, *_row(row)) for index, row in found]

@@ -20,32 +20,42 @@ from spec_jax.rules import MATCH
 TINY = dict(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
 LLAMA = ModelConfig(**TINY, num_attention_heads=4, num_key_value_heads=2)
 QWEN2 = ModelConfig(
-    **TINY, num_attention_heads=2, num_key_value_heads=1, head_dim=6, model_type="qwen2",
+    **TINY,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=6,
+    model_type="qwen2",
     tie_word_embeddings=True,
 )
 QWEN3 = ModelConfig(
-    **TINY, num_attention_heads=2, head_dim=4, model_type="qwen3",
+    **TINY,
+    num_attention_heads=2,
+    head_dim=4,
+    model_type="qwen3",
     rope=RopeConfig("yarn", factor=4.0, original_max_position_embeddings=8),
 )
-DEEPSEEK = DeepseekConfig(
-    vocab_size=31, hidden_size=16, num_attention_heads=2, q_lora_rank=8, kv_lora_rank=6,
-    qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=5, n_routed_experts=6,
-    moe_intermediate_size=6, num_experts_per_tok=2, n_shared_experts=1, n_group=3, topk_group=2,
-)  # fmt: skip
-QWEN3_NEXT = Qwen3NextConfig(
-    vocab_size=31, hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6,
-    shared_expert_intermediate_size=10, partial_rotary_factor=0.5,
-)  # fmt: skip
-MAMBA2 = Mamba2Config(
-    vocab_size=31, hidden_size=16, num_hidden_layers=2, num_heads=4, head_dim=8, state_size=6,
-    n_groups=2, conv_kernel=4,
-)  # fmt: skip
+_DEEPSEEK = dict(vocab_size=31, hidden_size=16, num_attention_heads=2, q_lora_rank=8)
+_DEEPSEEK |= dict(kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=5)
+_DEEPSEEK |= dict(n_routed_experts=6, moe_intermediate_size=6, num_experts_per_tok=2)
+_DEEPSEEK |= dict(n_shared_experts=1, n_group=3, topk_group=2)
+DEEPSEEK = DeepseekConfig(**_DEEPSEEK)
+_QWEN3_NEXT = dict(vocab_size=31, hidden_size=16, num_attention_heads=4, num_key_value_heads=2)
+_QWEN3_NEXT |= dict(head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6)
+_QWEN3_NEXT |= dict(shared_expert_intermediate_size=10, partial_rotary_factor=0.5)
+QWEN3_NEXT = Qwen3NextConfig(**_QWEN3_NEXT)
+_MAMBA2 = dict(vocab_size=31, hidden_size=16, num_hidden_layers=2, num_heads=4, head_dim=8)
+_MAMBA2 |= dict(state_size=6, n_groups=2, conv_kernel=4)
+MAMBA2 = Mamba2Config(**_MAMBA2)
 BAMBA = BambaConfig(
-    **{**TINY, "num_hidden_layers": 3}, num_attention_heads=4, num_key_value_heads=2,
-    attn_layer_indices=(1,), mamba_n_heads=4, mamba_d_state=6, mamba_d_conv=3,
+    **{**TINY, "num_hidden_layers": 3},
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    attn_layer_indices=(1,),
+    mamba_n_heads=4,
+    mamba_d_state=6,
+    mamba_d_conv=3,
     max_position_embeddings=2048,
-)  # fmt: skip
+)
 FAMILIES = (LLAMA, QWEN2, QWEN3)
 STATE_FAMILIES = (MAMBA2, BAMBA)
 

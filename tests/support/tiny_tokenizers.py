@@ -14,10 +14,10 @@ SPECIAL = ("<s>", "</s>")
 def byte_fallback() -> Tokenizer:
     """As SentencePiece's: few words, every other character by the bytes of its UTF-8."""
     texts = ["<unk>", *SPECIAL, *(f"<0x{i:02X}>" for i in range(256)), *WORDS]
-    backend = tokenizers.Tokenizer(models.BPE(
-        vocab={text: i for i, text in enumerate(texts)}, merges=[], byte_fallback=True,
-        unk_token="<unk>",
-    ))  # fmt: skip
+    options = dict(merges=[], byte_fallback=True, unk_token="<unk>")
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab={text: i for i, text in enumerate(texts)}, **options)
+    )
     backend.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),

@@ -60,11 +60,10 @@ def run(folder, *, num_steps=STEPS, pause_s=0.0, on_step=lambda step: None, **op
     with Checkpoints(folder / "checkpoints") as checkpoints:
         state = checkpoints.restore(fresh())
         with Log(folder, int(state.step), num_steps) as log:
-            usual = dict(
-                step_fn=step_fn(), batch_at=batch_at, num_steps=num_steps,
-                checkpoints=checkpoints, log=log, tokens_per_step=lambda batch: batch.size,
-                log_every=1, checkpoint_every_s=0.0,
-            )  # fmt: skip
+            settings = dict(checkpoints=checkpoints, log=log)
+            settings |= dict(tokens_per_step=lambda batch: batch.size, log_every=1)
+            settings |= dict(checkpoint_every_s=0.0)
+            usual = dict(step_fn=step_fn(), batch_at=batch_at, num_steps=num_steps, **settings)
             return train_loop(state, **usual | options)
 
 

@@ -18,9 +18,9 @@ STEPS = 6
 
 
 def get_config():
-    return ConfigDict({
-        "what": "lm", "mesh": "", "is_fully_sharded": False, "files": "", "steps": STEPS,
-    })  # fmt: skip
+    return ConfigDict(
+        {"what": "lm", "mesh": "", "is_fully_sharded": False, "files": "", "steps": STEPS}
+    )
 
 
 @contextlib.contextmanager
@@ -38,17 +38,12 @@ def few_documents():
 
 def lm_config():
     config = train_zoo_target.get_config()
-    config.update({
-        "vocab_size": 300, "steps": STEPS, "batch": 4, "length": 32, "long_share": 0.0,
-        "long_batch": 4, "long_length": 32,
-        "eval_length": 64, "eval_batch": 4, "eval_windows": 4, "log_every": 1, "eval_every": 3,
-        "checkpoint_every_s": 10_000,
-    })  # fmt: skip
-    config.model.update({
-        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
-        "max_position_embeddings": 64,
-    })  # fmt: skip
+    settings = dict(eval_windows=4, log_every=1, eval_every=3, checkpoint_every_s=10_000)
+    options = dict(long_batch=4, long_length=32, eval_length=64, eval_batch=4, **settings)
+    config.update(vocab_size=300, steps=STEPS, batch=4, length=32, long_share=0.0, **options)
+    config.model.update(hidden_size=32, intermediate_size=48, num_hidden_layers=1)
+    config.model.update(num_attention_heads=2, num_key_value_heads=2, head_dim=16)
+    config.model.update(max_position_embeddings=64)
     config.optimizer.update(name="adamw", lr=1e-2, warmup=2)
     return config
 
@@ -61,10 +56,8 @@ def head_config(files):
     config.loss.num_steps, config.head.init_from = 1, f"{files}/head"
     config.steps, config.batch, config.length, config.log_every = STEPS, 4, 18, 1
     config.optimizer.update({"name": "adamw", "lr": 1e-2, "warmup": 1})
-    config.eval.update({
-        "every": 3, "num_draft": 2, "prompts": f"{files}/prompts.jsonl", "num_prompts": 2,
-        "max_new_tokens": 8, "batch": 2, "windows": 4,
-    })  # fmt: skip
+    options = dict(num_prompts=2, max_new_tokens=8, batch=2, windows=4)
+    config.eval.update(every=3, num_draft=2, prompts=f"{files}/prompts.jsonl", **options)
     return config
 
 

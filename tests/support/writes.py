@@ -67,8 +67,9 @@ def table(write=put, dtypes=(jnp.float32, jnp.bfloat16, jnp.uint16)) -> dict[str
         f"{heads} heads, {jnp.dtype(dtype).name}": [
             write_us(heads, slots, dtype, write) for slots in SLOTS
         ]
-        for heads in (2, 4) for dtype in dtypes
-    }  # fmt: skip
+        for heads in (2, 4)
+        for dtype in dtypes
+    }
 
 
 if __name__ == "__main__":

@@ -153,9 +153,14 @@ class Zoo:
         for prompts, plain in zip(self.batches, self.outputs):
             outputs = (plain, self.decode(decoder, prompts))
             found += audit(
-                decoder, prompts, self.num_tokens, plain=self.plain, outputs=outputs,
-                **self.options, **options,
-            ).rows  # fmt: skip
+                decoder,
+                prompts,
+                self.num_tokens,
+                plain=self.plain,
+                outputs=outputs,
+                **self.options,
+                **options,
+            ).rows
         return found
 
 

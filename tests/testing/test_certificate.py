@@ -11,22 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import optimised
+from support.decoders import rule
 
 from spec_jax import rng, testing
-from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Noise, Proposal, TargetScores
 from spec_jax.drafters.ngram import ngram
 from spec_jax.drafters.standalone.model import standalone
-from spec_jax.rules import batched, chain, make_rule
+from spec_jax.rules import batched, chain
 from spec_jax.sampling import Counts, make_sampler, process, sample
 from spec_jax.testing import CertificateError, Row, certify_decoder, certify_rule
 
 ALPHA = 1e-6
 NUM_CHI_SQUARE = 8
-
-
-def rule(strategy):
-    return make_rule(SpeculativeConfig(rejection_sampling_strategy=strategy))
 
 
 # ------------------------------------------------------------------------ enumeration
@@ -65,12 +62,7 @@ def test_mixed_temperature_zero_rows_are_argmax_rows():
 
 @pytest.mark.parametrize("strategy", ["typical-acceptance", "synthetic"])
 def test_lossy_rules_fail_the_enumeration(strategy):
-    lossy = make_rule(
-        SpeculativeConfig(
-            rejection_sampling_strategy=strategy,
-            synthetic_acceptance_rate=0.5 if strategy == "synthetic" else None,
-        )
-    )
+    lossy = rule(strategy)
     assert not lossy.is_lossless
     with pytest.raises(CertificateError):
         certify_rule(lossy)
@@ -209,41 +201,41 @@ def test_mutation_inclusive_boundary_is_caught_by_a_uniform_of_zero():
 # ------------------------------------------------------------------------ chi-square
 
 
+TRIALS = [("residual", 5_000), ("residual", 200_000), ("block", 200_000), ("match", 200_000)]
+
+
 @pytest.mark.representatives("residual-5000")
-@pytest.mark.parametrize(
-    "strategy, trials",
-    [("residual", 5_000), ("residual", 200_000), ("block", 200_000), ("match", 200_000)],
-)
+@pytest.mark.parametrize("strategy, trials", TRIALS)
 def test_decoding_matches_target_joint_distribution(strategy, trials):
-    certify_decoder(
-        rule(strategy), alpha=ALPHA / NUM_CHI_SQUARE, trials=trials, batch=min(trials, 20_000),
-        loop=optimised,
-    )  # fmt: skip
+    options = dict(trials=trials, batch=min(trials, 20_000), loop=optimised)
+    certify_decoder(rule(strategy), alpha=ALPHA / NUM_CHI_SQUARE, **options)
+
+
+STRATEGIES = [
+    ("residual", SamplerConfig(temperature=1.0)),
+    ("block", SamplerConfig(temperature=0.8, top_p=0.9)),
+    ("match", SamplerConfig(temperature=1.2, top_k=100)),
+]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "strategy, setting",
-    [
-        ("residual", SamplerConfig(temperature=1.0)),
-        ("block", SamplerConfig(temperature=0.8, top_p=0.9)),
-        ("match", SamplerConfig(temperature=1.2, top_k=100)),
-    ],
-    ids=["residual", "block", "match"],
-)
+@pytest.mark.parametrize("strategy, setting", STRATEGIES, ids=["residual", "block", "match"])
 def test_decoding_matches_target_distribution_at_vocabulary_4096(strategy, setting):
     """A first token that is certain leads to a context whose distribution is wide."""
     V = 4096
-    params = {name: testing.toy_params(V, seed, contexts=2, scale=3.0) for name, seed in
-              (("target", 3), ("draft", 4))}
+    params = {
+        name: testing.toy_params(V, seed, contexts=2, scale=3.0)
+        for name, seed in (("target", 3), ("draft", 4))
+    }
     sure = params["target"]["logits"].at[0, 7].set(200.0)
     params["target"]["logits"] = sure
-    certify_decoder(
-        rule(strategy), vocab_size=V, num_draft=1, num_tokens=1, trials=5_000, batch=1_000,
-        params=params,
-        row=Row((0, 0), setting, SamplerConfig(temperature=1.0)), alpha=ALPHA / NUM_CHI_SQUARE,
+    settings = dict(
+        row=Row((0, 0), setting, SamplerConfig(temperature=1.0)),
+        alpha=ALPHA / NUM_CHI_SQUARE,
         loop=optimised,
     )
+    options = dict(trials=5_000, batch=1_000, params=params, **settings)
+    certify_decoder(rule(strategy), vocab_size=V, num_draft=1, num_tokens=1, **options)
 
 
 @pytest.mark.exhaustive

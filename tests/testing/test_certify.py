@@ -208,13 +208,14 @@ def eager(target):
     def commit(params, state, tokens, n, features, path):
         return honest.commit(params, state[0], tokens, n, features, path), jnp.maximum(n, 1)
 
-    return honest._replace(
-        name="eager", propose=propose, commit=commit,
+    options = dict(
         init=lambda params, batch, slots: (
-            honest.init(params, batch, slots), jnp.ones((batch,), jnp.int32)
+            honest.init(params, batch, slots),
+            jnp.ones((batch,), jnp.int32),
         ),
         prefill=lambda params, state, *args: (honest.prefill(params, state[0], *args), state[1]),
-    )  # fmt: skip
+    )
+    return honest._replace(name="eager", propose=propose, commit=commit, **options)
 
 
 @pytest.mark.exhaustive

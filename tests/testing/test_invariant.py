@@ -43,9 +43,7 @@ def test_plain_decoding_through_the_verify_pass_is_bitwise_equal_in_bfloat16():
 @pytest.mark.parametrize("name", CASES)
 def test_no_row_of_a_long_run_differs_from_its_invariant_twin(name, dtype):
     """Also where the caches have 640 slots, of which usual attention reads a varying prefix."""
-    (speculative, plain, usual), decoders = decode_all(
-        name, dtype, 12, 96, 440, has_usual=True
-    )
+    (speculative, plain, usual), decoders = decode_all(name, dtype, 12, 96, 440, has_usual=True)
     parted = sum(a != b for a, b in zip(speculative, usual))
     rates = [f"{d.stats.tokens_per_s:.0f}" for d in decoders]
     print(f"{name} {dtype}: {parted} of 12 rows part from usual plain decoding; tok/s {rates}")

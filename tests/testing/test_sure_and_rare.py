@@ -123,8 +123,12 @@ def test_the_probabilities_that_were_tested_reach_from_underflow_to_certainty():
     assert str(Range.of(np.eye(3))) == "only 0 and 1" and Range.join([]) == Range()
     assert Range.of(np.asarray([0.25, 0.75, 1e-50])) == Range(0.25, 0.25)
     assert [probability(x) for x in (0.0, 2e-5, 0.25, 1 - 1e-5, 1.0)] == [
-        "0.000", "2.00e-05", "0.250", "1 - 1.00e-05", "1.000"
-    ]  # fmt: skip
+        "0.000",
+        "2.00e-05",
+        "0.250",
+        "1 - 1.00e-05",
+        "1.000",
+    ]
 
 
 def changed(change):

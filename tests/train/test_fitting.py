@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,22 +43,17 @@ def test_a_new_head_begins_with_the_targets_last_layer_and_keeps_frequent_tokens
 
 def test_what_cannot_be_trained_is_refused_before_it_is_compiled(target):
     head = spec_jax.new_head(target, "eagle3")
+    short, other = Corpus("short", TEXT.tokens[:99]), Corpus("other", TEXT.tokens + 9)
+    fit = functools.partial(spec_jax.fit_head, target, head)
+    new = functools.partial(spec_jax.new_head, target)
     refused = {
-        "objective is 'eagle4'; expected one of": lambda: spec_jax.new_head(target, "eagle4"),
-        "text= says which": lambda: spec_jax.new_head(target, "eagle3", draft_vocab_size=9),
-        "objective is 'mtp'; expected one that trains eagle heads": lambda: spec_jax.fit_head(
-            target, head, TEXT, 1, length=10, objective="mtp"
-        ),
-        "steps": lambda: spec_jax.fit_head(target, head, TEXT, 0),
-        "length is 2; expected 3 to 256": lambda: spec_jax.fit_head(
-            target, head, TEXT, 1, length=2
-        ),
-        "expected at least 200, a window": lambda: spec_jax.fit_head(
-            target, head, Corpus("short", TEXT.tokens[:99]), 1, length=200
-        ),
-        "tokenised for another model": lambda: spec_jax.fit_head(
-            target, head, Corpus("other", TEXT.tokens + 9), 1, length=20
-        ),
+        "objective is 'eagle4'; expected one of": lambda: new("eagle4"),
+        "text= says which": lambda: new("eagle3", draft_vocab_size=9),
+        "expected one that trains eagle heads": lambda: fit(TEXT, 1, length=10, objective="mtp"),
+        "steps": lambda: fit(TEXT, 0),
+        "length is 2; expected 3 to 256": lambda: fit(TEXT, 1, length=2),
+        "expected at least 200, a window": lambda: fit(short, 1, length=200),
+        "tokenised for another model": lambda: fit(other, 1, length=20),
     }
     for message, call in refused.items():
         with pytest.raises(ConfigError, match=message):
@@ -68,10 +65,10 @@ def test_fitting_follows_the_objective_on_the_windows_of_each_step(target):
     """Two steps of plain gradient descent, against gradients taken here."""
     head, seen = spec_jax.new_head(target, "eagle3"), []
     before = jax.tree.map(np.asarray, head.params)
+    options = dict(evaluate=lambda one: seen.append(one) or {"seen": len(seen)}, eval_every=1)
     fitted = spec_jax.fit_head(
-        target, head, TEXT, 2, batch=3, length=12, optimizer=optax.sgd(0.5), seed=5,
-        evaluate=lambda one: seen.append(one) or {"seen": len(seen)}, eval_every=1,
-    )  # fmt: skip
+        target, head, TEXT, 2, batch=3, length=12, optimizer=optax.sgd(0.5), seed=5, **options
+    )
     batches = window_batches([TEXT], [1.0], seed=5, batch=3, length=12)
 
     @jax.jit
@@ -110,9 +107,10 @@ def test_a_fit_is_plotted_as_loss_and_what_evaluations_returned():
 
     matplotlib.use("Agg")
     log = [
-        {"step": 0, "tau": 1.0, "texts": ["a"]}, {"step": 1, "loss": 4.0, "accept": [0.5]},
+        {"step": 0, "tau": 1.0, "texts": ["a"]},
+        {"step": 1, "loss": 4.0, "accept": [0.5]},
         {"step": 2, "loss": 3.0, "accept": [0.5], "tau": 1.5, "texts": ["b"]},
-    ]  # fmt: skip
+    ]
     fitted = spec_jax.Fitted(None, log)
     assert repr(fitted) == "Fitted(None, loss 3 at step 2)"
     left, right = fitted.plot().axes

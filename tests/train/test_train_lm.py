@@ -29,17 +29,14 @@ def small_corpus(monkeypatch):
 
 def tiny(module=train_zoo_target, **changes):
     config = module.get_config()
-    config.update({
-        "vocab_size": 300, "steps": 12, "batch": 4, "length": 32, "long_batch": 2,
-        "long_length": 64, "long_share": 0.25, "eval_length": 64, "eval_windows": 4,
-        "log_every": 1, "eval_every": 4, "checkpoint_every_s": 10_000, "eval_prompts": 2,
-        "eval_new_tokens": 8,
-    })  # fmt: skip
-    config.model.update({
-        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
-        "max_position_embeddings": 64,
-    })  # fmt: skip
+    settings = dict(
+        log_every=1, eval_every=4, checkpoint_every_s=10_000, eval_prompts=2, eval_new_tokens=8
+    )
+    options = dict(long_length=64, long_share=0.25, eval_length=64, eval_windows=4, **settings)
+    config.update(vocab_size=300, steps=12, batch=4, length=32, long_batch=2, **options)
+    config.model.update(hidden_size=32, intermediate_size=48, num_hidden_layers=1)
+    config.model.update(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    config.model.update(max_position_embeddings=64)
     config.optimizer.update(name="adamw", lr=1e-2, warmup=2)  # compiles faster than Muon
     with config.unlocked():
         config.update(changes)
@@ -166,17 +163,19 @@ def test_distillation_approaches_the_teacher(tmp_path):
     assert same[0] == same[1]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"steps": 0}, "steps is 0"),
-        ({"length": 65}, "max_position_embeddings 64"),
-        ({"data": {"text": "stdlib", "tests_share": 1.5, "held_out_share": 0.1, "max_length": 0}},
-         "data.tests_share is 1.5"),
-        ({"stepz": 3}, "no key .stepz."),
-        ({"mesh": "data:8"}, "batch is 4, which the mesh axis data:8 does not divide"),
-    ],
-)
+CHANGES = [
+    ({"steps": 0}, "steps is 0"),
+    ({"length": 65}, "max_position_embeddings 64"),
+    (
+        {"data": dict(text="stdlib", tests_share=1.5, held_out_share=0.1, max_length=0)},
+        "data.tests_share is 1.5",
+    ),
+    ({"stepz": 3}, "no key .stepz."),
+    ({"mesh": "data:8"}, "batch is 4, which the mesh axis data:8 does not divide"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), CHANGES)
 def test_bad_values_are_clear_errors(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         train_lm.train(tiny(**changes), tmp_path)

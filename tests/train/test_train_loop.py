@@ -185,10 +185,8 @@ def test_a_loss_that_is_no_number_names_step_and_batch(tmp_path):
         return state, {**metrics, "loss": bad}
 
     with pytest.raises(TrainingError, match=r"nan at step 7 \(windows of step 6\).* of step 6"):
-        run(
-            tmp_path, step_fn=step_fn, log_every=3,
-            describe_batch=lambda step: f"windows of step {step}",
-        )
+        options = dict(log_every=3, describe_batch=lambda step: f"windows of step {step}")
+        run(tmp_path, step_fn=step_fn, **options)
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         assert int(checkpoints.restore(fresh()).step) == 6
 
@@ -233,8 +231,9 @@ def test_the_best_state_by_a_figure_is_kept(tmp_path):
 def test_a_position_that_no_draft_reached_has_no_figure():
     counts = {"reached": np.asarray([2.0, 0.5, 0.0]), "hits": np.asarray([1.0, 0.5, 0.0])}
     assert flatten(chain_rates(counts)) == {
-        "teacher_forced_accept_1": 0.5, "teacher_forced_accept_2": 1.0,
-    }  # fmt: skip
+        "teacher_forced_accept_1": 0.5,
+        "teacher_forced_accept_2": 1.0,
+    }
 
 
 def test_figures_are_logged_by_step_and_position(tmp_path):

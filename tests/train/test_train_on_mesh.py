@@ -66,9 +66,12 @@ def test_optimizer_states_lie_where_their_parameters_do(changes):
     leaves, tree = jax.tree.flatten(state.params)
     where = tree.unflatten(range(len(leaves)))  # a number for each place
     found = follow_params(state.opt_state, state.params, where, -1)
-    places = lambda name: sorted(itertools.chain.from_iterable(
-        jax.tree.leaves(part) for _, part in optax.tree_utils.tree_get_all_with_path(found, name)
-    ))  # fmt: skip
+    places = lambda name: sorted(
+        itertools.chain.from_iterable(
+            jax.tree.leaves(part)
+            for _, part in optax.tree_utils.tree_get_all_with_path(found, name)
+        )
+    )
     leaves_by = dict(jax.tree_util.tree_leaves_with_path(state.params))
     everywhere = list(range(len(leaves)))
     assert places("mu") == everywhere
@@ -178,14 +181,14 @@ def test_a_number_that_is_not_finite_is_found_on_a_mesh(tmp_path):
             checkpoints.restore(good, say=lambda line: None)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "is_fully_sharded", "batch", "message"),
-    [
-        ("data:4,tensor:2", False, 6, "batch is 6, which the mesh axis data:4 does not divide"),
-        ("", True, 8, "is_fully_sharded is True, but there is no mesh"),
-        ("data:16", True, 16, "needs 16 devices"),
-    ],
-)
+INVALID_MESHES = [
+    ("data:4,tensor:2", False, 6, "batch is 6, which the mesh axis data:4 does not divide"),
+    ("", True, 8, "is_fully_sharded is True, but there is no mesh"),
+    ("data:16", True, 16, "needs 16 devices"),
+]
+
+
+@pytest.mark.parametrize(("mesh", "is_fully_sharded", "batch", "message"), INVALID_MESHES)
 def test_bad_input_is_refused(mesh, is_fully_sharded, batch, message):
     with pytest.raises(ConfigError, match=message):
         Placement.of(mesh, is_fully_sharded).check_batch("batch", batch)

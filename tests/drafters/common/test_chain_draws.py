@@ -8,23 +8,24 @@ from spec_jax.contracts import Context
 from spec_jax.drafters.common.chain import Drafted
 from spec_jax.sampling import make_sampler
 
-LOGITS = np.asarray([
-    [0.5, 2.0, -1.0, 2.0],  # a tie: the first one
-    [0.5, np.nan, 3.0, np.nan],
-    [np.inf, 1.0, np.inf, -np.inf],
-    [-np.inf] * 4,
-    [-np.inf, -np.inf, -5.0, -np.inf],
-    [-np.inf, np.nan, np.inf, 0.0],
-], np.float32)  # fmt: skip
+LOGITS = np.asarray(
+    [
+        [0.5, 2.0, -1.0, 2.0],  # a tie: the first one
+        [0.5, np.nan, 3.0, np.nan],
+        [np.inf, 1.0, np.inf, -np.inf],
+        [-np.inf] * 4,
+        [-np.inf, -np.inf, -5.0, -np.inf],
+        [-np.inf, np.nan, np.inf, 0.0],
+    ],
+    np.float32,
+)
 
 
 def draw(has_probs, config):
     B, V = LOGITS.shape
     sampler, length = make_sampler(config, B, V), jnp.zeros((B,), jnp.int32)
-    context = Context(
-        jnp.zeros((B, 8), jnp.int32), length, sampler, None, sampler.seed, is_coupled=False,
-        has_probs=has_probs, has_logits=False,
-    )  # fmt: skip
+    options = dict(is_coupled=False, has_probs=has_probs, has_logits=False)
+    context = Context(jnp.zeros((B, 8), jnp.int32), length, sampler, None, sampler.seed, **options)
     token, drafted = Drafted.none(context, 1, V).add(jnp.asarray(LOGITS), context, jnp.int32(1))
     return np.asarray(token), np.asarray(drafted.is_sound), drafted.out
 

@@ -59,10 +59,11 @@ TOY_ROWS = [
     Row((0, 3), SamplerConfig(temperature=0.7), SamplerConfig(temperature=1.0)),
     Row((2,), SamplerConfig(temperature=1.0, top_k=3), SamplerConfig(temperature=1.5)),
     Row(
-        (1, 1, 2), SamplerConfig(temperature=1.0, repetition_penalty=1.4, frequency_penalty=0.4),
+        (1, 1, 2),
+        SamplerConfig(temperature=1.0, repetition_penalty=1.4, frequency_penalty=0.4),
         SamplerConfig(temperature=1.0, presence_penalty=0.5),
     ),
-]  # fmt: skip
+]
 
 
 def toy_head(config=TOY):
@@ -87,10 +88,11 @@ def toy_head(config=TOY):
 
 def certify_head(strategy, shape=None, params=None, config=TOY):
     own, draft_distribution = toy_head(config)
+    options = dict(vocab_size=4, num_tokens=3, rows=TOY_ROWS)
+    options |= dict(drafter=eagle(config, toy_model(4), shape))
+    options |= dict(draft_distribution=draft_distribution, params=params or own, batch=32)
     return certify_rule(
-        make_rule(SpeculativeConfig(rejection_sampling_strategy=strategy)), vocab_size=4,
-        num_tokens=3, rows=TOY_ROWS, drafter=eagle(config, toy_model(4), shape),
-        draft_distribution=draft_distribution, params=params or own, batch=32,
+        make_rule(SpeculativeConfig(rejection_sampling_strategy=strategy)), **options
     )
 
 
@@ -117,19 +119,24 @@ def test_mutation_offsets_taken_for_ids_are_caught_by_enumeration():
 @pytest.mark.exhaustive
 def test_decoding_with_a_reduced_vocabulary_matches_target_distribution():
     params, _ = toy_head()
+    options = dict(params=params, row=TOY_ROWS[2], trials=4_800, batch=24, num_tokens=3, alpha=1e-7)
     certify_decoder(
         make_rule(SpeculativeConfig(rejection_sampling_strategy="residual")),
-        eagle(TOY, toy_model(4)), params=params, row=TOY_ROWS[2], trials=4_800, batch=24,
-        num_tokens=3, alpha=1e-7,
+        eagle(TOY, toy_model(4)),
+        **options,
     )
 
 
 # --------------------------------------------------------------------------- the drafter
 
 
-
 @pytest.mark.representatives(
-    "eagle-1", "eagle-3", "fc_norm", "norm_before_fc", "norm_before_residual", "norm_output",
+    "eagle-1",
+    "eagle-3",
+    "fc_norm",
+    "norm_before_fc",
+    "norm_before_residual",
+    "norm_output",
     "narrow",
 )
 @pytest.mark.parametrize("name", CONFIGS)
@@ -199,26 +206,24 @@ def test_a_round_without_drafts_keeps_the_head_in_step():
     assert propose(system, params, state).tokens.tolist() == fresh_drafts("eagle-3", params, chunk)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"version": 2}, "version is 2"),
-        ({"fc_norm": True, "norm_before_fc": True}, "both on; expected one of them"),
-        ({"taps": ()}, "taps are empty"),
-        ({"target_hidden_size": 24}, "width is 16; the embedding .* has 24"),
-        (
-            {"version": 1, "taps": (3,), "layer": LAYER, "target_hidden_size": 24,
-             "own_embed": True},
-            "width is 16; the target's head .* has 24",
-        ),
-        ({"target_vocab_size": 12}, "draft vocabulary 20 is larger than the target's 12"),
-        ({"layer": TARGET}, "2 layers; expected 1"),
-        ({"version": 1}, "reads one state"),
-        ({"version": 1, "taps": (3,)}, "31 ids, not 20"),
-        ({"version": 1, "taps": (3,), "norm_output": True}, "options of version 3"),
-    ],
-    ids=str,
-)
+CHANGES = [
+    ({"version": 2}, "version is 2"),
+    ({"fc_norm": True, "norm_before_fc": True}, "both on; expected one of them"),
+    ({"taps": ()}, "taps are empty"),
+    ({"target_hidden_size": 24}, "width is 16; the embedding .* has 24"),
+    (
+        {"version": 1, "taps": (3,), "layer": LAYER, "target_hidden_size": 24, "own_embed": True},
+        "width is 16; the target's head .* has 24",
+    ),
+    ({"target_vocab_size": 12}, "draft vocabulary 20 is larger than the target's 12"),
+    ({"layer": TARGET}, "2 layers; expected 1"),
+    ({"version": 1}, "reads one state"),
+    ({"version": 1, "taps": (3,)}, "31 ids, not 20"),
+    ({"version": 1, "taps": (3,), "norm_output": True}, "options of version 3"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES, ids=str)
 def test_a_head_that_cannot_be_is_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(CONFIGS["eagle-3"], **change)

@@ -48,12 +48,14 @@ def test_an_embedding_that_differs_from_the_targets_is_the_heads_own(tmp_path):
     assert "embed" not in shared.params and "shares the target's" in " ".join(shared.notes)
 
 
-@pytest.mark.parametrize(
-    ("target", "dtype", "message"),
-    [(None, None, "target is None; expected a LoadedModel"), (MODEL, "foo", "dtype is 'foo'"),
-     (MODEL, 3, "dtype is 3")],
-    ids=["target", "name", "number"],
-)  # fmt: skip
+TARGETS = [
+    (None, None, "target is None; expected a LoadedModel"),
+    (MODEL, "foo", "dtype is 'foo'"),
+    (MODEL, 3, "dtype is 3"),
+]
+
+
+@pytest.mark.parametrize(("target", "dtype", "message"), TARGETS, ids=["target", "name", "number"])
 def test_arguments_of_another_kind_are_refused(tmp_path, target, dtype, message):
     with pytest.raises(ConfigError, match=message):
         spec_jax.load_head(tmp_path, target, dtype)

@@ -149,26 +149,26 @@ def test_every_missing_tensor_is_named(tmp_path, name):
         assert f"tensor {tensor} is missing" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "tensors", "message"),
-    [
-        ("eagle-1", {"lm_head.weight": zeros(V, D)}, r"unexpected tensors lm_head\.weight"),
-        ("eagle-1", {"layers.1.mlp.up_proj.weight": zeros(F, D)}, r"unexpected.*layers\.1\.mlp"),
-        ("eagle-1", {"layers.0.input_layernorm.weight": zeros(D)}, "unexpected.*input_layernorm"),
-        ("eagle-1", {"fc.weight": zeros(D, 3 * D)}, r"fc\.weight has shape \[16, 48\].*\[16, 32\]"),
-        ("eagle-1", {"fc.weight": zeros(D)}, r"fc\.weight has shape \[16\]"),
-        ("eagle-3", {"fc.bias": zeros(D)}, r"unexpected tensors fc\.bias"),
-        ("eagle-3", {"layers.0.hidden_norm.weight": zeros(D)}, "unexpected.*layers.0.hidden_norm"),
-        ("eagle-3", {"fc_norm.3.weight": zeros(D)}, "unexpected.*fc_norm.3"),
-        ("speculators", {"input_norm.weight": zeros(3 * D)}, "unexpected.*input_norm"),
-        ("speculators", {"verifier_norm.weight": zeros(D)}, "unexpected.*verifier_norm"),
-        ("eagle-3", {"lm_head.weight": zeros(V, D)}, r"\[31, 16\]; config.json .*\[20, 16\]"),
-        ("eagle-3", {"midlayer.self_attn.q_proj.weight": zeros(12, D)}, r"q_.*\[12, 16\].*32\]"),
-        ("eagle-3", {"norm.weight": np.full(D, np.nan, np.float32)}, "norm.weight holds NaN"),
-        ("eagle-3", {"embed_tokens.weight": zeros(V, 8)}, r"embed_tokens.*\[31, 8\].*\[31, 16\]"),
-        ("eagle-3 narrow", {"embed_tokens.weight": zeros(V, D)}, r"embed_.*\[31, 16\].*\[31, 10\]"),
-    ],
-)
+INVALID_NAMES = [
+    ("eagle-1", {"lm_head.weight": zeros(V, D)}, r"unexpected tensors lm_head\.weight"),
+    ("eagle-1", {"layers.1.mlp.up_proj.weight": zeros(F, D)}, r"unexpected.*layers\.1\.mlp"),
+    ("eagle-1", {"layers.0.input_layernorm.weight": zeros(D)}, "unexpected.*input_layernorm"),
+    ("eagle-1", {"fc.weight": zeros(D, 3 * D)}, r"fc\.weight has shape \[16, 48\].*\[16, 32\]"),
+    ("eagle-1", {"fc.weight": zeros(D)}, r"fc\.weight has shape \[16\]"),
+    ("eagle-3", {"fc.bias": zeros(D)}, r"unexpected tensors fc\.bias"),
+    ("eagle-3", {"layers.0.hidden_norm.weight": zeros(D)}, "unexpected.*layers.0.hidden_norm"),
+    ("eagle-3", {"fc_norm.3.weight": zeros(D)}, "unexpected.*fc_norm.3"),
+    ("speculators", {"input_norm.weight": zeros(3 * D)}, "unexpected.*input_norm"),
+    ("speculators", {"verifier_norm.weight": zeros(D)}, "unexpected.*verifier_norm"),
+    ("eagle-3", {"lm_head.weight": zeros(V, D)}, r"\[31, 16\]; config.json .*\[20, 16\]"),
+    ("eagle-3", {"midlayer.self_attn.q_proj.weight": zeros(12, D)}, r"q_.*\[12, 16\].*32\]"),
+    ("eagle-3", {"norm.weight": np.full(D, np.nan, np.float32)}, "norm.weight holds NaN"),
+    ("eagle-3", {"embed_tokens.weight": zeros(V, 8)}, r"embed_tokens.*\[31, 8\].*\[31, 16\]"),
+    ("eagle-3 narrow", {"embed_tokens.weight": zeros(V, D)}, r"embed_.*\[31, 16\].*\[31, 10\]"),
+]
+
+
+@pytest.mark.parametrize(("name", "tensors", "message"), INVALID_NAMES)
 def test_an_unexpected_or_misshapen_tensor_is_named(tmp_path, name, tensors, message):
     with pytest.raises(WeightsError, match=message):
         read_head(write_head(tmp_path, name, tensors=tensors), TARGET)
@@ -212,34 +212,34 @@ def test_sparse_offsets_pass_where_the_mask_confirms_them():
         check_offsets(ids - np.arange(10), None, V)
 
 
-@pytest.mark.parametrize(
-    ("name", "config", "message"),
-    [
-        ("eagle-3", {"target_hidden_size": 20}, "target of width 20; this one has 16"),
-        ("eagle-3", {"hidden_size": 20}, "target of width 20; this one has 16"),
-        ("eagle-3", {"vocab_size": 40}, "target of vocabulary 40; this one has 31"),
-        ("speculators", {"target_hidden_size": 20}, "target of width 20; this one has 16"),
-        ("speculators", {"transformer_layer_config": None}, "vocabulary None"),
-        ("speculators", {"transformer_layer_config": [1]}, "expected an object"),
-        ("speculators", {"speculators_model_type": "dflash"}, "'dflash' is not supported"),
-        ("eagle-3", {"num_hidden_layers": 2}, "2 layers; expected 1"),
-        ("eagle-3", {"draft_vocab_size": 40}, "draft vocabulary 40 is larger than .* 31"),
-        ("eagle-3", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
-        ("eagle-3", {"eagle_config": 3}, "eagle_config is 3"),
-        ("eagle-3", {"fc_norm": "yes"}, "fc_norm is 'yes'"),
-        ("eagle-3", {"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, r"9\]; the target has 8"),
-        ("eagle-3", {"eagle_aux_hidden_state_layer_ids": [2, -1]}, "expected a list of layers"),
-        ("eagle-3", {"layer_types": ["sliding_attention"]}, "sliding_attention"),
-        ("eagle-3", {"layer_types": 3}, "layer_types is 3"),
-        ("eagle-3", {"rope_scaling": "linear"}, "rope_scaling is 'linear'; expected an object"),
-        ("eagle-3", {"rope_theta": "x"}, "rope_theta is 'x'; expected a number"),
-        ("eagle-3", {"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; expected a finite number"),
-        ("eagle-3", {"target_hidden_size": "16"}, "width '16'; this one has 16"),
-        ("eagle-3", {"hidden_act": "gelu"}, "gelu"),
-        ("eagle-3", {"intermediate_size": None}, "intermediate_size"),
-        ("eagle-1", {"hidden_size": 20, "target_hidden_size": D}, "width is 20; .* has 16"),
-    ],
-)
+NAMES = [
+    ("eagle-3", {"target_hidden_size": 20}, "target of width 20; this one has 16"),
+    ("eagle-3", {"hidden_size": 20}, "target of width 20; this one has 16"),
+    ("eagle-3", {"vocab_size": 40}, "target of vocabulary 40; this one has 31"),
+    ("speculators", {"target_hidden_size": 20}, "target of width 20; this one has 16"),
+    ("speculators", {"transformer_layer_config": None}, "vocabulary None"),
+    ("speculators", {"transformer_layer_config": [1]}, "expected an object"),
+    ("speculators", {"speculators_model_type": "dflash"}, "'dflash' is not supported"),
+    ("eagle-3", {"num_hidden_layers": 2}, "2 layers; expected 1"),
+    ("eagle-3", {"draft_vocab_size": 40}, "draft vocabulary 40 is larger than .* 31"),
+    ("eagle-3", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+    ("eagle-3", {"eagle_config": 3}, "eagle_config is 3"),
+    ("eagle-3", {"fc_norm": "yes"}, "fc_norm is 'yes'"),
+    ("eagle-3", {"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, r"9\]; the target has 8"),
+    ("eagle-3", {"eagle_aux_hidden_state_layer_ids": [2, -1]}, "expected a list of layers"),
+    ("eagle-3", {"layer_types": ["sliding_attention"]}, "sliding_attention"),
+    ("eagle-3", {"layer_types": 3}, "layer_types is 3"),
+    ("eagle-3", {"rope_scaling": "linear"}, "rope_scaling is 'linear'; expected an object"),
+    ("eagle-3", {"rope_theta": "x"}, "rope_theta is 'x'; expected a number"),
+    ("eagle-3", {"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; expected a finite number"),
+    ("eagle-3", {"target_hidden_size": "16"}, "width '16'; this one has 16"),
+    ("eagle-3", {"hidden_act": "gelu"}, "gelu"),
+    ("eagle-3", {"intermediate_size": None}, "intermediate_size"),
+    ("eagle-1", {"hidden_size": 20, "target_hidden_size": D}, "width is 20; .* has 16"),
+]
+
+
+@pytest.mark.parametrize(("name", "config", "message"), NAMES)
 def test_a_head_for_another_target_or_of_another_kind_is_refused(tmp_path, name, config, message):
     with pytest.raises(ConfigError, match=message):
         read_head(write_head(tmp_path, name, **config), TARGET)
@@ -265,19 +265,19 @@ def notes_of(directory, **overrides):
     return head.config, " ".join(head.notes)
 
 
-@pytest.mark.parametrize(
-    ("name", "ids", "taps", "message"),
-    [
-        ("eagle-3", None, (2, 4, 5), r"usual \(2, 4, 5\)"),
-        ("eagle-3", [2, 4, 5], (2, 4, 5), r"states before those layers: taps are \(2, 4, 5\)"),
-        ("eagle-3", [3, 6, 8], (3, 6, 8), "states before those layers"),
-        ("eagle-3", [1, 3, 7], (2, 4, 8), r"outputs of those layers: taps are \(2, 4, 8\)"),
-        ("eagle-3", [1, 4, 8], (1, 4, 8), "states before those layers"),  # layer 8 is none
-        ("specforge", [3, 4, 6], (3, 4, 6), r"Pass taps=\(4, 5, 7\) if"),
-        ("speculators", None, (2, 4, 5), "usual"),
-        ("speculators", [1, 3, 4], (1, 3, 4), r"Pass taps=\(2, 4, 5\) if"),
-    ],
-)
+REFUSED = [
+    ("eagle-3", None, (2, 4, 5), r"usual \(2, 4, 5\)"),
+    ("eagle-3", [2, 4, 5], (2, 4, 5), r"states before those layers: taps are \(2, 4, 5\)"),
+    ("eagle-3", [3, 6, 8], (3, 6, 8), "states before those layers"),
+    ("eagle-3", [1, 3, 7], (2, 4, 8), r"outputs of those layers: taps are \(2, 4, 8\)"),
+    ("eagle-3", [1, 4, 8], (1, 4, 8), "states before those layers"),  # layer 8 is none
+    ("specforge", [3, 4, 6], (3, 4, 6), r"Pass taps=\(4, 5, 7\) if"),
+    ("speculators", None, (2, 4, 5), "usual"),
+    ("speculators", [1, 3, 4], (1, 3, 4), r"Pass taps=\(2, 4, 5\) if"),
+]
+
+
+@pytest.mark.parametrize(("name", "ids", "taps", "message"), REFUSED)
 def test_numbering_of_tapped_layers_is_resolved_and_noted(tmp_path, name, ids, taps, message):
     directory = write_head(tmp_path, name, eagle_aux_hidden_state_layer_ids=ids)
     config, notes = notes_of(directory)
@@ -308,16 +308,16 @@ def test_an_explicit_argument_wins_and_is_noted(tmp_path):
     assert "SpecForge before" not in notes and "outputs of those layers" not in notes
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"tap": (1,)}, "tap is no option of a head; known: taps, fc_bias"),
-        ({"norm_output": 1}, "norm_output is 1; expected True or False"),
-        ({"taps": 3}, "taps is 3; expected a tuple"),
-        ({"taps": (0, 4, 10)}, r"taps \(0, 4, 10\) do not exist"),
-        ({"taps": ("0", 4, 5)}, "do not exist"),
-    ],
-)
+INVALID_OVERRIDES = [
+    ({"tap": (1,)}, "tap is no option of a head; known: taps, fc_bias"),
+    ({"norm_output": 1}, "norm_output is 1; expected True or False"),
+    ({"taps": 3}, "taps is 3; expected a tuple"),
+    ({"taps": (0, 4, 10)}, r"taps \(0, 4, 10\) do not exist"),
+    ({"taps": ("0", 4, 5)}, "do not exist"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), INVALID_OVERRIDES)
 def test_an_invalid_argument_is_refused(tmp_path, overrides, message):
     with pytest.raises(ConfigError, match=message):
         read_head(write_head(tmp_path), TARGET, **overrides)

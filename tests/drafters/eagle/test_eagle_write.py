@@ -131,15 +131,15 @@ def test_no_format_leaves_a_flag_to_be_guessed(tmp_path):
         assert write(tmp_path, make(format, norm_output=True), format)["norm_output"] is True
 
 
-@pytest.mark.parametrize(
-    ("format", "taps", "ids", "name"),
-    [
-        ("EAGLE-3", TAPS, [2, 4, 5], "LlamaForCausalLM"),
-        ("SpecForge", TAPS, [1, 3, 4], "LlamaForCausalLMEagle3"),
-        ("SpecForge", (3, 4, 5), [3, 4, 5], "LlamaForCausalLMEagle3"),
-        ("speculators", TAPS, [2, 4, 5], "Eagle3Speculator"),
-    ],
-)
+NAMES = [
+    ("EAGLE-3", TAPS, [2, 4, 5], "LlamaForCausalLM"),
+    ("SpecForge", TAPS, [1, 3, 4], "LlamaForCausalLMEagle3"),
+    ("SpecForge", (3, 4, 5), [3, 4, 5], "LlamaForCausalLMEagle3"),
+    ("speculators", TAPS, [2, 4, 5], "Eagle3Speculator"),
+]
+
+
+@pytest.mark.parametrize(("format", "taps", "ids", "name"), NAMES)
 def test_tapped_layers_are_numbered_as_the_formats_loaders_count(tmp_path, format, taps, ids, name):
     hf = write(tmp_path, make(format, taps=taps), format)
     assert hf["architectures"] == [name]
@@ -184,25 +184,25 @@ def test_speculators_config_names_the_verifier_and_the_drafts(tmp_path):
             write(tmp_path, EAGLE_3, "speculators", **options)
 
 
-@pytest.mark.parametrize(
-    ("format", "config", "message"),
-    [
-        ("eagle", EAGLE_3, "format is 'eagle'; known: EAGLE-1, SpecForge, EAGLE-3, speculators"),
-        ("EAGLE-3", EAGLE_1, "EAGLE-3 is for heads of version 3; this one is of 1"),
-        ("EAGLE-1", EAGLE_3, "EAGLE-1 is for heads of version 1; this one is of 3"),
-        ("EAGLE-1", make("EAGLE-1", taps=(4,)), r"taps is \(4,\); in the format .* as \(9,\)"),
-        ("EAGLE-3", make("EAGLE-3", taps=(2, L + 1)), r"\(2, 9\) hold 9, the state after the"),
-        ("EAGLE-3", make("EAGLE-3", taps=(2, L + 2)), r"taps \(2, 10\) do not exist"),
-        ("EAGLE-3", make("EAGLE-3", layer=QWEN3), "layer.model_type is 'qwen3'; .* as 'llama'"),
-        ("speculators", make("EAGLE-3", layer=QWEN2), "llama and qwen3, not 'qwen2'"),
-        ("speculators", make("EAGLE-3", fc_bias=True), "fc_bias is True; .* as False"),
-        ("SpecForge", make("EAGLE-3", taps=(1, 3, 7)), r"is \(1, 3, 7\); .* as \(2, 4, 8\)"),
-        ("SpecForge", make("EAGLE-3", layer=BIASED), "biases, which SGLang leaves out"),
-        ("SpecForge", make("EAGLE-3", layer=QWEN2), "biases, which SGLang leaves out"),
-        ("SpecForge", make("EAGLE-3", own_embed=True), "own_embed is True, which SGLang ignores"),
-        ("EAGLE-3", make("EAGLE-3", target_vocab_size=40), "vocabulary 40; this one has 31"),
-    ],
-)
+INVALID_FORMATS = [
+    ("eagle", EAGLE_3, "format is 'eagle'; known: EAGLE-1, SpecForge, EAGLE-3, speculators"),
+    ("EAGLE-3", EAGLE_1, "EAGLE-3 is for heads of version 3; this one is of 1"),
+    ("EAGLE-1", EAGLE_3, "EAGLE-1 is for heads of version 1; this one is of 3"),
+    ("EAGLE-1", make("EAGLE-1", taps=(4,)), r"taps is \(4,\); in the format .* as \(9,\)"),
+    ("EAGLE-3", make("EAGLE-3", taps=(2, L + 1)), r"\(2, 9\) hold 9, the state after the"),
+    ("EAGLE-3", make("EAGLE-3", taps=(2, L + 2)), r"taps \(2, 10\) do not exist"),
+    ("EAGLE-3", make("EAGLE-3", layer=QWEN3), "layer.model_type is 'qwen3'; .* as 'llama'"),
+    ("speculators", make("EAGLE-3", layer=QWEN2), "llama and qwen3, not 'qwen2'"),
+    ("speculators", make("EAGLE-3", fc_bias=True), "fc_bias is True; .* as False"),
+    ("SpecForge", make("EAGLE-3", taps=(1, 3, 7)), r"is \(1, 3, 7\); .* as \(2, 4, 8\)"),
+    ("SpecForge", make("EAGLE-3", layer=BIASED), "biases, which SGLang leaves out"),
+    ("SpecForge", make("EAGLE-3", layer=QWEN2), "biases, which SGLang leaves out"),
+    ("SpecForge", make("EAGLE-3", own_embed=True), "own_embed is True, which SGLang ignores"),
+    ("EAGLE-3", make("EAGLE-3", target_vocab_size=40), "vocabulary 40; this one has 31"),
+]
+
+
+@pytest.mark.parametrize(("format", "config", "message"), INVALID_FORMATS)
 def test_what_a_format_cannot_express_is_refused(tmp_path, format, config, message):
     with pytest.raises(ConfigError, match=message):
         write(tmp_path, config, format)
@@ -252,14 +252,14 @@ def test_a_write_that_fails_leaves_the_files_that_were_there(tmp_path, monkeypat
     assert {name: (tmp_path / name).read_bytes() for name in before} == before
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("taps", 3, "taps is 3 in config.json; expected a list"),
-        ("taps", [2, "4"], "do not exist"),
-        ("own_embed", "yes", "own_embed is 'yes'; expected true or false"),
-    ],
-)
+INVALID_KEYS = [
+    ("taps", 3, "taps is 3 in config.json; expected a list"),
+    ("taps", [2, "4"], "do not exist"),
+    ("own_embed", "yes", "own_embed is 'yes'; expected true or false"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "message"), INVALID_KEYS)
 def test_our_own_keys_are_checked_when_they_are_read(tmp_path, key, value, message):
     hf = write(tmp_path, EAGLE_3, "EAGLE-3")
     (tmp_path / "config.json").write_text(json.dumps(hf | {key: value}))

@@ -45,7 +45,11 @@ def test_decoding_with_modules_matches_target_distribution(protocol):
     target = {**toy_params(4, 0), "embed": jnp.asarray(random_tensor("embed", (4, 4), 0))}
     certify_decoder(
         make_rule(SpeculativeConfig(rejection_sampling_strategy="residual")),
-        mtp(config, toy_model(4)), trials=4_800, batch=24, num_tokens=3, alpha=1e-7,
+        mtp(config, toy_model(4)),
+        trials=4_800,
+        batch=24,
+        num_tokens=3,
+        alpha=1e-7,
         params={"target": target, "draft": {"head": modules_of(config), "target": target}},
     )
 
@@ -93,10 +97,10 @@ def test_prompts_shorter_than_the_modules_leave_the_first_slots_unseen():
     state = prefill(system, params, 8, prompts=[[5], [5, 6], [7, 8, 9]])
     proposal = propose(system, params, state)
     for row, tokens in enumerate(rows_of(state)):
+        options = dict(rtol=0, atol=1e-5)
         np.testing.assert_allclose(
-            proposal.logits[row], np_draft(CONFIGS["sequential"], params, tokens)[1],
-            rtol=0, atol=1e-5,
-        )  # fmt: skip
+            proposal.logits[row], np_draft(CONFIGS["sequential"], params, tokens)[1], **options
+        )
 
 
 @pytest.mark.representatives("sequential-match")
@@ -138,10 +142,10 @@ def test_modules_of_other_kinds_of_layer_draft_as_after_a_fresh_prefill(name):
     system, params = system_of(of_target(layer=layer, protocol="sequential", num_modules=K))
     state, _ = run(system, params, prefill(system, params, 20), 3)
     fresh = state.replace(draft=fresh_draft(system, params, state))
+    options = dict(rtol=0, atol=1e-5)
     np.testing.assert_allclose(
-        propose(system, params, state).logits, propose(system, params, fresh).logits,
-        rtol=0, atol=1e-5,
-    )  # fmt: skip
+        propose(system, params, state).logits, propose(system, params, fresh).logits, **options
+    )
 
 
 # ------------------------------------------------------------------------------- mutations
@@ -170,11 +174,12 @@ def test_mutation_a_refresh_with_the_wrong_offset_is_found(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "change", "first"),
     [
-        ("recycled", {"order": "hidden-first"}, 0), ("recycled", {"recycles_normed": False}, 1),
+        ("recycled", {"order": "hidden-first"}, 0),
+        ("recycled", {"recycles_normed": False}, 1),
         ("sequential", {"recycles_normed": False}, 1),
     ],
     ids=["order of concatenation", "recycled before the norm", "handed on before the norm"],
-)  # fmt: skip
+)
 def test_mutation_another_reading_of_the_tensors_is_found(name, change, first):
     config = CONFIGS[name]
     system, params = system_of(config)
@@ -204,56 +209,53 @@ def test_more_drafts_than_modules_are_refused_where_they_are_asked_for():
     CONFIGS["recycled"].check_num_draft(9)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"protocol": "parallel"}, "protocol is 'parallel'; known: recycled, sequential"),
-        ({"order": "both"}, "order is 'both'; known: embedding-first, hidden-first"),
-        ({"num_modules": 0}, "num_modules is 0"),
-        ({"num_modules": 2}, "num_modules is 2, but recycled drafting uses one"),
-        ({"layer": TARGET}, "2 layers; expected 1"),
-        ({"taps": (1, 2)}, r"taps are \(1, 2\); expected a tuple of the one state"),
-        ({"taps": ()}, "expected a tuple of the one state"),
-        ({"target_hidden_size": 24}, "width is 16; the target's is 24"),
-        ({"target_vocab_size": 30}, "vocabulary has 31 ids; the target's has 30"),
-    ],
-    ids=str,
-)
+CHANGES = [
+    ({"protocol": "parallel"}, "protocol is 'parallel'; known: recycled, sequential"),
+    ({"order": "both"}, "order is 'both'; known: embedding-first, hidden-first"),
+    ({"num_modules": 0}, "num_modules is 0"),
+    ({"num_modules": 2}, "num_modules is 2, but recycled drafting uses one"),
+    ({"layer": TARGET}, "2 layers; expected 1"),
+    ({"taps": (1, 2)}, r"taps are \(1, 2\); expected a tuple of the one state"),
+    ({"taps": ()}, "expected a tuple of the one state"),
+    ({"target_hidden_size": 24}, "width is 16; the target's is 24"),
+    ({"target_vocab_size": 30}, "vocabulary has 31 ids; the target's has 30"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES, ids=str)
 def test_modules_that_cannot_be_are_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         of_target(**change)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"kv_lora_rank": 0}, "kv_lora_rank is 0"),
-        ({"q_lora_rank": -1}, "q_lora_rank is -1"),
-        ({"qk_rope_head_dim": 3}, "qk_rope_head_dim 3 is odd"),
-        ({"n_group": 4}, "n_routed_experts 6 cannot be split into n_group 4"),
-        ({"topk_group": 5}, "of which topk_group 5 are kept"),
-        ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5; the 2 groups kept have 4"),
-        ({"moe_intermediate_size": None}, "moe_intermediate_size is None"),
-        ({"n_routed_experts": None}, "intermediate_size is None"),
-    ],
-    ids=str,
-)
+INVALID_CHANGES = [
+    ({"kv_lora_rank": 0}, "kv_lora_rank is 0"),
+    ({"q_lora_rank": -1}, "q_lora_rank is -1"),
+    ({"qk_rope_head_dim": 3}, "qk_rope_head_dim 3 is odd"),
+    ({"n_group": 4}, "n_routed_experts 6 cannot be split into n_group 4"),
+    ({"topk_group": 5}, "of which topk_group 5 are kept"),
+    ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5; the 2 groups kept have 4"),
+    ({"moe_intermediate_size": None}, "moe_intermediate_size is None"),
+    ({"n_routed_experts": None}, "intermediate_size is None"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), INVALID_CHANGES, ids=str)
 def test_deepseek_layers_that_cannot_be_are_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(DEEPSEEK, **change)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"head_dim": 0}, "head_dim is 0"),
-        ({"num_key_value_heads": 3}, "4 is not a multiple of num_key_value_heads 3"),
-        ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5 of 4"),
-        ({"partial_rotary_factor": 0.4}, "turns 3 of 8 dimensions"),
-        ({"partial_rotary_factor": 1.5}, "turns 12 of 8 dimensions"),
-    ],
-    ids=str,
-)
+REFUSED = [
+    ({"head_dim": 0}, "head_dim is 0"),
+    ({"num_key_value_heads": 3}, "4 is not a multiple of num_key_value_heads 3"),
+    ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5 of 4"),
+    ({"partial_rotary_factor": 0.4}, "turns 3 of 8 dimensions"),
+    ({"partial_rotary_factor": 1.5}, "turns 12 of 8 dimensions"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED, ids=str)
 def test_qwen3_next_layers_that_cannot_be_are_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(QWEN3_NEXT, **change)
