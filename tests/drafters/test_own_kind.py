@@ -97,7 +97,7 @@ def test_it_decodes_speculatively(files, target, options):
 def test_it_is_evaluated(files, tmp_path):
     config = evaluate_zoo.get_config()
     config.target, config.drafts = str(files / "target"), str(files / "head")
-    config.prompts = str(files / "prompts.jsonl")
+    config.data = str(files / "prompts.jsonl")
     config.update({"num_prompts": 3, "max_new_tokens": 8, "ks": (2,), "batches": (2,)})
     plain, row = evaluate.evaluate(config, str(tmp_path / "run"))["results"]
     assert row["method"] == "head" and row["tau"] >= 1 and row["draft_cost"] >= 0

@@ -56,5 +56,5 @@ def test_help_shows_flags_and_keys(name):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stderr == ""
     assert f"python -m experiments.{name}" in done.stdout and "--workdir=" in done.stdout
-    key = "--config.ks=3                             drafted tokens per round"
+    key = "--config.repeats=2                        turns of each batch; their median counts"
     assert (key in done.stdout) is (name == "decode")

@@ -53,10 +53,9 @@ def launch(experiment, values, folder):
 
 @pytest.mark.exhaustive
 def test_decode(files, tmp_path):
-    values = dict(target=str(files / "target"), draft=str(files / "draft"), head="", mtp="")
-    values |= dict(prompts=str(files / "prompts.jsonl"), num_prompts=4, batch=4, max_new_tokens=8)
-    values |= dict(ks=(2,), methods=("plain", "standalone"), temperatures=(0.0,))
-    values |= dict(has_stream=False)
+    values = dict(target=str(files / "target"), drafts=str(files / "draft"))
+    values |= dict(data=str(files / "prompts.jsonl"), num_prompts=4, batches=(4,))
+    values |= dict(max_new_tokens=8, ks=(2,), temperatures=(0.0,), has_stream=False)
     two = launch("decode", values, tmp_path / "two")
     config = decode_default.get_config()
     config.update(values)
