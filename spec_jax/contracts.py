@@ -208,8 +208,7 @@ class Context(NamedTuple):
       tokens: i32[B,M], prompt and output so far, left-aligned. ``tokens[b, length[b]]`` is the
         pending token.
       length: i32[B], tokens fed to the target.
-      sampler: the draft's sampling parameters, by row.
-      counts: the token counts that penalties read; None if no penalty is used.
+      sampler: the draft's sampling parameters, by row, with the state of its processors.
       request: u32[B], the target's seed of each row.
       is_coupled: drafts should be drawn with the rule's own noise.
       has_probs: the rule reads ``Proposal.probs``.
@@ -225,7 +224,6 @@ class Context(NamedTuple):
     tokens: jax.Array
     length: jax.Array
     sampler: Any
-    counts: Any
     request: jax.Array
     is_coupled: bool
     has_probs: bool
@@ -365,6 +363,33 @@ class Rule(NamedTuple):
     def __repr__(self) -> str:
         chains = "chains and trees" if self.has_trees else "chains"
         return f"Rule({self.name!r}: {'lossless' if self.is_lossless else 'lossy'}, for {chains})"
+
+
+class Processor(NamedTuple):
+    """A logit processor: three pure functions of one row, and the state that they share.
+
+    They are called for the target at every node of a round, for the draft at every token that it
+    drafts, and for emitted tokens; ``processors.by_token`` makes them of functions of one token.
+
+    Attributes:
+      name: the name in messages; a row has one processor of a name.
+      init: ``(tokens i32[T], length i32[], vocab_size) -> state``, of a prompt whose first
+        ``length`` tokens count. A state is a pytree of arrays, and a function of the tokens alone.
+      apply: ``(params, state, logits f32[T,V], drafted i32[K], is_before bool[T,K] | None) ->
+        f32[T,V]``: the logits of T nodes. ``state`` is that of the emitted tokens, and node t comes
+        after the drafts ``is_before[t]``, in order; None stands for a chain, whose node t comes
+        after the first t drafts. ``params`` are what ``SamplerConfig`` sets for the processors of
+        the package, None for others.
+      advance: ``(state, tokens i32[P], n i32[]) -> state``, after the first n tokens.
+    """
+
+    name: str
+    init: Callable[..., Any]
+    apply: Callable[..., jax.Array]
+    advance: Callable[..., Any]
+
+    def __repr__(self) -> str:
+        return f"Processor({self.name!r})"
 
 
 class Round(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import functools
 import operator
@@ -15,6 +14,7 @@ import numpy as np
 
 from spec_jax.config import GREEDY_BELOW, SamplerConfig
 from spec_jax.errors import ConfigError
+from spec_jax.processors import Active, from_configs
 from spec_jax.sharding import by_row, gather_rows
 
 _FEW = 4  # entries that a TPU finds sooner one by one than by sorting
@@ -34,30 +34,26 @@ class Filters:
 
 
 @flax.struct.dataclass
-class Penalties:
-    """What tokens of the prompt and the output lose."""
-
-    repetition: jax.Array  # f32[B]
-    presence: jax.Array  # f32[B]
-    frequency: jax.Array  # f32[B]
-
-
-@flax.struct.dataclass
 class Sampler:
     """``SamplerConfig`` as arrays, so that the rows of one batch may differ.
 
-    A feature that no row of the batch uses is None and absent from the compiled program. The
-    price is a compilation for every set of features that is used.
+    A feature that no row of the batch uses is absent from the compiled program. The price is a
+    compilation for every set of features that is used.
     """
 
     seed: jax.Array  # u32[B]
     temperature: jax.Array | None = None  # f32[B]; None: every row takes the argmax
+    processors: tuple[Active, ...] = ()  # with their states, once the prompts are known
     filters: Filters | None = None
-    penalties: Penalties | None = None
-    logit_bias: jax.Array | None = None  # f32[B,V]
     # Updates that the row's rounds have read, of the drafter's memory and of the choice of K; they
     # enter the row's noise (see ``rng``). None where nothing learns from outputs.
     learned: jax.Array | None = None  # u32[B,2]
+
+    def _features(self) -> set[str]:
+        """What the compiled program does, in words."""
+        columns = {"a temperature": self.temperature, "filters (top_k, top_p, min_p)": self.filters}
+        names = {f"processor {active.processor.name!r}" for active in self.processors}
+        return {name for name, column in columns.items() if column is not None} | names
 
     @property
     def is_greedy(self) -> jax.Array:
@@ -75,6 +71,22 @@ class Sampler:
             return self
         return self.replace(learned=self.learned.at[:, source].set(num_updates))
 
+    def start(self, tokens: jax.Array, lengths: jax.Array, vocab_size: int) -> Sampler:
+        """Returns the sampler before the first output token.
+
+        Args:
+          tokens: i32[B,T], the prompts, right-padded.
+          lengths: i32[B].
+          vocab_size: V.
+        """
+        start = lambda active: active.start(tokens, lengths, vocab_size)
+        return self.replace(processors=tuple(map(start, self.processors)))
+
+    def advance(self, tokens: jax.Array, n: jax.Array) -> Sampler:
+        """Returns the sampler after the first n (i32[B]) of i32[B,P] tokens of each row."""
+        advance = lambda active: active.advance(tokens, n)
+        return self.replace(processors=tuple(map(advance, self.processors)))
+
     def insert_row(self, row: jax.Array | int, other: Sampler) -> Sampler:
         """Replaces row ``row`` by the only row of ``other``.
 
@@ -86,12 +98,11 @@ class Sampler:
         Raises:
           ConfigError: only one of the two has a feature.
         """
-        for name in ("temperature", "filters", "penalties", "logit_bias"):
-            if (getattr(self, name) is None) != (getattr(other, name) is None):
-                raise ConfigError(
-                    f"of the batch and the row to insert, only one has {_FEATURES[name]}; make "
-                    "the samplers of all rows together, and take the row's from them"
-                )
+        for feature in self._features() ^ other._features():
+            raise ConfigError(
+                f"of the batch and the row to insert, only one has {feature}; make the samplers "
+                "of all rows together, and take the row's from them"
+            )
         return jax.tree.map(lambda full, one: full.at[row].set(one[0]), self, other)
 
 
@@ -100,47 +111,6 @@ class Source(enum.IntEnum):
 
     MEMORY = 0  # of the drafter
     TUNER = 1  # which chooses K
-
-
-_FEATURES = {
-    "temperature": "a temperature",
-    "filters": "filters (top_k, top_p, min_p)",
-    "penalties": "penalties",
-    "logit_bias": "a logit bias",
-}
-
-
-@flax.struct.dataclass
-class Counts:
-    """Which tokens a row has seen; what the penalties read."""
-
-    prompt: jax.Array  # bool[B,V], in the prompt
-    output: jax.Array  # i32[B,V], times in the output, the pending token included
-
-    def add(self, tokens: jax.Array, is_new: jax.Array) -> Counts:
-        """Counts the tokens i32[B,T] where ``is_new`` bool[B,T]."""
-        add = lambda output, at, new: output.at[at].add(new)
-        return self.replace(output=jax.vmap(add)(self.output, tokens, is_new.astype(jnp.int32)))
-
-
-def init_counts(
-    tokens: jax.Array, lengths: jax.Array, vocab_size: int, *samplers: Sampler
-) -> Counts | None:
-    """Returns the counts before the first output token; None where no sampler has penalties.
-
-    Args:
-      tokens: i32[B,T], the prompts, right-padded.
-      lengths: i32[B].
-      vocab_size: V.
-      *samplers: all that will read the counts.
-    """
-    if all(sampler.penalties is None for sampler in samplers):
-        return None
-    (B, T), V = tokens.shape, vocab_size
-    is_prompt = jnp.arange(T) < lengths[:, None]
-    mark = lambda columns: jnp.zeros(V, bool).at[columns].set(True, mode="drop")
-    seen = jax.vmap(mark)(jnp.where(is_prompt, tokens, V))
-    return Counts(prompt=seen, output=jnp.zeros((B, V), jnp.int32))
 
 
 def check_samplers(**samplers: Samplers | None) -> None:
@@ -190,7 +160,7 @@ def make_sampler(
 
     Raises:
       ConfigError: there are not as many configs or seeds as rows, a seed is out of range, or a
-        biased id is not in the vocabulary.
+        biased id is not in the vocabulary; or two processors have one name.
     """
     if isinstance(configs, SamplerConfig):
         own_seeds = [(configs.seed + i) % 2**32 for i in range(batch)]
@@ -200,31 +170,15 @@ def make_sampler(
     if len(configs) != batch:
         raise ConfigError(f"{len(configs)} sampler configs for {batch} rows; expected one each")
     seeds = _seed_column(own_seeds if seeds is None else seeds, batch)
-    bias = None
-    if any(c.logit_bias for c in configs):
-        bias = np.zeros((batch, vocab_size), np.float32)
-        for row, config in enumerate(configs):
-            for token, value in config.logit_bias:
-                if token >= vocab_size:
-                    raise ConfigError(
-                        f"logit_bias names token {token}; the vocabulary is {vocab_size}"
-                    )
-                bias[row, token] = value
     column = lambda name, dtype=jnp.float32: jnp.asarray([getattr(c, name) for c in configs], dtype)
     warm = [c for c in configs if c.temperature >= GREEDY_BELOW]  # no filter changes an argmax
     has_filters = any(c.top_k > 0 or c.top_p < 1 or c.min_p > 0 for c in warm)
-    has_penalties = any(
-        c.repetition_penalty != 1 or c.presence_penalty != 0 or c.frequency_penalty != 0
-        for c in configs
-    )
     filters = Filters(column("top_k", jnp.int32), column("top_p"), column("min_p"))
-    penalties = Penalties(*(column(f"{f.name}_penalty") for f in dataclasses.fields(Penalties)))
     return Sampler(
         seed=seeds,
         temperature=column("temperature") if warm else None,
+        processors=from_configs(configs, vocab_size),
         filters=filters if has_filters else None,
-        penalties=penalties if has_penalties else None,
-        logit_bias=None if bias is None else jnp.asarray(bias),
     )
 
 
@@ -248,7 +202,6 @@ def _seed_column(seeds: Sequence[int] | jax.Array, batch: int) -> jax.Array:
 def process(
     logits: jax.Array,
     sampler: Sampler,
-    counts: Counts | None,
     drafted: jax.Array | None = None,
     is_before: jax.Array | None = None,
     *,
@@ -256,13 +209,12 @@ def process(
 ) -> jax.Array:
     """Applies a row's sampling parameters to the logits of T nodes.
 
-    A node sees the row's counts and the drafted tokens on its way from the root. Source: the
-    logits processors of transformers; ties at a threshold are all kept.
+    A node sees the row's tokens and the drafts on its way from the root. Source: the logits
+    processors of transformers; ties at a threshold are all kept.
 
     Args:
       logits: f32[B,T,V].
-      sampler: parameters by row.
-      counts: of prompt and output, the pending token included; read by penalties alone.
+      sampler: parameters by row, with the states of processors after the pending token.
       drafted: i32[B,K], drafted tokens.
       is_before: bool[B|1,T,K], which of them each node sees; None for a chain of T = K + 1
         nodes, of which node i sees the first i.
@@ -273,18 +225,21 @@ def process(
       temperature 0 all but the argmax are.
     """
     run = functools.partial(_process, is_argmax=is_argmax)
-    if not is_argmax or sampler.penalties is not None:
+    if not is_argmax or sampler.processors:
         run, logits = by_row(run), gather_rows(logits)
-    return run(logits, sampler, counts, drafted, is_before)
+    return run(logits, sampler, drafted, is_before)
 
 
-def _process(logits, sampler, counts, drafted, is_before, *, is_argmax):
+def _process(logits, sampler, drafted, is_before, *, is_argmax):
     x = logits.astype(jnp.float32)
-    if sampler.logit_bias is not None:
-        x = x + sampler.logit_bias[:, None]
-    if sampler.penalties is not None:
-        with jax.named_scope("penalties"):
-            x = _penalise(x, sampler.penalties, counts, drafted, is_before)
+    if sampler.processors:
+        B, T, _ = x.shape
+        drafted = jnp.zeros((B, 0), jnp.int32) if drafted is None else drafted
+        if is_before is not None:
+            is_before = jnp.broadcast_to(is_before, (B, T, drafted.shape[1]))
+        for active in sampler.processors:
+            with jax.named_scope(active.processor.name):
+                x = active.apply(x, drafted, is_before)
     if is_argmax:
         return x
     point = lambda: jnp.where(
@@ -304,35 +259,6 @@ def _process(logits, sampler, counts, drafted, is_before, *, is_argmax):
             x = jnp.where(x < _threshold(x, sampler.filters)[:, :, None], -jnp.inf, x)
     rows = is_greedy[:, None, None]
     return jax.lax.cond(is_greedy.any(), lambda: jnp.where(rows, point(), x), lambda: x)
-
-
-def _penalise(x_BTV, penalties: Penalties, counts: Counts, drafted, is_before):
-    """Applies penalties by the row's counts, then again to the few tokens that drafts change."""
-
-    def penalty(x, output, is_seen):
-        r, presence, frequency = (
-            p.reshape(-1, *[1] * (x.ndim - 1))
-            for p in (penalties.repetition, penalties.presence, penalties.frequency)
-        )
-        x = jnp.where(is_seen, jnp.where(x > 0, x / r, x * r), x)
-        return x - presence * (output > 0) - frequency * output
-
-    output, is_seen = counts.output[:, None], (counts.prompt | (counts.output > 0))[:, None]
-    penalised = penalty(x_BTV, output, is_seen)
-    if drafted is None or drafted.shape[1] == 0:
-        return penalised
-    (B, T, V), K = x_BTV.shape, drafted.shape[1]
-    if is_before is None:
-        is_before = jnp.arange(K) < jnp.arange(T)[:, None]
-    is_before = jnp.broadcast_to(is_before, (B, T, K))
-    is_same = drafted[:, :, None] == drafted[:, None, :]
-    repeats = jnp.einsum("btk,bkj->btj", is_before.astype(jnp.int32), is_same.astype(jnp.int32))
-    token = jnp.broadcast_to(drafted[:, None], (B, T, K))
-    output = jnp.take_along_axis(counts.output[:, None], token, axis=2) + repeats
-    new = penalty(jnp.take_along_axis(x_BTV, token, axis=2), output, True)
-    index = jnp.where(is_before, token, V)  # V is out of range: dropped
-    rows, nodes = jnp.arange(B)[:, None, None], jnp.arange(T)[:, None]
-    return penalised.at[rows, nodes, index].set(new, mode="drop")
 
 
 def _threshold(x_BTV, filters: Filters):

@@ -16,6 +16,7 @@ ROOMS = (
     ("meshes", "compilation", "show"),
     ("shapes", "rng", "tree", "sharding", "processes"),
     ("config", "contracts"),
+    ("processors",),
     ("sampling",),
     ("models", "rules"),
     ("drafters/common", "data"),

@@ -13,16 +13,8 @@ from scipy import stats
 
 from spec_jax.config import SamplerConfig
 from spec_jax.errors import ConfigError
-from spec_jax.sampling import (
-    Counts,
-    _one_by_one,
-    argmax,
-    init_counts,
-    make_sampler,
-    process,
-    sample,
-    top_k,
-)
+from spec_jax.processors import Counts
+from spec_jax.sampling import _one_by_one, argmax, make_sampler, process, sample, top_k
 
 INF = float("inf")
 V, T = 40, 4
@@ -59,10 +51,17 @@ def scene(rows, vocab=V, nodes=T, seed=0, scale=2.0):
     return logits, prompts, outputs, drafted
 
 
-def counts_of(prompts, outputs, vocab):
-    prompt = np.stack([np.bincount(p, minlength=vocab) > 0 for p in prompts])
-    output = np.stack([np.bincount(o, minlength=vocab) for o in outputs])
-    return Counts(jnp.asarray(prompt), jnp.asarray(output, jnp.int32))
+def after(sampler, prompts, outputs, vocab=V):
+    """The sampler after prompts and outputs of different lengths."""
+
+    def pad(rows):
+        lengths = [len(row) for row in rows]
+        full = np.zeros((len(rows), max(*lengths, 1)), np.int32)
+        for row, tokens in zip(full, rows):
+            row[: len(tokens)] = tokens
+        return jnp.asarray(full), jnp.asarray(lengths)
+
+    return sampler.start(*pad(prompts), vocab).advance(*pad(outputs))
 
 
 def compare(configs, logits, prompts, outputs, drafted, min_margin=1e-5):
@@ -70,9 +69,8 @@ def compare(configs, logits, prompts, outputs, drafted, min_margin=1e-5):
     B, _, vocab = logits.shape
     expected, margin = oracle(logits, configs, prompts, outputs, drafted)
     assert margin > min_margin, "the example decides nothing clearly; choose another seed"
-    sampler = make_sampler(configs, B, vocab)
-    counts = counts_of(prompts, outputs, vocab)
-    x = np.asarray(run(jnp.asarray(logits), sampler, counts, jnp.asarray(drafted)))
+    sampler = after(make_sampler(configs, B, vocab), prompts, outputs, vocab)
+    x = np.asarray(run(jnp.asarray(logits), sampler, jnp.asarray(drafted)))
     np.testing.assert_array_equal(np.isneginf(x), np.isneginf(expected))
     np.testing.assert_allclose(x, expected, rtol=2e-5, atol=2e-5)
     return x
@@ -90,13 +88,14 @@ def test_a_row_does_not_depend_on_its_neighbours():
     configs = list(EACH.values())
     B = len(configs)
     logits, prompts, outputs, drafted = scene(B)
-    counts, drafted = counts_of(prompts, outputs, V), jnp.asarray(drafted)
-    mixed = run(logits, make_sampler(configs, B, V), counts, drafted)
+    drafted = jnp.asarray(drafted)
+    sampled = lambda configs: after(make_sampler(configs, B, V), prompts, outputs)
+    mixed = run(logits, sampled(configs), drafted)
     quiet = SamplerConfig(temperature=1.0, logit_bias={0: 0.0})
     for row, config in enumerate(configs):
         company = [quiet] * B
         company[row] = config
-        alone = run(logits, make_sampler(company, B, V), counts, drafted)
+        alone = run(logits, sampled(company), drafted)
         np.testing.assert_array_equal(alone[row], mixed[row])
 
 
@@ -108,18 +107,12 @@ def test_penalties_at_each_node_equal_a_recount_of_the_drafts_before_it(node):
     )
     logits, prompts, outputs, drafted = scene(3, seed=4)
     sampler = make_sampler(config, 3, V)
-    tree = run(logits, sampler, counts_of(prompts, outputs, V), jnp.asarray(drafted))
+    tree = run(logits, after(sampler, prompts, outputs), jnp.asarray(drafted))
     seen = [np.concatenate([o, d[:node]]) for o, d in zip(outputs, drafted)]
-    recount = counts_of(prompts, seen, V)
-    alone = run(logits[:, node : node + 1], sampler, recount, jnp.zeros((3, 0), jnp.int32))
+    alone = run(logits[:, node : node + 1], after(sampler, prompts, seen))
     np.testing.assert_allclose(tree[:, node], alone[:, 0], rtol=1e-6)
     if node:
-        stale = run(
-            logits[:, node : node + 1],
-            sampler,
-            counts_of(prompts, outputs, V),
-            jnp.zeros((3, 0), jnp.int32),
-        )
+        stale = run(logits[:, node : node + 1], after(sampler, prompts, outputs))
         assert np.abs(np.asarray(stale[:, 0] - tree[:, node])).max() > 0.1
 
 
@@ -167,9 +160,8 @@ def test_large_vocabularies_take_the_narrow_and_the_wide_path(names):
 def test_ties_at_the_threshold_are_all_kept(vocab, filters):
     logits = np.zeros((1, 1, vocab), np.float32)
     logits[0, 0, ::7] = 5.0  # all of the best tie
-    counts = Counts(jnp.zeros((1, vocab), bool), jnp.zeros((1, vocab), jnp.int32))
     sampler = make_sampler(SamplerConfig(temperature=1.0, **filters), 1, vocab)
-    x = np.asarray(run(logits, sampler, counts, None))[0, 0]
+    x = np.asarray(run(logits, sampler))[0, 0]
     np.testing.assert_array_equal(np.flatnonzero(x > -INF), np.arange(0, vocab, 7))
 
 
@@ -208,8 +200,8 @@ def test_a_forbidden_token_never_returns_even_when_it_is_the_best():
         SamplerConfig(temperature=1.0, top_k=1, **forbid),
         SamplerConfig(**options, **forbid, frequency_penalty=-1.0),
     ]
-    counts = Counts(jnp.ones((4, 4), bool), jnp.full((4, 4), 2))
-    x = np.asarray(run(logits, make_sampler(configs, 4, 4), counts, None))[:, 0]
+    sampler = after(make_sampler(configs, 4, 4), [range(4)] * 4, [2 * [*range(4)]] * 4, 4)
+    x = np.asarray(run(logits, sampler))[:, 0]
     assert not np.isnan(x).any() and (x[:, 1] == -INF).all()
     np.testing.assert_array_equal(x.argmax(axis=1), 0)
     np.testing.assert_array_equal((x > -INF).sum(axis=1), [1, 3, 1, 1])
@@ -231,7 +223,10 @@ def test_filters_keep_a_token_however_the_compiler_rounds():
 
     @functools.partial(jax.jit, compiler_options=as_users_compile)
     def run(x, n):
-        return process((x * 1.7 + n)[:, None], sampler, Counts(n > 1, n))
+        own = sampler.start(jnp.zeros((B, 1), jnp.int32), jnp.zeros(B, jnp.int32), 3)
+        bias, penalties = own.processors
+        penalties = penalties.replace(state=Counts(n > 1, n))
+        return process((x * 1.7 + n)[:, None], own.replace(processors=(bias, penalties)))
 
     kept = run(x, n)
     assert jnp.isfinite(kept.max(axis=-1)).all()
@@ -241,7 +236,7 @@ def test_greedy_without_filters_has_the_same_argmax():
     """What the greedy rule leaves out cannot change its token."""
     configs = [SamplerConfig(), EACH["greedy, penalties"], SamplerConfig(logit_bias={3: 9.0})]
     logits, prompts, outputs, drafted = scene(3, seed=2)
-    args = (logits, make_sampler(configs, 3, V), counts_of(prompts, outputs, V), drafted)
+    args = (logits, after(make_sampler(configs, 3, V), prompts, outputs), drafted)
     np.testing.assert_array_equal(
         run(*args, is_argmax=True).argmax(axis=-1), run(*args).argmax(axis=-1)
     )
@@ -251,7 +246,7 @@ def test_greedy_without_filters_has_the_same_argmax():
 def test_a_nan_stays_and_spoils_no_other_row(name):
     configs = [EACH[name], EACH["all"], EACH["greedy"]]
     logits, prompts, outputs, drafted = scene(3)
-    args = (make_sampler(configs, 3, V), counts_of(prompts, outputs, V), jnp.asarray(drafted))
+    args = (after(make_sampler(configs, 3, V), prompts, outputs), jnp.asarray(drafted))
     clean = np.asarray(run(logits, *args))
     logits[0, 1, 7] = np.nan
     x = np.asarray(run(logits, *args))
@@ -260,13 +255,13 @@ def test_a_nan_stays_and_spoils_no_other_row(name):
     np.testing.assert_array_equal(x[0, [0, 2, 3]], clean[0, [0, 2, 3]])
 
 
-def test_counts_add_only_what_is_new_and_count_repeats():
-    counts = Counts(jnp.zeros((2, 5), bool), jnp.asarray([[1, 0, 0, 0, 0], [0] * 5]))
-    new = counts.add(
-        jnp.asarray([[2, 2, 0], [4, 3, 3]]), jnp.asarray([[True, True, True], [True, True, False]])
-    )
-    np.testing.assert_array_equal(new.output, [[2, 0, 2, 0, 0], [0, 0, 0, 1, 1]])
-    assert not new.prompt.any()
+def test_penalties_count_only_what_is_new_and_count_repeats():
+    config = SamplerConfig(presence_penalty=1.0)
+    sampler = after(make_sampler(config, 2, 5), [[1], [0]], [[0], []], 5)
+    more = sampler.advance(jnp.asarray([[2, 2, 0], [4, 3, 3]]), jnp.asarray([3, 2]))
+    counts = more.processors[0].state
+    np.testing.assert_array_equal(counts.output, [[2, 0, 2, 0, 0], [0, 0, 0, 1, 1]])
+    np.testing.assert_array_equal(counts.prompt, [[0, 1, 0, 0, 0], [1, 0, 0, 0, 0]])
 
 
 def test_draws_match_the_processed_distribution_and_never_take_a_dropped_token():
@@ -282,13 +277,16 @@ def test_draws_match_the_processed_distribution_and_never_take_a_dropped_token()
 
 def test_noise_does_not_move_a_point_mass():
     logits, prompts, outputs, drafted = scene(3)
-    x = run(logits, make_sampler(SamplerConfig(), 3, V), counts_of(prompts, outputs, V), drafted)
+    x = run(logits, make_sampler(SamplerConfig(), 3, V), drafted)
     gumbel = 50 * jax.random.gumbel(jax.random.key(1), x.shape)
     expected, _ = oracle(logits, [SamplerConfig()] * 3, prompts, outputs, drafted)
     np.testing.assert_array_equal(sample(x, gumbel), expected.argmax(axis=-1))
 
 
-FEATURES = ("temperature", "filters", "penalties", "logit_bias")
+def features(sampler):
+    """What is in the compiled program, by name."""
+    columns = {name for name in ("temperature", "filters") if getattr(sampler, name) is not None}
+    return columns | {active.processor.name for active in sampler.processors}
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -296,19 +294,16 @@ def test_what_no_row_uses_is_left_out_and_changes_nothing(name):
     """Alone, and beside a row that uses everything."""
     config, uses = EACH[name], {"filters": "top", "penalties": "penalty", "logit_bias": "bias"}
     logits, prompts, outputs, drafted = scene(2)
-    counts, drafted = counts_of(prompts, outputs, V), jnp.asarray(drafted)
+    drafted = jnp.asarray(drafted)
     alone = make_sampler([config, SamplerConfig(seed=3)], 2, V)
-    given = {n for n in FEATURES if getattr(alone, n) is not None}
     default = SamplerConfig()
     changed = {n for n in vars(config) if getattr(config, n) != getattr(default, n)}
     expected = {n for n, part in uses.items() if any(part in c for c in changed)}
     expected |= {"filters"} if "min_p" in changed else set()
-    assert given == expected | ({"temperature"} if config.temperature else set())
+    assert features(alone) == expected | ({"temperature"} if config.temperature else set())
     beside = make_sampler([config, EACH["all"]], 2, V)
-    args = (counts if alone.penalties is not None else None, drafted)
-    np.testing.assert_array_equal(
-        run(logits, alone, *args)[0], run(logits, beside, counts, drafted)[0]
-    )
+    alone, beside = (after(x, prompts, outputs) for x in (alone, beside))
+    np.testing.assert_array_equal(run(logits, alone, drafted)[0], run(logits, beside, drafted)[0])
 
 
 def test_filters_of_greedy_rows_alone_are_left_out():
@@ -316,16 +311,6 @@ def test_filters_of_greedy_rows_alone_are_left_out():
     assert make_sampler([cold, SamplerConfig()], 2, V).filters is None
     assert make_sampler([cold, EACH["plain"]], 2, V).filters is None
     assert make_sampler([cold, EACH["top-k"]], 2, V).filters is not None
-
-
-def test_counts_are_kept_where_either_sampler_has_penalties():
-    quiet, loud = (make_sampler(EACH[name], 2, V) for name in ("plain", "presence"))
-    prompts = jnp.asarray([[1, 2, 2], [5, 0, 0]]), jnp.asarray([3, 1])
-    assert init_counts(*prompts, V, quiet, quiet) is None
-    for pair in ((quiet, loud), (loud, quiet)):
-        counts = init_counts(*prompts, V, *pair)
-        assert not counts.output.any() and counts.prompt.sum(axis=1).tolist() == [2, 1]
-        assert counts.prompt[0, 1] and counts.prompt[0, 2] and counts.prompt[1, 5]
 
 
 def test_rows_of_one_config_get_seeds_that_follow_and_wrap():
@@ -361,7 +346,7 @@ def test_insert_row_replaces_one_row_of_every_parameter():
 
 
 NAMES = [
-    ("bias", "logit bias"),
+    ("bias", "logit_bias"),
     ("presence", "penalties"),
     ("min-p", "filters"),
     ("greedy", "temperature"),

@@ -20,7 +20,7 @@ class SamplerConfig(Record):
     """How one model's logits become a token.
 
     Applied in this order: logit bias, repetition penalty (over prompt and output), presence
-    and frequency penalties (over the output), temperature, top-k, top-p, min-p. Where
+    and frequency penalties (over the output), processors, temperature, top-k, top-p, min-p. Where
     transformers has the processor, the result is transformers'.
 
     Attributes:
@@ -33,6 +33,7 @@ class SamplerConfig(Record):
       presence_penalty: subtracted once from tokens in the output.
       frequency_penalty: subtracted once for each time a token is in the output.
       logit_bias: added to the logits of these token ids; -inf forbids one.
+      processors: ``spec_jax.Processor``s of your own, applied in this order.
       seed: one config for a whole batch seeds row i with ``seed + i``; in a list of configs
         each row has its own.
     """
@@ -45,6 +46,7 @@ class SamplerConfig(Record):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    processors: tuple[Any, ...] = ()
     seed: int = 0
 
     __repr__ = short_repr("temperature")
@@ -66,6 +68,10 @@ class SamplerConfig(Record):
         check(1e-30 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
         check(0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1]")
         check(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0")
+        is_processor = lambda x: all(callable(getattr(x, n, None)) for n in ("init", "advance"))
+        is_tuple = isinstance(self.processors, tuple) and not is_processor(self.processors)
+        are_processors = is_tuple and all(map(is_processor, self.processors))
+        check(are_processors, "processors", self.processors, "a tuple of spec_jax.Processor")
         is_seed = isinstance(self.seed, numbers.Integral) and not isinstance(self.seed, bool)
         is_seed = is_seed and 0 <= self.seed < 2**32
         check(is_seed, "seed", self.seed, "an integer in [0, 2**32)")

@@ -23,7 +23,7 @@ from spec_jax.decoding.state import (
     apply_limits,
 )
 from spec_jax.errors import ShapeError
-from spec_jax.sampling import Sampler, Source, argmax, init_counts, process, sample
+from spec_jax.sampling import Sampler, Source, argmax, process, sample
 from spec_jax.shapes import check_shapes
 from spec_jax.sharding import constrain_state, replicate
 
@@ -119,8 +119,8 @@ def init_state(
     """Returns the state with each row's first token and no caches yet, and that token i32[B]."""
     (B, T), V = tokens.shape, logits.shape[-1]
     is_prompt = jnp.arange(T) < lengths[:, None]
-    counts = init_counts(tokens, lengths, V, sampler, draft_sampler)
-    processed = process(logits, sampler, counts, is_argmax=is_argmax)[:, 0]
+    sampler, draft_sampler = (x.start(tokens, lengths, V) for x in (sampler, draft_sampler))
+    processed = process(logits, sampler, is_argmax=is_argmax)[:, 0]
     if sampler.temperature is None:
         first = argmax(processed)
     else:
@@ -140,7 +140,6 @@ def init_state(
         draft=None,
         sampler=sampler,
         draft_sampler=draft_sampler,
-        counts=counts,
     )
     is_bad = ~jnp.isfinite(processed.max(axis=-1))
     fault = jnp.where(is_bad, Finish.NAN_TARGET, Finish.RUNNING)

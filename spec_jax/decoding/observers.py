@@ -14,7 +14,7 @@ from spec_jax.contracts import FirstToken, Observer, Round, Rule, TargetScores
 from spec_jax.decoding.calls import blame, check_state
 from spec_jax.decoding.state import DecodeState, Shared, System
 from spec_jax.errors import ConfigError
-from spec_jax.sampling import init_counts, process
+from spec_jax.sampling import process
 from spec_jax.sharding import by_row, constrain_state
 
 
@@ -63,8 +63,7 @@ def see_first(
       slots: M.
     """
     B, V = len(lengths), logits.shape[-1]
-    counts = init_counts(tokens, lengths, V, state.sampler, state.draft_sampler)
-    scores = TargetScores(logits, process(logits, state.sampler, counts))
+    scores = TargetScores(logits, process(logits, state.sampler.start(tokens, lengths, V)))
     first = FirstToken(scores, jnp.take_along_axis(state.tokens, lengths[:, None], axis=1), lengths)
     seen = {x.name: x.init(B, slots) for x in system.observers}
     seen = {x.name: seen[x.name] if x.is_by_row else Shared(seen[x.name]) for x in system.observers}

@@ -27,7 +27,7 @@ from spec_jax.decoding.observers import watch
 from spec_jax.decoding.state import DecodeState, Kind, System, append, apply_limits
 from spec_jax.decoding.validate import find_fault, validate_proposal, validate_verdict
 from spec_jax.errors import ConfigError
-from spec_jax.sampling import Counts, Sampler, Source, process
+from spec_jax.sampling import Sampler, Source, process
 from spec_jax.sharding import by_row
 
 
@@ -72,12 +72,7 @@ def draft(params: Any, state: DecodeState, system: System) -> tuple[Proposal, De
         num_updates = system.drafter.num_updates(params, state.draft)
         state = state.noting(Source.MEMORY, num_updates)
     context = system.context(
-        state.tokens,
-        state.length,
-        state.draft_sampler,
-        state.counts,
-        state.sampler.seed,
-        state.sampler.is_greedy,
+        state.tokens, state.length, state.draft_sampler, state.sampler.seed, state.sampler.is_greedy
     )
     proposal, drafter_state = propose(params, state.draft, context, system)
     if proposal.num_updates is not None:
@@ -131,7 +126,7 @@ def verify(
         params, state.target, state.tokens, proposal.tokens, system, proposal.paths
     )
     is_argmax = system.rule.is_greedy and not any(x.needs_processed for x in system.observers)
-    scores = score(logits, state.sampler, state.counts, proposal, is_argmax=is_argmax)
+    scores = score(logits, state.sampler, proposal, is_argmax=is_argmax)
     return scores.replace(features=features), state.replace(target=cache)
 
 
@@ -166,19 +161,13 @@ def target_pass(
 
 
 def score(
-    logits: jax.Array,
-    sampler: Sampler,
-    counts: Counts | None,
-    proposal: Proposal,
-    *,
-    is_argmax: bool = False,
+    logits: jax.Array, sampler: Sampler, proposal: Proposal, *, is_argmax: bool = False
 ) -> TargetScores:
     """Applies the target's sampling parameters at every node.
 
     Args:
       logits: f32[B,K+1,V], the target's, raw.
       sampler: the target's, by row.
-      counts: of prompt and output, the pending token included.
       proposal: what was drafted.
       is_argmax: no more than the argmax is needed, as by a greedy rule.
     """
@@ -187,7 +176,6 @@ def score(
         processed = process(
             logits,
             sampler,
-            counts,
             proposal.tokens,
             None if paths is None else paths[:, :, 1:],
             is_argmax=is_argmax,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from spec_jax.contracts import Context, Drafter, Model, Observer, Rule
-from spec_jax.sampling import Counts, Sampler, Source
+from spec_jax.sampling import Sampler, Source
 
 
 class Kind(enum.IntEnum):
@@ -74,13 +74,12 @@ class System(NamedTuple):
         """Whether the rule or an observer reads ``Proposal.probs``."""
         return self.rule.needs_probs or any(x.needs_probs for x in self.observers)
 
-    def context(self, tokens, length, sampler, counts, request, is_greedy) -> Context:
+    def context(self, tokens, length, sampler, request, is_greedy) -> Context:
         """Builds the drafter's ``Context``; what depends on the rule is filled in here."""
         return Context(
             tokens,
             length,
             sampler,
-            counts,
             request,
             is_coupled=self.rule.is_coupled,
             has_probs=self.needs_probs,
@@ -116,7 +115,6 @@ class DecodeState:
     draft: Any  # the drafter's state
     sampler: Sampler
     draft_sampler: Sampler
-    counts: Counts | None  # None where no sampler has penalties
     seen: dict[str, Any] = flax.struct.field(default_factory=dict)  # by each observer's name
 
     def __repr__(self) -> str:
@@ -204,7 +202,8 @@ def apply_limits(state: DecodeState, tokens, total, n, fault) -> tuple[jax.Array
 def append(state, record: dict[str, jax.Array], total, n):
     """Writes the first n (i32[B]) of each record's columns after ``total`` (i32[B]) tokens.
 
-    The state has ``counts`` and what the record names: ``tokens`` at least.
+    The state has samplers, which see the new tokens, and what the record names: ``tokens`` at
+    least.
     """
     index = jnp.arange(record["tokens"].shape[1])
     is_new = index < n[:, None]
@@ -213,6 +212,6 @@ def append(state, record: dict[str, jax.Array], total, n):
     put_row = lambda old, at, new: old.at[at].set(new.astype(old.dtype), mode="drop")
     put = lambda old, new: jax.vmap(put_row)(old, columns, new)
     changed = {name: put(getattr(state, name), new) for name, new in record.items()}
-    if state.counts is not None:
-        changed["counts"] = state.counts.add(record["tokens"], is_new)
+    for name in {"sampler", "draft_sampler"} & state.__dataclass_fields__.keys():
+        changed[name] = getattr(state, name).advance(record["tokens"], n)
     return state.replace(**changed)

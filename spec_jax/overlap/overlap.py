@@ -255,8 +255,7 @@ class Overlap:
             tokens,
             state.tokens,
             state.length,
-            state.counts,
-            draft_sampler,
+            state.draft_sampler,
             sampler.seed,
             sampler.is_greedy,
         )

@@ -16,7 +16,7 @@ from spec_jax import decoding
 from spec_jax.contracts import Proposal
 from spec_jax.decoding import DecodeState, System
 from spec_jax.decoding.calls import blame, call_commit, call_prefill
-from spec_jax.sampling import Counts, Sampler
+from spec_jax.sampling import Sampler
 from spec_jax.sharding import constrain_state, replicate
 
 
@@ -35,7 +35,6 @@ class DraftSide:
 
     tokens: jax.Array  # i32[B,M+K], prompt and output
     length: jax.Array  # i32[B], tokens fed to the target
-    counts: Counts | None
     sampler: Sampler
     request: jax.Array  # u32[B], the target's seed of each row
     is_greedy: jax.Array  # bool[B], rows whose target takes the argmax
@@ -46,17 +45,7 @@ class DraftSide:
 
 @functools.partial(jax.jit, static_argnames=("system", "slots"))
 def prefill_draft(
-    params,
-    prompts,
-    tokens,
-    length,
-    counts,
-    sampler,
-    request,
-    is_greedy,
-    *,
-    system: System,
-    slots: int,
+    params, prompts, tokens, length, sampler, request, is_greedy, *, system: System, slots: int
 ) -> tuple[DraftSide, Outcome]:
     """Returns the draft's side before the first tick, and an outcome that changes nothing."""
     (B, _), K, drafter = tokens.shape, system.num_draft, system.drafter
@@ -67,7 +56,6 @@ def prefill_draft(
     side = DraftSide(
         jnp.pad(tokens, ((0, 0), (0, K))),
         length,
-        counts,
         sampler,
         request,
         is_greedy,
@@ -100,12 +88,7 @@ def draft_block(
     ahead = side.ahead
     view = decoding.append(side, {"tokens": ahead.tokens}, side.length + 1, ahead.n_draft)
     context = system.context(
-        view.tokens,
-        side.length + ahead.n_draft,
-        side.sampler,
-        view.counts,
-        side.request,
-        side.is_greedy,
+        view.tokens, side.length + ahead.n_draft, view.sampler, side.request, side.is_greedy
     )
     block, draft = decoding.propose(params, side.draft, context, system)
     block = block.replace(num_updates=None)  # read by no rule that runs with a memory here
@@ -169,9 +152,7 @@ def accept_chain(
     rows = jnp.minimum(jnp.arange(system.num_draft + 1), ahead.n_draft[:, None])
     logits = jnp.take_along_axis(logits, rows[:, :, None], axis=1)
     chain = join_chain(ahead, block)
-    scores = decoding.score(
-        logits, state.sampler, state.counts, chain, is_argmax=system.rule.is_greedy
-    )
+    scores = decoding.score(logits, state.sampler, chain, is_argmax=system.rule.is_greedy)
     verdict = decoding.accept(state, chain, scores, system)
     state, n_emit = decoding.emit(state, chain, scores, verdict, system, num_rows)
     is_whole = (verdict.n_accept == num_rows) & (n_emit == num_rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,12 +10,13 @@ import numpy as np
 from scipy.stats import binom, chi2
 
 from spec_jax.config import GREEDY_BELOW, SamplerConfig
+from spec_jax.contracts import Processor
 
 
 def penalised(
     logits: np.ndarray, config: SamplerConfig, prompt: Sequence[int], output: Sequence[int]
 ) -> np.ndarray:
-    """Applies the logit bias and the penalties in float64 NumPy, as ``spec_jax.sampling`` should.
+    """Applies bias, penalties and processors in float64 NumPy, as ``spec_jax.sampling`` should.
 
     Args and Returns are those of ``reference_distribution``, of logits f64[V].
     """
@@ -26,7 +28,20 @@ def penalised(
         x[token] = x[token] / r if x[token] > 0 else x[token] * r
     for token in set(output):
         x[token] -= config.presence_penalty + config.frequency_penalty * output.count(token)
-    return x
+    for processor in config.processors:
+        state = _state_after(processor, len(x), tuple(prompt), tuple(output))
+        none = np.zeros(0, np.int32)
+        x = np.asarray(processor.apply(None, state, x[None].astype(np.float32), none, None))[0]
+    return np.asarray(x, np.float64)
+
+
+@functools.lru_cache(maxsize=10_000)
+def _state_after(processor: Processor, vocab_size: int, prompt: tuple[int, ...], output) -> Any:
+    """The state after a prompt and an output, one token after the other."""
+    if not output:
+        return processor.init(np.asarray(prompt, np.int32), np.int32(len(prompt)), vocab_size)
+    before = _state_after(processor, vocab_size, prompt, output[:-1])
+    return processor.advance(before, np.asarray(output[-1:], np.int32), np.int32(1))
 
 
 def reference_distribution(

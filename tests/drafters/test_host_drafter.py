@@ -30,7 +30,7 @@ def propose(tokens, length, seeds, *, drafter, num_draft=K, has_probs=True):
     """What a drafter without parameters or state proposes for ragged rows."""
     sampler = make_sampler(SamplerConfig(), len(tokens), V).replace(seed=seeds)
     options = dict(is_coupled=False, has_probs=has_probs, has_logits=False)
-    context = Context(tokens, length, sampler, None, seeds, **options)
+    context = Context(tokens, length, sampler, seeds, **options)
     return drafter.propose(None, (), context, num_draft)[0]
 
 

@@ -77,7 +77,7 @@ def proposer(follow):
 
     @jax.jit
     def propose(past, tokens, length):
-        context = Context(tokens, length, None, None, None, False, False, False)
+        context = Context(tokens, length, None, None, False, False, False)
         proposal, _ = drafter.propose(past, (), context, K)
         return proposal.tokens, proposal.n_draft
 

@@ -127,14 +127,12 @@ def test_emits_exactly_the_plain_tokens(name, strategy, shape):
 def proposal_of(system, params, state):
     greedy = make_sampler(SamplerConfig(), len(state.finish), system.target.vocab_size)
     options = dict(is_coupled=False, has_probs=False, has_logits=False)
-    context = Context(
-        state.tokens, state.length, greedy, state.counts, state.sampler.seed, **options
-    )
+    context = Context(state.tokens, state.length, greedy, state.sampler.seed, **options)
     return system.drafter.propose(params["draft"], state.draft, context, system.num_draft)[0]
 
 
 @functools.partial(jax.jit, static_argnames="system")
-def proposal_after(system, params, tokens, length, counts):
+def proposal_after(system, params, tokens, length):
     """Of one row, i32[1,M] tokens of which ``length`` are fed afresh and one more is pending."""
     output = system.target.forward(params["target"], tokens)
     draft = system.drafter.init(params["draft"], 1, tokens.shape[1] + system.lookahead_slots)
@@ -142,7 +140,7 @@ def proposal_after(system, params, tokens, length, counts):
     draft = system.drafter.prefill(params["draft"], draft, tokens, length, pending, output.features)
     greedy = make_sampler(SamplerConfig(), 1, V)
     options = dict(is_coupled=False, has_probs=False, has_logits=False)
-    context = Context(tokens, length, greedy, counts, greedy.seed, **options)
+    context = Context(tokens, length, greedy, greedy.seed, **options)
     return system.drafter.propose(params["draft"], draft, context, system.num_draft)[0]
 
 
@@ -165,10 +163,7 @@ def test_a_tree_after_ten_rounds_is_that_after_a_fresh_prefill(name, shape):
     for row in range(2):
         total = int(chunk.total[row])
         so_far = np.where(np.arange(chunk.tokens.shape[1]) < total, chunk.tokens[row], 0)
-        counts = jax.tree.map(lambda x: x[row : row + 1], state.counts)
-        new = proposal_after(
-            system, params, jnp.asarray(so_far[None]), jnp.asarray([total - 1]), counts
-        )
+        new = proposal_after(system, params, jnp.asarray(so_far[None]), jnp.asarray([total - 1]))
         np.testing.assert_array_equal(old.tokens[row], new.tokens[0])
         np.testing.assert_array_equal(old.parents[row], new.parents[0])
 

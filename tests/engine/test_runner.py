@@ -87,12 +87,12 @@ def proposals(system, params, draft, state, num_draft=3):
     sampler = make_sampler(SamplerConfig(), len(PROMPTS), system.target.vocab_size)
 
     @jax.jit
-    def propose(params, draft, tokens, length, counts):
+    def propose(params, draft, tokens, length):
         options = dict(is_coupled=False, has_probs=False, has_logits=True)
-        context = Context(tokens, length, sampler, counts, sampler.seed, **options)
+        context = Context(tokens, length, sampler, sampler.seed, **options)
         return system.drafter.propose(params, draft, context, num_draft)[0]
 
-    proposal = propose(params["draft"], draft, state.tokens, state.length, state.counts)
+    proposal = propose(params["draft"], draft, state.tokens, state.length)
     return np.asarray(proposal.tokens), np.asarray(proposal.logits)
 
 

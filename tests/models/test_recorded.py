@@ -15,7 +15,7 @@ from spec_jax.config import SamplerConfig
 from spec_jax.models import transformer
 from spec_jax.models.checkpoint import load_pretrained
 from spec_jax.models.tokenizer import Tokenizer
-from spec_jax.sampling import Counts, make_sampler, process
+from spec_jax.sampling import make_sampler, process
 
 _FILE = pathlib.Path(__file__).parents[1] / "recorded" / "reference.json"
 RECORDED = json.loads(_FILE.read_text())
@@ -39,9 +39,9 @@ def test_processed_logits():
     configs = [SamplerConfig(**r["config"]) for r in recorded["results"]]
     logits = np.tile(np.float32(recorded["logits"]), (len(configs), 1, 1))
     B, _, V = logits.shape
-    prompt = np.tile(np.bincount(recorded["seen"], minlength=V) > 0, (B, 1))
-    counts = Counts(jnp.asarray(prompt), jnp.zeros((B, V), jnp.int32))
-    x = np.asarray(jax.jit(process)(logits, make_sampler(configs, B, V), counts))[:, 0]
+    prompt = jnp.tile(jnp.asarray(recorded["seen"]), (B, 1))
+    sampler = make_sampler(configs, B, V).start(prompt, jnp.full(B, prompt.shape[1]), V)
+    x = np.asarray(jax.jit(process)(logits, sampler))[:, 0]
     lost = lambda row: [-np.inf if value is None else value for value in row]
     expected = np.asarray([lost(r["processed"]) for r in recorded["results"]])
     np.testing.assert_allclose(x, expected, rtol=1e-5, atol=2e-6)

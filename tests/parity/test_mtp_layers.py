@@ -15,7 +15,7 @@ from spec_jax.drafters.mtp.model import MtpConfig, mtp, mtp_table
 from spec_jax.models import transformer
 from spec_jax.models.families.deepseek import DeepseekConfig
 from spec_jax.models.families.qwen3_next import Qwen3NextConfig
-from spec_jax.sampling import Counts, make_sampler
+from spec_jax.sampling import make_sampler
 
 torch = pytest.importorskip("torch", reason="parity needs torch (extra 'parity')")
 pytest.importorskip("transformers", reason="parity needs transformers (extra 'parity')")
@@ -148,10 +148,9 @@ def test_recycled_steps_are_those_of_transformers_layers(name):
     drafter = mtp(config, target)
     state = drafter.init(params, 2, 32)
     state = drafter.prefill(params, state, fed, lengths, pending, features)
-    counts = Counts(jnp.zeros((2, V), bool), jnp.zeros((2, V), jnp.int32))
     sampler = make_sampler(SamplerConfig(), 2, V)
     options = dict(is_coupled=False, has_probs=False, has_logits=True)
-    context = Context(jnp.asarray(tokens), lengths, sampler, counts, sampler.seed, **options)
+    context = Context(jnp.asarray(tokens), lengths, sampler, sampler.seed, **options)
     proposal, _ = drafter.propose(params, state, context, K)
 
     module = TorchModule(values, tensors)

@@ -162,7 +162,7 @@ def drafts_of(decoder):
     system, sampler = decoder.system(), make_sampler(SamplerConfig(), len(PROMPTS), V)
     state = start(decoder, PROMPTS, 8, sampler)
     reads = {"is_coupled": False, "has_probs": False, "has_logits": False}
-    context = Context(state.tokens, state.length, sampler, state.counts, sampler.seed, **reads)
+    context = Context(state.tokens, state.length, sampler, sampler.seed, **reads)
     params = decoder.params()["draft"]
     return system.drafter.propose(params, state.draft, context, system.num_draft)[0].tokens
 

@@ -13,7 +13,7 @@ from spec_jax.config import SamplerConfig
 from spec_jax.models import transformer
 from spec_jax.models.checkpoint import load_pretrained, save_pretrained
 from spec_jax.models.tokenizer import Tokenizer
-from spec_jax.sampling import Counts, make_sampler, process
+from spec_jax.sampling import make_sampler, process
 
 torch = pytest.importorskip("torch", reason="parity needs torch (extra 'parity')")
 transformers = pytest.importorskip(
@@ -264,10 +264,10 @@ def test_processors_agree(vocab):
     B = len(PROCESSORS)
     logits = (1.5 * draw.standard_normal((B, vocab))).astype(np.float32)
     history = draw.randint(0, vocab, (B, 12))
-    seen = lambda ids: np.stack([np.bincount(row, minlength=vocab) for row in ids])
-    counts = Counts(jnp.asarray(seen(history[:, :6]) > 0), jnp.asarray(seen(history[:, 6:])))
+    six = jnp.full(B, 6)
     sampler = make_sampler(list(PROCESSORS.values()), B, vocab)
-    ours = np.asarray(jax.jit(process)(logits[:, None], sampler, counts))[:, 0]
+    sampler = sampler.start(jnp.asarray(history[:, :6]), six, vocab).advance(history[:, 6:], six)
+    ours = np.asarray(jax.jit(process)(logits[:, None], sampler))[:, 0]
     for row, (name, config) in enumerate(PROCESSORS.items()):
         theirs = their_scores(
             config,

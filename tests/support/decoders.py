@@ -43,7 +43,7 @@ def prefill(system, params, prompts, new, sampler=None, seeds=None, slots=64, wi
 def propose(system, params, state):
     """The greedy drafts of every row."""
     greedy = make_sampler(SamplerConfig(), len(state.finish), system.target.vocab_size)
-    request = state.tokens, state.length, greedy, state.counts, state.sampler.seed
+    request = state.tokens, state.length, greedy, state.sampler.seed
     context = Context(*request, is_coupled=False, has_probs=True, has_logits=True)
     return system.drafter.propose(params["draft"], state.draft, context, system.num_draft)[0]
 

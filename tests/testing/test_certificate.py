@@ -19,7 +19,7 @@ from spec_jax.contracts import Noise, Proposal, TargetScores
 from spec_jax.drafters.ngram import ngram
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.rules import batched, chain
-from spec_jax.sampling import Counts, make_sampler, process, sample
+from spec_jax.sampling import make_sampler, process, sample
 from spec_jax.testing import CertificateError, Row, certify_decoder, certify_rule
 
 ALPHA = 1e-6
@@ -287,7 +287,6 @@ def test_forced_noise_draws_the_forced_token():
     """What the enumeration rests on: pushed Gumbel noise picks any token of the support."""
     logits = jnp.asarray([[[0.3, -2.0, 1.0, 0.5]]])
     sampler = make_sampler(SamplerConfig(temperature=1.0, top_k=3), 1, 4)
-    counts = Counts(jnp.zeros((1, 4), bool), jnp.zeros((1, 4), jnp.int32))
-    dist = process(logits, sampler, counts)[0, 0]
+    dist = process(logits, sampler)[0, 0]
     drawn = [int(sample(dist, 1e4 * jnp.eye(4)[v])) for v in range(4)]
     assert drawn[0] == 0 and drawn[2:] == [2, 3] and drawn[1] != 1

@@ -12,13 +12,11 @@ import jax.numpy as jnp
 
 from spec_jax import rng
 from spec_jax.contracts import Context, Drafter, Proposal
-from spec_jax.sampling import Counts, argmax, process, sample
+from spec_jax.sampling import Sampler, argmax, process, sample
 from spec_jax.sharding import by_row
 
 
-def draw(
-    logits: jax.Array, context: Context, counts: Counts | None, node
-) -> tuple[jax.Array, jax.Array]:
+def draw(logits: jax.Array, context: Context, node) -> tuple[jax.Array, jax.Array]:
     """Draws the token of one node of each row, and returns the distribution with it.
 
     If all rows take the argmax and the rule reads no distribution, it is the distribution before
@@ -27,8 +25,7 @@ def draw(
 
     Args:
       logits: f32[B,V], the draft's logits at the node's parent.
-      context: the sampler and the noise to draw with.
-      counts: token counts of prompt, output and the drafts before this one.
+      context: the sampler, after the drafts before this one, and the noise to draw with.
       node: i32[], 1..K.
 
     Returns:
@@ -41,7 +38,7 @@ def draw(
         sampler, start = context.sampler, context.length
         is_argmax = is_cold and not context.has_probs
         rows = logits[:, None]
-        processed = process(rows, sampler, context.counts, is_argmax=is_argmax)[:, 0]
+        processed = process(rows, sampler, is_argmax=is_argmax)[:, 0]
         if context.gumbel is not None:
             return sample(processed, context.gumbel[:, node - 1]), processed
         if sampler.temperature is None:
@@ -52,7 +49,7 @@ def draw(
             keys = rng.keys(sampler.seed, rng.Stream.DRAFT, start, node, sampler.learned)
         return sample(processed, rng.gumbel(keys, logits.shape[-1])), processed
 
-    return draw_by_row(run, context._replace(counts=counts), logits, jnp.int32(node))
+    return draw_by_row(run, context, logits, jnp.int32(node))
 
 
 def draw_by_row(function: Callable[..., Any], context: Context, *args: Any) -> Any:
@@ -63,7 +60,7 @@ def draw_by_row(function: Callable[..., Any], context: Context, *args: Any) -> A
       context: the sampler and the noise to draw with.
       *args: see ``sharding.by_row``.
     """
-    names = ("sampler", "counts", "request", "length", "gumbel")
+    names = ("sampler", "request", "length", "gumbel")
 
     def run(fields, *args):
         return function(context._replace(**fields), *args)
@@ -77,14 +74,14 @@ class Drafted:
 
     Attributes:
       out: the fields of the ``Proposal`` that the rule reads, K columns each.
-      counts: token counts of prompt, output and the drafts so far.
+      sampler: the draft's, after the drafts so far.
       is_sound: bool[B], the distributions of all offered drafts were finite.
       n_draft: i32[B], how many drafts are offered so far.
       is_going: bool[B], whether the next draft is offered too.
     """
 
     out: dict[str, jax.Array]
-    counts: Counts | None
+    sampler: Sampler
     is_sound: jax.Array
     n_draft: jax.Array
     is_going: jax.Array
@@ -99,7 +96,7 @@ class Drafted:
         if context.has_logits:
             out["logits"] = jnp.zeros((B, num_draft, vocab_size), jnp.float32)
         yes = jnp.ones((B,), bool)
-        return cls(out, context.counts, yes, jnp.zeros((B,), jnp.int32), yes)
+        return cls(out, context.sampler, yes, jnp.zeros((B,), jnp.int32), yes)
 
     def add(self, logits: jax.Array, context: Context, node) -> tuple[jax.Array, Drafted]:
         """Draws one token of each row and adds it to the chain.
@@ -116,19 +113,17 @@ class Drafted:
         Returns:
           The token i32[B], and the longer chain.
         """
-        token, dist = draw(logits, context, self.counts, node)
+        token, dist = draw(logits, context._replace(sampler=self.sampler), node)
         values = {"tokens": token, "probs": jax.nn.softmax(dist, axis=-1), "logits": logits}
         out = {name: array.at[:, node - 1].set(values[name]) for name, array in self.out.items()}
-        counts = self.counts
-        if counts is not None:
-            counts = counts.add(token[:, None], jnp.ones((len(token), 1), bool))
+        sampler = self.sampler.advance(token[:, None], jnp.ones_like(token))
         is_sound = self.is_sound & (jnp.isfinite(dist.max(axis=-1)) | ~self.is_going)
         n_draft, is_going = self.n_draft + self.is_going, self.is_going
         if context.stop_below > 0:
             probs = jax.nn.softmax(logits, axis=-1)  # before temperature, which may leave one token
             confidence = jnp.take_along_axis(probs, token[:, None], axis=-1)[:, 0]
             is_going &= confidence >= context.stop_below
-        return token, Drafted(out, counts, is_sound, n_draft, is_going)
+        return token, Drafted(out, sampler, is_sound, n_draft, is_going)
 
     def proposal(self) -> Proposal:
         """Returns the chain as a proposal."""

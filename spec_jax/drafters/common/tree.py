@@ -52,9 +52,7 @@ class _Grown:
 
         def run(context, logits, fed, seen, *args):
             def rows(*, is_argmax=False):
-                return process(
-                    logits, context.sampler, context.counts, fed, seen, is_argmax=is_argmax
-                )
+                return process(logits, context.sampler, fed, seen, is_argmax=is_argmax)
 
             return function(rows, context, *args)
 

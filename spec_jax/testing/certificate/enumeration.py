@@ -233,8 +233,8 @@ def _gather(forced: Forced, index: np.ndarray):
 @functools.partial(jax.jit, static_argnames="rule", compiler_options=AS_WRITTEN)
 def _accept(rule: Rule, logits, contexts, proposal, noise):
     """Returns the verdict, and f32[N,K], the target's probability of every draft."""
-    _, _, sampler, _, counts = contexts
-    scores = decoding.score(logits, sampler, counts, proposal, is_argmax=rule.is_greedy)
+    _, _, sampler, _ = contexts
+    scores = decoding.score(logits, sampler, proposal, is_argmax=rule.is_greedy)
     K = proposal.tokens.shape[1]
     parents = jnp.arange(K) if proposal.parents is None else proposal.parents
     rows = jnp.arange(len(logits))[:, None]

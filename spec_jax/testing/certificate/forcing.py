@@ -14,7 +14,7 @@ from spec_jax import decoding
 from spec_jax.contracts import Context, Proposal
 from spec_jax.decoding.calls import call_prefill
 from spec_jax.engine.generation import find_raised
-from spec_jax.sampling import Counts, make_sampler
+from spec_jax.sampling import make_sampler
 from spec_jax.testing.certificate.records import ProposalError, where
 from spec_jax.testing.oracles import Row
 
@@ -240,18 +240,20 @@ def make_contexts(rows, items, width, V):
     size = len(items)
     tokens = np.zeros((size, width), np.int32)
     length = np.zeros(size, np.int32)
-    seen, output_counts = np.zeros((size, V), bool), np.zeros((size, V), np.int32)
+    outputs = np.zeros_like(tokens)
     for i, (row, output) in enumerate(items):
         history = (*rows[row].prompt, *output)
         tokens[i, : len(history)] = history
         length[i] = len(history) - 1
-        seen[i, list(rows[row].prompt)] = True
-        np.add.at(output_counts[i], list(output), 1)
+        outputs[i, : len(output)] = output
     # The samplers of all rows, whichever are left: all calls share programs.
     of = np.asarray([item[0] for item in items])
     samplers = [make_sampler(side, len(rows), V) for side in zip(*(row[1:] for row in rows))]
-    sampler, draft_sampler = jax.tree.map(lambda x: np.asarray(x)[of], samplers)
-    return tokens, length, sampler, draft_sampler, Counts(seen, output_counts)
+    samplers = jax.tree.map(lambda x: np.asarray(x)[of], samplers)
+    num_output = np.asarray([len(output) for _, output in items], np.int32)
+    start = lambda x: x.start(tokens, length + 1 - num_output, V).advance(outputs, num_output)
+    sampler, draft_sampler = jax.tree.map(np.asarray, [jax.jit(start)(x) for x in samplers])
+    return tokens, length, sampler, draft_sampler
 
 
 def in_chunks(function, chunk, *trees):
@@ -267,7 +269,7 @@ def in_chunks(function, chunk, *trees):
 
 def propose_afresh(system: decoding.System, params, contexts, gumbel):
     """Prefills both models afresh, drafts with forced noise, scores the window."""
-    tokens, length, sampler, draft_sampler, counts = contexts
+    tokens, length, sampler, draft_sampler = contexts
     target, drafter, rule, *_ = system
     size, width = tokens.shape
     slots = width + system.lookahead_slots
@@ -279,7 +281,6 @@ def propose_afresh(system: decoding.System, params, contexts, gumbel):
         tokens,
         length,
         draft_sampler,
-        counts,
         sampler.seed,
         is_coupled=False,
         has_probs=True,

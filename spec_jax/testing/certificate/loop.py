@@ -133,7 +133,7 @@ class Loop:
         noise = np.random.default_rng(2).gumbel(size=(1, K, V)).astype(np.float32)
         noise = np.broadcast_to(noise, (B, K, V))  # of all rows, whatever their place
         kept = _propose_next(self.system, self.params, state, noise)
-        contexts = (state.tokens, state.length, state.sampler, state.draft_sampler, state.counts)
+        contexts = (state.tokens, state.length, state.sampler, state.draft_sampler)
         _, fresh = _propose_afresh(self.system, self.params, contexts, noise)
         if self._asked is None:  # on the host, since the state's arrays are donated
             self._asked = jax.tree.map(np.asarray, (contexts, noise, fresh))
@@ -335,7 +335,6 @@ def _propose_next(system: decoding.System, params, state: decoding.DecodeState, 
         state.tokens,
         state.length,
         state.draft_sampler,
-        state.counts,
         state.sampler.seed,
         is_greedy=None,  # also where no rule would read it, the report is compared
     )

@@ -42,7 +42,7 @@ def a_memory_each(drafter: Drafter) -> Drafter:
     return drafter._replace(propose=propose)
 
 
-_BY_ROW = ("tokens", "length", "sampler", "counts", "request", "gumbel", "is_greedy")
+_BY_ROW = ("tokens", "length", "sampler", "request", "gumbel", "is_greedy")
 
 
 def certify_memory(

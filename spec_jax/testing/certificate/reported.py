@@ -228,9 +228,9 @@ def check_draws(
     for i, (row, output) in enumerate(prefixes):
         index = np.full(trials, i)
         seeds = (np.arange(trials) + i * trials).astype(np.uint32)
-        tokens, length, sampler, draft_sampler, counts = jax.tree.map(lambda x: x[index], contexts)
+        tokens, length, sampler, draft_sampler = jax.tree.map(lambda x: x[index], contexts)
         samplers = (sampler.replace(seed=seeds), draft_sampler.replace(seed=seeds))
-        proposal = in_chunks(propose, batch, (tokens, length, *samplers, counts))
+        proposal = in_chunks(propose, batch, (tokens, length, *samplers))
         check_faults(system, rows, [prefixes[i]] * trials, proposal)
         num_rounds += trials
         for p_value, cell in _tests(proposal, parents):

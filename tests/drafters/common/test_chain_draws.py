@@ -24,8 +24,9 @@ LOGITS = np.asarray(
 def draw(has_probs, config):
     B, V = LOGITS.shape
     sampler, length = make_sampler(config, B, V), jnp.zeros((B,), jnp.int32)
+    sampler = sampler.start(jnp.zeros((B, 1), jnp.int32), length, V)
     options = dict(is_coupled=False, has_probs=has_probs, has_logits=False)
-    context = Context(jnp.zeros((B, 8), jnp.int32), length, sampler, None, sampler.seed, **options)
+    context = Context(jnp.zeros((B, 8), jnp.int32), length, sampler, sampler.seed, **options)
     token, drafted = Drafted.none(context, 1, V).add(jnp.asarray(LOGITS), context, jnp.int32(1))
     return np.asarray(token), np.asarray(drafted.is_sound), drafted.out
 

@@ -1,0 +1,78 @@
+"""Penalties on repetition, presence and frequency, as a processor that counts tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax.config import SamplerConfig
+from spec_jax.contracts import Processor
+
+
+@flax.struct.dataclass
+class Penalties:
+    """What tokens of the prompt and the output lose; the parameters of the processor."""
+
+    repetition: jax.Array  # f32[B]
+    presence: jax.Array  # f32[B]
+    frequency: jax.Array  # f32[B]
+
+
+@flax.struct.dataclass
+class Counts:
+    """Which tokens a row has seen; the state of the processor."""
+
+    prompt: jax.Array  # bool[B,V], in the prompt
+    output: jax.Array  # i32[B,V], times in the output, the pending token included
+
+
+def penalties_of(configs: Sequence[SamplerConfig]) -> Penalties | None:
+    """Returns the penalties of each row; None where no row has any."""
+    off = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0}
+    columns = {name: [getattr(c, f"{name}_penalty") for c in configs] for name in off}
+    if all(set(column) == {off[name]} for name, column in columns.items()):
+        return None
+    return Penalties(**{name: np.asarray(x, np.float32) for name, x in columns.items()})
+
+
+def _init(tokens: jax.Array, length: jax.Array, vocab_size: int) -> Counts:
+    columns = jnp.where(jnp.arange(len(tokens)) < length, tokens, vocab_size)
+    prompt = jnp.zeros(vocab_size, bool).at[columns].set(True, mode="drop")
+    return Counts(prompt, jnp.zeros(vocab_size, jnp.int32))
+
+
+def _advance(counts: Counts, tokens: jax.Array, n: jax.Array) -> Counts:
+    is_new = (jnp.arange(len(tokens)) < n).astype(jnp.int32)
+    return counts.replace(output=counts.output.at[tokens].add(is_new))
+
+
+def _apply(penalties: Penalties, counts: Counts, x_TV, drafted, is_before):
+    """Applies penalties by the row's counts, then again to the few tokens that drafts change."""
+
+    def penalty(x, output, is_seen):
+        r = penalties.repetition
+        x = jnp.where(is_seen, jnp.where(x > 0, x / r, x * r), x)
+        return x - penalties.presence * (output > 0) - penalties.frequency * output
+
+    penalised = penalty(x_TV, counts.output, counts.prompt | (counts.output > 0))
+    (T, V), K = x_TV.shape, len(drafted)
+    if K == 0:
+        return penalised
+    if is_before is None:
+        is_before = jnp.arange(K) < jnp.arange(T)[:, None]
+    is_same = drafted[:, None] == drafted
+    repeats = is_before.astype(jnp.int32) @ is_same.astype(jnp.int32)
+    new = penalty(x_TV[:, drafted], counts.output[drafted] + repeats, True)
+    column = jnp.where(is_before, drafted, V)  # V is out of range: dropped
+    return penalised.at[jnp.arange(T)[:, None], column].set(new, mode="drop")
+
+
+PENALTIES = Processor("penalties", _init, _apply, _advance)
+"""The penalties of ``SamplerConfig``, with ``Penalties`` and ``Counts`` of one row.
+
+Source: the logits processors of transformers, and the penalties of the OpenAI API.
+"""
