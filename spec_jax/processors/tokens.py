@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spec_jax.errors import ConfigError
+
 
 def by_token(
     init: Callable[..., Any],
@@ -25,16 +27,22 @@ def by_token(
       apply: ``(state, logits f32[V]) -> f32[V]``, what the next token is drawn from.
       advance: ``(state, token i32[]) -> state``, with the same structure, shapes and dtypes.
     """
-    choose = lambda yes: lambda new, old: jnp.where(yes, new, old)
 
     def step(state, token, is_taken):
-        return jax.tree.map(choose(is_taken), advance(state, token), state)
+        after = advance(state, token)
+        shapes = lambda tree: jax.tree.map(lambda x: str(jax.typeof(x)), tree)
+        if shapes(after) != shapes(state):
+            raise ConfigError(
+                f"a processor changes its state {shapes(state)} to {shapes(after)}; expected the "
+                "same structure, shapes and dtypes"
+            )
+        return jax.tree.map(lambda new, old: jnp.where(is_taken, new, old), after, state)
 
     def apply_window(params, state, logits, drafted, is_before):
         if len(drafted) == 0:
             return jax.vmap(apply, (None, 0))(state, logits)
         if is_before is None:
-            follow = lambda state, token: 2 * (advance(state, token),)
+            follow = lambda state, token: 2 * (step(state, token, True),)
             _, after = jax.lax.scan(follow, state, drafted)
             states = jax.tree.map(lambda x, xs: jnp.concatenate([x[None], xs]), state, after)
             return jax.vmap(apply)(states, logits)

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from scipy.stats import binom, chi2
 
@@ -29,19 +30,36 @@ def penalised(
     for token in set(output):
         x[token] -= config.presence_penalty + config.frequency_penalty * output.count(token)
     for processor in config.processors:
-        state = _state_after(processor, len(x), tuple(prompt), tuple(output))
-        none = np.zeros(0, np.int32)
-        x = np.asarray(processor.apply(None, state, x[None].astype(np.float32), none, None))[0]
+        x = _processed(processor, x.astype(np.float32).tobytes(), tuple(prompt), tuple(output))
     return np.asarray(x, np.float64)
 
 
+@functools.cache
+def _jitted(processor: Processor) -> Processor:
+    return processor._replace(
+        init=jax.jit(processor.init, static_argnums=2),
+        apply=jax.jit(processor.apply),
+        advance=jax.jit(processor.advance),
+    )
+
+
 @functools.lru_cache(maxsize=10_000)
-def _state_after(processor: Processor, vocab_size: int, prompt: tuple[int, ...], output) -> Any:
-    """The state after a prompt and an output, one token after the other."""
+def _processed(processor: Processor, logits: bytes, prompt: tuple, output: tuple) -> np.ndarray:
+    """f32[V], the processor's logits of one node after a text that it has seen token by token."""
+    x = np.frombuffer(logits, np.float32)
+    state = _state_after(processor, len(x), prompt, output)
+    return np.asarray(_jitted(processor).apply(None, state, x[None], np.zeros(0, np.int32), None))[
+        0
+    ]
+
+
+@functools.lru_cache(maxsize=10_000)
+def _state_after(processor: Processor, vocab_size: int, prompt: tuple, output: tuple) -> Any:
     if not output:
-        return processor.init(np.asarray(prompt, np.int32), np.int32(len(prompt)), vocab_size)
+        prompt = np.asarray(prompt, np.int32)
+        return _jitted(processor).init(prompt, np.int32(len(prompt)), vocab_size)
     before = _state_after(processor, vocab_size, prompt, output[:-1])
-    return processor.advance(before, np.asarray(output[-1:], np.int32), np.int32(1))
+    return _jitted(processor).advance(before, np.asarray(output[-1:], np.int32), np.int32(1))
 
 
 def reference_distribution(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from spec_jax.config import SuffixConfig
-from spec_jax.contracts import Drafter, Memory, Rule
+from spec_jax.contracts import Drafter, Memory, Processor, Rule
 from spec_jax.drafters.suffix import History, suffix
 from spec_jax.loading import LoadedModel
 from spec_jax.named import to_rule
@@ -68,6 +68,7 @@ def certify(
     tolerance: float = 1e-6,
     seed: int = 0,
     has_memory: bool = False,
+    processors: Sequence[Processor] = (),
 ) -> Certificate:
     """Certifies that decoding with a rule and a drafter leaves the target's distribution as it is.
 
@@ -93,6 +94,7 @@ def certify(
       tolerance: on the largest difference of a joint probability; for small ones in proportion to
         what float32 may lose of them, see ``rounds.compare``.
       seed: of the toy parameters.
+      processors: of logits, for target and draft in all settings, see ``SamplerConfig.processors``.
       has_memory: the drafter's state depends on more than the text, such as on what was accepted
         or rejected before, so it is not compared with the state after a prefill of the text.
 
@@ -109,7 +111,16 @@ def certify(
     # A new function: see ``make_subject``.
     own_rule = given._replace(accept=lambda *args: given.accept(*args))
     run = _Run(
-        own_rule, drafter, params, draft_distribution, trials, alpha, tolerance, seed, has_memory
+        own_rule,
+        drafter,
+        params,
+        draft_distribution,
+        trials,
+        alpha,
+        tolerance,
+        seed,
+        has_memory,
+        processors,
     )
     with Progress(len(run.steps), "certify", every_s=5.0) as progress:
         for what, step in run.steps:
@@ -127,11 +138,12 @@ class _Run:
     """The checks of one certificate, cheap ones first."""
 
     def __init__(
-        self, rule, drafter, params, stated, trials, alpha, tolerance, seed, has_memory=False
+        self, rule, drafter, params, stated, trials, alpha, tolerance, seed, has_memory, processors
     ):
         self.rule, self.stated, self.trials = rule, stated, trials
         self.alpha, self.tolerance, self.has_memory = alpha, tolerance, has_memory
-        self.rows = certified_rows(is_greedy=rule.is_greedy)
+        self.processors = tuple(processors)
+        self.rows = certified_rows(is_greedy=rule.is_greedy, processors=self.processors)
         self.memory = params if isinstance(params, Memory) else None
         params = params if self.memory is None else self.memory.params
         self.main = make_subject(drafter, params, seed)

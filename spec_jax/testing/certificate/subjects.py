@@ -12,7 +12,7 @@ import numpy as np
 
 from spec_jax import decoding
 from spec_jax.config import SamplerConfig
-from spec_jax.contracts import Drafter, Rule
+from spec_jax.contracts import Drafter, Processor, Rule
 from spec_jax.drafters.common.vocabulary import aligned
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.errors import ConfigError
@@ -48,7 +48,7 @@ _EXTREMES = (
 )
 
 
-def certified_rows(*, is_greedy: bool = False) -> list[Row]:
+def certified_rows(*, is_greedy: bool = False, processors: tuple[Processor, ...] = ()) -> list[Row]:
     """Returns the settings of ``certify``: prompts of several lengths in one mixed batch.
 
     They lead to contexts whose distributions are wide, peaked, equal, or have tokens of tiny
@@ -56,6 +56,7 @@ def certified_rows(*, is_greedy: bool = False) -> list[Row]:
 
     Args:
       is_greedy: only those of temperature 0.
+      processors: of logits, in all settings.
     """
     prompts, wide = ((0, 1), (2,), (1, 1, 2)), SamplerConfig(temperature=1.2)
     settings = list(STANDARD_SETTINGS.values())
@@ -69,7 +70,8 @@ def certified_rows(*, is_greedy: bool = False) -> list[Row]:
         (SamplerConfig(temperature=1.0), greedy),
         (SamplerConfig(temperature=0.0, repetition_penalty=1.5), greedy),
     ]
-    rows = [Row(prompts[i % 3], *pair) for i, pair in enumerate(pairs)]
+    use = lambda config: dataclasses.replace(config, processors=processors)
+    rows = [Row(prompts[i % 3], *map(use, pair)) for i, pair in enumerate(pairs)]
     return [row for row in rows if row.target.temperature == 0 or not is_greedy]
 
 

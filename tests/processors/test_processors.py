@@ -1,0 +1,192 @@
+"""Logit processors of a user's own are exact at every drafted position, on both sides."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.repeats import COST, REPEATS, advance, apply, init
+from support.scripted import BUCKETS, Known, Script
+
+from spec_jax import testing
+from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.contracts import Processor
+from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.engine.queue import DecodeQueue
+from spec_jax.errors import ConfigError
+from spec_jax.named import to_rule
+from spec_jax.processors import by_token
+from spec_jax.sampling import make_sampler, process
+from spec_jax.testing import CertificateError
+
+V, NEW = 5, 14
+PROMPTS = [[1, 2, 1, 2], [3], [4, 4, 0]]
+SAMPLERS = [
+    SamplerConfig(processors=(REPEATS,)),
+    SamplerConfig(temperature=0.9, seed=3, top_k=4, processors=(REPEATS,)),
+    SamplerConfig(temperature=1.0, seed=4, frequency_penalty=0.3),
+]
+CONFIGS = {
+    "chain": {"num_speculative_tokens": 3},
+    "tree": {"tree": (3, 2, 1)},
+    "dynamic tree": {"num_speculative_tokens": 8, "tree_depth": 3, "tree_top_k": 3},
+    "confidence": {"num_speculative_tokens": 3, "confidence_threshold": 0.3},
+    "adaptive": {"num_speculative_tokens": 3, "is_adaptive": True, "adaptive_buckets": BUCKETS},
+}
+
+
+@pytest.fixture(scope="module")
+def mocks():
+    return testing.mock_model(V, 0), testing.mock_model(V, 1)
+
+
+def make(mocks, options, rule="match", **decoder):
+    config = SpeculativeConfig("standalone", rejection_sampling_strategy=rule, **options)
+    made = SpeculativeDecoder(*mocks, config, **decoder)
+    if config.adaptive:
+        made.adaptive.tuner, made.adaptive.costs = Script((3, 0, 1, 3)), Known()
+    return made
+
+
+def tokens_of(rows):
+    return [row.tokens for row in rows]
+
+
+def expected_logprobs(target, prompt, sampler, tokens):
+    """Teacher-forced by the toy's table, with pairs counted by Python."""
+    table, text = np.asarray(target.params["logits"], np.float64), [0, *prompt, *tokens]
+    logprobs = []
+    for i, token in enumerate(tokens):
+        seen = [*prompt, *tokens[:i]]
+        pairs = [*zip(seen, seen[1:])]
+        a, b = text[len(prompt) - 1 + i : len(prompt) + 1 + i]
+        x = table[a * V + b].copy()
+        if sampler.processors:
+            x -= [COST * pairs.count((seen[-1], v)) for v in range(V)]
+        plain = dataclasses.replace(sampler, processors=())
+        p = testing.reference_distribution(x, plain, prompt, tuple(tokens[:i]))
+        logprobs.append(np.log(p[token]))
+    return logprobs
+
+
+@pytest.mark.representatives("chain", "tree")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_are_those_of_plain_decoding_whatever_is_drafted(mocks, name):
+    plain = tokens_of(SpeculativeDecoder(mocks[0]).generate(PROMPTS, NEW, sampler=SAMPLERS))
+    decoder = make(mocks, CONFIGS[name])
+    rows = decoder.generate(PROMPTS, NEW, sampler=SAMPLERS, rounds_per_sync=1)
+    assert tokens_of(rows) == plain
+    assert decoder.stats.accepted > 0
+    without = [dataclasses.replace(x, processors=()) for x in SAMPLERS]
+    others = tokens_of(decoder.generate(PROMPTS, NEW, sampler=without))
+    assert others[0] != plain[0] and others[1] != plain[1] and others[2] == plain[2]
+
+
+def test_its_log_probabilities_are_those_of_pairs_counted_by_hand(mocks):
+    decoder = make(mocks, CONFIGS["chain"], "residual")
+    rows = decoder.generate(PROMPTS, NEW, sampler=SAMPLERS, logprobs=True)
+    for row, prompt, sampler in zip(rows, PROMPTS, SAMPLERS, strict=True):
+        expected = expected_logprobs(decoder.target, prompt, sampler, row.tokens)
+        np.testing.assert_allclose(row.logprobs.processed, expected, atol=2e-5)
+
+
+def test_rows_that_are_refilled_begin_anew(mocks):
+    prompts = [[i % V, (2 * i) % V] for i in range(5)]
+    samplers = [dataclasses.replace(x, seed=0) for x in SAMPLERS]
+    decoder = make(mocks, CONFIGS["chain"])
+    options = {"max_new_tokens": NEW, "sampler": samplers}
+    queue = dict(DecodeQueue(decoder, prompts, batch=2, stop_tokens=[3], **options))
+    for i, row in queue.items():
+        sampler = dataclasses.replace(samplers[i % 3], seed=i)
+        alone = SpeculativeDecoder(mocks[0]).generate(
+            prompts[i], NEW, sampler=sampler, stop_tokens=[3]
+        )
+        assert row.tokens == alone.tokens
+
+
+@pytest.mark.exhaustive
+def test_rows_on_a_mesh_are_those_of_one_device(mocks):
+    two = slice(0, 2)
+    rows = make(mocks, CONFIGS["chain"], mesh="data:2")
+    alone = SpeculativeDecoder(mocks[0]).generate(PROMPTS[two], NEW, sampler=SAMPLERS[two])
+    assert tokens_of(rows.generate(PROMPTS[two], NEW, sampler=SAMPLERS[two])) == tokens_of(alone)
+
+
+ROWS = [
+    testing.Row((0, 1, 0), *2 * [SamplerConfig(temperature=1.0, processors=(REPEATS,))]),
+    testing.Row((2,), SamplerConfig(temperature=0.8, processors=(REPEATS,)), SamplerConfig(1.0)),
+]
+
+
+@pytest.mark.parametrize("rule", ["residual", "block"])
+def test_the_joint_distribution_is_the_targets(rule):
+    assert testing.certify_rule(to_rule(rule), rows=ROWS) < 1e-6
+
+
+def forgets_drafts():
+    """The same processor, whose nodes all have the state before the window."""
+    start, _, after = by_token(init, apply, advance)
+    stale = lambda params, state, logits, drafted, is_before: (
+        logits - COST * (state["pairs"][state["last"]])
+    )
+    return Processor("stale", start, stale, after)
+
+
+def test_a_processor_that_forgets_the_drafts_is_found():
+    config = SamplerConfig(temperature=1.0, processors=(forgets_drafts(),))
+    with pytest.raises(CertificateError, match="a joint probability"):
+        testing.certify_rule(to_rule("residual"), rows=[testing.Row((0, 1, 0), config, config)])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rule", ["residual", "traversal"])
+def test_a_decoder_with_it_is_certified(rule):
+    certificate = testing.certify(rule, processors=[REPEATS])
+    assert "repeats" in str(certificate)
+    with pytest.raises(CertificateError):
+        testing.certify(rule, processors=[forgets_drafts()])
+
+
+def test_of_a_tree_each_node_follows_its_own_path():
+    draw = np.random.default_rng(0)
+    logits = draw.normal(size=(1, 4, V)).astype(np.float32)
+    prompt, drafted = [1, 2, 1], [2, 3, 2]  # two children of the root, and one of the first
+    paths = [[], [2], [3], [2, 2]]
+    is_before = np.asarray([[0, 0, 0], [1, 0, 0], [0, 1, 0], [1, 0, 1]], bool)[None]
+    config = SamplerConfig(temperature=1.0, processors=(REPEATS,))
+    sampler = make_sampler(config, 1, V).start(jnp.asarray([prompt]), jnp.asarray([3]), V)
+    x = process(jnp.asarray(logits), sampler, jnp.asarray([drafted]), jnp.asarray(is_before))
+    for node, path in enumerate(paths):
+        text = prompt + path
+        pairs = [*zip(text, text[1:])]
+        cost = [COST * pairs.count((text[-1], v)) for v in range(V)]
+        np.testing.assert_allclose(x[0, node], logits[0, node] - cost, rtol=1e-6)
+
+
+def of_name(name, apply=apply, advance=advance):
+    return Processor(name, *by_token(init, apply, advance))
+
+
+REFUSED = [
+    (dict(processors=REPEATS), "expected a tuple of spec_jax.Processor"),
+    (dict(processors=(len,)), "expected a tuple of spec_jax.Processor"),
+    (dict(processors=(REPEATS, of_name("repeats"))), "two processors are named 'repeats'"),
+    (dict(processors=(of_name("penalties"),)), "two processors are named 'penalties'"),
+    (
+        dict(processors=(of_name("narrow", apply=lambda state, logits: logits[:2]),)),
+        r"processor 'narrow' returns logits of shape .*; expected",
+    ),
+    (
+        dict(processors=(of_name("grows", advance=lambda state, token: (state, token)),)),
+        "a processor changes its state",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_what_is_no_processor_is_refused_by_name(mocks, options, message):
+    with pytest.raises(ConfigError, match=message):
+        sampler = SamplerConfig(temperature=1.0, **options)
+        make(mocks, CONFIGS["chain"]).generate([1, 2], 4, sampler=sampler)
