@@ -48,9 +48,8 @@ def _processed(processor: Processor, logits: bytes, prompt: tuple, output: tuple
     """f32[V], the processor's logits of one node after a text that it has seen token by token."""
     x = np.frombuffer(logits, np.float32)
     state = _state_after(processor, len(x), prompt, output)
-    return np.asarray(_jitted(processor).apply(None, state, x[None], np.zeros(0, np.int32), None))[
-        0
-    ]
+    none = np.zeros(0, np.int32)
+    return np.asarray(_jitted(processor).apply(None, state, x[None], none, None))[0]
 
 
 @functools.lru_cache(maxsize=10_000)
