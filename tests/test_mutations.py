@@ -161,8 +161,11 @@ MUTATIONS = mutants.read("""
     * the nucleus is a token short
         sampling._threshold: jnp.cumsum(prob_, axis=-1) - prob_ -> jnp.cumsum(prob_, axis=-1)
         test_every_parameter_and_all_together_in_one_batch_of_mixed_rows
+    * a node's processor follows drafts of other paths
+        by_token: jnp.where(is_taken, new, old) -> new
+        test_of_a_tree_each_node_follows_its_own_path
     a node is penalised for its own token
-        sampling._penalise: jnp.arange(K) < x_ -> jnp.arange(K) <= x_
+        penalties._apply: jnp.arange(K) < x_ -> jnp.arange(K) <= x_
         test_penalties_at_each_node_equal_a_recount_of_the_drafts_before_it
     each device writes as if it had all rows
         KVCache.write: P("batch") -> P()

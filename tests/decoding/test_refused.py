@@ -111,7 +111,7 @@ def traced_proposal(propose, num_draft=K):
     sampler = make_sampler([HOT, HOT], 2, V)
 
     def run(tokens, length):
-        context = system.context(tokens, length, sampler, None, sampler.seed, sampler.is_greedy)
+        context = system.context(tokens, length, sampler, sampler.seed, sampler.is_greedy)
         return decoding.propose(None, (), context, system)
 
     return jax.eval_shape(run, i32(2, 16), i32(2))

@@ -83,7 +83,7 @@ def test_the_drafts_of_each_row_come_from_its_own_memory():
     params = jax.tree.map(lambda *x: np.stack(x), *[memory.params for memory in memories])
     tokens, length = np.array([[0, 1]] * 2, np.int32), np.array([1, 1], np.int32)
     system = decoding.System(testing.toy_model(V), drafter, RULE, 2)
-    context = system.context(tokens, length, None, None, np.zeros(2, np.uint32), None)
+    context = system.context(tokens, length, None, np.zeros(2, np.uint32), None)
     proposal, _ = drafter.propose(params, (), context, 2)
     assert np.asarray(proposal.tokens).tolist() == [[2, 2], [0, 0]]
     assert np.asarray(drafter.num_updates(params, ())).tolist() == [1, 1]
