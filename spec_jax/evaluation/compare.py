@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import operator
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from spec_jax.evaluation.results import NONE, CategoryResult, CellResult, Counts
 from spec_jax.evaluation.timing import Timer, interleave
 from spec_jax.intervals import Interval, paired_speedup
 from spec_jax.loading import LoadedHead, LoadedModel, load_draft, load_model
+from spec_jax.named import to_rule
 from spec_jax.progress import Progress
 
 if TYPE_CHECKING:
@@ -401,7 +403,7 @@ def compare(
     temperatures: Sequence[float] = (0.0,),
     rules: Sequence[str] = ("residual",),
     copying_rules: Sequence[str] = ("match",),
-    rule: Rule | None = None,
+    rule: Rule | str | None = None,
     max_new_tokens: int = 64,
     batch: int = 1,
     repeats: int = 2,
@@ -424,7 +426,7 @@ def compare(
       temperatures: Of target and draft; at 0 decoding is greedy.
       rules: Acceptance rules above temperature 0 of drafts with logits.
       copying_rules: Those of drafts without logits, such as "ngram".
-      rule: A custom rule beside them.
+      rule: A custom rule beside them, or its ``module:NAME``.
       max_new_tokens: New tokens of every prompt.
       batch: Prompts that are decoded together.
       repeats: Turns of each batch; their median counts.
@@ -438,7 +440,9 @@ def compare(
       ConfigError: Drafts or values that cannot be compared.
       PromptError: A prompt that cannot be decoded.
     """
-    target = load_model(target) if isinstance(target, str) else target
+    target = load_model(target) if isinstance(target, str | os.PathLike) else target
+    trees, temperatures, rules = map(_several, (trees, temperatures, rules))
+    copying_rules, rule = _several(copying_rules), None if rule is None else to_rule(rule)
     named = name_drafts(target, drafts)
     if not prompts or batch < 1 or repeats < 1:
         raise ConfigError(
@@ -449,7 +453,7 @@ def compare(
     by_name = ks if isinstance(ks, Mapping) else dict.fromkeys(named, ks)
     if set(by_name) != set(named):
         raise ConfigError(f"ks are of {', '.join(by_name)}; the drafts are {', '.join(named)}")
-    by_name = {name: (k,) if isinstance(k, int) else tuple(k) for name, k in by_name.items()}
+    by_name = {name: _several(k) for name, k in by_name.items()}
     cells = make_cells(named, by_name, temperatures, rules, copying_rules, trees, rule)
     bench = Bench(target, named, ids, sampler, max_new_tokens, min(batch, len(ids)), rule=rule)
     notes: list[str] = []
@@ -484,9 +488,10 @@ def name_drafts(target: LoadedModel, drafts: Any) -> dict[str, Draft]:
       ConfigError: No draft, or something else.
     """
     if not isinstance(drafts, Mapping):
-        is_one = isinstance(drafts, str | LoadedModel | LoadedHead | Drafter)
-        given = [drafts] if is_one else list(drafts)
-        names = [draft if isinstance(draft, str) else draft.name for draft in given]
+        is_list = isinstance(drafts, list | tuple) and not isinstance(drafts, Drafter)
+        given = drafts if is_list else [drafts]
+        given = [str(draft) if isinstance(draft, os.PathLike) else draft for draft in given]
+        names = [getattr(draft, "name", str(draft)) for draft in given]
         drafts = {_unique(name, names[:i]): d for i, (name, d) in enumerate(zip(names, given))}
     if not drafts or PLAIN in drafts:
         raise ConfigError(f"drafts are {list(drafts)}; expected one or more, none named {PLAIN!r}")
@@ -502,6 +507,11 @@ def name_drafts(target: LoadedModel, drafts: Any) -> dict[str, Draft]:
                 f"Drafter, a name or path, or one of {', '.join(copying_methods())}"
             )
     return loaded
+
+
+def _several(values: Any) -> tuple[Any, ...]:
+    """Returns one value, or several, as a tuple."""
+    return (values,) if isinstance(values, str) or np.ndim(values) == 0 else tuple(values)
 
 
 def _unique(name: str, before: Collection[str]) -> str:

@@ -14,6 +14,7 @@ from spec_jax.evaluation import compare as comparing
 from spec_jax.evaluation.bench import Bench
 from spec_jax.evaluation.cells import Cell
 from spec_jax.evaluation.compare import Tally, name_drafts, results_of
+from spec_jax.testing import mock_model
 
 PROMPTS = ["x = 1", "import os", "def f(", "for i in"]
 
@@ -117,3 +118,18 @@ def test_what_cannot_be_compared_is_refused(pair, drafts, changes, message):
     prompts = changes.pop("prompts", PROMPTS)
     with pytest.raises((ConfigError, PromptError), match=message):
         spec_jax.compare(str(pair / "target"), drafts, prompts, **changes)
+
+
+@pytest.mark.parametrize("drafts", [3, None, [3]], ids=str)
+def test_what_is_no_draft_is_refused_by_type(drafts):
+    with pytest.raises(ConfigError, match="is of type .*; expected a model, a head"):
+        spec_jax.compare(mock_model(5, 0), drafts, [[1, 2]])
+
+
+def test_one_value_stands_for_a_list_of_it():
+    target = mock_model(5, 0)
+    draft = mock_model(5, 1)
+    options = dict(ks=np.int64(2), rules="residual", temperatures=1.0, has_costs=False)
+    comparison = spec_jax.compare(target, draft, [[1, 2], [3]], max_new_tokens=4, **options)
+    (cell,) = {r.cell for r in comparison.results if r.cell.k}
+    assert (cell.k, cell.rule, cell.temperature) == (2, "residual", 1.0)
