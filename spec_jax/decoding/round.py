@@ -125,8 +125,7 @@ def verify(
     logits, features, cache = target_pass(
         params, state.target, state.tokens, proposal.tokens, system, proposal.paths
     )
-    is_argmax = system.rule.is_greedy and not any(x.needs_processed for x in system.observers)
-    scores = score(logits, state.sampler, proposal, is_argmax=is_argmax)
+    scores = score(logits, state.sampler, proposal, is_argmax=system.reads_argmax)
     return scores.replace(features=features), state.replace(target=cache)
 
 

@@ -70,6 +70,11 @@ class System(NamedTuple):
         return learns and not (self.rule.is_coupled or self.rule.is_greedy)
 
     @property
+    def reads_argmax(self) -> bool:
+        """Whether rule and observers read no more of the target's scores than their argmax."""
+        return self.rule.is_greedy and not any(x.needs_processed for x in self.observers)
+
+    @property
     def needs_probs(self) -> bool:
         """Whether the rule or an observer reads ``Proposal.probs``."""
         return self.rule.needs_probs or any(x.needs_probs for x in self.observers)

@@ -17,7 +17,7 @@ from spec_jax import processes
 from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Drafter, Rule
 from spec_jax.data.tokens import looping_share
-from spec_jax.engine.request import encode_all, whole_slots
+from spec_jax.engine.request import encode_all, is_one_prompt, whole_slots
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
 from spec_jax.evaluation import costs as pass_costs
@@ -441,6 +441,10 @@ def compare(
       PromptError: A prompt that cannot be decoded.
     """
     target = load_model(target) if isinstance(target, str | os.PathLike) else target
+    prompts = [prompts] if is_one_prompt(prompts) else list(prompts)
+    if sampler.temperature:
+        t = sampler.temperature
+        raise ConfigError(f"sampler has temperature {t}; give temperatures={t}")
     trees, temperatures, rules = map(_several, (trees, temperatures, rules))
     copying_rules, rule = _several(copying_rules), None if rule is None else to_rule(rule)
     named = name_drafts(target, drafts)
@@ -449,7 +453,7 @@ def compare(
             f"there are {len(prompts)} prompts, batch is {batch} and repeats {repeats}; expected 1 "
             "or more of each"
         )
-    ids, _ = encode_all(target, list(prompts))
+    ids, _ = encode_all(target, prompts)
     by_name = ks if isinstance(ks, Mapping) else dict.fromkeys(named, ks)
     if set(by_name) != set(named):
         raise ConfigError(f"ks are of {', '.join(by_name)}; the drafts are {', '.join(named)}")

@@ -152,7 +152,7 @@ def accept_chain(
     rows = jnp.minimum(jnp.arange(system.num_draft + 1), ahead.n_draft[:, None])
     logits = jnp.take_along_axis(logits, rows[:, :, None], axis=1)
     chain = join_chain(ahead, block)
-    scores = decoding.score(logits, state.sampler, chain, is_argmax=system.rule.is_greedy)
+    scores = decoding.score(logits, state.sampler, chain, is_argmax=system.reads_argmax)
     verdict = decoding.accept(state, chain, scores, system)
     state, n_emit = decoding.emit(state, chain, scores, verdict, system, num_rows)
     is_whole = (verdict.n_accept == num_rows) & (n_emit == num_rows)

@@ -18,6 +18,7 @@ from spec_jax.contracts import Observer
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.queue import DecodeQueue
 from spec_jax.errors import ConfigError, ShapeError
+from spec_jax.overlap.overlap import Devices
 
 V, NEW = 7, 12
 PROMPTS = [[1, 2], [3], [4, 4, 0]]
@@ -97,6 +98,16 @@ def test_logprobs_equal_teacher_forcing_and_change_no_token(mocks, decoder, k):
         rounds, emitted, offered = row.seen["counts"]
         assert emitted == len(row.tokens) - 1 and rounds == row.stats.rounds
         assert offered == sum(row.stats.drafted_at)
+
+
+def test_overlapped_greedy_rows_have_the_log_probabilities_of_their_distribution(mocks):
+    """The greedy rule reads the argmax alone, the observer more."""
+    sides = Devices(*jax.devices()[:2])
+    config = SpeculativeConfig("standalone", 3, rejection_sampling_strategy="greedy")
+    decoder = SpeculativeDecoder(*mocks, config, devices=sides)
+    samplers = [SamplerConfig(), SamplerConfig(repetition_penalty=1.3)]
+    rows = decoder.generate(PROMPTS[:2], NEW, sampler=samplers, logprobs=True)
+    assert_logprobs(decoder.target, rows, PROMPTS[:2], samplers)
 
 
 @pytest.mark.exhaustive

@@ -126,10 +126,18 @@ def test_what_is_no_draft_is_refused_by_type(drafts):
         spec_jax.compare(mock_model(5, 0), drafts, [[1, 2]])
 
 
+def test_a_temperature_is_not_taken_from_the_sampler():
+    with pytest.raises(ConfigError, match="give temperatures=0.7"):
+        sampler = spec_jax.SamplerConfig(temperature=0.7)
+        spec_jax.compare(mock_model(5, 0), mock_model(5, 1), [[1, 2]], sampler=sampler)
+
+
 def test_one_value_stands_for_a_list_of_it():
     target = mock_model(5, 0)
     draft = mock_model(5, 1)
     options = dict(ks=np.int64(2), rules="residual", temperatures=1.0, has_costs=False)
     comparison = spec_jax.compare(target, draft, [[1, 2], [3]], max_new_tokens=4, **options)
+    single = spec_jax.compare(target, draft, [1, 2], max_new_tokens=4, ks=2, has_costs=False)
+    assert ": 1 prompts," in single.title
     (cell,) = {r.cell for r in comparison.results if r.cell.k}
     assert (cell.k, cell.rule, cell.temperature) == (2, "residual", 1.0)
