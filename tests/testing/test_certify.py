@@ -105,7 +105,7 @@ def test_a_rule_that_is_wrong_at_one_draft_only_is_caught(number):
 def test_the_loop_tests_the_drafts_of_a_vocabulary_that_is_too_large_to_enumerate():
     """Of 30 tokens no table holds a joint distribution, and rounds of 2 drafts are not proved."""
     run = certification._Run(
-        accepts_draft(2), standalone(testing.toy_model(30)), None, None, 1, 1e-6, 1e-6, 0
+        accepts_draft(2), standalone(testing.toy_model(30)), None, None, 1, 1e-6, 1e-6, 0, False, ()
     )
     run.rows = run.rows[:2]
     with pytest.raises(CertificateError, match=r"mean probability 0\.08\d+, .* 0\.09\d+ \("):
@@ -222,7 +222,7 @@ def eager(target):
 @pytest.mark.parametrize("has_memory", [True, False])
 def test_a_drafter_that_remembers_more_than_the_text_is_certified_if_that_is_said(has_memory):
     rule = spec_jax.named.to_rule("residual")
-    run = certification._Run(rule, eager, None, None, 1, 1e-6, 1e-6, 0, has_memory)
+    run = certification._Run(rule, eager, None, None, 1, 1e-6, 1e-6, 0, has_memory, ())
     run.rows = run.rows[:2]
     if not has_memory:
         with pytest.raises(CertificateError, match="pass has_memory=True"):
@@ -253,10 +253,10 @@ def test_a_drafter_that_reads_its_place_in_the_batch_is_caught():
 def test_top_p_before_temperature_is_caught(monkeypatch):
     threshold = sampling._threshold
 
-    def process(logits, sampler, counts, drafted, is_before, *, is_argmax):
+    def process(logits, sampler, drafted, is_before, *, is_argmax):
         """As ``sampling._process``, but the filters see the logits before the temperature."""
         warm = sampler.replace(filters=None)
-        x = honest(logits, warm, counts, drafted, is_before, is_argmax=is_argmax)
+        x = honest(logits, warm, drafted, is_before, is_argmax=is_argmax)
         if is_argmax or sampler.filters is None:
             return x
         t = jnp.where(sampler.is_greedy, 1.0, sampler.temperature)[:, None, None]
