@@ -330,6 +330,36 @@ class Drafter(NamedTuple):
         return f"Drafter({self.name!r}: {drafts} {'chains' if self.tree is None else 'trees'})"
 
 
+class Head(NamedTuple):
+    """A head as pure functions of ``params``, ``{"head": ..., "target": ...}``.
+
+    Attributes:
+      name: the name in messages and reports.
+      vocab_size: V of the target.
+      max_length: maximum tokens of a row; None means unbounded.
+      taps: the target's states that it reads, see ``transformer.forward``.
+      width: D of the head.
+      init_cache: ``(params, batch, slots) -> Cache``.
+      join: ``(params, features dtype[B,T,E]) -> dtype[B,T,D]``, the states of pairs.
+      feed: ``(params, state dtype[B,T,D], tokens i32[B,T], cache, window_offset, window_mask)
+        -> (dtype[B,T,D], cache)``, a pass over pairs.
+      recycle: ``(params, x dtype[...,D]) -> dtype[...,D]``, the state of the next pair, in place
+        of the target's.
+      unembed: ``(params, x dtype[...,D]) -> f32[...,V]``, -inf for what it cannot draft.
+    """
+
+    name: str
+    vocab_size: int
+    max_length: int | None
+    taps: tuple[int, ...]
+    width: int
+    init_cache: Callable[..., Any]
+    join: Callable[..., jax.Array]
+    feed: Callable[..., tuple[jax.Array, Any]]
+    recycle: Callable[..., jax.Array]
+    unembed: Callable[..., jax.Array]
+
+
 class Rule(NamedTuple):
     """An acceptance rule: a pure function of scores, proposal and noise.
 

@@ -22,9 +22,10 @@ from spec_jax.data.batches import Corpus, count_tokens, draft_vocabulary, window
 from spec_jax.drafters import registry
 from spec_jax.drafters.common.vocabulary import draft_ids
 from spec_jax.drafters.common.warm_start import from_target
-from spec_jax.drafters.loaded import LoadedHead, LoadedModel
+from spec_jax.drafters.loaded import LoadedHead
 from spec_jax.errors import ConfigError, TrainingError
 from spec_jax.meshes import mesh_of
+from spec_jax.models.loaded import LoadedModel
 from spec_jax.progress import Progress, is_watched
 from spec_jax.show import plots
 from spec_jax.train.objective import Batch, Objective, chain_rates, target_view

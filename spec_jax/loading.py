@@ -19,12 +19,13 @@ from spec_jax import hub, zoo
 from spec_jax.config import METHODS
 from spec_jax.drafters import registry
 from spec_jax.drafters.common.vocabulary import resized
-from spec_jax.drafters.loaded import LoadedHead, LoadedModel
+from spec_jax.drafters.loaded import LoadedHead
 from spec_jax.errors import ConfigError, ModelNotLoaded, WeightsError
 from spec_jax.meshes import to_mesh
 from spec_jax.models import checkpoint, transformer
 from spec_jax.models.families import read_config
 from spec_jax.models.files import foreign_files, read_json
+from spec_jax.models.loaded import LoadedModel
 from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.sharding import SHARDED, AxisRules
 

@@ -14,8 +14,9 @@ from experiments.benchmarks.shapes import check_slots, facts, listed, random_mod
 from experiments.benchmarks.table import Line, Result
 from experiments.run import cli
 from spec_jax.config import SpeculativeConfig
-from spec_jax.drafters.common.head import Head
+from spec_jax.contracts import Head
 from spec_jax.drafters.eagle.model import EagleConfig
+from spec_jax.drafters.loaded import head_of
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError
 from spec_jax.evaluation.passes import head_step, pass_timer, refresh_step, steps_timer
@@ -109,7 +110,7 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
         make_case(f"tree of {n + 1}", target, loaded, SpeculativeConfig("eagle", n, **shapes))
         for n in sizes
     ]
-    head = loaded.head(chain.decoder.system().target)
+    head = head_of(loaded, chain.decoder.system().target)
     prompt, plain = random_prompt(target, config), ("plain", "pass")
     makers = {
         plain: lambda: pass_timer(target.model, target.decoding_params(1), 1, config.slots, 1)

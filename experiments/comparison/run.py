@@ -20,6 +20,7 @@ from experiments.comparison.setup import Setup
 from experiments.run import cli, report
 from experiments.run.memory import device_peaks, peak_bytes
 from spec_jax.data.questions import Question
+from spec_jax.drafters.loaded import head_of
 from spec_jax.evaluation import profile, teacher_forced
 from spec_jax.evaluation.bench import Bench
 from spec_jax.evaluation.cells import Cell
@@ -127,7 +128,7 @@ def _results(
     forced = []
     for tally, result in zip(stage.tallies, results):
         cell, draft = tally.cell, setup.loaded.get(tally.cell.method)
-        is_head = draft is not None and draft.head(setup.target.model) is not None
+        is_head = draft is not None and head_of(draft, setup.target.model) is not None
         if is_head and not cell.tree and cell.is_greedy and cell.rule == "greedy":
             prompts = [stage.bench.prompts[i] for i in tally.rows]
             reached, accepted = teacher_forced.unrolled(

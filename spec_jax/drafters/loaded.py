@@ -1,4 +1,4 @@
-"""A model, or a head that drafts for one, with its weights: what a decoder is made of."""
+"""A head that drafts for a model, with its weights; and what a decoder takes of a draft."""
 
 from __future__ import annotations
 
@@ -7,125 +7,22 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spec_jax.contracts import Model
+from spec_jax.contracts import Head, Model
 from spec_jax.drafters import registry
-from spec_jax.drafters.common.head import Head
 from spec_jax.drafters.common.vocabulary import resized
 from spec_jax.errors import ConfigError
-from spec_jax.meshes import mesh_of, mesh_text, to_mesh
+from spec_jax.meshes import to_mesh
 from spec_jax.models import layout
-from spec_jax.models.families import AnyConfig, family_of
-from spec_jax.models.params import (
-    Params,
-    all_tables,
-    head_counts,
-    num_params,
-    placement,
-    table_placement,
-)
-from spec_jax.models.tokenizer import Tokenizer
+from spec_jax.models.loaded import LoadedModel, family_name, weight_facts
+from spec_jax.models.params import Params, head_counts, table_placement
 from spec_jax.sharding import SHARDED, AxisRules, kept_whole, place
-from spec_jax.show.summary import Shown, count_text
+from spec_jax.show.summary import Shown
 from spec_jax.tree import AnyTree
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class LoadedModel(Shown):
-    """A model's functions, its weights and its tokenizer.
-
-    Attributes:
-      name: where it was loaded from.
-      model: its functions.
-      params: its weights.
-      tokenizer: None: prompts are ids.
-      config: None for a custom model (see ``spec_jax.testing`` for small ones).
-      stop_tokens: ids that end a row.
-      method: the ``speculative_method`` that drafts with it.
-    """
-
-    name: str
-    model: Model
-    params: Params
-    tokenizer: Tokenizer | None = None
-    config: AnyConfig | None = None
-    stop_tokens: tuple[int, ...] = ()
-    method: str = "standalone"
-
-    @property
-    def max_length(self) -> int:
-        """Maximum tokens of a row, prompt and output together."""
-        return self.model.max_length
-
-    def decoding_params(self, num_rows: int | None = None) -> Params:
-        """The weights laid out for passes over ``num_rows`` tokens in total; None: any number.
-
-        On other devices than a CPU they are ``params`` itself, see ``models/layout.py``.
-        """
-        return self._by_rows(num_rows)
-
-    @functools.cached_property
-    def _by_rows(self) -> Callable[[int | None], Params]:
-        if self.config is None:
-            return lambda num_rows: self.params
-        is_tied = self.config.tie_word_embeddings
-        has_panels = family_of(self.config).has_panels
-        return layout.by_rows(self.params, is_tied=is_tied, has_panels=has_panels)
-
-    def on_mesh(self, mesh: Mesh | str, axis_rules: AxisRules = SHARDED) -> LoadedModel:
-        """Returns the model with its weights on a mesh, replicated for a model without a config.
-
-        Args:
-          mesh: the devices.
-          axis_rules: which dimensions are split.
-
-        Raises:
-          ConfigError: the mesh does not divide the heads of the model.
-        """
-        mesh = to_mesh(mesh)
-        sharding = NamedSharding(mesh, PartitionSpec())
-        if self.config is not None:
-            sharding = placement(self.name, self.config, mesh, axis_rules)
-        return dataclasses.replace(self, params=place(self.params, sharding))
-
-    def kept_whole(self, mesh: Mesh, axis_rules: AxisRules = SHARDED) -> list[str]:
-        """Returns a sentence for each size that the mesh does not divide, see ``on_mesh``."""
-        if self.config is None:
-            return []
-        counts, table = head_counts(self.config), all_tables(self.config)
-        return kept_whole(self.name, table, mesh, axis_rules, counts)
-
-    def draft_params(
-        self, target: Params, batch: int | None, num_draft: int, tree: AnyTree | None = None
-    ) -> Params:
-        """The parameters of the drafter that this model makes.
-
-        Args:
-          target: the target's parameters, for drafters that share some of them.
-          batch: number of rows that are decoded together; None: any.
-          num_draft: K.
-          tree: the shape of the drafts; None: a chain.
-        """
-        del target
-        return self.decoding_params(_num_rows(self.method, batch, num_draft, tree))
-
-    def head(self, target: Model) -> None:
-        """None: a model is no head."""
-
-    @property
-    def num_params(self) -> int | None:
-        return None if self.config is None else num_params(self.config)
-
-    def _facts(self) -> dict[str, str]:
-        facts = {"": repr(self.name)}
-        if self.config is not None:
-            facts["family"] = _family(self.config)
-            facts["layers"] = f"{self.config.num_hidden_layers} × {self.config.hidden_size}"
-        facts["vocabulary"] = f"{self.model.last_id + 1:,}"
-        return facts | _weights(self.params, self.num_params)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -225,13 +122,6 @@ class LoadedHead(Shown):
         layer, table = getattr(self.config, "layer", None), self.kind.table(self.config)
         return kept_whole(self.name, table, mesh, axis_rules, head_counts(layer))
 
-    def draft_params(
-        self, target: Params, batch: int | None, num_draft: int, tree: AnyTree | None = None
-    ) -> Params:
-        """The parameters of the drafter that this head makes, see ``LoadedModel``."""
-        head = self.decoding_params(_num_rows(self.method, batch, num_draft, tree))
-        return {"head": head, "target": target}
-
     @property
     def num_params(self) -> int:
         """Number of its own parameters, without those that it shares with the target."""
@@ -242,14 +132,10 @@ class LoadedHead(Shown):
         with contextlib.suppress(ConfigError):  # its kind is not registered
             facts["method"] = self.method
         if (layer := getattr(config, "layer", None)) is not None:
-            facts["layer"] = f"{_family(layer)} × {layer.hidden_size}"
+            facts["layer"] = f"{family_name(layer)} × {layer.hidden_size}"
         facts["target"] = f"{config.target_vocab_size:,} ids × {config.target_hidden_size}"
         facts["taps"] = ", ".join(map(str, config.taps))
-        return facts | _weights(self.params, self.num_params)
-
-    def head(self, target: Model) -> Head | None:
-        """Its functions for a target with its taps; None of modules that draft one step each."""
-        return self.kind.head and self.kind.head(self.config, target)
+        return facts | weight_facts(self.params, self.num_params)
 
     def save(
         self,
@@ -278,26 +164,36 @@ class LoadedHead(Shown):
         self.kind.write(self, pathlib.Path(directory), target, format=format, **options)
 
 
-def _family(config: AnyConfig) -> str:
-    name = type(config).__name__.removesuffix("Config").lower()
-    return getattr(config, "model_type", name)
+def head_of(draft: LoadedModel | LoadedHead, target: Model) -> Head | None:
+    """Returns the functions of a head that drafts every token, for a target with its taps.
+
+    Args:
+      draft: a draft of any kind.
+      target: the model that it drafts for.
+
+    Returns:
+      None for models, and for heads whose drafter is not made of a ``Head``.
+    """
+    kind = registry.find(draft.method)
+    return kind.head and kind.head(draft.config, target)
 
 
-def _weights(params: Params, count: int | None) -> dict[str, str]:
-    """What is known of a model's weights, in words."""
-    if params is None:
-        return {"weights": "none"}
-    leaves = [x for x in jax.tree.leaves(params) if hasattr(x, "dtype")]
-    count = sum(x.size for x in leaves) if count is None else count
-    facts = {"parameters": count_text(count)}
-    if leaves:
-        facts["dtype"] = max(leaves, key=lambda x: x.size).dtype.name
-    mesh = mesh_of(params)
-    if mesh is not None:
-        facts["mesh"] = mesh_text(mesh)
-    return facts
+def draft_params(
+    draft: LoadedModel | LoadedHead,
+    target: Params,
+    batch: int | None,
+    num_draft: int,
+    tree: AnyTree | None = None,
+) -> Any:
+    """Returns the parameters of the drafter that a draft makes, laid out for its passes.
 
-
-def _num_rows(method: str, batch: int | None, num_draft: int, tree) -> int | None:
-    width = registry.find(method).pass_width(num_draft, tree)
-    return None if batch is None else batch * width
+    Args:
+      draft: a draft of any kind.
+      target: the target's parameters, which heads share.
+      batch: number of rows that are decoded together; None: any.
+      num_draft: K.
+      tree: the shape of the drafts; None: a chain.
+    """
+    kind = registry.find(draft.method)
+    params = draft.decoding_params(batch and batch * kind.pass_width(num_draft, tree))
+    return {"head": params, "target": target} if kind.draft == "head" else params

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from spec_jax import decoding
 from spec_jax.compilation import Program
 from spec_jax.decoding import Chunk, DecodeState, Record, System
+from spec_jax.drafters.loaded import draft_params
 from spec_jax.drafters.suffix import History
 from spec_jax.engine.adaptive.runner import AdaptiveRunner, AdaptiveState, name_of_round
 from spec_jax.engine.request import Request
@@ -68,7 +69,7 @@ class Engine:
         target = self._target.decoding_params(None if batch is None else batch * (K + 1))
         draft = None
         if self.system.num_draft > 0 and self._draft is not None:
-            draft = self._draft.draft_params(target, batch, K, self.system.drafter.tree)
+            draft = draft_params(self._draft, target, batch, K, self.system.drafter.tree)
         elif self.system.num_draft > 0 and self._history is not None:
             draft = self._history.params
         return {"target": target, "draft": draft}

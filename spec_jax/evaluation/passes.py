@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from spec_jax.contracts import Drafter, Model
-from spec_jax.drafters.common.head import Head, head_drafter
+from spec_jax.contracts import Drafter, Head, Model
+from spec_jax.drafters.common.head import head_drafter
+from spec_jax.drafters.loaded import draft_params, head_of
 from spec_jax.drafters.standalone.model import FIRST_TOKENS
 from spec_jax.evaluation.timing import Timer, loop_timer
 from spec_jax.loading import LoadedHead, LoadedModel
@@ -232,7 +233,7 @@ def round_timer(
     params = target.decoding_params((k + 1) * batch)
     steps = [model_step(target.model, params, k + 1, slots, batch)]
     if num_passes:
-        params = draft.draft_params(params, batch, k)
+        params = draft_params(draft, params, batch, k)
         first, later = _draft_steps(target, draft, params, k, slots, batch)
         steps += [first, repeated(later, num_passes - 1)][:num_passes]
     return steps_timer(steps, batch, iterations)
@@ -245,11 +246,11 @@ def _draft_steps(target, draft, params, k, slots, batch):
             model_step, draft.model, params, slots=slots, batch=batch, scored=1
         )
         return step(width=FIRST_TOKENS), step(width=1)
-    head = draft.head(target.model)
+    head = head_of(draft, target.model)
     refresh = refresh_step(head_drafter(head), target.model, params, k + 1, slots, batch, head)
     return refresh, head_step(head, params, slots, batch)
 
 
 def can_time(draft: LoadedModel | LoadedHead, target: LoadedModel) -> bool:
     """Returns whether the passes of a draft can be timed apart from its drafter."""
-    return isinstance(draft, LoadedModel) or draft.head(target.model) is not None
+    return isinstance(draft, LoadedModel) or head_of(draft, target.model) is not None

@@ -13,10 +13,11 @@ from jax.sharding import Mesh
 from spec_jax import decoding
 from spec_jax.config import SamplerConfig, SpeculativeConfig, TreeConfig
 from spec_jax.drafters import registry
-from spec_jax.drafters.loaded import LoadedHead, LoadedModel
+from spec_jax.drafters.loaded import LoadedHead
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.models import transformer
 from spec_jax.models.families import AnyConfig
+from spec_jax.models.loaded import LoadedModel
 from spec_jax.models.params import init_params
 from spec_jax.planning.roofline import Setting
 from spec_jax.sampling import make_sampler

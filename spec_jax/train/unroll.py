@@ -17,7 +17,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from spec_jax.drafters.common.head import Head
+from spec_jax.contracts import Head
 from spec_jax.models.attention import block_size
 
 

@@ -16,6 +16,7 @@ from support.tiny_models import random_weights
 from support.tiny_tokenizers import letters
 
 from spec_jax import LoadedHead, LoadedModel, SpeculativeDecoder, load_draft
+from spec_jax.drafters import loaded as drafts
 from spec_jax.drafters.common.vocabulary import resized
 from spec_jax.errors import ConfigError
 from spec_jax.models import transformer
@@ -58,7 +59,7 @@ def test_a_head_drafts_the_same_tokens_for_a_target_of_other_padding(name, size,
     assert any(f"vocab_size {V}; the target has {size} ids" in note for note in moved.notes)
     logits = []
     for loaded, target in ((head, same), (moved, other)):
-        functions = loaded.head(transformer.model(target.config, loaded.config.taps, N))
+        functions = drafts.head_of(loaded, transformer.model(target.config, loaded.config.taps, N))
         params = {"head": loaded.params, "target": target.params}
         state = jnp.asarray(np.random.RandomState(0).randn(2, functions.width), jnp.float32)
         logits.append(np.asarray(functions.unembed(params, state)))

@@ -7,6 +7,7 @@ from support.pairs import tiny_pair
 from support.products import products
 
 from spec_jax import load_model
+from spec_jax.drafters.loaded import draft_params
 from spec_jax.evaluation import costs, passes
 
 SLOTS = 128
@@ -45,7 +46,7 @@ def test_a_timed_round_is_the_passes_of_a_round(pair, caught, k, num_passes):
     laid_out = target.decoding_params(k + 1)  # as the decoder lays weights out for such rounds
     expected = of_pass(target.model, laid_out, k + 1, k + 1)
     if num_passes:  # the first feeds two tokens and scores one
-        laid_out = draft.draft_params(laid_out, 1, k)
+        laid_out = draft_params(draft, laid_out, 1, k)
         later = of_pass(draft.model, laid_out, 1, 1)
         expected += of_pass(draft.model, laid_out, 2, 1) + (num_passes - 1) * later
     assert products(jax.make_jaxpr(run)(carry).jaxpr) == 3 * expected

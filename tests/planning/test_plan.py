@@ -13,13 +13,13 @@ import pytest
 from spec_jax import decoding
 from spec_jax import planning as plan
 from spec_jax.drafters.eagle.model import EagleConfig
-from spec_jax.drafters.loaded import LoadedModel
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.request import make_request
 from spec_jax.errors import ConfigError
 from spec_jax.meshes import make_mesh
 from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig
+from spec_jax.models.loaded import LoadedModel
 from spec_jax.models.params import num_params
 from spec_jax.planning.chips import CHIPS
 from spec_jax.sampling import make_sampler

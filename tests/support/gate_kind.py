@@ -9,8 +9,9 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from spec_jax import LoadedHead
+from spec_jax.contracts import Head
 from spec_jax.drafters import DrafterKind, Training
-from spec_jax.drafters.common.head import Head, NoCache
+from spec_jax.drafters.common.head import NoCache
 from spec_jax.models.params import ParamSpec
 
 GateConfig = dataclasses.make_dataclass(

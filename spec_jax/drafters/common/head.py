@@ -11,47 +11,16 @@ one module for every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from spec_jax.contracts import Context, Drafter
+from spec_jax.contracts import Context, Drafter, Head
 from spec_jax.drafters.common.chain import draft_chain
 from spec_jax.drafters.common.tree import draft_tree
 from spec_jax.tree import AnyTree, DynamicTree
-
-
-class Head(NamedTuple):
-    """A head as pure functions of ``params``, ``{"head": ..., "target": ...}``.
-
-    Attributes:
-      name: the name in messages and reports.
-      vocab_size: V of the target.
-      max_length: maximum tokens of a row; None means unbounded.
-      taps: the target's states that it reads, see ``transformer.forward``.
-      width: D of the head.
-      init_cache: ``(params, batch, slots) -> Cache``.
-      join: ``(params, features dtype[B,T,E]) -> dtype[B,T,D]``, the states of pairs.
-      feed: ``(params, state dtype[B,T,D], tokens i32[B,T], cache, window_offset, window_mask)
-        -> (dtype[B,T,D], cache)``, a pass over pairs.
-      recycle: ``(params, x dtype[...,D]) -> dtype[...,D]``, the state of the next pair, in place
-        of the target's.
-      unembed: ``(params, x dtype[...,D]) -> f32[...,V]``, -inf for what it cannot draft.
-    """
-
-    name: str
-    vocab_size: int
-    max_length: int | None
-    taps: tuple[int, ...]
-    width: int
-    init_cache: Callable[..., Any]
-    join: Callable[..., jax.Array]
-    feed: Callable[..., tuple[jax.Array, Any]]
-    recycle: Callable[..., jax.Array]
-    unembed: Callable[..., jax.Array]
 
 
 @flax.struct.dataclass

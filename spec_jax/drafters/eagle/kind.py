@@ -12,10 +12,11 @@ from spec_jax.drafters.eagle import model
 from spec_jax.drafters.eagle.checkpoint import read_head, write_head
 from spec_jax.drafters.eagle.formats import SPECULATORS, formats_of, head_json
 from spec_jax.drafters.eagle.model import EagleConfig
-from spec_jax.drafters.loaded import LoadedHead, LoadedModel
+from spec_jax.drafters.loaded import LoadedHead
 from spec_jax.drafters.registry import DrafterKind, Training, recycled_passes
 from spec_jax.errors import ConfigError
 from spec_jax.models.families import family_of
+from spec_jax.models.loaded import LoadedModel
 from spec_jax.tree import AnyTree
 
 # Keys and tensors of drafters that also join states by an ``fc`` and draft several tokens a pass:

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from spec_jax.contracts import Drafter, Model
-from spec_jax.drafters.common.head import Head, head_drafter
+from spec_jax.contracts import Drafter, Head, Model
+from spec_jax.drafters.common.head import head_drafter
 from spec_jax.drafters.common.vocabulary import draft_ids
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.kv import KVCache

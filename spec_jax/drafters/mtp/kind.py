@@ -8,15 +8,15 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from spec_jax.config import SpeculativeConfig
-from spec_jax.contracts import Drafter, Model
-from spec_jax.drafters.common.head import Head
-from spec_jax.drafters.loaded import LoadedHead, LoadedModel
+from spec_jax.contracts import Drafter, Head, Model
+from spec_jax.drafters.loaded import LoadedHead
 from spec_jax.drafters.mtp.checkpoint import read_mtp, write_mtp
 from spec_jax.drafters.mtp.formats import find_format
 from spec_jax.drafters.mtp.model import MtpConfig, check_mtp, init_mtp, mtp, mtp_head, mtp_table
 from spec_jax.drafters.registry import DrafterKind, DraftPass, Training, recycled_passes
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models.families import family_of
+from spec_jax.models.loaded import LoadedModel
 from spec_jax.tree import AnyTree
 
 

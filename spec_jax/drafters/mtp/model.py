@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from spec_jax.contracts import Drafter, Model
-from spec_jax.drafters.common.head import Head, head_drafter
+from spec_jax.contracts import Drafter, Head, Model
+from spec_jax.drafters.common.head import head_drafter
 from spec_jax.drafters.common.sequential import Modules, check_num_draft, sequential_drafter
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.kv import KVCache

@@ -1,0 +1,123 @@
+"""A model with its weights and its tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from spec_jax.contracts import Model
+from spec_jax.meshes import mesh_of, mesh_text, to_mesh
+from spec_jax.models import layout
+from spec_jax.models.families import AnyConfig, family_of
+from spec_jax.models.params import Params, all_tables, head_counts, num_params, placement
+from spec_jax.models.tokenizer import Tokenizer
+from spec_jax.sharding import SHARDED, AxisRules, kept_whole, place
+from spec_jax.show.summary import Shown, count_text
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class LoadedModel(Shown):
+    """A model's functions, its weights and its tokenizer.
+
+    Attributes:
+      name: where it was loaded from.
+      model: its functions.
+      params: its weights.
+      tokenizer: None: prompts are ids.
+      config: None for a custom model (see ``spec_jax.testing`` for small ones).
+      stop_tokens: ids that end a row.
+      method: the name of the drafter kind that drafts with it, where it is a draft.
+    """
+
+    name: str
+    model: Model
+    params: Params
+    tokenizer: Tokenizer | None = None
+    config: AnyConfig | None = None
+    stop_tokens: tuple[int, ...] = ()
+    method: str = "standalone"
+
+    @property
+    def max_length(self) -> int:
+        """Maximum tokens of a row, prompt and output together."""
+        return self.model.max_length
+
+    def decoding_params(self, num_rows: int | None = None) -> Params:
+        """The weights laid out for passes over ``num_rows`` tokens in total; None: any number.
+
+        On other devices than a CPU they are ``params`` itself, see ``models/layout.py``.
+        """
+        return self._by_rows(num_rows)
+
+    @functools.cached_property
+    def _by_rows(self) -> Callable[[int | None], Params]:
+        if self.config is None:
+            return lambda num_rows: self.params
+        is_tied = self.config.tie_word_embeddings
+        has_panels = family_of(self.config).has_panels
+        return layout.by_rows(self.params, is_tied=is_tied, has_panels=has_panels)
+
+    def on_mesh(self, mesh: Mesh | str, axis_rules: AxisRules = SHARDED) -> LoadedModel:
+        """Returns the model with its weights on a mesh, replicated for a model without a config.
+
+        Args:
+          mesh: the devices.
+          axis_rules: which dimensions are split.
+
+        Raises:
+          ConfigError: the mesh does not divide the heads of the model.
+        """
+        mesh = to_mesh(mesh)
+        sharding = NamedSharding(mesh, PartitionSpec())
+        if self.config is not None:
+            sharding = placement(self.name, self.config, mesh, axis_rules)
+        return dataclasses.replace(self, params=place(self.params, sharding))
+
+    def kept_whole(self, mesh: Mesh, axis_rules: AxisRules = SHARDED) -> list[str]:
+        """Returns a sentence for each size that the mesh does not divide, see ``on_mesh``."""
+        if self.config is None:
+            return []
+        counts, table = head_counts(self.config), all_tables(self.config)
+        return kept_whole(self.name, table, mesh, axis_rules, counts)
+
+    @property
+    def num_params(self) -> int | None:
+        return None if self.config is None else num_params(self.config)
+
+    def _facts(self) -> dict[str, str]:
+        facts = {"": repr(self.name)}
+        if self.config is not None:
+            facts["family"] = family_name(self.config)
+            facts["layers"] = f"{self.config.num_hidden_layers} × {self.config.hidden_size}"
+        facts["vocabulary"] = f"{self.model.last_id + 1:,}"
+        return facts | weight_facts(self.params, self.num_params)
+
+
+def family_name(config: AnyConfig) -> str:
+    """Returns the name of a config's family, for tables."""
+    name = type(config).__name__.removesuffix("Config").lower()
+    return getattr(config, "model_type", name)
+
+
+def weight_facts(params: Params, count: int | None) -> dict[str, str]:
+    """Returns what is known of weights, in words.
+
+    Args:
+      params: the weights, or None.
+      count: the number of parameters; None: of the weights' elements.
+    """
+    if params is None:
+        return {"weights": "none"}
+    leaves = [x for x in jax.tree.leaves(params) if hasattr(x, "dtype")]
+    count = sum(x.size for x in leaves) if count is None else count
+    facts = {"parameters": count_text(count)}
+    if leaves:
+        facts["dtype"] = max(leaves, key=lambda x: x.size).dtype.name
+    mesh = mesh_of(params)
+    if mesh is not None:
+        facts["mesh"] = mesh_text(mesh)
+    return facts
