@@ -97,7 +97,7 @@ def training_jobs(config: ConfigDict) -> Iterator[tuple[Topology, plan.TrainJob]
     """Yields every combination of training steps to plan."""
     target = find_config(config.target)
     draft = find_draft(config.draft, target, config.draft_vocab_size)
-    is_head = draft is not None and kind_of_draft(draft).draft == "head"
+    is_head = draft is not None and kind_of_draft(draft).head is not None
     head = draft if is_head else None
     topologies = [Topology.parse(name) for name in config.topology.split(",")]
     what = "to train, which is planned by compiling for TPUs alone"

@@ -128,7 +128,7 @@ def initializer(
     """
 
     def init(key, target_params):
-        params, _ = objective.split(kind.init_params(config, key, "float32"))
+        params, _ = objective.split(kind.head.init_params(config, key, "float32"))
         if not is_warm_start:
             return params
         return from_target(params, target_params, target.config, draft_ids(constants))

@@ -153,7 +153,7 @@ def _kind(
     except SpecJaxError as error:
         notes.append(str(error))
         return "weights", None, None
-    if kind.draft == "head":
+    if kind.head is not None:
         notes.append("load_draft(…, target) reads it, for a target of its width and vocabulary")
         return kind.name, None, None
     return "model", *_read(directory, num_tensors)

@@ -161,17 +161,19 @@ def load_draft(
     directory, mesh = find_directory(name_or_path), to_mesh(mesh)
     kind = registry.find(method) if method is not None else registry.detect(directory)
     dtype = _check_dtype(target.params["embed"].dtype if dtype is None else dtype)
-    if kind.draft == "model":
+    if kind.drafting.draft == "model":
         if overrides:
             raise ConfigError(f"{name_or_path} is a model; {', '.join(overrides)} is for heads")
         model = load_model(name_or_path, dtype, mesh=mesh, axis_rules=axis_rules)
         return dataclasses.replace(model, method=kind.name)
-    if kind.read is None:
-        raise ConfigError(f"method {kind.name!r} has no weights to load: its kind has no `read`")
-    in_parts = mesh is not None and kind.reads_in_parts
+    if kind.format.read is None:
+        raise ConfigError(
+            f"method {kind.name!r} has no weights to load: its kind's `format` has no `read`"
+        )
+    in_parts = mesh is not None and kind.format.reads_in_parts
     where = {"mesh": mesh, "axis_rules": axis_rules} if in_parts else {}
     as_stated, notes = _with_stated_padding(directory, target)
-    head = kind.read(directory, as_stated, dtype, **where, **overrides)
+    head = kind.format.read(directory, as_stated, dtype, **where, **overrides)
     head = dataclasses.replace(head, name=str(name_or_path), notes=(*notes, *head.notes))
     if as_stated is not target:
         head, in_parts = head.with_vocab(target.config.vocab_size), False
@@ -243,7 +245,8 @@ def random_head(
     """
     kind = registry.kind_of(config)
     name = getattr(config, "name", kind.name)
-    return LoadedHead(f"random {name}", config, kind.init_params(config, key, _check_dtype(dtype)))
+    params = kind.head.init_params(config, key, _check_dtype(dtype))
+    return LoadedHead(f"random {name}", config, params)
 
 
 def find_directory(name_or_path: str | pathlib.Path) -> pathlib.Path:
@@ -307,7 +310,7 @@ def _explain_a_draft(name: str | pathlib.Path, directory: pathlib.Path, error: E
         kind = registry.detect(directory)
     except (ConfigError, WeightsError):
         return
-    if kind.draft == "head":
+    if kind.head is not None:
         raise WeightsError(
             f"{name} is no model: it holds a draft of the kind {kind.name!r}, which is loaded for "
             f"its target: load_draft({str(name)!r}, target)"

@@ -74,10 +74,9 @@ class HeadSpec(NamedTuple):
         Raises:
           ConfigError: The mesh does not divide the heads of the layer.
         """
-        table = registry.kind_of(self.config).table(self.config)
-        return table_placement(
-            self.name, getattr(self.config, "layer", None), table, mesh, axis_rules
-        )
+        table = registry.kind_of(self.config).head.table(self.config)
+        layer = registry.layer_of(self.config)
+        return table_placement(self.name, layer, table, mesh, axis_rules)
 
     def loaded(self, params) -> LoadedHead:
         """Returns the head as the decoder takes it."""
@@ -91,7 +90,7 @@ class HeadSpec(NamedTuple):
         """
         kind = registry.kind_of(self.config)
         asked, num_draft = config.export_format or None, config.eval.num_draft
-        return kind.pick_format(self.config, target, asked, num_draft)
+        return kind.format.pick(self.config, target, asked, num_draft)
 
     def export(self, folder: pathlib.Path, params, target: LoadedModel, config: ConfigDict):
         """Writes the head in the format that the config names."""

@@ -6,11 +6,27 @@
 from spec_jax.drafters.eagle.kind import EAGLE
 from spec_jax.drafters.mtp.kind import MTP
 from spec_jax.drafters.ngram import NGRAM
-from spec_jax.drafters.registry import DrafterKind, Training, register
+from spec_jax.drafters.registry import (
+    DrafterKind,
+    DraftFormat,
+    Drafting,
+    DraftPass,
+    HeadSpec,
+    Training,
+    register,
+)
 from spec_jax.drafters.standalone.model import STANDALONE
 from spec_jax.drafters.suffix import SUFFIX
 
-__all__ = ["DrafterKind", "Training", "register"]
+__all__ = [
+    "DraftFormat",
+    "DraftPass",
+    "DrafterKind",
+    "Drafting",
+    "HeadSpec",
+    "Training",
+    "register",
+]
 
 for _kind in (STANDALONE, NGRAM, SUFFIX, EAGLE, MTP):
     register(_kind)

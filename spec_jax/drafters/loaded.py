@@ -63,7 +63,7 @@ class LoadedHead(Shown):
         Raises:
           WeightsError: a weight that is missing or of another shape; it is named.
         """
-        self.kind.check_params(self.config, self.params, f"head {self.name}: ")
+        self.kind.head.check_params(self.config, self.params, f"head {self.name}: ")
 
     @property
     def max_length(self) -> int:
@@ -76,12 +76,12 @@ class LoadedHead(Shown):
 
     @functools.cached_property
     def _by_rows(self) -> Callable[[int | None], Params]:
-        return layout.by_rows(self.params, has_panels=self.kind.has_panels(self.config))
+        return layout.by_rows(self.params, has_panels=self.kind.head.has_panels(self.config))
 
     def on_mesh(self, mesh: Mesh | str, axis_rules: AxisRules = SHARDED) -> LoadedHead:
         """Returns the head with its weights on a mesh, see ``LoadedModel``."""
         mesh = to_mesh(mesh)
-        layer, table = getattr(self.config, "layer", None), self.kind.table(self.config)
+        layer, table = registry.layer_of(self.config), self.kind.head.table(self.config)
         shardings = table_placement(self.name, layer, table, mesh, axis_rules)
 
         def put(sharding, params):
@@ -100,7 +100,7 @@ class LoadedHead(Shown):
         Args:
           vocab_size: V of the target.
         """
-        old, layer = self.config.target_vocab_size, getattr(self.config, "layer", None)
+        old, layer = self.config.target_vocab_size, registry.layer_of(self.config)
         changes = {"target_vocab_size": vocab_size}
         if layer is not None and layer.vocab_size == old:
             changes["layer"] = dataclasses.replace(layer, vocab_size=vocab_size)
@@ -113,13 +113,13 @@ class LoadedHead(Shown):
                     params = resized(params, axis, vocab_size)
             return params
 
-        params = put(self.kind.table(self.config), self.params)
+        params = put(self.kind.head.table(self.config), self.params)
         config = dataclasses.replace(self.config, **changes)
         return dataclasses.replace(self, config=config, params=params)
 
     def kept_whole(self, mesh: Mesh, axis_rules: AxisRules = SHARDED) -> list[str]:
         """Returns a sentence for each size that the mesh does not divide, see ``on_mesh``."""
-        layer, table = getattr(self.config, "layer", None), self.kind.table(self.config)
+        layer, table = registry.layer_of(self.config), self.kind.head.table(self.config)
         return kept_whole(self.name, table, mesh, axis_rules, head_counts(layer))
 
     @property
@@ -131,7 +131,7 @@ class LoadedHead(Shown):
         config, facts = self.config, {"": repr(self.name)}
         with contextlib.suppress(ConfigError):  # its kind is not registered
             facts["method"] = self.method
-        if (layer := getattr(config, "layer", None)) is not None:
+        if (layer := registry.layer_of(config)) is not None:
             facts["layer"] = f"{family_name(layer)} × {layer.hidden_size}"
         facts["target"] = f"{config.target_vocab_size:,} ids × {config.target_hidden_size}"
         facts["taps"] = ", ".join(map(str, config.taps))
@@ -157,11 +157,15 @@ class LoadedHead(Shown):
           num_speculative_tokens: tokens drafted a round, for formats that state it.
 
         Raises:
-          ConfigError: the format cannot express the head's config.
+          ConfigError: the format cannot express the head's config, or the kind has none.
           WeightsError: a weight is missing or has another shape.
         """
         options = {"dtype": dtype, "num_speculative_tokens": num_speculative_tokens}
-        self.kind.write(self, pathlib.Path(directory), target, format=format, **options)
+        if self.kind.format.write is None:
+            raise ConfigError(
+                f"{self.name} cannot be saved: its kind {self.method!r} has no `write`"
+            )
+        self.kind.format.write(self, pathlib.Path(directory), target, format=format, **options)
 
 
 def head_of(draft: LoadedModel | LoadedHead, target: Model) -> Head | None:
@@ -174,8 +178,8 @@ def head_of(draft: LoadedModel | LoadedHead, target: Model) -> Head | None:
     Returns:
       None for models, and for heads whose drafter is not made of a ``Head``.
     """
-    kind = registry.find(draft.method)
-    return kind.head and kind.head(draft.config, target)
+    spec = registry.find(draft.method).head
+    return spec and spec.functions and spec.functions(draft.config, target)
 
 
 def draft_params(
@@ -194,6 +198,7 @@ def draft_params(
       num_draft: K.
       tree: the shape of the drafts; None: a chain.
     """
-    kind = registry.find(draft.method)
-    params = draft.decoding_params(batch and batch * kind.pass_width(num_draft, tree))
-    return {"head": params, "target": target} if kind.draft == "head" else params
+    drafting = registry.find(draft.method).drafting
+    num_rows = None if batch is None else batch * drafting.width(draft.config, num_draft, tree)
+    params = draft.decoding_params(num_rows)
+    return {"head": params, "target": target} if drafting.draft == "head" else params

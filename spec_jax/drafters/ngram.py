@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from spec_jax.contracts import Context, Drafter, Proposal
 from spec_jax.drafters.model_free import model_free
-from spec_jax.drafters.registry import DrafterKind
+from spec_jax.drafters.registry import DrafterKind, Drafting
 
 
 def lookup(
@@ -63,7 +63,8 @@ def ngram(ngram_max: int = 3, ngram_min: int = 1) -> Drafter:
 
 NGRAM = DrafterKind(
     name="ngram",
-    draft="none",
-    passes=lambda config, num_draft, tree: (),
-    drafter=lambda draft, target, config: ngram(config.ngram.max, config.ngram.min),
+    drafting=Drafting(
+        draft="none",
+        drafter=lambda draft, target, config: ngram(config.ngram.max, config.ngram.min),
+    ),
 )

@@ -19,15 +19,15 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from spec_jax.config import METHODS
-from spec_jax.contracts import Drafter, Model
-from spec_jax.drafters.common.head import Head, head_drafter
+from spec_jax.contracts import Drafter, Head, Model
+from spec_jax.drafters.common.head import head_drafter
 from spec_jax.errors import ConfigError, did_you_mean
 from spec_jax.models.checks import shown
 from spec_jax.models.families import family_of
 from spec_jax.models.files import read_json
-from spec_jax.models.params import Params, ParamSpec, check_weights, init_table
+from spec_jax.models.params import Params, check_weights, init_table, shapes_of
 from spec_jax.models.tensors import open_tensors
-from spec_jax.tree import AnyTree, DynamicTree, Tree
+from spec_jax.tree import AnyTree, DynamicTree
 
 
 class HeadConfig(Protocol):
@@ -38,12 +38,20 @@ class HeadConfig(Protocol):
       target_hidden_size: D of the target.
       target_vocab_size: V.
       max_length: maximum tokens of a row, prompt and output together.
+
+    A config may also have ``layer``, the ``ModelConfig`` of its layers (see ``layer_of``), and
+    ``name``, for reports.
     """
 
     taps: tuple[int, ...]
     target_hidden_size: int
     target_vocab_size: int
     max_length: int
+
+
+def layer_of(config: HeadConfig) -> Any:
+    """The config of a head's layers, as many as share a cache; None if they have no cache."""
+    return getattr(config, "layer", None)
 
 
 class DraftPass(NamedTuple):
@@ -54,7 +62,7 @@ class DraftPass(NamedTuple):
       width: tokens that it feeds in each row.
       scored: how many of them are given logits.
       count: how many there are.
-      part: the key of ``DrafterKind.parts`` whose weights and cache it goes through; None: the
+      part: the key of ``HeadSpec.parts`` whose weights and cache it goes through; None: the
         first.
       unread: beginnings of the names of that part's weights that it does not read.
     """
@@ -117,84 +125,78 @@ class Training:
     trains: Callable[[Any], bool] = lambda config: True
 
 
-def _widest_pass(num_draft: int, tree: Tree | DynamicTree | None) -> int:
-    """Tokens a row of a head's widest pass: the refresh, or a level of the tree."""
-    return 1 + (num_draft if tree is None else max(tree.depth, tree.max_level_fed))
-
-
 @functools.cache
-def _recycled(head, config, target: Model, tree) -> Drafter:
-    return head_drafter(head(config, target), tree)
+def _recycled(functions, config, target: Model, tree) -> Drafter:
+    return head_drafter(functions(config, target), tree)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DrafterKind:
-    """A kind of drafter.
-
-    The fields from ``config_class`` on are for heads; ``config`` stands for an object of it.
+class Drafting:
+    """How a kind drafts.
 
     Attributes:
-      name: the ``speculative_method`` that drafts with it.
       draft: what a decoder needs beside the target: "head", "model" or "none".
       drafter: ``(draft, target, config) -> Drafter`` from a ``LoadedHead``, ``LoadedModel`` or
         None, the target's ``Model`` with the head's taps and the ``SpeculativeConfig``. None: the
-        usual drafter of ``head``, see ``drafters/common/head.py``.
+        usual drafter of ``HeadSpec.functions``, see ``drafters/common/head.py``.
       passes: ``(config, num_draft, tree) -> [DraftPass]``, what a round runs beside the verify
-        pass, of the config of a draft model or a head.
-      pass_width: ``(num_draft, tree) -> int``, maximum tokens a row that one pass of it feeds.
+        pass, of the config of a draft model or a head; read it by ``round_passes``. None: none for
+        a kind that needs no draft, and otherwise ``recycled_passes``.
+      pass_width: ``(num_draft, tree) -> int``, the tokens a row that weights are laid out for;
+        None: those of the widest pass.
       history: ``(config) -> suffix.History``, what keeps the past outputs that are the drafter's
         parameters; None: it reads none.
-      detect: ``(hf, names) -> bool``, whether a directory with this config.json and tensors of
-        these names holds such a draft.
-      config_class: the type of their configs, see ``HeadConfig``.
-      head: ``(config, target) -> Head``, or None where one such head does not draft every token.
-      table: ``(config) -> {name: ParamSpec}``, nested as the parameters are.
-      parts: ``(config) -> {key: table}``, parts of the head that each have a cache; None: the
-        whole ``table`` under the key "".
-      init: ``(config, key, dtype) -> params``; None: all parameters of a flat ``table``. A
-        parameter ``d2t`` is a reduced vocabulary, filled from the data and not trained.
-      check: ``(config, params, owner)``, raises WeightsError where the parameters are not those of
-        the config; None: by a flat ``table``.
-      has_panels: ``(config) -> bool``, whether every matrix but embeddings is applied by
-        ``layout.matmul``.
-      read: ``(directory, target, dtype, **overrides) -> LoadedHead``, ``target`` being the
-        ``LoadedModel`` that it drafts for.
-      reads_in_parts: ``read`` also takes the keywords ``mesh`` and ``axis_rules`` and places the
-        weights there; heads of other kinds are read whole before they are placed.
-      write: ``(head, directory, target, *, format, dtype, num_speculative_tokens)``, the opposite;
-        ``format`` may be None.
-      pick_format: ``(config, target, format, num_speculative_tokens) -> format`` that is written.
-        Raises ConfigError if no format can express the config.
-      training: how they are trained, by the objective's name.
     """
 
-    name: str
     draft: str = "head"
     drafter: Callable[..., Drafter] | None = None
-    passes: Callable[..., Sequence[DraftPass]] = recycled_passes
-    pass_width: Callable[[int, Tree | DynamicTree | None], int] = _widest_pass
+    passes: Callable[..., Sequence[DraftPass]] | None = None
+    pass_width: Callable[[int, AnyTree | None], int] | None = None
     history: Callable[[Any], Any] | None = None
-    detect: Callable[[Mapping[str, Any], AbstractSet[str]], bool] = lambda hf, names: False
-    config_class: type | None = None
-    head: Callable[[Any, Model], Head | None] | None = None
-    table: Callable[[Any], Mapping[str, ParamSpec]] | None = None
-    parts: Callable[[Any], Mapping[str, Mapping[str, ParamSpec]]] | None = None
+
+    def round_passes(
+        self, config: Any, num_draft: int, tree: AnyTree | None = None
+    ) -> Sequence[DraftPass]:
+        """Returns what a round runs beside the verify pass, see ``passes``."""
+        if self.passes is not None:
+            return self.passes(config, num_draft, tree)
+        return () if self.draft == "none" else recycled_passes(config, num_draft, tree)
+
+    def width(self, config: Any, num_draft: int, tree: AnyTree | None) -> int:
+        """Returns the tokens a row that weights are laid out for, see ``pass_width``."""
+        if self.pass_width is not None:
+            return self.pass_width(num_draft, tree)
+        return max(one.width for one in self.round_passes(config, num_draft, tree))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadSpec:
+    """What the heads of a kind are; ``config`` stands for an object of ``config_class``.
+
+    Attributes:
+      config_class: the type of their configs, see ``HeadConfig``.
+      table: ``(config) -> {name: ParamSpec}``, nested as the parameters are.
+      functions: ``(config, target) -> Head``, or None where one such head does not draft every
+        token; None: no config of the kind has one.
+      parts: ``(config) -> {key: table}``, parts of the head that each have a cache; None: the
+        whole ``table`` under the key "".
+      init: ``(config, key, dtype) -> params``; None: all parameters of ``table``. A parameter
+        ``d2t`` is a reduced vocabulary, filled from the data and not trained.
+      check: ``(config, params, owner)``, raises WeightsError where the parameters are not those of
+        the config; None: by ``table``.
+      has_panels: ``(config) -> bool``, whether every matrix but embeddings is applied by
+        ``layout.matmul``.
+    """
+
+    config_class: type
+    table: Callable[[Any], Mapping[str, Any]]
+    functions: Callable[[Any, Model], Head | None] | None = None
+    parts: Callable[[Any], Mapping[str, Mapping[str, Any]]] | None = None
     init: Callable[..., Params] | None = None
     check: Callable[..., None] | None = None
     has_panels: Callable[[Any], bool] = lambda config: False
-    read: Callable[..., Any] | None = None
-    reads_in_parts: bool = False
-    write: Callable[..., None] | None = None
-    pick_format: Callable[..., str | None] = lambda config, target, format, num_tokens: format
-    training: Mapping[str, Training] = dataclasses.field(default_factory=dict)
 
-    def make_drafter(self, draft: Any, target: Model, config: Any) -> Drafter:
-        """The drafter, see ``drafter``."""
-        if self.drafter is not None:
-            return self.drafter(draft, target, config)
-        return _recycled(self.head, draft.config, target, config.tree_shape)
-
-    def parts_of(self, config: HeadConfig) -> Mapping[str, Mapping[str, ParamSpec]]:
+    def parts_of(self, config: HeadConfig) -> Mapping[str, Mapping[str, Any]]:
         """The tables of the parts of a head, see ``parts``."""
         return {"": self.table(config)} if self.parts is None else self.parts(config)
 
@@ -208,8 +210,56 @@ class DrafterKind:
         """Checks the parameters of a head, see ``check``; ``owner`` begins the message."""
         if self.check is not None:
             return self.check(config, params, owner)
-        shapes = {name: spec.shape for name, spec in self.table(config).items()}
-        return check_weights(params, shapes, owner)
+        return check_weights(params, shapes_of(self.table(config)), owner)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftFormat:
+    """How the directories of a kind are recognised, read and written.
+
+    Attributes:
+      detect: ``(hf, names) -> bool``, whether a directory with this config.json and tensors of
+        these names holds such a draft.
+      read: ``(directory, target, dtype, **overrides) -> LoadedHead``, ``target`` being the
+        ``LoadedModel`` that it drafts for; None: heads of the kind are made, not loaded.
+      reads_in_parts: ``read`` also takes the keywords ``mesh`` and ``axis_rules`` and places the
+        weights there; heads of other kinds are read whole before they are placed.
+      write: ``(head, directory, target, *, format, dtype, num_speculative_tokens)``, the opposite;
+        ``format`` may be None.
+      pick: ``(config, target, format, num_speculative_tokens) -> format`` that is written. Raises
+        ConfigError if no format can express the config.
+    """
+
+    detect: Callable[[Mapping[str, Any], AbstractSet[str]], bool] = lambda hf, names: False
+    read: Callable[..., Any] | None = None
+    reads_in_parts: bool = False
+    write: Callable[..., None] | None = None
+    pick: Callable[..., str | None] = lambda config, target, format, num_tokens: format
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrafterKind:
+    """A kind of drafter.
+
+    Attributes:
+      name: the ``speculative_method`` that drafts with it.
+      drafting: how it drafts.
+      head: what its heads are; None: it has none.
+      format: how its directories are read and written.
+      training: how its heads are trained, by the objective's name.
+    """
+
+    name: str
+    drafting: Drafting = Drafting()
+    head: HeadSpec | None = None
+    format: DraftFormat = DraftFormat()
+    training: Mapping[str, Training] = dataclasses.field(default_factory=dict)
+
+    def make_drafter(self, draft: Any, target: Model, config: Any) -> Drafter:
+        """The drafter, see ``Drafting.drafter``."""
+        if self.drafting.drafter is not None:
+            return self.drafting.drafter(draft, target, config)
+        return _recycled(self.head.functions, draft.config, target, config.tree_shape)
 
 
 _KINDS: dict[str, DrafterKind] = {}
@@ -228,26 +278,30 @@ def register(kind: DrafterKind) -> DrafterKind:
       ConfigError: the record lacks what a drafter is made of, or another kind has the same config
         class or an objective of the same name.
     """
-    if kind.draft not in _SOURCES:
-        raise ConfigError(f"draft is {kind.draft!r}; expected one of {', '.join(_SOURCES)}")
-    if kind.drafter is None and (kind.draft != "head" or kind.head is None):
-        raise ConfigError(f"drafter kind {kind.name!r} has no `drafter`, and no `head` to make one")
-    if kind.draft == "head" and kind.config_class is None:
-        raise ConfigError(f"drafter kind {kind.name!r} is of heads and has no `config_class`")
+    drafting, head = kind.drafting, kind.head
+    if drafting.draft not in _SOURCES:
+        raise ConfigError(f"draft is {drafting.draft!r}; expected one of {', '.join(_SOURCES)}")
+    if (head is not None) != (drafting.draft == "head"):
+        lacks = "a `head`, and drafts without one" if head else "no `head`, and drafts with one"
+        raise ConfigError(f"drafter kind {kind.name!r} has {lacks}: draft is {drafting.draft!r}")
+    if drafting.drafter is None and (head is None or head.functions is None):
+        raise ConfigError(
+            f"drafter kind {kind.name!r} has no `drafter`, and no `functions` of a head to make one"
+        )
     for other in _KINDS.values():
         if other.name == kind.name:
             continue
-        if kind.config_class is not None and kind.config_class is other.config_class:
+        if head is not None and other.head and other.head.config_class is head.config_class:
             raise ConfigError(
                 f"drafter kind {kind.name!r} has the config class of {other.name!r}, "
-                f"{kind.config_class.__name__}; expected one of its own"
+                f"{head.config_class.__name__}; expected one of its own"
             )
         taken = sorted(set(kind.training) & set(other.training))
         if taken:
             raise ConfigError(
                 f"drafter kind {kind.name!r} has objectives of {other.name!r}: {', '.join(taken)}"
             )
-    METHODS[kind.name] = kind.draft == "none"
+    METHODS[kind.name] = drafting.draft == "none"
     _KINDS[kind.name] = kind
     return kind
 
@@ -277,13 +331,13 @@ def kind_of(config: HeadConfig) -> DrafterKind:
     Raises:
       ConfigError: there is none.
     """
-    for kind in _KINDS.values():
-        if kind.config_class is type(config):
-            return kind
-    known = (kind.config_class.__name__ for kind in _KINDS.values() if kind.config_class)
-    raise ConfigError(
-        f"no drafter kind has heads of a {type(config).__name__}; known: {', '.join(known)}"
-    )
+    heads = {kind.head.config_class: kind for kind in _KINDS.values() if kind.head}
+    if type(config) not in heads:
+        raise ConfigError(
+            f"no drafter kind has heads of a {type(config).__name__}; known: "
+            f"{', '.join(known.__name__ for known in heads)}"
+        )
+    return heads[type(config)]
 
 
 def kind_of_draft(draft: Any) -> DrafterKind:
@@ -297,11 +351,10 @@ def kind_of_draft(draft: Any) -> DrafterKind:
     """
     if isinstance(draft, str):
         return find(draft)
-    is_head = any(kind.config_class is type(draft) for kind in _KINDS.values())
-    if not is_head:
+    if not any(kind.head and kind.head.config_class is type(draft) for kind in _KINDS.values()):
         with contextlib.suppress(ConfigError):
             family_of(draft)
-            return next(kind for kind in _KINDS.values() if kind.draft == "model")
+            return next(kind for kind in _KINDS.values() if kind.drafting.draft == "model")
     return kind_of(draft)
 
 
@@ -318,12 +371,12 @@ def detect(directory: pathlib.Path) -> DrafterKind:
     with contextlib.ExitStack() as stack:
         names = frozenset(open_tensors(directory, stack).left)
     for kind in reversed(_KINDS.values()):
-        if kind.detect(hf, names):
+        if kind.format.detect(hf, names):
             return kind
     keys = ("architectures", "model_type", "speculators_model_type")
     stated = ", ".join(f"{key} {shown(hf[key])}" for key in keys if key in hf)
     some = ", ".join(f"{name:.80}" for name in sorted(names)[:4])
-    known = ", ".join(kind.name for kind in _KINDS.values() if kind.draft != "none")
+    known = ", ".join(kind.name for kind in _KINDS.values() if kind.drafting.draft != "none")
     raise ConfigError(
         f"{directory} holds no known kind of draft: config.json says "
         f"{stated or 'no model_type'}, and its {len(names)} tensors are {some}, ...; known "

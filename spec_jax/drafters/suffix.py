@@ -22,7 +22,7 @@ import numpy as np
 from spec_jax.config import SuffixConfig
 from spec_jax.contracts import Context, Drafter, Proposal
 from spec_jax.drafters.model_free import model_free
-from spec_jax.drafters.registry import DrafterKind
+from spec_jax.drafters.registry import DrafterKind, Drafting
 
 GAP = -1  # in a text: no token, as between two outputs
 
@@ -198,8 +198,9 @@ class History:
 
 SUFFIX = DrafterKind(
     name="suffix",
-    draft="none",
-    passes=lambda config, num_draft, tree: (),
-    history=lambda config: History(config.suffix.history_tokens),
-    drafter=lambda draft, target, config: suffix(target.vocab_size, config.suffix),
+    drafting=Drafting(
+        draft="none",
+        history=lambda config: History(config.suffix.history_tokens),
+        drafter=lambda draft, target, config: suffix(target.vocab_size, config.suffix),
+    ),
 )

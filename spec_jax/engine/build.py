@@ -404,7 +404,7 @@ def tapped_model(target: LoadedModel, draft: LoadedModel | LoadedHead | None) ->
       ConfigError: the head is for another target.
       WeightsError: the head's weights are not those of its config.
     """
-    if draft is None or registry.find(draft.method).draft != "head":
+    if draft is None or registry.find(draft.method).head is None:
         return target.model
     if target.config is None:
         raise ConfigError(f"target {target.name} has no config; a head needs one to tap it")
@@ -435,12 +435,13 @@ def make_drafter(
     if config is None:
         return NO_DRAFT
     kind = registry.find(config.speculative_method)
-    if kind.draft == "none" and draft is not None:
+    needs = kind.drafting.draft
+    if needs == "none" and draft is not None:
         raise ConfigError(
             f"speculative_method {kind.name!r} copies tokens; leave the draft {draft.name} out"
         )
-    if kind.draft != "none" and draft is None:
-        needed = "a draft model" if kind.draft == "model" else "a head"
+    if needs != "none" and draft is None:
+        needed = "a draft model" if needs == "model" else "a head"
         raise ConfigError(f"speculative_method {kind.name!r} needs {needed}; load_draft gives one")
     if draft is not None and draft.method != kind.name:
         raise ConfigError(
@@ -451,7 +452,7 @@ def make_drafter(
 
 def make_history(config: SpeculativeConfig | None) -> History | None:
     """Returns what keeps past outputs, if the config's drafter copies from them."""
-    history = config and registry.find(config.speculative_method).history
+    history = config and registry.find(config.speculative_method).drafting.history
     return history and history(config)
 
 

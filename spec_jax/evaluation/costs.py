@@ -63,8 +63,8 @@ def timer_makers(
     timed = {method: draft for method, draft in drafts.items() if can_time(draft, target)}
     for method, draft in timed.items():
         own = sorted(set(ks.get(method, ())) - {0})
-        passes = registry.find(draft.method).passes
-        first = {passes(draft.config, k, None)[0].width: k for k in own}.values()
+        passes = registry.find(draft.method).drafting.round_passes
+        first = {passes(draft.config, k)[0].width: k for k in own}.values()
         wanted += [Passes(method, k, 1) for k in first]
         wanted += [Passes(method, k, max(k, 2)) for k in own[-1:]]
     return {

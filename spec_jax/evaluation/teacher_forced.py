@@ -133,7 +133,7 @@ def unrolled(
 @functools.cache
 def _draft_table(config, model, target_config, num_draft: int):
     """Returns ``(target's params, head's, tokens i32[1,T+2]) -> i32[K,1,T]``, greedy drafts."""
-    head = registry.kind_of(config).head(config, model)
+    head = registry.kind_of(config).head.functions(config, model)
 
     @jax.jit
     def table(target_params, head_params, tokens):

@@ -37,18 +37,26 @@ def all_tables(config: AnyConfig) -> dict[str, dict[str, ParamSpec]]:
     return {"outer": outer_table(config), **layers}
 
 
-def check_weights(params: Mapping[str, Any], shapes: Mapping[str, tuple], owner: str) -> None:
+def shapes_of(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the shapes of the weights of a table, nested as it is."""
+    return {n: x.shape if isinstance(x, ParamSpec) else shapes_of(x) for n, x in table.items()}
+
+
+def check_weights(params: Mapping[str, Any], shapes: Mapping[str, Any], owner: str) -> None:
     """Checks that weights are present and have the expected shapes.
 
     Args:
       params: the weights by name.
-      shapes: the expected shapes by name.
+      shapes: the expected shapes by name, or such mappings.
       owner: what the message begins with.
 
     Raises:
       WeightsError: a weight is missing or has another shape; the message names it.
     """
     for name, expected in shapes.items():
+        if isinstance(expected, Mapping):
+            check_weights(params.get(name, {}), expected, f"{owner}{name}.")
+            continue
         shape = params[name].shape if name in params else None
         if shape != expected:
             has = "is missing" if shape is None else f"has shape {list(shape)}"
@@ -204,21 +212,24 @@ _INITS = {
 
 
 def init_table(
-    table: Mapping[str, ParamSpec], key: jax.Array, dtype: DTypeLike = jnp.float32, one: float = 1.0
-) -> dict[str, jax.Array]:
+    table: Mapping[str, Any], key: jax.Array, dtype: DTypeLike = jnp.float32, one: float = 1.0
+) -> Params:
     """Returns random weights of one table, such as a head's, all from one normal distribution.
 
     Args:
-      table: the declared weights.
+      table: the declared weights, or such tables by name.
       key: one PRNG key, consumed.
       dtype: of the weights.
       one: the value of weights declared as "ones"; 0.0 for norms that are stored less one.
     """
 
-    def leaf(spec: ParamSpec, index: int):
+    def leaf(spec: ParamSpec | Mapping[str, Any], index: int):
+        this = jax.random.fold_in(key, index)
+        if isinstance(spec, Mapping):
+            return init_table(spec, this, dtype, one)
         if spec.init in ("ones", "zeros"):
             return jnp.full(spec.shape, one if spec.init == "ones" else 0.0, dtype)
-        return (_STD * jax.random.normal(jax.random.fold_in(key, index), spec.shape)).astype(dtype)
+        return (_STD * jax.random.normal(this, spec.shape)).astype(dtype)
 
     return {name: leaf(spec, i) for i, (name, spec) in enumerate(table.items())}
 

@@ -121,8 +121,8 @@ def without_weights(role: str, config: Any, dtype: str) -> LoadedModel | LoadedH
       dtype: of the weights.
     """
     kind = registry.kind_of_draft(config)
-    if kind.draft == "head":
-        init = lambda: kind.init_params(config, jax.random.key(0), jnp.dtype(dtype))
+    if kind.head is not None:
+        init = lambda: kind.head.init_params(config, jax.random.key(0), jnp.dtype(dtype))
         return LoadedHead(f"the {role}", config, jax.eval_shape(init))
     params = jax.eval_shape(lambda: init_params(config, jax.random.key(0), jnp.dtype(dtype)))
     model = transformer.model(config)

@@ -99,10 +99,10 @@ def decode_round(
         return Round((Pass("verify", 1, own.run(setting, 1, 1)),))
     verify = Pass("verify", 1, own.run(setting, num_draft + 1, num_draft + 1))
     kind = kind_of_draft(draft)
-    if isinstance(draft, str) and kind.draft != "none":
+    if isinstance(draft, str) and kind.drafting.draft != "none":
         raise ConfigError(f"draft is {draft!r}; expected the config of a model or a head")
     passes = [verify]
-    for one in kind.passes(draft, num_draft, tree):
+    for one in kind.drafting.round_passes(draft, num_draft, tree):
         stack = Stack.of(draft, setting, is_draft=True, part=one.part, unread=one.unread)
         scorer = stack if stack.head else own
         work = stack.run(setting, one.width, one.scored, scorer)
@@ -136,7 +136,7 @@ def memory(target: Any, draft: Any = None, setting: Setting = Setting()) -> Memo
     stacks = [Stack.of(target, setting)]
     if draft is not None and not isinstance(draft, str):
         kind = kind_of_draft(draft)
-        parts = kind.parts_of(draft) if kind.draft == "head" else (None,)
+        parts = kind.head.parts_of(draft) if kind.head else (None,)
         stacks += [Stack.of(draft, setting, is_draft=True, part=part) for part in parts]
     params = setting.itemsize * sum(stack.num_params for stack in stacks)
     row = sum(stack.slot_bytes * setting.context + stack.fixed_bytes for stack in stacks)

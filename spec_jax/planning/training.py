@@ -84,7 +84,7 @@ def trace_train(job: TrainJob, mesh: Mesh) -> Traced:
         objective = registry.objective_of(job.head, job.objective)
         trained, constants = objective.split(head.params)
         constants = {name: jnp.zeros(x.shape, x.dtype) for name, x in constants.items()}
-        fresh = functools.partial(head.kind.init_params, job.head, dtype="float32")
+        fresh = functools.partial(head.kind.head.init_params, job.head, dtype="float32")
         init = lambda: objective.split(fresh(jax.random.key(0)))[0]
         model = transformer.model(job.target, job.head.taps)
         step = functools.partial(

@@ -164,7 +164,7 @@ class Stack:
           config: of the model or the head.
           setting: its mesh and dtype count.
           is_draft: whether it lies as drafts do.
-          part: of a head that has several, see ``DrafterKind.parts``; None: the first.
+          part: of a head that has several, see ``HeadSpec.parts``; None: the first.
           unread: beginnings of the names of weights that are not read.
         """
         is_replicated = is_draft and setting.is_draft_replicated
@@ -245,10 +245,10 @@ def _stack(
 ) -> Stack:
     axis_rules = REPLICATED if is_replicated else SHARDED
     kind = kind_of_draft(config)
-    is_head = kind.draft == "head"
+    is_head = kind.head is not None
     layer = config.layer if is_head else config
     if is_head:
-        parts = kind.parts_of(config)
+        parts = kind.head.parts_of(config)
         table, layers = parts[next(iter(parts)) if part is None else part], []
         outer = {n: p for n, p in table.items() if not n.startswith(unread)}
     else:

@@ -122,7 +122,7 @@ def test_the_table_of_a_kind_declares_the_parameters_of_a_head(name):
     config = HEAD_CONFIGS[name]
     head = random_head(config, jax.random.key(0))
     is_spec = lambda leaf: hasattr(leaf, "hf_name")
-    declared = jax.tree.map(lambda spec: spec.shape, head.kind.table(config), is_leaf=is_spec)
+    declared = jax.tree.map(lambda spec: spec.shape, head.kind.head.table(config), is_leaf=is_spec)
     assert declared == jax.tree.map(lambda w: w.shape, head.params)
     head.check_params()
 
@@ -137,10 +137,11 @@ def test_a_config_takes_every_registered_method_and_no_other():
 
 def test_a_kind_that_takes_what_another_has_is_refused():
     eagle = registry.find("eagle")
+    other = dataclasses.replace(eagle.head, config_class=dict)
     with pytest.raises(ConfigError, match="'mine' has the config class of 'eagle', EagleConfig"):
         registry.register(dataclasses.replace(eagle, name="mine"))
     with pytest.raises(ConfigError, match="'mine' has objectives of 'eagle': eagle1, eagle3"):
-        registry.register(dataclasses.replace(eagle, name="mine", config_class=dict))
+        registry.register(dataclasses.replace(eagle, name="mine", head=other))
     assert registry.register(eagle) is registry.find("eagle")
     with pytest.raises(ConfigError, match="no drafter kind has heads of a str; known: EagleConfig"):
         random_head("config", jax.random.key(0))
@@ -158,10 +159,14 @@ def test_a_method_without_weights_has_none_to_load_and_says_what_to_write(tmp_pa
         load_draft(tmp_path, target, method="eagle3")
 
 
+drafting = lambda **fields: {"drafting": registry.Drafting(**fields)}
+head = lambda **fields: {"head": registry.HeadSpec(config_class=dict, table=dict, **fields)}
 CHANGES = [
-    ({"draft": "modle"}, "draft is 'modle'; expected one of head, model, none"),
-    ({"draft": "none"}, "has no `drafter`, and no `head`"),
-    ({"head": lambda config, target: None}, "is of heads and has no `config_class`"),
+    (drafting(draft="modle"), "draft is 'modle'; expected one of head, model, none"),
+    (drafting(draft="none"), "'x' has no `drafter`, and no `functions` of a head"),
+    (head(), "'x' has no `drafter`, and no `functions` of a head"),
+    (drafting(drafter=len), "'x' has no `head`, and drafts with one: draft is 'head'"),
+    (drafting(draft="none", drafter=len) | head(), "'x' has a `head`, and drafts without one"),
 ]
 
 
@@ -169,11 +174,12 @@ CHANGES = [
 def test_a_record_that_lacks_something_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         registry.register(registry.DrafterKind(name="x", **changes))
+    assert "x" not in METHODS
 
 
 def test_a_model_drafts_under_the_name_of_its_kind():
     standalone = registry.find("standalone")
-    registry.register(dataclasses.replace(standalone, name="mine", detect=lambda hf, names: False))
+    registry.register(dataclasses.replace(standalone, name="mine", format=registry.DraftFormat()))
     try:
         target = load_model("zoo/draft")
         draft = load_draft("zoo/draft", target, method="mine")

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from spec_jax import LoadedHead
 from spec_jax.contracts import Head
-from spec_jax.drafters import DrafterKind, Training
+from spec_jax.drafters import DrafterKind, DraftFormat, HeadSpec, Training
 from spec_jax.drafters.common.head import NoCache
 from spec_jax.models.params import ParamSpec
 
@@ -67,11 +67,11 @@ def objective():
 spec = lambda D, name: ParamSpec((2 * D, D), ("features", "embed"), name)
 KIND = DrafterKind(
     name="gate",
-    config_class=GateConfig,
-    head=head,
-    read=read,
-    write=write,
-    table=lambda config: {n: spec(config.target_hidden_size, n) for n in ("gate", "value")},
-    detect=lambda hf, names: "gate" in hf,
+    head=HeadSpec(
+        config_class=GateConfig,
+        table=lambda config: {n: spec(config.target_hidden_size, n) for n in ("gate", "value")},
+        functions=head,
+    ),
+    format=DraftFormat(detect=lambda hf, names: "gate" in hf, read=read, write=write),
     training={"gate": Training(objective=objective, new=new, options=("taps",))},
 )

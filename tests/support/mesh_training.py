@@ -78,7 +78,7 @@ class Run:
         where = None
         if name in HEADS:
             loss, init = self._head(name)
-            counts, table = head_counts(self.config.layer), registry.kind_of(self.config).table
+            counts, table = head_counts(self.config.layer), registry.kind_of(self.config).head.table
             if mesh:
                 on = (self.placement.mesh, self.placement.axis_rules)
                 where = shardings(table(self.config), *on, counts)
@@ -117,7 +117,7 @@ class Run:
         model = transformer.model(MODEL)
         view = functools.partial(target_view, config=MODEL, taps=self.config.taps)
         self._view = self.placement.jit(view)
-        fresh = functools.partial(registry.kind_of(self.config).init_params, self.config)
+        fresh = functools.partial(registry.kind_of(self.config).head.init_params, self.config)
         init = lambda: kind.split(fresh(jax.random.key(2), "float32"))[0]
         return kind.bind(self.config, model, options, self.constants), init
 

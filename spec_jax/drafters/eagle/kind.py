@@ -13,7 +13,14 @@ from spec_jax.drafters.eagle.checkpoint import read_head, write_head
 from spec_jax.drafters.eagle.formats import SPECULATORS, formats_of, head_json
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.loaded import LoadedHead
-from spec_jax.drafters.registry import DrafterKind, Training, recycled_passes
+from spec_jax.drafters.registry import (
+    DrafterKind,
+    DraftFormat,
+    Drafting,
+    HeadSpec,
+    Training,
+    recycled_passes,
+)
 from spec_jax.errors import ConfigError
 from spec_jax.models.families import family_of
 from spec_jax.models.loaded import LoadedModel
@@ -94,21 +101,27 @@ def _training(version: int, *options: str) -> Training:
 
 EAGLE = DrafterKind(
     name="eagle",
-    drafter=lambda draft, target, config: model.eagle(draft.config, target, config.tree_shape),
-    detect=is_eagle,
-    config_class=EagleConfig,
-    head=model.eagle_head,
-    passes=_passes,
-    table=model.head_table,
-    init=model.init_head,
-    check=model.check_head,
-    has_panels=lambda config: family_of(config.layer).has_panels,
-    read=lambda directory, target, dtype, **overrides: read_head(
-        directory, target.config, dtype, target_embed=target.params["embed"], **overrides
+    drafting=Drafting(
+        drafter=lambda draft, target, config: model.eagle(draft.config, target, config.tree_shape),
+        passes=_passes,
     ),
-    reads_in_parts=True,
-    write=_write,
-    pick_format=pick_format,
+    head=HeadSpec(
+        config_class=EagleConfig,
+        table=model.head_table,
+        functions=model.eagle_head,
+        init=model.init_head,
+        check=model.check_head,
+        has_panels=lambda config: family_of(config.layer).has_panels,
+    ),
+    format=DraftFormat(
+        detect=is_eagle,
+        read=lambda directory, target, dtype, **overrides: read_head(
+            directory, target.config, dtype, target_embed=target.params["embed"], **overrides
+        ),
+        reads_in_parts=True,
+        write=_write,
+        pick=pick_format,
+    ),
     training={
         "eagle1": _training(1),
         "eagle3": _training(3, "draft_vocab_size", "taps", "norm_before_residual"),

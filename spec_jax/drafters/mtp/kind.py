@@ -13,10 +13,19 @@ from spec_jax.drafters.loaded import LoadedHead
 from spec_jax.drafters.mtp.checkpoint import read_mtp, write_mtp
 from spec_jax.drafters.mtp.formats import find_format
 from spec_jax.drafters.mtp.model import MtpConfig, check_mtp, init_mtp, mtp, mtp_head, mtp_table
-from spec_jax.drafters.registry import DrafterKind, DraftPass, Training, recycled_passes
+from spec_jax.drafters.registry import (
+    DrafterKind,
+    DraftFormat,
+    Drafting,
+    DraftPass,
+    HeadSpec,
+    Training,
+    recycled_passes,
+)
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models.families import family_of
 from spec_jax.models.loaded import LoadedModel
+from spec_jax.models.specs import ParamSpec
 from spec_jax.tree import AnyTree
 
 
@@ -62,6 +71,10 @@ def _passes(config: MtpConfig, num_draft: int, tree: AnyTree | None) -> list[Dra
     return passes
 
 
+def _tables(config: MtpConfig) -> dict[str, dict[str, ParamSpec]]:
+    return {str(i): mtp_table(config) for i in range(config.num_modules)}
+
+
 def _objective():
     from spec_jax.drafters.mtp import objective  # imports train
 
@@ -70,21 +83,24 @@ def _objective():
 
 MTP = DrafterKind(
     name="mtp",
-    drafter=_drafter,
-    detect=is_mtp,
-    config_class=MtpConfig,
-    head=_head,
-    passes=_passes,
-    parts=lambda config: {str(i): mtp_table(config) for i in range(config.num_modules)},
-    table=lambda config: {str(i): mtp_table(config) for i in range(config.num_modules)},
-    init=init_mtp,
-    check=check_mtp,
-    has_panels=lambda config: family_of(config.layer).has_panels,
-    read=lambda directory, target, dtype, **overrides: read_mtp(
-        directory, target.config, dtype, **overrides
+    drafting=Drafting(drafter=_drafter, passes=_passes),
+    head=HeadSpec(
+        config_class=MtpConfig,
+        table=_tables,
+        functions=_head,
+        parts=_tables,
+        init=init_mtp,
+        check=check_mtp,
+        has_panels=lambda config: family_of(config.layer).has_panels,
     ),
-    reads_in_parts=True,
-    write=_write,
+    format=DraftFormat(
+        detect=is_mtp,
+        read=lambda directory, target, dtype, **overrides: read_mtp(
+            directory, target.config, dtype, **overrides
+        ),
+        reads_in_parts=True,
+        write=_write,
+    ),
     training={
         "mtp": Training(
             objective=_objective,

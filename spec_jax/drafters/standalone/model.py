@@ -15,7 +15,7 @@ from spec_jax.contracts import CatchUp, Context, Drafter, Model
 from spec_jax.drafters.common.chain import draft_chain
 from spec_jax.drafters.common.tree import draft_tree
 from spec_jax.drafters.common.vocabulary import aligned
-from spec_jax.drafters.registry import DrafterKind, DraftPass, level_passes
+from spec_jax.drafters.registry import DrafterKind, DraftFormat, Drafting, DraftPass, level_passes
 from spec_jax.errors import ConfigError
 from spec_jax.models.families import family_of_type
 from spec_jax.tree import AnyTree, DynamicTree, check_children
@@ -163,14 +163,16 @@ def is_model(hf: Mapping[str, Any], names: AbstractSet[str]) -> bool:
 
 STANDALONE = DrafterKind(
     name="standalone",
-    draft="model",
-    drafter=lambda draft, target, config: standalone(
-        aligned(draft.model, target), config.tree_shape
+    drafting=Drafting(
+        draft="model",
+        drafter=lambda draft, target, config: standalone(
+            aligned(draft.model, target), config.tree_shape
+        ),
+        passes=lambda config, num_draft, tree: (
+            DraftPass("draft", FIRST_TOKENS, 1),
+            *level_passes(num_draft, tree),
+        ),
+        pass_width=lambda num_draft, tree: FIRST_TOKENS,
     ),
-    passes=lambda config, num_draft, tree: (
-        DraftPass("draft", FIRST_TOKENS, 1),
-        *level_passes(num_draft, tree),
-    ),
-    pass_width=lambda num_draft, tree: FIRST_TOKENS,
-    detect=is_model,
+    format=DraftFormat(detect=is_model),
 )
