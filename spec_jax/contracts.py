@@ -73,7 +73,8 @@ class Model(NamedTuple):
       init_cache: ``(params, batch, slots) -> Cache`` in the weights' dtype.
       forward: ``(params, tokens i32[B,T], cache, *, window_offset) -> ForwardOutput``. For trees
         of drafts it also takes ``window_mask``, bool[B,T,W]: which slots of the window each token
-        sees.
+        sees; and beside it ``positions``, i32[B,T], for tokens whose position is not the number of
+        tokens that they see before themselves, such as those of a block that see each other.
       unembed: ``(params, hidden dtype[...,D]) -> f32[...,V]``, -inf for ids that only pad.
       num_tokens: ids below this number are tokens and the others pad the embedding; None means
         that all ids are tokens.

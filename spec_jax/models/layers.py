@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.contracts import Cache
-from spec_jax.models.attention import causal_attention
+from spec_jax.models.attention import attend, causal_attention
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.layout import find_joined, matmul
 from spec_jax.models.rope import rope_frequencies, rotate
@@ -55,8 +55,9 @@ class Window(NamedTuple):
           batch: B.
           num_tokens: T.
           window_offset: number of slots that earlier calls since the last commit have filled.
-          positions: i32[B,T], rotary positions. By default a token's slot; in a tree of tokens,
-            the number of tokens that it sees before itself.
+          positions: i32[B,T], rotary positions. By default the number of tokens that a token
+            sees before itself, which is its slot in a chain and its depth in a tree. In a block
+            whose tokens see each other it is neither, so the caller says the positions.
           window_mask: bool[B|1,T,W], which of the window's first W slots each token sees, its
             own included, beside all committed slots. By default all up to its own.
         """
@@ -64,22 +65,20 @@ class Window(NamedTuple):
         start = length + window_offset
         slots_BT = start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
         mask = None
-        slots = None if cache is None else cache.slots
-        if window_mask is not None and positions is None:
-            positions = length[:, None] + window_mask.sum(axis=2, dtype=jnp.int32) - 1
-        if window_mask is not None and slots is not None:
-            mask = _tree_mask(window_mask, length, slots)
-        elif slots is not None:
-            mask = jnp.arange(slots, dtype=jnp.int32) <= slots_BT[:, :, None]
+        if cache is not None and window_mask is not None:
+            mask = _window_mask(window_mask, length, cache.slots)
+        elif cache is not None:
+            mask = jnp.arange(cache.slots, dtype=jnp.int32) <= slots_BT[:, :, None]
         if positions is None:
-            positions = slots_BT
+            seen = None if window_mask is None else window_mask.sum(axis=2, dtype=jnp.int32)
+            positions = slots_BT if seen is None else length[:, None] + seen - 1
         freq, factor = rope_frequencies(config.rope, config.rotary_dim)
         angle = positions[:, :, None].astype(jnp.float32) * freq
         cos, sin = jnp.cos(angle) * factor, jnp.sin(angle) * factor
         return cls(start, mask, cos, sin, window_offset, window_mask)
 
 
-def _tree_mask(window_mask, length, slots):
+def _window_mask(window_mask, length, slots):
     """bool[B,T,S]: the committed slots, and after them what ``window_mask`` says."""
     B, (_, T, W) = length.shape[0], window_mask.shape
     window_mask = jnp.broadcast_to(window_mask, (B, T, W))
@@ -150,23 +149,39 @@ def attention(
     Returns:
       dtype[B,T,D], and the cache with the window written.
     """
-    B, T, _ = x_BTC.shape
-
-    def heads(name, n, axis):
-        x = linear(x_BTC, layer, name).reshape(B, T, n, config.head_dim)
-        return constrain(x, "batch", None, axis, None)
-
-    q = heads("q", config.num_attention_heads, "heads")
-    k, v = (heads(name, config.num_key_value_heads, "kv_heads") for name in ("k", "v"))
-    if config.has_qk_norm:
-        q = rms_norm(q, layer["q_norm"], config.rms_norm_eps)
-        k = rms_norm(k, layer["k_norm"], config.rms_norm_eps)
-    q = rotate(q, window.cos, window.sin)
-    k = rotate(k, window.cos, window.sin).transpose(0, 2, 1, 3)
-    v = v.transpose(0, 2, 1, 3)
+    q = _turned(layer, x_BTC, "q", window, config)
+    k, v = keys_values(layer, x_BTC, window, config)
     with jax.named_scope("attention"):
         out, cache = attend_window(q, k, v, cache, index, window)
         return linear(out, layer, "o"), cache
+
+
+def keys_values(
+    layer: dict[str, jax.Array], x_BTC: jax.Array, window: Window, config: ModelConfig
+) -> tuple[jax.Array, jax.Array]:
+    """Returns keys and values dtype[B,G,T,H], as ``attention`` writes them to a cache.
+
+    A drafter whose layers attend over the target's states writes them by ``KVCache.write``, and
+    runs no attention for these tokens. Arguments are those of ``attention``.
+    """
+    k = _turned(layer, x_BTC, "k", window, config)
+    v = _heads(layer, x_BTC, "v", config)
+    return k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+
+
+def _heads(layer, x_BTC, name, config):
+    """dtype[B,T,N,H], the heads of one of q, k and v."""
+    count = config.num_attention_heads if name == "q" else config.num_key_value_heads
+    x = linear(x_BTC, layer, name).reshape(*x_BTC.shape[:2], count, config.head_dim)
+    return constrain(x, "batch", None, "heads" if name == "q" else "kv_heads", None)
+
+
+def _turned(layer, x_BTC, name, window, config):
+    """dtype[B,T,N,H], queries or keys at their positions."""
+    x = _heads(layer, x_BTC, name, config)
+    if config.has_qk_norm:
+        x = rms_norm(x, layer[f"{name}_norm"], config.rms_norm_eps)
+    return rotate(x, window.cos, window.sin)
 
 
 def attend_window(
@@ -192,6 +207,8 @@ def attend_window(
     Returns:
       dtype[B,T,N*H], where H is the width of the values, and the cache with the window written.
     """
+    if cache is None and window.is_seen is not None:
+        return attend(q_BTNH, k_BGTH, v_BGTH, window.is_seen, scale=scale), None
     if cache is None:
         return causal_attention(q_BTNH, k_BGTH, v_BGTH, scale=scale), None
     return cache.attend(q_BTNH, k_BGTH, v_BGTH, index, window, scale)

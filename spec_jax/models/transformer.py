@@ -45,8 +45,8 @@ def forward(
       cache: what was fed before; None if the tokens are whole sequences.
       config: the model's shape.
       window_offset: number of slots that earlier calls since the last commit have filled.
-      positions: i32[B,T], rotary positions. By default a token's slot; in a tree of tokens, the
-        number of tokens that it sees before itself.
+      positions: i32[B,T], rotary positions. By default the number of tokens that a token sees
+        before itself, see ``Window.after``.
       window_mask: bool[B|1,T,W], which of the window's first W slots each token sees, its own
         included, beside all committed slots. By default all up to its own.
       taps: which states to return as features. 0..L-1 is the residual stream before that layer,

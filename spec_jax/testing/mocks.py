@@ -62,7 +62,8 @@ def toy_model(vocab_size: int, max_length: int = 1 << 20, num_tokens: int | None
         del params
         return ToyCache(jnp.zeros((batch, slots), jnp.int32), jnp.zeros((batch,), jnp.int32))
 
-    def forward(params, tokens, cache, *, window_offset=0, window_mask=None):
+    def forward(params, tokens, cache, *, window_offset=0, window_mask=None, positions=None):
+        del positions  # it reads no positions
         B, T = tokens.shape
         rows = jnp.arange(B)[:, None]
         slots = (cache.length + window_offset)[:, None] + jnp.arange(T)

@@ -151,6 +151,33 @@ def test_siblings_under_a_mask_equal_separate_chains():
         np.testing.assert_allclose(siblings[:, i : i + 1], alone, atol=2e-5)
 
 
+@pytest.mark.representatives("qwen3")
+@pytest.mark.parametrize("config", FAMILIES, ids=lambda c: c.model_type)
+def test_a_block_whose_tokens_see_each_other_stands_at_the_positions_that_are_given(config):
+    """With a cache and without; the order in which the block is fed does not matter."""
+    params, tokens = random_weights(config), random_tokens(3, 8)
+    lengths, order = np.array([5, 2, 3]), np.array([2, 0, 1])
+    cache = KVCache.create(config, 3, 9)
+    cache = forward(params, tokens[:, :5], cache, config=config).cache.commit(lengths)
+    block, positions = tokens[:, 5:], lengths[:, None] + np.arange(3)
+    block_mask = jnp.ones((1, 3, 3), bool)
+
+    def run(block, **where):
+        return forward(params, block, cache, config=config, window_mask=block_mask, **where).hidden
+
+    hidden = np.asarray(run(block, positions=positions))
+    for b, n in enumerate(lengths):
+        mask = np.tril(np.ones((n + 3, n + 3), bool))
+        mask[n:, n:] = True
+        line = np.concatenate([tokens[b, :n], block[b]])[None]
+        at = np.arange(n + 3)[None]
+        alone = forward(params, line, config=config, window_mask=mask[None], positions=at).hidden
+        np.testing.assert_allclose(hidden[b], alone[0, n:], atol=2e-5)
+    turned = run(block[:, order], positions=positions[:, order])
+    np.testing.assert_allclose(turned, hidden[:, order], atol=2e-5)
+    assert np.abs(run(block) - hidden).max() > 1e-2  # what the mask alone would say
+
+
 def numpy_frequencies(rope, head_dim):
     """The published formulas, one dimension at a time, in float64."""
     freq, factor = [], 1.0
