@@ -75,7 +75,7 @@ def shapes(config: ConfigDict, draft: Any) -> list[tuple[int, TreeConfig | None]
     """
     if config.tree:
         cli.require(draft is not None, config, "tree", "none without a draft")
-        method = draft if isinstance(draft, str) else "standalone"
+        method = kind_of_draft(draft).name
         found = SpeculativeConfig(method, **tree_options(config.tree.replace(",", "x")))
         return [(found.num_speculative_tokens, found.tree)]
     Ks = sorted(set(numbers(config, "num_draft"))) if draft is not None else []

@@ -131,6 +131,7 @@ def _add_inspect(commands) -> None:
 def generate(args: argparse.Namespace) -> int:
     """Streams a continuation to stdout; prints one line of statistics to stderr."""
     import spec_jax
+    from spec_jax.config import METHODS
 
     if args.max_tokens is not None:
         raise ConfigError(ambiguous_limit("--max-tokens", "--max-new-tokens", "--max-length"))
@@ -142,7 +143,7 @@ def generate(args: argparse.Namespace) -> int:
         if args.draft:
             raise ConfigError("--draft and --drafter are both given; expected one")
         config = spec_jax.SpeculativeConfig(num_speculative_tokens=args.k)
-    elif args.draft in ("ngram", "suffix"):
+    elif METHODS.get(args.draft):  # it copies tokens, and so needs no draft
         config = spec_jax.SpeculativeConfig(args.draft, args.k)
     elif args.draft:
         draft = spec_jax.load_draft(args.draft, target, args.dtype, mesh=args.mesh)

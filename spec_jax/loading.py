@@ -168,7 +168,7 @@ def load_draft(
         return dataclasses.replace(model, method=kind.name)
     if kind.format.read is None:
         raise ConfigError(
-            f"method {kind.name!r} has no weights to load: its kind's `format` has no `read`"
+            f"method {kind.name!r} has no weights to load: the format of its kind has no `read`"
         )
     in_parts = mesh is not None and kind.format.reads_in_parts
     where = {"mesh": mesh, "axis_rules": axis_rules} if in_parts else {}

@@ -216,7 +216,9 @@ class Setup(NamedTuple):
             config.max_new_tokens,
             batch,
             draft_temperature=config.draft_temperature,
-            ngram={"ngram_max": config.ngram_max, "ngram_min": config.ngram_min},
+            method_options={
+                "ngram": {"ngram_max": config.ngram_max, "ngram_min": config.ngram_min}
+            },
             has_expected=config.has_expected,
             devices=self.devices,
             rule=self.rule,

@@ -21,6 +21,7 @@ from spec_jax.data.splits import HeldOut, is_document
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.request import check_room
 from spec_jax.errors import ConfigError
+from spec_jax.evaluation.cells import copying_methods
 from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.evaluation.prompts import PromptEncoder
 from spec_jax.loading import DTYPES, load_model
@@ -67,7 +68,7 @@ def load_decoder(config: ConfigDict, where: MeshOptions = MeshOptions()) -> Spec
     )
     target, draft, speculative = load(config.target), None, None
     if config.draft:
-        has_model = config.draft not in ("ngram", "suffix")
+        has_model = config.draft not in copying_methods()
         method = "standalone" if has_model else config.draft
         draft = load(config.draft, axis_rules=where.draft_axis_rules) if has_model else None
         speculative = SpeculativeConfig(

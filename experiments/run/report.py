@@ -16,6 +16,7 @@ import jax
 import spec_jax
 from experiments.run import cli
 from spec_jax import processes
+from spec_jax.drafters.registry import layer_of
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.models import files
 
@@ -132,7 +133,7 @@ def facts(model: LoadedModel | LoadedHead, dtype: str) -> dict[str, Any]:
         known["max_length"] = model.model.max_length
     else:
         layers, known["taps"] = getattr(model.config, "num_modules", 1), list(model.config.taps)
-        config = getattr(model.config, "layer", None)
+        config = layer_of(model.config)
         if config is None:  # a kind of head of the user's own
             return known
     return known | {"layers": layers, "width": config.hidden_size, "vocabulary": config.vocab_size}

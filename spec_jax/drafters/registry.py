@@ -64,7 +64,9 @@ class DraftPass(NamedTuple):
       count: how many there are.
       part: the key of ``HeadSpec.parts`` whose weights and cache it goes through; None: the
         first.
-      unread: beginnings of the names of that part's weights that it does not read.
+      unread: patterns, as of ``fnmatch``, of the names of that part's weights that it does not
+        read. Names of nested tables are joined by dots, as in "layers.0.q".
+      attends: it reads the cache; a pass that only writes keys and values does not.
     """
 
     name: str
@@ -73,6 +75,7 @@ class DraftPass(NamedTuple):
     count: int = 1
     part: str | None = None
     unread: tuple[str, ...] = ()
+    attends: bool = True
 
 
 def level_passes(

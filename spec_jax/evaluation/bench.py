@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.contracts import Drafter, Rule
@@ -17,6 +17,8 @@ from spec_jax.evaluation.cells import Cell, Draft, has_logits, tree_options
 from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.loading import LoadedModel
 from spec_jax.rules import make_rule
+
+_USUAL_OPTIONS = {"suffix": {"suffix_history_tokens": 0}}
 
 
 class Row(Protocol):
@@ -62,7 +64,8 @@ class Bench:
       max_new_tokens: New tokens of every row.
       batch: Prompts that are decoded together.
       draft_temperature: The draft's temperature where the target's is above 0; None for the same.
-      ngram: Options of the method "ngram".
+      method_options: Options of ``SpeculativeConfig`` by method, such as "ngram". A method that
+        remembers outputs ("suffix") keeps none by default, or a repeat would copy its last output.
       has_expected: Whether to record the expected acceptance of chains above temperature 0, if
         the rule reads the draft distributions anyway.
       devices: The devices; target and drafts are there already.
@@ -80,7 +83,7 @@ class Bench:
     max_new_tokens: int
     batch: int = 1
     draft_temperature: float | None = None
-    ngram: dict[str, int] = dataclasses.field(default_factory=dict)
+    method_options: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     has_expected: bool = False
     devices: MeshOptions = MeshOptions()
     rule: Rule | None = None
@@ -143,9 +146,7 @@ class Bench:
         if not isinstance(draft, Drafter):
             options = tree_options(cell.tree) if cell.tree else options
             options["speculative_method"] = cell.method if draft is None else draft.method
-        options |= self.ngram if cell.method == "ngram" else {}
-        if cell.method == "suffix":  # or a repeat would copy its last output
-            options["suffix_history_tokens"] = 0
+        options |= {**_USUAL_OPTIONS, **self.method_options}.get(cell.method, {})
         if cell.rule != (self.rule and self.rule.name):
             options["rejection_sampling_strategy"] = cell.rule
         return SpeculativeConfig(**options)

@@ -332,7 +332,8 @@ def _with_costs(
     if costs is None:
         return result
     cell, round_ms = tally.cell, tally.round_ms
-    draft_cost = costs.draft_cost(cell.method) if cell.k else 0.0
+    of_passes = cell.method in costs.draft_ms  # after the first; else of all that draft
+    draft_cost = costs.draft_cost(cell.method, 0 if of_passes else cell.k) if cell.k else 0.0
     predicted = pass_costs.predict(costs, result) * result.busy_share / plain.busy_share
     known = RoundTime(
         round_ms,

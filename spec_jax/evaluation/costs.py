@@ -11,7 +11,7 @@ import numpy as np
 from spec_jax.drafters import registry
 from spec_jax.engine.stats import predicted_speedup
 from spec_jax.evaluation.cells import copying_methods
-from spec_jax.evaluation.passes import ITERATIONS, can_time, round_timer
+from spec_jax.evaluation.passes import ITERATIONS, can_split, round_timer
 from spec_jax.evaluation.results import CellResult
 from spec_jax.evaluation.timing import Timer, interleave
 from spec_jax.loading import LoadedHead, LoadedModel
@@ -53,25 +53,27 @@ def timer_makers(
 
     Args:
       target: The target.
-      drafts: What drafts, by method; those whose passes cannot be timed are left out.
+      drafts: What drafts, by method.
       ks: Drafted tokens per round, by method, those that draft without a pass too.
       slots: The slots of the caches.
       batch: B, rows.
       iterations: The number of rounds in a timed call.
     """
     wanted = [Passes(TARGET, k) for k in sorted({0}.union(*ks.values()))]
-    timed = {method: draft for method, draft in drafts.items() if can_time(draft, target)}
-    for method, draft in timed.items():
+    for method, draft in drafts.items():
         own = sorted(set(ks.get(method, ())) - {0})
-        passes = registry.find(draft.method).drafting.round_passes
-        first = {passes(draft.config, k)[0].width: k for k in own}.values()
+        passes = functools.partial(registry.find(draft.method).drafting.round_passes, draft.config)
+        if not can_split(draft, target):
+            wanted += [Passes(method, k, sum(one.count for one in passes(k))) for k in own]
+            continue
+        first = {passes(k)[0].width: k for k in own}.values()
         wanted += [Passes(method, k, 1) for k in first]
         wanted += [Passes(method, k, max(k, 2)) for k in own[-1:]]
     return {
         what: functools.partial(
             round_timer,
             target,
-            timed.get(what.method),
+            drafts.get(what.method),
             what.k,
             what.num_passes,
             slots,
@@ -100,7 +102,7 @@ class Costs(NamedTuple):
       slots: The slots of the caches.
       batch: The number of rows.
       first_ms: Milliseconds of the first pass of a round of k drafts, by method and k: of a head,
-        the refresh.
+        the refresh. Of a method without ``draft_ms``, those of all its passes.
       insignificant: Passes whose cost is not significant, by method: k of a first one, 0 for the
         others.
     """
@@ -154,7 +156,7 @@ class Costs(NamedTuple):
         first, later = {}, {}  # by method and k; what passes add turn by turn, as drift meets both
         for what in sorted(times):
             method, k, num_passes = what
-            if num_passes == 1:
+            if num_passes and (method, k) not in first:  # the first pass, or all of them
                 first[method, k] = times[what] - times[Passes(TARGET, k)]
             elif num_passes:
                 later[method, k] = (times[what] - times[Passes(method, k, 1)]) / (num_passes - 1)
@@ -173,8 +175,12 @@ class Costs(NamedTuple):
         return cls(verify_ms[1], draft_ms, verify_ms, slots, batch, first_ms, insignificant)
 
     def is_significant(self, method: str) -> bool:
-        """Returns whether the cost of a method's passes after the first is significant."""
-        return 0 not in (self.insignificant or {}).get(method, ())
+        """Returns whether the cost of a method's passes after the first is significant.
+
+        Of a method whose passes are timed together, it is that of all of them.
+        """
+        marked = (self.insignificant or {}).get(method, ())
+        return 0 not in marked if method in self.draft_ms else not marked
 
     def draft_cost(self, method: str, k: int = 0) -> float:
         """Returns the cost of one drafted token in plain passes; NaN if it was not measured.
@@ -186,8 +192,8 @@ class Costs(NamedTuple):
         """
         if method in copying_methods():
             return 0.0
-        pass_ms = self.draft_ms.get(method, float("nan"))
         first_ms = (self.first_ms or {}).get(method)
+        pass_ms = self.draft_ms.get(method, 0.0 if first_ms else float("nan"))
         if k and first_ms:
             pass_ms += (_between(first_ms, k) - pass_ms) / k
         return pass_ms / self.plain_ms

@@ -9,15 +9,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.contracts import Drafter, Head, Model
+from spec_jax.decoding import System
+from spec_jax.drafters import registry
 from spec_jax.drafters.common.head import head_drafter
 from spec_jax.drafters.loaded import draft_params, head_of
-from spec_jax.drafters.standalone.model import FIRST_TOKENS
+from spec_jax.engine.build import make_drafter, tapped_model
 from spec_jax.evaluation.timing import Timer, loop_timer
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.meshes import mesh_of, use_mesh
 from spec_jax.models.params import Params
-from spec_jax.sampling import argmax
+from spec_jax.rules import GREEDY
+from spec_jax.sampling import argmax, make_sampler
 from spec_jax.sharding import constrain_state
 
 ITERATIONS = 64  # in one timed call, so that a dispatch does not count
@@ -191,6 +195,46 @@ def refresh_step(
     return Step(run, params, (state, tokens, features, none))
 
 
+def drafting_step(system: System, params: Params, slots: int, batch: int) -> Step:
+    """Returns all that a drafter does in a round: it commits the last round, and drafts.
+
+    Of what the target was fed nothing is kept, so every iteration drafts after as many tokens.
+
+    Args:
+      system: The target, the drafter and K.
+      params: The drafter's.
+      slots: The slots of the cache.
+      batch: B, rows.
+    """
+    drafter, K, half = system.drafter, system.num_draft, slots // 2
+
+    def run(params, token, carry):
+        state, tokens, sampler, features = carry
+        tokens = tokens.at[:, half].set(token)
+        length, none = (jnp.full((batch,), n, jnp.int32) for n in (half, 0))
+        new = features[:, : K + 1] + (1e-9 * token.mean()).astype(features.dtype)
+        fed = jax.lax.dynamic_slice_in_dim(tokens, half, K + 1, axis=1)
+        state = drafter.commit(params, state, fed, none, new, None)
+        context = system.context(tokens, length, sampler, sampler.seed, sampler.is_greedy)
+        proposal, state = drafter.propose(params, state, context, K)
+        return proposal.tokens[:, -1], (state, tokens, sampler, features)
+
+    def begin(params):
+        tokens = jnp.zeros((batch, slots), jnp.int32)
+        hidden = jax.eval_shape(system.target.forward, params["target"], tokens).hidden
+        width = len(drafter.taps) * hidden.shape[2]
+        features = jnp.ones((batch, slots, width), hidden.dtype)
+        state = drafter.init(params, batch, slots)
+        prompt, length = tokens[:, :half], jnp.full((batch,), half, jnp.int32)
+        state = drafter.prefill(params, state, prompt, length, tokens[:, 0], features[:, :half])
+        return state, tokens, features[:, : K + 1]
+
+    with use_mesh(mesh_of(params)):
+        state, tokens, features = jax.jit(begin)(params)
+        sampler = make_sampler(SamplerConfig(), batch, system.target.vocab_size)
+    return Step(run, params, (state, tokens, sampler, features))
+
+
 def pass_timer(
     model: Model,
     params: Params,
@@ -221,11 +265,11 @@ def round_timer(
 
     Args:
       target: The target, which is fed k + 1 tokens per row.
-      draft: What drafts; see ``can_time``. None if no pass does.
+      draft: What drafts; None if no pass does.
       k: Drafted tokens per round.
-      num_passes: Passes of the draft. The first scores the first draft: a draft model feeds it two
-        tokens per row, and a head's is its refresh, which feeds k + 1 pairs. The others feed one
-        token per row.
+      num_passes: Passes of the draft: the first, which scores the first draft, and others that
+        feed one token per row. Where passes are not told apart (see ``can_split``), any number but
+        0 stands for all of them.
       slots: The slots of the caches.
       batch: B, rows.
       iterations: The number of rounds in a call.
@@ -234,23 +278,33 @@ def round_timer(
     steps = [model_step(target.model, params, k + 1, slots, batch)]
     if num_passes:
         params = draft_params(draft, params, batch, k)
-        first, later = _draft_steps(target, draft, params, k, slots, batch)
-        steps += [first, repeated(later, num_passes - 1)][:num_passes]
+        if can_split(draft, target):
+            first, later = _draft_steps(target, draft, params, k, slots, batch)
+            steps += [first, repeated(later, num_passes - 1)][:num_passes]
+        else:
+            config, model = SpeculativeConfig(draft.method, k), tapped_model(target, draft)
+            system = System(target.model, make_drafter(config, model, draft), GREEDY, k)
+            steps.append(drafting_step(system, params, slots, batch))
     return steps_timer(steps, batch, iterations)
 
 
 def _draft_steps(target, draft, params, k, slots, batch):
     """Returns the first pass of a round, and one of the others."""
-    if isinstance(draft, LoadedModel):
-        step = functools.partial(
-            model_step, draft.model, params, slots=slots, batch=batch, scored=1
-        )
-        return step(width=FIRST_TOKENS), step(width=1)
+    drafting = registry.find(draft.method).drafting
+    if drafting.draft == "model":
+        first = drafting.round_passes(draft.config, k)[0]
+        step = functools.partial(model_step, draft.model, params, slots=slots, batch=batch)
+        return step(width=first.width, scored=first.scored), step(width=1, scored=1)
     head = head_of(draft, target.model)
     refresh = refresh_step(head_drafter(head), target.model, params, k + 1, slots, batch, head)
     return refresh, head_step(head, params, slots, batch)
 
 
-def can_time(draft: LoadedModel | LoadedHead, target: LoadedModel) -> bool:
-    """Returns whether the passes of a draft can be timed apart from its drafter."""
-    return isinstance(draft, LoadedModel) or head_of(draft, target.model) is not None
+def can_split(draft: LoadedModel | LoadedHead, target: LoadedModel) -> bool:
+    """Returns whether the first pass of a round can be timed apart from the others.
+
+    It can where one model or one ``Head`` runs all of them; of other drafters all passes of a round
+    are timed together.
+    """
+    is_model = registry.find(draft.method).drafting.draft == "model"
+    return is_model or head_of(draft, target.model) is not None

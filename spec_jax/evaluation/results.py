@@ -106,7 +106,8 @@ class RoundTime(NamedTuple):
       draft_ms: What its K draft passes add; None where they were not measured.
       rest_ms: Acceptance, commits and dispatch.
       plain_rest_ms: The same rest of plain decoding.
-      draft_cost: A draft pass after the first of a round over a target pass of one token.
+      draft_cost: A draft pass after the first of a round over a target pass of one token; where
+        passes are not told apart, their cost per drafted token.
       is_draft_cost_significant: Whether that cost differs from 0.
     """
 

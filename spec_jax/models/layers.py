@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from spec_jax.contracts import Cache
 from spec_jax.models.attention import attend, causal_attention
+from spec_jax.models.caches.kv import UNROLLED_ROWS
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.layout import find_joined, matmul
 from spec_jax.models.rope import rope_frequencies, rotate
@@ -86,6 +87,9 @@ def _window_mask(window_mask, length, slots):
     mask = jnp.broadcast_to(is_committed, (B, T, slots))
 
     def put(mask, window_mask, length):
+        if len(length) > UNROLLED_ROWS:
+            one = lambda mask, new, at: jax.lax.dynamic_update_slice(mask, new, (0, at))
+            return jax.vmap(one)(mask, window_mask, length)
         for b in range(len(length)):  # as in the cache: a vmapped update is a scatter
             mask = jax.lax.dynamic_update_slice(mask, window_mask[b : b + 1], (b, 0, length[b]))
         return mask

@@ -42,6 +42,15 @@ def shapes_of(table: Mapping[str, Any]) -> dict[str, Any]:
     return {n: x.shape if isinstance(x, ParamSpec) else shapes_of(x) for n, x in table.items()}
 
 
+def flat_table(table: Mapping[str, Any]) -> dict[str, ParamSpec]:
+    """Returns the declared weights of nested tables in one, their names joined by dots."""
+    flat: dict[str, ParamSpec] = {}
+    for name, entry in table.items():
+        inner = {"": entry} if isinstance(entry, ParamSpec) else flat_table(entry)
+        flat |= {f"{name}.{key}".removesuffix("."): spec for key, spec in inner.items()}
+    return flat
+
+
 def check_weights(params: Mapping[str, Any], shapes: Mapping[str, Any], owner: str) -> None:
     """Checks that weights are present and have the expected shapes.
 

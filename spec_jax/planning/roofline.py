@@ -105,7 +105,7 @@ def decode_round(
     for one in kind.drafting.round_passes(draft, num_draft, tree):
         stack = Stack.of(draft, setting, is_draft=True, part=one.part, unread=one.unread)
         scorer = stack if stack.head else own
-        work = stack.run(setting, one.width, one.scored, scorer)
+        work = stack.run(setting, one.width, one.scored, scorer, attends=one.attends)
         passes.append(Pass(one.name, one.count, work))
     return Round(tuple(passes))
 

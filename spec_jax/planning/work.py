@@ -10,6 +10,7 @@ logits may too.
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import functools
 import math
 from collections.abc import Mapping
@@ -19,11 +20,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
-from spec_jax.drafters.registry import kind_of_draft
+from spec_jax.drafters.registry import kind_of_draft, layer_of
 from spec_jax.errors import ConfigError
 from spec_jax.meshes import parse_mesh
 from spec_jax.models.families import family_of
-from spec_jax.models.params import head_counts, layer_tables, outer_table
+from spec_jax.models.params import flat_table, head_counts, layer_tables, outer_table
 from spec_jax.models.specs import ParamSpec
 from spec_jax.planning.chips import Chip
 from spec_jax.sharding import REPLICATED, SHARDED, AxisRules, spec, state_axes
@@ -165,7 +166,7 @@ class Stack:
           setting: its mesh and dtype count.
           is_draft: whether it lies as drafts do.
           part: of a head that has several, see ``HeadSpec.parts``; None: the first.
-          unread: beginnings of the names of weights that are not read.
+          unread: patterns of the names of weights that are not read, see ``DraftPass``.
         """
         is_replicated = is_draft and setting.is_draft_replicated
         mesh = setting.abstract_mesh
@@ -177,7 +178,13 @@ class Stack:
         return self.matrices + self.vectors + self.head + self.embed
 
     def run(
-        self, setting: Setting, tokens: int, scored: int = 0, scorer: Stack | None = None
+        self,
+        setting: Setting,
+        tokens: int,
+        scored: int = 0,
+        scorer: Stack | None = None,
+        *,
+        attends: bool = True,
     ) -> Work:
         """Returns the work of one pass.
 
@@ -186,15 +193,17 @@ class Stack:
           tokens: T, fed in each row.
           scored: how many of them are given logits.
           scorer: whose output head is used; None: its own, or that of none.
+          attends: whether it reads the cache.
         """
         scorer = scorer or self
         rows, item, size = setting.rows, setting.itemsize, setting.abstract_mesh.shape["tensor"]
+        context = setting.context if attends else 0
         fed, logits = rows * tokens, rows * scored * scorer.vocab
         flops = 2 * fed * self.matrices + 2 * rows * scored * scorer.head
-        flops += 2 * fed * self.queries * self.slot_bytes / item * setting.context
+        flops += 2 * fed * self.queries * self.slot_bytes / item * context
         flops += 4 * fed * self.fixed_bytes / item  # a state is updated, then read out
         read = item * (self.matrices + self.vectors + fed * self.width)
-        read += rows * (self.slot_bytes * setting.context + self.fixed_bytes)
+        read += rows * (self.slot_bytes * context + self.fixed_bytes)
         read += item * scorer.head * (scored > 0) + _LOGIT_BYTES * logits
         written = fed * self.slot_bytes + rows * self.fixed_bytes + _LOGIT_BYTES * logits
         sent = 2 * (size - 1) / size * item * fed * self.reduced  # all-reduces around a ring
@@ -216,6 +225,8 @@ def _cache_bytes(
     config: Any, mesh: AbstractMesh, axis_rules: AxisRules, dtype: str
 ) -> tuple[float, float]:
     """The bytes of a row on one device: those of each slot, and those that do not grow."""
+    if config is None:  # a head without a cache
+        return 0.0, 0.0
 
     def size(slots: int) -> float:
         init = functools.partial(
@@ -246,11 +257,12 @@ def _stack(
     axis_rules = REPLICATED if is_replicated else SHARDED
     kind = kind_of_draft(config)
     is_head = kind.head is not None
-    layer = config.layer if is_head else config
+    layer = layer_of(config) if is_head else config
     if is_head:
         parts = kind.head.parts_of(config)
-        table, layers = parts[next(iter(parts)) if part is None else part], []
-        outer = {n: p for n, p in table.items() if not n.startswith(unread)}
+        table, layers = flat_table(parts[next(iter(parts)) if part is None else part]), []
+        is_read = lambda name: not any(fnmatch.fnmatchcase(name, pattern) for pattern in unread)
+        outer = {name: p for name, p in table.items() if is_read(name)}
     else:
         outer, layers = dict(outer_table(config)), layer_tables(config)
     head, embed = outer.pop("head", None), outer.pop("embed", None)
@@ -262,7 +274,8 @@ def _stack(
 
     specs = [p for table in (outer, *layers) for p in table.values()]
     V = config.target_vocab_size if is_head else config.vocab_size
-    shared = ParamSpec((V, layer.hidden_size), ("vocab", "embed"), "")  # with the target
+    width = config.target_hidden_size if layer is None else layer.hidden_size
+    shared = ParamSpec((V, width), ("vocab", "embed"), "")  # with the target
     summed = [p.shape[-1] for p in (*specs, embed or shared) if is_summed(p)]
     if head is None and not is_head:  # tied: the embedding is read whole to score
         head, embed = embed._replace(axes=embed.axes[::-1], shape=embed.shape[::-1]), None
@@ -272,7 +285,7 @@ def _stack(
     return Stack(
         matrices=sum(local(p) for p in specs if p.is_linear),
         vectors=sum(local(p) for p in specs if not p.is_linear),
-        width=layer.hidden_size,
+        width=width,
         embed=0 if embed is None else local(embed),
         head=0 if head is None else local(head),
         vocab=vocab,

@@ -164,7 +164,7 @@ CHANGES = [
     ({"acceptance": "none/report.json:2"}, "there is no file none/report.json"),
     ({"acceptance": __file__}, "has no row with accepted drafts"),
     ({"target": "llama-9"}, "model is 'llama-9'; expected one of llama-3.1-8b"),
-    ({"draft": "eagle4"}, "none of eagle3, mtp and ngram"),
+    ({"draft": "eagle4"}, "none of eagle1, eagle3, mtp, ngram, suffix"),
     ({"program": "prefill"}, "program is 'prefill'; expected decode or train"),
     ({"program": "train"}, "is_compiled is False; expected True to train"),
     ({"program": "train", "is_compiled": True, "topology": "h100:8"}, "expected TPUs to train"),

@@ -11,7 +11,8 @@ from safetensors.numpy import save_file
 from support.tiny_models import BAMBA, LLAMA, MAMBA2, TINY, random_tokens, random_weights
 
 from spec_jax.errors import ShapeError, SnapshotError
-from spec_jax.models import transformer
+from spec_jax.models import layers, transformer
+from spec_jax.models.caches import kv
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.caches.replay import replay
 from spec_jax.models.caches.snapshot import HybridSnapshot, KVCacheSnapshot, StateSnapshot
@@ -244,6 +245,28 @@ def test_write_fills_the_slots_behind_each_row_and_no_other(config):
             expected[1, b, :, start[b] : start[b] + 3] = new[b]
         np.testing.assert_array_equal(held, expected)
     np.testing.assert_array_equal(cache.length, [0, 0, 0])
+
+
+@pytest.mark.representatives("stacked")
+@pytest.mark.parametrize("config", [LLAMA, SCANNED], ids=["apart", "stacked"])
+def test_many_rows_are_written_and_masked_as_few_are(config, monkeypatch):
+    """Of more than ``UNROLLED_ROWS`` rows they are one scatter; trees among them."""
+    tokens = random_tokens(3, 12)
+    window_mask = jnp.asarray([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], bool)
+
+    def run():
+        cache = prefill(config, tokens, LENGTHS)
+        weights, new = random_weights(config), jnp.asarray(tokens[:, :3])
+        output = transformer.forward(weights, new, cache, config=config, window_mask=window_mask)
+        return output.hidden, output.cache
+
+    few = run()
+    for module in (kv, layers):
+        monkeypatch.setattr(module, "UNROLLED_ROWS", 2)
+    _feed.clear_cache()
+    many = run()
+    _feed.clear_cache()
+    jax.tree.map(np.testing.assert_array_equal, many, few)
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])

@@ -1,4 +1,4 @@
-"""Drafts a chain token by token, with any model that turns a token into the next logits."""
+"""Drafts a chain, token by token or from the logits of a whole block."""
 
 from __future__ import annotations
 
@@ -170,6 +170,18 @@ def draft_chain(
         state = jax.lax.fori_loop(2, num_draft + 1, body, state)
     carry, _, drafted = state
     return drafted.proposal(), carry
+
+
+def draft_block(logits: jax.Array, context: Context, num_draft: int) -> Proposal:
+    """Draws K tokens from K distributions that are known at once, none of which knows the others.
+
+    Args:
+      logits: f32[B,T,V], those of each draft, where T is K or more, and at least 1.
+      context: the sampler and the noise to draw with.
+      num_draft: K, which may be 0.
+    """
+    read = lambda carry, token, node: (logits[:, node - 1], carry)
+    return draft_chain(logits[:, 0], None, read, context, num_draft)[0]
 
 
 @functools.cache

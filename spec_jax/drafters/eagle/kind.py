@@ -79,7 +79,7 @@ def _write(
 
 def _passes(config: EagleConfig, num_draft: int, tree: AnyTree | None):
     """Later passes of EAGLE-3 read the head's own states, so the target's are not joined again."""
-    unread = ("fc", "input_norm") if config.version == 3 else ()
+    unread = ("fc*", "input_norm") if config.version == 3 else ()
     return recycled_passes(config, num_draft, tree, unread)
 
 

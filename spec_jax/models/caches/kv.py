@@ -21,7 +21,9 @@ from spec_jax.models.caches.snapshot import KVCacheSnapshot, check_fits
 from spec_jax.models.layout import attend_prefix
 from spec_jax.sharding import ambient, by_shard, keep_layout
 
-__all__ = ["KVCache", "KVCacheSnapshot", "put_rows"]
+__all__ = ["UNROLLED_ROWS", "KVCache", "KVCacheSnapshot", "put_rows"]
+
+UNROLLED_ROWS = 256  # of more rows, a write of each is compiled for minutes; see ``put_rows``
 
 
 def put_rows(
@@ -31,6 +33,7 @@ def put_rows(
 
     One dynamic_update_slice a row stays in place on every platform. A vmapped one becomes a
     scatter, which a TPU runs as a serial loop; and a loop over the rows makes it copy the cache.
+    Only of more than ``UNROLLED_ROWS`` rows, as a certificate decodes them, is it a scatter.
 
     Args:
       cache: dtype[L,B,G,S,H], dtype[B,G,S,H] or dtype[B*G,S,H].
@@ -40,6 +43,13 @@ def put_rows(
     """
     B, axis = len(start), 1 if cache.ndim == 5 else 0
     n = cache.shape[axis] // B  # entries of that axis a row
+    if B > UNROLLED_ROWS:
+        by_row = lambda x: x.reshape(*x.shape[:axis], B, n, *x.shape[axis + 1 :])
+        first = [layer if axis else 0, *[0] * (cache.ndim - 3)]
+        put = lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (*first, at, 0))
+        new = by_row(new.astype(cache.dtype))
+        out = jax.vmap(put, (axis, axis, 0), axis)(by_row(cache), new, start)
+        return keep_layout(out.reshape(cache.shape))
     for b in range(B):
         row = jax.lax.slice_in_dim(new, b * n, (b + 1) * n, axis=axis).astype(cache.dtype)
         at = [layer if axis else 0, *[0] * (cache.ndim - 1)]

@@ -85,7 +85,8 @@ def certify(
       drafter: a ``Drafter``, a function of the target that returns one, or ``module:NAME`` of
         either. A function is called with small targets; a ``Drafter`` has the vocabulary that it
         has. By default a toy draft model, and for the rule also a deterministic drafter and a tree.
-      params: the drafter's parameters, if it has any, or its ``Memory``, empty.
+      params: the drafter's parameters, if it has any, a function that makes them for a target, or
+        its ``Memory``, empty.
       draft_distribution: ``(row, output, drafted) -> f64[V]``, the distribution that the next draft
         should have, computed another way. Without it the drafter's own report is compared with its
         draws.

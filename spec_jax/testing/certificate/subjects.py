@@ -107,7 +107,8 @@ def make_subject(drafter: Any, params: Any, seed: int, *, is_padded: bool = Fals
 
     Args:
       drafter: see ``certify``; None is a toy draft model.
-      params: the drafter's; None: those of a toy model.
+      params: the drafter's, or a function of the target that makes them; None: those of a toy
+        model.
       seed: of the toy parameters.
       is_padded: the target has ids that only pad its vocabulary.
 
@@ -134,6 +135,7 @@ def make_subject(drafter: Any, params: Any, seed: int, *, is_padded: bool = Fals
         own = standalone(aligned(toy_model(vocab_size), model))
     else:
         own = to_drafter(drafter, target)
+    params = params(target) if callable(params) else params
     draft = toy_params(vocab_size, seed + 1) if params is None else params
     return Subject(target, own, {"target": target.params, "draft": draft})
 
