@@ -11,7 +11,6 @@ import gzip
 import itertools
 import json
 import pathlib
-import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,8 +24,6 @@ PARTS = ("draft_pass", "attention", "ssm", "mlp", "experts", "unembed")
 LOOP = ("loop", "")  # what belongs to no stage: the loop's own condition and counters
 DELAYS = ("delays", "")  # what runs took beyond the median of their operation
 _CONTAINERS = {"while", "conditional", "call"}  # the operations inside of them are events too
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (?:\(.*?\)|\S+) ([\w\-]+)\(")
-_SCOPE = re.compile(r'op_name="([^"]*)"')
 
 Stage = tuple[str, str]  # one of STAGES, and one of PARTS or "" for its other operations
 
@@ -66,11 +63,11 @@ class StageTime(NamedTuple):
 
 def stage_of(scope: str) -> Stage:
     """Returns the stage of a scope such as "jit(generate)/while/body/verify/mlp/mul"."""
-    names = scope.split("/")
-    at = next((i for i, name in enumerate(names) if name in STAGES), None)
-    if at is None:
+    names = iter(scope.split("/"))
+    stage = next((name for name in names if name in STAGES), None)
+    if stage is None:
         return LOOP
-    return names[at], next((name for name in names[at + 1 :] if name in PARTS), "")
+    return stage, next((name for name in names if name in PARTS), "")
 
 
 def read_program(text: str) -> dict[str, Stage]:
@@ -82,24 +79,21 @@ def read_program(text: str) -> dict[str, Stage]:
     Args:
       text: Of the program, as ``Compiled.as_text()`` returns it.
     """
+    from spec_jax.planning import hlo  # its room imports optax, which is slow
+
     stages: dict[str, Stage] = {}
-    waiting: list[str] = []
-    last: Stage | None = None
-    for line in text.splitlines():
-        if not line.startswith(" "):  # a computation begins or ends
-            stages |= dict.fromkeys(waiting, last or LOOP)
-            waiting, last = [], None
-        elif found := _INSTRUCTION.match(line):
-            name, opcode = found.groups()
-            scope = _SCOPE.search(line)
-            if opcode in _CONTAINERS:
+    for computation in hlo.read(text).computations.values():
+        waiting: list[str] = []
+        last = LOOP
+        for name, instruction in computation.instructions.items():
+            if instruction.opcode in _CONTAINERS:
                 continue
-            if scope is None or "/" not in scope[1]:
-                waiting.append(name)
-                continue
-            last = stages[name] = stage_of(scope[1])
-            stages |= dict.fromkeys(waiting, last)
-            waiting = []
+            waiting.append(name)
+            if "/" in instruction.op_name:
+                last = stage_of(instruction.op_name)
+                stages |= dict.fromkeys(waiting, last)
+                waiting = []
+        stages |= dict.fromkeys(waiting, last)
     return stages
 
 
@@ -248,7 +242,7 @@ def write_trace(
             events.append(shown[line])
     free_ns: list[float] = []  # when each line of operations is free again
     for span in spans:
-        line = next((i for i, at in enumerate(free_ns) if at <= span.begin_ns), len(free_ns))
+        line = next((i for i, end in enumerate(free_ns) if end <= span.begin_ns), len(free_ns))
         free_ns[line : line + 1] = [span.end_ns]
         event = _event(3 + line, span.name, span.begin_ns, span.end_ns)
         events.append(event | {"args": {"stage": name_of(stages[span.name])}})

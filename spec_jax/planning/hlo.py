@@ -71,13 +71,13 @@ def _bits(dtype: str) -> int:
 
 def _arrays(text: str) -> tuple[Array, ...]:
     """Returns the arrays of a shape, tuples flattened."""
-    found = []
+    arrays = []
     for dtype, dims, layout in _ARRAY.findall(text):
         order, _, rest = layout.partition(":")
         tile = re.search(r"T\(([\d,]+)\)", rest)
         space = re.search(r"S\((\d+)\)", rest)
         ints = lambda x: tuple(int(n) for n in re.findall(r"\d+", x))
-        found.append(
+        arrays.append(
             Array(
                 dtype,
                 ints(dims),
@@ -86,7 +86,7 @@ def _arrays(text: str) -> tuple[Array, ...]:
                 int(space.group(1)) if space else 0,
             )
         )
-    return tuple(found)
+    return tuple(arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,17 +122,39 @@ class Instruction:
     @functools.cached_property
     def branches(self) -> tuple[str, ...]:
         """The computations of a conditional."""
-        found = _BRANCHES.search(self.attributes)
-        if found:
-            return tuple(name.strip().lstrip("%") for name in found.group(1).split(","))
+        match = _BRANCHES.search(self.attributes)
+        if match:
+            return tuple(name.strip().lstrip("%") for name in match.group(1).split(","))
         names = ("true_computation", "false_computation")
         return tuple(self.called[n] for n in names if n in self.called)
 
     @property
     def op_name(self) -> str:
         """Where it stands in the traced program, with the named scopes."""
-        found = _OP_NAME.search(self.attributes)
-        return found.group(1) if found else ""
+        match = _OP_NAME.search(self.attributes)
+        return match.group(1) if match else ""
+
+    @property
+    def channel(self) -> str | None:
+        """The channel of a collective; its pieces in several fusions have the same one."""
+        match = re.search(r"channel_id=(\d+)", self.attributes)
+        return match.group(1) if match else None
+
+    @property
+    def group_size(self) -> int:
+        """The number of devices of a collective that take part together; 0 if not stated."""
+        if "source_target_pairs" in self.attributes:
+            return 2
+        match = re.search(r"replica_groups=(.*?)(?:, [a-z_]+=|$)", self.attributes)
+        text = match.group(1) if match else ""
+        if text.startswith("["):
+            return int(re.match(r"\[\d+,(\d+)\]", text).group(1))
+        if text.startswith("mesh"):
+            sizes = dict(re.findall(r"'(\w+)'=(\d+)", text))
+            over = re.findall(r"'(\w+)'", text[text.index("]") :])
+            return math.prod(int(sizes[name]) for name in over)
+        first = re.match(r"\{\{([\d,]*)\}", text)
+        return first.group(1).count(",") + 1 if first else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,6 +225,11 @@ class Program:
     unknown_trips: int = 1
 
     @property
+    def instructions(self) -> list[Instruction]:
+        """Every instruction of every computation, once."""
+        return [i for c in self.computations.values() for i in c.instructions.values()]
+
+    @property
     def has_rounds(self) -> bool:
         """Whether the entry has a loop whose trip count depends on its data."""
         return self._outer_loop() is not None
@@ -226,6 +253,17 @@ class Program:
         """Returns what one call runs apart from the rounds; a program without rounds whole."""
         loop = self._outer_loop()
         return [s for s in self._walk(self.entry, 1, skip=loop and loop.name)]
+
+    def in_loops(self) -> list[Instruction]:
+        """Returns every instruction of every loop and of what it calls, once each."""
+        waiting = [i for i in self.instructions if i.opcode == "while"]
+        inside: dict[str, Computation] = {}
+        while waiting:
+            i = waiting.pop()
+            for name in {*i.called.values(), *i.branches} - set(inside):
+                inside[name] = self.computations[name]
+                waiting += inside[name].instructions.values()
+        return [i for computation in inside.values() for i in computation.instructions.values()]
 
     def loops(self) -> dict[str, int | None]:
         """Returns the trip count of every loop by name; None where the text does not say it."""
@@ -318,7 +356,8 @@ def _constant(computation: Computation, name: str) -> int | None:
         instruction = computation.instructions.get(instruction.operands[0])
     if instruction is None or instruction.opcode != "constant":
         return None
-    return int(instruction.attributes) if re.fullmatch(r"-?\d+", instruction.attributes) else None
+    integer = re.match(r"(-?\d+),", instruction.attributes)
+    return int(integer.group(1)) if integer else None
 
 
 def read(text: str, unknown_trips: int = 1) -> Program:
@@ -363,7 +402,7 @@ def _instruction(begin: re.Match, rest: str) -> Instruction:
     close = _close(rest, len(opcode))
     inside, attributes = rest[len(opcode) + 1 : close], rest[close + 1 :].lstrip(", ")
     if opcode in ("constant", "parameter"):  # what is in the brackets names no operand
-        inside, attributes = "", f"{inside}, {attributes}" if opcode == "parameter" else inside
+        inside, attributes = "", f"{inside}, {attributes}"
     return Instruction(
         begin.group(2),
         opcode,

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import re
 from collections.abc import Iterable, Sequence
 
 from spec_jax.planning.hlo import Array, Computation, Instruction, Program, Step
@@ -177,15 +176,14 @@ def count(program: Program, steps: Sequence[Step]) -> Traffic:
         if i.kind not in COLLECTIVES:
             continue
         # A collective that is spread over several fusions has the same channel in each of them.
-        channel = re.search(r"channel_id=(\d+)", i.attributes)
-        if step.is_fused and channel:
-            if channel.group(1) in seen:
+        if step.is_fused and i.channel is not None:
+            if i.channel in seen:
                 continue
-            seen.add(channel.group(1))
+            seen.add(i.channel)
         operands = _operands(step)
         size = max(_size(operands), _size(_results(i, operands)))
         collectives.append(
-            Collective(i.kind, size, _group(i), step.times, i.op_name, bool(step.branch))
+            Collective(i.kind, size, i.group_size, step.times, i.op_name, bool(step.branch))
         )
     moves = []
     for step in steps:
@@ -264,22 +262,6 @@ def _results(i: Instruction, operands: tuple[Array, ...]) -> tuple[Array, ...]:
 
 def _size(arrays: Iterable[Array]) -> int:
     return sum(a.num_bytes for a in arrays)
-
-
-def _group(i: Instruction) -> int:
-    """The number of devices in a group."""
-    if "source_target_pairs" in i.attributes:
-        return 2
-    found = re.search(r"replica_groups=(.*?)(?:, [a-z_]+=|$)", i.attributes)
-    text = found.group(1) if found else ""
-    if text.startswith("["):
-        return int(re.match(r"\[\d+,(\d+)\]", text).group(1))
-    if text.startswith("mesh"):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", text))
-        over = re.findall(r"'(\w+)'", text[text.index("]") :])
-        return math.prod(int(sizes[name]) for name in over)
-    first = re.match(r"\{\{([\d,]*)\}", text)
-    return first.group(1).count(",") + 1 if first else 0
 
 
 def _moved(program: Program, step: Step) -> tuple[int, int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 
 import flax.struct
 import jax
@@ -20,12 +19,14 @@ from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.contracts import ForwardOutput
 from spec_jax.drafters.eagle.model import EagleConfig, eagle, init_head
 from spec_jax.drafters.model_free import NO_DRAFT
+from spec_jax.drafters.ngram import ngram
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.models import layers, transformer
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.families import llama
 from spec_jax.models.layout import NUM_PARTS, PREFIXES
+from spec_jax.planning import hlo
 from spec_jax.rules import make_rule
 from spec_jax.sampling import make_sampler
 from spec_jax.tree import DynamicTree, Tree
@@ -33,11 +34,6 @@ from spec_jax.tree import DynamicTree, Tree
 SLOTS, VOCAB = 512, 48  # slots enough for a choice among prefixes
 # What moves an array without computing anything; a bitcast moves nothing.
 _MOVES = ("copy", "copy-start", "slice", "dynamic-slice", "transpose", "concatenate", "gather")
-_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?[\w.\-]+ = \(?(\w+)\[([\d,]*)\]\S* ([\w\-]+)\(")
-_CALLED = re.compile(
-    r"(?:calls|body|condition|to_apply|true_computation|false_computation)=%?([\w.\-]+)"
-)
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
 def config(num_layers: int, scan_layers: bool = False) -> ModelConfig:
@@ -61,22 +57,25 @@ def lower(
     strategy="greedy",
     model=None,
     tree=None,
-    has_head=False,
+    kind="standalone",
 ):
     """Arguments of ``decoding.generate`` by shape alone, and the bytes of both caches."""
     target, draft = config(TARGET_LAYERS, scan_layers), config(draft_layers, scan_layers)
     options = dict(num_speculative_tokens=max(num_draft, 1), rejection_sampling_strategy=strategy)
     rule = make_rule(SpeculativeConfig(**options))
+    has_draft = num_draft and kind != "ngram"
     drafter = standalone(transformer.model(draft), tree) if num_draft else NO_DRAFT
     key = jax.random.key(0)
     weights = lambda c: jax.eval_shape(functools.partial(transformer.init_params, c), key)
-    params = {"target": weights(target), "draft": weights(draft) if num_draft else None}
-    if has_head:
+    params = {"target": weights(target), "draft": weights(draft) if has_draft else None}
+    if kind == "ngram":
+        drafter = ngram()
+    elif kind == "head":
         head = EagleConfig.of_target(target, draft_vocab_size=VOCAB // 2)
         model = transformer.model(target, head.taps)
         drafter = eagle(head, model, tree)
-        own = jax.eval_shape(functools.partial(init_head, head), key)
-        params["draft"] = {"head": own, "target": params["target"]}
+        head_params = jax.eval_shape(functools.partial(init_head, head), key)
+        params["draft"] = {"head": head_params, "target": params["target"]}
     system = decoding.System(model or transformer.model(target), drafter, rule, num_draft)
     sampler = make_sampler(SamplerConfig(), batch, VOCAB)
     i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -105,39 +104,10 @@ def compile_generate(*args, **options):
 
 def moves_in_loops(text: str, num_elements: int, moves=_MOVES) -> list[str]:
     """Instructions inside of any loop's body that move so many float32 elements or more."""
-    computations, current = {}, None
-    for line in text.splitlines():
-        if not line.startswith(" ") and line.rstrip().endswith("{"):
-            name = re.search(r"(?:ENTRY )?%?([\w.\-]+) ", line).group(1)
-            current = computations.setdefault(name, [])
-        elif current is not None and line.startswith(" "):
-            current.append(line)
-    waiting = [
-        name
-        for lines in computations.values()
-        for line in lines
-        if " while(" in line
-        for name in _called(line)
-    ]
-    assert waiting, "the program has no loop"
-    inside = set()
-    while waiting:
-        name = waiting.pop()
-        if name not in inside:
-            inside.add(name)
-            waiting += [n for line in computations[name] for n in _called(line)]
-    found = []
-    for line in (line for name in sorted(inside) for line in computations[name]):
-        match = _INSTRUCTION.match(line)
-        if match and match.group(3) in moves and match.group(1) == "f32":
-            if math.prod(map(int, filter(None, match.group(2).split(",")))) >= num_elements:
-                found.append(line.strip())
-    return found
-
-
-def _called(line: str) -> list[str]:
-    branches = [n.strip(" %") for group in _BRANCHES.findall(line) for n in group.split(",")]
-    return _CALLED.findall(line) + branches
+    inside = hlo.read(text).in_loops()
+    assert inside, "the program has no loop"
+    is_large = lambda array: array.dtype == "f32" and math.prod(array.dims) >= num_elements
+    return [i.name for i in inside if i.opcode in moves and any(map(is_large, i.arrays))]
 
 
 def elements(num_layers: int, batch: int) -> int:
@@ -197,19 +167,22 @@ def test_unrolled_layers_are_read_where_they_lie(num_draft, batch, draft_layers)
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "tree, has_head, batch",
+    "kind, tree, batch, strategy",
     [
-        (None, True, 1),
-        (Tree.branching((2, 2)), True, 2),
-        (DynamicTree(12, 3, 4), True, 1),
-        (DynamicTree(12, 3, 4), False, 2),
+        ("ngram", None, 2, "residual"),
+        ("head", None, 1, "match"),
+        ("head", Tree.branching((2, 2)), 2, "traversal"),
+        ("head", DynamicTree(12, 3, 4), 1, "greedy"),
+        ("standalone", DynamicTree(12, 3, 4), 2, "residual"),
     ],
-    ids=["head-chain", "head-static", "head-dynamic", "standalone-dynamic"],
+    ids=["ngram", "head-chain", "head-static", "head-dynamic", "standalone-dynamic"],
 )
-def test_heads_and_trees_move_no_cache(tree, has_head, batch):
+def test_no_drafter_tree_or_rule_moves_a_cache(kind, tree, batch, strategy):
     """The accepted path is gathered slot by slot, and the window's mask is no copy of a cache."""
     num_draft = 4 if tree is None else tree.num_nodes
-    program, cache_bytes = compile_generate(num_draft, batch, tree=tree, has_head=has_head)
+    program, cache_bytes = compile_generate(
+        num_draft, batch, kind=kind, strategy=strategy, tree=tree
+    )
     assert moves_in_loops(program.as_text(), elements(1, batch)) == []
     assert program.memory_analysis().alias_size_in_bytes >= cache_bytes
 
