@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import zlib
 
 import jax
@@ -36,12 +35,6 @@ def config(method: str, strategy: str | None, **options) -> spec_jax.Speculative
     return spec_jax.SpeculativeConfig(
         speculative_method=method, rejection_sampling_strategy=strategy, **options
     )
-
-
-def of_both(decoder, limit: int) -> dict[str, int]:
-    """The option that limits prompt and output together, as this tree or an older one calls it."""
-    parameters = inspect.signature(decoder.generate).parameters
-    return {"max_length" if "max_length" in parameters else "max_tokens": limit}
 
 
 def row(generation, has_counts: bool = True) -> dict:

@@ -13,10 +13,14 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 from goldens import common
-from goldens.find import find
 
 import spec_jax
 from spec_jax import testing
+from spec_jax.drafters.eagle.model import EagleConfig
+from spec_jax.drafters.mtp.model import MtpConfig
+from spec_jax.loading import random_head
+from spec_jax.models.config import ModelConfig
+from spec_jax.overlap.overlap import Devices
 
 V, K, NEW = 6, 3, 24
 PROMPTS = [[1, 2, 3], [4, 5, 0, 1, 2, 5], [3], [2, 1]]
@@ -56,18 +60,16 @@ def head(kind: str):
     options = dict(
         num_attention_heads=2, num_key_value_heads=1, head_dim=4, max_position_embeddings=256
     )
-    layer = find("ModelConfig")(
+    layer = ModelConfig(
         vocab_size=V, hidden_size=V, intermediate_size=10, num_hidden_layers=1, **options
     )
     make = {
-        "eagle1": lambda: find("EagleConfig").of_target(layer, 1, taps=(2,)),
-        "eagle3": lambda: find("EagleConfig").of_target(layer, 3, 5, taps=(1,)),
-        "mtp": lambda: find("MtpConfig").of_target(layer),
-        "mtp-sequential": lambda: find("MtpConfig").of_target(
-            layer, protocol="sequential", num_modules=K
-        ),
+        "eagle1": lambda: EagleConfig.of_target(layer, 1, taps=(2,)),
+        "eagle3": lambda: EagleConfig.of_target(layer, 3, 5, taps=(1,)),
+        "mtp": lambda: MtpConfig.of_target(layer),
+        "mtp-sequential": lambda: MtpConfig.of_target(layer, protocol="sequential", num_modules=K),
     }[kind]
-    loaded = find("random_head")(make(), jax.random.key(0))
+    loaded = random_head(make(), jax.random.key(0))
     return common.with_params(loaded, kind, common.values(loaded.params, scale=0.7))
 
 
@@ -92,10 +94,7 @@ def decoder(kind: str, strategy: str, shape: dict, **options) -> spec_jax.Specul
     embed = common.values({"embed": jnp.zeros((V, V))})
     params = {"head": loaded.params, "target": {**target().params, **embed}}
     model = target().model
-    if hasattr(loaded, "kind"):
-        drafter = loaded.kind.make_drafter(loaded, model, config)
-    else:  # before kinds were registered
-        drafter = loaded.drafter(model, config.tree_shape)
+    drafter = loaded.kind.make_drafter(loaded, model, config)
     return spec_jax.SpeculativeDecoder(
         target(), common.with_params(target(), "head", params), config, drafter=drafter, **options
     )
@@ -128,7 +127,7 @@ def _ends(kind, shape):
     made = decoder(kind, "residual", SHAPES[shape])
     with_stop = made.generate(PROMPTS, NEW, stop_tokens=[5])
     short = [made.generate(PROMPTS, n, stop_tokens=()) for n in (1, 2, 7)]
-    total = made.generate(PROMPTS, **common.of_both(made, 20), stop_tokens=())
+    total = made.generate(PROMPTS, max_length=20, stop_tokens=())
     seeded = made.generate(PROMPTS, NEW, stop_tokens=(), seeds=[5, 6, 7, 8], rounds_per_sync=2)
     return [row for found in (with_stop, *short, total, seeded) for row in common.rows(found)]
 
@@ -151,10 +150,12 @@ def _queue(kind, strategy):
     ]
 
 
-def overlapped(devices) -> dict[str, Callable[[], list[dict]]]:
-    """Cells of drafting beside verification; they need devices of draft and target."""
+def overlapped() -> dict[str, Callable[[], list[dict]]]:
+    """Cells of drafting beside verification; they need three devices."""
 
     def cell(kind, strategy):
+        target, draft, *_ = jax.devices()
+        devices = Devices(draft=draft, target=target)
         return decoded(decoder(kind, strategy, SHAPES["chain"], devices=devices))
 
     return {

@@ -73,7 +73,7 @@ def _texts():
     pieces = [[] for _ in PROMPTS]
     made.generate(PROMPTS, NEW, on_token=lambda row, piece: pieces[row].append(piece))
     found = made.generate(PROMPTS, NEW, stop=["(", "\n\n"])
-    found += made.generate(PROMPTS, **common.of_both(made, 20))
+    found += made.generate(PROMPTS, max_length=20)
     return [{"pieces": piece} for piece in pieces] + common.rows(found)
 
 
