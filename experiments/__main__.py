@@ -13,7 +13,7 @@ _FOLDER = pathlib.Path(__file__).parent
 _WIDTH = 100
 
 
-class Experiment(NamedTuple):
+class MainModule(NamedTuple):
     """One main module.
 
     Attributes:
@@ -27,7 +27,7 @@ class Experiment(NamedTuple):
     command: str
 
 
-def experiments() -> Iterator[Experiment]:
+def experiments() -> Iterator[MainModule]:
     """Yields the experiments by name, as their docstrings describe them; imports none."""
     for path in sorted(_FOLDER.glob("*.py")):
         if path.stem.startswith("__"):
@@ -35,7 +35,7 @@ def experiments() -> Iterator[Experiment]:
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         command = re.search(rf"python -m experiments\.{path.stem}\b.*", re.sub(r"\\\n", "", text))
         words = command[0].split() if command else []
-        yield Experiment(path.stem, text.partition("\n")[0], " ".join(words))
+        yield MainModule(path.stem, text.partition("\n")[0], " ".join(words))
 
 
 def text() -> str:

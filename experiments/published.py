@@ -15,7 +15,7 @@ import pathlib
 import jax
 from absl import flags
 
-from experiments.planning.published import GROUPS, NO_TAU, Comparison, compare, load, summarise
+from experiments.planning.published import GROUPS, NO_TAU, PredictedPair, compare, load, summarise
 from experiments.run import cli, plots, report
 from spec_jax.show.tables import Section
 from spec_jax.tree import DynamicTree
@@ -103,7 +103,7 @@ def run(workdir: str | pathlib.Path | None) -> dict:
     return record
 
 
-def _cells(c: Comparison) -> tuple[str, ...]:
+def _cells(c: PredictedPair) -> tuple[str, ...]:
     row, is_known = c.row, c.row.tau is not None
     on = row.topologies[0] if len(row.topologies) == 1 else "not stated"
     k = str(row.num_draft)
@@ -125,7 +125,7 @@ def _cells(c: Comparison) -> tuple[str, ...]:
     )
 
 
-def _plain(c: Comparison) -> tuple[str, ...]:
+def _plain(c: PredictedPair) -> tuple[str, ...]:
     row = c.row
     return (
         row.source,
@@ -138,7 +138,7 @@ def _plain(c: Comparison) -> tuple[str, ...]:
     )
 
 
-def _record(c: Comparison) -> dict:
+def _record(c: PredictedPair) -> dict:
     row = c.row
     return {
         "source": row.source,

@@ -53,7 +53,9 @@ def enable_compilation_cache(path: str | pathlib.Path | None = None) -> pathlib.
 # What is being timed, and the program that is about to run; threads that work for a call copy its
 # context.
 _timed: contextvars.ContextVar[tuple[Timed, ...]] = contextvars.ContextVar("timed", default=())
-_program: contextvars.ContextVar[Program | None] = contextvars.ContextVar("program", default=None)
+_program: contextvars.ContextVar[NamedProgram | None] = contextvars.ContextVar(
+    "program", default=None
+)
 _lock = threading.Lock()
 # Recent compilations by the key of their program, of all threads: (key, begin, end).
 _recent: collections.deque[tuple[Hashable, float, float]] = collections.deque(maxlen=256)
@@ -99,7 +101,7 @@ class Timed:
     """Times a block, with compilation apart.
 
     Compilation is tracing, lowering and compiling in this thread, or reading a compiled program
-    from disk; waiting for another thread that compiles the same ``Program``; and ``add_span``.
+    from disk; waiting for another thread that compiles the same ``NamedProgram``; and ``add_span``.
 
     Attributes:
       run_s: time without compilation, once the block has ended.
@@ -123,7 +125,7 @@ class Timed:
         self.run_s = total_s - self.compile_s
 
 
-class Program:
+class NamedProgram:
     """Names the program that a block runs; says so if its compilation takes long.
 
     Args:
@@ -142,7 +144,7 @@ class Program:
             if self._notice is None:
                 self._notice = Notice(f"compiling {self.what}")
 
-    def __enter__(self) -> Program:
+    def __enter__(self) -> NamedProgram:
         self._token = _program.set(self)
         self._begin = time.time()
         return self

@@ -13,7 +13,7 @@ from scipy import stats
 
 from spec_jax.config import SamplerConfig
 from spec_jax.errors import ConfigError
-from spec_jax.processors import Counts
+from spec_jax.processors import TokenCounts
 from spec_jax.sampling import _one_by_one, argmax, make_sampler, process, sample, top_k
 
 INF = float("inf")
@@ -225,7 +225,7 @@ def test_filters_keep_a_token_however_the_compiler_rounds():
     def run(x, n):
         own = sampler.start(jnp.zeros((B, 1), jnp.int32), jnp.zeros(B, jnp.int32), 3)
         bias, penalties = own.processors
-        penalties = penalties.replace(state=Counts(n > 1, n))
+        penalties = penalties.replace(state=TokenCounts(n > 1, n))
         return process((x * 1.7 + n)[:, None], own.replace(processors=(bias, penalties)))
 
     kept = run(x, n)

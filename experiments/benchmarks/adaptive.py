@@ -60,7 +60,7 @@ def coined(drafter: Drafter) -> Drafter:
     )
 
 
-class Case(NamedTuple):
+class BatchCase(NamedTuple):
     """One batch size: models, prompts, and the state that every rate shares."""
 
     target: LoadedModel
@@ -95,7 +95,7 @@ class Case(NamedTuple):
         )
 
 
-def run_in_turns(case: Case, state, rate: float, fixed: Sequence[int] = ()):
+def run_in_turns(case: BatchCase, state, rate: float, fixed: Sequence[int] = ()):
     """Times ``case.rounds`` rounds of adaptive K (None) and of each fixed K.
 
     Each fixed K runs as many rounds as adaptive K has just run, before adaptive K continues, so
@@ -163,7 +163,7 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     with Progress(total, "adaptive") as bar:
         for batch in config.batches:
             prompts = tokens.integers(target.model.vocab_size, size=(batch, config.prompt_tokens))
-            case = Case(
+            case = BatchCase(
                 target,
                 draft,
                 system,
@@ -183,7 +183,9 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     return Result(lines, {"weights": "random", "batches": batches})
 
 
-def _measure_rate(case: Case, rate: float, config: ConfigDict, say: Callable[[str], None]) -> dict:
+def _measure_rate(
+    case: BatchCase, rate: float, config: ConfigDict, say: Callable[[str], None]
+) -> dict:
     """Returns the ratios of one rate, by repeat."""
     state, max_k = case.start(), max(config.buckets)
     case.adaptive.tuner = Tuner.fresh(max_k)

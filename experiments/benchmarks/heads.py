@@ -27,7 +27,7 @@ from spec_jax.tree import DynamicTree, paths
 ROUNDS = 16  # in one call; a pass over a tree takes tenths of a second on a CPU
 
 
-class Case(NamedTuple):
+class DraftCase(NamedTuple):
     """A chain or a tree: its decoder, and how often a round runs each part."""
 
     name: str
@@ -35,15 +35,17 @@ class Case(NamedTuple):
     counts: dict[str, int]
 
 
-def make_case(name: str, target: LoadedModel, head: LoadedHead, config: SpeculativeConfig) -> Case:
+def make_case(
+    name: str, target: LoadedModel, head: LoadedHead, config: SpeculativeConfig
+) -> DraftCase:
     """Returns the case of one speculative config, for greedy decoding."""
     decoder = SpeculativeDecoder(target, head, config)
     passes = decoder.system().depth - 1
-    return Case(name, decoder, {"verify": 1, "level": passes, "refresh": 1, "rest": 1})
+    return DraftCase(name, decoder, {"verify": 1, "level": passes, "refresh": 1, "rest": 1})
 
 
 def case_makers(
-    case: Case, head: Head, prompt: Sequence[int], slots: int, *, has_parts: bool = True
+    case: DraftCase, head: Head, prompt: Sequence[int], slots: int, *, has_parts: bool = True
 ) -> dict[tuple[str, str], Callable[[], Timer]]:
     """Returns makers of timers of a round and of its parts, each a jitted loop, one row."""
     system, params = case.decoder.system(), case.decoder.params(1)
@@ -137,8 +139,8 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
 
 def _lines(
     times: Mapping[tuple[str, str], np.ndarray],
-    chain: Case,
-    trees: Sequence[Case],
+    chain: DraftCase,
+    trees: Sequence[DraftCase],
     bars: ConfigDict,
     k: int,
 ) -> list[Line]:

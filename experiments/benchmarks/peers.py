@@ -20,8 +20,8 @@ from ml_collections import ConfigDict
 from experiments.benchmarks.peers_report import (
     OURS,
     THEIRS,
-    Cell,
     Measured,
+    PeerCell,
     about,
     lines_of,
     record_of,
@@ -57,15 +57,15 @@ def dtypes(config: ConfigDict) -> list[str]:
     return [name.strip() for entry in config.peers.dtypes for name in entry.split(",")]
 
 
-def cells(ks: Sequence[int], has_head: bool) -> list[Cell]:
+def cells(ks: Sequence[int], has_head: bool) -> list[PeerCell]:
     """Returns everything that is timed, of both sides."""
     ours = ("ngram", "standalone", *(["head"] if has_head else []))
     return [
-        Cell(OURS, "plain"),
-        Cell(THEIRS, "plain"),
-        Cell(THEIRS, "assisted", None),
-        *(Cell(OURS, method, k) for k in ks for method in ours),
-        *(Cell(THEIRS, method, k) for k in ks for method in ("lookup", "assisted")),
+        PeerCell(OURS, "plain"),
+        PeerCell(THEIRS, "plain"),
+        PeerCell(THEIRS, "assisted", None),
+        *(PeerCell(OURS, method, k) for k in ks for method in ours),
+        *(PeerCell(THEIRS, method, k) for k in ks for method in ("lookup", "assisted")),
     ]
 
 
@@ -185,7 +185,7 @@ class _Timer:
       first_s: Seconds of the first run, compilation included.
     """
 
-    def __init__(self, worker: Worker, cell: Cell, prompts, new_tokens: int):
+    def __init__(self, worker: Worker, cell: PeerCell, prompts, new_tokens: int):
         self._worker = worker
         self._request = {
             "method": cell.method,

@@ -31,7 +31,7 @@ _ABOUT = (
 )  # what each was built for, and how the figures are to be read
 
 
-class Cell(NamedTuple):
+class PeerCell(NamedTuple):
     """What is timed.
 
     Attributes:
@@ -45,14 +45,14 @@ class Cell(NamedTuple):
     k: int | None = 0
 
     @property
-    def plain(self) -> Cell:
+    def plain(self) -> PeerCell:
         """Plain decoding of the same side."""
-        return Cell(self.side, "plain")
+        return PeerCell(self.side, "plain")
 
     @property
-    def peer(self) -> Cell | None:
+    def peer(self) -> PeerCell | None:
         """What transformers does in its place; None for transformers itself."""
-        return Cell(THEIRS, _PEERS[self.method], self.k) if self.side == OURS else None
+        return PeerCell(THEIRS, _PEERS[self.method], self.k) if self.side == OURS else None
 
     @property
     def k_text(self) -> str:
@@ -79,24 +79,24 @@ class Measured(NamedTuple):
       facts: Versions, and the peer's threads.
     """
 
-    ms: Mapping[Cell, np.ndarray]
-    tokens: Mapping[Cell, Sequence[Sequence[int]]]
-    tau: Mapping[Cell, float | None]
-    first_s: Mapping[Cell, float]
+    ms: Mapping[PeerCell, np.ndarray]
+    tokens: Mapping[PeerCell, Sequence[Sequence[int]]]
+    tau: Mapping[PeerCell, float | None]
+    first_s: Mapping[PeerCell, float]
     peak_bytes: Mapping[str, int | None]
     facts: Mapping[str, Any]
 
-    def ratio(self, cell: Cell, other: Cell | None) -> np.ndarray | None:
+    def ratio(self, cell: PeerCell, other: PeerCell | None) -> np.ndarray | None:
         """Returns tokens a second of a cell over those of another, by repeat; None without it."""
         return self.ms[other] / self.ms[cell] if other in self.ms else None
 
-    def same_rows(self, cell: Cell, other: Cell | None) -> int | None:
+    def same_rows(self, cell: PeerCell, other: PeerCell | None) -> int | None:
         """Returns how many rows of two cells have the same tokens; None without the other."""
         if other not in self.tokens:
             return None
         return sum(a == b for a, b in zip(self.tokens[cell], self.tokens[other], strict=True))
 
-    def best(self, side: str) -> Cell:
+    def best(self, side: str) -> PeerCell:
         """Returns the fastest cell of a side."""
         return min((c for c in self.ms if c.side == side), key=lambda c: np.median(self.ms[c]))
 

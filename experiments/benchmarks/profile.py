@@ -7,7 +7,7 @@ import pathlib
 from ml_collections import ConfigDict
 
 from experiments.benchmarks.rounds import DTYPES, in_dtype
-from experiments.benchmarks.zoo import Prompts, with_head
+from experiments.benchmarks.zoo import ZooPrompts, with_head
 from experiments.run import cli
 from spec_jax.config import SamplerConfig
 from spec_jax.evaluation.bench import Bench
@@ -35,7 +35,7 @@ def measure(config: ConfigDict, folder: pathlib.Path) -> tuple[dict[str, RoundPr
     found = {}
     target = load_model(zoo.target)
     drafts = with_head(target, load_draft(zoo.draft, target), config.profile.head)
-    prompts, notes = Prompts.of(zoo, [target, *drafts.values()], 1)
+    prompts, notes = ZooPrompts.of(zoo, [target, *drafts.values()], 1)
     for dtype in DTYPES:
         of_dtype = {name: in_dtype(draft, dtype) for name, draft in drafts.items()}
         model = in_dtype(target, dtype)

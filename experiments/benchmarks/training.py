@@ -28,7 +28,7 @@ from spec_jax.train.step import TrainState, train_step
 _MATMULS = 8  # products of each shape in one call
 
 
-class Case(NamedTuple):
+class TrainingCase(NamedTuple):
     """A training step.
 
     Attributes:
@@ -55,7 +55,7 @@ def _optimizer(config):
     return make_optimizer(**config.optimizer, steps=1_000_000)
 
 
-def lm_case(target: LoadedModel, config: ConfigDict) -> Case:
+def lm_case(target: LoadedModel, config: ConfigDict) -> TrainingCase:
     """Returns a language model's step: 6 FLOPs per parameter and token, and those of attention."""
     optimizer, shape = _optimizer(config), target.config
     objective = functools.partial(lm.lm_loss, config=shape)
@@ -69,10 +69,10 @@ def lm_case(target: LoadedModel, config: ConfigDict) -> Case:
     attention = attention_flops(width, config.length, tokens) * shape.num_hidden_layers
     flops = 6 * tokens * num_params(shape) + 3 * attention
     run = lambda state: step(state, batch)[0]
-    return Case("language model", run, TrainState.create(params, optimizer), flops, tokens)
+    return TrainingCase("language model", run, TrainState.create(params, optimizer), flops, tokens)
 
 
-def eagle3_case(target: LoadedModel, config: ConfigDict) -> Case:
+def eagle3_case(target: LoadedModel, config: ConfigDict) -> TrainingCase:
     """Returns a step of an EAGLE-3 head.
 
     Per token it has 6 FLOPs for each parameter that a pass uses (the joining map once, the rest in
@@ -105,7 +105,9 @@ def eagle3_case(target: LoadedModel, config: ConfigDict) -> Case:
     width = outer.num_attention_heads * outer.head_dim
     flops += attention_flops(width, T, count) * outer.num_hidden_layers
     run = lambda state: step(state, batch, target.params)[0]
-    return Case(f"EAGLE-3, {K} steps", run, TrainState.create(params, optimizer), flops, count)
+    return TrainingCase(
+        f"EAGLE-3, {K} steps", run, TrainState.create(params, optimizer), flops, count
+    )
 
 
 def _tokens(seed: int, shape: tuple[int, int], vocab_size: int) -> jax.Array:

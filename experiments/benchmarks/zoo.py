@@ -47,7 +47,7 @@ def load(name: str, shape: ConfigDict, seed: int) -> LoadedModel:
     return load_model(name)
 
 
-class Prompts(NamedTuple):
+class ZooPrompts(NamedTuple):
     """What is decoded.
 
     Attributes:
@@ -59,7 +59,9 @@ class Prompts(NamedTuple):
     notes: list[str]
 
     @classmethod
-    def of(cls, config: ConfigDict, models: Sequence[LoadedModel | LoadedHead], n: int) -> Prompts:
+    def of(
+        cls, config: ConfigDict, models: Sequence[LoadedModel | LoadedHead], n: int
+    ) -> ZooPrompts:
         """Returns ``n`` prompts as ``experiments.decode`` has them; random ids without a tokenizer.
 
         Args:
@@ -82,11 +84,11 @@ class Prompts(NamedTuple):
         return cls(ids, [*notes, *cut_note(num_cut, ids)])
 
 
-def load_pair(config: ConfigDict) -> tuple[Pair, Prompts]:
+def load_pair(config: ConfigDict) -> tuple[Pair, ZooPrompts]:
     """Returns the pair of the section "zoo", and its prompts."""
     target = load(config.target, config.target_shape, config.seed)
     draft = load(config.draft, config.draft_shape, config.seed + 1)
-    prompts = Prompts.of(config, [target, draft], config.num_prompts)
+    prompts = ZooPrompts.of(config, [target, draft], config.num_prompts)
     room = max(map(len, prompts.ids)) + config.new_tokens + max(config.ks) + 1
     return Pair(target, draft, whole_slots(room)), prompts
 
@@ -105,7 +107,7 @@ def check(config: ConfigDict) -> None:
             )
 
 
-class Cell(NamedTuple):
+class ZooCell(NamedTuple):
     """What is timed: a way to draft, its K and the dtype of all weights."""
 
     method: str
@@ -128,7 +130,7 @@ def with_head(
 
 
 def advice(
-    best: Cell, gain: float, own: Mapping[Cell, np.ndarray], taus: Mapping[Cell, float]
+    best: ZooCell, gain: float, own: Mapping[ZooCell, np.ndarray], taus: Mapping[ZooCell, float]
 ) -> list[str]:
     """Returns what to decode with on this machine, and which Ks are slower than plain decoding.
 
@@ -146,7 +148,7 @@ def advice(
         text += f", {gain:.2f} x the fastest plain loop"
     notes = [f"recommended on this machine, for text like these prompts: {text}"]
 
-    def before(cell: Cell) -> float:
+    def before(cell: ZooCell) -> float:
         """Tau at the next smaller K that was measured; 1 of plain decoding."""
         smaller = [c for c in taus if c._replace(k=cell.k) == cell and c.k < cell.k]
         return taus[max(smaller, key=lambda c: c.k)] if smaller else 1.0
@@ -195,7 +197,7 @@ class Timers:
         return SpeculativeDecoder(target, draft, SpeculativeConfig(cell.method, cell.k))
 
     def _begin(self, method: str | None, batch: int) -> list[DecodeState]:
-        made = self._decoder(Cell(method, 1, "float32") if method else None)
+        made = self._decoder(ZooCell(method, 1, "float32") if method else None)
         groups = [self.prompts[i : i + batch] for i in range(0, len(self.prompts), batch)]
         stops, slots, size = self.pair.target.stop_tokens, self.pair.slots, self.new_tokens
         return [start(made.system(), made.params(), g, slots, size, stops) for g in groups]
@@ -204,7 +206,9 @@ class Timers:
         """Returns the timer of a variant of ``PLAIN``."""
         return plain_timer(self.pair, self._begun(None, batch), variant)
 
-    def generate(self, cell: Cell | None, batch: int = 1, dtype: str = "float32") -> GenerateTimer:
+    def generate(
+        self, cell: ZooCell | None, batch: int = 1, dtype: str = "float32"
+    ) -> GenerateTimer:
         """Returns the timer of a cell; None: of ``generate`` at K = 0 in a dtype."""
         made = self._decoder(cell) if cell else self._decoder(None, dtype)
         begun = self._begun(cell.method if cell else None, batch)
@@ -228,11 +232,13 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
         ("plain", dtype): functools.partial(make.plain, variant)
         for dtype, variant in fastest_in.items()
     }
-    by_cell: dict[Cell, GenerateTimer] = {}
-    times: dict[Cell, np.ndarray] = {}
+    by_cell: dict[ZooCell, GenerateTimer] = {}
+    times: dict[ZooCell, np.ndarray] = {}
     plain_of: dict[tuple[str, str, str], np.ndarray] = {}
     for k in c.ks:
-        cells = [Cell(method, k, dtype) for method, dtype in itertools.product(make.drafts, DTYPES)]
+        cells = [
+            ZooCell(method, k, dtype) for method, dtype in itertools.product(make.drafts, DTYPES)
+        ]
         timers, found = measure_all(
             f"zoo, K={k}",
             {**plains, **{cell: functools.partial(make.generate, cell) for cell in cells}},

@@ -32,7 +32,7 @@ STATED, BORROWED, UNSTATED, NO_TAU = (
     "tau not stated",
 )
 GROUPS = (STATED, BORROWED, UNSTATED, NO_TAU)
-# Where no hardware is named, the prediction is that of each of these; see ``Row.chips``.
+# Where no hardware is named, the prediction is that of each of these; see ``PublishedPair.chips``.
 USUAL = ("a100:1", "h100:1", "rtx3090:1")
 # EAGLE-1's static tree, ``mc_sim_7b_63`` in the authors' repository.
 EAGLE_1_TREE = Tree.from_paths(
@@ -66,7 +66,7 @@ EAGLE_1_TREE = Tree.from_paths(
 )
 
 
-class Row(NamedTuple):
+class PublishedPair(NamedTuple):
     """One published pair.
 
     Attributes:
@@ -100,13 +100,13 @@ class Row(NamedTuple):
     plain_tok_s: float | None
 
 
-def load(path: pathlib.Path = PATH) -> tuple[list[Row], dict[str, Any]]:
+def load(path: pathlib.Path = PATH) -> tuple[list[PublishedPair], dict[str, Any]]:
     """Returns the rows, and the whole file with its sources and what was left out."""
     file = json.loads(path.read_text(encoding="utf-8"))
     return [row for run in file["runs"] for row in _rows(run)], file
 
 
-def _rows(run: dict[str, Any]) -> list[Row]:
+def _rows(run: dict[str, Any]) -> list[PublishedPair]:
     shape = run.get("tree")
     tree = EAGLE_1_TREE if shape == "eagle-1" else shape and DynamicTree(*shape)
     topologies = (run["hardware"],) if run["hardware"] else USUAL
@@ -121,7 +121,7 @@ def _rows(run: dict[str, Any]) -> list[Row]:
             group = BORROWED if {"tau_from", "baseline_from"} & set(run) else STATED
         setting = Setting(batch, run.get("context", CONTEXT), run.get("mesh", "tensor:1"))
         rows.append(
-            Row(
+            PublishedPair(
                 run["source"],
                 group,
                 topologies,
@@ -140,7 +140,7 @@ def _rows(run: dict[str, Any]) -> list[Row]:
     return rows
 
 
-def count_round(row: Row) -> Round:
+def count_round(row: PublishedPair) -> Round:
     """Counts the passes of a row's rounds."""
     target = PRESETS[row.target]
     if row.method in _BLOCK_ROUNDS:
@@ -186,7 +186,7 @@ _DRAFTS = {
 _BLOCK_ROUNDS = {"dflash": _block_round, "dspark": functools.partial(_block_round, has_markov=True)}
 
 
-class Comparison(NamedTuple):
+class PredictedPair(NamedTuple):
     """A row beside its prediction.
 
     Attributes:
@@ -197,7 +197,7 @@ class Comparison(NamedTuple):
       plain_floor_tok_s: what plain decoding reaches at most, for the first topology.
     """
 
-    row: Row
+    row: PublishedPair
     low: float
     high: float
     implied_tau: float
@@ -214,7 +214,7 @@ class Comparison(NamedTuple):
         return self.predicted / self.row.speedup
 
 
-def compare(row: Row) -> Comparison:
+def compare(row: PublishedPair) -> PredictedPair:
     """Predicts a row's speed-up from its tau and from nothing else that was measured."""
     plain, one = decode_round(PRESETS[row.target], setting=row.setting), count_round(row)
     found = []
@@ -227,7 +227,7 @@ def compare(row: Row) -> Comparison:
             )
         )
     speedups, first = [p.speedup for p in found], found[0]
-    return Comparison(
+    return PredictedPair(
         row,
         min(speedups),
         max(speedups),
@@ -236,7 +236,7 @@ def compare(row: Row) -> Comparison:
     )
 
 
-def summarise(comparisons: Sequence[Comparison]) -> dict[str, Any]:
+def summarise(comparisons: Sequence[PredictedPair]) -> dict[str, Any]:
     """Returns how far predictions are from what was published.
 
     Returns:

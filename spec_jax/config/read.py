@@ -34,7 +34,7 @@ def _hint(key: str, known: list[str]) -> str:
     return did_you_mean(key, known)
 
 
-class Record:
+class ConfigRecord:
     """A part of a config that may be given as a mapping of its fields."""
 
     @classmethod
@@ -57,12 +57,12 @@ class Record:
 
 
 @functools.cache
-def _records(cls) -> dict[str, type[Record]]:
+def _records(cls) -> dict[str, type[ConfigRecord]]:
     """The fields of a config that are records, by name."""
     found = {}
     for name, hint in typing.get_type_hints(cls).items():
         for kind in (hint, *typing.get_args(hint)):
-            if isinstance(kind, type) and issubclass(kind, Record):
+            if isinstance(kind, type) and issubclass(kind, ConfigRecord):
                 found[name] = kind
     return found
 
@@ -125,7 +125,7 @@ def _nest(cls, values: Mapping[str, Any], below: Mapping[str, Any] | None = None
     return nested
 
 
-def _parts(record: type[Record], value: Any, name: str) -> dict[str, Any]:
+def _parts(record: type[ConfigRecord], value: Any, name: str) -> dict[str, Any]:
     """The fields that a value of a record names; all of them, unless it is a mapping."""
     if value is None or isinstance(value, Mapping):
         return dict(value or {})

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spec_jax.config.checks import check, is_finite, is_integer, is_list, is_probability
-from spec_jax.config.read import Record
+from spec_jax.config.read import ConfigRecord
 from spec_jax.errors import ConfigError
 from spec_jax.tree import DynamicTree, Tree
 
@@ -15,7 +15,7 @@ BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # Ks that adaptive decoding has
 
 
 @dataclasses.dataclass(frozen=True)
-class NgramConfig(Record):
+class NgramConfig(ConfigRecord):
     """Which suffixes of the text n-gram drafting looks up.
 
     Attributes:
@@ -33,7 +33,7 @@ class NgramConfig(Record):
 
 
 @dataclasses.dataclass(frozen=True)
-class SuffixConfig(Record):
+class SuffixConfig(ConfigRecord):
     """How far suffix decoding follows a match, and what it remembers.
 
     Attributes:
@@ -64,7 +64,7 @@ class SuffixConfig(Record):
 
 
 @dataclasses.dataclass(frozen=True)
-class TreeConfig(Record):
+class TreeConfig(ConfigRecord):
     """Which tree is drafted: exactly one of ``children``, ``ranks`` and ``depth`` is given.
 
     Attributes:
@@ -128,7 +128,7 @@ class TreeConfig(Record):
 
 
 @dataclasses.dataclass(frozen=True)
-class SyntheticConfig(Record):
+class SyntheticConfig(ConfigRecord):
     """For benchmarks: accept by coin, not by token. Exactly one of the rates is given.
 
     Attributes:
@@ -184,7 +184,7 @@ class SyntheticConfig(Record):
 
 
 @dataclasses.dataclass(frozen=True)
-class TypicalConfig(Record):
+class TypicalConfig(ConfigRecord):
     """Medusa's threshold is ``min(epsilon, delta * exp(-H))``."""
 
     epsilon: float = 0.09
@@ -197,7 +197,7 @@ class TypicalConfig(Record):
 
 
 @dataclasses.dataclass(frozen=True)
-class AdaptiveConfig(Record):
+class AdaptiveConfig(ConfigRecord):
     """K is chosen from chunk to chunk of rounds.
 
     Attributes:

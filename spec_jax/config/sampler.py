@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spec_jax.config.checks import FLOAT32_MAX, check, is_finite, is_integer, is_number
-from spec_jax.config.read import Record
+from spec_jax.config.read import ConfigRecord
 from spec_jax.errors import ConfigError
 from spec_jax.show.summary import short_repr
 
@@ -16,7 +16,7 @@ GREEDY_BELOW = 1e-5  # a lower temperature means argmax; it is never divided by
 
 
 @dataclasses.dataclass(frozen=True)
-class SamplerConfig(Record):
+class SamplerConfig(ConfigRecord):
     """How one model's logits become a token.
 
     Applied in this order: logit bias, repetition penalty (over prompt and output), presence

@@ -11,7 +11,7 @@ from spec_jax.data.records import read_objects
 from spec_jax.errors import ConfigError, did_you_mean
 
 
-class Source(NamedTuple):
+class QuestionSource(NamedTuple):
     """Where a question set lies.
 
     Attributes:
@@ -30,25 +30,25 @@ class Source(NamedTuple):
 _PROBE_S = 5.0  # how long the hub may take to answer
 _GITHUB = "https://raw.githubusercontent.com"
 SOURCES = {
-    "humaneval": Source(
+    "humaneval": QuestionSource(
         ("openai/openai_humaneval",),
         "test",
         "",
         f"{_GITHUB}/openai/human-eval/master/data/HumanEval.jsonl.gz",
     ),
-    "gsm8k": Source(
+    "gsm8k": QuestionSource(
         ("openai/gsm8k", "main"),
         "test",
         "",
         f"{_GITHUB}/openai/grade-school-math/master/grade_school_math/data/test.jsonl",
     ),
-    "mtbench": Source(
+    "mtbench": QuestionSource(
         ("HuggingFaceH4/mt_bench_prompts",),
         "train",
         "raw/question.jsonl",
         f"{_GITHUB}/lm-sys/FastChat/main/fastchat/llm_judge/data/mt_bench/question.jsonl",
     ),
-    "specbench": Source(
+    "specbench": QuestionSource(
         (), "", "", f"{_GITHUB}/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
     ),
 }
@@ -128,14 +128,14 @@ def _without_retries(repo: str) -> Iterator[str]:
         constants.HF_HUB_OFFLINE = before
 
 
-def _by_datasets(name: str, source: Source) -> list[tuple[Any, str]]:
+def _by_datasets(name: str, source: QuestionSource) -> list[tuple[Any, str]]:
     import datasets
 
     found = datasets.load_dataset(*source.dataset, split=source.split)
     return [(_usual(dict(row)), f"{name}: row {number}") for number, row in enumerate(found, 1)]
 
 
-def _from_hub(source: Source) -> list[tuple[Any, str]]:
+def _from_hub(source: QuestionSource) -> list[tuple[Any, str]]:
     import huggingface_hub as hub
 
     where = {"repo_id": source.dataset[0], "filename": source.file, "repo_type": "dataset"}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from spec_jax import decoding
-from spec_jax.compilation import Program
+from spec_jax.compilation import NamedProgram
 from spec_jax.decoding import Chunk, DecodeState, Record, System
 from spec_jax.drafters.loaded import draft_params
 from spec_jax.drafters.suffix import History
@@ -115,10 +115,10 @@ class Engine:
                 self._runner = AdaptiveRunner(self.system, params_of, self._adaptive)
             return self._runner(*args)
 
-    def _program(self, what: str, of: Request | DecodeState, *sizes: Any) -> Program:
+    def _program(self, what: str, of: Request | DecodeState, *sizes: Any) -> NamedProgram:
         """Names what runs next, for ``Stats.compile_s`` and for who waits for it."""
         samplers = jax.tree.structure((of.sampler, of.draft_sampler))
-        return Program(what, self.system, samplers, of.stop_tokens.shape, *sizes)
+        return NamedProgram(what, self.system, samplers, of.stop_tokens.shape, *sizes)
 
     def read(self, state: DecodeState, row: int | None = None) -> Record:
         """Copies what all rows have produced, or one of them, so that the state may be donated."""

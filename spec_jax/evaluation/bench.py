@@ -21,7 +21,7 @@ from spec_jax.rules import make_rule
 _USUAL_OPTIONS = {"suffix": {"suffix_history_tokens": 0}}
 
 
-class Row(Protocol):
+class CellOutput(Protocol):
     """What is read of the output of one prompt, a ``Generation`` or one that was saved."""
 
     @property
@@ -39,7 +39,7 @@ class Run(NamedTuple):
 
     prefill_s: float
     decode_s: float
-    rows: Sequence[Row]
+    rows: Sequence[CellOutput]
 
     @property
     def tokens(self) -> int:

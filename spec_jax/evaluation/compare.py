@@ -22,7 +22,7 @@ from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
 from spec_jax.evaluation import costs as pass_costs
 from spec_jax.evaluation import summary
-from spec_jax.evaluation.bench import Bench, Row, Run, usable_cells
+from spec_jax.evaluation.bench import Bench, CellOutput, Run, usable_cells
 from spec_jax.evaluation.cells import PLAIN, Cell, Draft, copying_methods, make_cells
 from spec_jax.evaluation.results import NONE, CategoryResult, CellResult, Counts, RoundTime
 from spec_jax.evaluation.timing import Timer, interleave
@@ -113,7 +113,7 @@ class Tally:
         return run.decode_s
 
     @property
-    def rows(self) -> dict[int, Row]:
+    def rows(self) -> dict[int, CellOutput]:
         """The output of every prompt, by its index."""
         batches = ((self.bench.chosen(index), run.rows) for index, run in self.runs.items())
         return {i: row for chosen, rows in batches for i, row in zip(chosen, rows)}
@@ -162,7 +162,7 @@ class Tally:
         return self._differences[row]
 
     def _examine(
-        self, row: int, rows: Mapping[int, Row], plain: Mapping[int, Row]
+        self, row: int, rows: Mapping[int, CellOutput], plain: Mapping[int, CellOutput]
     ) -> dict[int, RowAudit]:
         """Examines a greedy row; with an audit its whole batch is decoded again."""
         from spec_jax.testing import audit, audit_outputs  # needs scipy.stats, slow to import

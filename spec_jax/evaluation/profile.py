@@ -151,7 +151,7 @@ def profile_rounds(
     return dataclasses.replace(profile, stages=times)
 
 
-def _trace(call, folder, program) -> tuple[float, list[stages.Span]]:
+def _trace(call, folder, program) -> tuple[float, list[stages.OperationRun]]:
     """Traces calls; returns the time of the fastest, and its operations."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0

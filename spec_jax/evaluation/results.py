@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from spec_jax.engine.stats import Stats
-from spec_jax.evaluation.bench import Row
+from spec_jax.evaluation.bench import CellOutput
 from spec_jax.evaluation.cells import Cell
 from spec_jax.intervals import Interval, jackknife
 
@@ -36,7 +36,7 @@ class Counts(NamedTuple):
     accepted: np.ndarray
 
     @classmethod
-    def of(cls, questions: Sequence[Sequence[Row]]) -> Counts:
+    def of(cls, questions: Sequence[Sequence[CellOutput]]) -> Counts:
         """Counts the outputs of one cell, the turns of each question together."""
         counts = []
         for rows in questions:

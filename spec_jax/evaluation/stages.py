@@ -28,7 +28,7 @@ _CONTAINERS = {"while", "conditional", "call"}  # the operations inside of them 
 Stage = tuple[str, str]  # one of STAGES, and one of PARTS or "" for its other operations
 
 
-class Span(NamedTuple):
+class OperationRun(NamedTuple):
     """One run of an operation.
 
     Attributes:
@@ -42,7 +42,7 @@ class Span(NamedTuple):
     end_ns: float
 
 
-class StageTime(NamedTuple):
+class StageTotal(NamedTuple):
     """What one stage took.
 
     Attributes:
@@ -97,7 +97,7 @@ def read_program(text: str) -> dict[str, Stage]:
     return stages
 
 
-def read_spans(path: str | pathlib.Path, names: Iterable[str]) -> list[Span]:
+def read_spans(path: str | pathlib.Path, names: Iterable[str]) -> list[OperationRun]:
     """Returns the runs of a program's operations in a trace, in the order in which they began.
 
     Where devices have lines of their own in the trace, those of the busiest device are read.
@@ -115,7 +115,7 @@ def read_spans(path: str | pathlib.Path, names: Iterable[str]) -> list[Span]:
         return spans or _spans(planes, names)
 
 
-def _spans(planes: Iterable[Any], names: frozenset[str]) -> list[Span]:
+def _spans(planes: Iterable[Any], names: frozenset[str]) -> list[OperationRun]:
     begun, ends = [], {}
     for event in (event for plane in planes for line in plane.lines for event in line.events):
         stats = dict(event.stats)
@@ -127,7 +127,7 @@ def _spans(planes: Iterable[Any], names: frozenset[str]) -> list[Span]:
             begun.append((event.start_ns, event.start_ns + event.duration_ns, name, stats))
     begun.sort(key=lambda event: event[:2])
     return [
-        Span(name, begin, max(begin, ends.get(stats.get("_p"), end)))
+        OperationRun(name, begin, max(begin, ends.get(stats.get("_p"), end)))
         for begin, end, name, stats in begun
     ]
 
@@ -148,7 +148,7 @@ class Moment(NamedTuple):
     next: int
 
 
-def moments(spans: Sequence[Span]) -> Iterator[Moment]:
+def moments(spans: Sequence[OperationRun]) -> Iterator[Moment]:
     """Yields the moments from the first operation's begin to the last one's end."""
     marks = [(span.begin_ns, 0, i) for i, span in enumerate(spans)]
     marks += [(span.end_ns, 1, i) for i, span in enumerate(spans)]
@@ -163,7 +163,7 @@ def moments(spans: Sequence[Span]) -> Iterator[Moment]:
             yield Moment(begin, end, tuple(running), following)
 
 
-def add_up(spans: Sequence[Span], stages: Mapping[str, Stage]) -> list[StageTime]:
+def add_up(spans: Sequence[OperationRun], stages: Mapping[str, Stage]) -> list[StageTotal]:
     """Adds up by stage the time from the first operation's begin to the last one's end.
 
     Every moment counts once. Where several operations run at once, each gets its share; where none
@@ -199,8 +199,8 @@ def add_up(spans: Sequence[Span], stages: Mapping[str, Stage]) -> list[StageTime
     order = lambda stage: ((*STAGES, "loop").index(stage[0]), (*PARTS, "").index(stage[1]))
     rest_ns = float((ran_ns + waited_ns).sum()) - sum(time_ns.values())
     return [
-        *(StageTime(*s, time_ns[s], busy_ns[s], count[s]) for s in sorted(count, key=order)),
-        StageTime(*DELAYS, rest_ns, rest_ns, 0),
+        *(StageTotal(*s, time_ns[s], busy_ns[s], count[s]) for s in sorted(count, key=order)),
+        StageTotal(*DELAYS, rest_ns, rest_ns, 0),
     ]
 
 
@@ -215,7 +215,7 @@ def name_of(stage: Stage) -> str:
 
 
 def write_trace(
-    path: str | pathlib.Path, spans: Sequence[Span], stages: Mapping[str, Stage]
+    path: str | pathlib.Path, spans: Sequence[OperationRun], stages: Mapping[str, Stage]
 ) -> None:
     """Writes a trace that Perfetto opens, with one line of stages, one of parts, and operations.
 

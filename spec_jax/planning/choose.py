@@ -8,11 +8,11 @@ from typing import Any
 
 from spec_jax.models.params import head_counts
 from spec_jax.planning.chips import Topology
-from spec_jax.planning.roofline import Memory, Prediction, Setting, best, memory
+from spec_jax.planning.roofline import DeviceMemory, Prediction, Setting, best, memory
 
 
 @dataclasses.dataclass(frozen=True)
-class Option:
+class Deployment:
     """One way to run a model.
 
     Attributes:
@@ -25,7 +25,7 @@ class Option:
     topology: Topology
     setting: Setting
     prediction: Prediction
-    memory: Memory
+    memory: DeviceMemory
 
     @property
     def shortfall(self) -> float:
@@ -73,7 +73,7 @@ def options(
     tokens: Sequence[float],
     topology: Topology,
     setting: Setting = Setting(),
-) -> list[Option]:
+) -> list[Deployment]:
     """Returns every mesh with its best K: those that fit first, and of these the fastest first.
 
     Args:
@@ -89,5 +89,5 @@ def options(
         placed = dataclasses.replace(setting, mesh=mesh)
         prediction = best(target, draft, tokens, topology.chip, placed)
         drafted = draft if prediction.num_draft else None
-        found.append(Option(topology, placed, prediction, memory(target, drafted, placed)))
+        found.append(Deployment(topology, placed, prediction, memory(target, drafted, placed)))
     return sorted(found, key=lambda option: (option.shortfall, -option.tok_s))

@@ -22,7 +22,7 @@ from spec_jax.planning.work import Setting, Stack, Work
 from spec_jax.tree import DynamicTree, Tree
 
 __all__ = [
-    "Memory",
+    "DeviceMemory",
     "Pass",
     "Prediction",
     "Round",
@@ -111,7 +111,7 @@ def decode_round(
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class DeviceMemory:
     """Bytes on one device that stay between rounds.
 
     Attributes:
@@ -131,7 +131,7 @@ class Memory:
         return max(0.0, self.total - chip.per_device.hbm_bytes)
 
 
-def memory(target: Any, draft: Any = None, setting: Setting = Setting()) -> Memory:
+def memory(target: Any, draft: Any = None, setting: Setting = Setting()) -> DeviceMemory:
     """Returns what target and draft occupy on one device; arguments as in ``decode_round``."""
     stacks = [Stack.of(target, setting)]
     if draft is not None and not isinstance(draft, str):
@@ -140,7 +140,7 @@ def memory(target: Any, draft: Any = None, setting: Setting = Setting()) -> Memo
         stacks += [Stack.of(draft, setting, is_draft=True, part=part) for part in parts]
     params = setting.itemsize * sum(stack.num_params for stack in stacks)
     row = sum(stack.slot_bytes * setting.context + stack.fixed_bytes for stack in stacks)
-    return Memory(params, setting.rows * row)
+    return DeviceMemory(params, setting.rows * row)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,15 @@ docs/processors.md:
 
 from spec_jax.processors.active import Active, from_configs
 from spec_jax.processors.bias import LOGIT_BIAS
-from spec_jax.processors.penalties import PENALTIES, Counts, Penalties
+from spec_jax.processors.penalties import PENALTIES, Penalties, TokenCounts
 from spec_jax.processors.tokens import by_token
 
-__all__ = ["LOGIT_BIAS", "PENALTIES", "Active", "Counts", "Penalties", "by_token", "from_configs"]
+__all__ = [
+    "LOGIT_BIAS",
+    "PENALTIES",
+    "Active",
+    "Penalties",
+    "TokenCounts",
+    "by_token",
+    "from_configs",
+]

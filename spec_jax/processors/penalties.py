@@ -23,7 +23,7 @@ class Penalties:
 
 
 @flax.struct.dataclass
-class Counts:
+class TokenCounts:
     """Which tokens a row has seen; the state of the processor."""
 
     prompt: jax.Array  # bool[B,V], in the prompt
@@ -39,18 +39,18 @@ def penalties_of(configs: Sequence[SamplerConfig]) -> Penalties | None:
     return Penalties(**{name: np.asarray(x, np.float32) for name, x in columns.items()})
 
 
-def _init(tokens: jax.Array, length: jax.Array, vocab_size: int) -> Counts:
+def _init(tokens: jax.Array, length: jax.Array, vocab_size: int) -> TokenCounts:
     columns = jnp.where(jnp.arange(len(tokens)) < length, tokens, vocab_size)
     prompt = jnp.zeros(vocab_size, bool).at[columns].set(True, mode="drop")
-    return Counts(prompt, jnp.zeros(vocab_size, jnp.int32))
+    return TokenCounts(prompt, jnp.zeros(vocab_size, jnp.int32))
 
 
-def _advance(counts: Counts, tokens: jax.Array, n: jax.Array) -> Counts:
+def _advance(counts: TokenCounts, tokens: jax.Array, n: jax.Array) -> TokenCounts:
     is_new = (jnp.arange(len(tokens)) < n).astype(jnp.int32)
     return counts.replace(output=counts.output.at[tokens].add(is_new))
 
 
-def _apply(penalties: Penalties, counts: Counts, x_TV, drafted, is_before):
+def _apply(penalties: Penalties, counts: TokenCounts, x_TV, drafted, is_before):
     """Applies penalties by the row's counts, then again to the few tokens that drafts change."""
 
     def penalty(x, output, is_seen):
@@ -72,7 +72,7 @@ def _apply(penalties: Penalties, counts: Counts, x_TV, drafted, is_before):
 
 
 PENALTIES = Processor("penalties", _init, _apply, _advance)
-"""The penalties of ``SamplerConfig``, with ``Penalties`` and ``Counts`` of one row.
+"""The penalties of ``SamplerConfig``, with ``Penalties`` and ``TokenCounts`` of one row.
 
 Source: the logits processors of transformers, and the penalties of the OpenAI API.
 """

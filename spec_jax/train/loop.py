@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from spec_jax import processes
-from spec_jax.compilation import Program, Timed
+from spec_jax.compilation import NamedProgram, Timed
 from spec_jax.errors import TrainingError
 from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.log import Log
@@ -147,7 +147,7 @@ def train_loop(
     window: list[dict] = []
     with Preemption() as preemption:
         for step in range(first, num_steps):
-            with Timed(), Program("the training step"):  # which say that it is compiled
+            with Timed(), NamedProgram("the training step"):  # which say that it is compiled
                 batch = batch_at(step)
                 state, metrics = step_fn(state, batch)
             seen += tokens_per_step(batch)

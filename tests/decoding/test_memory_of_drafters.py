@@ -30,7 +30,7 @@ import spec_jax
 from spec_jax import decoding, testing
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.drafters.suffix import History, suffix
-from spec_jax.engine.adaptive.policy import Costs, Tuner
+from spec_jax.engine.adaptive.policy import RoundCosts, Tuner
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError, InvalidDraftError
 from spec_jax.loading import LoadedModel
@@ -173,7 +173,7 @@ def test_the_choice_of_k_counts_its_updates():
     """In the tuner itself, so that the count is shared and kept with it."""
     tuner = Tuner.fresh(1)
     for number in range(3):
-        assert tuner.choose(Costs({0: 1.0, 1: 1.0}))[1].num_updates == number
+        assert tuner.choose(RoundCosts({0: 1.0, 1: 1.0}))[1].num_updates == number
         tuner = tuner.observe(1, 4, 4, [2], 4.0)
 
 

@@ -100,7 +100,7 @@ def test_a_span_within_another_counts_once(clock):
 @pytest.mark.parametrize("key, compile_s", [("same", 5.0), ("other", 0.0)])
 def test_who_waits_for_another_thread_that_compiles_counts_it_too(clock, key, compile_s):
     def other_thread():
-        with compilation.Program("a round", key):
+        with compilation.NamedProgram("a round", key):
             clock.compile(2.0)  # before this thread asks for it
             asked.set()
             begun.wait()
@@ -110,7 +110,7 @@ def test_who_waits_for_another_thread_that_compiles_counts_it_too(clock, key, co
     thread = threading.Thread(target=other_thread)
     thread.start()
     asked.wait()
-    with compilation.Timed() as timed, compilation.Program("a round", "same"):
+    with compilation.Timed() as timed, compilation.NamedProgram("a round", "same"):
         begun.set()
         thread.join()
         clock.now_s += 1.0

@@ -11,7 +11,7 @@ from spec_jax.engine.adaptive.policy import (
     EXPLORED_SHARE,
     MAX_ROUNDS,
     MIN_ROUNDS,
-    Costs,
+    RoundCosts,
     Tuner,
     expected_tokens,
 )
@@ -26,7 +26,7 @@ TABLES = {  # a round's cost by K, in plain rounds
 
 
 def costs_of(table, catch_up_ms=0.05):
-    return Costs(dict(zip(BUCKETS, TABLES[table])), catch_up_ms, catch_up_width=9)
+    return RoundCosts(dict(zip(BUCKETS, TABLES[table])), catch_up_ms, catch_up_width=9)
 
 
 @functools.cache
@@ -119,7 +119,7 @@ def test_k_stays_unless_another_is_clearly_better():
     tuner = observed(row_rounds=1000, accepted_at=(500, 0, 0, 0))  # E(1) is 1.5
     settled = lambda ms, last: (
         tuner.__class__(tuner.reached, tuner.accepted, settled=last)
-        .choose(Costs({0: 1.0, 1: ms}))[0]
+        .choose(RoundCosts({0: 1.0, 1: ms}))[0]
         .num_draft
     )
     assert settled(1.495, 0) == 0 and settled(1.495, 1) == 1
@@ -128,7 +128,11 @@ def test_k_stays_unless_another_is_clearly_better():
 
 def test_a_choice_that_stays_is_looked_at_less_often():
     """The first choice drafts, whatever it costs; then K = 0 stays."""
-    tuner, costs, rounds = observed(row_rounds=9, accepted_at=(0,) * 4), Costs({0: 1.0, 1: 2.0}), []
+    tuner, costs, rounds = (
+        observed(row_rounds=9, accepted_at=(0,) * 4),
+        RoundCosts({0: 1.0, 1: 2.0}),
+        [],
+    )
     for _ in range(7):
         plan, tuner = tuner.choose(costs)
         rounds.append(plan.rounds)

@@ -226,7 +226,7 @@ def test_prompts_are_those_of_decode_and_malformed_rows_are_left_out(tmp_path, m
     target = dataclasses.replace(pair.target, config=kept)
     function = Questions([Question("f", text=texts[0])], "", [])
     monkeypatch.setattr(questions, "load", lambda *_, **__: function)
-    ((begin, *rest),) = zoo.Prompts.of(config.zoo, [target], 1).ids
+    ((begin, *rest),) = zoo.ZooPrompts.of(config.zoo, [target], 1).ids
     assert begin == encoded[0][0] and rest == encoded[0][-6:]  # BOS is kept
 
 

@@ -16,7 +16,7 @@ from support.runs import check_run_files
 from configs import benchmark as default
 from experiments import benchmark
 from experiments.benchmarks import peers, worker_lines
-from experiments.benchmarks.peers_report import OURS, THEIRS, Cell
+from experiments.benchmarks.peers_report import OURS, THEIRS, PeerCell
 from experiments.benchmarks.shapes import random_model
 from spec_jax.models.checkpoint import save_pretrained
 
@@ -153,4 +153,4 @@ def test_flags_and_cells_name_the_parts_and_the_peers():
     assert len(cells) == len(set(cells)) == 3 + 2 * 4
     for cell in cells:
         assert cell.side == THEIRS or cell.peer in cells
-    assert Cell(OURS, "head", 3).peer == Cell(THEIRS, "assisted", 3)
+    assert PeerCell(OURS, "head", 3).peer == PeerCell(THEIRS, "assisted", 3)

@@ -17,7 +17,7 @@ from spec_jax.evaluation import profile as profiling
 from spec_jax.evaluation import stages
 from spec_jax.evaluation.bench import Bench
 from spec_jax.evaluation.cells import Cell
-from spec_jax.evaluation.stages import Span, stage_of
+from spec_jax.evaluation.stages import OperationRun, stage_of
 
 # As XLA prints it: a fusion with a computation of its own, a loop, and a copy without metadata.
 PROGRAM = """HloModule jit_generate, is_scheduled=true
@@ -109,7 +109,7 @@ def test_every_moment_counts_once(seed):
     kinds = dict(zip("abcde", stage))
     begins = np.sort(draw.choice(400, 24, replace=False))
     spans = [
-        Span(str(draw.choice(list(kinds))), float(t), float(t + draw.integers(1, 25)))
+        OperationRun(str(draw.choice(list(kinds))), float(t), float(t + draw.integers(1, 25)))
         for t in begins
     ]
     *found, delays = stages.add_up(spans, kinds)
@@ -129,7 +129,7 @@ def test_a_product_that_once_waited_for_a_core_does_not_make_its_stage_slow():
     kinds, spans, at = {"a": ("draft", ""), "b": ("verify", "mlp")}, [], 0.0
     for i in range(9):
         for name, took in (("a", 10.0), ("b", 900.0 if i == 4 else 30.0)):
-            spans.append(Span(name, at, at + took))
+            spans.append(OperationRun(name, at, at + took))
             at += took + 1.0
     draft, verify, delays = stages.add_up(spans, kinds)
     assert (draft.time_ns, verify.time_ns) == (9 * 11, 9 * 31)  # with the gap before each
@@ -178,7 +178,7 @@ def test_a_trace_of_a_cpu_says_when_results_are_ready(tmp_path):
         },
     )
     spans = stages.read_spans(path, stages.read_program(PROGRAM))
-    assert spans == [Span("fusion.1", 10, 30), Span("dot.3", 40, 60)]
+    assert spans == [OperationRun("fusion.1", 10, 30), OperationRun("dot.3", 40, 60)]
 
 
 def test_a_trace_of_devices_counts_one_of_them(tmp_path):
@@ -186,12 +186,16 @@ def test_a_trace_of_devices_counts_one_of_them(tmp_path):
     one = [(1, "%dot.3 = f32[4] custom-call(%copy.2)", 5, 6, {}), (1, "%other = f32[]", 1, 2, {})]
     two = [(1, "void kernel<float>()", 5, 6, {"hlo_op": "dot.3"}), one[0]]
     path = _trace(tmp_path / "x.pb", {"/host:CPU": host, "/device:T:0": one, "/device:T:1": two})
-    assert stages.read_spans(path, {"dot.3"}) == [Span("dot.3", 5, 11)] * 2
+    assert stages.read_spans(path, {"dot.3"}) == [OperationRun("dot.3", 5, 11)] * 2
 
 
 def test_the_trace_for_perfetto_has_lines_of_stages_parts_and_operations(tmp_path):
     kinds = {"a": ("draft", "draft_pass"), "b": ("draft", ""), "c": ("verify", "mlp")}
-    spans = [Span("a", 0, 1000), Span("b", 1500, 4000), Span("c", 3900, 9000)]
+    spans = [
+        OperationRun("a", 0, 1000),
+        OperationRun("b", 1500, 4000),
+        OperationRun("c", 3900, 9000),
+    ]
     stages.write_trace(tmp_path / "t.json.gz", spans, kinds)
     events = json.loads(gzip.open(tmp_path / "t.json.gz", "rt").read())["traceEvents"]
     lines = {}

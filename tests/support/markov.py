@@ -16,7 +16,7 @@ import numpy as np
 from oracles import markov
 
 from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, host_drafter, testing
-from spec_jax.engine.adaptive.policy import Costs
+from spec_jax.engine.adaptive.policy import RoundCosts
 from spec_jax.engine.stats import Stats
 from spec_jax.loading import LoadedModel
 
@@ -60,7 +60,7 @@ class Given(dict):
         return True
 
     def __missing__(self, key):
-        return Costs({0: 1.0, 1: 1.62, 3: 2.37})
+        return RoundCosts({0: 1.0, 1: 1.62, 3: 2.37})
 
 
 def _config(method, rule, **options):

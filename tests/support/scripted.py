@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from spec_jax.engine.adaptive.policy import Costs, Plan
+from spec_jax.engine.adaptive.policy import Plan, RoundCosts
 
 BUCKETS = (0, 1, 3)
 
@@ -44,4 +44,4 @@ class Known(dict):
         return True
 
     def __missing__(self, key):
-        return Costs({0: 1.0, 1: 1.2, 3: 1.5})
+        return RoundCosts({0: 1.0, 1: 1.2, 3: 1.5})

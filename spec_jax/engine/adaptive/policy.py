@@ -37,7 +37,7 @@ EXPLORED_SHARE = 0.01
 MIN_ROUNDS, MAX_ROUNDS = 4, 32  # until the next choice; doubled while K stays
 
 
-class Costs(NamedTuple):
+class RoundCosts(NamedTuple):
     """Measured times for one batch size.
 
     Attributes:
@@ -95,7 +95,7 @@ class Tuner:
             rates.append((accepted + PULL_ROUNDS * rates[-1]) / (reached + PULL_ROUNDS))
         return tuple(rates)
 
-    def choose(self, costs: Costs, lag: int = 0) -> tuple[Plan, Tuner]:
+    def choose(self, costs: RoundCosts, lag: int = 0) -> tuple[Plan, Tuner]:
         """Chooses the next K among those in ``costs``, and for how many rounds.
 
         Args:

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import decoding, processes
-from spec_jax.compilation import Program, add_span
+from spec_jax.compilation import NamedProgram, add_span
 from spec_jax.contracts import Rule
 from spec_jax.decoding import Chunk, DecodeState, Kind, System
 from spec_jax.drafters.model_free import without_drafts
-from spec_jax.engine.adaptive.policy import Costs, Tuner
+from spec_jax.engine.adaptive.policy import RoundCosts, Tuner
 from spec_jax.rules import GREEDY, MATCH
 from spec_jax.sampling import Source
 from spec_jax.sharding import constrain, constrain_state
@@ -100,7 +100,7 @@ class AdaptiveState:
     def __init__(self, buckets: Sequence[int]):
         self.buckets = tuple(buckets)
         self.tuner = Tuner.fresh(self.buckets[-1])
-        self.costs: dict[tuple[str, int, int], Costs] = {}
+        self.costs: dict[tuple[str, int, int], RoundCosts] = {}
         self.lock = threading.Lock()
 
 
@@ -180,7 +180,7 @@ class AdaptiveRunner:
         system = self._systems[k]
         samplers = jax.tree.structure((state.sampler, state.draft_sampler))
         what = name_of_round(system, len(state.limit))
-        with Program(what, system, samplers, state.stop_tokens.shape, state.tokens.shape):
+        with NamedProgram(what, system, samplers, state.stop_tokens.shape, state.tokens.shape):
             return decoding.generate(
                 self._params_of(k), state, stop, max_rounds, jnp.int32(min_active), system=system
             )
@@ -199,7 +199,7 @@ class AdaptiveRunner:
             stop_tokens=jnp.full_like(state.stop_tokens, -1),
         )
 
-    def _measure(self, state: DecodeState) -> tuple[DecodeState, Costs]:
+    def _measure(self, state: DecodeState) -> tuple[DecodeState, RoundCosts]:
         """Compiles every program, then times a few rounds of each K on copies of the state."""
         go_on = jnp.zeros_like(state.finish)
         for k in self._systems:
@@ -221,4 +221,4 @@ class AdaptiveRunner:
         # Clocks differ: every process chooses by the times of the first.
         times, catch_up_ms = processes.from_writer([list(times.items()), catch_up_ms])
         width = self._systems[self._max_draft].lookahead_slots
-        return state, Costs(dict(map(tuple, times)), catch_up_ms, width)
+        return state, RoundCosts(dict(map(tuple, times)), catch_up_ms, width)

@@ -33,7 +33,7 @@ _MARGIN = 1e-6  # of a coin, and of its logarithm: 16 roundings of float32
 _CLEARLY = 1e-3  # apart: two probabilities whose order no rounding changes
 
 
-class Outcome(NamedTuple):
+class RoundOutcome(NamedTuple):
     """What may become of a round.
 
     Attributes:
@@ -102,7 +102,9 @@ def outcomes(
         yield row, (*output, *end.emitted), end.weight
 
 
-def verdicts(rule: Rule, forced: Forced, chunk: int = 4096) -> tuple[list[Outcome], np.ndarray]:
+def verdicts(
+    rule: Rule, forced: Forced, chunk: int = 4096
+) -> tuple[list[RoundOutcome], np.ndarray]:
     """Returns every outcome of rounds with given drafts.
 
     Args:
@@ -178,7 +180,7 @@ def verdicts(rule: Rule, forced: Forced, chunk: int = 4096) -> tuple[list[Outcom
         forced.weights[index] * np.repeat(x, V) * dist for x in (weights, rounding)
     )
     found = [
-        Outcome(int(index[i]), tuple(tokens[i, : n[i] + 1].tolist()), weights[i], rounding[i])
+        RoundOutcome(int(index[i]), tuple(tokens[i, : n[i] + 1].tolist()), weights[i], rounding[i])
         for i in possible
     ]
     return found, may_miss
@@ -198,7 +200,7 @@ def _is_clearly_more(proposal: Proposal, of_draft: np.ndarray) -> np.ndarray:
 
 def sample_verdicts(
     rule: Rule, forced: Forced, trials: int, chunk: int = 4096
-) -> Iterator[Outcome]:
+) -> Iterator[RoundOutcome]:
     """Yields rounds with ordinary noise, weighted by their frequency.
 
     Args:
@@ -223,7 +225,7 @@ def sample_verdicts(
             lambda index, noise: accept(*_gather(forced, index), noise), chunk, index, noise
         )
         for i, n, tokens in zip(index, verdict.n_accept, verdict.tokens):
-            yield Outcome(int(i), tuple(tokens[: n + 1].tolist()), 1 / trials, 0.0)
+            yield RoundOutcome(int(i), tuple(tokens[: n + 1].tolist()), 1 / trials, 0.0)
 
 
 def _gather(forced: Forced, index: np.ndarray):

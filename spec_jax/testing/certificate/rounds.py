@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spec_jax import decoding
-from spec_jax.testing.certificate.enumeration import Outcome, sample_verdicts, verdicts
+from spec_jax.testing.certificate.enumeration import RoundOutcome, sample_verdicts, verdicts
 from spec_jax.testing.certificate.forcing import Forced
 from spec_jax.testing.certificate.records import (
     CertificateError,
@@ -68,7 +68,7 @@ class Difference(NamedTuple):
         )
 
 
-class Comparison(NamedTuple):
+class RoundComparison(NamedTuple):
     """Rounds compared with plain decoding.
 
     Attributes:
@@ -86,13 +86,13 @@ class Comparison(NamedTuple):
 
 
 def compare(
-    found: Iterable[Outcome],
+    found: Iterable[RoundOutcome],
     forced: Forced,
     rows: Sequence[Row],
     logits_of: Callable[[Sequence[int]], np.ndarray],
     tolerance: float,
     may_miss: np.ndarray | None = None,
-) -> Comparison:
+) -> RoundComparison:
     """Compares the outcomes of rounds with plain decoding.
 
     Args:
@@ -121,7 +121,7 @@ def compare(
             is_wrong = not difference.excess <= tolerance
             if is_wrong and (first is None or _rank(difference) < _rank(first)):
                 first = difference
-    return Comparison(worst, num_outcomes, Range.join(ranges), first)
+    return RoundComparison(worst, num_outcomes, Range.join(ranges), first)
 
 
 def _rank(difference: Difference):
@@ -178,7 +178,7 @@ def check_round(
     rows: Sequence[Row],
     logits_of: Callable[[Sequence[int]], np.ndarray],
     tolerance: float,
-) -> Comparison:
+) -> RoundComparison:
     """Enumerates the outcomes of rounds and compares them with plain decoding.
 
     Args:
