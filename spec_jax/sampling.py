@@ -264,31 +264,42 @@ def _process(logits, sampler, drafted, is_before, *, is_argmax):
 def _threshold(x_BTV, filters: Filters):
     """Returns f32[B,T], the smallest logit that top-k, then top-p, then min-p keep."""
     V = x_BTV.shape[-1]
-    top_k = jnp.where(filters.top_k == 0, V, jnp.minimum(filters.top_k, V))[:, None, None]
-    top_p, min_p = filters.top_p[:, None, None], filters.min_p[:, None]
     best = x_BTV.max(axis=-1, keepdims=True)
-
-    def among(width):
-        """Returns the threshold from the ``width`` largest logits, and whether they suffice."""
-        top, _ = jax.lax.top_k(x_BTV, width)
-        at_k = jnp.minimum(top_k - 1, width - 1)
-        kth = jnp.take_along_axis(top, jnp.broadcast_to(at_k, (*top.shape[:2], 1)), axis=2)
-        kth = jnp.where(top_k < V, kth, -jnp.inf)
-        mass = jnp.where(x_BTV >= kth, jnp.exp(x_BTV - best), 0.0).sum(axis=-1, keepdims=True)
-        prob = jnp.where(top >= kth, jnp.exp(top - best) / mass, 0.0)
-        above = jnp.cumsum(prob, axis=-1) - prob
-        is_kept = (top >= kth) & (above < top_p)
-        nucleus = jnp.where(is_kept, top, jnp.inf).min(axis=-1, keepdims=True)
-        threshold = jnp.maximum(kth, jnp.where(top_p < 1, nucleus, -jnp.inf))
-        has_k = (top_k <= width) | (top_k == V)
-        has_p = (top_p >= 1) | (top_k <= width) | (prob.sum(axis=-1, keepdims=True) >= top_p)
-        return threshold, (has_k & has_p).all()
-
-    narrow, is_enough = among(min(V, _NARROW))
+    threshold, is_enough = _of_largest(x_BTV, best, filters, min(V, _NARROW))
     if V > _NARROW:
-        narrow = jax.lax.cond(is_enough, lambda: narrow, lambda: among(V)[0])
+        of_all = lambda: _of_largest(x_BTV, best, filters, V)[0]
+        threshold = jax.lax.cond(is_enough, lambda: threshold, of_all)
+    min_p = filters.min_p[:, None]
     floor = jnp.where(min_p > 0, best[..., 0] + jnp.log(min_p), -jnp.inf)
-    return jnp.maximum(narrow[..., 0], floor)
+    return jnp.maximum(threshold[..., 0], floor)
+
+
+def _of_largest(x_BTV, best, filters: Filters, width: int):
+    """Returns f32[B,T,1], what top-k and top-p keep of the ``width`` largest; are those enough?"""
+    V = x_BTV.shape[-1]
+    top_k = jnp.where(filters.top_k == 0, V, jnp.minimum(filters.top_k, V))[:, None, None]
+    top_p = filters.top_p[:, None, None]
+    top, _ = jax.lax.top_k(x_BTV, width)
+    kth = jnp.where(top_k < V, _kept_by_top_k(top, top_k), -jnp.inf)
+    mass = jnp.where(x_BTV >= kth, jnp.exp(x_BTV - best), 0.0).sum(axis=-1, keepdims=True)
+    prob = jnp.where(top >= kth, jnp.exp(top - best) / mass, 0.0)
+    nucleus = jnp.where(top_p < 1, _kept_by_top_p(top, kth, prob, top_p), -jnp.inf)
+    has_k = (top_k <= width) | (top_k == V)
+    has_p = (top_p >= 1) | (top_k <= width) | (prob.sum(axis=-1, keepdims=True) >= top_p)
+    return jnp.maximum(kth, nucleus), (has_k & has_p).all()
+
+
+def _kept_by_top_k(top, top_k):
+    """The k-th of logits in descending order, or the last one if they are fewer."""
+    index = jnp.minimum(top_k - 1, top.shape[-1] - 1)
+    return jnp.take_along_axis(top, jnp.broadcast_to(index, (*top.shape[:2], 1)), axis=2)
+
+
+def _kept_by_top_p(top, kth, prob, top_p):
+    """The smallest of logits in descending order before which less than ``top_p`` lies."""
+    above = jnp.cumsum(prob, axis=-1) - prob
+    is_kept = (top >= kth) & (above < top_p)
+    return jnp.where(is_kept, top, jnp.inf).min(axis=-1, keepdims=True)
 
 
 def argmax(x: jax.Array) -> jax.Array:
@@ -319,14 +330,14 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 def _one_by_one(x, *, k):
     index = jnp.arange(x.shape[-1], dtype=jnp.int32)
-    is_taken, found = jnp.zeros(x.shape, bool), []
+    is_taken, largest = jnp.zeros(x.shape, bool), []
     for _ in range(k):
         best = jnp.where(is_taken, -jnp.inf, x).max(axis=-1, keepdims=True)
         is_best = ~is_taken & ((x == best) | (x != x))
-        at = jnp.where(is_best, index, len(index) - 1).min(axis=-1, keepdims=True)
-        is_taken |= index == at
-        found.append((best, at))
-    return tuple(jnp.concatenate(parts, axis=-1) for parts in zip(*found))
+        first = jnp.where(is_best, index, len(index) - 1).min(axis=-1, keepdims=True)
+        is_taken |= index == first
+        largest.append((best, first))
+    return tuple(jnp.concatenate(parts, axis=-1) for parts in zip(*largest))
 
 
 def sample(processed: jax.Array, gumbel: jax.Array) -> jax.Array:

@@ -48,10 +48,10 @@ MUTATIONS = mutants.read("""
         validate._guard_probs: ~(jnp.abs(mass - 1.0) <= _SUM_TOLERANCE) -> mass != mass
         test_what_is_no_distribution_ends_a_row_that_is_sampled_and_offers_it[0]
     a rule accepts what is not offered
-        validate_verdict: (verdict.tokens[:, :-1] != y_) | x_ -> verdict.tokens[:, :-1] != y_
+        validate_verdict: (verdict.tokens[:, :-1] == y_) & x_ -> verdict.tokens[:, :-1] == y_
         test_a_verdict_that_cannot_be_ends_its_row_and_is_safe_to_commit
     * a rule emits what has no probability
-        validate_verdict: x_ & (mass > 0) & jnp.isfinite(mass) -> x_
+        _has_replacement: x_ & (mass > 0) & jnp.isfinite(mass) -> x_
         test_a_verdict_that_cannot_be_ends_its_row_and_is_safe_to_commit
     a rule is blamed for the target
         find_fault: _is_read(...) | x_ -> _is_read(...)
@@ -159,7 +159,7 @@ MUTATIONS = mutants.read("""
         sampling._process: jax.lax.optimization_barrier(x_) -> x_
         test_filters_keep_a_token_however_the_compiler_rounds
     * the nucleus is a token short
-        sampling._threshold: jnp.cumsum(prob_, axis=-1) - prob_ -> jnp.cumsum(prob_, axis=-1)
+        _kept_by_top_p: jnp.cumsum(prob_, axis=-1) - prob_ -> jnp.cumsum(prob_, axis=-1)
         test_every_parameter_and_all_together_in_one_batch_of_mixed_rows
     * a node's processor follows drafts of other paths
         by_token: jnp.where(is_taken, new, old) -> new

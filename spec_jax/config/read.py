@@ -59,12 +59,12 @@ class ConfigRecord:
 @functools.cache
 def _records(cls) -> dict[str, type[ConfigRecord]]:
     """The fields of a config that are records, by name."""
-    found = {}
-    for name, hint in typing.get_type_hints(cls).items():
-        for kind in (hint, *typing.get_args(hint)):
-            if isinstance(kind, type) and issubclass(kind, ConfigRecord):
-                found[name] = kind
-    return found
+    return {
+        name: kind
+        for name, hint in typing.get_type_hints(cls).items()
+        for kind in (hint, *typing.get_args(hint))
+        if isinstance(kind, type) and issubclass(kind, ConfigRecord)
+    }
 
 
 def _is_optional(cls, name: str) -> bool:
@@ -92,28 +92,15 @@ def _nest(cls, values: Mapping[str, Any], below: Mapping[str, Any] | None = None
     Raises:
       ConfigError: an unknown key, with the known ones listed.
     """
-    records, flat, below = _records(cls), _flat_names(cls), below or {}
-    values = dict(values)
-    for alias in set(values) & set(_ALIASES) if records else ():
-        switch, name = values.pop(alias), _ALIASES[alias]
-        there = (values.get(name), below.get(name)) if switch is True else ()
-        kept = (record for record in there if record not in (None, True, False))
-        values[name] = next(kept, switch)  # True keeps a record that is there
-    known = [field.name for field in dataclasses.fields(cls)]
-    unknown = sorted(map(str, set(values) - {*known, *flat}))
-    if unknown:
-        fields = lambda name: ", ".join(f.name for f in dataclasses.fields(records[name]))
-        names = [*known, *flat, *(name for name in _ALIASES if records)]
-        hinted = [f"{name!r}{_hint(name, names)}" for name in unknown]
-        listed = [f"{name} ({fields(name)})" if name in records else name for name in known]
-        raise ConfigError(
-            f"unknown key {', '.join(hinted)} in {cls.__name__}; known keys: {', '.join(listed)}"
-        )
-    nested = {key: value for key, value in values.items() if key in known}
+    records, below = _records(cls), below or {}
+    values = _without_aliases(values, below) if records else dict(values)
+    names = [field.name for field in dataclasses.fields(cls)]
+    _check_keys(cls, values, names)
+    nested = {key: value for key, value in values.items() if key in names}
     for key, value in values.items():
-        if key in known:
+        if key in names:
             continue
-        name, field = flat[key]
+        name, field = _flat_names(cls)[key]
         # None changes a field that is set, and makes no record of its own.
         record = nested.get(name, below.get(name) if value is None else None)
         if value is None and field.default is None and record in (None, False):
@@ -123,6 +110,31 @@ def _nest(cls, values: Mapping[str, Any], below: Mapping[str, Any] | None = None
         record = None if record is True else record
         nested[name] = {**_parts(records[name], record, name), field.name: value}
     return nested
+
+
+def _without_aliases(values: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
+    """Names a record in place of its switch; True keeps a record that is there."""
+    values = dict(values)
+    for alias in values.keys() & _ALIASES.keys():
+        switch, name = values.pop(alias), _ALIASES[alias]
+        records = (values.get(name), below.get(name)) if switch is True else ()
+        values[name] = next((x for x in records if x not in (None, True, False)), switch)
+    return values
+
+
+def _check_keys(cls, values: Mapping[str, Any], names: list[str]) -> None:
+    """Raises ConfigError if a key is neither a field nor a flat name."""
+    records, flat = _records(cls), _flat_names(cls)
+    unknown = sorted(map(str, values.keys() - {*names, *flat}))
+    if not unknown:
+        return
+    guesses = [*names, *flat, *(_ALIASES if records else ())]
+    hinted = [f"{key!r}{_hint(key, guesses)}" for key in unknown]
+    fields = lambda name: ", ".join(f.name for f in dataclasses.fields(records[name]))
+    known = [f"{name} ({fields(name)})" if name in records else name for name in names]
+    raise ConfigError(
+        f"unknown key {', '.join(hinted)} in {cls.__name__}; known keys: {', '.join(known)}"
+    )
 
 
 def _parts(record: type[ConfigRecord], value: Any, name: str) -> dict[str, Any]:

@@ -91,8 +91,8 @@ def _guard_probs(proposal: Proposal, is_greedy: jax.Array) -> tuple[jax.Array, j
     mass = jnp.where(q < 0, 2.0, q).sum(axis=-1)
     is_wrong = ~(jnp.abs(mass - 1.0) <= _SUM_TOLERANCE)
     if proposal.parents is None:
-        own = jnp.take_along_axis(q, tokens[:, :, None], axis=2)[:, :, 0]
-        is_wrong |= ~(own > 0)  # no draw could give this token
+        drawn = jnp.take_along_axis(q, tokens[:, :, None], axis=2)[:, :, 0]
+        is_wrong |= ~(drawn > 0)  # no draw could give this token
         is_read = offered
         point = tokens[:, :, None] == jnp.arange(q.shape[-1])
     else:
@@ -113,35 +113,24 @@ def validate_verdict(verdict: Verdict, proposal: Proposal, system: System) -> Ve
       proposal: what was drafted.
       system: target, drafter, rule and K.
     """
-    last = proposal.depth
-    n_accept = jnp.clip(verdict.n_accept, 0, last)
-    is_right = verdict.n_accept == n_accept
-    index, n = jnp.arange(last), n_accept[:, None]
-    drafts, is_free = proposal.tokens, ~proposal.is_offered
-    path = verdict.path
+    depth = proposal.depth
+    n_accept = jnp.clip(verdict.n_accept, 0, depth)
+    drafts, is_drafted = proposal.tokens, proposal.is_offered
+    path, has_root = verdict.path, True
     if path is not None:
-        is_right &= path[:, 0] == 0
+        has_root = path[:, 0] == 0
         node = jnp.clip(path[:, 1:], 1, drafts.shape[1])
         take = lambda x: jnp.take_along_axis(x, node - 1, axis=1)
-        is_way = (node == path[:, 1:]) & (take(proposal.parents) == path[:, :-1])
-        drafts, is_free = take(drafts), take(is_free) | ~is_way
+        is_edge = (node == path[:, 1:]) & (take(proposal.parents) == path[:, :-1])
+        drafts, is_drafted = take(drafts), take(is_drafted) & is_edge
         path = jnp.clip(path, 0, proposal.tokens.shape[1])
-    is_other = (verdict.tokens[:, :-1] != drafts) | is_free
-    is_right &= ~(is_other & (index < n)).any(axis=1)
-    own = jnp.take_along_axis(verdict.tokens, n, axis=1)[:, 0]
-    is_token = (own >= 0) & (own <= system.target.last_id)
-    own = jnp.where(is_token, own, 0)
-    mass = jnp.take_along_axis(verdict.replacement, own[:, None], axis=1)[:, 0]
-    # The token came from the replacement: one that is not finite shows where the token is.
-    is_right &= is_token & (mass > 0) & jnp.isfinite(mass)
     clean = verdict.replace(n_accept=n_accept, path=path)
-    is_reached = _is_read(system.rule, proposal, clean)
-    if proposal.parents is None:
-        is_reached = is_reached[:, :-1]
-    else:
-        is_reached = jnp.take_along_axis(is_reached, proposal.parents, axis=1)
-    is_finite = jnp.isfinite(verdict.accept_probs) | ~(is_reached & proposal.is_offered)
-    is_right &= is_finite.all(axis=1)
+    has_count = verdict.n_accept == n_accept
+    is_draft = (verdict.tokens[:, :-1] == drafts) & is_drafted
+    has_drafts = (is_draft | (jnp.arange(depth) >= n_accept[:, None])).all(axis=1)
+    has_replacement = _has_replacement(clean, system.target.last_id)
+    has_probs = _has_accept_probs(clean, proposal, system.rule)
+    is_right = has_count & has_root & has_drafts & has_replacement & has_probs
     fault = jnp.where(is_right, Finish.RUNNING, Finish.INVALID_VERDICT).astype(jnp.int32)
     return clean.replace(
         n_accept=jnp.where(is_right, n_accept, 0),
@@ -149,6 +138,29 @@ def validate_verdict(verdict: Verdict, proposal: Proposal, system: System) -> Ve
         path=None if path is None else jnp.where(is_right[:, None], path, 0),
         fault=fault,
     )
+
+
+def _has_replacement(verdict: Verdict, last_id: int) -> jax.Array:
+    """bool[B], whether the token after the accepted drafts could be drawn from the replacement.
+
+    A replacement that is not finite shows where that token is.
+    """
+    token = jnp.take_along_axis(verdict.tokens, verdict.n_accept[:, None], axis=1)[:, 0]
+    is_id = (token >= 0) & (token <= last_id)
+    index = jnp.where(is_id, token, 0)[:, None]
+    mass = jnp.take_along_axis(verdict.replacement, index, axis=1)[:, 0]
+    return is_id & (mass > 0) & jnp.isfinite(mass)
+
+
+def _has_accept_probs(verdict: Verdict, proposal: Proposal, rule: Rule) -> jax.Array:
+    """bool[B], whether the probabilities of all drafts that the rule reached are finite."""
+    is_reached = _is_read(rule, proposal, verdict)
+    if proposal.parents is None:
+        is_reached = is_reached[:, :-1]
+    else:
+        is_reached = jnp.take_along_axis(is_reached, proposal.parents, axis=1)
+    is_unread = ~(is_reached & proposal.is_offered)
+    return (jnp.isfinite(verdict.accept_probs) | is_unread).all(axis=1)
 
 
 def find_fault(rule: Rule, scores: TargetScores, proposal: Proposal, verdict: Verdict) -> jax.Array:

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -71,6 +71,59 @@ class Preemption:
                 signal.signal(number, handler)
 
 
+class _Figures:
+    """The figures of the steps since the last line; they stay on their devices until read.
+
+    Args:
+      describe_batch: Says which data the batch of a step holds.
+      checkpoints: Where states are saved, for error messages.
+    """
+
+    def __init__(self, describe_batch: Callable[[int], str], checkpoints: Checkpoints):
+        self._describe_batch, self._checkpoints = describe_batch, checkpoints
+        self._pending: list[tuple[int, dict]] = []
+        self._read: list[dict] = []
+        self._num_tokens, self._began_s = 0, time.monotonic()
+
+    def add(self, done: int, figures: dict, num_tokens: int) -> None:
+        """Adds the figures of the step after which ``done`` steps are done."""
+        self._pending.append((done, figures))
+        self._num_tokens += num_tokens
+
+    def read(self) -> None:
+        """Reads the figures that are pending.
+
+        Raises:
+          TrainingError: A loss or gradient is not finite.
+        """
+        for done, figures in jax.device_get(self._pending):
+            for key, name in {"loss": "loss", "grad_norm": "norm of the gradient"}.items():
+                if not math.isfinite(figures[key]):
+                    data = self._describe_batch(done - 1)
+                    raise TrainingError(
+                        f"the {name} is {figures[key]} at step {done}{data and f' ({data})'}; the "
+                        f"last good checkpoint is of step {self._checkpoints.last_step}: lower the "
+                        "rates, or leave that data out"
+                    )
+            self._read.append(figures)
+        self._pending.clear()
+
+    def summary(self) -> tuple[Mapping, int]:
+        """Returns the means since the last summary, and the tokens per second."""
+        means = jax.tree.map(lambda *x: np.mean(x, axis=0), *self._read)
+        rate = round(self._num_tokens / (time.monotonic() - self._began_s))
+        self._read.clear()
+        self._num_tokens, self._began_s = 0, time.monotonic()
+        return means, rate
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves the seconds of a block out of the tokens per second."""
+        begin_s = time.monotonic()
+        yield
+        self._began_s += time.monotonic() - begin_s
+
+
 def train_loop(
     state: TrainState,
     *,
@@ -116,46 +169,18 @@ def train_loop(
     Raises:
       TrainingError: A loss or gradient is not finite, or a checkpoint could not be written.
     """
-    pending: list[tuple[int, dict]] = []
-    seen, began_s, saved_s = 0, time.monotonic(), time.monotonic()
-    first = step = int(state.step)
-
-    def flush(is_logged: bool):
-        nonlocal seen, began_s
-        if not pending:
-            return
-        figures = jax.device_get([metrics for _, metrics in pending])
-        for (done, _), values in zip(pending, figures):
-            bad = [n for n in ("loss", "grad_norm") if not math.isfinite(values[n])]
-            if bad:
-                where = describe_batch(done - 1)
-                what = {"loss": "loss", "grad_norm": "norm of the gradient"}[bad[0]]
-                raise TrainingError(
-                    f"the {what} is {values[bad[0]]} at step {done}{where and f' ({where})'}; the "
-                    f"last good checkpoint is of step {checkpoints.last_step}: lower the rates, "
-                    "or leave that data out"
-                )
-        window.extend(figures)
-        pending.clear()
-        if is_logged and window:
-            means = jax.tree.map(lambda *x: np.mean(x, axis=0), *window)
-            rate = seen / (time.monotonic() - began_s)
-            log.write(done, **summarise(means), tok_s=round(rate))
-            window.clear()
-            seen, began_s = 0, time.monotonic()
-
-    window: list[dict] = []
+    figures, saved_s = _Figures(describe_batch, checkpoints), time.monotonic()
+    first = int(state.step)
     with Preemption() as preemption:
         for step in range(first, num_steps):
             with Timed(), NamedProgram("the training step"):  # which say that it is compiled
                 batch = batch_at(step)
-                state, metrics = step_fn(state, batch)
-            seen += tokens_per_step(batch)
+                state, of_step = step_fn(state, batch)
             done = step + 1
             if step == first:
-                jax.block_until_ready(metrics)
+                jax.block_until_ready(of_step)
                 log.begin(done)
-            pending.append((done, metrics))
+            figures.add(done, of_step, tokens_per_step(batch))
             is_last, is_asked = done == num_steps, preemption.is_asked
             is_due = time.monotonic() - saved_s > checkpoint_every_s
             if processes.count() > 1:
@@ -163,20 +188,21 @@ def train_loop(
                 is_asked = is_agreed and processes.any_process(is_asked)
                 is_due = is_agreed and processes.from_writer(is_due)
             if done % log_every == 0 or is_last or is_asked:
-                flush(is_logged=True)
+                figures.read()
+                means, tok_s = figures.summary()
+                log.write(done, **summarise(means), tok_s=tok_s)
                 log.advance(done)
             checkpoints.check()
             if evaluate and (is_last or (eval_every and done % eval_every == 0)):
-                flush(is_logged=False)
-                paused_s = time.monotonic()
-                log.now("evaluating")
-                figures = evaluate(state)
-                log.write(done, **figures)
-                if best_by is not None:
-                    checkpoints.save_best(done, state, figures[best_by])
-                began_s += time.monotonic() - paused_s
+                figures.read()
+                with figures.paused():
+                    log.now("evaluating")
+                    evaluated = evaluate(state)
+                    log.write(done, **evaluated)
+                    if best_by is not None:
+                        checkpoints.save_best(done, state, evaluated[best_by])
             if is_last or is_asked or is_due:
-                flush(is_logged=False)
+                figures.read()
                 if checkpoints.last_step != done:
                     checkpoints.save(done, state)
                 saved_s = time.monotonic()
