@@ -12,6 +12,7 @@ import numpy as np
 
 from spec_jax.config import SuffixConfig
 from spec_jax.contracts import Drafter, Memory, Processor, Rule
+from spec_jax.decoding import System
 from spec_jax.drafters.suffix import History, suffix
 from spec_jax.loading import LoadedModel
 from spec_jax.named import to_rule
@@ -162,12 +163,13 @@ class _Run:
         self.num_drafts: set[int] = set()
         self.p: list[Range] = []  # of the target's distributions
         self.q: list[Range] = []  # of the drafters'
-        self.steps = self._coupled() if rule.is_coupled or rule.is_greedy else self._enumerable()
+        self.is_coupled = rule.is_coupled or rule.is_greedy
+        self.steps = self._coupled() if self.is_coupled else self._enumerable()
 
-    def _add(self, what: str, method: str, **found: Any) -> None:
+    def _add(self, what: str, method: str, **results: Any) -> None:
         """Records a check that has passed."""
         now = time.perf_counter()
-        self.checks.append(Check(what, method, **found, seconds=now - self._since))
+        self.checks.append(Check(what, method, **results, seconds=now - self._since))
         self._since = now
 
     def _enumerable(self) -> list[tuple[str, Callable[[], None]]]:
@@ -193,9 +195,18 @@ class _Run:
         return [(s.drafter.name, functools.partial(self._loop, s)) for s in subjects]
 
     def _enumerate(self, subject: Subject, num_draft: int) -> None:
-        """Every outcome of one round, after many texts."""
-        if subject is self.main and not self.is_forced:
-            subject = self.toy
+        """Every outcome of one round, after many texts; the toy's if drafts cannot be forced."""
+        if subject is self.main and self.is_forced:
+            self.is_forced = self._enumerate_forced(subject, num_draft)
+            if self.is_forced:
+                return
+        subject = self.toy if subject is self.main else subject
+        if not self._enumerate_forced(subject, num_draft):
+            name = subject.drafter.name
+            raise CertificateError(f"drafter {name!r} does not draw with Context.gumbel")
+
+    def _enumerate_forced(self, subject: Subject, num_draft: int) -> bool:
+        """Returns whether the drafter draws with ``Context.gumbel``, so that drafts are forced."""
         system = subject.system(self.rule, num_draft)
         K, V, name = system.num_draft, system.target.vocab_size, subject.drafter.name
         drafts = V ** min(K, 8) if system.drafter.is_sampled else 1  # an upper bound
@@ -206,23 +217,11 @@ class _Run:
             self.not_proved.append(
                 f"{K} drafts of {name}: a round has up to {each:,} outcomes, too many to enumerate"
             )
-            return
+            return True
         forced = force_all(system, subject.params, self.rows, starts[0], 3, _BATCH, self.stated)
         if forced is None:
-            if subject is not self.main:
-                raise CertificateError(f"drafter {name!r} does not draw with Context.gumbel")
-            self.is_forced = False
-            self._enumerate(subject, num_draft)
-            return
-        at = np.flatnonzero(~draws_as_reported(system, subject.params, forced, _BATCH))
-        if len(at):
-            if subject is self.main:
-                self._draws()  # says by how much, if it can tell
-            row, output = forced.items[at[0]]
-            raise CertificateError(
-                f"drafter {name!r} draws from another distribution than Proposal.probs, "
-                f"{where(self.rows[row], output, K)}"
-            )
+            return False
+        self._check_report(subject, system, forced)
         self.num_drafts.add(K)
         is_cut = num_draft == MAX_DRAFT or system.drafter.tree is not None
         check = functools.partial(
@@ -235,15 +234,29 @@ class _Run:
         if num_draft == 2 and subject is not self.padded and forced.proposal.probs is not None:
             self._misreport(check, forced)
         cuts = [first_drafts(forced, n) for n in range(K)] if is_cut else []
-        found = [check(some) for some in (*cuts, forced)]
-        self.p += [x.p for x in found]
+        comparisons = [check(some) for some in (*cuts, forced)]
+        self.p += [x.p for x in comparisons]
         q = reported(forced, parents_of(system))
         self.q += [] if q is None else [q]
         drafts = f"0 to {K} of {K} drafts" if is_cut else f"{K} draft{'s' * (K > 1)}"
         padding = ", whose target pads its vocabulary" if subject is self.padded else ""
         what = f"{drafts} of {name}{padding}"
-        error, count = max(x.error for x in found), sum(x.num_outcomes for x in found)
-        self._add(what, "enumeration", error=error, trials=count)
+        error = max(x.error for x in comparisons)
+        self._add(what, "enumeration", error=error, trials=sum(x.num_outcomes for x in comparisons))
+        return True
+
+    def _check_report(self, subject: Subject, system: System, forced: Forced) -> None:
+        """Raises CertificateError if a drafter draws from another distribution than it reports."""
+        wrong = np.flatnonzero(~draws_as_reported(system, subject.params, forced, _BATCH))
+        if not len(wrong):
+            return
+        if subject is self.main:
+            self._draws()  # says by how much, if it can tell
+        row, output = forced.items[wrong[0]]
+        raise CertificateError(
+            f"drafter {subject.drafter.name!r} draws from another distribution than "
+            f"Proposal.probs, {where(self.rows[row], output, system.num_draft)}"
+        )
 
     def _pad(self) -> None:
         """A target whose last ids only pad its vocabulary."""
@@ -273,10 +286,10 @@ class _Run:
         flat = np.sqrt(forced.proposal.probs)
         flat /= np.maximum(flat.sum(axis=2, keepdims=True), 1e-9)
         wrong = forced._replace(proposal=forced.proposal.replace(probs=flat))
-        found = check(wrong, tolerance=np.inf)
-        told = "" if found.error > self.tolerance else ", which this rule does not read"
-        what = f"a report of q at another temperature than drawn{told}"
-        self._add(what, "control", error=found.error, trials=found.num_outcomes)
+        comparison = check(wrong, tolerance=np.inf)
+        unread = "" if comparison.error > self.tolerance else ", which this rule does not read"
+        what = f"a report of q at another temperature than drawn{unread}"
+        self._add(what, "control", error=comparison.error, trials=comparison.num_outcomes)
 
     def _draws(self) -> None:
         """The draws of the drafter, with noise of its own, against what it reports."""
@@ -297,64 +310,85 @@ class _Run:
     def _loop(self, subject: Subject) -> None:
         """The compiled loop: its tokens, the drafter's states, the places of the rows."""
         system = subject.system(self.rule, MAX_DRAFT)
-        V, R, name = system.target.vocab_size, len(self.rows), subject.drafter.name
-        # The joint distribution of as many tokens as fit a table; of one only, the second, since
-        # the first is prefill's.
-        size = max(n for n in range(1, 5) if n == 1 or V**n <= _CELLS)
-        begin = int(size == 1)
         loop = Loop(system, subject.params, self.rows, _LENGTH)
-        of = np.tile(np.arange(R), _PLACES)
-        half, B = len(of) // 2, len(of)
-        counts = np.zeros((R, *[V] * size), np.int64)
+        of = np.tile(np.arange(len(self.rows)), _PLACES)
+        output = self._check_states(loop, subject, of)
+        drafts = f"{system.num_draft} drafts of {subject.drafter.name}"
+        if self.is_coupled:
+            loop.check_equal(loop.plain(of, np.arange(len(of))), output, of, "by plain decoding")
+            self._add(f"tokens with {drafts} and of plain decoding", "equality", trials=output.size)
+        moved = self._check_places(loop, subject, of, output)
+        self._test_tokens(loop, subject, of, [output, moved], drafts)
+        some = output[: len(self.rows) * _FOLLOWED]
+        p_value, p = loop.test_means(some, of, subject.logits_of, self.alpha)
+        self.p.append(p)
+        what = f"all tokens after the first, with {drafts}"
+        self._add(what, "mean probability", p_value=p_value, trials=some[:, 1:].size)
 
-        def count(of, output):
-            np.add.at(counts, (of, *output[:, begin : begin + size].T), 1)
-
-        seeds = np.arange(B)
-        state = loop.generate(loop.prefill(of, seeds), _ROUNDS)
+    def _check_states(self, loop: Loop, subject: Subject, of: np.ndarray) -> np.ndarray:
+        """Compares the drafter's states with fresh ones twice; returns the output of all rows."""
+        name = subject.drafter.name
         is_compared = not (self.has_memory and subject is self.main)
+        state = loop.generate(loop.prefill(of, np.arange(len(of))), _ROUNDS)
         error = loop.check_states(state, of) if is_compared else 0.0
         state = loop.generate(state)
         if is_compared:
             error = max(error, loop.check_states(state, of))
             what = f"states of {name} after commit and after a fresh prefill of the same tokens"
-            self._add(what, "equality", error=error, trials=2 * B)
-        is_coupled = self.rule.is_coupled or self.rule.is_greedy
-        if is_compared and not is_coupled:
+            self._add(what, "equality", error=error, trials=2 * len(of))
+        if is_compared and not self.is_coupled:
             what = f"drafts of {name} after the same texts, before and after others were decoded"
             self._add(what, "equality", trials=loop.check_stateless())
-        first = loop.output(state, of)
-        if is_coupled:
-            loop.check_equal(loop.plain(of, seeds), first, of, "by plain decoding")
-            what = f"tokens with {system.num_draft} drafts of {name} and of plain decoding"
-            self._add(what, "equality", trials=first.size)
-        count(of, first)
-        # Half of the rows again, in other places and beside other rows.
-        rest = slice(None, half - 1, -1)
+        return loop.output(state, of)
+
+    def _check_places(
+        self, loop: Loop, subject: Subject, of: np.ndarray, output: np.ndarray
+    ) -> np.ndarray:
+        """Decodes half of the rows in other places, beside others; returns those others' output."""
+        half, B = len(of) // 2, len(of)
+        rest, seeds = slice(None, half - 1, -1), np.arange(B)
         moved = loop.decode(
             np.concatenate([of[:half], of[rest]]), np.concatenate([seeds[:half] + B, seeds[rest]])
         )
-        if is_coupled or not (self.is_hidden and subject is self.main):
+        if self.is_coupled or not (self.is_hidden and subject is self.main):
             hint = ". If the drafter remembers outputs, it must say so, see Drafter.has_memory"
-            hint = "" if is_coupled else hint
+            hint = "" if self.is_coupled else hint
             how = "in another place of the batch"
-            loop.check_equal(first[rest], moved[half:], of[rest], how, hint)
-            what = f"tokens with drafts of {name} in other places of the batch, beside other rows"
-            self._add(what, "equality", trials=first[rest].size)
-        count(of[:half], moved[:half])
-        done = B + half
-        while done < self.trials * R:
-            count(of, loop.decode(of, np.arange(done, done + B)))
-            done += B
+            loop.check_equal(output[rest], moved[half:], of[rest], how, hint)
+            drafts = f"drafts of {subject.drafter.name}"
+            what = f"tokens with {drafts} in other places of the batch, beside other rows"
+            self._add(what, "equality", trials=output[rest].size)
+        return moved[:half]
+
+    def _test_tokens(
+        self,
+        loop: Loop,
+        subject: Subject,
+        of: np.ndarray,
+        outputs: Sequence[np.ndarray],
+        drafts: str,
+    ) -> None:
+        """Tests the joint distribution of as many tokens as fit a table.
+
+        Args:
+          loop: Decodes more, until there are enough trials.
+          subject: Whose logits are the reference.
+          of: The rows of all places.
+          outputs: Of the first of these, decoded with other seeds each.
+          drafts: What they were decoded with.
+        """
+        R, V = len(self.rows), loop.system.target.vocab_size
+        size = max(n for n in range(1, 5) if n == 1 or V**n <= _CELLS)
+        begin = int(size == 1)  # of one token only, the second, since the first is prefill's
+        counts, left, done = np.zeros((R, *[V] * size), np.int64), [*outputs], 0
+        while left or done < self.trials * R:
+            some = left.pop(0) if left else loop.decode(of, np.arange(done, done + len(of)))
+            np.add.at(counts, (of[: len(some)], *some[:, begin : begin + size].T), 1)
+            done += len(some)
         p_value = loop.test(counts, begin, subject.logits_of, self.alpha)
         which = f"{begin + 1} to {begin + size}" if size > 1 else f"{begin + 1}"
-        what = f"tokens {which} of the compiled loop with {system.num_draft} drafts of {name}"
+        what = f"tokens {which} of the compiled loop with {drafts}"
         self._add(what, "chi-square", p_value=p_value, trials=done)
-        some = first[: R * _FOLLOWED]
-        p_value, p = loop.test_means(some, of, subject.logits_of, self.alpha)
-        self.p.append(p)
-        what = f"all tokens after the first, with {system.num_draft} drafts of {name}"
-        self._add(what, "mean probability", p_value=p_value, trials=some[:, 1:].size)
 
     def certificate(self, failure: str | None) -> Certificate:
         """Returns what has been shown so far, and what has not."""

@@ -167,9 +167,9 @@ def verdicts(
     )
     if not is_same[np.repeat(is_apart, V)].all():
         raise StatementError(f"rule {rule.name!r} does not flip its coins at accept_probs")
-    own = far.tokens[np.arange(len(index)), far.n_accept]
+    drawn = far.tokens[np.arange(len(index)), far.n_accept]
     other_draw = f"rule {rule.name!r} does not draw from its replacement distribution"
-    if not is_argmax(own, far.replacement, gumbel[:, 0]).all():
+    if not is_argmax(drawn, far.replacement, gumbel[:, 0]).all():
         raise StatementError(other_draw)
     dist = np.asarray(verdict.replacement, np.float64)[np.arange(len(index)), token]
     n, tokens = verdict.n_accept, verdict.tokens
@@ -179,11 +179,10 @@ def verdicts(
     weights, rounding = (
         forced.weights[index] * np.repeat(x, V) * dist for x in (weights, rounding)
     )
-    found = [
-        RoundOutcome(int(index[i]), tuple(tokens[i, : n[i] + 1].tolist()), weights[i], rounding[i])
-        for i in possible
-    ]
-    return found, may_miss
+    emitted = lambda i: tuple(tokens[i, : n[i] + 1].tolist())
+    return [
+        RoundOutcome(int(index[i]), emitted(i), weights[i], rounding[i]) for i in possible
+    ], may_miss
 
 
 def _is_clearly_more(proposal: Proposal, of_draft: np.ndarray) -> np.ndarray:
@@ -214,9 +213,9 @@ def sample_verdicts(
     for i, item in enumerate(forced.items):
         places[item].append(i)
     accept = functools.partial(_accept, rule)
-    for at in places.values():
-        weights = forced.weights[at] / forced.weights[at].sum()
-        index = free.choice(at, size=trials, p=weights)
+    for indices in places.values():
+        weights = forced.weights[indices] / forced.weights[indices].sum()
+        index = free.choice(indices, size=trials, p=weights)
         noise = Noise(
             free.random((trials, K), np.float32),
             free.gumbel(size=(trials, 1, V)).astype(np.float32),

@@ -94,11 +94,12 @@ class Loop:
           CertificateError: a row has stopped for another reason than its length.
         """
         finish = np.asarray(state.finish)
-        at = np.flatnonzero(finish != decoding.Finish.LENGTH)
+        early = np.flatnonzero(finish != decoding.Finish.LENGTH)
         tokens = np.asarray(state.tokens)
-        if len(at):
-            row, reason = self.rows[of[at[0]]], decoding.Finish(int(finish[at[0]]))
-            text = tokens[at[0], : int(state.total[at[0]])]
+        if len(early):
+            b = early[0]
+            row, reason = self.rows[of[b]], decoding.Finish(int(finish[b]))
+            text = tokens[b, : int(state.total[b])]
             raised = find_raised(reason, self.system, text)
             why = reason.name.lower()
             if raised is not None:
@@ -152,15 +153,15 @@ class Loop:
             off = np.abs(kept.probs - fresh.probs).max(axis=2)
             off = np.where(is_offered & same, off, 0.0)
             error = off.max(axis=1)
-        at = np.flatnonzero(~alike | ~(error <= _TOLERANCE))
-        if not len(at):
+        differing = np.flatnonzero(~alike | ~(error <= _TOLERANCE))
+        if not len(differing):
             return float(error.max())
         total = np.asarray(state.total)
-        b = at[total[at].argmin()]
+        b = differing[total[differing].argmin()]
         row, tokens = self.rows[of[b]], np.asarray(state.tokens)[b]
         output = tokens[len(row.prompt) : total[b]]
         kinds = np.asarray(state.kind)[b, len(row.prompt) : total[b]]
-        told = ", ".join(decoding.Kind(int(k)).name.lower() for k in kinds)
+        kinds = ", ".join(decoding.Kind(int(k)).name.lower() for k in kinds)
         if alike[b]:
             node = off[b].argmax()
             show = lambda p: f"draws draft {node + 1} from {short(p.probs[b, node])}"
@@ -169,7 +170,7 @@ class Loop:
         raise CertificateError(
             f"drafter {self.system.drafter.name!r}: its state after commit is not that of a fresh "
             f"prefill of the same tokens: it {show(kept)}, and after a fresh prefill it "
-            f"{show(fresh)}, {where(row, output, K)}; these tokens were {told}. If it is meant to "
+            f"{show(fresh)}, {where(row, output, K)}; these tokens were {kinds}. If it is meant to "
             "remember more than the row's text, pass has_memory=True; if it remembers other "
             "outputs, it must say so itself (Drafter.has_memory, host_drafter(num_updates=...))"
         )
@@ -213,11 +214,12 @@ class Loop:
         is_same = expected == actual
         if is_same.all():
             return
-        at = is_same.argmin(axis=1)
-        b = np.where(is_same.all(axis=1), len(at), at).argmin()
+        first = np.where(is_same.all(axis=1), len(is_same), is_same.argmin(axis=1))
+        b = first.argmin()
+        index = first[b]
         raise CertificateError(
-            f"{self._name()}: token {actual[b, at[b]]} should be {expected[b, at[b]]} as decoded "
-            f"{how}, {where(self.rows[of[b]], actual[b, : at[b]], self.system.num_draft)}{hint}"
+            f"{self._name()}: token {actual[b, index]} should be {expected[b, index]} as decoded "
+            f"{how}, {where(self.rows[of[b]], actual[b, :index], self.system.num_draft)}{hint}"
         )
 
     def test(
@@ -282,7 +284,7 @@ class Loop:
           CertificateError: the p-value is smaller, or a token has probability 0.
         """
         R, K = len(self.rows), self.system.num_draft
-        found, expected, variance = np.zeros((3, R + 1))  # the last: of all rows together
+        emitted, expected, variance = np.zeros((3, R + 1))  # the last: of all rows together
         ranges = []
 
         @functools.cache
@@ -305,23 +307,23 @@ class Loop:
                     )
                 mean = p @ p
                 for sums, value in (
-                    (found, p[token]),
+                    (emitted, p[token]),
                     (expected, mean),
                     (variance, p @ p**2 - mean**2),
                 ):
                     sums[[r, R]] += value
-        off = np.abs(found - expected)
+        off = np.abs(emitted - expected)
         p_values = 2 * np.exp(-(off**2) / np.maximum(2 * (variance + off / 3), 1e-9))
-        at = int(p_values.argmin())
-        p_value = min(1.0, float(p_values[at]) * len(p_values))
+        worst = int(p_values.argmin())
+        p_value = min(1.0, float(p_values[worst]) * len(p_values))
         if not p_value >= alpha:
-            count = self.num_tokens * (len(output) if at == R else int((rows == at).sum()))
-            told = "all settings" if at == R else settings_of(self.rows[at])
+            count = self.num_tokens * (len(output) if worst == R else int((rows == worst).sum()))
+            settings = "all settings" if worst == R else settings_of(self.rows[worst])
             raise CertificateError(
                 f"{self._name()}: the decoded tokens do not have the target's distribution: "
-                f"plain decoding gives them the mean probability {found[at] / count:.4f}, and its "
-                f"own tokens {expected[at] / count:.4f} (p-value {p_value:.1e} over {count:,} "
-                f"tokens; K={K}, {told})"
+                f"plain decoding gives them the mean probability {emitted[worst] / count:.4f}, and "
+                f"its own tokens {expected[worst] / count:.4f} (p-value {p_value:.1e} over "
+                f"{count:,} tokens; K={K}, {settings})"
             )
         return p_value, Range.join(ranges)
 
@@ -360,13 +362,13 @@ def _first_difference(row: Row, seen: np.ndarray, dist: np.ndarray, begin: int, 
         rest = tuple(range(depth, seen.ndim))
         o, p = seen.sum(axis=rest), dist.sum(axis=rest)
         off = np.abs(o - total * p) / np.sqrt(np.maximum(total * p, 1e-3))
-        at = np.unravel_index(off.argmax(), off.shape)
-        if off[at] > 6 or depth == seen.ndim:
-            before = at[:-1]
+        worst = np.unravel_index(off.argmax(), off.shape)
+        if off[worst] > 6 or depth == seen.ndim:
+            before = worst[:-1]
             seen_before, p_before = (x.sum(axis=-1)[before] for x in (o, p))
-            actual = o[at] / max(seen_before, 1)
-            expected = p[at] / p_before if p_before > 0 else 0.0
+            actual = o[worst] / max(seen_before, 1)
+            expected = p[worst] / p_before if p_before > 0 else 0.0
             output = (*["any"] * begin, *map(int, before))
-            text = Difference(row, output, int(at[-1]), actual, expected, 0.0, 0.0)
+            text = Difference(row, output, int(worst[-1]), actual, expected, 0.0, 0.0)
             return f"{text.text(loop.system.num_draft)}, measured in {int(seen_before):,} draws"
     raise AssertionError
