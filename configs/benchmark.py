@@ -93,7 +93,7 @@ def get_config() -> ConfigDict:
             "seed": 0,
         }
     )
-    config.layouts = ConfigDict(
+    config.cpu_layout = ConfigDict(
         {
             "targets": "zoo/target,llama110m",  # zoo names, directories, or the next shape
             "shape": config.llama110m.target.to_dict(),  # of "llama110m", with random weights

@@ -11,7 +11,7 @@ The parts:
   streaming     text after every round of that shape
   zoo           the zoo's trained pair, with its real acceptance
   adaptive      adaptive K against plain decoding and the best fixed K
-  layouts       a target pass in every layout of the weights, on a CPU, and what to use there
+  cpu_layout    a target pass in every layout of the weights, on a CPU, and what to use there
   states        a Mamba-2 shape: what replaying the window costs
   training      training steps at the zoo's size
   peers         transformers' assisted generation and prompt lookup on the zoo's models, where torch

@@ -74,14 +74,14 @@ class BatchCase(NamedTuple):
     def params(self, rate: float, num_draft: int) -> dict:
         """Returns the parameters laid out for K, and the rate."""
         B = len(self.prompts)
-        draft = {"draft": self.draft.decoding_params(2 * B), "rate": jnp.float32(rate)}
-        return {"target": self.target.decoding_params(B * (num_draft + 1)), "draft": draft}
+        draft = {"draft": self.draft.cpu_layout.prepare(2 * B), "rate": jnp.float32(rate)}
+        return {"target": self.target.cpu_layout.prepare(B * (num_draft + 1)), "draft": draft}
 
     def start(self) -> DecodeState:
         """Returns a state with room for more rounds than any run has."""
         max_new_tokens = self.slots - max(map(len, self.prompts)) - self.system.lookahead_slots
-        draft = {"draft": self.draft.decoding_params(), "rate": jnp.float32(0.0)}
-        params = {"target": self.target.decoding_params(), "draft": draft}
+        draft = {"draft": self.draft.cpu_layout.prepare(), "rate": jnp.float32(0.0)}
+        params = {"target": self.target.cpu_layout.prepare(), "draft": draft}
         return start(self.system, params, self.prompts, self.slots, max_new_tokens)
 
     def advance(self, rate: float, num_draft: int | None):

@@ -115,7 +115,7 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     head = head_of(loaded, chain.decoder.system().target)
     prompt, plain = random_prompt(target, config), ("plain", "pass")
     makers = {
-        plain: lambda: pass_timer(target.model, target.decoding_params(1), 1, config.slots, 1)
+        plain: lambda: pass_timer(target.model, target.cpu_layout.prepare(1), 1, config.slots, 1)
     }
     for case in (chain, *trees):
         has_parts = case in (chain, trees[-1])

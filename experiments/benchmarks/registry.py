@@ -9,8 +9,8 @@ from ml_collections import ConfigDict
 
 from experiments.benchmarks import (
     adaptive,
+    cpu_layout,
     heads,
-    layouts,
     peers,
     states,
     streaming,
@@ -39,7 +39,7 @@ PARTS = {
     "streaming": Part(streaming.check, streaming.measure),
     "zoo": Part(zoo.check, zoo.measure),
     "adaptive": Part(adaptive.check, adaptive.measure),
-    "layouts": Part(layouts.check, layouts.measure),
+    "cpu_layout": Part(cpu_layout.check, cpu_layout.measure),
     "states": Part(states.check, states.measure),
     "training": Part(training.check, training.measure),
     "peers": Part(peers.check, peers.measure),

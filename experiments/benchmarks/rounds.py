@@ -57,7 +57,7 @@ class Pair(NamedTuple):
 
     def params(self, num_rows: int | None = 1, dtype: str = "float32") -> dict:
         """Returns the parameters of both for passes of ``num_rows`` tokens; None for any number."""
-        lay_out = lambda model: in_dtype(model, dtype).decoding_params(num_rows)
+        lay_out = lambda model: in_dtype(model, dtype).cpu_layout.prepare(num_rows)
         return {"target": lay_out(self.target), "draft": lay_out(self.draft)}
 
     def system(self, config: SpeculativeConfig | None = None) -> System:

@@ -45,14 +45,15 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     prompt = random_prompt(target, config)
 
     def weights(num_rows):
-        return {"target": target.decoding_params(num_rows), "draft": None}
+        return {"target": target.cpu_layout.prepare(num_rows), "draft": None}
 
     def rounds(system):
         state = start(system, weights(None), [prompt], slots, slots - len(prompt) - K - 1)
         params = weights(system.num_draft + 1)
         return GenerateTimer(system, params, [state], max_rounds=ROUNDS, unit="round")
 
-    passes = lambda width: pass_timer(target.model, target.decoding_params(width), width, slots, 1)
+    prepare = target.cpu_layout.prepare
+    passes = lambda width: pass_timer(target.model, prepare(width), width, slots, 1)
     timers, times = measure_all(
         "states",
         {

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from spec_jax.drafters import registry
 from spec_jax.drafters.common.vocabulary import resized
 from spec_jax.errors import ConfigError
 from spec_jax.meshes import to_mesh
-from spec_jax.models import layout
+from spec_jax.models.cpu_layout import CpuLayout
 from spec_jax.models.loaded import LoadedModel, family_name, weight_facts
 from spec_jax.models.params import Params, head_counts, table_placement
 from spec_jax.sharding import SHARDED, AxisRules, kept_whole, place
@@ -70,13 +69,10 @@ class LoadedHead(Shown):
         """Maximum tokens of a row, prompt and output together."""
         return self.config.max_length
 
-    def decoding_params(self, num_rows: int | None = None) -> Params:
-        """The weights laid out for passes over ``num_rows`` pairs, see ``LoadedModel``."""
-        return self._by_rows(num_rows)
-
     @functools.cached_property
-    def _by_rows(self) -> Callable[[int | None], Params]:
-        return layout.by_rows(self.params, has_panels=self.kind.head.has_panels(self.config))
+    def cpu_layout(self) -> CpuLayout:
+        """The weights as passes read them on a CPU, see ``LoadedModel``."""
+        return CpuLayout(self.params, has_panels=self.kind.head.has_panels(self.config))
 
     def on_mesh(self, mesh: Mesh | str, axis_rules: AxisRules = SHARDED) -> LoadedHead:
         """Returns the head with its weights on a mesh, see ``LoadedModel``."""
@@ -199,6 +195,6 @@ def draft_params(
       tree: the shape of the drafts; None: a chain.
     """
     drafting = registry.find(draft.method).drafting
-    num_rows = None if batch is None else batch * drafting.width(draft.config, num_draft, tree)
-    params = draft.decoding_params(num_rows)
+    rows = None if batch is None else batch * drafting.width(draft.config, num_draft, tree)
+    params = draft.cpu_layout.prepare(rows)
     return {"head": params, "target": target} if drafting.draft == "head" else params

@@ -66,7 +66,7 @@ class Engine:
           num_draft: K; by default the system's.
         """
         K = self.system.num_draft if num_draft is None else num_draft
-        target = self._target.decoding_params(None if batch is None else batch * (K + 1))
+        target = self._target.cpu_layout.prepare(None if batch is None else batch * (K + 1))
         draft = None
         if self.system.num_draft > 0 and self._draft is not None:
             draft = draft_params(self._draft, target, batch, K, self.system.drafter.tree)

@@ -274,7 +274,7 @@ def round_timer(
       batch: B, rows.
       iterations: The number of rounds in a call.
     """
-    params = target.decoding_params((k + 1) * batch)
+    params = target.cpu_layout.prepare((k + 1) * batch)
     steps = [model_step(target.model, params, k + 1, slots, batch)]
     if num_passes:
         params = draft_params(draft, params, batch, k)

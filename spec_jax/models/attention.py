@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
+
+# ``attend_prefix`` reads one or two eighths of a cache, or all of it: the copy of a longer prefix
+# takes more time than its products save. A cache of fewer slots is always read whole.
+PREFIXES = (1, 2)
+NUM_PARTS = 8
+MIN_SLOTS = 512
 
 
 def attend(
@@ -38,6 +45,38 @@ def attend(
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(*lead, -1, S)
     out = jnp.einsum("...ms,...sh->...mh", weights, v)
     return out.reshape(B, G, N // G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, -1)
+
+
+def attend_prefix(
+    q_BTNH: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask_BTS: jax.Array,
+    *,
+    scale: float | None = None,
+) -> jax.Array:
+    """Attends as ``attend`` does, but on a CPU reads only a prefix of the slots.
+
+    The prefix is the shortest of a few that contains every slot seen. It costs a copy of its
+    slots, which does not pay for a layer of a stack, which has been copied already, nor on a mesh,
+    where a choice by all rows would have to cross it. On other platforms all slots are read and
+    nothing is chosen.
+
+    Args and Returns are those of ``attend``.
+    """
+    S = mask_BTS.shape[2]
+
+    def over(n):
+        k_n, v_n, mask = k[..., :n, :], v[..., :n, :], mask_BTS[..., :n]
+        return attend(q_BTNH, k_n, v_n, mask, scale=scale)
+
+    if S < MIN_SLOTS or k.ndim == 4:
+        return over(S)
+    step = -(-S // NUM_PARTS)
+    prefixes = [functools.partial(over, n) for n in (*(i * step for i in PREFIXES), S)]
+    last = jnp.where(mask_BTS.any(axis=(0, 1)), jnp.arange(S), 0).max()
+    choose = lambda: jax.lax.switch(last // step, prefixes)  # beyond the last: the last
+    return jax.lax.platform_dependent(cpu=choose, default=prefixes[-1])
 
 
 def block_size(num_rows: int) -> int:

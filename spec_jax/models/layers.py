@@ -12,7 +12,7 @@ from spec_jax.contracts import Cache
 from spec_jax.models.attention import attend, causal_attention
 from spec_jax.models.caches.kv import UNROLLED_ROWS
 from spec_jax.models.config import ModelConfig
-from spec_jax.models.layout import find_joined, matmul
+from spec_jax.models.cpu_layout import find_joined, matmul
 from spec_jax.models.rope import rope_frequencies, rotate
 from spec_jax.sharding import by_row, constrain, gather_width
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spec_jax.contracts import Model
 from spec_jax.meshes import mesh_of, mesh_text, to_mesh
-from spec_jax.models import layout
+from spec_jax.models.cpu_layout import CpuLayout
 from spec_jax.models.families import AnyConfig, family_of
 from spec_jax.models.params import Params, all_tables, head_counts, num_params, placement
 from spec_jax.models.tokenizer import Tokenizer
@@ -46,20 +45,14 @@ class LoadedModel(Shown):
         """Maximum tokens of a row, prompt and output together."""
         return self.model.max_length
 
-    def decoding_params(self, num_rows: int | None = None) -> Params:
-        """The weights laid out for passes over ``num_rows`` tokens in total; None: any number.
-
-        On other devices than a CPU they are ``params`` itself, see ``models/layout.py``.
-        """
-        return self._by_rows(num_rows)
-
     @functools.cached_property
-    def _by_rows(self) -> Callable[[int | None], Params]:
+    def cpu_layout(self) -> CpuLayout:
+        """The weights as passes read them on a CPU: ``cpu_layout.prepare(rows)``."""
         if self.config is None:
-            return lambda num_rows: self.params
+            return CpuLayout(self.params)
         is_tied = self.config.tie_word_embeddings
         has_panels = family_of(self.config).has_panels
-        return layout.by_rows(self.params, is_tied=is_tied, has_panels=has_panels)
+        return CpuLayout(self.params, is_tied=is_tied, has_panels=has_panels)
 
     def on_mesh(self, mesh: Mesh | str, axis_rules: AxisRules = SHARDED) -> LoadedModel:
         """Returns the model with its weights on a mesh, replicated for a model without a config.

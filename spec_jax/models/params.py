@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from spec_jax.errors import WeightsError
+from spec_jax.models.cpu_layout import weight
 from spec_jax.models.families import AnyConfig, family_of
-from spec_jax.models.layout import weight
 from spec_jax.models.specs import ParamSpec
 from spec_jax.sharding import AxisRules, check_divides, log_whole, named, shardings
 

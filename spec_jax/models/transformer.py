@@ -14,9 +14,9 @@ from jax.typing import DTypeLike
 
 from spec_jax.contracts import Cache, ForwardOutput, Model
 from spec_jax.errors import ConfigError
+from spec_jax.models.cpu_layout import matmul
 from spec_jax.models.families import AnyConfig, family_of
 from spec_jax.models.layers import Window, constrain_logits, embed_tokens, rms_norm
-from spec_jax.models.layout import matmul
 from spec_jax.models.params import Params, init_params
 from spec_jax.sharding import constrain, keep_layout
 

@@ -22,10 +22,10 @@ from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.drafters.ngram import ngram
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.models import layers, transformer
+from spec_jax.models.attention import NUM_PARTS, PREFIXES
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.families import llama
-from spec_jax.models.layout import NUM_PARTS, PREFIXES
 from spec_jax.planning import hlo
 from spec_jax.rules import make_rule
 from spec_jax.sampling import make_sampler

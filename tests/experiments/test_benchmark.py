@@ -191,10 +191,14 @@ SECTIONS = [
     ("adaptive", {"rates": (1.5,)}, "adaptive.rates"),
     ("adaptive", {"slots": 64}, "adaptive.slots is 64; prompt and rounds need"),
     ("peers", {"ks": ()}, "peers.ks"),
-    ("layouts", {"tokens": (1, 65)}, r"layouts.tokens is \(1, 65\); expected .* 1 to 64"),
-    ("layouts", {"dtypes": "float16"}, "layouts.dtypes is 'float16'; expected some of float32"),
-    ("layouts", {"slots": 16}, "layouts.slots is 16"),
-    ("layouts", {"repeats": 2}, "layouts.repeats is 2; expected 3 or more"),
+    ("cpu_layout", {"tokens": (1, 65)}, r"cpu_layout.tokens is \(1, 65\); expected .* 1 to 64"),
+    (
+        "cpu_layout",
+        {"dtypes": "float16"},
+        "cpu_layout.dtypes is 'float16'; expected some of float32",
+    ),
+    ("cpu_layout", {"slots": 16}, "cpu_layout.slots is 16"),
+    ("cpu_layout", {"repeats": 2}, "cpu_layout.repeats is 2; expected 3 or more"),
     ("peers", {"dtypes": ("float32,float16",)}, "peers.dtypes .* among float32, bfloat16"),
     ("heads", {"draft_vocab_size": 40}, "draft_vocab_size is 40; the target has 31"),
 ]

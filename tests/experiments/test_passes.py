@@ -43,7 +43,7 @@ def test_a_timed_round_is_the_passes_of_a_round(pair, caught, k, num_passes):
     target, draft = pair
     passes.round_timer(target, draft, k, num_passes, SLOTS, 1, iterations=3)
     run, carry = caught[0]
-    laid_out = target.decoding_params(k + 1)  # as the decoder lays weights out for such rounds
+    laid_out = target.cpu_layout.prepare(k + 1)  # as the decoder lays weights out for such rounds
     expected = of_pass(target.model, laid_out, k + 1, k + 1)
     if num_passes:  # the first feeds two tokens and scores one
         laid_out = draft_params(draft, laid_out, 1, k)

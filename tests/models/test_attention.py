@@ -9,8 +9,7 @@ from spec_jax.config import SpeculativeConfig
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.loading import LoadedModel
 from spec_jax.models import transformer
-from spec_jax.models.attention import attend
-from spec_jax.models.layout import MIN_SLOTS, NUM_PARTS, PREFIXES, attend_prefix
+from spec_jax.models.attention import MIN_SLOTS, NUM_PARTS, PREFIXES, attend, attend_prefix
 
 S, N, G, H = MIN_SLOTS + 88, 4, 2, 4  # slots that prefixes do not divide
 SIZE = -(-S // NUM_PARTS)

@@ -24,6 +24,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.checks import require
 from spec_jax.models.config import ModelConfig
+from spec_jax.models.cpu_layout import matmul
 from spec_jax.models.families.llama import layer_table
 from spec_jax.models.layers import (
     Window,
@@ -34,7 +35,6 @@ from spec_jax.models.layers import (
     mlp,
     rms_norm,
 )
-from spec_jax.models.layout import matmul
 from spec_jax.models.params import check_weights, init_table
 from spec_jax.models.specs import ParamSpec
 from spec_jax.sharding import by_shard, constrain, keep_layout

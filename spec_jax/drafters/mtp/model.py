@@ -23,9 +23,9 @@ from spec_jax.drafters.common.sequential import Modules, check_num_draft, sequen
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.checks import require
+from spec_jax.models.cpu_layout import matmul
 from spec_jax.models.families import AnyConfig, family_of
 from spec_jax.models.layers import Window, constrain_logits, embed_tokens, linear, rms_norm
-from spec_jax.models.layout import matmul
 from spec_jax.models.params import check_weights, init_table
 from spec_jax.models.specs import ParamSpec
 from spec_jax.sharding import constrain

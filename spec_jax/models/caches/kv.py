@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from spec_jax.models.attention import attend
+from spec_jax.models.attention import attend, attend_prefix
 from spec_jax.models.caches.snapshot import KVCacheSnapshot, check_fits
-from spec_jax.models.layout import attend_prefix
 from spec_jax.sharding import ambient, by_shard, keep_layout
 
 __all__ = ["UNROLLED_ROWS", "KVCache", "KVCacheSnapshot", "put_rows"]

@@ -62,7 +62,7 @@ class Family(NamedTuple):
       init_cache: ``(config, batch, slots, dtype) -> Cache``.
       can_scan: the layers are all alike, so they may be stacked and scanned.
       has_panels: every matrix but ``embed`` is applied by ``layers.linear``, so a CPU may store
-        them in panels, see ``models/layout.py``.
+        them in panels, see ``models/cpu_layout.py``.
       mtp_formats: names of the formats (see ``drafters/mtp/formats.py``) that can hold MTP modules
         with such a layer, whose cache must be a ``KVCache``. Empty if modules are not supported.
         The names of a layer's weights must differ from those of a module (``fc``, ``norm``,

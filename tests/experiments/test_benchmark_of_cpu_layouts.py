@@ -12,11 +12,12 @@ from support.tiny_models import LLAMA
 
 from configs import benchmark as default
 from experiments import benchmark
-from experiments.benchmarks import layouts, layouts_advice
+from experiments.benchmarks import cpu_layout as part
+from experiments.benchmarks import cpu_layout_advice as advice
 from experiments.benchmarks.shapes import random_model
-from spec_jax.models import layout
+from spec_jax.models import cpu_layout
 from spec_jax.models.checkpoint import save_pretrained
-from spec_jax.models.layout import InPanels, Panels
+from spec_jax.models.cpu_layout import InPanels, Panels
 
 SIZES = dict(hidden_size=64, intermediate_size=64, vocab_size=64, num_hidden_layers=1)
 SIZES |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=32)
@@ -28,12 +29,12 @@ LAYER = {  # the shapes of a layer, and an embedding
     "o": jax.ShapeDtypeStruct((64, 96), jnp.float32),
     "down": jax.ShapeDtypeStruct((64, 9 * 1024), jnp.float32),  # a large one
 }
-ALL = layouts_advice.names(1)
+ALL = advice.names(1)
 
 
 def shapes(name):
     """The shape of every matrix of ``LAYER`` and its padding, in a layout."""
-    laid_out = jax.eval_shape(lambda p: layouts.lay_out(p, name, "float32"), LAYER)
+    laid_out = jax.eval_shape(lambda p: part.lay_out(p, name, "float32"), LAYER)
     inner = {n: getattr(w, "w", w) if n == "q+k+v" else w for n, w in laid_out.items()}
     return {
         n: (w.w.shape, w.min_rows) if isinstance(w, InPanels) else w.shape for n, w in inner.items()
@@ -56,13 +57,13 @@ def test_a_layout_is_what_its_name_says():
             "down": ((144, 64, 64), rows),
         }
         assert shapes(f"panels of 16, joined{end}")["o"] == ((6, 64, 16), rows)
-    assert layouts.sizes(LAYER, "float32") == [False, True]
-    assert layouts.sizes({"o": LAYER["o"]}, "float32") == [False]
+    assert part.sizes(LAYER, "float32") == [False, True]
+    assert part.sizes({"o": LAYER["o"]}, "float32") == [False]
 
 
 def laid_out(params, tokens, table):
     """Shapes in the layout of a table; padding makes no difference to several tokens."""
-    return layouts.pad(jax.eval_shape(lambda p: layout.in_panels(p, tokens, table), params), 1)
+    return part.pad(jax.eval_shape(lambda p: cpu_layout.in_panels(p, tokens, table), params), 1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -73,31 +74,33 @@ def test_the_lines_of_a_choice_read_back_are_the_table_that_makes_it(dtype):
         wanted = {1: str(draw.choice(ALL))}
         wanted |= {n: str(draw.choice(ALL[:5])) for n in (2, 6, 16)}
         texts = [
-            layouts_advice.as_text(line)
+            advice.as_text(line)
             for is_large in (False, True)
-            for line in layouts_advice.lines_for(wanted, dtype, is_large)
+            for line in advice.lines_for(wanted, dtype, is_large)
         ]
         assert max(map(len, texts)) + 4 <= 100
         lines = eval(f"[{' '.join(texts)}]", {"Panels": Panels})  # as if pasted
-        table = [*lines, *layout.TABLE]
-        assert {n: layouts.present(params, dtype, n, table) for n in wanted} == wanted
+        table = [*lines, *cpu_layout.TABLE]
+        assert {n: part.present(params, dtype, n, table) for n in wanted} == wanted
         for n, before in ((5, 2), (15, 6)):  # numbers that were not measured
-            assert layouts.present(params, dtype, n, table) == wanted[before]
-        for n in (17, layout.MAX_ROWS):
-            assert laid_out(params, n, table) == laid_out(params, n, layout.TABLE)
+            assert part.present(params, dtype, n, table) == wanted[before]
+        for n in (17, cpu_layout.MAX_ROWS):
+            assert laid_out(params, n, table) == laid_out(params, n, cpu_layout.TABLE)
 
 
 @pytest.mark.parametrize("is_large", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_table_whose_choices_stay_is_the_same_table(dtype, is_large):
-    lines = layouts_advice.lines_for(dict.fromkeys((1, 4, 9)), dtype, is_large)
+    lines = advice.lines_for(dict.fromkeys((1, 4, 9)), dtype, is_large)
     now = jax.__version_info__[:2]
-    of_now = [line for line in layout.TABLE if line.since == now]
+    of_now = [line for line in cpu_layout.TABLE if line.since == now]
     if now == (0, 12):
         assert lines == [x for x in of_now if (x.dtype, x.is_large) == (dtype, is_large)]
-    size = layout.LARGE + is_large
-    for n in range(1, layout.MAX_ROWS + 1):
-        found, want = (layout.find(n, size, dtype, table) for table in (lines, layout.TABLE))
+    size = cpu_layout.LARGE + is_large
+    for n in range(1, cpu_layout.MAX_ROWS + 1):
+        found, want = (
+            cpu_layout.find(n, size, dtype, table) for table in (lines, cpu_layout.TABLE)
+        )
         what = lambda line: line and (line.widths, line.min_rows)
         assert what(found) == what(want)
 
@@ -106,13 +109,13 @@ def test_a_layout_is_recommended_only_beyond_the_noise():
     drift = np.asarray([1.0, 1.3, 0.9, 1.1, 1.6, 1.2, 1.0])  # meets all alike
     jitter = np.asarray([1.02, 0.97, 1.01, 0.99, 1.03, 0.98, 1.0])
     times = {"a": 2.0 * drift, "b": 1.8 * drift * jitter, "c": 1.79 * drift * jitter[::-1]}
-    assert layouts_advice.fastest(times) == "c"
-    assert layouts_advice.recommend(times, "a") == "c"
-    assert layouts_advice.recommend(times, "b") == "b"  # too close to c to call
-    assert layouts_advice.recommend(times, "c") == "c"
+    assert advice.fastest(times) == "c"
+    assert advice.recommend(times, "a") == "c"
+    assert advice.recommend(times, "b") == "b"  # too close to c to call
+    assert advice.recommend(times, "c") == "c"
     times["d"] = 1.04 * times["c"]  # surely slower, by too little for a line of its own
-    assert layouts_advice.recommend(times, "d") == "d"
-    assert layouts_advice.recommend(times | {"d": 1.06 * times["c"]}, "d") == "c"
+    assert advice.recommend(times, "d") == "d"
+    assert advice.recommend(times | {"d": 1.06 * times["c"]}, "d") == "c"
 
 
 def made_up(**ms):
@@ -123,7 +126,7 @@ def made_up(**ms):
 def test_advice_holds_the_lines_of_what_is_faster_alone():
     times = {1: made_up(whole=2.0), 2: made_up(panels_of_16=1.0, whole=1.5)}
     choices = {1: "whole, joined", 2: "whole, joined"}
-    say = lambda chosen, sizes=(False,): layouts_advice.advice(
+    say = lambda chosen, sizes=(False,): advice.advice(
         "zoo/target in float32", "float32", times, chosen, sizes
     )
     text = say(choices)
@@ -134,11 +137,11 @@ def test_advice_holds_the_lines_of_what_is_faster_alone():
     assert "more than" in say(choices, (False, True))
     kept = say(choices | {2: "panels of 16, joined"})
     assert kept == "recommended on this machine for zoo/target in float32: the table's choice"
-    nothing = layouts_advice.advice("m", "float32", {}, choices, [False])
+    nothing = advice.advice("m", "float32", {}, choices, [False])
     assert nothing == "recommended on this machine for m: the table's choice"
-    (first, second) = layouts_advice.case_lines("m", times, choices)
+    (first, second) = advice.case_lines("m", times, choices)
     assert first.value.median == 1 and second.value.median == pytest.approx(1.5)
-    rows = {name: cells for name, *cells in layouts_advice.section("m", times, choices).rows}
+    rows = {name: cells for name, *cells in advice.section("m", times, choices).rows}
     assert rows["whole, joined"] == ["*2", "*1.5"] and rows["panels of 16, joined"] == ["3", "1"]
 
 
@@ -146,8 +149,8 @@ def test_nothing_is_measured_where_the_weights_do_not_lie_on_a_cpu(monkeypatch):
     model = random_model("m", dataclasses.replace(LLAMA, **SIZES), 0)
     elsewhere = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model.params)
     model = dataclasses.replace(model, params=elsewhere)
-    monkeypatch.setattr(layouts, "load_model", lambda name: model)
-    result = layouts.measure(default.get_config(), {})
+    monkeypatch.setattr(part, "load_model", lambda name: model)
+    result = part.measure(default.get_config(), {})
     assert not (result.lines or result.record or result.sections)
     (note,) = result.notes
     assert "apply to a CPU only" in note
@@ -158,9 +161,9 @@ def test_a_run_times_every_layout_and_says_what_to_use(tmp_path):
     model = random_model("m", dataclasses.replace(LLAMA, **SIZES), 0)
     save_pretrained(tmp_path / "m", model.params, model.config)
     config, name = default.get_config(), str(tmp_path / "m")
-    config.layouts.update(targets=name, dtypes="bfloat16", tokens=(1, 3), slots=32, repeats=3)
-    record = benchmark.run(config, tmp_path / "run", ("layouts",))
-    cases = record["parts"]["layouts"][f"{name} in bfloat16"]
+    config.cpu_layout.update(targets=name, dtypes="bfloat16", tokens=(1, 3), slots=32, repeats=3)
+    record = benchmark.run(config, tmp_path / "run", ("cpu_layout",))
+    cases = record["parts"]["cpu_layout"][f"{name} in bfloat16"]
     assert {n: [*case["times_ms"]] for n, case in cases.items()} == {"1": ALL, "3": ALL[:5]}
     for line, case in zip(record["lines"], cases.values(), strict=True):
         times = {n: np.asarray(ms) for n, ms in case["times_ms"].items()}

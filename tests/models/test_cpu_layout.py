@@ -12,7 +12,7 @@ import pytest
 from support.tiny_models import LLAMA, random_weights
 
 from spec_jax.loading import LoadedModel
-from spec_jax.models import layout, transformer
+from spec_jax.models import cpu_layout, transformer
 from spec_jax.models.checkpoint import load_pretrained, save_pretrained
 from spec_jax.models.layers import linear
 from spec_jax.planning import hlo
@@ -23,7 +23,7 @@ ROWS = (*range(1, 18), 32, 33, 65)
 
 @functools.partial(jax.jit, static_argnames="counts")
 def products(x, w, counts=ROWS):
-    return [layout.matmul(x[:n], w) for n in counts]
+    return [cpu_layout.matmul(x[:n], w) for n in counts]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -34,42 +34,42 @@ def test_a_product_in_the_layout_of_any_pass_is_the_product_with_the_matrix(shap
     x = jnp.asarray(draw.normal(size=(ROWS[-1], shape[0])), dtype)
     want = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
     error = {"float32": 1e-4, "bfloat16": 2**-7 * np.abs(want).max()}[dtype]
-    cuts = (cut for n in ROWS if (cut := layout.to_panels(w, n)) is not w)
+    cuts = (cut for n in ROWS if (cut := cpu_layout.to_panels(w, n)) is not w)
     layouts = {(cut.w.shape, cut.min_rows): cut for cut in cuts}
     assert layouts or jax.__version_info__ < (0, 12)
     for cut in layouts.values():
-        np.testing.assert_array_equal(layout.from_panels(cut), w)
+        np.testing.assert_array_equal(cpu_layout.from_panels(cut), w)
         for n, found in zip(ROWS, products(x, cut), strict=True):
             assert found.dtype == w.dtype
             np.testing.assert_allclose(np.asarray(found, np.float64), want[:n], 0, error)
 
 
 def test_leading_axes_are_rows():
-    w = layout.to_panels(jnp.ones((4, 32)), 6)
+    w = cpu_layout.to_panels(jnp.ones((4, 32)), 6)
     x = jnp.arange(24.0).reshape(2, 3, 4)
     want = np.repeat(np.asarray(x.sum(-1))[..., None], 32, -1)
-    np.testing.assert_array_equal(layout.matmul(x, w), want)
+    np.testing.assert_array_equal(cpu_layout.matmul(x, w), want)
 
 
 def test_at_most_one_line_of_each_version_is_about_a_product():
-    for n in range(1, layout.MAX_ROWS + 2):
-        for size in (1, layout.LARGE, layout.LARGE + 1, 1 << 40):
+    for n in range(1, cpu_layout.MAX_ROWS + 2):
+        for size in (1, cpu_layout.LARGE, cpu_layout.LARGE + 1, 1 << 40):
             for dtype in (*DTYPES, "float16"):
-                kind = (dtype, size > layout.LARGE)
+                kind = (dtype, size > cpu_layout.LARGE)
                 fit = [
                     line.since
-                    for line in layout.TABLE
+                    for line in cpu_layout.TABLE
                     if line.rows[0] <= n <= line.rows[1] and (line.dtype, line.is_large) == kind
                 ]
                 assert fit == sorted(set(fit), reverse=True)  # the newest version comes first
-                line = layout.find(n, size, dtype)
+                line = cpu_layout.find(n, size, dtype)
                 newest = [since for since in fit if since <= jax.__version_info__]
                 assert newest == [] if line is None else line.since == newest[0]
 
 
 def test_a_matrix_that_no_panels_divide_stays_whole():
     w = jnp.ones((8, 24))
-    assert layout.to_panels(w, 1) is w
+    assert cpu_layout.to_panels(w, 1) is w
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -78,7 +78,7 @@ def test_joined_maps_give_what_each_gives_alone_in_one_product(dtype):
     sizes = {"q": 32, "k": 16, "v": 16, "o": 32}
     layer = {n: jnp.asarray(draw.normal(size=(8, m)), dtype) for n, m in sizes.items()}
     layer["k_bias"] = jnp.ones((16,), dtype)
-    ours = layout.in_panels(layer, 5)
+    ours = cpu_layout.in_panels(layer, 5)
     if jax.__version_info__ >= (0, 12):
         assert set(ours) == {"q+k+v", "o", "k_bias"}
     apply = jax.jit(lambda layer, x: [linear(x, layer, name) for name in ("q", "k", "v")])
@@ -90,19 +90,21 @@ def test_joined_maps_give_what_each_gives_alone_in_one_product(dtype):
         program = hlo.read(apply.lower(ours, x).compile().as_text())
         assert [i.opcode for i in program.instructions].count("dot") == 1
     for name in sizes:
-        np.testing.assert_array_equal(layout.weight(ours, name), layer[name])
+        np.testing.assert_array_equal(cpu_layout.weight(ours, name), layer[name])
 
 
 def test_a_table_of_ones_own_says_what_is_joined_and_how_wide_panels_are():
     layer = {n: jnp.ones((8, m)) for n, m in {"q": 32, "k": 16, "v": 16, "o": 24}.items()}
-    table = lambda *widths: [layout.Panels((0, 0), "float32", (1, 9), False, widths)]
-    apart = layout.in_panels(layer, 5, table())
+    table = lambda *widths: [cpu_layout.Panels((0, 0), "float32", (1, 9), False, widths)]
+    apart = cpu_layout.in_panels(layer, 5, table())
     assert {n: id(w) for n, w in apart.items()} == {n: id(w) for n, w in layer.items()}
     for widths, shape in {(64, 16): (1, 8, 64), (16,): (4, 8, 16), (0,): (1, 8, 64)}.items():
-        ours = layout.in_panels(layer, 5, table(*widths))
+        ours = cpu_layout.in_panels(layer, 5, table(*widths))
         assert ours["q+k+v"].w.w.shape == shape
-        assert isinstance(ours["o"], layout.InPanels) is (0 in widths)  # 16 does not divide 24
-        assert layout.in_panels(layer, 10, table(*widths)).keys() == layer.keys()  # no such line
+        assert isinstance(ours["o"], cpu_layout.InPanels) is (0 in widths)  # 16 does not divide 24
+        assert (
+            cpu_layout.in_panels(layer, 10, table(*widths)).keys() == layer.keys()
+        )  # no such line
 
 
 def test_layouts_that_differ_in_padding_alone_share_no_program():
@@ -110,16 +112,18 @@ def test_layouts_that_differ_in_padding_alone_share_no_program():
 
     @jax.jit
     def product(x, w):
-        (dot,) = (e for e in jax.make_jaxpr(layout.matmul)(x, w).eqns if "dot" in str(e.primitive))
+        equations = jax.make_jaxpr(cpu_layout.matmul)(x, w).eqns
+        (dot,) = (e for e in equations if "dot" in str(e.primitive))
         rows.append(dot.invars[0].aval.shape[1])
-        return layout.matmul(x, w)
+        return cpu_layout.matmul(x, w)
 
     draw, x = jnp.arange(8.0 * 32).reshape(8, 32), jnp.arange(8.0)[None]
     for min_rows in (1, 2, 1):
-        line = layout.Panels((0, 0), "float32", (1, 9), False, (16,), min_rows)
-        w = layout.to_panels(draw, 4, [line])
+        line = cpu_layout.Panels((0, 0), "float32", (1, 9), False, (16,), min_rows)
+        w = cpu_layout.to_panels(draw, 4, [line])
         np.testing.assert_array_equal(product(x, w), x @ draw)
-        np.testing.assert_array_equal(layout.matmul(jnp.ones((3, 8)), w), jnp.ones((3, 8)) @ draw)
+        three = jnp.ones((3, 8))
+        np.testing.assert_array_equal(cpu_layout.matmul(three, w), three @ draw)
     assert rows == [1, 2]
 
 
@@ -129,17 +133,17 @@ def test_the_layout_for_a_cpu_changes_no_logits_and_is_not_saved(tmp_path, is_ti
     config = dataclasses.replace(LLAMA, head_dim=8, tie_word_embeddings=is_tied, **sizes)
     params = random_weights(config)
     loaded = LoadedModel("tiny", transformer.model(config), params, config=config)
-    ours = loaded.decoding_params(1)
+    ours = loaded.cpu_layout.prepare(1)
     assert any(w.ndim == 3 for w in jax.tree.leaves(ours["layers"]))
-    jax.tree.map(np.testing.assert_array_equal, layout.in_panels(ours, 1), ours)
+    jax.tree.map(np.testing.assert_array_equal, cpu_layout.in_panels(ours, 1), ours)
     tokens = jnp.asarray([[3, 1, 4, 1, 5, 9, 2, 6]])
     want = transformer.logits(params, tokens, config=config)
-    many = layout.MAX_ROWS + 1
-    for laid_out in (ours, *map(loaded.decoding_params, (None, 8, many))):
+    many = cpu_layout.MAX_ROWS + 1
+    for laid_out in (ours, *map(loaded.cpu_layout.prepare, (None, 8, many))):
         found = transformer.logits(laid_out, tokens, config=config)
         np.testing.assert_allclose(found, want, rtol=0, atol=1e-4)
-    assert loaded.decoding_params(4) is loaded.decoding_params(5)
-    assert loaded.decoding_params(many) is loaded.decoding_params() is not ours
+    assert loaded.cpu_layout.prepare(4) is loaded.cpu_layout.prepare(5)
+    assert loaded.cpu_layout.prepare(many) is loaded.cpu_layout.prepare() is not ours
     assert ("head" in loaded.params) is not is_tied  # what may be trained is not touched
     save_pretrained(tmp_path, ours, config)
     saved, _ = load_pretrained(tmp_path, jnp.float32)
@@ -147,14 +151,14 @@ def test_the_layout_for_a_cpu_changes_no_logits_and_is_not_saved(tmp_path, is_ti
 
 
 def test_the_copies_of_the_rows_never_outgrow_the_matrix():
-    for num_rows in (5, 16, 32, layout.MAX_ROWS, layout.MAX_ROWS + 1, 100):
+    for num_rows in (5, 16, 32, cpu_layout.MAX_ROWS, cpu_layout.MAX_ROWS + 1, 100):
         matrix = jnp.ones((256, 1024))
-        w = layout.to_panels(matrix, num_rows)
-        compiled = jax.jit(layout.matmul).lower(jnp.ones((num_rows, 256)), w).compile()
+        w = cpu_layout.to_panels(matrix, num_rows)
+        compiled = jax.jit(cpu_layout.matmul).lower(jnp.ones((num_rows, 256)), w).compile()
         assert compiled.memory_analysis().temp_size_in_bytes <= 1.2 * matrix.nbytes
 
 
 def test_weights_that_do_not_lie_on_a_cpu_stay_as_they_are():
     elsewhere = {"embed": jax.ShapeDtypeStruct((32, 32), jnp.float32)}  # no array of a CPU's
-    lay_out = layout.by_rows(elsewhere, is_tied=True, has_panels=True)
-    assert lay_out(1) is lay_out(None) is elsewhere
+    ours = cpu_layout.CpuLayout(elsewhere, is_tied=True, has_panels=True)
+    assert ours.prepare(1) is ours.prepare(None) is elsewhere

@@ -1,4 +1,4 @@
-"""The benchmark's part "layouts": whole target passes in every layout of the weights, on a CPU."""
+"""The benchmark's part "cpu_layout": target passes in every layout of the weights, on a CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import jax
 from ml_collections import ConfigDict
 
-from experiments.benchmarks.layouts_advice import (
+from experiments.benchmarks.cpu_layout_advice import (
     OWN,
     TWO_ROWS,
     Times,
@@ -26,9 +26,9 @@ from experiments.run import cli
 from spec_jax.evaluation.passes import ITERATIONS, pass_timer
 from spec_jax.evaluation.timing import interleave, measure_all
 from spec_jax.loading import LoadedModel, load_model
-from spec_jax.models import layout
+from spec_jax.models import cpu_layout
+from spec_jax.models.cpu_layout import LARGE, MAX_ROWS, InPanels, Panels
 from spec_jax.models.families import family_of
-from spec_jax.models.layout import LARGE, MAX_ROWS, InPanels, Panels
 from spec_jax.models.params import Params
 from spec_jax.progress import Progress
 
@@ -38,9 +38,9 @@ _WEIGHTS_READ = 1 << 29  # in one timed call, so that a dispatch does not count
 
 def check(config: ConfigDict) -> None:
     """Raises ConfigError if a value is out of range."""
-    c = config.layouts
-    cli.require_positive(config, "slots", "layouts")
-    require = lambda ok, name, expected: cli.require(ok, config, f"layouts.{name}", expected)
+    c = config.cpu_layout
+    cli.require_positive(config, "slots", "cpu_layout")
+    require = lambda ok, name, expected: cli.require(ok, config, f"cpu_layout.{name}", expected)
     require(_names(c.targets), "targets", f"names or directories of models, or {RANDOM}")
     dtypes = _names(c.dtypes)
     require(dtypes and set(dtypes) <= set(DTYPES), "dtypes", f"some of {', '.join(DTYPES)}")
@@ -59,7 +59,7 @@ def lay_out(params: Params, name: str, dtype: str) -> Params:
     widths, min_rows = widths_of(name)
     rows = (1, MAX_ROWS)
     table = [Panels((0, 0), dtype, rows, size, widths, min_rows) for size in (False, True)]
-    return layout.in_panels(params, 1, table)
+    return cpu_layout.in_panels(params, 1, table)
 
 
 def pad(params: Params, min_rows: int) -> Params:
@@ -72,7 +72,9 @@ def _is_in_panels(x):
     return isinstance(x, InPanels)
 
 
-def present(params: Params, dtype: str, tokens: int, table: Sequence[Panels] = layout.TABLE) -> str:
+def present(
+    params: Params, dtype: str, tokens: int, table: Sequence[Panels] = cpu_layout.TABLE
+) -> str:
     """Returns the layout that a table chooses; ``OWN`` if none of those compared is the same.
 
     Args:
@@ -86,7 +88,7 @@ def present(params: Params, dtype: str, tokens: int, table: Sequence[Panels] = l
         like = jax.eval_shape(make, params)
         return jax.tree.map(lambda x: x.shape, like if tokens == 1 else pad(like, 1))
 
-    ours = form(lambda p: layout.in_panels(p, tokens, table))
+    ours = form(lambda p: cpu_layout.in_panels(p, tokens, table))
     same = (n for n in names(tokens) if form(lambda p: lay_out(p, n, dtype)) == ours)
     return next(same, OWN)
 
@@ -114,13 +116,13 @@ def measure_passes(
       The times of every layout by tokens a pass; and, where another layout than the table's choice
       is fastest, new times of these two. The fastest of many is in part the luckiest.
     """
-    whole = model.decoding_params(None)
+    whole = model.cpu_layout.prepare(None)
     made = functools.cache(lambda name: lay_out(whole, name, dtype))
     passes = max(1, min(ITERATIONS, _WEIGHTS_READ // model.num_params))
 
     def timer(n, name):
         if name == OWN:
-            params = model.decoding_params(n)
+            params = model.cpu_layout.prepare(n)
         else:  # layouts that differ in padding alone share their arrays
             params = pad(made(name.removesuffix(TWO_ROWS)), widths_of(name)[1])
         return pass_timer(model.model, params, n, config.slots, 1, passes)
@@ -128,33 +130,33 @@ def measure_passes(
     # The layouts that are compared follow each other, so that drift meets them alike.
     cells = [(n, name) for n in choices for name in dict.fromkeys([*names(n), choices[n]])]
     makers = {cell: functools.partial(timer, *cell) for cell in cells}
-    timers, times = measure_all(f"layouts, {title}", makers, config.repeats)
+    timers, times = measure_all(f"CPU layouts, {title}", makers, config.repeats)
     times = {n: {name: times[m, name] for m, name in cells if m == n} for n in choices}
     seeming = {n: recommend(times[n], choice) for n, choice in choices.items()}
     pairs = {n: (choices[n], name) for n, name in seeming.items() if name != choices[n]}
     if not pairs:
         return times, {}
     cells = [(n, name) for n, pair in pairs.items() for name in pair]
-    with Progress(config.repeats, f"layouts, {title}, again") as bar:
+    with Progress(config.repeats, f"CPU layouts, {title}, again") as bar:
         again = interleave({cell: timers[cell] for cell in cells}, config.repeats, bar.step)
     return times, {n: {name: again[n, name] for name in pair} for n, pair in pairs.items()}
 
 
 def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     """Times every layout of every target and dtype, and says what the table should have here."""
-    config = config.layouts
+    config = config.cpu_layout
     lines, record, notes, sections = [], {}, [], []
     for name in _names(config.targets):
         is_random = name == RANDOM
         model = random_model(name, config.shape, config.seed) if is_random else load_model(name)
-        if not layout.is_on_one_cpu(model.params):
+        if not cpu_layout.is_on_one_cpu(model.params):
             return Result([], {}, ["layouts of the weights apply to a CPU only; none was measured"])
         if not family_of(model.config).has_panels:
             notes.append(f"the family of {name} has one layout; it was not measured")
             continue
         for dtype in _names(config.dtypes):
             title, cast = f"{name} in {dtype}", in_dtype(model, dtype)
-            whole = cast.decoding_params(None)
+            whole = cast.cpu_layout.prepare(None)
             choices = {n: present(whole, dtype, n) for n in config.tokens}
             times, again = measure_passes(title, cast, dtype, choices, config)
             lines += case_lines(title, times, choices)

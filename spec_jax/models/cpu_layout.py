@@ -1,6 +1,7 @@
-"""Layouts of the weights that make decoding faster on a CPU; an accelerator uses none of them.
+"""Layouts of weights that make decoding faster on a CPU; an accelerator uses none of them.
 
-``by_rows`` is the way in. For passes over few tokens it keeps a copy of the weights in which
+``CpuLayout.prepare`` is the way in. For passes over few tokens it keeps a copy of the weights in
+which
 
 * a tied output head is an array of its own, since a CPU takes twice the time for a product with
   the transposed embedding;
@@ -11,16 +12,15 @@
   row. A panel as wide as a tile is read in order. The price is a copy of the rows for each panel,
   rows / width of the matrix's own size.
 
-``TABLE`` says where panels pay and how wide they are; the benchmark's part "layouts" measures what
-it should say on a machine. ``matmul`` takes a matrix in either form, and
-``attend_prefix`` reads no more of a cache than a CPU has to.
+``TABLE`` says where panels pay and how wide they are; the benchmark's part "cpu_layout" measures
+what it should say on a machine. ``matmul`` takes a matrix in either form.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -28,14 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from spec_jax.models.attention import attend
-
 JOINED = (("q", "k", "v"), ("gate", "up"))  # maps that read the same input
-# ``attend_prefix`` reads one or two eighths of a cache, or all of it: the copy of a longer prefix
-# takes more time than its products save. A cache of fewer slots is always read whole.
-PREFIXES = (1, 2)
-NUM_PARTS = 8
-MIN_SLOTS = 512
 
 
 class Panels(NamedTuple):
@@ -63,7 +56,7 @@ class Panels(NamedTuple):
 LARGE = 1 << 19  # elements; a larger matrix is read from memory, others from a cache
 # The first line that fits counts; without one, matrices stay whole and apart. What each line was
 # measured to gain is in docs/measurements.md, "Layouts on a CPU". On another machine,
-# ``python -m experiments.benchmark --parts=layouts`` prints the lines that it would put here.
+# ``python -m experiments.benchmark --parts=cpu_layout`` prints the lines that it would put here.
 TABLE = (
     Panels((0, 12), "float32", (1, 1), False, (32, 16)),
     Panels((0, 12), "float32", (2, 32), False, (64, 32, 16)),
@@ -127,40 +120,49 @@ class Joined:
         return slice(begin, begin + self.widths[i])
 
 
-def by_rows(
-    params: dict[str, Any], *, is_tied: bool = False, has_panels: bool = False
-) -> Callable[[int | None], dict[str, Any]]:
-    """Returns a function from the size of a pass to the parameters in the layout that suits it.
+class CpuLayout:
+    """The weights of a model or a head, as passes on a CPU read them fastest.
 
-    If the parameters do not lie on one CPU device, that function returns ``params`` itself.
-    Otherwise each layout is made when it is first asked for, and kept.
+    Weights that do not lie on one CPU device stay as they are. Each layout is made when it is first
+    asked for, and kept.
 
     Args:
-      params: nested dict of weights, of a model or of a head.
+      params: nested dict of weights.
       is_tied: the output head is the embedding, ``params["embed"]``.
       has_panels: every matrix but the embedding is applied by ``layers.linear`` or ``matmul``, so
         that it may be stored in panels.
-
-    Returns:
-      ``(num_rows) -> params`` for passes over ``num_rows`` tokens, all rows of the batch
-      together. None stands for any number, as in prefill.
     """
-    if not is_on_one_cpu(params):
-        return lambda num_rows: params
-    made: dict[Any, dict[str, Any]] = {}
 
-    @functools.cache
-    def lay_out(num_rows: int | None) -> dict[str, Any]:
-        if num_rows is None or num_rows > MAX_ROWS:
-            return made.setdefault(None, whole())
-        like = jax.eval_shape(functools.partial(in_panels, num_rows=num_rows), whole())
-        shapes = (jax.tree.structure(like), *(x.shape for x in jax.tree.leaves(like)))
-        if shapes not in made:
-            made[shapes] = in_panels(whole(), num_rows)
-        return made[shapes]
+    def __init__(self, params: Any, *, is_tied: bool = False, has_panels: bool = False):
+        self._params, self._is_tied, self._has_panels = params, is_tied, has_panels
+        self._of_rows: dict[int, Any] = {}
+        self._of_shapes: dict[Any, Any] = {}
 
-    whole = functools.cache(lambda: with_own_head(params) if is_tied else params)
-    return lay_out if has_panels else lambda num_rows: whole()
+    def prepare(self, rows: int | None = None) -> Any:
+        """Returns the weights in the layout that suits a pass.
+
+        Args:
+          rows: tokens of the pass, all rows of the batch together; None: any number, as in prefill.
+        """
+        if rows is None or rows > MAX_ROWS or not (self._has_panels and self._is_on_one_cpu):
+            return self._whole
+        if rows not in self._of_rows:
+            make = functools.partial(in_panels, num_rows=rows)
+            like = jax.eval_shape(make, self._whole)
+            shapes = (jax.tree.structure(like), *(x.shape for x in jax.tree.leaves(like)))
+            if shapes not in self._of_shapes:
+                self._of_shapes[shapes] = make(self._whole)
+            self._of_rows[rows] = self._of_shapes[shapes]
+        return self._of_rows[rows]
+
+    @functools.cached_property
+    def _is_on_one_cpu(self) -> bool:
+        return is_on_one_cpu(self._params)
+
+    @functools.cached_property
+    def _whole(self) -> Any:
+        is_split = self._is_tied and self._is_on_one_cpu
+        return with_own_head(self._params) if is_split else self._params
 
 
 def is_on_one_cpu(params: dict[str, Any]) -> bool:
@@ -279,35 +281,3 @@ def matmul(x: jax.Array, w: jax.Array | InPanels) -> jax.Array:
     y = jnp.einsum("pti,pio->pto", copies, w.w, preferred_element_type=jnp.float32).astype(x.dtype)
     y = y.transpose(1, 0, 2).reshape(len(rows), -1)[:num_rows]
     return y.reshape(*x.shape[:-1], -1)
-
-
-def attend_prefix(
-    q_BTNH: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    mask_BTS: jax.Array,
-    *,
-    scale: float | None = None,
-) -> jax.Array:
-    """Attends as ``attend`` does, but on a CPU reads only a prefix of the slots.
-
-    The prefix is the shortest of a few that contains every slot seen. It costs a copy of its
-    slots, which does not pay for a layer of a stack, which has been copied already, nor on a mesh,
-    where a choice by all rows would have to cross it. On other platforms all slots are read and
-    nothing is chosen.
-
-    Args and Returns are those of ``attend``.
-    """
-    S = mask_BTS.shape[2]
-
-    def over(n):
-        k_n, v_n, mask = k[..., :n, :], v[..., :n, :], mask_BTS[..., :n]
-        return attend(q_BTNH, k_n, v_n, mask, scale=scale)
-
-    if S < MIN_SLOTS or k.ndim == 4:
-        return over(S)
-    step = -(-S // NUM_PARTS)
-    prefixes = [functools.partial(over, n) for n in (*(i * step for i in PREFIXES), S)]
-    last = jnp.where(mask_BTS.any(axis=(0, 1)), jnp.arange(S), 0).max()
-    choose = lambda: jax.lax.switch(last // step, prefixes)  # beyond the last: the last
-    return jax.lax.platform_dependent(cpu=choose, default=prefixes[-1])

@@ -1,4 +1,4 @@
-"""The layouts that the part "layouts" compares, and what their times recommend for the table."""
+"""The layouts that the part "cpu_layout" compares, and what their times recommend."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 
 from experiments.benchmarks.table import Line
 from spec_jax.evaluation.timing import spread
-from spec_jax.models import layout
-from spec_jax.models.layout import LARGE, MAX_ROWS, Panels
+from spec_jax.models import cpu_layout
+from spec_jax.models.cpu_layout import LARGE, MAX_ROWS, Panels
 from spec_jax.show.tables import Section
 
 WIDTHS = {  # ``Panels.widths`` of each layout
@@ -62,7 +62,7 @@ def lines_for(
     wanted: Mapping[int, str | None],
     dtype: str,
     is_large: bool,
-    table: Sequence[Panels] = layout.TABLE,
+    table: Sequence[Panels] = cpu_layout.TABLE,
 ) -> list[Panels]:
     """Returns the lines that a table should have for one dtype and size of matrices.
 
@@ -77,7 +77,7 @@ def lines_for(
     for rows in range(1, MAX_ROWS + 1):
         measured = max((n for n in wanted if n <= rows <= max(wanted)), default=None)
         if measured is None or wanted[measured] is None:
-            line = layout.find(rows, LARGE + is_large, dtype, table)
+            line = cpu_layout.find(rows, LARGE + is_large, dtype, table)
             if line is None:
                 continue
             widths, min_rows = line.widths, line.min_rows
@@ -99,7 +99,7 @@ def _continues(before: Panels, line: Panels) -> bool:
 
 
 def as_text(line: Panels) -> str:
-    """Returns a line of the table as it would stand in ``spec_jax/models/layout.py``."""
+    """Returns a line of the table as it would stand in ``spec_jax/models/cpu_layout.py``."""
     values = f'{line.since}, "{line.dtype}", {line.rows}, {line.is_large}, {line.widths}'
     return f"Panels({values}{f', min_rows={line.min_rows}' if line.min_rows > 1 else ''}),"
 
@@ -138,8 +138,8 @@ def advice(
     for is_large in sizes:
         which = "more than" if is_large else "at most"
         paragraphs.append(
-            f"  Lines to put first in TABLE of spec_jax/models/layout.py, for matrices of {which} "
-            f"{LARGE:,} elements:"
+            "  Lines to put first in TABLE of spec_jax/models/cpu_layout.py, for matrices of "
+            f"{which} {LARGE:,} elements:"
         )
         lines = lines_for(wanted, dtype, is_large)
         paragraphs.append("\n".join(f"      {as_text(line)}" for line in lines))
