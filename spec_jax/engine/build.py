@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -220,6 +220,66 @@ def make_parts(
     if draft is not None:
         check_loaded("draft", draft, LoadedModel | LoadedHead)
     where, target, draft, is_draft_whole = place(target, draft, mesh, devices, is_draft_replicated)
+    config, target_sampler, draft_sampler, force_n1, max_length = _resolve_config(
+        config, target_sampler, draft_sampler, force_n1, draft, drafter
+    )
+    drafter = None if drafter is None else named.to_drafter(drafter, target)
+    rule = None if rule is None else named.to_rule(rule)
+    model, drafts = _resolve_drafter(config, target, draft, drafter)
+    drafts = replicated(drafts) if is_draft_whole else drafts
+    is_adaptive = config is not None and config.is_adaptive
+    is_fallback = config is not None and not (force_n1 or target.model.can_rewind)
+    states = {"target": (target.model.init_cache, target.params)}
+    if draft is not None and not (force_n1 or is_fallback):
+        is_head = isinstance(draft, LoadedHead)
+        weights = {"head": draft.params, "target": target.params} if is_head else draft.params
+        states["draft"] = (drafts.init, weights)
+    warn_if_rewritten(states, stacklevel=4)
+    is_apart = devices is not None and not (force_n1 or is_fallback)
+    loop = overlap.make_loop(devices, timeline, stacklevel=4) if is_apart else decoding
+    parts = Parts(
+        target=target,
+        draft=draft,
+        model=model,
+        drafter=drafts,
+        config=config,
+        rule=rule,
+        own_drafter=drafter and drafter.name,
+        target_sampler=target_sampler,
+        draft_sampler=draft_sampler,
+        has_expected=has_expected,
+        max_length=max_length,
+        history=make_history(config) if drafter is None else None,
+        adaptive=AdaptiveState(config.buckets) if is_adaptive else None,
+        loop=loop,
+        is_fallback=is_fallback,
+        mesh=where if loop is decoding else None,
+        observers=check_observers(observers),
+    )
+    _check(parts)
+    parts.system(target_sampler)  # a strategy or a rule that cannot be is refused here
+    return parts.without_drafts() if force_n1 or is_fallback else parts
+
+
+class _Options(NamedTuple):
+    """What a config of either shape says, with its defaults."""
+
+    config: SpeculativeConfig | None
+    target_sampler: Samplers
+    draft_sampler: Samplers | None
+    force_n1: bool
+    max_length: int | None = None
+
+
+def _resolve_config(
+    config: SpeculativeConfig | AsyncSpecConfig | None,
+    target_sampler: Samplers | None,
+    draft_sampler: Samplers | None,
+    force_n1: bool,
+    draft: LoadedModel | LoadedHead | None,
+    drafter: Drafter | Callable | str | None,
+) -> _Options:
+    """Returns the options of a decoder; arguments and errors are those of ``make_parts``."""
     max_length = None
     if isinstance(config, AsyncSpecConfig):
         if target_sampler is not None or draft_sampler is not None:
@@ -237,48 +297,20 @@ def make_parts(
         config = SpeculativeConfig()
     check_samplers(target_sampler=target_sampler, draft_sampler=draft_sampler)
     target_sampler = SamplerConfig() if target_sampler is None else target_sampler
-    drafter = None if drafter is None else named.to_drafter(drafter, target)
-    rule = None if rule is None else named.to_rule(rule)
+    return _Options(config, target_sampler, draft_sampler, force_n1, max_length)
+
+
+def _resolve_drafter(
+    config: SpeculativeConfig | None,
+    target: LoadedModel,
+    draft: LoadedModel | LoadedHead | None,
+    drafter: Drafter | None,
+) -> tuple[Model, Drafter]:
+    """Returns the target's functions with the states that are read, and what drafts."""
     if drafter is None:
         check_same_tokens(target, draft)
     model = tapped_model(target, draft)
-    drafts = drafter or make_drafter(config, model, draft)
-    drafts = with_adaptive(config, drafts)
-    if is_draft_whole:
-        drafts = replicated(drafts)
-    history = make_history(config) if drafter is None else None
-    is_adaptive = config is not None and config.is_adaptive
-    is_fallback = config is not None and not (force_n1 or target.model.can_rewind)
-    is_apart = devices is not None and not (force_n1 or is_fallback)
-    states = {"target": (target.model.init_cache, target.params)}
-    if draft is not None and not (force_n1 or is_fallback):
-        is_head = isinstance(draft, LoadedHead)
-        weights = {"head": draft.params, "target": target.params} if is_head else draft.params
-        states["draft"] = (drafts.init, weights)
-    warn_if_rewritten(states, stacklevel=4)
-    loop = overlap.make_loop(devices, timeline, stacklevel=4) if is_apart else decoding
-    parts = Parts(
-        target,
-        draft,
-        model,
-        drafts,
-        config,
-        rule,
-        drafter and drafter.name,
-        target_sampler,
-        draft_sampler,
-        has_expected,
-        max_length,
-        history,
-        AdaptiveState(config.buckets) if is_adaptive else None,
-        loop,
-        is_fallback,
-        where if loop is decoding else None,
-        check_observers(observers),
-    )
-    _check(parts)
-    parts.system(target_sampler)  # a strategy or a rule that cannot be is refused here
-    return parts.without_drafts() if force_n1 or is_fallback else parts
+    return model, with_adaptive(config, drafter or make_drafter(config, model, draft))
 
 
 def check_observers(observers: Sequence[Observer]) -> tuple[Observer, ...]:
