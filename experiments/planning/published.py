@@ -20,7 +20,7 @@ from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.models.config import ModelConfig
 from spec_jax.planning.chips import Topology
 from spec_jax.planning.presets import PRESETS
-from spec_jax.planning.roofline import Pass, Prediction, Round, Setting, Stack, decode_round
+from spec_jax.planning.roofline import Pass, Prediction, RoundWork, Setting, Stack, decode_round
 from spec_jax.tree import DynamicTree, Tree
 
 PATH = pathlib.Path(__file__).with_name("published.json")
@@ -140,7 +140,7 @@ def _rows(run: dict[str, Any]) -> list[PublishedPair]:
     return rows
 
 
-def count_round(row: PublishedPair) -> Round:
+def count_round(row: PublishedPair) -> RoundWork:
     """Counts the passes of a row's rounds."""
     target = PRESETS[row.target]
     if row.method in _BLOCK_ROUNDS:
@@ -151,7 +151,7 @@ def count_round(row: PublishedPair) -> Round:
 
 def _block_round(
     target: ModelConfig, num_draft: int, setting: Setting, *, has_markov: bool = False
-) -> Round:
+) -> RoundWork:
     """The round of a DFlash draft: one pass of five layers over the block, without a causal chain.
 
     Its keys and values come from five of the target's states, joined by one map. DSpark adds a
@@ -172,7 +172,7 @@ def _block_round(
     if has_markov:
         bias = Stack(matrices=256 * target.vocab_size // share)
         passes.append(Pass("draft", num_draft, bias.run(setting, 1)))
-    return Round(tuple(passes))
+    return RoundWork(tuple(passes))
 
 
 # What the methods of the published pairs are here; the last two are no kinds of the package.

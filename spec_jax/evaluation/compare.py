@@ -62,7 +62,7 @@ def cost_slots(bench: Bench, cells: Sequence[Cell]) -> int:
 
 def compile_all(
     bench: Bench, cells: Sequence[Cell], *, has_passes: bool = True
-) -> dict[pass_costs.Passes, Timer]:
+) -> dict[pass_costs.TimedLoop, Timer]:
     """Compiles every program of the run; returns the timers of the passes of rounds.
 
     Args:
@@ -70,7 +70,7 @@ def compile_all(
       cells: The cells; each decodes the first batch once.
       has_passes: Whether to compile the passes, too.
     """
-    timers: dict[pass_costs.Passes, Timer] = {}
+    timers: dict[pass_costs.TimedLoop, Timer] = {}
     tasks = {cell.label: functools.partial(bench.run, cell, 0) for cell in cells}
     if has_passes:
         ks = {c.method: {d.k for d in cells if d.method == c.method and not d.tree} for c in cells}

@@ -20,7 +20,7 @@ REPEATS = 9
 TARGET = "target"
 
 
-class Passes(NamedTuple):
+class TimedLoop(NamedTuple):
     """Passes of a round that are timed in one loop, see ``passes.round_timer``.
 
     Attributes:
@@ -48,7 +48,7 @@ def timer_makers(
     slots: int,
     batch: int,
     iterations: int = ITERATIONS,
-) -> dict[Passes, Callable[[], Timer]]:
+) -> dict[TimedLoop, Callable[[], Timer]]:
     """Returns functions that compile the timers that ``Costs.measure`` takes.
 
     Args:
@@ -59,16 +59,16 @@ def timer_makers(
       batch: B, rows.
       iterations: The number of rounds in a timed call.
     """
-    wanted = [Passes(TARGET, k) for k in sorted({0}.union(*ks.values()))]
+    wanted = [TimedLoop(TARGET, k) for k in sorted({0}.union(*ks.values()))]
     for method, draft in drafts.items():
         own = sorted(set(ks.get(method, ())) - {0})
         passes = functools.partial(registry.find(draft.method).drafting.round_passes, draft.config)
         if not can_split(draft, target):
-            wanted += [Passes(method, k, sum(one.count for one in passes(k))) for k in own]
+            wanted += [TimedLoop(method, k, sum(one.count for one in passes(k))) for k in own]
             continue
         first = {passes(k)[0].width: k for k in own}.values()
-        wanted += [Passes(method, k, 1) for k in first]
-        wanted += [Passes(method, k, max(k, 2)) for k in own[-1:]]
+        wanted += [TimedLoop(method, k, 1) for k in first]
+        wanted += [TimedLoop(method, k, max(k, 2)) for k in own[-1:]]
     return {
         what: functools.partial(
             round_timer,
@@ -133,7 +133,7 @@ class Costs(NamedTuple):
 
     @classmethod
     def measure(
-        cls, timers: Mapping[Passes, Timer], *, slots: int, batch: int, repeats: int = REPEATS
+        cls, timers: Mapping[TimedLoop, Timer], *, slots: int, batch: int, repeats: int = REPEATS
     ) -> Costs:
         """Runs timers in turns.
 
@@ -146,33 +146,35 @@ class Costs(NamedTuple):
         return cls.of_times(interleave(timers, repeats), slots=slots, batch=batch)
 
     @classmethod
-    def of_times(cls, times: Mapping[Passes, np.ndarray], *, slots: int, batch: int) -> Costs:
+    def of_times(cls, times: Mapping[TimedLoop, np.ndarray], *, slots: int, batch: int) -> Costs:
         """Returns the costs that times in milliseconds, of interleaved repeats, show."""
-        verify_ms = {
-            what.k + 1: float(np.median(times[what]))
-            for what in sorted(times)
-            if not what.num_passes
-        }
-        first, later = {}, {}  # by method and k; what passes add turn by turn, as drift meets both
-        for what in sorted(times):
-            method, k, num_passes = what
-            if num_passes and (method, k) not in first:  # the first pass, or all of them
-                first[method, k] = times[what] - times[Passes(TARGET, k)]
-            elif num_passes:
-                later[method, k] = (times[what] - times[Passes(method, k, 1)]) / (num_passes - 1)
-                if not (_is_significant(first[method, k]) and _is_significant(later[method, k])):
-                    mean = (times[what] - times[Passes(TARGET, k)]) / num_passes
-                    first[method, k] = later[method, k] = mean
-        first_ms: dict[str, dict[int, float]] = {}
-        for (method, k), ms in first.items():
-            first_ms.setdefault(method, {})[k] = _cost(ms)
-        insignificant: dict[str, list[int]] = {}
-        passes = [((method, 0), ms) for (method, _), ms in later.items()]
-        for (method, k), ms in [*passes, *first.items()]:
-            if not _is_significant(ms):
-                insignificant.setdefault(method, []).append(k)
-        draft_ms = {method: _cost(ms) for (method, _), ms in later.items()}
-        return cls(verify_ms[1], draft_ms, verify_ms, slots, batch, first_ms, insignificant)
+        verify_ms, first, later = {}, {}, {}
+        for loop in sorted(times):
+            method, k, num_passes = loop
+            if not num_passes:
+                verify_ms[k + 1] = float(np.median(times[loop]))
+                continue
+            # What passes add turn by turn, since drift meets both loops of a turn.
+            added = times[loop] - times[TimedLoop(TARGET, k)]
+            of_first = first.setdefault(method, {})
+            if k not in of_first:  # the first pass, or all of them
+                of_first[k] = added
+                continue
+            later[method] = (times[loop] - times[TimedLoop(method, k, 1)]) / (num_passes - 1)
+            if not (_is_significant(of_first[k]) and _is_significant(later[method])):
+                of_first[k] = later[method] = added / num_passes
+        marked = lambda added: [k for k, ms in added.items() if not _is_significant(ms)]
+        rest = lambda method: {0: later[method]} if method in later else {}
+        insignificant = {method: marked({**rest(method), **first[method]}) for method in first}
+        return cls(
+            verify_ms[1],
+            {method: _cost(ms) for method, ms in later.items()},
+            verify_ms,
+            slots,
+            batch,
+            {method: {k: _cost(ms) for k, ms in of_k.items()} for method, of_k in first.items()},
+            {method: ks for method, ks in insignificant.items() if ks},
+        )
 
     def is_significant(self, method: str) -> bool:
         """Returns whether the cost of a method's passes after the first is significant.

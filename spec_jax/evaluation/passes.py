@@ -27,7 +27,7 @@ from spec_jax.sharding import constrain_state
 ITERATIONS = 64  # in one timed call, so that a dispatch does not count
 
 
-class Step(NamedTuple):
+class TimedPass(NamedTuple):
     """A pass in a timed loop.
 
     Attributes:
@@ -42,7 +42,7 @@ class Step(NamedTuple):
     carry: Any
 
 
-def steps_timer(steps: Sequence[Step], batch: int, iterations: int = ITERATIONS) -> Timer:
+def steps_timer(steps: Sequence[TimedPass], batch: int, iterations: int = ITERATIONS) -> Timer:
     """Compiles a loop of steps, one after the other; returns its timer, in ms per iteration.
 
     Args:
@@ -70,7 +70,7 @@ def steps_timer(steps: Sequence[Step], batch: int, iterations: int = ITERATIONS)
     return loop_timer(functools.partial(run, params), carry, iterations, mesh)
 
 
-def repeated(step: Step, count: int) -> Step:
+def repeated(step: TimedPass, count: int) -> TimedPass:
     """Returns a step that runs another ``count`` times in a loop, as a chain is drafted."""
 
     def run(params, token, carry):
@@ -88,7 +88,7 @@ def model_step(
     batch: int,
     scored: int | None = None,
     seen: jax.Array | None = None,
-) -> Step:
+) -> TimedPass:
     """Returns a pass of a model: forward, unembedding and argmax of ``width`` tokens per row.
 
     Args:
@@ -115,12 +115,12 @@ def model_step(
         cache = cache.commit(jnp.full((batch,), (slots - width) // 2, jnp.int32))
         cache = model.open_window(cache, width)  # nothing is committed, so it is never closed
         tokens = jnp.zeros((batch, width), jnp.int32)
-    return Step(run, params, (tokens, cache))
+    return TimedPass(run, params, (tokens, cache))
 
 
 def head_step(
     head: Head, params: Params, slots: int, batch: int, width: int = 1, children: int = 1
-) -> Step:
+) -> TimedPass:
     """Returns a pass of a head with its scores, after the first of a round.
 
     Args:
@@ -152,7 +152,7 @@ def head_step(
         cache = cache.commit(jnp.full((batch,), slots // 2, jnp.int32))
         x, shape = jnp.ones((batch, width, head.width), dtype), (batch, width, children)
         best, score = jnp.zeros(shape, jnp.int32), jnp.zeros(shape)
-    return Step(run, params, (x, best, score, cache))
+    return TimedPass(run, params, (x, best, score, cache))
 
 
 def refresh_step(
@@ -163,7 +163,7 @@ def refresh_step(
     slots: int,
     batch: int = 1,
     head: Head | None = None,
-) -> Step:
+) -> TimedPass:
     """Returns the refresh of a head after a verify pass, of which it keeps no pair.
 
     Args:
@@ -192,10 +192,10 @@ def refresh_step(
         hidden = jax.eval_shape(target.forward, params["target"], tokens).hidden
         features = jnp.ones((*hidden.shape[:2], len(drafter.taps) * hidden.shape[2]), hidden.dtype)
         state = state.replace(cache=state.cache.commit(half))
-    return Step(run, params, (state, tokens, features, none))
+    return TimedPass(run, params, (state, tokens, features, none))
 
 
-def drafting_step(system: System, params: Params, slots: int, batch: int) -> Step:
+def drafting_step(system: System, params: Params, slots: int, batch: int) -> TimedPass:
     """Returns all that a drafter does in a round: it commits the last round, and drafts.
 
     Of what the target was fed nothing is kept, so every iteration drafts after as many tokens.
@@ -232,7 +232,7 @@ def drafting_step(system: System, params: Params, slots: int, batch: int) -> Ste
     with use_mesh(mesh_of(params)):
         state, tokens, features = jax.jit(begin)(params)
         sampler = make_sampler(SamplerConfig(), batch, system.target.vocab_size)
-    return Step(run, params, (state, tokens, sampler, features))
+    return TimedPass(run, params, (state, tokens, sampler, features))
 
 
 def pass_timer(

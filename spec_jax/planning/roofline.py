@@ -25,7 +25,7 @@ __all__ = [
     "DeviceMemory",
     "Pass",
     "Prediction",
-    "Round",
+    "RoundWork",
     "Setting",
     "Stack",
     "Work",
@@ -53,7 +53,7 @@ class Pass:
 
 
 @dataclasses.dataclass(frozen=True)
-class Round:
+class RoundWork:
     """One round of decoding on one device."""
 
     passes: tuple[Pass, ...]
@@ -74,7 +74,7 @@ def decode_round(
     num_draft: int = 0,
     setting: Setting = Setting(),
     tree: Tree | DynamicTree | None = None,
-) -> Round:
+) -> RoundWork:
     """Counts the passes of one round, as the package's drafters run them.
 
     Args:
@@ -96,7 +96,7 @@ def decode_round(
         raise ConfigError(f"num_draft is {num_draft} without a draft; expected 0")
     own = Stack.of(target, setting)
     if draft is None or num_draft == 0:
-        return Round((Pass("verify", 1, own.run(setting, 1, 1)),))
+        return RoundWork((Pass("verify", 1, own.run(setting, 1, 1)),))
     verify = Pass("verify", 1, own.run(setting, num_draft + 1, num_draft + 1))
     kind = kind_of_draft(draft)
     if isinstance(draft, str) and kind.drafting.draft != "none":
@@ -107,7 +107,7 @@ def decode_round(
         scorer = stack if stack.head else own
         work = stack.run(setting, one.width, one.scored, scorer, attends=one.attends)
         passes.append(Pass(one.name, one.count, work))
-    return Round(tuple(passes))
+    return RoundWork(tuple(passes))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -131,7 +131,7 @@ def test_a_pass_of_a_draft_costs_what_it_adds_to_a_round_turn_by_turn():
         ("standalone", 4, 1): 3.7,
     }
     found = costs.Costs.of_times(
-        {costs.Passes(*what): ms * drift for what, ms in times.items()}, slots=128, batch=1
+        {costs.TimedLoop(*what): ms * drift for what, ms in times.items()}, slots=128, batch=1
     )
     in_median = lambda ms: pytest.approx(1.5 * ms)
     assert found.plain_ms == in_median(2.0)
@@ -150,10 +150,10 @@ def test_a_pass_whose_cost_is_not_significant_is_not_said_to_be_free():
     noise = np.asarray([0.2, -0.3, 0.1, -0.2])
     of = lambda **times: costs.Costs.of_times(
         {
-            costs.Passes("target", 0): np.full(4, 2.0),
-            costs.Passes("target", 4): np.full(4, 3.0),
-            costs.Passes("standalone", 4, 1): 3.0 + np.asarray(times["first"]),
-            costs.Passes("standalone", 4, 4): 3.0 + np.asarray(times["every"]),
+            costs.TimedLoop("target", 0): np.full(4, 2.0),
+            costs.TimedLoop("target", 4): np.full(4, 3.0),
+            costs.TimedLoop("standalone", 4, 1): 3.0 + np.asarray(times["first"]),
+            costs.TimedLoop("standalone", 4, 4): 3.0 + np.asarray(times["every"]),
         },
         slots=128,
         batch=1,

@@ -67,7 +67,7 @@ def test_what_is_timed_is_what_the_costs_of_every_k_need(pair):
         target, {"standalone": draft}, {"standalone": {1, 4}, "ngram": {6}}, 128, 1
     )
     assert [*wanted] == [
-        *(costs.Passes("target", k) for k in (0, 1, 4, 6)),
-        costs.Passes("standalone", 4, 1),
-        costs.Passes("standalone", 4, 4),
+        *(costs.TimedLoop("target", k) for k in (0, 1, 4, 6)),
+        costs.TimedLoop("standalone", 4, 1),
+        costs.TimedLoop("standalone", 4, 4),
     ]
