@@ -427,8 +427,9 @@ class Round(NamedTuple):
     """One round, as an observer sees it.
 
     Attributes:
-      proposal: the drafts; ``tokens`` i32[B,K], K = 0 in a round that drafts nothing.
-      scores: the target's scores of every node, features included.
+      proposal: the drafts; ``tokens`` i32[B,K], K = 0 in a round that drafts nothing. ``probs`` is
+        None there and where drafts are copied, each of them with probability 1.
+      scores: the target's scores of every node; ``features`` is None if the drafter taps none.
       verdict: what the rule accepted. Its first ``n_emit`` tokens are emitted.
       begin: i32[B], index of the first of these among the row's tokens, prompt included.
       n_emit: i32[B], how many tokens are emitted, after stop tokens and limits; 0 in a row that
@@ -453,19 +454,43 @@ class Round(NamedTuple):
         index = jnp.arange(self.verdict.tokens.shape[1])
         return jnp.where(index < self.n_emit[:, None], self.begin[:, None] + index, -1)
 
+    @property
+    def is_accepted(self) -> jax.Array:
+        """bool[B,P], which emitted tokens are accepted drafts."""
+        index = jnp.arange(self.verdict.tokens.shape[1])
+        return index < jnp.minimum(self.verdict.n_accept, self.n_emit)[:, None]
+
+    @property
+    def reached(self) -> jax.Array:
+        """i32[B,P], the draft that the rule reached in the place of each emitted token, or -1.
+
+        It is the token itself or the draft that the token replaces: of several siblings in a tree
+        the first.
+        """
+        rejected = self.proposal.first_child(self.verdict.last)[:, None]
+        drafts = jnp.where(self.is_accepted, self.verdict.tokens, rejected)
+        return jnp.where(self.columns < 0, -1, drafts)
+
 
 class FirstToken(NamedTuple):
     """The token that prefill samples, as an observer sees it.
 
     Attributes:
-      scores: the target's, of one node: its arrays are [B,1,...].
+      scores: the target's, of one node: its arrays are [B,1,...], without features.
       tokens: i32[B,1].
       begin: i32[B], its index among the row's tokens: the length of the prompt.
+      n_emit: i32[B], 1, or 0 in a row that ends before it, since its scores were not finite.
     """
 
     scores: TargetScores
     tokens: jax.Array
     begin: jax.Array
+    n_emit: jax.Array
+
+    @property
+    def columns(self) -> jax.Array:
+        """i32[B,1], the token's index among the row's; -1 where it is not emitted."""
+        return jnp.where(self.n_emit > 0, self.begin, -1)[:, None]
 
 
 class Observer(NamedTuple):
@@ -477,12 +502,13 @@ class Observer(NamedTuple):
 
     Attributes:
       name: the key of what it has seen in ``DecodeState.seen``; of several observers each has one.
-      init: ``(batch, slots) -> seen``, before anything is seen.
+      init: ``(batch, slots) -> seen``, before anything is seen: arrays [batch,...] if is_by_row.
       update: ``(seen, Round) -> seen``, called after every round.
       first: ``(seen, FirstToken) -> seen``, called by prefill; None: the first token is not seen.
       is_by_row: every array has the rows first, so that a refilled row begins anew. Otherwise all
         rows share what is seen, a refilled row adds to it, and its first token is not seen.
-      needs_probs: it reads ``Proposal.probs``, which a drafter may leave out where no rule does.
+      needs_probs: it reads ``Proposal.probs``, which a drafter may leave out where no rule does. It
+        must expect None there: in rounds of K = 0, and of drafts that are copied.
       needs_processed: it reads ``TargetScores.processed``, of which a greedy rule needs no more
         than the argmax.
     """

@@ -16,6 +16,7 @@ PAGES = (
     "docs/audit.md",
     "docs/bring_a_model.md",
     "docs/evaluate.md",
+    "docs/observe.md",
     "docs/write_a_family.md",
 )
 

@@ -2,7 +2,7 @@
 
 from spec_jax.decoding.calls import call_accept
 from spec_jax.decoding.loop import generate, insert, prefill, read_chunk, read_row, read_rows
-from spec_jax.decoding.observers import LOGPROBS, Logprobs, expected_acceptance
+from spec_jax.decoding.observers import LOGPROBS, Logprobs, acceptance_by_kind, expected_acceptance
 from spec_jax.decoding.round import (
     accept,
     commit,
@@ -37,6 +37,7 @@ __all__ = [
     "Record",
     "System",
     "accept",
+    "acceptance_by_kind",
     "append",
     "apply_limits",
     "call_accept",

@@ -231,6 +231,24 @@ def check_state(owner: str, before: Any, after: Any) -> None:
         )
 
 
+def check_rows(owner: str, state: Any, batch: int) -> None:
+    """Checks that every array of a state has the rows first.
+
+    Args:
+      owner: the function that made it.
+      state: a pytree.
+      batch: B.
+
+    Raises:
+      ShapeError: one has not, and is named.
+    """
+    for name, leaf in _leaves(state):
+        if getattr(leaf, "shape", ())[:1] != (batch,):
+            raise ShapeError(
+                f"{owner} made state{name} {_text(leaf)}; expected the rows first, [B={batch},...]"
+            )
+
+
 @contextlib.contextmanager
 def blame(owner: str, **given: Any) -> Iterator[None]:
     """Adds a note to an error that is raised inside: who raised it, and what it was given."""

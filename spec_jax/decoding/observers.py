@@ -9,9 +9,10 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from spec_jax.contracts import FirstToken, Observer, Round, Rule, TargetScores
-from spec_jax.decoding.calls import blame, check_state
+from spec_jax.decoding.calls import blame, check_rows, check_state
 from spec_jax.decoding.state import DecodeState, Shared, System
 from spec_jax.errors import ConfigError
 from spec_jax.sampling import process
@@ -42,6 +43,28 @@ def watch(
     return after
 
 
+def see_round(system: System, seen: dict[str, Any], of: Round) -> dict[str, Any]:
+    """Returns what the observers have seen after a round.
+
+    Args:
+      system: whose observers they are.
+      seen: before, by the observers' names.
+      of: the round.
+    """
+    absent = {"proposal.probs": of.proposal.probs, "scores.features": of.scores.features}
+    absent = [name for name, array in absent.items() if array is None]
+
+    def look(observer, own):
+        try:
+            return observer.update(own, of)
+        except (AttributeError, TypeError) as error:
+            if absent and "NoneType" in str(error):
+                error.add_note(f"None in this round: {', '.join(absent)}; see Observer")
+            raise
+
+    return watch(system, seen, look)
+
+
 @functools.partial(jax.jit, static_argnames=("system", "slots"))
 def see_first(
     tokens: jax.Array,
@@ -64,11 +87,26 @@ def see_first(
     """
     B, V = len(lengths), logits.shape[-1]
     scores = TargetScores(logits, process(logits, state.sampler.start(tokens, lengths, V)))
-    first = FirstToken(scores, jnp.take_along_axis(state.tokens, lengths[:, None], axis=1), lengths)
-    seen = {x.name: x.init(B, slots) for x in system.observers}
-    seen = {x.name: seen[x.name] if x.is_by_row else Shared(seen[x.name]) for x in system.observers}
+    tokens = jnp.take_along_axis(state.tokens, lengths[:, None], axis=1)
+    first = FirstToken(scores, tokens, lengths, state.total - lengths)
+    seen = {x.name: _init(x, B, slots) for x in system.observers}
     look = lambda observer, own: own if observer.first is None else observer.first(own, first)
     return constrain_state(watch(system, seen, look))
+
+
+def _init(observer: Observer, batch: int, slots: int) -> Any:
+    """Returns what an observer has seen before anything is seen.
+
+    Raises:
+      ShapeError: its arrays do not have the rows first.
+    """
+    owner = f"init of observer {observer.name!r}"
+    with blame(owner, batch=batch, slots=slots):
+        seen = observer.init(batch, slots)
+    if not observer.is_by_row:
+        return Shared(seen)
+    check_rows(owner, seen, batch)
+    return seen
 
 
 def put(seen: jax.Array, columns: jax.Array, values: jax.Array) -> jax.Array:
@@ -116,7 +154,7 @@ def _see_round(seen: Logprobs, of: Round) -> Logprobs:
 
 def _see_first(seen: Logprobs, of: FirstToken) -> Logprobs:
     values = _logprobs_of(of.scores, jnp.zeros_like(of.tokens), of.tokens)
-    return _note(seen, of.begin[:, None], values)
+    return _note(seen, of.columns, values)
 
 
 LOGPROBS = Observer(
@@ -157,3 +195,40 @@ def expected_acceptance(rule: Rule) -> Observer:
 
     init = lambda batch, slots: jnp.full((batch, slots), jnp.nan)
     return Observer("expected", init, update, needs_probs=True)
+
+
+def acceptance_by_kind(kinds: Any) -> Observer:
+    """Returns the observer that counts drafts by kind of token: i32[B,C,2], reached and accepted.
+
+    ``state.seen["acceptance_by_kind"]`` counts what ``Stats.reached_at`` and ``accepted_at`` do,
+    except that stop strings are found on the host and cut nothing here.
+
+    Args:
+      kinds: i32[V], the kind of each token, 0 to C - 1, see ``evaluation.token_kinds``.
+
+    Raises:
+      ConfigError: ``kinds`` are no such numbers; at tracing, they are fewer than the target's ids.
+    """
+    table = np.asarray(kinds)
+    if table.ndim != 1 or table.dtype.kind not in "iu" or not table.size or table.min() < 0:
+        raise ConfigError(f"kinds are {kinds!r:.80}; expected an integer of 0 or more for each id")
+    return _acceptance_by_kind(table.astype(np.int32).tobytes())
+
+
+@functools.cache
+def _acceptance_by_kind(kinds: bytes) -> Observer:
+    table = np.frombuffer(kinds, np.int32)
+    num_kinds = int(table.max()) + 1
+
+    def update(seen: jax.Array, of: Round) -> jax.Array:
+        V = of.scores.logits.shape[-1]
+        if len(table) < V:
+            raise ConfigError(f"kinds has {len(table)} entries; the target has {V} ids")
+        drafts = of.reached
+        kind = jnp.where(drafts < 0, -1, jnp.asarray(table)[drafts])
+        counted = jax.nn.one_hot(kind, num_kinds, dtype=jnp.int32)
+        accepted = jnp.where(of.is_accepted[:, :, None], counted, 0)
+        return seen + jnp.stack([counted.sum(axis=1), accepted.sum(axis=1)], axis=2)
+
+    init = lambda batch, slots: jnp.zeros((batch, num_kinds, 2), jnp.int32)
+    return Observer("acceptance_by_kind", init, update)

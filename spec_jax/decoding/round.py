@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from spec_jax import rng
 from spec_jax.contracts import Context, Noise, Proposal, Round, Rule, TargetScores, Verdict
 from spec_jax.decoding.calls import call_accept, call_commit, call_propose
-from spec_jax.decoding.observers import watch
+from spec_jax.decoding.observers import see_round
 from spec_jax.decoding.state import DecodeState, Kind, System, append, apply_limits
 from spec_jax.decoding.validate import find_fault, validate_proposal, validate_verdict
 from spec_jax.errors import ConfigError
@@ -279,7 +279,7 @@ def emit(
     rejected = jnp.where(index == verdict.n_accept[:, None], rejected[:, None], -1)
     record = {"tokens": verdict.tokens, "kind": kind, "offered": offered, "rejected": rejected}
     round_ = Round(proposal, scores, verdict, total, n_emit)
-    seen = watch(system, state.seen, lambda observer, seen: observer.update(seen, round_))
+    seen = see_round(system, state.seen, round_)
     return append(state, record, total, n_emit).replace(finish=finish, seen=seen), n_emit
 
 

@@ -41,11 +41,15 @@ def validate_proposal(
             raise ConfigError(
                 f"rule {rule.name!r} accepts chains only; drafter {drafter.name!r} proposes trees"
             )
-    is_unknown = rule.needs_probs and drafter.is_sampled and proposal.probs is None
+    reader = f"rule {rule.name!r}"
+    is_unknown = system.needs_probs and drafter.is_sampled and proposal.probs is None
+    if is_unknown and not rule.needs_probs:
+        reader = next(f"observer {x.name!r}" for x in system.observers if x.needs_probs)
+        is_unknown = system.num_draft > 0
     if is_unknown or (rule.needs_logits and proposal.logits is None):
         what = "probs" if is_unknown else "logits"
         raise ConfigError(
-            f"rule {rule.name!r} needs the drafts' {what}, which drafter {drafter.name!r} "
+            f"{reader} needs the drafts' {what}, which drafter {drafter.name!r} "
             "did not put into its Proposal"
         )
     offered = proposal.is_offered

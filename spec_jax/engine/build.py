@@ -257,7 +257,7 @@ def make_parts(
         observers=check_observers(observers),
     )
     _check(parts)
-    parts.system(target_sampler)  # a strategy or a rule that cannot be is refused here
+    parts.system(target_sampler)  # refuses an invalid strategy or rule
     return parts.without_drafts() if force_n1 or is_fallback else parts
 
 
@@ -320,10 +320,16 @@ def check_observers(observers: Sequence[Observer]) -> tuple[Observer, ...]:
       ConfigError: something else, a name that stands twice or is the package's own, or an observer
         of all rows together.
     """
-    names = ["logprobs", "expected"]
+    reserved = {"logprobs": "generate(logprobs=True)", "expected": "has_expected=True"}
+    names = []
     for observer in observers:
         if not isinstance(observer, Observer):
             raise ConfigError(f"observers hold {observer!r:.200}; expected spec_jax.Observer(...)")
+        if observer.name in reserved:
+            raise ConfigError(
+                f"the name {observer.name!r} is reserved for the package's observer, which "
+                f"{reserved[observer.name]} adds; rename yours: observer._replace(name=...)"
+            )
         if observer.name in names:
             raise ConfigError(f"two observers are called {observer.name!r}; rename one")
         if not observer.is_by_row:
@@ -354,7 +360,7 @@ def place(
     devices: Devices | None,
     is_draft_replicated: bool,
 ) -> tuple[Mesh | None, LoadedModel, LoadedModel | LoadedHead | None, bool]:
-    """Returns the target's mesh, target and draft on meshes, and whether the draft lies whole.
+    """Returns the target's mesh, target and draft on meshes, and whether the draft is replicated.
 
     Without ``mesh`` and ``devices``, weights that lie on the mesh already stay as they are split.
 
@@ -364,7 +370,7 @@ def place(
       mesh: of both, see ``to_mesh``; None: the one that the target's weights lie on, if any.
       devices: of each side, in place of one mesh of both; sides that share a device take turns on
         the target's.
-      is_draft_replicated: the draft lies whole on every device of its mesh.
+      is_draft_replicated: replicate the draft on its mesh.
 
     Raises:
       ConfigError: there is no such mesh, it does not divide the heads of a model, or an option is
@@ -445,7 +451,7 @@ def tapped_model(target: LoadedModel, draft: LoadedModel | LoadedHead | None) ->
     if sizes != theirs:
         raise ConfigError(
             f"head {draft.name} is for a target of width {theirs[0]} and {theirs[1]} ids; "
-            f"{target.name} has {sizes[0]} and {sizes[1]}"
+            f"{target.name} is of width {sizes[0]} and has {sizes[1]} ids"
         )
     draft.check_params()
     return transformer.model(target.config, draft.config.taps, target.model.num_tokens)

@@ -307,7 +307,7 @@ class Overlap:
                     outcome,
                     system=system,
                 )
-                state, logits = self._timed(
+                state, logits, features = self._timed(
                     "verify",
                     tick,
                     self.devices.target,
@@ -327,6 +327,7 @@ class Overlap:
                     ahead,
                     block,
                     logits,
+                    features,
                     system=_alone(system),
                 )
                 outcome = self._send("draft", outcome)
@@ -335,8 +336,8 @@ class Overlap:
             chunk = decoding.read_chunk(state, jnp.int32(tick - begin), jnp.int32(row_ticks))
         return state.replace(draft=SplitState(ahead, side, outcome, tick)), chunk
 
-    def _accept(self, state, ahead, block, logits, *, system):
-        return pearl.accept_chain(state, ahead, self._send("target", block), logits, system=system)
+    def _accept(self, state, ahead, block, *scores, system):
+        return pearl.accept_chain(state, ahead, self._send("target", block), *scores, system=system)
 
     def _send(self, name: str, tree):
         side = getattr(self.devices, name)

@@ -113,7 +113,7 @@ def _follow_outcome(params, side: DraftSide, outcome: Outcome, drafter) -> Draft
 @functools.partial(jax.jit, static_argnames="system", donate_argnames="state")
 def score_ahead(
     params, state: DecodeState, ahead: jax.Array, *, system: System
-) -> tuple[DecodeState, jax.Array]:
+) -> tuple[DecodeState, jax.Array, jax.Array | None]:
     """Runs the target over [pending | ahead].
 
     Args:
@@ -123,17 +123,23 @@ def score_ahead(
       system: target, drafter, rule and K.
 
     Returns:
-      The state with the window in its cache, and f32[B,K,V] raw logits.
+      The state with the window in its cache, f32[B,K,V] raw logits, and features or None.
     """
-    logits, _, cache = decoding.target_pass(
+    logits, features, cache = decoding.target_pass(
         params, state.target, state.tokens, ahead[:, :-1], system
     )
-    return constrain_state(state.replace(target=cache)), logits
+    return constrain_state(state.replace(target=cache)), logits, features
 
 
 @functools.partial(jax.jit, static_argnames="system", donate_argnames=("state", "ahead"))
 def accept_chain(
-    state: DecodeState, ahead: Proposal, block: Proposal, logits: jax.Array, *, system: System
+    state: DecodeState,
+    ahead: Proposal,
+    block: Proposal,
+    logits: jax.Array,
+    features: jax.Array | None,
+    *,
+    system: System,
 ) -> tuple[DecodeState, Proposal, Outcome, jax.Array]:
     """Ends a tick: the rule decides on [ahead | the block's first draft], and the target commits.
 
@@ -142,6 +148,7 @@ def accept_chain(
       ahead: what the window holds; donated.
       block: what was drafted after it.
       logits: f32[B,K,V], of the window.
+      features: dtype[B,K,E], of the window, which observers may read; None if there are none.
       system: target, drafter, rule and K.
 
     Returns:
@@ -150,10 +157,12 @@ def accept_chain(
     num_rows = ahead.n_draft + 1
     # There is no score after a whole chain: a copy of the one before stands there.
     rows = jnp.minimum(jnp.arange(system.num_draft + 1), ahead.n_draft[:, None])
-    logits = jnp.take_along_axis(logits, rows[:, :, None], axis=1)
+    of_rows = lambda x: jnp.take_along_axis(x, rows[:, :, None], axis=1)
+    logits, features = jax.tree.map(of_rows, (logits, features))
     chain = join_chain(ahead, block)
     scores = decoding.score(logits, state.sampler, chain, is_argmax=system.reads_argmax)
     verdict = decoding.accept(state, chain, scores, system)
+    scores = scores.replace(features=features)
     state, n_emit = decoding.emit(state, chain, scores, verdict, system, num_rows)
     is_whole = (verdict.n_accept == num_rows) & (n_emit == num_rows)
     state = state.replace(target=state.target.commit(n_emit))

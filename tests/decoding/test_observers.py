@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from oracles.sampling import processed_row
 from support.decoders import prefill
+from support.replay_buffer import replay_buffer
 from support.scripted import BUCKETS, Known, Script
 
 from spec_jax import decoding, testing
@@ -30,13 +31,16 @@ SAMPLERS = [
 
 
 def count_rounds(seen, of):
-    """Rounds in which the row was active, their tokens, and the drafts that were offered."""
+    """Rounds in which the row was active, their tokens, drafts offered, and drafts accepted."""
     is_active = of.n_emit > 0
     offered = jnp.where(is_active, of.proposal.n_draft, 0)
-    return seen + jnp.stack([is_active.astype(jnp.int32), of.n_emit, offered], axis=1)
+    accepted = of.is_accepted.sum(axis=1, dtype=jnp.int32)
+    return seen + jnp.stack([is_active.astype(jnp.int32), of.n_emit, offered, accepted], axis=1)
 
 
-COUNTS = Observer("counts", lambda batch, slots: jnp.zeros((batch, 3), jnp.int32), count_rounds)
+KINDS = np.asarray([0, 1, 2, 0, 1, 2, 2])
+BY_KIND = decoding.acceptance_by_kind(KINDS)
+COUNTS = Observer("counts", lambda batch, slots: jnp.zeros((batch, 4), jnp.int32), count_rounds)
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +52,28 @@ def mocks():
 def decoder(mocks):
     options = dict(adaptive_buckets=BUCKETS, rejection_sampling_strategy="residual")
     config = SpeculativeConfig("standalone", 3, is_adaptive=True, **options)
-    return SpeculativeDecoder(*mocks, config, observers=[COUNTS])
+    return SpeculativeDecoder(*mocks, config, observers=[COUNTS, BY_KIND])
 
 
 def scripted(decoder):
     """The decoder with Ks of a script, 0 among them, and nothing learned."""
     decoder.adaptive.tuner, decoder.adaptive.costs = Script((3, 0, 1, 3)), Known()
     return decoder
+
+
+def assert_kinds(rows):
+    """The counts of a row are those of its trace, which knows nothing of kinds."""
+    for row in rows:
+        expected = np.zeros((3, 2), int)  # reached, accepted
+        for token, origin, rejected in zip(row.tokens, row.trace.kinds, row.trace.rejected):
+            if origin == "accepted":
+                expected[KINDS[token]] += 1
+            elif origin == "corrected":
+                expected[KINDS[rejected], 0] += 1
+        np.testing.assert_array_equal(row.seen["acceptance_by_kind"], expected)
+        sums = (sum(row.stats.reached_at), sum(row.stats.accepted_at))
+        assert tuple(expected.sum(axis=0)) == sums
+    assert any(row.stats.accepted and row.stats.rejected for row in rows)
 
 
 def log_softmax(x):
@@ -87,7 +106,7 @@ def test_logprobs_equal_teacher_forcing_and_change_no_token(mocks, decoder, k):
     """In many chunks, also with adaptive K and rounds of K = 0; a stop token cuts a row."""
     options = {"sampler": SAMPLERS, "stop_tokens": [6]}
     config = SpeculativeConfig("standalone", 3, rejection_sampling_strategy="residual")
-    fixed = SpeculativeDecoder(*mocks, config, observers=[COUNTS])
+    fixed = SpeculativeDecoder(*mocks, config, observers=[COUNTS, BY_KIND])
     make = lambda: fixed if k == "fixed" else scripted(decoder)
     plain = make().generate(PROMPTS, NEW, **options)
     rows = make().generate(PROMPTS, NEW, logprobs=True, rounds_per_sync=1, **options)
@@ -95,19 +114,74 @@ def test_logprobs_equal_teacher_forcing_and_change_no_token(mocks, decoder, k):
     assert plain[0].logprobs is None
     assert_logprobs(decoder.target, rows)
     for row in rows:  # the decoder's own observer saw every round, and no first token
-        rounds, emitted, offered = row.seen["counts"]
+        rounds, emitted, offered, accepted = row.seen["counts"]
         assert emitted == len(row.tokens) - 1 and rounds == row.stats.rounds
-        assert offered == sum(row.stats.drafted_at)
+        assert (offered, accepted) == (row.stats.drafted, row.stats.accepted)
+    assert_kinds(rows)
+
+
+def test_drafts_of_a_tree_are_counted_by_kind(mocks):
+    """At each level the draft that was accepted, or the first that was not."""
+    config = SpeculativeConfig(tree=(2, 2), rejection_sampling_strategy="residual")
+    decoder = SpeculativeDecoder(*mocks, config, observers=[BY_KIND])
+    assert_kinds(decoder.generate(PROMPTS, NEW, sampler=SAMPLERS))
+
+
+def overlapped(mocks, strategy, **options):
+    config = SpeculativeConfig("standalone", 3, rejection_sampling_strategy=strategy)
+    return SpeculativeDecoder(*mocks, config, devices=Devices(*jax.devices()[:2]), **options)
 
 
 def test_overlapped_greedy_rows_have_the_log_probabilities_of_their_distribution(mocks):
     """The greedy rule reads the argmax alone, the observer more."""
-    sides = Devices(*jax.devices()[:2])
-    config = SpeculativeConfig("standalone", 3, rejection_sampling_strategy="greedy")
-    decoder = SpeculativeDecoder(*mocks, config, devices=sides)
     samplers = [SamplerConfig(), SamplerConfig(repetition_penalty=1.3)]
+    decoder = overlapped(mocks, "greedy")
     rows = decoder.generate(PROMPTS[:2], NEW, sampler=samplers, logprobs=True)
     assert_logprobs(decoder.target, rows, PROMPTS[:2], samplers)
+
+
+def test_overlapped_devices_have_the_same_observers(mocks):
+    """Those that read probabilities, features and counts, in chunks, with stop tokens."""
+    observers = [BY_KIND, COUNTS, replay_buffer(5, V, V)]
+    decoder = overlapped(mocks, "residual", has_expected=True, observers=observers)
+    samplers = [SAMPLERS[1], dataclasses.replace(SAMPLERS[1], seed=7)]
+    options = {"sampler": samplers, "stop_tokens": [6], "rounds_per_sync": 2}
+    rows = decoder.generate(PROMPTS[:2], 2 * NEW, logprobs=True, **options)
+    assert_logprobs(decoder.target, rows, PROMPTS[:2], samplers)
+    assert_kinds(rows)
+    tables = [np.asarray(model.params["logits"]) for model in mocks]
+    for row, prompt, sampler in zip(rows, PROMPTS, samplers):
+        assert_replay(decoder.target, row, prompt)
+        assert row.seen["counts"][1] == len(row.tokens) - 1
+        known = np.flatnonzero(~np.isnan(row.trace.expected))
+        assert len(known) == sum(row.stats.reached_at)
+        for i in known:  # of the residual rule: what both distributions have in common
+            a, b = [*prompt, *row.tokens][len(prompt) + i - 2 : len(prompt) + i]
+            context = (sampler, prompt, list(row.tokens[:i]))
+            p, q = (np.exp(log_softmax(processed_row(t[a * V + b], *context)[0])) for t in tables)
+            assert row.trace.expected[i] == pytest.approx(np.minimum(p, q).sum(), abs=1e-5)
+
+
+def assert_replay(target, row, prompt, size=5):
+    """The ring holds the last tokens with the logits that each was taken from, in any order."""
+    table, text = np.asarray(target.params["logits"]), [*prompt, *row.tokens]
+    seen = row.seen["replay"]
+    assert seen["n"] == len(row.tokens) - 1 >= size  # prefill's token is in no round
+    for place in range(len(row.tokens) - size, len(row.tokens)):
+        slot, (a, b) = (place - 1) % size, text[len(prompt) + place - 2 : len(prompt) + place]
+        assert seen["tokens"][slot] == row.tokens[place]
+        for name in ("scores", "features"):  # the toy's features are its logits
+            np.testing.assert_allclose(seen[name][slot], table[a * V + b], rtol=1e-6)
+
+
+def test_a_replay_buffer_of_each_row_is_filled_in_a_decoder_and_in_a_queue(mocks):
+    config = SpeculativeConfig("standalone", 3, rejection_sampling_strategy="residual")
+    observers = [replay_buffer(5, V, V)]
+    decoder = SpeculativeDecoder(*mocks, config, target_sampler=SAMPLERS[1], observers=observers)
+    for row, prompt in zip(decoder.generate(PROMPTS, NEW), PROMPTS, strict=True):
+        assert_replay(decoder.target, row, prompt)
+    queue = DecodeQueue(decoder, PROMPTS, batch=2, max_new_tokens=NEW)  # the third row refills
+    assert {index for index, row in queue if assert_replay(mocks[0], row, PROMPTS[index]) is None}
 
 
 @pytest.mark.exhaustive
@@ -117,10 +191,13 @@ def test_a_refilled_row_begins_anew(decoder):
     queue = DecodeQueue(
         scripted(decoder), prompts, batch=2, max_new_tokens=NEW, sampler=samplers, logprobs=True
     )
-    for index, row in queue:
+    rows = dict(queue)
+    for index, row in rows.items():
         sampler = samplers[index % len(samplers)]
         assert_logprobs(decoder.target, [row], [prompts[index]], [sampler])
         assert row.seen["counts"][1] == len(row.tokens) - 1
+    assert len(rows) == len(prompts)
+    assert_kinds(rows.values())
 
 
 @pytest.mark.exhaustive
@@ -128,12 +205,13 @@ def test_rows_on_a_mesh_see_what_they_see_on_one_device(mocks):
     config = SpeculativeConfig("standalone", 3, rejection_sampling_strategy="residual")
     outputs = []
     for mesh in (None, "data:2"):
-        decoder = SpeculativeDecoder(*mocks, config, observers=[COUNTS], mesh=mesh)
+        decoder = SpeculativeDecoder(*mocks, config, observers=[COUNTS, BY_KIND], mesh=mesh)
         outputs.append(decoder.generate(PROMPTS[:2], NEW, sampler=SAMPLERS[:2], logprobs=True))
     for ours, theirs in zip(*outputs, strict=True):
         assert ours.tokens == theirs.tokens
         np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-5)
         np.testing.assert_array_equal(ours.seen["counts"], theirs.seen["counts"])
+    assert_kinds(outputs[1])
 
 
 def start_rows(system, params, prompts, seeds):
@@ -196,7 +274,8 @@ def test_a_replay_buffer_of_all_rows_is_filled_under_jit(mocks):
 
 OBSERVERS = [
     (print, "expected spec_jax.Observer"),
-    (COUNTS._replace(name="logprobs"), "two observers are called 'logprobs'; rename one"),
+    (COUNTS._replace(name="logprobs"), r"'logprobs' is reserved .*generate\(logprobs=True\)"),
+    (COUNTS._replace(name="expected"), "'expected' is reserved .*has_expected=True adds"),
     (COUNTS._replace(is_by_row=False), "watches all rows together"),
 ]
 
@@ -205,6 +284,85 @@ OBSERVERS = [
 def test_refuses_what_it_cannot_return(mocks, observer, message):
     with pytest.raises(ConfigError, match=message):
         SpeculativeDecoder(*mocks, observers=[observer])
+
+
+def test_two_observers_of_a_name_are_refused(mocks):
+    with pytest.raises(ConfigError, match="two observers are called 'counts'; rename one"):
+        SpeculativeDecoder(*mocks, observers=[COUNTS, COUNTS])
+
+
+LAYOUTS = [
+    (lambda batch, slots: jnp.zeros(3), r"state f32\[3\]"),
+    (lambda batch, slots: {"n": 0}, r"state\['n'\] 0"),
+    (lambda batch, slots: [jnp.zeros((batch, 2)), jnp.zeros((slots, batch))], r"state\[1\] f32"),
+]
+
+
+@pytest.mark.parametrize("init, message", LAYOUTS)
+def test_an_observer_whose_arrays_do_not_have_the_rows_first_is_named(mocks, init, message):
+    wrong = COUNTS._replace(name="mine", init=init)
+    decoder = SpeculativeDecoder(*mocks, observers=[wrong])
+    message = f"init of observer 'mine' made {message}.*; expected the rows first, .B=2,...."
+    with pytest.raises(ShapeError, match=message):
+        decoder.generate([[1, 2], [3]], 4)
+
+
+def draft_mass(seen, of):
+    """The draft's probability of each draft, where it is known."""
+    probs = of.proposal.probs
+    if probs is None:
+        return seen.at[:, 1].add(of.n_emit)
+    own = jnp.take_along_axis(probs, of.proposal.tokens[:, :, None], axis=2)[:, :, 0]
+    return seen.at[:, 0].add(jnp.where(of.proposal.is_offered, own, 0).sum(axis=1))
+
+
+def test_probabilities_are_absent_where_nothing_is_drawn(mocks):
+    """In plain decoding, and of copied drafts; an observer that expects None there is served."""
+    zeros = lambda batch, slots: jnp.zeros((batch, 2))
+    observer = Observer("mass", zeros, draft_mass, needs_probs=True)
+    careless = observer._replace(update=lambda seen, of: seen + of.proposal.probs[:, 0, :2])
+    for config in (None, SpeculativeConfig("ngram", 3)):
+        decoder = SpeculativeDecoder(mocks[0], None, config, observers=[observer])
+        row = decoder.generate([1, 2, 1, 2], 6, logprobs=True)
+        assert row.seen["mass"].tolist() == [0, 5] and len(row.logprobs.raw) == 6
+        decoder = SpeculativeDecoder(mocks[0], None, config, observers=[careless])
+        with pytest.raises(TypeError, match="NoneType") as raised:
+            decoder.generate([1, 2, 1, 2], 6)
+        notes = " ".join(raised.value.__notes__)
+        assert "None in this round: proposal.probs" in notes and "observer 'mass'" in notes
+
+
+def test_a_drafter_that_leaves_out_probabilities_is_named(mocks):
+    silent = testing.scripted_drafter(lambda tokens, length, K: jnp.zeros((1, K), jnp.int32))
+    config = SpeculativeConfig(num_speculative_tokens=2, rejection_sampling_strategy="match")
+    options = {
+        "drafter": silent._replace(is_sampled=True),
+        "observers": [COUNTS._replace(name="mass", needs_probs=True)],
+    }
+    decoder = SpeculativeDecoder(mocks[0], config=config, **options)
+    with pytest.raises(ConfigError, match="observer 'mass' needs the drafts' probs, which drafter"):
+        decoder.generate([1, 2], 4)
+
+
+def test_kinds_that_do_not_fit_are_refused(mocks):
+    for kinds in ([[0, 1]], [0, -1], [0.5], [], "ab"):
+        with pytest.raises(ConfigError, match="expected an integer of 0 or more for each id"):
+            decoding.acceptance_by_kind(kinds)
+    decoder = SpeculativeDecoder(*mocks, observers=[decoding.acceptance_by_kind([0, 1])])
+    with pytest.raises(ConfigError, match="kinds has 2 entries; the target has 7 ids"):
+        decoder.generate([1, 2], 4)
+
+
+def test_a_first_token_that_is_not_emitted_has_no_log_probability(mocks):
+    """A row whose logits are NaN ends before its first token; the other goes on."""
+    table = mocks[0].params["logits"].at[1 * V + 2].set(jnp.nan)
+    target = dataclasses.replace(mocks[0], params={"logits": table})
+    decoder = SpeculativeDecoder(target, mocks[1], target_sampler=SAMPLERS[1])
+    system = decoder.system()._replace(observers=(decoding.LOGPROBS,))
+    state = start_rows(system, decoder.params(), [[1, 2], [3, 1]], [3, 4])
+    seen = state.seen["logprobs"]
+    assert not np.asarray(seen.raw[0]).any() and not np.asarray(seen.processed[0]).any()
+    assert float(seen.raw[1, 2]) < 0 and not np.isnan(seen.raw).any()
 
 
 def test_an_observer_that_changes_its_carry_is_named(mocks):
