@@ -34,7 +34,7 @@ def get_config() -> ConfigDict:
     config.dtype = "float32"  # of the weights in memory
     config.scan_layers = False  # True compiles faster on accelerators, runs slower on a CPU
     config.mesh = ""  # devices to run on together, such as data:2,tensor:4; empty: one
-    config.is_draft_replicated = False  # keep drafts whole on every device of the mesh
+    config.is_draft_replicated = False  # replicate drafts on the mesh
     # Questions: humaneval, gsm8k, mtbench, specbench, or a file; "pieces" or "functions" of
     # held-out modules of the standard library.
     config.data = "pieces"
@@ -73,6 +73,8 @@ def get_config() -> ConfigDict:
     config.order = "group"
     config.has_stream = False  # show one prompt live first
     config.has_expected = False  # also report the rule's expected acceptance, if it costs nothing
+    # Also report acceptance by kind of token: whitespace, identifier, digit, punctuation, other.
+    config.has_acceptance_by_kind = False
     config.num_shown = 2  # questions of each category whose tokens get their probabilities
     # Decode greedy rows that differ from plain decoding once more, and say of each whether rounding
     # or a bug explains it, see docs/audit.md.

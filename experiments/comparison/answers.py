@@ -30,6 +30,7 @@ class Saved(NamedTuple):
     tokens: tuple[int, ...]
     finish_reason: str
     stats: Stats
+    seen: Mapping[str, Any]  # by observers of acceptance
 
 
 class Group(NamedTuple):
@@ -123,6 +124,7 @@ def turn_of(
         "probs": found[0],
         "alternatives": found[1],
         "counts": {name: x for name, x in row.stats.to_dict().items() if name in _COUNTS},
+        **({"seen": {name: x.tolist() for name, x in row.seen.items()}} if row.seen else {}),
     }
 
 
@@ -150,7 +152,7 @@ _COUNTS = (
 
 def _saved(turn: Mapping[str, Any]) -> Saved:
     counts = {n: tuple(x) if isinstance(x, list) else x for n, x in turn["counts"].items()}
-    return Saved(tuple(turn["tokens"]), turn["finish"], Stats(**counts))
+    return Saved(tuple(turn["tokens"]), turn["finish"], Stats(**counts), turn.get("seen", {}))
 
 
 def _run(turn: Mapping[str, Any], rows: Sequence[Saved]) -> Run:

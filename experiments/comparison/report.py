@@ -16,7 +16,14 @@ from spec_jax.evaluation import profile
 from spec_jax.evaluation.costs import Costs
 from spec_jax.evaluation.prompts import PromptEncoder
 from spec_jax.evaluation.results import CellResult
-from spec_jax.evaluation.summary import MEANINGS, conclusions, interval_text, number, results_table
+from spec_jax.evaluation.summary import (
+    MEANINGS,
+    conclusions,
+    interval_text,
+    kinds_sections,
+    number,
+    results_table,
+)
 from spec_jax.show.tables import Section, table
 
 if TYPE_CHECKING:
@@ -188,7 +195,7 @@ def first_batch(results: Sequence[CellResult]) -> list[CellResult]:
 def sections(results: Sequence[CellResult]) -> list[Section]:
     """Returns the tables after the first one."""
     shown = first_batch(results)
-    tables = [_acceptance(shown)]
+    tables = [_acceptance(shown), *kinds_sections(shown)]
     for temperature in dict.fromkeys(r.cell.temperature for r in shown):
         group = [r for r in shown if r.cell.temperature == temperature]
         if group[0].categories:

@@ -346,7 +346,9 @@ class Evaluation:
             for tally in stage.tallies:  # traces are on disk now
                 for index in group.batches:
                     run = tally.runs[index]
-                    rows = [Saved(tuple(r.tokens), r.finish_reason, r.stats) for r in run.rows]
+                    rows = [
+                        Saved(tuple(r.tokens), r.finish_reason, r.stats, r.seen) for r in run.rows
+                    ]
                     tally.runs[index] = run._replace(rows=rows)
 
     def _shown(self) -> set[int]:

@@ -16,11 +16,12 @@ from spec_jax.config import STRATEGIES, SamplerConfig, build
 from spec_jax.contracts import Drafter, Rule
 from spec_jax.data import python_source, questions, sources, tokens
 from spec_jax.data.questions import Question, Questions
-from spec_jax.errors import ConfigError, SpecJaxError
+from spec_jax.errors import ConfigError, SpecJaxError, did_you_mean
 from spec_jax.evaluation.bench import Bench, usable_cells
 from spec_jax.evaluation.cells import PLAIN, Cell, Draft, copying_methods, make_cells
 from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.evaluation.prompts import PromptEncoder, cut, encodable, fitting, room_for_prompt
+from spec_jax.evaluation.token_kinds import token_kinds
 from spec_jax.loading import DTYPES, LoadedModel, load_draft, load_model
 
 RULES = tuple(s for s in STRATEGIES if s not in ("greedy", "synthetic"))
@@ -43,6 +44,10 @@ def resolve(config: ConfigDict) -> ConfigDict:
     for name in ("rules", "copying_rules"):
         is_known = bool(config[name]) and set(config[name]) <= set(RULES)
         check(is_known, name, f"one or more of {', '.join(RULES)}")
+    for name in ("ks", "batches", "temperatures"):
+        more = ", or --config.ks=() for the K of each draft" if name == "ks" else ""
+        if tuple(config[name]) == ("",):
+            raise ConfigError(f"--config.{name}= has no value; give numbers, such as 1,2{more}")
     is_number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool)
     is_finite = lambda x: is_number(x) and 0 <= x < float("inf")
     for name in ("batches", "temperatures"):
@@ -72,7 +77,13 @@ def resolve(config: ConfigDict) -> ConfigDict:
     if config.target != usual.target and config.drafts == usual.drafts:
         config.drafts = "ngram"  # the zoo's drafts are for the zoo's target
     check(bool(_names(config.drafts) or config.drafter), "drafts", "names or paths, with commas")
-    best_k(config)
+    drafts = [*_names(config.drafts), *_names(usual.drafts)]
+    for name in best_k(config):
+        if name not in drafts:
+            raise ConfigError(
+                f"best_k names {name!r}, which is none of the drafts: {config.drafts}"
+                f"{did_you_mean(name, drafts)}"
+            )
     return config
 
 
@@ -204,6 +215,13 @@ class Setup(NamedTuple):
             facts["rule"] = {"name": self.rule.name, "is": kind, "given": self.config.rule}
         return facts
 
+    @property
+    def token_kinds(self) -> np.ndarray | None:
+        """The kind of each token, if acceptance is counted by kind."""
+        if not self.config.has_acceptance_by_kind:
+            return None
+        return token_kinds(self.target.tokenizer, self.target.model.vocab_size)
+
     def bench(self, prompts: list[list[int]], batch: int, layout: Sequence[Sequence[int]]) -> Bench:
         """Returns what decodes prompts, ``batch`` at a time, laid out as ``layout`` says."""
         config = self.config
@@ -223,6 +241,7 @@ class Setup(NamedTuple):
             devices=self.devices,
             rule=self.rule,
             has_audit=config.has_audit,
+            token_kinds=self.token_kinds,
             layout=layout,
         )
 

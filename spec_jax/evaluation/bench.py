@@ -8,8 +8,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.contracts import Drafter, Rule
+from spec_jax.decoding import acceptance_by_kind
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError, SpecJaxError
@@ -32,6 +35,9 @@ class CellOutput(Protocol):
 
     @property
     def stats(self) -> Stats: ...
+
+    @property
+    def seen(self) -> Mapping[str, Any]: ...
 
 
 class Run(NamedTuple):
@@ -71,6 +77,7 @@ class Bench:
       devices: The devices; target and drafts are there already.
       rule: A custom rule, or None.
       has_audit: Whether rows that differ from plain decoding's are decoded again, to explain them.
+      token_kinds: The kind of each token, to count acceptance by kind; None: it is not counted.
       layout: Indices of the prompts of each batch, ``batch`` of them or fewer; by default all
         prompts in their order. A batch that lacks prompts is filled up with its own ones again.
       compile_s: How long each cell has compiled so far.
@@ -88,6 +95,7 @@ class Bench:
     devices: MeshOptions = MeshOptions()
     rule: Rule | None = None
     has_audit: bool = False
+    token_kinds: np.ndarray | None = None
     layout: Sequence[Sequence[int]] = ()
     compile_s: dict[Cell, float] = dataclasses.field(default_factory=dict)
 
@@ -138,6 +146,7 @@ class Bench:
             has_expected=has_expected,
             drafter=drafter,
             rule=rule,
+            observers=() if self.token_kinds is None else [acceptance_by_kind(self.token_kinds)],
             **self.devices.options(loaded),
         )
 

@@ -14,18 +14,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spec_jax import processes
-from spec_jax.config import SamplerConfig
+from spec_jax.config import STRATEGIES, SamplerConfig
 from spec_jax.contracts import Drafter, Rule
 from spec_jax.data.tokens import looping_share
 from spec_jax.engine.request import encode_all, is_one_prompt, whole_slots
 from spec_jax.engine.stats import Stats
-from spec_jax.errors import ConfigError
+from spec_jax.errors import ConfigError, SpecJaxError
 from spec_jax.evaluation import costs as pass_costs
 from spec_jax.evaluation import summary
 from spec_jax.evaluation.bench import Bench, CellOutput, Run, usable_cells
 from spec_jax.evaluation.cells import PLAIN, Cell, Draft, copying_methods, make_cells
-from spec_jax.evaluation.results import NONE, CategoryResult, CellResult, Counts, RoundTime
+from spec_jax.evaluation.results import (
+    NONE,
+    CategoryResult,
+    CellResult,
+    Counts,
+    KindResult,
+    RoundTime,
+)
 from spec_jax.evaluation.timing import Timer, interleave
+from spec_jax.evaluation.token_kinds import token_kinds
 from spec_jax.intervals import Interval, paired_speedup
 from spec_jax.loading import LoadedHead, LoadedModel, load_draft, load_model
 from spec_jax.named import to_rule
@@ -220,13 +228,15 @@ def results_of(
     plain, counts, results = tallies[0], {}, []
     for tally in tallies:
         rows, cell = tally.rows, tally.cell
-        counts[cell] = count = Counts.of([[rows[i] for i in prompts] for prompts in questions])
+        of_questions = [[rows[i] for i in prompts] for prompts in questions]
+        counts[cell] = count = Counts.of(of_questions)
         result = _result(tally, plain, questions, count)
         parts = {
             name: _category(tally, plain, count, questions, group, chosen)
             for name, (group, chosen) in (categories or {}).items()
         }
-        result = dataclasses.replace(result, categories=parts)
+        kinds = KindResult.of(of_questions)
+        result = dataclasses.replace(result, categories=parts, kinds=kinds)
         first = _first_of_same_k([t.cell for t in tallies], cell)
         if first is not None:
             difference = count.less(counts[first])
@@ -374,8 +384,9 @@ class Comparison:
 
     def __str__(self) -> str:
         notes = [f"note: {note}" for note in self.notes]
-        table = summary.results_table(self.results)
-        return "\n".join([self.title, "", table, "", *self.conclusions, *notes])
+        tables = [summary.results_table(self.results)]
+        tables += [section.text() for section in summary.kinds_sections(self.results)]
+        return "\n".join([self.title, "", "\n\n".join(tables), "", *self.conclusions, *notes])
 
     __repr__ = __str__
 
@@ -410,6 +421,7 @@ def compare(
     repeats: int = 2,
     sampler: SamplerConfig = SamplerConfig(),
     has_costs: bool = True,
+    has_acceptance_by_kind: bool = False,
 ) -> Comparison:
     """Compares drafts with plain decoding of the same prompts.
 
@@ -433,6 +445,7 @@ def compare(
       repeats: Turns of each batch; their median counts.
       sampler: Filters and penalties; prompt i has seed ``sampler.seed + i``.
       has_costs: Whether to time passes, which predicts speed-ups.
+      has_acceptance_by_kind: Whether to count acceptance by kind of token, see ``token_kinds``.
 
     Returns:
       A ``Comparison``, with a table, a plot and an HTML representation.
@@ -443,11 +456,16 @@ def compare(
     """
     target = load_model(target) if isinstance(target, str | os.PathLike) else target
     prompts = [prompts] if is_one_prompt(prompts) else list(prompts)
+    if not isinstance(sampler, SamplerConfig):
+        raise ConfigError(
+            f"sampler is of type {type(sampler).__name__}; expected one SamplerConfig, for all "
+            "prompts"
+        )
     if sampler.temperature:
         t = sampler.temperature
         raise ConfigError(f"sampler has temperature {t}; give temperatures={t}")
     trees, temperatures, rules = map(_several, (trees, temperatures, rules))
-    copying_rules, rule = _several(copying_rules), None if rule is None else to_rule(rule)
+    copying_rules, rule = _several(copying_rules), None if rule is None else _custom_rule(rule)
     named = name_drafts(target, drafts)
     if not prompts or batch < 1 or repeats < 1:
         raise ConfigError(
@@ -459,8 +477,15 @@ def compare(
     if set(by_name) != set(named):
         raise ConfigError(f"ks are of {', '.join(by_name)}; the drafts are {', '.join(named)}")
     by_name = {name: _several(k) for name, k in by_name.items()}
+    if not temperatures or not all(by_name.values()):
+        empty = "ks" if temperatures else "temperatures"
+        raise ConfigError(f"{empty} is empty; expected one value or more")
     cells = make_cells(named, by_name, temperatures, rules, copying_rules, trees, rule)
     bench = Bench(target, named, ids, sampler, max_new_tokens, min(batch, len(ids)), rule=rule)
+    if has_acceptance_by_kind:
+        if target.tokenizer is None:
+            raise ConfigError(f"{target.name} has no tokenizer, so its tokens have no known kinds")
+        bench.token_kinds = token_kinds(target.tokenizer, target.model.vocab_size)
     notes: list[str] = []
     cells = usable_cells(bench, cells, notes)
     timers = compile_all(bench, cells, has_passes=has_costs)
@@ -480,6 +505,18 @@ def compare(
         f"{target.name}: {len(ids)} prompts, {max_new_tokens} new tokens each, batch {bench.batch}"
     )
     return Comparison(title, tuple(results), costs, tuple(notes))
+
+
+def _custom_rule(given: Rule | str) -> Rule:
+    """Returns a rule; a custom one must not have the name of one of the package."""
+    rule = to_rule(given)
+    is_by_name = isinstance(given, str) and ":" not in given
+    if rule.name in STRATEGIES and not is_by_name and rule is not to_rule(rule.name):
+        raise ConfigError(
+            f"the custom rule has the name {rule.name!r}, which a rule of the package has; give it "
+            "a unique name: rule._replace(name=...)"
+        )
+    return rule
 
 
 def name_drafts(target: LoadedModel, drafts: Any) -> dict[str, Draft]:
@@ -502,8 +539,19 @@ def name_drafts(target: LoadedModel, drafts: Any) -> dict[str, Draft]:
         raise ConfigError(f"drafts are {list(drafts)}; expected one or more, none named {PLAIN!r}")
     loaded: dict[str, Draft] = {}
     for name, draft in drafts.items():
+        is_method = isinstance(draft, str) and draft in copying_methods()
+        if is_method and name != draft:
+            raise ConfigError(
+                f"draft {name!r} is the method {draft!r}; give it by its own name: "
+                f"{{{draft!r}: {draft!r}}}"
+            )
+        if name in copying_methods() and not is_method and not isinstance(draft, Drafter):
+            raise ConfigError(
+                f"the draft named {name!r} is not the method {name!r}, which copies tokens; give "
+                "it another name"
+            )
         if isinstance(draft, str):
-            loaded[name] = None if draft in copying_methods() else load_draft(draft, target)
+            loaded[name] = None if is_method else _load(draft, target)
         elif isinstance(draft, LoadedModel | LoadedHead | Drafter):
             loaded[name] = draft
         else:
@@ -512,6 +560,13 @@ def name_drafts(target: LoadedModel, drafts: Any) -> dict[str, Draft]:
                 f"Drafter, a name or path, or one of {', '.join(copying_methods())}"
             )
     return loaded
+
+
+def _load(path: str, target: LoadedModel) -> LoadedModel | LoadedHead:
+    try:
+        return load_draft(path, target)
+    except SpecJaxError as error:
+        raise ConfigError(f"draft {path!r} cannot draft for {target.name}: {error}") from error
 
 
 def _several(values: Any) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ class MeshOptions(NamedTuple):
 
     Attributes:
       mesh: The devices; None: one.
-      is_draft_replicated: Whether drafts lie whole on every device of the mesh.
+      is_draft_replicated: Whether drafts are replicated on the mesh.
     """
 
     mesh: Mesh | None = None
@@ -42,7 +42,7 @@ class MeshOptions(NamedTuple):
         return sharding.REPLICATED if self.is_draft_replicated else sharding.SHARDED
 
     def check_drafts(self, drafts: Sequence[LoadedModel | LoadedHead]) -> None:
-        """Raises ConfigError if drafts are to lie whole on every device, and there are none."""
+        """Raises ConfigError if drafts are to be replicated, and there are none."""
         if self.is_draft_replicated and not drafts:
             raise ConfigError("is_draft_replicated is True; expected a draft model or a head too")
 

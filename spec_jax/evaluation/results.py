@@ -12,6 +12,7 @@ import numpy as np
 from spec_jax.engine.stats import Stats
 from spec_jax.evaluation.bench import CellOutput
 from spec_jax.evaluation.cells import Cell
+from spec_jax.evaluation.token_kinds import TOKEN_KINDS
 from spec_jax.intervals import Interval, jackknife
 
 if TYPE_CHECKING:
@@ -97,6 +98,32 @@ class CategoryResult(NamedTuple):
         }
 
 
+class KindResult(NamedTuple):
+    """The drafts of one kind of token: how many were reached and accepted, and the share."""
+
+    reached: int
+    accepted: int
+    acceptance: Interval
+
+    @classmethod
+    def of(cls, questions: Sequence[Sequence[Row]]) -> dict[str, KindResult]:
+        """Counts the outputs of one cell; returns nothing if its rows were not counted by kind."""
+        name = "acceptance_by_kind"
+        if any(name not in row.seen for rows in questions for row in rows):
+            return {}
+        counts = np.asarray([sum(np.asarray(row.seen[name]) for row in rows) for rows in questions])
+        reached, accepted = np.moveaxis(counts, 2, 0)
+        rates = jackknife(lambda reached, accepted: accepted / reached, reached, accepted)
+        sums = zip(reached.sum(axis=0).tolist(), accepted.sum(axis=0).tolist(), rates)
+        return {kind: cls(r, a, x.within(0, 1)) for kind, (r, a, x) in zip(TOKEN_KINDS, sums)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns an entry of ``acceptance_by_kind`` of report.json."""
+        rate, bounds = self.acceptance.value, self.acceptance.bounds
+        counts = {"reached": self.reached, "accepted": self.accepted}
+        return counts | {"acceptance": rate, "interval": bounds}
+
+
 class RoundTime(NamedTuple):
     """Of what a round consists, in milliseconds.
 
@@ -161,6 +188,7 @@ class CellResult:
       busy_share: The share of the rows that run in a round, on average.
       round_time: Of what a round consists; None if passes were not measured.
       categories: By category, if there are several.
+      kinds: Acceptance by kind of token, if it was counted.
       compared_with: The label of the first draft's cell of the same K; empty if there is none.
       difference: Tau and acceptance less that cell's, by question.
       teacher_forced: The acceptance of the unrolling that trains the head, by position.
@@ -186,6 +214,7 @@ class CellResult:
     busy_share: float = math.nan
     round_time: RoundTime | None = None
     categories: Mapping[str, CategoryResult] = dataclasses.field(default_factory=dict)
+    kinds: Mapping[str, KindResult] = dataclasses.field(default_factory=dict)
     compared_with: str = ""
     difference: tuple[Interval, ...] = ()
     teacher_forced: tuple[float, ...] = ()
@@ -236,6 +265,8 @@ class CellResult:
         }
         if self.round_time is not None:
             entry |= self.round_time.to_dict(is_plain)
+        if self.kinds:
+            entry["acceptance_by_kind"] = {n: x.to_dict() for n, x in self.kinds.items()}
         if self.difference:
             entry |= {"compared_with": self.compared_with, "difference": self.difference}
         if self.teacher_forced:

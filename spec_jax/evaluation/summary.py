@@ -11,7 +11,7 @@ import numpy as np
 from spec_jax.evaluation.results import CellResult
 from spec_jax.show import page
 from spec_jax.show.plots import panels
-from spec_jax.show.tables import table
+from spec_jax.show.tables import Section, table
 
 MEANINGS = {
     "method": "what drafts; trees are named by the children of each depth, as 3x2x1, or by "
@@ -84,10 +84,26 @@ def results_table(results: Sequence[CellResult], *, is_markdown: bool = False) -
     return table([*MEANINGS], rows, numbers=_NUMBERS, is_markdown=is_markdown)
 
 
+def kinds_sections(results: Sequence[CellResult]) -> list[Section]:
+    """Returns the table of acceptance by kind of token, if it was counted."""
+    counted = [r for r in results if r.kinds]
+    if not counted:
+        return []
+    kinds = [*counted[0].kinds]
+    rows = [
+        [r.cell.name, f"{r.cell.temperature:g}", *(f"{r.kinds[k].acceptance:.2f}" for k in kinds)]
+        for r in counted
+    ]
+    title = "Acceptance by kind of token, of the drafts that were reached"
+    return [Section(title, ["method", "T", *kinds], rows, ("T",))]
+
+
 def html_table(title: str, results: Sequence[CellResult], sentences: Sequence[str]) -> str:
     """Returns the results as HTML, for a notebook."""
     rows = [[*MEANINGS], *map(_row, results)]
-    return page.table(title, [*rows, *(["", line] for line in sentences)])
+    html = page.table(title, [*rows, *(["", line] for line in sentences)])
+    parts = kinds_sections(results)
+    return html + "".join(page.table(part.title, [part.header, *part.rows]) for part in parts)
 
 
 def conclusions(results: Sequence[CellResult]) -> list[str]:

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+import tokenizers
 from support.pairs import tiny_pair
 
 import spec_jax
@@ -14,6 +15,8 @@ from spec_jax.evaluation import compare as comparing
 from spec_jax.evaluation.bench import Bench
 from spec_jax.evaluation.cells import Cell
 from spec_jax.evaluation.compare import Tally, name_drafts, results_of
+from spec_jax.evaluation.token_kinds import TOKEN_KINDS, token_kinds
+from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.testing import mock_model
 
 PROMPTS = ["x = 1", "import os", "def f(", "for i in"]
@@ -28,8 +31,8 @@ def pair(tmp_path_factory):
 def comparison(pair):
     """Of a cell of a notebook: two drafts with intervals."""
     target = spec_jax.load_model(pair / "target")
-    drafts = {"twin": target, "ngram": "ngram"}
-    return spec_jax.compare(target, drafts, PROMPTS, ks=2, max_new_tokens=6, has_costs=False)
+    options = dict(ks=2, max_new_tokens=6, has_costs=False, has_acceptance_by_kind=True)
+    return spec_jax.compare(target, {"twin": target, "ngram": "ngram"}, PROMPTS, **options)
 
 
 def test_two_drafts_are_compared_in_three_lines(comparison):
@@ -50,7 +53,7 @@ def test_two_drafts_are_compared_in_three_lines(comparison):
 
 def test_it_shows_as_text_as_html_and_as_a_plot(comparison):
     text, html = str(comparison), comparison._repr_html_()
-    for part in ("twin", "ngram", "95 % interval", "at T=0"):
+    for part in ("twin", "ngram", "95 % interval", "at T=0", "Acceptance by kind", "identifier"):
         assert part in text and part in html
     assert repr(comparison) == text and "<script" not in html
     figure = comparison.plot()
@@ -62,7 +65,8 @@ def test_figures_are_those_of_independent_arithmetic(pair, monkeypatch):
     """With made-up times: in turn r prompt i takes plain decoding 2 (i + 1) r, the draft i + 1."""
     target = spec_jax.load_model(pair / "target")
     ids = [target.tokenizer.encode(prompt) for prompt in PROMPTS]
-    bench = Bench(target, {"ngram": None}, ids, spec_jax.SamplerConfig(), 6)
+    kinds = token_kinds(target.tokenizer, 300)
+    bench = Bench(target, {"ngram": None}, ids, spec_jax.SamplerConfig(), 6, token_kinds=kinds)
     real = Bench.run
     calls = itertools.count()
 
@@ -91,6 +95,38 @@ def test_figures_are_those_of_independent_arithmetic(pair, monkeypatch):
     without = np.asarray([10, 15, 15]) / (rounds.sum() - rounds)  # a question left out at a time
     width = 4.302653 * without.std() * math.sqrt(2)  # Student's t, two degrees of freedom
     assert result.tau.high == pytest.approx(min(result.tau.value + width, 3.0), rel=1e-5)
+    check_kinds(result, kinds, tallies[1].rows)
+
+
+def check_kinds(result, kinds, rows):
+    """Counts by the traces, and the interval with one of the three questions left out at a time."""
+    counts = np.zeros((3, len(TOKEN_KINDS), 2))
+    for question, prompts in enumerate([[0, 1], [2], [3]]):
+        for row in (rows[i] for i in prompts):
+            for token, origin, rejected in zip(row.tokens, row.trace.kinds, row.trace.rejected):
+                if origin in ("accepted", "corrected"):
+                    reached = token if origin == "accepted" else rejected
+                    counts[question, kinds[reached]] += 1, origin == "accepted"
+    assert counts.sum() > 0 and [*result.kinds] == [*TOKEN_KINDS][: len(result.kinds)]
+    for kind, (reached, accepted, rate) in enumerate(result.kinds.values()):
+        assert [reached, accepted] == counts[:, kind].sum(axis=0).tolist()
+        if not reached:
+            assert math.isnan(rate.value)
+            continue
+        assert rate.value == pytest.approx(accepted / reached)
+        left = counts[:, kind].sum(axis=0) - counts[:, kind]
+        if (left[:, 0] > 0).all():
+            spread = (left[:, 1] / left[:, 0]).std()
+            assert rate.low == pytest.approx(max(rate.value - 4.302653 * spread * 2**0.5, 0))
+
+
+def test_tokens_have_the_kind_of_their_text():
+    texts = ["\n    ", " def", "naïve_1", "7", " 42", "):", "…", "x1(", "1.5", "<s>"]
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(dict(zip(texts, range(10)))))
+    backend.add_special_tokens(["<s>"])
+    kinds = [TOKEN_KINDS[kind] for kind in token_kinds(Tokenizer(backend), 12)]
+    words = ["whitespace", "identifier", "identifier", "digit", "digit", "punctuation"]
+    assert kinds == [*words, "punctuation", *["other"] * 5]  # ids 10 and 11 have no token
 
 
 def test_drafts_are_named_by_what_is_given(pair):
@@ -106,7 +142,14 @@ DRAFTS = [
     ([], {}, r"drafts are \[\]; expected one or more"),
     ({"plain": "ngram"}, {}, "none named 'plain'"),
     ({"x": 3}, {}, "draft 'x' is of type int; expected a model, a head"),
+    ({"x": "ngram"}, {}, "draft 'x' is the method 'ngram'; give it by its own name: {'ngram'"),
+    ({"suffix": "zoo/draft"}, {}, "the draft named 'suffix' is not the method 'suffix'"),
     ("ngram", {"ks": {"other": (1,)}}, "ks are of other; the drafts are ngram"),
+    ("ngram", {"ks": []}, "ks is empty; expected one value or more"),
+    ("ngram", {"ks": {"ngram": []}}, "ks is empty; expected one value or more"),
+    ("ngram", {"temperatures": ()}, "temperatures is empty; expected one value or more"),
+    ("ngram", {"sampler": [spec_jax.SamplerConfig()]}, "sampler is of type list; expected one Sam"),
+    ("zoo/eagle1", {}, "draft 'zoo/eagle1' cannot draft for .*target: .*a target of vocabulary"),
     ("ngram", {"batch": 0}, "batch is 0"),
     ("ngram", {"prompts": []}, "there are 0 prompts"),
     ("zoo/draft", {}, "nothing to compare .*the vocabularies differ"),
@@ -124,6 +167,15 @@ def test_what_cannot_be_compared_is_refused(pair, drafts, changes, message):
 def test_what_is_no_draft_is_refused_by_type(drafts):
     with pytest.raises(ConfigError, match="is of type .*; expected a model, a head"):
         spec_jax.compare(mock_model(5, 0), drafts, [[1, 2]])
+
+
+def test_a_custom_rule_does_not_replace_one_of_the_package():
+    target, draft = mock_model(5, 0), mock_model(5, 1)
+    custom = spec_jax.rules.make_rule(
+        spec_jax.SpeculativeConfig(rejection_sampling_strategy="block")
+    )._replace(name="residual")
+    with pytest.raises(ConfigError, match="the custom rule has the name 'residual', which a rule"):
+        spec_jax.compare(target, draft, [[1, 2]], rule=custom, temperatures=1.0)
 
 
 def test_a_temperature_is_not_taken_from_the_sampler():

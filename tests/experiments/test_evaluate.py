@@ -1,5 +1,6 @@
 """The experiment that evaluates: figures, their intervals and differences, and what it refuses."""
 
+import collections
 import json
 import math
 import multiprocessing
@@ -33,6 +34,7 @@ from spec_jax.evaluation.bench import Run
 from spec_jax.evaluation.compare import Tally
 from spec_jax.evaluation.prompts import fitting
 from spec_jax.evaluation.results import Counts
+from spec_jax.evaluation.token_kinds import token_kinds
 from spec_jax.intervals import Interval
 from spec_jax.loading import random_head
 from spec_jax.models.checkpoint import save_pretrained
@@ -111,6 +113,9 @@ def test_reports_what_decoding_did(config, tmp_path, capsys):
 NAMES = [
     ("drafts", "", "drafts is ''; expected names"),
     ("ks", (0,), r"ks is \(0,\)"),
+    ("ks", ("",), r"--config.ks= has no value; give numbers, such as 1,2, or --config.ks=\(\)"),
+    ("temperatures", ("",), "--config.temperatures= has no value; give numbers"),
+    ("best_k", "zoo/eagle=3", r"best_k names 'zoo/eagle', which is none of .*mean zoo/eagle"),
     ("max_new_tokens", 1, "max_new_tokens is 1"),
     ("batches", (0,), r"batches is \(0,\); expected integers of 1 or more"),
     ("rules", ("greedy",), "rules is .'greedy',.; expected one or more of residual"),
@@ -269,7 +274,7 @@ def lines(folder):
 
 @pytest.mark.exhaustive
 def test_twenty_questions_end_to_end(twenty):
-    _, data, folder, rep = twenty
+    pair, data, folder, rep = twenty
     saved = check_run_files(folder, "evaluate")
     cells = [(r["temperature"], r["batch"], r["method"]) for r in saved["results"]]
     assert cells == [(t, b, m) for t in (0, 1) for b in (1, 4) for m in ("plain", "ngram", "draft")]
@@ -300,6 +305,22 @@ def test_twenty_questions_end_to_end(twenty):
                     assert line["temperature"] > 0 or best[0][1] == pytest.approx(prob, abs=1e-5)
     shown = [(line["question"], line["cell"]) for line in found if line["turns"][0]["probs"]]
     assert len(shown) == 3 * 3 * 2  # a question of each category, three cells, two temperatures
+    tokenizer = Tokenizer.from_directory(pair / "target")
+    check_kinds(saved["results"], found, token_kinds(tokenizer, 300))
+    text = (folder / "report.md").read_text(encoding="utf-8")
+    assert "Acceptance by kind of token" in text and "| identifier" in text
+
+
+def check_kinds(results, found, kinds):
+    """Acceptance by kind of token is what the saved answers say."""
+    place = lambda entry: tuple(entry[name] for name in ("method", "temperature", "batch"))
+    for result in (r for r in results if r["method"] != "plain"):
+        turns = [turn for line in found if place(line) == place(result) for turn in line["turns"]]
+        pairs = [pair for turn in turns for pair in zip(turn["tokens"], turn["kinds"])]
+        accepted = collections.Counter(kinds[t] for t, origin in pairs if origin == "accepted")
+        counted = [*result["acceptance_by_kind"].values()]
+        assert [x["accepted"] for x in counted] == [accepted[i] for i in range(len(counted))]
+        assert sum(x["reached"] for x in counted) == sum(result["reached_at"])
 
 
 @pytest.mark.exhaustive

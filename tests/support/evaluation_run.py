@@ -34,7 +34,7 @@ def config_of(pair: pathlib.Path, data: pathlib.Path, **changes):
     drafts = f"ngram,{pair / 'draft'},{pair / 'gone'}"
     config.update(target=str(pair / "target"), drafts=drafts, data=str(data), num_prompts=0)
     config.update(max_new_tokens=6, ks=(2,), batches=(1, 4), temperatures=(0.0, 1.0))
-    config.update(rules=("match",), num_shown=1)
+    config.update(rules=("match",), num_shown=1, has_acceptance_by_kind=True)
     config.update(changes)
     return config
 
