@@ -121,7 +121,7 @@ class SpeculativeDecoder(Shown):
       mesh: devices to run on together, from ``make_mesh`` or as text, such as "data:2,tensor:4":
         rows are split over "data", weights and caches over "tensor". None: where the target's
         weights lie. Where draft and target are apart, ``devices`` has a mesh of each.
-      is_draft_replicated: keep the draft whole on every device of its mesh.
+      is_draft_replicated: replicate the draft on its mesh.
       observers: what watches the rounds, see ``Observer``; ``Generation.seen`` has what they saw.
 
     Attributes:
@@ -350,8 +350,8 @@ class SpeculativeDecoder(Shown):
         fixed K gives the same text each time; adaptive K also depends on measured times. All this
         holds up to rounding: where two logits nearly tie, mostly in bfloat16, another size of the
         batch, or speculative in place of plain decoding, may take the other token, since a program
-        of other shapes rounds in another order. ``experiments.decode`` tells such rows from wrong
-        ones.
+        of other shapes rounds in another order. ``experiments.decode`` reports whether
+        rounding explains such a row.
 
         Args:
           prompts: a text, its ids, or a conversation; or a list of these.
@@ -458,6 +458,7 @@ class SpeculativeDecoder(Shown):
         draft_sampler: Samplers | None = None,
         stop_tokens: Sequence[int] | None = None,
         pad_to: int = 0,
+        logprobs: bool = False,
         **unknown: Never,
     ) -> float:
         """Compiles what calls with such prompts need, so that they compile nothing.
@@ -476,6 +477,7 @@ class SpeculativeDecoder(Shown):
           draft_sampler: likewise.
           stop_tokens: how many there are is compiled in.
           pad_to: as in ``generate``.
+          logprobs: whether the calls return log-probabilities.
 
         Returns:
           Seconds of compilation: 0 where everything was compiled before.
@@ -494,6 +496,7 @@ class SpeculativeDecoder(Shown):
             draft_sampler=draft_sampler,
             rounds_per_sync=1,
             pad_to=pad_to,
+            logprobs=logprobs,
         )
         for length in lengths:
             ids = [[0] * check_integer("a prompt's length", length, 1)] * rows
@@ -549,12 +552,11 @@ def _like(params: Any, present: Any, name: str) -> Any:
     Raises:
       ConfigError: they differ from the present ones in names, shapes or dtypes.
     """
-    leaves, structure = jax.tree.flatten_with_path(params)
-    expected, present_structure = jax.tree.flatten_with_path(present)
-    if structure != present_structure:
-        names = {jax.tree_util.keystr(path) for path, _ in leaves}
-        known = {jax.tree_util.keystr(path) for path, _ in expected}
-        differing = sorted(names ^ known)
+    leaves, _ = jax.tree.flatten_with_path(params)
+    expected, structure = jax.tree.flatten_with_path(present)
+    names, known = ([jax.tree_util.keystr(path) for path, _ in x] for x in (leaves, expected))
+    if names != known:
+        differing = sorted({*names} ^ {*known})
         raise ConfigError(f"the {name}'s params have other names: {', '.join(differing[:3])}")
     for (path, x), (_, old) in zip(leaves, expected):
         if (x.shape, x.dtype) != (old.shape, old.dtype):
@@ -562,6 +564,7 @@ def _like(params: Any, present: Any, name: str) -> Any:
                 f"the {name}'s params{jax.tree_util.keystr(path)} are {x.dtype}{list(x.shape)}; "
                 f"expected {old.dtype}{list(old.shape)}"
             )
+    params = jax.tree.unflatten(structure, [x for _, x in leaves])  # of a FrozenDict too
     if mesh_of(present) is None:  # committed arrays would need other programs
         return jax.tree.map(jnp.asarray, params)
     return jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), params, present)

@@ -80,7 +80,7 @@ def test_compilation_is_no_part_of_the_time_of_a_run(clock):
         clock.compile(50.0)
         clock.now_s += 2.0
     assert (timed.run_s, timed.compile_s) == (outer.run_s, outer.compile_s) == (3.0, 53.0)
-    clock.compile(7.0)  # nobody is timing
+    clock.compile(7.0)  # outside of any timing
     with compilation.Timed() as timed:
         clock.now_s += 1.0
         jax.monitoring.record_event_time_span("/jax/another", 0.0, clock.now_s)
@@ -193,15 +193,17 @@ def test_after_a_warmup_nothing_is_compiled(kind):
     by one, and every K."""
     decoder = decoders(kind)
     hot = functools.partial(SamplerConfig, 0.7, top_p=0.9)
-    assert decoder.warmup((3, 20), 40, batch=2, sampler=hot()) > 0
+    options = {"sampler": hot(), "logprobs": kind == "standalone"}
+    assert decoder.warmup((3, 20), 40, batch=2, **options) > 0
     assert decoder.stats == Stats()
     if kind == "adaptive":
         assert decoder.adaptive.costs and decoder.adaptive.tuner.settled is None
     ids = np.arange(20) % 9
     with counted() as names:
-        decoder.generate([ids.tolist(), [1]], 40, sampler=hot(seed=3))
-        decoder.generate([[4, 5]] * 2, 30, sampler=SamplerConfig(1.1, top_p=0.5), rounds_per_sync=1)
-        assert decoder.warmup(np.int64(3), 40, batch=2, sampler=hot()) == 0
+        decoder.generate([ids.tolist(), [1]], 40, **options | {"sampler": hot(seed=3)})
+        options |= {"sampler": SamplerConfig(1.1, top_p=0.5)}
+        decoder.generate([[4, 5]] * 2, 30, rounds_per_sync=1, **options)
+        assert decoder.warmup(np.int64(3), 40, batch=2, **options) == 0
     assert names == []
     assert decoder.stats.compile_s == 0
 

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import re
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -360,6 +361,8 @@ def test_other_weights_need_no_other_programs():
     assert tokens == SpeculativeDecoder(fresh).generate("def f(", 8).tokens
     assert decoder.generate("def f(", 8).tokens == before
     assert other.target.params is not target.params and other.with_params(draft=draft.params)
+    frozen = decoder.with_params(target=flax.core.freeze(scaled))  # of flax, with the same names
+    assert frozen.generate("def f(", 8).tokens == tokens
 
 
 INVALID_CHANGES = [
