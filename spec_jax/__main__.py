@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -169,6 +170,7 @@ def generate(args: argparse.Namespace) -> int:
     stats, row = decoder.stats, stream.result
     if row.logprobs is not None:
         pieces = row.trace.pieces(row.tokens)
+        print(f"{'raw':>9} {'processed':>9}  token (log-probabilities in nats)", file=sys.stderr)
         for piece, raw, processed in zip(pieces, *row.logprobs):
             print(f"{raw:9.4f} {processed:9.4f}  {piece!r}", file=sys.stderr)
     drafts = ""
@@ -217,7 +219,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the arguments; by default those of the process.
 
     Returns:
-      0, or 1 for a failed certificate, 2 for bad input, and 130 if interrupted.
+      0, or 1 for a failed certificate, 2 for bad input, 130 if interrupted, and 141 if the reader
+      of stdout has gone, as in ``| head``.
     """
     parser = make_parser()
     args = parser.parse_args(argv)
@@ -226,7 +229,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     logging.getLogger("jax").setLevel(logging.ERROR)  # it names every back end that is missing
     try:
-        return args.run(args)
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 141
     except SpecJaxError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

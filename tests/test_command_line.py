@@ -1,6 +1,7 @@
 """``python -m spec_jax``: what its commands print, and how they answer bad input."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -37,6 +38,24 @@ def test_generate_streams_what_the_library_generates(pair, capsys):
     (line,) = err.splitlines()
     assert line.startswith("12 tokens in ") and "ended by length; " in line
     assert "tokens a target pass" in line and "accepted by greedy" in line
+
+
+def test_log_probabilities_have_a_heading(pair, capsys):
+    line = ["generate", str(pair / "target"), "x", "--max-new-tokens", "2", "--logprobs"]
+    assert main(line) == 0
+    heading, *rows, _ = capsys.readouterr().err.splitlines()
+    assert [heading[:9].strip(), heading[9:19].strip()] == ["raw", "processed"]
+    assert len(rows) == 2 and all(float(row[:9]) < float(row[9:19]) == 0 for row in rows)
+
+
+def test_a_reader_of_stdout_that_has_gone_ends_a_command_quietly(pair):
+    """As in ``| head``: the pipe is closed before the command prints."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "spec_jax", "inspect", str(pair / "target")]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_no_command_prints_help_and_every_option_has_its_default(capsys):

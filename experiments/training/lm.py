@@ -318,4 +318,6 @@ class LmExperiment(Experiment):
         log.write(self.config.steps, **{f"final_{name}": x for name, x in final.items()})
         model = (state.params, self.model_config, self.tokenizer)
         checkpoint.save_pretrained(folder / "export", *model, dtype="bfloat16")
-        return Exported(final)
+        return Exported(
+            final, f"{final['bits_per_byte']:.3f} bits per byte at step {int(state.step)}"
+        )

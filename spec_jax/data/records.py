@@ -43,6 +43,7 @@ _EXPECTED = {  # by the keys of FORMS
 }
 _WHOLE = f"Expected one object a line, or a list of objects, each with one of {', '.join(FORMS)}"
 _REMEDY = ": mend it or leave it out"
+MAX_UNPACKED_BYTES = 1 << 30  # of a compressed file
 T = TypeVar("T")
 _ANSWERS = ("output", "answer", "completion", "response")
 
@@ -70,8 +71,8 @@ def read_records(
     """Reads the conversations and texts of one file, or of all files of a folder by name.
 
     A JSON file (see ``is_json``) holds objects of the forms of ``parse_record``. Any other file
-    is one text. All files may be compressed (.gz). Of a folder, hidden files and folders and
-    ``__pycache__`` are not read.
+    is one text. All files may be compressed (.gz), up to ``MAX_UNPACKED_BYTES`` unpacked. Of a
+    folder, hidden files and folders and ``__pycache__`` are not read.
 
     Args:
       path: The file or folder.
@@ -302,8 +303,20 @@ def _is_gzip(path: pathlib.Path) -> bool:
 
 def _lines(path: pathlib.Path) -> Iterator[bytes]:
     try:
-        with gzip.open(path) if _is_gzip(path) else path.open("rb") as file:
-            yield from file
+        if not _is_gzip(path):
+            with path.open("rb") as file:
+                yield from file
+            return
+        room = MAX_UNPACKED_BYTES
+        with gzip.open(path) as file:
+            while line := file.readline(room + 1):
+                room -= len(line)
+                if room < 0:
+                    raise ConfigError(
+                        f"{path} unpacks to more than {MAX_UNPACKED_BYTES:,} bytes; unpack it and "
+                        f"name the unpacked file: gunzip -k {path}"
+                    )
+                yield line
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
 

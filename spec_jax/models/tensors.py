@@ -21,7 +21,7 @@ from jax.typing import ArrayLike, DTypeLike
 from safetensors.numpy import save_file
 
 from spec_jax import processes
-from spec_jax.errors import WeightsError
+from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models.files import foreign_files, write_json
 from spec_jax.models.parts import Part, Tensor
 from spec_jax.models.pickles import PICKLE, PICKLE_INDEX, Pickles
@@ -40,7 +40,7 @@ class StrictReader:
         ``tensor(name) -> Tensor``.
 
     Attributes:
-      left: names of the tensors that nobody has taken yet.
+      left: names of the tensors that have not been taken yet.
       sizes: the integers of config.json by name, for messages about shapes.
     """
 
@@ -193,10 +193,18 @@ def save_tensors(
       directory: created if it does not exist.
       shards: the tensors of each file with their names. The next file's are not asked for before
         this one's are written.
+
+    Raises:
+      ConfigError: the directory cannot be made.
     """
     is_writer = processes.is_writer()
     if is_writer:
-        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            is_file = isinstance(error, FileExistsError | NotADirectoryError)
+            why = "a file of this name is in the way" if is_file else error.strerror
+            raise ConfigError(f"{directory} cannot be made a directory: {why}") from error
     names = [SINGLE]
     if len(shards) > 1:
         names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]

@@ -6,6 +6,7 @@ import json
 import pytest
 from support.chat_templates import TALK, byte_level, sharegpt, write_lines
 
+from spec_jax.data import records
 from spec_jax.data.conversations import Encoder, read_documents
 from spec_jax.data.records import parse_record, read_records
 from spec_jax.errors import ConfigError
@@ -145,6 +146,20 @@ def test_bytes_that_are_no_text_are_named(tmp_path):
         list(read_records(tmp_path / "c.jsonl.gz"))
     with pytest.raises(ConfigError, match=r"no file .*none\.jsonl"):
         list(read_records(tmp_path / "none.jsonl"))
+
+
+def test_a_compressed_file_is_unpacked_up_to_a_limit(tmp_path, monkeypatch):
+    """Of one line without an end no more than the limit is held."""
+    monkeypatch.setattr(records, "MAX_UNPACKED_BYTES", 1 << 16)
+    row = b'{"text": "%s"}\n' % (b"a" * 50)
+    for name, data in (("lines.jsonl.gz", row * 2000), ("line.txt.gz", b"a" * (1 << 20))):
+        (tmp_path / name).write_bytes(gzip.compress(data))
+        with pytest.raises(ConfigError, match=r"unpacks to more than 65,536 bytes; .*gunzip -k"):
+            list(read_records(tmp_path / name))
+    (tmp_path / "fits.jsonl.gz").write_bytes(gzip.compress(row * 1000))
+    (tmp_path / "plain.jsonl").write_bytes(row * 2000)
+    assert len(list(read_records(tmp_path / "fits.jsonl.gz"))) == 1000
+    assert len(list(read_records(tmp_path / "plain.jsonl"))) == 2000
 
 
 # Splits and cuts.

@@ -10,7 +10,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from support.tiny_models import FAMILIES, LLAMA, QWEN2, QWEN3, random_weights
 
+from spec_jax.drafters.eagle.model import EagleConfig
+from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.loading import LoadedModel, random_head
+from spec_jax.models import transformer
 from spec_jax.models.checkpoint import load_pretrained, save_pretrained
 from spec_jax.models.config import RopeConfig
 from spec_jax.models.families import read_config
@@ -72,6 +76,19 @@ def test_bfloat16_is_stored_and_loaded_as_such(tmp_path):
     assert_same(half, params)
     single, _ = load_pretrained(tmp_path)
     assert_same(single, jax.tree.map(lambda x: x.astype(jnp.float32), params))
+
+
+@pytest.mark.parametrize("inside", ["", "deeper"])
+def test_a_file_where_a_directory_is_saved_is_named(tmp_path, inside):
+    (tmp_path / "taken").write_text("")
+    directory = tmp_path / "taken" / inside
+    target = LoadedModel("t", transformer.model(LLAMA), random_weights(LLAMA), None, LLAMA)
+    head = random_head(EagleConfig.of_target(LLAMA, 1), jax.random.key(0))
+    modules = random_head(MtpConfig.of_target(LLAMA), jax.random.key(0))
+    saves = [lambda: head.save(directory, target), lambda: modules.save(directory, target)]
+    for save in (*saves, lambda: save_pretrained(directory, target.params, LLAMA)):
+        with pytest.raises(ConfigError, match="cannot be made a directory: a file of this name is"):
+            save()
 
 
 def test_layers_load_stacked_and_save_the_same_files(llama, tmp_path):

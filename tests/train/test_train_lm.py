@@ -64,8 +64,11 @@ def stop_after(monkeypatch, step):
     return Stop
 
 
-def test_loss_falls_and_the_export_is_the_trained_model(tmp_path):
+def test_loss_falls_and_the_export_is_the_trained_model(tmp_path, capsys):
     final = train_lm.train(tiny(), tmp_path)
+    *_, last_line = capsys.readouterr().out.splitlines()
+    summary = f"{final['bits_per_byte']:.3f} bits per byte at step 12; exported to "
+    assert last_line == f"{summary}{tmp_path / 'export'}"
     assert check_run_files(tmp_path, "train_lm")["final"] == final
     lines = metrics(tmp_path)
     first, last = (next(x["loss"] for x in ls if "loss" in x) for ls in (lines, lines[::-1]))
