@@ -24,7 +24,7 @@ def get_config() -> ConfigDict:
     config.dtype = "float32"  # of the weights in memory
     config.scan_layers = False  # True compiles faster on accelerators, runs slower on a CPU
     config.mesh = ""  # devices to run on together, such as data:2,tensor:4; empty: one
-    config.is_draft_replicated = False  # keep drafts whole on every device of the mesh
+    config.is_draft_replicated = False  # replicate drafts on the mesh
     config.prompts = ""  # a file; empty: pieces of the standard library's training split
     config.held_out_share = 0.02  # of conversations, skipped: those that train_head holds out
     config.num_prompts = 2000  # 0: all of a file; may change between runs

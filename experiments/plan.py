@@ -71,7 +71,7 @@ def shapes(config: ConfigDict, draft: Any) -> list[tuple[int, TreeConfig | None]
     """Returns what is drafted in a round: K, and the tree of K nodes or None for a chain.
 
     Raises:
-      ConfigError: a K or a tree that cannot be.
+      ConfigError: an invalid K or tree.
     """
     if config.tree:
         cli.require(draft is not None, config, "tree", "none without a draft")

@@ -46,7 +46,7 @@ class SpecJaxError(Exception):
 
 
 class ConfigError(SpecJaxError, ValueError):
-    """A configuration names an unknown key, a wrong value or a combination that cannot be."""
+    """A configuration names an unknown key, a wrong value or an invalid combination."""
 
 
 class ModelNotLoaded(ConfigError):

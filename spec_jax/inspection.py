@@ -1,4 +1,4 @@
-"""What a checkpoint is, told from its small files and the headers of its weights."""
+"""What a checkpoint is, according to its small files and the headers of its weights."""
 
 from __future__ import annotations
 

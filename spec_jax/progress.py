@@ -238,12 +238,12 @@ def in_notebook() -> bool:
 
 
 def is_watched() -> bool:
-    """Whether somebody reads along, on a terminal or in a notebook."""
+    """Whether progress is visible: on a terminal or in a notebook."""
     return _stream() is not None
 
 
 def _stream() -> TextIO | CellText | None:
-    """Where somebody reads along: a terminal, or a notebook; None where there is neither."""
+    """Where progress is shown: a terminal or a notebook; None where there is neither."""
     if in_notebook():
         return CellText()
     return sys.stderr if sys.stderr is not None and sys.stderr.isatty() else None

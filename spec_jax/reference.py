@@ -166,7 +166,7 @@ class SpeculativeDecoder:
         """Returns the ids that follow the prompt, up to the limit or a stop token, which is kept.
 
         Raises:
-          SpeculativeError: an empty prompt, or a proposal or scores that cannot be.
+          SpeculativeError: an empty prompt, or an invalid proposal or scores.
         """
         tokens, start, stops = tuple(prompt), len(prompt), set(self.config.stop_tokens)
         if not tokens:

@@ -70,7 +70,7 @@ def check_divides(owner: str, counts: Mapping[str, int], mesh: Mesh, axis_rules:
       axis_rules: which dimensions are split.
 
     Raises:
-      ConfigError: it does not divide them. (Key-value heads are then kept whole.)
+      ConfigError: it does not divide them. (Key-value heads are then replicated.)
     """
     for name, count in counts.items():
         over = axis_rules.get(name)
@@ -79,8 +79,8 @@ def check_divides(owner: str, counts: Mapping[str, int], mesh: Mesh, axis_rules:
             fit = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             raise ConfigError(
                 f"{owner} has {count} {name.replace('_', ' ')}, which the mesh axis {over}:{size} "
-                f"does not divide; sizes that do are {fit}. A draft may also lie whole on every "
-                "device: is_draft_replicated=True"
+                f"does not divide; sizes that do are {fit}. A draft may be replicated instead: "
+                "is_draft_replicated=True"
             )
 
 

@@ -31,7 +31,7 @@ COLORS = {  # Okabe and Ito's palette
     "dflash": "#0072B2",
     "dspark": "#CC79A7",
 }
-# A series is told from others by colour, by marker and by line.
+# Series differ in colour, in marker and in line.
 MARKERS = "osD^vPX*"
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (3, 3)), (0, (1, 3)), (0, (8, 2)))
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C564B")

@@ -154,7 +154,7 @@ def mesh_lines(mesh: dict | None) -> list[str]:
     if mesh is None:
         return []
     axes = ",".join(f"{name}:{size}" for name, size in mesh["axes"].items())
-    drafts = ", drafts whole on each" if mesh["is_draft_replicated"] else ""
+    drafts = ", drafts replicated" if mesh["is_draft_replicated"] else ""
     return [f"mesh {axes} of {len(mesh['devices'])} devices{drafts}", *mesh["kept_whole"]]
 
 

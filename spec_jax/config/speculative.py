@@ -73,7 +73,7 @@ class SpeculativeConfig:
       section_name: of the file; None means "speculative".
 
     Raises:
-      ConfigError: a value that cannot be, values that contradict each other, an unknown name
+      ConfigError: an invalid value, values that contradict each other, an unknown name
         (the known ones are listed), or a file that cannot be read.
     """
 

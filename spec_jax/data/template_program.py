@@ -240,5 +240,5 @@ def compiled(source: str):
 if __name__ == "__main__":
     try:
         main()
-    except BrokenPipeError:  # nobody waits for the answer
+    except BrokenPipeError:  # the caller has gone
         os._exit(0)

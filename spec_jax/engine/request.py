@@ -267,7 +267,7 @@ def make_request(
 
     Raises:
       PromptError: a prompt and its output exceed what the target or the draft can hold.
-      ConfigError: a number that cannot be.
+      ConfigError: an invalid number.
     """
     lengths = np.asarray([len(i) for i in ids], np.int32)
     limits = [max_new_tokens] * len(ids) if np.ndim(max_new_tokens) == 0 else max_new_tokens

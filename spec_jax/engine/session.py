@@ -24,7 +24,7 @@ from spec_jax.engine.text import TextTracker
 from spec_jax.errors import Cancelled
 from spec_jax.progress import Progress, is_watched
 
-# Rounds of a step: with stop strings to find; and when nobody streams, so that a cancellation
+# Rounds of a step: with stop strings to find; and without streaming, so that a cancellation
 # token that is requested during the call is still seen.
 _ROUNDS_TO_STOPS, ROUNDS_UNWATCHED = 8, 32
 _DELAY_S = 2.0  # before a bar appears unasked

@@ -9,7 +9,7 @@ joint distribution with brute-force plain decoding. ``certify_decoder`` samples:
 decoder many times and applies a chi-square test. Both compare with ``plain_distribution``, which
 shares no code with the decoder.
 
-``audit`` answers another one: where greedy decoding with drafts parts from plain decoding, is it
+``audit`` answers another one: where greedy decoding with drafts diverges from plain decoding, is it
 rounding or a bug? ``invariant_pair`` gives both the same rounding, so that their bits are equal.
 """
 

@@ -95,7 +95,7 @@ class Placement:
 
     @property
     def replicated(self) -> NamedSharding:
-        """The sharding of what lies whole on every device."""
+        """The sharding of what is replicated on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def check_batch(self, name: str, size: int) -> None:

@@ -47,7 +47,7 @@ def output_distribution(
 
 
 def p_value(outputs, probabilities: np.ndarray, least: float = 8.0) -> float:
-    """Chi-square of outputs against their distribution; 0 where one that cannot be occurred.
+    """Chi-square of outputs against their distribution; 0 where an impossible one occurred.
 
     Cells in which fewer than ``least`` are expected are one cell.
 

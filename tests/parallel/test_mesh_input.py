@@ -1,4 +1,4 @@
-"""Meshes that cannot be: each is refused where it enters, before anything is loaded or compiled."""
+"""Invalid meshes: each is refused where it enters, before anything is loaded or compiled."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_report_says_the_mesh_and_what_lies_whole_on_it():
         axes={"data": 2, "tensor": 4}, devices=["d"] * 8, is_draft_replicated=True, kept_whole=facts
     )
     first, *rest = report.mesh_lines(known)
-    assert first == "mesh data:2,tensor:4 of 8 devices, drafts whole on each" and rest == facts
+    assert first == "mesh data:2,tensor:4 of 8 devices, drafts replicated" and rest == facts
     assert report.mesh_lines(None) == []
     options = MeshOptions(one_device())
     assert options.facts(TARGET, batch=3)["kept_whole"] == []

@@ -1,4 +1,4 @@
-"""Progress is shown where somebody reads along, in place, and nowhere else."""
+"""Progress is shown where it is visible, in place, and nowhere else."""
 
 from __future__ import annotations
 

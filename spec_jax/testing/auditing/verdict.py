@@ -206,7 +206,7 @@ def judge(
                 f"rounding alone, at one token {trail.ratio.max():.2f}"
             )
         if trail.parts_at is not None:
-            right.append(f"{trail.name}, run again, parts from its output at {trail.parts_at}")
+            right.append(f"{trail.name}, run again, diverges from its output at {trail.parts_at}")
     is_far = ~(gaps <= 2 * rounding)
     shared = np.flatnonzero(is_far[:at])
     if len(shared):
