@@ -456,9 +456,9 @@ def print_results(
     shown = first_batch(results)
     print(f"\n{results_table(shown)}\n")
     meanings = legend(shown, rep["config"])
+    for section in kinds_sections(shown) if is_short else sections(results):
+        print(f"{section.text()}\n")
     if not is_short:
-        for section in sections(results):
-            print(f"{section.text()}\n")
         meanings += _MORE.items()
     for name, meaning in meanings:
         print(fill(f"  {name.partition(' at 1')[0]:15} {meaning}", subsequent_indent=" " * 18))

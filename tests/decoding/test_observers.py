@@ -19,6 +19,7 @@ from spec_jax.contracts import Observer
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.queue import DecodeQueue
 from spec_jax.errors import ConfigError, ShapeError
+from spec_jax.meshes import make_mesh
 from spec_jax.overlap.overlap import Devices
 
 V, NEW = 7, 12
@@ -127,9 +128,10 @@ def test_drafts_of_a_tree_are_counted_by_kind(mocks):
     assert_kinds(decoder.generate(PROMPTS, NEW, sampler=SAMPLERS))
 
 
-def overlapped(mocks, strategy, **options):
+def overlapped(mocks, strategy, sides=None, **options):
     config = SpeculativeConfig("standalone", 3, rejection_sampling_strategy=strategy)
-    return SpeculativeDecoder(*mocks, config, devices=Devices(*jax.devices()[:2]), **options)
+    devices = Devices(*(sides or jax.devices()[:2]))
+    return SpeculativeDecoder(*mocks, config, devices=devices, **options)
 
 
 def test_overlapped_greedy_rows_have_the_log_probabilities_of_their_distribution(mocks):
@@ -140,10 +142,15 @@ def test_overlapped_greedy_rows_have_the_log_probabilities_of_their_distribution
     assert_logprobs(decoder.target, rows, PROMPTS[:2], samplers)
 
 
-def test_overlapped_devices_have_the_same_observers(mocks):
+@pytest.mark.representatives("devices")
+@pytest.mark.parametrize("kind", ["devices", "meshes"])
+def test_overlapped_sides_have_the_same_observers(mocks, kind):
     """Those that read probabilities, features and counts, in chunks, with stop tokens."""
+    sides = None
+    if kind == "meshes":
+        sides = [make_mesh("data:2", jax.devices()[i : i + 2]) for i in (0, 2)]
     observers = [BY_KIND, COUNTS, replay_buffer(5, V, V)]
-    decoder = overlapped(mocks, "residual", has_expected=True, observers=observers)
+    decoder = overlapped(mocks, "residual", sides, has_expected=True, observers=observers)
     samplers = [SAMPLERS[1], dataclasses.replace(SAMPLERS[1], seed=7)]
     options = {"sampler": samplers, "stop_tokens": [6], "rounds_per_sync": 2}
     rows = decoder.generate(PROMPTS[:2], 2 * NEW, logprobs=True, **options)
