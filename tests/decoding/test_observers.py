@@ -121,6 +121,7 @@ def test_logprobs_equal_teacher_forcing_and_change_no_token(mocks, decoder, k):
     assert_kinds(rows)
 
 
+@pytest.mark.exhaustive
 def test_drafts_of_a_tree_are_counted_by_kind(mocks):
     """At each level the draft that was accepted, or the first that was not."""
     config = SpeculativeConfig(tree=(2, 2), rejection_sampling_strategy="residual")
