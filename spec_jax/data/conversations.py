@@ -12,7 +12,7 @@ import numpy as np
 
 from spec_jax.data.records import Conversation, Text, read_records
 from spec_jax.data.splits import HeldOut, check_split
-from spec_jax.data.tokens import separator_id, uncut
+from spec_jax.data.tokens import separator_id
 from spec_jax.errors import ConfigError
 from spec_jax.models.tokenizer import Tokenizer
 
@@ -55,7 +55,7 @@ class Encoder:
         self.tokenizer = tokenizer
         if template is not None:
             self.template = template
-        self.backend = uncut(tokenizer.backend)
+        self.backend = tokenizer.backend
         if separator is not None:
             self.separator_id = separator_id(tokenizer, separator)
         added = self.backend.get_added_tokens_decoder().values()

@@ -100,22 +100,12 @@ def pack(tokenizer: Tokenizer, documents: Iterable[tuple[str, str]]) -> np.ndarr
     Raises:
       ConfigError: The tokenizer has no token that separates documents.
     """
-    end, backend = separator_id(tokenizer), uncut(tokenizer.backend)
+    end = separator_id(tokenizer)
     parts = [[end]]
     texts = [text for _, text in documents]
-    for encoding in backend.encode_batch(texts, add_special_tokens=False):
+    for encoding in tokenizer.backend.encode_batch(texts, add_special_tokens=False):
         parts += [encoding.ids, [end]]
     return np.concatenate([np.asarray(part, np.int32) for part in parts])
-
-
-def uncut(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """Returns the tokenizer without the truncation and padding that its file may ask for."""
-    if backend.truncation is None and backend.padding is None:
-        return backend
-    copy = tokenizers.Tokenizer.from_str(backend.to_str())
-    copy.no_truncation()
-    copy.no_padding()
-    return copy
 
 
 def looping_share(tokens: np.ndarray, *, max_period: int = 32, repeats: int = 3) -> float:

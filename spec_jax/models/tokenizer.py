@@ -21,6 +21,9 @@ TEMPLATE_FOLDER = "additional_chat_templates"
 class Tokenizer:
     """A tokenizer with its chat templates.
 
+    Texts are encoded whole: what tokenizer.json may say of truncation and padding is of the batches
+    that its publisher trained with.
+
     Args:
       backend: the ``tokenizers.Tokenizer`` of tokenizer.json.
       config: the object of tokenizer_config.json. Chat templates are ``config["chat_template"]``,
@@ -28,7 +31,7 @@ class Tokenizer:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any] | None = None):
-        self.backend = backend
+        self.backend = _whole(backend)
         self.config = dict(config or {})
 
     @classmethod
@@ -222,6 +225,16 @@ class Tokenizer:
         token = min(found, key=lambda token: (found[token], token))
         ids = [vocab.get(token, "none") for vocab in (ours, theirs)]
         return len(found), f"{token!r} of id {ids[0]} in the one and {ids[1]} in the other"
+
+
+def _whole(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Returns a tokenizer that neither truncates nor pads."""
+    if backend.truncation is None and backend.padding is None:
+        return backend
+    copy = tokenizers.Tokenizer.from_str(backend.to_str())
+    copy.no_truncation()
+    copy.no_padding()
+    return copy
 
 
 def _template_files(directory: pathlib.Path) -> dict[str, pathlib.Path]:

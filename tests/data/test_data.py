@@ -114,7 +114,7 @@ def test_packing_separates_documents(tokenizer):
 def test_packing_uses_the_end_token_of_another_tokenizer_and_cuts_nothing():
     foreign = byte_level(special=("<s>", "</s>"))
     foreign.backend.enable_truncation(3)
-    assert len(foreign.encode("x = 1\n")) == 3
+    foreign = Tokenizer(foreign.backend, foreign.config)
     packed = tokens.pack(foreign, [("a", "x = 1\n"), ("b", "y = 2\n")])
     end = foreign.token_id("</s>")
     assert list(np.flatnonzero(packed == end)) == [0, len(packed) // 2, len(packed) - 1]

@@ -55,6 +55,18 @@ def test_what_is_saved_loads_as_the_same_tokenizer(tmp_path):
     assert Tokenizer.from_directory(tmp_path / "new" / "folder").config == {}
 
 
+def test_a_text_is_encoded_whole_whatever_its_file_says_of_batches(tmp_path):
+    """As transformers encodes it: files hold the truncation and padding of their training."""
+    expected = Tokenizer(byte_level()).encode(TEXT)
+    backend = byte_level()
+    backend.enable_truncation(4)
+    backend.enable_padding(length=99, pad_id=1, pad_token="</s>")
+    backend.save(str(tmp_path / "tokenizer.json"))
+    for tokenizer in (Tokenizer.from_directory(tmp_path), Tokenizer(backend)):
+        assert tokenizer.encode(TEXT) == expected and tokenizer.decode(expected) == TEXT
+    assert len(backend.encode(TEXT).ids) == 99  # the caller's own object is left alone
+
+
 def test_another_vocabulary_is_told_apart():
     small, large = Tokenizer(byte_level(265)), Tokenizer(byte_level(270))
     assert not small.has_same_vocab(large)
