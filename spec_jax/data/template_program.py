@@ -67,7 +67,7 @@ def answer_of(request: dict) -> dict:
         return {"is_too_large": True}
     except Exception as error:  # also of Python, for what Jinja lets through
         line = f"line {error.lineno}: " if getattr(error, "lineno", None) else ""
-        return {"unreadable": f"{line}{getattr(error, 'message', None) or _message(error)}"}
+        return {"unreadable": line + _message(getattr(error, "message", None) or error)}
     if request["variables"] is None:
         return {"has_generation": has_generation}
     try:
@@ -85,7 +85,7 @@ def answer_of(request: dict) -> dict:
         return {"refusal": _message(error)}
 
 
-def _message(error: Exception) -> str:
+def _message(error: Exception | str) -> str:
     return (str(error) or type(error).__name__)[:2000]
 
 

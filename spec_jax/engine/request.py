@@ -30,7 +30,8 @@ def encode(target: LoadedModel, prompt: Prompt) -> list[int]:
     """Returns the ids of a text, of ids or of a conversation, checked.
 
     Raises:
-      PromptError: an empty prompt, text without a tokenizer, or an id outside of the vocabulary.
+      PromptError: an empty prompt, text without a tokenizer or that is not Unicode, or an id
+        outside of the vocabulary.
       ConfigError: a conversation that the chat template refuses, see ``encode_messages``.
     """
     if _is_conversation(prompt):
@@ -38,6 +39,13 @@ def encode(target: LoadedModel, prompt: Prompt) -> list[int]:
     if isinstance(prompt, str):
         if target.tokenizer is None:
             raise PromptError(_no_tokenizer(target))
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise PromptError(
+                f"character {error.start + 1} of the prompt is half of a surrogate pair, as a "
+                "shell makes of bytes that are not UTF-8; expected Unicode text"
+            ) from None
         ids = target.tokenizer.encode(prompt)
     else:
         try:

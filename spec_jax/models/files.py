@@ -11,6 +11,7 @@ from typing import Any
 
 from spec_jax import processes
 from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.models.checks import shown
 
 MAX_DEPTH = 100  # of JSON: what walks over a value may recurse so deeply
 _TOO_DEEP = f"objects and lists are nested over {MAX_DEPTH} levels deep"
@@ -129,9 +130,10 @@ def check_not_quantised(file: pathlib.Path, hf: Mapping[str, Any]) -> None:
         said = hf[key] if isinstance(hf[key], Mapping) else {}
         method = said.get("quant_method") or said.get("format") or "a method that it does not name"
         raise ConfigError(
-            f"{file} has a {key}: weights quantised by {method!r} are not read. Load the weights "
-            "that were quantised, or have transformers write them in full, by model.dequantize() "
-            f"and model.save_pretrained(...); if they are plain, remove {key} from the file"
+            f"{file} has a {key}: weights quantised by {shown(method)} are not read. Load the "
+            "weights that were quantised, or have transformers write them in full, by "
+            "model.dequantize() and model.save_pretrained(...); if they are plain, remove "
+            f"{key} from the file"
         )
 
 

@@ -84,6 +84,7 @@ INVALID_SOURCES = [
     ("{% set n = namespace() %}{% set n._i = 1 %}", "may not hold '_i'"),
     ("\n{% if %}", "cannot be read: line 2"),
     ("{% generation %}", "cannot be read: line 1"),
+    ("{% " + "x" * 10**6 + " %}", "^.{,2100}$"),  # what it holds is cut in messages
 ]
 
 

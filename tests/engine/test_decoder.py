@@ -123,6 +123,7 @@ INVALID_PROMPTS = [
     ([1, 512], "id 512"),
     ([-1], "id -1"),
     ([1] * 500, "holds 512"),
+    ("a\ud800b", "character 2 of the prompt is half of a surrogate pair"),
 ]
 
 

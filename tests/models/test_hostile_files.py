@@ -135,6 +135,15 @@ def test_values_that_mean_what_was_expected_are_read_as_it(tmp_path):
         assert type(config.attention_bias) is type(config.rope.truncate) is bool
 
 
+def test_a_method_of_quantisation_is_shown_cut(tmp_path):
+    for method in ("x" * 10**6, ["x" * 10**6]):
+        hf = LLAMA.to_hf() | {"quantization_config": {"quant_method": method}}
+        (tmp_path / "config.json").write_text(json.dumps(hf))
+        with pytest.raises(ConfigError, match=r"quantised by .*xxx\.\.\. are not read") as caught:
+            read_config(tmp_path)
+        assert len(str(caught.value)) < 600
+
+
 def test_an_absent_key_is_named_after_its_file(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ConfigError, match=r"/config\.json: hidden_size, .*vocab_size are missing$"):
