@@ -13,7 +13,7 @@ import pytest
 
 import spec_jax
 from spec_jax import rng, sampling, testing
-from spec_jax.contracts import Rule
+from spec_jax.contracts import Rule, Verdict
 from spec_jax.decoding import round as decode_round
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.errors import ConfigError
@@ -309,3 +309,37 @@ def test_a_rule_that_emits_plain_decodings_tokens_is_certified_by_equality():
     equal = [check.what for check in certificate.checks if check.method == "equality"]
     assert sum("of plain decoding" in what for what in equal) == 2  # the second pads
     assert certificate.failure is None and 1e-6 < certificate.min_p_value
+
+
+def emits_argmax(dtype, *, margin=0.0, is_coupled=False):
+    """Emits the argmax of scores of another dtype, or accepts what nearly is it."""
+
+    def accept(target, proposal, noise):
+        scores = target.processed + (noise.gumbel if is_coupled else 0.0)
+        scores = scores.astype(dtype)
+        own = jnp.argmax(scores, axis=-1)
+        of_draft = jnp.take_along_axis(scores[:-1], proposal.tokens[:, None], axis=1)[:, 0]
+        is_near = of_draft >= scores.max(axis=-1)[:-1] - margin
+        is_accepted = (is_near if margin else proposal.tokens == own[:-1]) & proposal.is_offered
+        n_accept = jnp.cumprod(is_accepted.astype(jnp.int32)).sum()
+        dist = jax.nn.one_hot(own[n_accept], scores.shape[-1])
+        drafts = jnp.append(proposal.tokens, 0)
+        index = jnp.arange(len(drafts))
+        tokens = jnp.where(index == n_accept, own[n_accept], jnp.where(index < n_accept, drafts, 0))
+        return Verdict(n_accept, tokens, is_accepted.astype(jnp.float32), dist)
+
+    rule = Rule("mutant", batched(accept), is_lossless=True)
+    return rule._replace(is_coupled=is_coupled, is_greedy=not is_coupled)
+
+
+NEARLY = {
+    "bfloat16": emits_argmax(jnp.bfloat16),
+    "bfloat16-coupled": emits_argmax(jnp.bfloat16, is_coupled=True),
+    "margin": emits_argmax(jnp.float32, margin=1e-3),
+}
+
+
+@pytest.mark.representatives("bfloat16")
+@pytest.mark.parametrize("name", NEARLY)
+def test_a_rule_that_takes_a_token_for_the_argmax_that_nearly_is_it_is_caught(name):
+    caught(r"token \d should be \d as decoded by plain decoding", rule=NEARLY[name], trials=1)

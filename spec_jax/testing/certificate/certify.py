@@ -74,7 +74,7 @@ def certify(
     """Certifies that decoding with a rule and a drafter leaves the target's distribution as it is.
 
     The target is a toy of few tokens. The drafts, coins and last tokens of rounds of 1 to 4 drafts
-    are enumerated through the functions that the decoder calls, under twenty-one settings of the
+    are enumerated through the functions that the decoder calls, under twenty-two settings of the
     sampling parameters, with tokens that are all but sure and others that underflow float32 (see
     ``Certificate.p`` and ``q``); the compiled loop is tested by chi-square, and a drafter against
     what it reports. A drafter with a memory decodes prompts again with the same seeds, after it has

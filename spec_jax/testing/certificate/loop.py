@@ -13,8 +13,9 @@ import numpy as np
 from spec_jax import decoding
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.engine.generation import find_raised
+from spec_jax.rules.registry import GREEDY, MATCH
 from spec_jax.sampling import make_sampler
-from spec_jax.testing.certificate.forcing import propose_afresh
+from spec_jax.testing.certificate.forcing import AS_WRITTEN, propose_afresh
 from spec_jax.testing.certificate.records import CertificateError, Range, settings_of, short, where
 from spec_jax.testing.certificate.rounds import Difference
 from spec_jax.testing.oracles import (
@@ -83,9 +84,7 @@ class Loop:
         """Runs rounds, at most ``max_rounds`` of them. Donates the state."""
         system = system or self.system
         running = jnp.zeros((len(state.finish),), jnp.int32)
-        return decoding.generate(self.params, state, running, jnp.int32(max_rounds), system=system)[
-            0
-        ]
+        return _generate(self.params, state, running, jnp.int32(max_rounds), system=system)[0]
 
     def output(self, state: decoding.DecodeState, of: np.ndarray) -> np.ndarray:
         """Returns i64[B,1+num_tokens], what the rows have emitted.
@@ -116,8 +115,9 @@ class Loop:
         return self.output(self.generate(self.prefill(of, seeds)), of)
 
     def plain(self, of: np.ndarray, seeds: np.ndarray) -> np.ndarray:
-        """Returns what plain decoding emits, with the same rule."""
-        plain = self.system._replace(drafter=NO_DRAFT, num_draft=0)
+        """Returns what plain decoding emits, by the package's rule of the same noise."""
+        rule = GREEDY if self.system.rule.is_greedy else MATCH
+        plain = self.system._replace(drafter=NO_DRAFT, num_draft=0, rule=rule)
         state = self.generate(self.prefill(of, seeds, plain), system=plain)
         return self.output(state, of)
 
@@ -329,6 +329,14 @@ class Loop:
 
     def _name(self) -> str:
         return f"rule {self.system.rule.name!r}, drafter {self.system.drafter.name!r}"
+
+
+_generate = jax.jit(
+    decoding.generate.__wrapped__,
+    static_argnames="system",
+    donate_argnames="state",
+    compiler_options=AS_WRITTEN,
+)
 
 
 @functools.partial(jax.jit, static_argnames="system")

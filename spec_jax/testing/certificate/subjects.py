@@ -47,6 +47,11 @@ _EXTREMES = (
     (SamplerConfig(temperature=1e8),) * 2,  # equal
 )
 
+# Logits of once .0256 that differ by 1e-4 or less, when each token has been seen.
+_NEAR_TIES = SamplerConfig(
+    temperature=0.0, repetition_penalty=1e4, logit_bias=tuple((i, 256.0) for i in range(NUM_TOKENS))
+)
+
 
 def certified_rows(*, is_greedy: bool = False, processors: tuple[Processor, ...] = ()) -> list[Row]:
     """Returns the settings of ``certify``: prompts of several lengths in one mixed batch.
@@ -69,6 +74,7 @@ def certified_rows(*, is_greedy: bool = False, processors: tuple[Processor, ...]
         (greedy, SamplerConfig(temperature=1.0)),
         (SamplerConfig(temperature=1.0), greedy),
         (SamplerConfig(temperature=0.0, repetition_penalty=1.5), greedy),
+        (_NEAR_TIES, SamplerConfig(temperature=1.0)),
     ]
     use = lambda config: dataclasses.replace(config, processors=processors)
     rows = [Row(prompts[i % 3], *map(use, pair)) for i, pair in enumerate(pairs)]
