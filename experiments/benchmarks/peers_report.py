@@ -60,7 +60,7 @@ class PeerCell(NamedTuple):
 
     def name(self, head: str) -> str:
         """The method in words; ``head`` is the head's name."""
-        return head if self.method == "head" else _NAMES.get(self.method, self.method)
+        return {**_NAMES, "head": head}.get(self.method, self.method)
 
     def label(self, head: str) -> str:
         """Side, method and K in words."""

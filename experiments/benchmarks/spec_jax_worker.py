@@ -27,17 +27,18 @@ def load(setup: dict):
 
     @functools.cache
     def decoder(method: str, k: int, ngram_max: int) -> SpeculativeDecoder:
-        if method == "plain":
-            return SpeculativeDecoder(target)
-        if method == "ngram":
-            config = SpeculativeConfig("ngram", k, ngram_max=ngram_max, ngram_min=1)
-            return SpeculativeDecoder(target, None, config)
-        if method == "standalone":
-            return SpeculativeDecoder(target, draft, SpeculativeConfig("standalone", k))
-        if method == "head" and setup["head"]:
-            head = load_draft(setup["head"], target)
-            return SpeculativeDecoder(target, head, SpeculativeConfig(head.method, k))
-        raise ConfigError(f"method is {method!r}; expected plain, ngram, standalone or head")
+        copying = lambda: SpeculativeConfig("ngram", k, ngram_max=ngram_max, ngram_min=1)
+        of_draft = lambda draft: (draft, SpeculativeConfig(draft.method, k))
+        parts = {
+            "plain": lambda: (None, None),
+            "ngram": lambda: (None, copying()),
+            "standalone": lambda: of_draft(draft),
+        }
+        if setup["head"]:
+            parts["head"] = lambda: of_draft(load_draft(setup["head"], target))
+        if method not in parts:
+            raise ConfigError(f"method is {method!r}; expected {', '.join(parts)}")
+        return SpeculativeDecoder(target, *parts[method]())
 
     def answer(request: dict) -> dict:
         decode = decoder(request["method"], request["k"], request["ngram_max"])

@@ -125,7 +125,7 @@ def with_head(
     drafts: dict[str, LoadedModel | LoadedHead] = {"standalone": draft}
     if name:
         head = load_draft(name, target, "float32")
-        drafts[head.method if isinstance(head, LoadedHead) else "standalone"] = head
+        drafts[head.method] = head
     return drafts
 
 

@@ -132,10 +132,10 @@ def facts(model: LoadedModel | LoadedHead, dtype: str) -> dict[str, Any]:
         config, layers = model.config, model.config.num_hidden_layers
         known["max_length"] = model.model.max_length
     else:
-        layers, known["taps"] = getattr(model.config, "num_modules", 1), list(model.config.taps)
-        config = layer_of(model.config)
-        if config is None:  # a kind of head of the user's own
+        config, known["taps"] = layer_of(model.config), list(model.config.taps)
+        if config is None:  # a head without attention
             return known
+        layers = len(model.kind.head.parts_of(model.config)) * config.num_hidden_layers
     return known | {"layers": layers, "width": config.hidden_size, "vocabulary": config.vocab_size}
 
 

@@ -197,5 +197,10 @@ def draft_params(
     """
     drafting = registry.find(draft.method).drafting
     rows = None if batch is None else batch * drafting.width(draft.config, num_draft, tree)
-    params = draft.cpu_layout.prepare(rows)
-    return {"head": params, "target": target} if drafting.draft == "head" else params
+    return beside_target(draft, draft.cpu_layout.prepare(rows), target)
+
+
+def beside_target(draft: LoadedModel | LoadedHead, params: Params, target: Params) -> Any:
+    """Returns a draft's parameters as its drafter takes them: a head's beside the target's."""
+    has_head = registry.find(draft.method).head is not None
+    return {"head": params, "target": target} if has_head else params

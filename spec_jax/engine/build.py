@@ -17,6 +17,7 @@ from spec_jax.contracts import Drafter, Model, Observer, Rule
 from spec_jax.drafters import registry
 from spec_jax.drafters.common.chain import with_confidence_stop
 from spec_jax.drafters.common.replicated import replicated
+from spec_jax.drafters.loaded import beside_target
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.drafters.suffix import History
 from spec_jax.engine.adaptive.deferred import with_deferred_commits
@@ -231,9 +232,7 @@ def make_parts(
     is_fallback = config is not None and not (force_n1 or target.model.can_rewind)
     states = {"target": (target.model.init_cache, target.params)}
     if draft is not None and not (force_n1 or is_fallback):
-        is_head = isinstance(draft, LoadedHead)
-        weights = {"head": draft.params, "target": target.params} if is_head else draft.params
-        states["draft"] = (drafts.init, weights)
+        states["draft"] = (drafts.init, beside_target(draft, draft.params, target.params))
     warn_if_rewritten(states, stacklevel=4)
     is_apart = devices is not None and not (force_n1 or is_fallback)
     loop = overlap.make_loop(devices, timeline, stacklevel=4) if is_apart else decoding
@@ -412,7 +411,7 @@ def check_same_tokens(target: LoadedModel, draft: LoadedModel | LoadedHead | Non
     Raises:
       ConfigError: the tokens differ, or the draft has no embedding for one of them.
     """
-    if not isinstance(draft, LoadedModel):
+    if draft is None or registry.find(draft.method).head is not None:
         return
     ours, theirs = target.model, draft.model
     differ, tokens = "the vocabularies differ: ", (ours.last_id + 1, theirs.last_id + 1)

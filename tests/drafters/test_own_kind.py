@@ -21,6 +21,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.loading import random_head
 from spec_jax.models.checkpoint import save_pretrained
 from spec_jax.models.tokenizer import Tokenizer
+from spec_jax.planning import roofline
 
 PROMPTS = [[1, 2, 3], [9, 8, 7, 6, 5]]
 
@@ -91,6 +92,17 @@ def test_it_decodes_speculatively(files, target, options):
     )
     assert [row.tokens for row in fast] == [row.tokens for row in slow]
     assert decoder.stats.drafted > 0
+
+
+def test_its_passes_are_planned(target):
+    """It has no layer and so no cache; its refresh reads more pairs than its later pass."""
+    shape = gate_kind.new(target.config)
+    planned = roofline.decode_round(target.config, shape, 2)
+    _, refresh, draft = planned.passes
+    assert [(x.name, x.count) for x in (refresh, draft)] == [("refresh", 1), ("draft", 1)]
+    assert refresh.work.hbm_bytes > draft.work.hbm_bytes > 0
+    both, alone = (roofline.memory(target.config, x) for x in (shape, None))
+    assert both.params - alone.params == 2 * 2 * 32 * 16 and both.cache == alone.cache
 
 
 @pytest.mark.exhaustive
