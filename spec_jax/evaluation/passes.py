@@ -189,10 +189,15 @@ def refresh_step(
         state = drafter.init(params, batch, slots)
         half, none = (jnp.full((batch,), n, jnp.int32) for n in (slots // 2, 0))
         tokens = jnp.zeros((batch, width), jnp.int32)
-        hidden = jax.eval_shape(target.forward, params["target"], tokens).hidden
-        features = jnp.ones((*hidden.shape[:2], len(drafter.taps) * hidden.shape[2]), hidden.dtype)
+        features = _features(target, params, tokens, drafter)
         state = state.replace(cache=state.cache.commit(half))
     return TimedPass(run, params, (state, tokens, features, none))
+
+
+def _features(target: Model, params: Params, tokens: jax.Array, drafter: Drafter) -> jax.Array:
+    """dtype[B,T,E], ones in place of the target's states that a drafter reads."""
+    hidden = jax.eval_shape(target.forward, params["target"], tokens).hidden
+    return jnp.ones((*hidden.shape[:2], len(drafter.taps) * hidden.shape[2]), hidden.dtype)
 
 
 def drafting_step(system: System, params: Params, slots: int, batch: int) -> TimedPass:
@@ -221,9 +226,7 @@ def drafting_step(system: System, params: Params, slots: int, batch: int) -> Tim
 
     def begin(params):
         tokens = jnp.zeros((batch, slots), jnp.int32)
-        hidden = jax.eval_shape(system.target.forward, params["target"], tokens).hidden
-        width = len(drafter.taps) * hidden.shape[2]
-        features = jnp.ones((batch, slots, width), hidden.dtype)
+        features = _features(system.target, params, tokens, drafter)
         state = drafter.init(params, batch, slots)
         prompt, length = tokens[:, :half], jnp.full((batch,), half, jnp.int32)
         state = drafter.prefill(params, state, prompt, length, tokens[:, 0], features[:, :half])

@@ -30,13 +30,13 @@ from spec_jax.drafters.mtp.formats import (
     modules_config,
     modules_json,
 )
-from spec_jax.drafters.mtp.model import MtpConfig, check_mtp, mtp_table
+from spec_jax.drafters.mtp.model import MtpConfig, mtp_table, mtp_tables
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models.checkpoint import as_stored
 from spec_jax.models.checks import integers_of, require, shown, stated_object
 from spec_jax.models.families import AnyConfig, family_of
 from spec_jax.models.files import naming, read_json, write_json, write_once
-from spec_jax.models.params import table_placement
+from spec_jax.models.params import check_weights, shapes_of, table_placement
 from spec_jax.models.parts import Part, Tensor, holds_for_parts, read_onto, read_parts, stack
 from spec_jax.models.pickles import Pickles
 from spec_jax.models.shards import Shards
@@ -244,7 +244,7 @@ def write_mtp(
     directory, L = pathlib.Path(directory), target_config.num_hidden_layers
     fmt = format_of(format or _default_format(config), L)
     _check_format(config, fmt, target_config)
-    check_mtp(config, params)
+    check_weights(params, shapes_of(mtp_tables(config)), "")
     dtype = jnp.dtype(params["0"]["fc"].dtype if dtype is None else dtype)
     tensors: dict[str, np.ndarray] = {}
     leaves = itertools.product(range(config.num_modules), mtp_table(config).items())

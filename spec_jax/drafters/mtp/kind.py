@@ -12,7 +12,7 @@ from spec_jax.contracts import Drafter, Head, Model
 from spec_jax.drafters.loaded import LoadedHead
 from spec_jax.drafters.mtp.checkpoint import read_mtp, write_mtp
 from spec_jax.drafters.mtp.formats import find_format
-from spec_jax.drafters.mtp.model import MtpConfig, check_mtp, init_mtp, mtp, mtp_head, mtp_table
+from spec_jax.drafters.mtp.model import MtpConfig, init_mtp, mtp, mtp_head, mtp_tables
 from spec_jax.drafters.registry import (
     DrafterKind,
     DraftFormat,
@@ -25,7 +25,6 @@ from spec_jax.drafters.registry import (
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models.families import family_of
 from spec_jax.models.loaded import LoadedModel
-from spec_jax.models.specs import ParamSpec
 from spec_jax.tree import AnyTree
 
 
@@ -71,10 +70,6 @@ def _passes(config: MtpConfig, num_draft: int, tree: AnyTree | None) -> list[Dra
     return passes
 
 
-def _tables(config: MtpConfig) -> dict[str, dict[str, ParamSpec]]:
-    return {str(i): mtp_table(config) for i in range(config.num_modules)}
-
-
 def _objective():
     from spec_jax.drafters.mtp import objective  # imports train
 
@@ -86,11 +81,10 @@ MTP = DrafterKind(
     drafting=Drafting(drafter=_drafter, passes=_passes),
     head=HeadSpec(
         config_class=MtpConfig,
-        table=_tables,
+        table=mtp_tables,
         functions=_head,
-        parts=_tables,
+        parts=mtp_tables,
         init=init_mtp,
-        check=check_mtp,
         has_panels=lambda config: family_of(config.layer).has_panels,
     ),
     format=DraftFormat(

@@ -26,7 +26,7 @@ from spec_jax.models.checks import require
 from spec_jax.models.cpu_layout import matmul
 from spec_jax.models.families import AnyConfig, family_of
 from spec_jax.models.layers import Window, constrain_logits, embed_tokens, linear, rms_norm
-from spec_jax.models.params import check_weights, init_table
+from spec_jax.models.params import init_table
 from spec_jax.models.specs import ParamSpec
 from spec_jax.sharding import constrain
 from spec_jax.show.summary import short_repr
@@ -145,20 +145,9 @@ def mtp_table(config: MtpConfig) -> dict[str, ParamSpec]:
     return table | layer
 
 
-def check_mtp(config: MtpConfig, params: dict, owner: str = "") -> None:
-    """Checks that the weights are those of the config.
-
-    Args:
-      config: the modules' shape.
-      params: their weights.
-      owner: the beginning of the message.
-
-    Raises:
-      WeightsError: a weight is missing or has another shape; it is named.
-    """
-    shapes = {name: spec.shape for name, spec in mtp_table(config).items()}
-    for i in range(config.num_modules):
-        check_weights(params.get(str(i), {}), shapes, f"{owner}{i}.")
+def mtp_tables(config: MtpConfig) -> dict[str, dict[str, ParamSpec]]:
+    """Returns the weights of all modules, ``{"0": {...}, "1": {...}}``."""
+    return {str(i): mtp_table(config) for i in range(config.num_modules)}
 
 
 def init_mtp(config: MtpConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
