@@ -153,8 +153,8 @@ class LoadedHead(Shown):
           num_speculative_tokens: tokens drafted a round, for formats that state it.
 
         Raises:
-          ConfigError: the format cannot express the head's config, the kind has none, or a file is in
-            the way.
+          ConfigError: the format cannot express the head's config, the kind has none, or a file is
+            in the way.
           WeightsError: a weight is missing or has another shape.
         """
         options = {"dtype": dtype, "num_speculative_tokens": num_speculative_tokens}

@@ -106,7 +106,7 @@ class KindResult(NamedTuple):
     acceptance: Interval
 
     @classmethod
-    def of(cls, questions: Sequence[Sequence[Row]]) -> dict[str, KindResult]:
+    def of(cls, questions: Sequence[Sequence[CellOutput]]) -> dict[str, KindResult]:
         """Counts the outputs of one cell; returns nothing if its rows were not counted by kind."""
         name = "acceptance_by_kind"
         if any(name not in row.seen for rows in questions for row in rows):
