@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import block_kind
-from support.block_kind import BlockConfig, block_drafter
+from support.block_heads import make_head, new
+from support.block_kind import block_drafter
 from support.tiny_models import LLAMA, random_weights
 
 import spec_jax
@@ -19,10 +20,9 @@ from spec_jax.contracts import Context
 from spec_jax.drafters import register, registry
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.evaluation import costs
-from spec_jax.loading import LoadedModel, random_head
+from spec_jax.loading import LoadedModel
 from spec_jax.meshes import make_mesh
 from spec_jax.models import transformer
-from spec_jax.models.config import ModelConfig
 from spec_jax.named import to_rule
 from spec_jax.planning import programs, roofline
 from spec_jax.planning.work import Setting
@@ -33,26 +33,6 @@ from spec_jax.testing.certificate.subjects import certified_rows, make_subject, 
 
 PROMPTS = [[1, 2, 3], [9, 8, 7, 6, 5]]
 TARGET = LoadedModel("tiny", transformer.model(LLAMA), random_weights(LLAMA), config=LLAMA)
-
-
-def new(width, vocab_size, taps=(1,), num_layers=2):
-    heads = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=4)
-    layer = ModelConfig(
-        vocab_size=vocab_size + 1,
-        hidden_size=width,
-        intermediate_size=6,
-        num_hidden_layers=num_layers,
-        max_position_embeddings=LLAMA.max_position_embeddings,
-        model_type="qwen3",
-        **heads,
-    )
-    return BlockConfig(layer, vocab_size, taps)
-
-
-def make_head(config, seed=0, scale=8.0):
-    """A head of random weights, large enough that its distributions are not flat."""
-    head = random_head(config, jax.random.key(seed))
-    return dataclasses.replace(head, params=jax.tree.map(lambda w: scale * w, head.params))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -3,12 +3,22 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from support import block_heads, block_kind
 from support.pairs import tiny_pair
 from support.products import products
 
 from spec_jax import load_model
+from spec_jax.config import SpeculativeConfig
+from spec_jax.decoding import System
+from spec_jax.drafters import register, registry
 from spec_jax.drafters.loaded import draft_params
+from spec_jax.drafters.mtp.model import MtpConfig
+from spec_jax.engine.build import make_drafter, tapped_model
 from spec_jax.evaluation import costs, passes
+from spec_jax.loading import random_head
+from spec_jax.planning import roofline
+from spec_jax.planning.work import Setting
+from spec_jax.rules import GREEDY
 
 SLOTS = 128
 
@@ -59,6 +69,31 @@ def test_a_timed_round_moves_no_cache(pair, caught):
     before = lengths(carry)
     assert before == [[62, 62], [63, 63], [63, 63]]  # half of the slots
     assert lengths(run(carry)) == before
+
+
+DRAFTS = {
+    "sequential": lambda target: MtpConfig.of_target(target, num_modules=3, protocol="sequential"),
+    "block": lambda target: block_heads.new(target.hidden_size, target.vocab_size, (1, 3)),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_what_a_kind_says_of_its_passes_is_what_its_drafter_runs(pair, name):
+    """Of drafters whose passes are timed together: every product of a round; no slot is kept."""
+    register(block_kind.KIND)
+    target, K = pair[0], 3
+    head = random_head(DRAFTS[name](target.config), jax.random.key(0))
+    config = SpeculativeConfig(head.method, K)
+    drafter = make_drafter(config, tapped_model(target, head), head)
+    planned = roofline.decode_round(target.config, head.config, K, Setting(1, SLOTS))
+    registry.unregister("block")
+    params = {"head": head.params, "target": target.params}
+    step = passes.drafting_step(System(target.model, drafter, GREEDY, K), params, SLOTS, 1)
+    args = (params, jnp.zeros(1, jnp.int32), step.carry)
+    flops = sum(one.count * one.work.flops for one in planned.passes if one.name != "verify")
+    assert 2 * products(jax.make_jaxpr(step.run)(*args).jaxpr) == flops
+    lengths = lambda carry: [x.tolist() for x in jax.tree.leaves(carry[0]) if x.shape == (1,)]
+    assert lengths(step.carry) == lengths(jax.jit(step.run)(*args)[1]) == [[SLOTS // 2]]
 
 
 def test_what_is_timed_is_what_the_costs_of_every_k_need(pair):
