@@ -8,6 +8,7 @@ import weakref
 import numpy as np
 import pytest
 from support.chat_templates import CHATML, byte_level, talk
+from support.files import write_lines
 
 from spec_jax.data.conversations import Document, Encoder, read_documents
 from spec_jax.data.packed import load_packed, write_packed
@@ -79,7 +80,7 @@ def test_a_corpus_from_files_tells_what_was_read(tmp_path):
     file = tmp_path / "a.jsonl"
     records = [{"messages": talk(f"q {i}", f"a {i}")} for i in range(50)]
     records += [{"messages": talk("q")}]
-    file.write_text("".join(json.dumps(r) + "\n" for r in records))
+    write_lines(file, records)
     total = 0
     for split in ("train", "held_out"):
         counts = collections.Counter()

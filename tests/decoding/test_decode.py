@@ -12,6 +12,7 @@ import pytest
 from support import loops
 from support.decoders import MIXED_SAMPLERS as MIXED
 from support.decoders import start
+from support.tiny_models import large_weights
 
 from spec_jax import decoding, rng, testing
 from spec_jax.config import SamplerConfig, SpeculativeConfig
@@ -19,7 +20,6 @@ from spec_jax.decoding import Finish, Kind
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError, InvalidDraftError, ShapeError
-from spec_jax.loading import LoadedModel
 from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig
 from spec_jax.sampling import make_sampler
@@ -29,12 +29,9 @@ PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 5, 6], [9]]
 COLD = [dataclasses.replace(config, temperature=0.0) for config in MIXED]
 
 
-def _model(name, seed, layers, **kwargs):
-    config = ModelConfig(V, 24, 48, layers, 4, 2, max_position_embeddings=256, **kwargs)
-    params = transformer.init_params(config, jax.random.key(seed))
-    # Large weights: what is predicted then depends on the whole context, not the last token.
-    params = jax.tree.map(lambda w: 12 * w if w.ndim == 2 else w, params)
-    return LoadedModel(name, transformer.model(config), params, config=config)
+def _model(name, seed, layers, **options):
+    sizes = dict(max_position_embeddings=256, **options)
+    return large_weights(name, ModelConfig(V, 24, 48, layers, 4, 2, **sizes), seed)
 
 
 @pytest.fixture(scope="module")

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
-
 import jax
 import numpy as np
 import pytest
 from support import gate_kind
-from support.tiny_models import LLAMA, random_weights
+from support.files import experiment_files, head_training
+from support.tiny_models import LLAMA
 
-from configs import evaluate_zoo, train_head_default
+from configs import evaluate_zoo
 from experiments import evaluate, train_head
 from experiments.training.head import HeadExperiment
 from spec_jax import SpeculativeConfig, SpeculativeDecoder, load_draft, load_model
 from spec_jax.config import SamplerConfig
-from spec_jax.data import python_source, tokens
 from spec_jax.drafters import register, registry
 from spec_jax.errors import ConfigError
 from spec_jax.loading import random_head
-from spec_jax.models.checkpoint import save_pretrained
-from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.planning import roofline
 
 PROMPTS = [[1, 2, 3], [9, 8, 7, 6, 5]]
@@ -36,18 +32,8 @@ def registered():
 def files(tmp_path_factory):
     """A target, a head of random weights, texts to train on and prompts."""
     folder = tmp_path_factory.mktemp("files")
-    texts = [text for _, text in python_source.documents("held_out")[:2]]
-    tokenizer = Tokenizer(tokens.train_tokenizer(texts, 300))
-    shape = LLAMA.__class__(**{**LLAMA.__dict__, "vocab_size": 300, "max_position_embeddings": 64})
-    save_pretrained(folder / "target", random_weights(shape), shape, tokenizer)
-    head = random_head(gate_kind.new(shape), jax.random.key(1))
+    head = random_head(gate_kind.new(experiment_files(folder, LLAMA)), jax.random.key(1))
     head.save(folder / "head", load_model(folder / "target"))
-    pieces = [text[i : i + 400] for text in texts for i in range(0, 4000, 400)]
-    for name, rows in {
-        "texts.jsonl": [{"text": piece} for piece in pieces],
-        "prompts.jsonl": [{"prompt": piece[:9]} for piece in pieces[:3]],
-    }.items():
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
@@ -120,15 +106,9 @@ def test_it_is_evaluated(files, tmp_path):
 
 @pytest.mark.exhaustive
 def test_it_is_trained_and_exported(files, target, tmp_path):
-    config = train_head_default.get_config()
-    config.target, config.objective = str(files / "target"), "gate"
-    config.data.text, config.data.held_out_share = str(files / "texts.jsonl"), 0.2
+    config = head_training(files, "gate")
     config.head.taps = (1,)
-    config.loss.num_steps = 2
-    config.steps, config.batch, config.length, config.log_every = 4, 2, 18, 1
     config.optimizer.update({"name": "adamw", "lr": 1e-2, "warmup": 1})
-    options = dict(num_prompts=3, max_new_tokens=8, batch=3, windows=2)
-    config.eval.update(every=4, num_draft=2, prompts=str(files / "prompts.jsonl"), **options)
     config.export_dtype = "float32"
     assert train_head.train(config, tmp_path / "run")["tau"] >= 1
     head = load_draft(tmp_path / "run" / "export", target)

@@ -6,10 +6,10 @@ import dataclasses
 import itertools
 import operator
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.tiny_models import large_weights
 
 from spec_jax import DecodeQueue, SamplerConfig, SpeculativeConfig, SpeculativeDecoder, decoding
 from spec_jax.config.asynchronous import AsyncSpecConfig
@@ -17,7 +17,6 @@ from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import Cancelled, ConfigError, PromptError
 from spec_jax.loading import LoadedModel
-from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig
 from spec_jax.testing import mock_model, toy_model
 
@@ -28,11 +27,9 @@ LIMITS = dict(max_prompt_tokens=20, max_new_tokens=NEW, stop_tokens=STOPS)
 
 
 def _model(name, seed, layers):
-    config = ModelConfig(V, 16, 24, layers, 2, 1, max_position_embeddings=64)
-    params = transformer.init_params(config, jax.random.key(seed))
-    # Large weights: what is predicted then depends on the whole context, not the last token.
-    params = jax.tree.map(lambda w: 12 * w if w.ndim == 2 else w, params)
-    return LoadedModel(name, transformer.model(config), params, config=config)
+    return large_weights(
+        name, ModelConfig(V, 16, 24, layers, 2, 1, max_position_embeddings=64), seed
+    )
 
 
 @pytest.fixture(scope="module")

@@ -16,16 +16,17 @@ import jax
 import numpy as np
 import pytest
 from support import evaluation_run
+from support.files import experiment_files, held_out, write_lines
 from support.pairs import tiny_pair
 from support.runs import check_run_files
-from support.tiny_models import LLAMA, random_weights
+from support.tiny_models import LLAMA
 
 from configs import evaluate_specbench, evaluate_zoo
 from experiments import evaluate
 from experiments.comparison.report import pays_at
 from experiments.comparison.session import check_folder, notes_of_machines
 from experiments.comparison.setup import Setup, resolve
-from spec_jax.data import python_source, tokens
+from spec_jax.data import python_source
 from spec_jax.drafters.eagle.checkpoint import write_head
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.engine.stats import Stats
@@ -37,7 +38,6 @@ from spec_jax.evaluation.results import Counts
 from spec_jax.evaluation.token_kinds import token_kinds
 from spec_jax.intervals import Interval
 from spec_jax.loading import random_head
-from spec_jax.models.checkpoint import save_pretrained
 from spec_jax.models.tokenizer import Tokenizer
 
 
@@ -51,14 +51,11 @@ class Row(NamedTuple):
 def config(tmp_path_factory):
     """The target as its own draft, a head, and pieces of text to continue."""
     folder = tmp_path_factory.mktemp("evaluate")
-    text = [text for _, text in python_source.documents("held_out")[:2]]
-    tokenizer = Tokenizer(tokens.train_tokenizer(text, 300))
-    shape = LLAMA.__class__(**{**LLAMA.__dict__, "vocab_size": 300, "max_position_embeddings": 64})
-    save_pretrained(folder / "target", random_weights(shape), shape, tokenizer)
+    shape = experiment_files(folder, LLAMA)
     head = random_head(EagleConfig.of_target(shape, 1), jax.random.key(1))
     write_head(folder / "head", head.config, head.params, format="EAGLE-1", target_config=shape)
-    lines = [json.dumps({"prompt": text[0][i : i + 9]}) for i in (0, 40, 90)]
-    (folder / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    prompts = ({"prompt": held_out(1)[0][i : i + 9]} for i in (0, 40, 90))
+    write_lines(folder / "prompts.jsonl", prompts)
     config = evaluate_zoo.get_config()
     config.target = str(folder / "target")
     config.drafts = f"{folder / 'head'}, {folder / 'target'}"

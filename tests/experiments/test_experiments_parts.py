@@ -12,6 +12,7 @@ import types
 import numpy as np
 import pytest
 from scipy.stats import binomtest
+from support.files import write_lines
 from support.results import counts, result
 
 from experiments.comparison import plots as comparison_plots
@@ -34,7 +35,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 def test_prompts_come_from_files_of_each_kind(tmp_path):
     bench = [{"question_id": i, "category": "c", "turns": [f"q{i}", "more"]} for i in range(4)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in bench))
+    write_lines(tmp_path / "a.jsonl", bench)
     with gzip.open(tmp_path / "b.jsonl.gz", "wt") as file:
         file.write(json.dumps({"task_id": "T/0", "prompt": "def f():\n"}) + "\n\n")
     (tmp_path / "c.txt").write_text("one\n\ntwo\n")
@@ -51,7 +52,7 @@ def test_prompts_come_from_files_of_each_kind(tmp_path):
         {"data": ["Q", "A"]},
         {"conversations": [{"from": "human", "value": "Q"}]},
     ]
-    (tmp_path / "e.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "e.jsonl", rows)
     asked = load("e.jsonl", 4)
     assert [question.plain_text() for question in asked] == ["Q", "Q\n\nx", "Q", "Q"]
     assert [len(question.messages()) for question in asked] == [1] * 4  # without answers

@@ -5,6 +5,7 @@ import json
 import shutil
 
 import pytest
+from support.files import tiny_config, tokenizer_of, write_lines
 from support.runs import check_run_files
 from support.tiny_models import random_weights
 
@@ -13,12 +14,11 @@ from experiments.regenerate import regenerate, said
 from experiments.run import regenerate_setup as experiment
 from experiments.run.responses import Responses
 from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, load_model
-from spec_jax.data import python_source, tokens
+from spec_jax.data import python_source
 from spec_jax.data.records import read_records
 from spec_jax.data.splits import HeldOut, is_document
 from spec_jax.errors import ConfigError, SpecJaxError
 from spec_jax.models import checkpoint
-from spec_jax.models.config import ModelConfig
 from spec_jax.models.tokenizer import Tokenizer
 
 NEW, COUNT = 8, 14
@@ -38,14 +38,9 @@ def small_corpus(monkeypatch, held_out):
 def pair(tmp_path_factory, held_out):
     """Directories of a target and a draft that share a tokenizer of 300 entries."""
     folder = tmp_path_factory.mktemp("pair")
-    tokenizer = Tokenizer(tokens.train_tokenizer([text for _, text in held_out], 300))
+    tokenizer = tokenizer_of([text for _, text in held_out])
+    config = tiny_config(max_position_embeddings=64, eos_token_id=tuple(range(5, 60)))
     for seed, name in enumerate(("target", "draft")):
-        options = dict(
-            num_attention_heads=2, max_position_embeddings=64, eos_token_id=tuple(range(5, 60))
-        )
-        config = ModelConfig(
-            vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=1, **options
-        )
         checkpoint.save_pretrained(folder / name, random_weights(config, seed), config, tokenizer)
     return folder
 
@@ -155,7 +150,7 @@ def test_other_prompts_of_the_same_config_are_refused(pair, tmp_path):
     file = tmp_path / "prompts.jsonl"
     config = small(pair, prompts=str(file), num_prompts=0, draft="")
     texts = ["def f(x):", "import " * 30, "a = 1", "b"]
-    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    write_lines(file, ({"prompt": text} for text in texts))
     report = regenerate(config, tmp_path / "run")
     assert (report["prompts"], report["responses"], report["left_out"]) == (4, 3, 1)
     assert sorted(json.loads(line)["index"] for line in lines(tmp_path / "run")) == [0, 2, 3]
@@ -230,7 +225,7 @@ def test_every_answer_of_a_conversation_is_written_anew(pair, tmp_path, capsys):
     }
     chats = [say("x", "y", "z", "w"), say("u"), *(say(f"{i}", "v") for i in range(40))]
     path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps(chat) + "\n" for chat in chats), encoding="utf-8")
+    write_lines(path, chats)
     options = dict(held_out_share=0.3, max_prompt_tokens=24, max_new_tokens=2, temperatures=(0.0,))
     config = small(pair, target=str(target), draft="", prompts=str(path), num_prompts=0, **options)
     regenerate(config, tmp_path / "run")

@@ -5,7 +5,8 @@ import json
 import jax
 import numpy as np
 import pytest
-from support.runs import check_run_files
+from support.files import head_training, held_out, pieces_of, tiny_config, tokenizer_of, write_lines
+from support.runs import check_run_files, stopped_at
 from support.tiny_models import random_weights
 
 from configs import (
@@ -19,14 +20,11 @@ from configs import (
 )
 from experiments import train_head
 from experiments.training.head import HeadExperiment, make_head
-from spec_jax.data import python_source, tokens
 from spec_jax.data.batches import Corpus
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError
 from spec_jax.loading import load_draft, load_model
 from spec_jax.models import checkpoint
-from spec_jax.models.config import ModelConfig
-from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.train.log import read_metrics
 
 CONFIGS = (
@@ -44,44 +42,30 @@ CONFIGS = (
 def files(tmp_path_factory):
     """A target, a JSONL of texts, one of responses, and a file of prompts."""
     folder = tmp_path_factory.mktemp("files")
-    documents = python_source.documents("held_out")[:6]
-    tokenizer = Tokenizer(tokens.train_tokenizer([text for _, text in documents], 300))
-    options = dict(num_hidden_layers=3, num_attention_heads=2, max_position_embeddings=128)
-    config = ModelConfig(vocab_size=300, hidden_size=16, intermediate_size=24, **options)
+    texts, config = held_out(6), tiny_config(3)
     # What all embeddings share makes one token likely, which four steps teach a head to draft.
     params = random_weights(config)
     params["embed"] = params["embed"] + 1
     params["head"] = params["head"].at[:, 5].add(1)
-    checkpoint.save_pretrained(folder / "target", params, config, tokenizer)
-    pieces = [text[i : i + 400] for _, text in documents for i in range(0, 2000, 400)]
+    checkpoint.save_pretrained(folder / "target", params, config, tokenizer_of(texts))
+    pieces = pieces_of(texts, 2000)
     assert all(len(piece) == 400 for piece in pieces)
-    write = lambda name, rows: (folder / name).write_text(
-        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
-    )
-    write("texts.jsonl", [{"text": piece} for piece in pieces])
-    write("prompts.jsonl", [{"prompt": piece[:20]} for piece in pieces])
+    write_lines(folder / "texts.jsonl", ({"text": piece} for piece in pieces))
+    write_lines(folder / "prompts.jsonl", ({"prompt": piece[:20]} for piece in pieces))
     target = load_model(folder / "target")
     prompts = [target.tokenizer.encode(piece)[:6] for piece in pieces[:12]]
     rows = SpeculativeDecoder(target).generate(prompts, 40)
-    write(
-        "responses.jsonl",
-        [{"prompt_ids": prompt, "response_ids": row.tokens} for prompt, row in zip(prompts, rows)],
-    )
+    pairs = zip(prompts, rows)
+    answers = ({"prompt_ids": prompt, "response_ids": row.tokens} for prompt, row in pairs)
+    write_lines(folder / "responses.jsonl", answers)
     return folder
 
 
 def small(files, **changes):
-    config = train_head_default.get_config()
-    config.target = str(files / "target")
-    config.data.text = str(files / "texts.jsonl")
-    config.data.held_out_share = 0.2
+    config = head_training(files, "eagle3", max_new_tokens=12, windows=4)
     config.data.responses = str(files / "responses.jsonl")
-    config.head.draft_vocab_size = 200
-    config.loss.num_steps = 2
-    config.steps, config.batch, config.length, config.log_every = 4, 2, 18, 1
+    config.head.draft_vocab_size, config.eval.every = 200, 2
     config.optimizer.update({"name": "adamw", "lr": 1e-2, "warmup": 1})
-    options = dict(num_prompts=3, max_new_tokens=12, batch=3, windows=4)
-    config.eval.update(every=2, num_draft=2, prompts=str(files / "prompts.jsonl"), **options)
     config.export_dtype = "float32"
     for name, value in changes.items():
         node, last = config, name
@@ -125,23 +109,11 @@ def test_a_run_leaves_a_head_that_drafts_as_it_did_when_measured(files, run):
 
 
 @pytest.mark.exhaustive
-def test_a_stopped_run_goes_on_to_the_same_head(files, run, tmp_path, monkeypatch):
-    class Stopped(Exception):
-        pass
-
-    whole = HeadExperiment.batch_at
-
-    def batch_at(self, step):
-        if step == 3:
-            raise Stopped
-        return whole(self, step)
-
+def test_a_stopped_run_goes_on_to_the_same_head(files, run, tmp_path):
     config = small(files, checkpoint_every_s=0.0)
     config.data.view_cache = str(tmp_path / "views")  # which changes no number either
-    with monkeypatch.context() as patch:
-        patch.setattr(HeadExperiment, "batch_at", batch_at)
-        with pytest.raises(Stopped):
-            train_head.train(config, tmp_path / "run")
+    with stopped_at(HeadExperiment, 3):
+        train_head.train(config, tmp_path / "run")
     best = train_head.train(config, tmp_path / "run")
     assert best == run[1] and len(list((tmp_path / "views").iterdir())) >= 4
     target = load_model(files / "target")
@@ -150,22 +122,10 @@ def test_a_stopped_run_goes_on_to_the_same_head(files, run, tmp_path, monkeypatc
 
 
 @pytest.mark.exhaustive
-def test_a_run_on_a_mesh_goes_on_on_another_with_the_same_losses(files, run, tmp_path, monkeypatch):
-    class Stopped(Exception):
-        pass
-
-    whole = HeadExperiment.batch_at
-
-    def batch_at(self, step):
-        if step == 3:
-            raise Stopped
-        return whole(self, step)
-
+def test_a_run_on_a_mesh_goes_on_on_another_with_the_same_losses(files, run, tmp_path):
     config = small(files, checkpoint_every_s=0.0, mesh="data:2,tensor:2", is_fully_sharded=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(HeadExperiment, "batch_at", batch_at)
-        with pytest.raises(Stopped):
-            train_head.train(config, tmp_path)
+    with stopped_at(HeadExperiment, 3):
+        train_head.train(config, tmp_path)
     config.update(mesh="data:2", is_fully_sharded=False)
     best = train_head.train(config, tmp_path)
     assert best == pytest.approx(run[1])

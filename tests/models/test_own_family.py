@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 
 import jax
 import numpy as np
 import pytest
+from support.files import experiment_files, head_training
 from support.gated_family import GatedConfig
 from support.tiny_models import LLAMA, TINY, random_weights
 
-from configs import evaluate_zoo, train_head_default
+from configs import evaluate_zoo
 from experiments import evaluate, train_head
 from spec_jax import LoadedHead, SpeculativeConfig, SpeculativeDecoder, load_draft, load_model
-from spec_jax.data import python_source, tokens
 from spec_jax.drafters.mtp.checkpoint import write_mtp
 from spec_jax.drafters.mtp.model import MtpConfig, init_mtp
 from spec_jax.errors import ConfigError
 from spec_jax.models import transformer
 from spec_jax.models.checkpoint import load_pretrained, save_pretrained
 from spec_jax.models.families import Family, family_of, register
-from spec_jax.models.tokenizer import Tokenizer
 
 GATED = GatedConfig(**TINY, num_attention_heads=4, num_key_value_heads=2)
 PROMPTS = [[1, 2, 3], [9, 8, 7, 6, 5]]
@@ -85,24 +83,8 @@ def test_it_decodes_speculatively(directories, name):
 @pytest.mark.parametrize("objective", ["eagle3", "mtp"])
 def test_heads_are_trained_for_it_evaluated_and_exported(tmp_path, objective):
     """By the experiments, as for any other target."""
-    texts = [text for _, text in python_source.documents("held_out")[:2]]
-    tokenizer = Tokenizer(tokens.train_tokenizer(texts, 300))
-    shape = dataclasses.replace(GATED, vocab_size=300, max_position_embeddings=64)
-    save_pretrained(tmp_path / "target", random_weights(shape), shape, tokenizer)
-    pieces = [text[i : i + 400] for text in texts for i in range(0, 4000, 400)]
-    for name, rows in {
-        "texts.jsonl": [{"text": piece} for piece in pieces],
-        "prompts.jsonl": [{"prompt": piece[:9]} for piece in pieces[:3]],
-    }.items():
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = train_head_default.get_config()
-    config.target, config.objective = str(tmp_path / "target"), objective
-    config.data.text, config.data.held_out_share = str(tmp_path / "texts.jsonl"), 0.2
-    config.loss.num_steps = 2
-    config.steps, config.batch, config.length, config.log_every = 4, 2, 18, 1
-    options = dict(num_prompts=3, max_new_tokens=8, batch=3, windows=2)
-    config.eval.update(every=4, num_draft=2, prompts=str(tmp_path / "prompts.jsonl"), **options)
-    train_head.train(config, tmp_path / "run")
+    experiment_files(tmp_path, GATED)
+    train_head.train(head_training(tmp_path, objective), tmp_path / "run")
     export = str(tmp_path / "run" / "export")
     config = evaluate_zoo.get_config()
     config.target, config.drafts = str(tmp_path / "target"), export

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support import decode_worker
+from support.files import tiny_config, tokenizer_of, write_lines
 from support.launched import begin, run
 from support.tiny_models import random_weights
 
@@ -21,11 +22,8 @@ from experiments import launch
 from experiments.regenerate import regenerate
 from experiments.run import inputs
 from spec_jax import processes
-from spec_jax.data import tokens
 from spec_jax.errors import ConfigError
 from spec_jax.models import checkpoint
-from spec_jax.models.config import ModelConfig
-from spec_jax.models.tokenizer import Tokenizer
 
 WORKER = "support.process_worker"
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -69,19 +67,14 @@ def test_two_processes_decode_what_one_device_decodes(tmp_path):
 @pytest.mark.exhaustive
 def test_two_processes_regenerate_the_lines_of_one_device(tmp_path):
     text = ["def f(x):\n    return x + 1\n", "for i in range(10):\n    print(i)\n"]
-    tokenizer = Tokenizer(tokens.train_tokenizer(text * 20, 280))
-    options = dict(
-        num_attention_heads=4, max_position_embeddings=64, eos_token_id=tuple(range(5, 30))
-    )
-    config = ModelConfig(
-        vocab_size=288, hidden_size=16, intermediate_size=24, num_hidden_layers=1, **options
-    )
+    tokenizer = tokenizer_of(text * 20, 280)
+    options = dict(max_position_embeddings=64, eos_token_id=tuple(range(5, 30)))
+    config = tiny_config(vocab_size=288, num_attention_heads=4, **options)
     for seed, name in enumerate(("target", "draft")):
         weights = random_weights(config, seed)
         checkpoint.save_pretrained(tmp_path / name, weights, config, tokenizer)
     prompts = [f"def f{i}(x): return {i}" for i in range(7)]
-    lines = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
-    (tmp_path / "prompts.jsonl").write_text(lines)
+    write_lines(tmp_path / "prompts.jsonl", ({"prompt": prompt} for prompt in prompts))
     values = dict(target=str(tmp_path / "target"), draft=str(tmp_path / "draft"), num_prompts=0)
     values |= dict(prompts=str(tmp_path / "prompts.jsonl"), max_prompt_tokens=32, batch=4)
     values |= dict(max_new_tokens=8, log_every_s=0, temperatures=(1.0,))

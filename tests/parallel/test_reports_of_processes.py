@@ -4,16 +4,14 @@ import json
 
 import jax
 import pytest
+from support.files import held_out, tiny_config, tokenizer_of, write_lines
 from support.launched import run
 from support.tiny_models import random_weights
 
 from configs import decode_default, evaluate_zoo
 from experiments.decode import decode
 from experiments.evaluate import evaluate
-from spec_jax.data import python_source, tokens
 from spec_jax.models.checkpoint import save_pretrained
-from spec_jax.models.config import ModelConfig
-from spec_jax.models.tokenizer import Tokenizer
 
 COUNTS = ("emitted", "first", "accepted", "corrected", "bonus", "drafted", "rounds")
 
@@ -22,16 +20,14 @@ COUNTS = ("emitted", "first", "accepted", "corrected", "bonus", "drafted", "roun
 def files(tmp_path_factory):
     """A target, a draft and prompts."""
     folder = tmp_path_factory.mktemp("files")
-    text = python_source.documents("held_out")[0][1]
-    tokenizer = Tokenizer(tokens.train_tokenizer([text], 300))
-    options = dict(num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=64)
-    config = ModelConfig(vocab_size=300, hidden_size=16, intermediate_size=24, **options)
+    (text,) = held_out(1)
+    tokenizer, config = tokenizer_of([text]), tiny_config(max_position_embeddings=64)
     weights = random_weights(config)
     near = jax.tree.map(lambda w, noise: w + 0.2 * noise, weights, random_weights(config, 1))
     for name, values in (("target", weights), ("draft", near)):
         save_pretrained(folder / name, values, config, tokenizer)
-    lines = [json.dumps({"prompt": text[i : i + 12]}) for i in (0, 40, 90, 200)]
-    (folder / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    prompts = ({"prompt": text[i : i + 12]} for i in (0, 40, 90, 200))
+    write_lines(folder / "prompts.jsonl", prompts)
     return folder
 
 

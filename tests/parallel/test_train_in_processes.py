@@ -1,21 +1,18 @@
 """Training in two processes: the losses and the figures of one device, checkpoints that move."""
 
-import json
 import signal
 
 import jax
 import numpy as np
 import pytest
 from support import train_worker
+from support.files import held_out, pieces_of, tiny_config, tokenizer_of, write_lines
 from support.launched import begin, run
 from support.tiny_models import random_weights
 
-from spec_jax.data import python_source, tokens
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.loading import load_model, random_head
-from spec_jax.models import checkpoint
-from spec_jax.models.config import ModelConfig
-from spec_jax.models.tokenizer import Tokenizer
+from spec_jax.models.checkpoint import save_pretrained
 from spec_jax.train.log import read_metrics
 
 WORKER = "support.train_worker"
@@ -25,19 +22,13 @@ WORKER = "support.train_worker"
 def files(tmp_path_factory):
     """A target, a head, texts and prompts."""
     folder = tmp_path_factory.mktemp("files")
-    documents = python_source.documents("held_out")[:6]
-    tokenizer = Tokenizer(tokens.train_tokenizer([text for _, text in documents], 300))
-    options = dict(num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=128)
-    config = ModelConfig(vocab_size=300, hidden_size=16, intermediate_size=24, **options)
-    checkpoint.save_pretrained(folder / "target", random_weights(config), config, tokenizer)
+    texts, config = held_out(6), tiny_config()
+    save_pretrained(folder / "target", random_weights(config), config, tokenizer_of(texts))
     head = random_head(EagleConfig.of_target(config, 1), jax.random.key(1))
     head.save(folder / "head", load_model(folder / "target"))
-    pieces = [text[i : i + 400] for _, text in documents for i in range(0, 2000, 400)]
-    for name, row in {
-        "texts.jsonl": lambda x: {"text": x},
-        "prompts.jsonl": lambda x: {"prompt": x[:20]},
-    }.items():
-        (folder / name).write_text("".join(json.dumps(row(x)) + "\n" for x in pieces))
+    pieces = pieces_of(texts, 2000)
+    write_lines(folder / "texts.jsonl", ({"text": piece} for piece in pieces))
+    write_lines(folder / "prompts.jsonl", ({"prompt": piece[:20]} for piece in pieces))
     return folder
 
 

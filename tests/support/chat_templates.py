@@ -4,8 +4,6 @@ The texts are ours: each does what its family's template does where rendering, s
 refusals depend on it.
 """
 
-import json
-
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -175,7 +173,7 @@ TALK = talk("What is 2 + 2?", ANSWERS[0], "And a café?", ANSWERS[1], "more", AN
 
 
 def write_lines(path, records):
-    path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    write_lines(path, records)
     return path
 
 

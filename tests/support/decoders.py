@@ -11,11 +11,13 @@ import numpy as np
 from spec_jax import decoding
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.contracts import Context
+from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine.request import make_request
 from spec_jax.rules import make_rule
 from spec_jax.sampling import make_sampler
 
 PENALISED = dict(presence_penalty=0.4, frequency_penalty=0.3, logit_bias=((3, 1.0), (4, -np.inf)))
+HOT = SamplerConfig(temperature=3.0)  # coupled noise then often gives both the same token
 MIXED_SAMPLERS = [
     SamplerConfig(temperature=1.0, seed=11),
     SamplerConfig(temperature=0.0, repetition_penalty=1.3, seed=12),
@@ -46,6 +48,33 @@ def propose(system, params, state):
     request = state.tokens, state.length, greedy, state.sampler.seed
     context = Context(*request, is_coupled=False, has_probs=True, has_logits=True)
     return system.drafter.propose(params["draft"], state.draft, context, system.num_draft)[0]
+
+
+def run(system, params, state, rounds):
+    """The state after at most ``rounds`` rounds, and the chunk."""
+    none = jnp.zeros(len(state.finish), jnp.int32)
+    return decoding.generate(params, state, none, jnp.int32(rounds), system=system)
+
+
+@functools.partial(jax.jit, static_argnames="target")
+def features_of(target, params, tokens):
+    """The states that the drafter reads, of tokens that no cache precedes."""
+    return target.forward(params["target"], tokens).features
+
+
+def changed_draft(change):
+    """``make(target)`` of a draft model whose proposals are ``change(proposal, context)``."""
+
+    def make(target):
+        honest = standalone(target.model)
+
+        def propose(params, state, context, num_draft):
+            proposal, state = honest.propose(params, state, context, num_draft)
+            return change(proposal, context), state
+
+        return honest._replace(name="mutant", propose=propose)
+
+    return make
 
 
 def start(decoder, prompts, max_new_tokens, sampler, system=None, **options):

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from support.decoders import prefill, propose, rule  # noqa: F401
+from support.decoders import HOT, features_of, prefill, propose, rule, run  # noqa: F401
+from support.numpy_layers import np_mlp, np_norm, np_rope
 from support.tiny_models import LLAMA, random_tensor, random_weights
 
 from spec_jax import decoding
-from spec_jax.config import SamplerConfig
 from spec_jax.drafters.eagle.model import EagleConfig, eagle, head_table
 from spec_jax.models import transformer
 
@@ -58,19 +56,6 @@ def system_of(config, strategy="greedy", num_draft=3):
 # ------------------------------------------------------------------------ NumPy reference
 
 
-def np_norm(x, w):
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + LAYER.rms_norm_eps) * w
-
-
-def np_rope(x, position):
-    half = x.shape[-1] // 2
-    angle = position * LAYER.rope.rope_theta ** (-np.arange(half) / half)
-    a, b = x[..., :half], x[..., half:]
-    return np.concatenate(
-        [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1
-    )
-
-
 class NumpyHead:
     """A head fed one pair at a time; keys and values in a list."""
 
@@ -111,9 +96,7 @@ class NumpyHead:
             weights = np.exp(scores - scores.max())
             out.append(sum(p * v[g] for p, v in zip(weights / weights.sum(), self.values)))
         x = start + np.concatenate(out) @ w["o"]
-        h = np_norm(x, w["mlp_norm"])
-        gate = h @ w["gate"]
-        return x + (gate / (1 + np.exp(-gate)) * (h @ w["up"])) @ w["down"]
+        return np_mlp(x, w)
 
     def logits(self, x, target_head):
         if self.c.version == 1:
@@ -128,16 +111,11 @@ class NumpyHead:
         return np_norm(x, self.w["norm"]) if self.c.norm_output else x
 
 
-@functools.partial(jax.jit, static_argnames="target")
-def features_of(target, params, tokens):
-    return target.forward(params, tokens).features[0]
-
-
 def np_draft(config, params, prompt, pending, num_draft):
     """Greedy drafts and their logits after a prompt, every pair fed afresh."""
     target = transformer.model(TARGET, config.taps)
     padded = jnp.asarray([[*prompt, *[0] * (SLOTS - len(prompt))]])  # one compiled shape
-    features = features_of(target, params["target"], padded)
+    features = features_of(target, params, padded)[0]
     head = NumpyHead(config, params["draft"]["head"], params["target"]["embed"])
     target_head = np.asarray(params["target"]["head"], np.float64)
     for feature, token in zip(np.asarray(features, np.float64), [*prompt[1:], pending]):
@@ -151,12 +129,4 @@ def np_draft(config, params, prompt, pending, num_draft):
     return drafts, np.stack(rows)
 
 
-HOT = SamplerConfig(temperature=3.0)  # coupled noise then often gives both the same token
-
-
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7], [2, 7]]
-
-
-def run(system, params, state, rounds):
-    none = jnp.zeros(len(state.finish), jnp.int32)
-    return decoding.generate(params, state, none, jnp.int32(rounds), system=system)

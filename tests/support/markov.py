@@ -14,9 +14,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from oracles import markov
+from support.scripted import Known
 
 from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, host_drafter, testing
-from spec_jax.engine.adaptive.policy import RoundCosts
 from spec_jax.engine.stats import Stats
 from spec_jax.loading import LoadedModel
 
@@ -53,16 +53,6 @@ def draw_from_table(prefix, k, seed):
     return text[len(prefix) :], np.asarray(dists)
 
 
-class Given(dict):
-    """Costs at which K turns with every few acceptances, for every batch: nothing is timed."""
-
-    def __contains__(self, key):
-        return True
-
-    def __missing__(self, key):
-        return RoundCosts({0: 1.0, 1: 1.62, 3: 2.37})
-
-
 def _config(method, rule, **options):
     if not options.keys() & {"tree", "tree_depth"}:
         options["num_speculative_tokens"] = K
@@ -81,7 +71,8 @@ def _of_host(function, **options):
 def _adaptive(rule):
     options = {"is_adaptive": True, "adaptive_buckets": (0, 1, K)}
     decoder = SpeculativeDecoder(TARGET, DRAFT, _config("standalone", rule, **options))
-    decoder.adaptive.costs = Given()
+    # At these costs K turns with every few acceptances.
+    decoder.adaptive.costs = Known({0: 1.0, 1: 1.62, 3: 2.37})
     return decoder
 
 

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from support import decoders
-from support.decoders import propose, rule  # noqa: F401
+from support.decoders import HOT, features_of, propose, rule, run  # noqa: F401
+from support.numpy_layers import np_mlp, np_norm, np_rope
 from support.tiny_models import DEEPSEEK, LLAMA, QWEN3, QWEN3_NEXT, random_tensor, random_weights
 
 from spec_jax import decoding
-from spec_jax.config import SamplerConfig
 from spec_jax.drafters.mtp.model import MtpConfig, mtp, mtp_table
 from spec_jax.models import transformer
 
@@ -38,7 +38,6 @@ CONFIGS = {
 }
 KINDS = {"qwen3": QWEN3, "deepseek": DEEPSEEK, "qwen3-next": QWEN3_NEXT}
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7], [2]]
-HOT = SamplerConfig(temperature=3.0)  # coupled noise then often gives both the same token
 
 
 def modules_of(config):
@@ -63,21 +62,6 @@ def system_of(config, strategy="greedy", num_draft=K):
 # ------------------------------------------------------------------------ NumPy reference
 
 
-def np_norm(x, w):
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + TARGET.rms_norm_eps) * w
-
-
-def np_rope(x):
-    """Of [T,N,H], row t at position t."""
-    half = TARGET.head_dim // 2
-    speed = TARGET.rope.rope_theta ** (-np.arange(half) / half)
-    angle = np.arange(len(x))[:, None, None] * speed
-    a, b = x[..., :half], x[..., half:]
-    return np.concatenate(
-        [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1
-    )
-
-
 class NumpyModule:
     """A module over whole sequences, without a cache."""
 
@@ -95,27 +79,20 @@ class NumpyModule:
         x = np.concatenate([e, h] if self.c.order == "embedding-first" else [h, e], -1) @ w["fc"]
         a = np_norm(x, w["attention_norm"])
         q, k, v = (np.reshape(a @ w[n], (T, -1, H)) for n in "qkv")
-        q, k = np_rope(q), np_rope(k)
+        q, k = np_rope(q, range(T)), np_rope(k, range(T))
         k, v = (np.repeat(z, q.shape[1] // k.shape[1], axis=1) for z in (k, v))
         scores = np.einsum("tnh,snh->nts", q, k) / np.sqrt(H)
         scores = np.where(np.tril(np.ones((T, T), bool)), scores, -np.inf)
         p = np.exp(scores - scores.max(-1, keepdims=True))
         out = np.einsum("nts,snh->tnh", p / p.sum(-1, keepdims=True), v).reshape(T, -1)
         x = x + out @ w["o"]
-        h = np_norm(x, w["mlp_norm"])
-        gate = h @ w["gate"]
-        return x + (gate / (1 + np.exp(-gate)) * (h @ w["up"])) @ w["down"]
+        return np_mlp(x, w)
 
     def logits(self, x):
         return np_norm(x, self.w["norm"]) @ self.w["head"]
 
     def recycle(self, x):
         return np_norm(x, self.w["norm"]) if self.c.recycles_normed else x
-
-
-@functools.partial(jax.jit, static_argnames="target")
-def features_of(target, params, tokens):
-    return target.forward(params["target"], tokens).features
 
 
 def np_draft(config, params, tokens, num_draft=K):
@@ -148,11 +125,6 @@ def np_draft(config, params, tokens, num_draft=K):
 
 def prefill(system, params, new, sampler=None, prompts=PROMPTS):
     return decoders.prefill(system, params, prompts, new, sampler)
-
-
-def run(system, params, state, rounds):
-    none = jnp.zeros(len(state.finish), jnp.int32)
-    return decoding.generate(params, state, none, jnp.int32(rounds), system=system)
 
 
 @functools.partial(jax.jit, static_argnames="system")

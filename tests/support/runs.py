@@ -1,7 +1,11 @@
 """What every run of an experiment leaves in its folder."""
 
+import contextlib
 import json
 import pathlib
+from collections.abc import Iterator
+
+import pytest
 
 from experiments.run import report
 
@@ -19,3 +23,22 @@ def check_run_files(folder: pathlib.Path, experiment: str) -> dict:
     assert environment["cpu_model"] in text and f"jax {environment['jax']}" in text
     assert environment["platform"] in text
     return rep
+
+
+class Stopped(Exception):
+    """What ends a run in ``stopped_at``."""
+
+
+@contextlib.contextmanager
+def stopped_at(experiment: type, step: int) -> Iterator[None]:
+    """A block in which a run of an experiment ends before the batch of a step."""
+    whole = experiment.batch_at
+
+    def batch_at(self, number):
+        if number == step:
+            raise Stopped
+        return whole(self, number)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(experiment, "batch_at", batch_at)
+        yield

@@ -3,6 +3,7 @@
 import functools
 import zlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,6 +15,7 @@ from spec_jax.models.families.bamba import BambaConfig
 from spec_jax.models.families.deepseek import DeepseekConfig
 from spec_jax.models.families.mamba2 import Mamba2Config
 from spec_jax.models.families.qwen3_next import Qwen3NextConfig
+from spec_jax.models.loaded import LoadedModel
 from spec_jax.models.params import assemble
 from spec_jax.rules import MATCH
 
@@ -92,3 +94,10 @@ def plain(config: ModelConfig, params):
     """
     system = System(transformer.model(config), NO_DRAFT, MATCH, 0)
     return system, {"target": params["target"], "draft": None}
+
+
+def large_weights(name: str, config, seed: int) -> LoadedModel:
+    """A model whose predictions depend on the whole context, not on the last token alone."""
+    params = transformer.init_params(config, jax.random.key(seed))
+    params = jax.tree.map(lambda w: 12 * w if w.ndim == 2 else w, params)
+    return LoadedModel(name, transformer.model(config), params, config=config)

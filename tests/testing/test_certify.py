@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.decoders import changed_draft
 
 import spec_jax
 from spec_jax import rng, sampling, testing
@@ -34,21 +35,6 @@ def caught(match: str, **kwargs) -> CertificateError:
     return caught.value
 
 
-def changed(change):
-    """A function make(target) of a toy draft model whose proposals are changed."""
-
-    def make(target):
-        honest = standalone(target.model)
-
-        def propose(params, state, context, num_draft):
-            proposal, state = honest.propose(params, state, context, num_draft)
-            return change(proposal, context), state
-
-        return honest._replace(name="mutant", propose=propose)
-
-    return make
-
-
 def lossless(accept_row) -> Rule:
     return Rule("mutant", batched(accept_row), is_lossless=True, needs_probs=True)
 
@@ -71,7 +57,9 @@ def test_q_at_another_temperature_than_drawn_is_caught():
     def temper(proposal, context):
         return proposal.replace(probs=jax.nn.softmax(jnp.log(proposal.probs) / 1.3, axis=-1))
 
-    error = caught(r"draws token \d with probability 0\.\d+ .* reports", drafter=changed(temper))
+    error = caught(
+        r"draws token \d with probability 0\.\d+ .* reports", drafter=changed_draft(temper)
+    )
     assert "No certificate" in str(error.certificate) and "failed" in repr(error.certificate)
 
 
@@ -163,7 +151,7 @@ def test_a_distribution_that_is_no_number_at_temperature_0_is_caught():
         t = context.sampler.temperature[:, None, None]
         return proposal.replace(probs=proposal.probs * t / t)
 
-    caught(r"mutant.*(nan|stops the row).*draft temperature 0\.0", drafter=changed(divide))
+    caught(r"mutant.*(nan|stops the row).*draft temperature 0\.0", drafter=changed_draft(divide))
 
 
 @pytest.mark.exhaustive
@@ -173,7 +161,7 @@ def test_a_stop_that_looks_at_its_own_token_is_caught():
         n_draft = jnp.cumprod(own >= 0.35, axis=1).sum(axis=1, dtype=jnp.int32)
         return proposal.replace(n_draft=n_draft)
 
-    caught(WHERE, drafter=changed(stop))
+    caught(WHERE, drafter=changed_draft(stop))
 
 
 @pytest.mark.exhaustive
@@ -181,7 +169,7 @@ def test_a_report_that_depends_on_the_draw_is_caught():
     def point(proposal, context):
         return proposal.replace(probs=jax.nn.one_hot(proposal.tokens, proposal.probs.shape[2]))
 
-    caught("the report may not depend on the draw", drafter=changed(point))
+    caught("the report may not depend on the draw", drafter=changed_draft(point))
 
 
 @pytest.mark.exhaustive

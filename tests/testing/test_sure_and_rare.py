@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.decoders import changed_draft
 
 import spec_jax
 from spec_jax.contracts import Rule
-from spec_jax.drafters.standalone.model import standalone
 from spec_jax.named import to_rule
 from spec_jax.rules import batched, by_shape, chain, tree
 from spec_jax.testing import CertificateError
@@ -131,21 +131,6 @@ def test_the_probabilities_that_were_tested_reach_from_underflow_to_certainty():
     ]
 
 
-def changed(change):
-    """A toy draft model that draws from its logits and reports ``change(probs)``."""
-
-    def make(target):
-        honest = standalone(target.model)
-
-        def propose(params, state, context, num_draft):
-            proposal, state = honest.propose(params, state, context, num_draft)
-            return proposal.replace(probs=change(proposal.probs)), state
-
-        return honest._replace(name="mutant", propose=propose)
-
-    return make
-
-
 def normal(probs):
     return probs / probs.sum(axis=-1, keepdims=True)
 
@@ -161,7 +146,8 @@ REPORTS = {
 @pytest.mark.representatives("raises-1e-7")
 @pytest.mark.parametrize("name", REPORTS)
 def test_a_drafter_whose_report_is_wrong_where_a_token_is_rare_is_caught(name):
-    subject, system, forced, _ = one_draft(changed(REPORTS[name]))
+    report = lambda proposal, _: proposal.replace(probs=REPORTS[name](proposal.probs))
+    subject, system, forced, _ = one_draft(changed_draft(report))
     assert not draws_as_reported(system, subject.params, forced, 64).all()
 
 

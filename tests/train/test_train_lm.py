@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.runs import check_run_files
+from support.runs import check_run_files, stopped_at
 
 from configs import train_zoo_draft, train_zoo_target
 from experiments import train_lm
@@ -47,23 +47,6 @@ def metrics(workdir):
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
-def stop_after(monkeypatch, step):
-    """Interrupts the next run once ``step`` steps are saved."""
-
-    class Stop(Exception):
-        pass
-
-    whole = LmExperiment.batch_at
-
-    def batch_at(self, at):
-        if at == step:
-            raise Stop
-        return whole(self, at)
-
-    monkeypatch.setattr(LmExperiment, "batch_at", batch_at)
-    return Stop
-
-
 def test_loss_falls_and_the_export_is_the_trained_model(tmp_path, capsys):
     final = train_lm.train(tiny(), tmp_path)
     *_, last_line = capsys.readouterr().out.splitlines()
@@ -86,14 +69,12 @@ def test_loss_falls_and_the_export_is_the_trained_model(tmp_path, capsys):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", optimizer.OPTIMIZERS)
-def test_resuming_is_bit_exact(tmp_path, monkeypatch, name):
+def test_resuming_is_bit_exact(tmp_path, name):
     config = tiny(steps=6, checkpoint_every_s=0, eval_every=100)
     config.optimizer.name = name
     train_lm.train(config, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        stopped = stop_after(patch, 3)
-        with pytest.raises(stopped):
-            train_lm.train(config, tmp_path / "halves")
+    with stopped_at(LmExperiment, 3):
+        train_lm.train(config, tmp_path / "halves")
     train_lm.train(config, tmp_path / "halves")
     whole, halves = (
         checkpoint.load_pretrained(tmp_path / name / "export")[0] for name in ("whole", "halves")
