@@ -144,7 +144,8 @@ class Drafting:
         usual drafter of ``HeadSpec.functions``, see ``drafters/common/head.py``.
       passes: ``(config, num_draft, tree) -> [DraftPass]``, what a round runs beside the verify
         pass, of the config of a draft model or a head; read it by ``round_passes``. None: none for
-        a kind that needs no draft, and otherwise ``recycled_passes``.
+        a kind that needs no draft, and ``recycled_passes`` for one whose head has ``functions``;
+        others have to say them.
       pass_width: ``(num_draft, tree) -> int``, the tokens a row that weights are laid out for;
         None: those of the widest pass.
       history: ``(config) -> suffix.History``, what keeps the past outputs that are the drafter's
@@ -290,6 +291,11 @@ def register(kind: DrafterKind) -> DrafterKind:
     if drafting.drafter is None and (head is None or head.functions is None):
         raise ConfigError(
             f"drafter kind {kind.name!r} has no `drafter`, and no `functions` of a head to make one"
+        )
+    if drafting.passes is None and drafting.draft != "none" and not (head and head.functions):
+        raise ConfigError(
+            f"drafter kind {kind.name!r} has no `passes`, which plans, timers and predicted "
+            "speed-ups read; only those of a head with `functions` are known"
         )
     for other in _KINDS.values():
         if other.name == kind.name:

@@ -167,6 +167,8 @@ CHANGES = [
     (head(), "'x' has no `drafter`, and no `functions` of a head"),
     (drafting(drafter=len), "'x' has no `head`, and drafts with one: draft is 'head'"),
     (drafting(draft="none", drafter=len) | head(), "'x' has a `head`, and drafts without one"),
+    (drafting(drafter=len) | head(), "'x' has no `passes`, which plans, timers and predicted"),
+    (drafting(draft="model", drafter=len), "'x' has no `passes`"),
 ]
 
 
