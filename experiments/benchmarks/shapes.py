@@ -44,12 +44,12 @@ def random_prompt(target: LoadedModel, config: ConfigDict) -> list[int]:
     return draw.integers(target.model.vocab_size, size=config.prompt_tokens).tolist()
 
 
-def synthetic_chain(k: int, rate: float) -> SpeculativeConfig:
+def synthetic_chain(num_draft: int, rate: float) -> SpeculativeConfig:
     """Returns the config of a chain whose every position is accepted at one rate."""
     return SpeculativeConfig(
-        num_speculative_tokens=k,
+        num_speculative_tokens=num_draft,
         rejection_sampling_strategy="synthetic",
-        synthetic_conditional_rates=(rate,) * k,
+        synthetic_conditional_rates=(rate,) * num_draft,
     )
 
 

@@ -25,16 +25,16 @@ class TimedLoop(NamedTuple):
 
     Attributes:
       method: What drafts; ``TARGET`` if nothing does.
-      k: Drafted tokens per round: the target is fed k + 1 tokens per row.
+      num_draft: Drafted tokens per round: the target is fed num_draft + 1 tokens per row.
       num_passes: Passes of the draft.
     """
 
     method: str
-    k: int
+    num_draft: int
     num_passes: int = 0
 
     def __str__(self) -> str:
-        target = f"target pass of {self.k + 1} tokens"
+        target = f"target pass of {self.num_draft + 1} tokens"
         if not self.num_passes:
             return target
         passes = "first pass" if self.num_passes == 1 else f"{self.num_passes} passes"
@@ -74,7 +74,7 @@ def timer_makers(
             round_timer,
             target,
             drafts.get(what.method),
-            what.k,
+            what.num_draft,
             what.num_passes,
             slots,
             batch,
@@ -184,25 +184,25 @@ class Costs(NamedTuple):
         marked = (self.insignificant or {}).get(method, ())
         return 0 not in marked if method in self.draft_ms else not marked
 
-    def draft_cost(self, method: str, k: int = 0) -> float:
+    def draft_cost(self, method: str, num_draft: int = 0) -> float:
         """Returns the cost of one drafted token in plain passes; NaN if it was not measured.
 
         Args:
           method: What drafts. Copied tokens count as free.
-          k: Drafted tokens per round: the mean of them, of which the first takes a wider pass,
-            linear between the ks that were measured; 0: the cost of the other passes.
+          num_draft: Drafted tokens per round: the mean of them, of which the first takes a wider
+            pass, linear between the Ks that were measured; 0: the cost of the other passes.
         """
         if method in copying_methods():
             return 0.0
         first_ms = (self.first_ms or {}).get(method)
         pass_ms = self.draft_ms.get(method, 0.0 if first_ms else float("nan"))
-        if k and first_ms:
-            pass_ms += (_between(first_ms, k) - pass_ms) / k
+        if num_draft and first_ms:
+            pass_ms += (_between(first_ms, num_draft) - pass_ms) / num_draft
         return pass_ms / self.plain_ms
 
-    def verify_cost(self, k: int) -> float:
-        """Returns the cost of a pass of k + 1 tokens in plain passes; linear between widths."""
-        return _between(self.verify_ms, k + 1) / self.plain_ms
+    def verify_cost(self, num_draft: int) -> float:
+        """Returns the cost of a pass of K + 1 tokens in plain passes; linear between widths."""
+        return _between(self.verify_ms, num_draft + 1) / self.plain_ms
 
 
 def _is_significant(added_ms: np.ndarray) -> bool:
@@ -219,7 +219,7 @@ def _between(measured: Mapping[int, float], size: int) -> float:
     return float(np.interp(size, sizes, [times[key] for key in sizes]))
 
 
-def predict(costs: Costs, result: CellResult, k: int | None = None) -> float:
+def predict(costs: Costs, result: CellResult, num_draft: int | None = None) -> float:
     """Returns the speed-up that a result's acceptance predicts, for its own K or a smaller one.
 
     Of rounds only the passes count: the rest (rule, commit, dispatch) is left out, so what is
@@ -229,7 +229,7 @@ def predict(costs: Costs, result: CellResult, k: int | None = None) -> float:
     Args:
       costs: The costs of the passes.
       result: What was measured.
-      k: Drafted tokens per round; by default the result's.
+      num_draft: Drafted tokens per round; by default the result's.
 
     Returns:
       The speed-up; NaN for a tree, whose passes were not measured.
@@ -237,12 +237,14 @@ def predict(costs: Costs, result: CellResult, k: int | None = None) -> float:
     cell, stats = result.cell, result.stats
     if cell.tree:
         return float("nan")
-    k = cell.k if k is None else k
-    if k == 0:
+    num_draft = cell.k if num_draft is None else num_draft
+    if num_draft == 0:
         return 1.0
     before = [stats.rounds, *stats.drafted_at]
     rates = [
         rate * offered / earlier if earlier else float("nan")
         for rate, offered, earlier in zip(stats.acceptance_by_position, before[1:], before)
     ]
-    return predicted_speedup(rates[:k], costs.draft_cost(cell.method, k), costs.verify_cost(k))
+    return predicted_speedup(
+        rates[:num_draft], costs.draft_cost(cell.method, num_draft), costs.verify_cost(num_draft)
+    )

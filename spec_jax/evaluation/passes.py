@@ -255,7 +255,7 @@ def pass_timer(
 def round_timer(
     target: LoadedModel,
     draft: LoadedModel | LoadedHead | None,
-    k: int,
+    num_draft: int,
     num_passes: int,
     slots: int,
     batch: int,
@@ -267,9 +267,9 @@ def round_timer(
     caches, from which the others drive them out in a round.
 
     Args:
-      target: The target, which is fed k + 1 tokens per row.
+      target: The target, which is fed num_draft + 1 tokens per row.
       draft: What drafts; None if no pass does.
-      k: Drafted tokens per round.
+      num_draft: Drafted tokens per round.
       num_passes: Passes of the draft: the first, which scores the first draft, and others that
         feed one token per row. Where passes are not told apart (see ``can_split``), any number but
         0 stands for all of them.
@@ -277,29 +277,31 @@ def round_timer(
       batch: B, rows.
       iterations: The number of rounds in a call.
     """
-    params = target.cpu_layout.prepare((k + 1) * batch)
-    steps = [model_step(target.model, params, k + 1, slots, batch)]
+    params = target.cpu_layout.prepare((num_draft + 1) * batch)
+    steps = [model_step(target.model, params, num_draft + 1, slots, batch)]
     if num_passes:
-        params = draft_params(draft, params, batch, k)
+        params = draft_params(draft, params, batch, num_draft)
         if can_split(draft, target):
-            first, later = _draft_steps(target, draft, params, k, slots, batch)
+            first, later = _draft_steps(target, draft, params, num_draft, slots, batch)
             steps += [first, repeated(later, num_passes - 1)][:num_passes]
         else:
-            config, model = SpeculativeConfig(draft.method, k), tapped_model(target, draft)
-            system = System(target.model, make_drafter(config, model, draft), GREEDY, k)
+            config, model = SpeculativeConfig(draft.method, num_draft), tapped_model(target, draft)
+            system = System(target.model, make_drafter(config, model, draft), GREEDY, num_draft)
             steps.append(drafting_step(system, params, slots, batch))
     return steps_timer(steps, batch, iterations)
 
 
-def _draft_steps(target, draft, params, k, slots, batch):
+def _draft_steps(target, draft, params, num_draft, slots, batch):
     """Returns the first pass of a round, and one of the others."""
     drafting = registry.find(draft.method).drafting
     if drafting.draft == "model":
-        first = drafting.round_passes(draft.config, k)[0]
+        first = drafting.round_passes(draft.config, num_draft)[0]
         step = functools.partial(model_step, draft.model, params, slots=slots, batch=batch)
         return step(width=first.width, scored=first.scored), step(width=1, scored=1)
     head = head_of(draft, target.model)
-    refresh = refresh_step(head_drafter(head), target.model, params, k + 1, slots, batch, head)
+    refresh = refresh_step(
+        head_drafter(head), target.model, params, num_draft + 1, slots, batch, head
+    )
     return refresh, head_step(head, params, slots, batch)
 
 

@@ -215,7 +215,7 @@ def test_all_its_passes_are_timed_together(head):
     wanted = costs.timer_makers(TARGET, {"block": head}, {"block": {2, 5}}, 64, 1)
     passes = [costs.TimedLoop("target", k) for k in (0, 2, 5)]
     assert [*wanted] == [*passes, costs.TimedLoop("block", 2, 2), costs.TimedLoop("block", 5, 2)]
-    times = {what: np.full(4, 2.0 + what.num_passes * what.k) for what in wanted}
+    times = {what: np.full(4, 2.0 + what.num_passes * what.num_draft) for what in wanted}
     found = costs.Costs.of_times(times, slots=64, batch=1)
     assert found.first_ms == {"block": {2: 4.0, 5: 10.0}}
     assert found.draft_cost("block", 5) == 10 / 5 / 2 and found.is_significant("block")
