@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import pickle
 import zipfile
 from typing import Any
 
@@ -85,6 +84,8 @@ class Pickles:
 
 def _load(file: pathlib.Path) -> dict[str, Any]:
     """Returns the tensors by name; nothing else is unpickled."""
+    if file.exists() and not file.is_file():
+        raise WeightsError(f"{file} is not a regular file")
     try:
         import torch
     except ImportError as error:
@@ -95,8 +96,9 @@ def _load(file: pathlib.Path) -> dict[str, Any]:
     try:
         is_mapped = zipfile.is_zipfile(file)
         tensors = torch.load(str(file), map_location="cpu", weights_only=True, mmap=is_mapped)
-    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        raise WeightsError(f"{file} cannot be read by torch: {error}") from error
+    except Exception as error:  # a damaged pickle fails in any way
+        said = f"{type(error).__name__}: {error}"
+        raise WeightsError(f"{file} cannot be read by torch: {said:.500}") from error
     is_sound = isinstance(tensors, dict) and all(
         isinstance(x, torch.Tensor) for x in tensors.values()
     )
