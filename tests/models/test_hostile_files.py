@@ -245,6 +245,11 @@ def test_stop_tokens_out_of_range_name_the_file_that_states_them(tmp_path):
     message = r"generation_config\.json: eos_token_id is \[2, 31\]; expected an id from 0 to 30"
     with pytest.raises(ConfigError, match=message):
         read_config(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 2}')
+    for wrong in (10**6, "2"):  # though the other file decides
+        write_config(tmp_path, "llama", "eos_token_id", wrong)
+        with pytest.raises(ConfigError, match=rf"/config\.json: eos_token_id is {wrong!r}"):
+            read_config(tmp_path)
 
 
 @pytest.mark.parametrize("outside", ["../{}", "{}", "a/../../{}", "..\\{}", "C:\\{}", "", "."])

@@ -159,11 +159,11 @@ def read_config(directory: str | pathlib.Path) -> AnyConfig:
     generated = read_json(generation).get("eos_token_id") if generation.exists() else None
     with naming(generation):
         check_stop_tokens(generated, hf.get("vocab_size"))
-    if generated is not None:
-        hf["eos_token_id"] = generated
     with naming(file):
         family = _family_of(hf, directory)
         check_stop_tokens(hf.get("eos_token_id"), hf.get("vocab_size"))
+        if generated is not None:
+            hf["eos_token_id"] = generated
         return family.config.from_hf(hf)
 
 
