@@ -189,7 +189,7 @@ class HeadSpec:
       check: ``(config, params, owner)``, raises WeightsError where the parameters are not those of
         the config; None: by ``table``.
       has_panels: ``(config) -> bool``, whether every matrix but embeddings is applied by
-        ``layout.matmul``.
+        ``cpu_layout.matmul``.
     """
 
     config_class: type
