@@ -94,7 +94,7 @@ def run(
         draw(folder / file)
     from experiments.comparison.page.page import write_page  # needs jinja2, slow to import
 
-    write_page(folder / "report.html", rep, evaluation.answers())
+    write_page(folder / "report.html", rep, results, evaluation.answers())
     reports.print_results(rep, results, profiles, folder, is_short=is_short)
     return rep
 
@@ -170,6 +170,7 @@ def _drawings(
     drawings = {"acceptance.png": lambda path: plots.plot_acceptance(path, shown)}
     if (known := costs.get(shown[0].batch)) is not None:
         drawings["speedup.png"] = lambda path: plots.plot_speedup(path, shown, known)
+        drawings["predicted.png"] = lambda path: plots.plot_predicted(path, shown)
     if shown[0].categories and shown[0].batch == 1:
         drawings["categories.png"] = lambda path: plots.plot_categories(path, shown)
     if len(reports.by_batch(results)) > 1:

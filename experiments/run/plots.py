@@ -1,4 +1,4 @@
-"""The plots of a run, as PNG and PDF files, to be read in grey too."""
+"""The plots of a run, as PNG, PDF and SVG files, to be read in grey too."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ COLORS = {  # Okabe and Ito's palette
 MARKERS = "osD^vPX*"
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (3, 3)), (0, (1, 3)), (0, (8, 2)))
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C564B")
+TITLE = "title: "  # begins the gid of a point whose text a page shows, in the SVG file
 _STYLE = STYLE | {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "spec_jax",  # equal plots are equal files
     "figure.dpi": 130,
     "axes.prop_cycle": cycler(color=CYCLE) + cycler(linestyle=LINES),
 }
@@ -57,7 +60,7 @@ def panels(
 ) -> Iterator[Sequence[Any]]:
     """Yields the axes of a figure, and saves it; every axis with labels has a legend.
 
-    Beside the PNG file ``path`` there will be a PDF file, for papers.
+    Beside the PNG file ``path`` there will be a PDF file, for papers, and an SVG file, for pages.
     """
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(
@@ -70,6 +73,7 @@ def panels(
         if processes.is_writer():
             figure.savefig(path)
             figure.savefig(path.with_suffix(".pdf"), metadata={"CreationDate": None})
+            figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
         plt.close(figure)
 
 

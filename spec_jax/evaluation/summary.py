@@ -49,15 +49,19 @@ def interval_text(result: CellResult) -> str:
     return f"{speedup.low:.2f} to {speedup.high:.2f}{'' if speedup.excludes_1 else ' ?'}"
 
 
+def identical_text(result: CellResult) -> str:
+    """Says whether every token equals plain decoding's, as the column "identical" does."""
+    if result.is_identical is False:
+        ties = ", near ties" if result.has_near_ties_alone else ""
+        return f"no ({result.identical_rows}/{result.rows} rows{ties})"
+    if not result.is_lossless:
+        return "– (lossy)"
+    return "yes" if result.is_identical else "–"
+
+
 def _row(result: CellResult) -> list[str]:
     cell, is_plain = result.cell, result.cell.is_plain
     rates = (number(x.value).replace("0.", ".", 1) for x in result.acceptance)
-    identical = {True: "yes", False: "no", None: "–"}[result.is_identical]
-    if identical == "no":
-        ties = ", near ties" if result.has_near_ties_alone else ""
-        identical = f"no ({result.identical_rows}/{result.rows} rows{ties})"
-    elif not result.is_lossless:
-        identical = "– (lossy)"
     return [
         f"{cell.method} {cell.tree}" if cell.tree else cell.method,
         "–" if is_plain else str(cell.k),
@@ -70,7 +74,7 @@ def _row(result: CellResult) -> list[str]:
         number(result.speedup.value, ".2f", "x"),
         "–" if is_plain else interval_text(result),
         "–" if is_plain else number(result.predicted_speedup, ".2f", "x"),
-        identical,
+        identical_text(result),
     ]
 
 

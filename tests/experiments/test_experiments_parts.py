@@ -371,9 +371,9 @@ def test_memory_that_the_system_does_not_tell_is_left_out(tmp_path, monkeypatch)
 def test_every_series_has_a_marker_and_a_line_of_its_own():
     """So that it can be read in grey."""
     names = ["ngram", "standalone", "eagle-1", "eagle-3", "mtp", "suffix"]
-    found = comparison_plots._series([result(name) for name in names], 0.0)
-    for part in ("marker", "line", "color"):
-        assert len({getattr(series, part) for series in found}) == len(names)
+    found = comparison_plots._series([result(name) for name in names])
+    for part in ("marker", "linestyle", "color"):
+        assert len({series.look[part] for series in found}) == len(names)
 
 
 def test_a_table_in_markdown_keeps_its_columns():

@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from experiments.comparison.page.view import name
+from spec_jax.evaluation.cells import Cell
 
 BUDGET_BYTES = 300_000  # of all answers of a page
 MAX_TOKENS = 512  # of one turn
@@ -131,7 +131,7 @@ class _Packed:
 
     def _unit(self, line: Mapping[str, Any]) -> None:
         cell = {
-            "label": name(line),
+            "label": Cell(*(line.get(name) for name in Cell._fields)).name,
             "temperature": line["temperature"],
             "k": line["k"],
             "batch": line.get("batch", 1),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import functools
+import math
 import pathlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,43 +13,49 @@ import jinja2
 from markupsafe import Markup
 
 from experiments.comparison.page import answers as packing
-from experiments.comparison.page import charts, details, view
+from experiments.comparison.page import view
 from experiments.run import report as reports
+from experiments.run.plots import CYCLE, TITLE
+from spec_jax.evaluation.results import CellResult
+from spec_jax.evaluation.summary import MEANINGS, identical_text, interval_text, number
 from spec_jax.show.page import COLORS, MEANING
 
 _FOLDER = pathlib.Path(__file__).parent
-_TYPES = {".svg": "image/svg+xml", ".png": "image/png"}
+_INKS = {  # colours of matplotlib's files, and those of the page's theme in their place
+    "#000000": "currentColor",
+    "fill: #ffffff": "fill: none",
+    **dict.fromkeys(("#737373", "#b0b0b0"), "var(--soft)"),
+    **{color.lower(): f"var(--m{i})" for i, color in enumerate(CYCLE, 1) if color != "#000000"},
+}
 
 
 def write_page(
     path: pathlib.Path,
     report: Mapping[str, Any],
+    results: Sequence[CellResult] = (),
     answers: Iterable[Mapping[str, Any]] = (),
-    plots: Sequence[pathlib.Path] = (),
 ) -> None:
     """Writes the page of a run; a section appears if its data exists.
 
     Args:
-      path: The file, report.html. Of several processes one writes.
-      report: What report.json holds, with "results" as ``experiments.decode`` makes them, and in
-        each of them, if they were measured, "batch", "accept_intervals", "categories"
-        (by name: "tau", "speedup", "speedup_interval", "questions"), "round_ms", "round_parts_ms"
-        (by stage) and "difference_ms" (by name, what the prediction does not explain).
+      path: The file, report.html. The plots are SVG files beside it, see ``comparison.plots``. Of
+        several processes one writes.
+      report: What report.json holds.
+      results: What was measured of each cell.
       answers: Lines of answers.jsonl, see ``answers``; some of them are shown token by token.
-      plots: SVG or PNG files that are shown too.
     """
-    reports.write_text(path, render(report, answers, plots))
+    plots = {file.stem: file.read_text(encoding="utf-8") for file in path.parent.glob("*.svg")}
+    reports.write_text(path, render(report, results, answers, plots))
 
 
 def render(
     report: Mapping[str, Any],
+    results: Sequence[CellResult] = (),
     answers: Iterable[Mapping[str, Any]] = (),
-    plots: Sequence[pathlib.Path] = (),
+    plots: Mapping[str, str] | None = None,
 ) -> str:
-    """Returns the page of a run as text; see ``write_page``."""
+    """Returns the page of a run as text; see ``write_page``, ``plots`` are texts by name."""
     report = reports.plain(report)
-    results = report.get("results") or []
-    looks = charts.looks([r["method"] for r in results])
     packed = packing.select(answers)
     text = _template().render(
         version=(report.get("environment") or {}).get("spec_jax", ""),
@@ -58,19 +65,17 @@ def render(
         command=report.get("command"),
         conclusions=report.get("conclusions") or (),
         notes=report.get("notes") or (),
-        looks={name: look for name, look in looks.items() if name != "plain"},
         headline=view.headline(results),
-        methods=view.methods_table(results, looks),
-        over_k=view.over_k(results, looks),
-        categories=details.by_category(results, looks),
-        acceptance=view.acceptance(results, looks),
-        batches=view.over_batch(results, looks),
-        predicted=details.predicted(results, looks),
+        methods=view.methods_table(results),
+        categories=view.by_category(results),
+        stops=view.stops(results),
+        predicted=view.predicted(results),
+        plots={name: inline(text) for name, text in (plots or {}).items()},
         tokens=packed,
         conditions=_conditions(report),
-        images=[_image(plot) for plot in plots],
         colors={kind: _channels(color) for kind, color in COLORS.items()},
         meaning=MEANING,
+        meanings=MEANINGS,
         css=Markup(_read("report.css")),
         js=Markup(_read("report.js") + (_read("tokens.js") if packed else "")),
     )
@@ -87,10 +92,25 @@ def _template() -> jinja2.Template:
         undefined=jinja2.StrictUndefined,
     )
     env.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    env.filters["number"] = lambda value: "" if view.text(value) == "–" else f"{value:.6g}"
-    env.filters["fixed"] = view.text
-    env.tests["a_number"] = lambda value: view.text(value) != "–"
+    env.filters["number"] = lambda x: "" if x is None or math.isnan(x) else f"{x:.6g}"
+    env.filters |= {"fixed": number, "interval": interval_text, "identical": identical_text}
     return env.get_template("report.html.jinja")
+
+
+def inline(svg: str) -> Markup:
+    """Returns a file of matplotlib's as an element of the page, in the colours of its theme.
+
+    The points' titles are shown where the pointer is, and are the alternative text together.
+    """
+    of_file = r"<metadata>.*?</metadata>|<style.*?</style>|font-family: [^;]*; "
+    text = re.sub(of_file, "", svg, flags=re.DOTALL)
+    for color, ink in _INKS.items():
+        text = text.replace(color, ink)
+    titles = re.findall(f'<g id="{TITLE}(.*?)">', text)
+    text = re.sub(f'<g id="{TITLE}(.*?)">', r"<g><title>\1</title>", text)
+    text = re.sub(r'<g id=".*?">', "<g>", text)  # other plots have the same ids
+    begin = f'<svg role="img" aria-label="{"; ".join(titles)}"'
+    return Markup(begin + text[text.index("<svg") + len("<svg") :])
 
 
 def _channels(color: str) -> str:
@@ -102,11 +122,6 @@ def _title(report: Mapping[str, Any]) -> str:
     target = (report.get("models") or {}).get("target")
     of = f" of {reports.names_of([target['name']])[0]}" if target else ""
     return f"Speculative decoding{of}, compared with plain decoding"
-
-
-def _image(plot: pathlib.Path) -> dict[str, str]:
-    data = base64.b64encode(plot.read_bytes()).decode("ascii")
-    return {"title": plot.stem, "source": f"data:{_TYPES[plot.suffix]};base64,{data}"}
 
 
 def _conditions(report: Mapping[str, Any]) -> list[tuple[str, str]]:
