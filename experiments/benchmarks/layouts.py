@@ -19,10 +19,10 @@ from experiments.benchmarks.layouts_advice import (
     section,
     widths_of,
 )
-from experiments.benchmarks.rounds import DTYPES, in_dtype
-from experiments.benchmarks.shapes import listed, random_model
+from experiments.benchmarks.shapes import DTYPES, listed, random_model
 from experiments.benchmarks.table import Result
 from experiments.run import cli
+from spec_jax.evaluation.bench import in_dtype
 from spec_jax.evaluation.passes import ITERATIONS, pass_timer
 from spec_jax.evaluation.timing import interleave, measure_all
 from spec_jax.loading import LoadedModel, load_model

@@ -22,18 +22,13 @@ from spec_jax.contracts import Context, Drafter, ForwardOutput, Model, Proposal
 from spec_jax.decoding import DecodeState, System
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.engine.stats import Stats, row_stats
+from spec_jax.evaluation.bench import cast
 from spec_jax.evaluation.timing import Timer
 from spec_jax.sampling import argmax, make_sampler
 from spec_jax.tree import DynamicTree, Tree
 
 ROUNDS = 64  # in one call, so that the dispatch does not count
 _NO_LIMIT = 2**31 - 1
-
-
-def cast(tree, dtype):
-    """Returns a tree with its floating-point arrays in another dtype."""
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-    return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
 
 
 def start(

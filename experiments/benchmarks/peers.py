@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 from ml_collections import ConfigDict
 
 from experiments.benchmarks.peers_report import (
@@ -27,12 +28,14 @@ from experiments.benchmarks.peers_report import (
     record_of,
     sections_of,
 )
-from experiments.benchmarks.rounds import DTYPES
+from experiments.benchmarks.shapes import DTYPES
 from experiments.benchmarks.table import Result
 from experiments.benchmarks.worker_lines import RefusedError, Worker, WorkerError
-from experiments.benchmarks.zoo import load_pair
 from experiments.run import cli
+from spec_jax.data import questions, sources
+from spec_jax.evaluation.prompts import cut_note, fit
 from spec_jax.evaluation.timing import measure_all
+from spec_jax.loading import LoadedModel, load_model
 from spec_jax.models.checkpoint import save_pretrained
 
 _NGRAM_MAX = 3  # the longest suffix that is looked up, on both sides
@@ -46,7 +49,8 @@ _REMEDY = (
 def check(config: ConfigDict) -> None:
     """Raises ConfigError if a value is out of range."""
     c = config.peers
-    cli.require_positive(config, "repeats", "peers")
+    cli.require_positive(config, "num_prompts max_prompt_tokens new_tokens repeats", "peers")
+    sources.check(c.data)
     cli.require(c.ks and min(c.ks) >= 1, config, "peers.ks", "integers of 1 or more")
     is_known = bool(c.dtypes) and set(dtypes(config)) <= set(DTYPES)
     cli.require(is_known, config, "peers.dtypes", f"names among {', '.join(DTYPES)}")
@@ -90,14 +94,34 @@ def commands(config: ConfigDict) -> dict[str, Command]:
     }
 
 
+def load_prompts(
+    config: ConfigDict, models: Sequence[LoadedModel]
+) -> tuple[list[list[int]], list[str]]:
+    """Returns prompts as ids, random ones without a tokenizer, and notes on what was left out.
+
+    Args:
+      config: The section "peers".
+      models: The target and the draft.
+    """
+    if models[0].tokenizer is None:
+        shape = (config.num_prompts, config.max_prompt_tokens)
+        return np.random.default_rng(0).integers(
+            models[0].model.vocab_size, size=shape
+        ).tolist(), []
+    found, _, notes = questions.load(config.data, config.num_prompts)
+    ids, num_cut = fit(found, models, config.new_tokens, config.max_prompt_tokens)
+    return ids, [*notes, *cut_note(num_cut, ids)]
+
+
 def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     """Compares tokens a second, prefill included."""
-    pair, (prompts, notes) = load_pair(config.zoo)
+    target, draft = load_model(config.peers.target), load_model(config.peers.draft)
+    prompts, notes = load_prompts(config.peers, [target, draft])
     head, found = config.peers.head, {}
     with tempfile.TemporaryDirectory() as folder:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         setup = {"head": _absolute(head), "threads": cores}
-        for name, model in (("target", pair.target), ("draft", pair.draft)):
+        for name, model in (("target", target), ("draft", draft)):
             setup[name] = str(pathlib.Path(folder) / name)
             save_pretrained(setup[name], model.params, model.config)
         for dtype in dtypes(config):
@@ -148,7 +172,7 @@ def _measure_dtype(config: ConfigDict, setup: dict, prompts, notes: list[str]) -
                 ) from error
         for cell in cells(config.peers.ks, bool(config.peers.head)):
             try:
-                timers[cell] = _Timer(workers[cell.side], cell, prompts, config.zoo.new_tokens)
+                timers[cell] = _Timer(workers[cell.side], cell, prompts, config.peers.new_tokens)
             except RefusedError as error:
                 name = cell.label(config.peers.head)
                 notes.append(f"{name} in {dtype} was left out ({error})")

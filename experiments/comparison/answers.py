@@ -79,16 +79,7 @@ def pack(
 
 def key_of(cell: Cell, batch: int, question: str) -> dict[str, Any]:
     """Returns the part of a line that says what it answers, and how."""
-    return {
-        "cell": cell.label,
-        "method": cell.method,
-        "k": cell.k,
-        "tree": cell.tree,
-        "rule": cell.rule,
-        "temperature": cell.temperature,
-        "batch": batch,
-        "question": question,
-    }
+    return {"cell": cell.label, **cell._asdict(), "batch": batch, "question": question}
 
 
 def turn_of(

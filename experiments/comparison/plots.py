@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments.comparison.report import best_cells
 from experiments.run.plots import TITLE, look_of, panels, whole_numbers
 from spec_jax.evaluation.costs import Costs, predict
 from spec_jax.evaluation.results import CellResult
@@ -30,7 +31,7 @@ def _series(results: Sequence[CellResult], *, is_by_cell: bool = False) -> list[
     """Groups results of one temperature by method and rule, chains and trees, or by cell."""
     groups: dict[tuple[str, bool], list[CellResult]] = {}
     for r in sorted(results, key=lambda r: r.cell.k):
-        label = f"{r.cell.method}{' trees' if r.cell.tree else ''}, {r.cell.rule}"
+        label = f"{r.cell.title}{' trees' if r.cell.tree else ''}, {r.cell.rule}"
         groups.setdefault((r.cell.name if is_by_cell else label, bool(r.cell.tree)), []).append(r)
     return [
         _Series(label, look_of(i) | ({"markerfacecolor": "none"} if is_tree else {}), rows)
@@ -78,17 +79,24 @@ def _draw(
     """Saves one panel for each temperature; ``draw(axis, results)`` fills it."""
     temperatures = list(dict.fromkeys(r.cell.temperature for r in results))
     figure = (1.2 + size[0] * len(temperatures), size[1])
-    below = {"loc": "upper left", "bbox_to_anchor": (0.0, -0.16), "ncols": 2}
-    with panels(path, len(temperatures), figure, below, sharey=True) as axes:
+    with panels(path, len(temperatures), figure, sharey=True) as axes:
         for axis, temperature in zip(axes, temperatures):
             kind = "greedy" if temperature == 0 else "sampled"
             axis.set(title=f"{kind}, temperature {temperature:g}", xlabel=labels[0])
             same = [r for r in results if r.cell.temperature == temperature]
             draw(axis, [r for r in same if not r.cell.is_plain])
         axes[0].set_ylabel(labels[1])
+        names = [name for axis in axes for name in axis.get_legend_handles_labels()[1]]
+        columns = max(1, int((size[0] + 0.3) / (0.6 + 0.08 * max(map(len, names)))))
+        rows = -(-len(names) // (columns * len(axes)))
+        axes[0].figure.set_figheight(size[1] + 0.18 * max(rows - 3, 0))
+        for axis in axes:
+            axis.legend(loc="upper left", bbox_to_anchor=(0.0, -0.16), ncols=columns)
 
 
-def plot_speedup(path: pathlib.Path, results: Sequence[CellResult], costs: Costs | None) -> None:
+def plot_speedup(
+    path: pathlib.Path, results: Sequence[CellResult], costs: Mapping[str | None, Costs]
+) -> None:
     """Draws the speed-up over K: measured points with their 95 % intervals, and predicted lines.
 
     A bar that is longer than the plot is high is cut off.
@@ -104,16 +112,16 @@ def plot_speedup(path: pathlib.Path, results: Sequence[CellResult], costs: Costs
             beside = _beside(number, len(series))
             _points(axis, s.look, {r.cell.name: (r.cell.k + beside, r.speedup) for r in s.results})
             ends = [x for r in s.results for x in _ends(r.speedup)]
-            line = last.cell.tree or costs is None  # no speed-up is predicted for trees
-            if not line:
+            known = None if last.cell.tree else costs.get(last.cell.dtype)  # none for trees
+            if known is not None:
                 ks = range(1, last.cell.k + 1)
-                predicted = np.asarray([predict(costs, last, k) for k in ks])
+                predicted = np.asarray([predict(known, last, k) for k in ks])
                 # Of several rows the table's also counts those that end early.
                 predicted *= last.predicted_speedup / predicted[-1]
                 axis.plot(ks, predicted, **s.look | {"marker": ""})
                 ends += predicted.tolist()
             top = max([top, *(x for x in ends if math.isfinite(x))])
-            axis.plot([], [], label=s.label, **s.look | ({"linestyle": ""} if line else {}))
+            axis.plot([], [], label=s.label, **s.look | ({} if known else {"linestyle": ""}))
         # A point at zero is seen whole. The panels share this axis, so the last limits hold.
         axis.set_ylim(-0.03 * top, 1.05 * top)
         whole_numbers(axis)
@@ -150,8 +158,9 @@ def plot_acceptance(path: pathlib.Path, results: Sequence[CellResult]) -> None:
 
 
 def plot_batches(path: pathlib.Path, results: Sequence[CellResult]) -> None:
-    """Draws the speed-up of each cell over the batch size: where speculation stops paying."""
-    sizes = sorted({r.batch for r in results})
+    """Draws the speed-up over the batch size, of each draft's fastest cell."""
+    sizes, best = sorted({r.batch for r in results}), {r.cell for r in best_cells(results)}
+    results = [r for r in results if r.cell in best]
 
     def draw(axis, results):
         axis.axhline(1, color="0.45", linewidth=1)

@@ -112,28 +112,28 @@ def describe_difference(result: CellResult, difference: RowAudit, dtype: str) ->
     kind = "within" if difference.is_near_tie else "NOT within"
     return (
         f"{text}; the two tokens' logits in float32 are {difference.gap:.1e} apart, {kind} "
-        f"the rounding of {dtype} there (up to {difference.rounding:.1e} each)"
+        f"the rounding of {result.cell.dtype or dtype} there (up to {difference.rounding:.1e} each)"
     )
 
 
 def _place(result: CellResult) -> str:
     of = f" batch {result.batch}" if result.batch > 1 else ""
-    return f"{result.cell.method} {result.cell.shape} T={result.cell.temperature:g}{of}"
+    return f"{result.cell.title} {result.cell.shape} T={result.cell.temperature:g}{of}"
 
 
 def notes(
     rep: Mapping[str, Any],
     results: Sequence[CellResult],
-    costs: Mapping[int, Costs],
+    costs: Mapping[tuple[int, str | None], Costs],
     setup: Setup,
     num_cut: int,
 ) -> list[str]:
     """Returns what a reader must know beside the numbers, after ``rep["notes"]``."""
     lines, dtype = [*rep["notes"], *report.load_note(rep["environment"])], setup.config.dtype
-    if dtype != "float32":
+    if narrow := [name for name in dtype.split(",") if name != "float32"]:
         lines.append(
-            f"in {dtype} some outputs diverge from plain decoding where the top two logits nearly "
-            "tie, because passes of several tokens round in another order"
+            f"in {' and '.join(narrow)} some outputs diverge from plain decoding where the top two "
+            "logits nearly tie, because passes of several tokens round in another order"
         )
     plain = [r for r in results if r.cell.is_plain]
     share = max((r.looping_share for r in plain), default=0)
@@ -157,8 +157,11 @@ def notes(
             lines.append(
                 f"{_place(r)}: {count} {more}of {r.rows} rows diverge from plain decoding; {why}"
             )
-    several = len(costs) > 1
-    lines += [f"batch {b}: " * several + describe_costs(found) for b, found in costs.items()]
+    for (batch, kind), found in costs.items():
+        of = f"batch {batch}{f', {kind}' if kind else ''}: " * (len(costs) > 1)
+        lines.append(of + describe_costs(found))
+    if setup.config.baseline == "fastest":
+        lines.append("speed-ups are over the fastest plain decoding of all dtypes")
     if num_cut:
         lines.append(
             f"{num_cut} prompts were truncated to the maximum of {setup.room} tokens: they lost "
@@ -183,6 +186,16 @@ def by_batch(results: Sequence[CellResult]) -> dict[int, list[CellResult]]:
 def first_batch(results: Sequence[CellResult]) -> list[CellResult]:
     """The results of the first batch size, which all tables but the curve show."""
     return next(iter(by_batch(results).values()), [])
+
+
+def best_cells(results: Sequence[CellResult]) -> list[CellResult]:
+    """The fastest result of each draft at each temperature, of the first batch size."""
+    best: dict[tuple[float, str], CellResult] = {}
+    for r in (r for r in first_batch(results) if not r.cell.is_plain):
+        key = r.cell.temperature, r.cell.title
+        if key not in best or r.speedup.value > best[key].speedup.value:
+            best[key] = r
+    return list(best.values())
 
 
 def sections(results: Sequence[CellResult]) -> list[Section]:
@@ -313,6 +326,7 @@ def audit_summary(results: Sequence[CellResult]) -> list[dict[str, Any]]:
             "k": r.cell.k,
             "tree": r.cell.tree,
             "temperature": r.cell.temperature,
+            "dtype": r.cell.dtype,
             "rows": r.rows,
             "batch": r.batch,
             "identical": r.identical_rows,
@@ -330,7 +344,7 @@ def audit_table(results: Sequence[CellResult], *, is_markdown: bool = False) -> 
     rows = []
     for r, found in zip(_audits(results), audit_summary(results)):
         of = f", batch {r.batch}" if several else ""
-        name = f"{r.cell.method} {r.cell.tree}" if r.cell.tree else r.cell.method
+        name = f"{r.cell.title} {r.cell.tree}" if r.cell.tree else r.cell.title
         counts = (str(found[key]) for key in "rows identical not_examined rounding bug".split())
         rows.append(
             [

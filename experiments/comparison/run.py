@@ -8,7 +8,7 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from spec_jax.evaluation.cells import Cell
 from spec_jax.evaluation.compare import results_of
 from spec_jax.evaluation.costs import Costs
 from spec_jax.evaluation.results import CellResult
+from spec_jax.loading import LoadedHead
 
 
 def run(
@@ -65,12 +66,9 @@ def run(
         print(f"{evaluation.num_saved} answers are there; the run goes on", flush=True)
     stages = evaluation.run(show_live if setup.config.has_stream else None)
     rep["notes"] += evaluation.notes
-    results, costs = [], {}
+    results, costs = [], evaluation.costs
     for stage in stages:
-        batch = stage.bench.batch
-        costs |= {batch: evaluation.costs(batch)} if evaluation.costs(batch) else {}
-        has_forced = setup.config.has_teacher_forced and batch == setup.config.batches[0]
-        results += _results(setup, stage, costs.get(batch), has_forced)
+        results += _results(setup, stage, costs)
     profiles: dict[str, profile.RoundProfile] = {}
     if has_profile:
         for stage in stages:
@@ -79,7 +77,7 @@ def run(
         rep["profile"] = {label: x.to_dict() for label, x in profiles.items()}
     if setup.config.has_audit:
         rep["audit"] = reports.audit_summary(results)
-    rep["costs"] = {batch: x._asdict() for batch, x in costs.items()}
+    rep["costs"] = {" ".join(filter(None, (str(b), d))): x._asdict() for (b, d), x in costs.items()}
     rep["notes"] = reports.notes(rep, results, costs, setup, evaluation.num_cut)
     rep |= {
         "results": [result.to_dict() for result in results],
@@ -119,19 +117,27 @@ def show_live(bench: Bench, cells: Sequence[Cell], question: Question) -> None:
 
 
 def _results(
-    setup: Setup, stage: session.Stage, costs: Costs | None, has_forced: bool
+    setup: Setup, stage: session.Stage, costs: Mapping[tuple[int, str | None], Costs]
 ) -> list[CellResult]:
-    results = results_of(stage.tallies, stage.prompts, costs, categories(setup.questions.chosen))
-    if not has_forced:
+    config, batch = setup.config, stage.bench.batch
+    results = results_of(
+        stage.tallies,
+        stage.prompts,
+        {dtype: x for (size, dtype), x in costs.items() if size == batch},
+        categories(setup.questions.chosen),
+        is_over_fastest=config.baseline == "fastest",
+    )
+    if not config.has_teacher_forced or batch != config.batches[0]:
         return results
     forced = []
     for tally, result in zip(stage.tallies, results):
-        cell, draft = tally.cell, setup.loaded.get(tally.cell.method)
-        is_head = draft is not None and draft.head(setup.target.model) is not None
+        cell, (target, drafts) = tally.cell, stage.bench.models(tally.cell.dtype)
+        draft = drafts.get(cell.method)
+        is_head = isinstance(draft, LoadedHead) and draft.head(target.model) is not None
         if is_head and not cell.tree and cell.is_greedy and cell.rule == "greedy":
             prompts = [stage.bench.prompts[i] for i in tally.rows]
             reached, accepted = teacher_forced.unrolled(
-                setup.target, draft, prompts, [*tally.rows.values()], num_draft=cell.k
+                target, draft, prompts, [*tally.rows.values()], num_draft=cell.k
             )
             with np.errstate(invalid="ignore"):
                 rates = tuple((accepted / reached).tolist())
@@ -161,14 +167,15 @@ def categories(asked: Sequence[Question]) -> dict[str, tuple[str, list[int]]]:
 
 
 def _drawings(
-    results: Sequence[CellResult], costs: dict[int, Costs]
+    results: Sequence[CellResult], costs: Mapping[tuple[int, str | None], Costs]
 ) -> dict[str, Callable[[pathlib.Path], None]]:
     """Returns what draws each plot, by the name of its file."""
     from experiments.comparison import plots  # needs matplotlib, slow to import
 
     shown = reports.first_batch(results)
     drawings = {"acceptance.png": lambda path: plots.plot_acceptance(path, shown)}
-    if (known := costs.get(shown[0].batch)) is not None:
+    known = {dtype: x for (batch, dtype), x in costs.items() if batch == shown[0].batch}
+    if known:
         drawings["speedup.png"] = lambda path: plots.plot_speedup(path, shown, known)
         drawings["predicted.png"] = lambda path: plots.plot_predicted(path, shown)
     if shown[0].categories and shown[0].batch == 1:

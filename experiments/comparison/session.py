@@ -84,6 +84,9 @@ class Evaluation:
       setup: What is decoded.
       folder: The run's folder, with what an earlier session has saved.
 
+    Attributes:
+      costs: The costs of passes by batch size and dtype.
+
     Raises:
       ConfigError: The folder holds a run of another config, or with other questions or cells.
     """
@@ -93,7 +96,7 @@ class Evaluation:
         self._answers, self._state = Journal(folder / ANSWERS), Journal(folder / STATE)
         self._lines: list[Mapping[str, Any]] = []
         self._history: dict[tuple[float, int], str] = {}
-        self._costs: dict[int, costs.Costs] = {}
+        self.costs: dict[tuple[int, str | None], costs.Costs] = {}
         self._machines: list[Mapping[str, Any]] = []
         self._left_out: dict[tuple[float, int], str] = {}  # why a stage cannot be measured
         self._state.read(self._take, f"what an earlier session has saved; {_GOES_ON}")
@@ -113,7 +116,8 @@ class Evaluation:
         if "costs" in line:
             found = line["costs"]
             verify = {int(width): ms for width, ms in found["verify_ms"].items()}
-            self._costs[line["batch"]] = costs.Costs(**{**found, "verify_ms": verify})
+            place = line["batch"], line.get("dtype")
+            self.costs[place] = costs.Costs(**{**found, "verify_ms": verify})
         elif "machine" in line:
             self._machines.append({"machine": line["machine"], "answers": line["answers"]})
         elif "left_out" in line:
@@ -129,10 +133,6 @@ class Evaluation:
     def num_saved(self) -> int:
         """The answers of earlier sessions."""
         return len(self._lines)
-
-    def costs(self, batch: int) -> costs.Costs | None:
-        """Returns the costs of passes at a batch size; None if they were not measured."""
-        return self._costs.get(batch)
 
     def answers(self) -> Iterator[dict[str, Any]]:
         """Reads the lines of answers.jsonl, for the page."""
@@ -311,8 +311,16 @@ class Evaluation:
         """Compiles a stage and measures the costs of its passes; whether it can be measured."""
         temperature, batch = stage.place
         try:
-            has_passes = batch not in self._costs
-            timers = compile_all(stage.bench, stage.cells, has_passes=has_passes)
+            for dtype in dict.fromkeys(cell.dtype for cell in stage.cells):
+                cells = [cell for cell in stage.cells if cell.dtype == dtype]
+                has_passes = (batch, dtype) not in self.costs
+                timers = compile_all(stage.bench, cells, has_passes=has_passes)
+                if has_passes:
+                    slots = cost_slots(stage.bench, cells)
+                    found = costs.Costs.measure(timers, slots=slots, batch=batch)
+                    self.costs[batch, dtype] = found
+                    line = {"batch": batch, "dtype": dtype, "costs": found._asdict()}
+                    self._state.append([line])
         except PromptError as error:
             if batch == 1 or stage.plain.runs:
                 raise
@@ -320,11 +328,6 @@ class Evaluation:
             self._state.append([{"temperature": temperature, "batch": batch, "left_out": why}])
             self._left_out[stage.place] = why
             return False
-        if has_passes:
-            slots = cost_slots(stage.bench, stage.cells)
-            found = costs.Costs.measure(timers, slots=slots, batch=batch)
-            self._costs[batch] = found
-            self._state.append([{"batch": batch, "costs": found._asdict()}])
         return True
 
     def _measure(self, stage: Stage, groups: Sequence[Group], bar: Progress) -> None:

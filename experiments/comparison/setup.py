@@ -17,7 +17,7 @@ from spec_jax.contracts import Drafter, Rule
 from spec_jax.data import python_source, questions, sources, tokens
 from spec_jax.data.questions import Question, Questions
 from spec_jax.errors import ConfigError, SpecJaxError
-from spec_jax.evaluation.bench import Bench, usable_cells
+from spec_jax.evaluation.bench import Bench, in_dtype, usable_cells
 from spec_jax.evaluation.cells import PLAIN, Cell, Draft, copying_methods, make_cells
 from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.evaluation.prompts import PromptEncoder, cut, encodable, fitting, room_for_prompt
@@ -58,7 +58,11 @@ def resolve(config: ConfigDict) -> ConfigDict:
     check(config.max_new_tokens >= 2, "max_new_tokens", "2 or more (prefill makes the first)")
     longest = config.max_prompt_tokens
     check(longest is None or longest >= 1, "max_prompt_tokens", "1 or more, or none")
-    check(config.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
+    dtypes = _names(config.dtype)
+    is_known = bool(dtypes) and set(dtypes) <= set(DTYPES)
+    check(is_known, "dtype", f"one of {', '.join(DTYPES)}, or several with commas")
+    config.dtype = ",".join(name for name in DTYPES if name in dtypes)  # the most exact first
+    check(config.baseline in ("same", "fastest"), "baseline", "same or fastest")
     check(config.target != "", "target", "a zoo name or a directory: --config.target=PATH")
     has_all = config.data not in (*_PIECES, _FUNCTIONS)
     check(
@@ -131,6 +135,7 @@ class Setup(NamedTuple):
       questions: The questions.
       room: The maximum tokens of a prompt.
       devices: The devices.
+      by_dtype: Target and drafts in each dtype, if there are several.
       notes: What was left out.
     """
 
@@ -142,6 +147,7 @@ class Setup(NamedTuple):
     questions: Questions
     room: int
     devices: MeshOptions
+    by_dtype: dict[str, tuple[LoadedModel, dict[str, Draft]]]
     notes: list[str]
 
     @classmethod
@@ -155,8 +161,9 @@ class Setup(NamedTuple):
         if config.data not in (*_PIECES, _FUNCTIONS):
             sources.check(config.data)
         devices = MeshOptions.of(config)
+        dtypes = config.dtype.split(",")
         target = load_model(
-            config.target, config.dtype, scan_layers=config.scan_layers, mesh=devices.mesh
+            config.target, dtypes[0], scan_layers=config.scan_layers, mesh=devices.mesh
         )
         drafts, ks, notes = _load_drafts(config, target, devices)
         rule = _custom_rule(config)
@@ -165,7 +172,12 @@ class Setup(NamedTuple):
         asked = _questions(config, target)
         num_prompts = sum(question.num_turns for question in asked.chosen)
         config.batches, cut_off = fitting(config.batches, num_prompts)
-        setup = cls(config, target, drafts, rule, {}, asked, 0, devices, notes)
+        by_dtype = {
+            dtype: (in_dtype(target, dtype), {n: in_dtype(d, dtype) for n, d in drafts.items()})
+            for dtype in dtypes
+            if len(dtypes) > 1
+        }
+        setup = cls(config, target, drafts, rule, {}, asked, 0, devices, by_dtype, notes)
         cells: dict[float, list[Cell]] = {}
         every = make_cells(
             drafts,
@@ -176,6 +188,7 @@ class Setup(NamedTuple):
             _names(config.trees),
             rule,
         )
+        every = [cell._replace(dtype=dtype) for cell in every for dtype in by_dtype or (None,)]
         for cell in usable_cells(setup.bench([[0]], 1, [[0]]), every, notes):
             cells.setdefault(cell.temperature, []).append(cell)
         used = {cell.method for group in cells.values() for cell in group}
@@ -222,6 +235,7 @@ class Setup(NamedTuple):
             rule=self.rule,
             has_audit=config.has_audit,
             layout=layout,
+            by_dtype=self.by_dtype,
         )
 
     def ids(self, encode: PromptEncoder, question: Question, answers: Sequence[str]) -> list[int]:
@@ -244,7 +258,7 @@ def _load_drafts(
                 else load_draft(
                     name,
                     target,
-                    config.dtype,
+                    config.dtype.partition(",")[0],
                     mesh=devices.mesh,
                     axis_rules=devices.draft_axis_rules,
                 )

@@ -6,7 +6,10 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
 
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.contracts import Drafter, Rule
@@ -15,7 +18,7 @@ from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError, SpecJaxError
 from spec_jax.evaluation.cells import Cell, Draft, has_logits, tree_options
 from spec_jax.evaluation.mesh import MeshOptions
-from spec_jax.loading import LoadedModel
+from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.rules import make_rule
 
 
@@ -70,6 +73,7 @@ class Bench:
       has_audit: Whether rows that differ from plain decoding's are decoded again, to explain them.
       layout: Indices of the prompts of each batch, ``batch`` of them or fewer; by default all
         prompts in their order. A batch that lacks prompts is filled up with its own ones again.
+      by_dtype: Target and drafts of the cells that have a dtype, by the dtype.
       compile_s: How long each cell has compiled so far.
     """
 
@@ -86,6 +90,9 @@ class Bench:
     rule: Rule | None = None
     has_audit: bool = False
     layout: Sequence[Sequence[int]] = ()
+    by_dtype: Mapping[str, tuple[LoadedModel, Mapping[str, Draft]]] = dataclasses.field(
+        default_factory=dict
+    )
     compile_s: dict[Cell, float] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
@@ -108,6 +115,10 @@ class Bench:
         """Returns the prompt of each row of batch ``index``."""
         return [*itertools.islice(itertools.cycle(self.layout[index]), self.batch)]
 
+    def models(self, dtype: str | None) -> tuple[LoadedModel, Mapping[str, Draft]]:
+        """Returns the target and the drafts of cells of a dtype."""
+        return self.by_dtype.get(dtype, (self.target, self.drafts))
+
     @functools.cache  # noqa: B019, a bench lives as long as the program
     def decoder(self, cell: Cell) -> SpeculativeDecoder:
         """Returns the decoder of a cell.
@@ -116,11 +127,10 @@ class Bench:
           ConfigError: K, rule, temperature or vocabularies do not fit.
         """
         sampler = dataclasses.replace(self.sampler, temperature=cell.temperature)
+        target, drafts = self.models(cell.dtype)
         if cell.is_plain:
-            return SpeculativeDecoder(
-                self.target, target_sampler=sampler, **self.devices.options(None)
-            )
-        draft, config = self.drafts[cell.method], self._config(cell)
+            return SpeculativeDecoder(target, target_sampler=sampler, **self.devices.options(None))
+        draft, config = drafts[cell.method], self._config(cell)
         rule = self.rule if self.rule is not None and self.rule.name == cell.rule else None
         drafter = draft if isinstance(draft, Drafter) else None
         loaded = None if drafter else draft
@@ -128,7 +138,7 @@ class Bench:
         if has_expected and has_logits(draft):  # or the probabilities would cost time
             has_expected = (rule or make_rule(config)).needs_probs
         return SpeculativeDecoder(
-            self.target,
+            target,
             loaded,
             config,
             target_sampler=sampler,
@@ -179,6 +189,23 @@ class Bench:
         return Run(stats.prefill_s, stats.decode_s, rows)
 
 
+def in_dtype(model: Any, dtype: str) -> Any:
+    """Returns a model or head with its weights in a dtype; itself if they are, or of a drafter."""
+    if not isinstance(model, LoadedModel | LoadedHead):
+        return model
+    params = cast(model.params, dtype)
+    dtypes = lambda params: [x.dtype for x in jax.tree.leaves(params)]
+    if dtypes(params) == dtypes(model.params):
+        return model
+    return dataclasses.replace(model, params=params)
+
+
+def cast(tree: Any, dtype: str) -> Any:
+    """Returns a tree with its floating-point arrays in another dtype."""
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
+
+
 def usable_cells(bench: Bench, cells: Sequence[Cell], notes: list[str]) -> list[Cell]:
     """Returns the cells that can be decoded.
 
@@ -201,8 +228,8 @@ def usable_cells(bench: Bench, cells: Sequence[Cell], notes: list[str]) -> list[
             refused[cell] = error
         else:
             usable.append(cell)
-    whole = {cell.method for cell in refused} - {cell.method for cell in usable}
-    names = {c: c.method if c.method in whole else c.label for c in refused}
+    whole = {cell.title for cell in refused} - {cell.title for cell in usable}
+    names = {c: c.title if c.title in whole else c.label for c in refused}
     notes += dict.fromkeys(f"{names[cell]} is left out: {why}" for cell, why in refused.items())
     if all(cell.is_plain for cell in usable):
         raise ConfigError(f"there is nothing to compare with plain decoding: {'; '.join(notes)}")

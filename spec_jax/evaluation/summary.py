@@ -63,7 +63,7 @@ def _row(result: CellResult) -> list[str]:
     cell, is_plain = result.cell, result.cell.is_plain
     rates = (number(x.value).replace("0.", ".", 1) for x in result.acceptance)
     return [
-        f"{cell.method} {cell.tree}" if cell.tree else cell.method,
+        f"{cell.title} {cell.tree}" if cell.tree else cell.title,
         "–" if is_plain else str(cell.k),
         f"{cell.temperature:g}",
         "–" if is_plain else cell.rule,
@@ -115,12 +115,12 @@ def conclusions(results: Sequence[CellResult]) -> list[str]:
         has_interval = best.speedup.low < best.speedup.high
         why = "not significant: the interval includes 1" if has_interval else "no interval"
         line = (
-            f"{begin}: {best.cell.method}, {best.cell.shape}, rule {best.cell.rule}: "
+            f"{begin}: {best.cell.title}, {best.cell.shape}, rule {best.cell.rule}: "
             f"{best.speedup.value:.2f}x plain decoding "
             f"({interval_text(best).replace(' ?', f', {why}')}), {_sameness(best)}"
         )
         close = [r for r in known if r is not best and not r.speedup.high < best.speedup.low]
-        names = ", ".join(dict.fromkeys(f"{r.cell.method} {r.cell.shape}" for r in close))
+        names = ", ".join(dict.fromkeys(f"{r.cell.title} {r.cell.shape}" for r in close))
         lines.append(line + (f"; with overlapping intervals: {names}" if close else ""))
     return lines
 

@@ -311,7 +311,7 @@ def test_no_panel_of_speedups_hides_a_point_of_another(tmp_path, monkeypatch):
         "x", 0.5, 40.0, value, k=1, tree="1", temperature=temperature
     )
     results = [row(0.0, 1.1), row(1.0, 2.0)]
-    comparison_plots.plot_speedup(tmp_path / "speedup.png", results, costs=None)
+    comparison_plots.plot_speedup(tmp_path / "speedup.png", results, {})
     figure = plots.plt.gcf()
     assert all(axis.get_ylim()[0] < 0 and 4 < axis.get_ylim()[1] < 5 for axis in figure.axes)
     monkeypatch.undo()
@@ -321,7 +321,7 @@ def test_no_panel_of_speedups_hides_a_point_of_another(tmp_path, monkeypatch):
 def test_rows_without_a_round_leave_a_plot_without_points(tmp_path):
     """Where every output ends with prefill's token, nothing has a speed-up."""
     row = result("x", speedup=math.nan, k=1, tree="1", stats=counts([0], [0]))
-    comparison_plots.plot_speedup(tmp_path / "speedup.png", [row], None)
+    comparison_plots.plot_speedup(tmp_path / "speedup.png", [row], {})
     comparison_plots.plot_acceptance(tmp_path / "acceptance.png", [row])
     assert len([*tmp_path.glob("*.png")]) == 2
 
@@ -383,7 +383,9 @@ def test_a_table_in_markdown_keeps_its_columns():
 
 def test_rows_that_nobody_examined_are_said():
     rep = {"notes": [], "environment": {"load_1min": 0, "cores": 2}, "own": {}}
-    setup = types.SimpleNamespace(config=types.SimpleNamespace(dtype="float32"), room=0)
+    setup = types.SimpleNamespace(
+        config=types.SimpleNamespace(dtype="float32", baseline="same"), room=0
+    )
     for temperature, why in ((0.0, "has_audit=True with this"), (1.0, "only examined at temp")):
         r = result("a", 1.1, 1.2, temperature=temperature, batch=4, identical_rows=1)
         (said,) = reports.notes(rep, [r], {}, setup, 0)

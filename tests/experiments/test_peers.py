@@ -37,8 +37,8 @@ def models(tmp_path_factory):
 @pytest.fixture
 def config(models):
     config = default.get_config()
-    options = dict(num_prompts=2, max_prompt_tokens=9, new_tokens=8, batches=(1,))
-    config.zoo.update(target=str(models / "target"), draft=str(models / "draft"), **options)
+    options = dict(num_prompts=2, max_prompt_tokens=9, new_tokens=8)
+    config.peers.update(target=str(models / "target"), draft=str(models / "draft"), **options)
     config.peers.update({"ks": (2,), "repeats": 1})
     return config
 
@@ -148,7 +148,7 @@ def test_errors_of_one_request_are_its_answer_and_prints_are_not(tmp_path):
 def test_flags_and_cells_name_the_parts_and_the_peers():
     assert benchmark.chosen(None, False) is None
     assert benchmark.chosen(None, True) == ["peers"]
-    assert benchmark.chosen(["zoo"], True) == ["zoo", "peers"]
+    assert benchmark.chosen(["heads"], True) == ["heads", "peers"]
     cells = peers.cells((1, 3), has_head=False)
     assert len(cells) == len(set(cells)) == 3 + 2 * 4
     for cell in cells:

@@ -16,7 +16,7 @@ def test_a_plot_of_one_value_has_whole_ticks(tmp_path, monkeypatch):
     shown = lambda axis: [t for t in axis.get_xticks() if np.prod(axis.get_xlim() - t) <= 0]
     figure = lambda: plots.plt.figure(plots.plt.get_fignums()[-1])
     results = [result(name, 1.0, 1.2, tree="3") for name in "ab"]
-    plot_speedup(tmp_path / "a.png", results, costs=None)
+    plot_speedup(tmp_path / "a.png", results, {})
     assert shown(figure().axes[0]) == [3.0]
     cell = {"topology": "t", "mesh": "m", "fits": True}
     tried = {64: [12], 128: [3, 4, 5]}

@@ -85,7 +85,7 @@ def page_of(results=(), answers=(), plots=None, **report):
 def drawn(folder, results):
     """The plots of results, as texts by name."""
     folder.mkdir()
-    plots.plot_speedup(folder / "speedup.png", results, None)
+    plots.plot_speedup(folder / "speedup.png", results, {})
     plots.plot_acceptance(folder / "acceptance.png", results)
     plots.plot_predicted(folder / "predicted.png", results)
     plots.plot_batches(folder / "batches.png", results)

@@ -9,7 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from experiments.comparison.page import charts
-from experiments.comparison.report import by_batch, first_batch
+from experiments.comparison.report import best_cells, by_batch, first_batch
 from spec_jax.evaluation.results import CategoryResult, CellResult
 from spec_jax.evaluation.summary import number
 from spec_jax.intervals import Interval
@@ -98,7 +98,7 @@ def stops(results: Sequence[CellResult]) -> list[str]:
     batches, lines = by_batch(results), []
     if len(batches) < 2:
         return []
-    for first in _best_cells(_drafted(first_batch(results))):
+    for first in best_cells(results):
         same = [r for group in batches.values() for r in group if r.cell == first.cell]
         sizes = {
             "faster": [str(r.batch) for r in same if r.speedup.low > 1],
@@ -116,16 +116,6 @@ def stops(results: Sequence[CellResult]) -> list[str]:
     return lines
 
 
-def _best_cells(results: Sequence[CellResult]) -> list[CellResult]:
-    """The fastest cell of each method, at each temperature."""
-    best: dict[tuple[float, str], CellResult] = {}
-    for r in results:
-        key = r.cell.temperature, r.cell.method
-        if key not in best or r.speedup.value > best[key].speedup.value:
-            best[key] = r
-    return list(best.values())
-
-
 def shade(speedup: float) -> str:
     """The background of a cell of the heat map: stronger the farther a speed-up is from 1."""
     if not math.isfinite(speedup) or speedup <= 0:
@@ -137,7 +127,7 @@ def shade(speedup: float) -> str:
 
 def by_category(results: Sequence[CellResult]) -> list[dict[str, Any]] | None:
     """A heat map for each temperature: categories × the best cell of each method."""
-    best = _best_cells([r for r in _drafted(first_batch(results)) if r.categories])
+    best = [r for r in best_cells(results) if r.categories]
     maps = []
     for temperature in dict.fromkeys(r.cell.temperature for r in best):
         cells = [r for r in best if r.cell.temperature == temperature]
