@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from absl import flags
 
-from experiments.planning.plan_draft import find_draft
+from experiments.planning.plan_inputs import find_draft
 from experiments.run import cli, plots, report
 from spec_jax.engine.adaptive.policy import expected_tokens
 from spec_jax.errors import ConfigError
@@ -52,7 +52,7 @@ def run(
     Args:
       workdir: The run's folder; by default runs/growth/TIME.
       target_name: A preset or a directory, see ``presets.find_config``.
-      draft_name: See ``plan_draft.find_draft``.
+      draft_name: See ``plan_inputs.find_draft``.
       topology_name: The chips, see ``Topology.parse``.
       setting: Batch and context; its mesh is replaced by the fastest that fits.
       num_draft: K where K itself does not grow.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import pathlib
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,7 +12,6 @@ from typing import Any
 import matplotlib
 from cycler import cycler
 
-from experiments.run.ticks import spaced
 from spec_jax import processes
 from spec_jax.overlap.overlap import Span
 from spec_jax.show.plots import STYLE
@@ -230,3 +230,26 @@ def plot_growth(
             axes[-1].plot(x, y, f"-{marker}", markersize=4, label=f"a {name.split('_')[0]}")
         axes[-1].set(yscale="log", xlabel="chips", ylabel="at most, tokens/s")
         whole_numbers(axes[-1], x)
+
+
+def spaced(values: Iterable[float], *, room: float, is_log: bool = False) -> list[float]:
+    """Returns those of ``values`` whose labels fit beside each other, in order.
+
+    Args:
+      values: Where points are; an axis reaches from the smallest to the largest.
+      room: The number of digits that fit below the axis.
+      is_log: Whether the axis is logarithmic; the values are positive then.
+    """
+    numbers = sorted(set(values))
+    if not numbers:
+        return []
+    scale = math.log2 if is_log else float
+    begin = scale(numbers[0])
+    span = scale(numbers[-1]) - begin or 1.0
+    found, end = [], -math.inf
+    for number in numbers:
+        center, half = room * (scale(number) - begin) / span, (len(f"{number:g}") + 1) / 2
+        if center - half >= end:
+            found.append(number)
+            end = center + half
+    return found

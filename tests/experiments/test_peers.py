@@ -16,7 +16,7 @@ from support.runs import check_run_files
 from configs import benchmark as default
 from experiments import benchmark
 from experiments.benchmarks import peers, worker_lines
-from experiments.benchmarks.peers_report import OURS, THEIRS, Cell
+from experiments.benchmarks.peers import OURS, THEIRS, Cell
 from experiments.benchmarks.shapes import random_model
 from spec_jax.models.checkpoint import save_pretrained
 

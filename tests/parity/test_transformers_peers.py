@@ -4,7 +4,7 @@ import pytest
 
 from configs import benchmark as default
 from experiments import benchmark
-from experiments.benchmarks.peers_report import OURS, THEIRS
+from experiments.benchmarks.peers import OURS, THEIRS
 from experiments.benchmarks.shapes import random_model
 from spec_jax.models.checkpoint import save_pretrained
 

@@ -13,11 +13,13 @@ import jinja2
 from markupsafe import Markup
 
 from experiments.comparison.page import answers as packing
-from experiments.comparison.page import view
+from experiments.comparison.page import charts
+from experiments.comparison.report import best_cells, by_batch, first_batch
 from experiments.run import report as reports
 from experiments.run.plots import CYCLE, TITLE
-from spec_jax.evaluation.results import CellResult
+from spec_jax.evaluation.results import CategoryResult, CellResult
 from spec_jax.evaluation.summary import MEANINGS, identical_text, interval_text, number
+from spec_jax.intervals import Interval
 from spec_jax.show.page import COLORS, MEANING
 
 _FOLDER = pathlib.Path(__file__).parent
@@ -65,11 +67,11 @@ def render(
         command=report.get("command"),
         conclusions=report.get("conclusions") or (),
         notes=report.get("notes") or (),
-        headline=view.headline(results),
-        methods=view.methods_table(results),
-        categories=view.by_category(results),
-        stops=view.stops(results),
-        predicted=view.predicted(results),
+        headline=headline(results),
+        methods=methods_table(results),
+        categories=by_category(results),
+        stops=stops(results),
+        predicted=predicted(results),
         plots={name: inline(text) for name, text in (plots or {}).items()},
         tokens=packed,
         conditions=_conditions(report),
@@ -142,3 +144,190 @@ def _conditions(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _read(name: str) -> str:
     return (_FOLDER / name).read_text(encoding="utf-8")
+
+
+def _drafted(results: Sequence[CellResult]) -> list[CellResult]:
+    return [r for r in results if not r.cell.is_plain]
+
+
+def temperature_name(temperature: float) -> str:
+    """Names a temperature as the page's tables do."""
+    kind = "Greedy" if temperature == 0 else "Sampled"
+    return f"{kind}, temperature {temperature:g}"
+
+
+def _top(results: Sequence[CellResult], least: float) -> float:
+    """The end of the axis of speed-ups: intervals that are wider than the figure are cut off."""
+    ends = [least]
+    for r in results:
+        value = r.speedup.value
+        ends += [value, min(r.speedup.high, 1.6 * value), r.predicted_speedup or 0.0]
+    return max(x for x in ends if math.isfinite(x))
+
+
+def _best(results: Sequence[CellResult]) -> CellResult | None:
+    """The fastest result whose output is plain decoding's, or has its distribution."""
+    known = [r for r in _drafted(results) if r.is_lossless and math.isfinite(r.speedup.value)]
+    return max(known, key=lambda r: r.speedup.value, default=None)
+
+
+def headline(results: Sequence[CellResult]) -> dict[str, Any] | None:
+    """The best method, or the closest one if nothing beat plain decoding, and its figures."""
+    shown = first_batch(results)
+    if (best := _best(shown)) is None:
+        return None
+    low, high = best.speedup.bounds
+    verdict = "one pair, no interval"
+    if not math.isnan(low):
+        verdict = "faster than plain decoding" if low > 1 else "not significantly different"
+        verdict = "slower than plain decoding" if high < 1 else verdict
+    compared = [r for r in _drafted(shown) if r.identical_rows is not None]
+    return {
+        "result": best,
+        "temperature": temperature_name(best.cell.temperature),
+        "bounds": None if math.isnan(low) else f"{low:.2f} to {high:.2f}",
+        "verdict": verdict,
+        "compared": len(compared),
+        "rows": sum(r.rows for r in compared),
+        "same": sum(r.identical_rows for r in compared),
+        "bar": charts.interval(
+            best.speedup, 1.1 * _top([best], 2.0), best.predicted_speedup, width=280
+        ),
+    }
+
+
+def methods_table(results: Sequence[CellResult]) -> dict[str, Any] | None:
+    """The rows of the table of all cells, with their pictures."""
+    if not results:
+        return None
+    top, best = _top(results, 1.2), _best(results)
+    kinds = {True: "good", False: "bad", None: ""}
+    rows = []
+    for r in results:
+        kind = kinds[r.is_identical] if r.is_lossless else "warn"
+        rows.append(
+            {
+                "result": r,
+                "rates": charts.rates([x.value for x in r.acceptance]) if r.acceptance else "–",
+                "bar": ""
+                if r.cell.is_plain
+                else charts.interval(r.speedup, top, r.predicted_speedup),
+                "identical_kind": "warn" if kind == "bad" and r.has_near_ties_alone else kind,
+            }
+        )
+    return {
+        "rows": rows,
+        "temperatures": list(dict.fromkeys(r.cell.temperature for r in results)),
+        "batches": [*by_batch(results)],
+        "has_rules": len({r.cell.rule for r in _drafted(results)}) > 1,
+        "best": best if best is not None and best.speedup.low > 1 else None,
+    }
+
+
+def stops(results: Sequence[CellResult]) -> list[str]:
+    """At which batch sizes the fastest cell of each method is faster than plain decoding."""
+    batches, lines = by_batch(results), []
+    if len(batches) < 2:
+        return []
+    for first in best_cells(results):
+        same = [r for group in batches.values() for r in group if r.cell == first.cell]
+        sizes = {
+            "faster": [str(r.batch) for r in same if r.speedup.low > 1],
+            "slower": [str(r.batch) for r in same if r.speedup.high < 1],
+        }
+        texts = [
+            f"{name} than plain decoding at {', '.join(found)} row{'s' * (found != ['1'])}"
+            for name, found in sizes.items()
+            if found
+        ]
+        never = "no significant difference from plain decoding at any batch size"
+        lines.append(
+            f"{first.cell.name}, T={first.cell.temperature:g}: {'; '.join(texts) or never}"
+        )
+    return lines
+
+
+def shade(speedup: float) -> str:
+    """The background of a cell of the heat map: stronger the farther a speed-up is from 1."""
+    if not math.isfinite(speedup) or speedup <= 0:
+        return "transparent"
+    far = min(1.0, abs(math.log2(speedup)) / math.log2(2.5))
+    kind = "faster" if speedup >= 1 else "slower"
+    return f"rgb(var(--{kind}-rgb) / {0.06 + 0.54 * far:.2f})"
+
+
+def by_category(results: Sequence[CellResult]) -> list[dict[str, Any]] | None:
+    """A heat map for each temperature: categories × the best cell of each method."""
+    best = [r for r in best_cells(results) if r.categories]
+    maps = []
+    for temperature in dict.fromkeys(r.cell.temperature for r in best):
+        cells = [r for r in best if r.cell.temperature == temperature]
+        rows = [
+            {
+                "category": name,
+                "questions": part.questions,
+                "cells": [_heat(r, r.categories[name]) for r in cells],
+            }
+            for name, part in cells[0].categories.items()
+        ]
+        maps.append(
+            {
+                "title": temperature_name(temperature),
+                "names": [r.cell.name for r in cells],
+                "rows": rows,
+                "all": [_heat(r, r) for r in cells],
+            }
+        )
+    return maps or None
+
+
+def _heat(result: CellResult, part: CellResult | CategoryResult) -> dict[str, Any]:
+    speedup = part.speedup or Interval(math.nan, math.nan, math.nan)
+    return {
+        "speedup": number(speedup.value, ".2f", "×"),
+        "tau": number(part.tau.value),
+        "shade": shade(speedup.value),
+        "title": f"{result.cell.name}: speed-up {speedup:.2f}, tau {part.tau:.2f}",
+    }
+
+
+def predicted(results: Sequence[CellResult]) -> dict[str, Any] | None:
+    """Rows of measured beside predicted speed-ups, and of what a round consists."""
+    first = first_batch(results)
+    shown = [r for r in _drafted(first) if math.isfinite(r.predicted_speedup or math.nan)]
+    if not shown:
+        return None
+    plain_ms = {
+        r.cell.temperature: r.round_time.round_ms for r in first if r.cell.is_plain and r.round_time
+    }
+    even_ms = lambda r: r.tau.value * plain_ms.get(r.cell.temperature, math.nan)
+    parts = [r.round_time.to_dict(is_plain=False) if r.round_time else {} for r in shown]
+    # What the clock says is below zero counts as zero.
+    stages = [
+        {name: max(ms, 0.0) for name, ms in part.get("round_parts_ms", {}).items()}
+        for part in parts
+    ]
+    ends = [x for r, s in zip(shown, stages) for x in (sum(s.values()), even_ms(r))]
+    top = max((x for x in ends if math.isfinite(x)), default=1.0)
+    more = [part.get("difference_ms", {}) for part in parts]
+    rows = [
+        {
+            "result": r,
+            "ratio": r.speedup.value / r.predicted_speedup,
+            "round": _round(stage, even_ms(r), top),
+            "parts": differences,
+        }
+        for r, stage, differences in zip(shown, stages, more)
+    ]
+    names = lambda entries: list(dict.fromkeys(name for entry in entries for name in entry))
+    return {"rows": rows, "parts": names(more), "stages": names(stages)}
+
+
+def _round(stages: Mapping[str, float], even: float, top: float) -> Markup | None:
+    """A round's parts as a bar, with a tick where plain decoding has emitted as many tokens."""
+    if not stages:
+        return None
+    text = ", ".join(f"{stage} {ms:.2f} ms" for stage, ms in stages.items())
+    if math.isfinite(even):
+        text += f"; plain decoding takes {even:.2f} ms for as many tokens"
+    return charts.stacked(list(stages.values()), even, 1.02 * top, text)

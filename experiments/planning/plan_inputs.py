@@ -1,4 +1,4 @@
-"""Acceptance that a plan predicts with: given rates, or those of a report's row."""
+"""What a plan is given: acceptance (rates, or those of a report's row), and drafts by name."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from spec_jax.drafters.eagle.model import EagleConfig
+from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.engine.adaptive.policy import expected_tokens
 from spec_jax.errors import ConfigError
+from spec_jax.models.families import AnyConfig
+from spec_jax.planning.presets import find_config
 
 
 class Acceptance(NamedTuple):
@@ -108,3 +112,29 @@ def _known(values: Sequence[float | None]) -> tuple[float, ...]:
     """Returns the rates up to the first position that no round has reached."""
     end = next((i for i, value in enumerate(values) if value is None), len(values))
     return tuple(values[:end])
+
+
+def find_draft(name: str, target: AnyConfig, draft_vocab_size: int = 32000) -> Any:
+    """Returns what ``plan.Job`` and ``roofline.decode_round`` take as a draft.
+
+    Args:
+      name: "eagle3" or "mtp", a head with the target's layer; "ngram"; empty, for plain decoding;
+        or a model, see ``presets.find_config``.
+      target: the target's config.
+      draft_vocab_size: U, of an EAGLE-3 head.
+
+    Raises:
+      ConfigError: there is none of this name.
+    """
+    heads = {
+        "": lambda: None,
+        "ngram": lambda: "ngram",
+        "mtp": lambda: MtpConfig.of_target(target),
+        "eagle3": lambda: EagleConfig.of_target(target, draft_vocab_size=draft_vocab_size),
+    }
+    if name in heads:
+        return heads[name]()
+    try:
+        return find_config(name)
+    except ConfigError as error:
+        raise ConfigError(f"draft is none of eagle3, mtp and ngram: {error}") from error
