@@ -44,17 +44,13 @@ def check(config: ConfigDict) -> None:
     c = config.layouts
     cli.require_positive(config, "slots", "layouts")
     require = lambda ok, name, expected: cli.require(ok, config, f"layouts.{name}", expected)
-    require(_names(c.targets), "targets", f"names or directories of models, or {RANDOM}")
-    dtypes = _names(c.dtypes)
+    require(cli.listed(c.targets), "targets", f"names or directories of models, or {RANDOM}")
+    dtypes = cli.listed(c.dtypes)
     require(dtypes and set(dtypes) <= set(DTYPES), "dtypes", f"some of {', '.join(DTYPES)}")
     is_listed = c.tokens and 1 <= min(c.tokens) and max(c.tokens) <= MAX_ROWS
     require(is_listed, "tokens", f"integers from 1 to {MAX_ROWS}; with more nothing is laid out")
     require(c.repeats >= 3, "repeats", "3 or more, whose quartiles tell the noise")
     require(max(c.tokens) < c.slots, "slots", "more than the tokens of a pass")
-
-
-def _names(text):
-    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def lay_out(params: Params, name: str, dtype: str) -> Params:
@@ -147,7 +143,7 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     """Times every layout of every target and dtype, and says what the table should have here."""
     config = config.layouts
     lines, record, notes, sections = [], {}, [], []
-    for name in _names(config.targets):
+    for name in cli.listed(config.targets):
         is_random = name == RANDOM
         model = random_model(name, config.shape, config.seed) if is_random else load_model(name)
         if not layout.is_on_one_cpu(model.params):
@@ -155,7 +151,7 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
         if not family_of(model.config).has_panels:
             notes.append(f"the family of {name} has one layout; it was not measured")
             continue
-        for dtype in _names(config.dtypes):
+        for dtype in cli.listed(config.dtypes):
             title, cast = f"{name} in {dtype}", in_dtype(model, dtype)
             whole = cast.decoding_params(None)
             choices = {n: present(whole, dtype, n) for n in config.tokens}

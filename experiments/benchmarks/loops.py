@@ -23,7 +23,7 @@ from spec_jax.decoding import DecodeState, System
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.engine.stats import Stats, row_stats
 from spec_jax.evaluation.bench import cast
-from spec_jax.evaluation.timing import Timer
+from spec_jax.evaluation.timing import Timer, loop_timer
 from spec_jax.sampling import argmax, make_sampler
 from spec_jax.tree import DynamicTree, Tree
 
@@ -158,15 +158,7 @@ def read_timer(num_bytes: int, calls: int = 4) -> Timer:
     """Returns the timer of reading that many bytes of memory once, in order, in milliseconds."""
     x = jnp.ones((-(-num_bytes // (4 * 4096)), 4096), jnp.float32)
     read = jax.jit(lambda x: x.max(axis=1))
-
-    def time_ms() -> float:
-        begin = time.perf_counter()
-        for _ in range(calls):
-            jax.block_until_ready(read(x))
-        return (time.perf_counter() - begin) * 1e3 / calls
-
-    time_ms()
-    return time_ms
+    return loop_timer(lambda _: [jax.block_until_ready(read(x)) for _ in range(calls)], None, calls)
 
 
 class PlainTimer:

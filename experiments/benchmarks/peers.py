@@ -6,6 +6,7 @@ dtype and cores, and decode one prompt after the other.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pathlib
@@ -95,17 +96,13 @@ class Measured(NamedTuple):
 
     Attributes:
       ms: f64[repeats] by cell, milliseconds a token, prefill included.
-      tokens: The output ids of every prompt, by cell.
-      tau: Tokens a target pass, by cell; None where it is not known.
-      first_s: Seconds of the first run of all prompts, by cell.
+      timers: What ran, by cell.
       peak_bytes: The largest memory of each side's process; None where it is not known.
       facts: Versions, and the peer's threads.
     """
 
     ms: Mapping[Cell, np.ndarray]
-    tokens: Mapping[Cell, Sequence[Sequence[int]]]
-    tau: Mapping[Cell, float | None]
-    first_s: Mapping[Cell, float]
+    timers: Mapping[Cell, Timer]
     peak_bytes: Mapping[str, int | None]
     facts: Mapping[str, Any]
 
@@ -115,9 +112,15 @@ class Measured(NamedTuple):
 
     def same_rows(self, cell: Cell, other: Cell | None) -> int | None:
         """Returns how many rows of two cells have the same tokens; None without the other."""
-        if other not in self.tokens:
+        if other not in self.timers:
             return None
-        return sum(a == b for a, b in zip(self.tokens[cell], self.tokens[other], strict=True))
+        ours, others = self.timers[cell].tokens, self.timers[other].tokens
+        return sum(a == b for a, b in zip(ours, others, strict=True))
+
+    @property
+    def rows(self) -> int:
+        """The number of prompts."""
+        return len(next(iter(self.timers.values())).tokens)
 
     def best(self, side: str) -> Cell:
         """Returns the fastest cell of a side."""
@@ -136,7 +139,7 @@ def check(config: ConfigDict) -> None:
 
 def dtypes(config: ConfigDict) -> list[str]:
     """Returns the names of ``peers.dtypes``; on the command line they come as one text."""
-    return [name.strip() for entry in config.peers.dtypes for name in entry.split(",")]
+    return cli.listed(",".join(config.peers.dtypes))
 
 
 def cells(ks: Sequence[int], has_head: bool) -> list[Cell]:
@@ -151,15 +154,8 @@ def cells(ks: Sequence[int], has_head: bool) -> list[Cell]:
     ]
 
 
-class Command(NamedTuple):
-    """The command line of a worker, and its environment."""
-
-    arguments: list[str]
-    environment: dict[str, str]
-
-
-def commands(config: ConfigDict) -> dict[str, Command]:
-    """Returns how the worker of each side is started."""
+def commands(config: ConfigDict) -> dict[str, tuple[list[str], dict[str, str]]]:
+    """Returns the command line of each side's worker, and its environment."""
     python = config.transformers.python
     theirs = dict(os.environ)
     if python:  # this interpreter's path would make another one import the wrong packages
@@ -167,8 +163,8 @@ def commands(config: ConfigDict) -> dict[str, Command]:
     theirs |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     line = lambda python, name: [python, "-m", f"experiments.benchmarks.{name}_worker"]
     return {
-        OURS: Command(line(sys.executable, OURS), dict(os.environ)),
-        THEIRS: Command(line(python or sys.executable, THEIRS), theirs),
+        THEIRS: (line(python or sys.executable, THEIRS), theirs),
+        OURS: (line(sys.executable, OURS), dict(os.environ)),
     }
 
 
@@ -183,9 +179,8 @@ def load_prompts(
     """
     if models[0].tokenizer is None:
         shape = (config.num_prompts, config.max_prompt_tokens)
-        return np.random.default_rng(0).integers(
-            models[0].model.vocab_size, size=shape
-        ).tolist(), []
+        ids = np.random.default_rng(0).integers(models[0].model.vocab_size, size=shape)
+        return ids.tolist(), []
     found, _, notes = questions.load(config.data, config.num_prompts)
     ids, num_cut = fit(found, models, config.new_tokens, config.max_prompt_tokens)
     return ids, [*notes, *cut_note(num_cut, ids)]
@@ -203,12 +198,22 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
             setup[name] = str(pathlib.Path(folder) / name)
             save_pretrained(setup[name], model.params, model.config)
         for dtype in dtypes(config):
-            try:
-                found[dtype] = _measure_dtype(config, setup | {"dtype": dtype}, prompts, notes)
-            except _LeftOut as error:
-                notes.append(str(error))
-                if error.is_final:
+            workers, without = {}, f"the comparison with {THEIRS}"
+            with contextlib.ExitStack() as stack:
+                try:
+                    for side, (command, environment) in commands(config).items():
+                        worker = Worker(
+                            command, setup | {"dtype": dtype}, cwd=cli.ROOT, environment=environment
+                        )
+                        workers[side] = stack.enter_context(worker)
+                except (WorkerError, RefusedError) as error:  # nor would it in another dtype
+                    why = f"{side} does not start ({error}); {_REMEDY}"
+                    notes.append(f"{without} was left out: {why}")
                     break
+                try:
+                    found[dtype] = _measure_dtype(config, dtype, workers, prompts, notes)
+                except (WorkerError, RefusedError) as error:
+                    notes.append(f"{without} in {dtype} was left out: {error}")
     if not found:
         return Result([], {}, notes)
     return Result(
@@ -219,66 +224,39 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     )
 
 
-class _LeftOut(Exception):
-    """One dtype cannot be measured; ``is_final``: no other one either."""
-
-    def __init__(self, message: str, is_final: bool):
-        super().__init__(message)
-        self.is_final = is_final
-
-
 def _absolute(name: str) -> str:
     """Returns a directory's full path, and anything else unchanged: workers run in another one."""
     return str(pathlib.Path(name).resolve()) if name and pathlib.Path(name).exists() else name
 
 
-def _measure_dtype(config: ConfigDict, setup: dict, prompts, notes: list[str]) -> Measured:
-    """Returns what was found; what one method refuses is left out, and a note says so."""
-    dtype, made, timers, workers = setup["dtype"], commands(config), {}, {}
-    try:
-        for side in (THEIRS, OURS):
-            command = made[side]
-            try:
-                workers[side] = Worker(
-                    command.arguments, setup, cwd=cli.ROOT, environment=command.environment
-                )
-            except (WorkerError, RefusedError) as error:
-                raise _LeftOut(
-                    f"the comparison with {THEIRS} was left out: {side} does not "
-                    f"start ({error}); {_REMEDY}",
-                    is_final=True,
-                ) from error
-        for cell in cells(config.peers.ks, bool(config.peers.head)):
-            try:
-                timers[cell] = _Timer(workers[cell.side], cell, prompts, config.peers.new_tokens)
-            except RefusedError as error:
-                name = cell.label(config.peers.head)
-                notes.append(f"{name} in {dtype} was left out ({error})")
-        for side in (OURS, THEIRS):
-            if not any(cell.side == side for cell in timers):
-                raise WorkerError(f"{side} refused everything")
-        label = lambda cell: cell.label(config.peers.head)
-        makers = {label(cell): functools.partial(timers.get, cell) for cell in timers}
-        _, times = measure_all(f"peers, {dtype}", makers, config.peers.repeats)
-        of = lambda name: {cell: getattr(timer, name) for cell, timer in timers.items()}
-        return Measured(
-            {cell: times[label(cell)] for cell in timers},
-            of("tokens"),
-            of("tau"),
-            of("first_s"),
-            {side: worker.peak_bytes for side, worker in workers.items()},
-            workers[OURS].facts | workers[THEIRS].facts,
-        )
-    except (WorkerError, RefusedError) as error:  # refused in a later repeat
-        raise _LeftOut(
-            f"the comparison with {THEIRS} in {dtype} was left out: {error}", is_final=False
-        ) from error
-    finally:
-        for worker in workers.values():
-            worker.close()
+def _measure_dtype(
+    config: ConfigDict,
+    dtype: str,
+    workers: Mapping[str, Worker],
+    prompts: Sequence[Sequence[int]],
+    notes: list[str],
+) -> Measured:
+    """Returns what was measured; what one method refuses is left out, and a note says so."""
+    timers, label = {}, lambda cell: cell.label(config.peers.head)
+    for cell in cells(config.peers.ks, bool(config.peers.head)):
+        try:
+            timers[cell] = Timer(workers[cell.side], cell, prompts, config.peers.new_tokens)
+        except RefusedError as error:
+            notes.append(f"{label(cell)} in {dtype} was left out ({error})")
+    for side in (OURS, THEIRS):
+        if not any(cell.side == side for cell in timers):
+            raise WorkerError(f"{side} refused everything")
+    makers = {label(cell): functools.partial(timers.get, cell) for cell in timers}
+    _, times = measure_all(f"peers, {dtype}", makers, config.peers.repeats)
+    return Measured(
+        {cell: times[label(cell)] for cell in timers},
+        timers,
+        {side: worker.peak_bytes for side, worker in workers.items()},
+        workers[OURS].facts | workers[THEIRS].facts,
+    )
 
 
-class _Timer:
+class Timer:
     """Times all prompts in a worker, in milliseconds per token.
 
     Attributes:
@@ -316,18 +294,17 @@ def lines_of(found: Mapping[str, Measured], head: str, bar: float) -> list[Line]
     """
     lines = []
     for dtype, measured in found.items():
-        rows = len(next(iter(measured.tokens.values())))
         for cell in measured.ms:
             ratio = measured.ratio(cell, cell.peer)
             if ratio is not None:
-                same = measured.same_rows(cell, cell.peer)
+                same = f"{measured.same_rows(cell, cell.peer)} of {measured.rows} rows identical"
                 lines.append(
                     Line(
                         f"{cell.label(head)} / {cell.peer.label(head)}, {dtype}",
                         ratio,
                         bar=bar if cell.method in _BARRED else None,
                         is_upper=False,
-                        note=f"tokens a second, prefill included; {same} of {rows} rows identical",
+                        note=f"tokens a second, prefill included; {same}",
                     )
                 )
         ours, theirs = measured.best(OURS), measured.best(THEIRS)
@@ -360,9 +337,8 @@ def sections_of(found: Mapping[str, Measured], head: str) -> list[Section]:
     rows = []
     for dtype, measured in found.items():
         for cell in sorted(measured.ms, key=lambda c: (c.side, str(c.k_text), c.method)):
-            of = f" of {len(measured.tokens[cell])}"
-            count = lambda n: "" if n is None else f"{n}{of}"
-            tau = measured.tau[cell]
+            count = lambda n, rows=measured.rows: "" if n is None else f"{n} of {rows}"
+            tau = measured.timers[cell].tau
             is_plain = cell == cell.plain
             rows.append(
                 [
@@ -376,7 +352,7 @@ def sections_of(found: Mapping[str, Measured], head: str) -> list[Section]:
                     median(measured.ratio(cell, cell.peer)),
                     "" if is_plain else count(measured.same_rows(cell, cell.plain)),
                     count(measured.same_rows(cell, cell.peer)),
-                    f"{measured.first_s[cell]:.1f}",
+                    f"{measured.timers[cell].first_s:.1f}",
                 ]
             )
     processes = [
@@ -403,10 +379,10 @@ def record_of(found: Mapping[str, Measured], head: str) -> dict[str, Any]:
         dtype: {
             "versions": dict(measured.facts),
             "peak_bytes": dict(measured.peak_bytes),
-            "rows": len(next(iter(measured.tokens.values()))),
+            "rows": measured.rows,
             "times_ms": listed({c.label(head): ms for c, ms in measured.ms.items()}),
-            "tau": {c.label(head): tau for c, tau in measured.tau.items()},
-            "first_run_s": {c.label(head): s for c, s in measured.first_s.items()},
+            "tau": {c.label(head): timer.tau for c, timer in measured.timers.items()},
+            "first_run_s": {c.label(head): timer.first_s for c, timer in measured.timers.items()},
             "identical_rows": {
                 c.label(head): {
                     "own plain": measured.same_rows(c, c.plain),

@@ -207,7 +207,7 @@ def sections(results: Sequence[CellResult]) -> list[Section]:
         if group[0].categories:
             tables += _categories(group, temperature)
     if len(by_batch(results)) > 1:
-        tables.append(_curve(results))
+        tables.append(curve(results))
     return [*tables, _rounds(shown)]
 
 
@@ -250,7 +250,8 @@ def _categories(group: Sequence[CellResult], temperature: float) -> list[Section
     return tables
 
 
-def _curve(results: Sequence[CellResult]) -> Section:
+def curve(results: Sequence[CellResult]) -> Section:
+    """Returns the speed-up of each cell by batch size, and where it pays."""
     groups, rows = by_batch(results), []
     for first in (r for r in first_batch(results) if not r.cell.is_plain):
         same = [next((r for r in g if r.cell == first.cell), None) for g in groups.values()]

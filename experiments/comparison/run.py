@@ -90,9 +90,9 @@ def run(
     report.finish(folder, rep, reports.markdown(title, rep, results, profiles, [*drawings]))
     for file, draw in drawings.items():
         draw(folder / file)
-    from experiments.comparison.page.page import write_page  # needs jinja2, slow to import
+    from experiments.comparison.page import answers, page  # need jinja2, slow to import
 
-    write_page(folder / "report.html", rep, results, evaluation.answers())
+    page.write_page(folder / "report.html", rep, results, answers.read(folder / session.ANSWERS))
     reports.print_results(rep, results, profiles, folder, is_short=is_short)
     return rep
 

@@ -134,12 +134,6 @@ class Evaluation:
         """The answers of earlier sessions."""
         return len(self._lines)
 
-    def answers(self) -> Iterator[dict[str, Any]]:
-        """Reads the lines of answers.jsonl, for the page."""
-        if self._answers.path.exists():
-            with open(self._answers.path, encoding="utf-8") as file:
-                yield from map(json.loads, file)
-
     def run(
         self, show_live: Callable[[Bench, Sequence[Cell], Question], None] | None = None
     ) -> list[Stage]:

@@ -38,8 +38,7 @@ def resolve(config: ConfigDict) -> ConfigDict:
     config = config.copy_and_resolve_references()
     check = lambda ok, name, expected: cli.require(ok, config, name, expected)
     for name in ("rules", "copying_rules", "categories"):
-        parts = (x.strip() for entry in config[name] for x in str(entry).split(","))
-        config[name] = tuple(filter(None, parts))
+        config[name] = tuple(cli.listed(",".join(map(str, config[name]))))
     for name in ("rules", "copying_rules"):
         is_known = bool(config[name]) and set(config[name]) <= set(RULES)
         check(is_known, name, f"one or more of {', '.join(RULES)}")
@@ -58,7 +57,7 @@ def resolve(config: ConfigDict) -> ConfigDict:
     check(config.max_new_tokens >= 2, "max_new_tokens", "2 or more (prefill makes the first)")
     longest = config.max_prompt_tokens
     check(longest is None or longest >= 1, "max_prompt_tokens", "1 or more, or none")
-    dtypes = _names(config.dtype)
+    dtypes = cli.listed(config.dtype)
     is_known = bool(dtypes) and set(dtypes) <= set(DTYPES)
     check(is_known, "dtype", f"one of {', '.join(DTYPES)}, or several with commas")
     config.dtype = ",".join(name for name in DTYPES if name in dtypes)  # the most exact first
@@ -75,15 +74,11 @@ def resolve(config: ConfigDict) -> ConfigDict:
     usual = evaluate_zoo.get_config()
     if config.target != usual.target and config.drafts == usual.drafts:
         config.drafts = "ngram"  # the zoo's drafts are for the zoo's target
-    check(bool(_names(config.drafts) or config.drafter), "drafts", "names or paths, with commas")
+    check(
+        bool(cli.listed(config.drafts) or config.drafter), "drafts", "names or paths, with commas"
+    )
     best_k(config)
     return config
-
-
-def _names(text: str) -> list[str]:
-    """Returns the names in a text, separated by commas, each once."""
-    names = (name.strip() for name in text.split(","))
-    return [*dict.fromkeys(name for name in names if name)]
 
 
 def best_k(config: ConfigDict) -> dict[str, int]:
@@ -93,7 +88,7 @@ def best_k(config: ConfigDict) -> dict[str, int]:
       ConfigError: An entry is not NAME=K.
     """
     found = {}
-    for entry in _names(config.best_k):
+    for entry in cli.listed(config.best_k):
         name, _, k = entry.rpartition("=")
         if not (name and k.isdigit() and int(k) >= 1):
             raise ConfigError(f"best_k has {entry!r}; expected NAME=K with K of 1 or more")
@@ -185,7 +180,7 @@ class Setup(NamedTuple):
             config.temperatures,
             config.rules,
             config.copying_rules,
-            _names(config.trees),
+            cli.listed(config.trees),
             rule,
         )
         every = [cell._replace(dtype=dtype) for cell in every for dtype in by_dtype or (None,)]
@@ -250,7 +245,7 @@ def _load_drafts(
     notes: list[str] = []
     loaded: dict[str, Draft] = {}
     taken = ("target", PLAIN, *copying_methods())  # names that tables and timers use
-    for name in _names(config.drafts):
+    for name in cli.listed(config.drafts):
         try:
             loaded[name] = (
                 None

@@ -47,7 +47,7 @@ def run(config, folder, monkeypatch, fault=""):
     """The part with workers of which theirs takes five times as long."""
     fake = str(pathlib.Path(fake_peer.__file__))
     environment = {"PYTHONPATH": str(peers.cli.ROOT)}
-    command = lambda *words: peers.Command([sys.executable, fake, *words], environment)
+    command = lambda *words: ([sys.executable, fake, *words], environment)
     made = {OURS: command("0.5"), THEIRS: command("2.5", fault)}
     monkeypatch.setattr(peers, "commands", lambda config: made)
     monkeypatch.setattr(peers, "_REST_S", 0.0)

@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from experiments.comparison.page import answers as packing
 from experiments.comparison.page import charts
-from experiments.comparison.report import best_cells, by_batch, first_batch
+from experiments.comparison.report import best_cells, by_batch, curve, first_batch
 from experiments.run import report as reports
 from experiments.run.plots import CYCLE, TITLE
 from spec_jax.evaluation.results import CategoryResult, CellResult
@@ -70,7 +70,7 @@ def render(
         headline=headline(results),
         methods=methods_table(results),
         categories=by_category(results),
-        stops=stops(results),
+        curve=curve(results) if len(by_batch(results)) > 1 else None,
         predicted=predicted(results),
         plots={name: inline(text) for name, text in (plots or {}).items()},
         tokens=packed,
@@ -222,29 +222,6 @@ def methods_table(results: Sequence[CellResult]) -> dict[str, Any] | None:
         "has_rules": len({r.cell.rule for r in _drafted(results)}) > 1,
         "best": best if best is not None and best.speedup.low > 1 else None,
     }
-
-
-def stops(results: Sequence[CellResult]) -> list[str]:
-    """At which batch sizes the fastest cell of each method is faster than plain decoding."""
-    batches, lines = by_batch(results), []
-    if len(batches) < 2:
-        return []
-    for first in best_cells(results):
-        same = [r for group in batches.values() for r in group if r.cell == first.cell]
-        sizes = {
-            "faster": [str(r.batch) for r in same if r.speedup.low > 1],
-            "slower": [str(r.batch) for r in same if r.speedup.high < 1],
-        }
-        texts = [
-            f"{name} than plain decoding at {', '.join(found)} row{'s' * (found != ['1'])}"
-            for name, found in sizes.items()
-            if found
-        ]
-        never = "no significant difference from plain decoding at any batch size"
-        lines.append(
-            f"{first.cell.name}, T={first.cell.temperature:g}: {'; '.join(texts) or never}"
-        )
-    return lines
 
 
 def shade(speedup: float) -> str:
