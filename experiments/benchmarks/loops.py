@@ -21,6 +21,7 @@ from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context, Drafter, ForwardOutput, Model, Proposal
 from spec_jax.decoding import DecodeState, System
 from spec_jax.drafters.model_free import NO_DRAFT
+from spec_jax.engine.request import make_request
 from spec_jax.engine.stats import Stats, row_stats
 from spec_jax.evaluation.bench import cast
 from spec_jax.evaluation.timing import Timer, loop_timer
@@ -49,25 +50,11 @@ def start(
       max_new_tokens: New tokens of every row.
       stop_tokens: The tokens that end a row.
     """
-    lengths = np.asarray([len(p) for p in prompts], np.int32)
-    width = min(slots, max(16, 1 << (int(lengths.max()) - 1).bit_length()))
-    tokens = np.zeros((len(prompts), width), np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
-    stops = np.tile(np.asarray([*stop_tokens, -1], np.int32), (len(prompts), 1))
     sampler = make_sampler(SamplerConfig(), len(prompts), system.target.vocab_size)
-    state = decoding.prefill(
-        params,
-        jnp.asarray(tokens),
-        jnp.asarray(lengths),
-        jnp.asarray(lengths + max_new_tokens),
-        jnp.asarray(stops),
-        sampler,
-        sampler,
-        system=system,
-        slots=slots,
+    *arrays, slots = make_request(
+        system, prompts, max_new_tokens, sampler, sampler, stop_tokens=stop_tokens, slots=slots
     )
-    return jax.block_until_ready(state)
+    return jax.block_until_ready(decoding.prefill(params, *arrays, system=system, slots=slots))
 
 
 class GenerateTimer:

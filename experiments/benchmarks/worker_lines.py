@@ -60,8 +60,7 @@ class Worker:
           WorkerError: It cannot be started, ended, or does not answer.
           RefusedError: It could not load what ``setup`` names.
         """
-        self.peak_bytes = None
-        self._process, self._errors = None, tempfile.TemporaryFile()
+        self.peak_bytes, self._errors = None, tempfile.TemporaryFile()
         try:
             self._process = subprocess.Popen(
                 command,
@@ -72,10 +71,11 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
             )
-            self.facts = self.ask(setup)
         except OSError as error:
-            self.close()
+            self._errors.close()
             raise WorkerError(f"{command[0]} cannot be run: {error.strerror}") from error
+        try:
+            self.facts = self.ask(setup)
         except BaseException:
             self.close()
             raise
@@ -114,15 +114,14 @@ class Worker:
 
     def close(self) -> None:
         """Ends the process."""
-        if self._process is not None:
-            with contextlib.suppress(BrokenPipeError):  # it has ended, and left a request unread
-                self._process.stdin.close()
-            self._process.stdout.close()
-            try:
-                self._process.wait(10)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and left a request unread
+            self._process.stdin.close()
+        self._process.stdout.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         self._errors.close()
 
     def __enter__(self) -> Worker:

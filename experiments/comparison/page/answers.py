@@ -9,6 +9,7 @@ A line of answers.jsonl is what one cell made of one question: ``cell``, ``metho
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -118,16 +119,12 @@ class _Packed:
 
     def add(self, lines: Sequence[Mapping[str, Any]], budget: float) -> bool:
         """Adds all lines, or none of them if they do not fit; returns whether they did."""
-        size, counts = self.size, {name: len(values) for name, values in self._lists.items()}
+        before = copy.deepcopy(vars(self))
         for line in lines:
             self._unit(line)
-        if self.size <= budget:
-            return True
-        self.size = size
-        for kind, count in counts.items():
-            del self._lists[kind][count:]
-        self._numbers = {key: n for key, n in self._numbers.items() if n < counts[key[0]]}
-        return False
+        if is_too_large := self.size > budget:
+            vars(self).update(before)
+        return not is_too_large
 
     def _unit(self, line: Mapping[str, Any]) -> None:
         cell = {
