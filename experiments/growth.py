@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -146,9 +146,10 @@ def run(
     sections.append(_chips(title, chips))
     frontier = []
     for context in CONTEXTS:
-        at = dataclasses.replace(setting, context=context)
-        sizes = _sizes_that_fit(target, draft, chip, at)
-        stops = {r: _stops(target, draft, r, chip, at, sizes) for r in RATES}
+        at = lambda n, context=context: dataclasses.replace(setting, context=context, batch=n)
+        sizes = (parse_mesh(setting.mesh)["data"] * size for size in BATCHES)
+        sizes = [n for n in sizes if not memory(target, draft, at(n)).shortfall(chip)]
+        stops = {rate: _stops(target, draft, rate, chip, at, sizes) for rate in RATES}
         frontier.append({"context": context, "fits_to": max(sizes, default=0), "stops_at": stops})
     title = f"{said}: the first batch at which no K pays, of the powers of two that fit"
     sections.append(_frontier(title, frontier))
@@ -170,18 +171,15 @@ def run(
     return record
 
 
-def _sizes_that_fit(target: Any, draft: Any, chip: Chip, setting: Setting) -> list[int]:
-    data = parse_mesh(setting.mesh)["data"]
-    sizes = [data * size for size in BATCHES]
-    at = lambda batch: dataclasses.replace(setting, batch=batch)
-    return [size for size in sizes if not memory(target, draft, at(size)).shortfall(chip)]
-
-
 def _stops(
-    target: Any, draft: Any, rate: float, chip: Chip, setting: Setting, sizes: Sequence[int]
+    target: Any,
+    draft: Any,
+    rate: float,
+    chip: Chip,
+    at: Callable[[int], Setting],
+    sizes: Sequence[int],
 ) -> int | None:
     tokens = expected_tokens([rate] * MAX_K)
-    at = lambda batch: dataclasses.replace(setting, batch=batch)
     return first_loss(sizes, lambda batch: best(target, draft, tokens, chip, at(batch)).speedup)
 
 

@@ -22,7 +22,6 @@ import pathlib
 import random
 import time
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -61,18 +60,26 @@ def resolve(config: ConfigDict) -> ConfigDict:
     """
     cli.check_keys(config, regenerate_zoo.get_config())
     config = config.copy_and_resolve_references()
-    check = lambda ok, name, expected: cli.require(ok, config, name, expected)
-    for name in ("k", "batch", "max_prompt_tokens", "max_new_tokens", "min_prompt_tokens"):
-        check(config[name] >= 1, name, "1 or more")
-    is_range = config.min_prompt_tokens <= config.max_prompt_tokens
-    check(is_range, "min_prompt_tokens", f"at most max_prompt_tokens {config.max_prompt_tokens}")
-    least = 0 if config.prompts else 1
-    check(config.num_prompts >= least, "num_prompts", "1 or more; of a file, 0 means all")
-    check(not config.rule or config.draft, "rule", "none without a draft")
-    check(0 <= config.tests_share <= 1, "tests_share", "a number in [0, 1]")
-    check(len(config.temperatures) > 0, "temperatures", "one or more")
-    check(0 <= config.held_out_share < 1, "held_out_share", "a number in [0, 1)")
-    check(config.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
+    longest, sizes = config.max_prompt_tokens, ("k", "batch", "max_prompt_tokens", "max_new_tokens")
+    cli.require_each(
+        config,
+        *((config[name] >= 1, name, "1 or more") for name in (*sizes, "min_prompt_tokens")),
+        (
+            config.min_prompt_tokens <= longest,
+            "min_prompt_tokens",
+            f"at most max_prompt_tokens {longest}",
+        ),
+        (
+            config.num_prompts >= (0 if config.prompts else 1),
+            "num_prompts",
+            "1 or more; of a file, 0 means all",
+        ),
+        (not config.rule or config.draft, "rule", "none without a draft"),
+        (0 <= config.tests_share <= 1, "tests_share", "a number in [0, 1]"),
+        (config.temperatures, "temperatures", "one or more"),
+        (0 <= config.held_out_share < 1, "held_out_share", "a number in [0, 1)"),
+        (config.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}"),
+    )
     return config
 
 
@@ -110,28 +117,18 @@ def load_decoder(config: ConfigDict, where: MeshOptions = MeshOptions()) -> Spec
     return decoder
 
 
-class Prompts(NamedTuple):
-    """What is answered.
+def prompts_of(config: ConfigDict, decoder: SpeculativeDecoder) -> tuple[int, Pairs, list[str]]:
+    """Returns the prompts of a config; rows of a file that are no prompts are left out.
 
-    Attributes:
-      count: The number of prompts.
-      pairs: An index and the ids of each. An index always belongs to the same prompt, whatever the
-        number of prompts.
-      notes: Sentences on what is left out; a conversation that the chat template refuses adds one
-        when its turn comes.
+    Returns:
+      The number of prompts; an index and the ids of each, where an index always belongs to the same
+      prompt, whatever the number of prompts; and sentences on what is left out, to which a
+      conversation that the chat template refuses adds one when its turn comes.
     """
-
-    count: int
-    pairs: Pairs
-    notes: list[str]
-
-
-def prompts_of(config: ConfigDict, decoder: SpeculativeDecoder) -> Prompts:
-    """Returns the prompts of a config; rows of a file that are no prompts are left out."""
     path, encoder, notes = pathlib.Path(config.prompts), PromptEncoder(decoder.target), []
     if not config.prompts:
         count = config.num_prompts
-        return Prompts(count, itertools.islice(_pieces(config, decoder), count), notes)
+        return count, itertools.islice(_pieces(config, decoder), count), notes
     malformed: list[str] = []
     if path.is_dir() or is_json(path):
         held_out = HeldOut.of(read_records(path, [], read_record), config.held_out_share)
@@ -150,7 +147,7 @@ def prompts_of(config: ConfigDict, decoder: SpeculativeDecoder) -> Prompts:
     if total < config.num_prompts:
         notes.append(f"{path} has {total} prompts, not {config.num_prompts}: all of them are used")
     count = min(total, config.num_prompts or total)
-    return Prompts(count, itertools.takewhile(lambda pair: pair[0] < count, pairs), notes)
+    return count, itertools.takewhile(lambda pair: pair[0] < count, pairs), notes
 
 
 def _records(

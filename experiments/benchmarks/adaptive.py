@@ -141,11 +141,13 @@ def check(config: ConfigDict) -> None:
     cli.require_positive(config, "slots prompt_tokens rounds repeats", "adaptive")
     c = config.adaptive
     is_ascending = len(c.buckets) > 1 and list(c.buckets) == sorted({0, *c.buckets})
-    require = lambda ok, name, expected: cli.require(ok, config, f"adaptive.{name}", expected)
-    require(is_ascending and c.buckets[0] == 0, "buckets", "ascending integers from 0 on")
     is_rate = [0 <= rate <= 1 for rate in c.rates]
-    require(is_rate and all(is_rate), "rates", "rates in [0, 1]")
-    require(c.batches and min(c.batches) >= 1, "batches", "integers of 1 or more")
+    cli.require_each(
+        config,
+        (is_ascending and c.buckets[0] == 0, "adaptive.buckets", "ascending integers from 0 on"),
+        (is_rate and all(is_rate), "adaptive.rates", "rates in [0, 1]"),
+        (c.batches and min(c.batches) >= 1, "adaptive.batches", "integers of 1 or more"),
+    )
     need = c.prompt_tokens + (c.rounds + 1) * (c.buckets[-1] + 1) + CATCH_UP
     check_slots(config, "adaptive", need)
 

@@ -43,14 +43,16 @@ def check(config: ConfigDict) -> None:
     """Raises ConfigError if a value is out of range."""
     c = config.layouts
     cli.require_positive(config, "slots", "layouts")
-    require = lambda ok, name, expected: cli.require(ok, config, f"layouts.{name}", expected)
-    require(cli.listed(c.targets), "targets", f"names or directories of models, or {RANDOM}")
-    dtypes = cli.listed(c.dtypes)
-    require(dtypes and set(dtypes) <= set(DTYPES), "dtypes", f"some of {', '.join(DTYPES)}")
+    dtypes, rows = cli.listed(c.dtypes), f"integers from 1 to {MAX_ROWS}"
     is_listed = c.tokens and 1 <= min(c.tokens) and max(c.tokens) <= MAX_ROWS
-    require(is_listed, "tokens", f"integers from 1 to {MAX_ROWS}; with more nothing is laid out")
-    require(c.repeats >= 3, "repeats", "3 or more, whose quartiles tell the noise")
-    require(max(c.tokens) < c.slots, "slots", "more than the tokens of a pass")
+    cli.require_each(
+        config,
+        (cli.listed(c.targets), "layouts.targets", f"names or directories of models, or {RANDOM}"),
+        (dtypes and set(dtypes) <= set(DTYPES), "layouts.dtypes", f"some of {', '.join(DTYPES)}"),
+        (is_listed, "layouts.tokens", f"{rows}; with more nothing is laid out"),
+        (c.repeats >= 3, "layouts.repeats", "3 or more, whose quartiles tell the noise"),
+        (max(c.tokens, default=0) < c.slots, "layouts.slots", "more than the tokens of a pass"),
+    )
 
 
 def lay_out(params: Params, name: str, dtype: str) -> Params:
@@ -197,8 +199,8 @@ def recommend(times: Times, choice: str) -> str:
       choice: The table's.
     """
     best = fastest(times)
-    gain = spread(times[choice] / times[best])
-    return best if gain.low > 1 and gain.median >= WORTH else choice
+    median, low, _ = spread(times[choice] / times[best])
+    return best if low > 1 and median >= WORTH else choice
 
 
 def lines_for(
@@ -269,7 +271,7 @@ def advice(
     for n, times in again.items():
         name = recommend(times, choices[n])
         if name != choices[n]:
-            gain = spread(times[choices[n]] / times[name]).median
+            gain = np.median(times[choices[n]] / times[name])
             better.append(f"{name} for {tokens_text(n)}, {gain:.2f} x as fast")
             wanted[n] = name
     text = f"recommended on this machine for {title}: "

@@ -25,7 +25,7 @@ from experiments.benchmarks.worker_lines import RefusedError, Worker, WorkerErro
 from experiments.run import cli
 from spec_jax.data import questions, sources
 from spec_jax.evaluation.prompts import cut_note, fit
-from spec_jax.evaluation.timing import measure_all, spread
+from spec_jax.evaluation.timing import measure_all
 from spec_jax.loading import LoadedModel, load_model
 from spec_jax.models.checkpoint import save_pretrained
 from spec_jax.show.tables import Section
@@ -333,7 +333,7 @@ def sections_of(found: Mapping[str, Measured], head: str) -> list[Section]:
         "rows as peer",
         "first run, s",
     )
-    median = lambda values: "" if values is None else f"{spread(values).median:.2f}"
+    median = lambda values: "" if values is None else f"{np.median(values):.2f}"
     rows = []
     for dtype, measured in found.items():
         for cell in sorted(measured.ms, key=lambda c: (c.side, str(c.k_text), c.method)):
@@ -346,7 +346,7 @@ def sections_of(found: Mapping[str, Measured], head: str) -> list[Section]:
                     cell.side,
                     cell.name(head),
                     cell.k_text,
-                    f"{1e3 / spread(measured.ms[cell]).median:.0f}",
+                    f"{1e3 / np.median(measured.ms[cell]):.0f}",
                     "" if is_plain else median(measured.ratio(cell, cell.plain)),
                     "" if tau is None else f"{tau:.2f}",
                     median(measured.ratio(cell, cell.peer)),

@@ -32,7 +32,7 @@ class RefusedError(Exception):
     """The process could not do what one request asked, and waits for the next."""
 
 
-class Worker:
+class Worker(contextlib.AbstractContextManager):
     """A process that has loaded something and answers requests about it.
 
     Attributes:
@@ -123,9 +123,6 @@ class Worker:
             self._process.kill()
             self._process.wait()
         self._errors.close()
-
-    def __enter__(self) -> Worker:
-        return self
 
     def __exit__(self, *_) -> None:
         self.close()

@@ -13,7 +13,7 @@ import numpy as np
 from spec_jax.config import GREEDY_BELOW
 from spec_jax.engine.decoder import Generation
 from spec_jax.engine.stats import Stats
-from spec_jax.evaluation.bench import Bench, Run
+from spec_jax.evaluation.bench import Bench, Row, Run
 from spec_jax.evaluation.cells import Cell
 from spec_jax.evaluation.compare import Tally
 from spec_jax.loading import LoadedModel
@@ -22,14 +22,6 @@ from spec_jax.sharding import replicate
 
 _ALTERNATIVES = 3  # the likeliest tokens at each place that the page shows
 _CONTEXT = 64  # ids before a token that its text may depend on
-
-
-class Saved(NamedTuple):
-    """The output of one prompt, as it was read from a line."""
-
-    tokens: tuple[int, ...]
-    finish_reason: str
-    stats: Stats
 
 
 class Group(NamedTuple):
@@ -139,12 +131,12 @@ _COUNTS = (
 )
 
 
-def _saved(turn: Mapping[str, Any]) -> Saved:
+def _saved(turn: Mapping[str, Any]) -> Row:
     counts = {n: tuple(x) if isinstance(x, list) else x for n, x in turn["counts"].items()}
-    return Saved(tuple(turn["tokens"]), turn["finish"], Stats(**counts))
+    return Row(tuple(turn["tokens"]), turn["finish"], Stats(**counts))
 
 
-def _run(turn: Mapping[str, Any], rows: Sequence[Saved]) -> Run:
+def _run(turn: Mapping[str, Any], rows: Sequence[Row]) -> Run:
     """Returns the run of a batch, of whose prompts ``turn`` is the first one's."""
     return Run(turn["prefill_s"], turn["decode_s"][0], rows)
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from experiments.comparison.answers import (
     Group,
     Probabilities,
-    Saved,
     check_line,
     key_of,
     pack,
@@ -27,7 +26,7 @@ from spec_jax import processes
 from spec_jax.data.questions import Question
 from spec_jax.errors import ConfigError, PromptError
 from spec_jax.evaluation import costs
-from spec_jax.evaluation.bench import Bench
+from spec_jax.evaluation.bench import Bench, Row
 from spec_jax.evaluation.cells import Cell
 from spec_jax.evaluation.compare import Tally, compile_all, cost_slots, take_turns
 from spec_jax.evaluation.prompts import PromptEncoder, check_same_prompts
@@ -343,7 +342,7 @@ class Evaluation:
             for tally in stage.tallies:  # traces are on disk now
                 for index in group.batches:
                     run = tally.runs[index]
-                    rows = [Saved(tuple(r.tokens), r.finish_reason, r.stats) for r in run.rows]
+                    rows = [Row(tuple(r.tokens), r.finish_reason, r.stats) for r in run.rows]
                     tally.runs[index] = run._replace(rows=rows)
 
     def _shown(self) -> set[int]:

@@ -36,47 +36,45 @@ def resolve(config: ConfigDict) -> ConfigDict:
     """
     cli.check_keys(config, evaluate_zoo.get_config(), evaluate_zoo.RENAMED)
     config = config.copy_and_resolve_references()
-    check = lambda ok, name, expected: cli.require(ok, config, name, expected)
     for name in ("rules", "copying_rules", "categories"):
         config[name] = tuple(cli.listed(",".join(map(str, config[name]))))
-    for name in ("rules", "copying_rules"):
-        is_known = bool(config[name]) and set(config[name]) <= set(RULES)
-        check(is_known, name, f"one or more of {', '.join(RULES)}")
-    is_number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool)
-    is_finite = lambda x: is_number(x) and 0 <= x < float("inf")
-    for name in ("batches", "temperatures"):
-        check(len(config[name]) > 0, name, "one or more")
-    are_counts = lambda values: all(type(x) is int and x >= 1 for x in values)
-    check(are_counts(config.ks), "ks", "integers of 1 or more, or none for each draft's own K")
-    check(are_counts(config.batches), "batches", "integers of 1 or more")
-    check(all(map(is_finite, config.temperatures)), "temperatures", "numbers of 0 or more")
-    config.temperatures = tuple(map(float, config.temperatures))
-    config.batches = tuple(sorted(set(config.batches)))
-    check(config.repeats >= 1, "repeats", "1 or more")
-    check(config.order in ("spread", "group"), "order", "spread or group")
-    check(config.max_new_tokens >= 2, "max_new_tokens", "2 or more (prefill makes the first)")
-    longest = config.max_prompt_tokens
-    check(longest is None or longest >= 1, "max_prompt_tokens", "1 or more, or none")
-    dtypes = cli.listed(config.dtype)
-    is_known = bool(dtypes) and set(dtypes) <= set(DTYPES)
-    check(is_known, "dtype", f"one of {', '.join(DTYPES)}, or several with commas")
-    config.dtype = ",".join(name for name in DTYPES if name in dtypes)  # the most exact first
-    check(config.baseline in ("same", "fastest"), "baseline", "same or fastest")
-    check(config.target != "", "target", "a zoo name or a directory: --config.target=PATH")
-    has_all = config.data not in (*_PIECES, _FUNCTIONS)
-    check(
-        config.num_prompts >= (0 if has_all else 1),
-        "num_prompts",
-        "1 or more; 0 for all questions of a set or a file",
-    )
-    check(config.num_shown >= 0, "num_shown", "0 or more")
-    check(config.prompt_tokens >= 1, "prompt_tokens", "1 or more")
-    usual = evaluate_zoo.get_config()
+    usual, dtypes = evaluate_zoo.get_config(), cli.listed(config.dtype)
     if config.target != usual.target and config.drafts == usual.drafts:
         config.drafts = "ngram"  # the zoo's drafts are for the zoo's target
-    check(
-        bool(cli.listed(config.drafts) or config.drafter), "drafts", "names or paths, with commas"
+    is_number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool)
+    is_finite = lambda x: is_number(x) and 0 <= x < float("inf")
+    are_counts = lambda values: all(type(x) is int and x >= 1 for x in values)
+    are_of = lambda names, known: bool(names) and set(names) <= set(known)
+    rules, longest = f"one or more of {', '.join(RULES)}", config.max_prompt_tokens
+    least = 0 if config.data not in (*_PIECES, _FUNCTIONS) else 1
+    cli.require_each(
+        config,
+        (are_of(config.rules, RULES), "rules", rules),
+        (are_of(config.copying_rules, RULES), "copying_rules", rules),
+        (config.batches, "batches", "one or more"),
+        (config.temperatures, "temperatures", "one or more"),
+        (are_counts(config.ks), "ks", "integers of 1 or more, or none for each draft's own K"),
+        (are_counts(config.batches), "batches", "integers of 1 or more"),
+        (all(map(is_finite, config.temperatures)), "temperatures", "numbers of 0 or more"),
+        (config.repeats >= 1, "repeats", "1 or more"),
+        (config.order in ("spread", "group"), "order", "spread or group"),
+        (config.max_new_tokens >= 2, "max_new_tokens", "2 or more (prefill makes the first)"),
+        (longest is None or longest >= 1, "max_prompt_tokens", "1 or more, or none"),
+        (are_of(dtypes, DTYPES), "dtype", f"one of {', '.join(DTYPES)}, or several with commas"),
+        (config.baseline in ("same", "fastest"), "baseline", "same or fastest"),
+        (config.target, "target", "a zoo name or a directory: --config.target=PATH"),
+        (
+            config.num_prompts >= least,
+            "num_prompts",
+            "1 or more; 0 for all questions of a set or a file",
+        ),
+        (config.num_shown >= 0, "num_shown", "0 or more"),
+        (config.prompt_tokens >= 1, "prompt_tokens", "1 or more"),
+        (cli.listed(config.drafts) or config.drafter, "drafts", "names or paths, with commas"),
     )
+    config.dtype = ",".join(name for name in DTYPES if name in dtypes)  # the most exact first
+    config.temperatures = tuple(map(float, config.temperatures))
+    config.batches = tuple(sorted(set(config.batches)))
     best_k(config)
     return config
 

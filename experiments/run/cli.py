@@ -150,6 +150,12 @@ def require(is_ok: bool, config: ConfigDict, name: str, expected: str) -> None:
         raise ConfigError(f"{name} is {value!r}; expected {expected}")
 
 
+def require_each(config: ConfigDict, *checks: tuple[Any, str, str]) -> None:
+    """Raises ConfigError for the first of ``(is_ok, name, expected)`` that has not passed."""
+    for is_ok, name, expected in checks:
+        require(is_ok, config, name, expected)
+
+
 def require_positive(config: ConfigDict, names: str, prefix: str = "") -> None:
     """Raises ConfigError unless the keys ``names``, in one string, are integers of 1 or more."""
     for name in names.split():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import os
 import pathlib
@@ -18,7 +19,7 @@ from spec_jax.errors import ConfigError
 REFUSED = (ValueError, LookupError, TypeError, AttributeError, AssertionError)
 
 
-class Journal:
+class Journal(contextlib.AbstractContextManager):
     """Appends objects to a file, a line each. Reading cuts off an incomplete last line.
 
     Of several processes the first one has the file.
@@ -79,9 +80,6 @@ class Journal:
                 file.readline()
             file.truncate()
 
-    def __enter__(self) -> Journal:
-        return self
-
     def __exit__(self, *_) -> None:
         if self._file is not None:
             self._file.close()
@@ -91,7 +89,7 @@ class Journal:
 _KEYS = ("index", "prompt_ids", "response_ids", "finish_reason")  # what is read of a line
 
 
-class Responses:
+class Responses(Journal):
     """The responses so far. Reading the file cuts off an incomplete last line.
 
     Of several processes the first one has the file.
@@ -104,12 +102,12 @@ class Responses:
     """
 
     def __init__(self, path: pathlib.Path):
-        self._path, self._journal = path, Journal(path)
+        super().__init__(path)
         self._prompts: dict[int, int] = {}  # index -> checksum of the prompt's ids
         self.finish_reasons: collections.Counter[str] = collections.Counter()
         self.num_tokens = 0
         expected = f"a JSON object with {', '.join(_KEYS)}, each index once"
-        self._journal.read(self._count, expected, " is no response")
+        self.read(self._count, expected, " is no response")
         known = processes.from_writer([list(self._prompts.items()), self.num_tokens])
         self._prompts, self.num_tokens = dict(map(tuple, known[0])), known[1]
 
@@ -135,20 +133,14 @@ class Responses:
                 yield index, ids
             elif self._prompts[index] != _checksum(ids):
                 raise ConfigError(
-                    f"{self._path} answers another prompt {index} than this run has; expected the "
+                    f"{self.path} answers another prompt {index} than this run has; expected the "
                     "prompts and the tokenizer that it was begun with, or an empty directory"
                 )
 
     def append(self, row: Mapping) -> None:
         """Writes one line to the disk, so that a killed run loses none."""
         self._count(row)
-        self._journal.append([row])
-
-    def __enter__(self) -> Responses:
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._journal.__exit__()
+        super().append([row])
 
 
 def _checksum(ids: list[int]) -> int:

@@ -90,9 +90,7 @@ def whole_numbers(axis: Any, values: Iterable[int] | None = None) -> None:
     if not (values := list(values)):
         return
     axis.set_xscale("log", base=2)
-    ticks = spaced(
-        values, room=9 * axis.get_position().width * axis.figure.get_figwidth(), is_log=True
-    )
+    ticks = spaced(values, 9 * axis.get_position().width * axis.figure.get_figwidth())
     axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
     axis.set_xticks([], minor=True)
     axis.set_xlim(min(values) / 2**0.3, max(values) * 2**0.3)
@@ -232,24 +230,17 @@ def plot_growth(
         whole_numbers(axes[-1], x)
 
 
-def spaced(values: Iterable[float], *, room: float, is_log: bool = False) -> list[float]:
-    """Returns those of ``values`` whose labels fit beside each other, in order.
+def spaced(values: Iterable[float], room: float) -> list[float]:
+    """Returns those of ``values`` whose labels fit below a logarithmic axis, in order.
 
     Args:
-      values: Where points are; an axis reaches from the smallest to the largest.
+      values: Where points are; the axis reaches from the smallest to the largest.
       room: The number of digits that fit below the axis.
-      is_log: Whether the axis is logarithmic; the values are positive then.
     """
-    numbers = sorted(set(values))
-    if not numbers:
-        return []
-    scale = math.log2 if is_log else float
-    begin = scale(numbers[0])
-    span = scale(numbers[-1]) - begin or 1.0
-    found, end = [], -math.inf
-    for number in numbers:
-        center, half = room * (scale(number) - begin) / span, (len(f"{number:g}") + 1) / 2
-        if center - half >= end:
-            found.append(number)
-            end = center + half
+    found, numbers = [], sorted(set(values))
+    span = math.log2(numbers[-1] / numbers[0]) or 1.0
+    for x in numbers:
+        digits = len(f"{x:g}{found[-1]:g}") + 2 if found else 0  # and a space around each
+        if not found or room * math.log2(x / found[-1]) / span >= digits / 2:
+            found.append(x)
     return found

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,17 +22,12 @@ from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.rules import make_rule
 
 
-class Row(Protocol):
+class Row(NamedTuple):
     """What is read of the output of one prompt, a ``Generation`` or one that was saved."""
 
-    @property
-    def tokens(self) -> Sequence[int]: ...
-
-    @property
-    def finish_reason(self) -> str: ...
-
-    @property
-    def stats(self) -> Stats: ...
+    tokens: Sequence[int]
+    finish_reason: str
+    stats: Stats
 
 
 class Run(NamedTuple):
@@ -160,24 +155,21 @@ class Bench:
             options["rejection_sampling_strategy"] = cell.rule
         return SpeculativeConfig(**options)
 
-    def has_draft_temperature(self, cell: Cell) -> bool:
-        """Returns whether a cell's drafts are drawn at another temperature than the target's."""
-        return self.draft_temperature is not None and cell.temperature > 0
+    def samplers(self, cell: Cell, index: int) -> tuple[list[SamplerConfig], list[SamplerConfig]]:
+        """Returns the samplers of target and draft of each row of batch ``index``."""
+        config = self.decoder(cell).target_sampler
+        seeds = [(self.sampler.seed + i) % 2**32 for i in self.chosen(index)]
+        target = [dataclasses.replace(config, seed=seed) for seed in seeds]
+        if self.draft_temperature is None or not cell.temperature > 0:
+            return target, target
+        return target, [dataclasses.replace(s, temperature=self.draft_temperature) for s in target]
 
     def run(self, cell: Cell, index: int, **options) -> Run:
         """Decodes batch ``index``; ``options`` are those of ``SpeculativeDecoder.generate``."""
-        decoder = self.decoder(cell)
-        chosen = self.chosen(index)
-        target = [
-            dataclasses.replace(decoder.target_sampler, seed=(self.sampler.seed + i) % 2**32)
-            for i in chosen
-        ]
-        draft = None
-        if self.has_draft_temperature(cell):
-            draft = [dataclasses.replace(s, temperature=self.draft_temperature) for s in target]
+        decoder, (target, draft) = self.decoder(cell), self.samplers(cell, index)
         decoder.reset_stats()
         rows = decoder.generate(
-            [self.prompts[i] for i in chosen],
+            [self.prompts[i] for i in self.chosen(index)],
             self.max_new_tokens,
             sampler=target,
             draft_sampler=draft,

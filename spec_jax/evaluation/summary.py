@@ -94,18 +94,17 @@ def html_table(title: str, results: Sequence[CellResult], sentences: Sequence[st
     return page.table(title, [*rows, *(["", line] for line in sentences)])
 
 
+def comparable(results: Sequence[CellResult]) -> list[CellResult]:
+    """Returns drafts with a speed-up whose output is plain decoding's, or has its distribution."""
+    drafted = (r for r in results if r.is_lossless and not r.cell.is_plain)
+    return [r for r in drafted if not math.isnan(r.speedup.value)]
+
+
 def conclusions(results: Sequence[CellResult]) -> list[str]:
     """Returns one line for each temperature: its fastest lossless draft."""
     lines = []
     for temperature in dict.fromkeys(r.cell.temperature for r in results):
-        known = [
-            r
-            for r in results
-            if r.cell.temperature == temperature
-            and not r.cell.is_plain
-            and r.is_lossless
-            and not math.isnan(r.speedup.value)
-        ]
+        known = comparable([r for r in results if r.cell.temperature == temperature])
         if not known:
             continue
         best = max(known, key=lambda r: r.speedup.value)

@@ -248,9 +248,9 @@ def test_an_audit_is_summed_up_by_cell():
     (audit,) = reports.audit_summary([result("plain", 1, 1), ours, sampled])
     assert audit["rounding"] == audit["bug"] == 1 and audit["farthest"] == 9.0
     assert audit["identical"] == audit["not_examined"] == 2 and audit["rows"] == 4
-    lines = reports.audit_table([ours]).splitlines()
+    lines = reports.audit_table(reports.audit_summary([ours])).splitlines()
     assert "not examined" in lines[0] and "9.00" in lines[-1]
-    both = reports.audit_table([ours, dataclasses.replace(ours, batch=4)])
+    both = reports.audit_table(reports.audit_summary([ours, dataclasses.replace(ours, batch=4)]))
     assert "a, batch 1" in both and "a, batch 4" in both
     said = reports.describe_difference(ours, found, "bfloat16")
     assert said.endswith("the audit's verdict is rounding: they nearly tie")

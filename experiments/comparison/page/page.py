@@ -14,11 +14,11 @@ from markupsafe import Markup
 
 from experiments.comparison.page import answers as packing
 from experiments.comparison.page import charts
-from experiments.comparison.report import best_cells, by_batch, curve, first_batch
+from experiments.comparison.report import best_cells, by_batch, conditions, curve, first_batch
 from experiments.run import report as reports
 from experiments.run.plots import CYCLE, TITLE
 from spec_jax.evaluation.results import CategoryResult, CellResult
-from spec_jax.evaluation.summary import MEANINGS, identical_text, interval_text, number
+from spec_jax.evaluation.summary import MEANINGS, comparable, identical_text, interval_text, number
 from spec_jax.intervals import Interval
 from spec_jax.show.page import COLORS, MEANING
 
@@ -57,10 +57,10 @@ def render(
     plots: Mapping[str, str] | None = None,
 ) -> str:
     """Returns the page of a run as text; see ``write_page``, ``plots`` are texts by name."""
-    report = reports.plain(report)
+    report, env = reports.plain(report), report.get("environment")
     packed = packing.select(answers)
     text = _template().render(
-        version=(report.get("environment") or {}).get("spec_jax", ""),
+        version=(env or {}).get("spec_jax", ""),
         about=(report.get("prompts") or {}).get("description"),
         config=report.get("config"),
         title=_title(report),
@@ -74,7 +74,7 @@ def render(
         predicted=predicted(results),
         plots={name: inline(text) for name, text in (plots or {}).items()},
         tokens=packed,
-        conditions=_conditions(report),
+        conditions=[*conditions(report), *(reports.about_machine(env) if env else ())],
         colors={kind: _channels(color) for kind, color in COLORS.items()},
         meaning=MEANING,
         meanings=MEANINGS,
@@ -126,22 +126,6 @@ def _title(report: Mapping[str, Any]) -> str:
     return f"Speculative decoding{of}, compared with plain decoding"
 
 
-def _conditions(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Names and values of what the run was made of, and where."""
-    rows = [(r, reports.describe_model(m)) for r, m in (report.get("models") or {}).items()]
-    prompts = (report.get("prompts") or {}).get("description")
-    rows += [("prompts", prompts)] if prompts else []
-    env = report.get("environment")
-    if env:
-        rows.append(("machine", reports.describe_machine(env)))
-        if report.get("process_peak_bytes"):
-            rows.append(("process peak", f"{report['process_peak_bytes'] / 2**20:,.0f} MiB"))
-        names = [name for name in ("spec_jax", "python", *reports.PACKAGES) if name in env]
-        rows.append(("versions", ", ".join(f"{name} {env[name]}" for name in names)))
-        rows.append(("time", env["time"]))
-    return rows
-
-
 def _read(name: str) -> str:
     return (_FOLDER / name).read_text(encoding="utf-8")
 
@@ -165,17 +149,12 @@ def _top(results: Sequence[CellResult], least: float) -> float:
     return max(x for x in ends if math.isfinite(x))
 
 
-def _best(results: Sequence[CellResult]) -> CellResult | None:
-    """The fastest result whose output is plain decoding's, or has its distribution."""
-    known = [r for r in _drafted(results) if r.is_lossless and math.isfinite(r.speedup.value)]
-    return max(known, key=lambda r: r.speedup.value, default=None)
-
-
 def headline(results: Sequence[CellResult]) -> dict[str, Any] | None:
     """The best method, or the closest one if nothing beat plain decoding, and its figures."""
     shown = first_batch(results)
-    if (best := _best(shown)) is None:
+    if not (known := comparable(shown)):
         return None
+    best = max(known, key=lambda r: r.speedup.value)
     low, high = best.speedup.bounds
     verdict = "one pair, no interval"
     if not math.isnan(low):
@@ -200,7 +179,8 @@ def methods_table(results: Sequence[CellResult]) -> dict[str, Any] | None:
     """The rows of the table of all cells, with their pictures."""
     if not results:
         return None
-    top, best = _top(results, 1.2), _best(results)
+    top = _top(results, 1.2)
+    best = max(comparable(results), key=lambda r: r.speedup.value, default=None)
     kinds = {True: "good", False: "bad", None: ""}
     rows = []
     for r in results:
@@ -278,26 +258,28 @@ def predicted(results: Sequence[CellResult]) -> dict[str, Any] | None:
         r.cell.temperature: r.round_time.round_ms for r in first if r.cell.is_plain and r.round_time
     }
     even_ms = lambda r: r.tau.value * plain_ms.get(r.cell.temperature, math.nan)
-    parts = [r.round_time.to_dict(is_plain=False) if r.round_time else {} for r in shown]
-    # What the clock says is below zero counts as zero.
-    stages = [
-        {name: max(ms, 0.0) for name, ms in part.get("round_parts_ms", {}).items()}
-        for part in parts
-    ]
-    ends = [x for r, s in zip(shown, stages) for x in (sum(s.values()), even_ms(r))]
+    stages = [(r, _stages(r)) for r in shown]
+    ends = [x for r, parts in stages for x in (sum(parts.values()), even_ms(r))]
     top = max((x for x in ends if math.isfinite(x)), default=1.0)
-    more = [part.get("difference_ms", {}) for part in parts]
     rows = [
         {
             "result": r,
             "ratio": r.speedup.value / r.predicted_speedup,
-            "round": _round(stage, even_ms(r), top),
-            "parts": differences,
+            "round": _round(parts, even_ms(r), top),
+            "rest": r.round_time and r.round_time.rest_ms,
+            "plain_rest": r.round_time and r.round_time.plain_rest_ms,
         }
-        for r, stage, differences in zip(shown, stages, more)
+        for r, parts in stages
     ]
-    names = lambda entries: list(dict.fromkeys(name for entry in entries for name in entry))
-    return {"rows": rows, "parts": names(more), "stages": names(stages)}
+    return {"rows": rows, "stages": max((parts for _, parts in stages), key=len)}
+
+
+def _stages(result: CellResult) -> dict[str, float]:
+    """The parts of a round in milliseconds; what the clock says is below zero counts as zero."""
+    if (time := result.round_time) is None or time.verify_ms is None:
+        return {}
+    parts = {"verify": time.verify_ms, "draft": time.draft_ms, "rest": time.rest_ms}
+    return {name: max(ms, 0.0) for name, ms in parts.items()}
 
 
 def _round(stages: Mapping[str, float], even: float, top: float) -> Markup | None:
