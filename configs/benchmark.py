@@ -142,7 +142,7 @@ def get_config() -> ConfigDict:
             "max_prompt_tokens": 256,  # longer prompts lose their beginning
             "new_tokens": 96,
             "ks": (1, 3),  # drafted tokens a round, on both sides
-            "dtypes": ("float32", "bfloat16"),  # of weights and caches, on both sides
+            "dtypes": "float32,bfloat16",  # of weights and caches, on both sides
             "head": "zoo/eagle3",  # a zoo name or a directory; "": none
             "repeats": 3,
         }

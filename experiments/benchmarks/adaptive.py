@@ -119,12 +119,6 @@ def run_in_turns(case: Case, state, rate: float, fixed: Sequence[int] = ()):
     return times, advances[None].plans
 
 
-def expected(plans, rate: float, max_k: int) -> float:
-    """Returns the tokens per row that the plans emit on average."""
-    tokens = expected_tokens((rate,) * max_k)
-    return sum(n * tokens[k] for k, n in plans)
-
-
 def price(plans, costs) -> float:
     """Returns the milliseconds of the plans by the table of costs, with replays."""
     total, lag = 0.0, 0
@@ -201,7 +195,7 @@ def _measure_rate(case: Case, rate: float, config: ConfigDict, say: Callable[[st
         say(f"turn {repeat + 1} of {config.repeats}")
     plans = [chosen for _, chosen in turns]
     times = {k: np.asarray([ms[k] for ms, _ in turns]) for k in turns[0][0]}
-    emitted = np.asarray([expected(chosen, rate, max_k) for chosen in plans])
+    emitted = np.asarray([sum(n * tokens[k] for k, n in chosen) for chosen in plans])
     priced = np.asarray([price(chosen, costs) for chosen in plans]) / emitted
     clock = times[None] / emitted
     fixed = times[best] / (case.rounds * tokens[best])

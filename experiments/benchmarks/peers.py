@@ -133,13 +133,8 @@ def check(config: ConfigDict) -> None:
     cli.require_positive(config, "num_prompts max_prompt_tokens new_tokens repeats", "peers")
     sources.check(c.data)
     cli.require(c.ks and min(c.ks) >= 1, config, "peers.ks", "integers of 1 or more")
-    is_known = bool(c.dtypes) and set(dtypes(config)) <= set(DTYPES)
+    is_known = bool(c.dtypes) and set(cli.listed(config.peers.dtypes)) <= set(DTYPES)
     cli.require(is_known, config, "peers.dtypes", f"names among {', '.join(DTYPES)}")
-
-
-def dtypes(config: ConfigDict) -> list[str]:
-    """Returns the names of ``peers.dtypes``; on the command line they come as one text."""
-    return cli.listed(",".join(config.peers.dtypes))
 
 
 def cells(ks: Sequence[int], has_head: bool) -> list[Cell]:
@@ -193,11 +188,12 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     head, found = config.peers.head, {}
     with tempfile.TemporaryDirectory() as folder:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        setup = {"head": _absolute(head), "threads": cores}
+        is_path = bool(head) and pathlib.Path(head).exists()  # workers run in another directory
+        setup = {"head": str(pathlib.Path(head).resolve()) if is_path else head, "threads": cores}
         for name, model in (("target", target), ("draft", draft)):
             setup[name] = str(pathlib.Path(folder) / name)
             save_pretrained(setup[name], model.params, model.config)
-        for dtype in dtypes(config):
+        for dtype in cli.listed(config.peers.dtypes):
             workers, without = {}, f"the comparison with {THEIRS}"
             with contextlib.ExitStack() as stack:
                 try:
@@ -222,11 +218,6 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
         [*notes, *about(found)],
         sections_of(found, head),
     )
-
-
-def _absolute(name: str) -> str:
-    """Returns a directory's full path, and anything else unchanged: workers run in another one."""
-    return str(pathlib.Path(name).resolve()) if name and pathlib.Path(name).exists() else name
 
 
 def _measure_dtype(

@@ -95,7 +95,10 @@ class Worker(contextlib.AbstractContextManager):
         line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()
-            raise WorkerError(f"the process ended with exit code {code}: {self._last_line()}")
+            self._errors.seek(0)
+            said = self._errors.read().decode(errors="replace").strip().splitlines()
+            why = said[-1] if said else "it wrote nothing to stderr"
+            raise WorkerError(f"the process ended with exit code {code}: {why}")
         try:
             answer = json.loads(line)
         except ValueError:
@@ -106,11 +109,6 @@ class Worker(contextlib.AbstractContextManager):
             raise RefusedError(answer["error"])
         self.peak_bytes = answer.pop("peak_bytes", None)
         return answer
-
-    def _last_line(self) -> str:
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it wrote nothing to stderr"
 
     def close(self) -> None:
         """Ends the process."""

@@ -141,12 +141,13 @@ def _run(turn: Mapping[str, Any], rows: Sequence[Row]) -> Run:
     return Run(turn["prefill_s"], turn["decode_s"][0], rows)
 
 
-def check_line(line: Mapping[str, Any]) -> None:
-    """Raises one of ``journal.REFUSED`` unless ``restore`` can read the turns of a line."""
+def checked(line: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a line; raises one of ``journal.REFUSED`` unless ``restore`` can read its turns."""
     for turn in line["turns"]:
         _run(turn, [_saved(turn)])
         if not isinstance(turn["prompt"], str):
             raise TypeError(f"the prompt is {turn['prompt']!r:.60}")
+    return line
 
 
 def restore(tally: Tally, index: int, turns: Mapping[int, Mapping[str, Any]]) -> None:

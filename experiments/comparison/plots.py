@@ -111,7 +111,8 @@ def plot_speedup(
             last = s.results[-1]
             beside = _beside(number, len(series))
             _points(axis, s.look, {r.cell.name: (r.cell.k + beside, r.speedup) for r in s.results})
-            ends = [x for r in s.results for x in _ends(r.speedup)]
+            figures = [r.speedup for r in s.results]  # a bar that is much longer is cut off
+            ends = [x for i in figures for x in (i.value, min(i.high, 2 * i.value))]
             known = None if last.cell.tree else costs.get(last.cell.dtype)  # none for trees
             if known is not None:
                 ks = range(1, last.cell.k + 1)
@@ -211,11 +212,6 @@ def plot_predicted(path: pathlib.Path, results: Sequence[CellResult]) -> None:
         axis.set(xlim=(0, end), ylim=(0, end))
 
     _draw(path, known, draw, ("predicted speed-up", "measured speed-up (bars: 95 %)"))
-
-
-def _ends(speedup: Interval) -> tuple[float, float]:
-    """What a panel is as high as: the figure, and its bar unless that is much longer."""
-    return speedup.value, min(speedup.high, 2 * speedup.value)
 
 
 def _largest(entries: Sequence[Any]) -> float:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from experiments.comparison.answers import (
     Group,
     Probabilities,
-    check_line,
+    checked,
     key_of,
     pack,
     restore,
@@ -29,7 +29,7 @@ from spec_jax.evaluation import costs
 from spec_jax.evaluation.bench import Bench, Row
 from spec_jax.evaluation.cells import Cell
 from spec_jax.evaluation.compare import Tally, compile_all, cost_slots, take_turns
-from spec_jax.evaluation.prompts import PromptEncoder, check_same_prompts
+from spec_jax.evaluation.prompts import PromptEncoder, check_same_prompts, cut
 from spec_jax.progress import Progress
 
 ANSWERS, STATE, INPUTS = "answers.jsonl", "state.jsonl", "inputs.json"
@@ -99,7 +99,8 @@ class Evaluation:
         self._machines: list[Mapping[str, Any]] = []
         self._left_out: dict[tuple[float, int], str] = {}  # why a stage cannot be measured
         self._state.read(self._take, f"what an earlier session has saved; {_GOES_ON}")
-        self._answers.read(self._take_answer, f"an answer; {_GOES_ON}")
+        take_answer = lambda line: self._lines.append(checked(line))
+        self._answers.read(take_answer, f"an answer; {_GOES_ON}")
         if processes.from_writer(bool(self._lines or self._history)) and processes.count() > 1:
             raise ConfigError(
                 f"{folder} holds a run, which several processes cannot continue; name another "
@@ -123,10 +124,6 @@ class Evaluation:
             self._left_out[line["temperature"], line["batch"]] = line["left_out"]
         else:
             self._history[line["temperature"], line["prompt"]] = line["answer"]
-
-    def _take_answer(self, line: Mapping[str, Any]) -> None:
-        check_line(line)
-        self._lines.append(line)
 
     @property
     def num_saved(self) -> int:
@@ -210,7 +207,9 @@ class Evaluation:
             for question, places in zip(asked, self._places):
                 if turn < len(places):
                     before = [answers[place] for place in places[:turn]]
-                    prompts[places[turn]] = setup.ids(self._ask, question, before)
+                    prompts[places[turn]] = cut(
+                        self._ask(question, before), setup.room, setup.target.config.bos_token_id
+                    )
                     if turn + 1 < len(places) and places[turn] not in answers:
                         waiting.append(places[turn])
             if waiting:

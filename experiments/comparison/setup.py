@@ -20,7 +20,7 @@ from spec_jax.errors import ConfigError, SpecJaxError
 from spec_jax.evaluation.bench import Bench, in_dtype, usable_cells
 from spec_jax.evaluation.cells import PLAIN, Cell, Draft, copying_methods, make_cells
 from spec_jax.evaluation.mesh import MeshOptions
-from spec_jax.evaluation.prompts import PromptEncoder, cut, encodable, fitting, room_for_prompt
+from spec_jax.evaluation.prompts import PromptEncoder, encodable, fitting, room_for_prompt
 from spec_jax.loading import DTYPES, LoadedModel, load_draft, load_model
 
 RULES = tuple(s for s in STRATEGIES if s not in ("greedy", "synthetic"))
@@ -230,10 +230,6 @@ class Setup(NamedTuple):
             layout=layout,
             by_dtype=self.by_dtype,
         )
-
-    def ids(self, encode: PromptEncoder, question: Question, answers: Sequence[str]) -> list[int]:
-        """Returns the ids of a prompt, without the beginning that exceeds ``room``."""
-        return cut(encode(question, answers), self.room, self.target.config.bos_token_id)
 
 
 def _load_drafts(

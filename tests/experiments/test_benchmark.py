@@ -172,7 +172,7 @@ SECTIONS = [
     ("layouts", {"dtypes": "float16"}, "layouts.dtypes is 'float16'; expected some of float32"),
     ("layouts", {"slots": 16}, "layouts.slots is 16"),
     ("layouts", {"repeats": 2}, "layouts.repeats is 2; expected 3 or more"),
-    ("peers", {"dtypes": ("float32,float16",)}, "peers.dtypes .* among float32, bfloat16"),
+    ("peers", {"dtypes": "float32,float16"}, "peers.dtypes .* among float32, bfloat16"),
     ("heads", {"draft_vocab_size": 40}, "draft_vocab_size is 40; the target has 31"),
 ]
 

@@ -23,7 +23,7 @@ def test_a_peer_decodes_the_same_tokens(tmp_path):
     save_pretrained(tmp_path / "target", target.params, target.config)
     options = dict(num_prompts=2, max_prompt_tokens=9, new_tokens=13)
     config.peers.update(target=str(tmp_path / "target"), draft=str(tmp_path / "target"), **options)
-    config.peers.update({"ks": (2,), "dtypes": ("float32",), "head": "", "repeats": 1})
+    config.peers.update({"ks": (2,), "dtypes": "float32", "head": "", "repeats": 1})
     record = benchmark.run(config, tmp_path / "run", ("peers",))
     found = record["parts"]["peers"]["float32"]
     assert found["rows"] == 2 and set(found["versions"]) >= {"torch", "transformers", "jax"}

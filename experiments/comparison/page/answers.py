@@ -103,19 +103,17 @@ class _Packed:
     """Units whose equal texts and prompts are stored once."""
 
     def __init__(self):
-        self.size, self._numbers = 0, {}
-        self._lists: dict[str, list] = {
-            name: [] for name in ("cells", "questions", "prompts", "texts", "units")
-        }
+        self.size = 0
+        names = ("cells", "questions", "prompts", "texts", "units")
+        self._lists: dict[str, dict[str, int]] = {name: {} for name in names}
 
     def _number(self, name: str, value: Any) -> int:
         """Where a value stands in its list; it is appended if it is new."""
-        text = json.dumps(value)
-        if (name, text) not in self._numbers:
-            self._numbers[name, text] = len(self._lists[name])
-            self._lists[name].append(value)
+        numbers, text = self._lists[name], json.dumps(value)
+        if text not in numbers:
+            numbers[text] = len(numbers)
             self.size += len(text)
-        return self._numbers[name, text]
+        return numbers[text]
 
     def add(self, lines: Sequence[Mapping[str, Any]], budget: float) -> bool:
         """Adds all lines, or none of them if they do not fit; returns whether they did."""
@@ -174,7 +172,8 @@ class _Packed:
         }
 
     def values(self, total: int) -> dict[str, Any]:
-        return self._lists | {"total": total}
+        lists = {name: [*map(json.loads, texts)] for name, texts in self._lists.items()}
+        return lists | {"total": total}
 
 
 def _letters(kinds: Sequence[str], offered: Sequence[int]) -> str:

@@ -75,7 +75,10 @@ def render(
         plots={name: inline(text) for name, text in (plots or {}).items()},
         tokens=packed,
         conditions=[*conditions(report), *(reports.about_machine(env) if env else ())],
-        colors={kind: _channels(color) for kind, color in COLORS.items()},
+        colors={  # #RRGGBB as the channels of CSS's rgb()
+            kind: " ".join(str(int(color[i : i + 2], 16)) for i in (1, 3, 5))
+            for kind, color in COLORS.items()
+        },
         meaning=MEANING,
         meanings=MEANINGS,
         css=Markup(_read("report.css")),
@@ -113,11 +116,6 @@ def inline(svg: str) -> Markup:
     text = re.sub(r'<g id=".*?">', "<g>", text)  # other plots have the same ids
     begin = f'<svg role="img" aria-label="{"; ".join(titles)}"'
     return Markup(begin + text[text.index("<svg") + len("<svg") :])
-
-
-def _channels(color: str) -> str:
-    """Turns #RRGGBB into the channels of CSS's rgb()."""
-    return " ".join(str(int(color[i : i + 2], 16)) for i in (1, 3, 5))
 
 
 def _title(report: Mapping[str, Any]) -> str:
