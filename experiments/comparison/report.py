@@ -369,7 +369,11 @@ def _differences(results: Sequence[CellResult]) -> dict[str, list[str]]:
 def conditions(rep: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns names and values of what a run was made of."""
     models, prompts = rep.get("models") or {}, rep.get("prompts")
-    facts = [(role, report.describe_model(model)) for role, model in models.items()]
+    draft = lambda role, model: "draft" if role == model["name"] else f"draft {role}"
+    facts = [
+        ("target" if role == "target" else draft(role, model), report.describe_model(model))
+        for role, model in models.items()
+    ]
     facts += [(f"{role}, as read", x) for role, model in models.items() for x in model["notes"]]
     own = rep.get("own") or {}
     facts += [(f"custom {k}", f"{x['name']}: {x['given']}, {x['is']}") for k, x in own.items()]
@@ -422,11 +426,11 @@ def markdown(
 
 def conclude(results: Sequence[CellResult]) -> list[str]:
     """Returns the conclusions of every batch size."""
-    lines = []
-    for batch, group in by_batch(results).items():
-        found = conclusions(group)
-        lines += found if batch == results[0].batch else [f"Batch {batch}: {x}" for x in found]
-    return lines
+    return [
+        line if batch == results[0].batch else f"Batch {batch}: {line}"
+        for batch, group in by_batch(results).items()
+        for line in conclusions(group)
+    ]
 
 
 def print_head(rep: Mapping[str, Any], folder: pathlib.Path) -> None:
@@ -434,7 +438,8 @@ def print_head(rep: Mapping[str, Any], folder: pathlib.Path) -> None:
     env = rep["environment"]
     print(f"spec_jax {env['spec_jax']}, jax {env['jax']}, {report.describe_machine(env)}")
     for name, value in [*conditions(rep), ("folder", folder)]:
-        print(f"{name:8} {value}", flush=True)
+        if not name.endswith("as read"):
+            print(f"{name:8} {value}", flush=True)
 
 
 def print_results(
