@@ -87,10 +87,10 @@ def _draw(
             draw(axis, [r for r in same if not r.cell.is_plain])
         axes[0].set_ylabel(labels[1])
         names = [name for axis in axes for name in axis.get_legend_handles_labels()[1]]
-        columns = max(1, int((size[0] + 0.3) / (0.6 + 0.08 * max(map(len, names)))))
+        columns = max(1, int((size[0] + 0.3) / (0.6 + 0.08 * max(map(len, names), default=0))))
         rows = -(-len(names) // (columns * len(axes)))
         axes[0].figure.set_figheight(size[1] + 0.18 * max(rows - 3, 0))
-        for axis in axes:
+        for axis in (axis for axis in axes if axis.get_legend_handles_labels()[0]):
             axis.legend(loc="upper left", bbox_to_anchor=(0.0, -0.16), ncols=columns)
 
 

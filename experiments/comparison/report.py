@@ -376,7 +376,7 @@ def conditions(rep: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     facts += [(f"{role}, as read", x) for role, model in models.items() for x in model["notes"]]
     own = rep.get("own") or {}
-    facts += [(f"custom {k}", f"{x['name']}: {x['given']}, {x['is']}") for k, x in own.items()]
+    facts += [(f"{k} {x['name']}", f"{x['given']}, {x['is']}") for k, x in own.items()]
     facts += [("prompts", prompts["description"])] if prompts else []
     facts += [("mesh", line) for line in report.mesh_lines(rep.get("mesh"))]
     peaks = {"memory of the process, with all models": rep.get("process_peak_bytes")}

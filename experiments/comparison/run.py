@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import pathlib
 import sys
 import time
@@ -77,7 +78,7 @@ def run(
         rep["profile"] = {label: x.to_dict() for label, x in profiles.items()}
     if setup.config.has_audit:
         rep["audit"] = reports.audit_summary(results)
-    rep["costs"] = {" ".join(filter(None, (str(b), d))): x._asdict() for (b, d), x in costs.items()}
+    rep["costs"] = {f"{b} {d}" if d else b: x._asdict() for (b, d), x in costs.items()}
     rep["notes"] = reports.notes(rep, results, costs, setup, evaluation.num_cut)
     rep |= {
         "results": [result.to_dict() for result in results],
@@ -177,6 +178,7 @@ def _drawings(
     known = {dtype: x for (batch, dtype), x in costs.items() if batch == shown[0].batch}
     if known:
         drawings["speedup.png"] = lambda path: plots.plot_speedup(path, shown, known)
+    if any(math.isfinite(r.predicted_speedup or math.nan) for r in shown if not r.cell.is_plain):
         drawings["predicted.png"] = lambda path: plots.plot_predicted(path, shown)
     if shown[0].categories and shown[0].batch == 1:
         drawings["categories.png"] = lambda path: plots.plot_categories(path, shown)

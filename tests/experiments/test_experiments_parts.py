@@ -323,7 +323,8 @@ def test_rows_without_a_round_leave_a_plot_without_points(tmp_path):
     row = result("x", speedup=math.nan, k=1, tree="1", stats=counts([0], [0]))
     comparison_plots.plot_speedup(tmp_path / "speedup.png", [row], {})
     comparison_plots.plot_acceptance(tmp_path / "acceptance.png", [row])
-    assert len([*tmp_path.glob("*.png")]) == 2
+    comparison_plots.plot_predicted(tmp_path / "predicted.png", [result("plain", 1, 1, k=0)])
+    assert len([*tmp_path.glob("*.png")]) == 3
 
 
 def test_intervals_of_rates_are_wilsons():
