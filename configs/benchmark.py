@@ -1,7 +1,7 @@
 """What speculation costs and gains, as ratios measured within one run, each with a bar.
 
     python -m experiments.benchmark
-    python -m experiments.benchmark --parts=zoo --config.zoo.ks=2,4
+    python -m experiments.benchmark --parts=cpu_layout --config.cpu_layout.tokens=1,4
     python -m experiments.benchmark --peers --config.transformers.python=PATH
 
 Cost: over an hour on two quiet CPU cores, 42 minutes of it for the part "adaptive". Expected: most
@@ -10,7 +10,7 @@ bars are met on jax 0.12; the figures by processor are in the documentation on m
 
 from ml_collections import ConfigDict
 
-from configs import train_zoo_draft, train_zoo_eagle3, train_zoo_target
+from configs import train_zoo_eagle3, train_zoo_target
 
 
 def get_config() -> ConfigDict:
@@ -74,25 +74,6 @@ def get_config() -> ConfigDict:
             "seed": 0,
         }
     )
-    config.zoo = ConfigDict(
-        {
-            "target": "zoo/target",  # a zoo name or a directory
-            "draft": "zoo/draft",  # likewise
-            # Random weights of these shapes replace a zoo model that has not been trained.
-            "target_shape": _shape(train_zoo_target.get_config()),
-            "draft_shape": _shape(train_zoo_draft.get_config()),
-            "head": "zoo/eagle3",  # timed beside the draft; "": no head
-            "data": "",  # prompts, as in experiments.decode; "": held-out functions
-            "num_prompts": 8,  # a multiple of every batch
-            "max_prompt_tokens": 256,  # longer prompts lose their beginning
-            "new_tokens": 96,
-            "plain_tokens": 64,
-            "ks": (1, 2, 3, 4, 5, 6, 7, 8),  # drafted tokens a round
-            "batches": (1, 4),  # prompts decoded together
-            "repeats": 5,
-            "seed": 0,
-        }
-    )
     config.cpu_layout = ConfigDict(
         {
             "targets": "zoo/target,llama110m",  # zoo names, directories, or the next shape
@@ -130,7 +111,7 @@ def get_config() -> ConfigDict:
             "draft": config.llama110m.draft.to_dict(),
             "buckets": (0, 1, 2, 3, 4, 6, 8),  # the Ks that may be chosen
             "rates": (0.0, 0.25, 0.5, 0.75, 1.0),  # of every position
-            "batches": (1, 4, 16),
+            "batches": (1, 4, 16),  # prompts decoded together
             "slots": 1024,
             "prompt_tokens": 64,
             "rounds": 96,  # per timing
@@ -153,9 +134,15 @@ def get_config() -> ConfigDict:
         }
     )
     config.peers = ConfigDict(
-        {  # with the models and prompts of "zoo"
+        {
+            "target": "zoo/target",  # a zoo name or a directory
+            "draft": "zoo/draft",  # likewise
+            "data": "",  # prompts, as in experiments.evaluate; "": held-out functions
+            "num_prompts": 8,
+            "max_prompt_tokens": 256,  # longer prompts lose their beginning
+            "new_tokens": 96,
             "ks": (1, 3),  # drafted tokens a round, on both sides
-            "dtypes": ("float32", "bfloat16"),  # of weights and caches, on both sides
+            "dtypes": "float32,bfloat16",  # of weights and caches, on both sides
             "head": "zoo/eagle3",  # a zoo name or a directory; "": none
             "repeats": 3,
         }
@@ -163,12 +150,6 @@ def get_config() -> ConfigDict:
     config.transformers = ConfigDict(
         {
             "python": ""  # the interpreter with torch and transformers; "": this one
-        }
-    )
-    config.profile = ConfigDict(
-        {
-            "head": "zoo/eagle3",  # a head, profiled beside the draft of "zoo"; "": none
-            "k": 3,  # drafted tokens a round
         }
     )
     # The bars that the medians are compared with.
@@ -181,7 +162,6 @@ def get_config() -> ConfigDict:
             "streaming": 1.10,  # streaming over one uninterrupted loop; at most
             "replay": 1.15,  # a round that replays its window over the verify pass alone; at most
             "predicted": 0.95,  # measured over predicted; at least
-            "speedup": 1.5,  # zoo: the fastest of draft and head over plain; at least
             "draft": 0.15,  # a token of a draft model over a target pass; at most
             "no_draft": 1.05,  # generate at K = 0 over the fastest plain loop; at most
             "memory": 1.6,  # plain decoding of the large shape over reading its weights; at most

@@ -31,7 +31,9 @@ def get_config() -> ConfigDict:
     config.drafts = "zoo/draft,zoo/eagle1,zoo/eagle3,zoo/mtp,ngram"
     config.drafter = ""  # a custom one: module:make, see docs/write_a_drafter.md
     config.rule = ""  # a custom one: module:NAME, see docs/write_a_rule.md, or a name
-    config.dtype = "float32"  # of the weights in memory
+    config.dtype = "float32"  # of the weights in memory; each cell in each: float32,bfloat16
+    # What speed-ups are over: "same", plain decoding in the cell's dtype, or "fastest" of all.
+    config.baseline = "same"
     config.scan_layers = False  # True compiles faster on accelerators, runs slower on a CPU
     config.mesh = ""  # devices to run on together, such as data:2,tensor:4; empty: one
     config.is_draft_replicated = False  # replicate drafts on the mesh

@@ -1,15 +1,13 @@
 """Measures what speculation costs and gains, as ratios within one run, against bars.
 
     python -m experiments.benchmark
-    python -m experiments.benchmark --parts=llama110m,zoo --workdir=runs/benchmark/mine
-    python -m experiments.benchmark --profile
+    python -m experiments.benchmark --parts=llama110m,heads --workdir=runs/benchmark/mine
     python -m experiments.benchmark --peers --config.transformers.python=PATH
 
 The parts:
   llama110m     a 110M Llama shape with random weights and synthetic acceptance
   heads         an EAGLE-3 head on that shape: a chain and dynamic trees (tree.png)
   streaming     text after every round of that shape
-  zoo           the zoo's trained pair, with its real acceptance
   adaptive      adaptive K against plain decoding and the best fixed K
   cpu_layout    a target pass in every layout of the weights, on a CPU, and what to use there
   states        a Mamba-2 shape: what replaying the window costs
@@ -18,15 +16,14 @@ The parts:
                 and transformers are; --peers runs it alone, or after the other --parts
 
 The run's folder gets config.json, environment.json, and after every part report.json and
-report.md. A part that cannot be measured is left out with a note, and the others go on. With
---profile, rounds of the zoo's drafts are traced into profile/, and the report says where their time
-goes; without --parts nothing else is measured then.
+report.md. A part that cannot be measured is left out with a note, and the others go on. The zoo's
+drafts, with their real acceptance, are compared by experiments.evaluate, at every K and in both
+dtypes: --config=configs/evaluate_dtypes.py, and --profile to see where their rounds go.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import pathlib
 import time
 from collections.abc import Sequence
@@ -36,44 +33,57 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from configs import benchmark as default
-from experiments.benchmarks import profile
-from experiments.benchmarks.registry import PARTS
+from experiments.benchmarks import (
+    adaptive,
+    cpu_layout,
+    heads,
+    peers,
+    states,
+    streaming,
+    synthetic,
+    training,
+)
 from experiments.benchmarks.table import HEADER, Line
 from experiments.run import cli, plots, report
 from spec_jax.errors import ConfigError, SpecJaxError
-from spec_jax.evaluation import profile as round_profile
 from spec_jax.show.tables import Section, table
+
+# Each has ``check(config)``, which raises ConfigError if a value of its section is out of range,
+# and ``measure(config, records) -> Result``, given the records of the parts before it by name.
+PARTS = {
+    "llama110m": synthetic,
+    "heads": heads,
+    "streaming": streaming,
+    "adaptive": adaptive,
+    "cpu_layout": cpu_layout,
+    "states": states,
+    "training": training,
+    "peers": peers,
+}
 
 
 def run(
     config: ConfigDict,
     workdir: str | pathlib.Path | None = None,
     parts: Sequence[str] | None = None,
-    *,
-    has_profile: bool = False,
 ) -> dict:
     """Runs parts and returns the record that report.json holds.
 
     Args:
       config: See ``configs/benchmark.py``.
       workdir: The run's folder; by default runs/benchmark/TIME.
-      parts: Names of ``PARTS``; by default all, and none with ``has_profile``.
-      has_profile: Whether to trace rounds of the zoo's drafts too.
+      parts: Names of ``PARTS``; by default all.
 
     Raises:
       SpecJaxError: A config that cannot be used, or no part could be measured; a part that fails
         beside others is left out with a note, and is in the record's "left_out".
     """
     config = config.copy_and_resolve_references()
-    if has_profile:
-        round_profile.check()
-    if parts is None:
-        parts = [] if has_profile else [*PARTS]
-    unknown = sorted(set(parts) - set(PARTS))
-    if unknown or not (parts or has_profile):
+    parts = [*PARTS] if parts is None else parts
+    if not parts or set(parts) - set(PARTS):
         raise ConfigError(f"parts are {', '.join(parts)!r}; expected some of {', '.join(PARTS)}")
     cli.check_keys(config, default.get_config())
-    for part in (*PARTS.values(), profile):
+    for part in PARTS.values():
         part.check(config)
     folder = cli.open_workdir("benchmark", workdir)
     begin = time.monotonic()
@@ -82,44 +92,33 @@ def run(
     record = report.begin("benchmark", folder, config.to_dict())
     record |= {"parts": {}, "left_out": {}, "notes": [], "lines": [], "is_complete": False}
 
-    def note(notes: Sequence[str]) -> None:  # several parts have the zoo's prompts
-        record["notes"] += [said for said in notes if said not in record["notes"]]
-
     def measure(name: str) -> None:
         result = PARTS[name].measure(config, record["parts"])
         lines.extend(dataclasses.replace(line, part=name) for line in result.lines)
         record["lines"] = [line.to_dict() for line in lines]
-        note(result.notes)
+        record["notes"] += result.notes
         record["parts"][name] = result.record
         sections.extend(result.sections)
         if name == "heads":
             plots.plot_tree_sizes(folder / "tree.png", result.record)
 
-    def trace() -> None:
-        profiles, notes = profile.measure(config, folder / "profile")
-        record["profile"] = {label: x.to_dict() for label, x in profiles.items()}
-        sections.extend(round_profile.sections(profiles))
-        note(notes)
-
-    steps = {name: functools.partial(measure, name) for name in PARTS if name in parts}
-    steps |= {"--profile": trace} if has_profile else {}
     errors: list[SpecJaxError] = []
     try:
-        for name, step in steps.items():
+        for name in (name for name in PARTS if name in parts):
             try:
-                step()
+                measure(name)
             except SpecJaxError as error:  # the other parts go on
                 errors.append(error)
                 record["left_out"][name] = str(error)
                 record["notes"].append(f"{name} is left out: {error}")
             record["elapsed_s"] = round(time.monotonic() - begin, 1)
             write(folder, record, lines, sections)
-        record["is_complete"] = len(errors) < len(steps)
+        record["is_complete"] = len(errors) < len(set(parts))
     finally:  # whatever ends the run, what was measured is shown
         write(folder, record, lines, sections)
         _show(record, lines, sections)
         print(f"\n{folder / 'report.md'} written after {time.monotonic() - begin:.0f} s")
-    if len(errors) == len(steps):
+    if not record["is_complete"]:
         raise errors[0]
     return record
 
@@ -150,7 +149,6 @@ def write(
         "repeat. Greedy, float32, batch 1, without prefill, unless a line says otherwise.",
         table(HEADER, [line.cells() for line in lines], is_markdown=True),
         *(section.text(is_markdown=True) for section in sections),
-        *([round_profile.LEGEND] if "profile" in record else []),
         *filter(None, ["\n".join(f"- {note}" for note in _notes(record))]),
     )
     report.finish(folder, record, text)
@@ -163,8 +161,7 @@ def chosen(parts: Sequence[str] | None, has_peers: bool) -> Sequence[str] | None
 
 def main() -> None:
     cli.enable_compilation_cache()
-    parts = chosen(_PARTS.value, _HAS_PEERS.value)
-    run(_CONFIG.value, _WORKDIR.value, parts, has_profile=_PROFILE.value)
+    run(_CONFIG.value, _WORKDIR.value, chosen(_PARTS.value, _HAS_PEERS.value))
 
 
 if __name__ == "__main__":
@@ -177,5 +174,4 @@ if __name__ == "__main__":
     _HAS_PEERS = flags.DEFINE_bool(
         "peers", False, "Run the part peers: alone, or after the parts that --parts names."
     )
-    _PROFILE = cli.define_profile()
     cli.run(main)

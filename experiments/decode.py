@@ -14,22 +14,16 @@ second run starts fast.
 
 from __future__ import annotations
 
-import pathlib
-from typing import Any
-
-from ml_collections import ConfigDict
+import functools
 
 from configs import decode_default
 from experiments.comparison import run
 from experiments.run import cli
 
-
-def decode(
-    config: ConfigDict, workdir: str | pathlib.Path | None = None, *, has_profile: bool = False
-) -> dict[str, Any]:
-    """Runs the experiment and returns its report; see ``comparison.run``."""
-    title = "Speculative decoding compared with plain decoding"
-    return run.run("decode", title, config, workdir, has_profile=has_profile, is_short=True)
+# ``decode(config, workdir=None, *, has_profile=False)`` returns the report.
+decode = functools.partial(
+    run.run, "decode", "Speculative decoding compared with plain decoding", is_short=True
+)
 
 
 def main() -> None:

@@ -19,21 +19,14 @@ where their time goes.
 
 from __future__ import annotations
 
-import pathlib
-from typing import Any
-
-from ml_collections import ConfigDict
+import functools
 
 from configs import evaluate_zoo
 from experiments.comparison import run
 from experiments.run import cli
 
-
-def evaluate(
-    config: ConfigDict, workdir: str | pathlib.Path | None = None, *, has_profile: bool = False
-) -> dict[str, Any]:
-    """Runs or continues the experiment and returns its report; see ``comparison.run``."""
-    return run.run("evaluate", "Evaluation", config, workdir, has_profile=has_profile)
+# ``evaluate(config, workdir=None, *, has_profile=False)`` returns the report.
+evaluate = functools.partial(run.run, "evaluate", "Evaluation")
 
 
 def main() -> None:

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from absl import flags
 
-from experiments.planning.plan_draft import find_draft
+from experiments.planning.plan_inputs import find_draft
 from experiments.run import cli, plots, report
 from spec_jax.engine.adaptive.policy import expected_tokens
 from spec_jax.errors import ConfigError
@@ -52,7 +52,7 @@ def run(
     Args:
       workdir: The run's folder; by default runs/growth/TIME.
       target_name: A preset or a directory, see ``presets.find_config``.
-      draft_name: See ``plan_draft.find_draft``.
+      draft_name: See ``plan_inputs.find_draft``.
       topology_name: The chips, see ``Topology.parse``.
       setting: Batch and context; its mesh is replaced by the fastest that fits.
       num_draft: K where K itself does not grow.
@@ -146,9 +146,10 @@ def run(
     sections.append(_chips(title, chips))
     frontier = []
     for context in CONTEXTS:
-        at = dataclasses.replace(setting, context=context)
-        sizes = _sizes_that_fit(target, draft, chip, at)
-        stops = {r: _stops(target, draft, r, chip, at, sizes) for r in RATES}
+        at = lambda n, context=context: dataclasses.replace(setting, context=context, batch=n)
+        sizes = (parse_mesh(setting.mesh)["data"] * size for size in BATCHES)
+        sizes = [n for n in sizes if not memory(target, draft, at(n)).shortfall(chip)]
+        stops = {rate: _stops(target, draft, rate, chip, at, sizes) for rate in RATES}
         frontier.append({"context": context, "fits_to": max(sizes, default=0), "stops_at": stops})
     title = f"{said}: the first batch at which no K pays, of the powers of two that fit"
     sections.append(_frontier(title, frontier))
@@ -170,18 +171,15 @@ def run(
     return record
 
 
-def _sizes_that_fit(target: Any, draft: Any, chip: Chip, setting: Setting) -> list[int]:
-    data = parse_mesh(setting.mesh)["data"]
-    sizes = [data * size for size in BATCHES]
-    at = lambda batch: dataclasses.replace(setting, batch=batch)
-    return [size for size in sizes if not memory(target, draft, at(size)).shortfall(chip)]
-
-
 def _stops(
-    target: Any, draft: Any, rate: float, chip: Chip, setting: Setting, sizes: Sequence[int]
+    target: Any,
+    draft: Any,
+    rate: float,
+    chip: Chip,
+    at: Callable[[int], Setting],
+    sizes: Sequence[int],
 ) -> int | None:
     tokens = expected_tokens([rate] * MAX_K)
-    at = lambda batch: dataclasses.replace(setting, batch=batch)
     return first_loss(sizes, lambda batch: best(target, draft, tokens, chip, at(batch)).speedup)
 
 

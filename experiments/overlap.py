@@ -28,8 +28,8 @@ from experiments.run import cli, plots, report
 from spec_jax import decoding
 from spec_jax.config import SamplerConfig
 from spec_jax.drafters.standalone.model import standalone
+from spec_jax.engine.request import make_request
 from spec_jax.errors import ConfigError
-from spec_jax.evaluation.timing import spread
 from spec_jax.meshes import make_mesh, parse_mesh
 from spec_jax.overlap.overlap import Devices, Overlap, Span
 from spec_jax.rules import GREEDY
@@ -86,7 +86,7 @@ def run(
         "round_ms": usual,
         "tick_over_longer": overlapped / longer,
         "round_over_sum": usual / both,
-        "draft_beside_verify": spread(beside(timeline)).median,
+        "draft_beside_verify": float(np.median(beside(timeline))),
         "draft_devices": num_devices(draft_mesh),
         "target_devices": num_devices(target_mesh),
     }
@@ -142,22 +142,12 @@ def _ticks_ms(loop: ModuleType | Overlap, system: decoding.System, num_tokens: i
     """Returns milliseconds per round of a compiled loop in which every draft is accepted."""
     params = dict.fromkeys(("target", "draft"), toy_params(VOCAB_SIZE, 0))
     sampler = make_sampler(SamplerConfig(), 1, VOCAB_SIZE)
-    one = lambda value: jnp.full((1,), value, jnp.int32)
-    none = jnp.full((1, 1), -1, jnp.int32)
-    state = loop.prefill(
-        params,
-        jnp.ones((1, 2), jnp.int32),
-        one(2),
-        one(2 + 1 + num_tokens),
-        none,
-        sampler,
-        sampler,
-        system=system,
-        slots=num_tokens + system.lookahead_slots + 3,
-    )
-    state, _ = loop.generate(params, state, one(0), jnp.int32(1), system=system)
+    *arrays, slots = make_request(system, [[1, 1]], 1 + num_tokens, sampler, sampler)
+    state = loop.prefill(params, *arrays, system=system, slots=slots)
+    go_on = jnp.zeros_like(state.finish)
+    state, _ = loop.generate(params, state, go_on, jnp.int32(1), system=system)
     begin = time.perf_counter()
-    state, chunk = loop.generate(params, state, one(0), jnp.int32(2**30), system=system)
+    state, chunk = loop.generate(params, state, go_on, jnp.int32(2**30), system=system)
     rounds = int(chunk.rounds)
     if rounds == 0:
         raise ConfigError(f"num_tokens is {num_tokens}: all of them came in the first round")

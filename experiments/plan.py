@@ -29,8 +29,7 @@ from ml_collections import ConfigDict
 
 from configs import plan as default
 from experiments.planning import plan_cells, plan_report
-from experiments.planning.plan_acceptance import Acceptance
-from experiments.planning.plan_draft import find_draft
+from experiments.planning.plan_inputs import Acceptance, find_draft
 from experiments.run import cli, memory, report
 from spec_jax import planning as plan
 from spec_jax.config import SamplerConfig, SpeculativeConfig, TreeConfig

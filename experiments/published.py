@@ -2,7 +2,7 @@
 
     python -m experiments.published --workdir=DIR
 
-Every pair of ``common/published.json`` with a known acceptance is predicted from that acceptance,
+Every pair of ``planning/published.json`` with a known acceptance is predicted from that acceptance,
 the model's shape and the chip's published peaks; no constant is fitted. Prints predicted beside
 published, and the error by group. The run's folder gets config.json, environment.json,
 report.json, report.md and published.png. Cost: seconds on any machine.
@@ -10,15 +10,26 @@ report.json, report.md and published.png. Cost: seconds on any machine.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import json
+import math
 import pathlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from absl import flags
 
-from experiments.planning.published import GROUPS, NO_TAU, PredictedPair, compare, load, summarise
 from experiments.run import cli, plots, report
+from spec_jax.drafters.eagle.model import EagleConfig
+from spec_jax.models.config import ModelConfig
+from spec_jax.planning.chips import Topology
+from spec_jax.planning.presets import PRESETS
+from spec_jax.planning.roofline import Pass, Prediction, RoundWork, Setting, Stack, decode_round
 from spec_jax.show.tables import Section
-from spec_jax.tree import DynamicTree
+from spec_jax.tree import DynamicTree, Tree
 
 HEADER = (
     "source",
@@ -34,6 +45,236 @@ HEADER = (
     "error",
 )
 NUMBERS = ("K", "B", "tau", "published", "predicted", "error")
+PATH = pathlib.Path(__file__).parent / "planning" / "published.json"
+CONTEXT = 512  # of rows whose source does not say it; at batch 1 it hardly matters
+STATED, BORROWED, UNSTATED, NO_TAU = (
+    "hardware and tau stated",
+    "tau of another source",
+    "hardware not stated",
+    "tau not stated",
+)
+GROUPS = (STATED, BORROWED, UNSTATED, NO_TAU)
+# Where no hardware is named, the prediction is that of each of these; see ``PublishedPair.chips``.
+USUAL = ("a100:1", "h100:1", "rtx3090:1")
+# EAGLE-1's static tree, ``mc_sim_7b_63`` in the authors' repository.
+EAGLE_1_TREE = Tree.from_paths(
+    [
+        [0],
+        [1],
+        [2],
+        [3],
+        [0, 0],
+        [0, 1],
+        [0, 2],
+        [1, 0],
+        [1, 1],
+        [2, 0],
+        [2, 1],
+        [3, 0],
+        [0, 0, 0],
+        [0, 0, 1],
+        [0, 0, 2],
+        [0, 1, 0],
+        [0, 1, 1],
+        [0, 2, 0],
+        [0, 2, 1],
+        [1, 0, 0],
+        [0, 0, 0, 0],
+        [0, 0, 0, 1],
+        [0, 0, 0, 2],
+        [0, 0, 0, 0, 0],
+        [0, 0, 0, 0, 1],
+    ]
+)
+
+
+class PublishedPair(NamedTuple):
+    """One published pair.
+
+    Attributes:
+      source: a key of ``sources``.
+      group: one of ``GROUPS``.
+      topologies: what it ran on; ``USUAL`` if that is not stated.
+      target: a name in ``PRESETS``.
+      method: the drafter.
+      num_draft: K, the number of nodes of a tree.
+      tree: None for a chain.
+      setting: batch, context and mesh.
+      task: of the prompts.
+      temperature: None if it is not stated.
+      tau: tokens a target pass; None if it is not stated.
+      speedup: over plain decoding.
+      plain_tok_s: tokens a second of plain decoding, if they are stated.
+    """
+
+    source: str
+    group: str
+    topologies: tuple[str, ...]
+    target: str
+    method: str
+    num_draft: int
+    tree: Tree | DynamicTree | None
+    setting: Setting
+    task: str
+    temperature: float | None
+    tau: float | None
+    speedup: float
+    plain_tok_s: float | None
+
+
+def load(path: pathlib.Path = PATH) -> tuple[list[PublishedPair], dict[str, Any]]:
+    """Returns the rows, and the whole file with its sources and what was left out."""
+    file = json.loads(path.read_text(encoding="utf-8"))
+    return [row for run in file["runs"] for row in _rows(run)], file
+
+
+def _rows(run: dict[str, Any]) -> list[PublishedPair]:
+    shape = run.get("tree")
+    tree = EAGLE_1_TREE if shape == "eagle-1" else shape and DynamicTree(*shape)
+    topologies = (run["hardware"],) if run["hardware"] else USUAL
+    plain = run.get("plain_tok_s", [])
+    rows = []
+    for i, (task, batch, tau, speedup) in enumerate(run["pairs"]):
+        if tau is None:
+            group = NO_TAU
+        elif not run["hardware"]:
+            group = UNSTATED
+        else:
+            group = BORROWED if {"tau_from", "baseline_from"} & set(run) else STATED
+        setting = Setting(batch, run.get("context", CONTEXT), run.get("mesh", "tensor:1"))
+        rows.append(
+            PublishedPair(
+                run["source"],
+                group,
+                topologies,
+                run["target"],
+                run["method"],
+                tree.num_nodes if tree else run["num_draft"],
+                tree,
+                setting,
+                task,
+                run["temperature"],
+                tau,
+                speedup,
+                plain[i] if i < len(plain) else None,
+            )
+        )
+    return rows
+
+
+def count_round(row: PublishedPair) -> RoundWork:
+    """Counts the passes of a row's rounds."""
+    target = PRESETS[row.target]
+    if row.method in _BLOCK_ROUNDS:
+        return _BLOCK_ROUNDS[row.method](target, row.num_draft, row.setting)
+    draft = _DRAFTS[row.method](target)
+    return decode_round(target, draft, row.num_draft, row.setting, row.tree)
+
+
+def _block_round(
+    target: ModelConfig, num_draft: int, setting: Setting, *, has_markov: bool = False
+) -> RoundWork:
+    """The round of a DFlash draft: one pass of five layers over the block, without a causal chain.
+
+    Its keys and values come from five of the target's states, joined by one map. DSpark adds a
+    product of rank 256 over the vocabulary for every drafted token.
+
+    Source: DFlash, arXiv 2602.06036; DSpark, arXiv 2607.05147.
+    """
+    own = Stack.of(target, setting)
+    block = Stack.of(dataclasses.replace(target, num_hidden_layers=5), setting)
+    D, states = target.hidden_size, 2 * target.num_key_value_heads * target.head_dim
+    share = setting.abstract_mesh.shape["tensor"]
+    inject = Stack(matrices=(5 * D * D + 5 * D * states) // share)
+    passes = [
+        Pass("verify", 1, own.run(setting, num_draft + 1, num_draft + 1)),
+        Pass("refresh", 1, inject.run(setting, num_draft + 1)),
+        Pass("draft", 1, block.run(setting, num_draft + 1, num_draft, own)),
+    ]
+    if has_markov:
+        bias = Stack(matrices=256 * target.vocab_size // share)
+        passes.append(Pass("draft", num_draft, bias.run(setting, 1)))
+    return RoundWork(tuple(passes))
+
+
+# What the methods of the published pairs are here; the last two are no kinds of the package.
+_EAGLE_1 = functools.partial(EagleConfig.of_target, version=1, fc_bias=True)
+_DRAFTS = {
+    "ngram": lambda target: "ngram",
+    "eagle-1": _EAGLE_1,
+    "eagle-2": _EAGLE_1,  # the same head with another tree
+    "eagle-3": functools.partial(EagleConfig.of_target, draft_vocab_size=32000),
+}
+_BLOCK_ROUNDS = {"dflash": _block_round, "dspark": functools.partial(_block_round, has_markov=True)}
+
+
+class PredictedPair(NamedTuple):
+    """A row beside its prediction.
+
+    Attributes:
+      row: what was published.
+      low, high: the predicted speed-up, over the row's topologies; NaN without a tau.
+      implied_tau: the tokens a pass that would explain the published speed-up, for the first
+        topology.
+      plain_floor_tok_s: what plain decoding reaches at most, for the first topology.
+    """
+
+    row: PublishedPair
+    low: float
+    high: float
+    implied_tau: float
+    plain_floor_tok_s: float
+
+    @property
+    def predicted(self) -> float:
+        """The middle of the range."""
+        return math.sqrt(self.low * self.high)
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over published speed-up."""
+        return self.predicted / self.row.speedup
+
+
+def compare(row: PublishedPair) -> PredictedPair:
+    """Predicts a row's speed-up from its tau and from nothing else that was measured."""
+    plain, one = decode_round(PRESETS[row.target], setting=row.setting), count_round(row)
+    found = []
+    for name in row.topologies:
+        chip = Topology.parse(name).chip
+        tau = math.nan if row.tau is None else row.tau
+        found.append(
+            Prediction(
+                row.num_draft, tau, plain.floor_s(chip), one.floor_s(chip), row.setting.batch
+            )
+        )
+    speedups, first = [p.speedup for p in found], found[0]
+    return PredictedPair(
+        row,
+        min(speedups),
+        max(speedups),
+        row.speedup * first.round_s / first.plain_s,
+        first.plain_tok_s,
+    )
+
+
+def summarise(comparisons: Sequence[PredictedPair]) -> dict[str, Any]:
+    """Returns how far predictions are from what was published.
+
+    Returns:
+      ``rows``; ``bias``, the geometric mean of predicted over published; ``median_error`` and
+      ``max_error``, of their relative difference without sign; ``correlation`` of the logarithms.
+    """
+    ratio = np.asarray([c.ratio for c in comparisons])
+    error = np.abs(ratio - 1)
+    both = np.log([(c.predicted, c.row.speedup) for c in comparisons])
+    return {
+        "rows": len(ratio),
+        "bias": float(np.exp(np.log(ratio).mean())),
+        "median_error": float(np.median(error)),
+        "max_error": float(error.max()),
+        "correlation": float(np.corrcoef(both.T)[0, 1]) if len(ratio) > 2 else math.nan,
+    }
 
 
 def run(workdir: str | pathlib.Path | None) -> dict:

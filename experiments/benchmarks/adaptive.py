@@ -119,12 +119,6 @@ def run_in_turns(case: BatchCase, state, rate: float, fixed: Sequence[int] = ())
     return times, advances[None].plans
 
 
-def expected(plans, rate: float, max_k: int) -> float:
-    """Returns the tokens per row that the plans emit on average."""
-    tokens = expected_tokens((rate,) * max_k)
-    return sum(n * tokens[k] for k, n in plans)
-
-
 def price(plans, costs) -> float:
     """Returns the milliseconds of the plans by the table of costs, with replays."""
     total, lag = 0.0, 0
@@ -141,11 +135,13 @@ def check(config: ConfigDict) -> None:
     cli.require_positive(config, "slots prompt_tokens rounds repeats", "adaptive")
     c = config.adaptive
     is_ascending = len(c.buckets) > 1 and list(c.buckets) == sorted({0, *c.buckets})
-    require = lambda ok, name, expected: cli.require(ok, config, f"adaptive.{name}", expected)
-    require(is_ascending and c.buckets[0] == 0, "buckets", "ascending integers from 0 on")
     is_rate = [0 <= rate <= 1 for rate in c.rates]
-    require(is_rate and all(is_rate), "rates", "rates in [0, 1]")
-    require(c.batches and min(c.batches) >= 1, "batches", "integers of 1 or more")
+    cli.require_each(
+        config,
+        (is_ascending and c.buckets[0] == 0, "adaptive.buckets", "ascending integers from 0 on"),
+        (is_rate and all(is_rate), "adaptive.rates", "rates in [0, 1]"),
+        (c.batches and min(c.batches) >= 1, "adaptive.batches", "integers of 1 or more"),
+    )
     need = c.prompt_tokens + (c.rounds + 1) * (c.buckets[-1] + 1) + CATCH_UP
     check_slots(config, "adaptive", need)
 
@@ -201,7 +197,7 @@ def _measure_rate(
         say(f"turn {repeat + 1} of {config.repeats}")
     plans = [chosen for _, chosen in turns]
     times = {k: np.asarray([ms[k] for ms, _ in turns]) for k in turns[0][0]}
-    emitted = np.asarray([expected(chosen, rate, max_k) for chosen in plans])
+    emitted = np.asarray([sum(n * tokens[k] for k, n in chosen) for chosen in plans])
     priced = np.asarray([price(chosen, costs) for chosen in plans]) / emitted
     clock = times[None] / emitted
     fixed = times[best] / (case.rounds * tokens[best])

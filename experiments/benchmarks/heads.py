@@ -21,27 +21,17 @@ from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError
 from spec_jax.evaluation.passes import head_step, pass_timer, refresh_step, steps_timer
 from spec_jax.evaluation.timing import Timer, measure_all
-from spec_jax.loading import LoadedHead, LoadedModel, random_head
+from spec_jax.loading import random_head
 from spec_jax.tree import DynamicTree, paths
 
 ROUNDS = 16  # in one call; a pass over a tree takes tenths of a second on a CPU
 
 
 class DraftCase(NamedTuple):
-    """A chain or a tree: its decoder, and how often a round runs each part."""
+    """A chain or a tree, and what decodes it greedily."""
 
     name: str
     decoder: SpeculativeDecoder
-    counts: dict[str, int]
-
-
-def make_case(
-    name: str, target: LoadedModel, head: LoadedHead, config: SpeculativeConfig
-) -> DraftCase:
-    """Returns the case of one speculative config, for greedy decoding."""
-    decoder = SpeculativeDecoder(target, head, config)
-    passes = decoder.system().depth - 1
-    return DraftCase(name, decoder, {"verify": 1, "level": passes, "refresh": 1, "rest": 1})
 
 
 def case_makers(
@@ -76,11 +66,6 @@ def case_makers(
     return {(case.name, part): makers[part] for part in kept}
 
 
-def parts_ms(times: Mapping[str, np.ndarray], counts: Mapping[str, int]) -> np.ndarray:
-    """Returns the sum of a round's parts, by repeat."""
-    return sum(n * times[part] for part, n in counts.items())
-
-
 def check(config: ConfigDict) -> None:
     """Raises ConfigError if a value is out of range."""
     names = "slots prompt_tokens draft_vocab_size k tree_depth tree_top_k repeats"
@@ -106,12 +91,12 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     shape = EagleConfig.of_target(target.config, 3, config.draft_vocab_size)
     loaded = random_head(shape, jax.random.key(config.seed + 1))
     sizes = sorted(config.tree_nodes)
-    chain = make_case("chain", target, loaded, SpeculativeConfig("eagle", config.k))
+    case = lambda name, k, **tree: DraftCase(
+        name, SpeculativeDecoder(target, loaded, SpeculativeConfig("eagle", k, **tree))
+    )
+    chain = case("chain", config.k)
     shapes = {"tree_depth": config.tree_depth, "tree_top_k": config.tree_top_k}
-    trees = [
-        make_case(f"tree of {n + 1}", target, loaded, SpeculativeConfig("eagle", n, **shapes))
-        for n in sizes
-    ]
+    trees = [case(f"tree of {n + 1}", n, **shapes) for n in sizes]
     head = head_of(loaded, chain.decoder.system().target)
     prompt, plain = random_prompt(target, config), ("plain", "pass")
     makers = {
@@ -151,17 +136,14 @@ def _lines(
         (trees[-1], f"EAGLE-3 dynamic tree round, {size} nodes", bars.tree_round),
     ):
         own = {what: ms for (name, what), ms in times.items() if name == case.name}
+        passes = case.decoder.system().depth - 1
+        parts = own["verify"] + own["refresh"] + passes * own["level"] + own["rest"]
         note = (
-            f"verify, refresh, {case.counts['level']} head passes, rest; each its own loop. Left "
+            f"verify, refresh, {passes} head passes, rest; each its own loop. Left "
             "out: the first draft's scores, growing the tree, moving the path"
         )
         lines += [
-            Line(
-                f"{label} / sum of its parts",
-                own["round"] / parts_ms(own, case.counts),
-                bar=bar,
-                note=note,
-            ),
+            Line(f"{label} / sum of its parts", own["round"] / parts, bar=bar, note=note),
             Line(f"{label} / plain pass", own["round"] / plain_ms),
             Line(f"{label}, one head pass", own["level"], "ms"),
             *(Line(f"{label}, {part}", own[part], "ms") for part in ("refresh", "verify", "rest")),

@@ -21,19 +21,15 @@ from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context, Drafter, ForwardOutput, Model, Proposal
 from spec_jax.decoding import DecodeState, System
 from spec_jax.drafters.model_free import NO_DRAFT
+from spec_jax.engine.request import make_request
 from spec_jax.engine.stats import Stats, row_stats
-from spec_jax.evaluation.timing import Timer
+from spec_jax.evaluation.bench import cast
+from spec_jax.evaluation.timing import Timer, loop_timer
 from spec_jax.sampling import argmax, make_sampler
 from spec_jax.tree import DynamicTree, Tree
 
 ROUNDS = 64  # in one call, so that the dispatch does not count
 _NO_LIMIT = 2**31 - 1
-
-
-def cast(tree, dtype):
-    """Returns a tree with its floating-point arrays in another dtype."""
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-    return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
 
 
 def start(
@@ -54,25 +50,11 @@ def start(
       max_new_tokens: New tokens of every row.
       stop_tokens: The tokens that end a row.
     """
-    lengths = np.asarray([len(p) for p in prompts], np.int32)
-    width = min(slots, max(16, 1 << (int(lengths.max()) - 1).bit_length()))
-    tokens = np.zeros((len(prompts), width), np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
-    stops = np.tile(np.asarray([*stop_tokens, -1], np.int32), (len(prompts), 1))
     sampler = make_sampler(SamplerConfig(), len(prompts), system.target.vocab_size)
-    state = decoding.prefill(
-        params,
-        jnp.asarray(tokens),
-        jnp.asarray(lengths),
-        jnp.asarray(lengths + max_new_tokens),
-        jnp.asarray(stops),
-        sampler,
-        sampler,
-        system=system,
-        slots=slots,
+    *arrays, slots = make_request(
+        system, prompts, max_new_tokens, sampler, sampler, stop_tokens=stop_tokens, slots=slots
     )
-    return jax.block_until_ready(state)
+    return jax.block_until_ready(decoding.prefill(params, *arrays, system=system, slots=slots))
 
 
 class GenerateTimer:
@@ -163,15 +145,7 @@ def read_timer(num_bytes: int, calls: int = 4) -> Timer:
     """Returns the timer of reading that many bytes of memory once, in order, in milliseconds."""
     x = jnp.ones((-(-num_bytes // (4 * 4096)), 4096), jnp.float32)
     read = jax.jit(lambda x: x.max(axis=1))
-
-    def time_ms() -> float:
-        begin = time.perf_counter()
-        for _ in range(calls):
-            jax.block_until_ready(read(x))
-        return (time.perf_counter() - begin) * 1e3 / calls
-
-    time_ms()
-    return time_ms
+    return loop_timer(lambda _: [jax.block_until_ready(read(x)) for _ in range(calls)], None, calls)
 
 
 class PlainTimer:

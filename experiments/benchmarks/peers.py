@@ -6,6 +6,7 @@ dtype and cores, and decode one prompt after the other.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pathlib
@@ -13,28 +14,39 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 from ml_collections import ConfigDict
 
-from experiments.benchmarks.peers_report import (
-    OURS,
-    THEIRS,
-    Measured,
-    PeerCell,
-    about,
-    lines_of,
-    record_of,
-    sections_of,
-)
-from experiments.benchmarks.rounds import DTYPES
-from experiments.benchmarks.table import Result
+from experiments.benchmarks.shapes import DTYPES, listed
+from experiments.benchmarks.table import Line, Result
 from experiments.benchmarks.worker_lines import RefusedError, Worker, WorkerError
-from experiments.benchmarks.zoo import load_pair
 from experiments.run import cli
+from spec_jax.data import questions, sources
+from spec_jax.evaluation.prompts import cut_note, fit
 from spec_jax.evaluation.timing import measure_all
+from spec_jax.loading import LoadedModel, load_model
 from spec_jax.models.checkpoint import save_pretrained
+from spec_jax.show.tables import Section
 
+OURS, THEIRS = "spec_jax", "transformers"
+_NAMES = {"lookup": "prompt lookup", "assisted": "assisted generation"}
+_PEERS = {"plain": "plain", "ngram": "lookup", "standalone": "assisted", "head": "assisted"}
+_BARRED = ("standalone", "head")  # the methods that are held against assisted generation
+_NUMBERS = ("K", "tokens/s", "x own plain", "tau", "x peer", "first run, s", "peak memory, MB")
+_ABOUT = (
+    "transformers' assisted generation takes any two models of the Hugging Face hub, on PyTorch, "
+    "and compiles nothing. Python launches its passes, which takes as long whatever the model: "
+    "much beside a pass of millions of parameters, little beside one of billions. The ratios are "
+    "those of these small models",
+    "transformers' prompt lookup needs no draft; it is for outputs that repeat their prompt, such "
+    "as summaries and edits",
+    "spec_jax compiles a loop for every method, K and shape before it decodes: see the first run, "
+    "and the memory, which includes the compiler's",
+    "tau counts transformers' passes from the first one on, which reads the prompt and verifies "
+    "drafts at once; of spec_jax it counts the rounds after the prompt",
+)  # what each was built for, and how the figures are to be read
 _NGRAM_MAX = 3  # the longest suffix that is looked up, on both sides
 _REST_S = 0.3  # the other process' idle threads spin for a while before they sleep
 _REMEDY = (
@@ -43,18 +55,86 @@ _REMEDY = (
 )
 
 
+class PeerCell(NamedTuple):
+    """What is timed.
+
+    Attributes:
+      side: ``OURS`` or ``THEIRS``.
+      method: The method, see the workers.
+      k: K; 0 for plain decoding, None for the peer's own choice.
+    """
+
+    side: str
+    method: str
+    k: int | None = 0
+
+    @property
+    def plain(self) -> PeerCell:
+        """Plain decoding of the same side."""
+        return PeerCell(self.side, "plain")
+
+    @property
+    def peer(self) -> PeerCell | None:
+        """What transformers does in its place; None for transformers itself."""
+        return PeerCell(THEIRS, _PEERS[self.method], self.k) if self.side == OURS else None
+
+    @property
+    def k_text(self) -> str:
+        return {0: "", None: "its own"}.get(self.k, str(self.k))
+
+    def name(self, head: str) -> str:
+        """The method in words; ``head`` is the head's name."""
+        return head if self.method == "head" else _NAMES.get(self.method, self.method)
+
+    def label(self, head: str) -> str:
+        """Side, method and K in words."""
+        return f"{self.side} {self.name(head)}" + (f", K={self.k_text}" if self.k_text else "")
+
+
+class Measured(NamedTuple):
+    """What was found in one dtype.
+
+    Attributes:
+      ms: f64[repeats] by cell, milliseconds a token, prefill included.
+      timers: What ran, by cell.
+      peak_bytes: The largest memory of each side's process; None where it is not known.
+      facts: Versions, and the peer's threads.
+    """
+
+    ms: Mapping[PeerCell, np.ndarray]
+    timers: Mapping[PeerCell, Timer]
+    peak_bytes: Mapping[str, int | None]
+    facts: Mapping[str, Any]
+
+    def ratio(self, cell: PeerCell, other: PeerCell | None) -> np.ndarray | None:
+        """Returns tokens a second of a cell over those of another, by repeat; None without it."""
+        return self.ms[other] / self.ms[cell] if other in self.ms else None
+
+    def same_rows(self, cell: PeerCell, other: PeerCell | None) -> int | None:
+        """Returns how many rows of two cells have the same tokens; None without the other."""
+        if other not in self.timers:
+            return None
+        ours, others = self.timers[cell].tokens, self.timers[other].tokens
+        return sum(a == b for a, b in zip(ours, others, strict=True))
+
+    @property
+    def rows(self) -> int:
+        """The number of prompts."""
+        return len(next(iter(self.timers.values())).tokens)
+
+    def best(self, side: str) -> PeerCell:
+        """Returns the fastest cell of a side."""
+        return min((c for c in self.ms if c.side == side), key=lambda c: np.median(self.ms[c]))
+
+
 def check(config: ConfigDict) -> None:
     """Raises ConfigError if a value is out of range."""
     c = config.peers
-    cli.require_positive(config, "repeats", "peers")
+    cli.require_positive(config, "num_prompts max_prompt_tokens new_tokens repeats", "peers")
+    sources.check(c.data)
     cli.require(c.ks and min(c.ks) >= 1, config, "peers.ks", "integers of 1 or more")
-    is_known = bool(c.dtypes) and set(dtypes(config)) <= set(DTYPES)
+    is_known = bool(c.dtypes) and set(cli.listed(config.peers.dtypes)) <= set(DTYPES)
     cli.require(is_known, config, "peers.dtypes", f"names among {', '.join(DTYPES)}")
-
-
-def dtypes(config: ConfigDict) -> list[str]:
-    """Returns the names of ``peers.dtypes``; on the command line they come as one text."""
-    return [name.strip() for entry in config.peers.dtypes for name in entry.split(",")]
 
 
 def cells(ks: Sequence[int], has_head: bool) -> list[PeerCell]:
@@ -69,15 +149,8 @@ def cells(ks: Sequence[int], has_head: bool) -> list[PeerCell]:
     ]
 
 
-class Command(NamedTuple):
-    """The command line of a worker, and its environment."""
-
-    arguments: list[str]
-    environment: dict[str, str]
-
-
-def commands(config: ConfigDict) -> dict[str, Command]:
-    """Returns how the worker of each side is started."""
+def commands(config: ConfigDict) -> dict[str, tuple[list[str], dict[str, str]]]:
+    """Returns the command line of each side's worker, and its environment."""
     python = config.transformers.python
     theirs = dict(os.environ)
     if python:  # this interpreter's path would make another one import the wrong packages
@@ -85,28 +158,58 @@ def commands(config: ConfigDict) -> dict[str, Command]:
     theirs |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     line = lambda python, name: [python, "-m", f"experiments.benchmarks.{name}_worker"]
     return {
-        OURS: Command(line(sys.executable, OURS), dict(os.environ)),
-        THEIRS: Command(line(python or sys.executable, THEIRS), theirs),
+        THEIRS: (line(python or sys.executable, THEIRS), theirs),
+        OURS: (line(sys.executable, OURS), dict(os.environ)),
     }
+
+
+def load_prompts(
+    config: ConfigDict, models: Sequence[LoadedModel]
+) -> tuple[list[list[int]], list[str]]:
+    """Returns prompts as ids, random ones without a tokenizer, and notes on what was left out.
+
+    Args:
+      config: The section "peers".
+      models: The target and the draft.
+    """
+    if models[0].tokenizer is None:
+        shape = (config.num_prompts, config.max_prompt_tokens)
+        ids = np.random.default_rng(0).integers(models[0].model.vocab_size, size=shape)
+        return ids.tolist(), []
+    found, _, notes = questions.load(config.data, config.num_prompts)
+    ids, num_cut = fit(found, models, config.new_tokens, config.max_prompt_tokens)
+    return ids, [*notes, *cut_note(num_cut, ids)]
 
 
 def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     """Compares tokens a second, prefill included."""
-    pair, (prompts, notes) = load_pair(config.zoo)
+    target, draft = load_model(config.peers.target), load_model(config.peers.draft)
+    prompts, notes = load_prompts(config.peers, [target, draft])
     head, found = config.peers.head, {}
     with tempfile.TemporaryDirectory() as folder:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        setup = {"head": _absolute(head), "threads": cores}
-        for name, model in (("target", pair.target), ("draft", pair.draft)):
+        is_path = bool(head) and pathlib.Path(head).exists()  # workers run in another directory
+        setup = {"head": str(pathlib.Path(head).resolve()) if is_path else head, "threads": cores}
+        for name, model in (("target", target), ("draft", draft)):
             setup[name] = str(pathlib.Path(folder) / name)
             save_pretrained(setup[name], model.params, model.config)
-        for dtype in dtypes(config):
-            try:
-                found[dtype] = _measure_dtype(config, setup | {"dtype": dtype}, prompts, notes)
-            except _LeftOut as error:
-                notes.append(str(error))
-                if error.is_final:
+        for dtype in cli.listed(config.peers.dtypes):
+            workers, without = {}, f"the comparison with {THEIRS}"
+            with contextlib.ExitStack() as stack:
+                try:
+                    for side, (command, environment) in commands(config).items():
+                        worker = Worker(
+                            command, setup | {"dtype": dtype}, cwd=cli.ROOT, environment=environment
+                        )
+                        workers[side] = stack.enter_context(worker)
+                except (WorkerError, RefusedError) as error:  # nor would it in another dtype
+                    why = f"{side} does not start ({error}); {_REMEDY}"
+                    notes.append(f"{without} was left out: {why}")
                     break
+                try:
+                    found[dtype] = _measure_dtype(config, dtype, workers, prompts, notes)
+                except (WorkerError, RefusedError) as error:
+                    notes.append(f"{without} in {dtype} was left out: {error}")
     if not found:
         return Result([], {}, notes)
     return Result(
@@ -117,66 +220,34 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     )
 
 
-class _LeftOut(Exception):
-    """One dtype cannot be measured; ``is_final``: no other one either."""
-
-    def __init__(self, message: str, is_final: bool):
-        super().__init__(message)
-        self.is_final = is_final
-
-
-def _absolute(name: str) -> str:
-    """Returns a directory's full path, and anything else unchanged: workers run in another one."""
-    return str(pathlib.Path(name).resolve()) if name and pathlib.Path(name).exists() else name
-
-
-def _measure_dtype(config: ConfigDict, setup: dict, prompts, notes: list[str]) -> Measured:
-    """Returns what was found; what one method refuses is left out, and a note says so."""
-    dtype, made, timers, workers = setup["dtype"], commands(config), {}, {}
-    try:
-        for side in (THEIRS, OURS):
-            command = made[side]
-            try:
-                workers[side] = Worker(
-                    command.arguments, setup, cwd=cli.ROOT, environment=command.environment
-                )
-            except (WorkerError, RefusedError) as error:
-                raise _LeftOut(
-                    f"the comparison with {THEIRS} was left out: {side} does not "
-                    f"start ({error}); {_REMEDY}",
-                    is_final=True,
-                ) from error
-        for cell in cells(config.peers.ks, bool(config.peers.head)):
-            try:
-                timers[cell] = _Timer(workers[cell.side], cell, prompts, config.zoo.new_tokens)
-            except RefusedError as error:
-                name = cell.label(config.peers.head)
-                notes.append(f"{name} in {dtype} was left out ({error})")
-        for side in (OURS, THEIRS):
-            if not any(cell.side == side for cell in timers):
-                raise WorkerError(f"{side} refused everything")
-        label = lambda cell: cell.label(config.peers.head)
-        makers = {label(cell): functools.partial(timers.get, cell) for cell in timers}
-        _, times = measure_all(f"peers, {dtype}", makers, config.peers.repeats)
-        of = lambda name: {cell: getattr(timer, name) for cell, timer in timers.items()}
-        return Measured(
-            {cell: times[label(cell)] for cell in timers},
-            of("tokens"),
-            of("tau"),
-            of("first_s"),
-            {side: worker.peak_bytes for side, worker in workers.items()},
-            workers[OURS].facts | workers[THEIRS].facts,
-        )
-    except (WorkerError, RefusedError) as error:  # refused in a later repeat
-        raise _LeftOut(
-            f"the comparison with {THEIRS} in {dtype} was left out: {error}", is_final=False
-        ) from error
-    finally:
-        for worker in workers.values():
-            worker.close()
+def _measure_dtype(
+    config: ConfigDict,
+    dtype: str,
+    workers: Mapping[str, Worker],
+    prompts: Sequence[Sequence[int]],
+    notes: list[str],
+) -> Measured:
+    """Returns what was measured; what one method refuses is left out, and a note says so."""
+    timers, label = {}, lambda cell: cell.label(config.peers.head)
+    for cell in cells(config.peers.ks, bool(config.peers.head)):
+        try:
+            timers[cell] = Timer(workers[cell.side], cell, prompts, config.peers.new_tokens)
+        except RefusedError as error:
+            notes.append(f"{label(cell)} in {dtype} was left out ({error})")
+    for side in (OURS, THEIRS):
+        if not any(cell.side == side for cell in timers):
+            raise WorkerError(f"{side} refused everything")
+    makers = {label(cell): functools.partial(timers.get, cell) for cell in timers}
+    _, times = measure_all(f"peers, {dtype}", makers, config.peers.repeats)
+    return Measured(
+        {cell: times[label(cell)] for cell in timers},
+        timers,
+        {side: worker.peak_bytes for side, worker in workers.items()},
+        workers[OURS].facts | workers[THEIRS].facts,
+    )
 
 
-class _Timer:
+class Timer:
     """Times all prompts in a worker, in milliseconds per token.
 
     Attributes:
@@ -202,3 +273,114 @@ class _Timer:
         answer = self._worker.ask(self._request)
         time.sleep(_REST_S)
         return answer["seconds"] * 1e3 / sum(map(len, answer["tokens"]))
+
+
+def lines_of(found: Mapping[str, Measured], head: str, bar: float) -> list[Line]:
+    """Returns the ratios of tokens a second, each with what was identical.
+
+    Args:
+      found: What was measured, by dtype.
+      head: The head's name.
+      bar: The bar of draft models and heads over assisted generation.
+    """
+    lines = []
+    for dtype, measured in found.items():
+        for cell in measured.ms:
+            ratio = measured.ratio(cell, cell.peer)
+            if ratio is not None:
+                same = f"{measured.same_rows(cell, cell.peer)} of {measured.rows} rows identical"
+                lines.append(
+                    Line(
+                        f"{cell.label(head)} / {cell.peer.label(head)}, {dtype}",
+                        ratio,
+                        bar=bar if cell.method in _BARRED else None,
+                        is_upper=False,
+                        note=f"tokens a second, prefill included; {same}",
+                    )
+                )
+        ours, theirs = measured.best(OURS), measured.best(THEIRS)
+        lines.append(
+            Line(
+                f"fastest of {OURS} / fastest of {THEIRS}, {dtype}",
+                measured.ratio(ours, theirs),
+                note=f"{ours.label(head)} / {theirs.label(head)}",
+            )
+        )
+    return lines
+
+
+def sections_of(found: Mapping[str, Measured], head: str) -> list[Section]:
+    """Returns a table of the systems, and one of their processes."""
+    header = (
+        "dtype",
+        "system",
+        "method",
+        "K",
+        "tokens/s",
+        "x own plain",
+        "tau",
+        "x peer",
+        "rows as own plain",
+        "rows as peer",
+        "first run, s",
+    )
+    median = lambda values: "" if values is None else f"{np.median(values):.2f}"
+    rows = []
+    for dtype, measured in found.items():
+        for cell in sorted(measured.ms, key=lambda c: (c.side, str(c.k_text), c.method)):
+            count = lambda n, rows=measured.rows: "" if n is None else f"{n} of {rows}"
+            tau = measured.timers[cell].tau
+            is_plain = cell == cell.plain
+            rows.append(
+                [
+                    dtype,
+                    cell.side,
+                    cell.name(head),
+                    cell.k_text,
+                    f"{1e3 / np.median(measured.ms[cell]):.0f}",
+                    "" if is_plain else median(measured.ratio(cell, cell.plain)),
+                    "" if tau is None else f"{tau:.2f}",
+                    median(measured.ratio(cell, cell.peer)),
+                    "" if is_plain else count(measured.same_rows(cell, cell.plain)),
+                    count(measured.same_rows(cell, cell.peer)),
+                    f"{measured.timers[cell].first_s:.1f}",
+                ]
+            )
+    processes = [
+        [dtype, side, "" if peak is None else f"{peak / 1e6:.0f}"]
+        for dtype, measured in found.items()
+        for side, peak in measured.peak_bytes.items()
+    ]
+    return [
+        Section("Peers", header, rows, _NUMBERS),
+        Section("Peers' processes", ("dtype", "system", "peak memory, MB"), processes, _NUMBERS),
+    ]
+
+
+def about(found: Mapping[str, Measured]) -> list[str]:
+    """Returns what the reader must know: what each was built for, and the versions."""
+    facts = next(iter(found.values())).facts
+    versions = ", ".join(f"{n} {facts[n]}" for n in ("transformers", "torch", "python"))
+    return [*_ABOUT, f"peers: {versions}, {facts['threads']} threads"]
+
+
+def record_of(found: Mapping[str, Measured], head: str) -> dict[str, Any]:
+    """Returns what report.json keeps, by dtype."""
+    return {
+        dtype: {
+            "versions": dict(measured.facts),
+            "peak_bytes": dict(measured.peak_bytes),
+            "rows": measured.rows,
+            "times_ms": listed({c.label(head): ms for c, ms in measured.ms.items()}),
+            "tau": {c.label(head): timer.tau for c, timer in measured.timers.items()},
+            "first_run_s": {c.label(head): timer.first_s for c, timer in measured.timers.items()},
+            "identical_rows": {
+                c.label(head): {
+                    "own plain": measured.same_rows(c, c.plain),
+                    "peer": measured.same_rows(c, c.peer),
+                }
+                for c in measured.ms
+            },
+        }
+        for dtype, measured in found.items()
+    }

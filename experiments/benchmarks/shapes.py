@@ -16,6 +16,8 @@ from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.params import init_params
 
+DTYPES = ("float32", "bfloat16")  # that parts compare
+
 
 def random_model(name: str, shape: Mapping[str, Any] | Any, seed: int) -> LoadedModel:
     """Returns a model with random float32 weights.

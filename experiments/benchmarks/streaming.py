@@ -32,10 +32,6 @@ def word_tokenizer(vocab_size: int) -> Tokenizer:
     return Tokenizer(backend)
 
 
-def _drain(stream) -> int:
-    return sum(1 for _ in stream)
-
-
 def _drain_async(stream) -> int:
     async def run():
         return len([piece async for piece in stream])
@@ -91,7 +87,7 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
         "streaming",
         {
             "whole": make,
-            "stream": functools.partial(make, drain=_drain),
+            "stream": functools.partial(make, drain=lambda stream: sum(1 for _ in stream)),
             "async": functools.partial(make, drain=_drain_async),
         },
         config.repeats,

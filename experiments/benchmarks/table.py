@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from spec_jax.evaluation.timing import Spread, spread
+from spec_jax.evaluation.timing import spread
 from spec_jax.show.tables import Section
 
 HEADER = ("part", "measured", "median", "quartiles", "bar", "met", "note")
@@ -35,7 +35,8 @@ class Line:
     part: str = ""
 
     @property
-    def value(self) -> Spread:
+    def value(self) -> tuple[float, float, float]:
+        """The median and the quartiles."""
         return spread(self.values)
 
     @property
@@ -43,7 +44,7 @@ class Line:
         """Whether the bar is met; None without one."""
         if self.bar is None:
             return None
-        median = self.value.median
+        median = self.value[0]
         return median <= self.bar if self.is_upper else median >= self.bar
 
     def to_dict(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class RefusedError(Exception):
     """The process could not do what one request asked, and waits for the next."""
 
 
-class Worker:
+class Worker(contextlib.AbstractContextManager):
     """A process that has loaded something and answers requests about it.
 
     Attributes:
@@ -60,8 +60,7 @@ class Worker:
           WorkerError: It cannot be started, ended, or does not answer.
           RefusedError: It could not load what ``setup`` names.
         """
-        self.peak_bytes = None
-        self._process, self._errors = None, tempfile.TemporaryFile()
+        self.peak_bytes, self._errors = None, tempfile.TemporaryFile()
         try:
             self._process = subprocess.Popen(
                 command,
@@ -72,10 +71,11 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
             )
-            self.facts = self.ask(setup)
         except OSError as error:
-            self.close()
+            self._errors.close()
             raise WorkerError(f"{command[0]} cannot be run: {error.strerror}") from error
+        try:
+            self.facts = self.ask(setup)
         except BaseException:
             self.close()
             raise
@@ -95,7 +95,10 @@ class Worker:
         line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()
-            raise WorkerError(f"the process ended with exit code {code}: {self._last_line()}")
+            self._errors.seek(0)
+            said = self._errors.read().decode(errors="replace").strip().splitlines()
+            why = said[-1] if said else "it wrote nothing to stderr"
+            raise WorkerError(f"the process ended with exit code {code}: {why}")
         try:
             answer = json.loads(line)
         except ValueError:
@@ -107,26 +110,17 @@ class Worker:
         self.peak_bytes = answer.pop("peak_bytes", None)
         return answer
 
-    def _last_line(self) -> str:
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it wrote nothing to stderr"
-
     def close(self) -> None:
         """Ends the process."""
-        if self._process is not None:
-            with contextlib.suppress(BrokenPipeError):  # it has ended, and left a request unread
-                self._process.stdin.close()
-            self._process.stdout.close()
-            try:
-                self._process.wait(10)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and left a request unread
+            self._process.stdin.close()
+        self._process.stdout.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         self._errors.close()
-
-    def __enter__(self) -> Worker:
-        return self
 
     def __exit__(self, *_) -> None:
         self.close()

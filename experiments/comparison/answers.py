@@ -13,7 +13,7 @@ import numpy as np
 from spec_jax.config import GREEDY_BELOW
 from spec_jax.engine.decoder import Generation
 from spec_jax.engine.stats import Stats
-from spec_jax.evaluation.bench import Bench, Run
+from spec_jax.evaluation.bench import Bench, CellOutput, Run
 from spec_jax.evaluation.cells import Cell
 from spec_jax.evaluation.compare import Tally
 from spec_jax.loading import LoadedModel
@@ -22,15 +22,6 @@ from spec_jax.sharding import replicate
 
 _ALTERNATIVES = 3  # the likeliest tokens at each place that the page shows
 _CONTEXT = 64  # ids before a token that its text may depend on
-
-
-class Saved(NamedTuple):
-    """The output of one prompt, as it was read from a line."""
-
-    tokens: tuple[int, ...]
-    finish_reason: str
-    stats: Stats
-    seen: Mapping[str, Any]  # by observers of acceptance
 
 
 class Group(NamedTuple):
@@ -80,16 +71,7 @@ def pack(
 
 def key_of(cell: Cell, batch: int, question: str) -> dict[str, Any]:
     """Returns the part of a line that says what it answers, and how."""
-    return {
-        "cell": cell.label,
-        "method": cell.method,
-        "k": cell.k,
-        "tree": cell.tree,
-        "rule": cell.rule,
-        "temperature": cell.temperature,
-        "batch": batch,
-        "question": question,
-    }
+    return {"cell": cell.label, **cell._asdict(), "batch": batch, "question": question}
 
 
 def turn_of(
@@ -150,22 +132,24 @@ _COUNTS = (
 )
 
 
-def _saved(turn: Mapping[str, Any]) -> Saved:
+def _saved(turn: Mapping[str, Any]) -> CellOutput:
     counts = {n: tuple(x) if isinstance(x, list) else x for n, x in turn["counts"].items()}
-    return Saved(tuple(turn["tokens"]), turn["finish"], Stats(**counts), turn.get("seen", {}))
+    seen = turn.get("seen", {})
+    return CellOutput(tuple(turn["tokens"]), turn["finish"], Stats(**counts), seen)
 
 
-def _run(turn: Mapping[str, Any], rows: Sequence[Saved]) -> Run:
+def _run(turn: Mapping[str, Any], rows: Sequence[CellOutput]) -> Run:
     """Returns the run of a batch, of whose prompts ``turn`` is the first one's."""
     return Run(turn["prefill_s"], turn["decode_s"][0], rows)
 
 
-def check_line(line: Mapping[str, Any]) -> None:
-    """Raises one of ``journal.REFUSED`` unless ``restore`` can read the turns of a line."""
+def checked(line: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a line; raises one of ``journal.REFUSED`` unless ``restore`` can read its turns."""
     for turn in line["turns"]:
         _run(turn, [_saved(turn)])
         if not isinstance(turn["prompt"], str):
             raise TypeError(f"the prompt is {turn['prompt']!r:.60}")
+    return line
 
 
 def restore(tally: Tally, index: int, turns: Mapping[int, Mapping[str, Any]]) -> None:

@@ -1,228 +1,219 @@
-"""The plots of a comparison: over K, by position, by category, and over batches."""
+"""The plots of a comparison: over K, by position, by category, over batches, and predicted."""
 
 from __future__ import annotations
 
+import math
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.run.plots import CYCLE, LINES, MARKERS, look_of, panels, whole_numbers
+from experiments.comparison.report import best_cells
+from experiments.run.plots import TITLE, look_of, panels, whole_numbers
 from spec_jax.evaluation.costs import Costs, predict
-from spec_jax.evaluation.results import CategoryResult, CellResult
-from spec_jax.show.plots import wilson
+from spec_jax.evaluation.results import CellResult
+from spec_jax.intervals import Interval
 
-_BELOW = {"loc": "upper left", "bbox_to_anchor": (0.0, -0.12), "ncols": 2}
+_SPEEDUP = "speed-up over plain decoding (bars: 95 %)"
 _WIDEST = 1.7  # a bar that is longer than so many times the largest speed-up is cut off
 
 
 class _Series(NamedTuple):
-    """Results of one method and rule at one temperature, chains or trees, in the order of K."""
+    """Results that are drawn alike, trees hollow, in the order of K."""
 
     label: str
-    color: str
-    marker: str
-    line: Any
+    look: dict[str, Any]
     results: list[CellResult]
-    is_tree: bool
-
-    @property
-    def look(self) -> dict[str, Any]:
-        """Colour, marker and line, as options of a plot; trees are hollow."""
-        face = "none" if self.is_tree else self.color
-        return {
-            "color": self.color,
-            "marker": self.marker,
-            "linestyle": self.line,
-            "linewidth": 1.2,
-            "markerfacecolor": face,
-        }
 
 
-def _series(results: Sequence[CellResult], temperature: float) -> list[_Series]:
-    found: dict[tuple[str, str, bool], list[CellResult]] = {}
+def _series(results: Sequence[CellResult], *, is_by_cell: bool = False) -> list[_Series]:
+    """Groups results of one temperature by method and rule, chains and trees, or by cell."""
+    groups: dict[tuple[str, bool], list[CellResult]] = {}
     for r in sorted(results, key=lambda r: r.cell.k):
-        if r.cell.temperature == temperature and not r.cell.is_plain:
-            found.setdefault((r.cell.method, r.cell.rule, bool(r.cell.tree)), []).append(r)
+        label = f"{r.cell.title}{' trees' if r.cell.tree else ''}, {r.cell.rule}"
+        groups.setdefault((r.cell.name if is_by_cell else label, bool(r.cell.tree)), []).append(r)
     return [
-        _Series(
-            f"{method}{' trees' if is_tree else ''}, {rule}",
-            CYCLE[i % len(CYCLE)],
-            MARKERS[i % len(MARKERS)],
-            LINES[i % len(LINES)],
-            rows,
-            is_tree,
-        )
-        for i, ((method, rule, is_tree), rows) in enumerate(sorted(found.items(), reverse=True))
+        _Series(label, look_of(i) | ({"markerfacecolor": "none"} if is_tree else {}), rows)
+        for i, ((label, is_tree), rows) in enumerate(sorted(groups.items(), reverse=True))
     ]
 
 
-def _beside(at: float, number: int, count: int) -> float:
-    """Where one of ``count`` points at ``at`` is drawn, so that their bars can be told apart."""
-    return at + 0.5 * ((number + 0.5) / count - 0.5)
+def _beside(number: int, count: int, room: float = 0.5) -> float:
+    """How far one of ``count`` points is drawn beside its place, so that no bar hides another."""
+    return room * ((number + 0.5) / count - 0.5)
+
+
+def _points(
+    axis: Any,
+    look: dict[str, Any],
+    points: Mapping[str, tuple[float, Interval]],
+    *,
+    is_across: bool = False,
+) -> None:
+    """Draws figures with bars; on the page each point has a text of its own.
+
+    Args:
+      axis: The panel.
+      look: Colour and marker.
+      points: By what is measured, where each point is, and the figure, which has no bar where it
+        has no interval.
+      is_across: Whether figures are horizontal.
+    """
+    look = look | {"linestyle": "", "capsize": 3}
+    for name, (place, figure) in points.items():
+        value, (low, high) = figure.value, figure.bounds
+        error = np.nan_to_num(np.maximum([[value - low], [high - value]], 0))
+        bar = {"xerr": error} if is_across else {"yerr": error}
+        at = ([value], [place]) if is_across else ([place], [value])
+        axis.errorbar(*at, **bar, **look).lines[0].set_gid(f"{TITLE}{name}: {figure:.2f}")
 
 
 def _draw(
     path: pathlib.Path,
     results: Sequence[CellResult],
-    draw: Callable[[Any, list[_Series]], None],
-    x_label: str,
-    y_label: str,
+    draw: Callable[[Any, list[CellResult]], None],
+    labels: tuple[str, str],
+    size: tuple[float, float] = (4.3, 5.2),
 ) -> None:
-    """Saves one panel for each temperature; ``draw(axis, series)`` fills it."""
+    """Saves one panel for each temperature; ``draw(axis, results)`` fills it."""
     temperatures = list(dict.fromkeys(r.cell.temperature for r in results))
-    size = (1.2 + 4.3 * len(temperatures), 5.2)
-    below = {"loc": "upper left", "bbox_to_anchor": (0.0, -0.16), "ncols": 2}
-    with panels(path, len(temperatures), size, below, sharey=True) as axes:
+    figure = (1.2 + size[0] * len(temperatures), size[1])
+    with panels(path, len(temperatures), figure, sharey=True) as axes:
         for axis, temperature in zip(axes, temperatures):
             kind = "greedy" if temperature == 0 else "sampled"
-            axis.set(title=f"{kind}, temperature {temperature:g}", xlabel=x_label)
-            draw(axis, _series(results, temperature))
-            whole_numbers(axis)
-        axes[0].set_ylabel(y_label)
+            axis.set(title=f"{kind}, temperature {temperature:g}", xlabel=labels[0])
+            same = [r for r in results if r.cell.temperature == temperature]
+            draw(axis, [r for r in same if not r.cell.is_plain])
+        axes[0].set_ylabel(labels[1])
+        names = [name for axis in axes for name in axis.get_legend_handles_labels()[1]]
+        columns = max(1, int((size[0] + 0.3) / (0.6 + 0.08 * max(map(len, names), default=0))))
+        rows = -(-len(names) // (columns * len(axes)))
+        axes[0].figure.set_figheight(size[1] + 0.18 * max(rows - 3, 0))
+        for axis in (axis for axis in axes if axis.get_legend_handles_labels()[0]):
+            axis.legend(loc="upper left", bbox_to_anchor=(0.0, -0.16), ncols=columns)
 
 
-def plot_speedup(path: pathlib.Path, results: Sequence[CellResult], costs: Costs) -> None:
+def plot_speedup(
+    path: pathlib.Path, results: Sequence[CellResult], costs: Mapping[str | None, Costs]
+) -> None:
     """Draws the speed-up over K: measured points with their 95 % intervals, and predicted lines.
 
     A bar that is longer than the plot is high is cut off.
     """
     top = 1.0
 
-    def draw(axis, series):
+    def draw(axis, results):
         nonlocal top
         axis.axhline(1, color="0.45", linewidth=1)
+        series = _series(results)
         for number, s in enumerate(series):
-            look, last = s.look, s.results[-1]
-            x = [_beside(r.cell.k, number, len(series)) for r in s.results]
-            speedup = np.asarray([r.speedup.value for r in s.results], float)
-            bounds = [r.speedup.bounds for r in s.results]
-            low, high = np.asarray(bounds, float).T
-            shown = np.concatenate([speedup, np.minimum(high, 2 * speedup)])
-            axis.errorbar(
-                x,
-                speedup,
-                np.maximum([speedup - low, high - speedup], 0),
-                capsize=3,
-                **look | {"linestyle": ""},
-            )
-            if not s.is_tree:  # no speed-up is predicted for trees
+            last = s.results[-1]
+            beside = _beside(number, len(series))
+            _points(axis, s.look, {r.cell.name: (r.cell.k + beside, r.speedup) for r in s.results})
+            figures = [r.speedup for r in s.results]  # a bar that is much longer is cut off
+            ends = [x for i in figures for x in (i.value, min(i.high, 2 * i.value))]
+            known = None if last.cell.tree else costs.get(last.cell.dtype)  # none for trees
+            if known is not None:
                 ks = range(1, last.cell.k + 1)
-                predicted = np.asarray([predict(costs, last, k) for k in ks])
+                predicted = np.asarray([predict(known, last, k) for k in ks])
                 # Of several rows the table's also counts those that end early.
                 predicted *= last.predicted_speedup / predicted[-1]
-                axis.plot(ks, predicted, **look | {"marker": ""})
-                shown = np.append(shown, predicted)
-            top = max([top, *shown[np.isfinite(shown)]])
-            axis.plot([], [], label=s.label, **look | ({"linestyle": ""} if s.is_tree else {}))
+                axis.plot(ks, predicted, **s.look | {"marker": ""})
+                ends += predicted.tolist()
+            top = max([top, *(x for x in ends if math.isfinite(x))])
+            axis.plot([], [], label=s.label, **s.look | ({} if known else {"linestyle": ""}))
         # A point at zero is seen whole. The panels share this axis, so the last limits hold.
         axis.set_ylim(-0.03 * top, 1.05 * top)
+        whole_numbers(axis)
 
-    _draw(
-        path,
-        results,
-        draw,
-        "K, drafted tokens per round (lines: predicted)",
-        "speed-up over plain decoding (bars: 95 %)",
-    )
+    _draw(path, results, draw, ("K, drafted tokens per round (lines: predicted)", _SPEEDUP))
 
 
 def plot_acceptance(path: pathlib.Path, results: Sequence[CellResult]) -> None:
     """Draws acceptance by position (of a tree, by level) at the largest K.
 
-    Bars show 95 % intervals of independent rounds, crosses the expected acceptance.
+    Bars show 95 % intervals, crosses the expected acceptance.
     """
 
-    def draw(axis, series):
-        has_expected = False
+    def draw(axis, results):
+        has_expected, series = False, _series(results)
         for number, s in enumerate(series):
             last = s.results[-1]
-            rate = np.asarray(last.stats.acceptance_by_position, float)
-            position = [_beside(i, number, len(series)) for i in range(1, 1 + len(rate))]
-            low, high = wilson(rate, last.stats.reached_at).T
-            error = np.maximum([rate - low, high - rate], 0)
-            axis.errorbar(
-                position, rate, error, capsize=3, label=f"{s.label}, K={last.cell.k}", **s.look
-            )
-            expected = np.asarray(last.stats.expected_by_position, float)
-            if expected.size:
+            rates = [x.value for x in last.acceptance]
+            places = [i + _beside(number, len(series)) for i in range(1, 1 + len(rates))]
+            axis.plot(places, rates, label=f"{s.label}, K={last.cell.k}", **s.look)
+            names = [f"{last.cell.name}, position {i}" for i in range(1, 1 + len(rates))]
+            _points(axis, s.look, dict(zip(names, zip(places, last.acceptance))))
+            expected = last.stats.expected_by_position
+            if expected:
                 has_expected = True
-                axis.plot(position, expected, "x", color="black", markersize=7)
+                axis.plot(places, expected, "x", color="black", markersize=7)
         if has_expected:
             axis.plot([], [], "x", color="black", label="expected of the rule")
         axis.set_ylim(-0.03, 1.03)
+        whole_numbers(axis)
 
-    _draw(path, results, draw, "position in the draft", "accepted, if reached (bars: 95 %)")
-
-
-def _labels(results: Sequence[CellResult]) -> list[str]:
-    return list(dict.fromkeys(r.cell.label for r in results if not r.cell.is_plain))
-
-
-def _bars(entries: Sequence[CellResult | CategoryResult]) -> tuple[np.ndarray, np.ndarray]:
-    """Speed-ups and the two lengths of their error bars."""
-    value = np.asarray([e.speedup.value for e in entries], float)
-    bounds = [e.speedup.bounds for e in entries]
-    low, high = np.asarray(bounds, float).T
-    return value, np.nan_to_num(np.maximum([value - low, high - value], 0))
-
-
-def _end(entries: Sequence[CellResult | CategoryResult]) -> float:
-    """The end of an axis of speed-ups, on which the longest bars are cut off."""
-    return _WIDEST * np.nanmax([1.0, *(e.speedup.value for e in entries)])
+    labels = ("position in the draft", "accepted, if reached (bars: 95 %)")
+    _draw(path, results, draw, labels)
 
 
 def plot_batches(path: pathlib.Path, results: Sequence[CellResult]) -> None:
-    """Draws the speed-up over the batch size: where speculation stops paying.
+    """Draws the speed-up over the batch size, of each draft's fastest cell."""
+    sizes, best = sorted({r.batch for r in results}), {r.cell for r in best_cells(results)}
+    results = [r for r in results if r.cell in best]
 
-    Args:
-      path: The PNG file.
-      results: Of several batch sizes.
-    """
-    sizes = sorted({r.batch for r in results})
-    with panels(path, 1, (7, 5), _BELOW) as (axis,):
+    def draw(axis, results):
         axis.axhline(1, color="0.45", linewidth=1)
-        for number, label in enumerate(_labels(results)):
-            same = [r for r in results if r.cell.label == label]
-            value, error = _bars(same)
-            at = [r.batch * 1.02**number for r in same]
-            axis.errorbar(at, value, error, capsize=3, label=label, **look_of(number))
+        for number, s in enumerate(_series(results, is_by_cell=True)):
+            points = {r.batch: (r.batch * 1.02**number, r.speedup) for r in s.results}
+            line = [(place, speedup.value) for place, speedup in points.values()]
+            axis.plot(*zip(*line), label=s.label, **s.look)
+            _points(axis, s.look, {f"{s.label}, batch {b}": x for b, x in points.items()})
         whole_numbers(axis, sizes)
-        axis.set(xlabel="prompts decoded together", ylabel="speed-up over plain (bars: 95 %)")
-        axis.set_ylim(0, _end(results))
+        axis.set_ylim(0, _WIDEST * _largest(results))
+
+    _draw(path, results, draw, ("prompts decoded together", _SPEEDUP))
 
 
 def plot_categories(path: pathlib.Path, results: Sequence[CellResult]) -> None:
-    """Draws the speed-up of each method by category, a panel for each temperature.
-
-    Args:
-      path: The PNG file.
-      results: Of batches of one question.
-    """
-    temperatures = list(dict.fromkeys(r.cell.temperature for r in results))
+    """Draws the speed-up of each cell by category, of batches of one question."""
     names = list(results[0].categories)
-    end = _end([part for r in results for part in r.categories.values()])
-    size = (1.5 + 5.5 * len(temperatures), 1.8 + 0.32 * len(names))
-    with panels(path, len(temperatures), size, _BELOW, sharey=True) as axes:
-        for axis, temperature in zip(axes, temperatures):
-            axis.axvline(1, color="0.45", linewidth=1)
-            group = [r for r in results if r.cell.temperature == temperature]
-            labels = _labels(group)
-            for number, label in enumerate(labels):
-                (r,) = (r for r in group if r.cell.label == label)
-                value, error = _bars([r.categories[name] for name in names])
-                place = np.arange(len(names)) + 0.7 * ((number + 0.5) / len(labels) - 0.5)
-                axis.errorbar(
-                    value,
-                    place,
-                    xerr=error,
-                    capsize=2,
-                    label=label,
-                    **look_of(number) | {"linestyle": "", "markersize": 4},
-                )
-            kind = "greedy" if temperature == 0 else "sampled"
-            axis.set(title=f"{kind}, temperature {temperature:g}")
-            axis.set(xlabel="speed-up over plain (bars: 95 %)", xlim=(0, end))
-        axes[0].set_yticks(range(len(names)), names)
-        axes[0].invert_yaxis()
+    end = _WIDEST * _largest([part for r in results for part in r.categories.values()])
+
+    def draw(axis, results):
+        axis.axvline(1, color="0.45", linewidth=1)
+        series = _series(results, is_by_cell=True)
+        for number, s in enumerate(series):
+            beside, parts = _beside(number, len(series), 0.7), s.results[0].categories
+            points = {
+                f"{s.label}, {name}": (i + beside, parts[name].speedup)
+                for i, name in enumerate(names)
+            }
+            _points(axis, s.look | {"markersize": 4}, points, is_across=True)
+            axis.plot([], [], label=s.label, **s.look | {"linestyle": ""})
+        axis.set(xlim=(0, end), ylim=(len(names) - 0.5, -0.5))
+        axis.set_yticks(range(len(names)), names)
+
+    _draw(path, results, draw, (_SPEEDUP, ""), (5.5, 1.8 + 0.32 * len(names)))
+
+
+def plot_predicted(path: pathlib.Path, results: Sequence[CellResult]) -> None:
+    """Draws measured over predicted speed-ups, as far as they are known."""
+    known = [r for r in results if math.isfinite(r.predicted_speedup or math.nan)]
+    end = 1.1 * max(_largest(known), *(r.predicted_speedup for r in known))
+
+    def draw(axis, results):
+        axis.plot([0, end], [0, end], ":", color="0.45", linewidth=1)
+        for s in _series(results):
+            points = {r.cell.name: (r.predicted_speedup, r.speedup) for r in s.results}
+            _points(axis, s.look, points)
+            axis.plot([], [], label=s.label, **s.look | {"linestyle": ""})
+        axis.set(xlim=(0, end), ylim=(0, end))
+
+    _draw(path, known, draw, ("predicted speed-up", "measured speed-up (bars: 95 %)"))
+
+
+def _largest(entries: Sequence[Any]) -> float:
+    """The largest speed-up of results or categories, at least 1."""
+    return float(np.nanmax([1.0, *(e.speedup.value for e in entries)]))

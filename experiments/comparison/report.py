@@ -29,6 +29,8 @@ from spec_jax.show.tables import Section, table
 if TYPE_CHECKING:
     from spec_jax.testing import RowAudit
 
+_FILL = functools.partial(textwrap.fill, width=100, break_on_hyphens=False)
+_HANGING = {"subsequent_indent": " " * 18}  # of the meanings of columns
 _AUDIT = (
     "method",
     "K",
@@ -119,28 +121,28 @@ def describe_difference(result: CellResult, difference: RowAudit, dtype: str) ->
     kind = "within" if difference.is_near_tie else "NOT within"
     return (
         f"{text}; the two tokens' logits in float32 are {difference.gap:.1e} apart, {kind} "
-        f"the rounding of {dtype} there (up to {difference.rounding:.1e} each)"
+        f"the rounding of {result.cell.dtype or dtype} there (up to {difference.rounding:.1e} each)"
     )
 
 
 def _place(result: CellResult) -> str:
     of = f" batch {result.batch}" if result.batch > 1 else ""
-    return f"{result.cell.method} {result.cell.shape} T={result.cell.temperature:g}{of}"
+    return f"{result.cell.title} {result.cell.shape} T={result.cell.temperature:g}{of}"
 
 
 def notes(
     rep: Mapping[str, Any],
     results: Sequence[CellResult],
-    costs: Mapping[int, Costs],
+    costs: Mapping[tuple[int, str | None], Costs],
     setup: Setup,
     num_cut: int,
 ) -> list[str]:
     """Returns what a reader must know beside the numbers, after ``rep["notes"]``."""
     lines, dtype = [*rep["notes"], *report.load_note(rep["environment"])], setup.config.dtype
-    if dtype != "float32":
+    if narrow := [name for name in dtype.split(",") if name != "float32"]:
         lines.append(
-            f"in {dtype} some outputs diverge from plain decoding where the top two logits nearly "
-            "tie, because passes of several tokens round in another order"
+            f"in {' and '.join(narrow)} some outputs diverge from plain decoding where the top two "
+            "logits nearly tie, because passes of several tokens round in another order"
         )
     plain = [r for r in results if r.cell.is_plain]
     share = max((r.looping_share for r in plain), default=0)
@@ -164,8 +166,11 @@ def notes(
             lines.append(
                 f"{_place(r)}: {count} {more}of {r.rows} rows diverge from plain decoding; {why}"
             )
-    several = len(costs) > 1
-    lines += [f"batch {b}: " * several + describe_costs(found) for b, found in costs.items()]
+    for (batch, kind), found in costs.items():
+        of = f"batch {batch}{f', {kind}' if kind else ''}: " * (len(costs) > 1)
+        lines.append(of + describe_costs(found))
+    if setup.config.baseline == "fastest":
+        lines.append("speed-ups are over the fastest plain decoding of all dtypes")
     if num_cut:
         lines.append(
             f"{num_cut} prompts were truncated to the maximum of {setup.room} tokens: they lost "
@@ -192,6 +197,16 @@ def first_batch(results: Sequence[CellResult]) -> list[CellResult]:
     return next(iter(by_batch(results).values()), [])
 
 
+def best_cells(results: Sequence[CellResult]) -> list[CellResult]:
+    """The fastest result of each draft at each temperature, of the first batch size."""
+    best: dict[tuple[float, str], CellResult] = {}
+    for r in (r for r in first_batch(results) if not r.cell.is_plain):
+        key = r.cell.temperature, r.cell.title
+        if key not in best or r.speedup.value > best[key].speedup.value:
+            best[key] = r
+    return list(best.values())
+
+
 def sections(results: Sequence[CellResult]) -> list[Section]:
     """Returns the tables after the first one."""
     shown = first_batch(results)
@@ -201,7 +216,7 @@ def sections(results: Sequence[CellResult]) -> list[Section]:
         if group[0].categories:
             tables += _categories(group, temperature)
     if len(by_batch(results)) > 1:
-        tables.append(_curve(results))
+        tables.append(curve(results))
     return [*tables, _rounds(shown)]
 
 
@@ -244,7 +259,8 @@ def _categories(group: Sequence[CellResult], temperature: float) -> list[Section
     return tables
 
 
-def _curve(results: Sequence[CellResult]) -> Section:
+def curve(results: Sequence[CellResult]) -> Section:
+    """Returns the speed-up of each cell by batch size, and where it pays."""
     groups, rows = by_batch(results), []
     for first in (r for r in first_batch(results) if not r.cell.is_plain):
         same = [next((r for r in g if r.cell == first.cell), None) for g in groups.values()]
@@ -304,14 +320,6 @@ def legend(results: Sequence[CellResult], config: Mapping[str, Any]) -> list[tup
     return [(name, meanings[name]) for name in [*shown, "predicted", "identical"]]
 
 
-def _audits(results: Sequence[CellResult]) -> list[CellResult]:
-    return [
-        r
-        for r in results
-        if not r.cell.is_plain and r.identical_rows is not None and r.cell.is_greedy
-    ]
-
-
 def audit_summary(results: Sequence[CellResult]) -> list[dict[str, Any]]:
     """Returns what the audits of each greedy result found, for report.json."""
     return [
@@ -320,6 +328,7 @@ def audit_summary(results: Sequence[CellResult]) -> list[dict[str, Any]]:
             "k": r.cell.k,
             "tree": r.cell.tree,
             "temperature": r.cell.temperature,
+            "dtype": r.cell.dtype,
             "rows": r.rows,
             "batch": r.batch,
             "identical": r.identical_rows,
@@ -327,32 +336,26 @@ def audit_summary(results: Sequence[CellResult]) -> list[dict[str, Any]]:
             **{v: sum(d.verdict == v for d in r.differences) for v in ("rounding", "bug")},
             "farthest": max((x for d in r.differences for x in d.deviations), default=None),
         }
-        for r in _audits(results)
+        for r in results
+        if not r.cell.is_plain and r.identical_rows is not None and r.cell.is_greedy
     ]
 
 
-def audit_table(results: Sequence[CellResult], *, is_markdown: bool = False) -> str:
-    """Formats what the audits of each greedy result found."""
-    several = len(by_batch(results)) > 1
+def audit_table(found: Sequence[Mapping[str, Any]], *, is_markdown: bool = False) -> str:
+    """Formats what ``audit_summary`` has returned."""
+    several = len({one["batch"] for one in found}) > 1
+    names = "k temperature rows identical not_examined rounding bug".split()
     rows = []
-    for r, found in zip(_audits(results), audit_summary(results)):
-        of = f", batch {r.batch}" if several else ""
-        name = f"{r.cell.method} {r.cell.tree}" if r.cell.tree else r.cell.method
-        counts = (str(found[key]) for key in "rows identical not_examined rounding bug".split())
-        rows.append(
-            [
-                name + of,
-                str(r.cell.k),
-                f"{r.cell.temperature:g}",
-                *counts,
-                number(found["farthest"]),
-            ]
-        )
+    for one in found:
+        parts = filter(None, (one["method"], one["dtype"], one["tree"]))
+        of = f", batch {one['batch']}" if several else ""
+        counts = (f"{one[name]:g}" for name in names)
+        rows.append([" ".join(parts) + of, *counts, number(one["farthest"])])
     return table(_AUDIT, rows, numbers=_AUDIT[1:], is_markdown=is_markdown)
 
 
-def _differences(results: Sequence[CellResult]) -> list[str]:
-    """Differences to the first draft, and teacher-forced beside real decoding."""
+def _differences(results: Sequence[CellResult]) -> dict[str, list[str]]:
+    """By heading, differences to the first draft, and teacher-forced beside real decoding."""
     compared, forced = [], []
     for r in first_batch(results):
         name = f"{r.cell.name}, T={r.cell.temperature:g}"
@@ -363,25 +366,52 @@ def _differences(results: Sequence[CellResult]) -> list[str]:
         if r.teacher_forced:
             gaps = np.abs(np.subtract(r.teacher_forced, [x.value for x in r.acceptance]))
             forced.append(f"- {name}: at most {np.nanmax(gaps):.4f} apart, by position")
-    lines = []
-    if compared:
-        lines += ["", "## Differences, question by question", "", *compared]
-    if forced:
-        lines += [
-            "",
-            "## Teacher-forced",
-            "",
-            "The unrolling that trains a head compared with its "
-            "real drafting, from the same round starts:",
-            "",
-            *forced,
-        ]
-    return lines
+    headings = {
+        "## Differences, question by question": compared,
+        "## Teacher-forced: the unrolling that trains a head beside its real drafting": forced,
+    }
+    return {heading: lines for heading, lines in headings.items() if lines}
 
 
-def custom_lines(facts: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Returns a sentence on the custom drafter and rule."""
-    return [f"{key} {x['name']}: {x['given']}, {x['is']}" for key, x in facts.items()]
+def conditions(rep: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns names and values of what a run was made of."""
+    models, prompts = rep.get("models") or {}, rep.get("prompts")
+    draft = lambda role, model: "draft" if role == model["name"] else f"draft {role}"
+    facts = [
+        ("target" if role == "target" else draft(role, model), report.describe_model(model))
+        for role, model in models.items()
+    ]
+    facts += [(f"{role}, as read", x) for role, model in models.items() for x in model["notes"]]
+    own = rep.get("own") or {}
+    facts += [(f"{k} {x['name']}", f"{x['given']}, {x['is']}") for k, x in own.items()]
+    facts += [("prompts", prompts["description"])] if prompts else []
+    facts += [("mesh", line) for line in report.mesh_lines(rep.get("mesh"))]
+    peaks = {"memory of the process, with all models": rep.get("process_peak_bytes")}
+    peaks |= {f"memory of {d}": n for d, n in (rep.get("device_peak_bytes") or {}).items()}
+    return facts + [(f"largest {k}", f"{n / 2**20:,.0f} MiB") for k, n in peaks.items() if n]
+
+
+def _body(
+    rep: Mapping[str, Any], results: Sequence[CellResult], *, is_markdown: bool, is_short: bool
+) -> list[str]:
+    """Returns tables and sentences, as text for the screen or as Markdown."""
+    shown = first_batch(results)
+    wrap = (lambda text, **_: text) if is_markdown else _FILL
+    entry = "- **{}**: {}" if is_markdown else "  {:15} {}"
+    meanings = [*legend(shown, rep["config"]), *({} if is_short else _MORE).items()]
+    lines = [
+        wrap(entry.format(name if is_markdown else name.partition(" at 1")[0], x), **_HANGING)
+        for name, x in meanings
+    ]
+    blocks = [results_table(shown, is_markdown=is_markdown), "\n".join(lines)]
+    if not is_short:
+        blocks += [section.text(is_markdown=is_markdown) for section in sections(results)]
+        for heading, entries in _differences(results).items():
+            entries = "\n".join(wrap(line, subsequent_indent="  ") for line in entries)
+            blocks += [heading if is_markdown else heading.removeprefix("## "), entries]
+    if rep.get("audit"):
+        blocks += [audit_table(rep["audit"], is_markdown=is_markdown), wrap(_AUDIT_MEANING)]
+    return blocks
 
 
 def markdown(
@@ -392,55 +422,31 @@ def markdown(
     plots: Sequence[str],
 ) -> str:
     """Returns report.md: conclusions, tables, plots, conditions."""
-    shown = first_batch(results)
-    blocks = [f"- {line}" for line in rep["conclusions"]]
-    blocks += ["", results_table(shown, is_markdown=True), ""]
-    meanings = [*legend(shown, rep["config"]), *_MORE.items()]
-    blocks += [f"- **{name}**: {meaning}" for name, meaning in meanings]
-    for section in sections(results):
-        blocks += ["", section.text(is_markdown=True)]
-    blocks += _differences(results)
-    if rep.get("audit"):
-        blocks += ["", audit_table(results, is_markdown=True), "", _AUDIT_MEANING]
-    blocks += [line for block in profile.document(profiles) for line in ("", block)]
-    if rep["notes"]:
-        blocks += ["", "## Notes", "", *(f"- {line}" for line in rep["notes"])]
-    blocks += [line for name in plots for line in ("", f"![{name}]({name})")]
-    about = [f"- {role}: {report.describe_model(m)}" for role, m in rep["models"].items()]
-    about += [f"- {line}" for line in custom_lines(rep["own"])]
-    about += [f"- prompts: {rep['prompts']['description']}"]
-    about += [f"- {line}" for line in report.mesh_lines(rep["mesh"])]
-    about += [
-        f"- how {role} was read: {note}"
-        for role, model in rep["models"].items()
-        for note in model["notes"]
-    ]
-    if rep.get("process_peak_bytes"):
-        peak = rep["process_peak_bytes"] / 2**20
-        about += [f"- largest resident memory of the process, with all models: {peak:,.0f} MiB"]
-    peaks = rep.get("device_peak_bytes") or {}
-    about += [f"- most memory in use on {d}: {b / 2**20:,.0f} MiB" for d, b in peaks.items()]
-    return report.document(title, rep, "\n".join(blocks), "## Conditions", "\n".join(about))
+    listed = lambda lines: "\n".join(f"- {line}" for line in lines)
+    blocks = [listed(rep["conclusions"])]
+    blocks += _body(rep, results, is_markdown=True, is_short=False) + profile.document(profiles)
+    blocks += ["## Notes", listed(rep["notes"])] if rep["notes"] else []
+    blocks += [f"![{name}]({name})" for name in plots]
+    about = listed(f"{name}: {value}" for name, value in conditions(rep))
+    return report.document(title, rep, *blocks, "## Conditions", about)
 
 
 def conclude(results: Sequence[CellResult]) -> list[str]:
     """Returns the conclusions of every batch size."""
-    lines = []
-    for batch, group in by_batch(results).items():
-        found = conclusions(group)
-        lines += found if batch == results[0].batch else [f"Batch {batch}: {x}" for x in found]
-    return lines
+    return [
+        line if batch == results[0].batch else f"Batch {batch}: {line}"
+        for batch, group in by_batch(results).items()
+        for line in conclusions(group)
+    ]
 
 
 def print_head(rep: Mapping[str, Any], folder: pathlib.Path) -> None:
     """Prints what is compared, and where the report will be."""
     env = rep["environment"]
     print(f"spec_jax {env['spec_jax']}, jax {env['jax']}, {report.describe_machine(env)}")
-    for role, model in rep["models"].items():
-        print(f"{'target' if role == 'target' else 'draft':8} {report.describe_model(model)}")
-    print(f"prompts  {rep['prompts']['description']}\nfolder   {folder}", flush=True)
-    for line in [*custom_lines(rep["own"]), *report.mesh_lines(rep["mesh"])]:
-        print(line, flush=True)
+    for name, value in [*conditions(rep), ("folder", folder)]:
+        if not name.endswith("as read"):
+            print(f"{name:8} {value}", flush=True)
 
 
 def print_results(
@@ -452,22 +458,9 @@ def print_results(
     is_short: bool,
 ) -> None:
     """Prints the tables, what their columns mean, the notes and the conclusions."""
-    fill = functools.partial(textwrap.fill, width=100, break_on_hyphens=False)
-    shown = first_batch(results)
-    print(f"\n{results_table(shown)}\n")
-    meanings = legend(shown, rep["config"])
-    for section in kinds_sections(shown) if is_short else sections(results):
-        print(f"{section.text()}\n")
-    if not is_short:
-        meanings += _MORE.items()
-    for name, meaning in meanings:
-        print(fill(f"  {name.partition(' at 1')[0]:15} {meaning}", subsequent_indent=" " * 18))
-    for line in [] if is_short else _differences(results):
-        print(fill(line.removeprefix("## "), subsequent_indent="  "))
-    if rep.get("audit"):
-        print(f"\n{audit_table(results)}\n{fill(_AUDIT_MEANING)}")
-    for section in profile.sections(profiles):
-        print(f"\n{section.text()}")
+    blocks = _body(rep, results, is_markdown=False, is_short=is_short)
+    blocks += [section.text() for section in profile.sections(profiles)]
     for lines in ([f"note: {note}" for note in rep["notes"]], rep["conclusions"]):
-        print("\n" + "\n".join(fill(line, subsequent_indent="  ") for line in lines))
-    print(f"\n{folder / 'report.md'}: the whole report, after {rep['elapsed_s']:.0f} s")
+        blocks.append("\n".join(_FILL(line, subsequent_indent="  ") for line in lines))
+    blocks.append(f"{folder / 'report.md'}: the whole report, after {rep['elapsed_s']:.0f} s")
+    print("\n" + "\n\n".join(blocks))

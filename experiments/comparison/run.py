@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,12 +67,9 @@ def run(
         print(f"{evaluation.num_saved} answers are there; the run goes on", flush=True)
     stages = evaluation.run(show_live if setup.config.has_stream else None)
     rep["notes"] += evaluation.notes
-    results, costs = [], {}
+    results, costs = [], evaluation.costs
     for stage in stages:
-        batch = stage.bench.batch
-        costs |= {batch: evaluation.costs(batch)} if evaluation.costs(batch) else {}
-        has_forced = setup.config.has_teacher_forced and batch == setup.config.batches[0]
-        results += _results(setup, stage, costs.get(batch), has_forced)
+        results += _results(setup, stage, costs)
     profiles: dict[str, profile.RoundProfile] = {}
     if has_profile:
         for stage in stages:
@@ -80,7 +78,7 @@ def run(
         rep["profile"] = {label: x.to_dict() for label, x in profiles.items()}
     if setup.config.has_audit:
         rep["audit"] = reports.audit_summary(results)
-    rep["costs"] = {batch: x._asdict() for batch, x in costs.items()}
+    rep["costs"] = {f"{b} {d}" if d else b: x._asdict() for (b, d), x in costs.items()}
     rep["notes"] = reports.notes(rep, results, costs, setup, evaluation.num_cut)
     rep |= {
         "results": [result.to_dict() for result in results],
@@ -93,9 +91,9 @@ def run(
     report.finish(folder, rep, reports.markdown(title, rep, results, profiles, [*drawings]))
     for file, draw in drawings.items():
         draw(folder / file)
-    from experiments.comparison.page.page import write_page  # needs jinja2, slow to import
+    from experiments.comparison.page import answers, page  # need jinja2, slow to import
 
-    write_page(folder / "report.html", rep, evaluation.answers())
+    page.write_page(folder / "report.html", rep, results, answers.read(folder / session.ANSWERS))
     reports.print_results(rep, results, profiles, folder, is_short=is_short)
     return rep
 
@@ -120,19 +118,27 @@ def show_live(bench: Bench, cells: Sequence[Cell], question: Question) -> None:
 
 
 def _results(
-    setup: Setup, stage: session.Stage, costs: Costs | None, has_forced: bool
+    setup: Setup, stage: session.Stage, costs: Mapping[tuple[int, str | None], Costs]
 ) -> list[CellResult]:
-    results = results_of(stage.tallies, stage.prompts, costs, categories(setup.questions.chosen))
-    if not has_forced:
+    config, batch = setup.config, stage.bench.batch
+    results = results_of(
+        stage.tallies,
+        stage.prompts,
+        {dtype: x for (size, dtype), x in costs.items() if size == batch},
+        categories(setup.questions.chosen),
+        is_over_fastest=config.baseline == "fastest",
+    )
+    if not config.has_teacher_forced or batch != config.batches[0]:
         return results
     forced = []
     for tally, result in zip(stage.tallies, results):
-        cell, draft = tally.cell, setup.loaded.get(tally.cell.method)
-        is_head = draft is not None and head_of(draft, setup.target.model) is not None
+        cell, (target, drafts) = tally.cell, stage.bench.models(tally.cell.dtype)
+        draft = drafts.get(cell.method)
+        is_head = draft is not None and head_of(draft, target.model) is not None
         if is_head and not cell.tree and cell.is_greedy and cell.rule == "greedy":
             prompts = [stage.bench.prompts[i] for i in tally.rows]
             reached, accepted = teacher_forced.unrolled(
-                setup.target, draft, prompts, [*tally.rows.values()], num_draft=cell.k
+                target, draft, prompts, [*tally.rows.values()], num_draft=cell.k
             )
             with np.errstate(invalid="ignore"):
                 rates = tuple((accepted / reached).tolist())
@@ -162,15 +168,18 @@ def categories(asked: Sequence[Question]) -> dict[str, tuple[str, list[int]]]:
 
 
 def _drawings(
-    results: Sequence[CellResult], costs: dict[int, Costs]
+    results: Sequence[CellResult], costs: Mapping[tuple[int, str | None], Costs]
 ) -> dict[str, Callable[[pathlib.Path], None]]:
     """Returns what draws each plot, by the name of its file."""
     from experiments.comparison import plots  # needs matplotlib, slow to import
 
     shown = reports.first_batch(results)
     drawings = {"acceptance.png": lambda path: plots.plot_acceptance(path, shown)}
-    if (known := costs.get(shown[0].batch)) is not None:
+    known = {dtype: x for (batch, dtype), x in costs.items() if batch == shown[0].batch}
+    if known:
         drawings["speedup.png"] = lambda path: plots.plot_speedup(path, shown, known)
+    if any(math.isfinite(r.predicted_speedup or math.nan) for r in shown if not r.cell.is_plain):
+        drawings["predicted.png"] = lambda path: plots.plot_predicted(path, shown)
     if shown[0].categories and shown[0].batch == 1:
         drawings["categories.png"] = lambda path: plots.plot_categories(path, shown)
     if len(reports.by_batch(results)) > 1:

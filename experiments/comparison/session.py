@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from experiments.comparison.answers import (
     Group,
     Probabilities,
-    Saved,
-    check_line,
+    checked,
     key_of,
     pack,
     restore,
@@ -27,10 +26,10 @@ from spec_jax import processes
 from spec_jax.data.questions import Question
 from spec_jax.errors import ConfigError, PromptError
 from spec_jax.evaluation import costs
-from spec_jax.evaluation.bench import Bench
+from spec_jax.evaluation.bench import Bench, CellOutput
 from spec_jax.evaluation.cells import Cell
 from spec_jax.evaluation.compare import Tally, compile_all, cost_slots, take_turns
-from spec_jax.evaluation.prompts import PromptEncoder, check_same_prompts
+from spec_jax.evaluation.prompts import PromptEncoder, check_same_prompts, cut
 from spec_jax.progress import Progress
 
 ANSWERS, STATE, INPUTS = "answers.jsonl", "state.jsonl", "inputs.json"
@@ -84,6 +83,9 @@ class Evaluation:
       setup: What is decoded.
       folder: The run's folder, with what an earlier session has saved.
 
+    Attributes:
+      costs: The costs of passes by batch size and dtype.
+
     Raises:
       ConfigError: The folder holds a run of another config, or with other questions or cells.
     """
@@ -93,11 +95,12 @@ class Evaluation:
         self._answers, self._state = Journal(folder / ANSWERS), Journal(folder / STATE)
         self._lines: list[Mapping[str, Any]] = []
         self._history: dict[tuple[float, int], str] = {}
-        self._costs: dict[int, costs.Costs] = {}
+        self.costs: dict[tuple[int, str | None], costs.Costs] = {}
         self._machines: list[Mapping[str, Any]] = []
         self._left_out: dict[tuple[float, int], str] = {}  # why a stage cannot be measured
         self._state.read(self._take, f"what an earlier session has saved; {_GOES_ON}")
-        self._answers.read(self._take_answer, f"an answer; {_GOES_ON}")
+        take_answer = lambda line: self._lines.append(checked(line))
+        self._answers.read(take_answer, f"an answer; {_GOES_ON}")
         if processes.from_writer(bool(self._lines or self._history)) and processes.count() > 1:
             raise ConfigError(
                 f"{folder} holds a run, which several processes cannot continue; name another "
@@ -113,7 +116,8 @@ class Evaluation:
         if "costs" in line:
             found = line["costs"]
             verify = {int(width): ms for width, ms in found["verify_ms"].items()}
-            self._costs[line["batch"]] = costs.Costs(**{**found, "verify_ms": verify})
+            place = line["batch"], line.get("dtype")
+            self.costs[place] = costs.Costs(**{**found, "verify_ms": verify})
         elif "machine" in line:
             self._machines.append({"machine": line["machine"], "answers": line["answers"]})
         elif "left_out" in line:
@@ -121,24 +125,10 @@ class Evaluation:
         else:
             self._history[line["temperature"], line["prompt"]] = line["answer"]
 
-    def _take_answer(self, line: Mapping[str, Any]) -> None:
-        check_line(line)
-        self._lines.append(line)
-
     @property
     def num_saved(self) -> int:
         """The answers of earlier sessions."""
         return len(self._lines)
-
-    def costs(self, batch: int) -> costs.Costs | None:
-        """Returns the costs of passes at a batch size; None if they were not measured."""
-        return self._costs.get(batch)
-
-    def answers(self) -> Iterator[dict[str, Any]]:
-        """Reads the lines of answers.jsonl, for the page."""
-        if self._answers.path.exists():
-            with open(self._answers.path, encoding="utf-8") as file:
-                yield from map(json.loads, file)
 
     def run(
         self, show_live: Callable[[Bench, Sequence[Cell], Question], None] | None = None
@@ -217,7 +207,9 @@ class Evaluation:
             for question, places in zip(asked, self._places):
                 if turn < len(places):
                     before = [answers[place] for place in places[:turn]]
-                    prompts[places[turn]] = setup.ids(self._ask, question, before)
+                    prompts[places[turn]] = cut(
+                        self._ask(question, before), setup.room, setup.target.config.bos_token_id
+                    )
                     if turn + 1 < len(places) and places[turn] not in answers:
                         waiting.append(places[turn])
             if waiting:
@@ -311,8 +303,16 @@ class Evaluation:
         """Compiles a stage and measures the costs of its passes; whether it can be measured."""
         temperature, batch = stage.place
         try:
-            has_passes = batch not in self._costs
-            timers = compile_all(stage.bench, stage.cells, has_passes=has_passes)
+            for dtype in dict.fromkeys(cell.dtype for cell in stage.cells):
+                cells = [cell for cell in stage.cells if cell.dtype == dtype]
+                has_passes = (batch, dtype) not in self.costs
+                timers = compile_all(stage.bench, cells, has_passes=has_passes)
+                if has_passes:
+                    slots = cost_slots(stage.bench, cells)
+                    found = costs.Costs.measure(timers, slots=slots, batch=batch)
+                    self.costs[batch, dtype] = found
+                    line = {"batch": batch, "dtype": dtype, "costs": found._asdict()}
+                    self._state.append([line])
         except PromptError as error:
             if batch == 1 or stage.plain.runs:
                 raise
@@ -320,11 +320,6 @@ class Evaluation:
             self._state.append([{"temperature": temperature, "batch": batch, "left_out": why}])
             self._left_out[stage.place] = why
             return False
-        if has_passes:
-            slots = cost_slots(stage.bench, stage.cells)
-            found = costs.Costs.measure(timers, slots=slots, batch=batch)
-            self._costs[batch] = found
-            self._state.append([{"batch": batch, "costs": found._asdict()}])
         return True
 
     def _measure(self, stage: Stage, groups: Sequence[Group], bar: Progress) -> None:
@@ -347,7 +342,8 @@ class Evaluation:
                 for index in group.batches:
                     run = tally.runs[index]
                     rows = [
-                        Saved(tuple(r.tokens), r.finish_reason, r.stats, r.seen) for r in run.rows
+                        CellOutput(tuple(r.tokens), r.finish_reason, r.stats, r.seen)
+                        for r in run.rows
                     ]
                     tally.runs[index] = run._replace(rows=rows)
 

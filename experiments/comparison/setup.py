@@ -17,10 +17,10 @@ from spec_jax.contracts import Drafter, Rule
 from spec_jax.data import python_source, questions, sources, tokens
 from spec_jax.data.questions import Question, Questions
 from spec_jax.errors import ConfigError, SpecJaxError, did_you_mean
-from spec_jax.evaluation.bench import Bench, usable_cells
+from spec_jax.evaluation.bench import Bench, in_dtype, usable_cells
 from spec_jax.evaluation.cells import PLAIN, Cell, Draft, copying_methods, make_cells
 from spec_jax.evaluation.mesh import MeshOptions
-from spec_jax.evaluation.prompts import PromptEncoder, cut, encodable, fitting, room_for_prompt
+from spec_jax.evaluation.prompts import PromptEncoder, encodable, fitting, room_for_prompt
 from spec_jax.evaluation.token_kinds import token_kinds
 from spec_jax.loading import DTYPES, LoadedModel, load_draft, load_model
 
@@ -37,47 +37,50 @@ def resolve(config: ConfigDict) -> ConfigDict:
     """
     cli.check_keys(config, evaluate_zoo.get_config(), evaluate_zoo.RENAMED)
     config = config.copy_and_resolve_references()
-    check = lambda ok, name, expected: cli.require(ok, config, name, expected)
     for name in ("rules", "copying_rules", "categories"):
-        parts = (x.strip() for entry in config[name] for x in str(entry).split(","))
-        config[name] = tuple(filter(None, parts))
-    for name in ("rules", "copying_rules"):
-        is_known = bool(config[name]) and set(config[name]) <= set(RULES)
-        check(is_known, name, f"one or more of {', '.join(RULES)}")
+        config[name] = tuple(cli.listed(",".join(map(str, config[name]))))
     for name in ("ks", "batches", "temperatures"):
         more = ", or --config.ks=() for the K of each draft" if name == "ks" else ""
         if tuple(config[name]) == ("",):
             raise ConfigError(f"--config.{name}= has no value; give numbers, such as 1,2{more}")
-    is_number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool)
-    is_finite = lambda x: is_number(x) and 0 <= x < float("inf")
-    for name in ("batches", "temperatures"):
-        check(len(config[name]) > 0, name, "one or more")
-    are_counts = lambda values: all(type(x) is int and x >= 1 for x in values)
-    check(are_counts(config.ks), "ks", "integers of 1 or more, or none for each draft's own K")
-    check(are_counts(config.batches), "batches", "integers of 1 or more")
-    check(all(map(is_finite, config.temperatures)), "temperatures", "numbers of 0 or more")
-    config.temperatures = tuple(map(float, config.temperatures))
-    config.batches = tuple(sorted(set(config.batches)))
-    check(config.repeats >= 1, "repeats", "1 or more")
-    check(config.order in ("spread", "group"), "order", "spread or group")
-    check(config.max_new_tokens >= 2, "max_new_tokens", "2 or more (prefill makes the first)")
-    longest = config.max_prompt_tokens
-    check(longest is None or longest >= 1, "max_prompt_tokens", "1 or more, or none")
-    check(config.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
-    check(config.target != "", "target", "a zoo name or a directory: --config.target=PATH")
-    has_all = config.data not in (*_PIECES, _FUNCTIONS)
-    check(
-        config.num_prompts >= (0 if has_all else 1),
-        "num_prompts",
-        "1 or more; 0 for all questions of a set or a file",
-    )
-    check(config.num_shown >= 0, "num_shown", "0 or more")
-    check(config.prompt_tokens >= 1, "prompt_tokens", "1 or more")
-    usual = evaluate_zoo.get_config()
+    usual, dtypes = evaluate_zoo.get_config(), cli.listed(config.dtype)
     if config.target != usual.target and config.drafts == usual.drafts:
         config.drafts = "ngram"  # the zoo's drafts are for the zoo's target
-    check(bool(_names(config.drafts) or config.drafter), "drafts", "names or paths, with commas")
-    drafts = [*_names(config.drafts), *_names(usual.drafts)]
+    is_number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool)
+    is_finite = lambda x: is_number(x) and 0 <= x < float("inf")
+    are_counts = lambda values: all(type(x) is int and x >= 1 for x in values)
+    are_of = lambda names, known: bool(names) and set(names) <= set(known)
+    rules, longest = f"one or more of {', '.join(RULES)}", config.max_prompt_tokens
+    least = 0 if config.data not in (*_PIECES, _FUNCTIONS) else 1
+    cli.require_each(
+        config,
+        (are_of(config.rules, RULES), "rules", rules),
+        (are_of(config.copying_rules, RULES), "copying_rules", rules),
+        (config.batches, "batches", "one or more"),
+        (config.temperatures, "temperatures", "one or more"),
+        (are_counts(config.ks), "ks", "integers of 1 or more, or none for each draft's own K"),
+        (are_counts(config.batches), "batches", "integers of 1 or more"),
+        (all(map(is_finite, config.temperatures)), "temperatures", "numbers of 0 or more"),
+        (config.repeats >= 1, "repeats", "1 or more"),
+        (config.order in ("spread", "group"), "order", "spread or group"),
+        (config.max_new_tokens >= 2, "max_new_tokens", "2 or more (prefill makes the first)"),
+        (longest is None or longest >= 1, "max_prompt_tokens", "1 or more, or none"),
+        (are_of(dtypes, DTYPES), "dtype", f"one of {', '.join(DTYPES)}, or several with commas"),
+        (config.baseline in ("same", "fastest"), "baseline", "same or fastest"),
+        (config.target, "target", "a zoo name or a directory: --config.target=PATH"),
+        (
+            config.num_prompts >= least,
+            "num_prompts",
+            "1 or more; 0 for all questions of a set or a file",
+        ),
+        (config.num_shown >= 0, "num_shown", "0 or more"),
+        (config.prompt_tokens >= 1, "prompt_tokens", "1 or more"),
+        (cli.listed(config.drafts) or config.drafter, "drafts", "names or paths, with commas"),
+    )
+    config.dtype = ",".join(name for name in DTYPES if name in dtypes)  # the most exact first
+    config.temperatures = tuple(map(float, config.temperatures))
+    config.batches = tuple(sorted(set(config.batches)))
+    drafts = [*cli.listed(config.drafts), *cli.listed(usual.drafts)]
     for name in best_k(config):
         if name not in drafts:
             raise ConfigError(
@@ -87,12 +90,6 @@ def resolve(config: ConfigDict) -> ConfigDict:
     return config
 
 
-def _names(text: str) -> list[str]:
-    """Returns the names in a text, separated by commas, each once."""
-    names = (name.strip() for name in text.split(","))
-    return [*dict.fromkeys(name for name in names if name)]
-
-
 def best_k(config: ConfigDict) -> dict[str, int]:
     """Returns the K of each draft that ``config.best_k`` names.
 
@@ -100,7 +97,7 @@ def best_k(config: ConfigDict) -> dict[str, int]:
       ConfigError: An entry is not NAME=K.
     """
     found = {}
-    for entry in _names(config.best_k):
+    for entry in cli.listed(config.best_k):
         name, _, k = entry.rpartition("=")
         if not (name and k.isdigit() and int(k) >= 1):
             raise ConfigError(f"best_k has {entry!r}; expected NAME=K with K of 1 or more")
@@ -142,6 +139,7 @@ class Setup(NamedTuple):
       questions: The questions.
       room: The maximum tokens of a prompt.
       devices: The devices.
+      by_dtype: Target and drafts in each dtype, if there are several.
       notes: What was left out.
     """
 
@@ -153,6 +151,7 @@ class Setup(NamedTuple):
     questions: Questions
     room: int
     devices: MeshOptions
+    by_dtype: dict[str, tuple[LoadedModel, dict[str, Draft]]]
     notes: list[str]
 
     @classmethod
@@ -166,8 +165,9 @@ class Setup(NamedTuple):
         if config.data not in (*_PIECES, _FUNCTIONS):
             sources.check(config.data)
         devices = MeshOptions.of(config)
+        dtypes = config.dtype.split(",")
         target = load_model(
-            config.target, config.dtype, scan_layers=config.scan_layers, mesh=devices.mesh
+            config.target, dtypes[0], scan_layers=config.scan_layers, mesh=devices.mesh
         )
         drafts, ks, notes = _load_drafts(config, target, devices)
         rule = _custom_rule(config)
@@ -176,7 +176,12 @@ class Setup(NamedTuple):
         asked = _questions(config, target)
         num_prompts = sum(question.num_turns for question in asked.chosen)
         config.batches, cut_off = fitting(config.batches, num_prompts)
-        setup = cls(config, target, drafts, rule, {}, asked, 0, devices, notes)
+        by_dtype = {
+            dtype: (in_dtype(target, dtype), {n: in_dtype(d, dtype) for n, d in drafts.items()})
+            for dtype in dtypes
+            if len(dtypes) > 1
+        }
+        setup = cls(config, target, drafts, rule, {}, asked, 0, devices, by_dtype, notes)
         cells: dict[float, list[Cell]] = {}
         every = make_cells(
             drafts,
@@ -184,9 +189,10 @@ class Setup(NamedTuple):
             config.temperatures,
             config.rules,
             config.copying_rules,
-            _names(config.trees),
+            cli.listed(config.trees),
             rule,
         )
+        every = [cell._replace(dtype=dtype) for cell in every for dtype in by_dtype or (None,)]
         for cell in usable_cells(setup.bench([[0]], 1, [[0]]), every, notes):
             cells.setdefault(cell.temperature, []).append(cell)
         used = {cell.method for group in cells.values() for cell in group}
@@ -243,11 +249,8 @@ class Setup(NamedTuple):
             has_audit=config.has_audit,
             token_kinds=self.token_kinds,
             layout=layout,
+            by_dtype=self.by_dtype,
         )
-
-    def ids(self, encode: PromptEncoder, question: Question, answers: Sequence[str]) -> list[int]:
-        """Returns the ids of a prompt, without the beginning that exceeds ``room``."""
-        return cut(encode(question, answers), self.room, self.target.config.bos_token_id)
 
 
 def _load_drafts(
@@ -257,7 +260,7 @@ def _load_drafts(
     notes: list[str] = []
     loaded: dict[str, Draft] = {}
     taken = ("target", PLAIN, *copying_methods())  # names that tables and timers use
-    for name in _names(config.drafts):
+    for name in cli.listed(config.drafts):
         try:
             loaded[name] = (
                 None
@@ -265,7 +268,7 @@ def _load_drafts(
                 else load_draft(
                     name,
                     target,
-                    config.dtype,
+                    config.dtype.partition(",")[0],
                     mesh=devices.mesh,
                     axis_rules=devices.draft_axis_rules,
                 )

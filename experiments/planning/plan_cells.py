@@ -17,7 +17,7 @@ import jax
 from ml_collections import ConfigDict
 
 import spec_jax
-from experiments.planning.plan_acceptance import Acceptance
+from experiments.planning.plan_inputs import Acceptance
 from experiments.run import report
 from spec_jax import planning as plan
 from spec_jax.meshes import make_mesh

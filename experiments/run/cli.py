@@ -111,13 +111,9 @@ def _errors_in_one_line(renamed: Mapping[str, str] = types.MappingProxyType({}))
         sys.exit(_fail(re.sub(r"could not convert string.*", "expected a number", text)))
 
 
-def _names(config: ConfigDict, prefix: str = "") -> list[str]:
-    nested = lambda key: isinstance(config.get(key), ConfigDict)
-    return [
-        name
-        for key in config
-        for name in (_names(config[key], f"{prefix}{key}.") if nested(key) else [f"{prefix}{key}"])
-    ]
+def listed(text: str) -> list[str]:
+    """Returns the names in a text, separated by commas, each once."""
+    return [*dict.fromkeys(filter(None, (name.strip() for name in text.split(","))))]
 
 
 def check_keys(
@@ -130,7 +126,7 @@ def check_keys(
       default: The default one.
       renamed: The present names of earlier keys.
     """
-    have, known = _names(config), _names(default)
+    have, known = config_help.flat(config), config_help.flat(default)
     for key in have:
         if key not in known:
             hint = f"; it is {renamed[key]} now" if key in renamed else did_you_mean(key, known)
@@ -154,6 +150,12 @@ def require(is_ok: bool, config: ConfigDict, name: str, expected: str) -> None:
         raise ConfigError(f"{name} is {value!r}; expected {expected}")
 
 
+def require_each(config: ConfigDict, *checks: tuple[Any, str, str]) -> None:
+    """Raises ConfigError for the first of ``(is_ok, name, expected)`` that has not passed."""
+    for is_ok, name, expected in checks:
+        require(is_ok, config, name, expected)
+
+
 def require_positive(config: ConfigDict, names: str, prefix: str = "") -> None:
     """Raises ConfigError unless the keys ``names``, in one string, are integers of 1 or more."""
     for name in names.split():
@@ -164,29 +166,18 @@ def require_positive(config: ConfigDict, names: str, prefix: str = "") -> None:
 
 def check_same(saved: Mapping, config: Mapping, free: Sequence[str] = ()) -> None:
     """Raises ConfigError if a run's saved config differs from this one, except in ``free`` keys."""
-    changed = _changes(
-        {k: saved.get(k) for k in config if k not in free},
-        {k: x for k, x in config.items() if k not in free},
+    before, now = (
+        config_help.flat({key: values.get(key) for key in config if key not in free})
+        for values in (saved, config)
     )
+    changed = [key for key in {**now, **before} if before.get(key) != now.get(key)]
     if changed:
-        name, (before, now) = next(iter(changed.items()))
+        name = changed[0]
         raise ConfigError(
             f"the work directory holds a run with other values of {', '.join(changed)} "
-            f"({name} was {before!r}, not {now!r}); expected the same config or an empty "
-            "directory"
+            f"({name} was {before.get(name)!r}, not {now.get(name)!r}); expected the same config "
+            "or an empty directory"
         )
-
-
-def _changes(before: Mapping, now: Mapping, prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Returns the two values of each key that differs, those of sections by their full names."""
-    found = {}
-    for key in dict.fromkeys((*now, *before)):
-        pair = before.get(key), now.get(key)
-        if all(isinstance(x, Mapping) for x in pair):
-            found |= _changes(*pair, f"{prefix}{key}.")
-        elif pair[0] != pair[1]:
-            found[f"{prefix}{key}"] = pair
-    return found
 
 
 def read_saved(path: pathlib.Path) -> Mapping[str, Any]:

@@ -18,8 +18,6 @@ from ml_collections import ConfigDict
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 _WIDTH = 100
-_KEY = re.compile(r'^\s*(?:config\.([\w.]+)\s*=|"(\w+)":)')
-_UPDATE = re.compile(r"^\s*config\.([\w.]+)\.update\(\{")
 _IMPORTED = re.compile(r"^from configs import ([\w, ]+)$", re.MULTILINE)
 _BASE = re.compile(r"^\s*config = (\w+)\.get_config\(\)", re.MULTILINE)
 
@@ -38,43 +36,38 @@ def comments(path: pathlib.Path) -> dict[str, str]:
     for name in _BASE.findall(source):
         if (path.parent / f"{name}.py").exists():
             base |= comments(path.parent / f"{name}.py")
-    found = dict(base)
-    at = {}  # by line: the comment, and whether it stands alone
+    found, beside, above = dict(base), {}, {}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        text = token.string.removeprefix("#").strip()
-        if token.type == tokenize.COMMENT and not text.startswith("fmt:"):
-            at[token.start[0]] = text, not token.line[: token.start[1]].strip()
-    above, sections = [], []
-    for number, line in enumerate(source.splitlines(), 1):
-        text, is_alone = at.get(number, ("", False))
-        indent = len(line) - len(line.lstrip())
-        if is_alone:
-            above.append(text)
-            continue
-        if line.strip():
-            while sections and indent <= sections[-1][0]:
-                sections.pop()
-        for name in _names(line):
-            key = ".".join([*(section for _, section in sections), name])
-            said = " ".join([*above, text]).strip()
-            both = "; ".join(filter(None, (base.get(key, "").rstrip("."), said)))
-            found[key] = both if said else found.get(key, "")
-            if line.rstrip().split("#")[0].rstrip().endswith("{"):
-                sections.append((indent, name))
-        if update := _UPDATE.match(line):
-            sections.append((indent, update[1]))
-        above = []
+        if token.type == tokenize.COMMENT and not token.string.startswith("# fmt:"):
+            (row, column), text = token.start, token.string.removeprefix("#").strip()
+            if token.line[:column].strip():
+                beside[row] = text
+            else:  # of the line below, with the lines above
+                above[row + 1] = f"{above.pop(row, '')} {text}".strip()
+
+    def add(key: str, value: ast.expr, row: int) -> None:
+        said = f"{above.get(row, '')} {beside.get(row, '')}".strip()
+        both = "; ".join(filter(None, (base.get(key, "").rstrip("."), said)))
+        found[key] = both if said else found.get(key, "")
+        add_all(f"{key}.", value)
+
+    def add_all(prefix: str, value: ast.expr) -> None:
+        if isinstance(value, ast.Call) and value.args:  # ConfigDict({...}), or update({...})
+            value = value.args[0]
+        if isinstance(value, ast.Dict):
+            for key, inner in zip(value.keys, value.values):
+                if isinstance(key, ast.Constant):
+                    add(f"{prefix}{key.value}", inner, key.lineno)
+
+    statements = (x for x in ast.walk(ast.parse(source)) if isinstance(x, ast.Assign | ast.Call))
+    for node in sorted(statements, key=lambda x: x.lineno):
+        target = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else ""
+        called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        if target.startswith("config."):
+            add(target.removeprefix("config."), node.value, node.lineno)
+        elif called.startswith("config.") and called.endswith(".update"):
+            add_all(called.removeprefix("config.").removesuffix("update"), node)
     return found
-
-
-def _names(line: str) -> list[str]:
-    """The keys that a line sets: one, or several of a section on one line."""
-    first = _KEY.match(line)
-    if first is None:
-        return []
-    if first[1]:
-        return [first[1]]
-    return re.findall(r'"(\w+)":', line.split("#")[0])
 
 
 def docstring(path: pathlib.Path) -> str:
@@ -90,23 +83,23 @@ def load(path: pathlib.Path) -> ConfigDict:
     return module.get_config()
 
 
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the values of a config by their full names, with dots for those of sections."""
+    values = {}
+    for name in config:
+        value = config.get(name)
+        is_section = isinstance(value, ConfigDict | Mapping)
+        values |= flat(value, f"{prefix}{name}.") if is_section else {f"{prefix}{name}": value}
+    return values
+
+
 def meanings(path: pathlib.Path) -> dict[str, tuple[Any, str]]:
     """Returns the value and the meaning of each key of a config file, in the file's order.
 
     A key without a comment has that of the first key of the same name in another section, or in a
     config that the file imports.
     """
-    known, values = comments(path), {}
-
-    def add(config: Mapping[str, Any], prefix: str) -> None:
-        for name in config:
-            value = config.get(name)
-            if isinstance(value, ConfigDict):
-                add(value, f"{prefix}{name}.")
-            else:
-                values[f"{prefix}{name}"] = value
-
-    add(load(path), "")
+    known, values = comments(path), flat(load(path))
     by_name: dict[str, str] = {}
     imported = ",".join(_IMPORTED.findall(path.read_text(encoding="utf-8"))).split(",")
     others = (path.parent / f"{name.strip()}.py" for name in imported if name)

@@ -14,7 +14,7 @@ import jax
 from absl import flags, logging
 
 import spec_jax
-from experiments.run import inputs
+from experiments.run import config_help, inputs
 from spec_jax import processes
 from spec_jax.errors import ConfigError, SpecJaxError
 
@@ -73,7 +73,7 @@ def running() -> Iterator[None]:
 
 def _settings(values: dict) -> dict:
     """Returns what must be the same in every process."""
-    config = _flat(values["config"].to_dict() if "config" in values else {}, "config.")
+    config = config_help.flat(values["config"] if "config" in values else {}, "config.")
     return {
         **config,
         **inputs.of_config(config),
@@ -84,14 +84,6 @@ def _settings(values: dict) -> dict:
         "local devices": jax.local_device_count(),
         "kind of device": jax.local_devices()[0].device_kind,
     }
-
-
-def _flat(tree: dict, prefix: str) -> dict:
-    found = {}
-    for key, value in tree.items():
-        nested = _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else None
-        found |= {f"{prefix}{key}": value} if nested is None else nested
-    return found
 
 
 def _silence(folder: str | None) -> None:

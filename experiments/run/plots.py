@@ -1,8 +1,9 @@
-"""The plots of a run, as PNG and PDF files, to be read in grey too."""
+"""The plots of a run, as PNG, PDF and SVG files, to be read in grey too."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import pathlib
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,7 +12,6 @@ from typing import Any
 import matplotlib
 from cycler import cycler
 
-from experiments.run.ticks import spaced
 from spec_jax import processes
 from spec_jax.overlap.overlap import Span
 from spec_jax.show.plots import STYLE
@@ -35,7 +35,10 @@ COLORS = {  # Okabe and Ito's palette
 MARKERS = "osD^vPX*"
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (3, 3)), (0, (1, 3)), (0, (8, 2)))
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C564B")
+TITLE = "title: "  # begins the gid of a point whose text a page shows, in the SVG file
 _STYLE = STYLE | {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "spec_jax",  # equal plots are equal files
     "figure.dpi": 130,
     "axes.prop_cycle": cycler(color=CYCLE) + cycler(linestyle=LINES),
 }
@@ -57,7 +60,7 @@ def panels(
 ) -> Iterator[Sequence[Any]]:
     """Yields the axes of a figure, and saves it; every axis with labels has a legend.
 
-    Beside the PNG file ``path`` there will be a PDF file, for papers.
+    Beside the PNG file ``path`` there will be a PDF file, for papers, and an SVG file, for pages.
     """
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(
@@ -70,6 +73,7 @@ def panels(
         if processes.is_writer():
             figure.savefig(path)
             figure.savefig(path.with_suffix(".pdf"), metadata={"CreationDate": None})
+            figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
         plt.close(figure)
 
 
@@ -86,9 +90,7 @@ def whole_numbers(axis: Any, values: Iterable[int] | None = None) -> None:
     if not (values := list(values)):
         return
     axis.set_xscale("log", base=2)
-    ticks = spaced(
-        values, room=9 * axis.get_position().width * axis.figure.get_figwidth(), is_log=True
-    )
+    ticks = spaced(values, 9 * axis.get_position().width * axis.figure.get_figwidth())
     axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
     axis.set_xticks([], minor=True)
     axis.set_xlim(min(values) / 2**0.3, max(values) * 2**0.3)
@@ -226,3 +228,19 @@ def plot_growth(
             axes[-1].plot(x, y, f"-{marker}", markersize=4, label=f"a {name.split('_')[0]}")
         axes[-1].set(yscale="log", xlabel="chips", ylabel="at most, tokens/s")
         whole_numbers(axes[-1], x)
+
+
+def spaced(values: Iterable[float], room: float) -> list[float]:
+    """Returns those of ``values`` whose labels fit below a logarithmic axis, in order.
+
+    Args:
+      values: Where points are; the axis reaches from the smallest to the largest.
+      room: The number of digits that fit below the axis.
+    """
+    found, numbers = [], sorted(set(values))
+    span = math.log2(numbers[-1] / numbers[0]) or 1.0
+    for x in numbers:
+        digits = len(f"{x:g}{found[-1]:g}") + 2 if found else 0  # and a space around each
+        if not found or room * math.log2(x / found[-1]) / span >= digits / 2:
+            found.append(x)
+    return found

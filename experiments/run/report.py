@@ -65,12 +65,15 @@ def document(title: str, rep: Mapping[str, Any], *blocks: str) -> str:
       *blocks: Paragraphs, lists and tables, between which empty lines are put.
     """
     env = rep["environment"]
-    about = [
-        f"- machine: {describe_machine(env)}",
-        f"- {', '.join(f'{name} {env[name]}' for name in ('spec_jax', 'python', *PACKAGES))}",
-    ]
+    about = "\n".join(f"- {name}: {value}" for name, value in about_machine(env))
     head = f"# {title}\n\n`{rep['command']}`, {env['time']}"
-    return "\n\n".join([head, *blocks, "\n".join(about)]) + "\n"
+    return "\n\n".join([head, *blocks, about]) + "\n"
+
+
+def about_machine(env: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns names and values of what a run was made on."""
+    versions = (f"{name} {env[name]}" for name in ("spec_jax", "python", *PACKAGES))
+    return [("machine", describe_machine(env)), ("versions", ", ".join(versions))]
 
 
 def environment() -> dict[str, Any]:

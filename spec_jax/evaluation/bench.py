@@ -6,8 +6,10 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.config import SamplerConfig, SpeculativeConfig
@@ -18,26 +20,19 @@ from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError, SpecJaxError
 from spec_jax.evaluation.cells import Cell, Draft, has_logits, tree_options
 from spec_jax.evaluation.mesh import MeshOptions
-from spec_jax.loading import LoadedModel
+from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.rules import make_rule
 
 _USUAL_OPTIONS = {"suffix": {"suffix_history_tokens": 0}}
 
 
-class CellOutput(Protocol):
+class CellOutput(NamedTuple):
     """What is read of the output of one prompt, a ``Generation`` or one that was saved."""
 
-    @property
-    def tokens(self) -> Sequence[int]: ...
-
-    @property
-    def finish_reason(self) -> str: ...
-
-    @property
-    def stats(self) -> Stats: ...
-
-    @property
-    def seen(self) -> Mapping[str, Any]: ...
+    tokens: Sequence[int]
+    finish_reason: str
+    stats: Stats
+    seen: Mapping[str, Any] = {}  # by observers of acceptance
 
 
 class Run(NamedTuple):
@@ -80,6 +75,7 @@ class Bench:
       token_kinds: The kind of each token, to count acceptance by kind; None: it is not counted.
       layout: Indices of the prompts of each batch, ``batch`` of them or fewer; by default all
         prompts in their order. A batch that lacks prompts is filled up with its own ones again.
+      by_dtype: Target and drafts of the cells that have a dtype, by the dtype.
       compile_s: How long each cell has compiled so far.
     """
 
@@ -97,6 +93,9 @@ class Bench:
     has_audit: bool = False
     token_kinds: np.ndarray | None = None
     layout: Sequence[Sequence[int]] = ()
+    by_dtype: Mapping[str, tuple[LoadedModel, Mapping[str, Draft]]] = dataclasses.field(
+        default_factory=dict
+    )
     compile_s: dict[Cell, float] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
@@ -119,6 +118,10 @@ class Bench:
         """Returns the prompt of each row of batch ``index``."""
         return [*itertools.islice(itertools.cycle(self.layout[index]), self.batch)]
 
+    def models(self, dtype: str | None) -> tuple[LoadedModel, Mapping[str, Draft]]:
+        """Returns the target and the drafts of cells of a dtype."""
+        return self.by_dtype.get(dtype, (self.target, self.drafts))
+
     @functools.cache  # noqa: B019, a bench lives as long as the program
     def decoder(self, cell: Cell) -> SpeculativeDecoder:
         """Returns the decoder of a cell.
@@ -127,11 +130,10 @@ class Bench:
           ConfigError: K, rule, temperature or vocabularies do not fit.
         """
         sampler = dataclasses.replace(self.sampler, temperature=cell.temperature)
+        target, drafts = self.models(cell.dtype)
         if cell.is_plain:
-            return SpeculativeDecoder(
-                self.target, target_sampler=sampler, **self.devices.options(None)
-            )
-        draft, config = self.drafts[cell.method], self._config(cell)
+            return SpeculativeDecoder(target, target_sampler=sampler, **self.devices.options(None))
+        draft, config = drafts[cell.method], self._config(cell)
         rule = self.rule if self.rule is not None and self.rule.name == cell.rule else None
         drafter = draft if isinstance(draft, Drafter) else None
         loaded = None if drafter else draft
@@ -139,7 +141,7 @@ class Bench:
         if has_expected and has_logits(draft):  # or the probabilities would cost time
             has_expected = (rule or make_rule(config)).needs_probs
         return SpeculativeDecoder(
-            self.target,
+            target,
             loaded,
             config,
             target_sampler=sampler,
@@ -160,24 +162,21 @@ class Bench:
             options["rejection_sampling_strategy"] = cell.rule
         return SpeculativeConfig(**options)
 
-    def has_draft_temperature(self, cell: Cell) -> bool:
-        """Returns whether a cell's drafts are drawn at another temperature than the target's."""
-        return self.draft_temperature is not None and cell.temperature > 0
+    def samplers(self, cell: Cell, index: int) -> tuple[list[SamplerConfig], list[SamplerConfig]]:
+        """Returns the samplers of target and draft of each row of batch ``index``."""
+        config = self.decoder(cell).target_sampler
+        seeds = [(self.sampler.seed + i) % 2**32 for i in self.chosen(index)]
+        target = [dataclasses.replace(config, seed=seed) for seed in seeds]
+        if self.draft_temperature is None or not cell.temperature > 0:
+            return target, target
+        return target, [dataclasses.replace(s, temperature=self.draft_temperature) for s in target]
 
     def run(self, cell: Cell, index: int, **options) -> Run:
         """Decodes batch ``index``; ``options`` are those of ``SpeculativeDecoder.generate``."""
-        decoder = self.decoder(cell)
-        chosen = self.chosen(index)
-        target = [
-            dataclasses.replace(decoder.target_sampler, seed=(self.sampler.seed + i) % 2**32)
-            for i in chosen
-        ]
-        draft = None
-        if self.has_draft_temperature(cell):
-            draft = [dataclasses.replace(s, temperature=self.draft_temperature) for s in target]
+        decoder, (target, draft) = self.decoder(cell), self.samplers(cell, index)
         decoder.reset_stats()
         rows = decoder.generate(
-            [self.prompts[i] for i in chosen],
+            [self.prompts[i] for i in self.chosen(index)],
             self.max_new_tokens,
             sampler=target,
             draft_sampler=draft,
@@ -187,6 +186,23 @@ class Bench:
         stats = decoder.stats
         self.compile_s[cell] = self.compile_s.get(cell, 0.0) + stats.compile_s
         return Run(stats.prefill_s, stats.decode_s, rows)
+
+
+def in_dtype(model: Any, dtype: str) -> Any:
+    """Returns a model or head with its weights in a dtype; itself if they are, or of a drafter."""
+    if not isinstance(model, LoadedModel | LoadedHead):
+        return model
+    params = cast(model.params, dtype)
+    dtypes = lambda params: [x.dtype for x in jax.tree.leaves(params)]
+    if dtypes(params) == dtypes(model.params):
+        return model
+    return dataclasses.replace(model, params=params)
+
+
+def cast(tree: Any, dtype: str) -> Any:
+    """Returns a tree with its floating-point arrays in another dtype."""
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
 
 
 def usable_cells(bench: Bench, cells: Sequence[Cell], notes: list[str]) -> list[Cell]:
@@ -211,8 +227,8 @@ def usable_cells(bench: Bench, cells: Sequence[Cell], notes: list[str]) -> list[
             refused[cell] = error
         else:
             usable.append(cell)
-    whole = {cell.method for cell in refused} - {cell.method for cell in usable}
-    names = {c: c.method if c.method in whole else c.label for c in refused}
+    whole = {cell.title for cell in refused} - {cell.title for cell in usable}
+    names = {c: c.title if c.title in whole else c.label for c in refused}
     notes += dict.fromkeys(f"{names[cell]} is left out: {why}" for cell, why in refused.items())
     if all(cell.is_plain for cell in usable):
         raise ConfigError(f"there is nothing to compare with plain decoding: {'; '.join(notes)}")

@@ -23,6 +23,7 @@ class Cell(NamedTuple):
       temperature: The temperature of target and draft.
       rule: The acceptance rule; None for the default one.
       tree: A tree of K nodes, as ``tree_options`` reads it; None for a chain.
+      dtype: Of the weights, where cells of several dtypes are compared; else None.
     """
 
     method: str
@@ -30,6 +31,7 @@ class Cell(NamedTuple):
     temperature: float
     rule: str | None = None
     tree: str | None = None
+    dtype: str | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -47,18 +49,23 @@ class Cell(NamedTuple):
         return f"tree {self.tree}" if self.tree else f"K={self.k}"
 
     @property
+    def title(self) -> str:
+        """What drafts, with the dtype if cells of several are compared."""
+        return f"{self.method} {self.dtype}" if self.dtype else self.method
+
+    @property
     def name(self) -> str:
-        """Method and shape and, above temperature 0, the rule."""
+        """Title and shape and, above temperature 0, the rule."""
         if self.is_plain:
-            return PLAIN
-        return f"{self.method} {self.shape}" + ("" if self.is_greedy else f" {self.rule}")
+            return self.title
+        return f"{self.title} {self.shape}" + ("" if self.is_greedy else f" {self.rule}")
 
     @property
     def label(self) -> str:
         """A unique name, for messages and files."""
         shape = f" {self.shape}" if self.k else ""
         rule = f" {self.rule}" if self.rule else ""
-        return f"{self.method}{shape} T={self.temperature:g}{rule}"
+        return f"{self.title}{shape} T={self.temperature:g}{rule}"
 
 
 def tree_options(text: str) -> dict:

@@ -75,17 +75,16 @@ def compile_all(
 
     Args:
       bench: What decodes.
-      cells: The cells; each decodes the first batch once.
+      cells: The cells, of one dtype; each decodes the first batch once.
       has_passes: Whether to compile the passes, too.
     """
     timers: dict[pass_costs.TimedLoop, Timer] = {}
     tasks = {cell.label: functools.partial(bench.run, cell, 0) for cell in cells}
     if has_passes:
         ks = {c.method: {d.k for d in cells if d.method == c.method and not d.tree} for c in cells}
-        drafts = {n: d for n, d in bench.drafts.items() if isinstance(d, LoadedModel | LoadedHead)}
-        makers = pass_costs.timer_makers(
-            bench.target, drafts, ks, cost_slots(bench, cells), bench.batch
-        )
+        target, drafts = bench.models(cells[0].dtype)
+        drafts = {n: d for n, d in drafts.items() if isinstance(d, LoadedModel | LoadedHead)}
+        makers = pass_costs.timer_makers(target, drafts, ks, cost_slots(bench, cells), bench.batch)
         add = lambda what, make: timers.update({what: make()})
         tasks |= {str(what): functools.partial(add, what, make) for what, make in makers.items()}
     run_all(tasks, "compiling")
@@ -166,28 +165,26 @@ class Tally:
     def difference(self, row: int, plain: Tally) -> RowAudit:
         """Returns where a row diverges from plain decoding, and why; computed once."""
         if row not in self._differences:
-            self._differences |= self._examine(row, self.rows, plain.rows)
+            self._differences |= self._examine(row, plain)
         return self._differences[row]
 
-    def _examine(
-        self, row: int, rows: Mapping[int, CellOutput], plain: Mapping[int, CellOutput]
-    ) -> dict[int, RowAudit]:
+    def _examine(self, row: int, plain: Tally) -> dict[int, RowAudit]:
         """Examines a greedy row; with an audit its whole batch is decoded again."""
         from spec_jax.testing import audit, audit_outputs  # needs scipy.stats, slow to import
 
-        bench = self.bench
+        bench, rows = self.bench, (plain.rows, self.rows)
         if not bench.has_audit:
-            pair = (plain[row].tokens, rows[row].tokens)
-            prompt, sampler = bench.prompts[row], bench.sampler
-            return {row: audit_outputs(bench.target, prompt, *pair, sampler=sampler, row=row)}
+            pair = [rows_of[row].tokens for rows_of in rows]
+            prompt, (target, _) = bench.prompts[row], bench.models(self.cell.dtype)
+            return {row: audit_outputs(target, prompt, *pair, sampler=bench.sampler, row=row)}
         chosen = next(c for c in map(bench.chosen, bench.batches) if row in c)
-        outputs = tuple([rows_of[i].tokens for i in chosen] for rows_of in (plain, rows))
+        outputs = tuple([rows_of[i].tokens for i in chosen] for rows_of in rows)
         audited = audit(
             bench.decoder(self.cell),
             [bench.prompts[i] for i in chosen],
             bench.max_new_tokens,
             outputs=outputs,
-            plain=bench.decoder(Cell(PLAIN, 0, self.cell.temperature)),
+            plain=bench.decoder(plain.cell),
             pad_to=bench.longest,
         )
         return {chosen[r.row]: dataclasses.replace(r, row=chosen[r.row]) for r in audited.rows}
@@ -214,23 +211,30 @@ def take_turns(
 def results_of(
     tallies: Sequence[Tally],
     questions: Sequence[Sequence[int]],
-    costs: pass_costs.Costs | None = None,
+    costs: Mapping[str | None, pass_costs.Costs] | None = None,
     categories: Mapping[str, tuple[str, Sequence[int]]] | None = None,
+    *,
+    is_over_fastest: bool = False,
 ) -> list[CellResult]:
     """Returns what was measured of each cell of one temperature and batch size.
 
     Args:
-      tallies: Plain decoding first.
+      tallies: Plain decoding first, once for each dtype.
       questions: The indices of each question's prompts; intervals are over questions.
-      costs: The costs of passes, if they were measured.
+      costs: The costs of passes by dtype, as far as they were measured.
       categories: The group and the questions of each category.
+      is_over_fastest: Whether speed-ups are over the fastest plain decoding of all dtypes, in place
+        of that in the cell's dtype.
     """
-    plain, counts, results = tallies[0], {}, []
+    plains = {tally.cell.dtype: tally for tally in tallies if tally.cell.is_plain}
+    fastest = min(plains.values(), key=lambda tally: tally.pairs[0].sum())
+    counts, results = {}, []
     for tally in tallies:
-        rows, cell = tally.rows, tally.cell
+        rows, cell, same = tally.rows, tally.cell, plains[tally.cell.dtype]
+        plain = fastest if is_over_fastest else same
         of_questions = [[rows[i] for i in prompts] for prompts in questions]
         counts[cell] = count = Counts.of(of_questions)
-        result = _result(tally, plain, questions, count)
+        result = _result(tally, plain, questions, count, _compare(tally, same))
         parts = {
             name: _category(tally, plain, count, questions, group, chosen)
             for name, (group, chosen) in (categories or {}).items()
@@ -241,12 +245,16 @@ def results_of(
         if first is not None:
             difference = count.less(counts[first])
             result = dataclasses.replace(result, compared_with=first.label, difference=difference)
-        results.append(_with_costs(result, tally, plain, costs))
+        results.append(_with_costs(result, tally, plain, (costs or {}).get(cell.dtype)))
     return results
 
 
 def _result(
-    tally: Tally, plain: Tally, questions: Sequence[Sequence[int]], count: Counts
+    tally: Tally,
+    plain: Tally,
+    questions: Sequence[Sequence[int]],
+    count: Counts,
+    compared: tuple[int | None, tuple[RowAudit, ...]],
 ) -> CellResult:
     (own_s, own_tokens), (plain_s, plain_tokens) = tally.pairs, plain.pairs
     share = len(tally.runs) / len(own_s)  # of the turns of a single batch
@@ -260,7 +268,6 @@ def _result(
     )
     rule = tally.bench.decoder(tally.cell).system().rule
     tau, acceptance = count.intervals()
-    identical, differences = _compare(tally, plain)
     rows = [*tally.rows.values()]
     sizes = np.asarray([len(row.tokens) for row in rows])
     loops = np.asarray([looping_share(row.tokens) for row in rows])
@@ -277,8 +284,7 @@ def _result(
         tau,
         acceptance,
         len(rows),
-        identical,
-        differences,
+        *compared,
         float((sizes * loops).sum() / max(sizes.sum(), 1)),
         {reason: reasons.count(reason) for reason in sorted(set(reasons))},
         tally.bench.compile_s.get(tally.cell, 0.0),
@@ -331,7 +337,7 @@ def _first_of_same_k(cells: Sequence[Cell], cell: Cell) -> Cell | None:
     """The first draft's chain of the same K, with which another one's is compared."""
     if cell.tree or not cell.k:
         return None
-    first = next(c for c in cells if c.k == cell.k and not c.tree)
+    first = next(c for c in cells if (c.k, c.tree, c.dtype) == (cell.k, None, cell.dtype))
     return None if first.method == cell.method else first
 
 
@@ -489,9 +495,10 @@ def compare(
     notes: list[str] = []
     cells = usable_cells(bench, cells, notes)
     timers = compile_all(bench, cells, has_passes=has_costs)
-    costs = None
+    costs = {}
     if has_costs:
-        costs = pass_costs.Costs.measure(timers, slots=cost_slots(bench, cells), batch=bench.batch)
+        slots = cost_slots(bench, cells)
+        costs[None] = pass_costs.Costs.measure(timers, slots=slots, batch=bench.batch)
     results: list[CellResult] = []
     groups = {t: [c for c in cells if c.temperature == t] for t in dict.fromkeys(temperatures)}
     turns = [*itertools.product(range(repeats), bench.batches)]
@@ -504,7 +511,7 @@ def compare(
     title = (
         f"{target.name}: {len(ids)} prompts, {max_new_tokens} new tokens each, batch {bench.batch}"
     )
-    return Comparison(title, tuple(results), costs, tuple(notes))
+    return Comparison(title, tuple(results), costs.get(None), tuple(notes))
 
 
 def _custom_rule(given: Rule | str) -> Rule:

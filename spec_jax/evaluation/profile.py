@@ -183,15 +183,11 @@ def profile_cells(
     """
     profiles = {}
     for cell in cells:
-        decoder = bench.decoder(cell)
-        engine, V = decoder.engine(), bench.target.model.vocab_size
-        target = draft = decoder.target_sampler
-        if bench.has_draft_temperature(cell):
-            draft = dataclasses.replace(target, temperature=bench.draft_temperature)
-        samplers = [make_sampler(config, bench.batch, V) for config in (target, draft)]
+        engine, V = bench.decoder(cell).engine(), bench.target.model.vocab_size
+        samplers = [make_sampler(configs, bench.batch, V) for configs in bench.samplers(cell, 0)]
         request = make_request(
             engine.system,
-            bench.prompts[: bench.batch],
+            [bench.prompts[i] for i in bench.chosen(0)],
             bench.max_new_tokens,
             *samplers,
             pad_to=bench.longest,

@@ -49,17 +49,21 @@ def interval_text(result: CellResult) -> str:
     return f"{speedup.low:.2f} to {speedup.high:.2f}{'' if speedup.excludes_1 else ' ?'}"
 
 
+def identical_text(result: CellResult) -> str:
+    """Says whether every token equals plain decoding's, as the column "identical" does."""
+    if result.is_identical is False:
+        ties = ", near ties" if result.has_near_ties_alone else ""
+        return f"no ({result.identical_rows}/{result.rows} rows{ties})"
+    if not result.is_lossless:
+        return "– (lossy)"
+    return "yes" if result.is_identical else "–"
+
+
 def _row(result: CellResult) -> list[str]:
     cell, is_plain = result.cell, result.cell.is_plain
     rates = (number(x.value).replace("0.", ".", 1) for x in result.acceptance)
-    identical = {True: "yes", False: "no", None: "–"}[result.is_identical]
-    if identical == "no":
-        ties = ", near ties" if result.has_near_ties_alone else ""
-        identical = f"no ({result.identical_rows}/{result.rows} rows{ties})"
-    elif not result.is_lossless:
-        identical = "– (lossy)"
     return [
-        f"{cell.method} {cell.tree}" if cell.tree else cell.method,
+        f"{cell.title} {cell.tree}" if cell.tree else cell.title,
         "–" if is_plain else str(cell.k),
         f"{cell.temperature:g}",
         "–" if is_plain else cell.rule,
@@ -70,7 +74,7 @@ def _row(result: CellResult) -> list[str]:
         number(result.speedup.value, ".2f", "x"),
         "–" if is_plain else interval_text(result),
         "–" if is_plain else number(result.predicted_speedup, ".2f", "x"),
-        identical,
+        identical_text(result),
     ]
 
 
@@ -106,18 +110,17 @@ def html_table(title: str, results: Sequence[CellResult], sentences: Sequence[st
     return html + "".join(page.table(part.title, [part.header, *part.rows]) for part in parts)
 
 
+def comparable(results: Sequence[CellResult]) -> list[CellResult]:
+    """Returns drafts with a speed-up whose output is plain decoding's, or has its distribution."""
+    drafted = (r for r in results if r.is_lossless and not r.cell.is_plain)
+    return [r for r in drafted if not math.isnan(r.speedup.value)]
+
+
 def conclusions(results: Sequence[CellResult]) -> list[str]:
     """Returns one line for each temperature: its fastest lossless draft."""
     lines = []
     for temperature in dict.fromkeys(r.cell.temperature for r in results):
-        known = [
-            r
-            for r in results
-            if r.cell.temperature == temperature
-            and not r.cell.is_plain
-            and r.is_lossless
-            and not math.isnan(r.speedup.value)
-        ]
+        known = comparable([r for r in results if r.cell.temperature == temperature])
         if not known:
             continue
         best = max(known, key=lambda r: r.speedup.value)
@@ -127,12 +130,12 @@ def conclusions(results: Sequence[CellResult]) -> list[str]:
         has_interval = best.speedup.low < best.speedup.high
         why = "not significant: the interval includes 1" if has_interval else "no interval"
         line = (
-            f"{begin}: {best.cell.method}, {best.cell.shape}, rule {best.cell.rule}: "
+            f"{begin}: {best.cell.title}, {best.cell.shape}, rule {best.cell.rule}: "
             f"{best.speedup.value:.2f}x plain decoding "
             f"({interval_text(best).replace(' ?', f', {why}')}), {_sameness(best)}"
         )
         close = [r for r in known if r is not best and not r.speedup.high < best.speedup.low]
-        names = ", ".join(dict.fromkeys(f"{r.cell.method} {r.cell.shape}" for r in close))
+        names = ", ".join(dict.fromkeys(f"{r.cell.title} {r.cell.shape}" for r in close))
         lines.append(line + (f"; with overlapping intervals: {names}" if close else ""))
     return lines
 

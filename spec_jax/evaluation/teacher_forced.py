@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax.config import SamplerConfig, SpeculativeConfig
-from spec_jax.contracts import Drafter, Rule
+from spec_jax.config import SpeculativeConfig
 from spec_jax.drafters import registry
 from spec_jax.engine.decoder import Generation, SpeculativeDecoder
 from spec_jax.engine.stats import Stats
@@ -26,48 +25,32 @@ _BUCKET = 64  # sequences are padded to multiples, so that few shapes compile
 
 def decode(
     target: LoadedModel,
-    draft: LoadedModel | LoadedHead | None,
+    draft: LoadedModel | LoadedHead,
     prompts: Sequence[Sequence[int]],
     *,
     num_draft: int,
     max_new_tokens: int,
     batch: int,
-    temperature: float = 0.0,
     devices: MeshOptions = MeshOptions(),
-    drafter: Drafter | None = None,
-    rule: Rule | None = None,
 ) -> tuple[list[Generation], Stats]:
-    """Decodes prompts in chains of ``num_draft``, ``batch`` rows at a time.
+    """Decodes prompts greedily in chains of ``num_draft``, ``batch`` rows at a time.
 
     Rows do not end at stop tokens, so that every prompt has the same weight.
 
     Args:
       target: The target.
-      draft: The draft; None where there is a ``drafter``.
+      draft: The draft.
       prompts: The prompts as ids.
       num_draft: K.
       max_new_tokens: New tokens of every prompt.
       batch: Rows at a time; the last batch may have fewer.
-      temperature: The temperature of target and draft.
       devices: The devices.
-      drafter: A drafter of the user's own, in place of a draft.
-      rule: The rule that accepts; None for the default one.
 
     Returns:
       The output of each prompt, and the counts and times of all together.
     """
-    method = {} if draft is None else {"speculative_method": draft.method}
-    config = SpeculativeConfig(num_speculative_tokens=num_draft, **method)
-    sampler = SamplerConfig(temperature=temperature)
-    decoder = SpeculativeDecoder(
-        target,
-        draft,
-        config,
-        target_sampler=sampler,
-        drafter=drafter,
-        rule=rule,
-        **devices.options(draft),
-    )
+    config = SpeculativeConfig(draft.method, num_draft)
+    decoder = SpeculativeDecoder(target, draft, config, **devices.options(draft))
     longest = max(map(len, prompts))
     rows = []
     for begin in range(0, len(prompts), batch):

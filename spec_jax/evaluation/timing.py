@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -89,15 +89,7 @@ def measure_all(
         return timers, interleave(timers, repeats, bar.step)
 
 
-class Spread(NamedTuple):
-    """The median of repeats and their quartiles."""
-
-    median: float
-    low: float
-    high: float
-
-
-def spread(values: Sequence[float]) -> Spread:
-    """Returns the median and the quartiles of repeats."""
-    low, median, high = np.quantile(np.asarray(values, float), [0.25, 0.5, 0.75])
-    return Spread(float(median), float(low), float(high))
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """Returns the median of repeats, and their quartiles."""
+    low, median, high = np.quantile(np.asarray(values, float), [0.25, 0.5, 0.75]).tolist()
+    return median, low, high

@@ -11,8 +11,8 @@ from configs import regenerate_zoo
 from experiments.comparison.answers import pack
 from experiments.comparison.run import categories
 from experiments.comparison.setup import held_out_pieces
+from experiments.regenerate import prompts_of
 from experiments.run.journal import Journal
-from experiments.run.regenerate_setup import prompts_of
 from spec_jax.data import questions, sources
 from spec_jax.data.questions import CONVERSATION, Question
 from spec_jax.errors import ConfigError

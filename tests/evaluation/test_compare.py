@@ -12,7 +12,7 @@ import spec_jax
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.errors import ConfigError, PromptError
 from spec_jax.evaluation import compare as comparing
-from spec_jax.evaluation.bench import Bench
+from spec_jax.evaluation.bench import Bench, in_dtype
 from spec_jax.evaluation.cells import Cell
 from spec_jax.evaluation.compare import Tally, name_drafts, results_of
 from spec_jax.evaluation.token_kinds import TOKEN_KINDS, token_kinds
@@ -127,6 +127,36 @@ def test_tokens_have_the_kind_of_their_text():
     kinds = [TOKEN_KINDS[kind] for kind in token_kinds(Tokenizer(backend), 12)]
     words = ["whitespace", "identifier", "identifier", "digit", "digit", "punctuation"]
     assert kinds == [*words, "punctuation", *["other"] * 5]  # ids 10 and 11 have no token
+
+
+def test_speedups_are_over_plain_decoding_of_the_same_dtype_or_the_fastest(pair, monkeypatch):
+    """With made-up times: plain decoding takes 4 s in float32 and 2 in bfloat16, the draft 1."""
+    target = spec_jax.load_model(pair / "target")
+    by_dtype = {d: (in_dtype(target, d), {"ngram": None}) for d in ("float32", "bfloat16")}
+    ids = [target.tokenizer.encode(prompt) for prompt in PROMPTS[:2]]
+    bench = Bench(target, {"ngram": None}, ids, spec_jax.SamplerConfig(), 6, by_dtype=by_dtype)
+    real = Bench.run
+
+    def run(self, cell, index):
+        seconds = {"float32": 4.0, "bfloat16": 2.0}[cell.dtype] if cell.is_plain else 1.0
+        return real(self, cell, index)._replace(decode_s=seconds)
+
+    monkeypatch.setattr(Bench, "run", run)
+    cells = [Cell("plain", 0, 0.0), Cell("ngram", 2, 0.0, "greedy")]
+    cells = [cell._replace(dtype=dtype) for cell in cells for dtype in by_dtype]
+    tallies = [Tally(bench, cell) for cell in cells]
+    for _ in comparing.take_turns(tallies, [(0, 0), (0, 1)]):
+        pass
+    weights = {cell.dtype: bench.decoder(cell).params()["target"]["embed"] for cell in cells}
+    assert {dtype: str(array.dtype) for dtype, array in weights.items()} == {d: d for d in by_dtype}
+    for is_over_fastest, expected in ((False, [1, 1, 4, 2]), (True, [0.5, 1, 2, 2])):
+        results = results_of(tallies, [[0], [1]], is_over_fastest=is_over_fastest)
+        assert [r.speedup.value for r in results] == pytest.approx(expected)
+        assert [r.cell.name for r in results[2:]] == ["ngram float32 K=2", "ngram bfloat16 K=2"]
+        for r, tally in zip(results, tallies):  # tokens are compared within a dtype
+            same = next(t for t in tallies if t.cell.dtype == r.cell.dtype)
+            equal = [tally.rows[i].tokens == same.rows[i].tokens for i in (0, 1)]
+            assert r.identical_rows == sum(equal)
 
 
 def test_drafts_are_named_by_what_is_given(pair):

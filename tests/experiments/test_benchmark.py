@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from support.runs import check_run_files
 
 from configs import benchmark as default
 from experiments import benchmark
-from experiments.benchmarks import adaptive, loops, profile, rounds, table, training, zoo
+from experiments.benchmarks import adaptive, loops, peers, synthetic, table, training
 from experiments.benchmarks.shapes import random_model
 from spec_jax.config import SpeculativeConfig
 from spec_jax.data import questions
@@ -24,7 +25,7 @@ from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
 from spec_jax.evaluation import timing
-from spec_jax.models.checkpoint import save_pretrained
+from spec_jax.loading import load_model
 from spec_jax.rules import make_rule
 
 TINY = dict(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
@@ -35,19 +36,17 @@ DRAFT = {**TINY, "num_hidden_layers": 1}
 
 @pytest.fixture(scope="module")
 def pair():
-    return rounds.Pair(random_model("t", TINY, 0), random_model("d", DRAFT, 1), 128)
+    return random_model("t", TINY, 0), random_model("d", DRAFT, 1)
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory):
+def config():
     config = default.get_config()
     config.llama110m.update(
         slots=128, prompt_tokens=5, new_tokens=12, plain_tokens=4, k=2, repeats=2
     )
     config.llama110m.target.update(TINY)
     config.llama110m.draft.update(DRAFT)
-    options = dict(new_tokens=8, plain_tokens=4, ks=(1, 2), batches=(2,), repeats=2, head="")
-    config.zoo.update(num_prompts=2, max_prompt_tokens=9, **options)
     settings = dict(tree_depth=2, tree_top_k=3, slots=128, prompt_tokens=5, repeats=2)
     config.heads.update(draft_vocab_size=20, k=2, tree_nodes=(5,), **settings)
     config.heads.target.update(TINY)
@@ -66,17 +65,12 @@ def config(tmp_path_factory):
     config.adaptive.update(prompt_tokens=5, rounds=12, repeats=2)
     config.adaptive.target.update(TINY)
     config.adaptive.draft.update(DRAFT)
-    folder = tmp_path_factory.mktemp("pair")
-    for name, shape, seed in (("target", TINY, 0), ("draft", DRAFT, 1)):
-        model = random_model(name, shape, seed)
-        save_pretrained(folder / name, model.params, model.config)
-        config.zoo[name] = str(folder / name)
     return config
 
 
-BARS = dict(llama110m=("verify", "round", "predicted", "memory", "no_draft"))
+BARS = dict(llama110m=("verify", "round", "predicted", "draft", "memory", "no_draft"))
 BARS |= dict(heads=("head_round", "tree_round"))
-BARS |= dict(zoo=("round", "predicted", "speedup", "draft", "no_draft"), training=("training",))
+BARS |= dict(training=("training",))
 
 
 @pytest.mark.exhaustive
@@ -94,27 +88,11 @@ def test_leaves_a_record_with_every_bar(config, tmp_path, capsys, part):
     text, out = (tmp_path / "report.md").read_text(), capsys.readouterr().out
     assert all(line["what"] in text for line in record["lines"])
     with pytest.raises(ConfigError, match="holds the report of another run"):
-        benchmark.run(config, tmp_path, ("zoo",))
-    if part in ("llama110m", "zoo"):
+        benchmark.run(config, tmp_path, ("heads",))
+    if part == "llama110m":
         assert "measured / predicted" in out
     if part == "heads":
         assert (tmp_path / "tree.png").stat().st_size > 5000
-    if part == "zoo":
-        check_best_k(record["parts"]["zoo"])
-
-
-def check_best_k(zoo):
-    identical, (cell,) = zoo["identical_rows"], zoo["best"].values()
-    assert identical["standalone, K=2, float32"] == identical["standalone, K=1, float32"] == 2
-    times = {n: np.asarray(ms) for n, ms in zoo["times_ms"].items()}
-    gains = {
-        (k, dtype): np.median(
-            times[f"plain, K={k}, {zoo['plain_dtype']}"] / times[f"standalone, K={k}, {dtype}"]
-        )
-        for k in (1, 2)
-        for dtype in ("float32", "bfloat16")
-    }
-    assert (cell["k"], cell["dtype"]) == max(gains, key=gains.get)
 
 
 @pytest.mark.representatives("lm_case")
@@ -166,9 +144,9 @@ def test_adaptive_is_held_against_plain_and_fixed(config, tmp_path):
 def test_coins_come_up_at_their_rate(pair):
     options = dict(rejection_sampling_strategy="synthetic", synthetic_mean_length=4.0)
     rule = make_rule(SpeculativeConfig(num_speculative_tokens=3, **options))
-    drafter = adaptive.coined(standalone(pair.draft.model))
-    system = System(pair.target.model, drafter, rule, 3)
-    params = {"target": pair.target.params, "draft": {"draft": pair.draft.params, "rate": 0.7}}
+    target, draft = pair
+    system = System(target.model, adaptive.coined(standalone(draft.model)), rule, 3)
+    params = {"target": target.params, "draft": {"draft": draft.params, "rate": 0.7}}
     state = loops.start(system, params, [[3, 4, i] for i in range(20)], 128, 90)
     stats = loops.GenerateTimer(system, params, [state]).stats
     assert stats.corrected == 0  # the limit alone cuts drafts
@@ -178,9 +156,8 @@ def test_coins_come_up_at_their_rate(pair):
 
 
 SECTIONS = [
-    ("zoo", {"batches": (3,)}, "divisors of num_prompts"),
-    ("zoo", {"ks": (0,)}, "zoo.ks"),
-    ("zoo", {"data": "no.jsonl"}, "data is 'no.jsonl', which cannot be read"),
+    ("peers", {"num_prompts": 0}, "peers.num_prompts is 0"),
+    ("peers", {"data": "no.jsonl"}, "data is 'no.jsonl', which cannot be read"),
     ("llama110m", {"repeats": 0}, "llama110m.repeats is 0"),
     ("llama110m", {"slots": 16}, "need"),
     ("states", {"slots": 16}, "states.slots is 16; prompt and rounds need"),
@@ -199,7 +176,7 @@ SECTIONS = [
     ),
     ("cpu_layout", {"slots": 16}, "cpu_layout.slots is 16"),
     ("cpu_layout", {"repeats": 2}, "cpu_layout.repeats is 2; expected 3 or more"),
-    ("peers", {"dtypes": ("float32,float16",)}, "peers.dtypes .* among float32, bfloat16"),
+    ("peers", {"dtypes": "float32,float16"}, "peers.dtypes .* among float32, bfloat16"),
     ("heads", {"draft_vocab_size": 40}, "draft_vocab_size is 40; the target has 31"),
 ]
 
@@ -214,39 +191,27 @@ def test_refuses_values_that_cannot_be(config, tmp_path, section, values, messag
         benchmark.run(config, tmp_path, ("speed",))
 
 
-def test_prompts_are_those_of_decode_and_malformed_rows_are_left_out(tmp_path, monkeypatch):
+def test_prompts_of_peers_are_those_of_decode_and_malformed_rows_are_left_out(
+    tmp_path, monkeypatch
+):
     texts = ["def f(x):\n    return x + 1", "import math", "x = 1"]
     rows = [json.dumps({"prompt": text}) for text in texts]
     (tmp_path / "q.jsonl").write_text("\n".join([*rows[:2], "{no", rows[2]]))
-    config = default.get_config()
-    config.zoo.update({"data": str(tmp_path / "q.jsonl"), "num_prompts": 3, "max_prompt_tokens": 7})
-    pair, (ids, notes) = zoo.load_pair(config.zoo)
-    encoded = [SpeculativeDecoder(pair.target).encode(text) for text in texts]
+    config = default.get_config().peers
+    config.update({"data": str(tmp_path / "q.jsonl"), "num_prompts": 3, "max_prompt_tokens": 7})
+    target = load_model("zoo/target")
+    ids, notes = peers.load_prompts(config, [target])
+    encoded = [SpeculativeDecoder(target).encode(text) for text in texts]
     assert ids == [tokens[-7:] for tokens in encoded] and len(encoded[0]) > 7
     assert "left out:" in notes[0] and "q.jsonl:3" in notes[0]
     assert notes[1:] == ["1 of 3 prompts were too long: their last 7 tokens are used"]
-    config.zoo.update({"data": "", "num_prompts": 1})
-    kept = dataclasses.replace(pair.target.config, bos_token_id=encoded[0][0])
-    target = dataclasses.replace(pair.target, config=kept)
+    config.update({"data": "", "num_prompts": 1})
+    kept = dataclasses.replace(target.config, bos_token_id=encoded[0][0])
+    target = dataclasses.replace(target, config=kept)
     function = Questions([Question("f", text=texts[0])], "", [])
     monkeypatch.setattr(questions, "load", lambda *_, **__: function)
-    ((begin, *rest),) = zoo.ZooPrompts.of(config.zoo, [target], 1).ids
+    ((begin, *rest),) = peers.load_prompts(config, [target])[0]
     assert begin == encoded[0][0] and rest == encoded[0][-6:]  # BOS is kept
-
-
-def test_profile_is_of_the_zoos_prompts_and_of_no_head_without_a_name(tmp_path, monkeypatch):
-    (tmp_path / "q.jsonl").write_text('{no\n{"prompt": "import math"}\n')
-    config = default.get_config()
-    config.zoo.data, config.profile.head = str(tmp_path / "q.jsonl"), ""
-    seen = []
-    keep = lambda bench, cells, folder: seen.append((bench, cells)) or {}
-    monkeypatch.setattr(profile, "profile_cells", keep)
-    record = benchmark.run(config, tmp_path / "run", has_profile=True)
-    assert len(seen) == len(rounds.DTYPES)
-    for bench, cells in seen:
-        assert [cell.method for cell in cells] == ["plain", "standalone"]
-        assert bench.prompts == [SpeculativeDecoder(bench.target).encode("import math")]
-    assert sum("q.jsonl:1" in note for note in record["notes"]) == 1
 
 
 def test_a_part_that_fails_is_left_out_and_finished_parts_are_shown(
@@ -260,16 +225,17 @@ def test_a_part_that_fails_is_left_out_and_finished_parts_are_shown(
 
     found = table.Result([table.Line("what is found", [2.0])], {"a": 1})
     parts = dict(benchmark.PARTS)
-    parts["zoo"] = parts["zoo"]._replace(measure=fails(ConfigError("no such head")))
-    parts["states"] = parts["states"]._replace(measure=lambda config, records: found)
-    parts["training"] = parts["training"]._replace(measure=fails(RuntimeError("no memory")))
+    part = lambda measure: types.SimpleNamespace(check=lambda config: None, measure=measure)
+    parts["heads"] = part(fails(ConfigError("no such head")))
+    parts["states"] = part(lambda config, records: found)
+    parts["training"] = part(fails(RuntimeError("no memory")))
     monkeypatch.setattr(benchmark, "PARTS", parts)
 
-    record = benchmark.run(config, tmp_path / "a", ("zoo", "states"))
+    record = benchmark.run(config, tmp_path / "a", ("heads", "states"))
     assert record["is_complete"] and record["parts"] == {"states": {"a": 1}}
-    assert record["left_out"] == {"zoo": "no such head"}
-    assert "zoo is left out: no such head" in record["notes"]
-    assert "zoo is left out: no such head" in (tmp_path / "a" / "report.md").read_text()
+    assert record["left_out"] == {"heads": "no such head"}
+    assert "heads is left out: no such head" in record["notes"]
+    assert "heads is left out: no such head" in (tmp_path / "a" / "report.md").read_text()
     capsys.readouterr()
 
     with pytest.raises(RuntimeError, match="no memory"):  # any other error ends the run
@@ -279,18 +245,20 @@ def test_a_part_that_fails_is_left_out_and_finished_parts_are_shown(
     assert saved["lines"][0]["value"] == 2.0 and not saved["is_complete"]
 
     with pytest.raises(ConfigError, match="no such head"):  # nothing is left
-        benchmark.run(config, tmp_path / "c", ("zoo",))
+        benchmark.run(config, tmp_path / "c", ("heads",))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", ["float32", "float32 padded to two rows"])
 def test_plain_loops_decode_what_the_decoder_decodes(pair, variant):
     prompts = [[3, 4, 5], [7, 1, 2, 9, 8, 8]]
-    begin = lambda *stops: [loops.start(pair.system(), pair.params(None), prompts, 128, 9, stops)]
-    stop = loops.GenerateTimer(pair.system(), pair.params(), begin()).tokens[1][4]
+    decoder = SpeculativeDecoder(pair[0])
+    system, params = decoder.system(), decoder.params()
+    begin = lambda *stops: [loops.start(system, params, prompts, 128, 9, stops)]
+    stop = loops.GenerateTimer(system, params, begin()).tokens[1][4]
     states = begin(stop)
-    ours = loops.GenerateTimer(pair.system(), pair.params(), states)
-    plain = rounds.plain_timer(pair, states, variant)
+    ours = loops.GenerateTimer(system, params, states)
+    plain = synthetic.plain_timer(pair[0], states, variant)
     assert plain.tokens == ours.tokens
     assert plain.tokens[1][-1] == stop
     plain()  # its states are copied, so it can run again
@@ -299,9 +267,10 @@ def test_plain_loops_decode_what_the_decoder_decodes(pair, variant):
 
 @pytest.mark.exhaustive
 def test_a_round_is_timed_over_the_rounds_it_ran(pair):
-    system = pair.system(SpeculativeConfig(num_speculative_tokens=2))
-    state = loops.start(system, pair.params(), [[3, 4, 5]], 128, 100)
-    timer = loops.GenerateTimer(system, pair.params(), [state], max_rounds=5, unit="round")
+    decoder = SpeculativeDecoder(*pair, SpeculativeConfig(num_speculative_tokens=2))
+    system = decoder.system()
+    state = loops.start(system, decoder.params(), [[3, 4, 5]], 128, 100)
+    timer = loops.GenerateTimer(system, decoder.params(), [state], max_rounds=5, unit="round")
     assert timer.stats.rounds == 5
     free = loops.rest_timer(system, slots=256)
     assert free.stats.rounds == loops.ROUNDS
@@ -310,12 +279,15 @@ def test_a_round_is_timed_over_the_rounds_it_ran(pair):
 
 def test_prediction_is_the_parts_over_plain_decoding():
     times = dict(passes=np.asarray([14.0]), verify=np.asarray([10.0]), rest=np.asarray([3.0]))
-    times |= dict(plain=np.asarray([8.0]))
-    assert rounds.parts_ms(times)[0] == 14 + 3
+    times |= dict(plain=np.asarray([8.0]), speculative=np.asarray([4.0]))
+    times |= dict(target=np.asarray([9.0]), round=np.asarray([17.0]))
     stats = Stats(reached_at=(4, 2, 1), accepted_at=(2, 1, 1))
     tokens = 1 + 0.5 + 0.25 + 0.25
-    found = rounds.predict(times, stats, 3)
-    np.testing.assert_allclose(found, [tokens * 8 / 17])
+    lines = synthetic.round_lines(times, stats, 3, default.get_config().bars, "float32")
+    found = {line.what.removeprefix("K=3: "): line.values for line in lines}
+    np.testing.assert_allclose(found["predicted speed-up"], [tokens * 8 / 17])
+    np.testing.assert_allclose(found["measured / predicted"], [2 / (tokens * 8 / 17)])
+    assert found["round / sum of its parts"] == 1
 
 
 def test_turns_are_interleaved_and_change_direction():

@@ -62,13 +62,11 @@ def run(pair, tmp_path_factory):
 
 def test_a_run_leaves_its_folder(run):
     folder, _ = run
-    assert (
-        sorted(path.name for path in folder.iterdir())
-        == (
-            "acceptance.pdf acceptance.png answers.jsonl config.json environment.json "
-            "inputs.json report.html report.json report.md speedup.pdf speedup.png state.jsonl"
-        ).split()
-    )
+    names = "answers.jsonl config.json environment.json inputs.json report.html report.json "
+    names = [*names.split(), "report.md", "state.jsonl"]
+    plots = ("acceptance", "predicted", "speedup")
+    names += [f"{plot}.{kind}" for plot in plots for kind in ("pdf", "png", "svg")]
+    assert sorted(path.name for path in folder.iterdir()) == sorted(names)
     assert (folder / "speedup.png").read_bytes()[1:4] == b"PNG"
     assert (folder / "speedup.pdf").read_bytes()[1:4] == b"PDF"
     assert check_run_files(folder, "decode")["config"]["ks"] == []
@@ -95,7 +93,7 @@ def test_the_page_shows_the_tokens_of_every_cell(run):
     assert len({turn["text"] for turn in greedy}) == 1 < len(greedy)  # plain decoding's tokens
     assert all(len(turn["kinds"]) == turn["total"] == 8 for turn in turns.values())
     assert set(turns["plain", 0.0]["kinds"]) == {"f", "t"}  # nothing was drafted
-    assert set(turns["draft, K=3", 0.0]["kinds"]) <= set("fac")  # no draft ends early
+    assert set(turns["draft K=3", 0.0]["kinds"]) <= set("fac")  # no draft ends early
 
 
 def test_the_report_holds_every_cell_and_only_valid_json(run):

@@ -9,7 +9,7 @@ import types
 import pytest
 
 from experiments import __main__ as index
-from experiments.benchmarks import registry
+from experiments import benchmark
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TEXTS = [
@@ -56,7 +56,7 @@ def usage(experiment, arguments):
     given = re.findall(r"(?<!\S)--(\w+)(?![\w.])", arguments)
     wrong = [f"no flag {name}" for name in given if name not in flags_of(experiment)]
     for parts in re.findall(r"--parts=([\w,]+)", arguments):
-        wrong += [f"no part {name}" for name in parts.split(",") if name not in registry.PARTS]
+        wrong += [f"no part {name}" for name in parts.split(",") if name not in benchmark.PARTS]
     keys = re.findall(r"--config\.([\w.]+)(=?)", arguments)
     config = default_config(experiment, arguments) if keys or "--config=" in arguments else {}
     for key, is_set in keys:
@@ -76,12 +76,12 @@ def test_documented_commands_exist(path):
 
 
 def test_wrong_commands_are_found():
-    line = "--peer --parts=zoo,zo --config.zoo.kss=1 --config.zoo.data --config.no.head=x --profile"
+    line = "--peer --parts=peers,zo --config.peers.kss=1 --config.peers.data --config.no.head=x"
     assert usage("benchmark", line) == [
         "no flag peer",
         "no part zo",
-        "no key zoo.kss",
-        "key zoo.data needs a value",
+        "no key peers.kss",
+        "key peers.data needs a value",
         "no key no.head",
     ]
     assert not usage("decode", " --config.has_audit --distributed --workdir=DIR")

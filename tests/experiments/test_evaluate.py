@@ -21,7 +21,7 @@ from support.pairs import tiny_pair
 from support.runs import check_run_files
 from support.tiny_models import LLAMA
 
-from configs import evaluate_specbench, evaluate_zoo
+from configs import evaluate_dtypes, evaluate_specbench, evaluate_zoo
 from experiments import evaluate
 from experiments.comparison.report import pays_at
 from experiments.comparison.session import check_folder, notes_of_machines
@@ -107,7 +107,31 @@ def test_reports_what_decoding_did(config, tmp_path, capsys):
     assert "Differences, question by question" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
+def test_dtypes_take_turns_and_are_held_against_the_fastest_plain_decoding(config, tmp_path):
+    config = config.copy_and_resolve_references()
+    options = dict(
+        drafts=config.target, dtype="bfloat16, float32", baseline="fastest", batches=(1,)
+    )
+    config.update(options)
+    rep = evaluate.evaluate(config, str(tmp_path / "run"))
+    assert [r["dtype"] for r in rep["results"]] == ["float32", "bfloat16"] * 2
+    plain = {r["plain_tokens_per_s"] for r in rep["results"]}
+    assert plain == {max(r["tokens_per_s"] for r in rep["results"][:2])}
+    for r in rep["results"][2:]:
+        np.testing.assert_allclose(r["acceptance_by_position"], 1)
+        assert r["predicted_speedup"] > 0 and r["round_ms"] > 0
+    assert [*rep["costs"]] == ["1 float32", "1 bfloat16"]
+    assert "over the fastest plain decoding of all dtypes" in "".join(rep["notes"])
+    answers = (tmp_path / "run" / "answers.jsonl").read_text(encoding="utf-8")
+    again = evaluate.evaluate(config, str(tmp_path / "run"))  # reads what was saved
+    assert (tmp_path / "run" / "answers.jsonl").read_text(encoding="utf-8") == answers
+    assert [r["tau"] for r in again["results"]] == [r["tau"] for r in rep["results"]]
+
+
 NAMES = [
+    ("dtype", "float32,int8", "dtype is 'float32,int8'; expected one of float32"),
+    ("baseline", "best", "baseline is 'best'; expected same or fastest"),
     ("drafts", "", "drafts is ''; expected names"),
     ("ks", (0,), r"ks is \(0,\)"),
     ("ks", ("",), r"--config.ks= has no value; give numbers, such as 1,2, or --config.ks=\(\)"),
@@ -162,6 +186,7 @@ def test_a_run_that_went_on_elsewhere_says_so():
 
 
 def test_every_config_resolves(config):
+    assert resolve(evaluate_dtypes.get_config()).dtype == "float32,bfloat16"
     for module in (evaluate_zoo, evaluate_specbench):
         other = module.get_config()
         other.target = config.target
@@ -287,7 +312,7 @@ def test_twenty_questions_end_to_end(twenty):
         assert r["busy_share"] == 1 if r["batch"] == 1 else r["busy_share"] <= 1
     assert f"left out: {data}:8: not JSON" in "".join(saved["notes"])
     assert "gone is left out" in "".join(saved["notes"])
-    assert {path.suffix for path in folder.glob("batches.*")} == {".png", ".pdf"}
+    assert {path.suffix for path in folder.glob("batches.*")} == {".png", ".pdf", ".svg"}
     found = list(map(json.loads, lines(folder)))
     assert len(found) == 20 * 3 * 4
     for line in found:

@@ -249,9 +249,9 @@ def test_an_audit_is_summed_up_by_cell():
     (audit,) = reports.audit_summary([result("plain", 1, 1), ours, sampled])
     assert audit["rounding"] == audit["bug"] == 1 and audit["farthest"] == 9.0
     assert audit["identical"] == audit["not_examined"] == 2 and audit["rows"] == 4
-    lines = reports.audit_table([ours]).splitlines()
+    lines = reports.audit_table(reports.audit_summary([ours])).splitlines()
     assert "not examined" in lines[0] and "9.00" in lines[-1]
-    both = reports.audit_table([ours, dataclasses.replace(ours, batch=4)])
+    both = reports.audit_table(reports.audit_summary([ours, dataclasses.replace(ours, batch=4)]))
     assert "a, batch 1" in both and "a, batch 4" in both
     said = reports.describe_difference(ours, found, "bfloat16")
     assert said.endswith("the audit's verdict is rounding: they nearly tie")
@@ -312,7 +312,7 @@ def test_no_panel_of_speedups_hides_a_point_of_another(tmp_path, monkeypatch):
         "x", 0.5, 40.0, value, k=1, tree="1", temperature=temperature
     )
     results = [row(0.0, 1.1), row(1.0, 2.0)]
-    comparison_plots.plot_speedup(tmp_path / "speedup.png", results, costs=None)
+    comparison_plots.plot_speedup(tmp_path / "speedup.png", results, {})
     figure = plots.plt.gcf()
     assert all(axis.get_ylim()[0] < 0 and 4 < axis.get_ylim()[1] < 5 for axis in figure.axes)
     monkeypatch.undo()
@@ -322,9 +322,10 @@ def test_no_panel_of_speedups_hides_a_point_of_another(tmp_path, monkeypatch):
 def test_rows_without_a_round_leave_a_plot_without_points(tmp_path):
     """Where every output ends with prefill's token, nothing has a speed-up."""
     row = result("x", speedup=math.nan, k=1, tree="1", stats=counts([0], [0]))
-    comparison_plots.plot_speedup(tmp_path / "speedup.png", [row], None)
+    comparison_plots.plot_speedup(tmp_path / "speedup.png", [row], {})
     comparison_plots.plot_acceptance(tmp_path / "acceptance.png", [row])
-    assert len([*tmp_path.glob("*.png")]) == 2
+    comparison_plots.plot_predicted(tmp_path / "predicted.png", [result("plain", 1, 1, k=0)])
+    assert len([*tmp_path.glob("*.png")]) == 3
 
 
 def test_intervals_of_rates_are_wilsons():
@@ -372,9 +373,9 @@ def test_memory_that_the_system_does_not_tell_is_left_out(tmp_path, monkeypatch)
 def test_every_series_has_a_marker_and_a_line_of_its_own():
     """So that it can be read in grey."""
     names = ["ngram", "standalone", "eagle-1", "eagle-3", "mtp", "suffix"]
-    found = comparison_plots._series([result(name) for name in names], 0.0)
-    for part in ("marker", "line", "color"):
-        assert len({getattr(series, part) for series in found}) == len(names)
+    found = comparison_plots._series([result(name) for name in names])
+    for part in ("marker", "linestyle", "color"):
+        assert len({series.look[part] for series in found}) == len(names)
 
 
 def test_a_table_in_markdown_keeps_its_columns():
@@ -384,7 +385,9 @@ def test_a_table_in_markdown_keeps_its_columns():
 
 def test_rows_that_nobody_examined_are_said():
     rep = {"notes": [], "environment": {"load_1min": 0, "cores": 2}, "own": {}}
-    setup = types.SimpleNamespace(config=types.SimpleNamespace(dtype="float32"), room=0)
+    setup = types.SimpleNamespace(
+        config=types.SimpleNamespace(dtype="float32", baseline="same"), room=0
+    )
     for temperature, why in ((0.0, "has_audit=True with this"), (1.0, "only examined at temp")):
         r = result("a", 1.1, 1.2, temperature=temperature, batch=4, identical_rows=1)
         (said,) = reports.notes(rep, [r], {}, setup, 0)

@@ -6,7 +6,7 @@ import pytest
 from support.runs import check_run_files
 
 from experiments import growth
-from experiments.planning.plan_draft import find_draft
+from experiments.planning.plan_inputs import find_draft
 from spec_jax.errors import ConfigError
 from spec_jax.planning.presets import PRESETS
 from spec_jax.planning.roofline import Setting

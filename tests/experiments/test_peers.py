@@ -16,7 +16,7 @@ from support.runs import check_run_files
 from configs import benchmark as default
 from experiments import benchmark
 from experiments.benchmarks import peers, worker_lines
-from experiments.benchmarks.peers_report import OURS, THEIRS, PeerCell
+from experiments.benchmarks.peers import OURS, THEIRS, PeerCell
 from experiments.benchmarks.shapes import random_model
 from spec_jax.models.checkpoint import save_pretrained
 
@@ -37,8 +37,8 @@ def models(tmp_path_factory):
 @pytest.fixture
 def config(models):
     config = default.get_config()
-    options = dict(num_prompts=2, max_prompt_tokens=9, new_tokens=8, batches=(1,))
-    config.zoo.update(target=str(models / "target"), draft=str(models / "draft"), **options)
+    options = dict(num_prompts=2, max_prompt_tokens=9, new_tokens=8)
+    config.peers.update(target=str(models / "target"), draft=str(models / "draft"), **options)
     config.peers.update({"ks": (2,), "repeats": 1})
     return config
 
@@ -47,7 +47,7 @@ def run(config, folder, monkeypatch, fault=""):
     """The part with workers of which theirs takes five times as long."""
     fake = str(pathlib.Path(fake_peer.__file__))
     environment = {"PYTHONPATH": str(peers.cli.ROOT)}
-    command = lambda *words: peers.Command([sys.executable, fake, *words], environment)
+    command = lambda *words: ([sys.executable, fake, *words], environment)
     made = {OURS: command("0.5"), THEIRS: command("2.5", fault)}
     monkeypatch.setattr(peers, "commands", lambda config: made)
     monkeypatch.setattr(peers, "_REST_S", 0.0)
@@ -148,7 +148,7 @@ def test_errors_of_one_request_are_its_answer_and_prints_are_not(tmp_path):
 def test_flags_and_cells_name_the_parts_and_the_peers():
     assert benchmark.chosen(None, False) is None
     assert benchmark.chosen(None, True) == ["peers"]
-    assert benchmark.chosen(["zoo"], True) == ["zoo", "peers"]
+    assert benchmark.chosen(["heads"], True) == ["heads", "peers"]
     cells = peers.cells((1, 3), has_head=False)
     assert len(cells) == len(set(cells)) == 3 + 2 * 4
     for cell in cells:

@@ -19,7 +19,7 @@ import spec_jax
 from configs import plan as default
 from experiments import plan
 from experiments.planning import plan_cells, plan_report
-from experiments.planning.plan_draft import find_draft
+from experiments.planning.plan_inputs import find_draft
 from spec_jax.errors import ConfigError
 from spec_jax.planning import Job, roofline
 from spec_jax.planning.chips import CHIPS, Topology

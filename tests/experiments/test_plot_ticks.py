@@ -7,7 +7,7 @@ from support.results import result
 
 from experiments.comparison.plots import plot_speedup
 from experiments.planning import plan_report
-from experiments.run import plots, ticks
+from experiments.run import plots
 
 
 def test_a_plot_of_one_value_has_whole_ticks(tmp_path, monkeypatch):
@@ -16,7 +16,7 @@ def test_a_plot_of_one_value_has_whole_ticks(tmp_path, monkeypatch):
     shown = lambda axis: [t for t in axis.get_xticks() if np.prod(axis.get_xlim() - t) <= 0]
     figure = lambda: plots.plt.figure(plots.plt.get_fignums()[-1])
     results = [result(name, 1.0, 1.2, tree="3") for name in "ab"]
-    plot_speedup(tmp_path / "a.png", results, costs=None)
+    plot_speedup(tmp_path / "a.png", results, {})
     assert shown(figure().axes[0]) == [3.0]
     cell = {"topology": "t", "mesh": "m", "fits": True}
     tried = {64: [12], 128: [3, 4, 5]}
@@ -36,10 +36,10 @@ def test_a_plot_of_one_value_has_whole_ticks(tmp_path, monkeypatch):
 
 def test_labels_that_would_overlap_are_left_out():
     sizes = [2**i for i in range(18)]
-    assert ticks.spaced(sizes, room=200, is_log=True) == sizes
-    few = ticks.spaced(sizes, room=40, is_log=True)
+    assert plots.spaced(sizes, 200) == sizes
+    few = plots.spaced(sizes, 40)
     assert few[:4] == sizes[:4] and len(few) < 15 and set(few) < set(sizes)
-    assert ticks.spaced([8, 1, 2, 9, 2], room=12) == [1, 8] and ticks.spaced([7], room=3) == [7]
+    assert plots.spaced([8, 1, 2, 9, 2], 12) == [1, 2, 8] and plots.spaced([7], 3) == [7]
     # Two labels and a space between them need the room of all their digits.
     widths = [len(str(n)) + 1 for n in few]
     centers = [40 * math.log2(n) / 17 for n in few]

@@ -7,9 +7,9 @@ import math
 import pytest
 from support.runs import check_run_files
 
+from experiments import published
 from experiments import published as main
-from experiments.planning import published
-from experiments.planning.published import BORROWED, GROUPS, NO_TAU, STATED, UNSTATED, compare
+from experiments.published import BORROWED, GROUPS, NO_TAU, STATED, UNSTATED, compare
 from spec_jax.planning.presets import PRESETS
 from spec_jax.planning.roofline import decode_round
 

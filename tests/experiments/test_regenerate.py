@@ -10,9 +10,9 @@ from support.runs import check_run_files
 from support.tiny_models import random_weights
 
 from configs import regenerate_zoo
+from experiments import regenerate as experiment
 from experiments.regenerate import regenerate, said
-from experiments.run import regenerate_setup as experiment
-from experiments.run.responses import Responses
+from experiments.run.journal import Responses
 from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, load_model
 from spec_jax.data import python_source
 from spec_jax.data.records import read_records

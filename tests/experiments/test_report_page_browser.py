@@ -9,6 +9,7 @@ from support.browser import dump, needs_browser
 from support.report_entries import HOSTILE, answer, plain, result
 
 from experiments.comparison.page.page import render
+from spec_jax.evaluation.results import NONE
 
 BEGIN = "window.errors = []; window.onerror = (...said) => { errors.push(String(said)); };"
 END = """
@@ -61,9 +62,9 @@ def test_a_browser_sorts_and_filters_and_shows_tokens(tmp_path):
     speeds = (1.25, 0.5, 9.75)
     results = [
         plain(),
-        *(result(k=k, speedup=s) for k, s in enumerate(speeds, 1)),
+        *(result(k=k, speedup=NONE._replace(value=s)) for k, s in enumerate(speeds, 1)),
         plain(1.0),
-        result(temperature=1.0, speedup=2.0),
+        result(temperature=1.0, speedup=NONE._replace(value=2.0)),
     ]
     # What a browser cannot keep in a page: half a character, and zero.
     pieces = [text.replace("\x00", "") for text in HOSTILE if text != "\ud83d"]
@@ -74,7 +75,7 @@ def test_a_browser_sorts_and_filters_and_shows_tokens(tmp_path):
         answer(turns=turns, cell="mtp K=3 T=0", method="mtp"),
         answer("q2", pieces=pieces, category="<b>", turn={"prompt": HOSTILE[0]}),
     ]
-    text = render({"results": results}, lines)
+    text = render({}, results, lines)
     text = text.replace("<body>", f"<body><script>{BEGIN}</script>")
     path = tmp_path / "report.html"
     path.write_text(text.replace("</body>", f"<script>{END}</script></body>"), encoding="utf-8")
@@ -95,7 +96,7 @@ def test_a_browser_sorts_and_filters_and_shows_tokens(tmp_path):
     assert found["up"] == found["down"][::-1] and found["sorted"] == "descending"
     assert found["cold"] == ["0.50×", "1.00×", "1.25×", "9.75×"]
     assert found["groups"] == ["writing", "<b>"]
-    assert found["cells"] == ["eagle-3, K=3", "mtp, K=3"]
+    assert found["cells"] == ["eagle-3 K=3", "mtp K=3"]
     assert found["tokens"] == ["def", " f", "(", "x"] and found["rejected"] == ["·bad"]
     # Two rounds: one accepts a draft of two and corrects the other, one accepts a draft.
     assert found["starts"] == 2 and found["squares"] == 5
@@ -103,7 +104,7 @@ def test_a_browser_sorts_and_filters_and_shows_tokens(tmp_path):
     assert "corrected" in found["card"] and "token 3, id 2; pass 1" in found["card"]
     assert "in place of ·bad" in found["card"] and "50 %" in found["card"]
     assert found["round"] == [" f", "("]
-    assert found["next"] == ["mtp, K=3"] and found["second"] == ["second", "turn"]
+    assert found["next"] == ["mtp K=3"] and found["second"] == ["second", "turn"]
     assert found["hostile"] == [piece or "▯" for piece in expected(pieces)]
     assert found["prompt"] == HOSTILE[0]
 
@@ -120,7 +121,7 @@ def expected(pieces):
 @needs_browser
 def test_pictures_of_a_page_are_as_large_as_the_documents_show_them(tmp_path):
     page, found = tmp_path / "report.html", []
-    page.write_text(render({"results": [plain(), result()]}, [answer()]), encoding="utf-8")
+    page.write_text(render({}, [plain(), result()], [answer()]), encoding="utf-8")
     for number, shown in enumerate(("--height=900", "--tokens=0,2")):
         page_picture.main([str(page), str(tmp_path / f"{number}.png"), shown])
         data = (tmp_path / f"{number}.png").read_bytes()

@@ -10,8 +10,8 @@ from support.tiny_models import LLAMA, random_weights
 
 from configs import decode_default, evaluate_zoo, regenerate_zoo
 from experiments.overlap import make_sides
+from experiments.regenerate import load_decoder
 from experiments.run import report
-from experiments.run.regenerate_setup import load_decoder
 from spec_jax import SpeculativeConfig, SpeculativeDecoder, meshes, sharding
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.errors import ConfigError

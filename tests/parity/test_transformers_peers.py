@@ -4,7 +4,7 @@ import pytest
 
 from configs import benchmark as default
 from experiments import benchmark
-from experiments.benchmarks.peers_report import OURS, THEIRS
+from experiments.benchmarks.peers import OURS, THEIRS
 from experiments.benchmarks.shapes import random_model
 from spec_jax.models.checkpoint import save_pretrained
 
@@ -21,9 +21,9 @@ def test_a_peer_decodes_the_same_tokens(tmp_path):
     # The draft is the target itself: every draft of a model is accepted.
     target = random_model("target", SHAPE, 0)
     save_pretrained(tmp_path / "target", target.params, target.config)
-    options = dict(num_prompts=2, max_prompt_tokens=9, new_tokens=13, batches=(1,))
-    config.zoo.update(target=str(tmp_path / "target"), draft=str(tmp_path / "target"), **options)
-    config.peers.update({"ks": (2,), "dtypes": ("float32",), "head": "", "repeats": 1})
+    options = dict(num_prompts=2, max_prompt_tokens=9, new_tokens=13)
+    config.peers.update(target=str(tmp_path / "target"), draft=str(tmp_path / "target"), **options)
+    config.peers.update({"ks": (2,), "dtypes": "float32", "head": "", "repeats": 1})
     record = benchmark.run(config, tmp_path / "run", ("peers",))
     found = record["parts"]["peers"]["float32"]
     assert found["rows"] == 2 and set(found["versions"]) >= {"torch", "transformers", "jax"}

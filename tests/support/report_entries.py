@@ -1,4 +1,11 @@
-"""Entries of a report and lines of answers.jsonl, made by hand."""
+"""Results of cells and lines of answers.jsonl, made by hand."""
+
+import math
+
+from spec_jax.engine.stats import Stats
+from spec_jax.evaluation.cells import Cell
+from spec_jax.evaluation.results import NONE, CategoryResult, CellResult
+from spec_jax.intervals import Interval
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -16,20 +23,27 @@ HOSTILE = (
 
 
 def result(method="eagle-3", k=3, temperature=0.0, **changes):
-    """An entry of a report's results; None removes a key."""
-    entry = dict(method=method, k=k, temperature=temperature, rule="greedy", tree=None)
-    entry |= dict(is_lossless=True, speedup=1.4321, speedup_interval=[1.2111, 1.6543])
-    entry |= dict(plain_tokens_per_s=512.0, tokens_per_s=733.0, tau=2.765)
-    entry |= dict(acceptance_by_position=[0.8, 0.71, None], predicted_speedup=1.5678)
-    entry |= dict(identical_to_plain=True, identical_rows=16, rows=16, differences=[])
-    entry |= changes
-    return {key: value for key, value in entry.items() if key not in changes or value is not None}
+    """What was measured of a cell, as a page shows it."""
+    cell = dict(rule="greedy", tree=None)
+    cell = Cell(method, k, temperature, *(changes.pop(name, x) for name, x in cell.items()))
+    fields = dict(batch=1, is_lossless=True, speedup=Interval(1.4321, 1.2111, 1.6543))
+    fields |= dict(plain_tokens_per_s=512.0, tokens_per_s=733.0, num_pairs=16, stats=Stats())
+    fields |= dict(tau=NONE._replace(value=2.765), predicted_speedup=1.5678)
+    fields |= dict(acceptance=tuple(NONE._replace(value=x) for x in (0.8, 0.71, math.nan)))
+    fields |= dict(identical_rows=16, rows=16)
+    return CellResult(cell, **fields | changes)
 
 
 def plain(temperature=0.0, **changes):
-    fields = dict(speedup=1.0, tau=1.0, acceptance_by_position=None, speedup_interval=None)
-    fields |= dict(predicted_speedup=None, identical_to_plain=True)
-    return result("plain", 0, temperature, **fields, **changes)
+    one = NONE._replace(value=1.0)
+    fields = dict(speedup=one, tau=one, acceptance=(), predicted_speedup=None)
+    return result("plain", 0, temperature, **fields | changes)
+
+
+def category(tau=2.0, speedup=0.9, low=math.nan, high=math.nan, questions=8):
+    """What was measured of a category."""
+    tau = NONE._replace(value=tau)
+    return CategoryResult("g", questions, tau, (), 1.0, 1.0, Interval(speedup, low, high))
 
 
 def answer(question="q1", cell="eagle-3 K=3 T=0", pieces=("def", " f", "(", "x"), **changes):
@@ -41,6 +55,8 @@ def answer(question="q1", cell="eagle-3 K=3 T=0", pieces=("def", " f", "(", "x")
     turn |= dict(rejected=[None, *((None, " bad")[i % 2] for i in range(n - 1))])
     turn |= dict(decode_s=[0.012, 0.011, 0.010], finish="length", probs=[0.5] * n)
     turn |= dict(alternatives=[[[pieces[i], 0.5], ["other", 0.25]] for i in range(n)])
-    line = dict(cell=cell, method="eagle-3", k=3, tree=None, temperature=0.0, batch=1)
-    line |= dict(question=question, category="writing", turns=[turn | changes.pop("turn", {})])
+    line = dict(cell=cell, method="eagle-3", k=3, tree=None, temperature=0.0, rule="greedy")
+    line |= dict(
+        batch=1, question=question, category="writing", turns=[turn | changes.pop("turn", {})]
+    )
     return line | changes

@@ -9,6 +9,7 @@ A line of answers.jsonl is what one cell made of one question: ``cell``, ``metho
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -17,7 +18,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from experiments.comparison.page.view import name
+from spec_jax.evaluation.cells import Cell
 
 BUDGET_BYTES = 300_000  # of all answers of a page
 MAX_TOKENS = 512  # of one turn
@@ -102,36 +103,30 @@ class _Packed:
     """Units whose equal texts and prompts are stored once."""
 
     def __init__(self):
-        self.size, self._numbers = 0, {}
-        self._lists: dict[str, list] = {
-            name: [] for name in ("cells", "questions", "prompts", "texts", "units")
-        }
+        self.size = 0
+        names = ("cells", "questions", "prompts", "texts", "units")
+        self._lists: dict[str, dict[str, int]] = {name: {} for name in names}
 
     def _number(self, name: str, value: Any) -> int:
         """Where a value stands in its list; it is appended if it is new."""
-        text = json.dumps(value)
-        if (name, text) not in self._numbers:
-            self._numbers[name, text] = len(self._lists[name])
-            self._lists[name].append(value)
+        numbers, text = self._lists[name], json.dumps(value)
+        if text not in numbers:
+            numbers[text] = len(numbers)
             self.size += len(text)
-        return self._numbers[name, text]
+        return numbers[text]
 
     def add(self, lines: Sequence[Mapping[str, Any]], budget: float) -> bool:
         """Adds all lines, or none of them if they do not fit; returns whether they did."""
-        size, counts = self.size, {name: len(values) for name, values in self._lists.items()}
+        before = copy.deepcopy(vars(self))
         for line in lines:
             self._unit(line)
-        if self.size <= budget:
-            return True
-        self.size = size
-        for kind, count in counts.items():
-            del self._lists[kind][count:]
-        self._numbers = {key: n for key, n in self._numbers.items() if n < counts[key[0]]}
-        return False
+        if is_too_large := self.size > budget:
+            vars(self).update(before)
+        return not is_too_large
 
     def _unit(self, line: Mapping[str, Any]) -> None:
         cell = {
-            "label": name(line),
+            "label": Cell(*(line.get(name) for name in Cell._fields)).name,
             "temperature": line["temperature"],
             "k": line["k"],
             "batch": line.get("batch", 1),
@@ -177,7 +172,8 @@ class _Packed:
         }
 
     def values(self, total: int) -> dict[str, Any]:
-        return self._lists | {"total": total}
+        lists = {name: [*map(json.loads, texts)] for name, texts in self._lists.items()}
+        return lists | {"total": total}
 
 
 def _letters(kinds: Sequence[str], offered: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Acceptance that a plan predicts with: given rates, or those of a report's row."""
+"""What a plan is given: acceptance (rates, or those of a report's row), and drafts by name."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from spec_jax.drafters import registry
 from spec_jax.engine.adaptive.policy import expected_tokens
 from spec_jax.errors import ConfigError
+from spec_jax.evaluation.cells import copying_methods
+from spec_jax.models.families import AnyConfig
+from spec_jax.planning.presets import find_config
 
 
 class Acceptance(NamedTuple):
@@ -108,3 +112,32 @@ def _known(values: Sequence[float | None]) -> tuple[float, ...]:
     """Returns the rates up to the first position that no round has reached."""
     end = next((i for i, value in enumerate(values) if value is None), len(values))
     return tuple(values[:end])
+
+
+def find_draft(name: str, target: AnyConfig, draft_vocab_size: int = 32000) -> Any:
+    """Returns what ``plan.Job`` and ``roofline.decode_round`` take as a draft.
+
+    Args:
+      name: an objective such as "eagle3" or "mtp", for a new head of the target; a method that
+        copies tokens, such as "ngram"; empty, for plain decoding; or a model, see
+        ``presets.find_config``.
+      target: the target's config.
+      draft_vocab_size: U, of a head that can have a vocabulary of its own.
+
+    Raises:
+      ConfigError: there is none of this name.
+    """
+    if not name:
+        return None
+    if name in copying_methods():
+        return name
+    ways = registry.objectives()
+    if name in ways:
+        _, training = ways[name]
+        options = {"draft_vocab_size": draft_vocab_size}
+        return training.new(target, **{n: x for n, x in options.items() if n in training.options})
+    try:
+        return find_config(name)
+    except ConfigError as error:
+        known = ", ".join([*ways, *copying_methods()])
+        raise ConfigError(f"draft is none of {known}: {error}") from error
