@@ -19,10 +19,12 @@ from spec_jax.errors import ConfigError
 from spec_jax.evaluation import teacher_forced
 from spec_jax.loading import LoadedModel, random_head
 from spec_jax.models import transformer
+from spec_jax.models.attention import block_size
+from spec_jax.models.layers import Window
 from spec_jax.train import losses
 from spec_jax.train.objective import Batch, Objective, target_view
 from spec_jax.train.step import TrainState, train_step
-from spec_jax.train.unroll import shifted, unroll
+from spec_jax.train.unroll import UnrolledCache, shifted, unroll
 
 K, W = 4, 40
 CONFIG = dataclasses.replace(LLAMA, max_position_embeddings=128)
@@ -198,6 +200,41 @@ def test_a_row_of_the_unrolling_sees_no_later_token():
     touched = np.abs(np.asarray(by_feature)).sum(axis=(1, 3, 4, 6)) > 0
     for step in range(3):
         np.testing.assert_array_equal(touched[step][:, :8], np.tril(np.ones((8, 8), bool)))
+
+
+def test_rows_of_several_blocks_see_earlier_true_rows_and_their_own_drafts():
+    """Values and gradients, against one explicit mask over the keys of all steps."""
+    steps, B, T, G, H = 3, 1, 70, 2, 4
+    assert block_size(T) < T
+    q, k, v, by_out = jax.random.normal(jax.random.key(0), (4, steps, B, T, 2 * G, H))
+    k, v = (x[:, :, :, :G].transpose(0, 1, 3, 2, 4) for x in (k, v))
+    is_causal, is_own = np.tril(np.ones((T, T), bool)), np.eye(T, dtype=bool)
+
+    def unrolled(q, k, v):
+        cache, outs = UnrolledCache.create(B, T), []
+        for step in range(steps):
+            window = Window(None, None, None, None, offset=jnp.asarray(step))
+            out, cache = cache.attend(q[step], k[step], v[step], 0, window)
+            cache = cache if cache.later else cache.with_steps(steps - 1)
+            outs.append(out)
+        return jnp.stack(outs)
+
+    def defined(q, k, v):
+        outs = []
+        for step in range(steps):
+            keys, values = (jnp.concatenate(x[: step + 1], axis=2).repeat(2, 1) for x in (k, v))
+            scores = jnp.einsum("btnh,bnsh->bnts", q[step], keys) / H**0.5
+            mask = np.concatenate([is_causal, *[is_own] * step], axis=1)
+            weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf))
+            outs.append(jnp.einsum("bnts,bnsh->btnh", weights, values).reshape(B, T, -1))
+        return jnp.stack(outs)
+
+    def both(attend):
+        pull = lambda *x: (attend(*x) * by_out.reshape(steps, B, T, -1)).sum()
+        return attend(q, k, v), jax.grad(pull, argnums=(0, 1, 2))(q, k, v)
+
+    close = functools.partial(np.testing.assert_allclose, atol=1e-5)
+    jax.tree.map(close, both(unrolled), both(defined))
 
 
 def test_an_objective_takes_its_own_options_and_keeps_its_constants():
