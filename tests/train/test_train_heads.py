@@ -21,8 +21,8 @@ from spec_jax.loading import LoadedModel, random_head
 from spec_jax.models import transformer
 from spec_jax.models.attention import block_size
 from spec_jax.models.layers import Window
-from spec_jax.train import losses
-from spec_jax.train.objective import Batch, Objective, target_view
+from spec_jax.train import chunks, losses
+from spec_jax.train.objective import Batch, Objective, View, target_view
 from spec_jax.train.step import TrainState, train_step
 from spec_jax.train.unroll import UnrolledCache, shifted, unroll
 
@@ -235,6 +235,39 @@ def test_rows_of_several_blocks_see_earlier_true_rows_and_their_own_drafts():
 
     close = functools.partial(np.testing.assert_allclose, atol=1e-5)
     jax.tree.map(close, both(unrolled), both(defined))
+
+
+@pytest.mark.parametrize("name", ["eagle-3, reduced, normed", "mtp"])
+def test_the_size_of_chunks_changes_no_loss_and_no_gradient(name, monkeypatch):
+    head = untrained(name)
+    constants = {n: w for n, w in head.params.items() if n == "d2t"}
+    params = {n: w for n, w in head.params.items() if n != "d2t"}
+    mask = jnp.asarray(np.random.default_rng(4).random((2, W)) < 0.7)
+    batch = view_of(HEADS[name], tokens_of(2, W), mask)
+
+    def gradient(rows):
+        monkeypatch.setattr(chunks, "_ROWS", rows)
+        loss = lambda params: objective(name)({**params, **constants}, batch, TARGET.params)
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, gradient(1), gradient(10**6))  # three chunks of 16 columns, or one
+
+
+def test_the_program_of_a_training_step_grows_neither_with_the_window_nor_with_the_steps():
+    head = untrained("eagle-3")
+
+    def size(num_steps, width):
+        shape = lambda *dims: jnp.zeros(dims, jnp.float32)
+        view = View(shape(1, width, 3 * CONFIG.hidden_size), shape(1, width, CONFIG.hidden_size))
+        tokens = jnp.zeros((1, width), jnp.int32)
+        batch = Batch(tokens, tokens == 0, jax.random.key(0), view)
+        loss = functools.partial(objective("eagle-3"), num_steps=num_steps)
+        traced = jax.make_jaxpr(jax.grad(lambda p: loss(p, batch, TARGET.params)[0]))(head.params)
+        return str(traced).count(" = ")  # equations, of inner programs too
+
+    assert size(3, 130) == size(3, 4098)
+    assert size(7, 130) < 1.2 * size(3, 130)  # the figures of each step are apart
 
 
 def test_an_objective_takes_its_own_options_and_keeps_its_constants():
