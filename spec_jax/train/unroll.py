@@ -32,18 +32,19 @@ class UnrolledCache:
 
     length: jax.Array  # i32[B], zeros: all rows begin at position 0
     slots: int = flax.struct.field(pytree_node=False)
-    true: tuple[jax.Array, ...] = ()  # keys and values of step 0, dtype[B,G,T,H]; () before it
-    later: tuple[jax.Array, ...] = ()  # of steps 1.., dtype[K-1,B,G,T,H]; () during step 0
+    true: tuple[jax.Array, ...] = ()  # keys and values of step 0, dtype[B,G,T,H]
+    later: tuple[jax.Array, ...] = ()  # of steps 1.., dtype[K-1,B,G,T,H]
 
     @classmethod
     def create(cls, batch: int, num_rows: int) -> UnrolledCache:
-        """Makes an empty cache for B sequences of T rows."""
+        """Makes a cache for the only step of B sequences of T rows."""
         return cls(jnp.zeros((batch,), jnp.int32), num_rows)
 
-    def with_steps(self, num_steps: int) -> UnrolledCache:
-        """Returns the cache after step 0, with room for that many steps."""
-        empty = lambda x: jnp.zeros((num_steps, *x.shape), x.dtype)
-        return self.replace(later=tuple(map(empty, self.true)))
+    def of_steps(self, num_steps: int) -> UnrolledCache:
+        """Makes a cache for several steps, from one that a step has returned, or its shapes."""
+        empty = lambda *lead: tuple(jnp.zeros((*lead, *x.shape), x.dtype) for x in self.true)
+        cache = UnrolledCache.create(len(self.length), self.slots)
+        return cache.replace(true=empty(), later=empty(num_steps - 1))
 
     def attend(
         self,
@@ -56,14 +57,15 @@ class UnrolledCache:
     ) -> tuple[jax.Array, UnrolledCache]:
         """Computes the attention of one step's rows, see ``layers.attend_window``."""
         del index  # there is one layer
+        step, new = window.offset, (k_BGTH, v_BGTH)
         if not self.true:
-            out = causal_attention(q_BTNH, k_BGTH, v_BGTH, scale=scale)
-            return out, self.replace(true=(k_BGTH, v_BGTH))
-        at = window.offset - 1
-        put = jax.lax.dynamic_update_index_in_dim
-        later = tuple(put(all_, x, at, 0) for all_, x in zip(self.later, (k_BGTH, v_BGTH)))
-        out = _attend_unrolled(q_BTNH, self.true, later, window.offset, scale)
-        return out.astype(v_BGTH.dtype), self.replace(later=later)
+            return causal_attention(q_BTNH, *new, scale=scale), self.replace(true=new)
+        true = tuple(jnp.where(step == 0, x, old) for x, old in zip(new, self.true))
+        # At step 0 a place is written that the mask hides until its own step writes it.
+        put = lambda all_, x: all_.at[jnp.maximum(step - 1, 0)].set(x)
+        later = tuple(map(put, self.later, new))
+        out = _attend_unrolled(q_BTNH, true, later, step, scale)
+        return out.astype(v_BGTH.dtype), self.replace(true=true, later=later)
 
 
 def _attend_unrolled(q_BTNH, true, later, step, scale):
@@ -101,7 +103,7 @@ def unroll(
 ) -> jax.Array:
     """Computes the head's states of every pair of a sequence, for K steps.
 
-    Steps 1 to K - 1 are one loop, so compile time does not depend on K.
+    The steps are one loop, so compile time does not depend on K.
 
     Args:
       head: The head.
@@ -126,9 +128,7 @@ def unroll(
 
     padded = shifted(tokens, 0, T + num_steps)
     start = head.join(params, features[:, :T]), UnrolledCache.create(B, T)
-    carry, first = run(start, 0)
     if num_steps == 1:
-        return first[None]
-    carry = carry[0], carry[1].with_steps(num_steps - 1)
-    _, later = jax.lax.scan(run, carry, jnp.arange(1, num_steps))
-    return jnp.concatenate([first[None], later])
+        return run(start, 0)[1][None]
+    (_, cache), _ = jax.eval_shape(lambda: run(start, 0))
+    return jax.lax.scan(run, (start[0], cache.of_steps(num_steps)), jnp.arange(num_steps))[1]
