@@ -32,7 +32,7 @@ def get_config() -> ConfigDict:
     config.drafter = ""  # a custom one: module:make, see docs/write_a_drafter.md
     config.rule = ""  # a custom one: module:NAME, see docs/write_a_rule.md, or a name
     config.dtype = "float32"  # of the weights in memory
-    config.scan_layers = False  # True compiles faster on accelerators, runs slower on a CPU
+    config.scan_layers = placeholder(bool)  # stack the layers; by default on accelerators
     config.mesh = ""  # devices to run on together, such as data:2,tensor:4; empty: one
     config.is_draft_replicated = False  # keep drafts whole on every device of the mesh
     # Questions: humaneval, gsm8k, mtbench, specbench, or a file; "pieces" or "functions" of

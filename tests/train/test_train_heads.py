@@ -239,21 +239,36 @@ def test_rows_of_several_blocks_see_earlier_true_rows_and_their_own_drafts():
     jax.tree.map(close, both(unrolled), both(defined))
 
 
-@pytest.mark.parametrize("name", ["eagle-3, reduced, normed", "mtp"])
-def test_the_size_of_chunks_changes_no_loss_and_no_gradient(name, monkeypatch):
-    head = untrained(name)
-    constants = {n: w for n, w in head.params.items() if n == "d2t"}
-    params = {n: w for n, w in head.params.items() if n != "d2t"}
-    mask = jnp.asarray(np.random.default_rng(4).random((2, W)) < 0.7)
-    batch = view_of(HEADS[name], tokens_of(2, W), mask)
+@pytest.mark.parametrize("rows", [1, 10**6], ids=["two chunks, one padded", "one chunk"])
+def test_a_chains_loss_in_chunks_is_the_weighted_mean_of_all_drafts(rows, monkeypatch):
+    """With its gradients, against a loop over drafts: row t of step j is compared at t + 2 + j."""
+    monkeypatch.setattr(chunks, "_ROWS", rows)
+    steps, B, T, D, V = 3, 2, 21, 4, 5
+    rng = np.random.default_rng(5)
+    states, w = (rng.normal(size=dims).astype(np.float32) for dims in ((steps, B, T, D), (D, V)))
+    mask, tokens = rng.random((B, T + 2)) < 0.7, rng.integers(0, V, (B, T + 2)).astype(np.int32)
+    shares = np.asarray([0.5, 2.0, 1.0], np.float32)
+    batch = Batch(jnp.asarray(tokens), jnp.asarray(mask), jax.random.key(0))
 
-    def gradient(rows):
-        monkeypatch.setattr(chunks, "_ROWS", rows)
-        loss = lambda params: objective(name)({**params, **constants}, batch, TARGET.params)
-        return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    def measure(w, states, true):
+        logits = states @ w
+        labels = jnp.broadcast_to(true[:, None], logits.shape[:-1])
+        return losses.cross_entropy(logits, labels), jnp.argmax(logits, axis=-1)
 
+    def in_chunks(w, states):
+        loss, figures = chunks.chain_loss(measure, w, states, batch, batch.tokens[:, 2:], shares)
+        return 3 * loss, figures["loss_by_step"]
+
+    def defined(w, states):
+        log_p = jax.nn.log_softmax(states @ w)
+        drafts = [np.argwhere(mask[:, 2 + step :]).T for step in range(steps)]
+        chosen = [(*at, tokens[at[0], at[1] + 2 + step]) for step, at in enumerate(drafts)]
+        by_step = jnp.stack([-log_p[step][at].mean() for step, at in enumerate(chosen)])
+        return 3 * (by_step * shares).sum(), by_step
+
+    run = lambda f: jax.jit(jax.value_and_grad(f, argnums=(0, 1), has_aux=True))(w, states)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-    jax.tree.map(close, gradient(1), gradient(10**6))  # three chunks of 16 columns, or one
+    jax.tree.map(close, run(in_chunks), run(defined))
 
 
 def test_the_program_of_a_training_step_grows_neither_with_the_window_nor_with_the_steps():
@@ -268,8 +283,9 @@ def test_the_program_of_a_training_step_grows_neither_with_the_window_nor_with_t
         traced = jax.make_jaxpr(jax.grad(lambda p: loss(p, batch, TARGET.params)[0]))(head.params)
         return str(traced).count(" = ")  # equations, of inner programs too
 
-    assert size(3, 130) == size(3, 4098)
-    assert size(7, 130) < 1.2 * size(3, 130)  # the figures of each step are apart
+    small = size(3, 130)
+    assert small == size(3, 4098)
+    assert size(7, 130) < 1.2 * small  # the figures of each step are apart
 
 
 def test_an_objective_takes_its_own_options_and_keeps_its_constants():
