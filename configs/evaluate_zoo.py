@@ -34,7 +34,7 @@ def get_config() -> ConfigDict:
     config.dtype = "float32"  # of the weights in memory; each cell in each: float32,bfloat16
     # What speed-ups are over: "same", plain decoding in the cell's dtype, or "fastest" of all.
     config.baseline = "same"
-    config.scan_layers = False  # True compiles faster on accelerators, runs slower on a CPU
+    config.scan_layers = placeholder(bool)  # stack the layers; by default on accelerators
     config.mesh = ""  # devices to run on together, such as data:2,tensor:4; empty: one
     config.is_draft_replicated = False  # replicate drafts on the mesh
     # Questions: humaneval, gsm8k, mtbench, specbench, or a file; "pieces" or "functions" of

@@ -7,8 +7,8 @@
     python -m experiments.plan --config.program=train --config.is_fully_sharded \\
         --config.target=llama-3.2-1b --config.draft= --config.length=1024
 
-Cost: 5 to 120 CPU-seconds for each program, more for a training step of an eagle3 head (1B shape:
-not done after 140), and less than 2 GB of memory. With several values, each combination is one
+Cost: 5 to 120 CPU-seconds for each program, up to 190 for a training step of an eagle3 head, and
+about 2 GB of memory. With several values, each combination is one
 program, beside plain decoding's; what a run's folder holds is not compiled again. Expected: a
 table, report.md and plan.png; small batches gain from drafts, large ones lose.
 """
@@ -31,6 +31,8 @@ def get_config() -> ConfigDict:
     config.slots = "2048"  # S, slots of the cache for each row
     config.length = "2048"  # in training, tokens of a window
     config.is_fully_sharded = False  # in training, split weights and moments over data too
+    config.num_steps = 7  # in training a head, K of training-time test
+    config.is_remat = True  # in training a head, compute its activations again, not store them
     config.num_draft = "5"  # K, of chains; ignored with a tree
     config.tree = ""  # children by depth, such as 3,2,1; or a dynamic tree, 59:6:10 (see decode)
     config.dtype = "bfloat16"  # of weights and caches

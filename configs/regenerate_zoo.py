@@ -12,6 +12,7 @@ the last prompt has been taken.
 """
 
 from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
 
 
 def get_config() -> ConfigDict:
@@ -22,7 +23,7 @@ def get_config() -> ConfigDict:
     config.k = 2  # drafted tokens per round, if there is a draft
     config.rule = ""  # a lossless rule; empty: the default of the draft
     config.dtype = "float32"  # of the weights in memory
-    config.scan_layers = False  # True compiles faster on accelerators, runs slower on a CPU
+    config.scan_layers = placeholder(bool)  # stack the layers; by default on accelerators
     config.mesh = ""  # devices to run on together, such as data:2,tensor:4; empty: one
     config.is_draft_replicated = False  # replicate drafts on the mesh
     config.prompts = ""  # a file; empty: pieces of the standard library's training split

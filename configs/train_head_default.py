@@ -23,7 +23,9 @@ def get_config() -> ConfigDict:
     config = ConfigDict()
     config.seed = 0  # of the first weights and of the order of the data
     config.target = "zoo/target"  # or a Hugging Face directory, or a hub id
-    config.dtype = "float32"  # of the computation; trained parameters stay float32
+    # Of the computation; trained parameters stay float32. Empty: float32 on a CPU, else bfloat16.
+    config.dtype = ""
+    config.scan_layers = placeholder(bool)  # stack the target's layers; by default on accelerators
     config.mesh = ""  # devices to train on together, such as data:4,tensor:2; empty: one
     config.is_fully_sharded = False  # split weights and optimizer states over the data axis too
     config.objective = "eagle3"  # eagle1, eagle3 or mtp
@@ -47,7 +49,8 @@ def get_config() -> ConfigDict:
             "noise": 0.0,  # added to the features of eagle1
             "feature_weight": 1.0,  # for eagle1
             "token_weight": 0.1,  # for eagle1
-            "is_remat": False,  # recompute activations in the backward pass instead of storing them
+            # Recompute activations in the backward pass, not store them; default: on accelerators.
+            "is_remat": placeholder(bool),
         }
     )
     config.data = ConfigDict(

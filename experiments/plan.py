@@ -103,6 +103,7 @@ def training_jobs(config: ConfigDict) -> Iterator[tuple[Topology, plan.TrainJob]
     cli.require(config.is_compiled, config, "is_compiled", f"True {what}")
     is_tpu = all(topology.is_tpu for topology in topologies)
     cli.require(is_tpu, config, "topology", f"TPUs {what}")
+    cli.require_positive(config, "num_steps")
     sizes = itertools.product(topologies, numbers(config, "batch"), numbers(config, "length"))
     for topology, batch, length in sizes:
         mesh = config.mesh or f"data:{topology.num_devices}"
@@ -117,6 +118,8 @@ def training_jobs(config: ConfigDict) -> Iterator[tuple[Topology, plan.TrainJob]
                 mesh=mesh,
                 dtype=config.dtype,
                 is_fully_sharded=config.is_fully_sharded,
+                num_steps=config.num_steps,
+                is_remat=config.is_remat,
             ),
         )
 

@@ -70,7 +70,7 @@ def load_model(
     name_or_path: str | pathlib.Path,
     dtype: DTypeLike = "float32",
     *,
-    scan_layers: bool = False,
+    scan_layers: bool | None = None,
     mesh: Mesh | str | None = None,
     axis_rules: AxisRules = SHARDED,
 ) -> LoadedModel:
@@ -82,7 +82,7 @@ def load_model(
         "owner/name" or "owner/name@revision", which is downloaded unless it is in the hub's cache.
       dtype: the dtype of the weights in memory, and of the cache.
       scan_layers: stack the layers, which compiles faster for an accelerator and runs slower on a
-        CPU.
+        CPU. None: stack them on accelerators, where the family can.
       mesh: the devices to place the weights on. Each process reads what its own devices hold, part
         by part, and never has a whole tensor that is split. None: jax's default device.
       axis_rules: which dimensions are split over the mesh.

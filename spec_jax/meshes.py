@@ -113,6 +113,12 @@ def use_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
+def is_accelerated(mesh: Mesh | None) -> bool:
+    """Returns whether a mesh, or without one jax's default device, is not of CPUs."""
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    return platform != "cpu"
+
+
 def mesh_of(tree: Any) -> Mesh | None:
     """Returns the mesh that the arrays of a tree lie on.
 

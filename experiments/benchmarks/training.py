@@ -21,7 +21,7 @@ from spec_jax.drafters.standalone import objective as lm
 from spec_jax.evaluation.timing import Timer, loop_timer, measure_all
 from spec_jax.loading import LoadedModel
 from spec_jax.models.params import num_params
-from spec_jax.train.objective import Batch, target_view
+from spec_jax.train.objective import Batch, with_view
 from spec_jax.train.optimizer import make_optimizer
 from spec_jax.train.step import TrainState, train_step
 
@@ -85,13 +85,9 @@ def eagle3_case(target: LoadedModel, config: ConfigDict) -> TrainingCase:
     objective = EAGLE3.bind(shape, target.model, {"num_steps": K}, constants)
     tokens = _tokens(config.seed, (config.batch, T + 2), target.config.vocab_size)
     mask = jnp.ones(tokens.shape, bool)
-    view = functools.partial(target_view, config=target.config, taps=shape.taps)
-
-    def with_view(params, batch, frozen):
-        return objective(params, batch.replace(view=view(frozen, batch.tokens)), frozen)
-
+    objective = with_view(objective, target.config, shape.taps)
     step = jax.jit(
-        functools.partial(train_step, objective=with_view, optimizer=optimizer), donate_argnums=0
+        functools.partial(train_step, objective=objective, optimizer=optimizer), donate_argnums=0
     )
     batch = Batch(tokens, mask, jax.random.key(0))
     table, count = head_table(shape), config.batch * T

@@ -28,6 +28,7 @@ from spec_jax.evaluation import teacher_forced
 from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.fitting import initializer
 from spec_jax.loading import LoadedHead, LoadedModel, load_draft, load_model
+from spec_jax.meshes import is_accelerated
 from spec_jax.models.params import table_placement
 from spec_jax.models.tensors import on_host
 from spec_jax.sharding import AxisRules, replicate
@@ -190,6 +191,9 @@ def make_head(
         fresh = initializer(kind, objective, shape, target, constants, config.head.is_warm_start)
         init = lambda key, target_params, given: fresh(key, target_params)
 
+    loss = dict(config.loss)
+    if loss["is_remat"] is None:
+        loss["is_remat"] = is_accelerated(placement.mesh)
     bind = lambda options: objective.bind(shape, target.model, options, constants)
     sizes = jax.eval_shape(init, jax.random.key(0), target.params, given)
     num_params = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(sizes))
@@ -199,8 +203,8 @@ def make_head(
         init,
         given,
         constants,
-        bind(config.loss),
-        bind({**config.loss, "noise": 0.0}),
+        bind(loss),
+        bind({**loss, "noise": 0.0}),
         num_params,
     )
     spec.format(target, config)  # what could not be exported is refused before it is trained
@@ -228,7 +232,8 @@ def validate(config: ConfigDict) -> None:
     is_known = config.export_format in ("", *formats)
     check(is_known, "export_format", f"one of {', '.join(formats)}, or ''")
     check(config.export_from in ("best", "last"), "export_from", "best or last")
-    check(config.dtype in ("float32", "bfloat16"), "dtype", "float32 or bfloat16")
+    dtypes = ("", "float32", "bfloat16")
+    check(config.dtype in dtypes, "dtype", "float32, bfloat16, or '' for the device's own")
 
 
 class HeadExperiment(Experiment):
@@ -249,8 +254,13 @@ class HeadExperiment(Experiment):
         self.placement = Placement.of(config.mesh, config.is_fully_sharded)
         self.placement.check_batch("batch", config.batch)
         mesh, axis_rules = self.placement.mesh, self.placement.axis_rules
+        self.dtype = config.dtype or ("bfloat16" if is_accelerated(mesh) else "float32")
         self.target: LoadedModel = load_model(
-            config.target, config.dtype, mesh=mesh, axis_rules=axis_rules
+            config.target,
+            self.dtype,
+            scan_layers=config.scan_layers,
+            mesh=mesh,
+            axis_rules=axis_rules,
         )
         if config.length > self.target.max_length:
             raise ConfigError(
@@ -296,7 +306,7 @@ class HeadExperiment(Experiment):
             train_step,
             objective=self.spec.objective,
             optimizer=self.optimizer,
-            dtype=None if config.dtype == "float32" else config.dtype,
+            dtype=None if self.dtype == "float32" else self.dtype,
         )
         self._make = lambda *args: TrainState.create(self.spec.init(*args), self.optimizer)
         self._where = mesh and self.placement.state_shardings(
@@ -368,7 +378,7 @@ class HeadExperiment(Experiment):
     def evaluate(self, state: TrainState) -> dict:
         """Returns teacher-forced figures on held-out windows, and tau by real decoding."""
         options = self.config.eval
-        params = cast(state.params, self.config.dtype)
+        params = cast(state.params, self.dtype)
         sums: dict[str, Any] = {}
         count = min(options.windows, self._eval_windows)
         size = min(self.config.batch, count)

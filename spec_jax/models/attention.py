@@ -7,6 +7,9 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from spec_jax.sharding import constrain
 
 # ``attend_prefix`` reads one or two eighths of a cache, or all of it: the copy of a longer prefix
 # takes more time than its products save. A cache of fewer slots is always read whole.
@@ -80,12 +83,11 @@ def attend_prefix(
 
 
 def block_size(num_rows: int) -> int:
-    """Returns the block size of ``causal_attention``: a quarter of the rows, between 64 and 256.
+    """Returns the block size of ``causal_attention``: an eighth of the rows, between 64 and 256.
 
-    Every block is compiled separately. Smaller blocks skip more of the masked scores, but more
-    than about four of them cost more seconds of compilation than they save in a step.
+    Smaller blocks compute fewer masked scores and larger ones take fewer steps of the loop.
     """
-    return 64 * min(max(round(num_rows / 256), 1), 4)
+    return 64 * min(max(round(num_rows / 512), 1), 4)
 
 
 def causal_attention(
@@ -98,25 +100,144 @@ def causal_attention(
 ) -> jax.Array:
     """Attends within whole sequences: every token sees itself and the tokens before it.
 
-    Each block of ``block`` queries is scored against the keys up to the block's end. So half of
-    the scores are never computed, and the scores of a block stay in a CPU's caches.
-
     Args:
       q_BTNH: dtype[B,T,N,H], queries.
       k_BGTH: dtype[B,G,T,H], keys.
       v_BGTH: dtype[B,G,T,H], values, of any width.
-      block: number of queries in a block, by default ``block_size``; the last may be shorter.
+      block: see ``causal_parts``.
       scale: multiplies the scores; by default 1/sqrt(H).
 
     Returns:
       dtype[B,T,N*H], where H is the width of the values.
     """
-    T = q_BTNH.shape[1]
+    B, T, N, _ = q_BTNH.shape
+    if T <= (block or block_size(T)):
+        mask = jnp.tril(jnp.ones((1, T, T), bool))
+        return attend(q_BTNH, k_BGTH, v_BGTH, mask, scale=scale)
+    q = grouped(q_BTNH, k_BGTH.shape[1])
+    _, total, out = causal_parts(q, k_BGTH, v_BGTH, block=block, scale=scale)
+    return ungrouped((out / total[..., None]).astype(v_BGTH.dtype))
+
+
+def grouped(q_BTNH: jax.Array, num_groups: int) -> jax.Array:
+    """Returns queries dtype[B,G,R,T,H], the R query heads of a key-value head beside each other."""
+    B, T, N, H = q_BTNH.shape
+    return q_BTNH.reshape(B, T, num_groups, N // num_groups, H).transpose(0, 2, 3, 1, 4)
+
+
+def ungrouped(out_BGRTH: jax.Array) -> jax.Array:
+    """Returns the heads' outputs side by side, dtype[B,T,N*H]."""
+    B, _, _, T, _ = out_BGRTH.shape
+    return out_BGRTH.transpose(0, 3, 1, 2, 4).reshape(B, T, -1)
+
+
+def causal_parts(
+    q_BGRTH: jax.Array,
+    k_BGTH: jax.Array,
+    v_BGTH: jax.Array,
+    *,
+    block: int | None = None,
+    scale: float | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes the sums of causal attention, which can be joined with those of further keys.
+
+    One loop runs over the pairs of a block of queries and a block of keys that it sees, and
+    another one computes the gradient, for which scores are computed again. So the scores of one
+    pair are in memory at a time, and compile time does not depend on the number of tokens.
+
+    Source: FlashAttention, arXiv 2205.14135.
+
+    Args:
+      q_BGRTH: queries, see ``grouped``.
+      k_BGTH: dtype[B,G,T,H], keys.
+      v_BGTH: dtype[B,G,T,H], values, of any width.
+      block: number of tokens in a block, by default ``block_size``.
+      scale: multiplies the scores; by default 1/sqrt(H).
+
+    Returns:
+      ``highest`` f32[B,G,R,T], each query's highest score, without a gradient; the sum
+      f32[B,G,R,T] of exp(score - highest), and that of its products with the values,
+      f32[B,G,R,T,H].
+    """
+    T, H = q_BGRTH.shape[-2:]
     block = block or block_size(T)
-    outs = []
-    for begin in range(0, T, block):
-        end = min(begin + block, T)
-        mask = jnp.arange(end) <= jnp.arange(begin, end)[:, None]
-        k, v = k_BGTH[:, :, :end], v_BGTH[:, :, :end]
-        outs.append(attend(q_BTNH[:, begin:end], k, v, mask[None], scale=scale))
-    return jnp.concatenate(outs, axis=1)
+    split = lambda x: _split(x, block)
+    highest, total, out = _causal_blocks(
+        split(q_BGRTH), split(k_BGTH), split(v_BGTH), H**-0.5 if scale is None else scale
+    )
+    join = lambda x: jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, *x.shape[5:])[:, :, :, :T]
+    return jax.lax.stop_gradient(join(highest)), join(total), join(out)
+
+
+def _split(x, block):
+    """[...,T,H] to [blocks,...,block,H]; the padding is at the end, where no token sees it."""
+    *lead, T, H = x.shape
+    x = jnp.pad(x, [(0, 0)] * len(lead) + [(0, -T % block), (0, 0)])
+    return _shared(jnp.moveaxis(x.reshape(*lead, -1, block, H), -3, 0))
+
+
+def _shared(x):
+    """Splits blocks [blocks,B,G,...] by rows and key-value heads."""
+    return constrain(x, None, "batch", "kv_heads")
+
+
+def _pairs(num_blocks):
+    """The blocks of queries and of keys of every pair, i32[P] twice."""
+    return jax.tree.map(jnp.asarray, np.tril_indices(num_blocks))
+
+
+def _block_scores(q, k, row, column, scale):
+    """f32[B,G,R,M,S] of one pair."""
+    scores = _product("bgrmh,bgsh->bgrms", q[row], k[column]) * scale
+    order = jnp.arange(q.shape[-2])
+    return jnp.where((row > column) | (order <= order[:, None]), scores, -1e30)
+
+
+_product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _causal_blocks(q, k, v, scale):
+    """``causal_parts`` of blocks."""
+    return _causal_forward(q, k, v, scale)[0]
+
+
+def _causal_forward(q, k, v, scale):
+    def add(carry, pair):
+        (highest, total, out), (row, column) = carry, pair
+        scores = _block_scores(q, k, row, column, scale)
+        high = jnp.maximum(highest[row], scores.max(axis=-1))
+        kept, weights = jnp.exp(highest[row] - high), jnp.exp(scores - high[..., None])
+        part = _product("bgrms,bgsh->bgrmh", weights.astype(v.dtype), v[column])
+        total = total.at[row].set(total[row] * kept + weights.sum(axis=-1))
+        out = out.at[row].set(out[row] * kept[..., None] + part)
+        return (highest.at[row].set(high), total, out), None
+
+    zeros = _shared(jnp.zeros(q.shape[:-1], jnp.float32))
+    out = _shared(jnp.zeros((*zeros.shape, v.shape[-1]), jnp.float32))
+    sums, _ = jax.lax.scan(add, (zeros - 1e30, zeros, out), _pairs(len(q)))
+    return sums, (q, k, v, sums[0])
+
+
+def _causal_backward(scale, kept, gradients):
+    q, k, v, highest = kept
+    _, d_total, d_out = gradients
+    d_out = d_out.astype(v.dtype)
+
+    def add(carry, pair):
+        (d_q, d_k, d_v), (row, column) = carry, pair
+        weights = jnp.exp(_block_scores(q, k, row, column, scale) - highest[row][..., None])
+        d_weights = _product("bgrmh,bgsh->bgrms", d_out[row], v[column])
+        d_scores = weights * (d_weights + d_total[row][..., None]) * scale
+        weights, d_scores = weights.astype(v.dtype), d_scores.astype(q.dtype)
+        d_q = d_q.at[row].add(_product("bgrms,bgsh->bgrmh", d_scores, k[column]))
+        d_k = d_k.at[column].add(_product("bgrms,bgrmh->bgsh", d_scores, q[row]))
+        d_v = d_v.at[column].add(_product("bgrms,bgrmh->bgsh", weights, d_out[row]))
+        return (d_q, d_k, d_v), None
+
+    zeros = [_shared(jnp.zeros(x.shape, jnp.float32)) for x in (q, k, v)]
+    sums, _ = jax.lax.scan(add, tuple(zeros), _pairs(len(q)))
+    return tuple(x.astype(of.dtype) for x, of in zip(sums, (q, k, v)))
+
+
+_causal_blocks.defvjp(_causal_forward, _causal_backward)

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 
 from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.meshes import is_accelerated
 from spec_jax.models.checks import integers_of
 from spec_jax.models.families import AnyConfig, family_of, read_config
 from spec_jax.models.files import write_json, write_once
@@ -35,7 +36,7 @@ def load_pretrained(
     directory: str | pathlib.Path,
     dtype: DTypeLike = jnp.float32,
     *,
-    scan_layers: bool = False,
+    scan_layers: bool | None = None,
     mesh: Mesh | None = None,
     axis_rules: AxisRules = SHARDED,
 ) -> tuple[Params, AnyConfig]:
@@ -47,7 +48,8 @@ def load_pretrained(
     Args:
       directory: holds config.json and the weights.
       dtype: of the returned parameters.
-      scan_layers: stack the layers, see ``ModelConfig``.
+      scan_layers: stack the layers, see ``ModelConfig``; None: on accelerators, where the family
+        can.
       mesh: the devices to place the parameters on; None: jax's default device.
       axis_rules: which dimensions are split over the mesh.
 
@@ -63,7 +65,8 @@ def load_pretrained(
     directory = pathlib.Path(directory)
     config = read_config(directory)
     if family_of(config).can_scan:
-        config = dataclasses.replace(config, scan_layers=scan_layers)
+        is_stacked = is_accelerated(mesh) if scan_layers is None else scan_layers
+        config = dataclasses.replace(config, scan_layers=is_stacked)
     elif scan_layers:
         raise ConfigError(f"scan_layers: the layers of {directory} are never stacked")
     with contextlib.ExitStack() as files:

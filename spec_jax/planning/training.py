@@ -17,7 +17,7 @@ from spec_jax.models.families import AnyConfig
 from spec_jax.models.params import init_params
 from spec_jax.planning.programs import Traced, without_weights
 from spec_jax.sharding import named, place
-from spec_jax.train.objective import Batch, target_view
+from spec_jax.train.objective import Batch, with_view
 from spec_jax.train.optimizer import make_optimizer
 from spec_jax.train.placement import Placement
 from spec_jax.train.step import TrainState, train_step
@@ -41,6 +41,8 @@ class TrainJob:
       is_fully_sharded: weights and the optimizer's states are split over the data axis too.
       dtype: in which a head and its target compute; a language model computes in float32.
       optimizer: "adamw" or "muon".
+      num_steps: K of a head's loss; None: the loss's default.
+      is_remat: the backward pass computes a head's activations again instead of storing them.
     """
 
     target: AnyConfig
@@ -52,12 +54,15 @@ class TrainJob:
     is_fully_sharded: bool = False
     dtype: str = "bfloat16"
     optimizer: str = "adamw"
+    num_steps: int | None = None
+    is_remat: bool = True
 
 
 def trace_train(job: TrainJob, mesh: Mesh) -> Traced:
     """Traces one training step, as ``experiments.train_lm`` or ``experiments.train_head`` runs it.
 
-    A head's step is given the target's states, which a program of its own has computed.
+    A head's step is compiled together with the target's pass over its windows, which
+    ``train_head`` runs as a program of its own.
 
     Args:
       job: what is trained.
@@ -87,19 +92,18 @@ def trace_train(job: TrainJob, mesh: Mesh) -> Traced:
         fresh = functools.partial(head.kind.head.init_params, job.head, dtype="float32")
         init = lambda: objective.split(fresh(jax.random.key(0)))[0]
         model = transformer.model(job.target, job.head.taps)
+        steps = {} if job.num_steps is None else {"num_steps": job.num_steps}
+        options = steps | {"is_remat": job.is_remat}
+        loss = objective.bind(job.head, model, options, constants)
         step = functools.partial(
             train_step,
-            objective=objective.bind(job.head, model, {}, constants),
+            objective=with_view(loss, job.target, job.head.taps),
             optimizer=optimizer,
             dtype=None if job.dtype == "float32" else job.dtype,
         )
         frozen = target.params
         is_predicted = jax.ShapeDtypeStruct(windows.shape, jnp.bool_, sharding=rows)
-        read = functools.partial(target_view, config=job.target, taps=job.head.taps)
-        split = lambda x: x.update(sharding=named(("batch",), x.shape, mesh))
-        view = jax.tree.map(split, jax.eval_shape(read, frozen, windows))
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        batch = Batch(windows, is_predicted, key, view)
+        batch = Batch(windows, is_predicted, jax.eval_shape(lambda: jax.random.key(0)))
     make = lambda: TrainState.create(init(), optimizer)
     shardings = where.state_shardings(jax.tree.map(lambda x: x.sharding, trained), make)
     state = place(jax.eval_shape(make), shardings)

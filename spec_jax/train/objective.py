@@ -96,6 +96,27 @@ def target_view(
     return jax.lax.stop_gradient(View(out.features, out.hidden))
 
 
+def with_view(
+    loss: Callable[[Any, Batch, Any], tuple[jax.Array, dict]],
+    config: ModelConfig,
+    taps: tuple[int, ...],
+) -> Callable[[Any, Batch, Any], tuple[jax.Array, dict]]:
+    """Returns a loss that computes the target's states of batches that have none.
+
+    Args:
+      loss: ``(params, batch, target) -> (loss, figures)``, of ``Objective.bind``.
+      config: The target's shape.
+      taps: The states that the loss reads, see ``transformer.forward``.
+    """
+
+    def run(params, batch, target):
+        if batch.view is None:
+            batch = batch.replace(view=target_view(target, batch.tokens, config=config, taps=taps))
+        return loss(params, batch, target)
+
+    return run
+
+
 def weighted_mean(
     values: jax.Array, weights: jax.Array, count: jax.Array | None = None
 ) -> jax.Array:

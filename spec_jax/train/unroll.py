@@ -11,6 +11,7 @@ Source: EAGLE-3, arXiv 2503.01840, section 3.2 and figure 6.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.struct
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.contracts import Head
-from spec_jax.models.attention import block_size
+from spec_jax.models.attention import causal_attention, causal_parts, grouped, ungrouped
 
 
 @flax.struct.dataclass
@@ -29,15 +30,21 @@ class UnrolledCache:
     is at position t + j.
     """
 
-    keys: tuple[jax.Array, ...]  # dtype[B,G,T,H], by step
-    values: tuple[jax.Array, ...]  # dtype[B,G,T,H], by step
     length: jax.Array  # i32[B], zeros: all rows begin at position 0
     slots: int = flax.struct.field(pytree_node=False)
+    true: tuple[jax.Array, ...] = ()  # keys and values of step 0, dtype[B,G,T,H]
+    later: tuple[jax.Array, ...] = ()  # of steps 1.., dtype[K-1,B,G,T,H]
 
     @classmethod
     def create(cls, batch: int, num_rows: int) -> UnrolledCache:
-        """Makes an empty cache for B sequences of T rows."""
-        return cls((), (), jnp.zeros((batch,), jnp.int32), num_rows)
+        """Makes a cache for the only step of B sequences of T rows."""
+        return cls(jnp.zeros((batch,), jnp.int32), num_rows)
+
+    def of_steps(self, num_steps: int) -> UnrolledCache:
+        """Makes a cache for several steps, from one that a step has returned, or its shapes."""
+        empty = lambda *lead: tuple(jnp.zeros((*lead, *x.shape), x.dtype) for x in self.true)
+        cache = UnrolledCache.create(len(self.length), self.slots)
+        return cache.replace(true=empty(), later=empty(num_steps - 1))
 
     def attend(
         self,
@@ -49,35 +56,33 @@ class UnrolledCache:
         scale: float | None = None,
     ) -> tuple[jax.Array, UnrolledCache]:
         """Computes the attention of one step's rows, see ``layers.attend_window``."""
-        del index, window  # there is one layer, and the step says what a row sees
-        keys, values = (*self.keys, k_BGTH), (*self.values, v_BGTH)
-        out = _attend_unrolled(q_BTNH, keys, values, scale)
-        return out, self.replace(keys=keys, values=values)
+        del index  # there is one layer
+        step, new = window.offset, (k_BGTH, v_BGTH)
+        if not self.true:
+            return causal_attention(q_BTNH, *new, scale=scale), self.replace(true=new)
+        true = tuple(jnp.where(step == 0, x, old) for x, old in zip(new, self.true))
+        # At step 0 a place is written that the mask hides until its own step writes it.
+        put = lambda all_, x: all_.at[jnp.maximum(step - 1, 0)].set(x)
+        later = tuple(map(put, self.later, new))
+        out = _attend_unrolled(q_BTNH, true, later, step, scale)
+        return out.astype(v_BGTH.dtype), self.replace(true=true, later=later)
 
 
-def _attend_unrolled(q_BTNH, keys, values, scale):
+def _attend_unrolled(q_BTNH, true, later, step, scale):
     """One softmax over the rows of step 0 up to each row, and its own row of later steps."""
-    B, T, N, H = q_BTNH.shape
-    G = keys[0].shape[1]
-    scale = H**-0.5 if scale is None else scale
-    q = q_BTNH.reshape(B, T, G, N // G, H).transpose(0, 2, 3, 1, 4)  # B G R T H
-    own = [jnp.einsum("bgrth,bgth->bgrt", q, k) for k in keys[1:]]
-    block, outs = block_size(T), []
-    for begin in range(0, T, block):
-        end = min(begin + block, T)
-        rows = slice(begin, end)
-        true = jnp.einsum("bgrmh,bgsh->bgrms", q[..., rows, :], keys[0][:, :, :end])
-        sees = jnp.arange(end) <= jnp.arange(begin, end)[:, None]
-        scores = jnp.where(sees, true.astype(jnp.float32) * scale, -1e30)
-        later = [x[..., rows, None].astype(jnp.float32) * scale for x in own]
-        weights = jax.nn.softmax(jnp.concatenate([scores, *later], axis=-1), axis=-1)
-        weights = weights.astype(values[0].dtype)
-        out = jnp.einsum("bgrms,bgsh->bgrmh", weights[..., :end], values[0][:, :, :end])
-        for i, v in enumerate(values[1:]):
-            out += weights[..., end + i, None] * v[:, :, None, rows]
-        outs.append(out)
-    out = jnp.concatenate(outs, axis=3)
-    return out.transpose(0, 3, 1, 2, 4).reshape(B, T, -1)
+    (k, v), (own_k, own_v) = true, later
+    scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
+    q = grouped(q_BTNH, k.shape[1])
+    highest, total, out = causal_parts(q, k, v, scale=scale)
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    own = product("bgrth,jbgth->jbgrt", q, own_k) * scale
+    is_before = jnp.arange(len(own)) < step
+    own = jnp.where(is_before[:, None, None, None, None], own, -1e30)
+    high = jnp.maximum(highest, jax.lax.stop_gradient(own).max(axis=0))
+    kept, weights = jnp.exp(highest - high), jnp.exp(own - high)
+    total = total * kept + weights.sum(axis=0)
+    out = out * kept[..., None] + product("jbgrt,jbgth->bgrth", weights.astype(v.dtype), own_v)
+    return ungrouped(out / total[..., None])
 
 
 def shifted(x: jax.Array, by: int, num_rows: int) -> jax.Array:
@@ -95,8 +100,10 @@ def unroll(
     num_steps: int,
     *,
     is_remat: bool = False,
-) -> list[jax.Array]:
+) -> jax.Array:
     """Computes the head's states of every pair of a sequence, for K steps.
+
+    The steps are one loop, so compile time does not depend on K.
 
     Args:
       head: The head.
@@ -107,17 +114,21 @@ def unroll(
       is_remat: Whether the backward pass computes each step again instead of storing it.
 
     Returns:
-      K arrays dtype[B,T,D]. Row t of step j (from 0) predicts token t + 2 + j. The last j rows
+      dtype[K,B,T,D]. Row t of step j (from 0) predicts token t + 2 + j. The last j rows
       of step j are meaningless, as the tokens that they join lie outside of the window.
     """
     B, T = tokens.shape[0], tokens.shape[1] - 2
-    feed = jax.checkpoint(head.feed, static_argnums=(4,)) if is_remat else head.feed
-    state = head.join(params, features[:, :T])
-    cache = UnrolledCache.create(B, T)
-    states = []
-    for step in range(num_steps):
-        with jax.named_scope(f"step_{step}"):
-            x, cache = feed(params, state, shifted(tokens, 1 + step, T), cache, step, None)
-            states.append(x)
-            state = head.recycle(params, x)
-    return states
+    feed = jax.checkpoint(head.feed) if is_remat else head.feed
+
+    def run(carry, step):
+        state, cache = carry
+        joined = jax.lax.dynamic_slice_in_dim(padded, 1 + step, T, axis=1)
+        x, cache = feed(params, state, joined, cache, step, None)
+        return (head.recycle(params, x).astype(state.dtype), cache), x
+
+    padded = shifted(tokens, 0, T + num_steps)
+    start = head.join(params, features[:, :T]), UnrolledCache.create(B, T)
+    if num_steps == 1:
+        return run(start, 0)[1][None]
+    (_, cache), _ = jax.eval_shape(lambda: run(start, 0))
+    return jax.lax.scan(run, (start[0], cache.of_steps(num_steps)), jnp.arange(num_steps))[1]

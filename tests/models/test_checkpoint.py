@@ -102,6 +102,13 @@ def test_layers_load_stacked_and_save_the_same_files(llama, tmp_path):
     assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
+def test_layers_are_stacked_on_accelerators_by_default(llama, monkeypatch):
+    assert not load_pretrained(llama)[1].scan_layers
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert load_pretrained(llama)[1].scan_layers
+    assert not load_pretrained(llama, scan_layers=False)[1].scan_layers
+
+
 def test_weights_that_lie_transposed_in_memory_are_saved_as_they_read(tmp_path):
     params = jax.tree.map(lambda x: np.asfortranarray(x), random_weights(QWEN2))
     save_pretrained(tmp_path, params, QWEN2)

@@ -19,10 +19,12 @@ from spec_jax.errors import ConfigError
 from spec_jax.evaluation import teacher_forced
 from spec_jax.loading import LoadedModel, random_head
 from spec_jax.models import transformer
-from spec_jax.train import losses
-from spec_jax.train.objective import Batch, Objective, target_view
+from spec_jax.models.attention import block_size
+from spec_jax.models.layers import Window
+from spec_jax.train import chunks, losses
+from spec_jax.train.objective import Batch, Objective, View, target_view
 from spec_jax.train.step import TrainState, train_step
-from spec_jax.train.unroll import shifted, unroll
+from spec_jax.train.unroll import UnrolledCache, shifted, unroll
 
 K, W = 4, 40
 CONFIG = dataclasses.replace(LLAMA, max_position_embeddings=128)
@@ -198,6 +200,92 @@ def test_a_row_of_the_unrolling_sees_no_later_token():
     touched = np.abs(np.asarray(by_feature)).sum(axis=(1, 3, 4, 6)) > 0
     for step in range(3):
         np.testing.assert_array_equal(touched[step][:, :8], np.tril(np.ones((8, 8), bool)))
+
+
+def test_rows_of_several_blocks_see_earlier_true_rows_and_their_own_drafts():
+    """Values and gradients, against one explicit mask over the keys of all steps."""
+    steps, B, T, G, H = 3, 1, 70, 2, 4
+    assert block_size(T) < T
+    q, k, v, by_out = jax.random.normal(jax.random.key(0), (4, steps, B, T, 2 * G, H))
+    k, v = (x[:, :, :, :G].transpose(0, 1, 3, 2, 4) for x in (k, v))
+    is_causal, is_own = np.tril(np.ones((T, T), bool)), np.eye(T, dtype=bool)
+
+    def unrolled(q, k, v):
+        window = lambda step: Window(None, None, None, None, offset=jnp.asarray(step))
+        attend = lambda cache, step: cache.attend(q[step], k[step], v[step], 0, window(step))
+        alone, cache = attend(UnrolledCache.create(B, T), 0)
+        cache, outs = cache.of_steps(steps), []
+        for step in range(steps):
+            out, cache = attend(cache, step)
+            outs.append(out)
+        return jnp.stack([alone, *outs])
+
+    def defined(q, k, v):
+        outs = []
+        for step in range(steps):
+            keys, values = (jnp.concatenate(x[: step + 1], axis=2).repeat(2, 1) for x in (k, v))
+            scores = jnp.einsum("btnh,bnsh->bnts", q[step], keys) / H**0.5
+            mask = np.concatenate([is_causal, *[is_own] * step], axis=1)
+            weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf))
+            outs.append(jnp.einsum("bnts,bnsh->btnh", weights, values).reshape(B, T, -1))
+        return jnp.stack([outs[0], *outs])  # of a lone step too
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(attend):
+        pull = lambda *x: (attend(*x)[1:] * by_out.reshape(steps, B, T, -1)).sum()
+        return attend(q, k, v), jax.grad(pull, argnums=(0, 1, 2))(q, k, v)
+
+    close = functools.partial(np.testing.assert_allclose, atol=1e-5)
+    jax.tree.map(close, both(unrolled), both(defined))
+
+
+@pytest.mark.parametrize("rows", [1, 10**6], ids=["two chunks, one padded", "one chunk"])
+def test_a_chains_loss_in_chunks_is_the_weighted_mean_of_all_drafts(rows, monkeypatch):
+    """With its gradients, against a loop over drafts: row t of step j is compared at t + 2 + j."""
+    monkeypatch.setattr(chunks, "_ROWS", rows)
+    steps, B, T, D, V = 3, 2, 21, 4, 5
+    rng = np.random.default_rng(5)
+    states, w = (rng.normal(size=dims).astype(np.float32) for dims in ((steps, B, T, D), (D, V)))
+    mask, tokens = rng.random((B, T + 2)) < 0.7, rng.integers(0, V, (B, T + 2)).astype(np.int32)
+    shares = np.asarray([0.5, 2.0, 1.0], np.float32)
+    batch = Batch(jnp.asarray(tokens), jnp.asarray(mask), jax.random.key(0))
+
+    def measure(w, states, true):
+        logits = states @ w
+        labels = jnp.broadcast_to(true[:, None], logits.shape[:-1])
+        return losses.cross_entropy(logits, labels), jnp.argmax(logits, axis=-1)
+
+    def in_chunks(w, states):
+        loss, figures = chunks.chain_loss(measure, w, states, batch, batch.tokens[:, 2:], shares)
+        return 3 * loss, figures["loss_by_step"]
+
+    def defined(w, states):
+        log_p = jax.nn.log_softmax(states @ w)
+        drafts = [np.argwhere(mask[:, 2 + step :]).T for step in range(steps)]
+        chosen = [(*at, tokens[at[0], at[1] + 2 + step]) for step, at in enumerate(drafts)]
+        by_step = jnp.stack([-log_p[step][at].mean() for step, at in enumerate(chosen)])
+        return 3 * (by_step * shares).sum(), by_step
+
+    run = lambda f: jax.jit(jax.value_and_grad(f, argnums=(0, 1), has_aux=True))(w, states)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, run(in_chunks), run(defined))
+
+
+def test_the_program_of_a_training_step_grows_neither_with_the_window_nor_with_the_steps():
+    head = untrained("eagle-3")
+
+    def size(num_steps, width):
+        shape = lambda *dims: jnp.zeros(dims, jnp.float32)
+        view = View(shape(1, width, 3 * CONFIG.hidden_size), shape(1, width, CONFIG.hidden_size))
+        tokens = jnp.zeros((1, width), jnp.int32)
+        batch = Batch(tokens, tokens == 0, jax.random.key(0), view)
+        loss = functools.partial(objective("eagle-3"), num_steps=num_steps)
+        traced = jax.make_jaxpr(jax.grad(lambda p: loss(p, batch, TARGET.params)[0]))(head.params)
+        return str(traced).count(" = ")  # equations, of inner programs too
+
+    small = size(3, 130)
+    assert small == size(3, 4098)
+    assert size(7, 130) < 1.2 * small  # the figures of each step are apart
 
 
 def test_an_objective_takes_its_own_options_and_keeps_its_constants():

@@ -14,7 +14,7 @@ from experiments.training.lm import LmExperiment
 from spec_jax.data import python_source
 from spec_jax.errors import ConfigError
 from spec_jax.models import checkpoint, transformer
-from spec_jax.models.attention import block_size, causal_attention
+from spec_jax.models.attention import block_size, causal_attention, causal_parts, grouped, ungrouped
 from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.train import losses, optimizer
 
@@ -200,15 +200,36 @@ def test_losses_agree_with_their_definitions():
 
 
 def test_blocked_attention_is_attention():
-    keys = jax.random.split(jax.random.key(0), 3)
+    """The sums that it returns, and the gradients of all of them, are those of the definition."""
+    keys = jax.random.split(jax.random.key(0), 5)
     q = jax.random.normal(keys[0], (2, 13, 4, 8))
-    k, v = (jax.random.normal(key, (2, 2, 13, 8)) for key in keys[1:])
-    scores = jnp.einsum("btnh,bnsh->bnts", q, jnp.repeat(k, 2, axis=1)) / 8**0.5
-    weights_ = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((13, 13), bool)), scores, -jnp.inf))
-    expected = jnp.einsum("bnts,bnsh->btnh", weights_, jnp.repeat(v, 2, axis=1)).reshape(2, 13, 32)
+    k, v = (jax.random.normal(key, (2, 2, 13, 8)) for key in keys[1:3])
+    by_total, by_out = (jax.random.normal(key, (2, 2, 2, 13, 1)) for key in keys[3:])
+    mask = jnp.tril(jnp.ones((13, 13), bool))
+
+    def defined(q, k, v):
+        scores = jnp.einsum("btgrh,bgsh->bgrts", q.reshape(2, 13, 2, 2, 8), k) / 8**0.5
+        weights = jnp.where(mask, jnp.exp(scores), 0.0)
+        return weights.sum(-1), jnp.einsum("bgrts,bgsh->bgrth", weights, v)
+
+    def blocked(q, k, v, block):
+        highest, *sums = causal_parts(grouped(q, 2), k, v, block=block)
+        factor = jnp.exp(highest)
+        return factor * sums[0], factor[..., None] * sums[1]
+
+    def loss(sums):
+        return (
+            jnp.log(sums[0])[..., None] * by_total + sums[1] / sums[0][..., None] * by_out
+        ).sum()
+
+    total, out = defined(q, k, v)
+    out = ungrouped(out / total[..., None])
+    gradients = jax.grad(lambda *x: loss(defined(*x)), argnums=(0, 1, 2))(q, k, v)
     for block in (4, 64):
-        np.testing.assert_allclose(causal_attention(q, k, v, block=block), expected, atol=1e-5)
+        np.testing.assert_allclose(causal_attention(q, k, v, block=block), out, atol=1e-5)
+        found = jax.grad(lambda *x: loss(blocked(*x, block)), argnums=(0, 1, 2))(q, k, v)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, gradients)
 
 
-def test_a_long_window_has_no_more_blocks_than_a_short_one():
-    assert [block_size(T) for T in (13, 256, 258, 512, 1022, 4096)] == [64, 64, 64, 128, 256, 256]
+def test_a_block_is_an_eighth_of_the_rows_within_limits():
+    assert [block_size(T) for T in (13, 256, 512, 1024, 2048, 4096)] == [64, 64, 64, 128, 256, 256]

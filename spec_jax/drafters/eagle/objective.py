@@ -14,6 +14,7 @@ from spec_jax.contracts import Model
 from spec_jax.drafters.eagle import model as eagle
 from spec_jax.drafters.eagle.model import EagleConfig, eagle_head
 from spec_jax.models.layers import constrain_logits
+from spec_jax.train.chunks import chain_loss
 from spec_jax.train.losses import make_divergence, soft_cross_entropy
 from spec_jax.train.objective import Batch, Objective, chain_figures, weighted_mean
 from spec_jax.train.unroll import shifted, unroll
@@ -108,32 +109,25 @@ def eagle3_loss(
     Returns:
       The loss, and f32[K] ``loss_by_step`` in nats, ``reached`` and ``hits``.
     """
-    B, W = batch.tokens.shape
-    T = W - 2
+    T = batch.tokens.shape[1] - 2
     params = {"head": head, "target": target}
     run, features = eagle_head(config, model), batch.view.features
     states = unroll(run, params, features, batch.tokens, num_steps, is_remat=is_remat)
-    p = model.unembed(target, batch.view.hidden[:, 1:])
-    is_known, ids = jnp.ones((B, W - 1), bool), eagle.draft_ids(head)
-    if ids is not None:
-        is_drafted = jnp.zeros((model.vocab_size,), bool).at[ids].set(True)
-        is_known, p = is_drafted[jnp.argmax(p, axis=-1)], constrain_logits(p[..., ids])
-    measure = make_divergence(divergence)
-    score = lambda x: eagle.score(params, x, config, model)
-    score = jax.checkpoint(score) if is_remat else score
-    losses, drafts, weights = [], [], []
-    for step, x in enumerate(states):
-        q = score(x)
-        counts = shifted(batch.mask, 2 + step, T)
-        weight = counts & shifted(is_known, step, T)
-        loss = measure(shifted(p, step, T), q)
-        losses.append(weighted_mean(loss, weight, counts.sum()))
+    ids, compare = eagle.draft_ids(head), make_divergence(divergence)
+    is_drafted = ids if ids is None else jnp.zeros((model.vocab_size,), bool).at[ids].set(True)
+
+    def measure(scored, states, hidden):
+        q = eagle.score({"head": head | scored}, states, config, model)
+        p = model.unembed(target, hidden)[:, None]
         draft = jnp.argmax(q, axis=-1)
-        drafts.append(draft if ids is None else ids[draft])
-        weights.append(counts)
-    losses = jnp.stack(losses)
-    figures = {"loss_by_step": losses} | chain_figures(drafts, batch, weights)
-    return jnp.sum(losses * decay ** jnp.arange(num_steps)), figures
+        if ids is None:
+            return compare(p, q), draft
+        is_known, p = is_drafted[jnp.argmax(p, axis=-1)], constrain_logits(p[..., ids])
+        return jnp.where(is_known, compare(p, q), 0.0), ids[draft]
+
+    scored = {name: head[name] for name in ("norm", "head")}
+    hidden = batch.view.hidden[:, 1 : 1 + T]
+    return chain_loss(measure, scored, states, batch, hidden, decay ** jnp.arange(num_steps))
 
 
 EAGLE1 = Objective("eagle1", eagle1_loss)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -9,8 +11,9 @@ from spec_jax.contracts import Model
 from spec_jax.drafters.mtp import model as mtp
 from spec_jax.drafters.mtp.model import MtpConfig, mtp_head
 from spec_jax.errors import ConfigError
+from spec_jax.train.chunks import chain_loss
 from spec_jax.train.losses import cross_entropy, soft_cross_entropy
-from spec_jax.train.objective import Batch, Objective, chain_figures, weighted_mean
+from spec_jax.train.objective import Batch, Objective
 from spec_jax.train.unroll import shifted, unroll
 
 LABELS = ("text", "target")
@@ -60,29 +63,30 @@ def mtp_loss(
     T = batch.tokens.shape[1] - 2
     params = {"head": head, "target": target}
     if config.protocol == "recycled":
-        modules = [0] * num_steps
         run, features = mtp_head(config, model), batch.view.features
         states = unroll(run, params, features, batch.tokens, num_steps, is_remat=is_remat)
     else:
-        modules = list(range(config.num_modules))
-        states = _sequential_states(params, batch, config)
-    p = model.unembed(target, batch.view.hidden[:, 1:]) if labels == "target" else None
-    losses, drafts, weights = [], [], []
-    for step, (module, x) in enumerate(zip(modules, states)):
-        q = mtp.unembed(params, x, config=config, target=model, index=module)
-        weight = shifted(batch.mask, 2 + step, T)
-        if p is None:
-            loss = cross_entropy(q, shifted(batch.tokens, 2 + step, T))
+        states = jnp.stack(_sequential_states(params, batch, config))
+    is_soft, K = labels == "target", len(states)
+    names = ("norm", "head") if config.has_own_head else ("norm",)
+    scored = {index: {name: head[index][name] for name in names} for index in head}
+
+    def measure(scored, states, true):
+        params = {"head": {index: head[index] | scored[index] for index in head}, "target": target}
+        score = functools.partial(mtp.unembed, params, config=config, target=model)
+        if config.protocol == "recycled":
+            q = score(states)
         else:
-            loss = soft_cross_entropy(shifted(p, step, T), q)
-        losses.append(weighted_mean(loss, weight))
-        drafts.append(jnp.argmax(q, axis=-1))
-        weights.append(weight)
-    losses = jnp.stack(losses)
+            q = jnp.stack([score(states[:, i], index=i) for i in range(K)], axis=1)
+        draft = jnp.argmax(q, axis=-1)
+        if is_soft:
+            return soft_cross_entropy(model.unembed(target, true)[:, None], q), draft
+        return cross_entropy(q, jnp.broadcast_to(true[:, None], draft.shape)), draft
+
+    true = batch.view.hidden[:, 1 : 1 + T] if is_soft else batch.tokens[:, 2:]
     usual = 0.6 if config.protocol == "recycled" else 1.0
-    share = (usual if decay is None else decay) ** jnp.arange(len(modules))
-    figures = {"loss_by_step": losses} | chain_figures(drafts, batch, weights)
-    return jnp.sum(losses * share / share.sum()), figures
+    share = (usual if decay is None else decay) ** jnp.arange(K)
+    return chain_loss(measure, scored, states, batch, true, share / share.sum())
 
 
 MTP = Objective("mtp", mtp_loss)

@@ -1,0 +1,116 @@
+"""The loss of a chain of drafts, a chunk of its columns at a time.
+
+The gradient of a loss with respect to logits is as large as the logits, and can be computed as
+soon as they are. So each chunk's gradient follows its loss at once, and neither logits nor
+probabilities outlive their chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax.sharding import ambient, constrain, copies_of_rows
+from spec_jax.train.objective import Batch, chain_figures
+from spec_jax.train.unroll import shifted
+
+_ROWS = 2048  # of logits in a chunk, about, on each device
+
+
+def chain_loss(
+    measure: Callable[[Any, jax.Array, Any], tuple[jax.Array, jax.Array]],
+    params: Any,
+    states: jax.Array,
+    batch: Batch,
+    true: Any,
+    shares: jax.Array,
+) -> tuple[jax.Array, dict]:
+    """Computes the weighted sum over K steps of the mean loss of the tokens that count.
+
+    Column s of every step, of which a chunk has C, is the draft in the place of token s + 2.
+
+    Args:
+      measure: ``(params, states dtype[B,K,C,D], true) -> (losses f32[B,K,C], drafts i32[B,K,C])``
+        of a chunk of columns.
+      params: arrays that the losses are differentiated by.
+      states: dtype[K,B,T,D] of ``unroll``, likewise.
+      batch: the windows.
+      true: arrays dtype[B,T,...] that column s is compared with; they have no gradient.
+      shares: f32[K], what the steps' means are multiplied by.
+
+    Returns:
+      The loss; f32[K] ``loss_by_step``, ``reached`` and ``hits``.
+    """
+    K, B, T, _ = states.shape
+    counts = shifted(batch.mask, 2, T)[:, None] & (jnp.arange(T) >= jnp.arange(K)[:, None])
+    total = jnp.maximum(counts.sum(axis=(0, 2)), 1)
+    late = lambda x, step: jnp.pad(x, [(0, 0), (step, 0), (0, 0)])[:, :T]
+    states = jnp.stack([late(x, step) for step, x in enumerate(states)], axis=1)
+
+    def chunk(params, states, rest):
+        counts, true = rest
+        losses, drafts = measure(params, states, true)
+        means = jnp.where(counts, losses, 0.0).sum(axis=(0, 2)) / total
+        return jnp.sum(means * shares), (means, drafts)
+
+    over = 1 if ambient() is None else ambient().size // copies_of_rows(B)
+    size = min(max(_ROWS * over // (B * K) // 16 * 16, 16), T)
+    cut = lambda x, axis: _chunks(x, axis, size)
+    rest = cut(counts, 2), jax.tree.map(lambda x: cut(x, 1), true)
+    loss, means, drafts = _sum_chunks(chunk, params, cut(states, 2), rest)
+    drafts = jnp.moveaxis(drafts, 0, 2).reshape(B, K, -1)
+    row = lambda x, step: shifted(x[:, step], step, T)
+    drafts, weights = ([row(x, step) for step in range(K)] for x in (drafts, counts))
+    return loss, {"loss_by_step": means} | chain_figures(drafts, batch, weights)
+
+
+def _chunks(x, axis, size):
+    """Cuts an axis into [chunks,...,size,...]; the last chunk is padded with zeros."""
+    x = jnp.pad(x, [(0, -n % size if i == axis else 0) for i, n in enumerate(x.shape)])
+    x = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+    return constrain(jnp.moveaxis(x, axis, 0), None, "batch")
+
+
+def _sum_chunks(chunk, params, states, rest):
+    """The chunks' sums of loss and means, and their drafts one after the other."""
+
+    def run(function, params, states, rest, *zeros):
+        def add(sums, inputs):
+            added, kept = function(params, *inputs)
+            return jax.tree.map(jnp.add, sums, added), kept
+
+        means = jax.eval_shape(chunk, params, *jax.tree.map(lambda x: x[0], (states, rest)))[1][0]
+        zeros = (jnp.zeros(()), jnp.zeros(means.shape), *zeros)
+        return jax.lax.scan(add, zeros, (states, rest))
+
+    def plain(params, states, rest):
+        loss, (means, drafts) = chunk(params, states, rest)
+        return (loss, means), drafts
+
+    def with_gradient(params, states, rest):
+        graded = jax.value_and_grad(chunk, argnums=(0, 1), has_aux=True)
+        (loss, (means, drafts)), (d_params, d_states) = graded(params, states, rest)
+        return (loss, means, d_params), (drafts, d_states)
+
+    @jax.custom_vjp
+    def summed(params, states, rest):
+        sums, drafts = run(plain, params, states, rest)
+        return *sums, drafts
+
+    def forward(params, states, rest):
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+        (loss, means, d_params), (drafts, d_states) = run(
+            with_gradient, params, states, rest, zeros
+        )
+        d_params = jax.tree.map(lambda x, of: x.astype(of.dtype), d_params, params)
+        return (loss, means, drafts), (d_params, d_states)
+
+    def backward(gradients, d_outputs):
+        scaled = lambda x: (x * d_outputs[0]).astype(x.dtype)
+        return *jax.tree.map(scaled, gradients), None
+
+    summed.defvjp(forward, backward)
+    return summed(params, states, rest)
