@@ -7,7 +7,7 @@
     python -m experiments.plan --config.program=train --config.is_fully_sharded \\
         --config.target=llama-3.2-1b --config.draft= --config.length=1024
 
-Cost: 5 to 120 CPU-seconds for each program, up to 190 for a training step of an eagle3 head, and
+Cost: 5 to 120 CPU-seconds for each program, 150 for a training step of an eagle3 head, and
 about 2 GB of memory. With several values, each combination is one
 program, beside plain decoding's; what a run's folder holds is not compiled again. Expected: a
 table, report.md and plan.png; small batches gain from drafts, large ones lose.
