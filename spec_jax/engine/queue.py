@@ -259,7 +259,10 @@ class DecodeQueue:
 
     def _insert(self, state, taken: dict[int, _Request]) -> decoding.DecodeState:
         """Prefills the new prompts of rows together, and puts them in their places."""
-        for rows in self._together(taken):
+        groups = self._together(taken)
+        if len(groups) == 1 and len(taken) == len(state.limit):  # all rows are new
+            return self._start([taken[row] for row in sorted(taken)])
+        for rows in groups:
             requests = [taken[row] for row in rows]
             # A few numbers of rows compile; what fills up is never read.
             more = _round_up(len(rows), self._batch, self._engine.mesh) - len(rows)
