@@ -5,13 +5,14 @@
     python -m experiments.plan --config.draft=eagle3 --config.tree=3,2,1
     python -m experiments.plan --config.acceptance=runs/decode/TIME/report.json:2
     python -m experiments.plan --config.program=train --config.is_fully_sharded --config.length=1024
+    python -m experiments.plan --config.program=prefill --config.slots=32768 --config.batch=1
 
-The library's own program, of decoding or of a training step, is compiled ahead of time for the
-devices, without them and without weights: its memory, collectives, cache copies and HBM bytes are
-counted from the compiled text. Speeds are predicted from the chip's published peaks and from an
-acceptance that is given, or read from a report that has measured it; so they are floors of time,
-not measurements. A run leaves config.json, environment.json, report.json, report.md
-and plan.png; one that was stopped continues with the same --workdir.
+The library's own program, of decoding, prefill or a training step, is compiled ahead of time for
+the devices, without them and without weights: its memory, collectives, cache copies and HBM bytes
+are counted from the compiled text. Speeds are predicted from the chip's published peaks and from
+an acceptance that is given, or read from a report that has measured it; so they are floors of
+time, not measurements. A run leaves config.json, environment.json, report.json, report.md and
+plan.png; one that was stopped continues with the same --workdir.
 """
 
 from __future__ import annotations
@@ -124,6 +125,38 @@ def training_jobs(config: ConfigDict) -> Iterator[tuple[Topology, plan.TrainJob]
         )
 
 
+def prefill_jobs(config: ConfigDict) -> Iterator[tuple[Topology, plan.PrefillJob]]:
+    """Yields every combination of prompts to plan; each is as long as the cache has slots."""
+    target = find_config(config.target)
+    draft = find_draft(config.draft, target, config.draft_vocab_size)
+    is_head = draft is not None and kind_of_draft(draft).head is not None
+    topologies = [Topology.parse(name) for name in config.topology.split(",")]
+    what = "for prefill, which is planned by compiling for TPUs alone"
+    cli.require(config.is_compiled, config, "is_compiled", f"True {what}")
+    is_tpu = all(topology.is_tpu for topology in topologies)
+    cli.require(is_tpu, config, "topology", f"TPUs {what}")
+    chunks = numbers(config, "prefill_chunk")
+    sizes = (numbers(config, "batch"), numbers(config, "slots"), chunks)
+    for topology, batch, slots, chunk in itertools.product(topologies, *sizes):
+        cli.require(chunk <= slots, config, "prefill_chunk", f"at most the {slots} slots")
+        mesh = config.mesh or f"data:1,tensor:{topology.num_devices}"
+        check_devices(topology, mesh)
+        yield (
+            topology,
+            plan.PrefillJob(
+                target=target,
+                draft=draft if is_head else None,
+                num_draft=1 if is_head else 0,
+                batch=batch,
+                slots=slots,
+                mesh=mesh,
+                dtype=config.dtype,
+                is_draft_replicated=config.is_draft_replicated and is_head,
+                prefill_chunk=chunk,
+            ),
+        )
+
+
 def jobs(config: ConfigDict, acceptance: Acceptance) -> Iterator[tuple[Topology, plan.Job]]:
     """Yields every combination to plan, plain decoding before its drafts."""
     not_sharded = "False to decode: weights are split over the axis tensor alone"
@@ -192,10 +225,14 @@ def run(config: ConfigDict, workdir: str | None = None) -> dict:
     """
     cli.check_keys(config, default.get_config())
     acceptance = Acceptance.of(str(config.acceptance))
-    is_known = config.program in ("decode", "train")
-    cli.require(is_known, config, "program", "decode or train")
-    is_training = config.program == "train"
-    todo = list(training_jobs(config) if is_training else jobs(config, acceptance))
+    programs = {
+        "decode": functools.partial(jobs, acceptance=acceptance),
+        "prefill": prefill_jobs,
+        "train": training_jobs,
+    }
+    cli.require(config.program in programs, config, "program", "decode, prefill or train")
+    todo = list(programs[config.program](config))
+    is_decoding = config.program == "decode"
     if config.is_compiled:
         check_libtpu([topology for topology, _ in todo])
     folder = cli.make_workdir("plan", workdir)
@@ -205,9 +242,12 @@ def run(config: ConfigDict, workdir: str | None = None) -> dict:
     with Progress(len(todo), "planning") as bar:
         for topology, job in todo:
             bar.now(plan_cells.label(topology, job))
-            cell = plan_cells.plan_cell(
-                folder / "cells", topology, job, config, describe if config.is_compiled else None
-            )
+            find = functools.partial(plan_cells.plan_cell, folder / "cells", topology)
+            options = config, describe if config.is_compiled else None
+            cell = find(job, *options)
+            if is_decoding and cell["compiled"]:
+                filling = plan.PrefillJob.before(job)
+                cell = plan_cells.with_prefill(topology, cell, find(filling, *options))
             cells.append(cell | plan_cells.predict(topology, job, cell, acceptance))
             bar.step(plan_report.line(cells[-1]))
             jax.clear_caches()
@@ -220,9 +260,9 @@ def run(config: ConfigDict, workdir: str | None = None) -> dict:
     text = report.document("Plan", result, plan_report.text(result, is_markdown=True))
     report.finish(folder, result, text)
     print(plan_report.text(result))
-    if not is_training:
+    if is_decoding:
         plan_report.plot(folder / "plan.png", cells)
-    print(f"{folder / 'report.md'}{'' if is_training else ' and plan.png'} written")
+    print(f"{folder / 'report.md'}{' and plan.png' if is_decoding else ''} written")
     return result
 
 

@@ -279,7 +279,7 @@ class Drafter(NamedTuple):
       init: ``(params, batch, slots) -> state``.
       prefill: ``(params, state, tokens i32[B,T], lengths i32[B], pending i32[B], features) ->
         state``. ``pending`` is the first token of each row, not fed yet, and ``features[:, t]``
-        belongs to ``tokens[:, t]``.
+        belongs to ``tokens[:, t]``. See ``has_chunks``.
       propose: ``(params, state, context, num_draft) -> (Proposal, state)``.
       commit: ``(params, state, tokens i32[B,P], n i32[B], features, path) -> state``, called after
         the target has been fed the pending token and the accepted drafts, ``n`` tokens in all.
@@ -306,6 +306,9 @@ class Drafter(NamedTuple):
       find_error: ``(prefix, num_ahead) -> Exception | None``, called on the host for a row with an
         invalid proposal: what the drafter's Python function raised after this prefix (prompt and
         output, ids), or after one with up to ``num_ahead`` drafts more. None if it calls none.
+      has_chunks: of prompts that are longer than ``System.prefill_chunk``, ``prefill`` takes this
+        number as its last argument, and feeds them in chunks of so many tokens (see
+        ``models.chunks.over_chunks``).
     """
 
     name: str
@@ -325,6 +328,7 @@ class Drafter(NamedTuple):
     has_memory: bool = False
     num_updates: Callable[[Any, Any], jax.Array] | None = None
     find_error: Callable[[tuple[int, ...], int], Exception | None] | None = None
+    has_chunks: bool = False
 
     def __repr__(self) -> str:
         drafts = "sampled" if self.is_sampled else "deterministic"

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -305,6 +306,28 @@ def place_state(state: Any, mesh: Mesh) -> Any:
     """Copies a state that lies elsewhere to a mesh, split as ``constrain_state`` does."""
     put = lambda x, axes: jax.device_put(x, named(axes, x.shape, mesh))
     return jax.tree.map(put, state, state_axes(state))
+
+
+def take_rows(state: Any, rows: jax.Array) -> Any:
+    """Returns a state of the rows i32[P] of a state, in their order.
+
+    Nodes with a method ``take_rows`` give theirs. Every other array has the batch first.
+    """
+    has_own = lambda node: hasattr(node, "take_rows")
+    take = lambda node: node.take_rows(rows) if has_own(node) else take_of_array(node, rows)
+    return jax.tree.map(take, state, is_leaf=has_own)
+
+
+def take_of_array(x: jax.Array, rows: jax.Array, axis: int = 0) -> jax.Array:
+    """Returns the rows i32[P] of an array whose rows are an axis of it."""
+    if ambient() is None or len(rows) > 1:
+        return jnp.take(x, rows, axis=axis, mode="clip")
+    # Each device looks among its own rows: a gather of one would collect all of them first.
+    index = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
+    own = jnp.where(index == rows[0], x, jnp.zeros((), x.dtype))
+    return (
+        own.any(axis, keepdims=True) if x.dtype == bool else own.sum(axis, x.dtype, keepdims=True)
+    )
 
 
 def replicate(tree: Any) -> Any:

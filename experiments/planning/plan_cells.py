@@ -24,13 +24,15 @@ from spec_jax.meshes import make_mesh
 from spec_jax.planning import roofline
 from spec_jax.planning.chips import Topology
 
-_VERSION = 3  # of what a cell holds
+_VERSION = 4  # of what a cell holds
 
 
 def label(topology: Topology, job: plan.Job | plan.TrainJob) -> str:
     """Returns a name for messages."""
     if isinstance(job, plan.TrainJob):
         return f"{topology.name} {job.mesh} B={job.batch} S={job.length} training"
+    if isinstance(job, plan.PrefillJob):
+        return f"{topology.name} {job.mesh} B={job.batch} S={job.slots} prefill"
     tree = f" tree {tree_name(job)}" if job.tree else ""
     drafts = f" {job.method} K={job.num_draft}{tree}" if job.method else " plain"
     return f"{topology.name} {job.mesh} B={job.batch} S={job.slots}{drafts}"
@@ -108,11 +110,10 @@ def plan_cell(
     path = folder / f"{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]}.json"
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))
-    is_training = isinstance(job, plan.TrainJob)
-    cell = (_training_cell if is_training else _decoding_cell)(topology, job, config)
+    make, trace = next(found for kind, *found in _PROGRAMS if isinstance(job, kind))
+    cell = make(topology, job, config)
     if known["is_compiled"]:
         mesh = make_mesh(job.mesh, devices_of(topology))
-        trace = plan.trace_train if is_training else plan.trace_decode
         compiled = plan.compile_and_count(lambda: trace(job, mesh))
         lacks = compiled.shortfall(topology.chip)
         cell["compiled"] = dataclasses.asdict(compiled) | {"shortfall": lacks}
@@ -122,14 +123,26 @@ def plan_cell(
 
 
 def _training_cell(topology: Topology, job: plan.TrainJob, config: ConfigDict) -> dict:
-    """Of a training step no floor is modelled."""
+    draft = "" if job.head is None else config.draft
+    return _cell_without_floor("train", topology, job, draft, job.length, config)
+
+
+def _prefill_cell(topology: Topology, job: plan.PrefillJob, config: ConfigDict) -> dict:
+    draft = "" if job.method is None else config.draft
+    return _cell_without_floor("prefill", topology, job, draft, job.slots, config)
+
+
+def _cell_without_floor(
+    program: str, topology: Topology, job: Any, draft: str, length: int, config: ConfigDict
+) -> dict:
     return {
+        "program": program,
         "target": config.target,
-        "draft": "" if job.head is None else config.draft,
+        "draft": draft,
         "topology": topology.name,
         "mesh": job.mesh,
         "batch": job.batch,
-        "slots": job.length,
+        "slots": length,
         "k": 0,
         "tree": "",
         "hbm_per_device": topology.chip.per_device.hbm_bytes,
@@ -144,6 +157,7 @@ def _decoding_cell(topology: Topology, job: plan.Job, config: ConfigDict) -> dic
     static = roofline.memory(job.target, job.draft if job.num_draft else None, job.setting)
     chip = topology.chip
     return {
+        "program": "decode",
         "target": config.target,
         "draft": config.draft if job.num_draft else "",
         "topology": topology.name,
@@ -166,6 +180,40 @@ def _decoding_cell(topology: Topology, job: plan.Job, config: ConfigDict) -> dic
     }
 
 
+_PROGRAMS = (  # of jobs, the first kind that fits
+    (plan.TrainJob, _training_cell, plan.trace_train),
+    (plan.PrefillJob, _prefill_cell, plan.trace_prefill),
+    (plan.Job, _decoding_cell, plan.trace_decode),
+)
+
+
+def with_prefill(topology: Topology, cell: dict, prefill: dict) -> dict:
+    """Returns the cell of a decode program with what prefill of free rows needs beside its state.
+
+    Args:
+      topology: The chips.
+      cell: Of the decode program, compiled.
+      prefill: The cell of ``PrefillJob.before`` it.
+
+    Returns:
+      The cell with ``prefill``: rows that are fed, and of a device the program's temporaries, the
+      total while it runs, and the shortfall, in bytes.
+    """
+    decode, own = cell["compiled"]["needs"], prefill["compiled"]["needs"]
+    total = own["total"]
+    if not prefill["compiled"]["refusal"]:  # the batch and its draft lie there meanwhile
+        total += decode["arguments"] - own["arguments"]
+    lacks = max(0, int(total - topology.chip.per_device.hbm_bytes))
+    return cell | {
+        "prefill": {
+            "rows": prefill["batch"],
+            "temporaries": own["temporaries"],
+            "total": total,
+            "shortfall": lacks,
+        }
+    }
+
+
 def predict(
     topology: Topology, job: plan.Job | plan.TrainJob, cell: dict, acceptance: Acceptance
 ) -> dict:
@@ -173,7 +221,7 @@ def predict(
 
     The floor is the analytic one, or what the compiled program's HBM bytes need if that is more.
     Rates of a chain say nothing about a tree, whose tokens and speed are then None. Of a
-    training step nothing is predicted.
+    training step and of prefill nothing is predicted.
 
     Args:
       topology: The chips.
@@ -182,8 +230,9 @@ def predict(
       acceptance: Of a chain, or of the tree.
     """
     shortfall = (cell["compiled"] or cell["analytic"])["shortfall"]
+    shortfall = max(shortfall, cell.get("prefill", {}).get("shortfall", 0))
     fit = {"fits": shortfall == 0, "shortfall": shortfall}
-    if isinstance(job, plan.TrainJob):
+    if isinstance(job, plan.TrainJob | plan.PrefillJob):
         return {"floor_s": None, "tokens": None, "tok_s": None} | fit
     counted = (cell["compiled"] or {}).get("counted")
     memory_s = counted["hbm_bytes"] / topology.chip.per_device.hbm_bytes_s if counted else 0.0

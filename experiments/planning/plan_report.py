@@ -62,7 +62,8 @@ def best(cells: Sequence[dict]) -> list[dict]:
 
 
 def _name(cell: dict) -> str:
-    what = f"K={cell['k']}" if cell["k"] else "plain" if cell["analytic"] else "training"
+    plain = {"decode": "plain", "train": "training"}
+    what = f"K={cell['k']}" if cell["k"] else plain.get(cell["program"], cell["program"])
     what += f" tree {cell['tree']}" if cell["tree"] else ""
     return f"{cell['topology']} {cell['mesh']} B={cell['batch']} S={cell['slots']} {what}"
 
@@ -72,6 +73,14 @@ def _by_kind(cell: dict) -> str:
     return (
         ", ".join(f"{n} {kind} of {size / 1e6:,.1f} MB" for kind, (n, size) in kinds)
         or "no collectives"
+    )
+
+
+def _prefill(needs: dict) -> str:
+    rows = f"{needs['rows']} prompt" + "s" * (needs["rows"] > 1)
+    return (
+        f"prefill of {rows} takes {needs['temporaries'] / 1e9:.2f} GB of temporaries, "
+        f"{needs['total'] / 1e9:.2f} GB with all else"
     )
 
 
@@ -91,6 +100,7 @@ def _row(cell: dict, cells: Sequence[dict]) -> list[str]:
     counted = compiled and compiled["counted"]
     needs = compiled["needs"] if compiled else None
     total = needs["total"] if needs else analytic["params"] + analytic["cache"]
+    total = max(total, cell.get("prefill", {}).get("total", 0))
     row += [gb(total), gb(analytic["cache"]) if analytic else "-"]
     row.append(gb(needs["temporaries"]) if counted else "-")
     if counted:
@@ -116,7 +126,7 @@ def text(result: dict, is_markdown: bool = False) -> str:
     """Returns the table, the best K of every place, and what the figures are."""
     cells, config = result["cells"], result["config"]
     rows = [_row(cell, cells) for cell in cells]
-    is_training = config["program"] == "train"
+    is_training, is_prefill = (config["program"] == name for name in ("train", "prefill"))
     about = [
         f"{config['target']}, draft {config['draft'] or 'none'}, {config['dtype']}, acceptance "
         f"{result['acceptance']['source']}",
@@ -127,6 +137,11 @@ def text(result: dict, is_markdown: bool = False) -> str:
         what = f"the {head} head of {config['target']}" if head else config["target"]
         how = ", fully sharded" if config["is_fully_sharded"] else ""
         about = [f"One training step of {what}{how}", ""]
+    if is_prefill:
+        about = [
+            f"Prefill of {config['target']}, in chunks of {config['prefill_chunk']} tokens",
+            "",
+        ]
     lines = [
         *about,
         table(_HEADER, rows, numbers=_HEADER[2:5] + _HEADER[6:], is_markdown=is_markdown),
@@ -134,6 +149,9 @@ def text(result: dict, is_markdown: bool = False) -> str:
     ]
     counted = [cell for cell in cells if cell["compiled"] and cell["compiled"]["counted"]]
     lines += [f"{_name(cell)}: {_by_kind(cell)}" for cell in counted] + [""] * bool(counted)
+    filled = [cell for cell in cells if "prefill" in cell]
+    lines += [f"{_name(cell)}: {_prefill(cell['prefill'])}" for cell in filled]
+    lines += [""] * bool(filled)
     for one in result["best"]:
         where = f"{one['topology']} {one['mesh']} B={one['batch']} S={one['slots']}"
         if one["k"] is None:
@@ -156,11 +174,17 @@ def text(result: dict, is_markdown: bool = False) -> str:
             "Bytes are of one device, collectives and HBM bytes of one step. S is the length of a "
             "window. No floor of a step's time is modelled."
         )
+    elif is_prefill:
+        lines.append(
+            "Bytes are of one device, collectives and HBM bytes of one chunk of the prompts. S is "
+            "the length of a prompt and of its cache. No floor of the time is modelled."
+        )
     else:
         lines += [
             "",
             "Bytes are of one device, collectives and HBM bytes of one round. Times are floors "
-            "at the chip's published peaks: no measurement, and no program reaches them.",
+            "at the chip's published peaks: no measurement, and no program reaches them. GB is the "
+            "larger of decoding and of prefill beside it, where that was compiled.",
         ]
     peak = result["peak_memory_bytes"]
     said = (

@@ -39,6 +39,7 @@ def call_prefill(
     pending: jax.Array,
     features: jax.Array | None,
     slots: int,
+    chunk: int | None = None,
 ) -> Any:
     """Calls ``Drafter.init`` and ``Drafter.prefill``.
 
@@ -50,16 +51,20 @@ def call_prefill(
       pending: i32[B], the first token of each row, not fed yet.
       features: the target's states of the prompts, or None.
       slots: of the state.
+      chunk: tokens of a row that a pass over the prompts has at most, see ``Drafter.has_chunks``;
+        None: any number.
 
     Returns:
       The drafter's state after the prompts.
     """
-    batch = tokens.shape[0]
+    batch, T = tokens.shape
+    is_long = drafter.has_chunks and chunk is not None and T > chunk
     with blame(f"init of drafter {drafter.name!r}", batch=batch, slots=slots):
         state = drafter.init(params, batch, slots)
     given = {"tokens": tokens, "lengths": lengths, "pending": pending, "features": features}
     with blame(f"prefill of drafter {drafter.name!r}", **given, state=state):
-        return drafter.prefill(params, state, tokens, lengths, pending, features)
+        more = (chunk,) if is_long else ()
+        return drafter.prefill(params, state, tokens, lengths, pending, features, *more)
 
 
 def call_propose(

@@ -23,9 +23,10 @@ from spec_jax.decoding.state import (
     apply_limits,
 )
 from spec_jax.errors import ShapeError
+from spec_jax.models.chunks import over_chunks
 from spec_jax.sampling import Sampler, Source, argmax, process, sample
 from spec_jax.shapes import check_shapes
-from spec_jax.sharding import constrain_state, replicate
+from spec_jax.sharding import constrain, constrain_state, replicate, take_rows
 
 
 def prefill(
@@ -39,6 +40,7 @@ def prefill(
     *,
     system: System,
     slots: int,
+    samples: int = 1,
 ) -> DecodeState:
     """Feeds the prompts, right-padded to one width, and samples each row's first token.
 
@@ -54,9 +56,11 @@ def prefill(
       draft_sampler: the draft's.
       system: target, drafter, rule and K.
       slots: S and M.
+      samples: every so many rows have one prompt, which the target is fed once.
 
     Raises:
-      ShapeError: an array of another number of rows, or prompts wider than the cache.
+      ShapeError: an array of another number of rows, or one that ``samples`` does not divide;
+        prompts wider than the cache, or a ``system.prefill_chunk`` without a token.
     """
     B, T = tokens.shape
     check_shapes(
@@ -69,10 +73,18 @@ def prefill(
     )
     if T > slots:
         raise ShapeError(f"tokens has shape {tokens.shape}, so T={T}; slots are {slots}")
+    if samples < 1 or B % samples:
+        raise ShapeError(f"samples is {samples}; expected a divisor of the {B} rows")
     # Three programs, each compiled only for what it depends on: drafters, rules and Ks share them.
-    cache, logits, features = prefill_target(
-        params["target"], tokens, lengths, target=system.target, slots=slots
+    fed = prefill_target(
+        params["target"],
+        tokens[::samples],
+        lengths[::samples],
+        target=system.target,
+        slots=slots,
+        chunk=chunk_of(T, system),
     )
+    cache, logits, features = fed if samples == 1 else _repeat_rows(fed, count=samples)
     state, first = init_state(
         tokens,
         lengths,
@@ -85,7 +97,14 @@ def prefill(
         slots=slots,
     )
     draft = _prefill_draft(
-        params["draft"], tokens, lengths, first, features, drafter=system.drafter, slots=slots
+        params["draft"],
+        tokens,
+        lengths,
+        first,
+        features,
+        drafter=system.drafter,
+        slots=slots,
+        chunk=chunk_of(T, system),
     )
     state = state.replace(target=cache, draft=draft)
     if system.observers:
@@ -101,15 +120,54 @@ def prefill(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("target", "slots"))
-def prefill_target(params, tokens, lengths, *, target, slots):
-    """Returns the prompts' cache, logits f32[B,1,V] at the last position, and the features."""
-    with jax.named_scope("prefill"):
-        cache = target.init_cache(params, tokens.shape[0], slots)
+def chunk_of(num_tokens: int, system: System) -> int | None:
+    """Returns the tokens of a pass over prompts of this width; None where one pass has them all.
+
+    Raises:
+      ShapeError: a pass would have none.
+    """
+    if system.prefill_chunk < 1:
+        raise ShapeError(f"prefill_chunk is {system.prefill_chunk}; expected 1 or more tokens")
+    return system.prefill_chunk if num_tokens > system.prefill_chunk else None
+
+
+@functools.partial(jax.jit, static_argnames=("target", "slots", "chunk"))
+def prefill_target(params, tokens, lengths, *, target, slots, chunk=None):
+    """Feeds prompts to the target, in passes of ``chunk`` tokens of a row; None: in one.
+
+    Returns:
+      The prompts' cache, logits f32[B,1,V] at the last position, and the features.
+    """
+
+    def step(carry, begin, n, tokens):
+        cache, last, features = carry
         output = target.forward(params, tokens, cache)
-        last = jnp.take_along_axis(output.hidden, (lengths - 1)[:, None, None], axis=1)
-        cache = constrain_state(output.cache.commit(lengths))
-        return cache, target.unembed(params, last), output.features
+        ends = jnp.take_along_axis(output.hidden, (n - 1)[:, None, None], axis=1)
+        cache = constrain_state(output.cache.commit(n))
+        if last is None:
+            return cache, ends, output.features
+        if features is not None:
+            put = jax.lax.dynamic_update_slice_in_dim
+            features = constrain(put(features, output.features, begin, axis=1), "batch")
+        return cache, jnp.where((n > 0)[:, None, None], ends, last), features
+
+    with jax.named_scope("prefill"):
+        B, T = tokens.shape
+        cache, last, features = target.init_cache(params, B, slots), None, None
+        if chunk is not None:
+            one = jax.eval_shape(target.forward, params, tokens[:, :chunk], cache)
+            empty = lambda like, width: jnp.zeros((B, width, like.shape[-1]), like.dtype)
+            last, cache = empty(one.hidden, 1), constrain_state(cache)
+            features = None if one.features is None else empty(one.features, T)
+        carry = over_chunks(step, (cache, last, features), (tokens,), lengths, chunk)
+        cache, last, features = carry
+        return cache, target.unembed(params, last), features
+
+
+@functools.partial(jax.jit, static_argnames="count")
+def _repeat_rows(fed, *, count):
+    """Returns what prompts have left, ``count`` times each."""
+    return constrain_state(take_rows(fed, jnp.repeat(jnp.arange(len(fed[1])), count)))
 
 
 @functools.partial(jax.jit, static_argnames=("is_argmax", "slots"))
@@ -149,12 +207,12 @@ def init_state(
     return constrain_state(state), first
 
 
-@functools.partial(jax.jit, static_argnames=("drafter", "slots"))
-def _prefill_draft(params, tokens, lengths, first, features, *, drafter, slots):
+@functools.partial(jax.jit, static_argnames=("drafter", "slots", "chunk"))
+def _prefill_draft(params, tokens, lengths, first, features, *, drafter, slots, chunk):
     """Returns the drafter's state after the prompts and each row's ``first`` token."""
     with jax.named_scope("prefill_draft"):
         return constrain_state(
-            call_prefill(drafter, params, tokens, lengths, first, features, slots)
+            call_prefill(drafter, params, tokens, lengths, first, features, slots, chunk)
         )
 
 
@@ -217,29 +275,41 @@ def read_rows(state: DecodeState) -> Record:
 
 
 def insert(
-    state: DecodeState, row: int | jax.Array, other: DecodeState, *, system: System
+    state: DecodeState,
+    row: int | jax.Array,
+    other: DecodeState,
+    index: int | jax.Array = 0,
+    *,
+    system: System,
 ) -> DecodeState:
-    """Puts a freshly prefilled request in the place of row ``row``. Donates the state.
+    """Puts a freshly prefilled row in the place of row ``row``. Donates the state.
 
     Args:
       state: of the batch.
       row: i32[], the slot of a finished row; under your own jit it is not checked.
-      other: ``prefill`` of one row with the same slots and as many stop tokens.
+      other: ``prefill`` of rows with the same slots and as many stop tokens.
+      index: i32[], which of these rows; not checked under your own jit either.
       system: target, drafter, rule and K.
 
     Raises:
-      ShapeError: ``other`` is not one row of the same sizes, or there is no such row.
+      ShapeError: ``other`` is not of the same sizes, or there is no such row.
     """
     sizes = check_shapes(tokens=(state.tokens, "B M"), stop_tokens=(state.stop_tokens, "B X"))
     one = {"M": sizes["M"], "X": sizes["X"]}
-    check_shapes(one, tokens=(other.tokens, "1 M"), stop_tokens=(other.stop_tokens, "1 X"))
-    if not isinstance(row, jax.core.Tracer) and not 0 <= int(row) < sizes["B"]:
-        raise ShapeError(f"row is {int(row)}; the batch has rows 0 to {sizes['B'] - 1}")
-    return _insert(state, jnp.int32(row), other, system=system)
+    given = check_shapes(one, tokens=(other.tokens, "N M"), stop_tokens=(other.stop_tokens, "N X"))
+    for name, of, at, count in (
+        ("row", "the batch", row, sizes["B"]),
+        ("index", "what is inserted", index, given["N"]),
+    ):
+        if not isinstance(at, jax.core.Tracer) and not 0 <= int(at) < count:
+            raise ShapeError(f"{name} is {int(at)}; {of} has rows 0 to {count - 1}")
+    return _insert(state, jnp.int32(row), other, jnp.int32(index), system=system)
 
 
 @functools.partial(jax.jit, static_argnames=("system",), donate_argnames=("state",))
-def _insert(state, row, other, *, system):
+def _insert(state, row, other, index, *, system):
+    if len(other.limit) > 1:
+        other = take_rows(other, index[None])
     owner = f"insert_row of drafter {system.drafter.name!r}"
     with blame(owner, state=state.draft, row=row, other=other.draft):
         draft = system.drafter.insert_row(state.draft, row, other.draft)

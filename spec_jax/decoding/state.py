@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from spec_jax.contracts import Context, Drafter, Model, Observer, Rule
+from spec_jax.models.chunks import CHUNK
 from spec_jax.sampling import Sampler, Source
 
 
@@ -48,6 +49,7 @@ class System(NamedTuple):
     num_draft: int
     observers: tuple[Observer, ...] = ()  # what watches the rounds, see ``DecodeState.seen``
     is_adaptive: bool = False  # K is chosen while decoding, from what was accepted before
+    prefill_chunk: int = CHUNK  # tokens of a prompt that a pass has at most
 
     @property
     def depth(self) -> int:
@@ -102,6 +104,10 @@ class Shared:
     def axes(self) -> Shared:
         """The logical axes of the arrays, see ``sharding``."""
         return Shared(jax.tree.map(lambda x: PartitionSpec(), self.value))
+
+    def take_rows(self, rows: jax.Array) -> Shared:
+        del rows
+        return self
 
 
 @flax.struct.dataclass

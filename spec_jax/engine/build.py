@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from spec_jax import decoding, named
-from spec_jax.config import GREEDY_BELOW, SamplerConfig, SpeculativeConfig
+from spec_jax.config import GREEDY_BELOW, SamplerConfig, SpeculativeConfig, check_integer
 from spec_jax.config.asynchronous import AsyncSpecConfig
 from spec_jax.contracts import Drafter, Model, Observer, Rule
 from spec_jax.drafters import registry
@@ -28,6 +28,7 @@ from spec_jax.loading import LoadedHead, LoadedModel, check_loaded
 from spec_jax.meshes import mesh_of, mesh_text, to_mesh
 from spec_jax.models import transformer
 from spec_jax.models.caches.rewriting import warn_if_rewritten
+from spec_jax.models.chunks import CHUNK
 from spec_jax.overlap import overlap
 from spec_jax.overlap.overlap import Devices, mesh_of_side
 from spec_jax.rules import make_rule
@@ -58,6 +59,7 @@ class Parts(Shown):
       is_fallback: drafts were asked for, and the target cannot rewind.
       mesh: where the programs run; None: on the device of the weights, or overlapped.
       observers: what watches the rounds.
+      prefill_chunk: tokens of a prompt that a pass has at most.
     """
 
     target: LoadedModel
@@ -77,6 +79,7 @@ class Parts(Shown):
     is_fallback: bool
     mesh: Mesh | None
     observers: tuple[Observer, ...] = ()
+    prefill_chunk: int = CHUNK
 
     @property
     def is_overlapped(self) -> bool:
@@ -129,7 +132,13 @@ class Parts(Shown):
         if self.has_expected and rule.expected_acceptance and self.drafter.tree is None:
             observers = (*observers, decoding.expected_acceptance(rule))
         system = decoding.System(
-            self.model, self.drafter, rule, self.num_draft, observers, self.adaptive is not None
+            self.model,
+            self.drafter,
+            rule,
+            self.num_draft,
+            observers,
+            is_adaptive=self.adaptive is not None,
+            prefill_chunk=self.prefill_chunk,
         )
         if self.is_overlapped:
             overlap.check(system)
@@ -205,6 +214,7 @@ def make_parts(
     mesh: Mesh | str | None,
     is_draft_replicated: bool,
     observers: Sequence[Observer],
+    prefill_chunk: int | None,
 ) -> Parts:
     """Resolves the arguments of ``SpeculativeDecoder``.
 
@@ -254,6 +264,7 @@ def make_parts(
         is_fallback=is_fallback,
         mesh=where if loop is decoding else None,
         observers=check_observers(observers),
+        prefill_chunk=_check_chunk(prefill_chunk, target),
     )
     _check(parts)
     parts.system(target_sampler)  # refuses an invalid strategy or rule
@@ -338,6 +349,21 @@ def check_observers(observers: Sequence[Observer]) -> tuple[Observer, ...]:
             )
         names.append(observer.name)
     return tuple(observers)
+
+
+def _check_chunk(chunk: int | None, target: LoadedModel) -> int:
+    """Returns the tokens of a prompt that a pass has at most.
+
+    Raises:
+      ConfigError: there are none, or more than the target's cache can have.
+    """
+    if chunk is None:
+        return CHUNK
+    if check_integer("prefill_chunk", chunk, 1) > target.model.max_length:
+        raise ConfigError(
+            f"prefill_chunk is {chunk}; {target.name} holds {target.model.max_length} tokens"
+        )
+    return chunk
 
 
 def _check(parts: Parts) -> None:

@@ -63,6 +63,10 @@ def start(
     """
     target = parts.target
     ids, is_single = request.encode_all(target, prompts, options.messages)
+    samples = 1
+    if options.num_samples is not None:
+        samples, is_single = check_integer("num_samples", options.num_samples, 1), False
+        ids = [prompt for prompt in ids for _ in range(samples)]
     stops = (options.stop,) if isinstance(options.stop, str) else tuple(options.stop)
     if "" in stops:
         raise ConfigError("a stop string is empty")
@@ -85,6 +89,7 @@ def start(
         make_sampler(drafts or samplers, B, V, options.seeds),
         stop_tokens=ends,
         pad_to=options.pad_to,
+        samples=samples,
     )
     tracker = TextTracker(target.tokenizer, ids, stops, has_pieces=has_pieces)
     cancellation = RowCancellation(token, options.cancellation_token, B)
@@ -123,6 +128,8 @@ class SpeculativeDecoder(Shown):
         weights lie. Where draft and target are apart, ``devices`` has a mesh of each.
       is_draft_replicated: replicate the draft on its mesh.
       observers: what watches the rounds, see ``Observer``; ``Generation.seen`` has what they saw.
+      prefill_chunk: tokens of a prompt that are fed in one pass, by default 512. Longer prompts
+        take several, each of which needs memory for so many tokens and not for the whole prompt.
 
     Attributes:
       adaptive: costs and acceptance that adaptive decoding has measured; None where K is fixed.
@@ -149,6 +156,7 @@ class SpeculativeDecoder(Shown):
         mesh: Mesh | str | None = None,
         is_draft_replicated: bool = False,
         observers: Sequence[Observer] = (),
+        prefill_chunk: int | None = None,
     ):
         self._parts = make_parts(
             target,
@@ -165,6 +173,7 @@ class SpeculativeDecoder(Shown):
             mesh=mesh,
             is_draft_replicated=is_draft_replicated,
             observers=observers,
+            prefill_chunk=prefill_chunk,
         )
         self.target, self.draft = self._parts.target, self._parts.draft
         self.target_sampler = self._parts.target_sampler
@@ -336,6 +345,7 @@ class SpeculativeDecoder(Shown):
         rounds_per_sync: int | None = None,
         pad_to: int = 0,
         logprobs: bool = False,
+        num_samples: int | None = None,
         has_progress: bool | None = None,
         **unknown: Never,
     ) -> Generation | list[Generation]:
@@ -378,11 +388,14 @@ class SpeculativeDecoder(Shown):
           pad_to: make room for prompts of at least this many tokens, so that calls with
             different prompts share one compiled program.
           logprobs: return the log-probabilities of the output tokens, ``Generation.logprobs``.
+          num_samples: rows of each prompt, which the target is fed once for all of them. They
+            stand one after the other, and differ by their seeds, as any rows do; what is given a
+            row, such as seeds, is given for each of them.
           has_progress: show the tokens decoded and the time that is left. None: on a terminal or in
             a notebook, for non-streaming calls longer than two seconds.
 
         Returns:
-          A ``Generation``, or a list of them in the order of the prompts.
+          A ``Generation``, or a list of them in the order of the prompts; with num_samples a list.
 
         Raises:
           PromptError: a prompt is empty, too long with its output, or has unknown ids.
@@ -407,6 +420,7 @@ class SpeculativeDecoder(Shown):
             rounds_per_sync,
             pad_to,
             logprobs,
+            num_samples,
         )
         stream = self._stream(prompts, max_new_tokens, options, on_token is not None)
         return stream.drain(on_token, has_progress)

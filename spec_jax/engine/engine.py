@@ -76,17 +76,24 @@ class Engine:
 
     def prefill(self, request: Request) -> DecodeState:
         """Feeds the prompts and samples each row's first token."""
-        *arrays, slots = request
+        *arrays, slots, samples = request
         B, T = request.tokens.shape
-        program = self._program(f"prefill of batch {B}, {T} tokens", request, T, slots)
+        program = self._program(f"prefill of batch {B}, {T} tokens", request, T, slots, samples)
+        options = dict(system=self.system, slots=slots, samples=samples)
         with use_mesh(self.mesh), program:
-            return self._loop.prefill(self.params(), *arrays, system=self.system, slots=slots)
+            return self._loop.prefill(self.params(), *arrays, **options)
 
-    def insert(self, state: DecodeState, row: int, prefix: DecodeState) -> DecodeState:
-        """Puts a prefilled request of one row in the place of row ``row``. Donates the state."""
-        program = self._program("a row's insertion", state, state.tokens.shape)
+    def insert(
+        self, state: DecodeState, row: int, prefix: DecodeState, index: int = 0
+    ) -> DecodeState:
+        """Puts row ``index`` of a prefilled request in the place of row ``row``.
+
+        Donates the state.
+        """
+        sizes = state.tokens.shape, len(prefix.limit)
+        program = self._program("a row's insertion", state, *sizes)
         with use_mesh(self.mesh), program:
-            return decoding.insert(state, row, prefix, system=self.system)
+            return decoding.insert(state, row, prefix, index, system=self.system)
 
     def generate(
         self, state: DecodeState, stop: jax.Array, max_rounds: int, min_active: int = 1

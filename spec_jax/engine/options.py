@@ -25,6 +25,7 @@ class GenerateOptions:
     rounds_per_sync: int | None = None
     pad_to: int = 0
     logprobs: bool = False
+    num_samples: int | None = None
 
 
 NAMES = frozenset(field.name for field in dataclasses.fields(GenerateOptions))

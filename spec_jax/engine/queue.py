@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Never
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from spec_jax import decoding
 from spec_jax.compilation import Timed
@@ -177,11 +178,11 @@ class DecodeQueue:
             state = self._begin(list(rows.values()))
         while True:
             try:
-                for row, request in zip(free, self._pull(len(free))):
-                    rows[row] = request
-                    state = self._insert(state, row, request)
+                taken = dict(zip(free, self._pull(len(free))))
+                rows |= taken
                 if not rows:
                     break
+                state = self._insert(state, taken)
                 is_over = bool(self._cancellation.rows())
                 ending = jnp.full(B, Finish.CANCELLED if is_over else Finish.RUNNING, jnp.int32)
                 num_rounds = 1 if self._cancellation.is_watched else ROUNDS_UNWATCHED
@@ -256,9 +257,27 @@ class DecodeQueue:
         prefill = lambda: jax.block_until_ready(self._engine.prefill(request))
         return self._timed("prefill_s", prefill)
 
-    def _insert(self, state, row: int, request: _Request) -> decoding.DecodeState:
-        prefix = self._start([request])
-        return self._timed("prefill_s", self._engine.insert, state, row, prefix)
+    def _insert(self, state, taken: dict[int, _Request]) -> decoding.DecodeState:
+        """Prefills the new prompts of rows together, and puts them in their places."""
+        groups = self._together(taken)
+        if len(groups) == 1 and len(taken) == len(state.limit):  # all rows are new
+            return self._start([taken[row] for row in sorted(taken)])
+        for rows in groups:
+            requests = [taken[row] for row in rows]
+            # A few numbers of rows compile; what fills up is never read.
+            more = _round_up(len(rows), self._batch, self._engine.mesh) - len(rows)
+            prefix = self._start(requests + requests[-1:] * more)
+            for index, row in enumerate(rows):
+                state = self._timed("prefill_s", self._engine.insert, state, row, prefix, index)
+        return state
+
+    def _together(self, taken: dict[int, _Request]) -> list[list[int]]:
+        """The rows whose prompts can be prefilled in one call: a target that cannot rewind, and so
+        cannot forget padding, takes prompts of one length."""
+        can_pad, groups = self._engine.system.target.can_rewind, {}
+        for row, (_, ids) in taken.items():
+            groups.setdefault(None if can_pad else len(ids), []).append(row)
+        return list(groups.values())
 
     def _timed(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function and adds its time to the decoder's, compilation apart."""
@@ -271,11 +290,9 @@ class DecodeQueue:
         """The first batch."""
         if self._engine.system.target.can_rewind:
             return self._start(requests)
-        # Prompts of different lengths cannot be prefilled together: each takes its row from one.
+        # Prompts of different lengths cannot be prefilled together.
         state = self._start(requests[:1] * len(requests))
-        for row, request in list(enumerate(requests))[1:]:
-            state = self._insert(state, row, request)
-        return state
+        return self._insert(state, {i: x for i, x in enumerate(requests) if i})
 
     def _count(self, row_rounds: int, useful: int) -> None:
         if self._is_empty:
@@ -302,6 +319,19 @@ class DecodeQueue:
             dataclasses.replace(generation.stats, n1_fallbacks=int(self._engine.is_fallback))
         )
         return index, generation
+
+
+def _round_up(count: int, batch: int, mesh: Mesh | None) -> int:
+    """Returns how many rows are prefilled in place of ``count``.
+
+    One row is prefilled alone. More are a power of two, at most a batch, for each device along the
+    axis "data" of a mesh, so that every group of devices has its own.
+    """
+    if count == 1:
+        return 1
+    groups = 1 if mesh is None else mesh.shape.get("data", 1)
+    each = -(-count // groups)
+    return groups * min(1 << (each - 1).bit_length(), max(each, -(-batch // groups)))
 
 
 def _numbered(prompts: Iterable[Prompt | Numbered]) -> Iterator[Numbered]:

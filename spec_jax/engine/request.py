@@ -236,6 +236,7 @@ class Request(NamedTuple):
       sampler: the target's.
       draft_sampler: the draft's.
       slots: S and M.
+      samples: every so many rows in turn have one prompt.
     """
 
     tokens: jax.Array
@@ -245,6 +246,7 @@ class Request(NamedTuple):
     sampler: Sampler
     draft_sampler: Sampler
     slots: int
+    samples: int = 1
 
 
 def make_request(
@@ -257,6 +259,7 @@ def make_request(
     stop_tokens: Sequence[int] = (),
     pad_to: int = 0,
     slots: int | None = None,
+    samples: int = 1,
 ) -> Request:
     """Lays a batch of prompts out for prefill.
 
@@ -272,6 +275,7 @@ def make_request(
       pad_to: make room for prompts of at least this many tokens.
       slots: from ``slots_for`` the longest prompt to come, so that rows that are prefilled one
         by one fit into one batch; None: as this batch needs.
+      samples: every so many rows in turn have one prompt, which the target is then fed once.
 
     Raises:
       PromptError: a prompt and its output exceed what the target or the draft can hold.
@@ -301,7 +305,7 @@ def make_request(
         tokens[row, : len(prompt)] = prompt
     stop_ids = np.tile(np.asarray([*stop_tokens, -1], np.int32), (len(ids), 1))
     arrays = (tokens, lengths, (lengths + limits).astype(np.int32), stop_ids)
-    return Request(*map(jnp.asarray, arrays), sampler, draft_sampler, slots)
+    return Request(*map(jnp.asarray, arrays), sampler, draft_sampler, slots, samples)
 
 
 def check_room(system: System, longest: int, max_new_tokens: int) -> None:

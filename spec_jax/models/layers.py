@@ -65,11 +65,11 @@ class Window(NamedTuple):
         length = jnp.zeros((batch,), jnp.int32) if cache is None else cache.length
         start = length + window_offset
         slots_BT = start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
-        mask = None
-        if cache is not None and window_mask is not None:
-            mask = _window_mask(window_mask, length, cache.slots)
-        elif cache is not None:
-            mask = jnp.arange(cache.slots, dtype=jnp.int32) <= slots_BT[:, :, None]
+        mask, slots = None, cache and cache.slots  # a state has none, and nothing is masked
+        if slots is not None and window_mask is not None:
+            mask = _window_mask(window_mask, length, slots)
+        elif slots is not None:
+            mask = jnp.arange(slots, dtype=jnp.int32) <= slots_BT[:, :, None]
         if positions is None:
             seen = None if window_mask is None else window_mask.sum(axis=2, dtype=jnp.int32)
             positions = slots_BT if seen is None else length[:, None] + seen - 1

@@ -226,6 +226,7 @@ class Overlap:
         *,
         system: System,
         slots: int,
+        samples: int = 1,
     ) -> DecodeState:
         """As ``decoding.prefill``; ``draft`` of the state is an ``SplitState``.
 
@@ -249,6 +250,7 @@ class Overlap:
             draft_sampler,
             system=_alone(system),
             slots=slots,
+            samples=samples,
         )
         # All that the draft needs of the target's side before the first tick.
         known = (

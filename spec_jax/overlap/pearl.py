@@ -51,7 +51,8 @@ def prefill_draft(
     (B, _), K, drafter = tokens.shape, system.num_draft, system.drafter
     first = jnp.take_along_axis(tokens, length[:, None], axis=1)[:, 0]
     # K slots more: a block follows what is ahead.
-    draft = call_prefill(drafter, params, prompts, length, first, None, slots + K)
+    chunk = system.prefill_chunk
+    draft = call_prefill(drafter, params, prompts, length, first, None, slots + K, chunk)
     none = lambda: Proposal(jnp.zeros((B, K), jnp.int32), jnp.zeros((B,), jnp.int32))
     side = DraftSide(
         jnp.pad(tokens, ((0, 0), (0, K))),

@@ -1,7 +1,7 @@
 """Plans of programs: compiled ahead of time, without weights and without the devices."""
 
 from spec_jax.planning.compiled import Compiled, Counted, Needs, compile_and_count
-from spec_jax.planning.programs import Job, Traced, trace_decode
+from spec_jax.planning.programs import Job, PrefillJob, Traced, trace_decode, trace_prefill
 from spec_jax.planning.training import TrainJob, trace_train
 
 __all__ = [
@@ -9,9 +9,11 @@ __all__ = [
     "Counted",
     "Job",
     "Needs",
+    "PrefillJob",
     "Traced",
     "TrainJob",
     "compile_and_count",
     "trace_decode",
+    "trace_prefill",
     "trace_train",
 ]

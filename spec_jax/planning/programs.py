@@ -12,10 +12,13 @@ from jax.sharding import Mesh
 
 from spec_jax import decoding
 from spec_jax.config import SamplerConfig, SpeculativeConfig, TreeConfig
+from spec_jax.decoding.loop import prefill_target
 from spec_jax.drafters import registry
 from spec_jax.drafters.loaded import LoadedHead
 from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.meshes import parse_mesh
 from spec_jax.models import transformer
+from spec_jax.models.chunks import CHUNK
 from spec_jax.models.families import AnyConfig
 from spec_jax.models.loaded import LoadedModel
 from spec_jax.models.params import init_params
@@ -112,6 +115,29 @@ class Job:
         )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillJob(Job):
+    """Prompts that are fed to a decoder's target: ``batch`` of them, each as long as its cache.
+
+    Attributes:
+      prefill_chunk: tokens of a prompt that a pass has at most.
+    """
+
+    prefill_chunk: int = CHUNK
+
+    @classmethod
+    def before(cls, job: Job) -> PrefillJob:
+        """Returns what fills free rows of a job: a prompt for each group of devices.
+
+        Of the draft it keeps what changes the target's program: the states that a head reads.
+        """
+        values = {field.name: getattr(job, field.name) for field in dataclasses.fields(Job)}
+        groups = parse_mesh(job.mesh)["data"]
+        head = job.method is not None and registry.kind_of_draft(job.draft).head is not None
+        plain = {} if head else {"draft": None, "num_draft": 0, "tree": None}
+        return cls(**values | plain | {"batch": groups, "sampler": SamplerConfig()})
+
+
 def without_weights(role: str, config: Any, dtype: str) -> LoadedModel | LoadedHead:
     """Returns a model or a head of which only the shapes of the weights are known.
 
@@ -149,6 +175,27 @@ class Traced:
     copied: frozenset[tuple[int, ...]]
 
 
+def trace_prefill(job: PrefillJob, mesh: Mesh) -> Traced:
+    """Traces the target's part of ``decoding.prefill``, whose rounds are chunks of the prompts.
+
+    Args:
+      job: the prompts.
+      mesh: the devices.
+    """
+    engine = job.decoder(mesh).engine()
+    params, target = jax.tree.map(_shape, engine.params()["target"]), engine.system.target
+    rows = named(("batch",), (job.batch,), mesh)
+    tokens = jax.ShapeDtypeStruct((job.batch, job.slots), jnp.int32, sharding=rows)
+    lengths = jax.ShapeDtypeStruct((job.batch,), jnp.int32, sharding=rows)
+    chunk = job.prefill_chunk if job.slots > job.prefill_chunk else None
+    args, options = (params, tokens, lengths), dict(target=target, slots=job.slots, chunk=chunk)
+    with jax.set_mesh(mesh):
+        left = jax.eval_shape(functools.partial(prefill_target, **options), *args)
+        lowered = prefill_target.lower(*args, **options)
+    cache, copied = _caches(_placed(left[0], mesh), state_axes(left[0]))
+    return Traced(lowered, params, left, cache, copied)
+
+
 def trace_decode(job: Job, mesh: Mesh) -> Traced:
     """Traces ``decoding.generate`` for a job.
 
@@ -167,23 +214,31 @@ def trace_decode(job: Job, mesh: Mesh) -> Traced:
         state = jax.eval_shape(
             prefill, params, row(_PROMPT), row(), row(), row(X), sampler, sampler
         )
-        axes = state_axes(state)
-        state = jax.tree.map(
-            lambda x, axes: x.update(sharding=named(axes, x.shape, mesh)), state, axes
-        )
+        axes, state = state_axes(state), _placed(state, mesh)
         one = jax.ShapeDtypeStruct((), jnp.int32)
         stop = row().update(sharding=named(("batch",), (B,), mesh))
         lowered = decoding.generate.lower(params, state, stop, one, one, system=engine.system)
     weights = {"target": params["target"], "draft": params["draft"]}
     if isinstance(params["draft"], dict) and "head" in params["draft"]:
         weights["draft"] = params["draft"]["head"]  # beside it stands the target, which it shares
+    cache, copied = _caches((state.target, state.draft), (axes.target, axes.draft))
+    return Traced(lowered, weights, state, cache, copied)
+
+
+def _placed(state: Any, mesh: Mesh) -> Any:
+    """The shapes of a state, split over a mesh."""
+    split = lambda x, axes: x.update(sharding=named(axes, x.shape, mesh))
+    return jax.tree.map(split, state, state_axes(state))
+
+
+def _caches(state: Any, axes: Any) -> tuple[list[jax.ShapeDtypeStruct], frozenset]:
+    """The arrays that hold keys, values or states, and the shapes that copies would have."""
     cache, copied = [], set()
-    parts = ((state.target, axes.target), (state.draft, axes.draft))
-    for x, names in zip(*(jax.tree.leaves(part) for part in zip(*parts))):
+    for x, names in zip(jax.tree.leaves(state), jax.tree.leaves(axes)):
         if x.ndim >= 3 and jnp.issubdtype(x.dtype, jnp.floating):
             cache.append(x)
             copied |= _copied(x, names)
-    return Traced(lowered, weights, state, cache, frozenset(copied))
+    return cache, frozenset(copied)
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:

@@ -9,11 +9,14 @@ import operator
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.meshes import mesh
 from support.tiny_models import large_weights
 
 from spec_jax import DecodeQueue, SamplerConfig, SpeculativeConfig, SpeculativeDecoder, decoding
 from spec_jax.config.asynchronous import AsyncSpecConfig
 from spec_jax.engine.cancellation import CancellationToken
+from spec_jax.engine.engine import Engine
+from spec_jax.engine.queue import _round_up
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import Cancelled, ConfigError, PromptError
 from spec_jax.loading import LoadedModel
@@ -336,3 +339,70 @@ def test_what_cannot_be_is_refused_before_anything_is_decoded(pair, changes, err
     with pytest.raises(error, match=message):
         options = {"prompts": [], "batch": 2, **LIMITS, **changes}
         DecodeQueue(SpeculativeDecoder(pair[0]), **options)
+
+
+def prefilled(monkeypatch):
+    """The list that gets the number of rows of every prefill."""
+    rows, prefill = [], Engine.prefill
+
+    def count(engine, request):
+        rows.append(len(request.tokens))
+        return prefill(engine, request)
+
+    monkeypatch.setattr(Engine, "prefill", count)
+    return rows
+
+
+def test_prompts_of_rows_that_are_free_at_once_are_prefilled_together(monkeypatch):
+    decoder = SpeculativeDecoder(mock_model(V, 0), target_sampler=SamplerConfig(1.0, seed=40))
+    expected = {i: row.tokens for i, row in enumerate(decoder.generate(PROMPTS, NEW))}
+    limits = LIMITS | {"stop_tokens": ()}
+    for batch, calls in ((3, [3, 3, 1]), (4, [4, 4]), (1, [1] * 7)):
+        rows = prefilled(monkeypatch)
+        found = {i: row.tokens for i, row in DecodeQueue(decoder, PROMPTS, batch=batch, **limits)}
+        assert found == expected and rows == calls
+        monkeypatch.undo()
+
+
+def test_a_target_that_cannot_forget_padding_takes_prompts_of_one_length_together(monkeypatch):
+    target = mock_model(V, 0)
+    target = dataclasses.replace(target, model=target.model._replace(can_rewind=False))
+    decoder, rows = SpeculativeDecoder(target), prefilled(monkeypatch)
+    prompts = [[1, 2], [3], [4, 5], [6], [7], [8]]
+    found = dict(DecodeQueue(decoder, prompts, batch=3, max_new_tokens=NEW, stop_tokens=()))
+    assert rows == [3, 1, 1, 3]  # a batch of the first prompt, its other lengths, the next three
+    alone = {i: decoder.generate(prompt, NEW, stop_tokens=()) for i, prompt in enumerate(prompts)}
+    assert {i: x.tokens for i, x in found.items()} == {i: x.tokens for i, x in alone.items()}
+
+
+@pytest.mark.parametrize(
+    ("count", "batch", "groups", "expected"),
+    [(1, 8, 4, 1), (2, 8, 1, 2), (3, 8, 1, 4), (5, 6, 1, 6), (3, 16, 4, 4), (9, 16, 4, 16)],
+)
+def test_few_numbers_of_rows_are_prefilled(count, batch, groups, expected):
+    on = None if groups == 1 else mesh(f"data:{groups},tensor:1")
+    assert _round_up(count, batch, on) == expected
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", [None, "residual"])
+def test_a_queue_on_a_mesh_prefills_a_row_a_group_and_gives_the_same(pair, strategy, monkeypatch):
+    target, draft = pair
+    config = strategy and SpeculativeConfig(rejection_sampling_strategy=strategy)
+    decoders = [
+        SpeculativeDecoder(
+            target,
+            draft if strategy else None,
+            config,
+            target_sampler=SamplerConfig(1.0, seed=40),
+            mesh=on,
+            prefill_chunk=7,
+        )
+        for on in (None, "data:4,tensor:1")
+    ]
+    rows = prefilled(monkeypatch)
+    plain, split = (
+        {i: summary(x) for i, x in DecodeQueue(decoder, PROMPTS * 2, batch=8, **LIMITS)}
+        for decoder in decoders
+    )
+    assert plain == split and {n % 4 for n in rows if n > 2} == {0}

@@ -165,7 +165,12 @@ CHANGES = [
     ({"acceptance": __file__}, "has no row with accepted drafts"),
     ({"target": "llama-9"}, "model is 'llama-9'; expected one of llama-3.1-8b"),
     ({"draft": "eagle4"}, "none of eagle1, eagle3, mtp, ngram, suffix"),
-    ({"program": "prefill"}, "program is 'prefill'; expected decode or train"),
+    ({"program": "fill"}, "program is 'fill'; expected decode, prefill or train"),
+    ({"program": "prefill"}, "is_compiled is False; expected True for prefill"),
+    (
+        {"program": "prefill", "is_compiled": True, "slots": "256"},
+        "prefill_chunk is '512'; expected at most the 256 slots",
+    ),
     ({"program": "train"}, "is_compiled is False; expected True to train"),
     ({"program": "train", "is_compiled": True, "topology": "h100:8"}, "expected TPUs to train"),
     ({"is_fully_sharded": True}, "is_fully_sharded is True; expected False to decode"),
@@ -238,4 +243,19 @@ def test_a_plan_for_tpus_has_no_cache_copies_and_the_bytes_of_its_floor(tmp_path
         assert needs["aliased"] == needs["state"] > needs["cache"]
         assert counted["hbm_bytes"] == pytest.approx(cell["analytic"]["hbm_bytes"], rel=0.15)
         assert cell["fits"]
+        assert 0 < cell["prefill"]["temporaries"] < cell["prefill"]["total"]
+        assert cell["prefill"]["rows"] == 2 and cell["prefill"]["shortfall"] == 0
     assert report["peak_memory_bytes"] < 2e9
+
+
+@pytest.mark.exhaustive
+@needs_libtpu
+def test_a_planned_prefill_needs_temporaries_for_a_chunk_and_copies_no_cache(tmp_path):
+    flags = {"program": "prefill", "draft": "eagle3", "mesh": "data:2,tensor:2"}
+    flags |= {"slots": 4096, "prefill_chunk": "256,1024"}
+    small, large = compiled_plan(tmp_path, 4, **flags)["cells"]
+    for cell, chunk in ((small, 256), (large, 1024)):
+        assert cell["compiled"]["counted"]["copies"] == [] and cell["tok_s"] is None
+        scores = 4 * (8 // 2) * (8 // 2) * chunk * 4096  # f32, of the rows and heads of a device
+        assert cell["compiled"]["needs"]["temporaries"] < 2.2 * scores
+    assert "one chunk of the prompts" in (tmp_path / "run" / "report.md").read_text()

@@ -31,14 +31,14 @@ def rule(strategy: str, **options):
     return make_rule(SpeculativeConfig(rejection_sampling_strategy=strategy, **options))
 
 
-def prefill(system, params, prompts, new, sampler=None, seeds=None, slots=64, width=16):
+def prefill(system, params, prompts, new, sampler=None, seeds=None, slots=64, width=16, samples=1):
     """The state after ragged prompts; ``new``: how many tokens all rows, or each, may emit."""
     B = len(prompts)
     sampler = make_sampler(sampler or SamplerConfig(), B, system.target.vocab_size, seeds)
     lengths = jnp.asarray([len(prompt) for prompt in prompts])
     tokens = jnp.asarray([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts])
     request = tokens, lengths, lengths + jnp.asarray(new), jnp.full((B, 1), -1), sampler, sampler
-    return decoding.prefill(params, *request, system=system, slots=slots)
+    return decoding.prefill(params, *request, system=system, slots=slots, samples=samples)
 
 
 @functools.partial(jax.jit, static_argnames="system")
@@ -82,5 +82,5 @@ def start(decoder, prompts, max_new_tokens, sampler, system=None, **options):
     engine = decoder.engine()
     system = engine.system if system is None else system
     request = make_request(system, prompts, max_new_tokens, sampler, sampler, **options)
-    *arrays, slots = request
+    *arrays, slots, _ = request
     return decoding.prefill(engine.params(), *arrays, system=system, slots=slots)

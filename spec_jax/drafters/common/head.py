@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from spec_jax.contracts import Context, Drafter, Head
 from spec_jax.drafters.common.chain import draft_chain
 from spec_jax.drafters.common.tree import draft_tree
+from spec_jax.models.chunks import over_chunks
 from spec_jax.tree import AnyTree, DynamicTree
 
 
@@ -92,9 +93,10 @@ def head_drafter(head: Head, tree: AnyTree | None = None) -> Drafter:
         last = jnp.where((n > 0)[:, None], last, state.last)
         return HeadState(cache.commit(n), last)
 
-    def prefill(params, state, tokens, lengths, pending, features):
+    def prefill(params, state, tokens, lengths, pending, features, chunk=None):
         after = tokens_after(tokens, lengths, pending)
-        return refresh(params, state, after, lengths, features)
+        step = lambda state, _, n, *pairs: refresh(params, state, pairs[0], n, pairs[1])
+        return over_chunks(step, state, (after, features), lengths, chunk)
 
     def propose(params, state, context: Context, num_draft: int):
         def advance(carry, token, node):
@@ -134,4 +136,5 @@ def head_drafter(head: Head, tree: AnyTree | None = None) -> Drafter:
         taps=head.taps,
         tree=tree,
         window=0 if tree is None else tree.num_fed,
+        has_chunks=True,
     )

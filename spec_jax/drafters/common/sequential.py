@@ -33,6 +33,7 @@ from spec_jax.contracts import Context, Drafter
 from spec_jax.drafters.common.chain import Drafted
 from spec_jax.drafters.common.head import HeadState, tokens_after
 from spec_jax.errors import ConfigError
+from spec_jax.models.chunks import over_chunks
 
 
 class Modules(NamedTuple):
@@ -110,9 +111,10 @@ def sequential_drafter(modules: Modules) -> Drafter:
         last = jnp.where((n > 0)[:, None, None], last, state.last)
         return HeadState(cache.commit(n), last)
 
-    def prefill(params, state, tokens, lengths, pending, features):
+    def prefill(params, state, tokens, lengths, pending, features, chunk=None):
         after = tokens_after(tokens, lengths, pending)
-        return refresh(params, state, after, lengths, features)
+        step = lambda state, _, n, *pairs: refresh(params, state, pairs[0], n, pairs[1])
+        return over_chunks(step, state, (after, features), lengths, chunk)
 
     def propose(params, state, context: Context, num_draft: int):
         check_num_draft(num_draft, num_modules)
@@ -141,4 +143,5 @@ def sequential_drafter(modules: Modules) -> Drafter:
         commit=refresh,
         insert_row=HeadState.insert_row,
         taps=modules.taps,
+        has_chunks=True,
     )

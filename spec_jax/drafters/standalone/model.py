@@ -17,6 +17,7 @@ from spec_jax.drafters.common.tree import draft_tree
 from spec_jax.drafters.common.vocabulary import aligned
 from spec_jax.drafters.registry import DrafterKind, DraftFormat, Drafting, DraftPass, level_passes
 from spec_jax.errors import ConfigError
+from spec_jax.models.chunks import over_chunks
 from spec_jax.models.families import family_of_type
 from spec_jax.tree import AnyTree, DynamicTree, check_children
 
@@ -55,10 +56,11 @@ def standalone(model: Model, tree: AnyTree | None = None) -> Drafter:
         cache = model.init_cache(params, batch, slots)
         return StandaloneState(cache, tree and jnp.zeros((batch, tree.num_nodes), jnp.int32))
 
-    def prefill(params, state, tokens, lengths, pending, features):
+    def prefill(params, state, tokens, lengths, pending, features, chunk=None):
         del pending, features
-        cache = model.forward(params, tokens, state.cache).cache
-        return state.replace(cache=cache.commit(lengths - 1))
+        step = lambda cache, _, n, tokens: model.forward(params, tokens, cache).cache.commit(n)
+        cache = over_chunks(step, state.cache, (tokens,), lengths - 1, chunk)
+        return state.replace(cache=cache)
 
     def propose(params, state, context: Context, num_draft: int):
         last_two = context.length[:, None] + jnp.arange(-1, 1)
@@ -142,6 +144,7 @@ def standalone(model: Model, tree: AnyTree | None = None) -> Drafter:
         window=0 if tree is None else FIRST_TOKENS + tree.num_fed,
         catch_up=CatchUp(catch_up),
         rewind=rewind,
+        has_chunks=True,
     )
 
 

@@ -35,9 +35,9 @@ def with_deferred_commits(drafter: Drafter, width: int) -> Drafter:
       width: W, how many tokens may be skipped before it must catch up.
     """
 
-    def prefill(params, deferred, tokens, lengths, pending, features):
+    def prefill(params, deferred, tokens, lengths, pending, features, *chunk):
         B, _, E = features.shape
-        state = drafter.prefill(params, deferred.state, tokens, lengths, pending, features)
+        state = drafter.prefill(params, deferred.state, tokens, lengths, pending, features, *chunk)
         kept = jnp.zeros((B, width, E), features.dtype)
         return DeferredState(state, kept, jnp.zeros((B,), jnp.int32))
 

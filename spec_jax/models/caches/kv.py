@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from spec_jax.models.attention import attend, attend_prefix
 from spec_jax.models.caches.snapshot import KVCacheSnapshot, check_fits
-from spec_jax.sharding import ambient, by_shard, keep_layout
+from spec_jax.sharding import ambient, by_shard, keep_layout, take_of_array
 
 __all__ = ["UNROLLED_ROWS", "KVCache", "KVCacheSnapshot", "put_rows"]
 
@@ -290,6 +290,19 @@ class KVCache:
             values=jax.tree.map(put, self.values, other.values),
             length=self.length.at[row].set(other.length[0]),
         )
+
+    def take_rows(self, rows: jax.Array) -> KVCache:
+        """Returns the cache of the rows i32[P], in their order."""
+        B, axis = len(self.length), 1 if self.is_stacked else 0
+
+        def take(x):
+            by_row = x.reshape(*x.shape[:axis], B, -1, *x.shape[-2:])  # rows and heads apart
+            taken = take_of_array(by_row, rows, axis)
+            return taken.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+
+        each = lambda arrays: jax.tree.map(take, arrays)
+        length = take_of_array(self.length, rows)
+        return self.replace(keys=each(self.keys), values=each(self.values), length=length)
 
     def _by_layer(self, arrays) -> tuple[jax.Array, ...]:
         """One ``dtype[B,G,S,H]`` a layer."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from spec_jax import decoding
 from spec_jax.decoding import round as rounds
-from spec_jax.decoding.loop import prefill_target
+from spec_jax.decoding.loop import chunk_of, prefill_target
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.request import make_request
 from spec_jax.loading import LoadedModel
@@ -89,10 +89,14 @@ def replay(
     found: dict[int, list[np.ndarray]] = {row: [] for row in until}
     begin = np.asarray([len(prompt) for prompt in call.prompts])
     with use_mesh(engine.mesh):
-        *arrays, slots = request
+        *arrays, slots, _ = request
         state = decoding.prefill(engine.params(), *arrays, system=system, slots=slots)
         _, first, _ = prefill_target(
-            engine.params()["target"], *arrays[:2], target=system.target, slots=slots
+            engine.params()["target"],
+            *arrays[:2],
+            target=system.target,
+            slots=slots,
+            chunk=chunk_of(arrays[0].shape[1], system),
         )
         for row, rows in found.items():
             rows.append(np.asarray(first)[row, 0])
