@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
+import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,10 +19,12 @@ from spec_jax.config.asynchronous import AsyncSpecConfig
 from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.engine.engine import Engine
 from spec_jax.engine.queue import _round_up
+from spec_jax.engine.request import make_request, slots_for
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import Cancelled, ConfigError, PromptError
-from spec_jax.loading import LoadedModel
+from spec_jax.loading import LoadedModel, load_model
 from spec_jax.models.config import ModelConfig
+from spec_jax.sampling import make_sampler
 from spec_jax.testing import mock_model, toy_model
 
 V, NEW = 29, 9
@@ -406,3 +410,45 @@ def test_a_queue_on_a_mesh_prefills_a_row_a_group_and_gives_the_same(pair, strat
         for decoder in decoders
     )
     assert plain == split and {n % 4 for n in rows if n > 2} == {0}
+
+
+@pytest.mark.measure
+@pytest.mark.parametrize("on", ["data:4,tensor:1", "data:4,tensor:2"])
+@pytest.mark.parametrize("longest", [120, 250])
+def test_the_time_of_sixteen_prompts_at_once_beside_one_by_one(on, longest):
+    """Prints milliseconds, interleaved: run it with -s, and XLA_FLAGS= to compile as users do."""
+    engine = SpeculativeDecoder(load_model("zoo/target"), mesh=on).engine()
+    system, draw = engine.system, np.random.default_rng(0)
+    prompts = [draw.integers(0, 200, longest - i).tolist() for i in range(16)]
+
+    def request(prompts):
+        sampler = make_sampler(SamplerConfig(), len(prompts), system.target.vocab_size)
+        slots = slots_for(system, longest, 64)
+        return make_request(system, prompts, 64, sampler, sampler, slots=slots)
+
+    alone, together = [request([prompt]) for prompt in prompts], request(prompts)
+    one_by_one = lambda: [jax.block_until_ready(engine.prefill(one)) for one in alone]
+    at_once = lambda: jax.block_until_ready(engine.prefill(together))
+    held = {"state": engine.prefill(together)}
+
+    def insert(prefixes):
+        for row, (prefix, index) in enumerate(prefixes):
+            held["state"] = engine.insert(held["state"], row, prefix, index)
+        jax.block_until_ready(held["state"])
+
+    timed = {
+        "one by one": one_by_one,
+        "inserted": lambda: insert((prefix, 0) for prefix in one_by_one()),
+        "at once": at_once,
+        "at once, inserted": lambda: insert(zip([at_once()] * 16, range(16))),
+    }
+    seconds = {name: [] for name in timed}
+    for _ in range(10):
+        for name, run in timed.items():
+            begin = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - begin)
+    found = {name: round(1e3 * np.median(values[1:])) for name, values in seconds.items()}
+    print(on, longest, found)
+    first = lambda state: np.asarray(state.tokens)[range(16), np.asarray(state.length)]
+    np.testing.assert_array_equal(first(held["state"]), first(at_once()))

@@ -252,7 +252,7 @@ def test_a_plan_for_tpus_has_no_cache_copies_and_the_bytes_of_its_floor(tmp_path
 @needs_libtpu
 def test_a_planned_prefill_needs_temporaries_for_a_chunk_and_copies_no_cache(tmp_path):
     flags = {"program": "prefill", "draft": "eagle3", "mesh": "data:2,tensor:2"}
-    flags |= {"slots": 4096, "prefill_chunk": "256,1024"}
+    flags |= {"slots": 4096, "prefill_chunk": "256,1024", "draft_vocab_size": 4096}
     small, large = compiled_plan(tmp_path, 4, **flags)["cells"]
     for cell, chunk in ((small, 256), (large, 1024)):
         assert cell["compiled"]["counted"]["copies"] == [] and cell["tok_s"] is None

@@ -8,15 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from support.meshes import mesh
 from support.tiny_models import BAMBA, LLAMA, MAMBA2, TINY, random_tokens, random_weights
 
 from spec_jax.errors import ShapeError, SnapshotError
+from spec_jax.meshes import use_mesh
 from spec_jax.models import layers, transformer
 from spec_jax.models.caches import kv
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.caches.replay import replay
 from spec_jax.models.caches.snapshot import HybridSnapshot, KVCacheSnapshot, StateSnapshot
 from spec_jax.models.config import ModelConfig
+from spec_jax.sharding import take_rows
 
 LENGTHS = np.array([5, 2, 1])
 K = 3
@@ -283,6 +286,27 @@ def test_insert_row_replaces_that_row_alone(scan_layers):
         expected = np.array(cache.length)
         expected[row] = 4
         np.testing.assert_array_equal(mixed.length, expected)
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("on", [None, "data:2,tensor:1"])
+def test_rows_that_are_taken_are_those_in_their_order(scan_layers, on):
+    with use_mesh(on and mesh(on)):
+        cache = small_cache(batch=4, scan_layers=scan_layers)
+        for rows in ([2], [3, 0, 0]):
+            taken = take_rows({"cache": cache, "is_odd": cache.length % 2 == 1}, jnp.asarray(rows))
+            for name in ("keys", "values"):
+                np.testing.assert_array_equal(
+                    by_row(taken["cache"], name), by_row(cache, name)[:, rows]
+                )
+            np.testing.assert_array_equal(taken["cache"].length, np.array(cache.length)[rows])
+            np.testing.assert_array_equal(taken["is_odd"], np.array(cache.length)[rows] % 2 == 1)
+
+
+def by_row(cache, name):
+    """f32[L,B,G,S,H], however the cache holds it."""
+    x = np.stack([np.asarray(x) for x in getattr(cache, name)])
+    return x.reshape(len(x), len(cache.length), -1, *x.shape[-2:])
 
 
 def small_cache(dtype="float32", batch=2, layers=2, slots=6, scan_layers=False):
