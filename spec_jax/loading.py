@@ -312,8 +312,8 @@ def _explain_a_draft(name: str | pathlib.Path, directory: pathlib.Path, error: E
         return
     if kind.head is not None:
         raise WeightsError(
-            f"{name} is no model: it holds a draft of the kind {kind.name!r}, which is loaded for "
-            f"its target: load_draft({str(name)!r}, target)"
+            f"{name} is a draft of the kind {kind.name!r}, not a model; load it with "
+            f"load_draft({str(name)!r}, target)"
         ) from error
 
 

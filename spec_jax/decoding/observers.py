@@ -197,6 +197,9 @@ def expected_acceptance(rule: Rule) -> Observer:
     return Observer("expected", init, update, needs_probs=True)
 
 
+_MAX_KINDS = 1024  # each has counts in every row
+
+
 def acceptance_by_kind(kinds: Any) -> Observer:
     """Returns the observer that counts drafts by kind of token: i32[B,C,2], reached and accepted.
 
@@ -210,8 +213,11 @@ def acceptance_by_kind(kinds: Any) -> Observer:
       ConfigError: ``kinds`` are no such numbers; at tracing, they are fewer than the target's ids.
     """
     table = np.asarray(kinds)
-    if table.ndim != 1 or table.dtype.kind not in "iu" or not table.size or table.min() < 0:
-        raise ConfigError(f"kinds are {kinds!r:.80}; expected an integer of 0 or more for each id")
+    is_table = table.ndim == 1 and table.dtype.kind in "iu" and table.size > 0
+    if not is_table or table.min() < 0 or table.max() >= _MAX_KINDS:
+        raise ConfigError(
+            f"kinds are {kinds!r:.80}; expected an integer from 0 to {_MAX_KINDS - 1} for each id"
+        )
     return _acceptance_by_kind(table.astype(np.int32).tobytes())
 
 

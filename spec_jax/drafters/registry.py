@@ -170,7 +170,7 @@ class Drafting:
         """Returns the tokens a row that weights are laid out for, see ``pass_width``."""
         if self.pass_width is not None:
             return self.pass_width(num_draft, tree)
-        return max(one.width for one in self.round_passes(config, num_draft, tree))
+        return max((one.width for one in self.round_passes(config, num_draft, tree)), default=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -263,6 +263,11 @@ class DrafterKind:
         """The drafter, see ``Drafting.drafter``."""
         if self.drafting.drafter is not None:
             return self.drafting.drafter(draft, target, config)
+        if self.head.functions(draft.config, target) is None:
+            raise ConfigError(
+                f"drafter kind {self.name!r} has no `functions` for heads of this config, and no "
+                "`drafter` of its own in their place"
+            )
         return _recycled(self.head.functions, draft.config, target, config.tree_shape)
 
 

@@ -120,7 +120,7 @@ class Bench:
 
     def models(self, dtype: str | None) -> tuple[LoadedModel, Mapping[str, Draft]]:
         """Returns the target and the drafts of cells of a dtype."""
-        return self.by_dtype.get(dtype, (self.target, self.drafts))
+        return (self.target, self.drafts) if dtype is None else self.by_dtype[dtype]
 
     @functools.cache  # noqa: B019, a bench lives as long as the program
     def decoder(self, cell: Cell) -> SpeculativeDecoder:

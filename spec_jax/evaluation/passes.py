@@ -308,8 +308,11 @@ def _draft_steps(target, draft, params, num_draft, slots, batch):
 def can_split(draft: LoadedModel | LoadedHead, target: LoadedModel) -> bool:
     """Returns whether the first pass of a round can be timed apart from the others.
 
-    It can where one model or one ``Head`` runs all of them; of other drafters all passes of a round
+    It can where one model or one ``Head`` runs all of them, and a model one token in each of the
+    others; of other drafters all passes of a round
     are timed together.
     """
-    is_model = registry.find(draft.method).drafting.draft == "model"
-    return is_model or head_of(draft, target.model) is not None
+    drafting = registry.find(draft.method).drafting
+    if drafting.draft == "model":
+        return all(one.width == 1 for one in drafting.round_passes(draft.config, 3)[1:])
+    return head_of(draft, target.model) is not None

@@ -65,7 +65,7 @@ class Window(NamedTuple):
         length = jnp.zeros((batch,), jnp.int32) if cache is None else cache.length
         start = length + window_offset
         slots_BT = start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
-        mask, slots = None, cache and cache.slots  # a state has none, and nothing is masked
+        mask, slots = None, None if cache is None else cache.slots  # a state has none, and no mask
         if slots is not None and window_mask is not None:
             mask = _window_mask(window_mask, length, slots)
         elif slots is not None:

@@ -96,9 +96,11 @@ def _load(file: pathlib.Path) -> dict[str, Any]:
     try:
         is_mapped = zipfile.is_zipfile(file)
         tensors = torch.load(str(file), map_location="cpu", weights_only=True, mmap=is_mapped)
+    except MemoryError:
+        raise
     except Exception as error:  # a damaged pickle fails in any way
-        said = f"{type(error).__name__}: {error}"
-        raise WeightsError(f"{file} cannot be read by torch: {said:.500}") from error
+        cause = f"{type(error).__name__}: {error}"
+        raise WeightsError(f"{file} cannot be read by torch: {cause:.500}") from error
     is_sound = isinstance(tensors, dict) and all(
         isinstance(x, torch.Tensor) for x in tensors.values()
     )

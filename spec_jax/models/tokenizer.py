@@ -231,7 +231,13 @@ def _whole(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     """Returns a tokenizer that neither truncates nor pads."""
     if backend.truncation is None and backend.padding is None:
         return backend
-    copy = tokenizers.Tokenizer.from_str(backend.to_str())
+    try:
+        copy = tokenizers.Tokenizer.from_str(backend.to_str())
+    except Exception as error:  # the library raises no other, as for parts written in Python
+        raise ConfigError(
+            f"the tokenizer truncates or pads, and cannot be copied to switch that off: {error}; "
+            "call no_truncation() and no_padding() on it first"
+        ) from error
     copy.no_truncation()
     copy.no_padding()
     return copy

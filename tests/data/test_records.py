@@ -4,7 +4,8 @@ import gzip
 import json
 
 import pytest
-from support.chat_templates import TALK, byte_level, sharegpt, write_lines
+from support.chat_templates import TALK, byte_level, sharegpt
+from support.files import write_lines
 
 from spec_jax.data import records
 from spec_jax.data.conversations import Encoder, read_documents

@@ -135,5 +135,5 @@ def test_parts_that_do_not_fit_are_refused(target):
     wide = dataclasses.replace(CONFIGS["eagle-1"], target_vocab_size=31)
     other = dataclasses.replace(TARGET_CONFIG, hidden_size=32, head_dim=8)
     model = LoadedModel("wide", transformer.model(other), random_weights(other), config=other)
-    with refuse("for a target of width 16 and 31 ids; wide has 32 and 31"):
+    with refuse("for a target of width 16 and 31 ids; wide is of width 32 and has 31 ids"):
         SpeculativeDecoder(model, LoadedHead("head", wide, {}))

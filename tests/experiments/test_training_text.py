@@ -4,7 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from support.chat_templates import CHATML, MISTRAL, TALK, byte_level, talk, write_lines
+from support.chat_templates import CHATML, MISTRAL, TALK, byte_level, talk
+from support.files import write_lines
 
 from configs import train_head_default
 from experiments.training import text as texts

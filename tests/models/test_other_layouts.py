@@ -64,7 +64,7 @@ def test_a_file_in_place_of_a_directory_is_refused(tmp_path, model):
 @pytest.mark.parametrize("kind", ["eagle", "mtp"])
 def test_a_draft_that_is_loaded_as_a_model_says_what_it_is(tmp_path, target, kind):
     head_of(target, tmp_path, kind)
-    message = f"is no model: it holds a draft of the kind '{kind}'.*load_draft\\('.*', target\\)"
+    message = f"is a draft of the kind '{kind}', not a model.*load_draft\\('.*', target\\)"
     with pytest.raises(WeightsError, match=message):
         spec_jax.load_model(tmp_path)
     assert spec_jax.load_draft(tmp_path, target).method == kind

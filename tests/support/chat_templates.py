@@ -172,11 +172,6 @@ ANSWERS = ["That is four, is it?", "A café 数 🙂", "\nand\n"]
 TALK = talk("What is 2 + 2?", ANSWERS[0], "And a café?", ANSWERS[1], "more", ANSWERS[2])
 
 
-def write_lines(path, records):
-    write_lines(path, records)
-    return path
-
-
 def sharegpt(messages):
     names = {"user": "human", "assistant": "gpt", "system": "system"}
     turns = [{"from": names[m["role"]], "value": m["content"]} for m in messages]

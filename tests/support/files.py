@@ -35,9 +35,10 @@ def tiny_config(num_layers: int = 1, **options) -> ModelConfig:
     return ModelConfig(**{**sizes, "num_hidden_layers": num_layers, **options})
 
 
-def write_lines(path: pathlib.Path, rows: Iterable[dict]) -> None:
-    """Writes JSON objects, one a line."""
+def write_lines(path: pathlib.Path, rows: Iterable[dict]) -> pathlib.Path:
+    """Writes JSON objects, one a line, and returns the path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
 
 
 def pieces_of(texts: Sequence[str], end: int) -> list[str]:

@@ -22,7 +22,7 @@ from spec_jax.sharding import ambient, by_shard, keep_layout, take_of_array
 
 __all__ = ["UNROLLED_ROWS", "KVCache", "KVCacheSnapshot", "put_rows"]
 
-UNROLLED_ROWS = 256  # of more rows, a write of each is compiled for minutes; see ``put_rows``
+UNROLLED_ROWS = 1024  # a write of each of more rows is compiled for minutes; see ``put_rows``
 
 
 def put_rows(
@@ -32,7 +32,8 @@ def put_rows(
 
     One dynamic_update_slice a row stays in place on every platform. A vmapped one becomes a
     scatter, which a TPU runs as a serial loop; and a loop over the rows makes it copy the cache.
-    Only of more than ``UNROLLED_ROWS`` rows, as a certificate decodes them, is it a scatter.
+    Only of more than ``UNROLLED_ROWS`` rows, as a certificate decodes them, is it a scatter, which
+    copies the cache.
 
     Args:
       cache: dtype[L,B,G,S,H], dtype[B,G,S,H] or dtype[B*G,S,H].
