@@ -19,8 +19,8 @@ from support.chat_templates import (
     metaspace,
     sharegpt,
     talk,
-    write_lines,
 )
+from support.files import write_lines
 
 from spec_jax.data.chat import ChatTemplate
 from spec_jax.data.conversations import Document, Encoder, read_documents, token_mask

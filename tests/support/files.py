@@ -35,7 +35,7 @@ def tiny_config(num_layers: int = 1, **options) -> ModelConfig:
     return ModelConfig(**{**sizes, "num_hidden_layers": num_layers, **options})
 
 
-def write_lines(path: pathlib.Path, rows: Iterable[dict]) -> pathlib.Path:
+def write_lines(path: pathlib.Path, rows: Iterable[object]) -> pathlib.Path:
     """Writes JSON objects, one a line, and returns the path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
