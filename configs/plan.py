@@ -22,13 +22,12 @@ def get_config() -> ConfigDict:
     config.target = "llama-3.1-8b"  # a preset, or a Hugging Face directory or its config.json
     config.draft = "llama-3.2-1b"  # likewise; or eagle3, mtp, ngram; empty: plain decoding
     config.draft_vocab_size = 32000  # U, of an eagle3 head
-    config.program = (
-        "decode"  # or prefill; or train: a step of an eagle3 or mtp draft, else of the target
-    )
+    # Or prefill; or train: a step of an eagle3 or mtp draft, else of the target.
+    config.program = "decode"
     config.topology = "v5e:2x4"  # chips and their shape; several with commas
     # Such as data:2,tensor:4. Empty: the one with the best floor (with a tree, of plain decoding);
     config.mesh = ""  # in training, all along data.
-    config.is_draft_replicated = False  # keep the draft whole on every device
+    config.is_draft_replicated = False  # replicate the draft on the mesh
     config.batch = "8"  # rows over all devices; in training, windows
     config.slots = "2048"  # S, slots of the cache for each row; of prefill, tokens of a prompt
     config.prefill_chunk = "512"  # of prefill, tokens of a prompt that a pass has at most

@@ -126,7 +126,7 @@ MUTATIONS = mutants.read("""
         caches.replay.replay: n - begin -> n
         test_a_restored_snapshot_and_the_tokens_since_give_a_fresh_prefill
     standalone: the last prompt token is fed twice
-        standalone.prefill: cache.commit(lengths - 1) -> cache.commit(lengths)
+        standalone.prefill: lengths - 1 -> lengths
         test_decode::test_a_draft_equal_to_the_target_is_always_accepted[match]
     chain: q is that of another temperature
         Drafted.add: jax.nn.softmax(dist, ...) -> jax.nn.softmax(logits, ...)

@@ -10,7 +10,7 @@ from typing import Any
 
 import tokenizers
 
-from spec_jax.errors import WeightsError
+from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models.detokenize import ByteRuns, Unsettled, unsettled_part
 from spec_jax.models.files import parse_json, read_text
 
