@@ -24,7 +24,7 @@ from spec_jax.meshes import make_mesh
 from spec_jax.planning import roofline
 from spec_jax.planning.chips import Topology
 
-_VERSION = 4  # of what a cell holds
+_VERSION = 5  # of what a cell holds
 
 
 def label(topology: Topology, job: plan.Job | plan.TrainJob) -> str:
@@ -172,6 +172,7 @@ def _decoding_cell(topology: Topology, job: plan.Job, config: ConfigDict) -> dic
             "flops": round_.work.flops,
             "collectives": round_.work.collectives,
             "floor_s": round_.floor_s(chip),
+            "passes": round_.num_passes,
             "params": static.params,
             "cache": static.cache,
             "shortfall": static.shortfall(chip),

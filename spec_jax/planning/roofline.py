@@ -3,7 +3,7 @@
 No constant here is fitted. A pass takes at least as long as the slowest of memory, arithmetic and
 links at their published peaks (``chips``), and the passes of a round depend on each other, so their
 floors add up. Left out are kernel launches, the host, activations, the latency of links, and
-whatever a program reads twice: a real round is slower.
+whatever a program reads twice: a real round is slower. ``overhead_s_per_pass`` stands for them.
 
 Source: the roofline is that of Williams, Waterman and Patterson, 2009; the round is that of
 ``decoding/round.py``, with theorem 3.8 of Leviathan et al., arXiv 2211.17192.
@@ -63,9 +63,21 @@ class RoundWork:
         """Of all passes."""
         return sum((one.work * one.count for one in self.passes), Work())
 
-    def floor_s(self, chip: Chip) -> float:
-        """The sum of the passes' floors: passes of a round depend on each other."""
-        return sum(one.count * one.work.floor_s(chip) for one in self.passes)
+    @property
+    def num_passes(self) -> int:
+        """How many passes follow each other."""
+        return sum(one.count for one in self.passes)
+
+    def floor_s(self, chip: Chip, overhead_s_per_pass: float = 0.0) -> float:
+        """The sum of the passes' floors: passes of a round depend on each other.
+
+        Args:
+          chip: what it runs on.
+          overhead_s_per_pass: seconds added to each pass, for what the floor leaves out; assumed,
+            not measured.
+        """
+        work_s = sum(one.count * one.work.floor_s(chip) for one in self.passes)
+        return work_s + self.num_passes * overhead_s_per_pass
 
 
 def decode_round(
@@ -185,6 +197,7 @@ def predict(
     chip: Chip,
     setting: Setting = Setting(),
     tree: Tree | DynamicTree | None = None,
+    overhead_s_per_pass: float = 0.0,
 ) -> Prediction:
     """Predicts the speed with speculation, and without it.
 
@@ -196,6 +209,7 @@ def predict(
       chip: what it runs on.
       setting: batch, context, mesh and dtype.
       tree: what is drafted; None means a chain.
+      overhead_s_per_pass: see ``RoundWork.floor_s``.
 
     Raises:
       ConfigError: a round cannot emit so many tokens.
@@ -203,8 +217,8 @@ def predict(
     most = 1 + (num_draft if tree is None else tree.depth)
     if not 1 <= tokens <= most:
         raise ConfigError(f"tokens is {tokens}; a round of K = {num_draft} emits 1 to {most}")
-    plain = decode_round(target, setting=setting).floor_s(chip)
-    one = decode_round(target, draft, num_draft, setting, tree).floor_s(chip)
+    time = lambda *drafts: decode_round(target, *drafts).floor_s(chip, overhead_s_per_pass)
+    plain, one = time(None, 0, setting), time(draft, num_draft, setting, tree)
     return Prediction(num_draft, tokens, plain, one, setting.batch)
 
 

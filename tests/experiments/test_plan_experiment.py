@@ -49,6 +49,8 @@ def test_floors_alone_yield_the_best_k_of_every_place_and_a_run_is_continued(
     expected = roofline.predict(*models, 2, tokens, CHIPS["h100"], setting)
     assert one["tok_s"] == pytest.approx(expected.tok_s)
     assert plan_report.speedup(one, result["cells"]) == pytest.approx(expected.speedup)
+    slowed = roofline.predict(*models, 2, tokens, CHIPS["h100"], setting, overhead_s_per_pass=3e-4)
+    assert plan_report.speedup(one, result["cells"], 0.3) == pytest.approx(slowed.speedup)
     check_run_files(tmp_path, "plan")
     assert (tmp_path / "plan.png").stat().st_size > 0
     assert "best K" in capsys.readouterr().out
