@@ -142,7 +142,7 @@ def _ticks_ms(loop: ModuleType | Overlap, system: decoding.System, num_tokens: i
     """Returns milliseconds per round of a compiled loop in which every draft is accepted."""
     params = dict.fromkeys(("target", "draft"), toy_params(VOCAB_SIZE, 0))
     sampler = make_sampler(SamplerConfig(), 1, VOCAB_SIZE)
-    *arrays, slots = make_request(system, [[1, 1]], 1 + num_tokens, sampler, sampler)
+    *arrays, slots, _ = make_request(system, [[1, 1]], 1 + num_tokens, sampler, sampler)
     state = loop.prefill(params, *arrays, system=system, slots=slots)
     go_on = jnp.zeros_like(state.finish)
     state, _ = loop.generate(params, state, go_on, jnp.int32(1), system=system)

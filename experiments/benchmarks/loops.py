@@ -51,7 +51,7 @@ def start(
       stop_tokens: The tokens that end a row.
     """
     sampler = make_sampler(SamplerConfig(), len(prompts), system.target.vocab_size)
-    *arrays, slots = make_request(
+    *arrays, slots, _ = make_request(
         system, prompts, max_new_tokens, sampler, sampler, stop_tokens=stop_tokens, slots=slots
     )
     return jax.block_until_ready(decoding.prefill(params, *arrays, system=system, slots=slots))
