@@ -117,9 +117,9 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
         makers[f"plain K=0 {d}"] = functools.partial(generate_timer, target, states, d)
         makers[f"weights {d}"] = functools.partial(read_timer, read[d])
     makers |= {  # a round and its parts, each a jitted loop; "passes" are those of a round in one
-        "target": functools.partial(passes, k=0, num_passes=0),
-        "verify": functools.partial(passes, k=K, num_passes=0),
-        "passes": functools.partial(passes, k=K, num_passes=K),
+        "target": functools.partial(passes, num_draft=0, num_passes=0),
+        "verify": functools.partial(passes, num_draft=K, num_passes=0),
+        "passes": functools.partial(passes, num_draft=K, num_passes=K),
         "rest": functools.partial(rest_timer, system, slots),
         "round": lambda: generate(long, max_rounds=ROUNDS, unit="round"),
     }
