@@ -351,8 +351,8 @@ def test_mutation_a_block_judged_by_the_row_before_is_caught(monkeypatch, loop, 
     honest = pearl.score_ahead
 
     def late(*args, **kwargs):
-        state, logits = honest(*args, **kwargs)
-        return state, logits.at[:, 1:].set(logits[:, :-1])
+        state, logits, features = honest(*args, **kwargs)
+        return state, logits.at[:, 1:].set(logits[:, :-1]), features
 
     monkeypatch.setattr(pearl, "score_ahead", late)
     assert not is_plain(loop, plain)
