@@ -2,7 +2,7 @@
 
     python -m experiments.decode
 
-Cost: 133 CPU-seconds, two to three minutes on two quiet cores; a second run finds the compiled
+Cost: 142 CPU-seconds, under two minutes on two quiet cores; a second run finds the compiled
 programs in the user's cache. Expected: greedy rows are identical to plain decoding's, and the heads
 have the highest tau. Each speed-up has a 95 % interval over the prompts; ? = not significant. More
 prompts narrow it: --config.num_prompts=64.
