@@ -22,7 +22,7 @@ import functools
 import importlib.util
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -100,10 +100,7 @@ def training_jobs(config: ConfigDict) -> Iterator[tuple[Topology, plan.TrainJob]
     is_head = draft is not None and kind_of_draft(draft).head is not None
     head = draft if is_head else None
     topologies = [Topology.parse(name) for name in config.topology.split(",")]
-    what = "to train, which is planned by compiling for TPUs alone"
-    cli.require(config.is_compiled, config, "is_compiled", f"True {what}")
-    is_tpu = all(topology.is_tpu for topology in topologies)
-    cli.require(is_tpu, config, "topology", f"TPUs {what}")
+    _require_compiling(config, topologies, "to train")
     cli.require_positive(config, "num_steps")
     sizes = itertools.product(topologies, numbers(config, "batch"), numbers(config, "length"))
     for topology, batch, length in sizes:
@@ -125,16 +122,20 @@ def training_jobs(config: ConfigDict) -> Iterator[tuple[Topology, plan.TrainJob]
         )
 
 
+def _require_compiling(config: ConfigDict, topologies: Sequence[Topology], what: str) -> None:
+    what += ", which is planned by compiling for TPUs alone"
+    cli.require(config.is_compiled, config, "is_compiled", f"True {what}")
+    is_tpu = all(topology.is_tpu for topology in topologies)
+    cli.require(is_tpu, config, "topology", f"TPUs {what}")
+
+
 def prefill_jobs(config: ConfigDict) -> Iterator[tuple[Topology, plan.PrefillJob]]:
     """Yields every combination of prompts to plan; each is as long as the cache has slots."""
     target = find_config(config.target)
     draft = find_draft(config.draft, target, config.draft_vocab_size)
     is_head = draft is not None and kind_of_draft(draft).head is not None
     topologies = [Topology.parse(name) for name in config.topology.split(",")]
-    what = "for prefill, which is planned by compiling for TPUs alone"
-    cli.require(config.is_compiled, config, "is_compiled", f"True {what}")
-    is_tpu = all(topology.is_tpu for topology in topologies)
-    cli.require(is_tpu, config, "topology", f"TPUs {what}")
+    _require_compiling(config, topologies, "for prefill")
     chunks = numbers(config, "prefill_chunk")
     sizes = (numbers(config, "batch"), numbers(config, "slots"), chunks)
     for topology, batch, slots, chunk in itertools.product(topologies, *sizes):

@@ -130,7 +130,13 @@ class Training:
 
 @functools.cache
 def _recycled(functions, config, target: Model, tree) -> Drafter:
-    return head_drafter(functions(config, target), tree)
+    head = functions(config, target)
+    if head is None:
+        raise ConfigError(
+            f"drafter kind {kind_of(config).name!r} has no `functions` for heads of this config, "
+            "and no `drafter` of its own in their place"
+        )
+    return head_drafter(head, tree)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -263,11 +269,6 @@ class DrafterKind:
         """The drafter, see ``Drafting.drafter``."""
         if self.drafting.drafter is not None:
             return self.drafting.drafter(draft, target, config)
-        if self.head.functions(draft.config, target) is None:
-            raise ConfigError(
-                f"drafter kind {self.name!r} has no `functions` for heads of this config, and no "
-                "`drafter` of its own in their place"
-            )
         return _recycled(self.head.functions, draft.config, target, config.tree_shape)
 
 
