@@ -11,7 +11,7 @@ from support.report_entries import HOSTILE, answer, category, plain, result
 from experiments.comparison import plots
 from experiments.comparison.page import answers as packing
 from experiments.comparison.page.page import render, write_page
-from spec_jax.evaluation.results import NONE, RoundTime
+from spec_jax.evaluation.results import NONE, KindResult, RoundTime
 from spec_jax.intervals import Interval
 from spec_jax.show.page import COLORS, MEANING
 from spec_jax.testing import RowAudit
@@ -185,6 +185,18 @@ def test_categories_and_batches_show_each_figure():
     found = page_of([result(batch=b, speedup=Interval(1, *s)) for b, s in speeds.items()])
     row = found.row("eagle-3 K=3", "0", "1.00x (1.40 to 1.60)")
     assert row[4:] == ["1.00x (0.90 to 1.20 ?)", "1.00x (0.70 to 0.90)", "at 1, 4"]
+
+
+def test_acceptance_by_kind_of_token_has_a_table_if_it_was_counted():
+    kinds = {
+        "word": KindResult(8, 6, Interval(0.75, 0.5, 0.9)),
+        "space": KindResult(4, 1, Interval(0.25, 0.1, 0.4)),
+    }
+    page = page_of([plain(), result(kinds=kinds)])
+    assert "kinds" in page.sections and "kinds" not in page_of([plain(), result()]).sections
+    assert page.row("method", "T", "word", "space")
+    row = ["eagle-3 K=3", "0", "0.75 (0.50 to 0.90)", "0.25 (0.10 to 0.40)"]
+    assert page.row("eagle-3 K=3", "0", row[2]) == row
 
 
 def test_a_round_is_shown_beside_plain_decoding_of_as_many_tokens():

@@ -18,7 +18,14 @@ from experiments.comparison.report import best_cells, by_batch, conditions, curv
 from experiments.run import report as reports
 from experiments.run.plots import CYCLE, TITLE
 from spec_jax.evaluation.results import CategoryResult, CellResult
-from spec_jax.evaluation.summary import MEANINGS, comparable, identical_text, interval_text, number
+from spec_jax.evaluation.summary import (
+    MEANINGS,
+    comparable,
+    identical_text,
+    interval_text,
+    kinds_sections,
+    number,
+)
 from spec_jax.intervals import Interval
 from spec_jax.show.page import COLORS, MEANING
 
@@ -70,6 +77,7 @@ def render(
         headline=headline(results),
         methods=methods_table(results),
         categories=by_category(results),
+        kinds=kinds_sections(results),
         curve=curve(results) if len(by_batch(results)) > 1 else None,
         predicted=predicted(results),
         plots={name: inline(text) for name, text in (plots or {}).items()},

@@ -26,7 +26,7 @@ _LAYER, _IDS = "transformer_layer_config", "eagle_aux_hidden_state_layer_ids"
 _USES_IDS = "use_aux_hidden_state"
 
 
-class Format(NamedTuple):
+class EagleFormat(NamedTuple):
     """A project's convention for the files of a head.
 
     Attributes:
@@ -41,10 +41,10 @@ class Format(NamedTuple):
 
 
 FORMATS = {  # of each version, the preferred one first
-    EAGLE_1: Format(1, "layers.0."),
-    SPECFORGE: Format(3, "midlayer.", "LlamaForCausalLMEagle3"),
-    EAGLE_3: Format(3, "midlayer."),
-    SPECULATORS: Format(3, "layers.0.", "Eagle3Speculator"),
+    EAGLE_1: EagleFormat(1, "layers.0."),
+    SPECFORGE: EagleFormat(3, "midlayer.", "LlamaForCausalLMEagle3"),
+    EAGLE_3: EagleFormat(3, "midlayer."),
+    SPECULATORS: EagleFormat(3, "layers.0.", "Eagle3Speculator"),
 }
 
 

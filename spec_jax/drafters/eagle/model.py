@@ -153,7 +153,7 @@ class EagleConfig:
 def head_table(config: EagleConfig) -> dict[str, ParamSpec]:
     """Returns the weights of a head by name; if U < V there is also ``d2t``, i32[U].
 
-    In a checkpoint, "model.layers.{i}." is the prefix of its format, see ``Format``.
+    In a checkpoint, "model.layers.{i}." is the prefix of its format, see ``EagleFormat``.
     """
     D, Dt, E = config.layer.hidden_size, config.target_hidden_size, len(config.taps)
     norm = lambda size, name: ParamSpec((size,), ("embed",), f"{name}.weight", init="ones")

@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from spec_jax.drafters.loaded import LoadedHead
 from spec_jax.drafters.mtp.formats import (
     FORMATS,
-    Format,
+    MtpFormat,
     find_format,
     format_of,
     modules_config,
@@ -124,7 +124,7 @@ def read_mtp(
 
 
 def _module(
-    tensors: StrictReader, fmt: Format, config: MtpConfig, index: int, dtype: DTypeLike
+    tensors: StrictReader, fmt: MtpFormat, config: MtpConfig, index: int, dtype: DTypeLike
 ) -> dict[str, Tensor]:
     """The weights of one module, of which nothing is read yet."""
 
@@ -170,7 +170,7 @@ def _block_of(hf: Mapping[str, Any]) -> tuple[int, int]:
 class _Modules:
     """The modules' tensors alone, whole numbers times scales where they are stored so."""
 
-    def __init__(self, directory, shards: Shards | Pickles, fmt: Format, count: int, block):
+    def __init__(self, directory, shards: Shards | Pickles, fmt: MtpFormat, count: int, block):
         self._directory, self._shards, self._block = directory, shards, block
         numbers = {name: fmt.number(name) for name in shards.names()}
         self._names = {name for name, i in numbers.items() if i is not None and i < count}
@@ -273,7 +273,7 @@ def _default_format(config: MtpConfig) -> str:
     return next((name for name in names if FORMATS[name].order == config.order), names[0])
 
 
-def _check_format(config: MtpConfig, fmt: Format, target: AnyConfig) -> None:
+def _check_format(config: MtpConfig, fmt: MtpFormat, target: AnyConfig) -> None:
     """Raises a ConfigError if a format cannot express a config, or its loaders misread it."""
     known, kind = family_of(config.layer).mtp_formats, type(config.layer).__name__
     use, name = " or ".join(known), fmt.name

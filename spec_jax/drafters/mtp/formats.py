@@ -19,7 +19,7 @@ _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 _OWN_KEY, _OWN_FIELDS = "mtp_config", ("protocol", "taps", "recycles_normed")
 
 
-class Format(NamedTuple):
+class MtpFormat(NamedTuple):
     """A project's convention for the files of MTP modules.
 
     Attributes:
@@ -66,7 +66,7 @@ _OUTER = ("embed_norm", "hidden_norm", "fc", "norm")
 _QWEN3_NEXT = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 _MIMO = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
 FORMATS = {
-    "DeepSeek": Format(
+    "DeepSeek": MtpFormat(
         start="model.layers.",
         prefix="model.layers.{i}.",
         names=None,
@@ -74,7 +74,7 @@ FORMATS = {
         why_order="as the released eh_proj expects; the paper prints the hidden state first",
         has_own_ends=True,
     ),
-    "Qwen3-Next": Format(
+    "Qwen3-Next": MtpFormat(
         start="mtp.",
         prefix="mtp.layers.{i}.",
         names=tuple(f"mtp.{name}" for name in _QWEN3_NEXT),
@@ -83,7 +83,7 @@ FORMATS = {
         is_zero_centred=True,
         is_single=True,
     ),
-    "MiMo": Format(
+    "MiMo": MtpFormat(
         start="model.mtp_layers.",
         prefix="model.mtp_layers.{i}.",
         names=tuple(f"model.mtp_layers.{{i}}.{name}" for name in _MIMO),
@@ -93,7 +93,7 @@ FORMATS = {
 }
 
 
-def format_of(name: str, num_layers: int) -> Format:
+def format_of(name: str, num_layers: int) -> MtpFormat:
     """Returns the format of a name, for a target of so many layers.
 
     Raises:
@@ -103,7 +103,7 @@ def format_of(name: str, num_layers: int) -> Format:
     return FORMATS[name]._replace(name=name, first=num_layers if name == "DeepSeek" else 0)
 
 
-def find_format(directory: pathlib.Path, hf: Mapping[str, Any], names: set[str]) -> Format:
+def find_format(directory: pathlib.Path, hf: Mapping[str, Any], names: set[str]) -> MtpFormat:
     """Returns the format of the modules among these tensors.
 
     Args:
@@ -136,7 +136,7 @@ def find_format(directory: pathlib.Path, hf: Mapping[str, Any], names: set[str])
 
 def modules_config(
     hf: Mapping[str, Any],
-    fmt: Format,
+    fmt: MtpFormat,
     num_stored: int,
     target: AnyConfig,
     overrides: Mapping[str, Any],
@@ -189,7 +189,7 @@ def modules_config(
     return MtpConfig.of_target(target, layer=layer, **values)
 
 
-def modules_json(config: MtpConfig, fmt: Format, num_layers: int) -> dict[str, Any]:
+def modules_json(config: MtpConfig, fmt: MtpFormat, num_layers: int) -> dict[str, Any]:
     """Returns the part of the target's config.json that describes the modules.
 
     Args:
