@@ -34,6 +34,8 @@ def get_config() -> ConfigDict:
             "draft_vocab_size": 0,  # U, for eagle3: the most frequent tokens of the data; 0: all
             "taps": (),  # of the target, see spec_jax.models.transformer.forward; (): as published
             "norm_before_residual": False,  # for eagle3: normalise the start of the residual stream
+            "fc_norm": False,  # for eagle3: normalise each tapped state, as EAGLE-3.1 does
+            "norm_output": False,  # for eagle3: normalise the recycled state, as EAGLE-3.1 does
             "is_warm_start": True,  # begin with the target's last layer and output head
             "init_from": "",  # a zoo name or directory of a head to continue from
             "num_modules": 1,  # for mtp

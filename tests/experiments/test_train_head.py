@@ -141,14 +141,19 @@ def test_a_run_on_a_mesh_goes_on_on_another_with_the_same_losses(files, run, tmp
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("objective", ["eagle1", "mtp"])
-def test_every_objective_trains_and_exports(files, tmp_path, objective):
+@pytest.mark.parametrize("version", ["eagle1", "eagle3.1", "mtp"])
+def test_every_objective_trains_and_exports(files, tmp_path, version):
+    objective = version.removesuffix(".1")
     config = small(files, objective=objective, steps=2)
     config.head.draft_vocab_size = 0
+    if version == "eagle3.1":
+        config.head.fc_norm = config.head.norm_output = True
     config.data.responses = None
     assert train_head.train(config, tmp_path)["tau"] >= 1
     head = load_draft(tmp_path / "export", load_model(files / "target"))
     assert head.method == ("mtp" if objective == "mtp" else "eagle")
+    if version == "eagle3.1":
+        assert head.config.fc_norm and head.config.norm_output and head.format == "SpecForge"
     check_goes_on(config, head, tmp_path)
 
 

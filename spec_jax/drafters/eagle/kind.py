@@ -31,6 +31,7 @@ from spec_jax.tree import AnyTree
 _BLOCK_KEYS = {"dflash_config", "block_size", "parallel_drafting", "mask_token_id", "ptd_token_id"}
 _BLOCK_KEYS |= {"pard_token"}
 _BLOCK_TENSORS = {"hidden_norm.weight", "mask_hidden"}
+_NORMS = ("norm_before_residual", "fc_norm", "norm_output")  # EAGLE-3.1 has the last two
 
 
 def is_eagle(hf: Mapping[str, Any], names: AbstractSet[str]) -> bool:
@@ -122,8 +123,5 @@ EAGLE = DrafterKind(
         write=_write,
         pick=pick_format,
     ),
-    training={
-        "eagle1": _training(1),
-        "eagle3": _training(3, "draft_vocab_size", "taps", "norm_before_residual"),
-    },
+    training={"eagle1": _training(1), "eagle3": _training(3, "draft_vocab_size", "taps", *_NORMS)},
 )
