@@ -13,6 +13,7 @@ from support.tiny_models import LLAMA, MAMBA2, random_weights
 from spec_jax import SpeculativeDecoder, zoo
 from spec_jax.config import METHODS, SpeculativeConfig
 from spec_jax.drafters import registry
+from spec_jax.drafters.block.config import DFlashConfig, DSparkConfig, TreeFlashConfig
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.errors import ConfigError
@@ -114,6 +115,9 @@ HEAD_CONFIGS = {
     "eagle-1": EagleConfig.of_target(LLAMA, 1),
     "eagle-3": EagleConfig.of_target(LLAMA, 3),
     "mtp": MtpConfig.of_target(LLAMA, num_modules=2, protocol="sequential"),
+    "dflash": DFlashConfig.of_target(LLAMA),
+    "dspark": DSparkConfig.of_target(LLAMA, markov_rank=4, markov_head_type="gated"),
+    "treeflash": TreeFlashConfig.of_target(LLAMA),
 }
 
 
@@ -130,9 +134,10 @@ def test_the_table_of_a_kind_declares_the_parameters_of_a_head(name):
 def test_a_config_takes_every_registered_method_and_no_other():
     for method in METHODS:
         SpeculativeConfig(method)
-    with pytest.raises(ConfigError, match="expected one of standalone, ngram, suffix, eagle, mtp"):
-        SpeculativeConfig("dflash")
-    assert list(METHODS) == ["standalone", "ngram", "suffix", "eagle", "mtp"]
+    with pytest.raises(ConfigError, match="expected one of standalone, .* mtp, dflash"):
+        SpeculativeConfig("dflush")
+    heads = ["eagle", "mtp", "dflash", "dspark", "treeflash"]
+    assert list(METHODS) == ["standalone", "ngram", "suffix", *heads]
 
 
 def test_a_kind_that_takes_what_another_has_is_refused():

@@ -98,17 +98,22 @@ class Drafted:
         yes = jnp.ones((B,), bool)
         return cls(out, context.sampler, yes, jnp.zeros((B,), jnp.int32), yes)
 
-    def add(self, logits: jax.Array, context: Context, node) -> tuple[jax.Array, Drafted]:
+    def add(
+        self, logits: jax.Array, context: Context, node, confidence: jax.Array | None = None
+    ) -> tuple[jax.Array, Drafted]:
         """Draws one token of each row and adds it to the chain.
 
-        The confidence in a token decides whether the *next* one is offered. If it decided on the
+        The probability of a token decides whether the *next* one is offered. If it decided on the
         token itself, unlikely tokens would be offered less often than their distribution says, and
-        the output would no longer have the target's distribution.
+        the output would no longer have the target's distribution. For the same reason a confidence
+        that decides on the token itself must not depend on it.
 
         Args:
           logits: f32[B,V], the draft's logits at the last token.
           context: the sampler and the noise to draw with.
           node: i32[], 1..K.
+          confidence: f32[B], how probably the token will be accepted, known before it is drawn;
+            None: the probability of the token before stands for it.
 
         Returns:
           The token i32[B], and the longer chain.
@@ -117,12 +122,15 @@ class Drafted:
         values = {"tokens": token, "probs": jax.nn.softmax(dist, axis=-1), "logits": logits}
         out = {name: array.at[:, node - 1].set(values[name]) for name, array in self.out.items()}
         sampler = self.sampler.advance(token[:, None], jnp.ones_like(token))
-        is_sound = self.is_sound & (jnp.isfinite(dist.max(axis=-1)) | ~self.is_going)
-        n_draft, is_going = self.n_draft + self.is_going, self.is_going
-        if context.stop_below > 0:
-            probs = jax.nn.softmax(logits, axis=-1)  # before temperature, which may leave one token
-            confidence = jnp.take_along_axis(probs, token[:, None], axis=-1)[:, 0]
+        is_going = self.is_going
+        if confidence is not None and context.stop_below > 0:
             is_going &= confidence >= context.stop_below
+        is_sound = self.is_sound & (jnp.isfinite(dist.max(axis=-1)) | ~is_going)
+        n_draft = self.n_draft + is_going
+        if confidence is None and context.stop_below > 0:
+            probs = jax.nn.softmax(logits, axis=-1)  # before temperature, which may leave one token
+            drawn = jnp.take_along_axis(probs, token[:, None], axis=-1)[:, 0]
+            is_going &= drawn >= context.stop_below
         return token, Drafted(out, sampler, is_sound, n_draft, is_going)
 
     def proposal(self) -> Proposal:
@@ -136,6 +144,7 @@ def draft_chain(
     advance: Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]],
     context: Context,
     num_draft: int,
+    confidence: Callable[[Any], jax.Array] | None = None,
 ) -> tuple[Proposal, Any]:
     """Draws K tokens, each from the logits after the one before.
 
@@ -148,6 +157,8 @@ def draft_chain(
         nodes 2..K with the token of the node before.
       context: the sampler and the noise to draw with.
       num_draft: K, which may be 0.
+      confidence: ``(carry) -> f32[B]``, for the draft that is drawn from the logits that the carry
+        came with, see ``Drafted.add``; None: the draft has no such estimate.
 
     Returns:
       The proposal, and the carry after the last pass.
@@ -159,9 +170,12 @@ def draft_chain(
     def body(node, state):
         carry, token, drafted = state
         logits, carry = advance(carry, token, node)
-        return carry, *drafted.add(logits, context, node)
+        return carry, *add(drafted, logits, carry, node)
 
-    state = (carry, *drafted.add(logits, context, jnp.int32(1)))
+    def add(drafted, logits, carry, node):
+        return drafted.add(logits, context, node, confidence and confidence(carry))
+
+    state = (carry, *add(drafted, logits, carry, jnp.int32(1)))
     if context.stop_below > 0:
         going = lambda loop: (loop[0] <= num_draft) & loop[1][2].is_going.any()
         step = lambda loop: (loop[0] + 1, body(*loop))

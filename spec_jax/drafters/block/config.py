@@ -1,0 +1,187 @@
+"""Shapes of the heads that draft a block in one pass: DFlash, DSpark and TreeFlash.
+
+They have one backbone and differ in their step, see ``steps``.
+
+Source: DFlash, arXiv 2602.06036; DSpark, arXiv 2607.05147; TreeFlash, arXiv 2606.03819.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Self
+
+from spec_jax.errors import ConfigError
+from spec_jax.models.checks import is_integer, require
+from spec_jax.models.config import ModelConfig
+from spec_jax.show.summary import short_repr
+
+MARKOV_TYPES = ("vanilla", "gated")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockConfig:
+    """The shape of a head and the meaning of its block.
+
+    A block is [pending | masks]. It attends over the target's states of the tokens before it,
+    which every layer reads as keys and values, and over itself.
+
+    Attributes:
+      layer: of the head's layers, of the target's width; their embedding and output are its own.
+      target_hidden_size: D of the target.
+      target_vocab_size: V.
+      taps: the target's states that it reads, see ``transformer.forward``.
+      block_size: tokens of the block that the head was trained with.
+      mask_token_id: the id whose embedding stands for a token that is not known. It may be one
+        that only pads the target's embedding.
+      is_anchor_first: the pending token's slot predicts the token after it, and every slot the
+        token after its own position. Otherwise each mask predicts the token at its position, and
+        the output of the pending token's slot is not used.
+      windows: of each layer, how many tokens a token sees, itself included; None means all.
+      is_causal: of each layer, whether a token of the block sees the block only up to itself.
+    """
+
+    name: ClassVar[str] = "dflash"
+
+    layer: ModelConfig
+    target_hidden_size: int
+    target_vocab_size: int
+    taps: tuple[int, ...]
+    block_size: int
+    mask_token_id: int
+    is_anchor_first: bool = False
+    windows: tuple[int | None, ...] = ()
+    is_causal: tuple[bool, ...] = ()
+
+    __repr__ = short_repr()
+
+    def __post_init__(self):
+        M, layer, V = self.layer.num_hidden_layers, self.layer, self.target_vocab_size
+        for name, default in (("windows", None), ("is_causal", False)):
+            object.__setattr__(self, name, tuple(getattr(self, name)) or (default,) * M)
+            values = getattr(self, name)
+            require(len(values) == M, f"{name} are {values}; expected one of each of {M} layers")
+        require(not layer.scan_layers, "scan_layers is set; a head's layers are apart")
+        D, width = layer.hidden_size, self.target_hidden_size
+        require(D == width, f"the head's width is {D}; the embedding that it shares has {width}")
+        require(layer.vocab_size == V, f"the layers have {layer.vocab_size} ids, the target {V}")
+        require(len(self.taps) > 0, "taps are empty; a head reads one state or more")
+        is_mask = is_integer(self.mask_token_id) and 0 <= self.mask_token_id < V
+        require(is_mask, f"mask_token_id is {self.mask_token_id!r}; the target has {V} embeddings")
+        least = 1 if self.is_anchor_first else 2
+        is_size = is_integer(self.block_size) and self.block_size >= least
+        require(is_size, f"block_size is {self.block_size!r}; expected {least} or more")
+        are_sizes = all(size is None or is_integer(size) and size > 0 for size in self.windows)
+        require(are_sizes, f"windows are {self.windows}; expected positive sizes, or None")
+
+    @property
+    def max_draft(self) -> int:
+        """The largest K: as many tokens as a block predicts."""
+        return self.block_size - (0 if self.is_anchor_first else 1)
+
+    @property
+    def max_length(self) -> int:
+        """Maximum tokens of a row, prompt and output together."""
+        return self.layer.max_position_embeddings
+
+    def block_width(self, num_draft: int) -> int:
+        """Returns how many tokens of a block are fed for K drafts.
+
+        All of them if a layer looks ahead, so that the distributions do not depend on K.
+        """
+        return (
+            num_draft + self.block_size - self.max_draft if all(self.is_causal) else self.block_size
+        )
+
+    @classmethod
+    def of_target(cls, target: Any, num_layers: int = 2, **changes: Any) -> Self:
+        """Returns the config of a new head, whose layers are Qwen3's with the target's sizes.
+
+        It taps the outputs of as many layers as it has, spread from the second to the third from
+        the end, see ``default_taps``. The mask is the last id.
+
+        Args:
+          target: the target's config.
+          num_layers: of the head.
+          **changes: fields that differ from this; ``block_size`` is 8 by default.
+
+        Raises:
+          ConfigError: the target's layers have no sizes to copy.
+        """
+        kept = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+        kept += ("head_dim", "rms_norm_eps", "max_position_embeddings", "vocab_size", "rope")
+        missing = [name for name in kept if not hasattr(target, name)]
+        if missing and "layer" not in changes:
+            raise ConfigError(
+                f"a {type(target).__name__} has no {', '.join(missing)} to copy: give the head's "
+                "own as `layer`"
+            )
+        if "layer" not in changes:
+            sizes = {name: getattr(target, name) for name in kept}
+            changes["layer"] = ModelConfig(
+                model_type="qwen3", num_hidden_layers=num_layers, **sizes
+            )
+        values = {
+            "target_hidden_size": target.hidden_size,
+            "target_vocab_size": target.vocab_size,
+            "taps": default_taps(target.num_hidden_layers, num_layers),
+            "block_size": 8,
+            "mask_token_id": target.vocab_size - 1,
+        }
+        return cls(**values | changes)
+
+
+def default_taps(num_layers: int, count: int) -> tuple[int, ...]:
+    """Returns the usual taps of a target of ``num_layers`` layers, ``count`` of them.
+
+    A target of fewer than seven layers is read after a sixth, a half and five sixths of them.
+    """
+    if num_layers < 7:
+        return tuple(sorted({round(num_layers * i / 6) for i in (1, 3, 5)}))
+    if count == 1:
+        return (num_layers // 2 + 1,)
+    return tuple(round(2 + i * (num_layers - 4) / (count - 1)) for i in range(count))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DFlashConfig(BlockConfig):
+    """A head whose distributions are marginals: none knows what another position drafts."""
+
+    __repr__ = short_repr()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DSparkConfig(BlockConfig):
+    """A head whose logits get a bias of low rank, by the token before.
+
+    Attributes:
+      markov_rank: r, the rank.
+      markov_head_type: "vanilla", or "gated" by the block's state and the token before.
+      has_confidence: it estimates how probably each draft is accepted, from the tokens before it.
+      confidence_with_markov: the estimate reads the token before, too.
+    """
+
+    name: ClassVar[str] = "dspark"
+
+    is_anchor_first: bool = True
+    markov_rank: int = 256
+    markov_head_type: str = "vanilla"
+    has_confidence: bool = True
+    confidence_with_markov: bool = True
+
+    __repr__ = short_repr()
+
+    def __post_init__(self):
+        super().__post_init__()
+        rank, kind = self.markov_rank, self.markov_head_type
+        require(is_integer(rank) and rank > 0, f"markov_rank is {rank!r}; expected 1 or more")
+        known = ", ".join(MARKOV_TYPES)
+        require(kind in MARKOV_TYPES, f"markov_head_type {kind!r} is not supported; known: {known}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TreeFlashConfig(BlockConfig):
+    """A head whose states are corrected by a gated map of them and the token before."""
+
+    name: ClassVar[str] = "treeflash"
+
+    __repr__ = short_repr()

@@ -1,0 +1,219 @@
+"""Drafts a block in one pass, with a head that reads the target's states in every layer.
+
+The states of a committed token become keys and values of each layer at the token's slot; nothing
+else of a token is kept. A round feeds the block [pending | masks] once, and what that writes after
+the committed slots is overwritten by the states of the tokens that are accepted.
+
+Source: DFlash, arXiv 2602.06036, section 3.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax.contracts import Context, Drafter, Model
+from spec_jax.drafters.block.config import BlockConfig
+from spec_jax.drafters.block.steps import STEPS, confidence_logits, normed, step_logits
+from spec_jax.drafters.common.chain import Drafted, draft_chain
+from spec_jax.drafters.common.tree import draft_tree
+from spec_jax.errors import ConfigError
+from spec_jax.models.caches.kv import KVCache
+from spec_jax.models.chunks import over_chunks
+from spec_jax.models.families.llama import decoder_layer, layer_table
+from spec_jax.models.layers import Window, embed_tokens, keys_values, linear, rms_norm
+from spec_jax.models.specs import linear_specs, norm_spec
+from spec_jax.tree import AnyTree, DynamicTree, check_children
+
+
+def block_table(config: BlockConfig) -> dict[str, Any]:
+    """Returns the weights of a head by name, those of its layers and its step nested.
+
+    In a checkpoint "layers.{i}." is the prefix of a layer's tensors.
+    """
+    D, E = config.layer.hidden_size, len(config.taps) * config.target_hidden_size
+    table: dict[str, Any] = {}
+    linear_specs(table, "fc", E, D, ("features", "embed"), "fc")
+    table |= {"context_norm": norm_spec(D, "hidden_norm"), "norm": norm_spec(D, "norm")}
+    layers = range(config.layer.num_hidden_layers)
+    table["layers"] = {str(i): layer_table(config.layer) for i in layers}
+    if step := STEPS[type(config)].table(config):
+        table["step"] = step
+    if getattr(config, "has_confidence", False):
+        width = D + (config.markov_rank if config.confidence_with_markov else 0)
+        axes, name = ("embed", "one"), "confidence_head.proj"
+        linear_specs(table, "confidence", width, 1, axes, name, has_bias=True)
+    return table
+
+
+def context_states(head: dict, features: jax.Array, config: BlockConfig) -> jax.Array:
+    """Returns the states dtype[B,T,D] that every layer reads, from tapped states dtype[B,T,E]."""
+    states = linear(features.astype(head["context_norm"].dtype), head, "fc")
+    return rms_norm(states, head["context_norm"], config.layer.rms_norm_eps)
+
+
+def inject(
+    head: dict, cache: KVCache, features: jax.Array, n: jax.Array, config: BlockConfig
+) -> KVCache:
+    """Returns the cache with the first n (i32[B]) of the next tokens committed.
+
+    Args:
+      head: its weights.
+      cache: of the head's layers.
+      features: dtype[B,T,E], the target's states of the next tokens.
+      n: how many of them count.
+      config: the head's.
+    """
+    with jax.named_scope("inject"):
+        states = context_states(head, features, config)
+        window = Window.after(config.layer, cache, *states.shape[:2])
+        for i in range(config.layer.num_hidden_layers):
+            new = keys_values(head["layers"][str(i)], states, window, config.layer)
+            cache = cache.write(i, *new, window.start)
+        return cache.commit(n)
+
+
+def block_states(
+    params: dict, pending: jax.Array, cache: KVCache, width: int, config: BlockConfig
+) -> tuple[jax.Array, KVCache]:
+    """Runs the block of each row.
+
+    Args:
+      params: the head's and the target's, by these names.
+      pending: i32[B], the first token of each block.
+      cache: with the states of the tokens before it.
+      width: T, the tokens of the block.
+      config: the head's.
+
+    Returns:
+      dtype[B,T,D], the states before the final norm, and the cache with the block written after
+      the committed slots.
+    """
+    head, layer = params["head"], config.layer
+    masks = ((0, 0), (0, width - 1))
+    tokens = jnp.pad(pending[:, None], masks, constant_values=config.mask_token_id)
+    windows = _windows(config, cache, *tokens.shape)
+    x = embed_tokens(params["target"]["embed"], tokens).astype(head["norm"].dtype)
+    for i, key in enumerate(zip(config.windows, config.is_causal)):
+        x, cache = decoder_layer(head["layers"][str(i)], x, cache, i, windows[key], layer)
+    return x, cache
+
+
+def _windows(config, cache, B, T) -> dict[tuple[int | None, bool], Window]:
+    """What the layers of each sort see of the slots."""
+    at = cache.length[:, None] + jnp.arange(T)
+    all_of_block = jnp.ones((1, T, T), bool)
+    distance = jnp.abs(at[:, :, None] - jnp.arange(cache.slots))
+    windows = {}
+    for size, is_causal in set(zip(config.windows, config.is_causal)):
+        seen = None if is_causal else all_of_block
+        window = Window.after(config.layer, cache, B, T, positions=at, window_mask=seen)
+        if size is not None:
+            window = window._replace(mask=window.mask & (distance < size))
+        windows[size, is_causal] = window
+    return windows
+
+
+@functools.cache
+def block_drafter(config: BlockConfig, target: Model, tree: AnyTree | None = None) -> Drafter:
+    """Returns the drafter of a head.
+
+    Its parameters are ``{"head": the head's, "target": the target's}``, whose embedding and output
+    head it shares. Its proposals have the distributions that drafts were drawn from: given the
+    draft before, or in DFlash given the text alone.
+
+    Args:
+      config: the head's shape.
+      target: the model that it drafts for, with this config's taps.
+      tree: the tree that it drafts; None means a chain.
+
+    Raises:
+      ConfigError: the tree is deeper than a block, or a node has more children than the target has
+        tokens.
+    """
+    depth = None if tree is None else tree.depth
+    check_depth(config, depth or 0)
+    check_children(tree, target.last_id + 1, "the draft")
+    has_confidence = getattr(config, "has_confidence", False)
+    first = 0 if config.is_anchor_first else 1  # the slot that predicts the first draft
+
+    def propose(params, cache, context: Context, num_draft: int):
+        def at(position):  # x and base are those of the block, below
+            return x[:, position], base[:, position]
+
+        def scores(position, token):
+            """The logits at a position, and the confidence in what is drawn from them."""
+            x, base = at(position)
+            logits = step_logits(params, base, x, token, config, target)
+            if not has_confidence:
+                return logits, ()
+            return logits, jax.nn.sigmoid(confidence_logits(params["head"], x, token, config))
+
+        def advance(_, token, node):
+            return scores(node - 1, token)
+
+        def advance_tree(position, tokens, parent, seen):
+            del parent, seen  # a step reads the node's token alone
+            x, base = (array[:, None] for array in at(position))
+            logits = step_logits(params, base, x, tokens, config, target)
+            shape = (*tokens.shape, target.vocab_size)
+            return jnp.broadcast_to(logits, shape), position + 1
+
+        levels = num_draft if depth is None or num_draft == 0 else depth
+        check_depth(config, levels)
+        pending = jnp.take_along_axis(context.tokens, context.length[:, None], axis=1)[:, 0]
+        if num_draft == 0:
+            return Drafted.none(context, 0, target.vocab_size).proposal(), cache
+        with jax.named_scope("draft_pass"):
+            x, cache = block_states(params, pending, cache, config.block_width(levels), config)
+            x = x[:, first : first + levels]
+        with jax.named_scope("unembed"):
+            base = target.unembed(params["target"], normed(params["head"], x, config))
+        logits, carry = scores(0, pending)
+        if tree is None:
+            estimate = (lambda carry: carry) if has_confidence else None
+            proposal, _ = draft_chain(logits, carry, advance, context, num_draft, estimate)
+        else:
+            proposal, *_ = draft_tree(logits, 1, advance_tree, context, num_draft, tree)
+        return proposal, cache
+
+    def commit(params, cache, tokens, n, features, path):
+        del tokens, path  # the features are those of the path
+        return inject(params["head"], cache, features, n, config)
+
+    def prefill(params, cache, tokens, lengths, pending, features, chunk=None):
+        del tokens, pending
+        step = lambda cache, _, n, features: inject(params["head"], cache, features, n, config)
+        return over_chunks(step, cache, (features,), lengths, chunk)
+
+    def init(params, batch, slots):
+        return KVCache.create(config.layer, batch, slots, params["head"]["norm"].dtype)
+
+    return Drafter(
+        name=config.name,
+        vocab_size=config.target_vocab_size,
+        max_length=config.max_length,
+        is_sampled=not isinstance(tree, DynamicTree),
+        init=init,
+        prefill=prefill,
+        propose=propose,
+        commit=commit,
+        insert_row=KVCache.insert_row,
+        taps=config.taps,
+        tree=tree,
+        window=config.block_size,
+        rewind=KVCache.rewind,
+        has_chunks=True,
+    )
+
+
+def check_depth(config: BlockConfig, levels: int) -> None:
+    """Raises a ConfigError if more drafts follow each other than a block predicts."""
+    if levels > config.max_draft:
+        raise ConfigError(
+            f"{levels} drafts in a row are more than {config.max_draft}, which a block of "
+            f"{config.block_size} tokens was trained to predict"
+        )

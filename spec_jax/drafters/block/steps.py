@@ -1,0 +1,130 @@
+"""How the logits of a block become those of each position, given the token before it.
+
+The step is all that the heads of this folder differ in. It knows the token before and no other,
+so one function serves chains, trees, and texts whose tokens are all known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax.contracts import Model
+from spec_jax.drafters.block.config import BlockConfig, DFlashConfig, DSparkConfig, TreeFlashConfig
+from spec_jax.models.layers import linear, rms_norm
+from spec_jax.models.specs import ParamSpec, linear_specs, norm_spec
+
+_EPS = 1e-6  # of TreeFlash's own norm
+
+
+class Step(NamedTuple):
+    """The step of a kind of head.
+
+    Attributes:
+      table: ``(config) -> {name: ParamSpec}``, the weights under ``params["head"]["step"]``.
+      logits: see ``step_logits``.
+    """
+
+    table: Callable[[BlockConfig], dict[str, ParamSpec]]
+    logits: Callable[..., jax.Array]
+
+
+def normed(head: dict, x: jax.Array, config: BlockConfig) -> jax.Array:
+    """Returns the states that are scored, from those that the last layer returns."""
+    return rms_norm(x, head["norm"], config.layer.rms_norm_eps)
+
+
+def step_logits(
+    params: dict,
+    base: jax.Array,
+    x: jax.Array,
+    token: jax.Array,
+    config: BlockConfig,
+    target: Model,
+) -> jax.Array:
+    """Returns the logits f32[...,V] of positions, given the tokens before them.
+
+    Args:
+      params: the head's and the target's, by these names.
+      base: f32[...,V], the logits of the block.
+      x: dtype[...,D], its states before the final norm.
+      token: i32[...], the token before each position: the pending one, or the draft before.
+      config: the head's.
+      target: whose output head scores.
+    """
+    return STEPS[type(config)].logits(params, base, x, token, config, target)
+
+
+def confidence_logits(
+    head: dict, x: jax.Array, token: jax.Array, config: DSparkConfig
+) -> jax.Array:
+    """Returns the logits f32[...] of how probably the draft at each position is accepted.
+
+    They do not depend on the draft itself, only on the token before it.
+
+    Args:
+      head: its weights.
+      x: dtype[...,D], the states before the final norm.
+      token: i32[...], the token before each position.
+      config: the head's.
+    """
+    h = normed(head, x, config)
+    if config.confidence_with_markov:
+        h = _beside(h, jnp.take(head["step"]["embed"], token, axis=0))
+    return linear(h, head, "confidence")[..., 0].astype(jnp.float32)
+
+
+def _beside(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Joins the last axes of two arrays whose other axes broadcast."""
+    shape = jnp.broadcast_shapes(a.shape[:-1], b.shape[:-1])
+    wide = lambda x: jnp.broadcast_to(x, (*shape, x.shape[-1]))
+    return jnp.concatenate([wide(a), wide(b)], axis=-1)
+
+
+def _markov_table(config: DSparkConfig) -> dict[str, ParamSpec]:
+    D, V, r = config.layer.hidden_size, config.target_vocab_size, config.markov_rank
+    name = "markov_head.markov_w1.weight"
+    table = {"embed": ParamSpec((V, r), ("vocab", "rank"), name)}
+    linear_specs(table, "out", r, V, ("rank", "vocab"), "markov_head.markov_w2")
+    if config.markov_head_type == "gated":
+        axes, name = ("embed", "rank"), "markov_head.gate_proj"
+        linear_specs(table, "gate", D + r, r, axes, name, has_bias=True)
+    return table
+
+
+def _markov(params, base, x, token, config, target):
+    """A bias W2 W1[token]; if it is gated, by the state and the token before."""
+    head, step = params["head"], params["head"]["step"]
+    e = jnp.take(step["embed"], token, axis=0)
+    if config.markov_head_type == "gated":
+        e = e * jax.nn.sigmoid(linear(_beside(normed(head, x, config), e), step, "gate"))
+    return base + linear(e, step, "out").astype(jnp.float32)
+
+
+def _swiglu_table(config: TreeFlashConfig) -> dict[str, ParamSpec]:
+    D, F = config.layer.hidden_size, config.layer.intermediate_size
+    table = {"norm": norm_spec(D, "ar_approximation.norm")}
+    axes = ("features", "mlp")
+    linear_specs(table, "ug", 2 * D, 2 * F, axes, "ar_approximation.ug", has_bias=True)
+    linear_specs(table, "down", F, D, ("mlp", "embed"), "ar_approximation.d", init="zeros")
+    return table
+
+
+def _swiglu(params, base, x, token, config, target):
+    """Scores the state again, with a gated map of [embedding of the token before; state] added."""
+    head, step = params["head"], params["head"]["step"]
+    e = jnp.take(params["target"]["embed"], token, axis=0).astype(x.dtype)
+    h = _beside(rms_norm(e, step["norm"], _EPS), normed(head, x, config))
+    up, gate = jnp.split(linear(h, step, "ug"), 2, axis=-1)
+    x = x + linear(jax.nn.silu(gate) * up, step, "down")
+    return target.unembed(params["target"], normed(head, x, config))
+
+
+STEPS = {
+    DFlashConfig: Step(lambda config: {}, lambda params, base, *_: base),
+    DSparkConfig: Step(_markov_table, _markov),
+    TreeFlashConfig: Step(_swiglu_table, _swiglu),
+}
