@@ -71,6 +71,7 @@ def load_model(
     dtype: DTypeLike = "float32",
     *,
     scan_layers: bool | None = None,
+    attention: str | None = None,
     mesh: Mesh | str | None = None,
     axis_rules: AxisRules = SHARDED,
 ) -> LoadedModel:
@@ -83,19 +84,27 @@ def load_model(
       dtype: the dtype of the weights in memory, and of the cache.
       scan_layers: stack the layers, which compiles faster for an accelerator and runs slower on a
         CPU. None: stack them on accelerators, where the family can.
+      attention: how a cache is attended over. "xla" reads blocks of slots up to the last one of the
+        longest row; "auto", the default, does so off a CPU if there are many slots.
       mesh: the devices to place the weights on. Each process reads what its own devices hold, part
         by part, and never has a whole tensor that is split. None: jax's default device.
       axis_rules: which dimensions are split over the mesh.
 
     Raises:
       WeightsError: there is no such model, or its files are damaged.
-      ConfigError: weights cannot have this dtype, or the mesh does not divide the model's heads.
+      ConfigError: weights cannot have this dtype, there is no such attention, or the mesh does not
+        divide the model's heads.
     """
     directory, mesh = find_directory(name_or_path), to_mesh(mesh)
     dtype = _check_dtype(dtype)
     try:
         params, config = checkpoint.load_pretrained(
-            directory, dtype, scan_layers=scan_layers, mesh=mesh, axis_rules=axis_rules
+            directory,
+            dtype,
+            scan_layers=scan_layers,
+            attention=attention,
+            mesh=mesh,
+            axis_rules=axis_rules,
         )
     except (ConfigError, WeightsError) as error:
         _explain_a_draft(name_or_path, directory, error)

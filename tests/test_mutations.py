@@ -113,6 +113,12 @@ MUTATIONS = mutants.read("""
     all rows write where the first does
         kv.put_rows: start[b] -> start[0]
         test_state_after_accept_and_roll_back_equals_a_fresh_prefill
+    blocks end where the shortest row does
+        attention._over_blocks: start.max() -> start.min()
+        test_blocks_up_to_the_longest_row_are_the_whole_of_what_is_seen[chain]
+    slots of a block that overlaps are seen twice
+        attention._over_blocks: sees(...) & (x_ >= i * block) -> sees(...)
+        test_blocks_up_to_the_longest_row_are_the_whole_of_what_is_seen[to the end]
     an accepted path stays where the tree had it
         KVCache.commit: self if path is None else x_ -> self
         test_tree::test_emits_exactly_the_plain_tokens[greedy-standalone-static]

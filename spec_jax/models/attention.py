@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
-from spec_jax.sharding import constrain
+from spec_jax.sharding import ambient, by_shard, constrain, spec
 
 # ``attend_prefix`` reads one or two eighths of a cache, or all of it: the copy of a longer prefix
 # takes more time than its products save. A cache of fewer slots is always read whole.
 PREFIXES = (1, 2)
 NUM_PARTS = 8
 MIN_SLOTS = 512
+
+# ``attend_filled`` reads blocks of slots. Each step of its loop costs microseconds beside what it
+# reads and computes, so a block is large; its scores lie in memory, so it is not larger.
+BLOCK_BYTES = 2**23  # of keys and values of a device
+SCORE_BYTES = 2**25  # of scores, likewise
+MIN_BLOCK = 512
+MIN_BLOCKED = 8192  # a cache of fewer slots is read whole
 
 
 def attend(
@@ -80,6 +89,166 @@ def attend_prefix(
     last = jnp.where(mask_BTS.any(axis=(0, 1)), jnp.arange(S), 0).max()
     choose = lambda: jax.lax.switch(last // step, prefixes)  # beyond the last: the last
     return jax.lax.platform_dependent(cpu=choose, default=prefixes[-1])
+
+
+def attend_cache(q_BTNH: jax.Array, cache: Any, index: Any, window: Any, scale: Any) -> jax.Array:
+    """Attends over one layer of a cache that holds the window's keys and values already.
+
+    ``cache.attention`` says how, see ``config.ATTENTIONS``: by ``attend_filled``, or by
+    ``attend_prefix``, which is also taken if a mesh splits query heads and not key-value heads.
+
+    Args:
+      q_BTNH: dtype[B,T,N,H], queries.
+      cache: a ``KVCache``.
+      index: of the layer.
+      window: the ``layers.Window``.
+      scale: multiplies the scores; None means 1/sqrt(H).
+
+    Returns:
+      dtype[B,T,N*H], where H is the width of the values.
+    """
+    whole = lambda: attend_prefix(q_BTNH, *cache.layer(index), window.mask, scale=scale)
+    if cache.attention == "auto" and cache.slots < MIN_BLOCKED:
+        return whole()
+    arrays = (cache.keys, cache.values) if cache.is_stacked else cache.layer(index)
+    if not _splits_alike(q_BTNH, arrays[0]):
+        return whole()
+    in_blocks = lambda: attend_filled(q_BTNH, *arrays, index, window, scale=scale)
+    if cache.attention == "auto":
+        return jax.lax.platform_dependent(cpu=whole, default=in_blocks)
+    return in_blocks()
+
+
+def _splits_alike(q_BTNH, keys):
+    """Whether a device has the query heads of its key-value heads, and no others."""
+    mesh = ambient()
+    if mesh is None:
+        return True
+    heads = lambda name, count: spec((name,), (count,), mesh)
+    return heads("heads", q_BTNH.shape[2]) == heads("kv_heads", keys.shape[-3])
+
+
+def sees(
+    slots: jax.Array,
+    start: jax.Array,
+    num_tokens: int,
+    offset: int | jax.Array = 0,
+    is_seen: jax.Array | None = None,
+    first: int | jax.Array = 0,
+) -> jax.Array:
+    """Returns bool[B,T,S], whether each token of a window sees each of some slots i32[S].
+
+    Args:
+      slots: of the cache, in any order.
+      start: see ``layers.Window``, like the arguments after ``num_tokens``, which is T.
+    """
+    if is_seen is None:
+        ends = start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
+        return (slots <= ends[:, :, None]) & (slots >= first)
+    place = slots - (start - offset)[:, None]  # i32[B,S], in the window
+    is_at = place[:, None] == jnp.arange(is_seen.shape[-1])[:, None]  # bool[B,W,S]
+    as_numbers = lambda x: jnp.broadcast_to(x, (len(start), *x.shape[1:])).astype(jnp.float32)
+    inside = jnp.einsum("btw,bws->bts", as_numbers(is_seen), as_numbers(is_at)) > 0
+    return ((place < 0)[:, None] | inside) & (slots >= first)
+
+
+def slot_block(num_slots: int, slot_bytes: int, score_bytes: int) -> int:
+    """Returns the block size of ``attend_filled``: a power of two, or all slots.
+
+    Args:
+      num_slots: S.
+      slot_bytes: of a slot's keys and values in all rows.
+      score_bytes: of the scores of all queries against a slot.
+    """
+    most = min(BLOCK_BYTES // slot_bytes, SCORE_BYTES // score_bytes)
+    return min(max(MIN_BLOCK, 1 << max(most, 1).bit_length() - 1), num_slots)
+
+
+def attend_filled(
+    q_BTNH: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    layer: int | jax.Array,
+    window: Any,
+    *,
+    scale: float | None = None,
+    block: int | None = None,
+) -> jax.Array:
+    """Attends over the slots up to the last one of the longest row, in blocks.
+
+    One loop adds a block of slots to an online softmax. So slots after the longest row are not
+    read, and the memory for scores and masks depends on the block, not on the number of slots. On a
+    mesh each device takes as many steps as its own rows need.
+
+    Args:
+      q_BTNH: dtype[B,T,N,H], queries.
+      keys: dtype[L,B,G,S,H], dtype[B,G,S,H] or dtype[B*G,S,H].
+      values: likewise, of any width. Masked slots must be finite too.
+      layer: of a stack; without one it is ignored.
+      window: the ``layers.Window``, whose tokens the cache holds already.
+      scale: multiplies the scores; by default 1/sqrt(H).
+      block: slots of a block; by default ``slot_block`` of what a device holds.
+
+    Returns:
+      dtype[B,T,N*H], where H is the width of the values.
+    """
+    scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
+    axes = P("layers", "batch", "kv_heads", "slots", "head_dim")[-keys.ndim :]
+    axes = P() if keys.ndim == 3 else P(*axes)
+    # A part for each device; ``is_seen`` may be None, which has no axes.
+    parts = (window.start, jnp.int32(window.offset), window.is_seen, jnp.int32(window.first))
+    in_axes = (P("batch"), P(), P("batch"), P())
+    run = functools.partial(_over_blocks, scale=scale, block=block)
+    heads = P("batch", None, "heads")
+    run = by_shard(run, (heads, axes, axes, P(), in_axes), heads)
+    return run(q_BTNH, keys, values, jnp.int32(layer), parts).reshape(*q_BTNH.shape[:2], -1)
+
+
+def _over_blocks(q_BTNH, keys, values, layer, parts, *, scale, block):
+    """``attend_filled`` on one device, dtype[B,T,N,H]."""
+    (B, T, N, H), (start, *seen) = q_BTNH.shape, parts
+    is_stacked = keys.ndim == 5
+    *lead, S, _ = keys.shape[is_stacked:]
+    G = math.prod(lead) // B
+    if block is None:
+        width = (keys.shape[-1] + values.shape[-1]) * keys.dtype.itemsize
+        block = slot_block(S, B * G * width, 4 * B * N * T)
+    q = q_BTNH.reshape(B, T, G, N // G, H).transpose(0, 2, 3, 1, 4).reshape(*lead, -1, H)
+
+    def add(carry):
+        i, sums = carry
+        begin = jnp.minimum(i * block, S - block)
+
+        def cut(x):
+            size = (1,) * is_stacked + (*lead, block, x.shape[-1])
+            at = (layer,) * is_stacked + (*[0] * len(lead), begin, 0)
+            return jax.lax.dynamic_slice(x, at, size).reshape(size[is_stacked:])
+
+        slots = begin + jnp.arange(block, dtype=jnp.int32)
+        mask = sees(slots, start, T, *seen) & (slots >= i * block)  # the last one may overlap
+        scores = _product("...mh,...sh->...ms", q, cut(keys)) * scale
+        scores = scores.reshape(B, G, N // G, T, block)
+        scores = jnp.where(mask[:, None, None], scores, -1e30).reshape(*lead, -1, block)
+        return i + 1, _add(sums, scores, "...ms,...sh->...mh", cut(values))
+
+    count = -(-S // block)
+    used = -(-(start.max() + T) // block)
+    zeros = jnp.zeros(q.shape[:-1], jnp.float32)
+    sums = (zeros - 1e30, zeros, jnp.zeros((*zeros.shape, values.shape[-1]), jnp.float32))
+    # The second bound is the one that the compiled text states.
+    more = lambda carry: (carry[0] < used) & (carry[0] < count)
+    _, (_, total, out) = jax.lax.while_loop(more, add, (jnp.int32(0), sums))
+    out = (out / total[..., None]).astype(values.dtype)
+    return out.reshape(B, G, N // G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1)
+
+
+def _add(sums, scores, product, values):
+    """Adds the scores of further keys and their values to the sums of an online softmax."""
+    highest, total, out = sums
+    high = jnp.maximum(highest, scores.max(axis=-1))
+    kept, weights = jnp.exp(highest - high), jnp.exp(scores - high[..., None])
+    part = _product(product, weights.astype(values.dtype), values)
+    return high, total * kept + weights.sum(axis=-1), out * kept[..., None] + part
 
 
 def block_size(num_rows: int) -> int:
@@ -204,14 +373,10 @@ def _causal_blocks(q, k, v, scale):
 
 def _causal_forward(q, k, v, scale):
     def add(carry, pair):
-        (highest, total, out), (row, column) = carry, pair
+        row, column = pair
         scores = _block_scores(q, k, row, column, scale)
-        high = jnp.maximum(highest[row], scores.max(axis=-1))
-        kept, weights = jnp.exp(highest[row] - high), jnp.exp(scores - high[..., None])
-        part = _product("bgrms,bgsh->bgrmh", weights.astype(v.dtype), v[column])
-        total = total.at[row].set(total[row] * kept + weights.sum(axis=-1))
-        out = out.at[row].set(out[row] * kept[..., None] + part)
-        return (highest.at[row].set(high), total, out), None
+        own = _add(tuple(x[row] for x in carry), scores, "bgrms,bgsh->bgrmh", v[column])
+        return tuple(x.at[row].set(part) for x, part in zip(carry, own)), None
 
     zeros = _shared(jnp.zeros(q.shape[:-1], jnp.float32))
     out = _shared(jnp.zeros((*zeros.shape, v.shape[-1]), jnp.float32))

@@ -37,6 +37,7 @@ def load_pretrained(
     dtype: DTypeLike = jnp.float32,
     *,
     scan_layers: bool | None = None,
+    attention: str | None = None,
     mesh: Mesh | None = None,
     axis_rules: AxisRules = SHARDED,
 ) -> tuple[Params, AnyConfig]:
@@ -50,6 +51,7 @@ def load_pretrained(
       dtype: of the returned parameters.
       scan_layers: stack the layers, see ``ModelConfig``; None: on accelerators, where the family
         can.
+      attention: how a cache is attended over, see ``config.ATTENTIONS``; None: as the family does.
       mesh: the devices to place the parameters on; None: jax's default device.
       axis_rules: which dimensions are split over the mesh.
 
@@ -59,8 +61,8 @@ def load_pretrained(
     Raises:
       WeightsError: a file cannot be read or is truncated; or a tensor is missing, unexpected, not
         finite, or of another shape than config.json asks for. The message names the tensor.
-      ConfigError: the family is not supported, its layers cannot be stacked, or the mesh does not
-        divide its heads.
+      ConfigError: the family is not supported, its layers cannot be stacked, it lacks this
+        attention, or the mesh does not divide its heads.
     """
     directory = pathlib.Path(directory)
     config = read_config(directory)
@@ -69,6 +71,10 @@ def load_pretrained(
         config = dataclasses.replace(config, scan_layers=is_stacked)
     elif scan_layers:
         raise ConfigError(f"scan_layers: the layers of {directory} are never stacked")
+    if attention is not None:
+        if not hasattr(config, "attention"):
+            raise ConfigError(f"attention: {directory} is of a family that has no choice of it")
+        config = dataclasses.replace(config, attention=attention)
     with contextlib.ExitStack() as files:
         source = open_files(directory, files)
         check_layers(directory, config.num_hidden_layers, len(source.names()))

@@ -31,6 +31,10 @@ MODEL_TYPES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 ALIASES = {"mimo": "qwen2", "mistral": "llama"}  # the same layers under another name
+ATTENTIONS = ("auto", "xla")
+"""How a cache is attended over. "xla": in blocks of slots, up to the last one of the longest row.
+"auto": likewise off a CPU where there are many slots; else all slots, or on a CPU a prefix.
+"""
 T = TypeVar("T")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 EPS_RANGE = (0, 1)  # of the epsilon of a norm
@@ -282,6 +286,7 @@ class ModelConfig(EqualHeads):
 
     ``scan_layers`` is ours. False unrolls the layers with separate weights, which is faster on a
     CPU; True scans over stacked weights, which compiles in seconds for an accelerator.
+    ``attention`` is ours too: how a cache is attended over, see ``ATTENTIONS``.
 
     A subclass for another family sets ``architectures``: its model types, and the name of each
     one's class in transformers.
@@ -306,6 +311,7 @@ class ModelConfig(EqualHeads):
     bos_token_id: int | None = None
     eos_token_id: tuple[int, ...] = ()
     scan_layers: bool = False
+    attention: str = "auto"
 
     __repr__ = short_repr()
 
@@ -328,6 +334,9 @@ class ModelConfig(EqualHeads):
         )
         check_fields(self)
         check_ranges(self, rms_norm_eps=EPS_RANGE)
+        if self.attention not in ATTENTIONS:
+            known = ", ".join(ATTENTIONS)
+            raise ConfigError(f"attention {shown(self.attention)} is not supported; known: {known}")
         if self.num_key_value_heads is None:
             set_("num_key_value_heads", self.num_attention_heads)
         if self.num_attention_heads % self.num_key_value_heads:
@@ -380,12 +389,12 @@ class ModelConfig(EqualHeads):
         if hf["model_type"] == "mistral":  # its own default
             hf = {"num_key_value_heads": 8, **hf}
         hf = {**hf, "model_type": kind}
-        return from_fields(cls, hf, "scan_layers")
+        return from_fields(cls, hf, "scan_layers", "attention")
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the config.json that transformers loads as the same model."""
         hf = dataclasses.asdict(self)
-        del hf["scan_layers"], hf["rope"]
+        del hf["scan_layers"], hf["attention"], hf["rope"]
         if self.model_type != "llama":
             del hf["mlp_bias"]
         if self.model_type == "qwen2":

@@ -28,6 +28,7 @@ class Window(NamedTuple):
       offset: number of tokens of the window that come before these.
       is_seen: bool[B|1,T,W], which tokens of the window each token sees; None if each sees all
         up to itself.
+      first: the first slot that any token sees.
     """
 
     start: jax.Array
@@ -36,6 +37,7 @@ class Window(NamedTuple):
     sin: jax.Array
     offset: int | jax.Array = 0
     is_seen: jax.Array | None = None
+    first: int | jax.Array = 0
 
     @classmethod
     def after(

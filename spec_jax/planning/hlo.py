@@ -275,10 +275,11 @@ class Program:
         }
 
     def trips(self, computation: Computation, loop: Instruction) -> int | None:
-        """Returns how often a loop of this computation runs, or None.
+        """Returns how often a loop of this computation runs at most, or None.
 
         The compiler's own note says it, or the condition does: an element of the carry that begins
-        at a constant stays below another constant.
+        at a constant stays below another constant. A loop that may also end earlier is counted to
+        this end.
         """
         noted = _TRIPS.search(loop.attributes)
         if noted:
@@ -294,21 +295,23 @@ class Program:
         return None if first is None else max(limit - first, 0)
 
     def _bound(self, condition: Computation) -> tuple[int, int] | None:
-        """Of a condition ``carry[i] < n``: i and n."""
-        compare, computation, names = condition.root, condition, condition.root.operands
-        if compare.opcode == "fusion":
-            computation = self.computations[compare.called["calls"]]
-            outer = {p: names[i] for i, p in computation.parameters.items()}
-            compare = computation.root
+        """Of a condition ``carry[i] < n``, or of that and another one: i and n."""
+        root, computation, outer = condition.root, condition, {}
+        if root.opcode == "fusion":
+            computation = self.computations[root.called["calls"]]
+            outer = {p: root.operands[i] for i, p in computation.parameters.items()}
+            root = computation.root
+        is_both = root.opcode == "and"
+        for compare in map(computation.instructions.get, root.operands) if is_both else (root,):
+            if compare.opcode != "compare" or "direction=LT" not in compare.attributes:
+                continue
             names = tuple(outer.get(n, n) for n in compare.operands)
-        if compare.opcode != "compare" or "direction=LT" not in compare.attributes:
-            return None
-        element = condition.instructions.get(names[0])
-        limits = [_constant(c, names[1]) for c in (condition, computation)]
-        limit = next((n for n in limits if n is not None), None)
-        if element is None or element.opcode != "get-tuple-element" or limit is None:
-            return None
-        return int(re.search(r"index=(\d+)", element.attributes).group(1)), limit
+            element = condition.instructions.get(names[0])
+            limits = [_constant(c, names[1]) for c in (condition, computation)]
+            limit = next((n for n in limits if n is not None), None)
+            if element is not None and element.opcode == "get-tuple-element" and limit is not None:
+                return int(re.search(r"index=(\d+)", element.attributes).group(1)), limit
+        return None
 
     def _outer_loop(self) -> Instruction | None:
         entry = self.computations[self.entry]

@@ -201,8 +201,8 @@ class _OneLayer:
 
     keys: jax.Array  # dtype[1,B,G,S,H]
     values: jax.Array  # dtype[1,B,G,S,H]
-    attend = KVCache.attend
-    is_read_whole = False
+    attend, slots = KVCache.attend, KVCache.slots
+    is_read_whole, attention = False, "auto"
 
     def layer(self, index):
         return self.keys[index], self.values[index]

@@ -1,15 +1,31 @@
 """Attention over the filled part of a cache: equal to all of it, and no more is read."""
 
+import dataclasses
+import functools
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.meshes import mesh
 from support.tiny_models import LLAMA, random_weights
 
 from spec_jax.config import SpeculativeConfig
+from spec_jax.decoding.loop import prefill_target
 from spec_jax.engine.decoder import SpeculativeDecoder
-from spec_jax.loading import LoadedModel
-from spec_jax.models import transformer
-from spec_jax.models.attention import MIN_SLOTS, NUM_PARTS, PREFIXES, attend, attend_prefix
+from spec_jax.errors import ConfigError
+from spec_jax.loading import LoadedModel, load_model
+from spec_jax.models import attention, transformer
+from spec_jax.models.attention import (
+    MIN_BLOCKED,
+    MIN_SLOTS,
+    NUM_PARTS,
+    PREFIXES,
+    attend,
+    attend_filled,
+    attend_prefix,
+)
+from spec_jax.models.layers import Window
 
 S, N, G, H = MIN_SLOTS + 88, 4, 2, 4  # slots that prefixes do not divide
 SIZE = -(-S // NUM_PARTS)
@@ -106,3 +122,133 @@ def test_decoding_across_prefixes_emits_the_plain_tokens(tree):
         assert len(one.tokens) == 320
         assert list(one.tokens) == list(other.tokens)
         assert 0 < one.stats.accepted < one.stats.drafted
+
+
+BLOCK, SLOTS = 8, 37  # the last block overlaps the one before it
+STARTS = jnp.array([3, 20, 9])  # of three rows, whose window has four tokens
+PATHS = np.tril(np.ones((1, 4, 4), bool)) & ~np.eye(4, k=-2, dtype=bool)  # no grandparents
+WINDOWS_OF_BLOCKS = {
+    "chain": Window(STARTS, None, None, None),
+    "to the end": Window(jnp.array([3, 33, 9]), None, None, None),
+    "from slot 2 on": Window(STARTS, None, None, None, first=2),
+    "tree": Window(STARTS, None, None, None, is_seen=PATHS),
+    "tree's next level": Window(
+        STARTS, None, None, None, 3, np.concatenate([np.ones((3, 4, 3), bool), PATHS[[0] * 3]], 2)
+    ),
+}
+
+
+def mask_of(window):
+    """bool[3,4,SLOTS], what each token of a window sees, one by one."""
+    mask = np.zeros((3, 4, SLOTS), bool)
+    for b, t, s in np.ndindex(mask.shape):
+        place = s - int(window.start[b])  # after the first of the four tokens
+        if window.is_seen is None:
+            mask[b, t, s] = window.first <= s and place <= t
+        else:
+            place += window.offset
+            is_seen = window.is_seen[b % len(window.is_seen), t]
+            mask[b, t, s] = place < 0 or (place < len(is_seen) and is_seen[place])
+    return mask
+
+
+@pytest.mark.parametrize("name", WINDOWS_OF_BLOCKS)
+def test_blocks_up_to_the_longest_row_are_the_whole_of_what_is_seen(name):
+    """In every shape of a cache; and the block after the longest row is not read."""
+    window = WINDOWS_OF_BLOCKS[name]
+    draw = np.random.RandomState(0).standard_normal
+    q, k = (draw(shape).astype(np.float32) for shape in ((3, 4, N, H), (3, G, SLOTS, H)))
+    v = draw((3, G, SLOTS, 3)).astype(np.float32)
+    expected = attend(q, k, v, mask_of(window))
+    end = -(-(int(window.start.max()) + 4) // BLOCK) * BLOCK
+    k[:, :, end:], v[:, :, end:] = np.nan, np.nan
+    run = jax.jit(lambda k, v: attend_filled(q, k, v, 1, window, block=BLOCK))
+    flat = lambda x: x.reshape(-1, *x.shape[2:])
+    stacked = lambda x: np.stack([np.full_like(x, np.nan), x])
+    for shape in (np.asarray, flat, stacked):
+        np.testing.assert_allclose(run(shape(k), shape(v)), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
+def test_many_slots_are_read_in_blocks_off_a_cpu(platform):
+    def loops(slots, name="auto"):
+        config = dataclasses.replace(LLAMA, attention=name)
+        params = jax.eval_shape(lambda: transformer.init_params(config, jax.random.key(0)))
+        cache = jax.eval_shape(lambda: transformer.init_cache(config, 1, slots))
+        forward = jax.jit(functools.partial(transformer.forward, config=config))
+        tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+        traced = forward.trace(params, tokens, cache)
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        return text.count("stablehlo.while")
+
+    layers = LLAMA.num_hidden_layers
+    assert loops(MIN_BLOCKED) == (0 if platform == "cpu" else layers)
+    assert (loops(MIN_BLOCKED - 1), loops(64, "xla")) == (0, layers)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(attention, "MIN_BLOCK", BLOCK)
+    monkeypatch.setattr(attention, "BLOCK_BYTES", 1)
+
+
+def in_blocks(**changes):
+    config = dataclasses.replace(LLAMA, attention="xla", **changes)
+    return LoadedModel("tiny", transformer.model(config), random_weights(config), config=config)
+
+
+def plain(**changes):
+    config = dataclasses.replace(LLAMA, **changes)
+    return LoadedModel("tiny", transformer.model(config), random_weights(config), config=config)
+
+
+PROMPTS = [[1, 2, 3], [*range(30)]]
+
+
+CASES = {  # mesh, tree, whether a draft drafts
+    "prompts and plain": (None, None, False),
+    "chain": (None, None, True),
+    "tree": (None, (2, 2), True),
+    "mesh": ("data:2,tensor:2", None, True),
+    "heads that are not split": ("data:1,tensor:4", None, False),
+}
+
+
+@pytest.mark.representatives("prompts and plain")
+@pytest.mark.parametrize("name", CASES)
+def test_decoding_in_blocks_emits_the_plain_tokens(name, small_blocks):
+    """Chunked prompts and ragged rows, on a mesh with scanned layers."""
+    where, tree, has_draft = CASES[name]
+    changes = dict(scan_layers=where is not None)
+    options = dict(tree=tree, rejection_sampling_strategy="greedy")
+    config = SpeculativeConfig(num_speculative_tokens=2 if tree is None else 6, **options)
+    draft = (in_blocks(**changes), config) if has_draft else ()
+    devices = {} if where is None else {"mesh": mesh(where)}
+    blocks = SpeculativeDecoder(in_blocks(**changes), *draft, prefill_chunk=7, **devices)
+    whole = SpeculativeDecoder(plain(**changes)).generate(PROMPTS, 20)
+    for one, other in zip(blocks.generate(PROMPTS, 20), whole):
+        assert list(one.tokens) == list(other.tokens)
+        assert (one.stats.accepted > 0) == has_draft
+
+
+@pytest.mark.exhaustive
+def test_the_memory_of_a_chunk_in_blocks_does_not_grow_with_the_slots(monkeypatch):
+    monkeypatch.setattr(attention, "BLOCK_BYTES", 1)
+
+    def temporaries(slots, model):
+        tokens = jax.ShapeDtypeStruct((1, slots), jnp.int32)
+        lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
+        params = jax.eval_shape(lambda: model.params)
+        options = dict(target=model.model, slots=slots, chunk=64)
+        memory = prefill_target.lower(params, tokens, lengths, **options).compile()
+        return memory.memory_analysis().temp_size_in_bytes
+
+    few, many = (temporaries(n, in_blocks(scan_layers=True)) for n in (1024, 4096))
+    assert many < 1.1 * few
+    few, many = (temporaries(n, plain(scan_layers=True)) for n in (1024, 4096))
+    assert many > 2 * few
+
+
+def test_an_attention_that_there_is_not_is_refused_with_those_there_are():
+    with pytest.raises(ConfigError, match="attention 'flash' is not supported; known: auto, xla"):
+        load_model("zoo/target", attention="flash")

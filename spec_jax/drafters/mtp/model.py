@@ -207,7 +207,8 @@ def forward(
     x = constrain(linear(x, module, "fc"), "batch")
     window = Window.after(layer, cache, *tokens.shape, window_offset, window_mask=window_mask)
     if index > 0 and cache is not None:
-        window = window._replace(mask=window.mask & (jnp.arange(cache.slots) >= index))
+        mask = window.mask & (jnp.arange(cache.slots) >= index)
+        window = window._replace(mask=mask, first=index)
     x, cache = family_of(layer).layer(module, x, cache, index, window, layer)
     return constrain(x, "batch"), cache
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from spec_jax.models.attention import attend, attend_prefix
+from spec_jax.models.attention import attend, attend_cache
 from spec_jax.models.caches.snapshot import KVCacheSnapshot, check_fits
 from spec_jax.sharding import ambient, by_shard, keep_layout, take_of_array
 
@@ -109,6 +109,7 @@ class KVCache:
     length: jax.Array  # i32[B], tokens fed
     # Attention reads all slots, so that its rounding does not depend on how far they are filled.
     is_read_whole: bool = flax.struct.field(pytree_node=False, default=False)
+    attention: str = flax.struct.field(pytree_node=False, default="auto")  # see ``attend_cache``
 
     @classmethod
     def create(
@@ -138,7 +139,8 @@ class KVCache:
             return tuple(jnp.zeros((*rows, slots, H), dtype) for _ in range(L))
 
         keys, values = zeros(config.key_dim), zeros(config.value_dim)
-        return cls(keys, values, jnp.zeros((batch,), jnp.int32))
+        attention = getattr(config, "attention", "auto")
+        return cls(keys, values, jnp.zeros((batch,), jnp.int32), attention=attention)
 
     def axes(self) -> KVCache:
         """The logical axes of the arrays, see ``sharding``."""
@@ -212,7 +214,7 @@ class KVCache:
         """
         cache = self.write(index, k_BGTH, v_BGTH, window.start)
         if not self.is_read_whole:
-            return attend_prefix(q_BTNH, *cache.layer(index), window.mask, scale=scale), cache
+            return attend_cache(q_BTNH, cache, index, window, scale), cache
         if window.is_seen is not None:
             return cache._attend_paths(q_BTNH, index, window.is_seen, scale), cache
         return attend(q_BTNH, *cache.layer(index), window.mask, scale=scale), cache
