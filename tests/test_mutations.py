@@ -128,6 +128,9 @@ MUTATIONS = mutants.read("""
     the convolution forgets what is new
         LayerState.commit: jax.vmap(x_)(inputs, n) -> jax.vmap(x_)(inputs, 0 * n)
         test_state_after_accept_and_roll_back_equals_a_fresh_prefill
+    * groups of layers commit without the path
+        GroupedCache.commit: group.commit(n, path) -> group.commit(n, None)
+        test_a_path_through_a_tree_equals_the_same_tokens_in_a_chain
     * replay feeds every pass in full
         caches.replay.replay: n - begin -> n
         test_a_restored_snapshot_and_the_tokens_since_give_a_fresh_prefill

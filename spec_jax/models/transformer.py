@@ -10,12 +10,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from spec_jax.contracts import Cache, ForwardOutput, Model
 from spec_jax.errors import ConfigError
+from spec_jax.models.caches.groups import group_of, with_group
 from spec_jax.models.cpu_layout import matmul
-from spec_jax.models.families import AnyConfig, family_of
+from spec_jax.models.families import AnyConfig, init_cache, layer_kinds, places_of
 from spec_jax.models.layers import Window, constrain_logits, embed_tokens, rms_norm
 from spec_jax.models.params import Params, init_params
 from spec_jax.sharding import constrain, keep_layout
@@ -59,10 +59,10 @@ def forward(
     L = config.num_hidden_layers
     window = Window.after(config, cache, *tokens.shape, window_offset, positions, window_mask)
     x = embed_tokens(params["embed"], tokens)
-    layer_of = family_of(config).layer
+    kinds = layer_kinds(config)
 
-    def step(weights, x, cache, index):
-        x, cache = layer_of(weights, x, cache, index, window, config)
+    def step(kind, weights, x, cache, index):
+        x, cache = kind.layer(weights, x, cache, index, window, config)
         return constrain(x, "batch", None, None), cache
 
     inner = sorted({i for i in taps if i < L})
@@ -78,17 +78,18 @@ def forward(
             if held is not None:
                 held = jax.lax.dynamic_update_index_in_dim(held, x, at, axis=0)
                 held = constrain(held, None, "batch")
-            return (*step(layer, x, cache, index), held), None
+            return (*step(kinds[0], layer, x, cache, index), held), None
 
         layers = (params["layers"], jnp.arange(L), jnp.asarray(place, jnp.int32))
         (x, cache, held), _ = jax.lax.scan(body, (x, cache, held), layers)
         tapped = {i: held[n] for n, i in enumerate(inner)}
     else:
         tapped = {}
-        for i in range(L):
+        for i, (kind, (group, place)) in enumerate(zip(kinds, places_of(kinds))):
             if i in inner:
                 tapped[i] = x
-            x, cache = step(params["layers"][str(i)], x, cache, i)
+            x, own = step(kind, params["layers"][str(i)], x, group_of(cache, group), place)
+            cache = with_group(cache, group, own)
     hidden = rms_norm(x, params["final_norm"], config.rms_norm_eps)
     hidden = hidden.astype(params["embed"].dtype)  # a residual stream may be in float32
     tapped |= {L: x, L + 1: hidden}
@@ -114,11 +115,6 @@ def logits(params: Params, tokens: jax.Array, *, config: AnyConfig) -> jax.Array
 
 def _open_window(cache: Cache, width: int) -> Cache:
     return cache.open_window(width)
-
-
-def init_cache(config: AnyConfig, batch: int, slots: int, dtype: DTypeLike = jnp.float32) -> Cache:
-    """Returns an empty cache, of the kind that the layers take, for ``batch`` rows of ``slots``."""
-    return family_of(config).init_cache(config, batch, slots, dtype)
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, AxisType
 from spec_jax.drafters.registry import kind_of_draft, layer_of
 from spec_jax.errors import ConfigError
 from spec_jax.meshes import parse_mesh
-from spec_jax.models.families import family_of
+from spec_jax.models.families import init_cache
 from spec_jax.models.params import flat_table, head_counts, layer_tables, outer_table
 from spec_jax.models.specs import ParamSpec
 from spec_jax.planning.chips import Chip
@@ -229,9 +229,7 @@ def _cache_bytes(
         return 0.0, 0.0
 
     def size(slots: int) -> float:
-        init = functools.partial(
-            family_of(config).init_cache, config, mesh.shape["data"], slots, jnp.dtype(dtype)
-        )
+        init = functools.partial(init_cache, config, mesh.shape["data"], slots, jnp.dtype(dtype))
         with jax.sharding.use_abstract_mesh(mesh):
             state = jax.eval_shape(init)
         leaves = zip(jax.tree.leaves(state), jax.tree.leaves(state_axes(state)), strict=True)

@@ -15,9 +15,11 @@ from spec_jax.errors import ShapeError, SnapshotError
 from spec_jax.meshes import use_mesh
 from spec_jax.models import layers, transformer
 from spec_jax.models.caches import kv
+from spec_jax.models.caches.groups import group_of, with_group
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.caches.replay import replay
-from spec_jax.models.caches.snapshot import HybridSnapshot, KVCacheSnapshot, StateSnapshot
+from spec_jax.models.caches.snapshot import KVCacheSnapshot
+from spec_jax.models.caches.state import StateCache
 from spec_jax.models.config import ModelConfig
 from spec_jax.sharding import take_rows
 
@@ -59,14 +61,14 @@ def stacked(cache, name):
 
 def contents(snapshot):
     """What is committed, slots of the window left out."""
-    if isinstance(snapshot, HybridSnapshot):
-        return [contents(part) for part in snapshot]
-    if isinstance(snapshot, StateSnapshot):
-        return jax.tree.map(np.asarray, tuple(snapshot))
-    slots = snapshot.keys[0].shape[2]
-    is_held = np.arange(slots) < np.asarray(snapshot.seq_len)[:, None]
+    is_held = np.arange(SLOTS) < np.asarray(snapshot.seq_len)[:, None]
     hide = lambda x: np.where(is_held[:, None, :, None], x, 0)
-    return jax.tree.map(hide, (snapshot.keys, snapshot.values)), np.asarray(snapshot.seq_len)
+    if isinstance(snapshot, KVCacheSnapshot):
+        groups = [dict(keys=snapshot.keys, values=snapshot.values)]
+    else:
+        groups = snapshot.groups
+    shown = lambda group: jax.tree.map(hide if "keys" in group else np.asarray, group)
+    return [*map(shown, groups), np.asarray(snapshot.seq_len)]
 
 
 def what_follows(config, cache):
@@ -143,10 +145,12 @@ def test_one_index_for_all_rows_is_seen(config):
 
 def with_part(cache, name, other):
     """The cache with one part of every layer's state taken from another."""
-    state, theirs = (getattr(c, "state", c) for c in (cache, other))
+    own = lambda cache: getattr(cache, "groups", (cache,))
+    (index,) = (i for i, group in enumerate(own(cache)) if isinstance(group, StateCache))
+    state, theirs = (group_of(c, index) for c in (cache, other))
     pairs = zip(state.layers, theirs.layers)
     state = state.replace(layers=tuple(a.replace(**{name: getattr(b, name)}) for a, b in pairs))
-    return cache.replace(state=state) if hasattr(cache, "state") else state
+    return with_group(cache, index, state)
 
 
 @of_state_kind
@@ -367,7 +371,12 @@ def filled(config, dtype="float32", batch=2):
     """A cache of any kind with something everywhere."""
     cache = transformer.init_cache(config, batch, 6, jnp.dtype(dtype))
     draw = np.random.RandomState(7).standard_normal
-    return jax.tree.map(lambda x: jnp.asarray(draw(x.shape) * 9, x.dtype), cache)
+
+    def fill(x):
+        is_length = x.dtype == jnp.int32  # the same in all groups
+        return 5 + jnp.arange(batch) if is_length else jnp.asarray(draw(x.shape) * 9, x.dtype)
+
+    return jax.tree.map(fill, cache)
 
 
 @of_kind

@@ -17,14 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from spec_jax.contracts import Drafter, Head, Model
+from spec_jax.contracts import Cache, Drafter, Head, Model
 from spec_jax.drafters.common.head import head_drafter
 from spec_jax.drafters.common.sequential import Modules, check_num_draft, sequential_drafter
 from spec_jax.errors import ConfigError
-from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.checks import require
 from spec_jax.models.cpu_layout import matmul
-from spec_jax.models.families import AnyConfig, family_of
+from spec_jax.models.families import AnyConfig, family_of, layer_kinds
 from spec_jax.models.layers import Window, constrain_logits, embed_tokens, linear, rms_norm
 from spec_jax.models.params import init_table
 from spec_jax.models.specs import ParamSpec
@@ -176,13 +175,13 @@ def forward(
     params: dict,
     state: jax.Array,
     tokens: jax.Array,
-    cache: KVCache | None,
+    cache: Cache | None,
     *,
     config: MtpConfig,
     index: int = 0,
     window_offset: int | jax.Array = 0,
     window_mask: jax.Array | None = None,
-) -> tuple[jax.Array, KVCache | None]:
+) -> tuple[jax.Array, Cache | None]:
     """Runs one module over states and the tokens after them.
 
     Args:
@@ -209,7 +208,8 @@ def forward(
     if index > 0 and cache is not None:
         mask = window.mask & (jnp.arange(cache.slots) >= index)
         window = window._replace(mask=mask, first=index)
-    x, cache = family_of(layer).layer(module, x, cache, index, window, layer)
+    (kind,) = layer_kinds(layer)
+    x, cache = kind.layer(module, x, cache, index, window, layer)
     return constrain(x, "batch"), cache
 
 
@@ -234,15 +234,15 @@ def unembed(
 
 def _common(config: MtpConfig) -> dict[str, Any]:
     """The fields that ``Head`` and ``Modules`` share."""
-    shape = dataclasses.replace(config.layer, num_hidden_layers=config.num_modules)
+    (kind,) = layer_kinds(config.layer)
     return dict(
         name=config.name,
         vocab_size=config.target_vocab_size,
         max_length=config.max_length,
         taps=config.taps,
         width=config.layer.hidden_size,
-        init_cache=lambda params, batch, slots: KVCache.create(
-            shape, batch, slots, params["head"]["0"]["fc"].dtype
+        init_cache=lambda params, batch, slots: kind.init_cache(
+            config.layer, batch, slots, params["head"]["0"]["fc"].dtype, config.num_modules
         ),
     )
 

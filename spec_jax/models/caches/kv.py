@@ -1,4 +1,4 @@
-"""The attention cache: keys and values, with one write index per row.
+"""The cache of attention layers: keys and values, with one write index per row.
 
 Invariant: ``forward`` writes slots from ``length`` on and never moves ``length``; only ``commit``
 moves it. A rejected draft is forgotten by not committing what it wrote, so rolling back costs
@@ -312,13 +312,25 @@ class KVCache:
         B = self.length.shape[0]
         return tuple(x.reshape(B, -1, *x.shape[-2:]) for x in arrays)
 
+    def parts(self) -> dict[str, tuple[jax.Array, ...]]:
+        """Returns copies of keys and values, one ``dtype[B,G,S,H]`` a layer, for a snapshot."""
+        copies = lambda arrays: tuple(map(jnp.copy, self._by_layer(arrays)))
+        return {"keys": copies(self.keys), "values": copies(self.values)}
+
+    def with_parts(self, parts: dict[str, tuple[jax.Array, ...]], length: jax.Array) -> KVCache:
+        """Returns the cache with copies of the keys and values of ``parts``."""
+
+        def lay_out(ours, arrays):
+            if self.is_stacked:
+                return jnp.stack(arrays)
+            return tuple(jnp.copy(x).reshape(own.shape) for own, x in zip(ours, arrays))
+
+        laid_out = {name: lay_out(getattr(self, name), x) for name, x in parts.items()}
+        return self.replace(**laid_out, length=jnp.copy(length))
+
     def snapshot(self) -> KVCacheSnapshot:
         """Returns a copy that outlives the cache; ``restore_from_snapshot`` is the inverse."""
-        return KVCacheSnapshot(
-            tuple(map(jnp.copy, self._by_layer(self.keys))),
-            tuple(map(jnp.copy, self._by_layer(self.values))),
-            jnp.copy(self.length),
-        )
+        return KVCacheSnapshot(**self.parts(), seq_len=jnp.copy(self.length))
 
     def restore_from_snapshot(self, snapshot: KVCacheSnapshot) -> KVCache:
         """Returns the cache as it was when the snapshot was taken.
@@ -327,14 +339,5 @@ class KVCache:
           SnapshotError: the snapshot is of another kind of cache, or of another shape or dtype.
         """
         check_fits(snapshot, jax.eval_shape(self.snapshot))
-
-        def lay_out(ours, arrays):
-            if self.is_stacked:
-                return jnp.stack(arrays)
-            return tuple(jnp.copy(x).reshape(own.shape) for own, x in zip(ours, arrays))
-
-        return self.replace(
-            keys=lay_out(self.keys, snapshot.keys),
-            values=lay_out(self.values, snapshot.values),
-            length=jnp.copy(snapshot.seq_len),
-        )
+        parts = {"keys": snapshot.keys, "values": snapshot.values}
+        return self.with_parts(parts, snapshot.seq_len)

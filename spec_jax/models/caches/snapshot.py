@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import typing
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -18,9 +17,9 @@ from spec_jax.errors import SnapshotError
 
 def _save(self, path: str | pathlib.Path) -> None:
     """Writes the snapshot to one safetensors file."""
-    name = lambda keys: ".".join(str(getattr(k, "name", getattr(k, "idx", k))) for k in keys)
+    part = lambda key: str(getattr(key, "name", getattr(key, "idx", getattr(key, "key", key))))
     leaves = jax.tree_util.tree_flatten_with_path(self)[0]
-    arrays = {name(keys): np.asarray(leaf) for keys, leaf in leaves}
+    arrays = {".".join(map(part, keys)): np.asarray(leaf) for keys, leaf in leaves}
     save_file(arrays, path, metadata={"format": f"spec_jax.{type(self).__name__}"})
 
 
@@ -35,23 +34,24 @@ def _load(cls, path: str | pathlib.Path):
             form = (file.metadata() or {}).get("format")
             if form != f"spec_jax.{cls.__name__}":
                 raise SnapshotError(f"{path} is no {cls.__name__}: its format is {form!r}")
-            return _build(cls, {name: file.get_tensor(name) for name in file.keys()})
-    except (OSError, KeyError, SafetensorError) as error:
+            return cls(**_nested({name: file.get_tensor(name) for name in file.keys()}))
+    except (OSError, TypeError, SafetensorError) as error:
         raise SnapshotError(f"{path} is no {cls.__name__}: {error!r}") from error
 
 
-def _build(kind, arrays: dict[str, np.ndarray]):
-    """Builds a snapshot from arrays by name, such as ``seq_len`` or ``attention.keys.0``."""
-
-    def field(name: str, hint):
-        inner = {n[len(name) + 1 :]: x for n, x in arrays.items() if n.startswith(f"{name}.")}
-        if hasattr(hint, "_fields"):
-            return _build(hint, inner)
-        if typing.get_origin(hint) is tuple:
-            return tuple(jnp.asarray(inner[str(i)]) for i in range(len(inner)))
-        return jnp.asarray(arrays[name])
-
-    return kind(**{name: field(name, hint) for name, hint in typing.get_type_hints(kind).items()})
+def _nested(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Arrays by names such as ``seq_len`` and ``groups.1.keys.0``; numbers make tuples."""
+    outer: dict[str, Any] = {}
+    for name, array in arrays.items():
+        first, _, rest = name.partition(".")
+        if rest:
+            outer.setdefault(first, {})[rest] = array
+        else:
+            outer[first] = jnp.asarray(array)
+    inner = {name: _nested(x) if isinstance(x, dict) else x for name, x in outer.items()}
+    in_order = lambda x: tuple(x[str(i)] for i in range(len(x)))
+    is_numbered = lambda x: isinstance(x, dict) and set(x) == set(map(str, range(len(x))))
+    return {name: in_order(x) if is_numbered(x) else x for name, x in inner.items()}
 
 
 class KVCacheSnapshot(NamedTuple):
@@ -71,28 +71,18 @@ class KVCacheSnapshot(NamedTuple):
     load = classmethod(_load)
 
 
-class StateSnapshot(NamedTuple):
-    """A copy of the cache of state-space layers.
+class CacheSnapshot(NamedTuple):
+    """A copy of a cache whose layers are not all attention, or are of several groups.
 
     Attributes:
-      ssm: one ``f32[B,N,H,Z]`` a layer.
-      conv: one ``dtype[B,R-1,C]`` a layer, the latest inputs of the convolution.
+      groups: the arrays of each group of layers by name, one a layer: "keys" and "values" as in
+        ``KVCacheSnapshot``; "ssm", f32[B,N,H,Z], and "conv", dtype[B,R-1,C], the latest inputs of
+        the convolution.
       seq_len: i32[B], tokens fed.
     """
 
-    ssm: tuple[jax.Array, ...]
-    conv: tuple[jax.Array, ...]
+    groups: tuple[dict[str, tuple[jax.Array, ...]], ...]
     seq_len: jax.Array
-
-    save = _save
-    load = classmethod(_load)
-
-
-class HybridSnapshot(NamedTuple):
-    """A copy of a cache of attention and state-space layers."""
-
-    attention: KVCacheSnapshot
-    state: StateSnapshot
 
     save = _save
     load = classmethod(_load)
@@ -117,7 +107,8 @@ def check_fits(snapshot: Any, ours: Any) -> None:
         raise SnapshotError(
             f"the snapshot is {type(snapshot).__name__}; this cache takes a {type(ours).__name__}"
         )
-    if describe(ours) != describe(snapshot):
+    is_alike = jax.tree.structure(ours) == jax.tree.structure(snapshot)
+    if not is_alike or describe(ours) != describe(snapshot):
         raise SnapshotError(
             f"the snapshot holds {describe(snapshot)}; this cache has {describe(ours)}"
         )

@@ -19,8 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from spec_jax.models.caches.kv import KVCache
-from spec_jax.models.caches.snapshot import HybridSnapshot, StateSnapshot, check_fits
+from spec_jax.models.caches.snapshot import CacheSnapshot, check_fits
 from spec_jax.models.ssm import Inputs, fold
 
 
@@ -117,62 +116,25 @@ class StateCache:
         """Replaces row ``row`` by the only row of ``other``."""
         return jax.tree.map(lambda full, one: full.at[row].set(one[0]), self, other)
 
-    def snapshot(self) -> StateSnapshot:
-        """Returns a copy that outlives the cache, without its window."""
+    def parts(self) -> dict[str, tuple[jax.Array, ...]]:
+        """Returns copies of the committed arrays of every layer, for a snapshot."""
         copies = lambda name: tuple(jnp.copy(getattr(layer, name)) for layer in self.layers)
-        return StateSnapshot(copies("ssm"), copies("conv"), jnp.copy(self.length))
+        return {"ssm": copies("ssm"), "conv": copies("conv")}
 
-    def restore_from_snapshot(self, snapshot: StateSnapshot) -> StateCache:
-        """Returns the cache as it was when the snapshot was taken.
+    def with_parts(self, parts: dict[str, tuple[jax.Array, ...]], length: jax.Array) -> StateCache:
+        """Returns the cache with copies of the states of ``parts``, and without a window."""
+        layers = zip(map(jnp.copy, parts["ssm"]), map(jnp.copy, parts["conv"]))
+        return StateCache(tuple(LayerState(*layer) for layer in layers), jnp.copy(length))
 
-        Raises:
-          SnapshotError: the snapshot is of another kind of cache, or of another shape or dtype.
-        """
-        check_fits(snapshot, jax.eval_shape(self.snapshot))
-        layers = zip(map(jnp.copy, snapshot.ssm), map(jnp.copy, snapshot.conv))
-        return StateCache(tuple(LayerState(*layer) for layer in layers), jnp.copy(snapshot.seq_len))
-
-
-@flax.struct.dataclass
-class HybridCache:
-    """The caches of a hybrid model: attention layers and state-space layers, of equal length."""
-
-    attention: KVCache
-    state: StateCache
-
-    @property
-    def length(self) -> jax.Array:
-        """i32[B], tokens fed."""
-        return self.attention.length
-
-    @property
-    def slots(self) -> int:
-        """S, of the attention layers."""
-        return self.attention.slots
-
-    def open_window(self, width: int) -> HybridCache:
-        """Makes room for a window of ``width`` tokens that several passes fill."""
-        return self.replace(state=self.state.open_window(width))
-
-    def commit(self, n: jax.Array, path: jax.Array | None = None) -> HybridCache:
-        """Keeps ``n`` (i32[B]) tokens of the window and forgets the others, see ``Cache``."""
-        return HybridCache(self.attention.commit(n, path), self.state.commit(n, path))
-
-    def insert_row(self, row: int | jax.Array, other: HybridCache) -> HybridCache:
-        """Replaces row ``row`` by the only row of ``other``."""
-        attention = self.attention.insert_row(row, other.attention)
-        return HybridCache(attention, self.state.insert_row(row, other.state))
-
-    def snapshot(self) -> HybridSnapshot:
+    def snapshot(self) -> CacheSnapshot:
         """Returns a copy that outlives the cache, without its window."""
-        return HybridSnapshot(self.attention.snapshot(), self.state.snapshot())
+        return CacheSnapshot((self.parts(),), jnp.copy(self.length))
 
-    def restore_from_snapshot(self, snapshot: HybridSnapshot) -> HybridCache:
+    def restore_from_snapshot(self, snapshot: CacheSnapshot) -> StateCache:
         """Returns the cache as it was when the snapshot was taken.
 
         Raises:
           SnapshotError: the snapshot is of another kind of cache, or of another shape or dtype.
         """
         check_fits(snapshot, jax.eval_shape(self.snapshot))
-        attention = self.attention.restore_from_snapshot(snapshot.attention)
-        return HybridCache(attention, self.state.restore_from_snapshot(snapshot.state))
+        return self.with_parts(snapshot.groups[0], snapshot.seq_len)

@@ -7,13 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import jax
-import jax.numpy as jnp
-from jax.typing import DTypeLike
-
 from spec_jax.errors import ConfigError
-from spec_jax.models.caches.kv import KVCache
-from spec_jax.models.caches.state import HybridCache, StateCache
 from spec_jax.models.checks import (
     check_fields,
     check_ranges,
@@ -23,9 +17,15 @@ from spec_jax.models.checks import (
     shown,
 )
 from spec_jax.models.config import EPS_RANGE, PartialRotary, RopeConfig, eos_spelling, eos_tuple
-from spec_jax.models.families.mamba2 import MixerConfig, mixer, mixer_table, time_limits
-from spec_jax.models.families.registry import Family, register
-from spec_jax.models.layers import Window, attention, mlp, rms_norm
+from spec_jax.models.families.mamba2 import (
+    MixerConfig,
+    init_states,
+    mixer,
+    mixer_table,
+    time_limits,
+)
+from spec_jax.models.families.registry import Family, LayerKind, register
+from spec_jax.models.layers import attention, mlp, pre_norm_layer
 from spec_jax.models.specs import ParamSpec, attention_specs, mlp_specs, norm_spec, outer_specs
 from spec_jax.show.summary import short_repr
 
@@ -143,11 +143,6 @@ class BambaConfig(PartialRotary):
         """Whether a layer attends."""
         return index in self.attn_layer_indices
 
-    def place(self, index: int) -> int:
-        """The index of a layer among the layers of its own kind."""
-        kind = self.is_attention(index)
-        return sum(self.is_attention(i) == kind for i in range(index))
-
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> BambaConfig:
         """Builds the config from a parsed config.json.
@@ -186,46 +181,23 @@ def layer_tables(config: BambaConfig) -> list[dict[str, ParamSpec]]:
     return [kinds[config.is_attention(i)] for i in range(config.num_hidden_layers)]
 
 
-def init_cache(
-    config: BambaConfig, batch: int, slots: int, dtype: DTypeLike = jnp.float32
-) -> HybridCache:
-    """Creates an empty cache for ``batch`` rows of ``slots`` tokens."""
-    num_attention = len(config.attn_layer_indices)
-    num_states = config.num_hidden_layers - num_attention
-    return HybridCache(
-        KVCache.create(config, batch, slots, dtype, num_attention),
-        StateCache.create(config.mixer, num_states, batch, dtype),
-    )
+def _mix_by_state(layer, h_BTD, cache, index, window, config):
+    return mixer(layer, h_BTD, cache, index, window, config.mixer)
 
 
-def decoder_layer(
-    layer: dict[str, jax.Array],
-    x_BTD: jax.Array,
-    cache: HybridCache | None,
-    index: int,
-    window: Window,
-    config: BambaConfig,
-) -> tuple[jax.Array, HybridCache | None]:
-    """Applies one layer with its residuals, see ``Family.layer``."""
-    h = rms_norm(x_BTD, layer["attention_norm"], config.rms_norm_eps)
-    at = config.place(index)
-    if config.is_attention(index):
-        h, own = attention(layer, h, cache and cache.attention, at, window, config)
-        cache = cache and cache.replace(attention=own)
-    else:
-        h, own = mixer(layer, h, cache and cache.state, at, window, config.mixer)
-        cache = cache and cache.replace(state=own)
-    return mlp(layer, x_BTD + h, config), cache
-
+_ATTENTION = LayerKind(pre_norm_layer(attention, mlp))
+_STATE = LayerKind(pre_norm_layer(_mix_by_state, mlp), init_states)
 
 register(
     Family(
         config=BambaConfig,
         model_types=("bamba",),
-        layer=decoder_layer,
+        kinds=lambda config: [
+            _ATTENTION if config.is_attention(i) else _STATE
+            for i in range(config.num_hidden_layers)
+        ],
         layer_tables=layer_tables,
         outer_table=lambda config: outer_specs(config, norm="model.final_layernorm"),
-        init_cache=init_cache,
         has_panels=True,
     )
 )

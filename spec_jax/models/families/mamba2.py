@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.state import StateCache
@@ -276,6 +277,14 @@ def _read(state: jax.Array, inputs: Inputs, c: jax.Array, window: Window) -> jax
     return read(state, jax.tree.map(lambda x: x[:, : is_seen.shape[2]], inputs), c, is_seen)
 
 
+def init_states(
+    config: Any, batch: int, slots: int, dtype: DTypeLike = jnp.float32, num_layers: int = 1
+) -> StateCache:
+    """Creates the states of ``num_layers`` layers, as ``LayerKind.init_cache`` does."""
+    del slots  # a state has none
+    return StateCache.create(config.mixer, num_layers, batch, dtype)
+
+
 def decoder_layer(
     layer: dict[str, jax.Array],
     x_BTD: jax.Array,
@@ -298,9 +307,7 @@ register(
         layer=decoder_layer,
         layer_tables=layer_tables,
         outer_table=lambda config: outer_specs(config, "backbone.embeddings", "backbone.norm_f"),
-        init_cache=lambda config, batch, slots, dtype: StateCache.create(
-            config.mixer, config.num_hidden_layers, batch, dtype
-        ),
+        init_cache=init_states,
         has_panels=True,
     )
 )

@@ -6,12 +6,17 @@ it by the class of a config, or by the ``model_type`` of a config.json.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
 from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.models.caches.groups import GroupedCache
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.checks import check_stop_tokens, shown
 from spec_jax.models.config import RopeConfig
@@ -47,34 +52,50 @@ class AnyConfig(Protocol):
         """Returns the config.json that ``from_hf`` reads."""
 
 
+class LayerKind(NamedTuple):
+    """What a layer of one kind computes, and what it keeps of the tokens that were fed.
+
+    Attributes:
+      layer: ``(weights, x dtype[B,T,D], cache, index, window, config) -> (dtype[B,T,D], cache)``,
+        one layer with its residuals. ``window`` is a ``layers.Window``; ``cache`` is that of the
+        layers which share ``init_cache``, and None if the tokens are whole sequences; ``index`` is
+        the layer's place among them.
+      init_cache: ``(config, batch, slots, dtype, num_layers) -> Cache`` of so many layers. Layers
+        with the same function are one group of the model's cache, see ``models/caches/groups.py``.
+    """
+
+    layer: Callable[..., Any]
+    init_cache: Callable[..., Any] = KVCache.create
+
+
 class Family(NamedTuple):
     """A model family: how its config is read, what its weights are, what its layers compute.
 
     Attributes:
       config: the class of its configs, see ``AnyConfig``.
       model_types: values of ``model_type`` in a config.json that the class reads.
-      layer: ``(weights, x dtype[B,T,D], cache, index, window, config) -> (dtype[B,T,D], cache)``,
-        one layer with its residuals. ``window`` is a ``layers.Window``; ``cache`` is None if the
-        tokens are whole sequences.
       layer_tables: ``(config) -> [{name: ParamSpec}]``, the declared weights of each layer.
       outer_table: ``(config) -> {name: ParamSpec}``, those of embedding, final norm and head. None
         if only the layers are supported, in MTP modules.
-      init_cache: ``(config, batch, slots, dtype) -> Cache``.
-      can_scan: the layers are all alike, so they may be stacked and scanned.
+      layer: of the only kind of layers, see ``LayerKind``.
+      init_cache: of the only kind of layers, see ``LayerKind``.
+      kinds: in place of both, where layers differ: ``(config) -> [LayerKind]``, one a layer.
+      can_scan: the layers are all of one kind and alike, so they may be stacked and scanned.
       has_panels: every matrix but ``embed`` is applied by ``layers.linear``, so a CPU may store
         them in panels, see ``models/cpu_layout.py``.
       mtp_formats: names of the formats (see ``drafters/mtp/formats.py``) that can hold MTP modules
-        with such a layer, whose cache must be a ``KVCache``. Empty if modules are not supported.
+        with such a layer. Empty if modules are not supported.
         The names of a layer's weights must differ from those of a module (``fc``, ``norm``,
         ``embed``, ``head``, ``embed_norm``, ``hidden_norm``).
     """
 
     config: type
     model_types: tuple[str, ...]
-    layer: Callable[..., Any]
     layer_tables: Callable[[Any], list[dict[str, ParamSpec]]]
     outer_table: Callable[[Any], dict[str, ParamSpec]] | None = None
+    layer: Callable[..., Any] | None = None
     init_cache: Callable[..., Any] = KVCache.create
+    kinds: Callable[[Any], Sequence[LayerKind]] | None = None
     can_scan: bool = False
     has_panels: bool = False
     mtp_formats: tuple[str, ...] = ()
@@ -117,6 +138,28 @@ def family_of(config: AnyConfig) -> Family:
     raise ConfigError(
         f"{type(config).__name__} is the config of no registered family; known: {known}"
     )
+
+
+def layer_kinds(config: AnyConfig) -> tuple[LayerKind, ...]:
+    """Returns the kind of each layer of a model."""
+    family = family_of(config)
+    if family.kinds is not None:
+        return tuple(family.kinds(config))
+    return (LayerKind(family.layer, family.init_cache),) * config.num_hidden_layers
+
+
+def places_of(kinds: Sequence[LayerKind]) -> list[tuple[int, int]]:
+    """Returns the group of the cache that each layer belongs to, and its place in the group."""
+    makers = [kind.init_cache for kind in kinds]
+    groups = [*dict.fromkeys(makers)]
+    return [(groups.index(maker), makers[:i].count(maker)) for i, maker in enumerate(makers)]
+
+
+def init_cache(config: AnyConfig, batch: int, slots: int, dtype: DTypeLike = jnp.float32) -> Any:
+    """Returns an empty cache, of the kind that the layers take, for ``batch`` rows of ``slots``."""
+    counts = collections.Counter(kind.init_cache for kind in layer_kinds(config))
+    caches = [init(config, batch, slots, dtype, count) for init, count in counts.items()]
+    return caches[0] if len(caches) == 1 else GroupedCache(tuple(caches))
 
 
 def family_of_type(model_type: Any, *, for_modules: bool = False) -> Family:
