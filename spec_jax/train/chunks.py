@@ -1,4 +1,4 @@
-"""The loss of a chain of drafts, a chunk of its columns at a time.
+"""Losses of drafts, a chunk of rows at a time.
 
 The gradient of a loss with respect to logits is as large as the logits, and can be computed as
 soon as they are. So each chunk's gradient follows its loss at once, and neither logits nor
@@ -56,57 +56,76 @@ def chain_loss(
         means = jnp.where(counts, losses, 0.0).sum(axis=(0, 2)) / total
         return jnp.sum(means * shares), (means, drafts)
 
-    over = 1 if ambient() is None else ambient().size // copies_of_rows(B)
-    size = min(max(_ROWS * over // (B * K) // 16 * 16, 16), T)
-    cut = lambda x, axis: _chunks(x, axis, size)
+    size = min(max(rows_at_once(B) // (B * K) // 16 * 16, 16), T)
+    cut = lambda x, axis: cut_chunks(x, axis, size)
     rest = cut(counts, 2), jax.tree.map(lambda x: cut(x, 1), true)
-    loss, means, drafts = _sum_chunks(chunk, params, cut(states, 2), rest)
+    loss, means, drafts = sum_chunks(chunk, params, cut(states, 2), rest)
     drafts = jnp.moveaxis(drafts, 0, 2).reshape(B, K, -1)
     row = lambda x, step: shifted(x[:, step], step, T)
     drafts, weights = ([row(x, step) for step in range(K)] for x in (drafts, counts))
     return loss, {"loss_by_step": means} | chain_figures(drafts, batch, weights)
 
 
-def _chunks(x, axis, size):
+def rows_at_once(batch: int) -> int:
+    """Returns about how many rows of logits of a batch are computed together, on all devices."""
+    return _ROWS * (1 if ambient() is None else ambient().size // copies_of_rows(batch))
+
+
+def cut_chunks(x: jax.Array, axis: int, size: int) -> jax.Array:
     """Cuts an axis into [chunks,...,size,...]; the last chunk is padded with zeros."""
     x = jnp.pad(x, [(0, -n % size if i == axis else 0) for i, n in enumerate(x.shape)])
     x = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
     return constrain(jnp.moveaxis(x, axis, 0), None, "batch")
 
 
-def _sum_chunks(chunk, params, states, rest):
-    """The chunks' sums of loss and means, and their drafts one after the other."""
+def sum_chunks(
+    chunk: Callable[[Any, Any, Any], tuple[jax.Array, tuple[Any, Any]]],
+    params: Any,
+    states: Any,
+    rest: Any,
+) -> tuple[jax.Array, Any, Any]:
+    """Sums a loss over chunks, and its gradients with it.
+
+    Args:
+      chunk: ``(params, states, rest) -> (loss f32[], (sums, kept))`` of one chunk.
+      params: arrays that all chunks read and are differentiated by.
+      states: arrays by chunk that the loss is differentiated by, see ``cut_chunks``.
+      rest: arrays by chunk without a gradient.
+
+    Returns:
+      The sum of the losses, which alone has a gradient; the sums of ``sums``, f32 arrays; and
+      ``kept`` of all chunks, one after the other.
+    """
 
     def run(function, params, states, rest, *zeros):
         def add(sums, inputs):
             added, kept = function(params, *inputs)
             return jax.tree.map(jnp.add, sums, added), kept
 
-        means = jax.eval_shape(chunk, params, *jax.tree.map(lambda x: x[0], (states, rest)))[1][0]
-        zeros = (jnp.zeros(()), jnp.zeros(means.shape), *zeros)
+        first = jax.tree.map(lambda x: x[0], (states, rest))
+        sums = jax.eval_shape(chunk, params, *first)[1][0]
+        zeros = (jnp.zeros(()), jax.tree.map(lambda x: jnp.zeros(x.shape), sums), *zeros)
         return jax.lax.scan(add, zeros, (states, rest))
 
     def plain(params, states, rest):
-        loss, (means, drafts) = chunk(params, states, rest)
-        return (loss, means), drafts
+        loss, (sums, kept) = chunk(params, states, rest)
+        return (loss, sums), kept
 
     def with_gradient(params, states, rest):
         graded = jax.value_and_grad(chunk, argnums=(0, 1), has_aux=True)
-        (loss, (means, drafts)), (d_params, d_states) = graded(params, states, rest)
-        return (loss, means, d_params), (drafts, d_states)
+        (loss, (sums, kept)), (d_params, d_states) = graded(params, states, rest)
+        return (loss, sums, d_params), (kept, d_states)
 
     @jax.custom_vjp
     def summed(params, states, rest):
-        sums, drafts = run(plain, params, states, rest)
-        return *sums, drafts
+        (loss, sums), kept = run(plain, params, states, rest)
+        return loss, sums, kept
 
     def forward(params, states, rest):
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-        (loss, means, d_params), (drafts, d_states) = run(
-            with_gradient, params, states, rest, zeros
-        )
+        (loss, sums, d_params), (kept, d_states) = run(with_gradient, params, states, rest, zeros)
         d_params = jax.tree.map(lambda x, of: x.astype(of.dtype), d_params, params)
-        return (loss, means, drafts), (d_params, d_states)
+        return (loss, sums, kept), (d_params, d_states)
 
     def backward(gradients, d_outputs):
         scaled = lambda x: (x * d_outputs[0]).astype(x.dtype)
