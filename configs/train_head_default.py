@@ -8,7 +8,7 @@ them for compilation. Expected: the held-out loss falls and tau, printed at each
 Every value can be set on the command line, in the type that it has here:
 
     --config.target=PATH --config.data.text=chats.jsonl    another target, conversations or texts
-    --config.objective=eagle1                              or mtp
+    --config.objective=eagle1                              or mtp, dflash, dspark, treeflash
     --config.data.responses=FILE                           of experiments.regenerate
     --config.head.init_from=PATH                           fine-tune an existing head
     --config.steps=2000 --config.optimizer.name=adamw --config.optimizer.lr=1e-4
@@ -28,7 +28,7 @@ def get_config() -> ConfigDict:
     config.scan_layers = placeholder(bool)  # stack the target's layers; by default on accelerators
     config.mesh = ""  # devices to train on together, such as data:4,tensor:2; empty: one
     config.is_fully_sharded = False  # split weights and optimizer states over the data axis too
-    config.objective = "eagle3"  # eagle1, eagle3 or mtp
+    config.objective = "eagle3"  # eagle1, eagle3, mtp, dflash, dspark or treeflash
     config.head = ConfigDict(
         {
             "draft_vocab_size": 0,  # U, for eagle3: the most frequent tokens of the data; 0: all
@@ -40,6 +40,9 @@ def get_config() -> ConfigDict:
             "init_from": "",  # a zoo name or directory of a head to continue from
             "num_modules": 1,  # for mtp
             "protocol": "recycled",  # for mtp: one module for all; "sequential": one for each
+            "num_layers": 2,  # of dflash, dspark and treeflash
+            "block_size": 8,  # of the same: tokens of a block
+            "markov_rank": 256,  # for dspark: of the bias by the token before
         }
     )
     config.loss = ConfigDict(
@@ -51,6 +54,13 @@ def get_config() -> ConfigDict:
             "noise": 0.0,  # added to the features of eagle1
             "feature_weight": 1.0,  # for eagle1
             "token_weight": 0.1,  # for eagle1
+            # For dflash, dspark and treeflash:
+            "num_anchors": 32,  # blocks of a window, drawn anew in every step
+            "slot_weights": "decay",  # or "dpace": by how often the chain gets that far
+            "text_weight": placeholder(float),  # of the text's tokens; by default the objective's
+            "base_weight": placeholder(float),  # of the same, not knowing the token before
+            "l1_weight": placeholder(float),  # of the L1 distance to the target's distribution
+            "confidence_weight": placeholder(float),  # of dspark's confidence
             # Recompute activations in the backward pass, not store them; default: on accelerators.
             "is_remat": placeholder(bool),
         }

@@ -20,9 +20,7 @@ from experiments.comparison import session
 from experiments.comparison.setup import Setup
 from experiments.run import cli, report
 from experiments.run.memory import device_peaks, peak_bytes
-from spec_jax.contracts import Drafter
 from spec_jax.data.questions import Question
-from spec_jax.drafters.loaded import head_of
 from spec_jax.evaluation import profile, teacher_forced
 from spec_jax.evaluation.bench import Bench
 from spec_jax.evaluation.cells import Cell
@@ -135,8 +133,7 @@ def _results(
     for tally, result in zip(stage.tallies, results):
         cell, (target, drafts) = tally.cell, stage.bench.models(tally.cell.dtype)
         draft = drafts.get(cell.method)
-        is_loaded = draft is not None and not isinstance(draft, Drafter)
-        is_head = is_loaded and head_of(draft, target.model) is not None
+        is_head = teacher_forced.has_drafts(target, draft)
         if is_head and not cell.tree and cell.is_greedy and cell.rule == "greedy":
             prompts = [stage.bench.prompts[i] for i in tally.rows]
             reached, accepted = teacher_forced.unrolled(

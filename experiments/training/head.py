@@ -52,7 +52,7 @@ class HeadSpec(NamedTuple):
       given: The parameters to continue from, on the devices that train them; None for a new head.
       constants: The parameters that are not trained: ``d2t``, or none.
       objective: ``(params, batch, target's params) -> (loss, figures)``, the training loss.
-      measure: The same without noise, for evaluation.
+      measure: The same without noise and at fixed anchors, for evaluation.
       num_params: The number of trained parameters.
     """
 
@@ -191,9 +191,8 @@ def make_head(
         fresh = initializer(kind, objective, shape, target, constants, config.head.is_warm_start)
         init = lambda key, target_params, given: fresh(key, target_params)
 
-    loss = dict(config.loss)
-    if loss["is_remat"] is None:
-        loss["is_remat"] = is_accelerated(placement.mesh)
+    usual = {"is_remat": is_accelerated(placement.mesh)}
+    loss = usual | {name: value for name, value in config.loss.items() if value is not None}
     bind = lambda options: objective.bind(shape, target.model, options, constants)
     sizes = jax.eval_shape(init, jax.random.key(0), target.params, given)
     num_params = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(sizes))
@@ -204,7 +203,7 @@ def make_head(
         given,
         constants,
         bind(loss),
-        bind({**loss, "noise": 0.0}),
+        bind({**loss, "noise": 0.0, "has_every_anchor": True}),
         num_params,
     )
     spec.format(target, config)  # what could not be exported is refused before it is trained

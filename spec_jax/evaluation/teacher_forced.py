@@ -78,7 +78,7 @@ def unrolled(
     *,
     num_draft: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Repeats the rounds of a greedy ``decode`` with the unrolling that trains the head.
+    """Repeats the rounds of a greedy ``decode`` with the passes that train the head.
 
     Every sequence is fed at once. A draft is compared with the text wherever the decoder's rule
     looked at it: at the same round starts, after the same accepted drafts. This tests the mask and
@@ -86,7 +86,7 @@ def unrolled(
 
     Args:
       target: The target.
-      head: A recycled head.
+      head: A head that ``has_drafts``.
       prompts: The prompts as ids.
       rows: The outputs of ``decode``.
       num_draft: K.
@@ -113,16 +113,36 @@ def unrolled(
     return reached, accepted
 
 
+def has_drafts(target: LoadedModel, draft: LoadedModel | LoadedHead) -> bool:
+    """Whether ``unrolled`` can repeat the rounds of a draft: it is unrolled, or drafts blocks."""
+    return isinstance(draft, LoadedHead) and _text_drafts(draft.config, target.model) is not None
+
+
+@functools.cache
+def _text_drafts(config, model):
+    """Returns a head's drafts at all places of a text, see ``Objective.drafts``, or None."""
+    kind = registry.kind_of(config)
+    head = kind.head.functions and kind.head.functions(config, model)
+    if head is None:
+        drafts = registry.objective_of(config).drafts if kind.training else None
+        return drafts and functools.partial(drafts, config=config, model=model)
+
+    def drafts(params, features, tokens, num_draft):
+        states = unroll(head, params, features, tokens, num_draft)
+        return jnp.stack([jnp.argmax(head.unembed(params, x), -1) for x in states])
+
+    return drafts
+
+
 @functools.cache
 def _draft_table(config, model, target_config, num_draft: int):
     """Returns ``(target's params, head's, tokens i32[1,T+2]) -> i32[K,1,T]``, greedy drafts."""
-    head = registry.kind_of(config).head.functions(config, model)
+    drafts = _text_drafts(config, model)
 
     @jax.jit
     def table(target_params, head_params, tokens):
         params = {"head": head_params, "target": target_params}
         view = target_view(target_params, tokens, config=target_config, taps=config.taps)
-        states = unroll(head, params, view.features, tokens, num_draft)
-        return replicate(jnp.stack([jnp.argmax(head.unembed(params, x), -1) for x in states]))
+        return replicate(drafts(params, view.features, tokens, num_draft))
 
     return table

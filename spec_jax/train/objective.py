@@ -45,11 +45,16 @@ class Objective(NamedTuple):
         pure function: ``head`` is trained, ``target`` holds the target's weights, which stay as
         they are, ``config`` is the head's shape and ``model`` the target's functions.
       constants: The names of parameters that belong to the head and are not trained.
+      drafts: ``(params, features dtype[B,T+2,E], tokens i32[B,T+2], num_draft, *, config, model)
+        -> i32[K,B,T]``, of heads that are not unrolled: the likeliest drafts in the places after
+        token t + 1, each given the text's tokens before it. ``params`` are the head's and the
+        target's, by these names. None if there is no such function.
     """
 
     name: str
     loss: Callable[..., tuple[jax.Array, dict]]
     constants: tuple[str, ...] = ()
+    drafts: Callable[..., jax.Array] | None = None
 
     def bind(
         self,
@@ -162,7 +167,7 @@ def chain_rates(figures: Mapping) -> dict:
     """Turns the counts of ``chain_figures`` into conditional rates by position.
 
     They are named ``teacher_forced_accept``: what real decoding accepts is another figure. NaN
-    where no position was reached.
+    where no position was reached. ``teacher_forced_tau`` is what a round emits at these rates.
     """
     rest = {name: value for name, value in figures.items() if name not in ("reached", "hits")}
     if "hits" in figures:
@@ -170,4 +175,5 @@ def chain_rates(figures: Mapping) -> dict:
         is_reached = reached > 0
         rates = hits / np.where(is_reached, reached, 1)
         rest["teacher_forced_accept"] = np.where(is_reached, rates, np.nan)
+        rest["teacher_forced_tau"] = 1 + np.cumprod(rates).sum()
     return rest

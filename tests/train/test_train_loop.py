@@ -233,6 +233,7 @@ def test_a_position_that_no_draft_reached_has_no_figure():
     assert flatten(chain_rates(counts)) == {
         "teacher_forced_accept_1": 0.5,
         "teacher_forced_accept_2": 1.0,
+        "teacher_forced_tau": 2.0,
     }
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 from spec_jax.drafters.block import model
 from spec_jax.drafters.block.config import BlockConfig, DFlashConfig, DSparkConfig, TreeFlashConfig
-from spec_jax.drafters.registry import DrafterKind, Drafting, DraftPass, HeadSpec
+from spec_jax.drafters.registry import DrafterKind, Drafting, DraftPass, HeadSpec, Training
 from spec_jax.models.families import family_of
 from spec_jax.tree import AnyTree
 
@@ -29,7 +31,13 @@ def _passes(config: BlockConfig, num_draft: int, tree: AnyTree | None) -> tuple[
     )
 
 
-def _kind(config_class: type[BlockConfig]) -> DrafterKind:
+def _objective(name: str):
+    from spec_jax.drafters.block import objective  # imports train
+
+    return objective.OBJECTIVES[name]
+
+
+def _kind(config_class: type[BlockConfig], *options: str) -> DrafterKind:
     return DrafterKind(
         name=config_class.name,
         drafting=Drafting(
@@ -43,7 +51,15 @@ def _kind(config_class: type[BlockConfig]) -> DrafterKind:
             table=model.block_table,
             has_panels=lambda config: family_of(config.layer).has_panels,
         ),
+        training={
+            config_class.name: Training(
+                objective=functools.partial(_objective, config_class.name),
+                new=config_class.of_target,
+                options=("taps", "num_layers", "block_size", *options),
+            )
+        },
     )
 
 
-DFLASH, DSPARK, TREEFLASH = map(_kind, (DFlashConfig, DSparkConfig, TreeFlashConfig))
+DFLASH, TREEFLASH = _kind(DFlashConfig), _kind(TreeFlashConfig)
+DSPARK = _kind(DSparkConfig, "markov_rank")

@@ -1,0 +1,281 @@
+"""The objectives of block drafters: blocks at anchors of a window, all of them in one pass.
+
+The target's states of a window become keys and values once. The block at anchor a sees those of
+the tokens before a, as in a round whose pending token is a, and itself; two blocks never see each
+other. Draft k is scored after the text's own token a + k - 1.
+
+Source: DFlash, arXiv 2602.06036, section 4; DSpark, arXiv 2607.05147, section 3; TreeFlash,
+arXiv 2606.03819.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from spec_jax.contracts import Model
+from spec_jax.drafters.block.config import BlockConfig
+from spec_jax.drafters.block.model import context_states
+from spec_jax.drafters.block.steps import confidence_logits, normed, step_logits
+from spec_jax.models.attention import grouped, ungrouped
+from spec_jax.models.families.llama import decoder_layer
+from spec_jax.models.layers import Window, embed_tokens, keys_values
+from spec_jax.train.anchors import counted, draw_anchors, every_anchor, slots, weigh_slots
+from spec_jax.train.chunks import cut_chunks, rows_at_once, sum_chunks
+from spec_jax.train.losses import cross_entropy, total_variation
+from spec_jax.train.objective import Batch, Objective
+
+_CONTEXT = ("fc", "context_norm")  # what the target's states go through, once for all blocks
+
+
+@flax.struct.dataclass
+class Blocks:
+    """The keys and values that blocks see, in the place of a ``KVCache``.
+
+    Its rows are the tokens of A blocks of S tokens each, one block after the other.
+    """
+
+    context: tuple[tuple[jax.Array, jax.Array], ...]  # of each layer, dtype[B,G,W,H] twice
+    anchors: jax.Array  # i32[B,A]
+    config: BlockConfig = flax.struct.field(pytree_node=False)
+
+    @property
+    def positions(self) -> jax.Array:
+        """i32[B,A*S], those of the blocks' tokens."""
+        positions = self.anchors[:, :, None] + jnp.arange(self.config.block_size)
+        return positions.reshape(len(positions), -1)
+
+    def attend(
+        self,
+        q_BTNH: jax.Array,
+        k_BGTH: jax.Array,
+        v_BGTH: jax.Array,
+        index: int,
+        window: Window,
+        scale: float | None = None,
+    ) -> tuple[jax.Array, Blocks]:
+        """Computes the attention of a layer, see ``layers.attend_window``."""
+        del window
+        A, S = self.anchors.shape[1], self.config.block_size
+        keys, values = self.context[index]
+        W, scale = keys.shape[2], q_BTNH.shape[-1] ** -0.5 if scale is None else scale
+        product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+        in_blocks = lambda x: x.reshape(*x.shape[:-2], A, S, x.shape[-1])
+        q, own_k, own_v = map(in_blocks, (grouped(q_BTNH, keys.shape[1]), k_BGTH, v_BGTH))
+        before = product("bgrash,bgwh->bgrasw", q, keys)
+        own = product("bgrash,bgaoh->bgraso", q, own_k)
+        scores = jnp.concatenate([before, own], axis=-1) * scale
+        scores = jnp.where(self._sees(index, W)[:, None, None], scores, -1e30)
+        weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+        out = jnp.einsum("bgrasw,bgwh->bgrash", weights[..., :W], values)
+        out += jnp.einsum("bgraso,bgaoh->bgrash", weights[..., W:], own_v)
+        return ungrouped(out.reshape(*out.shape[:3], A * S, -1)), self
+
+    def _sees(self, index: int, num_tokens: int) -> jax.Array:
+        """bool[B,A,S,W+S], what each row sees of the window's tokens and then of its own block.
+
+        In a layer with a window only the positions that are nearer than its size.
+        """
+        size, row = self.config.windows[index], jnp.arange(self.config.block_size)
+        begin = self.anchors[:, :, None, None]
+        token = jnp.broadcast_to(jnp.arange(num_tokens), (*begin.shape[:3], num_tokens))
+        position = jnp.concatenate([token, begin + row], axis=-1)  # of the keys
+        distance = begin + row[:, None] - position
+        seen = jnp.concatenate([token < begin, jnp.ones((*begin.shape[:3], len(row)), bool)], -1)
+        if self.config.is_causal[index]:
+            seen = seen & (distance >= 0)
+        return seen if size is None else seen & (jnp.abs(distance) < size)
+
+
+def context_keys(
+    head: dict, features: jax.Array, config: BlockConfig
+) -> tuple[tuple[jax.Array, jax.Array], ...]:
+    """Returns keys and values dtype[B,G,W,H] of every layer, of the target's states of a window."""
+    states = context_states(head, features, config)
+    window = Window.after(config.layer, None, *states.shape[:2])
+    one = lambda i: keys_values(head["layers"][str(i)], states, window, config.layer)
+    return tuple(one(i) for i in range(config.layer.num_hidden_layers))
+
+
+def states_at(
+    params: dict,
+    tokens: jax.Array,
+    anchors: jax.Array,
+    context: tuple[tuple[jax.Array, jax.Array], ...],
+    config: BlockConfig,
+    *,
+    is_remat: bool = False,
+) -> jax.Array:
+    """Runs the blocks at anchors.
+
+    Args:
+      params: ``{"head": ..., "target": ...}``.
+      tokens: i32[B,W].
+      anchors: i32[B,A].
+      context: of ``context_keys``.
+      config: the head's shape.
+      is_remat: whether the backward pass computes each layer again instead of storing it.
+
+    Returns:
+      dtype[B,A,K,D], the states before the final norm that draft k is scored from.
+    """
+    (B, A), S, layer = anchors.shape, config.block_size, config.layer
+    cache = Blocks(context, anchors, config)
+    window = Window.after(layer, None, B, A * S, positions=cache.positions)
+    begin, masks = slots(tokens, anchors, 0, 1), ((0, 0), (0, 0), (0, S - 1))
+    block = jnp.pad(begin, masks, constant_values=config.mask_token_id).reshape(B, A * S)
+    x = embed_tokens(params["target"]["embed"], block).astype(params["head"]["norm"].dtype)
+    for i in range(layer.num_hidden_layers):
+        run = lambda weights, x, i=i: decoder_layer(weights, x, cache, i, window, layer)[0]
+        x = (jax.checkpoint(run) if is_remat else run)(params["head"]["layers"][str(i)], x)
+    return x.reshape(B, A, S, -1)[:, :, S - config.max_draft :]
+
+
+def scores_at(
+    params: dict, x: jax.Array, before: jax.Array, config: BlockConfig, model: Model
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the block's logits f32[...,V] at states, and those given the tokens before them."""
+    base = model.unembed(params["target"], normed(params["head"], x, config))
+    return base, step_logits(params, base, x, before, config, model)
+
+
+def block_loss(
+    head: dict,
+    batch: Batch,
+    target: dict,
+    *,
+    config: BlockConfig,
+    model: Model,
+    num_anchors: int = 32,
+    slot_weights: str = "decay",
+    decay: float = math.exp(-1 / 4),
+    text_weight: float = 1.0,
+    base_weight: float = 0.0,
+    l1_weight: float = 0.0,
+    confidence_weight: float = 0.0,
+    has_every_anchor: bool = False,
+    is_remat: bool = False,
+) -> tuple[jax.Array, dict]:
+    """Computes the weighted mean over the drafts of blocks at drawn anchors.
+
+    A draft costs the cross-entropy of the text's token, and may cost the distance of its
+    distribution from the target's, and the cross-entropy of the confidence in it from the
+    probability that the target accepts it. A draft counts if its token and all before it in the
+    block are to be predicted.
+
+    Args:
+      head: The head's weights; they are trained.
+      batch: Windows with the target's view.
+      target: The target's weights; they are not trained.
+      config: The head's shape.
+      model: The target's functions.
+      num_anchors: A, the blocks of a window; other ones are drawn in every step.
+      slot_weights: See ``train.anchors.weigh_slots``.
+      decay: Likewise.
+      text_weight: Of the cross-entropy of the text's token.
+      base_weight: Of the same by the logits that do not know the token before, from which trees
+        take their candidates.
+      l1_weight: Of the L1 distance from the target's distribution.
+      confidence_weight: Of the confidence, whose label has no gradient.
+      has_every_anchor: Blocks begin at every ``block_size`` tokens, for evaluation.
+      is_remat: Whether the backward pass computes each layer again instead of storing it.
+
+    Returns:
+      The loss, and f32[K] ``loss_by_step`` in nats, ``accuracy``, ``reached`` and ``hits``. Where
+      the target's distribution is read also f32[K] ``acceptance`` and f32[] ``tau_sampled``, the
+      tokens that a round at temperature 1 is expected to emit; and f32[K] ``confidence_bias``, by
+      how much the confidence exceeds the acceptance in the mean.
+    """
+    K, B = config.max_draft, len(batch.tokens)
+    if has_every_anchor:
+        anchors, is_kept = every_anchor(batch.mask, config.block_size)
+    else:
+        anchors, is_kept = draw_anchors(batch.key, batch.mask, num_anchors)
+    has_confidence = getattr(config, "has_confidence", False)
+    reads_target = has_every_anchor or l1_weight > 0 or confidence_weight > 0
+
+    def chunk(params, _, rest):
+        (head, context), (anchors, is_kept) = params, rest
+        params = {"head": head, "target": target}
+        x = states_at(params, batch.tokens, anchors, context, config, is_remat=is_remat)
+        before, labels = (slots(batch.tokens, anchors, first, K) for first in (0, 1))
+        base, q = scores_at(params, x, before, config, model)
+        counts = counted(batch.mask, anchors, is_kept, K)
+        loss = cross_entropy(q, labels)
+        weights = weigh_slots(slot_weights, counts, jnp.exp(-loss), decay=decay)
+        total, is_right = text_weight * loss, counts & (jnp.argmax(q, axis=-1) == labels)
+        if base_weight > 0:
+            total += base_weight * cross_entropy(base, labels)
+        hits = jnp.cumprod(is_right, axis=2, dtype=jnp.int32)
+        reached = counts & jnp.pad(
+            hits[:, :, :-1] > 0, ((0, 0), (0, 0), (1, 0)), constant_values=True
+        )
+        sums = {"weight": weights, "count": counts, "loss": loss, "right": is_right}
+        sums |= {"reached": reached, "hits": hits}
+        if reads_target:
+            p = model.unembed(target, slots(batch.view.hidden, anchors, 0, K))
+            distance = total_variation(p, q)
+            accepted = 1 - jax.lax.stop_gradient(distance)
+            total += l1_weight * 2 * distance
+            sums |= {"accepted": accepted, "chain": jnp.cumprod(accepted, axis=2)}
+        if reads_target and has_confidence:
+            logit = confidence_logits(head, x, before, config)
+            total += confidence_weight * (jnp.logaddexp(0.0, logit) - accepted * logit)
+            sums["bias"] = jax.nn.sigmoid(logit) - accepted
+        by_slot = lambda x: jnp.where(counts, x.astype(jnp.float32), 0.0).sum(axis=(0, 1))
+        return by_slot(weights * total).sum(), (jax.tree.map(by_slot, sums), ())
+
+    size = min(max(rows_at_once(B) // (B * config.block_size), 1), anchors.shape[1])
+    blocks = cut_chunks(anchors, 1, size), cut_chunks(is_kept, 1, size)
+    context = context_keys(head, batch.view.features, config)
+    trained = {name: w for name, w in head.items() if name not in _CONTEXT}
+    loss, sums, _ = sum_chunks(chunk, (trained, context), (), blocks)
+    count = jnp.maximum(sums["count"], 1)
+    figures = {"loss_by_step": sums["loss"] / count, "accuracy": sums["right"] / count}
+    figures |= {"reached": sums["reached"], "hits": sums["hits"]}
+    if reads_target:
+        figures["acceptance"] = sums["accepted"] / count
+        figures["tau_sampled"] = 1 + (sums["chain"] / count).sum()
+    if "bias" in sums:
+        figures["confidence_bias"] = sums["bias"] / count
+    total = sums["weight"].sum()
+    return jnp.where(total > 0, loss / jnp.where(total > 0, total, 1.0), 0.0), figures
+
+
+def text_drafts(
+    params: dict,
+    features: jax.Array,
+    tokens: jax.Array,
+    num_draft: int,
+    *,
+    config: BlockConfig,
+    model: Model,
+) -> jax.Array:
+    """Returns the likeliest drafts at every place of a text, see ``Objective.drafts``."""
+    T = tokens.shape[1] - 2
+    context = context_keys(params["head"], features, config)
+    anchors = jnp.broadcast_to(jnp.arange(1, T + 1), (len(tokens), T))
+
+    def at(anchors):
+        x = states_at(params, tokens, anchors, context, config)[:, :, :num_draft]
+        before = slots(tokens, anchors, 0, num_draft)
+        return jnp.argmax(scores_at(params, x, before, config, model)[1], axis=-1)
+
+    size = max(rows_at_once(len(tokens)) // (len(tokens) * config.block_size), 1)
+    drafts = jax.lax.map(at, cut_chunks(anchors, 1, min(size, T)))  # [chunks,B,A,K]
+    return drafts.transpose(3, 1, 0, 2).reshape(num_draft, len(tokens), -1)[:, :, :T]
+
+
+_LOSSES = {
+    "dflash": {},
+    "dspark": {"text_weight": 0.1, "l1_weight": 0.9, "confidence_weight": 1.0},
+    "treeflash": {"base_weight": 0.5},
+}
+OBJECTIVES = {
+    name: Objective(name, functools.partial(block_loss, **options), drafts=text_drafts)
+    for name, options in _LOSSES.items()
+}

@@ -1,0 +1,116 @@
+"""Anchors of block drafters: where blocks begin in a window, what counts in them, and how much.
+
+A block at anchor a is what a round drafts after token a, the pending one: draft k is compared with
+token a + k. It sees the tokens before a alone.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax.errors import ConfigError
+
+SLOT_WEIGHTS = ("decay", "dpace")
+
+
+def can_begin(mask: jax.Array) -> jax.Array:
+    """Returns bool[B,W], where a block may begin: the anchor and the token after it count.
+
+    A pending token is one that the target wrote, after at least one token.
+
+    Args:
+      mask: bool[B,W], True where the token is to be predicted.
+    """
+    after = jnp.pad(mask[:, 1:], ((0, 0), (0, 1)))
+    return mask & after & (jnp.arange(mask.shape[1]) > 0)
+
+
+def draw_anchors(key: jax.Array, mask: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Draws anchors without replacement, in each row on its own.
+
+    Source: DFlash, arXiv 2602.06036, section 4.2.
+
+    Args:
+      key: of the step; it is consumed.
+      mask: bool[B,W], True where the token is to be predicted.
+      count: A, at most W.
+
+    Returns:
+      i32[B,A], ascending, and bool[B,A], False past the last place where a block may begin.
+    """
+    is_open = can_begin(mask)
+    order = jnp.where(is_open, jax.random.uniform(key, mask.shape), -1.0)
+    _, anchors = jax.lax.top_k(order, min(count, mask.shape[1]))
+    anchors = jnp.where(jnp.take_along_axis(is_open, anchors, axis=1), anchors, mask.shape[1])
+    anchors = jnp.sort(anchors, axis=1)
+    return _kept(anchors, anchors < mask.shape[1])
+
+
+def every_anchor(mask: jax.Array, step: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the anchors at every ``step`` tokens from the second on, as ``draw_anchors`` does."""
+    anchors = jnp.arange(1, mask.shape[1] - 1, step, dtype=jnp.int32)
+    anchors = jnp.broadcast_to(anchors, (len(mask), len(anchors)))
+    return _kept(anchors, jnp.take_along_axis(can_begin(mask), anchors, axis=1))
+
+
+def _kept(anchors, is_kept):
+    return jnp.where(is_kept, anchors, 0), is_kept
+
+
+def slots(x: jax.Array, anchors: jax.Array, first: int, count: int) -> jax.Array:
+    """Returns dtype[B,A,count,...] of ``x[B,W,...]``, from ``first`` after each anchor on.
+
+    Columns past the end of the window are those of its last token.
+    """
+    B, A = anchors.shape
+    index = anchors[:, :, None] + first + jnp.arange(count)
+    index = jnp.minimum(index, x.shape[1] - 1).reshape(B, A * count, *[1] * (x.ndim - 2))
+    return jnp.take_along_axis(x, index, axis=1).reshape(B, A, count, *x.shape[2:])
+
+
+def counted(mask: jax.Array, anchors: jax.Array, is_kept: jax.Array, num_draft: int) -> jax.Array:
+    """Returns bool[B,A,K], which drafts count: their token and all before it are to be predicted.
+
+    Args:
+      mask: bool[B,W], True where the token is to be predicted.
+      anchors: i32[B,A].
+      is_kept: bool[B,A], the blocks that count.
+      num_draft: K.
+    """
+    padded = jnp.pad(mask, ((0, 0), (0, num_draft)))
+    counts = slots(padded, anchors, 1, num_draft) & is_kept[:, :, None]
+    return jnp.cumprod(counts, axis=2, dtype=jnp.int32) > 0
+
+
+def weigh_slots(
+    kind: str, counts: jax.Array, label_probs: jax.Array, *, decay: float, floor: float = 0.5
+) -> jax.Array:
+    """Computes what the loss of each draft is multiplied by, without a gradient.
+
+    With "decay" draft k has weight ``decay ** (k - 1)``. With "dpace" it has the probability,
+    by the draft itself, that the chain gets that far, summed over all ends that it may have: the
+    sum over i >= k of the product over j <= i of ``(1 - floor) * p_j + floor``.
+
+    Source: DFlash, arXiv 2602.06036, section 4.2; D-PACE is that of SpecForge and speculators.
+
+    Args:
+      kind: "decay" or "dpace".
+      counts: bool[B,A,K], see ``counted``.
+      label_probs: f32[B,A,K], the draft's probability of the right token, for "dpace".
+      decay: of "decay".
+      floor: of "dpace"; 1 weights draft k by the number of drafts from it on.
+
+    Returns:
+      f32[B,A,K], 0 where nothing counts.
+
+    Raises:
+      ConfigError: The kind is unknown.
+    """
+    if kind not in SLOT_WEIGHTS:
+        raise ConfigError(f"slot_weights are {kind!r}; expected one of {', '.join(SLOT_WEIGHTS)}")
+    if kind == "decay":
+        return counts * decay ** jnp.arange(counts.shape[-1], dtype=jnp.float32)
+    smooth = jax.lax.stop_gradient((1 - floor) * label_probs + floor)
+    reach = jnp.where(counts, jnp.cumprod(jnp.where(counts, smooth, 1.0), axis=-1), 0.0)
+    return jnp.where(counts, jnp.cumsum(reach[..., ::-1], axis=-1)[..., ::-1], 0.0)
