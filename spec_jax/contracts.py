@@ -309,6 +309,10 @@ class Drafter(NamedTuple):
       has_chunks: of prompts that are longer than ``System.prefill_chunk``, ``prefill`` takes this
         number as its last argument, and feeds them in chunks of so many tokens (see
         ``models.chunks.over_chunks``).
+      strategy: the acceptance strategy above temperature 0 where a config names none; None:
+        "residual" for sampled drafts, "match" for deterministic ones.
+      draft_temperature: at which it drafts above temperature 0 where no draft sampler is given;
+        None: at the target's.
     """
 
     name: str
@@ -329,6 +333,8 @@ class Drafter(NamedTuple):
     num_updates: Callable[[Any, Any], jax.Array] | None = None
     find_error: Callable[[tuple[int, ...], int], Exception | None] | None = None
     has_chunks: bool = False
+    strategy: str | None = None
+    draft_temperature: float | None = None
 
     def __repr__(self) -> str:
         drafts = "sampled" if self.is_sampled else "deterministic"

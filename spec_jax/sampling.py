@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import operator
@@ -142,6 +143,25 @@ def highest_temperature(configs: Samplers) -> float:
     if not one and not configs:
         raise ConfigError("the list of sampler configs is empty; expected one for each row")
     return configs.temperature if one else max(config.temperature for config in configs)
+
+
+def draft_samplers(
+    given: Samplers | None, samplers: Samplers, temperature: float | None
+) -> Samplers:
+    """Returns how drafts are drawn: as given, or as the target's tokens.
+
+    Args:
+      given: by the caller, or None.
+      samplers: the target's.
+      temperature: the drafter's own, which replaces the target's where that is above 0; None: it
+        has none.
+    """
+    if given or temperature is None:
+        return given or samplers
+    if isinstance(samplers, SamplerConfig):
+        is_greedy = samplers.temperature < GREEDY_BELOW
+        return samplers if is_greedy else dataclasses.replace(samplers, temperature=temperature)
+    return [draft_samplers(None, sampler, temperature) for sampler in samplers]
 
 
 def make_sampler(

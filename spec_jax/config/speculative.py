@@ -50,18 +50,21 @@ class SpeculativeConfig:
     Attributes:
       speculative_method: "standalone" (a smaller model of the same vocabulary), "ngram"
         (copies what followed the same tokens before), "suffix" (copies what most often did, in
-        this request and in past outputs), "eagle" or "mtp" (heads).
+        this request and in past outputs), "eagle" or "mtp" (heads), "dflash", "dspark" or
+        "treeflash" (heads that draft a block in one pass).
       num_speculative_tokens: K, tokens drafted a round; with adaptive K the largest. Leave it
         out where a static tree or buckets settle it.
       rejection_sampling_strategy: the acceptance rule. None: "greedy" at temperature 0;
-        above it "residual" for a sampled draft, "match" for a deterministic one.
+        above it what the drafter names ("block" for "dflash", "dspark" and "treeflash"), or else
+        "residual" for a sampled draft and "match" for a deterministic one.
       adaptive: choose K from chunk to chunk of rounds, for the whole batch, by what was accepted
         lately and what a round costs; K = 0, plain decoding, included. The distribution of the
         output stays what it is, and under "greedy" and "match" so do its tokens; under the others
         the tokens of a seed depend on the Ks. None: K is fixed.
       confidence_threshold: a row offers no draft after one to which the draft gave less
         probability, by its raw logits; 0: all K are offered. The drafting passes end where no
-        row goes on. Lossless under every lossless rule.
+        row goes on. A head that estimates acceptance itself ("dspark") decides by its estimate,
+        which is about the draft itself. Lossless under every lossless rule.
       synthetic: for benchmarks: accept at given rates, whatever the tokens.
       typical: the threshold of "typical-acceptance".
       tree: draft a tree in place of a chain. K is the number of its nodes.
@@ -197,6 +200,7 @@ class SpeculativeConfig:
         temperature: float,
         *,
         is_sampled: bool,
+        default: str | None = None,
         drafter: str | None = None,
         rule: str | None = None,
     ) -> SpeculativeConfig:
@@ -205,26 +209,27 @@ class SpeculativeConfig:
         Args:
           temperature: the highest of the target's temperatures in the batch.
           is_sampled: the drafter draws from a distribution.
+          default: the drafter's own strategy above temperature 0, if it names one.
           drafter: the name of the drafter of your own that drafts in place of the method, if any.
           rule: likewise of the rule that accepts in place of the strategy.
 
         Raises:
           ConfigError: the strategy cannot serve this temperature or this drafter.
         """
-        strategy = self._strategy(temperature, is_sampled) if rule is None else rule
+        strategy = self._strategy(temperature, is_sampled, default) if rule is None else rule
         resolved = copy.copy(self)  # names of your own are none that a new config may have
         object.__setattr__(resolved, "rejection_sampling_strategy", strategy)
         object.__setattr__(resolved, "speculative_method", drafter or self.speculative_method)
         return resolved
 
-    def _strategy(self, temperature: float, is_sampled: bool) -> str:
+    def _strategy(self, temperature: float, is_sampled: bool, default: str | None) -> str:
         strategy = self.rejection_sampling_strategy
         if strategy is None and self.is_synthetic:
             strategy = "synthetic"
         elif strategy is None and temperature < GREEDY_BELOW:
             strategy = "greedy"
         elif strategy is None:
-            strategy = "residual" if is_sampled else "match"
+            strategy = default or ("residual" if is_sampled else "match")
         if strategy == "greedy" and temperature >= GREEDY_BELOW:
             raise ConfigError(
                 f"strategy 'greedy' emits argmax tokens, yet the temperature is {temperature}; "

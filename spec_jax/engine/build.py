@@ -50,7 +50,7 @@ class Parts(Shown):
       rule: a rule that replaces the config's strategy, or None.
       own_drafter: the name of a drafter that replaces the config's method, or None.
       target_sampler: how the target's tokens are drawn, where a call does not say.
-      draft_sampler: how drafts are drawn; None: as the target's tokens.
+      draft_sampler: how drafts are drawn; None: see ``sampling.draft_samplers``.
       has_expected: record the rule's closed-form acceptance.
       max_length: maximum tokens of a row, prompt and output together, or None.
       history: past outputs that the drafter copies from, or None.
@@ -102,6 +102,7 @@ class Parts(Shown):
         return self.config.resolve(
             highest_temperature(samplers),
             is_sampled=self.drafter.is_sampled,
+            default=self.drafter.strategy,
             drafter=self.own_drafter,
             rule=self.rule and self.rule.name,
         )

@@ -32,7 +32,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.meshes import mesh_of
 from spec_jax.overlap import overlap
-from spec_jax.sampling import Samplers, check_samplers, make_sampler
+from spec_jax.sampling import Samplers, check_samplers, draft_samplers, make_sampler
 from spec_jax.show.summary import Shown
 
 
@@ -78,6 +78,7 @@ def start(
     if options.rounds_per_sync is not None:
         check_integer("rounds_per_sync", options.rounds_per_sync, 1)
     engine, B = parts.engine(samplers, (LOGPROBS,) if options.logprobs else ()), len(ids)
+    drafts = draft_samplers(drafts, samplers, parts.drafter.draft_temperature)
     V = engine.system.target.vocab_size
     limits = request.output_limits(ids, max_new_tokens, options.max_length, parts.max_length)
     ends = target.stop_tokens if options.stop_tokens is None else options.stop_tokens
@@ -86,7 +87,7 @@ def start(
         ids,
         limits,
         make_sampler(samplers, B, V, options.seeds),
-        make_sampler(drafts or samplers, B, V, options.seeds),
+        make_sampler(drafts, B, V, options.seeds),
         stop_tokens=ends,
         pad_to=options.pad_to,
         samples=samples,
@@ -112,7 +113,8 @@ class SpeculativeDecoder(Shown):
         a draft, and plain decoding for a target alone. The samplers and the limit of an
         ``AsyncSpecConfig`` become the decoder's.
       target_sampler: how the target's tokens are drawn; greedy by default.
-      draft_sampler: how drafts are drawn; by default as the target's tokens.
+      draft_sampler: how drafts are drawn; by default as the target's tokens, and in "dflash" at
+        temperature 0, where a block's independent drafts fit each other best.
       drafter: a ``Drafter`` of your own in place of the config's method, ``make(target)`` that
         returns one, or ``module:NAME`` of either; ``draft`` then holds its parameters, if any.
       rule: a ``Rule`` of your own in place of the config's strategy, a function that returns one,

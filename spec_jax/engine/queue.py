@@ -33,7 +33,7 @@ from spec_jax.engine.session import ROUNDS_UNWATCHED
 from spec_jax.engine.stats import Stats
 from spec_jax.engine.text import TextTracker
 from spec_jax.errors import Cancelled, ConfigError, InvalidDraftError, PromptError
-from spec_jax.sampling import Sampler, Samplers, check_samplers, make_sampler
+from spec_jax.sampling import Sampler, Samplers, check_samplers, draft_samplers, make_sampler
 
 _log = logging.getLogger(__name__)
 _Request = tuple[int, list[int]]  # index, ids
@@ -143,7 +143,8 @@ class DecodeQueue:
         self._slots = slots_for(system, self._longest, limit)
         vocab_size = system.target.vocab_size
         self._sampler = _in_turn(samplers, vocab_size)
-        self._draft_sampler = _in_turn(drafts or samplers, vocab_size)
+        drafts = draft_samplers(drafts, samplers, system.drafter.draft_temperature)
+        self._draft_sampler = _in_turn(drafts, vocab_size)
         self._stop_tokens = decoder.target.stop_tokens if stop_tokens is None else stop_tokens
         self._cancellation = decoder.row_cancellation(cancellation_token, 1)
         self._is_empty, self._error = False, None

@@ -207,6 +207,8 @@ def block_drafter(config: BlockConfig, target: Model, tree: AnyTree | None = Non
         window=config.block_size,
         rewind=KVCache.rewind,
         has_chunks=True,
+        strategy="block" if tree is None else None,
+        draft_temperature=None if STEPS[type(config)].is_conditional else 0.0,
     )
 
 

@@ -26,10 +26,13 @@ class Step(NamedTuple):
     Attributes:
       table: ``(config) -> {name: ParamSpec}``, the weights under ``params["head"]["step"]``.
       logits: see ``step_logits``.
+      is_conditional: the token before changes them. Independent drafts make incoherent blocks where
+        each is sampled, so by default they are the likeliest tokens.
     """
 
     table: Callable[[BlockConfig], dict[str, ParamSpec]]
     logits: Callable[..., jax.Array]
+    is_conditional: bool = True
 
 
 def normed(head: dict, x: jax.Array, config: BlockConfig) -> jax.Array:
@@ -124,7 +127,7 @@ def _swiglu(params, base, x, token, config, target):
 
 
 STEPS = {
-    DFlashConfig: Step(lambda config: {}, lambda params, base, *_: base),
+    DFlashConfig: Step(lambda config: {}, lambda params, base, *_: base, is_conditional=False),
     DSparkConfig: Step(_markov_table, _markov),
     TreeFlashConfig: Step(_swiglu_table, _swiglu),
 }

@@ -1,0 +1,118 @@
+"""What a block drafter computes, against independent arithmetic, and the law of its cache."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles import block_heads
+from support.block_drafts import HEADS, TARGET, exact, features_of, head_of, tensors_of
+from support.tiny_models import LLAMA
+
+from spec_jax.config import SamplerConfig
+from spec_jax.contracts import Context
+from spec_jax.drafters.block.model import block_drafter
+from spec_jax.errors import ConfigError
+from spec_jax.models import transformer
+from spec_jax.sampling import make_sampler
+
+TEXT = np.random.default_rng(5).integers(0, LLAMA.vocab_size, 14)
+N = np.arange(1, 7)  # one row a prompt's length
+MORE = 1 + N % 4  # and what each commits after it
+
+
+def parts(name, **changes):
+    config = dataclasses.replace(HEADS[name], **changes)
+    drafter = block_drafter(config, transformer.model(LLAMA, config.taps))
+    return config, drafter, {"head": head_of(config).params, "target": TARGET.params}
+
+
+def proposer(drafter, params, num_draft):
+    B = len(N)
+    tokens = jnp.asarray(np.tile(TEXT, (B, 1)), jnp.int32)
+    sampler = make_sampler(SamplerConfig(), B, LLAMA.vocab_size)
+
+    @jax.jit
+    def propose(state, length):
+        request = jnp.zeros(B, jnp.uint32)
+        context = Context(tokens, length, sampler, request, False, False, True)
+        return drafter.propose(params, state, context, num_draft)
+
+    return propose
+
+
+def prefilled(config, drafter, params, lengths):
+    tokens = jnp.asarray(np.tile(TEXT, (len(N), 1)), jnp.int32)
+    T = int(max(lengths))
+    state = drafter.init(params, len(N), 20)
+    features = features_of(config, tokens)[:, :T]
+    return drafter.prefill(params, state, tokens[:, :T], jnp.asarray(lengths), None, features)
+
+
+def committed(config, drafter, params, state, lengths, more):
+    at = lengths[:, None] + np.arange(4)
+    features = features_of(config, TEXT[None])[0][at]
+    return drafter.commit(
+        params, state, jnp.asarray(TEXT[at + 1]), jnp.asarray(more), features, None
+    )
+
+
+@pytest.mark.representatives("dflash", "dspark", "treeflash")
+@pytest.mark.parametrize("name", HEADS)
+def test_two_rounds_draft_what_independent_arithmetic_drafts(name):
+    """After prefill, and after a commit of any number of tokens; one row a prefix."""
+    config, drafter, params = parts(name)
+    K = config.max_draft
+    tensors, embed = exact(tensors_of(config)), exact(TARGET.params["embed"])
+    unembed, features = exact(TARGET.params["head"]), exact(features_of(config, TEXT[None])[0])
+    propose = proposer(drafter, params, K)
+
+    def check(proposal, lengths):
+        for b, n in enumerate(lengths):
+            drafts, logits, _ = block_heads.chain(
+                tensors, config, features[:n], TEXT[n], embed, unembed, K
+            )
+            assert proposal.tokens[b].tolist() == drafts
+            np.testing.assert_allclose(proposal.logits[b], logits, atol=2e-4)
+
+    state = prefilled(config, drafter, params, N)
+    proposal, state = propose(state, jnp.asarray(N))
+    check(proposal, N)
+    ids = np.r_[TEXT[N[-1]], np.full(config.block_size - 1, config.mask_token_id)]
+    here, late = (
+        block_heads.block_states(tensors, config, features[: N[-1]], ids, embed, shift)
+        for shift in (0, 1)
+    )
+    assert np.abs(here - late).max() > 1e-2  # one position further is another block
+    state = committed(config, drafter, params, state, N, MORE)
+    check(propose(state, jnp.asarray(N + MORE))[0], N + MORE)
+    fresh = prefilled(config, drafter, params, N + MORE)
+    for ours, theirs in zip(state.keys + state.values, fresh.keys + fresh.values):
+        shape = (len(N), -1, *ours.shape[-2:])
+        for b, n in enumerate(N + MORE):
+            np.testing.assert_allclose(
+                ours.reshape(shape)[b, :, :n], theirs.reshape(shape)[b, :, :n], atol=1e-5
+            )
+    np.testing.assert_array_equal(state.length, fresh.length)
+
+
+@pytest.mark.representatives("gated")
+@pytest.mark.parametrize("name", HEADS)
+def test_distributions_do_not_depend_on_k(name):
+    """Where a layer looks ahead the whole block is fed; a causal block may be shorter."""
+    config, drafter, params = parts(name)
+    state = prefilled(config, drafter, params, N)
+    short, whole = (
+        proposer(drafter, params, k)(state, jnp.asarray(N))[0].logits for k in (2, config.max_draft)
+    )
+    np.testing.assert_allclose(short, whole[:, :2], atol=1e-5)
+
+
+def test_more_drafts_than_a_block_predicts_are_refused():
+    config, drafter, params = parts("dspark")
+    state = prefilled(config, drafter, params, N)
+    with pytest.raises(ConfigError, match="5 drafts in a row are more than 4, which a block of 4"):
+        proposer(drafter, params, 5)(state, jnp.asarray(N))
