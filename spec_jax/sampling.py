@@ -16,7 +16,7 @@ import numpy as np
 from spec_jax.config import GREEDY_BELOW, SamplerConfig
 from spec_jax.errors import ConfigError
 from spec_jax.processors import Active, from_configs
-from spec_jax.sharding import by_row, gather_rows
+from spec_jax.sharding import EVERY_AXIS, by_row, gather_rows
 
 _FEW = 4  # entries that a TPU finds sooner one by one than by sorting
 _NARROW = 128  # logits that top-k and top-p try first; all are sorted only if these do not suffice
@@ -246,7 +246,7 @@ def process(
     """
     run = functools.partial(_process, is_argmax=is_argmax)
     if not is_argmax or sampler.processors:
-        run, logits = by_row(run), gather_rows(logits)
+        run, logits = by_row(run, EVERY_AXIS), gather_rows(logits)
     return run(logits, sampler, drafted, is_before)
 
 

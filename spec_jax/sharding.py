@@ -41,6 +41,11 @@ SHARDED: AxisRules = {
 }
 """Rows over "data", the width of every layer over "tensor"."""
 
+EVERY_AXIS = "rows"
+"""Logical axis of the rows of a batch where they are sampled: over all axes of the mesh, whatever
+the axis_rules. Where the mesh does not divide them they lie as "batch" does.
+"""
+
 REPLICATED: AxisRules = {"batch": "data"}
 """Rows over "data" and everything else whole: for drafts too small to be worth splitting."""
 
@@ -172,8 +177,13 @@ def spec(
     used: set[str] = set()
 
     def split(name, size):
-        over = axis_rules.get(name)
         size = size if counts is None else counts.get(name, size)
+        if name == EVERY_AXIS:
+            if not used and size % mesh.size == 0:
+                used.update(mesh.axis_names)
+                return tuple(mesh.axis_names)
+            name = "batch"
+        over = axis_rules.get(name)
         if over in used or over not in mesh.shape or size % mesh.shape[over]:
             return None
         used.add(over)
@@ -222,7 +232,8 @@ def gather_width(weight: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def gather_rows(x: jax.Array) -> jax.Array:
-    """Gathers the last dimension of an array dtype[B,...,W] as one of a matrix, of all its rows.
+    """Gathers the last dimension of an array dtype[B,...,W] as one of a matrix, each device for its
+    part of all rows.
 
     A TPU gathers it in a layout that has the rows last, and pads them to 128: of [B,T,W] it would
     pad the T, every one of B times.
@@ -230,7 +241,7 @@ def gather_rows(x: jax.Array) -> jax.Array:
     mesh = ambient()
     if mesh is None:
         return x
-    (rows,) = spec(("batch",), x.shape[:1], mesh)
+    (rows,) = spec((EVERY_AXIS,), x.shape[:1], mesh)
     matrix = jax.lax.with_sharding_constraint(x.reshape(-1, x.shape[-1]), PartitionSpec(rows, None))
     return matrix.reshape(x.shape)
 
@@ -376,7 +387,7 @@ def copies_of_rows(batch: int) -> int:
     return mesh.size // math.prod(mesh.shape[axis] for axis in split)
 
 
-def by_row(function: Callable[..., Any]) -> Callable[..., Any]:
+def by_row(function: Callable[..., Any], rows_axis: str = "batch") -> Callable[..., Any]:
     """Returns a function that runs on each device with the device's own rows, whole in all else.
 
     Without a mesh it is the function itself.
@@ -384,6 +395,8 @@ def by_row(function: Callable[..., Any]) -> Callable[..., Any]:
     Args:
       function: of arrays, or pytrees of them, each of rank 0 or with the batch as its first
         dimension, or 1 in its place. Every array that it returns has the batch first.
+      rows_axis: the logical axis of the rows. With ``EVERY_AXIS`` no two devices sample the same
+        row; what the layers read of the result is to be constrained to "batch" once.
 
     Raises:
       ShapeError: while tracing on a mesh, an array has something else as its first dimension, or
@@ -392,7 +405,15 @@ def by_row(function: Callable[..., Any]) -> Callable[..., Any]:
     if ambient() is None:
         return function
 
+    def hold(x, axes):
+        """Without it the partitioner would split what layers read like what is sampled, and gather
+        it in every layer."""
+        is_wide = x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating)
+        return x if is_wide else constrain(x, *axes)
+
     def run(*args):
+        if rows_axis == EVERY_AXIS:
+            args = jax.tree.map(hold, args, state_axes(args))
         rows = max(x.shape[0] for x in jax.tree.leaves(args) if x.ndim)
         out = jax.eval_shape(function, *args)
         given = [x.shape for x in jax.tree.leaves(args) if x.ndim and x.shape[0] not in (1, rows)]
@@ -402,7 +423,7 @@ def by_row(function: Callable[..., Any]) -> Callable[..., Any]:
                 f"by_row: of {rows} rows, arrays of shapes {given} are given and {returned} are "
                 "returned; expected the rows as the first dimension"
             )
-        axes = lambda x: PartitionSpec("batch" if x.ndim and x.shape[0] == rows else None)
+        axes = lambda x: PartitionSpec(rows_axis if x.ndim and x.shape[0] == rows else None)
         tree = lambda arrays: jax.tree.map(axes, arrays)
         return _on_shards(function, args, out, tree(args), tree(out))
 

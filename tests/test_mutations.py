@@ -182,6 +182,9 @@ MUTATIONS = mutants.read("""
     each device draws with the seeds of all rows
         sharding.by_row: x.ndim and x_ == rows -> x.ndim > 1 and x_ == rows
         test_a_mesh_changes_no_token
+    every device along tensor samples all rows
+        sampling.process: by_row(run, EVERY_AXIS) -> by_row(run)
+        test_a_round_sends_little_and_copies_no_cache[plain sampled]
     rows are not split
         sharding.SHARDED: "batch" -> "no axis"
         test_what_is_large_in_a_state_is_split_over_all_devices[scanned]

@@ -246,6 +246,9 @@ def generate(
 
     def one_round(carry):
         rounds, row_rounds, state = carry
+        # Without it the samplers' states would be split as the rows that are sampled are.
+        samplers = constrain_state((state.sampler, state.draft_sampler))
+        state = state.replace(sampler=samplers[0], draft_sampler=samplers[1])
         active, after = num_active(state), decode_round(params, state, system)
         owner = f"propose and commit of drafter {system.drafter.name!r}"
         check_state(owner, state.draft, after.draft)

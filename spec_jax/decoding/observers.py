@@ -16,7 +16,7 @@ from spec_jax.decoding.calls import blame, check_rows, check_state
 from spec_jax.decoding.state import DecodeState, Shared, System
 from spec_jax.errors import ConfigError
 from spec_jax.sampling import process
-from spec_jax.sharding import by_row, constrain_state
+from spec_jax.sharding import EVERY_AXIS, by_row, constrain, constrain_state
 
 
 def watch(
@@ -140,7 +140,8 @@ def _logprobs_of(scores: TargetScores, nodes: jax.Array, tokens: jax.Array) -> l
 
         return [of(logits.astype(jnp.float32)), of(processed)]
 
-    return by_row(run)(scores.logits, scores.processed, nodes, tokens)
+    values = by_row(run, EVERY_AXIS)(scores.logits, scores.processed, nodes, tokens)
+    return [constrain(x, "batch") for x in values]
 
 
 def _note(seen: Logprobs, columns: jax.Array, values: list[jax.Array]) -> Logprobs:
@@ -190,8 +191,8 @@ def expected_acceptance(rule: Rule) -> Observer:
             return jnp.where(jnp.arange(K) < reached, value, jnp.nan)
 
         scores = of.scores.replace(features=None)
-        value = by_row(run)(scores, of.proposal, of.verdict.n_accept)
-        return put(seen, of.columns[:, :K], value)
+        value = by_row(run, EVERY_AXIS)(scores, of.proposal, of.verdict.n_accept)
+        return put(seen, of.columns[:, :K], constrain(value, "batch"))
 
     init = lambda batch, slots: jnp.full((batch, slots), jnp.nan)
     return Observer("expected", init, update, needs_probs=True)

@@ -28,7 +28,7 @@ from spec_jax.decoding.state import DecodeState, Kind, System, append, apply_lim
 from spec_jax.decoding.validate import find_fault, validate_proposal, validate_verdict
 from spec_jax.errors import ConfigError
 from spec_jax.sampling import Sampler, Source, process
-from spec_jax.sharding import by_row
+from spec_jax.sharding import EVERY_AXIS, by_row, constrain
 
 
 def decode_round(params: dict[str, Any], state: DecodeState, system: System) -> DecodeState:
@@ -210,8 +210,11 @@ def accept(state: DecodeState, proposal: Proposal, scores: TargetScores, system:
 
     with jax.named_scope("accept"):
         # An argmax is found where the logits lie; all else takes whole rows.
-        run = decide if system.rule.is_greedy else by_row(decide)
-        return run(state.sampler, state.length, proposal, scores.replace(features=None))
+        run = decide if system.rule.is_greedy else by_row(decide, EVERY_AXIS)
+        verdict = run(state.sampler, state.length, proposal, scores.replace(features=None))
+        # All layers of the next pass read what follows from it, so it is gathered here, once.
+        small = {name: getattr(verdict, name) for name in ("n_accept", "tokens", "path", "fault")}
+        return verdict.replace(**jax.tree.map(lambda x: constrain(x, "batch"), small))
 
 
 def commit(

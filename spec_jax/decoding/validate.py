@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from spec_jax.contracts import Proposal, Rule, TargetScores, Verdict
 from spec_jax.decoding.state import Finish, System
 from spec_jax.errors import ConfigError
-from spec_jax.sharding import by_row
+from spec_jax.sharding import EVERY_AXIS, by_row, constrain
 
 # Of the sum of a distribution. Added one after the other, 2**18 small float32 numbers may lose
 # 2**18 * 2**-25 of their sum, and the loop must not stop a row for that.
@@ -67,8 +67,8 @@ def validate_proposal(
     fault = jnp.where(is_invalid, Finish.INVALID_DRAFT, Finish.RUNNING)
     if proposal.probs is not None and system.num_draft > 0:
         greedy = jnp.zeros(n_draft.shape, bool) if is_greedy is None else is_greedy
-        probs, is_wrong = by_row(_guard_probs)(proposal.replace(logits=None), greedy)
-        proposal = proposal.replace(probs=probs)
+        probs, is_wrong = by_row(_guard_probs, EVERY_AXIS)(proposal.replace(logits=None), greedy)
+        proposal, is_wrong = proposal.replace(probs=probs), constrain(is_wrong, "batch")
         if system.needs_probs:
             fault = jnp.where(is_wrong & ~is_invalid, Finish.INVALID_DRAFT_PROBS, fault)
     if rule.needs_logits:
@@ -172,7 +172,7 @@ def find_fault(rule: Rule, scores: TargetScores, proposal: Proposal, verdict: Ve
 
     Scores that are not finite come first: no draft and no verdict is to blame for them.
     """
-    is_finite = jnp.isfinite(scores.processed.max(axis=-1))
+    is_finite = constrain(jnp.isfinite(scores.processed.max(axis=-1)), "batch")
     is_wrong = verdict.fault != Finish.RUNNING
     # Which nodes a faulty verdict is made of is not known: any that is offered.
     is_scored = jnp.arange(is_finite.shape[1]) <= proposal.n_draft[:, None]

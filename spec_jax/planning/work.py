@@ -27,7 +27,7 @@ from spec_jax.models.families import init_cache
 from spec_jax.models.params import flat_table, head_counts, layer_tables, outer_table
 from spec_jax.models.specs import ParamSpec
 from spec_jax.planning.chips import Chip
-from spec_jax.sharding import REPLICATED, SHARDED, AxisRules, spec, state_axes
+from spec_jax.sharding import EVERY_AXIS, REPLICATED, SHARDED, AxisRules, named, state_axes
 
 _LOGIT_BYTES = 4  # float32, whatever the weights are
 
@@ -42,7 +42,7 @@ class Setting:
         that read just those, S for this library's, which read the whole cache.
       mesh: sizes of the mesh, such as "data:2,tensor:4".
       dtype: of weights and caches.
-      is_sampled: rows are not greedy, so that every device needs whole rows of logits.
+      is_sampled: rows are not greedy, so that devices exchange logits for whole rows of them.
       is_draft_replicated: the draft lies whole on every device; only its rows are split.
     """
 
@@ -75,6 +75,11 @@ class Setting:
     def rows(self) -> int:
         """Rows on one device: all of them if the mesh does not divide them."""
         return _local(("batch",), (self.batch,), self.abstract_mesh, SHARDED, {})
+
+    @functools.cached_property
+    def sampled_rows(self) -> int:
+        """Rows that one device samples."""
+        return _local((EVERY_AXIS,), (self.batch,), self.abstract_mesh, SHARDED, {})
 
     @property
     def itemsize(self) -> int:
@@ -207,18 +212,17 @@ class Stack:
         read += item * scorer.head * (scored > 0) + _LOGIT_BYTES * logits
         written = fed * self.slot_bytes + rows * self.fixed_bytes + _LOGIT_BYTES * logits
         sent = 2 * (size - 1) / size * item * fed * self.reduced  # all-reduces around a ring
-        is_gathered = setting.is_sampled and scored > 0 and scorer.is_vocab_split
-        if is_gathered:
-            sent += (size - 1) * _LOGIT_BYTES * logits
-            read += size * _LOGIT_BYTES * logits
-            written += size * _LOGIT_BYTES * logits
-        return Work(flops, read + written, sent, self.num_reduced + is_gathered)
+        is_exchanged = setting.is_sampled and scored > 0 and scorer.is_vocab_split
+        if is_exchanged:
+            whole = _LOGIT_BYTES * logits * size * setting.sampled_rows / rows
+            sent += (size - 1) / size * whole
+            read, written = read + whole, written + whole
+        return Work(flops, read + written, sent, self.num_reduced + is_exchanged)
 
 
 def _local(axes, shape, mesh, axis_rules: AxisRules, counts: Mapping[str, int]) -> int:
     """Elements of one device's part of an array."""
-    split = [axis for axis in spec(axes, shape, mesh, axis_rules, counts) if axis is not None]
-    return math.prod(shape) // math.prod(mesh.shape[axis] for axis in split)
+    return math.prod(named(axes, shape, mesh, axis_rules, counts).shard_shape(shape))
 
 
 def _cache_bytes(

@@ -26,6 +26,7 @@ CASES = [
         for d in ("suffix", "ngram", "host", "sampled-host", "adaptive", "confidence")
         for r in ("residual", "block")
     ),
+    ("chain-on-mesh", "residual"),  # each of the eight devices samples an eighth of the rows
     *((d, r) for d in ("tree", "dynamic-tree") for r in ("residual", "traversal")),
 ]
 FEW, MANY = 4096, 65_536

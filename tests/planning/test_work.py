@@ -99,16 +99,23 @@ def test_pass_is_the_sum_written_by_hand():
     assert (work.link_bytes, work.collectives) == (0, 0)
 
 
-def test_shards_are_summed_after_every_layer_and_logits_gathered_where_they_are_sampled():
+def test_shards_are_summed_after_every_layer_and_logits_exchanged_where_they_are_sampled():
     setting = Setting(batch=4, context=16, mesh=MESH)
     one, rows, T, D, V = Stack.of(SMALL, setting), 2, 3, 32, 64
     greedy = one.run(setting, T, T)
     # Attention and feed-forward part of both layers, and the embedding whose rows are split.
     assert greedy.collectives == 2 * 2 + 1
     assert greedy.link_bytes == 5 * (2 * 1 / 2) * rows * T * D * 2
-    sampled = one.run(Setting(batch=4, context=16, mesh=MESH, is_sampled=True), T, T)
-    assert sampled.collectives == greedy.collectives + 1
-    assert sampled.link_bytes - greedy.link_bytes == 4 * rows * T * V / 2
+    # Four rows: each device samples one, and sends the other's half. Six: it samples all of its
+    # group's three, and so reads and writes them whole.
+    for batch, logits in ((4, rows * T * V / 2), (6, 3 * T * V)):
+        greedy, sampled = (
+            one.run(Setting(batch=batch, context=16, mesh=MESH, is_sampled=is_sampled), T, T)
+            for is_sampled in (False, True)
+        )
+        assert sampled.collectives == greedy.collectives + 1
+        assert sampled.link_bytes - greedy.link_bytes == 4 * logits / 2
+        assert sampled.hbm_bytes - greedy.hbm_bytes == 2 * 4 * logits
     assert one.run(setting, T).hbm_bytes < greedy.hbm_bytes  # nothing is scored
 
 

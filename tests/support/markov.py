@@ -59,8 +59,9 @@ def _config(method, rule, **options):
     return SpeculativeConfig(method, rejection_sampling_strategy=rule, **options)
 
 
-def _of_method(method, draft=None, **options):
-    return lambda rule: SpeculativeDecoder(TARGET, draft, _config(method, rule, **options))
+def _of_method(method, draft=None, mesh=None, **options):
+    config = lambda rule: _config(method, rule, **options)
+    return lambda rule: SpeculativeDecoder(TARGET, draft, config(rule), mesh=mesh)
 
 
 def _of_host(function, **options):
@@ -84,6 +85,7 @@ DECODERS: dict[str, Callable[[str], SpeculativeDecoder]] = {
     "adaptive": _adaptive,
     "confidence": _of_method("standalone", DRAFT, confidence_threshold=0.5),
     "chain": _of_method("standalone", DRAFT),
+    "chain-on-mesh": _of_method("standalone", DRAFT, "data:2,tensor:4"),
     "tree": _of_method("standalone", DRAFT, tree=(2, 1)),
     "dynamic-tree": _of_method("standalone", DRAFT, tree_depth=2, tree_top_k=2),
 }

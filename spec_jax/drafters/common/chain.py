@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from spec_jax import rng
 from spec_jax.contracts import Context, Drafter, Proposal
 from spec_jax.sampling import Sampler, argmax, process, sample
-from spec_jax.sharding import by_row
+from spec_jax.sharding import EVERY_AXIS, by_row, constrain
 
 
 def draw(logits: jax.Array, context: Context, node) -> tuple[jax.Array, jax.Array]:
@@ -32,11 +32,10 @@ def draw(logits: jax.Array, context: Context, node) -> tuple[jax.Array, jax.Arra
       i32[B] tokens and f32[B,V], the unnormalised log-probabilities they were drawn from.
     """
 
-    is_cold = context.sampler.temperature is None and context.gumbel is None
+    is_argmax = _is_cold(context) and not context.has_probs
 
     def run(context, logits, node):
         sampler, start = context.sampler, context.length
-        is_argmax = is_cold and not context.has_probs
         rows = logits[:, None]
         processed = process(rows, sampler, is_argmax=is_argmax)[:, 0]
         if context.gumbel is not None:
@@ -49,11 +48,22 @@ def draw(logits: jax.Array, context: Context, node) -> tuple[jax.Array, jax.Arra
             keys = rng.keys(sampler.seed, rng.Stream.DRAFT, start, node, sampler.learned)
         return sample(processed, rng.gumbel(keys, logits.shape[-1])), processed
 
-    return draw_by_row(run, context, logits, jnp.int32(node))
+    if is_argmax:  # it is found where the logits lie
+        token, dist = run(context, logits, node)
+    else:
+        token, dist = draw_by_row(run, context, logits, jnp.int32(node))
+    return constrain(token, "batch"), dist
+
+
+def _is_cold(context: Context) -> bool:
+    """Whether all rows take the argmax."""
+    return context.sampler.temperature is None and context.gumbel is None
 
 
 def draw_by_row(function: Callable[..., Any], context: Context, *args: Any) -> Any:
     """Calls ``function(context, *args)``, on a mesh for the rows of each device.
+
+    Rows that are sampled are split over all devices.
 
     Args:
       function: draws from whole rows; it reads all of the context but its tokens.
@@ -65,7 +75,8 @@ def draw_by_row(function: Callable[..., Any], context: Context, *args: Any) -> A
     def run(fields, *args):
         return function(context._replace(**fields), *args)
 
-    return by_row(run)({name: getattr(context, name) for name in names}, *args)
+    rows_axis = "batch" if _is_cold(context) else EVERY_AXIS
+    return by_row(run, rows_axis)({name: getattr(context, name) for name in names}, *args)
 
 
 @flax.struct.dataclass
@@ -125,7 +136,8 @@ class Drafted:
         is_going = self.is_going
         if confidence is not None and context.stop_below > 0:
             is_going &= confidence >= context.stop_below
-        is_sound = self.is_sound & (jnp.isfinite(dist.max(axis=-1)) | ~is_going)
+        is_finite = constrain(jnp.isfinite(dist.max(axis=-1)), "batch")
+        is_sound = self.is_sound & (is_finite | ~is_going)
         n_draft = self.n_draft + is_going
         if confidence is None and context.stop_below > 0:
             probs = jax.nn.softmax(logits, axis=-1)  # before temperature, which may leave one token

@@ -14,7 +14,7 @@ from spec_jax.contracts import Context, Proposal
 from spec_jax.drafters.common.chain import draw_by_row
 from spec_jax.errors import ConfigError
 from spec_jax.sampling import process, top_k
-from spec_jax.sharding import by_row
+from spec_jax.sharding import by_row, constrain
 from spec_jax.tree import AnyTree, DynamicTree, Tree
 
 # ``(carry, tokens i32[B,W], parent i32[B|1,W], seen bool[B|1,W,X]) -> (logits f32[B,W,V],
@@ -101,6 +101,7 @@ def _draft_static(grown: _Grown, context: Context, tree: Tree):
     for depth in range(1, tree.depth + 1):
         children = [tree.children(int(node)) for node in level]
         drawn, dist, best = _draw_children(grown, level, depth, max(map(len, children)))
+        drawn, best = constrain(drawn, "batch"), constrain(best, "batch")
         is_sound &= jnp.isfinite(best).all(axis=1)
         if probs is not None:
             probs = probs.at[:, np.asarray(level)].set(jax.nn.softmax(dist, axis=-1))
@@ -177,7 +178,8 @@ def _draft_dynamic(grown: _Grown, context: Context, tree: DynamicTree):
     frontier = jnp.full((B, 1), -1)  # positions of the expanded nodes among them
     num_seen, is_sound = 0, jnp.ones((B,), bool)
     for depth in range(1, tree.depth + 1):
-        token, value, score, best, is_finite = grown.draw(grow, score)
+        drawn = grown.draw(grow, score)
+        token, value, score, best, is_finite = (constrain(x, "batch") for x in drawn)
         is_sound &= is_finite
         parent, fed_at = jnp.repeat(frontier, k, axis=1), jnp.zeros_like(token)
         if depth < tree.depth:

@@ -302,7 +302,10 @@ def unembed(params: dict, x: jax.Array, config: EagleConfig, target: Model) -> j
         rows = logits.reshape(-1, logits.shape[-1])
         empty = jnp.full((len(rows), config.target_vocab_size), -jnp.inf)
         rows = empty.at[:, ids].set(rows, indices_are_sorted=True, unique_indices=True)
-        return keep_layout(rows).reshape(*logits.shape[:-1], -1)
+        # Else it would slice the rows that a device samples as the scatter lays them, padded too.
+        hold = jax.lax.optimization_barrier
+        rows = jax.lax.platform_dependent(keep_layout(rows), tpu=hold, default=lambda x: x)
+        return rows.reshape(*logits.shape[:-1], -1)
 
     return by_shard(spread, (P("batch"), P()), P("batch"))(logits, ids)
 
