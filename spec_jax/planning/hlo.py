@@ -13,7 +13,8 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from spec_jax.errors import ConfigError
 
@@ -128,6 +129,15 @@ class Instruction:
         names = ("true_computation", "false_computation")
         return tuple(self.called[n] for n in names if n in self.called)
 
+    @functools.cached_property
+    def aliased(self) -> dict[int, int]:
+        """Of a custom call: which of its results, by number, take the place of which operand."""
+        if self.opcode != "custom-call":
+            return {}
+        match = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", self.attributes)
+        pairs = re.findall(r"\{(\d*)\}: \((\d+)", match.group(1)) if match else []
+        return {int(result or 0): int(operand) for result, operand in pairs}
+
     @property
     def op_name(self) -> str:
         """Where it stands in the traced program, with the named scopes."""
@@ -215,13 +225,13 @@ class Program:
     Attributes:
       computations: by name.
       entry: the name of the one that is called.
-      aliased: which of its results, by number, take the place of an argument.
+      aliased: which of its results, by number, take the place of which argument.
       unknown_trips: how often a loop runs whose trip count the text does not say.
     """
 
     computations: dict[str, Computation]
     entry: str
-    aliased: frozenset[int] = frozenset()
+    aliased: Mapping[int, int] = dataclasses.field(default_factory=dict)
     unknown_trips: int = 1
 
     @property
@@ -313,6 +323,54 @@ class Program:
                 return int(re.search(r"index=(\d+)", element.attributes).group(1)), limit
         return None
 
+    def same_memory(self) -> dict[tuple[str, str, int], Any]:
+        """Returns for each value, (computation, instruction, number of its result), its memory.
+
+        Values are in the same memory if one of them is the other one, written in place or not: a
+        loop's carry and what its body returns, a call's operand and the parameter that it is, what
+        an update or an aliased custom call writes into. A copy has a memory of its own.
+        """
+        parents: dict[tuple[str, str, int], tuple[str, str, int]] = {}
+
+        def find(value):
+            while (above := parents.setdefault(value, value)) != value:
+                parents[value] = value = parents[above]
+            return value
+
+        def join(one, other):
+            """Joins the results of two instructions, each (computation, instruction, first)."""
+            (c, i, first), (d, j, second) = one, other
+            for n in range(min(len(i.arrays) - first, len(j.arrays) - second)):
+                parents[find((c.name, i.name, first + n))] = find((d.name, j.name, second + n))
+
+        for computation in self.computations.values():
+            for i in computation.instructions.values():
+                operands = [computation.instructions[name] for name in i.operands]
+                here, given = (computation, i, 0), [(computation, x, 0) for x in operands]
+                if i.opcode == "tuple":
+                    first = 0
+                    for operand in operands:
+                        join((computation, i, first), (computation, operand, 0))
+                        first += len(operand.arrays)
+                elif i.opcode == "get-tuple-element" and len(i.arrays) == 1:
+                    index = int(re.search(r"index=(\d+)", i.attributes).group(1))
+                    join(here, (computation, operands[0], index))
+                elif i.opcode in ("bitcast", "opt-barrier", "while"):
+                    join(here, given[0])
+                elif i.kind in ("dynamic-update-slice", "scatter") and len(i.arrays) == 1:
+                    join(here, given[0])
+                for result, operand in i.aliased.items():
+                    join((computation, i, result), given[operand])
+                is_choice = i.opcode == "conditional"
+                if is_choice or i.opcode in ("while", "call", "fusion"):
+                    for n, name in enumerate(i.branches if is_choice else i.called.values()):
+                        body, own = self.computations[name], given[n + 1 :] if is_choice else given
+                        for number, parameter in body.parameters.items():
+                            join((body, body.instructions[parameter], 0), own[number])
+                        if name != i.called.get("condition"):
+                            join(here, (body, body.root, 0))
+        return {value: find(value) for value in [*parents]}
+
     def _outer_loop(self) -> Instruction | None:
         entry = self.computations[self.entry]
         loops = [
@@ -391,8 +449,9 @@ def read(text: str, unknown_trips: int = 1) -> Program:
         raise ConfigError(f"no entry in the text of a compiled program: {text[:80]!r}")
     head = text[: text.find("\n")]
     aliases = re.search(r"input_output_alias=\{(.*?)\}, [a-z_]+=", head)
-    aliased = re.findall(r"\{(\d*)\}: \(", aliases.group(1)) if aliases else []
-    return Program(computations, entry, frozenset(int(i or 0) for i in aliased), unknown_trips)
+    pairs = re.findall(r"\{(\d*)\}: \((\d+)", aliases.group(1)) if aliases else []
+    aliased = {int(result or 0): int(argument) for result, argument in pairs}
+    return Program(computations, entry, aliased, unknown_trips)
 
 
 def _instruction(begin: re.Match, rest: str) -> Instruction:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import Mesh
 from spec_jax import decoding
 from spec_jax.config import SamplerConfig, SpeculativeConfig, TreeConfig
 from spec_jax.decoding.loop import prefill_target
+from spec_jax.decoding.state import DecodeState
 from spec_jax.drafters import registry
 from spec_jax.drafters.loaded import LoadedHead
 from spec_jax.engine.decoder import SpeculativeDecoder
@@ -165,14 +167,15 @@ class Traced:
       params: shapes and shardings of the weights that it reads, each array once.
       state: likewise of what it is given, and returns.
       cache: the arrays of the state that hold keys, values or other states of models.
-      copied: shapes that a copy of a cache would have: whole, of one device, of one layer.
+      copied: which results are such arrays, by number, and how many elements one layer of each has
+        on a device.
     """
 
     lowered: Any
     params: Any
     state: Any
     cache: list[jax.ShapeDtypeStruct]
-    copied: frozenset[tuple[int, ...]]
+    copied: dict[int, int]
 
 
 def trace_prefill(job: PrefillJob, mesh: Mesh) -> Traced:
@@ -192,7 +195,7 @@ def trace_prefill(job: PrefillJob, mesh: Mesh) -> Traced:
     with jax.set_mesh(mesh):
         left = jax.eval_shape(functools.partial(prefill_target, **options), *args)
         lowered = prefill_target.lower(*args, **options)
-    cache, copied = _caches(_placed(left[0], mesh), state_axes(left[0]))
+    cache, copied = find_caches(_placed(left[0], mesh))
     return Traced(lowered, params, left, cache, copied)
 
 
@@ -214,14 +217,14 @@ def trace_decode(job: Job, mesh: Mesh) -> Traced:
         state = jax.eval_shape(
             prefill, params, row(_PROMPT), row(), row(), row(X), sampler, sampler
         )
-        axes, state = state_axes(state), _placed(state, mesh)
+        state = _placed(state, mesh)
         one = jax.ShapeDtypeStruct((), jnp.int32)
         stop = row().update(sharding=named(("batch",), (B,), mesh))
         lowered = decoding.generate.lower(params, state, stop, one, one, system=engine.system)
     weights = {"target": params["target"], "draft": params["draft"]}
     if isinstance(params["draft"], dict) and "head" in params["draft"]:
         weights["draft"] = params["draft"]["head"]  # beside it stands the target, which it shares
-    cache, copied = _caches((state.target, state.draft), (axes.target, axes.draft))
+    cache, copied = find_caches(state)
     return Traced(lowered, weights, state, cache, copied)
 
 
@@ -231,27 +234,23 @@ def _placed(state: Any, mesh: Mesh) -> Any:
     return jax.tree.map(split, state, state_axes(state))
 
 
-def _caches(state: Any, axes: Any) -> tuple[list[jax.ShapeDtypeStruct], frozenset]:
-    """The arrays that hold keys, values or states, and the shapes that copies would have."""
-    cache, copied = [], set()
-    for x, names in zip(jax.tree.leaves(state), jax.tree.leaves(axes)):
-        if x.ndim >= 3 and jnp.issubdtype(x.dtype, jnp.floating):
+def find_caches(state: Any) -> tuple[list[jax.ShapeDtypeStruct], dict[int, int]]:
+    """Returns the arrays of a state that hold keys, values or states, see ``Traced``.
+
+    Args:
+      state: of decoding, or a cache; shapes with their shardings.
+    """
+    cache, copied = [], {}
+    paths, _ = jax.tree_util.tree_flatten_with_path(state)
+    axes = jax.tree.leaves(state_axes(state))
+    for number, ((path, x), names) in enumerate(zip(paths, axes)):
+        is_model = not isinstance(state, DecodeState) or path[0].name in ("target", "draft")
+        if is_model and x.ndim >= 3 and jnp.issubdtype(x.dtype, jnp.floating):
             cache.append(x)
-            copied |= _copied(x, names)
-    return cache, frozenset(copied)
+            layer = x.sharding.shard_shape(x.shape)["layers" in names :]
+            copied[number] = math.prod(layer)
+    return cache, copied
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
-
-
-def _copied(x: jax.ShapeDtypeStruct, axes) -> set[tuple[int, ...]]:
-    """The shapes of an array, of a device's part of it, and of one layer of either."""
-    found = {tuple(x.shape), tuple(x.sharding.shard_shape(x.shape))}
-    if "layers" in axes:
-        found |= {shape[1:] for shape in found}
-    if "kv_heads" in axes:
-        at = tuple(axes).index("kv_heads") - len(axes)  # rows and heads may be one dimension
-        merge = lambda s: (*s[: at - 1], s[at - 1] * s[at], *s[at + 1 :])
-        found |= {merge(shape) for shape in found}
-    return found

@@ -3,8 +3,9 @@
 HBM bytes are estimated from the instructions that run, each as often as it does, since the
 compiler's own analysis counts a loop's body once. An instruction reads its operands and writes its
 results; inside of a fusion nothing else is read or written. Slices count by their size, also where
-a fusion takes them of an operand, and an update in place by what it writes. Arrays in on-chip
-memory and scalars are free. Of a conditional the dearest branch counts.
+a fusion takes them of an operand, and an update in place by what it writes. A custom call that
+writes into an operand neither reads nor writes all of it: as much counts as its other operands
+hold. Arrays in on-chip memory and scalars are free. Of a conditional the dearest branch counts.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from spec_jax.planning.hlo import Array, Computation, Instruction, Program, Step
 
@@ -77,7 +79,7 @@ class Move:
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """An instruction that makes another array of a cache's shape.
+    """An instruction that makes another array of a cache, or of a layer of it.
 
     Attributes:
       name: of the instruction.
@@ -197,52 +199,61 @@ def count(program: Program, steps: Sequence[Step]) -> Traffic:
     return Traffic(tuple(collectives), tuple(moves))
 
 
-def cache_copies(
-    program: Program, steps: Sequence[Step], shapes: Iterable[Sequence[int]]
-) -> list[Copy]:
-    """Returns the instructions that copy, transpose or gather an array of a cache's shape.
+def cache_copies(program: Program, steps: Sequence[Step], caches: Mapping[int, int]) -> list[Copy]:
+    """Returns the instructions that copy, transpose, gather or slice a cache.
 
-    A slice of one layer counts if it is written to HBM: on the way to on-chip memory it is merely
-    read.
+    A cache is found by where it comes from and where it goes: it is a result, or an argument that a
+    result takes the place of, or on the way from one to the other. A slice counts if it is written
+    to HBM: on the way to on-chip memory it is merely read.
 
     Args:
       program: that the steps are of.
       steps: the instructions that run.
-      shapes: of the caches, in any order of dimensions: whole, of one device, of one layer.
+      caches: of each result of the program that is a cache, by its number, the elements of the
+        least part whose copy counts, such as one layer of a device.
     """
-    wanted = {_shape_key(shape) for shape in shapes}
+    memory, entry = program.same_memory(), program.computations[program.entry]
+    least: dict[Any, int] = {}
+    for result, elements in caches.items():
+        values = [(entry.name, entry.root.name, result)]
+        if result in program.aliased:
+            values.append((entry.name, entry.parameters[program.aliased[result]], 0))
+        for value in values:
+            home = memory.get(value, value)
+            least[home] = min(elements, least.get(home, elements))
     kinds = ("copy", "transpose", "all-gather", "dynamic-slice", "slice")
     copies = []
     for step in steps:
-        i, kind, source = step.instruction, step.instruction.kind, None
+        i, kind, at = step.instruction, step.instruction.kind, step.computation
         if step.is_fused or i.opcode.endswith("-done"):
             continue
+        made = i
         if kind == "fusion":
-            root = program.computations[i.called["calls"]].root
-            while root.opcode == "bitcast" and root.operands:
-                root = program.computations[i.called["calls"]].instructions[root.operands[0]]
-            kind = root.opcode
-        operands = _operands(step)
+            at = program.computations[i.called["calls"]]
+            made = at.root
+            while made.opcode == "bitcast" and made.operands:
+                made = at.instructions[made.operands[0]]
+            kind = made.opcode
         if kind not in kinds:
             continue
-        for array in _results(i, operands):
-            if _shape_key(array.dims) not in wanted:
+        source = at.instructions[made.operands[0]]
+        while i is not made and source.opcode in _MOVED:  # fused: the same array
+            source = at.instructions[source.operands[0]]
+        ends = ((at.name, source.name, 0), (step.computation.name, i.name, 0))
+        elements = min((least[memory[x]] for x in ends if memory.get(x) in least), default=None)
+        for array in _results(i, _operands(step)):
+            if elements is None or math.prod(array.dims) < elements:
                 continue
             if "slice" in kind and array.space:
                 continue
-            source = operands[0] if operands else None
+            given = next(iter(_operands(step)))
             is_prefetch = (
                 kind == "copy"
-                and source is not None
-                and source.space != array.space
-                and (source.dims, source.layout) == (array.dims, array.layout)
+                and given.space != array.space
+                and (given.dims, given.layout) == (array.dims, array.layout)
             )
             copies.append(Copy(i.name, kind, array, step.times, is_prefetch, i.op_name))
     return copies
-
-
-def _shape_key(dims: Sequence[int]) -> tuple[int, ...]:
-    return tuple(sorted(n for n in dims if n != 1))
 
 
 def _operands(step: Step) -> tuple[Array, ...]:
@@ -280,6 +291,10 @@ def _moved(program: Program, step: Step) -> tuple[int, int]:
         else:
             part = _part_used(program, fused, fused.parameters[index])
         read += _scaled(array, part)
+    if i.aliased:
+        new = [o for n, o in enumerate(operands) if n not in i.aliased.values()]
+        given = _size(a for o in new for a in o.arrays)
+        return read, given + _size(a for n, a in enumerate(i.arrays) if n not in i.aliased)
     if fused is None:
         parts = [_part_written(i, [o.arrays for o in operands])]
     else:
@@ -315,7 +330,7 @@ def _part_read(i: Instruction, index: int) -> int | None:
             return _elements(i)
         if i.kind in ("dynamic-update-slice", "scatter"):
             return 0
-    return None
+    return 0 if index in i.aliased.values() else None
 
 
 def _part_written(i: Instruction, operands: list[tuple[Array, ...]]) -> int | None:

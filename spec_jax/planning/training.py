@@ -108,4 +108,4 @@ def trace_train(job: TrainJob, mesh: Mesh) -> Traced:
     shardings = where.state_shardings(jax.tree.map(lambda x: x.sharding, trained), make)
     state = place(jax.eval_shape(make), shardings)
     lowered = where.jit_step(step, shardings).lower(state, batch, frozen)
-    return Traced(lowered, {"trained": state.params, "frozen": frozen}, state, [], frozenset())
+    return Traced(lowered, {"trained": state.params, "frozen": frozen}, state, [], {})

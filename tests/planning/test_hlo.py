@@ -4,6 +4,7 @@ are compiled for eight CPU devices with known collectives."""
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -162,12 +163,52 @@ def test_tiles_pad_the_fastest_dimensions(tpu):
 
 
 def test_copies_of_a_cache_are_found_at_entry_and_not_where_it_is_written_in_place(tpu):
-    find = functools.partial(traffic.cache_copies, tpu, shapes=[CACHE])
+    find = functools.partial(traffic.cache_copies, tpu, caches={0: math.prod(CACHE[1:])})
     (copy,) = find(tpu.call())
     assert (copy.name, copy.kind, copy.times, copy.is_prefetch) == ("relaid", "copy", 1, False)
     assert find(tpu.round()) == []
-    (move,) = traffic.cache_copies(tpu, tpu.round(), [(4, 256)])
-    assert move.is_prefetch
+
+
+# A call that writes rows of a donated cache, which then comes out of a fusion that copies it; and a
+# weight of the same shape that is copied, too.
+ALIASED = """\
+HloModule jit_write, is_scheduled=true, input_output_alias={ {0}: (1, {}, may-alias), {1}: (2, {}, may-alias) }, entry_computation_layout={()->()}
+
+%turn (p: bf16[2,4,32,128]) -> bf16[2,4,32,128] {
+  %p = bf16[2,4,32,128]{3,2,1,0:T(8,128)(2,1)} parameter(0)
+  %same = bf16[2,4,32,128]{3,2,1,0:T(8,128)(2,1)} bitcast(%p)
+  ROOT %turned = bf16[2,4,32,128]{3,1,2,0:T(8,128)(2,1)} copy(%same)
+}
+
+ENTRY %main (w: bf16[2,4,32,128], k: bf16[2,4,32,128], v: bf16[2,4,32,128], n: bf16[4,8,128]) -> (bf16[2,4,32,128], bf16[2,4,32,128], bf16[2,4,32,128]) {
+  %w = bf16[2,4,32,128]{3,2,1,0:T(8,128)(2,1)} parameter(0)
+  %k = bf16[2,4,32,128]{3,2,1,0:T(8,128)(2,1)} parameter(1)
+  %v = bf16[2,4,32,128]{3,2,1,0:T(8,128)(2,1)} parameter(2)
+  %n = bf16[4,8,128]{2,1,0:T(8,128)(2,1)} parameter(3)
+  %small = bf16[4,8,128]{2,1,0:T(8,128)(2,1)S(1)} copy(%n)
+  %relaid = bf16[2,4,32,128]{3,1,2,0:T(8,128)(2,1)} copy(%w)
+  %written = (bf16[2,4,32,128]{3,2,1,0:T(8,128)(2,1)}, bf16[2,4,32,128]{3,2,1,0:T(8,128)(2,1)}) custom-call(%n, %small, %k, %v), custom_call_target="tpu_custom_call", output_to_operand_aliasing={{0}: (2, {}), {1}: (3, {})}
+  %k.1 = bf16[2,4,32,128]{3,2,1,0:T(8,128)(2,1)} get-tuple-element(%written), index=0
+  %v.1 = bf16[2,4,32,128]{3,2,1,0:T(8,128)(2,1)} get-tuple-element(%written), index=1
+  %turned.1 = bf16[2,4,32,128]{3,1,2,0:T(8,128)(2,1)} fusion(%v.1), kind=kLoop, calls=%turn
+  ROOT %all = (bf16[2,4,32,128]{3,2,1,0:T(8,128)(2,1)}, bf16[2,4,32,128]{3,2,1,0:T(8,128)(2,1)}, bf16[2,4,32,128]{3,1,2,0:T(8,128)(2,1)}) tuple(%k.1, %turned.1, %relaid)
+}
+"""  # noqa: E501
+
+
+def test_a_call_that_writes_into_an_operand_moves_what_it_is_given_beside_it():
+    program = hlo.read(ALIASED)
+    moves = {m.step.instruction.name: m for m in traffic.of_call(program).moves}
+    rows = 4 * 8 * 128 * 2
+    assert (moves["written"].read, moves["written"].written) == (rows, 2 * rows)
+
+
+def test_a_copy_of_a_weight_is_none_of_a_cache_of_its_shape():
+    program, layer = hlo.read(ALIASED), 4 * 32 * 128
+    found = lambda caches: [c.name for c in traffic.cache_copies(program, program.call(), caches)]
+    assert found({0: layer, 1: layer}) == ["turned.1"]
+    assert found({0: layer}) == [] and found({1: 3 * layer}) == []
+    assert found({2: layer}) == ["relaid"]
 
 
 def test_text_that_is_no_program_is_refused():

@@ -86,7 +86,7 @@ def test_a_program_that_the_compiler_refuses_is_reported_with_what_it_lacks():
         def refuse():
             raise jax.errors.JaxRuntimeError(message)
 
-        return plan.Traced(types.SimpleNamespace(compile=refuse), {}, {}, [], frozenset())
+        return plan.Traced(types.SimpleNamespace(compile=refuse), {}, {}, [], {})
 
     # Both wordings of TPU compilers.
     for message in (

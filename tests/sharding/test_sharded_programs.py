@@ -11,6 +11,7 @@ from support.sharded import LLAMA, Case, make_decoder
 
 from spec_jax import decoding
 from spec_jax.planning import hlo, traffic
+from spec_jax.planning.programs import find_caches
 from spec_jax.sampling import make_sampler
 from spec_jax.sharding import named, state_axes
 
@@ -20,7 +21,7 @@ USUAL |= dict(sampling="bare", layers="separate", draft="sharded", rows="even", 
 
 
 def round_of(**changes):
-    """What one round moves, its program, and the shapes that a cache has in it."""
+    """What one round moves, its program, and where the caches are among its results."""
     decoder = make_decoder(Case(**{**USUAL, **changes}), is_sharded=True)
     system, params, over = decoder.system(), decoder.params(), decoder.mesh
     sampler = make_sampler(decoder.target_sampler, B, system.target.vocab_size)
@@ -42,10 +43,7 @@ def round_of(**changes):
         args = (params, state, row, jnp.int32(9), jnp.int32(1))
         compiled = decoding.generate.lower(*args, system=system).compile()
     program = hlo.read(compiled.as_text())
-    whole = jax.tree.leaves(state.target.keys)[0]
-    part = whole.sharding.shard_shape(whole.shape)
-    shapes = [whole.shape, part, whole.shape[-4:], part[-4:]]
-    return traffic.of_round(program), program, shapes
+    return traffic.of_round(program), program, find_caches(state)[1]
 
 
 K, COPY = 3, 2  # drafts a round; layers of the draft, which is a copy of the target
@@ -66,11 +64,11 @@ SAMPLED = DRAFTED + K + 4  # a draft: logits, token, soundness; then drafts' fau
     ids=["plain", "plain sampled", "standalone", "standalone sampled"],
 )
 def test_a_round_sends_little_and_copies_no_cache(bound, changes):
-    moved, program, shapes = round_of(**changes)
+    moved, program, caches = round_of(**changes)
     assert 2 * L < moved.count() <= bound
     assert not moved.in_branches
     kinds = {"all-reduce", "all-gather", *["all-to-all"] * ("sampling" in changes)}
     assert {c.kind for c in moved.collectives} <= kinds
     # Logits are never gathered: each device samples its share of the rows, or finds an argmax.
     assert moved.largest_gather < 4 * LLAMA.vocab_size * B // mesh(USUAL["mesh"]).shape["data"]
-    assert traffic.cache_copies(program, program.round(), shapes) == []
+    assert traffic.cache_copies(program, program.round(), caches) == []
