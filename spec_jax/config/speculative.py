@@ -181,6 +181,15 @@ class SpeculativeConfig:
     def is_suffix(self) -> bool:
         return self.speculative_method == "suffix"
 
+    def is_dflash(self) -> bool:
+        return self.speculative_method == "dflash"
+
+    def is_dspark(self) -> bool:
+        return self.speculative_method == "dspark"
+
+    def is_treeflash(self) -> bool:
+        return self.speculative_method == "treeflash"
+
     @property
     def copies_tokens(self) -> bool:
         """The method has no model: its drafts have neither probabilities nor logits."""

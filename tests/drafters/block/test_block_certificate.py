@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from support.block_drafts import toy_maker, toy_params
 
+from spec_jax.drafters.common.chain import with_confidence_stop
 from spec_jax.named import to_rule
+from spec_jax.testing import CertificateError
 from spec_jax.testing.certificate.reported import force_all
 from spec_jax.testing.certificate.rounds import check_round
 from spec_jax.testing.certificate.subjects import certified_rows, make_subject, prefixes
@@ -22,7 +26,10 @@ def round_of(make, params, rule, num_draft=2, num_rows=4, batch=1032):
     system = subject.system(to_rule(rule), num_draft)
     items = prefixes(subject, num_rows, 1)
     forced = force_all(system, subject.params, rows, items, 3, batch)
-    return check_round(system, forced, rows, subject.logits_of, 1e-6)
+    found = check_round(system, forced, rows, subject.logits_of, 1e-6)
+    if found.first is not None:
+        raise CertificateError(found.first.text(system.num_draft))
+    return found, np.asarray(forced.proposal.n_draft)
 
 
 CASES = [f"{kind}-{rule}" for kind, rule in itertools.product(KINDS, RULES)]
@@ -35,5 +42,45 @@ def test_a_round_is_proved(case):
     """All outcomes of rounds after every text of a token, in wide, peaked and penalised rows."""
     kind, rule, *tree = case.split("-")
     make = toy_maker(kind, TREE if tree else None)
-    found = round_of(make, toy_params(kind), rule)
+    found, _ = round_of(make, toy_params(kind), rule)
     assert found.error <= 1e-6 and found.num_outcomes >= 20
+
+
+def stopping(make, threshold=0.4):
+    return lambda target: with_confidence_stop(make(target), threshold)
+
+
+def peeking(make):
+    """The mutation: a confidence that looks at the token whose offer it decides on."""
+
+    def changed(target):
+        drafter = make(target)
+
+        def propose(*args):
+            proposal, state = drafter.propose(*args)
+            is_liked = jnp.cumprod(proposal.tokens != 0, axis=1)
+            return proposal.replace(n_draft=is_liked.sum(axis=1, dtype=jnp.int32)), state
+
+        return drafter._replace(propose=propose)
+
+    return changed
+
+
+@pytest.mark.representatives("block")
+@pytest.mark.parametrize("rule", RULES)
+def test_a_confidence_in_a_draft_may_decide_on_it_before_it_is_drawn(rule):
+    """It depends on the token before more than on the states."""
+
+    def params(target):
+        made = toy_params("dspark")(target)
+        weight = made["head"]["confidence"] * jnp.asarray([0.1, 0.1, 0.1, 4, 4])[:, None]
+        return {**made, "head": {**made["head"], "confidence": weight}}
+
+    found, offered = round_of(stopping(toy_maker("dspark")), params, rule)
+    assert found.error <= 1e-6
+    assert set(np.unique(offered)) == {0, 1, 2}
+
+
+def test_mutation_a_confidence_that_looks_at_its_own_draft_is_caught():
+    with pytest.raises(CertificateError):
+        round_of(peeking(toy_maker("dspark")), toy_params("dspark"), "residual")
