@@ -152,6 +152,18 @@ MUTATIONS = mutants.read("""
     head: what drafting wrote is read
         head_drafter.refresh: cache.commit(n) -> cache.commit(n + 1)
         test_eagle::test_drafts_after_ten_rounds_are_those_after_a_fresh_prefill[eagle-3]
+    block: it begins a position late
+        model._windows: cache.length[:, None] + x_ -> cache.length[:, None] + 1 + x_
+        test_two_rounds_draft_what_independent_arithmetic_drafts[dflash]
+    block: what it wrote is committed
+        model.inject: cache.commit(n) -> cache.commit(n + 1)
+        test_two_rounds_draft_what_independent_arithmetic_drafts[dspark]
+    block: a layer sees more than its window
+        model._windows: x_ & (distance < size) -> x_
+        test_two_rounds_draft_what_independent_arithmetic_drafts[dflash]
+    * a confidence looks at the draft that it decides on
+        Drafted.add: confidence >= x_ -> confidence * token >= x_
+        test_a_confidence_in_a_draft_may_decide_on_it_before_it_is_drawn[block]
     padding is drafted
         vocabulary.aligned: jnp.where(x_, logits, -jnp.inf) -> logits
         test_padding_is_not_drafted_by_a_model_without_a_tokenizer
