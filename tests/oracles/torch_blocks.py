@@ -1,0 +1,153 @@
+"""Training of DFlash, DSpark and TreeFlash heads in plain torch, an oracle of losses and of steps.
+
+Every window is one sequence of keys, the target's states and then all blocks, under one dense mask;
+the loss is a loop over anchors and slots. Weights go by our names and are stored ``[in, out]``.
+
+Axis letters as in ``torch_training``, and S tokens of a block.
+
+Source: DFlash, arXiv 2602.06036; DSpark, arXiv 2607.05147; TreeFlash, arXiv 2606.03819; D-PACE as
+in SpecForge.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from oracles.torch_training import Target, hard_cross_entropy, linear, mlp, rms_norm, rope, train
+
+
+def dense_mask(anchors, num_tokens, size, window, is_causal):
+    """bool[A*S,W+A*S]: the window's tokens before a block's anchor, and the block's own."""
+    owner = torch.arange(len(anchors)).repeat_interleave(size)
+    offset = torch.arange(size).repeat(len(anchors))
+    begin = torch.tensor(anchors)[owner]
+    position = begin + offset
+    token = torch.arange(num_tokens)
+    context = token < begin[:, None]
+    own = owner[:, None] == owner
+    if is_causal:
+        own &= offset <= offset[:, None]
+    mask = torch.cat([context, own], 1)
+    if window is not None:
+        keys = torch.cat([token, position])
+        mask &= (position[:, None] - keys).abs() < window
+    return mask
+
+
+def block_states(m, features, tokens, anchors, config, embed):
+    """The states [A,S,D] of the blocks of one window under the last layer."""
+    layer, S, A, W = config.layer, config.block_size, len(anchors), len(tokens)
+    N, G, H = layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim
+    c = rms_norm(linear(m["head"], features, "fc"), m["head"]["context_norm"], layer)
+    ids = torch.full((A, S), config.mask_token_id)
+    ids[:, 0] = tokens[anchors]
+    at = (torch.tensor(anchors)[:, None] + torch.arange(S)).reshape(-1)
+    x = embed(ids).reshape(A * S, -1)
+    for i in range(layer.num_hidden_layers):
+        p = m[f"layers.{i}"]
+
+        def heads(y, name, count, position=None):
+            y = linear(p, y, name).view(len(y), count, H).transpose(0, 1)
+            return (
+                y
+                if position is None
+                else rope(rms_norm(y, p[f"{name}_norm"], layer), position, layer)
+            )
+
+        a = rms_norm(x, p["attention_norm"], layer)
+        k = torch.cat([heads(c, "k", G, torch.arange(W)), heads(a, "k", G, at)], 1)
+        v = torch.cat([heads(c, "v", G), heads(a, "v", G)], 1)
+        k, v = (y.repeat_interleave(N // G, 0) for y in (k, v))
+        scores = heads(a, "q", N, at) @ k.transpose(1, 2) / H**0.5
+        mask = dense_mask(anchors, W, S, config.windows[i], config.is_causal[i])
+        out = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v
+        x = mlp(p, x + linear(p, out.transpose(0, 1).reshape(A * S, N * H), "o"), layer)
+    return x.view(A, S, -1)
+
+
+def scores(m, x, tokens, config, target, kind):
+    """Base logits [...,V], those after the tokens [...] before, and of the confidence [...]."""
+    h = rms_norm(x, m["head"]["norm"], config.layer)
+    base = target.unembed(h)
+    if kind == "dspark":
+        e = m["step"]["embed"][tokens]
+        confidence = linear(m["head"], torch.cat([h, e], -1), "confidence")[..., 0]
+        return base, base + linear(m["step"], e, "out"), confidence
+    if kind == "treeflash":
+        e = target.embed(tokens)
+        e = e / torch.sqrt((e * e).mean(-1, keepdim=True) + 1e-6) * m["step"]["norm"]
+        u, g = linear(m["step"], torch.cat([e, h], -1), "ug").chunk(2, -1)
+        x = x + linear(m["step"], F.silu(g) * u, "down")
+        return base, target.unembed(rms_norm(x, m["head"]["norm"], config.layer)), None
+    return base, base, None
+
+
+def block_losses(
+    directory,
+    modules,
+    config,
+    batches,
+    *,
+    kind,
+    anchors,
+    lrs,
+    decay=np.exp(-1 / 4),
+    is_dpace=False,
+    text_weight=1.0,
+    base_weight=0.0,
+    l1_weight=0.0,
+    confidence_weight=0.0,
+    dtype=torch.float32,
+):
+    """One step a batch; the losses before each step, and the weights after the last.
+
+    Args:
+      directory: of the target.
+      modules: ``{module: {name: array}}``: "head", "layers.0" and so on, "step".
+      config: the head's.
+      batches: pairs of tokens i64[B,W] and mask bool[B,W].
+      kind: "dflash", "dspark" or "treeflash".
+      anchors: of each batch and each of its windows, a list.
+      lrs: a learning rate a batch.
+      decay: slot k weighs decay^(k-1).
+      is_dpace: slots weigh what D-PACE says instead.
+      text_weight: of the text's token.
+      base_weight: of the same by the base logits.
+      l1_weight: of the L1 distance of the two distributions.
+      confidence_weight: of the confidence.
+      dtype: of the arithmetic.
+    """
+    target, K = Target(directory, dtype), config.max_draft
+
+    def loss_of(m, tokens, mask, index):
+        states, logits = target(tokens)
+        features = torch.cat([states[tap] for tap in config.taps], -1)
+        terms, weights = [], []
+        for b, row in enumerate(tokens):
+            if not (begin := anchors[index][b]):
+                continue
+            x = block_states(m, features[b], row, begin, config, target.embed)[:, -K:]
+            at = torch.tensor(begin)[:, None] + torch.arange(K)
+            row = torch.cat([row, row.new_zeros(K)])  # what lies past the end counts nowhere
+            base, q, c = scores(m, x, row[at], config, target, kind)
+            label, p = row[at + 1], logits[b][at.clamp(max=tokens.shape[1] - 1)].softmax(-1)
+            nats, distance = hard_cross_entropy(q, label), (q.softmax(-1) - p).abs().sum(-1)
+            term = text_weight * nats + l1_weight * distance
+            term = term + base_weight * hard_cross_entropy(base, label)
+            if c is not None:
+                accepted = (1 - distance / 2).detach()
+                entropy = F.binary_cross_entropy_with_logits(c, accepted, reduction="none")
+                term = term + confidence_weight * entropy
+            survives = 0.5 * (-nats.detach()).exp() + 0.5
+            for j, a in enumerate(begin):
+                count = 0
+                while count < K and a + count + 1 < tokens.shape[1] and mask[b, a + count + 1]:
+                    count += 1
+                reach = survives[j].cumprod(0)
+                for k in range(count):
+                    terms.append(term[j, k])
+                    weights.append(reach[k:count].sum() if is_dpace else decay**k)
+        return sum(w * term for w, term in zip(weights, terms)) / sum(weights)
+
+    return train(modules, loss_of, batches, lrs, dtype)
