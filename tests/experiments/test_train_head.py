@@ -14,9 +14,12 @@ from configs import (
     train_published_eagle1,
     train_published_eagle3,
     train_published_mtp,
+    train_zoo_dflash,
+    train_zoo_dspark,
     train_zoo_eagle1,
     train_zoo_eagle3,
     train_zoo_mtp,
+    train_zoo_treeflash,
 )
 from experiments import train_head
 from experiments.training.head import HeadExperiment, make_head
@@ -32,6 +35,9 @@ CONFIGS = (
     train_zoo_eagle1,
     train_zoo_eagle3,
     train_zoo_mtp,
+    train_zoo_dflash,
+    train_zoo_dspark,
+    train_zoo_treeflash,
     train_published_eagle1,
     train_published_eagle3,
     train_published_mtp,
@@ -145,13 +151,13 @@ def test_a_run_on_a_mesh_goes_on_on_another_with_the_same_losses(files, run, tmp
 def test_every_objective_trains_and_exports(files, tmp_path, version):
     objective = version.removesuffix(".1")
     config = small(files, objective=objective, steps=2)
-    config.head.draft_vocab_size = 0
+    config.head.update(draft_vocab_size=0, block_size=4)
     if version == "eagle3.1":
         config.head.fc_norm = config.head.norm_output = True
     config.data.responses = None
     assert train_head.train(config, tmp_path)["tau"] >= 1
     head = load_draft(tmp_path / "export", load_model(files / "target"))
-    assert head.method == ("mtp" if objective == "mtp" else "eagle")
+    assert head.method == ("eagle" if objective.startswith("eagle") else objective)
     if version == "eagle3.1":
         assert head.config.fc_norm and head.config.norm_output and head.format == "SpecForge"
     check_goes_on(config, head, tmp_path)

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.drafters import registry
+from spec_jax.drafters.block.config import DSparkConfig, TreeFlashConfig
+from spec_jax.drafters.block.objective import OBJECTIVES as BLOCKS
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.eagle.objective import EAGLE1, EAGLE3
 from spec_jax.drafters.mtp.model import MtpConfig
@@ -32,6 +34,8 @@ HEADS = {
     "eagle1": (EAGLE1, EagleConfig.of_target(MODEL, 1), {}),
     "eagle3": (EAGLE3, EagleConfig.of_target(MODEL, 3, 64), {"num_steps": 3}),
     "mtp": (MTP, MtpConfig.of_target(MODEL), {"num_steps": 3, "labels": "target"}),
+    "dspark": (BLOCKS["dspark"], DSparkConfig.of_target(MODEL, markov_rank=8), {"num_anchors": 4}),
+    "treeflash": (BLOCKS["treeflash"], TreeFlashConfig.of_target(MODEL), {"num_anchors": 4}),
     "sequential": (MTP, MtpConfig.of_target(MODEL, num_modules=2, protocol="sequential"), {}),
 }
 OBJECTIVES = ("lm", "scanned", "distill", *HEADS)

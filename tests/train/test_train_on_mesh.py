@@ -30,6 +30,7 @@ COVER = [
     ("eagle1", "both", {}),
     ("mtp", "full", {"name": "muon"}),
     ("sequential", "full and tensor:2", {}),
+    ("dspark", "full and tensor", {}),
 ]
 
 

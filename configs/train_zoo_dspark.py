@@ -1,0 +1,20 @@
+r"""The zoo's DSpark head: seven drafts in one pass, each scored again after the one before.
+
+    python -m experiments.train_head --config=configs/train_zoo_dspark.py --workdir=runs/dspark \
+        --config.data.responses=runs/zoo_text/responses.jsonl
+
+Text, order, steps and cost are those of configs/train_zoo_dflash.py. Not yet run to the end.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import train_zoo_dflash
+
+
+def get_config() -> ConfigDict:
+    """Returns DFlash's config with another objective, whose loss has the published weights."""
+    config = train_zoo_dflash.get_config()
+    config.objective = "dspark"
+    config.head.markov_rank = 128
+    config.loss.num_anchors = 40
+    return config
