@@ -212,6 +212,27 @@ MUTATIONS = mutants.read("""
     a warm-up forgets the samplers
         SpeculativeDecoder.warmup: GenerateOptions(...) -> GenerateOptions(rounds_per_sync=1)
         test_after_a_warmup_nothing_is_compiled[standalone]
+    * a block sees the state of its own anchor
+        Blocks._sees: token < begin -> token <= begin
+        test_attention_is_that_of_one_explicit_mask[None-False]
+    a sliding layer sees a token more
+        Blocks._sees: jnp.abs(distance) < size -> jnp.abs(distance) <= size
+        test_attention_is_that_of_one_explicit_mask[3-False]
+    drafts of a block are compared with the token before
+        block_loss: slots(batch.tokens, anchors, first, K) -> slots(batch.tokens, anchors, 0, K)
+        test_a_loss_is_the_weighted_mean_over_drafts_that_count
+    the target's distribution is one of a token later
+        block_loss: slots(batch.view.hidden, ...) -> slots(batch.view.hidden, anchors, 1, K)
+        test_a_loss_is_the_weighted_mean_over_drafts_that_count
+    a draft counts by the token of its slot
+        anchors.counted: slots(padded, anchors, 1, k_) -> slots(padded, anchors, 0, k_)
+        test_a_draft_counts_if_its_token_and_all_before_it_do
+    a draft counts after one that does not
+        anchors.counted: jnp.cumprod(...) > 0 -> counts
+        test_a_draft_counts_if_its_token_and_all_before_it_do
+    positions of a block begin with the window
+        Blocks.positions: self.anchors[:, :, None] + x_ -> 0 * self.anchors[:, :, None] + x_
+        test_a_block_is_scored_as_it_is_drafted[dspark]
 """)
 
 
