@@ -50,10 +50,8 @@ DSPARK = dict(CONFIG, architectures=["Qwen3DSparkModel"], markov_rank=4, block_s
 MARKOV = zeros("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
 JOINED = zeros("fc.weight", *(f"layers.0.{name}" for name in DFLASH_LAYER))
 OTHERS = {
-    "DFlash": (DFLASH, dflash(2)),
     "DFlash of one layer, as its tensors say": (CONFIG, dflash(1)),
     "DFlash of speculators": (OF_SPECULATORS, JOINED),
-    "DSpark": (DSPARK, dflash(1) | MARKOV),
     "P-EAGLE": ({**EAGLE_3, "parallel_drafting": True, "ptd_token_id": 0}, EAGLE_3_TENSORS),
     "P-EAGLE, as its tensors say": (EAGLE_3, EAGLE_3_TENSORS | zeros("mask_hidden")),
     "several layers": (EAGLE_3, EAGLE_3_TENSORS | zeros("layers.1.mlp.up_proj.weight")),
@@ -64,6 +62,18 @@ OTHERS = {
 def test_every_published_eagle_head_is_found(tmp_path, name):
     config, names, _ = HEADS[name]
     assert registry.detect(write(tmp_path, config, tensors_of(names))).name == "eagle"
+
+
+def test_block_drafters_are_told_apart_by_their_steps(tmp_path):
+    plain, step = dflash(2), zeros("ar_approximation.d.weight")
+    prefixed = {f"model.{name}": x for name, x in plain.items()}
+    for name, hf, tensors in (
+        ("dflash", DFLASH, plain),
+        ("dspark", DSPARK, plain | MARKOV),
+        ("treeflash", DFLASH, prefixed | step),
+    ):
+        (tmp_path / name).mkdir()
+        assert registry.detect(write(tmp_path / name, hf, tensors)).name == name
 
 
 @pytest.mark.parametrize("name", OTHERS)

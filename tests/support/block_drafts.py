@@ -18,7 +18,7 @@ TARGET = LoadedModel("tiny", transformer.model(LLAMA), random_weights(LLAMA), co
 SLIDING = dict(windows=(3, None), is_causal=(True, False))
 # A sliding causal layer before one that sees all; and blocks that are causal as a whole.
 HEADS = {
-    "dflash": DFlashConfig.of_target(LLAMA, block_size=5, taps=(1, 3), **SLIDING),
+    "dflash": DFlashConfig.of_target(LLAMA, block_size=5, taps=(1, 2), **SLIDING),
     "dspark": DSparkConfig.of_target(LLAMA, block_size=4, markov_rank=3),
     "gated": DSparkConfig.of_target(
         LLAMA,

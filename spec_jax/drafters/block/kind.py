@@ -5,8 +5,17 @@ from __future__ import annotations
 import functools
 
 from spec_jax.drafters.block import model
+from spec_jax.drafters.block.checkpoint import read_head, write_head
 from spec_jax.drafters.block.config import BlockConfig, DFlashConfig, DSparkConfig, TreeFlashConfig
-from spec_jax.drafters.registry import DrafterKind, Drafting, DraftPass, HeadSpec, Training
+from spec_jax.drafters.block.formats import find_kind, formats_of, pick_format
+from spec_jax.drafters.registry import (
+    DrafterKind,
+    DraftFormat,
+    Drafting,
+    DraftPass,
+    HeadSpec,
+    Training,
+)
 from spec_jax.models.families import family_of
 from spec_jax.tree import AnyTree
 
@@ -51,11 +60,18 @@ def _kind(config_class: type[BlockConfig], *options: str) -> DrafterKind:
             table=model.block_table,
             has_panels=lambda config: family_of(config.layer).has_panels,
         ),
+        format=DraftFormat(
+            detect=lambda hf, names: find_kind(hf, names) == config_class.name,
+            read=read_head,
+            write=write_head,
+            pick=pick_format,
+        ),
         training={
             config_class.name: Training(
                 objective=functools.partial(_objective, config_class.name),
                 new=config_class.of_target,
                 options=("taps", "num_layers", "block_size", *options),
+                formats=formats_of(config_class.name),
             )
         },
     )

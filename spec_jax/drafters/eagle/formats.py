@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from spec_jax.drafters.common.formats import speculators_config
 from spec_jax.drafters.eagle.model import EagleConfig, head_table
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models.checks import is_integer, require, shown, stated_flag, stated_object
@@ -320,7 +321,7 @@ def head_json(
                 ids = {_IDS: [tap - 1 for tap in config.taps]}
             hf |= norms | {"eagle_config": ids | {_USES_IDS: True} | norms}
         else:
-            proposal = _speculators(num_tokens, verifier, target)
+            proposal = speculators_config("eagle3", num_tokens, verifier, target)
             hf |= ids | norms | {_LAYER: layer, "speculators_config": proposal}
     _check_is_read(hf, config, format, target)
     return hf
@@ -365,16 +366,3 @@ def _check_is_read(hf, config: EagleConfig, format: str, target: ModelConfig) ->
                     f"{prefix}{field.name} is {value!r}; in the format {format} it would be read "
                     f"as {read_value!r}; known formats: {', '.join(formats_of(config.version))}"
                 )
-
-
-def _speculators(num_tokens: int, verifier: str | None, target: ModelConfig) -> dict[str, Any]:
-    is_count = isinstance(num_tokens, int) and num_tokens > 0
-    require(is_count, f"num_speculative_tokens is {num_tokens!r}; expected 1 or more")
-    is_name = isinstance(verifier, str)
-    require(is_name, f"verifier is {verifier!r}; expected the target's name or path")
-    proposal = {"proposal_type": "greedy", "speculative_tokens": num_tokens}
-    proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
-    stated = {"algorithm": "eagle3", "default_proposal_method": "greedy"}
-    architectures = [target.architectures[target.model_type]]
-    model = {"name_or_path": verifier, "architectures": architectures}
-    return stated | {"proposal_methods": [proposal], "verifier": model}

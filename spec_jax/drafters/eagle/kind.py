@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+from spec_jax.drafters.common.formats import first_that_can_express
 from spec_jax.drafters.eagle import model
 from spec_jax.drafters.eagle.checkpoint import read_head, write_head
 from spec_jax.drafters.eagle.formats import SPECULATORS, formats_of, head_json
@@ -21,7 +22,6 @@ from spec_jax.drafters.registry import (
     Training,
     recycled_passes,
 )
-from spec_jax.errors import ConfigError
 from spec_jax.models.families import family_of
 from spec_jax.models.loaded import LoadedModel
 from spec_jax.tree import AnyTree
@@ -55,17 +55,9 @@ def pick_format(
     Raises:
       ConfigError: no format can express this config.
     """
-    refusals = {}
-    for name in (format,) if format else formats_of(config.version):
-        try:
-            head_json(config, name, target.config, num_speculative_tokens, target.name)
-            return name
-        except ConfigError as error:
-            refusals[name] = str(error)
-    if len(set(refusals.values())) == 1:
-        raise ConfigError(refusals[name])
-    listed = "; ".join(f"{name}: {message}" for name, message in refusals.items())
-    raise ConfigError(f"no format can express this config: {listed}")
+    names = (format,) if format else formats_of(config.version)
+    write = lambda name: head_json(config, name, target.config, num_speculative_tokens, target.name)
+    return first_that_can_express(names, write)
 
 
 def _write(

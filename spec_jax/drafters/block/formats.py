@@ -1,0 +1,348 @@
+"""The checkpoint formats of block drafters: how config.json states a head.
+
+An id l of z-lab, DeepSpec and TreeFlash is the output of layer l, our tap l + 1; an id of
+speculators is our tap. Reading appends a note for every choice that a file leaves open; writing
+leaves none open, and refuses what would be read as something else.
+
+Source: z-lab/dflash, deepseek-ai/DeepSpec, SpecForge, ETH-DISCO/TreeFlash, and
+vllm-project/speculators 0.9.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any, NamedTuple
+
+from spec_jax.drafters.block.config import (
+    BlockConfig,
+    DFlashConfig,
+    DSparkConfig,
+    TreeFlashConfig,
+    default_taps,
+)
+from spec_jax.drafters.common.formats import first_that_can_express, speculators_config
+from spec_jax.errors import ConfigError
+from spec_jax.models.checks import is_integer, require, shown, stated_flag, stated_object
+from spec_jax.models.config import ModelConfig
+
+Z_LAB, DEEPSPEC, TREEFLASH, SPECULATORS = "z-lab", "DeepSpec", "TreeFlash", "speculators"
+_LAYER, _IDS = "transformer_layer_config", "target_layer_ids"
+_INNER = ("dflash_config", "treeflash_config", _LAYER)
+OVERRIDES = ("taps", "block_size", "is_anchor_first", "is_causal", "windows")
+# What some drafts of this family have and this model has not; by config.json's key the value that
+# changes nothing.
+_NEUTRAL = {
+    "input_embedding_scale": 1,
+    "output_multiplier": 1,
+    "final_logit_softcapping": 0,
+    "add_swa_attention_sink_bias": False,
+}
+_OTHERS = {  # tensors of drafters that extend these
+    "candidate_selector.": "DFlash 2",
+    "attention_conv.": "DFlash 2",
+    "prefix_gru.": "Domino",
+    "markov_head.joint_proj.": "DSpark with markov_head_type 'rnn'",
+    "attention_sink_bias": "DFlash with attention sinks",
+}
+
+
+class Format(NamedTuple):
+    """A project's convention.
+
+    Attributes:
+      architectures: in config.json, by the name of the kind.
+      prefix: how the names of the backbone's tensors begin.
+      has_copies: files hold copies of the target's embedding and output head.
+    """
+
+    architectures: Mapping[str, str]
+    prefix: str = ""
+    has_copies: bool = False
+
+
+FORMATS = {
+    Z_LAB: Format({"dflash": "DFlashDraftModel"}),
+    DEEPSPEC: Format(dict.fromkeys(("dspark", "dflash"), "Qwen3DSparkModel"), has_copies=True),
+    TREEFLASH: Format({"treeflash": "TreeFlashDraftModel"}, prefix="model."),
+    SPECULATORS: Format({"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}),
+}
+
+
+def formats_of(name: str) -> tuple[str, ...]:
+    """Returns the formats of a kind, the preferred one first."""
+    return tuple(fmt for fmt, record in FORMATS.items() if name in record.architectures)
+
+
+def find_kind(hf: Mapping[str, Any], names: AbstractSet[str]) -> str | None:
+    """Returns the name of the kind that a directory holds, or None.
+
+    Args:
+      hf: the parsed config.json.
+      names: the names of the tensors.
+    """
+    plain = {name.removeprefix("model.") for name in names}
+    has_block = any(_stated(hf, key) is not None for key in ("mask_token_id", "block_size"))
+    if not {"fc.weight", "hidden_norm.weight"} <= plain or not has_block:
+        return None
+    if any(name.startswith("ar_approximation.") for name in names):
+        return TreeFlashConfig.name
+    has_step = any(name.startswith("markov_head.") for name in names)
+    return DSparkConfig.name if has_step else DFlashConfig.name
+
+
+def _find_format(hf: Mapping[str, Any], kind: str) -> str:
+    if kind == TreeFlashConfig.name:
+        return TREEFLASH
+    if _LAYER in hf or "speculators_model_type" in hf:
+        return SPECULATORS
+    return Z_LAB if "dflash_config" in hf else DEEPSPEC
+
+
+def _stated(hf: Mapping[str, Any], key: str) -> Any:
+    """The value of a key at the top or in one of the objects that formats put it in."""
+    places = (hf, *(stated_object(hf, name) for name in _INNER))
+    return next((place[key] for place in places if place.get(key) is not None), None)
+
+
+# -------------------------------------------------------------------------------- reading
+
+
+def head_config(
+    hf: Mapping[str, Any],
+    names: AbstractSet[str],
+    target: Any,
+    overrides: Mapping[str, Any],
+    notes: list[str],
+) -> tuple[str, BlockConfig]:
+    """Returns the format and the config of a head.
+
+    Args:
+      hf: the parsed config.json.
+      names: the names of the tensors.
+      target: the config of the model that it drafts for.
+      overrides: fields of the config, of ``OVERRIDES``, instead of what config.json says.
+      notes: a sentence is appended for every choice that config.json leaves open.
+
+    Raises:
+      ConfigError: the head is for another target, or is not supported.
+    """
+    kind = find_kind(hf, names)
+    require(kind is not None, "this is no block drafter: fc and hidden_norm are missing")
+    _check_supported(hf, names)
+    format = _find_format(hf, kind)
+    layer = _layer(hf, target)
+    values = {
+        "layer": layer,
+        "target_hidden_size": target.hidden_size,
+        "target_vocab_size": target.vocab_size,
+        "taps": _taps(hf, format, layer.num_hidden_layers, target, notes),
+        "is_anchor_first": _is_anchor_first(hf, format, kind, notes),
+    }
+    for key in ("block_size", "mask_token_id"):
+        values[key] = _stated(hf, key)
+        require(is_integer(values[key]), f"{key} is {shown(values[key])}; expected an integer")
+    values["windows"], values["is_causal"] = _visibility(hf, format, layer, notes)
+    cls = {c.name: c for c in (DFlashConfig, DSparkConfig, TreeFlashConfig)}[kind]
+    if cls is DSparkConfig:
+        flag = lambda key: stated_flag({key: _stated(hf, key)}, key, True)
+        values["markov_rank"] = _stated(hf, "markov_rank")
+        values["markov_head_type"] = _stated(hf, "markov_head_type") or "vanilla"
+        values["has_confidence"] = flag("enable_confidence_head")
+        values["confidence_with_markov"] = flag("confidence_head_with_markov")
+    for name, value in overrides.items():
+        require(name in OVERRIDES, f"{name} is no option of a head; known: {', '.join(OVERRIDES)}")
+        notes.append(f"{name} is {value}: the caller says so.")
+    lists = {n: tuple(v) if isinstance(v, (list, tuple)) else v for n, v in overrides.items()}
+    return format, cls(**values | lists)
+
+
+def _check_supported(hf, names) -> None:
+    for part, what in _OTHERS.items():
+        is_there = any(part in name for name in names)
+        require(not is_there, f"the tensors {part}* are those of {what}, which is not supported")
+    for key, neutral in _NEUTRAL.items():
+        value = _stated(hf, key)
+        require(value in (None, neutral), f"{key} is {shown(value)}, which is not supported")
+    projector = _stated(hf, "projector_type")
+    message = f"projector_type {shown(projector)} is not supported; known: dflash, dspark"
+    require(projector in (None, "dflash", "dspark"), message)
+
+
+def _layer(hf, target) -> ModelConfig:
+    layer = dict(stated_object(hf, _LAYER) or hf)
+    kind = layer.get("model_type")
+    message = f"the head's layers are of model_type {shown(kind)}; expected 'qwen3'"
+    require(kind == "qwen3", f"{message}, with the target's embedding and output head")
+    draft_vocab = hf.get("draft_vocab_size")
+    for what, key, value, expected in (
+        ("vocabulary", "vocab_size", layer.get("vocab_size"), target.vocab_size),
+        ("width", "hidden_size", layer.get("hidden_size"), target.hidden_size),
+        ("depth", "num_target_layers", hf.get("num_target_layers"), target.num_hidden_layers),
+    ):
+        message = f"the head is for a target of {what} {shown(value)}; this one has {expected}"
+        is_left_out = key == "num_target_layers" and value is None
+        require(value == expected or is_left_out, f"{message} (by the key {key})")
+    message = f"draft_vocab_size is {draft_vocab}: a reduced draft vocabulary is not supported here"
+    require(draft_vocab in (None, target.vocab_size), message)
+    # Windows are read by ``_visibility``, and the output head is the target's.
+    seen_apart = {"layer_types": None, "sliding_window": None, "use_sliding_window": False}
+    return ModelConfig.from_hf({**layer, **seen_apart, "tie_word_embeddings": False})
+
+
+def _taps(hf, format, num_layers, target, notes) -> tuple[int, ...]:
+    L = target.num_hidden_layers
+    ids = _stated(hf, "aux_hidden_state_layer_ids" if format == SPECULATORS else _IDS)
+    if ids is None:
+        taps = default_taps(L, num_layers)
+        notes.append(f"config.json names no layers of the target; taps are the usual {taps}.")
+        return taps
+    are_layers = isinstance(ids, list) and ids and all(is_integer(i) for i in ids)
+    require(are_layers, f"the target's layers are {shown(ids)}; expected a list of integers")
+    taps = tuple(ids) if format == SPECULATORS else tuple(i + 1 for i in ids)
+    known = f"a target of {L} layers has taps 0 to {L}"
+    require(all(0 <= tap <= L for tap in taps), f"taps {taps} do not exist: {known}")
+    meaning = "the states before" if format == SPECULATORS else "the outputs of"
+    notes.append(f"layer ids {ids} are read as {meaning} those layers: taps are {taps}.")
+    return taps
+
+
+def _is_anchor_first(hf, format, kind, notes) -> bool:
+    default = format == DEEPSPEC or kind == DSparkConfig.name
+    stated = _stated(hf, "sample_from_anchor")
+    if stated is not None:
+        return stated_flag({"sample_from_anchor": stated}, "sample_from_anchor")
+    which = "the pending token's slot predicts" if default else "masks alone predict"
+    notes.append(f"config.json does not say sample_from_anchor; {which}, as in {format}.")
+    return default
+
+
+def _visibility(hf, format, layer, notes):
+    """Windows and causality of each layer."""
+    M = layer.num_hidden_layers
+    inner = stated_object(hf, "dflash_config")
+    kinds, size = _stated(hf, "layer_types"), _stated(hf, "sliding_window")
+    if stated_flag(inner, "use_swa"):
+        kinds = kinds or ["sliding_attention"] * M
+        size = inner.get("swa_window_size", size)
+    elif kinds is None and stated_flag({"x": _stated(hf, "use_sliding_window")}, "x"):
+        raise ConfigError("use_sliding_window is set without layer_types; name each layer's kind")
+    kinds = kinds or ["full_attention"] * M
+    are_kinds = isinstance(kinds, list) and len(kinds) == M
+    are_kinds = are_kinds and set(kinds) <= {"full_attention", "sliding_attention"}
+    require(
+        are_kinds, f"layer_types is {shown(kinds)}; expected full or sliding ones of {M} layers"
+    )
+    slides = [kind == "sliding_attention" for kind in kinds]
+    message = f"sliding_window is {shown(size)}; expected a positive integer"
+    require(not any(slides) or (is_integer(size) and size > 0), message)
+    windows = tuple(size if is_sliding else None for is_sliding in slides)
+    if format == SPECULATORS:
+        is_free = stated_flag(hf, "sliding_window_non_causal")
+        causal = [is_sliding and not is_free for is_sliding in slides]
+    else:
+        stated = hf.get("is_causal") if hf.get("is_causal") is not None else inner.get("causal")
+        causal = slides if stated is None else [stated_flag({"is_causal": stated}, "is_causal")] * M
+        if stated is None and any(slides):
+            notes.append("config.json does not say is_causal; layers with a window are causal.")
+    if any(slides):
+        notes.append(
+            f"a token sees the {size} tokens up to itself in layers with a window; projects differ "
+            "by up to a block at its far edge."
+        )
+    return windows, tuple(causal)
+
+
+# -------------------------------------------------------------------------------- writing
+
+
+def head_json(
+    config: BlockConfig, format: str, target: Any, num_tokens: int, verifier: str | None
+) -> dict[str, Any]:
+    """Returns the config.json of a head, the inverse of ``head_config``.
+
+    Args:
+      config: the head's.
+      format: a name in ``FORMATS``.
+      target: the config of the model it drafts for.
+      num_tokens: K, stated by the format "speculators".
+      verifier: the target's name or path, stated by the format "speculators".
+
+    Raises:
+      ConfigError: the format cannot express the head's config.
+    """
+    known = formats_of(config.name)
+    require(format in known, f"format is {format!r}; known for {config.name}: {', '.join(known)}")
+    sizes = {size for size in config.windows if size is not None}
+    message = f"windows are {config.windows}; a file states one size"
+    require(len(sizes) <= 1, message)
+    layer = config.layer.to_hf() | config.layer.rope.spellings()
+    del layer["architectures"]
+    kinds = ["full_attention" if w is None else "sliding_attention" for w in config.windows]
+    layer |= {"layer_types": kinds, "sliding_window": min(sizes, default=None)}
+    layer |= {"use_sliding_window": bool(sizes), "tie_word_embeddings": False}
+    own = {"mask_token_id": config.mask_token_id}
+    hf: dict[str, Any] = {"architectures": [FORMATS[format].architectures[config.name]]}
+    if isinstance(config, DSparkConfig):
+        own["markov_rank"], own["markov_head_type"] = config.markov_rank, config.markov_head_type
+        own["enable_confidence_head"] = config.has_confidence
+        own["confidence_head_with_markov"] = config.confidence_with_markov
+    elif format == DEEPSPEC:
+        own |= {"markov_rank": 0, "enable_confidence_head": False}
+    ids = [tap - 1 for tap in config.taps]
+    if format == SPECULATORS:
+        hf |= {"speculators_model_type": config.name, "speculators_version": "0.9.0", **own}
+        hf |= {"aux_hidden_state_layer_ids": list(config.taps), _LAYER: layer}
+        hf["draft_vocab_size"] = config.target_vocab_size
+        hf["sliding_window_non_causal"] = not any(config.is_causal)
+        hf["speculators_config"] = speculators_config(config.name, num_tokens, verifier, target)
+    elif format == DEEPSPEC:
+        hf |= layer | own | {_IDS: ids, "num_target_layers": target.num_hidden_layers}
+    else:
+        hf |= layer | {"dflash_config": own | {_IDS: ids}}
+        hf["num_target_layers"] = target.num_hidden_layers
+        if format == TREEFLASH:
+            hf["treeflash_config"] = {"ar_approximation": "swiglu"}
+    hf["block_size"] = config.block_size
+    if format == SPECULATORS:
+        hf["sample_from_anchor"] = config.is_anchor_first
+    elif len(set(config.is_causal)) == 1:
+        hf["is_causal"] = config.is_causal[0]
+    _check_is_read(hf, config, format, target)
+    return hf
+
+
+def pick_format(config: BlockConfig, target: Any, format: str | None, num_tokens: int) -> str:
+    """Returns the format to write a head in: the given one, or the first that can express it.
+
+    Args:
+      config: the head's.
+      target: the ``LoadedModel`` that it drafts for.
+      format: a name in ``FORMATS``, or None.
+      num_tokens: K.
+
+    Raises:
+      ConfigError: no format can express this config.
+    """
+    names = (format,) if format else formats_of(config.name)
+    write = lambda name: head_json(config, name, target.config, num_tokens, target.name)
+    return first_that_can_express(names, write)
+
+
+def _check_is_read(hf, config: BlockConfig, format: str, target: Any) -> None:
+    """Raises a ConfigError if a config.json is read as another config than it was written from."""
+    steps = {"dspark": ["markov_head."], "treeflash": ["ar_approximation."], "dflash": []}
+    names = {"fc.weight", "hidden_norm.weight", *steps[config.name]}
+    _, read = head_config(hf, names, target, {}, [])
+    expected = dataclasses.replace(
+        config, layer=dataclasses.replace(config.layer, tie_word_embeddings=False)
+    )
+    for prefix, a, b in (("layer.", expected.layer, read.layer), ("", expected, read)):
+        for field in dataclasses.fields(a):
+            value, read_value = getattr(a, field.name), getattr(b, field.name)
+            if value != read_value:
+                raise ConfigError(
+                    f"{prefix}{field.name} is {value!r}; in the format {format} it would be read "
+                    f"as {read_value!r}; known formats: {', '.join(formats_of(config.name))}"
+                )

@@ -1,0 +1,171 @@
+"""Published layouts of block drafters are read as what they mean, and written as they are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from support.block_drafts import HEADS, TARGET, head_of, tensors_of
+from support.tiny_models import LLAMA
+
+from spec_jax import load_draft
+from spec_jax.drafters.block.config import DFlashConfig, DSparkConfig, TreeFlashConfig
+from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.inspection import inspect
+
+SIZES = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=6)
+LAYER = dict(model_type="qwen3", vocab_size=31, hidden_size=16, intermediate_size=24, **SIZES)
+LAYER |= dict(rope_theta=500.0, max_position_embeddings=64, rms_norm_eps=1e-5)
+SLIDES = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=8)
+MARKOV = dict(markov_rank=3, markov_head_type="vanilla", enable_confidence_head=True)
+MARKOV |= dict(confidence_head_with_markov=True)
+Z_LAB = dict(LAYER, architectures=["DFlashDraftModel"], block_size=6, num_target_layers=2)
+Z_LAB["dflash_config"] = dict(mask_token_id=30, target_layer_ids=[0, 1])
+DEEPSPEC = dict(LAYER, architectures=["Qwen3DSparkModel"], block_size=4, mask_token_id=29)
+DEEPSPEC |= dict(target_layer_ids=[-1, 1], num_target_layers=2, **MARKOV)
+TREE = dict(Z_LAB, architectures=["TreeFlashDraftModel"])
+TREE["treeflash_config"] = dict(ar_approximation="swiglu", candidate_tokens=64)
+SPECULATORS = dict(speculators_model_type="dspark", block_size=4, mask_token_id=29, **MARKOV)
+SPECULATORS |= dict(aux_hidden_state_layer_ids=[1, 2], draft_vocab_size=31, sample_from_anchor=True)
+SPECULATORS |= dict(sliding_window_non_causal=False, transformer_layer_config=LAYER | SLIDES)
+
+# What a published directory says, and what it means: taps, K, windows, causality by layer.
+CASES = {
+    "z-lab": (Z_LAB, DFlashConfig, (1, 2), 5, (None, None), (False, False)),
+    "z-lab, windows": (Z_LAB | SLIDES, DFlashConfig, (1, 2), 5, (8, None), (True, False)),
+    "z-lab, windows that look ahead": (
+        Z_LAB | SLIDES | dict(is_causal=False), DFlashConfig, (1, 2), 5, (8, None), (False, False),
+    ),
+    "z-lab, the block in its config": (
+        {k: v for k, v in Z_LAB.items() if k != "block_size"}
+        | dict(dflash_config=Z_LAB["dflash_config"] | dict(block_size=6, causal=True)),
+        DFlashConfig, (1, 2), 5, (None, None), (True, True),
+    ),
+    "z-lab, windows of all layers": (
+        Z_LAB
+        | dict(dflash_config=Z_LAB["dflash_config"] | dict(use_swa=True, swa_window_size=4)),
+        DFlashConfig, (1, 2), 5, (4, 4), (True, True),
+    ),
+    "DeepSpec": (DEEPSPEC, DSparkConfig, (0, 2), 4, (None, None), (False, False)),
+    "DeepSpec without its heads": (
+        DEEPSPEC | dict(markov_rank=0, enable_confidence_head=False),
+        DFlashConfig, (0, 2), 4, (None, None), (False, False),
+    ),
+    "TreeFlash": (TREE, TreeFlashConfig, (1, 2), 5, (None, None), (False, False)),
+    "speculators": (SPECULATORS, DSparkConfig, (1, 2), 4, (8, None), (True, False)),
+    "speculators, windows that look ahead": (
+        SPECULATORS | dict(sliding_window_non_causal=True),
+        DSparkConfig, (1, 2), 4, (8, None), (False, False),
+    ),
+}  # fmt: skip
+
+
+def config_of(case):
+    """The config that a case means."""
+    hf, cls, taps, max_draft, windows, is_causal = CASES[case]
+    config = cls.of_target(LLAMA, **{"markov_rank": 3} if cls is DSparkConfig else {})
+    sizes = {n: LAYER[n] for n in (*SIZES, "intermediate_size", "rms_norm_eps")}
+    rope = dataclasses.replace(config.layer.rope, rope_theta=500.0)
+    layer = dataclasses.replace(config.layer, rope=rope, max_position_embeddings=64, **sizes)
+    size = hf.get("block_size", 6)
+    changes = {"windows": windows, "is_causal": is_causal, "is_anchor_first": size == max_draft}
+    mask = 30 if hf.get("mask_token_id") is None else hf["mask_token_id"]
+    return dataclasses.replace(
+        config, layer=layer, taps=taps, block_size=size, mask_token_id=mask, **changes
+    )
+
+
+def published(folder, case, copies=True, changes=()):
+    """A directory as a project publishes it; DeepSpec's with copies of the target's ends."""
+    hf, config = {**CASES[case][0], **dict(changes)}, config_of(case)
+    tensors = tensors_of(config)
+    if case == "TreeFlash":
+        is_step = lambda name: name.startswith("ar_approximation")
+        tensors = {n if is_step(n) else f"model.{n}": x for n, x in tensors.items()}
+    if case.startswith("DeepSpec") and copies:
+        tensors["embed_tokens.weight"] = np.asarray(TARGET.params["embed"])
+        tensors["lm_head.weight"] = np.asarray(TARGET.params["head"]).T
+    (folder / "config.json").write_text(json.dumps(hf))
+    save_file(
+        {n: np.ascontiguousarray(x) for n, x in tensors.items()}, folder / "model.safetensors"
+    )
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_published_head_is_read_as_it_is_meant(tmp_path, case):
+    head = load_draft(published(tmp_path, case), TARGET)
+    config = config_of(case)
+    assert head.config == config and head.method == config.name
+    assert head.config.max_draft == CASES[case][3] and head.notes
+    jax.tree.map(np.testing.assert_array_equal, head.params, head_of(config).params)
+    assert inspect(tmp_path).kind == config.name
+
+
+WRITTEN = [
+    ("dflash", "z-lab"),
+    ("dflash", "speculators"),
+    ("dspark", "DeepSpec"),
+    ("dspark", "speculators"),
+    ("treeflash", "TreeFlash"),
+]
+
+
+@pytest.mark.parametrize("name, format", WRITTEN)
+def test_what_is_written_is_read_as_the_same_head(tmp_path, name, format):
+    head = head_of(HEADS[name])
+    head.save(tmp_path, TARGET, format=format)
+    again = load_draft(tmp_path, TARGET)
+    assert again.config == head.config and again.format == format
+    jax.tree.map(np.testing.assert_array_equal, again.params, head.params)
+    assert ("embed_tokens.weight" in load_file(tmp_path / "model.safetensors")) == (
+        format == "DeepSpec"
+    )
+
+
+def test_what_no_loader_of_a_format_would_read_is_not_written(tmp_path):
+    with pytest.raises(ConfigError, match="format is 'z-lab'; known for dspark: DeepSpec, spec"):
+        head_of(HEADS["dspark"]).save(tmp_path, TARGET, format="z-lab")
+    first = dataclasses.replace(HEADS["dflash"], is_anchor_first=True)
+    with pytest.raises(ConfigError, match="is_anchor_first is True; in the format z-lab it would"):
+        head_of(first).save(tmp_path, TARGET, format="z-lab")
+    two = dataclasses.replace(HEADS["dflash"], windows=(2, 3))
+    with pytest.raises(ConfigError, match=r"windows are \(2, 3\); a file states one size"):
+        head_of(two).save(tmp_path, TARGET)
+
+
+REFUSED = {
+    "the target's width": (dict(hidden_size=32), "head is for a target of width 32; this one has"),
+    "Gemma's layers": (dict(model_type="gemma4_text"), "'gemma4_text'; expected 'qwen3'"),
+    "a scaled embedding": (dict(input_embedding_scale=2.0), "input_embedding_scale is 2.0, which"),
+    "sinks": (dict(add_swa_attention_sink_bias=True), "add_swa_attention_sink_bias is True"),
+    "another step": (dict(projector_type="domino"), "projector_type 'domino' is not supported"),
+    "no block": (dict(block_size=None), "block_size is null|block_size is None"),
+    "states that are not there": (
+        dict(dflash_config=dict(mask_token_id=30, target_layer_ids=[0, 2])),
+        r"taps \(1, 3\) do not exist",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_not_supported_is_refused_by_name(tmp_path, what):
+    changes, message = REFUSED[what]
+    with pytest.raises(ConfigError, match=message):
+        load_draft(published(tmp_path, "z-lab", changes=changes.items()), TARGET)
+
+
+@pytest.mark.parametrize(
+    "tensor", ["candidate_selector.hidden_projection.weight", "embed_tokens.weight"]
+)
+def test_tensors_of_other_drafters_are_refused_by_name(tmp_path, tensor):
+    published(tmp_path, "z-lab")
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {tensor: np.ones((31, 16), np.float32)}, tmp_path / "model.safetensors")
+    message = {"c": "are those of DFlash 2, which is not", "e": "embed_tokens.weight differs from"}
+    with pytest.raises((ConfigError, WeightsError), match=message[tensor[0]]):
+        load_draft(tmp_path, TARGET)
