@@ -159,7 +159,7 @@ MUTATIONS = mutants.read("""
         model.inject: cache.commit(n) -> cache.commit(n + 1)
         test_two_rounds_draft_what_independent_arithmetic_drafts[dspark]
     block: a layer sees more than its window
-        model._windows: x_ & (distance < size) -> x_
+        model._windows: x_ & is_near -> x_
         test_two_rounds_draft_what_independent_arithmetic_drafts[dflash]
     * a confidence looks at the draft that it decides on
         Drafted.add: confidence >= x_ -> confidence * token >= x_

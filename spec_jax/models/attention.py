@@ -142,6 +142,7 @@ def sees(
       slots: of the cache, in any order.
       start: see ``layers.Window``, like the arguments after ``num_tokens``, which is T.
     """
+    first = first[:, :, None] if jnp.ndim(first) else first
     if is_seen is None:
         ends = start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
         return (slots <= ends[:, :, None]) & (slots >= first)
@@ -196,8 +197,9 @@ def attend_filled(
     axes = P("layers", "batch", "kv_heads", "slots", "head_dim")[-keys.ndim :]
     axes = P() if keys.ndim == 3 else P(*axes)
     # A part for each device; ``is_seen`` may be None, which has no axes.
-    parts = (window.start, jnp.int32(window.offset), window.is_seen, jnp.int32(window.first))
-    in_axes = (P("batch"), P(), P("batch"), P())
+    first = jnp.asarray(window.first, jnp.int32)
+    parts = (window.start, jnp.int32(window.offset), window.is_seen, first)
+    in_axes = (P("batch"), P(), P("batch"), P("batch") if first.ndim else P())
     run = functools.partial(_over_blocks, scale=scale, block=block)
     heads = P("batch", None, "heads")
     run = by_shard(run, (heads, axes, axes, P(), in_axes), heads)

@@ -28,7 +28,7 @@ class Window(NamedTuple):
       offset: number of tokens of the window that come before these.
       is_seen: bool[B|1,T,W], which tokens of the window each token sees; None if each sees all
         up to itself.
-      first: the first slot that any token sees.
+      first: the first slot that any token sees, or i32[B,T] of each token.
     """
 
     start: jax.Array

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from support.tiny_models import LLAMA, random_tensor, random_weights
+from support.tiny_models import LLAMA, TINY, random_tensor, random_weights
 
 from spec_jax.drafters.block.config import DFlashConfig, DSparkConfig, TreeFlashConfig
 from spec_jax.drafters.block.model import block_drafter, block_table
@@ -29,6 +29,13 @@ HEADS = {
         confidence_with_markov=False,
         is_causal=(True, True),
         windows=(4, None),
+    ),
+    "blocks of slots": DFlashConfig.of_target(
+        LLAMA,
+        block_size=5,
+        layer=ModelConfig(**TINY, num_attention_heads=4, model_type="qwen3", attention="xla"),
+        windows=(3, 2),
+        is_causal=(True, False),
     ),
     "treeflash": TreeFlashConfig.of_target(LLAMA, block_size=5),
 }

@@ -104,15 +104,16 @@ def block_states(
 
 def _windows(config, cache, B, T) -> dict[tuple[int | None, bool], Window]:
     """What the layers of each sort see of the slots."""
-    at = cache.length[:, None] + jnp.arange(T)
-    all_of_block = jnp.ones((1, T, T), bool)
-    distance = jnp.abs(at[:, :, None] - jnp.arange(cache.slots))
-    windows = {}
+    index, windows = jnp.arange(T), {}
+    at = cache.length[:, None] + index
     for size, is_causal in set(zip(config.windows, config.is_causal)):
-        seen = None if is_causal else all_of_block
+        ahead = index - index[:, None]  # of each token, how far each other one is
+        seen = None if is_causal else (ahead < (size or T))[None]
         window = Window.after(config.layer, cache, B, T, positions=at, window_mask=seen)
         if size is not None:
-            window = window._replace(mask=window.mask & (distance < size))
+            first = at - size + 1
+            is_near = jnp.arange(cache.slots) >= first[:, :, None]
+            window = window._replace(mask=window.mask & is_near, first=first)
         windows[size, is_causal] = window
     return windows
 
