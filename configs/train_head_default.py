@@ -40,9 +40,9 @@ def get_config() -> ConfigDict:
             "init_from": "",  # a zoo name or directory of a head to continue from
             "num_modules": 1,  # for mtp
             "protocol": "recycled",  # for mtp: one module for all; "sequential": one for each
-            "num_layers": 2,  # of dflash, dspark and treeflash
-            "block_size": 8,  # of the same: tokens of a block
-            "markov_rank": 256,  # for dspark: of the bias by the token before
+            "num_layers": 0,  # of dflash, dspark and treeflash; 0: two
+            "block_size": 0,  # tokens of their blocks; 0: eight
+            "markov_rank": 0,  # for dspark: of the bias by the token before; 0: 256
         }
     )
     config.loss = ConfigDict(

@@ -130,6 +130,7 @@ def _load_given(
 ) -> LoadedHead:
     """Loads the head to continue from; each process reads what its own devices hold."""
     kind, training = registry.objectives()[config.objective]
+    sizes = {name: options.pop(name) for name in training.sizes if name in options}
     given = load_draft(
         config.head.init_from,
         target,
@@ -145,6 +146,9 @@ def _load_given(
             f"head.init_from is {given.name}, a head of {' or '.join(others)}; the objective is "
             f"{config.objective}"
         )
+    for name, asked in sizes.items():
+        if (found := getattr(given.config, name)) != asked:
+            raise ConfigError(f"head.{name} is {asked}; that of {given.name} is {found}")
     found = len(given.params["d2t"]) if "d2t" in given.params else target.config.vocab_size
     if size not in (0, found):
         raise ConfigError(f"head.draft_vocab_size is {size}; {given.name} drafts {found} ids")

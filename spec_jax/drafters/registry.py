@@ -117,6 +117,8 @@ class Training:
         ``train`` before a head is trained.
       new: ``(target_config, **options) -> HeadConfig`` of a new head.
       options: the options of ``experiments.train_head``'s ``head`` that ``new`` takes.
+      sizes: those of them that the weights of a head that exists have settled: attributes of its
+        config, which are compared with them.
       formats: names of the checkpoint formats that an export may ask for.
       trains: ``(config) -> bool``, whether heads of this config are trained by this objective.
     """
@@ -124,6 +126,7 @@ class Training:
     objective: Callable[[], Any]
     new: Callable[..., HeadConfig]
     options: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ()
     formats: tuple[str, ...] = ()
     trains: Callable[[Any], bool] = lambda config: True
 

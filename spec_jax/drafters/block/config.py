@@ -74,6 +74,11 @@ class BlockConfig:
         require(are_sizes, f"windows are {self.windows}; expected positive sizes, or None")
 
     @property
+    def num_layers(self) -> int:
+        """M."""
+        return self.layer.num_hidden_layers
+
+    @property
     def max_draft(self) -> int:
         """The largest K: as many tokens as a block predicts."""
         return self.block_size - (0 if self.is_anchor_first else 1)

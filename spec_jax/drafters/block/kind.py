@@ -72,6 +72,7 @@ def _kind(config_class: type[BlockConfig], *options: str) -> DrafterKind:
                 new=config_class.of_target,
                 options=("taps", "num_layers", "block_size", *options),
                 formats=formats_of(config_class.name),
+                sizes=("num_layers", *options),
             )
         },
     )
