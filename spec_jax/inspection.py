@@ -7,19 +7,20 @@ import contextlib
 import dataclasses
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from spec_jax.drafters import registry
+from spec_jax.drafters.mtp.kind import holds_modules
 from spec_jax.errors import SpecJaxError, WeightsError
 from spec_jax.loading import find_directory
 from spec_jax.models.checks import is_integer, shown
-from spec_jax.models.families import AnyConfig, read_config
+from spec_jax.models.families import AnyConfig, family_of, read_config
 from spec_jax.models.files import foreign_files, read_json
 from spec_jax.models.params import declared, num_params
-from spec_jax.models.tensors import check_layers, open_tensors
+from spec_jax.models.tensors import check_layers, open_tensors, stored_names
 from spec_jax.models.tokenizer import Tokenizer
 
 _SHAPE = {  # keys of a config.json that say what a model is, and what they are called here
@@ -29,6 +30,7 @@ _SHAPE = {  # keys of a config.json that say what a model is, and what they are 
     "num_heads": "heads",
     "num_key_value_heads": "key-value heads",
     "num_nextn_predict_layers": "MTP modules",
+    "mtp_num_hidden_layers": "MTP modules",
     "draft_vocab_size": "draft vocabulary",
     "target_hidden_size": "target's width",
     "max_position_embeddings": "maximum length",
@@ -100,6 +102,8 @@ def inspect(name_or_path: str | pathlib.Path) -> Inspection:
         facts |= _tokens(tokenizer, config)
     if config is not None:
         facts["tied embeddings"] = "yes" if config.tie_word_embeddings else "no"
+        if holds_modules(hf, frozenset(shapes)):
+            notes.append("it holds MTP modules; load_mtp(…, target) reads them")
         notes += _compare(config, shapes)
     is_float = lambda dtype: dtype != "bool" and not dtype.startswith(("int", "uint"))
     kept = {name: (shape, dtype) for name, (shape, dtype) in shapes.items() if is_float(dtype)}
@@ -205,12 +209,13 @@ def _tokens(tokenizer: Tokenizer, config: AnyConfig | None) -> dict[str, str]:
     }
 
 
-def _compare(config: AnyConfig, shapes: Mapping[str, Any]) -> list[str]:
+def _compare(config: AnyConfig, shapes: Iterable[str]) -> list[str]:
     """Returns notes on tensors that the config does not ask for, or that are missing."""
+    names = set(stored_names(shapes, family_of(config).prefixes))
     asked = {spec.hf_name.format(i=layer) for _, spec, layer in declared(config)}
     if config.tie_word_embeddings:
         asked.discard("lm_head.weight")
-    missing, others = sorted(asked - set(shapes)), sorted(set(shapes) - asked)
+    missing, others = sorted(asked - names), sorted(names - asked)
     some = lambda names: ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
     notes = []
     if missing:

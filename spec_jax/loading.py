@@ -20,12 +20,14 @@ from spec_jax.config import METHODS
 from spec_jax.drafters import registry
 from spec_jax.drafters.common.vocabulary import resized
 from spec_jax.drafters.loaded import LoadedHead
+from spec_jax.drafters.mtp.kind import holds_modules
 from spec_jax.errors import ConfigError, ModelNotLoaded, WeightsError
 from spec_jax.meshes import to_mesh
 from spec_jax.models import checkpoint, transformer
 from spec_jax.models.families import read_config
 from spec_jax.models.files import foreign_files, read_json
 from spec_jax.models.loaded import LoadedModel
+from spec_jax.models.tensors import open_tensors
 from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.sharding import SHARDED, AxisRules
 
@@ -79,8 +81,9 @@ def load_model(
 
     Args:
       name_or_path: a zoo name ("zoo/target", "zoo/draft"); a directory of a Llama, Mistral (without
-        a sliding window), Qwen2, Qwen3, MiMo, Mamba-2 or Bamba model; or the id of one on the hub,
-        "owner/name" or "owner/name@revision", which is downloaded unless it is in the hub's cache.
+        a sliding window), Qwen2, Qwen3, Qwen3.5, MiMo, Mamba-2 or Bamba model; or the id of one on
+        the hub, "owner/name" or "owner/name@revision", which is downloaded unless it is in the
+        hub's cache.
       dtype: the dtype of the weights in memory, and of the cache.
       scan_layers: stack the layers, which compiles faster for an accelerator and runs slower on a
         CPU. None: stack them on accelerators, where the family can.
@@ -143,7 +146,8 @@ def load_draft(
     """Loads whatever drafts for a target: a model, an EAGLE head, MTP modules, or a kind of yours.
 
     Kinds are told apart by config.json and the names of the tensors. A directory that holds a whole
-    model and its MTP modules is read as the model; ``load_mtp`` reads the modules.
+    model and its MTP modules is read as the model, unless it is the target's: then the modules
+    draft. ``load_mtp`` reads the modules in any case.
 
     Args:
       name_or_path: a zoo name, a directory, or an id of the Hugging Face hub, see ``load_model``.
@@ -168,7 +172,7 @@ def load_draft(
             f"SpeculativeDecoder(target, config=SpeculativeConfig({asked!r}))"
         )
     directory, mesh = find_directory(name_or_path), to_mesh(mesh)
-    kind = registry.find(method) if method is not None else registry.detect(directory)
+    kind = registry.find(method) if method is not None else _detect(directory, target)
     dtype = _check_dtype(target.params["embed"].dtype if dtype is None else dtype)
     if kind.drafting.draft == "model":
         if overrides:
@@ -187,6 +191,17 @@ def load_draft(
     if as_stated is not target:
         head, in_parts = head.with_vocab(target.config.vocab_size), False
     return head if mesh is None or in_parts else head.on_mesh(mesh, axis_rules)
+
+
+def _detect(directory: pathlib.Path, target: LoadedModel) -> registry.DrafterKind:
+    """The kind of draft in a directory; of the target's own, its MTP modules if it has any."""
+    kind = registry.detect(directory)
+    is_own = kind.drafting.draft == "model" and pathlib.Path(target.name) == directory
+    if is_own:
+        with contextlib.ExitStack() as stack:
+            names = frozenset(open_tensors(directory, stack).left)
+        is_own = holds_modules(read_json(directory / "config.json"), names)
+    return registry.find("mtp") if is_own else kind
 
 
 def load_head(
@@ -215,10 +230,10 @@ def load_head(
 def load_mtp(
     path: str | pathlib.Path, target: LoadedModel, dtype: DTypeLike | None = None, **overrides: Any
 ) -> LoadedHead:
-    """Loads the MTP modules of a DeepSeek-V3, Qwen3-Next or MiMo directory.
+    """Loads the MTP modules of a Qwen3.5, DeepSeek-V3, Qwen3-Next or MiMo directory.
 
-    Of these families ``load_model`` loads MiMo; the layers of the other two are known as modules
-    alone, for targets of your own.
+    Of these families ``load_model`` loads Qwen3.5 and MiMo; the layers of the other two are known
+    as modules alone, for targets of your own.
 
     Args:
       path: a zoo name, the directory of the model or of its modules alone, or an id of the Hugging

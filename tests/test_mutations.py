@@ -128,6 +128,18 @@ MUTATIONS = mutants.read("""
     the convolution forgets what is new
         LayerState.commit: jax.vmap(x_)(inputs, n) -> jax.vmap(x_)(inputs, 0 * n)
         test_state_after_accept_and_roll_back_equals_a_fresh_prefill
+    a delta net adds to what its key held
+        delta.correct: v_BTNH - x_ -> v_BTNH
+        test_a_delta_net_equals_its_recurrence
+    tokens of a window do not correct each other
+        delta.correct: jnp.tril(x_, -1) + y_ -> y_
+        test_a_delta_net_equals_its_recurrence
+    a pass forgets what earlier passes of its window wrote
+        delta.correct: jnp.where(is_earlier, weights, 0.0) -> 0.0 * weights
+        test_a_window_that_several_passes_fill_is_one_window
+    norms less one are taken for factors
+        layers.centred_norms: 1 + w -> w
+        test_logits_of_a_directory_written_by_transformers
     * groups of layers commit without the path
         GroupedCache.commit: group.commit(n, path) -> group.commit(n, None)
         test_a_path_through_a_tree_equals_the_same_tokens_in_a_chain

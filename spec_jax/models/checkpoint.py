@@ -23,7 +23,14 @@ from spec_jax.models.files import write_json, write_once
 from spec_jax.models.params import Params, assemble, declared, outer_table, placement, walk
 from spec_jax.models.parts import Part, Tensor, read_onto, stack
 from spec_jax.models.specs import ParamSpec
-from spec_jax.models.tensors import StrictReader, check_layers, on_host, open_files, save_tensors
+from spec_jax.models.tensors import (
+    Renamed,
+    StrictReader,
+    check_layers,
+    on_host,
+    open_files,
+    save_tensors,
+)
 from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.sharding import SHARDED, AxisRules
 
@@ -79,7 +86,7 @@ def load_pretrained(
         source = open_files(directory, files)
         check_layers(directory, config.num_hidden_layers, len(source.names()))
         where = None if mesh is None else placement(str(directory), config, mesh, axis_rules)
-        tensors = StrictReader(directory, source)
+        tensors = StrictReader(directory, Renamed(source, family_of(config).prefixes))
         tensors.sizes = integers_of(config)
         is_twice = config.tie_word_embeddings and _HEAD in tensors.left
         ends = _equal_ends(directory, tensors, config).astype(dtype) if is_twice else None

@@ -236,6 +236,20 @@ def from_fields(cls: type[T], hf: Mapping[str, Any], *left_out: str) -> T:
         raise ConfigError(f"a value has a wrong type: {error}") from error
 
 
+def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what a config.json says of the language model, also where images are beside it.
+
+    ``text_config`` then has its keys. Stop tokens and ``tie_word_embeddings`` of the whole model
+    take precedence over those in it.
+
+    Raises:
+      ConfigError: ``text_config`` is no object.
+    """
+    text = stated_object(hf, "text_config")
+    outer = {n: hf[n] for n in ("eos_token_id", "tie_word_embeddings") if hf.get(n) is not None}
+    return {**hf, **text, **outer} if text else hf
+
+
 class EqualHeads:
     """Mixin of configs whose queries, keys and values are all ``head_dim`` wide."""
 

@@ -121,6 +121,11 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return (x32 * scale).astype(x.dtype) * weight
 
 
+def centred_norms(layer: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns weights in which norms are factors, where files hold them less one."""
+    return {name: 1 + w if name.endswith("norm") else w for name, w in layer.items()}
+
+
 def linear(x: jax.Array, layer: dict[str, jax.Array], name: str) -> jax.Array:
     """Applies the linear map of this name, and its bias if there is one.
 

@@ -16,13 +16,55 @@ Source: arXiv 2405.21060, sections 3 and 6; for trees arXiv 2505.14969.
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from spec_jax.errors import ShapeError
+from spec_jax.errors import ConfigError, ShapeError
+from spec_jax.models.checks import check_sizes
+from spec_jax.show.summary import short_repr
 
 CHUNK = 64  # tokens; the closed form of a window is quadratic in its length
+
+
+@dataclasses.dataclass(frozen=True)
+class MixerConfig:
+    """The shape of the part of a layer that mixes tokens through a state."""
+
+    hidden_size: int
+    num_heads: int
+    head_dim: int
+    state_size: int
+    n_groups: int
+    conv_kernel: int
+    norm_eps: float
+    time_step_limit: tuple[float, float] = (0.0, math.inf)
+    has_conv_bias: bool = True
+    has_bias: bool = False
+
+    __repr__ = short_repr()
+
+    def __post_init__(self):
+        check_sizes(
+            self, "hidden_size", "num_heads", "head_dim", "state_size", "n_groups", "conv_kernel"
+        )
+        if self.num_heads % self.n_groups:
+            raise ConfigError(f"{self.num_heads} heads do not divide into {self.n_groups} groups")
+
+    @property
+    def width(self) -> int:
+        """Of all heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """C, the channels of the convolution."""
+        return self.width + 2 * self.n_groups * self.state_size
 
 
 @flax.struct.dataclass
@@ -31,7 +73,7 @@ class Inputs:
 
     raw: jax.Array  # dtype[B,W,C], before the convolution
     u: jax.Array  # f32[B,W,N,H], x after the convolution, times the time step
-    b: jax.Array  # dtype[B,W,G,Z], after the convolution
+    b: jax.Array  # f32[B,W,G,Z], after the convolution
     log_decay: jax.Array  # f32[B,W,N], a
 
 
@@ -137,8 +179,8 @@ def read(
     B, T, G, Z = c_BTGZ.shape
     N, H = inputs.u.shape[2:]
     before, left = decays(inputs.log_decay, is_seen_BTW)
-    c, b = c_BTGZ.astype(jnp.float32), inputs.b.astype(jnp.float32)
-    scores = jnp.einsum("btgz,bwgz->btwg", c, b)
+    c = c_BTGZ.astype(jnp.float32)
+    scores = jnp.einsum("btgz,bwgz->btwg", c, inputs.b)
     weights = left * jnp.repeat(scores, N // G, axis=3)
     new = jnp.einsum("btwn,bwnh->btnh", weights, inputs.u)
     old = jnp.einsum("btgz,bgmz->btgm", c, state_BNHZ.reshape(B, G, -1, Z))
@@ -159,27 +201,54 @@ def fold(state_BNHZ: jax.Array, inputs: Inputs, is_kept_BW: jax.Array) -> jax.Ar
     B, W, G, Z = inputs.b.shape
     before, left = decays(inputs.log_decay, is_kept_BW[:, None])
     u = (left[:, 0, :, :, None] * inputs.u).reshape(B, W, G, -1)
-    new = jnp.einsum("bwgm,bwgz->bgmz", u, inputs.b.astype(jnp.float32))
+    new = jnp.einsum("bwgm,bwgz->bgmz", u, inputs.b)
     return before[:, 0, :, None, None] * state_BNHZ + new.reshape(state_BNHZ.shape)
 
 
 def read_chain(state_BNHZ: jax.Array, inputs: Inputs, c_BTGZ: jax.Array) -> jax.Array:
     """Returns what ``read`` does for a chain of T tokens, computed chunk by chunk."""
-    B, T = c_BTGZ.shape[:2]
+
+    def one_chunk(state, chunk, see_all):
+        inputs, c = chunk
+        return inputs, read(state, inputs, c, see_all)
+
+    return over_chunks(one_chunk, state_BNHZ, (inputs, c_BTGZ))
+
+
+def over_chunks(step: Callable[..., Any], state_BNHZ: jax.Array, arrays: Any) -> Any:
+    """Runs a step over chunks of a chain of T tokens, each from the state after those before it.
+
+    Args:
+      step: ``(state, arrays of the chunk, is_seen bool[1,T',T']) -> (Inputs, outputs)`` of its T'
+        tokens, where each sees all up to itself.
+      state_BNHZ: f32[B,N,H,Z], the state before the tokens.
+      arrays: dtype[B,T,...], a tree of them. Tokens of zeros may follow them.
+
+    Returns:
+      The outputs dtype[B,T,...] of all tokens.
+    """
+    B, T = jax.tree.leaves(arrays)[0].shape[:2]
     width = min(T, CHUNK)
     count = -(-T // width)
     see_all = jnp.tri(width, dtype=bool)[None]
+    if count == 1:
+        return step(state_BNHZ, arrays, see_all)[1]
 
     def split(x):
         x = jnp.pad(x, ((0, 0), (0, count * width - T), *[(0, 0)] * (x.ndim - 2)))
         return jnp.moveaxis(x.reshape(B, count, width, *x.shape[2:]), 1, 0)
 
+    def join(x):
+        return jnp.moveaxis(x, 0, 1).reshape(B, count * width, *x.shape[3:])[:, :T]
+
     def one_chunk(state, chunk):
-        inputs, c = chunk
-        out = read(state, inputs, c, see_all)
+        inputs, out = step(state, chunk, see_all)
         return fold(state, inputs, jnp.ones((1, width), bool)), out
 
-    if count == 1:
-        return read(state_BNHZ, inputs, c_BTGZ, see_all)
-    _, out = jax.lax.scan(one_chunk, state_BNHZ, jax.tree.map(split, (inputs, c_BTGZ)))
-    return jnp.moveaxis(out, 0, 1).reshape(B, count * width, *out.shape[3:])[:, :T]
+    _, out = jax.lax.scan(one_chunk, state_BNHZ, jax.tree.map(split, arrays))
+    return jax.tree.map(join, out)
+
+
+def latest_seen(width: int, num_tokens: int, offset: int | jax.Array) -> jax.Array:
+    """Returns bool[1,T,W], what the latest T tokens of a chain see of a window of ``width``."""
+    return jnp.arange(width) <= (offset + jnp.arange(num_tokens))[None, :, None]

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -129,6 +129,42 @@ class StrictReader:
         if self.left:
             names = ", ".join(f"{name:.80}" for name in sorted(self.left)[:8])
             raise WeightsError(f"{self._directory}: unexpected tensors {names}")
+
+
+def stored_names(names: Iterable[str], prefixes: Mapping[str, str | None]) -> dict[str, str]:
+    """Returns the names in files by those in a family's tables, without other parts of a model.
+
+    Args:
+      names: in files.
+      prefixes: see ``Family.prefixes``.
+    """
+    found = {}
+    for name in names:
+        old = next((old for old in prefixes if name.startswith(old)), "")
+        ours = prefixes.get(old, "")
+        if ours is not None:
+            found[ours + name.removeprefix(old)] = name
+    return found
+
+
+class Renamed:
+    """Tensors under the names of a family's tables, see ``stored_names``.
+
+    Args:
+      source: of ``StrictReader``.
+      prefixes: see ``Family.prefixes``.
+    """
+
+    def __init__(self, source: Any, prefixes: Mapping[str, str | None]):
+        self._source, self._stored = source, stored_names(source.names(), prefixes)
+
+    def names(self) -> set[str]:
+        """All that are left."""
+        return set(self._stored)
+
+    def tensor(self, name: str) -> Tensor:
+        """Returns the tensor of one of these names."""
+        return self._source.tensor(self._stored[name])
 
 
 def open_files(directory: pathlib.Path, stack: contextlib.ExitStack) -> Shards | Pickles:

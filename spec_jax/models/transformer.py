@@ -16,7 +16,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.models.caches.groups import group_of, with_group
 from spec_jax.models.cpu_layout import matmul
 from spec_jax.models.families import AnyConfig, init_cache, layer_kinds, places_of
-from spec_jax.models.layers import Window, constrain_logits, embed_tokens, rms_norm
+from spec_jax.models.layers import Window, centred_norms, constrain_logits, embed_tokens, rms_norm
 from spec_jax.models.params import Params, init_params
 from spec_jax.sharding import constrain, keep_layout
 
@@ -60,9 +60,11 @@ def forward(
     window = Window.after(config, cache, *tokens.shape, window_offset, positions, window_mask)
     x = embed_tokens(params["embed"], tokens)
     kinds = layer_kinds(config)
+    is_centred = getattr(config, "has_zero_centred_norms", False)
+    norms_as_factors = centred_norms if is_centred else lambda weights: weights
 
     def step(kind, weights, x, cache, index):
-        x, cache = kind.layer(weights, x, cache, index, window, config)
+        x, cache = kind.layer(norms_as_factors(weights), x, cache, index, window, config)
         return constrain(x, "batch", None, None), cache
 
     inner = sorted({i for i in taps if i < L})
@@ -90,7 +92,8 @@ def forward(
                 tapped[i] = x
             x, own = step(kind, params["layers"][str(i)], x, group_of(cache, group), place)
             cache = with_group(cache, group, own)
-    hidden = rms_norm(x, params["final_norm"], config.rms_norm_eps)
+    final = norms_as_factors({"norm": params["final_norm"]})["norm"]
+    hidden = rms_norm(x, final, config.rms_norm_eps)
     hidden = hidden.astype(params["embed"].dtype)  # a residual stream may be in float32
     tapped |= {L: x, L + 1: hidden}
     features = jnp.concatenate([tapped[i] for i in taps], axis=-1) if taps else None

@@ -14,6 +14,7 @@ from support.tiny_models import (
     BAMBA,
     LLAMA,
     MAMBA2,
+    QWEN35,
     large_weights,
     plain,
     random_tokens,
@@ -52,6 +53,7 @@ SYSTEMS = {
     "deferred": deferred,
     "scanned": lambda: of_models(dataclasses.replace(LLAMA, scan_layers=True), LLAMA),
     "bamba": lambda: plain(BAMBA, {"target": random_weights(BAMBA)}),
+    "qwen3.5": lambda: plain(QWEN35, {"target": random_weights(QWEN35)}),
     "bamba, mamba-2": lambda: of_models(BAMBA, MAMBA2),
     "mamba-2, bamba": lambda: of_models(MAMBA2, BAMBA),
 }

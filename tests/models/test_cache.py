@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support.meshes import mesh
-from support.tiny_models import BAMBA, LLAMA, MAMBA2, TINY, random_tokens, random_weights
+from support.tiny_models import BAMBA, LLAMA, MAMBA2, QWEN35, TINY, random_tokens, random_weights
 
 from spec_jax.errors import ShapeError, SnapshotError
 from spec_jax.meshes import use_mesh
@@ -26,8 +26,8 @@ from spec_jax.sharding import take_rows
 LENGTHS = np.array([5, 2, 1])
 K = 3
 SLOTS = 16
-KINDS = {"attention": LLAMA, "state": MAMBA2, "hybrid": BAMBA}
-STATES = {name: KINDS[name] for name in ("state", "hybrid")}
+KINDS = {"attention": LLAMA, "state": MAMBA2, "hybrid": BAMBA, "delta": QWEN35}
+STATES = {name: KINDS[name] for name in ("state", "hybrid", "delta")}
 of_kind = pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
 of_state_kind = pytest.mark.parametrize("config", STATES.values(), ids=STATES)
 

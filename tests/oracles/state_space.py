@@ -1,4 +1,4 @@
-"""Mamba-2 as it is defined: one token after the other, in float64 NumPy."""
+"""Mamba-2 and gated delta nets as they are defined: token after token, in float64 NumPy."""
 
 from __future__ import annotations
 
@@ -48,6 +48,37 @@ def run_mixer(layer, h, config):
         y = (y.reshape(-1) * silu(gate)).reshape(G, -1)
         y = rms_norm(y, layer["gate_norm"].reshape(G, -1), config.norm_eps).reshape(-1)
         out[t] = y @ layer["out"] + layer.get("out_bias", 0)
+    return out, state, last[1:]
+
+
+def run_delta_net(layer, h, config):
+    """What a gated delta net makes of inputs f64[T,D], and its state and last inputs behind them.
+
+    Args:
+      layer: its weights, float64.
+      h: the inputs.
+      config: a ``MixerConfig``.
+    """
+    N, H, G, Z = config.num_heads, config.head_dim, config.n_groups, config.state_size
+    state, last = np.zeros((N, H, Z)), np.zeros((config.conv_kernel, config.conv_dim))
+    unit = lambda x: x / np.sqrt((x * x).sum() + 1e-6)
+    out = np.zeros_like(h)
+    for t, x_t in enumerate(h):
+        last = np.concatenate([last[1:], (x_t @ layer["qkv"])[None]])
+        conv = silu((last.T * layer["conv"][:, 0]).sum(axis=1))
+        q, k, v = np.split(conv, [G * Z, 2 * G * Z])
+        rate = 1 / (1 + np.exp(-(x_t @ layer["rate"])))
+        step = np.log1p(np.exp(x_t @ layer["step"] + layer["time_bias"]))
+        y = np.zeros((N, H))
+        for n in range(N):
+            g = n // (N // G)
+            key, query = unit(k.reshape(G, Z)[g]), unit(q.reshape(G, Z)[g]) / np.sqrt(Z)
+            state[n] *= np.exp(-np.exp(layer["decay"][n]) * step[n])
+            error = v.reshape(N, H)[n] - state[n] @ key
+            state[n] += rate[n] * np.outer(error, key)
+            y[n] = state[n] @ query
+        y = rms_norm(y, layer["gate_scale"], config.norm_eps).reshape(-1)
+        out[t] = (y * silu(x_t @ layer["z"])) @ layer["out"]
     return out, state, last[1:]
 
 

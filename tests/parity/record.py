@@ -31,6 +31,10 @@ LINEAR = dict(rope_type="linear", rope_theta=10000.0, factor=3.0)
 YARN = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=16)
 BIASES = dict(attention_bias=True, mlp_bias=True, head_dim=8, rope_parameters=LLAMA3)
 ONE_LAYER = dict(num_hidden_layers=1, num_key_value_heads=2, tie_word_embeddings=True)
+PART = dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5)
+DELTA = dict(num_hidden_layers=4, num_key_value_heads=2, head_dim=8, rope_parameters=PART)
+DELTA |= dict(linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=5)
+DELTA |= dict(linear_value_head_dim=7)
 MODELS = {
     "llama": ("Llama", dict(num_hidden_layers=2, num_key_value_heads=2, tie_word_embeddings=True)),
     "llama, biases, llama3": ("Llama", dict(num_hidden_layers=1, **BIASES)),
@@ -38,7 +42,9 @@ MODELS = {
     "qwen2, linear": ("Qwen2", dict(ONE_LAYER, rope_parameters=LINEAR)),
     "qwen3": ("Qwen3", dict(num_hidden_layers=2, num_key_value_heads=2, head_dim=6)),
     "qwen3, yarn": ("Qwen3", dict(ONE_LAYER, head_dim=8, rope_parameters=YARN)),
+    "qwen3.5": ("Qwen3_5", DELTA),
 }
+CONFIGS = {"Qwen3_5": "Qwen3_5TextConfig"}
 PROCESSORS = [
     dict(temperature=0.6),
     dict(temperature=1.0, top_k=7),
@@ -51,7 +57,7 @@ PROMPT, NUM_NEW = "Once upon a time", 200
 
 
 def record_model(name, family, values):
-    config = getattr(transformers, f"{family}Config")(**SIZE, **values)
+    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**SIZE, **values)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     shapes = {name: list(weight.shape) for name, weight in model.named_parameters()}
     tokens = np.random.RandomState(0).randint(0, SIZE["vocab_size"], (1, 24))

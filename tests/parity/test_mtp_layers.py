@@ -13,15 +13,18 @@ from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context
 from spec_jax.drafters.mtp.model import MtpConfig, mtp, mtp_table
 from spec_jax.models import transformer
+from spec_jax.models.families import module_layer
 from spec_jax.models.families.deepseek import DeepseekConfig
+from spec_jax.models.families.qwen3_5 import Qwen35Config
 from spec_jax.models.families.qwen3_next import Qwen3NextConfig
 from spec_jax.sampling import make_sampler
 
 torch = pytest.importorskip("torch", reason="parity needs torch (extra 'parity')")
 pytest.importorskip("transformers", reason="parity needs transformers (extra 'parity')")
-from transformers import DeepseekV3Config  # noqa: E402
+from transformers import DeepseekV3Config, Qwen3_5TextConfig  # noqa: E402
 from transformers import Qwen3NextConfig as TheirQwenConfig  # noqa: E402
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3  # noqa: E402
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5  # noqa: E402
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next  # noqa: E402
 
 V, D, K = 31, 16, 3
@@ -40,6 +43,9 @@ QWEN |= dict(head_dim=8, num_attention_heads=4, num_key_value_heads=2)
 QWEN |= dict(max_position_embeddings=256, rms_norm_eps=1e-5, num_experts=6, num_experts_per_tok=2)
 QWEN |= dict(moe_intermediate_size=6, shared_expert_intermediate_size=10)
 QWEN |= dict(rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5))
+QWEN35 = {name: x for name, x in QWEN.items() if "expert" not in name}
+QWEN35 |= dict(model_type="qwen3_5_text", intermediate_size=20, linear_num_key_heads=1)
+QWEN35 |= dict(linear_num_value_heads=1, linear_key_head_dim=2, linear_value_head_dim=2)
 MODULES = {
     "dense": dict(q_lora_rank=8),
     "dense, plain queries, yarn": dict(q_lora_rank=None, rope_parameters=YARN),
@@ -49,6 +55,7 @@ MODULES = {
     "experts, not normalised": dict(q_lora_rank=8, **{**SPARSE, "norm_topk_prob": False}),
     "qwen3-next": QWEN,
     "qwen3-next, biases, not normalised": {**QWEN, "attention_bias": True, "norm_topk_prob": False},
+    "qwen3.5": QWEN35,
 }
 
 
@@ -70,11 +77,13 @@ class TorchModule:
         self.tensors = {k: torch.from_numpy(v) for k, v in tensors.items()}
         is_sparse = "model.layers.0.mlp.gate.weight" in tensors
         if "model_type" in values:
-            config = TheirQwenConfig(
+            config = (TheirQwenConfig if is_sparse else Qwen3_5TextConfig)(
                 **values, layer_types=["full_attention"], attn_implementation="eager"
             )
-            layer, rotary = qwen3_next.Qwen3NextDecoderLayer, qwen3_next.Qwen3NextRotaryEmbedding
-            make_norm = qwen3_next.Qwen3NextRMSNorm
+            room, name = (qwen3_next, "Qwen3Next") if is_sparse else (qwen3_5, "Qwen3_5")
+            rotary = "RotaryEmbedding" if is_sparse else "TextRotaryEmbedding"
+            layer, rotary = (getattr(room, f"{name}{x}") for x in ("DecoderLayer", rotary))
+            make_norm = getattr(room, f"{name}RMSNorm")
         else:
             config = DeepseekV3Config(
                 **values, first_k_dense_replace=0 if is_sparse else 1, attn_implementation="eager"
@@ -136,7 +145,8 @@ def params_of(config, tensors):
 def test_recycled_steps_are_those_of_transformers_layers(name):
     values = MODULES[name] if "qwen" in name else {**SIZE, **MODULES[name]}
     is_qwen = "model_type" in values
-    layer = Qwen3NextConfig.from_hf(values) if is_qwen else DeepseekConfig.from_hf(values)
+    kinds = {"qwen3_next": Qwen3NextConfig, "qwen3_5_text": Qwen35Config}
+    layer = module_layer(kinds.get(values.get("model_type"), DeepseekConfig).from_hf(values))
     config = MtpConfig.of_target(TARGET, layer=layer, has_zero_centred_norms=is_qwen)
     tensors = tensors_of(config)
     target = transformer.model(TARGET, config.taps)

@@ -7,11 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
+from support.published_configs import QWEN_27B
 from support.tiny_models import FAMILIES, LLAMA, STATE_FAMILIES, random_tensor, random_weights
 
 from spec_jax.config import SamplerConfig
 from spec_jax.models import transformer
 from spec_jax.models.checkpoint import load_pretrained, save_pretrained
+from spec_jax.models.families.qwen3_5 import Qwen35Config
+from spec_jax.models.params import declared
 from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.sampling import make_sampler, process
 
@@ -84,9 +88,12 @@ def random_tokens(vocab_size):
 def drawn(directory, family, config):
     """A model of a transformers config as loaded from its directory, and theirs."""
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    is_centred = lambda name: family == "Qwen3_5" and name.endswith("norm.weight")
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(torch.from_numpy(random_tensor(name, tuple(weight.shape), 0)))
+            if is_centred(name) and "linear_attn" not in name:
+                weight -= 1  # a factor near one, as in the others
     model.save_pretrained(directory)
     return *load_pretrained(directory), model
 
@@ -131,18 +138,29 @@ HALF = dict(rope_type="linear", factor=2.0, rope_theta=500.0, partial_rotary_fac
 ODD_BAMBA = dict(BAMBA, attn_layer_indices=[0, 2], mamba_n_groups=2, mamba_conv_bias=False)
 ODD_BAMBA |= dict(mamba_proj_bias=True, attention_bias=True, mlp_bias=True)
 ODD_BAMBA |= dict(time_step_limit=[0.1, 0.7], tie_word_embeddings=True, rope_parameters=HALF)
+PART = dict(rope_type="default", rope_theta=500.0, partial_rotary_factor=0.5)
+DELTA = dict(intermediate_size=24, num_hidden_layers=4, num_attention_heads=4, head_dim=8)
+DELTA |= dict(num_key_value_heads=2, linear_num_key_heads=2, linear_num_value_heads=6)
+DELTA |= dict(linear_key_head_dim=5, linear_value_head_dim=7, rope_parameters=PART)
+ODD_DELTA = dict(DELTA, layer_types=["full_attention", "linear_attention"], num_hidden_layers=2)
+ODD_DELTA |= dict(linear_conv_kernel_dim=3, attention_bias=True, tie_word_embeddings=True)
+ODD_DELTA |= dict(linear_num_key_heads=3, linear_num_value_heads=3, rms_norm_eps=1e-3)
 STATE_SPACE = {
     "usual": ("Mamba2", MAMBA2),
     "odd": ("Mamba2", ODD),
     "hybrid": ("Bamba", BAMBA),
     "odd hybrid": ("Bamba", ODD_BAMBA),
+    "delta": ("Qwen3_5", DELTA),
+    "odd delta": ("Qwen3_5", ODD_DELTA),
 }
+CONFIGS = {"Qwen3_5": "Qwen3_5TextConfig"}  # in place of the family's name and "Config"
 
 
 @pytest.mark.parametrize("name", STATE_SPACE)
 def test_logits_of_state_space_models_agree_beyond_one_chunk(tmp_path, name):
     family, options = STATE_SPACE[name]
-    config = getattr(transformers, f"{family}Config")(**SIZES, **options)
+    name = CONFIGS.get(family, f"{family}Config")
+    config = getattr(transformers, name)(**SIZES, **options)
     params, own, model = drawn(tmp_path, family, config)
     tokens = np.random.RandomState(1).randint(0, own.vocab_size, (2, 150))
     expected = torch_logits(model, tokens)
@@ -164,6 +182,45 @@ def test_what_we_save_transformers_loads_with_the_same_logits(tmp_path, config, 
     tokens = random_tokens(config.vocab_size)
     ours = whole(params, tokens, config=config)
     np.testing.assert_allclose(ours, torch_logits(model.eval(), tokens), atol=1e-4)
+
+
+def test_the_language_model_of_a_directory_with_images_agrees(tmp_path):
+    """As published: its tensors have another prefix, and stand beside those of the tower."""
+    tower = dict(depth=1, hidden_size=8, intermediate_size=8, num_heads=2, out_hidden_size=16)
+    text = SIZES | DELTA | dict(layer_types=["linear_attention", "full_attention"])
+    text |= dict(num_hidden_layers=2, eos_token_id=7)
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=tower)
+    model = transformers.Qwen3_5ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(torch.from_numpy(random_tensor(name, tuple(weight.shape), 0)))
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert any(name.startswith("model.visual.") for name in stored)
+    assert any(name.startswith("model.language_model.") for name in stored)
+    params, own = load_pretrained(tmp_path)
+    tokens = random_tokens(own.vocab_size)
+    expected = torch_logits(model, tokens)
+    assert np.abs(expected).max() > 0.5 and own.eos_token_id == (7,)
+    np.testing.assert_allclose(whole(params, tokens, config=own), expected, atol=1e-4)
+
+
+def test_the_published_27b_has_the_tensors_of_transformers():
+    """Without a byte of it: all names and shapes."""
+    published = {"text_config": QWEN_27B, "tie_word_embeddings": False}
+    with torch.device("meta"):
+        model = transformers.Qwen3_5ForConditionalGeneration(
+            transformers.Qwen3_5Config(**published)
+        )
+    theirs = {n: tuple(w.shape) for n, w in model.named_parameters()}
+    text = {
+        name.replace("model.language_model.", "model."): shape
+        for name, shape in theirs.items()
+        if not name.startswith("model.visual.")
+    }
+    config = Qwen35Config.from_hf(published)
+    spelled = lambda spec: spec.shape[::-1] if spec.is_linear else spec.shape
+    assert text == {spec.hf_name.format(i=i): spelled(spec) for _, spec, i in declared(config)}
 
 
 def test_transformers_loads_our_bfloat16_and_reads_our_stop_tokens(tmp_path):

@@ -19,6 +19,7 @@ from spec_jax.drafters import registry as kinds
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.families import registry as families
 from spec_jax.models.families.bamba import BambaConfig
+from spec_jax.models.families.qwen3_5 import Qwen35Config
 from spec_jax.models.params import all_tables, init_params, layer_tables, param_shardings
 from spec_jax.sampling import make_sampler
 from spec_jax.sharding import FULLY_SHARDED, REPLICATED, SHARDED, spec, state_axes
@@ -160,10 +161,14 @@ def split_into(parts, mesh):
 
 BIG = dict(vocab_size=4096, hidden_size=256, intermediate_size=1024, num_hidden_layers=2)
 BIG |= dict(num_attention_heads=8)
+DELTA = dict(num_key_value_heads=4, head_dim=32, linear_num_key_heads=4, linear_key_head_dim=32)
+DELTA |= dict(linear_num_value_heads=8, linear_value_head_dim=32)
+DELTA |= dict(layer_types=("linear_attention", "full_attention"))
 CONFIGS = {
     "separate": ModelConfig(**BIG),
     "scanned": ModelConfig(**BIG, scan_layers=True),
     "bamba": BambaConfig(**BIG, attn_layer_indices=(1,), mamba_n_heads=32, mamba_d_state=16),
+    "qwen3.5": Qwen35Config(**BIG, **DELTA),
 }
 
 

@@ -14,6 +14,7 @@ from spec_jax.models.config import ModelConfig, RopeConfig
 from spec_jax.models.families.bamba import BambaConfig
 from spec_jax.models.families.deepseek import DeepseekConfig
 from spec_jax.models.families.mamba2 import Mamba2Config
+from spec_jax.models.families.qwen3_5 import Qwen35Config
 from spec_jax.models.families.qwen3_next import Qwen3NextConfig
 from spec_jax.models.loaded import LoadedModel
 from spec_jax.models.params import assemble
@@ -58,8 +59,18 @@ BAMBA = BambaConfig(
     mamba_d_conv=3,
     max_position_embeddings=2048,
 )
+_DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=6)
+_DELTA |= dict(linear_value_head_dim=8, layer_types=("linear_attention", "full_attention"))
+QWEN35 = Qwen35Config(
+    **TINY,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    partial_rotary_factor=0.5,
+    **_DELTA,
+)
 FAMILIES = (LLAMA, QWEN2, QWEN3)
-STATE_FAMILIES = (MAMBA2, BAMBA)
+STATE_FAMILIES = (MAMBA2, BAMBA, QWEN35)
 
 
 def random_tensor(name: str, shape, seed: int) -> np.ndarray:

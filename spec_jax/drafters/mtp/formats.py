@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.errors import WeightsError
 from spec_jax.models.checks import is_integer, require, shown, stated_object
-from spec_jax.models.families import AnyConfig, family_of_type
+from spec_jax.models.config import text_part
+from spec_jax.models.families import AnyConfig, family_of_type, module_layer
 from spec_jax.models.specs import ParamSpec
 
 _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -115,7 +116,7 @@ def find_format(directory: pathlib.Path, hf: Mapping[str, Any], names: set[str])
       ConfigError: config.json does not say how many layers the target has.
       WeightsError: none of them belongs to an MTP module.
     """
-    count = hf.get("num_hidden_layers")
+    count = text_part(hf).get("num_hidden_layers")
     for name in ("Qwen3-Next", "MiMo"):
         if any(tensor.startswith(FORMATS[name].start) for tensor in names):
             return format_of(name, count)
@@ -156,6 +157,7 @@ def modules_config(
       ConfigError: an override does not exist, the modules do not fit the target, or modules of
         such a model are not supported.
     """
+    hf = text_part(hf)
     known = [field.name for field in dataclasses.fields(MtpConfig)][3:]  # not the target's sizes
     unknown = sorted(set(overrides) - set(known))
     require(not unknown, f"no option {', '.join(unknown)}; known: {', '.join(known)}")
@@ -184,8 +186,7 @@ def modules_config(
     values = {name: value for name, (value, _) in choices.items()} | dict(overrides)
     kind = hf.get("model_type")
     kind = kind if isinstance(kind, str) else shown(kind)
-    layer = family_of_type(kind, for_modules=True).config.from_hf(hf)
-    layer = dataclasses.replace(layer, num_hidden_layers=1)
+    layer = module_layer(family_of_type(kind, for_modules=True).config.from_hf(hf))
     return MtpConfig.of_target(target, layer=layer, **values)
 
 
@@ -198,6 +199,7 @@ def modules_json(config: MtpConfig, fmt: MtpFormat, num_layers: int) -> dict[str
       num_layers: the number of layers of the target.
     """
     hf = config.layer.rope.spellings() | config.layer.to_hf()
+    hf.pop("layer_types", None)  # of the target's layers, which this file is not about
     hf |= {"num_hidden_layers": num_layers, "num_nextn_predict_layers": config.num_modules}
     hf[_OWN_KEY] = {name: getattr(config, name) for name in _OWN_FIELDS}
     if fmt.name == "MiMo" and hf["model_type"] == "qwen2":

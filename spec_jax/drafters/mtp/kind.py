@@ -27,9 +27,16 @@ from spec_jax.models.families import family_of
 from spec_jax.models.loaded import LoadedModel
 from spec_jax.tree import AnyTree
 
+_TARGET_EMBEDS = {"model.embed_tokens.weight", "model.language_model.embed_tokens.weight"}
+
 
 def is_mtp(hf: Mapping[str, Any], names: AbstractSet[str]) -> bool:
-    """Whether a directory holds MTP modules without their model.
+    """Whether a directory holds MTP modules without their model, see ``holds_modules``."""
+    return holds_modules(hf, names) and names.isdisjoint(_TARGET_EMBEDS)
+
+
+def holds_modules(hf: Mapping[str, Any], names: AbstractSet[str]) -> bool:
+    """Whether a directory holds MTP modules, with or without their model.
 
     Args:
       hf: the parsed config.json.
@@ -39,7 +46,7 @@ def is_mtp(hf: Mapping[str, Any], names: AbstractSet[str]) -> bool:
         find_format(pathlib.Path(), hf, names)
     except (ConfigError, WeightsError):
         return False
-    return "model.embed_tokens.weight" not in names
+    return True
 
 
 def _drafter(draft: LoadedHead, target: Model, config: SpeculativeConfig) -> Drafter:

@@ -23,8 +23,15 @@ from spec_jax.drafters.common.sequential import Modules, check_num_draft, sequen
 from spec_jax.errors import ConfigError
 from spec_jax.models.checks import require
 from spec_jax.models.cpu_layout import matmul
-from spec_jax.models.families import AnyConfig, family_of, layer_kinds
-from spec_jax.models.layers import Window, constrain_logits, embed_tokens, linear, rms_norm
+from spec_jax.models.families import AnyConfig, family_of, layer_kinds, module_layer
+from spec_jax.models.layers import (
+    Window,
+    centred_norms,
+    constrain_logits,
+    embed_tokens,
+    linear,
+    rms_norm,
+)
 from spec_jax.models.params import init_table
 from spec_jax.models.specs import ParamSpec
 from spec_jax.sharding import constrain
@@ -110,11 +117,11 @@ class MtpConfig:
           target: the target's config.
           **changes: fields that differ from this.
         """
-        unrolled = {"scan_layers": False} if target.scan_layers else {}
-        layer = dataclasses.replace(target, num_hidden_layers=1, **unrolled)
+        layer = module_layer(target)
         sizes = {"target_hidden_size": target.hidden_size, "target_vocab_size": target.vocab_size}
         taps = (target.num_hidden_layers + 1,)
-        return cls(**{"layer": layer, **sizes, "taps": taps, **changes})
+        centred = {"has_zero_centred_norms": getattr(target, "has_zero_centred_norms", False)}
+        return cls(**{"layer": layer, **sizes, "taps": taps, **centred, **changes})
 
     def check_num_draft(self, num_draft: int) -> None:
         """Raises a ConfigError if the modules cannot draft so many tokens a round."""
@@ -166,9 +173,7 @@ def init_mtp(config: MtpConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) 
 def _module(params: dict, index: int, config: MtpConfig) -> dict[str, jax.Array]:
     """The weights of one module, with norms as factors."""
     module = params["head"][str(index)]
-    if not config.has_zero_centred_norms:
-        return module
-    return {name: 1 + w if name.endswith("norm") else w for name, w in module.items()}
+    return centred_norms(module) if config.has_zero_centred_norms else module
 
 
 def forward(

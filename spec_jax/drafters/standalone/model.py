@@ -19,6 +19,7 @@ from spec_jax.drafters.registry import DrafterKind, DraftFormat, Drafting, Draft
 from spec_jax.errors import ConfigError
 from spec_jax.models.chunks import over_chunks
 from spec_jax.models.families import family_of_type
+from spec_jax.models.tensors import stored_names
 from spec_jax.tree import AnyTree, DynamicTree, check_children
 
 FIRST_TOKENS = 2  # a row, fed by the first pass of a round
@@ -159,7 +160,8 @@ def is_model(hf: Mapping[str, Any], names: AbstractSet[str]) -> bool:
         return True
     try:
         family = family_of_type(hf.get("model_type"))
-        return family.outer_table(family.config.from_hf(hf))["embed"].hf_name in names
+        embed = family.outer_table(family.config.from_hf(hf))["embed"].hf_name
+        return embed in stored_names(names, family.prefixes)
     except ConfigError:
         return False
 

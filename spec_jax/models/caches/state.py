@@ -40,13 +40,12 @@ class LayerState:
     def open_window(self, width: int) -> LayerState:
         """Makes room for a window of ``width`` tokens that several passes fill."""
         (B, N, H, Z), C = self.ssm.shape, self.conv.shape[2]
-        zeros = lambda *shape, dtype=jnp.float32: jnp.zeros((B, width, *shape), dtype)
-        dtype = self.conv.dtype
+        zeros = lambda *shape: jnp.zeros((B, width, *shape), jnp.float32)
         window = Inputs(
-            raw=zeros(C, dtype=dtype),
+            raw=zeros(C).astype(self.conv.dtype),
             u=zeros(N, H),
             log_decay=zeros(N),
-            b=zeros((C - N * H) // (2 * Z), Z, dtype=dtype),
+            b=zeros((C - N * H) // (2 * Z), Z),
         )
         return self.replace(window=window)
 

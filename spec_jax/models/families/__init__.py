@@ -8,7 +8,7 @@ A family from outside of the package is registered in the same way. See
     register(Family(config=MyConfig, model_types=("mine",), layer=my_layer, ...))
 """
 
-from spec_jax.models.families import bamba, deepseek, llama, mamba2, qwen3_next
+from spec_jax.models.families import bamba, deepseek, llama, mamba2, qwen3_5, qwen3_next
 from spec_jax.models.families.registry import (
     AnyConfig,
     Family,
@@ -17,6 +17,7 @@ from spec_jax.models.families.registry import (
     family_of_type,
     init_cache,
     layer_kinds,
+    module_layer,
     places_of,
     read_config,
     register,
@@ -34,7 +35,9 @@ __all__ = [
     "layer_kinds",
     "llama",
     "mamba2",
+    "module_layer",
     "places_of",
+    "qwen3_5",
     "qwen3_next",
     "read_config",
     "register",

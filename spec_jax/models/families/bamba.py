@@ -17,16 +17,11 @@ from spec_jax.models.checks import (
     shown,
 )
 from spec_jax.models.config import EPS_RANGE, PartialRotary, RopeConfig, eos_spelling, eos_tuple
-from spec_jax.models.families.mamba2 import (
-    MixerConfig,
-    init_states,
-    mixer,
-    mixer_table,
-    time_limits,
-)
+from spec_jax.models.families.mamba2 import init_states, mixer, mixer_table, time_limits
 from spec_jax.models.families.registry import Family, LayerKind, register
 from spec_jax.models.layers import attention, mlp, pre_norm_layer
 from spec_jax.models.specs import ParamSpec, attention_specs, mlp_specs, norm_spec, outer_specs
+from spec_jax.models.ssm import MixerConfig
 from spec_jax.show.summary import short_repr
 
 

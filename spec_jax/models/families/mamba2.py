@@ -18,7 +18,7 @@ from spec_jax.models.config import EPS_RANGE, RopeConfig, eos_spelling, eos_tupl
 from spec_jax.models.families.registry import Family, register
 from spec_jax.models.layers import Window, linear, rms_norm
 from spec_jax.models.specs import ParamSpec, linear_specs, norm_spec, outer_specs
-from spec_jax.models.ssm import Inputs, convolve, read, read_chain, write
+from spec_jax.models.ssm import Inputs, MixerConfig, convolve, latest_seen, read, read_chain, write
 from spec_jax.sharding import constrain
 from spec_jax.show.summary import short_repr
 
@@ -39,41 +39,6 @@ def time_limits(value: Any) -> tuple[float, float]:
             f"time_step_limit is {shown(value)}; expected two numbers, ascending from 0"
         )
     return low, high
-
-
-@dataclasses.dataclass(frozen=True)
-class MixerConfig:
-    """The shape of the part of a layer that mixes tokens through a state."""
-
-    hidden_size: int
-    num_heads: int
-    head_dim: int
-    state_size: int
-    n_groups: int
-    conv_kernel: int
-    norm_eps: float
-    time_step_limit: tuple[float, float] = (0.0, math.inf)
-    has_conv_bias: bool = True
-    has_bias: bool = False
-
-    __repr__ = short_repr()
-
-    def __post_init__(self):
-        check_sizes(
-            self, "hidden_size", "num_heads", "head_dim", "state_size", "n_groups", "conv_kernel"
-        )
-        if self.num_heads % self.n_groups:
-            raise ConfigError(f"{self.num_heads} heads do not divide into {self.n_groups} groups")
-
-    @property
-    def width(self) -> int:
-        """Of all heads together."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def conv_dim(self) -> int:
-        """C, the channels of the convolution."""
-        return self.width + 2 * self.n_groups * self.state_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,7 +218,7 @@ def mixer(
         inputs = Inputs(
             raw=raw,
             u=put("u", dt[..., None] * x),
-            b=put("b", b.reshape(B, T, G, Z)),
+            b=put("b", b.reshape(B, T, G, Z).astype(jnp.float32)),
             log_decay=put("log_decay", -dt * jnp.exp(layer["decay"].astype(jnp.float32))),
         )
         y = _read(held.ssm, inputs, c, window)
@@ -273,7 +238,7 @@ def _read(state: jax.Array, inputs: Inputs, c: jax.Array, window: Window) -> jax
     elif is_whole:
         return read_chain(state, jax.tree.map(lambda x: x[:, :T], inputs), c)
     else:
-        is_seen = jnp.arange(width) <= (offset + jnp.arange(T))[None, :, None]
+        is_seen = latest_seen(width, T, offset)
     return read(state, jax.tree.map(lambda x: x[:, : is_seen.shape[2]], inputs), c, is_seen)
 
 

@@ -50,11 +50,15 @@ _BY_TYPE = {  # what neither keys nor tensors show, by the beginning of the mode
     "cohere": "rotary positions of interleaved pairs",
     "glm": "rotary positions of interleaved pairs",
 }
+_HELD = dict.fromkeys(  # what supported families have of these
+    ("qwen3_5", "qwen3_5_text"),
+    ("layers of linear attention", "layers of linear_attention", "images or sound beside the text"),
+)
 _SMALL = {  # a model of any family, to see the names of its tensors
     "vocab_size": 32,
     "hidden_size": 64,
     "intermediate_size": 64,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -73,6 +77,10 @@ _SMALL = {  # a model of any family, to see the names of its tensors
     "mamba_n_groups": 1,
     "mamba_expand": 2,
     "mamba_d_conv": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
     "eos_token_id": 1,
     "sliding_window": None,
 }
@@ -95,7 +103,7 @@ def explain(hf: Mapping[str, Any], names: Iterable[str], families: Iterable[Any]
         for kind in family.model_types
     }
     kind = _nearest(str(hf.get("model_type")), text, theirs, known)
-    missing = _features(text)
+    missing = [what for what in _features(text) if what not in _HELD.get(kind, ())]
     others, lacking = sorted(theirs - known[kind]), sorted(known[kind] - theirs)
     if theirs and known[kind]:
         if others:
@@ -137,11 +145,14 @@ def _nearest(
     has_state = any(key.startswith(("mamba_", "ssm_", "state_size")) for key in map(str, hf))
     usual = "llama" if not has_state else "bamba" if "num_attention_heads" in hf else "mamba2"
 
+    is_linear = any(str(key).startswith("linear_num_") for key in hf)
+
     def likeness(kind: str) -> tuple[float, ...]:
         both, either = len(theirs & known[kind]), len(theirs | known[kind])
         by_name = difflib.SequenceMatcher(None, model_type, kind).ratio()
         has_name = not has_state and by_name > 0.7
-        return (both / either if theirs else 0.0, has_name * by_name, kind == usual, by_name)
+        by_tensors = both / either if theirs else 0.0
+        return by_tensors, (kind in _HELD) == is_linear, has_name * by_name, kind == usual, by_name
 
     return max(known, key=likeness)
 

@@ -86,11 +86,14 @@ class Qwen3NextConfig(PartialRotary):
         }
 
 
-def layer_table(config: Qwen3NextConfig) -> dict[str, ParamSpec]:
-    """Returns the declared weights of one layer; ``q`` makes each head's query, then its gate."""
-    D, H, X = config.hidden_size, config.head_dim, config.num_experts
+def attention_table(config: Any) -> dict[str, ParamSpec]:
+    """Returns the weights of ``attention``, and both norms of its layer.
+
+    ``q`` makes each head's query, then its gate.
+    """
+    D, H = config.hidden_size, config.head_dim
     NH, GH = config.num_attention_heads * H, config.num_key_value_heads * H
-    prefix, hf = "model.layers.{i}.", "model.layers.{i}.mlp"
+    prefix = "model.layers.{i}."
     table: dict[str, ParamSpec] = {}
 
     def norm(name, size, axis, hf):
@@ -108,7 +111,13 @@ def layer_table(config: Qwen3NextConfig) -> dict[str, ParamSpec]:
     norm("q_norm", H, "head_dim", "self_attn.q_norm")
     norm("k_norm", H, "head_dim", "self_attn.k_norm")
     norm("mlp_norm", D, "embed", "post_attention_layernorm")
-    return table | {
+    return table
+
+
+def layer_table(config: Qwen3NextConfig) -> dict[str, ParamSpec]:
+    """Returns the declared weights of one layer."""
+    D, X, hf = config.hidden_size, config.num_experts, "model.layers.{i}.mlp"
+    return attention_table(config) | {
         "router": ParamSpec((D, X), ("embed", "experts"), f"{hf}.gate.weight", is_linear=True),
         "shared_scale": ParamSpec(
             (D, 1), ("embed", "one"), f"{hf}.shared_expert_gate.weight", is_linear=True
@@ -124,7 +133,7 @@ def attention(
     cache: KVCache | None,
     index: int,
     window: Window,
-    config: Qwen3NextConfig,
+    config: Any,
 ) -> tuple[jax.Array, KVCache | None]:
     """Applies gated attention to normalised inputs, without the residual.
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import pathlib
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
@@ -83,6 +85,10 @@ class Family(NamedTuple):
       can_scan: the layers are all of one kind and alike, so they may be stacked and scanned.
       has_panels: every matrix but ``embed`` is applied by ``layers.linear``, so a CPU may store
         them in panels, see ``models/cpu_layout.py``.
+      prefixes: how names of tensors may begin otherwise, and how they begin in the tables; None for
+        tensors that are no part of the language model.
+      module_layer: ``(config) -> config`` of the one layer that an MTP module of such a model has;
+        None if it is any layer of the model.
       mtp_formats: names of the formats (see ``drafters/mtp/formats.py``) that can hold MTP modules
         with such a layer. Empty if modules are not supported.
         The names of a layer's weights must differ from those of a module (``fc``, ``norm``,
@@ -98,6 +104,8 @@ class Family(NamedTuple):
     kinds: Callable[[Any], Sequence[LayerKind]] | None = None
     can_scan: bool = False
     has_panels: bool = False
+    prefixes: Mapping[str, str | None] = types.MappingProxyType({})
+    module_layer: Callable[[Any], Any] | None = None
     mtp_formats: tuple[str, ...] = ()
 
 
@@ -160,6 +168,15 @@ def init_cache(config: AnyConfig, batch: int, slots: int, dtype: DTypeLike = jnp
     counts = collections.Counter(kind.init_cache for kind in layer_kinds(config))
     caches = [init(config, batch, slots, dtype, count) for init, count in counts.items()]
     return caches[0] if len(caches) == 1 else GroupedCache(tuple(caches))
+
+
+def module_layer(config: AnyConfig) -> Any:
+    """Returns the config of the one layer of an MTP module for such a model."""
+    of_family = family_of(config).module_layer
+    if of_family is not None:
+        return of_family(config)
+    unrolled = {"scan_layers": False} if config.scan_layers else {}
+    return dataclasses.replace(config, num_hidden_layers=1, **unrolled)
 
 
 def family_of_type(model_type: Any, *, for_modules: bool = False) -> Family:

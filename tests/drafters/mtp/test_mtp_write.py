@@ -16,6 +16,7 @@ from support.tiny_models import (
     QWEN2,
     QWEN3,
     QWEN3_NEXT,
+    QWEN35,
     random_tensor,
     random_weights,
 )
@@ -28,6 +29,7 @@ from spec_jax.loading import LoadedModel
 from spec_jax.models import transformer
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.config import RopeConfig
+from spec_jax.models.families import module_layer
 
 L, V, D = LLAMA.num_hidden_layers, 31, 16
 YARN = RopeConfig("yarn", 5e5, factor=4.0, original_max_position_embeddings=16, mscale_all_dim=0.5)
@@ -48,6 +50,7 @@ CASES = [
     ("DeepSeek", dataclasses.replace(DEEPSEEK, rope=YARN), ALL_OTHER),
     ("DeepSeek", DENSE, OWN_ENDS | dict(num_modules=2, protocol="sequential")),
     ("Qwen3-Next", QWEN3_NEXT, CENTRED),
+    ("Qwen3-Next", module_layer(QWEN35), CENTRED),
     ("Qwen3-Next", dataclasses.replace(QWEN3_NEXT, norm_topk_prob=False), CENTRED | ALL_OTHER),
 ]
 

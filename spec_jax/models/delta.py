@@ -1,0 +1,181 @@
+"""Gated delta nets: layers whose state forgets, and replaces what a key held by a new value.
+
+With a decay a_t <= 0, a rate beta_t and a key k_t of length one, the state and the output of a
+head are
+
+    u_t = beta_t (v_t - exp(a_t) S_{t-1} k_t)
+    S_t = exp(a_t) S_{t-1} + u_t k_t^T              y_t = S_t q_t
+
+This is the recurrence of ``ssm.py`` with u_t in place of its input, k_t of its B and q_t of its C.
+So state, window, reading and folding are Mamba-2's, for chains and trees. What is left is u: the u
+of a window are the solution of a triangular system, as each depends on those that its token sees.
+A token's u never depends on tokens that it does not see, so it stays right whatever is accepted.
+
+Letters are those of ``ssm.py``: G is the number of key heads, and N that of value heads.
+
+Source: Gated Delta Networks, arXiv 2412.06464; the triangular system, arXiv 2406.06484, section 3.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax.models.caches.state import StateCache
+from spec_jax.models.layers import Window, linear, rms_norm
+from spec_jax.models.specs import ParamSpec, linear_specs
+from spec_jax.models.ssm import (
+    Inputs,
+    MixerConfig,
+    convolve,
+    decays,
+    latest_seen,
+    over_chunks,
+    read,
+    write,
+)
+from spec_jax.sharding import constrain
+
+_EPS = 1e-6  # of the lengths of queries and keys
+
+
+def delta_table(config: MixerConfig, prefix: str) -> dict[str, ParamSpec]:
+    """Returns the declared weights of one delta net.
+
+    Args:
+      config: its shape; ``num_heads`` counts value heads, and ``n_groups`` key heads.
+      prefix: of their external names, with its last dot.
+    """
+    D, N, C, width = config.hidden_size, config.num_heads, config.conv_dim, config.width
+    table: dict[str, ParamSpec] = {}
+    for name, hf, size, axis in (
+        ("qkv", "in_proj_qkv", C, "state_inputs"),
+        ("z", "in_proj_z", width, "state_heads"),
+        ("rate", "in_proj_b", N, "state_heads"),
+        ("step", "in_proj_a", N, "state_heads"),
+    ):
+        linear_specs(table, name, D, size, ("embed", axis), f"{prefix}{hf}")
+    axes, hf = ("state_heads", "embed"), f"{prefix}out_proj"
+    linear_specs(table, "out", width, D, axes, hf, init="residual")
+    shape, axes = (C, 1, config.conv_kernel), ("channels", "one", "reach")
+    return table | {
+        "conv": ParamSpec(shape, axes, f"{prefix}conv1d.weight", init="conv"),
+        "time_bias": ParamSpec((N,), ("state_heads",), f"{prefix}dt_bias", init="ones"),
+        "decay": ParamSpec((N,), ("state_heads",), f"{prefix}A_log", init="decay"),
+        "gate_scale": ParamSpec(
+            (config.head_dim,), ("head_dim",), f"{prefix}norm.weight", init="ones"
+        ),
+    }
+
+
+def correct(
+    state_BNHZ: jax.Array,
+    inputs: Inputs,
+    v_BTNH: jax.Array,
+    rate_BTN: jax.Array,
+    is_seen_BTW: jax.Array,
+    offset: int | jax.Array,
+) -> jax.Array:
+    """Returns the u of T tokens of a window.
+
+    Args:
+      state_BNHZ: f32[B,N,H,Z], the state before the window.
+      inputs: of the window's W tokens; ``u`` only counts for tokens before the T.
+      v_BTNH: f32[B,T,N,H], values.
+      rate_BTN: f32[B,T,N], beta.
+      is_seen_BTW: bool[B|1,T,W], which tokens of the window each token sees, itself included. Of
+        the T tokens it sees none that comes later.
+      offset: place of the first of the T tokens in the window.
+
+    Returns:
+      f32[B,T,N,H].
+    """
+    (B, T, N, H), G = v_BTNH.shape, inputs.b.shape[2]
+    take = lambda x, axis: jax.lax.dynamic_slice_in_dim(x, offset, T, axis)
+    before, left = decays(inputs.log_decay, is_seen_BTW)
+    k = take(inputs.b, 1)
+    scores = jnp.einsum("btgz,bwgz->btwg", k, inputs.b)
+    weights = rate_BTN[:, :, None] * left * jnp.repeat(scores, N // G, axis=3)
+    old = jnp.einsum("btgz,bgmz->btgm", k, state_BNHZ.reshape(B, G, -1, k.shape[-1]))
+    known = rate_BTN[..., None] * (v_BTNH - before[..., None] * old.reshape(B, T, N, H))
+    if not (isinstance(offset, int) and offset == 0):
+        is_earlier = (jnp.arange(weights.shape[2]) < offset)[:, None]
+        known -= jnp.einsum("btwn,bwnh->btnh", jnp.where(is_earlier, weights, 0.0), inputs.u)
+    own = jnp.tril(take(weights, 2).transpose(0, 3, 1, 2), -1) + jnp.eye(T)
+    u = jax.lax.linalg.triangular_solve(
+        own, known.transpose(0, 2, 1, 3), left_side=True, lower=True, unit_diagonal=True
+    )
+    return u.transpose(0, 2, 1, 3)
+
+
+def _run_chain(state, k, v, rate, log_decay, q):
+    """The u and the outputs of a chain of T tokens that begins a window."""
+
+    def one_chunk(state, chunk, see_all):
+        k, v, rate, log_decay, q = chunk
+        inputs = Inputs(raw=k, u=v, b=k, log_decay=log_decay)
+        inputs = inputs.replace(u=correct(state, inputs, v, rate, see_all, 0))
+        return inputs, (inputs.u, read(state, inputs, q, see_all))
+
+    return over_chunks(one_chunk, state, (k, v, rate, log_decay, q))
+
+
+def delta_net(
+    layer: dict[str, jax.Array],
+    x_BTD: jax.Array,
+    cache: StateCache | None,
+    index: int,
+    window: Window,
+    config: MixerConfig,
+) -> tuple[jax.Array, StateCache | None]:
+    """Applies a gated delta net to normalised inputs, without the residual.
+
+    Args:
+      layer: the layer's weights.
+      x_BTD: dtype[B,T,D].
+      cache: is read and written; None if the tokens are whole sequences.
+      index: the layer's place in the cache.
+      window: the tokens' places, and what each of them sees.
+      config: the shape of the net.
+
+    Returns:
+      dtype[B,T,D], and the cache with the window written.
+    """
+    (B, T, _), f32 = x_BTD.shape, jnp.float32
+    N, H, G, Z = config.num_heads, config.head_dim, config.n_groups, config.state_size
+    with jax.named_scope("delta"):
+        whole = StateCache.create(config, 1, B, x_BTD.dtype) if cache is None else cache
+        held = whole.layers[index if cache is not None else 0]
+        old, offset = held.window, window.offset
+        put = lambda name, new: write(old and getattr(old, name), new, offset)
+        # Its parts are not split where the mesh splits the whole, so it is gathered once.
+        raw = put("raw", constrain(linear(x_BTD, layer, "qkv"), "batch", None, None))
+        mixed = convolve(held.conv, raw, layer["conv"][:, 0], T, offset, window.is_seen)
+        q, k, v = jnp.split(jax.nn.silu(mixed).astype(f32), (G * Z, 2 * G * Z), axis=-1)
+        q, k = (_unit(x.reshape(B, T, G, Z)) for x in (q, k))
+        v = constrain(v.reshape(B, T, N, H), "batch", None, "state_heads")
+        q *= Z**-0.5
+        rate = jax.nn.sigmoid(linear(x_BTD, layer, "rate").astype(f32))
+        time = linear(x_BTD, layer, "step").astype(f32) + layer["time_bias"].astype(f32)
+        log_decay = -jnp.exp(layer["decay"].astype(f32)) * jax.nn.softplus(time)
+        if window.is_seen is None and isinstance(offset, int) and offset == 0:
+            u, y = _run_chain(held.ssm, k, v, rate, log_decay, q)
+            inputs = Inputs(raw, put("u", u), put("b", k), put("log_decay", log_decay))
+        else:
+            width, is_seen = raw.shape[1], window.is_seen
+            is_seen = latest_seen(width, T, offset) if is_seen is None else is_seen
+            cut = lambda inputs: jax.tree.map(lambda x: x[:, : is_seen.shape[2]], inputs)
+            blank = jnp.zeros((B, width, N, H), f32) if old is None else old.u
+            inputs = Inputs(raw, blank, put("b", k), put("log_decay", log_decay))
+            u = correct(held.ssm, cut(inputs), v, rate, is_seen, offset)
+            inputs = inputs.replace(u=put("u", u))
+            y = read(held.ssm, cut(inputs), q, is_seen)
+        y = rms_norm(y, layer["gate_scale"].astype(f32), config.norm_eps).reshape(B, T, -1)
+        y *= jax.nn.silu(linear(x_BTD, layer, "z").astype(f32))
+        out = linear(y.astype(x_BTD.dtype), layer, "out")
+    return out, cache and whole.put(index, held.replace(window=inputs))
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    """Vectors of length one."""
+    return x * jax.lax.rsqrt((x * x).sum(axis=-1, keepdims=True) + _EPS)

@@ -1,0 +1,190 @@
+"""Qwen3.5, 3.6 and 3.8: gated delta nets, and gated attention in each fourth layer.
+
+Directories with a vision tower load as the language model that they contain; it is saved without
+the tower. Files hold norms less one, see ``layers.centred_norms``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from spec_jax.errors import ConfigError
+from spec_jax.models.checks import (
+    check_fields,
+    check_ranges,
+    check_sizes,
+    check_stop_tokens,
+    check_supported,
+    shown,
+)
+from spec_jax.models.config import (
+    EPS_RANGE,
+    PartialRotary,
+    RopeConfig,
+    eos_spelling,
+    eos_tuple,
+    text_part,
+)
+from spec_jax.models.delta import delta_net, delta_table
+from spec_jax.models.families.mamba2 import init_states
+from spec_jax.models.families.qwen3_next import attention, attention_table
+from spec_jax.models.families.registry import Family, LayerKind, register
+from spec_jax.models.layers import mlp, pre_norm_layer
+from spec_jax.models.specs import ParamSpec, mlp_specs, norm_spec, outer_specs
+from spec_jax.models.ssm import MixerConfig
+from spec_jax.show.summary import short_repr
+
+LINEAR, FULL = "linear_attention", "full_attention"  # the words of ``layer_types``
+_MROPE = ("mrope_section", "mrope_interleaved")  # of text all sections have the same position
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen35Config(PartialRotary):
+    """The shape of a Qwen3.5 language model. Field names are Hugging Face's."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int = 4
+    layer_types: tuple[str, ...] = ()
+    partial_rotary_factor: float = 0.25
+    attention_bias: bool = False
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 32768
+    rope: RopeConfig = RopeConfig()
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: tuple[int, ...] = ()
+
+    has_zero_centred_norms: ClassVar[bool] = True
+    mlp_bias: ClassVar[bool] = False
+    scan_layers: ClassVar[bool] = False
+
+    __repr__ = short_repr()
+
+    def __post_init__(self):
+        set_ = lambda name, value: object.__setattr__(self, name, value)
+        check_sizes(self, *(f.name for f in dataclasses.fields(self) if f.type == "int"))
+        check_fields(self)
+        check_ranges(self, rms_norm_eps=EPS_RANGE)
+        for one, per in (
+            ("num_attention_heads", "num_key_value_heads"),
+            ("linear_num_value_heads", "linear_num_key_heads"),
+        ):
+            many, few = getattr(self, one), getattr(self, per)
+            if many % few:
+                raise ConfigError(f"{one} {many} is not a multiple of {per} {few}")
+        self.check_rotary()
+        kinds, L = self.layer_types, self.num_hidden_layers
+        if kinds == ():
+            kinds = [LINEAR if (i + 1) % 4 else FULL for i in range(L)]
+        is_list = isinstance(kinds, (list, tuple)) and all(k in (LINEAR, FULL) for k in kinds)
+        if not is_list or len(kinds) != L:
+            raise ConfigError(
+                f"layer_types is {shown(kinds)}; expected {LINEAR} or {FULL} for each of {L} layers"
+            )
+        set_("layer_types", tuple(kinds))
+        set_("eos_token_id", eos_tuple(self.eos_token_id))
+        check_stop_tokens(self.eos_token_id, self.vocab_size)
+
+    @property
+    def mixer(self) -> MixerConfig:
+        """The shape of each delta net, see ``delta.delta_table``."""
+        return MixerConfig(
+            self.hidden_size,
+            self.linear_num_value_heads,
+            self.linear_value_head_dim,
+            self.linear_key_head_dim,
+            self.linear_num_key_heads,
+            self.linear_conv_kernel_dim,
+            self.rms_norm_eps,
+        )
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> Qwen35Config:
+        """Reads the language model of a parsed config.json.
+
+        Raises:
+          ConfigError: an activation or a gate is not supported, or a field is missing or wrong.
+        """
+        hf = dict(text_part(hf))
+        check_supported(hf, hidden_act="silu", attn_output_gate=True, output_gate_type="swish")
+        for name in ("rope_parameters", "rope_scaling"):
+            if isinstance(hf.get(name), Mapping):
+                hf[name] = {n: x for n, x in hf[name].items() if n not in _MROPE}
+        if hf.get("layer_types") is None and hf.get("full_attention_interval") not in (None, 4):
+            every = hf["full_attention_interval"]
+            raise ConfigError(
+                f"full_attention_interval is {shown(every)} without layer_types; expected 4"
+            )
+        return cls.of_fields(hf)
+
+    def to_hf(self) -> dict[str, Any]:
+        """Returns the config.json that transformers loads as the same model."""
+        hf = {name: value for name, value in dataclasses.asdict(self).items() if name != "rope"}
+        part = {"partial_rotary_factor": self.partial_rotary_factor}
+        return hf | {
+            "rope_parameters": self.rope.to_hf() | part,
+            "layer_types": list(self.layer_types),
+            "eos_token_id": eos_spelling(self.eos_token_id),
+            "hidden_act": "silu",
+            "model_type": "qwen3_5_text",
+            "architectures": ["Qwen3_5ForCausalLM"],
+        }
+
+
+def layer_tables(config: Qwen35Config) -> list[dict[str, ParamSpec]]:
+    """Returns the declared weights of every layer."""
+    prefix = "model.layers.{i}."
+    norm = lambda hf: norm_spec(config.hidden_size, f"{prefix}{hf}")
+    feed = mlp_specs(config, f"{prefix}mlp.")
+    linear = {
+        "attention_norm": norm("input_layernorm"),
+        **delta_table(config.mixer, f"{prefix}linear_attn."),
+        "mlp_norm": norm("post_attention_layernorm"),
+    }
+    kinds = {FULL: attention_table(config) | feed, LINEAR: linear | feed}
+    return [centred(kinds[kind]) for kind in config.layer_types]
+
+
+def centred(table: dict[str, ParamSpec]) -> dict[str, ParamSpec]:
+    """Returns a table whose norms begin at zero, which stands for a factor of one."""
+    zeros = lambda name, spec: spec._replace(init="zeros") if name.endswith("norm") else spec
+    return {name: zeros(name, spec) for name, spec in table.items()}
+
+
+def _mix(layer, h_BTD, cache, index, window, config):
+    return delta_net(layer, h_BTD, cache, index, window, config.mixer)
+
+
+_KINDS = {
+    FULL: LayerKind(pre_norm_layer(attention, mlp)),
+    LINEAR: LayerKind(pre_norm_layer(_mix, mlp), init_states),
+}
+
+
+register(
+    Family(
+        config=Qwen35Config,
+        model_types=("qwen3_5_text", "qwen3_5"),
+        kinds=lambda config: [_KINDS[kind] for kind in config.layer_types],
+        layer_tables=layer_tables,
+        outer_table=lambda config: centred(outer_specs(config)),
+        has_panels=True,
+        prefixes={"model.language_model.": "model.", "model.visual.": None},
+        module_layer=lambda config: dataclasses.replace(
+            config, num_hidden_layers=1, layer_types=(FULL,)
+        ),
+        mtp_formats=("Qwen3-Next",),
+    )
+)
