@@ -1,0 +1,142 @@
+"""Agreement with ``speculators``: a block drafter that we export has the same logits there."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.block_drafts import HEADS, TARGET, features_of, head_of
+from support.tiny_models import LLAMA
+
+from spec_jax import load_draft, load_model
+from spec_jax.drafters.block.model import block_drafter, block_states
+from spec_jax.drafters.block.steps import confidence_logits, normed, step_logits
+from spec_jax.models import transformer
+from spec_jax.models.checkpoint import save_pretrained
+
+torch = pytest.importorskip("torch", reason="parity needs torch (extra 'parity')")
+pytest.importorskip("speculators", reason="see tests/parity/speculators.txt")
+
+# What the package and those that it imports warn of is not ours to mend.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TEXT = np.random.default_rng(5).integers(0, LLAMA.vocab_size, 12)
+CASES = {  # none with a window: its mask is the caller's there
+    "dflash": dataclasses.replace(HEADS["dflash"], windows=(), is_causal=()),
+    "dspark": HEADS["dspark"],
+    "gated": dataclasses.replace(HEADS["gated"], windows=(), is_causal=()),
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    path = tmp_path_factory.mktemp("target")
+    save_pretrained(path, TARGET.params, LLAMA)
+    return load_model(path)
+
+
+def load_theirs(directory, config):
+    """By the package's own loader; only its attention, made for a GPU, is chosen."""
+    from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+    from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
+
+    models = {
+        "dflash": (DFlashDraftModel, DFlashSpeculatorConfig),
+        "dspark": (DSparkDraftModel, DSparkSpeculatorConfig),
+    }
+    model_class, config_class = models[config.name]
+    theirs = config_class.from_pretrained(directory)
+    theirs.transformer_layer_config._attn_implementation = "eager"
+    model = model_class.from_pretrained(directory, config=theirs)
+    model.load_verifier_weights()
+    assert model.dtype == torch.float32
+    return model.eval()
+
+
+@torch.no_grad()
+def their_block(model, features, ids):
+    """States under the final norm f32[S,D] and base logits f32[S,V], by the package's layers."""
+    n, S = len(features), len(ids)
+    context = model.hidden_norm(model.fc(torch.tensor(features)[None]))
+    x, at = model.embed_tokens(torch.tensor(ids)[None]), torch.arange(n + S)[None]
+    turns = model.rotary_emb(x, at)
+    for layer in model.layers:
+        x = layer(
+            hidden_states=x,
+            target_hidden=context,
+            attention_mask=None,
+            position_ids=at,
+            use_cache=False,
+            position_embeddings=turns,
+        )
+    h = model.norm(x)
+    return h, model.lm_head(h)
+
+
+@torch.no_grad()
+def their_step(model, config, h, base, before):
+    """Logits f32[S,V] and confidences f32[S], after the tokens ``before`` each position."""
+    if config.name == "dflash":
+        return base[0].numpy(), None
+    before = torch.tensor(before)[None]
+    e = model.markov_head.prev_embeddings(before)
+    bias = model.markov_head.block_bias(prev_token_ids=before, hidden_states=h, prev_emb=e)
+    read = torch.cat([h, e], dim=-1) if config.confidence_with_markov else h
+    return (base + bias)[0].numpy(), torch.sigmoid(model.confidence_head(read))[0].numpy()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_exported_block_drafter_has_the_same_logits_there(tmp_path, target, name):
+    """After a prefill and after a commit; the step after tokens that are given."""
+    config = CASES[name]
+    head = head_of(config)
+    head.save(tmp_path, target, format="speculators")
+    theirs = load_theirs(tmp_path, config)
+    model = transformer.model(LLAMA, config.taps)
+    drafter = block_drafter(config, model)
+    params = {"head": head.params, "target": target.params}
+    features = features_of(config, TEXT[None])
+    first, after = 0 if config.is_anchor_first else 1, np.arange(3, 3 + config.max_draft) % 31
+
+    @jax.jit
+    def ours(cache, pending):
+        x, _ = block_states(params, pending, cache, config.block_size, config)
+        x = x[:, first:]
+        base = model.unembed(params["target"], normed(params["head"], x, config))
+        before = jnp.concatenate([pending[:, None], after[None, :-1]], axis=1)
+        logits = step_logits(params, base, x, before, config, model)
+        if config.name == "dflash":
+            return logits[0], None
+        return logits[0], jax.nn.sigmoid(confidence_logits(params["head"], x, before, config))[0]
+
+    state = drafter.init(params, 1, 24)
+    n = 5
+    state = drafter.prefill(params, state, TEXT[None, :n], jnp.asarray([n]), None, features[:, :n])
+    for more in (3, 0):
+        logits, confidence = ours(state, jnp.asarray(TEXT[n : n + 1]))
+        ids = np.full(config.block_size, config.mask_token_id)
+        ids[0] = TEXT[n]
+        h, base = their_block(theirs, np.array(features[0, :n]), ids)
+        before = np.concatenate([TEXT[n : n + 1], after[:-1]])
+        expected, sure = their_step(theirs, config, h[:, first:], base[:, first:], before)
+        assert np.abs(expected).max() > 0.5
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+        if sure is not None:
+            np.testing.assert_allclose(confidence, sure, rtol=0, atol=1e-5)
+        new = features[:, n : n + 4]
+        state = drafter.commit(params, state, None, jnp.asarray([more]), new, None)
+        n += more
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_they_save_again_is_the_same_block_drafter_here(tmp_path, target, name):
+    config = CASES[name]
+    head = head_of(config)
+    head.save(tmp_path / "ours", target, format="speculators")
+    load_theirs(tmp_path / "ours", config).save_pretrained(tmp_path / "theirs")
+    again = load_draft(tmp_path / "theirs", target)
+    assert again.config == config
+    jax.tree.map(np.testing.assert_array_equal, again.params, head.params)
