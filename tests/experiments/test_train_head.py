@@ -147,11 +147,12 @@ def test_a_run_on_a_mesh_goes_on_on_another_with_the_same_losses(files, run, tmp
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("version", ["eagle1", "eagle3.1", "mtp"])
+@pytest.mark.parametrize("version", ["eagle1", "eagle3.1", "mtp", "dflash", "treeflash"])
 def test_every_objective_trains_and_exports(files, tmp_path, version):
     objective = version.removesuffix(".1")
     config = small(files, objective=objective, steps=2)
-    config.head.update(draft_vocab_size=0, block_size=4)
+    config.head.draft_vocab_size = 0
+    config.head.block_size = 4 if "flash" in version else 0
     if version == "eagle3.1":
         config.head.fc_norm = config.head.norm_output = True
     config.data.responses = None
@@ -161,6 +162,31 @@ def test_every_objective_trains_and_exports(files, tmp_path, version):
     if version == "eagle3.1":
         assert head.config.fc_norm and head.config.norm_output and head.format == "SpecForge"
     check_goes_on(config, head, tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_a_stopped_run_of_a_block_drafter_goes_on_to_the_same_head(files, tmp_path):
+    """Bit by bit, with other anchors in every step; and the head decodes as it was measured."""
+    config = small(files, objective="dspark", checkpoint_every_s=0.0, **{"loss.num_anchors": 4})
+    config.head.update(draft_vocab_size=0, block_size=4, markov_rank=8)
+    best = train_head.train(config, tmp_path / "whole")
+    with stopped_at(HeadExperiment, 3):
+        train_head.train(config, tmp_path / "run")
+    assert train_head.train(config, tmp_path / "run") == best
+    target = load_model(files / "target")
+    heads = [load_draft(tmp_path / name / "export", target) for name in ("whole", "run")]
+    jax.tree.map(np.testing.assert_array_equal, *(head.params for head in heads))
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    figures = {"accuracy_4", "confidence_bias_1", "tau_sampled"}
+    assert [figures <= set(line) for line in lines if "loss" in line] == [True] * 4
+    assert {"held_out_teacher_forced_tau", "held_out_tau_sampled"} <= set(lines[-1])
+    experiment = HeadExperiment(config, tmp_path / "run")
+    state = experiment.init_state().replace(params=heads[1].params)
+    assert experiment.evaluate(state)["tau"] == pytest.approx(best["tau"])
+    check_goes_on(config, heads[1], tmp_path / "run")
+    config.head.markov_rank = 4
+    with pytest.raises(ConfigError, match="head.markov_rank is 4; that of .* is 8"):
+        HeadExperiment(config, tmp_path / "other")
 
 
 def check_goes_on(config, head, folder):
