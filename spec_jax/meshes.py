@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from spec_jax.errors import ConfigError
 
 MESH_AXES = ("data", "tensor")
 _SHOWN = "data:2,tensor:4"  # an example, for messages
+_COPIES = "copies"  # the inner part of an axis, see ``with_copies``
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -108,6 +110,38 @@ def to_mesh(mesh: Mesh | str | None) -> Mesh | None:
     return mesh
 
 
+@functools.cache
+def with_copies(mesh: Mesh | AbstractMesh, axis: str, count: int) -> Mesh | AbstractMesh:
+    """Returns the same devices with an axis in two parts, of which arrays are split over the first.
+
+    What is split over the axis then has a copy on each of ``count`` neighbours along it. Programs
+    run on the mesh itself; this view of it only says where an array lies.
+
+    Args:
+      mesh: the devices.
+      axis: its name, which the first part keeps.
+      count: the size of the second part, a divisor of the axis's.
+    """
+    sizes: dict[str, int] = {}
+    for name, size in mesh.shape.items():
+        sizes |= {name: size // count, _COPIES: count} if name == axis else {name: size}
+    names, shape, kinds = tuple(sizes), tuple(sizes.values()), (AxisType.Auto,) * len(sizes)
+    if isinstance(mesh, AbstractMesh):
+        return AbstractMesh(shape, names, axis_types=kinds)
+    return Mesh(mesh.devices.reshape(shape), names, axis_types=kinds)
+
+
+def _without_copies(mesh: Mesh) -> Mesh:
+    """The inverse of ``with_copies``."""
+    if _COPIES not in mesh.axis_names:
+        return mesh
+    at = mesh.axis_names.index(_COPIES)
+    sizes = list(mesh.devices.shape)
+    sizes[at - 1 : at + 1] = [sizes[at - 1] * sizes[at]]
+    names = tuple(name for name in mesh.axis_names if name != _COPIES)
+    return Mesh(mesh.devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
+
+
 def use_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager:
     """Returns a context in which programs run on a mesh; with None it changes nothing."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
@@ -128,6 +162,6 @@ def mesh_of(tree: Any) -> Mesh | None:
     where = next((getattr(x, "sharding", None) for x in jax.tree.leaves(tree)), None)
     if not isinstance(where, NamedSharding) or not isinstance(where.mesh, Mesh):
         return None
-    has_ours = set(where.mesh.axis_names) <= set(MESH_AXES)
+    has_ours = set(where.mesh.axis_names) <= {*MESH_AXES, _COPIES}
     is_automatic = all(kind == AxisType.Auto for kind in where.mesh.axis_types)
-    return where.mesh if has_ours and is_automatic else None
+    return _without_copies(where.mesh) if has_ours and is_automatic else None

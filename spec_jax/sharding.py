@@ -25,6 +25,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spec_jax.errors import ConfigError, ShapeError
+from spec_jax.meshes import with_copies
 
 AxisRules = Mapping[str, str]
 
@@ -67,7 +68,9 @@ def use_axis_rules(axis_rules: AxisRules) -> Iterator[None]:
 
 
 def check_divides(owner: str, counts: Mapping[str, int], mesh: Mesh, axis_rules: AxisRules) -> None:
-    """Checks that a mesh divides the query heads and the state heads of a model.
+    """Checks that a mesh divides the heads of a model.
+
+    Of key-value heads it may also be a multiple: each then lies on several devices.
 
     Args:
       owner: the model's name.
@@ -76,12 +79,18 @@ def check_divides(owner: str, counts: Mapping[str, int], mesh: Mesh, axis_rules:
       axis_rules: which dimensions are split.
 
     Raises:
-      ConfigError: it does not divide them. (Key-value heads are then replicated.)
+      ConfigError: it does neither.
     """
     for name, count in counts.items():
         over = axis_rules.get(name)
         size = mesh.shape.get(over, 1)
-        if count % size and name != "kv_heads":
+        if name == "kv_heads" and count % size and size % count:
+            raise ConfigError(
+                f"{owner} has {count} key-value heads, which the mesh axis {over}:{size} neither "
+                f"divides nor is a multiple of; expected one or the other, such as {over}:{count}. "
+                "A draft may be replicated instead: is_draft_replicated=True"
+            )
+        if name != "kv_heads" and count % size:
             fit = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             raise ConfigError(
                 f"{owner} has {count} {name.replace('_', ' ')}, which the mesh axis {over}:{size} "
@@ -131,7 +140,7 @@ def log_whole(
 
 def _whole(name: str, size: int, mesh: Mesh, axis_rules: AxisRules) -> list[str]:
     over = axis_rules.get(name)
-    if size % mesh.shape.get(over, 1) == 0:
+    if size % mesh.shape.get(over, 1) == 0 or head_copies(name, size, mesh, axis_rules) > 1:
         return []
     return [
         f"{name.replace('_', ' ')} of size {size} is not divided by the mesh axis "
@@ -192,6 +201,36 @@ def spec(
     return PartitionSpec(*(split(name, size) for name, size in zip(axes, shape)))
 
 
+def head_copies(
+    name: str, count: int, mesh: Any = None, axis_rules: AxisRules | None = None
+) -> int:
+    """Returns on how many devices along their axis each key-value head lies; 1 unless there are
+    more devices than heads.
+
+    Weights keep their shape, and a head's columns lie on neighbours (see ``named``). Activations
+    and caches have the head once for each of these devices (see ``repeat_heads``).
+
+    Args:
+      name: the logical axis; any but "kv_heads" has one copy.
+      count: of all heads, G.
+      mesh: by default the mesh of ``jax.set_mesh``.
+      axis_rules: by default those of ``use_axis_rules``.
+    """
+    mesh = ambient() if mesh is None else mesh
+    axis_rules = _rules.get() if axis_rules is None else axis_rules
+    size = 1 if mesh is None else mesh.shape.get(axis_rules.get(name), 1)
+    return size // count if name == "kv_heads" and size > count and size % count == 0 else 1
+
+
+def repeat_heads(x: jax.Array, axis: int) -> jax.Array:
+    """Repeats each of G key-value heads for the devices that it lies on, see ``head_copies``.
+
+    The gradient of a head is the sum of its copies'.
+    """
+    copies = head_copies("kv_heads", x.shape[axis])
+    return x if copies == 1 else jnp.repeat(x, copies, axis=axis)
+
+
 def named(
     axes: Sequence[str | None],
     shape: Sequence[int],
@@ -199,7 +238,13 @@ def named(
     axis_rules: AxisRules | None = None,
     counts: Mapping[str, int] | None = None,
 ) -> NamedSharding:
-    """Returns ``spec`` as a sharding over the mesh."""
+    """Returns ``spec`` as a sharding over the mesh, where each key-value head may lie on several
+    devices (see ``head_copies``)."""
+    axis_rules = _rules.get() if axis_rules is None else axis_rules
+    count = (counts or {}).get("kv_heads")
+    if count is not None and "kv_heads" in axes:
+        copies = head_copies("kv_heads", count, mesh, axis_rules)
+        mesh = mesh if copies == 1 else with_copies(mesh, axis_rules["kv_heads"], copies)
     return NamedSharding(mesh, spec(axes, shape, mesh, axis_rules, counts))
 
 

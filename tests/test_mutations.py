@@ -206,6 +206,9 @@ MUTATIONS = mutants.read("""
     each device draws with the seeds of all rows
         sharding.by_row: x.ndim and x_ == rows -> x.ndim > 1 and x_ == rows
         test_a_mesh_changes_no_token
+    the copies of a key-value head are not neighbours
+        sharding.repeat_heads: jnp.repeat(x, ...) -> jnp.concatenate([x] * copies, axis=axis)
+        test_key_value_heads_that_lie_on_several_devices_change_no_token
     every device along tensor samples all rows
         sampling.process: by_row(run, EVERY_AXIS) -> by_row(run)
         test_a_round_sends_little_and_copies_no_cache[plain sampled]

@@ -14,7 +14,7 @@ from spec_jax.models.caches.kv import UNROLLED_ROWS
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.cpu_layout import find_joined, matmul
 from spec_jax.models.rope import rope_frequencies, rotate
-from spec_jax.sharding import by_row, constrain, gather_width
+from spec_jax.sharding import by_row, constrain, gather_width, repeat_heads
 
 
 class Window(NamedTuple):
@@ -181,10 +181,12 @@ def keys_values(
 
 
 def _heads(layer, x_BTC, name, config):
-    """dtype[B,T,N,H], the heads of one of q, k and v."""
+    """dtype[B,T,N,H], the heads of one of q, k and v; those of k and v as a cache holds them."""
     count = config.num_attention_heads if name == "q" else config.num_key_value_heads
     x = linear(x_BTC, layer, name).reshape(*x_BTC.shape[:2], count, config.head_dim)
-    return constrain(x, "batch", None, "heads" if name == "q" else "kv_heads", None)
+    if name == "q":
+        return constrain(x, "batch", None, "heads", None)
+    return constrain(repeat_heads(x, axis=2), "batch", None, "kv_heads", None)
 
 
 def _turned(layer, x_BTC, name, window, config):

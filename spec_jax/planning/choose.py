@@ -49,7 +49,9 @@ class Deployment:
 
 
 def meshes(target: Any, topology: Topology, batch: int) -> list[str]:
-    """Returns every mesh of all devices that divides the target's query heads and the rows.
+    """Returns every mesh of all devices that divides the target's heads and the rows.
+
+    Of key-value heads its tensor axis may also be a multiple, see ``sharding.head_copies``.
 
     Where none divides the rows, as with one row on eight devices, the rows are whole on all of them
     and only the heads have to be divided.
@@ -60,9 +62,10 @@ def meshes(target: Any, topology: Topology, batch: int) -> list[str]:
       batch: B.
     """
     devices = topology.num_devices
-    counts = [n for name, n in head_counts(target).items() if name != "kv_heads"]
+    counts = head_counts(target).items()
+    fits = lambda name, count, n: count % n == 0 or (name == "kv_heads" and n % count == 0)
     sizes = [n for n in range(1, devices + 1) if devices % n == 0]
-    fits_heads = [n for n in sizes if not any(count % n for count in counts)]
+    fits_heads = [n for n in sizes if all(fits(name, count, n) for name, count in counts)]
     fits_rows = [n for n in fits_heads if batch % (devices // n) == 0]
     return [f"data:{devices // n},tensor:{n}" for n in fits_rows or fits_heads]
 

@@ -50,6 +50,14 @@ PRESETS: dict[str, ModelConfig] = {
         num_attention_heads=64,
         num_key_value_heads=8,
     ),
+    "llama-3.1-405b": _llama3(
+        8,
+        hidden_size=16384,
+        intermediate_size=53248,
+        num_hidden_layers=126,
+        num_attention_heads=128,
+        num_key_value_heads=8,
+    ),
     "llama-3.2-1b": _llama3(
         32,
         hidden_size=2048,

@@ -27,7 +27,16 @@ from spec_jax.models.families import init_cache
 from spec_jax.models.params import flat_table, head_counts, layer_tables, outer_table
 from spec_jax.models.specs import ParamSpec
 from spec_jax.planning.chips import Chip
-from spec_jax.sharding import EVERY_AXIS, REPLICATED, SHARDED, AxisRules, named, state_axes
+from spec_jax.sharding import (
+    EVERY_AXIS,
+    REPLICATED,
+    SHARDED,
+    AxisRules,
+    head_copies,
+    named,
+    state_axes,
+    use_axis_rules,
+)
 
 _LOGIT_BYTES = 4  # float32, whatever the weights are
 
@@ -234,7 +243,7 @@ def _cache_bytes(
 
     def size(slots: int) -> float:
         init = functools.partial(init_cache, config, mesh.shape["data"], slots, jnp.dtype(dtype))
-        with jax.sharding.use_abstract_mesh(mesh):
+        with jax.sharding.use_abstract_mesh(mesh), use_axis_rules(axis_rules):
             state = jax.eval_shape(init)
         leaves = zip(jax.tree.leaves(state), jax.tree.leaves(state_axes(state)), strict=True)
         return sum(
@@ -296,5 +305,5 @@ def _stack(
         num_reduced=len(summed),
         slot_bytes=slot,
         fixed_bytes=fixed,
-        queries=heads / groups,
+        queries=heads / (groups * head_copies("kv_heads", groups, mesh, axis_rules)),
     )

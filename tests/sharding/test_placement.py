@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from support import sharded
 
 from spec_jax import SpeculativeDecoder, load_draft, load_model
 from spec_jax.engine.request import make_request
-from spec_jax.errors import ShapeError
-from spec_jax.meshes import make_mesh
+from spec_jax.errors import ConfigError, ShapeError
+from spec_jax.meshes import make_mesh, to_mesh, use_mesh
+from spec_jax.models.caches.kv import KVCache
 from spec_jax.sampling import make_sampler
-from spec_jax.sharding import FULLY_SHARDED, REPLICATED, by_row, named, state_axes
+from spec_jax.sharding import (
+    FULLY_SHARDED,
+    REPLICATED,
+    SHARDED,
+    by_row,
+    check_divides,
+    constrain_state,
+    named,
+    state_axes,
+)
 
 MESH = "data:2,tensor:2"
 
@@ -32,6 +44,33 @@ def test_what_has_no_rows_is_refused_by_row():
             jax.eval_shape(by_row(lambda x: x.sum()), jnp.ones((4, 2)))
         with pytest.raises(ShapeError, match=r"shapes \[\(3,\)\] are given"):
             jax.eval_shape(by_row(lambda x, table: x + table[0]), jnp.ones((4, 2)), jnp.ones(3))
+
+
+def test_a_snapshot_has_each_head_once_and_moves_between_meshes():
+    create = lambda: KVCache.create(sharded.GROUPED, 4, 8)
+    restore = lambda snapshot: constrain_state(create().restore_from_snapshot(snapshot))
+    random = np.random.default_rng(0)
+    draw = lambda x: jnp.asarray(random.normal(size=x.shape), x.dtype)
+    first = snapshot = jax.tree.map(draw, create().snapshot())
+    assert first.keys[0].shape[1] == 2
+    for name in ("data:1,tensor:8", "data:2,tensor:4", "data:4,tensor:2", None):
+        with use_mesh(to_mesh(name)):
+            cache = jax.jit(lambda x: restore(x))(snapshot)  # a function of its own a mesh
+            snapshot = jax.device_get(cache.snapshot())
+        if name is not None:
+            assert {shard.data.shape[1] for shard in cache.keys[0].addressable_shards} == {1}
+        jax.tree.map(np.testing.assert_array_equal, snapshot, first)
+
+
+def test_a_mesh_that_does_not_fit_the_heads_is_refused():
+    counts, mesh = {"heads": 24, "kv_heads": 3}, make_mesh("tensor:8")
+    with pytest.raises(ConfigError, match="3 key-value heads, which the mesh axis tensor:8 nei"):
+        check_divides("a model", counts, mesh, SHARDED)
+    check_divides("a model", counts, mesh, REPLICATED)
+    check_divides("a model", {"heads": 24, "kv_heads": 4}, mesh, SHARDED)
+    check_divides("a model", {"heads": 24, "kv_heads": 24}, mesh, SHARDED)
+    with pytest.raises(ConfigError, match="12 heads, which the mesh axis tensor:8 does not divide"):
+        check_divides("a model", {"heads": 12, "kv_heads": 4}, mesh, SHARDED)
 
 
 @pytest.mark.exhaustive

@@ -46,6 +46,10 @@ def test_a_mesh_changes_no_token():
     check(ONE)
 
 
+def test_key_value_heads_that_lie_on_several_devices_change_no_token():
+    check(ONE._replace(mesh="data:1,tensor:8", target="grouped", drafter="plain", rule="greedy"))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", COVERING, ids=name)
 def test_every_pair_of_choices_gives_the_tokens_of_one_device(case):

@@ -23,7 +23,7 @@ from spec_jax.train.optimizer import make_optimizer
 from spec_jax.train.placement import Placement
 from spec_jax.train.step import TrainState, train_step
 
-# Four key-value heads: a tensor axis of eight does not divide them.
+# Four key-value heads: on a tensor axis of eight each lies on two devices.
 _MODEL = dict(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
 _MODEL |= dict(num_attention_heads=8, num_key_value_heads=4, head_dim=4, tie_word_embeddings=True)
 MODEL = ModelConfig(**_MODEL)

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from spec_jax.models.attention import attend, attend_cache
 from spec_jax.models.caches.snapshot import KVCacheSnapshot, check_fits
-from spec_jax.sharding import ambient, by_shard, keep_layout, take_of_array
+from spec_jax.sharding import ambient, by_shard, constrain, head_copies, keep_layout, take_of_array
 
 __all__ = ["UNROLLED_ROWS", "KVCache", "KVCacheSnapshot", "put_rows"]
 
@@ -110,6 +110,7 @@ class KVCache:
     # Attention reads all slots, so that its rounding does not depend on how far they are filled.
     is_read_whole: bool = flax.struct.field(pytree_node=False, default=False)
     attention: str = flax.struct.field(pytree_node=False, default="auto")  # see ``attend_cache``
+    head_copies: int = flax.struct.field(pytree_node=False, default=1)  # see ``sharding``
 
     @classmethod
     def create(
@@ -130,7 +131,8 @@ class KVCache:
           num_layers: number of layers that attend; by default all layers of the model.
         """
         L = config.num_hidden_layers if num_layers is None else num_layers
-        G = config.num_key_value_heads
+        copies = head_copies("kv_heads", config.num_key_value_heads)
+        G = copies * config.num_key_value_heads
 
         def zeros(H):
             if config.scan_layers and L > 1:  # the slice of a stack of one is a change of rank
@@ -140,7 +142,8 @@ class KVCache:
 
         keys, values = zeros(config.key_dim), zeros(config.value_dim)
         attention = getattr(config, "attention", "auto")
-        return cls(keys, values, jnp.zeros((batch,), jnp.int32), attention=attention)
+        length = jnp.zeros((batch,), jnp.int32)
+        return cls(keys, values, length, attention=attention, head_copies=copies)
 
     def axes(self) -> KVCache:
         """The logical axes of the arrays, see ``sharding``."""
@@ -308,9 +311,10 @@ class KVCache:
         return self.replace(keys=each(self.keys), values=each(self.values), length=length)
 
     def _by_layer(self, arrays) -> tuple[jax.Array, ...]:
-        """One ``dtype[B,G,S,H]`` a layer."""
-        B = self.length.shape[0]
-        return tuple(x.reshape(B, -1, *x.shape[-2:]) for x in arrays)
+        """One ``dtype[B,G,S,H]`` a layer, each head once."""
+        B, copies = self.length.shape[0], self.head_copies
+        by_layer = (x.reshape(B, -1, *x.shape[-2:]) for x in arrays)
+        return tuple(x if copies == 1 else constrain(x, "batch")[:, ::copies] for x in by_layer)
 
     def parts(self) -> dict[str, tuple[jax.Array, ...]]:
         """Returns copies of keys and values, one ``dtype[B,G,S,H]`` a layer, for a snapshot."""
@@ -321,6 +325,8 @@ class KVCache:
         """Returns the cache with copies of the keys and values of ``parts``."""
 
         def lay_out(ours, arrays):
+            if self.head_copies > 1:
+                arrays = [jnp.repeat(x, self.head_copies, axis=1) for x in arrays]
             if self.is_stacked:
                 return jnp.stack(arrays)
             return tuple(jnp.copy(x).reshape(own.shape) for own, x in zip(ours, arrays))
