@@ -111,7 +111,7 @@ MUTATIONS = mutants.read("""
         KVCache.commit: self.length + n -> self.length + n.max()
         test_state_after_accept_and_roll_back_equals_a_fresh_prefill
     all rows write where the first does
-        kv.put_rows: start[b] -> start[0]
+        kv._put_by_row: start[b] -> start[0]
         test_state_after_accept_and_roll_back_equals_a_fresh_prefill
     blocks end where the shortest row does
         attention._over_blocks: start.max() -> start.min()

@@ -1,12 +1,15 @@
-"""Whether the installed jax writes caches in place, and what is said where it does not."""
+"""How caches are written on each platform; whether the installed jax writes in place, and what is
+said where it does not."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from support import writes
 from support.eagle_heads import CONFIGS, head_of
@@ -15,6 +18,8 @@ from support.tiny_models import LLAMA, random_weights
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.models import transformer
+from spec_jax.models.caches import kv
+from spec_jax.models.caches import write as kernels
 from spec_jax.models.caches.kv import put_rows
 from spec_jax.models.caches.rewriting import is_rewritten
 
@@ -71,3 +76,58 @@ def test_writes_take_as_long_however_many_slots_there_are(capsys):
     for name, times_us in times.items():
         expected = not is_rewritten(name.split()[-1], "cpu")
         assert writes.is_in_place(times_us) == expected, (name, times_us)
+
+
+STARTS = np.array([0, 13, 45, 31, 16, 15])  # at edges of tiles of 8 and of 16, and the end
+WRITES = [(1, "float32"), (3, "bfloat16"), (19, "bfloat16")]
+
+
+@pytest.mark.representatives("3-bfloat16")
+@pytest.mark.parametrize("num_tokens, dtype", WRITES)
+def test_a_tpus_kernel_writes_what_a_loop_over_the_rows_does(num_tokens, dtype, monkeypatch):
+    """In the interpreter: one layer of a stack, and all of them; rows in groups of two."""
+    monkeypatch.setattr(kernels, "GROUP_BYTES", 2 * 2 * 48 * 128 * 2)
+    L, B, G, S, T = 3, len(STARTS), 2, 64, num_tokens
+    draw = np.random.default_rng(0).normal
+    old = draw(size=(L, B, G, S, 128)).astype(jnp.dtype(dtype))
+    run = functools.partial(kernels.write_rows, is_interpreted=True)
+    for first, count in ((1, 1), (0, L)):
+        new = draw(size=(count, B, G, T, 128)).astype(jnp.dtype(dtype))
+        expected = old.copy()
+        for b, start in enumerate(STARTS):
+            expected[first : first + count, b, :, start : start + T] = new[:, b]
+        written = run(*map(jnp.asarray, (old, new, STARTS, np.int32(first))))
+        np.testing.assert_array_equal(written, expected)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 2, 16, 4), (3, 2, 16, 4), (6, 16, 4)])
+def test_one_scatter_writes_what_a_loop_over_the_rows_does(shape):
+    start, layer = jnp.array([2, 13, 0]), jnp.int32(len(shape) == 5)
+    draw = np.random.default_rng(0).normal
+    old, new = (jnp.asarray(draw(size=(*shape[:-2], n, 4))) for n in (16, 3))
+    new = new[:1] if layer else new
+    by_row, at_once = (put(old, new, start, layer) for put in (kv._put_by_row, kv._put_at_once))
+    np.testing.assert_array_equal(at_once, by_row)
+    assert (by_row != old).any()
+
+
+@pytest.mark.parametrize("platform, batch", [("cpu", 40), ("cuda", 40), ("tpu", 8), ("tpu", 40)])
+def test_a_pass_has_as_few_writes_as_its_platform_needs(platform, batch):
+    """Lowered without the device: a scatter for each array, a kernel, or an update a row."""
+    heads = dict(num_attention_heads=2, num_key_value_heads=2, head_dim=128)
+    config = dataclasses.replace(LLAMA, **heads, scan_layers=False)
+    shapes = (config, batch, 64, jnp.bfloat16)
+    cache = jax.eval_shape(lambda: transformer.init_cache(*shapes))
+    params = jax.eval_shape(lambda: transformer.init_params(config, jax.random.key(0)))
+    forward = jax.jit(functools.partial(transformer.forward, config=config))
+    traced = forward.trace(params, jax.ShapeDtypeStruct((batch, 3), jnp.int32), cache)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    kinds = ("stablehlo.dynamic_update_slice", '"stablehlo.scatter"(', "tpu_custom_call")
+    arrays = 2 * config.num_hidden_layers
+    by_row = {"cpu": batch, "tpu": batch if batch <= kv.KERNEL_ROWS else 0, "cuda": 0}[platform]
+    at_once = (
+        arrays if platform == "cuda" else 0,
+        arrays if platform == "tpu" and not by_row else 0,
+    )
+    assert tuple(map(text.count, kinds)) == (arrays * by_row, *at_once)
+    assert text.count("unique_indices = true") == at_once[0]

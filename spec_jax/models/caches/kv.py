@@ -8,6 +8,7 @@ are: a masked NaN would still reach whatever attends over it.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import flax.struct
@@ -22,7 +23,9 @@ from spec_jax.sharding import ambient, by_shard, constrain, head_copies, keep_la
 
 __all__ = ["UNROLLED_ROWS", "KVCache", "KVCacheSnapshot", "put_rows"]
 
-UNROLLED_ROWS = 1024  # a write of each of more rows is compiled for minutes; see ``put_rows``
+# See ``put_rows``.
+UNROLLED_ROWS = 1024  # a write of each of more rows is compiled for minutes
+KERNEL_ROWS = 32  # a write of each of more rows takes a TPU longer than a call of a kernel
 
 
 def put_rows(
@@ -30,10 +33,11 @@ def put_rows(
 ) -> jax.Array:
     """Writes T slots of each row, from slot ``start[b]`` on.
 
-    One dynamic_update_slice a row stays in place on every platform. A vmapped one becomes a
-    scatter, which a TPU runs as a serial loop; and a loop over the rows makes it copy the cache.
-    Only of more than ``UNROLLED_ROWS`` rows, as a certificate decodes them, is it a scatter, which
-    copies the cache.
+    How depends on the platform, so that it is in place. On a CPU it is one dynamic_update_slice a
+    row; on a TPU, too, if there are few rows, and else a kernel, as a scatter or a loop over the
+    rows makes a TPU copy the cache. On CUDA, where every update is a launch, it is one scatter. Of
+    more than ``UNROLLED_ROWS`` rows, as a certificate decodes them, it is a scatter wherever there
+    is no kernel.
 
     Args:
       cache: dtype[L,B,G,S,H], dtype[B,G,S,H] or dtype[B*G,S,H].
@@ -41,21 +45,50 @@ def put_rows(
       start: i32[B].
       layer: the first layer that is written.
     """
+    put = _put_by_row if len(start) <= UNROLLED_ROWS else _put_at_once
+    on_tpu = _put_by_kernel if _has_kernel(cache, new, len(start)) else put
+    args = (cache, new.astype(cache.dtype), start, jnp.int32(layer))
+    return keep_layout(
+        jax.lax.platform_dependent(*args, tpu=on_tpu, cuda=_put_at_once, default=put)
+    )
+
+
+def _put_by_row(cache, new, start, layer):
     B, axis = len(start), 1 if cache.ndim == 5 else 0
     n = cache.shape[axis] // B  # entries of that axis a row
-    if B > UNROLLED_ROWS:
-        by_row = lambda x: x.reshape(*x.shape[:axis], B, n, *x.shape[axis + 1 :])
-        first = [layer if axis else 0, *[0] * (cache.ndim - 3)]
-        put = lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (*first, at, 0))
-        new = by_row(new.astype(cache.dtype))
-        out = jax.vmap(put, (axis, axis, 0), axis)(by_row(cache), new, start)
-        return keep_layout(out.reshape(cache.shape))
     for b in range(B):
-        row = jax.lax.slice_in_dim(new, b * n, (b + 1) * n, axis=axis).astype(cache.dtype)
+        row = jax.lax.slice_in_dim(new, b * n, (b + 1) * n, axis=axis)
         at = [layer if axis else 0, *[0] * (cache.ndim - 1)]
         at[axis], at[-2] = b * n, start[b]
         cache = jax.lax.dynamic_update_slice(cache, row, at)
-    return keep_layout(cache)
+    return cache
+
+
+def _put_at_once(cache, new, start, layer):
+    """A vmapped dynamic_update_slice, which is a scatter."""
+    axis = 1 if cache.ndim == 5 else 0
+    by_row = lambda x: x.reshape(*x.shape[:axis], len(start), -1, *x.shape[axis + 1 :])
+    first = [layer if axis else 0, *[0] * (cache.ndim - 3)]
+    put = lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (*first, at, 0))
+    return jax.vmap(put, (axis, axis, 0), axis)(by_row(cache), by_row(new), start).reshape(
+        cache.shape
+    )
+
+
+def _has_kernel(cache, new, batch):
+    """Whether a TPU writes by ``write.write_rows``: whole tiles of many rows, few slots of each."""
+    (S, H), T = cache.shape[-2:], new.shape[-2]
+    is_tiled = H % 128 == 0 and cache.dtype.itemsize in (2, 4) and S % 16 == 0 and S >= T + 32
+    return KERNEL_ROWS < batch and T <= 32 and is_tiled
+
+
+def _put_by_kernel(cache, new, start, layer):
+    from spec_jax.models.caches.write import write_rows  # Pallas takes long to import
+
+    B = len(start)
+    heads = math.prod(cache.shape[:-2]) // B // (cache.shape[0] if cache.ndim == 5 else 1)
+    by_row = lambda x: x.reshape(-1, B, heads, *x.shape[-2:])
+    return write_rows(by_row(cache), by_row(new), start, layer).reshape(cache.shape)
 
 
 def take_slots(cache: jax.Array, slots: jax.Array) -> jax.Array:
