@@ -1,5 +1,6 @@
 """Sampling parameters against a brute-force oracle, and draws against their distribution."""
 
+import dataclasses
 import functools
 
 import jax
@@ -14,7 +15,15 @@ from scipy import stats
 from spec_jax.config import SamplerConfig
 from spec_jax.errors import ConfigError
 from spec_jax.processors import TokenCounts
-from spec_jax.sampling import _one_by_one, argmax, make_sampler, process, sample, top_k
+from spec_jax.sampling import (
+    _one_by_one,
+    argmax,
+    draft_samplers,
+    make_sampler,
+    process,
+    sample,
+    top_k,
+)
 
 INF = float("inf")
 V, T = 40, 4
@@ -387,3 +396,12 @@ def test_the_few_largest_are_those_of_sorting():
         expected = jax.lax.top_k(x, k)
         for found in (top_k(x, k), _one_by_one(x, k=k)):
             jax.tree.map(np.testing.assert_array_equal, tuple(found), tuple(expected))
+
+
+def test_drafts_are_drawn_as_given_or_at_the_drafters_own_temperature():
+    warm, cold = SamplerConfig(temperature=0.8, top_k=3), SamplerConfig()
+    own = dataclasses.replace(warm, temperature=0.0)
+    assert draft_samplers(None, [warm, cold], 0.0) == [own, cold]
+    assert draft_samplers(None, warm, None) == warm
+    assert draft_samplers(cold, warm, 0.5) == cold
+    assert draft_samplers(None, cold, 0.5) == cold  # a greedy target has greedy drafts

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.block_drafts import toy_maker, toy_params
 
+import spec_jax
 from spec_jax.drafters.common.chain import with_confidence_stop
 from spec_jax.named import to_rule
 from spec_jax.testing import CertificateError
@@ -36,7 +37,7 @@ CASES = [f"{kind}-{rule}" for kind, rule in itertools.product(KINDS, RULES)]
 CASES += [f"{kind}-{rule}-tree" for kind in KINDS for rule in ("residual", "traversal")]
 
 
-@pytest.mark.representatives("dflash-block", "dspark-block", "treeflash-residual-tree")
+@pytest.mark.representatives("dflash-block", "treeflash-residual-tree")
 @pytest.mark.parametrize("case", CASES)
 def test_a_round_is_proved(case):
     """All outcomes of rounds after every text of a token, in wide, peaked and penalised rows."""
@@ -84,3 +85,10 @@ def test_a_confidence_in_a_draft_may_decide_on_it_before_it_is_drawn(rule):
 def test_mutation_a_confidence_that_looks_at_its_own_draft_is_caught():
     with pytest.raises(CertificateError):
         round_of(peeking(toy_maker("dspark")), toy_params("dspark"), "residual")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind, rule", [("dspark", "match"), ("treeflash", "block")])
+def test_its_distribution_is_certified(kind, rule):
+    certificate = spec_jax.certify(rule, toy_maker(kind), params=toy_params(kind), trials=500)
+    assert certificate.failure is None and certificate.max_error <= 1e-6

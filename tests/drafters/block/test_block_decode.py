@@ -38,17 +38,29 @@ def bigrams(kind):
     return dataclasses.replace(head, params=head.params | changes)
 
 
-@pytest.mark.representatives("dspark")
+# Options, a mesh, and how many of the counts 0 to K of accepted drafts must occur.
+WAYS = {
+    "chain": ({"num_speculative_tokens": K}, None, K + 1),
+    "static tree": ({"tree": (2, 1, 1, 1)}, None, K + 1),
+    "dynamic tree": ({"num_speculative_tokens": 8, "tree": {"depth": K, "top_k": 3}}, None, 3),
+    "adaptive": ({"adaptive": {"buckets": (0, K)}}, None, 1),
+    "mesh": ({"num_speculative_tokens": K}, "data:2,tensor:2", K + 1),
+}
+
+
+@pytest.mark.representatives("chain-dspark")
 @pytest.mark.parametrize("kind", ["dspark", "treeflash"])
-def test_it_decodes_as_plain_decoding_does_whatever_is_accepted(kind):
-    config = SpeculativeConfig(kind, K, rejection_sampling_strategy="match")
-    decoder = SpeculativeDecoder(TARGET, bigrams(kind), config)
+@pytest.mark.parametrize("way", WAYS)
+def test_it_decodes_as_plain_decoding_does_whatever_is_accepted(kind, way):
+    options, mesh, count = WAYS[way]
+    config = SpeculativeConfig(kind, rejection_sampling_strategy="match", **options)
+    decoder = SpeculativeDecoder(TARGET, bigrams(kind), config, mesh=mesh)
     fast, slow = (
         d.generate(PROMPTS, 30, sampler=SAMPLERS) for d in (decoder, SpeculativeDecoder(TARGET))
     )
     assert [row.tokens for row in fast] == [row.tokens for row in slow]
     lengths = decoder.stats.lengths
-    assert len(lengths) == K + 1 and min(lengths) > 0, lengths
+    assert len(lengths) == K + 1 and min(lengths[:count]) > 0, lengths
 
 
 def test_it_samples_with_block_verification_and_dflash_drafts_the_likeliest():
@@ -68,3 +80,14 @@ def test_a_tree_deeper_than_a_block_is_refused_where_it_is_made():
     with pytest.raises(ConfigError, match="5 drafts in a row are more than 4"):
         config = SpeculativeConfig("dspark", tree=(1,) * 5)
         SpeculativeDecoder(TARGET, head_of(HEADS["dspark"]), config)
+
+
+@pytest.mark.exhaustive
+def test_dflash_drafts_the_likeliest_tokens_of_a_sampled_row_by_itself():
+    decoder = SpeculativeDecoder(TARGET, head_of(HEADS["dflash"]), SpeculativeConfig("dflash", K))
+    warm = SamplerConfig(temperature=1.0, seed=3)
+    alone, cold, hot = (
+        [row.tokens for row in decoder.generate(PROMPTS, 20, sampler=warm, draft_sampler=draft)]
+        for draft in (None, SamplerConfig(seed=3), warm)
+    )
+    assert alone == cold != hot

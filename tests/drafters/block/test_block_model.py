@@ -99,7 +99,7 @@ def test_two_rounds_draft_what_independent_arithmetic_drafts(name):
     np.testing.assert_array_equal(state.length, fresh.length)
 
 
-@pytest.mark.representatives("gated")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", HEADS)
 def test_distributions_do_not_depend_on_k(name):
     """Where a layer looks ahead the whole block is fed; a causal block may be shorter."""
