@@ -33,6 +33,7 @@ _SHAPE = {  # keys of a config.json that say what a model is, and what they are 
     "mtp_num_hidden_layers": "MTP modules",
     "draft_vocab_size": "draft vocabulary",
     "target_hidden_size": "target's width",
+    "block_size": "tokens of a block",
     "max_position_embeddings": "maximum length",
 }
 _PICKLES = "pytorch_model*.bin"
@@ -175,7 +176,8 @@ def _read(directory: pathlib.Path, num_tensors: int = 0) -> tuple[AnyConfig | No
 
 
 def _shape(hf: Mapping[str, Any], config: AnyConfig | None) -> dict[str, Any]:
-    inner = hf.get("transformer_layer_config") or hf.get("text_config") or {}
+    parts = ("transformer_layer_config", "text_config", "dflash_config")
+    inner = next((hf[name] for name in parts if hf.get(name)), {})
     said = {**hf, **(inner if isinstance(inner, Mapping) else {})}
     plain = lambda value: value if is_integer(value) or isinstance(value, str) else shown(value)
     facts = {"family": plain(said["model_type"])} if "model_type" in said else {}

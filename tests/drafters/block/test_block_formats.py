@@ -103,7 +103,9 @@ def test_a_published_head_is_read_as_it_is_meant(tmp_path, case):
     assert head.config == config and head.method == config.name
     assert head.config.max_draft == CASES[case][3] and head.notes
     jax.tree.map(np.testing.assert_array_equal, head.params, head_of(config).params)
-    assert inspect(tmp_path).kind == config.name
+    found = inspect(tmp_path)
+    assert found.kind == config.name
+    assert found.facts["tokens of a block"] == config.block_size
 
 
 WRITTEN = [

@@ -17,6 +17,8 @@ from spec_jax.contracts import Context
 from spec_jax.drafters.block.model import block_drafter
 from spec_jax.errors import ConfigError
 from spec_jax.models import transformer
+from spec_jax.planning import roofline
+from spec_jax.planning.work import Setting
 from spec_jax.sampling import make_sampler
 
 TEXT = np.random.default_rng(5).integers(0, LLAMA.vocab_size, 14)
@@ -116,3 +118,23 @@ def test_more_drafts_than_a_block_predicts_are_refused():
     state = prefilled(config, drafter, params, N)
     with pytest.raises(ConfigError, match="5 drafts in a row are more than 4, which a block of 4"):
         proposer(drafter, params, 5)(state, jnp.asarray(N))
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark", "treeflash"])
+def test_passes_of_a_round_are_planned(name):
+    """Injection of K + 1 states, one block, and the step of every draft."""
+    config, setting = HEADS[name], Setting(batch=2, context=100)
+    K, (D, B) = config.max_draft, (LLAMA.hidden_size, setting.batch)
+    _, inject, block, *step = roofline.decode_round(LLAMA, config, K, setting).passes
+    weights = tensors_of(config)
+    size = lambda *parts: sum(w.size for n, w in weights.items() if any(p in n for p in parts))
+    maps = size("q_proj", "k_proj", "v_proj", "o_proj", "mlp.")
+    output, seen = D * LLAMA.vocab_size, 2 * D * config.layer.num_hidden_layers * setting.context
+    assert inject.work.flops == 2 * B * (K + 1) * size("fc.", "k_proj", "v_proj")
+    assert block.work.flops == 2 * B * (config.block_size * (maps + seen) + K * output)
+    if name == "dflash":
+        assert step == []
+    else:
+        read = size("markov_w2", "confidence_head.proj.weight", "ug.weight", "d.weight")
+        scored = output if name == "treeflash" else 0
+        assert (step[0].count, step[0].work.flops) == (K, 2 * B * (read + scored))
