@@ -66,9 +66,15 @@ def chain_loss(
     return loss, {"loss_by_step": means} | chain_figures(drafts, batch, weights)
 
 
-def rows_at_once(batch: int) -> int:
-    """Returns about how many rows of logits of a batch are computed together, on all devices."""
-    return _ROWS * (1 if ambient() is None else ambient().size // copies_of_rows(batch))
+def rows_at_once(batch: int, most: int = _ROWS) -> int:
+    """Returns about how many rows of a batch are computed together, on all devices.
+
+    Args:
+      batch: B.
+      most: on each device; their logits allow no more than ``_ROWS``.
+    """
+    over = 1 if ambient() is None else ambient().size // copies_of_rows(batch)
+    return min(most, _ROWS) * over
 
 
 def cut_chunks(x: jax.Array, axis: int, size: int) -> jax.Array:

@@ -22,7 +22,6 @@ from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.evaluation import teacher_forced
 from spec_jax.loading import LoadedHead
 from spec_jax.sampling import make_sampler
-from spec_jax.train import chunks
 from spec_jax.train.objective import Batch, View, target_view
 from spec_jax.train.step import TrainState, train_step
 
@@ -166,14 +165,15 @@ def test_chunks_of_blocks_are_one_sum(name, monkeypatch):
     """Losses, figures and gradients, whatever is computed together or again."""
     mask = jnp.asarray(np.random.default_rng(1).random(TEXT.shape) < 0.8)
 
-    def run(rows, **options):
-        monkeypatch.setattr(chunks, "_ROWS", rows)
+    def run(num_scores, **options):
+        monkeypatch.setattr(objective, "_SCORES", num_scores)
         loss = loss_of(name, num_anchors=7, **options)
         graded = jax.value_and_grad(loss, has_aux=True)
         return jax.jit(graded)(head_of(name), batch_of(name, mask), TARGET.params)
 
     close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
-    jax.tree.map(close, run(3 * 2 * 4), run(10**6, is_remat=True))
+    of_a_block = 2 * 4 * CONFIG.num_attention_heads * (W + 4)
+    jax.tree.map(close, run(3 * of_a_block), run(1 << 26, is_remat=True))
 
 
 def test_a_loss_is_the_weighted_mean_over_drafts_that_count():

@@ -29,6 +29,7 @@ from spec_jax.train.chunks import cut_chunks, rows_at_once, sum_chunks
 from spec_jax.train.losses import cross_entropy, total_variation
 from spec_jax.train.objective import Batch, Objective
 
+_SCORES = 1 << 26  # of attention in a layer for the blocks that are computed together, on a device
 _CONTEXT = ("fc", "context_norm")  # what the target's states go through, once for all blocks
 
 
@@ -190,7 +191,7 @@ def block_loss(
       tokens that a round at temperature 1 is expected to emit; and f32[K] ``confidence_bias``, by
       how much the confidence exceeds the acceptance in the mean.
     """
-    K, B = config.max_draft, len(batch.tokens)
+    K = config.max_draft
     if has_every_anchor:
         anchors, is_kept = every_anchor(batch.mask, config.block_size)
     else:
@@ -229,7 +230,7 @@ def block_loss(
         by_slot = lambda x: jnp.where(counts, x.astype(jnp.float32), 0.0).sum(axis=(0, 1))
         return by_slot(weights * total).sum(), (jax.tree.map(by_slot, sums), ())
 
-    size = min(max(rows_at_once(B) // (B * config.block_size), 1), anchors.shape[1])
+    size = _blocks_at_once(batch.tokens, anchors, config)
     blocks = cut_chunks(anchors, 1, size), cut_chunks(is_kept, 1, size)
     context = context_keys(head, batch.view.features, config)
     trained = {name: w for name, w in head.items() if name not in _CONTEXT}
@@ -244,6 +245,13 @@ def block_loss(
         figures["confidence_bias"] = sums["bias"] / count
     total = sums["weight"].sum()
     return jnp.where(total > 0, loss / jnp.where(total > 0, total, 1.0), 0.0), figures
+
+
+def _blocks_at_once(tokens: jax.Array, anchors: jax.Array, config: BlockConfig) -> int:
+    """How many blocks of each window are computed together: their logits and scores are bounded."""
+    (B, W), S = tokens.shape, config.block_size
+    rows = rows_at_once(B, max(_SCORES // (config.layer.num_attention_heads * (W + S)), 1))
+    return min(max(rows // (B * S), 1), anchors.shape[1])
 
 
 def text_drafts(
@@ -265,8 +273,8 @@ def text_drafts(
         before = slots(tokens, anchors, 0, num_draft)
         return jnp.argmax(scores_at(params, x, before, config, model)[1], axis=-1)
 
-    size = max(rows_at_once(len(tokens)) // (len(tokens) * config.block_size), 1)
-    drafts = jax.lax.map(at, cut_chunks(anchors, 1, min(size, T)))  # [chunks,B,A,K]
+    size = _blocks_at_once(tokens, anchors, config)
+    drafts = jax.lax.map(at, cut_chunks(anchors, 1, size))  # [chunks,B,A,K]
     return drafts.transpose(3, 1, 0, 2).reshape(num_draft, len(tokens), -1)[:, :, :T]
 
 
