@@ -21,6 +21,7 @@ from spec_jax.models.layers import Window, attend_window, linear, pre_norm_layer
 from spec_jax.models.moe import experts_table, gated, mix_experts, route
 from spec_jax.models.rope import rotate
 from spec_jax.models.specs import ParamSpec, gated_specs, linear_specs, norm_spec
+from spec_jax.sharding import repeat_heads
 from spec_jax.show.summary import short_repr
 
 
@@ -148,8 +149,8 @@ def attention(
 
     both = heads("q").reshape(B, T, -1, 2, H)
     q = place(both[..., 0, :], layer["q_norm"])
-    k = place(heads("k"), layer["k_norm"]).transpose(0, 2, 1, 3)
-    v = heads("v").transpose(0, 2, 1, 3)
+    k = repeat_heads(place(heads("k"), layer["k_norm"]), axis=2).transpose(0, 2, 1, 3)
+    v = repeat_heads(heads("v"), axis=2).transpose(0, 2, 1, 3)
     with jax.named_scope("attention"):
         out, cache = attend_window(q, k, v, cache, index, window)
         out *= jax.nn.sigmoid(both[..., 1, :]).reshape(B, T, -1)
