@@ -88,7 +88,8 @@ def test_mutation_a_confidence_that_looks_at_its_own_draft_is_caught():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kind, rule", [("dspark", "match"), ("treeflash", "block")])
-def test_its_distribution_is_certified(kind, rule):
-    certificate = spec_jax.certify(rule, toy_maker(kind), params=toy_params(kind), trials=500)
+def test_its_distribution_is_certified():
+    """By the loop too, with noise of its own; under ``match``, whose drafts share the target's."""
+    make, params = toy_maker("dspark"), toy_params("dspark")
+    certificate = spec_jax.certify("match", make, params=params, trials=500)
     assert certificate.failure is None and certificate.max_error <= 1e-6
