@@ -37,8 +37,11 @@ def test_a_new_head_begins_with_the_targets_last_layer_and_keeps_frequent_tokens
     assert counts[kept].min() >= np.delete(counts, kept).max()
     other = spec_jax.new_head(target, "eagle3", is_warm_start=False)
     assert not np.array_equal(other.params["o"], last["o"])
-    head.check_params()
-    other.check_params()
+    blocks = [spec_jax.new_head(target, name) for name in ("dflash", "dspark", "treeflash")]
+    for layer in (layer for block in blocks for layer in block.params["layers"].values()):
+        np.testing.assert_array_equal(layer["o"], last["o"])
+    for one in (head, other, *blocks):
+        one.check_params()
 
 
 def test_what_cannot_be_trained_is_refused_before_it_is_compiled(target):
