@@ -65,7 +65,7 @@ def loss_of(name, **options):
     )
 
 
-@pytest.mark.representatives("dspark", "treeflash")
+@pytest.mark.representatives("dspark")
 @pytest.mark.parametrize("name", HEADS)
 def test_a_block_is_scored_as_it_is_drafted(name):
     """Logits at an anchor, teacher-forced, against ``propose`` after a prefill of the tokens before
@@ -159,10 +159,10 @@ def test_a_block_depends_on_no_state_from_its_anchor_on_and_on_no_other_block():
         np.testing.assert_allclose(outputs(features, anchor[None, None])[0], block, atol=1e-5)
 
 
-@pytest.mark.representatives("dspark")
-@pytest.mark.parametrize("name", HEADS)
-def test_chunks_of_blocks_are_one_sum(name, monkeypatch):
+@pytest.mark.exhaustive
+def test_chunks_of_blocks_are_one_sum(monkeypatch):
     """Losses, figures and gradients, whatever is computed together or again."""
+    name = "dspark"
     mask = jnp.asarray(np.random.default_rng(1).random(TEXT.shape) < 0.8)
 
     def run(num_scores, **options):
