@@ -31,6 +31,8 @@ def get_config() -> ConfigDict:
     config.batch = "8"  # rows over all devices; in training, windows
     config.slots = "2048"  # S, slots of the cache for each row; of prefill, tokens of a prompt
     config.prefill_chunk = "512"  # of prefill, tokens of a prompt that a pass has at most
+    config.prompt_tokens = 0  # in decoding, of each request of a queue; 0: no queue is reported
+    config.new_tokens = 256  # ... that each of these requests emits
     config.length = "2048"  # in training, tokens of a window
     config.is_fully_sharded = False  # in training, split weights and moments over data too
     config.num_steps = 7  # in training a head, K of training-time test

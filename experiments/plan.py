@@ -11,8 +11,10 @@ The library's own program, of decoding, prefill or a training step, is compiled 
 the devices, without them and without weights: its memory, collectives, cache copies and HBM bytes
 are counted from the compiled text. Speeds are predicted from the chip's published peaks and from
 an acceptance that is given, or read from a report that has measured it; so they are floors of
-time, not measurements. A run leaves config.json, environment.json, report.json, report.md and
-plan.png; one that was stopped continues with the same --workdir.
+time, not measurements. --config.prompt_tokens=1024 also says how a queue's time is divided between
+prefill and decoding. Of a training step on GPUs, or without compiling, only weights, gradients and
+the optimizer's state are counted. A run leaves config.json, environment.json, report.json,
+report.md and plan.png; one that was stopped continues with the same --workdir.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import functools
 import importlib.util
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -100,7 +102,6 @@ def training_jobs(config: ConfigDict) -> Iterator[tuple[Topology, plan.TrainJob]
     is_head = draft is not None and kind_of_draft(draft).head is not None
     head = draft if is_head else None
     topologies = [Topology.parse(name) for name in config.topology.split(",")]
-    _require_compiling(config, topologies, "to train")
     cli.require_positive(config, "num_steps")
     sizes = itertools.product(topologies, numbers(config, "batch"), numbers(config, "length"))
     for topology, batch, length in sizes:
@@ -122,20 +123,16 @@ def training_jobs(config: ConfigDict) -> Iterator[tuple[Topology, plan.TrainJob]
         )
 
 
-def _require_compiling(config: ConfigDict, topologies: Sequence[Topology], what: str) -> None:
-    what += ", which is planned by compiling for TPUs alone"
-    cli.require(config.is_compiled, config, "is_compiled", f"True {what}")
-    is_tpu = all(topology.is_tpu for topology in topologies)
-    cli.require(is_tpu, config, "topology", f"TPUs {what}")
-
-
 def prefill_jobs(config: ConfigDict) -> Iterator[tuple[Topology, plan.PrefillJob]]:
     """Yields every combination of prompts to plan; each is as long as the cache has slots."""
     target = find_config(config.target)
     draft = find_draft(config.draft, target, config.draft_vocab_size)
     is_head = draft is not None and kind_of_draft(draft).head is not None
     topologies = [Topology.parse(name) for name in config.topology.split(",")]
-    _require_compiling(config, topologies, "for prefill")
+    what = "for prefill, which is planned by compiling for TPUs alone"
+    cli.require(config.is_compiled, config, "is_compiled", f"True {what}")
+    is_tpu = all(topology.is_tpu for topology in topologies)
+    cli.require(is_tpu, config, "topology", f"TPUs {what}")
     chunks = numbers(config, "prefill_chunk")
     sizes = (numbers(config, "batch"), numbers(config, "slots"), chunks)
     for topology, batch, slots, chunk in itertools.product(topologies, *sizes):
@@ -197,6 +194,12 @@ def jobs(config: ConfigDict, acceptance: Acceptance) -> Iterator[tuple[Topology,
                 )
             job = dataclasses.replace(job, mesh=found[0].setting.mesh)
         check_devices(topology, job.mesh)
+        cli.require(
+            not config.prompt_tokens or config.prompt_tokens + config.new_tokens <= slots,
+            config,
+            "prompt_tokens",
+            f"at most what {slots} slots leave beside {config.new_tokens} new tokens",
+        )
         for k, tree in ((0, None), *drafted):
             yield topology, dataclasses.replace(job, num_draft=k, tree=tree)
 
@@ -234,6 +237,10 @@ def run(config: ConfigDict, workdir: str | None = None) -> dict:
     cli.require(config.program in programs, config, "program", "decode, prefill or train")
     todo = list(programs[config.program](config))
     is_decoding = config.program == "decode"
+    expected = "0 or more" if is_decoding else "0 but to decode"
+    is_fit = config.prompt_tokens >= 0 if is_decoding else config.prompt_tokens == 0
+    cli.require(is_fit, config, "prompt_tokens", expected)
+    cli.require_positive(config, "new_tokens")
     if config.is_compiled:
         check_libtpu([topology for topology, _ in todo])
     folder = cli.make_workdir("plan", workdir)
@@ -249,7 +256,10 @@ def run(config: ConfigDict, workdir: str | None = None) -> dict:
             if is_decoding and cell["compiled"]:
                 filling = plan.PrefillJob.before(job)
                 cell = plan_cells.with_prefill(topology, cell, find(filling, *options))
-            cells.append(cell | plan_cells.predict(topology, job, cell, acceptance))
+            cell |= plan_cells.predict(topology, job, cell, acceptance)
+            if is_decoding and config.prompt_tokens:
+                cell |= plan_cells.in_queue(topology, job, cell, config)
+            cells.append(cell)
             bar.step(plan_report.line(cells[-1]))
             jax.clear_caches()
     result = head | {

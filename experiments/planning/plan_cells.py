@@ -24,7 +24,7 @@ from spec_jax.meshes import make_mesh
 from spec_jax.planning import roofline
 from spec_jax.planning.chips import Topology
 
-_VERSION = 5  # of what a cell holds
+_VERSION = 6  # of what a cell holds
 
 
 def label(topology: Topology, job: plan.Job | plan.TrainJob) -> str:
@@ -124,7 +124,8 @@ def plan_cell(
 
 def _training_cell(topology: Topology, job: plan.TrainJob, config: ConfigDict) -> dict:
     draft = "" if job.head is None else config.draft
-    return _cell_without_floor("train", topology, job, draft, job.length, config)
+    needs = dataclasses.asdict(plan.train_memory(job))
+    return _cell_without_floor("train", topology, job, draft, job.length, config) | {"state": needs}
 
 
 def _prefill_cell(topology: Topology, job: plan.PrefillJob, config: ConfigDict) -> dict:
@@ -215,6 +216,24 @@ def with_prefill(topology: Topology, cell: dict, prefill: dict) -> dict:
     }
 
 
+def in_queue(topology: Topology, job: plan.Job, cell: dict, config: ConfigDict) -> dict:
+    """Returns ``{"queue": ...}``: prefill's share of the time and tokens a second, by floors.
+
+    Args:
+      topology: The chips.
+      job: What is decoded.
+      cell: With what ``predict`` returns.
+      config: The experiment's, with the tokens of prompts and outputs.
+    """
+    if cell["tokens"] is None:
+        return {}
+    sizes = config.prompt_tokens, config.new_tokens
+    speed = cell["floor_s"], cell["tokens"]
+    found = roofline.queue(job.target, *sizes, *speed, topology.chip, job.setting)
+    said = {"prefill_share": found.prefill_share, "tok_s": found.tok_s}
+    return {"queue": dataclasses.asdict(found) | said}
+
+
 def predict(
     topology: Topology, job: plan.Job | plan.TrainJob, cell: dict, acceptance: Acceptance
 ) -> dict:
@@ -230,7 +249,10 @@ def predict(
       cell: Of ``plan_cell``.
       acceptance: Of a chain, or of the tree.
     """
-    shortfall = (cell["compiled"] or cell["analytic"])["shortfall"]
+    if cell["compiled"] or cell["analytic"]:
+        shortfall = (cell["compiled"] or cell["analytic"])["shortfall"]
+    else:
+        shortfall = max(0, sum(cell["state"].values()) - int(cell["hbm_per_device"]))
     shortfall = max(shortfall, cell.get("prefill", {}).get("shortfall", 0))
     fit = {"fits": shortfall == 0, "shortfall": shortfall}
     if isinstance(job, plan.TrainJob | plan.PrefillJob):

@@ -97,9 +97,28 @@ def _prefill(needs: dict) -> str:
     )
 
 
+def _queue(found: dict, config: dict) -> str:
+    return (
+        f"prompts of {config['prompt_tokens']:,} tokens and {found['new_tokens']:,} new ones: "
+        f"prefill takes {found['prefill_share']:.0%} of a queue's time, at most "
+        f"{found['tok_s']:,.0f} tokens a second"
+    )
+
+
+def _state(needs: dict) -> str:
+    parts = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in needs.items())
+    return f"{sum(needs.values()) / 1e9:.2f} GB before activations ({parts})"
+
+
+def _is_known(cell: dict) -> bool:
+    """Whether all that a program needs is counted, or all but its temporaries."""
+    return bool(cell["compiled"] or cell["analytic"])
+
+
 def line(cell: dict) -> str:
     """Returns one line on a cell."""
-    fit = "fits" if cell["fits"] else f"lacks {cell['shortfall'] / 1e9:.2f} GB a device"
+    fit = "fits" if _is_known(cell) else "fits if activations do"
+    fit = fit if cell["fits"] else f"lacks {cell['shortfall'] / 1e9:.2f} GB a device"
     speed = "" if cell["tok_s"] is None else f", at most {cell['tok_s']:,.0f} tokens a second"
     return f"{_name(cell)}: {fit}{speed}"
 
@@ -107,12 +126,18 @@ def line(cell: dict) -> str:
 def _row(cell: dict, cells: Sequence[dict]) -> list[str]:
     gb = lambda x: f"{x / 1e9:.2f}"
     compiled, analytic = cell["compiled"], cell["analytic"]
-    fits = "yes" if cell["fits"] else f"lacks {gb(cell['shortfall'])}"
+    fits = "yes" if _is_known(cell) else "perhaps"
+    fits = fits if cell["fits"] else f"lacks {gb(cell['shortfall'])}"
     K = f"{cell['k']} ({cell['tree']})" if cell["tree"] else str(cell["k"])
     row = [cell["topology"], cell["mesh"], str(cell["batch"]), str(cell["slots"]), K, fits]
     counted = compiled and compiled["counted"]
     needs = compiled["needs"] if compiled else None
-    total = needs["total"] if needs else analytic["params"] + analytic["cache"]
+    if needs:
+        total = needs["total"]
+    elif analytic:
+        total = analytic["params"] + analytic["cache"]
+    else:
+        total = sum(cell["state"].values())
     total = max(total, cell.get("prefill", {}).get("total", 0))
     row += [gb(total), gb(analytic["cache"]) if analytic else "-"]
     row.append(gb(needs["temporaries"]) if counted else "-")
@@ -167,6 +192,11 @@ def text(result: dict, is_markdown: bool = False) -> str:
     filled = [cell for cell in cells if "prefill" in cell]
     lines += [f"{_name(cell)}: {_prefill(cell['prefill'])}" for cell in filled]
     lines += [""] * bool(filled)
+    queued = [cell for cell in cells if "queue" in cell]
+    lines += [f"{_name(cell)}: {_queue(cell['queue'], config)}" for cell in queued]
+    lines += [""] * bool(queued)
+    trained = [cell for cell in cells if "state" in cell]
+    lines += [f"{_name(cell)}: {_state(cell['state'])}" for cell in trained] + [""] * bool(trained)
     for one in result["best"]:
         where = f"{one['topology']} {one['mesh']} B={one['batch']} S={one['slots']}"
         if one["k"] is None:
@@ -187,7 +217,8 @@ def text(result: dict, is_markdown: bool = False) -> str:
     if is_training:
         lines.append(
             "Bytes are of one device, collectives and HBM bytes of one step. S is the length of a "
-            "window. No floor of a step's time is modelled."
+            "window. No floor of a step's time is modelled. Where nothing is compiled, GB is what "
+            "stands before activations and logits, which need more."
         )
     elif is_prefill:
         lines.append(
@@ -201,7 +232,9 @@ def text(result: dict, is_markdown: bool = False) -> str:
             "at the chip's published peaks: no measurement, and no program reaches them. GB is the "
             "larger of decoding and of prefill beside it, where that was compiled. The columns at "
             "0.3 and 1 ms are speed-ups if every pass takes so much more than its floor (launches, "
-            "the host, latency of links); experiments.published shows what fits published figures.",
+            "the host, latency of links); experiments.published shows what fits published figures. "
+            "A queue's figures are floors too: no row decodes while one is filled, and a draft's "
+            "own prefill is left out.",
         ]
     peak = result["peak_memory_bytes"]
     said = (

@@ -17,6 +17,7 @@ from typing import Any
 
 from spec_jax.drafters.registry import kind_of_draft
 from spec_jax.errors import ConfigError
+from spec_jax.models.chunks import CHUNK
 from spec_jax.planning.chips import Chip
 from spec_jax.planning.work import Setting, Stack, Work
 from spec_jax.tree import DynamicTree, Tree
@@ -24,6 +25,7 @@ from spec_jax.tree import DynamicTree, Tree
 __all__ = [
     "DeviceMemory",
     "Pass",
+    "Queue",
     "Prediction",
     "RoundWork",
     "Setting",
@@ -34,6 +36,8 @@ __all__ = [
     "first_loss",
     "memory",
     "predict",
+    "prefill",
+    "queue",
 ]
 
 
@@ -42,7 +46,7 @@ class Pass:
     """Passes of a round that are alike.
 
     Attributes:
-      name: "verify", "refresh" (a head reads the target's new states) or "draft".
+      name: "verify", "refresh" (a head reads the target's new states), "draft" or "prefill".
       count: how many there are.
       work: of one of them.
     """
@@ -54,7 +58,7 @@ class Pass:
 
 @dataclasses.dataclass(frozen=True)
 class RoundWork:
-    """One round of decoding on one device."""
+    """One round of decoding, or all chunks of prompts, on one device."""
 
     passes: tuple[Pass, ...]
 
@@ -120,6 +124,87 @@ def decode_round(
         work = stack.run(setting, one.width, one.scored, scorer, attends=one.attends)
         passes.append(Pass(one.name, one.count, work))
     return RoundWork(tuple(passes))
+
+
+def prefill(
+    target: Any, prompt_tokens: int, setting: Setting = Setting(), chunk: int = CHUNK
+) -> RoundWork:
+    """Counts the passes that feed the target a prompt a row, each a chunk of them.
+
+    A token attends over those before it: on average of a pass, half of the chunk and all tokens
+    before the chunk. A drafter's own prefill is not counted.
+
+    Args:
+      target: the target's config.
+      prompt_tokens: tokens of each prompt.
+      setting: batch, mesh and dtype; the context follows from the prompt.
+      chunk: tokens of a prompt that a pass has at most.
+
+    Raises:
+      ConfigError: a prompt or a chunk without a token.
+    """
+    if prompt_tokens < 1 or chunk < 1:
+        raise ConfigError(
+            f"prompt_tokens is {prompt_tokens} and chunk {chunk}; expected 1 or more of each"
+        )
+    own, passes = Stack.of(target, setting), []
+    for begin in range(0, prompt_tokens, chunk):
+        end = min(begin + chunk, prompt_tokens)
+        within = dataclasses.replace(setting, context=(begin + end) // 2)
+        work = own.run(within, end - begin, int(end == prompt_tokens))
+        passes.append(Pass("prefill", 1, work))
+    return RoundWork(tuple(passes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Queue:
+    """What a request costs in a queue that puts the next prompt in the place of a finished row.
+
+    Attributes:
+      prefill_s: of the prompt, its share of a call that feeds one to each group along "data".
+      decode_s: its share of the rounds that emit its tokens.
+      new_tokens: how many it emits.
+    """
+
+    prefill_s: float
+    decode_s: float
+    new_tokens: float
+
+    @property
+    def prefill_share(self) -> float:
+        """Of the time, while which no row decodes."""
+        return self.prefill_s / (self.prefill_s + self.decode_s)
+
+    @property
+    def tok_s(self) -> float:
+        """Tokens a second of all rows, at most."""
+        return self.new_tokens / (self.prefill_s + self.decode_s)
+
+
+def queue(
+    target: Any,
+    prompt_tokens: int,
+    new_tokens: float,
+    round_s: float,
+    tokens: float,
+    chip: Chip,
+    setting: Setting = Setting(),
+) -> Queue:
+    """Returns how a queue's time is divided if prompts never run out and no row decodes meanwhile.
+
+    Args:
+      target: the target's config.
+      prompt_tokens: of each request.
+      new_tokens: that each request emits.
+      round_s: of a round of all rows.
+      tokens: expected tokens of a row's round.
+      chip: what it runs on.
+      setting: batch, mesh and dtype.
+    """
+    groups = setting.abstract_mesh.shape["data"]
+    feeding = prefill(target, prompt_tokens, dataclasses.replace(setting, batch=groups))
+    decode_s = round_s * new_tokens / tokens / setting.batch
+    return Queue(feeding.floor_s(chip) / groups, decode_s, new_tokens)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,18 +8,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spec_jax.drafters import registry
 from spec_jax.drafters.standalone import objective as standalone
 from spec_jax.models import transformer
 from spec_jax.models.families import AnyConfig
-from spec_jax.models.params import init_params
+from spec_jax.models.params import init_params, placement, table_placement
 from spec_jax.planning.programs import Traced, without_weights
-from spec_jax.sharding import named, place
+from spec_jax.planning.work import Setting
+from spec_jax.sharding import FULLY_SHARDED, SHARDED, named, place
 from spec_jax.train.objective import Batch, with_view
 from spec_jax.train.optimizer import make_optimizer
-from spec_jax.train.placement import Placement
+from spec_jax.train.placement import Placement, device_bytes, follow_params
 from spec_jax.train.step import TrainState, train_step
 
 _OPTIMIZER = dict(
@@ -56,6 +57,55 @@ class TrainJob:
     optimizer: str = "adamw"
     num_steps: int | None = None
     is_remat: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainMemory:
+    """Bytes on each device that a training step has at least, activations and logits left out.
+
+    Attributes:
+      state: weights that are trained, and what the optimizer keeps of each.
+      gradients: of these weights.
+      frozen: weights of a head's target.
+    """
+
+    state: int
+    gradients: int
+    frozen: int
+
+    @property
+    def total(self) -> int:
+        return self.state + self.gradients + self.frozen
+
+
+def train_memory(job: TrainJob) -> TrainMemory:
+    """Counts what a training step holds by its shapes; nothing is traced or compiled.
+
+    Args:
+      job: what is trained.
+
+    Raises:
+      ConfigError: the mesh does not divide the heads.
+    """
+    mesh = Setting(mesh=job.mesh).abstract_mesh
+    over = mesh, FULLY_SHARDED if job.is_fully_sharded else SHARDED
+    model = lambda dtype: jax.eval_shape(
+        lambda: init_params(job.target, jax.random.key(0), jnp.dtype(dtype))
+    )
+    where, frozen = placement("the target", job.target, *over), 0
+    if job.head is None:
+        trained = model("float32")
+    else:
+        frozen = device_bytes(model(job.dtype), where)
+        kind, layer = registry.kind_of(job.head), registry.layer_of(job.head)
+        split = registry.objective_of(job.head, job.objective).split
+        init = functools.partial(kind.head.init_params, job.head, jax.random.key(0), jnp.float32)
+        trained = jax.eval_shape(lambda: split(init())[0])
+        where = split(table_placement("the head", layer, kind.head.table(job.head), *over))[0]
+    optimizer = make_optimizer(job.optimizer, **_OPTIMIZER)
+    state = jax.eval_shape(lambda params: TrainState.create(params, optimizer), trained)
+    lies = follow_params(state, state.params, where, NamedSharding(mesh, PartitionSpec()))
+    return TrainMemory(device_bytes(state, lies), device_bytes(trained, where), frozen)
 
 
 def trace_train(job: TrainJob, mesh: Mesh) -> Traced:

@@ -117,6 +117,38 @@ def test_a_tree_has_the_floor_of_its_passes_and_no_predicted_speed(tmp_path, wri
     assert "A tree's speed is not predicted" in (tmp_path / "report.md").read_text()
 
 
+def test_a_queue_divides_its_time_between_prefill_and_rounds(tmp_path):
+    sizes = dict(prompt_tokens=1024, new_tokens=100, batch="64", num_draft="2", draft="ngram")
+    found = plan.run(config(**sizes, mesh="data:2,tensor:4", acceptance="0.5"), str(tmp_path))
+    target, chip = PRESETS["llama-3.1-8b"], CHIPS["v5e"]
+    filling = roofline.prefill(target, 1024, roofline.Setting(2, mesh="data:2,tensor:4"))
+    for cell in found["cells"]:
+        rounds = 100 / cell["tokens"]
+        prefill_s, decode_s = filling.floor_s(chip) / 2, rounds * cell["floor_s"] / 64
+        assert cell["queue"]["prefill_share"] == pytest.approx(prefill_s / (prefill_s + decode_s))
+        assert cell["queue"]["tok_s"] == pytest.approx(100 / (prefill_s + decode_s))
+        assert cell["queue"]["tok_s"] < cell["tok_s"]
+    assert "of a queue's time" in (tmp_path / "report.md").read_text()
+
+
+def test_what_is_trained_on_gpus_is_counted_without_a_program(tmp_path):
+    sizes = dict(program="train", topology="h100:8", target="qwen3-8b", is_fully_sharded=True)
+    model, head = (
+        plan.run(config(**sizes, draft=draft), str(tmp_path / (draft or "model")))["cells"][0]
+        for draft in ("", "eagle3")
+    )
+    weights = 8_190_735_360  # of the published model
+    assert model["state"]["state"] == pytest.approx(3 * 4 * weights / 8, rel=1e-3)
+    assert model["state"]["gradients"] == pytest.approx(4 * weights / 8, rel=1e-3)
+    assert not model["state"]["frozen"] and model["fits"] and model["tok_s"] is None
+    assert head["state"]["frozen"] == pytest.approx(2 * weights / 8, rel=1e-3)
+    assert head["state"]["state"] == pytest.approx(3 * head["state"]["gradients"], rel=1e-3)
+    assert "before activations" in (tmp_path / "eagle3" / "report.md").read_text()
+    alone = sizes | {"topology": "h100:1", "draft": ""}
+    (lacking,) = plan.run(config(**alone), str(tmp_path / "alone"))["cells"]
+    assert lacking["shortfall"] == pytest.approx(16 * weights - 80e9, rel=0.02)
+
+
 def measured(folder: pathlib.Path, **report) -> str:
     path = folder / "report.json"
     path.write_text(json.dumps(report))
@@ -173,8 +205,10 @@ CHANGES = [
         {"program": "prefill", "is_compiled": True, "slots": "256"},
         "prefill_chunk is '512'; expected at most the 256 slots",
     ),
-    ({"program": "train"}, "is_compiled is False; expected True to train"),
-    ({"program": "train", "is_compiled": True, "topology": "h100:8"}, "expected TPUs to train"),
+    ({"prompt_tokens": -1}, "prompt_tokens is -1; expected 0 or more"),
+    ({"prompt_tokens": 9, "program": "train"}, "prompt_tokens is 9; expected 0 but to decode"),
+    ({"prompt_tokens": 2000}, "prompt_tokens is 2000; expected at most what 2048 slots leave"),
+    ({"new_tokens": 0}, "new_tokens is 0"),
     ({"is_fully_sharded": True}, "is_fully_sharded is True; expected False to decode"),
     ({"tree": "3,y"}, "the tree is '3xy'; expected children by depth"),
     ({"tree": "3,2", "draft": ""}, "tree is '3,2'; expected none without a draft"),
@@ -225,6 +259,7 @@ def test_a_planned_training_step_holds_its_share_of_weights_and_moments(tmp_path
     assert cell["compiled"]["needs"]["params"] == pytest.approx(4 * params / 4, rel=0.01)
     state = cell["compiled"]["needs"]["state"]
     assert state == cell["compiled"]["needs"]["aliased"] == pytest.approx(3 * params, rel=0.01)
+    assert cell["state"]["state"] == pytest.approx(state, rel=0.001)  # which is laid out in tiles
     assert cell["compiled"]["counted"]["collectives"]["all-gather"][0] > 0
     assert cell["fits"] and cell["tok_s"] is None and report["best"] == []
     assert "all-gather of" in (tmp_path / "run" / "report.md").read_text()

@@ -31,6 +31,7 @@ from spec_jax.planning.roofline import (
     first_loss,
     memory,
     predict,
+    prefill,
 )
 from spec_jax.sharding import replicate
 from spec_jax.tree import DynamicTree, Tree
@@ -158,6 +159,25 @@ def test_memory_is_weights_and_caches():
     assert more == 3 * 2 * Stack.of(MODULES, setting).num_params
 
 
+def test_prefill_is_every_tokens_maps_and_the_tokens_before_it():
+    P, chunk, setting = 1000, 256, Setting(batch=2)
+    found = prefill(TARGET, P, setting, chunk)
+    maps = 8_030_261_248 - 2 * 128256 * 4096 - 65 * 4096  # neither embedding, head nor norms
+    # Scores and sums of 32 heads over the tokens before one: half of its pass, to half a token.
+    attention = 2 * 2 * 32 * 32 * 128 * P * P / 2
+    head = 2 * 128256 * 4096
+    assert found.num_passes == 4
+    assert found.work.flops == pytest.approx(2 * (2 * maps * P + attention + head), rel=1e-4)
+    weights, rows, slot = 2 * (maps + 65 * 4096), 2 * 2 * P * 4096, 32 * 2 * 2 * 8 * 128
+    cache = (
+        2 * slot * (128 + 384 + 640 + 884 + P)
+    )  # what stands halfway of each pass, and P written
+    scored = head + 2 * 2 * 4 * 128256
+    assert found.work.hbm_bytes == 4 * weights + rows + cache + scored
+    shorter = [prefill(TARGET, P, setting, n).floor_s(CHIPS["v5e"]) for n in (1000, 100, 10)]
+    assert shorter == sorted(shorter)  # the weights are read once a pass
+
+
 _FIELDS = dict(batch=st.sampled_from([1, 4, 8, 64]), context=st.integers(0, 10_000))
 _FIELDS |= dict(mesh=st.sampled_from(["data:1", "data:2,tensor:4", "tensor:8", "data:4"]))
 _FIELDS |= dict(is_sampled=st.booleans(), is_draft_replicated=st.booleans())
@@ -199,6 +219,8 @@ def test_more_of_anything_is_never_faster(setting, chip, draft, num_draft, rate)
 
 
 CALLS = [
+    (lambda: prefill(TARGET, 0), "prompt_tokens is 0 and chunk 512"),
+    (lambda: prefill(TARGET, 9, chunk=0), "prompt_tokens is 9 and chunk 0"),
     (lambda: decode_round(TARGET, EAGLE, -1), "num_draft is -1"),
     (lambda: decode_round(TARGET, EAGLE, 4, tree=Tree((0, 0))), "the tree's 2 nodes"),
     (lambda: decode_round(TARGET, None, 4), "num_draft is 4 without a draft"),
