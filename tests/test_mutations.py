@@ -77,6 +77,12 @@ MUTATIONS = mutants.read("""
     a row without a finite logit goes on
         loop.init_state: ~jnp.isfinite(x_.max(axis=-1)) -> (x_ != x_).all(axis=-1)
         test_a_row_in_which_every_token_is_forbidden_stops_with_a_reason
+    rows whose prompts are being fed are refilled
+        DecodeQueue._run: x_ != Finish.RUNNING and row not in waiting -> x_ != Finish.RUNNING
+        test_a_long_prompt_is_fed_while_other_rows_decode[plain]
+    a prompt's last chunk counts its padding
+        Engine.prefill_by_chunk: np.clip(lengths - begin, 0, width) -> np.clip(lengths, 0, width)
+        test_a_long_prompt_is_fed_while_other_rows_decode[plain]
     residual: what has no probability is accepted
         chain.residual: x_ * q_d < p_d -> x_ * q_d <= p_d
         test_mutation_inclusive_boundary_is_caught_by_a_uniform_of_zero

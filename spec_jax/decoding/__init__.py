@@ -1,7 +1,15 @@
 """Speculative decoding as pure functions over arrays."""
 
 from spec_jax.decoding.calls import call_accept
-from spec_jax.decoding.loop import generate, insert, prefill, read_chunk, read_row, read_rows
+from spec_jax.decoding.loop import (
+    feed_chunk,
+    generate,
+    insert,
+    prefill,
+    read_chunk,
+    read_row,
+    read_rows,
+)
 from spec_jax.decoding.observers import LOGPROBS, Logprobs, acceptance_by_kind, expected_acceptance
 from spec_jax.decoding.round import (
     accept,
@@ -46,6 +54,7 @@ __all__ = [
     "draft",
     "emit",
     "expected_acceptance",
+    "feed_chunk",
     "generate",
     "insert",
     "prefill",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,7 @@ def prefill(
     system: System,
     slots: int,
     samples: int = 1,
+    fed: Any = None,
 ) -> DecodeState:
     """Feeds the prompts, right-padded to one width, and samples each row's first token.
 
@@ -57,6 +59,7 @@ def prefill(
       system: target, drafter, rule and K.
       slots: S and M.
       samples: every so many rows have one prompt, which the target is fed once.
+      fed: what ``feed_chunk`` returned for the prompts' last chunk; None: they are fed here.
 
     Raises:
       ShapeError: an array of another number of rows, or one that ``samples`` does not divide;
@@ -76,14 +79,18 @@ def prefill(
     if samples < 1 or B % samples:
         raise ShapeError(f"samples is {samples}; expected a divisor of the {B} rows")
     # Three programs, each compiled only for what it depends on: drafters, rules and Ks share them.
-    fed = prefill_target(
-        params["target"],
-        tokens[::samples],
-        lengths[::samples],
-        target=system.target,
-        slots=slots,
-        chunk=chunk_of(T, system),
-    )
+    if fed is None:
+        fed = prefill_target(
+            params["target"],
+            tokens[::samples],
+            lengths[::samples],
+            target=system.target,
+            slots=slots,
+            chunk=chunk_of(T, system),
+        )
+    else:
+        cache, last, features = fed
+        fed = cache, _unembed(params["target"], last, target=system.target), features
     cache, logits, features = fed if samples == 1 else _repeat_rows(fed, count=samples)
     state, first = init_state(
         tokens,
@@ -138,30 +145,70 @@ def prefill_target(params, tokens, lengths, *, target, slots, chunk=None):
     Returns:
       The prompts' cache, logits f32[B,1,V] at the last position, and the features.
     """
-
-    def step(carry, begin, n, tokens):
-        cache, last, features = carry
-        output = target.forward(params, tokens, cache)
-        ends = jnp.take_along_axis(output.hidden, (n - 1)[:, None, None], axis=1)
-        cache = constrain_state(output.cache.commit(n))
-        if last is None:
-            return cache, ends, output.features
-        if features is not None:
-            put = jax.lax.dynamic_update_slice_in_dim
-            features = constrain(put(features, output.features, begin, axis=1), "batch")
-        return cache, jnp.where((n > 0)[:, None, None], ends, last), features
-
     with jax.named_scope("prefill"):
-        B, T = tokens.shape
-        cache, last, features = target.init_cache(params, B, slots), None, None
+        fed = target.init_cache(params, len(tokens), slots), None, None
         if chunk is not None:
-            one = jax.eval_shape(target.forward, params, tokens[:, :chunk], cache)
-            empty = lambda like, width: jnp.zeros((B, width, like.shape[-1]), like.dtype)
-            last, cache = empty(one.hidden, 1), constrain_state(cache)
-            features = None if one.features is None else empty(one.features, T)
-        carry = over_chunks(step, (cache, last, features), (tokens,), lengths, chunk)
-        cache, last, features = carry
+            fed = _before_chunks(params, tokens[:, :chunk], target, slots, tokens.shape[1])
+        step = functools.partial(_feed, params, target)
+        cache, last, features = over_chunks(step, fed, (tokens,), lengths, chunk)
         return cache, target.unembed(params, last), features
+
+
+def _feed(params, target, fed, begin, n, tokens):
+    """Feeds a chunk of prompts, of which n (i32[B]) tokens count, see ``over_chunks``.
+
+    ``fed`` is the cache, the last token's state dtype[B,1,D], and the features dtype[B,T,E].
+    """
+    cache, last, features = fed
+    output = target.forward(params, tokens, cache)
+    ends = jnp.take_along_axis(output.hidden, (n - 1)[:, None, None], axis=1)
+    cache = constrain_state(output.cache.commit(n))
+    if last is None:
+        return cache, ends, output.features
+    if features is not None:
+        put = jax.lax.dynamic_update_slice_in_dim
+        features = constrain(put(features, output.features, begin, axis=1), "batch")
+    return cache, jnp.where((n > 0)[:, None, None], ends, last), features
+
+
+def _before_chunks(params, tokens, target, slots, num_tokens):
+    """What was fed before the first of several chunks, of the shapes that it keeps."""
+    B = len(tokens)
+    cache = target.init_cache(params, B, slots)
+    one = jax.eval_shape(target.forward, params, tokens, cache)
+    empty = lambda like, width: jnp.zeros((B, width, like.shape[-1]), like.dtype)
+    features = None if one.features is None else empty(one.features, num_tokens)
+    return constrain_state(cache), empty(one.hidden, 1), features
+
+
+@functools.partial(
+    jax.jit, static_argnames=("target", "slots", "num_tokens"), donate_argnames=("fed",)
+)
+def feed_chunk(params, fed, tokens, n, begin, *, target, slots, num_tokens):
+    """Feeds one chunk of prompts to the target, so that other rows can decode before the next one.
+
+    Args:
+      params: of the target.
+      fed: what the chunk before it returned, which is donated; None before the first.
+      tokens: i32[B,C], the chunk.
+      n: i32[B], how many tokens of it count.
+      begin: i32[], its first token's place in the prompts.
+      target: the model.
+      slots: S.
+      num_tokens: T, of the prompts, padding included.
+
+    Returns:
+      What ``prefill`` takes as ``fed`` after the last chunk.
+    """
+    with jax.named_scope("prefill"):
+        if fed is None:
+            fed = _before_chunks(params, tokens, target, slots, num_tokens)
+        return _feed(params, target, fed, begin, n, tokens)
+
+
+@functools.partial(jax.jit, static_argnames="target")
+def _unembed(params, last, *, target):
+    return target.unembed(params, last)
 
 
 @functools.partial(jax.jit, static_argnames="count")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from spec_jax import decoding
@@ -82,6 +84,35 @@ class Engine:
         options = dict(system=self.system, slots=slots, samples=samples)
         with use_mesh(self.mesh), program:
             return self._loop.prefill(self.params(), *arrays, **options)
+
+    def prefill_by_chunk(self, request: Request) -> Iterator[DecodeState | None]:
+        """Prefills, and yields None after every chunk of the prompts and then the state.
+
+        In between, other rows may decode.
+        """
+        *arrays, slots, samples = request
+        tokens, lengths = (
+            np.asarray(request.tokens)[::samples],
+            np.asarray(request.lengths)[::samples],
+        )
+        (B, T), chunk, fed = tokens.shape, self.system.prefill_chunk, None
+        options = dict(target=self.system.target, slots=slots, num_tokens=T)
+        for begin in range(0, int(lengths.max()), chunk):
+            part = tokens[:, begin : begin + chunk]
+            width = part.shape[1]
+            name = f"prefill of batch {B}, {width} of {T} tokens"
+            n = np.clip(lengths - begin, 0, width).astype(np.int32)
+            with use_mesh(self.mesh), self._program(name, request, T, slots, width, begin > 0):
+                args = (self.params()["target"], fed, part, n, jnp.int32(begin))
+                fed = decoding.feed_chunk(*args, **options)
+                jax.block_until_ready(fed)
+            yield None
+        program = self._program(
+            f"prefill of batch {B}, {T} tokens", request, T, slots, samples, "fed"
+        )
+        options = dict(system=self.system, slots=slots, samples=samples, fed=fed)
+        with use_mesh(self.mesh), program:
+            yield decoding.prefill(self.params(), *arrays, **options)
 
     def insert(
         self, state: DecodeState, row: int, prefix: DecodeState, index: int = 0

@@ -23,6 +23,7 @@ from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.generation import Generation, collect, describe_fault, find_raised
 from spec_jax.engine.request import (
     Prompt,
+    Request,
     check_room,
     is_one_prompt,
     make_request,
@@ -34,6 +35,8 @@ from spec_jax.engine.stats import Stats
 from spec_jax.engine.text import TextTracker
 from spec_jax.errors import Cancelled, ConfigError, InvalidDraftError, PromptError
 from spec_jax.sampling import Sampler, Samplers, check_samplers, draft_samplers, make_sampler
+
+ROUNDS_BETWEEN = 4  # that other rows decode between two chunks of a long prompt
 
 _log = logging.getLogger(__name__)
 _Request = tuple[int, list[int]]  # index, ids
@@ -62,11 +65,12 @@ class DecodeQueue:
         for index, row in spec_jax.DecodeQueue(decoder, prompts, batch=2):
             print(prompts[index], row.text)
 
-    Rounds run until any row finishes; that row takes the next prompt. A prompt's result depends on
-    its index alone, never on the batch or the order: with indices 0, 1, 2, ... and one sampler the
-    results equal those of ``decoder.generate`` on all of the prompts, unless drafter or K learn
-    from rows that have finished (see there). Rows that end by a fault are yielded with its name as
-    their ``finish_reason``.
+    Rounds run until any row finishes; that row takes the next prompt. A prompt longer than the
+    decoder's ``prefill_chunk`` is fed in chunks, between which the other rows decode. A prompt's
+    result depends on its index alone, never on the batch or the order: with indices 0, 1, 2, ...
+    and one sampler the results equal those of ``decoder.generate`` on all of the prompts, unless
+    drafter or K learn from rows that have finished (see there). Rows that end by a fault are
+    yielded with its name as their ``finish_reason``.
 
     An error of ``prompts``, or of a prompt that cannot be decoded, is raised after the running rows
     have finished and were yielded; so is the InvalidDraftError of a ``host_drafter`` whose function
@@ -148,6 +152,7 @@ class DecodeQueue:
         self._stop_tokens = decoder.target.stop_tokens if stop_tokens is None else stop_tokens
         self._cancellation = decoder.row_cancellation(cancellation_token, 1)
         self._is_empty, self._error = False, None
+        self._feeding: list[tuple[list[int], Iterator[decoding.DecodeState | None]]] = []
         self._usage, self._tail = Usage(), Usage()
         self._results = self._run()
 
@@ -183,11 +188,14 @@ class DecodeQueue:
                 rows |= taken
                 if not rows:
                     break
-                state = self._insert(state, taken)
+                num_active = len(rows) - len(taken) - self._num_waiting
+                state = self._insert(state, taken, is_alone=num_active == 0)
                 is_over = bool(self._cancellation.rows())
+                state = self._feed(state, len(rows), to_the_end=is_over)
                 ending = jnp.full(B, Finish.CANCELLED if is_over else Finish.RUNNING, jnp.int32)
-                num_rounds = 1 if self._cancellation.is_watched else ROUNDS_UNWATCHED
-                args = (state, ending, num_rounds, len(rows))
+                num_rounds = ROUNDS_BETWEEN if self._feeding else ROUNDS_UNWATCHED
+                num_rounds = 1 if self._cancellation.is_watched else num_rounds
+                args = (state, ending, num_rounds, len(rows) - self._num_waiting)
                 state, chunk = self._timed("decode_s", self._engine.generate, *args)
                 begin = time.perf_counter()
             except Exception as error:  # what had finished is yielded first
@@ -197,7 +205,8 @@ class DecodeQueue:
             finish = np.asarray(chunk.finish)
             self._decoder.count(Stats(decode_s=time.perf_counter() - begin))
             self._count(B * int(chunk.rounds), int(chunk.row_rounds))
-            free = [row for row in rows if finish[row] != Finish.RUNNING]
+            waiting = {row for rows, _ in self._feeding for row in rows}
+            free = [row for row in rows if finish[row] != Finish.RUNNING and row not in waiting]
             read = lambda row: self._timed("decode_s", self._engine.read, state, row)
             finished = [(rows.pop(row), read(row)) for row in free]
         yield from map(self._collect, finished)
@@ -243,9 +252,9 @@ class DecodeQueue:
             )
         return index, ids
 
-    def _start(self, requests: list[_Request]) -> decoding.DecodeState:
+    def _request(self, requests: list[_Request]) -> Request:
         indices, prompts = [index for index, _ in requests], [ids for _, ids in requests]
-        request = make_request(
+        return make_request(
             self._engine.system,
             prompts,
             self._decoder.output_limits(prompts, **self._limits),
@@ -254,12 +263,20 @@ class DecodeQueue:
             stop_tokens=self._stop_tokens,
             slots=self._slots,
         )
+
+    def _start(self, requests: list[_Request]) -> decoding.DecodeState:
+        request = self._request(requests)
         self._engine.params()  # lays weights out: no part of the times
         prefill = lambda: jax.block_until_ready(self._engine.prefill(request))
         return self._timed("prefill_s", prefill)
 
-    def _insert(self, state, taken: dict[int, _Request]) -> decoding.DecodeState:
-        """Prefills the new prompts of rows together, and puts them in their places."""
+    def _insert(
+        self, state, taken: dict[int, _Request], is_alone: bool = True
+    ) -> decoding.DecodeState:
+        """Prefills the new prompts of rows together, and puts them in their places.
+
+        Long prompts are fed later, by ``_feed``, unless no other row decodes.
+        """
         groups = self._together(taken)
         if len(groups) == 1 and len(taken) == len(state.limit):  # all rows are new
             return self._start([taken[row] for row in sorted(taken)])
@@ -267,10 +284,38 @@ class DecodeQueue:
             requests = [taken[row] for row in rows]
             # A few numbers of rows compile; what fills up is never read.
             more = _round_up(len(rows), self._batch, self._engine.mesh) - len(rows)
-            prefix = self._start(requests + requests[-1:] * more)
-            for index, row in enumerate(rows):
-                state = self._timed("prefill_s", self._engine.insert, state, row, prefix, index)
+            requests += requests[-1:] * more
+            is_long = max(len(ids) for _, ids in requests) > self._engine.system.prefill_chunk
+            if is_long and not is_alone:
+                steps = self._engine.prefill_by_chunk(self._request(requests))
+                self._feeding.append((rows, steps))
+            else:
+                state = self._put(state, rows, self._start(requests))
         return state
+
+    def _put(self, state, rows: list[int], prefix: decoding.DecodeState) -> decoding.DecodeState:
+        for index, row in enumerate(rows):
+            state = self._timed("prefill_s", self._engine.insert, state, row, prefix, index)
+        return state
+
+    def _feed(self, state, num_rows: int, to_the_end: bool) -> decoding.DecodeState:
+        """Feeds a chunk of the prompts that wait, or more of them until any row can decode."""
+        while self._feeding:
+            rows, steps = self._feeding[0]
+            prefix = self._timed(
+                "prefill_s", lambda steps=steps: jax.block_until_ready(next(steps))
+            )
+            if prefix is not None:
+                del self._feeding[0]
+                state = self._put(state, rows, prefix)
+            if self._num_waiting < num_rows and not to_the_end:
+                break
+        return state
+
+    @property
+    def _num_waiting(self) -> int:
+        """Rows whose prompts are being fed."""
+        return sum(len(rows) for rows, _ in self._feeding)
 
     def _together(self, taken: dict[int, _Request]) -> list[list[int]]:
         """The rows whose prompts can be prefilled in one call: a target that cannot rewind, and so

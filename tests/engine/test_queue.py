@@ -11,18 +11,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.eagle_heads import CONFIGS, head_of
 from support.meshes import mesh
-from support.tiny_models import large_weights
+from support.tiny_models import LLAMA, large_weights, random_weights
 
 from spec_jax import DecodeQueue, SamplerConfig, SpeculativeConfig, SpeculativeDecoder, decoding
 from spec_jax.config.asynchronous import AsyncSpecConfig
 from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.engine.engine import Engine
-from spec_jax.engine.queue import _round_up
+from spec_jax.engine.queue import ROUNDS_BETWEEN, _round_up
 from spec_jax.engine.request import make_request, slots_for
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import Cancelled, ConfigError, PromptError
-from spec_jax.loading import LoadedModel, load_model
+from spec_jax.loading import LoadedHead, LoadedModel, load_model
+from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig
 from spec_jax.sampling import make_sampler
 from spec_jax.testing import mock_model, toy_model
@@ -37,6 +39,10 @@ def _model(name, seed, layers):
     return large_weights(
         name, ModelConfig(V, 16, 24, layers, 2, 1, max_position_embeddings=64), seed
     )
+
+
+def random_model(name):
+    return LoadedModel(name, transformer.model(LLAMA), random_weights(LLAMA), config=LLAMA)
 
 
 @pytest.fixture(scope="module")
@@ -377,6 +383,80 @@ def test_a_target_that_cannot_forget_padding_takes_prompts_of_one_length_togethe
     assert rows == [3, 1, 1, 3]  # a batch of the first prompt, its other lengths, the next three
     alone = {i: decoder.generate(prompt, NEW, stop_tokens=()) for i, prompt in enumerate(prompts)}
     assert {i: x.tokens for i, x in found.items()} == {i: x.tokens for i, x in alone.items()}
+
+
+FEEDING = {"plain": (None, None), "eagle-3": ("head", None), "mesh": ("draft", "data:2,tensor:1")}
+COUNT = lambda begin, n: [i % 31 for i in range(begin, begin + n)]
+# The second and the third end first; the two after them are fed while the first decodes.
+LONG = [[1, 2, 3], COUNT(2, 50), COUNT(3, 52), COUNT(4, 20), COUNT(5, 24), [8]]
+LONG_LIMITS = dict(max_length=60, stop_tokens=())
+
+
+def in_chunks(drafts=None, where=None):
+    """A decoder with small chunks, which do not divide the prompts."""
+    head = LoadedHead("head", CONFIGS["eagle-3"], head_of(CONFIGS["eagle-3"]))
+    draft = {None: None, "draft": random_model("draft"), "head": head}[drafts]
+    method = "eagle" if drafts == "head" else "standalone"
+    config = draft and SpeculativeConfig(method, rejection_sampling_strategy="match")
+    return SpeculativeDecoder(
+        random_model("target"),
+        draft,
+        config,
+        target_sampler=SamplerConfig(1.0, seed=40),
+        prefill_chunk=7,
+        **({} if where is None else {"mesh": mesh(where)}),
+    )
+
+
+@pytest.mark.representatives("plain")
+@pytest.mark.parametrize("name", FEEDING)
+def test_a_long_prompt_is_fed_while_other_rows_decode(name, monkeypatch):
+    """And gives what it gives alone."""
+    decoder = in_chunks(*FEEDING[name])
+    expected = [
+        decoder.generate(prompt, sampler=SamplerConfig(1.0, seed=40 + i), **LONG_LIMITS)
+        for i, prompt in enumerate(LONG)
+    ]
+    events, feed, generate = [], decoding.feed_chunk, Engine.generate
+
+    def fed(params, state, tokens, n, begin, **options):
+        events.append(("chunk", int(begin), int(n.max())))
+        return feed(params, state, tokens, n, begin, **options)
+
+    def decoded(engine, *args):
+        state, chunk = generate(engine, *args)
+        events.append(("rounds", int(chunk.rounds), int(chunk.row_rounds)))
+        return state, chunk
+
+    monkeypatch.setattr(decoding, "feed_chunk", fed)
+    monkeypatch.setattr(Engine, "generate", decoded)
+    rows = dict(DecodeQueue(decoder, LONG, batch=3, **LONG_LIMITS))
+    for i, row in enumerate(expected):
+        assert summary(rows[i]) == summary(row)
+    chunks = [event[1:] for event in events if event[0] == "chunk"]
+    assert {(0, 7), (7, 7), (14, 7), (21, 3)} <= {*chunks} <= {(14, 6), *chunks}
+    assert [begin for begin, _ in chunks].count(0) <= 2
+    between = 0
+    for before, (kind, rounds, active), after in zip(events, events[1:], events[2:]):
+        if before[0] == after[0] == "chunk" and after[1] > 0:
+            assert kind == "rounds" and 1 <= rounds <= ROUNDS_BETWEEN and active >= rounds
+            between += 1
+    assert between >= 3
+    assert not any(one[0] == other[0] == "chunk" for one, other in itertools.pairwise(events))
+
+
+def test_prompts_that_are_being_fed_end_as_cancelled(monkeypatch):
+    token, feed = CancellationToken(), decoding.feed_chunk
+
+    def fed(*args, **options):
+        token.cancel()
+        return feed(*args, **options)
+
+    monkeypatch.setattr(decoding, "feed_chunk", fed)
+    queue = DecodeQueue(in_chunks(), LONG, batch=3, cancellation_token=token, **LONG_LIMITS)
+    reasons = {i: row.finish_reason for i, row in queue}
+    assert set(reasons) == {0, 1, 2, 3}  # the others were never pulled
+    assert reasons[0] == reasons[3] == "cancelled" != reasons[2]
 
 
 @pytest.mark.parametrize(
