@@ -470,6 +470,7 @@ class SpeculativeDecoder(Shown):
         *,
         max_length: int | None = None,
         batch: int = 1,
+        num_samples: int | None = None,
         sampler: Samplers | None = None,
         draft_sampler: Samplers | None = None,
         stop_tokens: Sequence[int] | None = None,
@@ -488,7 +489,8 @@ class SpeculativeDecoder(Shown):
           prompt_lengths: tokens of the longest prompt of a call; of several calls, all of them.
           max_new_tokens: as in ``generate``, like all arguments below.
           max_length: in place of max_new_tokens.
-          batch: rows that are decoded together.
+          batch: prompts that are decoded together.
+          num_samples: rows of each prompt, as in ``generate``.
           sampler: which features it uses is compiled in; their values are not.
           draft_sampler: likewise.
           stop_tokens: how many there are is compiled in.
@@ -513,6 +515,7 @@ class SpeculativeDecoder(Shown):
             rounds_per_sync=1,
             pad_to=pad_to,
             logprobs=logprobs,
+            num_samples=num_samples,
         )
         for length in lengths:
             ids = [[0] * check_integer("a prompt's length", length, 1)] * rows

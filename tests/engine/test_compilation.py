@@ -208,12 +208,22 @@ def test_after_a_warmup_nothing_is_compiled(kind):
     assert decoder.stats.compile_s == 0
 
 
+def test_a_warmup_compiles_several_samples_of_a_prompt():
+    decoder, hot = decoders("plain"), functools.partial(SamplerConfig, 0.7)
+    assert decoder.warmup(20, 40, num_samples=3, sampler=hot()) > 0
+    with counted() as names:
+        assert len(decoder.generate([1] * 18, 40, num_samples=3, sampler=hot(seed=3))) == 3
+    assert names == []
+
+
 def test_a_warmup_refuses_what_a_call_refuses():
     decoder = SpeculativeDecoder(testing.mock_model(4))
     with pytest.raises(ConfigError, match="a prompt's length is 0; expected"):
         decoder.warmup(0, 8)
     with pytest.raises(ConfigError, match="batch is 0; expected"):
         decoder.warmup(4, 8, batch=0)
+    with pytest.raises(ConfigError, match="num_samples is 0; expected"):
+        decoder.warmup(4, 8, num_samples=0)
     with pytest.raises(ConfigError, match="max_new_tokens is 0; expected"):
         decoder.warmup(4, 0)
 
