@@ -26,6 +26,9 @@ SCORE_BYTES = 2**25  # of scores, likewise
 MIN_BLOCK = 512
 MIN_BLOCKED = 8192  # a cache of fewer slots is read whole
 
+MIN_SPLASH = 1024  # tokens; shorter sequences are not attended over by a TPU's kernel
+SPLASH_BLOCK = 512
+
 
 def attend(
     q_BTNH: jax.Array,
@@ -268,8 +271,11 @@ def causal_attention(
     *,
     block: int | None = None,
     scale: float | None = None,
+    kind: str = "auto",
 ) -> jax.Array:
     """Attends within whole sequences: every token sees itself and the tokens before it.
+
+    By ``causal_parts``, or on a TPU, of long sequences, by ``by_splash``.
 
     Args:
       q_BTNH: dtype[B,T,N,H], queries.
@@ -277,17 +283,72 @@ def causal_attention(
       v_BGTH: dtype[B,G,T,H], values, of any width.
       block: see ``causal_parts``.
       scale: multiplies the scores; by default 1/sqrt(H).
+      kind: see ``config.ATTENTIONS``; "xla" never takes the kernel.
 
     Returns:
       dtype[B,T,N*H], where H is the width of the values.
     """
-    B, T, N, _ = q_BTNH.shape
+    T = q_BTNH.shape[1]
     if T <= (block or block_size(T)):
         mask = jnp.tril(jnp.ones((1, T, T), bool))
         return attend(q_BTNH, k_BGTH, v_BGTH, mask, scale=scale)
-    q = grouped(q_BTNH, k_BGTH.shape[1])
-    _, total, out = causal_parts(q, k_BGTH, v_BGTH, block=block, scale=scale)
-    return ungrouped((out / total[..., None]).astype(v_BGTH.dtype))
+
+    def by_parts(q_BTNH, k, v):
+        q = grouped(q_BTNH, k.shape[1])
+        _, total, out = causal_parts(q, k, v, block=block, scale=scale)
+        return ungrouped((out / total[..., None]).astype(v.dtype))
+
+    if kind != "auto" or not _has_splash(q_BTNH, k_BGTH, v_BGTH):
+        return by_parts(q_BTNH, k_BGTH, v_BGTH)
+    on_tpu = functools.partial(by_splash, scale=scale)
+    return jax.lax.platform_dependent(q_BTNH, k_BGTH, v_BGTH, tpu=on_tpu, default=by_parts)
+
+
+def _has_splash(q_BTNH, k_BGTH, v_BGTH):
+    """Whether a TPU attends by splash attention: long sequences of heads that fill its lanes."""
+    widths = {q_BTNH.shape[-1], v_BGTH.shape[-1]}
+    fits = q_BTNH.shape[1] >= MIN_SPLASH and len(widths) == 1 and min(widths) % 128 == 0
+    return fits and _splits_alike(q_BTNH, k_BGTH)
+
+
+def by_splash(
+    q_BTNH: jax.Array,
+    k_BGTH: jax.Array,
+    v_BGTH: jax.Array,
+    *,
+    scale: float | None = None,
+    is_interpreted: bool = False,
+) -> jax.Array:
+    """``causal_attention`` by jax's kernel for TPUs, which has a gradient of its own.
+
+    Queries are scaled before the products, in their own dtype.
+    """
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash  # takes long to import
+
+    T, N, H = q_BTNH.shape[1:]
+    scale = jnp.asarray(H**-0.5 if scale is None else scale, q_BTNH.dtype)
+
+    def attend_rows(q_BNTH, k, v):
+        rows = [
+            (0, 0),
+            (0, 0),
+            (0, -T % SPLASH_BLOCK),
+            (0, 0),
+        ]  # at the end, where no token sees it
+        q, k, v = (jnp.pad(x, rows) for x in (q_BNTH, k, v))
+        sizes = [field for field in splash.BlockSizes.__dataclass_fields__ if "block" in field]
+        mask = splash.CausalMask((q.shape[2], q.shape[2]))
+        kernel = splash.make_splash_mha_single_device(
+            splash.MultiHeadMask([mask] * q.shape[1]),
+            block_sizes=splash.BlockSizes(**dict.fromkeys(sizes, SPLASH_BLOCK)),
+            interpret=is_interpreted,
+        )
+        return jax.vmap(kernel)(q, k, v)[:, :, :T]
+
+    heads, keys = P("batch", "heads"), P("batch", "kv_heads")
+    q = q_BTNH.transpose(0, 2, 1, 3) * scale
+    out = by_shard(attend_rows, (heads, keys, keys), heads)(q, k_BGTH, v_BGTH)
+    return out.transpose(0, 2, 1, 3).reshape(-1, T, N * H)
 
 
 def grouped(q_BTNH: jax.Array, num_groups: int) -> jax.Array:

@@ -163,7 +163,8 @@ def attention(
     q = _turned(layer, x_BTC, "q", window, config)
     k, v = keys_values(layer, x_BTC, window, config)
     with jax.named_scope("attention"):
-        out, cache = attend_window(q, k, v, cache, index, window)
+        kind = getattr(config, "attention", "auto")
+        out, cache = attend_window(q, k, v, cache, index, window, kind=kind)
         return linear(out, layer, "o"), cache
 
 
@@ -205,6 +206,7 @@ def attend_window(
     index: int | jax.Array,
     window: Window,
     scale: float | None = None,
+    kind: str = "auto",
 ) -> tuple[jax.Array, Cache | None]:
     """Attends from the window over the cache and the window itself.
 
@@ -216,6 +218,7 @@ def attend_window(
       index: the layer's place in the cache.
       window: positions and mask of the tokens.
       scale: multiplies the scores; by default 1/sqrt(H).
+      kind: of whole sequences, see ``causal_attention``; a cache has its own.
 
     Returns:
       dtype[B,T,N*H], where H is the width of the values, and the cache with the window written.
@@ -223,7 +226,7 @@ def attend_window(
     if cache is None and window.is_seen is not None:
         return attend(q_BTNH, k_BGTH, v_BGTH, window.is_seen, scale=scale), None
     if cache is None:
-        return causal_attention(q_BTNH, k_BGTH, v_BGTH, scale=scale), None
+        return causal_attention(q_BTNH, k_BGTH, v_BGTH, scale=scale, kind=kind), None
     return cache.attend(q_BTNH, k_BGTH, v_BGTH, index, window, scale)
 
 

@@ -186,6 +186,41 @@ def test_many_slots_are_read_in_blocks_off_a_cpu(platform):
     assert (loops(MIN_BLOCKED - 1), loops(64, "xla")) == (0, layers)
 
 
+def test_a_tpus_kernel_attends_as_all_scores_at_once_do(monkeypatch):
+    """In the interpreter: outputs and gradients, with tokens that blocks do not divide."""
+    monkeypatch.setattr(attention, "SPLASH_BLOCK", 128)
+    draw, T = np.random.RandomState(0).standard_normal, 130
+    shapes = ((1, T, 4, 128), (1, 2, T, 128), (1, 2, T, 128), (1, T, 512))
+    *given, weights = (jnp.asarray(draw(shape), jnp.float32) for shape in shapes)
+
+    def outputs_and_gradients(function):
+        def weighted(*given):
+            out = function(*given)
+            return (out * weights).sum(), out
+
+        return jax.jit(jax.grad(weighted, (0, 1, 2), has_aux=True))(*given)
+
+    mask = np.tril(np.ones((1, T, T), bool))
+    kernel = outputs_and_gradients(functools.partial(attention.by_splash, is_interpreted=True))
+    whole = outputs_and_gradients(lambda q, k, v: attend(q, k, v, mask))
+    for one, other in zip(jax.tree.leaves(kernel), jax.tree.leaves(whole)):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "platform, kind, count", [("tpu", "auto", 1), ("tpu", "xla", 0), ("cpu", "auto", 0)]
+)
+def test_long_sequences_are_attended_over_by_a_kernel_on_a_tpu_alone(platform, kind, count):
+    T = attention.MIN_SPLASH
+    q, k = (
+        jax.ShapeDtypeStruct((1, T, 4, 128), "bfloat16"),
+        jax.ShapeDtypeStruct((1, 2, T, 128), "bfloat16"),
+    )
+    traced = jax.jit(functools.partial(attention.causal_attention, kind=kind)).trace(q, k, k)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert text.count("tpu_custom_call") == count
+
+
 @pytest.fixture
 def small_blocks(monkeypatch):
     monkeypatch.setattr(attention, "MIN_BLOCK", BLOCK)
