@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import math
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from spec_jax.models.checks import is_integer, shown
 from spec_jax.models.families import AnyConfig, family_of, read_config
 from spec_jax.models.files import foreign_files, read_json
 from spec_jax.models.params import declared, num_params
-from spec_jax.models.tensors import check_layers, open_tensors, stored_names
+from spec_jax.models.tensors import check_layers, open_tensors, stored_names, unfused
 from spec_jax.models.tokenizer import Tokenizer
 
 _SHAPE = {  # keys of a config.json that say what a model is, and what they are called here
@@ -31,6 +31,9 @@ _SHAPE = {  # keys of a config.json that say what a model is, and what they are 
     "num_key_value_heads": "key-value heads",
     "num_nextn_predict_layers": "MTP modules",
     "mtp_num_hidden_layers": "MTP modules",
+    "num_experts": "experts",
+    "n_routed_experts": "experts",
+    "num_experts_per_tok": "experts a token",
     "draft_vocab_size": "draft vocabulary",
     "target_hidden_size": "target's width",
     "block_size": "tokens of a block",
@@ -211,10 +214,16 @@ def _tokens(tokenizer: Tokenizer, config: AnyConfig | None) -> dict[str, str]:
     }
 
 
-def _compare(config: AnyConfig, shapes: Iterable[str]) -> list[str]:
+def _compare(config: AnyConfig, shapes: Mapping[str, Any]) -> list[str]:
     """Returns notes on tensors that the config does not ask for, or that are missing."""
-    names = set(stored_names(shapes, family_of(config).prefixes))
-    asked = {spec.hf_name.format(i=layer) for _, spec, layer in declared(config)}
+    inside = unfused({name: shape for name, (shape, _) in shapes.items()})
+    names = set(shapes) - {name for name, *_ in inside.values()} | set(inside)
+    names = set(stored_names(names, family_of(config).prefixes))
+    asked = {
+        spec.hf_name.format(i=layer, e=e)
+        for _, spec, layer in declared(config)
+        for e in range(spec.shape[0] if "{e}" in spec.hf_name else 1)
+    }
     if config.tie_word_embeddings:
         asked.discard("lm_head.weight")
     missing, others = sorted(asked - names), sorted(names - asked)

@@ -134,6 +134,15 @@ MUTATIONS = mutants.read("""
     the convolution forgets what is new
         LayerState.commit: jax.vmap(x_)(inputs, n) -> jax.vmap(x_)(inputs, 0 * n)
         test_state_after_accept_and_roll_back_equals_a_fresh_prefill
+    an expert that nobody chose is computed
+        moe.mix_in_turn: is_chosen.sum() -> weights.shape[1]
+        test_an_expert_that_no_token_chose_is_not_computed
+    the last chosen expert is left out
+        moe.mix_in_turn: is_chosen.sum() -> is_chosen.sum() - 1
+        test_every_way_is_the_weighted_sum_of_each_tokens_experts
+    gates and their other halves are exchanged
+        tensors.unfused: ("gate_proj", "up_proj") -> ("up_proj", "gate_proj")
+        test_logits_of_a_directory_written_by_transformers
     a delta net adds to what its key held
         delta.correct: v_BTNH - x_ -> v_BTNH
         test_a_delta_net_equals_its_recurrence

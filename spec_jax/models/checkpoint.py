@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import math
@@ -26,6 +27,7 @@ from spec_jax.models.specs import ParamSpec
 from spec_jax.models.tensors import (
     Renamed,
     StrictReader,
+    Unfused,
     check_layers,
     on_host,
     open_files,
@@ -86,13 +88,12 @@ def load_pretrained(
         source = open_files(directory, files)
         check_layers(directory, config.num_hidden_layers, len(source.names()))
         where = None if mesh is None else placement(str(directory), config, mesh, axis_rules)
-        tensors = StrictReader(directory, Renamed(source, family_of(config).prefixes))
+        named = Renamed(Unfused(source), family_of(config).prefixes)
+        tensors = StrictReader(directory, named)
         tensors.sizes = integers_of(config)
         is_twice = config.tie_word_embeddings and _HEAD in tensors.left
         ends = _equal_ends(directory, tensors, config).astype(dtype) if is_twice else None
-        weights = assemble(
-            config, lambda spec, i: tensors.weight(spec.hf_name.format(i=i), spec, dtype), stack
-        )
+        weights = assemble(config, functools.partial(_weight, tensors, dtype), stack)
         if ends is not None:
             weights["embed"] = ends
         tensors.left -= {name for name in tensors.left if name.startswith(_MODULES)}
@@ -100,6 +101,15 @@ def load_pretrained(
         params = jax.tree.map(read_onto, weights, *([] if where is None else [where]))
         _log.info("%s: read %d bytes of tensors in this process", directory, source.bytes_read)
     return params, config
+
+
+def _weight(tensors: StrictReader, dtype: DTypeLike, spec: ParamSpec, layer: int | None) -> Tensor:
+    """A weight, of which nothing is read yet; the matrices of experts are stacked."""
+    read = lambda spec, e: tensors.weight(spec.hf_name.format(i=layer, e=e), spec, dtype)
+    if "{e}" not in spec.hf_name:
+        return read(spec, 0)
+    one = spec._replace(shape=spec.shape[1:], axes=spec.axes[1:])
+    return stack([read(one, e) for e in range(spec.shape[0])])
 
 
 def _equal_ends(directory: pathlib.Path, tensors: StrictReader, config: AnyConfig) -> Tensor:
@@ -149,11 +159,12 @@ def save_pretrained(
         if counts[-1] and size + nbytes > max_shard_bytes:
             counts.append(0)
             size = 0
-        counts[-1] += 1
+        counts[-1] += spec.shape[0] if "{e}" in spec.hf_name else 1
         size += nbytes
     tensors = (
-        (spec.hf_name.format(i=layer), as_stored(array, spec, dtype))
+        (spec.hf_name.format(i=layer, e=e), as_stored(part, spec, dtype))
         for spec, layer, array in walk(config, params)
+        for e, part in enumerate(array if "{e}" in spec.hf_name else [array])
     )
     save_tensors(directory, [itertools.islice(tensors, count) for count in counts])
 

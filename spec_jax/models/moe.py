@@ -5,11 +5,14 @@ Beside the letters of ``shapes.py``, X is the number of routed experts.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from spec_jax.models.layers import linear
 from spec_jax.models.specs import ParamSpec, gated_specs
+from spec_jax.sharding import ambient
 
 
 def experts_table(hf: str, num_experts: int, D: int, F: int) -> dict[str, ParamSpec]:
@@ -26,25 +29,101 @@ def gated(layer: dict[str, jax.Array], x_BTD: jax.Array, prefix: str = "") -> ja
     return linear(h, layer, f"{prefix}down")
 
 
-def mix_experts(layer: dict[str, jax.Array], x_BTD: jax.Array, weights_BTX: jax.Array) -> jax.Array:
-    """Returns the weighted sum of all experts' outputs.
+def mix_experts(
+    layer: dict[str, jax.Array], x_BTD: jax.Array, weights_BTX: jax.Array, num_chosen: int
+) -> jax.Array:
+    """Returns the weighted sum of the outputs of each token's experts.
 
-    Every expert runs for every token, even with weight zero. That is exact and needs no gather,
-    but does X / (experts per token) times the arithmetic and reads all experts in each pass.
+    Only experts that a token of the pass chose are read and computed: one after the other for all
+    of its tokens; on a TPU each for the tokens that chose it, and on a GPU copied for each choice
+    while those are few. On a mesh, whose devices each hold some of them, and in the backward pass
+    all experts are computed for all tokens.
 
     Args:
       layer: has the maps of ``experts_table``.
       x_BTD: dtype[B,T,D], normalised inputs.
       weights_BTX: f32[B,T,X], from ``route`` or ``route_in_groups``.
+      num_chosen: how many experts a token has.
 
     Returns:
       dtype[B,T,D].
     """
+    experts = tuple(layer[f"experts_{name}"] for name in ("gate", "up", "down"))
+    x, weights = x_BTD.reshape(-1, x_BTD.shape[-1]), weights_BTX.astype(x_BTD.dtype)
     with jax.named_scope("experts"):
-        gate = jnp.einsum("btd,xdf->btxf", x_BTD, layer["experts_gate"])
-        up = jnp.einsum("btd,xdf->btxf", x_BTD, layer["experts_up"])
-        h = jax.nn.silu(gate) * up * weights_BTX[..., None].astype(x_BTD.dtype)
-        return jnp.einsum("btxf,xfd->btd", h, layer["experts_down"])
+        if ambient() is not None:
+            return mix_all(experts, x_BTD, weights)
+        out = _mix_chosen(experts, x, weights.reshape(len(x), -1), num_chosen)
+        return out.reshape(x_BTD.shape)
+
+
+Experts = tuple[jax.Array, jax.Array, jax.Array]  # gate and up dtype[X,D,F], down dtype[X,F,D]
+
+
+def mix_all(experts: Experts, x: jax.Array, weights: jax.Array) -> jax.Array:
+    """Computes all experts for every token dtype[...,D], even those of weight zero."""
+    gate, up, down = experts
+    h = jax.nn.silu(jnp.einsum("...d,xdf->...xf", x, gate)) * jnp.einsum("...d,xdf->...xf", x, up)
+    return jnp.einsum("...xf,xfd->...d", h * weights[..., None], down)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _mix_chosen(experts: Experts, x: jax.Array, weights: jax.Array, num_chosen: int) -> jax.Array:
+    is_few = len(x) * num_chosen <= weights.shape[1]
+    by = functools.partial
+    return jax.lax.platform_dependent(
+        experts,
+        x,
+        weights,
+        tpu=by(mix_sorted, num_chosen=num_chosen),
+        cuda=by(mix_copied, num_chosen=num_chosen) if is_few else mix_all,
+        default=mix_in_turn,
+    )
+
+
+def _forward(experts, x, weights, num_chosen):
+    return _mix_chosen(experts, x, weights, num_chosen), (experts, x, weights)
+
+
+def _backward(num_chosen, kept, gradient):
+    del num_chosen
+    return jax.vjp(mix_all, *kept)[1](gradient)
+
+
+_mix_chosen.defvjp(_forward, _backward)
+
+
+def mix_in_turn(experts: Experts, x: jax.Array, weights: jax.Array) -> jax.Array:
+    """Computes the experts that any of the tokens dtype[M,D] chose, one after the other."""
+    is_chosen = (weights != 0).any(axis=0)
+    order = jnp.argsort(~is_chosen, stable=True)
+
+    def add(i, out):
+        gate, up, down = (w[order[i]] for w in experts)
+        h = jax.nn.silu(x @ gate) * (x @ up)
+        return out + (h * weights[:, order[i], None]) @ down
+
+    return jax.lax.fori_loop(0, is_chosen.sum(), add, jnp.zeros_like(x))
+
+
+def mix_sorted(experts: Experts, x: jax.Array, weights: jax.Array, num_chosen: int) -> jax.Array:
+    """Computes each expert for the tokens that chose it, which stand next to each other."""
+    gate, up, down = experts
+    chosen, ids = jax.lax.top_k(weights, num_chosen)
+    order = jnp.argsort(ids.reshape(-1), stable=True)
+    rows, sizes = order // num_chosen, jnp.bincount(ids.reshape(-1), length=weights.shape[1])
+    product = functools.partial(jax.lax.ragged_dot, group_sizes=sizes.astype(jnp.int32))
+    h = jax.nn.silu(product(x[rows], gate)) * product(x[rows], up)
+    out = product(h * chosen.reshape(-1)[order, None], down)
+    return jnp.zeros_like(x).at[rows].add(out)
+
+
+def mix_copied(experts: Experts, x: jax.Array, weights: jax.Array, num_chosen: int) -> jax.Array:
+    """Computes a copy of an expert for each token that chose it."""
+    chosen, ids = jax.lax.top_k(weights, num_chosen)
+    gate, up, down = (w[ids] for w in experts)
+    h = jax.nn.silu(jnp.einsum("md,mkdf->mkf", x, gate)) * jnp.einsum("md,mkdf->mkf", x, up)
+    return jnp.einsum("mkf,mkfd->md", h * chosen[..., None], down)
 
 
 def route(logits: jax.Array, *, num_chosen: int, is_normalised: bool) -> jax.Array:

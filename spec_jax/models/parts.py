@@ -55,6 +55,15 @@ class Tensor:
             self, dtype=dtype, read=lambda part: self.read(part).astype(dtype, copy=False)
         )
 
+    def within(self, index: int, rows: range) -> Tensor:
+        """Returns some rows of one matrix of a stack of matrices."""
+
+        def read(part: Part) -> np.ndarray:
+            chosen = rows[part[0].start : part[0].stop]
+            return self.read((range(index, index + 1), chosen, part[1]))[0]
+
+        return Tensor((len(rows), self.shape[2]), self.dtype, read)
+
     def read_whole(self) -> np.ndarray:
         """Returns the whole tensor."""
         return self.read(tuple(map(range, self.shape)))

@@ -167,6 +167,60 @@ class Renamed:
         return self._source.tensor(self._stored[name])
 
 
+_FUSED = (".experts.gate_up_proj", ".experts.down_proj")
+
+
+def unfused(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[str, int, range]]:
+    """Returns where the matrices of experts are that files hold as one tensor a layer.
+
+    ``experts.gate_up_proj [X,2F,D]``, gates first, and ``experts.down_proj [X,D,F]`` hold what
+    others store as ``experts.0.gate_proj.weight`` and so on.
+
+    Args:
+      shapes: of all tensors, by name.
+
+    Returns:
+      By the name of each matrix: the tensor, the expert, and the rows.
+    """
+    inside = {}
+    for name, shape in shapes.items():
+        prefix, _, kind = name.rpartition(".")
+        kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+        if not name.endswith(_FUSED) or len(shape) != 3 or shape[1] % len(kinds):
+            continue
+        size = shape[1] // len(kinds)
+        for e in range(shape[0]):
+            for i, ours in enumerate(kinds):
+                rows = range(i * size, (i + 1) * size)
+                inside[f"{prefix}.{e}.{ours}.weight"] = (name, e, rows)
+    return inside
+
+
+class Unfused:
+    """Tensors of which those of experts are apart, however the files hold them, see ``unfused``.
+
+    Args:
+      source: of ``StrictReader``.
+    """
+
+    def __init__(self, source: Any):
+        names = source.names()
+        fused = {name: source.tensor(name).shape for name in names if name.endswith(_FUSED)}
+        self._source, self._inside = source, unfused(fused)
+        self._names = names - {name for name, *_ in self._inside.values()} | set(self._inside)
+
+    def names(self) -> set[str]:
+        """All of them, those of experts apart."""
+        return self._names
+
+    def tensor(self, name: str) -> Tensor:
+        """Returns the tensor of one of these names."""
+        if name not in self._inside:
+            return self._source.tensor(name)
+        stored, expert, rows = self._inside[name]
+        return self._source.tensor(stored).within(expert, rows)
+
+
 def open_files(directory: pathlib.Path, stack: contextlib.ExitStack) -> Shards | Pickles:
     """Opens a directory's safetensors, or the files of torch if it has none.
 

@@ -24,7 +24,7 @@ TEXT = dict(ROWS, model_type="mistral", sliding_window=8)
 MISTRAL = dict(model_type="mistral3", vision_config={"depth": 2}, text_config=TEXT)
 GRANITE = dict(ROWS, model_type="granite", logits_scaling=1.0)
 CONFIGS = [
-    (dict(ROWS, model_type="qwen3_moe", num_experts=128), "qwen3", "a mixture of experts"),
+    (dict(ROWS, model_type="phimoe", num_local_experts=16), "llama", "a mixture of experts"),
     (dict(ROWS, model_type="mixtral", num_local_experts=8), "mistral", "a mixture of"),
     (GEMMA, "llama", SOFT_CAPS),
     (dict(ROWS, model_type="falcon_h1", mamba_n_heads=8), "bamba", None),

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from oracles.state_space import run_delta_net
 from safetensors.numpy import load_file, save_file
+from support.accept_counts import check_every_count
 from support.published_configs import QWEN_27B
-from support.tiny_models import QWEN35, random_tensor, random_weights
+from support.tiny_models import QWEN35, QWEN35_MOE, random_tensor, random_weights
 
 import spec_jax
-from spec_jax import SpeculativeConfig, SpeculativeDecoder, host_drafter
+from spec_jax import SpeculativeConfig, SpeculativeDecoder
 from spec_jax.drafters.mtp.checkpoint import write_mtp
 from spec_jax.drafters.mtp.model import MtpConfig, mtp_table
 from spec_jax.errors import ConfigError, WeightsError
@@ -30,6 +31,7 @@ from spec_jax.models.params import declared
 from spec_jax.models.ssm import CHUNK
 
 K = 3
+GREEDY = SpeculativeConfig("mtp", K, rejection_sampling_strategy="greedy")
 
 
 def test_a_delta_net_equals_its_recurrence():
@@ -61,64 +63,66 @@ VISION = dict(model_type="qwen3_5", depth=1)
 TOWER = {"model.visual.patch_embed.proj.weight": np.ones((3, 2), np.float32)}
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    """A directory as published: text and images in one, and the module."""
-    at = tmp_path_factory.mktemp("qwen3.5")
-    layer = module_layer(QWEN35)
-    modules = MtpConfig.of_target(QWEN35, layer=layer)
+TARGETS = {"dense": QWEN35, "experts": QWEN35_MOE}
+
+
+def fused(tensors):
+    """The tensors with the experts of a layer in one, gates above the other halves."""
+    found = {name: x for name, x in tensors.items() if ".experts." not in name}
+    for prefix in {name.partition(".experts.")[0] for name in tensors if ".experts." in name}:
+        part = lambda e, kind: tensors[f"{prefix}.experts.{e}.{kind}_proj.weight"]
+        both = [np.concatenate([part(e, "gate"), part(e, "up")]) for e in range(6)]
+        found[f"{prefix}.experts.gate_up_proj"] = np.stack(both)
+        found[f"{prefix}.experts.down_proj"] = np.stack([part(e, "down") for e in range(6)])
+    return found
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def published(request, tmp_path_factory):
+    """A directory as published, of text and images in one and with the module, and its config."""
+    return write(tmp_path_factory.mktemp("qwen3.5"), TARGETS[request.param])
+
+
+def write(at, config):
+    modules = MtpConfig.of_target(config)
     weights = {n: jnp.asarray(random_tensor(n, s.shape, 0)) for n, s in mtp_table(modules).items()}
-    write_mtp(at, modules, {"0": weights}, target_config=QWEN35)
+    write_mtp(at, modules, {"0": weights}, target_config=config)
     tensors = load_file(at / "model.safetensors")
-    save_pretrained(at, random_weights(QWEN35), QWEN35)
+    save_pretrained(at, random_weights(config), config)
     for name, tensor in load_file(at / "model.safetensors").items():
         tensors[name.replace("model.", "model.language_model.", 1)] = tensor
-    save_file(tensors | TOWER, at / "model.safetensors")
+    save_file(fused(tensors) | TOWER, at / "model.safetensors")
     text = json.loads((at / "config.json").read_text()) | {"mtp_num_hidden_layers": 1}
     text["rope_parameters"] |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
-    hf = dict(model_type="qwen3_5", text_config=text, vision_config=VISION)
-    (at / "config.json").write_text(json.dumps(hf | {"tie_word_embeddings": False}))
-    return at
+    hf = dict(model_type="qwen3_5_moe" if config.is_sparse else "qwen3_5", text_config=text)
+    hf |= dict(vision_config=VISION, tie_word_embeddings=False)
+    (at / "config.json").write_text(json.dumps(hf))
+    return at, config
 
 
-def test_a_published_directory_loads_without_its_tower(directory, tmp_path):
+def test_a_published_directory_loads_without_its_tower(published, tmp_path):
+    directory, config = published
     target = spec_jax.load_model(directory)
-    assert target.config == QWEN35
-    jax.tree.map(np.testing.assert_array_equal, target.params, random_weights(QWEN35))
+    assert target.config == config
+    jax.tree.map(np.testing.assert_array_equal, target.params, random_weights(config))
     found = inspect(directory)
     assert found.kind == "model" and found.facts["MTP modules"] == 1 and found.refused is None
     assert any("it holds MTP modules" in note for note in found.notes)
     assert not any("missing" in note or "visual" in note for note in found.notes)
     save_pretrained(tmp_path, target.params, target.config)  # the language model alone
-    assert spec_jax.load_model(tmp_path).config == QWEN35
+    assert spec_jax.load_model(tmp_path).config == config
     with pytest.raises(WeightsError, match="has no MTP module"):
         spec_jax.load_mtp(tmp_path, target)
 
 
-def test_text_is_plain_text_for_every_accept_count_and_with_its_own_module(directory):
-    target, prompt, seen = spec_jax.load_model(directory), [3, 1, 4, 1, 5], []
-    plain = list(SpeculativeDecoder(target).generate(prompt, 64).tokens)
-
-    def script(prefix, k, seed):
-        """Drafts of which the first few are right; how many changes from round to round."""
-        n = len(prefix) - len(prompt)
-        assert list(prefix[len(prompt) :]) == plain[:n]
-        seen.append(n)
-        drafts = [*plain[n : n + k], *[0] * k][:k]
-        wrong = len(seen) % (k + 1)
-        return [(t + 1) % 31 if i == wrong else t for i, t in enumerate(drafts)]
-
-    config = SpeculativeConfig(num_speculative_tokens=K, rejection_sampling_strategy="greedy")
-    decoder = SpeculativeDecoder(target, config=config, drafter=host_drafter(script))
-    assert list(decoder.generate(prompt, 64).tokens) == plain
-    assert {n - 1 for n in np.diff(seen)} == {*range(K + 1)}
-
+def test_text_is_plain_text_for_every_accept_count_and_with_its_own_module(published):
+    directory, _ = published
+    target, prompt = spec_jax.load_model(directory), [3, 1, 4, 1, 5]
+    plain = check_every_count(target, prompt)
     modules = spec_jax.load_draft(directory, target)
     assert modules.method == "mtp" and modules.config.has_zero_centred_norms
     assert modules.config.layer.layer_types == ("full_attention",)
-    drafted = SpeculativeDecoder(
-        target, modules, dataclasses.replace(config, speculative_method="mtp")
-    )
+    drafted = SpeculativeDecoder(target, modules, GREEDY)
     assert list(drafted.generate(prompt, 64).tokens) == plain
     assert drafted.stats.drafted > 0
 
@@ -155,9 +159,14 @@ def test_every_tensor_of_the_published_27b_is_accounted_for():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("tree", [None, (2, 1, 1)], ids=["chain", "tree"])
-def test_a_mesh_changes_none_of_its_tokens(directory, tree):
-    """Heads and states over the tensor axis, rows over the other; the module drafts."""
+@pytest.mark.parametrize(
+    "published, tree",
+    [("dense", None), ("dense", (2, 1, 1)), ("experts", None)],
+    indirect=["published"],
+)
+def test_a_mesh_changes_none_of_its_tokens(published, tree):
+    """Heads, states and experts over the tensor axis, rows over the other; the module drafts."""
+    directory, _ = published
     shape = {"num_speculative_tokens": K} if tree is None else {"tree": tree}
     config = SpeculativeConfig("mtp", rejection_sampling_strategy="match", **shape)
     samplers = [spec_jax.SamplerConfig(temperature=t, seed=i) for i, t in enumerate((0, 1))]
@@ -184,21 +193,23 @@ REFUSED = [
     (dict(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
     (dict(linear_key_head_dim=0), "linear_key_head_dim is 0; expected a positive integer"),
     (dict(eos_token_id=31), "eos_token_id is .*31.*expected an id from 0 to 30"),
+    (dict(num_experts=1), "num_experts_per_tok is 2 of 1 experts"),
+    (dict(num_experts=None), "num_experts is missing"),
     (dict(layer_types=None, full_attention_interval=3), "full_attention_interval is 3 without"),
 ]
 
 
 @pytest.mark.parametrize("changes, message", REFUSED)
 def test_a_config_that_is_not_read_is_refused_by_name(changes, message):
+    config = QWEN35_MOE if "num_experts" in changes else QWEN35
     with pytest.raises(ConfigError, match=message):
-        Qwen35Config.from_hf(QWEN35.to_hf() | changes)
+        Qwen35Config.from_hf(config.to_hf() | changes)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_moe", "qwen4_exp"])
-def test_a_relative_is_refused_with_what_it_needs(tmp_path, kind):
-    hf = {"model_type": kind, "text_config": {**QWEN35.to_hf(), "num_experts": 8}}
+def test_a_relative_is_refused_and_the_nearest_named(tmp_path):
+    hf = {"model_type": "qwen4_exp", "text_config": {**QWEN35.to_hf(), "num_experts": 8}}
     (tmp_path / "config.json").write_text(json.dumps(hf))
-    with pytest.raises(ConfigError, match=f"{kind}.*not supported.*needs.*a mixture of experts"):
+    with pytest.raises(ConfigError, match="'qwen4_exp' is not supported.*family is qwen3_5"):
         spec_jax.load_model(tmp_path)
 
 

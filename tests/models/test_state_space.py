@@ -10,7 +10,15 @@ import pytest
 from oracles.state_space import run_mamba2
 from safetensors.numpy import load_file, save_file
 from support.decoders import rule
-from support.tiny_models import BAMBA, LLAMA, MAMBA2, QWEN35, random_tokens, random_weights
+from support.tiny_models import (
+    BAMBA,
+    LLAMA,
+    MAMBA2,
+    QWEN35,
+    QWEN35_MOE,
+    random_tokens,
+    random_weights,
+)
 
 from spec_jax import DecodeQueue, SamplerConfig, SpeculativeConfig, SpeculativeDecoder, decoding
 from spec_jax.drafters.eagle.model import EagleConfig
@@ -125,6 +133,7 @@ TARGETS = {
     "Mamba-2": dataclasses.replace(MAMBA2, vocab_size=V, num_hidden_layers=1),
     "hybrid": dataclasses.replace(BAMBA, vocab_size=V, num_hidden_layers=2),
     "delta": dataclasses.replace(QWEN35, vocab_size=V),
+    "experts": dataclasses.replace(QWEN35_MOE, vocab_size=V),
 }
 DRAFT = TARGETS["Mamba-2"]
 

@@ -35,6 +35,9 @@ PART = dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5)
 DELTA = dict(num_hidden_layers=4, num_key_value_heads=2, head_dim=8, rope_parameters=PART)
 DELTA |= dict(linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=5)
 DELTA |= dict(linear_value_head_dim=7)
+EXPERTS = dict(num_experts=7, num_experts_per_tok=2, moe_intermediate_size=8)
+DELTA_EXPERTS = dict(DELTA, num_hidden_layers=2, shared_expert_intermediate_size=12, **EXPERTS)
+DELTA_EXPERTS |= dict(layer_types=["linear_attention", "full_attention"])
 MODELS = {
     "llama": ("Llama", dict(num_hidden_layers=2, num_key_value_heads=2, tie_word_embeddings=True)),
     "llama, biases, llama3": ("Llama", dict(num_hidden_layers=1, **BIASES)),
@@ -43,8 +46,10 @@ MODELS = {
     "qwen3": ("Qwen3", dict(num_hidden_layers=2, num_key_value_heads=2, head_dim=6)),
     "qwen3, yarn": ("Qwen3", dict(ONE_LAYER, head_dim=8, rope_parameters=YARN)),
     "qwen3.5": ("Qwen3_5", DELTA),
+    "qwen3.5, experts": ("Qwen3_5Moe", DELTA_EXPERTS),
+    "qwen3, experts": ("Qwen3Moe", dict(ONE_LAYER, head_dim=6, **EXPERTS)),
 }
-CONFIGS = {"Qwen3_5": "Qwen3_5TextConfig"}
+CONFIGS = {f"Qwen3_5{x}": f"Qwen3_5{x}TextConfig" for x in ("", "Moe")}
 PROCESSORS = [
     dict(temperature=0.6),
     dict(temperature=1.0, top_k=7),
@@ -57,7 +62,8 @@ PROMPT, NUM_NEW = "Once upon a time", 200
 
 
 def record_model(name, family, values):
-    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**SIZE, **values)
+    size = {n: x for n, x in SIZE.items() if n != "intermediate_size" or family != "Qwen3_5Moe"}
+    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**size, **values)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     shapes = {name: list(weight.shape) for name, weight in model.named_parameters()}
     tokens = np.random.RandomState(0).randint(0, SIZE["vocab_size"], (1, 24))

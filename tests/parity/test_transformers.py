@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support.published_configs import QWEN_27B
-from support.tiny_models import FAMILIES, LLAMA, STATE_FAMILIES, random_tensor, random_weights
+from support.tiny_models import (
+    FAMILIES,
+    LLAMA,
+    SPARSE_FAMILIES,
+    STATE_FAMILIES,
+    random_tensor,
+    random_weights,
+)
 
 from spec_jax.config import SamplerConfig
 from spec_jax.models import transformer
@@ -88,7 +95,7 @@ def random_tokens(vocab_size):
 def drawn(directory, family, config):
     """A model of a transformers config as loaded from its directory, and theirs."""
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    is_centred = lambda name: family == "Qwen3_5" and name.endswith("norm.weight")
+    is_centred = lambda name: family.startswith("Qwen3_5") and name.endswith("norm.weight")
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(torch.from_numpy(random_tensor(name, tuple(weight.shape), 0)))
@@ -145,20 +152,32 @@ DELTA |= dict(linear_key_head_dim=5, linear_value_head_dim=7, rope_parameters=PA
 ODD_DELTA = dict(DELTA, layer_types=["full_attention", "linear_attention"], num_hidden_layers=2)
 ODD_DELTA |= dict(linear_conv_kernel_dim=3, attention_bias=True, tie_word_embeddings=True)
 ODD_DELTA |= dict(linear_num_key_heads=3, linear_num_value_heads=3, rms_norm_eps=1e-3)
-STATE_SPACE = {
+DELTA_EXPERTS = dict(DELTA, num_hidden_layers=2, num_experts=11, num_experts_per_tok=3)
+DELTA_EXPERTS |= dict(layer_types=["linear_attention", "full_attention"])
+DELTA_EXPERTS |= dict(moe_intermediate_size=8, shared_expert_intermediate_size=12)
+del DELTA_EXPERTS["intermediate_size"]
+EXPERTS = dict(intermediate_size=20, num_hidden_layers=2, num_attention_heads=4, head_dim=6)
+EXPERTS |= dict(num_key_value_heads=2, num_experts=9, num_experts_per_tok=2)
+EXPERTS |= dict(moe_intermediate_size=8, norm_topk_prob=True)
+ODD_EXPERTS = dict(EXPERTS, num_experts=5, num_experts_per_tok=5, norm_topk_prob=False)
+ODD_EXPERTS |= dict(attention_bias=True, tie_word_embeddings=True)
+STATES_AND_EXPERTS = {
     "usual": ("Mamba2", MAMBA2),
     "odd": ("Mamba2", ODD),
     "hybrid": ("Bamba", BAMBA),
     "odd hybrid": ("Bamba", ODD_BAMBA),
     "delta": ("Qwen3_5", DELTA),
     "odd delta": ("Qwen3_5", ODD_DELTA),
+    "delta, experts": ("Qwen3_5Moe", DELTA_EXPERTS),
+    "experts": ("Qwen3Moe", EXPERTS),
+    "odd experts": ("Qwen3Moe", ODD_EXPERTS),
 }
-CONFIGS = {"Qwen3_5": "Qwen3_5TextConfig"}  # in place of the family's name and "Config"
+CONFIGS = {f"Qwen3_5{x}": f"Qwen3_5{x}TextConfig" for x in ("", "Moe")}  # others: name and Config
 
 
-@pytest.mark.parametrize("name", STATE_SPACE)
-def test_logits_of_state_space_models_agree_beyond_one_chunk(tmp_path, name):
-    family, options = STATE_SPACE[name]
+@pytest.mark.parametrize("name", STATES_AND_EXPERTS)
+def test_logits_of_states_and_experts_agree_beyond_one_chunk(tmp_path, name):
+    family, options = STATES_AND_EXPERTS[name]
     name = CONFIGS.get(family, f"{family}Config")
     config = getattr(transformers, name)(**SIZES, **options)
     params, own, model = drawn(tmp_path, family, config)
@@ -169,7 +188,7 @@ def test_logits_of_state_space_models_agree_beyond_one_chunk(tmp_path, name):
 
 
 @pytest.mark.parametrize("shard_bytes", [5 << 30, 3000], ids=["one file", "shards"])
-@pytest.mark.parametrize("config", (*FAMILIES, *STATE_FAMILIES), ids=kind_of)
+@pytest.mark.parametrize("config", (*FAMILIES, *STATE_FAMILIES, *SPARSE_FAMILIES), ids=kind_of)
 def test_what_we_save_transformers_loads_with_the_same_logits(tmp_path, config, shard_bytes):
     params = random_weights(config)
     save_pretrained(tmp_path, params, config, max_shard_bytes=shard_bytes)

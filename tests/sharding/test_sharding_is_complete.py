@@ -20,6 +20,7 @@ from spec_jax.models.config import ModelConfig
 from spec_jax.models.families import registry as families
 from spec_jax.models.families.bamba import BambaConfig
 from spec_jax.models.families.qwen3_5 import Qwen35Config
+from spec_jax.models.families.qwen3_moe import Qwen3MoeConfig
 from spec_jax.models.params import all_tables, init_params, layer_tables, param_shardings
 from spec_jax.sampling import make_sampler
 from spec_jax.sharding import FULLY_SHARDED, REPLICATED, SHARDED, spec, state_axes
@@ -31,7 +32,7 @@ WHOLE |= dict(channels="of a convolution, whose parts are not those of the heads
 WHOLE |= dict(reach="of a convolution: four", one="of size one")
 WHOLE |= dict(rank="of a bias of low rank, whose ids are split")
 WHOLE |= dict(layers="a scan goes through them", slots="every token attends to all of them")
-TARGETS = [*tiny_models.FAMILIES, *tiny_models.STATE_FAMILIES]
+TARGETS = [*tiny_models.FAMILIES, *tiny_models.STATE_FAMILIES, *tiny_models.SPARSE_FAMILIES]
 LAYERS = [tiny_models.DEEPSEEK, tiny_models.QWEN3_NEXT]
 HEADS = [*eagle_heads.CONFIGS.values(), *mtp_modules.CONFIGS.values(), *block_drafts.HEADS.values()]
 
@@ -164,11 +165,13 @@ BIG |= dict(num_attention_heads=8)
 DELTA = dict(num_key_value_heads=4, head_dim=32, linear_num_key_heads=4, linear_key_head_dim=32)
 DELTA |= dict(linear_num_value_heads=8, linear_value_head_dim=32)
 DELTA |= dict(layer_types=("linear_attention", "full_attention"))
+EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128)
 CONFIGS = {
     "separate": ModelConfig(**BIG),
     "scanned": ModelConfig(**BIG, scan_layers=True),
     "bamba": BambaConfig(**BIG, attn_layer_indices=(1,), mamba_n_heads=32, mamba_d_state=16),
     "qwen3.5": Qwen35Config(**BIG, **DELTA),
+    "experts": Qwen3MoeConfig(**BIG, num_key_value_heads=4, **EXPERTS),
 }
 
 

@@ -35,3 +35,33 @@ QWEN_27B = dict(
         mrope_interleaved=True,
     ),
 )
+
+# Of Qwen/Qwen3-30B-A3B.
+QWEN_30B_A3B = dict(
+    model_type="qwen3_moe",
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=6144,
+    moe_intermediate_size=768,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    num_experts=128,
+    num_experts_per_tok=8,
+    norm_topk_prob=True,
+    decoder_sparse_step=1,
+    mlp_only_layers=[],
+    attention_bias=False,
+    hidden_act="silu",
+    rms_norm_eps=1e-6,
+    rope_theta=1_000_000.0,
+    rope_scaling=None,
+    max_position_embeddings=40960,
+    max_window_layers=48,
+    sliding_window=None,
+    use_sliding_window=False,
+    tie_word_embeddings=False,
+    bos_token_id=151643,
+    eos_token_id=151645,
+)

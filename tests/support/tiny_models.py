@@ -1,5 +1,6 @@
 """Tiny models of each family for the tests, their weights drawn by NumPy."""
 
+import dataclasses
 import functools
 import zlib
 
@@ -15,6 +16,7 @@ from spec_jax.models.families.bamba import BambaConfig
 from spec_jax.models.families.deepseek import DeepseekConfig
 from spec_jax.models.families.mamba2 import Mamba2Config
 from spec_jax.models.families.qwen3_5 import Qwen35Config
+from spec_jax.models.families.qwen3_moe import Qwen3MoeConfig
 from spec_jax.models.families.qwen3_next import Qwen3NextConfig
 from spec_jax.models.loaded import LoadedModel
 from spec_jax.models.params import assemble
@@ -69,6 +71,14 @@ QWEN35 = Qwen35Config(
     partial_rotary_factor=0.5,
     **_DELTA,
 )
+EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=4)
+QWEN35_MOE = dataclasses.replace(
+    QWEN35, intermediate_size=None, shared_expert_intermediate_size=12, **EXPERTS
+)
+QWEN3_MOE = Qwen3MoeConfig(
+    **TINY, num_attention_heads=4, num_key_value_heads=2, head_dim=6, norm_topk_prob=True, **EXPERTS
+)
+SPARSE_FAMILIES = (QWEN35_MOE, QWEN3_MOE)
 FAMILIES = (LLAMA, QWEN2, QWEN3)
 STATE_FAMILIES = (MAMBA2, BAMBA, QWEN35)
 
@@ -86,9 +96,12 @@ def random_tensor(name: str, shape, seed: int) -> np.ndarray:
 def random_weights(config: ModelConfig, seed: int = 0, dtype: str = "float32"):
     """Every weight of the model, ``random_tensor`` of its name in a checkpoint."""
 
-    def leaf(spec, layer):
+    def leaf(spec, layer, e=None):
+        if "{e}" in spec.hf_name and e is None:
+            one = spec._replace(shape=spec.shape[1:])
+            return jnp.stack([leaf(one, layer, e) for e in range(spec.shape[0])])
         shape = spec.shape[::-1] if spec.is_linear else spec.shape
-        array = random_tensor(spec.hf_name.format(i=layer), shape, seed)
+        array = random_tensor(spec.hf_name.format(i=layer, e=e), shape, seed)
         return jnp.asarray(array.T if spec.is_linear else array, dtype)
 
     return assemble(config, leaf)

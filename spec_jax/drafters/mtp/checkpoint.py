@@ -40,7 +40,7 @@ from spec_jax.models.params import check_weights, shapes_of, table_placement
 from spec_jax.models.parts import Part, Tensor, holds_for_parts, read_onto, read_parts, stack
 from spec_jax.models.pickles import Pickles
 from spec_jax.models.shards import Shards
-from spec_jax.models.tensors import StrictReader, on_host, open_files, save_tensors
+from spec_jax.models.tensors import StrictReader, Unfused, on_host, open_files, save_tensors
 from spec_jax.sharding import SHARDED, AxisRules, named
 
 _SCALE = "_scale_inv"
@@ -84,7 +84,7 @@ def read_mtp(
     directory, notes = pathlib.Path(directory), []
     hf = read_json(directory / "config.json")
     with contextlib.ExitStack() as stack:
-        shards = open_files(directory, stack)
+        shards = Unfused(open_files(directory, stack))
         names = shards.names()
         with naming(directory / "config.json"):
             fmt = find_format(directory, hf, names)

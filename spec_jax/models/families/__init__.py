@@ -8,7 +8,7 @@ A family from outside of the package is registered in the same way. See
     register(Family(config=MyConfig, model_types=("mine",), layer=my_layer, ...))
 """
 
-from spec_jax.models.families import bamba, deepseek, llama, mamba2, qwen3_5, qwen3_next
+from spec_jax.models.families import bamba, deepseek, llama, mamba2, qwen3_5, qwen3_moe, qwen3_next
 from spec_jax.models.families.registry import (
     AnyConfig,
     Family,
@@ -38,6 +38,7 @@ __all__ = [
     "module_layer",
     "places_of",
     "qwen3_5",
+    "qwen3_moe",
     "qwen3_next",
     "read_config",
     "register",

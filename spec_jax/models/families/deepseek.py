@@ -276,7 +276,7 @@ def mlp(layer: dict[str, jax.Array], x_BTD: jax.Array, config: DeepseekConfig) -
             is_normalised=config.norm_topk_prob,
             factor=config.routed_scaling_factor,
         )
-        x = x_BTD + mix_experts(layer, h, weights)
+        x = x_BTD + mix_experts(layer, h, weights, config.num_experts_per_tok)
         return x + gated(layer, h, "shared_") if config.n_shared_experts else x
 
 

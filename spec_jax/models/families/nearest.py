@@ -50,10 +50,19 @@ _BY_TYPE = {  # what neither keys nor tensors show, by the beginning of the mode
     "cohere": "rotary positions of interleaved pairs",
     "glm": "rotary positions of interleaved pairs",
 }
-_HELD = dict.fromkeys(  # what supported families have of these
-    ("qwen3_5", "qwen3_5_text"),
-    ("layers of linear attention", "layers of linear_attention", "images or sound beside the text"),
+_EXPERTS = "a mixture of experts in place of the MLP"
+_DELTA = (
+    "layers of linear attention",
+    "layers of linear_attention",
+    "images or sound beside the text",
 )
+_HELD = {  # what supported families have of these
+    "qwen3_moe": (_EXPERTS,),
+    "qwen3_5": _DELTA,
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe": (_EXPERTS, *_DELTA),
+    "qwen3_5_moe_text": (_EXPERTS, *_DELTA),
+}
 _SMALL = {  # a model of any family, to see the names of its tensors
     "vocab_size": 32,
     "hidden_size": 64,
@@ -77,6 +86,10 @@ _SMALL = {  # a model of any family, to see the names of its tensors
     "mamba_n_groups": 1,
     "mamba_expand": 2,
     "mamba_d_conv": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
@@ -152,7 +165,13 @@ def _nearest(
         by_name = difflib.SequenceMatcher(None, model_type, kind).ratio()
         has_name = not has_state and by_name > 0.7
         by_tensors = both / either if theirs else 0.0
-        return by_tensors, (kind in _HELD) == is_linear, has_name * by_name, kind == usual, by_name
+        return (
+            by_tensors,
+            (_DELTA[0] in _HELD.get(kind, ())) == is_linear,
+            has_name * by_name,
+            kind == usual,
+            by_name,
+        )
 
     return max(known, key=likeness)
 

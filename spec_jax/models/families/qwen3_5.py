@@ -1,5 +1,7 @@
 """Qwen3.5, 3.6 and 3.8: gated delta nets, and gated attention in each fourth layer.
 
+The feed-forward part is dense, or of experts and a shared one.
+
 Directories with a vision tower load as the language model that they contain; it is saved without
 the tower. Files hold norms less one, see ``layers.centred_norms``.
 """
@@ -30,6 +32,8 @@ from spec_jax.models.config import (
 from spec_jax.models.delta import delta_net, delta_table
 from spec_jax.models.families.mamba2 import init_states
 from spec_jax.models.families.qwen3_next import attention, attention_table
+from spec_jax.models.families.qwen3_next import mlp as experts
+from spec_jax.models.families.qwen3_next import mlp_table as experts_table
 from spec_jax.models.families.registry import Family, LayerKind, register
 from spec_jax.models.layers import mlp, pre_norm_layer
 from spec_jax.models.specs import ParamSpec, mlp_specs, norm_spec, outer_specs
@@ -37,16 +41,24 @@ from spec_jax.models.ssm import MixerConfig
 from spec_jax.show.summary import short_repr
 
 LINEAR, FULL = "linear_attention", "full_attention"  # the words of ``layer_types``
+_SPARSE = (
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)
 _MROPE = ("mrope_section", "mrope_interleaved")  # of text all sections have the same position
 
 
 @dataclasses.dataclass(frozen=True)
 class Qwen35Config(PartialRotary):
-    """The shape of a Qwen3.5 language model. Field names are Hugging Face's."""
+    """The shape of a Qwen3.5 language model. Field names are Hugging Face's.
+
+    ``num_experts`` is None for dense layers, and ``intermediate_size`` for those of experts.
+    """
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
@@ -55,6 +67,11 @@ class Qwen35Config(PartialRotary):
     linear_num_value_heads: int
     linear_key_head_dim: int
     linear_value_head_dim: int
+    intermediate_size: int | None = None
+    num_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    moe_intermediate_size: int | None = None
+    shared_expert_intermediate_size: int | None = None
     linear_conv_kernel_dim: int = 4
     layer_types: tuple[str, ...] = ()
     partial_rotary_factor: float = 0.25
@@ -66,6 +83,7 @@ class Qwen35Config(PartialRotary):
     bos_token_id: int | None = None
     eos_token_id: tuple[int, ...] = ()
 
+    norm_topk_prob: ClassVar[bool] = True
     has_zero_centred_norms: ClassVar[bool] = True
     mlp_bias: ClassVar[bool] = False
     scan_layers: ClassVar[bool] = False
@@ -74,7 +92,9 @@ class Qwen35Config(PartialRotary):
 
     def __post_init__(self):
         set_ = lambda name, value: object.__setattr__(self, name, value)
-        check_sizes(self, *(f.name for f in dataclasses.fields(self) if f.type == "int"))
+        feed = _SPARSE if self.num_experts is not None else ("intermediate_size",)
+        sizes = (f.name for f in dataclasses.fields(self) if f.type == "int")
+        check_sizes(self, *sizes, *feed)
         check_fields(self)
         check_ranges(self, rms_norm_eps=EPS_RANGE)
         for one, per in (
@@ -84,6 +104,10 @@ class Qwen35Config(PartialRotary):
             many, few = getattr(self, one), getattr(self, per)
             if many % few:
                 raise ConfigError(f"{one} {many} is not a multiple of {per} {few}")
+        if self.is_sparse and self.num_experts_per_tok > self.num_experts:
+            raise ConfigError(
+                f"num_experts_per_tok is {self.num_experts_per_tok} of {self.num_experts} experts"
+            )
         self.check_rotary()
         kinds, L = self.layer_types, self.num_hidden_layers
         if kinds == ():
@@ -96,6 +120,11 @@ class Qwen35Config(PartialRotary):
         set_("layer_types", tuple(kinds))
         set_("eos_token_id", eos_tuple(self.eos_token_id))
         check_stop_tokens(self.eos_token_id, self.vocab_size)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the layers have a mixture of experts."""
+        return self.num_experts is not None
 
     @property
     def mixer(self) -> MixerConfig:
@@ -118,6 +147,11 @@ class Qwen35Config(PartialRotary):
           ConfigError: an activation or a gate is not supported, or a field is missing or wrong.
         """
         hf = dict(text_part(hf))
+        is_sparse = "moe" in str(hf.get("model_type"))
+        for name in ("intermediate_size",) if is_sparse else _SPARSE:
+            hf.pop(name, None)  # of the other kind, where a config states both
+        if is_sparse and hf.get("num_experts") is None:
+            raise ConfigError("num_experts is missing")
         check_supported(hf, hidden_act="silu", attn_output_gate=True, output_gate_type="swish")
         for name in ("rope_parameters", "rope_scaling"):
             if isinstance(hf.get(name), Mapping):
@@ -131,15 +165,16 @@ class Qwen35Config(PartialRotary):
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the config.json that transformers loads as the same model."""
-        hf = {name: value for name, value in dataclasses.asdict(self).items() if name != "rope"}
+        left_out = ("rope", *(("intermediate_size",) if self.is_sparse else _SPARSE))
+        hf = {n: value for n, value in dataclasses.asdict(self).items() if n not in left_out}
         part = {"partial_rotary_factor": self.partial_rotary_factor}
         return hf | {
             "rope_parameters": self.rope.to_hf() | part,
             "layer_types": list(self.layer_types),
             "eos_token_id": eos_spelling(self.eos_token_id),
             "hidden_act": "silu",
-            "model_type": "qwen3_5_text",
-            "architectures": ["Qwen3_5ForCausalLM"],
+            "model_type": "qwen3_5_moe_text" if self.is_sparse else "qwen3_5_text",
+            "architectures": [f"Qwen3_5{'Moe' * self.is_sparse}ForCausalLM"],
         }
 
 
@@ -147,7 +182,7 @@ def layer_tables(config: Qwen35Config) -> list[dict[str, ParamSpec]]:
     """Returns the declared weights of every layer."""
     prefix = "model.layers.{i}."
     norm = lambda hf: norm_spec(config.hidden_size, f"{prefix}{hf}")
-    feed = mlp_specs(config, f"{prefix}mlp.")
+    feed = experts_table(config) if config.is_sparse else mlp_specs(config, f"{prefix}mlp.")
     linear = {
         "attention_norm": norm("input_layernorm"),
         **delta_table(config.mixer, f"{prefix}linear_attn."),
@@ -167,16 +202,20 @@ def _mix(layer, h_BTD, cache, index, window, config):
     return delta_net(layer, h_BTD, cache, index, window, config.mixer)
 
 
+def _feed(layer, x_BTD, config):
+    return (experts if config.is_sparse else mlp)(layer, x_BTD, config)
+
+
 _KINDS = {
-    FULL: LayerKind(pre_norm_layer(attention, mlp)),
-    LINEAR: LayerKind(pre_norm_layer(_mix, mlp), init_states),
+    FULL: LayerKind(pre_norm_layer(attention, _feed)),
+    LINEAR: LayerKind(pre_norm_layer(_mix, _feed), init_states),
 }
 
 
 register(
     Family(
         config=Qwen35Config,
-        model_types=("qwen3_5_text", "qwen3_5"),
+        model_types=("qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"),
         kinds=lambda config: [_KINDS[kind] for kind in config.layer_types],
         layer_tables=layer_tables,
         outer_table=lambda config: centred(outer_specs(config)),

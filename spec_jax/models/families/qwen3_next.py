@@ -117,8 +117,13 @@ def attention_table(config: Any) -> dict[str, ParamSpec]:
 
 def layer_table(config: Qwen3NextConfig) -> dict[str, ParamSpec]:
     """Returns the declared weights of one layer."""
+    return attention_table(config) | mlp_table(config)
+
+
+def mlp_table(config: Any) -> dict[str, ParamSpec]:
+    """Returns the weights of ``mlp``, without its norm."""
     D, X, hf = config.hidden_size, config.num_experts, "model.layers.{i}.mlp"
-    return attention_table(config) | {
+    return {
         "router": ParamSpec((D, X), ("embed", "experts"), f"{hf}.gate.weight", is_linear=True),
         "shared_scale": ParamSpec(
             (D, 1), ("embed", "one"), f"{hf}.shared_expert_gate.weight", is_linear=True
@@ -157,7 +162,7 @@ def attention(
         return linear(out, layer, "o"), cache
 
 
-def mlp(layer: dict[str, jax.Array], x_BTD: jax.Array, config: Qwen3NextConfig) -> jax.Array:
+def mlp(layer: dict[str, jax.Array], x_BTD: jax.Array, config: Any) -> jax.Array:
     """Applies the experts and the gated shared expert, with their norm and residual."""
     with jax.named_scope("mlp"):
         h = rms_norm(x_BTD, layer["mlp_norm"], config.rms_norm_eps)
@@ -167,7 +172,7 @@ def mlp(layer: dict[str, jax.Array], x_BTD: jax.Array, config: Qwen3NextConfig) 
             is_normalised=config.norm_topk_prob,
         )
         shared = jax.nn.sigmoid(linear(h, layer, "shared_scale")) * gated(layer, h, "shared_")
-        return x_BTD + mix_experts(layer, h, weights) + shared
+        return x_BTD + mix_experts(layer, h, weights, config.num_experts_per_tok) + shared
 
 
 register(

@@ -17,6 +17,7 @@ from support.tiny_models import (
     QWEN3,
     QWEN3_NEXT,
     QWEN35,
+    QWEN35_MOE,
     random_tensor,
     random_weights,
 )
@@ -51,6 +52,7 @@ CASES = [
     ("DeepSeek", DENSE, OWN_ENDS | dict(num_modules=2, protocol="sequential")),
     ("Qwen3-Next", QWEN3_NEXT, CENTRED),
     ("Qwen3-Next", module_layer(QWEN35), CENTRED),
+    ("Qwen3-Next", module_layer(QWEN35_MOE), CENTRED),
     ("Qwen3-Next", dataclasses.replace(QWEN3_NEXT, norm_topk_prob=False), CENTRED | ALL_OTHER),
 ]
 
