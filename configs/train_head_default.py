@@ -107,7 +107,9 @@ def get_config() -> ConfigDict:
     )
     config.log_every = 10  # steps between two lines of metrics.jsonl
     config.checkpoint_every_s = 120.0  # seconds between two checkpoints
-    config.export_format = ""  # for eagle3: SpecForge (the default), EAGLE-3 or speculators
+    # For eagle3 SpecForge, EAGLE-3 or speculators; for dflash z-lab, DeepSpec or speculators; for
+    # dspark DeepSpec or speculators. Empty: the first that can express the head.
+    config.export_format = ""
     config.export_dtype = "bfloat16"  # of the stored tensors
     config.export_from = "best"  # the state with the highest tau; or "last"
     return config
