@@ -233,8 +233,8 @@ def text(result: dict, is_markdown: bool = False) -> str:
             "larger of decoding and of prefill beside it, where that was compiled. The columns at "
             "0.3 and 1 ms are speed-ups if every pass takes so much more than its floor (launches, "
             "the host, latency of links); experiments.published shows what fits published figures. "
-            "A queue's figures are floors too: no row decodes while one is filled, and a draft's "
-            "own prefill is left out.",
+            "A queue's figures are floors too: prefill and rounds take turns, and a draft's own "
+            "prefill is left out.",
         ]
     peak = result["peak_memory_bytes"]
     said = (

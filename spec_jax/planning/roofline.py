@@ -172,7 +172,7 @@ class Queue:
 
     @property
     def prefill_share(self) -> float:
-        """Of the time, while which no row decodes."""
+        """Of the devices' time."""
         return self.prefill_s / (self.prefill_s + self.decode_s)
 
     @property
@@ -190,7 +190,9 @@ def queue(
     chip: Chip,
     setting: Setting = Setting(),
 ) -> Queue:
-    """Returns how a queue's time is divided if prompts never run out and no row decodes meanwhile.
+    """Returns how a queue's time is divided if prompts never run out.
+
+    Passes over prompts and rounds take turns, whether a prompt is fed whole or between rounds.
 
     Args:
       target: the target's config.
