@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from spec_jax.contracts import Model
 from spec_jax.drafters.block.config import BlockConfig, DFlashConfig, DSparkConfig, TreeFlashConfig
-from spec_jax.models.layers import linear, rms_norm
+from spec_jax.models.layers import constrain_logits, embed_tokens, linear, rms_norm
 from spec_jax.models.specs import ParamSpec, linear_specs, norm_spec
 
 _EPS = 1e-6  # of TreeFlash's own norm
@@ -76,8 +76,14 @@ def confidence_logits(
     """
     h = normed(head, x, config)
     if config.confidence_with_markov:
-        h = _beside(h, jnp.take(head["step"]["embed"], token, axis=0))
+        h = _beside(h, _embedded(head["step"]["embed"], token))
     return linear(h, head, "confidence")[..., 0].astype(jnp.float32)
+
+
+def _embedded(table: jax.Array, token: jax.Array) -> jax.Array:
+    """Returns the embeddings dtype[...,D] of tokens i32[...], of whatever rank."""
+    rows = embed_tokens(table, token.reshape(len(token), -1))
+    return rows.reshape(*token.shape, -1)
 
 
 def _beside(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -101,10 +107,10 @@ def _markov_table(config: DSparkConfig) -> dict[str, ParamSpec]:
 def _markov(params, base, x, token, config, target):
     """A bias W2 W1[token]; if it is gated, by the state and the token before."""
     head, step = params["head"], params["head"]["step"]
-    e = jnp.take(step["embed"], token, axis=0)
+    e = _embedded(step["embed"], token)
     if config.markov_head_type == "gated":
         e = e * jax.nn.sigmoid(linear(_beside(normed(head, x, config), e), step, "gate"))
-    return base + linear(e, step, "out").astype(jnp.float32)
+    return base + constrain_logits(linear(e, step, "out")).astype(jnp.float32)
 
 
 def _swiglu_table(config: TreeFlashConfig) -> dict[str, ParamSpec]:
@@ -119,7 +125,7 @@ def _swiglu_table(config: TreeFlashConfig) -> dict[str, ParamSpec]:
 def _swiglu(params, base, x, token, config, target):
     """Scores the state again, with a gated map of [embedding of the token before; state] added."""
     head, step = params["head"], params["head"]["step"]
-    e = jnp.take(params["target"]["embed"], token, axis=0).astype(x.dtype)
+    e = _embedded(params["target"]["embed"], token).astype(x.dtype)
     h = _beside(rms_norm(e, step["norm"], _EPS), normed(head, x, config))
     up, gate = jnp.split(linear(h, step, "ug"), 2, axis=-1)
     x = x + linear(jax.nn.silu(gate) * up, step, "down")

@@ -46,12 +46,14 @@ def proposer(drafter, params, num_draft):
     return propose
 
 
-def prefilled(config, drafter, params, lengths):
+def prefilled(config, drafter, params, lengths, *chunk):
     tokens = jnp.asarray(np.tile(TEXT, (len(N), 1)), jnp.int32)
     T = int(max(lengths))
     state = drafter.init(params, len(N), 20)
     features = features_of(config, tokens)[:, :T]
-    return drafter.prefill(params, state, tokens[:, :T], jnp.asarray(lengths), None, features)
+    return drafter.prefill(
+        params, state, tokens[:, :T], jnp.asarray(lengths), None, features, *chunk
+    )
 
 
 def committed(config, drafter, params, state, lengths, more):
@@ -91,7 +93,7 @@ def test_two_rounds_draft_what_independent_arithmetic_drafts(name):
     assert np.abs(here - late).max() > 1e-2  # one position further is another block
     state = committed(config, drafter, params, state, N, MORE)
     check(propose(state, jnp.asarray(N + MORE))[0], N + MORE)
-    fresh = prefilled(config, drafter, params, N + MORE)
+    fresh = prefilled(config, drafter, params, N + MORE, 3)  # in chunks of three
     for ours, theirs in zip(state.keys + state.values, fresh.keys + fresh.values):
         shape = (len(N), -1, *ours.shape[-2:])
         for b, n in enumerate(N + MORE):
