@@ -81,9 +81,9 @@ def load_model(
 
     Args:
       name_or_path: a zoo name ("zoo/target", "zoo/draft"); a directory of a Llama, Mistral (without
-        a sliding window), Qwen2, Qwen3, Qwen3-MoE, Qwen3.5, MiMo, Mamba-2 or Bamba model; or the id
-        of one on the hub, "owner/name" or "owner/name@revision", which is downloaded unless it is
-        in the hub's cache.
+        a sliding window), Qwen2, Qwen3, Qwen3-MoE, Qwen3-Next, Qwen3.5, MiMo, Mamba-2 or Bamba
+        model; or the id of one on the hub, "owner/name" or "owner/name@revision", which is
+        downloaded unless it is in the hub's cache.
       dtype: the dtype of the weights in memory, and of the cache.
       scan_layers: stack the layers, which compiles faster for an accelerator and runs slower on a
         CPU. None: stack them on accelerators, where the family can.
@@ -232,8 +232,8 @@ def load_mtp(
 ) -> LoadedHead:
     """Loads the MTP modules of a Qwen3.5, DeepSeek-V3, Qwen3-Next or MiMo directory.
 
-    Of these families ``load_model`` loads Qwen3.5 and MiMo; the layers of the other two are known
-    as modules alone, for targets of your own.
+    ``load_model`` loads all of these families but DeepSeek-V3, whose layers are known as modules
+    alone, for targets of your own.
 
     Args:
       path: a zoo name, the directory of the model or of its modules alone, or an id of the Hugging

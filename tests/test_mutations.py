@@ -134,6 +134,9 @@ MUTATIONS = mutants.read("""
     the convolution forgets what is new
         LayerState.commit: jax.vmap(x_)(inputs, n) -> jax.vmap(x_)(inputs, 0 * n)
         test_state_after_accept_and_roll_back_equals_a_fresh_prefill
+    gates of a key head are taken for its values
+        delta._project: (Z, 2 * Z, 2 * Z + width) -> (Z, 2 * Z, 2 * Z + width - 1)
+        test_logits_of_a_directory_written_by_transformers
     an expert that nobody chose is computed
         moe.mix_in_turn: is_chosen.sum() -> weights.shape[1]
         test_an_expert_that_no_token_chose_is_not_computed

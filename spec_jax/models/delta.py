@@ -39,21 +39,30 @@ from spec_jax.sharding import constrain
 _EPS = 1e-6  # of the lengths of queries and keys
 
 
-def delta_table(config: MixerConfig, prefix: str) -> dict[str, ParamSpec]:
+def delta_table(
+    config: MixerConfig, prefix: str, *, is_by_key_head: bool = False
+) -> dict[str, ParamSpec]:
     """Returns the declared weights of one delta net.
 
     Args:
       config: its shape; ``num_heads`` counts value heads, and ``n_groups`` key heads.
       prefix: of their external names, with its last dot.
+      is_by_key_head: two maps make all inputs, as in Qwen3-Next: of each key head its query, its
+        key, and values and gates of its value heads; and their rates and steps.
     """
     D, N, C, width = config.hidden_size, config.num_heads, config.conv_dim, config.width
     table: dict[str, ParamSpec] = {}
-    for name, hf, size, axis in (
+    apart = (
         ("qkv", "in_proj_qkv", C, "state_inputs"),
         ("z", "in_proj_z", width, "state_heads"),
         ("rate", "in_proj_b", N, "state_heads"),
         ("step", "in_proj_a", N, "state_heads"),
-    ):
+    )
+    together = (
+        ("qkvz", "in_proj_qkvz", C + width, "state_inputs"),
+        ("rate_step", "in_proj_ba", 2 * N, "state_inputs"),
+    )
+    for name, hf, size, axis in together if is_by_key_head else apart:
         linear_specs(table, name, D, size, ("embed", axis), f"{prefix}{hf}")
     axes, hf = ("state_heads", "embed"), f"{prefix}out_proj"
     linear_specs(table, "out", width, D, axes, hf, init="residual")
@@ -148,15 +157,15 @@ def delta_net(
         held = whole.layers[index if cache is not None else 0]
         old, offset = held.window, window.offset
         put = lambda name, new: write(old and getattr(old, name), new, offset)
-        # Its parts are not split where the mesh splits the whole, so it is gathered once.
-        raw = put("raw", constrain(linear(x_BTD, layer, "qkv"), "batch", None, None))
+        raw, z, rate, step = _project(layer, x_BTD, config)
+        raw = put("raw", raw)
         mixed = convolve(held.conv, raw, layer["conv"][:, 0], T, offset, window.is_seen)
         q, k, v = jnp.split(jax.nn.silu(mixed).astype(f32), (G * Z, 2 * G * Z), axis=-1)
         q, k = (_unit(x.reshape(B, T, G, Z)) for x in (q, k))
         v = constrain(v.reshape(B, T, N, H), "batch", None, "state_heads")
         q *= Z**-0.5
-        rate = jax.nn.sigmoid(linear(x_BTD, layer, "rate").astype(f32))
-        time = linear(x_BTD, layer, "step").astype(f32) + layer["time_bias"].astype(f32)
+        rate = jax.nn.sigmoid(rate.astype(f32))
+        time = step.astype(f32) + layer["time_bias"].astype(f32)
         log_decay = -jnp.exp(layer["decay"].astype(f32)) * jax.nn.softplus(time)
         if window.is_seen is None and isinstance(offset, int) and offset == 0:
             u, y = _run_chain(held.ssm, k, v, rate, log_decay, q)
@@ -171,9 +180,25 @@ def delta_net(
             inputs = inputs.replace(u=put("u", u))
             y = read(held.ssm, cut(inputs), q, is_seen)
         y = rms_norm(y, layer["gate_scale"].astype(f32), config.norm_eps).reshape(B, T, -1)
-        y *= jax.nn.silu(linear(x_BTD, layer, "z").astype(f32))
+        y *= jax.nn.silu(z.astype(f32))
         out = linear(y.astype(x_BTD.dtype), layer, "out")
     return out, cache and whole.put(index, held.replace(window=inputs))
+
+
+def _project(layer, x_BTD, config):
+    """The inputs of the convolution, the gates, and each value head's rate and step."""
+    # Parts of a map are not split where the mesh splits the whole, so it is gathered once.
+    whole = lambda name: constrain(linear(x_BTD, layer, name), "batch", None, None)
+    if "qkvz" not in layer:
+        z, rate, step = (linear(x_BTD, layer, name) for name in ("z", "rate", "step"))
+        return whole("qkv"), z, rate, step
+    (B, T, _), G, Z = x_BTD.shape, config.n_groups, config.state_size
+    by_head = lambda name: whole(name).reshape(B, T, G, -1)
+    width = config.width // G
+    parts = jnp.split(by_head("qkvz"), (Z, 2 * Z, 2 * Z + width), axis=-1)
+    parts += jnp.split(by_head("rate_step"), 2, axis=-1)
+    q, k, v, z, rate, step = (x.reshape(B, T, -1) for x in parts)
+    return jnp.concatenate([q, k, v], axis=-1), z, rate, step
 
 
 def _unit(x: jax.Array) -> jax.Array:

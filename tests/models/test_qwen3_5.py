@@ -209,7 +209,7 @@ def test_a_config_that_is_not_read_is_refused_by_name(changes, message):
 def test_a_relative_is_refused_and_the_nearest_named(tmp_path):
     hf = {"model_type": "qwen4_exp", "text_config": {**QWEN35.to_hf(), "num_experts": 8}}
     (tmp_path / "config.json").write_text(json.dumps(hf))
-    with pytest.raises(ConfigError, match="'qwen4_exp' is not supported.*family is qwen3_5"):
+    with pytest.raises(ConfigError, match="'qwen4_exp' is not supported.*family is qwen3_next"):
         spec_jax.load_model(tmp_path)
 
 

@@ -47,6 +47,7 @@ MODELS = {
     "qwen3, yarn": ("Qwen3", dict(ONE_LAYER, head_dim=8, rope_parameters=YARN)),
     "qwen3.5": ("Qwen3_5", DELTA),
     "qwen3.5, experts": ("Qwen3_5Moe", DELTA_EXPERTS),
+    "qwen3-next": ("Qwen3Next", DELTA_EXPERTS),
     "qwen3, experts": ("Qwen3Moe", dict(ONE_LAYER, head_dim=6, **EXPERTS)),
 }
 CONFIGS = {f"Qwen3_5{x}": f"Qwen3_5{x}TextConfig" for x in ("", "Moe")}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from support.published_configs import QWEN_27B
+from support.published_configs import QWEN_27B, QWEN_30B_A3B, QWEN_35B_A3B, QWEN_NEXT_80B
 from support.tiny_models import (
     FAMILIES,
     LLAMA,
@@ -21,8 +21,9 @@ from support.tiny_models import (
 from spec_jax.config import SamplerConfig
 from spec_jax.models import transformer
 from spec_jax.models.checkpoint import load_pretrained, save_pretrained
-from spec_jax.models.families.qwen3_5 import Qwen35Config
+from spec_jax.models.families import family_of_type
 from spec_jax.models.params import declared
+from spec_jax.models.tensors import unfused
 from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.sampling import make_sampler, process
 
@@ -95,7 +96,8 @@ def random_tokens(vocab_size):
 def drawn(directory, family, config):
     """A model of a transformers config as loaded from its directory, and theirs."""
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    is_centred = lambda name: family.startswith("Qwen3_5") and name.endswith("norm.weight")
+    has_centred = family.startswith(("Qwen3_5", "Qwen3Next"))
+    is_centred = lambda name: has_centred and name.endswith("norm.weight")
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(torch.from_numpy(random_tensor(name, tuple(weight.shape), 0)))
@@ -156,6 +158,8 @@ DELTA_EXPERTS = dict(DELTA, num_hidden_layers=2, num_experts=11, num_experts_per
 DELTA_EXPERTS |= dict(layer_types=["linear_attention", "full_attention"])
 DELTA_EXPERTS |= dict(moe_intermediate_size=8, shared_expert_intermediate_size=12)
 del DELTA_EXPERTS["intermediate_size"]
+ODD_NEXT = dict(DELTA_EXPERTS, norm_topk_prob=False, linear_conv_kernel_dim=3)
+ODD_NEXT |= dict(linear_num_key_heads=3, linear_num_value_heads=3, tie_word_embeddings=True)
 EXPERTS = dict(intermediate_size=20, num_hidden_layers=2, num_attention_heads=4, head_dim=6)
 EXPERTS |= dict(num_key_value_heads=2, num_experts=9, num_experts_per_tok=2)
 EXPERTS |= dict(moe_intermediate_size=8, norm_topk_prob=True)
@@ -169,6 +173,8 @@ STATES_AND_EXPERTS = {
     "delta": ("Qwen3_5", DELTA),
     "odd delta": ("Qwen3_5", ODD_DELTA),
     "delta, experts": ("Qwen3_5Moe", DELTA_EXPERTS),
+    "delta by key head, experts": ("Qwen3Next", DELTA_EXPERTS),
+    "odd delta by key head": ("Qwen3Next", ODD_NEXT),
     "experts": ("Qwen3Moe", EXPERTS),
     "odd experts": ("Qwen3Moe", ODD_EXPERTS),
 }
@@ -224,22 +230,36 @@ def test_the_language_model_of_a_directory_with_images_agrees(tmp_path):
     np.testing.assert_allclose(whole(params, tokens, config=own), expected, atol=1e-4)
 
 
-def test_the_published_27b_has_the_tensors_of_transformers():
-    """Without a byte of it: all names and shapes."""
-    published = {"text_config": QWEN_27B, "tie_word_embeddings": False}
+PUBLISHED = {
+    "27B": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", QWEN_27B),
+    "35B-A3B": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", QWEN_35B_A3B),
+    "Next-80B": ("Qwen3NextConfig", "Qwen3NextForCausalLM", QWEN_NEXT_80B),
+    "30B-A3B": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN_30B_A3B),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_size_has_the_tensors_of_transformers(name):
+    """All names and shapes, without allocating one."""
+    config_class, model_class, published = PUBLISHED[name]
     with torch.device("meta"):
-        model = transformers.Qwen3_5ForConditionalGeneration(
-            transformers.Qwen3_5Config(**published)
-        )
+        values = {name: value for name, value in published.items() if name != "model_type"}
+        config = getattr(transformers, config_class)(**values)
+        model = getattr(transformers, model_class)(config)
     theirs = {n: tuple(w.shape) for n, w in model.named_parameters()}
-    text = {
-        name.replace("model.language_model.", "model."): shape
-        for name, shape in theirs.items()
-        if not name.startswith("model.visual.")
-    }
-    config = Qwen35Config.from_hf(published)
-    spelled = lambda spec: spec.shape[::-1] if spec.is_linear else spec.shape
-    assert text == {spec.hf_name.format(i=i): spelled(spec) for _, spec, i in declared(config)}
+    inside = unfused(theirs)
+    for tensor, _, rows in inside.values():
+        assert len(rows) * (2 if "gate_up" in tensor else 1) == theirs[tensor][1]
+    theirs |= {n: (len(rows), theirs[name][2]) for n, (name, _, rows) in inside.items()}
+    for tensor in {tensor for tensor, *_ in inside.values()}:
+        del theirs[tensor]
+    ours = {}
+    for _, spec, i in declared(family_of_type(published["model_type"]).config.from_hf(published)):
+        is_split = "{e}" in spec.hf_name
+        shape = spec.shape[1:] if is_split else spec.shape
+        for e in range(spec.shape[0] if is_split else 1):
+            ours[spec.hf_name.format(i=i, e=e)] = shape[::-1] if spec.is_linear else shape
+    assert ours == theirs
 
 
 def test_transformers_loads_our_bfloat16_and_reads_our_stop_tokens(tmp_path):

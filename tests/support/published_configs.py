@@ -65,3 +65,52 @@ QWEN_30B_A3B = dict(
     bos_token_id=151643,
     eos_token_id=151645,
 )
+
+# ``text_config`` of Qwen/Qwen3.6-35B-A3B.
+QWEN_35B_A3B = {name: x for name, x in QWEN_27B.items() if name != "intermediate_size"}
+QWEN_35B_A3B |= dict(
+    model_type="qwen3_5_moe_text",
+    hidden_size=2048,
+    num_hidden_layers=40,
+    num_attention_heads=16,
+    num_key_value_heads=2,
+    linear_num_value_heads=32,
+    layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 10,
+    num_experts=256,
+    num_experts_per_tok=8,
+    moe_intermediate_size=512,
+    shared_expert_intermediate_size=512,
+)
+
+# Of Qwen/Qwen3-Next-80B-A3B-Instruct; of -Thinking too.
+QWEN_NEXT_80B = dict(
+    model_type="qwen3_next",
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=5120,
+    num_hidden_layers=48,
+    num_attention_heads=16,
+    num_key_value_heads=2,
+    head_dim=256,
+    linear_num_key_heads=16,
+    linear_num_value_heads=32,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    linear_conv_kernel_dim=4,
+    full_attention_interval=4,
+    num_experts=512,
+    num_experts_per_tok=10,
+    moe_intermediate_size=512,
+    shared_expert_intermediate_size=512,
+    norm_topk_prob=True,
+    decoder_sparse_step=1,
+    mlp_only_layers=[],
+    partial_rotary_factor=0.25,
+    rope_theta=10_000_000,
+    rope_scaling=None,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=262144,
+    attention_bias=False,
+    hidden_act="silu",
+    tie_word_embeddings=False,
+)

@@ -78,7 +78,10 @@ QWEN35_MOE = dataclasses.replace(
 QWEN3_MOE = Qwen3MoeConfig(
     **TINY, num_attention_heads=4, num_key_value_heads=2, head_dim=6, norm_topk_prob=True, **EXPERTS
 )
-SPARSE_FAMILIES = (QWEN35_MOE, QWEN3_MOE)
+QWEN3_NEXT_TARGET = dataclasses.replace(
+    QWEN3_NEXT, num_hidden_layers=2, moe_intermediate_size=8, **_DELTA
+)
+SPARSE_FAMILIES = (QWEN35_MOE, QWEN3_MOE, QWEN3_NEXT_TARGET)
 FAMILIES = (LLAMA, QWEN2, QWEN3)
 STATE_FAMILIES = (MAMBA2, BAMBA, QWEN35)
 

@@ -58,6 +58,7 @@ _DELTA = (
 )
 _HELD = {  # what supported families have of these
     "qwen3_moe": (_EXPERTS,),
+    "qwen3_next": (_EXPERTS, *_DELTA[:2]),
     "qwen3_5": _DELTA,
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe": (_EXPERTS, *_DELTA),

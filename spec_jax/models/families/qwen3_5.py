@@ -19,7 +19,6 @@ from spec_jax.models.checks import (
     check_sizes,
     check_stop_tokens,
     check_supported,
-    shown,
 )
 from spec_jax.models.config import (
     EPS_RANGE,
@@ -29,18 +28,24 @@ from spec_jax.models.config import (
     eos_tuple,
     text_part,
 )
-from spec_jax.models.delta import delta_net, delta_table
-from spec_jax.models.families.mamba2 import init_states
-from spec_jax.models.families.qwen3_next import attention, attention_table
+from spec_jax.models.families.qwen3_next import (
+    centred,
+    check_interval,
+    check_linear,
+    kinds_by_type,
+    kinds_of_layers,
+    mixer_of,
+    mlp_table,
+    one_attention_layer,
+    tables_by_kind,
+)
 from spec_jax.models.families.qwen3_next import mlp as experts
-from spec_jax.models.families.qwen3_next import mlp_table as experts_table
-from spec_jax.models.families.registry import Family, LayerKind, register
-from spec_jax.models.layers import mlp, pre_norm_layer
-from spec_jax.models.specs import ParamSpec, mlp_specs, norm_spec, outer_specs
+from spec_jax.models.families.registry import Family, register
+from spec_jax.models.layers import mlp
+from spec_jax.models.specs import ParamSpec, mlp_specs, outer_specs
 from spec_jax.models.ssm import MixerConfig
 from spec_jax.show.summary import short_repr
 
-LINEAR, FULL = "linear_attention", "full_attention"  # the words of ``layer_types``
 _SPARSE = (
     "num_experts",
     "num_experts_per_tok",
@@ -97,27 +102,18 @@ class Qwen35Config(PartialRotary):
         check_sizes(self, *sizes, *feed)
         check_fields(self)
         check_ranges(self, rms_norm_eps=EPS_RANGE)
-        for one, per in (
-            ("num_attention_heads", "num_key_value_heads"),
-            ("linear_num_value_heads", "linear_num_key_heads"),
-        ):
-            many, few = getattr(self, one), getattr(self, per)
-            if many % few:
-                raise ConfigError(f"{one} {many} is not a multiple of {per} {few}")
+        N, G = self.num_attention_heads, self.num_key_value_heads
+        if N % G:
+            raise ConfigError(
+                f"num_attention_heads {N} is not a multiple of num_key_value_heads {G}"
+            )
+        check_linear(self)
         if self.is_sparse and self.num_experts_per_tok > self.num_experts:
             raise ConfigError(
                 f"num_experts_per_tok is {self.num_experts_per_tok} of {self.num_experts} experts"
             )
         self.check_rotary()
-        kinds, L = self.layer_types, self.num_hidden_layers
-        if kinds == ():
-            kinds = [LINEAR if (i + 1) % 4 else FULL for i in range(L)]
-        is_list = isinstance(kinds, (list, tuple)) and all(k in (LINEAR, FULL) for k in kinds)
-        if not is_list or len(kinds) != L:
-            raise ConfigError(
-                f"layer_types is {shown(kinds)}; expected {LINEAR} or {FULL} for each of {L} layers"
-            )
-        set_("layer_types", tuple(kinds))
+        set_("layer_types", kinds_of_layers(self.layer_types, self.num_hidden_layers))
         set_("eos_token_id", eos_tuple(self.eos_token_id))
         check_stop_tokens(self.eos_token_id, self.vocab_size)
 
@@ -129,15 +125,7 @@ class Qwen35Config(PartialRotary):
     @property
     def mixer(self) -> MixerConfig:
         """The shape of each delta net, see ``delta.delta_table``."""
-        return MixerConfig(
-            self.hidden_size,
-            self.linear_num_value_heads,
-            self.linear_value_head_dim,
-            self.linear_key_head_dim,
-            self.linear_num_key_heads,
-            self.linear_conv_kernel_dim,
-            self.rms_norm_eps,
-        )
+        return mixer_of(self)
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Qwen35Config:
@@ -156,11 +144,7 @@ class Qwen35Config(PartialRotary):
         for name in ("rope_parameters", "rope_scaling"):
             if isinstance(hf.get(name), Mapping):
                 hf[name] = {n: x for n, x in hf[name].items() if n not in _MROPE}
-        if hf.get("layer_types") is None and hf.get("full_attention_interval") not in (None, 4):
-            every = hf["full_attention_interval"]
-            raise ConfigError(
-                f"full_attention_interval is {shown(every)} without layer_types; expected 4"
-            )
+        check_interval(hf)
         return cls.of_fields(hf)
 
     def to_hf(self) -> dict[str, Any]:
@@ -180,50 +164,25 @@ class Qwen35Config(PartialRotary):
 
 def layer_tables(config: Qwen35Config) -> list[dict[str, ParamSpec]]:
     """Returns the declared weights of every layer."""
-    prefix = "model.layers.{i}."
-    norm = lambda hf: norm_spec(config.hidden_size, f"{prefix}{hf}")
-    feed = experts_table(config) if config.is_sparse else mlp_specs(config, f"{prefix}mlp.")
-    linear = {
-        "attention_norm": norm("input_layernorm"),
-        **delta_table(config.mixer, f"{prefix}linear_attn."),
-        "mlp_norm": norm("post_attention_layernorm"),
-    }
-    kinds = {FULL: attention_table(config) | feed, LINEAR: linear | feed}
-    return [centred(kinds[kind]) for kind in config.layer_types]
-
-
-def centred(table: dict[str, ParamSpec]) -> dict[str, ParamSpec]:
-    """Returns a table whose norms begin at zero, which stands for a factor of one."""
-    zeros = lambda name, spec: spec._replace(init="zeros") if name.endswith("norm") else spec
-    return {name: zeros(name, spec) for name, spec in table.items()}
-
-
-def _mix(layer, h_BTD, cache, index, window, config):
-    return delta_net(layer, h_BTD, cache, index, window, config.mixer)
+    dense = lambda config: mlp_specs(config, "model.layers.{i}.mlp.")
+    feed = (mlp_table if config.is_sparse else dense)(config)
+    return [centred(table) for table in tables_by_kind(config, feed)]
 
 
 def _feed(layer, x_BTD, config):
     return (experts if config.is_sparse else mlp)(layer, x_BTD, config)
 
 
-_KINDS = {
-    FULL: LayerKind(pre_norm_layer(attention, _feed)),
-    LINEAR: LayerKind(pre_norm_layer(_mix, _feed), init_states),
-}
-
-
 register(
     Family(
         config=Qwen35Config,
         model_types=("qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"),
-        kinds=lambda config: [_KINDS[kind] for kind in config.layer_types],
+        kinds=kinds_by_type(_feed),
         layer_tables=layer_tables,
         outer_table=lambda config: centred(outer_specs(config)),
         has_panels=True,
         prefixes={"model.language_model.": "model.", "model.visual.": None},
-        module_layer=lambda config: dataclasses.replace(
-            config, num_hidden_layers=1, layer_types=(FULL,)
-        ),
+        module_layer=one_attention_layer,
         mtp_formats=("Qwen3-Next",),
     )
 )

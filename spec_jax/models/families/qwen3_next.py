@@ -1,12 +1,12 @@
-"""Qwen3-Next's full-attention layer: gated attention and a mixture of experts.
+"""Qwen3-Next: gated delta nets, gated attention in each fourth layer, and a mixture of experts.
 
-Norms are the factors themselves here; checkpoints store them less one.
+Norms are the factors themselves in layers; files hold them less one, see ``layers.centred_norms``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -14,20 +14,92 @@ import jax.numpy as jnp
 
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.kv import KVCache
-from spec_jax.models.checks import check_fields, check_ranges, check_sizes, check_supported
-from spec_jax.models.config import EPS_RANGE, PartialRotary, RopeConfig
-from spec_jax.models.families.registry import Family, register
+from spec_jax.models.checks import (
+    check_fields,
+    check_ranges,
+    check_sizes,
+    check_stop_tokens,
+    check_supported,
+    shown,
+)
+from spec_jax.models.config import EPS_RANGE, PartialRotary, RopeConfig, eos_spelling, eos_tuple
+from spec_jax.models.delta import delta_net, delta_table
+from spec_jax.models.families.mamba2 import init_states
+from spec_jax.models.families.registry import Family, LayerKind, register
 from spec_jax.models.layers import Window, attend_window, linear, pre_norm_layer, rms_norm
 from spec_jax.models.moe import experts_table, gated, mix_experts, route
 from spec_jax.models.rope import rotate
-from spec_jax.models.specs import ParamSpec, gated_specs, linear_specs, norm_spec
+from spec_jax.models.specs import ParamSpec, gated_specs, linear_specs, norm_spec, outer_specs
+from spec_jax.models.ssm import MixerConfig
 from spec_jax.sharding import repeat_heads
 from spec_jax.show.summary import short_repr
+
+LINEAR, FULL = "linear_attention", "full_attention"  # the words of ``layer_types``
+_LINEAR = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+
+
+def check_linear(config: Any) -> None:
+    """Raises a ConfigError if the sizes of linear attention are wrong."""
+    check_sizes(config, *_LINEAR)
+    many, few = config.linear_num_value_heads, config.linear_num_key_heads
+    if many % few:
+        raise ConfigError(
+            f"linear_num_value_heads {many} is not a multiple of linear_num_key_heads {few}"
+        )
+
+
+def check_interval(hf: Mapping[str, Any]) -> None:
+    """Raises a ConfigError if layers attend in another pattern that is not spelled out."""
+    every = hf.get("full_attention_interval")
+    if hf.get("layer_types") is None and every not in (None, 4):
+        raise ConfigError(
+            f"full_attention_interval is {shown(every)} without layer_types; expected 4"
+        )
+
+
+def kinds_of_layers(stated: Any, num_layers: int, has_states: bool = True) -> tuple[str, ...]:
+    """Returns the kind of each layer; unless stated, each fourth attends.
+
+    Raises:
+      ConfigError: it is stated wrongly.
+    """
+    if stated == ():
+        stated = [LINEAR if has_states and (i + 1) % 4 else FULL for i in range(num_layers)]
+    known = (LINEAR, FULL) if has_states else (FULL,)
+    is_list = isinstance(stated, (list, tuple)) and all(kind in known for kind in stated)
+    if not is_list or len(stated) != num_layers:
+        raise ConfigError(
+            f"layer_types is {shown(stated)}; expected {' or '.join(known)} for each of "
+            f"{num_layers} layers"
+        )
+    return tuple(stated)
+
+
+def mixer_of(config: Any) -> MixerConfig:
+    """The shape of each delta net of a config, see ``delta.delta_table``."""
+    return MixerConfig(
+        config.hidden_size,
+        config.linear_num_value_heads,
+        config.linear_value_head_dim,
+        config.linear_key_head_dim,
+        config.linear_num_key_heads,
+        config.linear_conv_kernel_dim,
+        config.rms_norm_eps,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Qwen3NextConfig(PartialRotary):
-    """The shape of Qwen3-Next's full-attention layers. Field names are Hugging Face's."""
+    """The shape of a Qwen3-Next model. Field names are Hugging Face's.
+
+    Without the sizes of linear attention (``linear_*``), as for MTP modules, every layer attends.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -45,7 +117,17 @@ class Qwen3NextConfig(PartialRotary):
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 32768
     rope: RopeConfig = RopeConfig()
+    linear_num_key_heads: int | None = None
+    linear_num_value_heads: int | None = None
+    linear_key_head_dim: int | None = None
+    linear_value_head_dim: int | None = None
+    linear_conv_kernel_dim: int = 4
+    layer_types: tuple[str, ...] = ()
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: tuple[int, ...] = ()
 
+    has_zero_centred_norms: ClassVar[bool] = True
     scan_layers: ClassVar[bool] = False
 
     __repr__ = short_repr()
@@ -62,23 +144,43 @@ class Qwen3NextConfig(PartialRotary):
         if self.num_experts_per_tok > X:
             raise ConfigError(f"num_experts_per_tok is {self.num_experts_per_tok} of {X} experts")
         self.check_rotary()
+        if self.has_states:
+            check_linear(self)
+        kinds = kinds_of_layers(self.layer_types, self.num_hidden_layers, self.has_states)
+        object.__setattr__(self, "layer_types", kinds)
+        object.__setattr__(self, "eos_token_id", eos_tuple(self.eos_token_id))
+        check_stop_tokens(self.eos_token_id, self.vocab_size)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the sizes of linear attention are known."""
+        return self.linear_num_value_heads is not None
+
+    @property
+    def mixer(self) -> MixerConfig | None:
+        """The shape of each delta net, see ``delta.delta_table``; None if there is none."""
+        return mixer_of(self) if self.has_states else None
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Qwen3NextConfig:
-        """Reads the full-attention layers of a parsed config.json.
+        """Builds the config from a parsed config.json.
 
         Raises:
-          ConfigError: an activation or a mixture is not supported, or a field is missing.
+          ConfigError: an activation or a mixture is not supported, or a field is missing or wrong.
         """
         check_supported(hf, hidden_act="silu", decoder_sparse_step=1, mlp_only_layers=[])
+        check_interval(hf)
         return cls.of_fields(hf)
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the keys of config.json that ``from_hf`` and transformers read."""
-        hf = {name: value for name, value in dataclasses.asdict(self).items() if name != "rope"}
+        left_out = ("rope", *(() if self.has_states else _LINEAR))
+        hf = {n: value for n, value in dataclasses.asdict(self).items() if n not in left_out}
         part = {"partial_rotary_factor": self.partial_rotary_factor}
         return hf | {
             "rope_parameters": self.rope.to_hf() | part,
+            "layer_types": list(self.layer_types),
+            "eos_token_id": eos_spelling(self.eos_token_id),
             "model_type": "qwen3_next",
             "hidden_act": "silu",
             "architectures": ["Qwen3NextForCausalLM"],
@@ -115,9 +217,39 @@ def attention_table(config: Any) -> dict[str, ParamSpec]:
     return table
 
 
-def layer_table(config: Qwen3NextConfig) -> dict[str, ParamSpec]:
-    """Returns the declared weights of one layer."""
-    return attention_table(config) | mlp_table(config)
+def layer_tables(config: Qwen3NextConfig) -> list[dict[str, ParamSpec]]:
+    """Returns the declared weights of every layer."""
+    tables = tables_by_kind(config, mlp_table(config), is_by_key_head=True)
+    return [centred(table) for table in tables] if config.has_states else tables
+
+
+def centred(table: dict[str, ParamSpec]) -> dict[str, ParamSpec]:
+    """Returns a table whose norms begin at zero, which stands for a factor of one."""
+    zeros = lambda name, spec: spec._replace(init="zeros") if name.endswith("norm") else spec
+    return {name: zeros(name, spec) for name, spec in table.items()}
+
+
+def tables_by_kind(
+    config: Any, feed: dict[str, ParamSpec], *, is_by_key_head: bool = False
+) -> list[dict[str, ParamSpec]]:
+    """Returns the declared weights of layers that attend or are delta nets.
+
+    Args:
+      config: of the model.
+      feed: the weights of every layer's feed-forward part, without its norm.
+      is_by_key_head: see ``delta.delta_table``.
+    """
+    prefix = "model.layers.{i}."
+    norm = lambda hf: norm_spec(config.hidden_size, f"{prefix}{hf}")
+    kinds = {FULL: attention_table(config) | feed}
+    if LINEAR in config.layer_types:
+        kinds[LINEAR] = {
+            "attention_norm": norm("input_layernorm"),
+            **delta_table(config.mixer, f"{prefix}linear_attn.", is_by_key_head=is_by_key_head),
+            "mlp_norm": norm("post_attention_layernorm"),
+            **feed,
+        }
+    return [kinds[kind] for kind in config.layer_types]
 
 
 def mlp_table(config: Any) -> dict[str, ParamSpec]:
@@ -175,12 +307,37 @@ def mlp(layer: dict[str, jax.Array], x_BTD: jax.Array, config: Any) -> jax.Array
         return x_BTD + mix_experts(layer, h, weights, config.num_experts_per_tok) + shared
 
 
+def _mix(layer, h_BTD, cache, index, window, config):
+    return delta_net(layer, h_BTD, cache, index, window, config.mixer)
+
+
+def kinds_by_type(feed: Callable[..., Any]) -> Callable[[Any], list[LayerKind]]:
+    """Returns ``Family.kinds`` of layers that attend or are delta nets.
+
+    Args:
+      feed: ``(layer, x, config) -> x``, the feed-forward part with its norm and residual.
+    """
+    kinds = {
+        FULL: LayerKind(pre_norm_layer(attention, feed)),
+        LINEAR: LayerKind(pre_norm_layer(_mix, feed), init_states),
+    }
+    return lambda config: [kinds[kind] for kind in config.layer_types]
+
+
+def one_attention_layer(config: Any) -> Any:
+    """Returns the config of the layer of an MTP module."""
+    return dataclasses.replace(config, num_hidden_layers=1, layer_types=(FULL,))
+
+
 register(
     Family(
         config=Qwen3NextConfig,
         model_types=("qwen3_next",),
-        layer=pre_norm_layer(attention, mlp),
-        layer_tables=lambda config: [layer_table(config)] * config.num_hidden_layers,
+        kinds=kinds_by_type(mlp),
+        layer_tables=layer_tables,
+        outer_table=lambda config: centred(outer_specs(config)),
+        has_panels=True,
+        module_layer=one_attention_layer,
         mtp_formats=("Qwen3-Next",),
     )
 )
