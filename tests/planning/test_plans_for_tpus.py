@@ -1,6 +1,6 @@
 """Programs of real sizes, compiled for TPUs ahead of time: what a round sends, copies and moves.
 
-    pip install -e '.[tpu]' && pytest -s -m measure tests/parallel/test_plans_for_tpus.py
+    pip install -e '.[tpu]' && pytest -s -m measure tests/planning/test_plans_for_tpus.py
 
 Takes five to ten CPU-minutes and 2 GB of memory; docs/measurements.md has the figures.
 """
