@@ -6,6 +6,7 @@ compiled, so that the reading is known to be able to fail.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -13,6 +14,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import pytest
+from support.tiny_models import QWEN35_MOE
 
 from spec_jax import decoding
 from spec_jax.config import SamplerConfig, SpeculativeConfig
@@ -251,3 +253,23 @@ def test_mutation_a_state_that_is_not_donated_is_found():
     keeping = jax.jit(decoding.generate.__wrapped__, static_argnames=("system",))
     program = keeping.lower(*arguments, system=system).compile()
     assert program.memory_analysis().alias_size_in_bytes < cache_bytes
+
+
+@pytest.mark.exhaustive
+def test_a_loop_moves_no_cache_of_a_hybrid():
+    """Keys and values in one group, states and their windows in another, beside experts."""
+    options = dict(vocab_size=VOCAB, max_position_embeddings=SLOTS, num_key_value_heads=4)
+    target = dataclasses.replace(QWEN35_MOE, **options)
+    params = {"target": jax.eval_shape(lambda: transformer.init_params(target, jax.random.key(0)))}
+    params["draft"] = None
+    rule = make_rule(SpeculativeConfig(rejection_sampling_strategy="greedy"))
+    system = decoding.System(transformer.model(target), ngram(), rule, 4)
+    sampler, i32 = make_sampler(SamplerConfig(), 1, VOCAB), jax.ShapeDtypeStruct
+    shapes = [i32(shape, jnp.int32) for shape in ((1, 16), (1,), (1,), (1, 1))]
+    prefill = functools.partial(decoding.prefill, system=system, slots=SLOTS)
+    state = jax.eval_shape(prefill, params, *shapes, sampler, sampler)
+    rounds = i32((1,), jnp.int32), i32((), jnp.int32)
+    program = decoding.generate.lower(params, state, *rounds, system=system).compile()
+    keys = 4 * SLOTS * target.head_dim
+    assert moves_in_loops(program.as_text(), keys) == []
+    assert program.memory_analysis().alias_size_in_bytes >= _bytes(state.target)
