@@ -68,7 +68,7 @@ def get_config() -> ConfigDict:
             "frequency_penalty": 0.0,  # subtracted once for each time in the output
         }
     )
-    config.draft_temperature = placeholder(float)  # above temperature 0; by default the target's
+    config.draft_temperature = placeholder(float)  # above temperature 0; by default: its own
     config.repeats = 2  # turns of each batch; their median counts
     # "group" keeps the repeats of a question together and saves each question; "spread" spreads
     # repeats over the run, against drift of the machine, and saves each temperature.

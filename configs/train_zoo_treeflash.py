@@ -3,9 +3,9 @@ r"""The zoo's TreeFlash head: DFlash, whose states are corrected by the token be
     python -m experiments.train_head --config=configs/train_zoo_treeflash.py \
         --workdir=runs/treeflash --config.data.responses=runs/zoo_text/responses.jsonl
 
-Text, order, steps and cost are those of configs/train_zoo_dflash.py. Half of the loss is that of
-the distributions that do not know the token before, from which trees take their candidates; how the
-published heads were trained is not known here. Not yet run to the end.
+Text, order, steps and cost are those of configs/train_zoo_dflash.py. A third of the loss is that of
+the distributions that do not know the token before, from which the authors' trees take their
+candidates; how their heads were trained is not known here. Not yet run to the end.
 """
 
 from ml_collections import ConfigDict

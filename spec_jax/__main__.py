@@ -48,8 +48,8 @@ def _add_generate(commands) -> None:
     add(
         "--rule",
         metavar="NAME",
-        help="a rule's name, or MODULE:NAME of your own; default: greedy "
-        "at temperature 0, else residual for sampled drafts and match for others",
+        help="a rule's name, or MODULE:NAME of your own; default: greedy at temperature 0, else "
+        "block for block drafters' chains, residual for other sampled drafts and match for others",
     )
     add("--k", type=int, default=4, help="drafted tokens a round; default: %(default)s")
     limit = command.add_mutually_exclusive_group()

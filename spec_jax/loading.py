@@ -172,7 +172,7 @@ def load_draft(
             f"SpeculativeDecoder(target, config=SpeculativeConfig({asked!r}))"
         )
     directory, mesh = find_directory(name_or_path), to_mesh(mesh)
-    kind = registry.find(method) if method is not None else _detect(directory, target)
+    kind = registry.find(method) if method is not None else _detect(name_or_path, target)
     dtype = _check_dtype(target.params["embed"].dtype if dtype is None else dtype)
     if kind.drafting.draft == "model":
         if overrides:
@@ -193,11 +193,13 @@ def load_draft(
     return head if mesh is None or in_parts else head.on_mesh(mesh, axis_rules)
 
 
-def _detect(directory: pathlib.Path, target: LoadedModel) -> registry.DrafterKind:
+def _detect(name_or_path: str | pathlib.Path, target: LoadedModel) -> registry.DrafterKind:
     """The kind of draft in a directory; of the target's own, its MTP modules if it has any."""
+    directory = find_directory(name_or_path)
     kind = registry.detect(directory)
-    is_own = kind.drafting.draft == "model" and pathlib.Path(target.name) == directory
-    if is_own:
+    paths = (pathlib.Path(zoo.path(name) or name) for name in (str(name_or_path), target.name))
+    is_same = str(name_or_path) == target.name or len({path.resolve() for path in paths}) == 1
+    if is_own := kind.drafting.draft == "model" and is_same:
         with contextlib.ExitStack() as stack:
             names = frozenset(open_tensors(directory, stack).left)
         is_own = holds_modules(read_json(directory / "config.json"), names)

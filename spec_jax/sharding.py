@@ -120,7 +120,10 @@ def kept_whole(
         if not hasattr(entry, "axes"):
             said |= dict.fromkeys(kept_whole(owner, entry, mesh, axis_rules, counts))
             continue
+        used = spec(entry.axes, entry.shape, mesh, axis_rules, counts)
         for name, size in zip(entry.axes, entry.shape):
+            if axis_rules.get(name) in used:  # another dimension is split in place of this one
+                continue
             lines = _whole(name, counts.get(name, size), mesh, axis_rules)
             said |= dict.fromkeys(f"{owner}: {line}" for line in lines)
     return [*said]

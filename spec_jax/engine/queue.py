@@ -97,7 +97,7 @@ class DecodeQueue:
       draft_sampler: likewise.
       cancellation_token: ends the queue, beside the decoder's own token: no more prompts are
         pulled, and the rows that are running are yielded as they are, with the finish_reason
-        "cancelled".
+        "cancelled"; a prompt that is being fed is fed to its end before.
       logprobs: return the log-probabilities of the output tokens, ``Generation.logprobs``.
 
     Raises:
@@ -277,7 +277,8 @@ class DecodeQueue:
 
         Long prompts are fed later, by ``_feed``, unless no other row decodes.
         """
-        groups = self._together(taken)
+        is_late = lambda ids: not is_alone and len(ids) > self._engine.system.prefill_chunk
+        groups = self._together(taken, is_late)
         if len(groups) == 1 and len(taken) == len(state.limit):  # all rows are new
             return self._start([taken[row] for row in sorted(taken)])
         for rows in groups:
@@ -285,8 +286,7 @@ class DecodeQueue:
             # A few numbers of rows compile; what fills up is never read.
             more = _round_up(len(rows), self._batch, self._engine.mesh) - len(rows)
             requests += requests[-1:] * more
-            is_long = max(len(ids) for _, ids in requests) > self._engine.system.prefill_chunk
-            if is_long and not is_alone:
+            if is_late(requests[0][1]):
                 steps = self._engine.prefill_by_chunk(self._request(requests))
                 self._feeding.append((rows, steps))
             else:
@@ -317,12 +317,18 @@ class DecodeQueue:
         """Rows whose prompts are being fed."""
         return sum(len(rows) for rows, _ in self._feeding)
 
-    def _together(self, taken: dict[int, _Request]) -> list[list[int]]:
-        """The rows whose prompts can be prefilled in one call: a target that cannot rewind, and so
-        cannot forget padding, takes prompts of one length."""
+    def _together(
+        self, taken: dict[int, _Request], is_late: Callable[[list[int]], bool]
+    ) -> list[list[int]]:
+        """The rows whose prompts can be prefilled in one call.
+
+        A target that cannot rewind, and so cannot forget padding, takes prompts of one length; and
+        no prompt waits for others that are fed late.
+        """
         can_pad, groups = self._engine.system.target.can_rewind, {}
         for row, (_, ids) in taken.items():
-            groups.setdefault(None if can_pad else len(ids), []).append(row)
+            key = (None if can_pad else len(ids), is_late(ids))
+            groups.setdefault(key, []).append(row)
         return list(groups.values())
 
     def _timed(self, name: str, function: Callable[..., Any], *args: Any) -> Any:

@@ -22,6 +22,7 @@ from spec_jax.evaluation.cells import Cell, Draft, has_logits, tree_options
 from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.rules import make_rule
+from spec_jax.sampling import draft_samplers
 
 _USUAL_OPTIONS = {"suffix": {"suffix_history_tokens": 0}}
 
@@ -64,7 +65,8 @@ class Bench:
       sampler: The sampler of every row, without temperature; prompt i has seed ``seed + i``.
       max_new_tokens: New tokens of every row.
       batch: Prompts that are decoded together.
-      draft_temperature: The draft's temperature where the target's is above 0; None for the same.
+      draft_temperature: The draft's temperature where the target's is above 0; None for the
+        drafter's own, or else the target's.
       method_options: Options of ``SpeculativeConfig`` by method, such as "ngram". A method that
         remembers outputs ("suffix") keeps none by default, or a repeat would copy its last output.
       has_expected: Whether to record the expected acceptance of chains above temperature 0, if
@@ -164,12 +166,13 @@ class Bench:
 
     def samplers(self, cell: Cell, index: int) -> tuple[list[SamplerConfig], list[SamplerConfig]]:
         """Returns the samplers of target and draft of each row of batch ``index``."""
-        config = self.decoder(cell).target_sampler
+        decoder = self.decoder(cell)
+        config, temperature = decoder.target_sampler, self.draft_temperature
         seeds = [(self.sampler.seed + i) % 2**32 for i in self.chosen(index)]
         target = [dataclasses.replace(config, seed=seed) for seed in seeds]
-        if self.draft_temperature is None or not cell.temperature > 0:
-            return target, target
-        return target, [dataclasses.replace(s, temperature=self.draft_temperature) for s in target]
+        if temperature is None:
+            temperature = decoder.system().drafter.draft_temperature
+        return target, [*draft_samplers(None, target, temperature)]
 
     def run(self, cell: Cell, index: int, **options) -> Run:
         """Decodes batch ``index``; ``options`` are those of ``SpeculativeDecoder.generate``."""

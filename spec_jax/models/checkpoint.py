@@ -80,10 +80,11 @@ def load_pretrained(
         config = dataclasses.replace(config, scan_layers=is_stacked)
     elif scan_layers:
         raise ConfigError(f"scan_layers: the layers of {directory} are never stacked")
-    if attention is not None:
-        if not hasattr(config, "attention"):
-            raise ConfigError(f"attention: {directory} is of a family that has no choice of it")
+    if hasattr(config, "attention") and attention is not None:
         config = dataclasses.replace(config, attention=attention)
+    elif attention not in (None, "auto"):
+        kind = type(config).__name__
+        raise ConfigError(f"attention is {attention!r}; layers of a {kind} know 'auto' alone")
     with contextlib.ExitStack() as files:
         source = open_files(directory, files)
         check_layers(directory, config.num_hidden_layers, len(source.names()))

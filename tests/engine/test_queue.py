@@ -445,6 +445,13 @@ def test_a_long_prompt_is_fed_while_other_rows_decode(name, monkeypatch):
     assert not any(one[0] == other[0] == "chunk" for one, other in itertools.pairwise(events))
 
 
+def test_a_short_prompt_does_not_wait_for_a_long_one_that_is_fed():
+    queue = DecodeQueue(in_chunks(), LONG, batch=3, **LONG_LIMITS)
+    taken = {0: (3, LONG[3]), 1: (5, LONG[5]), 2: (4, LONG[4])}
+    assert queue._together(taken, lambda ids: len(ids) > 7) == [[0, 2], [1]]
+    assert queue._together(taken, lambda ids: False) == [[0, 1, 2]]
+
+
 def test_prompts_that_are_being_fed_end_as_cancelled(monkeypatch):
     token, feed = CancellationToken(), decoding.feed_chunk
 

@@ -1,11 +1,13 @@
 """``spec_jax.compare``: a table with intervals in three lines, from independent arithmetic."""
 
+import dataclasses
 import itertools
 import math
 
 import numpy as np
 import pytest
 import tokenizers
+from support.block_drafts import HEADS, TARGET, head_of
 from support.pairs import tiny_pair
 
 import spec_jax
@@ -223,3 +225,15 @@ def test_one_value_stands_for_a_list_of_it():
     assert ": 1 prompts," in single.title
     (cell,) = {r.cell for r in comparison.results if r.cell.k}
     assert (cell.k, cell.rule, cell.temperature) == (2, "residual", 1.0)
+
+
+def test_a_draft_is_drawn_as_its_drafter_prefers_unless_the_comparison_says_otherwise():
+    prompts = [[1, 2, 3]]
+    dflash, dspark = (head_of(HEADS[name]) for name in ("dflash", "dspark"))
+    bench = Bench(TARGET, {"a": dflash, "b": dspark}, prompts, spec_jax.SamplerConfig(), 4)
+    of_draft = lambda bench, name, T: bench.samplers(Cell(name, 2, T, "residual"), 0)[1][0]
+    assert of_draft(bench, "a", 1.0).temperature == 0.0
+    assert of_draft(bench, "b", 1.0).temperature == 1.0
+    given = dataclasses.replace(bench, draft_temperature=0.5)
+    assert {of_draft(given, name, 1.0).temperature for name in "ab"} == {0.5}
+    assert of_draft(given, "b", 0.0).temperature == 0.0

@@ -18,6 +18,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.loading import LoadedModel, random_head
 from spec_jax.models import transformer
+from spec_jax.models.specs import ParamSpec
 from spec_jax.overlap import overlap
 from spec_jax.overlap.overlap import mesh_of_side
 
@@ -87,16 +88,20 @@ def test_heads_that_the_mesh_does_not_divide_are_refused_with_a_size_that_does()
 
 
 def test_what_a_mesh_does_not_divide_is_said():
-    """4 heads, 2 key-value heads, 24 inner features, 31 ids; a reduced vocabulary of 12."""
+    """4 heads, 2 key-value heads, 24 inner features, 31 ids; a reduced vocabulary of 10."""
     mesh = AbstractMesh((2, 4), meshes.MESH_AXES)
     whole = "is not divided by the mesh axis tensor:4, so every device along it holds all of it"
-    assert TARGET.kept_whole(mesh) == [
-        f"tiny: vocab of size 31 {whole}",
-        f"tiny: kv heads of size 2 {whole}",
-    ]
-    head = random_head(EagleConfig.of_target(LLAMA, 3, 12), jax.random.key(0))
-    assert f"{head.name}: kv heads of size 2 {whole}" in head.kept_whole(mesh)
+    assert TARGET.kept_whole(mesh) == [f"tiny: vocab of size 31 {whole}"]
+    head = random_head(EagleConfig.of_target(LLAMA, 3, 10), jax.random.key(0))
+    assert f"{head.name}: vocab of size 10 {whole}" in head.kept_whole(mesh)
     assert head.kept_whole(mesh, sharding.REPLICATED) == []
+    # Experts that the mesh does not divide are split by their inner width.
+    experts = ParamSpec((6, 8, 4), ("experts", None, "mlp"), "experts")
+    table = {"router": ParamSpec((8, 6), ("embed", "experts"), "router"), "experts": experts}
+    only = [f"moe: experts of size 6 {whole}"]
+    assert sharding.kept_whole("moe", table, mesh, sharding.SHARDED, {}) == only
+    del table["router"]
+    assert sharding.kept_whole("moe", table, mesh, sharding.SHARDED, {}) == []
     assert sharding.whole_rows(4, mesh) == [] and len(sharding.whole_rows(3, mesh)) == 1
 
 

@@ -24,14 +24,18 @@ _BLOCK = ("attention_norm", "q", "q_*", "o", "o_*", "mlp_norm", "gate", "up", "d
 
 
 def _passes(config: BlockConfig, num_draft: int, tree: AnyTree | None) -> tuple[DraftPass, ...]:
-    """The injection, the block, and a step for each draft; the last two are one pass in DFlash."""
+    """The injection, the block, and a step for each draft; the last two are one pass in DFlash.
+
+    TreeFlash's steps score what the block would: the target's output head is read once a draft.
+    """
     levels = num_draft if tree is None else tree.depth
     unread = ("norm", *_STEP, *(f"layers.*.{name}" for name in _BLOCK))
     inject = DraftPass("refresh", levels + 1, 0, unread=unread, attends=False)
-    block = DraftPass("draft", config.block_width(levels), levels, unread=(*_CONTEXT, *_STEP))
+    is_scored = isinstance(config, TreeFlashConfig)
+    scored = 0 if is_scored else levels
+    block = DraftPass("draft", config.block_width(levels), scored, unread=(*_CONTEXT, *_STEP))
     if isinstance(config, DFlashConfig):
         return inject, block
-    is_scored = isinstance(config, TreeFlashConfig)  # again, by the target's output head
     unread = (*_CONTEXT, "norm", "layers.*", "step.embed")
     return (
         inject,

@@ -178,8 +178,8 @@ def block_loss(
       slot_weights: See ``train.anchors.weigh_slots``.
       decay: Likewise.
       text_weight: Of the cross-entropy of the text's token.
-      base_weight: Of the same by the logits that do not know the token before, from which trees
-        take their candidates.
+      base_weight: Of the same by the logits that do not know the token before. The authors' trees
+        take their candidates from these; the trees here take them from the step's.
       l1_weight: Of the L1 distance from the target's distribution.
       confidence_weight: Of the confidence, whose label has no gradient.
       has_every_anchor: Blocks begin at every ``block_size`` tokens, for evaluation.

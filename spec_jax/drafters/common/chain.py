@@ -137,7 +137,8 @@ class Drafted:
         if confidence is not None and context.stop_below > 0:
             is_going &= confidence >= context.stop_below
         is_finite = constrain(jnp.isfinite(dist.max(axis=-1)), "batch")
-        is_sound = self.is_sound & (is_finite | ~is_going)
+        # Not only of offered drafts: a head that is not finite has no confidence in any.
+        is_sound = self.is_sound & (is_finite | ~self.is_going)
         n_draft = self.n_draft + is_going
         if confidence is None and context.stop_below > 0:
             probs = jax.nn.softmax(logits, axis=-1)  # before temperature, which may leave one token

@@ -21,13 +21,14 @@ LOGITS = np.asarray(
 )
 
 
-def draw(has_probs, config):
+def draw(has_probs, config, confidence=None, stop_below=0.0):
     B, V = LOGITS.shape
     sampler, length = make_sampler(config, B, V), jnp.zeros((B,), jnp.int32)
     sampler = sampler.start(jnp.zeros((B, 1), jnp.int32), length, V)
-    options = dict(is_coupled=False, has_probs=has_probs, has_logits=False)
+    options = dict(is_coupled=False, has_probs=has_probs, has_logits=False, stop_below=stop_below)
     context = Context(jnp.zeros((B, 8), jnp.int32), length, sampler, sampler.seed, **options)
-    token, drafted = Drafted.none(context, 1, V).add(jnp.asarray(LOGITS), context, jnp.int32(1))
+    chain = Drafted.none(context, 1, V)
+    token, drafted = chain.add(jnp.asarray(LOGITS), context, jnp.int32(1), confidence)
     return np.asarray(token), np.asarray(drafted.is_sound), drafted.out
 
 
@@ -47,3 +48,10 @@ def test_it_is_the_same_where_the_rule_reads_the_distribution():
         np.testing.assert_array_equal(is_sound, is_other_sound)
         point = np.eye(LOGITS.shape[1])[token[is_sound]]
         np.testing.assert_array_equal(np.asarray(out["probs"])[is_sound, 0], point)
+
+
+def test_a_head_that_is_not_finite_is_unsound_though_it_is_confident_in_nothing():
+    (_, expected, _) = draw(False, SamplerConfig())
+    (_, is_sound, _) = draw(False, SamplerConfig(), jnp.full(len(LOGITS), jnp.nan), 0.3)
+    np.testing.assert_array_equal(is_sound, expected)
+    assert not is_sound.all()
