@@ -229,9 +229,9 @@ def in_queue(topology: Topology, job: plan.Job, cell: dict, config: ConfigDict) 
         return {}
     sizes = config.prompt_tokens, config.new_tokens
     speed = cell["floor_s"], cell["tokens"]
-    found = roofline.queue(job.target, *sizes, *speed, topology.chip, job.setting)
-    said = {"prefill_share": found.prefill_share, "tok_s": found.tok_s}
-    return {"queue": dataclasses.asdict(found) | said}
+    queue = roofline.queue(job.target, *sizes, *speed, topology.chip, job.setting)
+    shares = {"prefill_share": queue.prefill_share, "tok_s": queue.tok_s}
+    return {"queue": dataclasses.asdict(queue) | shares}
 
 
 def predict(

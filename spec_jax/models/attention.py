@@ -321,21 +321,16 @@ def by_splash(
 ) -> jax.Array:
     """``causal_attention`` by jax's kernel for TPUs, which has a gradient of its own.
 
-    Queries are scaled before the products, in their own dtype.
+    Queries are scaled before the products, and rounded to their own dtype.
     """
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # takes long to import
 
     T, N, H = q_BTNH.shape[1:]
-    scale = jnp.asarray(H**-0.5 if scale is None else scale, q_BTNH.dtype)
+    scale = H**-0.5 if scale is None else scale
 
     def attend_rows(q_BNTH, k, v):
-        rows = [
-            (0, 0),
-            (0, 0),
-            (0, -T % SPLASH_BLOCK),
-            (0, 0),
-        ]  # at the end, where no token sees it
-        q, k, v = (jnp.pad(x, rows) for x in (q_BNTH, k, v))
+        at_the_end = [(0, 0), (0, 0), (0, -T % SPLASH_BLOCK), (0, 0)]  # which no token sees
+        q, k, v = (jnp.pad(x, at_the_end) for x in (q_BNTH, k, v))
         sizes = [field for field in splash.BlockSizes.__dataclass_fields__ if "block" in field]
         mask = splash.CausalMask((q.shape[2], q.shape[2]))
         kernel = splash.make_splash_mha_single_device(
@@ -346,7 +341,7 @@ def by_splash(
         return jax.vmap(kernel)(q, k, v)[:, :, :T]
 
     heads, keys = P("batch", "heads"), P("batch", "kv_heads")
-    q = q_BTNH.transpose(0, 2, 1, 3) * scale
+    q = (q_BTNH.astype(jnp.float32) * scale).astype(q_BTNH.dtype).transpose(0, 2, 1, 3)
     out = by_shard(attend_rows, (heads, keys, keys), heads)(q, k_BGTH, v_BGTH)
     return out.transpose(0, 2, 1, 3).reshape(-1, T, N * H)
 

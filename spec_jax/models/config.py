@@ -33,8 +33,8 @@ MODEL_TYPES = {
 ALIASES = {"mimo": "qwen2", "mistral": "llama"}  # the same layers under another name
 ATTENTIONS = ("auto", "xla")
 """How a cache is attended over. "xla": in blocks of slots, up to the last one of the longest row.
-"auto": likewise off a CPU where there are many slots; else all slots, or on a CPU a prefix. And
-whole sequences of 1,024 tokens or more, as in training, by splash attention on a TPU.
+"auto": likewise off a CPU where there are many slots; else all slots, or on a CPU a prefix. It also
+uses splash attention on a TPU, for whole sequences of 1,024 tokens or more, as in training.
 """
 T = TypeVar("T")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")

@@ -30,8 +30,8 @@ from spec_jax.models.ssm import (
     convolve,
     decays,
     latest_seen,
-    over_chunks,
     read,
+    scan_chunks,
     write,
 )
 from spec_jax.sharding import constrain
@@ -126,7 +126,7 @@ def _run_chain(state, k, v, rate, log_decay, q):
         inputs = inputs.replace(u=correct(state, inputs, v, rate, see_all, 0))
         return inputs, (inputs.u, read(state, inputs, q, see_all))
 
-    return over_chunks(one_chunk, state, (k, v, rate, log_decay, q))
+    return scan_chunks(one_chunk, state, (k, v, rate, log_decay, q))
 
 
 def delta_net(

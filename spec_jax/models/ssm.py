@@ -212,10 +212,10 @@ def read_chain(state_BNHZ: jax.Array, inputs: Inputs, c_BTGZ: jax.Array) -> jax.
         inputs, c = chunk
         return inputs, read(state, inputs, c, see_all)
 
-    return over_chunks(one_chunk, state_BNHZ, (inputs, c_BTGZ))
+    return scan_chunks(one_chunk, state_BNHZ, (inputs, c_BTGZ))
 
 
-def over_chunks(step: Callable[..., Any], state_BNHZ: jax.Array, arrays: Any) -> Any:
+def scan_chunks(step: Callable[..., Any], state_BNHZ: jax.Array, arrays: Any) -> Any:
     """Runs a step over chunks of a chain of T tokens, each from the state after those before it.
 
     Args:

@@ -138,13 +138,13 @@ def stored_names(names: Iterable[str], prefixes: Mapping[str, str | None]) -> di
       names: in files.
       prefixes: see ``Family.prefixes``.
     """
-    found = {}
+    stored = {}
     for name in names:
         old = next((old for old in prefixes if name.startswith(old)), "")
-        ours = prefixes.get(old, "")
-        if ours is not None:
-            found[ours + name.removeprefix(old)] = name
-    return found
+        new = prefixes.get(old, "")
+        if new is not None:
+            stored[new + name.removeprefix(old)] = name
+    return stored
 
 
 class Renamed:

@@ -374,6 +374,8 @@ class KVCache:
     def restore_from_snapshot(self, snapshot: KVCacheSnapshot) -> KVCache:
         """Returns the cache as it was when the snapshot was taken.
 
+        A snapshot that lies on other devices goes through ``jax.device_get`` first.
+
         Raises:
           SnapshotError: the snapshot is of another kind of cache, or of another shape or dtype.
         """

@@ -25,7 +25,7 @@ class Qwen3MoeConfig(ModelConfig):
     architectures: ClassVar[Mapping[str, str]] = {"qwen3_moe": "Qwen3MoeForCausalLM"}
 
     model_type: str = "qwen3_moe"
-    num_experts: int = 0  # like the next two it has no default in truth
+    num_experts: int = 0  # required, as the next two are; a field after others needs a default
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False

@@ -85,8 +85,8 @@ class Family(NamedTuple):
       can_scan: the layers are all of one kind and alike, so they may be stacked and scanned.
       has_panels: every matrix but ``embed`` is applied by ``layers.linear``, so a CPU may store
         them in panels, see ``models/cpu_layout.py``.
-      prefixes: how names of tensors may begin otherwise, and how they begin in the tables; None for
-        tensors that are no part of the language model.
+      prefixes: from how names of tensors begin in files to how they begin in the tables; None
+        leaves the tensors out, as those of images.
       module_layer: ``(config) -> config`` of the one layer that an MTP module of such a model has;
         None if it is any layer of the model.
       mtp_formats: names of the formats (see ``drafters/mtp/formats.py``) that can hold MTP modules
