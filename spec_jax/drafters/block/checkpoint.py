@@ -29,7 +29,6 @@ from spec_jax.models.specs import ParamSpec
 from spec_jax.models.tensors import StrictReader, on_host, open_tensors, save_tensors
 
 _COPIES = ("embed_tokens.weight", "lm_head.weight")
-_OLD = {"logit_head.markov_head.": "markov_head."}  # of older files, by what they say today
 # Two copies of one embedding may differ by their rounding to bfloat16 or float16.
 _RTOL, _ATOL = 2.0**-8, 2.0**-24
 
@@ -89,19 +88,16 @@ def read_head(
             place = params
             for key in outer:
                 place = place.setdefault(key, {})
-            place[last] = read_onto(tensors.weight(_today(stored, tensors), spec, dtype))
+            place[last] = read_onto(tensors.weight(_stored_name(stored, tensors), spec, dtype))
         _drop_copies(directory, tensors, target, notes)
         tensors.finish()
     return LoadedHead(str(directory), config, params, tuple(notes), format)
 
 
-def _today(name: str, tensors: StrictReader) -> str:
+def _stored_name(name: str, tensors: StrictReader) -> str:
     """The name that a tensor has in this file, which may be an older one."""
-    for old, new in _OLD.items():
-        older = name.replace(new, old)
-        if name not in tensors.left and older in tensors.left:
-            return older
-    return name
+    older = f"{formats.OLDER}{name}"
+    return older if older in tensors.left and name not in tensors.left else name
 
 
 def _drop_copies(directory, tensors: StrictReader, target: LoadedModel, notes) -> None:

@@ -28,6 +28,7 @@ from spec_jax.models.checks import is_integer, require, shown, stated_flag, stat
 from spec_jax.models.config import ModelConfig
 
 Z_LAB, DEEPSPEC, TREEFLASH, SPECULATORS = "z-lab", "DeepSpec", "TreeFlash", "speculators"
+OLDER = "logit_head."  # what the names of a step's tensors begin with in older files of DSpark
 _LAYER, _IDS = "transformer_layer_config", "target_layer_ids"
 _INNER = ("dflash_config", "treeflash_config", _LAYER)
 OVERRIDES = ("taps", "block_size", "is_anchor_first", "is_causal", "windows")
@@ -88,7 +89,7 @@ def find_kind(hf: Mapping[str, Any], names: AbstractSet[str]) -> str | None:
         return None
     if any(name.startswith("ar_approximation.") for name in names):
         return TreeFlashConfig.name
-    has_step = any(name.startswith("markov_head.") for name in names)
+    has_step = any(name.removeprefix(OLDER).startswith("markov_head.") for name in names)
     return DSparkConfig.name if has_step else DFlashConfig.name
 
 
@@ -168,6 +169,9 @@ def _check_supported(hf, names) -> None:
     projector = _stated(hf, "projector_type")
     message = f"projector_type {shown(projector)} is not supported; known: dflash, dspark"
     require(projector in (None, "dflash", "dspark"), message)
+    step = _stated(hf, "ar_approximation")
+    message = f"ar_approximation {shown(step)} is not supported; known: swiglu"
+    require(step in (None, "swiglu"), message)
 
 
 def _layer(hf, target) -> ModelConfig:
@@ -223,18 +227,21 @@ def _visibility(hf, format, layer, notes):
     M = layer.num_hidden_layers
     inner = stated_object(hf, "dflash_config")
     kinds, size = _stated(hf, "layer_types"), _stated(hf, "sliding_window")
-    if stated_flag(inner, "use_swa"):
-        kinds = kinds or ["sliding_attention"] * M
-        size = inner.get("swa_window_size", size)
-    elif kinds is None and stated_flag({"x": _stated(hf, "use_sliding_window")}, "x"):
+    use_swa = stated_flag(inner, "use_swa")
+    if use_swa and inner.get("swa_window_size") is not None:
+        size = inner["swa_window_size"]
+    if not use_swa and kinds is None and stated_flag({"x": _stated(hf, "use_sliding_window")}, "x"):
         raise ConfigError("use_sliding_window is set without layer_types; name each layer's kind")
     kinds = kinds or ["full_attention"] * M
     are_kinds = isinstance(kinds, list) and len(kinds) == M
-    are_kinds = are_kinds and set(kinds) <= {"full_attention", "sliding_attention"}
-    require(
-        are_kinds, f"layer_types is {shown(kinds)}; expected full or sliding ones of {M} layers"
-    )
-    slides = [kind == "sliding_attention" for kind in kinds]
+    are_kinds = are_kinds and all(k in ("full_attention", "sliding_attention") for k in kinds)
+    expected = f"'full_attention' or 'sliding_attention' for each of {M} layers"
+    require(are_kinds, f"layer_types is {shown(kinds)}; expected {expected}")
+    listed = [kind == "sliding_attention" for kind in kinds]
+    # transformers writes a list of full layers by itself, so such a list does not undo use_swa.
+    slides = [True] * M if use_swa and not any(listed) else listed
+    if slides != listed:
+        notes.append("use_swa puts a window on all layers, as layer_types names none that slides.")
     message = f"sliding_window is {shown(size)}; expected a positive integer"
     require(not any(slides) or (is_integer(size) and size > 0), message)
     windows = tuple(size if is_sliding else None for is_sliding in slides)
@@ -243,9 +250,10 @@ def _visibility(hf, format, layer, notes):
         causal = [is_sliding and not is_free for is_sliding in slides]
     else:
         stated = hf.get("is_causal") if hf.get("is_causal") is not None else inner.get("causal")
-        causal = slides if stated is None else [stated_flag({"is_causal": stated}, "is_causal")] * M
+        causal = listed if stated is None else [stated_flag({"is_causal": stated}, "is_causal")] * M
         if stated is None and any(slides):
-            notes.append("config.json does not say is_causal; layers with a window are causal.")
+            which = "layers with a window are" if any(listed) else "no layer is"
+            notes.append(f"config.json does not say is_causal; {which} causal.")
     if any(slides):
         notes.append(
             f"a token sees the {size} tokens up to itself in layers with a window; projects differ "

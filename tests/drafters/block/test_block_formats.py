@@ -27,6 +27,7 @@ Z_LAB = dict(LAYER, architectures=["DFlashDraftModel"], block_size=6, num_target
 Z_LAB["dflash_config"] = dict(mask_token_id=30, target_layer_ids=[0, 1])
 DEEPSPEC = dict(LAYER, architectures=["Qwen3DSparkModel"], block_size=4, mask_token_id=29)
 DEEPSPEC |= dict(target_layer_ids=[-1, 1], num_target_layers=2, **MARKOV)
+SWA = dict(Z_LAB["dflash_config"], use_swa=True)
 TREE = dict(Z_LAB, architectures=["TreeFlashDraftModel"])
 TREE["treeflash_config"] = dict(ar_approximation="swiglu", candidate_tokens=64)
 SPECULATORS = dict(speculators_model_type="dspark", block_size=4, mask_token_id=29, **MARKOV)
@@ -46,11 +47,19 @@ CASES = {
         DFlashConfig, (1, 2), 5, (None, None), (True, True),
     ),
     "z-lab, windows of all layers": (
-        Z_LAB
-        | dict(dflash_config=Z_LAB["dflash_config"] | dict(use_swa=True, swa_window_size=4)),
-        DFlashConfig, (1, 2), 5, (4, 4), (True, True),
+        Z_LAB | dict(dflash_config=SWA | dict(swa_window_size=4)),
+        DFlashConfig, (1, 2), 5, (4, 4), (False, False),
+    ),
+    "z-lab, windows of all layers, listed as full by transformers": (
+        Z_LAB | dict(dflash_config=SWA, layer_types=["full_attention"] * 2, sliding_window=7),
+        DFlashConfig, (1, 2), 5, (7, 7), (False, False),
+    ),
+    "z-lab, windows of the layers that are listed": (
+        Z_LAB | SLIDES | dict(dflash_config=SWA | dict(swa_window_size=4)),
+        DFlashConfig, (1, 2), 5, (4, None), (True, False),
     ),
     "DeepSpec": (DEEPSPEC, DSparkConfig, (0, 2), 4, (None, None), (False, False)),
+    "DeepSpec, older": (DEEPSPEC, DSparkConfig, (0, 2), 4, (None, None), (False, False)),
     "DeepSpec without its heads": (
         DEEPSPEC | dict(markov_rank=0, enable_confidence_head=False),
         DFlashConfig, (0, 2), 4, (None, None), (False, False),
@@ -86,6 +95,9 @@ def published(folder, case, copies=True, changes=()):
     if case == "TreeFlash":
         is_step = lambda name: name.startswith("ar_approximation")
         tensors = {n if is_step(n) else f"model.{n}": x for n, x in tensors.items()}
+    if case == "DeepSpec, older":
+        is_step = lambda name: name.startswith(("markov_head.", "confidence_head."))
+        tensors = {f"logit_head.{n}" if is_step(n) else n: x for n, x in tensors.items()}
     if case.startswith("DeepSpec") and copies:
         tensors["embed_tokens.weight"] = np.asarray(TARGET.params["embed"])
         tensors["lm_head.weight"] = np.asarray(TARGET.params["head"]).T
@@ -102,6 +114,7 @@ def test_a_published_head_is_read_as_it_is_meant(tmp_path, case):
     config = config_of(case)
     assert head.config == config and head.method == config.name
     assert head.config.max_draft == CASES[case][3] and head.notes
+    assert ("use_swa puts a window on all layers" in " ".join(head.notes)) == ("of all" in case)
     jax.tree.map(np.testing.assert_array_equal, head.params, head_of(config).params)
     found = inspect(tmp_path)
     assert found.kind == config.name
@@ -146,6 +159,14 @@ REFUSED = {
     "a scaled embedding": (dict(input_embedding_scale=2.0), "input_embedding_scale is 2.0, which"),
     "sinks": (dict(add_swa_attention_sink_bias=True), "add_swa_attention_sink_bias is True"),
     "another step": (dict(projector_type="domino"), "projector_type 'domino' is not supported"),
+    "another step of TreeFlash": (
+        dict(treeflash_config=dict(ar_approximation="gru")),
+        "ar_approximation 'gru' is not supported; known: swiglu",
+    ),
+    "kinds of layers": (
+        dict(layer_types=["full_attention", "chunked_attention"]),
+        "expected 'full_attention' or 'sliding_attention' for each of 2 layers",
+    ),
     "no block": (dict(block_size=None), "block_size is null|block_size is None"),
     "states that are not there": (
         dict(dflash_config=dict(mask_token_id=30, target_layer_ids=[0, 2])),
