@@ -69,7 +69,7 @@ def read_head(
 
     Raises:
       WeightsError: an unreadable file; a tensor that is missing, unexpected, of another shape
-        than config.json says, or not finite; an embedding or output head of its own.
+        than config.json says, or not finite; its own embedding or output head.
       ConfigError: the head is for another target, or of an architecture that is not supported.
     """
     directory, notes = pathlib.Path(directory), []
@@ -104,24 +104,24 @@ def _drop_copies(directory, tensors: StrictReader, target: LoadedModel, notes) -
     for name in _COPIES:
         if name not in tensors.left:
             continue
-        stored, ours = tensors.tensor(name), _ends(target)[name]
+        stored, ours = tensors.tensor(name), _end(target, name)
         whole = np.asarray(stored.read_whole(), np.float32)
         is_copy = whole.shape == ours.shape and np.allclose(whole, ours, rtol=_RTOL, atol=_ATOL)
         if not is_copy:
             raise WeightsError(
                 f"{directory}: tensor {name} differs from the target's, and a block drafter with "
-                "an embedding or output head of its own is not supported"
+                "its own embedding or output head is not supported"
             )
         tensors.take(name, stored.shape)
         notes.append(f"{name} is left out: it is a copy of the target's.")
 
 
-def _ends(target: LoadedModel) -> dict[str, np.ndarray]:
-    """The target's embedding and output head f32[V,D], by their names in a file."""
-    embed = on_host(target.params["embed"]).astype(np.float32)
+def _end(target: LoadedModel, name: str) -> np.ndarray:
+    """The target's embedding or output head f32[V,D], by its name in a file."""
     head = target.params.get("head")
-    ends = embed, embed if head is None else on_host(head).astype(np.float32).T
-    return dict(zip(_COPIES, map(np.ascontiguousarray, ends)))  # safetensors writes memory as it is
+    is_head = name == "lm_head.weight" and head is not None
+    end = on_host(head).T if is_head else on_host(target.params["embed"])
+    return np.ascontiguousarray(end, np.float32)  # safetensors writes memory as it is
 
 
 def write_head(
@@ -159,7 +159,7 @@ def write_head(
             place = place[key]
         stored[file_name] = as_stored(place, spec, dtype)
     if FORMATS[format].has_copies:
-        stored |= {name: array.astype(dtype) for name, array in _ends(target).items()}
+        stored |= {name: _end(target, name).astype(dtype) for name in _COPIES}
     save_tensors(directory, [stored.items()])
     hf["dtype"] = dtype.name
     if format != SPECULATORS:

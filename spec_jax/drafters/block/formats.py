@@ -130,7 +130,7 @@ def head_config(
       ConfigError: the head is for another target, or is not supported.
     """
     kind = find_kind(hf, names)
-    require(kind is not None, "this is no block drafter: fc and hidden_norm are missing")
+    require(kind is not None, "not a block drafter: fc or hidden_norm is missing")
     _check_supported(hf, names)
     format = _find_format(hf, kind)
     layer = _layer(hf, target)

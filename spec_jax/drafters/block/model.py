@@ -106,7 +106,7 @@ def _windows(config, cache, B, T) -> dict[tuple[int | None, bool], Window]:
     """What the layers of each sort see of the slots."""
     index, windows = jnp.arange(T), {}
     at = cache.length[:, None] + index
-    for size, is_causal in set(zip(config.windows, config.is_causal)):
+    for size, is_causal in dict.fromkeys(zip(config.windows, config.is_causal)):
         ahead = index - index[:, None]  # of each token, how far each other one is
         seen = None if is_causal else (ahead < (size or T))[None]
         window = Window.after(config.layer, cache, B, T, positions=at, window_mask=seen)
