@@ -8,14 +8,21 @@ Source: DFlash, arXiv 2602.06036; DSpark, arXiv 2607.05147; TreeFlash, arXiv 260
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, ClassVar, Self
 
 from spec_jax.errors import ConfigError
-from spec_jax.models.checks import is_integer, require
+from spec_jax.models.checks import is_integer, require, shown
 from spec_jax.models.config import ModelConfig
 from spec_jax.show.summary import short_repr
 
 MARKOV_TYPES = ("vanilla", "gated")
+_EXPERTS = ("num_experts_per_tok", "moe_intermediate_size")
+_LISTS = {
+    "taps": "integers of 0 or more",
+    "windows": "positive integers, or None for all tokens",
+    "is_causal": "True or False, by layer",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,22 +63,36 @@ class BlockConfig:
 
     def __post_init__(self):
         M, layer, V = self.layer.num_hidden_layers, self.layer, self.target_vocab_size
-        for name, default in (("windows", None), ("is_causal", False)):
-            object.__setattr__(self, name, tuple(getattr(self, name)) or (default,) * M)
+        for name, what in _LISTS.items():
             values = getattr(self, name)
-            require(len(values) == M, f"{name} are {values}; expected one of each of {M} layers")
+            is_list = isinstance(values, (list, tuple))
+            require(is_list, f"{name} is {shown(values)}; expected a tuple of {what}")
+            object.__setattr__(self, name, tuple(values))
+        for name, default in (("windows", None), ("is_causal", False)):
+            values = getattr(self, name) or (default,) * M
+            object.__setattr__(self, name, values)
+            message = f"{name} are {shown(values)}; expected one for each of {M} layers"
+            require(len(values) == M, message)
         require(not layer.scan_layers, "scan_layers is set; a head's layers are apart")
         D, width = layer.hidden_size, self.target_hidden_size
         require(D == width, f"the head's width is {D}; the embedding that it shares has {width}")
         require(layer.vocab_size == V, f"the layers have {layer.vocab_size} ids, the target {V}")
         require(len(self.taps) > 0, "taps are empty; a head reads one state or more")
+        are_taps = all(is_integer(tap) and tap >= 0 for tap in self.taps)
+        require(are_taps, f"taps are {shown(self.taps)}; expected {_LISTS['taps']}")
+        are_flags = all(isinstance(flag, bool) for flag in self.is_causal)
+        require(are_flags, f"is_causal is {shown(self.is_causal)}; expected {_LISTS['is_causal']}")
+        is_flag, message = isinstance(self.is_anchor_first, bool), "; expected True or False"
+        require(is_flag, f"is_anchor_first is {shown(self.is_anchor_first)}{message}")
         is_mask = is_integer(self.mask_token_id) and 0 <= self.mask_token_id < V
         require(is_mask, f"mask_token_id is {self.mask_token_id!r}; the target has {V} embeddings")
         least = 1 if self.is_anchor_first else 2
         is_size = is_integer(self.block_size) and self.block_size >= least
-        require(is_size, f"block_size is {self.block_size!r}; expected {least} or more")
+        require(
+            is_size, f"block_size is {self.block_size!r}; expected an integer of {least} or more"
+        )
         are_sizes = all(size is None or is_integer(size) and size > 0 for size in self.windows)
-        require(are_sizes, f"windows are {self.windows}; expected positive sizes, or None")
+        require(are_sizes, f"windows are {shown(self.windows)}; expected {_LISTS['windows']}")
 
     @property
     def num_layers(self) -> int:
@@ -102,7 +123,8 @@ class BlockConfig:
         """Returns the config of a new head, whose layers are Qwen3's with the target's sizes.
 
         It taps the outputs of as many layers as it has, spread from the second to the third from
-        the end, see ``default_taps``. The mask is the last id.
+        the end, see ``default_taps``. The mask is the last id. Of a mixture of experts the size of
+        a dense layer is that of the experts that a token reads.
 
         Args:
           target: the target's config.
@@ -112,16 +134,18 @@ class BlockConfig:
         Raises:
           ConfigError: the target's layers have no sizes to copy.
         """
-        kept = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-        kept += ("head_dim", "rms_norm_eps", "max_position_embeddings", "vocab_size", "rope")
-        missing = [name for name in kept if not hasattr(target, name)]
-        if missing and "layer" not in changes:
-            raise ConfigError(
-                f"a {type(target).__name__} has no {', '.join(missing)} to copy: give the head's "
-                "own as `layer`"
-            )
         if "layer" not in changes:
-            sizes = {name: getattr(target, name) for name in kept}
+            kept = ("hidden_size", "intermediate_size", "num_attention_heads")
+            kept += ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings")
+            sizes = {name: getattr(target, name, None) for name in (*kept, "vocab_size", "rope")}
+            experts = [getattr(target, name, None) for name in _EXPERTS]
+            if sizes["intermediate_size"] is None and all(experts):
+                sizes["intermediate_size"] = math.prod(experts)
+            if missing := [name for name, size in sizes.items() if size is None]:
+                raise ConfigError(
+                    f"a {type(target).__name__} has no {', '.join(missing)} to copy: give the "
+                    "head's own as `layer`"
+                )
             changes["layer"] = ModelConfig(
                 model_type="qwen3", num_hidden_layers=num_layers, **sizes
             )
@@ -144,7 +168,8 @@ def default_taps(num_layers: int, count: int) -> tuple[int, ...]:
         return tuple(sorted({round(num_layers * i / 6) for i in (1, 3, 5)}))
     if count == 1:
         return (num_layers // 2 + 1,)
-    return tuple(round(2 + i * (num_layers - 4) / (count - 1)) for i in range(count))
+    # Rounded before one is added: published heads count layers from 0, and halves go to even.
+    return tuple(round(1 + i * (num_layers - 4) / (count - 1)) + 1 for i in range(count))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

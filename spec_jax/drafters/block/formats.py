@@ -153,10 +153,12 @@ def head_config(
         values["has_confidence"] = flag("enable_confidence_head")
         values["confidence_with_markov"] = flag("confidence_head_with_markov")
     for name, value in overrides.items():
-        require(name in OVERRIDES, f"{name} is no option of a head; known: {', '.join(OVERRIDES)}")
+        require(name in OVERRIDES, f"unknown option {name}; known: {', '.join(OVERRIDES)}")
         notes.append(f"{name} is {value}: the caller says so.")
-    lists = {n: tuple(v) if isinstance(v, (list, tuple)) else v for n, v in overrides.items()}
-    return format, cls(**values | lists)
+    config = cls(**values | overrides)
+    # A caller may name our last tap, the state after the final norm; no file can.
+    _check_taps(config.taps, target, target.num_hidden_layers + 1)
+    return format, config
 
 
 def _check_supported(hf, names) -> None:
@@ -199,16 +201,22 @@ def _taps(hf, format, num_layers, target, notes) -> tuple[int, ...]:
     L = target.num_hidden_layers
     ids = _stated(hf, "aux_hidden_state_layer_ids" if format == SPECULATORS else _IDS)
     if ids is None:
-        taps = default_taps(L, num_layers)
-        notes.append(f"config.json names no layers of the target; taps are the usual {taps}.")
-        return taps
+        usual = (2, L // 2, L - 3) if format == SPECULATORS else default_taps(L, num_layers)
+        notes.append(f"config.json names no layers of the target; taps are the usual {usual}.")
+        return _check_taps(usual, target, L)
     are_layers = isinstance(ids, list) and ids and all(is_integer(i) for i in ids)
     require(are_layers, f"the target's layers are {shown(ids)}; expected a list of integers")
-    taps = tuple(ids) if format == SPECULATORS else tuple(i + 1 for i in ids)
-    known = f"a target of {L} layers has taps 0 to {L}"
-    require(all(0 <= tap <= L for tap in taps), f"taps {taps} do not exist: {known}")
+    taps = tuple(i + (0 if format == SPECULATORS else 1) for i in ids)
+    _check_taps(taps, target, L)
     meaning = "the states before" if format == SPECULATORS else "the outputs of"
     notes.append(f"layer ids {ids} are read as {meaning} those layers: taps are {taps}.")
+    return taps
+
+
+def _check_taps(taps: tuple[int, ...], target, last: int) -> tuple[int, ...]:
+    """Returns the taps; raises a ConfigError if one is not of 0 to the last."""
+    known = f"a target of {target.num_hidden_layers} layers has taps 0 to {last}"
+    require(all(0 <= tap <= last for tap in taps), f"taps {shown(taps)} do not exist: {known}")
     return taps
 
 

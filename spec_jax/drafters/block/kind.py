@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 
+from spec_jax.config import SpeculativeConfig
+from spec_jax.contracts import Drafter, Model
 from spec_jax.drafters.block import model
 from spec_jax.drafters.block.checkpoint import read_head, write_head
 from spec_jax.drafters.block.config import BlockConfig, DFlashConfig, DSparkConfig, TreeFlashConfig
@@ -44,6 +46,12 @@ def _passes(config: BlockConfig, num_draft: int, tree: AnyTree | None) -> tuple[
     )
 
 
+def _drafter(draft, target: Model, config: SpeculativeConfig) -> Drafter:
+    if config.tree_shape is None:  # the depth of a tree is checked with the tree
+        model.check_depth(draft.config, max(config.buckets))
+    return model.block_drafter(draft.config, target, config.tree_shape)
+
+
 def _objective(name: str):
     from spec_jax.drafters.block import objective  # imports train
 
@@ -53,12 +61,7 @@ def _objective(name: str):
 def _kind(config_class: type[BlockConfig], *options: str) -> DrafterKind:
     return DrafterKind(
         name=config_class.name,
-        drafting=Drafting(
-            drafter=lambda draft, target, config: model.block_drafter(
-                draft.config, target, config.tree_shape
-            ),
-            passes=_passes,
-        ),
+        drafting=Drafting(drafter=_drafter, passes=_passes),
         head=HeadSpec(
             config_class=config_class,
             table=model.block_table,

@@ -13,7 +13,8 @@ from support.block_drafts import HEADS, TARGET, head_of, tensors_of
 from support.tiny_models import LLAMA
 
 from spec_jax import load_draft
-from spec_jax.drafters.block.config import DFlashConfig, DSparkConfig, TreeFlashConfig
+from spec_jax.drafters.block.config import DFlashConfig, DSparkConfig, TreeFlashConfig, default_taps
+from spec_jax.drafters.block.formats import head_config
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.inspection import inspect
 
@@ -180,6 +181,43 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path, what):
     changes, message = REFUSED[what]
     with pytest.raises(ConfigError, match=message):
         load_draft(published(tmp_path, "z-lab", changes=changes.items()), TARGET)
+
+
+WRONG = [
+    (dict(is_causal=True), "is_causal is True; expected a tuple of True or False, by layer"),
+    (dict(is_causal=("yes", "no")), r"is_causal is \('yes', 'no'\); expected True or False"),
+    (dict(windows=4), "windows is 4; expected a tuple of positive integers, or None"),
+    (dict(windows=(4, 0)), r"windows are \(4, 0\); expected positive integers, or None"),
+    (dict(taps=3), "taps is 3; expected a tuple of integers of 0 or more"),
+    (dict(taps="12"), "taps is '12'; expected a tuple of integers"),
+    (dict(taps=(1, "2")), r"taps are \(1, '2'\); expected integers of 0 or more"),
+    (dict(taps=(0, 99)), r"taps \(0, 99\) do not exist: a target of 2 layers has taps 0 to 3"),
+    (dict(is_anchor_first="no"), "is_anchor_first is 'no'; expected True or False"),
+    (dict(block_size="8"), "block_size is '8'; expected an integer of 2 or more"),
+    (dict(rank=3), "unknown option rank; known: taps, block_size"),
+]
+
+
+def test_an_override_is_checked_as_a_file_is(tmp_path):
+    published(tmp_path, "z-lab")
+    for overrides, message in WRONG:
+        with pytest.raises(ConfigError, match=message):
+            load_draft(tmp_path, TARGET, **overrides)
+    head = load_draft(tmp_path, TARGET, taps=[3, 0], windows=[None, 3])
+    assert (head.config.taps, head.config.windows) == ((3, 0), (None, 3))
+
+
+def test_taps_that_a_file_leaves_out_are_those_of_its_project():
+    assert default_taps(36, 5) == (2, 10, 18, 26, 34)
+    assert default_taps(11, 3) == (2, 5, 9)  # layer 4.5 is layer 4
+    deep, names = dataclasses.replace(LLAMA, num_hidden_layers=36), {"fc.weight"}
+    names |= {"hidden_norm.weight", "markov_head.markov_w1.weight"}
+    hf = {n: value for n, value in SPECULATORS.items() if n != "aux_hidden_state_layer_ids"}
+    notes = []
+    assert head_config(hf, names, deep, {}, notes)[1].taps == (2, 18, 33)
+    assert any("names no layers of the target" in note for note in notes)
+    with pytest.raises(ConfigError, match=r"taps \(2, 1, -1\) do not exist"):
+        head_config(hf, names, LLAMA, {}, [])
 
 
 @pytest.mark.parametrize(

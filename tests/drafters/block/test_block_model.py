@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,14 @@ from oracles import block_heads
 from support.block_drafts import HEADS, TARGET, exact, features_of, head_of, tensors_of
 from support.tiny_models import LLAMA
 
+from spec_jax import SpeculativeConfig, SpeculativeDecoder
 from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context
+from spec_jax.drafters.block.config import DFlashConfig
 from spec_jax.drafters.block.model import block_drafter
 from spec_jax.errors import ConfigError
 from spec_jax.models import transformer
+from spec_jax.models.families.qwen3_next import Qwen3NextConfig
 from spec_jax.planning import roofline
 from spec_jax.planning.work import Setting
 from spec_jax.sampling import make_sampler
@@ -120,6 +124,27 @@ def test_more_drafts_than_a_block_predicts_are_refused():
     state = prefilled(config, drafter, params, N)
     with pytest.raises(ConfigError, match="5 drafts in a row are more than 4, which a block of 4"):
         proposer(drafter, params, 5)(state, jnp.asarray(N))
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_speculative_tokens": 9}, {"adaptive": {"buckets": (0, 9)}}]
+)
+def test_a_decoder_that_would_draft_more_than_a_block_is_not_made(options):
+    with pytest.raises(ConfigError, match="9 drafts in a row are more than 4, which a block of 4"):
+        SpeculativeDecoder(TARGET, head_of(HEADS["dspark"]), SpeculativeConfig("dspark", **options))
+
+
+def test_a_head_for_a_mixture_has_layers_of_the_size_that_a_token_reads():
+    sizes = dict(vocab_size=31, hidden_size=16, num_attention_heads=4, num_key_value_heads=2)
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6)
+    target = Qwen3NextConfig(
+        **sizes, **experts, head_dim=8, shared_expert_intermediate_size=6, num_hidden_layers=2
+    )
+    assert DFlashConfig.of_target(target).layer.intermediate_size == 12
+    unknown = types.SimpleNamespace(**vars(target) | {"num_experts_per_tok": None})
+    message = "a SimpleNamespace has no intermediate_size to copy: give the head's own as `layer`"
+    with pytest.raises(ConfigError, match=message):
+        DFlashConfig.of_target(unknown)
 
 
 @pytest.mark.parametrize("name", ["dflash", "dspark", "treeflash"])
