@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spec_jax.errors import ConfigError
 
@@ -129,6 +129,20 @@ def with_copies(mesh: Mesh | AbstractMesh, axis: str, count: int) -> Mesh | Abst
     if isinstance(mesh, AbstractMesh):
         return AbstractMesh(shape, names, axis_types=kinds)
     return Mesh(mesh.devices.reshape(shape), names, axis_types=kinds)
+
+
+def has_copies(x: Any) -> bool:
+    """Returns whether an array lies on a view of a mesh, see ``with_copies``."""
+    where = getattr(x, "sharding", None)
+    return isinstance(where, NamedSharding) and _COPIES in where.mesh.axis_names
+
+
+def without_copies(sharding: NamedSharding) -> NamedSharding:
+    """Returns a sharding over a view of a mesh as one over the mesh, whole along the split axis."""
+    names = sharding.mesh.axis_names
+    axis = names[names.index(_COPIES) - 1]
+    parts = (None if part == axis else part for part in sharding.spec)
+    return NamedSharding(_without_copies(sharding.mesh), PartitionSpec(*parts))
 
 
 def _without_copies(mesh: Mesh) -> Mesh:

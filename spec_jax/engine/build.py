@@ -25,7 +25,7 @@ from spec_jax.engine.adaptive.runner import CATCH_UP, AdaptiveState, plain_rule
 from spec_jax.engine.engine import Engine
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel, check_loaded
-from spec_jax.meshes import mesh_of, mesh_text, to_mesh
+from spec_jax.meshes import has_copies, mesh_of, mesh_text, to_mesh, without_copies
 from spec_jax.models import transformer
 from spec_jax.models.caches.rewriting import warn_if_rewritten
 from spec_jax.models.chunks import CHUNK
@@ -237,6 +237,8 @@ def make_parts(
     )
     drafter = None if drafter is None else named.to_drafter(drafter, target)
     rule = None if rule is None else named.to_rule(rule)
+    if drafter is not None or rule is not None:
+        target, draft = map(_on_one_mesh, (target, draft))
     model, drafts = _resolve_drafter(config, target, draft, drafter)
     drafts = replicated(drafts) if is_draft_whole else drafts
     is_adaptive = config is not None and config.is_adaptive
@@ -270,6 +272,17 @@ def make_parts(
     _check(parts)
     parts.system(target_sampler)  # refuses an invalid strategy or rule
     return parts.without_drafts() if force_n1 or is_fallback else parts
+
+
+def _on_one_mesh(model: LoadedModel | LoadedHead | None) -> LoadedModel | LoadedHead | None:
+    """Returns a model whose weights lie on the mesh itself, see ``meshes.with_copies``.
+
+    jax compiles calls of Python functions, which a drafter or a rule may make, for one mesh alone.
+    """
+    if model is None or not any(map(has_copies, jax.tree.leaves(model.params))):
+        return model
+    move = lambda x: jax.device_put(x, without_copies(x.sharding)) if has_copies(x) else x
+    return dataclasses.replace(model, params=jax.tree.map(move, model.params))
 
 
 class _Options(NamedTuple):
