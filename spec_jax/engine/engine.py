@@ -91,10 +91,7 @@ class Engine:
         In between, other rows may decode.
         """
         *arrays, slots, samples = request
-        tokens, lengths = (
-            np.asarray(request.tokens)[::samples],
-            np.asarray(request.lengths)[::samples],
-        )
+        tokens, lengths = (np.asarray(x)[::samples] for x in (request.tokens, request.lengths))
         (B, T), chunk, fed = tokens.shape, self.system.prefill_chunk, None
         options = dict(target=self.system.target, slots=slots, num_tokens=T)
         for begin in range(0, int(lengths.max()), chunk):

@@ -188,14 +188,14 @@ class DecodeQueue:
                 rows |= taken
                 if not rows:
                     break
-                num_active = len(rows) - len(taken) - self._num_waiting
+                num_active = len(rows) - len(taken) - len(self._waiting)
                 state = self._insert(state, taken, is_alone=num_active == 0)
                 is_over = bool(self._cancellation.rows())
                 state = self._feed(state, len(rows), to_the_end=is_over)
                 ending = jnp.full(B, Finish.CANCELLED if is_over else Finish.RUNNING, jnp.int32)
                 num_rounds = ROUNDS_BETWEEN if self._feeding else ROUNDS_UNWATCHED
                 num_rounds = 1 if self._cancellation.is_watched else num_rounds
-                args = (state, ending, num_rounds, len(rows) - self._num_waiting)
+                args = (state, ending, num_rounds, len(rows) - len(self._waiting))
                 state, chunk = self._timed("decode_s", self._engine.generate, *args)
                 begin = time.perf_counter()
             except Exception as error:  # what had finished is yielded first
@@ -205,7 +205,7 @@ class DecodeQueue:
             finish = np.asarray(chunk.finish)
             self._decoder.count(Stats(decode_s=time.perf_counter() - begin))
             self._count(B * int(chunk.rounds), int(chunk.row_rounds))
-            waiting = {row for rows, _ in self._feeding for row in rows}
+            waiting = self._waiting
             free = [row for row in rows if finish[row] != Finish.RUNNING and row not in waiting]
             read = lambda row: self._timed("decode_s", self._engine.read, state, row)
             finished = [(rows.pop(row), read(row)) for row in free]
@@ -308,14 +308,14 @@ class DecodeQueue:
             if prefix is not None:
                 del self._feeding[0]
                 state = self._put(state, rows, prefix)
-            if self._num_waiting < num_rows and not to_the_end:
+            if len(self._waiting) < num_rows and not to_the_end:
                 break
         return state
 
     @property
-    def _num_waiting(self) -> int:
+    def _waiting(self) -> set[int]:
         """Rows whose prompts are being fed."""
-        return sum(len(rows) for rows, _ in self._feeding)
+        return {row for rows, _ in self._feeding for row in rows}
 
     def _together(
         self, taken: dict[int, _Request], is_late: Callable[[list[int]], bool]

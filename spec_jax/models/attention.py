@@ -53,13 +53,13 @@ def attend(
     B, T, N, H = q_BTNH.shape
     *lead, S, _ = k.shape
     G = math.prod(lead) // B
-    q = q_BTNH.reshape(B, T, G, N // G, H).transpose(0, 2, 3, 1, 4).reshape(*lead, -1, H)
+    q = grouped(q_BTNH, G).reshape(*lead, -1, H)
     scores = jnp.einsum("...mh,...sh->...ms", q, k, preferred_element_type=jnp.float32)
     scores = scores.reshape(B, G, N // G, T, S) * (H**-0.5 if scale is None else scale)
     scores = jnp.where(mask_BTS[:, None, None], scores, -1e30)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(*lead, -1, S)
     out = jnp.einsum("...ms,...sh->...mh", weights, v)
-    return out.reshape(B, G, N // G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, -1)
+    return ungrouped(out.reshape(B, G, N // G, T, -1))
 
 
 def attend_prefix(
@@ -218,7 +218,7 @@ def _over_blocks(q_BTNH, keys, values, layer, parts, *, scale, block):
     if block is None:
         width = (keys.shape[-1] + values.shape[-1]) * keys.dtype.itemsize
         block = slot_block(S, B * G * width, 4 * B * N * T)
-    q = q_BTNH.reshape(B, T, G, N // G, H).transpose(0, 2, 3, 1, 4).reshape(*lead, -1, H)
+    q = grouped(q_BTNH, G).reshape(*lead, -1, H)
 
     def add(carry):
         i, sums = carry
@@ -244,7 +244,7 @@ def _over_blocks(q_BTNH, keys, values, layer, parts, *, scale, block):
     more = lambda carry: (carry[0] < used) & (carry[0] < count)
     _, (_, total, out) = jax.lax.while_loop(more, add, (jnp.int32(0), sums))
     out = (out / total[..., None]).astype(values.dtype)
-    return out.reshape(B, G, N // G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1)
+    return ungrouped(out.reshape(B, G, N // G, T, -1)).reshape(B, T, N, -1)
 
 
 def _add(sums, scores, product, values):

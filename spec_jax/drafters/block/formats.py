@@ -107,6 +107,11 @@ def _stated(hf: Mapping[str, Any], key: str) -> Any:
     return next((place[key] for place in places if place.get(key) is not None), None)
 
 
+def _flag(hf: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    """``_stated`` of a key that is true or false."""
+    return stated_flag({key: _stated(hf, key)}, key, default)
+
+
 # -------------------------------------------------------------------------------- reading
 
 
@@ -147,11 +152,10 @@ def head_config(
     values["windows"], values["is_causal"] = _visibility(hf, format, layer, notes)
     cls = {c.name: c for c in (DFlashConfig, DSparkConfig, TreeFlashConfig)}[kind]
     if cls is DSparkConfig:
-        flag = lambda key: stated_flag({key: _stated(hf, key)}, key, True)
         values["markov_rank"] = _stated(hf, "markov_rank")
         values["markov_head_type"] = _stated(hf, "markov_head_type") or "vanilla"
-        values["has_confidence"] = flag("enable_confidence_head")
-        values["confidence_with_markov"] = flag("confidence_head_with_markov")
+        values["has_confidence"] = _flag(hf, "enable_confidence_head", True)
+        values["confidence_with_markov"] = _flag(hf, "confidence_head_with_markov", True)
     for name, value in overrides.items():
         require(name in OVERRIDES, f"unknown option {name}; known: {', '.join(OVERRIDES)}")
         notes.append(f"{name} is {value}: the caller says so.")
@@ -222,9 +226,8 @@ def _check_taps(taps: tuple[int, ...], target, last: int) -> tuple[int, ...]:
 
 def _is_anchor_first(hf, format, kind, notes) -> bool:
     default = format == DEEPSPEC or kind == DSparkConfig.name
-    stated = _stated(hf, "sample_from_anchor")
-    if stated is not None:
-        return stated_flag({"sample_from_anchor": stated}, "sample_from_anchor")
+    if _stated(hf, "sample_from_anchor") is not None:
+        return _flag(hf, "sample_from_anchor")
     which = "the pending token's slot predicts" if default else "masks alone predict"
     notes.append(f"config.json does not say sample_from_anchor; {which}, as in {format}.")
     return default
@@ -238,7 +241,7 @@ def _visibility(hf, format, layer, notes):
     use_swa = stated_flag(inner, "use_swa")
     if use_swa and inner.get("swa_window_size") is not None:
         size = inner["swa_window_size"]
-    if not use_swa and kinds is None and stated_flag({"x": _stated(hf, "use_sliding_window")}, "x"):
+    if not use_swa and kinds is None and _flag(hf, "use_sliding_window"):
         raise ConfigError("use_sliding_window is set without layer_types; name each layer's kind")
     kinds = kinds or ["full_attention"] * M
     are_kinds = isinstance(kinds, list) and len(kinds) == M
