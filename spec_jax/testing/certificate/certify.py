@@ -47,7 +47,7 @@ from spec_jax.testing.certificate.subjects import (
 from spec_jax.testing.oracles import toy_logits
 
 MAX_DRAFT = 4
-_BATCH = 512  # rows drafted at once
+_BATCH = 1032  # rows drafted at once: caches of so many are written by one scatter
 _MAX_OUTCOMES = 400_000  # of one enumeration
 _DRAWS = 2048  # of a drafter under each setting
 _PLACES = 300  # of each setting, in a batch of the loop
