@@ -19,6 +19,7 @@ from spec_jax.loading import find_directory
 from spec_jax.models.checks import is_integer, shown
 from spec_jax.models.families import AnyConfig, family_of, read_config
 from spec_jax.models.files import foreign_files, read_json
+from spec_jax.models.float8 import SCALE
 from spec_jax.models.params import declared, num_params
 from spec_jax.models.tensors import check_layers, open_tensors, stored_names, unfused
 from spec_jax.models.tokenizer import Tokenizer
@@ -110,7 +111,8 @@ def inspect(name_or_path: str | pathlib.Path) -> Inspection:
             notes.append("it holds MTP modules; load_mtp(…, target) reads them")
         notes += _compare(config, shapes)
     is_float = lambda dtype: dtype != "bool" and not dtype.startswith(("int", "uint"))
-    kept = {name: (shape, dtype) for name, (shape, dtype) in shapes.items() if is_float(dtype)}
+    is_kept = lambda name, dtype: is_float(dtype) and not name.endswith(SCALE)
+    kept = {name: x for name, x in shapes.items() if is_kept(name, x[1])}
     counted = sum(math.prod(shape) for shape, _ in kept.values())
     return Inspection(
         str(name_or_path),
@@ -218,6 +220,7 @@ def _compare(config: AnyConfig, shapes: Mapping[str, Any]) -> list[str]:
     """Returns notes on tensors that the config does not ask for, or that are missing."""
     inside = unfused({name: shape for name, (shape, _) in shapes.items()})
     names = set(shapes) - {name for name, *_ in inside.values()} | set(inside)
+    names -= {f"{name}{SCALE}" for name in shapes}
     names = set(stored_names(names, family_of(config).prefixes))
     asked = {
         spec.hf_name.format(i=layer, e=e)

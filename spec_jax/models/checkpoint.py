@@ -9,6 +9,9 @@ import itertools
 import logging
 import math
 import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +21,10 @@ from jax.typing import ArrayLike, DTypeLike
 
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.meshes import is_accelerated
-from spec_jax.models.checks import integers_of
+from spec_jax.models.checks import integers_of, is_integer
 from spec_jax.models.families import AnyConfig, family_of, read_config
-from spec_jax.models.files import write_json, write_once
+from spec_jax.models.files import read_json, write_json, write_once
+from spec_jax.models.float8 import METHOD, Dequantised, block_of, has_blocks
 from spec_jax.models.params import Params, assemble, declared, outer_table, placement, walk
 from spec_jax.models.parts import Part, Tensor, read_onto, stack
 from spec_jax.models.specs import ParamSpec
@@ -52,7 +56,8 @@ def load_pretrained(
 ) -> tuple[Params, AnyConfig]:
     """Loads a model directory of a registered family, from safetensors or the files of torch.
 
-    MTP modules in the directory are not read. On a mesh, each process reads what its own devices
+    MTP modules in the directory are not read. 8-bit floats in blocks are multiplied by their scales
+    (see ``float8``). On a mesh, each process reads what its own devices
     hold, part by part, and never has a whole tensor that is split.
 
     Args:
@@ -74,7 +79,7 @@ def load_pretrained(
         attention, or the mesh does not divide its heads.
     """
     directory = pathlib.Path(directory)
-    config = read_config(directory)
+    config, hf = read_config(directory), read_json(directory / "config.json")
     if family_of(config).can_scan:
         is_stacked = is_accelerated(mesh) if scan_layers is None else scan_layers
         config = dataclasses.replace(config, scan_layers=is_stacked)
@@ -89,7 +94,8 @@ def load_pretrained(
         source = open_files(directory, files)
         check_layers(directory, config.num_hidden_layers, len(source.names()))
         where = None if mesh is None else placement(str(directory), config, mesh, axis_rules)
-        named = Renamed(Unfused(source), family_of(config).prefixes)
+        whole = _dequantised(directory, Unfused(source), hf) if has_blocks(hf) else Unfused(source)
+        named = Renamed(whole, family_of(config).prefixes)
         tensors = StrictReader(directory, named)
         tensors.sizes = integers_of(config)
         is_twice = config.tie_word_embeddings and _HEAD in tensors.left
@@ -97,11 +103,30 @@ def load_pretrained(
         weights = assemble(config, functools.partial(_weight, tensors, dtype), stack)
         if ends is not None:
             weights["embed"] = ends
-        tensors.left -= {name for name in tensors.left if name.startswith(_MODULES)}
+        tensors.left -= {name for name in tensors.left if _is_of_module(name, hf, config)}
         tensors.finish()
         params = jax.tree.map(read_onto, weights, *([] if where is None else [where]))
         _log.info("%s: read %d bytes of tensors in this process", directory, source.bytes_read)
     return params, config
+
+
+def _dequantised(directory: pathlib.Path, source: Any, hf: Mapping[str, Any]) -> Dequantised:
+    """The tensors times their scales, of which there are some."""
+    tensors = Dequantised(directory, source, block_of(hf))
+    if not tensors.count:
+        raise ConfigError(
+            f"{directory / 'config.json'} has a quantization_config: blocks of {METHOD}, yet no "
+            "tensor has scales; if the weights are plain, remove quantization_config from the file"
+        )
+    return tensors
+
+
+def _is_of_module(name: str, hf: Mapping[str, Any], config: AnyConfig) -> bool:
+    """Whether a tensor is of an MTP module, under a prefix or as layers after the last one."""
+    count, place = hf.get("num_nextn_predict_layers"), re.match(r"model\.layers\.(\d{1,9})\.", name)
+    if place is None or not is_integer(count):
+        return name.startswith(_MODULES)
+    return 0 <= int(place[1]) - config.num_hidden_layers < count
 
 
 def _weight(tensors: StrictReader, dtype: DTypeLike, spec: ParamSpec, layer: int | None) -> Tensor:
@@ -186,8 +211,8 @@ def as_stored(array: ArrayLike, spec: ParamSpec, dtype: DTypeLike) -> np.ndarray
     Args:
       array: the weight as it is declared, or the part of one expert.
       spec: its declaration.
-      dtype: of the result.
+      dtype: of the result, unless the declaration states another.
     """
-    array = on_host(array).astype(jnp.dtype(dtype))
+    array = on_host(array).astype(jnp.dtype(spec.dtype or dtype))
     # safetensors writes memory as it lies.
     return np.ascontiguousarray(array.T if spec.is_linear else array)

@@ -129,8 +129,9 @@ def check_not_quantised(file: pathlib.Path, hf: Mapping[str, Any]) -> None:
             continue
         said = hf[key] if isinstance(hf[key], Mapping) else {}
         method = said.get("quant_method") or said.get("format") or "a method that it does not name"
+        how = " without weight_block_size" if method == "fp8" else ""
         raise ConfigError(
-            f"{file} has a {key}: weights quantised by {shown(method)} are not read. Load the "
+            f"{file} has a {key}: weights quantised by {shown(method)}{how} are not read. Load the "
             "weights that were quantised, or have transformers write them in full, by "
             "model.dequantize() and model.save_pretrained(...); if they are plain, remove "
             f"{key} from the file"

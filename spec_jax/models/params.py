@@ -236,9 +236,10 @@ def init_table(
         this = jax.random.fold_in(key, index)
         if isinstance(spec, Mapping):
             return init_table(spec, this, dtype, one)
+        own = spec.dtype or dtype
         if spec.init in ("ones", "zeros"):
-            return jnp.full(spec.shape, one if spec.init == "ones" else 0.0, dtype)
-        return (_STD * jax.random.normal(this, spec.shape)).astype(dtype)
+            return jnp.full(spec.shape, one if spec.init == "ones" else 0.0, own)
+        return (_STD * jax.random.normal(this, spec.shape)).astype(own)
 
     return {name: leaf(spec, i) for i, (name, spec) in enumerate(table.items())}
 
@@ -260,10 +261,10 @@ def init_params(config: AnyConfig, key: jax.Array, dtype: DTypeLike = jnp.float3
     def leaf(spec: ParamSpec, layer):
         this = jax.random.fold_in(key, number[layer, spec.hf_name])
         if spec.init in _INITS:
-            return _INITS[spec.init](this, spec.shape).astype(dtype)
+            return _INITS[spec.init](this, spec.shape).astype(spec.dtype or dtype)
         std = _STD
         if spec.init == "residual":
             std /= (2 * config.num_hidden_layers) ** 0.5
-        return (std * jax.random.normal(this, spec.shape)).astype(dtype)
+        return (std * jax.random.normal(this, spec.shape)).astype(spec.dtype or dtype)
 
     return assemble(config, leaf)

@@ -23,6 +23,8 @@ class ParamSpec(NamedTuple):
       init: how random weights are drawn. "normal" (standard deviation 0.02), "residual" (normal,
         scaled down by the depth), "ones" or "zeros"; in state-space layers also "decay" (the
         logarithms of 1, 2, ...), "time step" and "conv".
+      is_map: it is a linear map that is stored ``[out, in]`` here as well.
+      dtype: of the weight, whatever that of the others; None: the same.
     """
 
     shape: tuple[int, ...]
@@ -30,6 +32,8 @@ class ParamSpec(NamedTuple):
     hf_name: str
     is_linear: bool = False
     init: str = "normal"
+    is_map: bool = False
+    dtype: str | None = None
 
 
 def norm_spec(size: int, hf: str, axis: str = "embed") -> ParamSpec:

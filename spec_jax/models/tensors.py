@@ -104,7 +104,7 @@ class StrictReader:
         Args:
           name: of the tensor.
           spec: the weight's declaration.
-          dtype: of the weight.
+          dtype: of the weight, unless its declaration states another.
 
         Returns:
           The weight as it is declared, so linear maps are ``[in, out]``.
@@ -118,7 +118,7 @@ class StrictReader:
                 f"{self._directory}: tensor {name} has dtype {stored.dtype.name}: quantised "
                 "weights are not read; expected float32, bfloat16 or float16"
             )
-        return (stored.T if spec.is_linear else stored).astype(dtype)
+        return (stored.T if spec.is_linear else stored).astype(spec.dtype or dtype)
 
     def finish(self) -> None:
         """Checks that no tensor is left.

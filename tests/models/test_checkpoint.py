@@ -334,6 +334,7 @@ def test_a_qwen2_whose_window_layers_begin_after_its_last_layer_sees_all(llama):
 
 STATED = [
     ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "fp8"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "fp8.*without weight_block_size"),
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
     ({"quantization_config": {"load_in_4bit": True}}, "a method that it does not name"),
     ({"compression_config": {"format": "pack-quantized"}}, "pack-quantized"),

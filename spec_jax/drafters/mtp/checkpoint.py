@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import itertools
 import pathlib
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -33,18 +32,16 @@ from spec_jax.drafters.mtp.formats import (
 from spec_jax.drafters.mtp.model import MtpConfig, mtp_table, mtp_tables
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models.checkpoint import as_stored
-from spec_jax.models.checks import integers_of, require, shown, stated_object
+from spec_jax.models.checks import integers_of, require
 from spec_jax.models.families import AnyConfig, family_of
 from spec_jax.models.files import naming, read_json, write_json, write_once
+from spec_jax.models.float8 import Dequantised, block_of
 from spec_jax.models.params import check_weights, shapes_of, table_placement
-from spec_jax.models.parts import Part, Tensor, holds_for_parts, read_onto, read_parts, stack
-from spec_jax.models.pickles import Pickles
+from spec_jax.models.parts import Tensor, holds_for_parts, read_onto, read_parts, stack
 from spec_jax.models.shards import Shards
 from spec_jax.models.tensors import StrictReader, Unfused, on_host, open_files, save_tensors
 from spec_jax.sharding import SHARDED, AxisRules, named
 
-_SCALE = "_scale_inv"
-_BLOCK = (128, 128)
 _TARGET_EMBED, _TARGET_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -90,11 +87,11 @@ def read_mtp(
             fmt = find_format(directory, hf, names)
             numbers = {fmt.number(name) for name in names} - {None}
             config = modules_config(hf, fmt, len(numbers), target_config, overrides, notes)
-            block = _block_of(hf)
+            block = block_of(hf)
         if config.num_modules > len(names):  # before a list of their names is made
             message = f"num_modules is {config.num_modules}; {len(numbers)} modules are stored"
             raise WeightsError(f"{directory}: {message}, in {len(names)} tensors")
-        source = _Modules(directory, shards, fmt, config.num_modules, block)
+        source = Dequantised(directory, _Modules(shards, fmt, config.num_modules), block)
         tensors = StrictReader(directory, source)
         tensors.sizes = integers_of(config.layer)
         for end in ("embed", "head"):
@@ -129,9 +126,7 @@ def _module(
     """The weights of one module, of which nothing is read yet."""
 
     def leaf(name, spec):
-        # Biases that move a choice differ by less than a short float resolves.
-        leaf_dtype = jnp.float32 if name == "router_bias" else dtype
-        take = lambda spec, e=0: tensors.weight(fmt.tensor(name, spec, index, e), spec, leaf_dtype)
+        take = lambda spec, e=0: tensors.weight(fmt.tensor(name, spec, index, e), spec, dtype)
         if "{e}" not in spec.hf_name:
             return take(spec)
         count, *shape = spec.shape
@@ -158,51 +153,16 @@ def _compare_end(
     return False, f"{stored[0]} is a copy of {original}"
 
 
-def _block_of(hf: Mapping[str, Any]) -> tuple[int, int]:
-    """The block of an 8-bit matrix that shares one scale."""
-    block = stated_object(hf, "quantization_config").get("weight_block_size") or _BLOCK
-    is_pair = isinstance(block, (list, tuple)) and len(block) == 2
-    is_block = is_pair and all(type(size) is int and size > 0 for size in block)
-    require(is_block, f"weight_block_size is {shown(block)}; expected rows and columns")
-    return tuple(block)
-
-
 class _Modules:
-    """The modules' tensors alone, whole numbers times scales where they are stored so."""
+    """The modules' tensors alone."""
 
-    def __init__(self, directory, shards: Shards | Pickles, fmt: MtpFormat, count: int, block):
-        self._directory, self._shards, self._block = directory, shards, block
+    def __init__(self, shards: Any, fmt: MtpFormat, count: int):
         numbers = {name: fmt.number(name) for name in shards.names()}
         self._names = {name for name, i in numbers.items() if i is not None and i < count}
+        self.tensor = shards.tensor
 
     def names(self) -> set[str]:
-        """All but the scales of tensors that are there."""
-        return self._names - {f"{name}{_SCALE}" for name in self._names}
-
-    def tensor(self, name: str) -> Tensor:
-        stored, scale = self._shards.tensor(name), f"{name}{_SCALE}"
-        if scale not in self._names:
-            if stored.dtype.itemsize == 1:
-                message = f"tensor {scale} is missing, of {stored.dtype.name} {name}"
-                raise WeightsError(f"{self._directory}: {message}")
-            return stored
-        factors = self._shards.tensor(scale)
-        expected = tuple(-(-n // b) for n, b in zip(stored.shape, self._block))
-        if len(stored.shape) != 2 or factors.shape != expected:
-            raise WeightsError(
-                f"{self._directory}: tensor {scale} has shape {list(factors.shape)}; {name} of "
-                f"shape {list(stored.shape)} has {list(expected)} blocks of {list(self._block)}"
-            )
-
-        def read(part: Part) -> np.ndarray:
-            within = list(zip(part, self._block))
-            blocks = tuple(range(r.start // b, -(-r.stop // b)) for r, b in within)
-            scales = factors.read(blocks).astype(np.float32)
-            for axis, (r, b) in enumerate(within):
-                scales = scales.take(np.asarray(r) // b - r.start // b, axis=axis)
-            return stored.read(part).astype(np.float32) * scales
-
-        return Tensor(stored.shape, np.dtype(np.float32), read)
+        return self._names
 
 
 # -------------------------------------------------------------------------------- writing
@@ -249,12 +209,11 @@ def write_mtp(
     tensors: dict[str, np.ndarray] = {}
     leaves = itertools.product(range(config.num_modules), mtp_table(config).items())
     for i, (name, spec) in leaves:
-        leaf_dtype = jnp.float32 if name == "router_bias" else dtype
         array = on_host(params[str(i)][name])
         if name == "fc" and config.order != fmt.order:
             array = np.roll(array, config.layer.hidden_size, axis=0)
         for expert, part in enumerate(array) if "{e}" in spec.hf_name else [(0, array)]:
-            tensors[fmt.tensor(name, spec, i, expert)] = as_stored(part, spec, leaf_dtype)
+            tensors[fmt.tensor(name, spec, i, expert)] = as_stored(part, spec, dtype)
     hf = modules_json(config, fmt, L)
     read = modules_config(hf, fmt, config.num_modules, target_config, {}, [])
     ends = {name: getattr(config, name) for name in ("has_own_embed", "has_own_head")}

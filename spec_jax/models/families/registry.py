@@ -24,6 +24,7 @@ from spec_jax.models.checks import check_stop_tokens, shown
 from spec_jax.models.config import RopeConfig
 from spec_jax.models.families import nearest
 from spec_jax.models.files import check_not_quantised, naming, read_json
+from spec_jax.models.float8 import has_blocks
 from spec_jax.models.specs import ParamSpec
 from spec_jax.models.tensors import open_tensors
 
@@ -209,13 +210,13 @@ def read_config(directory: str | pathlib.Path) -> AnyConfig:
     Raises:
       WeightsError: there is no config.json, or a file cannot be read.
       ConfigError: the family is not supported (the nearest one and what is missing are named), the
-        weights are quantised, or a value has a wrong type or means nothing; the message names the
-        file, the key and the value.
+        weights are quantised in a way that is not read, or a value has a wrong type or means
+        nothing; the message names the file, the key and the value.
     """
     directory = pathlib.Path(directory)
     file, generation = directory / "config.json", directory / "generation_config.json"
     hf = read_json(file)
-    check_not_quantised(file, hf)
+    check_not_quantised(file, {**hf, "quantization_config": None} if has_blocks(hf) else hf)
     generated = read_json(generation).get("eos_token_id") if generation.exists() else None
     with naming(generation):
         check_stop_tokens(generated, hf.get("vocab_size"))

@@ -1,0 +1,95 @@
+"""Matrices of 8-bit floats in blocks, multiplied by their scales as they are read.
+
+Beside a matrix ``NAME`` stands ``NAME_scale_inv``, a factor for each block of rows and columns; the
+last block of either may be partial.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from spec_jax.errors import WeightsError
+from spec_jax.models.checks import require, shown, stated_object
+from spec_jax.models.parts import Part, Tensor
+
+SCALE = "_scale_inv"
+METHOD = "fp8"
+_KEY, _BLOCK = "quantization_config", (128, 128)
+
+
+def block_of(hf: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns rows and columns of a block, as a parsed config.json states them.
+
+    Raises:
+      ConfigError: they are stated wrongly.
+    """
+    block = stated_object(hf, _KEY).get("weight_block_size") or _BLOCK
+    is_pair = isinstance(block, (list, tuple)) and len(block) == 2
+    is_block = is_pair and all(type(size) is int and size > 0 for size in block)
+    require(is_block, f"weight_block_size is {shown(block)}; expected rows and columns")
+    return tuple(block)
+
+
+def has_blocks(hf: Mapping[str, Any]) -> bool:
+    """Whether a parsed config.json says that weights are 8-bit floats in blocks."""
+    said = hf.get(_KEY)
+    is_stated = isinstance(said, Mapping) and said.get("weight_block_size") is not None
+    return is_stated and said.get("quant_method") == METHOD
+
+
+class Dequantised:
+    """Tensors in float32 where they are stored as 8-bit floats, and without the scales.
+
+    Args:
+      directory: for messages.
+      source: of ``tensors.StrictReader``.
+      block: rows and columns that share a scale.
+
+    Attributes:
+      count: how many tensors have scales.
+    """
+
+    def __init__(self, directory: pathlib.Path, source: Any, block: tuple[int, int]):
+        self._directory, self._source, self._block = directory, source, block
+        names = source.names()
+        self._scaled = {name for name in names if f"{name}{SCALE}" in names}
+        self._names = names - {f"{name}{SCALE}" for name in self._scaled}
+        self.count = len(self._scaled)
+
+    def names(self) -> set[str]:
+        """All but the scales of tensors that are there."""
+        return self._names
+
+    def tensor(self, name: str) -> Tensor:
+        """Returns the tensor of one of these names.
+
+        Raises:
+          WeightsError: it has 8 bits and no scales, or scales of another shape.
+        """
+        stored, scale = self._source.tensor(name), f"{name}{SCALE}"
+        if name not in self._scaled:
+            if stored.dtype.itemsize == 1:
+                message = f"tensor {scale} is missing, of {stored.dtype.name} {name}"
+                raise WeightsError(f"{self._directory}: {message}")
+            return stored
+        factors = self._source.tensor(scale)
+        expected = tuple(-(-n // b) for n, b in zip(stored.shape, self._block))
+        if len(stored.shape) != 2 or factors.shape != expected:
+            raise WeightsError(
+                f"{self._directory}: tensor {scale} has shape {list(factors.shape)}; {name} of "
+                f"shape {list(stored.shape)} has {list(expected)} blocks of {list(self._block)}"
+            )
+
+        def read(part: Part) -> np.ndarray:
+            within = list(zip(part, self._block))
+            blocks = tuple(range(r.start // b, -(-r.stop // b)) for r, b in within)
+            scales = factors.read(blocks).astype(np.float32)
+            for axis, (r, b) in enumerate(within):
+                scales = scales.take(np.asarray(r) // b - r.start // b, axis=axis)
+            return stored.read(part).astype(np.float32) * scales
+
+        return Tensor(stored.shape, np.dtype(np.float32), read)
